@@ -1,0 +1,130 @@
+"""Builds the native libraries with the system's C compiler, for `pip install` and for `python -m kvprobe.native.build`.
+
+Three libraries, none of which knows Python, so that one wheel serves every Python version:
+
+* ``libkvprobe.so``            clock, ring, submission loop, calibration
+* ``libkvprobe_hostrt.so``     the embedded host runtime: the CUDA runtime's symbols without a GPU
+* ``libkvprobe_interpose.so``  the interposer that `kvprobe run` preloads
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+NATIVE = Path(__file__).resolve().parent
+LIB = NATIVE / "lib"
+CFLAGS = ["-std=gnu11", "-O3", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-pthread"]
+LDFLAGS = ["-shared", "-Wl,-z,defs", "-Wl,-z,now", "-pthread", "-ldl", "-lm"]
+
+# library -> folders of its sources, below this one, and single files it shares
+LIBRARIES: dict[str, tuple[str, ...]] = {
+    "libkvprobe.so": ("src/*.c",),
+    "libkvprobe_hostrt.so": ("hostrt/*.c", "src/clock.c"),
+    "libkvprobe_interpose.so": ("interpose/*.c", "src/clock.c", "src/ring.c"),
+}
+
+
+class BuildError(Exception):
+    """The native libraries could not be built; one line that says why."""
+
+
+def compiler() -> list[str]:
+    """The C compiler's command: $CC, else the first of cc, gcc, clang that exists.
+
+    Raises:
+        BuildError: there is none.
+    """
+    given = shlex.split(os.environ.get("CC", ""))
+    for candidate in [given] if given else [["cc"], ["gcc"], ["clang"]]:
+        if shutil.which(candidate[0]):
+            return candidate
+    wanted = given[0] if given else "cc, gcc or clang"
+    raise BuildError(f"no C compiler: {wanted} not found; install one (Debian: apt-get install gcc) or set CC")
+
+
+def nvtx_include() -> Path | None:
+    """Folder of the NVTX C headers of the package nvidia-nvtx, or None where it is not installed."""
+    for entry in sys.path:
+        for folder in sorted(Path(entry or ".").glob("nvidia/*/include")):
+            if (folder / "nvtx3" / "nvToolsExt.h").is_file():
+                return folder
+    return None
+
+
+def build(target: Path = LIB, extra_cflags: tuple[str, ...] = ()) -> list[Path]:
+    """Compiles what is older than its sources and returns the paths of all libraries.
+
+    Raises:
+        BuildError: no compiler, or it refused a source.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    headers = sorted(NATIVE.glob("*/*.h"))
+    include = nvtx_include()
+    nvtx = ["-DKVP_HAVE_NVTX=1", "-isystem", str(include)] if include else []
+    built = []
+    for name, patterns in LIBRARIES.items():
+        sources = sorted({path for pattern in patterns for path in NATIVE.glob(pattern)})
+        output = target / name
+        if not any(path.parent.name != "src" or name == "libkvprobe.so" for path in sources):
+            continue
+        newest = max(path.stat().st_mtime for path in [*sources, *headers, Path(__file__)])
+        if not output.exists() or output.stat().st_mtime < newest:
+            partial = output.with_name(f".{name}.{os.getpid()}")
+            command = [*compiler(), *CFLAGS, *extra_cflags, *nvtx, f"-I{NATIVE / 'src'}", "-o", str(partial)]
+            command += [str(path) for path in sources] + LDFLAGS + shlex.split(os.environ.get("LDFLAGS", ""))
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                partial.unlink(missing_ok=True)
+                raise BuildError(f"{name} did not compile ({shlex.join(command[:1])}):\n{done.stderr.strip()}")
+            partial.replace(output)
+        built.append(output)
+    return built
+
+
+def main() -> int:
+    """Entry of `python -m kvprobe.native.build`."""
+    try:
+        for path in build():
+            print(path)
+    except BuildError as error:
+        print(f"kvprobe: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ImportError:
+    pass
+else:
+
+    class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg,misc,unused-ignore]
+        """Hatchling's hook: compiles, then puts the libraries into the wheel and names its platform."""
+
+        PLUGIN_NAME = "custom"
+
+        def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+            """Runs before the wheel is put together."""
+            if self.target_name != "wheel":
+                return
+            try:
+                libraries = build()
+            except BuildError as error:
+                raise SystemExit(f"kvprobe: {error}") from None
+            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{platform}"
+            if version != "editable":
+                for path in libraries:
+                    build_data["force_include"][str(path)] = f"kvprobe/native/lib/{path.name}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,207 @@
+/* What kvprobe's native parts share: the clock, the record, and the layout of a ring file.
+ *
+ * C11, no Python.h, no CUDA headers. A ring file is written by one process and read, without a lock, by any
+ * number of others, also after the writer was killed. Layout (all integers little endian, all offsets in bytes):
+ *
+ *   file  := kvp_file_header (4096) | lane 0 | lane 1 | ... (lane_bytes each, lanes_used of them are valid)
+ *   lane  := kvp_lane_header (4096) | kvp_slot x slot_count | kvp_record x ring_capacity | kvp_record x slow_capacity
+ *
+ * A lane belongs to one thread at a time, so a record costs plain stores: no lock, no atomic read-modify-write.
+ * `head` counts records ever published; record i lies at ring[i % ring_capacity]. A reader copies, reads `head`
+ * again, and drops what may have been overwritten meanwhile. Totals and histograms in the slots are never
+ * overwritten, so they stay exact when the ring wraps. Calls that took at least slow_ns go to the slow ring too:
+ * a flood of fast calls does not wash the interesting ones away.
+ */
+#ifndef KVP_H
+#define KVP_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define KVP_EXPORT __attribute__((visibility("default")))
+
+/* ---- clock -------------------------------------------------------------------------------------------------- */
+
+/* Nanoseconds of CLOCK_MONOTONIC, read from the CPU's invariant counter where there is one (about 10 ns a read on
+ * x86-64 instead of 23), else from clock_gettime. */
+KVP_EXPORT uint64_t kvp_now_ns(void);
+KVP_EXPORT const char *kvp_clock_name(void); /* "tsc", "cntvct" or "clock_gettime" */
+
+/* ---- record ------------------------------------------------------------------------------------------------- */
+
+/* What was called. X(id, kind, name): the number in the file, what it does, the name that a report prints.
+ * Numbers are part of the file format: never renumber, only append. */
+#define KVP_CALLS(X)                                                                                                   \
+    X(1, COPY, "cudaMemcpyAsync")                                                                                      \
+    X(2, COPY, "cudaMemcpy2DAsync")                                                                                    \
+    X(3, BATCH, "cudaMemcpyBatchAsync")                                                                                \
+    X(4, COPY, "cuMemcpyAsync")                                                                                        \
+    X(5, COPY, "cuMemcpyHtoDAsync")                                                                                    \
+    X(6, COPY, "cuMemcpyDtoHAsync")                                                                                    \
+    X(7, COPY, "cuMemcpyDtoDAsync")                                                                                    \
+    X(8, COPY, "cuMemcpy2DAsync")                                                                                      \
+    X(9, BATCH, "cuMemcpyBatchAsync")                                                                                  \
+    X(10, COPY_SYNC, "cudaMemcpy")                                                                                     \
+    X(11, MEMSET, "cudaMemsetAsync")                                                                                   \
+    X(12, LAUNCH, "cudaLaunchKernel")                                                                                  \
+    X(13, LAUNCH, "cudaLaunchKernelExC")                                                                               \
+    X(14, LAUNCH, "cuLaunchKernel")                                                                                    \
+    X(15, LAUNCH, "cuLaunchKernelEx")                                                                                  \
+    X(16, GRAPH, "cudaGraphLaunch")                                                                                    \
+    X(17, SYNC, "cudaStreamSynchronize")                                                                               \
+    X(18, SYNC, "cudaEventSynchronize")                                                                                \
+    X(19, SYNC, "cudaDeviceSynchronize")                                                                               \
+    X(20, CREATE, "cudaStreamCreate")                                                                                  \
+    X(21, CREATE, "cudaEventCreate")                                                                                   \
+    X(22, ALLOC, "cudaMalloc")                                                                                         \
+    X(23, ALLOC, "cudaHostAlloc")                                                                                      \
+    X(24, ALLOC, "cudaHostRegister")                                                                                   \
+    X(25, FREE, "cudaFree")                                                                                            \
+    X(26, FREE, "cudaFreeHost")                                                                                        \
+    X(27, EVENT, "cudaEventRecord")                                                                                    \
+    X(28, EVENT, "cudaStreamWaitEvent")                                                                                \
+    X(29, ALLOC, "cudaMallocAsync")                                                                                    \
+    X(30, COPY, "cudaMemcpy3DAsync")                                                                                   \
+    X(31, COPY, "cudaMemcpyPeerAsync")                                                                                 \
+    X(32, SYNC, "cuStreamSynchronize")                                                                                 \
+    X(33, SYNC, "cuEventSynchronize")                                                                                  \
+    X(34, SYNC, "cuCtxSynchronize")                                                                                    \
+    X(35, CREATE, "cuStreamCreate")                                                                                    \
+    X(36, CREATE, "cuEventCreate")                                                                                     \
+    X(37, ALLOC, "cuMemAlloc")                                                                                         \
+    X(38, ALLOC, "cuMemHostAlloc")                                                                                     \
+    X(39, ALLOC, "cuMemHostRegister")                                                                                  \
+    X(40, COPY, "cudaMemcpyWithAttributesAsync")                                                                       \
+    X(41, COPY, "cuMemcpy3DAsync")                                                                                     \
+    X(42, FREE, "cudaHostUnregister")                                                                                  \
+    X(64, TRANSFER, "transfer") /* one engine or server transfer; src and dst hold its split, see kvp_record */
+
+enum kvp_call {
+#define X(id, kind, name) KVP_CALL_##id = id,
+    KVP_CALLS(X)
+#undef X
+};
+
+enum kvp_direction { KVP_DIR_UNKNOWN = 0, KVP_H2D = 1, KVP_D2H = 2, KVP_D2D = 3, KVP_H2H = 4 };
+enum kvp_memory { KVP_MEM_UNKNOWN = 0, KVP_MEM_PAGEABLE = 1, KVP_MEM_PINNED = 2, KVP_MEM_DEVICE = 3, KVP_MEM_MANAGED = 4 };
+
+/* One call: 64 bytes, one cache line. */
+typedef struct {
+    uint64_t start_ns; /* entry of the call, CLOCK_MONOTONIC */
+    uint64_t dur_ns;   /* host time inside the call */
+    uint64_t stream;   /* handle as the caller gave it; 0 = legacy default stream */
+    uint64_t src;      /* address; of a batch: its first copy's. TRANSFER: two float32, build_us then submit_us */
+    uint64_t dst;      /* address; of a batch: its first copy's. TRANSFER: two float32, queue_wait_us then copy_us */
+    uint64_t bytes;    /* payload; of a batch: the sum. ALLOC: bytes asked for */
+    uint32_t tid;      /* kernel thread id */
+    uint32_t transfer; /* id of the transfer this call belongs to; 0 = none known */
+    uint32_t count;    /* copies in this call (1 but for batches and TRANSFER) */
+    uint16_t result;   /* the call's own return code, capped at 65535 */
+    uint8_t call;      /* enum kvp_call */
+    uint8_t direction; /* low 4 bits enum kvp_direction, high 4 bits enum kvp_memory of the host side */
+} kvp_record;
+
+/* ---- totals and histogram ----------------------------------------------------------------------------------- */
+
+#define KVP_BUCKETS 128
+
+/* Bucket of a duration: four buckets to the octave from 4 ns, so a percentile read back is within 12.5% of the truth;
+ * the last bucket takes everything from about 7.5 s. Lower bound of bucket b: b < 4 ? b : (4 + b % 4) << (b / 4 - 1). */
+static inline unsigned kvp_bucket(uint64_t ns) {
+    if (ns < 4) return (unsigned)ns;
+    unsigned e = 63u - (unsigned)__builtin_clzll(ns);
+    unsigned b = (e - 1) * 4 + (unsigned)((ns >> (e - 2)) & 3);
+    return b < KVP_BUCKETS ? b : KVP_BUCKETS - 1;
+}
+
+/* Totals of one (stream, call, direction) of one lane. A slot with call 0 is free. */
+typedef struct {
+    uint64_t stream;
+    uint8_t call;
+    uint8_t direction; /* as in kvp_record */
+    uint8_t pad[6];
+    uint64_t count;   /* calls */
+    uint64_t copies;  /* sum of kvp_record.count */
+    uint64_t bytes;   /* sum */
+    uint64_t dur_ns;  /* sum */
+    uint64_t max_ns;  /* longest */
+    uint64_t slow;    /* calls of at least slow_ns */
+    uint64_t slow_ns; /* their sum */
+    uint64_t errors;  /* calls whose result was not 0 */
+    uint64_t last_ns; /* end of the newest call */
+    uint64_t reserved[5];
+    uint64_t histogram[KVP_BUCKETS];
+} kvp_slot; /* 1152 bytes */
+
+/* ---- file --------------------------------------------------------------------------------------------------- */
+
+#define KVP_MAGIC "KVPRING1"
+#define KVP_FILE_VERSION 1 /* history: 1 first */
+#define KVP_HEADER_BYTES 4096
+
+enum kvp_state { KVP_STARTING = 0, KVP_RUNNING = 1, KVP_CLOSED = 2 /* exit handlers ran: the process was not killed */ };
+
+typedef struct {
+    char magic[8];
+    uint32_t version;
+    uint32_t header_bytes; /* KVP_HEADER_BYTES */
+    uint32_t record_bytes; /* 64 */
+    uint32_t slot_bytes;   /* 1152 */
+    uint32_t buckets;      /* KVP_BUCKETS */
+    uint32_t slot_count;   /* slots in a lane */
+    uint64_t ring_capacity; /* records, a power of two */
+    uint64_t slow_capacity; /* records, a power of two */
+    uint64_t lane_bytes;
+    uint32_t lanes_max;
+    volatile uint32_t lanes_used; /* grows only */
+    uint64_t slow_ns;             /* threshold of the slow ring */
+    uint32_t pid;
+    uint32_t ppid;
+    uint64_t start_monotonic_ns;
+    uint64_t start_realtime_ns;
+    volatile uint32_t state; /* enum kvp_state */
+    volatile uint32_t forks; /* children seen by fork() */
+    volatile uint64_t end_monotonic_ns;
+    char clock[16];
+    char producer[32]; /* "engine", "interposer" */
+    /* What a lane could not take (more threads than lanes, a call inside a signal handler, more streams than
+     * slots, disk full): counted here with atomics, so that totals stay exact. Index: enum kvp_call. */
+    volatile uint64_t over_count[128];
+    volatile uint64_t over_bytes[128];
+    volatile uint64_t over_dur_ns[128];
+    char command[512]; /* /proc/self/cmdline, NULs turned to spaces, cut */
+} kvp_file_header;
+
+typedef struct {
+    volatile uint64_t head;      /* records ever published */
+    volatile uint64_t slow_head; /* likewise, slow ring */
+    volatile uint32_t tid;       /* owner now; 0 = free for another thread */
+    volatile uint32_t owners;    /* threads that have owned this lane */
+    volatile uint32_t busy;      /* 1 while the owner writes: a signal handler's call goes to over_* */
+    uint32_t slots_used;
+    char name[32]; /* thread name of the newest owner */
+} kvp_lane_header;
+
+/* ---- ring: writing ------------------------------------------------------------------------------------------ */
+
+typedef struct {
+    uint64_t ring_capacity; /* 0 = default 16384; rounded up to a power of two */
+    uint64_t slow_capacity; /* 0 = default 4096 */
+    uint32_t slot_count;    /* 0 = default 128 */
+    uint32_t lanes_max;     /* 0 = default 256 */
+    uint64_t slow_ns;       /* 0 = default 20000 */
+} kvp_ring_options;
+
+/* Opens this process's ring file at `path` (created, must not exist). Returns 0 or a negative errno. At most one ring
+ * is open in a process (per shared library that links this file). */
+KVP_EXPORT int kvp_ring_open(const char *path, const char *producer, const kvp_ring_options *options);
+/* Marks the file closed and stops writing; memory stays mapped, so a late writer cannot crash. */
+KVP_EXPORT void kvp_ring_close(void);
+KVP_EXPORT int kvp_ring_is_open(void);
+KVP_EXPORT const char *kvp_ring_path(void);
+/* In a forked child: forgets the parent's file without touching it. */
+KVP_EXPORT void kvp_ring_after_fork(void);
+/* Adds one call to totals and, with detail != 0, to the rings. Never blocks, never fails, any thread. */
+KVP_EXPORT void kvp_ring_write(const kvp_record *record, int detail);
+
+#endif

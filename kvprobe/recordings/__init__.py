@@ -1,0 +1,1 @@
+"""One model of a recording, readers that fill it, writers that pass it on."""

@@ -1,0 +1,242 @@
+"""The one model of a recording: columns that every reader fills and everything later reads.
+
+A recording is a handful of tables; a table is a set of numpy arrays of one length. Times are integer nanoseconds on
+one clock per recording (`start_ns` of the recording is its zero; readers subtract nothing, they only say it). Text
+is interned: a column of type "name" holds indexes into `Recording.names`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+__all__ = ["CallKind", "Direction", "Engine", "Label", "Memory", "Recording", "Source", "Table", "SCHEMAS"]
+
+
+class CallKind(IntEnum):
+    """What a host-side call does; the kinds up to GRAPH submit work to a stream."""
+
+    OTHER = 0
+    COPY = 1
+    BATCH = 2
+    MEMSET = 3
+    LAUNCH = 4
+    GRAPH = 5
+    EVENT = 6
+    COPY_SYNC = 7
+    SYNC = 8
+    CREATE = 9
+    ALLOC = 10
+    FREE = 11
+
+
+SUBMITTING = (CallKind.COPY, CallKind.BATCH, CallKind.MEMSET, CallKind.LAUNCH, CallKind.GRAPH)
+
+
+class Direction(IntEnum):
+    """Where bytes went."""
+
+    UNKNOWN = 0
+    H2D = 1
+    D2H = 2
+    D2D = 3
+    H2H = 4
+
+
+class Memory(IntEnum):
+    """Kind of the host side's memory."""
+
+    UNKNOWN = 0
+    PAGEABLE = 1
+    PINNED = 2
+    DEVICE = 3
+    MANAGED = 4
+
+
+class Engine(IntEnum):
+    """What executed on the device."""
+
+    OTHER = 0
+    KERNEL = 1
+    COPY = 2
+    MEMSET = 3
+
+
+class Label(IntEnum):
+    """What the recorder itself said about an interval (CUPTI overhead kinds and the like)."""
+
+    OTHER = 0
+    COMMAND_BUFFER_FULL = 1
+    BUFFER_FLUSH = 2
+    LAZY_LOADING = 3
+    JIT = 4
+    RESOURCE = 5
+    INSTRUMENTATION = 6
+    GC = 7
+
+
+# table -> column -> numpy type. "name" is int32 into Recording.names. -1 means unknown unless said otherwise.
+SCHEMAS: dict[str, dict[str, str]] = {
+    # Host-side calls, of every kind. Submissions, waits and allocations are selections by `kind`.
+    "calls": {
+        "start_ns": "int64", "end_ns": "int64",
+        "process": "int32",      # row of `processes`
+        "thread": "int64",       # OS thread id
+        "name": "name",          # the call, without version suffixes
+        "kind": "uint8",         # CallKind
+        "stream": "int32",       # row of `streams`; -1 unknown or none
+        "direction": "uint8",    # Direction
+        "memory": "uint8",       # Memory of the host side
+        "bytes": "int64",        # payload; of an allocation: size; 0 none or unknown
+        "count": "int32",        # copies in the call
+        "correlation": "int64",  # joins with executions within one process; -1 none
+        "transfer": "int64",     # joins with transfers; -1 none
+        "src": "uint64", "dst": "uint64",  # addresses, 0 unknown
+        "result": "int32",       # return code
+    },
+    # What the device did.
+    "executions": {
+        "start_ns": "int64", "end_ns": "int64", "process": "int32", "device": "int32", "stream": "int32",
+        "channel": "int32",      # hardware channel where the recorder knows it
+        "engine": "uint8", "direction": "uint8", "memory": "uint8", "bytes": "int64", "count": "int32",
+        "correlation": "int64",
+        "graph": "int64",        # graph node or launch id; -1 not from a graph
+        "name": "name",
+    },
+    # NVTX ranges, profiler annotations, framework operators.
+    "ranges": {"start_ns": "int64", "end_ns": "int64", "process": "int32", "thread": "int64", "domain": "name",
+               "name": "name"},
+    # What the recorder itself said about intervals.
+    "labels": {"start_ns": "int64", "end_ns": "int64", "process": "int32", "thread": "int64", "label": "uint8",
+               "name": "name", "correlation": "int64", "channel": "int32"},
+    # Whole transfers of an engine or a server, with their split; *_ns are durations, -1 unknown.
+    "transfers": {"start_ns": "int64", "end_ns": "int64", "process": "int32", "thread": "int64", "stream": "int32",
+                  "direction": "uint8", "bytes": "int64", "count": "int32", "transfer": "int64", "build_ns": "int64",
+                  "submit_ns": "int64", "wait_ns": "int64", "copy_ns": "int64", "poll_ns": "int64", "ok": "uint8"},
+    # Sampled values: device counters, occupancy estimates, step times.
+    "samples": {"time_ns": "int64", "process": "int32", "device": "int32", "metric": "name", "value": "float64"},
+    # Python stacks taken while a call was blocked; `stack` is one name, frames joined by "\n", innermost first.
+    "stacks": {"time_ns": "int64", "process": "int32", "thread": "int64", "blocked_ns": "int64", "gil": "uint8",
+               "stack": "name"},
+    # What a controller or adapter did or said: policy switches, states, errors.
+    "decisions": {"time_ns": "int64", "process": "int32", "what": "name", "reason": "name", "gain": "float64"},
+    # Exact totals that survive where detail was lost; histogram columns are in `Recording.histograms`.
+    "totals": {"process": "int32", "thread": "int64", "stream": "int32", "name": "name", "kind": "uint8",
+               "direction": "uint8", "memory": "uint8", "calls": "int64", "copies": "int64", "bytes": "int64",
+               "dur_ns": "int64", "max_ns": "int64", "errors": "int64"},
+    "streams": {"process": "int32", "device": "int32", "handle": "int64", "priority": "int32", "channel": "int32",
+                "name": "name"},
+    "processes": {"pid": "int64", "rank": "int32", "node": "name", "name": "name", "command": "name",
+                  "start_ns": "int64", "end_ns": "int64", "state": "name"},
+}
+
+
+class Table(Mapping[str, Array]):
+    """Columns of one length, by name; an immutable view, its arrays may be shared."""
+
+    __slots__ = ("columns", "kind")
+
+    def __init__(self, kind: str, columns: Mapping[str, Array] | None = None) -> None:
+        """Fills absent columns with the schema's default (-1 for ids, 0 for the rest) and fixes types."""
+        schema = SCHEMAS[kind]
+        given = dict(columns or {})
+        unknown = set(given) - set(schema)
+        if unknown:
+            raise KeyError(f"{kind} has no column {sorted(unknown)}")
+        length = len(next(iter(given.values()))) if given else 0
+        self.kind = kind
+        self.columns: dict[str, Array] = {}
+        for name, dtype in schema.items():
+            dtype = "int32" if dtype == "name" else dtype
+            if name in given:
+                column = np.asarray(given[name], dtype=dtype)
+                if len(column) != length:
+                    raise ValueError(f"{kind}.{name} has {len(column)} rows, others {length}")
+            else:
+                column = np.full(length, _default(name), dtype=dtype)
+            self.columns[name] = column
+
+    def __getitem__(self, name: str) -> Array:
+        return self.columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __len__(self) -> int:
+        """Number of columns (a Mapping's length); rows are `rows`."""
+        return len(self.columns)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(next(iter(self.columns.values())))
+
+    def where(self, mask: Array) -> Table:
+        """The rows that a boolean mask or an index array selects."""
+        return Table(self.kind, {name: column[mask] for name, column in self.columns.items()})
+
+
+def _default(column: str) -> int:
+    if column in ("stream", "channel", "device", "correlation", "transfer", "graph", "rank", "thread", "priority"):
+        return -1
+    return -1 if column in ("build_ns", "submit_ns", "wait_ns", "copy_ns", "poll_ns") else 0
+
+
+@dataclass
+class Source:
+    """Where a recording came from, for its provenance line."""
+
+    path: str
+    format: str  # "nsys-sqlite", "kineto-json", "kvprobe", ...
+    tool: str = ""  # product and version that recorded
+    command: str = ""  # the exact command that made the recording, where it is known
+    bytes: int = 0
+    sha256: str = ""  # of the first MiB; empty where not taken
+
+
+@dataclass
+class Recording:
+    """All that was captured, by whichever tool.
+
+    Attributes:
+        tables: one Table for each name in SCHEMAS; absent ones are empty.
+        names: interned text; index 0 is "".
+        histograms: submit-time histogram of each row of `totals`, (rows, 128) int64, buckets as in kvp.h.
+        machine: facts of the machine (gpu, driver, cuda, cpu, queue_depth, channels, link_bytes_per_s ...), each with
+            how it was obtained in `machine_how`.
+        has_executions: the recorder saw the device; False means occupancy can only be inferred.
+        notes: one line for each thing that was not read, cut, thinned or assumed.
+        lost: detail records known to be lost, by process row.
+    """
+
+    source: list[Source]
+    tables: dict[str, Table] = field(default_factory=dict)
+    names: list[str] = field(default_factory=lambda: [""])
+    histograms: Array = field(default_factory=lambda: np.zeros((0, 128), dtype=np.int64))
+    machine: dict[str, Any] = field(default_factory=dict)
+    machine_how: dict[str, str] = field(default_factory=dict)
+    has_executions: bool = False
+    notes: list[str] = field(default_factory=list)
+    lost: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Gives every schema a table."""
+        for kind in SCHEMAS:
+            self.tables.setdefault(kind, Table(kind))
+
+    def __getattr__(self, kind: str) -> Table:
+        """Tables by name: `recording.calls`."""
+        if kind in SCHEMAS:
+            return self.tables[kind]
+        raise AttributeError(kind)
+
+    def text(self, index: int) -> str:
+        """The interned text of a name column's value."""
+        return self.names[index] if 0 <= index < len(self.names) else ""
