@@ -1,0 +1,100 @@
+"""The command line: a table of commands, and the one place where errors become a line and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import click
+
+from kvprobe.errors import KvprobeError
+
+# command -> its one-line help; the command itself is `kvprobe.commands.<command>.command`, imported when it is run,
+# so that `kvprobe --help` costs no import.
+COMMANDS = {
+    "demo": "Fill a launch queue, watch kvprobe notice and switch, get a report.",
+    "bench": "Compare the stream policies and copy methods of this machine, interleaved.",
+    "run": "Run a command and record every copy of every process it starts.",
+    "top": "Live view of running, watched processes.",
+    "report": "Say what is wrong in recordings, as one HTML page.",
+    "stats": "Tables of a recording: calls, copies, sizes, ranges, streams.",
+    "diff": "Compare two recordings, finding by finding.",
+    "check": "Fail with an exit code when a recording breaks a limit.",
+    "export": "Write a recording as Parquet or Perfetto.",
+    "doctor": "What this machine and environment would do to offload.",
+    "patches": "Which server adapters apply in this environment, and why.",
+    "weights": "Run a model with its weights partly in CPU memory, and profile it.",
+}
+
+
+class _Commands(click.Group):
+    """A group whose commands are imported when asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All commands in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Imports one command."""
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"kvprobe.commands.{cmd_name}")
+        found: click.Command = module.command
+        return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The table itself: no command is imported for it."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="kvprobe", message="kvprobe %(version)s")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.pass_context
+def cli(ctx: click.Context, debug: bool) -> None:
+    """Say why KV-cache offload is slow: which call blocked, where, why, what it cost, and what to change."""
+    ctx.obj = {"debug": debug}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command and returns its exit code: 0, 1 for a failure, 2 for wrong usage, 130 when interrupted."""
+    arguments = sys.argv[1:] if argv is None else argv
+    debug = "--debug" in arguments or bool(os.environ.get("KVPROBE_DEBUG"))
+    try:
+        result = cli.main(arguments, prog_name="kvprobe", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return 2
+    except click.ClickException as error:
+        click.echo(f"kvprobe: {error.format_message()}", err=True)
+        return error.exit_code
+    except click.exceptions.Abort:
+        click.echo("kvprobe: interrupted", err=True)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KvprobeError as error:
+        if debug:
+            raise
+        click.echo(f"kvprobe: {error}", err=True)
+        return error.exit_code
+    except (OSError, MemoryError) as error:
+        if debug:
+            raise
+        where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else "out of memory"
+        click.echo(f"kvprobe: {reason}{where}", err=True)
+        return 1
+
+
+def entry() -> None:
+    """Console script: `main` as an exit code."""
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    entry()
