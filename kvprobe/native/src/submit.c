@@ -1,0 +1,172 @@
+/* The submission loop: issues a transfer's copies and times every one. */
+#define _GNU_SOURCE
+#include "kvp_engine.h"
+
+#include <pthread.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+static uint32_t thread_id(void) {
+    static __thread uint32_t tid __attribute__((tls_model("initial-exec")));
+    static __thread uint32_t pid __attribute__((tls_model("initial-exec")));
+    /* a forked child keeps the thread-local of its parent: the pid tells */
+    uint32_t now = (uint32_t)getpid();
+    if (pid != now) pid = now, tid = (uint32_t)syscall(SYS_gettid);
+    return tid;
+}
+
+static uint64_t cpu_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+static long preemptions(void) {
+    struct rusage usage;
+    return getrusage(RUSAGE_THREAD, &usage) ? 0 : usage.ru_nivcsw;
+}
+
+/* No clock, no record: the loop that everything else is measured against. */
+static int submit_bare(const kvp_submit_options *o, size_t n, const uint64_t *dst, const uint64_t *src,
+                       const uint64_t *sizes, uint64_t size, kvp_submit_result *r) {
+    int result = 0;
+    size_t i = 0;
+    for (; i < n; i++) {
+        uint64_t bytes = sizes ? sizes[i] : size;
+        result = o->copy((void *)dst[i], (const void *)src[i], bytes, o->kind, o->stream);
+        if (__builtin_expect(result, 0)) break;
+        r->bytes += bytes;
+    }
+    r->submitted = i;
+    return r->result = result;
+}
+
+int kvp_submit(const kvp_submit_options *o, size_t n, const uint64_t *dst, const uint64_t *src, const uint64_t *sizes,
+               uint64_t size, kvp_submit_result *r) {
+    memset(r, 0, sizeof *r);
+    r->first_blocked = UINT64_MAX;
+    if (o->detail == KVP_OFF) return submit_bare(o, n, dst, src, sizes, size, r);
+
+    kvp_record record = {.stream = (uint64_t)(uintptr_t)o->stream,
+                         .tid = thread_id(),
+                         .transfer = o->transfer,
+                         .count = 1,
+                         .call = KVP_CALL_1,
+                         .direction = o->direction};
+    int keep = o->detail >= KVP_COPIES;
+    int ranges = keep && o->range_push != NULL;
+    uint64_t cpu_before = cpu_ns();
+    long switches = preemptions();
+    uint64_t now = kvp_now_ns();
+    r->start_ns = now;
+    for (size_t i = 0; i < n; i++) {
+        uint64_t bytes = sizes ? sizes[i] : size;
+        if (__builtin_expect(ranges, 0)) {
+            o->range_push(bytes, o->direction & 15, record.stream, o->transfer);
+            now = kvp_now_ns();
+        }
+        int result = o->copy((void *)dst[i], (const void *)src[i], bytes, o->kind, o->stream);
+        uint64_t end = kvp_now_ns(), took = end - now;
+        record.start_ns = now;
+        record.dur_ns = took;
+        record.src = src[i];
+        record.dst = dst[i];
+        record.bytes = bytes;
+        record.result = (uint16_t)result;
+        kvp_ring_write(&record, keep);
+        if (__builtin_expect(ranges, 0)) o->range_pop();
+        now = end;
+        if (__builtin_expect(result, 0)) {
+            r->result = result;
+            break;
+        }
+        r->submitted++;
+        r->bytes += bytes;
+        if (__builtin_expect(took < o->blocked_ns, 1)) {
+            r->fast++;
+            r->fast_ns += took;
+            r->run = 0;
+        } else {
+            /* A blocked call cost microseconds already: the two system calls below do not matter here. */
+            long after = preemptions();
+            if (after != switches) {
+                r->preempted++;
+                r->preempted_ns += took;
+                switches = after;
+            }
+            if (!r->blocked) {
+                r->first_blocked = i;
+                r->first_blocked_ns = record.start_ns;
+            }
+            r->blocked++;
+            r->blocked_sum_ns += took;
+            r->run++;
+            now = kvp_now_ns();
+        }
+        if (took > r->max_ns) r->max_ns = took, r->max_index = i;
+        if (o->stop_after && r->run >= o->stop_after) break;
+    }
+    r->end_ns = now;
+    if (r->blocked) r->cpu_ns = cpu_ns() - cpu_before;
+    return r->result;
+}
+
+typedef cudaError_t (*batch_12)(void **, void **, size_t *, size_t, kvp_memcpy_attributes *, size_t *, size_t, size_t *,
+                                cudaStream_t);
+typedef cudaError_t (*batch_13)(const void **, const void **, const size_t *, size_t, kvp_memcpy_attributes *, size_t *,
+                                size_t, cudaStream_t);
+
+int kvp_submit_batch(const kvp_submit_options *o, void *batch_fn, int fn_has_fail_index, size_t n, const uint64_t *dst,
+                     const uint64_t *src, const uint64_t *sizes, uint64_t size, kvp_submit_result *r) {
+    memset(r, 0, sizeof *r);
+    r->first_blocked = UINT64_MAX;
+    if (!n) return 0;
+    enum { PIECE = 4096 };
+    size_t same[PIECE];
+    /* A cap on descriptors a call: drivers were seen to crash or hang past 50,000 (vLLM issue 49276). */
+    r->start_ns = kvp_now_ns();
+    for (size_t at = 0; at < n && !r->result; at += PIECE) {
+        size_t count = n - at < PIECE ? n - at : PIECE, fail = SIZE_MAX, zero = 0;
+        uint64_t bytes = 0;
+        const size_t *each = (const size_t *)(sizes ? sizes + at : NULL);
+        if (!each) {
+            for (size_t i = 0; i < count; i++) same[i] = size;
+            each = same;
+            bytes = size * count;
+        } else {
+            for (size_t i = 0; i < count; i++) bytes += each[i];
+        }
+        /* srcAccessOrderStream: the source is read in stream order; never earlier, so a live block is safe. */
+        kvp_memcpy_attributes attributes = {.srcAccessOrder = 1};
+        uint64_t begin = kvp_now_ns();
+        int result = fn_has_fail_index
+                         ? ((batch_12)batch_fn)((void **)(dst + at), (void **)(src + at), (size_t *)each, count,
+                                                &attributes, &zero, 1, &fail, o->stream)
+                         : ((batch_13)batch_fn)((const void **)(dst + at), (const void **)(src + at), each, count,
+                                                &attributes, &zero, 1, o->stream);
+        uint64_t took = kvp_now_ns() - begin;
+        kvp_record record = {.start_ns = begin,
+                             .dur_ns = took,
+                             .stream = (uint64_t)(uintptr_t)o->stream,
+                             .src = src[at],
+                             .dst = dst[at],
+                             .bytes = bytes,
+                             .tid = thread_id(),
+                             .transfer = o->transfer,
+                             .count = (uint32_t)count,
+                             .result = (uint16_t)result,
+                             .call = KVP_CALL_3,
+                             .direction = o->direction};
+        if (o->detail != KVP_OFF) kvp_ring_write(&record, o->detail >= KVP_COPIES);
+        r->result = result;
+        if (result) break;
+        r->submitted += count;
+        r->bytes += bytes;
+        if (took > r->max_ns) r->max_ns = took, r->max_index = at;
+    }
+    r->end_ns = kvp_now_ns();
+    return r->result;
+}
