@@ -85,10 +85,12 @@ enum kvp_call {
 enum kvp_direction { KVP_DIR_UNKNOWN = 0, KVP_H2D = 1, KVP_D2H = 2, KVP_D2D = 3, KVP_H2H = 4 };
 enum kvp_memory { KVP_MEM_UNKNOWN = 0, KVP_MEM_PAGEABLE = 1, KVP_MEM_PINNED = 2, KVP_MEM_DEVICE = 3, KVP_MEM_MANAGED = 4 };
 
+#define KVP_UNTIMED UINT64_MAX
+
 /* One call: 64 bytes, one cache line. */
 typedef struct {
     uint64_t start_ns; /* entry of the call, CLOCK_MONOTONIC */
-    uint64_t dur_ns;   /* host time inside the call */
+    uint64_t dur_ns;   /* host time inside the call; KVP_UNTIMED = counted only */
     uint64_t stream;   /* handle as the caller gave it; 0 = legacy default stream */
     uint64_t src;      /* address; of a batch: its first copy's. TRANSFER: two float32, build_us then submit_us */
     uint64_t dst;      /* address; of a batch: its first copy's. TRANSFER: two float32, queue_wait_us then copy_us */
@@ -114,22 +116,25 @@ static inline unsigned kvp_bucket(uint64_t ns) {
     return b < KVP_BUCKETS ? b : KVP_BUCKETS - 1;
 }
 
-/* Totals of one (stream, call, direction) of one lane. A slot with call 0 is free. */
+/* Totals of one (stream, call, direction) of one lane. A slot with call 0 is free; used slots are the first slots_used.
+ * count and bytes are one 16-byte store, so that a kill between two instructions leaves them in step; the histogram and
+ * the other sums may then be one call ahead. */
 typedef struct {
     uint64_t stream;
     uint8_t call;
     uint8_t direction; /* as in kvp_record */
     uint8_t pad[6];
     uint64_t count;   /* calls */
-    uint64_t copies;  /* sum of kvp_record.count */
     uint64_t bytes;   /* sum */
-    uint64_t dur_ns;  /* sum */
+    uint64_t copies;  /* sum of kvp_record.count */
+    uint64_t dur_ns;  /* sum, of timed calls */
+    uint64_t last_ns; /* end of the newest timed call */
     uint64_t max_ns;  /* longest */
     uint64_t slow;    /* calls of at least slow_ns */
     uint64_t slow_ns; /* their sum */
     uint64_t errors;  /* calls whose result was not 0 */
-    uint64_t last_ns; /* end of the newest call */
-    uint64_t reserved[5];
+    uint64_t untimed; /* calls that were counted and not timed; count - untimed = sum of the histogram */
+    uint64_t reserved[4];
     uint64_t histogram[KVP_BUCKETS];
 } kvp_slot; /* 1152 bytes */
 
@@ -153,7 +158,7 @@ typedef struct {
     uint64_t slow_capacity; /* records, a power of two */
     uint64_t lane_bytes;
     uint32_t lanes_max;
-    volatile uint32_t lanes_used; /* grows only */
+    volatile uint32_t lanes_used; /* grows only; one that could not be made is all zero, or beyond the file's end */
     uint64_t slow_ns;             /* threshold of the slow ring */
     uint32_t pid;
     uint32_t ppid;
@@ -180,6 +185,15 @@ typedef struct {
     volatile uint32_t busy;      /* 1 while the owner writes: a signal handler's call goes to over_* */
     uint32_t slots_used;
     char name[32]; /* thread name of the newest owner */
+    /* Records that this lane's rings hold: the file's capacities, or less where the disk was full. Record i lies at
+     * ring[i % ring_records]. */
+    volatile uint64_t ring_records;
+    volatile uint64_t slow_records;
+    /* The call that the owner is inside of now, for an observer that asks who has been blocked, and for how long. */
+    volatile uint32_t in_call;     /* enum kvp_call; 0 = none */
+    volatile uint32_t in_sequence; /* counts entries: the same value twice = the same call */
+    volatile uint64_t in_since_ns; /* 0 = the call is counted, not timed */
+    volatile uint64_t in_stream;
 } kvp_lane_header;
 
 /* ---- ring: writing ------------------------------------------------------------------------------------------ */
@@ -201,7 +215,11 @@ KVP_EXPORT int kvp_ring_is_open(void);
 KVP_EXPORT const char *kvp_ring_path(void);
 /* In a forked child: forgets the parent's file without touching it. */
 KVP_EXPORT void kvp_ring_after_fork(void);
-/* Adds one call to totals and, with detail != 0, to the rings. Never blocks, never fails, any thread. */
+/* Adds one call to totals and, with detail != 0, to the rings (see enum kvp_keep). Never blocks, never fails, any
+ * thread. A call that began with kvp_ring_enter ends here. */
 KVP_EXPORT void kvp_ring_write(const kvp_record *record, int detail);
+enum kvp_keep { KVP_KEEP_NONE = 0, KVP_KEEP_ALL = 1 /* both rings */, KVP_KEEP_SLOW = -1 /* slow ring only */ };
+/* Says that this thread enters a call, so that an observer can see it blocked there. Optional. */
+KVP_EXPORT void kvp_ring_enter(uint32_t call, uint64_t stream, uint64_t now_ns);
 
 #endif

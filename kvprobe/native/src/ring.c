@@ -1,0 +1,469 @@
+/* The ring file's writer: lanes, totals, histograms, detail, in memory that outlives the process.
+ *
+ * Hazards this file is built around:
+ *  - a page of a mapped file that has no disk block behind it raises SIGBUS when the disk is full: every piece of a
+ *    lane is allocated before it is touched, and what cannot be allocated is counted in over_* or shortens the ring;
+ *  - a program may close all descriptors, change its folder, or fork without telling anyone: no descriptor is kept, the
+ *    path is absolute, and a page that the kernel wipes on fork tells a child that the file is not its own;
+ *  - a signal handler may call in the middle of a write: `busy` sends it to over_*;
+ *  - growing past RLIMIT_FSIZE raises SIGXFSZ: the limit is asked first. */
+#include "kvp.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define LANES_LIMIT 1024
+#define SLOTS_LIMIT 256
+#define INDEX_SIZE 512 /* twice SLOTS_LIMIT: probing stays short */
+#define FIRST_SLOTS 16
+#define FIRST_RECORDS 256
+#define FIRST_SLOW 64
+
+#define likely(x) __builtin_expect(!!(x), 1)
+#define unlikely(x) __builtin_expect(!!(x), 0)
+#define compiler_barrier() __asm__ volatile("" ::: "memory")
+
+_Static_assert(sizeof(kvp_record) == 64, "kvp_record");
+_Static_assert(sizeof(kvp_slot) == 1152, "kvp_slot");
+_Static_assert(sizeof(kvp_file_header) <= KVP_HEADER_BYTES, "kvp_file_header");
+_Static_assert(sizeof(kvp_lane_header) <= KVP_HEADER_BYTES, "kvp_lane_header");
+_Static_assert(offsetof(kvp_slot, count) % 16 == 0 && offsetof(kvp_slot, bytes) == offsetof(kvp_slot, count) + 8,
+               "count and bytes are one store");
+
+typedef uint64_t pair_of_u64 __attribute__((vector_size(16), may_alias));
+
+/* A lane as its owner sees it; only the mapping is shared with readers. */
+struct lane {
+    kvp_lane_header *header;
+    kvp_slot *slots, *last;
+    kvp_record *ring, *slow;
+    uint64_t ring_at, slow_at;       /* where the next record goes */
+    uint64_t ring_ready, slow_ready; /* records with disk space behind them */
+    uint32_t slots_ready, number;
+    uint16_t index[INDEX_SIZE]; /* hash of a slot's key -> its number + 1 */
+};
+
+static struct {
+    kvp_file_header *header;
+    volatile uint32_t *alive; /* the epoch while open; the kernel makes it 0 in a child */
+    uint32_t epoch;           /* of this file; a thread's lane belongs to one epoch */
+    uint32_t lanes_max, slot_count;
+    uint64_t ring_capacity, slow_capacity, slow_ns, lane_bytes;
+    volatile uint32_t lanes_reserved, lanes_free;
+    volatile uint8_t free_lane[LANES_LIMIT]; /* 1 = made, and its owner has gone */
+    struct lane lanes[LANES_LIMIT];
+    char path[4096];
+} ring;
+
+static uint32_t not_alive; /* what `alive` points to before the first open */
+static volatile int opening;
+static pthread_key_t exit_key;
+static int prepared; /* exit_key, fork handlers and the wiped page exist */
+
+static __thread struct {
+    struct lane *lane;
+    uint32_t epoch;     /* of `lane` */
+    uint32_t attaching; /* a signal handler's call while this thread makes its lane */
+} mine __attribute__((tls_model("initial-exec")));
+
+/* ---- disk space --------------------------------------------------------------------------------------------- */
+
+static int allocate(int fd, uint64_t offset, uint64_t bytes) {
+    struct rlimit limit;
+    if (!getrlimit(RLIMIT_FSIZE, &limit) && limit.rlim_cur != RLIM_INFINITY && offset + bytes > limit.rlim_cur)
+        return EFBIG;
+    int error, tries = 16;
+    do error = posix_fallocate(fd, (off_t)offset, (off_t)bytes);
+    while (error == EINTR && --tries);
+    return error;
+}
+
+static uint64_t lane_offset(uint32_t number) { return KVP_HEADER_BYTES + (uint64_t)number * ring.lane_bytes; }
+
+/* Gives [address, address + bytes) of a lane disk space and, where the kernel can, present pages. */
+static int grow(const struct lane *lane, const void *address, uint64_t bytes) {
+    int fd = open(ring.path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+    if (fd < 0) return errno;
+    uint64_t inside = (uint64_t)((const char *)address - (const char *)lane->header);
+    int error = allocate(fd, lane_offset(lane->number) + inside, bytes);
+    close(fd);
+#ifdef MADV_POPULATE_WRITE
+    if (!error) { /* one call now instead of a page fault inside every 64th record */
+        uintptr_t from = (uintptr_t)address & ~(uintptr_t)4095;
+        madvise((void *)from, (uintptr_t)address + bytes - from, MADV_POPULATE_WRITE);
+    }
+#endif
+    return error;
+}
+
+/* ---- lanes -------------------------------------------------------------------------------------------------- */
+
+static int map_lane(struct lane *lane, uint32_t number) {
+    int fd = open(ring.path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+    if (fd < 0) return errno;
+    uint64_t at = lane_offset(number);
+    /* the last block too: it sets the file's size, and never shrinks it as ftruncate could when two threads race */
+    int error = allocate(fd, at, KVP_HEADER_BYTES + FIRST_SLOTS * sizeof(kvp_slot));
+    if (!error) error = allocate(fd, at + ring.lane_bytes - 64, 64);
+    void *memory = MAP_FAILED;
+    if (!error) {
+        memory = mmap(NULL, ring.lane_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, (off_t)at);
+        if (memory == MAP_FAILED) error = errno;
+    }
+    close(fd);
+    if (error) return error;
+    memset(lane, 0, sizeof *lane);
+    lane->number = number;
+    lane->slots_ready = FIRST_SLOTS < ring.slot_count ? FIRST_SLOTS : ring.slot_count;
+    lane->slots = (kvp_slot *)((char *)memory + KVP_HEADER_BYTES);
+    lane->ring = (kvp_record *)(lane->slots + ring.slot_count);
+    lane->slow = lane->ring + ring.ring_capacity;
+    lane->header = memory;
+    lane->header->ring_records = ring.ring_capacity;
+    lane->header->slow_records = ring.slow_capacity;
+    uint32_t used;
+    do used = ring.header->lanes_used;
+    while (used <= number && !__atomic_compare_exchange_n(&ring.header->lanes_used, &used, number + 1, 0,
+                                                          __ATOMIC_RELEASE, __ATOMIC_RELAXED));
+    return 0;
+}
+
+static struct lane *take_lane(void) {
+    if (ring.lanes_free)
+        for (uint32_t i = 0; i < ring.lanes_max; i++)
+            if (ring.free_lane[i] && __atomic_exchange_n(&ring.free_lane[i], 0, __ATOMIC_ACQUIRE)) {
+                __atomic_fetch_sub(&ring.lanes_free, 1, __ATOMIC_RELAXED);
+                return &ring.lanes[i];
+            }
+    if (ring.lanes_reserved >= ring.lanes_max) return NULL;
+    uint32_t number = __atomic_fetch_add(&ring.lanes_reserved, 1, __ATOMIC_RELAXED);
+    if (number >= ring.lanes_max) return NULL;
+    if (!map_lane(&ring.lanes[number], number)) return &ring.lanes[number];
+    ring.lanes_reserved = ring.lanes_max; /* the disk is full or the path has gone: do not ask again at every call */
+    return NULL;
+}
+
+/* At thread exit: another thread may have the lane. */
+static void leave_lane(void *unused) {
+    (void)unused;
+    struct lane *lane = mine.lane;
+    mine.lane = NULL;
+    if (!lane || mine.epoch != ring.epoch || *ring.alive != ring.epoch) return;
+    lane->header->in_call = 0;
+    lane->header->tid = 0;
+    __atomic_store_n(&ring.free_lane[lane->number], 1, __ATOMIC_RELEASE);
+    __atomic_fetch_add(&ring.lanes_free, 1, __ATOMIC_RELAXED);
+}
+
+/* This thread's lane, made or taken over now. NULL: none to be had, or the ring is not open. */
+static __attribute__((noinline)) struct lane *attach(void) {
+    uint32_t alive = *ring.alive;
+    if (alive != ring.epoch || !alive) {
+        if (ring.header && ring.header->pid != (uint32_t)getpid()) kvp_ring_after_fork();
+        return NULL;
+    }
+    if (mine.attaching) return NULL;
+    int was = errno;
+    mine.attaching = 1;
+    compiler_barrier();
+    struct lane *lane = take_lane();
+    if (lane) {
+        kvp_lane_header *header = lane->header;
+        header->busy = 0;
+        header->in_call = 0;
+        prctl(PR_GET_NAME, header->name, 0, 0, 0);
+        header->owners++;
+        header->tid = (uint32_t)syscall(SYS_gettid);
+        mine.epoch = alive;
+        mine.lane = lane;
+        pthread_setspecific(exit_key, lane);
+    }
+    compiler_barrier();
+    mine.attaching = 0;
+    errno = was;
+    return lane;
+}
+
+static inline struct lane *my_lane(void) {
+    struct lane *lane = mine.lane;
+    if (likely(lane && mine.epoch == *ring.alive)) return lane;
+    return attach();
+}
+
+/* ---- slots -------------------------------------------------------------------------------------------------- */
+
+static inline int same_key(const kvp_slot *slot, const kvp_record *r) {
+    return slot->stream == r->stream && slot->call == r->call && slot->direction == r->direction;
+}
+
+static __attribute__((noinline)) kvp_slot *find_slot(struct lane *lane, const kvp_record *r) {
+    uint64_t key = (r->stream ^ ((uint64_t)r->call << 48) ^ ((uint64_t)r->direction << 56)) * 0x9E3779B97F4A7C15u;
+    uint32_t at = (uint32_t)(key >> 55); /* 9 bits: INDEX_SIZE */
+    for (; lane->index[at]; at = (at + 1) % INDEX_SIZE) {
+        kvp_slot *slot = &lane->slots[lane->index[at] - 1];
+        if (same_key(slot, r)) return lane->last = slot;
+    }
+    uint32_t number = lane->header->slots_used;
+    if (number >= lane->slots_ready) {
+        if (number >= ring.slot_count) return NULL;
+        uint32_t more = number < ring.slot_count - number ? number : ring.slot_count - number;
+        int was = errno, error = grow(lane, &lane->slots[number], more * sizeof(kvp_slot));
+        errno = was;
+        if (error) return NULL;
+        lane->slots_ready += more;
+    }
+    kvp_slot *slot = &lane->slots[number];
+    slot->stream = r->stream;
+    slot->direction = r->direction;
+    __atomic_store_n(&slot->call, r->call, __ATOMIC_RELEASE);
+    __atomic_store_n(&lane->header->slots_used, number + 1, __ATOMIC_RELEASE);
+    lane->index[at] = (uint16_t)(number + 1);
+    return lane->last = slot;
+}
+
+static void over(const kvp_record *r) {
+    kvp_file_header *header = ring.header;
+    if (!header || *ring.alive != ring.epoch) return;
+    unsigned call = r->call < 128 ? r->call : 0;
+    __atomic_fetch_add(&header->over_count[call], 1, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&header->over_bytes[call], r->bytes, __ATOMIC_RELAXED);
+    if (r->dur_ns != KVP_UNTIMED) __atomic_fetch_add(&header->over_dur_ns[call], r->dur_ns, __ATOMIC_RELAXED);
+}
+
+/* ---- detail ------------------------------------------------------------------------------------------------- */
+
+/* More room for a ring that has filled what it has; where there is none, the ring stays this long. */
+static __attribute__((noinline)) void grow_ring(struct lane *lane, kvp_record *records, uint64_t *ready, uint64_t first,
+                                                volatile uint64_t *capacity) {
+    uint64_t more = *ready ? *ready : first;
+    if (more > *capacity - *ready) more = *capacity - *ready;
+    int was = errno;
+    if (grow(lane, records + *ready, more * sizeof(kvp_record)))
+        *capacity = *ready;
+    else
+        *ready += more;
+    errno = was;
+}
+
+static inline void append(struct lane *lane, const kvp_record *r, kvp_record *records, uint64_t *at, uint64_t *ready,
+                          uint64_t first, volatile uint64_t *capacity, volatile uint64_t *head) {
+    if (unlikely(*at >= *ready)) {
+        if (*ready < *capacity) grow_ring(lane, records, ready, first, capacity);
+        if (*at >= *ready) *at = 0;
+        if (!*ready) return;
+    }
+    records[*at] = *r;
+    *at += 1;
+    __atomic_store_n(head, *head + 1, __ATOMIC_RELEASE);
+}
+
+void kvp_ring_enter(uint32_t call, uint64_t stream, uint64_t now_ns) {
+    struct lane *lane = my_lane();
+    if (unlikely(!lane)) return;
+    kvp_lane_header *header = lane->header;
+    header->in_since_ns = now_ns;
+    header->in_stream = stream;
+    header->in_sequence++;
+    __atomic_store_n(&header->in_call, call, __ATOMIC_RELEASE);
+}
+
+void kvp_ring_write(const kvp_record *r, int detail) {
+    struct lane *lane = my_lane();
+    if (unlikely(!lane || lane->header->busy)) {
+        over(r);
+        return;
+    }
+    kvp_lane_header *header = lane->header;
+    header->in_call = 0;
+    header->busy = 1;
+    compiler_barrier();
+    int timed = r->dur_ns != KVP_UNTIMED, slow = timed && r->dur_ns >= ring.slow_ns;
+    /* detail first: whoever sees the totals move finds the record */
+    if (detail && detail != KVP_KEEP_SLOW)
+        append(lane, r, lane->ring, &lane->ring_at, &lane->ring_ready, FIRST_RECORDS, &header->ring_records,
+               &header->head);
+    if (unlikely(slow && detail))
+        append(lane, r, lane->slow, &lane->slow_at, &lane->slow_ready, FIRST_SLOW, &header->slow_records,
+               &header->slow_head);
+    kvp_slot *slot = lane->last;
+    if (unlikely(!slot || !same_key(slot, r))) slot = find_slot(lane, r);
+    if (likely(slot != NULL)) {
+        if (timed) {
+            slot->histogram[kvp_bucket(r->dur_ns)]++;
+            slot->dur_ns += r->dur_ns;
+            slot->last_ns = r->start_ns + r->dur_ns;
+            if (unlikely(r->dur_ns > slot->max_ns)) slot->max_ns = r->dur_ns;
+            if (unlikely(slow)) slot->slow++, slot->slow_ns += r->dur_ns;
+        } else
+            slot->untimed++;
+        if (unlikely(r->result)) slot->errors++;
+        slot->copies += r->count;
+        compiler_barrier();
+        *(pair_of_u64 *)&slot->count += (pair_of_u64){1, r->bytes};
+    } else
+        over(r);
+    compiler_barrier();
+    header->busy = 0;
+}
+
+/* ---- opening and closing ------------------------------------------------------------------------------------ */
+
+static void forked_parent(void) {
+    kvp_file_header *header = ring.header;
+    if (header && *ring.alive == ring.epoch && ring.epoch) __atomic_fetch_add(&header->forks, 1, __ATOMIC_RELAXED);
+}
+
+__attribute__((constructor)) static void start(void) {
+    ring.alive = &not_alive;
+    /* early: a low key needs no memory at pthread_setspecific, so a thread's first call may come from anywhere */
+    prepared = pthread_key_create(&exit_key, leave_lane) == 0;
+}
+
+static int prepare(void) {
+    static int done;
+    if (!prepared) return -EAGAIN;
+    if (!done) {
+        void *page = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (page == MAP_FAILED) return -errno;
+#ifdef MADV_WIPEONFORK
+        madvise(page, 4096, MADV_WIPEONFORK); /* refused by an old kernel: then only fork() itself is noticed */
+#endif
+        if (pthread_atfork(NULL, forked_parent, kvp_ring_after_fork)) {
+            munmap(page, 4096);
+            return -ENOMEM;
+        }
+        ring.alive = page;
+        done = 1;
+    }
+    return 0;
+}
+
+static uint64_t power_of_two(uint64_t n) { return n <= 1 ? 1 : 1ull << (64 - __builtin_clzll(n - 1)); }
+
+static void read_command(char *text, size_t size) {
+    int fd = open("/proc/self/cmdline", O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return;
+    ssize_t got = read(fd, text, size - 1);
+    close(fd);
+    while (got > 0 && !text[got - 1]) got--;
+    for (ssize_t i = 0; i < got; i++)
+        if (!text[i]) text[i] = ' ';
+    text[got > 0 ? got : 0] = 0;
+}
+
+static int absolute(const char *path, char *out, size_t size) {
+    size_t used = 0;
+    if (path[0] != '/') {
+        if (!getcwd(out, size - 1)) return -errno;
+        used = strlen(out);
+        out[used++] = '/';
+    }
+    if (used + strlen(path) >= size) return -ENAMETOOLONG;
+    strcpy(out + used, path);
+    return 0;
+}
+
+static int open_file(const char *path, const char *producer, const kvp_ring_options *options) {
+    int error = prepare();
+    if (error) return error;
+    if (*ring.alive && *ring.alive == ring.epoch) return -EALREADY;
+    if ((error = absolute(path, ring.path, sizeof ring.path))) return error;
+
+    ring.ring_capacity = power_of_two(options && options->ring_capacity ? options->ring_capacity : 16384);
+    ring.slow_capacity = power_of_two(options && options->slow_capacity ? options->slow_capacity : 4096);
+    ring.slot_count = options && options->slot_count ? options->slot_count : 128;
+    ring.lanes_max = options && options->lanes_max ? options->lanes_max : 256;
+    ring.slow_ns = options && options->slow_ns ? options->slow_ns : 20000;
+    if (ring.slot_count > SLOTS_LIMIT) ring.slot_count = SLOTS_LIMIT;
+    if (ring.slot_count < FIRST_SLOTS) ring.slot_count = FIRST_SLOTS;
+    if (ring.lanes_max > LANES_LIMIT) ring.lanes_max = LANES_LIMIT;
+    ring.lane_bytes = KVP_HEADER_BYTES + ring.slot_count * sizeof(kvp_slot) +
+                      (ring.ring_capacity + ring.slow_capacity) * sizeof(kvp_record);
+    ring.lane_bytes = (ring.lane_bytes + 4095) & ~4095ull;
+
+    int fd = open(ring.path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0644);
+    if (fd < 0) return -errno;
+    kvp_file_header *header = MAP_FAILED;
+    error = allocate(fd, 0, KVP_HEADER_BYTES);
+    if (!error) {
+        header = mmap(NULL, KVP_HEADER_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        if (header == MAP_FAILED) error = errno;
+    }
+    close(fd);
+    if (error) {
+        unlink(ring.path);
+        return -error;
+    }
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    header->version = KVP_FILE_VERSION;
+    header->header_bytes = KVP_HEADER_BYTES;
+    header->record_bytes = sizeof(kvp_record);
+    header->slot_bytes = sizeof(kvp_slot);
+    header->buckets = KVP_BUCKETS;
+    header->slot_count = ring.slot_count;
+    header->ring_capacity = ring.ring_capacity;
+    header->slow_capacity = ring.slow_capacity;
+    header->lane_bytes = ring.lane_bytes;
+    header->lanes_max = ring.lanes_max;
+    header->slow_ns = ring.slow_ns;
+    header->pid = (uint32_t)getpid();
+    header->ppid = (uint32_t)getppid();
+    header->start_realtime_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    header->start_monotonic_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+    snprintf(header->clock, sizeof header->clock, "%s", kvp_clock_name());
+    snprintf(header->producer, sizeof header->producer, "%s", producer);
+    read_command(header->command, sizeof header->command);
+    header->state = KVP_RUNNING;
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+    memcpy(header->magic, KVP_MAGIC, 8); /* last: a file with the magic is whole */
+
+    ring.header = header;
+    ring.lanes_reserved = ring.lanes_free = 0;
+    memset((void *)ring.free_lane, 0, sizeof ring.free_lane);
+    if (!++ring.epoch) ring.epoch = 1;
+    __atomic_store_n(ring.alive, ring.epoch, __ATOMIC_RELEASE);
+    return 0;
+}
+
+int kvp_ring_open(const char *path, const char *producer, const kvp_ring_options *options) {
+    int none = 0;
+    if (!__atomic_compare_exchange_n(&opening, &none, 1, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) return -EBUSY;
+    int was = errno, result = open_file(path, producer, options);
+    errno = was;
+    __atomic_store_n(&opening, 0, __ATOMIC_RELEASE);
+    return result;
+}
+
+void kvp_ring_close(void) {
+    if (!kvp_ring_is_open()) return;
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    ring.header->end_monotonic_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+    __atomic_store_n(&ring.header->state, KVP_CLOSED, __ATOMIC_RELEASE);
+    *ring.alive = 0;
+}
+
+int kvp_ring_is_open(void) { return *ring.alive && *ring.alive == ring.epoch; }
+
+const char *kvp_ring_path(void) { return ring.path; }
+
+void kvp_ring_after_fork(void) {
+    /* the parent's mappings stay: a write that fork interrupted (in a signal handler) must not lose its memory */
+    *ring.alive = 0;
+    ring.header = NULL;
+    ring.path[0] = 0;
+    mine.lane = NULL;
+    mine.attaching = 0;
+    opening = 0;
+}
