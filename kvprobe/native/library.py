@@ -37,8 +37,9 @@ class SubmitOptions(ct.Structure):
 
     _fields_ = [
         ("copy", ct.c_void_p), ("stream", ct.c_void_p), ("kind", i32), ("transfer", u32), ("direction", u8),
-        ("detail", u8), ("pad", u8 * 2), ("stop_after", u32), ("blocked_ns", u64), ("range_push", ct.c_void_p),
-        ("range_pop", ct.c_void_p),
+        ("detail", u8), ("pad", u8 * 2), ("stop_after", u32), ("blocked_ns", u64), ("stop_after_ns", u64),
+        ("event_record", ct.c_void_p), ("events", ct.c_void_p), ("every", u32), ("events_max", u32),
+        ("range_push", ct.c_void_p), ("range_pop", ct.c_void_p),
     ]  # fmt: skip
 
 
@@ -47,7 +48,7 @@ class SubmitResult(ct.Structure):
 
     _fields_ = [
         ("submitted", u64), ("bytes", u64), ("start_ns", u64), ("end_ns", u64), ("fast", u64), ("fast_ns", u64),
-        ("blocked", u64), ("blocked_sum_ns", u64), ("first_blocked", u64), ("first_blocked_ns", u64), ("run", u64),
+        ("blocked", u64), ("blocked_sum_ns", u64), ("first_blocked", u64), ("first_blocked_ns", u64), ("events", u64),
         ("max_ns", u64), ("max_index", u64), ("cpu_ns", u64), ("preempted", u64), ("preempted_ns", u64),
         ("result", i32), ("pad", i32),
     ]  # fmt: skip

@@ -15,8 +15,15 @@ typedef struct {
     uint8_t direction;   /* as in kvp_record */
     uint8_t detail;      /* enum kvp_detail */
     uint8_t pad[2];
-    uint32_t stop_after; /* return after this many blocked calls in a row; 0 = never */
-    uint64_t blocked_ns; /* a call of at least this counts as blocked */
+    uint32_t stop_after;    /* return after this many blocked calls; 0 = never */
+    uint64_t blocked_ns;    /* a call of at least this counts as blocked */
+    uint64_t stop_after_ns; /* or after this much time in blocked calls; 0 = never */
+    /* After every `every` copies one of `events` is recorded on the stream, so that the caller can tell how far the
+     * stream has come; 0 = none. They are not timed and not counted as copies. */
+    cudaError_t (*event_record)(cudaEvent_t, cudaStream_t);
+    void *const *events;
+    uint32_t every;
+    uint32_t events_max;
     /* NVTX push and pop around every copy at detail COPIES; NULL = no tool listens */
     void (*range_push)(uint64_t bytes, uint32_t direction, uint64_t stream, uint32_t transfer);
     void (*range_pop)(void);
@@ -30,7 +37,7 @@ typedef struct {
     uint64_t blocked, blocked_sum_ns; /* calls at or above it */
     uint64_t first_blocked;         /* index of the first of them; UINT64_MAX = none */
     uint64_t first_blocked_ns;      /* when it was entered */
-    uint64_t run;                   /* blocked calls in a row at the end */
+    uint64_t events;                /* events recorded */
     uint64_t max_ns, max_index;
     uint64_t cpu_ns;                /* CPU time of this thread inside the loop; filled only if a call blocked */
     uint64_t preempted, preempted_ns; /* blocked calls during which the kernel took the CPU away, and their sum */
@@ -39,8 +46,8 @@ typedef struct {
 } kvp_submit_result;
 
 /* Issues n copies dst[i] <- src[i], size sizes[i] (or `size` each where sizes is NULL), and times every one (one clock
- * read a copy: the end of one call is the start of the next). Stops at the first error or after `stop_after` blocked
- * calls in a row; result->submitted says how far it came. Any thread; blocks only where the CUDA call blocks. */
+ * read a copy: the end of one call is the start of the next). Stops at the first error or when enough calls
+ * blocked; result->submitted says how far it came. Any thread; blocks only where the CUDA call blocks. */
 KVP_EXPORT int kvp_submit(const kvp_submit_options *options, size_t n, const uint64_t *dst, const uint64_t *src,
                           const uint64_t *sizes, uint64_t size, kvp_submit_result *result);
 

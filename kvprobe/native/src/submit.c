@@ -58,6 +58,7 @@ int kvp_submit(const kvp_submit_options *o, size_t n, const uint64_t *dst, const
                          .direction = o->direction};
     int keep = o->detail >= KVP_COPIES;
     int ranges = keep && o->range_push != NULL;
+    uint32_t until_event = o->events_max ? o->every : 0;
     uint64_t cpu_before = cpu_ns();
     long switches = preemptions();
     uint64_t now = kvp_now_ns();
@@ -88,7 +89,6 @@ int kvp_submit(const kvp_submit_options *o, size_t n, const uint64_t *dst, const
         if (__builtin_expect(took < o->blocked_ns, 1)) {
             r->fast++;
             r->fast_ns += took;
-            r->run = 0;
         } else {
             /* A blocked call cost microseconds already: the two system calls below do not matter here. */
             long after = preemptions();
@@ -103,11 +103,21 @@ int kvp_submit(const kvp_submit_options *o, size_t n, const uint64_t *dst, const
             }
             r->blocked++;
             r->blocked_sum_ns += took;
-            r->run++;
             now = kvp_now_ns();
         }
         if (took > r->max_ns) r->max_ns = took, r->max_index = i;
-        if (o->stop_after && r->run >= o->stop_after) break;
+        if (__builtin_expect(until_event && !--until_event, 0)) {
+            if (r->events < o->events_max) {
+                r->result = o->event_record(o->events[r->events], o->stream);
+                if (r->result) break;
+                r->events++;
+            }
+            until_event = o->every;
+            now = kvp_now_ns();
+        }
+        if (r->blocked && ((o->stop_after && r->blocked >= o->stop_after) ||
+                           (o->stop_after_ns && r->blocked_sum_ns >= o->stop_after_ns)))
+            break;
     }
     r->end_ns = now;
     if (r->blocked) r->cpu_ns = cpu_ns() - cpu_before;

@@ -1,0 +1,131 @@
+"""Measures the launch queue of this process: its depth, the channels that streams share, the cost of a submission.
+
+The figures differ between machines, drivers and environment variables (1,021 on one GPU, 1,022 on another, 4 to 32
+channels by environment), so nothing here is a constant. One measurement holds the streams back by a gate, submits
+small copies until one makes no progress, and opens the gate: a few milliseconds. A thread that lost the CPU at that
+moment looks like a full queue too early, never too late, so a count is believed when it is the largest seen and was
+seen twice.
+"""
+
+from __future__ import annotations
+
+import ctypes as ct
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from kvprobe.cuda import MEMCPY_KIND, Runtime
+from kvprobe.cuda.memory import Buffer
+from kvprobe.errors import KvprobeError
+from kvprobe.native.library import CalibrateCalls, Calibration, core
+
+STALL_NS = 4_000_000
+TRIES = 6
+LIMIT = 70_000  # more copies than 32 channels hold at the largest CUDA_SCALE_LAUNCH_QUEUES, halved: enough to tell
+MANY = 40  # streams: more than the 32 channels that CUDA offers at most
+
+
+@dataclass(frozen=True)
+class QueueLimits:
+    """What one process's launch queues hold and what a submission costs while they have room.
+
+    Attributes:
+        depth: copies that one stream takes before the next one blocks.
+        channels: hardware channels that streams share.
+        capacity: copies that all streams of one direction take together.
+        baseline_ns: median host time of a submission with room in the queue.
+        p99_ns: its 99th percentile.
+        how: "calibrated", "cached" (calibrated by an earlier process in this environment) or "given".
+    """
+
+    depth: int
+    channels: int
+    capacity: int
+    baseline_ns: int
+    p99_ns: int
+    how: str = "given"
+
+
+def calibrate(runtime: Runtime, *, cache: bool = True) -> QueueLimits:
+    """Measures, or reads what an earlier process measured in the same environment.
+
+    Takes some 50 ms; the device's copy engine is held back meanwhile, other streams of this process go on.
+
+    Raises:
+        CudaError: a runtime call failed.
+        KvprobeError: no count could be reproduced.
+    """
+    path = _cache_path(runtime)
+    if cache:
+        try:
+            return replace(QueueLimits(**json.loads(path.read_text())), how="cached")
+        except (OSError, ValueError, TypeError):
+            pass
+    limits = _measure(runtime)
+    if cache:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(f".{os.getpid()}")
+            partial.write_text(json.dumps(asdict(limits)))
+            partial.replace(path)
+        except OSError:
+            pass  # a home that cannot be written costs 50 ms a start, nothing else
+    return limits
+
+
+def _measure(runtime: Runtime) -> QueueLimits:
+    streams = [runtime.stream_create() for _ in range(MANY)]
+    event = runtime.event_create()
+    device, host = Buffer(runtime, 4096, "device"), Buffer(runtime, 4096, "pinned")
+    try:
+        one = _capacity(runtime, streams[:1], event, device, host)
+        two = _capacity(runtime, streams[:2], event, device, host)
+        many = _capacity(runtime, streams, event, device, host)
+    finally:
+        for stream in streams:
+            runtime.stream_destroy(stream)
+        runtime.event_destroy(event)
+    depth = one.accepted
+    # what a second channel adds: N channels hold depth + (N - 1) * step (launch-queue measurements: 1,021 + 1,000 each)
+    step = two.accepted - one.accepted
+    channels = 1 if step < depth // 2 else 1 + round((many.accepted - one.accepted) / step)
+    return QueueLimits(depth, channels, max(many.accepted, depth), one.median_ns, one.p99_ns, "calibrated")
+
+
+def _capacity(runtime: Runtime, streams: list[int], event: int, device: Buffer, host: Buffer) -> Calibration:
+    calls = CalibrateCalls(
+        *(runtime.address(name) for name in ("cudaLaunchHostFunc", "cudaEventRecord", "cudaStreamWaitEvent",
+                                             "cudaStreamSynchronize", "cudaMemcpyAsync"))
+    )  # fmt: skip
+    handles = (ct.c_void_p * len(streams))(*streams)
+    seen: list[int] = []
+    for _ in range(TRIES):
+        result = Calibration()
+        code = core().kvp_calibrate(ct.byref(calls), len(streams), handles, event, device.address, host.address,
+                                    64, MEMCPY_KIND["h2d"], LIMIT, STALL_NS, ct.byref(result))  # fmt: skip
+        if code:
+            raise runtime.error("calibration", code)
+        if not result.blocked:
+            return result  # deeper than any queue that could trouble anyone
+        seen.append(result.accepted)
+        if result.accepted == max(seen) and seen.count(result.accepted) == 2:
+            return result
+    raise KvprobeError(f"the launch queue's depth could not be reproduced ({sorted(seen)}): the machine is too busy; retry")
+
+
+def _cache_path(runtime: Runtime) -> Path:
+    """One file for all that decides the result: library, driver, device, environment."""
+    relevant = {name: value for name, value in os.environ.items() if name.startswith(("CUDA_", "KVHOST_"))}
+    key = json.dumps([runtime.provider, runtime.path, runtime.version, runtime.driver_version(), runtime.mem_info()[1],
+                      _driver_text(), sorted(relevant.items())])  # fmt: skip
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvprobe"
+    return folder / f"queue-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def _driver_text() -> str:
+    try:
+        return Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return ""
