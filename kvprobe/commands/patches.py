@@ -1,0 +1,37 @@
+"""`kvprobe patches`: which adapters apply in this environment, and why the others do not."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+
+@click.command("patches")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON array instead of a table.")
+@click.option("--server", "servers", multiple=True, metavar="NAME", help="Only this server (repeatable).")
+@click.option("--targets", is_flag=True, help="Also list every function an adapter touches.")
+def command(as_json: bool, servers: tuple[str, ...], targets: bool) -> None:
+    """Which server adapters apply in this environment, and why. Imports no server."""
+    from kvprobe.instrument import table
+
+    rows = table(servers or None)
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("adapter", "installed", "for", "state", "what it does"):
+        grid.add_column(name, overflow="fold")
+    for row in rows:
+        installed = f"{row['distribution']} {row['version']}" if row["version"] else "-"
+        state = f"{row['state']}: {row['reason']}" if row["reason"] else row["state"]
+        does = row["summary"] + (f" Under --fix auto: {row['changes']}" if row["changes"] else "")
+        grid.add_row(row["adapter"], installed, row["versions"], state, does)
+        if targets:
+            for target in row["targets"]:
+                grid.add_row("", "", "", "", f"  touches {target['target']}")
+    console.print(grid)

@@ -1,0 +1,264 @@
+"""The contract of an adapter: which server it serves, what it touches, and how it goes in and out of a process."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, ClassVar
+
+from kvprobe.instrument import sidecar
+from kvprobe.instrument.guard import Guard, Patcher
+
+__all__ = ["Adapter", "NotNeeded", "Skip", "State", "Target", "installed_version"]
+
+log = logging.getLogger("kvprobe")
+
+APPLIED, NOT_NEEDED, SKIPPED, FAILED = "applied", "not needed", "skipped", "failed"
+WAITING, REMOVED = "waiting", "removed"
+
+
+class Skip(Exception):
+    """Raised by an adapter that must not be applied here; its text is the reason."""
+
+
+class NotNeeded(Exception):
+    """Raised by an adapter whose cure the server has already; its text says since when or what showed it."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A function that an adapter touches.
+
+    Attributes:
+        module: where it lives.
+        path: its dotted path inside the module; empty for the module itself.
+        parameters: the names of its first parameters, `self` left out; further ones must have defaults. None: any.
+        optional: its absence is no obstacle.
+    """
+
+    module: str
+    path: str
+    parameters: tuple[str, ...] | None = None
+    optional: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.path}" if self.path else self.module
+
+    def problem(self, module: ModuleType) -> str | None:
+        """Why this target is not what the adapter was written for, or None."""
+        found: Any = module
+        for part in self.path.split(".") if self.path else ():
+            found = getattr(found, part, None)
+            if found is None:
+                return None if self.optional else f"{self} does not exist"
+        if self.parameters is None:
+            return None
+        try:
+            parameters = list(inspect.signature(found).parameters.values())
+        except (TypeError, ValueError):
+            return f"{self} has no signature that can be read"
+        if parameters and parameters[0].name in ("self", "cls"):
+            parameters = parameters[1:]
+        names = tuple(p.name for p in parameters)
+        wanted = len(self.parameters)
+        required = [
+            p.name
+            for p in parameters[wanted:]
+            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
+        if names[:wanted] != self.parameters or required:
+            return f"{self} takes ({', '.join(names)}), expected ({', '.join(self.parameters)})"
+        return None
+
+
+@dataclass
+class State:
+    """Where an adapter stands in this process."""
+
+    state: str
+    reason: str = ""
+    targets: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        if not self.reason:
+            return self.state
+        return f"{self.state}: {self.reason}"
+
+
+def installed_version(distributions: Iterable[str]) -> tuple[str, str] | None:
+    """The first installed distribution of these and its version, without importing it."""
+    for name in distributions:
+        try:
+            return name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        except Exception:  # broken metadata of a foreign package must not stop a server
+            log.debug("kvprobe: metadata of %s cannot be read", name, exc_info=True)
+    return None
+
+
+class Adapter:
+    """One thing kvprobe does to one server. Subclasses set the class attributes and implement `patch`.
+
+    Attributes:
+        name: unique, `server.thing`.
+        server: `vllm`, `sglang`, ...
+        distributions: names under which the server is distributed; the first that is installed counts.
+        versions: specifier of the versions it was written for.
+        upstream: specifier of newer versions that have it themselves, and the reason to print.
+        targets: all it touches; checked before anything is touched.
+        summary: what it does, one line.
+        changes: what it changes under `fix="auto"`; empty when it only measures.
+    """
+
+    name: ClassVar[str]
+    server: ClassVar[str]
+    distributions: ClassVar[tuple[str, ...]]
+    versions: ClassVar[str]
+    upstream: ClassVar[tuple[str, str] | None] = None
+    targets: ClassVar[tuple[Target, ...]]
+    summary: ClassVar[str] = ""
+    changes: ClassVar[str] = ""
+
+    def __init__(self) -> None:
+        self.state = State(WAITING)
+        self.version: tuple[str, str] | None = None
+        self.fix = "off"
+        self._patcher: Patcher | None = None
+        self._modules: dict[str, ModuleType] = {}
+
+    # ---- what a subclass implements ---------------------------------------------------------------------------
+
+    def patch(self, patcher: Patcher, module: ModuleType) -> None:
+        """Patch one module of `targets`, after its signatures were checked.
+
+        Raises:
+            Skip: not here.
+            NotNeeded: the server has it.
+        """
+        raise NotImplementedError
+
+    def step_aside(self) -> None:
+        """Bring the server's objects back to what the server's own code expects; called before patches are undone."""
+
+    # ---- the frame --------------------------------------------------------------------------------------------
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Modules it touches, in the order of its targets."""
+        return tuple(dict.fromkeys(target.module for target in self.targets))
+
+    @property
+    def applied(self) -> bool:
+        """In place and working."""
+        return self.state.state == APPLIED
+
+    @classmethod
+    def forecast(cls, version: tuple[str, str] | None) -> State:
+        """What would happen with this version, without importing anything."""
+        from packaging.specifiers import SpecifierSet
+        from packaging.version import InvalidVersion, Version
+
+        if version is None:
+            return State(SKIPPED, f"{cls.distributions[0]} is not installed")
+        try:
+            parsed = Version(version[1])
+        except InvalidVersion:
+            return State(SKIPPED, f"version {version[1]!r} of {version[0]} cannot be read")
+        if SpecifierSet(cls.versions).contains(parsed, prereleases=True):
+            return State(WAITING)
+        if cls.upstream and SpecifierSet(cls.upstream[0]).contains(parsed, prereleases=True):
+            return State(NOT_NEEDED, f"already upstream: {cls.upstream[1]}")
+        return State(SKIPPED, f"{version[0]} {version[1]} is outside {cls.versions}")
+
+    def prepare(self, version: tuple[str, str] | None, fix: str) -> bool:
+        """Decide by version alone; True when the adapter waits for its modules."""
+        self.version, self.fix = version, fix
+        self._set(self.forecast(version))
+        return self.state.state == WAITING
+
+    def instrument(self, module: ModuleType) -> None:
+        """Check and patch one imported module. Never raises; the outcome is in `state`."""
+        if self.state.state not in (WAITING, APPLIED):
+            return
+        try:
+            mine = [target for target in self.targets if target.module == module.__name__]
+            for target in mine:
+                problem = target.problem(module)
+                if problem:
+                    raise Skip(problem)
+            if self._patcher is None:
+                self._patcher = Patcher(Guard(self.name, self._failed))
+            self.patch(self._patcher, module)
+            self._modules[module.__name__] = module
+            details = {**self.state.targets, **{str(target): APPLIED for target in mine}}
+            self._set(State(APPLIED, "", details))
+        except NotNeeded as reason:
+            self._remove(State(NOT_NEEDED, f"already upstream: {reason}"))
+        except Skip as reason:
+            self._remove(State(SKIPPED, str(reason)))
+        except Exception as error:
+            log.debug("kvprobe: %s failed", self.name, exc_info=True)
+            self._remove(State(FAILED, f"{type(error).__name__}: {error}"))
+
+    def uninstrument(self) -> None:
+        """Put everything back."""
+        if self.state.state in (APPLIED, WAITING):
+            self._remove(State(REMOVED))
+
+    def _failed(self, reason: str) -> None:
+        """A hook of ours failed inside the server."""
+        self._remove(State(FAILED, reason))
+
+    def _remove(self, state: State) -> None:
+        state.targets = state.targets or dict.fromkeys(self.state.targets, state.state)
+        patcher, self._patcher = self._patcher, None
+        if patcher is not None:
+            try:
+                self.step_aside()
+            except Exception:
+                log.debug("kvprobe: %s could not tidy up", self.name, exc_info=True)
+            patcher.undo()
+        self._modules.clear()
+        self._set(state)
+
+    def _set(self, state: State) -> None:
+        self.state = state
+        distribution, version = self.version or (self.distributions[0], None)
+        sidecar.emit(
+            "state",
+            adapter=self.name,
+            server=self.server,
+            distribution=distribution,
+            version=version,
+            state=state.state,
+            reason=state.reason,
+            fix=self.fix,
+            targets=[{"target": key, "state": value} for key, value in state.targets.items()],
+        )
+        if state.state in (APPLIED, FAILED):
+            level = logging.INFO if state.state == APPLIED else logging.WARNING
+            log.log(level, "kvprobe: %s %s", self.name, state)
+
+    # ---- for subclasses ---------------------------------------------------------------------------------------
+
+    def decide(self, what: str, why: str, *, before: str = "", after: str = "", **evidence: Any) -> None:
+        """Log a decision and write it to the sidecar."""
+        change = f" {before} -> {after}" if after else ""
+        log.info("kvprobe: %s: %s%s: %s", self.name, what, change, why)
+        sidecar.emit(
+            "decision",
+            adapter=self.name,
+            server=self.server,
+            what=what,
+            **{"from": before, "to": after},
+            why=why,
+            evidence=evidence,
+        )
+        from kvprobe.instrument import marks
+
+        marks.mark(f"{self.name}: {what}{change}")

@@ -1,0 +1,151 @@
+"""Wrappers that cannot hurt a server: they call the server's function as it is whenever they fail themselves.
+
+A hook is called as `hook(call, *args, **kwargs)`, where `call()` runs the server's function with the arguments it was
+given (or others, if the hook passes some). Whatever the hook does, the server's function runs exactly as often as it
+would have without kvprobe, its result is returned and its exceptions pass: an exception of the hook's own makes the
+whole adapter step aside for good, once, with one line in the log.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Call", "Guard", "Patcher"]
+
+log = logging.getLogger("kvprobe")
+
+_MISSING = object()
+
+
+class Call:
+    """The server's own function with the arguments of this call; callable once."""
+
+    __slots__ = ("args", "done", "error", "func", "kwargs", "result")
+
+    def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.done = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def __call__(self) -> Any:
+        """Run it with its own arguments; its exception passes through and is remembered as the server's."""
+        return self.using(*self.args, **self.kwargs)
+
+    def using(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it with other arguments."""
+        if self.done:
+            raise RuntimeError("a hook called the server's function twice")
+        self.done = True
+        try:
+            self.result = self.func(*args, **kwargs)
+        except BaseException as error:
+            self.error = error
+            raise
+        return self.result
+
+    def finish(self) -> Any:
+        """What the server would have got without kvprobe."""
+        if not self.done:
+            return self()
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+class Guard:
+    """One adapter's fuse: `active` until a hook of it fails."""
+
+    def __init__(self, name: str, on_failure: Callable[[str], None]) -> None:
+        self.name = name
+        self.active = True
+        self._on_failure = on_failure
+
+    def blow(self, where: str, error: Exception) -> None:
+        """Step aside for good, say so once, never raise."""
+        if not self.active:
+            return
+        self.active = False
+        reason = f"{where}: {type(error).__name__}: {error}"
+        log.warning("kvprobe: %s steps aside: %s", self.name, reason, exc_info=log.isEnabledFor(logging.DEBUG))
+        try:
+            self._on_failure(reason)
+        except Exception:
+            log.debug("kvprobe: %s: stepping aside failed", self.name, exc_info=True)
+
+
+def _label(owner: Any, name: str) -> str:
+    return f"{getattr(owner, '__qualname__', getattr(owner, '__name__', type(owner).__name__))}.{name}"
+
+
+class Patcher:
+    """Replaces attributes of a server's modules and classes, and puts every one of them back."""
+
+    def __init__(self, guard: Guard) -> None:
+        self.guard = guard
+        self._undo: list[tuple[str, Callable[[], None]]] = []
+        self.patched: list[str] = []
+
+    def wrap(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
+        """Put `hook` around `owner.name` (a function, method, static or class method).
+
+        Raises:
+            AttributeError: there is no such attribute.
+        """
+        raw = inspect.getattr_static(owner, name)
+        kind = type(raw) if isinstance(raw, staticmethod | classmethod) else None
+        func: Callable[..., Any] = raw.__func__ if kind is not None else raw
+        guard, where = self.guard, _label(owner, name)
+
+        @functools.wraps(func)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not guard.active:
+                return func(*args, **kwargs)
+            call = Call(func, args, kwargs)
+            try:
+                return hook(call, *args, **kwargs)
+            except Exception as error:
+                if error is call.error:
+                    raise
+                guard.blow(where, error)
+                return call.finish()
+
+        wrapper.__kvprobe__ = guard.name  # type: ignore[attr-defined]
+        self.replace(owner, name, kind(wrapper) if kind is not None else wrapper)
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Set `owner.name` to `value` until `undo`."""
+        before = vars(owner).get(name, _MISSING) if hasattr(owner, "__dict__") else getattr(owner, name)
+        setattr(owner, name, value)
+        where = _label(owner, name)
+
+        def put_back() -> None:
+            # Somebody may have wrapped our wrapper since: then it stays, as a pass-through, below theirs.
+            if vars(owner).get(name, _MISSING) is not value:
+                return
+            if before is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+        self._undo.append((where, put_back))
+        self.patched.append(where)
+
+    def on_undo(self, action: Callable[[], None], what: str = "clean-up") -> None:
+        """Run `action` when everything is put back (last registered first)."""
+        self._undo.append((what, action))
+
+    def undo(self) -> None:
+        """Put everything back; a failing step is logged and does not keep the others from running."""
+        self.guard.active = False
+        while self._undo:
+            what, action = self._undo.pop()
+            try:
+                action()
+            except Exception:
+                log.debug("kvprobe: %s: %s could not be undone", self.guard.name, what, exc_info=True)
+        self.patched.clear()

@@ -1,0 +1,96 @@
+"""A small package on the path, with metadata, that stands for "a server in version X": the frame is what is tested."""
+
+import importlib
+import sys
+
+import pytest
+
+from kvprobe.instrument import installation, registry
+from kvprobe.instrument.adapter import Adapter, Target
+
+SOURCE = """
+class Engine:
+    def copy(self, job, blocks):
+        if blocks < 0:
+            raise ValueError("negative")
+        self.jobs = getattr(self, "jobs", []) + [job]
+        return blocks * 2
+
+    @staticmethod
+    def size(blocks):
+        return blocks * 10
+
+    @classmethod
+    def make(cls):
+        return cls()
+
+def helper(x, *, scale=1):
+    return x * scale
+"""
+
+
+class Recorder(Adapter):
+    name, server = "toyserver.copies", "toyserver"
+    distributions, versions = ("toyserver",), ">=1.0,<2.0"
+    upstream = (">=2.0", "since 2.0")
+    targets = (
+        Target("toyserver.engine", "Engine.copy", ("job", "blocks")),
+        Target("toyserver.engine", "Engine.size", ("blocks",)),
+        Target("toyserver.engine", "Engine.make", ()),
+        Target("toyserver.engine", "helper", ("x",)),
+    )
+    fail = False
+    fail_after = False
+
+    def patch(self, patcher, module):
+        self.seen = []
+
+        def around(call, *args, **kwargs):
+            if type(self).fail:
+                raise RuntimeError("kvprobe's own mistake")
+            result = call()
+            if type(self).fail_after:
+                raise RuntimeError("kvprobe's own mistake, afterwards")
+            self.seen.append(result)
+            return result
+
+        for target in self.targets:
+            owner = module
+            *path, name = target.path.split(".")
+            for part in path:
+                owner = getattr(owner, part)
+            patcher.wrap(owner, name, around)
+
+
+@pytest.fixture(autouse=True)
+def quiet_environment(monkeypatch):
+    for name in ("KVPROBE", "KVPROBE_RUN", "KVPROBE_FIX"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def toyserver(tmp_path, monkeypatch):
+    """Write the package in a version and register its adapter; yields a function `(version, source) -> None`."""
+
+    def write(version="1.5", source=SOURCE):
+        package = tmp_path / "toyserver"
+        package.mkdir(exist_ok=True)
+        (package / "__init__.py").write_text("")
+        (package / "engine.py").write_text(source)
+        info = tmp_path / f"toyserver-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: toyserver\nVersion: {version}\n")
+        importlib.invalidate_caches()
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(registry.SERVERS, "toyserver", ("toyserver", "toyserver_adapters"))
+    adapters = type(sys)("toyserver_adapters")
+    adapters.ADAPTERS = (Recorder,)
+    monkeypatch.setitem(sys.modules, "toyserver_adapters", adapters)
+    monkeypatch.setattr(Recorder, "fail", False)
+    monkeypatch.setattr(Recorder, "fail_after", False)
+    write.source = SOURCE
+    yield write
+    installation.uninstall("toyserver")
+    for name in [n for n in sys.modules if n == "toyserver" or n.startswith("toyserver.")]:
+        del sys.modules[name]

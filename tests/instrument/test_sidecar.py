@@ -1,0 +1,110 @@
+"""What adapters write survives forks and kills, and reads back as it was written."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvprobe.instrument import sidecar
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVPROBE_RUN", str(tmp_path))
+    monkeypatch.setattr(sidecar, "_file", sidecar._File())
+    return tmp_path
+
+
+def test_events_read_back_as_written(folder):
+    sidecar.emit("state", adapter="a", state="applied")
+    sidecar.emit("transfer", id=7, bytes=1 << 40, direction="load")
+    sidecar.flush()
+    events = sidecar.read_sidecar(folder / f"events-{os.getpid()}.jsonl")
+    assert [e["kind"] for e in events] == ["process", "state", "transfer"]
+    assert events[0]["pid"] == os.getpid()
+    assert (events[2]["id"], events[2]["bytes"]) == (7, 1 << 40)
+    assert events[1]["t_ns"] <= events[2]["t_ns"] <= time.monotonic_ns()
+
+
+def test_states_and_decisions_are_on_disk_at_once(folder):
+    for kind in ("state", "decision"):
+        sidecar.emit(kind, what="x")
+        assert sidecar.read_sidecar(folder / f"events-{os.getpid()}.jsonl")[-1]["kind"] == kind
+
+
+def test_no_run_folder_no_file(tmp_path, monkeypatch):
+    monkeypatch.delenv("KVPROBE_RUN", raising=False)
+    monkeypatch.chdir(tmp_path)
+    sidecar.emit("transfer", id=1)
+    sidecar.flush()
+    assert list(tmp_path.iterdir()) == []
+    assert not sidecar.wanted()
+
+
+def test_a_folder_that_cannot_be_written_is_no_obstacle(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(sidecar, "_file", sidecar._File())
+    monkeypatch.setenv("KVPROBE_RUN", str(tmp_path / "absent"))
+    for i in range(3):
+        sidecar.emit("decision", i=i)
+    assert sum("cannot write" in r.message for r in caplog.records) == 1
+
+
+def test_a_line_that_was_cut_is_left_out(tmp_path):
+    path = tmp_path / "events-1.jsonl"
+    whole = {"t_ns": 1, "kind": "decision", "what": "switch"}
+    path.write_bytes(json.dumps(whole).encode() + b"\n[1]\n\xff\n{}\n" + b'{"t_ns": 2, "kind": "tra')
+    assert sidecar.read_sidecar(path) == [whole]
+
+
+def test_a_listener_sees_events_only_while_subscribed():
+    with sidecar.subscribed() as events:
+        sidecar.emit("call", call="f")
+    sidecar.emit("call", call="g")
+    assert [e["call"] for e in events] == ["f"]
+
+
+def test_a_failing_listener_does_not_reach_the_caller():
+    def broken(event):
+        raise RuntimeError
+
+    stop = sidecar.listening(broken)
+    try:
+        sidecar.emit("call", call="f")
+    finally:
+        stop()
+
+
+CHILD = """
+import os, sys, time
+from kvprobe.instrument import sidecar
+sidecar.emit("transfer", id=0)
+pid = os.fork()
+sidecar.emit("transfer", id=1 if pid else 2)
+if pid == 0:
+    sidecar.flush(); os._exit(0)
+os.waitpid(pid, 0)
+print(pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_each_side_of_a_fork_writes_its_own_file_and_a_kill_loses_little(tmp_path):
+    child = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True,
+                             env={**os.environ, "KVPROBE_RUN": str(tmp_path)})  # fmt: skip
+    forked = int(child.stdout.readline())
+    path = tmp_path / f"events-{child.pid}.jsonl"
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and len(sidecar.read_sidecar(path) if path.exists() else []) < 3:
+        time.sleep(0.02)  # the flusher's own period is 100 ms
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    parent = sidecar.read_sidecar(path)
+    assert [e.get("id") for e in parent if e["kind"] == "transfer"] == [0, 1]
+    forked_events = sidecar.read_sidecar(tmp_path / f"events-{forked}.jsonl")
+    assert [e.get("id") for e in forked_events if e["kind"] == "transfer"] == [2]
+    assert forked_events[0]["pid"] == forked
