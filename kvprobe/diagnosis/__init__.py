@@ -1,1 +1,42 @@
-"""."""
+"""Names what is wrong in a recording: each cause with its evidence, its cost and its cure; one file a cause."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvprobe.diagnosis.finding import Chart, Evidence, Finding, Series, Where
+
+if TYPE_CHECKING:
+    from kvprobe.recordings.model import Recording
+
+__all__ = ["CAUSES", "Chart", "Evidence", "Finding", "Series", "Where", "diagnose"]
+
+# The order is the ledger's: the best-evidenced cause claims first, and what one has claimed no other gets.
+CAUSES: tuple[str, ...] = (
+    "profiler_overhead",
+    "pageable_memory",
+    "synchronisation",
+    "first_calls",
+    "allocation_on_hot_path",
+    "unexplained",
+)
+
+
+def diagnose(recording: Recording) -> list[Finding]:
+    """All findings of a recording, most lost time first; an empty list means that nothing was found.
+
+    Abstentions (`confidence == "cannot tell"`) come after what was named.
+    """
+    from importlib import import_module
+
+    from kvprobe.diagnosis.frame import Frame
+
+    frame = Frame(recording)
+    if not len(frame.start) and not len(frame.x_start):
+        return []
+    found: list[Finding] = []
+    for cause in CAUSES:
+        finding = import_module(f"kvprobe.diagnosis.{cause}").find(frame)
+        if finding is not None:
+            found.append(finding)
+    return sorted(found, key=lambda one: (one.abstains, -one.lost_ns))

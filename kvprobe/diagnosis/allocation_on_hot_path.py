@@ -1,0 +1,64 @@
+"""Memory is allocated, freed, pinned or registered between submissions.
+
+Mechanism: `cudaMalloc`, `cudaHostAlloc`, `cudaHostRegister` and their opposites take the context lock, may wait for
+the device, and pin page by page (tens of milliseconds for 100 MB). In the middle of serving that is a pause.
+
+Signature: such a call, at least 20 us long, on a thread that has submitted work before it and does so again after it,
+in a process that is past its first 32 submissions. Calls before that are set-up and are not counted. A call that
+waited for another thread's blocked submission belongs to `context_lock_stall`, which claims first.
+
+Predicted saving: all of it, with a pool filled up front.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvprobe.diagnosis.finding import COUNTED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.frame import Frame, ms
+from kvprobe.recordings.model import CallKind
+
+CAUSE = "allocation_on_hot_path"
+WARM = 32
+
+
+def find(frame: Frame) -> Finding | None:
+    """Allocations between submissions."""
+    rows = np.flatnonzero(((frame.kind == CallKind.ALLOC) | (frame.kind == CallKind.FREE)) & (frame.dur >= 20_000))
+    if not len(rows):
+        return None
+    keep = np.zeros(len(rows), dtype=bool)
+    for process in np.unique(frame.process[rows]):
+        times = np.sort(frame.start[frame.submits & (frame.process == process)])
+        mine = frame.process[rows] == process
+        if len(times) > WARM:
+            keep |= mine & (frame.start[rows] > times[WARM - 1])
+    for lane in np.unique(frame.lane[rows]):
+        times = frame.start[frame.submits & (frame.lane == lane)]
+        mine = frame.lane[rows] == lane
+        if not len(times):
+            keep &= ~mine
+        else:
+            keep &= ~mine | ((frame.start[rows] > times.min()) & (frame.end[rows] < times.max()))
+    rows = rows[keep]
+    if not len(rows):
+        return None
+    ns = frame.host.free_ns[rows]
+    names = {frame.text(i): int(ns[frame.name[rows] == i].sum()) for i in np.unique(frame.name[rows])}
+    worst = max(names, key=lambda name: names[name])
+    asked = int(frame.bytes[rows].sum())
+    return frame.host_finding(
+        CAUSE, "{calls} allocations between submissions took {lost}", "certain", rows, ns,
+        evidence=(
+            Evidence(f"{len(rows)} allocations, registrations or frees between submissions took {ms(int(ns.sum()))}",
+                     int(ns.sum()), "ns", MEASURED),
+            Evidence(f"most of it in {worst}: {ms(names[worst])}", names[worst], "ns", MEASURED),
+            Evidence(f"they asked for {asked / 1e6:.1f} MB" if asked else "their sizes are not in the recording", asked,
+                     "bytes", COUNTED),
+        ),
+        cure=("Allocate and pin up front, and hand out of a pool (one large cudaHostAlloc or cudaHostRegister)",
+              "torch: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and reuse pinned tensors: .to('cpu', "
+              "non_blocking=True) allocates a pinned one each time",
+              "cudaMallocAsync with a release threshold instead of cudaMalloc and cudaFree"),
+        chart=frame.slow_calls_chart(rows, "Allocations between submissions"),
+    )  # fmt: skip

@@ -1,0 +1,152 @@
+"""What a diagnosis says: a named cause with its evidence, its cost and its cure, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Chart", "Confidence", "Evidence", "Finding", "Lane", "Series", "Severity", "Where"]
+
+Severity = Literal["critical", "warning", "info"]
+Confidence = Literal["certain", "likely", "cannot tell"]
+Lane = Literal["host", "copy engine", "device", "none"]
+
+# Ways a figure can have been obtained; `Evidence.how` is one of these or a sentence of its own.
+MEASURED = "measured"
+LABELLED = "labelled by the recorder (CUPTI)"
+INFERRED = "inferred"
+COUNTED = "counted"
+
+
+class Series(TypedDict):
+    """One line or cloud of a chart: `x` and `y` of one length."""
+
+    x: npt.NDArray[Any]
+    y: npt.NDArray[Any]
+    style: Literal["points", "line", "steps", "bars"]
+
+
+class Chart(TypedDict):
+    """A zoomed chart of the evidence; whoever draws it decides how."""
+
+    title: str
+    x_label: str
+    y_label: str
+    series: dict[str, Series]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One figure and the sentence it belongs to.
+
+    Attributes:
+        text: the sentence, figure included, plain language.
+        value: the figure.
+        unit: "ns", "bytes", "calls", "bytes/s", "1" ...
+        how: "measured", "labelled by the recorder (CUPTI)", "inferred", "counted", or a sentence.
+    """
+
+    text: str
+    value: float
+    unit: str
+    how: str = MEASURED
+
+    def to_json(self) -> dict[str, Any]:
+        """The four fields."""
+        return {"text": self.text, "value": float(self.value), "unit": self.unit, "how": self.how}
+
+
+@dataclass(frozen=True)
+class Where:
+    """A place that lost time: the fields that do not apply are empty (or -1)."""
+
+    process: int = -1  # row of the recording's `processes`
+    pid: int = -1
+    thread: int = -1
+    stream: int = -1  # row of the recording's `streams`
+    stream_name: str = ""
+    range: str = ""  # innermost NVTX range, annotation or operator around most of the lost time
+    lost_ns: int = 0
+    calls: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields."""
+        return {
+            "process": self.process, "pid": self.pid, "thread": self.thread, "stream": self.stream,
+            "stream_name": self.stream_name, "range": self.range, "lost_ns": self.lost_ns, "calls": self.calls,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One cause, found in one recording (all its processes together, split in `where`).
+
+    Attributes:
+        cause: name of the cause, which is the name of its file in `kvprobe/diagnosis/`.
+        title: one line for a heading.
+        severity: "critical" from 10% of the recording's span lost by one lane (or wrong results), "warning" from 1%,
+            else "info".
+        confidence: "certain", "likely" or "cannot tell"; the last abstains, and `reason` says why.
+        lost_ns: time lost by the lane. Findings of one lane never claim the same nanosecond of the same thread or
+            engine, so their sum means something.
+        lost_on: which lane lost it: "host" (a thread inside a call), "copy engine", "device" (compute idle or
+            waiting), "none" (nothing lost: the finding is about correctness or an explanation).
+        evidence: most convincing first.
+        cure: what to do, most useful first: a setting, a command, a change of code.
+        predicted_saving_ns: how much of `lost_ns` the first cure is expected to give back; the formula is in the
+            docstring of the cause's module.
+        where: places, most time lost first.
+        window: (start_ns, end_ns) in which it happened, on the recording's clock.
+        reason: for "cannot tell": a sentence that begins "cannot tell, because"; otherwise what speaks against.
+        chart: named series with axis labels for a zoomed chart, or None.
+    """
+
+    cause: str
+    title: str
+    severity: Severity
+    confidence: Confidence
+    lost_ns: int
+    evidence: tuple[Evidence, ...] = ()
+    cure: tuple[str, ...] = ()
+    predicted_saving_ns: int = 0
+    where: tuple[Where, ...] = ()
+    window: tuple[int, int] = (0, 0)
+    lost_on: Lane = "host"
+    reason: str = ""
+    chart: Chart | None = None
+
+    @property
+    def abstains(self) -> bool:
+        """Whether the finding only says that it cannot tell."""
+        return self.confidence == "cannot tell"
+
+    def to_json(self, charts: bool = False) -> dict[str, Any]:
+        """The finding as JSON types; chart series only where asked for (they can be long)."""
+        out: dict[str, Any] = {
+            "cause": self.cause,
+            "title": self.title,
+            "severity": self.severity,
+            "confidence": self.confidence,
+            "lost_ns": int(self.lost_ns),
+            "lost_on": self.lost_on,
+            "evidence": [one.to_json() for one in self.evidence],
+            "cure": list(self.cure),
+            "predicted_saving_ns": int(self.predicted_saving_ns),
+            "where": [one.to_json() for one in self.where],
+            "window": [int(self.window[0]), int(self.window[1])],
+            "reason": self.reason,
+        }
+        if charts and self.chart is not None:
+            out["chart"] = {
+                "title": self.chart["title"],
+                "x_label": self.chart["x_label"],
+                "y_label": self.chart["y_label"],
+                "series": {
+                    name: {"x": np.asarray(s["x"]).tolist(), "y": np.asarray(s["y"]).tolist(), "style": s["style"]}
+                    for name, s in self.chart["series"].items()
+                },
+            }
+        return out

@@ -1,0 +1,73 @@
+"""First calls: the context is made, a module is loaded, a kernel's code is fetched or compiled on its first use.
+
+Mechanism: CUDA initialises lazily. The first call of a process makes the context, the first launch of a kernel loads
+its code (`CUDA_MODULE_LOADING=LAZY`, the default since CUDA 12.2), a first stream makes a channel. Other threads can
+wait for the same lock meanwhile.
+
+Signature: the call is the first of its name in the process, or the first launch of its kernel, it is at least ten times
+as long as such calls are, and the queue is not what it waited for; or the recorder labels it (lazy loading, JIT).
+
+Predicted saving: all of it for a process that warms up before it serves.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvprobe.diagnosis.finding import COUNTED, LABELLED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.frame import SLOW_NS, Array, Frame, ms
+from kvprobe.recordings.model import CallKind, Label
+
+CAUSE = "first_calls"
+
+
+def _first_of(key: Array, start: Array, rows: Array) -> Array:
+    """Of `rows`, those that begin first among all rows with their key."""
+    order = np.lexsort((start[rows], key[rows]))
+    sorted_key = key[rows][order]
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = sorted_key[1:] != sorted_key[:-1]
+    return rows[order[first]]
+
+
+def find(frame: Frame) -> Finding | None:
+    """First calls and labelled lazy loading."""
+    excess = frame.excess_ns
+    slow = (excess > SLOW_NS) & (excess > 9 * frame.usual_ns) & (frame.kind != CallKind.SYNC)
+    if not slow.any():
+        return None
+    names = frame.process.astype(np.int64) * (len(frame.recording.names) + 1) + frame.name
+    everything = np.arange(len(frame.start))
+    chosen = _first_of(names, frame.start, everything)
+    launches = np.flatnonzero((frame.kind == CallKind.LAUNCH) & (frame.x_of_call >= 0))
+    kernels = np.full(len(frame.start), -1, dtype=np.int64)
+    kernels[launches] = names[launches] * (len(frame.recording.names) + 1) + frame.recording.executions["name"][
+        frame.x_of_call[launches]]  # fmt: skip
+    first = np.union1d(chosen, _first_of(kernels, frame.start, launches))
+    first = first[slow[first]]
+    cover = frame.label_cover(Label.LAZY_LOADING, Label.JIT)
+    labelled = np.flatnonzero(slow)
+    labelled = labelled[2 * cover.within(frame.start[labelled], frame.end[labelled]) > excess[labelled]]
+    rows = np.union1d(first, labelled)
+    rows = rows[~frame.queue_blocked[rows]]
+    if not len(rows):
+        return None
+    lost = excess[rows]
+    worst = rows[np.argmax(lost)]
+    return frame.host_finding(
+        CAUSE, "First calls took {lost}: initialisation and lazy loading", "likely" if len(first) else "certain",
+        rows, lost, severity="info",
+        evidence=(
+            Evidence(f"{len(rows)} calls are the first of their name or kernel in their process, or labelled lazy "
+                     f"loading, and took {ms(int(lost.sum()))} longer than such calls do", int(lost.sum()), "ns",
+                     MEASURED),
+            Evidence(f"the longest is {frame.text(frame.name[worst])}, {ms(int(frame.dur[worst]))}",
+                     int(frame.dur[worst]), "ns", MEASURED),
+            Evidence(f"the recorder labels {len(labelled)} of them lazy loading or JIT", len(labelled), "calls",
+                     LABELLED if len(labelled) else COUNTED),
+        ),
+        cure=("Warm up before serving: run one step of every shape, and touch every stream",
+              "CUDA_MODULE_LOADING=EAGER, where start-up time matters less than the first requests"),
+        least_ns=SLOW_NS,
+        chart=frame.slow_calls_chart(rows, "First calls"),
+    )  # fmt: skip

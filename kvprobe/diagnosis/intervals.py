@@ -1,0 +1,90 @@
+"""Arithmetic on sets of time intervals: union, length covered, gaps; everything vectorised."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Array: TypeAlias = npt.NDArray[Any]
+
+__all__ = ["Cover", "group_starts", "running_max_by_group", "union"]
+
+
+def union(start: Array, end: Array) -> tuple[Array, Array]:
+    """The disjoint, sorted intervals that cover the same instants as the given half-open ones."""
+    keep = end > start
+    start, end = start[keep], end[keep]
+    if not len(start):
+        return start, end
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], np.maximum.accumulate(end[order])
+    first = np.ones(len(start), dtype=bool)
+    first[1:] = start[1:] > end[:-1]
+    last = np.append(np.flatnonzero(first)[1:] - 1, len(start) - 1)
+    return start[first], end[last]
+
+
+class Cover:
+    """The union of a set of intervals, ready to be asked how much of other intervals it covers."""
+
+    def __init__(self, start: Array, end: Array) -> None:
+        """Takes any intervals, overlapping or not, in any order; times in ns."""
+        self.start, self.end = union(np.asarray(start, dtype=np.int64), np.asarray(end, dtype=np.int64))
+        self._before = np.concatenate(([0], np.cumsum(self.end - self.start))).astype(np.int64)
+
+    @property
+    def total_ns(self) -> int:
+        """Length of the union."""
+        return int(self._before[-1])
+
+    def upto(self, t: Array) -> Array:
+        """Covered length before each instant of `t`."""
+        if not len(self.start):
+            return np.zeros(np.shape(t), dtype=np.int64)
+        i = np.searchsorted(self.start, t, side="right")
+        inside = np.where(i > 0, np.maximum(self.end[i - 1] - t, 0), 0)
+        covered: Array = self._before[i] - inside
+        return covered
+
+    def within(self, start: Array, end: Array) -> Array:
+        """Covered length inside each [start, end)."""
+        covered: Array = self.upto(np.maximum(start, end)) - self.upto(start)
+        return covered
+
+    def gaps(self) -> tuple[Array, Array]:
+        """The uncovered intervals between the first and the last covered instant."""
+        return self.end[:-1], self.start[1:]
+
+    def intersect_ns(self, other: Cover) -> int:
+        """Length of the instants both cover."""
+        return int(other.within(self.start, self.end).sum()) if len(self.start) else 0
+
+
+def group_starts(key: Array) -> Array:
+    """First index of each run of equal values in a sorted key."""
+    if not len(key):
+        return np.zeros(0, dtype=np.int64)
+    return np.flatnonzero(np.concatenate(([True], key[1:] != key[:-1])))
+
+
+def running_max_by_group(value: Array, group: Array) -> Array:
+    """Running maximum of `value` inside each group of a sorted `group` of small integers, one pass, no loop.
+
+    Each group is lifted above all before it, so that one `maximum.accumulate` serves all groups.
+    """
+    if not len(value):
+        return value
+    base = int(value.min())
+    span = int(value.max()) - base + 1
+    rank = np.cumsum(np.concatenate(([0], (group[1:] != group[:-1]).astype(np.int64))))
+    if span < (1 << 62) // (int(rank[-1]) + 1):
+        lifted = np.maximum.accumulate(value - base + rank * span)
+        return np.asarray(lifted - rank * span + base)
+    out = np.empty_like(value)  # times too far apart to lift: a few groups, one by one
+    edges = np.append(group_starts(group), len(value))
+    for a, b in itertools.pairwise(edges):
+        out[a:b] = np.maximum.accumulate(value[a:b])
+    return out

@@ -1,0 +1,83 @@
+"""Copies from or to pageable host memory: "asynchronous" by name, they hold their caller.
+
+Mechanism: the driver stages pageable memory through a pinned buffer of its own. A host-to-device copy first waits for
+the stream, then stages; a device-to-host copy returns only when the bytes have arrived (CUDA's API synchronisation
+behaviour). So a call takes the time of the copy, and of all work in front of it, on the caller's thread.
+
+Signature: the recorder says that the host side is pageable, and the call is long at any queue depth, in proportion to
+its bytes; it does not matter whether the queue is deep, which separates it from a full queue.
+
+Needs: the memory kind of copies (every recorder has it). Source: programming guide; shared measurements: 9.7 us for
+64 KiB instead of 1.0 us.
+
+Predicted saving: all of the excess, less the time the same bytes take at link rate where the very next call of the
+thread waits for them anyway (then pinning removes the staging only).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvprobe.diagnosis.finding import COUNTED, LABELLED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.frame import Frame, ms, share
+from kvprobe.recordings.model import CallKind, Direction, Memory
+
+CAUSE = "pageable_memory"
+
+
+def find(frame: Frame) -> Finding | None:
+    """Pageable copies that held their caller."""
+    copies = (frame.kind == CallKind.COPY) | (frame.kind == CallKind.BATCH) | (frame.kind == CallKind.COPY_SYNC)
+    pageable = copies & (frame.memory == Memory.PAGEABLE)
+    if not pageable.any():
+        return None
+    usual = np.minimum(frame.usual_ns, np.array([4 * frame.common_ns(p) for p in range(frame.process.max() + 1)])[
+        frame.process])  # fmt: skip
+    excess = np.maximum(frame.dur - usual, 0)
+    rows = np.flatnonzero(pageable & (excess > np.maximum(2 * usual, 5_000)))
+    if not len(rows):
+        return None
+    excess = excess[rows]
+    lost, moved = int(excess.sum()), int(frame.bytes[rows].sum())
+    saving = 1.0
+    waits = 0.0
+    follows = np.zeros(len(frame.start), dtype=bool)
+    order = frame.by_lane
+    if len(order) > 1:
+        next_waits = (frame.kind[order[1:]] == CallKind.SYNC) & (frame.lane[order[1:]] == frame.lane[order[:-1]])
+        follows[order[:-1]] = next_waits
+    for direction in (Direction.H2D, Direction.D2H):
+        rate, _ = frame.link(direction)
+        mine = rows[(frame.direction[rows] == direction) & follows[rows]]
+        if rate > 0 and len(mine):
+            waits += float(frame.bytes[mine].sum()) / rate * 1e9
+    if lost:
+        saving = max(0.0, 1 - waits / lost)
+    rate_here = moved / max(int(frame.dur[rows].sum()), 1) * 1e9
+    evidence = [
+        Evidence(f"{len(rows)} copies of pageable host memory held their threads for {ms(lost)} beyond the cost of a "
+                 f"submission; the longest took {ms(int(frame.dur[rows].max()))}", lost, "ns", MEASURED),
+        Evidence(f"the recorder names the host side pageable in all of them ({int(pageable.sum())} pageable copies in "
+                 "all)", int(pageable.sum()), "calls", LABELLED.replace("labelled", "named")),
+        Evidence(f"they moved {moved / 1e6:.1f} MB at {rate_here / 1e9:.2f} GB/s", rate_here, "bytes/s", MEASURED),
+    ]  # fmt: skip
+    pinned = frame.submits & copies & (frame.memory == Memory.PINNED)
+    if pinned.any():
+        typical = float(np.median(frame.dur[pinned]))
+        evidence.append(Evidence(f"copies of pinned memory in the same recording return after {ms(typical)} (median of "
+                                 f"{int(pinned.sum())})", typical, "ns", MEASURED))  # fmt: skip
+    for direction, name in ((Direction.H2D, "host to device"), (Direction.D2H, "device to host")):
+        mine = frame.direction[rows] == direction
+        if mine.any():
+            evidence.append(Evidence(f"{name}: {int(mine.sum())} calls, {share(int(excess[mine].sum()), lost)} of the "
+                                     "time", int(mine.sum()), "calls", COUNTED))  # fmt: skip
+    return frame.host_finding(
+        CAUSE, "{calls} copies of pageable memory held their caller for {lost}", "certain", rows, excess,
+        evidence=evidence, saving=saving, chart=frame.slow_calls_chart(rows, "Calls that copied pageable memory"),
+        cure=(
+            "Allocate the host side pinned, once: torch.empty(..., pin_memory=True), cudaHostAlloc, or "
+            "cudaHostRegister on the existing pool",
+            "In data loaders: DataLoader(pin_memory=True) and .to(device, non_blocking=True)",
+            "For results read back every step: copy into a pinned buffer, and wait for an event when needed",
+        ),
+    )  # fmt: skip

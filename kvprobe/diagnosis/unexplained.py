@@ -1,0 +1,45 @@
+"""Slow submissions that no cause accounts for: said, with the reason, instead of guessed.
+
+Mechanism: unknown by definition. The usual suspects that a recording does not show are the scheduler taking the thread
+away, a lock inside the driver that another process or thread holds, and page faults.
+
+Signature: a submission longer than 60 us, at a depth below the ceiling, that overlaps nothing labelled.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.frame import SLOW_NS, Frame, ms
+
+CAUSE = "unexplained"
+
+
+def find(frame: Frame) -> Finding | None:
+    """What is left of slow submissions."""
+    left = np.minimum(frame.host.free_ns, frame.excess_ns)
+    slow = frame.submits & (left > SLOW_NS) & (frame.host.owner < 0)
+    rows = np.flatnonzero(slow)
+    if not len(rows):
+        return None
+    lost = int(left[rows].sum())
+    deep = frame.depth_at_entry[rows]
+    known = deep >= 0
+    evidence = [
+        Evidence(f"{len(rows)} submissions took {ms(lost)} longer than such calls do; the longest "
+                 f"{ms(int(frame.dur[rows].max()))}", lost, "ns", MEASURED),
+    ]  # fmt: skip
+    if known.any():
+        evidence.append(Evidence(f"at most {int(deep[known].max())} submissions were outstanding on their streams",
+                                 int(deep[known].max()), "1", INFERRED))  # fmt: skip
+    return frame.host_finding(
+        CAUSE, "{calls} slow submissions without a known cause: {lost}", "cannot tell", rows, left[rows],
+        severity="info", saving=0.0, evidence=evidence,
+        reason="cannot tell, because these calls overlap nothing that the recorder labelled, copy no pageable memory, "
+               "are not first calls, and were made while their queues had room" if known.any() else
+               "cannot tell, because the recording does not show how deep their queues were",
+        cure=("Record again with --trace of the operating system's scheduling, or with py-spy stacks, to see where the "
+              "thread was",),
+        chart=frame.slow_calls_chart(rows, "Slow submissions without a known cause"),
+    )  # fmt: skip
