@@ -1,1 +1,22 @@
-"""."""
+"""The instrumented offload engine: transfers, stream policies, redundant-load dedup, block pools, the auto controller."""
+
+from kvprobe.offload.blocks import BlockPool
+from kvprobe.offload.cache import BlockCache
+from kvprobe.offload.controller import Controller, Decision
+from kvprobe.offload.dedup import LoadDedup
+from kvprobe.offload.engine import OffloadEngine
+from kvprobe.offload.streams import EventPool, StreamPool
+from kvprobe.offload.transfer import Split, Transfer
+
+__all__ = [
+    "BlockCache",
+    "BlockPool",
+    "Controller",
+    "Decision",
+    "EventPool",
+    "LoadDedup",
+    "OffloadEngine",
+    "Split",
+    "StreamPool",
+    "Transfer",
+]

@@ -56,6 +56,11 @@ KVP_EXPORT int kvp_submit_batch(const kvp_submit_options *options, void *batch_f
                                 const uint64_t *dst, const uint64_t *src, const uint64_t *sizes, uint64_t size,
                                 kvp_submit_result *result);
 
+/* NVTX, domain "kvprobe": whether a tool listens, and a range around one copy with its bytes as payload. */
+KVP_EXPORT int kvp_nvtx_listening(void);
+KVP_EXPORT void kvp_nvtx_push(uint64_t bytes, uint32_t direction, uint64_t stream, uint32_t transfer);
+KVP_EXPORT void kvp_nvtx_pop(void);
+
 typedef struct {
     cudaError_t (*launch_host_func)(cudaStream_t, void (*)(void *), void *);
     cudaError_t (*event_record)(cudaEvent_t, cudaStream_t);

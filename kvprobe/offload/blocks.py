@@ -1,0 +1,143 @@
+"""Block pools: where the blocks of each layer lie, and the copies that moving a set of them takes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvprobe.cuda import Region, Runtime, region_of
+from kvprobe.errors import UsageError
+
+U64 = npt.NDArray[np.uint64]
+I64 = npt.NDArray[np.int64]
+
+
+class BlockPool:
+    """The blocks of one memory: for every layer one contiguous region, block i of a layer at `base + i * block_bytes`.
+
+    Attributes:
+        layers: number of layers.
+        block_bytes: bytes of one block of one layer.
+        blocks: number of blocks.
+        kind: "device", "pinned" or "pageable", the same for all layers.
+    """
+
+    def __init__(self, runtime: Runtime, layers: Sequence[Any], block_bytes: int) -> None:
+        """Takes one object with memory for each layer (see `region_of`).
+
+        Raises:
+            UsageError: no layers, layers of different lengths or kinds, a block size that does not divide a layer.
+        """
+        if not layers:
+            raise UsageError("a block pool needs at least one layer")
+        if block_bytes <= 0:
+            raise UsageError(f"block size {block_bytes} must be positive")
+        self.regions: list[Region] = [region_of(runtime, layer) for layer in layers]
+        sizes, kinds = {region.bytes for region in self.regions}, {region.kind for region in self.regions}
+        if len(sizes) > 1:
+            raise UsageError(f"layers differ in size: {sorted(sizes)} bytes")
+        if len(kinds) > 1:
+            raise UsageError(f"layers lie in different kinds of memory: {', '.join(sorted(kinds))}")
+        size = sizes.pop()
+        if size % block_bytes:
+            raise UsageError(f"block size {block_bytes} does not divide a layer of {size} bytes")
+        _refuse_overlap(self.regions)
+        self.layers, self.block_bytes, self.blocks = len(self.regions), block_bytes, size // block_bytes
+        self.kind = kinds.pop()
+        self._bases = np.array([region.address for region in self.regions], dtype=np.uint64)
+
+    def addresses(self, ids: I64, piece_bytes: int) -> U64:
+        """Addresses of pieces `ids` (counted in pieces of `piece_bytes`) in every layer, layer after layer."""
+        offsets = ids.astype(np.uint64) * np.uint64(piece_bytes)
+        every: U64 = (self._bases[:, None] + offsets[None, :]).reshape(-1)
+        return every
+
+
+class Mapping:
+    """How a GPU pool and a CPU pool correspond: the copy's size is the smaller block, the other is a whole multiple.
+
+    A CPU block that is `factor` times as large as a GPU block holds GPU-sized piece j of it at `block * factor + j`,
+    and the other way round.
+
+    Attributes:
+        piece_bytes: size of one copy.
+        gpu_factor: pieces in a GPU block.
+        cpu_factor: pieces in a CPU block.
+    """
+
+    def __init__(self, gpu: BlockPool, cpu: BlockPool) -> None:
+        """Pairs the pools.
+
+        Raises:
+            UsageError: different numbers of layers, or block sizes of which neither is a multiple of the other.
+        """
+        if gpu.layers != cpu.layers:
+            raise UsageError(f"the GPU pool has {gpu.layers} layers, the CPU pool {cpu.layers}")
+        small, large = sorted((gpu.block_bytes, cpu.block_bytes))
+        if large % small:
+            raise UsageError(
+                f"GPU blocks of {gpu.block_bytes} bytes and CPU blocks of {cpu.block_bytes} bytes do not fit: "
+                "one must be a whole multiple of the other"
+            )
+        _refuse_overlap([*gpu.regions, *cpu.regions])
+        self.gpu, self.cpu, self.piece_bytes = gpu, cpu, small
+        self.gpu_factor, self.cpu_factor = gpu.block_bytes // small, cpu.block_bytes // small
+
+    def descriptors(self, gpu_blocks: Iterable[int], cpu_blocks: Iterable[int], direction: str) -> tuple[U64, U64]:
+        """Destination and source addresses of all copies of a transfer, `layers * pieces` each.
+
+        Args:
+            gpu_blocks: GPU block ids, in order.
+            cpu_blocks: CPU block ids, in order, covering the same bytes.
+            direction: "load" (CPU to GPU) or "store" (GPU to CPU).
+
+        Raises:
+            UsageError: ids out of range or negative, different amounts, a destination named twice.
+        """
+        gpu = self._pieces("GPU", gpu_blocks, self.gpu.blocks, self.gpu_factor)
+        cpu = self._pieces("CPU", cpu_blocks, self.cpu.blocks, self.cpu_factor)
+        if len(gpu) != len(cpu):
+            # the last block of the coarser side may be filled in part
+            coarse = max(self.gpu_factor, self.cpu_factor)
+            longer, shorter = max(len(gpu), len(cpu)), min(len(gpu), len(cpu))
+            if longer - shorter >= coarse:
+                raise UsageError(
+                    f"{len(gpu) // self.gpu_factor} GPU blocks of {self.gpu.block_bytes} bytes and "
+                    f"{len(cpu) // self.cpu_factor} CPU blocks of {self.cpu.block_bytes} bytes are not the same amount"
+                )
+            gpu, cpu = gpu[:shorter], cpu[:shorter]
+        written = gpu if direction == "load" else cpu
+        if len(np.unique(written)) != len(written):
+            raise UsageError(f"a {direction} names the same destination block twice")
+        gpu_addresses = self.gpu.addresses(gpu, self.piece_bytes)
+        cpu_addresses = self.cpu.addresses(cpu, self.piece_bytes)
+        return (gpu_addresses, cpu_addresses) if direction == "load" else (cpu_addresses, gpu_addresses)
+
+    @staticmethod
+    def _pieces(side: str, blocks: Iterable[int], limit: int, factor: int) -> I64:
+        try:
+            ids = np.fromiter(blocks, dtype=np.int64) if not isinstance(blocks, np.ndarray) else blocks.astype(np.int64)
+        except (TypeError, ValueError, OverflowError):
+            raise UsageError(f"{side} block ids must be whole numbers") from None
+        if not len(ids):
+            raise UsageError(f"a transfer needs at least one {side} block")
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= limit:
+            raise UsageError(f"{side} block {low if low < 0 else high} is out of range: the pool has {limit} blocks")
+        if factor == 1:
+            return ids
+        pieces: I64 = (ids[:, None] * factor + np.arange(factor)[None, :]).reshape(-1)
+        return pieces
+
+
+def _refuse_overlap(regions: Sequence[Region]) -> None:
+    ordered = sorted(regions, key=lambda region: region.address)
+    for left, right in itertools.pairwise(ordered):
+        if left.address + left.bytes > right.address:
+            raise UsageError(
+                f"memory regions overlap: {left.bytes} bytes at {left.address:#x}, {right.bytes} at {right.address:#x}"
+            )
