@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-__all__ = ["CallKind", "Direction", "Engine", "Label", "Memory", "Recording", "Source", "Table", "SCHEMAS"]
+__all__ = ["CallKind", "Direction", "Engine", "Label", "Memory", "RangeStyle", "Recording", "Source", "Table",
+           "SCHEMAS"]
 
 
 class CallKind(IntEnum):
@@ -82,6 +83,15 @@ class Label(IntEnum):
     GC = 7
 
 
+class RangeStyle(IntEnum):
+    """Who made a range, and whether it nests within its thread."""
+
+    PUSH_POP = 0
+    START_END = 1
+    OPERATOR = 2
+    ANNOTATION = 3
+
+
 # table -> column -> numpy type. "name" is int32 into Recording.names. -1 means unknown unless said otherwise.
 SCHEMAS: dict[str, dict[str, str]] = {
     # Host-side calls, of every kind. Submissions, waits and allocations are selections by `kind`.
@@ -112,7 +122,8 @@ SCHEMAS: dict[str, dict[str, str]] = {
     },
     # NVTX ranges, profiler annotations, framework operators.
     "ranges": {"start_ns": "int64", "end_ns": "int64", "process": "int32", "thread": "int64", "domain": "name",
-               "name": "name"},
+               "name": "name",
+               "style": "uint8"},      # RangeStyle
     # What the recorder itself said about intervals.
     "labels": {"start_ns": "int64", "end_ns": "int64", "process": "int32", "thread": "int64", "label": "uint8",
                "name": "name", "correlation": "int64", "channel": "int32"},
@@ -135,11 +146,12 @@ SCHEMAS: dict[str, dict[str, str]] = {
                 "name": "name"},
     "processes": {"pid": "int64", "rank": "int32", "node": "name", "name": "name", "command": "name",
                   "start_ns": "int64", "end_ns": "int64", "state": "name"},
+    "threads": {"process": "int32", "thread": "int64", "name": "name"},
 }
 
 
 class Table(Mapping[str, Array]):
-    """Columns of one length, by name; an immutable view, its arrays may be shared."""
+    """Columns of one length, by name; an immutable view, its arrays may be shared or broadcast: copy before writing."""
 
     __slots__ = ("columns", "kind")
 
@@ -160,7 +172,8 @@ class Table(Mapping[str, Array]):
                 if len(column) != length:
                     raise ValueError(f"{kind}.{name} has {len(column)} rows, others {length}")
             else:
-                column = np.full(length, _default(name), dtype=dtype)
+                # One stored value, however many rows: wide tables cost memory only for the columns a reader fills.
+                column = np.broadcast_to(np.array(_default(name), dtype=dtype), (length,))
             self.columns[name] = column
 
     def __getitem__(self, name: str) -> Array:

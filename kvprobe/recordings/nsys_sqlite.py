@@ -1,0 +1,602 @@
+"""Reads the SQLite export of Nsight Systems, schema 2.9.1 (2022.1) to 3.25.0 (2026.2), without ever writing to it.
+
+Tables are created lazily (absent means no such events), columns come and go between versions, text is not always
+UTF-8, and any cell may hold any type: every number is cast in SQL, every text decoded with replacement.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from kvprobe.errors import RecordingError
+from kvprobe.recordings import vocabulary as words
+from kvprobe.recordings.assemble import link, sorted_table, stream_rows
+from kvprobe.recordings.model import Array, CallKind, Engine, Label, RangeStyle, Recording, Source, Table
+
+__all__ = ["MAGIC", "columns_to_recording", "read"]
+
+MAGIC = b"SQLite format 3\0"
+Progress = Callable[[str, float], None]
+_BATCH = 1 << 17
+_PID_SHIFT, _ID_MASK = 24, 0xFFFFFF  # globalTid = ... pid << 24 | tid
+
+# What is read of each table: column -> default where the schema lacks it or the cell is NULL.
+COLUMNS: dict[str, dict[str, int]] = {
+    "CUPTI_ACTIVITY_KIND_RUNTIME": {
+        "start": 0,
+        "end": 0,
+        "globalTid": 0,
+        "correlationId": -1,
+        "nameId": -1,
+        "returnValue": 0,
+    },
+    "CUPTI_ACTIVITY_KIND_KERNEL": {
+        "start": 0,
+        "end": 0,
+        "deviceId": -1,
+        "streamId": -1,
+        "correlationId": -1,
+        "globalPid": 0,
+        "graphNodeId": -1,
+        "graphId": -1,
+        "shortName": -1,
+        "demangledName": -1,
+    },
+    "CUPTI_ACTIVITY_KIND_MEMCPY": {
+        "start": 0,
+        "end": 0,
+        "deviceId": -1,
+        "streamId": -1,
+        "correlationId": -1,
+        "globalPid": 0,
+        "graphNodeId": -1,
+        "bytes": 0,
+        "copyKind": 0,
+        "srcKind": 7,
+        "dstKind": 7,
+        "copyCount": 1,
+    },
+    "CUPTI_ACTIVITY_KIND_MEMSET": {
+        "start": 0,
+        "end": 0,
+        "deviceId": -1,
+        "streamId": -1,
+        "correlationId": -1,
+        "globalPid": 0,
+        "graphNodeId": -1,
+        "bytes": 0,
+        "memKind": 7,
+    },
+    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": {
+        "start": 0,
+        "end": 0,
+        "deviceId": -1,
+        "streamId": -1,
+        "correlationId": -1,
+        "globalPid": 0,
+        "graphId": -1,
+    },
+    "CUPTI_ACTIVITY_KIND_OVERHEAD": {
+        "start": 0,
+        "end": 0,
+        "globalTid": 0,
+        "correlationId": -1,
+        "nameId": -1,
+        "overheadType": -1,
+    },
+    "PROFILER_OVERHEAD": {"start": 0, "end": 0, "globalTid": 0, "nameId": -1},
+    "NVTX_EVENTS": {"start": 0, "end": -1, "eventType": 0, "globalTid": 0, "domainId": 0, "textId": -1},
+    "TARGET_INFO_CUDA_STREAM": {"streamId": -1, "processId": -1, "contextId": -1, "priority": 0, "flag": 0},
+    "ThreadNames": {"nameId": -1, "globalTid": 0},
+}
+_RANGE_STYLES = {59: RangeStyle.PUSH_POP, 60: RangeStyle.START_END, 70: RangeStyle.PUSH_POP, 71: RangeStyle.START_END}
+_DOMAIN_CREATE = 75
+_STREAM_NAMES = {1: "", 2: "non-blocking", 3: "null"}
+
+Columns = dict[str, Array]
+
+
+class Export:
+    """An export opened for reading: its tables, and their columns as numpy arrays."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bytes = path.stat().st_size
+        self.db = sqlite3.connect(f"file:{quote(str(path))}?mode=ro&immutable=1", uri=True, check_same_thread=False)
+        # An attacker's view or virtual table could compute for ever: only plain tables are read.
+        self.db.text_factory = lambda raw: raw.decode("utf-8", "replace")
+        if hasattr(self.db, "setlimit"):  # Python 3.11
+            self.db.setlimit(0, 1 << 26)  # SQLITE_LIMIT_LENGTH: no text longer than 64 MiB
+        for pragma in ("trusted_schema=OFF", "query_only=ON", "cell_size_check=ON"):
+            self.db.execute(f"PRAGMA {pragma}")
+        rows = self.db.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table' LIMIT 10000").fetchall()
+        self.tables = {
+            name
+            for name, sql in rows
+            if isinstance(name, str)
+            and isinstance(sql, str)
+            and not sql.upper().startswith("CREATE VIRTUAL")
+            and "GENERATED ALWAYS" not in sql.upper()
+        }
+
+    def names_of(self, table: str) -> set[str]:
+        """The columns that this schema version has."""
+        return {str(row[1]) for row in self.db.execute(f'PRAGMA table_info("{table}")')}
+
+    def rows(self, table: str, columns: Sequence[str], limit: int = 100_000) -> list[tuple[Any, ...]]:
+        """At most `limit` rows of a small table; none where it lacks one of the columns."""
+        if table not in self.tables or not set(columns) <= self.names_of(table):
+            return []
+        picks = ", ".join(f'"{column}"' for column in columns)
+        return list(islice(self.db.execute(f'SELECT {picks} FROM "{table}"'), limit))
+
+    def columns(self, table: str, tick: Callable[[], None] | None = None) -> Columns:
+        """The wanted columns of one table, (rows,) int64 each; empty where the table is absent."""
+        wanted = COLUMNS[table]
+        if table not in self.tables:
+            return {name: np.zeros(0, dtype=np.int64) for name in wanted}
+        have = self.names_of(table)
+        present = [name for name in wanted if name in have]
+        if not {"start", "end"} & set(wanted) <= have or not present:
+            return {name: np.zeros(0, dtype=np.int64) for name in wanted}
+        picks = ", ".join(f'coalesce(CAST("{name}" AS INTEGER), {wanted[name]})' for name in present)
+        cursor = self.db.execute(f'SELECT {picks} FROM "{table}"')
+        # A damaged b-tree can repeat a page for ever; a row cannot take less than four bytes.
+        most = max(self.bytes // 4, 1)
+        parts: list[Array] = []
+        read = 0
+        while True:
+            flat = np.fromiter(chain.from_iterable(islice(cursor, _BATCH)), dtype=np.int64)
+            if not len(flat):
+                break
+            parts.append(flat.reshape(-1, len(present)).T.copy())
+            read += parts[-1].shape[1]
+            if read > most:
+                raise sqlite3.DatabaseError(f"{table} has more rows than the file has room for")
+            if tick is not None:
+                tick()
+        out: Columns = {}
+        for i, name in enumerate(present):
+            out[name] = np.concatenate([part[i] for part in parts]) if parts else np.zeros(0, dtype=np.int64)
+        for name in wanted:
+            if name not in out:
+                out[name] = np.broadcast_to(np.int64(wanted[name]), (read,))
+        return out
+
+    def strings(self, ids: Iterable[int]) -> dict[int, str]:
+        """The texts of `StringIds` that are asked for."""
+        wanted = set(ids)
+        if "StringIds" not in self.tables or not wanted:
+            return {}
+        found: dict[int, str] = {}
+        query = f"SELECT CAST(id AS INTEGER), substr(CAST(value AS TEXT), 1, {words.Names.LONGEST}) FROM StringIds"
+        for number, text in islice(self.db.execute(query), self.bytes // 4 + 1):
+            if number in wanted and text is not None:
+                found[number] = text
+        return found
+
+    def range_texts(self) -> Iterator[tuple[int, str]]:
+        """Row number and text of the NVTX events that carry their text themselves."""
+        if "text" not in self.names_of("NVTX_EVENTS"):
+            return
+        query = f"SELECT substr(CAST(text AS TEXT), 1, {words.Names.LONGEST}) FROM NVTX_EVENTS"
+        for number, (text,) in enumerate(islice(self.db.execute(query), self.bytes // 4 + 1)):
+            if text is not None:
+                yield number, text
+
+    def domains(self) -> list[tuple[Any, ...]]:
+        """globalTid, domain id and name of the NVTX domains that were created."""
+        if "text" not in self.names_of("NVTX_EVENTS"):
+            return []
+        return list(
+            islice(
+                self.db.execute(
+                    "SELECT CAST(globalTid AS INTEGER), CAST(domainId AS INTEGER), CAST(text AS TEXT) FROM NVTX_EVENTS "
+                    f"WHERE eventType = {_DOMAIN_CREATE}"
+                ),
+                10_000,
+            )
+        )
+
+
+def read(path: Path, progress: Progress | None = None) -> Recording:
+    """Reads one export.
+
+    Raises:
+        RecordingError: not an export of Nsight Systems, or damaged beyond the tables it starts with.
+    """
+    try:
+        export = Export(path)
+    except (sqlite3.Error, OSError) as error:
+        raise RecordingError(f"{path}: cannot be opened as an SQLite export ({error})") from error
+    try:
+        return columns_to_recording(export, path, "nsys-sqlite", progress)
+    except (sqlite3.Error, ValueError, OverflowError, MemoryError) as error:
+        raise RecordingError(f"{path}: damaged SQLite export ({error})") from error
+    finally:
+        export.db.close()
+
+
+def columns_to_recording(export: Any, path: Path, form: str, progress: Progress | None = None) -> Recording:
+    """Makes a Recording of anything that offers an Export's methods, whatever the format behind it."""
+    if not any(table in export.tables for table in ("CUPTI_ACTIVITY_KIND_RUNTIME", "StringIds", "NVTX_EVENTS")):
+        raise RecordingError(f"{path}: no export of Nsight Systems (no CUDA calls, NVTX ranges or strings in it)")
+    builder = _Builder(export, path, form, progress)
+    return builder.build()
+
+
+class _Builder:
+    """Turns the tables of an export into those of the model, one at a time."""
+
+    def __init__(self, export: Any, path: Path, form: str, progress: Progress | None) -> None:
+        self.export = export
+        self.names = words.Names()
+        self.notes: list[str] = []
+        meta = dict(self.pairs("META_DATA_EXPORT") or self.pairs("EXPORT_META_DATA"))
+        product = meta.get("EXPORT_PRODUCT_NAME", "NVIDIA Nsight Systems").removeprefix("NVIDIA ")
+        schema = meta.get("EXPORT_SCHEMA_VERSION", "")
+        tool = " ".join(part for part in (product, meta.get("EXPORT_PRODUCT_VERSION", "")) if part)
+        self.source = Source(
+            str(path),
+            form,
+            tool=tool + (f" (schema {schema})" if schema else ""),
+            command=self._command(),
+            bytes=getattr(export, "bytes", 0),
+        )
+        if not schema:
+            self.notes.append("the export names no schema version: read by the columns it has")
+        self.progress = progress
+        self.pids = np.zeros(0, dtype=np.int64)
+        self.done = 0
+
+    def _tick(self) -> None:
+        if self.progress is not None:
+            self.done += 1
+            self.progress("reading tables", min(0.99, self.done / (self.done + 16)))
+
+    def pairs(self, table: str) -> list[tuple[str, str]]:
+        """Name and value rows of a table, as text."""
+        return [(str(name), str(value)[: 1 << 16]) for name, value in self.export.rows(table, ("name", "value"))]
+
+    def _command(self) -> str:
+        capture = self.pairs("META_DATA_CAPTURE")
+        words_ = [value for name, value in capture if name == "PROCESS_0:COMMAND"]
+        words_ += [value for name, value in capture if name.startswith("PROCESS_0:ARGUMENT_")]
+        return " ".join(f"'{word}'" if " " in word else word for word in words_)
+
+    def read_columns(self, table: str) -> Columns:
+        """Columns of a table; a damaged one is read as far as not at all, and noted."""
+        try:
+            return self.export.columns(table, self._tick)  # type: ignore[no-any-return]
+        except (sqlite3.Error, ValueError, OverflowError) as error:
+            self.notes.append(f"{table} was not read: {error}")
+            return {name: np.zeros(0, dtype=np.int64) for name in COLUMNS[table]}
+
+    def process_rows(self, global_id: Array) -> Array:
+        """Rows of `processes` for global process or thread ids; new processes are added."""
+        # The bits above the pid tell virtual machines apart and are part of a process's identity.
+        ids = np.asarray(global_id, dtype=np.int64) >> _PID_SHIFT
+        fresh = np.setdiff1d(ids, self.pids)
+        if len(fresh):
+            self.pids = np.concatenate([self.pids, fresh])
+        order = np.argsort(self.pids)
+        return order[np.searchsorted(self.pids, ids, sorter=order)].astype(np.int32)
+
+    def text_rows(self, ids: Array, transform: Callable[[str], str] = str) -> tuple[Array, list[str]]:
+        """Name indexes of string ids, and the distinct texts in the order of the distinct ids."""
+        distinct, inverse = np.unique(ids, return_inverse=True)
+        found = self.export.strings(distinct.tolist())
+        texts = [transform(found.get(number, "")) for number in distinct.tolist()]
+        return self.names.map(texts)[inverse] if len(distinct) else np.zeros(0, np.int32), texts
+
+    def build(self) -> Recording:
+        calls = self.calls()
+        executions, streams = self.executions()
+        tables = {
+            "calls": calls,
+            "executions": executions,
+            "streams": streams,
+            "labels": self.labels(),
+            "ranges": self.ranges(),
+            "threads": self.threads(),
+        }
+        machine, how = self.machine()
+        recording = Recording(
+            [self.source],
+            tables,
+            self.names.list,
+            machine=machine,
+            machine_how=how,
+            has_executions=executions.rows > 0,
+            notes=self.notes,
+        )
+        recording.tables["processes"] = self.processes(recording)
+        link(recording)
+        if calls.rows and not executions.rows:
+            self.notes.append("no GPU activity was recorded: occupancy can only be inferred")
+        if self.progress is not None:
+            self.progress("reading tables", 1.0)
+        return recording
+
+    def calls(self) -> Table:
+        raw = self.read_columns("CUPTI_ACTIVITY_KIND_RUNTIME")
+        distinct, inverse = np.unique(raw["nameId"], return_inverse=True)
+        found = self.export.strings(distinct.tolist())
+        texts = [words.base_name(found.get(number, "")) for number in distinct.tolist()]
+        kinds = np.array([words.call_kind(text) for text in texts], dtype=np.uint8)
+        directions = np.array([words.call_direction(text) for text in texts], dtype=np.uint8)
+        indexes = self.names.map(texts)
+        kind = kinds[inverse] if len(kinds) else np.zeros(0, np.uint8)
+        columns = {
+            "start_ns": raw.pop("start"),
+            "end_ns": raw.pop("end"),
+            "process": self.process_rows(raw["globalTid"]),
+            "thread": raw.pop("globalTid") & _ID_MASK,
+            "name": indexes[inverse] if len(kinds) else np.zeros(0, np.int32),
+            "kind": kind,
+            "direction": directions[inverse] if len(kinds) else np.zeros(0, np.uint8),
+            "count": ((kind == CallKind.COPY) | (kind == CallKind.COPY_SYNC)).astype(np.int32),
+            "correlation": raw.pop("correlationId"),
+            "result": np.clip(raw.pop("returnValue"), -(1 << 31), (1 << 31) - 1).astype(np.int32),
+        }
+        return sorted_table("calls", columns)
+
+    def executions(self) -> tuple[Table, Table]:
+        parts: list[Columns] = []
+        for table, engine in (
+            ("CUPTI_ACTIVITY_KIND_KERNEL", Engine.KERNEL),
+            ("CUPTI_ACTIVITY_KIND_MEMCPY", Engine.COPY),
+            ("CUPTI_ACTIVITY_KIND_MEMSET", Engine.MEMSET),
+            ("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", Engine.OTHER),
+        ):
+            raw = self.read_columns(table)
+            rows = len(raw["start"])
+            if not rows:
+                continue
+            part: Columns = {
+                "start_ns": raw["start"],
+                "end_ns": raw["end"],
+                "process": self.process_rows(raw["globalPid"]),
+                "device": raw["deviceId"].astype(np.int32),
+                "handle": raw["streamId"],
+                "engine": np.full(rows, engine, np.uint8),
+                "correlation": raw["correlationId"],
+                "bytes": raw.get("bytes", np.broadcast_to(np.int64(0), (rows,))),
+                "count": raw.get("copyCount", np.broadcast_to(np.int64(0), (rows,))).astype(np.int32),
+                "direction": np.zeros(rows, np.uint8),
+                "memory": np.zeros(rows, np.uint8),
+            }
+            graph = raw.get("graphNodeId", raw.get("graphId"))
+            part["graph"] = np.where(graph == 0, -1, graph) if graph is not None else np.full(rows, -1, np.int64)
+            if engine == Engine.KERNEL:
+                graph_id = raw["graphId"]
+                part["graph"] = np.where((part["graph"] < 0) & (graph_id > 0), graph_id, part["graph"])
+                short, full = raw["shortName"], raw["demangledName"]
+                part["name"] = self.text_rows(np.where(full >= 0, full, short))[0]
+            elif engine == Engine.COPY:
+                kind = np.clip(raw["copyKind"], 0, len(words.NSYS_DIRECTIONS) - 1)
+                part["direction"] = words.NSYS_DIRECTIONS[kind]
+                host = np.where(np.isin(kind, (1, 3, 9, 11)), raw["srcKind"], raw["dstKind"])
+                part["memory"] = words.NSYS_MEMORY[np.clip(host, 0, len(words.NSYS_MEMORY) - 1)]
+                part["name"] = self._copy_names()[kind]
+            elif engine == Engine.MEMSET:
+                part["memory"] = words.NSYS_MEMORY[np.clip(raw["memKind"], 0, len(words.NSYS_MEMORY) - 1)]
+                part["name"] = np.full(rows, self.names.add("memset"), np.int32)
+            else:
+                part["name"] = np.full(rows, self.names.add("graph"), np.int32)
+            parts.append(part)
+        columns: Columns = {}
+        for name in list(parts[0]) if parts else []:
+            columns[name] = np.concatenate([part.pop(name) for part in parts])
+        info = self.read_columns("TARGET_INFO_CUDA_STREAM")
+        if not columns:
+            return Table("executions"), Table("streams")
+        columns["stream"], found = stream_rows(columns["process"], columns["device"], columns.pop("handle"))
+        return sorted_table("executions", columns), self.streams(found, info)
+
+    def _copy_names(self) -> Array:
+        labels = {
+            0: "Unknown",
+            1: "Host-to-Device",
+            2: "Device-to-Host",
+            3: "Host-to-Array",
+            4: "Array-to-Host",
+            5: "Array-to-Array",
+            6: "Array-to-Device",
+            7: "Device-to-Array",
+            8: "Device-to-Device",
+            9: "Host-to-Host",
+            10: "Peer-to-Peer",
+            11: "Unified Host-to-Device",
+            12: "Unified Device-to-Host",
+            13: "Unified Device-to-Device",
+        }
+        return self.names.map([f"memcpy {labels[i]}" for i in range(len(labels))])
+
+    def streams(self, found: Columns, info: Columns) -> Table:
+        """Adds priority and flags where the export knows them (a default stream may have no row there)."""
+        known: dict[tuple[int, int], tuple[int, int]] = {}
+        for stream, process, priority, flag in zip(
+            info["streamId"].tolist(),
+            info["processId"].tolist(),
+            info["priority"].tolist(),
+            info["flag"].tolist(),
+            strict=True,
+        ):
+            # A negative priority is exported as the unsigned number with the same 32 bits.
+            known[process, stream] = (priority - (1 << 32) if 1 << 31 <= priority < 1 << 32 else priority, flag)
+        pids = (self.pids & _ID_MASK).tolist()
+        rows = [
+            known.get((pids[process], handle), (-1, 0))
+            for process, handle in zip(found["process"].tolist(), found["handle"].tolist(), strict=True)
+        ]
+        found["priority"] = np.array([np.clip(row[0], -(1 << 31), (1 << 31) - 1) for row in rows], dtype=np.int32)
+        found["name"] = self.names.map([_STREAM_NAMES.get(row[1], "") for row in rows])
+        return Table("streams", found)
+
+    def labels(self) -> Table:
+        types = {
+            number: words.label_of(str(name))
+            for number, name in self.export.rows("ENUM_CUPTI_OVERHEAD_TYPE", ("id", "name"))
+        }
+        parts: list[Columns] = []
+        for table in ("CUPTI_ACTIVITY_KIND_OVERHEAD", "PROFILER_OVERHEAD"):
+            raw = self.read_columns(table)
+            if not len(raw["start"]):
+                continue
+            name, texts = self.text_rows(raw["nameId"])
+            by_text = np.array([words.label_of(text) for text in texts], dtype=np.uint8)
+            label = by_text[np.unique(raw["nameId"], return_inverse=True)[1]]
+            if "overheadType" in raw:
+                by_type = np.array(
+                    [types.get(number, Label.OTHER) for number in raw["overheadType"].tolist()], dtype=np.uint8
+                )
+                label = np.where(by_type != Label.OTHER, by_type, label)
+            parts.append(
+                {
+                    "start_ns": raw["start"],
+                    "end_ns": raw["end"],
+                    "process": self.process_rows(raw["globalTid"]),
+                    "thread": raw["globalTid"] & _ID_MASK,
+                    "label": label,
+                    "name": name,
+                    "correlation": raw.get("correlationId", np.full(len(name), -1, np.int64)),
+                }
+            )
+        if not parts:
+            return Table("labels")
+        return sorted_table("labels", {name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+
+    def ranges(self) -> Table:
+        raw = self.read_columns("NVTX_EVENTS")
+        if not len(raw["start"]):
+            return Table("ranges")
+        last = max(int(raw["start"].max()), int(raw["end"].max()))
+        wanted = np.flatnonzero(np.isin(raw["eventType"], list(_RANGE_STYLES)))
+        opened = int((raw["end"][wanted] < 0).sum())
+        if opened:
+            self.notes.append(f"{opened} NVTX ranges never end in the recording: they are taken to its last NVTX event")
+        name = self._range_texts(wanted, raw["textId"])
+        domains = self._domains()
+        domain_keys = (
+            list(zip((raw["globalTid"][wanted] >> _PID_SHIFT).tolist(), raw["domainId"][wanted].tolist(), strict=True))
+            if domains
+            else []
+        )
+        domain = (
+            self.names.map([domains.get(key, "") for key in domain_keys])
+            if domains
+            else np.zeros(len(wanted), np.int32)
+        )
+        style = np.zeros(int(max(_RANGE_STYLES)) + 1, dtype=np.uint8)
+        for number, value in _RANGE_STYLES.items():
+            style[number] = value
+        end = raw["end"][wanted]
+        return sorted_table(
+            "ranges",
+            {
+                "start_ns": raw["start"][wanted],
+                "end_ns": np.where(end < 0, last, end),
+                "process": self.process_rows(raw["globalTid"][wanted]),
+                "thread": raw["globalTid"][wanted] & _ID_MASK,
+                "domain": domain,
+                "name": name,
+                "style": style[raw["eventType"][wanted]],
+            },
+        )
+
+    def _range_texts(self, wanted: Array, text_ids: Array) -> Array:
+        """Names of ranges: the text column, or `StringIds` through textId."""
+        name = self.text_rows(text_ids[wanted])[0]
+        row_of: Array | None = None
+        for number, text in self.export.range_texts():
+            if row_of is None:
+                row_of = np.full(len(text_ids), -1, dtype=np.int64)
+                row_of[wanted] = np.arange(len(wanted))
+            if number < len(row_of) and row_of[number] >= 0:
+                name[row_of[number]] = self.names.add(text)
+        return name
+
+    def _domains(self) -> dict[tuple[int, int], str]:
+        """Names of NVTX domains by (process, domain id), from their creation events."""
+        return {
+            (tid >> _PID_SHIFT, domain): str(text)
+            for tid, domain, text in self.export.domains()
+            if None not in (tid, domain, text)
+        }
+
+    def threads(self) -> Table:
+        raw = self.read_columns("ThreadNames")
+        # Only threads of processes that did something: an export lists every process of the machine.
+        keep = np.isin(raw["globalTid"] >> _PID_SHIFT, self.pids)
+        raw = {name: column[keep] for name, column in raw.items()}
+        return Table(
+            "threads",
+            {
+                "process": self.process_rows(raw["globalTid"]),
+                "thread": raw["globalTid"] & _ID_MASK,
+                "name": self.text_rows(raw["nameId"])[0],
+            },
+        )
+
+    def processes(self, recording: Recording) -> Table:
+        names = {
+            pid >> _PID_SHIFT: str(name)
+            for pid, name in self.export.rows("PROCESSES", ("globalPid", "name"))
+            if isinstance(pid, int)
+        }
+        start = np.zeros(len(self.pids), dtype=np.int64)
+        end = np.zeros(len(self.pids), dtype=np.int64)
+        for i in range(len(self.pids)):
+            times = [t for table in (recording.calls, recording.executions, recording.ranges) for t in _span(table, i)]
+            if times:
+                start[i], end[i] = min(times), max(times)
+        return Table(
+            "processes",
+            {
+                "pid": self.pids & _ID_MASK,
+                "rank": np.full(len(self.pids), -1, np.int32),
+                "name": self.names.map([names.get(pid, "") for pid in self.pids.tolist()]),
+                "command": self.names.map([self.source.command] * len(self.pids)),
+                "start_ns": start,
+                "end_ns": end,
+            },
+        )
+
+    def machine(self) -> tuple[dict[str, Any], dict[str, str]]:
+        facts: dict[str, Any] = {}
+        # A laptop's export also lists its other display adapters; those cannot have run CUDA.
+        gpus = [
+            str(name)
+            for (name,) in self.export.rows("TARGET_INFO_GPU", ("name",))
+            if not str(name).startswith(("Intel", "Microsoft", "AMD"))
+        ]
+        if gpus:
+            facts["gpu"], facts["gpu_count"] = gpus[0][:200], len(gpus)
+        environment = dict(self.pairs("TARGET_INFO_SYSTEM_ENV"))
+        for fact, name in (
+            ("driver", "NvDriverVersion"),
+            ("cuda_driver", "CudaDriverVersion"),
+            ("cpu", "CpuDescription"),
+            ("cpu_count", "CpuCores"),
+            ("os", "OsDescription"),
+        ):
+            value = environment.get(name, "").strip()
+            if value and value not in ("unknown", "0"):
+                facts[fact] = value[:200]
+        row = self.export.rows("TARGET_INFO_SESSION_START_TIME", ("utcEpochNs",), 1)
+        if row and isinstance(row[0][0], int) and row[0][0] > 0:
+            facts["unix_offset_ns"] = row[0][0]
+        return facts, dict.fromkeys(facts, "Nsight Systems export")
+
+
+def _span(table: Table, process: int) -> list[int]:
+    rows = np.flatnonzero(table["process"] == process)
+    return [int(table["start_ns"][rows].min()), int(table["end_ns"][rows].max())] if len(rows) else []

@@ -1,0 +1,204 @@
+"""What the words in a recording mean: names of calls, of copies and of profiler overheads, and interning of text.
+
+Sources: CUDA runtime and driver API names; `ENUM_CUDA_MEMCPY_OPER`, `ENUM_CUDA_MEM_KIND` and
+`ENUM_CUPTI_OVERHEAD_TYPE` of Nsight Systems exports; Kineto's operation names ("Memcpy HtoD (Pinned -> Device)").
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvprobe.recordings.model import Array, CallKind, Direction, Label, Memory
+
+__all__ = [
+    "Names",
+    "base_name",
+    "call_direction",
+    "call_kind",
+    "kineto_copy",
+    "label_of",
+    "NSYS_DIRECTIONS",
+    "NSYS_MEMORY",
+]
+
+_SUFFIX = re.compile(r"(?:_v\d+|_pt[sd][sz])+$")
+
+# Nsight Systems' copyKind: arrays are device memory; 10 is peer to peer, 11 to 13 are migrations of managed memory.
+NSYS_DIRECTIONS = np.array(
+    [
+        Direction.UNKNOWN,
+        Direction.H2D,
+        Direction.D2H,
+        Direction.H2D,
+        Direction.D2H,
+        Direction.D2D,
+        Direction.D2D,
+        Direction.D2D,
+        Direction.D2D,
+        Direction.H2H,
+        Direction.D2D,
+        Direction.H2D,
+        Direction.D2H,
+        Direction.D2D,
+    ],
+    dtype=np.uint8,
+)
+NSYS_MEMORY = np.array(
+    [
+        Memory.PAGEABLE,
+        Memory.PINNED,
+        Memory.DEVICE,
+        Memory.DEVICE,
+        Memory.MANAGED,
+        Memory.DEVICE,
+        Memory.MANAGED,
+        Memory.UNKNOWN,
+    ],
+    dtype=np.uint8,
+)
+
+
+def base_name(name: str) -> str:
+    """The call without version and per-thread-stream suffixes: `cuMemcpyHtoDAsync_v2_ptsz` -> `cuMemcpyHtoDAsync`."""
+    return _SUFFIX.sub("", name)
+
+
+# First match wins. Host functions and stream memory operations wait in the queue like events do, and like events
+# leave no execution, so they are EVENT: counted as submissions they would stay outstanding for ever.
+_KINDS: Sequence[tuple[re.Pattern[str], CallKind]] = tuple(
+    (re.compile(pattern), kind)
+    for pattern, kind in (
+        (r"cu(da)?Memcpy\w*BatchAsync$", CallKind.BATCH),
+        (r"cu(da)?Memcpy\w*Async$", CallKind.COPY),
+        (r"cu(da)?Memcpy(?!.*(Node|Param))", CallKind.COPY_SYNC),
+        (r"cu(da)?Memset(?!.*(Node|Param))", CallKind.MEMSET),
+        (r"cu(da)?(Graph|Device)Launch|cu(da)?GraphLaunch", CallKind.GRAPH),
+        (
+            r"cu(da)?LaunchHostFunc|cu(da)?EventRecord|cu(da)?Stream(WaitEvent|WaitValue|WriteValue|BatchMemOp|AddCallback)",
+            CallKind.EVENT,
+        ),
+        (r"cu(da)?Launch", CallKind.LAUNCH),
+        (r"cu(da)?(Stream|Event|Device|Ctx|Thread)Synchronize$", CallKind.SYNC),
+        (r"cu(da)?(Stream|Event|Ctx)Create|cuDevicePrimaryCtxRetain", CallKind.CREATE),
+        (
+            r"cu(da)?Malloc|cu(da)?HostAlloc|cu(da)?HostRegister|cuMem(Alloc|Host(Alloc|Register)|Create$|Map$|AddressReserve)",
+            CallKind.ALLOC,
+        ),
+        (r"cu(da)?Free|cu(da)?HostUnregister|cuMem(Free|HostUnregister|Unmap|Release|AddressFree)", CallKind.FREE),
+    )
+)
+
+
+def call_kind(name: str) -> CallKind:
+    """What a call of this (suffix-free) name does; OTHER where it neither submits, waits nor allocates."""
+    if name.startswith("cu"):
+        for pattern, kind in _KINDS:
+            if pattern.match(name):
+                return kind
+    return CallKind.OTHER
+
+
+def call_direction(name: str) -> Direction:
+    """The direction that a driver call's name states (`cuMemcpyHtoDAsync`), else UNKNOWN."""
+    for text, direction in (("HtoD", Direction.H2D), ("DtoH", Direction.D2H), ("DtoD", Direction.D2D)):
+        if text in name:
+            return direction
+    return Direction.UNKNOWN
+
+
+_LABELS: Sequence[tuple[str, Label]] = (
+    ("command buffer full", Label.COMMAND_BUFFER_FULL),
+    ("buffer flush", Label.BUFFER_FLUSH),
+    ("lazy function", Label.LAZY_LOADING),
+    ("module loading", Label.LAZY_LOADING),
+    ("compiler", Label.JIT),
+    ("jit", Label.JIT),
+    ("resource", Label.RESOURCE),
+    ("buffer request", Label.INSTRUMENTATION),
+    ("instrumentation", Label.INSTRUMENTATION),
+    ("garbage", Label.GC),
+)
+
+
+def label_of(text: str) -> Label:
+    """The kind of a profiler overhead by its name, in any tool's spelling (`CUPTI: Buffer flush`, `Buffer Flush`)."""
+    text = text.lower().replace("_", " ").replace("-", " ")
+    return next((label for word, label in _LABELS if word in text), Label.OTHER)
+
+
+_COPY = re.compile(r"Memcpy (\w)to(\w)(?: \((\w+) -> (\w+)\))?")
+_MEMORY_WORDS = {
+    "pageable": Memory.PAGEABLE,
+    "pinned": Memory.PINNED,
+    "device": Memory.DEVICE,
+    "array": Memory.DEVICE,
+    "managed": Memory.MANAGED,
+}
+
+
+def kineto_copy(name: str) -> tuple[Direction, Memory]:
+    """Direction and host-side memory of a Kineto copy, visible only in its name ("Memcpy HtoD (Pinned -> Device)").
+
+    A copy within the device (or between peers) has DEVICE memory on both sides.
+    """
+    match = _COPY.match(name)
+    if match is None:
+        return Direction.UNKNOWN, Memory.UNKNOWN
+    source, target, source_memory, target_memory = match.groups()
+    host = source == "H", target == "H"
+    if all(host):
+        direction = Direction.H2H
+    elif host[0]:
+        direction = Direction.H2D
+    elif host[1]:
+        direction = Direction.D2H
+    else:
+        direction = Direction.D2D
+    word = source_memory if host[0] else target_memory
+    return direction, _MEMORY_WORDS.get((word or "").lower(), Memory.UNKNOWN)
+
+
+class _Index(dict[str, int]):
+    """Text -> index; an unknown text is appended to the list."""
+
+    LONGEST = 4096
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__((name, i) for i, name in enumerate(names))
+        self.names = names
+
+    def __missing__(self, name: str) -> int:
+        if len(name) > self.LONGEST:
+            return self[name[: self.LONGEST]]
+        index = self[name] = len(self.names)
+        self.names.append(name)
+        return index
+
+
+class Names:
+    """Interns text: each distinct one gets the next index; index 0 is "".
+
+    Text of hostile files is cut at 4 KiB; what a report shows is far shorter.
+
+    Attributes:
+        list: the texts.
+        index: text -> index; asking for an unknown text adds it.
+    """
+
+    LONGEST = _Index.LONGEST
+
+    def __init__(self, names: Sequence[str] = ("",)) -> None:
+        self.list = list(names)
+        self.index = _Index(self.list)
+
+    def add(self, name: str) -> int:
+        """The index of `name`."""
+        return self.index[name]
+
+    def map(self, names: Sequence[str]) -> Array:
+        """The indexes of many names, (len(names),) int32."""
+        index = self.index
+        return np.fromiter((index[name] for name in names), dtype=np.int32, count=len(names))

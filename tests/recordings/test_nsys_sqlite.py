@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import sqlite3
+
+import numpy as np
+import pytest
+
+from kvprobe.errors import RecordingError
+from kvprobe.recordings import open_recording
+from kvprobe.recordings.model import CallKind, Direction, Engine, Label, Memory
+
+
+def count(recording, name):
+    return int((recording.calls["name"] == recording.names.index(name)).sum()) if name in recording.names else 0
+
+
+def test_newest_schema_gives_calls_copies_labels_and_ranges(shared):
+    r = shared.open("h100")
+    assert count(r, "cudaMemcpyAsync") == 914
+    assert count(r, "cudaLaunchKernel") == 2788 and count(r, "cudaLaunchKernelExC") == 558
+    assert r.ranges.rows == 16782
+    full = r.labels["label"] == Label.COMMAND_BUFFER_FULL
+    assert full.sum() == 198
+    durations = (r.labels["end_ns"] - r.labels["start_ns"])[full]
+    assert [round(durations[r.labels["process"][full] == p].sum() / 1e5) / 10 for p in (0, 1)] == [455.9, 456.1]
+    copies = r.executions["engine"] == Engine.COPY
+    kinds = r.executions["direction"][copies], r.executions["memory"][copies]
+    assert copies.sum() == 904
+    assert ((kinds[0] == Direction.H2D) & (kinds[1] == Memory.PINNED)).sum() == 446
+    assert ((kinds[0] == Direction.H2D) & (kinds[1] == Memory.PAGEABLE)).sum() == 4
+    assert (kinds[0] == Direction.D2D).sum() == 450 and (kinds[0] == Direction.D2H).sum() == 4
+    assert r.processes["pid"].tolist() == [111, 112]
+    assert sorted(r.streams["handle"].tolist()) == [7, 15]
+    assert "pytest" in r.source[0].command and r.source[0].tool.endswith("(schema 3.25.0)")
+    assert r.machine["driver"] == "580.95.05" and r.has_executions
+
+
+def test_oldest_schema_with_a_byte_that_is_no_utf8_is_read(shared):
+    r = shared.open("extrap")
+    assert count(r, "cudaMemcpyAsync") == 30 and count(r, "cudaLaunchKernel") == 12
+    copies = r.executions["engine"] == Engine.COPY
+    assert (r.executions["direction"][copies] == Direction.H2D).sum() == 15
+    assert r.streams.rows == 15 and r.source[0].tool.endswith("(schema 2.9.1)")
+    assert r.machine["gpu"] == "GeForce GTX 1060 with Max-Q Design" and r.machine["gpu_count"] == 1
+    assert (r.labels["label"] == Label.BUFFER_FLUSH).any()  # "CUPTI: Buffer flush", with a colon
+    assert {r.text(n) for n in r.ranges["domain"]} == {"de.tu-darmstadt.parallel.extra_prof"}
+
+
+def test_driver_launches_in_the_runtime_table_are_launches(shared):
+    for name, copies, launches, flushes in (("mfu_before", 1018, 402, 4), ("mfu_after", 900, 360, 4)):
+        r = shared.open(name)
+        assert count(r, "cudaMemcpyAsync") == copies and count(r, "cuLaunchKernelEx") == launches
+        kinds = set(r.calls["kind"][r.calls["name"] == r.names.index("cuLaunchKernelEx")].tolist())
+        assert kinds == {CallKind.LAUNCH}
+        assert (r.labels["label"] == Label.BUFFER_FLUSH).sum() == flushes
+
+
+def test_calls_learn_stream_direction_and_bytes_from_what_they_executed(shared):
+    r = shared.open("h100")
+    copies = r.calls["kind"] == CallKind.COPY
+    known = copies & (r.calls["stream"] >= 0)
+    assert known.sum() == 438  # the others execute after the window
+    sent = r.executions["engine"] == Engine.COPY
+    keys = {
+        (p, c): b
+        for p, c, b in zip(
+            r.executions["process"][sent].tolist(),
+            r.executions["correlation"][sent].tolist(),
+            r.executions["bytes"][sent].tolist(),
+            strict=True,
+        )
+    }
+    for i in np.flatnonzero(known):
+        assert r.calls["bytes"][i] == keys[int(r.calls["process"][i]), int(r.calls["correlation"][i])]
+
+
+def make(path, *statements):
+    db = sqlite3.connect(path)
+    for statement in statements:
+        db.execute(statement)
+    db.commit()
+    db.close()
+    return path
+
+
+def test_missing_tables_and_columns_count_as_no_such_events(tmp_path):
+    path = make(
+        tmp_path / "a.sqlite",
+        "CREATE TABLE StringIds (id INTEGER, value TEXT)",
+        "INSERT INTO StringIds VALUES (1, 'cudaMemcpyAsync_v3020')",
+        "CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, end INTEGER, globalTid INTEGER, "
+        "correlationId INTEGER, nameId INTEGER)",
+        f"INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (10, 30, {(5 << 24) + 6}, 1, 1), "
+        f"('x', NULL, {(5 << 24) + 6}, 2, 1)",
+    )
+    r = open_recording([path])
+    assert r.calls.rows == 2 and r.calls["thread"].tolist() == [6, 6] and r.processes["pid"].tolist() == [5]
+    assert not r.has_executions and any("inferred" in note for note in r.notes)
+
+
+def test_text_kept_in_the_range_itself_is_read(tmp_path):
+    path = make(
+        tmp_path / "a.sqlite",
+        "CREATE TABLE StringIds (id INTEGER, value TEXT)",
+        "INSERT INTO StringIds VALUES (7, 'by id')",
+        "CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, textId INTEGER, "
+        "globalTid INTEGER, domainId INTEGER)",
+        "INSERT INTO NVTX_EVENTS VALUES (1, 9, 34, 'mark', NULL, 0, 0), (2, 8, 59, 'own', NULL, 0, 0), "
+        "(3, NULL, 60, NULL, 7, 0, 4), (0, NULL, 75, 'domain', NULL, 0, 4)",
+    )
+    r = open_recording([path])
+    assert [r.text(n) for n in r.ranges["name"]] == ["own", "by id"]
+    assert [r.text(n) for n in r.ranges["domain"]] == ["", "domain"]
+    assert r.ranges["end_ns"].tolist() == [8, 9] and r.ranges["style"].tolist() == [0, 1]
+    assert any("never end" in note for note in r.notes)
+
+
+def test_a_view_in_place_of_a_table_is_never_evaluated(tmp_path):
+    path = make(
+        tmp_path / "a.sqlite",
+        "CREATE TABLE StringIds (id INTEGER, value TEXT)",
+        "CREATE VIEW CUPTI_ACTIVITY_KIND_RUNTIME AS WITH RECURSIVE n(start) AS (SELECT 1 UNION ALL SELECT start + 1 "
+        "FROM n) SELECT start, start AS end, 0 AS globalTid, 1 AS correlationId, 1 AS nameId FROM n",
+    )
+    assert open_recording([path]).calls.rows == 0
+
+
+def test_a_database_of_something_else_is_refused_in_one_line(tmp_path):
+    path = make(tmp_path / "a.sqlite", "CREATE TABLE users (name TEXT)")
+    with pytest.raises(RecordingError, match="no export of Nsight Systems") as error:
+        open_recording([path])
+    assert "\n" not in str(error.value)
