@@ -1,1 +1,8 @@
-"""."""
+"""The page and the tables that show a recording: they draw, and compute nothing beyond binning."""
+
+from __future__ import annotations
+
+from kvprobe.reporting.page import build_page, check_writable, write_report
+from kvprobe.reporting.story import Story, Switch
+
+__all__ = ["Story", "Switch", "build_page", "check_writable", "write_report"]

@@ -1,0 +1,354 @@
+"""Charts of a recording or of a demo run, as data: binned series with the words and the table that say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvprobe.reporting import series
+from kvprobe.reporting.units import bytes_text, count_text, duration, percent
+from kvprobe.reporting.views import Chart, Section, TableView, numbers, table
+
+__all__ = ["Mark", "Points", "heat_chart", "histogram_chart", "quantiles", "split_chart", "step_chart", "timeline"]
+
+Array = npt.NDArray[Any]
+
+BINS = 2400  # of a timeline: five to the pixel column of a phone, two to the column of a wide screen
+HOW_BINNED = (
+    "Each step is the longest call in its slice of time, the shade reaches down to the shortest; no mean is taken."
+)
+TABLE_ROWS = 24
+EXACT = 1200  # up to here every value is drawn as it is
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment worth a line across the chart."""
+
+    time_ns: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Points:
+    """Values at times, one series of a timeline; `steps` says that a value holds until the next."""
+
+    name: str
+    time_ns: Array
+    value: Array
+    steps: bool = False
+
+
+def quantiles(values: Array, *at: float) -> list[float]:
+    """Quantiles of `values` without interpolation (a value that occurred); NaN where there are none."""
+    if not len(values):
+        return [float("nan")] * len(at)
+    last = len(values) - 1
+    ranks = [min(last, int(np.ceil(q * len(values))) - 1 if q > 0 else 0) for q in at]
+    part = np.partition(values, sorted(set(ranks)))
+    return [float(part[rank]) for rank in ranks]
+
+
+def _binned(one: Points, style: int, start: float, end: float, bins: int) -> dict[str, Any]:
+    make = series.bin_step if one.steps else series.bin_max
+    found = make(one.time_ns, one.value, bins, start, end)
+    drawn: dict[str, Any] = {
+        "name": one.name,
+        "style": style,
+        "t0": 0,
+        "dt": round(found.width_ns, 3),
+        "hi": numbers(found.high),
+    }
+    if np.any(found.low != found.high):
+        drawn["lo"] = numbers(found.low)
+    return drawn
+
+
+def timeline(
+    identifier: str,
+    title: str,
+    summary: str,
+    lines: Sequence[Points],
+    span: tuple[float, float],
+    *,
+    unit: str = "ns",
+    log: bool = True,
+    label: str,
+    short: str = "",
+    marks: Sequence[Mark] = (),
+    spans: Sequence[tuple[float, float, str, bool]] = (),
+    levels: Sequence[tuple[float, str]] = (),
+    group: str = "time",
+    height: int = 250,
+    how: str = "",
+    bins: int = BINS,
+) -> Chart:
+    """A chart over time. `span` is (start, end) in nanoseconds; the page counts from its start.
+
+    `spans` are shaded (start, end, label, hot); `levels` are horizontal lines (value, label).
+    """
+    start, end = span
+    end = max(end, start + 1)
+    drawn: list[dict[str, Any]] = []
+    for style, one in enumerate(lines):
+        if not one.steps and len(one.time_ns) <= EXACT:
+            drawn.append(
+                {"name": one.name, "style": style, "t": numbers(one.time_ns - start, 9), "v": numbers(one.value)}
+            )
+        else:
+            drawn.append(_binned(one, style, start, end, bins))
+    spec: dict[str, Any] = {
+        "kind": "timeline",
+        "height": height,
+        "x": {"unit": "ns", "span": end - start},
+        "y": {"unit": unit, "scale": "log" if log else "linear", "label": label, "short": short or label},
+        "series": drawn,
+        "marks": [{"t": mark.time_ns - start, "label": mark.label} for mark in marks],
+        "spans": [{"a": a - start, "b": b - start, "label": text, "hot": hot} for a, b, text, hot in spans],
+        "levels": [{"v": value, "label": text} for value, text in levels],
+    }
+    if group:
+        spec["group"] = group
+    return Chart(identifier, title, summary, spec, _time_table(title, lines, start, end, unit), how)
+
+
+def _time_table(title: str, lines: Sequence[Points], start: float, end: float, unit: str) -> TableView:
+    text = {"ns": duration, "bytes": bytes_text, "share": percent}.get(unit, count_text)
+    found = [
+        (series.bin_step if one.steps else series.bin_max)(one.time_ns, one.value, TABLE_ROWS, start, end)
+        for one in lines
+    ]
+    width = (end - start) / TABLE_ROWS
+    rows = []
+    for i in range(TABLE_ROWS):
+        row: list[Any] = [(duration(i * width), i * width), (duration((i + 1) * width), (i + 1) * width)]
+        for one in found:
+            row += [(text(one.high[i]), one.high[i]), (f"{one.count[i]:,}", float(one.count[i]))]
+        rows.append(row)
+    columns = ["From", "To"]
+    for line in lines:
+        columns += [f"{line.name}: highest" if len(lines) > 1 else "Highest", "Changes" if line.steps else "Number"]
+    return table(f"{title}, in {TABLE_ROWS} equal parts of time", columns, rows)
+
+
+def histogram_chart(
+    identifier: str,
+    title: str,
+    summary: str,
+    counts: Mapping[str, Array],
+    *,
+    marks: Sequence[tuple[float, str]] = (),
+    how: str = "",
+) -> Chart:
+    """Distributions of durations over the 128 buckets of kvp.h, one over the other."""
+    stacked = np.array(list(counts.values()))
+    used = np.flatnonzero(stacked.sum(axis=0))
+    low, high = (int(used[0]), int(used[-1])) if len(used) else (10, 30)
+    low, high = max(low - 2, 1), min(high + 2, series.BUCKETS - 2)
+    edges = series.bucket_floor_ns(np.arange(low, high + 2)).tolist()
+    spec = {
+        "kind": "histogram",
+        "unit": "ns",
+        "edges": edges,
+        "height": 230,
+        "series": [
+            {"name": name, "style": i, "counts": one[low : high + 1].tolist()}
+            for i, (name, one) in enumerate(counts.items())
+        ],
+        "marks": [{"v": value, "label": text} for value, text in marks if edges[0] <= value <= edges[-1]],
+    }
+    rows = [
+        [(duration(edges[j - low]), edges[j - low]), (duration(edges[j - low + 1]), edges[j - low + 1])]
+        + [(f"{int(one[j]):,}", float(one[j])) for one in counts.values()]
+        for j in used.tolist()
+        if low <= j <= high
+    ]
+    return Chart(identifier, title, summary, spec, table(title, ["From", "To", *counts], rows), how)
+
+
+def heat_chart(
+    identifier: str,
+    title: str,
+    summary: str,
+    time_ns: Array,
+    dur_ns: Array,
+    span: tuple[float, float],
+    *,
+    marks: Sequence[Mark] = (),
+    group: str = "time",
+    columns: int = 200,
+    how: str = "",
+) -> Chart:
+    """Calls counted by when and by how long: what a line of maxima cannot show of millions of calls."""
+    start, end = span
+    counts, width, floor = series.heat(time_ns, dur_ns, columns, start, max(end, start + 1))
+    rows = counts.shape[1]
+    edges = series.bucket_floor_ns(floor + 2 * np.arange(rows + 1)).tolist()
+    edges[0] = max(edges[0], 1)
+    column, row = np.nonzero(counts)
+    cells = np.stack([column, row, counts[column, row]], axis=1).ravel().tolist()
+    spec = {
+        "kind": "heat",
+        "unit": "ns",
+        "x": {"unit": "ns", "span": max(end - start, 1)},
+        "dt": round(width, 3),
+        "edges": edges,
+        "cells": cells,
+        "most": int(counts.max(initial=1)),
+        "height": 230,
+        "group": group,
+        "marks": [{"t": mark.time_ns - start, "label": mark.label} for mark in marks],
+    }
+    per_row = counts.sum(axis=0)
+    listed = [
+        [
+            (duration(edges[i]), edges[i]),
+            (duration(edges[i + 1]), edges[i + 1]),
+            (f"{int(per_row[i]):,}", float(per_row[i])),
+            (count_text(int(np.count_nonzero(counts[:, i]))), float(np.count_nonzero(counts[:, i]))),
+        ]
+        for i in range(rows)
+        if per_row[i]
+    ]
+    made = table(f"{title}: calls by duration", ["From", "To", "Calls", f"Columns with any (of {columns})"], listed)
+    return Chart(identifier, title, summary, spec, made, how)
+
+
+SPLIT = ("build", "submit", "queue_wait", "copy", "poll_delay")
+SPLIT_NAMES = ("build", "submit", "queue wait", "copy", "poll delay")
+
+
+def split_chart(
+    identifier: str, title: str, summary: str, split: Mapping[str, Mapping[str, float]], how: str = ""
+) -> Chart:
+    """Where the time of transfers went, one bar a phase or direction; values are sums in nanoseconds."""
+    rows = [{"label": name, "values": [float(parts.get(part, 0)) for part in SPLIT]} for name, parts in split.items()]
+    spec = {"kind": "bars", "unit": "ns", "parts": list(SPLIT_NAMES), "rows": rows}
+    listed = []
+    for name, parts in split.items():
+        total = sum(float(parts.get(part, 0)) for part in SPLIT) or 1.0
+        for part, shown in zip(SPLIT, SPLIT_NAMES, strict=True):
+            value = float(parts.get(part, 0))
+            listed.append([name, shown, (duration(value), value), (percent(value / total), value / total)])
+    return Chart(identifier, title, summary, spec, table(title, ["Of", "Part", "Time", "Share"], listed), how)
+
+
+def step_chart(
+    identifier: str,
+    time_ns: Array,
+    dur_ns: Array,
+    span: tuple[float, float],
+    marks: Sequence[Mark],
+    summary: str,
+    name: str = "step",
+) -> Chart:
+    """Duration of the model's steps: the victim of a blocked submission."""
+    return timeline(
+        identifier,
+        "Step time",
+        summary,
+        [Points(name, time_ns, dur_ns)],
+        span,
+        marks=marks,
+        log=False,
+        label="step time",
+        height=210,
+    )
+
+
+def plain(identifier: str, chart: Mapping[str, Any], span: tuple[float, float]) -> Chart:
+    """A diagnosis' own chart: named series of x and y with axis labels that end in the unit, "host time (ns)"."""
+    x_unit, x_scale, x_label = _unit(chart["x_label"])
+    y_unit, y_scale, y_label = _unit(chart["y_label"])
+    named = {
+        name: (
+            np.asarray(one["x"], dtype=np.float64) * x_scale,
+            np.asarray(one["y"], dtype=np.float64) * y_scale,
+            one["style"],
+        )
+        for name, one in chart["series"].items()
+    }
+    named = {name: one for name, one in named.items() if len(one[0])}
+    low = min((float(x.min()) for x, _, _ in named.values()), default=0.0)
+    high = max((float(x.max()) for x, _, _ in named.values()), default=1.0)
+    edge = (high - low) * 0.02 or 1.0
+    start = max(low - edge, span[0]) if x_unit == "ns" and low >= span[0] else low - edge
+    offset = start if x_unit == "ns" else 0.0
+    drawn = []
+    for style, (name, (x, y, kind)) in enumerate(named.items()):
+        if len(x) > 3 * EXACT and kind == "points":
+            keep = series.slowest(y, 3 * EXACT)
+            x, y = x[keep], y[keep]
+        if kind == "points" or len(x) <= 3 * EXACT:
+            drawn.append(
+                {
+                    "name": name,
+                    "style": style % 6,
+                    "t": numbers(x - offset, 12),
+                    "v": numbers(y),
+                    "line": kind != "points",
+                }
+            )
+        else:
+            drawn.append(_binned(Points(name, x, y, kind == "steps"), style % 6, start, high + edge, BINS))
+    positive = [y[y > 0] for _, y, _ in named.values()]
+    known = np.concatenate(positive) if positive else np.zeros(0)
+    log = bool(len(known)) and y_unit in ("ns", "bytes") and float(known.max()) / float(known.min()) > 50
+    spec = {
+        "kind": "timeline",
+        "height": 220,
+        "x": {
+            "unit": x_unit,
+            "span": high + edge - start,
+            "from": start - offset,
+            "label": "" if x_unit == "ns" else x_label,
+        },
+        "y": {"unit": y_unit, "scale": "log" if log else "linear", "label": y_label + (", log scale" if log else "")},
+        "series": drawn,
+    }
+    rows = []
+    for name, (x, y, _) in named.items():
+        shown = series.slowest(y, 40)
+        rows += [[name, (_shown(x_unit, x[i] - offset), x[i]), (_shown(y_unit, y[i]), y[i])] for i in shown.tolist()]
+    words = "; ".join(
+        f"{name}: {len(x):,} points, highest {_shown(y_unit, y.max())}" for name, (x, y, _) in named.items()
+    )
+    return Chart(
+        identifier,
+        chart["title"],
+        words + ".",
+        spec,
+        table(f"{chart['title']}: the highest of each series", ["Series", x_label, y_label], rows),
+    )
+
+
+def _unit(label: str) -> tuple[str, float, str]:
+    """("ns" | "bytes" | "count", factor to it, label without the unit) of an axis label."""
+    text = label.strip()
+    for unit, (kind, scale) in {
+        "ns": ("ns", 1.0),
+        "us": ("ns", 1e3),
+        "µs": ("ns", 1e3),
+        "ms": ("ns", 1e6),
+        "s": ("ns", 1e9),
+        "bytes": ("bytes", 1.0),
+    }.items():
+        for ending in (f"({unit})", f"[{unit}]", f", {unit}", f" {unit}"):
+            if text.endswith(ending):
+                return kind, scale, text.removesuffix(ending).strip()
+    return "count", 1.0, text
+
+
+def _shown(unit: str, value: float) -> str:
+    return duration(value) if unit == "ns" else bytes_text(value) if unit == "bytes" else f"{value:,.6g}"
+
+
+def section(
+    identifier: str, title: str, lead: str, charts: Sequence[Chart | None] = (), tables: Sequence[TableView | None] = ()
+) -> Section:
+    """A section of the charts and tables that exist."""
+    return Section(identifier, title, lead, [one for one in charts if one], [one for one in tables if one and one.rows])

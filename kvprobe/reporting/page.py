@@ -1,0 +1,258 @@
+"""Puts the page together: one HTML file that holds everything it shows and asks nothing of the network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+from markupsafe import Markup
+
+from kvprobe.errors import UsageError
+from kvprobe.reporting import demo, verdict
+from kvprobe.reporting.story import Story
+from kvprobe.reporting.units import NONE, bytes_text, value_text
+from kvprobe.reporting.views import Chart, Section, table
+
+if TYPE_CHECKING:
+    from kvprobe.diagnosis.finding import Finding
+    from kvprobe.recordings.model import Recording
+
+__all__ = ["build_page", "check_writable", "write_report"]
+
+GENERATOR = b'name="generator" content="kvprobe '
+_FIRST_SCRIPT = (
+    'try{const t=localStorage.getItem("kvprobe-theme");if(t)document.documentElement.dataset.theme=t}catch{}'
+)
+
+
+def build_page(
+    recording: Recording | None = None,
+    *,
+    findings: Sequence[Finding] | None = None,
+    story: Story | None = None,
+    title: str | None = None,
+    interactive: bool = False,
+) -> str:
+    """The page as text.
+
+    Args:
+        recording: what was recorded; None where a demo's story is all there is.
+        findings: of `kvprobe.diagnosis.diagnose`; None leaves the section out, an empty list says "nothing found".
+        story: the demo's own measurements.
+        title: of the page; by default the names of the recorded files.
+        interactive: draw with plotly (adds 4.6 MiB) in place of the page's own script.
+
+    Raises:
+        UsageError: there is neither a recording nor a story.
+    """
+    if recording is None and story is None:
+        raise UsageError("a report needs a recording or a demo's story")
+    sections: list[Section] = []
+    shown: list[dict[str, Any]] | None = None
+    lead = ""
+    if story is not None:
+        sections += demo.sections(story)
+        found = verdict.of_story(story)
+    if recording is not None:
+        from kvprobe.reporting import recorded
+
+        view = recorded.view(recording, findings)
+        if story is None:
+            found = view.verdict
+            sections += view.sections
+        else:
+            sections += [one for one in view.sections if one.id in ("streams", "ranks", "stacks", "decisions")]
+        shown, lead = view.findings, view.lead
+    sections = [one for one in sections if one.charts or one.tables]
+    provenance, commands, notes = _provenance(recording, story)
+    drawn = [chart for one in sections for chart in one.charts] + [one["chart"] for one in shown or [] if one["chart"]]
+    return _render(
+        title=title or _title(recording, story),
+        verdict=found,
+        findings=shown,
+        findings_lead=lead,
+        sections=sections,
+        drawn=drawn,
+        provenance=provenance,
+        commands=commands,
+        notes=notes,
+        interactive=interactive,
+    )
+
+
+def write_report(
+    recording: Recording | None,
+    path: str | os.PathLike[str],
+    *,
+    findings: Sequence[Finding] | None = None,
+    story: Story | None = None,
+    title: str | None = None,
+    interactive: bool = False,
+) -> Path:
+    """Writes the page to `path` in one step: a reader sees the old file or the new one, never half of one.
+
+    Raises:
+        UsageError: `path` cannot be written (see `check_writable`, which a command calls before its work).
+    """
+    target = check_writable(path)
+    page = build_page(recording, findings=findings, story=story, title=title, interactive=interactive)
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(page)
+        mask = os.umask(0)
+        os.umask(mask)
+        Path(name).chmod(0o666 & ~mask)  # mkstemp's 0600 would keep a web server from reading the page
+        Path(name).replace(target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return target
+
+
+def check_writable(path: str | os.PathLike[str], force: bool = True) -> Path:
+    """The path, if a report can be written there.
+
+    Args:
+        path: of the HTML file.
+        force: overwrite whatever file is there; else only an earlier report of kvprobe's.
+
+    Raises:
+        UsageError: it is a folder, its folder is missing or read-only, or it holds something that is no report.
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise UsageError(f"cannot write the report to {target}: it is a folder; name a file in it")
+    folder = target.parent
+    if not folder.is_dir():
+        raise UsageError(
+            f"cannot write the report to {target}: there is no folder {folder}; create it or choose another path"
+        )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"cannot write the report to {target}: no permission to write in {folder}")
+    if target.exists() and not target.is_file():
+        raise UsageError(f"cannot write the report to {target}: it is not a regular file")
+    if target.exists() and not force:
+        with target.open("rb") as file:
+            if GENERATOR not in file.read(4096):
+                raise UsageError(f"{target} exists and is not a report of kvprobe; use -f to overwrite it")
+    return target
+
+
+def _title(recording: Recording | None, story: Story | None) -> str:
+    if story is not None:
+        return f"Demo on {story.device}"
+    names = [Path(one.path).name for one in recording.source] if recording is not None else []
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more" if names else "recording"
+
+
+def _version() -> str:
+    try:
+        return metadata.version("kvprobe")
+    except metadata.PackageNotFoundError:  # a source tree that was never installed
+        return "unknown"
+
+
+def _provenance(recording: Recording | None, story: Story | None) -> tuple[list[Any], list[str], list[str]]:
+    tables, commands, notes = [], [], []
+    facts: list[list[Any]] = []
+    if story is not None:
+        if story.command:
+            commands.append(story.command)
+        how = story.calibrated or "calibrated in this process"
+        facts += [
+            ["device", story.device, f"CUDA runtime interface, provider “{story.provider}”"],
+            ["queue_depth", f"{story.queue_depth:,}", how],
+            ["channels", f"{story.channels}", how],
+        ]
+    if recording is not None:
+        facts += [
+            [name, value_text(name, value), recording.machine_how.get(name, "not said by the recording")]
+            for name, value in recording.machine.items()
+            if story is None or name not in ("device", "queue_depth", "channels")
+        ]
+        commands += [one.command for one in recording.source if one.command and one.command not in commands]
+        tables.append(
+            table(
+                "Files read",
+                ["File", "Format", "Recorded by", "Size", "sha256 of the first MiB"],
+                [
+                    [
+                        one.path,
+                        one.format,
+                        one.tool or NONE,
+                        (bytes_text(one.bytes), one.bytes),
+                        one.sha256 or "not taken",
+                    ]
+                    for one in recording.source
+                ],
+            )
+        )
+        notes += recording.notes
+        notes += [
+            f"{count:,} detail records of process row {row} were lost; its totals are exact"
+            for row, count in recording.lost.items()
+            if count
+        ]
+    tables.insert(0, table("Machine", ["Fact", "Value", "How it was obtained"], facts))
+    return [one for one in tables if one.rows], commands, notes
+
+
+def _asset(name: str) -> str:
+    return (Path(__file__).parent / "templates" / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
+
+
+def _json(value: Any) -> Markup:
+    """JSON that can stand inside a script element: no text of a recording can end it or open a comment."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    for char in "<>&\u2028\u2029":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return Markup(text)
+
+
+def _render(*, drawn: Sequence[Chart], interactive: bool, **values: Any) -> str:
+    css = _asset("page.css")
+    scripts = [_asset("page.js")]
+    if interactive:
+        from plotly.offline import get_plotlyjs
+
+        scripts[:0] = [get_plotlyjs(), _asset("plotly.js")]
+    hashes = " ".join(_hash(text) for text in (_FIRST_SCRIPT, *scripts))
+    # plotly writes style elements and data: images while it draws; the page's own script needs neither.
+    styles, images = ("'unsafe-inline'", "data: blob:") if interactive else (_hash(css), "data:")
+    csp = (
+        f"default-src 'none'; script-src {hashes}; style-src {styles}; img-src {images}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    contents = [("verdict", "Verdict")]
+    if values["findings"] is not None:
+        contents.append(("findings", "Findings"))
+    contents += [(one.id, one.title) for one in values["sections"]] + [("provenance", "Where this comes from")]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template("page.html").render(
+        css=Markup(css),
+        first_script=Markup(_FIRST_SCRIPT),
+        scripts=[Markup(text) for text in scripts],
+        csp=csp,
+        version=_version(),
+        contents=contents,
+        data=_json({one.id: one.spec for one in drawn}),
+        **values,
+    )

@@ -1,0 +1,426 @@
+"""The sections of the page that a recording fills, and its findings made ready to draw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Recording
+from kvprobe.reporting import charts, lanes, series, verdict
+from kvprobe.reporting.charts import Mark, Points
+from kvprobe.reporting.units import NONE, count_text, duration, percent, value_text
+from kvprobe.reporting.verdict import Verdict
+from kvprobe.reporting.views import Chart, Section, TableView, table
+
+if TYPE_CHECKING:
+    from kvprobe.diagnosis.finding import Finding
+
+__all__ = ["Submissions", "View", "submissions", "view"]
+
+Array = npt.NDArray[Any]
+
+SLOWEST = 1200  # calls embedded one by one, so that zooming finds them with their names
+COPIES = (CallKind.COPY, CallKind.BATCH)
+KINDS = (
+    ("copies", COPIES),
+    ("launches and graphs", (CallKind.LAUNCH, CallKind.GRAPH)),
+    ("memsets", (CallKind.MEMSET,)),
+)
+
+
+@dataclass
+class View:
+    """What the page shows of a recording; `findings` is None where no diagnosis was asked for."""
+
+    verdict: Verdict
+    sections: list[Section] = field(default_factory=list)
+    findings: list[dict[str, Any]] | None = None
+    lead: str = ""
+
+
+@dataclass
+class Submissions:
+    """The submitting calls of a recording as columns, and the span of time that every chart shares.
+
+    Attributes:
+        rows: their rows in `recording.calls`, ascending.
+        start_ns, dur_ns, kind: one entry a row.
+        span: (first, last) nanosecond that the recording knows of.
+    """
+
+    rows: Array
+    start_ns: Array
+    dur_ns: Array
+    kind: Array
+    span: tuple[float, float]
+
+
+def submissions(recording: Recording) -> Submissions:
+    """Picks the submitting calls."""
+    calls = recording.calls
+    rows = np.flatnonzero(np.isin(calls["kind"], np.array(SUBMITTING, dtype=np.uint8)))
+    start = calls["start_ns"][rows]
+    tables = [one for one in (recording.calls, recording.executions, recording.transfers) if one.rows]
+    low = min((int(one["start_ns"].min()) for one in tables), default=0)
+    high = max((int(one["end_ns"].max()) for one in tables), default=1)
+    return Submissions(
+        rows,
+        start,
+        np.maximum(calls["end_ns"][rows] - start, 0),
+        calls["kind"][rows],
+        (float(low), float(max(high, low + 1))),
+    )
+
+
+def view(recording: Recording, findings: Sequence[Finding] | None) -> View:
+    """Everything the page says about a recording; charts that would be empty are left out."""
+    found = submissions(recording)
+    marks = _marks(recording, found.span)
+    blocked = float(found.dur_ns.sum()) if len(found.dur_ns) else float(recording.totals["dur_ns"].sum())
+    count = len(found.rows) or int(recording.totals["calls"].sum())
+    span_ns = found.span[1] - found.span[0]
+    out = View(verdict.of_recording(recording, findings or (), count, blocked, span_ns, diagnosed=findings is not None))
+    if findings is not None:
+        out.findings = [_finding(i, one, recording, found) for i, one in enumerate(_ranked(findings))]
+        lost = sum(one.lost_ns for one in findings)
+        out.lead = (
+            f"Ranked by severity, then by time lost; together {duration(lost)} of {duration(span_ns)} recorded."
+            if findings
+            else f"kvprobe looked at {count_text(count)} submissions over {duration(span_ns)} for every cause it knows."
+        )
+    occupancy, cliff = lanes.occupancy_charts(recording, found, marks)
+    stream_table, stream_lead = lanes.stream_table(recording, found)
+    out.sections = [
+        charts.section(
+            "overview",
+            "Over time",
+            "These charts share one time axis: zoom one and all follow.",
+            [_timeline(recording, found, marks, findings or ()), occupancy, *_samples(recording, found, marks)],
+        ),
+        charts.section(
+            "distributions", "How long calls took", "", [_histogram(recording, found), _heat(found, marks), cliff]
+        ),
+        charts.section("transfers", "Transfers", "", [_split(recording)]),
+        charts.section("ranks", "Processes side by side", "", *lanes.processes(recording, found)),
+        charts.section(
+            "streams", "Streams and threads", stream_lead, [], [stream_table, lanes.thread_table(recording, found)]
+        ),
+        charts.section("stacks", "Python code that was waiting", _STACKS, [], [_stacks(recording)]),
+        charts.section("decisions", "What was switched, and why", "", [], [_decisions(recording, found)]),
+    ]
+    return out
+
+
+_STACKS = "Stacks taken while a call was blocked, innermost frame first; the ones that waited longest lead."
+
+
+def _ranked(findings: Sequence[Finding]) -> list[Finding]:
+    order = {"critical": 0, "warning": 1, "info": 2}
+    return sorted(findings, key=lambda one: (one.confidence == "cannot tell", order.get(one.severity, 3), -one.lost_ns))
+
+
+def _marks(recording: Recording, span: tuple[float, float]) -> list[Mark]:
+    rows = recording.decisions
+    marks = [Mark(float(t), recording.text(int(what))) for t, what in zip(rows["time_ns"], rows["what"], strict=True)]
+    return [one for one in marks if span[0] <= one.time_ns <= span[1]][:12]
+
+
+def _groups(kind: Array) -> list[tuple[str, Array]]:
+    found = [(name, np.isin(kind, np.array(kinds, dtype=np.uint8))) for name, kinds in KINDS]
+    return [(name, mask) for name, mask in found if mask.any()]
+
+
+def _timeline(
+    recording: Recording, found: Submissions, marks: Sequence[Mark], findings: Sequence[Finding]
+) -> Chart | None:
+    if not len(found.rows):
+        return None
+    lines, words = [], []
+    for name, mask in _groups(found.kind):
+        durations = found.dur_ns[mask]
+        half, high, top = charts.quantiles(durations, 0.5, 0.99, 1.0)
+        words.append(
+            f"{len(durations):,} {name}: median {duration(half)}, p99 {duration(high)}, longest {duration(top)}."
+        )
+        lines.append(Points(name, found.start_ns[mask], durations))
+    span_ns = found.span[1] - found.span[0]
+    spans = [
+        (float(one.window[0]), float(one.window[1]), "", True)
+        for one in findings
+        if one.severity != "info" and 0 < one.window[1] - one.window[0] < 0.7 * span_ns
+    ]
+    exact = series.slowest(found.dur_ns, SLOWEST) if len(found.rows) > charts.EXACT else None
+    chart = charts.timeline(
+        "submissions",
+        "Submit time",
+        " ".join(words),
+        lines,
+        found.span,
+        label="host time of one call, log scale",
+        short="call took, log",
+        marks=marks,
+        spans=spans,
+        height=300,
+        how=charts.HOW_BINNED
+        + (f" The {len(exact):,} longest calls are drawn one by one as well." if exact is not None else ""),
+    )
+    if exact is None:
+        return chart
+    rows = found.rows[exact]
+    calls = recording.calls
+    names = [call_label(recording, int(row)) for row in rows]
+    distinct = list(dict.fromkeys(names))
+    index = {name: i for i, name in enumerate(distinct)}
+    spec = dict(chart.spec)
+    spec["labels"] = distinct
+    spec["series"] = [
+        *spec["series"],
+        {
+            "name": "longest calls",
+            "style": 5,
+            "t": (calls["start_ns"][rows] - found.span[0]).tolist(),
+            "v": found.dur_ns[exact].tolist(),
+            "label": [index[name] for name in names],
+        },
+    ]
+    return Chart(chart.id, chart.title, chart.summary, spec, chart.table, chart.how)
+
+
+def call_label(recording: Recording, row: int) -> str:
+    """One call in a few words, for a reader who points at it."""
+    calls = recording.calls
+    bits = [recording.text(int(calls["name"][row])) or CallKind(int(calls["kind"][row])).name.lower()]
+    stream = int(calls["stream"][row])
+    if stream >= 0:
+        bits.append(f"on {lanes.stream_name(recording, stream)}")
+    bits.append(f"by thread {int(calls['thread'][row])}")
+    return " ".join(bits)
+
+
+def _histogram(recording: Recording, found: Submissions) -> Chart | None:
+    counts: dict[str, Array] = {}
+    words = []
+    if len(found.rows) >= int(recording.totals["calls"].sum()):
+        for name, mask in _groups(found.kind):
+            counts[name] = series.histogram(found.dur_ns[mask])
+        how = "Counted from every recorded call."
+    else:
+        kind = recording.totals["kind"]
+        for name, mask in _groups(kind):
+            counts[name] = recording.histograms[mask].sum(axis=0)
+        how = "Counted while recording, in buckets of a quarter octave: exact also where single calls were not kept."
+    if not counts:
+        return None
+    for name, one in counts.items():
+        words.append(f"{name}: {int(one.sum()):,} calls")
+    return charts.histogram_chart("histogram", "Distribution of submit time", ", ".join(words) + ".", counts, how=how)
+
+
+def _heat(found: Submissions, marks: Sequence[Mark]) -> Chart | None:
+    if len(found.rows) < 5000:
+        return None
+    summary = (
+        "How many calls took how long, when: a stronger cell holds more calls. "
+        "Calls that a full queue holds up form a band of their own above the others."
+    )
+    return charts.heat_chart(
+        "heat", "Submit time, all calls", summary, found.start_ns, found.dur_ns, found.span, marks=marks
+    )
+
+
+def _samples(recording: Recording, found: Submissions, marks: Sequence[Mark]) -> list[Chart]:
+    table_ = recording.samples
+    out: list[Chart] = []
+    for metric in np.unique(table_["metric"]).tolist()[:6]:
+        name = recording.text(metric)
+        rows = np.flatnonzero(table_["metric"] == metric)
+        unit = (
+            "ns"
+            if name.endswith("_ns")
+            else "bytes"
+            if name.endswith("_bytes")
+            else "rate"
+            if name.endswith("_per_s")
+            else "count"
+        )
+        values = table_["value"][rows]
+        if not np.isfinite(values).any():
+            continue
+        title = name.removesuffix("_ns").removesuffix("_bytes").replace("_", " ").capitalize()
+        summary = (
+            f"{len(rows):,} samples, from {value_text(name, float(np.nanmin(values)))} "
+            f"to {value_text(name, float(np.nanmax(values)))}."
+        )
+        out.append(
+            charts.timeline(
+                f"sample-{metric}",
+                title,
+                summary,
+                [Points(title.lower(), table_["time_ns"][rows], values)],
+                found.span,
+                unit=unit,
+                log=False,
+                label=title.lower(),
+                marks=marks,
+                height=190,
+                bins=900,
+            )
+        )
+    return out
+
+
+def _split(recording: Recording) -> Chart | None:
+    rows = recording.transfers
+    parts = (
+        ("build", "build_ns"),
+        ("submit", "submit_ns"),
+        ("queue_wait", "wait_ns"),
+        ("copy", "copy_ns"),
+        ("poll_delay", "poll_ns"),
+    )
+    split: dict[str, Mapping[str, float]] = {}
+    for direction, name in (
+        (Direction.H2D, "loads (CPU to GPU)"),
+        (Direction.D2H, "stores (GPU to CPU)"),
+        (Direction.UNKNOWN, "transfers"),
+    ):
+        mask = rows["direction"] == direction
+        if mask.any():
+            sums: Mapping[str, float] = {part: float(np.maximum(rows[column][mask], 0).sum()) for part, column in parts}
+            if any(sums.values()):
+                split[f"{int(mask.sum()):,} {name}"] = sums
+    if not split:
+        return None
+    words = []
+    for name, sums in split.items():
+        largest = max(sums, key=lambda part, sums=sums: sums[part])  # type: ignore[misc]
+        words.append(
+            f"{name}: {percent(sums[largest] / sum(sums.values()))} of the time is {largest.replace('_', ' ')}."
+        )
+    return charts.split_chart("split", "Where the time of transfers went", " ".join(words), split)
+
+
+def _stacks(recording: Recording) -> TableView:
+    rows = recording.stacks
+    if not rows.rows:
+        return table("Stacks", ["Waited"], [])
+    names, inverse = np.unique(rows["stack"], return_inverse=True)
+    waited = np.bincount(inverse, weights=rows["blocked_ns"])
+    seen = np.bincount(inverse)
+    held = np.bincount(inverse, weights=(rows["gil"] == 1))
+    order = np.argsort(-waited)[:30]
+    listed = [
+        [
+            (duration(waited[i]), waited[i]),
+            (f"{seen[i]:,}", seen[i]),
+            (percent(held[i] / seen[i]), held[i] / seen[i]),
+            recording.text(int(names[i])),
+        ]
+        for i in order
+    ]
+    return table("By stack", ["Waited", "Stacks", "Held the GIL", "Frames"], listed)
+
+
+def _decisions(recording: Recording, found: Submissions) -> TableView:
+    rows = recording.decisions
+    listed = [
+        [
+            (duration(t - found.span[0]), float(t - found.span[0])),
+            recording.text(int(what)),
+            recording.text(int(reason)),
+            (f"{gain:,.3g}" if gain else NONE, float(gain)),
+        ]
+        for t, what, reason, gain in zip(rows["time_ns"], rows["what"], rows["reason"], rows["gain"], strict=True)
+    ][:200]
+    return table("Decisions and states", ["At", "What", "Why", "Gain"], listed)
+
+
+# ---- findings ------------------------------------------------------------------------------------------------------
+
+
+def _finding(i: int, finding: Finding, recording: Recording, found: Submissions) -> dict[str, Any]:
+    state = "unknown" if finding.confidence == "cannot tell" else finding.severity
+    lane = {"host": "host time", "copy engine": "copy engine time", "device": "device time"}.get(finding.lost_on, "")
+    meta = [
+        finding.cause.replace("_", " "),
+        {"certain": "certain", "likely": "likely", "cannot tell": "not proven"}[finding.confidence],
+    ]
+    where = verdict.place(finding)
+    if where:
+        meta.append(where)
+    evidence = [{"text": one.text, "how": one.how} for one in finding.evidence]
+    if finding.reason:
+        evidence.append({"text": finding.reason[:1].upper() + finding.reason[1:], "how": ""})
+    saving = f"Predicted to give back {duration(finding.predicted_saving_ns)}." if finding.predicted_saving_ns else ""
+    values = table(
+        "Figures",
+        ["Figure", "Value", "Unit", "How it was obtained"],
+        [[one.text, (f"{one.value:,.6g}", one.value), one.unit, one.how] for one in finding.evidence],
+    )
+    if len(finding.where) > 1:
+        values = table(
+            "Where the time was lost",
+            ["Process", "Thread", "Stream", "Range", "Lost", "Calls"],
+            [
+                [
+                    str(one.pid) if one.pid > 0 else NONE,
+                    str(one.thread) if one.thread >= 0 else NONE,
+                    one.stream_name or NONE,
+                    one.range or NONE,
+                    (duration(one.lost_ns), one.lost_ns),
+                    (f"{one.calls:,}", one.calls),
+                ]
+                for one in finding.where[:50]
+            ],
+        )
+    return {
+        "state": state,
+        "word": verdict.WORDS[state],
+        "title": finding.title,
+        "meta": " · ".join(meta),
+        "lost": f"{duration(finding.lost_ns)} {lane} lost" if finding.lost_ns else "",
+        "evidence": evidence,
+        "cures": [verdict.cure_parts(one) for one in finding.cure],
+        "saving": saving,
+        "values": values if values.rows else None,
+        "chart": _zoom(i, finding, recording, found),
+    }
+
+
+def _zoom(i: int, finding: Finding, recording: Recording, found: Submissions) -> Chart | None:
+    """The finding's own series where it has some, else the submissions around its window."""
+    if finding.chart is not None and finding.chart["series"]:
+        return charts.plain(f"finding-chart-{i}", finding.chart, found.span)
+    start, end = finding.window
+    if end <= start or not len(found.rows):
+        return None
+    edge = 0.15 * (end - start)
+    span = (max(start - edge, found.span[0]), min(end + edge, found.span[1]))
+    inside = (found.start_ns >= span[0]) & (found.start_ns <= span[1])
+    if not inside.any():
+        return None
+    lines = [
+        Points(name, found.start_ns[inside & mask], found.dur_ns[inside & mask])
+        for name, mask in _groups(found.kind)
+        if (inside & mask).any()
+    ]
+    summary = (
+        f"{count_text(int(inside.sum()))} submissions around the {duration(end - start)} in which it happened (shaded)."
+    )
+    return charts.timeline(
+        f"finding-chart-{i}",
+        "Submissions in that window",
+        summary,
+        lines,
+        span,
+        label="host time of one call, log scale",
+        short="call took, log",
+        spans=[(float(start), float(end), "", True)],
+        group="",
+        height=210,
+        bins=1200,
+    )

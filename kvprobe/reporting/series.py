@@ -1,0 +1,131 @@
+"""Long series made short enough to draw: the maximum of every bin survives, a mean is never taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["BUCKETS", "Binned", "bin_max", "bin_step", "bucket", "bucket_floor_ns", "heat", "histogram", "slowest"]
+
+Array = npt.NDArray[Any]
+
+BUCKETS = 128
+
+
+@dataclass(frozen=True)
+class Binned:
+    """Bins of one width over a span of time.
+
+    Attributes:
+        start_ns, width_ns: bin i covers [start + i * width, start + (i + 1) * width).
+        high: maximum of each bin, float64, NaN where the bin is empty.
+        low: minimum likewise.
+        count: values of each bin, int64.
+    """
+
+    start_ns: float
+    width_ns: float
+    high: Array
+    low: Array
+    count: Array
+
+
+def _index(time_ns: Array, bins: int, start_ns: float, end_ns: float) -> tuple[Array, float]:
+    width = max((end_ns - start_ns) / bins, 1e-9)
+    index = ((time_ns - start_ns) / width).astype(np.int64)
+    return np.clip(index, 0, bins - 1), width
+
+
+def bin_max(
+    time_ns: Array, value: Array, bins: int, start_ns: float | None = None, end_ns: float | None = None
+) -> Binned:
+    """Maximum, minimum and number of `value` in `bins` bins of time; input in any order, nothing is dropped.
+
+    Values outside [start_ns, end_ns] fall into the first or last bin, so that the overall maximum always survives.
+    """
+    if bins < 1:
+        raise ValueError(f"bins must be at least 1, not {bins}")
+    if not len(time_ns):
+        nothing = np.full(bins, np.nan)
+        return Binned(float(start_ns or 0), 1.0, nothing, nothing.copy(), np.zeros(bins, dtype=np.int64))
+    start = float(time_ns.min()) if start_ns is None else float(start_ns)
+    end = float(time_ns.max()) + 1.0 if end_ns is None else float(end_ns)
+    index, width = _index(time_ns, bins, start, end)
+    value = np.asarray(value, dtype=np.float64)
+    if np.any(index[1:] < index[:-1]):
+        order = np.argsort(index, kind="stable")
+        index, value = index[order], value[order]
+    count = np.bincount(index, minlength=bins)
+    used = np.flatnonzero(count)
+    first = np.concatenate(([0], np.cumsum(count[used])[:-1])).astype(np.int64)
+    high, low = np.full(bins, np.nan), np.full(bins, np.nan)
+    high[used] = np.maximum.reduceat(value, first)
+    low[used] = np.minimum.reduceat(value, first)
+    return Binned(start, width, high, low, count)
+
+
+def bin_step(time_ns: Array, level: Array, bins: int, start_ns: float, end_ns: float) -> Binned:
+    """Maximum and minimum in each bin of a step function: `level[i]` holds from `time_ns[i]` to `time_ns[i + 1]`.
+
+    A bin without a step carries the level that still holds, so an idle queue and a full one are told apart.
+    """
+    if not len(time_ns):
+        return bin_max(time_ns, level, bins, start_ns, end_ns)
+    if np.any(time_ns[1:] < time_ns[:-1]):
+        order = np.argsort(time_ns, kind="stable")
+        time_ns, level = time_ns[order], level[order]
+    found = bin_max(time_ns, level, bins, start_ns, end_ns)
+    edges = found.start_ns + found.width_ns * np.arange(bins)
+    before = np.searchsorted(time_ns, edges, side="right") - 1
+    carried = np.where(before >= 0, np.asarray(level, dtype=np.float64)[np.maximum(before, 0)], 0.0)
+    return Binned(
+        found.start_ns, found.width_ns, np.fmax(found.high, carried), np.fmin(found.low, carried), found.count
+    )
+
+
+def bucket(dur_ns: Array) -> Array:
+    """Histogram bucket of each duration, as `kvp_bucket` in kvp.h: four to the octave from 4 ns, 128 in all."""
+    value = np.maximum(np.asarray(dur_ns, dtype=np.int64), 0)
+    # frexp is exact below 2**53 ns (104 days): mantissa in [0.5, 1), so the exponent is bit_length.
+    exponent = np.frexp(value.astype(np.float64))[1].astype(np.int64) - 1
+    high = np.maximum(exponent, 2)
+    found = (high - 1) * 4 + ((value >> (high - 2)) & 3)
+    return np.where(value < 4, value, np.minimum(found, BUCKETS - 1))
+
+
+def bucket_floor_ns(index: Array | int) -> Array:
+    """Lower bound of a bucket, nanoseconds."""
+    b = np.asarray(index, dtype=np.int64)
+    return np.where(b < 4, b, (4 + b % 4) << np.maximum(b // 4 - 1, 0))
+
+
+def histogram(dur_ns: Array) -> Array:
+    """Durations counted into the 128 buckets, int64."""
+    return np.bincount(bucket(dur_ns), minlength=BUCKETS)[:BUCKETS].astype(np.int64)
+
+
+def heat(time_ns: Array, dur_ns: Array, columns: int, start_ns: float, end_ns: float) -> tuple[Array, float, int]:
+    """Calls counted by time and duration.
+
+    Returns:
+        counts of shape (columns, rows), the width of a column in nanoseconds, and the bucket that row 0 stands for
+        (rows are buckets of two to the octave: kvp.h's, paired).
+    """
+    column, width = _index(time_ns, columns, start_ns, end_ns)
+    row = bucket(dur_ns) // 2
+    if not len(row):
+        return np.zeros((columns, 1), dtype=np.int64), width, 0
+    low, high = int(row.min()), int(row.max())
+    rows = high - low + 1
+    counts = np.bincount(column * rows + (row - low), minlength=columns * rows)
+    return counts.reshape(columns, rows), width, low * 2
+
+
+def slowest(dur_ns: Array, keep: int) -> Array:
+    """Indexes of the `keep` longest durations, in the order they occurred."""
+    if len(dur_ns) <= keep:
+        return np.arange(len(dur_ns))
+    return np.sort(np.argpartition(dur_ns, len(dur_ns) - keep)[-keep:])

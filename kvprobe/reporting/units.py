@@ -1,0 +1,111 @@
+"""Numbers as a person reads them: three significant digits, a unit, never more."""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["NONE", "TIMES_SIGN", "bytes_text", "count_text", "duration", "percent", "rate", "ratio", "value_text"]
+
+NONE = "\u2013"  # a dash: not known, or not there
+TIMES_SIGN = "\u00d7"
+
+_TIMES = ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1.0, "ns"))
+_BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
+
+
+def _three(value: float) -> str:
+    """Three significant digits without an exponent."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size < 0.001:
+        return f"{value:.1g}"
+    digits = max(0, 2 - math.floor(math.log10(size)))
+    text = f"{value:.{digits}f}"
+    return f"{value:,.0f}" if abs(float(text)) >= 1000 else text
+
+
+def _finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def duration(ns: float | None) -> str:
+    """Nanoseconds as ns, µs, ms, s or minutes."""
+    if ns is None or not _finite(ns):
+        return NONE
+    if abs(ns) >= 120e9:
+        minutes, seconds = divmod(round(abs(ns) / 1e9), 60)
+        return f"{'-' if ns < 0 else ''}{minutes:,} min {seconds:02d} s"
+    for scale, unit in _TIMES:
+        # 999.6 ns would print as 1,000 ns: the next unit begins where rounding reaches it.
+        if abs(ns) >= scale * 0.9995 or scale == 1.0:
+            return f"{_three(ns / scale)}\u00a0{unit}"
+    raise AssertionError  # pragma: no cover
+
+
+def bytes_text(count: float | None) -> str:
+    """Bytes with binary units."""
+    if count is None or not _finite(count):
+        return NONE
+    for scale, unit in _BYTES:
+        if abs(count) >= scale:
+            return f"{_three(count / scale)}\u00a0{unit}"
+    return f"{count:,.0f}\u00a0B"
+
+
+def rate(bytes_per_s: float | None) -> str:
+    """Bytes per second in decimal units, as links are sold and as `nvidia-smi` prints them."""
+    if bytes_per_s is None or not _finite(bytes_per_s):
+        return NONE
+    for scale, unit in ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
+        if abs(bytes_per_s) >= scale:
+            return f"{_three(bytes_per_s / scale)}\u00a0{unit}"
+    return f"{bytes_per_s:.0f}\u00a0B/s"
+
+
+def count_text(value: float | None) -> str:
+    """A whole number with thousands separated."""
+    return f"{value:,.0f}" if value is not None and _finite(value) else NONE
+
+
+def percent(share: float | None) -> str:
+    """A share of one as per cent."""
+    if share is None or not _finite(share):
+        return NONE
+    value = share * 100
+    return f"{value:.0f}%" if abs(value) >= 9.95 else f"{value:.1f}%" if abs(value) >= 0.05 or value == 0 else "<0.1%"
+
+
+def ratio(before: float | None, after: float | None) -> str:
+    """How many times less (or more) `after` is than `before`."""
+    if before is None or after is None or not (_finite(before) and _finite(after)) or before <= 0 or after <= 0:
+        return ""
+    if before >= after:
+        return "unchanged" if before < after * 1.05 else f"{_three(before / after)}{TIMES_SIGN} less"
+    return "unchanged" if after < before * 1.05 else f"{_three(after / before)}{TIMES_SIGN} more"
+
+
+def value_text(name: str, value: object) -> str:
+    """A value of an evidence or machine table, its unit taken from the end of its name (`_ns`, `_bytes`, ...)."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (int, float)) or (hasattr(value, "item") and not hasattr(value, "__len__")):
+        number = float(value)  # type: ignore[arg-type]
+        if name.endswith("_ns"):
+            return duration(number)
+        if name.endswith(("bytes_per_s", "_rate")):
+            return rate(number)
+        if name.endswith("bytes"):
+            return bytes_text(number)
+        if name.endswith("_ms"):
+            return duration(number * 1e6)
+        if name.endswith(("share", "fraction")):
+            return percent(number)
+        if name in ("pid", "rank", "thread", "tid", "stream", "device") or name.endswith(("_id", "handle")):
+            return f"{number:.0f}"
+        return f"{number:,.0f}" if number == int(number) else f"{number:,.3g}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(value_text(name, item) for item in list(value)[:12]) + (" …" if len(value) > 12 else "")
+    return str(value)

@@ -1,0 +1,261 @@
+"""The sentence on top of the page: what blocked, where, why, what it cost, what to change, or what was gained."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvprobe.reporting.story import Story
+from kvprobe.reporting.units import bytes_text, count_text, duration, percent, rate, ratio
+
+if TYPE_CHECKING:
+    from kvprobe.diagnosis.finding import Finding
+    from kvprobe.recordings.model import Recording
+
+__all__ = ["Fact", "Part", "Verdict", "cure_parts", "of_recording", "of_story"]
+
+WORDS = {
+    "critical": "Critical",
+    "warning": "Warning",
+    "info": "For information",
+    "unknown": "Cannot tell",
+    "ok": "Nothing found",
+    "cured": "Cured while running",
+}
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One figure under the verdict."""
+
+    label: str
+    value: str
+    note: str = ""
+    before: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a cure: prose, inline code, or a command on a line of its own that can be copied."""
+
+    text: str
+    code: bool = False
+    inline: bool = False
+
+
+@dataclass
+class Verdict:
+    """`state` is critical, warning, info, unknown, ok or cured; the template gives each a shape and a word."""
+
+    state: str
+    headline: str
+    detail: str = ""
+    facts: list[Fact] = field(default_factory=list)
+    cures: list[list[Part]] = field(default_factory=list)
+    saving: str = ""
+    action: str = "What to change"
+
+    @property
+    def word(self) -> str:
+        """The state in words."""
+        return WORDS[self.state]
+
+
+_SETTING = re.compile(r"(?<![\w`])([A-Z][A-Z0-9]+(?:_[A-Z0-9]+)+=[\w.:/,x-]*[\w])")
+_COMMAND = re.compile(
+    r"^(?:\$ )?((?:export |env )?[A-Z][A-Z0-9_]+=\S+(?: \S.*)?"
+    r"|kvprobe \S.*|(?:vllm|nsys|python3?|numactl|nvidia-smi|sudo) \S.*)$"
+)
+
+
+def cure_parts(text: str) -> list[Part]:
+    """Splits a cure into prose and code: text between backticks, and whole lines that are commands or settings.
+
+    A setting or command gets a line of its own, so that it can be copied; a bare name stays inside its sentence.
+    """
+    parts: list[Part] = []
+    if "`" not in text and not _COMMAND.match(text.strip()):
+        text = _SETTING.sub(r"`\1`", text)
+    for line in text.splitlines():
+        whole = _COMMAND.match(line.strip())
+        if whole:
+            parts.append(Part(whole.group(1), code=True))
+            continue
+        for i, piece in enumerate(line.split("`")):
+            if not piece:
+                continue
+            if i % 2 == 0:
+                parts.append(Part(piece))
+            else:
+                block = bool(_COMMAND.match(piece)) or len(piece) > 60
+                parts.append(Part(piece, code=block, inline=not block))
+    return parts or [Part(text)]
+
+
+def _number(phases: dict[str, dict[str, float]], phase: str, key: str) -> float | None:
+    value = phases.get(phase, {}).get(key)
+    return float(value) if value is not None else None
+
+
+def of_story(story: Story) -> Verdict:
+    """The demo's verdict: what was seen in the shared phase, what kvprobe did, and what that gave back."""
+    phases = {name: dict(stats) for name, stats in story.phases.items()}
+    shared, auto = phases.get("shared", {}), phases.get("auto", {})
+    p99, after = shared.get("submit_p99_ns"), auto.get("submit_p99_ns")
+    base = story.baseline_submit_ns
+    facts = []
+    for key, label in (
+        ("submit_p99_ns", "Submission, p99"),
+        ("longest_call_ns", "Longest blocked call"),
+        ("step_p99_ns", "Model step, p99"),
+    ):
+        one, two = shared.get(key), auto.get(key)
+        if one is None and two is None:
+            continue
+        facts.append(
+            Fact(
+                label,
+                duration(two if two is not None else one),
+                ratio(one, two),
+                duration(one) if two is not None else "",
+            )
+        )
+    if story.onset_ms is not None:
+        calls = (
+            f"after {count_text(story.blocked_calls_before_switch)} blocked calls"
+            if story.blocked_calls_before_switch is not None
+            else ""
+        )
+        facts.append(Fact("Noticed within", duration(story.onset_ms * 1e6), calls))
+    facts.append(Fact("Launch queue", f"{story.queue_depth:,} deep", f"{story.channels} hardware channels"))
+    speed = auto.get("bytes_per_s", shared.get("bytes_per_s"))
+    if speed:
+        link = auto.get("link_bytes_per_s") or shared.get("link_bytes_per_s")
+        facts.append(
+            Fact("Copied at", rate(speed), f"{percent(speed / link)} of the link's {rate(link)}" if link else "")
+        )
+    if story.redundant_bytes_avoided:
+        facts.append(Fact("Redundant loads avoided", bytes_text(story.redundant_bytes_avoided), story.dedup))
+    if story.bytes_verified:
+        facts.append(Fact("Verified", bytes_text(story.bytes_verified), "compared on both sides, all equal"))
+
+    saturated = bool(p99 and base and p99 > 3 * base)
+    times = f"{p99 / base:,.0f} times" if p99 and base else ""
+    if not saturated and not story.switches:
+        headline = (
+            f"No saturation: submitting a copy took {duration(p99)} at p99, beside a baseline of {duration(base)}."
+        )
+        return Verdict("ok" if p99 else "unknown", headline, "", facts)
+    why = (
+        f"The launch queue of the shared copy stream was full at {story.queue_depth:,} submissions, so each further "
+        f"copy waited in the submitting thread: {duration(p99)} at p99, {times} the baseline of {duration(base)}."
+    )
+    if not story.switches:
+        return Verdict(
+            "critical",
+            f"The launch queue was full: submitting one copy took {duration(p99)} instead of {duration(base)}.",
+            why,
+            facts,
+            [cure_parts("Let kvprobe choose the streams: policy `auto`, or `pooled` from the start.")],
+        )
+    first = story.switches[0]
+    now = f"; {after / base:.2g} times the baseline" if after and base else ""
+    headline = (
+        f"The launch queue filled and a copy took {duration(p99)} to submit. kvprobe switched to {first.after} streams "
+        f"by itself, and it takes {duration(after)} again."
+    )
+    done = [
+        cure_parts(f"{one.before} → {one.after}" + (f": {one.reason}" if one.reason else ""))
+        for one in story.switches[:4]
+    ]
+    saving = f"Submission at p99 {ratio(p99, after)}{now}." if after else ""
+    return Verdict("cured", headline, why, facts, done, saving, "What kvprobe changed")
+
+
+def place(finding: Finding, limit: int = 2) -> str:
+    """Where a finding's time was lost, in words."""
+    words = []
+    for one in finding.where[:limit]:
+        bits = []
+        if one.thread >= 0:
+            bits.append(f"thread {one.thread}")
+        if one.stream_name or one.stream >= 0:
+            bits.append(one.stream_name if "stream" in one.stream_name else f"stream {one.stream_name or one.stream}")
+        if one.pid > 0:
+            bits.append(f"process {one.pid}")
+        if one.range:
+            bits.append(f"in “{one.range}”")
+        if bits:
+            words.append(", ".join(bits))
+    more = len(finding.where) - limit
+    return "; ".join(words) + (f" and {more} more" if more > 0 and words else "")
+
+
+def of_recording(
+    recording: Recording,
+    findings: Sequence[Finding],
+    submissions: int,
+    blocked_ns: float,
+    span_ns: float,
+    diagnosed: bool = True,
+) -> Verdict:
+    """The verdict on a recording: its costliest finding, or that nothing was found, or that one cannot tell."""
+    real = [one for one in findings if one.confidence != "cannot tell"]
+    facts: list[Fact] = []
+    if not real:
+        abstained = [one for one in findings if one.confidence == "cannot tell"]
+        facts = [
+            Fact("Submissions looked at", count_text(submissions)),
+            Fact("Recorded time", duration(span_ns)),
+            Fact(
+                "Host time in submissions",
+                duration(blocked_ns),
+                f"{percent(blocked_ns / span_ns)} of recorded time" if span_ns else "",
+            ),
+        ]
+        if abstained:
+            one = abstained[0]
+            detail = one.reason[:1].upper() + one.reason[1:] if one.reason else one.title
+            return Verdict(
+                "unknown",
+                f"Nothing proven. {one.title}".rstrip(".") + ".",
+                detail,
+                facts,
+                [cure_parts(cure) for cure in one.cure[:3]],
+            )
+        if not diagnosed:
+            return Verdict("info", f"{count_text(submissions)} submissions, not diagnosed.", "", facts)
+        if not submissions:
+            return Verdict(
+                "unknown",
+                "Nothing found, because the recording holds no submissions.",
+                "No copy, launch or memset call was recorded; see the notes at the end for what was not read.",
+                facts,
+            )
+        return Verdict("ok", "Nothing found: no submission waited for a reason that could be cured.", "", facts)
+    ranked = sorted(real, key=lambda one: ({"critical": 0, "warning": 1, "info": 2}[one.severity], -one.lost_ns))
+    first = ranked[0]
+    headline = first.title.rstrip(".") + "."
+    lost = duration(first.lost_ns)
+    where = place(first)
+    detail = first.evidence[0].text if first.evidence else ""
+    if first.lost_ns:
+        label = {"host": "Host time lost", "copy engine": "Copy engine time lost", "device": "Device time lost"}.get(
+            first.lost_on, "Time lost"
+        )
+        note = f"{percent(first.lost_ns / span_ns)} of recorded time" if span_ns else ""
+        facts.append(Fact(label, lost, note))
+    if first.where:
+        top = first.where[0]
+        name = f"Thread {top.thread}" if top.thread >= 0 else top.stream_name or f"Process {top.pid}"
+        facts.append(Fact("Where", name, where))
+    if first.predicted_saving_ns:
+        facts.append(Fact("The first change saves", duration(first.predicted_saving_ns), "predicted"))
+    facts.append(Fact("How sure", first.confidence.capitalize(), first.evidence[0].how if first.evidence else ""))
+    rest = len(real) - 1
+    if rest:
+        others = sum(one.lost_ns for one in ranked[1:])
+        facts.append(Fact("Other findings", str(rest), f"{duration(others)} more lost" if others else ""))
+    return Verdict(first.severity, headline, detail, facts, [cure_parts(cure) for cure in first.cure[:3]])
