@@ -13,12 +13,27 @@ __all__ = ["CAUSES", "Chart", "Evidence", "Finding", "Series", "Where", "diagnos
 
 # The order is the ledger's: the best-evidenced cause claims first, and what one has claimed no other gets.
 CAUSES: tuple[str, ...] = (
+    # threads, inside calls
     "profiler_overhead",
     "pageable_memory",
     "synchronisation",
     "first_calls",
+    "context_lock_stall",
+    "descriptor_bound_batch",
     "allocation_on_hot_path",
     "unexplained",
+    # copy engines and the device
+    "redundant_loads",
+    "link_degraded",
+    "small_copies",
+    "weights_not_overlapped",
+    "link_bound",
+    "head_of_line_copies",
+    "python_or_gil_bound",
+    "gpu_starved",
+    # results at stake
+    "store_not_ordered",
+    "load_not_ordered",
 )
 
 

@@ -468,6 +468,24 @@ class Frame:
             lost_on=lane, reason=reason, chart=chart,
         )  # fmt: skip
 
+    def finding(
+        self, cause: str, title: str, confidence: Confidence, lost_ns: int, count: int, *, lane: Lane,
+        evidence: Sequence[Evidence], cure: Sequence[str], places: tuple[Where, ...], window: tuple[int, int],
+        span_ns: int | None = None, saving: float | None = None, reason: str = "", severity: Severity | None = None,
+        chart: Chart | None = None,
+    ) -> Finding | None:  # fmt: skip
+        """As `host_finding`, for time that is neither a call's nor an engine's: waiting, idling, nothing at all."""
+        span = self.span_ns if span_ns is None else span_ns
+        if lane != "none" and not self.notable(lost_ns, span):
+            return None
+        return Finding(
+            cause=cause, title=title.format(lost=ms(lost_ns), calls=count),
+            severity=severity or self.severity(lost_ns, span), confidence=confidence, lost_ns=lost_ns,
+            evidence=tuple(evidence), cure=tuple(cure),
+            predicted_saving_ns=int(lost_ns * (1.0 if saving is None else min(max(saving, 0.0), 1.0))),
+            where=places, window=window, lost_on=lane, reason=reason, chart=chart,
+        )  # fmt: skip
+
     def slow_calls_chart(self, rows: Array, title: str) -> Chart:
         """The calls of a finding against time, thinned to the slowest 2,000."""
         if len(rows) > 2_000:

@@ -1,0 +1,72 @@
+"""Where a process's device stood idle because nothing had been submitted: shared by the two causes that explain it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvprobe.diagnosis.frame import Array, Frame
+from kvprobe.diagnosis.intervals import Cover
+from kvprobe.recordings.model import Label
+
+__all__ = ["Gaps", "idle_gaps"]
+
+NO_WORK_NS = 1_000_000_000  # longer pauses: the server had no requests, or the recording cannot say
+
+
+@dataclass
+class Gaps:
+    """Idle stretches of the device and what the host did in them; arrays of one entry a gap.
+
+    Attributes:
+        process, start, end: the gap, on the recording's clock.
+        call: row of the call that ended it.
+        host_ns: part of it in which the launching thread was in no CUDA call at all: it prepared.
+        gc_ns: part of it that the recorder labelled garbage collection.
+    """
+
+    process: Array
+    start: Array
+    end: Array
+    call: Array
+    host_ns: Array
+    gc_ns: Array
+
+
+def idle_gaps(frame: Frame) -> Gaps:
+    """Gaps between executions that ended with an operation submitted only after they had begun."""
+    known = frame.__dict__.get("_gaps")
+    if isinstance(known, Gaps):
+        return known
+    parts: list[tuple[Array, ...]] = []
+    table = frame.recording.executions
+    garbage = frame.label_cover(Label.GC)
+    counts = frame.submits & np.isin(frame.lane, frame.launching_lanes)
+    for process in np.unique(table["process"]):
+        mine = np.flatnonzero(table["process"] == process)
+        busy = Cover(frame.x_start[mine], frame.x_end[mine])
+        start, end = busy.gaps()
+        if not len(start):
+            continue
+        begin = frame.x_start[mine]
+        order = np.argsort(begin, kind="stable")
+        first = mine[order[np.searchsorted(begin[order], end)]]  # the execution that ends the gap
+        call = frame.x_call[first]
+        keep = (call >= 0) & (end - start < NO_WORK_NS)
+        start, end, call = start[keep], end[keep], call[keep]
+        # Only if a launching thread ended it, after the gap had begun, was the host behind.
+        keep = counts[call] & (frame.start[call] > start) if len(call) else np.zeros(0, dtype=bool)
+        start, end, call = start[keep], end[keep], call[keep]
+        host = np.zeros(len(start), dtype=np.int64)
+        for lane in np.unique(frame.lane[call]):
+            theirs = frame.lane[call] == lane
+            calls = np.flatnonzero(frame.lane == lane)
+            inside = Cover(frame.start[calls], frame.end[calls])
+            upto = frame.start[call[theirs]]
+            host[theirs] = (upto - start[theirs]) - inside.within(start[theirs], upto)
+        parts.append((np.full(len(start), process), start, end, call, host, garbage.within(start, end)))
+    columns = [np.concatenate([part[i] for part in parts]) if parts else np.zeros(0, dtype=np.int64) for i in range(6)]
+    found = Gaps(*columns)
+    frame.__dict__["_gaps"] = found
+    return found

@@ -1,0 +1,61 @@
+"""The device stands idle while the host prepares the next step.
+
+Mechanism: scheduling, tokenising, data loading or building of descriptors takes longer than what was queued on the
+device, so it runs dry; nothing in CUDA is slow.
+
+Signature: the device executes nothing, the launch that ends the gap was made after the gap had begun (the queue was
+empty, which is the opposite of a full one: a long time between launch and start of a kernel is not starvation), and the
+launching thread was in no CUDA call meanwhile. Gaps of at least 200 us; shorter ones, one for each launch, belong to
+`python_or_gil_bound`, as do gaps with evidence of the interpreter. Named from a tenth of the span on: every program has
+some. Gaps of more than a second are left out: a server without requests is idle too.
+
+Time lost: the part of these gaps in which the thread was in no CUDA call. Predicted saving: the same, with the next
+step prepared while the last one runs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.frame import Frame, ms, share
+from kvprobe.diagnosis.gaps import idle_gaps
+from kvprobe.diagnosis.python_or_gil_bound import explained
+
+CAUSE = "gpu_starved"
+LONG_NS, LEAST_SHARE = 200_000, 0.10
+
+
+def find(frame: Frame) -> Finding | None:
+    """Long idle gaps in which the host was elsewhere."""
+    gaps = idle_gaps(frame)
+    mine = (gaps.host_ns >= LONG_NS) & ~explained(frame, gaps)
+    lost = int(gaps.host_ns[mine].sum())
+    span = frame.span_ns * max(len(np.unique(gaps.process)), 1)
+    if not mine.any() or lost < LEAST_SHARE * span:
+        return None
+    calls, ns = gaps.call[mine], gaps.host_ns[mine]
+    where = frame.places(calls, ns)
+    return frame.finding(
+        CAUSE, "The device was idle for {lost} while the host prepared, in {calls} gaps", "likely", lost, len(calls),
+        lane="device", span_ns=span, places=where, window=(int(gaps.start[mine].min()), int(gaps.end[mine].max())),
+        evidence=(
+            Evidence(f"{len(calls)} gaps of at least 200 us, {ms(lost)} or {share(lost, span)} of the recording, in "
+                     "which nothing executed and the launching thread was in no CUDA call", lost, "ns", MEASURED),
+            Evidence(f"the median gap is {ms(float(np.median(ns)))}, the longest {ms(int(ns.max()))}", int(ns.max()),
+                     "ns", MEASURED),
+            Evidence("each gap ended with a launch made after it had begun: the queue was empty, not full", len(calls),
+                     "calls", INFERRED),
+        ),
+        cure=(
+            "Prepare the next step while the last one runs (asynchronous scheduling; data loader workers with "
+            "pin_memory and prefetch)",
+            "Look at what the thread does in the gaps: py-spy dump --pid, or the ranges named here",
+            "Launch ahead: do not read results back before the next step has been launched",
+        ),
+        chart={
+            "title": "Idle gaps of the device", "x_label": "time in the recording (ms)", "y_label": "gap (us)",
+            "series": {"gaps": {"x": (gaps.start[mine] - frame.window[0])[:2000] / 1e6, "y": ns[:2000] / 1e3,
+                                "style": "points"}},
+        },
+    )  # fmt: skip

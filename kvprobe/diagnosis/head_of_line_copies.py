@@ -1,0 +1,97 @@
+"""Small copies that wait behind another stream's burst on the same copy engine.
+
+Mechanism: a copy engine serves what its streams hand it in order. A few bytes that the next step needs (sequence
+lengths, sampled tokens) queue behind hundreds of megabytes of blocks, although their own stream is empty. Stream
+priorities do not help: they have no effect on copies.
+
+Signature: a pinned copy of at most 64 KiB that could have started (submitted, its stream's previous operation over) at
+least 100 us before it did, while the engine of its direction worked for other streams for at least 80% of that time,
+on copies that are together at least 16 times larger. A full queue holds the caller; here the call returns at once.
+
+Time lost: the waiting time, each instant of one process and direction once. Predicted saving: all but one copy of the
+burst, the one being served: waiting - n x median copy of the burst.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.frame import Array, Frame, ms
+from kvprobe.diagnosis.intervals import Cover, running_max_by_group
+from kvprobe.recordings.model import Direction, Engine, Memory
+
+CAUSE = "head_of_line_copies"
+SMALL_BYTES, WAIT_NS = 64 << 10, 100_000
+
+
+def find(frame: Frame) -> Finding | None:
+    """Waiting small copies."""
+    table = frame.recording.executions
+    if not table.rows or not frame.start.size:
+        return None
+    order = np.lexsort((frame.x_start, table["stream"], table["process"]))
+    key = table["process"][order].astype(np.int64) * (int(table["stream"].max()) + 2) + table["stream"][order]
+    reach = running_max_by_group(frame.x_end[order], key)
+    before = np.full(table.rows, -1, dtype=np.int64)
+    same = key[1:] == key[:-1]
+    before[order[1:][same]] = reach[:-1][same]
+    caught: list[Array] = []
+    waits: list[Array] = []
+    lost, saved, burst_bytes = 0, 0, 0
+    for direction in (Direction.H2D, Direction.D2H):
+        copies = (table["engine"] == Engine.COPY) & (table["direction"] == direction)
+        small = np.flatnonzero(copies & (table["bytes"] <= SMALL_BYTES) & (frame.x_call >= 0)
+                               & (table["memory"] != Memory.PAGEABLE))  # fmt: skip
+        if not len(small):
+            continue
+        ready = np.maximum(frame.end[frame.x_call[small]], before[small])
+        late = frame.x_start[small] - ready > WAIT_NS
+        small, ready = small[late], ready[late]
+        for process in np.unique(table["process"][small]):
+            for stream in np.unique(table["stream"][small][table["process"][small] == process]):
+                mine = (table["process"][small] == process) & (table["stream"][small] == stream)
+                rows, since = small[mine], ready[mine]
+                others = np.flatnonzero(copies & (table["process"] == process) & (table["stream"] != stream))
+                busy = Cover(frame.x_start[others], frame.x_end[others])
+                until = frame.x_start[rows]
+                covered = busy.within(since, until)
+                big = np.concatenate(([0], np.cumsum(table["bytes"][others][np.argsort(frame.x_end[others])])))
+                ends = np.sort(frame.x_end[others])
+                ahead = big[np.searchsorted(ends, until, "right")] - big[np.searchsorted(ends, since, "right")]
+                hit = (10 * covered >= 8 * (until - since)) & (ahead >= 16 * table["bytes"][rows])
+                if hit.any():
+                    caught.append(rows[hit])
+                    waits.append(np.stack((since[hit], until[hit])))
+                    burst_bytes = max(burst_bytes, int(ahead[hit].max()))
+                    saved += int(hit.sum()) * int(np.median(frame.x_dur[others]))
+    if not caught:
+        return None
+    rows, wait = np.concatenate(caught), np.concatenate(waits, axis=1)
+    for process in np.unique(table["process"][rows]):
+        for direction in (Direction.H2D, Direction.D2H):
+            mine = (table["process"][rows] == process) & (table["direction"][rows] == direction)
+            lost += Cover(wait[0, mine], wait[1, mine]).total_ns
+    each = wait[1] - wait[0]
+    return frame.finding(
+        CAUSE, "{calls} small copies waited {lost} behind other streams' bursts", "likely", lost, len(rows),
+        lane="device", saving=1 - saved / max(lost, 1), places=frame.device_places(rows, each),
+        window=(int(wait[0].min()), int(wait[1].max())),
+        evidence=(
+            Evidence(f"{len(rows)} copies of at most 64 KiB could have started {ms(int(each.mean()))} earlier on "
+                     f"average, {ms(int(each.max()))} at the worst", int(each.max()), "ns", MEASURED),
+            Evidence("their own streams were idle, and the engine of their direction worked for other streams", lost,
+                     "ns", INFERRED),
+            Evidence(f"up to {burst_bytes / 1e6:.1f} MB were ahead of one of them", burst_bytes, "bytes", MEASURED),
+        ),
+        cure=(
+            "Submit the small copies of the next step before the burst, not behind it",
+            "Cut bursts into pieces and submit the next piece when the last has ended (pacing)",
+            "Move small values in kernel arguments or by a kernel that reads pinned memory, not by the copy engine",
+        ),
+        chart={
+            "title": "Small copies that waited", "x_label": "time in the recording (ms)", "y_label": "waited (us)",
+            "series": {"copies": {"x": (wait[0] - frame.window[0])[:2000] / 1e6, "y": each[:2000] / 1e3,
+                                  "style": "points"}},
+        },
+    )  # fmt: skip

@@ -1,0 +1,69 @@
+"""The link is busy at its full rate and the device waits for it: nothing to fix but bytes.
+
+Mechanism: the bytes that must move take longer than the compute beside them.
+
+Signature: over the recording one direction of the link is busy for at least 80% of the time, its copies run at 80% of
+the link's rate or more, and for at least 30% of the time it is busy no kernel of the process runs, although the process
+has kernels. Small, redundant, degraded and unhidden copies claim first: what is left really is bytes.
+
+Time lost: the engine's time beside which nothing computes. Predicted saving: 0: only fewer bytes help.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvprobe.diagnosis.finding import MEASURED, Evidence, Finding
+from kvprobe.diagnosis.frame import Array, Frame, ms, share
+from kvprobe.diagnosis.intervals import Cover
+from kvprobe.recordings.model import Direction, Engine, Memory
+
+CAUSE = "link_bound"
+
+
+def find(frame: Frame) -> Finding | None:
+    """A saturated link."""
+    table = frame.recording.executions
+    chosen: list[Array] = []
+    losses: list[Array] = []
+    evidence: list[Evidence] = []
+    kernel = table["engine"] == Engine.KERNEL
+    for process in np.unique(table["process"]):
+        for direction in (Direction.H2D, Direction.D2H):
+            rows = np.flatnonzero((table["engine"] == Engine.COPY) & (table["direction"] == direction)
+                                  & (table["process"] == process) & (table["memory"] != Memory.PAGEABLE)
+                                  & (frame.x_dur > 0))  # fmt: skip
+            mine = kernel & (table["process"] == process)
+            if len(rows) < 8 or not mine.any():
+                continue
+            rate, how = frame.link(direction)
+            copying = Cover(frame.x_start[rows], frame.x_end[rows])
+            moved = int(table["bytes"][rows].sum())
+            reached = moved / max(copying.total_ns, 1) * 1e9
+            if rate <= 0 or reached < 0.8 * rate or copying.total_ns < 0.8 * frame.span_ns:
+                continue
+            compute = Cover(frame.x_start[mine], frame.x_end[mine])
+            exposed = copying.total_ns - copying.intersect_ns(compute)
+            if exposed < 0.3 * copying.total_ns:
+                continue
+            alone = frame.x_dur[rows] - compute.within(frame.x_start[rows], frame.x_end[rows])
+            chosen.append(rows)
+            losses.append((alone * (exposed / max(int(alone.sum()), 1))).astype(np.int64))
+            name = "host to device" if direction == Direction.H2D else "device to host"
+            evidence += [
+                Evidence(f"{name}: {moved / 1e9:.3g} GB at {reached / 1e9:.1f} GB/s, the link busy "
+                         f"{share(copying.total_ns, frame.span_ns)} of the time", reached, "bytes/s", MEASURED),
+                Evidence(f"the link gives {rate / 1e9:.1f} GB/s", rate, "bytes/s", how),
+                Evidence(f"no kernel runs beside {ms(exposed)} of it", exposed, "ns", MEASURED),
+            ]  # fmt: skip
+    if not chosen:
+        return None
+    return frame.device_finding(
+        CAUSE, "The link is the limit: {lost} of copying with nothing to compute", "certain", np.concatenate(chosen),
+        np.concatenate(losses), evidence=evidence, saving=0.0, severity="info",
+        cure=(
+            "Move fewer bytes: a smaller KV type (fp8), more reuse on the GPU, a larger GPU share for weights",
+            "Recompute short prefixes instead of loading them where that is faster",
+            "A faster link, or both directions and several GPUs' links at once",
+        ),
+    )  # fmt: skip

@@ -1,0 +1,77 @@
+"""A load (CPU to GPU) that nothing orders before the compute that reads it: silent corruption.
+
+Mechanism: the load runs on a stream of its own; unless the compute stream waits for the load's event, or the host does
+before it launches, the kernels may read blocks that have not arrived.
+
+Signature: host-to-device copies on streams without kernels, kernels launched after a load was submitted run before it
+has ended, and fewer than half of the bursts of loads are followed by anything that could order them: an event that a
+compute stream waits for, or a synchronising or querying call of the host. Prefetching for a later step looks alike and
+is in order; it has one wait for each burst. In at least three bursts. A recorder that sees no event queries (kvprobe's
+own, counting only submissions) cannot tell polling from nothing, and then the finding abstains.
+
+Time lost: none. Predicted saving: none; results are at stake.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvprobe.diagnosis.finding import COUNTED, MEASURED, Confidence, Evidence, Finding
+from kvprobe.diagnosis.frame import Frame
+from kvprobe.diagnosis.intervals import Cover
+from kvprobe.diagnosis.ordering import LEAST, bursts, copies_apart, waits
+from kvprobe.recordings.model import CallKind, Direction
+
+CAUSE = "load_not_ordered"
+
+
+def find(frame: Frame) -> Finding | None:
+    """Loads that nothing awaits."""
+    guilty = []
+    evidence: list[Evidence] = []
+    for process, copies in copies_apart(frame, Direction.H2D):
+        rows = copies.rows
+        launches = np.flatnonzero((frame.process == process) & (frame.exec_start >= 0) & (
+            (frame.kind == CallKind.LAUNCH) | (frame.kind == CallKind.GRAPH)))  # fmt: skip
+        if not len(launches):
+            continue
+        kernels = Cover(frame.exec_start[launches], frame.exec_end[launches])
+        launched = np.sort(frame.start[launches])
+        followed = np.searchsorted(launched, frame.exec_end[rows]) > np.searchsorted(launched, frame.end[rows])
+        under = followed & (kernels.within(frame.end[rows], frame.exec_end[rows]) > 0)
+        burst = bursts(frame, process, rows)
+        count = int(burst[-1]) + 1
+        bad = np.unique(burst[under])
+        times, streams = waits(frame, process)
+        first, last = int(frame.start[rows[0]]), int(launched[-1])
+        device_side = times[np.isin(streams, frame.kernel_streams) & (times > first)]
+        host_side = np.flatnonzero((frame.process == process) & (frame.start > first) & (frame.start < last)
+                                   & ((frame.kind == CallKind.SYNC) | frame.is_named("eventquery", "streamquery")))
+        ordering = len(device_side) + len(host_side)
+        if len(bad) < LEAST or 2 * len(bad) < count or 2 * ordering >= count:
+            continue
+        guilty.append(rows[under])
+        evidence += [
+            Evidence(f"kernels launched after {len(bad)} of {count} bursts of loads ran before the loads had ended",
+                     len(bad), "1", MEASURED),
+            Evidence(f"compute streams waited for events {len(device_side)} times, the host waited or asked "
+                     f"{len(host_side)} times, in {count} bursts", ordering, "calls", COUNTED),
+        ]  # fmt: skip
+    if not guilty:
+        return None
+    rows = np.concatenate(guilty)
+    blind = all(source.format == "kvprobe" for source in frame.recording.source) and bool(frame.recording.source)
+    confidence: Confidence = "cannot tell" if blind else "likely"
+    return frame.finding(
+        CAUSE, "{calls} loads are not ordered before the compute that reads them", confidence, 0, len(rows),
+        lane="none", severity="warning" if blind else "critical", saving=0.0,
+        places=frame.places(rows, np.zeros(len(rows), dtype=np.int64)),
+        window=(int(frame.start[rows].min()), int(frame.end[rows].max())), evidence=evidence,
+        reason="cannot tell, because this recorder does not see event queries: the host may have polled" if blind else
+               "the recording does not say which bytes a kernel reads: a prefetch nobody used yet would be in order",
+        cure=(
+            "Record an event behind the load and let the compute stream wait for it before the first kernel that reads "
+            "the blocks (current_stream().wait_event(event))",
+            "Or launch those kernels only after cudaEventQuery has answered that the load is done",
+        ),
+    )  # fmt: skip

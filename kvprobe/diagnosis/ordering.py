@@ -1,0 +1,50 @@
+"""Whether copies and compute on different streams were ordered at all: shared by stores and loads."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvprobe.diagnosis.frame import Array, Frame
+from kvprobe.recordings.model import CallKind, Direction, Memory
+
+__all__ = ["Copies", "bursts", "copies_apart", "waits"]
+
+LEAST = 3  # bursts; fewer prove nothing
+
+
+class Copies:
+    """Asynchronous copies of one process and direction on streams that carry no kernels, in order of submission."""
+
+    def __init__(self, frame: Frame, process: int, direction: Direction) -> None:
+        """Finds them."""
+        kinds = (frame.kind == CallKind.COPY) | (frame.kind == CallKind.BATCH)
+        rows = np.flatnonzero(
+            kinds & (frame.process == process) & (frame.direction == direction) & (frame.memory != Memory.PAGEABLE)
+            & (frame.stream >= 0) & ~np.isin(frame.stream, frame.kernel_streams) & (frame.exec_end >= 0)
+        )  # fmt: skip
+        self.rows: Array = rows[np.argsort(frame.start[rows], kind="stable")]
+
+
+def copies_apart(frame: Frame, direction: Direction) -> list[tuple[int, Copies]]:
+    """For each process that has kernels: its copies on streams of their own; processes without any are left out."""
+    found = []
+    for process in np.unique(frame.process[(frame.kind == CallKind.LAUNCH) | (frame.kind == CallKind.GRAPH)]):
+        copies = Copies(frame, int(process), direction)
+        if len(copies.rows):
+            found.append((int(process), copies))
+    return found
+
+
+def waits(frame: Frame, process: int) -> tuple[Array, Array]:
+    """Times and streams of stream-waits-for-event calls of a process, by time."""
+    rows = np.flatnonzero((frame.process == process) & frame.is_named("streamwaitevent"))
+    rows = rows[np.argsort(frame.start[rows], kind="stable")]
+    return frame.start[rows], frame.stream[rows]
+
+
+def bursts(frame: Frame, process: int, rows: Array) -> Array:
+    """Number of the burst that each copy belongs to: a launch of the process between two copies begins a new one."""
+    launches = np.sort(frame.start[(frame.process == process)
+                                   & ((frame.kind == CallKind.LAUNCH) | (frame.kind == CallKind.GRAPH))])  # fmt: skip
+    at = np.searchsorted(launches, frame.start[rows])
+    return np.concatenate(([0], np.cumsum(at[1:] != at[:-1]))) if len(rows) else at

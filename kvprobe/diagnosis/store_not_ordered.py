@@ -1,0 +1,71 @@
+"""A store (GPU to CPU) that nothing orders after the compute that writes what it reads: silent corruption.
+
+Mechanism: the store runs on a stream of its own; without `cudaStreamWaitEvent` on that stream (or a wait by the host)
+it may read KV that the forward is still writing. vLLM up to 0.12 had it (fixed by its pull request 31341).
+
+Signature: device-to-host copies on a stream without kernels begin to execute while a kernel that was launched before
+the store was submitted is still running, and the store's stream was told to wait for an event in fewer than half of
+the bursts of stores, in at least three bursts. A store that is ordered never begins under an older kernel; one of an
+earlier step's blocks may, which is why waits are counted too. Event identities and addresses are not in recordings,
+so that the bytes were really wrong cannot be told: likely, never certain.
+
+Time lost: none. Predicted saving: none; results are at stake.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvprobe.diagnosis.finding import COUNTED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.frame import Frame, ms
+from kvprobe.diagnosis.ordering import LEAST, bursts, copies_apart, waits
+from kvprobe.recordings.model import CallKind, Direction
+
+CAUSE = "store_not_ordered"
+
+
+def find(frame: Frame) -> Finding | None:
+    """Stores that began under older kernels, without waits."""
+    guilty = []
+    evidence: list[Evidence] = []
+    for process, copies in copies_apart(frame, Direction.D2H):
+        rows = copies.rows
+        launches = np.flatnonzero((frame.process == process) & (frame.exec_end >= 0) & (
+            (frame.kind == CallKind.LAUNCH) | (frame.kind == CallKind.GRAPH)))  # fmt: skip
+        if not len(launches):
+            continue
+        launches = launches[np.argsort(frame.start[launches], kind="stable")]
+        latest_end = np.maximum.accumulate(frame.exec_end[launches])
+        before = np.searchsorted(frame.start[launches], frame.start[rows]) - 1
+        under = (before >= 0) & (latest_end[np.maximum(before, 0)] > frame.exec_start[rows])
+        burst = bursts(frame, process, rows)
+        count = int(burst[-1]) + 1
+        bad = np.unique(burst[under])
+        times, streams = waits(frame, process)
+        on_stores = times[np.isin(streams, frame.stream[rows])]
+        if len(bad) < LEAST or 2 * len(bad) < count or 2 * len(on_stores) >= count:
+            continue
+        rows = rows[under]
+        overlap = latest_end[before[under]] - frame.exec_start[rows]
+        guilty.append(rows)
+        evidence += [
+            Evidence(f"{len(rows)} stores in {len(bad)} of {count} bursts began while a kernel launched before them "
+                     f"was still running, up to {ms(int(overlap.max()))} before it ended", int(overlap.max()), "ns",
+                     MEASURED),
+            Evidence(f"their streams were told to wait for an event {len(on_stores)} times in {count} bursts",
+                     len(on_stores), "calls", COUNTED),
+        ]  # fmt: skip
+    if not guilty:
+        return None
+    rows = np.concatenate(guilty)
+    return frame.finding(
+        CAUSE, "{calls} stores are not ordered after the compute that writes what they read", "likely", 0, len(rows),
+        lane="none", severity="critical", saving=0.0, places=frame.places(rows, np.zeros(len(rows), dtype=np.int64)),
+        window=(int(frame.start[rows].min()), int(frame.end[rows].max())), evidence=evidence,
+        reason="the recording does not say which bytes a kernel writes: a store of older blocks would be in order",
+        cure=(
+            "Before each store: record an event on the compute stream and let the store's stream wait for it "
+            "(store_stream.wait_stream(torch.cuda.current_stream()))",
+            "vLLM up to 0.12: upgrade, or use kvprobe's adapter, which adds the wait",
+        ),
+    )  # fmt: skip

@@ -1,0 +1,114 @@
+"""Weights are brought in while nothing computes, although there is compute they could hide behind.
+
+Mechanism: offloaded weights are copied to the GPU on the compute stream, or just before they are needed, so each layer
+first waits for its bytes and then computes. With a prefetch of one layer the two run side by side.
+
+Signature: host-to-device copies that are weights, of which most of the time runs without a kernel of the same process
+beside it, while that process has kernels to hide them. What makes a copy a weight: the same source is loaded again and
+again, each time after the last has ended (a forward after a forward); or, where a recording has no addresses, ranges
+around the calls that say so (weight, param, layer, offload, prefetch, fsdp), or a repeating sequence of sizes of at
+least 1 MiB.
+
+Time lost: min(copy time, compute time) - time both already run together, over the stretch of the weight copies: the
+bound of a perfect prefetch is max(copy, compute). Predicted saving: the same.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.frame import Array, Frame, ms, share
+from kvprobe.diagnosis.intervals import Cover
+from kvprobe.recordings.model import Direction, Engine, Memory
+
+CAUSE = "weights_not_overlapped"
+WORDS = ("weight", "param", "layer", "offload", "prefetch", "fsdp", "onload", "all_gather", "allgather")
+
+
+def _weights(frame: Frame, rows: Array) -> tuple[Array, str]:
+    """Of H2D executions (sorted by start), those that are weights, and how that is known."""
+    table = frame.recording.executions
+    calls = frame.x_call[rows]
+    known = calls >= 0
+    source = np.where(known, frame.src[np.maximum(calls, 0)], 0)
+    if (source != 0).any():
+        order = np.lexsort((frame.x_start[rows], table["bytes"][rows], source))
+        new = np.ones(len(rows), dtype=bool)
+        new[1:] = (source[order][1:] != source[order][:-1]) | (
+            table["bytes"][rows][order][1:] != table["bytes"][rows][order][:-1]
+        )
+        group = np.cumsum(new) - 1
+        after = np.zeros(len(rows), dtype=bool)  # loaded again, and submitted after the load before it had ended
+        submitted = np.where(known, frame.start[np.maximum(calls, 0)], frame.x_start[rows])[order]
+        after[1:] = ~new[1:] & (submitted[1:] >= frame.x_end[rows][order][:-1])
+        times = np.bincount(group, weights=after)
+        weights = np.zeros(len(rows), dtype=bool)
+        weights[order] = (times >= 2)[group] & (source[order] != 0)
+        return rows[weights], "the same sources are loaded again and again"
+    if frame.recording.ranges.rows and known.any():
+        sample = np.flatnonzero(known)[:: 1 + int(known.sum()) // 300]
+        named = np.array([
+            any(w in frame.innermost_range(int(frame.process[calls[i]]), int(frame.thread[calls[i]]),
+                                           int(frame.start[calls[i]])).lower() for w in WORDS) for i in sample
+        ])  # fmt: skip
+        if named.mean() > 0.5:
+            return rows, "ranges around the copies name weights"
+    size = table["bytes"][rows]
+    large = size >= 1 << 20
+    big = size[large]
+    for period in range(2, min(len(big) // 3, 512) + 1):
+        if len(np.unique(big[:period])) > 1 and (big[period:] == big[:-period]).mean() > 0.95:
+            return rows[large], "a sequence of sizes repeats"
+    return rows[:0], ""
+
+
+def find(frame: Frame) -> Finding | None:
+    """Exposed weight copies."""
+    table = frame.recording.executions
+    loads = (table["engine"] == Engine.COPY) & (table["direction"] == Direction.H2D) & (
+        table["memory"] != Memory.PAGEABLE)  # fmt: skip
+    chosen: list[Array] = []
+    losses: list[Array] = []
+    copy_ns = compute_ns = both_ns = 0
+    reason = ""
+    for process in np.unique(table["process"][loads]):
+        rows = np.flatnonzero(loads & (table["process"] == process) & (frame.device.owner < 0))
+        rows = rows[np.argsort(frame.x_start[rows], kind="stable")]
+        rows, how = _weights(frame, rows)
+        if len(rows) < 4:
+            continue
+        kernel = np.flatnonzero((table["engine"] == Engine.KERNEL) & (table["process"] == process))
+        begin, end = int(frame.x_start[rows].min()), int(frame.x_end[rows].max())
+        compute = Cover(np.clip(frame.x_start[kernel], begin, end), np.clip(frame.x_end[kernel], begin, end))
+        copying = Cover(frame.x_start[rows], frame.x_end[rows])
+        both = copying.intersect_ns(compute)
+        loss = min(copying.total_ns, compute.total_ns) - both
+        if 2 * both > min(copying.total_ns, compute.total_ns) or loss <= 0:
+            continue
+        reason = how
+        copy_ns, compute_ns, both_ns = copy_ns + copying.total_ns, compute_ns + compute.total_ns, both_ns + both
+        exposed = frame.x_dur[rows] - compute.within(frame.x_start[rows], frame.x_end[rows])
+        chosen.append(rows)
+        losses.append((exposed * (loss / max(int(exposed.sum()), 1))).astype(np.int64))
+    if not chosen:
+        return None
+    rows, loss_ns = np.concatenate(chosen), np.concatenate(losses)
+    return frame.device_finding(
+        CAUSE, "Weight copies that compute could have hidden cost {lost}",
+        "certain" if reason.startswith("the same sources") else "likely", rows, loss_ns, lane="device",
+        evidence=(
+            Evidence(f"{len(rows)} weight copies took {ms(copy_ns)}; compute took {ms(compute_ns)} in the same stretch",
+                     copy_ns, "ns", MEASURED),
+            Evidence(f"only {share(both_ns, min(copy_ns, compute_ns))} of what could overlap did", both_ns, "ns",
+                     MEASURED),
+            Evidence(f"perfectly prefetched the stretch takes max(copy, compute) = {ms(max(copy_ns, compute_ns))}",
+                     max(copy_ns, compute_ns), "ns", INFERRED),
+            Evidence(f"these copies are taken for weights because {reason}", len(rows), "calls", INFERRED),
+        ),
+        cure=(
+            "Prefetch: copy layer i+1 on a stream of its own while layer i computes, ordered by events (kvprobe "
+            "weights --window 1; vLLM: offload_prefetch_step at least offload_num_in_group; diffusers: use_stream=True)",
+            "Keep fewer layers in CPU memory, spread evenly, so that each copy has compute to hide behind",
+        ),
+    )  # fmt: skip
