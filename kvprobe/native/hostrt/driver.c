@@ -1,0 +1,187 @@
+/* The driver's entry points that programs reach past the runtime: directly, by dlsym, or by asking for their address.
+ *
+ * They share the implementation, never the exported runtime function: an interposed symbol would count a call twice.
+ * CUresult and cudaError_t have the same numbers for everything returned here. */
+#include "rt.h"
+
+#include <dlfcn.h>
+#include <string.h>
+
+typedef unsigned long long device_pointer;
+
+static void *pointer(device_pointer p) { return (void *)(uintptr_t)p; }
+
+KVP_EXPORT int cuInit(unsigned flags) {
+    KVH_ENTER(cuInit, 0);
+    KVH_LEAVE(flags ? cudaErrorInvalidValue : cudaSuccess);
+}
+
+KVP_EXPORT int cuDriverGetVersion(int *version) {
+    if (!version) return cudaErrorInvalidValue;
+    *version = (int)kvh_runtime()->config.runtime_version;
+    return cudaSuccess;
+}
+
+KVP_EXPORT int cuMemcpyAsync(device_pointer dst, device_pointer src, size_t bytes, cudaStream_t stream) {
+    KVH_ENTER(cuMemcpyAsync, stream);
+    KVH_LEAVE(kvh_copy(c, pointer(dst), pointer(src), bytes, cudaMemcpyDefault, stream, false));
+}
+
+KVP_EXPORT int cuMemcpyHtoDAsync_v2(device_pointer dst, const void *src, size_t bytes, cudaStream_t stream) {
+    KVH_ENTER(cuMemcpyHtoDAsync_v2, stream);
+    KVH_LEAVE(kvh_copy(c, pointer(dst), src, bytes, cudaMemcpyHostToDevice, stream, false));
+}
+
+KVP_EXPORT int cuMemcpyDtoHAsync_v2(void *dst, device_pointer src, size_t bytes, cudaStream_t stream) {
+    KVH_ENTER(cuMemcpyDtoHAsync_v2, stream);
+    KVH_LEAVE(kvh_copy(c, dst, pointer(src), bytes, cudaMemcpyDeviceToHost, stream, false));
+}
+
+KVP_EXPORT int cuMemcpyDtoDAsync_v2(device_pointer dst, device_pointer src, size_t bytes, cudaStream_t stream) {
+    KVH_ENTER(cuMemcpyDtoDAsync_v2, stream);
+    KVH_LEAVE(kvh_copy(c, pointer(dst), pointer(src), bytes, cudaMemcpyDeviceToDevice, stream, false));
+}
+
+KVP_EXPORT int cuMemcpyAsync_ptsz(device_pointer, device_pointer, size_t, cudaStream_t)
+    __attribute__((alias("cuMemcpyAsync")));
+KVP_EXPORT int cuMemcpyHtoDAsync_v2_ptsz(device_pointer, const void *, size_t, cudaStream_t)
+    __attribute__((alias("cuMemcpyHtoDAsync_v2")));
+KVP_EXPORT int cuMemcpyDtoHAsync_v2_ptsz(void *, device_pointer, size_t, cudaStream_t)
+    __attribute__((alias("cuMemcpyDtoHAsync_v2")));
+KVP_EXPORT int cuMemcpyDtoDAsync_v2_ptsz(device_pointer, device_pointer, size_t, cudaStream_t)
+    __attribute__((alias("cuMemcpyDtoDAsync_v2")));
+
+/* 12.8 */
+KVP_EXPORT int cuMemcpyBatchAsync(device_pointer *dsts, device_pointer *srcs, size_t *sizes, size_t count,
+                                  kvp_memcpy_attributes *attrs, size_t *attr_indices, size_t attr_count,
+                                  size_t *fail_index, cudaStream_t stream) {
+    KVH_ENTER(cuMemcpyBatchAsync, stream);
+    cudaError_t error = kvh_batch(c, (void *const *)dsts, (const void *const *)srcs, sizes, count, attrs, attr_indices,
+                                  attr_count, stream);
+    if (error && fail_index) *fail_index = SIZE_MAX;
+    KVH_LEAVE(error);
+}
+KVP_EXPORT int cuMemcpyBatchAsync_ptsz(device_pointer *, device_pointer *, size_t *, size_t, kvp_memcpy_attributes *,
+                                       size_t *, size_t, size_t *, cudaStream_t)
+    __attribute__((alias("cuMemcpyBatchAsync")));
+
+/* 13.0 */
+KVP_EXPORT int cuMemcpyBatchAsync_v2(device_pointer *dsts, device_pointer *srcs, size_t *sizes, size_t count,
+                                     kvp_memcpy_attributes *attrs, size_t *attr_indices, size_t attr_count,
+                                     cudaStream_t stream) {
+    KVH_ENTER(cuMemcpyBatchAsync_v2, stream);
+    KVH_LEAVE(kvh_batch(c, (void *const *)dsts, (const void *const *)srcs, sizes, count, attrs, attr_indices,
+                        attr_count, stream));
+}
+KVP_EXPORT int cuMemcpyBatchAsync_v2_ptsz(device_pointer *, device_pointer *, size_t *, size_t, kvp_memcpy_attributes *,
+                                          size_t *, size_t, cudaStream_t)
+    __attribute__((alias("cuMemcpyBatchAsync_v2")));
+
+KVP_EXPORT int cuStreamSynchronize(cudaStream_t stream) {
+    KVH_ENTER(cuStreamSynchronize, stream);
+    KVH_LEAVE(kvh_stream_sync(c, stream));
+}
+
+KVP_EXPORT int cuCtxSynchronize(void) {
+    KVH_ENTER(cuCtxSynchronize, 0);
+    KVH_LEAVE(kvh_wait_all(c));
+}
+
+KVP_EXPORT int cuStreamCreate(cudaStream_t *stream, unsigned flags) {
+    KVH_ENTER(cuStreamCreate, 0);
+    KVH_LEAVE(kvh_stream_create(c, stream, flags, 0));
+}
+
+KVP_EXPORT int cuEventCreate(cudaEvent_t *event, unsigned flags) {
+    KVH_ENTER(cuEventCreate, 0);
+    KVH_LEAVE(kvh_event_create(c, event, flags));
+}
+
+/* The function handle is the kernel's address, as for cudaLaunchKernel. */
+KVP_EXPORT int cuLaunchKernel(void *fn, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                              unsigned shared_bytes, cudaStream_t stream, void **params, void **extra) {
+    (void)gx, (void)gy, (void)gz, (void)bx, (void)by, (void)bz, (void)shared_bytes, (void)extra;
+    KVH_ENTER(cuLaunchKernel, stream);
+    KVH_LEAVE(kvh_launch(c, fn, params, stream));
+}
+
+/* ---- addresses
+ * ------------------------------------------------------------------------------------------------------- */
+
+KVP_EXPORT int cuGetProcAddress(const char *symbol, void **fn, int version, uint64_t flags);
+KVP_EXPORT int cuGetProcAddress_v2(const char *symbol, void **fn, int version, uint64_t flags, int *status);
+
+/* Which function a name means for a caller that was built for `since` or later; the newest fitting entry wins. */
+static const struct {
+    const char *name;
+    int since;
+    void *fn;
+} entries[] = {
+    {"cuInit", 2000, (void *)cuInit},
+    {"cuDriverGetVersion", 2020, (void *)cuDriverGetVersion},
+    {"cuGetProcAddress", 11030, (void *)cuGetProcAddress},
+    {"cuGetProcAddress", 12000, (void *)cuGetProcAddress_v2},
+    {"cuMemcpyAsync", 4000, (void *)cuMemcpyAsync},
+    {"cuMemcpyHtoDAsync", 3020, (void *)cuMemcpyHtoDAsync_v2},
+    {"cuMemcpyDtoHAsync", 3020, (void *)cuMemcpyDtoHAsync_v2},
+    {"cuMemcpyDtoDAsync", 3020, (void *)cuMemcpyDtoDAsync_v2},
+    {"cuMemcpyBatchAsync", 12080, (void *)cuMemcpyBatchAsync},
+    {"cuMemcpyBatchAsync", 13000, (void *)cuMemcpyBatchAsync_v2},
+    {"cuStreamSynchronize", 2000, (void *)cuStreamSynchronize},
+    {"cuCtxSynchronize", 2000, (void *)cuCtxSynchronize},
+    {"cuStreamCreate", 2000, (void *)cuStreamCreate},
+    {"cuEventCreate", 2000, (void *)cuEventCreate},
+    {"cuLaunchKernel", 4000, (void *)cuLaunchKernel},
+};
+
+/* status: 0 found, 1 no such symbol, 2 the caller's version is too old for it. */
+static cudaError_t look_up(const char *symbol, void **fn, int version, int *status) {
+    if (!symbol || !fn) return cudaErrorInvalidValue;
+    int state = 1;
+    *fn = NULL;
+    for (unsigned i = 0; i < sizeof entries / sizeof *entries; i++) {
+        if (strcmp(symbol, entries[i].name)) continue;
+        if (version >= entries[i].since)
+            *fn = entries[i].fn, state = 0;
+        else if (state == 1)
+            state = 2;
+    }
+    if (status) *status = state;
+    return state ? 500 : cudaSuccess; /* CUDA_ERROR_NOT_FOUND */
+}
+
+int cuGetProcAddress(const char *symbol, void **fn, int version, uint64_t flags) {
+    (void)flags;
+    KVH_ENTER(cuGetProcAddress, 0);
+    KVH_LEAVE(look_up(symbol, fn, version, NULL));
+}
+
+int cuGetProcAddress_v2(const char *symbol, void **fn, int version, uint64_t flags, int *status) {
+    (void)flags;
+    KVH_ENTER(cuGetProcAddress, 0);
+    KVH_LEAVE(look_up(symbol, fn, version, status));
+}
+
+/* The runtime's forms report a missing symbol by their status alone. */
+KVP_EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **fn, unsigned version, uint64_t flags,
+                                                        int *status) {
+    (void)flags;
+    KVH_ENTER(cudaGetDriverEntryPointByVersion, 0);
+    int state = 1;
+    cudaError_t error = look_up(symbol, fn, (int)version, &state);
+    if (status) *status = state;
+    KVH_LEAVE(error == 500 ? cudaSuccess : error);
+}
+KVP_EXPORT cudaError_t cudaGetDriverEntryPointByVersion_ptsz(const char *, void **, unsigned, uint64_t, int *)
+    __attribute__((alias("cudaGetDriverEntryPointByVersion")));
+
+KVP_EXPORT cudaError_t cudaGetDriverEntryPoint(const char *symbol, void **fn, uint64_t flags, int *status) {
+    (void)flags;
+    KVH_ENTER(cudaGetDriverEntryPoint, 0);
+    int state = 1;
+    cudaError_t error = look_up(symbol, fn, (int)c->rt->config.runtime_version, &state);
+    if (status) *status = state;
+    KVH_LEAVE(error == 500 ? cudaSuccess : error);
+}
+KVP_EXPORT cudaError_t cudaGetDriverEntryPoint_ptsz(const char *, void **, uint64_t, int *)
+    __attribute__((alias("cudaGetDriverEntryPoint")));

@@ -1,0 +1,399 @@
+/* Memory: what is device, what is pinned, what is neither, and whether a copy stays inside it.
+ *
+ * Device addresses come out of one reserved range, so that a stale device pointer is recognised even where the kind of
+ * the copy is left to the runtime; a page between allocations that nothing may touch catches overruns. */
+#define _GNU_SOURCE
+#include "rt.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+enum { RANGE_DEVICE, RANGE_HOST, RANGE_REGISTERED, RANGE_DYING /* cudaFreeAsync was called, its turn has not come */ };
+
+typedef struct {
+    uintptr_t base;
+    size_t bytes, mapped;
+    uint8_t kind;
+} range;
+
+struct memory {
+    pthread_rwlock_t lock;
+    range *ranges; /* by base */
+    size_t count, room;
+    uintptr_t arena, arena_end, next;
+    size_t page;
+    uint64_t device_bytes, pinned_bytes, device_limit, pinned_limit;
+};
+
+memory *kvh_memory_new(const kvhost_config *config) {
+    memory *m = calloc(1, sizeof *m);
+    if (!m) return NULL;
+    pthread_rwlock_init(&m->lock, NULL);
+    m->page = (size_t)sysconf(_SC_PAGESIZE);
+    m->device_limit = config->memory_bytes;
+    m->pinned_limit = config->pinned_bytes;
+    size_t size = ((size_t)config->memory_bytes * 4 + (1u << 30)) & ~(m->page - 1);
+    for (; size > (1u << 24); size = size / 2 & ~(m->page - 1)) {
+        void *p = mmap(NULL, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (p == MAP_FAILED) continue;
+        m->arena = m->next = (uintptr_t)p;
+        m->arena_end = m->arena + size;
+        break;
+    }
+    return m;
+}
+
+void kvh_memory_free(memory *m) {
+    for (size_t i = 0; i < m->count; i++)
+        if (m->ranges[i].kind == RANGE_HOST) munmap((void *)m->ranges[i].base, m->ranges[i].mapped);
+    if (m->arena) munmap((void *)m->arena, m->arena_end - m->arena);
+    pthread_rwlock_destroy(&m->lock);
+    free(m->ranges);
+    free(m);
+}
+
+/* ---- the registry; lock held ----------------------------------------------------------------------------------------
+ */
+
+/* Index of the first range that begins above `address`. */
+static size_t above(const memory *m, uintptr_t address) {
+    size_t low = 0, high = m->count;
+    while (low < high) {
+        size_t middle = (low + high) / 2;
+        if (m->ranges[middle].base <= address)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static range *find(memory *m, uintptr_t address) {
+    size_t i = above(m, address);
+    if (!i || address - m->ranges[i - 1].base >= m->ranges[i - 1].bytes) return NULL;
+    return &m->ranges[i - 1];
+}
+
+static bool insert(memory *m, range r) {
+    if (m->count == m->room) {
+        size_t room = m->room ? 2 * m->room : 64;
+        range *ranges = realloc(m->ranges, room * sizeof *ranges);
+        if (!ranges) return false;
+        m->ranges = ranges;
+        m->room = room;
+    }
+    size_t i = above(m, r.base);
+    memmove(&m->ranges[i + 1], &m->ranges[i], (m->count++ - i) * sizeof r);
+    m->ranges[i] = r;
+    return true;
+}
+
+static void erase(memory *m, range *r) {
+    size_t i = (size_t)(r - m->ranges);
+    memmove(r, r + 1, (--m->count - i) * sizeof *r);
+}
+
+/* ---- classification
+ * --------------------------------------------------------------------------------------------------- */
+
+enum { PLAIN, PINNED, DEVICE, BAD };
+
+static int classify(memory *m, uintptr_t p, size_t bytes) {
+    if (p + bytes < p) return BAD;
+    range *r = find(m, p);
+    if (!r) return p >= m->arena && p < m->arena_end ? BAD : PLAIN;
+    if (r->kind == RANGE_DYING) return BAD;
+    int kind = r->kind == RANGE_DEVICE ? DEVICE : PINNED;
+    uintptr_t end = r->base + r->bytes;
+    while (p + bytes > end) { /* registrations that touch one another count as one */
+        if (++r == m->ranges + m->count || r->kind != RANGE_REGISTERED || r->base != end) return BAD;
+        end += r->bytes;
+    }
+    return kind;
+}
+
+cudaError_t kvh_route(runtime *rt, const void *dst, const void *src, size_t bytes, int kind, route *r) {
+    memory *m = rt->memory;
+    pthread_rwlock_rdlock(&m->lock);
+    int d = classify(m, (uintptr_t)dst, bytes), s = classify(m, (uintptr_t)src, bytes);
+    pthread_rwlock_unlock(&m->lock);
+    if (d == BAD || s == BAD || !dst || !src) return cudaErrorInvalidValue;
+    bool to_device = d == DEVICE, from_device = s == DEVICE;
+    static const int found_kind[2][2] = {{cudaMemcpyHostToHost, cudaMemcpyDeviceToHost},
+                                         {cudaMemcpyHostToDevice, cudaMemcpyDeviceToDevice}};
+    int found = found_kind[to_device][from_device];
+    if (kind != cudaMemcpyDefault && kind != found) return cudaErrorInvalidValue;
+    static const uint8_t directions[] = {KVP_H2H, KVP_H2D, KVP_D2H, KVP_D2D};
+    r->direction = directions[found];
+    r->class = found == cudaMemcpyHostToDevice ? KVHOST_H2D : KVHOST_D2H;
+    r->memory = KVP_MEM_DEVICE;
+    if (!to_device || !from_device)
+        r->memory = (!to_device && d == PLAIN) || (!from_device && s == PLAIN) ? KVP_MEM_PAGEABLE : KVP_MEM_PINNED;
+    return cudaSuccess;
+}
+
+cudaError_t kvh_device_check(runtime *rt, const void *p, size_t bytes) {
+    memory *m = rt->memory;
+    pthread_rwlock_rdlock(&m->lock);
+    int kind = classify(m, (uintptr_t)p, bytes);
+    pthread_rwlock_unlock(&m->lock);
+    return kind == DEVICE || kind == PINNED ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+/* ---- device memory
+ * ---------------------------------------------------------------------------------------------------- */
+
+/* First free place of `bytes` and a guard page in the arena, from `from` on; 0: none. */
+static uintptr_t place(memory *m, uintptr_t from, size_t bytes) {
+    for (size_t i = above(m, from);; i++) {
+        if (i && m->ranges[i - 1].base >= m->arena && m->ranges[i - 1].base < m->arena_end) {
+            uintptr_t end = m->ranges[i - 1].base + m->ranges[i - 1].mapped + m->page;
+            if (end > from) from = end;
+        }
+        uintptr_t limit = i < m->count && m->ranges[i].base < m->arena_end ? m->ranges[i].base : m->arena_end;
+        if (from < limit && limit - from >= bytes + m->page) return from;
+        if (limit == m->arena_end) return 0;
+    }
+}
+
+static cudaError_t device_alloc(runtime *rt, void **out, size_t bytes) {
+    memory *m = rt->memory;
+    if (!out) return cudaErrorInvalidValue;
+    *out = NULL;
+    if (!bytes) return cudaSuccess;
+    size_t mapped = (bytes + m->page - 1) & ~(m->page - 1);
+    if (mapped < bytes) return cudaErrorMemoryAllocation;
+    cudaError_t error = cudaErrorMemoryAllocation;
+    pthread_rwlock_wrlock(&m->lock);
+    uintptr_t at = 0;
+    if (bytes <= m->device_limit && m->device_bytes <= m->device_limit - bytes) {
+        at = place(m, m->next, mapped);
+        if (!at) at = place(m, m->arena, mapped);
+    }
+    /* Up to 256 MiB is made resident at once, as device memory is: first use must not look like a slow link. */
+    int populate = mapped <= (256u << 20) ? MAP_POPULATE : 0;
+    if (at && mmap((void *)at, mapped, PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE | populate, -1, 0) != MAP_FAILED) {
+        if (insert(m, (range){at, bytes, mapped, RANGE_DEVICE})) {
+            m->next = at + mapped + m->page;
+            m->device_bytes += bytes;
+            *out = (void *)at;
+            error = cudaSuccess;
+        }
+    }
+    pthread_rwlock_unlock(&m->lock);
+    return error;
+}
+
+static cudaError_t forget(memory *m, void *p, int kind, range *was) {
+    cudaError_t error = cudaErrorInvalidValue;
+    pthread_rwlock_wrlock(&m->lock);
+    range *r = find(m, (uintptr_t)p);
+    if (r && r->base == (uintptr_t)p && r->kind == kind) {
+        *was = *r;
+        if (kind == RANGE_DEVICE || kind == RANGE_DYING)
+            m->device_bytes -= r->bytes;
+        else
+            m->pinned_bytes -= r->bytes;
+        erase(m, r);
+        error = cudaSuccess;
+    } else if (kind == RANGE_REGISTERED) {
+        error = cudaErrorHostMemoryNotRegistered;
+    }
+    pthread_rwlock_unlock(&m->lock);
+    return error;
+}
+
+static void unmap_device(const range *r) {
+    mmap((void *)r->base, r->mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+}
+
+/* Unmaps first: a range that is still known is not handed out again. */
+void kvh_memory_release(runtime *rt, void *base) {
+    memory *m = rt->memory;
+    pthread_rwlock_rdlock(&m->lock);
+    range *r = find(m, (uintptr_t)base), was = r ? *r : (range){0};
+    pthread_rwlock_unlock(&m->lock);
+    if (was.kind != RANGE_DYING) return;
+    unmap_device(&was);
+    forget(m, base, RANGE_DYING, &was);
+}
+
+KVP_EXPORT cudaError_t cudaMalloc(void **p, size_t bytes) {
+    KVH_ENTER(cudaMalloc, 0);
+    kvh_trace_about(c, NULL, NULL, bytes, 1, 0, 0);
+    kvh_ctx_lock(c);
+    cudaError_t error = device_alloc(c->rt, p, bytes);
+    kvh_ctx_unlock(c);
+    KVH_LEAVE(error);
+}
+
+/* Waits for all work first, as CUDA does, so that no copy in flight loses its memory. */
+KVP_EXPORT cudaError_t cudaFree(void *p) {
+    KVH_ENTER(cudaFree, 0);
+    if (!p) KVH_LEAVE(cudaSuccess);
+    cudaError_t error = kvh_wait_all(c);
+    if (error) KVH_LEAVE(error);
+    range was;
+    kvh_ctx_lock(c);
+    error = forget(c->rt->memory, p, RANGE_DEVICE, &was);
+    if (!error) unmap_device(&was);
+    kvh_ctx_unlock(c);
+    KVH_LEAVE(error);
+}
+
+/* Ready at once: stream order is met trivially. Does not take the context lock (measured: goes through). */
+KVP_EXPORT cudaError_t cudaMallocAsync(void **p, size_t bytes, cudaStream_t stream) {
+    KVH_ENTER(cudaMallocAsync, stream);
+    kvh_trace_about(c, NULL, NULL, bytes, 1, 0, 0);
+    if (!kvh_stream(c->rt, stream)) KVH_LEAVE(cudaErrorInvalidResourceHandle);
+    KVH_LEAVE(device_alloc(c->rt, p, bytes));
+}
+
+/* Later copies that name it are refused from now on; the pages go in stream order. */
+KVP_EXPORT cudaError_t cudaFreeAsync(void *p, cudaStream_t stream) {
+    KVH_ENTER(cudaFreeAsync, stream);
+    if (!p) KVH_LEAVE(cudaSuccess);
+    if (!kvh_stream(c->rt, stream)) KVH_LEAVE(cudaErrorInvalidResourceHandle);
+    memory *m = c->rt->memory;
+    pthread_rwlock_wrlock(&m->lock);
+    range *r = find(m, (uintptr_t)p);
+    bool known = r && r->base == (uintptr_t)p && r->kind == RANGE_DEVICE;
+    if (known) r->kind = RANGE_DYING;
+    pthread_rwlock_unlock(&m->lock);
+    if (!known) KVH_LEAVE(cudaErrorInvalidValue);
+    op o = {.kind = OP_FREE, .class = KVHOST_COMPUTE, .freed = p};
+    KVH_LEAVE(kvh_submit_one(c, stream, &o)); /* an error: the device is lost, its pages go with it */
+}
+
+KVP_EXPORT cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
+    KVH_ENTER(cudaMemGetInfo, 0);
+    memory *m = c->rt->memory;
+    pthread_rwlock_rdlock(&m->lock);
+    if (free_bytes) *free_bytes = m->device_limit - m->device_bytes;
+    if (total_bytes) *total_bytes = m->device_limit;
+    pthread_rwlock_unlock(&m->lock);
+    KVH_LEAVE(cudaSuccess);
+}
+
+/* ---- host memory
+ * ------------------------------------------------------------------------------------------------------ */
+
+static cudaError_t host_alloc(call *c, void **p, size_t bytes) {
+    memory *m = c->rt->memory;
+    if (!p) return cudaErrorInvalidValue;
+    *p = NULL;
+    if (!bytes) return cudaSuccess;
+    kvh_ctx_lock(c);
+    cudaError_t error = cudaErrorMemoryAllocation;
+    size_t mapped = (bytes + m->page - 1) & ~(m->page - 1);
+    pthread_rwlock_wrlock(&m->lock);
+    if (mapped >= bytes &&
+        (!m->pinned_limit || (bytes <= m->pinned_limit && m->pinned_bytes <= m->pinned_limit - bytes))) {
+        void *at = mmap(NULL, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+        if (at != MAP_FAILED) {
+            if (insert(m, (range){(uintptr_t)at, bytes, mapped, RANGE_HOST})) {
+                m->pinned_bytes += bytes;
+                *p = at;
+                error = cudaSuccess;
+            } else {
+                munmap(at, mapped);
+            }
+        }
+    }
+    pthread_rwlock_unlock(&m->lock);
+    kvh_ctx_unlock(c);
+    return error;
+}
+
+KVP_EXPORT cudaError_t cudaHostAlloc(void **p, size_t bytes, unsigned flags) {
+    (void)flags;
+    KVH_ENTER(cudaHostAlloc, 0);
+    kvh_trace_about(c, NULL, NULL, bytes, 1, 0, 0);
+    KVH_LEAVE(host_alloc(c, p, bytes));
+}
+
+KVP_EXPORT cudaError_t cudaMallocHost(void **p, size_t bytes) {
+    KVH_ENTER(cudaMallocHost, 0);
+    kvh_trace_about(c, NULL, NULL, bytes, 1, 0, 0);
+    KVH_LEAVE(host_alloc(c, p, bytes));
+}
+
+KVP_EXPORT cudaError_t cudaFreeHost(void *p) {
+    KVH_ENTER(cudaFreeHost, 0);
+    if (!p) KVH_LEAVE(cudaSuccess);
+    cudaError_t error = kvh_wait_all(c);
+    if (error) KVH_LEAVE(error);
+    range was;
+    kvh_ctx_lock(c);
+    error = forget(c->rt->memory, p, RANGE_HOST, &was);
+    if (!error) munmap((void *)was.base, was.mapped);
+    kvh_ctx_unlock(c);
+    KVH_LEAVE(error);
+}
+
+KVP_EXPORT cudaError_t cudaHostRegister(void *p, size_t bytes, unsigned flags) {
+    (void)flags;
+    KVH_ENTER(cudaHostRegister, 0);
+    kvh_trace_about(c, NULL, p, bytes, 1, 0, 0);
+    uintptr_t base = (uintptr_t)p;
+    if (!p || !bytes || base + bytes < base) KVH_LEAVE(cudaErrorInvalidValue);
+    memory *m = c->rt->memory;
+    kvh_ctx_lock(c);
+    pthread_rwlock_wrlock(&m->lock);
+    cudaError_t error = cudaErrorMemoryAllocation;
+    size_t i = above(m, base + bytes - 1);
+    if (i && m->ranges[i - 1].base + m->ranges[i - 1].bytes > base)
+        error = cudaErrorHostMemoryAlreadyRegistered;
+    else if ((!m->pinned_limit || (bytes <= m->pinned_limit && m->pinned_bytes <= m->pinned_limit - bytes)) &&
+             insert(m, (range){base, bytes, 0, RANGE_REGISTERED}))
+        m->pinned_bytes += bytes, error = cudaSuccess;
+    pthread_rwlock_unlock(&m->lock);
+    kvh_ctx_unlock(c);
+    KVH_LEAVE(error);
+}
+
+KVP_EXPORT cudaError_t cudaHostUnregister(void *p) {
+    KVH_ENTER(cudaHostUnregister, 0);
+    cudaError_t error = kvh_wait_all(c);
+    if (error) KVH_LEAVE(error);
+    range was;
+    kvh_ctx_lock(c);
+    error = forget(c->rt->memory, p, RANGE_REGISTERED, &was);
+    kvh_ctx_unlock(c);
+    KVH_LEAVE(error);
+}
+
+/* struct cudaPointerAttributes, the part that all versions share. */
+typedef struct {
+    int type; /* 0 unregistered, 1 host, 2 device */
+    int device;
+    void *device_pointer, *host_pointer;
+} pointer_attributes;
+
+KVP_EXPORT cudaError_t cudaPointerGetAttributes(pointer_attributes *attributes, const void *p) {
+    KVH_ENTER(cudaPointerGetAttributes, 0);
+    if (!attributes) KVH_LEAVE(cudaErrorInvalidValue);
+    memory *m = c->rt->memory;
+    pthread_rwlock_rdlock(&m->lock);
+    range *r = find(m, (uintptr_t)p);
+    void *at = (void *)(uintptr_t)p;
+    if (!r)
+        *attributes = (pointer_attributes){0, -2, NULL, NULL};
+    else if (r->kind == RANGE_DEVICE)
+        *attributes = (pointer_attributes){2, 0, at, NULL};
+    else
+        *attributes = (pointer_attributes){1, 0, at, at};
+    pthread_rwlock_unlock(&m->lock);
+    KVH_LEAVE(cudaSuccess);
+}
+
+void kvh_memory_stats(runtime *rt, kvhost_stats *stats) {
+    memory *m = rt->memory;
+    pthread_rwlock_rdlock(&m->lock);
+    stats->device_bytes = m->device_bytes;
+    stats->pinned_bytes = m->pinned_bytes;
+    pthread_rwlock_unlock(&m->lock);
+}

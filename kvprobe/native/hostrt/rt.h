@@ -1,0 +1,417 @@
+/* What the host runtime's files share: its structures, the rules of its locks, and who offers what.
+ *
+ * LOCKS, in the order in which they may be taken:
+ *   stream.lock     one per stream: held through every call that names the stream, also while it blocks for a slot
+ *   runtime.lock    the scheduler: queues, engines, events, context lock state; held for well under a microsecond
+ *   memory lock, trace lock, fault lock: leaves
+ * The context lock is not a mutex but a state under runtime.lock, because a blocked submitter holds it while parked.
+ * Wake-ups are collected under runtime.lock and sent after it: a futex call takes longer than everything else there.
+ */
+#ifndef KVHOST_RT_H
+#define KVHOST_RT_H
+
+#include "kvhost.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+
+#define MAX_CHANNELS 32
+#define MAX_WORKERS 64
+#define CLASSES 3
+
+enum {
+    cudaErrorInvalidDeviceFunction = 98,
+    cudaErrorHostMemoryAlreadyRegistered = 712,
+    cudaErrorHostMemoryNotRegistered = 713
+};
+
+/* Every exported call: its name and its number in the record format (0: none). */
+#define KVH_APIS(X)                                                                                                    \
+    X(none, 0)                                                                                                         \
+    X(cudaGetDeviceCount, 0)                                                                                           \
+    X(cudaSetDevice, 0)                                                                                                \
+    X(cudaGetDevice, 0)                                                                                                \
+    X(cudaDeviceGetAttribute, 0)                                                                                       \
+    X(cudaDeviceGetStreamPriorityRange, 0)                                                                             \
+    X(cudaMemGetInfo, 0)                                                                                               \
+    X(cudaMalloc, 22)                                                                                                  \
+    X(cudaFree, 25)                                                                                                    \
+    X(cudaMallocAsync, 29)                                                                                             \
+    X(cudaFreeAsync, 0)                                                                                                \
+    X(cudaHostAlloc, 23)                                                                                               \
+    X(cudaMallocHost, 23)                                                                                              \
+    X(cudaFreeHost, 26)                                                                                                \
+    X(cudaHostRegister, 24)                                                                                            \
+    X(cudaHostUnregister, 42)                                                                                          \
+    X(cudaPointerGetAttributes, 0)                                                                                     \
+    X(cudaMemcpy, 10)                                                                                                  \
+    X(cudaMemcpyAsync, 1)                                                                                              \
+    X(cudaMemcpy2DAsync, 2)                                                                                            \
+    X(cudaMemcpyBatchAsync, 3)                                                                                         \
+    X(cudaMemset, 0)                                                                                                   \
+    X(cudaMemsetAsync, 11)                                                                                             \
+    X(cudaStreamCreate, 20)                                                                                            \
+    X(cudaStreamCreateWithFlags, 20)                                                                                   \
+    X(cudaStreamCreateWithPriority, 20)                                                                                \
+    X(cudaStreamGetPriority, 0)                                                                                        \
+    X(cudaStreamDestroy, 0)                                                                                            \
+    X(cudaStreamQuery, 0)                                                                                              \
+    X(cudaStreamSynchronize, 17)                                                                                       \
+    X(cudaStreamWaitEvent, 28)                                                                                         \
+    X(cudaEventCreate, 21)                                                                                             \
+    X(cudaEventCreateWithFlags, 21)                                                                                    \
+    X(cudaEventDestroy, 0)                                                                                             \
+    X(cudaEventRecord, 27)                                                                                             \
+    X(cudaEventQuery, 0)                                                                                               \
+    X(cudaEventSynchronize, 18)                                                                                        \
+    X(cudaEventElapsedTime, 0)                                                                                         \
+    X(cudaDeviceSynchronize, 19)                                                                                       \
+    X(cudaLaunchKernel, 12)                                                                                            \
+    X(cudaLaunchKernelExC, 13)                                                                                         \
+    X(cudaLaunchHostFunc, 0)                                                                                           \
+    X(cudaGetDriverEntryPoint, 0)                                                                                      \
+    X(cudaGetDriverEntryPointByVersion, 0)                                                                             \
+    X(kvhostLaunchDelay, 12)                                                                                           \
+    X(kvhostLaunchWork, 12)                                                                                            \
+    X(kvhostGateLaunch, 12)                                                                                            \
+    X(cuInit, 0)                                                                                                       \
+    X(cuGetProcAddress, 0)                                                                                             \
+    X(cuMemcpyAsync, 4)                                                                                                \
+    X(cuMemcpyHtoDAsync_v2, 5)                                                                                         \
+    X(cuMemcpyDtoHAsync_v2, 6)                                                                                         \
+    X(cuMemcpyDtoDAsync_v2, 7)                                                                                         \
+    X(cuMemcpyBatchAsync, 9)                                                                                           \
+    X(cuMemcpyBatchAsync_v2, 9)                                                                                        \
+    X(cuStreamSynchronize, 32)                                                                                         \
+    X(cuCtxSynchronize, 34)                                                                                            \
+    X(cuStreamCreate, 35)                                                                                              \
+    X(cuEventCreate, 36)                                                                                               \
+    X(cuLaunchKernel, 14)
+
+enum kvh_api {
+#define X(name, call) API_##name,
+    KVH_APIS(X)
+#undef X
+        API_COUNT
+};
+
+typedef struct runtime runtime;
+typedef struct stream stream;
+typedef struct event event;
+typedef struct channel channel;
+
+/* ---- parking ------------------------------------------------------------------------------------------------- */
+
+enum { PARK_WAITING = 0, PARK_ASLEEP = 1, PARK_GO = 2, PARK_ABORTED = 3 };
+
+/* One thread's wait for one thing; lives on its stack, linked into the list of what it waits for. */
+typedef struct parker {
+    _Atomic uint32_t state;
+    struct parker *next;
+    uint64_t target; /* of a stream's waiter: the count of completed operations that it waits for */
+} parker;
+
+typedef struct {
+    parker *head, *tail;
+} parkers;
+
+/* ---- operations ---------------------------------------------------------------------------------------------- */
+
+enum op_kind { OP_COPY, OP_RECORD, OP_WAIT, OP_DELAY, OP_WORK, OP_MEMSET, OP_FREE, OP_GATE, OP_HOSTFN };
+
+/* One occurrence of a record: done once, whatever the event is used for afterwards. Reference-counted under the lock.
+ */
+typedef struct marker {
+    struct marker *next_free;
+    uint32_t refs;
+    bool done;
+    uint64_t time_ns;
+    struct op *waits; /* OP_WAIT operations at the head of their streams */
+    parkers waiters;  /* threads in cudaEventSynchronize */
+} marker;
+
+typedef struct {
+    void *dst;
+    const void *src;
+    size_t bytes;
+} piece;
+
+/* What the chunks of one call share; freed with the last of them. */
+typedef struct {
+    uint32_t refs;
+    void *staging; /* copies of pageable sources */
+    piece pieces[];
+} batch;
+
+typedef struct op {
+    struct op *next;         /* in its stream */
+    struct op *next_channel; /* in its channel; afterwards in a marker's waits, a gate, the workers' queue */
+    stream *stream;
+    channel *channel; /* NULL: OP_WAIT */
+    uint8_t kind, class, direction;
+    bool started, holds_slot;
+    int fail; /* error to raise when executed */
+    uint64_t submit_ns, ready_ns, start_ns, finish_ns;
+    uint64_t trace_index; /* 1 + index; 0: not traced */
+    uint32_t trace_epoch;
+    uint32_t count; /* pieces */
+    uint64_t bytes;
+    union {
+        struct {
+            piece one; /* count 1 without batch */
+            const piece *pieces;
+            batch *batch;
+            size_t dst_pitch, src_pitch, height; /* height > 0: a 2D copy of `one`, one.bytes is the width */
+        } copy;
+        marker *marker; /* OP_RECORD, OP_WAIT */
+        struct {
+            uint64_t ns;
+            void (*fn)(void *);
+            void *arg;
+        } work; /* OP_DELAY, OP_WORK, OP_HOSTFN */
+        struct {
+            void *dst;
+            int value;
+            size_t bytes;
+        } set;
+        kvhost_gate *gate;
+        void *freed;
+    };
+} op;
+
+/* ---- streams, channels, engines ------------------------------------------------------------------------------ */
+
+#define STREAM_ALIVE 0x5354524du
+#define EVENT_ALIVE 0x45564e54u
+
+/* Streams and events live in memory that is reused and never given back: a stale handle is recognised, not followed. */
+struct stream {
+    _Atomic uint32_t alive;
+    uint32_t number;
+    _Atomic(runtime *) rt;
+    pthread_mutex_t lock;
+    stream *next, *prev; /* of the runtime's streams, or free */
+    op *head, *tail;
+    uint64_t submitted, completed; /* operations; never reset, so a waiter of an earlier life is never stranded */
+    uint64_t ready_ns;             /* when its newest completed operation ended */
+    parkers waiters;
+    int priority;
+    uint8_t last_class;
+    bool destroyed; /* pending work keeps it */
+};
+
+struct event {
+    _Atomic uint32_t alive;
+    unsigned flags;
+    _Atomic(runtime *) rt;
+    marker *marker; /* newest record */
+    event *next, *prev;
+};
+
+struct channel {
+    uint8_t class, index;
+    op *head, *tail; /* not started */
+    uint32_t outstanding;
+    uint32_t waiting;
+    uint64_t started_ns; /* start of its newest started operation: the next one cannot start earlier */
+    parkers waiters;     /* for a slot */
+    bool dirty, ready;
+    channel *next_dirty, *next_ready;
+};
+
+typedef struct {
+    runtime *rt;
+    pthread_t thread;
+    uint8_t class;
+    bool idle;
+    _Atomic uint32_t kick;      /* futex */
+    _Atomic uint64_t finish_ns; /* of what it executes; 0: idle */
+    channel *ready_head, *ready_tail;
+    uint64_t free_ns, oversleep_ns;
+} copy_engine;
+
+typedef struct {
+    op **heap; /* by finish_ns */
+    uint32_t size, room;
+    pthread_t thread;
+    uint64_t sleeping_until; /* 0: awake */
+    _Atomic uint32_t kick;
+} compute_engine;
+
+typedef struct {
+    pthread_t threads[MAX_WORKERS];
+    uint32_t count, idle;
+    op *head, *tail;
+    pthread_cond_t cond;
+} host_workers;
+
+struct kvhost_gate {
+    bool open;
+    uint32_t refs, reached;
+};
+
+typedef struct memory memory;
+
+struct runtime {
+    pthread_mutex_t lock;
+    kvhost_config config;
+    uint32_t channels_of[CLASSES], room, slack;
+    _Atomic int sticky;
+    bool stop;
+    bool used;       /* something was created or submitted: kvhostConfigure refuses */
+    uint32_t inside; /* threads parked */
+    parker *leaving; /* kvhostReset, waiting for them and for pending operations */
+
+    channel channels[CLASSES][MAX_CHANNELS];
+    uint32_t slack_used[CLASSES];
+    _Atomic uint32_t waiting[CLASSES];
+    channel *dirty;
+
+    stream *zero;
+    stream *streams; /* list, zero included */
+    event *events;
+    uint32_t next_stream;
+    uint64_t next_correlation;
+
+    bool ctx_exclusive;
+    uint32_t ctx_shared;
+    parkers ctx_want_exclusive, ctx_want_shared;
+
+    copy_engine copy[CLASSES]; /* [0] unused */
+    compute_engine compute;
+    host_workers workers;
+    op *gates_running; /* by next_channel */
+
+    op *free_ops;
+    marker *free_markers;
+    _Atomic uint32_t *wakes[16];
+    uint32_t wake_count;
+
+    kvhost_stats stats;
+    memory *memory;
+    _Atomic bool tracing;
+    _Atomic bool faults;
+    runtime *graveyard;
+};
+
+/* ---- one call -------------------------------------------------------------------------------------------------- */
+
+/* What a call knows of itself; on its stack. */
+typedef struct {
+    runtime *rt;
+    uint16_t api;
+    uint8_t reason;
+    bool tracing;
+    uint32_t trace_epoch;
+    uint64_t trace_index; /* 1 + index; 0: none */
+    uint64_t blocked_ns, longest_ns, queue_ns;
+    uint64_t correlation;
+    uint32_t chunks;
+} call;
+
+/* lifecycle.c: the runtime, started at first use; errors of the thread. */
+runtime *kvh_start(void);
+extern _Atomic(runtime *) kvh_current;
+static inline runtime *kvh_runtime(void) {
+    runtime *rt = atomic_load_explicit(&kvh_current, memory_order_acquire);
+    return __builtin_expect(rt != NULL, 1) ? rt : kvh_start();
+}
+uint32_t kvh_tid(void);
+cudaError_t kvh_begin(call *c, enum kvh_api api, uint64_t stream_handle); /* 0, or what the call must return */
+cudaError_t kvh_end(call *c, cudaError_t error);
+void kvh_blocked(call *c, enum kvhost_reason reason, uint64_t since_ns);
+void kvh_set_last_error(cudaError_t error);
+
+/* sched.c: the scheduler; all but lock/unlock want runtime.lock held. */
+void kvh_lock(runtime *rt);
+void kvh_unlock(runtime *rt);
+void kvh_wake_later(runtime *rt, _Atomic uint32_t *word);
+void kvh_park(parker *p, uint64_t spin_until_ns);
+void kvh_push(parkers *list, parker *p);
+void kvh_go(runtime *rt, parker *p, uint32_t state);
+void kvh_go_all(runtime *rt, parkers *list, uint32_t state);
+op *kvh_op(runtime *rt);
+marker *kvh_marker(runtime *rt);
+void kvh_unref(runtime *rt, marker *m);
+void kvh_settle_stream(runtime *rt, stream *s);
+void kvh_pump(runtime *rt);
+void kvh_complete(runtime *rt, op *o, uint64_t finish_ns);
+void kvh_start_op(runtime *rt, op *o); /* out of its channel */
+void kvh_release_slot(runtime *rt, op *o);
+void kvh_fail(runtime *rt, cudaError_t code); /* sticky */
+void kvh_let_leave(runtime *rt);
+
+/* submit.c: from a call to an operation. */
+stream *kvh_stream(runtime *rt, cudaStream_t handle); /* NULL: invalid */
+cudaError_t kvh_lock_stream(call *c, stream *s);
+void kvh_unlock_stream(stream *s);
+cudaError_t kvh_submit(call *c, stream *s, const op *proto);
+cudaError_t kvh_submit_one(call *c, cudaStream_t handle, const op *proto); /* lock, submit, unlock */
+cudaError_t kvh_wait_stream(call *c, stream *s, uint64_t target, enum kvhost_reason reason);
+cudaError_t kvh_wait_event(call *c, event *e);
+cudaError_t kvh_wait_all(call *c);
+void kvh_ctx_lock(call *c);
+void kvh_ctx_unlock(call *c);
+void kvh_ctx_share(call *c);   /* runtime.lock held */
+void kvh_ctx_unshare(call *c); /* runtime.lock held */
+
+/* engines.c */
+void kvh_engines_start(runtime *rt);
+void kvh_engines_stop(runtime *rt);
+void kvh_engine_ready(runtime *rt, channel *ch);
+void kvh_compute_start(runtime *rt, op *o);
+void kvh_worker_start(runtime *rt, op *o);
+void kvh_kick_all(runtime *rt);
+void kvh_gate_unref(kvhost_gate *gate);
+
+/* memory.c */
+typedef struct {
+    uint8_t direction; /* enum kvp_direction */
+    uint8_t memory;    /* enum kvp_memory of the host side; H2H: of the less able one */
+    uint8_t class;
+} route;
+memory *kvh_memory_new(const kvhost_config *config);
+void kvh_memory_free(memory *m);
+cudaError_t kvh_route(runtime *rt, const void *dst, const void *src, size_t bytes, int kind, route *r);
+cudaError_t kvh_device_check(runtime *rt, const void *p, size_t bytes);
+void kvh_memory_release(runtime *rt, void *base); /* of cudaFreeAsync: the mapping */
+void kvh_memory_stats(runtime *rt, kvhost_stats *stats);
+
+/* copy.c, launch.c, streams.c: what the runtime's and the driver's entry points share. */
+cudaError_t kvh_copy(call *c, void *dst, const void *src, size_t bytes, int kind, cudaStream_t stream, bool wait);
+cudaError_t kvh_batch(call *c, void *const *dsts, const void *const *srcs, const size_t *sizes, size_t count,
+                      const void *attrs, const size_t *attr_indices, size_t attr_count, cudaStream_t stream);
+cudaError_t kvh_launch(call *c, const void *fn, void **args, cudaStream_t stream);
+cudaError_t kvh_stream_create(call *c, cudaStream_t *out, unsigned flags, int priority);
+cudaError_t kvh_stream_sync(call *c, cudaStream_t stream);
+cudaError_t kvh_event_create(call *c, cudaEvent_t *out, unsigned flags);
+void kvh_release_handles(runtime *rt); /* at teardown */
+void kvh_handles_in_child(void);
+stream *kvh_stream_new(runtime *rt, int priority);
+void kvh_stream_retire(runtime *rt, stream *s);
+
+/* faults.c, trace.c */
+cudaError_t kvh_fault(enum kvh_api api);
+cudaError_t kvh_fault_copy(int *execution);
+void kvh_faults_clear(void);
+void kvh_faults_in_child(void);
+void kvh_trace_begin(call *c, uint64_t stream_handle);
+void kvh_trace_end(call *c, cudaError_t error);
+void kvh_trace_about(call *c, const void *dst, const void *src, uint64_t bytes, uint32_t count, uint8_t direction,
+                     uint8_t memory);
+void kvh_trace_submitted(call *c, const stream *s, const channel *ch);
+void kvh_trace_executed(const op *o, bool dropped);
+void kvh_trace_forget(void);
+void kvh_trace_in_child(void);
+
+#define KVH_ENTER(name, handle)                                                                                        \
+    call frame;                                                                                                        \
+    call *c = &frame;                                                                                                  \
+    {                                                                                                                  \
+        cudaError_t first = kvh_begin(c, API_##name, (uint64_t)(uintptr_t)(handle));                                   \
+        if (__builtin_expect(first != 0, 0)) return kvh_end(c, first);                                                 \
+    }
+#define KVH_LEAVE(error) return kvh_end(c, (error))
+
+#endif
