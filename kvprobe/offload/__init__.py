@@ -1,4 +1,4 @@
-"""The instrumented offload engine: transfers, stream policies, redundant-load dedup, block pools, the auto controller."""
+"""The instrumented offload engine: transfers, stream policies, dedup, block pools, the auto controller."""
 
 from kvprobe.offload.blocks import BlockPool
 from kvprobe.offload.cache import BlockCache

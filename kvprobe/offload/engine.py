@@ -30,7 +30,7 @@ from kvprobe.probe.recorder import Recorder
 
 POLICIES = ("shared", "pooled", "auto")
 TIMED_TRANSFERS = 512  # transfers in flight at once, both directions; more wait in the engine
-RESERVE = 64  # places of a stream's queue that stay free: events, waits, what the count does not see
+RESERVE = 32  # places of a stream's queue that stay free: events, waits, what the count does not see
 STOP_CALLS, STOP_NS = 16, 5_000_000  # auto looks up after this many blocked calls, or this much time in them
 RENEW_CLOCK_NS = 10_000_000_000
 COMPUTE = object()  # `after`: the engine's compute stream
@@ -108,6 +108,7 @@ class OffloadEngine:
         compute_stream: int = 0,
         detail: str = "transfers",
         limits: QueueLimits | None = None,
+        records: int = 0,
     ) -> None:
         """Creates streams and events up front.
 
@@ -121,6 +122,7 @@ class OffloadEngine:
             compute_stream: the stream whose work stores wait for and loads wait for, unless a call names another.
             detail: "off", "totals", "transfers" or "copies".
             limits: the launch queue, if known; default: calibrated now.
+            records: single copies kept in the ring file at detail "copies"; 0: the default, 16,384.
 
         Raises:
             UsageError: an unknown policy or detail, a bound below 1, pools that do not fit each other.
@@ -136,7 +138,7 @@ class OffloadEngine:
         self.detector = Detector(self.limits)
         self.policy = "shared" if policy == "auto" else policy
         self.controller = Controller(self, active=policy == "auto")
-        self.recorder = Recorder(detail)
+        self.recorder = Recorder(detail, records)
         self.broken: Exception | None = None
         self._detail = DETAIL[detail]
         self._lock = threading.RLock()
@@ -145,7 +147,7 @@ class OffloadEngine:
         self._ranges = ranges()
         streams = bound or self.limits.channels
         # Loads and stores may share channels: each takes at most half of a channel's places.
-        self._stream_limit = max((self.limits.depth - RESERVE) // 2, self.limits.depth // 4, 1)
+        self._stream_limit = max((self.limits.depth - RESERVE) // 2, 1)
         self._every = max(self._stream_limit // 4, 1)
         self._pools = [StreamPool(runtime, streams, priority) for _ in range(2)]
         self._shared = [runtime.stream_create() for _ in range(2)]
@@ -270,7 +272,7 @@ class OffloadEngine:
             left = transfer.copies - transfer.submitted
             paced = self.policy != "shared" or transfer.policy != "shared"
             if paced:
-                room = self._stream_limit - state.outstanding.get(stream, 0)
+                room = self._room(state, stream)
                 if room < min(left, self._every):
                     return False
                 left = min(left, room)
@@ -282,8 +284,6 @@ class OffloadEngine:
     def _begin(self, state: _Direction, transfer: Transfer) -> bool:
         """Gives a transfer its stream, its waits and its start event; False while there is none to give."""
         if len(self._timed) < 2:
-            return False
-        if self.policy == "pooled" and state.pool.in_use == len(state.pool.streams) and not self._room(state):
             return False
         transfer.policy = self.policy
         transfer.stream = stream = state.shared if self.policy == "shared" else state.pool.take()
@@ -301,8 +301,15 @@ class OffloadEngine:
         transfer.range = self._ranges.start(f"{transfer.direction} {transfer.id} stream {stream:#x}", transfer.bytes)
         return True
 
-    def _room(self, state: _Direction) -> bool:
-        return any(state.outstanding.get(stream, 0) < self._stream_limit - self._every for stream in state.pool.streams)
+    def _room(self, state: _Direction, stream: int) -> int:
+        """Operations that a stream takes without any danger of blocking.
+
+        The pooled streams were made one after another and lie on channels of their own; the shared stream lies on the
+        channel of one of them, so what it still holds counts against each.
+        """
+        held = state.outstanding.get(stream, 0)
+        others = state.outstanding.get(state.shared, 0) if stream != state.shared else 0
+        return min(self._stream_limit, self.limits.depth - RESERVE - others) - held
 
     def _submit_copies(self, state: _Direction, transfer: Transfer, count: int) -> bool:
         """One run of the native loop; True when it issued all `count` copies."""
@@ -513,6 +520,13 @@ class OffloadEngine:
         with self._lock:
             return {stream: count for state in self._directions.values()
                     for stream, count in state.outstanding.items() if count}  # fmt: skip
+
+    def pending_bytes(self, direction: str) -> int:
+        """Bytes of a direction that were asked for and are not known to be copied, those that wait here included."""
+        state = self._directions[direction]
+        with self._lock:
+            copies = sum(state.outstanding.values()) + sum(each.copies - each.submitted for each in state.queue)
+        return copies * self.mapping.piece_bytes
 
     @property
     def streams(self) -> dict[str, list[int]]:

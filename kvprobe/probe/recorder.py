@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Protocol
 
-from kvprobe.native.library import DETAIL, Record, core
+from kvprobe.native.library import DETAIL, Record, RingOptions, core
 
 log = logging.getLogger("kvprobe")
 TRANSFER = 64  # enum kvp_call
@@ -55,10 +55,10 @@ class Recorder:
     there when the last engine closes.
     """
 
-    def __init__(self, detail: str) -> None:
-        """Opens the ring file, or joins the one that is open."""
+    def __init__(self, detail: str, records: int = 0) -> None:
+        """Opens the ring file, or joins the one that is open; `records` a thread are kept, 0: the default."""
         self._level = DETAIL[detail]
-        self._open = self._level > 0 and _join()
+        self._open = self._level > 0 and _join(records)
 
     @property
     def path(self) -> Path | None:
@@ -94,13 +94,13 @@ class Recorder:
             _leave()
 
 
-def _join() -> bool:
+def _join(records: int) -> bool:
     global _users, _path
     with _lock:
         if not _users and not core().kvp_ring_is_open():
             folder = os.environ.get("KVPROBE_RUN") or tempfile.gettempdir()
             path = Path(folder) / f"engine-{os.getpid()}-{core().kvp_now_ns()}.kvp"
-            code = core().kvp_ring_open(os.fsencode(path), b"engine", None)
+            code = core().kvp_ring_open(os.fsencode(path), b"engine", ct.byref(RingOptions(ring_capacity=records)))
             if code:
                 log.warning("nothing is recorded: %s cannot be written (%s)", path, os.strerror(-code))
                 return False

@@ -1,0 +1,433 @@
+"""A server in miniature: requests with shared prefixes whose KV blocks come from CPU memory, beside a model's steps.
+
+It is what `kvprobe demo` and `kvprobe bench` run: real transfers through the real engine, a loop of compute launches
+whose step time is the victim, every byte compared. On a GPU the steps are torch matrix products on a torch stream; on
+the embedded host runtime they are timed operations.
+"""
+
+from __future__ import annotations
+
+import ctypes as ct
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvprobe.cuda import Runtime, device_region, host_region
+from kvprobe.errors import KvprobeError
+from kvprobe.launchqueue import QueueLimits
+from kvprobe.native.library import core
+from kvprobe.offload import BlockCache, BlockPool, LoadDedup, OffloadEngine, Transfer
+
+PREFIX, UNIQUE = 16, 8  # blocks of a request: shared with its group, its own
+GROUPS, GROUP_SIZE = 8, 6  # prefixes, and how many requests arrive together with one
+HOLD_STEPS = 6  # steps a loaded request runs before its GPU blocks are free
+SPARE = 16  # requests whose bytes are still being compared
+STEP_NS = 5_000_000
+PARTS = ("build", "submit", "wait", "copy", "poll")  # of a transfer's split
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a workload, chosen for the machine.
+
+    Attributes:
+        layers: layers of the cache.
+        piece_bytes: one copy: a block of one layer.
+        concurrency: requests that load at the same time.
+        gpu_blocks: blocks of the GPU pool.
+        cpu_blocks: blocks of the CPU pool.
+        link_bytes_per_s: measured with one large copy.
+    """
+
+    layers: int
+    piece_bytes: int
+    concurrency: int
+    gpu_blocks: int
+    cpu_blocks: int
+    link_bytes_per_s: float
+
+    @property
+    def block_bytes(self) -> int:
+        """One block, all layers."""
+        return self.layers * self.piece_bytes
+
+
+def shape_for(runtime: Runtime, limits: QueueLimits, copy_ns: int = 100_000) -> Shape:
+    """Chooses copies of up to `copy_ns` and enough requests at once to fill one launch queue half again.
+
+    Raises:
+        KvprobeError: the device has too little memory for that.
+    """
+    link = _link(runtime)
+    layers = 2
+    # what a request loads when the others of its group do not load the prefix again
+    copies = (PREFIX // GROUP_SIZE + UNIQUE) * layers
+    concurrency = -(-limits.depth * 3 // 2 // copies)
+    piece = 1 << max(int(link * copy_ns / 1e9).bit_length() - 1, 12)
+    cpu_blocks = GROUPS * PREFIX + (concurrency + SPARE) * UNIQUE
+    gpu_blocks = (concurrency + HOLD_STEPS * 2) * (PREFIX + UNIQUE) + GROUPS * PREFIX
+    free, _ = runtime.mem_info()
+    while (gpu_blocks + cpu_blocks // 8) * layers * piece > 0.7 * free and piece > 65536:
+        piece //= 2
+    if gpu_blocks * layers * piece > 0.9 * free:
+        need = gpu_blocks * layers * piece
+        raise KvprobeError(f"the device has {free >> 20} MiB free; this workload needs {need >> 20} MiB")
+    return Shape(layers, piece, concurrency, gpu_blocks, cpu_blocks, link)
+
+
+def _link(runtime: Runtime) -> float:
+    """Bytes per second of one large copy to the device, best of three."""
+    size = 32 << 20 if runtime.provider == "host" else 256 << 20
+    device, host = device_region(runtime, size), host_region(runtime, size)
+    stream, start, end = runtime.stream_create(), runtime.event_create(True), runtime.event_create(True)
+    best = 0.0
+    for _ in range(3):
+        runtime.event_record(start, stream)
+        runtime.memcpy_async(device.address, host.address, size, "h2d", stream)
+        runtime.event_record(end, stream)
+        runtime.event_synchronize(end)
+        best = max(best, size / (runtime.event_elapsed_ms(start, end) * 1e-3))
+    for event in (start, end):
+        runtime.event_destroy(event)
+    runtime.stream_destroy(stream)
+    return best
+
+
+@dataclass
+class _Request:
+    id: int
+    keys: list[int]
+    state: str = "waiting"  # then "loading", "running"
+    fresh: list[int] = field(default_factory=list)  # keys it loads itself
+    blocks: list[int] = field(default_factory=list)  # GPU blocks it loads into
+    source: list[int] = field(default_factory=list)  # CPU blocks it loads from
+    shares: list[int] = field(default_factory=list)  # resident keys it holds
+    until_step: int = 0
+    finished: bool = False  # the model has run it
+    verified: bool = False  # its bytes have been compared
+
+
+@dataclass
+class Measured:
+    """What a run of the workload measured.
+
+    Attributes:
+        steps: (start_ns, dur_ns) of each step.
+        occupancy: (time_ns, outstanding) of the load streams, once a step.
+        splits: sums of the transfers' splits: build, submit, wait, copy, poll, in ns.
+        bytes_loaded: by completed loads.
+        bytes_verified: compared, both sides.
+        requests: served.
+        start_ns: of the run.
+        end_ns: of the run.
+    """
+
+    steps: list[tuple[int, int]] = field(default_factory=list)
+    occupancy: list[tuple[int, dict[int, int]]] = field(default_factory=list)
+    splits: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    bytes_loaded: int = 0
+    bytes_verified: int = 0
+    requests: int = 0
+    start_ns: int = 0
+    end_ns: int = 0
+
+
+class Server:
+    """One engine under load. `run` plays steps; `close` waits for the verifier and gives everything back."""
+
+    def __init__(self, runtime: Runtime, shape: Shape, limits: QueueLimits, policy: str, dedup: str,
+                 records: int = 1 << 18) -> None:  # fmt: skip
+        """Allocates the pools and fills the CPU side with a pattern that names block, layer and offset."""
+        self.runtime, self.shape = runtime, shape
+        self._device = _CudaModel(runtime, shape) if runtime.provider == "cuda" else _HostModel(runtime, shape)
+        self._gpu = BlockPool(runtime, self._device.layers(shape.gpu_blocks), shape.piece_bytes)
+        self._cpu_layers = [host_region(runtime, shape.cpu_blocks * shape.piece_bytes) for _ in range(shape.layers)]
+        self._cpu = BlockPool(runtime, self._cpu_layers, shape.piece_bytes)
+        self._fill()
+        self.engine = OffloadEngine(runtime, self._gpu, self._cpu, policy=policy, limits=limits, detail="copies",
+                                    records=records, compute_stream=self._device.stream)  # fmt: skip
+        self._now = core().kvp_now_ns
+        self.cache = BlockCache(shape.cpu_blocks)
+        keys = list(range(shape.cpu_blocks))
+        self.cache.begin_store(keys)
+        self.cache.end(keys)
+        self.dedup = LoadDedup(self._now, self._would_take, shape.block_bytes, dedup)
+        self.measured = Measured()
+        self._free = list(range(shape.gpu_blocks))
+        self._resident: dict[int, int] = {}  # shared key -> GPU block
+        self._own = deque(range(GROUPS * PREFIX, shape.cpu_blocks, UNIQUE))  # first own key of a request to come
+        self._users: dict[int, int] = {}  # resident key -> requests that hold it
+        self._waiting: deque[_Request] = deque()
+        self._loading: dict[int, _Request] = {}
+        self._running: deque[_Request] = deque()
+        self._ids = 0
+        self._step = 0
+        self._marks = [runtime.event_create(), runtime.event_create()]
+        self._verify: queue.SimpleQueue[tuple[_Request, Transfer] | None] = queue.SimpleQueue()
+        self._verified: deque[_Request] = deque()
+        self._fault: Exception | None = None
+        self._verifier = threading.Thread(target=self._verify_loop, name="kvprobe-verify", daemon=True)
+        self._verifier.start()
+
+    def _fill(self) -> None:
+        words = self.shape.piece_bytes // 8
+        ramp = np.arange(words, dtype=np.uint64)
+        for layer, region in enumerate(self._cpu_layers):
+            view = np.frombuffer(region.owner.view(), dtype=np.uint64).reshape(self.shape.cpu_blocks, words)
+            for block in range(self.shape.cpu_blocks):
+                np.add(ramp, np.uint64(pattern(layer, block)), out=view[block])
+
+    def _would_take(self, size: int) -> int:
+        return int((size + self.engine.pending_bytes("load")) / self.shape.link_bytes_per_s * 1e9)
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def run(self, seconds: float, tick: Callable[[float], None] | None = None) -> Measured:
+        """Plays steps for that long: admit, launch, poll, wait for the step before; `tick` gets the share done."""
+        measured, now = self.measured, self._now
+        begin = now()
+        measured.start_ns = measured.start_ns or begin
+        end = begin + int(seconds * 1e9)
+        while (start := now()) < end:
+            self._one_step()
+            measured.steps.append((start, now() - start))
+            measured.occupancy.append((now(), self.engine.outstanding()))
+            if tick:
+                tick((now() - begin) / (end - begin))
+            if self._fault:
+                raise self._fault
+        measured.end_ns = now()
+        return measured
+
+    def _one_step(self) -> None:
+        self._step += 1
+        mark = self._marks[self._step % 2]
+        self._admit()
+        self._device.step()
+        self.runtime.event_record(mark, self._device.stream)
+        self._collect()
+        if self._step > 1:  # as a server does: prepare one step while the one before runs
+            self.runtime.event_synchronize(self._marks[(self._step - 1) % 2])
+
+    def _admit(self) -> None:
+        while len(self._waiting) + len(self._loading) < self.shape.concurrency and self._own:
+            self._arrive()
+        for request in list(self._waiting):
+            missing = [key for key in request.keys if key not in self._resident]
+            count = self.dedup.lookup(request.id, missing, self.cache.__contains__)
+            if count is None:
+                continue
+            if count > len(self._free):
+                break
+            self._waiting.remove(request)
+            self._load(request, missing[:count])
+
+    def _arrive(self) -> None:
+        """A group of requests with one prefix."""
+        group = (self._ids // GROUP_SIZE) % GROUPS
+        prefix = list(range(group * PREFIX, (group + 1) * PREFIX))
+        own = self._own.popleft()
+        self._waiting.append(_Request(self._ids, prefix + list(range(own, own + UNIQUE))))
+        self._ids += 1
+
+    def _load(self, request: _Request, fresh: list[int]) -> None:
+        request.shares = [key for key in request.keys if key not in fresh]
+        for key in request.shares:
+            self._users[key] += 1
+        request.fresh, request.state = fresh, "loading"
+        request.source = self.cache.begin_load(fresh)
+        request.blocks = [self._free.pop() for _ in fresh]
+        self._loading[request.id] = request
+        if not fresh:
+            request.verified = True
+            self._loaded(request)
+            return
+        self.dedup.started(fresh)
+        self.engine.load(request.source, request.blocks, tag=request)
+
+    def _collect(self) -> None:
+        for transfer in self.engine.poll():
+            request = transfer.tag
+            transfer.result()
+            split = transfer.split()
+            for part in self.measured.splits:
+                self.measured.splits[part] += getattr(split, f"{part}_ns")
+            self.measured.bytes_loaded += transfer.bytes
+            self.cache.end(request.fresh)
+            self.dedup.ended(request.fresh)
+            self._verify.put((request, transfer))
+            self._loaded(request)
+        while self._running and self._running[0].until_step <= self._step:
+            request = self._running.popleft()
+            request.finished = True
+            self.measured.requests += 1
+            self._release(request)
+        while self._verified:
+            request = self._verified.popleft()
+            request.verified = True
+            self._own.append(request.keys[PREFIX])  # its source blocks serve another request
+            self._release(request)
+
+    def _release(self, request: _Request) -> None:
+        """A request that was both run and compared lets its blocks go."""
+        if not (request.finished and request.verified):
+            return
+        for key in request.shares:
+            self._users[key] -= 1
+            if not self._users[key]:  # its last reader is gone: memory pressure takes it off the GPU
+                self._free.append(self._resident.pop(key))
+                del self._users[key]
+        for key, block in zip(request.fresh, request.blocks, strict=True):
+            if key not in request.shares:
+                self._free.append(block)
+
+    def _loaded(self, request: _Request) -> None:
+        del self._loading[request.id]
+        request.state, request.until_step = "running", self._step + HOLD_STEPS
+        for key, block in zip(request.fresh, request.blocks, strict=True):
+            if key < GROUPS * PREFIX and key not in self._resident:
+                self._resident[key] = block
+                self._users[key] = 1
+                request.shares.append(key)
+        self._running.append(request)
+
+    # -- comparing bytes -----------------------------------------------------------------------------------------
+
+    def _verify_loop(self) -> None:
+        while (item := self._verify.get()) is not None:
+            request, _ = item
+            try:
+                self._device.verify(self._gpu, request.blocks, self._cpu, request.source)
+                self.measured.bytes_verified += len(request.blocks) * self.shape.block_bytes
+            except Exception as error:
+                self._fault = error
+                return
+            self._verified.append(request)
+
+    def close(self) -> None:
+        """Drains, compares what is left, and gives back streams, events and memory.
+
+        Raises:
+            KvprobeError: a byte differed.
+        """
+        while self._loading:
+            self.engine.wait()
+            self._collect()
+        self._verify.put(None)
+        self._verifier.join()
+        self.runtime.synchronize()
+        self.engine.close()
+        for mark in self._marks:
+            self.runtime.event_destroy(mark)
+        self._device.close()
+        for region in self._cpu_layers:
+            region.owner.close()
+        if self._fault:
+            raise self._fault
+
+
+def pattern(layer: int, block: int) -> int:
+    """First word of a block's content; the words after it count up."""
+    return (layer << 56) | (block << 32)
+
+
+class _HostModel:
+    """Steps as timed operations of the host runtime; device memory is ordinary memory there."""
+
+    LAUNCHES = 10
+
+    def __init__(self, runtime: Runtime, shape: Shape) -> None:
+        self._runtime, self._shape = runtime, shape
+        self.stream = runtime.stream_create()
+        self._regions: list[Any] = []
+        self._memcmp = ct.CDLL(None).memcmp
+        self._memcmp.argtypes = [ct.c_void_p, ct.c_void_p, ct.c_size_t]
+
+    def layers(self, blocks: int) -> list[Any]:
+        size = blocks * self._shape.piece_bytes
+        self._regions = [device_region(self._runtime, size) for _ in range(self._shape.layers)]
+        return self._regions
+
+    def step(self) -> None:
+        for _ in range(self.LAUNCHES):
+            self._runtime.launch_delay(self.stream, STEP_NS // self.LAUNCHES)
+
+    def verify(self, gpu: BlockPool, gpu_blocks: list[int], cpu: BlockPool, cpu_blocks: list[int]) -> None:
+        size = self._shape.piece_bytes
+        left = gpu.addresses(np.array(gpu_blocks), size)
+        right = cpu.addresses(np.array(cpu_blocks), size)
+        for a, b in zip(left.tolist(), right.tolist(), strict=True):
+            if self._memcmp(a, b, size):
+                raise KvprobeError(f"a loaded block differs from its source ({a:#x} and {b:#x})")
+
+    def close(self) -> None:
+        self._runtime.stream_destroy(self.stream)
+        for region in self._regions:
+            region.owner.close()
+
+
+class _CudaModel:
+    """Steps as matrix products on a torch stream; blocks are compared on the device against the pattern."""
+
+    def __init__(self, runtime: Runtime, shape: Shape) -> None:
+        try:
+            import torch
+        except ImportError:
+            raise KvprobeError("the demo's model loop on a GPU needs torch with CUDA; or use --device host") from None
+        self._torch, self._shape = torch, shape
+        self._stream = torch.cuda.Stream()
+        self._side = torch.cuda.Stream()
+        self.stream = self._stream.cuda_stream
+        self._tensors: list[Any] = []
+        with torch.cuda.stream(self._stream):
+            self._a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+            self._out = torch.empty_like(self._a)
+            self._launches = self._calibrate()
+        self._ramp = torch.arange(shape.piece_bytes // 8, device="cuda", dtype=torch.int64)
+        torch.cuda.synchronize()
+
+    def _calibrate(self) -> int:
+        """How many products make a step."""
+        torch = self._torch
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        for repeat in range(2):  # the first round loads the library
+            start.record()
+            for _ in range(8 + 24 * repeat):
+                torch.mm(self._a, self._a, out=self._out)
+            end.record()
+            end.synchronize()
+        return max(int(STEP_NS / (start.elapsed_time(end) * 1e6 / 32)), 1)
+
+    def layers(self, blocks: int) -> list[Any]:
+        torch = self._torch
+        size = blocks * self._shape.piece_bytes
+        self._tensors = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(self._shape.layers)]
+        torch.cuda.synchronize()
+        return self._tensors
+
+    def step(self) -> None:
+        torch = self._torch
+        with torch.cuda.stream(self._stream):
+            for _ in range(self._launches):
+                torch.mm(self._a, self._a, out=self._out)
+
+    def verify(self, gpu: BlockPool, gpu_blocks: list[int], cpu: BlockPool, cpu_blocks: list[int]) -> None:
+        torch, words = self._torch, self._shape.piece_bytes // 8
+        with torch.cuda.stream(self._side):
+            wrong = torch.zeros((), device="cuda", dtype=torch.int64)
+            for layer, tensor in enumerate(self._tensors):
+                view = tensor.view(torch.int64).view(-1, words)
+                for block, source in zip(gpu_blocks, cpu_blocks, strict=True):
+                    wrong += (view[block] - pattern(layer, source) != self._ramp).sum()
+            differing = int(wrong.item())
+        if differing:
+            raise KvprobeError(f"{differing} words of loaded blocks differ from their source")
+
+    def close(self) -> None:
+        self._torch.cuda.synchronize()
+        self._tensors.clear()
