@@ -10,8 +10,8 @@ import click
 @click.command("patches")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array instead of a table.")
 @click.option("--server", "servers", multiple=True, metavar="NAME", help="Only this server (repeatable).")
-@click.option("--targets", is_flag=True, help="Also list every function an adapter touches.")
-def command(as_json: bool, servers: tuple[str, ...], targets: bool) -> None:
+@click.option("-v", "--verbose", is_flag=True, help="Also say what each does and which functions it touches.")
+def command(as_json: bool, servers: tuple[str, ...], verbose: bool) -> None:
     """Which server adapters apply in this environment, and why. Imports no server."""
     from kvprobe.instrument import table
 
@@ -24,14 +24,17 @@ def command(as_json: bool, servers: tuple[str, ...], targets: bool) -> None:
 
     console = Console()
     grid = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("adapter", "installed", "for", "state", "what it does"):
-        grid.add_column(name, overflow="fold")
+    for name in ("adapter", "installed", "for", "state"):
+        grid.add_column(name, no_wrap=name == "adapter", overflow="fold")
     for row in rows:
         installed = f"{row['distribution']} {row['version']}" if row["version"] else "-"
         state = f"{row['state']}: {row['reason']}" if row["reason"] else row["state"]
-        does = row["summary"] + (f" Under --fix auto: {row['changes']}" if row["changes"] else "")
-        grid.add_row(row["adapter"], installed, row["versions"], state, does)
-        if targets:
-            for target in row["targets"]:
-                grid.add_row("", "", "", "", f"  touches {target['target']}")
+        grid.add_row(row["adapter"], installed, row["versions"], state)
     console.print(grid)
+    if verbose:
+        for row in rows:
+            console.print(f"\n[bold]{row['adapter']}[/bold]\n{row['summary']}", highlight=False)
+            if row["changes"]:
+                console.print(f"Under --fix auto: {row['changes']}", highlight=False)
+            for target in row["targets"]:
+                console.print(f"  touches {target['target']}", highlight=False, soft_wrap=True)

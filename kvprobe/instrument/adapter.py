@@ -142,6 +142,10 @@ class Adapter:
         """
         raise NotImplementedError
 
+    def check(self, target: Target, module: ModuleType) -> str | None:
+        """Why a target is not what the adapter was written for, or None; for signatures that differ by version."""
+        return target.problem(module)
+
     def step_aside(self) -> None:
         """Bring the server's objects back to what the server's own code expects; called before patches are undone."""
 
@@ -188,7 +192,7 @@ class Adapter:
         try:
             mine = [target for target in self.targets if target.module == module.__name__]
             for target in mine:
-                problem = target.problem(module)
+                problem = self.check(target, module)
                 if problem:
                     raise Skip(problem)
             if self._patcher is None:

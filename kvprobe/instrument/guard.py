@@ -48,6 +48,16 @@ class Call:
             raise
         return self.result
 
+    def part(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the server's function as one of several calls that together take the place of the one asked for."""
+        self.done = True
+        try:
+            self.result = self.func(*args, **kwargs)
+        except BaseException as error:
+            self.error = error
+            raise
+        return self.result
+
     def finish(self) -> Any:
         """What the server would have got without kvprobe."""
         if not self.done:
@@ -82,6 +92,13 @@ def _label(owner: Any, name: str) -> str:
     return f"{getattr(owner, '__qualname__', getattr(owner, '__name__', type(owner).__name__))}.{name}"
 
 
+def _like(func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """functools.wraps, also for callables that lack a name (partials, extension functions)."""
+    assigned = [name for name in functools.WRAPPER_ASSIGNMENTS if hasattr(func, name)]
+    updated = ("__dict__",) if hasattr(func, "__dict__") else ()
+    return functools.wraps(func, assigned=assigned, updated=updated)
+
+
 class Patcher:
     """Replaces attributes of a server's modules and classes, and puts every one of them back."""
 
@@ -99,9 +116,14 @@ class Patcher:
         raw = inspect.getattr_static(owner, name)
         kind = type(raw) if isinstance(raw, staticmethod | classmethod) else None
         func: Callable[..., Any] = raw.__func__ if kind is not None else raw
-        guard, where = self.guard, _label(owner, name)
+        wrapper = self.around(func, hook, _label(owner, name))
+        self.replace(owner, name, kind(wrapper) if kind is not None else wrapper)
 
-        @functools.wraps(func)
+    def around(self, func: Callable[..., Any], hook: Callable[..., Any], where: str) -> Callable[..., Any]:
+        """A function that runs `hook` around `func` while the adapter is active; puts it nowhere."""
+        guard = self.guard
+
+        @_like(func)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if not guard.active:
                 return func(*args, **kwargs)
@@ -115,7 +137,7 @@ class Patcher:
                 return call.finish()
 
         wrapper.__kvprobe__ = guard.name  # type: ignore[attr-defined]
-        self.replace(owner, name, kind(wrapper) if kind is not None else wrapper)
+        return wrapper
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Set `owner.name` to `value` until `undo`."""

@@ -1,0 +1,161 @@
+"""The CUDA runtime behind a server's torch: kvprobe's own streams and events, made up front, as torch objects.
+
+torch hands out 32 streams round-robin, so one of torch's "new" streams can be one that the server uses already, and
+creating one while another thread is blocked on a full queue waits for that thread. Everything here is therefore made
+once, when the server makes its transfer handlers, by the runtime itself, and wrapped in `torch.cuda.ExternalStream`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvprobe.cuda import Runtime
+    from kvprobe.launchqueue.calibration import QueueLimits
+    from kvprobe.offload.streams import EventPool, StreamPool
+
+__all__ = ["Clock", "Device", "device_of"]
+
+log = logging.getLogger("kvprobe")
+
+STREAMS = 16  # more than the copy channels a device has by default (4), fewer than would crowd out the server's
+TIMING_EVENTS = 256  # two a transfer in flight; when they run out a transfer goes without its GPU times
+ORDER_EVENTS = 64
+_REFRESH_NS = 2_000_000_000
+_TRIES_NS = 40_000
+
+
+class Clock:
+    """Places GPU events on the host's CLOCK_MONOTONIC: one event whose host time is known, renewed now and then."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._stream = runtime.stream_create()
+        self._events = [runtime.event_create(timing=True), runtime.event_create(timing=True)]
+        self._base: int | None = None
+        self._base_ns = 0
+        self._tried_ns = 0
+        runtime.event_record(self._events[0], self._stream)
+        runtime.event_synchronize(self._events[0])
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Try to renew the base without ever waiting long: give up after 40 us and keep the old one.
+
+        The stream is idle, but its hardware channel may be shared with one that is held back.
+        """
+        now = self._tried_ns = time.monotonic_ns()
+        event = self._events[1] if self._base == self._events[0] else self._events[0]
+        self._runtime.event_record(event, self._stream)
+        while True:
+            if self._runtime.event_query(event):
+                self._base, self._base_ns = event, time.monotonic_ns()
+                return
+            if time.monotonic_ns() - now > _TRIES_NS:
+                return
+
+    def host_ns(self, event: int) -> int | None:
+        """Host time at which a reached timing event was reached, within some 20 us; None where it cannot be told."""
+        if time.monotonic_ns() - self._tried_ns > _REFRESH_NS:
+            self.refresh()
+        if self._base is None or time.monotonic_ns() - self._base_ns > 60_000_000_000:
+            return None
+        return self._base_ns + int(self._runtime.event_elapsed_ms(self._base, event) * 1e6)
+
+
+class Device:
+    """One device's pools. Made by `device_of`; lives as long as the process.
+
+    Attributes:
+        runtime: the CUDA runtime that the server's torch uses.
+        limits: depth and channels of its launch queues.
+        streams: pool of distinct streams.
+        timing: pool of timing events.
+        order: pool of events without timing.
+        clock: GPU time to host time.
+        batch: whether this runtime copies many pieces in one call.
+    """
+
+    limits: QueueLimits
+    streams: StreamPool
+    order: EventPool
+
+    def __init__(self, runtime: Runtime) -> None:
+        """Create the timing events; `prepare` creates the rest. Call both before traffic starts."""
+        from kvprobe.offload.streams import EventPool
+
+        self.runtime = runtime
+        self.timing = EventPool(runtime, TIMING_EVENTS, timing=True)
+        self.clock = Clock(runtime)
+        self.batch = bool(runtime.address("cudaMemcpyBatchAsync"))
+        self._wrapped: dict[tuple[int, int], Any] = {}
+        self._prepared = False
+
+    def prepare(self) -> None:
+        """Create the streams and measure the launch queue (some 50 ms, once): what curing needs and measuring not."""
+        if self._prepared:
+            return
+        from kvprobe.offload.streams import EventPool, StreamPool
+
+        self.limits = _limits(self.runtime)
+        self.streams = StreamPool(self.runtime, STREAMS)
+        self.order = EventPool(self.runtime, ORDER_EVENTS, timing=False)
+        self._prepared = True
+
+    def torch_stream(self, torch: Any, handle: int) -> Any:
+        """The stream as an object that this `torch` takes."""
+        key = (id(torch.cuda), handle)
+        if key not in self._wrapped:
+            self._wrapped[key] = torch.cuda.ExternalStream(handle)
+        return self._wrapped[key]
+
+    def last_error(self) -> int:
+        """The runtime's pending error code of this thread, left pending; 0 for none."""
+        try:
+            return int(self.runtime.library.cudaPeekAtLastError())
+        except AttributeError:
+            return 0
+
+
+def _limits(runtime: Runtime) -> QueueLimits:
+    from kvprobe.launchqueue.calibration import QueueLimits, calibrate
+
+    try:
+        return calibrate(runtime)
+    except Exception as error:
+        log.info("kvprobe: the launch queue could not be measured (%s); assuming 1,000 operations", error)
+        return QueueLimits(1000, 4, 4000, 1500, 5000)
+
+
+_devices: dict[tuple[int, int], Device | None] = {}
+_lock = threading.Lock()
+
+
+def _forget() -> None:
+    """A child's CUDA is its own: handles of the parent mean nothing there."""
+    _devices.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def device_of() -> Device | None:
+    """The calling thread's device, or None where there is no CUDA runtime that kvprobe can use (said once)."""
+    from kvprobe.cuda import find_runtime
+
+    with _lock:
+        try:
+            runtime = find_runtime(os.environ.get("KVPROBE_DEVICE", "auto"))
+            key = (id(runtime), runtime.device())
+            if key not in _devices:
+                _devices[key] = Device(runtime)
+            return _devices[key]
+        except Exception as error:
+            if (0, 0) not in _devices:
+                _devices[0, 0] = None
+                log.info("kvprobe: no CUDA runtime to work with (%s): host times only, nothing is cured", error)
+            return None

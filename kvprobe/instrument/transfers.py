@@ -1,0 +1,196 @@
+"""Times the transfers of one direction of a server's handler, and holds the ladder that cures them.
+
+A transfer is split into *build* (Python before the first copy), *submit* (inside the copy calls), *queue wait* (from
+the first submission until the device starts), *copy* (on the device) and *poll delay* (from the last copy's end until
+the server notices). A server's own figures, where it has any, cover only *copy*.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from kvprobe.instrument import marks, metrics, sidecar
+from kvprobe.instrument.ladder import Ladder, Sample
+
+if TYPE_CHECKING:
+    from kvprobe.instrument.adapter import Adapter
+    from kvprobe.instrument.device import Device
+
+__all__ = ["CopyPath", "Live"]
+
+_MAX_LIVE = 100_000  # a server that never polls must not make the table grow without end
+
+
+class Live:
+    """One transfer from its submission to the moment the server notices its end."""
+
+    __slots__ = (
+        "begin_ns", "bytes", "calls", "copies", "end", "extra", "first_ns", "job", "outstanding", "rung", "sample",
+        "start", "stream", "submit_ns", "taken", "thread",
+    )  # fmt: skip
+
+    def __init__(self, job: Any, rung: str, outstanding: int) -> None:
+        self.job, self.rung, self.outstanding = job, rung, outstanding
+        self.begin_ns = time.monotonic_ns()
+        self.first_ns = 0
+        self.submit_ns = self.copies = self.bytes = self.calls = self.stream = 0
+        self.start: int | None = None
+        self.end: int | None = None
+        self.taken: int | None = None  # stream of kvprobe's pool that goes back when the transfer ends
+        self.thread = threading.get_native_id()
+        self.sample: Sample | None = None
+        self.extra: dict[str, Any] = {}
+
+
+class CopyPath:
+    """One direction of one handler. Not thread-safe: a handler submits and polls on one thread.
+
+    Attributes:
+        direction: `load` (CPU to GPU) or `store`.
+        current: the transfer that is being submitted, or None.
+        live: transfers submitted and not known to be complete, by the server's id.
+        outstanding: their copies.
+        last: id of the newest one.
+    """
+
+    def __init__(
+        self, adapter: Adapter, direction: str, device: Device | None, rungs: tuple[str, ...], queued: bool = True
+    ) -> None:
+        """Starts on the first rung; `queued`: every copy takes a place in the launch queue."""
+        self.adapter, self.direction, self.device = adapter, direction, device
+        self.current: Live | None = None
+        self.live: dict[Any, Live] = {}
+        self.outstanding = 0
+        self.last: Any = None
+        self.ladder: Ladder | None = None
+        self._rung = rungs[0]
+        if device is not None and adapter.fix == "auto" and len(rungs) > 1:
+            limits = device.limits
+            self.ladder = Ladder(rungs, limits.depth if queued else 0, limits.baseline_ns, self._decided)
+
+    def _decided(self, what: str, why: str, **evidence: Any) -> None:
+        self.adapter.decide(what, f"{self.direction}: {why}", direction=self.direction, **evidence)
+
+    @property
+    def rung(self) -> str:
+        """What the next transfer uses."""
+        return self.ladder.rung if self.ladder is not None else self._rung
+
+    def begin(self, job: Any) -> Live:
+        """The server starts to build a transfer."""
+        live = self.current = Live(job, self.rung, self.outstanding)
+        return live
+
+    def first(self, stream: int) -> None:
+        """The first copy is about to be submitted to `stream`: the end of building, the start event's place."""
+        live = self.current
+        if live is None or live.first_ns:
+            return
+        live.stream = stream
+        if self.device is not None:
+            live.start = self.device.timing.take()
+            if live.start is not None:
+                self.device.runtime.event_record(live.start, stream)
+        live.first_ns = time.monotonic_ns()
+
+    def add(self, submit_ns: int, copies: int, size_bytes: int, calls: int = 1) -> None:
+        """Copies were submitted, in `calls` API calls as far as can be told."""
+        live = self.current
+        if live is not None:
+            live.submit_ns += submit_ns
+            live.copies += copies
+            live.bytes += size_bytes
+            live.calls += calls
+
+    def submitted(self, ok: bool = True) -> None:
+        """The server's submission returned."""
+        live, self.current = self.current, None
+        if live is None:
+            return
+        if live.start is not None and self.device is not None:
+            live.end = self.device.timing.take()
+            if live.end is not None:
+                self.device.runtime.event_record(live.end, live.stream)
+        if len(self.live) >= _MAX_LIVE:
+            self._release(self.live.pop(next(iter(self.live))))
+        self.live[live.job] = live
+        self.last = live.job
+        self.outstanding += live.copies
+        if self.ladder is not None and ok:
+            live.sample = Sample(live.copies, live.submit_ns, live.outstanding, live.bytes, live.rung)
+            self.ladder.submitted(live.sample)
+
+    def abandon(self) -> None:
+        """The server's submission raised: whatever was taken goes back."""
+        live, self.current = self.current, None
+        if live is not None:
+            self._release(live)
+
+    def done(self, job: Any, ok: bool = True) -> None:
+        """The server noticed the end of a transfer."""
+        live = self.live.pop(job, None)
+        if live is None:
+            return
+        seen_ns = time.monotonic_ns()
+        self.outstanding -= live.copies
+        queue_ns = copy_ns = poll_ns = None
+        device = self.device
+        if (
+            device is not None
+            and live.start is not None
+            and live.end is not None
+            and device.runtime.event_query(live.end)
+        ):
+            copy_ns = int(device.runtime.event_elapsed_ms(live.start, live.end) * 1e6)
+            started, ended = device.clock.host_ns(live.start), device.clock.host_ns(live.end)
+            if started is not None and ended is not None:
+                queue_ns, poll_ns = max(0, started - live.first_ns), max(0, seen_ns - ended)
+            if live.sample is not None:
+                live.sample.copy_ns = copy_ns
+        self._release(live)
+        metrics.transfer(self.adapter.server, self.direction, live.bytes, live.submit_ns, queue_ns, copy_ns)
+        if sidecar.wanted():
+            sidecar.emit(
+                "transfer",
+                adapter=self.adapter.name,
+                server=self.adapter.server,
+                id=live.job,
+                direction=self.direction,
+                copies=live.copies,
+                submissions=live.calls,
+                bytes=live.bytes,
+                policy=live.rung,
+                stream=live.stream,
+                begin_ns=live.begin_ns,
+                build_ns=max(0, live.first_ns - live.begin_ns) if live.first_ns else None,
+                submit_ns=live.submit_ns,
+                queue_ns=queue_ns,
+                copy_ns=copy_ns,
+                poll_ns=poll_ns,
+                outstanding=live.outstanding,
+                thread=live.thread,
+                ok=ok,
+                **live.extra,
+            )
+        if marks.listening():
+            marks.mark(f"{self.adapter.server} {self.direction} {live.job}: {live.bytes} bytes")
+
+    def _release(self, live: Live) -> None:
+        if self.device is None:
+            return
+        for event in (live.start, live.end):
+            if event is not None:
+                self.device.timing.give(event)
+        if live.taken is not None:
+            self.device.streams.give(live.taken)
+        live.start = live.end = live.taken = None
+
+    def forget(self) -> None:
+        """Give everything back without waiting; for stepping aside."""
+        self.current = None
+        for live in self.live.values():
+            self._release(live)
+        self.live.clear()
+        self.outstanding = 0
