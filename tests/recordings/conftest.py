@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))  # queue_model: under importlib mode tests see no siblings
 DATA = Path(os.environ.get("KVPROBE_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
 FILES = {
     "v100": "hta/ns_resolution_rank0_v100.pt.trace.json.gz",

@@ -1,0 +1,632 @@
+"""How full each launch queue was at every submission, and the host time that was spent blocked because it was full.
+
+Depth at a call's entry = operations in flight when the recording began + submissions before it - completions before
+it, one submission per correlation id, done at the end of its last operation. A full queue is named only where three
+things meet: depths that stop at a plateau, calls that cost more there than below it, and returns that follow the
+stream's progress more closely than chance would. Where one is missing the verdict says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+import numpy as np
+
+from kvprobe.recordings.assemble import correlation_keys
+from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording
+
+__all__ = ["Occupancy", "StreamOccupancy", "depth_series", "group_ns", "innermost_range", "occupancy"]
+
+Verdict = Literal["saturated", "healthy", "cannot tell"]
+
+ALIGNED_NS = 20_000  # a blocked call returns 2 to 10 us after its stream moved on (V100, Kineto), to 18 (H100, nsys)
+_LEAST_DEPTH = 16  # below, no known queue is full
+_LEAST_BLOCKED = 5
+_SHALLOW = 0.9  # of the deepest: below it, a call is taken to be unaffected by the queue
+_NEVER = np.iinfo(np.int64).max
+
+
+@dataclass
+class StreamOccupancy:
+    """One stream, or one hardware channel that several streams share.
+
+    Attributes:
+        stream: row of `Recording.streams`; the first one of a channel.
+        streams: all rows that share this queue.
+        calls: rows of `Recording.calls` that submit here, in order of their start.
+        depth: submissions outstanding at the entry of each of `calls`, int32.
+        blocked: which of `calls` were blocked by a full queue.
+        blocked_ns: host time lost in each of `calls` to a full queue, int64.
+        ceiling: the deepest that a blocked call was entered at; -1 where no full queue was found.
+        plateau: shallowest and deepest depth of blocked calls.
+        ceiling_how: "labels", "plateau" or "inferred"; empty without a ceiling.
+        baseline_ns: median duration of a call at shallow depth, by name index.
+        verdict, reason: what is concluded, and from what.
+        before, after: submissions in flight when the recording began; submissions that execute after it ended.
+        graphs: graph launches among the submissions: depth is then a soft count.
+        aligned, chance: share of blocked calls that return within ALIGNED_NS of an operation's end, and the share of
+            random instants nearby that would.
+        labelled_ns, inferred_ns: time lost by the recorder's own labels, and by inference alone.
+        ends: when submissions were done, sorted, those in flight at the beginning included.
+        done: when each of `calls` was done; the largest int64 where it was not in the recording.
+    """
+
+    stream: int
+    streams: list[int]
+    calls: Array
+    depth: Array
+    blocked: Array
+    blocked_ns: Array
+    ceiling: int = -1
+    plateau: tuple[int, int] = (-1, -1)
+    ceiling_how: str = ""
+    baseline_ns: dict[int, int] = field(default_factory=dict)
+    verdict: Verdict = "healthy"
+    reason: str = ""
+    before: int = 0
+    after: int = 0
+    graphs: int = 0
+    aligned: float = float("nan")
+    chance: float = float("nan")
+    labelled_ns: int = 0
+    inferred_ns: int = 0
+    ends: Array = field(default_factory=lambda: np.zeros(0, np.int64), repr=False)
+    done: Array = field(default_factory=lambda: np.zeros(0, np.int64), repr=False)
+
+
+@dataclass
+class Occupancy:
+    """All queues of a recording.
+
+    Attributes:
+        streams: one entry per stream (or channel) that was submitted to, most time lost first.
+        depth: of each call at entry, (calls,) int32; -1 where the call submits nothing.
+        blocked: which calls were blocked by a full queue, (calls,) bool.
+        blocked_ns: host time lost in each call, (calls,) int64.
+        baseline_ns: what each call would have cost at shallow depth, (calls,) int64; -1 unknown.
+        verdict: "saturated" if one stream is; else "cannot tell" if one cannot be told; else "healthy".
+        how: "labels", "plateau" or "inferred" (no device activity was recorded).
+    """
+
+    streams: list[StreamOccupancy]
+    depth: Array
+    blocked: Array
+    blocked_ns: Array
+    baseline_ns: Array
+    verdict: Verdict
+    reason: str
+    how: str
+    labelled_ns: int
+    inferred_ns: int
+
+
+def occupancy(recording: Recording, *, use_labels: bool = True, by_channel: bool = False) -> Occupancy:
+    """Depth at every submission and the time lost to full queues.
+
+    Args:
+        recording: with or without executions; without, depth is inferred from the submissions alone.
+        use_labels: take the recorder's own "command buffer full" labels where it has them.
+        by_channel: streams that share a known hardware channel are one queue.
+    """
+    calls = recording.calls
+    rows = calls.rows
+    depth = np.full(rows, -1, dtype=np.int32)
+    blocked_ns = np.zeros(rows, dtype=np.int64)
+    blocked = np.zeros(rows, dtype=bool)
+    baseline = np.full(rows, -1, dtype=np.int64)
+    labelled = _labelled(recording)
+    found: list[StreamOccupancy] = []
+    for queue in _queues(recording, by_channel):
+        _judge(recording, queue, labelled, use_labels)
+        depth[queue.calls] = queue.depth
+        blocked[queue.calls] = queue.blocked
+        blocked_ns[queue.calls] = queue.blocked_ns
+        names = calls["name"][queue.calls]
+        for name, value in queue.baseline_ns.items():
+            baseline[queue.calls[names == name]] = value
+        found.append(queue)
+    found.sort(key=lambda q: (-int(q.blocked_ns.sum()), q.stream))
+    verdict: Verdict
+    saturated = [q for q in found if q.verdict == "saturated"]
+    open_ = [q for q in found if q.verdict == "cannot tell"]
+    if saturated:
+        verdict, reason = "saturated", saturated[0].reason
+    elif open_:
+        verdict, reason = "cannot tell", open_[0].reason
+    else:
+        deepest = max((int(q.depth.max()) for q in found if len(q.depth)), default=0)
+        verdict = "healthy"
+        reason = (
+            (
+                max(found, key=lambda q: int(q.depth.max(initial=0))).reason
+                if found
+                else "nothing was submitted to a stream"
+            )
+            if deepest or not found
+            else found[0].reason
+        )
+    how = "inferred" if not recording.has_executions else "labels" if use_labels and labelled.any() else "plateau"
+    return Occupancy(
+        found,
+        depth,
+        blocked,
+        blocked_ns,
+        baseline,
+        verdict,
+        reason,
+        how,
+        sum(q.labelled_ns for q in found),
+        sum(q.inferred_ns for q in found),
+    )
+
+
+# ---- depth ----------------------------------------------------------------------------------------------------------
+
+
+def _queues(recording: Recording, by_channel: bool) -> Iterator[StreamOccupancy]:
+    calls, executions, streams = recording.calls, recording.executions, recording.streams
+    rows = np.flatnonzero(np.isin(calls["kind"], SUBMITTING))
+    if not len(rows):
+        return
+    rows = rows[np.argsort(calls["start_ns"][rows], kind="stable")]
+    stream = _assume_streams(recording, rows)
+    # When each submission was done: the end of the last execution with its correlation id.
+    execution_keys = correlation_keys(executions["process"], executions["correlation"])
+    call_keys = correlation_keys(calls["process"][rows], calls["correlation"][rows])
+    order = np.argsort(execution_keys, kind="stable")
+    sorted_keys = execution_keys[order]
+    first = np.flatnonzero(np.r_[True, sorted_keys[1:] != sorted_keys[:-1]]) if len(order) else np.zeros(0, np.int64)
+    unique_keys = sorted_keys[first]
+    last_end = np.maximum.reduceat(executions["end_ns"][order], first) if len(first) else np.zeros(0, np.int64)
+    first_start = np.minimum.reduceat(executions["start_ns"][order], first) if len(first) else np.zeros(0, np.int64)
+    group_stream = executions["stream"][order][first] if len(first) else np.zeros(0, np.int64)
+    at = np.searchsorted(unique_keys, call_keys)
+    at_safe = np.minimum(at, max(len(unique_keys) - 1, 0))
+    matched = (at < len(unique_keys)) & (call_keys >= 0)
+    if len(unique_keys):
+        matched &= unique_keys[at_safe] == call_keys
+    done = np.full(len(rows), _NEVER, dtype=np.int64)
+    began = np.full(len(rows), _NEVER, dtype=np.int64)
+    done[matched] = last_end[at_safe[matched]]
+    began[matched] = first_start[at_safe[matched]]
+    claimed = np.zeros(len(unique_keys), dtype=bool)
+    claimed[at_safe[matched]] = True
+    claimed[unique_keys < 0] = True  # without an id: handled one by one below
+
+    queue_of = np.arange(max(streams.rows, 1) + 1)  # the last entry is for stream -1
+    if by_channel and streams.rows:
+        known = streams["channel"] >= 0
+        for row in np.flatnonzero(known):
+            same = (
+                known & (streams["device"] == streams["device"][row]) & (streams["channel"] == streams["channel"][row])
+            )
+            same &= streams["process"] == streams["process"][row]
+            queue_of[row] = np.flatnonzero(same)[0]
+    # What was in flight at the beginning: groups of executions that no call claims, and executions without an id.
+    loose = np.flatnonzero(execution_keys < 0)
+    orphans = (
+        np.concatenate([group_stream[~claimed], executions["stream"][loose]]),
+        np.concatenate([first_start[~claimed], executions["start_ns"][loose]]),
+        np.concatenate([last_end[~claimed], executions["end_ns"][loose]]),
+    )
+    call_groups = _groups(np.where(stream >= 0, queue_of[stream], -1))
+    orphan_groups = _groups(queue_of[orphans[0]])
+    nothing = np.zeros(0, dtype=np.int64)
+    for queue, members in call_groups.items():
+        if queue >= 0:
+            early = orphan_groups.get(queue, nothing)
+            yield _queue(
+                recording,
+                queue,
+                np.flatnonzero(queue_of[: streams.rows] == queue).tolist(),
+                rows[members],
+                done[members],
+                began[members],
+                orphans[1][early],
+                orphans[2][early],
+            )
+
+
+def _groups(keys: Array) -> dict[int, Array]:
+    """The positions of each key, in order."""
+    order = np.argsort(keys, kind="stable")
+    cuts = np.flatnonzero(np.r_[True, keys[order][1:] != keys[order][:-1]]) if len(keys) else np.zeros(0, np.int64)
+    return {int(keys[part[0]]): part for part in np.split(order, cuts[1:])} if len(keys) else {}
+
+
+def _assume_streams(recording: Recording, rows: Array) -> Array:
+    """Streams of submissions; one that never executed in the recording goes where its thread last submitted."""
+    calls = recording.calls
+    stream = np.array(calls["stream"][rows], dtype=np.int64)
+    if not recording.has_executions or (stream >= 0).all():
+        return stream
+    owner = np.stack([calls["process"][rows].astype(np.int64), calls["thread"][rows]])
+    order = np.lexsort((np.arange(len(rows)), owner[1], owner[0]))
+    same = np.r_[False, (owner[:, order][:, 1:] == owner[:, order][:, :-1]).all(axis=0)]
+    group = np.cumsum(~same)
+    for direction in (1, -1):
+        walk = order[::direction]
+        values, groups = stream[walk], group[::direction]
+        known = np.where(values >= 0, np.arange(len(walk)), -1)
+        last = np.maximum.accumulate(known)
+        usable = (last >= 0) & (groups[np.maximum(last, 0)] == groups)
+        stream[walk] = np.where((values < 0) & usable, values[np.maximum(last, 0)], values)
+    return stream
+
+
+def _queue(
+    recording: Recording,
+    stream: int,
+    streams: list[int],
+    rows: Array,
+    done: Array,
+    began: Array,
+    orphan_start: Array,
+    orphan_end: Array,
+) -> StreamOccupancy:
+    """Depth at the entry of each of `rows`, which are in order of time."""
+    calls = recording.calls
+    start = calls["start_ns"][rows]
+    executed = began != _NEVER
+    # Streams run in order. A submission without an execution was done (or was nothing, like a memset of no bytes)
+    # before anything submitted later ran; only those after the last executed one are still outstanding at the end.
+    last_executed = int(np.flatnonzero(executed)[-1]) if executed.any() else -1
+    counted = executed | (np.arange(len(rows)) > last_executed)
+    if not recording.has_executions:
+        counted[:] = True
+    # For the same reason an execution without a call was in flight at the beginning only if nothing that was
+    # submitted in the recording ran before it.
+    first_began = int(began.min()) if len(began) else _NEVER
+    early = (orphan_start <= first_began) & (orphan_end > (start[0] if len(start) else 0))
+    ends = np.sort(np.concatenate([done[counted & executed], orphan_end[early]]))
+    before = np.cumsum(counted) - counted
+    depth = int(early.sum()) + before - np.searchsorted(ends, start, "right")
+    return StreamOccupancy(
+        stream,
+        streams,
+        rows,
+        np.maximum(depth, 0).astype(np.int32),
+        np.zeros(len(rows), bool),
+        np.zeros(len(rows), np.int64),
+        before=int(early.sum()),
+        after=int((counted & ~executed).sum()),
+        graphs=int((calls["kind"][rows] == CallKind.GRAPH).sum()),
+        ends=ends,
+        done=done,
+    )
+
+
+# ---- verdict --------------------------------------------------------------------------------------------------------
+
+
+def _judge(recording: Recording, queue: StreamOccupancy, labelled: Array, use_labels: bool) -> None:
+    """Fills baseline, blocked time and verdict of a queue."""
+    calls = recording.calls
+    rows = queue.calls
+    if not recording.has_executions:
+        _infer_from_submissions(recording, queue)
+        return
+    duration = calls["end_ns"][rows] - calls["start_ns"][rows]
+    queue.labelled_ns = int(labelled[rows].sum())
+    _infer(recording, queue, duration)
+    queue.inferred_ns = int(queue.blocked_ns.sum())
+    if use_labels and queue.labelled_ns:
+        queue.blocked = labelled[rows] > 0
+        queue.blocked_ns = labelled[rows]
+        queue.ceiling_how = "labels"
+        at = queue.depth[queue.blocked]
+        queue.ceiling, queue.plateau = int(at.max()), (int(at.min()), int(at.max()))
+        queue.verdict = "saturated"
+        queue.reason = (
+            f"the recorder labels {int(queue.blocked.sum())} calls as blocked by a full command buffer, at "
+            f"{queue.plateau[0]} to {queue.plateau[1]} submissions outstanding"
+            + (" (a soft count: graphs are among them)" if queue.graphs else "")
+        )
+
+
+def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> None:
+    calls, rows, depth = recording.calls, queue.calls, queue.depth
+    names = calls["name"][rows]
+    deepest = int(depth.max())
+    # A pageable copy waits for its staging and a graph launch for its own nodes: neither says anything of the queue.
+    judged = (calls["memory"][rows] != Memory.PAGEABLE) & (calls["kind"][rows] != CallKind.GRAPH)
+    shallow = judged & (depth < _SHALLOW * deepest) if deepest >= _LEAST_DEPTH else judged
+    floor: dict[int, float] = {}
+    for name in np.unique(names).tolist():
+        mine = names == name
+        sample = duration[mine & shallow]
+        if len(sample) < 20:  # full from the start: the cheapest calls stand for the shallow ones
+            every = np.sort(duration[mine])
+            sample = (
+                np.concatenate([sample, every[: max(1, len(every) // 10)]])
+                if len(sample)
+                else (every[: max(1, len(every) // 10)])
+            )
+        queue.baseline_ns[name] = int(np.median(sample))
+        floor[name] = float(np.percentile(sample, 95))
+    if deepest < _LEAST_DEPTH:
+        queue.reason = f"never more than {deepest} submissions outstanding"
+        return
+    # The plateau is a band, for a queue may free room in chunks: 1,135 to 1,141 on one H100, 1,012 to 1,022 on a V100.
+    band = max(4, round(0.015 * deepest))
+    at_top = judged & (depth >= deepest - band)
+    baseline = _lookup(names, queue.baseline_ns)
+    limit = np.maximum(_lookup(names, floor), 1.5 * baseline)
+    excess = np.maximum(duration - limit, 0.0)
+    slow = np.zeros(len(rows), dtype=bool)
+    for name in np.unique(names[at_top]).tolist():
+        mine = names == name
+        top, below = mine & at_top, mine & shallow
+        typical = float(excess[below].mean()) if below.sum() >= 20 else 0.1 * queue.baseline_ns[name]
+        # Noise makes some calls slow at any depth; a full queue makes them slower on average, many times over.
+        if excess[top].mean() > max(5 * typical, 0.25 * queue.baseline_ns[name]):
+            slow |= top & (duration > limit)
+    lost = np.where(slow, duration - baseline, 0).astype(np.int64)
+    if not slow.any():
+        queue.reason = f"{deepest} submissions outstanding at most, and calls cost no more there than at shallow depth"
+        return
+    # What is slow by chance at the top carries little; what a full queue costs stands out of everything slow below.
+    # (Calls that a graph makes slow further down, or pageable ones, are somebody else's finding.)
+    depths = depth[slow]
+    at_pin = int((judged & (depth >= int(depths.min()))).sum())
+    queue.aligned, queue.chance = _alignment(queue.ends, calls["end_ns"][rows[slow]], duration[slow])
+    drained = _drained(queue.ends, calls["start_ns"][rows[slow]], calls["end_ns"][rows[slow]])
+    count = int(slow.sum())
+    span = f"{int(depths.min())} to {deepest} outstanding"
+    what = f"{count} calls at {span} took {_ms(int(lost.sum()))} more than shallow ones"
+    graphs = _graphs_outstanding(recording, queue)[slow].mean() if queue.graphs else 0.0
+    if graphs > 0.5:
+        queue.verdict = "cannot tell"
+        queue.reason = (
+            f"{what}; a full queue is likely, but graphs were in it: one launch takes an unknown number of "
+            "places, so no count of submissions is its depth"
+        )
+        return
+    if count < _LEAST_BLOCKED:
+        queue.verdict = "cannot tell" if int(lost.sum()) > 1_000_000 else "healthy"
+        queue.reason = f"{what}: too few to tell a full queue from chance"
+        return
+    informative = queue.chance < 0.6
+    if informative and queue.aligned < queue.chance + 0.2:
+        queue.verdict = "cannot tell"
+        queue.reason = (
+            f"{what}, but only {queue.aligned:.0%} return when the stream moves on ({queue.chance:.0%} would by chance)"
+        )
+        return
+    if not informative and (drained < 0.8 or at_pin < 20):
+        queue.verdict = "cannot tell"
+        queue.reason = (
+            f"{what}; operations end so often that returning with one proves nothing "
+            f"({queue.aligned:.0%}, by chance {queue.chance:.0%}), and depth did not stay at the top"
+        )
+        return
+    queue.verdict, queue.ceiling_how = "saturated", "plateau"
+    queue.blocked, queue.blocked_ns = slow, lost
+    queue.ceiling, queue.plateau = int(depths.max()), (int(depths.min()), int(depths.max()))
+    queue.reason = (
+        f"{what}; {queue.aligned:.0%} of them return when the stream moves on ({queue.chance:.0%} would by chance)"
+    )
+
+
+def _lookup(names: Array, table: dict[int, int] | dict[int, float]) -> Array:
+    """The table's value for each name, float64."""
+    keys = np.array(sorted(table), dtype=np.int64)
+    values = np.array([table[key] for key in keys.tolist()], dtype=np.float64)
+    return cast(Array, values[np.searchsorted(keys, names)])
+
+
+def _ms(ns: int) -> str:
+    return f"{ns / 1e6:.1f} ms"
+
+
+def _distance(sorted_times: Array, at: Array) -> Array:
+    """Distance of each instant to the nearest of the times, int64."""
+    if not len(sorted_times):
+        return np.full(len(at), _NEVER)
+    right = np.searchsorted(sorted_times, at)
+    low = np.abs(at - sorted_times[np.maximum(right - 1, 0)])
+    high = np.abs(sorted_times[np.minimum(right, len(sorted_times) - 1)] - at)
+    return cast(Array, np.minimum(low, high))
+
+
+def _alignment(ends: Array, returns: Array, duration: Array) -> tuple[float, float]:
+    """Share of returns within ALIGNED_NS of an operation's end, and the share of instants nearby that are.
+
+    The instants are spread evenly over as long as each call took, before and after its return, at least 200 us.
+    """
+    aligned = float((_distance(ends, returns) <= ALIGNED_NS).mean())
+    reach = np.maximum(duration, 200_000)
+    steps = np.linspace(-1.0, 1.0, 41)
+    steps = steps[np.abs(steps) > 1e-9]
+    picked = np.linspace(0, len(returns) - 1, min(len(returns), 5000)).astype(np.int64)
+    instants = (returns[picked, None] + (reach[picked, None] * steps)).astype(np.int64).ravel()
+    return aligned, float((_distance(ends, instants) <= ALIGNED_NS).mean())
+
+
+def _drained(ends: Array, start: Array, end: Array) -> float:
+    """Share of calls during which at least one operation of the stream ended."""
+    return float((np.searchsorted(ends, end, "right") > np.searchsorted(ends, start, "left")).mean())
+
+
+def _graphs_outstanding(recording: Recording, queue: StreamOccupancy) -> Array:
+    """Which calls are entered while a graph is among the outstanding submissions, (calls,) bool."""
+    start = recording.calls["start_ns"][queue.calls]
+    graph = recording.calls["kind"][queue.calls] == CallKind.GRAPH
+    done = np.sort(queue.done[graph])
+    return cast(Array, np.cumsum(graph) - graph > np.searchsorted(done, start, "right"))
+
+
+# ---- labels ---------------------------------------------------------------------------------------------------------
+
+
+def _labelled(recording: Recording) -> Array:
+    """Time that the recorder labels as "command buffer full" within each call, (calls,) int64.
+
+    Labels name their call by correlation id (Nsight Systems) or not at all (Kineto): then it is the submitting call
+    that contains them in time, of two the shorter one.
+    """
+    calls, labels = recording.calls, recording.labels
+    out = np.zeros(calls.rows, dtype=np.int64)
+    full = np.flatnonzero(labels["label"] == Label.COMMAND_BUFFER_FULL)
+    if not len(full) or not calls.rows:
+        return out
+    length = np.maximum(labels["end_ns"][full] - labels["start_ns"][full], 0)
+    keys = correlation_keys(labels["process"][full], labels["correlation"][full])
+    call_keys = correlation_keys(calls["process"], calls["correlation"])
+    order = np.argsort(call_keys, kind="stable")
+    at = np.minimum(np.searchsorted(call_keys[order], keys), len(order) - 1)
+    rows = np.where((keys >= 0) & (call_keys[order[at]] == keys), order[at], -1)
+    submitting = np.flatnonzero(np.isin(calls["kind"], SUBMITTING))
+    starts, ends = calls["start_ns"][submitting], calls["end_ns"][submitting]
+    for i in np.flatnonzero(rows < 0).tolist():
+        begin, end = int(labels["start_ns"][full[i]]), int(labels["end_ns"][full[i]])
+        # Calls of one thread do not overlap, so the few that start just before it suffice.
+        near = np.arange(
+            max(0, int(np.searchsorted(starts, begin + 1000)) - 64), int(np.searchsorted(starts, begin + 1000))
+        )
+        near = near[(ends[near] + 1000 >= end) & (starts[near] <= begin + 1000)]
+        if len(near):
+            rows[i] = submitting[near[np.argmin(ends[near] - starts[near])]]
+    known = rows >= 0
+    np.add.at(out, rows[known], length[known])
+    return cast(Array, np.minimum(out, calls["end_ns"] - calls["start_ns"]))
+
+
+# ---- without executions ---------------------------------------------------------------------------------------------
+
+
+def _infer_from_submissions(recording: Recording, queue: StreamOccupancy) -> None:
+    """Depth and blocked time where the device was not recorded: from how the cost of calls changes within a burst.
+
+    A burst is what one stream is given without a wait or a pause of its threads. Within it the outstanding count can
+    only be bounded by the number of calls so far; a full queue shows as a jump of the cost that stays.
+    """
+    calls, rows = recording.calls, queue.calls
+    start, end = calls["start_ns"][rows], calls["end_ns"][rows]
+    duration = end - start
+    waits = np.flatnonzero(calls["kind"] == CallKind.SYNC)
+    wait_ends = np.sort(calls["end_ns"][waits][np.isin(calls["thread"][waits], np.unique(calls["thread"][rows]))])
+    pause = np.r_[True, start[1:] - np.maximum.accumulate(end)[:-1] > 1_000_000]
+    pause[1:] |= np.searchsorted(wait_ends, start[1:]) > np.searchsorted(wait_ends, start[:-1])
+    burst = np.cumsum(pause) - 1
+    firsts = np.flatnonzero(pause)
+    position = np.arange(len(rows)) - firsts[burst]
+    known_depth = recording.machine.get("queue_depth")
+    judged = (calls["memory"][rows] != Memory.PAGEABLE) & (calls["kind"][rows] != CallKind.GRAPH)
+    base = np.zeros(len(rows))
+    for name in np.unique(calls["name"][rows]).tolist():
+        mine = calls["name"][rows] == name
+        early = duration[mine & (position < 200)]
+        queue.baseline_ns[name] = int(np.median(early if len(early) else duration[mine]))
+        base[mine] = queue.baseline_ns[name]
+    slow = judged & (duration > np.maximum(3 * base, base + 1000))
+    jumps: list[int] = []
+    blocked = np.zeros(len(rows), dtype=bool)
+    depth = position.astype(np.int64)
+    for begin, stop in zip(firsts.tolist(), [*firsts[1:].tolist(), len(rows)], strict=True):
+        length = stop - begin
+        if length < 64:
+            continue
+        # The first call from which on at least half are slow, to the end of the burst or for 32 calls.
+        here = slow[begin:stop]
+        window = min(32, length // 2)
+        share = np.convolve(here, np.ones(window) / window, "valid")
+        candidates = np.flatnonzero((share >= 0.5) & here[: len(share)])
+        candidates = candidates[candidates >= _LEAST_DEPTH]
+        if not len(candidates):
+            continue
+        jump = int(candidates[0])
+        if here[:jump].mean() > 0.1:  # slow before the jump as well: not the shape of a queue that fills
+            continue
+        jumps.append(jump)
+        blocked[begin + jump : stop] = here[jump:]
+        depth[begin + jump : stop] = jump
+    deepest = int(depth.max()) if len(depth) else 0
+    if not jumps:
+        queue.depth = np.minimum(depth, np.iinfo(np.int32).max).astype(np.int32)
+        lost = int((duration - base)[slow & (duration > 50_000)].sum())
+        if lost > max(1_000_000, 0.01 * (int(end.max()) - int(start[0]))):
+            queue.verdict = "cannot tell"
+            queue.reason = (
+                f"slow calls took {_ms(lost)} more than others, in no pattern that shows a full queue without "
+                "device activity, which was not recorded"
+            )
+            return
+        queue.reason = (
+            f"no burst of up to {deepest + 1} submissions has calls that become slow and stay so "
+            "(inferred: no device activity was recorded)"
+        )
+        return
+    ceiling = int(np.median(jumps))
+    fits = (
+        abs(ceiling - known_depth) <= 0.25 * known_depth
+        if isinstance(known_depth, int) and known_depth > 0
+        else ceiling >= 200 and (len(jumps) < 2 or np.ptp(np.percentile(jumps, (25, 75))) <= 0.2 * ceiling)
+    )
+    queue.depth = np.minimum(depth, np.iinfo(np.int32).max).astype(np.int32)
+    lost_ns = np.where(blocked, duration - base, 0).astype(np.int64)
+    what = f"in {len(jumps)} bursts calls become slow after about {ceiling} submissions and stay so"
+    if not fits or int(blocked.sum()) < _LEAST_BLOCKED:
+        queue.verdict = "cannot tell"
+        queue.reason = f"{what}, which fits no known depth (inferred: no device activity was recorded)"
+        return
+    queue.verdict, queue.ceiling_how = "saturated", "inferred"
+    queue.blocked, queue.blocked_ns, queue.inferred_ns = blocked, lost_ns, int(lost_ns.sum())
+    queue.ceiling, queue.plateau = ceiling, (min(jumps), max(jumps))
+    queue.reason = f"{what} (inferred: no device activity was recorded)"
+
+
+# ---- views ----------------------------------------------------------------------------------------------------------
+
+
+def depth_series(recording: Recording, queue: StreamOccupancy) -> tuple[Array, Array]:
+    """Outstanding submissions over time as steps: times (n,) int64 ns and the count from each on, (n,) int64."""
+    start = recording.calls["start_ns"][queue.calls]
+    times = np.concatenate([start, queue.ends])
+    change = np.concatenate([np.ones(len(start), np.int64), -np.ones(len(queue.ends), np.int64)])
+    order = np.argsort(times, kind="stable")
+    return times[order], np.maximum(queue.before + np.cumsum(change[order]), 0)
+
+
+def group_ns(values: Array, by: Array) -> dict[int, int]:
+    """Sums of `values` by key, largest first; keys without any are left out."""
+    keys, inverse = np.unique(by, return_inverse=True)
+    sums = np.zeros(len(keys), dtype=np.int64)
+    np.add.at(sums, inverse, values)
+    return {int(keys[i]): int(sums[i]) for i in np.argsort(-sums, kind="stable") if sums[i]}
+
+
+def innermost_range(recording: Recording, rows: Array) -> Array:
+    """For each of these calls, the row of `ranges` that most closely contains its entry on its thread; -1 none.
+
+    Start/end ranges may overlap; the one that began last and still runs is taken.
+    """
+    calls, ranges = recording.calls, recording.ranges
+    out = np.full(len(rows), -1, dtype=np.int64)
+    if not ranges.rows or not len(rows):
+        return out
+    owners = np.stack([calls["process"][rows].astype(np.int64), calls["thread"][rows]])
+    for process, thread in np.unique(owners, axis=1).T.tolist():
+        mine = np.flatnonzero((ranges["process"] == process) & (ranges["thread"] == thread))
+        wanted = np.flatnonzero((owners[0] == process) & (owners[1] == thread))
+        if not len(mine):
+            continue
+        mine = mine[np.argsort(ranges["start_ns"][mine], kind="stable")]
+        starts, ends = ranges["start_ns"][mine].tolist(), ranges["end_ns"][mine].tolist()
+        order = wanted[np.argsort(calls["start_ns"][rows[wanted]], kind="stable")]
+        stack: list[int] = []
+        i = 0
+        for at in order.tolist():
+            now = int(calls["start_ns"][rows[at]])
+            while i < len(starts) and starts[i] <= now:
+                while stack and ends[stack[-1]] <= starts[i]:
+                    stack.pop()
+                stack.append(i)
+                i += 1
+            while stack and ends[stack[-1]] <= now:
+                stack.pop()
+            if stack:
+                out[at] = mine[stack[-1]]
+    return out

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+from queue_model import simulate
+
+from kvprobe.recordings.model import CallKind, Label, Table
+from kvprobe.recordings.occupancy import depth_series, group_ns, innermost_range, occupancy
+
+
+def without_labels(recording):
+    bare = copy.copy(recording)
+    bare.tables = {**recording.tables, "labels": Table("labels")}
+    return bare
+
+
+def deepest(occ):
+    return max(int(q.depth.max()) for q in occ.streams)
+
+
+def test_v100_ceiling_and_loss_are_found_without_labels(shared):
+    r = shared.open("v100")
+    occ = occupancy(r)
+    (queue,) = occ.streams
+    assert occ.verdict == "saturated" and occ.how == "plateau"
+    assert queue.ceiling == 1022 and queue.plateau[0] >= 1005
+    executed = r.calls["stream"][queue.calls] >= 0  # 235 memsets leave no record
+    assert (queue.depth[executed] == 1022).sum() == 1271 and (queue.depth[executed] == 1021).sum() == 793
+    assert queue.blocked_ns.sum() == pytest.approx(233e6, rel=0.1)
+    duration = r.calls["end_ns"] - r.calls["start_ns"]
+    assert (occ.blocked & (duration > 60_000)).sum() == 902
+    by_call = {r.text(k): v / 1e6 for k, v in group_ns(occ.blocked_ns, r.calls["name"]).items()}
+    assert by_call["cudaMemcpyAsync"] == pytest.approx(45.0, rel=0.1)
+    assert by_call["cudaLaunchKernel"] == pytest.approx(181.9, rel=0.1)
+    assert by_call["cudaMemsetAsync"] == pytest.approx(6.1, rel=0.1)
+    assert len(group_ns(occ.blocked_ns, r.calls["thread"])) == 2  # two threads submit, both lose
+
+
+@pytest.mark.parametrize("labels", [True, False])
+def test_h100_loss_in_each_process_agrees_with_cuptis_labels(shared, labels):
+    r = shared.open("h100") if labels else without_labels(shared.open("h100"))
+    truth = shared.open("h100").labels
+    occ = occupancy(r)
+    assert occ.verdict == "saturated" and occ.how == ("labels" if labels else "plateau")
+    for process in (0, 1):
+        mine = truth["process"] == process
+        label_ns = (truth["end_ns"] - truth["start_ns"])[mine].sum()
+        assert occ.blocked_ns[r.calls["process"] == process].sum() == pytest.approx(label_ns, rel=0.1)
+    assert {q.ceiling for q in occ.streams} == {1141}
+    for queue in occ.streams:
+        duration = (r.calls["end_ns"] - r.calls["start_ns"])[queue.calls]
+        at = queue.depth[(duration > 60_000) & queue.blocked]
+        assert at.min() >= 1135 and at.max() <= 1141
+        assert queue.before == 1138 and queue.after == 1140
+    assert not (occ.blocked & (r.calls["kind"] == CallKind.COPY)).any(), "copies are healthy at every depth"
+    if labels:
+        assert occ.labelled_ns == pytest.approx(912e6, rel=0.01)
+        assert occ.inferred_ns == pytest.approx(occ.labelled_ns, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "depth"),
+    [
+        ("owlv2", 777),
+        ("resnet50", 569),
+        ("param", 315),
+        ("mfu_before", 55),
+        ("mfu_after", 24),
+        ("b200", 2),
+        ("extrap", 4),
+    ],
+)
+def test_a_queue_that_is_only_deep_or_only_slow_is_not_saturated(shared, name, depth):
+    occ = occupancy(shared.open(name))
+    assert deepest(occ) == depth
+    assert occ.verdict == "healthy" and not occ.blocked.any() and occ.reason
+
+
+def test_graphs_in_the_queue_make_its_count_soft(shared):
+    occ = occupancy(shared.open("trace_diff"))
+    assert occ.verdict == "cannot tell" and "graph" in occ.reason and "likely" in occ.reason
+    assert deepest(occ) == 1013
+    assert all(q.ceiling == -1 for q in occ.streams)
+
+
+def test_memsets_without_a_record_are_not_outstanding_for_ever(shared):
+    occ = occupancy(shared.open("v100"))
+    assert occ.streams[0].after <= 2 and occ.streams[0].before == 0
+
+
+def test_two_saturated_streams_are_two():
+    r, lost = simulate(streams=2, calls=2500)
+    occ = occupancy(r)
+    assert [q.verdict for q in occ.streams] == ["saturated", "saturated"]
+    assert [q.ceiling for q in occ.streams] == [1021, 1021]
+    assert occ.blocked_ns.sum() == pytest.approx(lost, rel=0.05)
+
+
+@pytest.mark.parametrize("cap", [253, 1021, 4093])
+def test_the_ceiling_is_learned(cap):
+    r, lost = simulate(calls=2 * cap, cap=cap)
+    occ = occupancy(r)
+    assert occ.streams[0].ceiling == cap and occ.blocked_ns.sum() == pytest.approx(lost, rel=0.05)
+
+
+def test_small_copies_that_end_every_two_microseconds_still_show_a_full_queue():
+    r, lost = simulate(calls=20_000, api_ns=1040, gpu_ns=2500, wake_ns=300)
+    occ = occupancy(r)
+    assert occ.verdict == "saturated" and occ.blocked_ns.sum() == pytest.approx(lost, rel=0.15)
+
+
+def test_a_fence_that_holds_the_stream_is_one_long_block_then_many_short_ones():
+    r, lost = simulate(calls=3000, gate_ns=30_000_000, gpu_ns=3500)
+    occ = occupancy(r)
+    assert occ.verdict == "saturated" and occ.blocked_ns.sum() == pytest.approx(lost, rel=0.1)
+    assert occ.blocked_ns.max() > 25_000_000
+
+
+def test_a_queue_below_its_ceiling_is_healthy_however_deep():
+    r, lost = simulate(calls=900)
+    assert lost == 0
+    occ = occupancy(r)
+    assert occ.verdict == "healthy" and deepest(occ) > 800
+
+
+def test_labels_without_an_id_are_matched_by_time():
+    r, _ = simulate(calls=1200)
+    calls = r.calls
+    slow = np.flatnonzero(calls["end_ns"] - calls["start_ns"] > 10_000)[:7]
+    r.tables["labels"] = Table(
+        "labels",
+        {
+            "start_ns": calls["start_ns"][slow] + 500,
+            "end_ns": calls["end_ns"][slow] - 500,
+            "process": np.zeros(7, int),
+            "thread": np.zeros(7, int),
+            "label": np.full(7, Label.COMMAND_BUFFER_FULL),
+        },
+    )
+    occ = occupancy(r)
+    assert np.flatnonzero(occ.blocked).tolist() == slow.tolist() and occ.how == "labels"
+    assert occ.labelled_ns == int((calls["end_ns"] - calls["start_ns"])[slow].sum()) - 7 * 1000
+
+
+def test_streams_that_share_a_channel_are_one_queue():
+    r, _ = simulate(streams=2, calls=100)
+    r.streams.columns["channel"] = np.array([3, 3], dtype=np.int32)
+    r.streams.columns["device"] = np.array([0, 0], dtype=np.int32)
+    one = occupancy(r, by_channel=True).streams
+    assert len(one) == 1 and one[0].streams == [0, 1] and len(one[0].calls) == 200
+    assert len(occupancy(r).streams) == 2
+
+
+def test_without_device_activity_it_is_inferred_and_says_so():
+    r, lost = simulate(calls=3000, executions=False)
+    r.machine["queue_depth"] = 1021
+    occ = occupancy(r)
+    assert occ.how == "inferred" and occ.verdict == "saturated" and "inferred" in occ.reason
+    # Work drains while the queue fills: the jump comes a little after the ceiling.
+    assert occ.streams[0].ceiling == pytest.approx(1021, rel=0.1)
+    assert occ.blocked_ns.sum() == pytest.approx(lost, rel=0.1)
+
+
+def test_without_device_activity_fast_calls_are_healthy():
+    r, _ = simulate(calls=900, executions=False)
+    assert occupancy(r).verdict == "healthy"
+
+
+def test_the_series_of_depth_never_falls_below_zero_and_ends_where_counted(shared):
+    r = shared.open("h100")
+    for queue in occupancy(r).streams:
+        times, depth = depth_series(r, queue)
+        assert (np.diff(times) >= 0).all() and depth.min() >= 0 and depth.max() <= 1142
+        assert depth[0] in (queue.before - 1, queue.before + 1)
+
+
+def test_the_innermost_range_is_found_by_brute_force_too(shared):
+    r = shared.open("h100")
+    rows = np.flatnonzero(occupancy(r).blocked)
+    found = innermost_range(r, rows)
+    assert (found >= 0).any()
+    ranges, calls = r.ranges, r.calls
+    for row, got in zip(rows.tolist(), found.tolist(), strict=True):
+        now = calls["start_ns"][row]
+        around = np.flatnonzero(
+            (ranges["process"] == calls["process"][row])
+            & (ranges["thread"] == calls["thread"][row])
+            & (ranges["start_ns"] <= now)
+            & (ranges["end_ns"] > now)
+        )
+        best = around[np.argmax(ranges["start_ns"][around])] if len(around) else -1
+        assert got == best or ranges["start_ns"][got] == ranges["start_ns"][best]
+
+
+def test_an_empty_recording_is_healthy():
+    r, _ = simulate(calls=0)
+    occ = occupancy(r)
+    assert occ.verdict == "healthy" and occ.reason == "nothing was submitted to a stream"
