@@ -373,7 +373,7 @@ class PooledLoop(_Loop):
 
     def transfer(self, call: Call, handler: Any, job_id: int, transfer_spec: Any) -> Any:
         """Only the submission is touched: streams and their order are vLLM's."""
-        store = bool(handler.gpu_to_cpu)
+        store = bool(handler.src_tensors[0].is_cuda)
         path = self.path_of(handler, "store" if store else "load")
         path.begin(job_id)
         unordered = store and self.fix == "auto" and self.version is not None and self.version[1].startswith("0.13.")

