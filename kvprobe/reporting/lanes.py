@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvprobe.recordings.model import Engine, Recording
+from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, depth_series
 from kvprobe.reporting import charts
-from kvprobe.reporting.charts import Mark
+from kvprobe.reporting.charts import Mark, Points
 from kvprobe.reporting.units import NONE, bytes_text, duration, percent
-from kvprobe.reporting.views import Chart, TableView, table
+from kvprobe.reporting.views import Chart, TableView, numbers, table
 
 if TYPE_CHECKING:
     from kvprobe.reporting.recorded import Submissions
@@ -27,7 +28,8 @@ def stream_name(recording: Recording, row: int) -> str:
     streams = recording.streams
     if not 0 <= row < streams.rows:
         return "unknown stream"
-    name = recording.text(int(streams["name"][row])) or f"{int(streams['handle'][row]):#x}"
+    handle = int(streams["handle"][row])  # a recorder's number, or an address where only that is known
+    name = recording.text(int(streams["name"][row])) or (str(handle) if handle < 1 << 20 else f"{handle:#x}")
     name = name if "stream" in name.lower() else f"stream {name}"
     return (
         f"{name} of {process_name(recording, int(streams['process'][row]))}" if recording.processes.rows > 1 else name
@@ -77,7 +79,7 @@ def _timed(times: Sequence[float], span_ns: float) -> list[Any]:
 TIMED = ["Host time", "Of recorded", "Median", "p99", "Longest"]
 
 
-def stream_table(recording: Recording, found: Submissions) -> tuple[TableView, str]:
+def stream_table(recording: Recording, found: Submissions, queues: Occupancy | None) -> tuple[TableView, str]:
     """Submissions by stream, with the device's side where the recorder saw it."""
     calls = recording.calls
     span_ns = found.span[1] - found.span[0]
@@ -91,10 +93,14 @@ def stream_table(recording: Recording, found: Submissions) -> tuple[TableView, s
         copied = np.where(executions["engine"] == Engine.COPY, executions["bytes"], 0)[known]
         total = np.bincount(stream, weights=copied)
         busy, moved = dict(enumerate(spent.tolist())), dict(enumerate(total.tolist()))
+    queue_of = {row: queue for queue in (queues.streams if queues else ()) for row in queue.streams}
     rows: list[list[Any]] = []
     for row, part, *times in _sums(found, calls["stream"][found.rows])[:200]:
         payload = moved.get(row) or float(calls["bytes"][found.rows[part]].sum())
         name = stream_name(recording, row) if row >= 0 else "unknown"
+        queue = queue_of.get(row)
+        depth = int(queue.depth.max(initial=0)) if queue else -1
+        blocked = float(queue.blocked_ns.sum()) if queue else 0.0
         channel = int(recording.streams["channel"][row]) if 0 <= row < recording.streams.rows else -1
         rows.append(
             [
@@ -102,82 +108,183 @@ def stream_table(recording: Recording, found: Submissions) -> tuple[TableView, s
                 (str(channel) if channel >= 0 else NONE, channel),
                 (f"{len(part):,}", len(part)),
                 *_timed(times, span_ns),
+                (f"{depth:,}" if depth >= 0 else NONE, depth),
+                (duration(blocked) if queue else NONE, blocked),
                 (bytes_text(payload), payload),
                 (percent(busy.get(row, 0) / span_ns) if busy else NONE, busy.get(row, 0)),
             ]
         )
     lead = "" if recording.has_executions else "The recorder did not see the device, so device time is not known."
-    return table("Submissions by stream", ["Stream", "Channel", "Calls", *TIMED, "Bytes", "Device busy"], rows), lead
+    columns = ["Stream", "Channel", "Calls", *TIMED, "Deepest", "Blocked by full queue", "Bytes", "Device busy"]
+    return table("Submissions by stream", columns, rows), lead
 
 
-def thread_table(recording: Recording, found: Submissions) -> TableView:
+def thread_table(recording: Recording, found: Submissions, queues: Occupancy | None) -> TableView:
     """Submissions by thread: who paid."""
     calls = recording.calls
     span_ns = found.span[1] - found.span[0]
     process = calls["process"][found.rows].astype(np.int64)
     threads, code = np.unique(calls["thread"][found.rows], return_inverse=True)
+    known = recording.threads
+    names = dict(
+        zip(zip(known["process"].tolist(), known["thread"].tolist(), strict=True), known["name"].tolist(), strict=True)
+    )
     rows = []
     for key, part, *times in _sums(found, process * max(len(threads), 1) + code)[:200]:
+        row, thread = key // max(len(threads), 1), int(threads[key % len(threads)])
+        blocked = float(queues.blocked_ns[found.rows[part]].sum()) if queues else 0.0
         rows.append(
             [
-                process_name(recording, key // max(len(threads), 1)),
-                str(int(threads[key % len(threads)])),
+                process_name(recording, row),
+                str(thread),
+                recording.text(names.get((row, thread), 0)) or NONE,
                 (f"{len(part):,}", len(part)),
                 *_timed(times, span_ns),
+                (duration(blocked) if queues else NONE, blocked),
             ]
         )
-    return table("Submissions by thread", ["Process", "Thread", "Calls", *TIMED], rows)
+    columns = ["Process", "Thread", "Name", "Calls", *TIMED, "Blocked by full queue"]
+    return table("Submissions by thread", columns, rows)
 
 
-def processes(recording: Recording, found: Submissions) -> tuple[list[Chart | None], list[TableView | None]]:
+def processes(
+    recording: Recording, found: Submissions, queues: Occupancy | None
+) -> tuple[list[Chart | None], list[TableView | None]]:
     """Processes side by side; nothing for a recording of one."""
     if recording.processes.rows < 2:
         return [], []
-    calls = recording.calls
+    calls, table_ = recording.calls, recording.processes
     span_ns = found.span[1] - found.span[0]
-    slow = 60_000
     rows: list[dict[str, Any]] = []
     listed: list[list[Any]] = []
-    for row, part, total, half, high, top in sorted(_sums(found, calls["process"][found.rows]), key=lambda one: one[0])[
-        :128
-    ]:
-        durations = found.dur_ns[part]
-        late = float(durations[durations >= slow].sum())
+    for row, part, *times in sorted(_sums(found, calls["process"][found.rows]), key=lambda one: one[0])[:128]:
+        total, _, high, _ = times
+        blocked = float(queues.blocked_ns[found.rows[part]].sum()) if queues else 0.0
         name = process_name(recording, row)
-        rows.append({"label": name, "values": [late, total - late], "note": f"p99 {duration(high)}"})
-        processes_ = recording.processes
+        rows.append({"label": name, "values": [blocked, total - blocked], "note": f"p99 {duration(high)}"})
         listed.append(
             [
                 name,
-                str(int(processes_["pid"][row])),
-                recording.text(int(processes_["node"][row])) or NONE,
-                recording.text(int(processes_["state"][row])) or NONE,
+                str(int(table_["pid"][row])),
+                recording.text(int(table_["node"][row])) or NONE,
+                recording.text(int(table_["state"][row])) or NONE,
                 (f"{len(part):,}", len(part)),
-                *_timed((total, half, high, top), span_ns),
-                (duration(late), late),
+                *_timed(times, span_ns),
+                (duration(blocked), blocked),
             ]
         )
     if not rows:
         return [], []
-    worst = max(rows, key=lambda one: one["values"][0])
+    worst = max(rows, key=lambda one: float(one["values"][0]))
     summary = (
-        f"Host time inside submitting calls, split at {duration(slow)} a call. "
-        f"Most in long calls: {worst['label']}, {duration(worst['values'][0])}."
+        f"Host time inside submitting calls. Blocked longest by a full queue: {worst['label']}, "
+        f"{duration(worst['values'][0])}."
+        if worst["values"][0]
+        else "Host time inside submitting calls; none was blocked by a full queue."
     )
-    compared = table("Processes", ["Process", "pid", "Node", "State", "Calls", *TIMED, "In long calls"], listed)
-    parts = [f"calls of {duration(slow)} and more", "shorter calls"]
-    chart = Chart(
-        "ranks-chart",
-        "Host time in submissions",
-        summary,
-        {"kind": "bars", "unit": "ns", "parts": parts, "rows": rows[:32]},
-        compared,
-    )
-    return [chart], []
+    columns = ["Process", "pid", "Node", "State", "Calls", *TIMED, "Blocked by full queue"]
+    spec = {"kind": "bars", "unit": "ns", "parts": ["blocked by a full queue", "the rest"], "rows": rows[:32]}
+    return [Chart("ranks-chart", "Host time in submissions", summary, spec, table("Processes", columns, listed))], []
 
 
 def occupancy_charts(
-    recording: Recording, found: Submissions, marks: Sequence[Mark]
+    recording: Recording, found: Submissions, queues: Occupancy | None, marks: Sequence[Mark]
 ) -> tuple[Chart | None, Chart | None]:
-    """Outstanding submissions over time, and what a call costs at each depth; None where it cannot be known."""
-    return None, None
+    """Outstanding submissions over time, and what a call costs at each depth; None where nothing was submitted."""
+    if queues is None or not queues.streams:
+        return None, None
+    deepest = sorted(queues.streams, key=lambda one: -int(one.depth.max(initial=0)))
+    lines, words = [], []
+    for one in deepest[:LANES]:
+        times, level = depth_series(recording, one)
+        lines.append(Points(_queue_name(recording, one), times, level, steps=True))
+    top = deepest[0]
+    words.append(f"{_queue_name(recording, top)} held up to {int(top.depth.max(initial=0)):,} submissions.")
+    if len(deepest) > LANES:
+        rest = max(int(one.depth.max(initial=0)) for one in deepest[LANES:])
+        words.append(f"{len(deepest) - LANES} more streams held {rest:,} at most and are not drawn.")
+    words.append(queues.reason[:1].upper() + queues.reason[1:] + ".")
+    ceilings = {one.ceiling for one in deepest[:LANES] if one.ceiling > 0}
+    known = recording.machine.get("queue_depth")
+    levels = [(float(c), f"full at {c:,}") for c in sorted(ceilings)]
+    if not levels and isinstance(known, (int, float)) and known > 0:
+        levels = [(float(known), f"depth {known:,.0f}")]
+    chart = charts.timeline(
+        "occupancy",
+        "Launch queue occupancy",
+        " ".join(words),
+        lines,
+        found.span,
+        unit="count",
+        log=False,
+        label="submissions outstanding",
+        short="outstanding",
+        marks=marks,
+        levels=levels,
+        how=_HOW[queues.how],
+    )
+    return chart, _cliff(recording, found, queues)
+
+
+LANES = 4  # streams drawn by themselves
+_HOW = {
+    "labels": "Counted from submissions and executions; calls that the recorder labels as blocked are taken as such.",
+    "plateau": "Counted from submissions and executions; a full queue is inferred from plateau, cost and wake-up.",
+    "inferred": "Inferred from the submissions alone, because no device activity was recorded: an upper bound.",
+}
+
+
+def _queue_name(recording: Recording, queue: StreamOccupancy) -> str:
+    name = stream_name(recording, queue.stream)
+    return name if len(queue.streams) < 2 else f"{name} and {len(queue.streams) - 1} on its channel"
+
+
+_CLIFF_HOW = "Along the axis: submissions outstanding when the call was entered."
+
+
+def _cliff(recording: Recording, found: Submissions, queues: Occupancy) -> Chart | None:
+    """Cost of a call against the depth it met: flat where the queue is healthy, a step where it is full."""
+    queue = (
+        queues.streams[0]
+        if queues.streams[0].blocked.any()
+        else max(queues.streams, key=lambda one: int(one.depth.max(initial=0)))
+    )
+    top = int(queue.depth.max(initial=0))
+    if top < 16:
+        return None
+    calls = recording.calls
+    spent = np.maximum(calls["end_ns"][queue.calls] - calls["start_ns"][queue.calls], 0)
+    width = max(1, -(-(top + 1) // 180))
+    bins = queue.depth // width
+    order = np.lexsort((spent, bins))
+    keys, first, count = np.unique(bins[order], return_index=True, return_counts=True)
+    half = spent[order][first + (count - 1) // 2]
+    high = spent[order][first + count - 1]
+    depth = keys * width + (width - 1) / 2
+    shallow_ns = charts.quantiles(spent[bins < keys[-1] * 0.5], 0.5)[0]
+    if queue.blocked.any():
+        deep_ns = charts.quantiles(spent[queue.blocked], 0.5)[0]
+        where = f"for the {int(queue.blocked.sum()):,} calls blocked at {queue.plateau[0]:,} to {queue.plateau[1]:,}"
+    else:
+        deep_ns, where = charts.quantiles(spent[bins >= keys[-1] * 0.95], 0.5)[0], "at the deepest"
+    name = _queue_name(recording, queue)
+    summary = (
+        f"{name}: a call costs {duration(shallow_ns)} at the median while the queue is less than half as deep as it "
+        f"ever gets, and {duration(deep_ns)} {where}. A step there is a full queue; a flat line is a healthy one."
+    )
+    ceiling = [(float(queue.ceiling), f"full at {queue.ceiling:,}")] if queue.ceiling > 0 else []
+    spec = {
+        "kind": "timeline", "height": 240, "x": {"unit": "count", "span": top + 1, "label": "outstanding"},
+        "y": {"unit": "ns", "scale": "log", "label": "host time of one call, log scale", "short": "call took, log"},
+        "series": [
+            {"name": "median", "style": 0, "t": numbers(depth), "v": numbers(half), "line": True},
+            {"name": "longest", "style": 1, "t": numbers(depth), "v": numbers(high)},
+        ],
+        "marks": [{"t": value, "label": label} for value, label in ceiling],
+    }  # fmt: skip
+    rows = [
+        [(f"{int(key * width):,}", float(key)), (f"{int(n):,}", n), (duration(a), a), (duration(b), b)]
+        for key, n, a, b in zip(keys, count, half, high, strict=True)
+    ]
+    listed = table("Cost by depth", ["Outstanding, from", "Calls", "Median", "Longest"], rows)
+    return Chart("cliff", "What a call costs at each depth", summary, spec, listed, _CLIFF_HOW)

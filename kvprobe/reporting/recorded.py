@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Recording
+from kvprobe.recordings.occupancy import occupancy
 from kvprobe.reporting import charts, lanes, series, verdict
 from kvprobe.reporting.charts import Mark, Points
 from kvprobe.reporting.units import NONE, count_text, duration, percent, value_text
@@ -86,28 +87,38 @@ def view(recording: Recording, findings: Sequence[Finding] | None) -> View:
     out = View(verdict.of_recording(recording, findings or (), count, blocked, span_ns, diagnosed=findings is not None))
     if findings is not None:
         out.findings = [_finding(i, one, recording, found) for i, one in enumerate(_ranked(findings))]
-        lost = sum(one.lost_ns for one in findings)
+        named = [one for one in findings if one.confidence != "cannot tell"]
+        lost = {
+            lane: sum(one.lost_ns for one in named if one.lost_on == lane) for lane in ("host", "copy engine", "device")
+        }
+        spent = ", ".join(f"{lane} {duration(ns)}" for lane, ns in lost.items() if ns)
         out.lead = (
-            f"Ranked by severity, then by time lost; together {duration(lost)} of {duration(span_ns)} recorded."
+            f"Ranked by severity, then by time lost, in {duration(span_ns)} recorded"
+            + (f": {spent}." if spent else ".")
             if findings
             else f"kvprobe looked at {count_text(count)} submissions over {duration(span_ns)} for every cause it knows."
         )
-    occupancy, cliff = lanes.occupancy_charts(recording, found, marks)
-    stream_table, stream_lead = lanes.stream_table(recording, found)
+    queues = occupancy(recording) if len(found.rows) else None
+    outstanding, cliff = lanes.occupancy_charts(recording, found, queues, marks)
+    stream_table, stream_lead = lanes.stream_table(recording, found, queues)
     out.sections = [
         charts.section(
             "overview",
             "Over time",
             "These charts share one time axis: zoom one and all follow.",
-            [_timeline(recording, found, marks, findings or ()), occupancy, *_samples(recording, found, marks)],
+            [_timeline(recording, found, marks, findings or ()), outstanding, *_samples(recording, found, marks)],
         ),
         charts.section(
             "distributions", "How long calls took", "", [_histogram(recording, found), _heat(found, marks), cliff]
         ),
         charts.section("transfers", "Transfers", "", [_split(recording)]),
-        charts.section("ranks", "Processes side by side", "", *lanes.processes(recording, found)),
+        charts.section("ranks", "Processes side by side", "", *lanes.processes(recording, found, queues)),
         charts.section(
-            "streams", "Streams and threads", stream_lead, [], [stream_table, lanes.thread_table(recording, found)]
+            "streams",
+            "Streams and threads",
+            stream_lead,
+            [],
+            [stream_table, lanes.thread_table(recording, found, queues)],
         ),
         charts.section("stacks", "Python code that was waiting", _STACKS, [], [_stacks(recording)]),
         charts.section("decisions", "What was switched, and why", "", [], [_decisions(recording, found)]),
@@ -185,6 +196,7 @@ def _timeline(
             "t": (calls["start_ns"][rows] - found.span[0]).tolist(),
             "v": found.dur_ns[exact].tolist(),
             "label": [index[name] for name in names],
+            "close": True,
         },
     ]
     return Chart(chart.id, chart.title, chart.summary, spec, chart.table, chart.how)
@@ -352,7 +364,7 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
     where = verdict.place(finding)
     if where:
         meta.append(where)
-    evidence = [{"text": one.text, "how": one.how} for one in finding.evidence]
+    evidence = [{"text": verdict.micro(one.text), "how": one.how} for one in finding.evidence]
     if finding.reason:
         evidence.append({"text": finding.reason[:1].upper() + finding.reason[1:], "how": ""})
     saving = f"Predicted to give back {duration(finding.predicted_saving_ns)}." if finding.predicted_saving_ns else ""
@@ -379,6 +391,7 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
         )
     return {
         "state": state,
+        "open": i < 3 and (i == 0 or finding.severity != "info"),
         "word": verdict.WORDS[state],
         "title": finding.title,
         "meta": " · ".join(meta),
@@ -386,7 +399,7 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
         "evidence": evidence,
         "cures": [verdict.cure_parts(one) for one in finding.cure],
         "saving": saving,
-        "values": values if values.rows else None,
+        "figures": values if values.rows else None,
         "chart": _zoom(i, finding, recording, found),
     }
 
@@ -408,9 +421,7 @@ def _zoom(i: int, finding: Finding, recording: Recording, found: Submissions) ->
         for name, mask in _groups(found.kind)
         if (inside & mask).any()
     ]
-    summary = (
-        f"{count_text(int(inside.sum()))} submissions around the {duration(end - start)} in which it happened (shaded)."
-    )
+    summary = f"{count_text(int(inside.sum()))} submissions around the {duration(end - start)} in which it happened."
     return charts.timeline(
         f"finding-chart-{i}",
         "Submissions in that window",
@@ -419,7 +430,7 @@ def _zoom(i: int, finding: Finding, recording: Recording, found: Submissions) ->
         span,
         label="host time of one call, log scale",
         short="call took, log",
-        spans=[(float(start), float(end), "", True)],
+        spans=[(float(start), float(end), "", True)] if end - start < 0.8 * (found.span[1] - found.span[0]) else [],
         group="",
         height=210,
         bins=1200,

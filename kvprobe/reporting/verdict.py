@@ -63,40 +63,45 @@ class Verdict:
         return WORDS[self.state]
 
 
-_SETTING = re.compile(r"(?<![\w`])([A-Z][A-Z0-9]+(?:_[A-Z0-9]+)+=[\w.:/,x-]*[\w])")
+# A setting or a command can be copied; a call or a flag inside a sentence is set as code.
+_SETTING = re.compile(r"(?<![\w`.])[A-Z][A-Z0-9]+(?:_[A-Z0-9]+)+=[\w.:/x-]*\w")
+_CALL = re.compile(r"(?<![\w`])\.?[A-Za-z_][\w.]*\w\([^()`]*\)|\bcu(?:da)?[A-Z]\w+|(?<![\w`-])--[a-z][\w-]+")
 _COMMAND = re.compile(
-    r"^(?:\$ )?((?:export |env )?[A-Z][A-Z0-9_]+=\S+(?: \S.*)?"
-    r"|kvprobe \S.*|(?:vllm|nsys|python3?|numactl|nvidia-smi|sudo) \S.*)$"
+    r"(?:\$ )?((?:export |env )?(?:[A-Z][A-Z0-9_]+=[^\s,]+\s*)+(?:(?:kvprobe|vllm|nsys|python3?|numactl) \S.*)?"
+    r"|kvprobe (?:run|report|bench|demo|doctor|patches|top|weights)\b[^,;]*"
+    r"|(?:vllm|nsys|python3?|numactl|nvidia-smi|sudo) \S[^,;]*)"
 )
 
 
 def cure_parts(text: str) -> list[Part]:
-    """Splits a cure into prose and code: text between backticks, and whole lines that are commands or settings.
+    """Splits a cure into prose and code.
 
-    A setting or command gets a line of its own, so that it can be copied; a bare name stays inside its sentence.
+    Text between backticks, calls, flags and settings become code in their sentence; settings follow the sentence as a
+    line to copy, and a cure that is a command is nothing else.
     """
+    text = text.strip()
+    whole = _COMMAND.fullmatch(text)
+    if whole:
+        return [Part(whole.group(1).strip(), code=True)]
     parts: list[Part] = []
-    if "`" not in text and not _COMMAND.match(text.strip()):
-        text = _SETTING.sub(r"`\1`", text)
-    for line in text.splitlines():
-        whole = _COMMAND.match(line.strip())
-        if whole:
-            parts.append(Part(whole.group(1), code=True))
+    copied: list[str] = []
+    for i, piece in enumerate(text.split("`")):
+        if i % 2:
+            parts.append(Part(piece, inline=True))
+            if _COMMAND.fullmatch(piece):
+                copied.append(piece)
             continue
-        for i, piece in enumerate(line.split("`")):
-            if not piece:
+        at = 0
+        for match in sorted([*_SETTING.finditer(piece), *_CALL.finditer(piece)], key=lambda one: one.start()):
+            if match.start() < at:
                 continue
-            if i % 2 == 0:
-                parts.append(Part(piece))
-            else:
-                block = bool(_COMMAND.match(piece)) or len(piece) > 60
-                parts.append(Part(piece, code=block, inline=not block))
-    return parts or [Part(text)]
-
-
-def _number(phases: dict[str, dict[str, float]], phase: str, key: str) -> float | None:
-    value = phases.get(phase, {}).get(key)
-    return float(value) if value is not None else None
+            parts += [Part(piece[at : match.start()]), Part(match.group(), inline=True)]
+            at = match.end()
+            if _SETTING.fullmatch(match.group()):
+                copied.append(match.group())
+        parts.append(Part(piece[at:]))
+    lines = [Part(f"export {one}" if _SETTING.fullmatch(one) else one, code=True) for one in dict.fromkeys(copied)]
+    return [one for one in parts if one.text] + lines
 
 
 def of_story(story: Story) -> Verdict:
@@ -174,23 +179,35 @@ def of_story(story: Story) -> Verdict:
     return Verdict("cured", headline, why, facts, done, saving, "What kvprobe changed")
 
 
-def place(finding: Finding, limit: int = 2) -> str:
-    """Where a finding's time was lost, in words."""
-    words = []
+def place(finding: Finding, limit: int = 2, brief: bool = False) -> str:
+    """Where a finding's time was lost, in words; brief leaves out the thread of the first and all ranges."""
+    words: list[str] = []
     for one in finding.where[:limit]:
         bits = []
-        if one.thread >= 0:
+        if one.thread >= 0 and not (brief and not words):
             bits.append(f"thread {one.thread}")
         if one.stream_name or one.stream >= 0:
             bits.append(one.stream_name if "stream" in one.stream_name else f"stream {one.stream_name or one.stream}")
         if one.pid > 0:
             bits.append(f"process {one.pid}")
-        if one.range:
+        if one.range and not brief:
             bits.append(f"in “{one.range}”")
         if bits:
             words.append(", ".join(bits))
     more = len(finding.where) - limit
     return "; ".join(words) + (f" and {more} more" if more > 0 and words else "")
+
+
+def micro(text: str) -> str:
+    """Microseconds with their sign, where a sentence spells them "us"."""
+    return re.sub(r"(?<=\d) us\b", "\u00a0\u00b5s", text)
+
+
+def _sentences(texts: Sequence[str], headline: str) -> str:
+    """The first two of these that say more than the headline does, as sentences."""
+    said = set(re.findall(r"[\w.]+", headline.lower()))
+    new = [one for one in texts if len(said & set(re.findall(r"[\w.]+", one.lower()))) < 0.6 * len(said)]
+    return " ".join(micro(one)[:1].upper() + micro(one)[1:].rstrip(".") + "." for one in new[:2])
 
 
 def of_recording(
@@ -239,8 +256,7 @@ def of_recording(
     first = ranked[0]
     headline = first.title.rstrip(".") + "."
     lost = duration(first.lost_ns)
-    where = place(first)
-    detail = first.evidence[0].text if first.evidence else ""
+    detail = _sentences([one.text for one in first.evidence[:3]], headline)
     if first.lost_ns:
         label = {"host": "Host time lost", "copy engine": "Copy engine time lost", "device": "Device time lost"}.get(
             first.lost_on, "Time lost"
@@ -250,7 +266,7 @@ def of_recording(
     if first.where:
         top = first.where[0]
         name = f"Thread {top.thread}" if top.thread >= 0 else top.stream_name or f"Process {top.pid}"
-        facts.append(Fact("Where", name, where))
+        facts.append(Fact("Where", name, place(first, 1, brief=True)))
     if first.predicted_saving_ns:
         facts.append(Fact("The first change saves", duration(first.predicted_saving_ns), "predicted"))
     facts.append(Fact("How sure", first.confidence.capitalize(), first.evidence[0].how if first.evidence else ""))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -64,7 +63,7 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OSError, match="disk full"):
         write_report(None, target, story=stories.story())
     assert target.read_text() == "earlier"
-    assert os.listdir(tmp_path) == ["out.html"]
+    assert [one.name for one in tmp_path.iterdir()] == ["out.html"]
 
 
 @pytest.mark.parametrize("where", ["missing/out.html", "."])

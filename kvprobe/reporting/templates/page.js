@@ -69,7 +69,7 @@
     for (let e = from; e <= to; e++)
       for (const m of steps) {
         const v = m * 10 ** e;
-        if (v >= low * 0.999 && v <= high * 1.001) ticks.push([v, m !== 1 || (e - from) % every === 0 ? show(unit, v) : ""]);
+        if (v >= low * 0.999 && v <= high * 1.001) ticks.push([v, m !== 1 || (e - from) % every === 0 ? show(unit, v).replace(/\.0+(?=\D)/, "") : ""]);
       }
     return ticks;
   }
@@ -397,6 +397,11 @@
         d = "";
         if (s.t.length > 60) return;
       }
+      if (s.close) { // single calls over millions: only where they can be told apart
+        let many = 0;
+        for (let i = 0; i < s.t.length; i++) if (s.t[i] >= a && s.t[i] <= b) many++;
+        if (many > 160) return;
+      }
       for (let i = 0; i < s.t.length; i++)
         if (s.t[i] >= a && s.t[i] <= b) d += glyphs[s.style % 6](this.X(s.t[i]), this.Y(s.v[i]));
       svg("path", { class: `l p l${s.style % 6}`, d }, layer);
@@ -519,6 +524,7 @@
       spec.series.forEach((s, k) => {
         if (this.hidden.has(k)) return;
         if (s.t) {
+          if (s.close && this.range[1] - this.range[0] > 0.5 * (this.full[1] - this.full[0])) return;
           let best = -1, gap = s.line ? Infinity : near;
           for (let i = 0; i < s.t.length; i++) if (Math.abs(s.t[i] - x) < gap) { gap = Math.abs(s.t[i] - x); best = i; }
           if (best >= 0) out.push(` · ${s.name} `, bold(show(spec.y.unit, s.v[best])), s.label ? ` ${spec.labels[s.label[best]]}` : "");
@@ -593,12 +599,16 @@
   }
   function start() {
     const specs = JSON.parse($("#kvprobe-data").textContent);
-    for (const figure of $$("figure[data-chart]")) {
+    const draw = (figure) => {
       const spec = specs[figure.dataset.chart];
-      if (window.kvprobePlotly) { window.kvprobePlotly(figure, spec); continue; }
+      if (window.kvprobePlotly) { window.kvprobePlotly(figure, spec); return; }
       const plot = new Plot(figure, spec);
       all.push(plot);
       plot.draw();
+    };
+    for (const figure of $$("figure[data-chart]")) { // a closed finding has no width: it is drawn when it opens
+      const closed = figure.closest("details.finding:not([open])");
+      if (closed) closed.addEventListener("toggle", () => draw(figure), { once: true }); else draw(figure);
     }
     let pending = 0, width = innerWidth;
     addEventListener("resize", () => {

@@ -1,0 +1,61 @@
+"""What the commands that read recordings share: opening them with a progress bar, and their diagnosis."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from kvprobe.diagnosis import Finding
+    from kvprobe.recordings.model import Recording
+
+__all__ = ["diagnosed", "opened", "progress_bar"]
+
+
+class Progress(Protocol):
+    """Called with what is being done and the fraction of it that is done."""
+
+    def __call__(self, what: str, fraction: float) -> None: ...
+
+
+@contextmanager
+def progress_bar(quiet: bool = False) -> Iterator[Progress]:
+    """A bar on stderr where that is a terminal, else silence."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda what, fraction: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=1.0)
+        yield lambda what, fraction: bar.update(task, description=what, completed=min(max(fraction, 0.0), 1.0))
+
+
+def opened(inputs: Sequence[Path], *, quiet: bool = False) -> Recording:
+    """The recordings as one.
+
+    Raises:
+        RecordingError: one of them cannot be read.
+    """
+    from kvprobe.recordings import open_recording
+
+    with progress_bar(quiet) as progress:
+        return open_recording(inputs, progress=progress)
+
+
+def diagnosed(inputs: Sequence[Path], *, quiet: bool = False) -> tuple[Recording, list[Finding]]:
+    """The recordings as one, and what is wrong in them."""
+    from kvprobe.diagnosis import diagnose
+    from kvprobe.recordings import open_recording
+
+    with progress_bar(quiet) as progress:
+        recording = open_recording(inputs, progress=lambda what, fraction: progress(what, 0.8 * fraction))
+        progress("looking for causes", 0.8)
+        findings = diagnose(recording)
+        progress("done", 1.0)
+    return recording, findings

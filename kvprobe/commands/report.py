@@ -1,0 +1,55 @@
+"""`kvprobe report`: says what is wrong in recordings, as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+__all__ = ["command"]
+
+
+@click.command(short_help="Say what is wrong in recordings, as one HTML page.")
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.Path(path_type=Path))
+@click.option("-o", "--output", default="kvprobe.html", show_default=True, type=click.Path(path_type=Path))
+@click.option("-f", "--force", is_flag=True, help="Overwrite a file that is not a report of kvprobe.")
+@click.option("--interactive", is_flag=True, help="Draw with plotly: adds 4.6 MiB and its menus.")
+@click.option("--title", help="Title of the page; default: the recording's file name.")
+@click.option("--json", "as_json", is_flag=True, help="Print where the page is and what was found as one JSON object.")
+@click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress bar and no summary.")
+def command(
+    inputs: tuple[Path, ...],
+    output: Path,
+    force: bool,
+    interactive: bool,
+    title: str | None,
+    as_json: bool,
+    show: bool,
+    quiet: bool,
+) -> None:
+    """Read recordings of Nsight Systems, the PyTorch profiler or kvprobe and write a page that says what is wrong.
+
+    Several inputs (or a folder with a file for each rank) are shown side by side. The page is one file that opens
+    without a network.
+    """
+    from kvprobe.reporting import check_writable, write_report
+
+    check_writable(output, force=force)
+    from kvprobe.commands._reading import diagnosed
+
+    recording, findings = diagnosed(inputs, quiet=quiet)
+    path = write_report(recording, output, findings=findings, title=title, interactive=interactive)
+    if as_json:
+        import json
+
+        found = [one.to_json() for one in findings]
+        click.echo(json.dumps({"report": str(path), "bytes": path.stat().st_size, "findings": found}))
+    elif not quiet:
+        named = [one for one in findings if one.confidence != "cannot tell"]
+        click.echo(f"{named[0].title}" if named else "Nothing found." if not findings else findings[0].title)
+        if len(named) > 1:
+            click.echo(f"and {len(named) - 1} more")
+        click.echo(f"{path}")
+    if show:
+        click.launch(path.resolve().as_uri())

@@ -1,0 +1,130 @@
+"""`kvprobe stats`: tables of a recording, of the kind that `nsys stats` prints."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from kvprobe.diagnosis import Finding
+    from kvprobe.recordings.model import Recording
+    from kvprobe.reporting.sums import Sum
+
+__all__ = ["command"]
+
+
+@click.command(short_help="Tables of a recording: calls, copies, sizes, ranges, streams.")
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.Path(path_type=Path))
+@click.option("-r", "--report", "reports", help="Tables to print, comma-separated; default: all. `help` lists them.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV with the columns of `nsys stats --format csv`.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: tables, findings, machine.")
+@click.option(
+    "--rows", default=0, help="Print at most this many rows of a table; 0 prints all.", type=click.IntRange(0)
+)
+def command(inputs: tuple[Path, ...], reports: str | None, as_csv: bool, as_json: bool, rows: int) -> None:
+    """Print what a recording holds, in numbers.
+
+    The tables cuda_api_sum, cuda_gpu_mem_time_sum, cuda_gpu_mem_size_sum and nvtx_sum have the columns and the
+    figures that `nsys stats` prints for the same recording.
+    """
+    from kvprobe.errors import UsageError
+    from kvprobe.reporting.sums import REPORTS, summary
+
+    wanted = list(REPORTS) if not reports else [one.strip() for one in reports.split(",") if one.strip()]
+    if wanted == ["help"]:
+        click.echo("\n".join(f"{name:24}{(make.__doc__ or '').splitlines()[0]}" for name, make in REPORTS.items()))
+        return
+    unknown = [one for one in wanted if one not in REPORTS]
+    if unknown:
+        raise UsageError(f"no table {unknown[0]!r}; there are {', '.join(REPORTS)}")
+    if as_csv and as_json:
+        raise UsageError("choose one of --csv and --json")
+    from kvprobe.commands._reading import diagnosed, opened
+
+    if as_json:
+        recording, findings = diagnosed(inputs)
+        _print_json(recording, findings, [summary(recording, one) for one in wanted])
+        return
+    recording = opened(inputs)
+    made = [summary(recording, one) for one in wanted]
+    if as_csv:
+        click.echo("\n".join(_csv(one, rows) for one in made), nl=False)
+    else:
+        _print(made, rows)
+
+
+def _csv(table: Sum, limit: int) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([name for name, _ in table.columns])
+    writer.writerows(table.text(row) for row in table.rows[: limit or None])
+    return out.getvalue()
+
+
+def _print(tables: Sequence[Sum], limit: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    for one in tables:
+        console.print(Text(f"\n{one.title} ({one.report})", style="bold"))
+        if not one.rows:
+            console.print(Text(one.note or "nothing of the kind in this recording", style="dim"))
+            continue
+        shown = one.rows[: limit or None]
+        texts = [[_plain(cell) for cell in one.text(row, ",")] for row in shown]
+        widths = [max(len(name), *(len(line[i]) for line in texts)) for i, (name, _) in enumerate(one.columns)]
+        numbers = sum(width + 2 for width, (_, kind) in zip(widths, one.columns, strict=True) if kind != "text")
+        # Figures are never cut; names are, where a person looks on, at the width of the terminal.
+        wide = sum(widths) + 2 * len(widths)
+        wide = min(wide, max(console.width, numbers + 40)) if console.is_terminal else wide
+        grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        for width, (name, kind) in zip(widths, one.columns, strict=True):
+            text = kind == "text"
+            grid.add_column(
+                Text(name), justify="left" if text else "right", no_wrap=True, min_width=None if text else width
+            )
+        for line in texts:
+            grid.add_row(*map(Text, line))
+        Console(highlight=False, width=wide, no_color=console.no_color).print(grid)
+        for note in filter(None, (one.note, _left_out(one, len(shown)))):
+            console.print(Text(note, style="dim"))
+
+
+def _plain(text: str) -> str:
+    """Control characters made visible: a recording's text must not steer a terminal."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in text)
+
+
+def _left_out(table: Sum, shown: int) -> str:
+    return f"{len(table.rows) - shown:,} more rows" if shown < len(table.rows) else ""
+
+
+def _print_json(recording: Recording, findings: Sequence[Finding], tables: Sequence[Sum]) -> None:
+    import json
+
+    out = {
+        "source": [
+            {"path": one.path, "format": one.format, "tool": one.tool, "command": one.command}
+            for one in recording.source
+        ],
+        "machine": {name: _json(value) for name, value in recording.machine.items()},
+        "machine_how": recording.machine_how,
+        "findings": [one.to_json() for one in findings],
+        "tables": {one.report: one.to_json() for one in tables},
+        "notes": recording.notes,
+        "lost": {str(row): int(count) for row, count in recording.lost.items()},
+    }
+    click.echo(json.dumps(out, default=_json))
+
+
+def _json(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return value if isinstance(value, (str, int, float, bool, list, dict, type(None))) else str(value)
