@@ -50,6 +50,12 @@ def tree(distribution, version, *members):
 
 
 @pytest.fixture
+def wheel_tree():
+    """`wheel_tree(distribution, version, *members)`: a folder with the unpacked wheel."""
+    return tree
+
+
+@pytest.fixture
 def clean_modules():
     """Forget what a test imported of a server, and take kvprobe out of it."""
     names = ("vllm", "sglang", "lmcache")
