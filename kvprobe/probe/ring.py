@@ -45,6 +45,7 @@ CALLS: dict[int, tuple[str, str]] = {
     34: ("SYNC", "cuCtxSynchronize"), 35: ("CREATE", "cuStreamCreate"), 36: ("CREATE", "cuEventCreate"),
     37: ("ALLOC", "cuMemAlloc"), 38: ("ALLOC", "cuMemHostAlloc"), 39: ("ALLOC", "cuMemHostRegister"),
     40: ("COPY", "cudaMemcpyWithAttributesAsync"), 41: ("COPY", "cuMemcpy3DAsync"), 42: ("FREE", "cudaHostUnregister"),
+    43: ("FREE", "cuMemFree"), 44: ("FREE", "cuMemFreeHost"), 45: ("FREE", "cuMemHostUnregister"),
     64: ("TRANSFER", "transfer"),
 }
 

@@ -74,6 +74,9 @@ KVP_EXPORT const char *kvp_clock_name(void); /* "tsc", "cntvct" or "clock_gettim
     X(40, COPY, "cudaMemcpyWithAttributesAsync")                                                                       \
     X(41, COPY, "cuMemcpy3DAsync")                                                                                     \
     X(42, FREE, "cudaHostUnregister")                                                                                  \
+    X(43, FREE, "cuMemFree")                                                                                           \
+    X(44, FREE, "cuMemFreeHost")                                                                                       \
+    X(45, FREE, "cuMemHostUnregister")                                                                                 \
     X(64, TRANSFER, "transfer") /* one engine or server transfer; src and dst hold its split, see kvp_record */
 
 enum kvp_call {
@@ -95,7 +98,7 @@ typedef struct {
     uint64_t src;      /* address; of a batch: its first copy's. TRANSFER: two float32, build_us then submit_us */
     uint64_t dst;      /* address; of a batch: its first copy's. TRANSFER: two float32, queue_wait_us then copy_us */
     uint64_t bytes;    /* payload; of a batch: the sum. ALLOC: bytes asked for */
-    uint32_t tid;      /* kernel thread id */
+    uint32_t tid;      /* kernel thread id; 0 in kvp_ring_write: the calling thread's */
     uint32_t transfer; /* id of the transfer this call belongs to; 0 = none known */
     uint32_t count;    /* copies in this call (1 but for batches and TRANSFER) */
     uint16_t result;   /* the call's own return code, capped at 65535 */

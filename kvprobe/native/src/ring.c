@@ -262,6 +262,7 @@ static inline void append(struct lane *lane, const kvp_record *r, kvp_record *re
         if (!*ready) return;
     }
     records[*at] = *r;
+    if (!r->tid) records[*at].tid = lane->header->tid;
     *at += 1;
     __atomic_store_n(head, *head + 1, __ATOMIC_RELEASE);
 }
@@ -446,7 +447,8 @@ int kvp_ring_open(const char *path, const char *producer, const kvp_ring_options
 }
 
 void kvp_ring_close(void) {
-    if (!kvp_ring_is_open()) return;
+    /* a child of vfork shares this memory and is somebody else */
+    if (!kvp_ring_is_open() || ring.header->pid != (uint32_t)getpid()) return;
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     ring.header->end_monotonic_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;

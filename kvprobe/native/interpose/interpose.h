@@ -1,0 +1,68 @@
+/* What the interposer's files share. libkvprobe_interpose.so is preloaded by `kvprobe run`: it defines the CUDA calls
+ * that it watches, calls the function that the caller would have reached without it, and writes one record a call.
+ *
+ * Rules it keeps: results, errno and argument registers pass through; no lock and no allocation on the way of a call;
+ * no CUDA call that the program did not make, but for a question about a pointer (memory.c), asked after the fact;
+ * anything it does not know goes through untouched. */
+#ifndef KVP_INTERPOSE_H
+#define KVP_INTERPOSE_H
+
+#include "kvp.h"
+
+#include <stdint.h>
+
+#define likely(x) __builtin_expect(!!(x), 1)
+#define unlikely(x) __builtin_expect(!!(x), 0)
+
+#define SITES 32      /* call sites of one wrapped symbol that are remembered */
+#define BOUND 3       /* functions fetched by pointer that one symbol can stand for, beside the linked one */
+typedef int any_fn(); /* a CUDA function of unknown parameters */
+
+/* One wrapped symbol. */
+struct wrapped {
+    const char *name;
+    any_fn *exported;     /* what callers are linked to: goes to the function that their own library would give them */
+    any_fn *bound[BOUND]; /* each calls exactly the function in `real` beside it */
+    any_fn *volatile real[BOUND];
+    struct {
+        void *volatile caller;
+        any_fn *volatile real;
+    } sites[SITES]; /* return address -> function, so that two CUDA runtimes in one process stay apart */
+};
+
+extern struct wrapped kvp_wrapped[];
+extern const int kvp_wrapped_count;
+
+/* 1 while this process is to be recorded: set once from the environment, before main. */
+extern int kvp_on;
+
+/* wrap.c */
+int kvp_batch_has_fail_index(void *real); /* of cudaMemcpyBatchAsync: CUDA 12.8's signature */
+
+/* resolve.c: the function that `caller` would have called, NULL where there is none. */
+any_fn *kvp_real(struct wrapped *w, void *caller);
+struct wrapped *kvp_find_wrapped(const char *name);
+/* A pointer that behaves as `found`, and is recorded; `found` itself where that cannot be. */
+void *kvp_wrap_pointer(struct wrapped *w, void *found);
+/* A symbol of a library that is loaded already, past any wrapper of ours. */
+void *kvp_symbol_beside(const void *address, const char *name);
+void *kvp_driver_symbol(const char *name);
+
+static inline any_fn *kvp_real_for(struct wrapped *w, void *caller) {
+    unsigned at = (unsigned)(((uintptr_t)caller >> 2) ^ ((uintptr_t)caller >> 9)) % SITES;
+    if (likely(w->sites[at].caller == caller && w->sites[at].real)) return w->sites[at].real;
+    return kvp_real(w, caller);
+}
+
+/* memory.c: `record->direction` completed with what is known of its addresses. `asked` is a direction, or
+ * KVP_DIR_UNKNOWN to find out. */
+void kvp_classify(kvp_record *record);
+void kvp_forget_ranges(void); /* memory was freed or registered */
+
+/* nvtx.c */
+void kvp_nvtx_start(void);
+extern int kvp_nvtx_on;
+void kvp_nvtx_range_push(const kvp_record *record);
+void kvp_nvtx_range_pop(void);
+
+#endif

@@ -1,0 +1,91 @@
+/* What kind of memory an address is: remembered per thread as ranges, so that a copy costs a few compares.
+ *
+ * The driver is asked once per allocation (cuPointerGetAttributes: it leaves the runtime's last error alone), after the
+ * copy's own call has returned. Freeing or registering memory makes every thread forget. */
+#include "interpose.h"
+
+#include <stddef.h>
+#include <string.h>
+
+#define RANGES 8
+#define PAGEABLE_BYTES (2u << 20) /* what one answer "not CUDA's" is taken to cover; registering makes us forget it */
+
+enum { ATTRIBUTE_MEMORY_TYPE = 2, ATTRIBUTE_IS_MANAGED = 8, ATTRIBUTE_RANGE_START = 11, ATTRIBUTE_RANGE_SIZE = 12 };
+
+typedef int pointer_attributes_fn(unsigned count, int *attributes, void **data, uint64_t address);
+
+static pointer_attributes_fn *volatile ask;
+static volatile int looked;
+static volatile uint32_t generation = 1;
+
+static __thread struct {
+    uint32_t generation, next;
+    struct {
+        uint64_t start, size;
+        uint8_t kind;
+    } range[RANGES];
+} known __attribute__((tls_model("initial-exec")));
+
+void kvp_forget_ranges(void) { __atomic_fetch_add(&generation, 1, __ATOMIC_RELEASE); }
+
+static __attribute__((noinline)) int ask_driver(uint64_t address) {
+    if (!looked) {
+        ask = (pointer_attributes_fn *)kvp_driver_symbol("cuPointerGetAttributes");
+        looked = 1;
+    }
+    if (!ask) return KVP_MEM_UNKNOWN;
+    uint32_t type = 0, managed = 0;
+    uint64_t start = 0, size = 0;
+    int attributes[] = {ATTRIBUTE_MEMORY_TYPE, ATTRIBUTE_IS_MANAGED, ATTRIBUTE_RANGE_START, ATTRIBUTE_RANGE_SIZE};
+    void *data[] = {&type, &managed, &start, &size};
+    int kind = KVP_MEM_UNKNOWN;
+    if (!ask(4, attributes, data, address))
+        kind = managed ? KVP_MEM_MANAGED : type == 1 ? KVP_MEM_PINNED : type == 2 ? KVP_MEM_DEVICE : KVP_MEM_PAGEABLE;
+    if (!size || address - start >= size) {
+        start = address & ~(uint64_t)(PAGEABLE_BYTES - 1);
+        size = kind == KVP_MEM_PAGEABLE || kind == KVP_MEM_UNKNOWN ? PAGEABLE_BYTES : 0;
+    }
+    if (size) {
+        unsigned at = known.next++ % RANGES;
+        known.range[at].start = start;
+        known.range[at].size = size;
+        known.range[at].kind = (uint8_t)kind;
+    }
+    return kind;
+}
+
+static inline int kind_of(uint64_t address) {
+    uint32_t now = generation;
+    if (unlikely(known.generation != now)) {
+        memset(known.range, 0, sizeof known.range);
+        known.generation = now;
+    }
+    for (int i = 0; i < RANGES; i++)
+        if (address - known.range[i].start < known.range[i].size) return known.range[i].kind;
+    return ask_driver(address);
+}
+
+static inline int is_host(int kind) { return kind == KVP_MEM_PAGEABLE || kind == KVP_MEM_PINNED; }
+
+void kvp_classify(kvp_record *r) {
+    int direction = r->direction & 15, memory = 0;
+    if (looked && !ask) return; /* no driver to ask (the embedded host runtime) */
+    if (direction == KVP_H2D)
+        memory = kind_of(r->src);
+    else if (direction == KVP_D2H)
+        memory = kind_of(r->dst);
+    else if (direction == KVP_DIR_UNKNOWN) {
+        int src = kind_of(r->src), dst = kind_of(r->dst);
+        if (is_host(src) && dst == KVP_MEM_DEVICE)
+            direction = KVP_H2D, memory = src;
+        else if (src == KVP_MEM_DEVICE && is_host(dst))
+            direction = KVP_D2H, memory = dst;
+        else if (src == KVP_MEM_DEVICE && dst == KVP_MEM_DEVICE)
+            direction = KVP_D2D, memory = KVP_MEM_DEVICE;
+        else if (is_host(src) && is_host(dst))
+            direction = KVP_H2H, memory = src;
+        else if (src == KVP_MEM_MANAGED || dst == KVP_MEM_MANAGED)
+            memory = KVP_MEM_MANAGED;
+    }
+    r->direction = (uint8_t)(direction | memory << 4);
+}

@@ -1,0 +1,165 @@
+/* Finds the function behind a wrapped name, and puts wrappers where a program fetches functions by pointer. */
+#define _GNU_SOURCE
+#include "interpose.h"
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <link.h>
+#include <stdio.h>
+#include <string.h>
+
+typedef void *dlsym_fn(void *, const char *);
+
+extern const char __ehdr_start[] __attribute__((visibility("hidden")));
+extern const char _end[] __attribute__((visibility("hidden")));
+
+static int is_ours(const void *p) { return (const char *)p >= __ehdr_start && (const char *)p < _end; }
+
+/* glibc's dlsym, or that of another preloaded tool behind us. dlvsym, because dlsym is ours. */
+static dlsym_fn *volatile next_dlsym;
+
+static __attribute__((noinline)) dlsym_fn *find_dlsym(void) {
+    static const char *const versions[] = {"GLIBC_2.34", "GLIBC_2.17", "GLIBC_2.2.5"};
+    void *found = NULL;
+    for (unsigned i = 0; i < sizeof versions / sizeof *versions && !found; i++)
+        found = dlvsym(RTLD_NEXT, "dlsym", versions[i]);
+    next_dlsym = (dlsym_fn *)found;
+    return next_dlsym;
+}
+
+static inline dlsym_fn *real_dlsym(void) {
+    dlsym_fn *found = next_dlsym;
+    return likely(found != NULL) ? found : find_dlsym();
+}
+
+struct wrapped *kvp_find_wrapped(const char *name) {
+    if (name[0] != 'c' || name[1] != 'u') return NULL;
+    for (int i = 0; i < kvp_wrapped_count; i++)
+        if (!strcmp(name, kvp_wrapped[i].name)) return &kvp_wrapped[i];
+    return NULL;
+}
+
+/* A symbol as the object that holds `address` would find it in itself and what it depends on. */
+void *kvp_symbol_beside(const void *address, const char *name) {
+    Dl_info info;
+    struct link_map *map = NULL;
+    if (!dladdr1(address, &info, (void **)&map, RTLD_DL_LINKMAP) || !map) return NULL;
+    /* the main program is called "": its dependencies are searched by RTLD_NEXT already */
+    if (!map->l_name || !map->l_name[0]) return NULL;
+    void *handle = dlopen(map->l_name, RTLD_LAZY | RTLD_NOLOAD);
+    if (!handle) return NULL;
+    void *found = real_dlsym()(handle, name);
+    dlclose(handle);
+    return is_ours(found) ? NULL : found;
+}
+
+/* The last resort for a caller that depends on no runtime (code compiled at run time; a function that ends in a jump,
+ * so that the return address is its own caller's): any loaded runtime. With two of them this may be the other one. */
+struct search {
+    const char *name, *prefix;
+    void *found;
+};
+
+static int search_object(struct dl_phdr_info *info, size_t size, void *data) {
+    (void)size;
+    struct search *s = data;
+    const char *path = info->dlpi_name, *base = path ? strrchr(path, '/') : NULL;
+    base = base ? base + 1 : path;
+    if (!base || strncmp(base, s->prefix, strlen(s->prefix))) return 0;
+    void *handle = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
+    if (!handle) return 0;
+    s->found = real_dlsym()(handle, s->name);
+    dlclose(handle);
+    if (is_ours(s->found)) s->found = NULL;
+    return s->found != NULL;
+}
+
+static void *search_loaded(const char *name) {
+    static const char *const prefixes[] = {"libcudart.so", "libcuda.so", "libkvprobe_hostrt.so"};
+    for (unsigned i = 0; i < sizeof prefixes / sizeof *prefixes; i++) {
+        struct search s = {name, prefixes[i], NULL};
+        dl_iterate_phdr(search_object, &s);
+        if (s.found) return s.found;
+    }
+    return NULL;
+}
+
+void *kvp_driver_symbol(const char *name) {
+    struct search s = {name, "libcuda.so", NULL};
+    dl_iterate_phdr(search_object, &s);
+    return s.found;
+}
+
+static int in_a_runtime(const void *function) {
+    Dl_info info;
+    return dladdr(function, &info) && info.dli_fname && strstr(info.dli_fname, "libcudart.so");
+}
+
+static void *resolve(const char *name, void *caller) {
+    void *next = real_dlsym()(RTLD_NEXT, name);
+    void *own = kvp_symbol_beside(caller, name);
+    if (!next || !own || next == own) return next ? next : own;
+    /* They differ. Another tool's wrapper behind us has to be called; another runtime (two CUDA versions in one
+     * process) must not be. */
+    return in_a_runtime(next) ? own : next;
+}
+
+__attribute__((noinline)) any_fn *kvp_real(struct wrapped *w, void *caller) {
+    unsigned start = (unsigned)(((uintptr_t)caller >> 2) ^ ((uintptr_t)caller >> 9)) % SITES;
+    for (unsigned i = 0; i < SITES; i++) {
+        unsigned at = (start + i) % SITES;
+        if (w->sites[at].caller == caller && w->sites[at].real) return w->sites[at].real;
+        if (!w->sites[at].caller) break;
+    }
+    int was = errno;
+    void *found = resolve(w->name, caller);
+    if (!found) found = search_loaded(w->name);
+    errno = was;
+    if (!found) return NULL;
+    for (unsigned i = 0; i < SITES; i++) {
+        unsigned at = (start + i) % SITES;
+        void *none = NULL;
+        if (__atomic_compare_exchange_n(&w->sites[at].caller, &none, caller, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE) ||
+            none == caller) {
+            __atomic_store_n(&w->sites[at].real, (any_fn *)found, __ATOMIC_RELEASE);
+            break;
+        }
+    }
+    return (any_fn *)found;
+}
+
+void *kvp_wrap_pointer(struct wrapped *w, void *found) {
+    if (!kvp_on || !found || is_ours(found)) return found;
+    for (int i = 0; i < BOUND; i++) {
+        any_fn *none = NULL;
+        if (w->real[i] == (any_fn *)found ||
+            __atomic_compare_exchange_n(&w->real[i], &none, (any_fn *)found, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE) ||
+            none == (any_fn *)found)
+            return (void *)w->bound[i];
+    }
+    return found;
+}
+
+static __attribute__((noinline)) void *dlsym_of_ours(void *handle, struct wrapped *w, void *caller) {
+    void *found = real_dlsym()(handle, w->name);
+    if (!is_ours(found)) return kvp_wrap_pointer(w, found);
+    /* The search met our own definition. Say that it exists only where it would exist without us: programs ask so
+     * whether a runtime is new enough. */
+    void *behind = resolve(w->name, caller);
+    if (behind) return kvp_wrap_pointer(w, behind);
+    /* NULL, and the message that belongs to it. Not a jump: RTLD_NEXT has to mean behind us here. */
+    found = real_dlsym()(RTLD_NEXT, w->name);
+    __asm__ volatile("" : "+r"(found));
+    return found;
+}
+
+/* Must end in a jump, not a call, wherever the name is not ours: glibc finds what RTLD_NEXT and RTLD_DEFAULT mean from
+ * the return address. (A test holds it.) */
+KVP_EXPORT void *dlsym(void *restrict handle, const char *restrict name);
+KVP_EXPORT void *dlsym(void *restrict handle, const char *restrict name) {
+    if (unlikely(name[0] == 'c' && name[1] == 'u' && handle != RTLD_NEXT)) {
+        struct wrapped *w = kvp_find_wrapped(name);
+        if (w) return dlsym_of_ours(handle, w, __builtin_return_address(0));
+    }
+    return real_dlsym()(handle, name);
+}

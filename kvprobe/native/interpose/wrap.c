@@ -1,0 +1,610 @@
+/* The wrapped calls: what is recorded of each, and the table of their symbols. */
+#define _GNU_SOURCE
+#include "interpose.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+#include <sys/auxv.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <dirent.h>
+#include <dlfcn.h>
+#include <sys/stat.h>
+
+#define SYMBOL_NOT_FOUND 302 /* cudaErrorSharedObjectSymbolNotFound, CUDA_ERROR_SHARED_OBJECT_SYMBOL_NOT_FOUND */
+
+enum detail { DETAIL_TOTALS, DETAIL_COPIES, DETAIL_LAUNCHES };
+
+int kvp_on;
+static int detail = DETAIL_COPIES;
+static char run_folder[3072];
+static uint64_t max_bytes;
+
+/* Not 0 inside a wrapped call: the runtime's own calls to the driver belong to the call that made them. */
+static __thread int inside __attribute__((tls_model("initial-exec")));
+
+/* ---- this process's ring file -------------------------------------------------------------------------------- */
+
+static uint64_t number_from(const char *name) {
+    const char *text = getenv(name);
+    return text ? strtoull(text, NULL, 10) : 0;
+}
+
+static uint64_t folder_bytes(void) {
+    uint64_t total = 0;
+    DIR *folder = opendir(run_folder);
+    if (!folder) return 0;
+    for (struct dirent *entry; (entry = readdir(folder));) {
+        struct stat s;
+        if (!fstatat(dirfd(folder), entry->d_name, &s, 0)) total += (uint64_t)s.st_blocks * 512;
+    }
+    closedir(folder);
+    return total;
+}
+
+/* Half of what is left for each process: so any number of them stays within the limit, the last ones with totals only.
+ * Half of that for one thread's detail: a process's first threads get theirs, the others are counted. */
+static void limit(kvp_ring_options *options) {
+    if (!max_bytes) return;
+    uint64_t used = folder_bytes(), budget = used < max_bytes ? (max_bytes - used) / 2 : 0;
+    uint64_t records = 16384;
+    while (records > 16 && records * 80 > budget / 2) records /= 2;
+    if (!options->ring_capacity || options->ring_capacity > records) options->ring_capacity = records;
+    if (!options->slow_capacity || options->slow_capacity > records / 4) options->slow_capacity = records / 4;
+    uint64_t lanes = budget / (24576 + records * 80) + 1;
+    options->lanes_max = lanes < 256 ? (uint32_t)lanes : 256;
+}
+
+/* First recorded call of this process. 1: there is a ring now. */
+static __attribute__((noinline)) int open_ring(void) {
+    static volatile int opening;
+    int was = errno;
+    inside = 1;
+    for (int tries = 0; tries < 5000 && kvp_on && !kvp_ring_is_open(); tries++) {
+        int owner = __atomic_load_n(&opening, __ATOMIC_ACQUIRE), me = (int)getpid();
+        /* a fork may have caught the parent in the middle of this: its claim is not ours */
+        if (owner == me || !__atomic_compare_exchange_n(&opening, &owner, me, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+            nanosleep(&(struct timespec){0, 1000000}, NULL);
+            continue;
+        }
+        if (kvp_ring_is_open()) {
+            __atomic_store_n(&opening, 0, __ATOMIC_RELEASE);
+            break;
+        }
+        struct timespec now;
+        clock_gettime(CLOCK_REALTIME, &now);
+        char path[sizeof run_folder + 64];
+        snprintf(path, sizeof path, "%s/%d-%llu.kvp", run_folder, me,
+                 (unsigned long long)now.tv_sec * 1000000000u + (unsigned long long)now.tv_nsec);
+        kvp_ring_options options = {.ring_capacity = number_from("KVPROBE_RING_RECORDS"),
+                                    .slow_ns = number_from("KVPROBE_SLOW_NS")};
+        limit(&options);
+        if (kvp_ring_open(path, "interposer", &options) < 0) kvp_on = 0; /* no disk, no folder: leave it alone */
+        __atomic_store_n(&opening, 0, __ATOMIC_RELEASE);
+    }
+    kvp_nvtx_start();
+    inside = 0;
+    errno = was;
+    return kvp_ring_is_open();
+}
+
+static inline int recording(void) {
+    if (unlikely(!kvp_on) || inside) return 0;
+    return likely(kvp_ring_is_open()) || open_ring();
+}
+
+__attribute__((constructor)) static void start(void) {
+    const char *run = getenv("KVPROBE_RUN"), *asked = getenv("KVPROBE"), *level = getenv("KVPROBE_DETAIL");
+    if (!run || !*run || strlen(run) >= sizeof run_folder || getauxval(AT_SECURE)) return;
+    if (asked &&
+        (!strcasecmp(asked, "off") || !strcmp(asked, "0") || !strcasecmp(asked, "no") || !strcasecmp(asked, "false")))
+        return;
+    strcpy(run_folder, run);
+    if (level && !strcmp(level, "totals")) detail = DETAIL_TOTALS;
+    if (level && !strcmp(level, "launches")) detail = DETAIL_LAUNCHES;
+    max_bytes = number_from("KVPROBE_MAX_BYTES");
+    kvp_on = 1;
+}
+
+static void finish(void) {
+    kvp_on = 0;
+    kvp_ring_close();
+}
+
+__attribute__((destructor)) static void at_exit(void) { finish(); }
+
+/* Children of multiprocessing and of shells end with _exit, which runs no exit handlers: without these two they would
+ * look killed. */
+#define EXIT_WRAPPER(NAME)                                                                                             \
+    KVP_EXPORT __attribute__((noreturn)) void NAME(int status);                                                        \
+    void NAME(int status) {                                                                                            \
+        kvp_ring_close();                                                                                              \
+        void (*real)(int) = (void (*)(int))dlvsym_next(#NAME);                                                         \
+        if (real) real(status);                                                                                        \
+        __builtin_trap();                                                                                              \
+    }
+
+static void *dlvsym_next(const char *name) {
+    static const char *const versions[] = {"GLIBC_2.2.5", "GLIBC_2.17", "GLIBC_2.1.1"};
+    void *found = NULL;
+    for (unsigned i = 0; i < sizeof versions / sizeof *versions && !found; i++)
+        found = dlvsym(RTLD_NEXT, name, versions[i]);
+    return found;
+}
+
+EXIT_WRAPPER(_exit)
+EXIT_WRAPPER(_Exit)
+
+/* ---- one call ------------------------------------------------------------------------------------------------ */
+
+enum what { A_COPY, A_CALL, A_LAUNCH, A_EVENT, A_FREE };
+
+static inline __attribute__((always_inline)) void begin(kvp_record *r, enum what what) {
+    inside = 1;
+    int timed = what != A_LAUNCH || detail == DETAIL_LAUNCHES;
+    if (timed)
+        r->start_ns = kvp_now_ns();
+    else
+        r->dur_ns = KVP_UNTIMED;
+    kvp_ring_enter(r->call, r->stream, r->start_ns);
+    if (unlikely(kvp_nvtx_on) && what != A_LAUNCH && what != A_EVENT) kvp_nvtx_range_push(r);
+}
+
+static inline __attribute__((always_inline)) void end(kvp_record *r, enum what what, int result) {
+    if (r->dur_ns != KVP_UNTIMED) r->dur_ns = kvp_now_ns() - r->start_ns;
+    if (unlikely(kvp_nvtx_on) && what != A_LAUNCH && what != A_EVENT) kvp_nvtx_range_pop();
+    r->result = (uint16_t)((unsigned)result < 65535 ? result : 65535);
+    if (what == A_COPY && likely(!result)) kvp_classify(r);
+    if (what == A_FREE) kvp_forget_ranges();
+    int keep = detail == DETAIL_LAUNCHES                    ? KVP_KEEP_ALL
+               : r->dur_ns == KVP_UNTIMED                   ? KVP_KEEP_NONE
+               : detail == DETAIL_TOTALS || what == A_EVENT ? KVP_KEEP_SLOW
+                                                            : KVP_KEEP_ALL;
+    kvp_ring_write(r, keep);
+    inside = 0;
+}
+
+static inline uint8_t direction_of(int kind) {
+    static const uint8_t map[] = {KVP_H2H, KVP_H2D, KVP_D2H, KVP_D2D};
+    return (unsigned)kind < 4 ? map[kind] : KVP_DIR_UNKNOWN;
+}
+
+#define WORD(value) ((uint64_t)(uintptr_t)(value))
+#define STREAM(s) (per_thread && !(s) ? 2u : WORD(s)) /* 2: cudaStreamPerThread */
+#define AT(type, base, offset) (*(const type *)((const char *)(base) + (offset)))
+
+/* NAME_P and NAME_A are a call's parameters and arguments; the rest says what to record. Every parameter is passed on
+ * as it came. */
+#define CALL(NAME, WHAT, ...)                                                                                          \
+    typedef int NAME##_fn(NAME##_P);                                                                                   \
+    static inline __attribute__((always_inline)) int NAME##_via(any_fn *function, const int per_thread, NAME##_P) {    \
+        NAME##_fn *real = (NAME##_fn *)function;                                                                       \
+        (void)per_thread;                                                                                              \
+        if (unlikely(!real)) return SYMBOL_NOT_FOUND;                                                                  \
+        if (!recording()) return real(NAME##_A);                                                                       \
+        kvp_record r = {.count = 1};                                                                                   \
+        __VA_ARGS__;                                                                                                   \
+        begin(&r, WHAT);                                                                                               \
+        int result = real(NAME##_A);                                                                                   \
+        end(&r, WHAT, result);                                                                                         \
+        return result;                                                                                                 \
+    }
+
+#define COPY_IS(CALL_ID, DST, SRC, BYTES, DIRECTION, ON)                                                               \
+    r.call = CALL_ID, r.dst = WORD(DST), r.src = WORD(SRC), r.bytes = (BYTES), r.direction = (DIRECTION),              \
+    r.stream = STREAM(ON)
+
+#define cudaMemcpyAsync_P void *dst, const void *src, size_t bytes, int kind, void *stream
+#define cudaMemcpyAsync_A dst, src, bytes, kind, stream
+CALL(cudaMemcpyAsync, A_COPY, COPY_IS(1, dst, src, bytes, direction_of(kind), stream))
+
+#define cudaMemcpy2DAsync_P                                                                                            \
+    void *dst, size_t dpitch, const void *src, size_t spitch, size_t width, size_t height, int kind, void *stream
+#define cudaMemcpy2DAsync_A dst, dpitch, src, spitch, width, height, kind, stream
+CALL(cudaMemcpy2DAsync, A_COPY, COPY_IS(2, dst, src, width *height, direction_of(kind), stream))
+
+/* cudaMemcpy3DParms: srcPtr at 32, dstPtr at 96, extent at 128, kind at 152 */
+#define cudaMemcpy3DAsync_P const void *parms, void *stream
+#define cudaMemcpy3DAsync_A parms, stream
+CALL(
+    cudaMemcpy3DAsync, A_COPY, if (parms) {
+        COPY_IS(30, AT(void *, parms, 96), AT(void *, parms, 32),
+                AT(size_t, parms, 128) * AT(size_t, parms, 136) * AT(size_t, parms, 144),
+                direction_of(AT(int, parms, 152)), stream);
+    } else r.call = 30)
+
+#define cudaMemcpyPeerAsync_P void *dst, int dst_device, const void *src, int src_device, size_t bytes, void *stream
+#define cudaMemcpyPeerAsync_A dst, dst_device, src, src_device, bytes, stream
+CALL(cudaMemcpyPeerAsync, A_COPY, COPY_IS(31, dst, src, bytes, KVP_D2D, stream))
+
+#define cudaMemcpyWithAttributesAsync_P void *dst, const void *src, size_t bytes, void *attributes, void *stream
+#define cudaMemcpyWithAttributesAsync_A dst, src, bytes, attributes, stream
+CALL(cudaMemcpyWithAttributesAsync, A_COPY, COPY_IS(40, dst, src, bytes, KVP_DIR_UNKNOWN, stream))
+
+#define cudaMemcpy_P void *dst, const void *src, size_t bytes, int kind
+#define cudaMemcpy_A dst, src, bytes, kind
+CALL(cudaMemcpy, A_COPY, COPY_IS(10, dst, src, bytes, direction_of(kind), (void *)0))
+
+#define cudaMemsetAsync_P void *dst, int value, size_t bytes, void *stream
+#define cudaMemsetAsync_A dst, value, bytes, stream
+CALL(cudaMemsetAsync, A_CALL, COPY_IS(11, dst, (void *)0, bytes, KVP_DIR_UNKNOWN, stream))
+
+/* ---- batches --------------------------------------------------------------------------------------------------
+ * CUDA 12.8 and 12.9 have `size_t *failIdx` before the stream, 13.0 has not. Nine words are passed on either way: what
+ * a function does not take, it does not read. */
+
+/* Direction that the attributes of a batch's first copy name: location types 1 device, 2 host. */
+static uint8_t hinted(const void *attributes, size_t count) {
+    if (!attributes || !count) return KVP_DIR_UNKNOWN;
+    int src = AT(int, attributes, 4), dst = AT(int, attributes, 12);
+    return src == 2 && dst == 1 ? KVP_H2D : src == 1 && dst == 2 ? KVP_D2H : src == 1 && dst == 1 ? KVP_D2D : 0;
+}
+
+static void fill_batch(kvp_record *r, uint8_t call, void *const *dsts, void *const *srcs, const size_t *sizes,
+                       size_t count, const void *attributes, size_t attribute_count, uint64_t stream) {
+    r->call = call;
+    r->count = (uint32_t)count;
+    r->stream = stream;
+    if (!dsts || !srcs || !sizes || !count) return;
+    r->dst = WORD(dsts[0]);
+    r->src = WORD(srcs[0]);
+    for (size_t i = 0; i < count; i++) r->bytes += sizes[i];
+    r->direction = hinted(attributes, attribute_count);
+}
+
+int kvp_batch_has_fail_index(void *real) {
+    static struct {
+        void *volatile real;
+        volatile int answer;
+    } known[4];
+    for (int i = 0; i < 4; i++)
+        if (known[i].real == real && known[i].answer) return known[i].answer == 2;
+    int version = 0, answer = 1;
+    int (*get_version)(int *) = (int (*)(int *))kvp_symbol_beside(real, "cudaRuntimeGetVersion");
+    if (get_version && !get_version(&version)) answer = version < 13000 ? 2 : 1;
+    for (int i = 0; i < 4; i++) {
+        void *none = NULL;
+        if (__atomic_compare_exchange_n(&known[i].real, &none, real, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+            known[i].answer = answer;
+            break;
+        }
+    }
+    return answer == 2;
+}
+
+#define BATCH_P                                                                                                        \
+    void **dsts, void **srcs, size_t *sizes, size_t count, void *attributes, size_t *indexes, size_t attribute_count,  \
+        void *eighth, void *ninth
+#define BATCH_A dsts, srcs, sizes, count, attributes, indexes, attribute_count, eighth, ninth
+#define BATCH_IS(CALL_ID, ON) fill_batch(&r, CALL_ID, dsts, srcs, sizes, count, attributes, attribute_count, STREAM(ON))
+#define cudaMemcpyBatchAsync_P BATCH_P
+#define cudaMemcpyBatchAsync_A BATCH_A
+CALL(cudaMemcpyBatchAsync, A_COPY, void *on = kvp_batch_has_fail_index((void *)function) ? ninth : eighth;
+     BATCH_IS(3, on))
+#define cuMemcpyBatchAsync_P BATCH_P
+#define cuMemcpyBatchAsync_A BATCH_A
+CALL(cuMemcpyBatchAsync, A_COPY, BATCH_IS(9, ninth))
+#define cuMemcpyBatchAsync_v2_P BATCH_P
+#define cuMemcpyBatchAsync_v2_A BATCH_A
+CALL(cuMemcpyBatchAsync_v2, A_COPY, BATCH_IS(9, eighth))
+
+/* ---- the driver's copies ------------------------------------------------------------------------------------- */
+
+#define cuMemcpyAsync_P uint64_t dst, uint64_t src, size_t bytes, void *stream
+#define cuMemcpyAsync_A dst, src, bytes, stream
+CALL(cuMemcpyAsync, A_COPY, COPY_IS(4, dst, src, bytes, KVP_DIR_UNKNOWN, stream))
+#define cuMemcpyHtoDAsync_P uint64_t dst, const void *src, size_t bytes, void *stream
+#define cuMemcpyHtoDAsync_A dst, src, bytes, stream
+CALL(cuMemcpyHtoDAsync, A_COPY, COPY_IS(5, dst, src, bytes, KVP_H2D, stream))
+#define cuMemcpyDtoHAsync_P void *dst, uint64_t src, size_t bytes, void *stream
+#define cuMemcpyDtoHAsync_A dst, src, bytes, stream
+CALL(cuMemcpyDtoHAsync, A_COPY, COPY_IS(6, dst, src, bytes, KVP_D2H, stream))
+#define cuMemcpyDtoDAsync_P uint64_t dst, uint64_t src, size_t bytes, void *stream
+#define cuMemcpyDtoDAsync_A dst, src, bytes, stream
+CALL(cuMemcpyDtoDAsync, A_COPY, COPY_IS(7, dst, src, bytes, KVP_D2D, stream))
+
+/* One side of CUDA_MEMCPY2D and 3D: memory type (1 host, 2 device, 4 unified), host pointer 8 bytes on, device 16. */
+static uint64_t side(const void *parms, size_t at, int *type) {
+    *type = AT(int, parms, at);
+    return *type == 1 ? AT(uint64_t, parms, at + 8) : AT(uint64_t, parms, at + 16);
+}
+
+static void fill_sides(kvp_record *r, uint8_t call, const void *parms, size_t src_at, size_t dst_at, uint64_t bytes,
+                       uint64_t stream) {
+    int src, dst;
+    r->call = call;
+    r->src = side(parms, src_at, &src);
+    r->dst = side(parms, dst_at, &dst);
+    r->bytes = bytes;
+    r->stream = stream;
+    r->direction = src == 1 && dst == 2 ? KVP_H2D : src == 2 && dst == 1 ? KVP_D2H : src == 2 && dst == 2 ? KVP_D2D : 0;
+}
+
+#define cuMemcpy2DAsync_P const void *parms, void *stream
+#define cuMemcpy2DAsync_A parms, stream
+CALL(cuMemcpy2DAsync, A_COPY, r.call = 8;
+     if (parms) fill_sides(&r, 8, parms, 16, 72, AT(size_t, parms, 112) * AT(size_t, parms, 120), STREAM(stream)))
+#define cuMemcpy3DAsync_P const void *parms, void *stream
+#define cuMemcpy3DAsync_A parms, stream
+CALL(cuMemcpy3DAsync, A_COPY, r.call = 41;
+     if (parms) fill_sides(&r, 41, parms, 32, 120,
+                           AT(size_t, parms, 176) * AT(size_t, parms, 184) * AT(size_t, parms, 192), STREAM(stream)))
+
+/* ---- launches ------------------------------------------------------------------------------------------------ */
+
+typedef struct {
+    unsigned x, y, z;
+} dim3;
+#define cudaLaunchKernel_P const void *func, dim3 grid, dim3 block, void **args, size_t shared, void *stream
+#define cudaLaunchKernel_A func, grid, block, args, shared, stream
+CALL(cudaLaunchKernel, A_LAUNCH, r.call = 12; r.stream = STREAM(stream))
+#define cudaLaunchKernelExC_P const void *config, const void *func, void **args
+#define cudaLaunchKernelExC_A config, func, args
+CALL(cudaLaunchKernelExC, A_LAUNCH, r.call = 13; if (config) r.stream = STREAM(AT(void *, config, 32)))
+#define cuLaunchKernel_P                                                                                               \
+    void *func, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,         \
+        void *stream, void **args, void **extra
+#define cuLaunchKernel_A func, gx, gy, gz, bx, by, bz, shared, stream, args, extra
+CALL(cuLaunchKernel, A_LAUNCH, r.call = 14; r.stream = STREAM(stream))
+#define cuLaunchKernelEx_P const void *config, void *func, void **args, void **extra
+#define cuLaunchKernelEx_A config, func, args, extra
+CALL(cuLaunchKernelEx, A_LAUNCH, r.call = 15; if (config) r.stream = STREAM(AT(void *, config, 32)))
+#define cudaGraphLaunch_P void *graph, void *stream
+#define cudaGraphLaunch_A graph, stream
+CALL(cudaGraphLaunch, A_CALL, r.call = 16; r.stream = STREAM(stream))
+
+/* ---- waits, events, creation, memory ------------------------------------------------------------------------- */
+
+#define cudaStreamSynchronize_P void *stream
+#define cudaStreamSynchronize_A stream
+CALL(cudaStreamSynchronize, A_CALL, r.call = 17; r.stream = STREAM(stream))
+#define cudaEventSynchronize_P void *event
+#define cudaEventSynchronize_A event
+CALL(cudaEventSynchronize, A_CALL, r.call = 18)
+#define cudaDeviceSynchronize_P void *unused /* takes nothing; a word more does no harm and lets one macro serve */
+#define cudaDeviceSynchronize_A unused
+CALL(cudaDeviceSynchronize, A_CALL, r.call = 19)
+#define cuStreamSynchronize_P void *stream
+#define cuStreamSynchronize_A stream
+CALL(cuStreamSynchronize, A_CALL, r.call = 32; r.stream = STREAM(stream))
+#define cuEventSynchronize_P void *event
+#define cuEventSynchronize_A event
+CALL(cuEventSynchronize, A_CALL, r.call = 33)
+#define cuCtxSynchronize_P void *context /* from 13.0 on; before, it takes nothing */
+#define cuCtxSynchronize_A context
+CALL(cuCtxSynchronize, A_CALL, r.call = 34)
+
+#define cudaEventRecord_P void *event, void *stream
+#define cudaEventRecord_A event, stream
+CALL(cudaEventRecord, A_EVENT, r.call = 27; r.stream = STREAM(stream))
+#define cudaEventRecordWithFlags_P void *event, void *stream, unsigned flags
+#define cudaEventRecordWithFlags_A event, stream, flags
+CALL(cudaEventRecordWithFlags, A_EVENT, r.call = 27; r.stream = STREAM(stream))
+#define cudaStreamWaitEvent_P void *stream, void *event, unsigned flags
+#define cudaStreamWaitEvent_A stream, event, flags
+CALL(cudaStreamWaitEvent, A_EVENT, r.call = 28; r.stream = STREAM(stream))
+
+#define cudaStreamCreate_P void **stream
+#define cudaStreamCreate_A stream
+CALL(cudaStreamCreate, A_CALL, r.call = 20)
+#define cudaStreamCreateWithFlags_P void **stream, unsigned flags
+#define cudaStreamCreateWithFlags_A stream, flags
+CALL(cudaStreamCreateWithFlags, A_CALL, r.call = 20)
+#define cudaStreamCreateWithPriority_P void **stream, unsigned flags, int priority
+#define cudaStreamCreateWithPriority_A stream, flags, priority
+CALL(cudaStreamCreateWithPriority, A_CALL, r.call = 20)
+#define cudaEventCreate_P void **event
+#define cudaEventCreate_A event
+CALL(cudaEventCreate, A_CALL, r.call = 21)
+#define cudaEventCreateWithFlags_P void **event, unsigned flags
+#define cudaEventCreateWithFlags_A event, flags
+CALL(cudaEventCreateWithFlags, A_CALL, r.call = 21)
+#define cuStreamCreate_P void **stream, unsigned flags
+#define cuStreamCreate_A stream, flags
+CALL(cuStreamCreate, A_CALL, r.call = 35)
+#define cuStreamCreateWithPriority_P void **stream, unsigned flags, int priority
+#define cuStreamCreateWithPriority_A stream, flags, priority
+CALL(cuStreamCreateWithPriority, A_CALL, r.call = 35)
+#define cuEventCreate_P void **event, unsigned flags
+#define cuEventCreate_A event, flags
+CALL(cuEventCreate, A_CALL, r.call = 36)
+
+#define cudaMalloc_P void **pointer, size_t bytes
+#define cudaMalloc_A pointer, bytes
+CALL(cudaMalloc, A_CALL, r.call = 22; r.bytes = bytes)
+#define cudaMallocAsync_P void **pointer, size_t bytes, void *stream
+#define cudaMallocAsync_A pointer, bytes, stream
+CALL(cudaMallocAsync, A_CALL, r.call = 29; r.bytes = bytes; r.stream = STREAM(stream))
+#define cudaHostAlloc_P void **pointer, size_t bytes, unsigned flags
+#define cudaHostAlloc_A pointer, bytes, flags
+CALL(cudaHostAlloc, A_CALL, r.call = 23; r.bytes = bytes)
+#define cudaMallocHost_P void **pointer, size_t bytes
+#define cudaMallocHost_A pointer, bytes
+CALL(cudaMallocHost, A_CALL, r.call = 23; r.bytes = bytes)
+#define cudaHostRegister_P void *pointer, size_t bytes, unsigned flags
+#define cudaHostRegister_A pointer, bytes, flags
+CALL(cudaHostRegister, A_FREE, r.call = 24; r.bytes = bytes)
+#define cudaFree_P void *pointer
+#define cudaFree_A pointer
+CALL(cudaFree, A_FREE, r.call = 25)
+#define cudaFreeHost_P void *pointer
+#define cudaFreeHost_A pointer
+CALL(cudaFreeHost, A_FREE, r.call = 26)
+#define cudaHostUnregister_P void *pointer
+#define cudaHostUnregister_A pointer
+CALL(cudaHostUnregister, A_FREE, r.call = 42)
+#define cuMemAlloc_P uint64_t *pointer, size_t bytes
+#define cuMemAlloc_A pointer, bytes
+CALL(cuMemAlloc, A_CALL, r.call = 37; r.bytes = bytes)
+#define cuMemHostAlloc_P void **pointer, size_t bytes, unsigned flags
+#define cuMemHostAlloc_A pointer, bytes, flags
+CALL(cuMemHostAlloc, A_CALL, r.call = 38; r.bytes = bytes)
+#define cuMemAllocHost_P void **pointer, size_t bytes
+#define cuMemAllocHost_A pointer, bytes
+CALL(cuMemAllocHost, A_CALL, r.call = 38; r.bytes = bytes)
+#define cuMemHostRegister_P void *pointer, size_t bytes, unsigned flags
+#define cuMemHostRegister_A pointer, bytes, flags
+CALL(cuMemHostRegister, A_FREE, r.call = 39; r.bytes = bytes)
+#define cuMemFree_P uint64_t pointer
+#define cuMemFree_A pointer
+CALL(cuMemFree, A_FREE, r.call = 43)
+#define cuMemFreeHost_P void *pointer
+#define cuMemFreeHost_A pointer
+CALL(cuMemFreeHost, A_FREE, r.call = 44)
+#define cuMemHostUnregister_P void *pointer
+#define cuMemHostUnregister_A pointer
+CALL(cuMemHostUnregister, A_FREE, r.call = 45)
+
+/* ---- functions that hand out functions ----------------------------------------------------------------------- */
+
+/* The exported symbol that has the interface which cuGetProcAddress gives for a name and a version, or NULL for one
+ * that we do not watch. From version `since` on a name means its _v2 form; before CUDA 3.2 addresses had 32 bits. */
+static struct wrapped *driver_symbol(const char *name, int version, uint64_t flags) {
+    static const struct {
+        const char *name;
+        int since, oldest;
+    } v2[] = {{"cuMemcpyHtoDAsync", 3020, 3020}, {"cuMemcpyDtoHAsync", 3020, 3020}, {"cuMemcpyDtoDAsync", 3020, 3020},
+              {"cuMemcpy2DAsync", 3020, 3020},   {"cuMemcpy3DAsync", 3020, 3020},   {"cuMemAlloc", 3020, 3020},
+              {"cuMemFree", 3020, 3020},         {"cuMemAllocHost", 3020, 3020},    {"cuMemHostRegister", 6050, 4000},
+              {"cuMemcpyBatchAsync", 13000, 1},  {"cuGetProcAddress", 12000, 1}};
+    char symbol[64];
+    const char *suffix = "";
+    for (unsigned i = 0; i < sizeof v2 / sizeof *v2; i++)
+        if (!strcmp(name, v2[i].name)) {
+            if (version < v2[i].oldest) return NULL;
+            if (version >= v2[i].since) suffix = "_v2";
+        }
+    struct wrapped *found = NULL;
+    if (flags & 2) { /* per-thread default stream */
+        snprintf(symbol, sizeof symbol, "%s%s_ptsz", name, suffix);
+        found = kvp_find_wrapped(symbol);
+    }
+    if (found) return found;
+    snprintf(symbol, sizeof symbol, "%s%s", name, suffix);
+    return kvp_find_wrapped(symbol);
+}
+
+static void wrap_driver(const char *name, void **pointer, int version, uint64_t flags) {
+    if (!kvp_on || !name || !pointer || !*pointer || name[0] != 'c' || name[1] != 'u') return;
+    struct wrapped *w = driver_symbol(name, version, flags);
+    if (w) *pointer = kvp_wrap_pointer(w, *pointer);
+}
+
+#define RESOLVER(NAME, AFTER)                                                                                          \
+    typedef int NAME##_fn(NAME##_P);                                                                                   \
+    static inline int NAME##_via(any_fn *function, const int per_thread, NAME##_P) {                                   \
+        NAME##_fn *real = (NAME##_fn *)function;                                                                       \
+        (void)per_thread;                                                                                              \
+        if (!real) return SYMBOL_NOT_FOUND;                                                                            \
+        int result = real(NAME##_A);                                                                                   \
+        if (!result) AFTER;                                                                                            \
+        return result;                                                                                                 \
+    }
+
+#define cuGetProcAddress_P const char *name, void **pointer, int version, uint64_t flags
+#define cuGetProcAddress_A name, pointer, version, flags
+RESOLVER(cuGetProcAddress, wrap_driver(name, pointer, version, flags))
+#define cuGetProcAddress_v2_P const char *name, void **pointer, int version, uint64_t flags, void *status
+#define cuGetProcAddress_v2_A name, pointer, version, flags, status
+RESOLVER(cuGetProcAddress_v2, wrap_driver(name, pointer, version, flags))
+
+/* The version that the runtime asks for: its own. 0, unknown, wraps nothing whose interface depends on it. */
+static int version_beside(void *real) {
+    int version = 0;
+    int (*get)(int *) = (int (*)(int *))kvp_symbol_beside(real, "cudaRuntimeGetVersion");
+    if (get) get(&version);
+    return version;
+}
+#define STREAM_FLAGS (per_thread && !flags ? 2 : flags)
+#define cudaGetDriverEntryPoint_P const char *name, void **pointer, uint64_t flags, void *status
+#define cudaGetDriverEntryPoint_A name, pointer, flags, status
+RESOLVER(cudaGetDriverEntryPoint, wrap_driver(name, pointer, version_beside((void *)function), STREAM_FLAGS))
+#define cudaGetDriverEntryPointByVersion_P                                                                             \
+    const char *name, void **pointer, unsigned version, uint64_t flags, void *status
+#define cudaGetDriverEntryPointByVersion_A name, pointer, version, flags, status
+RESOLVER(cudaGetDriverEntryPointByVersion, wrap_driver(name, pointer, (int)version, STREAM_FLAGS))
+
+/* ---- symbols: X(call, exported symbol, per-thread default stream) --------------------------------------------- */
+
+#define BOTH(X, NAME) X(NAME, NAME, 0) X(NAME, NAME##_ptsz, 1)
+#define SYMBOLS(X)                                                                                                     \
+    BOTH(X, cudaMemcpyAsync)                                                                                           \
+    BOTH(X, cudaMemcpy2DAsync) BOTH(X, cudaMemcpy3DAsync) X(cudaMemcpyPeerAsync, cudaMemcpyPeerAsync, 0) BOTH(         \
+        X, cudaMemcpyBatchAsync) BOTH(X, cudaMemcpyWithAttributesAsync) X(cudaMemcpy, cudaMemcpy, 0)                   \
+        X(cudaMemcpy, cudaMemcpy_ptds, 1) BOTH(X, cudaMemsetAsync) BOTH(X, cuMemcpyAsync) BOTH(                        \
+            X, cuMemcpyBatchAsync) BOTH(X, cuMemcpyBatchAsync_v2) X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2, 0)        \
+            X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2_ptsz, 1) X(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2, 0) X(        \
+                cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2_ptsz, 1) X(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2, 0)         \
+                X(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2_ptsz, 1) X(cuMemcpy2DAsync, cuMemcpy2DAsync_v2, 0) X(        \
+                    cuMemcpy2DAsync, cuMemcpy2DAsync_v2_ptsz, 1) X(cuMemcpy3DAsync, cuMemcpy3DAsync_v2, 0)             \
+                    X(cuMemcpy3DAsync, cuMemcpy3DAsync_v2_ptsz, 1) BOTH(X, cudaLaunchKernel) BOTH(                     \
+                        X, cudaLaunchKernelExC) BOTH(X, cuLaunchKernel)                                                \
+                        BOTH(X, cuLaunchKernelEx) BOTH(X, cudaGraphLaunch) BOTH(                                       \
+                            X, cudaStreamSynchronize) X(cudaEventSynchronize, cudaEventSynchronize, 0)                 \
+                            X(cudaDeviceSynchronize, cudaDeviceSynchronize, 0) BOTH(                                   \
+                                X, cuStreamSynchronize) X(cuEventSynchronize, cuEventSynchronize, 0)                   \
+                                X(cuCtxSynchronize, cuCtxSynchronize, 0) X(cuCtxSynchronize, cuCtxSynchronize_v2, 0)   \
+                                    BOTH(X, cudaEventRecord) BOTH(X, cudaEventRecordWithFlags) BOTH(                   \
+                                        X, cudaStreamWaitEvent) X(cudaStreamCreate, cudaStreamCreate, 0)               \
+                                        X(cudaStreamCreateWithFlags, cudaStreamCreateWithFlags,                        \
+                                          0) X(cudaStreamCreateWithPriority, cudaStreamCreateWithPriority,             \
+                                               0) X(cudaEventCreate, cudaEventCreate, 0)                               \
+                                            X(cudaEventCreateWithFlags, cudaEventCreateWithFlags,                      \
+                                              0) X(cuStreamCreate, cuStreamCreate,                                     \
+                                                   0) X(cuStreamCreateWithPriority, cuStreamCreateWithPriority, 0)     \
+                                                X(cuEventCreate, cuEventCreate, 0) X(cudaMalloc, cudaMalloc, 0) BOTH(  \
+                                                    X, cudaMallocAsync) X(cudaHostAlloc, cudaHostAlloc, 0)             \
+                                                    X(cudaMallocHost, cudaMallocHost,                                  \
+                                                      0) X(cudaHostRegister, cudaHostRegister, 0)                      \
+                                                        X(cudaFree, cudaFree, 0) X(cudaFreeHost, cudaFreeHost, 0)      \
+                                                            X(cudaHostUnregister, cudaHostUnregister, 0) X(            \
+                                                                cuMemAlloc, cuMemAlloc_v2,                             \
+                                                                0) X(cuMemHostAlloc, cuMemHostAlloc,                   \
+                                                                     0) X(cuMemAllocHost, cuMemAllocHost_v2, 0)        \
+                                                                X(cuMemHostRegister, cuMemHostRegister,                \
+                                                                  0) X(cuMemHostRegister, cuMemHostRegister_v2,        \
+                                                                       0) X(cuMemFree, cuMemFree_v2,                   \
+                                                                            0) X(cuMemFreeHost, cuMemFreeHost, 0)      \
+                                                                    X(cuMemHostUnregister, cuMemHostUnregister,        \
+                                                                      0) X(cuGetProcAddress, cuGetProcAddress, 0)      \
+                                                                        X(cuGetProcAddress_v2, cuGetProcAddress_v2,    \
+                                                                          0) BOTH(X, cudaGetDriverEntryPoint)          \
+                                                                            BOTH(X, cudaGetDriverEntryPointByVersion)
+
+enum {
+#define X(CALL_NAME, SYMBOL, PER_THREAD) INDEX_##SYMBOL,
+    SYMBOLS(X)
+#undef X
+        INDEX_COUNT
+};
+
+#define BOUND_WRAPPER(CALL_NAME, SYMBOL, PER_THREAD, I)                                                                \
+    static int SYMBOL##_bound_##I(CALL_NAME##_P) {                                                                     \
+        return CALL_NAME##_via(kvp_wrapped[INDEX_##SYMBOL].real[I], PER_THREAD, CALL_NAME##_A);                        \
+    }
+#define X(CALL_NAME, SYMBOL, PER_THREAD)                                                                               \
+    KVP_EXPORT int SYMBOL(CALL_NAME##_P);                                                                              \
+    int SYMBOL(CALL_NAME##_P) {                                                                                        \
+        return CALL_NAME##_via(kvp_real_for(&kvp_wrapped[INDEX_##SYMBOL], __builtin_return_address(0)), PER_THREAD,    \
+                               CALL_NAME##_A);                                                                         \
+    }                                                                                                                  \
+    BOUND_WRAPPER(CALL_NAME, SYMBOL, PER_THREAD, 0)                                                                    \
+    BOUND_WRAPPER(CALL_NAME, SYMBOL, PER_THREAD, 1)                                                                    \
+    BOUND_WRAPPER(CALL_NAME, SYMBOL, PER_THREAD, 2)
+SYMBOLS(X)
+#undef X
+
+struct wrapped kvp_wrapped[] = {
+#define X(CALL_NAME, SYMBOL, PER_THREAD)                                                                               \
+    [INDEX_##                                                                                                          \
+        SYMBOL] = {.name = #SYMBOL,                                                                                    \
+                   .exported = (any_fn *)SYMBOL,                                                                       \
+                   .bound = {(any_fn *)SYMBOL##_bound_0, (any_fn *)SYMBOL##_bound_1, (any_fn *)SYMBOL##_bound_2}},
+    SYMBOLS(X)
+#undef X
+};
+const int kvp_wrapped_count = INDEX_COUNT;

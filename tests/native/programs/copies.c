@@ -1,0 +1,166 @@
+/* A program that knows nothing of kvprobe: copies in every way that programs reach CUDA, and counts for itself.
+ *
+ *   copies VIA CALLS THREADS PROCESSES [fork|exec|kill]
+ *
+ * VIA: link, dlsym, driver (cuGetProcAddress), entry (cudaGetDriverEntryPointByVersion), batch, sync, mixed.
+ * fork: each process forks in the middle of its calls, and both go on. kill: counts in the file $COUNTS, until killed.
+ * Prints "name calls copies bytes" of what it did, all processes together. */
+#define _GNU_SOURCE
+#include "kvp_cuda.h"
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+cudaError_t cudaMemcpyAsync(void *, const void *, size_t, int, cudaStream_t);
+cudaError_t cudaMemcpy(void *, const void *, size_t, int);
+cudaError_t cudaMemcpyBatchAsync(void **, void **, size_t *, size_t, kvp_memcpy_attributes *, size_t *, size_t,
+                                 cudaStream_t);
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *, unsigned, int);
+cudaError_t cudaStreamSynchronize(cudaStream_t);
+cudaError_t cudaMalloc(void **, size_t);
+cudaError_t cudaHostAlloc(void **, size_t, unsigned);
+cudaError_t cudaGetDriverEntryPointByVersion(const char *, void **, unsigned, unsigned long long, int *);
+int cuGetProcAddress_v2(const char *, void **, int, uint64_t, int *);
+
+enum { H2D, D2H, D2D, UNKNOWN, BATCH, SYNC, WAIT, COUNTERS };
+static const char *const names[] = {"H2D", "D2H", "D2D", "unknown", "batch", "sync", "wait"};
+static struct {
+    volatile uint64_t calls, copies, bytes;
+} *total; /* shared by all processes */
+
+static const char *via;
+static long calls;
+static int forks, kills;
+
+static void did(int what, uint64_t copies, uint64_t bytes) {
+    __atomic_fetch_add(&total[what].bytes, bytes, __ATOMIC_SEQ_CST);
+    __atomic_fetch_add(&total[what].copies, copies, __ATOMIC_SEQ_CST);
+    __atomic_fetch_add(&total[what].calls, 1, __ATOMIC_SEQ_CST);
+}
+
+static void check(int error, const char *what) {
+    if (!error) return;
+    fprintf(stderr, "%s: %d\n", what, error);
+    exit(3);
+}
+
+static void *fetch(const char *name) {
+    void *f = NULL;
+    if (!strcmp(via, "driver")) check(cuGetProcAddress_v2(name, &f, 13000, 0, NULL), name);
+    if (!strcmp(via, "entry")) check(cudaGetDriverEntryPointByVersion(name, &f, 12080, 0, NULL), name);
+    if (!f) exit(4);
+    return f;
+}
+
+static void work(long from, long to, char *device, char *host, cudaStream_t stream) {
+    int (*copy)(void *, const void *, size_t, int, cudaStream_t) = cudaMemcpyAsync;
+    if (!strcmp(via, "dlsym")) {
+        void *lib = dlopen(getenv("RUNTIME"), RTLD_LAZY | RTLD_LOCAL);
+        if (!lib || !(copy = (int (*)(void *, const void *, size_t, int, cudaStream_t))dlsym(lib, "cudaMemcpyAsync")))
+            exit(5);
+    }
+    int driver = !strcmp(via, "driver") || !strcmp(via, "entry"), mixed = !strcmp(via, "mixed");
+    int (*htod)(uint64_t, const void *, size_t, cudaStream_t) = NULL;
+    int (*dtoh)(void *, uint64_t, size_t, cudaStream_t) = NULL;
+    int (*any)(uint64_t, uint64_t, size_t, cudaStream_t) = NULL;
+    if (driver) htod = fetch("cuMemcpyHtoDAsync"), dtoh = fetch("cuMemcpyDtoHAsync"), any = fetch("cuMemcpyAsync");
+    for (long i = from; i < to; i++) {
+        size_t bytes = 16 + (size_t)(i % 7);
+        if (!strcmp(via, "batch") || (mixed && i % 5 == 4)) {
+            void *dsts[3] = {device, device + 100, device + 200}, *srcs[3] = {host, host + 100, host + 200};
+            size_t sizes[3] = {bytes, bytes, 1}, index = 0;
+            kvp_memcpy_attributes a = {.srcAccessOrder = 1, .srcLocHint = {2, 0}, .dstLocHint = {1, 0}};
+            check(cudaMemcpyBatchAsync(dsts, srcs, sizes, 3, &a, &index, 1, stream), "batch");
+            did(BATCH, 3, 2 * bytes + 1);
+        } else if (!strcmp(via, "sync") || (mixed && i % 5 == 3)) {
+            check(cudaMemcpy(device, host, bytes, cudaMemcpyHostToDevice), "sync");
+            did(SYNC, 1, bytes);
+        } else if (driver && i % 3 == 0) {
+            check(htod((uintptr_t)device, host, bytes, stream), "htod");
+            did(H2D, 1, bytes);
+        } else if (driver && i % 3 == 1) {
+            check(dtoh(host, (uintptr_t)device, bytes, stream), "dtoh");
+            did(D2H, 1, bytes);
+        } else if (driver) {
+            check(any((uintptr_t)device, (uintptr_t)host, bytes, stream), "any");
+            did(UNKNOWN, 1, bytes);
+        } else {
+            int kind = i % 3 == 0 ? cudaMemcpyHostToDevice : i % 3 == 1 ? cudaMemcpyDeviceToHost
+                                                                        : cudaMemcpyDeviceToDevice;
+            char *a = kind == cudaMemcpyHostToDevice ? device : kind == cudaMemcpyDeviceToHost ? host : device + 1024;
+            check(copy(a, a == host ? device : a == device ? host : device, bytes, kind, stream), "copy");
+            did((int)(i % 3), 1, bytes);
+        }
+    }
+}
+
+static void *thread(void *unused) {
+    (void)unused;
+    void *device, *host;
+    cudaStream_t stream;
+    check(cudaMalloc(&device, 4096), "malloc");
+    check(cudaHostAlloc(&host, 4096, 0), "host");
+    check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, 0), "stream");
+    if (kills) {
+        printf("ready\n");
+        fflush(stdout);
+        for (long i = 0;; i++) work(i, i + 1, device, host, stream);
+    }
+    work(0, forks ? calls / 2 : calls, device, host, stream);
+    if (forks) {
+        pid_t child = fork();
+        if (!child) { /* the runtime starts afresh in a child, as far as it lets one */
+            check(cudaMalloc(&device, 4096), "malloc");
+            check(cudaHostAlloc(&host, 4096, 0), "host");
+            check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, 0), "stream");
+        }
+        work(calls / 2, calls, device, host, stream);
+        check(cudaStreamSynchronize(stream), "wait");
+        did(WAIT, 1, 0);
+        if (!child) _exit(0);
+        int status;
+        waitpid(child, &status, 0);
+        if (status) exit(6);
+        return NULL;
+    }
+    check(cudaStreamSynchronize(stream), "wait");
+    did(WAIT, 1, 0);
+    return NULL;
+}
+
+int main(int argc, char **argv) {
+    via = argv[1];
+    calls = atol(argv[2]);
+    int threads = atoi(argv[3]), processes = atoi(argv[4]);
+    forks = argc > 5 && !strcmp(argv[5], "fork");
+    kills = argc > 5 && !strcmp(argv[5], "kill");
+    int fd = getenv("COUNTS") ? open(getenv("COUNTS"), O_RDWR | O_CREAT, 0644) : -1;
+    if (fd >= 0 && ftruncate(fd, 4096)) return 7;
+    total = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | (fd < 0 ? MAP_ANONYMOUS : 0), fd, 0);
+    if (argc > 5 && !strcmp(argv[5], "closeall"))
+        for (int i = 3; i < 1024; i++) close(i);
+    for (int p = 0; p < processes; p++) {
+        if (processes > 1 && fork()) continue;
+        pthread_t ids[512];
+        for (int t = 1; t < threads; t++) pthread_create(&ids[t], NULL, thread, NULL);
+        if (argc > 5 && !strcmp(argv[5], "closeall"))
+            for (int i = 3; i < 1024; i++) close(i);
+        thread(NULL);
+        for (int t = 1; t < threads; t++) pthread_join(ids[t], NULL);
+        if (processes > 1) return 0;
+    }
+    int status, bad = 0;
+    while (wait(&status) > 0) bad |= status;
+    for (int i = 0; i < COUNTERS; i++)
+        if (total[i].calls)
+            printf("%s %llu %llu %llu\n", names[i], (unsigned long long)total[i].calls,
+                   (unsigned long long)total[i].copies, (unsigned long long)total[i].bytes);
+    return bad ? 8 : 0;
+}
