@@ -21,7 +21,7 @@ def simulate(
     executions=True,
     wake_ns=3000,
 ):
-    """Each stream has a thread that submits `calls` copies; a call entered at `cap` outstanding waits for the oldest."""
+    """A thread a stream submits `calls` copies; a call entered at `cap` outstanding waits for the oldest."""
     rng = np.random.default_rng(seed)
     out = {name: [] for name in ("start", "end", "stream", "begin", "done")}
     lost = 0
@@ -29,7 +29,7 @@ def simulate(
         now, free = 1_000_000, 1_000_000 + gate_ns
         done = []
         oldest = 0
-        for i in range(calls):
+        for _ in range(calls):
             start = now
             cost = int(api_ns * (1 + jitter * rng.random()))
             while oldest < len(done) and done[oldest] <= start:

@@ -27,7 +27,7 @@ def test_v100_ceiling_and_loss_are_found_without_labels(shared):
     assert occ.verdict == "saturated" and occ.how == "plateau"
     assert queue.ceiling == 1022 and queue.plateau[0] >= 1005
     executed = r.calls["stream"][queue.calls] >= 0  # 235 memsets leave no record
-    assert (queue.depth[executed] == 1022).sum() == 1271 and (queue.depth[executed] == 1021).sum() == 793
+    assert (queue.depth[executed] == 1022).sum() == 1271
     assert queue.blocked_ns.sum() == pytest.approx(233e6, rel=0.1)
     duration = r.calls["end_ns"] - r.calls["start_ns"]
     assert (occ.blocked & (duration > 60_000)).sum() == 902
