@@ -23,10 +23,10 @@ from kvprobe.launchqueue import QueueLimits
 from kvprobe.native.library import core
 from kvprobe.offload import BlockCache, BlockPool, LoadDedup, OffloadEngine, Transfer
 
-PREFIX, UNIQUE = 16, 8  # blocks of a request: shared with its group, its own
-GROUPS, GROUP_SIZE = 8, 6  # prefixes, and how many requests arrive together with one
+PREFIX, UNIQUE = 16, 16  # blocks of a request: shared with its group, its own
+GROUPS, GROUP_SIZE = 4, 6  # prefixes, and how many requests arrive together with one
 HOLD_STEPS = 6  # steps a loaded request runs before its GPU blocks are free
-SPARE = 16  # requests whose bytes are still being compared
+SPARE = 8  # requests whose bytes are still being compared
 STEP_NS = 5_000_000
 PARTS = ("build", "submit", "wait", "copy", "poll")  # of a transfer's split
 
@@ -64,7 +64,7 @@ def shape_for(runtime: Runtime, limits: QueueLimits, copy_ns: int = 100_000) -> 
         KvprobeError: the device has too little memory for that.
     """
     link = _link(runtime)
-    layers = 2
+    layers = 4
     # what a request loads when the others of its group do not load the prefix again
     copies = (PREFIX // GROUP_SIZE + UNIQUE) * layers
     concurrency = -(-limits.depth * 3 // 2 // copies)
@@ -137,19 +137,49 @@ class Measured:
     end_ns: int = 0
 
 
-class Server:
-    """One engine under load. `run` plays steps; `close` waits for the verifier and gives everything back."""
+class Machine:
+    """The model and the memory of a workload: made once, used by one server after another."""
 
-    def __init__(self, runtime: Runtime, shape: Shape, limits: QueueLimits, policy: str, dedup: str,
-                 records: int = 1 << 18) -> None:  # fmt: skip
-        """Allocates the pools and fills the CPU side with a pattern that names block, layer and offset."""
+    def __init__(self, runtime: Runtime, shape: Shape) -> None:
+        """Allocates both pools and fills the CPU side with a pattern that names block, layer and offset."""
         self.runtime, self.shape = runtime, shape
-        self._device = _CudaModel(runtime, shape) if runtime.provider == "cuda" else _HostModel(runtime, shape)
-        self._gpu = BlockPool(runtime, self._device.layers(shape.gpu_blocks), shape.piece_bytes)
+        self.model = _CudaModel(runtime, shape) if runtime.provider == "cuda" else _HostModel(runtime, shape)
+        self.gpu = BlockPool(runtime, self.model.layers(shape.gpu_blocks), shape.piece_bytes)
         self._cpu_layers = [host_region(runtime, shape.cpu_blocks * shape.piece_bytes) for _ in range(shape.layers)]
-        self._cpu = BlockPool(runtime, self._cpu_layers, shape.piece_bytes)
-        self._fill()
-        self.engine = OffloadEngine(runtime, self._gpu, self._cpu, policy=policy, limits=limits, detail="copies",
+        self.cpu = BlockPool(runtime, self._cpu_layers, shape.piece_bytes)
+        words = shape.piece_bytes // 8
+        ramp = np.arange(words, dtype=np.uint64)
+        for layer, region in enumerate(self._cpu_layers):
+            view = np.frombuffer(region.owner.view(), dtype=np.uint64).reshape(shape.cpu_blocks, words)
+            for block in range(shape.cpu_blocks):
+                np.add(ramp, np.uint64(pattern(layer, block)), out=view[block])
+
+    def verify(self, gpu_blocks: list[int], cpu_blocks: list[int]) -> None:
+        """Compares blocks, byte for byte.
+
+        Raises:
+            KvprobeError: some differ.
+        """
+        self.model.verify(self.gpu, gpu_blocks, self.cpu, cpu_blocks)
+
+    def close(self) -> None:
+        """Frees the memory; nothing may be in flight."""
+        self.runtime.synchronize()
+        self.model.close()
+        for region in self._cpu_layers:
+            region.owner.close()
+
+
+class Server:
+    """One engine under load. `run` plays steps; `close` waits for the verifier and gives streams and events back."""
+
+    def __init__(self, machine: Machine, limits: QueueLimits, policy: str, dedup: str, *,
+                 concurrency: int | None = None, records: int = 1 << 18) -> None:  # fmt: skip
+        """Starts with empty GPU blocks and everything in CPU memory; `concurrency`: default, the shape's."""
+        self.runtime, self.shape = runtime, shape = machine.runtime, machine.shape
+        self._machine, self._device = machine, machine.model
+        self._concurrency = concurrency or shape.concurrency
+        self.engine = OffloadEngine(runtime, machine.gpu, machine.cpu, policy=policy, limits=limits, detail="copies",
                                     records=records, compute_stream=self._device.stream)  # fmt: skip
         self._now = core().kvp_now_ns
         self.cache = BlockCache(shape.cpu_blocks)
@@ -173,14 +203,6 @@ class Server:
         self._fault: Exception | None = None
         self._verifier = threading.Thread(target=self._verify_loop, name="kvprobe-verify", daemon=True)
         self._verifier.start()
-
-    def _fill(self) -> None:
-        words = self.shape.piece_bytes // 8
-        ramp = np.arange(words, dtype=np.uint64)
-        for layer, region in enumerate(self._cpu_layers):
-            view = np.frombuffer(region.owner.view(), dtype=np.uint64).reshape(self.shape.cpu_blocks, words)
-            for block in range(self.shape.cpu_blocks):
-                np.add(ramp, np.uint64(pattern(layer, block)), out=view[block])
 
     def _would_take(self, size: int) -> int:
         return int((size + self.engine.pending_bytes("load")) / self.shape.link_bytes_per_s * 1e9)
@@ -215,7 +237,7 @@ class Server:
             self.runtime.event_synchronize(self._marks[(self._step - 1) % 2])
 
     def _admit(self) -> None:
-        while len(self._waiting) + len(self._loading) < self.shape.concurrency and self._own:
+        while len(self._waiting) + len(self._loading) < self._concurrency and self._own:
             self._arrive()
         for request in list(self._waiting):
             missing = [key for key in request.keys if key not in self._resident]
@@ -302,7 +324,7 @@ class Server:
         while (item := self._verify.get()) is not None:
             request, _ = item
             try:
-                self._device.verify(self._gpu, request.blocks, self._cpu, request.source)
+                self._machine.verify(request.blocks, request.source)
                 self.measured.bytes_verified += len(request.blocks) * self.shape.block_bytes
             except Exception as error:
                 self._fault = error
@@ -310,7 +332,7 @@ class Server:
             self._verified.append(request)
 
     def close(self) -> None:
-        """Drains, compares what is left, and gives back streams, events and memory.
+        """Drains, compares what is left, and gives back streams and events.
 
         Raises:
             KvprobeError: a byte differed.
@@ -324,9 +346,6 @@ class Server:
         self.engine.close()
         for mark in self._marks:
             self.runtime.event_destroy(mark)
-        self._device.close()
-        for region in self._cpu_layers:
-            region.owner.close()
         if self._fault:
             raise self._fault
 
@@ -419,11 +438,12 @@ class _CudaModel:
     def verify(self, gpu: BlockPool, gpu_blocks: list[int], cpu: BlockPool, cpu_blocks: list[int]) -> None:
         torch, words = self._torch, self._shape.piece_bytes // 8
         with torch.cuda.stream(self._side):
+            where = torch.tensor(gpu_blocks, device="cuda")
             wrong = torch.zeros((), device="cuda", dtype=torch.int64)
             for layer, tensor in enumerate(self._tensors):
-                view = tensor.view(torch.int64).view(-1, words)
-                for block, source in zip(gpu_blocks, cpu_blocks, strict=True):
-                    wrong += (view[block] - pattern(layer, source) != self._ramp).sum()
+                first = torch.tensor([pattern(layer, source) for source in cpu_blocks], device="cuda")
+                found = tensor.view(torch.int64).view(-1, words).index_select(0, where)
+                wrong += (found - first[:, None] != self._ramp).sum()
             differing = int(wrong.item())
         if differing:
             raise KvprobeError(f"{differing} words of loaded blocks differ from their source")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import shlex
@@ -18,9 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from kvprobe.cuda import Runtime
-    from kvprobe.launchqueue import QueueLimits
     from kvprobe.offload import OffloadEngine
-    from kvprobe.workload import Measured, Server, Shape
+    from kvprobe.workload import Measured, Server
 
 HOST_BYTES_PER_S = 1.5e9  # slow enough that two cores move and compare every byte beside the loop
 QUIET_S, PHASE_S = 0.8, (3.5, 5.0)
@@ -61,7 +59,7 @@ def play(runtime: Runtime, seconds: float, progress: bool) -> dict[str, Any]:
     import ctypes as ct
 
     from kvprobe.launchqueue import calibrate
-    from kvprobe.workload import shape_for
+    from kvprobe.workload import Machine, Server, shape_for
 
     if runtime.provider == "host" and "KVHOST_H2D_GBPS" not in os.environ:
         slow = (ct.c_double * 16)()
@@ -69,11 +67,12 @@ def play(runtime: Runtime, seconds: float, progress: bool) -> dict[str, Any]:
         runtime.library.kvhostConfigure(slow)
     limits = calibrate(runtime, cache=False)
     shape = shape_for(runtime, limits)
+    machine = Machine(runtime, shape)
     scale = seconds / sum(PHASE_S)
     phases = {"shared": PHASE_S[0] * scale, "auto": PHASE_S[1] * scale}
     with _bar(progress, QUIET_S + seconds) as tick:
-        quiet = dataclasses.replace(shape, concurrency=1)
-        _, calls, _ = _phase(runtime, quiet, limits, "shared", "off", QUIET_S, tick, "quiet: one request at a time")
+        _, calls, _ = _phase(Server(machine, limits, "shared", "off", concurrency=1), QUIET_S, tick,
+                             "quiet: one request at a time")  # fmt: skip
         baseline = _percentile(calls["dur_ns"], 50)
         outcome: dict[str, Any] = {
             "device": _device_name(runtime),
@@ -88,23 +87,21 @@ def play(runtime: Runtime, seconds: float, progress: bool) -> dict[str, Any]:
         for name, length in phases.items():
             dedup = "auto" if name == "auto" else "off"
             said = "everything on one shared stream" if name == "shared" else "auto: kvprobe may switch"
-            server, calls, measured = _phase(runtime, shape, limits, name, dedup, length, tick, f"{name}: {said}")
+            server, calls, measured = _phase(Server(machine, limits, name, dedup), length, tick, f"{name}: {said}")
             kept[name] = (measured, calls, server.engine)
             outcome[name] = _figures(server, measured, calls)
+    machine.close()
     _add_auto(outcome, server, kept)
     outcome["_kept"], outcome["_dedup"] = kept, server.dedup.stats
     return outcome
 
 
 def _phase(
-    runtime: Runtime, shape: Shape, limits: QueueLimits, policy: str, dedup: str, seconds: float,
-    tick: Callable[[float, str], None], text: str,
-) -> tuple[Server, np.ndarray, Measured]:  # fmt: skip
+    server: Server, seconds: float, tick: Callable[[float, str], None], text: str
+) -> tuple[Server, np.ndarray, Measured]:
     """One server's life: its measurements, and every submission of a copy as the native ring recorded it."""
     from kvprobe.probe.ring import read_ring
-    from kvprobe.workload import Server
 
-    server = Server(runtime, shape, limits, policy, dedup)
     try:
         measured = server.run(seconds, lambda share: tick(share * seconds, text))
         path = server.engine.recorder.path

@@ -149,6 +149,7 @@ class OffloadEngine:
         # Loads and stores may share channels: each takes at most half of a channel's places.
         self._stream_limit = max((self.limits.depth - RESERVE) // 2, 1)
         self._every = max(self._stream_limit // 4, 1)
+        self._resume = streams * self._stream_limit - self._every
         self._pools = [StreamPool(runtime, streams, priority) for _ in range(2)]
         self._shared = [runtime.stream_create() for _ in range(2)]
         self._directions = {
@@ -246,6 +247,8 @@ class OffloadEngine:
 
     def _pump(self, state: _Direction) -> None:
         """Submits from the head of a direction's queue until it is empty or the launch queue has no room."""
+        if self.policy == "pooled" and sum(state.outstanding.values()) > self._resume:
+            return  # in batches: the first call after a pause is slow, its caches have gone cold
         if state.pumping:  # a callback asked for a transfer while one is being submitted: it waits its turn
             return
         state.pumping = True
