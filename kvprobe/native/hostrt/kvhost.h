@@ -30,7 +30,7 @@
  *
  * ENVIRONMENT, read when the runtime starts (first call, or kvhostReset): KVHOST_DEPTH, KVHOST_CHANNELS,
  * KVHOST_H2D_GBPS, KVHOST_D2H_GBPS, KVHOST_LATENCY_US, KVHOST_MEMORY_BYTES, KVHOST_PINNED_BYTES,
- * KVHOST_RUNTIME_VERSION; CUDA_DEVICE_MAX_CONNECTIONS (all classes) and CUDA_DEVICE_MAX_COPY_CONNECTIONS (copies), 1 to
+ * KVHOST_RUNTIME_VERSION, KVHOST_SUBMIT_NS; CUDA_DEVICE_MAX_CONNECTIONS (all classes) and CUDA_DEVICE_MAX_COPY_CONNECTIONS (copies), 1 to
  * 32; CUDA_SCALE_LAUNCH_QUEUES 0.25x, 0.5x, 2x, 4x. Values out of range are ignored, as the driver ignores them.
  *
  * FORK. A child starts afresh at its first call; its parent's streams, events and device pointers are invalid there.
@@ -55,7 +55,9 @@ typedef struct {
     uint64_t memory_bytes;     /* device memory; 8 GiB */
     uint64_t pinned_bytes;     /* limit of pinned host memory; none */
     uint64_t runtime_version;  /* 13000; below 13000 the exported cudaMemcpyBatchAsync has 12.8's signature (failIdx) */
-    uint64_t reserved[7];
+    double submit_ns;           /* 1000: host time of a submission that finds room, as a driver takes it (1.04 us on an
+                                   H200); negative: as fast as this library can */
+    uint64_t reserved[6];
 } kvhost_config;
 
 /* Sets the configuration of a runtime in which no stream was created and nothing was submitted yet, else
