@@ -8,6 +8,7 @@ from kvprobe.diagnosis.finding import Chart, Evidence, Finding, Series, Where
 
 if TYPE_CHECKING:
     from kvprobe.recordings.model import Recording
+    from kvprobe.recordings.occupancy import Occupancy
 
 __all__ = ["CAUSES", "Chart", "Evidence", "Finding", "Series", "Where", "diagnose"]
 
@@ -18,6 +19,10 @@ CAUSES: tuple[str, ...] = (
     "pageable_memory",
     "synchronisation",
     "first_calls",
+    "aliased_stream",
+    "channels_exhausted",
+    "fence_before_copies",
+    "launch_queue_saturation",
     "context_lock_stall",
     "descriptor_bound_batch",
     "allocation_on_hot_path",
@@ -37,16 +42,17 @@ CAUSES: tuple[str, ...] = (
 )
 
 
-def diagnose(recording: Recording) -> list[Finding]:
+def diagnose(recording: Recording, occupancy: Occupancy | None = None) -> list[Finding]:
     """All findings of a recording, most lost time first; an empty list means that nothing was found.
 
+    `occupancy` is what `recordings.occupancy.occupancy(recording)` returned, where the caller has it already.
     Abstentions (`confidence == "cannot tell"`) come after what was named.
     """
     from importlib import import_module
 
     from kvprobe.diagnosis.frame import Frame
 
-    frame = Frame(recording)
+    frame = Frame(recording, occupancy)
     if not len(frame.start) and not len(frame.x_start):
         return []
     found: list[Finding] = []

@@ -17,6 +17,7 @@ from kvprobe.diagnosis.finding import Chart, Confidence, Evidence, Finding, Lane
 from kvprobe.diagnosis.intervals import Cover, group_starts, running_max_by_group
 from kvprobe.recordings.assemble import correlation_keys
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Engine, Label, Memory, Recording
+from kvprobe.recordings.occupancy import Occupancy, occupancy
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -89,9 +90,11 @@ class Frame:
         host: the ledger of calls. device: the ledger of executions.
     """
 
-    def __init__(self, recording: Recording) -> None:
-        """Joins calls with executions; costs a few sorts."""
+    def __init__(self, recording: Recording, known: Occupancy | None = None) -> None:
+        """Joins calls with executions; costs a few sorts. `known`: the recording's occupancy, where it is at hand."""
         self.recording = recording
+        if known is not None:
+            self.__dict__["occupancy"] = known
         calls, executions = recording.calls, recording.executions
         self.start, self.end = calls["start_ns"], calls["end_ns"]
         self.dur = np.maximum(self.end - self.start, 0)
@@ -196,8 +199,10 @@ class Frame:
             common = self.common_ns(process)
             for name in np.flatnonzero(np.bincount(self.name[mine])):
                 rows = np.flatnonzero(mine & (self.name == name))
-                low = int(np.percentile(self.dur[rows[:: 1 + len(rows) // 100_000]], 25)) if len(rows) >= 8 else common
-                out[rows] = min(low, 4 * common) if self.submits[rows[0]] else low
+                low = int(np.percentile(self.dur[rows[:: 1 + len(rows) // 100_000]], 25))
+                if self.kind[rows[0]] != CallKind.GRAPH:  # a graph launch costs by its nodes: only its own kind tells
+                    low = common if len(rows) < 8 else min(low, 4 * common) if self.submits[rows[0]] else low
+                out[rows] = low
         return out
 
     def common_ns(self, process: int) -> int:
@@ -284,19 +289,19 @@ class Frame:
     # ---- the queue ----------------------------------------------------------------------------------------------
 
     @cached_property
-    def queue_blocked(self) -> Array:
-        """Mask of calls that waited for room in a queue."""
-        cover = self.label_cover(Label.COMMAND_BUFFER_FULL)
-        out = np.zeros(len(self.start), dtype=bool)
-        if cover.total_ns:
-            rows = np.flatnonzero(self.submits)
-            out[rows] = 2 * cover.within(self.start[rows], self.end[rows]) > self.dur[rows]
-        return out
+    def occupancy(self) -> Occupancy:
+        """Depth, ceiling and blocked time of every queue."""
+        return occupancy(self.recording)
 
     @cached_property
-    def depth_at_entry(self) -> Array:
-        """Submissions outstanding on the call's stream when it was entered; -1 where unknown."""
-        return np.full(len(self.start), -1, dtype=np.int64)
+    def queue_blocked(self) -> Array:
+        """Mask of calls that waited for room in a queue, whatever the shape."""
+        from kvprobe.diagnosis.queue_full import full
+
+        mask = np.zeros(len(self.start), dtype=bool)
+        for rows in full(self).rows.values():
+            mask[rows] = True
+        return mask
 
     # ---- saying it ----------------------------------------------------------------------------------------------
 

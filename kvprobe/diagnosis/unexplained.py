@@ -24,7 +24,7 @@ def find(frame: Frame) -> Finding | None:
     if not len(rows):
         return None
     lost = int(left[rows].sum())
-    deep = frame.depth_at_entry[rows]
+    deep = frame.occupancy.depth[rows]
     known = deep >= 0
     evidence = [
         Evidence(f"{len(rows)} submissions took {ms(lost)} longer than such calls do; the longest "

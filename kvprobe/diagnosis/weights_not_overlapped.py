@@ -108,7 +108,7 @@ def find(frame: Frame) -> Finding | None:
         ),
         cure=(
             "Prefetch: copy layer i+1 on a stream of its own while layer i computes, ordered by events (kvprobe "
-            "weights --window 1; vLLM: offload_prefetch_step at least offload_num_in_group; diffusers: use_stream=True)",
+            "weights --window 1; vLLM: offload_prefetch_step at least offload_num_in_group; diffusers: use_stream)",
             "Keep fewer layers in CPU memory, spread evenly, so that each copy has compute to hide behind",
         ),
     )  # fmt: skip

@@ -1,0 +1,50 @@
+"""A "new" stream that is one already in use: its user waits for another thread's copies.
+
+Mechanism: `torch.cuda.Stream()` hands out 32 streams for each priority, round robin. The 33rd is the first again. A
+thread that asks for a stream of its own can so get the one that the offload thread has filled, and blocks in it.
+
+Signature: a blocked submission on a stream of whose outstanding work more than half was submitted by another thread,
+which puts (almost) nothing but host-device copies there, while the caller submits mostly to other streams. Two threads
+that share one compute stream on purpose (forward and backward) do not look like that.
+
+Predicted saving: all of the caller's blocked time, with a stream of its own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.frame import Frame, ms
+from kvprobe.diagnosis.launch_queue_saturation import cliff
+from kvprobe.diagnosis.queue_full import full
+
+CAUSE = "aliased_stream"
+TORCH_POOL = 32
+
+
+def find(frame: Frame) -> Finding | None:
+    """Submissions blocked by another thread's copies on the same stream."""
+    found = full(frame)
+    rows, ns = found.rows["alias"], found.ns["alias"]
+    if not len(rows):
+        return None
+    streams = np.unique(frame.stream[rows])
+    names = ", ".join(frame.stream_name(int(s)) for s in streams[:4])
+    users = {int(s): len(np.unique(frame.lane[frame.submits & (frame.stream == s)])) for s in streams}
+    in_use = len(np.unique(frame.stream[frame.submits & (frame.stream >= 0)]))
+    return frame.host_finding(
+        CAUSE, "{calls} submissions waited {lost} on a stream that another thread had filled", "likely", rows, ns,
+        chart=cliff(frame, rows),
+        evidence=(
+            Evidence(f"{len(rows)} submissions to {names} blocked for {ms(int(ns.sum()))} behind another "
+                     "thread's copies", int(ns.sum()), "ns", MEASURED),
+            Evidence(f"{max(users.values())} threads submit to that stream", max(users.values()), "1", COUNTED),
+            Evidence(f"{in_use} streams are in use; torch hands out {TORCH_POOL} for each priority, then the first "
+                     "again", in_use, "1", INFERRED),
+        ),
+        cure=(
+            "Make real streams: cudaStreamCreateWithFlags(cudaStreamNonBlocking), wrapped in torch.cuda.ExternalStream",
+            "Compare .cuda_stream of what torch.cuda.Stream() returns with the streams in use, and draw again",
+        ),
+    )  # fmt: skip

@@ -1,0 +1,58 @@
+"""Many streams, none of them full, and yet submissions block: the hardware channels behind them are.
+
+Mechanism: N streams hold min(N, channels) x depth submissions. With 4 channels (nothing set) 2,000 streams block at the
+same operation as 4 do: streams beyond the channels add nothing but false dependencies.
+
+Signature: submissions block at one depth of all streams of a channel together, while their own streams hold less than
+nine tenths of what a queue takes. Channel ids come from the recorder where it has them (CUPTI; Kineto from June 2026
+on; not Nsight Systems); where it has not, all copy streams of a process and direction, at least five, are taken
+together, and the finding is only likely.
+
+Predicted saving: as for `launch_queue_saturation`, with the places of 32 channels instead of those in use.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.frame import Frame, ms
+from kvprobe.diagnosis.launch_queue_saturation import cliff, room_gained
+from kvprobe.diagnosis.queue_full import full
+
+CAUSE = "channels_exhausted"
+MOST_CHANNELS = 32
+
+
+def find(frame: Frame) -> Finding | None:
+    """Calls blocked by what other streams put into their channel."""
+    found = full(frame)
+    rows, ns = found.rows["channels"], found.ns["channels"]
+    if not len(rows):
+        return None
+    depth = frame.occupancy.depth[rows]
+    known = found.channels_how.startswith("channel ids")
+    channels = int(frame.recording.machine.get("channels") or 4)
+    places = (MOST_CHANNELS - channels) * float(found.channel_total) / (1 if known else channels)
+    return frame.host_finding(
+        CAUSE, "Hardware channels were full: {calls} submissions blocked for {lost} although their streams had room",
+        "certain" if known else "likely", rows, ns, chart=cliff(frame, rows),
+        saving=room_gained(frame, rows, ns, places),
+        evidence=(
+            Evidence(f"{len(rows)} submissions blocked for {ms(int(ns.sum()))}", int(ns.sum()), "ns", MEASURED),
+            Evidence(f"their own streams held at most {int(depth.max())} (median {int(np.median(depth))}) submissions",
+                     int(depth.max()), "1", MEASURED),
+            Evidence(f"the streams that share what was full held {found.channel_total} together", found.channel_total,
+                     "1", found.channels_how),
+            Evidence(f"{len(np.unique(frame.stream[rows]))} streams were blocked", len(np.unique(frame.stream[rows])),
+                     "1", COUNTED),
+            Evidence(f"the machine has {channels} channels for copies", channels, "1",
+                     frame.recording.machine_how.get("channels", "CUDA's default where nothing is set") if
+                     "channels" in frame.recording.machine else INFERRED),
+        ),
+        cure=(
+            "CUDA_DEVICE_MAX_CONNECTIONS=32 (or CUDA_DEVICE_MAX_COPY_CONNECTIONS=32, for copies) before CUDA starts",
+            "Bound the number of outstanding copies by channels x depth: more streams do not add room",
+            "Submit fewer, larger pieces: one cudaMemcpyBatchAsync for a transfer",
+        ),
+    )  # fmt: skip

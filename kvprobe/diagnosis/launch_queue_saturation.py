@@ -1,0 +1,148 @@
+"""The launch queue behind a stream is full: each further submission waits until an earlier one has been served.
+
+Mechanism: a stream takes about a thousand submissions (1,021 on an H200, 1,022 on a V100, 1,135 to 1,141 seen on an
+H100). The next call blocks until the device has made room, so a call that costs a microsecond takes as long as the
+operation in front of the queue, on the thread that submits.
+
+Signature (all three, `recordings.occupancy`): depths that stop at a plateau, calls that cost more there than below it,
+returns that follow the stream's progress more closely than chance. Or the recorder's own label (CUPTI since CUDA 12.4:
+command buffer full), which is used where it is there and compared with the inference. Deep and cheap is healthy; slow
+and shallow is another cause. Where one of the three is missing this abstains and says which.
+
+Predicted saving: more room, up to the hardware's. An episode is a run of blocked calls in which the depth at entry
+stays above half the ceiling D; in it b calls found no room. For copies, a stream for each transfer gives (channels - 1)
+x D places more; for launches on one stream `CUDA_SCALE_LAUNCH_QUEUES=4x` gives 3 x D. Saving = the sum over episodes of
+lost x min(1, places / b). Channels: the machine's, else CUDA's default of 4.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvprobe.diagnosis.finding import INFERRED, LABELLED, MEASURED, Chart, Evidence, Finding
+from kvprobe.diagnosis.frame import Array, Frame, ms, share
+from kvprobe.diagnosis.intervals import group_starts
+from kvprobe.diagnosis.queue_full import Full, full
+from kvprobe.recordings.model import CallKind
+
+CAUSE = "launch_queue_saturation"
+
+
+def room_gained(frame: Frame, rows: Array, ns: Array, places: float) -> float:
+    """Share of the lost time that `places` more places would absorb, by episodes."""
+    if not len(rows):
+        return 0.0
+    order = np.lexsort((frame.start[rows], frame.stream[rows]))
+    rows, ns = rows[order], ns[order]
+    depth = frame.occupancy.depth
+    new = np.ones(len(rows), dtype=bool)
+    new[1:] = frame.stream[rows[1:]] != frame.stream[rows[:-1]]
+    # Between two blocked calls of one stream the queue emptied if some call entered it at less than half.
+    low = np.flatnonzero(frame.submits & (depth >= 0) & (2 * depth < int(depth[rows].max())))
+    for stream in np.unique(frame.stream[rows]):
+        mine = np.flatnonzero(frame.stream[rows] == stream)
+        empty = np.sort(frame.start[low[frame.stream[low] == stream]])
+        passed = np.searchsorted(empty, frame.start[rows[mine]])
+        new[mine[1:]] |= passed[1:] != passed[:-1]
+    edges = group_starts(np.cumsum(new))
+    lost = np.add.reduceat(ns, edges)
+    blocked = np.diff(np.append(edges, len(rows)))
+    return float((lost * np.minimum(1.0, places / blocked)).sum() / max(int(lost.sum()), 1))
+
+
+def cliff(frame: Frame, rows: Array) -> Chart:
+    """Time inside the call against what was outstanding at its entry: flat, and then a cliff."""
+    streams = np.unique(frame.stream[rows])
+    every = np.flatnonzero(frame.submits & np.isin(frame.stream, streams) & (frame.occupancy.depth >= 0))
+    rest = every[~np.isin(every, rows)]
+
+    def thin(some: Array) -> Array:
+        return some if len(some) <= 1_500 else some[np.linspace(0, len(some) - 1, 1_500).astype(np.int64)]
+
+    shown = {"went through": thin(rest), "blocked": thin(rows)}
+    return {
+        "title": "What a submission costs at each depth", "x_label": "outstanding submissions at entry",
+        "y_label": "time inside the call (us)",
+        "series": {name: {"x": frame.occupancy.depth[some], "y": frame.dur[some] / 1e3, "style": "points"}
+                   for name, some in shown.items()},
+    }  # fmt: skip
+
+
+def _abstain(frame: Frame, found: Full) -> Finding | None:
+    rows = found.open_rows[frame.host.free_ns[found.open_rows] > 0]
+    return frame.host_finding(
+        CAUSE, "A full launch queue is possible: {calls} calls at the deepest took {lost} longer", "cannot tell", rows,
+        frame.excess_ns[rows], saving=0.0, severity="info", chart=cliff(frame, rows) if len(rows) else None,
+        evidence=(
+            Evidence(f"{len(rows)} slow calls were entered with {int(frame.occupancy.depth[rows].min(initial=0))} to "
+                     f"{int(frame.occupancy.depth[rows].max(initial=0))} submissions outstanding on their stream",
+                     len(rows), "calls", INFERRED),
+        ) if len(rows) else (),
+        reason=f"cannot tell, because {found.open_reason}",
+        cure=("Record again with a recorder that labels full command buffers: Nsight Systems 2025.5.2 or later, or "
+              "PyTorch 2.6 or later with CUDA 12.4",),
+    )  # fmt: skip
+
+
+def find(frame: Frame) -> Finding | None:
+    """Blocked calls that no narrower shape explains."""
+    found = full(frame)
+    rows, ns = found.rows["saturation"], found.ns["saturation"]
+    if not len(rows):
+        return _abstain(frame, found) if found.open_reason else None
+    queues = found.queues
+    lost = int(ns.sum())
+    kinds = frame.kind[rows]
+    launches = np.isin(kinds, [CallKind.LAUNCH, CallKind.GRAPH])
+    of_launches = 2 * int(ns[launches].sum()) > lost
+    depth = frame.occupancy.depth[rows]
+    ceiling = found.ceiling
+    baseline = float(np.median(frame.occupancy.baseline_ns[rows]))
+    channels = frame.recording.machine.get("channels") or 4
+    places = 3.0 * ceiling if of_launches else float((int(channels) - 1) * ceiling)
+    saving = room_gained(frame, rows, ns, places)
+    labelled = sum(q.labelled_ns for q in queues)
+    inferred = sum(q.inferred_ns for q in queues)
+    evidence = [
+        Evidence(f"{len(rows)} calls were entered with {int(depth.min())} to {int(depth.max())} submissions "
+                 f"outstanding, where the queue is full, and lost {ms(lost)}", lost, "ns",
+                 LABELLED if labelled else MEASURED if found.how == "plateau" else INFERRED),
+        Evidence(f"the same calls take {ms(baseline)} when the queue has room; here the median is "
+                 f"{ms(float(np.median(frame.dur[rows])))}, the longest {ms(int(frame.dur[rows].max()))}",
+                 float(np.median(frame.dur[rows])), "ns", MEASURED),
+    ]  # fmt: skip
+    if labelled:
+        evidence.append(Evidence(f"the recorder labels {ms(labelled)} as command buffer full; inference alone finds "
+                                 f"{ms(inferred)}", labelled, "ns", LABELLED))  # fmt: skip
+    first = queues[0]
+    if np.isfinite(first.aligned):
+        evidence.append(Evidence(f"{first.aligned:.0%} of them return when their stream moves on; by chance "
+                                 f"it would be {first.chance:.0%}", first.aligned, "1", MEASURED))  # fmt: skip
+    if first.before or first.after:
+        evidence.append(Evidence(f"{sum(q.before for q in queues)} operations were in flight when the recording began "
+                                 f"and {sum(q.after for q in queues)} after it ended; both are counted",
+                                 sum(q.before for q in queues), "1", INFERRED))  # fmt: skip
+    for kind, name in ((CallKind.LAUNCH, "kernel launches"), (CallKind.COPY, "copies"), (CallKind.BATCH, "batches"),
+                       (CallKind.MEMSET, "memsets"), (CallKind.GRAPH, "graph launches")):  # fmt: skip
+        mine = kinds == kind
+        if mine.any():
+            evidence.append(Evidence(f"{name}: {int(mine.sum())} calls, {share(int(ns[mine].sum()), lost)} of the time",
+                                     int(ns[mine].sum()), "ns", MEASURED))  # fmt: skip
+    graphs = sum(q.graphs for q in queues)
+    cure = [
+        f"Give each transfer a stream of its own, up to the {channels} hardware channels "
+        "(CUDA_DEVICE_MAX_CONNECTIONS=32 makes 32), and never submit past the depth (kvprobe's engine: pooled)",
+        "Submit fewer, larger pieces: one cudaMemcpyBatchAsync or one gather kernel for a transfer",
+        "CUDA_SCALE_LAUNCH_QUEUES=4x before CUDA starts: four times the depth (not on Jetson: it has hung there)",
+    ]  # fmt: skip
+    if of_launches:
+        cure = [
+            "CUDA_SCALE_LAUNCH_QUEUES=4x before CUDA starts: four times the depth (not on Jetson: it has hung there)",
+            "Launch fewer, larger pieces of work: CUDA graphs, fused kernels; the device is behind, not the host",
+            "Move what the blocked thread has to do besides launching to another thread",
+        ]
+    return frame.host_finding(
+        CAUSE, "The launch queue was full: {calls} submissions blocked for {lost}",
+        "likely" if found.how == "inferred" else "certain", rows, ns, evidence=evidence, cure=cure, saving=saving,
+        reason="depth is a soft count while graphs are in the queue" if graphs else "", chart=cliff(frame, rows),
+    )  # fmt: skip

@@ -1,0 +1,207 @@
+"""Which calls a full queue blocked, and which of the four shapes each belongs to: shared by the causes that name them.
+
+Depth, ceiling and blocked time come from `recordings.occupancy`. Here they are split, each call to one shape:
+
+* fence: for most of the call nothing of its stream executed, because the stream waited for something else;
+* alias: most of what filled the stream was put there by another thread, which copies, while the caller works elsewhere;
+* channels: the caller's own stream was far from full, the channel that it shares with others was;
+* saturation: the rest: one stream, more submissions than it takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvprobe.diagnosis.frame import Array, Frame
+from kvprobe.diagnosis.intervals import Cover
+from kvprobe.recordings.model import CallKind, Direction, Memory, Recording, Table
+from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, occupancy
+
+__all__ = ["Full", "full"]
+
+SHAPES = ("saturation", "fence", "alias", "channels")
+DEEP_ENOUGH = 200  # a single blocked call counts only at a depth that real queues have
+FENCE_NS = 200_000
+POOLED_MANY = 5  # streams in use at once, more than the four channels that CUDA makes by default
+
+
+@dataclass
+class Full:
+    """Blocked calls by shape.
+
+    Attributes:
+        rows, ns: for each shape, rows of `calls` and the host time lost in each to the full queue.
+        ceiling: the depth at which a queue was full, by stream row; of a channel, by its first stream.
+        how: "labels", "plateau" or "inferred".
+        channel_total: deepest that streams sharing a channel were together; 0 where that was not needed.
+        channels_how: how sharing is known.
+        open_reason: why a queue that might have been full could not be told; "" where none.
+        open_rows: its slow calls at the top.
+    """
+
+    rows: dict[str, Array]
+    ns: dict[str, Array]
+    queues: list[StreamOccupancy]
+    how: str
+    ceiling: int = -1
+    channel_total: int = 0
+    channel_streams: int = 0
+    channels_how: str = ""
+    open_reason: str = ""
+    open_rows: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+
+def _pooled(recording: Recording, frame: Frame) -> tuple[Recording, bool] | None:
+    """The recording with all copy streams of a process and direction as if they were one channel."""
+    if not recording.streams.rows or recording.streams["channel"].max() >= 0:
+        return None
+    channel = np.full(recording.streams.rows, -1, dtype=np.int32)
+    for direction in (Direction.H2D, Direction.D2H):
+        copies = frame.submits & (frame.direction == direction) & (frame.stream >= 0)
+        channel[np.unique(frame.stream[copies])] = int(direction)
+    channel[frame.kernel_streams] = -1
+    if np.bincount(channel[channel >= 0], minlength=3).max() < POOLED_MANY:
+        return None
+    tables = dict(recording.tables)
+    tables["streams"] = Table("streams", {**recording.streams.columns, "channel": channel})
+    return Recording(source=recording.source, tables=tables, names=recording.names, machine=recording.machine,
+                     has_executions=recording.has_executions), True  # fmt: skip
+
+
+def _shared_channels(frame: Frame, own: Occupancy, result: Full) -> tuple[Array, Array]:
+    """Calls blocked by a channel although their own stream had room: (rows, ns)."""
+    recording = frame.recording
+    none = np.zeros(0, dtype=np.int64)
+    if not recording.has_executions or not recording.streams.rows:
+        return none, none
+    known = bool(recording.streams["channel"].max() >= 0)
+    if known:
+        shared = occupancy(recording, by_channel=True)
+        result.channels_how = "channel ids of the recorder (CUPTI)"
+    else:
+        pooled = _pooled(recording, frame)
+        if pooled is None:
+            return none, none
+        shared = occupancy(pooled[0], by_channel=True)
+        result.channels_how = "inferred: all copy streams of a direction together stop at one depth"
+    rows_out, ns_out = [], []
+    full_depth = recording.machine.get("queue_depth")
+    for queue in shared.streams:
+        users = np.unique(frame.stream[queue.calls[queue.blocked]])
+        if queue.verdict != "saturated" or len(queue.streams) < 2 or len(users) < 2:
+            continue
+        rows, ns = queue.calls[queue.blocked], queue.blocked_ns[queue.blocked]
+        limit = queue.ceiling if known else int(full_depth or 1_000)
+        roomy = own.depth[rows] < 0.9 * limit
+        if not known and 2 * roomy.sum() < len(roomy):
+            continue
+        if known or roomy.any():
+            result.channel_total = max(result.channel_total, queue.ceiling)
+            result.channel_streams = max(result.channel_streams, len(users))
+        rows_out.append(rows[roomy])
+        ns_out.append(ns[roomy])
+    if not rows_out:
+        return none, none
+    return np.concatenate(rows_out), np.concatenate(ns_out)
+
+
+def _by_other_thread(frame: Frame, queue: StreamOccupancy, rows: Array) -> Array:
+    """Mask over blocked `rows` of one stream: another thread, which copies, filled it; the caller lives elsewhere."""
+    mask = np.zeros(len(rows), dtype=bool)
+    if len(np.unique(frame.lane[queue.calls])) < 2:
+        return mask
+    for lane in np.unique(frame.lane[rows]):
+        mine = np.flatnonzero(frame.lane[rows] == lane)
+        here = queue.calls[frame.lane[queue.calls] == lane]
+        elsewhere = int((frame.submits & (frame.lane == lane) & (frame.stream != queue.stream)).sum())
+        others = queue.calls[frame.lane[queue.calls] != lane]
+        copies = np.isin(frame.direction[others], [Direction.H2D, Direction.D2H]).mean()
+        if elsewhere <= len(here) or copies < 0.9:
+            continue
+        done = np.sort(frame.exec_end[here][frame.exec_end[here] >= 0])
+        at = frame.start[rows[mine]]
+        own = np.searchsorted(np.sort(frame.start[here]), at) - np.searchsorted(done, at, "right")
+        mask[mine] = 2 * own < frame.occupancy.depth[rows[mine]]
+    return mask
+
+
+def _standing_still(frame: Frame, queue: StreamOccupancy, rows: Array) -> Array:
+    """Ns of each blocked call in which nothing of its queue executed, where the queue moved on at the call's end."""
+    table = frame.recording.executions
+    theirs = np.isin(table["stream"], queue.streams or [queue.stream])
+    cover = Cover(frame.x_start[theirs], frame.x_end[theirs])
+    start, end = frame.start[rows], frame.end[rows]
+    still = (end - start) - cover.within(start, end)
+    begins = np.sort(frame.x_start[theirs])
+    at = np.searchsorted(begins, start)
+    # Something of the queue must begin in the call or right after it, else it was not the queue that moved.
+    moved = at < len(begins)
+    moved[moved] = begins[at[moved]] <= end[moved] + 1_000_000
+    return np.where(moved & (2 * still > end - start) & (still > FENCE_NS), still, 0)
+
+
+def full(frame: Frame) -> Full:
+    """Splits all blocked calls of a recording; computed once a frame."""
+    known = frame.__dict__.get("_full")
+    if isinstance(known, Full):
+        return known
+    own = frame.occupancy
+    none = np.zeros(0, dtype=np.int64)
+    result = Full(dict.fromkeys(SHAPES, none), dict.fromkeys(SHAPES, none), [], own.how)
+    rows_of: dict[str, list[Array]] = {s: [] for s in SHAPES}
+    ns_of: dict[str, list[Array]] = {s: [] for s in SHAPES}
+    channel_rows, channel_ns = _shared_channels(frame, own, result)
+    taken = np.zeros(len(frame.start), dtype=bool)
+    taken[channel_rows] = True
+    rows_of["channels"].append(channel_rows)
+    ns_of["channels"].append(channel_ns)
+    for queue in own.streams:
+        if queue.verdict == "saturated":
+            rows, ns = queue.calls[queue.blocked], queue.blocked_ns[queue.blocked]
+        else:
+            rows, ns = _lonely(frame, queue)
+            if queue.verdict == "cannot tell" and not result.open_reason:
+                slow = queue.calls[(frame.excess_ns[queue.calls] > 60_000) & (queue.depth > 0.9 * queue.depth.max())
+                                   & (frame.memory[queue.calls] != Memory.PAGEABLE)
+                                   & (frame.kind[queue.calls] != CallKind.GRAPH)]  # fmt: skip
+                result.open_reason, result.open_rows = queue.reason, slow[~np.isin(slow, rows)]
+        keep = ~taken[rows]
+        rows, ns = rows[keep], ns[keep]
+        if not len(rows):
+            continue
+        result.queues.append(queue)
+        alias = _by_other_thread(frame, queue, rows)
+        still = np.minimum(_standing_still(frame, queue, rows), ns) if frame.recording.has_executions else 0 * ns
+        still[alias] = 0
+        fenced = still > 0
+        for shape, mask, lost in (
+            ("alias", alias, ns), ("fence", fenced, still), ("saturation", ~alias, ns - still),
+        ):  # fmt: skip
+            mask = mask & (lost > 0)
+            rows_of[shape].append(rows[mask])
+            ns_of[shape].append(lost[mask])
+        taken[rows] = True
+    for shape in SHAPES:
+        result.rows[shape] = np.concatenate([none, *rows_of[shape]])
+        result.ns[shape] = np.concatenate([none, *ns_of[shape]])
+    result.ceiling = max((q.ceiling if q.ceiling > 0 else int(q.depth.max()) for q in result.queues), default=-1)
+    frame.__dict__["_full"] = result
+    return result
+
+
+def _lonely(frame: Frame, queue: StreamOccupancy) -> tuple[Array, Array]:
+    """A few calls at the stream's deepest while it stood still: too few for a plateau, but its stop explains them."""
+    none = np.zeros(0, dtype=np.int64)
+    deepest = int(queue.depth.max(initial=0))
+    fact = frame.recording.machine.get("queue_depth")
+    least = 0.95 * float(fact) if fact else DEEP_ENOUGH
+    if deepest < least or not frame.recording.has_executions:
+        return none, none
+    excess = frame.excess_ns[queue.calls]
+    top = queue.calls[(queue.depth >= deepest - max(4, round(0.015 * deepest))) & (excess > FENCE_NS)
+                      & (frame.memory[queue.calls] != Memory.PAGEABLE)]  # fmt: skip
+    still = _standing_still(frame, queue, top)
+    top = top[still > 0]
+    return top, frame.excess_ns[top]

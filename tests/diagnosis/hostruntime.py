@@ -1,0 +1,227 @@
+"""Drives the embedded host runtime and turns what it traced into a recording, as a profiler would have seen it."""
+
+from __future__ import annotations
+
+import ctypes as ct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvprobe.native.library import path_of
+from kvprobe.recordings.model import CallKind, Direction, Engine, Memory, Recording, Source, Table
+from kvprobe.recordings.vocabulary import Names, call_kind
+
+u64, vp = ct.c_uint64, ct.c_void_p
+H2D, D2H, D2D = 1, 2, 3
+NON_BLOCKING = 1
+
+TRACE = np.dtype([
+    ("sequence", "<u8"), ("correlation", "<u8"), ("start_ns", "<u8"), ("end_ns", "<u8"), ("blocked_ns", "<u8"),
+    ("queue_ns", "<u8"), ("exec_start_ns", "<u8"), ("exec_end_ns", "<u8"), ("stream", "<u8"), ("src", "<u8"),
+    ("dst", "<u8"), ("bytes", "<u8"), ("tid", "<u4"), ("count", "<u4"), ("chunks", "<u4"), ("executed", "<u4"),
+    ("outstanding", "<u4"), ("stream_number", "<u4"), ("result", "<u2"), ("api", "<u2"), ("call", "u1"),
+    ("reason", "u1"), ("op_class", "u1"), ("channel", "u1"), ("direction", "u1"), ("memory", "u1"), ("dropped", "u1"),
+    ("pad", "u1"), ("end", "<u4"),
+])  # fmt: skip
+assert TRACE.itemsize == 136
+QUEUE_FULL, CONTEXT_LOCK, STREAM_LOCK, PAGEABLE, SYNC = 1, 2, 3, 4, 5
+
+
+class Config(ct.Structure):
+    _fields_ = [("depth", u64), ("compute_channels", u64), ("copy_channels", u64), ("h2d", ct.c_double),
+                ("d2h", ct.c_double), ("latency_ns", ct.c_double), ("memory", u64), ("pinned", u64), ("version", u64),
+                ("reserved", u64 * 7)]  # fmt: skip
+
+
+class Dim3(ct.Structure):
+    _fields_ = [("x", ct.c_uint), ("y", ct.c_uint), ("z", ct.c_uint)]
+
+
+class Attributes(ct.Structure):
+    _fields_ = [("order", ct.c_int), ("src_type", ct.c_int), ("src_id", ct.c_int), ("dst_type", ct.c_int),
+                ("dst_id", ct.c_int), ("flags", ct.c_uint)]  # fmt: skip
+
+
+class Runtime:
+    """The runtime's calls, as short as a scenario needs them; every failing call raises."""
+
+    def __init__(self) -> None:
+        lib = ct.CDLL(str(path_of("libkvprobe_hostrt.so")))
+        self.lib = lib
+        lib.cudaMemcpyAsync.argtypes = [vp, vp, ct.c_size_t, ct.c_int, vp]
+        lib.cudaMemcpy.argtypes = [vp, vp, ct.c_size_t, ct.c_int]
+        lib.cudaLaunchKernel.argtypes = [vp, Dim3, Dim3, vp, ct.c_size_t, vp]
+        lib.cudaMemcpyBatchAsync.argtypes = [vp, vp, vp, ct.c_size_t, vp, vp, ct.c_size_t, vp]
+        lib.cudaStreamCreateWithFlags.argtypes = [vp, ct.c_uint]
+        lib.cudaEventCreateWithFlags.argtypes = [vp, ct.c_uint]
+        lib.cudaEventRecord.argtypes = [vp, vp]
+        lib.cudaStreamWaitEvent.argtypes = [vp, vp, ct.c_uint]
+        for name in ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaEventDestroy", "cudaFree", "cudaFreeHost"):
+            getattr(lib, name).argtypes = [vp]
+        lib.cudaMalloc.argtypes = [vp, ct.c_size_t]
+        lib.cudaHostAlloc.argtypes = [vp, ct.c_size_t, ct.c_uint]
+        lib.kvhostReset.argtypes = [vp]
+        lib.kvhostTraceStart.argtypes = [u64]
+        lib.kvhostTraceRead.argtypes = [vp, u64, u64]
+        lib.kvhostTraceRead.restype = u64
+        lib.kvhostTraceDropped.restype = u64
+        lib.kvhostCallName.argtypes = [ct.c_uint16]
+        lib.kvhostCallName.restype = ct.c_char_p
+        lib.kvhostLastCorrelation.restype = u64
+        lib.kvhostGateCreate.restype = vp
+        for name in ("kvhostGateOpen", "kvhostGateReached", "kvhostGateDestroy"):
+            getattr(lib, name).argtypes = [vp]
+        lib.kvhostGateLaunch.argtypes = [vp, vp]
+        self.kernel = ct.cast(lib.kvhost_delay_kernel, vp)
+        self.one = Dim3(1, 1, 1)
+
+    def check(self, code: int) -> None:
+        if code:
+            raise RuntimeError(f"runtime call failed: {code}")
+
+    def reset(self, **config: Any) -> None:
+        self.check(self.lib.kvhostReset(ct.byref(Config(**config))))
+
+    def stream(self) -> int:
+        out = vp()
+        self.check(self.lib.cudaStreamCreateWithFlags(ct.byref(out), NON_BLOCKING))
+        return int(out.value or 0)
+
+    def event(self) -> int:
+        out = vp()
+        self.check(self.lib.cudaEventCreateWithFlags(ct.byref(out), 2))
+        return int(out.value or 0)
+
+    def malloc(self, size: int) -> int:
+        out = vp()
+        self.check(self.lib.cudaMalloc(ct.byref(out), size))
+        return int(out.value or 0)
+
+    def host_alloc(self, size: int) -> int:
+        out = vp()
+        self.check(self.lib.cudaHostAlloc(ct.byref(out), size, 0))
+        address = int(out.value or 0)
+        ct.memset(address, 1, size)
+        return address
+
+    def free_host(self, address: int) -> None:
+        self.check(self.lib.cudaFreeHost(address))
+
+    def copy(self, dst: int, src: int, size: int, kind: int, stream: int) -> int:
+        """Submits one copy; returns its correlation id."""
+        self.check(self.lib.cudaMemcpyAsync(dst, src, size, kind, stream))
+        return int(self.lib.kvhostLastCorrelation())
+
+    def batch(self, dst: list[int], src: list[int], size: int, kind: int, stream: int) -> None:
+        n = len(dst)
+        to_device = kind == H2D
+        attributes = Attributes(1, 2 if to_device else 1, 0, 1 if to_device else 2, 0, 0)
+        index = (ct.c_size_t * 1)(0)
+        self.check(self.lib.cudaMemcpyBatchAsync((vp * n)(*dst), (vp * n)(*src), (ct.c_size_t * n)(*[size] * n), n,
+                                                 ct.byref(attributes), index, 1, stream))  # fmt: skip
+
+    def launch(self, stream: int, ns: int) -> int:
+        """A kernel of `ns`; returns its correlation id."""
+        duration = u64(ns)
+        args = (vp * 1)(ct.addressof(duration))
+        self.check(self.lib.cudaLaunchKernel(self.kernel, self.one, self.one, args, 0, stream))
+        return int(self.lib.kvhostLastCorrelation())
+
+    def record(self, event: int, stream: int) -> None:
+        self.check(self.lib.cudaEventRecord(event, stream))
+
+    def wait(self, stream: int, event: int) -> None:
+        self.check(self.lib.cudaStreamWaitEvent(stream, event, 0))
+
+    def sync(self, stream: int) -> None:
+        self.check(self.lib.cudaStreamSynchronize(stream))
+
+    def synchronize(self) -> None:
+        self.check(self.lib.cudaDeviceSynchronize())
+
+    def trace(self, body: Callable[[], Any]) -> tuple[npt.NDArray[Any], Any]:
+        """Runs `body` with the trace on; returns the records (all executions over) and what it returned."""
+        self.synchronize()
+        self.check(self.lib.kvhostTraceStart(200_000))
+        result = body()
+        self.check(self.lib.kvhostTraceStop())
+        self.synchronize()
+        time.sleep(0.002)
+        if self.lib.kvhostTraceDropped():
+            raise RuntimeError("the trace overflowed")
+        n = self.lib.kvhostTraceRead(None, 0, 0)
+        records = np.zeros(n, dtype=TRACE)
+        self.lib.kvhostTraceRead(records.ctypes.data, 0, n)
+        return records, result
+
+    def call_name(self, api: int) -> str:
+        return str(self.lib.kvhostCallName(api).decode())
+
+
+def now_ns() -> int:
+    return time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+
+
+def in_thread(body: Callable[[], Any]) -> threading.Thread:
+    """Runs `body` in a thread of its own; `join` it."""
+    thread = threading.Thread(target=body)
+    thread.start()
+    return thread
+
+
+def recording_of(runtime: Runtime, records: npt.NDArray[Any], channels: bool = False) -> Recording:
+    """The trace as CUPTI would have recorded it: calls and executions, no reasons, no blocked times.
+
+    Args:
+        runtime: for the names of calls.
+        records: of `Runtime.trace`.
+        channels: whether executions carry their hardware channel (recent Kineto does, Nsight Systems does not).
+    """
+    names = Names()
+    records = records[(records["end_ns"] > 0) & (records["api"] != 0)]
+    texts = {int(api): runtime.call_name(int(api)) for api in np.unique(records["api"])}
+    kinds = {api: call_kind(text) for api, text in texts.items()}
+    name = np.array([names.add(texts[int(api)]) for api in records["api"]], dtype=np.int32)
+    kind = np.array([kinds[int(api)] for api in records["api"]], dtype=np.uint8)
+    handles, stream = np.unique(records["stream"], return_inverse=True)
+    submits = records["correlation"] > 0
+    on_stream = submits | (kind == CallKind.EVENT) | (kind == CallKind.SYNC)
+    correlation = np.where(submits, records["correlation"].astype(np.int64), -1)
+    calls = {
+        "start_ns": records["start_ns"].astype(np.int64), "end_ns": records["end_ns"].astype(np.int64),
+        "process": np.zeros(len(records), np.int32), "thread": records["tid"].astype(np.int64), "name": name,
+        "kind": kind, "stream": np.where(on_stream, stream, -1), "direction": records["direction"],
+        "memory": records["memory"], "bytes": records["bytes"].astype(np.int64), "count": records["count"],
+        "correlation": correlation, "src": records["src"], "dst": records["dst"], "result": records["result"],
+    }  # fmt: skip
+    ran = np.flatnonzero(submits & (records["exec_end_ns"] > 0) & np.isin(kind, [
+        CallKind.COPY, CallKind.BATCH, CallKind.MEMSET, CallKind.LAUNCH, CallKind.GRAPH, CallKind.COPY_SYNC]))  # fmt: skip
+    done = records[ran]
+    engine = np.where(np.isin(kind[ran], [CallKind.LAUNCH, CallKind.GRAPH]), Engine.KERNEL,
+                      np.where(kind[ran] == CallKind.MEMSET, Engine.MEMSET, Engine.COPY))  # fmt: skip
+    executions = {
+        "start_ns": done["exec_start_ns"].astype(np.int64), "end_ns": done["exec_end_ns"].astype(np.int64),
+        "process": np.zeros(len(ran), np.int32), "device": np.zeros(len(ran), np.int32), "stream": stream[ran],
+        "channel": done["op_class"].astype(np.int32) * 32 + done["channel"] if channels else np.full(len(ran), -1),
+        "engine": engine, "direction": np.where(engine == Engine.COPY, done["direction"], 0),
+        "memory": np.where(engine == Engine.COPY, done["memory"], 0),
+        "bytes": np.where(engine == Engine.COPY, done["bytes"], 0).astype(np.int64), "count": done["count"],
+        "correlation": correlation[ran], "name": name[ran],
+    }  # fmt: skip
+    order, ran_order = np.argsort(calls["start_ns"], kind="stable"), np.argsort(executions["start_ns"], kind="stable")
+    recording = Recording(source=[Source(path="scenario", format="trace")], names=names.list, has_executions=True)
+    recording.tables["calls"] = Table("calls", {key: column[order] for key, column in calls.items()})
+    recording.tables["executions"] = Table("executions", {k: column[ran_order] for k, column in executions.items()})
+    recording.tables["streams"] = Table("streams", {
+        "process": np.zeros(len(handles), np.int32), "device": np.zeros(len(handles), np.int32),
+        "handle": handles.astype(np.int64)})  # fmt: skip
+    recording.tables["processes"] = Table("processes", {"pid": np.array([4242], dtype=np.int64)})
+    return recording
+
+
+__all__ = ["CONTEXT_LOCK", "D2D", "D2H", "H2D", "PAGEABLE", "QUEUE_FULL", "STREAM_LOCK", "SYNC", "Direction", "Memory",
+           "Runtime", "in_thread", "now_ns", "recording_of"]  # fmt: skip

@@ -1,0 +1,778 @@
+"""Scenarios that really run on the embedded host runtime: a recording, and what is true of it by the runtime's own word.
+
+Each scenario returns a `Played`: the recording as a profiler would have made it, and the truth, cause -> ns lost,
+computed from what the runtime traced about itself (why and how long each call was blocked), which the recording does
+not contain. Nothing is assumed of the machine: truth is measured in the same run.
+"""
+
+from __future__ import annotations
+
+import ctypes as ct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from hostruntime import (
+    CONTEXT_LOCK,
+    D2H,
+    H2D,
+    QUEUE_FULL,
+    STREAM_LOCK,
+    SYNC,
+    Runtime,
+    in_thread,
+    now_ns,
+    recording_of,
+)
+
+from kvprobe.diagnosis.intervals import Cover
+from kvprobe.recordings.model import Recording
+
+Records = npt.NDArray[Any]
+KiB, MiB = 1 << 10, 1 << 20
+RATE = 4e9  # bytes per second of each direction, unless a scenario says otherwise
+
+
+@dataclass
+class Played:
+    """A recording and its truth."""
+
+    recording: Recording
+    truth: dict[str, int]
+    records: Records
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+SCENARIOS: dict[str, Callable[[Runtime], Played]] = {}
+
+
+def scenario(function: Callable[[Runtime], Played]) -> Callable[[Runtime], Played]:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+class Stage:
+    """A runtime that was set up anew: memory, streams, events, all made before the trace begins."""
+
+    def __init__(self, rt: Runtime, *, depth: int = 256, channels: int = 4, h2d: float = RATE, d2h: float = RATE,
+                 latency_ns: float = 2000, size: int = 64 * MiB, streams: int = 4, events: int = 64) -> None:  # fmt: skip
+        rt.reset(depth=depth, compute_channels=channels, copy_channels=channels, h2d=h2d, d2h=d2h,
+                 latency_ns=latency_ns)  # fmt: skip
+        self.rt, self.size, self.depth = rt, size, depth
+        self.host, self.device = rt.host_alloc(size), rt.malloc(size)
+        self.streams = [rt.stream() for _ in range(streams)]
+        self.compute = rt.stream()
+        self.events = [rt.event() for _ in range(events)]
+        for stream in [*self.streams, self.compute]:  # every path once, so that nothing is a first call
+            rt.copy(self.device, self.host, 4096, H2D, stream)
+            rt.copy(self.host, self.device, 4096, D2H, stream)
+            rt.launch(stream, 1000)
+            rt.record(self.events[0], stream)
+            rt.wait(stream, self.events[0])
+        rt.synchronize()
+
+    def load(self, block: int, size: int, stream: int) -> int:
+        at = (block * size) % (self.size - size + 1)
+        return self.rt.copy(self.device + at, self.host + at, size, H2D, stream)
+
+    def store(self, block: int, size: int, stream: int) -> int:
+        at = (block * size) % (self.size - size + 1)
+        return self.rt.copy(self.host + at, self.device + at, size, D2H, stream)
+
+    def after(self, later: int, earlier: int, event: int) -> None:
+        """`later` waits for all that `earlier` has been given."""
+        self.rt.record(self.events[event], earlier)
+        self.rt.wait(later, self.events[event])
+
+    def play(self, body: Callable[[], Any], truth: Callable[[Records, Any], dict[str, int]], *, channels: bool = False,
+             **machine: Any) -> Played:  # fmt: skip
+        records, result = self.rt.trace(body)
+        recording = recording_of(self.rt, records, channels)
+        recording.machine.update(machine)
+        return Played(recording, truth(records, result), records)
+
+
+# ---- truth from the runtime's own trace -----------------------------------------------------------------------------
+
+
+def ran(records: Records, mask: npt.NDArray[np.bool_]) -> Cover:
+    chosen = records[mask & (records["exec_end_ns"] > 0)]
+    return Cover(chosen["exec_start_ns"].astype(np.int64), chosen["exec_end_ns"].astype(np.int64))
+
+
+def kernels(records: Records) -> npt.NDArray[np.bool_]:
+    mask: npt.NDArray[np.bool_] = records["op_class"] == 0
+    return mask & (records["correlation"] > 0)
+
+
+def queue_ns(records: Records) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Of each call: ns it waited for a slot while its stream executed, and while it stood still."""
+    waited = np.where(records["reason"] == QUEUE_FULL, records["queue_ns"], 0).astype(np.int64)
+    still = np.zeros(len(records), dtype=np.int64)
+    end = records["end_ns"].astype(np.int64)
+    for stream in np.unique(records["stream"][waited > 0]):
+        mine = np.flatnonzero((records["stream"] == stream) & (waited > 0))
+        cover = ran(records, records["stream"] == stream)
+        still[mine] = waited[mine] - cover.within(end[mine] - waited[mine], end[mine])
+    still = np.where((still > 200_000) & (2 * still > waited), still, 0)
+    return waited - still, still
+
+
+def named(**causes: int) -> dict[str, int]:
+    """Drops what is too little to be named at all."""
+    return {cause: int(ns) for cause, ns in causes.items() if ns >= 1_000_000}
+
+
+# ---- the queue ------------------------------------------------------------------------------------------------------
+
+
+@scenario
+def loads_on_one_stream(rt: Runtime) -> Played:
+    stage = Stage(rt)
+
+    def body() -> None:
+        for _ in range(40):
+            rt.launch(stage.compute, 1_000_000)
+        for i in range(1200):
+            stage.load(i, 64 * KiB, stage.streams[0])
+
+    def truth(records: Records, _: Any) -> dict[str, int]:
+        moving, _still = queue_ns(records)
+        return named(launch_queue_saturation=moving.sum())
+
+    return stage.play(body, truth)
+
+
+@scenario
+def launches_on_one_stream(rt: Runtime) -> Played:
+    stage = Stage(rt)
+
+    def body() -> None:
+        for _ in range(900):
+            rt.launch(stage.compute, 50_000)
+
+    def truth(records: Records, _: Any) -> dict[str, int]:
+        moving, _still = queue_ns(records)
+        return named(launch_queue_saturation=moving.sum())
+
+    return stage.play(body, truth)
+
+
+@scenario
+def two_saturated_streams(rt: Runtime) -> Played:
+    stage = Stage(rt)
+
+    def flood(stream: int, store: bool) -> Callable[[], None]:
+        def go() -> None:
+            for i in range(700):
+                (stage.store if store else stage.load)(i, 128 * KiB, stream)
+
+        return go
+
+    def body() -> None:
+        for _ in range(60):
+            rt.launch(stage.compute, 1_000_000)
+        threads = [in_thread(flood(stage.streams[0], False)), in_thread(flood(stage.streams[1], True))]
+        for thread in threads:
+            thread.join()
+
+    def truth(records: Records, _: Any) -> dict[str, int]:
+        moving, _still = queue_ns(records)
+        return named(launch_queue_saturation=moving.sum())
+
+    return stage.play(body, truth)
+
+
+@scenario
+def store_behind_a_forward(rt: Runtime) -> Played:
+    stage = Stage(rt)
+
+    def body() -> None:
+        for step in range(3):
+            rt.launch(stage.compute, 30_000_000)
+            stage.after(stage.streams[0], stage.compute, step)
+            for i in range(300):
+                stage.store(i, 16 * KiB, stage.streams[0])
+            rt.sync(stage.streams[0])
+
+    def truth(records: Records, _: Any) -> dict[str, int]:
+        moving, still = queue_ns(records)
+        return named(fence_before_copies=still.sum(), launch_queue_saturation=moving.sum())
+
+    return stage.play(body, truth, queue_depth=256)
+
+
+@scenario
+def store_behind_a_forward_then_saturated(rt: Runtime) -> Played:
+    stage = Stage(rt)
+
+    def body() -> None:
+        rt.launch(stage.compute, 25_000_000)
+        stage.after(stage.streams[0], stage.compute, 0)
+        for i in range(1000):
+            stage.store(i, 64 * KiB, stage.streams[0])
+
+    def truth(records: Records, _: Any) -> dict[str, int]:
+        moving, still = queue_ns(records)
+        return named(fence_before_copies=still.sum(), launch_queue_saturation=moving.sum())
+
+    return stage.play(body, truth)
+
+
+def _many_streams(rt: Runtime, channels: bool, **machine: Any) -> Played:
+    stage = Stage(rt, channels=2, streams=8)
+
+    def body() -> None:
+        for _ in range(40):
+            rt.launch(stage.compute, 1_000_000)
+        for i in range(1400):
+            stage.load(i, 64 * KiB, stage.streams[i % 8])
+
+    def truth(records: Records, _: Any) -> dict[str, int]:
+        moving, still = queue_ns(records)
+        return named(channels_exhausted=(moving + still).sum())
+
+    return stage.play(body, truth, channels=channels, **machine)
+
+
+@scenario
+def more_streams_than_channels_with_ids(rt: Runtime) -> Played:
+    return _many_streams(rt, True)
+
+
+@scenario
+def more_streams_than_channels_without_ids(rt: Runtime) -> Played:
+    return _many_streams(rt, False, queue_depth=256, channels=2)
+
+
+@scenario
+def new_stream_that_is_in_use(rt: Runtime) -> Played:
+    stage = Stage(rt)
+    shared = stage.streams[0]
+    model: dict[str, int] = {}
+    filled = threading.Event()
+
+    def offload() -> None:
+        for i in range(800):
+            stage.load(i, 256 * KiB, shared)
+            if i == 300:
+                filled.set()
+
+    def body() -> None:
+        for _ in range(60):
+            rt.launch(stage.compute, 1_000_000)
+        thread = in_thread(offload)
+        filled.wait()
+        model["tid"] = threading.get_native_id()
+        for step in range(6):
+            for _ in range(4):
+                rt.launch(stage.compute, 100_000)
+            stage.load(900 + step, 4 * KiB, shared)
+        thread.join()
+
+    def truth(records: Records, _: Any) -> dict[str, int]:
+        mine = (records["tid"] == model["tid"]) & (records["stream"] == shared)
+        waits = np.isin(records["reason"], [QUEUE_FULL, STREAM_LOCK])
+        moving, _still = queue_ns(records)
+        return named(aliased_stream=records["blocked_ns"][mine & waits].sum(), launch_queue_saturation=moving[~mine].sum())
+
+    return stage.play(body, truth)
+
+
+@scenario
+def event_creation_behind_a_blocked_submitter(rt: Runtime) -> Played:
+    stage = Stage(rt)
+
+    def offload() -> None:
+        rt.launch(stage.compute, 40_000_000)
+        stage.after(stage.streams[0], stage.compute, 0)
+        for i in range(290):
+            stage.store(i, 16 * KiB, stage.streams[0])
+
+    def body() -> None:
+        thread = in_thread(offload)
+        time.sleep(0.012)
+        rt.event()
+        thread.join()
+
+    def truth(records: Records, _: Any) -> dict[str, int]:
+        moving, still = queue_ns(records)
+        lock = records["reason"] == CONTEXT_LOCK
+        return named(context_lock_stall=records["blocked_ns"][lock].sum(), fence_before_copies=still.sum(),
+                     launch_queue_saturation=moving.sum())  # fmt: skip
+
+    return stage.play(body, truth, queue_depth=256)
+
+
+# ---- the calling thread ---------------------------------------------------------------------------------------------
+
+
+@scenario
+def pageable_copies(rt: Runtime) -> Played:
+    stage = Stage(rt)
+    buffer = ct.create_string_buffer(4 * MiB)
+    ct.memset(buffer, 1, 4 * MiB)
+
+    def body() -> list[int]:
+        ids = []
+        for i in range(30):
+            stage.load(i, 64 * KiB, stage.streams[0])
+        for i in range(12):
+            if i % 2:
+                ids.append(rt.copy(stage.device, ct.addressof(buffer), 4 * MiB, H2D, stage.streams[0]))
+            else:
+                ids.append(rt.copy(ct.addressof(buffer), stage.device, 4 * MiB, D2H, stage.streams[1]))
+        return ids
+
+    def truth(records: Records, ids: list[int]) -> dict[str, int]:
+        chosen = np.isin(records["correlation"], ids)
+        return named(pageable_memory=(records["end_ns"] - records["start_ns"])[chosen].sum())
+
+    return stage.play(body, truth)
+
+
+@scenario
+def waits_for_loads_on_the_model_thread(rt: Runtime) -> Played:
+    stage = Stage(rt)
+
+    def body() -> None:
+        for step in range(12):
+            for i in range(4):
+                stage.load(4 * step + i, 1 * MiB, stage.streams[0])
+            rt.sync(stage.streams[0])
+            rt.launch(stage.compute, 2_000_000)
+            rt.sync(stage.compute)
+        rt.launch(stage.compute, 100_000)
+
+    def truth(records: Records, _: Any) -> dict[str, int]:
+        waits = (records["reason"] == SYNC) & (records["stream"] == stage.streams[0])
+        end = records["end_ns"][waits].astype(np.int64)
+        blocked = records["blocked_ns"][waits].astype(np.int64)
+        return named(synchronisation=(blocked - ran(records, kernels(records)).within(end - blocked, end)).sum())
+
+    return stage.play(body, truth)
+
+
+@scenario
+def synchronous_copies_on_the_model_thread(rt: Runtime) -> Played:
+    stage = Stage(rt)
+
+    def body() -> None:
+        for step in range(10):
+            rt.check(rt.lib.cudaMemcpy(stage.device + step * 4 * MiB, stage.host + step * 4 * MiB, 4 * MiB, H2D))
+            rt.launch(stage.compute, 2_000_000)
+            rt.sync(stage.compute)
+        rt.launch(stage.compute, 100_000)
+
+    def truth(records: Records, _: Any) -> dict[str, int]:
+        mine = (records["direction"] == H2D) & (records["reason"] == SYNC)
+        return named(synchronisation=records["blocked_ns"][mine].sum())
+
+    return stage.play(body, truth)
+
+
+@scenario
+def pinned_memory_allocated_in_every_step(rt: Runtime) -> Played:
+    stage = Stage(rt)
+
+    def body() -> None:
+        for step in range(60):
+            stage.load(step, 64 * KiB, stage.streams[0])
+            rt.launch(stage.compute, 500_000)
+        for _ in range(12):
+            rt.free_host(rt.host_alloc(4 * MiB))
+            rt.launch(stage.compute, 100_000)
+            stage.load(1, 64 * KiB, stage.streams[0])
+        stage.after(stage.compute, stage.streams[0], 0)
+
+    def truth(records: Records, _: Any) -> dict[str, int]:
+        names = {api: rt.call_name(int(api)) for api in np.unique(records["api"])}
+        wanted = [api for api, name in names.items() if name in ("cudaHostAlloc", "cudaFreeHost", "cudaMallocHost")]
+        mine = np.isin(records["api"], wanted)
+        took = (records["end_ns"] - records["start_ns"])[mine]
+        return named(allocation_on_hot_path=took[took >= 20_000].sum())
+
+    return stage.play(body, truth)
+
+
+@scenario
+def batches_of_many_descriptors(rt: Runtime) -> Played:
+    stage = Stage(rt, depth=4096, h2d=1e12, latency_ns=100)
+    n = 6_000
+    order = np.random.default_rng(1).permutation(n) * 256
+    dst, src = [stage.device + int(o) for o in order], [stage.host + int(o) for o in order]
+
+    def body() -> None:
+        for _ in range(3):
+            rt.batch(dst, src, 64, H2D, stage.streams[0])
+            rt.sync(stage.streams[0])
+
+    def truth(records: Records, _: Any) -> dict[str, int]:
+        batches = records["count"] > 1
+        took = records["end_ns"] - records["start_ns"] - records["blocked_ns"]
+        return named(descriptor_bound_batch=took[batches].sum())
+
+    return stage.play(body, truth)
+
+
+# ---- the copy engines -----------------------------------------------------------------------------------------------
+
+
+@scenario
+def shared_prefix_loaded_by_every_request(rt: Runtime) -> Played:
+    stage = Stage(rt, depth=1021)
+
+    def body() -> list[int]:
+        again = []
+        for request in range(5):
+            for block in range(30):
+                at, to = block * 128 * KiB, (request * 30 + block) * 128 * KiB
+                ident = rt.copy(stage.device + to, stage.host + at, 128 * KiB, H2D, stage.streams[0])
+                if request:
+                    again.append(ident)
+        return again
+
+    def truth(records: Records, again: list[int]) -> dict[str, int]:
+        chosen = np.isin(records["correlation"], again)
+        return named(redundant_loads=(records["exec_end_ns"] - records["exec_start_ns"])[chosen].sum())
+
+    return stage.play(body, truth)
+
+
+@scenario
+def thousands_of_small_stores(rt: Runtime) -> Played:
+    stage = Stage(rt, depth=4096)
+    order = np.random.default_rng(2).permutation(375)
+
+    def body() -> None:
+        for i in range(8):
+            stage.store(i, 1 * MiB, stage.streams[1])
+        for run in order:
+            for i in range(8):
+                stage.store(4096 + int(run) * 16 + i, 4 * KiB, stage.streams[0])
+
+    def truth(records: Records, _: Any) -> dict[str, int]:
+        small = records["bytes"] == 4 * KiB
+        took = (records["exec_end_ns"] - records["exec_start_ns"])[small].astype(np.int64)
+        return named(small_copies=(took - int(4 * KiB / RATE * 1e9)).sum())
+
+    return stage.play(body, truth, link_bytes_per_s=RATE)
+
+
+@scenario
+def small_copy_behind_a_burst(rt: Runtime) -> Played:
+    stage = Stage(rt)
+
+    def body() -> list[int]:
+        ids = []
+        for step in range(4):
+            for i in range(30):
+                stage.load(i, 512 * KiB, stage.streams[0])
+            for i in range(3):
+                ids.append(rt.copy(stage.device + step * 4096, stage.host + (step * 8 + i) * 4096, 4096, H2D,
+                                   stage.streams[1]))  # fmt: skip
+                rt.sync(stage.streams[1])
+        return ids
+
+    def truth(records: Records, ids: list[int]) -> dict[str, int]:
+        mine = np.isin(records["correlation"], ids)
+        since = records["end_ns"][mine].astype(np.int64)
+        until = records["exec_start_ns"][mine].astype(np.int64)
+        late = until - since > 100_000
+        return named(head_of_line_copies=Cover(since[late], until[late]).total_ns)
+
+    return stage.play(body, truth)
+
+
+def _layers(stage: Stage, forwards: int, layers: int, size: int, compute_ns: int, ahead: bool, same: bool) -> None:
+    rt, copies, event = stage.rt, stage.streams[0], 0
+    for forward in range(forwards):
+        for layer in range(layers):
+            stage.load(layer if same else forward * layers + layer, size, copies)
+            stage.after(stage.compute, copies, event % 64)
+            rt.launch(stage.compute, compute_ns)
+            if not ahead:
+                stage.after(copies, stage.compute, (event + 1) % 64)
+            event += 2
+
+
+@scenario
+def weights_copied_layer_by_layer(rt: Runtime) -> Played:
+    stage = Stage(rt)
+
+    def truth(records: Records, _: Any) -> dict[str, int]:
+        copying, compute = ran(records, records["direction"] == H2D), ran(records, kernels(records))
+        lost = min(copying.total_ns, compute.total_ns) - copying.intersect_ns(compute)
+        return named(weights_not_overlapped=lost)
+
+    return stage.play(lambda: _layers(stage, 4, 6, 4 * MiB, 900_000, False, True), truth)
+
+
+@scenario
+def prefetch_on_a_slow_link(rt: Runtime) -> Played:
+    stage = Stage(rt)
+
+    def truth(records: Records, _: Any) -> dict[str, int]:
+        copying, compute = ran(records, records["direction"] == H2D), ran(records, kernels(records))
+        return named(link_bound=copying.total_ns - copying.intersect_ns(compute))
+
+    return stage.play(lambda: _layers(stage, 1, 15, 4 * MiB, 300_000, True, False), truth)
+
+
+@scenario
+def link_at_a_quarter_of_its_rate(rt: Runtime) -> Played:
+    stage = Stage(rt, h2d=1e9)
+
+    def body() -> None:
+        for i in range(16):
+            stage.load(i, 2 * MiB, stage.streams[0])
+
+    def truth(records: Records, _: Any) -> dict[str, int]:
+        took = (records["exec_end_ns"] - records["exec_start_ns"]).astype(np.int64)
+        loads = (records["direction"] == H2D) & (records["bytes"] == 2 * MiB)
+        return named(link_degraded=(took[loads] - int(2 * MiB / RATE * 1e9)).sum())
+
+    return stage.play(body, truth, link_bytes_per_s=RATE)
+
+
+# ---- the device waits for the host ----------------------------------------------------------------------------------
+
+
+@scenario
+def slow_preparation_of_each_step(rt: Runtime) -> Played:
+    stage = Stage(rt)
+
+    def body() -> list[tuple[int, int]]:
+        pauses = []
+        for _ in range(12):
+            rt.launch(stage.compute, 3_000_000)
+            rt.sync(stage.compute)
+            begin = now_ns()
+            time.sleep(0.014)
+            pauses.append((begin, now_ns()))
+        rt.launch(stage.compute, 3_000_000)
+        return pauses
+
+    def truth(records: Records, pauses: list[tuple[int, int]]) -> dict[str, int]:
+        busy = ran(records, kernels(records))
+        begin, end = np.array(pauses, dtype=np.int64).T
+        return named(gpu_starved=(end - begin - busy.within(begin, end)).sum())
+
+    return stage.play(body, truth)
+
+
+@scenario
+def python_work_before_every_launch(rt: Runtime) -> Played:
+    stage = Stage(rt)
+
+    def body() -> list[tuple[int, int]]:
+        pauses = []
+        for _ in range(500):
+            rt.launch(stage.compute, 20_000)
+            begin = now_ns()
+            while now_ns() < begin + 70_000:
+                pass
+            pauses.append((begin, now_ns()))
+        rt.launch(stage.compute, 20_000)
+        return pauses
+
+    def truth(records: Records, pauses: list[tuple[int, int]]) -> dict[str, int]:
+        launches = records[kernels(records)]
+        calls = Cover(launches["start_ns"].astype(np.int64), launches["end_ns"].astype(np.int64))
+        busy = ran(records, kernels(records))
+        start = launches["start_ns"].astype(np.int64)
+        # From one launch's return to the next one's entry the interpreter works, the explicit pause included.
+        begin, end = launches["end_ns"].astype(np.int64)[:-1], start[1:]
+        gaps = end - begin - busy.within(begin, end)
+        del calls, pauses
+        return named(python_or_gil_bound=np.maximum(gaps, 0).sum())
+
+    return stage.play(body, truth)
+
+
+@scenario
+def another_thread_holds_the_interpreter(rt: Runtime) -> Played:
+    stage = Stage(rt)
+    stop = threading.Event()
+
+    def spin() -> None:
+        x = 0
+        while not stop.is_set():
+            for _ in range(1000):
+                x += 1
+
+    def body() -> None:
+        thread = in_thread(spin)
+        for _ in range(40):
+            rt.launch(stage.compute, 300_000)
+            rt.sync(stage.compute)
+        stop.set()
+        thread.join()
+
+    def truth(records: Records, _: Any) -> dict[str, int]:
+        busy = ran(records, kernels(records))
+        order = np.argsort(records["start_ns"])
+        begin = records["end_ns"][order].astype(np.int64)[:-1]
+        end = records["start_ns"][order].astype(np.int64)[1:]
+        lost = end - begin - busy.within(begin, end)
+        return named(python_or_gil_bound=lost[lost > 1_000_000].sum())
+
+    return stage.play(body, truth)
+
+
+# ---- results at stake -----------------------------------------------------------------------------------------------
+
+
+def _steps_with_stores(rt: Runtime, ordered: bool) -> Played:
+    stage = Stage(rt)
+
+    def body() -> None:
+        for step in range(6):
+            rt.launch(stage.compute, 4_000_000)
+            if ordered:
+                stage.after(stage.streams[0], stage.compute, step)
+            for i in range(6):
+                stage.store(6 * step + i, 256 * KiB, stage.streams[0])
+
+    return stage.play(body, lambda records, _: {} if ordered else {"store_not_ordered": 0})
+
+
+@scenario
+def stores_without_a_wait(rt: Runtime) -> Played:
+    return _steps_with_stores(rt, False)
+
+
+@scenario
+def healthy_stores_with_a_wait(rt: Runtime) -> Played:
+    return _steps_with_stores(rt, True)
+
+
+def _steps_with_loads(rt: Runtime, ordered: bool) -> Played:
+    stage = Stage(rt)
+
+    def body() -> None:
+        for step in range(6):
+            for i in range(6):
+                stage.load(6 * step + i, 512 * KiB, stage.streams[0])
+            if ordered:
+                stage.after(stage.compute, stage.streams[0], step)
+            rt.launch(stage.compute, 4_000_000)
+
+    return stage.play(body, lambda records, _: {} if ordered else {"load_not_ordered": 0})
+
+
+@scenario
+def loads_without_a_wait(rt: Runtime) -> Played:
+    return _steps_with_loads(rt, False)
+
+
+@scenario
+def healthy_loads_with_a_wait(rt: Runtime) -> Played:
+    return _steps_with_loads(rt, True)
+
+
+# ---- healthy --------------------------------------------------------------------------------------------------------
+
+
+@scenario
+def healthy_offload_beside_a_model(rt: Runtime) -> Played:
+    stage = Stage(rt, depth=1021)
+
+    def body() -> None:
+        loads, stores = stage.streams[:2]
+        for step in range(10):
+            for i in range(8):
+                stage.load(8 * step + i, 256 * KiB, loads)
+            stage.after(stage.compute, loads, 3 * step)
+            for _ in range(6):
+                rt.launch(stage.compute, 600_000)
+            stage.after(stores, stage.compute, 3 * step + 1)
+            for i in range(4):
+                stage.store(8 * step + i, 256 * KiB, stores)
+
+    return stage.play(body, lambda records, _: {})
+
+
+@scenario
+def healthy_but_deep(rt: Runtime) -> Played:
+    stage = Stage(rt, depth=1021)
+
+    def body() -> None:
+        for _ in range(50):
+            rt.launch(stage.compute, 1_000_000)
+        for i in range(950):
+            stage.load(i, 64 * KiB, stage.streams[0])
+
+    return stage.play(body, lambda records, _: {})
+
+
+@scenario
+def healthy_pool_of_streams(rt: Runtime) -> Played:
+    stage = Stage(rt, depth=1021, streams=8)
+
+    def body() -> None:
+        for _ in range(60):
+            rt.launch(stage.compute, 1_000_000)
+        for i in range(2000):
+            stage.load(i, 64 * KiB, stage.streams[i % 8])
+
+    return stage.play(body, lambda records, _: {})
+
+
+# ---- mixtures -------------------------------------------------------------------------------------------------------
+
+
+@scenario
+def saturated_and_pageable(rt: Runtime) -> Played:
+    stage = Stage(rt)
+    buffer = ct.create_string_buffer(4 * MiB)
+    ct.memset(buffer, 1, 4 * MiB)
+
+    def body() -> list[int]:
+        for _ in range(60):
+            rt.launch(stage.compute, 1_000_000)
+        thread = in_thread(lambda: [stage.load(i, 64 * KiB, stage.streams[0]) for i in range(1200)])
+        ids = [rt.copy(ct.addressof(buffer), stage.device, 4 * MiB, D2H, stage.streams[1]) for _ in range(8)]
+        thread.join()
+        return ids
+
+    def truth(records: Records, ids: list[int]) -> dict[str, int]:
+        moving, _still = queue_ns(records)
+        chosen = np.isin(records["correlation"], ids)
+        return named(launch_queue_saturation=moving[~chosen].sum(),
+                     pageable_memory=(records["end_ns"] - records["start_ns"])[chosen].sum())  # fmt: skip
+
+    return stage.play(body, truth)
+
+
+@scenario
+def waits_and_allocations(rt: Runtime) -> Played:
+    stage = Stage(rt)
+
+    def body() -> None:
+        for step in range(40):
+            stage.load(step, 64 * KiB, stage.streams[1])
+            rt.launch(stage.compute, 300_000)
+        rt.sync(stage.compute)
+        for step in range(8):
+            stage.load(step, 4 * MiB, stage.streams[0])
+            rt.sync(stage.streams[0])
+            rt.free_host(rt.host_alloc(4 * MiB))
+            rt.launch(stage.compute, 1_500_000)
+            rt.sync(stage.compute)
+        rt.launch(stage.compute, 100_000)
+
+    def truth(records: Records, _: Any) -> dict[str, int]:
+        waits = (records["reason"] == SYNC) & (records["stream"] == stage.streams[0])
+        names = {api: rt.call_name(int(api)) for api in np.unique(records["api"])}
+        wanted = [api for api, name in names.items() if name in ("cudaHostAlloc", "cudaFreeHost")]
+        mine = np.isin(records["api"], wanted)
+        took = (records["end_ns"] - records["start_ns"])[mine]
+        return named(synchronisation=records["blocked_ns"][waits].sum(),
+                     allocation_on_hot_path=took[took >= 20_000].sum())  # fmt: skip
+
+    return stage.play(body, truth)
