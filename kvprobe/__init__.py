@@ -1,1 +1,87 @@
-"""kvprobe."""
+"""kvprobe: says why KV-cache offload is slow, cures it while the server runs, and shows the gain.
+
+The public API, re-exported; each name is imported when it is first used, so that importing kvprobe into a server costs
+next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvprobe.cuda import Runtime, find_runtime
+    from kvprobe.diagnosis import Finding, diagnose
+    from kvprobe.errors import (
+        CudaError,
+        KvprobeError,
+        NativeError,
+        RecordingError,
+        TransferError,
+        UsageError,
+    )
+    from kvprobe.instrument import install, observe, uninstall
+    from kvprobe.launchqueue import QueueLimits, calibrate
+    from kvprobe.offload import BlockCache, BlockPool, LoadDedup, OffloadEngine, Split, Transfer
+    from kvprobe.recordings import Recording, open_recording
+    from kvprobe.reporting import write_report
+
+_HOMES = {
+    "kvprobe.cuda": ("Runtime", "find_runtime"),
+    "kvprobe.diagnosis": ("Finding", "diagnose"),
+    "kvprobe.errors": (
+        "CudaError",
+        "KvprobeError",
+        "NativeError",
+        "RecordingError",
+        "TransferError",
+        "UsageError",
+    ),
+    "kvprobe.instrument": ("install", "observe", "uninstall"),
+    "kvprobe.launchqueue": ("QueueLimits", "calibrate"),
+    "kvprobe.offload": ("BlockCache", "BlockPool", "LoadDedup", "OffloadEngine", "Split", "Transfer"),
+    "kvprobe.recordings": ("Recording", "open_recording"),
+    "kvprobe.reporting": ("write_report",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "BlockCache",
+    "BlockPool",
+    "CudaError",
+    "Finding",
+    "KvprobeError",
+    "LoadDedup",
+    "NativeError",
+    "OffloadEngine",
+    "QueueLimits",
+    "Recording",
+    "RecordingError",
+    "Runtime",
+    "Split",
+    "Transfer",
+    "TransferError",
+    "UsageError",
+    "calibrate",
+    "diagnose",
+    "find_runtime",
+    "install",
+    "observe",
+    "open_recording",
+    "uninstall",
+    "write_report",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name from its room."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'kvprobe' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted(__all__)

@@ -1,0 +1,53 @@
+# make demo    what kvprobe does, on this machine: leaves reports/demo.html
+# make test    the tests; make lint    the linters; make test-servers    the tests that need real servers
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
+TESTS  ?= tests
+
+.PHONY: demo test lint format native-test test-servers clean
+
+demo: $(VENV)/.installed
+	$(BIN)/kvprobe demo --report reports/demo.html
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -m "not servers and not gpu" $(TESTS)
+
+test-servers: $(VENV)/.test
+	$(BIN)/python -m pytest -m servers tests/servers
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $$(find kvprobe/native -name '*.[ch]')
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix -q . ; $(BIN)/ruff format -q .
+	$(BIN)/clang-format -i $$(find kvprobe/native -name '*.[ch]')
+
+# The native libraries again, with the compiler's checkers on, under the tests that drive them.
+native-test: $(VENV)/.test
+	$(BIN)/python -m pytest -m "not servers and not gpu" tests/native
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV) || { echo "kvprobe: $(PYTHON) cannot make a virtual environment (Debian: apt-get install python3-venv)" >&2; exit 1; }
+
+SOURCES := pyproject.toml $(shell find kvprobe/native -name '*.[ch]' -o -name build.py)
+$(VENV)/.installed: $(VENV)/bin/python $(SOURCES)
+	@command -v $${CC:-cc} >/dev/null || { echo "kvprobe: no C compiler: install one (Debian: apt-get install gcc) or set CC" >&2; exit 1; }
+	$(PIP) install -e .
+	$(BIN)/python -m kvprobe.native.build >/dev/null
+	touch $@
+
+$(VENV)/.test: $(VENV)/.installed
+	$(PIP) install -e '.[test]'
+	touch $@
+
+$(VENV)/.lint: $(VENV)/.installed
+	$(PIP) install -e '.[lint]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) kvprobe/native/lib build dist
