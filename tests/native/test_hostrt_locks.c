@@ -58,8 +58,8 @@ static void go_through(int argc, char **argv) {
 }
 
 static const char *calls[] = {
-    "cudaEventCreateWithFlags", "cudaStreamCreateWithFlags", "cudaMalloc",      "cudaHostAlloc",
-    "cudaHostRegister",         "cudaStreamQuery",           "cudaMemcpyAsync", "cudaEventRecord",
+    "cudaEventCreateWithFlags", "cudaStreamCreateWithFlags", "cudaMalloc",       "cudaHostAlloc",
+    "cudaHostRegister",         "cudaStreamQuery",           "cudaMemcpyAsync",  "cudaEventRecord",
     "cudaStreamWaitEvent",      "cudaStreamSynchronize",     "kvhostLaunchDelay"};
 #define CONTEXT_CALLS 5
 #define CALLS 11

@@ -77,15 +77,16 @@ static uint64_t service_ns(const kvhost_config *config, const op *o) {
     return (uint64_t)ns;
 }
 
-/* Waits for the operation's scheduled end. Where a blocked submitter watches, the timer's usual lateness is spun away,
- * so that the call lasts one copy; where nobody does, a late wake-up costs nothing: the schedule does not move. */
+/* Waits for the operation's scheduled end. Where a blocked submitter watches, or did within the last millisecond, the
+ * timer's usual lateness is spun away, so that a blocked call lasts one copy; where nobody does, a late wake-up costs
+ * nothing: the schedule does not move. */
 static void wait_until(copy_engine *e, uint64_t finish_ns) {
     for (;;) {
         uint64_t now = kvp_now_ns();
+        if (atomic_load_explicit(&e->rt->waiting[e->class], memory_order_relaxed)) e->watched_ns = now;
         if (now >= finish_ns || lost(e->rt)) return;
         uint32_t seen = atomic_load(&e->kick);
-        uint64_t margin =
-            atomic_load_explicit(&e->rt->waiting[e->class], memory_order_relaxed) ? e->oversleep_ns : 3000;
+        uint64_t margin = now - e->watched_ns < 1000000 ? e->oversleep_ns : 3000;
         if (finish_ns - now <= margin) {
 #if defined(__x86_64__)
             __builtin_ia32_pause();
@@ -97,9 +98,13 @@ static void wait_until(copy_engine *e, uint64_t finish_ns) {
         if (futex_sleep(&e->kick, seen, until)) {
             uint64_t over = kvp_now_ns();
             over = over > until ? over - until : 0;
-            e->oversleep_ns = (7 * e->oversleep_ns + over) / 8;
+            /* the high end of what was seen: up at once, down slowly, so that few calls are released late */
+            if (over > 60000) over = 60000;
+            if (over > e->oversleep_ns)
+                e->oversleep_ns = over;
+            else
+                e->oversleep_ns -= (e->oversleep_ns - over) / 32;
             if (e->oversleep_ns < 3000) e->oversleep_ns = 3000;
-            if (e->oversleep_ns > 60000) e->oversleep_ns = 60000;
         }
     }
 }

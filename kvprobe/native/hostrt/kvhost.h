@@ -22,7 +22,8 @@
  *   holds its stream's lock (every call that names the stream waits) and the context lock in shared mode
  *   (cudaEventCreate*, cudaStreamCreate*, cudaMalloc, cudaHostAlloc, cudaHostRegister, cudaFree, cudaFreeHost,
  *   cudaHostUnregister take it exclusively and wait).
- * - A batch of n copies takes max(1, ceil(n * 0.041)) slots: 1 for 8, 4 for 80, 41 for 1,000.
+ * - A batch of n copies is cut into ceil(n * 0.041) operations of equal length, a slot each: 1 for 8, 4 for 80, 40 for
+ *   1,000, so that a gated stream takes 8,168, 20,400 and 25,000 copies in batches of those sizes.
  *
  * TIME. An engine keeps a schedule: an operation starts when it could (submitted, predecessor and waits done, engine
  * free) and ends after max(real time of the memcpy, latency + bytes / bandwidth); a piece of a batch after the first
@@ -30,8 +31,9 @@
  *
  * ENVIRONMENT, read when the runtime starts (first call, or kvhostReset): KVHOST_DEPTH, KVHOST_CHANNELS,
  * KVHOST_H2D_GBPS, KVHOST_D2H_GBPS, KVHOST_LATENCY_US, KVHOST_MEMORY_BYTES, KVHOST_PINNED_BYTES,
- * KVHOST_RUNTIME_VERSION, KVHOST_SUBMIT_NS; CUDA_DEVICE_MAX_CONNECTIONS (all classes) and CUDA_DEVICE_MAX_COPY_CONNECTIONS (copies), 1 to
- * 32; CUDA_SCALE_LAUNCH_QUEUES 0.25x, 0.5x, 2x, 4x. Values out of range are ignored, as the driver ignores them.
+ * KVHOST_RUNTIME_VERSION, KVHOST_SUBMIT_NS; CUDA_DEVICE_MAX_CONNECTIONS (all classes) and
+ * CUDA_DEVICE_MAX_COPY_CONNECTIONS (copies), 1 to 32; CUDA_SCALE_LAUNCH_QUEUES 0.25x, 0.5x, 2x, 4x. Values out of range
+ * are ignored, as the driver ignores them.
  *
  * FORK. A child starts afresh at its first call; its parent's streams, events and device pointers are invalid there.
  */
@@ -55,8 +57,8 @@ typedef struct {
     uint64_t memory_bytes;     /* device memory; 8 GiB */
     uint64_t pinned_bytes;     /* limit of pinned host memory; none */
     uint64_t runtime_version;  /* 13000; below 13000 the exported cudaMemcpyBatchAsync has 12.8's signature (failIdx) */
-    double submit_ns;           /* 1000: host time of a submission that finds room, as a driver takes it (1.04 us on an
-                                   H200); negative: as fast as this library can */
+    double submit_ns;          /* 1000: host time of a submission that finds room, as a driver takes it (1.04 us on an
+                                  H200); negative: as fast as this library can */
     uint64_t reserved[6];
 } kvhost_config;
 

@@ -228,7 +228,7 @@ typedef struct {
     _Atomic uint32_t kick;      /* futex */
     _Atomic uint64_t finish_ns; /* of what it executes; 0: idle */
     channel *ready_head, *ready_tail;
-    uint64_t free_ns, oversleep_ns;
+    uint64_t free_ns, oversleep_ns, watched_ns;
 } copy_engine;
 
 typedef struct {
@@ -331,6 +331,7 @@ void kvh_park(parker *p, uint64_t spin_until_ns);
 void kvh_push(parkers *list, parker *p);
 void kvh_go(runtime *rt, parker *p, uint32_t state);
 void kvh_go_all(runtime *rt, parkers *list, uint32_t state);
+bool kvh_more_ops(runtime *rt);
 op *kvh_op(runtime *rt);
 marker *kvh_marker(runtime *rt);
 void kvh_unref(runtime *rt, marker *m);

@@ -75,13 +75,16 @@ void kvh_go_all(runtime *rt, parkers *list, uint32_t state) {
 
 /* ---- operations and markers ----------------------------------------------------------------------------------- */
 
+/* Slabs are large and touched at once: a page fault in one submission of a thousand, not in one of fifty. */
+bool kvh_more_ops(runtime *rt) {
+    enum { SLAB = 1024 };
+    op *slab = calloc(SLAB, sizeof *slab);
+    for (int i = 0; slab && i < SLAB; i++) slab[i].next = rt->free_ops, rt->free_ops = &slab[i];
+    return slab != NULL;
+}
+
 op *kvh_op(runtime *rt) {
-    if (!rt->free_ops) {
-        enum { SLAB = 64 };
-        op *slab = calloc(SLAB, sizeof *slab);
-        if (!slab) return NULL;
-        for (int i = 0; i < SLAB; i++) slab[i].next = rt->free_ops, rt->free_ops = &slab[i];
-    }
+    if (!rt->free_ops && !kvh_more_ops(rt)) return NULL;
     op *o = rt->free_ops;
     rt->free_ops = o->next;
     return o;
