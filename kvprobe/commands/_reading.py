@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from kvprobe.diagnosis import Finding
     from kvprobe.recordings.model import Recording
+    from kvprobe.recordings.occupancy import Occupancy
 
-__all__ = ["diagnosed", "opened", "progress_bar"]
+__all__ = ["diagnosed", "opened", "plain", "progress_bar"]
 
 
 class Progress(Protocol):
@@ -48,14 +49,22 @@ def opened(inputs: Sequence[Path], *, quiet: bool = False) -> Recording:
         return open_recording(inputs, progress=progress)
 
 
-def diagnosed(inputs: Sequence[Path], *, quiet: bool = False) -> tuple[Recording, list[Finding]]:
-    """The recordings as one, and what is wrong in them."""
+def diagnosed(inputs: Sequence[Path], *, quiet: bool = False) -> tuple[Recording, list[Finding], Occupancy]:
+    """The recordings as one, what is wrong in them, and how full their queues were."""
     from kvprobe.diagnosis import diagnose
     from kvprobe.recordings import open_recording
+    from kvprobe.recordings.occupancy import occupancy
 
     with progress_bar(quiet) as progress:
         recording = open_recording(inputs, progress=lambda what, fraction: progress(what, 0.8 * fraction))
-        progress("looking for causes", 0.8)
-        findings = diagnose(recording)
+        progress("counting what was outstanding", 0.8)
+        queues = occupancy(recording)
+        progress("looking for causes", 0.9)
+        findings = diagnose(recording, queues)
         progress("done", 1.0)
-    return recording, findings
+    return recording, findings, queues
+
+
+def plain(text: str) -> str:
+    """Control characters made visible: a recording's text must not steer a terminal."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in text)

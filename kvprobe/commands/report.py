@@ -38,8 +38,8 @@ def command(
     check_writable(output, force=force)
     from kvprobe.commands._reading import diagnosed
 
-    recording, findings = diagnosed(inputs, quiet=quiet)
-    path = write_report(recording, output, findings=findings, title=title, interactive=interactive)
+    recording, findings, queues = diagnosed(inputs, quiet=quiet)
+    path = write_report(recording, output, findings=findings, queues=queues, title=title, interactive=interactive)
     if as_json:
         import json
 

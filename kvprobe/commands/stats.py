@@ -47,7 +47,7 @@ def command(inputs: tuple[Path, ...], reports: str | None, as_csv: bool, as_json
     from kvprobe.commands._reading import diagnosed, opened
 
     if as_json:
-        recording, findings = diagnosed(inputs)
+        recording, findings, _ = diagnosed(inputs)
         _print_json(recording, findings, [summary(recording, one) for one in wanted])
         return
     recording = opened(inputs)
@@ -71,6 +71,8 @@ def _print(tables: Sequence[Sum], limit: int) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from kvprobe.commands._reading import plain
+
     console = Console(highlight=False, soft_wrap=True)
     for one in tables:
         console.print(Text(f"\n{one.title} ({one.report})", style="bold"))
@@ -78,7 +80,7 @@ def _print(tables: Sequence[Sum], limit: int) -> None:
             console.print(Text(one.note or "nothing of the kind in this recording", style="dim"))
             continue
         shown = one.rows[: limit or None]
-        texts = [[_plain(cell) for cell in one.text(row, ",")] for row in shown]
+        texts = [[plain(cell) for cell in one.text(row, ",")] for row in shown]
         widths = [max(len(name), *(len(line[i]) for line in texts)) for i, (name, _) in enumerate(one.columns)]
         numbers = sum(width + 2 for width, (_, kind) in zip(widths, one.columns, strict=True) if kind != "text")
         # Figures are never cut; names are, where a person looks on, at the width of the terminal.
@@ -95,11 +97,6 @@ def _print(tables: Sequence[Sum], limit: int) -> None:
         Console(highlight=False, width=wide, no_color=console.no_color).print(grid)
         for note in filter(None, (one.note, _left_out(one, len(shown)))):
             console.print(Text(note, style="dim"))
-
-
-def _plain(text: str) -> str:
-    """Control characters made visible: a recording's text must not steer a terminal."""
-    return "".join(char if char.isprintable() else "\ufffd" for char in text)
 
 
 def _left_out(table: Sum, shown: int) -> str:

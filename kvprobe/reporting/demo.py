@@ -8,6 +8,7 @@ from kvprobe.reporting import charts, series
 from kvprobe.reporting.charts import Mark, Points
 from kvprobe.reporting.story import Array, Story
 from kvprobe.reporting.units import NONE, TIMES_SIGN, count_text, duration, percent, rate, ratio
+from kvprobe.reporting.verdict import micro
 from kvprobe.reporting.views import Chart, Section, TableView, table
 
 __all__ = ["sections"]
@@ -68,7 +69,7 @@ def _submissions(story: Story, start: float, end: float, marks: list[Mark]) -> C
     for one in story.switches[:2]:
         words.append(
             f"At {duration(one.time_ns - start)} kvprobe went from {one.before} to {one.after}"
-            + (f" because {one.reason}." if one.reason else ".")
+            + (f" because {micro(one.reason)}." if one.reason else ".")
         )
     if story.switches and auto:
         words.append(f"After that: {duration(auto.get('submit_p50_ns'))} and {duration(auto.get('submit_p99_ns'))}.")
@@ -103,7 +104,8 @@ def _occupancy(story: Story, start: float, end: float, marks: list[Mark]) -> Cha
         )
     top = names[0]
     summary = (
-        f"Submitted and not yet completed, by stream. {top} reached {count_text(peak[top])} of {story.queue_depth:,}; "
+        f"Submitted and not yet completed, by stream. “{top}” reached {count_text(peak[top])}, the queue is "
+        f"{story.queue_depth:,} deep; "
         f"a copy submitted at the full depth waits until one ahead of it completes."
     )
     return charts.timeline(
@@ -231,7 +233,7 @@ def _phases(story: Story) -> TableView:
             if len(values) == 2:
                 row.append(ratio(values[0], values[1]))
             rows.append(row)
-    return table("Phases", ["", *names, *(["change"] if len(names) == 2 else [])], rows)
+    return table("Phases", ["Figure", *names, *(["change"] if len(names) == 2 else [])], rows)
 
 
 def _switches(story: Story, start: float) -> TableView:
@@ -240,7 +242,7 @@ def _switches(story: Story, start: float) -> TableView:
             (duration(one.time_ns - start), one.time_ns - start),
             one.before,
             one.after,
-            one.reason,
+            micro(one.reason),
             (f"{one.gain:,.1f}{TIMES_SIGN}" if one.gain else NONE, one.gain),
         ]
         for one in story.switches

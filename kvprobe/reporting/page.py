@@ -24,8 +24,9 @@ from kvprobe.reporting.views import Chart, Section, table
 if TYPE_CHECKING:
     from kvprobe.diagnosis.finding import Finding
     from kvprobe.recordings.model import Recording
+    from kvprobe.recordings.occupancy import Occupancy
 
-__all__ = ["build_page", "check_writable", "write_report"]
+__all__ = ["build_page", "check_writable", "write_report", "write_whole"]
 
 GENERATOR = b'name="generator" content="kvprobe '
 _FIRST_SCRIPT = (
@@ -37,6 +38,7 @@ def build_page(
     recording: Recording | None = None,
     *,
     findings: Sequence[Finding] | None = None,
+    queues: Occupancy | None = None,
     story: Story | None = None,
     title: str | None = None,
     interactive: bool = False,
@@ -46,6 +48,7 @@ def build_page(
     Args:
         recording: what was recorded; None where a demo's story is all there is.
         findings: of `kvprobe.diagnosis.diagnose`; None leaves the section out, an empty list says "nothing found".
+        queues: of `kvprobe.recordings.occupancy`, where it is known already; else it is computed.
         story: the demo's own measurements.
         title: of the page; by default the names of the recorded files.
         interactive: draw with plotly (adds 4.6 MiB) in place of the page's own script.
@@ -64,7 +67,7 @@ def build_page(
     if recording is not None:
         from kvprobe.reporting import recorded
 
-        view = recorded.view(recording, findings)
+        view = recorded.view(recording, findings, queues)
         if story is None:
             found = view.verdict
             sections += view.sections
@@ -93,6 +96,7 @@ def write_report(
     path: str | os.PathLike[str],
     *,
     findings: Sequence[Finding] | None = None,
+    queues: Occupancy | None = None,
     story: Story | None = None,
     title: str | None = None,
     interactive: bool = False,
@@ -103,11 +107,17 @@ def write_report(
         UsageError: `path` cannot be written (see `check_writable`, which a command calls before its work).
     """
     target = check_writable(path)
-    page = build_page(recording, findings=findings, story=story, title=title, interactive=interactive)
+    page = build_page(recording, findings=findings, queues=queues, story=story, title=title, interactive=interactive)
+    write_whole(target, page)
+    return target
+
+
+def write_whole(target: Path, text: str) -> None:
+    """Writes a text file in one step: a reader sees the old file or the new one, never half of one."""
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(page)
+            file.write(text)
         mask = os.umask(0)
         os.umask(mask)
         Path(name).chmod(0o666 & ~mask)  # mkstemp's 0600 would keep a web server from reading the page
@@ -115,7 +125,6 @@ def write_report(
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-    return target
 
 
 def check_writable(path: str | os.PathLike[str], force: bool = True) -> Path:

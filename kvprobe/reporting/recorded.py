@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Recording
-from kvprobe.recordings.occupancy import occupancy
+from kvprobe.recordings.occupancy import Occupancy, occupancy
 from kvprobe.reporting import charts, lanes, series, verdict
 from kvprobe.reporting.charts import Mark, Points
 from kvprobe.reporting.units import NONE, count_text, duration, percent, value_text
@@ -77,7 +77,7 @@ def submissions(recording: Recording) -> Submissions:
     )
 
 
-def view(recording: Recording, findings: Sequence[Finding] | None) -> View:
+def view(recording: Recording, findings: Sequence[Finding] | None, queues: Occupancy | None = None) -> View:
     """Everything the page says about a recording; charts that would be empty are left out."""
     found = submissions(recording)
     marks = _marks(recording, found.span)
@@ -98,7 +98,7 @@ def view(recording: Recording, findings: Sequence[Finding] | None) -> View:
             if findings
             else f"kvprobe looked at {count_text(count)} submissions over {duration(span_ns)} for every cause it knows."
         )
-    queues = occupancy(recording) if len(found.rows) else None
+    queues = queues or (occupancy(recording) if len(found.rows) else None)
     outstanding, cliff = lanes.occupancy_charts(recording, found, queues, marks)
     stream_table, stream_lead = lanes.stream_table(recording, found, queues)
     out.sections = [

@@ -168,11 +168,11 @@ def of_story(story: Story) -> Verdict:
     first = story.switches[0]
     now = f"; {after / base:.2g} times the baseline" if after and base else ""
     headline = (
-        f"The launch queue filled and a copy took {duration(p99)} to submit. kvprobe switched to {first.after} streams "
-        f"by itself, and it takes {duration(after)} again."
+        f"The launch queue filled, and submitting a copy took {duration(p99)}. kvprobe switched to {first.after} "
+        f"streams by itself: now it takes {duration(after)}."
     )
     done = [
-        cure_parts(f"{one.before} → {one.after}" + (f": {one.reason}" if one.reason else ""))
+        cure_parts(f"{one.before} → {one.after}" + (f": {micro(one.reason)}" if one.reason else ""))
         for one in story.switches[:4]
     ]
     saving = f"Submission at p99 {ratio(p99, after)}{now}." if after else ""

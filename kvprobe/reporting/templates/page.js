@@ -352,12 +352,12 @@
       for (const mark of spec.marks || []) {
         const x = this.X(mark.t);
         if (x < this.left - 1 || x > this.left + this.inner + 1) continue;
-        svg("path", { class: "markline", d: `M${x} ${top - 4}V${base}` }, root);
-        svg("path", { class: "f5", d: `M${x - 5} ${top - 8}h10l-5 7z`, fill: "currentColor" }, root);
+        svg("path", { class: "markline", d: `M${x} ${top}V${base}` }, root);
+        svg("path", { class: "tip", d: `M${x - 5} ${top - 3}h10l-5 7z` }, root);
         const right = x > this.left + this.inner * 0.6;
         const row = seen.filter((other) => Math.abs(other - x) < mark.label.length * 7).length;
         seen.push(x);
-        if (row < 5) svg("text", { x: x + (right ? -9 : 9), y: top + 4 + row * 15, "text-anchor": right ? "end" : "start", class: "halo strong" }, root, mark.label);
+        if (row < 5) svg("text", { x: x + (right ? -9 : 9), y: top + 13 + row * 15, "text-anchor": right ? "end" : "start", class: "halo strong" }, root, mark.label);
       }
     }
     // One step a bin; bins narrower than a pixel are merged by their maximum.
@@ -436,8 +436,8 @@
       });
       (spec.marks || []).forEach((mark, i) => {
         const x = this.X(place(mark.v)), right = x > this.left + this.inner * 0.7;
-        svg("path", { class: "level", d: `M${x} ${top - 6}V${base}` }, root);
-        svg("text", { x: x + (right ? -5 : 5), y: top + 2 + (i % 4) * 15, "text-anchor": right ? "end" : "start", class: "halo" }, root, mark.label);
+        svg("path", { class: "level", d: `M${x} ${top}V${base}` }, root);
+        svg("text", { x: x + (right ? -5 : 5), y: top + 13 + (i % 4) * 15, "text-anchor": right ? "end" : "start", class: "halo" }, root, mark.label);
       });
     }
     heat(root) {

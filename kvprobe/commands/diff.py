@@ -1,0 +1,99 @@
+"""`kvprobe diff`: compares two recordings, finding by finding and call by call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from kvprobe.reporting.compare import CallChange, Change
+
+__all__ = ["command"]
+
+
+@click.command(short_help="Compare two recordings, finding by finding.")
+@click.argument("before", type=click.Path(path_type=Path))
+@click.argument("after", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(before: Path, after: Path, as_json: bool) -> None:
+    """Say what changed from BEFORE to AFTER: findings gone, new, less or more, and calls that became slower or faster.
+
+    Time lost is compared as a share of the recorded time, because recordings differ in length. A call is called slower
+    or faster when the 95% interval of the ratio leaves 1 and the change is over 5%; the interval is a block bootstrap.
+    """
+    from kvprobe.commands._reading import diagnosed
+    from kvprobe.reporting.compare import compare_calls, compare_findings
+    from kvprobe.reporting.recorded import submissions
+
+    one, found_before, _ = diagnosed([before], quiet=as_json)
+    two, found_after, _ = diagnosed([after], quiet=as_json)
+    spans = [submissions(recording).span for recording in (one, two)]
+    lengths = [end - start for start, end in spans]
+    changes = compare_findings(found_before, found_after, lengths[0], lengths[1])
+    calls = compare_calls(one, two)
+    if as_json:
+        import json
+
+        click.echo(
+            json.dumps(
+                {
+                    "before": str(before),
+                    "after": str(after),
+                    "span_before_ns": int(lengths[0]),
+                    "span_after_ns": int(lengths[1]),
+                    "findings": [change.to_json() for change in changes],
+                    "calls": [change.to_json() for change in calls],
+                }
+            )
+        )
+        return
+    _print(changes, calls)
+
+
+_SIGNS = {"gone": "-", "new": "+", "less": "v", "more": "^", "same": "="}
+
+
+def _print(changes: list[Change], calls: list[CallChange]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from kvprobe.commands._reading import plain
+    from kvprobe.reporting.units import duration, percent
+
+    console = Console(highlight=False)
+    styles = {"gone": "green", "less": "green", "faster": "green", "new": "red", "more": "red", "slower": "red"}
+    if not changes:
+        console.print("Findings: nothing found in either recording.")
+    else:
+        grid = Table(title="Findings", title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for name in ("", "Cause", "Lost before", "Lost after", "Now"):
+            grid.add_column(name, justify="right" if name.startswith("Lost") else "left")
+        for change in changes:
+            lost = [
+                f"{duration(ns)} ({percent(share)})" if ns else "nothing"
+                for ns, share in (
+                    (change.lost_before_ns, change.share_before),
+                    (change.lost_after_ns, change.share_after),
+                )
+            ]
+            word = f"{_SIGNS[change.what]} {change.what}"
+            grid.add_row(Text(word, style=styles.get(change.what, "")), change.cause, *lost, Text(plain(change.title)))
+        console.print(grid)
+    if not calls:
+        console.print("Calls: no call occurs often enough in both recordings to be compared.")
+        return
+    grid = Table(title="Host time of calls", title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("Call", "Figure", "Before", "After", "Ratio", "95% interval", ""):
+        grid.add_column(name, justify="left" if name in ("Call", "Figure", "") else "right", no_wrap=name != "Call")
+    for one in calls:
+        grid.add_row(Text(plain(one.name)), "calls", f"{one.calls_before:,}", f"{one.calls_after:,}")
+        for figure, moved in (("median", one.median), ("p99", one.p99)):
+            verdict = Text(moved.verdict, style=styles.get(moved.verdict, "dim"))
+            interval = f"{moved.low:.2f} to {moved.high:.2f}"
+            grid.add_row(
+                "", figure, duration(moved.before), duration(moved.after), f"{moved.ratio:.2f}", interval, verdict
+            )
+    console.print(grid)

@@ -1,0 +1,154 @@
+"""Two recordings beside each other: which findings went and came, and which calls became faster or slower.
+
+Calls that follow each other resemble each other, so a confidence interval that takes them as independent is far too
+narrow. Here whole stretches of a recording are drawn again (a block bootstrap): each sample is cut into stretches of
+equal number, each stretch becomes a histogram of 1% wide bins, and quantiles are read from sums of drawn histograms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvprobe.recordings.model import SUBMITTING, CallKind, Recording
+from kvprobe.reporting.charts import quantiles
+
+if TYPE_CHECKING:
+    from kvprobe.diagnosis.finding import Finding
+
+__all__ = ["Change", "Shift", "compare_calls", "compare_findings", "shift"]
+
+Array = npt.NDArray[Any]
+
+BLOCKS = 40
+DRAWS = 400
+LEAST = 40  # calls on each side: below, a quantile says nothing
+NOTABLE = 0.05  # smaller changes are not called a change, however certain
+_WAITING = (CallKind.COPY_SYNC, CallKind.SYNC, CallKind.ALLOC)
+
+
+@dataclass(frozen=True)
+class Shift:
+    """How one figure moved: after over before, with a 95% interval; `verdict` "slower", "faster", "same", "unsure"."""
+
+    before: float
+    after: float
+    ratio: float
+    low: float
+    high: float
+    verdict: str
+
+
+@dataclass(frozen=True)
+class CallChange:
+    """One call in both recordings; median and p99 are of the host time inside it, nanoseconds."""
+
+    name: str
+    calls_before: int
+    calls_after: int
+    median: Shift
+    p99: Shift
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One cause: "gone", "new", "less", "more" or "same", by the share of recorded time that it lost."""
+
+    cause: str
+    what: str
+    title: str
+    lost_before_ns: int
+    lost_after_ns: int
+    share_before: float
+    share_after: float
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields."""
+        return asdict(self)
+
+
+def compare_findings(
+    before: Sequence[Finding], after: Sequence[Finding], span_before_ns: float, span_after_ns: float
+) -> list[Change]:
+    """Matches findings by cause, most time (as a share of the recording) first; abstentions are left out."""
+    old = {one.cause: one for one in before if one.confidence != "cannot tell"}
+    new = {one.cause: one for one in after if one.confidence != "cannot tell"}
+    out = []
+    for cause in dict.fromkeys([*old, *new]):
+        one, two = old.get(cause), new.get(cause)
+        shares = (
+            one.lost_ns / max(span_before_ns, 1) if one else 0.0,
+            two.lost_ns / max(span_after_ns, 1) if two else 0.0,
+        )
+        if one is None or two is None:
+            what = "gone" if two is None else "new"
+        elif abs(shares[1] - shares[0]) <= 0.1 * max(shares):
+            what = "same"
+        else:
+            what = "less" if shares[1] < shares[0] else "more"
+        shown = two or one
+        title = shown.title if shown else ""
+        out.append(Change(cause, what, title, one.lost_ns if one else 0, two.lost_ns if two else 0, *shares))
+    return sorted(out, key=lambda change: -max(change.share_before, change.share_after))
+
+
+def compare_calls(before: Recording, after: Recording, seed: int = 0) -> list[CallChange]:
+    """Host time of every submitting, waiting and allocating call that both recordings hold often enough."""
+    one, two = _durations(before), _durations(after)
+    out = []
+    for name in one:
+        if name in two and min(len(one[name]), len(two[name])) >= LEAST:
+            rng = np.random.default_rng(seed)
+            x, y = one[name], two[name]
+            out.append(CallChange(name, len(x), len(y), shift(x, y, 0.5, rng), shift(x, y, 0.99, rng)))
+    return sorted(out, key=lambda change: -change.calls_before * change.median.before)
+
+
+def _durations(recording: Recording) -> dict[str, Array]:
+    calls = recording.calls
+    rows = np.flatnonzero(np.isin(calls["kind"], np.array([*SUBMITTING, *_WAITING], dtype=np.uint8)))
+    name = calls["name"][rows]
+    spent = np.maximum(calls["end_ns"][rows] - calls["start_ns"][rows], 1)
+    return {recording.text(one): spent[name == one] for one in np.unique(name).tolist()}
+
+
+def shift(before: Array, after: Array, at: float, rng: np.random.Generator) -> Shift:
+    """How the quantile `at` moved from one sample (in order of time) to the other."""
+    one, two = quantiles(before, at)[0], quantiles(after, at)[0]
+    low_ns = float(min(before.min(), after.min()))
+    drawn = [_draw(sample, at, low_ns, rng) for sample in (before, after)]
+    ratios = drawn[1] / drawn[0]
+    low, high = (float(value) for value in np.quantile(ratios, (0.025, 0.975)))
+    ratio = two / max(one, 1.0)
+    if low > 1 and ratio > 1 + NOTABLE:
+        verdict = "slower"
+    elif high < 1 and ratio < 1 - NOTABLE:
+        verdict = "faster"
+    elif low > 1 - 2 * NOTABLE and high < 1 + 2 * NOTABLE:
+        verdict = "same"
+    else:
+        verdict = "unsure"
+    return Shift(one, two, ratio, min(low, ratio), max(high, ratio), verdict)
+
+
+def _draw(sample: Array, at: float, low_ns: float, rng: np.random.Generator) -> Array:
+    """Quantiles of DRAWS samples, each put together from stretches of this one."""
+    blocks = min(BLOCKS, len(sample))
+    bins = (np.log(np.maximum(sample, 1) / max(low_ns, 1.0)) * 100).astype(np.int64)
+    block = np.arange(len(sample)) * blocks // len(sample)
+    width = int(bins.max()) + 1
+    counts = np.bincount(block * width + bins, minlength=blocks * width).reshape(blocks, width)
+    used = np.flatnonzero(counts.sum(axis=0))
+    weights = rng.multinomial(blocks, np.full(blocks, 1 / blocks), size=DRAWS)
+    sums = np.cumsum(weights @ counts[:, used], axis=1)
+    place = (sums >= np.maximum(at * sums[:, -1:], 1)).argmax(axis=1)
+    # A bin is 1% wide: a place drawn within it keeps the interval of two equal samples from shrinking to a point.
+    return np.asarray(max(low_ns, 1.0) * np.exp((used[place] + rng.random(DRAWS)) / 100))
