@@ -1,4 +1,4 @@
-"""The host runtime seen by C programs that link it as they would link libcudart: one program a subject, one case a claim."""
+"""The host runtime seen by C programs that link it as they would link libcudart; one program a subject."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def program(tmp_path_factory: pytest.TempPathFactory):
         if subject not in compiled:
             compiled[subject] = folder / subject
             command = [*build.compiler(), "-std=gnu11", "-D_GNU_SOURCE", "-g", "-O1", "-Wall", "-Wextra", "-Werror"]
-            command += [f"-I{build.NATIVE / 'hostrt'}", f"-I{build.NATIVE / 'src'}", str(HERE / f"test_hostrt_{subject}.c")]
-            command += ["-o", str(compiled[subject]), f"-L{build.LIB}", "-lkvprobe_hostrt", f"-Wl,-rpath,{build.LIB}"]
+            command += [f"-I{build.NATIVE / 'hostrt'}", f"-I{build.NATIVE / 'src'}"]
+            command += [str(HERE / f"test_hostrt_{subject}.c"), "-o", str(compiled[subject])]
+            command += [f"-L{build.LIB}", "-lkvprobe_hostrt", f"-Wl,-rpath,{build.LIB}"]
             subprocess.run([*command, "-pthread", "-ldl"], check=True)
         clean = {name: value for name, value in os.environ.items() if not name.startswith(SETTINGS)}
         done = subprocess.run(

@@ -12,6 +12,8 @@ _Atomic(runtime *) kvh_current;
 
 static pthread_mutex_t start_lock = PTHREAD_MUTEX_INITIALIZER;
 static runtime *graveyard; /* former runtimes: a call that was just leaving one still unlocks in it */
+static op *spare_ops;      /* theirs */
+static marker *spare_markers;
 
 static __thread struct {
     cudaError_t last_error;
@@ -84,6 +86,8 @@ static void in_child(void) {
     atomic_store(&kvh_current, NULL);
     pthread_mutex_init(&start_lock, NULL);
     self.tid = 0;
+    spare_ops = NULL; /* a fork may have caught them half-way */
+    spare_markers = NULL;
     kvh_handles_in_child();
     kvh_trace_in_child();
     kvh_faults_in_child();
@@ -108,9 +112,14 @@ static runtime *create(const kvhost_config *config) {
     for (uint8_t k = 0; k < CLASSES; k++)
         for (uint8_t i = 0; i < MAX_CHANNELS; i++) rt->channels[k][i].class = k, rt->channels[k][i].index = i;
     apply(rt, config);
+    rt->free_ops = spare_ops;
+    rt->free_markers = spare_markers;
+    spare_ops = NULL;
+    spare_markers = NULL;
     rt->memory = kvh_memory_new(&rt->config);
     rt->zero = kvh_stream_new(rt, 0);
-    if (!rt->memory || !rt->zero || !kvh_more_ops(rt) || !kvh_more_ops(rt)) abort();
+    if (!rt->memory || !rt->zero) abort();
+    if (!rt->free_ops && !(kvh_more_ops(rt) && kvh_more_ops(rt))) abort();
     kvh_engines_start(rt);
     return rt;
 }
@@ -140,6 +149,8 @@ static void destroy(runtime *rt) {
     kvh_release_handles(rt);
     kvh_memory_free(rt->memory);
     rt->memory = NULL;
+    spare_ops = rt->free_ops; /* nothing is pending: all are here */
+    spare_markers = rt->free_markers;
     rt->graveyard = graveyard;
     graveyard = rt;
 }

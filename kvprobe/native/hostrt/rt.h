@@ -344,7 +344,6 @@ void kvh_fail(runtime *rt, cudaError_t code); /* sticky */
 void kvh_let_leave(runtime *rt);
 
 /* submit.c: from a call to an operation. */
-stream *kvh_stream(runtime *rt, cudaStream_t handle); /* NULL: invalid */
 cudaError_t kvh_lock_stream(call *c, stream *s);
 void kvh_unlock_stream(stream *s);
 cudaError_t kvh_submit(call *c, stream *s, const op *proto);
@@ -389,6 +388,7 @@ cudaError_t kvh_stream_sync(call *c, cudaStream_t stream);
 cudaError_t kvh_event_create(call *c, cudaEvent_t *out, unsigned flags);
 void kvh_release_handles(runtime *rt); /* at teardown */
 void kvh_handles_in_child(void);
+stream *kvh_stream(runtime *rt, cudaStream_t handle); /* NULL: invalid */
 stream *kvh_stream_new(runtime *rt, int priority);
 void kvh_stream_retire(runtime *rt, stream *s);
 

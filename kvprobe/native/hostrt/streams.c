@@ -2,14 +2,46 @@
 #include "rt.h"
 
 #include <stdlib.h>
+#include <sys/mman.h>
 
 #define LOWEST 0
 #define HIGHEST (-5) /* as on an H200 */
 
-/* Handles that are free for reuse; type-stable, so a stale handle is recognised instead of followed. */
+/* Handles come out of two reserved ranges and go back to free lists, never to the system: a stale or foreign handle is
+ * recognised instead of followed. */
+#define MAX_STREAMS 65536u
+#define MAX_EVENTS 4194304u
+
+typedef struct {
+    _Atomic uintptr_t base;
+    _Atomic size_t used;
+    size_t size, count;
+} range;
+
 static pthread_mutex_t pool_lock = PTHREAD_MUTEX_INITIALIZER;
+static range stream_range = {.size = sizeof(stream), .count = MAX_STREAMS};
+static range event_range = {.size = sizeof(event), .count = MAX_EVENTS};
 static stream *free_streams;
 static event *free_events;
+
+/* A fresh, zeroed element; pool_lock held. NULL: all are in use. */
+static void *fresh(range *r) {
+    if (!r->base) {
+        void *p =
+            mmap(NULL, r->size * r->count, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (p == MAP_FAILED) return NULL;
+        r->base = (uintptr_t)p;
+    }
+    size_t i = atomic_load(&r->used);
+    if (i == r->count) return NULL;
+    atomic_store_explicit(&r->used, i + 1, memory_order_release);
+    return (void *)(r->base + i * r->size);
+}
+
+static bool is_element(range *r, const void *handle) {
+    uintptr_t offset = (uintptr_t)handle - atomic_load_explicit(&r->base, memory_order_relaxed);
+    return offset < atomic_load_explicit(&r->used, memory_order_acquire) * r->size && offset % r->size == 0;
+}
 
 /* ---- handles
  * ---------------------------------------------------------------------------------------------------------- */
@@ -17,13 +49,12 @@ static event *free_events;
 stream *kvh_stream_new(runtime *rt, int priority) {
     pthread_mutex_lock(&pool_lock);
     stream *s = free_streams;
-    if (s) free_streams = s->next;
-    pthread_mutex_unlock(&pool_lock);
-    if (!s) {
-        s = calloc(1, sizeof *s);
-        if (!s) return NULL;
+    if (s)
+        free_streams = s->next;
+    else if ((s = fresh(&stream_range)))
         pthread_mutex_init(&s->lock, NULL);
-    }
+    pthread_mutex_unlock(&pool_lock);
+    if (!s) return NULL;
     kvh_lock(rt);
     s->head = s->tail = NULL;
     s->completed = s->submitted;
@@ -89,8 +120,16 @@ void kvh_handles_in_child(void) {
     free_events = NULL;
 }
 
+stream *kvh_stream(runtime *rt, cudaStream_t handle) {
+    if ((uintptr_t)handle <= 2) return rt->zero; /* NULL, cudaStreamLegacy, cudaStreamPerThread */
+    if (!is_element(&stream_range, handle)) return NULL;
+    stream *s = (stream *)handle;
+    if (atomic_load_explicit(&s->alive, memory_order_acquire) != STREAM_ALIVE || atomic_load(&s->rt) != rt) return NULL;
+    return s;
+}
+
 static event *find_event(runtime *rt, cudaEvent_t handle) {
-    if ((uintptr_t)handle < 4096 || (uintptr_t)handle % _Alignof(event)) return NULL;
+    if (!is_element(&event_range, handle)) return NULL;
     event *e = (event *)handle;
     if (atomic_load_explicit(&e->alive, memory_order_acquire) != EVENT_ALIVE || atomic_load(&e->rt) != rt) return NULL;
     return e;
@@ -213,9 +252,11 @@ cudaError_t kvh_event_create(call *c, cudaEvent_t *out, unsigned flags) {
     kvh_ctx_lock(c);
     pthread_mutex_lock(&pool_lock);
     event *e = free_events;
-    if (e) free_events = e->next;
+    if (e)
+        free_events = e->next;
+    else
+        e = fresh(&event_range);
     pthread_mutex_unlock(&pool_lock);
-    if (!e) e = calloc(1, sizeof *e);
     if (e) {
         kvh_lock(rt);
         e->flags = flags;

@@ -7,14 +7,6 @@
  * virtual machine): a blocked call would last two copies, the next none. Later ones are slept for. */
 #define SPIN_NS 25000
 
-stream *kvh_stream(runtime *rt, cudaStream_t handle) {
-    if ((uintptr_t)handle <= 2) return rt->zero; /* NULL, cudaStreamLegacy, cudaStreamPerThread */
-    if ((uintptr_t)handle < 4096 || (uintptr_t)handle % _Alignof(stream)) return NULL;
-    stream *s = (stream *)handle;
-    if (atomic_load_explicit(&s->alive, memory_order_acquire) != STREAM_ALIVE || atomic_load(&s->rt) != rt) return NULL;
-    return s;
-}
-
 cudaError_t kvh_lock_stream(call *c, stream *s) {
     if (pthread_mutex_trylock(&s->lock)) {
         uint64_t since = kvp_now_ns();
