@@ -108,6 +108,7 @@ class _Loop(_Copies):
         self._seen = 0
         self._lanes: list[int] = []
         self._joins: list[int] = []
+        self._error = 0
         self._compute: Any = None  # stream that a store must wait for, where vLLM does not see to it
 
     def patch(self, patcher: Patcher, module: ModuleType) -> None:
@@ -130,7 +131,6 @@ class _Loop(_Copies):
         """Run vLLM's own `transfer_async` while `swap` sees its copies."""
         self.path, self._expected, self._seen = path, swaps, 0
         self._pending.clear()
-        before = path.device.last_error() if path.device is not None else 0
         try:
             ok = call()
         except BaseException:
@@ -141,8 +141,10 @@ class _Loop(_Copies):
             raise
         self.path = None
         failed = path.device.last_error() if path.device is not None else 0
-        if failed and not before:
-            ok = self._copy_failed(job_id, failed, ok)
+        if failed != self._error:  # an error that was pending before is not this transfer's
+            self._error = failed
+            if failed:
+                ok = self._copy_failed(job_id, failed, ok)
         path.submitted(bool(ok))
         return ok
 

@@ -114,11 +114,17 @@ class Device:
         return self._wrapped[key]
 
     def last_error(self) -> int:
-        """The runtime's pending error code of this thread, left pending; 0 for none."""
+        """The runtime's pending error code of this thread, left pending; 0 for none.
+
+        "Not ready" is the answer of a query and not an error, but CUDA leaves it pending as one.
+        """
+        from kvprobe.cuda.runtime import NOT_READY
+
         try:
-            return int(self.runtime.library.cudaPeekAtLastError())
+            code = int(self.runtime.library.cudaPeekAtLastError())
         except AttributeError:
             return 0
+        return 0 if code == NOT_READY else code
 
 
 def _limits(runtime: Runtime) -> QueueLimits:

@@ -30,7 +30,6 @@ _hooked: set[str] = set()  # modules that wait with a post-import hook of ours: 
 
 def _hook(name: str, action: Any) -> None:
     """Call `action(module)` once `name` is imported, at once if it is. Its exceptions never reach the import."""
-    import wrapt
 
     def guarded(module: ModuleType) -> None:
         _hooked.discard(name)
@@ -43,6 +42,8 @@ def _hook(name: str, action: Any) -> None:
         guarded(sys.modules[name])
     elif name not in _hooked:
         _hooked.add(name)
+        import wrapt
+
         wrapt.register_post_import_hook(guarded, name)
 
 

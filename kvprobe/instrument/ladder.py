@@ -18,6 +18,8 @@ WINDOW = 8  # transfers that a verdict looks at
 TRIAL = 8  # transfers on a new rung before it is judged
 ENOUGH_COPIES = 8  # a transfer of fewer copies says nothing about the cost of one
 MIN_GAIN = 1.2
+STAY = 0.8  # a kept rung is left when its submissions cost this much more than the base's did, in DOUBTS + 1 windows
+DOUBTS = 2
 MAX_COPY_COST = 1.3  # a rung may not make the copies themselves slower than this
 SUBMISSION_BOUND_NS = 100_000
 FULL = 0.9
@@ -49,6 +51,20 @@ class Sample:
     def per_copy(self) -> float:
         """Host nanoseconds a piece."""
         return self.submit_ns / max(1, self.copies)
+
+
+def _alike(left: Sequence[Sample], right: Sequence[Sample]) -> bool:
+    """Whether two groups carry the same kind of work: pieces a transfer and bytes a piece within a factor of two."""
+    for measure in (lambda s: s.copies, lambda s: s.bytes / max(1, s.copies)):
+        a, b = median(map(measure, left)), median(map(measure, right))
+        if not 0.5 <= a / max(b, 1e-9) <= 2.0:
+            return False
+    return True
+
+
+def _scale(samples: Sequence[Sample]) -> int:
+    """Pieces a transfer, in powers of four: what failed for small transfers may still help large ones."""
+    return int(median(s.copies for s in samples)).bit_length() // 2
 
 
 def _copy_cost(samples: Sequence[Sample]) -> float | None:
@@ -83,8 +99,9 @@ class Ladder:
         self._before: list[Sample] = []
         self._cause = ""
         self._kept = False
-        self._not_before: dict[str, int] = {}
-        self._failures: dict[str, int] = {}
+        self._doubts = 0
+        self._not_before: dict[tuple[str, int], int] = {}  # by rung and scale of the work that it did not help
+        self._failures: dict[tuple[str, int], int] = {}
 
     @property
     def base(self) -> str:
@@ -127,7 +144,8 @@ class Ladder:
 
     def _switch(self, cause: str) -> None:
         now = self._now()
-        candidates = [rung for rung in self.rungs[1:] if now >= self._not_before.get(rung, 0)]
+        scale = _scale(self._recent)
+        candidates = [rung for rung in self.rungs[1:] if now >= self._not_before.get((rung, scale), 0)]
         if not candidates:
             return
         self._before, self._cause = list(self._recent), cause
@@ -148,6 +166,11 @@ class Ladder:
     # ---- verifying --------------------------------------------------------------------------------------------
 
     def _judge(self) -> None:
+        if not _alike(self._before, self._recent):  # other work than before: the two cannot be compared
+            if not self._kept:
+                self._stand_on(self.base)
+            self._recent.clear()
+            return
         before, after = median(s.per_copy for s in self._before), median(s.per_copy for s in self._recent)
         gain = before / max(after, 1e-9)
         cost_before, cost_after = _copy_cost(self._before), _copy_cost(self._recent)
@@ -161,19 +184,25 @@ class Ladder:
             "copy_ns_per_byte_before": cost_before,
             "copy_ns_per_byte_after": cost_after,
         }
-        if gain >= (1.0 if self._kept else MIN_GAIN) and not slower:
+        if gain >= (STAY if self._kept else MIN_GAIN) and not slower:
+            self._doubts = 0
             if not self._kept:
                 self._kept = True
                 why = f"submission is {gain:.1f} times cheaper over {len(self._recent)} transfers"
                 self._decide("keep", why, before=self.base, after=self.rung, **evidence)
             self._recent.clear()
             return
+        if self._kept and self._doubts < DOUBTS:  # one bad window of a rung that proved itself is no reason to leave it
+            self._doubts += 1
+            self._recent.clear()
+            return
         why = "the copies themselves became slower" if slower else f"submission is only {gain:.2f} times cheaper"
         self._decide("rollback", why, before=self.rung, after=self.base, **evidence)
-        failures = self._failures[self.rung] = self._failures.get(self.rung, 0) + 1
-        self._not_before[self.rung] = self._now() + COOL_DOWN_NS * 2 ** min(failures - 1, 8)
+        key = (self.rung, _scale(self._before))
+        failures = self._failures[key] = self._failures.get(key, 0) + 1
+        self._not_before[key] = self._now() + COOL_DOWN_NS * 2 ** min(failures - 1, 8)
         self._stand_on(self.base)
 
     def _stand_on(self, rung: str) -> None:
-        self.rung, self._kept = rung, False
+        self.rung, self._kept, self._doubts = rung, False, 0
         self._recent.clear()

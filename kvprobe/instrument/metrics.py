@@ -53,6 +53,11 @@ def _make() -> dict[str, Any]:
     return _metrics
 
 
+def exposed() -> bool:
+    """Whether the server has a registry that these metrics are in."""
+    return bool(_make())
+
+
 def transfer(
     server: str, direction: str, size_bytes: int, submit_ns: int, queue_ns: int | None, copy_ns: int | None
 ) -> None:

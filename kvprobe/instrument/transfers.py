@@ -144,8 +144,10 @@ class CopyPath:
             and device.runtime.event_query(live.end)
         ):
             copy_ns = int(device.runtime.event_elapsed_ms(live.start, live.end) * 1e6)
-            started, ended = device.clock.host_ns(live.start), device.clock.host_ns(live.end)
-            if started is not None and ended is not None:
+            told = sidecar.wanted() or metrics.exposed()
+            started = device.clock.host_ns(live.start) if told else None
+            if started is not None:
+                ended = started + copy_ns
                 queue_ns, poll_ns = max(0, started - live.first_ns), max(0, seen_ns - ended)
             if live.sample is not None:
                 live.sample.copy_ns = copy_ns

@@ -36,7 +36,17 @@ def tree(distribution, version, *members):
     found = sorted(WHEELS.glob(f"{name}-{version}-*.whl"))
     if not found and os.environ.get("KVPROBE_DOWNLOAD"):
         WHEELS.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", f"{distribution}=={version}", "-d", WHEELS]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            f"{distribution}=={version}",
+            "-d",
+            WHEELS,
+        ]
         subprocess.run(command, check=False, capture_output=True)
         found = sorted(WHEELS.glob(f"{name}-{version}-*.whl"))
     if not found:

