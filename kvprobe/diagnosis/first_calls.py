@@ -5,7 +5,7 @@ its code (`CUDA_MODULE_LOADING=LAZY`, the default since CUDA 12.2), a first stre
 wait for the same lock meanwhile.
 
 Signature: the call is the first of its name in the process, or the first launch of its kernel, it is at least ten times
-as long as such calls are, and the queue is not what it waited for; or the recorder labels it (lazy loading, JIT).
+as long as the others of its name, and the queue is not what it waited for (memory calls also come before the work); or the recorder labels it (lazy loading, JIT).
 
 Predicted saving: all of it for a process that warms up before it serves.
 """
@@ -19,6 +19,7 @@ from kvprobe.diagnosis.frame import SLOW_NS, Array, Frame, ms
 from kvprobe.recordings.model import CallKind, Label
 
 CAUSE = "first_calls"
+LEAST_NS = 10_000_000  # without a label: less can be the scheduler, which also likes to strike at a beginning
 
 
 def _first_of(key: Array, start: Array, rows: Array) -> Array:
@@ -28,6 +29,18 @@ def _first_of(key: Array, start: Array, rows: Array) -> Array:
     first = np.ones(len(order), dtype=bool)
     first[1:] = sorted_key[1:] != sorted_key[:-1]
     return rows[order[first]]
+
+
+def _unlike_the_rest(frame: Frame, row: int) -> bool:
+    """Whether other calls of its name and process are much shorter; memory calls must also precede the work."""
+    others = np.flatnonzero((frame.process == frame.process[row]) & (frame.name == frame.name[row]))
+    others = others[others != row]
+    if len(others) and 10 * float(np.median(frame.dur[others])) > frame.dur[row]:
+        return False
+    if frame.kind[row] not in (CallKind.ALLOC, CallKind.FREE):
+        return True
+    before = frame.submits & (frame.process == frame.process[row]) & (frame.start < frame.start[row])
+    return int(before.sum()) < 32
 
 
 def find(frame: Frame) -> Finding | None:
@@ -45,11 +58,12 @@ def find(frame: Frame) -> Finding | None:
         frame.x_of_call[launches]]  # fmt: skip
     first = np.union1d(chosen, _first_of(kernels, frame.start, launches))
     first = first[slow[first]]
+    first = first[[_unlike_the_rest(frame, int(row)) for row in first]] if len(first) else first
     cover = frame.label_cover(Label.LAZY_LOADING, Label.JIT)
     labelled = np.flatnonzero(slow)
     labelled = labelled[2 * cover.within(frame.start[labelled], frame.end[labelled]) > excess[labelled]]
     rows = np.union1d(first, labelled)
-    rows = rows[~frame.queue_blocked[rows]]
+    rows = rows[~frame.queue_blocked[rows] & (frame.host.free_ns[rows] > 0)]
     if not len(rows):
         return None
     lost = excess[rows]
@@ -68,6 +82,6 @@ def find(frame: Frame) -> Finding | None:
         ),
         cure=("Warm up before serving: run one step of every shape, and touch every stream",
               "CUDA_MODULE_LOADING=EAGER, where start-up time matters less than the first requests"),
-        least_ns=SLOW_NS,
+        least_ns=SLOW_NS if len(labelled) else LEAST_NS,
         chart=frame.slow_calls_chart(rows, "First calls"),
     )  # fmt: skip

@@ -143,6 +143,6 @@ def find(frame: Frame) -> Finding | None:
         ]
     return frame.host_finding(
         CAUSE, "The launch queue was full: {calls} submissions blocked for {lost}",
-        "likely" if found.how == "inferred" else "certain", rows, ns, evidence=evidence, cure=cure, saving=saving,
+        "likely" if found.how == "inferred" or found.regular else "certain", rows, ns, evidence=evidence, cure=cure, saving=saving,
         reason="depth is a soft count while graphs are in the queue" if graphs else "", chart=cliff(frame, rows),
     )  # fmt: skip

@@ -7,7 +7,7 @@ switch interval, 5 ms), or garbage is collected.
 Signature, any of:
  - many short gaps (each launch pays): at least 64 gaps below 200 us that take a tenth of the span or more;
  - long gaps whose lengths gather at the interpreter's switch interval (4.5 to 8 ms, at least 8 and most of the long
-   ones): another thread holds the lock;
+   ones): another thread holds the lock, and all long gaps are put down to it;
  - long gaps that overlap intervals labelled garbage collection for most of their length;
  - stacks taken in the gaps that show the thread waiting for the lock or in Python code.
 Gaps as in `gpu_starved`, which keeps those without such evidence.
@@ -34,7 +34,7 @@ def _by_lock(gaps: Gaps) -> Array:
     long = gaps.host_ns >= 1_000_000
     at = (gaps.host_ns >= SWITCH_NS[0]) & (gaps.host_ns <= SWITCH_NS[1])
     enough = at.sum() >= 8 and 2 * at.sum() > long.sum()
-    return at if enough else np.zeros(len(at), dtype=bool)
+    return long if enough else np.zeros(len(at), dtype=bool)
 
 
 def _by_stacks(frame: Frame, gaps: Gaps) -> Array:

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvprobe.diagnosis.frame import Array, Frame
 from kvprobe.diagnosis.intervals import Cover
-from kvprobe.recordings.model import CallKind, Direction, Memory, Recording, Table
+from kvprobe.recordings.model import CallKind, Direction, Engine, Memory, Recording, Table
 from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, occupancy
 
 __all__ = ["Full", "full"]
@@ -35,6 +35,7 @@ class Full:
         rows, ns: for each shape, rows of `calls` and the host time lost in each to the full queue.
         ceiling: the depth at which a queue was full, by stream row; of a channel, by its first stream.
         how: "labels", "plateau" or "inferred".
+        regular: some were accepted because they return with a constant delay, not because they return at once.
         channel_total: deepest that streams sharing a channel were together; 0 where that was not needed.
         channels_how: how sharing is known.
         open_reason: why a queue that might have been full could not be told; "" where none.
@@ -49,14 +50,39 @@ class Full:
     channel_total: int = 0
     channel_streams: int = 0
     channels_how: str = ""
+    regular: bool = False
     open_reason: str = ""
     open_rows: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
-def _pooled(recording: Recording, frame: Frame) -> tuple[Recording, bool] | None:
-    """The recording with all copy streams of a process and direction as if they were one channel."""
-    if not recording.streams.rows or recording.streams["channel"].max() >= 0:
+def _replaced(recording: Recording, channel: Array) -> Recording:
+    """The recording with these channels of its streams."""
+    tables = dict(recording.tables)
+    tables["streams"] = Table("streams", {**recording.streams.columns, "channel": channel})
+    return Recording(source=recording.source, tables=tables, names=recording.names, machine=recording.machine,
+                     has_executions=recording.has_executions)  # fmt: skip
+
+
+def _with_channels(recording: Recording, frame: Frame) -> Recording | None:
+    """The recording with each stream's channel, where the recorder knows channels; None where it does not.
+
+    A stream has a channel for each kind of work; that of its copies is taken, for copies are what fills it.
+    """
+    if recording.streams["channel"].max() >= 0:
+        return recording
+    table = recording.executions
+    rows = np.flatnonzero((table["channel"] >= 0) & (table["engine"] == Engine.COPY) & (table["stream"] >= 0))
+    if not len(rows):
         return None
+    channel = np.full(recording.streams.rows, -1, dtype=np.int32)
+    pairs, counts = np.unique(np.stack((table["stream"][rows], table["channel"][rows])), axis=1, return_counts=True)
+    order = np.argsort(counts, kind="stable")
+    channel[pairs[0][order]] = pairs[1][order]  # the most frequent is written last
+    return _replaced(recording, channel)
+
+
+def _pooled(recording: Recording, frame: Frame) -> Recording | None:
+    """The recording with all copy streams of a direction as if they were one channel; None where there are too few."""
     channel = np.full(recording.streams.rows, -1, dtype=np.int32)
     for direction in (Direction.H2D, Direction.D2H):
         copies = frame.submits & (frame.direction == direction) & (frame.stream >= 0)
@@ -64,10 +90,7 @@ def _pooled(recording: Recording, frame: Frame) -> tuple[Recording, bool] | None
     channel[frame.kernel_streams] = -1
     if np.bincount(channel[channel >= 0], minlength=3).max() < POOLED_MANY:
         return None
-    tables = dict(recording.tables)
-    tables["streams"] = Table("streams", {**recording.streams.columns, "channel": channel})
-    return Recording(source=recording.source, tables=tables, names=recording.names, machine=recording.machine,
-                     has_executions=recording.has_executions), True  # fmt: skip
+    return _replaced(recording, channel)
 
 
 def _shared_channels(frame: Frame, own: Occupancy, result: Full) -> tuple[Array, Array]:
@@ -76,15 +99,16 @@ def _shared_channels(frame: Frame, own: Occupancy, result: Full) -> tuple[Array,
     none = np.zeros(0, dtype=np.int64)
     if not recording.has_executions or not recording.streams.rows:
         return none, none
-    known = bool(recording.streams["channel"].max() >= 0)
-    if known:
-        shared = occupancy(recording, by_channel=True)
+    labelled = _with_channels(recording, frame)
+    known = labelled is not None
+    if labelled is not None:
+        shared = occupancy(labelled, by_channel=True)
         result.channels_how = "channel ids of the recorder (CUPTI)"
     else:
         pooled = _pooled(recording, frame)
         if pooled is None:
             return none, none
-        shared = occupancy(pooled[0], by_channel=True)
+        shared = occupancy(pooled, by_channel=True)
         result.channels_how = "inferred: all copy streams of a direction together stop at one depth"
     rows_out, ns_out = [], []
     full_depth = recording.machine.get("queue_depth")
@@ -159,10 +183,13 @@ def full(frame: Frame) -> Full:
     ns_of["channels"].append(channel_ns)
     for queue in own.streams:
         if queue.verdict == "saturated":
-            rows, ns = queue.calls[queue.blocked], queue.blocked_ns[queue.blocked]
+            rows, ns = _near_the_top(frame, queue)
         else:
             rows, ns = _lonely(frame, queue)
-            if queue.verdict == "cannot tell" and not result.open_reason:
+            if queue.verdict == "cannot tell" and not len(rows):
+                rows, ns = _regular(frame, queue)
+                result.regular |= bool(len(rows))
+            if queue.verdict == "cannot tell" and not result.open_reason and not len(rows):
                 slow = queue.calls[(frame.excess_ns[queue.calls] > 60_000) & (queue.depth > 0.9 * queue.depth.max())
                                    & (frame.memory[queue.calls] != Memory.PAGEABLE)
                                    & (frame.kind[queue.calls] != CallKind.GRAPH)]  # fmt: skip
@@ -191,6 +218,24 @@ def full(frame: Frame) -> Full:
     return result
 
 
+def _near_the_top(frame: Frame, queue: StreamOccupancy) -> tuple[Array, Array]:
+    """The blocked calls of a full queue, and those a little below its plateau that waited in the same way.
+
+    Where room is handed on late (in chunks, or by a scheduler that was itself held up), the operations that ended in the
+    meantime make the queue look less full than the caller found it.
+    """
+    rows, ns = queue.calls[queue.blocked], queue.blocked_ns[queue.blocked]
+    if queue.ceiling_how != "plateau" or queue.graphs:
+        return rows, ns
+    usual, dur = frame.usual_ns[queue.calls], frame.dur[queue.calls]
+    below = ~queue.blocked & (queue.depth >= 0.85 * queue.ceiling) & (dur > 5 * usual + 20_000)
+    below &= frame.memory[queue.calls] != Memory.PAGEABLE
+    more = queue.calls[below]
+    between = np.searchsorted(frame.start[rows], frame.start[more])
+    more = more[(between > 0) & (between < len(rows))]
+    return np.concatenate((rows, more)), np.concatenate((ns, frame.excess_ns[more]))
+
+
 def _lonely(frame: Frame, queue: StreamOccupancy) -> tuple[Array, Array]:
     """A few calls at the stream's deepest while it stood still: too few for a plateau, but its stop explains them."""
     none = np.zeros(0, dtype=np.int64)
@@ -203,5 +248,37 @@ def _lonely(frame: Frame, queue: StreamOccupancy) -> tuple[Array, Array]:
     top = queue.calls[(queue.depth >= deepest - max(4, round(0.015 * deepest))) & (excess > FENCE_NS)
                       & (frame.memory[queue.calls] != Memory.PAGEABLE)]  # fmt: skip
     still = _standing_still(frame, queue, top)
+    if not fact:  # then the fence itself must be seen: a wait, and the kernel that is waited for
+        told = np.sort(frame.start[frame.is_named("streamwaitevent") & (frame.stream == queue.stream)])
+        busy = frame.busy(Engine.KERNEL).within(frame.start[top], frame.end[top])
+        seen = (np.searchsorted(told, frame.start[top]) > 0) & (10 * busy > 8 * frame.dur[top])
+        still = np.where(seen, still, 0)
     top = top[still > 0]
     return top, frame.excess_ns[top]
+
+
+def _regular(frame: Frame, queue: StreamOccupancy) -> tuple[Array, Array]:
+    """Slow calls at the top that return with one delay after an operation of their stream has ended.
+
+    A queue whose room is handed on by a software scheduler returns tens of microseconds after the device moved on,
+    which a fixed tolerance takes for chance. Chance would spread the delays over the whole time between two ends; a full
+    queue gathers them.
+    """
+    none = np.zeros(0, dtype=np.int64)
+    if queue.graphs or len(queue.ends) < 16:
+        return none, none
+    deepest = int(queue.depth.max(initial=0))
+    excess = frame.excess_ns[queue.calls]
+    chosen = (queue.depth >= deepest - max(4, round(0.015 * deepest))) & (frame.memory[queue.calls] != Memory.PAGEABLE)
+    rows = queue.calls[chosen & (excess > 3 * frame.usual_ns[queue.calls] + 10_000)]
+    if len(rows) < 16 or 2 * len(rows) < chosen.sum() or deepest < DEEP_ENOUGH:
+        return none, none
+    at = np.searchsorted(queue.ends, frame.end[rows], "right")
+    inside = (at > 0) & (at < len(queue.ends))
+    delay = frame.end[rows][inside] - queue.ends[at[inside] - 1]
+    between = queue.ends[at[inside]] - queue.ends[at[inside] - 1]
+    if len(delay) < 16 or np.median(between) <= 0:
+        return none, none
+    phase = delay / np.maximum(between, 1) * 2 * np.pi
+    gathered = float(np.hypot(np.cos(phase).mean(), np.sin(phase).mean()))  # 0 by chance, 1 for one constant delay
+    return (rows, frame.excess_ns[rows]) if gathered > 0.5 else (none, none)

@@ -6,7 +6,9 @@ visible until it has completed.
 Signature: a host-to-device copy with the source address and size of an earlier one of its process that has not ended
 when the later one is submitted. A load repeated after the first has ended is not counted: the block may have been
 evicted since. Needs addresses (kvprobe's own recordings have them; Nsight Systems and Kineto do not, and then nothing
-is said). Of a batch only the first address is known: equal first address, size and count make it likely.
+is said). A load of which the destination was given another source in between is needed (weights that pass through a few
+buffers are loaded again and again), and is not counted. Of a batch only the first address is known: equal first
+address, size and count make it likely.
 
 Time lost: what the copy engine spent on the repeated copies (the host's share where the recording has no executions).
 Predicted saving: the same; a follower then waits for the load in flight, never longer than its own load would take.
@@ -17,11 +19,28 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Evidence, Finding
-from kvprobe.diagnosis.frame import Frame, ms, share
+from kvprobe.diagnosis.frame import Array, Frame, ms, share
 from kvprobe.diagnosis.intervals import running_max_by_group
 from kvprobe.recordings.model import CallKind, Direction
 
 CAUSE = "redundant_loads"
+
+
+def _overwritten(frame: Frame, loads: Array) -> Array:
+    """When the destination of each load was next given another source; far in the future where never."""
+    order = np.lexsort((frame.start[loads], frame.dst[loads], frame.process[loads]))
+    rows = loads[order]
+    never = np.iinfo(np.int64).max
+    when = np.full(len(rows), never, dtype=np.int64)
+    same = (frame.dst[rows[1:]] == frame.dst[rows[:-1]]) & (frame.process[rows[1:]] == frame.process[rows[:-1]])
+    other = same & (frame.src[rows[1:]] != frame.src[rows[:-1]])
+    when[:-1][other] = frame.start[rows[1:]][other]
+    # Where the same source came again first, its own successor decides: walk runs of equal sources from their ends.
+    run = np.cumsum(np.concatenate(([True], ~(same & ~other)))) - 1
+    last = np.append(np.flatnonzero(run[1:] != run[:-1]), len(rows) - 1)
+    out = np.empty(len(rows), dtype=np.int64)
+    out[order] = when[last][run]
+    return out
 
 
 def find(frame: Frame) -> Finding | None:
@@ -41,6 +60,7 @@ def find(frame: Frame) -> Finding | None:
     reach = running_max_by_group(ends, group)
     again = np.zeros(len(loads), dtype=bool)
     again[1:] = ~new[1:] & (frame.start[loads[1:]] < reach[:-1])
+    again[1:] &= _overwritten(frame, loads)[:-1] > frame.start[loads[1:]]
     rows = loads[again]
     if not len(rows):
         return None

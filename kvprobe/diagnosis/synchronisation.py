@@ -56,8 +56,9 @@ def find(frame: Frame) -> Finding | None:
             either = Cover(np.concatenate((copying.start, kernels.start)), np.concatenate((copying.end, kernels.end)))
             alone = either.within(start, end) - kernels.within(start, end)
             without = (end - start) - kernels.within(start, end)
-            # A wait for a copy is one that mostly copies while no kernel runs; what is left of it is wake-up.
-            ns[mine] = np.where(2 * alone >= without, without, 0)
+            # What is left of a wait for a copy is the thread's wake-up, which can be long on a busy machine.
+            ns[mine] = np.where((10 * alone >= without) & (alone > 0), without, 0)
+        ns[np.isin(frame.stream[rows], frame.kernel_streams)] = 0
     else:
         order = frame.by_lane
         position = np.where(frame.submits[order], np.arange(len(order)), -1)

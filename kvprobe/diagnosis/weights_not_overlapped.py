@@ -5,7 +5,7 @@ first waits for its bytes and then computes. With a prefetch of one layer the tw
 
 Signature: host-to-device copies that are weights, of which most of the time runs without a kernel of the same process
 beside it, while that process has kernels to hide them. What makes a copy a weight: the same source is loaded again and
-again, each time after the last has ended (a forward after a forward); or, where a recording has no addresses, ranges
+again (a forward after a forward), and not redundantly; or, where a recording has no addresses, ranges
 around the calls that say so (weight, param, layer, offload, prefetch, fsdp), or a repeating sequence of sizes of at
 least 1 MiB.
 
@@ -39,10 +39,7 @@ def _weights(frame: Frame, rows: Array) -> tuple[Array, str]:
             table["bytes"][rows][order][1:] != table["bytes"][rows][order][:-1]
         )
         group = np.cumsum(new) - 1
-        after = np.zeros(len(rows), dtype=bool)  # loaded again, and submitted after the load before it had ended
-        submitted = np.where(known, frame.start[np.maximum(calls, 0)], frame.x_start[rows])[order]
-        after[1:] = ~new[1:] & (submitted[1:] >= frame.x_end[rows][order][:-1])
-        times = np.bincount(group, weights=after)
+        times = np.bincount(group) - 1  # how often each was loaded again; what is redundant has been taken out
         weights = np.zeros(len(rows), dtype=bool)
         weights[order] = (times >= 2)[group] & (source[order] != 0)
         return rows[weights], "the same sources are loaded again and again"

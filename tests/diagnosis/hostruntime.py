@@ -6,7 +6,7 @@ import ctypes as ct
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,17 +32,17 @@ QUEUE_FULL, CONTEXT_LOCK, STREAM_LOCK, PAGEABLE, SYNC = 1, 2, 3, 4, 5
 
 
 class Config(ct.Structure):
-    _fields_ = [("depth", u64), ("compute_channels", u64), ("copy_channels", u64), ("h2d", ct.c_double),
+    _fields_: ClassVar = [("depth", u64), ("compute_channels", u64), ("copy_channels", u64), ("h2d", ct.c_double),
                 ("d2h", ct.c_double), ("latency_ns", ct.c_double), ("memory", u64), ("pinned", u64), ("version", u64),
                 ("reserved", u64 * 7)]  # fmt: skip
 
 
 class Dim3(ct.Structure):
-    _fields_ = [("x", ct.c_uint), ("y", ct.c_uint), ("z", ct.c_uint)]
+    _fields_: ClassVar = [("x", ct.c_uint), ("y", ct.c_uint), ("z", ct.c_uint)]
 
 
 class Attributes(ct.Structure):
-    _fields_ = [("order", ct.c_int), ("src_type", ct.c_int), ("src_id", ct.c_int), ("dst_type", ct.c_int),
+    _fields_: ClassVar = [("order", ct.c_int), ("src_type", ct.c_int), ("src_id", ct.c_int), ("dst_type", ct.c_int),
                 ("dst_id", ct.c_int), ("flags", ct.c_uint)]  # fmt: skip
 
 
@@ -198,8 +198,8 @@ def recording_of(runtime: Runtime, records: npt.NDArray[Any], channels: bool = F
         "memory": records["memory"], "bytes": records["bytes"].astype(np.int64), "count": records["count"],
         "correlation": correlation, "src": records["src"], "dst": records["dst"], "result": records["result"],
     }  # fmt: skip
-    ran = np.flatnonzero(submits & (records["exec_end_ns"] > 0) & np.isin(kind, [
-        CallKind.COPY, CallKind.BATCH, CallKind.MEMSET, CallKind.LAUNCH, CallKind.GRAPH, CallKind.COPY_SYNC]))  # fmt: skip
+    works = [CallKind.COPY, CallKind.BATCH, CallKind.MEMSET, CallKind.LAUNCH, CallKind.GRAPH, CallKind.COPY_SYNC]
+    ran = np.flatnonzero(submits & (records["exec_end_ns"] > 0) & np.isin(kind, works))
     done = records[ran]
     engine = np.where(np.isin(kind[ran], [CallKind.LAUNCH, CallKind.GRAPH]), Engine.KERNEL,
                       np.where(kind[ran] == CallKind.MEMSET, Engine.MEMSET, Engine.COPY))  # fmt: skip
