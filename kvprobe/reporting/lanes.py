@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvprobe.recordings.model import Engine, Recording
-from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, depth_series
+from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy
 from kvprobe.reporting import charts
 from kvprobe.reporting.charts import Mark, Points
 from kvprobe.reporting.units import NONE, bytes_text, duration, percent
@@ -50,6 +50,17 @@ def _groups(key: Array) -> tuple[Array, Array, Array]:
     order = np.argsort(key, kind="stable")
     found, first = np.unique(key[order], return_index=True)
     return order, first, found
+
+
+def _codes(column: Array) -> tuple[Array, Array]:
+    """Distinct values and each row's place among them, by a table where the values lie close together."""
+    if len(column) and 0 <= (low := int(column.min())) and (width := int(column.max()) - low + 1) <= 1 << 24:
+        used = np.flatnonzero(np.bincount(column - low, minlength=width))
+        place = np.zeros(width, dtype=np.int32)
+        place[used] = np.arange(len(used))
+        return used + low, place[column - low]
+    values, inverse = np.unique(column, return_inverse=True)
+    return values, inverse
 
 
 def _sums(found: Submissions, key: Array) -> list[tuple[int, Array, float, float, float, float]]:
@@ -124,7 +135,7 @@ def thread_table(recording: Recording, found: Submissions, queues: Occupancy | N
     calls = recording.calls
     span_ns = found.span[1] - found.span[0]
     process = calls["process"][found.rows].astype(np.int64)
-    threads, code = np.unique(calls["thread"][found.rows], return_inverse=True)
+    threads, code = _codes(calls["thread"][found.rows])
     known = recording.threads
     names = dict(
         zip(zip(known["process"].tolist(), known["thread"].tolist(), strict=True), known["name"].tolist(), strict=True)
@@ -196,7 +207,7 @@ def occupancy_charts(
     deepest = sorted(queues.streams, key=lambda one: -int(one.depth.max(initial=0)))
     lines, words = [], []
     for one in deepest[:LANES]:
-        times, level = depth_series(recording, one)
+        times, level = _levels(recording, one)
         lines.append(Points(_queue_name(recording, one), times, level, steps=True))
     top = deepest[0]
     words.append(f"{_queue_name(recording, top)} held up to {int(top.depth.max(initial=0)):,} submissions.")
@@ -232,6 +243,23 @@ _HOW = {
     "plateau": "Counted from submissions and executions; a full queue is inferred from plateau, cost and wake-up.",
     "inferred": "Inferred from the submissions alone, because no device activity was recorded: an upper bound.",
 }
+
+
+def _levels(recording: Recording, queue: StreamOccupancy) -> tuple[Array, Array]:
+    """Outstanding submissions as steps: one more than the depth it met after each call, one less after each end.
+
+    A submission that leaves no execution (a memset of no bytes) has no end: each call's own depth starts anew, so
+    such submissions do not add up.
+    """
+    start, ends = recording.calls["start_ns"][queue.calls], queue.ends
+    after = queue.depth.astype(np.int64) + 1
+    if not len(ends):
+        return start, after
+    ended = np.searchsorted(ends, start, "right")
+    last = np.searchsorted(start, ends, "right") - 1
+    gone = np.arange(1, len(ends) + 1)
+    level = np.where(last >= 0, after[last] - (gone - ended[last]), queue.before - gone)
+    return np.concatenate([start, ends]), np.concatenate([after, np.maximum(level, 0)])
 
 
 def _queue_name(recording: Recording, queue: StreamOccupancy) -> str:
