@@ -96,6 +96,29 @@ static void *call_one(void *arg) {
     }
 }
 
+static bool asleep(uint32_t tid) {
+    char path[64], line[256] = "";
+    snprintf(path, sizeof path, "/proc/self/task/%u/stat", tid);
+    FILE *file = fopen(path, "r");
+    if (!file) return false;
+    char *read = fgets(line, sizeof line, file);
+    fclose(file);
+    char *end = read ? strrchr(line, ')') : NULL;
+    return end && end[2] == 'S';
+}
+
+/* Every call that entered since `from` sleeps, seen five times running: none is merely on its way. */
+static void all_asleep(uint64_t from, uint64_t count) {
+    kvhost_trace_record r[CALLS];
+    UNTIL(kvhostTraceRead(NULL, 0, 0) == from + count);
+    CHECK(kvhostTraceRead(r, from, count) == count);
+    for (int times = 0; times < 5; times++) {
+        usleep(2000);
+        for (uint64_t i = 0; i < count; i++)
+            if (!asleep(r[i].tid)) times = -1, i = count;
+    }
+}
+
 /* They enter while the submitter is blocked and return after the gate has opened, for the reason that they give. */
 static void wait_with_it(int argc, char **argv) {
     (void)argc, (void)argv;
@@ -105,8 +128,7 @@ static void wait_with_it(int argc, char **argv) {
     pthread_t threads[CALLS];
     /* a stream query is not traced: it is told by not having returned */
     for (intptr_t i = 0; i < CALLS; i++) pthread_create(&threads[i], NULL, call_one, (void *)i);
-    UNTIL(kvhostTraceRead(NULL, 0, 0) == before + CALLS - 1);
-    usleep(20000); /* lets a call that would go through do so: then it fails below */
+    all_asleep(before, CALLS - 1);
     CHECK(pthread_tryjoin_np(threads[5], NULL) != 0);
     t.opened_ns = kvp_now_ns();
     kvhostGateOpen(t.gate);
@@ -137,11 +159,12 @@ static void *free_host(void *arg) { return (void *)(intptr_t)cudaFreeHost(arg); 
 static void frees_wait(int argc, char **argv) {
     (void)argc, (void)argv;
     block();
+    uint64_t before = kvhostTraceRead(NULL, 0, 0);
     pthread_t a, b;
     void *result;
     pthread_create(&a, NULL, free_device, t.spare_device);
     pthread_create(&b, NULL, free_host, t.spare_host);
-    usleep(20000);
+    all_asleep(before, 2);
     CHECK(pthread_tryjoin_np(a, NULL) && pthread_tryjoin_np(b, NULL));
     kvhostGateOpen(t.gate);
     pthread_join(a, &result);

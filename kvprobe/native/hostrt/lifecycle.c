@@ -1,5 +1,7 @@
 /* The runtime's life: configuration, first use, reset, fork; and how every call begins and ends. */
+#ifndef _GNU_SOURCE
 #define _GNU_SOURCE
+#endif
 #include "rt.h"
 
 #include <dlfcn.h>

@@ -2,7 +2,9 @@
  *
  * Device addresses come out of one reserved range, so that a stale device pointer is recognised even where the kind of
  * the copy is left to the runtime; a page between allocations that nothing may touch catches overruns. */
+#ifndef _GNU_SOURCE
 #define _GNU_SOURCE
+#endif
 #include "rt.h"
 
 #include <stdlib.h>
