@@ -1,3 +1,74 @@
-"""."""
+"""accelerate: CPU offload by `AlignDevicesHook`, one copy a parameter on every forward. Measured, never changed.
 
-ADAPTERS = ()
+The copies come from pageable memory and block: nothing of kvprobe's streams would help. The figure that matters is
+the share of the forward that the thread spends in them, and how many of them came from pageable memory.
+"""
+
+from __future__ import annotations
+
+import time
+from types import ModuleType
+from typing import Any
+
+from kvprobe.instrument.adapter import Target
+from kvprobe.instrument.calls import Timed, TimedCalls, tensor_bytes, timed
+from kvprobe.instrument.guard import Call, Patcher
+
+
+class AlignDevices(TimedCalls):
+    """`cpu_offload`, `dispatch_model(device_map=...)`, `disk_offload`."""
+
+    name, server, distributions, versions = "accelerate.hooks", "accelerate", ("accelerate",), ">=1.0,<2"
+    summary = "Times the copies of AlignDevicesHook per module and forward; counts pageable and blocking ones."
+    timed = (
+        timed("accelerate.hooks", "AlignDevicesHook.pre_forward", ("module",), "load"),
+        timed("accelerate.hooks", "AlignDevicesHook.post_forward", ("module", "output"), "store"),
+    )
+    targets = (Target("accelerate.hooks", "set_module_tensor_to_device", ("module", "tensor_name", "device", "value")),)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: list[tuple[int, int, bool, bool]] = []
+
+    def patch(self, patcher: Patcher, module: ModuleType) -> None:
+        """Also see each parameter's copy."""
+        super().patch(patcher, module)
+        patcher.wrap(module, "set_module_tensor_to_device", self.copy)
+
+    def copy(self, call: Call, *args: Any, **kwargs: Any) -> Any:
+        """Around one parameter's copy: what came from where, and whether it blocked."""
+        value = kwargs.get("value", args[3] if len(args) > 3 else None)
+        start = time.monotonic_ns()
+        result = call()
+        if value is not None and len(self._copies) < 100_000:
+            pageable = value.device.type == "cpu" and not value.is_pinned()
+            blocking = not kwargs.get("non_blocking", False)
+            self._copies.append((time.monotonic_ns() - start, tensor_bytes(value), pageable, blocking))
+        return result
+
+    def before(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward's copies are counted from here."""
+        self._copies.clear()
+        return args[1]
+
+    def after(self, entry: Timed, remembered: Any) -> dict[str, Any]:
+        """The sum over the module's parameters."""
+        copies = self._copies
+        pageable = sum(c[2] for c in copies)
+        cause = ""
+        if copies and entry.direction == "load":
+            cause = f"{pageable} of {len(copies)} copies from pageable memory, {sum(c[3] for c in copies)} blocking"
+        fields = {
+            "module": type(remembered).__name__,
+            "copies": len(copies),
+            "bytes": sum(c[1] for c in copies),
+            "copy_call_ns": sum(c[0] for c in copies),
+            "pageable_copies": pageable,
+            "blocking_copies": sum(c[3] for c in copies),
+            "cause": cause,
+        }
+        copies.clear()
+        return fields
+
+
+ADAPTERS = (AlignDevices,)

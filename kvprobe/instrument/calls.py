@@ -1,0 +1,160 @@
+"""Adapters that only measure: every call of a server's copying function becomes one event with its host time."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, ClassVar
+
+from kvprobe.instrument import marks, metrics, sidecar
+from kvprobe.instrument.adapter import Adapter, Target
+from kvprobe.instrument.guard import Call, Patcher
+
+__all__ = ["Timed", "TimedCalls"]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A function to time.
+
+    Attributes:
+        target: which.
+        direction: `load`, `store`, or `both`.
+        cause: why the calling thread waits inside it, in words; empty where it does not as a rule.
+    """
+
+    target: Target
+    direction: str
+    cause: str = ""
+
+
+def timed(module: str, path: str, parameters: tuple[str, ...] | None, direction: str, cause: str = "") -> Timed:
+    """Shorthand for a table of `Timed`."""
+    return Timed(Target(module, path, parameters), direction, cause)
+
+
+class TimedCalls(Adapter):
+    """Subclasses list functions in `timed` and say in `describe` what a call moved."""
+
+    timed: ClassVar[tuple[Timed, ...]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """The targets are the functions to time, and what a subclass adds."""
+        super().__init_subclass__(**kwargs)
+        if "timed" in vars(cls):
+            cls.targets = tuple(entry.target for entry in cls.timed) + tuple(vars(cls).get("targets", ()))
+
+    def patch(self, patcher: Patcher, module: ModuleType) -> None:
+        """Put a timer around every listed function of this module."""
+        for entry in self.timed:
+            if entry.target.module != module.__name__:
+                continue
+            owner: Any = module
+            *path, name = entry.target.path.split(".")
+            for part in path:
+                owner = getattr(owner, part)
+            raw = inspect.getattr_static(owner, name)
+            stepwise = inspect.isgeneratorfunction(inspect.unwrap(getattr(raw, "__func__", raw)))
+            patcher.wrap(owner, name, self._stepwise(entry) if stepwise else self._whole(entry))
+
+    def describe(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
+        """Fields for the event: `bytes`, `copies`, `cause`, and others. Called after the server's function."""
+        return {}
+
+    def before(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Something to remember from before the call; handed to `after`."""
+
+    def after(self, entry: Timed, remembered: Any) -> dict[str, Any]:
+        """Fields for the event out of what `before` returned."""
+        return {}
+
+    def _whole(self, entry: Timed) -> Callable[..., Any]:
+        def hook(call: Call, *args: Any, **kwargs: Any) -> Any:
+            if not (sidecar.wanted() or marks.listening() or metrics.exposed()):
+                return call()
+            remembered = self.before(entry, args, kwargs)
+            with marks.Range(f"{self.server} {entry.target.path}"):
+                start = time.monotonic_ns()
+                try:
+                    result = call()
+                finally:
+                    took = time.monotonic_ns() - start
+            self._emit(entry, took, {**self.describe(entry, args, kwargs, result), **self.after(entry, remembered)})
+            return result
+
+        return hook
+
+    def _stepwise(self, entry: Timed) -> Callable[..., Any]:
+        """For a generator: the time inside its steps, not between them."""
+
+        def hook(call: Call, *args: Any, **kwargs: Any) -> Any:
+            inner = call()
+            if not sidecar.wanted():
+                return inner
+            return self._steps(entry, inner, args, kwargs)
+
+        return hook
+
+    def _steps(
+        self, entry: Timed, inner: Generator[Any, Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Generator[Any, Any, Any]:
+        took = steps = longest = 0
+        sent: Any = None
+        thrown: BaseException | None = None
+        try:
+            while True:
+                start = time.monotonic_ns()
+                try:
+                    if thrown is not None:
+                        error, thrown = thrown, None
+                        value = inner.throw(error)
+                    else:
+                        value = inner.send(sent)
+                except StopIteration as end:
+                    return end.value
+                finally:
+                    step = time.monotonic_ns() - start
+                    took, steps, longest = took + step, steps + 1, max(longest, step)
+                try:
+                    sent = yield value
+                except GeneratorExit:
+                    inner.close()
+                    raise
+                except BaseException as error:
+                    thrown = error
+        finally:
+            fields: dict[str, Any] = {"steps": steps, "longest_step_ns": longest}
+            try:
+                fields.update(self.describe(entry, args, kwargs, None))
+            except Exception as error:
+                fields["note"] = f"not described: {error}"
+            self._emit(entry, took, fields)
+
+    def _emit(self, entry: Timed, took_ns: int, fields: dict[str, Any]) -> None:
+        event = {
+            "adapter": self.name,
+            "server": self.server,
+            "call": entry.target.path,
+            "direction": entry.direction,
+            "dur_ns": took_ns,
+            "thread": threading.get_native_id(),
+            "cause": entry.cause,
+            **fields,
+        }
+        sidecar.emit("call", **event)
+        if event.get("bytes"):
+            metrics.transfer(self.server, event["direction"], event["bytes"], took_ns, None, None)
+
+
+def tensor_bytes(*tensors: Any) -> int:
+    """Bytes of the tensors among the arguments; 0 for what is none."""
+    total = 0
+    for tensor in tensors:
+        count = getattr(tensor, "numel", None)
+        if count is not None:
+            total += int(count()) * int(tensor.element_size())
+    return total
