@@ -530,11 +530,15 @@
           if (best >= 0) out.push(` · ${s.name} `, bold(show(spec.y.unit, s.v[best])), s.label ? ` ${spec.labels[s.label[best]]}` : "");
           return;
         }
-        const i = Math.floor((x - s.t0) / s.dt);
-        if (i < 0 || i >= s.hi.length || s.hi[i] === null) return;
+        // The highest within reach of a finger: what is drawn there, for bins are narrower than that.
+        const from = Math.max(0, Math.floor((x - near / 2 - s.t0) / s.dt)), to = Math.min(s.hi.length - 1, Math.floor((x + near / 2 - s.t0) / s.dt));
+        let i = -1;
+        for (let j = from; j <= to; j++) if (s.hi[j] !== null && (i < 0 || s.hi[j] > s.hi[i])) i = j;
+        if (i < 0) return;
         out.push(` · ${s.name} `, bold(show(spec.y.unit, s.hi[i])));
         if (s.lo && s.lo[i] !== s.hi[i]) out.push(` (least ${show(spec.y.unit, s.lo[i])})`);
       });
+      if (out.length === 1) out.push(" · nothing here");
       return out;
     }
   }

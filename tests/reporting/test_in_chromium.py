@@ -1,0 +1,258 @@
+"""The page as a browser sees it: silent, offline, legible, usable by keyboard and on a phone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvprobe.diagnosis import diagnose
+from kvprobe.recordings import open_recording
+from kvprobe.reporting import write_report
+
+HOSTILE = (
+    "</script><img src=x onerror=document.title='owned'>",
+    "<b onclick=alert(1)>",
+    "]]><!--",
+    "'\"><svg onload=x>",
+)
+
+
+def _beside(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+stories, recordings = _beside("stories"), _beside("conftest")
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Pages of a demo, of a recording, and of a recording whose every name is an attack."""
+    folder = tmp_path_factory.mktemp("pages")
+    plain, hostile = recordings.recording(), recordings.recording(HOSTILE)
+    return {
+        "demo": write_report(None, folder / "demo.html", story=stories.story()),
+        "recording": write_report(plain, folder / "recording.html", findings=diagnose(plain)),
+        "hostile": write_report(hostile, folder / "hostile.html", findings=diagnose(hostile)),
+    }
+
+
+def opened(chromium: Any, path: Path, width: int = 1200, height: int = 900, dark: bool = False) -> Any:
+    chromium.get_log("browser"), chromium.get_log("performance")
+    chromium.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600},
+    )
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    still = {"name": "prefers-reduced-motion", "value": "reduce"}
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme, still]})
+    chromium.get(path.as_uri())
+    return chromium
+
+
+def figures(chromium: Any) -> list[str]:
+    return [one.get_attribute("id") for one in chromium.find_elements("css selector", "figure[data-chart]")]
+
+
+@pytest.mark.parametrize("name", ["demo", "recording", "hostile"])
+def test_nothing_is_said_on_the_console_and_nothing_is_fetched(
+    chromium: Any, pages: dict[str, Path], name: str
+) -> None:
+    opened(chromium, pages[name])
+    assert chromium.execute_script("return document.documentElement.dataset.ready")
+    assert [entry for entry in chromium.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
+    events = [json.loads(entry["message"])["message"] for entry in chromium.get_log("performance")]
+    urls = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
+    assert [url for url in urls if not url.startswith(("file:", "data:"))] == []
+    assert [url for url in urls if url.startswith("file:")] == [pages[name].as_uri()]
+
+
+def test_names_of_a_recording_stay_text(chromium: Any, pages: dict[str, Path]) -> None:
+    opened(chromium, pages["hostile"])
+    assert chromium.title != "owned"
+    assert chromium.find_elements("css selector", "img, main b, [onclick], [onload], [onerror]") == []
+    text = chromium.find_element("tag name", "main").get_property("textContent")
+    assert HOSTILE[2] in text
+    assert HOSTILE[3] in text
+    labels = "return JSON.parse(document.getElementById('kvprobe-data').textContent).submissions.labels"
+    assert any(one.startswith(HOSTILE[0]) for one in chromium.execute_script(labels))
+
+
+@pytest.mark.parametrize("name", ["demo", "recording"])
+def test_every_chart_is_drawn_and_has_words_and_a_table(chromium: Any, pages: dict[str, Path], name: str) -> None:
+    opened(chromium, pages[name])
+    assert len(figures(chromium)) >= 6
+    for figure in figures(chromium):
+        found = chromium.execute_script(
+            """const f = document.getElementById(arguments[0]);
+            f.closest("details.finding:not([open])")?.setAttribute("open", "");
+            return {paths: f.querySelectorAll(".plot path[d], .plot rect").length,
+                    words: f.querySelector(".summary").textContent.length,
+                    rows: f.querySelectorAll("table tbody tr").length,
+                    label: f.querySelector(".plot").getAttribute("aria-label"),
+                    described: !!document.getElementById(f.querySelector(".plot").getAttribute("aria-describedby"))}""",
+            figure,
+        )
+        assert found["paths"] > 3, figure
+        assert found["words"] > 20, figure
+        assert found["rows"] > 0, figure
+        assert found["label"], figure
+        assert found["described"], figure
+
+
+@pytest.mark.parametrize("name", ["demo", "recording"])
+def test_a_phone_shows_verdict_and_what_to_do_first_and_nothing_overflows(
+    chromium: Any, pages: dict[str, Path], name: str
+) -> None:
+    opened(chromium, pages[name], 375, 812)
+    assert chromium.execute_script("return document.documentElement.scrollWidth") == 375
+    bottom = chromium.execute_script(
+        "return (document.querySelector('.do') || document.querySelector('.facts')).getBoundingClientRect()"
+    )
+    assert bottom["top"] < 812
+    assert chromium.find_element("css selector", "h1").is_displayed()
+    if name == "demo":
+        assert bottom["bottom"] < 812
+
+
+CONTRAST = """
+const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+function rgba(colour) { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+  return [...canvas.getImageData(0, 0, 1, 1).data]; }
+function linear(v) { v /= 255; return v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4; }
+function luminance(c) { const [r, g, b] = c.map(linear); return .2126 * r + .7152 * g + .0722 * b; }
+function behind(node) { const layers = [];
+  for (let n = node; n; n = n.parentElement) {
+    const c = rgba(getComputedStyle(n).backgroundColor);
+    if (c[3]) layers.push(c);
+    if (c[3] === 255) break;
+  }
+  const over = (base, top) => [0, 1, 2].map((i) => base[i] + (top[i] - base[i]) * top[3] / 255);
+  return layers.reverse().reduce(over, [255, 255, 255]); }
+const bad = [], texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+document.querySelectorAll("details").forEach((d) => { d.open = true; });
+while (texts.nextNode()) {
+  const node = texts.currentNode.parentElement, style = getComputedStyle(node);
+  if (!texts.currentNode.data.trim() || node.closest("script, style, :disabled, .sr, .skip, noscript, title")) continue;
+  const ink = rgba(node.closest("svg") ? style.fill : style.color), paper = behind(node);
+  const [a, b] = [luminance(ink), luminance(paper)].sort((x, y) => y - x), ratio = (a + .05) / (b + .05);
+  if (ratio < 4.5) bad.push([node.tagName, texts.currentNode.data.trim().slice(0, 40), ratio.toFixed(2)].join(" "));
+}
+return bad;
+"""
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("name", ["demo", "recording"])
+def test_all_text_has_a_contrast_of_at_least_4_5(chromium: Any, pages: dict[str, Path], name: str, dark: bool) -> None:
+    opened(chromium, pages[name], dark=dark)
+    assert chromium.execute_script(CONTRAST) == []
+
+
+def test_dark_mode_follows_the_system_and_the_toggle_wins(chromium: Any, pages: dict[str, Path]) -> None:
+    paper = "return getComputedStyle(document.body).backgroundColor"
+    light = opened(chromium, pages["demo"]).execute_script(paper)
+    dark = opened(chromium, pages["demo"], dark=True).execute_script(paper)
+    assert light != dark
+    chromium.find_element("css selector", ".theme").click()
+    assert chromium.execute_script(paper) == light
+    chromium.execute_script("localStorage.clear()")
+
+
+def test_a_chart_zooms_pans_and_reads_values_by_keyboard(chromium: Any, pages: dict[str, Path]) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    opened(chromium, pages["demo"])
+    plot = chromium.find_element("css selector", "#submissions .plot")
+    chromium.execute_script("arguments[0].focus()", plot)
+    ticks = "return [...document.querySelectorAll(arguments[0] + ' svg text')].map((t) => t.textContent).join()"
+    whole = chromium.execute_script(ticks, "#submissions")
+    linked = chromium.execute_script(ticks, "#occupancy")
+    plot.send_keys("+", "+")
+    zoomed = chromium.execute_script(ticks, "#submissions")
+    assert zoomed != whole
+    assert chromium.execute_script(ticks, "#occupancy") != linked, "charts over time share one axis"
+    plot.send_keys(Keys.SHIFT, Keys.ARROW_RIGHT)
+    plot.send_keys(Keys.NULL)
+    assert chromium.execute_script(ticks, "#submissions") != zoomed
+    said = []
+    for _ in range(8):  # a step may land between two bursts, where there is nothing to read
+        plot.send_keys(Keys.ARROW_RIGHT)
+        said.append(chromium.find_element("css selector", "#submissions .readout").text)
+    assert len(set(said)) == 8
+    assert any("longest submission" in one and "µs" in one for one in said)
+    plot.send_keys("0")
+    assert chromium.execute_script(ticks, "#submissions") == whole
+
+
+def test_a_chart_zooms_to_what_the_mouse_drags_over(chromium: Any, pages: dict[str, Path]) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    opened(chromium, pages["demo"])
+    plot = chromium.find_element("css selector", "#submissions .plot")
+    chromium.execute_script("arguments[0].scrollIntoView({block: 'center'})", plot)
+    reset = chromium.find_element("css selector", "#submissions [aria-label='Show everything']")
+    assert not reset.is_enabled()
+    ActionChains(chromium).move_to_element(plot).click_and_hold().move_by_offset(120, 0).release().perform()
+    assert reset.is_enabled()
+    reset.click()
+    assert not reset.is_enabled()
+
+
+def test_tables_sort_by_value_and_say_so(chromium: Any, pages: dict[str, Path]) -> None:
+    opened(chromium, pages["recording"])
+    heads = "#streams table:first-of-type th.n button"
+    chromium.find_elements("css selector", heads)[1].click()
+    column = chromium.execute_script(
+        """const t = document.querySelector("#streams table"), heads = [...t.querySelectorAll("th")];
+        const i = heads.findIndex((h) => h.getAttribute("aria-sort") === "descending");
+        return [...t.tBodies[0].rows].map((r) => Number(r.cells[i].dataset.v));"""
+    )
+    assert len(column) > 1
+    assert column == sorted(column, reverse=True)
+
+
+def test_everything_that_can_be_clicked_can_be_reached_by_tab(chromium: Any, pages: dict[str, Path]) -> None:
+    opened(chromium, pages["recording"])
+    stray = chromium.execute_script(
+        "const all = document.querySelectorAll('button, a, summary, .plot, .scroll');"
+        "return [...all].filter((node) => node.tabIndex < 0).length"
+    )
+    assert stray == 0
+
+
+def test_printing_opens_the_tables_and_closes_them_again(chromium: Any, pages: dict[str, Path]) -> None:
+    opened(chromium, pages["demo"])
+    closed = "return document.querySelectorAll('details:not([open])').length"
+    before = chromium.execute_script(closed)
+    chromium.execute_script("dispatchEvent(new Event('beforeprint'))")
+    assert chromium.execute_script(closed) == 0
+    chromium.execute_script("dispatchEvent(new Event('afterprint'))")
+    assert chromium.execute_script(closed) == before > 0
+
+
+def test_plotly_draws_the_same_charts_without_a_request(chromium: Any, tmp_path: Path) -> None:
+    page = write_report(None, tmp_path / "plotly.html", story=stories.story(), interactive=True)
+    assert page.stat().st_size < 6_000_000
+    opened(chromium, page)
+    assert len(chromium.find_elements("css selector", ".js-plotly-plot")) == len(figures(chromium)) > 4
+    assert [entry for entry in chromium.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+def test_a_saturated_public_recording_is_named_on_top(chromium: Any, shared_data: Path, tmp_path: Path) -> None:
+    recording = open_recording(shared_data / "nsys-ai" / "h100_2gpu_1s.sqlite")
+    page = write_report(recording, tmp_path / "h100.html", findings=diagnose(recording))
+    assert page.stat().st_size < 1_000_000
+    opened(chromium, page, 375, 812)
+    top = chromium.find_element("css selector", ".verdict")
+    assert "queue was full" in top.find_element("tag name", "h1").text
+    assert "912 ms" in top.text
+    assert "CUDA_SCALE_LAUNCH_QUEUES" in top.text
+    assert chromium.execute_script("return document.querySelector('.do').getBoundingClientRect().bottom") < 812
+    assert chromium.execute_script("return document.documentElement.scrollWidth") == 375
