@@ -1,10 +1,11 @@
 """Builds the native libraries with the system's C compiler, for `pip install` and for `python -m kvprobe.native.build`.
 
-Three libraries, none of which knows Python, so that one wheel serves every Python version:
+Four libraries, none of which knows Python, so that one wheel serves every Python version:
 
 * ``libkvprobe.so``            clock, ring, submission loop, calibration
 * ``libkvprobe_hostrt.so``     the embedded host runtime: the CUDA runtime's symbols without a GPU
 * ``libkvprobe_interpose.so``  the interposer that `kvprobe run` preloads
+* ``libkvprobe_trace.so``      a fast scanner of PyTorch profiler traces; readers work without it
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "libkvprobe.so": ("src/*.c",),
     "libkvprobe_hostrt.so": ("hostrt/*.c", "src/clock.c"),
     "libkvprobe_interpose.so": ("interpose/*.c", "src/clock.c", "src/ring.c"),
+    "libkvprobe_trace.so": ("trace/*.c",),
 }
 
 
@@ -121,6 +123,12 @@ else:
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{platform}"
+            # what Python runs at its start lies beside the package, not in it
+            start = NATIVE.parent / "instrument"
+            beside = build_data["force_include_editable" if version == "editable" else "force_include"]
+            beside[str(start / "startup.py")] = "kvprobe_startup.py"
+            for name in ("zz_kvprobe.pth", "zz_kvprobe.start"):
+                beside[str(start / name)] = name
             if version != "editable":
                 for path in libraries:
                     build_data["force_include"][str(path)] = f"kvprobe/native/lib/{path.name}"

@@ -234,12 +234,13 @@ def _newest(fd: int, lane_at: int, at: int, head_name: str, capacity_name: str) 
     return head, records[max(0, lost - first) :]
 
 
-def read_ring(path: str | os.PathLike[str], detail: bool = True) -> RingSnapshot:
+def read_ring(path: str | os.PathLike[str], detail: bool = True, slots: bool = True) -> RingSnapshot:
     """Reads one ring file.
 
     Args:
         path: the file.
         detail: False reads totals alone (a few KiB a lane).
+        slots: False leaves out the totals, too: what every thread is in now, and nothing else.
 
     Raises:
         RecordingError: it is not a ring file, is of another version, or cannot be read.
@@ -249,14 +250,14 @@ def read_ring(path: str | os.PathLike[str], detail: bool = True) -> RingSnapshot
     except OSError as error:
         raise RecordingError(f"{path}: {error.strerror}") from None
     try:
-        return _read_open(fd, Path(path), detail)
+        return _read_open(fd, Path(path), detail, slots)
     except OSError as error:
         raise RecordingError(f"{path}: {error.strerror}") from None
     finally:
         os.close(fd)
 
 
-def _read_open(fd: int, path: Path, detail: bool) -> RingSnapshot:
+def _read_open(fd: int, path: Path, detail: bool, slots: bool) -> RingSnapshot:
     start = os.pread(fd, 28, 0)
     if start[:8] != MAGIC:
         raise RecordingError(f"{path} is not a ring file of kvprobe (or its process was killed while it made it)")
@@ -280,7 +281,8 @@ def _read_open(fd: int, path: Path, detail: bool) -> RingSnapshot:
             in_stream=int(head["in_stream"]),
         )
         slots_at = at + HEADER_BYTES
-        lane.slots = _read(fd, SLOT, min(int(head["slots_used"]), slot_count), slots_at)
+        if slots:
+            lane.slots = _read(fd, SLOT, min(int(head["slots_used"]), slot_count), slots_at)
         if detail:
             ring_at = slots_at + slot_count * SLOT.itemsize
             slow_at = ring_at + ring_capacity * RECORD.itemsize

@@ -101,7 +101,7 @@ def _sniff_folder(path: Path) -> str:
     names = sorted(entry.name for entry in path.iterdir())
     if "kvprobe.json" in names:
         return "kvprobe-parquet"
-    if any(name.endswith(".kvp") for name in names):
+    if "run.json" in names or any(name.endswith(".kvp") for name in names):
         return "kvprobe"
     if any(name.startswith(("StringIds", "CUPTI_ACTIVITY_KIND_", "NVTX_EVENTS", "META_DATA_EXPORT")) for name in names):
         return "nsys-arrow"
@@ -116,7 +116,7 @@ def _expand(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     names = sorted(entry.name for entry in path.iterdir())
-    if "kvprobe.json" in names or any(name.endswith(".kvp") for name in names):
+    if {"kvprobe.json", "run.json"} & set(names) or any(name.endswith(".kvp") for name in names):
         return [path]
     return [
         path / name

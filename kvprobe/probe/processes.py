@@ -1,0 +1,110 @@
+"""Looks at other processes through /proc: are they alive, what did they start with, can the interposer reach them."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+__all__ = ["alive", "children", "environment", "exit_status", "start_ticks", "why_not_preloaded"]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process exists (a zombie has ended)."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+            return file.read().rpartition(b") ")[2][:1] not in (b"Z", b"X")
+    except OSError:
+        return False
+
+
+def start_ticks(pid: int) -> int:
+    """When a process began, in clock ticks since boot: with the pid it names one process for good; 0 if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+            return int(file.read().rpartition(b") ")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def environment(pid: int) -> dict[str, str] | None:
+    """The environment that a process was started with; None where it may not be read."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
+            data = file.read()
+    except OSError:
+        return None
+    pairs = (os.fsdecode(item).partition("=") for item in data.split(b"\0") if b"=" in item)
+    return {name: value for name, _, value in pairs}
+
+
+def children() -> dict[int, int]:
+    """Parent of every process that exists: pid -> ppid."""
+    parents = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                with open(f"/proc/{entry.name}/stat", "rb") as file:  # noqa: PTH123
+                    parents[int(entry.name)] = int(file.read().rpartition(b") ")[2].split()[1])
+            except (OSError, IndexError, ValueError):
+                continue
+    return parents
+
+
+def exit_status(pidfd: int) -> int | None:
+    """Exit status of a process that has ended, of a pidfd opened before; -N for signal N; None where it is not known.
+
+    Any process may ask (PIDFD_GET_INFO with PIDFD_INFO_EXIT, Linux 6.15 on), parent or not.
+    """
+    import fcntl
+
+    request = 0xC000FF0B | 64 << 16  # _IOWR(0xFF, 11, 64 bytes)
+    buffer = bytearray(struct.pack("<Q", 1 << 3) + bytes(56))
+    try:
+        fcntl.ioctl(pidfd, request, buffer)
+    except OSError:
+        return None
+    mask, status = struct.unpack_from("<Q", buffer)[0], struct.unpack_from("<i", buffer, 60)[0]
+    if not mask & 1 << 3:
+        return None
+    code: int = -(status & 127) if status & 127 else status >> 8 & 255
+    return code
+
+
+def why_not_preloaded(program: str | os.PathLike[str]) -> str:
+    """Why LD_PRELOAD cannot reach this program, judged by its file; empty where nothing speaks against it."""
+    path = Path(program)
+    try:
+        mode = path.stat().st_mode
+        with path.open("rb") as file:
+            start = file.read(64)
+            if start[:4] != b"\x7fELF":
+                return ""
+            if mode & 0o6000:
+                return "it is setuid or setgid: the system ignores LD_PRELOAD"
+            if start[4] != 2:
+                return "it is a 32-bit program"
+            interpreter = _interpreter(file, start)
+    except (OSError, struct.error):
+        return ""
+    if interpreter is None:
+        return "it is statically linked"
+    if "musl" in interpreter:
+        return "it uses musl, and the interposer is built for glibc"
+    return ""
+
+
+def _interpreter(file, start: bytes) -> str | None:  # type: ignore[no-untyped-def]
+    """The PT_INTERP of an ELF file; None where it has none."""
+    offset, = struct.unpack_from("<Q", start, 32)
+    size, count = struct.unpack_from("<HH", start, 54)
+    for i in range(count):
+        file.seek(offset + i * size)
+        header = file.read(56)
+        kind, = struct.unpack_from("<I", header)
+        if kind == 3:
+            where, = struct.unpack_from("<Q", header, 8)
+            length, = struct.unpack_from("<Q", header, 32)
+            file.seek(where)
+            return str(file.read(min(length, 4096)).rstrip(b"\0").decode(errors="replace"))
+    return None

@@ -1,0 +1,108 @@
+"""Takes the Python stacks of a process that is blocked in a CUDA call: from outside with py-spy, else by asking it.
+
+One line of `stacks-<pid>.jsonl` an occasion: `t_ns` (CLOCK_MONOTONIC), `pid`, `thread` (kernel id of the blocked one),
+`call`, `stream`, `blocked_ns` (so far), `how` ("py-spy", "in-process" or "failed"), `error`, and `threads`: a list of
+`{thread, name, gil, frames}` with the blocked thread first, then the one that holds the GIL; frames innermost first, as
+`function (file:line)`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+__all__ = ["py_spy", "take", "usable"]
+
+THREADS = 16  # kept of one occasion: the blocked one, the GIL's holder, then active ones
+
+
+def py_spy() -> str | None:
+    """Path of py-spy: beside this interpreter, else on PATH; None where there is none."""
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if beside.is_file() else shutil.which("py-spy")
+
+
+def _dump(pid: int, timeout_s: float) -> list[dict[str, Any]]:
+    """Threads as py-spy reports them; RuntimeError with one line that says why not."""
+    program = py_spy()
+    if program is None:
+        raise RuntimeError("py-spy is not installed")
+    try:
+        done = subprocess.run([program, "dump", "--json", "--nonblocking", "--pid", str(pid)], capture_output=True,
+                              text=True, timeout=timeout_s, check=False)  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"py-spy took longer than {timeout_s:.0f} s") from None
+    except OSError as error:
+        raise RuntimeError(f"py-spy does not start: {error.strerror}") from None
+    if done.returncode:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        reason = next((line for line in lines if "ermission" in line), lines[-1] if lines else "no message")
+        raise RuntimeError(f"py-spy: {reason.removeprefix('Error: ')}")
+    try:
+        found: list[dict[str, Any]] = json.loads(done.stdout)
+    except ValueError:
+        raise RuntimeError("py-spy answered with no JSON") from None
+    return found
+
+
+def usable(pid: int, timeout_s: float = 10.0) -> str:
+    """Empty where py-spy may look into a process, else why not."""
+    try:
+        _dump(pid, timeout_s)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _ask_inside(folder: Path, pid: int, timeout_s: float) -> list[dict[str, Any]]:
+    """Has the start-up hook's sampler in the process write its stacks."""
+    answer = folder / f"stacks-answer-{pid}.jsonl"
+    before = answer.stat().st_size if answer.exists() else 0
+    (folder / f"stacks-request-{pid}").touch()
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        time.sleep(0.05)
+        if answer.exists() and answer.stat().st_size > before:
+            line = answer.read_text(errors="replace").splitlines()[-1]
+            try:
+                threads: list[dict[str, Any]] = json.loads(line)["threads"]
+            except (ValueError, KeyError):
+                continue
+            return threads
+    raise RuntimeError("the process did not answer: it does not run the start-up hook, or its GIL is held")
+
+
+def take(folder: Path, pid: int, thread: int, *, inside: bool, timeout_s: float = 5.0) -> dict[str, Any]:
+    """The stacks of one process now.
+
+    Args:
+        folder: the run folder.
+        pid: the process.
+        thread: kernel id of the thread that is blocked; it comes first.
+        inside: ask the process itself, where py-spy is not permitted.
+        timeout_s: how long to wait.
+
+    Returns:
+        `how`, `error` and `threads` as in the file's lines.
+    """
+    try:
+        if inside:
+            threads = _ask_inside(folder, pid, timeout_s)
+        else:
+            threads = [_thread(found) for found in _dump(pid, timeout_s)]
+    except (RuntimeError, OSError) as error:
+        return {"how": "failed", "error": str(error), "threads": []}
+    threads.sort(key=lambda t: (t["thread"] != thread, not t["gil"], not t.get("active", False)))
+    return {"how": "in-process" if inside else "py-spy", "error": "", "threads": threads[:THREADS]}
+
+
+def _thread(found: dict[str, Any]) -> dict[str, Any]:
+    frames = [f"{frame.get('name')} ({frame.get('filename') or frame.get('short_filename')}:{frame.get('line')})"
+              for frame in found.get("frames", [])]  # fmt: skip
+    return {"thread": found.get("os_thread_id") or 0, "name": found.get("thread_name") or "",
+            "gil": bool(found.get("owns_gil")), "active": bool(found.get("active")), "frames": frames}  # fmt: skip

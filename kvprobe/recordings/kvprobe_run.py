@@ -1,0 +1,472 @@
+"""Reads what `kvprobe run` (or an engine) recorded: ring files and the JSON files beside them, as one Recording.
+
+Totals are exact. A process is one row of `processes` for each program that it ran: `exec` starts a new ring file under
+the same pid. `processes.state` is "closed" (it ended in order), "running", "replaced" (by exec), or how it ended:
+"killed by SIGKILL", "exit code 3", "ended without its exit handlers".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvprobe.errors import RecordingError
+from kvprobe.probe.processes import alive
+from kvprobe.probe.ring import CALLS, RECORD, SLOT, UNTIMED, RingSnapshot, read_ring
+from kvprobe.recordings.assemble import sorted_table, stream_rows
+from kvprobe.recordings.model import Array, CallKind, Recording, Source, Table
+from kvprobe.recordings.vocabulary import Names
+
+__all__ = ["read"]
+
+Progress = Callable[[str, float], None]
+
+TRANSFER = 64
+# calls that name no stream; 0 there is not the default stream
+NO_STREAM = np.array([18, 19, 20, 21, 22, 23, 24, 25, 26, 33, 34, 35, 36, 37, 38, 39, 42, 43, 44, 45])
+RANKS = ("RANK", "VLLM_DP_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "LOCAL_RANK")
+
+
+@dataclass
+class _Process:
+    """One program of one process: its ring files and what the files beside them say of it."""
+
+    pid: int
+    folder: Path
+    rings: list[RingSnapshot] = field(default_factory=list)
+    checkin: dict[str, Any] = field(default_factory=dict)
+    state: str = "running"
+
+    @property
+    def start_ns(self) -> int:
+        return min(ring.start_monotonic_ns for ring in self.rings)
+
+    @property
+    def end_ns(self) -> int:
+        """When it closed, else the end of its newest call."""
+        closed = max(ring.end_monotonic_ns for ring in self.rings)
+        newest = [int(slots["last_ns"].max()) for ring in self.rings if len(slots := ring.slots())]
+        return closed or max([self.start_ns, *newest])
+
+    def counted(self) -> list[RingSnapshot]:
+        """The files whose calls count: the interposer sees the calls of engines, too."""
+        watched = [ring for ring in self.rings if ring.producer == "interposer"]
+        return watched or self.rings
+
+
+def read(
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], progress: Progress | None = None
+) -> Recording:
+    """Reads run folders and single ring files.
+
+    Args:
+        paths: folders of `kvprobe run`, or .kvp files; one or several (one folder for each node).
+        progress: called with what is being done and the fraction done.
+
+    Raises:
+        RecordingError: no ring file can be read; files of a run that cannot be are named in `notes` instead.
+    """
+    given = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
+    names, notes = Names(), list[str]()
+    processes: list[_Process] = []
+    source: list[Source] = []
+    runs: dict[Path, dict[str, Any]] = {}
+    ends: dict[Path, dict[str, Any]] = {}
+    for path in given:
+        folder = path if path.is_dir() else path.parent
+        files = sorted(path.glob("*.kvp")) if path.is_dir() else [path]
+        if path.is_dir():
+            runs[folder] = _json(folder / "run.json")
+            ends[folder] = _json(folder / "end.json")
+        rings = []
+        for i, file in enumerate(files):
+            if progress is not None:
+                progress(f"reading {file.name}", i / max(1, len(files)) * 0.8)
+            try:
+                rings.append(read_ring(file))
+            except RecordingError as error:
+                if not path.is_dir():
+                    raise
+                notes.append(f"not read: {error}")
+        processes += _processes(folder, rings, runs.get(folder, {}), path.is_dir())
+        command = " ".join(runs.get(folder, {}).get("command", []))
+        tool = f"kvprobe {runs.get(folder, {}).get('version', '')}".strip()
+        size = sum(file.stat().st_size for file in files)
+        source.append(Source(str(path), "kvprobe", tool=tool, command=command, bytes=size))
+        notes += _notes(runs.get(folder, {}), ends.get(folder, {}), rings, path)
+    if progress is not None:
+        progress("putting processes together", 0.85)
+    shifts = _shifts(processes, runs)
+    ranks = [_rank(process) for process in processes]
+    order = sorted(range(len(processes)), key=lambda i: (ranks[i] if ranks[i] >= 0 else 1 << 30,
+                                                         _node(processes[i], runs), processes[i].start_ns))  # fmt: skip
+    processes = [processes[i] for i in order]
+    shifts = [shifts[i] for i in order]
+    recording = Recording(source=source, has_executions=False)
+    _fill(recording, processes, shifts, runs, names)
+    for row, process in enumerate(processes):
+        lost = sum(lane.head - len(lane.records) for ring in process.counted() for lane in ring.lanes)
+        if lost > 0:
+            recording.lost[row] = lost
+        if not (process.state in ("closed", "running", "replaced") or process.state.startswith("exit code")):
+            notes.append(f"process {process.pid} {process.state}; its totals are whole, and its newest detail is kept")
+    for folder, run in runs.items():
+        recording.machine.update({key: run[key] for key in ("host", "kernel", "cpus", "python") if key in run})
+        recording.machine_how.update(dict.fromkeys(recording.machine, f"run.json of {folder.name}"))
+    if processes:
+        ring = processes[0].rings[0]
+        offset = ring.start_realtime_ns - ring.start_monotonic_ns - shifts[0]
+        recording.machine["unix_offset_ns"] = offset
+        recording.machine_how["unix_offset_ns"] = "both clocks, read when the ring file was opened"
+    recording.notes += notes
+    recording.names = names.list
+    if progress is not None:
+        progress("read", 1.0)
+    return recording
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(errors="replace"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _lines(path: Path) -> Iterable[dict[str, Any]]:
+    """The objects of a JSON-lines file; a line that was cut by a kill is left out."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return
+    for line in text.splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            yield value
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+def _processes(folder: Path, rings: list[RingSnapshot], run: dict[str, Any], whole: bool) -> list[_Process]:
+    found: list[_Process] = []
+    by_pid: dict[int, list[_Process]] = {}
+    for ring in sorted(rings, key=lambda r: (r.producer != "interposer", r.start_monotonic_ns)):
+        same = by_pid.setdefault(ring.pid, [])
+        if ring.producer != "interposer" and same:
+            # an engine's file belongs to the program that its pid ran then
+            earlier = [p for p in same if p.start_ns <= ring.end_monotonic_ns or not ring.end_monotonic_ns]
+            (earlier or same)[-1].rings.append(ring)
+            continue
+        process = _Process(ring.pid, folder, [ring])
+        same.append(process)
+        found.append(process)
+    here = not run or run.get("host") == platform.node()
+    statuses = {int(line["pid"]): line for line in _lines(folder / "processes.jsonl") if "pid" in line} if whole else {}
+    checkins = [_json(path) for path in folder.glob("checkin-*.json")] if whole else []
+    for same in by_pid.values():
+        same.sort(key=lambda p: p.start_ns)
+        for i, process in enumerate(same):
+            ring = process.counted()[0]
+            if ring.state == "closed":
+                process.state = "closed"
+            elif i + 1 < len(same):
+                process.state = "replaced"
+            elif process.pid in statuses:
+                process.state = _ended(statuses[process.pid].get("status"))
+            elif not (here and alive(process.pid)):
+                process.state = "ended without its exit handlers"
+            mine = [c for c in checkins if c.get("pid") == process.pid and c.get("t_ns", 0) <= process.end_ns]
+            process.checkin = max(mine, key=lambda c: c["t_ns"], default={})
+    return found
+
+
+def _ended(status: object) -> str:
+    if not isinstance(status, int):
+        return "ended without its exit handlers"
+    if status >= 0:
+        return f"exit code {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"killed by signal {-status}"
+
+
+def _rank(process: _Process) -> int:
+    given = process.checkin.get("rank") or {}
+    text = next((given[name] for name in RANKS if name in given), "")
+    return int(text) if str(text).isdigit() else -1
+
+
+def _node(process: _Process, runs: dict[Path, dict[str, Any]]) -> str:
+    return str(runs.get(process.folder, {}).get("host", ""))
+
+
+def _shifts(processes: list[_Process], runs: dict[Path, dict[str, Any]]) -> list[int]:
+    """What to add to each process's times: machines share no CLOCK_MONOTONIC, so several meet in UNIX time."""
+    if len({_node(process, runs) for process in processes}) <= 1:
+        return [0] * len(processes)
+    first = processes[0].rings[0]
+    base = first.start_realtime_ns - first.start_monotonic_ns
+    return [p.rings[0].start_realtime_ns - p.rings[0].start_monotonic_ns - base for p in processes]
+
+
+def _notes(run: dict[str, Any], end: dict[str, Any], rings: list[RingSnapshot], path: Path) -> list[str]:
+    notes = [str(line) for line in end.get("warnings", [])]
+    status = end.get("status")
+    if isinstance(status, int) and status:
+        notes.append(f"the command {_ended(status) if status < 0 else f'ended with exit code {status}'}")
+    if run and not end:
+        notes.append("the run is not over, or its observer was killed: what is here so far was read")
+    if not rings and path.is_dir() and not notes:
+        notes.append("no process of this run made a CUDA call that kvprobe watches")
+    over = sum(int(ring.over_count.sum()) for ring in rings)
+    if over:
+        notes.append(f"{over} calls are in the totals only, without stream and direction: more threads or streams than "
+                     "a ring file has room for, calls in signal handlers, or a full disk")  # fmt: skip
+    if any(ring.producer == "interposer" for ring in rings):
+        notes.append("host side only: what the device executed was not recorded (kvprobe run --nsys records it)")
+    return notes
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _fill(
+    recording: Recording, processes: list[_Process], shifts: list[int], runs: dict[Path, dict[str, Any]], names: Names
+) -> None:
+    detail: list[tuple[int, int, Array]] = []
+    totals: list[tuple[int, Array, Array]] = []  # process, slots, owner threads
+    over: list[tuple[int, int, int, int, int]] = []
+    for row, process in enumerate(processes):
+        for ring in process.rings:
+            records = ring.records()
+            if ring not in process.counted():  # an engine's file beside the interposer's: its transfers alone
+                records = records[records["call"] == TRANSFER]
+            detail.append((row, shifts[row], records))
+        for ring in process.counted():
+            for lane in ring.lanes:
+                slots = lane.slots[lane.slots["call"] != TRANSFER]
+                owner = lane.tid if lane.owners == 1 and lane.tid else _only_thread(lane.records)
+                totals.append((row, slots, np.full(len(slots), owner, dtype=np.int64)))
+            over += [
+                (row, int(c), int(ring.over_count[c]), int(ring.over_bytes[c]), int(ring.over_dur_ns[c]))
+                for c in np.flatnonzero(ring.over_count)
+            ]
+    records = np.concatenate([part for _, _, part in detail] or [np.zeros(0, RECORD)])
+    lengths = [len(part) for _, _, part in detail]
+    process_of = np.repeat(np.array([row for row, _, _ in detail], dtype=np.int32), lengths)
+    shift_of = np.repeat(np.array([shift for _, shift, _ in detail], dtype=np.int64), lengths)
+    slots = np.concatenate([part for _, part, _ in totals] or [np.zeros(0, SLOT)])
+    slot_process = np.repeat(np.array([row for row, _, _ in totals], dtype=np.int32), [len(p) for _, p, _ in totals])
+    slot_thread = np.concatenate([owners for _, _, owners in totals] or [np.zeros(0, np.int64)])
+
+    # one table of streams for calls and totals together
+    both_process = np.concatenate([process_of, slot_process])
+    handles = np.concatenate([_handles(records), _handles(slots)])
+    rows, columns = stream_rows(both_process, np.zeros(len(both_process), np.int32), handles)
+    recording.tables["streams"] = Table("streams", columns)
+    call_stream, slot_stream = rows[: len(records)], rows[len(records) :]
+
+    kinds = np.zeros(256, dtype=np.uint8)
+    name_of = np.zeros(256, dtype=np.int32)
+    for number, (kind, name) in CALLS.items():
+        kinds[number] = CallKind[kind].value if kind in CallKind.__members__ else CallKind.OTHER
+        name_of[number] = names.add(name)
+    for number in set(np.unique(records["call"])) | set(np.unique(slots["call"])):
+        if int(number) not in CALLS:  # a newer writer's call
+            name_of[number] = names.add(f"call {number}")
+
+    _calls(recording, records, process_of, shift_of, call_stream, kinds, name_of)
+    _transfers(recording, records, process_of, shift_of, call_stream, processes, shifts, names)
+    _totals(recording, slots, slot_process, slot_thread, slot_stream, over, kinds, name_of)
+    _stacks(recording, processes, shifts, names)
+    _samples(recording, processes, shifts, names)
+    recording.tables["processes"] = Table("processes", {
+        "pid": np.array([p.pid for p in processes], np.int64),
+        "rank": np.array([_rank(p) for p in processes], np.int32),
+        "node": names.map([_node(p, runs) for p in processes]),
+        "name": names.map([_process_name(p) for p in processes]),
+        "command": names.map([_command(p) for p in processes]),
+        "start_ns": np.array([p.start_ns + s for p, s in zip(processes, shifts, strict=True)], np.int64),
+        "end_ns": np.array([p.end_ns + s for p, s in zip(processes, shifts, strict=True)], np.int64),
+        "state": names.map([p.state for p in processes]),
+    })  # fmt: skip
+
+
+def _only_thread(records: Array) -> int:
+    threads = np.unique(records["tid"])
+    return int(threads[0]) if len(threads) == 1 else -1
+
+
+def _handles(rows: Array) -> Array:
+    handles = rows["stream"].astype(np.int64)
+    return np.where(np.isin(rows["call"], NO_STREAM) | (handles < 0), np.int64(-1), handles)
+
+
+def _command(process: _Process) -> str:
+    argv = process.checkin.get("argv")
+    return " ".join(map(str, argv)) if argv else process.rings[0].command
+
+
+def _process_name(process: _Process) -> str:
+    words = _command(process).split()
+    if not words:
+        return str(process.pid)
+    name = Path(words[0]).name
+    if name.startswith("python"):
+        return next((Path(word).name for word in words[1:] if not word.startswith("-")), name)
+    return name
+
+
+def _calls(
+    recording: Recording, records: Array, process: Array, shift: Array, stream: Array, kinds: Array, name_of: Array
+) -> None:
+    keep = np.flatnonzero((records["call"] != TRANSFER) & (records["dur_ns"] != UNTIMED))
+    r = records[keep]
+    start = r["start_ns"].astype(np.int64) + shift[keep]
+    transfer = r["transfer"].astype(np.int64)
+    recording.tables["calls"] = sorted_table("calls", {
+        "start_ns": start, "end_ns": start + r["dur_ns"].astype(np.int64), "process": process[keep],
+        "thread": r["tid"].astype(np.int64), "name": name_of[r["call"]], "kind": kinds[r["call"]],
+        "stream": stream[keep], "direction": r["direction"] & 15, "memory": r["direction"] >> 4,
+        "bytes": r["bytes"].astype(np.int64), "count": r["count"].astype(np.int32),
+        "transfer": np.where(transfer > 0, transfer, -1), "src": r["src"], "dst": r["dst"],
+        "result": r["result"].astype(np.int32),
+    })  # fmt: skip
+
+
+def _transfers(
+    recording: Recording, records: Array, process: Array, shift: Array, stream: Array, processes: list[_Process],
+    shifts: list[int], names: Names,
+) -> None:  # fmt: skip
+    """Transfers of engines (in ring files) and of servers (told by adapters in events-<pid>.jsonl), and decisions."""
+    keep = np.flatnonzero(records["call"] == TRANSFER)
+    r = records[keep]
+    parts = np.concatenate([r["src"].astype("<u8"), r["dst"].astype("<u8")]).view("<f4").astype(np.float64) * 1e3
+    build, submit = parts[: 2 * len(r) : 2], parts[1 : 2 * len(r) : 2]
+    wait, copy = parts[2 * len(r) :: 2], parts[2 * len(r) + 1 :: 2]
+    total = r["dur_ns"].astype(np.int64)
+    poll = np.maximum(total - build - submit - wait - copy, 0)
+    start = r["start_ns"].astype(np.int64) + shift[keep]
+    columns: dict[str, list[Any]] = {
+        "start_ns": start.tolist(), "end_ns": (start + total).tolist(), "process": process[keep].tolist(),
+        "thread": r["tid"].tolist(), "stream": stream[keep].tolist(), "direction": (r["direction"] & 15).tolist(),
+        "bytes": r["bytes"].tolist(), "count": r["count"].tolist(), "transfer": r["transfer"].tolist(),
+        "build_ns": build.astype(np.int64).tolist(), "submit_ns": submit.astype(np.int64).tolist(),
+        "wait_ns": wait.astype(np.int64).tolist(), "copy_ns": copy.astype(np.int64).tolist(),
+        "poll_ns": poll.astype(np.int64).tolist(), "ok": (r["result"] == 0).tolist(),
+    }  # fmt: skip
+    decisions: dict[str, list[Any]] = {name: [] for name in ("time_ns", "process", "what", "reason", "gain")}
+    directions = {"load": 1, "store": 2}
+    for row, (one, by) in enumerate(zip(processes, shifts, strict=True)):
+        for event in _lines(one.folder / f"events-{one.pid}.jsonl"):
+            at = event.get("t_ns")
+            if not isinstance(at, int) or not one.start_ns - 60_000_000_000 <= at:
+                continue
+            if event.get("kind") == "transfer":
+                split = [_ns(event.get(name)) for name in ("build_ns", "submit_ns", "queue_ns", "copy_ns", "poll_ns")]
+                took = sum(part for part in split if part > 0)
+                number = event.get("id")
+                values = (at + by - took, at + by, row, event.get("thread") or -1, -1,
+                          directions.get(str(event.get("direction")), 0), event.get("bytes") or 0,
+                          event.get("copies") or 0, number if isinstance(number, int) else -1, *split,
+                          event.get("ok", True) is not False)  # fmt: skip
+                for column, value in zip(columns, values, strict=True):
+                    columns[column].append(value)
+            elif event.get("kind") == "decision":
+                change = f": {event.get('from')} to {event.get('to')}" if event.get("to") else ""
+                decisions["time_ns"].append(at + by)
+                decisions["process"].append(row)
+                decisions["what"].append(names.add(f"{event.get('adapter')}: {event.get('what')}{change}"))
+                decisions["reason"].append(names.add(str(event.get("why") or "")))
+                gain = (event.get("evidence") or {}).get("gain")
+                decisions["gain"].append(float(gain) if isinstance(gain, (int, float)) else 0.0)
+    if columns["start_ns"]:
+        recording.tables["transfers"] = sorted_table("transfers", {k: np.array(v) for k, v in columns.items()})
+    if decisions["time_ns"]:
+        recording.tables["decisions"] = sorted_table(
+            "decisions", {k: np.array(v) for k, v in decisions.items()}, by="time_ns"
+        )
+
+
+def _ns(value: object) -> int:
+    return int(value) if isinstance(value, (int, float)) else -1
+
+
+def _totals(
+    recording: Recording, slots: Array, process: Array, thread: Array, stream: Array,
+    over: list[tuple[int, int, int, int, int]], kinds: Array, name_of: Array,
+) -> None:  # fmt: skip
+    """One row a slot; calls that no slot could take follow, a row for each call's name, on no stream."""
+    extra = np.array(over, dtype=np.int64).reshape(-1, 5)
+    none = np.full(len(extra), -1, dtype=np.int64)
+    zero = np.zeros(len(extra), dtype=np.int64)
+
+    def both(column: Array, rest: Array) -> Array:
+        return np.concatenate([column.astype(np.int64), rest.astype(np.int64)])
+
+    recording.tables["totals"] = Table("totals", {
+        "process": both(process, extra[:, 0]), "thread": both(thread, none), "stream": both(stream, none),
+        "name": both(name_of[slots["call"]], name_of[extra[:, 1]]),
+        "kind": both(kinds[slots["call"]], kinds[extra[:, 1]]),
+        "direction": both(slots["direction"] & 15, zero), "memory": both(slots["direction"] >> 4, zero),
+        "calls": both(slots["count"], extra[:, 2]), "copies": both(slots["copies"], extra[:, 2]),
+        "bytes": both(slots["bytes"], extra[:, 3]), "dur_ns": both(slots["dur_ns"], extra[:, 4]),
+        "max_ns": both(slots["max_ns"], zero), "errors": both(slots["errors"], zero),
+    })  # fmt: skip
+    recording.histograms = np.concatenate([slots["histogram"].astype(np.int64), np.zeros((len(extra), 128), np.int64)])
+
+
+def _stacks(recording: Recording, processes: list[_Process], shifts: list[int], names: Names) -> None:
+    columns: dict[str, list[int]] = {n: [] for n in ("time_ns", "process", "thread", "blocked_ns", "gil", "stack")}
+    how: set[str] = set()
+    for row, (process, shift) in enumerate(zip(processes, shifts, strict=True)):
+        for line in _lines(process.folder / f"stacks-{process.pid}.jsonl"):
+            at = _ns(line.get("t_ns"))
+            if not process.start_ns <= at <= process.end_ns + 60_000_000_000:
+                continue
+            how.add(str(line.get("how")))
+            for thread in line.get("threads") or []:
+                blocked = thread.get("thread") == line.get("thread")
+                columns["time_ns"].append(at + shift)
+                columns["process"].append(row)
+                columns["thread"].append(_ns(thread.get("thread")))
+                columns["blocked_ns"].append(_ns(line.get("blocked_ns")) if blocked else 0)
+                columns["gil"].append(1 if thread.get("gil") else 0)
+                columns["stack"].append(names.add("\n".join(map(str, thread.get("frames") or []))))
+    if columns["time_ns"]:
+        recording.tables["stacks"] = Table("stacks", {name: np.array(values) for name, values in columns.items()})
+    if "in-process" in how:
+        recording.notes.append("stacks were taken by the processes themselves, because py-spy was not permitted: who "
+                               "holds the GIL is not known, and a process that holds it while blocked cannot answer"
+                               )  # fmt: skip
+
+
+def _samples(recording: Recording, processes: list[_Process], shifts: list[int], names: Names) -> None:
+    """device.jsonl: a line a sample, `t_ns`, `device`, and a number for each metric."""
+    columns: dict[str, list[Any]] = {name: [] for name in ("time_ns", "process", "device", "metric", "value")}
+    shift_of = {process.folder: shift for process, shift in zip(processes, shifts, strict=True)}
+    for folder, shift in shift_of.items():
+        for line in _lines(folder / "device.jsonl"):
+            for metric, value in line.items():
+                if metric in ("t_ns", "device") or isinstance(value, bool) or not isinstance(value, (int, float)):
+                    continue
+                columns["time_ns"].append(_ns(line.get("t_ns")) + shift)
+                columns["process"].append(-1)
+                columns["device"].append(_ns(line.get("device", 0)))
+                columns["metric"].append(names.add(metric))
+                columns["value"].append(float(value))
+    if columns["time_ns"]:
+        recording.tables["samples"] = sorted_table("samples", {k: np.array(v) for k, v in columns.items()}, "time_ns")
