@@ -53,7 +53,7 @@ print("ANSWER", json.dumps({"import_s": imported - begin, "work_s": done - impor
 
 
 def generate(path: Path, events: int, streams: int = 8, cap: int = 1022, seed: int = 7) -> int:
-    """A Kineto trace of `events` events, half calls and half copies, whose queues hold `cap`; returns the time lost (ns).
+    """A Kineto trace of `events` events, half of them calls; returns the time lost to full queues (ns).
 
     Each stream has a thread. A call costs 4 to 6 us and, entered with `cap` outstanding, waits for the oldest copy;
     copies take 15 to 25 us, one after the other, for 2,000 calls of each 3,000, then the thread pauses until all is
@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--venvs", type=Path, required=True, help="folder of the rivals' environments, made if absent")
     parser.add_argument("--events", type=int, nargs="*", default=[1_000_000, 4_000_000], help="generated traces")
     parser.add_argument("--keep", type=Path, help="folder for generated traces (default: temporary)")
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each tool on traces below 10 MB; larger: one")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each tool; large traces: one")
     parser.add_argument("--tools", nargs="*", default=list(TOOLS), choices=[*TOOLS, []])
     parser.add_argument("--json", type=Path, help="write all figures there")
     options = parser.parse_args()

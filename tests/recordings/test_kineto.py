@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvprobe.errors import RecordingError
-from kvprobe.recordings import kineto, open_recording
-from kvprobe.recordings.model import CallKind, Direction, Engine, Label, Memory, RangeStyle
+from kvprobe.recordings import kineto, kineto_scan, open_recording
+from kvprobe.recordings.model import SCHEMAS, CallKind, Direction, Engine, Label, Memory, RangeStyle
 
 
 def count(recording, name):
@@ -26,6 +26,30 @@ EXPECTED = {  # name: copies, launches, executions, ranges; counted with the jso
 }
 
 
+@pytest.fixture(params=["native", "msgspec"])
+def either(request, monkeypatch):
+    """The test runs with the native scanner and with the one that stands in for it."""
+    if request.param == "msgspec":
+        monkeypatch.setattr(kineto, "scanner", lambda categories: None)
+    elif kineto_scan.scanner(()) is None:
+        pytest.skip("the native library was not built")
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_both_scanners_read_the_same(shared, monkeypatch, name):
+    native = shared.open(name)
+    monkeypatch.setattr(kineto, "scanner", lambda categories: None)
+    other = open_recording([shared.path(name)])
+    for kind, table in native.tables.items():
+        assert table.rows == other.tables[kind].rows
+        for column, dtype in SCHEMAS[kind].items():
+            a, b = table[column].tolist(), other.tables[kind][column].tolist()
+            if dtype == "name":
+                a, b = [native.text(i) for i in a], [other.text(i) for i in b]
+            assert a == b, (kind, column)
+    assert native.notes == other.notes and native.machine == other.machine
+
+
 @pytest.mark.parametrize("name", EXPECTED)
 def test_calls_are_counted_as_the_file_has_them(shared, name):
     r = shared.open(name)
@@ -33,7 +57,7 @@ def test_calls_are_counted_as_the_file_has_them(shared, name):
 
 
 @pytest.mark.parametrize("name", ["v100", "b200", "resnet50"])
-def test_every_event_is_read_to_the_nanosecond(shared, name):
+def test_every_event_is_read_to_the_nanosecond(either, shared, name):
     text = gzip.decompress(shared.path(name).read_bytes()).decode()
     # Numbers kept as text: what the json module makes of 1712195495519689.047 is a quarter of a microsecond off.
     document = json.loads(text, parse_float=str)
@@ -96,7 +120,7 @@ def write(path, events, before=None, after=None, indent=None):
     return path
 
 
-def test_a_batch_call_without_a_name_is_known_by_its_callback_id(tmp_path):
+def test_a_batch_call_without_a_name_is_known_by_its_callback_id(either, tmp_path):
     events = [event("INVALID", cbid=cbid, correlation=cbid) for cbid in (482, 483, 509, 510, 409)]
     events.append(event("INVALID", cat="cuda_driver", cbid=796, correlation=796))
     r = open_recording([write(tmp_path / "t.json", events)])
@@ -107,7 +131,7 @@ def test_a_batch_call_without_a_name_is_known_by_its_callback_id(tmp_path):
 
 @pytest.mark.parametrize("indent", [None, 0, 2])
 @pytest.mark.parametrize("chunk", [64, 333, 1 << 20])
-def test_where_the_text_is_cut_makes_no_difference(tmp_path, monkeypatch, indent, chunk):
+def test_where_the_text_is_cut_makes_no_difference(either, tmp_path, monkeypatch, indent, chunk):
     monkeypatch.setattr(kineto, "_CHUNK", chunk)
     nasty = 'quote " brace },{"ph":"X" ]} \\" bracket ] \u20ac'
     events = [event(nasty, cat="cpu_op", ts=float(i), note=[{"name": nasty}, {"ph": nasty}, []]) for i in range(40)]
@@ -124,14 +148,14 @@ def test_where_the_text_is_cut_makes_no_difference(tmp_path, monkeypatch, indent
     assert not [note for note in r.notes if "cut off" in note]
 
 
-def test_a_list_without_a_document_around_it_is_read(tmp_path):
+def test_a_list_without_a_document_around_it_is_read(either, tmp_path):
     path = tmp_path / "t.json"
     path.write_text(json.dumps([event(correlation=1), event(correlation=2)]))
     assert open_recording([path]).calls.rows == 2
 
 
 @pytest.mark.parametrize("digits", ["1712195495519689.047", "1712195495519689.5", "1712195495519689", "12.3456", "1e3"])
-def test_times_are_exact_whatever_their_writing(tmp_path, digits):
+def test_times_are_exact_whatever_their_writing(either, tmp_path, digits):
     text = json.dumps({"traceEvents": [event(ts="TS"), event(ts="1712195495519690.001")]})
     path = tmp_path / "t.json"
     path.write_text(text.replace('"TS"', digits).replace('"1712195495519690.001"', "1712195495519690.001"))
@@ -145,7 +169,7 @@ def test_times_are_exact_whatever_their_writing(tmp_path, digits):
     assert abs(int(open_recording([path]).calls["start_ns"].min()) - expected) <= (1 if digits == "12.3456" else 0)
 
 
-def test_a_truncated_file_gives_what_was_complete_and_says_so(tmp_path, shared):
+def test_a_truncated_file_gives_what_was_complete_and_says_so(either, tmp_path, shared):
     whole = shared.path("resnet50").read_bytes()
     path = tmp_path / "cut.json.gz"
     path.write_bytes(whole[: len(whole) // 2])
@@ -154,7 +178,7 @@ def test_a_truncated_file_gives_what_was_complete_and_says_so(tmp_path, shared):
     assert any("cut off" in note for note in r.notes)
 
 
-def test_single_damaged_events_cost_only_themselves(tmp_path):
+def test_single_damaged_events_cost_only_themselves(either, tmp_path):
     events = [event(correlation=1), event(correlation="x" * 5), {"no": "phase"}, event(correlation=2)]
     r = open_recording([write(tmp_path / "t.json", events)])
     assert r.calls["correlation"].tolist() == [1, 2]
@@ -164,7 +188,7 @@ def test_single_damaged_events_cost_only_themselves(tmp_path):
 @pytest.mark.parametrize(
     "text", ["", "{", "[", "nonsense", "{}", '{"traceEvents": 3}', '{"traceEvents": [', "[1,2", "\0" * 100]
 )
-def test_foreign_files_are_refused_in_one_line(tmp_path, text):
+def test_foreign_files_are_refused_in_one_line(either, tmp_path, text):
     path = tmp_path / "t.json"
     path.write_text(text)
     with pytest.raises(RecordingError) as error:

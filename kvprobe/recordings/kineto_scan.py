@@ -1,0 +1,156 @@
+"""The native scanner of Kineto events, through ctypes; optional: without it the reader decodes with msgspec.
+
+It is loaded from its file and shares nothing with the other native libraries, so reading a recording never needs them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kvprobe.recordings.model import Array
+
+__all__ = ["BROKEN", "END", "META", "MORE", "ROW", "Scanner", "scanner"]
+
+MORE, END, FULL, BROKEN, MEMORY = range(5)
+META = 255
+_ROOM = 8192
+_LIBRARY = Path(__file__).parents[1] / "native" / "lib" / "libkvprobe_trace.so"
+
+# kvt_row of native/trace/kineto.c
+ROW = np.dtype([("start_ns", "i8"), ("dur_ns", "i8"), ("pid", "i8"), ("tid", "i8"), ("correlation", "i8"),
+                 ("bytes", "i8"), ("graph", "i8"), ("stream", "i4"), ("device", "i4"), ("channel", "i4"), ("count", "i4"),
+                 ("cbid", "i4"), ("name", "i4"), ("label", "i4"), ("category", "u1"), ("pad", "V3")])  # fmt: skip
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """The library; None where it was not built, or is of another layout."""
+    try:
+        library = ctypes.CDLL(str(_LIBRARY))
+        size, pointer = ctypes.c_size_t, ctypes.c_void_p
+        library.kvt_row_bytes.restype = size
+        if library.kvt_row_bytes() != ROW.itemsize:
+            return None
+        library.kvt_open.restype = pointer
+        library.kvt_close.argtypes = [pointer]
+        library.kvt_want.argtypes = [pointer, ctypes.c_char_p, ctypes.c_uint8]
+        library.kvt_scan.argtypes = [pointer, pointer, size, pointer, size, ctypes.POINTER(size), ctypes.POINTER(size)]
+        library.kvt_bad.argtypes, library.kvt_bad.restype = [pointer], ctypes.c_uint64
+        library.kvt_names.argtypes, library.kvt_names.restype = [pointer], ctypes.c_uint32
+        library.kvt_categories.argtypes, library.kvt_categories.restype = [pointer], ctypes.c_uint32
+        length = ctypes.POINTER(ctypes.c_uint32)
+        library.kvt_name.argtypes, library.kvt_name.restype = [pointer, ctypes.c_uint32, length], pointer
+        library.kvt_category.argtypes = [pointer, ctypes.c_uint32, length, ctypes.POINTER(ctypes.c_uint64)]
+        library.kvt_category.restype = pointer
+    except (OSError, AttributeError):
+        return None
+    return library
+
+
+def scanner(categories: Sequence[str]) -> Scanner | None:
+    """A scanner that gives the events of these categories (code: position + 1); None where there is no library."""
+    library = _library()
+    return Scanner(library, categories) if library is not None else None
+
+
+class Scanner:
+    """Scans one trace, piece by piece; its names live as long as it."""
+
+    def __init__(self, library: ctypes.CDLL, categories: Sequence[str]) -> None:
+        self._library = library
+        self._state = library.kvt_open()
+        if not self._state:
+            raise MemoryError("no memory for the scanner")
+        self._wanted = len(categories)
+        for code, category in enumerate(categories, 1):
+            if library.kvt_want(self._state, category.encode(), code):
+                raise MemoryError("no memory for the scanner")
+        self._rows = np.zeros(_ROOM, dtype=ROW)
+        self._texts: list[str] = []
+        self._maps: dict[int, Array] = {}
+
+    def __del__(self) -> None:
+        if getattr(self, "_state", None):
+            self._library.kvt_close(self._state)
+            self._state = None
+
+    def scan(self, text: bytes, take: Callable[[Array], None], last: bool) -> tuple[int, int]:
+        """Hands rows of the events in `text` to `take`; returns how it ended and the bytes that are done with.
+
+        The rows are valid until `take` returns. Whether the text is the `last` makes no difference here.
+        """
+        address = ctypes.cast(ctypes.c_char_p(text), ctypes.c_void_p).value or 0
+        done = 0
+        written, consumed = ctypes.c_size_t(), ctypes.c_size_t()
+        while True:
+            state = self._library.kvt_scan(
+                self._state,
+                address + done,
+                len(text) - done,
+                self._rows.ctypes.data,
+                _ROOM,
+                ctypes.byref(written),
+                ctypes.byref(consumed),
+            )
+            done += consumed.value
+            if state == MEMORY:
+                raise MemoryError("no memory for the names of a trace")
+            if written.value:
+                take(self._rows[: written.value])
+            if state != FULL:
+                return state, done
+
+    def text(self, number: int) -> str:
+        """The text of a name."""
+        number = int(number)
+        while len(self._texts) <= number:
+            length = ctypes.c_uint32()
+            at = self._library.kvt_name(self._state, len(self._texts), ctypes.byref(length))
+            self._texts.append(_unescaped(ctypes.string_at(at, length.value)))
+        return self._texts[number]
+
+    def indexes(self, numbers: Array, index: Mapping[str, int]) -> Array:
+        """What `index` (a dict that makes its entries) has for each name, (len(numbers),) int32."""
+        known = self._maps.get(id(index))
+        count = self._library.kvt_names(self._state)
+        if known is None or len(known) < count:
+            grown = np.full(max(count * 2, 1024), -1, dtype=np.int32)
+            if known is not None:
+                grown[: len(known)] = known
+            known = self._maps[id(index)] = grown
+        out = known[numbers]
+        if (out < 0).any():
+            for number in np.unique(numbers[out < 0]).tolist():
+                known[number] = index[self.text(number)]
+            out = known[numbers]
+        return out
+
+    def bad(self) -> int:
+        """Events that were damaged."""
+        return int(self._library.kvt_bad(self._state))
+
+    def skipped(self) -> dict[str, int]:
+        """Number of events of each category that was not asked for."""
+        out: dict[str, int] = {}
+        length, count = ctypes.c_uint32(), ctypes.c_uint64()
+        for slot in (*range(self._wanted, self._library.kvt_categories(self._state)), 63):
+            at = self._library.kvt_category(self._state, slot, ctypes.byref(length), ctypes.byref(count))
+            if at and count.value:
+                out[_unescaped(ctypes.string_at(at, length.value))[:40] or "uncategorised"] = count.value
+        return out
+
+
+def _unescaped(raw: bytes) -> str:
+    text = raw.decode("utf-8", "replace")
+    if "\\" in text:
+        try:
+            return str(json.loads(f'"{text}"', strict=False))
+        except ValueError:
+            pass
+    return text
