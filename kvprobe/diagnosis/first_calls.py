@@ -5,7 +5,8 @@ its code (`CUDA_MODULE_LOADING=LAZY`, the default since CUDA 12.2), a first stre
 wait for the same lock meanwhile.
 
 Signature: the call is the first of its name in the process, or the first launch of its kernel, it is at least ten times
-as long as the others of its name, and the queue is not what it waited for (memory calls also come before the work); or the recorder labels it (lazy loading, JIT).
+as long as the others of its name, and the queue is not what it waited for (memory calls also come before the work);
+or the recorder labels it (lazy loading, JIT).
 
 Predicted saving: all of it for a process that warms up before it serves.
 """
@@ -46,7 +47,7 @@ def _unlike_the_rest(frame: Frame, row: int) -> bool:
 def find(frame: Frame) -> Finding | None:
     """First calls and labelled lazy loading."""
     excess = frame.excess_ns
-    slow = (excess > SLOW_NS) & (excess > 9 * frame.usual_ns) & (frame.kind != CallKind.SYNC)
+    slow = frame.slow & (excess > 9 * frame.usual_ns) & (frame.kind != CallKind.SYNC)
     if not slow.any():
         return None
     names = frame.process.astype(np.int64) * (len(frame.recording.names) + 1) + frame.name

@@ -257,6 +257,12 @@ class Frame:
         return excess
 
     @cached_property
+    def slow(self) -> Array:
+        """Mask of calls that took at least SLOW_NS, most of it more than such a call usually takes."""
+        mask: Array = (self.dur > SLOW_NS) & (2 * self.excess_ns > self.dur)
+        return mask
+
+    @cached_property
     def launching_lanes(self) -> Array:
         """Lanes that launch kernels or graphs: the threads a model runs on."""
         return np.unique(self.lane[(self.kind == CallKind.LAUNCH) | (self.kind == CallKind.GRAPH)])

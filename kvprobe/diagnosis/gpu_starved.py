@@ -6,8 +6,8 @@ device, so it runs dry; nothing in CUDA is slow.
 Signature: the device executes nothing, the launch that ends the gap was made after the gap had begun (the queue was
 empty, which is the opposite of a full one: a long time between launch and start of a kernel is not starvation), and the
 launching thread was in no CUDA call meanwhile. Gaps of at least 200 us; shorter ones, one for each launch, belong to
-`python_or_gil_bound`, as do gaps with evidence of the interpreter. Named from a tenth of the span on: every program has
-some. Gaps of more than a second are left out: a server without requests is idle too.
+`python_or_gil_bound`, as do gaps with evidence of the interpreter. Named from five gaps and a tenth of the span on:
+every program has some. Gaps of more than a second are left out: a server without requests is idle too.
 
 Time lost: the part of these gaps in which the thread was in no CUDA call. Predicted saving: the same, with the next
 step prepared while the last one runs.
@@ -23,7 +23,7 @@ from kvprobe.diagnosis.gaps import idle_gaps
 from kvprobe.diagnosis.python_or_gil_bound import explained
 
 CAUSE = "gpu_starved"
-LONG_NS, LEAST_SHARE = 200_000, 0.10
+LONG_NS, LEAST_SHARE, MANY = 200_000, 0.10, 5
 
 
 def find(frame: Frame) -> Finding | None:
@@ -32,7 +32,7 @@ def find(frame: Frame) -> Finding | None:
     mine = (gaps.host_ns >= LONG_NS) & ~explained(frame, gaps)
     lost = int(gaps.host_ns[mine].sum())
     span = frame.span_ns * max(len(np.unique(gaps.process)), 1)
-    if not mine.any() or lost < LEAST_SHARE * span:
+    if mine.sum() < MANY or lost < LEAST_SHARE * span:
         return None
     calls, ns = gaps.call[mine], gaps.host_ns[mine]
     where = frame.places(calls, ns)

@@ -4,8 +4,8 @@ Mechanism: a stream takes about a thousand submissions (1,021 on an H200, 1,022 
 H100). The next call blocks until the device has made room, so a call that costs a microsecond takes as long as the
 operation in front of the queue, on the thread that submits.
 
-Signature (all three, `recordings.occupancy`): depths that stop at a plateau, calls that cost more there than below it,
-returns that follow the stream's progress more closely than chance. Or the recorder's own label (CUPTI since CUDA 12.4:
+Signature: all three of (see `recordings.occupancy`) depths that stop at a plateau, calls that cost more there than
+below it, returns that follow the stream's progress more closely than chance. Or the recorder's own label (CUPTI since CUDA 12.4:
 command buffer full), which is used where it is there and compared with the inference. Deep and cheap is healthy; slow
 and shallow is another cause. Where one of the three is missing this abstains and says which.
 
@@ -70,6 +70,8 @@ def cliff(frame: Frame, rows: Array) -> Chart:
 
 def _abstain(frame: Frame, found: Full) -> Finding | None:
     rows = found.open_rows[frame.host.free_ns[found.open_rows] > 0]
+    if len(rows) < 3:
+        return None
     return frame.host_finding(
         CAUSE, "A full launch queue is possible: {calls} calls at the deepest took {lost} longer", "cannot tell", rows,
         frame.excess_ns[rows], saving=0.0, severity="info", chart=cliff(frame, rows) if len(rows) else None,
@@ -143,6 +145,7 @@ def find(frame: Frame) -> Finding | None:
         ]
     return frame.host_finding(
         CAUSE, "The launch queue was full: {calls} submissions blocked for {lost}",
-        "likely" if found.how == "inferred" or found.regular else "certain", rows, ns, evidence=evidence, cure=cure, saving=saving,
+        "likely" if found.how == "inferred" or found.regular else "certain", rows, ns,
+        evidence=evidence, cure=cure, saving=saving,
         reason="depth is a soft count while graphs are in the queue" if graphs else "", chart=cliff(frame, rows),
     )  # fmt: skip

@@ -26,7 +26,7 @@ def find(frame: Frame) -> Finding | None:
     if not cover.total_ns:
         return None
     excess = frame.excess_ns
-    rows = np.flatnonzero((excess > SLOW_NS) & (frame.kind != CallKind.SYNC))
+    rows = np.flatnonzero(frame.slow & (frame.kind != CallKind.SYNC))
     overlap = cover.within(frame.start[rows], frame.end[rows])
     rows, overlap = rows[overlap > 0], overlap[overlap > 0]
     # A call that a flush delays waits for the flush's lock and then works through what queued up behind it.

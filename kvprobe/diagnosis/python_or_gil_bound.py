@@ -4,7 +4,7 @@ Mechanism: each launch costs Python and framework work; where kernels are shorte
 one. Or the thread waits for the interpreter's lock while another thread computes in Python (it gets it back after the
 switch interval, 5 ms), or garbage is collected.
 
-Signature, any of:
+Signature: any of
  - many short gaps (each launch pays): at least 64 gaps below 200 us that take a tenth of the span or more;
  - long gaps whose lengths gather at the interpreter's switch interval (4.5 to 8 ms, at least 8 and most of the long
    ones): another thread holds the lock, and all long gaps are put down to it;

@@ -36,6 +36,7 @@ class Full:
         ceiling: the depth at which a queue was full, by stream row; of a channel, by its first stream.
         how: "labels", "plateau" or "inferred".
         regular: some were accepted because they return with a constant delay, not because they return at once.
+        crowded: streams whose channel was full, with the depth a single stream would take.
         channel_total: deepest that streams sharing a channel were together; 0 where that was not needed.
         channels_how: how sharing is known.
         open_reason: why a queue that might have been full could not be told; "" where none.
@@ -51,6 +52,7 @@ class Full:
     channel_streams: int = 0
     channels_how: str = ""
     regular: bool = False
+    crowded: dict[int, int] = field(default_factory=dict)
     open_reason: str = ""
     open_rows: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
@@ -111,19 +113,23 @@ def _shared_channels(frame: Frame, own: Occupancy, result: Full) -> tuple[Array,
         shared = occupancy(pooled, by_channel=True)
         result.channels_how = "inferred: all copy streams of a direction together stop at one depth"
     rows_out, ns_out = [], []
+    result.crowded = {}
     full_depth = recording.machine.get("queue_depth")
     for queue in shared.streams:
-        users = np.unique(frame.stream[queue.calls[queue.blocked]])
-        if queue.verdict != "saturated" or len(queue.streams) < 2 or len(users) < 2:
+        if len(queue.streams) < 2:
             continue
-        rows, ns = queue.calls[queue.blocked], queue.blocked_ns[queue.blocked]
-        limit = queue.ceiling if known else int(full_depth or 1_000)
+        rows, ns = _near_the_top(frame, queue) if queue.verdict == "saturated" else _regular(frame, queue)
+        users = np.unique(frame.stream[rows])
+        if len(users) < 2:
+            continue
+        limit = int(queue.depth.max()) if known else int(full_depth or 1_000)
         roomy = own.depth[rows] < 0.9 * limit
         if not known and 2 * roomy.sum() < len(roomy):
             continue
         if known or roomy.any():
-            result.channel_total = max(result.channel_total, queue.ceiling)
+            result.channel_total = max(result.channel_total, int(queue.depth.max()))
             result.channel_streams = max(result.channel_streams, len(users))
+        result.crowded.update({int(stream): limit for stream in queue.streams})
         rows_out.append(rows[roomy])
         ns_out.append(ns[roomy])
     if not rows_out:
@@ -186,11 +192,11 @@ def full(frame: Frame) -> Full:
             rows, ns = _near_the_top(frame, queue)
         else:
             rows, ns = _lonely(frame, queue)
-            if queue.verdict == "cannot tell" and not len(rows):
+            if not len(rows):
                 rows, ns = _regular(frame, queue)
                 result.regular |= bool(len(rows))
             if queue.verdict == "cannot tell" and not result.open_reason and not len(rows):
-                slow = queue.calls[(frame.excess_ns[queue.calls] > 60_000) & (queue.depth > 0.9 * queue.depth.max())
+                slow = queue.calls[(frame.slow[queue.calls]) & (queue.depth > 0.9 * queue.depth.max())
                                    & (frame.memory[queue.calls] != Memory.PAGEABLE)
                                    & (frame.kind[queue.calls] != CallKind.GRAPH)]  # fmt: skip
                 result.open_reason, result.open_rows = queue.reason, slow[~np.isin(slow, rows)]
@@ -199,6 +205,13 @@ def full(frame: Frame) -> Full:
         if not len(rows):
             continue
         result.queues.append(queue)
+        # What blocked in a crowded channel with room on its own stream, by whichever analysis, is the channel's.
+        if queue.stream in result.crowded:
+            roomy = own.depth[rows] < 0.9 * result.crowded[queue.stream]
+            rows_of["channels"].append(rows[roomy])
+            ns_of["channels"].append(ns[roomy])
+            taken[rows[roomy]] = True
+            rows, ns = rows[~roomy], ns[~roomy]
         alias = _by_other_thread(frame, queue, rows)
         still = np.minimum(_standing_still(frame, queue, rows), ns) if frame.recording.has_executions else 0 * ns
         still[alias] = 0
@@ -221,8 +234,8 @@ def full(frame: Frame) -> Full:
 def _near_the_top(frame: Frame, queue: StreamOccupancy) -> tuple[Array, Array]:
     """The blocked calls of a full queue, and those a little below its plateau that waited in the same way.
 
-    Where room is handed on late (in chunks, or by a scheduler that was itself held up), the operations that ended in the
-    meantime make the queue look less full than the caller found it.
+    Where room is handed on late (in chunks, or by a scheduler that was itself held up), the operations that ended in
+    the meantime make the queue look less full than the caller found it.
     """
     rows, ns = queue.calls[queue.blocked], queue.blocked_ns[queue.blocked]
     if queue.ceiling_how != "plateau" or queue.graphs:
@@ -258,26 +271,36 @@ def _lonely(frame: Frame, queue: StreamOccupancy) -> tuple[Array, Array]:
 
 
 def _regular(frame: Frame, queue: StreamOccupancy) -> tuple[Array, Array]:
-    """Slow calls at the top that return with one delay after an operation of their stream has ended.
+    """Slow calls at the top whose alignment is not at once, but is otherwise borne out.
 
     A queue whose room is handed on by a software scheduler returns tens of microseconds after the device moved on,
-    which a fixed tolerance takes for chance. Chance would spread the delays over the whole time between two ends; a full
-    queue gathers them.
+    which a fixed tolerance takes for chance. Accepted is a step (most calls at the top are slow, few below it are)
+    where either the top is the depth that was calibrated on this machine (a multiple of it, for several channels taken
+    together), or the delays after the last end gather at
+    one value: chance would spread them over the whole time between two ends.
     """
     none = np.zeros(0, dtype=np.int64)
-    if queue.graphs or len(queue.ends) < 16:
-        return none, none
     deepest = int(queue.depth.max(initial=0))
-    excess = frame.excess_ns[queue.calls]
-    chosen = (queue.depth >= deepest - max(4, round(0.015 * deepest))) & (frame.memory[queue.calls] != Memory.PAGEABLE)
-    rows = queue.calls[chosen & (excess > 3 * frame.usual_ns[queue.calls] + 10_000)]
-    if len(rows) < 16 or 2 * len(rows) < chosen.sum() or deepest < DEEP_ENOUGH:
+    fact = frame.recording.machine.get("queue_depth") or None
+    if queue.graphs or len(queue.ends) < 16 or deepest < (0.9 * float(fact) if fact else DEEP_ENOUGH):
         return none, none
+    excess, usual = frame.excess_ns[queue.calls], frame.usual_ns[queue.calls]
+    judged = frame.memory[queue.calls] != Memory.PAGEABLE
+    top = judged & (queue.depth >= deepest - max(4, round(0.015 * deepest)))
+    slow = excess > 3 * usual + 10_000
+    rows = queue.calls[top & slow]
+    below = judged & (queue.depth < 0.8 * deepest)
+    if len(rows) < 16 or 2 * len(rows) < top.sum() or slow[below].mean() > 0.1:
+        return none, none
+    channels = max(1, round(deepest / float(fact))) if fact else 0
+    near = fact is not None and abs(deepest - channels * float(fact)) <= 0.1 * channels * float(fact)
+    if near and (channels == 1 or len(queue.streams) > 1):
+        return rows, frame.excess_ns[rows]
     at = np.searchsorted(queue.ends, frame.end[rows], "right")
     inside = (at > 0) & (at < len(queue.ends))
     delay = frame.end[rows][inside] - queue.ends[at[inside] - 1]
     between = queue.ends[at[inside]] - queue.ends[at[inside] - 1]
-    if len(delay) < 16 or np.median(between) <= 0:
+    if len(delay) < 16:
         return none, none
     phase = delay / np.maximum(between, 1) * 2 * np.pi
     gathered = float(np.hypot(np.cos(phase).mean(), np.sin(phase).mean()))  # 0 by chance, 1 for one constant delay

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Evidence, Finding
-from kvprobe.diagnosis.frame import SLOW_NS, Frame, ms
+from kvprobe.diagnosis.frame import Frame, ms
 
 CAUSE = "unexplained"
 
@@ -19,9 +19,8 @@ CAUSE = "unexplained"
 def find(frame: Frame) -> Finding | None:
     """What is left of slow submissions."""
     left = np.minimum(frame.host.free_ns, frame.excess_ns)
-    slow = frame.submits & (left > SLOW_NS) & (frame.host.owner < 0)
-    rows = np.flatnonzero(slow)
-    if not len(rows):
+    rows = np.flatnonzero(frame.submits & frame.slow & (frame.host.owner < 0))
+    if len(rows) < 2:  # one slow call in a recording is an accident
         return None
     lost = int(left[rows].sum())
     deep = frame.occupancy.depth[rows]

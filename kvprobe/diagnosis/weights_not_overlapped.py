@@ -5,9 +5,9 @@ first waits for its bytes and then computes. With a prefetch of one layer the tw
 
 Signature: host-to-device copies that are weights, of which most of the time runs without a kernel of the same process
 beside it, while that process has kernels to hide them. What makes a copy a weight: the same source is loaded again and
-again (a forward after a forward), and not redundantly; or, where a recording has no addresses, ranges
-around the calls that say so (weight, param, layer, offload, prefetch, fsdp), or a repeating sequence of sizes of at
-least 1 MiB.
+again (a forward after a forward), not redundantly, and at least 1 MiB a round; or, where a recording has no addresses,
+ranges around the calls that say so (weight, param, layer, offload, prefetch, fsdp), or a repeating sequence of
+sizes of at least 1 MiB.
 
 Time lost: min(copy time, compute time) - time both already run together, over the stretch of the weight copies: the
 bound of a perfect prefetch is max(copy, compute). Predicted saving: the same.
@@ -42,6 +42,9 @@ def _weights(frame: Frame, rows: Array) -> tuple[Array, str]:
         times = np.bincount(group) - 1  # how often each was loaded again; what is redundant has been taken out
         weights = np.zeros(len(rows), dtype=bool)
         weights[order] = (times >= 2)[group] & (source[order] != 0)
+        cycle = rows[order][new & weights[order]]
+        if len(cycle) < 2 or int(table["bytes"][cycle].sum()) < 1 << 20:  # a scratch buffer, filled again and again
+            return rows[:0], ""
         return rows[weights], "the same sources are loaded again and again"
     if frame.recording.ranges.rows and known.any():
         sample = np.flatnonzero(known)[:: 1 + int(known.sum()) // 300]

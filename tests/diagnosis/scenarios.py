@@ -4,7 +4,7 @@ Each scenario returns a `Played`: the recording as a profiler would have made it
 computed from what the runtime traced about itself (why and how long each call was blocked), which the recording does
 not contain. Nothing is assumed of the machine: truth is measured in the same run.
 
-Copies of the queue's scenarios take a quarter of a millisecond each: the runtime's engines keep a schedule, and on a
+Copies where the queue matters take a quarter of a millisecond each: the runtime's engines keep a schedule, and on a
 busy machine they hand out room up to a millisecond later than the schedule says an operation ended; a few operations
 more or less are within the plateau's band.
 """
@@ -15,7 +15,7 @@ import ctypes as ct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,14 +33,14 @@ from hostruntime import (
     recording_of,
 )
 
+from kvprobe.diagnosis.finding import Finding
 from kvprobe.diagnosis.intervals import Cover
 from kvprobe.recordings.model import Recording
 
 Records = npt.NDArray[Any]
 KiB, MiB = 1 << 10, 1 << 20
-RATE = 4e9  # bytes per second of each direction, unless a scenario says otherwise
-SLOW = 1e9  # where the queue fills: 256 KiB take 262 us
-BLOCK = 256 * KiB
+RATE = 1e9  # bytes per second of each direction, unless a scenario says otherwise
+BLOCK = 256 * KiB  # 262 us
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Played:
     recording: Recording
     truth: dict[str, int]
     records: Records
-    notes: dict[str, Any] = field(default_factory=dict)
+    optional: tuple[str, ...] = ()
 
 
 SCENARIOS: dict[str, Callable[[Runtime], Played]] = {}
@@ -97,11 +97,11 @@ class Stage:
         self.rt.wait(later, self.events[event])
 
     def play(self, body: Callable[[], Any], truth: Callable[[Records, Any], dict[str, int]], *, channels: bool = False,
-             **machine: Any) -> Played:  # fmt: skip
+             optional: tuple[str, ...] = (), **machine: Any) -> Played:  # fmt: skip
         records, result = self.rt.trace(body)
         recording = recording_of(self.rt, records, channels)
         recording.machine.update(machine)
-        return Played(recording, truth(records, result), records)
+        return Played(recording, truth(records, result), records, optional)
 
 
 # ---- truth from the runtime's own trace -----------------------------------------------------------------------------
@@ -131,8 +131,8 @@ def queue_ns(records: Records) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.in
 
 
 def named(**causes: int) -> dict[str, int]:
-    """Drops what is too little to be named at all."""
-    return {cause: int(ns) for cause, ns in causes.items() if ns >= 1_000_000}
+    """What was lost, without what was not."""
+    return {cause: int(ns) for cause, ns in causes.items() if ns > 0}
 
 
 # ---- the queue ------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def named(**causes: int) -> dict[str, int]:
 
 @scenario
 def loads_on_one_stream(rt: Runtime) -> Played:
-    stage = Stage(rt, h2d=SLOW)
+    stage = Stage(rt)
 
     def body() -> None:
         for _ in range(130):
@@ -152,7 +152,7 @@ def loads_on_one_stream(rt: Runtime) -> Played:
         moving, _still = queue_ns(records)
         return named(launch_queue_saturation=moving.sum())
 
-    return stage.play(body, truth)
+    return stage.play(body, truth, queue_depth=256)
 
 
 @scenario
@@ -167,12 +167,12 @@ def launches_on_one_stream(rt: Runtime) -> Played:
         moving, _still = queue_ns(records)
         return named(launch_queue_saturation=moving.sum())
 
-    return stage.play(body, truth)
+    return stage.play(body, truth, queue_depth=256)
 
 
 @scenario
 def two_saturated_streams(rt: Runtime) -> Played:
-    stage = Stage(rt, h2d=SLOW, d2h=SLOW)
+    stage = Stage(rt)
 
     def flood(stream: int, store: bool) -> Callable[[], None]:
         def go() -> None:
@@ -192,11 +192,11 @@ def two_saturated_streams(rt: Runtime) -> Played:
         moving, _still = queue_ns(records)
         return named(launch_queue_saturation=moving.sum())
 
-    return stage.play(body, truth)
+    return stage.play(body, truth, queue_depth=256)
 
 
 def _fenced(rt: Runtime, steps: int, forward_ns: int, copies: int) -> Played:
-    stage = Stage(rt, depth=128, d2h=SLOW)
+    stage = Stage(rt, depth=128)
 
     def body() -> None:
         for step in range(steps):
@@ -223,7 +223,7 @@ def store_behind_a_forward_then_saturated(rt: Runtime) -> Played:
 
 
 def _many_streams(rt: Runtime, ids: bool, **machine: Any) -> Played:
-    stage = Stage(rt, depth=128, channels=2, streams=8, h2d=SLOW)
+    stage = Stage(rt, depth=128, channels=2, streams=8)
 
     def body() -> None:
         for _ in range(70):
@@ -240,7 +240,7 @@ def _many_streams(rt: Runtime, ids: bool, **machine: Any) -> Played:
 
 @scenario
 def more_streams_than_channels_with_ids(rt: Runtime) -> Played:
-    return _many_streams(rt, True)
+    return _many_streams(rt, True, queue_depth=128)
 
 
 @scenario
@@ -250,7 +250,7 @@ def more_streams_than_channels_without_ids(rt: Runtime) -> Played:
 
 @scenario
 def new_stream_that_is_in_use(rt: Runtime) -> Played:
-    stage = Stage(rt, depth=128, h2d=SLOW)
+    stage = Stage(rt, depth=128)
     shared = stage.streams[0]
     model: dict[str, int] = {}
     filled = threading.Event()
@@ -281,12 +281,12 @@ def new_stream_that_is_in_use(rt: Runtime) -> Played:
         return named(aliased_stream=records["blocked_ns"][mine & waits].sum(),
                      launch_queue_saturation=moving[~mine].sum())  # fmt: skip
 
-    return stage.play(body, truth)
+    return stage.play(body, truth, queue_depth=128)
 
 
 @scenario
 def event_creation_behind_a_blocked_submitter(rt: Runtime) -> Played:
-    stage = Stage(rt, depth=128, d2h=SLOW)
+    stage = Stage(rt, depth=128)
 
     def offload() -> None:
         rt.launch(stage.compute, 40_000_000)
@@ -343,7 +343,7 @@ def waits_for_loads_on_the_model_thread(rt: Runtime) -> Played:
     def body() -> None:
         for step in range(12):
             for i in range(4):
-                stage.load(4 * step + i, 1 * MiB, stage.streams[0])
+                stage.load(4 * step + i, 256 * KiB, stage.streams[0])
             rt.sync(stage.streams[0])
             rt.launch(stage.compute, 2_000_000)
             rt.sync(stage.compute)
@@ -364,13 +364,13 @@ def synchronous_copies_on_the_model_thread(rt: Runtime) -> Played:
 
     def body() -> None:
         for step in range(10):
-            rt.check(rt.lib.cudaMemcpy(stage.device + step * 4 * MiB, stage.host + step * 4 * MiB, 4 * MiB, H2D))
+            rt.check(rt.lib.cudaMemcpy(stage.device + step * MiB, stage.host + step * MiB, MiB, H2D))
             rt.launch(stage.compute, 2_000_000)
             rt.sync(stage.compute)
         rt.launch(stage.compute, 100_000)
 
     def truth(records: Records, _: Any) -> dict[str, int]:
-        mine = (records["direction"] == H2D) & (records["reason"] == SYNC)
+        mine = records["direction"] == H2D
         return named(synchronisation=(records["end_ns"] - records["start_ns"])[mine].sum())
 
     return stage.play(body, truth)
@@ -426,7 +426,7 @@ def batches_of_many_descriptors(rt: Runtime) -> Played:
 
 @scenario
 def shared_prefix_loaded_by_every_request(rt: Runtime) -> Played:
-    stage = Stage(rt, depth=1021, h2d=SLOW)
+    stage = Stage(rt, depth=1021)
 
     def body() -> None:
         for request in range(5):
@@ -448,7 +448,7 @@ def shared_prefix_loaded_by_every_request(rt: Runtime) -> Played:
 
 @scenario
 def thousands_of_small_stores(rt: Runtime) -> Played:
-    stage = Stage(rt, depth=4096)
+    stage = Stage(rt, depth=4096, d2h=4e9)
     order = np.random.default_rng(2).permutation(375)
 
     def body() -> None:
@@ -459,9 +459,9 @@ def thousands_of_small_stores(rt: Runtime) -> Played:
     def truth(records: Records, _: Any) -> dict[str, int]:
         small = records["bytes"] == 4 * KiB
         took = (records["exec_end_ns"] - records["exec_start_ns"])[small].astype(np.int64)
-        return named(small_copies=(took - int(4 * KiB / RATE * 1e9)).sum())
+        return named(small_copies=(took - int(4 * KiB / 4e9 * 1e9)).sum())
 
-    return stage.play(body, truth, link_bytes_per_s=RATE)
+    return stage.play(body, truth, link_bytes_per_s=4e9)
 
 
 @scenario
@@ -472,7 +472,7 @@ def small_copy_behind_a_burst(rt: Runtime) -> Played:
         ids = []
         for step in range(4):
             for i in range(20):
-                stage.load(20 * step + i, 512 * KiB, stage.streams[0])
+                stage.load(20 * step + i, 128 * KiB, stage.streams[0])
             for i in range(3):
                 ids.append(rt.copy(stage.device + step * 4096, stage.host + (step * 8 + i) * 4096, 4096, H2D,
                                    stage.streams[1]))  # fmt: skip
@@ -512,7 +512,7 @@ def weights_copied_layer_by_layer(rt: Runtime) -> Played:
         lost = min(copying.total_ns, compute.total_ns) - copying.intersect_ns(compute)
         return named(weights_not_overlapped=lost)
 
-    return stage.play(lambda: _layers(stage, 4, 6, 4 * MiB, 900_000, False, True), truth)
+    return stage.play(lambda: _layers(stage, 4, 6, 1 * MiB, 900_000, False, True), truth)
 
 
 @scenario
@@ -523,21 +523,21 @@ def prefetch_on_a_slow_link(rt: Runtime) -> Played:
         copying, compute = ran(records, records["direction"] == H2D), ran(records, kernels(records))
         return named(link_bound=copying.total_ns - copying.intersect_ns(compute))
 
-    return stage.play(lambda: _layers(stage, 1, 15, 4 * MiB, 300_000, True, False), truth)
+    return stage.play(lambda: _layers(stage, 1, 25, 1 * MiB, 300_000, True, False), truth)
 
 
 @scenario
 def link_at_a_quarter_of_its_rate(rt: Runtime) -> Played:
-    stage = Stage(rt, h2d=1e9)
+    stage = Stage(rt, h2d=RATE / 4)
 
     def body() -> None:
         for i in range(16):
-            stage.load(i, 2 * MiB, stage.streams[0])
+            stage.load(i, 1 * MiB, stage.streams[0])
 
     def truth(records: Records, _: Any) -> dict[str, int]:
         took = (records["exec_end_ns"] - records["exec_start_ns"]).astype(np.int64)
-        loads = (records["direction"] == H2D) & (records["bytes"] == 2 * MiB)
-        return named(link_degraded=(took[loads] - int(2 * MiB / RATE * 1e9)).sum())
+        loads = (records["direction"] == H2D) & (records["bytes"] == 1 * MiB)
+        return named(link_degraded=(took[loads] - int(1 * MiB / RATE * 1e9)).sum())
 
     return stage.play(body, truth, link_bytes_per_s=RATE)
 
@@ -587,9 +587,11 @@ def python_work_before_every_launch(rt: Runtime) -> Played:
         # From one launch's return to the next one's entry the interpreter works, the explicit pause included.
         begin, end = launches["end_ns"].astype(np.int64)[:-1], start[1:]
         gaps = end - begin - busy.within(begin, end)
-        return named(python_or_gil_bound=np.maximum(gaps, 0).sum())
+        # A longer gap is the system's, which took the thread away; it counts as starvation if there are many.
+        long = gaps >= 200_000
+        return named(python_or_gil_bound=np.maximum(gaps, 0)[~long].sum(), gpu_starved=gaps[long].sum())
 
-    return stage.play(body, truth)
+    return stage.play(body, truth, optional=("gpu_starved",))
 
 
 @scenario
@@ -634,7 +636,7 @@ def _steps_with_stores(rt: Runtime, ordered: bool) -> Played:
             if ordered:
                 stage.after(stage.streams[0], stage.compute, step)
             for i in range(6):
-                stage.store(6 * step + i, 256 * KiB, stage.streams[0])
+                stage.store(6 * step + i, 64 * KiB, stage.streams[0])
 
     return stage.play(body, lambda records, _: {} if ordered else {"store_not_ordered": 0})
 
@@ -655,7 +657,7 @@ def _steps_with_loads(rt: Runtime, ordered: bool) -> Played:
     def body() -> None:
         for step in range(6):
             for i in range(6):
-                stage.load(6 * step + i, 512 * KiB, stage.streams[0])
+                stage.load(6 * step + i, 128 * KiB, stage.streams[0])
             if ordered:
                 stage.after(stage.compute, stage.streams[0], step)
             rt.launch(stage.compute, 4_000_000)
@@ -684,13 +686,13 @@ def healthy_offload_beside_a_model(rt: Runtime) -> Played:
         loads, stores = stage.streams[:2]
         for step in range(10):
             for i in range(8):
-                stage.load(8 * step + i, 256 * KiB, loads)
+                stage.load(8 * step + i, 64 * KiB, loads)
             stage.after(stage.compute, loads, 3 * step)
             for _ in range(6):
                 rt.launch(stage.compute, 600_000)
             stage.after(stores, stage.compute, 3 * step + 1)
             for i in range(4):
-                stage.store(8 * step + i, 256 * KiB, stores)
+                stage.store(8 * step + i, 64 * KiB, stores)
 
     return stage.play(body, lambda records, _: {})
 
@@ -703,7 +705,7 @@ def healthy_but_deep(rt: Runtime) -> Played:
         for _ in range(50):
             rt.launch(stage.compute, 1_000_000)
         for i in range(950):
-            stage.load(i, 64 * KiB, stage.streams[0])
+            stage.load(i, 16 * KiB, stage.streams[0])
 
     return stage.play(body, lambda records, _: {})
 
@@ -716,7 +718,7 @@ def healthy_pool_of_streams(rt: Runtime) -> Played:
         for _ in range(60):
             rt.launch(stage.compute, 1_000_000)
         for i in range(2000):
-            stage.load(i, 64 * KiB, stage.streams[i % 8])
+            stage.load(i, 16 * KiB, stage.streams[i % 8])
 
     return stage.play(body, lambda records, _: {})
 
@@ -726,7 +728,7 @@ def healthy_pool_of_streams(rt: Runtime) -> Played:
 
 @scenario
 def saturated_and_pageable(rt: Runtime) -> Played:
-    stage = Stage(rt, depth=128, h2d=SLOW)
+    stage = Stage(rt, depth=128)
     buffer = ct.create_string_buffer(4 * MiB)
     ct.memset(buffer, 1, 4 * MiB)
 
@@ -744,7 +746,7 @@ def saturated_and_pageable(rt: Runtime) -> Played:
         return named(launch_queue_saturation=moving[~chosen].sum(),
                      pageable_memory=(records["end_ns"] - records["start_ns"])[chosen].sum())  # fmt: skip
 
-    return stage.play(body, truth)
+    return stage.play(body, truth, queue_depth=128)
 
 
 @scenario
@@ -758,7 +760,7 @@ def waits_and_allocations(rt: Runtime) -> Played:
             rt.launch(stage.compute, 300_000)
         rt.sync(stage.compute)
         for step in range(8):
-            stage.load(step, 4 * MiB, stage.streams[0])
+            stage.load(step, 1 * MiB, stage.streams[0])
             rt.sync(stage.streams[0])
             rt.free_host(rt.host_alloc(4 * MiB))
             rt.launch(stage.compute, 1_500_000)
@@ -775,3 +777,26 @@ def waits_and_allocations(rt: Runtime) -> Played:
                      allocation_on_hot_path=took[took >= 20_000].sum())  # fmt: skip
 
     return stage.play(body, truth)
+
+
+# ---- scoring --------------------------------------------------------------------------------------------------------
+
+REQUIRED_NS, SLACK_NS = 2_000_000, 1_000_000
+
+
+def mistakes(played: Played, findings: list[Finding]) -> list[str]:
+    """What a diagnosis got wrong: causes missed or made up, and times off by more than 10% (or a millisecond).
+
+    A cause that really lost less than 2 ms may be named or not: it is as much as a busy machine costs by itself.
+    """
+    named_ns = {finding.cause: finding.lost_ns for finding in findings if not finding.abstains}
+    wrong = []
+    for cause, ns in played.truth.items():
+        if cause not in named_ns:
+            if (ns >= REQUIRED_NS or ns == 0) and cause not in played.optional:
+                wrong.append(f"{cause} was not named; it lost {ns / 1e6:.2f} ms")
+        elif abs(named_ns[cause] - ns) > max(ns // 10, SLACK_NS):
+            wrong.append(f"{cause} lost {ns / 1e6:.2f} ms, not {named_ns[cause] / 1e6:.2f}")
+    wrong += [f"{cause} was named with {ns / 1e6:.2f} ms, and is not there" for cause, ns in named_ns.items()
+              if cause not in played.truth]  # fmt: skip
+    return wrong

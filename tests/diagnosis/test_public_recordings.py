@@ -1,0 +1,111 @@
+"""Recordings of public projects, each with what is known to be true of it (`shared/data/README.md`)."""
+
+import pytest
+
+from kvprobe.diagnosis import diagnose
+from kvprobe.recordings import open_recording
+
+
+@pytest.fixture(scope="module")
+def found(shared_data):
+    known = {}
+
+    def of(path):
+        if path not in known:
+            known[path] = {finding.cause: finding for finding in diagnose(open_recording(shared_data / path))}
+        return known[path]
+
+    return of
+
+
+def named(findings):
+    return {cause for cause, finding in findings.items() if not finding.abstains}
+
+
+QUEUE = {"launch_queue_saturation", "fence_before_copies", "channels_exhausted", "aliased_stream"}
+V100 = "hta/ns_resolution_rank0_v100.pt.trace.json.gz"
+GRAPHS = "hta/trace_diff_test_v100.json.gz"
+H100 = "nsys-ai/h100_2gpu_1s.sqlite"
+OWL = "tracelens/h100_owlv2.json.gz"
+RESNET = "kineto/resnet50_num_workers_0_worker0.1623143089861.pt.trace.json.gz"
+
+
+def test_v100_is_saturated_at_1022_and_lost_233_ms(found):
+    finding = found(V100)["launch_queue_saturation"]
+    assert finding.confidence == "certain" and finding.severity == "critical"
+    assert finding.lost_ns == pytest.approx(233e6, rel=0.1)
+    assert any("1022 submissions" in evidence.text for evidence in finding.evidence)
+    assert len({place.thread for place in finding.where}) == 2
+
+
+def test_h100_lost_what_cupti_labels_in_each_process(found):
+    finding = found(H100)["launch_queue_saturation"]
+    assert finding.confidence == "certain" and finding.severity == "critical"
+    for process, labelled in ((0, 455.9e6), (1, 456.1e6)):
+        lost = sum(place.lost_ns for place in finding.where if place.process == process)
+        assert lost == pytest.approx(labelled, rel=0.1)
+    assert any("1135 to 1141" in evidence.text for evidence in finding.evidence)
+
+
+def test_h100_is_found_saturated_without_the_labels_too(shared_data):
+    from kvprobe.recordings.model import Table
+
+    recording = open_recording(shared_data / H100)
+    recording.tables["labels"] = Table("labels")
+    finding = next(f for f in diagnose(recording) if f.cause == "launch_queue_saturation")
+    assert not finding.abstains
+    assert finding.lost_ns == pytest.approx(912e6, rel=0.1)
+
+
+def test_graphs_in_the_queue_are_likely_or_abstained_from_and_never_counted_as_operations(found):
+    finding = found(GRAPHS)["launch_queue_saturation"]
+    assert finding.confidence in ("likely", "cannot tell")
+    assert "graph" in finding.reason
+    assert not any("1337" in evidence.text for evidence in finding.evidence)
+
+
+def test_pageable_readback_beside_the_graphs_is_named_with_its_320_ms(found):
+    finding = found(GRAPHS)["pageable_memory"]
+    assert finding.lost_ns == pytest.approx(320e6, rel=0.02)
+    assert finding.where[0].stream_name == "stream 14"
+
+
+@pytest.mark.parametrize("path, lost", [(OWL, 16.6e6), (RESNET, 12.0e6)])
+def test_deep_but_healthy_queues_are_not_named_and_their_pageable_copies_are(found, path, lost):
+    findings = found(path)
+    assert not QUEUE & set(findings)
+    assert findings["pageable_memory"].lost_ns == pytest.approx(lost, rel=0.1)
+
+
+def test_pageable_copies_and_first_calls_of_a_program_start(found):
+    findings = found("param/resnet_kineto.json.gz")
+    assert findings["pageable_memory"].lost_ns == pytest.approx(2.0e9, rel=0.1)
+    assert findings["first_calls"].lost_ns == pytest.approx((838 + 788 + 241) * 1e6, rel=0.1)
+    assert not QUEUE & set(findings)
+
+
+@pytest.mark.parametrize("path, slow", [("nsys-ai/mfu_2gpu_before.sqlite", 6), ("nsys-ai/mfu_2gpu_after.sqlite", 10)])
+def test_profiler_flushes_are_named_and_the_rest_is_abstained_from(found, path, slow):
+    findings = found(path)
+    assert not QUEUE & set(findings)
+    assert findings["profiler_overhead"].severity == "info"
+    rest = findings["unexplained"]
+    assert rest.abstains and rest.reason.startswith("cannot tell, because")
+    assert sum(place.calls for f in (findings["profiler_overhead"], rest) for place in f.where) == slow
+
+
+def test_lazy_loading_is_what_was_slow_in_a_shallow_eager_step(found):
+    findings = found("tracelens/b200_eager_trace.json.gz")
+    assert not QUEUE & set(findings)
+    assert findings["first_calls"].lost_ns == pytest.approx(211e3, rel=0.1)
+    assert findings["first_calls"].severity == "info"
+
+
+def test_a_test_program_of_2022_spends_its_time_in_allocation_and_first_calls(found):
+    findings = found("extrap/concurrent_profile16.sqlite")
+    assert not QUEUE & set(findings)
+    assert {"allocation_on_hot_path", "first_calls"} <= named(findings)
+
+
+def test_a_full_queue_is_not_taken_for_a_starved_device(found):
+    assert "gpu_starved" not in named(found(H100))
