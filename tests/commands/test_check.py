@@ -1,0 +1,57 @@
+"""`kvprobe check`: an exit code that CI can trust."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+
+def test_a_saturated_recording_breaks_its_limits(kvprobe, shared_data: Path, tmp_path: Path) -> None:
+    junit = tmp_path / "out.xml"
+    code, out, _ = kvprobe(
+        "check", shared_data / "nsys-ai/h100_2gpu_1s.sqlite",
+        "--max-blocked", "1%", "--max-submit-p99", "50us", "--no", "saturation", "--junit", junit,
+    )  # fmt: skip
+    assert code == 1
+    assert out.count("FAIL") == 3
+    suite = ElementTree.parse(junit).getroot().find("testsuite")
+    assert (suite.get("tests"), suite.get("failures")) == ("3", "3")
+    assert "launch_queue_saturation" in suite[2].find("failure").get("message")
+
+
+def test_a_healthy_recording_keeps_them(kvprobe, shared_data: Path, tmp_path: Path) -> None:
+    junit = tmp_path / "out.xml"
+    code, out, _ = kvprobe(
+        "check", shared_data / "nsys-ai/mfu_2gpu_before.sqlite", "--max-blocked", "1%", "--no", "saturation",
+        "--junit", junit,
+    )  # fmt: skip
+    assert code == 0, out
+    assert ElementTree.parse(junit).getroot().find("testsuite").get("failures") == "0"
+
+
+def test_each_limit_is_judged_by_itself(kvprobe, export: Path) -> None:
+    _, out, _ = kvprobe("check", export, "--max-submit-p50", "1s", "--max-call", "1ns", "--json")
+    said = json.loads(out)
+    assert not said["ok"]
+    assert {one["name"]: one["broken"] for one in said["limits"]} == {"max-submit-p50": False, "max-call": True}
+
+
+def test_a_time_and_a_share_say_the_same(kvprobe, export: Path) -> None:
+    codes = {limit: kvprobe("check", export, "--max-blocked", limit)[0] for limit in ("0%", "0ns", "100%", "1000s")}
+    assert codes == {"0%": 1, "0ns": 1, "100%": 0, "1000s": 0}
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--max-blocked", "much"), ("--max-submit-p99", "50"), ("--no", "weather"), ("--junit", "missing/x.xml")]
+)
+def test_a_limit_that_means_nothing_is_one_line_and_exit_code_2(
+    kvprobe, export: Path, tmp_path, monkeypatch, wrong
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = kvprobe("check", export, *wrong)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

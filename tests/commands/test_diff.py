@@ -1,0 +1,66 @@
+"""`kvprobe diff`: says what changed, and says nothing where nothing did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from kvprobe.reporting.compare import shift
+
+
+def test_a_recording_does_not_differ_from_itself(kvprobe, export: Path) -> None:
+    code, out, _ = kvprobe("diff", export, export, "--json")
+    assert code == 0
+    said = json.loads(out)
+    assert {one["what"] for one in said["findings"]} == {"same"}
+    assert {one["median"]["ratio"] for one in said["calls"]} == {1.0}
+    assert not {"slower", "faster"} & {one[figure]["verdict"] for one in said["calls"] for figure in ("median", "p99")}
+
+
+def test_what_is_known_of_a_public_pair_is_said(kvprobe, shared_data: Path) -> None:
+    pair = (shared_data / f"nsys-ai/mfu_2gpu_{side}.sqlite" for side in ("before", "after"))
+    _, out, _ = kvprobe("diff", *pair, "--json")
+    calls = {one["name"]: one for one in json.loads(out)["calls"]}
+    copies = calls["cudaMemcpyAsync"]
+    assert (copies["calls_before"], copies["calls_after"]) == (1018, 900)
+    assert copies["median"]["verdict"] == calls["cudaLaunchKernel"]["median"]["verdict"] == "slower"
+    assert 6_700 < copies["median"]["before"] < 6_900
+    assert 11_000 < copies["median"]["after"] < 11_200
+
+
+def test_a_finding_that_went_is_gone_and_one_that_came_is_new(kvprobe, export: Path, shared_data: Path) -> None:
+    healthy = shared_data / "nsys-ai/mfu_2gpu_before.sqlite"
+    for pair, word in (((export, healthy), "gone"), ((healthy, export), "new")):
+        _, out, _ = kvprobe("diff", *pair, "--json")
+        found = {one["cause"]: one["what"] for one in json.loads(out)["findings"]}
+        assert found["launch_queue_saturation"] == word
+    code, out, _ = kvprobe("diff", export, healthy)
+    assert code == 0
+    assert "gone" in out
+
+
+def walk(rng: np.random.Generator, rows: int, scale: float = 1.0) -> np.ndarray:
+    """Durations whose level wanders, as those of a real server do: neighbours resemble each other."""
+    level = np.repeat(np.exp(rng.normal(0, 0.1, rows // 50 + 1)), 50)[:rows]
+    return (rng.lognormal(np.log(5000 * scale), 0.3, rows) * level).astype(np.int64)
+
+
+def test_equal_distributions_are_rarely_called_different() -> None:
+    rng = np.random.default_rng(0)
+    wrong = sum(shift(walk(rng, 4000), walk(rng, 4000), 0.5, rng).verdict in ("slower", "faster") for _ in range(100))
+    assert wrong <= 8
+
+
+def test_a_change_of_a_fifth_is_found_and_lies_in_its_interval() -> None:
+    rng = np.random.default_rng(1)
+    found = [shift(walk(rng, 4000), walk(rng, 4000, 1.2), 0.5, rng) for _ in range(50)]
+    assert sum(one.verdict == "slower" for one in found) >= 48
+    assert sum(one.low <= 1.2 <= one.high for one in found) >= 43
+
+
+def test_few_calls_are_not_compared(kvprobe, shared_data: Path) -> None:
+    one = shared_data / "extrap/concurrent_profile16.sqlite"
+    _, out, _ = kvprobe("diff", one, one, "--json")
+    assert all(min(call["calls_before"], call["calls_after"]) >= 40 for call in json.loads(out)["calls"])

@@ -1,0 +1,85 @@
+"""`kvprobe report`: one page, or one line and nothing written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+def test_a_recording_becomes_a_page_that_names_the_cause(kvprobe, export: Path, tmp_path: Path) -> None:
+    code, out, _ = kvprobe("report", export, "-o", tmp_path / "page.html")
+    assert code == 0
+    assert str(tmp_path / "page.html") in out
+    page = (tmp_path / "page.html").read_text()
+    assert "queue was full" in page
+    assert export.name in page
+
+
+def test_json_says_where_the_page_is_and_what_was_found(kvprobe, export: Path, tmp_path: Path) -> None:
+    code, out, _ = kvprobe("report", export, "-o", tmp_path / "page.html", "--json")
+    assert code == 0
+    said = json.loads(out)
+    assert Path(said["report"]).stat().st_size == said["bytes"]
+    found = {one["cause"]: one for one in said["findings"]}
+    assert found["launch_queue_saturation"]["lost_ns"] > 0
+
+
+def test_a_foreign_file_is_not_overwritten_without_force(kvprobe, export: Path, tmp_path: Path) -> None:
+    target = tmp_path / "letter.html"
+    target.write_text("dear grandmother")
+    code, _, err = kvprobe("report", export, "-o", target)
+    assert code == 2
+    assert "not a report of kvprobe" in err
+    assert target.read_text() == "dear grandmother"
+    assert kvprobe("report", export, "-o", target, "-f", "-q")[0] == 0
+    assert kvprobe("report", export, "-o", target, "-q")[0] == 0, "a report may be written over a report"
+
+
+@pytest.mark.parametrize("where", ["missing/page.html", "."])
+def test_a_path_that_cannot_be_written_fails_before_anything_is_read(kvprobe, tmp_path: Path, where: str) -> None:
+    code, out, err = kvprobe("report", tmp_path / "no such recording", "-o", tmp_path / where)
+    assert (code, out) == (2, "")
+    assert "cannot write the report" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"not a recording", b"SQLite format 3\0 and nothing else", b'{"traceEvents": [']
+)
+def test_what_is_no_recording_is_one_line_and_no_page(kvprobe, tmp_path: Path, content: bytes) -> None:
+    bad = tmp_path / "bad.sqlite"
+    bad.write_bytes(content)
+    code, _, err = kvprobe("report", bad, "-o", tmp_path / "page.html")
+    if code == 0:  # a trace cut after its opening is read as an empty one, and said to be
+        assert "no submissions" in (tmp_path / "page.html").read_text()
+        return
+    assert code == 1
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    assert [one.name for one in tmp_path.iterdir()] == ["bad.sqlite"]
+
+
+def test_the_recording_itself_is_never_changed(kvprobe, export: Path, tmp_path: Path) -> None:
+    before = export.read_bytes()
+    kvprobe("report", export, "-o", tmp_path / "page.html", "-q")
+    assert export.read_bytes() == before
+    assert [one.name for one in export.parent.iterdir()] == [export.name]
+
+
+@pytest.mark.parametrize(
+    ("path", "headline"),
+    [
+        ("nsys-ai/h100_2gpu_1s.sqlite", "The launch queue was full"),
+        ("hta/ns_resolution_rank0_v100.pt.trace.json.gz", "The launch queue was full"),
+        ("param/resnet_kineto.json.gz", None),
+        ("extrap/concurrent_profile16.sqlite", None),
+    ],
+)
+def test_public_recordings_get_their_verdict(kvprobe, shared_data: Path, tmp_path: Path, path: str, headline) -> None:
+    code, *_ = kvprobe("report", shared_data / path, "-o", tmp_path / "page.html", "-q")
+    assert code == 0
+    page = (tmp_path / "page.html").read_text()
+    title = page[page.index("<h1>") : page.index("</h1>")]
+    assert ("The launch queue was full" in title) == (headline is not None)

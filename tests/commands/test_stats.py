@@ -1,0 +1,140 @@
+"""`kvprobe stats`: the same figures as `nsys stats`, to the last digit that both print."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import shutil
+import sqlite3
+import statistics
+import subprocess
+from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
+
+import pytest
+
+REPORTS = "cuda_api_sum,cuda_gpu_mem_time_sum,cuda_gpu_mem_size_sum,nvtx_sum"
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """CSV tables, set apart by empty lines."""
+    return [list(csv.reader(io.StringIO(block))) for block in text.strip().split("\n\n")]
+
+
+def expected(values: list[int], whole: int) -> list[str]:
+    """A row by the definitions, from Python's own statistics module."""
+
+    def one(value: float) -> str:
+        return str(Decimal(value).quantize(Decimal("0.1"), ROUND_HALF_UP))
+
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return [one(sum(values) * 100.0 / whole), str(sum(values)), str(len(values)), one(sum(values) / len(values)),
+            one(statistics.median(values)), str(min(values)), str(max(values)), one(deviation)]  # fmt: skip
+
+
+def grouped(path: Path, query: str) -> dict[str, list[int]]:
+    with sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True) as connection:
+        out: dict[str, list[int]] = {}
+        for name, value in connection.execute(query):
+            out.setdefault(re.sub(r"(_v\d+|_pt[sd][sz])+$", "", name), []).append(value)
+    return out
+
+
+CALLS = "SELECT s.value, r.end - r.start FROM CUPTI_ACTIVITY_KIND_RUNTIME r JOIN StringIds s ON s.id = r.nameId"
+COPIES = """SELECT CASE copyKind WHEN 1 THEN 'Host-to-Device' WHEN 2 THEN 'Device-to-Host'
+WHEN 8 THEN 'Device-to-Device' END, {} FROM CUPTI_ACTIVITY_KIND_MEMCPY"""
+
+
+@pytest.fixture(params=["made here", "nsys-ai/h100_2gpu_1s.sqlite", "nsys-ai/mfu_2gpu_after.sqlite"])
+def recorded(request: pytest.FixtureRequest, export: Path) -> Path:
+    return export if request.param == "made here" else request.getfixturevalue("shared_data") / request.param
+
+
+def test_calls_have_the_figures_of_their_definition(kvprobe, recorded: Path) -> None:
+    code, out, _ = kvprobe("stats", recorded, "--csv", "-r", "cuda_api_sum")
+    assert code == 0
+    head, *rows = tables(out)[0]
+    assert ",".join(head) == ("Time (%),Total Time (ns),Num Calls,Avg (ns),Med (ns),Min (ns),Max (ns),StdDev (ns),Name")
+    truth = grouped(recorded, CALLS)
+    whole = sum(map(sum, truth.values()))
+    assert {row[-1]: row[:-1] for row in rows} == {name: expected(values, whole) for name, values in truth.items()}
+    assert [int(row[1]) for row in rows] == sorted((int(row[1]) for row in rows), reverse=True)
+
+
+def test_copies_have_the_figures_of_their_definition_by_time_and_by_size(kvprobe, recorded: Path) -> None:
+    _, out, _ = kvprobe("stats", recorded, "--csv", "-r", "cuda_gpu_mem_time_sum,cuda_gpu_mem_size_sum")
+    by_time, by_size = tables(out)
+    times = grouped(recorded, COPIES.format("end - start"))
+    with sqlite3.connect(f"file:{recorded}?mode=ro&immutable=1", uri=True) as connection:
+        has = connection.execute("SELECT 1 FROM sqlite_master WHERE name='CUPTI_ACTIVITY_KIND_MEMSET'").fetchall()
+        sets = [n for (n,) in connection.execute("SELECT end - start FROM CUPTI_ACTIVITY_KIND_MEMSET")] if has else []
+    whole = sum(map(sum, times.values())) + sum(sets)
+    want = {f"[CUDA memcpy {name}]": expected(values, whole) for name, values in times.items()}
+    if sets:
+        want["[CUDA memset]"] = expected(sets, whole)
+    assert {row[-1]: row[:-1] for row in by_time[1:]} == want
+    sizes = grouped(recorded, COPIES.format("bytes"))
+    for row in by_size[1:]:
+        if "memset" not in row[-1]:
+            values = sizes[row[-1][len("[CUDA memcpy ") : -1]]
+            assert row[:2] == [f"{sum(values) / 1e6:.3f}", str(len(values))]
+            assert row[4:6] == [f"{min(values) / 1e6:.3f}", f"{max(values) / 1e6:.3f}"]
+
+
+def test_ranges_are_named_with_their_domain_and_style(kvprobe, export: Path) -> None:
+    _, out, _ = kvprobe("stats", export, "--csv", "-r", "nvtx_sum")
+    head, row = tables(out)[0]
+    assert head[-2:] == ["Style", "Range"]
+    assert row[-2:] == ["PushPop", ":swap_blocks"]
+    assert row[0] == "100.0"
+
+
+@pytest.mark.skipif(shutil.which("nsys") is None, reason="nsys is not installed")
+def test_every_figure_equals_that_of_nsys_stats(kvprobe, export: Path, tmp_path: Path) -> None:
+    copy = tmp_path / export.name
+    shutil.copy(export, copy)
+    _, mine, _ = kvprobe("stats", export, "--csv", "-r", REPORTS)
+    for report, ours in zip(REPORTS.split(","), tables(mine), strict=True):
+        done = subprocess.run(
+            ["nsys", "stats", "-r", report, "--format", "csv", "-q", str(copy)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        theirs = [row for row in csv.reader(io.StringIO(done.stdout)) if len(row) == len(ours[0])]
+        assert [row[:-1] for row in theirs] == [row[:-1] for row in ours], report
+
+
+def test_json_is_one_object_with_findings(kvprobe, export: Path) -> None:
+    code, out, _ = kvprobe("stats", export, "--json")
+    assert code == 0
+    said = json.loads(out)
+    full = next(one for one in said["findings"] if one["cause"] == "launch_queue_saturation")
+    assert set(full) >= {"cause", "severity", "confidence", "lost_ns", "evidence", "cure", "predicted_saving_ns"}
+    calls = {row["name"]: row for row in said["tables"]["cuda_api_sum"]["rows"]}
+    assert calls["cudaMemcpyAsync"]["num_calls"] == 12_000
+
+
+def test_the_terminal_never_cuts_a_figure(kvprobe, shared_data: Path) -> None:
+    _, out, _ = kvprobe("stats", shared_data / "nsys-ai/h100_2gpu_1s.sqlite", "-r", "cuda_gpu_mem_time_sum")
+    assert "1,841,630,798" in out
+    assert "10,321,759.7" in out
+
+
+def test_a_name_cannot_steer_the_terminal(kvprobe, export: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "evil.sqlite"
+    shutil.copy(export, copy)
+    with sqlite3.connect(copy) as connection:
+        connection.execute("UPDATE StringIds SET value = ? WHERE value = 'swap_blocks'", ("\x1b[2J[bold]gone[/bold]",))
+    _, out, _ = kvprobe("stats", copy, "-r", "nvtx_sum")
+    assert "\x1b" not in out
+    assert "[bold]gone[/bold]" in out
+
+
+def test_an_unknown_table_is_one_line(kvprobe, export: Path) -> None:
+    code, out, err = kvprobe("stats", export, "-r", "everything")
+    assert (code, out) == (2, "")
+    assert "cuda_api_sum" in err
+    assert err.count("\n") == 1
