@@ -1,0 +1,175 @@
+"""A store must copy what compute wrote, and transfers of a direction must end in order: a test that proves itself.
+
+Compute writes a block at the very end of its work; the store is submitted while it runs. With the waits taken out on
+purpose the old bytes must be seen (else the test would prove nothing); with them, in every policy, never. The number
+of iterations is `KVPROBE_RACE_ITERATIONS` (default 40 a case; 10,000 for the full run).
+"""
+
+import ctypes
+import dataclasses
+import os
+
+import pytest
+
+import kvprobe.instrument as instrument
+from kvprobe.instrument import installation
+
+ITERATIONS = int(os.environ.get("KVPROBE_RACE_ITERATIONS", "40"))
+WORK_NS = 300_000
+LONG_NS = 5_000_000  # where the race must be lost: longer than any delay of this machine in submitting
+WIDTH = 3
+
+CASES = [
+    ("0.12.0", "shared"),
+    ("0.12.0", "batch"),
+    ("0.12.0", "pooled"),
+    ("0.13.0", "upstream"),
+    ("0.13.0", "batch"),
+    ("0.13.0", "split"),
+    ("0.14.1", "batch"),
+    ("0.14.1", "split"),
+    ("0.15.1", "batch"),
+    ("0.15.1", "split"),
+]
+
+
+class Writer:
+    """Compute work that fills GPU blocks with one value when it ends."""
+
+    def __init__(self, handlers):
+        self.handlers, self.runtime = handlers, handlers.host.rt
+        self.value = 0
+        self.ranges = []
+        for cache in handlers.caches.values():
+            for half in range(2):
+                base = cache.data_ptr() + half * cache.stride(0) * 4
+                self.ranges.append((base, WIDTH * handlers.block_bytes))
+        self.function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._write)
+
+    def _write(self, _):
+        for pointer, size in self.ranges:
+            ctypes.memset(pointer, self.value, size)
+
+    def launch(self, value, stream, work_ns=WORK_NS):
+        self.value = value
+        code = self.runtime.library.kvhostLaunchWork(
+            ctypes.c_void_p(stream), self.function, None, ctypes.c_uint64(work_ns)
+        )
+        assert code == 0
+
+
+def prepare(handlers, rung):
+    """Stand on the rung; a queue of four makes every transfer one that must be split."""
+    handlers.make()
+    name = "vllm.copies.shared" if handlers.version.startswith("0.12") else "vllm.copies.loop"
+    path = installation._adapters[name].path_of(handlers.store_handler, "store")
+    path.device.limits = dataclasses.replace(path.device.limits, depth=4)
+    path.ladder._stand_on(rung)
+    return path
+
+
+def cpu_bytes(handlers):
+    """The bytes of CPU blocks 0 to WIDTH - 1 as one flat uint8 tensor."""
+    torch = handlers.host.torch
+    store = handlers.store_handler
+    tensors = getattr(store, "cpu_tensors", None) or store.dst_tensors
+    parts = [t[:, :WIDTH] if t.dim() == 5 else t[:WIDTH] for t in tensors]
+    return torch.cat([p.contiguous().view(-1).view(torch.uint8) for p in parts])
+
+
+def stale_stores(handlers, iterations, work_ns=WORK_NS):
+    """How many of the stores copied anything but what compute had written."""
+    writer, wrong = Writer(handlers), 0
+    blocks = list(range(WIDTH))
+    for i in range(iterations):
+        value = i % 200 + 1
+        writer.launch(value, handlers.host.compute, work_ns)
+        handlers.store(blocks, blocks)
+        handlers.drain(1)
+        handlers.host.rt.synchronize()
+        wrong += not bool((cpu_bytes(handlers) == value).all())
+    return wrong
+
+
+@pytest.mark.parametrize(("version", "rung"), CASES)
+def test_a_store_copies_what_compute_wrote(vllm_handlers, version, rung, monkeypatch):
+    handlers = vllm_handlers(version, handlers={"layers": 1})
+    with instrument.observe("vllm", fix="auto") as seen:
+        path = prepare(handlers, rung)
+        assert stale_stores(handlers, ITERATIONS) == 0
+        assert path.rung == rung
+        with monkeypatch.context() as broken:
+            broken.setattr(type(handlers.host.rt), "stream_wait_event", lambda self, stream, event: None)
+            assert stale_stores(handlers, 5, LONG_NS) > 0, "the race cannot be seen: this test proves nothing"
+    assert {t["policy"] for t in seen.transfers} == {rung}
+
+
+@pytest.mark.parametrize("version", ["0.12.0", "0.13.0"])
+def test_without_kvprobe_these_versions_do_copy_stale_blocks(vllm_handlers, version):
+    handlers = vllm_handlers(version, handlers={"layers": 1}).make()
+    assert stale_stores(handlers, 5, LONG_NS) > 0
+
+
+def wrong_order(handlers, iterations, work_ns=WORK_NS):
+    """Two stores into the same CPU blocks, the first one held back by compute: how often the second did not win."""
+    host, wrong = handlers.host, 0
+    writer, idle = Writer(handlers), host.rt.stream_create()
+    blocks, others = list(range(WIDTH)), list(range(WIDTH, 2 * WIDTH))
+    for cache in handlers.caches.values():
+        cache.as_subclass(host.torch.Tensor).view(host.torch.uint8)[:, WIDTH : 2 * WIDTH] = 250
+    for i in range(iterations):
+        writer.launch(i % 200 + 1, host.compute, work_ns)
+        handlers.store(blocks, blocks)
+        with host.cuda.stream(host.cuda.ExternalStream(idle)):  # nothing to wait for on this one
+            handlers.store(others, blocks)
+        handlers.drain(2)
+        host.rt.synchronize()
+        wrong += not bool((cpu_bytes(handlers) == 250).all())
+    return wrong
+
+
+@pytest.mark.parametrize("rung", ["batch", "pooled"])
+def test_transfers_of_a_direction_end_in_order(vllm_handlers, rung, monkeypatch):
+    # Channels enough that none is shared: a shared one keeps the order by itself, and the test would prove nothing.
+    handlers = vllm_handlers("0.12.0", handlers={"layers": 1}, CUDA_DEVICE_MAX_CONNECTIONS=32)
+    with instrument.observe("vllm", fix="auto"):
+        prepare(handlers, rung)
+        assert wrong_order(handlers, ITERATIONS) == 0
+        adapter = installation._adapters["vllm.copies.shared"]
+        with monkeypatch.context() as broken:
+
+            def only_compute(handler, path, stream, load, rung):
+                stream.wait_stream(handlers.module.torch.cuda.current_stream())
+
+            broken.setattr(adapter, "_order", only_compute)
+            assert wrong_order(handlers, 5, LONG_NS) > 0, "the race cannot be seen: this test proves nothing"
+
+
+@pytest.mark.parametrize("sequence", [("shared", "batch", "shared", "pooled", "batch")])
+def test_order_and_bytes_hold_through_every_switch(vllm_handlers, sequence):
+    handlers = vllm_handlers("0.12.0", handlers={"layers": 1})
+    with instrument.observe("vllm", fix="auto"):
+        path = prepare(handlers, sequence[0])
+        for _ in range(max(1, ITERATIONS // 40)):
+            for rung in sequence:
+                path.ladder._stand_on(rung)
+                assert wrong_order(handlers, 4) == 0
+                assert stale_stores(handlers, 4) == 0
+
+
+def test_order_holds_when_kvprobe_is_taken_out_with_transfers_in_flight(vllm_handlers):
+    handlers = vllm_handlers("0.12.0", handlers={"layers": 1})
+    host = handlers.host
+    for _ in range(max(5, ITERATIONS // 10)):
+        instrument.install("vllm", fix="auto")
+        prepare(handlers, "batch")
+        writer, blocks, others = Writer(handlers), list(range(WIDTH)), list(range(WIDTH, 2 * WIDTH))
+        for cache in handlers.caches.values():
+            cache.as_subclass(host.torch.Tensor).view(host.torch.uint8)[:, WIDTH : 2 * WIDTH] = 250
+        writer.launch(7, host.compute, LONG_NS)
+        handlers.store(blocks, blocks)
+        instrument.uninstall("vllm")
+        handlers.store(others, blocks)  # vLLM alone, on its own stream
+        handlers.drain(2)
+        host.rt.synchronize()
+        assert bool((cpu_bytes(handlers) == 250).all())
