@@ -12,10 +12,9 @@ Predicted saving: all of the caller's blocked time, with a stream of its own.
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Evidence, Finding
 from kvprobe.diagnosis.frame import Frame, ms
+from kvprobe.diagnosis.intervals import distinct
 from kvprobe.diagnosis.launch_queue_saturation import cliff
 from kvprobe.diagnosis.queue_full import full
 
@@ -29,10 +28,10 @@ def find(frame: Frame) -> Finding | None:
     rows, ns = found.rows["alias"], found.ns["alias"]
     if not len(rows):
         return None
-    streams = np.unique(frame.stream[rows])
+    streams = distinct(frame.stream[rows])
     names = ", ".join(frame.stream_name(int(s)) for s in streams[:4])
-    users = {int(s): len(np.unique(frame.lane[frame.submits & (frame.stream == s)])) for s in streams}
-    in_use = len(np.unique(frame.stream[frame.submits & (frame.stream >= 0)]))
+    users = {int(s): len(distinct(frame.lane[frame.submits & (frame.stream == s)])) for s in streams}
+    in_use = len(distinct(frame.stream[frame.submits & (frame.stream >= 0)]))
     return frame.host_finding(
         CAUSE, "{calls} submissions waited {lost} on a stream that another thread had filled", "likely", rows, ns,
         chart=cliff(frame, rows),

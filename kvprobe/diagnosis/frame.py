@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvprobe.diagnosis.finding import Chart, Confidence, Evidence, Finding, Lane, Severity, Where
-from kvprobe.diagnosis.intervals import Cover, group_starts, running_max_by_group
+from kvprobe.diagnosis.intervals import Cover, distinct, group_starts, running_max_by_group
 from kvprobe.recordings.assemble import correlation_keys
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Engine, Label, Memory, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
@@ -50,6 +50,28 @@ def _codes(column: Array) -> tuple[Array, int]:
     values, inverse = np.unique(column[edges], return_inverse=True)
     codes: Array = np.repeat(inverse, np.diff(np.append(edges, len(column))))
     return codes, len(values)
+
+
+def _lookup(process: Array, correlation: Array, value: Array, of_process: Array, of_correlation: Array) -> Array:
+    """`value` of the row with the same process and correlation, for each asked one; -1 where there is none.
+
+    Correlation ids are dense in practice, so a table does it in one pass; ids from anywhere are sorted and searched.
+    """
+    low, high = int(correlation.min()), int(correlation.max())
+    processes = int(process.max()) + 1
+    stride = high - low + 1
+    asked = (of_correlation >= low) & (of_correlation <= high) & (of_process >= 0) & (of_process < processes)
+    if processes * stride <= 4 * (len(value) + len(of_process)) + 1_000_000:
+        table = np.full(processes * stride, -1, dtype=np.int64)
+        table[process.astype(np.int64) * stride + (correlation - low)] = value
+        at = np.where(asked, of_process.astype(np.int64) * stride + (of_correlation - low), 0)
+        return np.where(asked, table[at], -1)
+    key = correlation_keys(process, correlation)
+    order = np.argsort(key, kind="stable")
+    key = key[order]
+    wanted = correlation_keys(of_process, of_correlation)
+    at = np.minimum(np.searchsorted(key, wanted), len(key) - 1)
+    return np.where(asked & (wanted >= 0) & (key[at] == wanted), value[order[at]], -1)
 
 
 class Ledger:
@@ -121,26 +143,16 @@ class Frame:
         self.x_call = np.full(m, -1, dtype=np.int64)  # row of the call that caused an execution
         first_row = np.full(n, -1, dtype=np.int64)
         self.x_of_call = first_row
-        if n and m:
-            theirs = np.flatnonzero(executions["correlation"] >= 0)
-            key = correlation_keys(executions["process"][theirs], executions["correlation"][theirs])
-            order = np.argsort(key, kind="stable")
-            theirs, key = theirs[order], key[order]
-            wanted = correlation_keys(self.process, calls["correlation"])
-            ours = np.flatnonzero((wanted >= 0) & (self.submits | (self.kind == CallKind.COPY_SYNC)))
-            if len(theirs) and len(ours):
-                edges = group_starts(key)
-                at = np.searchsorted(key[edges], wanted[ours])
-                at[at == len(edges)] = 0
-                hit = key[edges][at] == wanted[ours]
-                ours, at = ours[hit], at[hit]
-                self.exec_start[ours] = np.minimum.reduceat(self.x_start[theirs], edges)[at]
-                self.exec_end[ours] = np.maximum.reduceat(self.x_end[theirs], edges)[at]
-                first_row[ours] = theirs[edges[at]]
-                group = np.repeat(np.arange(len(edges)), np.diff(np.append(edges, len(key))))
-                call_of_group = np.full(len(edges), -1, dtype=np.int64)
-                call_of_group[at] = ours
-                self.x_call[theirs] = call_of_group[group]
+        ours = np.flatnonzero((calls["correlation"] >= 0) & (self.submits | (self.kind == CallKind.COPY_SYNC)))
+        if len(ours) and m:
+            self.x_call = _lookup(self.process[ours], calls["correlation"][ours], ours,
+                                  executions["process"], executions["correlation"])  # fmt: skip
+            theirs = np.flatnonzero(self.x_call >= 0)
+            rows = self.x_call[theirs]
+            self.exec_start[rows] = np.iinfo(np.int64).max
+            np.minimum.at(self.exec_start, rows, self.x_start[theirs])
+            np.maximum.at(self.exec_end, rows, self.x_end[theirs])
+            first_row[rows[::-1]] = theirs[::-1]  # of several, the first is written last
 
         def filled(column: str, unknown: int) -> Array:
             mine: Array = calls[column]
@@ -159,8 +171,11 @@ class Frame:
     @cached_property
     def by_lane(self) -> Array:
         """Rows sorted by lane, then start."""
-        order: Array = np.lexsort((self.start, self.lane))
-        return order
+        order = np.arange(len(self.start))
+        if len(order) and (self.start[1:] < self.start[:-1]).any():
+            order = np.argsort(self.start, kind="stable")
+        lanes: Array = order[np.argsort(self.lane[order].astype(np.int32), kind="stable")]
+        return lanes
 
     @cached_property
     def nested(self) -> Array:
@@ -246,7 +261,7 @@ class Frame:
         table = self.recording.executions
         ran = table["stream"][table["engine"] == Engine.KERNEL]
         asked = self.stream[(self.kind == CallKind.LAUNCH) | (self.kind == CallKind.GRAPH)]
-        streams = np.unique(np.concatenate((ran, asked)))
+        streams = np.union1d(distinct(ran), distinct(asked))
         streams = streams[streams >= 0]
         return np.asarray(streams)
 
@@ -265,7 +280,7 @@ class Frame:
     @cached_property
     def launching_lanes(self) -> Array:
         """Lanes that launch kernels or graphs: the threads a model runs on."""
-        return np.unique(self.lane[(self.kind == CallKind.LAUNCH) | (self.kind == CallKind.GRAPH)])
+        return distinct(self.lane[(self.kind == CallKind.LAUNCH) | (self.kind == CallKind.GRAPH)])
 
     def on_launching_thread(self, rows: Array) -> Array:
         """Mask over `rows`: the call is made by a thread that launches compute."""
@@ -331,7 +346,7 @@ class Frame:
     def lane_span_ns(self, rows: Array) -> int:
         """Summed recorded spans of the threads that made these calls."""
         lanes, spans = self._lane_spans
-        return int(spans[np.searchsorted(lanes, np.unique(self.lane[rows]))].sum())
+        return int(spans[np.searchsorted(lanes, distinct(self.lane[rows]))].sum())
 
     @cached_property
     def _lane_spans(self) -> tuple[Array, Array]:
@@ -463,7 +478,7 @@ class Frame:
         if not len(rows):
             return None
         possible = int(np.clip(ns, 0, self.device.free_ns[rows]).sum())
-        span = self.span_ns * max(len(np.unique(self.recording.executions["process"][rows])), 1)
+        span = self.span_ns * max(len(distinct(self.recording.executions["process"][rows])), 1)
         if not self.notable(possible, span):
             return None
         got = self.device.claim(cause, rows, ns)

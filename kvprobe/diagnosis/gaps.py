@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvprobe.diagnosis.frame import Array, Frame
-from kvprobe.diagnosis.intervals import Cover
+from kvprobe.diagnosis.intervals import Cover, distinct
 from kvprobe.recordings.model import Label
 
 __all__ = ["Gaps", "idle_gaps"]
@@ -43,7 +43,7 @@ def idle_gaps(frame: Frame) -> Gaps:
     table = frame.recording.executions
     garbage = frame.label_cover(Label.GC)
     counts = frame.submits & np.isin(frame.lane, frame.launching_lanes)
-    for process in np.unique(table["process"]):
+    for process in distinct(table["process"]):
         mine = np.flatnonzero(table["process"] == process)
         busy = Cover(frame.x_start[mine], frame.x_end[mine])
         start, end = busy.gaps()
@@ -59,7 +59,7 @@ def idle_gaps(frame: Frame) -> Gaps:
         keep = counts[call] & (frame.start[call] > start) if len(call) else np.zeros(0, dtype=bool)
         start, end, call = start[keep], end[keep], call[keep]
         host = np.zeros(len(start), dtype=np.int64)
-        for lane in np.unique(frame.lane[call]):
+        for lane in distinct(frame.lane[call]):
             theirs = frame.lane[call] == lane
             calls = np.flatnonzero(frame.lane == lane)
             inside = Cover(frame.start[calls], frame.end[calls])

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Evidence, Finding
 from kvprobe.diagnosis.frame import Array, Frame, ms
-from kvprobe.diagnosis.intervals import Cover, running_max_by_group
+from kvprobe.diagnosis.intervals import Cover, distinct
 from kvprobe.recordings.model import Direction, Engine, Memory
 
 CAUSE = "head_of_line_copies"
@@ -30,12 +30,15 @@ def find(frame: Frame) -> Finding | None:
     table = frame.recording.executions
     if not table.rows or not frame.start.size:
         return None
-    order = np.lexsort((frame.x_start, table["stream"], table["process"]))
-    key = table["process"][order].astype(np.int64) * (int(table["stream"].max()) + 2) + table["stream"][order]
-    reach = running_max_by_group(frame.x_end[order], key)
+    candidates = (table["engine"] == Engine.COPY) & (table["bytes"] <= SMALL_BYTES) & (frame.x_call >= 0)
+    late_at_all = frame.x_start - frame.end[np.maximum(frame.x_call, 0)] > WAIT_NS
+    if not (candidates & late_at_all).any():
+        return None
     before = np.full(table.rows, -1, dtype=np.int64)
-    same = key[1:] == key[:-1]
-    before[order[1:][same]] = reach[:-1][same]
+    for stream in distinct(table["stream"][candidates & late_at_all & (table["stream"] >= 0)]):
+        mine = np.flatnonzero(table["stream"] == stream)
+        mine = mine[np.argsort(frame.x_start[mine], kind="stable")]
+        before[mine[1:]] = np.maximum.accumulate(frame.x_end[mine])[:-1]
     caught: list[Array] = []
     waits: list[Array] = []
     lost, saved, burst_bytes = 0, 0, 0

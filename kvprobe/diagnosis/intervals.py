@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 Array: TypeAlias = npt.NDArray[Any]
 
-__all__ = ["Cover", "group_starts", "running_max_by_group", "union"]
+__all__ = ["Cover", "distinct", "group_starts", "running_max_by_group", "union"]
 
 
 def union(start: Array, end: Array) -> tuple[Array, Array]:
@@ -19,8 +19,10 @@ def union(start: Array, end: Array) -> tuple[Array, Array]:
     start, end = start[keep], end[keep]
     if not len(start):
         return start, end
-    order = np.argsort(start, kind="stable")
-    start, end = start[order], np.maximum.accumulate(end[order])
+    if (start[1:] < start[:-1]).any():
+        order = np.argsort(start, kind="stable")
+        start, end = start[order], end[order]
+    end = np.maximum.accumulate(end)
     first = np.ones(len(start), dtype=bool)
     first[1:] = start[1:] > end[:-1]
     last = np.append(np.flatnonzero(first)[1:] - 1, len(start) - 1)
@@ -68,6 +70,13 @@ def group_starts(key: Array) -> Array:
     if not len(key):
         return np.zeros(0, dtype=np.int64)
     return np.flatnonzero(np.concatenate(([True], key[1:] != key[:-1])))
+
+
+def distinct(value: Array) -> Array:
+    """The different values, sorted; a count instead of a sort where they are small and not negative."""
+    if len(value) and int(value.min()) >= 0 and int(value.max()) < 1 << 20:
+        return np.flatnonzero(np.bincount(value))
+    return np.unique(value)
 
 
 def running_max_by_group(value: Array, group: Array) -> Array:

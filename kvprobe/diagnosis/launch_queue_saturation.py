@@ -5,7 +5,7 @@ H100). The next call blocks until the device has made room, so a call that costs
 operation in front of the queue, on the thread that submits.
 
 Signature: all three of (see `recordings.occupancy`) depths that stop at a plateau, calls that cost more there than
-below it, returns that follow the stream's progress more closely than chance. Or the recorder's own label (CUPTI since CUDA 12.4:
+below it, returns that follow the stream's progress more closely than chance. Or the recorder's own label (CUPTI, 12.4:
 command buffer full), which is used where it is there and compared with the inference. Deep and cheap is healthy; slow
 and shallow is another cause. Where one of the three is missing this abstains and says which.
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, LABELLED, MEASURED, Chart, Evidence, Finding
 from kvprobe.diagnosis.frame import Array, Frame, ms, share
-from kvprobe.diagnosis.intervals import group_starts
+from kvprobe.diagnosis.intervals import distinct, group_starts
 from kvprobe.diagnosis.queue_full import Full, full
 from kvprobe.recordings.model import CallKind
 
@@ -39,7 +39,7 @@ def room_gained(frame: Frame, rows: Array, ns: Array, places: float) -> float:
     new[1:] = frame.stream[rows[1:]] != frame.stream[rows[:-1]]
     # Between two blocked calls of one stream the queue emptied if some call entered it at less than half.
     low = np.flatnonzero(frame.submits & (depth >= 0) & (2 * depth < int(depth[rows].max())))
-    for stream in np.unique(frame.stream[rows]):
+    for stream in distinct(frame.stream[rows]):
         mine = np.flatnonzero(frame.stream[rows] == stream)
         empty = np.sort(frame.start[low[frame.stream[low] == stream]])
         passed = np.searchsorted(empty, frame.start[rows[mine]])
@@ -52,7 +52,7 @@ def room_gained(frame: Frame, rows: Array, ns: Array, places: float) -> float:
 
 def cliff(frame: Frame, rows: Array) -> Chart:
     """Time inside the call against what was outstanding at its entry: flat, and then a cliff."""
-    streams = np.unique(frame.stream[rows])
+    streams = distinct(frame.stream[rows])
     every = np.flatnonzero(frame.submits & np.isin(frame.stream, streams) & (frame.occupancy.depth >= 0))
     rest = every[~np.isin(every, rows)]
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvprobe.diagnosis.finding import MEASURED, Evidence, Finding
 from kvprobe.diagnosis.frame import Array, Frame, ms, share
-from kvprobe.diagnosis.intervals import Cover
+from kvprobe.diagnosis.intervals import Cover, distinct
 from kvprobe.recordings.model import Direction, Engine, Memory
 
 CAUSE = "link_bound"
@@ -28,7 +28,7 @@ def find(frame: Frame) -> Finding | None:
     losses: list[Array] = []
     evidence: list[Evidence] = []
     kernel = table["engine"] == Engine.KERNEL
-    for process in np.unique(table["process"]):
+    for process in distinct(table["process"]):
         for direction in (Direction.H2D, Direction.D2H):
             rows = np.flatnonzero((table["engine"] == Engine.COPY) & (table["direction"] == direction)
                                   & (table["process"] == process) & (table["memory"] != Memory.PAGEABLE)

@@ -35,20 +35,22 @@ def find(frame: Frame) -> Finding | None:
             (frame.kind == CallKind.LAUNCH) | (frame.kind == CallKind.GRAPH)))  # fmt: skip
         if not len(launches):
             continue
-        kernels = Cover(frame.exec_start[launches], frame.exec_end[launches])
         launched = np.sort(frame.start[launches])
-        followed = np.searchsorted(launched, frame.exec_end[rows]) > np.searchsorted(launched, frame.end[rows])
-        under = followed & (kernels.within(frame.end[rows], frame.exec_end[rows]) > 0)
         burst = bursts(frame, process, rows)
         count = int(burst[-1]) + 1
-        bad = np.unique(burst[under])
         times, streams = waits(frame, process)
         first, last = int(frame.start[rows[0]]), int(launched[-1])
         device_side = times[np.isin(streams, frame.kernel_streams) & (times > first)]
         host_side = np.flatnonzero((frame.process == process) & (frame.start > first) & (frame.start < last)
                                    & ((frame.kind == CallKind.SYNC) | frame.is_named("eventquery", "streamquery")))
         ordering = len(device_side) + len(host_side)
-        if len(bad) < LEAST or 2 * len(bad) < count or 2 * ordering >= count:
+        if 2 * ordering >= count:
+            continue
+        kernels = Cover(frame.exec_start[launches], frame.exec_end[launches])
+        followed = np.searchsorted(launched, frame.exec_end[rows]) > np.searchsorted(launched, frame.end[rows])
+        under = followed & (kernels.within(frame.end[rows], frame.exec_end[rows]) > 0)
+        bad = np.unique(burst[under])
+        if len(bad) < LEAST or 2 * len(bad) < count:
             continue
         guilty.append(rows[under])
         evidence += [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.frame import Array, Frame
+from kvprobe.diagnosis.intervals import distinct
 from kvprobe.recordings.model import CallKind, Direction, Memory
 
 __all__ = ["Copies", "bursts", "copies_apart", "waits"]
@@ -28,7 +29,7 @@ class Copies:
 def copies_apart(frame: Frame, direction: Direction) -> list[tuple[int, Copies]]:
     """For each process that has kernels: its copies on streams of their own; processes without any are left out."""
     found = []
-    for process in np.unique(frame.process[(frame.kind == CallKind.LAUNCH) | (frame.kind == CallKind.GRAPH)]):
+    for process in distinct(frame.process[(frame.kind == CallKind.LAUNCH) | (frame.kind == CallKind.GRAPH)]):
         copies = Copies(frame, int(process), direction)
         if len(copies.rows):
             found.append((int(process), copies))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvprobe.diagnosis.frame import Array, Frame
-from kvprobe.diagnosis.intervals import Cover
+from kvprobe.diagnosis.intervals import Cover, distinct
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory, Recording, Table
 from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, occupancy
 
@@ -88,7 +88,7 @@ def _pooled(recording: Recording, frame: Frame) -> Recording | None:
     channel = np.full(recording.streams.rows, -1, dtype=np.int32)
     for direction in (Direction.H2D, Direction.D2H):
         copies = frame.submits & (frame.direction == direction) & (frame.stream >= 0)
-        channel[np.unique(frame.stream[copies])] = int(direction)
+        channel[distinct(frame.stream[copies])] = int(direction)
     channel[frame.kernel_streams] = -1
     if np.bincount(channel[channel >= 0], minlength=3).max() < POOLED_MANY:
         return None
@@ -119,7 +119,7 @@ def _shared_channels(frame: Frame, own: Occupancy, result: Full) -> tuple[Array,
         if len(queue.streams) < 2:
             continue
         rows, ns = _near_the_top(frame, queue) if queue.verdict == "saturated" else _regular(frame, queue)
-        users = np.unique(frame.stream[rows])
+        users = distinct(frame.stream[rows])
         if len(users) < 2:
             continue
         limit = int(queue.depth.max()) if known else int(full_depth or 1_000)
@@ -140,9 +140,9 @@ def _shared_channels(frame: Frame, own: Occupancy, result: Full) -> tuple[Array,
 def _by_other_thread(frame: Frame, queue: StreamOccupancy, rows: Array) -> Array:
     """Mask over blocked `rows` of one stream: another thread, which copies, filled it; the caller lives elsewhere."""
     mask = np.zeros(len(rows), dtype=bool)
-    if len(np.unique(frame.lane[queue.calls])) < 2:
+    if len(distinct(frame.lane[queue.calls])) < 2:
         return mask
-    for lane in np.unique(frame.lane[rows]):
+    for lane in distinct(frame.lane[rows]):
         mine = np.flatnonzero(frame.lane[rows] == lane)
         here = queue.calls[frame.lane[queue.calls] == lane]
         elsewhere = int((frame.submits & (frame.lane == lane) & (frame.stream != queue.stream)).sum())

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Evidence, Finding
 from kvprobe.diagnosis.frame import Frame, ms
-from kvprobe.diagnosis.intervals import Cover, running_max_by_group
+from kvprobe.diagnosis.intervals import Cover, distinct, running_max_by_group
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 
 CAUSE = "synchronisation"
@@ -33,7 +33,7 @@ def find(frame: Frame) -> Finding | None:
         return None
     launch_lanes = frame.lane[(frame.kind == CallKind.LAUNCH) | (frame.kind == CallKind.GRAPH)]
     launch_times = frame.start[(frame.kind == CallKind.LAUNCH) | (frame.kind == CallKind.GRAPH)]
-    last = {int(lane): int(launch_times[launch_lanes == lane].max()) for lane in np.unique(launch_lanes)}
+    last = {int(lane): int(launch_times[launch_lanes == lane].max()) for lane in distinct(launch_lanes)}
     rows = rows[np.array([last[int(lane)] for lane in frame.lane[rows]]) > frame.end[rows]]
     if not len(rows):
         return None
@@ -46,7 +46,7 @@ def find(frame: Frame) -> Finding | None:
             & ((table["direction"] == Direction.H2D) | (table["direction"] == Direction.D2H))
             & ~np.isin(table["stream"], frame.kernel_streams)
         )
-        for process in np.unique(frame.process[rows]):
+        for process in distinct(frame.process[rows]):
             mine = np.flatnonzero(frame.process[rows] == process)
             start, end = frame.start[rows[mine]], frame.end[rows[mine]]
             kernel = table["process"] == process

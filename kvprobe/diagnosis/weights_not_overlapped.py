@@ -19,7 +19,7 @@ import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Evidence, Finding
 from kvprobe.diagnosis.frame import Array, Frame, ms, share
-from kvprobe.diagnosis.intervals import Cover
+from kvprobe.diagnosis.intervals import Cover, distinct
 from kvprobe.recordings.model import Direction, Engine, Memory
 
 CAUSE = "weights_not_overlapped"
@@ -72,7 +72,7 @@ def find(frame: Frame) -> Finding | None:
     losses: list[Array] = []
     copy_ns = compute_ns = both_ns = 0
     reason = ""
-    for process in np.unique(table["process"][loads]):
+    for process in distinct(table["process"][loads]):
         rows = np.flatnonzero(loads & (table["process"] == process) & (frame.device.owner < 0))
         rows = rows[np.argsort(frame.x_start[rows], kind="stable")]
         rows, how = _weights(frame, rows)
