@@ -252,6 +252,7 @@ def _start_observer(folder: Path) -> int:
             os._exit(0)
         if myself >= 0:
             os.dup2(myself, 3)
+            os.set_inheritable(3, True)
         os.closerange(4 if myself >= 0 else 3, 256)
         null = os.open(os.devnull, os.O_RDWR)
         log = os.open(folder / "observer.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +253,10 @@ class Observer:
         return found
 
     def finish(self) -> str:
-        """Writes end.json and the report; returns the line for the user."""
+        """Writes end.json and the report; returns the line for the user.
+
+        The folder may be read-only or full by now: then the log says so, if it can.
+        """
         warnings = self.warnings()
         end = {"t_ns": time.monotonic_ns(), "status": self.status, "warnings": warnings}
         (self.folder / "end.json").write_text(json.dumps(end, indent=1))
@@ -287,7 +291,11 @@ def main(arguments: list[str]) -> int:
     folder, pid = Path(arguments[0]), int(arguments[1])
     options = json.loads((folder / "run.json").read_text())["options"]
     observer = Observer(folder, pid, options, int(arguments[2]) if arguments[2:] else -1)
-    observer.watch()
+    try:
+        observer.watch()
+    except Exception as error:  # what was recorded is worth reading all the same
+        traceback.print_exc()
+        observer.unseen.setdefault(f"the observer failed ({error!r}), and did not look at them", {})[pid] = ""
     line = observer.finish()
     _log(line)
     if options.get("terminal"):

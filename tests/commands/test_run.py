@@ -1,0 +1,355 @@
+"""`kvprobe run`: the command is its own, everything it does is counted, and what was not seen is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvprobe.native import build
+from kvprobe.probe import stacks
+from kvprobe.recordings import open_recording
+from kvprobe.recordings.model import Recording
+
+from .watched import COPIES, KVPROBE, clean_environment, run_watched, wait_for_end
+
+pytestmark = pytest.mark.timeout(200)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries() -> None:
+    build.build()
+
+
+def copies_of(recording: Recording) -> tuple[int, int]:
+    """Calls and bytes of cudaMemcpyAsync."""
+    totals = recording.totals
+    rows = [i for i in range(totals.rows) if recording.text(int(totals["name"][i])) == "cudaMemcpyAsync"]
+    return int(totals["calls"][rows].sum()), int(totals["bytes"][rows].sum())
+
+
+def states(recording: Recording) -> list[str]:
+    return sorted(recording.text(int(i)) for i in recording.processes["state"])
+
+
+# ---- the command is its own ------------------------------------------------------------------------------------------
+
+
+def test_pid_input_output_and_exit_code_are_the_commands_own(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    script = "echo $$; cat; echo oops >&2; exit 7"
+    process = subprocess.Popen([*KVPROBE, "run", "-o", folder, "--", "sh", "-c", script], env=clean_environment(),
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True)  # fmt: skip
+    out, err = process.communicate("hello\n")
+    assert (out, err, process.returncode) == (f"{process.pid}\nhello\n", "oops\n", 7)
+    assert wait_for_end(folder)["status"] == 7
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV])
+def test_signals_reach_the_command_and_its_death_is_reported(tmp_path: Path, number: signal.Signals) -> None:
+    folder = tmp_path / "run"
+    program = tmp_path / "program.py"
+    program.write_text(COPIES + "copies(11)\nprint('ready', flush=True)\nimport signal, time\n"
+                       "signal.signal(signal.SIGINT, signal.SIG_DFL)\nprint('now', flush=True)\n"
+                       "time.sleep(100)\n")  # fmt: skip
+    process = subprocess.Popen([*KVPROBE, "run", "-o", folder, "--", sys.executable, program],
+                               env=clean_environment(), stdout=subprocess.PIPE, text=True)  # fmt: skip
+    assert process.stdout is not None
+    while process.stdout.readline() != "now\n":
+        pass
+    process.send_signal(number)
+    process.wait()
+    process.stdout.close()
+    assert process.returncode == -number
+    end = wait_for_end(folder)
+    recording = open_recording(folder)
+    assert copies_of(recording) == (11, 11 * 64)
+    if end["status"] is not None:  # kernels before 6.15 tell a stranger nothing
+        assert states(recording) == [f"killed by {number.name}"]
+        assert any(number.name in note for note in recording.notes)
+    else:
+        assert states(recording) == ["ended without its exit handlers"]
+    assert (folder / "report.html").stat().st_size > 1000
+
+
+def test_the_command_finds_no_child_no_descriptor_and_no_ignored_signal_of_ours(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("""
+import os, json, signal
+try:
+    os.wait(); child = True
+except ChildProcessError:
+    child = False
+mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in (0, 1, 2)}
+fds = sorted(int(fd) for fd in os.listdir("/proc/self/fd"))
+theirs = {os.readlink(f"/proc/{os.environ['KVPROBE_OBSERVER']}/fd/{fd}")
+          for fd in os.listdir(f"/proc/{os.environ['KVPROBE_OBSERVER']}/fd")}
+print(json.dumps([child, fds, sorted((mine & theirs) - {"/dev/null"}), os.getsid(0) == os.getsid(int(os.environ["KVPROBE_OBSERVER"])),
+                  open("/proc/self/status").read().split("SigIgn:")[1].split()[0]]))
+""")  # noqa: E501
+    plain = subprocess.run([sys.executable, program], env=clean_environment(KVPROBE_OBSERVER=str(os.getpid())),
+                           capture_output=True, text=True, check=True)  # fmt: skip
+    done = run_watched(tmp_path / "run", sys.executable, program)
+    assert done.returncode == 0, done.stderr
+    child, fds, shared, same_session, ignored = json.loads(done.stdout)
+    assert not child and not shared and not same_session
+    assert [fds, ignored] == [json.loads(plain.stdout)[1], json.loads(plain.stdout)[4]]
+
+
+def test_a_broken_pipe_ends_the_command_as_in_a_shell(tmp_path: Path) -> None:
+    done = subprocess.run(["bash", "-c", '"$@" | head -1; echo ${PIPESTATUS[0]}', "-", *KVPROBE, "run", "-o",
+                           tmp_path / "run", "--", "yes"], env=clean_environment(), capture_output=True, text=True,
+                          check=True)  # fmt: skip
+    assert done.stdout == "y\n141\n"
+
+
+def test_what_is_in_ld_preload_stays_first(tmp_path: Path) -> None:
+    other = shutil.copy(build.LIB / "libkvprobe.so", tmp_path / "other.so")
+    done = run_watched(tmp_path / "run", "sh", "-c", "echo $LD_PRELOAD", LD_PRELOAD=str(other))
+    assert re.fullmatch(rf"{re.escape(str(other))}:\S*libkvprobe_interpose.so\n", done.stdout)
+
+
+@pytest.mark.parametrize(("arguments", "code", "words"), [
+    (["--", "no-such-command-at-all"], 127, "not found on PATH"),
+    (["--", "/"], 126, "is a folder"),
+    ([], 2, "no command was given"),
+    (["--max-size", "lots", "--", "true"], 2, "not a size"),
+    (["--report", "/no/such/folder/x.html", "--", "true"], 2, "does not exist"),
+    (["-o", "/proc/nothing", "--", "true"], 2, "cannot be made"),
+    (["--fix", "maybe", "--", "true"], 2, "maybe"),
+])  # fmt: skip
+def test_wrong_usage_is_one_line_and_runs_nothing(
+    tmp_path: Path, arguments: list[str], code: int, words: str
+) -> None:
+    done = subprocess.run([*KVPROBE, "run", *arguments], cwd=tmp_path, env=clean_environment(), capture_output=True,
+                          text=True, check=False)  # fmt: skip
+    assert done.returncode == code
+    assert words in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_neither_overwrites_nor_mixes_runs(tmp_path: Path) -> None:
+    assert run_watched(tmp_path / "run", "true").returncode == 0
+    again = run_watched(tmp_path / "run", "true")
+    assert again.returncode == 2 and "not empty" in again.stderr
+    wait_for_end(tmp_path / "run")
+
+
+# ---- everything is counted -------------------------------------------------------------------------------------------
+
+
+def test_children_by_every_way_to_start_one_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text(COPIES)
+    program = tmp_path / "program.py"
+    program.write_text("""
+import multiprocessing, os, subprocess, sys, worker
+if __name__ == "__main__":
+    for method in ("fork", "spawn", "forkserver"):
+        p = multiprocessing.get_context(method).Process(target=worker.copies, args=(10,))
+        p.start(); p.join(); assert p.exitcode == 0
+    code = "import worker; worker.copies(%d)"
+    subprocess.run([sys.executable, "-c", code % 100], check=True)
+    subprocess.run([sys.executable, "-I", "-c", "import sys; sys.path.insert(0, '.'); " + code % 1000], check=True)
+    subprocess.run(["sh", "-c", f"{sys.executable} -S -c '{code % 10000}'"], check=True)
+    worker.copies(5)
+    os.execv(sys.executable, [sys.executable, "-c", code % 3])
+""")
+    folder = tmp_path / "run"
+    done = subprocess.run([*KVPROBE, "run", "-o", folder, "--", sys.executable, program], cwd=tmp_path,
+                          env=clean_environment(), capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert wait_for_end(folder)["warnings"] == []
+    recording = open_recording(folder)
+    expected = 3 * 10 + 100 + 1000 + 10000 + 5 + 3
+    assert copies_of(recording) == (expected, expected * 64)
+    assert states(recording) == ["closed"] * 7 + ["replaced"]
+    assert len(list(folder.glob("checkin-*.json"))) >= 6  # all but -S, which runs no start-up hook
+
+
+def test_another_interpreter_without_kvprobe_is_counted(tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    done = run_watched(tmp_path / "run", venv / "bin" / "python", "-c", COPIES + "copies(21)")
+    assert done.returncode == 0, done.stderr
+    wait_for_end(tmp_path / "run")
+    assert copies_of(open_recording(tmp_path / "run")) == (21, 21 * 64)
+
+
+def test_a_thousand_short_children_are_counted_and_unharmed(tmp_path: Path) -> None:
+    program = COPIES + """
+copies(1)
+status = 0
+for i in range(1000):
+    pid = os.fork()
+    if not pid:
+        if i % 10 == 0:
+            copies(2)
+        os._exit(0)
+    status |= os.waitpid(pid, 0)[1]
+print(status)
+"""
+    done = run_watched(tmp_path / "run", sys.executable, "-c", program)
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+    wait_for_end(tmp_path / "run")
+    recording = open_recording(tmp_path / "run")
+    assert copies_of(recording) == (201, 201 * 64) and recording.processes.rows == 101
+
+
+def test_a_recording_is_read_while_it_grows(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    program = COPIES + "copies(500)\nprint('ready', flush=True)\nsys.stdin.read()\n"
+    process = subprocess.Popen([*KVPROBE, "run", "-o", folder, "--", sys.executable, "-c", program],
+                               env=clean_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    recording = open_recording(folder)
+    assert copies_of(recording) == (500, 32000) and states(recording) == ["running"]
+    assert any("not over" in note for note in recording.notes)
+    process.communicate()
+    wait_for_end(folder)
+
+
+# ---- what was not seen is said ---------------------------------------------------------------------------------------
+
+
+def test_a_child_with_an_empty_environment_is_named(tmp_path: Path) -> None:
+    program = COPIES + "copies(3)\nimport subprocess\nsubprocess.run(['sleep', '1.5'], env={}, check=True)\n"
+    assert run_watched(tmp_path / "run", sys.executable, "-c", program).returncode == 0
+    warnings = wait_for_end(tmp_path / "run")["warnings"]
+    assert len(warnings) == 1 and "environment was emptied" in warnings[0] and "sleep" in warnings[0]
+    assert copies_of(open_recording(tmp_path / "run"))[0] == 3
+
+
+def test_a_static_program_is_named(tmp_path: Path) -> None:
+    source = tmp_path / "static.c"
+    source.write_text("int main(void) { return 5; }\n")
+    program = tmp_path / "static"
+    if subprocess.run([*build.compiler(), "-static", "-o", program, source], check=False).returncode:
+        pytest.skip("no static C library here")
+    assert run_watched(tmp_path / "run", program).returncode == 5
+    (warning,) = wait_for_end(tmp_path / "run")["warnings"]
+    assert "statically linked" in warning and str(program) in warning
+    assert any("statically linked" in note for note in open_recording(tmp_path / "run").notes)
+
+
+@pytest.mark.parametrize(("command", "words"), [
+    (["sh", "-c", "exit 0"], "no process of the command ever checked in"),
+    ([sys.executable, "-c", "pass"], "none of them made a CUDA call"),
+])  # fmt: skip
+def test_a_command_without_cuda_is_told_so(tmp_path: Path, command: list[str], words: str) -> None:
+    assert run_watched(tmp_path / "run", *command).returncode == 0
+    (warning,) = wait_for_end(tmp_path / "run")["warnings"]
+    assert words in warning
+
+
+# ---- nothing harms the target ----------------------------------------------------------------------------------------
+
+
+def test_a_run_folder_that_is_deleted_harms_nothing(tmp_path: Path) -> None:
+    program = COPIES + ("copies(10)\nimport shutil\nshutil.rmtree(os.environ['KVPROBE_RUN'])\ncopies(1000)\n"
+                        "import threading\nt = threading.Thread(target=copies, args=(1000,))\nt.start(); t.join()\n"
+                        "print('done')\n")  # fmt: skip
+    done = run_watched(tmp_path / "run", sys.executable, "-c", program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+@pytest.mark.parametrize("how", ["full", "read-only"])
+def test_a_full_or_read_only_run_folder_harms_nothing(tmp_path: Path, how: str) -> None:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "none", tmp_path], check=False).returncode:
+        pytest.skip("mounting is not permitted here")
+    program = tmp_path.parent / "program.py"
+    act = {"full": f"open({str(tmp_path / 'fill')!r}, 'wb').write(bytes(60000))",
+           "read-only": "assert not os.system('mount --bind $KVPROBE_RUN $KVPROBE_RUN && mount -o remount,bind,ro "
+                        "$KVPROBE_RUN')"}[how]  # fmt: skip
+    program.write_text(COPIES + f"""
+copies(10)
+try:
+    {act}
+except OSError:
+    pass
+import threading
+threads = [threading.Thread(target=copies, args=(2000,)) for _ in range(4)]
+[t.start() for t in threads]; [t.join() for t in threads]
+print('done')
+""")
+    try:
+        done = run_watched(tmp_path / "run", sys.executable, program)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+        if how == "full":
+            assert copies_of(open_recording(tmp_path / "run"))[0] == 8010
+        subprocess.run(["umount", "-l", tmp_path / "run"], capture_output=True, check=False)
+        for _ in range(100):  # the observer lets go of the folder
+            if not subprocess.run(["umount", tmp_path], capture_output=True, check=False).returncode:
+                break
+            time.sleep(0.2)
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], capture_output=True, check=False)
+
+
+# ---- the culprit -----------------------------------------------------------------------------------------------------
+
+BLOCKED = COPIES + """
+import threading, time
+runtime, device, host, stream = open_runtime()
+delay = ctypes.c_uint64(1_500_000_000)
+def the_line_that_waits():
+    assert not runtime.kvhostLaunchDelay(stream, delay)
+    assert not runtime.cudaStreamSynchronize(stream)
+def spin(stop):
+    while not stop.is_set():
+        sum(range(1000))
+stop = threading.Event()
+other = threading.Thread(target=spin, args=(stop,), name="spinner")
+other.start()
+the_line_that_waits()
+stop.set()
+other.join()
+"""
+
+
+def test_the_python_line_behind_a_blocked_call_is_named(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(BLOCKED)
+    assert run_watched(tmp_path / "run", sys.executable, program).returncode == 0
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["options"]["stacks_how"] == "py-spy"
+    wait_for_end(tmp_path / "run")
+    recording = open_recording(tmp_path / "run")
+    table = recording.stacks
+    assert table.rows >= 2
+    blocked = recording.text(int(table["stack"][0]))
+    assert blocked.startswith("the_line_that_waits") and table["blocked_ns"][0] >= 50_000_000
+    assert "program.py:" in blocked.splitlines()[0]
+    others = [recording.text(int(i)) for i in table["stack"][1:]]
+    assert any("spin" in stack for stack in others)
+
+
+def test_where_ptrace_is_not_permitted_the_process_is_asked(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import time\ndef the_line_that_waits():\n    print('ready', flush=True)\n    time.sleep(100)\n"
+                       "the_line_that_waits()\n")  # fmt: skip
+    env = clean_environment(KVPROBE_RUN=str(tmp_path), KVPROBE_STACKS="in-process")
+    process = subprocess.Popen([sys.executable, program], env=env, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        taken = stacks.take(tmp_path, process.pid, process.pid, inside=True)
+    finally:
+        process.kill()
+        process.communicate()
+    assert taken["how"] == "in-process" and not taken["error"]
+    assert any("the_line_that_waits" in frame for thread in taken["threads"] for frame in thread["frames"])
+
+
+def test_a_process_that_cannot_answer_is_said_to(tmp_path: Path) -> None:
+    taken = stacks.take(tmp_path, os.getpid(), os.getpid(), inside=True, timeout_s=0.2)
+    assert taken["how"] == "failed" and "did not answer" in taken["error"]
+
+
