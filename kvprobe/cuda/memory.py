@@ -55,9 +55,9 @@ class Buffer:
 
     def close(self) -> None:
         """Frees the memory; further use of the region is an error of the caller."""
-        if self.address:
-            self._free(self.address)
-            self.address = 0
+        address, self.address = self.address, 0  # first: a free that fails must not be tried again later
+        if address:
+            self._free(address)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # interpreter shutdown: the process takes the memory with it

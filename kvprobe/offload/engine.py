@@ -147,7 +147,8 @@ class OffloadEngine:
         self._ranges = ranges()
         streams = bound or self.limits.channels
         # Loads and stores may share channels: each takes at most half of a channel's places.
-        self._stream_limit = max((self.limits.depth - RESERVE) // 2, 1)
+        self._usable = self.limits.depth - min(RESERVE, self.limits.depth // 4)
+        self._stream_limit = max(self._usable // 2, 1)
         self._every = max(self._stream_limit // 4, 1)
         self._resume = streams * self._stream_limit - self._every
         self._pools = [StreamPool(runtime, streams, priority) for _ in range(2)]
@@ -165,6 +166,7 @@ class OffloadEngine:
         self._renew_clock()
         native = core()
         self._submit = native.kvp_submit
+        self._record_event = native.kvp_record_event
         self._now = native.kvp_now_ns
         self._options = SubmitOptions(copy=runtime.address("cudaMemcpyAsync"), detail=self._detail,
                                       event_record=runtime.address("cudaEventRecord"))  # fmt: skip
@@ -231,7 +233,12 @@ class OffloadEngine:
                 self._poll()
                 time.sleep(0.00005)
             newest = self._fences[stream] = _Fence(event, 0)
-        self.runtime.event_record(newest.event, stream)
+        try:
+            self.runtime.event_record(newest.event, stream)
+        except CudaError:
+            if not newest.users:
+                self._plain.give(newest.event)
+            raise
         newest.users += 1
         return newest
 
@@ -299,8 +306,7 @@ class OffloadEngine:
             # The wait captures the record that is newest now; the event may be recorded again afterwards.
             self.runtime.stream_wait_event(stream, transfer.after.event)
             self._drop_fence(transfer)
-        self.runtime.event_record(transfer.start_event, stream)
-        state.add(stream, 1)
+        self._record(state, transfer, transfer.start_event)
         transfer.range = self._ranges.start(f"{transfer.direction} {transfer.id} stream {stream:#x}", transfer.bytes)
         return True
 
@@ -312,11 +318,17 @@ class OffloadEngine:
         """
         held = state.outstanding.get(stream, 0)
         others = state.outstanding.get(state.shared, 0) if stream != state.shared else 0
-        return min(self._stream_limit, self.limits.depth - RESERVE - others) - held
+        return min(self._stream_limit, self._usable - others) - held
 
     def _submit_copies(self, state: _Direction, transfer: Transfer, count: int) -> bool:
-        """One run of the native loop; True when it issued all `count` copies."""
+        """One run of the native loop; True when it issued all it was to.
+
+        Where the count of outstanding operations comes to the ceiling, completions are looked up and the run ends, so
+        that the detector sees each run on one side of it.
+        """
         stream, first = transfer.stream, transfer.submitted
+        below = self._below_ceiling(state, stream, count)
+        count = min(count, below) if below > 0 else count
         watched = self.controller.active and transfer.policy == "shared" and self.policy == "shared"
         marks = self._plain.take_many(min(count // self._every, 64, max(len(self._plain) - 16, 0)))
         handles = (ct.c_void_p * max(len(marks), 1))(*marks)
@@ -349,6 +361,29 @@ class OffloadEngine:
             raise self.runtime.error("cudaMemcpyAsync", code)
         return bool(done == count)
 
+    def _below_ceiling(self, state: _Direction, stream: int, count: int) -> int:
+        """Operations that a stream takes below the detector's ceiling, completions looked up if `count` is too many."""
+        below = self.detector.ceiling - state.outstanding.get(stream, 0)
+        if below < count and self._detail:
+            self._retire(state)
+            below = self.detector.ceiling - state.outstanding.get(stream, 0)
+        return below
+
+    def _record(self, state: _Direction, transfer: Transfer, event: int) -> None:
+        """Records an event of a transfer on its stream: it takes a place in the queue and may wait for one."""
+        self._below_ceiling(state, transfer.stream, 1)
+        before = state.outstanding.get(transfer.stream, 0)
+        options, result = self._options, SubmitResult()
+        options.stream, options.blocked_ns = transfer.stream, self.detector.threshold_ns
+        code = self._record_event(ct.byref(options), event, ct.byref(result))
+        if code:
+            raise self.runtime.error("cudaEventRecord", code)
+        state.add(transfer.stream, 1)
+        if result.blocked and self._detail:
+            transfer.blocked += result.blocked
+            transfer.longest_ns = max(transfer.longest_ns, result.max_ns)
+            self._judge(state, transfer, result, before, False)
+
     def _judge(self, state: _Direction, transfer: Transfer, run: SubmitResult, before: int, pageable: bool) -> None:
         after = -1
         if run.blocked:
@@ -365,8 +400,7 @@ class OffloadEngine:
 
     def _end(self, state: _Direction, transfer: Transfer) -> None:
         """Marks the end of a wholly submitted transfer on its stream."""
-        self.runtime.event_record(transfer.end_event, transfer.stream)
-        state.add(transfer.stream, 1)
+        self._record(state, transfer, transfer.end_event)
         state.mark(_Marker(transfer.end_event, transfer.stream, state.unmarked[transfer.stream], transfer, self._timed))
         transfer.state = IN_FLIGHT
         state.last = transfer
@@ -436,6 +470,8 @@ class OffloadEngine:
 
     def _abandon(self, state: _Direction, transfer: Transfer, error: CudaError) -> None:
         """A transfer whose submission failed: what was submitted of it drains, then it ends as failed."""
+        if transfer.done:  # a look at the device found it lost, which ended every transfer
+            return
         state.queue.popleft()
         transfer.error = error
         try:

@@ -19,7 +19,7 @@ typedef struct {
     uint64_t blocked_ns;    /* a call of at least this counts as blocked */
     uint64_t stop_after_ns; /* or after this much time in blocked calls; 0 = never */
     /* After every `every` copies one of `events` is recorded on the stream, so that the caller can tell how far the
-     * stream has come; 0 = none. They are not timed and not counted as copies. */
+     * stream has come; 0 = none. They are not counted as copies; one that takes 4 * blocked_ns counts as blocked. */
     cudaError_t (*event_record)(cudaEvent_t, cudaStream_t);
     void *const *events;
     uint32_t every;
@@ -34,7 +34,7 @@ typedef struct {
     uint64_t bytes;
     uint64_t start_ns, end_ns;
     uint64_t fast, fast_ns;         /* calls below blocked_ns and their sum: the baseline's evidence */
-    uint64_t blocked, blocked_sum_ns; /* calls at or above it */
+    uint64_t blocked, blocked_sum_ns; /* calls at or above it, those that record `events` included */
     uint64_t first_blocked;         /* index of the first of them; UINT64_MAX = none */
     uint64_t first_blocked_ns;      /* when it was entered */
     uint64_t events;                /* events recorded */
@@ -50,6 +50,10 @@ typedef struct {
  * blocked; result->submitted says how far it came. Any thread; blocks only where the CUDA call blocks. */
 KVP_EXPORT int kvp_submit(const kvp_submit_options *options, size_t n, const uint64_t *dst, const uint64_t *src,
                           const uint64_t *sizes, uint64_t size, kvp_submit_result *result);
+
+/* Records one event on options->stream; it takes a place in the queue and may wait for one. Fills start_ns, end_ns,
+ * result, and blocked with what belongs to it when it took 4 * blocked_ns. */
+KVP_EXPORT int kvp_record_event(const kvp_submit_options *options, void *event, kvp_submit_result *result);
 
 /* The same through one cudaMemcpyBatchAsync; fn_has_fail_index: the 12.x signature. */
 KVP_EXPORT int kvp_submit_batch(const kvp_submit_options *options, void *batch_fn, int fn_has_fail_index, size_t n,

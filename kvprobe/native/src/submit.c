@@ -9,6 +9,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#define EVENT_FACTOR 4 /* recording an event may cost more than a copy; blocked_ns is a copy's */
+
 static uint32_t thread_id(void) {
     static __thread uint32_t tid __attribute__((tls_model("initial-exec")));
     static __thread uint32_t pid __attribute__((tls_model("initial-exec")));
@@ -42,6 +44,35 @@ static int submit_bare(const kvp_submit_options *o, size_t n, const uint64_t *ds
     }
     r->submitted = i;
     return r->result = result;
+}
+
+/* A call that took too long. It cost microseconds already: the system call below does not matter here. */
+static void note_blocked(kvp_submit_result *r, size_t index, uint64_t start, uint64_t took, long *switches) {
+    long after = preemptions();
+    if (after != *switches) {
+        r->preempted++;
+        r->preempted_ns += took;
+        *switches = after;
+    }
+    if (!r->blocked) {
+        r->first_blocked = index;
+        r->first_blocked_ns = start;
+    }
+    r->blocked++;
+    r->blocked_sum_ns += took;
+    if (took > r->max_ns) r->max_ns = took, r->max_index = index;
+}
+
+int kvp_record_event(const kvp_submit_options *o, void *event, kvp_submit_result *r) {
+    memset(r, 0, sizeof *r);
+    r->first_blocked = UINT64_MAX;
+    long switches = preemptions();
+    r->start_ns = kvp_now_ns();
+    r->result = o->event_record(event, o->stream);
+    r->end_ns = kvp_now_ns();
+    uint64_t took = r->end_ns - r->start_ns;
+    if (took >= EVENT_FACTOR * o->blocked_ns) note_blocked(r, 0, r->start_ns, took, &switches);
+    return r->result;
 }
 
 int kvp_submit(const kvp_submit_options *o, size_t n, const uint64_t *dst, const uint64_t *src, const uint64_t *sizes,
@@ -90,27 +121,19 @@ int kvp_submit(const kvp_submit_options *o, size_t n, const uint64_t *dst, const
             r->fast++;
             r->fast_ns += took;
         } else {
-            /* A blocked call cost microseconds already: the two system calls below do not matter here. */
-            long after = preemptions();
-            if (after != switches) {
-                r->preempted++;
-                r->preempted_ns += took;
-                switches = after;
-            }
-            if (!r->blocked) {
-                r->first_blocked = i;
-                r->first_blocked_ns = record.start_ns;
-            }
-            r->blocked++;
-            r->blocked_sum_ns += took;
+            note_blocked(r, i, record.start_ns, took, &switches);
             now = kvp_now_ns();
         }
         if (took > r->max_ns) r->max_ns = took, r->max_index = i;
         if (__builtin_expect(until_event && !--until_event, 0)) {
             if (r->events < o->events_max) {
+                now = kvp_now_ns();
                 r->result = o->event_record(o->events[r->events], o->stream);
                 if (r->result) break;
                 r->events++;
+                /* an event takes a place too, and waits for one */
+                took = kvp_now_ns() - now;
+                if (__builtin_expect(took >= EVENT_FACTOR * o->blocked_ns, 0)) note_blocked(r, i, now, took, &switches);
             }
             until_event = o->every;
             now = kvp_now_ns();

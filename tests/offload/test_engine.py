@@ -1,0 +1,338 @@
+"""The engine moves every byte, in order, gives everything back, and never submits past the queue's depth."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes as ct
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvprobe.errors import CudaError, TransferError, UsageError
+from kvprobe.offload import BlockPool
+
+
+def test_load_and_store_move_every_byte(bench):
+    b = bench(layers=3, blocks=32)
+    with b.engine(policy="pooled") as engine:
+        engine.load(range(32), range(31, -1, -1)).wait()
+        for cpu, gpu in zip(b.bytes_of(b.cpu), b.bytes_of(b.gpu), strict=True):
+            assert np.array_equal(cpu, gpu[::-1])
+        want = [layer.copy() for layer in b.bytes_of(b.gpu)]
+        for layer in b.bytes_of(b.cpu):
+            layer[:] = 0
+        engine.store(range(32), range(32)).wait()
+        for cpu, gpu in zip(b.bytes_of(b.cpu), want, strict=True):
+            assert np.array_equal(cpu, gpu)
+
+
+@pytest.mark.parametrize("policy", ["shared", "pooled", "auto"])
+@pytest.mark.parametrize(("gpu_bytes", "cpu_bytes"), [(4096, 16384), (16384, 4096), (1000, 3000)])
+def test_block_sizes_that_differ_by_a_whole_factor_fit(bench, policy, gpu_bytes, cpu_bytes):
+    b = bench(blocks=12, gpu_bytes=gpu_bytes, cpu_bytes=cpu_bytes)
+    factor = max(gpu_bytes, cpu_bytes) // min(gpu_bytes, cpu_bytes)
+    coarse = [5, 0, 3]
+    fine = [block * 2 % b.gpu.blocks for block in range(len(coarse) * factor)]
+    gpu_ids, cpu_ids = (fine, coarse) if cpu_bytes > gpu_bytes else (coarse, fine)
+    with b.engine(policy=policy) as engine:
+        engine.load(cpu_ids, gpu_ids).wait()
+    piece = min(gpu_bytes, cpu_bytes)
+    for cpu, gpu in zip(b.bytes_of(b.cpu), b.bytes_of(b.gpu), strict=True):
+        cpu_pieces, gpu_pieces = cpu.reshape(-1, piece), gpu.reshape(-1, piece)
+        expanded = [block * factor + part for block in coarse for part in range(factor)]
+        left, right = (gpu_pieces[fine], cpu_pieces[expanded]) if cpu_bytes > gpu_bytes else (
+            gpu_pieces[expanded], cpu_pieces[fine])  # fmt: skip
+        assert np.array_equal(left, right)
+
+
+def test_block_sizes_that_do_not_fit_are_refused_by_name(bench):
+    with pytest.raises(UsageError, match=r"4096 bytes.*6144 bytes do not fit"):
+        bench(blocks=12, gpu_bytes=4096, cpu_bytes=6144).engine()
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda e: e.load([64], [0]), "CPU block 64 is out of range"),
+        (lambda e: e.load([-1], [0]), "CPU block -1 is out of range"),
+        (lambda e: e.load([0], [2**70]), "whole numbers|out of range"),
+        (lambda e: e.load([0, 1], [3, 3]), "same destination block twice"),
+        (lambda e: e.store([0, 1], [3, 3]), "same destination block twice"),
+        (lambda e: e.load([], []), "at least one"),
+        (lambda e: e.load([0, 1], [0]), "not the same amount"),
+        (lambda e: e.set_policy("best"), "unknown policy 'best'"),
+    ],
+)
+def test_a_wrong_request_is_one_clear_error_and_leaves_nothing(bench, call, text):
+    with bench().engine() as engine:
+        with pytest.raises(UsageError, match=text) as caught:
+            call(engine)
+        assert "\n" not in str(caught.value)
+        assert engine.idle
+        assert set(engine.held.values()) == {0}
+
+
+@pytest.mark.parametrize("how", [{"policy": "fast"}, {"bound": 0}, {"detail": "all"}, {"priority": 99}])
+def test_a_wrong_option_is_refused(bench, how):
+    with pytest.raises(UsageError):
+        bench().engine(**how)
+
+
+def test_pools_that_overlap_are_refused(bench):
+    b = bench()
+    region = b.gpu.regions[0]
+    with pytest.raises(UsageError, match="overlap"):
+        BlockPool(b.runtime, [region, (region.address + 4096, region.bytes)], 4096)
+
+
+def test_torch_dlpack_and_raw_pointers_are_taken(bench):
+    torch = pytest.importorskip("torch")
+    b = bench(layers=1, blocks=8)
+    tensor = torch.arange(8 * 4096, dtype=torch.uint8).reshape(8, 4096)
+    array = np.zeros((8, 4096), dtype=np.uint8)
+    for source in (tensor, array, (array.ctypes.data, array.nbytes)):
+        pool = BlockPool(b.runtime, [source], 4096)
+        assert (pool.blocks, pool.kind) == (8, "pageable")
+    with pytest.raises(UsageError, match="not contiguous"):
+        BlockPool(b.runtime, [tensor.t()], 4096)
+
+    class Capsule:
+        def __dlpack__(self):
+            return tensor.__dlpack__()
+
+    assert BlockPool(b.runtime, [Capsule()], 4096).regions[0].address == tensor.data_ptr()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_sequence_of_transfers_and_switches_ends_as_if_done_one_by_one(bench, data):
+    b = bench(layers=2, blocks=24, gpu_bytes=512, cpu_bytes=512, depth=64, channels=2, h2d_bytes_per_s=1e8,
+              latency_ns=5000.0)  # fmt: skip
+    gpu, cpu = ([layer.copy() for layer in b.bytes_of(pool)] for pool in (b.gpu, b.cpu))
+    with b.engine(policy=data.draw(st.sampled_from(["shared", "pooled", "auto"]))) as engine:
+        for _ in range(data.draw(st.integers(1, 12))):
+            if data.draw(st.booleans()):
+                engine.set_policy(data.draw(st.sampled_from(["shared", "pooled"])))
+            size = data.draw(st.integers(1, 24))
+            ids = st.lists(st.integers(0, 23), min_size=size, max_size=size, unique=True)
+            source, target = data.draw(ids), data.draw(ids)
+            if data.draw(st.booleans()):
+                # a direction is ordered by itself; between directions the caller orders, as a server does
+                engine.wait()
+                engine.load(source, target)
+                for layer in range(2):
+                    gpu[layer][target] = cpu[layer][source]
+            else:
+                engine.wait()
+                engine.store(source, target)
+                for layer in range(2):
+                    cpu[layer][target] = gpu[layer][source]
+        engine.wait()
+        assert set(engine.held.values()) == {0}
+    for layer in range(2):
+        assert np.array_equal(b.bytes_of(b.gpu)[layer], gpu[layer])
+        assert np.array_equal(b.bytes_of(b.cpu)[layer], cpu[layer])
+
+
+@pytest.mark.parametrize("policy", ["shared", "pooled", "auto"])
+def test_transfers_of_a_direction_start_and_end_in_order(bench, policy):
+    """Each load overwrites the blocks of the one before: the last one must win, whatever stream it was on."""
+    b = bench(layers=1, blocks=64, depth=64, channels=4, latency_ns=20000.0)
+    with b.engine(policy=policy) as engine:
+        transfers = [engine.load([source] * 1, [0]) for source in range(64)]
+        engine.wait()
+        assert np.array_equal(b.bytes_of(b.gpu)[0][0], b.bytes_of(b.cpu)[0][63])
+        ends = [(transfer.copy_start_ns, transfer.copy_end_ns) for transfer in transfers]
+        assert ends == sorted(ends)
+        assert all(transfer.state == "done" for transfer in transfers)
+
+
+def test_a_store_waits_for_the_compute_that_wrote_the_blocks(bench):
+    """Validates itself: without the wait the old bytes arrive, with it the new ones."""
+    b = bench(layers=1, blocks=1)
+    seen = {}
+    for ordered in (False, True):
+        layer = b.bytes_of(b.gpu)[0]
+        layer[:] = 1
+        write = ct.CFUNCTYPE(None, ct.c_void_p)(lambda _, layer=layer: layer.fill(2))
+        compute = b.runtime.stream_create()
+        b.runtime.library.kvhostLaunchWork(ct.c_void_p(compute), write, None, ct.c_uint64(20_000_000))
+        with b.engine(policy="pooled", compute_stream=compute) as engine:
+            engine.store([0], [0], **({} if ordered else {"after": None})).wait()
+            seen[ordered] = int(b.bytes_of(b.cpu)[0][0, 0])
+        b.runtime.stream_synchronize(compute)
+    assert seen == {False: 1, True: 2}
+
+
+def test_pooled_submission_never_meets_a_full_queue_and_keeps_to_the_bound(bench):
+    b = bench(layers=4, blocks=64, depth=128, channels=2, h2d_bytes_per_s=2e8)
+    with b.engine(policy="pooled", bound=2, detail="copies") as engine:
+        transfers = [engine.load(range(64), range(64)) for _ in range(20)]
+        streams = set()
+        while not engine.idle:
+            engine.poll()
+            streams |= set(engine.outstanding())
+            assert all(count < 128 for count in engine.outstanding().values())
+        assert len(streams) == 2
+        assert streams == set(engine.streams["load"])
+        assert sum(transfer.copies for transfer in transfers) == 20 * 256
+        assert b.runtime.library.kvhostStats  # the runtime's own count says the same
+        stats = (ct.c_uint64 * 256)()
+        b.runtime.library.kvhostStats(stats)
+    assert engine.detector.saturations == []
+
+
+def test_auto_switches_when_the_shared_queue_fills_and_says_why(bench):
+    b = bench(layers=4, blocks=64, depth=128, channels=4, gpu_bytes=65536, cpu_bytes=65536, h2d_bytes_per_s=1e9)
+    with b.engine(policy="auto") as engine:
+        first = engine.load(range(64), range(64))
+        assert first.done or engine.policy == "pooled"
+        rest = [engine.load(range(64), range(64)) for _ in range(6)]
+        engine.wait()
+        decision = engine.controller.decisions[0]
+        assert (decision.before, decision.after) == ("shared", "pooled")
+        assert "blocked at" in decision.reason
+        assert "depth 128" in decision.reason
+        seen = engine.detector.saturations[0]
+        assert seen.stream == engine.streams["shared"][0]
+        assert seen.thread == threading.get_native_id()
+        assert seen.blocked_calls < 64
+        assert decision.gain > 1
+        assert all(transfer.state == "done" for transfer in [first, *rest])
+    for cpu, gpu in zip(b.bytes_of(b.cpu), b.bytes_of(b.gpu), strict=True):
+        assert np.array_equal(cpu, gpu)
+
+
+def test_streams_and_events_go_back_when_a_copy_fails(bench):
+    b = bench(layers=2, blocks=32)
+    with b.engine(policy="pooled") as engine:
+        b.runtime.library.kvhostFailCopy(ct.c_uint64(20), ct.c_int(1))
+        broken = engine.load(range(32), range(32))
+        good = engine.load(range(32), range(32))
+        engine.wait()
+        with pytest.raises(TransferError, match="cudaErrorInvalidValue"):
+            broken.result()
+        good.result()
+        assert set(engine.held.values()) == {0}
+
+
+@pytest.mark.parametrize("call", [b"cudaEventRecord", b"cudaStreamWaitEvent", b"cudaMemcpyAsync"])
+@pytest.mark.parametrize("nth", range(1, 6))
+def test_every_failing_call_ends_a_transfer_and_leaks_nothing(bench, call, nth):
+    b = bench(layers=1, blocks=16)
+    with b.engine(policy="pooled") as engine:
+        b.runtime.library.kvhostFailCall(call, nth, 2)
+        failed = 0
+        for _ in range(4):
+            try:
+                failed += engine.load(range(16), range(16)).error is not None
+            except CudaError:  # the fence of the request itself: nothing was queued
+                failed += 1
+        b.runtime.library.kvhostFailCall(call, 0, 0)
+        engine.wait()
+        assert engine.idle
+        assert set(engine.held.values()) == {0}
+        engine.load(range(16), range(16)).wait()
+
+
+def test_a_lost_device_fails_what_is_in_flight_and_returns_everything(bench):
+    b = bench(layers=2, blocks=64, h2d_bytes_per_s=1e7)
+    engine = b.engine(policy="pooled")
+    transfers = [engine.load(range(64), range(64)) for _ in range(10)]
+    b.runtime.library.kvhostLoseDevice()
+    engine.wait()
+    assert all(transfer.state == "failed" for transfer in transfers)
+    assert set(engine.held.values()) == {0}
+    with pytest.raises(TransferError, match="takes no more transfers"):
+        engine.load([0], [0])
+
+
+def test_many_small_loads_at_once_finish_in_order_and_in_bounded_memory(bench):
+    count = 20_000
+    b = bench(layers=1, blocks=64, gpu_bytes=256, cpu_bytes=256, depth=1021, latency_ns=100.0)
+    with b.engine(policy="pooled", detail="totals") as engine:
+        ended: list[int] = []
+        made = b.runtime.library.kvhostStats
+        assert made
+        transfers = [
+            engine.load([i % 64], [i % 64], done=lambda transfer: ended.append(transfer.id)) for i in range(count)
+        ]
+        engine.wait()
+        assert ended == list(range(1, count + 1))
+        assert [transfer.error for transfer in transfers if transfer.error] == []
+        assert set(engine.held.values()) == {0}
+
+
+def test_a_transfer_can_be_awaited_beside_others(bench):
+    b = bench(layers=2, blocks=32)
+
+    async def main(engine):
+        return await asyncio.gather(*(engine.load(range(32), range(32)) for _ in range(5)))
+
+    with b.engine(policy="pooled") as engine:
+        ids = [transfer.id for transfer in asyncio.run(main(engine))]
+        assert ids == [1, 2, 3, 4, 5]
+
+
+def test_a_callback_may_ask_for_the_next_transfer(bench):
+    b = bench(layers=1, blocks=8, depth=32, channels=1)
+    with b.engine(policy="pooled") as engine:
+        order = []
+
+        def again(transfer):
+            order.append(transfer.id)
+            if len(order) < 50:
+                engine.load(range(8), range(8), done=again)
+
+        for _ in range(4):
+            engine.load(range(8), range(8), done=again)
+        while len(order) < 53:
+            engine.poll()
+        assert order == sorted(order)
+
+
+def test_the_split_adds_up_to_the_whole(bench):
+    b = bench(layers=2, blocks=64, h2d_bytes_per_s=1e8)
+    with b.engine(policy="pooled") as engine:
+        for transfer in [engine.load(range(64), range(64)) for _ in range(3)]:
+            transfer.wait()
+            split = transfer.split()
+            assert split.total_ns == transfer.noticed_ns - transfer.requested_ns
+            # 128 copies of 4 KiB at 100 MB/s cannot take less
+            assert split.copy_ns + split.submit_ns >= 128 * 4096 / 1e8 * 1e9 * 0.99
+
+
+def test_work_on_a_stream_can_be_made_to_wait_for_a_transfer(bench):
+    b = bench(layers=1, blocks=1, h2d_bytes_per_s=2e5)
+    seen = []
+    consumer = b.runtime.stream_create()
+    with b.engine(policy="pooled") as engine:
+        layer = b.bytes_of(b.gpu)[0]
+        read = ct.CFUNCTYPE(None, ct.c_void_p)(lambda _: seen.append(layer.copy()))
+        transfer = engine.load([0], [0])
+        engine.fence(transfer, consumer)
+        b.runtime.library.kvhostLaunchWork(ct.c_void_p(consumer), read, None, ct.c_uint64(1000))
+        b.runtime.stream_synchronize(consumer)
+        assert np.array_equal(seen[0], b.bytes_of(b.cpu)[0])
+
+
+def test_threads_may_share_an_engine(bench):
+    b = bench(layers=1, blocks=64, depth=64)
+    with b.engine(policy="pooled") as engine:
+        done: list[str] = []
+
+        def work(offset: int) -> None:
+            for _ in range(20):
+                done.append(engine.load(range(offset, offset + 8), range(offset, offset + 8)).wait().state)
+
+        threads = [threading.Thread(target=work, args=(8 * i,)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert done == ["done"] * 160
+    for cpu, gpu in zip(b.bytes_of(b.cpu), b.bytes_of(b.gpu), strict=True):
+        assert np.array_equal(cpu, gpu)

@@ -1,0 +1,86 @@
+"""Who may import whom, what the public names are, and what a start costs: the house keeps its walls."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvprobe
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "kvprobe"
+ORDER = ["errors", "native", "cuda", "probe", "launchqueue", "offload", "weights"]
+PAPER = ["recordings", "diagnosis", "reporting"]  # read and show; need no GPU, no torch, no native library
+MAY_IMPORT = {
+    "errors": set(),
+    **{room: set(ORDER[: number + 1]) for number, room in enumerate(ORDER) if number},
+    # probe: the readers of its files, which are pure; a test below holds that no native library comes with them
+    "recordings": {"errors", "recordings", "probe", "instrument.sidecar"},
+    "diagnosis": {"errors", "recordings", "diagnosis"},
+    "reporting": {"errors", "recordings", "diagnosis", "reporting"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of kvprobe that a file imports, anywhere in it, without the leading `kvprobe.`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module] if node.module != "kvprobe" else [f"kvprobe.{alias.name}" for alias in node.names]
+        else:
+            continue
+        found |= {name.removeprefix("kvprobe.") for name in names if name.startswith("kvprobe.")}
+    return found
+
+
+@pytest.mark.parametrize("room", sorted(MAY_IMPORT))
+def test_a_room_imports_only_what_lies_below_it(room):
+    allowed = MAY_IMPORT[room]
+    files = [PACKAGE / f"{room}.py"] if room == "errors" else sorted((PACKAGE / room).rglob("*.py"))
+    for path in files:
+        for module in imports(path):
+            assert any(module == name or module.startswith(f"{name}.") for name in allowed), (
+                f"{path.relative_to(ROOT)} imports kvprobe.{module}"
+            )
+
+
+def test_nothing_imports_the_commands():
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name != "commands" and path.name != "cli.py":
+            assert not {name for name in imports(path) if name.split(".")[0] in ("commands", "cli")}, path
+
+
+def test_every_public_name_is_there_and_meant_to_be():
+    assert sorted(kvprobe.__all__) == sorted(kvprobe._HOME_OF)
+    for name in kvprobe.__all__:
+        assert getattr(kvprobe, name) is not None
+
+
+def modules_after(code: str) -> set[str]:
+    listed = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys; print('\\n'.join(sys.modules))"],
+        capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "100"},
+    )  # fmt: skip
+    return set(listed.stdout.split())
+
+
+def test_help_loads_nothing_heavy():
+    loaded = modules_after("import kvprobe.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: pass")
+    assert loaded.isdisjoint({"numpy", "plotly", "pyarrow", "torch", "jinja2", "rich", "msgspec", "pynvml"})
+
+
+def test_reading_and_showing_needs_no_native_library_and_no_torch():
+    loaded = modules_after("import kvprobe.recordings, kvprobe.diagnosis, kvprobe.reporting")
+    assert not {name for name in loaded if name.startswith("kvprobe.native.library")}
+    assert loaded.isdisjoint({"torch", "kvprobe.cuda", "kvprobe.offload"})
+
+
+def test_importing_kvprobe_loads_nothing_else():
+    assert not {name for name in modules_after("import kvprobe") if name.startswith("kvprobe.")}
