@@ -23,8 +23,8 @@ CAUSES: tuple[str, ...] = (
     "fence_before_copies",
     "launch_queue_saturation",
     "context_lock_stall",
-    "first_calls",
     "descriptor_bound_batch",
+    "first_calls",
     "allocation_on_hot_path",
     "unexplained",
     # copy engines and the device

@@ -20,7 +20,7 @@ from kvprobe.diagnosis.frame import SLOW_NS, Array, Frame, ms
 from kvprobe.recordings.model import CallKind, Label
 
 CAUSE = "first_calls"
-LEAST_NS = 10_000_000  # without a label: less can be the scheduler, which also likes to strike at a beginning
+LEAST_NS = 50_000_000  # without a label: less can be the scheduler, which also likes to strike at a beginning
 
 
 def _first_of(key: Array, start: Array, rows: Array) -> Array:

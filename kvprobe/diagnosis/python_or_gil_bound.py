@@ -6,8 +6,8 @@ switch interval, 5 ms), or garbage is collected.
 
 Signature: any of
  - many short gaps (each launch pays): at least 64 gaps below 200 us that take a tenth of the span or more;
- - long gaps whose lengths gather at the interpreter's switch interval (4.5 to 8 ms, at least 8 and most of the long
-   ones): another thread holds the lock, and all long gaps are put down to it;
+ - long gaps that have the interpreter's switch interval for a floor: none shorter than 4.8 ms, some at it, a quarter
+   below 8 ms: another thread holds the lock, and gives it up 5 ms after it was asked to;
  - long gaps that overlap intervals labelled garbage collection for most of their length;
  - stacks taken in the gaps that show the thread waiting for the lock or in Python code.
 Gaps as in `gpu_starved`, which keeps those without such evidence.
@@ -26,15 +26,18 @@ from kvprobe.diagnosis.gaps import Gaps, idle_gaps
 
 CAUSE = "python_or_gil_bound"
 SHORT_NS, LEAST_SHARE, MANY = 200_000, 0.10, 64
-SWITCH_NS = (4_500_000, 8_000_000)
+SWITCH_NS = 5_000_000  # sys.getswitchinterval()
 
 
 def _by_lock(gaps: Gaps) -> Array:
-    """Mask of gaps whose lengths gather at the switch interval."""
+    """Mask of the long gaps, where they have the switch interval for a floor."""
     long = gaps.host_ns >= 1_000_000
-    at = (gaps.host_ns >= SWITCH_NS[0]) & (gaps.host_ns <= SWITCH_NS[1])
-    enough = at.sum() >= 8 and 2 * at.sum() > long.sum()
-    return long if enough else np.zeros(len(at), dtype=bool)
+    if long.sum() < 5:
+        return np.zeros(len(long), dtype=bool)
+    shortest, lower = np.percentile(gaps.host_ns[long], (2, 25))
+    floor = bool(SWITCH_NS * 0.96 <= shortest <= SWITCH_NS * 1.14 and lower <= SWITCH_NS * 1.6)
+    mask: Array = long & floor
+    return mask
 
 
 def _by_stacks(frame: Frame, gaps: Gaps) -> Array:

@@ -17,11 +17,25 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Evidence, Finding
-from kvprobe.diagnosis.frame import Frame, ms
+from kvprobe.diagnosis.frame import Array, Frame, ms
 from kvprobe.diagnosis.intervals import Cover, distinct, running_max_by_group
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 
 CAUSE = "synchronisation"
+
+
+def _for_copies(frame: Frame, rows: Array) -> Array:
+    """Mask of waits that are known to be for a copy: cudaMemcpy, and a stream on which a copy was outstanding."""
+    mask: Array = frame.kind[rows] == CallKind.COPY_SYNC
+    table = frame.recording.executions
+    for stream in distinct(frame.stream[rows][frame.stream[rows] >= 0]):
+        mine = frame.stream[rows] == stream
+        copies = np.flatnonzero((table["stream"] == stream) & (table["engine"] == Engine.COPY) & (frame.x_call >= 0))
+        asked = np.sort(frame.start[frame.x_call[copies]])
+        over = np.sort(frame.x_end[copies])
+        at = frame.start[rows[mine]]
+        mask[mine] |= np.searchsorted(asked, at) > np.searchsorted(over, at, "right")
+    return mask
 
 
 def find(frame: Frame) -> Finding | None:
@@ -57,7 +71,7 @@ def find(frame: Frame) -> Finding | None:
             alone = either.within(start, end) - kernels.within(start, end)
             without = (end - start) - kernels.within(start, end)
             # What is left of a wait for a copy is the thread's wake-up, which can be long on a busy machine.
-            ns[mine] = np.where((10 * alone >= without) & (alone > 0), without, 0)
+            ns[mine] = np.where(_for_copies(frame, rows[mine]) | ((10 * alone >= without) & (alone > 0)), without, 0)
         ns[np.isin(frame.stream[rows], frame.kernel_streams)] = 0
     else:
         order = frame.by_lane
