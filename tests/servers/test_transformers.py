@@ -71,7 +71,9 @@ def test_a_hook_that_fails_changes_no_token(model, monkeypatch):
 
 def test_continuous_batching_swaps_are_seen_and_tokens_stay(model, monkeypatch):
     empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **{**k, "pin_memory": False} if "pin_memory" in k else k))
+    monkeypatch.setattr(
+        torch, "empty", lambda *a, **k: empty(*a, **{**k, "pin_memory": False} if "pin_memory" in k else k)
+    )
     model.set_attn_implementation("sdpa")
     prompts = [[i + 1] * 20 for i in range(6)]
     generation = transformers.GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=-1, pad_token_id=0)
