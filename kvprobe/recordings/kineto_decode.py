@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -28,7 +28,7 @@ _EXACT_BELOW_US = float(1 << 42)  # below, a float64 of microseconds is within h
 _BOUNDARY = re.compile(rb'\}\s*(,)\s*(?=\{\s*"(?:ph|name|cat|ts|pid|tid|id)"\s*:)')
 _END = re.compile(rb'\}\s*(\])\s*(?:,\s*"|\}|$)')
 _LONG_DECIMAL = re.compile(rb'"ts"\s*:\s*\d{13,}\.')
-_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[\]{},]', re.DOTALL)
+_MARK = re.compile(rb'["\[\]{},]')
 _DECIMAL = re.compile(rb"(-?)(\d{1,16})(?:\.(\d+))?")
 
 
@@ -193,18 +193,17 @@ class Decoder:
             pass
         out: list[Any] = []
         depth, start = 0, 0
-        for match in _TOKEN.finditer(text + b","):
-            token = match.group()[:1]
-            if token in (b"{", b"["):
+        for at, token in _tokens(text + b","):
+            if token in b"{[":
                 depth += 1
-            elif token in (b"}", b"]"):
+            elif token in b"}]":
                 depth -= 1
-            elif token == b"," and depth == 0:
+            elif depth == 0:
                 try:
-                    out += self._decode(text[start : match.start()])
+                    out += self._decode(text[start:at])
                 except msgspec.DecodeError:
                     self._bad += 1
-                start = match.start() + 1
+                start = at + 1
         return out
 
     # ---- rows ----
@@ -283,17 +282,36 @@ class Decoder:
 def _walk(text: bytes) -> tuple[int, int | None]:
     """Where the last event boundary is (0 none), and where the list ends, if it does, token by token."""
     depth, boundary = 0, 0
-    for match in _TOKEN.finditer(text):
-        token = match.group()[:1]
-        if token in (b"{", b"["):
+    for at, token in _tokens(text):
+        if token in b"{[":
             depth += 1
-        elif token in (b"}", b"]"):
+        elif token in b"}]":
             depth -= 1
             if depth < 0:
-                return boundary, match.start()
-        elif token == b"," and depth == 0:
-            boundary = match.start()
+                return boundary, at
+        elif depth == 0:
+            boundary = at
     return boundary, None
+
+
+def _tokens(text: bytes) -> Iterator[tuple[int, bytes]]:
+    """Position and byte of each bracket and comma outside strings.
+
+    No regular expression for whole strings: its stack would grow with the length of one.
+    """
+    at = 0
+    while (match := _MARK.search(text, at)) is not None:
+        at = match.end()
+        if match.group() != b'"':
+            yield match.start(), match.group()
+            continue
+        while True:
+            quote = text.find(b'"', at)
+            if quote < 0:
+                return
+            inside, at = text[at:quote], quote + 1
+            if (len(inside) - len(inside.rstrip(b"\\"))) % 2 == 0:  # the quote is not escaped
+                break
 
 
 def _is_late(events: list[Any]) -> bool:

@@ -23,9 +23,9 @@ _ROOM = 8192
 _LIBRARY = Path(__file__).parents[1] / "native" / "lib" / "libkvprobe_trace.so"
 
 # kvt_row of native/trace/kineto.c
-ROW = np.dtype([("start_ns", "i8"), ("dur_ns", "i8"), ("pid", "i8"), ("tid", "i8"), ("correlation", "i8"),
-                 ("bytes", "i8"), ("graph", "i8"), ("stream", "i4"), ("device", "i4"), ("channel", "i4"), ("count", "i4"),
-                 ("cbid", "i4"), ("name", "i4"), ("label", "i4"), ("category", "u1"), ("pad", "V3")])  # fmt: skip
+_LONG = ("start_ns", "dur_ns", "pid", "tid", "correlation", "bytes", "graph")
+_SHORT = ("stream", "device", "channel", "count", "cbid", "name", "label")
+ROW = np.dtype([*((n, "i8") for n in _LONG), *((n, "i4") for n in _SHORT), ("category", "u1"), ("pad", "V3")])
 
 
 @functools.cache
