@@ -54,7 +54,9 @@ def _groups(key: Array) -> tuple[Array, Array, Array]:
 
 def _codes(column: Array) -> tuple[Array, Array]:
     """Distinct values and each row's place among them, by a table where the values lie close together."""
-    if len(column) and 0 <= (low := int(column.min())) and (width := int(column.max()) - low + 1) <= 1 << 24:
+    low, high = (int(column.min()), int(column.max())) if len(column) else (0, 0)
+    width = high - low + 1
+    if len(column) and width <= 1 << 24:
         used = np.flatnonzero(np.bincount(column - low, minlength=width))
         place = np.zeros(width, dtype=np.int32)
         place[used] = np.arange(len(used))
@@ -292,7 +294,9 @@ def _cliff(recording: Recording, found: Submissions, queues: Occupancy) -> Chart
     shallow_ns = charts.quantiles(spent[bins < keys[-1] * 0.5], 0.5)[0]
     if queue.blocked.any():
         deep_ns = charts.quantiles(spent[queue.blocked], 0.5)[0]
-        where = f"for the {int(queue.blocked.sum()):,} calls blocked at {queue.plateau[0]:,} to {queue.plateau[1]:,}"
+        low, high_ = queue.plateau
+        at = f"{low:,}" if low == high_ else f"{low:,} to {high_:,}"
+        where = f"for the {int(queue.blocked.sum()):,} calls blocked at {at}"
     else:
         deep_ns, where = charts.quantiles(spent[bins >= keys[-1] * 0.95], 0.5)[0], "at the deepest"
     name = _queue_name(recording, queue)

@@ -145,8 +145,11 @@ def check_writable(path: str | os.PathLike[str], force: bool = True) -> Path:
         raise UsageError(
             f"cannot write the report to {target}: there is no folder {folder}; create it or choose another path"
         )
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"cannot write the report to {target}: no permission to write in {folder}")
+    try:  # asking for permission is not enough: a full or a virtual file system says yes and then refuses
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"cannot write the report to {target}: {folder}: {error.strerror}") from None
     if target.exists() and not target.is_file():
         raise UsageError(f"cannot write the report to {target}: it is not a regular file")
     if target.exists() and not force:

@@ -304,7 +304,7 @@ def _split(recording: Recording) -> Chart | None:
         if mask.any():
             sums: Mapping[str, float] = {part: float(np.maximum(rows[column][mask], 0).sum()) for part, column in parts}
             if any(sums.values()):
-                split[f"{int(mask.sum()):,} {name}"] = sums
+                split[f"{name}, {int(mask.sum()):,}"] = sums
     if not split:
         return None
     words = []
@@ -409,8 +409,9 @@ def _zoom(i: int, finding: Finding, recording: Recording, found: Submissions) ->
     if finding.chart is not None and finding.chart["series"]:
         return charts.plain(f"finding-chart-{i}", finding.chart, found.span)
     start, end = finding.window
-    if end <= start or not len(found.rows):
-        return None
+    whole = found.span[1] - found.span[0]
+    if end <= start or end - start > 0.8 * whole or not len(found.rows):
+        return None  # the overview shows it as well
     edge = 0.15 * (end - start)
     span = (max(start - edge, found.span[0]), min(end + edge, found.span[1]))
     inside = (found.start_ns >= span[0]) & (found.start_ns <= span[1])
@@ -430,7 +431,7 @@ def _zoom(i: int, finding: Finding, recording: Recording, found: Submissions) ->
         span,
         label="host time of one call, log scale",
         short="call took, log",
-        spans=[(float(start), float(end), "", True)] if end - start < 0.8 * (found.span[1] - found.span[0]) else [],
+        spans=[(float(start), float(end), "", True)],
         group="",
         height=210,
         bins=1200,

@@ -15,16 +15,12 @@ _BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")
 
 def _three(value: float) -> str:
     """Three significant digits without an exponent."""
-    if value == 0:
-        return "0"
-    size = abs(value)
-    if size >= 1000:
+    if abs(value) >= 1000:
         return f"{value:,.0f}"
-    if size < 0.001:
+    value = float(f"{value:.3g}")  # first, so that 0.9996 has the digits of 1
+    if value == 0 or abs(value) < 0.001:
         return f"{value:.1g}"
-    digits = max(0, 2 - math.floor(math.log10(size)))
-    text = f"{value:.{digits}f}"
-    return f"{value:,.0f}" if abs(float(text)) >= 1000 else text
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
 
 
 def _finite(value: float | None) -> bool:

@@ -1,0 +1,84 @@
+"""Words and numbers of the page: units, verdicts, and what of a cure can be copied."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvprobe.diagnosis import Evidence, Finding, Where
+from kvprobe.recordings.model import Recording, Source
+from kvprobe.reporting import build_page
+from kvprobe.reporting.units import bytes_text, duration, percent, rate, ratio
+from kvprobe.reporting.verdict import cure_parts
+
+
+@pytest.mark.parametrize(
+    ("ns", "text"),
+    [(0, "0 ns"), (4, "4.00 ns"), (999.4, "999 ns"), (999.6, "1.00 µs"), (1040, "1.04 µs"), (912_000_000, "912 ms"),
+     (3_400_000_000, "3.40 s"), (200e9, "3 min 20 s"), (-1500, "-1.50 µs"), (None, "\u2013"), (float("nan"), "\u2013")],
+)  # fmt: skip
+def test_a_duration_has_three_digits_and_the_unit_a_person_would_take(ns, text: str) -> None:
+    assert duration(ns).replace("\u00a0", " ") == text
+
+
+def test_other_units() -> None:
+    assert bytes_text(65536) == "64.0\u00a0KiB"
+    assert rate(55.6e9) == "55.6\u00a0GB/s"
+    assert (percent(0.47), percent(0.0123), percent(1e-5), percent(0)) == ("47%", "1.2%", "<0.1%", "0.0%")
+    assert ratio(180, 1.4) == "129\u00d7 less"
+    assert ratio(100, 101) == "unchanged"
+
+
+def codes(text: str) -> list[str]:
+    return [part.text for part in cure_parts(text) if part.code]
+
+
+def test_a_setting_can_be_copied_and_its_sentence_stays_whole() -> None:
+    text = "CUDA_SCALE_LAUNCH_QUEUES=4x before CUDA starts: four times the depth (not on Jetson)"
+    assert codes(text) == ["export CUDA_SCALE_LAUNCH_QUEUES=4x"]
+    assert "".join(part.text for part in cure_parts(text) if not part.code) == text
+
+
+def test_a_command_is_nothing_but_a_command() -> None:
+    assert codes("kvprobe run -- vllm serve model") == ["kvprobe run -- vllm serve model"]
+    assert codes("Set `CUDA_DEVICE_MAX_CONNECTIONS=32`, then restart") == ["export CUDA_DEVICE_MAX_CONNECTIONS=32"]
+
+
+def test_prose_is_left_alone() -> None:
+    assert [part.text for part in cure_parts("Launch fewer, larger pieces of work")] == [
+        "Launch fewer, larger pieces of work"
+    ]
+
+
+def finding(**changes: object) -> Finding:
+    values = {
+        "cause": "launch_queue_saturation", "title": "The queue of stream 7 was full", "severity": "warning",
+        "confidence": "certain", "lost_ns": 5_000_000, "evidence": (Evidence("400 calls waited", 400, "calls"),),
+        "cure": ("Use more streams",), "where": (Where(pid=1, thread=7, stream_name="stream 7", lost_ns=5_000_000),),
+    }  # fmt: skip
+    return Finding(**{**values, **changes})
+
+
+EMPTY = Recording([Source("trace.json", "kineto-json")])
+
+
+def headline(*findings: Finding) -> str:
+    page = build_page(EMPTY, findings=findings)
+    return page[page.index("<h1>") + 4 : page.index("</h1>")]
+
+
+def test_the_gravest_finding_leads_and_the_costliest_of_equal_ones() -> None:
+    costly = finding(title="Costly", lost_ns=9_000_000)
+    grave = finding(title="Grave", severity="critical", lost_ns=1)
+    assert headline(finding(), costly) == "Costly."
+    assert headline(costly, grave) == "Grave."
+
+
+def test_a_recording_without_submissions_is_not_called_healthy() -> None:
+    assert "no submissions" in headline()
+
+
+def test_an_abstention_is_never_a_verdict() -> None:
+    said = headline(
+        finding(confidence="cannot tell", title="A queue may be full", reason="cannot tell, because of graphs")
+    )
+    assert said.startswith("Nothing proven")
