@@ -22,9 +22,9 @@ from kvprobe.errors import KvprobeError
 from kvprobe.native.library import CalibrateCalls, Calibration, core
 
 STALL_NS = 4_000_000
-TRIES = 6
+TRIES = 8
 LIMIT = 70_000  # more copies than 32 channels hold at the largest CUDA_SCALE_LAUNCH_QUEUES, halved: enough to tell
-MANY = 40  # streams: more than the 32 channels that CUDA offers at most
+MANY = 32  # streams: as many as CUDA offers channels at most
 
 
 @dataclass(frozen=True)
@@ -81,17 +81,25 @@ def _measure(runtime: Runtime) -> QueueLimits:
     device, host = Buffer(runtime, 4096, "device"), Buffer(runtime, 4096, "pinned")
     try:
         one = _capacity(runtime, streams[:1], event, device, host)
-        two = _capacity(runtime, streams[:2], event, device, host)
-        many = _capacity(runtime, streams, event, device, host)
+        taken = {1: one.accepted}
+
+        def channels_of(count: int) -> int:
+            """Channels that `count` streams fill: N channels hold depth + (N - 1) * step."""
+            taken[count] = _capacity(runtime, streams[:count], event, device, host).accepted
+            return 1 + round((taken[count] - taken[1]) / max(taken[2] - taken[1], taken[1] // 2))
+
+        channels = channels_of(2)
+        if channels > 1:
+            # Where streams share channels unevenly the fullest channel blocks early, so no one number of streams
+            # tells: the most that any number fills does.
+            channels = max(channels_of(count) for count in (MANY, 16, 8, 4))
+            while channels < MANY and channels_of(channels + 1) > channels:
+                channels += 1
     finally:
         for stream in streams:
             runtime.stream_destroy(stream)
         runtime.event_destroy(event)
-    depth = one.accepted
-    # what a second channel adds: N channels hold depth + (N - 1) * step (launch-queue measurements: 1,021 + 1,000 each)
-    step = two.accepted - one.accepted
-    channels = 1 if step < depth // 2 else 1 + round((many.accepted - one.accepted) / step)
-    return QueueLimits(depth, channels, max(many.accepted, depth), one.median_ns, one.p99_ns, "calibrated")
+    return QueueLimits(one.accepted, channels, max(taken.values()), one.median_ns, one.p99_ns, "calibrated")
 
 
 def _capacity(runtime: Runtime, streams: list[int], event: int, device: Buffer, host: Buffer) -> Calibration:
@@ -101,10 +109,11 @@ def _capacity(runtime: Runtime, streams: list[int], event: int, device: Buffer, 
     )  # fmt: skip
     handles = (ct.c_void_p * len(streams))(*streams)
     seen: list[int] = []
-    for _ in range(TRIES):
+    for attempt in range(TRIES):
         result = Calibration()
+        stall_ns = STALL_NS * (1 + attempt // 2)  # a busy machine gets more patience
         code = core().kvp_calibrate(ct.byref(calls), len(streams), handles, event, device.address, host.address,
-                                    64, MEMCPY_KIND["h2d"], LIMIT, STALL_NS, ct.byref(result))  # fmt: skip
+                                    64, MEMCPY_KIND["h2d"], LIMIT, stall_ns, ct.byref(result))  # fmt: skip
         if code:
             raise runtime.error("calibration", code)
         if not result.blocked:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 NATIVE = Path(__file__).resolve().parent
-LIB = NATIVE / "lib"
+LIB = Path(os.environ.get("KVPROBE_NATIVE_LIB") or NATIVE / "lib")
 CFLAGS = ["-std=gnu11", "-O3", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-pthread"]
 LDFLAGS = ["-shared", "-Wl,-z,defs", "-Wl,-z,now", "-pthread", "-ldl", "-lm"]
 
@@ -66,6 +66,7 @@ def build(target: Path = LIB, extra_cflags: tuple[str, ...] = ()) -> list[Path]:
     Raises:
         BuildError: no compiler, or it refused a source.
     """
+    compiler()
     target.mkdir(parents=True, exist_ok=True)
     headers = sorted(NATIVE.glob("*/*.h"))
     include = nvtx_include()

@@ -1,0 +1,78 @@
+"""Errors of the command line: one line that says what was wrong, exit 2 for usage and 1 for failure, no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def kvprobe(*arguments, **environment):
+    return subprocess.run([sys.executable, "-m", "kvprobe.cli", *map(str, arguments)], capture_output=True, text=True,
+                          env={**os.environ, **environment}, timeout=120)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["nosuch"], 2, "No such command 'nosuch'"),
+        (["demo", "--device", "tpu"], 2, "Invalid value for '--device'"),
+        (["demo", "--seconds", "-3"], 2, "Invalid value for '--seconds'"),
+        (["demo", "--report", "/proc/nowhere/x.html"], 2, "/proc/nowhere"),
+        (["demo", "--report", "/proc/x.html", "--device", "host"], 2, "/proc"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_2(arguments, code, text):
+    done = kvprobe(*arguments)
+    assert done.returncode == code, done.stderr
+    assert text in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.stdout == ""
+
+
+def test_a_gpu_that_is_not_there_is_one_line_and_exit_1(tmp_path):
+    if os.path.exists("/dev/nvidiactl"):
+        pytest.skip("this machine has a GPU")
+    done = kvprobe("demo", "--device", "cuda", "--report", tmp_path / "x.html")
+    assert (done.returncode, done.stderr) == (1, "kvprobe: no NVIDIA GPU on this machine; use --device host\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_debug_shows_the_traceback():
+    if os.path.exists("/dev/nvidiactl"):
+        pytest.skip("this machine has a GPU")
+    assert "Traceback" in kvprobe("--debug", "demo", "--device", "cuda").stderr
+
+
+def test_without_a_compiler_the_native_build_says_so_in_one_line(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "kvprobe.native.build"], capture_output=True, text=True,
+                          env={**os.environ, "CC": "/nonexistent/cc", "KVPROBE_NATIVE_LIB": str(tmp_path)})  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("kvprobe: no C compiler: /nonexistent/cc not found")
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_demo_saturates_notices_switches_and_proves_it(tmp_path):
+    """The figures come from one run of its own: ratios, no absolute times."""
+    report = tmp_path / "demo.html"
+    done = kvprobe("demo", "--device", "host", "--json", "--report", report)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert (seen["queue_depth"], seen["channels"]) == (1021, 4)
+    shared, auto = seen["shared"], seen["auto"]
+    assert shared["submit_p99_ns"] >= 50 * seen["baseline_submit_ns"]
+    assert auto["submit_p99_ns"] < shared["submit_p99_ns"]
+    assert auto["step_p99_ns"] < shared["step_p99_ns"]
+    assert seen["switches"] == 1
+    assert seen["blocked_calls_before_switch"] < 64
+    assert seen["bytes_verified"] >= shared["bytes"] + auto["bytes"]
+    assert seen["redundant_bytes_avoided"] > 0
+    assert seen["report"] == str(report)
+    html = report.read_text()
+    assert "http://" not in html.replace("http://www.w3.org/", "")
+    assert "switched to pooled" in html

@@ -1,0 +1,53 @@
+"""Depth and channels are measured in the process, whatever the environment made of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import json, sys
+from kvprobe.cuda import find_runtime
+from kvprobe.launchqueue import calibrate
+limits = [calibrate(find_runtime("host"), cache=sys.argv[1] == "cache") for _ in range(2)]
+print(json.dumps([[each.depth, each.channels, each.capacity, each.how] for each in limits]))
+"""
+
+
+def measure(tmp_path, cache="no", **environment):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), **environment}
+    done = subprocess.run([sys.executable, "-c", PROGRAM, cache], env=environment, capture_output=True, text=True,
+                          check=True)  # fmt: skip
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("environment", "depth", "channels", "capacity"),
+    [
+        ({}, 1021, 4, 4021),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, 1021, 1, 1021),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "32", "KVHOST_SUBMIT_NS": "0"}, 1021, 32, 32021),
+        ({"CUDA_DEVICE_MAX_COPY_CONNECTIONS": "8"}, 1021, 8, 8021),
+        ({"CUDA_DEVICE_MAX_COPY_CONNECTIONS": "6", "KVHOST_SUBMIT_NS": "0"}, 1021, 6, 6021),
+        ({"CUDA_SCALE_LAUNCH_QUEUES": "4x", "KVHOST_SUBMIT_NS": "0"}, 4093, 4, 16309),
+        ({"CUDA_SCALE_LAUNCH_QUEUES": "0.25x"}, 253, 4, 949),
+        ({"KVHOST_DEPTH": "64"}, 64, 4, 232),
+    ],
+)
+def test_the_queue_is_counted_exactly(tmp_path, environment, depth, channels, capacity):
+    assert measure(tmp_path, **environment) == [[depth, channels, capacity, "calibrated"]] * 2
+
+
+def test_a_second_process_in_the_same_environment_reads_the_cache_and_in_another_does_not(tmp_path):
+    assert [each[3] for each in measure(tmp_path, "cache")] == ["calibrated", "cached"]
+    assert [each[3] for each in measure(tmp_path, "cache")] == ["cached", "cached"]
+    assert measure(tmp_path, "cache", KVHOST_DEPTH="100")[0][::3] == [100, "calibrated"]
+
+
+def test_a_cache_that_cannot_be_written_or_read_changes_nothing(tmp_path):
+    (tmp_path / "kvprobe").write_text("a file where the folder should be")
+    assert measure(tmp_path, "cache")[0][0] == 1021
