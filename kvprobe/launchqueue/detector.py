@@ -1,11 +1,11 @@
 """Decides, while transfers run, whether slow submissions are the work of a full launch queue or of something else.
 
-A full queue shows in three ways at once, and only then is it called saturation: the stream's outstanding operations
-have reached the calibrated depth; the calls made from there on take longer than the baseline; and it is not one
-unlucky call, but several, or one that waited for whatever the stream itself waits for. What looks alike is told
-apart by its own mark: pageable memory by the memory's kind, a thread that lost the CPU by the kernel's count of
-preemptions, a pause of the program by the gap lying between calls instead of inside them, a slow link by copies that
-take long while submissions stay short.
+A full queue shows in two ways at once, and only then is it called saturation: the stream's outstanding operations,
+counted after the completions were looked up, have reached the calibrated depth; and the calls made from there on lose
+time again and again, or one of them waits so long that the stream itself must be waiting. What looks alike is told
+apart by its own mark: pageable memory by the memory's kind, a thread that lost the CPU by the
+kernel's count of preemptions, a pause of the program by the gap lying between calls instead of inside them, a slow link
+by copies that take long while submissions stay short.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from enum import Enum
 
 from kvprobe.launchqueue.calibration import QueueLimits
 
-ENOUGH_CALLS = 4  # slow calls at the ceiling that cannot be chance
-LONG_NS = 50_000  # one call this long at the ceiling is a fence, if the thread kept its CPU
-NEAR = 32  # operations below the depth that still count as full: events and slack that the count does not see
+ENOUGH_CALLS = 4  # slow calls at the ceiling that cannot be chance,
+ENOUGH_SHARE = 0.25  # if a full queue's share of the time is theirs: it drains one copy in the time that one call takes
+FENCE_NS = 500_000  # or one call this long: the stream itself waits for something
+PAUSE_NS = 50_000
+NEAR = 32  # operations below the depth that still count as full: the slack that streams of a channel share
 
 
 class Verdict(str, Enum):
@@ -37,10 +39,14 @@ class Verdict(str, Enum):
 class Observation:
     """One run of the native submission loop, as the detector sees it.
 
+    A run lies on one side of the ceiling: its submitter ends it where the count reaches `Detector.ceiling`, and begins
+    the next one only after a look at what was completed meanwhile.
+
     Attributes:
         stream: handle.
         thread: OS thread id that submitted.
-        outstanding: operations submitted to the stream and not known to be complete, before this run.
+        outstanding: operations submitted to the stream and not known to be complete, before this run; near the
+            ceiling, with completions looked up just before.
         submitted: copies issued in this run.
         start_ns: when the run began.
         end_ns: when it ended.
@@ -48,10 +54,10 @@ class Observation:
         blocked: calls at or above it, and `blocked_ns` their sum.
         first_blocked: index of the first of them, -1 if none; `first_blocked_ns` when it was entered.
         longest_ns: the longest call.
-        preempted: blocked calls during which the kernel took the CPU away, and `preempted_ns` their sum.
+        preempted: blocked calls in which the thread lost the CPU and waited for nothing else; `preempted_ns` is
+            their sum.
         pageable: host memory is not pinned.
         gap_ns: time since the previous run of this transfer ended.
-        still_outstanding: like `outstanding`, after the run, completions looked up just now; -1 not looked up.
     """
 
     stream: int
@@ -71,7 +77,6 @@ class Observation:
     preempted_ns: int = 0
     pageable: bool = False
     gap_ns: int = 0
-    still_outstanding: int = -1
 
 
 @dataclass
@@ -101,9 +106,15 @@ class Saturation:
 
 @dataclass
 class _Stream:
-    """What is known of one stream's slow calls since it last ran freely."""
+    """What is known of one stream's calls at the ceiling since its queue was last half empty.
+
+    `kept`, `kept_lost_ns` and `span_ns` leave out the calls in which the thread lost the CPU.
+    """
 
     calls: int = 0
+    kept: int = 0
+    span_ns: int = 0
+    kept_lost_ns: float = 0.0
     lost_ns: int = 0
     longest_ns: int = 0
     onset_ns: int = 0
@@ -144,6 +155,11 @@ class Detector:
         """
         return max(int(1.8 * self._baseline_ns), self.limits.p99_ns, 500)
 
+    @property
+    def ceiling(self) -> int:
+        """Outstanding operations from which on a stream counts as full."""
+        return self.limits.depth - min(NEAR, self.limits.depth // 8)
+
     def observe(self, seen: Observation) -> Verdict:
         """Judges one run; `reason` says why in words that a report can print.
 
@@ -153,48 +169,46 @@ class Detector:
         if seen.fast >= 16:
             # a twentieth of the way, so that one odd run does not move the threshold
             self._baseline_ns += 0.05 * (seen.fast_ns / seen.fast - self._baseline_ns)
-        if not seen.blocked:
+        full = seen.outstanding >= self.ceiling
+        if 2 * (seen.outstanding + seen.submitted) < self.limits.depth:
             self._streams.pop(seen.stream, None)
-            if seen.gap_ns > LONG_NS:
+        elif full and seen.stream in self._streams:
+            self._streams[seen.stream].span_ns += seen.end_ns - seen.start_ns - seen.preempted_ns
+        if not seen.blocked:
+            if seen.gap_ns > PAUSE_NS:
                 return self._blame(Verdict.PAUSE, seen.gap_ns, "the time passed between calls, not inside one")
             return Verdict.NONE
         lost = max(seen.blocked_ns - int(seen.blocked * self._baseline_ns), 0)
         if seen.pageable:
             return self._blame(Verdict.PAGEABLE, lost, "the host memory is pageable, so each copy is staged")
-        entry = seen.outstanding + seen.first_blocked
-        if entry < self.limits.depth - NEAR and not self._fills(seen):
-            return self._below(seen, lost, entry)
-        return self._at_ceiling(seen, lost, max(entry, min(self.limits.depth, entry)))
+        return self._at_ceiling(seen, lost) if full else self._with_room(seen, lost)
 
-    def _fills(self, seen: Observation) -> bool:
-        """Whether slow calls were made at the ceiling although the first of them came below it (a chance delay)."""
-        reached = seen.outstanding + seen.submitted
-        return reached >= self.limits.depth and seen.blocked >= 2 * ENOUGH_CALLS
-
-    def _below(self, seen: Observation, lost: int, entry: int) -> Verdict:
-        room = f"{entry} operations were outstanding of {self.limits.depth}"
-        if seen.preempted and 2 * seen.preempted_ns >= seen.blocked_ns:
+    def _with_room(self, seen: Observation, lost: int) -> Verdict:
+        room = f"{seen.outstanding + seen.first_blocked} operations were outstanding of {self.limits.depth}"
+        if 2 * seen.preempted_ns >= seen.blocked_ns:
             return self._blame(Verdict.PREEMPTED, lost, f"{room}; the kernel took the CPU away {seen.preempted} times")
         return self._blame(Verdict.CANNOT_TELL, lost, f"the queue had room ({room}) and the thread kept its CPU")
 
-    def _at_ceiling(self, seen: Observation, lost: int, entry: int) -> Verdict:
-        state = self._streams.setdefault(seen.stream, _Stream())
-        if not state.calls:
-            state.onset_ns = seen.first_blocked_ns
-            state.depth = entry
-        kept = seen.blocked - seen.preempted
+    def _at_ceiling(self, seen: Observation, lost: int) -> Verdict:
+        state = self._streams.get(seen.stream)
+        if state is None:
+            state = self._streams[seen.stream] = _Stream(
+                onset_ns=seen.first_blocked_ns,
+                depth=min(seen.outstanding + seen.first_blocked, self.limits.depth),
+                span_ns=seen.end_ns - seen.first_blocked_ns - seen.preempted_ns,
+            )
+        kept, kept_ns = seen.blocked - seen.preempted, seen.blocked_ns - seen.preempted_ns
         state.calls += seen.blocked
+        state.kept += kept
         state.lost_ns += lost
+        state.kept_lost_ns += max(kept_ns - kept * self._baseline_ns, 0.0)
         state.longest_ns = max(state.longest_ns, seen.longest_ns)
-        after = seen.blocked + seen.fast - (seen.first_blocked - 0)
-        slow_share = seen.blocked / max(after, seen.blocked)
-        enough = kept >= ENOUGH_CALLS and (slow_share > 0.1 or lost > LONG_NS)
-        fence = seen.longest_ns >= LONG_NS and kept > 0
-        drained = 0 <= seen.still_outstanding < self.limits.depth // 2 and not enough
-        if drained or not (enough or fence):
-            if seen.preempted and 2 * seen.preempted_ns >= seen.blocked_ns:
+        steady = state.kept >= ENOUGH_CALLS and state.kept_lost_ns >= ENOUGH_SHARE * state.span_ns
+        fence = min(seen.longest_ns, kept_ns) >= FENCE_NS
+        if not (steady or fence):
+            if 2 * seen.preempted_ns >= seen.blocked_ns:
                 return self._blame(Verdict.PREEMPTED, lost, "the kernel took the CPU away during the slow calls")
-            self.reason = f"{seen.blocked} slow calls at {entry} outstanding are too few to name a cause"
+            self.reason = f"{state.calls} slow calls at {state.depth} outstanding are too few to name a cause"
             return Verdict.NONE
         self.saturations.append(
             Saturation(seen.stream, seen.thread, state.onset_ns, seen.end_ns, state.depth, state.calls, state.lost_ns,

@@ -385,15 +385,11 @@ class OffloadEngine:
             self._judge(state, transfer, result, before, False)
 
     def _judge(self, state: _Direction, transfer: Transfer, run: SubmitResult, before: int, pageable: bool) -> None:
-        after = -1
-        if run.blocked:
-            self._retire(state)
-            after = state.outstanding.get(transfer.stream, 0)
         blocked = run.first_blocked != 2**64 - 1
         verdict = self.detector.observe(Observation(
             transfer.stream, threading.get_native_id(), before, run.submitted, run.start_ns, run.end_ns, run.fast,
             run.fast_ns, run.blocked, run.blocked_sum_ns, run.first_blocked if blocked else -1, run.first_blocked_ns,
-            run.max_ns, run.preempted, run.preempted_ns, pageable, 0, after))  # fmt: skip
+            run.max_ns, run.preempted, run.preempted_ns, pageable))  # fmt: skip
         self.controller.submitted(run.submitted, run.end_ns - run.start_ns, run.blocked)
         if verdict is Verdict.SATURATION:
             self.controller.saturated(self.detector.saturations[-1], self.detector.reason)

@@ -40,7 +40,7 @@ typedef struct {
     uint64_t events;                /* events recorded */
     uint64_t max_ns, max_index;
     uint64_t cpu_ns;                /* CPU time of this thread inside the loop; filled only if a call blocked */
-    uint64_t preempted, preempted_ns; /* blocked calls during which the kernel took the CPU away, and their sum */
+    uint64_t preempted, preempted_ns; /* blocked calls that lost the CPU and waited for nothing else; their sum */
     int32_t result;                 /* cudaError_t of the last call */
     int32_t pad;
 } kvp_submit_result;

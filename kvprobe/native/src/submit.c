@@ -26,9 +26,15 @@ static uint64_t cpu_ns(void) {
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-static long preemptions(void) {
+/* How often this thread lost the CPU, and how often it gave it up to wait. */
+struct switches {
+    long taken, given;
+};
+
+static struct switches switches_now(void) {
     struct rusage usage;
-    return getrusage(RUSAGE_THREAD, &usage) ? 0 : usage.ru_nivcsw;
+    if (getrusage(RUSAGE_THREAD, &usage)) return (struct switches){0, 0};
+    return (struct switches){usage.ru_nivcsw, usage.ru_nvcsw};
 }
 
 /* No clock, no record: the loop that everything else is measured against. */
@@ -47,13 +53,15 @@ static int submit_bare(const kvp_submit_options *o, size_t n, const uint64_t *ds
 }
 
 /* A call that took too long. It cost microseconds already: the system call below does not matter here. */
-static void note_blocked(kvp_submit_result *r, size_t index, uint64_t start, uint64_t took, long *switches) {
-    long after = preemptions();
-    if (after != *switches) {
+static void note_blocked(kvp_submit_result *r, size_t index, uint64_t start, uint64_t took,
+                         struct switches *before) {
+    struct switches now = switches_now();
+    /* A call that waited in the kernel, and was then made to wait for a CPU too, was blocked all the same. */
+    if (now.taken != before->taken && now.given == before->given) {
         r->preempted++;
         r->preempted_ns += took;
-        *switches = after;
     }
+    *before = now;
     if (!r->blocked) {
         r->first_blocked = index;
         r->first_blocked_ns = start;
@@ -66,7 +74,7 @@ static void note_blocked(kvp_submit_result *r, size_t index, uint64_t start, uin
 int kvp_record_event(const kvp_submit_options *o, void *event, kvp_submit_result *r) {
     memset(r, 0, sizeof *r);
     r->first_blocked = UINT64_MAX;
-    long switches = preemptions();
+    struct switches switches = switches_now();
     r->start_ns = kvp_now_ns();
     r->result = o->event_record(event, o->stream);
     r->end_ns = kvp_now_ns();
@@ -91,7 +99,7 @@ int kvp_submit(const kvp_submit_options *o, size_t n, const uint64_t *dst, const
     int ranges = keep && o->range_push != NULL;
     uint32_t until_event = o->events_max ? o->every : 0;
     uint64_t cpu_before = cpu_ns();
-    long switches = preemptions();
+    struct switches switches = switches_now();
     uint64_t now = kvp_now_ns();
     r->start_ns = now;
     for (size_t i = 0; i < n; i++) {

@@ -1,0 +1,321 @@
+"""The saturation detector against the truth: false alarms among healthy copies, misses among seeded saturations.
+
+    python benchmarks/detector_truth.py [--healthy 1000000] [--saturations 1000] [--seed 1] [--json]
+
+Everything runs through the real engine on the embedded host runtime, which knows the truth: it counts the calls that
+waited for a place in a queue. Healthy copies are made in bursts under everything that looks like a full queue and is
+none: signal handlers that sleep inside a submission, pauses between submissions, processes that burn every CPU,
+pageable memory, deep queues, completions that nobody has looked up. An alarm in a burst in which the runtime blocked no
+call is a false one; a burst in which it did block some is not counted as healthy. A saturation is a burst, behind a
+gate or behind a slow copy engine, in which the runtime blocked calls; it is missed when the detector does not name it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes as ct
+import gc
+import json
+import logging
+import multiprocessing
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from kvprobe.cuda import Region, Runtime, device_region, find_runtime, host_region
+from kvprobe.errors import KvprobeError
+from kvprobe.launchqueue import QueueLimits, calibrate
+from kvprobe.offload import BlockPool, OffloadEngine
+
+PAUSE_SIGNAL = 64  # its handler is libc's usleep, which takes the signal's number: 64 us, and what a timer adds
+DEPTHS = (64, 128, 256, 512, 1021, 2048, 4096)
+BLOCKS = tuple(4096 << shift for shift in range(11))  # 4 KiB to 4 MiB
+POOL_BYTES = 16 << 20
+WORTH_NAMING_NS = 1_000_000  # time that the runtime blocked a burst's calls; below it there is nothing to name
+HEALTHY = {  # kind of burst -> share of the copies
+    "shallow": 0.3, "deep": 0.3, "brim": 0.1, "not looked up": 0.2, "pageable": 0.1,
+}  # fmt: skip
+
+
+class Config(ct.Structure):
+    """`kvhost_config`."""
+
+    _fields_ = (
+        *((name, ct.c_uint64) for name in ("depth", "compute_channels", "copy_channels")),
+        *((name, ct.c_double) for name in ("h2d", "d2h", "latency_ns")),
+        *((name, ct.c_uint64) for name in ("memory", "pinned", "version")),
+        ("submit_ns", ct.c_double), ("reserved", ct.c_uint64 * 6),
+    )  # fmt: skip
+
+
+class Stats(ct.Structure):
+    """`kvhost_stats`, as far as it is read here."""
+
+    _fields_ = (
+        ("outstanding", ct.c_uint32 * 96), ("waiting", ct.c_uint32 * 96), ("capacity", ct.c_uint64 * 3),
+        ("submitted", ct.c_uint64), ("done", ct.c_uint64), ("bytes", ct.c_uint64 * 5), ("launches", ct.c_uint64),
+        ("blocked_calls", ct.c_uint64), ("blocked_ns", ct.c_uint64), ("rest", ct.c_uint64 * 16),
+    )  # fmt: skip
+
+
+def blocked(runtime: Runtime) -> tuple[int, int]:
+    """The truth: calls that waited for a place in a queue so far, and the time they waited (ns)."""
+    stats = Stats()
+    runtime.library.kvhostStats(ct.byref(stats))
+    return stats.blocked_calls, stats.blocked_ns
+
+
+def reset(runtime: Runtime, depth: int = 0, bytes_per_s: float = 0.0) -> None:
+    """A fresh runtime; everything made with it before is gone."""
+    config = Config(depth=depth, h2d=bytes_per_s, d2h=bytes_per_s)
+    code = runtime.library.kvhostReset(ct.byref(config))
+    assert code == 0, code
+
+
+def calibrated(runtime: Runtime) -> QueueLimits:
+    """The queue's limits; a machine too busy to count them is asked again."""
+    for _ in range(10):
+        with contextlib.suppress(KvprobeError):
+            return calibrate(runtime, cache=False)
+    return calibrate(runtime, cache=False)
+
+
+# -- healthy ---------------------------------------------------------------------------------------------------------
+
+
+def _burn(stop: Any) -> None:
+    while not stop.is_set():
+        sum(range(20_000))
+
+
+@contextlib.contextmanager
+def cpu_load(processes: int) -> Iterator[None]:
+    """That many processes that do nothing but use the CPU."""
+    spawn = multiprocessing.get_context("spawn")
+    stop = spawn.Event()
+    burners = [spawn.Process(target=_burn, args=(stop,), daemon=True) for _ in range(processes)]
+    for burner in burners:
+        burner.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for burner in burners:
+            burner.join()
+
+
+@contextlib.contextmanager
+def pauses_inside_calls(rng: random.Random, between_s: float = 0.003) -> Iterator[list[int]]:
+    """Interrupts this thread at random moments by a handler that sleeps: a pause inside whatever call it is in."""
+    libc = ct.CDLL(None)
+    libc.signal.restype = ct.c_void_p
+    libc.signal.argtypes = [ct.c_int, ct.c_void_p]
+    before = libc.signal(PAUSE_SIGNAL, ct.cast(libc.usleep, ct.c_void_p))
+    target, stop, sent = threading.get_ident(), threading.Event(), [0]
+
+    def interrupt() -> None:
+        while not stop.wait(rng.expovariate(1 / between_s)):
+            for _ in range(rng.choice((1, 1, 3))):
+                signal.pthread_kill(target, PAUSE_SIGNAL)
+                sent[0] += 1
+
+    thread = threading.Thread(target=interrupt, name="pauses", daemon=True)
+    thread.start()
+    try:
+        yield sent
+    finally:
+        stop.set()
+        thread.join()
+        libc.signal(PAUSE_SIGNAL, before)
+
+
+def healthy(copies: int, seed: int, burners: int = 3) -> dict[str, Any]:
+    """Makes at least `copies` healthy copies, half of them under CPU load; says what alarms there were."""
+    runtime, rng = find_runtime("host"), random.Random(seed)
+    reset(runtime)
+    limits = calibrated(runtime)
+    block = 4096
+    gpu = BlockPool(runtime, [device_region(runtime, 8 * limits.depth * block)], block)
+    pinned = BlockPool(runtime, [host_region(runtime, gpu.blocks * block)], block)
+    memory = np.zeros(gpu.blocks * block, np.uint8)
+    pageable = BlockPool(runtime, [Region(memory.ctypes.data, memory.nbytes, "pageable", memory)], block)
+    result: dict[str, Any] = {"copies": 0, "bursts": 0, "full": 0, "false_alarms": 0, "said": {}, "baseline_ns": []}
+    alarms: list[str] = []
+    said: Counter[str] = Counter()
+    with pauses_inside_calls(rng) as sent:
+        for load, share in ((0, 0.5), (burners, 0.5)):
+            with cpu_load(load):
+                for kind, part in HEALTHY.items():
+                    engine = OffloadEngine(runtime, gpu, pageable if kind == "pageable" else pinned, policy="auto",
+                                           limits=limits, detail="copies")  # fmt: skip
+                    done = 0
+                    while done < copies * share * part:
+                        calls, named = blocked(runtime)[0], len(engine.detector.saturations)
+                        made = _burst(engine, kind, limits, rng)
+                        result["bursts"] += 1
+                        if blocked(runtime)[0] > calls:
+                            result["full"] += 1  # the load held the copy engine's thread back: the queue was full
+                        else:
+                            done += made
+                            if len(engine.detector.saturations) > named:
+                                alarms.append(f"{kind}, {load} burners: {engine.detector.reason}")
+                        if engine.policy == "pooled":
+                            engine.wait()
+                            engine.set_policy("shared")
+                    result["copies"] += done
+                    result["baseline_ns"].append(engine.detector.baseline_ns)
+                    said.update(engine.detector.losses())
+                    engine.close()
+    for pool in (gpu, pinned):
+        for region in pool.regions:
+            region.owner.close()
+    result.update(false_alarms=len(alarms), alarms=alarms, pauses=sent[0], said=dict(said))
+    return result
+
+
+def _burst(engine: OffloadEngine, kind: str, limits: QueueLimits, rng: random.Random) -> int:
+    """Some transfers that the queue has room for."""
+    blocks = engine.mapping.gpu.blocks
+    if kind in ("shallow", "pageable"):
+        sizes = [rng.randint(1, 64) for _ in range(8)]
+    elif kind == "deep":  # up to the last places, counting as if nothing were copied meanwhile
+        sizes = [limits.depth - 40 - rng.randint(0, limits.depth // 4)]
+    elif kind == "brim":  # every place but a few
+        sizes = [limits.depth - 16 - rng.randint(0, 16)]
+    else:  # more than the queue holds, in portions that each have been copied when the next one comes
+        sizes = [limits.depth // 3] * 6
+    for size in sizes:
+        first = rng.randrange(blocks - size)
+        engine.load(range(first, first + size), range(first, first + size))
+        if kind == "not looked up":
+            engine.runtime.synchronize()
+        elif rng.random() < 0.02:
+            gc.collect()
+        elif rng.random() < 0.02:
+            time.sleep(0.001)
+    engine.wait()
+    engine.poll()
+    return sum(sizes)
+
+
+# -- saturated -------------------------------------------------------------------------------------------------------
+
+
+def saturations(count: int, seed: int) -> dict[str, Any]:
+    """Fills a queue `count` times, each time of another depth, block size and shape; says which were missed."""
+    runtime, rng = find_runtime("host"), random.Random(seed)
+    known: dict[int, QueueLimits] = {}
+    missed: list[str] = []
+    calls_before, onset_ms, kinds = [], [], Counter()
+    number = unsaturated = 0
+    while number < count:
+        depth, block = rng.choice(DEPTHS), rng.choice(BLOCKS)
+        shape, policy = rng.choice(("draining", "gate", "gate, then draining")), rng.choice(("auto", "shared"))
+        reset(runtime, depth)
+        if depth not in known:
+            known[depth] = calibrated(runtime)
+        engine, truth = _saturate(runtime, known[depth], block, shape, policy, rng)
+        found = engine.detector.saturations
+        if truth[1] < WORTH_NAMING_NS and not found:
+            unsaturated += 1
+        elif not found:
+            missed.append(f"{number}: depth {depth}, block {block}, {shape}, {policy}; the runtime blocked {truth[0]} "
+                          f"calls for {truth[1] / 1e6:.2f} ms; said: {engine.detector.reason!r}")  # fmt: skip
+        else:
+            kinds[shape] += 1
+            calls_before.append(found[0].blocked_calls)
+            onset_ms.append((found[0].noticed_ns - found[0].onset_ns - found[0].longest_ns) / 1e6)
+        number += truth[1] >= WORTH_NAMING_NS or bool(found)
+        runtime.library.kvhostLoseDevice()  # what is left in the queue need not be copied
+        with contextlib.suppress(Exception):
+            engine.poll()
+        engine.recorder.close()
+        for region in (*engine.mapping.gpu.regions, *engine.mapping.cpu.regions):
+            region.owner.address = 0  # the reset frees it; freed again it might be the next engine's
+    reset(runtime)
+    return {
+        "saturations": count, "not_saturated": unsaturated, "missed": len(missed), "misses": missed,
+        "kinds": dict(kinds), "blocked_calls_before_p50": _percentile(calls_before, 50),
+        "blocked_calls_before_max": max(calls_before, default=0),
+        "noticed_after_longest_call_ms_p50": _percentile(onset_ms, 50),
+        "noticed_after_longest_call_ms_max": max(onset_ms, default=0.0),
+    }  # fmt: skip
+
+
+def _saturate(
+    runtime: Runtime, limits: QueueLimits, block: int, shape: str, policy: str, rng: random.Random
+) -> tuple[OffloadEngine, tuple[int, int]]:
+    """Loads until the runtime has blocked calls; the engine, and the truth: (blocked calls, their ns)."""
+    blocks = max(POOL_BYTES // block, 8)
+    gpu = BlockPool(runtime, [device_region(runtime, blocks * block)], block)
+    cpu = BlockPool(runtime, [host_region(runtime, block)], block)
+    compute = runtime.stream_create()
+    engine = OffloadEngine(runtime, gpu, cpu, policy=policy, limits=limits, detail="copies", compute_stream=compute)
+    before = blocked(runtime)
+    library = runtime.library
+    library.kvhostGateCreate.restype = ct.c_void_p
+    gate = ct.c_void_p(library.kvhostGateCreate())
+    if shape != "draining":
+        library.kvhostGateLaunch(gate, ct.c_void_p(compute))
+    opened = threading.Timer(rng.uniform(0.005, 0.03) + limits.depth * 8e-6, library.kvhostGateOpen, (gate,))
+    opened.start()
+    over = {"draining": 64, "gate": 8, "gate, then draining": 64}[shape]
+    submitted = 0
+    size = min(rng.choice((16, 64, 256, 1024) if shape != "draining" else (256, 1024, 4096)), blocks)
+    while True:
+        engine.load([0] * size, range(size))
+        submitted += size
+        calls = blocked(runtime)[0] - before[0]
+        if engine.detector.saturations or calls >= over or (shape == "gate" and submitted > 2 * limits.depth):
+            break
+        if submitted > 20 * limits.depth + 8192:
+            break
+    opened.join()
+    after = blocked(runtime)
+    return engine, (after[0] - before[0], after[1] - before[1])
+
+
+def _percentile(values: list[Any], q: float) -> float:
+    return float(np.percentile(values, q)) if values else 0.0
+
+
+def main() -> int:
+    """Prints the counts; exit code 1 when the detector was wrong once."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--healthy", type=int, default=1_000_000)
+    parser.add_argument("--saturations", type=int, default=1_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    logging.disable(logging.CRITICAL)  # a line for every switch of policy
+    outcome: dict[str, Any] = {"command": " ".join(["python", *sys.argv])}
+    if arguments.saturations:
+        outcome["saturated"] = saturations(arguments.saturations, arguments.seed)
+    if arguments.healthy:
+        outcome["healthy"] = healthy(arguments.healthy, arguments.seed)
+    print(json.dumps(outcome, indent=1) if arguments.json else "\n".join(_lines(outcome)))
+    wrong = outcome.get("saturated", {}).get("missed", 0) + outcome.get("healthy", {}).get("false_alarms", 0)
+    return int(wrong > 0)
+
+
+def _lines(outcome: dict[str, Any]) -> Iterator[str]:
+    for name, part in outcome.items():
+        if isinstance(part, str):
+            continue
+        for key, value in part.items():
+            if isinstance(value, list) and key in ("alarms", "misses"):
+                yield from (f"{name}  {key}: {line}" for line in value[:20])
+            else:
+                yield f"{name}  {key}: {value}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

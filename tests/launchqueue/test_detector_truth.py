@@ -1,0 +1,94 @@
+"""The detector against the embedded runtime's own count of blocked calls; benchmarks/detector_truth.py at full size."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kvprobe.launchqueue import Detector, Observation, QueueLimits, Verdict
+
+LIMITS = QueueLimits(depth=1021, channels=4, capacity=4021, baseline_ns=1000, p99_ns=1500)
+
+
+@pytest.fixture(scope="module")
+def truth() -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / "detector_truth.py"
+    spec = importlib.util.spec_from_file_location("detector_truth", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["detector_truth"] = module  # its burner processes import it by name
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_no_alarm_among_healthy_copies_with_pauses_and_pageable_memory(truth: ModuleType) -> None:
+    outcome = truth.healthy(30_000, seed=7, burners=0)
+    assert outcome["copies"] >= 30_000
+    assert outcome["pauses"] > 0
+    assert outcome["alarms"] == []
+    assert "pageable memory" in outcome["said"]
+
+
+def test_every_seeded_saturation_is_named(truth: ModuleType) -> None:
+    outcome = truth.saturations(40, seed=11)
+    assert outcome["saturations"] == 40
+    assert outcome["misses"] == []
+    assert set(outcome["kinds"]) == {"draining", "gate", "gate, then draining"}
+
+
+def _run(outstanding: int, **seen: Any) -> Observation:
+    return Observation(0x10, 1, outstanding, seen.pop("submitted", 16), 0, seen.pop("end_ns", 100_000), **seen)
+
+
+def test_slow_calls_with_room_in_the_queue_are_not_saturation() -> None:
+    detector = Detector(LIMITS)
+    slow = {"blocked": 16, "blocked_ns": 100_000, "first_blocked": 0, "longest_ns": 9_000}
+    assert detector.observe(_run(300, **slow)) is Verdict.CANNOT_TELL
+    assert "300 operations were outstanding of 1021" in detector.reason
+    assert detector.observe(_run(300, **slow, preempted=16, preempted_ns=100_000)) is Verdict.PREEMPTED
+    assert not detector.saturations
+
+
+def test_a_thread_that_lost_the_cpu_at_the_ceiling_is_not_saturation() -> None:
+    detector = Detector(LIMITS)
+    seen = _run(1010, blocked=1, blocked_ns=3_000_000, first_blocked=3, longest_ns=3_000_000, preempted=1,
+                preempted_ns=3_000_000, end_ns=3_020_000, fast=15, fast_ns=15_000)  # fmt: skip
+    assert detector.observe(seen) is Verdict.PREEMPTED
+    assert not detector.saturations
+
+
+def test_a_few_slow_calls_among_many_fast_ones_at_the_ceiling_are_too_few() -> None:
+    detector = Detector(LIMITS)
+    seen = _run(1010, submitted=200, blocked=5, blocked_ns=15_000, first_blocked=3, longest_ns=3_000, fast=195,
+                fast_ns=195_000, end_ns=210_000)  # fmt: skip
+    assert detector.observe(seen) is Verdict.NONE
+    assert not detector.saturations
+
+
+def test_calls_of_one_copys_time_at_the_ceiling_add_up_over_small_transfers() -> None:
+    detector = Detector(LIMITS)
+    said = [detector.observe(_run(1015, submitted=2, blocked=2, blocked_ns=6_000, first_blocked=0, end_ns=6_000,
+                                  longest_ns=3_000)) for _ in range(3)]  # fmt: skip
+    assert said[:2] == [Verdict.NONE, Verdict.SATURATION]
+    found = detector.saturations[0]
+    assert (found.depth, found.blocked_calls, found.lost_ns) == (1015, 4, 8_000)
+
+
+def test_one_call_as_long_as_a_forward_pass_at_the_ceiling_is_enough() -> None:
+    detector = Detector(LIMITS)
+    seen = _run(1021, submitted=1, blocked=1, blocked_ns=28_000_000, first_blocked=0, longest_ns=28_000_000,
+                end_ns=28_000_000)  # fmt: skip
+    assert detector.observe(seen) is Verdict.SATURATION
+    assert "the longest took 28000.0 us" in detector.reason
+
+
+def test_pageable_memory_is_named_whatever_the_queue_holds() -> None:
+    detector = Detector(LIMITS)
+    seen = _run(1021, blocked=16, blocked_ns=160_000, first_blocked=0, longest_ns=10_000, pageable=True)
+    assert detector.observe(seen) is Verdict.PAGEABLE
+    assert detector.losses()["pageable memory"] == 144_000
