@@ -1,0 +1,7 @@
+"""Weights partly in CPU memory, brought in layer by layer ahead of their computation, and profiled."""
+
+from kvprobe.weights.offload import WeightOffload, offload
+from kvprobe.weights.plan import Plan
+from kvprobe.weights.profile import LayerProfile, WeightProfile
+
+__all__ = ["LayerProfile", "Plan", "WeightOffload", "WeightProfile", "offload"]

@@ -1,0 +1,418 @@
+"""`offload(model)`: keeps part of a model's weights in CPU memory and brings them in layer by layer."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from kvprobe.cuda import Runtime, find_runtime
+from kvprobe.errors import CudaError, KvprobeError, UsageError
+from kvprobe.native.library import core
+from kvprobe.probe.recorder import Recorder
+from kvprobe.weights.memory import DeviceMemory, HostMemory, bytes_of, view_of
+from kvprobe.weights.plan import Extent, Limit, Plan, make_plan
+from kvprobe.weights.profile import WeightProfile, profile
+from kvprobe.weights.timeline import Forward
+from kvprobe.weights.watched import bind, unwatch, watch
+from kvprobe.weights.window import Compute, Placed, Window
+
+
+def offload(
+    model: Any,
+    *,
+    gpu_fraction: float | None = None,
+    gpu_bytes: int | None = None,
+    window: str | int = "auto",
+    device: str = "auto",
+    runtime: Runtime | None = None,
+    compute_stream: int | None = None,
+) -> WeightOffload:
+    """Keeps the weights of a model on the GPU up to a limit and the rest in pinned CPU memory.
+
+    Layers in CPU memory are copied into a few static GPU buffers ahead of their computation. Results are those of the
+    untouched model, bit for bit. Changes of parameters in place (an optimizer, `load_state_dict`, `param.data`) are
+    kept. Gradients flow through offloaded layers; training the offloaded weights themselves works on the host runtime
+    alone.
+
+    Args:
+        model: a `torch.nn.Module`, on the CPU or the GPU.
+        gpu_fraction: share of the weights' bytes that may be on the GPU, window included; 1 switches offload off: the
+            model is not touched at all.
+        gpu_bytes: the same in bytes.
+        window: layers copied ahead of the one that computes ("auto": 1, or 0 where memory is too small for it), or
+            their size ("512MiB").
+        device: "cuda", "host" (the embedded host runtime: no GPU), or "auto".
+        runtime: instead of `device`.
+        compute_stream: handle of the stream the model computes on; default: torch's current stream, forward by forward.
+
+    Raises:
+        UsageError: no such limit or window, a limit below what the window needs, a model offloaded already.
+        KvprobeError: no torch, no room on the GPU or in CPU memory; the model is as it was.
+    """
+    torch = need_torch()
+    limit = Limit(gpu_fraction, gpu_bytes)
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"offload takes a torch.nn.Module, not {type(model).__name__}")
+    if getattr(model, "_kvprobe_offload", None) is not None:
+        raise UsageError("this model is offloaded already: call remove() on its WeightOffload first")
+    if gpu_fraction == 1:
+        return WeightOffload(model, Plan(0, 0), None, None)
+    with torch.inference_mode(False), torch.no_grad():
+        plan = make_plan(model, limit, window)
+        if not plan.units:
+            return WeightOffload(model, plan, None, None)
+        return WeightOffload(model, plan, runtime or find_runtime(_device(device)), compute_stream)
+
+
+def need_torch() -> Any:
+    """torch, which is a peer: found, never installed.
+
+    Raises:
+        KvprobeError: it is not there.
+    """
+    try:
+        import torch
+    except ImportError:
+        raise KvprobeError("weight offload needs torch in this environment: pip install torch") from None
+    return torch
+
+
+def _device(device: str) -> str:
+    """auto: the GPU where torch can use it."""
+    import torch
+
+    return ("cuda" if torch.cuda.is_available() else "host") if device == "auto" else device
+
+
+class WeightOffload:
+    """A model whose weights are partly in CPU memory; also a context manager that calls `remove`.
+
+    Attributes:
+        model: the model.
+        plan: which layers are where.
+        active: False where nothing is offloaded and nothing was touched, and after `remove`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        plan: Plan,
+        runtime: Runtime | None,
+        stream: int | None,
+        fill: bool = True,
+    ) -> None:
+        """Moves the weights and puts hooks on the offloaded layers; `fill` False leaves the new places unwritten."""
+        self.model, self.plan = model, plan
+        self.active = False
+        self.notes: list[str] = []
+        self.load_ns = 0
+        if runtime is None:
+            return
+        began = core().kvp_now_ns()
+        self.runtime = runtime
+        self._device = DeviceMemory(runtime)
+        self._host = HostMemory(runtime)
+        self._undo: list[Callable[[], None]] = []
+        self._moved: list[tuple[Extent, str]] = []  # with the device its bytes came from
+        self._hooks: list[Any] = []
+        self._depth, self._thread = 0, 0
+        self._saving: dict[int, Any] = {}
+        self._window: Window | None = None
+        self._recorder = Recorder("transfers" if os.environ.get("KVPROBE_RUN") else "off")
+        try:
+            self._place(fill, stream)
+        except BaseException:
+            self._restore()
+            raise
+        self._hook()
+        self.active = True
+        self.load_ns = core().kvp_now_ns() - began
+        model._kvprobe_offload = self
+
+    # -- moving weights ------------------------------------------------------------------------------------------
+
+    def _place(self, fill: bool, stream: int | None) -> None:
+        plan = self.plan
+        window = self._device.take(plan.slots * plan.slot_bytes, f"{plan.slots} window slots")
+        here = [extent for extent in plan.resident if not self._at_home(extent)]
+        size = sum(extent.room for extent in here)
+        arena = self._device.take(size, "resident weights") if size else None
+        start = 0
+        for extent in here:
+            self._move(extent, arena, start, fill)
+            start += extent.room
+        units = []
+        still = plan.offloaded_bytes
+        for number, unit in enumerate(plan.units):
+            memory = self._host.take(unit, still)
+            still -= unit.bytes
+            at = 0
+            for extent in unit.extents:
+                self._move(extent, memory, at, fill)
+                at += extent.room
+            units.append(Placed(number, unit, memory))
+        for tensor in plan.unplain:
+            self._move_whole(tensor)
+        if self._host.pageable_bytes:
+            self.notes.append(f"{self._host.pageable_bytes / 2**20:,.0f} MiB of CPU memory could not be pinned "
+                              f"({self._host.refusal}): copies from it are slower and hold their caller")  # fmt: skip
+        for placed in units:
+            for tensor in placed.tensors:
+                kind = watch(tensor)
+                self._undo.append(lambda tensor=tensor, kind=kind: unwatch(tensor, kind))  # type: ignore[misc]
+        detail = "transfers" if self._recorder.path else "off"
+        self._window = Window(self.runtime, Compute(self.runtime, stream), units, detail)
+        self._window.take_slots(plan.slots, window)
+
+    def _at_home(self, extent: Extent) -> bool:
+        """On CUDA: it is on the right GPU already."""
+        device = extent.held[0].tensor.device
+        return bool(device.type == "cuda" and device == self._device.device)
+
+    def _move(self, extent: Extent, memory: Any, start: int, fill: bool) -> None:
+        """Puts an extent's bytes into `memory` at `start` and binds its tensors there; the old bytes are let go."""
+        came_from = str(extent.held[0].tensor.device)
+        views = [view_of(memory, start, held) for held in extent.held]
+        if fill:
+            memory[start : start + extent.bytes].copy_(bytes_of(extent))
+        for held, view in zip(extent.held, views, strict=True):
+            bind(held.tensor, view)
+        self._moved.append((extent, came_from))
+
+    def _move_whole(self, tensor: Any) -> None:
+        """A tensor that is not plain bytes: torch moves it."""
+        if self._device.device.type == "cuda" and tensor.device.type != "cuda":
+            came_from = tensor.device
+            tensor.data = tensor.data.to(self._device.device)
+            self.notes.append(f"a {type(tensor).__name__} of {tuple(tensor.shape)} stays on the GPU: "
+                              "it is not plain bytes")  # fmt: skip
+            self._undo.append(lambda: setattr(tensor, "data", tensor.data.to(came_from)))
+
+    def _restore(self) -> None:
+        """Everything back where it came from."""
+        import torch
+
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        with torch.inference_mode(False), torch.no_grad():
+            for extent, came_from in self._moved:
+                fresh = bytes_of(extent).to(came_from, copy=True)
+                for held in extent.held:
+                    bind(held.tensor, view_of(fresh, 0, held))
+        self._moved.clear()
+        if self._window is not None:
+            for placed in self._window.units:
+                placed.memory, placed.home = None, []
+            self._window.close()
+            self._window = None
+        self._host.close()
+        self._device.close()
+        self._recorder.close()
+
+    def remove(self) -> None:
+        """Gives the untouched model back: no hook, the parameters' present values where they were before."""
+        if not self.active:
+            return
+        self.active = False
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        del self.model._kvprobe_offload
+        try:
+            self._settle()
+        except CudaError as error:  # a lost device: CPU memory still holds the offloaded weights
+            self.notes.append(f"the device was lost: {error}")
+        self._restore()
+
+    def __enter__(self) -> WeightOffload:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    # -- hooks ---------------------------------------------------------------------------------------------------
+
+    def _hook(self) -> None:
+        import torch
+
+        off = torch.compiler.disable
+        model, window = self.model, self._need()
+        self._hooks += [
+            model.register_forward_pre_hook(off(self._begin), prepend=True),
+            model.register_forward_hook(off(self._end), always_call=True),
+        ]
+        for placed in window.units:
+            for module in placed.unit.modules:
+                enter, leave = self._around(placed)
+                self._hooks += [
+                    module.register_forward_pre_hook(off(enter), prepend=module is not model),
+                    module.register_forward_hook(off(leave), always_call=True, prepend=module is model),
+                ]
+
+    def _need(self) -> Window:
+        if self._window is None:
+            raise KvprobeError("this offload was removed: offload the model again")
+        return self._window
+
+    def _begin(self, module: Any, arguments: Any) -> None:
+        """A forward of the model begins."""
+        if self._depth and self._thread != threading.get_ident():
+            raise KvprobeError("two threads run this model at once: with offloaded weights one at a time can")
+        self._depth += 1
+        if self._depth == 1:
+            self._thread = threading.get_ident()
+            self._saving.clear()
+            self._need().begin()
+
+    def _end(self, module: Any, arguments: Any, result: Any) -> None:
+        if self._depth == 0:
+            return  # its own beginning failed
+        self._depth -= 1
+        if self._depth == 0:
+            self._need().end(complete=result is not None)
+
+    def _around(self, placed: Placed) -> tuple[Callable[..., None], Callable[..., None]]:
+        """The hooks of one unit."""
+        import torch
+
+        def enter(module: Any, arguments: Any) -> None:
+            window = self._need()
+            if torch.is_grad_enabled() and not placed.depth:
+                self._save_for_backward(placed)
+            window.enter(placed)
+
+        def leave(module: Any, arguments: Any, result: Any) -> None:
+            window = self._need()
+            try:
+                window.leave(placed)
+            finally:
+                if not placed.depth:
+                    saving = self._saving.pop(placed.number, None)
+                    if saving is not None:
+                        saving.__exit__(None, None, None)
+
+        return enter, leave
+
+    def _save_for_backward(self, placed: Placed) -> None:
+        """Autograd keeps weights for the backward pass; a slot would have other bytes by then, CPU memory has them."""
+        import torch
+
+        window = self._need()
+        training = self.runtime.provider == "cuda" and self.model.training
+        if training and any(tensor.requires_grad for tensor in placed.tensors):
+            raise KvprobeError("offloaded weights cannot be trained on a GPU: freeze them (requires_grad_(False)), "
+                               "call eval(), or use torch.no_grad()")  # fmt: skip
+
+        def pack(tensor: Any) -> Any:
+            slot = placed.slot
+            if slot is None or tensor.layout != torch.strided or tensor.device != slot.memory.device:
+                return tensor
+            at = tensor.data_ptr() - slot.address
+            if not 0 <= at < placed.unit.bytes:
+                return tensor
+            return _Saved(placed, at, tensor.dtype, tensor.shape, tensor.stride(), sum(placed.versions()))
+
+        def unpack(saved: Any) -> Any:
+            return saved.tensor(window) if isinstance(saved, _Saved) else saved
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        hooks.__enter__()
+        self._saving[placed.number] = hooks
+
+    # -- what it tells -------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Waits until neither copies nor computation use the slots."""
+        window = self._need()
+        self.runtime.stream_synchronize(window.compute.stream)
+        window.settle()
+
+    def set_window(self, window: int) -> None:
+        """Another window over the same offloaded layers, for comparison.
+
+        Raises:
+            UsageError: it needs more GPU memory than the limit; the old window stays.
+        """
+        import torch
+
+        current, plan = self._need(), self.plan
+        slots = min(window + 1, len(plan.units))
+        if slots < 1:
+            raise UsageError(f"the window is at least 0, not {window}")
+        need = plan.device_bytes + (slots - plan.slots) * plan.slot_bytes
+        if need > plan.limit_bytes:
+            raise UsageError(f"a window of {window} takes {need:,} bytes of GPU memory, {plan.limit_bytes:,} are "
+                             "allowed")  # fmt: skip
+        self._settle()
+        current.timeline.drain()
+        with torch.inference_mode(False):
+            current.use_slots(slots, self._device)
+        plan.slots = slots
+
+    @property
+    def gpu_bytes(self) -> int:
+        """GPU memory that the weights take now: resident ones and slots."""
+        return self.plan.device_bytes if self.active else 0
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Pinned CPU memory in use."""
+        return self._host.bytes - self._host.pageable_bytes if self.active else 0
+
+    @property
+    def pin_ns(self) -> int:
+        """Time that allocating CPU memory took."""
+        return self._host.pin_ns if self.active else 0
+
+    @property
+    def forwards(self) -> list[Forward]:
+        """The forwards measured so far, oldest first; waits for those under way."""
+        if not self.active:
+            return []
+        window = self._need()
+        window.timeline.drain()
+        return list(window.timeline.forwards)
+
+    def profile(self) -> WeightProfile:
+        """What the forwards so far consisted of, and what other windows would give; waits for those under way.
+
+        Raises:
+            UsageError: nothing is offloaded, or no forward has run.
+        """
+        if not self.active:
+            raise UsageError("nothing is offloaded, so there is nothing to profile")
+        forwards = self.forwards
+        if not forwards:
+            raise UsageError("no forward was measured yet: run the model first (outside of a CUDA graph)")
+        units = self.plan.units
+        return profile(forwards, [unit.name for unit in units], [unit.bytes for unit in units],
+                       self._need().timeline.unmeasured)  # fmt: skip
+
+
+class _Saved:
+    """A tensor of an offloaded unit that autograd keeps: where its bytes are, not the bytes."""
+
+    def __init__(self, placed: Placed, at: int, dtype: Any, shape: Any, stride: Any, version: int) -> None:
+        self.placed, self.at, self.dtype, self.shape, self.stride = placed, at, dtype, shape, stride
+        self.version = version
+
+    def tensor(self, window: Window) -> Any:
+        """The bytes again, on the device that computes."""
+        import torch
+
+        memory = self.placed.memory
+        if memory is None:
+            raise KvprobeError("the offload was removed between forward and backward: run the forward again")
+        if sum(self.placed.versions()) != self.version:
+            raise KvprobeError(f"{self.placed.unit.name} was changed between forward and backward: its gradient would "
+                               "be wrong; run the forward again")  # fmt: skip
+        view = torch.empty(0, dtype=self.dtype)
+        first = (memory.storage_offset() + self.at) // view.element_size()
+        view.set_(memory.untyped_storage(), first, self.shape, self.stride)
+        return view.to(window.slots[0].memory.device)

@@ -1,0 +1,123 @@
+"""Small models, the host runtime's own account of memory, and faults on demand."""
+
+from __future__ import annotations
+
+import ctypes as ct
+import os
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is a peer: weight offload is tested where it is installed")
+
+from kvprobe.cuda import Runtime, find_runtime  # noqa: E402
+
+OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+class Block(torch.nn.Module):
+    """A layer with parameters of several sizes, a buffer, and weights in two types."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.up = torch.nn.Linear(width, 3 * width)
+        self.down = torch.nn.Linear(3 * width, width)
+        self.register_buffer("codes", torch.randint(-128, 127, (width, width), dtype=torch.int8))
+        self.register_buffer("scale", torch.rand(width, 1, dtype=torch.float64))
+
+    def forward(self, x: Any) -> Any:
+        x = x + self.down(torch.relu(self.up(self.norm(x))))
+        return x + torch.nn.functional.linear(x, self.codes.float() * self.scale.float() / 1000)
+
+
+class Model(torch.nn.Module):
+    """Embedding, layers, a head that shares the embedding's weights."""
+
+    def __init__(self, width: int = 64, layers: int = 16, words: int = 100) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(words, width)
+        self.layers = torch.nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = torch.nn.Linear(width, words, bias=False)
+        self.head.weight = self.embed.weight
+        self.path = list(range(layers))
+        self.fail_after = -1
+
+    def forward(self, ids: Any) -> Any:
+        x = self.embed(ids)
+        for i in self.path:
+            x = self.layers[i](x)
+            if i == self.fail_after:
+                raise RuntimeError("in the middle")
+        return self.head(x)
+
+
+@pytest.fixture
+def ids() -> Any:
+    return torch.arange(24).reshape(2, 12)
+
+
+@pytest.fixture
+def model() -> Any:
+    return Model().eval()
+
+
+@pytest.fixture(scope="session")
+def runtime() -> Runtime:
+    return find_runtime("host")
+
+
+class _Stats(ct.Structure):
+    """`kvhost_stats`."""
+
+    _fields_: ClassVar = [("outstanding", ct.c_uint32 * 96), ("waiting", ct.c_uint32 * 96), ("capacity", ct.c_uint64 * 3),
+                ("copies_submitted", ct.c_uint64), ("copies_done", ct.c_uint64), ("bytes_done", ct.c_uint64 * 5),
+                ("launches", ct.c_uint64), ("blocked_calls", ct.c_uint64), ("blocked_ns", ct.c_uint64),
+                ("operations_pending", ct.c_uint64), ("streams", ct.c_uint64), ("events", ct.c_uint64),
+                ("device_bytes", ct.c_uint64), ("pinned_bytes", ct.c_uint64), ("host_functions", ct.c_uint64),
+                ("sticky", ct.c_uint64)]  # fmt: skip
+
+
+class Account:
+    """What the runtime says it holds."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def __getattr__(self, name: str) -> int:
+        stats = _Stats()
+        assert self._runtime.library.kvhostStats(ct.byref(stats)) == 0
+        return int(getattr(stats, name))
+
+    @property
+    def held(self) -> tuple[int, int, int, int]:
+        return self.device_bytes, self.pinned_bytes, self.streams, self.events
+
+
+@pytest.fixture
+def account(runtime: Runtime) -> Account:
+    return Account(runtime)
+
+
+@pytest.fixture
+def fail(runtime: Runtime) -> Iterator[Any]:
+    """Makes the n-th next call of a name, or the n-th next copy, fail."""
+
+    def arm(name: str, number: int = 1, code: int = OUT_OF_MEMORY) -> None:
+        if name == "copy":
+            assert runtime.library.kvhostFailCopy(ct.c_uint64(number), code) == 0
+        else:
+            assert runtime.library.kvhostFailCall(os.fsencode(name), ct.c_uint64(number), code) == 0
+
+    yield arm
+    runtime.library.kvhostFailCopy(ct.c_uint64(0), 0)
