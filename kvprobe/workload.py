@@ -26,6 +26,7 @@ from kvprobe.offload import BlockCache, BlockPool, LoadDedup, OffloadEngine, Tra
 PREFIX, UNIQUE = 16, 16  # blocks of a request: shared with its group, its own
 GROUPS, GROUP_SIZE = 4, 6  # prefixes, and how many requests arrive together with one
 HOLD_STEPS = 6  # steps a loaded request runs before its GPU blocks are free
+COMPARED = PREFIX + UNIQUE  # blocks of one comparison
 SPARE = 8  # requests whose bytes are still being compared
 STEP_NS = 5_000_000
 PARTS = ("build", "submit", "wait", "copy", "poll")  # of a transfer's split
@@ -402,12 +403,21 @@ class _CudaModel:
         self._stream = torch.cuda.Stream()
         self._side = torch.cuda.Stream()
         self.stream = self._stream.cuda_stream
-        self._tensors: list[Any] = []
+        self._blocks: Any = None
         with torch.cuda.stream(self._stream):
             self._a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
             self._out = torch.empty_like(self._a)
             self._launches = self._calibrate()
-        self._ramp = torch.arange(shape.piece_bytes // 8, device="cuda", dtype=torch.int64)
+        # For comparing: everything up front and of fixed size, few calls a request. An allocation or a crowd of small
+        # launches from the comparing thread would itself hold up the submissions that this workload measures.
+        words = shape.piece_bytes // 8
+        table = [[pattern(layer, block) for block in range(shape.cpu_blocks)] for layer in range(shape.layers)]
+        self._first = torch.tensor(table, device="cuda")
+        self._ramp = torch.arange(words, device="cuda", dtype=torch.int64)
+        self._found = torch.empty(shape.layers, COMPARED, words, device="cuda", dtype=torch.int64)
+        self._wrong = torch.empty(self._found.shape, device="cuda", dtype=torch.bool)
+        self._names = torch.empty(2, COMPARED, dtype=torch.int64).pin_memory()
+        self._ids = torch.empty(2, COMPARED, dtype=torch.int64, device="cuda")
         torch.cuda.synchronize()
 
     def _calibrate(self) -> int:
@@ -424,10 +434,10 @@ class _CudaModel:
 
     def layers(self, blocks: int) -> list[Any]:
         torch = self._torch
-        size = blocks * self._shape.piece_bytes
-        self._tensors = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(self._shape.layers)]
+        words = self._shape.piece_bytes // 8
+        self._blocks = torch.zeros(self._shape.layers, blocks, words, dtype=torch.int64, device="cuda")
         torch.cuda.synchronize()
-        return self._tensors
+        return list(self._blocks)
 
     def step(self) -> None:
         torch = self._torch
@@ -436,18 +446,21 @@ class _CudaModel:
                 torch.mm(self._a, self._a, out=self._out)
 
     def verify(self, gpu: BlockPool, gpu_blocks: list[int], cpu: BlockPool, cpu_blocks: list[int]) -> None:
-        torch, words = self._torch, self._shape.piece_bytes // 8
-        with torch.cuda.stream(self._side):
-            where = torch.tensor(gpu_blocks, device="cuda")
-            wrong = torch.zeros((), device="cuda", dtype=torch.int64)
-            for layer, tensor in enumerate(self._tensors):
-                first = torch.tensor([pattern(layer, source) for source in cpu_blocks], device="cuda")
-                found = tensor.view(torch.int64).view(-1, words).index_select(0, where)
-                wrong += (found - first[:, None] != self._ramp).sum()
-            differing = int(wrong.item())
-        if differing:
-            raise KvprobeError(f"{differing} words of loaded blocks differ from their source")
+        torch = self._torch
+        for at in range(0, len(gpu_blocks), COMPARED):
+            where, source = gpu_blocks[at : at + COMPARED], cpu_blocks[at : at + COMPARED]
+            short = COMPARED - len(where)  # filled up with the last block again
+            self._names[0] = torch.tensor(where + where[-1:] * short)
+            self._names[1] = torch.tensor(source + source[-1:] * short)
+            with torch.cuda.stream(self._side):
+                self._ids.copy_(self._names, non_blocking=True)
+                torch.index_select(self._blocks, 1, self._ids[0], out=self._found)
+                self._found.sub_(self._first.index_select(1, self._ids[1])[:, :, None])
+                torch.ne(self._found, self._ramp, out=self._wrong)
+                differing = int(self._wrong.sum().item())
+            if differing:
+                raise KvprobeError(f"{differing} words of loaded blocks differ from their source")
 
     def close(self) -> None:
         self._torch.cuda.synchronize()
-        self._tensors.clear()
+        self._blocks = self._found = self._wrong = None
