@@ -60,11 +60,13 @@ class Server(TimedCalls):
     timed = (
         timed(
             _GROUPS, "transfer_kv_per_object_group",
-            ("cache_context", "block_ids_gpu", "memory_objs", "object_group_id"), "both", _cause,
+            ("cache_context", "block_ids_gpu", "memory_objs", "object_group_id", "batch_size", "skip_first_n_tokens",
+             "direction", "transfer_key"), "both", _cause,
         ),
         timed(
             _GROUPS, "run_direct_transfer",
-            ("cache_context", "block_ids_host", "memory_objs", "object_group_id"), "both", _cause,
+            ("cache_context", "block_ids_host", "memory_objs", "object_group_id", "skip_first_n_tokens", "direction"),
+            "both", _cause,
         ),
     )  # fmt: skip
 

@@ -166,7 +166,7 @@ class Ladder:
     # ---- verifying --------------------------------------------------------------------------------------------
 
     def _judge(self) -> None:
-        if not self._before or not _alike(self._before, self._recent):  # other work than before: the two cannot be compared
+        if not self._before or not _alike(self._before, self._recent):  # other work: the two cannot be compared
             if not self._kept:
                 self._stand_on(self.base)
             self._recent.clear()

@@ -1,4 +1,4 @@
-"""SGLang's own L2TransferEngine from its wheel over the host runtime; host pools copy as its default write-back does."""
+"""SGLang's own L2TransferEngine over the host runtime; host pools copy as its default write-back does."""
 
 import dataclasses
 import importlib
@@ -179,7 +179,8 @@ def test_a_later_burst_never_overtakes_an_earlier_one(engine, monkeypatch):
             one.gpu()[:8], one.gpu()[8:16] = 1, 2
             rt.launch_delay(fence, work_ns)
             one.store([0, 1, 2, 3], [0, 1, 2, 3])
-            completion = one.engine.submit_device_to_host(one.transfer([0, 1, 2, 3], [4, 5, 6, 7]))
+            with host.cuda.stream(idle):  # nothing of its own to wait for
+                completion = one.engine.submit_device_to_host(one.transfer([0, 1, 2, 3], [4, 5, 6, 7]))
             completion.finish_event.synchronize()
             rt.synchronize()
             wrong += not bool((one.pool.memory[:8] == 2).all())

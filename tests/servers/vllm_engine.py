@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -19,14 +20,13 @@ CONFIG = {
 def main(folder):
     from vllm import LLM, SamplingParams
 
-    model = os.path.join(folder, "model")
-    os.makedirs(model, exist_ok=True)
-    with open(os.path.join(model, "config.json"), "w") as file:
-        json.dump(CONFIG, file)
+    model = Path(folder) / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(CONFIG))
     spec = os.environ.get("TEST_SPEC", "host_runtime_spec.HostRuntimeSpec")
     extra = {"cpu_bytes_to_use": 67108864, "spec_name": spec.split(".")[1], "spec_module_path": spec.split(".")[0]}
     transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    llm = LLM(model=model, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=1024,
+    llm = LLM(model=str(model), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=1024,
               enforce_eager=True, max_num_seqs=8, enable_prefix_caching=True, kv_transfer_config=transfer,
               disable_log_stats=False, seed=0)  # fmt: skip
     sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -45,7 +45,7 @@ def main(folder):
     assert llm.reset_prefix_cache()
     generate("reloaded", prompt)
     assert llm.reset_prefix_cache()
-    generate("shared", [{"prompt_token_ids": list(range(3, 803)) + [k]} for k in (900, 901, 902, 903)])
+    generate("shared", [{"prompt_token_ids": [*range(3, 803), k]} for k in (900, 901, 902, 903)])
     result["metrics"] = {m.name: getattr(m, "value", None) for m in llm.get_metrics() if "offload" in m.name}
     print("RESULT " + json.dumps(result))
 
