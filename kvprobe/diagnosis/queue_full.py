@@ -191,10 +191,10 @@ def full(frame: Frame) -> Full:
         if queue.verdict == "saturated":
             rows, ns = _near_the_top(frame, queue)
         else:
-            rows, ns = _lonely(frame, queue)
+            rows, ns = _regular(frame, queue)
+            result.regular |= bool(len(rows))
             if not len(rows):
-                rows, ns = _regular(frame, queue)
-                result.regular |= bool(len(rows))
+                rows, ns = _lonely(frame, queue)
             if queue.verdict == "cannot tell" and not result.open_reason and not len(rows):
                 slow = queue.calls[(frame.slow[queue.calls]) & (queue.depth > 0.9 * queue.depth.max())
                                    & (frame.memory[queue.calls] != Memory.PAGEABLE)
@@ -240,12 +240,18 @@ def _near_the_top(frame: Frame, queue: StreamOccupancy) -> tuple[Array, Array]:
     rows, ns = queue.calls[queue.blocked], queue.blocked_ns[queue.blocked]
     if queue.ceiling_how != "plateau" or queue.graphs:
         return rows, ns
+    return _with_late_room(frame, queue, rows, ns, queue.ceiling)
+
+
+def _with_late_room(frame: Frame, queue: StreamOccupancy, rows: Array, ns: Array, deepest: int) -> tuple[Array, Array]:
+    """Adds the slow calls a little below the plateau, between the first and the last that were blocked at it."""
     usual, dur = frame.usual_ns[queue.calls], frame.dur[queue.calls]
-    below = ~queue.blocked & (queue.depth >= 0.85 * queue.ceiling) & (dur > 5 * usual + 20_000)
-    below &= frame.memory[queue.calls] != Memory.PAGEABLE
+    below = (queue.depth >= 0.85 * deepest) & (dur > 5 * usual + 20_000)
+    below &= (frame.memory[queue.calls] != Memory.PAGEABLE) & ~np.isin(queue.calls, rows)
     more = queue.calls[below]
-    between = np.searchsorted(frame.start[rows], frame.start[more])
-    more = more[(between > 0) & (between < len(rows))]
+    starts = np.sort(frame.start[rows])
+    between = np.searchsorted(starts, frame.start[more])
+    more = more[(between > 0) & (between < len(starts))]
     return np.concatenate((rows, more)), np.concatenate((ns, frame.excess_ns[more]))
 
 
@@ -290,12 +296,15 @@ def _regular(frame: Frame, queue: StreamOccupancy) -> tuple[Array, Array]:
     slow = excess > 3 * usual + 10_000
     rows = queue.calls[top & slow]
     below = judged & (queue.depth < 0.8 * deepest)
-    if len(rows) < 16 or 2 * len(rows) < top.sum() or slow[below].mean() > 0.1:
+    if len(rows) < 4 or slow[below].mean() * 5 > slow[top].mean():
         return none, none
     channels = max(1, round(deepest / float(fact))) if fact else 0
     near = fact is not None and abs(deepest - channels * float(fact)) <= 0.1 * channels * float(fact)
     if near and (channels == 1 or len(queue.streams) > 1):
-        return rows, frame.excess_ns[rows]
+        # Room may be freed in chunks: then most calls at the top go through, and each one in so many waits long.
+        return _with_late_room(frame, queue, rows, frame.excess_ns[rows], deepest)
+    if len(rows) < 16 or 2 * len(rows) < top.sum():
+        return none, none
     at = np.searchsorted(queue.ends, frame.end[rows], "right")
     inside = (at > 0) & (at < len(queue.ends))
     delay = frame.end[rows][inside] - queue.ends[at[inside] - 1]

@@ -17,9 +17,9 @@ def test_is_diagnosed_as_what_the_runtime_says_it_was(runtime, name):
         return mistakes(played, diagnose(played.recording))
 
     wrong = play()
-    if wrong:  # the machine may have taken a core away for long enough to make another story of it: twice more, then
-        again = [play(), play()]
-        assert not any(again), [wrong, *again]
+    if wrong:  # the machine may have taken a core away for long enough to make another story of it: two of three, then
+        again = [play(), play(), play()]
+        assert sum(map(bool, again)) < 2, [wrong, *again]
 
 
 def test_every_cause_is_played(runtime):
