@@ -262,7 +262,7 @@ class Observer:
         (self.folder / "end.json").write_text(json.dumps(end, indent=1))
         for line in warnings:
             _log(f"warning: {line}")
-        if not any(self.folder.glob("*.kvp")):
+        if not any(self.folder.glob("*.kvp")) and not any(self.folder.glob("events-*.jsonl")):
             return f"nothing was recorded: {warnings[0]}" if warnings else "nothing was recorded"
         report = Path(self.options.get("report") or self.folder / "report.html")
         # a process of its own: the report needs rooms that nothing here may import, and may need much memory

@@ -47,14 +47,21 @@ class _Process:
 
     @property
     def start_ns(self) -> int:
-        return min(ring.start_monotonic_ns for ring in self.rings)
+        """When it checked in or opened its first file."""
+        starts = [ring.start_monotonic_ns for ring in self.rings]
+        return min([*starts, *([int(self.checkin["t_ns"])] if self.checkin else [])])
 
     @property
     def end_ns(self) -> int:
         """When it closed, else the end of its newest call."""
-        closed = max(ring.end_monotonic_ns for ring in self.rings)
+        closed = max([0, *(ring.end_monotonic_ns for ring in self.rings)])
         newest = [int(slots["last_ns"].max()) for ring in self.rings if len(slots := ring.slots())]
         return closed or max([self.start_ns, *newest])
+
+    @property
+    def unix_offset_ns(self) -> int | None:
+        """Add it to a time of the process to get UNIX time; None where no file says."""
+        return next((ring.start_realtime_ns - ring.start_monotonic_ns for ring in self.rings), None)
 
     def counted(self) -> list[RingSnapshot]:
         """The files whose calls count: the interposer sees the calls of engines, too."""
@@ -121,11 +128,14 @@ def read(
     for folder, run in runs.items():
         recording.machine.update({key: run[key] for key in ("host", "kernel", "cpus", "python") if key in run})
         recording.machine_how.update(dict.fromkeys(recording.machine, f"run.json of {folder.name}"))
-    if processes:
-        ring = processes[0].rings[0]
-        offset = ring.start_realtime_ns - ring.start_monotonic_ns - shifts[0]
+    known = [(p.unix_offset_ns, by) for p, by in zip(processes, shifts, strict=True) if p.unix_offset_ns is not None]
+    offset = next((offset - by for offset, by in known if offset is not None), None)
+    if offset is None:
+        clocks = next((run for run in runs.values() if "monotonic_ns" in run and "realtime_ns" in run), None)
+        offset = clocks["realtime_ns"] - clocks["monotonic_ns"] if clocks else None
+    if offset is not None:
         recording.machine["unix_offset_ns"] = offset
-        recording.machine_how["unix_offset_ns"] = "both clocks, read when the ring file was opened"
+        recording.machine_how["unix_offset_ns"] = "both clocks, read together when the recording began"
     recording.notes += notes
     recording.names = names.list
     if progress is not None:
@@ -174,28 +184,35 @@ def _processes(folder: Path, rings: list[RingSnapshot], run: dict[str, Any], who
         found.append(process)
     here = not run or run.get("host") == platform.node()
     statuses = {int(line["pid"]): line for line in _lines(folder / "processes.jsonl") if "pid" in line} if whole else {}
-    checkins = [_json(path) for path in folder.glob("checkin-*.json")] if whole else []
+    checkins = [c for path in folder.glob("checkin-*.json") if "t_ns" in (c := _json(path))] if whole else []
+    # no watched call, and yet an adapter saw something
+    for checkin in checkins:
+        if checkin.get("pid") not in by_pid and (folder / f"events-{checkin.get('pid')}.jsonl").exists():
+            process = _Process(int(checkin["pid"]), folder, checkin=checkin)
+            by_pid[process.pid] = [process]
+            found.append(process)
     for same in by_pid.values():
         same.sort(key=lambda p: p.start_ns)
         for i, process in enumerate(same):
-            ring = process.counted()[0]
-            if ring.state == "closed":
+            if any(ring.state == "closed" for ring in process.counted()):
                 process.state = "closed"
             elif i + 1 < len(same):
                 process.state = "replaced"
+            elif process.pid in statuses and not process.rings and statuses[process.pid].get("status") == 0:
+                process.state = "closed"
             elif process.pid in statuses:
                 process.state = _ended(statuses[process.pid].get("status"))
             elif not (here and alive(process.pid)):
                 process.state = "ended without its exit handlers"
-            mine = [c for c in checkins if c.get("pid") == process.pid and c.get("t_ns", 0) <= process.end_ns]
-            process.checkin = max(mine, key=lambda c: c["t_ns"], default={})
+            mine = [c for c in checkins if c.get("pid") == process.pid and c["t_ns"] <= process.end_ns]
+            process.checkin = max(mine, key=lambda c: int(c["t_ns"]), default={})
     return found
 
 
 def _ended(status: object) -> str:
     if not isinstance(status, int):
         return "ended without its exit handlers"
-    if status >= 0:
+    if status >= 0:  # with 0, too: it may have left without its handlers
         return f"exit code {status}"
     try:
         return f"killed by {signal.Signals(-status).name}"
@@ -217,9 +234,12 @@ def _shifts(processes: list[_Process], runs: dict[Path, dict[str, Any]]) -> list
     """What to add to each process's times: machines share no CLOCK_MONOTONIC, so several meet in UNIX time."""
     if len({_node(process, runs) for process in processes}) <= 1:
         return [0] * len(processes)
-    first = processes[0].rings[0]
-    base = first.start_realtime_ns - first.start_monotonic_ns
-    return [p.rings[0].start_realtime_ns - p.rings[0].start_monotonic_ns - base for p in processes]
+    offsets = []
+    for process in processes:
+        run = runs.get(process.folder, {})
+        of_run = run["realtime_ns"] - run["monotonic_ns"] if {"realtime_ns", "monotonic_ns"} <= set(run) else 0
+        offsets.append(of_run if process.unix_offset_ns is None else process.unix_offset_ns)
+    return [offset - offsets[0] for offset in offsets]
 
 
 def _notes(run: dict[str, Any], end: dict[str, Any], rings: list[RingSnapshot], path: Path) -> list[str]:
@@ -317,7 +337,7 @@ def _handles(rows: Array) -> Array:
 
 def _command(process: _Process) -> str:
     argv = process.checkin.get("argv")
-    return " ".join(map(str, argv)) if argv else process.rings[0].command
+    return " ".join(map(str, argv)) if argv else next((ring.command for ring in process.rings), "")
 
 
 def _process_name(process: _Process) -> str:
@@ -351,7 +371,7 @@ def _transfers(
     recording: Recording, records: Array, process: Array, shift: Array, stream: Array, processes: list[_Process],
     shifts: list[int], names: Names,
 ) -> None:  # fmt: skip
-    """Transfers of engines (in ring files) and of servers (told by adapters in events-<pid>.jsonl), and decisions."""
+    """Transfers of engines, from ring files; those of servers with calls, decisions, states, from events-<pid>.jsonl."""
     keep = np.flatnonzero(records["call"] == TRANSFER)
     r = records[keep]
     parts = np.concatenate([r["src"].astype("<u8"), r["dst"].astype("<u8")]).view("<f4").astype(np.float64) * 1e3
@@ -369,6 +389,8 @@ def _transfers(
         "poll_ns": poll.astype(np.int64).tolist(), "ok": (r["result"] == 0).tolist(),
     }  # fmt: skip
     decisions: dict[str, list[Any]] = {name: [] for name in ("time_ns", "process", "what", "reason", "gain")}
+    ranges: dict[str, list[Any]] = {n: [] for n in ("start_ns", "end_ns", "process", "thread", "domain", "name")}
+    states: dict[tuple[str, str], set[str]] = {}
     directions = {"load": 1, "store": 2}
     for row, (one, by) in enumerate(zip(processes, shifts, strict=True)):
         for event in _lines(one.folder / f"events-{one.pid}.jsonl"):
@@ -393,6 +415,20 @@ def _transfers(
                 decisions["reason"].append(names.add(str(event.get("why") or "")))
                 gain = (event.get("evidence") or {}).get("gain")
                 decisions["gain"].append(float(gain) if isinstance(gain, (int, float)) else 0.0)
+            elif event.get("kind") == "call":
+                what = f"{event.get('server')} {event.get('call')}: {event.get('cause') or ''}".rstrip(": ")
+                values = (at + by - max(0, _ns(event.get("dur_ns"))), at + by, row, event.get("thread") or -1,
+                          names.add("kvprobe"), names.add(what))  # fmt: skip
+                for column, value in zip(ranges, values, strict=True):
+                    ranges[column].append(value)
+            elif event.get("kind") == "state" and event.get("state") != "waiting":
+                key = (f"{event.get('adapter')} on {event.get('distribution')} {event.get('version')}",
+                       f"{event.get('state')} {event.get('reason') or ''}".strip())  # fmt: skip
+                states.setdefault(key, set()).add(str(one.pid))
+    for (adapter, state), pids in sorted(states.items()):
+        recording.notes.append(f"adapter {adapter}: {state} ({len(pids)} process{'es' if len(pids) > 1 else ''})")
+    if ranges["start_ns"]:
+        recording.tables["ranges"] = sorted_table("ranges", {k: np.array(v) for k, v in ranges.items()})
     if columns["start_ns"]:
         recording.tables["transfers"] = sorted_table("transfers", {k: np.array(v) for k, v in columns.items()})
     if decisions["time_ns"]:
