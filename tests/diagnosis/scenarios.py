@@ -200,10 +200,12 @@ def _fenced(rt: Runtime, steps: int, forward_ns: int, copies: int) -> Played:
 
     def body() -> None:
         for step in range(steps):
+            if step:
+                time.sleep(0.1)  # the stores of the step before have drained
             rt.launch(stage.compute, forward_ns)
-            stage.after(stage.streams[step], stage.compute, step)
+            stage.after(stage.streams[0], stage.compute, step)
             for i in range(copies):
-                stage.store(i, BLOCK, stage.streams[step])
+                stage.store(i, BLOCK, stage.streams[0])
 
     def truth(records: Records, _: Any) -> dict[str, int]:
         moving, still = queue_ns(records)
