@@ -23,11 +23,11 @@ from kvprobe.launchqueue import QueueLimits
 from kvprobe.native.library import core
 from kvprobe.offload import BlockCache, BlockPool, LoadDedup, OffloadEngine, Transfer
 
-PREFIX, UNIQUE = 16, 16  # blocks of a request: shared with its group, its own
-GROUPS, GROUP_SIZE = 4, 6  # prefixes, and how many requests arrive together with one
-HOLD_STEPS = 6  # steps a loaded request runs before its GPU blocks are free
+PREFIX, UNIQUE = 12, 6  # blocks of a request: shared with its group, its own
+GROUPS, GROUP_SIZE = 2, 6  # prefixes, and how many requests arrive together with one
+HOLD_STEPS = 2  # steps a loaded request runs before its GPU blocks are free
 COMPARED = PREFIX + UNIQUE  # blocks of one comparison
-SPARE = 8  # requests whose bytes are still being compared
+SPARE = 2  # requests whose bytes are still being compared
 STEP_NS = 5_000_000
 PARTS = ("build", "submit", "wait", "copy", "poll")  # of a transfer's split
 
@@ -65,10 +65,10 @@ def shape_for(runtime: Runtime, limits: QueueLimits, copy_ns: int = 100_000) -> 
         KvprobeError: the device has too little memory for that.
     """
     link = _link(runtime)
-    layers = 4
-    # what a request loads when the others of its group do not load the prefix again
-    copies = (PREFIX // GROUP_SIZE + UNIQUE) * layers
-    concurrency = -(-limits.depth * 3 // 2 // copies)
+    layers = 32
+    # two groups at least: the first requests of both fill the queue even where the others wait for their prefix
+    leader = (PREFIX + UNIQUE) * layers
+    concurrency = max(-(-limits.depth * 3 // 2 // leader), 2) * (GROUP_SIZE - 1)
     piece = 1 << max(int(link * copy_ns / 1e9).bit_length() - 1, 12)
     cpu_blocks = GROUPS * PREFIX + (concurrency + SPARE) * UNIQUE
     gpu_blocks = (concurrency + HOLD_STEPS * 2) * (PREFIX + UNIQUE) + GROUPS * PREFIX
