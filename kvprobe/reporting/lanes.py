@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvprobe.recordings.model import Engine, Recording
+from kvprobe.recordings.model import SUBMITTING, Engine, Recording
 from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy
-from kvprobe.reporting import charts
+from kvprobe.reporting import charts, series
 from kvprobe.reporting.charts import Mark, Points
 from kvprobe.reporting.units import NONE, bytes_text, duration, percent
 from kvprobe.reporting.views import Chart, TableView, numbers, table
@@ -45,13 +46,6 @@ def process_name(recording: Recording, row: int) -> str:
     return f"rank {rank}" if rank >= 0 else f"process {pid}"
 
 
-def _groups(key: Array) -> tuple[Array, Array, Array]:
-    """Order, first index of each group and the groups' keys."""
-    order = np.argsort(key, kind="stable")
-    found, first = np.unique(key[order], return_index=True)
-    return order, first, found
-
-
 def _codes(column: Array) -> tuple[Array, Array]:
     """Distinct values and each row's place among them, by a table where the values lie close together."""
     low, high = (int(column.min()), int(column.max())) if len(column) else (0, 0)
@@ -65,17 +59,65 @@ def _codes(column: Array) -> tuple[Array, Array]:
     return values, inverse
 
 
-def _sums(found: Submissions, key: Array) -> list[tuple[int, Array, float, float, float, float]]:
-    """(key, calls' positions, sum, median, p99, longest) of each group, most time first."""
-    if not len(key):
-        return []
-    order, first, keys = _groups(key)
-    out = []
-    for value, part in zip(keys.tolist(), np.split(order, first[1:]), strict=True):
+@dataclass(frozen=True)
+class _Lane:
+    """The submissions that share a stream, a thread or a process.
+
+    Attributes:
+        key: values of the columns it was grouped by.
+        part: positions in `Submissions.rows` of the calls that were kept one by one.
+        calls, bytes: of all its calls, also of those that were only counted.
+        times: host time in all, median, p99, longest; nanoseconds.
+    """
+
+    key: tuple[int, ...]
+    part: Array
+    calls: int
+    bytes: float
+    times: tuple[float, float, float, float]
+
+
+def _lanes(recording: Recording, found: Submissions, *columns: str) -> list[_Lane]:
+    """Submissions grouped by columns of `calls`, most host time first; by exact totals where single calls were lost."""
+    calls = recording.calls
+    coded = [_codes(calls[column][found.rows]) for column in columns]
+    key = np.zeros(len(found.rows), dtype=np.int64)
+    for values, code in coded:
+        key = key * max(len(values), 1) + code
+    order = np.argsort(key, kind="stable")
+    _, first = np.unique(key[order], return_index=True)
+    out: dict[tuple[int, ...], _Lane] = {}
+    for part in np.split(order, first[1:]) if len(order) else []:
         durations = found.dur_ns[part]
         half, high, top = charts.quantiles(durations, 0.5, 0.99, 1.0)
-        out.append((int(value), part, float(durations.sum()), half, high, top))
-    return sorted(out, key=lambda one: -one[2])
+        named = tuple(int(calls[column][found.rows[part[0]]]) for column in columns)
+        payload = float(calls["bytes"][found.rows[part]].sum())
+        out[named] = _Lane(named, part, len(part), payload, (float(durations.sum()), half, high, top))
+    if found.made > len(found.rows):
+        out |= _counted(recording, out, columns)
+    return sorted(out.values(), key=lambda lane: -lane.times[0])
+
+
+def _counted(
+    recording: Recording, kept: Mapping[tuple[int, ...], _Lane], columns: Sequence[str]
+) -> dict[tuple[int, ...], _Lane]:
+    """The same from the recording's totals; quantiles are the middle of a histogram bucket, a quarter octave wide."""
+    totals = recording.totals
+    rows = np.flatnonzero(np.isin(totals["kind"], np.array(SUBMITTING, dtype=np.uint8)))
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for row in rows.tolist():
+        groups.setdefault(tuple(int(totals[column][row]) for column in columns), []).append(row)
+    out = {}
+    for key, members in groups.items():
+        counts = np.cumsum(recording.histograms[members].sum(axis=0))
+        at = np.searchsorted(counts, np.array([0.5, 0.99]) * counts[-1]) if len(counts) and counts[-1] else [0, 0]
+        middle = [float(series.bucket_floor_ns(i) + series.bucket_floor_ns(i + 1)) / 2 for i in np.minimum(at, 126)]
+        total, top = float(totals["dur_ns"][members].sum()), float(totals["max_ns"][members].max())
+        part = kept[key].part if key in kept else np.zeros(0, dtype=np.int64)
+        size = float(totals["bytes"][members].sum())
+        times = (total, min(middle[0], top), min(middle[1], top), top)
+        out[key] = _Lane(key, part, int(totals["calls"][members].sum()), size, times)
+    return out
 
 
 def _timed(times: Sequence[float], span_ns: float) -> list[Any]:
@@ -94,7 +136,6 @@ TIMED = ["Host time", "Of recorded", "Median", "p99", "Longest"]
 
 def stream_table(recording: Recording, found: Submissions, queues: Occupancy | None) -> tuple[TableView, str]:
     """Submissions by stream, with the device's side where the recorder saw it."""
-    calls = recording.calls
     span_ns = found.span[1] - found.span[0]
     busy: dict[int, float] = {}
     moved: dict[int, float] = {}
@@ -108,8 +149,9 @@ def stream_table(recording: Recording, found: Submissions, queues: Occupancy | N
         busy, moved = dict(enumerate(spent.tolist())), dict(enumerate(total.tolist()))
     queue_of = {row: queue for queue in (queues.streams if queues else ()) for row in queue.streams}
     rows: list[list[Any]] = []
-    for row, part, *times in _sums(found, calls["stream"][found.rows])[:200]:
-        payload = moved.get(row) or float(calls["bytes"][found.rows[part]].sum())
+    for lane in _lanes(recording, found, "stream")[:200]:
+        row = lane.key[0]
+        payload = moved.get(row) or lane.bytes
         name = stream_name(recording, row) if row >= 0 else "unknown"
         queue = queue_of.get(row)
         depth = int(queue.depth.max(initial=0)) if queue else -1
@@ -119,40 +161,42 @@ def stream_table(recording: Recording, found: Submissions, queues: Occupancy | N
             [
                 name,
                 (str(channel) if channel >= 0 else NONE, channel),
-                (f"{len(part):,}", len(part)),
-                *_timed(times, span_ns),
+                (f"{lane.calls:,}", lane.calls),
+                *_timed(lane.times, span_ns),
                 (f"{depth:,}" if depth >= 0 else NONE, depth),
                 (duration(blocked) if queue else NONE, blocked),
                 (bytes_text(payload), payload),
                 (percent(busy.get(row, 0) / span_ns) if busy else NONE, busy.get(row, 0)),
             ]
         )
-    lead = "" if recording.has_executions else "The recorder did not see the device, so device time is not known."
+    lead = "" if recording.has_executions else "The recorder did not see the device, so device time is not known. "
+    if found.made > len(found.rows):
+        lead += (
+            f"Of {found.made:,} submissions {len(found.rows):,} were kept one by one; calls, host time, longest and "
+            "bytes are exact for all, medians and p99 come from histograms. Depth and blocked time are of those kept."
+        )
     columns = ["Stream", "Channel", "Calls", *TIMED, "Deepest", "Blocked by full queue", "Bytes", "Device busy"]
     return table("Submissions by stream", columns, rows), lead
 
 
 def thread_table(recording: Recording, found: Submissions, queues: Occupancy | None) -> TableView:
     """Submissions by thread: who paid."""
-    calls = recording.calls
     span_ns = found.span[1] - found.span[0]
-    process = calls["process"][found.rows].astype(np.int64)
-    threads, code = _codes(calls["thread"][found.rows])
     known = recording.threads
     names = dict(
         zip(zip(known["process"].tolist(), known["thread"].tolist(), strict=True), known["name"].tolist(), strict=True)
     )
     rows = []
-    for key, part, *times in _sums(found, process * max(len(threads), 1) + code)[:200]:
-        row, thread = key // max(len(threads), 1), int(threads[key % len(threads)])
-        blocked = float(queues.blocked_ns[found.rows[part]].sum()) if queues else 0.0
+    for lane in _lanes(recording, found, "process", "thread")[:200]:
+        row, thread = lane.key
+        blocked = float(queues.blocked_ns[found.rows[lane.part]].sum()) if queues else 0.0
         rows.append(
             [
                 process_name(recording, row),
                 str(thread),
                 recording.text(names.get((row, thread), 0)) or NONE,
-                (f"{len(part):,}", len(part)),
-                *_timed(times, span_ns),
+                (f"{lane.calls:,}", lane.calls),
+                *_timed(lane.times, span_ns),
                 (duration(blocked) if queues else NONE, blocked),
             ]
         )
@@ -166,13 +210,14 @@ def processes(
     """Processes side by side; nothing for a recording of one."""
     if recording.processes.rows < 2:
         return [], []
-    calls, table_ = recording.calls, recording.processes
+    table_ = recording.processes
     span_ns = found.span[1] - found.span[0]
     rows: list[dict[str, Any]] = []
     listed: list[list[Any]] = []
-    for row, part, *times in sorted(_sums(found, calls["process"][found.rows]), key=lambda one: one[0])[:128]:
-        total, _, high, _ = times
-        blocked = float(queues.blocked_ns[found.rows[part]].sum()) if queues else 0.0
+    for lane in sorted(_lanes(recording, found, "process"), key=lambda one: one.key)[:128]:
+        row = lane.key[0]
+        total, _, high, _ = lane.times
+        blocked = float(queues.blocked_ns[found.rows[lane.part]].sum()) if queues else 0.0
         name = process_name(recording, row)
         rows.append({"label": name, "values": [blocked, total - blocked], "note": f"p99 {duration(high)}"})
         listed.append(
@@ -181,8 +226,8 @@ def processes(
                 str(int(table_["pid"][row])),
                 recording.text(int(table_["node"][row])) or NONE,
                 recording.text(int(table_["state"][row])) or NONE,
-                (f"{len(part):,}", len(part)),
-                *_timed(times, span_ns),
+                (f"{lane.calls:,}", lane.calls),
+                *_timed(lane.times, span_ns),
                 (duration(blocked), blocked),
             ]
         )

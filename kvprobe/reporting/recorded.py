@@ -51,6 +51,8 @@ class Submissions:
         rows: their rows in `recording.calls`, ascending.
         start_ns, dur_ns, kind: one entry a row.
         span: (first, last) nanosecond that the recording knows of.
+        made: submissions that were made; more than rows where single calls were only counted.
+        host_ns: host time in all of them.
     """
 
     rows: Array
@@ -58,6 +60,8 @@ class Submissions:
     dur_ns: Array
     kind: Array
     span: tuple[float, float]
+    made: int
+    host_ns: float
 
 
 def submissions(recording: Recording) -> Submissions:
@@ -68,23 +72,24 @@ def submissions(recording: Recording) -> Submissions:
     tables = [one for one in (recording.calls, recording.executions, recording.transfers) if one.rows]
     low = min((int(one["start_ns"].min()) for one in tables), default=0)
     high = max((int(one["end_ns"].max()) for one in tables), default=1)
-    return Submissions(
-        rows,
-        start,
-        np.maximum(calls["end_ns"][rows] - start, 0),
-        calls["kind"][rows],
-        (float(low), float(max(high, low + 1))),
-    )
+    spent = np.maximum(calls["end_ns"][rows] - start, 0)
+    counted = np.isin(recording.totals["kind"], np.array(SUBMITTING, dtype=np.uint8))
+    made, host_ns = int(recording.totals["calls"][counted].sum()), float(recording.totals["dur_ns"][counted].sum())
+    if made <= len(rows):
+        made, host_ns = len(rows), float(spent.sum())
+    return Submissions(rows, start, spent, calls["kind"][rows], (float(low), float(max(high, low + 1))), made, host_ns)
 
 
 def view(recording: Recording, findings: Sequence[Finding] | None, queues: Occupancy | None = None) -> View:
     """Everything the page says about a recording; charts that would be empty are left out."""
     found = submissions(recording)
     marks = _marks(recording, found.span)
-    blocked = float(found.dur_ns.sum()) if len(found.dur_ns) else float(recording.totals["dur_ns"].sum())
-    count = len(found.rows) or int(recording.totals["calls"].sum())
     span_ns = found.span[1] - found.span[0]
-    out = View(verdict.of_recording(recording, findings or (), count, blocked, span_ns, diagnosed=findings is not None))
+    out = View(
+        verdict.of_recording(
+            recording, findings or (), found.made, found.host_ns, span_ns, diagnosed=findings is not None
+        )
+    )
     if findings is not None:
         out.findings = [_finding(i, one, recording, found) for i, one in enumerate(_ranked(findings))]
         named = [one for one in findings if one.confidence != "cannot tell"]
@@ -96,7 +101,7 @@ def view(recording: Recording, findings: Sequence[Finding] | None, queues: Occup
             f"Ranked by severity, then by time lost, in {duration(span_ns)} recorded"
             + (f": {spent}." if spent else ".")
             if findings
-            else f"kvprobe looked at {count_text(count)} submissions over {duration(span_ns)} for every cause it knows."
+            else f"kvprobe looked at {count_text(found.made)} submissions in {duration(span_ns)} for every cause it knows."
         )
     queues = queues or (occupancy(recording) if len(found.rows) else None)
     outstanding, cliff = lanes.occupancy_charts(recording, found, queues, marks)
@@ -216,14 +221,14 @@ def call_label(recording: Recording, row: int) -> str:
 def _histogram(recording: Recording, found: Submissions) -> Chart | None:
     counts: dict[str, Array] = {}
     words = []
-    if len(found.rows) >= int(recording.totals["calls"].sum()):
+    if found.made == len(found.rows):
         for name, mask in _groups(found.kind):
             counts[name] = series.histogram(found.dur_ns[mask])
         how = "Counted from every recorded call."
     else:
         kind = recording.totals["kind"]
         for name, mask in _groups(kind):
-            counts[name] = recording.histograms[mask].sum(axis=0)
+            counts[name] = recording.histograms[mask].sum(axis=0)  # exact, single calls kept or not
         how = "Counted while recording, in buckets of a quarter octave: exact also where single calls were not kept."
     if not counts:
         return None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kvprobe.diagnosis import Evidence, Finding, Where
-from kvprobe.recordings.model import Recording, Source
-from kvprobe.reporting import build_page
+from kvprobe.recordings.model import CallKind, Recording, Source, Table
+from kvprobe.reporting import build_page, lanes, series
+from kvprobe.reporting.recorded import submissions
 from kvprobe.reporting.units import bytes_text, duration, percent, rate, ratio
 from kvprobe.reporting.verdict import cure_parts
 
@@ -82,3 +84,24 @@ def test_an_abstention_is_never_a_verdict() -> None:
         finding(confidence="cannot tell", title="A queue may be full", reason="cannot tell, because of graphs")
     )
     assert said.startswith("Nothing proven")
+
+
+def test_totals_stand_in_where_single_calls_were_lost() -> None:
+    counts = np.zeros((1, 128), dtype=np.int64)
+    counts[0, int(series.bucket(np.array([1000]))[0])] = 990_000
+    counts[0, int(series.bucket(np.array([200_000]))[0])] = 10_000
+    tables = {
+        "calls": Table("calls", {"start_ns": [0, 5000], "end_ns": [1000, 6000], "kind": [CallKind.COPY] * 2, "stream": [0, 0]}),
+        "totals": Table("totals", {"stream": [0], "kind": [CallKind.COPY], "calls": [1_000_000], "dur_ns": [2_990_000_000],
+                                   "max_ns": [3_000_000], "bytes": [65536]}),
+        "streams": Table("streams", {"handle": [7]}),
+    }  # fmt: skip
+    kept = Recording([Source("run.kvp", "kvprobe")], tables, histograms=counts)
+    found = submissions(kept)
+    assert (found.made, found.host_ns, len(found.rows)) == (1_000_000, 2.99e9, 2)
+    (lane,) = lanes.stream_table(kept, found, None)[0].rows
+    texts = [cell.text.replace("\u00a0", " ") for cell in lane]
+    assert texts[2] == "1,000,000"
+    assert "2.99 s" in texts
+    assert "3.00 ms" in texts
+    assert "1,000,000 submissions 2 were kept" in lanes.stream_table(kept, found, None)[1]
