@@ -91,8 +91,10 @@ def test_totals_stand_in_where_single_calls_were_lost() -> None:
     counts[0, int(series.bucket(np.array([1000]))[0])] = 990_000
     counts[0, int(series.bucket(np.array([200_000]))[0])] = 10_000
     tables = {
-        "calls": Table("calls", {"start_ns": [0, 5000], "end_ns": [1000, 6000], "kind": [CallKind.COPY] * 2, "stream": [0, 0]}),
-        "totals": Table("totals", {"stream": [0], "kind": [CallKind.COPY], "calls": [1_000_000], "dur_ns": [2_990_000_000],
+        "calls": Table("calls", {"start_ns": [0, 5000], "end_ns": [1000, 6000], "kind": [CallKind.COPY] * 2,
+                                 "stream": [0, 0]}),
+        "totals": Table("totals", {"stream": [0], "kind": [CallKind.COPY], "calls": [1_000_000],
+                                   "dur_ns": [2_990_000_000],
                                    "max_ns": [3_000_000], "bytes": [65536]}),
         "streams": Table("streams", {"handle": [7]}),
     }  # fmt: skip
