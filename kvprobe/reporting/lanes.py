@@ -325,8 +325,8 @@ def _cliff(recording: Recording, found: Submissions, queues: Occupancy) -> Chart
         else max(queues.streams, key=lambda one: int(one.depth.max(initial=0)))
     )
     top = int(queue.depth.max(initial=0))
-    if top < 16:
-        return None
+    if top < 16 or (queues.how == "inferred" and queue.ceiling < 0):
+        return None  # a depth that is only bounded from above would show a flat line whatever the queue did
     calls = recording.calls
     spent = np.maximum(calls["end_ns"][queue.calls] - calls["start_ns"][queue.calls], 0)
     width = max(1, -(-(top + 1) // 180))

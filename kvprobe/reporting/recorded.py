@@ -101,7 +101,7 @@ def view(recording: Recording, findings: Sequence[Finding] | None, queues: Occup
             f"Ranked by severity, then by time lost, in {duration(span_ns)} recorded"
             + (f": {spent}." if spent else ".")
             if findings
-            else f"kvprobe looked at {count_text(found.made)} submissions in {duration(span_ns)} for all causes it knows."
+            else f"kvprobe looked at {count_text(found.made)} submissions in {duration(span_ns)} for every known cause."
         )
     queues = queues or (occupancy(recording) if len(found.rows) else None)
     outstanding, cliff = lanes.occupancy_charts(recording, found, queues, marks)
