@@ -1,7 +1,8 @@
 """Weights partly in CPU memory, brought in layer by layer ahead of their computation, and profiled."""
 
+from kvprobe.weights.load import hollow, load
 from kvprobe.weights.offload import WeightOffload, offload
 from kvprobe.weights.plan import Plan
 from kvprobe.weights.profile import LayerProfile, WeightProfile
 
-__all__ = ["LayerProfile", "Plan", "WeightOffload", "WeightProfile", "offload"]
+__all__ = ["LayerProfile", "Plan", "WeightOffload", "WeightProfile", "hollow", "load", "offload"]

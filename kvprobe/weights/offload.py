@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import Any
 
@@ -64,7 +64,7 @@ def offload(
         plan = make_plan(model, limit, window)
         if not plan.units:
             return WeightOffload(model, plan, None, None)
-        return WeightOffload(model, plan, runtime or find_runtime(_device(device)), compute_stream)
+        return WeightOffload(model, plan, runtime or find_runtime(device_of(device)), compute_stream)
 
 
 def need_torch() -> Any:
@@ -80,7 +80,7 @@ def need_torch() -> Any:
     return torch
 
 
-def _device(device: str) -> str:
+def device_of(device: str) -> str:
     """auto: the GPU where torch can use it."""
     import torch
 
@@ -102,9 +102,9 @@ class WeightOffload:
         plan: Plan,
         runtime: Runtime | None,
         stream: int | None,
-        fill: bool = True,
+        hollow: Collection[int] = (),
     ) -> None:
-        """Moves the weights and puts hooks on the offloaded layers; `fill` False leaves the new places unwritten."""
+        """Moves the weights and puts hooks on the offloaded layers; ids in `hollow` are tensors without bytes yet."""
         self.model, self.plan = model, plan
         self.active = False
         self.notes: list[str] = []
@@ -123,7 +123,7 @@ class WeightOffload:
         self._window: Window | None = None
         self._recorder = Recorder("transfers" if os.environ.get("KVPROBE_RUN") else "off")
         try:
-            self._place(fill, stream)
+            self._place(hollow, stream)
         except BaseException:
             self._restore()
             raise
@@ -134,7 +134,7 @@ class WeightOffload:
 
     # -- moving weights ------------------------------------------------------------------------------------------
 
-    def _place(self, fill: bool, stream: int | None) -> None:
+    def _place(self, hollow: Collection[int], stream: int | None) -> None:
         plan = self.plan
         window = self._device.take(plan.slots * plan.slot_bytes, f"{plan.slots} window slots")
         here = [extent for extent in plan.resident if not self._at_home(extent)]
@@ -142,7 +142,7 @@ class WeightOffload:
         arena = self._device.take(size, "resident weights") if size else None
         start = 0
         for extent in here:
-            self._move(extent, arena, start, fill)
+            self._move(extent, arena, start, hollow)
             start += extent.room
         units = []
         still = plan.offloaded_bytes
@@ -151,7 +151,7 @@ class WeightOffload:
             still -= unit.bytes
             at = 0
             for extent in unit.extents:
-                self._move(extent, memory, at, fill)
+                self._move(extent, memory, at, hollow)
                 at += extent.room
             units.append(Placed(number, unit, memory))
         for tensor in plan.unplain:
@@ -172,11 +172,11 @@ class WeightOffload:
         device = extent.held[0].tensor.device
         return bool(device.type == "cuda" and device == self._device.device)
 
-    def _move(self, extent: Extent, memory: Any, start: int, fill: bool) -> None:
+    def _move(self, extent: Extent, memory: Any, start: int, hollow: Collection[int]) -> None:
         """Puts an extent's bytes into `memory` at `start` and binds its tensors there; the old bytes are let go."""
         came_from = str(extent.held[0].tensor.device)
         views = [view_of(memory, start, held) for held in extent.held]
-        if fill:
+        if not all(id(held.tensor) in hollow for held in extent.held):
             memory[start : start + extent.bytes].copy_(bytes_of(extent))
         for held, view in zip(extent.held, views, strict=True):
             bind(held.tensor, view)

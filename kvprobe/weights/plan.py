@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvprobe.errors import UsageError
 
 ALIGN = 256  # bytes: what CUDA's own allocator gives, so that kernels choose the same paths as without offload
-AUTO_WINDOWS = (1, 0)
-SMALL = 16  # leaf modules below 1/16 of the largest are not worth a copy of their own
+# "auto": one block ahead hides what can be hidden and costs one slot; leaf modules are of uneven size, so two ahead.
+AUTO_WINDOWS = {"blocks": (1, 0), "leaves": (2, 1, 0)}
+SMALL = (16, 64, 512)  # leaf modules below this part of the largest stay on the GPU where there is room for them
 
 
 @dataclass
@@ -120,8 +121,8 @@ def make_plan(model: Any, limit: Limit, window: str | int) -> Plan:
         return plan
     least: list[tuple[int, int]] = []
     levels = [(grain, units) for grain, units in _levels(model, extents, owners) if units]
-    for choice in windows:
-        for grain, units in levels:
+    for ahead in (True, False):
+        for choice, grain, units in [(choice, *level) for level in levels for choice in windows(level[0], ahead)]:
             inside = {id(extent) for unit in units for extent in unit.extents}
             rest = [extent for extent in extents if id(extent) not in inside]
             fixed = sum(extent.room for extent in rest)
@@ -180,17 +181,18 @@ def _choose(units: Sequence[Unit], fixed: int, limit: int, slots: int) -> set[in
     return set()
 
 
-def _windows(window: str | int) -> list[Any]:
-    """Windows to try, in order: a number of layers, or (bytes,)."""
+def _windows(window: str | int) -> Callable[[str, bool], list[Any]]:
+    """Windows to try for a grain, in order: a number of layers, or (bytes,); first those that copy ahead."""
     if window == "auto":
-        return list(AUTO_WINDOWS)
+        return lambda grain, ahead: [width for width in AUTO_WINDOWS[grain] if (width > 0) == ahead]
     text = str(window).strip()
     if not isinstance(window, bool) and text.isdecimal():
-        return [int(text)]
+        return lambda grain, ahead: [int(text)] if ahead else []
     for suffix, unit in (("kib", 1 << 10), ("mib", 1 << 20), ("gib", 1 << 30)):
         number = text[: -len(suffix)].strip()
         if text.lower().endswith(suffix) and number.replace(".", "", 1).isdecimal():
-            return [(int(float(number) * unit),)]
+            size = int(float(number) * unit)
+            return lambda grain, ahead: [(size,)] if ahead else []
     raise UsageError(f"the window is auto, a number of layers or a size like 512MiB, not {window!r}")
 
 
@@ -239,14 +241,16 @@ def _extents(model: Any) -> tuple[list[Extent], list[Any], dict[int, set[int]]]:
 
 
 def _levels(model: Any, extents: list[Extent], owners: dict[int, set[int]]) -> Iterable[tuple[str, list[Unit]]]:
-    """Ways to cut a model, coarse ones first: its repeated blocks, its large leaf modules, all of its leaf modules."""
-    yield "blocks", _units(_blocks(model), extents, owners)
-    leaves = _units(_leaves(model), extents, owners)
-    largest = max((unit.bytes for unit in leaves), default=0)
-    large = [unit for unit in leaves if unit.bytes * SMALL >= largest]
-    if len(large) < len(leaves):
-        yield "leaves", large
-    yield "leaves", leaves
+    """Ways to cut a model, best first: its repeated blocks, the leaf modules of these, all its leaf modules."""
+    blocks = _blocks(model)
+    yield "blocks", _units(blocks, extents, owners)
+    inner = [leaf for name, block in blocks for leaf in _leaves(block, name)]
+    for parts in (inner, _leaves(model, "")):
+        leaves = _units(parts, extents, owners)
+        largest = max((unit.bytes for unit in leaves), default=0)
+        for part in SMALL:
+            yield "leaves", [unit for unit in leaves if unit.bytes * part >= largest]
+        yield "leaves", leaves
 
 
 def _blocks(model: Any) -> list[tuple[str, Any]]:
@@ -269,8 +273,8 @@ def _blocks(model: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def _leaves(model: Any) -> list[tuple[str, Any]]:
-    """The outermost modules below the model that hold parameters: their forward may use any parameter below them."""
+def _leaves(model: Any, prefix: str) -> list[tuple[str, Any]]:
+    """The outermost modules below `model` that hold parameters: their forward may use any parameter below them."""
     import torch
 
     lists = (torch.nn.ParameterList, torch.nn.ParameterDict)
@@ -282,14 +286,14 @@ def _leaves(model: Any) -> list[tuple[str, Any]]:
         if module is not model or not children:
             whole = own or any(isinstance(child, lists) for _, child in children)
         else:
-            whole = False  # the model's own parameters stay on the GPU
+            whole = False  # its own parameters stay on the GPU
         if whole and not isinstance(module, lists):
             found.append((name, module))
             return
         for key, child in children:
             walk(f"{name}.{key}" if name else key, child)
 
-    walk("", model)
+    walk(prefix, model)
     return found
 
 

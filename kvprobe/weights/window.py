@@ -157,7 +157,7 @@ class Window:
         self._where = (ct.c_uint64 * 3)()
         self.timeline = Timeline(runtime, 2 * len(units), self.stream)
         self.copies = self.bytes = self.misses = self.written_back = 0
-        self.capturing = False
+        self.capturing = self._forked = False
         self.captured = False  # a graph exists: its replays change the slots unseen
 
     @property
@@ -173,6 +173,7 @@ class Window:
             slot = Slot(self.runtime, memory[i * size : (i + 1) * size])
             slot.views = [placed.over(slot.memory) for placed in self.units]
             self.slots.append(slot)
+        self._fork()  # torch may still be using the memory it gave
 
     def use_slots(self, count: int, memory: DeviceMemory) -> None:
         """Another number of slots; the old ones, which must be idle, are let go first, so that both never coexist."""
@@ -199,7 +200,7 @@ class Window:
         if self.capturing or self.captured:
             self._forget()
         if self.capturing:
-            self.captured = True
+            self.captured, self._forked = True, False
             return
         if self.captured:  # replays are on the compute stream: copies stay behind them
             self._fork()
@@ -208,8 +209,9 @@ class Window:
     def end(self, complete: bool) -> None:
         """It is submitted, or failed."""
         if self.capturing:
-            self.runtime.event_record(self._joint, self.stream)
-            self.compute.wait(self._joint)  # a capture must end with every stream joined
+            if self._forked:  # a capture must end with every stream joined
+                self.runtime.event_record(self._joint, self.stream)
+                self.compute.wait(self._joint)
             self._forget()
             self.capturing = False
             return
@@ -370,6 +372,7 @@ class Window:
         """Copies from here on come behind the compute stream."""
         self.runtime.event_record(self._joint, self.compute.stream)
         self.runtime.stream_wait_event(self.stream, self._joint)
+        self._forked = True
 
     def _forget(self) -> None:
         """What the slots hold is not known, or of no use."""

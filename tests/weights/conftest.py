@@ -80,7 +80,8 @@ def runtime() -> Runtime:
 class _Stats(ct.Structure):
     """`kvhost_stats`."""
 
-    _fields_: ClassVar = [("outstanding", ct.c_uint32 * 96), ("waiting", ct.c_uint32 * 96), ("capacity", ct.c_uint64 * 3),
+    _fields_: ClassVar = [("outstanding", ct.c_uint32 * 96), ("waiting", ct.c_uint32 * 96),
+                ("capacity", ct.c_uint64 * 3),
                 ("copies_submitted", ct.c_uint64), ("copies_done", ct.c_uint64), ("bytes_done", ct.c_uint64 * 5),
                 ("launches", ct.c_uint64), ("blocked_calls", ct.c_uint64), ("blocked_ns", ct.c_uint64),
                 ("operations_pending", ct.c_uint64), ("streams", ct.c_uint64), ("events", ct.c_uint64),

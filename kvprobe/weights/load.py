@@ -1,0 +1,177 @@
+"""`load(folder)`: a transformers checkpoint straight to where its weights will live, never held twice."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvprobe.cuda import Runtime, find_runtime
+from kvprobe.errors import KvprobeError, UsageError
+from kvprobe.weights.offload import WeightOffload, device_of, need_torch
+from kvprobe.weights.plan import Limit, Plan, make_plan
+
+
+def load(
+    folder: str | Path,
+    *,
+    gpu_fraction: float | None = None,
+    gpu_bytes: int | None = None,
+    window: str | int = "auto",
+    device: str = "auto",
+    runtime: Runtime | None = None,
+    model: Any = None,
+) -> WeightOffload:
+    """Loads a local checkpoint (config.json and safetensors) with its weights partly in CPU memory.
+
+    The model is built without weights, its layers get their places on the GPU and in pinned memory, and each tensor is
+    read from the file into its place, one at a time: no more memory is used than the places themselves take.
+
+    Args:
+        folder: of the checkpoint.
+        gpu_fraction: as for `offload`; with 1 all weights go to the GPU and nothing is hooked.
+        gpu_bytes: as for `offload`.
+        window: as for `offload`.
+        device: as for `offload`.
+        runtime: as for `offload`.
+        model: a model built under `hollow()`; default: the causal language model that config.json names, of
+            transformers.
+
+    Returns:
+        The offload; its `model` is in eval mode.
+
+    Raises:
+        UsageError: no checkpoint there, a limit that cannot be kept.
+        KvprobeError: the checkpoint is damaged, incomplete or of another model; no transformers.
+    """
+    torch = need_torch()
+    folder = Path(folder)
+    limit = Limit(gpu_fraction, gpu_bytes)
+    files = _files(folder)
+    if model is None:
+        model = _build(folder)
+    with torch.inference_mode(False), torch.no_grad():
+        empty = _give_memory(model)
+        plan = Plan(0, 0) if gpu_fraction == 1 else make_plan(model, limit, window)
+        runtime = runtime or find_runtime(device_of(device))
+        held = WeightOffload(model, plan, runtime if plan.units else None, None, hollow=empty)
+        try:
+            if not plan.units and runtime.provider == "cuda":
+                model.to("cuda")  # pages that were never written cost a copy but no memory
+            _fill(model, files)
+        except BaseException:
+            held.remove()
+            raise
+    model.eval()
+    return held
+
+
+@contextlib.contextmanager
+def hollow() -> Iterator[None]:
+    """Inside, modules are built with parameters that have a shape and no memory; buffers are real."""
+    import torch
+
+    original = torch.nn.Module.register_parameter
+
+    def register(module: Any, name: str, parameter: Any) -> None:
+        original(module, name, parameter)
+        if parameter is not None and parameter.device.type != "meta":
+            kind = type(parameter)
+            module._parameters[name] = kind(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint."""
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{folder} holds no config.json: name the folder of a local transformers checkpoint")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise KvprobeError(f"{index} is damaged or half written: fetch the checkpoint again") from None
+        files = [folder / Path(name).name for name in names]
+        for file in files:
+            if not file.is_file():
+                raise KvprobeError(f"{index} names {file.name}, which is not there: fetch the checkpoint again")
+        return files
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UsageError(f"{folder} holds no safetensors file, the one format that can be read in place")
+    return files
+
+
+def _build(folder: Path) -> Any:
+    """The model that config.json describes, without weights."""
+    try:
+        import transformers
+    except ImportError:
+        raise KvprobeError("loading a checkpoint needs transformers in this environment") from None
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise KvprobeError(f"{folder / 'config.json'} cannot be read: {str(error).splitlines()[0]}") from None
+    try:
+        with hollow():
+            return transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(config, "dtype", None) or "auto")
+    except (ValueError, KeyError) as error:
+        raise KvprobeError(f"transformers cannot build {config.model_type!r}: {str(error).splitlines()[0]}") from None
+
+
+def _give_memory(model: Any) -> set[int]:
+    """Memory for parameters that have none, untouched until it is written; returns the ids of these parameters."""
+    import torch
+
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.device.type == "meta":
+                if id(parameter) not in made:
+                    memory = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
+                    made[id(parameter)] = type(parameter)(memory, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+    for buffer_name, buffer in model.named_buffers():
+        if buffer.device.type == "meta":
+            raise KvprobeError(f"buffer {buffer_name} has no value: build the model under kvprobe.weights.hollow()")
+    return {id(parameter) for parameter in made.values()}
+
+
+def _fill(model: Any, files: list[Path]) -> None:
+    """Reads every tensor into its place."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise KvprobeError("loading a checkpoint needs safetensors in this environment") from None
+    places = dict(model.named_parameters(remove_duplicate=False))
+    places |= dict(model.named_buffers(remove_duplicate=False))
+    missing = {id(parameter): name for name, parameter in model.named_parameters()}
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for key in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                    place = places.get(key)
+                    if place is None:
+                        place = places.get(prefix + key, places.get(key.removeprefix(prefix)))
+                    if place is None:
+                        continue
+                    value = tensors.get_tensor(key)
+                    if value.shape != place.shape:
+                        raise KvprobeError(f"{file}: {key} has shape {tuple(value.shape)}, the model "
+                                           f"{tuple(place.shape)}: checkpoint and config do not fit")  # fmt: skip
+                    place.detach().copy_(value)
+                    missing.pop(id(place), None)
+        except SafetensorError as error:
+            raise KvprobeError(f"{file} is damaged or half written ({error}): fetch the checkpoint again") from None
+    if missing:
+        first = next(iter(missing.values()))
+        raise KvprobeError(f"the checkpoint lacks {len(missing)} tensors of this model, {first} the first: fetch it "
+                           "again, or load it with from_pretrained and use offload()")  # fmt: skip
