@@ -6,7 +6,7 @@ import numpy as np
 
 from kvprobe.recordings.model import Array, CallKind, Engine, Recording, Table
 
-__all__ = ["correlation_keys", "link", "sorted_table", "stream_rows"]
+__all__ = ["correlation_keys", "join", "link", "sorted_table", "stream_rows"]
 
 _CORRELATION_LIMIT = 1 << 40  # ids are 32 bit; anything above comes from a damaged file and joins with nothing
 
@@ -16,6 +16,22 @@ def correlation_keys(process: Array, correlation: Array) -> Array:
     valid = (correlation >= 0) & (correlation < _CORRELATION_LIMIT)
     keys = np.asarray(process, dtype=np.int64) * _CORRELATION_LIMIT + correlation
     return np.where(valid, keys, np.int64(-1))
+
+
+def join(parts: list[Array]) -> Array:
+    """One array of its parts, which are taken out of the list; a single value throughout is stored once."""
+    if not parts:
+        return np.zeros(0, dtype=np.int64)
+    length = sum(len(part) for part in parts)
+    if length > 1:
+        value = next(part[0] for part in parts if len(part))
+        if all(bool((part == value).all()) for part in parts):
+            dtype = np.result_type(*parts)
+            parts.clear()
+            return np.broadcast_to(np.array(value, dtype=dtype), (length,))
+    out = np.concatenate(parts)
+    parts.clear()
+    return out
 
 
 def stream_rows(process: Array, device: Array, handle: Array) -> tuple[Array, dict[str, Array]]:
@@ -50,8 +66,9 @@ def sorted_table(kind: str, columns: dict[str, Array], by: str = "start_ns") -> 
     times = columns.get(by)
     if times is not None and len(times) > 1 and np.any(times[1:] < times[:-1]):
         order = np.argsort(times, kind="stable")
-        for name in list(columns):
-            columns[name] = columns[name][order]
+        for name, column in columns.items():
+            if column.strides != (0,):
+                columns[name] = column[order]
     return Table(kind, columns)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvprobe.errors import RecordingError
 from kvprobe.recordings import vocabulary as words
-from kvprobe.recordings.assemble import link, sorted_table, stream_rows
+from kvprobe.recordings.assemble import join, link, sorted_table, stream_rows
 from kvprobe.recordings.kineto_scan import BROKEN, END, META, Scanner, scanner
 from kvprobe.recordings.model import Array, CallKind, Engine, RangeStyle, Recording, Source, Table
 
@@ -247,7 +247,7 @@ class _Columns:
 
     def take(self) -> dict[str, Array]:
         """All rows, freeing the pieces column by column."""
-        return {name: np.concatenate(self.parts.pop(name)) for name in list(self.parts)}
+        return {name: join(self.parts.pop(name)) for name in list(self.parts)}
 
 
 class _Reader:
@@ -329,8 +329,8 @@ class _Reader:
         base = head.base_ns
         for columns in (calls, executions, ranges, labels):
             if base and columns:
-                columns["start_ns"] += base
-                columns["end_ns"] += base
+                columns["start_ns"] = columns["start_ns"] + base
+                columns["end_ns"] = columns["end_ns"] + base
         if calls:
             kinds = np.array([words.call_kind(name) for name in self.names.list], dtype=np.uint8)
             directions = np.array([words.call_direction(name) for name in self.names.list], dtype=np.uint8)

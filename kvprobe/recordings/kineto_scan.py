@@ -15,7 +15,7 @@ import numpy as np
 
 from kvprobe.recordings.model import Array
 
-__all__ = ["BROKEN", "END", "META", "MORE", "ROW", "Scanner", "scanner"]
+__all__ = ["BROKEN", "END", "META", "MORE", "ROW", "Scanner", "native_library", "scanner"]
 
 MORE, END, FULL, BROKEN, MEMORY = range(5)
 META = 255
@@ -29,7 +29,7 @@ ROW = np.dtype([*((n, "i8") for n in _LONG), *((n, "i4") for n in _SHORT), ("cat
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def native_library() -> ctypes.CDLL | None:
     """The library; None where it was not built, or is of another layout."""
     try:
         library = ctypes.CDLL(str(_LIBRARY))
@@ -48,6 +48,10 @@ def _library() -> ctypes.CDLL | None:
         library.kvt_name.argtypes, library.kvt_name.restype = [pointer, ctypes.c_uint32, length], pointer
         library.kvt_category.argtypes = [pointer, ctypes.c_uint32, length, ctypes.POINTER(ctypes.c_uint64)]
         library.kvt_category.restype = pointer
+        library.kvt_table_open.argtypes = [ctypes.c_int, ctypes.c_uint32, pointer, pointer, ctypes.c_int, ctypes.c_int]
+        library.kvt_table_open.restype = pointer
+        library.kvt_table_close.argtypes = [pointer]
+        library.kvt_table_read.argtypes = [pointer, pointer, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64)]
     except (OSError, AttributeError):
         return None
     return library
@@ -55,7 +59,7 @@ def _library() -> ctypes.CDLL | None:
 
 def scanner(categories: Sequence[str]) -> Scanner | None:
     """A scanner that gives the events of these categories (code: position + 1); None where there is no library."""
-    library = _library()
+    library = native_library()
     return Scanner(library, categories) if library is not None else None
 
 

@@ -168,7 +168,10 @@ class Table(Mapping[str, Array]):
         for name, dtype in schema.items():
             dtype = "int32" if dtype == "name" else dtype
             if name in given:
-                column = np.asarray(given[name], dtype=dtype)
+                column = np.asarray(given[name])
+                if column.ndim == 1 and column.strides == (0,) and len(column) > 1:
+                    column = np.broadcast_to(column[:1].astype(dtype)[0], (len(column),))
+                column = np.asarray(column, dtype=dtype)
                 if len(column) != length:
                     raise ValueError(f"{kind}.{name} has {len(column)} rows, others {length}")
             else:

@@ -6,6 +6,8 @@ UTF-8, and any cell may hold any type: every number is cast in SQL, every text d
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
@@ -17,7 +19,8 @@ import numpy as np
 
 from kvprobe.errors import RecordingError
 from kvprobe.recordings import vocabulary as words
-from kvprobe.recordings.assemble import link, sorted_table, stream_rows
+from kvprobe.recordings.assemble import join, link, sorted_table, stream_rows
+from kvprobe.recordings.kineto_scan import native_library
 from kvprobe.recordings.model import Array, CallKind, Engine, Label, RangeStyle, Recording, Source, Table
 
 __all__ = ["MAGIC", "columns_to_recording", "read"]
@@ -146,29 +149,83 @@ class Export:
         present = [name for name in wanted if name in have]
         if not {"start", "end"} & set(wanted) <= have or not present:
             return {name: np.zeros(0, dtype=np.int64) for name in wanted}
-        picks = ", ".join(f'coalesce(CAST("{name}" AS INTEGER), {wanted[name]})' for name in present)
-        cursor = self.db.execute(f'SELECT {picks} FROM "{table}"')
-        # A damaged b-tree can repeat a page for ever; a row cannot take less than four bytes.
-        most = max(self.bytes // 4, 1)
-        parts: list[Array] = []
-        read = 0
-        while True:
-            flat = np.fromiter(chain.from_iterable(islice(cursor, _BATCH)), dtype=np.int64)
-            if not len(flat):
-                break
-            parts.append(flat.reshape(-1, len(present)).T.copy())
-            read += parts[-1].shape[1]
-            if read > most:
-                raise sqlite3.DatabaseError(f"{table} has more rows than the file has room for")
-            if tick is not None:
-                tick()
-        out: Columns = {}
-        for i, name in enumerate(present):
-            out[name] = np.concatenate([part[i] for part in parts]) if parts else np.zeros(0, dtype=np.int64)
+        parts = self._leaf_by_leaf(table, {name: wanted[name] for name in present}, tick)
+        if parts is None:
+            parts = self._row_by_row(table, {name: wanted[name] for name in present}, tick)
+        read = sum(len(part) for part in parts[0])
+        out: Columns = {name: join(parts[i]) for i, name in enumerate(present)}
         for name in wanted:
             if name not in out:
                 out[name] = np.broadcast_to(np.int64(wanted[name]), (read,))
         return out
+
+    def _row_by_row(self, table: str, wanted: dict[str, int], tick: Callable[[], None] | None) -> list[list[Array]]:
+        """The columns as SQLite reads them, each in parts."""
+        picks = ", ".join(f'coalesce(CAST("{name}" AS INTEGER), {absent})' for name, absent in wanted.items())
+        cursor = self.db.execute(f'SELECT {picks} FROM "{table}"')
+        # A damaged b-tree can repeat a page for ever; a row cannot take less than four bytes.
+        most = max(self.bytes // 4, 1)
+        parts: list[list[Array]] = [[] for _ in wanted]
+        read = 0
+        while True:
+            flat = np.fromiter(chain.from_iterable(islice(cursor, _BATCH)), dtype=np.int64)
+            if not len(flat):
+                return parts
+            matrix = flat.reshape(-1, len(wanted))
+            for i, column in enumerate(parts):
+                column.append(matrix[:, i].copy())
+            read += len(matrix)
+            if read > most:
+                raise sqlite3.DatabaseError(f"{table} has more rows than the file has room for")
+            if tick is not None:
+                tick()
+
+    def _leaf_by_leaf(
+        self, table: str, wanted: dict[str, int], tick: Callable[[], None] | None
+    ) -> list[list[Array]] | None:
+        """The same, copied out of the file's pages by the native library; None where it cannot."""
+        library = native_library()
+        about = {str(name): (place, kind, default, key) for place, name, kind, _, default, key in
+                 self.db.execute(f'PRAGMA table_info("{table}")')}  # fmt: skip
+        roots = self.db.execute(
+            "SELECT rootpage FROM sqlite_master WHERE type = 'table' AND name = ?", (table,)
+        ).fetchall()
+        order = sorted(wanted, key=lambda name: about[name][0])
+        if library is None or len(roots) != 1 or any(about[name][2] is not None for name in order):
+            return None  # a default would stand in for what old rows lack
+        keys = [place for place, kind, _, key in about.values() if key and str(kind).upper() == "INTEGER"]
+        places = np.array([about[name][0] for name in order], dtype=np.int32)
+        absent = np.array([wanted[name] for name in order], dtype=np.int64)
+        rank = [order.index(name) for name in wanted]
+        descriptor = os.open(self.path, os.O_RDONLY)
+        state = None
+        try:
+            state = library.kvt_table_open(
+                descriptor,
+                int(roots[0][0]) & 0xFFFFFFFF,
+                places.ctypes.data,
+                absent.ctypes.data,
+                len(order),
+                keys[0] if len(keys) == 1 else -1,
+            )
+            parts: list[list[Array]] = [[] for _ in wanted]
+            part = np.empty((len(order), _BATCH), dtype=np.int64)
+            rows = ctypes.c_uint64()
+            while state:
+                ended = library.kvt_table_read(state, part.ctypes.data, _BATCH, ctypes.byref(rows))
+                if ended > 1:
+                    return None
+                for column, row in zip(parts, rank, strict=True):
+                    column.append(part[row, : rows.value].copy())
+                if tick is not None:
+                    tick()
+                if ended == 1:
+                    return parts
+            return None
+        finally:
+            if state:
+                library.kvt_table_close(state)
+            os.close(descriptor)
 
     def strings(self, ids: Iterable[int]) -> dict[int, str]:
         """The texts of `StringIds` that are asked for."""
@@ -394,7 +451,7 @@ class _Builder:
             parts.append(part)
         columns: Columns = {}
         for name in list(parts[0]) if parts else []:
-            columns[name] = np.concatenate([part.pop(name) for part in parts])
+            columns[name] = join([part.pop(name) for part in parts])
         info = self.read_columns("TARGET_INFO_CUDA_STREAM")
         if not columns:
             return Table("executions"), Table("streams")

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet
 
 from kvprobe.errors import RecordingError, UsageError
+from kvprobe.recordings.assemble import join
 from kvprobe.recordings.model import (
     SCHEMAS,
     Array,
@@ -156,13 +157,18 @@ def _read(path: Path, progress: Progress | None) -> Recording:
         if opened.metadata.num_rows > file.stat().st_size * _ROWS_PER_BYTE:
             raise ValueError(f"{file.name} claims {opened.metadata.num_rows} rows")
         have = set(opened.schema_arrow.names)
-        found = opened.read(columns=[name for name in (*SCHEMAS[kind], "histogram") if name in have])
+        # Column by column, so that no more than one is held twice.
         tables[kind] = Table(
-            kind, {name: _from_arrow(names, kind, name, found[name]) for name in SCHEMAS[kind] if name in have}
+            kind,
+            {
+                name: _from_arrow(names, kind, name, opened.read(columns=[name])[name])
+                for name in SCHEMAS[kind]
+                if name in have
+            },
         )
         if kind == "totals" and "histogram" in have:
-            flat = found["histogram"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-            histograms = flat.reshape(found.num_rows, -1).astype(np.int64)
+            flat = opened.read(columns=["histogram"])["histogram"].combine_chunks().flatten()
+            histograms = flat.to_numpy(zero_copy_only=False).reshape(tables[kind].rows, -1).astype(np.int64)
     _check_rows(tables)
     return Recording(
         meta.source,
@@ -185,12 +191,12 @@ def _from_arrow(names: Names, kind: str, name: str, column: pa.ChunkedArray) -> 
         texts = encoded.dictionary.to_pylist()
         if (kind, name) in _ENUMS:
             members = _ENUMS[kind, name].__members__
-            values = np.array([int(members.get(str(text).upper(), 0)) for text in texts] or [0])
+            values = np.array([int(members.get(str(text).upper(), 0)) for text in texts] or [0], dtype=np.uint8)
         else:
             values = names.map([str(text or "") for text in texts] or [""])
         index = pc.fill_null(encoded.indices, 0).to_numpy(zero_copy_only=False)
-        return np.asarray(values[index])
-    return np.asarray(pc.fill_null(column, 0).to_numpy())
+        return join([values[index]])
+    return join([pc.fill_null(column, 0).to_numpy()])
 
 
 def _check_rows(tables: dict[str, Table]) -> None:
