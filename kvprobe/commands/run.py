@@ -202,15 +202,14 @@ def _nsys_launcher() -> list[str]:
     Raises:
         UsageError: there is no nsys here.
     """
-    places = ["opt/nvidia/nsight-systems*/*/bin/nsys", "opt/nvidia/nsight-systems*/*/target-linux-*/nsys",
-              "usr/local/cuda*/bin/nsys", "opt/nvidia/nsight-compute/*/host/target-linux-*/nsys"]  # fmt: skip
-    installed = [str(path) for place in places for path in sorted(Path("/").glob(place), reverse=True)]
-    found = shutil.which("nsys") or next(iter(installed), None)
+    from kvprobe.recordings.nsys_rep import find_nsys
+
+    found = find_nsys()
     if found is None:
         raise UsageError("--nsys: Nsight Systems (nsys) is neither on PATH nor under /opt/nvidia; install it or leave "
                          "--nsys out")  # fmt: skip
-    return [found, "profile", "-t", "cuda,nvtx,osrt", "--sample=none", "--cpuctxsw=none", "--cuda-graph-trace=node",
-            "--trace-fork-before-exec=true", "--force-overwrite=true"]  # fmt: skip
+    return [str(found), "profile", "-t", "cuda,nvtx,osrt", "--sample=none", "--cpuctxsw=none",
+            "--cuda-graph-trace=node", "--trace-fork-before-exec=true", "--force-overwrite=true"]  # fmt: skip
 
 
 def _write_run(folder: Path, words: tuple[str, ...], options: dict[str, Any]) -> None:

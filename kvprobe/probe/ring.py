@@ -28,6 +28,8 @@ HEADER_BYTES = 4096
 STATES = ("starting", "running", "closed")
 MAGIC = b"KVPRING1"
 UNTIMED = 2**64 - 1
+LANES = 1024  # a file has no more
+SANE = 2**62  # no time and no count is as large; a damaged file's may be
 
 # number in the file -> (kind as in recordings.model.CallKind, name); kvp.h's KVP_CALLS, a test compares them
 CALLS: dict[int, tuple[str, str]] = {
@@ -217,12 +219,12 @@ def _read(fd: int, dtype: np.dtype[Any], count: int, offset: int) -> Array:
     return np.frombuffer(data, dtype, count)
 
 
-def _newest(fd: int, lane_at: int, at: int, head_name: str, capacity_name: str) -> tuple[int, Array]:
+def _newest(fd: int, lane_at: int, at: int, head_name: str, capacity_name: str, room: int) -> tuple[int, Array]:
     """The records of one ring that are whole: copied, then checked against how far the writer got meanwhile."""
     before = _read(fd, LANE, 1, lane_at)[0]
     head, capacity = int(before[head_name]), int(before[capacity_name])
-    if not capacity:
-        return head, np.zeros(0, RECORD)
+    if not capacity or capacity > room or head >= SANE:
+        return 0 if head >= SANE else head, np.zeros(0, RECORD)
     held = min(head, capacity)
     records = _read(fd, RECORD, held, at)
     after = _read(fd, LANE, 1, lane_at)[0]
@@ -268,10 +270,13 @@ def _read_open(fd: int, path: Path, detail: bool, slots: bool) -> RingSnapshot:
     slot_count, ring_capacity = int(header["slot_count"]), int(header["ring_capacity"])
     lane_bytes = int(header["lane_bytes"])
     size = HEADER_BYTES + slot_count * SLOT.itemsize + (ring_capacity + int(header["slow_capacity"])) * RECORD.itemsize
-    if lane_bytes < size or slot_count > 65536 or ring_capacity > 2**32:
+    times = [int(header[name]) for name in ("start_monotonic_ns", "start_realtime_ns", "end_monotonic_ns")]
+    lanes_used = int(header["lanes_used"])
+    too_large = slot_count > 65536 or max(ring_capacity, int(header["slow_capacity"])) > 2**32 or lanes_used > LANES
+    if lane_bytes < size or lane_bytes > 2**44 or too_large or max(times) >= SANE:
         raise RecordingError(f"{path}: its header contradicts itself; the file is damaged")
     lanes = []
-    for number in range(min(int(header["lanes_used"]), int(header["lanes_max"]))):
+    for number in range(min(lanes_used, int(header["lanes_max"]))):
         at = HEADER_BYTES + number * lane_bytes
         head = _read(fd, LANE, 1, at)[0]
         lane = LaneSnapshot(
@@ -286,8 +291,9 @@ def _read_open(fd: int, path: Path, detail: bool, slots: bool) -> RingSnapshot:
         if detail:
             ring_at = slots_at + slot_count * SLOT.itemsize
             slow_at = ring_at + ring_capacity * RECORD.itemsize
-            lane.head, lane.records = _newest(fd, at, ring_at, "head", "ring_records")
-            lane.slow_head, lane.slow = _newest(fd, at, slow_at, "slow_head", "slow_records")
+            lane.head, lane.records = _newest(fd, at, ring_at, "head", "ring_records", ring_capacity)
+            slow_room = int(header["slow_capacity"])
+            lane.slow_head, lane.slow = _newest(fd, at, slow_at, "slow_head", "slow_records", slow_room)
         lanes.append(lane)
     state = int(header["state"])
     return RingSnapshot(
@@ -296,6 +302,6 @@ def _read_open(fd: int, path: Path, detail: bool, slots: bool) -> RingSnapshot:
         clock=_text(header["clock"]), slow_ns=int(header["slow_ns"]),
         start_monotonic_ns=int(header["start_monotonic_ns"]), start_realtime_ns=int(header["start_realtime_ns"]),
         end_monotonic_ns=int(header["end_monotonic_ns"]), forks=int(header["forks"]),
-        over_count=header["over_count"].copy(), over_bytes=header["over_bytes"].copy(),
-        over_dur_ns=header["over_dur_ns"].copy(), lanes=lanes,
+        over_count=np.minimum(header["over_count"], SANE), over_bytes=np.minimum(header["over_bytes"], SANE),
+        over_dur_ns=np.minimum(header["over_dur_ns"], SANE), lanes=lanes,
     )

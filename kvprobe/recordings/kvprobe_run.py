@@ -371,7 +371,7 @@ def _transfers(
     recording: Recording, records: Array, process: Array, shift: Array, stream: Array, processes: list[_Process],
     shifts: list[int], names: Names,
 ) -> None:  # fmt: skip
-    """Transfers of engines, from ring files; those of servers with calls, decisions, states, from events-<pid>.jsonl."""
+    """Transfers of engines, from ring files; those of servers, with calls and decisions, from events-<pid>.jsonl."""
     keep = np.flatnonzero(records["call"] == TRANSFER)
     r = records[keep]
     parts = np.concatenate([r["src"].astype("<u8"), r["dst"].astype("<u8")]).view("<f4").astype(np.float64) * 1e3

@@ -22,8 +22,13 @@ static void put(uint64_t stream, uint64_t bytes, uint64_t dur, int detail) {
     kvp_ring_write(&r, detail);
 }
 
+static pthread_barrier_t together; /* of mode small: all threads write before any ends */
+static int waits;
+
 static void *many(void *stream) {
+    if (waits) pthread_barrier_wait(&together);
     for (long i = 0; i < calls; i++) put((uintptr_t)stream, 100, i % 1000 == 7 ? 30000 : 500, 1);
+    if (waits) pthread_barrier_wait(&together);
     return NULL;
 }
 
@@ -80,6 +85,8 @@ int main(int argc, char **argv) {
         printf("written %ld\n", calls + 1);
     } else {
         pthread_t ids[512];
+        waits = !strcmp(mode, "small");
+        pthread_barrier_init(&together, NULL, (unsigned)threads);
         for (int t = 0; t < threads; t++) {
             pthread_create(&ids[t], NULL, many, (void *)(uintptr_t)(t + 1));
             if (!strcmp(mode, "sequence")) pthread_join(ids[t], NULL);

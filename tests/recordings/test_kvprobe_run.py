@@ -1,0 +1,149 @@
+"""The reader of kvprobe's own recordings: exact totals, order of processes, their ends, several nodes."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvprobe.errors import RecordingError
+from kvprobe.native.library import Record, core
+from kvprobe.recordings import open_recording
+from kvprobe.recordings.model import CallKind, Direction, Memory
+
+
+def write(path: Path, producer: str, records: list[dict[str, int]], close: bool = True) -> int:
+    """Writes a ring file in a process of its own, with the native writer; returns its pid."""
+
+    def work() -> None:
+        lib = core()
+        assert lib.kvp_ring_open(str(path).encode(), producer.encode(), None) == 0
+        for fields in records:
+            lib.kvp_ring_write(ctypes.byref(Record(**{"count": 1, **fields})), 1)
+        if close:
+            lib.kvp_ring_close()
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+    assert process.exitcode == 0 and process.pid is not None
+    return process.pid
+
+
+def copy(start_ns: int, **more: int) -> dict[str, int]:
+    return {"start_ns": start_ns, "dur_ns": 1000, "stream": 7, "bytes": 64, "call": 1, "direction": 0x21, **more}
+
+
+def test_columns_say_what_was_written(tmp_path: Path) -> None:
+    write(tmp_path / "a.kvp", "interposer", [
+        copy(3000), copy(1000, stream=9, bytes=100, direction=0x12, result=2),
+        {"start_ns": 2000, "dur_ns": 2**64 - 1, "stream": 7, "call": 12},  # counted, not timed
+        {"start_ns": 5000, "dur_ns": 50000, "call": 19},
+    ])  # fmt: skip
+    r = open_recording(tmp_path / "a.kvp")
+    assert r.calls["start_ns"].tolist() == [1000, 3000, 5000]
+    assert r.calls["direction"].tolist()[:2] == [Direction.D2H, Direction.H2D]
+    assert r.calls["memory"].tolist()[:2] == [Memory.PAGEABLE, Memory.PINNED]
+    assert r.calls["result"].tolist() == [2, 0, 0]
+    assert [int(r.streams["handle"][i]) for i in r.calls["stream"][:2]] == [9, 7] and r.calls["stream"][2] == -1
+    totals = {(r.text(int(n)), int(c), int(b)) for n, c, b in
+              zip(r.totals["name"], r.totals["calls"], r.totals["bytes"], strict=True)}  # fmt: skip
+    assert totals == {("cudaMemcpyAsync", 1, 64), ("cudaMemcpyAsync", 1, 100), ("cudaLaunchKernel", 1, 0),
+                      ("cudaDeviceSynchronize", 1, 0)}  # fmt: skip
+    launches = r.totals["kind"] == CallKind.LAUNCH
+    assert r.histograms[launches].sum() == 0 and r.histograms[~launches].sum() == 3
+    assert r.totals["errors"].sum() == 1 and r.text(int(r.processes["state"][0])) == "closed"
+
+
+def test_an_engines_file_beside_the_interposers_is_not_counted_twice(tmp_path: Path) -> None:
+    split = [struct.unpack("<Q", struct.pack("<ff", *pair))[0] for pair in ((1.5, 2.0), (3.0, 4.0))]
+    transfer = {"start_ns": 900, "dur_ns": 20_000, "call": 64, "direction": 1, "bytes": 640, "count": 10, "transfer": 5,
+                "src": split[0], "dst": split[1]}  # fmt: skip
+
+    def both() -> None:
+        lib = core()
+        for producer in ("interposer", "engine"):
+            assert lib.kvp_ring_open(str(tmp_path / f"{producer}.kvp").encode(), producer.encode(), None) == 0
+            for i in range(10):
+                lib.kvp_ring_write(ctypes.byref(Record(count=1, **copy(1000 + i))), 1)
+            if producer == "engine":
+                lib.kvp_ring_write(ctypes.byref(Record(**transfer)), 1)
+            lib.kvp_ring_close()
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=both)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    r = open_recording(tmp_path)
+    assert r.processes.rows == 1 and r.totals["calls"].sum() == 10 and r.calls.rows == 10
+    assert r.transfers.rows == 1 and r.transfers["count"][0] == 10
+    row = [int(r.transfers[f"{part}_ns"][0]) for part in ("build", "submit", "wait", "copy", "poll")]
+    assert row == [1500, 2000, 3000, 4000, 9500]
+
+
+def test_processes_are_sorted_by_rank_and_their_ends_named(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"command": ["x"], "host": os.uname().nodename}))
+    ends = []
+    for rank, close in ((2, True), (0, False), (1, False)):
+        pid = write(tmp_path / f"r{rank}.kvp", "interposer", [copy(1000)], close)
+        ends.append({"pid": pid, "t_ns": 1, "status": {2: 0, 0: -9, 1: 3}[rank]})
+        (tmp_path / f"checkin-{pid}-1.json").write_text(json.dumps(
+            {"pid": pid, "t_ns": 1, "argv": ["python", "-m", "app"], "rank": {"RANK": str(rank)}}))  # fmt: skip
+    lines = [json.dumps(line) for line in ends]
+    (tmp_path / "processes.jsonl").write_text("\n".join([*lines, '{"pid": 1, "cut'])) # the observer was killed
+    r = open_recording(tmp_path)
+    assert r.processes["rank"].tolist() == [0, 1, 2]
+    assert [r.text(int(i)) for i in r.processes["state"]] == ["killed by SIGKILL", "exit code 3", "closed"]
+    assert any("SIGKILL" in note for note in r.notes) and any("not over" in note for note in r.notes)
+
+
+def test_nodes_meet_in_unix_time(tmp_path: Path) -> None:
+    for node, ahead in (("a", 0), ("b", 10**15)):
+        folder = tmp_path / node
+        folder.mkdir()
+        (folder / "run.json").write_text(json.dumps({"command": ["x"], "host": node}))
+        (folder / "end.json").write_text(json.dumps({"status": 0, "warnings": []}))
+        write(folder / "p.kvp", "interposer", [copy(5 * 10**15 + ahead)])
+        data = bytearray((folder / "p.kvp").read_bytes())
+        monotonic, realtime = struct.unpack_from("<QQ", data, 80)
+        struct.pack_into("<QQ", data, 80, 10**14 + ahead, 10**18)  # that machine was started earlier
+        (folder / "p.kvp").write_bytes(data)
+        assert monotonic and realtime
+    r = open_recording([tmp_path / "a", tmp_path / "b"])
+    assert r.calls["start_ns"].tolist() == [5 * 10**15] * 2
+    assert [r.text(int(i)) for i in r.processes["node"]] == ["a", "b"]
+    assert r.machine["unix_offset_ns"] == 10**18 - 10**14
+
+
+def test_a_damaged_file_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "good.kvp", "interposer", [copy(1000)] * 3)
+    (tmp_path / "bad.kvp").write_bytes(b"\0" * 8192)
+    r = open_recording(tmp_path)
+    assert r.calls.rows == 3 and any("bad.kvp" in note for note in r.notes)
+    with pytest.raises(RecordingError, match=r"bad\.kvp"):
+        open_recording(tmp_path / "bad.kvp")
+
+
+def test_every_truncation_of_a_file_is_read_or_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.kvp", "interposer", [copy(1000 + i) for i in range(100)])
+    data = (tmp_path / "a.kvp").read_bytes()
+    chance = np.random.default_rng(5)
+    for i in range(200):
+        cut = bytearray(data[: int(chance.integers(0, 200_000))])
+        for _ in range(i % 8):
+            if cut:
+                cut[int(chance.integers(0, min(len(cut), 5000)))] = int(chance.integers(0, 256))
+        (tmp_path / "b.kvp").write_bytes(cut)
+        try:
+            recording = open_recording(tmp_path / "b.kvp")
+        except RecordingError:
+            continue
+        assert recording.calls.rows <= 20480 * 256
