@@ -1,0 +1,227 @@
+"""`kvprobe top`: a live view of running, watched processes, or the same figures once, or for Prometheus."""
+
+from __future__ import annotations
+
+import json
+import select
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvprobe.errors import KvprobeError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from kvprobe.probe.live import ProcessView
+
+__all__ = ["command"]
+
+NOTHING = ("no watched process found: start one with `kvprobe run -- COMMAND`, or name its run folder "
+           "(`kvprobe top FOLDER`)")  # fmt: skip
+
+
+@click.command(short_help="Live view of running, watched processes.")
+@click.argument("run_folder", required=False, type=click.Path(exists=True, path_type=Path))
+@click.option("--interval", default=1.0, show_default=True, type=click.FloatRange(0.05, 3600), help="Seconds a look.")
+@click.option("--once", is_flag=True, help="Look for one interval, print, and end.")
+@click.option("--json", "as_json", is_flag=True, help="With --once: one JSON object instead of a table.")
+@click.option("--prometheus", type=click.IntRange(1, 65535), metavar="PORT",
+              help="Serve http://127.0.0.1:PORT/metrics meanwhile; this machine alone can reach it.")  # fmt: skip
+def command(run_folder: Path | None, interval: float, once: bool, as_json: bool, prometheus: int | None) -> None:
+    """Watch submissions while they happen: rate, p50 and p99, blocked time, GB/s, the longest call in flight.
+
+    RUN_FOLDER is what `kvprobe run` printed; without it: the newest ./kvprobe-*/, $KVPROBE_RUN, and processes that use
+    kvprobe's engine. Only files are read: it may be started and ended at any time. `q` or Ctrl-C ends it.
+
+    "suspected" means that submissions became several times slower than they were and hold their thread for a good part
+    of the time, as a full launch queue makes them; what the device did is not seen live: `kvprobe report` decides.
+    """
+    from kvprobe.probe.live import Live
+
+    if as_json and not once:
+        raise UsageError("--json needs --once: a live view has no end")
+    live = Live(run_folder)
+    with _served(live, prometheus):
+        live.look()
+        if once:
+            time.sleep(interval)
+            views = live.look()
+            click.echo(json.dumps(as_object(views), indent=1)) if as_json else _print(views)
+            return
+        with suppress(KeyboardInterrupt):
+            _watch(live, interval)
+
+
+def as_object(views: list[ProcessView]) -> dict[str, Any]:
+    """What `--json` prints; stream handles as hexadecimal text."""
+    processes = []
+    for view in views:
+        one = asdict(view)
+        for stream in one["streams"]:
+            stream["stream"] = f"{stream['stream']:#x}"
+        if one["longest"]:
+            one["longest"]["stream"] = f"{one['longest']['stream']:#x}"
+        processes.append(one)
+    return {"time_ns": time.monotonic_ns(), "processes": processes}
+
+
+def render(views: list[ProcessView], note: str = "") -> RenderableType:
+    """One table a process."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = []
+    for view in views:
+        parts.append(_process_table(view))
+        if view.longest and view.longest.age_ns > 1_000_000:
+            call = view.longest
+            parts.append(Text(f"  in flight: {call.call} on stream {call.stream:#x}, thread {call.tid}, "
+                              f"for {call.age_ns / 1e6:,.1f} ms"))  # fmt: skip
+    if not views:
+        parts.append(Text(NOTHING))
+    if note:
+        parts.append(Text(note, style="dim"))
+    return Group(*parts)
+
+
+def _process_table(view: ProcessView) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    ended = "" if view.state == "running" else f", {view.state}"
+    errors = f", {view.errors} calls failed" if view.errors else ""
+    table = Table(title=Text(f"{view.pid} {view.command[:80]} ({view.producer}{ended}{errors})"), title_justify="left")
+    for name in ("stream", "subm/s", "p50", "p99", "baseline", "blocked", "outstanding", "h2d", "d2h", "queue"):
+        table.add_column(name, justify="left" if name in ("stream", "queue") else "right")
+    for one in view.streams:
+        rates = {name: f"{rate / 1e9:.2f} GB/s" for name, rate in one.bytes_per_s.items()}
+        table.add_row(
+            f"{one.stream:#x}", f"{one.submissions_per_s:,.0f}", _us(one.p50_ns), _us(one.p99_ns), _us(one.baseline_ns),
+            f"{one.blocked_share:.0%}", "-" if one.outstanding is None else f"<= {one.outstanding:,}",
+            rates.get("h2d", "-"), rates.get("d2h", "-"), "full? suspected" if one.suspected else "",
+        )  # fmt: skip
+    return table
+
+
+def _us(ns: float | None) -> str:
+    return "-" if ns is None else f"{ns / 1e3:,.1f} us"
+
+
+def _print(views: list[ProcessView]) -> None:
+    from rich.console import Console
+
+    Console().print(render(views))
+
+
+def _watch(live: Any, interval: float) -> None:
+    from rich.console import Console
+    from rich.live import Live as Screen
+
+    console = Console()
+    keys = console.is_terminal and sys.stdin.isatty()
+    note = "q ends" if keys else "Ctrl-C ends"
+    with _single_keys(keys), Screen(render([], note), console=console, auto_refresh=False, screen=keys) as screen:
+        while True:
+            if keys:
+                if select.select([sys.stdin], [], [], interval)[0] and sys.stdin.read(1) in ("q", "Q", "\x1b", ""):
+                    return
+            else:
+                time.sleep(interval)
+            screen.update(render(live.look(), note), refresh=True)
+
+
+@contextmanager
+def _single_keys(wanted: bool) -> Iterator[None]:
+    """A terminal that gives keys as they are pressed, and does not print them."""
+    if not wanted:
+        yield
+        return
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+# -- Prometheus ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _served(live: Any, port: int | None) -> Iterator[None]:
+    if port is None:
+        yield
+        return
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    registry = CollectorRegistry()
+    registry.register(Collector(live.target))
+    try:
+        server, thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+    except OSError as error:
+        raise KvprobeError(f"port {port} of 127.0.0.1 cannot be used: {error.strerror}; choose another") from None
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class Collector:
+    """Reads the ring files at every scrape: no state, no cost in between."""
+
+    LABELS = ("pid", "stream", "call", "direction")
+    BOUNDS = range(28, 128, 4)  # histogram buckets whose lower bound is a power of two: 512 ns to 8.6 s
+
+    def __init__(self, target: Path | None) -> None:
+        """`target` as for `Live`."""
+        self._target = target
+
+    def collect(self) -> Iterator[Any]:
+        """The metrics of one scrape."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        from kvprobe.probe.live import DIRECTIONS, TRANSFER, find_rings, in_flight, snapshots, totals
+        from kvprobe.probe.ring import CALLS, bucket_bounds
+
+        counters = {
+            field: CounterMetricFamily(f"kvprobe_{name}", text, labels=self.LABELS)
+            for field, name, text in (
+                ("count", "submissions", "Calls, by what was called."),
+                ("copies", "copies", "Copies in them; a batch has many."),
+                ("bytes", "bytes", "Bytes asked for."),
+                ("slow_ns", "blocked_seconds", "Host time inside calls at or above the recording's slow threshold."),
+                ("errors", "errors", "Calls whose return code was not 0."),
+            )
+        }
+        durations = HistogramMetricFamily("kvprobe_submit_seconds", "Host time of a call.", labels=self.LABELS)
+        waiting = GaugeMetricFamily("kvprobe_call_in_flight_seconds", "Age of the longest call a thread is inside of.",
+                                    labels=["pid", "stream", "call"])  # fmt: skip
+        bounds = bucket_bounds()
+        for snapshot in snapshots(find_rings(self._target)):
+            pid = str(snapshot.pid)
+            for (stream, call, direction), total in totals(snapshot).items():
+                if call == TRANSFER:
+                    continue
+                name = CALLS[call][1] if call in CALLS else str(call)
+                labels = [pid, f"{stream:#x}", name, DIRECTIONS.get(direction, "other")]
+                for field, family in counters.items():
+                    value = getattr(total, field)
+                    family.add_metric(labels, value / 1e9 if field.endswith("_ns") else value)
+                below = total.histogram.cumsum()
+                buckets = [(str(bounds[at] / 1e9), float(below[at - 1])) for at in self.BOUNDS]
+                durations.add_metric(labels, [*buckets, ("+Inf", float(below[-1]))], total.dur_ns / 1e9)
+            for one in in_flight(snapshot, time.monotonic_ns())[:1]:
+                waiting.add_metric([pid, f"{one.stream:#x}", one.call], one.age_ns / 1e9)
+        yield from (*counters.values(), durations, waiting)

@@ -1,0 +1,313 @@
+"""Figures of running, watched processes, from two looks at their ring files: what `kvprobe top` shows.
+
+It only reads files, so it may come and go as it likes; a look costs a few KiB a thread of the watched process.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvprobe.errors import RecordingError, UsageError
+from kvprobe.probe.ring import BUCKETS, CALLS, RingSnapshot, percentile, read_ring
+
+__all__ = ["DIRECTIONS", "InFlight", "Live", "ProcessView", "StreamView", "Totals", "find_rings", "totals"]
+
+DIRECTIONS = {0: "other", 1: "h2d", 2: "d2h", 3: "d2d", 4: "h2h"}
+SUBMITTING = frozenset(n for n, (kind, _) in CALLS.items() if kind in ("COPY", "BATCH", "MEMSET", "LAUNCH", "GRAPH"))
+COPYING = frozenset(n for n, (kind, _) in CALLS.items() if kind in ("COPY", "BATCH"))
+TRANSFER = 64
+JUMP = 2.0  # times the baseline: at 4 KiB a full queue makes a call 2.4 times as long (2.5 us against 1.04, H200)
+SHARE = 0.2  # of the wall time that one stream's submissions lose
+ENOUGH_CALLS = 16
+
+SUMS = ("count", "copies", "bytes", "dur_ns", "slow", "slow_ns", "errors")
+
+Key = tuple[int, int, int]  # stream, call, direction
+
+
+@dataclass
+class Totals:
+    """Sums of one (stream, call, direction) over the threads of a process, as in kvp.h's kvp_slot."""
+
+    count: int = 0
+    copies: int = 0
+    bytes: int = 0
+    dur_ns: int = 0
+    slow: int = 0
+    slow_ns: int = 0
+    errors: int = 0
+    histogram: Any = field(default_factory=lambda: np.zeros(BUCKETS, np.uint64))
+
+    def since(self, before: Totals) -> Totals:
+        """What came after an earlier look."""
+        return Totals(self.count - before.count, self.copies - before.copies, self.bytes - before.bytes,
+                      self.dur_ns - before.dur_ns, self.slow - before.slow, self.slow_ns - before.slow_ns,
+                      self.errors - before.errors, self.histogram - before.histogram)  # fmt: skip
+
+    def add(self, other: Totals) -> None:
+        """Adds another's sums."""
+        for name in SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.histogram = self.histogram + other.histogram
+
+    @property
+    def timed(self) -> int:
+        """Calls whose duration is known."""
+        return int(self.histogram.sum())
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A call that a thread of the process is inside of."""
+
+    tid: int
+    call: str
+    stream: int
+    age_ns: int
+
+
+@dataclass
+class StreamView:
+    """One stream of a process over the last interval.
+
+    Attributes:
+        stream: handle; 0 is the legacy default stream.
+        submissions_per_s: copies, memsets, launches: everything that takes a place in the launch queue.
+        p50_ns: median host time of one; None where none was timed. `p99_ns` likewise.
+        baseline_ns: what one costs with room in the queue: the lowest median seen of this kind of call.
+        blocked_share: part of the wall time lost above the baseline, calls still inside included; may pass 1 where
+            several threads block.
+        outstanding: copies whose transfer has not ended, at most; None where the process tells of no transfers.
+        bytes_per_s: by direction, "h2d", "d2h", ...
+        suspected: the median jumped and the blocked share is high, as a full queue does it. Executions are not seen
+            here, so it is a suspicion; a report decides.
+    """
+
+    stream: int
+    submissions_per_s: float
+    p50_ns: float | None
+    p99_ns: float | None
+    baseline_ns: float | None
+    blocked_share: float
+    outstanding: int | None
+    bytes_per_s: dict[str, float]
+    suspected: bool
+
+
+@dataclass
+class ProcessView:
+    """One watched process.
+
+    Attributes:
+        path: its ring file.
+        state: "running", "closed" (it ended in order) or "killed".
+        interval_s: time between the two looks.
+        longest: the longest call that a thread is inside of; None if none.
+        errors: calls so far whose return code was not 0.
+    """
+
+    pid: int
+    command: str
+    producer: str
+    path: str
+    state: str
+    interval_s: float
+    streams: list[StreamView]
+    longest: InFlight | None
+    errors: int
+
+
+def find_rings(target: Path | None = None) -> list[Path]:
+    """Ring files of a run folder (or one file); without one: those of processes that can be watched from here.
+
+    These are $KVPROBE_RUN, the newest ./kvprobe-*/ that has any, and engines of living processes without a run folder.
+
+    Raises:
+        UsageError: `target` is neither.
+    """
+    if target is not None:
+        if target.is_dir():
+            return sorted(target.glob("*.kvp"))
+        if target.suffix == ".kvp" and target.exists():
+            return [target]
+        raise UsageError(f"{target} is neither a run folder nor a ring file (.kvp)")
+    found: list[Path] = []
+    if os.environ.get("KVPROBE_RUN"):
+        found += sorted(Path(os.environ["KVPROBE_RUN"]).glob("*.kvp"))
+    folders = (folder for folder in Path().glob("kvprobe-*/") if any(folder.glob("*.kvp")))
+    newest = max(folders, key=lambda folder: folder.stat().st_mtime, default=None)
+    if newest is not None:
+        found += sorted(newest.glob("*.kvp"))
+    found += (path for path in Path(tempfile.gettempdir()).glob("engine-*.kvp") if _alive(_pid_of(path)))
+    return list(dict.fromkeys(path.resolve() for path in found))
+
+
+def _pid_of(path: Path) -> int:
+    part = path.stem.split("-")[1]
+    return int(part) if part.isdigit() else 0
+
+
+def _alive(pid: int) -> bool:
+    try:
+        # a zombie is gone as far as its calls go
+        return pid > 0 and Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except (OSError, IndexError):
+        return False
+
+
+def snapshots(paths: Iterable[Path]) -> Iterator[RingSnapshot]:
+    """What can be read of ring files; one that has just gone, or is not made yet, is left out."""
+    for path in paths:
+        try:
+            yield read_ring(path, detail=False)
+        except RecordingError:
+            continue
+
+
+def totals(snapshot: RingSnapshot) -> dict[Key, Totals]:
+    """A process's sums by (stream, call, direction)."""
+    found: dict[Key, Totals] = {}
+    for slot in snapshot.slots():
+        if not slot["call"]:
+            continue
+        key = int(slot["stream"]), int(slot["call"]), int(slot["direction"]) & 15
+        sums = {name: int(slot[name]) for name in SUMS}
+        found.setdefault(key, Totals()).add(Totals(**sums, histogram=slot["histogram"]))
+    return found
+
+
+def in_flight(snapshot: RingSnapshot, now_ns: int) -> list[InFlight]:
+    """Calls that the process's threads are inside of, longest first."""
+    calls = [
+        InFlight(lane.tid, CALLS[lane.in_call][1] if lane.in_call in CALLS else "?", lane.in_stream,
+                 max(now_ns - lane.in_since_ns, 0))
+        for lane in snapshot.lanes if lane.in_call and lane.in_since_ns and lane.tid
+    ]  # fmt: skip
+    return sorted(calls, key=lambda call: -call.age_ns)
+
+
+@dataclass
+class _Process:
+    """What is remembered of a process between looks."""
+
+    time_ns: int
+    totals: dict[Key, Totals]
+    baseline_ns: dict[int, float] = field(default_factory=dict)  # by call
+
+
+class Live:
+    """Looks at processes again and again; each look gives the figures since the one before."""
+
+    def __init__(self, target: Path | None = None) -> None:
+        """`target`: a run folder or ring file; None: whatever can be watched from here, looked up at every look."""
+        self.target = target
+        self._known: dict[str, _Process] = {}
+
+    def look(self) -> list[ProcessView]:
+        """Every process that runs, and those that ended since the last look; the first look only remembers."""
+        views = []
+        for snapshot in snapshots(find_rings(self.target)):
+            view = self._process(snapshot)
+            if view:
+                views.append(view)
+        return sorted(views, key=lambda view: view.pid)
+
+    def _process(self, snapshot: RingSnapshot) -> ProcessView | None:
+        now, sums = time.monotonic_ns(), totals(snapshot)
+        state = snapshot.state if snapshot.state != "running" or _alive(snapshot.pid) else "killed"
+        known = self._known.get(snapshot.path)
+        if known is None:
+            self._known[snapshot.path] = _Process(now, sums)
+            return None
+        if state != "running" and all(sums[key].count == known.totals.get(key, Totals()).count for key in sums):
+            return None  # it ended, and was shown, or before anybody looked
+        passed, before = now - known.time_ns, known.totals
+        known.time_ns, known.totals = now, sums
+        inside = in_flight(snapshot, now)
+        by_stream: dict[int, dict[Key, Totals]] = {}
+        for key, total in sums.items():
+            by_stream.setdefault(key[0], {})[key] = total.since(before.get(key, Totals()))
+        self._learn(known, sums, by_stream)
+        outstanding = _outstanding(sums)
+        streams = [
+            _stream(stream, moved, known.baseline_ns, passed, inside, outstanding.get(stream))
+            for stream, moved in sorted(by_stream.items()) if any(key[1] in SUBMITTING for key in moved)
+        ]  # fmt: skip
+        errors = sum(one.errors for one in sums.values())
+        return ProcessView(snapshot.pid, snapshot.command, snapshot.producer, snapshot.path, state, passed / 1e9,
+                           streams, inside[0] if inside else None, errors)  # fmt: skip
+
+    @staticmethod
+    def _learn(known: _Process, sums: dict[Key, Totals], by_stream: dict[int, dict[Key, Totals]]) -> None:
+        """The baseline of a call is the lowest median of any stream's interval, or the tenth percentile of all so far.
+
+        A process that was saturated from the start has no low median yet; its few calls at shallow depth are in the
+        tenth percentile, if anywhere.
+        """
+        for call in {key[1] for key in sums} & SUBMITTING:
+            every = sum((total.histogram for key, total in sums.items() if key[1] == call), np.zeros(BUCKETS))
+            candidates = [known.baseline_ns.get(call, np.inf)]
+            if every.sum() >= ENOUGH_CALLS:
+                candidates.append(float(percentile(every, 10)))
+            for moved in by_stream.values():
+                histogram = sum((one.histogram for key, one in moved.items() if key[1] == call), np.zeros(BUCKETS))
+                if histogram.sum() >= ENOUGH_CALLS:
+                    candidates.append(float(percentile(histogram, 50)))
+            if np.isfinite(lowest := min(candidates)):
+                known.baseline_ns[call] = lowest
+
+
+def _outstanding(sums: dict[Key, Totals]) -> dict[int, int]:
+    """Copies submitted less those of transfers that ended, by stream, where the process reports transfers."""
+    ended: dict[int, int] = {}
+    submitted: dict[int, int] = {}
+    for (stream, call, _), total in sums.items():
+        if call == TRANSFER:
+            ended[stream] = ended.get(stream, 0) + total.copies
+        elif call in COPYING:
+            submitted[stream] = submitted.get(stream, 0) + total.copies
+    return {stream: max(copies - ended.get(stream, 0), 0) for stream, copies in submitted.items()} if ended else {}
+
+
+def _stream(
+    stream: int, moved: dict[Key, Totals], baseline_ns: dict[int, float], passed_ns: int, inside: list[InFlight],
+    outstanding: int | None,
+) -> StreamView:  # fmt: skip
+    seconds = max(passed_ns / 1e9, 1e-9)
+    together, lost_ns, jumped = Totals(), 0.0, False
+    rates: dict[str, float] = {}
+    for (_, call, direction), total in moved.items():
+        if call not in SUBMITTING:
+            continue
+        together.add(total)
+        base = baseline_ns.get(call, 0.0)
+        lost_ns += max(total.dur_ns - total.timed * base, 0.0) if base else 0.0
+        if base and total.timed >= ENOUGH_CALLS and float(percentile(total.histogram, 50)) >= JUMP * base:
+            jumped = True
+        if call in COPYING and total.bytes:
+            name = DIRECTIONS.get(direction, "other")
+            rates[name] = rates.get(name, 0.0) + total.bytes / seconds
+    # a call that has not returned is in no total yet
+    waiting = [min(call.age_ns, passed_ns) for call in inside if call.stream == stream and call.age_ns > 1_000_000]
+    share = (lost_ns + sum(waiting)) / max(passed_ns, 1)
+    busiest = max((key for key in moved if key[1] in SUBMITTING), key=lambda key: moved[key].count)
+    timed = together.timed > 0
+    return StreamView(
+        stream=stream,
+        submissions_per_s=together.count / seconds,
+        p50_ns=float(percentile(together.histogram, 50)) if timed else None,
+        p99_ns=float(percentile(together.histogram, 99)) if timed else None,
+        baseline_ns=baseline_ns.get(busiest[1]),
+        blocked_share=share,
+        outstanding=outstanding,
+        bytes_per_s=rates,
+        suspected=jumped and share >= SHARE,
+    )

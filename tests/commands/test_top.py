@@ -1,0 +1,152 @@
+"""`kvprobe top`, as a script, as a terminal and as Prometheus see it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+WORK = """
+import sys, time
+from kvprobe.cuda import device_region, find_runtime, host_region
+from kvprobe.offload import BlockPool, OffloadEngine
+runtime = find_runtime("host")
+gpu = BlockPool(runtime, [device_region(runtime, 64 * 65536)], 65536)
+cpu = BlockPool(runtime, [host_region(runtime, 64 * 65536)], 65536)
+engine = OffloadEngine(runtime, gpu, cpu, policy="shared", detail="copies")
+engine.load(range(64), range(64)).wait()
+print("ready", flush=True)
+while True:
+    engine.load(range(64), range(64)).wait()
+    time.sleep(0.005)
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    environment = {**os.environ, "KVPROBE_RUN": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", WORK], stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout and process.stdout.readline() == "ready\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def _top(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "kvprobe.cli", "top", *arguments]
+
+
+def test_once_json_is_one_object_with_the_running_process(server: subprocess.Popen[str], tmp_path: Path) -> None:
+    done = subprocess.run(_top(str(tmp_path), "--once", "--json", "--interval", "0.3"), capture_output=True, text=True,
+                          check=True)  # fmt: skip
+    (process,) = json.loads(done.stdout)["processes"]
+    assert (process["pid"], process["producer"], process["state"]) == (server.pid, "engine", "running")
+    (stream,) = process["streams"]
+    assert stream["submissions_per_s"] > 0
+    assert stream["bytes_per_s"]["h2d"] == pytest.approx(stream["submissions_per_s"] * 65536)
+    assert 0 < stream["p50_ns"] <= stream["p99_ns"]
+    assert 0 <= stream["outstanding"] <= 64
+    assert server.poll() is None
+
+
+def test_once_prints_a_table(server: subprocess.Popen[str], tmp_path: Path) -> None:
+    done = subprocess.run(_top(str(tmp_path), "--once", "--interval", "0.2"), capture_output=True, text=True,
+                          check=True, env={**os.environ, "COLUMNS": "140"})  # fmt: skip
+    assert str(server.pid) in done.stdout
+    assert "GB/s" in done.stdout
+
+
+def test_nothing_to_watch_says_what_to_do(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "KVPROBE_RUN"}
+    environment["TMPDIR"] = str(tmp_path)
+    done = subprocess.run(_top("--once", "--interval", "0.05"), capture_output=True, text=True, check=True,
+                          cwd=tmp_path, env=environment)  # fmt: skip
+    assert "kvprobe run -- COMMAND" in done.stdout
+
+
+def test_json_without_once_is_wrong_usage() -> None:
+    done = subprocess.run(_top("--json"), capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--json needs --once" in done.stderr
+
+
+def test_q_ends_the_live_view_with_exit_code_0(server: subprocess.Popen[str], tmp_path: Path) -> None:
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execv(sys.executable, _top(str(tmp_path), "--interval", "0.1"))
+    shown, asked = b"", False
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            if select.select([terminal], [], [], 0.2)[0]:
+                shown += os.read(terminal, 65536)
+        except OSError:  # the other side has gone
+            break
+        if b"engine" in shown and not asked:
+            os.write(terminal, b"q")
+            asked = True
+        if asked and not shown:
+            break
+    assert asked, shown[-500:]
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_ctrl_c_ends_it_with_exit_code_0_and_prometheus_is_served_until_then(
+    server: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = _top(str(tmp_path), "--interval", "0.2", "--prometheus", str(port))
+    top = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    text = ""
+    for _ in range(100):
+        try:
+            text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
+            break
+        except OSError:
+            time.sleep(0.1)
+    from prometheus_client.parser import text_string_to_metric_families
+
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    (submissions,) = families["kvprobe_submissions"].samples
+    assert submissions.name == "kvprobe_submissions_total"
+    assert {**submissions.labels, "stream": ""} == {
+        "pid": str(server.pid), "stream": "", "call": "cudaMemcpyAsync", "direction": "h2d",
+    }  # fmt: skip
+    (moved,) = families["kvprobe_bytes"].samples
+    assert moved.value == submissions.value * 65536
+    assert families["kvprobe_blocked_seconds"].samples
+    durations = families["kvprobe_submit_seconds"]
+    assert durations.type == "histogram"
+    counts = [one.value for one in durations.samples if one.name.endswith("_bucket")]
+    assert counts == sorted(counts)
+    assert counts[-1] == submissions.value
+    listening = Path("/proc/net/tcp").read_text()  # loopback alone
+    assert f"0100007F:{port:04X}" in listening
+    assert f"00000000:{port:04X}" not in listening
+    top.send_signal(signal.SIGINT)
+    _, errors = top.communicate(timeout=30)
+    assert top.returncode == 0, errors
+
+
+def test_a_port_that_is_taken_is_one_clear_line(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = subprocess.run(_top(str(tmp_path), "--once", "--prometheus", str(port)), capture_output=True, text=True,
+                              check=False)  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"kvprobe: port {port} of 127.0.0.1 cannot be used")
