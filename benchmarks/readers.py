@@ -211,7 +211,8 @@ def main() -> None:
                 subprocess.run([sys.executable, "-c", code, str(export), str(tables)], check=True)
             paths += [export, tables]
         print(
-            f"{'recording':45} {'MB':>7} {'rows':>9} {'floor s':>8} {'read s':>7} {'occ. s':>7} {'wall s':>7} {'cpu s':>6} "
+            f"{'recording':45} {'MB':>7} {'rows':>9} {'floor s':>8} {'read s':>7} {'occ. s':>7} {'wall s':>7} "
+            f"{'cpu s':>6} "
             f"{'peak MiB':>9}  verdict"
         )
         rows = []

@@ -166,34 +166,16 @@ def occupancy(recording: Recording, *, use_labels: bool = True, by_channel: bool
 
 
 def _queues(recording: Recording, by_channel: bool) -> Iterator[StreamOccupancy]:
-    calls, executions, streams = recording.calls, recording.executions, recording.streams
+    calls, streams = recording.calls, recording.streams
     rows = np.flatnonzero(np.isin(calls["kind"], SUBMITTING))
     if not len(rows):
         return
-    rows = rows[np.argsort(calls["start_ns"][rows], kind="stable")]
+    start = calls["start_ns"][rows]
+    if (start[1:] < start[:-1]).any():
+        rows = rows[np.argsort(start, kind="stable")]
+    del start
     stream = _assume_streams(recording, rows)
-    # When each submission was done: the end of the last execution with its correlation id.
-    execution_keys = correlation_keys(executions["process"], executions["correlation"])
-    call_keys = correlation_keys(calls["process"][rows], calls["correlation"][rows])
-    order = np.argsort(execution_keys, kind="stable")
-    sorted_keys = execution_keys[order]
-    first = np.flatnonzero(np.r_[True, sorted_keys[1:] != sorted_keys[:-1]]) if len(order) else np.zeros(0, np.int64)
-    unique_keys = sorted_keys[first]
-    last_end = np.maximum.reduceat(executions["end_ns"][order], first) if len(first) else np.zeros(0, np.int64)
-    first_start = np.minimum.reduceat(executions["start_ns"][order], first) if len(first) else np.zeros(0, np.int64)
-    group_stream = executions["stream"][order][first] if len(first) else np.zeros(0, np.int64)
-    at = np.searchsorted(unique_keys, call_keys)
-    at_safe = np.minimum(at, max(len(unique_keys) - 1, 0))
-    matched = (at < len(unique_keys)) & (call_keys >= 0)
-    if len(unique_keys):
-        matched &= unique_keys[at_safe] == call_keys
-    done = np.full(len(rows), _NEVER, dtype=np.int64)
-    began = np.full(len(rows), _NEVER, dtype=np.int64)
-    done[matched] = last_end[at_safe[matched]]
-    began[matched] = first_start[at_safe[matched]]
-    claimed = np.zeros(len(unique_keys), dtype=bool)
-    claimed[at_safe[matched]] = True
-    claimed[unique_keys < 0] = True  # without an id: handled one by one below
+    done, began, orphans = _completions(recording, rows)
 
     queue_of = np.arange(max(streams.rows, 1) + 1)  # the last entry is for stream -1
     if by_channel and streams.rows:
@@ -204,13 +186,6 @@ def _queues(recording: Recording, by_channel: bool) -> Iterator[StreamOccupancy]
             )
             same &= streams["process"] == streams["process"][row]
             queue_of[row] = np.flatnonzero(same)[0]
-    # What was in flight at the beginning: groups of executions that no call claims, and executions without an id.
-    loose = np.flatnonzero(execution_keys < 0)
-    orphans = (
-        np.concatenate([group_stream[~claimed], executions["stream"][loose]]),
-        np.concatenate([first_start[~claimed], executions["start_ns"][loose]]),
-        np.concatenate([last_end[~claimed], executions["end_ns"][loose]]),
-    )
     call_groups = _groups(np.where(stream >= 0, queue_of[stream], -1))
     orphan_groups = _groups(queue_of[orphans[0]])
     nothing = np.zeros(0, dtype=np.int64)
@@ -227,6 +202,45 @@ def _queues(recording: Recording, by_channel: bool) -> Iterator[StreamOccupancy]
                 orphans[1][early],
                 orphans[2][early],
             )
+
+
+def _completions(recording: Recording, rows: Array) -> tuple[Array, Array, tuple[Array, Array, Array]]:
+    """When each of these submissions was done and began to run, and what no call of the recording submitted.
+
+    Returns:
+        End of the last and start of the first execution with the call's correlation id, (rows,) int64 each, the
+        largest int64 where there is none; and stream, start and end of every group of executions without a call.
+    """
+    calls, executions = recording.calls, recording.executions
+    done = np.full(len(rows), _NEVER, dtype=np.int64)
+    began = done.copy()
+    if not executions.rows:
+        nothing = np.zeros(0, dtype=np.int64)
+        return done, began, (nothing, nothing, nothing)
+    # Names are dropped as soon as they served: each is as long as the recording.
+    keys = correlation_keys(executions["process"], executions["correlation"])
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    loose = np.flatnonzero(keys < 0)
+    del keys
+    first = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
+    unique = ordered[first]
+    del ordered
+    last_end = np.maximum.reduceat(executions["end_ns"][order], first)
+    first_start = np.minimum.reduceat(executions["start_ns"][order], first)
+    stream = executions["stream"][order[first]]
+    del order, first
+    wanted = correlation_keys(calls["process"][rows], calls["correlation"][rows])
+    at = np.minimum(np.searchsorted(unique, wanted), len(unique) - 1)
+    matched = np.flatnonzero((wanted >= 0) & (unique[at] == wanted))
+    at = at[matched]
+    del wanted
+    done[matched], began[matched] = last_end[at], first_start[at]
+    alone = unique >= 0  # executions without an id were grouped by its absence: they count one by one
+    alone[at] = False
+    return done, began, (np.concatenate([stream[alone], executions["stream"][loose]]),
+                         np.concatenate([first_start[alone], executions["start_ns"][loose]]),
+                         np.concatenate([last_end[alone], executions["end_ns"][loose]]))  # fmt: skip
 
 
 def _groups(keys: Array) -> dict[int, Array]:

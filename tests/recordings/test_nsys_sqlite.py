@@ -4,9 +4,13 @@ import sqlite3
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kvprobe.errors import RecordingError
-from kvprobe.recordings import open_recording
+from kvprobe.recordings import nsys_sqlite, open_recording
+from kvprobe.recordings.assemble import join
+from kvprobe.recordings.kineto_scan import native_library
 from kvprobe.recordings.model import CallKind, Direction, Engine, Label, Memory
 
 
@@ -130,3 +134,63 @@ def test_a_database_of_something_else_is_refused_in_one_line(tmp_path):
     with pytest.raises(RecordingError, match="no export of Nsight Systems") as error:
         open_recording([path])
     assert "\n" not in str(error.value)
+
+
+# ---- the native copy of a table's leaves ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["h100", "mfu_before", "mfu_after", "extrap"])
+def test_leaf_by_leaf_gives_what_sqlite_gives(shared, name):
+    export = nsys_sqlite.Export(shared.path(name))
+    native = 0
+    for table in set(nsys_sqlite.COLUMNS) & export.tables:
+        wanted = {n: d for n, d in nsys_sqlite.COLUMNS[table].items() if n in export.names_of(table)}
+        parts = export._leaf_by_leaf(table, wanted, None)
+        if parts is not None:
+            native += 1
+            for ours, theirs in zip(parts, export._row_by_row(table, wanted, None), strict=True):
+                assert join(ours).tolist() == join(theirs).tolist()
+    assert native > 3 or native_library() is None
+    export.db.close()
+
+
+cells = st.none() | st.integers(-(2**63), 2**63 - 1) | st.integers(-300, 300) | st.floats(-1e15, 1e15)
+strange = cells | st.text(max_size=5) | st.binary(max_size=5) | st.floats()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(st.tuples(cells, strange, cells, st.binary(max_size=2000)), max_size=60),
+    st.sampled_from([512, 4096]),
+    st.booleans(),
+)
+def test_any_table_reads_the_same_leaf_by_leaf_or_not(tmp_path, rows, page, keyed):
+    path = tmp_path / "x.sqlite"
+    path.unlink(missing_ok=True)
+    db = sqlite3.connect(path)
+    db.execute(f"PRAGMA page_size={page}")
+    db.execute("CREATE TABLE StringIds (id INTEGER, value TEXT)")
+    key = "correlationId INTEGER PRIMARY KEY" if keyed else "correlationId INTEGER"
+    db.execute(
+        f"CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, end INTEGER, big BLOB, {key}, globalTid INTEGER, "
+        "nameId INTEGER)"
+    )
+    db.executemany(
+        "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, 5, NULL)",
+        [(a, b, blob, i if keyed else c) for i, (a, b, c, blob) in enumerate(rows)],
+    )
+    db.commit()
+    db.close()
+    export = nsys_sqlite.Export(path)
+    table = "CUPTI_ACTIVITY_KIND_RUNTIME"
+    wanted = {n: d for n, d in nsys_sqlite.COLUMNS[table].items() if n in export.names_of(table)}
+    parts = export._leaf_by_leaf(table, wanted, None)
+    if parts is not None:
+        for ours, theirs in zip(parts, export._row_by_row(table, wanted, None), strict=True):
+            assert join(ours).tolist() == join(theirs).tolist()
+    small = all(
+        len(blob) < 100 and not isinstance(b, (str, bytes)) and (not isinstance(b, float) or abs(b) < 1e15)
+        for _, b, _, blob in rows
+    )
+    assert parts is not None or not small or native_library() is None, "plain rows are read natively"
+    export.db.close()
