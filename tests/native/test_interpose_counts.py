@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvprobe.native import build
 from kvprobe.probe.ring import RingSnapshot, read_ring
 
 # what the program calls its calls -> (call numbers of the ring file, direction)
@@ -225,3 +226,24 @@ def test_two_runtimes_in_one_process_stay_apart(
     assert slots["count"].sum() == 4 and slots["errors"].sum() == 4 and slots["bytes"].sum() == 96
 
 
+
+
+@pytest.mark.parametrize("switch", ["1", "0"])
+def test_a_listening_nvtx_tool_gets_a_range_for_each_copy(
+    program: Path, compile_c: Callable[..., Path], libraries: Path, tmp_path: Path, switch: str
+) -> None:
+    include = build.nvtx_include()
+    if include is None:
+        pytest.skip("the package nvidia-nvtx is not installed")
+    tool = compile_c("nvtx_tool", "-shared", "-fPIC", "-isystem", str(include), output="libtool.so")
+    seen = tmp_path / "seen"
+    env = environment(libraries, tmp_path, NVTX_INJECTION64_PATH=str(tool), NVTX_SEEN=str(seen), KVPROBE_NVTX=switch)
+    own = said(run(program, env, "link", 100, 1, 1))
+    lines = seen.read_text().splitlines() if seen.exists() else []
+    assert recorded(tmp_path)[0] == own
+    copies = [int(line.split()[1]) for line in lines if line.startswith("cudaMemcpyAsync")]
+    if switch == "0":
+        assert not lines
+    else:
+        assert len(copies) == 100 and sum(copies) == sum(own[name][2] for name in ("H2D", "D2H", "D2D"))
+        assert lines.count("pop") == len(lines) - lines.count("pop")

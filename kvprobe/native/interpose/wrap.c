@@ -15,6 +15,7 @@
 #include <dirent.h>
 #include <dlfcn.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 
 #define SYMBOL_NOT_FOUND 302 /* cudaErrorSharedObjectSymbolNotFound, CUDA_ERROR_SHARED_OBJECT_SYMBOL_NOT_FOUND */
 
@@ -126,27 +127,26 @@ static void finish(void) {
 
 __attribute__((destructor)) static void at_exit(void) { finish(); }
 
-/* Children of multiprocessing and of shells end with _exit, which runs no exit handlers: without these two they would
- * look killed. */
-#define EXIT_WRAPPER(NAME)                                                                                             \
-    KVP_EXPORT __attribute__((noreturn)) void NAME(int status);                                                        \
-    void NAME(int status) {                                                                                            \
-        kvp_ring_close();                                                                                              \
-        void (*real)(int) = (void (*)(int))dlvsym_next(#NAME);                                                         \
-        if (real) real(status);                                                                                        \
-        __builtin_trap();                                                                                              \
-    }
+/* Children of multiprocessing and of shells end with _exit, which runs no exit handlers: without this they would look
+ * killed. Usable in signal handlers and after fork, as _exit is: the next definition was looked up at load. */
+static void (*next_exit)(int);
 
-static void *dlvsym_next(const char *name) {
-    static const char *const versions[] = {"GLIBC_2.2.5", "GLIBC_2.17", "GLIBC_2.1.1"};
-    void *found = NULL;
-    for (unsigned i = 0; i < sizeof versions / sizeof *versions && !found; i++)
-        found = dlvsym(RTLD_NEXT, name, versions[i]);
-    return found;
+static __attribute__((noreturn)) void leave(int status) {
+    kvp_ring_close();
+    if (next_exit) next_exit(status);
+    for (;;) syscall(SYS_exit_group, status);
 }
 
-EXIT_WRAPPER(_exit)
-EXIT_WRAPPER(_Exit)
+KVP_EXPORT __attribute__((noreturn)) void _exit(int status);
+void _exit(int status) { leave(status); }
+KVP_EXPORT __attribute__((noreturn)) void _Exit(int status);
+void _Exit(int status) { leave(status); }
+
+__attribute__((constructor)) static void find_exit(void) {
+    static const char *const versions[] = {"GLIBC_2.2.5", "GLIBC_2.17"};
+    for (unsigned i = 0; i < sizeof versions / sizeof *versions && !next_exit; i++)
+        next_exit = (void (*)(int))dlvsym(RTLD_NEXT, "_exit", versions[i]);
+}
 
 /* ---- one call ------------------------------------------------------------------------------------------------ */
 
@@ -543,7 +543,8 @@ RESOLVER(cudaGetDriverEntryPointByVersion, wrap_driver(name, pointer, (int)versi
 #define SYMBOLS(X)                                                                                                     \
     BOTH(X, cudaMemcpyAsync)                                                                                           \
     BOTH(X, cudaMemcpy2DAsync)                                                                                         \
-    BOTH(X, cudaMemcpy3DAsync) X(cudaMemcpyPeerAsync, cudaMemcpyPeerAsync, 0) BOTH(X, cudaMemcpyBatchAsync) BOTH(      \
+    BOTH(X, cudaMemcpy3DAsync)                                                                                         \
+    X(cudaMemcpyPeerAsync, cudaMemcpyPeerAsync, 0) BOTH(X, cudaMemcpyBatchAsync) BOTH(                                 \
         X, cudaMemcpyWithAttributesAsync) X(cudaMemcpy, cudaMemcpy, 0) X(cudaMemcpy, cudaMemcpy_ptds, 1)               \
         BOTH(X, cudaMemsetAsync) BOTH(X, cuMemcpyAsync) BOTH(X, cuMemcpyBatchAsync) BOTH(X, cuMemcpyBatchAsync_v2) X(  \
             cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2, 0) X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2_ptsz, 1)             \

@@ -31,9 +31,7 @@ int cuGetProcAddress_v2(const char *, void **, int, uint64_t, int *);
 
 enum { H2D, D2H, D2D, UNKNOWN, BATCH, SYNC, WAIT, COUNTERS };
 static const char *const names[] = {"H2D", "D2H", "D2D", "unknown", "batch", "sync", "wait"};
-static struct {
-    volatile uint64_t calls, copies, bytes;
-} *total; /* shared by all processes */
+static struct { volatile uint64_t calls, copies, bytes; } * total; /* shared by all processes */
 
 static const char *via;
 static long calls;
@@ -92,8 +90,9 @@ static void work(long from, long to, char *device, char *host, cudaStream_t stre
             check(any((uintptr_t)device, (uintptr_t)host, bytes, stream), "any");
             did(UNKNOWN, 1, bytes);
         } else {
-            int kind = i % 3 == 0 ? cudaMemcpyHostToDevice : i % 3 == 1 ? cudaMemcpyDeviceToHost
-                                                                        : cudaMemcpyDeviceToDevice;
+            int kind = i % 3 == 0   ? cudaMemcpyHostToDevice
+                       : i % 3 == 1 ? cudaMemcpyDeviceToHost
+                                    : cudaMemcpyDeviceToDevice;
             char *a = kind == cudaMemcpyHostToDevice ? device : kind == cudaMemcpyDeviceToHost ? host : device + 1024;
             check(copy(a, a == host ? device : a == device ? host : device, bytes, kind, stream), "copy");
             did((int)(i % 3), 1, bytes);

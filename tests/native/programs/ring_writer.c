@@ -17,8 +17,14 @@
 static long calls;
 
 static void put(uint64_t stream, uint64_t bytes, uint64_t dur, int detail) {
-    kvp_record r = {.start_ns = kvp_now_ns(), .dur_ns = dur, .stream = stream, .bytes = bytes, .count = 1, .call = 1,
-                    .direction = KVP_H2D, .tid = (uint32_t)syscall(SYS_gettid)};
+    kvp_record r = {.start_ns = kvp_now_ns(),
+                    .dur_ns = dur,
+                    .stream = stream,
+                    .bytes = bytes,
+                    .count = 1,
+                    .call = 1,
+                    .direction = KVP_H2D,
+                    .tid = (uint32_t)syscall(SYS_gettid)};
     kvp_ring_write(&r, detail);
 }
 
