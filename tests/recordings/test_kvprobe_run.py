@@ -98,7 +98,7 @@ def test_processes_are_sorted_by_rank_and_their_ends_named(tmp_path: Path) -> No
         (tmp_path / f"checkin-{pid}-1.json").write_text(json.dumps(
             {"pid": pid, "t_ns": 1, "argv": ["python", "-m", "app"], "rank": {"RANK": str(rank)}}))  # fmt: skip
     lines = [json.dumps(line) for line in ends]
-    (tmp_path / "processes.jsonl").write_text("\n".join([*lines, '{"pid": 1, "cut'])) # the observer was killed
+    (tmp_path / "processes.jsonl").write_text("\n".join([*lines, '{"pid": 1, "cut']))  # the observer was killed
     r = open_recording(tmp_path)
     assert r.processes["rank"].tolist() == [0, 1, 2]
     assert [r.text(int(i)) for i in r.processes["state"]] == ["killed by SIGKILL", "exit code 3", "closed"]
