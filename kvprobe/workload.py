@@ -418,6 +418,8 @@ class _CudaModel:
         self._wrong = torch.empty(self._found.shape, device="cuda", dtype=torch.bool)
         self._names = torch.empty(2, COMPARED, dtype=torch.int64).pin_memory()
         self._ids = torch.empty(2, COMPARED, dtype=torch.int64, device="cuda")
+        self._differing = torch.empty((), dtype=torch.int64).pin_memory()
+        self._compared = torch.cuda.Event(blocking=True)  # a spinning wait would slow the submitting thread's calls
         torch.cuda.synchronize()
 
     def _calibrate(self) -> int:
@@ -457,9 +459,11 @@ class _CudaModel:
                 torch.index_select(self._blocks, 1, self._ids[0], out=self._found)
                 self._found.sub_(self._first.index_select(1, self._ids[1])[:, :, None])
                 torch.ne(self._found, self._ramp, out=self._wrong)
-                differing = int(self._wrong.sum().item())
-            if differing:
-                raise KvprobeError(f"{differing} words of loaded blocks differ from their source")
+                self._differing.copy_(self._wrong.sum(), non_blocking=True)
+                self._compared.record()
+            self._compared.synchronize()
+            if int(self._differing):
+                raise KvprobeError(f"{int(self._differing)} words of loaded blocks differ from their source")
 
     def close(self) -> None:
         self._torch.cuda.synchronize()
