@@ -136,7 +136,10 @@ class Gpu:
         try:
             import triton
             import triton.language as tl
-        except ImportError:
+
+            _try_triton(self.torch, triton, tl)
+        except Exception as error:  # no compiler or no Python headers for its launcher: vLLM itself then uses DMA
+            print(f"triton is not usable here ({type(error).__name__}): 0.32 copies by DMA alone")
             return False, None, None
         return True, triton, tl
 
@@ -167,6 +170,19 @@ class Gpu:
                 raise RuntimeError(f"cuMemcpyBatchAsync failed: {code}, copy {failed.value}")
 
         return batch
+
+
+def _try_triton(torch, triton, tl):
+    """Compile and launch vLLM's way once, on one word."""
+    globals()["tl"] = tl
+
+    @triton.jit
+    def kernel(address):
+        tl.store(address, tl.load(address) + 1)
+
+    word = torch.zeros(1, dtype=torch.int64, device="cuda")
+    kernel[(1,)](word)
+    assert word.item() == 1
 
 
 class HostModel:

@@ -120,3 +120,91 @@ def test_the_schedulers_signatures_fit_and_everything_is_put_back(simple):
         assert dict(vars(manager.SimpleCPUOffloadScheduler)) != before
         instrument.uninstall("vllm")
         assert dict(vars(manager.SimpleCPUOffloadScheduler)) == before
+
+
+class Blocks:
+    """A pool of blocks that only remembers who is held."""
+
+    def __init__(self, count):
+        self.blocks = [types.SimpleNamespace(block_id=i, is_null=False) for i in range(count)]
+        self.held = [0] * count
+
+    def touch(self, blocks):
+        for block in blocks:
+            self.held[block.block_id] += 1
+
+    def free_blocks(self, blocks):
+        for block in blocks:
+            self.held[block.block_id] -= 1
+
+
+@pytest.fixture
+def scheduler():
+    """The real scheduler's methods over two pools; its constructor wants a whole engine's configuration."""
+    from vllm.v1.simple_kv_offload import manager
+
+    made = object.__new__(manager.SimpleCPUOffloadScheduler)
+    made._pending_cpu_hits, made._reqs_to_load, made._abandoned_reqs_to_load = {}, {}, {}
+    made._load_event_to_reqs, made._interval_load_blocks_completed = {}, 0
+    made._reqs_to_store = {}
+    made.block_size = made.hash_block_size = 16
+    made.group_block_sizes, made.prefix_cacheable_group_ids, made._lazy_mode = [16], {0}, True
+    made.cpu_block_pool, made._gpu_block_pool = Blocks(8), Blocks(64)
+    hit = (made.cpu_block_pool.blocks[:4],)
+    found = types.SimpleNamespace(find_longest_cache_hit=lambda hashes, most: (hit, 64, None))
+    made.cpu_coordinator = found
+    return made
+
+
+def request(name):
+    return types.SimpleNamespace(
+        request_id=name, num_tokens=80, block_hashes=[bytes([i]) for i in range(5)], skip_reading_prefix_cache=False
+    )
+
+
+def ask(scheduler, one):
+    return scheduler.get_num_new_matched_tokens(one, 0)
+
+
+def load(scheduler, one, at):
+    blocks = types.SimpleNamespace(get_block_ids=lambda: (list(range(at, at + 5)),))
+    scheduler.update_state_after_alloc(one, blocks, 64)
+
+
+def ended(scheduler, *names):
+    scheduler.update_connector_output(types.SimpleNamespace(finished_recving=set(names), kv_connector_worker_meta=None))
+
+
+def test_followers_of_a_load_in_flight_wait_and_their_pins_are_dropped(scheduler):
+    with instrument.observe("vllm", fix="auto") as seen:
+        a, b = request("a"), request("b")
+        for at, one in ((0, a), (5, b)):  # by itself the connector loads the same blocks twice
+            assert ask(scheduler, one) == (64, True)
+            load(scheduler, one, at)
+        time.sleep(0.02)
+        ended(scheduler, "a", "b")
+        assert "dedup on" in [d["to"] for d in seen.decisions]
+        leader, follower = request("c"), request("d")
+        assert ask(scheduler, leader) == (64, True)
+        load(scheduler, leader, 10)
+        assert ask(scheduler, follower) == (None, False)
+        ended(scheduler, "c")
+        assert ask(scheduler, follower) == (64, True)
+        load(scheduler, follower, 15)
+        ended(scheduler, "d")
+    assert scheduler.cpu_block_pool.held == [0] * 8
+    assert scheduler._gpu_block_pool.held == [0] * 64
+
+
+def test_a_follower_that_is_aborted_leaves_nothing_behind(scheduler):
+    with instrument.observe("vllm", fix="auto"):
+        adapter = installation._adapters["vllm.simple.dedup"]
+        adapter.of(scheduler).dedup.on = True
+        leader, follower = request("c"), request("d")
+        ask(scheduler, leader)
+        load(scheduler, leader, 0)
+        assert ask(scheduler, follower) == (None, False)
+        scheduler.request_finished(follower, [])
+        assert adapter.of(scheduler).dedup.waiting == []
+        ended(scheduler, "c")
+    assert scheduler.cpu_block_pool.held == [0] * 8
