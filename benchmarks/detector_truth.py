@@ -216,12 +216,15 @@ def saturations(count: int, seed: int) -> dict[str, Any]:
     missed: list[str] = []
     calls_before, onset_ms, kinds = [], [], Counter()
     number = unsaturated = 0
+    gc.disable()
     while number < count:
         depth, block = rng.choice(DEPTHS), rng.choice(BLOCKS)
         shape, policy = rng.choice(("draining", "gate", "gate, then draining")), rng.choice(("auto", "shared"))
+        gc.collect()  # now: a buffer that is freed behind a closed gate waits for it
         reset(runtime, depth)
         if depth not in known:
             known[depth] = calibrated(runtime)
+            gc.collect()
         engine, truth = _saturate(runtime, known[depth], block, shape, policy, rng)
         found = engine.detector.saturations
         if truth[1] < WORTH_NAMING_NS and not found:
@@ -240,6 +243,8 @@ def saturations(count: int, seed: int) -> dict[str, Any]:
         engine.recorder.close()
         for region in (*engine.mapping.gpu.regions, *engine.mapping.cpu.regions):
             region.owner.address = 0  # the reset frees it; freed again it might be the next engine's
+    gc.enable()
+    gc.collect()
     reset(runtime)
     return {
         "saturations": count, "not_saturated": unsaturated, "missed": len(missed), "misses": missed,

@@ -18,6 +18,7 @@ from kvprobe.launchqueue.calibration import QueueLimits
 
 ENOUGH_CALLS = 4  # slow calls at the ceiling that cannot be chance,
 ENOUGH_SHARE = 0.25  # if a full queue's share of the time is theirs: it drains one copy in the time that one call takes
+OFTEN_CALLS, OFTEN_NS = 32, 200_000  # or this many, one in so much time: no scheduler takes a CPU away that often
 FENCE_NS = 500_000  # or one call this long: the stream itself waits for something
 PAUSE_NS = 50_000
 NEAR = 32  # operations below the depth that still count as full: the slack that streams of a channel share
@@ -108,12 +109,13 @@ class Saturation:
 class _Stream:
     """What is known of one stream's calls at the ceiling since its queue was last half empty.
 
-    `kept`, `kept_lost_ns` and `span_ns` leave out the calls in which the thread lost the CPU.
+    `kept`, `kept_lost_ns` and `span_ns` leave out the calls in which the thread lost the CPU; `whole_ns` has them.
     """
 
     calls: int = 0
     kept: int = 0
     span_ns: int = 0
+    whole_ns: int = 0
     kept_lost_ns: float = 0.0
     lost_ns: int = 0
     longest_ns: int = 0
@@ -174,6 +176,7 @@ class Detector:
             self._streams.pop(seen.stream, None)
         elif full and seen.stream in self._streams:
             self._streams[seen.stream].span_ns += seen.end_ns - seen.start_ns - seen.preempted_ns
+            self._streams[seen.stream].whole_ns += seen.end_ns - seen.start_ns
         if not seen.blocked:
             if seen.gap_ns > PAUSE_NS:
                 return self._blame(Verdict.PAUSE, seen.gap_ns, "the time passed between calls, not inside one")
@@ -196,6 +199,7 @@ class Detector:
                 onset_ns=seen.first_blocked_ns,
                 depth=min(seen.outstanding + seen.first_blocked, self.limits.depth),
                 span_ns=seen.end_ns - seen.first_blocked_ns - seen.preempted_ns,
+                whole_ns=seen.end_ns - seen.first_blocked_ns,
             )
         kept, kept_ns = seen.blocked - seen.preempted, seen.blocked_ns - seen.preempted_ns
         state.calls += seen.blocked
@@ -205,7 +209,9 @@ class Detector:
         state.longest_ns = max(state.longest_ns, seen.longest_ns)
         steady = state.kept >= ENOUGH_CALLS and state.kept_lost_ns >= ENOUGH_SHARE * state.span_ns
         fence = min(seen.longest_ns, kept_ns) >= FENCE_NS
-        if not (steady or fence):
+        often = state.calls >= max(OFTEN_CALLS, state.whole_ns / OFTEN_NS)
+        often = often and state.lost_ns >= ENOUGH_SHARE * state.whole_ns
+        if not (steady or often or fence):
             if 2 * seen.preempted_ns >= seen.blocked_ns:
                 return self._blame(Verdict.PREEMPTED, lost, "the kernel took the CPU away during the slow calls")
             self.reason = f"{state.calls} slow calls at {state.depth} outstanding are too few to name a cause"

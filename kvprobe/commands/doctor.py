@@ -1,0 +1,471 @@
+"""`kvprobe doctor`: what this machine and this environment would do to offload, line by line, with what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvprobe.errors import KvprobeError
+
+if TYPE_CHECKING:
+    from kvprobe.cuda import Runtime
+
+__all__ = ["command", "examine"]
+
+GOOD, BAD, UNKNOWN = "good", "bad", "unknown"
+MARKS = {GOOD: "+", BAD: "x", UNKNOWN: "?"}
+SERVERS = ("vllm", "sglang", "lmcache", "transformers", "accelerate", "diffusers", "deepspeed")
+LIBRARIES = ("libkvprobe.so", "libkvprobe_interpose.so", "libkvprobe_hostrt.so")
+PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.56e9}  # bytes/s of a lane, after encoding
+NEAR_LINK = 0.7  # of that; headers take a tenth and more, an H200 in a Gen5 slot reaches 0.88
+SCALES = ("0.25x", "0.5x", "2x", "4x")  # other values of CUDA_SCALE_LAUNCH_QUEUES count as 1x
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that was looked at.
+
+    Attributes:
+        topic: what it belongs to.
+        name: what it is.
+        value: what was found, in words.
+        verdict: "good", "bad" or "unknown".
+        todo: what to do; empty where there is nothing to do.
+    """
+
+    topic: str
+    name: str
+    value: str
+    verdict: str
+    todo: str = ""
+
+
+@click.command(short_help="What this machine and environment would do to offload.")
+@click.option("--device", type=click.Choice(["auto", "host", "cuda"]), default="auto", show_default=True,
+              help="Measure the GPU, the embedded host runtime, or what there is; cuda imports torch.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(device: str, as_json: bool) -> None:
+    """Look at GPU, driver, link, memory limits, environment, launch queue, tools and installed servers.
+
+    The launch queue and the link are measured in this process, in this environment: start it as the server is started
+    (same variables, same container, same numactl).
+    """
+    lines = list(examine(device))
+    if as_json:
+        counts = {verdict: sum(line.verdict == verdict for line in lines) for verdict in MARKS}
+        click.echo(json.dumps({"checks": [asdict(line) for line in lines], **counts}, indent=1))
+    else:
+        _print(lines)
+
+
+def examine(device: str) -> Iterator[Line]:
+    """All lines; what cannot be looked at is a line too."""
+    gpus, reason = _devices()
+    yield from _gpu(gpus, reason)
+    yield from _torch(device)
+    runtime, said = _runtime(device)
+    yield said
+    if runtime:
+        yield from _guarded("launch queue", "calibration", lambda: _queue(runtime))
+        yield from _guarded("link", "bandwidth", lambda: _bandwidth(runtime, gpus))
+    yield from _environment()
+    yield from _memory()
+    yield from _guarded("memory", "NUMA", lambda: _numa(gpus))
+    yield from _tools()
+    yield from _native()
+    yield from _servers()
+
+
+def _guarded(topic: str, name: str, look: Callable[[], Iterator[Line]]) -> Iterator[Line]:
+    """A look that fails is a line, not the end."""
+    try:
+        yield from look()
+    except (KvprobeError, OSError) as error:
+        yield Line(topic, name, f"failed: {error}", BAD, "try again on a calmer machine, or `kvprobe --debug doctor`")
+
+
+# -- device ----------------------------------------------------------------------------------------------------------
+
+
+def _devices() -> tuple[list[dict[str, Any]], str]:
+    from kvprobe.probe.device import devices
+
+    return devices()
+
+
+def _gpu(gpus: list[dict[str, Any]], reason: str) -> Iterator[Line]:
+    from kvprobe.cuda.runtime import gpu_present
+    from kvprobe.probe.device import link_state
+
+    if not gpus:
+        if gpu_present():
+            yield Line("device", "GPU", f"the kernel shows one, {reason}", BAD, "repair the driver or its libraries")
+        else:
+            yield Line("device", "GPU", "none", UNKNOWN, "kvprobe runs on its embedded host runtime: --device host")
+        return
+    yield Line("device", "driver", str(gpus[0].get("driver", "?")), GOOD)
+    for gpu in gpus:
+        link, name = link_state(gpu), f"GPU {gpu['device']}"
+        total = gpu.get("memory_total_bytes", 0) / 1e9
+        yield Line("device", name, f"{gpu.get('name', '?')}, {total:.0f} GB, {gpu.get('pci', '')}", GOOD)
+        if link.max_gen and link.max_width:
+            verdict = BAD if link.degraded else GOOD
+            text = f"Gen{link.gen} x{link.width} of Gen{link.max_gen} x{link.max_width}"
+            yield Line("link", f"{name} PCIe", text, verdict, link.note)
+        if gpu.get("throttle"):
+            yield Line("device", f"{name} clocks", f"held down by {', '.join(gpu['throttle'])}", BAD,
+                       "look at power and cooling: nvidia-smi -q -d PERFORMANCE")  # fmt: skip
+
+
+def _torch(device: str) -> Iterator[Line]:
+    try:
+        found = metadata.distribution("torch")
+    except metadata.PackageNotFoundError:
+        yield Line("device", "torch", "not installed here", UNKNOWN,
+                   "the server's own environment counts: run its `python -m kvprobe.cli doctor`")  # fmt: skip
+        return
+    built = ""
+    with contextlib.suppress(OSError):  # read, not imported: that takes seconds and starts CUDA
+        for text in Path(str(found.locate_file("torch/version.py"))).read_text().splitlines():
+            if text.startswith("cuda"):
+                built = text.rsplit("=", 1)[1].strip().strip("'\"")
+    if built in ("", "None"):
+        yield Line("device", "torch", f"{found.version}, built without CUDA", UNKNOWN, "a GPU needs a CUDA build")
+    else:
+        yield Line("device", "torch", f"{found.version}, built for CUDA {built}", GOOD)
+    if device == "cuda":
+        import torch
+
+        if torch.cuda.is_available():
+            yield Line("device", "torch.cuda", f"sees {torch.cuda.device_count()} device(s)", GOOD)
+        else:
+            yield Line("device", "torch.cuda", "sees no device", BAD, "driver too old for this build, or a CPU build")
+
+
+def _runtime(device: str) -> tuple[Runtime | None, Line]:
+    from kvprobe.cuda import find_runtime
+
+    try:
+        runtime = find_runtime(device)
+        driver = runtime.driver_version()
+    except KvprobeError as error:
+        return None, Line("device", "CUDA runtime", str(error), BAD, "nothing can be measured without a runtime")
+    version = f"{runtime.version // 1000}.{runtime.version % 1000 // 10}"
+    if runtime.provider == "host":
+        return runtime, Line("device", "CUDA runtime", f"the embedded host runtime ({version})", UNKNOWN,
+                             "what is measured below is the stand-in, not a GPU")  # fmt: skip
+    value = f"{version} at {runtime.path}; the driver takes up to {driver // 1000}.{driver % 1000 // 10}"
+    newer = runtime.version // 1000 > driver // 1000
+    return runtime, Line("device", "CUDA runtime", value, BAD if newer else GOOD,
+                         "the driver is older than this runtime: update it" if newer else "")  # fmt: skip
+
+
+def _queue(runtime: Runtime) -> Iterator[Line]:
+    from kvprobe.launchqueue import calibrate
+
+    limits = calibrate(runtime, cache=False)
+    yield Line("launch queue", "depth", f"{limits.depth:,} operations a stream, then the caller waits",
+               GOOD if limits.depth >= 1000 else BAD,
+               "" if limits.depth >= 1000 else "CUDA_SCALE_LAUNCH_QUEUES makes it small: unset it")  # fmt: skip
+    todo = "" if limits.channels >= 8 else "CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts gives streams room apart"
+    yield Line("launch queue", "channels", f"{limits.channels} that streams share; they hold {limits.capacity:,}",
+               GOOD if limits.channels >= 4 else BAD, todo)  # fmt: skip
+    value = f"{limits.baseline_ns / 1e3:.2f} us with room in the queue, p99 {limits.p99_ns / 1e3:.2f} us"
+    quick = limits.baseline_ns < 5_000
+    yield Line("launch queue", "submission", value, GOOD if quick else BAD,
+               "" if quick else "a profiler attached, a busy CPU, or a virtual machine")  # fmt: skip
+
+
+def _bandwidth(runtime: Runtime, gpus: list[dict[str, Any]]) -> Iterator[Line]:
+    from kvprobe.cuda.memory import Buffer
+
+    # CUDA counts the devices that it was given, NVML all of them: the pair is known where there is but one
+    lanes = gpus[0] if runtime.provider == "cuda" and len(gpus) == 1 else {}
+    limit = PCIE_LANE.get(int(lanes.get("pcie_gen_max", 0)), 0.0) * int(lanes.get("pcie_width_max", 0))
+    size = 256 << 20 if runtime.provider == "cuda" else 16 << 20
+    device, host = Buffer(runtime, size, "device"), Buffer(runtime, size, "pinned")
+    try:
+        for kind, (dst, src) in {"h2d": (device, host), "d2h": (host, device)}.items():
+            rate = _rate(runtime, dst.address, src.address, size, kind)
+            value = f"{rate / 1e9:.1f} GB/s for {size >> 20} MiB, pinned"
+            if not limit:
+                yield Line("link", kind.upper(), value, UNKNOWN, "no link of known speed to compare with")
+                continue
+            enough = rate >= NEAR_LINK * limit
+            value += f"; the link could carry {limit / 1e9:.1f}"
+            todo = "" if enough else "look at NUMA placement below, lanes above, and other users of the switch"
+            yield Line("link", kind.upper(), value, GOOD if enough else BAD, todo)
+    finally:
+        device.close()
+        host.close()
+
+
+def _rate(runtime: Runtime, dst: int, src: int, size: int, kind: str) -> float:
+    """Bytes per second of one copy, best of three; the first one wakes the link."""
+    stream, start, end = runtime.stream_create(), runtime.event_create(True), runtime.event_create(True)
+    best = 0.0
+    for _ in range(3):
+        runtime.event_record(start, stream)
+        runtime.memcpy_async(dst, src, size, kind, stream)
+        runtime.event_record(end, stream)
+        runtime.event_synchronize(end)
+        best = max(best, size / (runtime.event_elapsed_ms(start, end) * 1e-3))
+    for event in (start, end):
+        runtime.event_destroy(event)
+    runtime.stream_destroy(stream)
+    return best
+
+
+# -- environment and memory --------------------------------------------------------------------------------------------
+
+
+def _environment() -> Iterator[Line]:
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"):
+        value = os.environ.get(name)
+        if value is None:
+            yield Line("environment", name, "not set", UNKNOWN, "the channels above are what that gives; up to 32")
+        elif not value.isdigit() or not 1 <= int(value) <= 32:
+            yield Line("environment", name, value, BAD, "not a number from 1 to 32: the driver ignores it")
+        else:
+            few = int(value) < 4
+            todo = "streams wait for each other in so few channels; raise it unless something needs it" if few else ""
+            yield Line("environment", name, value, BAD if few else GOOD, todo)
+    yield _scale(os.environ.get("CUDA_SCALE_LAUNCH_QUEUES"))
+    loading = os.environ.get("CUDA_MODULE_LOADING")
+    if loading == "EAGER":
+        yield Line("environment", "CUDA_MODULE_LOADING", loading, GOOD)
+    else:
+        yield Line("environment", "CUDA_MODULE_LOADING", loading or "not set (lazy)", UNKNOWN,
+                   "first launches load code under the context lock; EAGER moves that to the start")  # fmt: skip
+    preload = os.environ.get("LD_PRELOAD", "")
+    ours = [part for part in preload.replace(":", " ").split() if "libkvprobe" in part]
+    rest = [part for part in preload.replace(":", " ").split() if part not in ours]
+    missing = [part for part in rest if "/" in part and not Path(part).exists()]
+    if missing:
+        yield Line("environment", "LD_PRELOAD", preload, BAD, f"{missing[0]} does not exist")
+    elif ours:
+        yield Line("environment", "LD_PRELOAD", preload, GOOD, "this process is being watched")
+    else:
+        yield Line("environment", "LD_PRELOAD", preload or "not set", GOOD)
+    for name in ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH"):
+        if os.environ.get(name):
+            yield Line("environment", name, os.environ[name], UNKNOWN, "a profiler's: its cost is in every figure")
+
+
+def _scale(value: str | None) -> Line:
+    name = "CUDA_SCALE_LAUNCH_QUEUES"
+    if value is None:
+        return Line("environment", name, "not set (1x)", GOOD)
+    if value not in SCALES:
+        return Line("environment", name, value, BAD, f"counts as 1x: it must be one of {', '.join(SCALES)}")
+    if value in ("2x", "4x"):
+        jetson = platform.machine() == "aarch64" and Path("/etc/nv_tegra_release").exists()
+        return Line("environment", name, value, BAD if jetson else GOOD,
+                    "unset it: anything over 1x hung on Jetson Orin (llama.cpp issues 19219, 19230)" if jetson else
+                    "never on a Jetson: anything over 1x hung there (llama.cpp issues 19219, 19230)")  # fmt: skip
+    return Line("environment", name, value, BAD, "the queue is smaller than it could be: unset it")
+
+
+def _memory() -> Iterator[Line]:
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if locked == resource.RLIM_INFINITY:
+        yield Line("memory", "locked memory (ulimit -l)", "unlimited", GOOD)
+    else:
+        yield Line("memory", "locked memory (ulimit -l)", f"{locked >> 10:,} KiB", UNKNOWN,
+                   "cudaHostAlloc does not count against it, RDMA and mlock do: ulimit -l unlimited")  # fmt: skip
+    limit, where = _cgroup_limit()
+    available = _meminfo("MemAvailable")
+    room = f"{available / 1e9:.1f} GB of host memory available" if available else "unknown"
+    if limit is None:
+        yield Line("memory", "cgroup limit", f"none; {room}", GOOD)
+    else:
+        yield Line("memory", "cgroup limit", f"{limit / 1e9:.1f} GB ({where}); {room}", UNKNOWN,
+                   "pinned pools count against it: keep the CPU cache well below")  # fmt: skip
+
+
+def _cgroup_limit() -> tuple[int | None, str]:
+    """The tightest memory limit above this process, and the file that says so."""
+    found: tuple[int | None, str] = None, ""
+    with contextlib.suppress(OSError):
+        for text in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = text.split(":", 2)
+            root, name = ("/sys/fs/cgroup", "memory.max") if not controllers else (
+                "/sys/fs/cgroup/memory", "memory.limit_in_bytes")  # fmt: skip
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            folder = Path(root) / path.lstrip("/")
+            for each in (folder, *folder.parents):
+                if not each.is_relative_to(root):
+                    break
+                with contextlib.suppress(OSError, ValueError):
+                    limit = int((each / name).read_text())
+                    if limit < 1 << 60 and (found[0] is None or limit < found[0]):
+                        found = limit, str(each / name)
+    return found
+
+
+def _meminfo(name: str) -> int:
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        text = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith(name + ":"))
+        return int(text.split()[1]) * 1024
+    return 0
+
+
+def _numa(gpus: list[dict[str, Any]]) -> Iterator[Line]:
+    nodes = sorted(int(path.name[4:]) for path in Path("/sys/devices/system/node").glob("node[0-9]*"))
+    mine = os.sched_getaffinity(0)
+    if len(nodes) < 2:
+        yield Line("memory", "NUMA", f"{len(nodes) or 1} node, {len(mine)} CPUs for this process", GOOD)
+        return
+    for gpu in gpus:
+        pci = str(gpu.get("pci", "")).lower()[-12:]
+        node = int(Path(f"/sys/bus/pci/devices/{pci}/numa_node").read_text())
+        if node < 0:
+            yield Line("memory", f"GPU {gpu['device']} NUMA", "not known", UNKNOWN, "ask nvidia-smi topo -m")
+            continue
+        near = _cpus(Path(f"/sys/devices/system/node/node{node}/cpulist").read_text())
+        share = len(mine & near) / len(mine)
+        yield Line("memory", f"GPU {gpu['device']} NUMA", f"node {node}; {share:.0%} of this process's CPUs are there",
+                   GOOD if share > 0.99 else BAD,
+                   "" if share > 0.99 else f"numactl --cpunodebind={node} --membind={node} COMMAND")  # fmt: skip
+    if not gpus:
+        yield Line("memory", "NUMA", f"{len(nodes)} nodes, {len(mine)} CPUs for this process", UNKNOWN,
+                   "bind the server and its pinned memory to the GPU's node")  # fmt: skip
+
+
+def _cpus(text: str) -> set[int]:
+    """CPU numbers of a list such as 0-3,8."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
+# -- tools -------------------------------------------------------------------------------------------------------------
+
+
+def _tools() -> Iterator[Line]:
+    from kvprobe.recordings.nsys_rep import find_importer, find_nsys
+
+    nsys, importer = find_nsys(), find_importer()
+    if nsys is None:
+        yield Line("tools", "nsys", "not found", UNKNOWN, "install Nsight Systems for `kvprobe run --nsys`")
+    else:
+        compute = "nsight-compute" in str(nsys)
+        lacks = _missing_libraries(importer) if importer else []
+        if lacks:
+            package = "libdw1 (Debian, Ubuntu) or elfutils-libs" if "libdw.so.1" in lacks else "the package that has it"
+            yield Line("tools", "nsys", f"{nsys}: records, but its QdstrmImporter lacks {', '.join(lacks)}", BAD,
+                       f"install {package}; then .qdstrm files become .nsys-rep")  # fmt: skip
+        elif importer is None and compute:
+            yield Line("tools", "nsys", f"{nsys} (Nsight Compute's): no QdstrmImporter beside it", BAD,
+                       "it records and cannot make a report of it: install Nsight Systems")  # fmt: skip
+        else:
+            yield Line("tools", "nsys", f"{nsys} (of Nsight Compute)" if compute else str(nsys), GOOD)
+    yield _py_spy()
+
+
+def _missing_libraries(program: Path) -> list[str]:
+    """Shared libraries that the loader does not find for a program; its wrapper sets the folder beside it."""
+    beside = f"{program.parent}:{os.environ.get('LD_LIBRARY_PATH', '')}"
+    try:
+        done = subprocess.run(["ldd", str(program)], capture_output=True, text=True, check=False, timeout=20,
+                              env={**os.environ, "LD_LIBRARY_PATH": beside})  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.split()[0] for line in done.stdout.splitlines() if "not found" in line]
+
+
+def _py_spy() -> Line:
+    from kvprobe.probe.stacks import py_spy, usable
+
+    if py_spy() is None:
+        return Line("tools", "py-spy", "not installed", BAD, "pip install py-spy: it names the Python line that waits")
+    scope = "?"
+    with contextlib.suppress(OSError):
+        scope = Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip()
+    capable = _has_capability(19)  # CAP_SYS_PTRACE
+    state = f"ptrace_scope {scope}, CAP_SYS_PTRACE {'yes' if capable else 'no'}"
+    target = subprocess.Popen([sys.executable, "-c", "print(flush=True); input()"], stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
+    try:
+        assert target.stdout
+        target.stdout.readline()  # it is past its start
+        reason = usable(target.pid)
+    finally:
+        target.kill()
+        target.communicate()
+    if not reason:
+        return Line("tools", "py-spy", f"looks into other processes ({state})", GOOD)
+    return Line("tools", "py-spy", f"{reason} ({state})", BAD,
+                "sysctl kernel.yama.ptrace_scope=0, or docker run --cap-add SYS_PTRACE; until then stacks come from "
+                "inside the process")  # fmt: skip
+
+
+def _has_capability(number: int) -> bool:
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        text = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff:"))
+        return bool(int(text.split()[1], 16) >> number & 1)
+    return False
+
+
+def _native() -> Iterator[Line]:
+    from kvprobe.native.library import LIB, core
+
+    missing = [name for name in LIBRARIES if not (LIB / name).exists()]
+    try:
+        clock = core().kvp_clock_name().decode()
+    except KvprobeError as error:
+        yield Line("kvprobe", "native libraries", str(error), BAD,
+                   "install a C compiler, then python -m kvprobe.native.build")  # fmt: skip
+        return
+    yield Line("kvprobe", "native libraries", f"{', '.join(missing)} missing" if missing else "built",
+               BAD if missing else GOOD, "python -m kvprobe.native.build" if missing else "")  # fmt: skip
+    yield Line("kvprobe", "clock", clock, UNKNOWN if clock == "clock_gettime" else GOOD,
+               "the CPU's counter is not invariant here: a reading costs 23 ns instead of 10"
+               if clock == "clock_gettime" else "")  # fmt: skip
+
+
+def _servers() -> Iterator[Line]:
+    found = {}
+    for name in SERVERS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    for name, version in found.items():
+        yield Line("servers", name, version, GOOD, "`kvprobe patches` says which adapters apply")
+    if not found:
+        yield Line("servers", "servers", "none of " + ", ".join(SERVERS), UNKNOWN,
+                   "run doctor in the server's own environment to see its version")  # fmt: skip
+
+
+def _print(lines: list[Line]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for ratio in (None, 3, None, 4):
+        table.add_column(ratio=ratio, overflow="fold")
+    topic = ""
+    for line in lines:
+        if line.topic != topic:
+            topic = line.topic
+            table.add_row(Text(topic, style="bold"))
+        colour = {GOOD: "green", BAD: "red", UNKNOWN: "yellow"}[line.verdict]
+        table.add_row(Text(f"  {line.name}"), Text(line.value), Text(f"{MARKS[line.verdict]} {line.verdict}", colour),
+                      Text(line.todo))  # fmt: skip
+    Console().print(table)

@@ -1,0 +1,101 @@
+"""`kvprobe doctor`: what it finds in an environment that a test has made, and that it never imports torch unasked."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def _doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "KVHOST_", "NVTX_"))}
+    return subprocess.run([sys.executable, "-m", "kvprobe.cli", "doctor", "--device", "host", *arguments],
+                          capture_output=True, text=True, check=False, env={**kept, **environment})  # fmt: skip
+
+
+def _lines(**environment: str) -> dict[str, dict[str, Any]]:
+    done = _doctor("--json", **environment)
+    assert done.returncode == 0, done.stderr
+    return {line["name"]: line for line in json.loads(done.stdout)["checks"]}
+
+
+def test_the_queue_is_measured_in_this_environment() -> None:
+    lines = _lines(CUDA_SCALE_LAUNCH_QUEUES="0.5x", CUDA_DEVICE_MAX_CONNECTIONS="2", CUDA_MODULE_LOADING="EAGER")
+    assert lines["depth"]["value"].startswith("510 operations") or lines["depth"]["value"].startswith("509 operations")
+    assert lines["depth"]["verdict"] == "bad"
+    assert lines["channels"]["value"].startswith("2 that streams share")
+    assert lines["CUDA_SCALE_LAUNCH_QUEUES"]["verdict"] == "bad"
+    assert lines["CUDA_DEVICE_MAX_CONNECTIONS"]["verdict"] == "bad"
+    assert lines["CUDA_MODULE_LOADING"]["verdict"] == "good"
+    assert "GB/s" in lines["H2D"]["value"]
+
+
+def test_values_that_the_driver_ignores_are_called_so() -> None:
+    lines = _lines(CUDA_SCALE_LAUNCH_QUEUES="8x", CUDA_DEVICE_MAX_CONNECTIONS="64", LD_PRELOAD="/absent/lib.so")
+    assert "counts as 1x" in lines["CUDA_SCALE_LAUNCH_QUEUES"]["todo"]
+    assert "ignores it" in lines["CUDA_DEVICE_MAX_CONNECTIONS"]["todo"]
+    assert lines["LD_PRELOAD"]["todo"] == "/absent/lib.so does not exist"
+    assert lines["channels"]["value"].startswith("4 that streams share")
+
+
+def test_a_larger_queue_comes_with_the_jetson_warning() -> None:
+    line = _lines(CUDA_SCALE_LAUNCH_QUEUES="4x")["CUDA_SCALE_LAUNCH_QUEUES"]
+    assert "Jetson" in line["todo"]
+
+
+def test_every_line_has_a_verdict_as_a_word_and_bad_ones_say_what_to_do() -> None:
+    lines = _lines(CUDA_SCALE_LAUNCH_QUEUES="0.25x")
+    assert {line["verdict"] for line in lines.values()} <= {"good", "bad", "unknown"}
+    assert all(line["todo"] for line in lines.values() if line["verdict"] == "bad")
+    done = _doctor(COLUMNS="160")
+    assert done.returncode == 0
+    assert "+ good" in done.stdout
+
+
+def test_an_nsys_without_libdw_is_told_from_one_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvprobe.commands import doctor
+
+    for name in ("nsys", "QdstrmImporter", "ldd"):
+        program = tmp_path / name
+        text = '#!/bin/sh\necho "	libdw.so.1 => not found"\n' if name == "ldd" else "#!/bin/sh\n"
+        program.write_text(text)
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    line = next(line for line in doctor._tools() if line.name == "nsys")
+    assert (line.verdict, line.value) == ("bad", f"{tmp_path}/nsys: records, but its QdstrmImporter lacks libdw.so.1")
+    assert "libdw1" in line.todo
+    (tmp_path / "ldd").write_text("#!/bin/sh\n")
+    assert next(line for line in doctor._tools() if line.name == "nsys").verdict == "good"
+
+
+def test_servers_and_torch_are_found_by_their_metadata_alone(tmp_path: Path) -> None:
+    for name, version in (("vllm", "0.32.0"), ("torch", "9.9.0")):
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('imported')")
+        (tmp_path / name / "version.py").write_text("__version__ = '9.9.0'\ncuda: Optional[str] = '13.0'\n")
+    lines = _lines(PYTHONPATH=str(tmp_path))
+    assert lines["vllm"]["value"] == "0.32.0"
+    assert lines["torch"]["value"] == "9.9.0, built for CUDA 13.0"
+
+
+def test_without_a_gpu_cuda_is_a_line_and_no_error() -> None:
+    from kvprobe.cuda.runtime import gpu_present
+
+    if gpu_present():
+        pytest.skip("there is a GPU")
+    kept = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    done = subprocess.run([sys.executable, "-m", "kvprobe.cli", "doctor", "--json", "--device", "cuda"],
+                          capture_output=True, text=True, check=False, env=kept)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = {line["name"]: line for line in json.loads(done.stdout)["checks"]}
+    assert lines["CUDA runtime"]["verdict"] == "bad"
+    assert "depth" not in lines
