@@ -21,7 +21,7 @@ import numpy as np
 
 from kvprobe.errors import RecordingError
 from kvprobe.recordings import vocabulary as words
-from kvprobe.recordings.assemble import join, link, sorted_table, stream_rows
+from kvprobe.recordings.assemble import distinct, is_kind, join, link, sorted_table, stream_rows
 from kvprobe.recordings.kineto_scan import BROKEN, END, META, Scanner, scanner
 from kvprobe.recordings.model import Array, CallKind, Engine, RangeStyle, Recording, Source, Table
 
@@ -269,7 +269,7 @@ class _Reader:
         start = rows["start_ns"]
         end = start + rows["dur_ns"]
         codes = rows["category"]
-        for code in np.unique(codes).tolist():
+        for code in distinct(codes):
             at = np.flatnonzero(codes == code)
             mine = rows[at]
             if code == META:
@@ -335,7 +335,7 @@ class _Reader:
             kinds = np.array([words.call_kind(name) for name in self.names.list], dtype=np.uint8)
             directions = np.array([words.call_direction(name) for name in self.names.list], dtype=np.uint8)
             calls["kind"], calls["direction"] = kinds[calls["name"]], directions[calls["name"]]
-            calls["count"] = np.isin(calls["kind"], (CallKind.COPY, CallKind.COPY_SYNC)).astype(np.int32)
+            calls["count"] = is_kind(calls["kind"], (CallKind.COPY, CallKind.COPY_SYNC)).astype(np.int32)
         streams: dict[str, Array] = {}
         if executions:
             zero = np.zeros(len(executions["start_ns"]), dtype=np.int32)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvprobe.recordings.assemble import distinct
 from kvprobe.recordings.model import Array
 
 __all__ = ["BROKEN", "END", "META", "MORE", "ROW", "Scanner", "native_library", "scanner"]
@@ -130,7 +131,7 @@ class Scanner:
             known = self._maps[id(index)] = grown
         out = known[numbers]
         if (out < 0).any():
-            for number in np.unique(numbers[out < 0]).tolist():
+            for number in distinct(numbers[out < 0]):
                 known[number] = index[self.text(number)]
             out = known[numbers]
         return out

@@ -14,7 +14,7 @@ from typing import Literal, cast
 
 import numpy as np
 
-from kvprobe.recordings.assemble import correlation_keys
+from kvprobe.recordings.assemble import correlation_keys, distinct, is_kind
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording
 
 __all__ = ["Occupancy", "StreamOccupancy", "depth_series", "group_ns", "innermost_range", "occupancy"]
@@ -167,7 +167,7 @@ def occupancy(recording: Recording, *, use_labels: bool = True, by_channel: bool
 
 def _queues(recording: Recording, by_channel: bool) -> Iterator[StreamOccupancy]:
     calls, streams = recording.calls, recording.streams
-    rows = np.flatnonzero(np.isin(calls["kind"], SUBMITTING))
+    rows = np.flatnonzero(is_kind(calls["kind"], SUBMITTING))
     if not len(rows):
         return
     start = calls["start_ns"][rows]
@@ -348,7 +348,7 @@ def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> Non
     judged = (calls["memory"][rows] != Memory.PAGEABLE) & (calls["kind"][rows] != CallKind.GRAPH)
     shallow = judged & (depth < _SHALLOW * deepest) if deepest >= _LEAST_DEPTH else judged
     floor: dict[int, float] = {}
-    for name in np.unique(names).tolist():
+    for name in distinct(names):
         mine = names == name
         sample = duration[mine & shallow]
         if len(sample) < 20:  # full from the start: the cheapest calls stand for the shallow ones
@@ -358,8 +358,8 @@ def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> Non
                 if len(sample)
                 else (every[: max(1, len(every) // 10)])
             )
-        queue.baseline_ns[name] = int(np.median(sample))
-        floor[name] = float(np.percentile(sample, 95))
+        queue.baseline_ns[name] = int(_quantile(sample, 0.5))
+        floor[name] = _quantile(sample, 0.95)
     if deepest < _LEAST_DEPTH:
         queue.reason = f"never more than {deepest} submissions outstanding"
         return
@@ -370,7 +370,7 @@ def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> Non
     limit = np.maximum(_lookup(names, floor), 1.5 * baseline)
     excess = np.maximum(duration - limit, 0.0)
     slow = np.zeros(len(rows), dtype=bool)
-    for name in np.unique(names[at_top]).tolist():
+    for name in distinct(names[at_top]):
         mine = names == name
         top, below = mine & at_top, mine & shallow
         typical = float(excess[below].mean()) if below.sum() >= 20 else 0.1 * queue.baseline_ns[name]
@@ -422,6 +422,12 @@ def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> Non
     queue.reason = (
         f"{what}; {queue.aligned:.0%} of them return when the stream moves on ({queue.chance:.0%} would by chance)"
     )
+
+
+def _quantile(values: Array, share: float) -> float:
+    """The value below which this share of the values lies."""
+    at = round(share * (len(values) - 1))
+    return float(np.partition(values, at)[at])
 
 
 def _lookup(names: Array, table: dict[int, int] | dict[int, float]) -> Array:
@@ -492,7 +498,7 @@ def _labelled(recording: Recording) -> Array:
     order = np.argsort(call_keys, kind="stable")
     at = np.minimum(np.searchsorted(call_keys[order], keys), len(order) - 1)
     rows = np.where((keys >= 0) & (call_keys[order[at]] == keys), order[at], -1)
-    submitting = np.flatnonzero(np.isin(calls["kind"], SUBMITTING))
+    submitting = np.flatnonzero(is_kind(calls["kind"], SUBMITTING))
     starts, ends = calls["start_ns"][submitting], calls["end_ns"][submitting]
     for i in np.flatnonzero(rows < 0).tolist():
         begin, end = int(labels["start_ns"][full[i]]), int(labels["end_ns"][full[i]])
@@ -530,7 +536,7 @@ def _infer_from_submissions(recording: Recording, queue: StreamOccupancy) -> Non
     known_depth = recording.machine.get("queue_depth")
     judged = (calls["memory"][rows] != Memory.PAGEABLE) & (calls["kind"][rows] != CallKind.GRAPH)
     base = np.zeros(len(rows))
-    for name in np.unique(calls["name"][rows]).tolist():
+    for name in distinct(calls["name"][rows]):
         mine = calls["name"][rows] == name
         early = duration[mine & (position < 200)]
         queue.baseline_ns[name] = int(np.median(early if len(early) else duration[mine]))

@@ -25,6 +25,8 @@ FILES = {
 class Shared:
     """The public recordings beside the repository, read once each."""
 
+    files = FILES
+
     def __init__(self) -> None:
         self.opened = {}
 

@@ -20,8 +20,6 @@ from kvprobe.errors import KvprobeError
 from kvprobe.recordings import kineto, open_recording, parquet
 from kvprobe.recordings.occupancy import occupancy
 
-from conftest import DATA, FILES  # isort: skip  # the folder is on sys.path, see there
-
 SECONDS = 20  # far above what any of these takes; a hang is what is looked for
 
 
@@ -250,8 +248,8 @@ def test_public_recordings_are_never_changed(shared):
              "mfu_before": "124548916b836437", "mfu_after": "d6ea513e9a9075d3", "extrap": "efaff06890b5801f",
              "owlv2": "39adba69c1922b71", "b200": "7f5e9c9dc4ba7137", "param": "948d4e5de9dcffcb",
              "resnet50": "5d8edeb9f5279fdb"}  # fmt: skip
-    for name in FILES:
+    for name in shared.files:
         shared.open(name)
         assert hashlib.sha256(shared.path(name).read_bytes()).hexdigest().startswith(known[name])
         beside = sorted(p.name for p in shared.path(name).parent.iterdir() if p.suffix in ("-wal", "-journal", "-shm"))
-        assert not beside, DATA
+        assert not beside
