@@ -42,6 +42,7 @@ def build_page(
     story: Story | None = None,
     title: str | None = None,
     interactive: bool = False,
+    extra: Sequence[Section] = (),
 ) -> str:
     """The page as text.
 
@@ -52,6 +53,7 @@ def build_page(
         story: the demo's own measurements.
         title: of the page; by default the names of the recorded files.
         interactive: draw with plotly (adds 4.6 MiB) in place of the page's own script.
+        extra: sections of the caller's own, shown first.
 
     Raises:
         UsageError: there is neither a recording nor a story.
@@ -74,7 +76,7 @@ def build_page(
         else:
             sections += [one for one in view.sections if one.id in ("streams", "ranks", "stacks", "decisions")]
         shown, lead = view.findings, view.lead
-    sections = [one for one in sections if one.charts or one.tables]
+    sections = [one for one in (*extra, *sections) if one.charts or one.tables]
     provenance, commands, notes = _provenance(recording, story)
     drawn = [chart for one in sections for chart in one.charts] + [one["chart"] for one in shown or [] if one["chart"]]
     return _render(
@@ -100,6 +102,7 @@ def write_report(
     story: Story | None = None,
     title: str | None = None,
     interactive: bool = False,
+    extra: Sequence[Section] = (),
 ) -> Path:
     """Writes the page to `path` in one step: a reader sees the old file or the new one, never half of one.
 
@@ -107,7 +110,8 @@ def write_report(
         UsageError: `path` cannot be written (see `check_writable`, which a command calls before its work).
     """
     target = check_writable(path)
-    page = build_page(recording, findings=findings, queues=queues, story=story, title=title, interactive=interactive)
+    page = build_page(recording, findings=findings, queues=queues, story=story, title=title, interactive=interactive,
+                      extra=extra)  # fmt: skip
     write_whole(target, page)
     return target
 

@@ -81,11 +81,11 @@ def hollow() -> Iterator[None]:
             kind = type(parameter)
             module._parameters[name] = kind(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
-    torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+    torch.nn.Module.register_parameter = register
     try:
         yield
     finally:
-        torch.nn.Module.register_parameter = original  # type: ignore[method-assign]
+        torch.nn.Module.register_parameter = original
 
 
 def _files(folder: Path) -> list[Path]:

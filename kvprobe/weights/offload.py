@@ -109,6 +109,7 @@ class WeightOffload:
         self.active = False
         self.notes: list[str] = []
         self.load_ns = 0
+        self._window: Window | None = None
         if runtime is None:
             return
         began = core().kvp_now_ns()
@@ -120,7 +121,6 @@ class WeightOffload:
         self._hooks: list[Any] = []
         self._depth, self._thread = 0, 0
         self._saving: dict[int, Any] = {}
-        self._window: Window | None = None
         self._recorder = Recorder("transfers" if os.environ.get("KVPROBE_RUN") else "off")
         try:
             self._place(hollow, stream)
@@ -343,6 +343,8 @@ class WeightOffload:
 
         current, plan = self._need(), self.plan
         slots = min(window + 1, len(plan.units))
+        if slots == plan.slots:
+            return
         if slots < 1:
             raise UsageError(f"the window is at least 0, not {window}")
         need = plan.device_bytes + (slots - plan.slots) * plan.slot_bytes
@@ -371,6 +373,11 @@ class WeightOffload:
         return self._host.pin_ns if self.active else 0
 
     @property
+    def copy_stream(self) -> int:
+        """Handle of the stream that copies run on; 0 where nothing is offloaded."""
+        return self._window.stream if self._window is not None else 0
+
+    @property
     def forwards(self) -> list[Forward]:
         """The forwards measured so far, oldest first; waits for those under way."""
         if not self.active:
@@ -378,6 +385,13 @@ class WeightOffload:
         window = self._need()
         window.timeline.drain()
         return list(window.timeline.forwards)
+
+    def reset_profile(self) -> None:
+        """Forgets the forwards measured so far: what comes next is of another kind."""
+        if self.active:
+            timeline = self._need().timeline
+            timeline.drain()
+            timeline.forwards.clear()
 
     def profile(self) -> WeightProfile:
         """What the forwards so far consisted of, and what other windows would give; waits for those under way.

@@ -145,16 +145,11 @@ class WeightProfile:
         return asdict(self)
 
 
-def typical(forwards: Sequence[Forward], copies_of: Sequence[Forward] | None = None) -> Typical:
-    """The forward made of medians; of forwards with the newest one's sequence of units.
-
-    Args:
-        forwards: measured.
-        copies_of: where copy times come from; default: `forwards`.
-    """
+def typical(forwards: Sequence[Forward]) -> Typical:
+    """The forward made of medians, of those forwards that have the newest one's sequence of units."""
     sequence = [visit.unit for visit in forwards[-1].visits]
     same = [one for one in forwards if [visit.unit for visit in one.visits] == sequence]
-    copy_ns = _copies(copies_of or forwards)
+    copy_ns = _copies(forwards)
     steps = []
     for i, unit in enumerate(sequence):
         before = [(one.visits[i - 1].leave_ns if i else one.start_ns) for one in same]
@@ -177,7 +172,7 @@ def profile(forwards: Sequence[Forward], names: Sequence[str], sizes: Sequence[i
     """
     window = forwards[-1].window
     mine = _steady([one for one in forwards if one.window == window])
-    middle = typical(mine, _steady(forwards))
+    middle = typical(mine)
     measured = {}
     for width in sorted({one.window for one in forwards}):
         those = _steady([one for one in forwards if one.window == width])

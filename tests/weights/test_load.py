@@ -148,7 +148,7 @@ def test_a_damaged_checkpoint_is_one_clear_error(checkpoint, damage):
 
 
 def test_a_folder_without_a_checkpoint_is_wrong_usage(tmp_path):
-    with pytest.raises(UsageError, match="config.json"):
+    with pytest.raises(UsageError, match=r"config\.json"):
         load(tmp_path, gpu_fraction=0.5)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UsageError, match="safetensors"):

@@ -1,0 +1,218 @@
+"""`kvprobe weights`: run a model with its weights partly in CPU memory, and say what each window gives."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from kvprobe.reporting.views import Section
+    from kvprobe.weights import WeightOffload, WeightProfile
+
+MEASURED = (0, 1, 2, 4)  # windows that are run, where the memory allowed holds them
+
+
+@click.command(short_help="Run a model with its weights partly in CPU memory, and profile it.")
+@click.argument("model", metavar="MODEL_DIR", type=click.Path(path_type=Path))
+@click.option("--gpu-fraction", type=float, help="Share of the weights' bytes on the GPU; 1: no offload.")
+@click.option("--gpu-bytes", type=int, help="The same in bytes.")
+@click.option("--window", default="auto", show_default=True, help="Layers copied ahead: auto, a number, or 512MiB.")
+@click.option("--device", type=click.Choice(["auto", "host", "cuda"]), default="auto", show_default=True,
+              help="The GPU, the embedded host runtime, or whichever there is.")  # fmt: skip
+@click.option("--tokens", type=click.IntRange(1), default=128, show_default=True, help="Tokens of a forward.")
+@click.option("--forwards", type=click.IntRange(2, 1000), default=6, show_default=True, help="Forwards a window.")
+@click.option("--report", type=click.Path(dir_okay=False, path_type=Path), default=Path("kvprobe-weights.html"),
+              show_default=True, help="Where the HTML report goes.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the tables.")
+def command(
+    model: Path,
+    gpu_fraction: float | None,
+    gpu_bytes: int | None,
+    window: str,
+    device: str,
+    tokens: int,
+    forwards: int,
+    report: Path,
+    as_json: bool,
+) -> None:
+    """Run a local transformers checkpoint with its weights partly in CPU memory, and profile it.
+
+    Prints the time that loading weights took beside the computation, layer by layer, and what other windows give.
+    """
+    from kvprobe.reporting import check_writable
+
+    check_writable(report)
+    from kvprobe.errors import UsageError
+    from kvprobe.weights import load
+
+    if gpu_fraction is None and gpu_bytes is None:
+        raise UsageError("say how much of the weights may be on the GPU: --gpu-fraction 0.5, or --gpu-bytes")
+    with load(model, gpu_fraction=gpu_fraction, gpu_bytes=gpu_bytes, window=window, device=device) as held:
+        outcome = _run(held, tokens, forwards)
+        if held.active:
+            profile = held.profile()
+            outcome |= {"profile": profile.to_dict(), "report": str(report)}
+            _write(held, profile, outcome, report, str(model))
+        if as_json:
+            click.echo(json.dumps(outcome))
+        elif not held.active:
+            click.echo(f"Nothing is offloaded: all weights fit. A forward of {tokens} tokens takes "
+                       f"{_ms(outcome['forward_ns'])}.")  # fmt: skip
+        else:
+            _show(outcome, profile)
+
+
+def _run(held: WeightOffload, tokens: int, forwards: int) -> dict[str, Any]:
+    """Forwards under every window that fits, the one asked for last; the plan and the times that need no profile."""
+    import time
+
+    import torch
+
+    from kvprobe.errors import KvprobeError, UsageError
+
+    first = next(parameter for parameter in held.model.parameters())
+    cuda = torch.cuda.is_available() and (held.runtime.provider == "cuda" if held.active else first.is_cuda)
+    limit = getattr(held.model.config, "max_position_embeddings", None) or tokens
+    if tokens > limit:
+        raise UsageError(f"--tokens {tokens} is more than the {limit} that this model takes")
+    threads = torch.get_num_threads()
+    if not cuda:  # the host runtime's copy engine is a thread that needs a processor of its own
+        torch.set_num_threads(max(threads - 1, 1))
+    ids = torch.randint(0, held.model.config.vocab_size, (1, tokens), device="cuda" if cuda else "cpu")
+
+    def forward() -> float:
+        began = time.perf_counter_ns()
+        try:
+            held.model(ids)
+            if cuda:
+                torch.cuda.synchronize()
+        except RuntimeError as error:
+            raise KvprobeError(f"the forward failed: {str(error).splitlines()[0]}") from None
+        return time.perf_counter_ns() - began
+
+    plan = held.plan
+    with torch.inference_mode():
+        times = []
+        own = plan.slots - 1
+        widths = [own]
+        if held.active:
+            widths = [width for width in MEASURED if width != own and width + 1 <= len(plan.units)
+                      and plan.device_bytes + (width - own) * plan.slot_bytes <= plan.limit_bytes]  # fmt: skip
+            for width in (*widths, own):
+                held.set_window(width)
+                for _ in range(forwards):
+                    forward()
+        else:
+            times = sorted(forward() for _ in range(forwards))
+    torch.set_num_threads(threads)
+    return {
+        "tokens": tokens,
+        "total_bytes": plan.total_bytes,
+        "limit_bytes": plan.limit_bytes,
+        "gpu_bytes": held.gpu_bytes,
+        "offloaded_bytes": plan.offloaded_bytes,
+        "offloaded_layers": len(plan.units),
+        "grain": plan.grain,
+        "pinned_bytes": held.pinned_bytes,
+        "pin_ns": held.pin_ns,
+        "notes": held.notes,
+        **({"forward_ns": times[len(times) // 2]} if times else {}),
+    }
+
+
+def _write(held: WeightOffload, profile: WeightProfile, outcome: dict[str, Any], path: Path, model: str) -> None:
+    from kvprobe.diagnosis import diagnose
+    from kvprobe.reporting import write_report
+    from kvprobe.weights import recording_of
+
+    recording = recording_of(held, model, shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))
+    title = f"Weights of {Path(model).name}: {held.gpu_bytes / held.plan.total_bytes:.0%} on the GPU"
+    write_report(recording, path, findings=diagnose(recording), title=title, extra=[section(profile, outcome)])
+
+
+def section(profile: WeightProfile, outcome: dict[str, Any]) -> Section:
+    """The report's part on weights: load time beside computation, windows, layers."""
+    from kvprobe.reporting.views import Section, table
+
+    windows = [[name, (_ms(ns), ns), _cell(profile.measured.get(name))] for name, ns in profile.predicted.items()]
+    layers = [
+        [one.name, (_mib(one.bytes), one.bytes), (_ms(one.copy_ns), one.copy_ns), (_ms(one.compute_ns), one.compute_ns),
+         (_ms(one.wait_ns), one.wait_ns), (f"{one.hidden:.0%}", one.hidden)]
+        for one in profile.layers
+    ]  # fmt: skip
+    lead = (f"{outcome['offloaded_layers']} {'layers' if outcome['grain'] == 'blocks' else 'leaf modules'} of "
+            f"{_mib(outcome['offloaded_bytes'])} live in CPU memory and are copied in each forward; "
+            f"{_mib(outcome['gpu_bytes'])} of GPU memory hold the rest and the window.")  # fmt: skip
+    return Section(
+        "weights",
+        "Weights",
+        lead,
+        tables=[
+            table("A forward", ["", "Time", "Of the forward"], _summary(profile)),
+            table("Windows", ["Layers ahead", "Predicted", "Measured"], windows,
+                  "predicted from the measured copy and computation times of each layer"),
+            table("Layers in CPU memory", ["Layer", "Size", "Copy", "Computation", "Exposed wait", "Hidden"], layers),
+        ],
+    )  # fmt: skip
+
+
+def _summary(profile: WeightProfile) -> list[list[Any]]:
+    """Weight load time beside computation time."""
+    def share(ns: float) -> tuple[str, float]:
+        return f"{ns / profile.forward_ns:.0%}", ns / profile.forward_ns
+
+    rows = (("weight load (copies)", profile.copy_ns), ("computation", profile.compute_ns),
+            ("exposed wait for weights", profile.wait_ns), ("whole forward", profile.forward_ns),
+            ("bound: max(copies, computation)", profile.bound_ns))  # fmt: skip
+    return [[text, (_ms(ns), ns), share(ns)] for text, ns in rows]
+
+
+def _show(outcome: dict[str, Any], profile: WeightProfile) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title=f"A forward of {outcome['tokens']} tokens, window {profile.window}: "
+                        f"{_mib(profile.bytes)} copied at {profile.link_bytes_per_s / 1e9:.1f} GB/s, "
+                        f"{profile.hidden:.0%} of the copy time hidden")  # fmt: skip
+    for name in ("", "time", "of the forward"):
+        table.add_column(name, justify="left" if not name else "right")
+    for text, (time, _), (share, _) in _summary(profile):
+        table.add_row(text, time, share)
+    console.print(table)
+    table = Table(title="Windows: forward time")
+    for name in ("layers ahead", "predicted", "measured"):
+        table.add_column(name, justify="right")
+    for name, ns in profile.predicted.items():
+        table.add_row(name, _ms(ns), _cell(profile.measured.get(name))[0])
+    console.print(table)
+    table = Table(title=f"{outcome['offloaded_layers']} {outcome['grain']} in CPU memory")
+    for name in ("layer", "size", "copy", "computation", "exposed wait", "hidden"):
+        table.add_column(name, justify="left" if name == "layer" else "right")
+    for one in profile.layers:
+        table.add_row(one.name, _mib(one.bytes), _ms(one.copy_ns), _ms(one.compute_ns), _ms(one.wait_ns),
+                      f"{one.hidden:.0%}")  # fmt: skip
+    console.print(table)
+    console.print(f"GPU memory for weights: {_mib(outcome['gpu_bytes'])} of {_mib(outcome['limit_bytes'])} allowed; "
+                  f"pinned: {_mib(outcome['pinned_bytes'])}, allocated in {_ms(outcome['pin_ns'])}",
+                  highlight=False)  # fmt: skip
+    for note in outcome["notes"]:
+        console.print(note, highlight=False)
+    console.print(f"report: {outcome['report']}", highlight=False)
+
+
+def _ms(ns: float) -> str:
+    return f"{ns / 1e6:,.2f} ms"
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def _cell(ns: float | None) -> tuple[str, float | None]:
+    return (_ms(ns), ns) if ns is not None else ("not run", None)
