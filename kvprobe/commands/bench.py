@@ -1,0 +1,265 @@
+"""`kvprobe bench`: stream policies and copy methods of this machine, compared in one run, interleaved, as ratios."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes as ct
+import json
+import logging
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from kvprobe.cuda import Runtime
+    from kvprobe.launchqueue import QueueLimits
+
+__all__ = ["command", "copy_methods", "policies"]
+
+POLICIES = ("shared", "pooled", "auto")
+FIGURES = {  # figure of a round -> what it is called in the table; of all but the last two, less is better
+    "submit_ns": "a copy's submission", "submit_p99_ns": "submission p99", "longest_call_ns": "longest call",
+    "step_p50_ns": "step p50", "step_p99_ns": "step p99", "bytes_per_s": "GB/s", "requests_per_s": "requests/s",
+}  # fmt: skip
+BLOCKS = (4096, 16384, 65536, 262144, 1048576)
+BATCH_BYTES = 32 << 20  # moved by one measurement of a copy method, or BATCH_COPIES if that is less
+BATCH_COPIES = 512  # fewer than a queue holds: the copying is measured, not the waiting
+ROUNDS = 3  # at least: a spread needs them
+
+
+@click.command(short_help="Compare the stream policies and copy methods of this machine, interleaved.")
+@click.option("--device", type=click.Choice(["auto", "host", "cuda"]), default="auto", show_default=True,
+              help="The GPU, the embedded host runtime, or whichever there is.")  # fmt: skip
+@click.option("--seconds", default=20.0, show_default=True, type=click.FloatRange(2, 3600), help="About how long.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+def command(device: str, seconds: float, as_json: bool) -> None:
+    """Run the workload of `kvprobe demo` under shared, pooled and auto by turns, and copies in a loop and in batches.
+
+    Every figure is a median over rounds; ratios are taken within a round, so that what slows the machine for a while
+    slows both sides. The spread is that of the rounds' ratios, lowest to highest.
+    """
+    from kvprobe.cuda import find_runtime
+    from kvprobe.launchqueue import calibrate
+
+    if device != "host":
+        with contextlib.suppress(ImportError):  # the runtime must be the one that torch has loaded
+            import torch  # noqa: F401
+    runtime = find_runtime(device)
+    limits = calibrate(runtime, cache=False)
+    with _quiet():
+        outcome: dict[str, Any] = {"provider": runtime.provider, **asdict(limits)}
+        outcome["copy_methods"] = copy_methods(runtime, seconds * 0.2)
+        outcome["policies"] = policies(runtime, limits, seconds * 0.8)
+    click.echo(json.dumps(outcome, indent=1)) if as_json else _show(outcome)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without a line for each switch of a policy."""
+    log = logging.getLogger("kvprobe")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def summary(rounds: dict[str, list[float]], floor: str) -> dict[str, Any]:
+    """Medians and, against `floor`, the medians and ranges of the ratios within each round."""
+    result: dict[str, Any] = {}
+    for name, values in rounds.items():
+        ratios = [value / base for value, base in zip(values, rounds[floor], strict=True) if base]
+        result[name] = {"median": statistics.median(values)}
+        if ratios:
+            result[name].update(ratio=statistics.median(ratios), ratio_low=min(ratios), ratio_high=max(ratios))
+    return result
+
+
+# -- policies --------------------------------------------------------------------------------------------------------
+
+
+def policies(runtime: Runtime, limits: QueueLimits, seconds: float) -> dict[str, Any]:
+    """Rounds of shared, pooled, auto on one machine; a figure -> policy -> median, ratio to shared, and its range."""
+    from kvprobe.workload import Machine, Server, shape_for
+
+    shape = shape_for(runtime, limits)
+    machine = Machine(runtime, shape)
+    rounds = max(int(seconds / (len(POLICIES) * 1.5)), ROUNDS)
+    length = seconds / rounds / len(POLICIES)
+    figures: dict[str, dict[str, list[float]]] = {name: {policy: [] for policy in POLICIES} for name in FIGURES}
+    try:
+        for number in range(rounds):
+            for place in range(len(POLICIES)):  # ABC, BCA, CAB: nobody always comes after the same neighbour
+                policy = POLICIES[(number + place) % len(POLICIES)]
+                server = Server(machine, limits, policy, "off")
+                for name, value in _round(server, length).items():
+                    figures[name][policy].append(value)
+    finally:
+        machine.close()
+    return {
+        "rounds": rounds, "seconds_a_round": length, "copy_bytes": shape.piece_bytes,
+        "link_bytes_per_s": shape.link_bytes_per_s,
+        "figures": {name: summary(values, "shared") for name, values in figures.items()},
+    }  # fmt: skip
+
+
+def _round(server: Any, seconds: float) -> dict[str, float]:
+    """One policy's turn."""
+    import numpy as np
+
+    from kvprobe.probe.ring import read_ring
+
+    try:
+        measured = server.run(seconds)
+        snapshot = read_ring(server.engine.recorder.path)
+    finally:
+        server.close()
+    calls, slots = snapshot.records(), snapshot.slots()
+    calls, slots = calls[calls["call"] == 1], slots[slots["call"] == 1]
+    steps = np.array([duration for _, duration in measured.steps])
+    length_s = (measured.end_ns - measured.start_ns) / 1e9
+    return {
+        "submit_ns": float(slots["dur_ns"].sum() / max(slots["count"].sum(), 1)),
+        "submit_p99_ns": float(np.percentile(calls["dur_ns"], 99)) if len(calls) else 0.0,
+        "longest_call_ns": float(slots["max_ns"].max(initial=0)),
+        "step_p50_ns": float(np.percentile(steps, 50)),
+        "step_p99_ns": float(np.percentile(steps, 99)),
+        "bytes_per_s": measured.bytes_loaded / length_s,
+        "requests_per_s": measured.requests / length_s,
+    }
+
+
+# -- copy methods ----------------------------------------------------------------------------------------------------
+
+
+def copy_methods(runtime: Runtime, seconds: float) -> dict[str, Any]:
+    """GB/s and host time a copy of scattered blocks: one call each, and one batch, against one large copy."""
+    import numpy as np
+
+    from kvprobe.cuda.memory import Buffer
+    from kvprobe.native.library import core
+
+    methods = ("loop", "batch") if runtime.address("cudaMemcpyBatchAsync") else ("loop",)
+    size = 2 * BATCH_BYTES
+    device, host = Buffer(runtime, size, "device"), Buffer(runtime, size, "pinned")
+    stream, start, end = runtime.stream_create(), runtime.event_create(True), runtime.event_create(True)
+    random = np.random.default_rng(1)
+    result: dict[str, Any] = {"link_bytes_per_s": {}, "blocks": []}
+    rounds = max(min(int(seconds / (2 * len(BLOCKS) * len(methods) * 0.02)), 25), ROUNDS)
+    now = core().kvp_now_ns
+    try:
+        for kind in ("h2d", "d2h"):
+            to, source = (device, host) if kind == "h2d" else (host, device)
+            rates = []
+            for _ in range(ROUNDS + 1):  # the first one wakes the link
+                runtime.event_record(start, stream)
+                runtime.memcpy_async(to.address, source.address, size, kind, stream)
+                runtime.event_record(end, stream)
+                runtime.event_synchronize(end)
+                rates.append(size / (runtime.event_elapsed_ms(start, end) * 1e-3))
+            result["link_bytes_per_s"][kind] = max(rates)
+            for block in BLOCKS:
+                count = min(BATCH_COPIES, BATCH_BYTES // block)
+                speed: dict[str, list[float]] = {method: [] for method in methods}
+                submit: dict[str, list[float]] = {method: [] for method in methods}
+                for number in range(rounds):
+                    for place in range(len(methods)):
+                        method = methods[(number + place) % len(methods)]
+                        dst = to.address + block * random.permutation(size // block)[:count].astype(np.uint64)
+                        src = source.address + block * random.permutation(size // block)[:count].astype(np.uint64)
+                        begin = now()
+                        taken = _submit(runtime, method, kind, stream, dst, src, block)
+                        runtime.stream_synchronize(stream)
+                        speed[method].append(count * block / (now() - begin) * 1e9)
+                        submit[method].append(taken / count)
+                result["blocks"].append({"direction": kind, "block_bytes": block, "copies": count, "rounds": rounds,
+                                         "bytes_per_s": summary(speed, "loop"),
+                                         "submit_ns_a_copy": summary(submit, "loop")})  # fmt: skip
+    finally:
+        runtime.synchronize()
+        for event in (start, end):
+            runtime.event_destroy(event)
+        runtime.stream_destroy(stream)
+        device.close()
+        host.close()
+    return result
+
+
+def _submit(runtime: Runtime, method: str, kind: str, stream: int, dst: Any, src: Any, block: int) -> int:
+    """Issues the copies; host time inside the calls, in ns."""
+    from kvprobe.cuda import MEMCPY_KIND
+    from kvprobe.native.library import SubmitOptions, SubmitResult, core
+
+    options = SubmitOptions(copy=runtime.address("cudaMemcpyAsync"), stream=stream, kind=MEMCPY_KIND[kind])
+    result, now = SubmitResult(), core().kvp_now_ns
+    arguments = (len(dst), dst.ctypes.data, src.ctypes.data, None, block, ct.byref(result))
+    begin = now()
+    if method == "loop":
+        code = core().kvp_submit(ct.byref(options), *arguments)
+    else:
+        batch = runtime.address("cudaMemcpyBatchAsync")
+        code = core().kvp_submit_batch(ct.byref(options), batch, int(runtime.version < 13000), *arguments)
+    if code:
+        raise runtime.error("cudaMemcpyAsync" if method == "loop" else "cudaMemcpyBatchAsync", code)
+    return int(now() - begin)
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _show(outcome: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    ran = outcome["policies"]
+    what = "the embedded host runtime" if outcome["provider"] == "host" else "the GPU"
+    table = Table(title=f"policies on {what}: queue depth {outcome['depth']:,}, {outcome['channels']} channels, "
+                        f"{ran['rounds']} rounds of {ran['seconds_a_round']:.1f} s each")  # fmt: skip
+    table.add_column("")
+    for policy in POLICIES:
+        table.add_column(policy, justify="right")
+        if policy != "shared":
+            table.add_column("of shared (range)", justify="right")
+    for name, text in FIGURES.items():
+        cells = []
+        for policy in POLICIES:
+            one = ran["figures"][name][policy]
+            cells.append(_amount(name, one["median"]))
+            if policy != "shared":
+                cells.append(_ratio(one))
+        table.add_row(text, *cells)
+    console.print(table)
+    console.print(f"link: {ran['link_bytes_per_s'] / 1e9:.1f} GB/s in one large copy; copies of "
+                  f"{ran['copy_bytes'] >> 10:,} KiB", highlight=False)  # fmt: skip
+    methods = outcome["copy_methods"]
+    links = ", ".join(f"{kind} {rate / 1e9:.1f} GB/s" for kind, rate in methods["link_bytes_per_s"].items())
+    table = Table(title=f"copy methods, scattered blocks; one large copy: {links}")
+    for name in ("block", "direction", "loop", "of link", "batch", "of link", "batch / loop (range)", "us a copy: loop",
+                 "batch"):  # fmt: skip
+        table.add_column(name, justify="right")
+    for row in methods["blocks"]:
+        link = methods["link_bytes_per_s"][row["direction"]]
+        speed, submit = row["bytes_per_s"], row["submit_ns_a_copy"]
+        cells = [f"{row['block_bytes'] >> 10:,} KiB", row["direction"]]
+        for method in ("loop", "batch"):
+            rate = speed.get(method, {}).get("median")
+            cells += ["-", "-"] if rate is None else [f"{rate / 1e9:.2f} GB/s", f"{rate / link:.0%}"]
+        cells.append(_ratio(speed["batch"]) if "batch" in speed else "-")
+        cells += [f"{submit[method]['median'] / 1e3:.2f}" if method in submit else "-" for method in ("loop", "batch")]
+        table.add_row(*cells)
+    console.print(table)
+
+
+def _amount(name: str, value: float) -> str:
+    if name == "bytes_per_s":
+        return f"{value / 1e9:.2f}"
+    return f"{value / 1e3:,.1f} us" if name.endswith("_ns") else f"{value:,.0f}"
+
+
+def _ratio(one: dict[str, float]) -> str:
+    return f"{one['ratio']:.3g} ({one['ratio_low']:.3g} to {one['ratio_high']:.3g})" if "ratio" in one else "-"
