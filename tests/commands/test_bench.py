@@ -18,8 +18,8 @@ def test_ratios_are_taken_within_a_round() -> None:
 
 
 def test_a_short_run_compares_all_policies_and_methods() -> None:
-    done = subprocess.run([sys.executable, "-m", "kvprobe.cli", "bench", "--device", "host", "--seconds", "3", "--json"],
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    command = [sys.executable, "-m", "kvprobe.cli", "bench", "--device", "host", "--seconds", "3", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     outcome = json.loads(done.stdout)
