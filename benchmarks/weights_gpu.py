@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 FRACTIONS = (0.9, 0.5, 0.1)
-SHAPES: dict[str, tuple[int, int]] = {"decode, 1 token": (1, 1), "prefill, 4,096 tokens": (2, 2048), "prefill, 16,384 tokens": (8, 2048)}
+SHAPES = {"decode, 1 token": (1, 1), "prefill, 4,096 tokens": (2, 2048), "prefill, 16,384 tokens": (8, 2048)}
 GIB = 1 << 30
 DEVICE = "cuda"  # "cpu" with --device host
 

@@ -163,7 +163,7 @@ class WeightOffload:
             for tensor in placed.tensors:
                 kind = watch(tensor)
                 self._undo.append(lambda tensor=tensor, kind=kind: unwatch(tensor, kind))  # type: ignore[misc]
-        detail = "transfers" if self._recorder.path else "off"
+        detail = "transfers" if self._recorder.path else "totals"
         self._window = Window(self.runtime, Compute(self.runtime, stream), units, detail)
         self._window.take_slots(plan.slots, window)
 

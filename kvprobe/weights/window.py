@@ -232,6 +232,8 @@ class Window:
         if slot is None:
             self.misses += 1
             slot = self._room(placed)
+            if len(self.slots) == 1:  # window 0: nothing ahead, however far the host is ahead of the device
+                self._fork()
             self._load(placed, slot)
         elif slot.versions != placed.versions():  # changed since it was copied
             self._fork()

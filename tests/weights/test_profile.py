@@ -1,0 +1,175 @@
+"""The profile adds up, its simulation follows the window's rule, and the report shows it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvprobe.errors import UsageError  # noqa: E402
+from kvprobe.weights import offload, recording_of  # noqa: E402
+from kvprobe.weights.profile import Step, Typical, simulate  # noqa: E402
+
+
+def steps(count: int, gap: float, copy: float, compute: float, tail: float = 0) -> Typical:
+    return Typical(tuple(Step(i, gap, copy, compute) for i in range(count)), tail, 0)
+
+
+@pytest.mark.parametrize("count", [3, 10, 40])
+def test_copies_that_fit_behind_computation_vanish_and_others_are_the_bound(count):
+    assert simulate(steps(count, 5, 4, 5), 0) == pytest.approx(count * 14)
+    assert simulate(steps(count, 5, 4, 5), 1) == pytest.approx(count * 10)
+    assert simulate(steps(count, 1, 10, 2), 1) == pytest.approx(count * 10)
+    assert simulate(steps(count, 1, 10, 2), "all") == pytest.approx(count * 3)
+
+
+def test_without_gaps_one_slot_more_hides_the_shorter_of_both():
+    assert simulate(steps(12, 0, 7, 7), 0) == pytest.approx(12 * 14)
+    assert simulate(steps(12, 0, 7, 7), 1) == pytest.approx(12 * 7)
+
+
+def test_a_wider_window_evens_out_unequal_layers_and_never_costs_time():
+    uneven = Typical(tuple(Step(i, 0, 12 if i % 4 == 0 else 4, 6) for i in range(16)), 0, 0)
+    times = [simulate(uneven, window) for window in (0, 1, 2, 4, "all")]
+    assert times == sorted(times, reverse=True) and times[2] < times[1] < times[0]
+    assert times[-1] == 16 * 6
+
+
+def test_a_window_that_holds_every_layer_copies_nothing():
+    assert simulate(steps(4, 1, 100, 1), 3) == pytest.approx(simulate(steps(4, 1, 100, 1), "all"))
+
+
+def test_a_layer_called_twice_is_copied_once():
+    twice = Typical(tuple(Step(unit, 0, 10, 1) for unit in (0, 0, 1, 1, 2, 2)), 0, 0)
+    assert simulate(twice, 1) == pytest.approx(30)
+
+
+def test_no_window_beats_the_bound():
+    import random
+
+    source = random.Random(4)
+    for _ in range(200):
+        made = Typical(tuple(Step(i, source.random() * 9, source.random() * 9, source.random() * 9)
+                             for i in range(source.randint(6, 12))), source.random() * 9, 0)  # fmt: skip
+        times = [simulate(made, window, forwards=12) for window in (0, 1, 2, 4)]
+        copies = sum(step.copy_ns for step in made.steps)
+        assert all(a >= b - 1e-9 for a, b in pairwise(times))
+        assert times[0] == pytest.approx(made.compute_ns + copies)
+        assert min(times) >= max(copies, made.compute_ns) - 1e-6
+
+
+@pytest.fixture
+def ran(model, ids) -> Any:
+    with offload(model, gpu_fraction=0.5, window=1, device="host") as held, torch.no_grad():
+        for window in (1, 0, 1):
+            held.set_window(window)
+            for _ in range(4):
+                model(ids)
+        yield held
+
+
+def test_the_parts_of_a_forward_add_up_to_it(ran):
+    for forward in ran.forwards:
+        at = forward.start_ns
+        for visit in forward.visits:
+            assert at <= visit.enter_ns + 2000  # event times are floats of milliseconds
+            at = visit.leave_ns
+        assert at <= forward.end_ns + 2000
+    profile = ran.profile()
+    assert profile.forward_ns == pytest.approx(profile.compute_ns + profile.wait_ns, rel=0.3)
+    assert profile.bytes == sum(layer.bytes for layer in profile.layers) == ran.plan.offloaded_bytes
+    assert profile.bound_ns == max(profile.copy_ns, profile.compute_ns)
+    assert set(profile.measured) == {"0", "1"} and set(profile.predicted) == {"0", "1", "2", "4", "all"}
+    assert json.loads(json.dumps(profile.to_dict()))["window"] == 1
+
+
+def test_copies_lie_before_the_computation_that_uses_them(ran):
+    seen = 0
+    for forward in ran.forwards:
+        for visit in forward.visits:
+            if visit.bytes:
+                seen += 1
+                assert visit.copy_ns > 0 and visit.submit_ns > 0
+                assert visit.copy_start_ns + visit.copy_ns <= visit.enter_ns + visit.wait_ns + 5000
+                if forward.window == 0:
+                    assert visit.copy_start_ns >= visit.enter_ns - 5000
+    assert seen > 40
+
+
+def test_forwards_of_another_kind_can_be_forgotten(ran, model):
+    ran.reset_profile()
+    with pytest.raises(UsageError, match="no forward"):
+        ran.profile()
+    with torch.no_grad():
+        model(torch.arange(4)[None])
+    assert ran.profile().forwards == 1
+
+
+def test_the_recording_holds_every_copy_and_the_report_the_table(ran, tmp_path):
+    from kvprobe.commands.weights import section
+    from kvprobe.diagnosis import diagnose
+    from kvprobe.recordings.model import Engine
+    from kvprobe.reporting import write_report
+
+    recording = recording_of(ran, "small", "kvprobe weights small")
+    copies = recording.executions["engine"] == Engine.COPY
+    moved = sum(visit.bytes for forward in ran.forwards for visit in forward.visits)
+    assert recording.executions["bytes"][copies].sum() == recording.transfers["bytes"].sum() == moved
+    assert recording.calls.rows == copies.sum()
+    outcome = {"offloaded_layers": 3, "grain": "blocks", "offloaded_bytes": 1, "gpu_bytes": 1}
+    path = write_report(recording, tmp_path / "w.html", findings=diagnose(recording),
+                        extra=[section(ran.profile(), outcome)])  # fmt: skip
+    text = path.read_text()
+    assert "exposed wait for weights" in text and "layers.0" in text and "Layers ahead" in text
+
+
+def test_nothing_to_profile_is_wrong_usage(model):
+    with pytest.raises(UsageError, match="nothing is offloaded"):
+        offload(model, gpu_fraction=1).profile()
+    with offload(model, gpu_fraction=0.5, device="host") as held, pytest.raises(UsageError, match="no forward"):
+        held.profile()
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+def kvprobe(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvprobe.cli", "weights", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", **environment})  # fmt: skip
+
+
+@pytest.mark.servers
+def test_the_command_prints_the_table_and_writes_the_report(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=10, vocab_size=256,
+                                      num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    report = tmp_path / "r.html"
+    done = kvprobe(str(tmp_path / "model"), "--gpu-fraction", "0.6", "--device", "host", "--report", str(report),
+                   "--tokens", "16", "--json")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["gpu_bytes"] <= found["limit_bytes"] and found["profile"]["layers"]
+    assert set(found["profile"]["measured"]) >= {"0", "1"} and report.stat().st_size > 50_000
+    done = kvprobe(str(tmp_path / "model"), "--gpu-fraction", "0.6", "--device", "host", "--report", str(report))
+    assert done.returncode == 0 and "weight load (copies)" in done.stdout and "exposed wait" in done.stdout
+    done = kvprobe(str(tmp_path / "model"), "--gpu-fraction", "1", "--device", "host", "--report", str(report))
+    assert done.returncode == 0 and "Nothing is offloaded" in done.stdout
+    done = kvprobe(str(tmp_path / "model"), "--gpu-fraction", "0.0001", "--device", "host", "--report", str(report))
+    assert done.returncode == 2 and "raise gpu_fraction" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_command_says_what_is_missing(tmp_path):
+    for arguments, word in (((str(tmp_path),), "--gpu-fraction"),
+                            ((str(tmp_path), "--gpu-fraction", "0.5"), "config.json"),
+                            ((str(tmp_path), "--gpu-fraction", "3"), "gpu_fraction")):  # fmt: skip
+        done = kvprobe(*arguments, "--report", str(tmp_path / "r.html"))
+        assert done.returncode == 2 and word in done.stderr and done.stderr.count("\n") == 1
