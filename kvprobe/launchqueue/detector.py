@@ -155,7 +155,8 @@ class Detector:
 
         What a slow call means is decided by the outstanding count, not by this number.
         """
-        return max(int(1.8 * self._baseline_ns), self.limits.p99_ns, 500)
+        # p99 is of some 1,000 calls, or of 64 where the queue is that short: one lost time slice can be in it
+        return max(int(1.8 * self._baseline_ns), min(self.limits.p99_ns, int(2.2 * self._baseline_ns)), 500)
 
     @property
     def ceiling(self) -> int:
@@ -168,10 +169,10 @@ class Detector:
         Returns:
             SATURATION at most once per onset; NONE where nothing was slow.
         """
-        if seen.fast >= 16:
+        full = seen.outstanding >= self.ceiling
+        if seen.fast >= 16 and not full:
             # a twentieth of the way, so that one odd run does not move the threshold
             self._baseline_ns += 0.05 * (seen.fast_ns / seen.fast - self._baseline_ns)
-        full = seen.outstanding >= self.ceiling
         if 2 * (seen.outstanding + seen.submitted) < self.limits.depth:
             self._streams.pop(seen.stream, None)
         elif full and seen.stream in self._streams:

@@ -87,6 +87,21 @@ def test_one_call_as_long_as_a_forward_pass_at_the_ceiling_is_enough() -> None:
     assert "the longest took 28000.0 us" in detector.reason
 
 
+def test_one_lost_time_slice_in_a_short_calibration_does_not_hide_a_full_queue() -> None:
+    detector = Detector(QueueLimits(depth=64, channels=4, capacity=232, baseline_ns=1000, p99_ns=59_000))
+    assert detector.threshold_ns <= 2_400  # what a full queue costs at 4 KiB
+
+
+def test_the_baseline_is_learned_from_calls_with_room_alone() -> None:
+    detector = Detector(LIMITS)
+    for _ in range(100):
+        detector.observe(_run(1015, submitted=64, fast=64, fast_ns=64 * 1_700))
+    assert detector.baseline_ns == 1000
+    for _ in range(100):
+        detector.observe(_run(100, submitted=64, fast=64, fast_ns=64 * 1_500))
+    assert 1450 < detector.baseline_ns <= 1500
+
+
 def test_pageable_memory_is_named_whatever_the_queue_holds() -> None:
     detector = Detector(LIMITS)
     seen = _run(1021, blocked=16, blocked_ns=160_000, first_blocked=0, longest_ns=10_000, pageable=True)

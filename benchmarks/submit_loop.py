@@ -1,0 +1,95 @@
+"""What the engine adds to a shared-stream transfer: engine.load() against a bare C loop, interleaved in one process.
+
+    python benchmarks/submit_loop.py [--device host|cuda] [--rounds 60] [--copies 2000] [--detail copies] [--json]
+
+The bare loop is kvp_submit at detail "off": one native call that issues the copies, no clock, no record, no event; its
+addresses are ready. engine.load() takes block ids and does all an engine does: descriptors, events, records, detector.
+Both are timed from the call until everything has been submitted, on a stream that is idle at the start; 2,000 copies
+are twice what a queue holds, so both wait for it. The floor is the bare loop against itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes as ct
+import json
+import statistics
+from typing import Any
+
+import numpy as np
+
+from kvprobe.cuda import MEMCPY_KIND, Runtime, device_region, find_runtime, host_region
+from kvprobe.launchqueue import calibrate
+from kvprobe.native.library import SubmitOptions, SubmitResult, core
+from kvprobe.offload import BlockPool, OffloadEngine
+
+WAYS = ("bare", "bare again", "engine")
+
+
+def measure(runtime: Runtime, rounds: int, copies: int, block: int, detail: str) -> dict[str, Any]:
+    """Median ns of each way, and the median and range of its ratio to the bare loop within a round."""
+    limits = calibrate(runtime, cache=False)
+    gpu = BlockPool(runtime, [device_region(runtime, copies * block)], block)
+    cpu = BlockPool(runtime, [host_region(runtime, copies * block)], block)
+    engine = OffloadEngine(runtime, gpu, cpu, policy="shared", limits=limits, detail=detail)
+    stream = runtime.stream_create()
+    ids = np.random.default_rng(1).permutation(copies)
+    dst, src = engine.mapping.descriptors(ids, ids, "load")
+    options = SubmitOptions(copy=runtime.address("cudaMemcpyAsync"), stream=stream, kind=MEMCPY_KIND["h2d"])
+    result, submit, now = SubmitResult(), core().kvp_submit, core().kvp_now_ns
+    taken: dict[str, list[int]] = {way: [] for way in WAYS}
+    order = np.random.default_rng(2)
+    for number in range(rounds + 3):
+        for way in order.permutation(WAYS):
+            begin = now()
+            if way == "engine":
+                engine.load(ids, ids)
+            else:
+                submit(ct.byref(options), copies, dst.ctypes.data, src.ctypes.data, None, block, ct.byref(result))
+            spent = now() - begin
+            runtime.stream_synchronize(stream)
+            engine.wait()
+            engine.poll()
+            if number >= 3:
+                taken[way].append(spent)
+    engine.close()
+    runtime.stream_destroy(stream)
+    figures: dict[str, Any] = {"depth": limits.depth, "copies": copies, "block_bytes": block, "rounds": rounds}
+    for way, values in taken.items():
+        ratios = sorted(value / base for value, base in zip(values, taken["bare"], strict=True))
+        figures[way] = {"ns": statistics.median(values), "ratio": statistics.median(ratios),
+                        "ratio_quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]]}  # fmt: skip
+    return figures
+
+
+def main() -> None:
+    """Prints the table, or one JSON object."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=["host", "cuda"], default="host")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--copies", type=int, default=2000)
+    parser.add_argument("--detail", choices=["off", "totals", "transfers", "copies"], default="copies")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.device == "cuda":
+        import torch
+
+        torch.cuda.init()
+    runtime = find_runtime(arguments.device)
+    # at 4 KiB a copy takes little more than its submission; at 64 KiB the queue decides for both
+    outcome = [measure(runtime, arguments.rounds, arguments.copies, block, arguments.detail)
+               for block in (4096, 65536)]  # fmt: skip
+    if arguments.json:
+        print(json.dumps(outcome, indent=1))
+        return
+    for one in outcome:
+        print(f"{one['copies']:,} copies of {one['block_bytes'] >> 10} KiB, depth {one['depth']:,}, "
+              f"{one['rounds']} rounds: bare {one['bare']['ns'] / 1e3:,.1f} us")  # fmt: skip
+        for way, name in (("bare again", "floor"), ("engine", "engine")):
+            low, high = one[way]["ratio_quartiles"]
+            print(f"  {name:7} {one[way]['ns'] / 1e3:10,.1f} us  {one[way]['ratio']:.3f} of bare "
+                  f"(quartiles {low:.3f} to {high:.3f})")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
