@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvprobe.cuda import Runtime
@@ -34,7 +33,7 @@ class VisitTrace:
     unit: int
     before: int
     after: int
-    end: int = 0
+    end: int
     copy: CopyTrace | None = None
 
 
@@ -120,22 +119,25 @@ class Timeline:
         self._current = _ForwardTrace(event) if event else None
         self.unmeasured += not event
 
-    def enter(self, unit: int, stream: int, wait: Callable[[], None], copy: CopyTrace | None) -> VisitTrace | None:
-        """A unit begins: `wait` makes the stream wait for its weights, and is measured."""
+    def arrive(self, unit: int, stream: int) -> VisitTrace | None:
+        """A compute stream reaches a unit."""
         forward = self._current
         marks = self._events.take_many(3) if forward is not None and len(self._events) >= 4 else []
         if forward is None or not marks:
             self._spoil()
-            if copy is not None:
-                self._give(copy.start, copy.end)
-            wait()
             return None
-        visit = VisitTrace(unit, marks[0], marks[1], marks[2], copy)
+        visit = VisitTrace(unit, marks[0], marks[1], marks[2])
         self._runtime.event_record(visit.before, stream)
-        wait()
-        self._runtime.event_record(visit.after, stream)
         forward.visits.append(visit)
         return visit
+
+    def arrived(self, visit: VisitTrace | None, stream: int, copy: CopyTrace | None) -> None:
+        """The stream has waited for the unit's weights, which `copy` brought if it was the first to use them."""
+        if visit is None:
+            self.drop(copy)
+            return
+        visit.copy = copy
+        self._runtime.event_record(visit.after, stream)
 
     def leave(self, visit: VisitTrace | None, stream: int) -> None:
         """A unit's computation is submitted."""

@@ -228,6 +228,8 @@ class Window:
             placed.depth += 1
             return
         self._advance(placed.number)
+        stream = self.compute.stream
+        visit = self.timeline.arrive(placed.number, stream)
         slot = placed.slot
         if slot is None:
             self.misses += 1
@@ -241,10 +243,11 @@ class Window:
         slot.busy = True
         placed.depth = 1
         copy, slot.copy = slot.copy, None
-        stream = self.compute.stream
+        placed.visit = visit
         note = self._ranges.start(f"weights: wait for {placed.unit.name}", placed.unit.bytes)
-        placed.visit = self.timeline.enter(placed.number, stream, lambda: self.compute.wait(slot.ready), copy)
+        self.compute.wait(slot.ready)
         self._ranges.end(note)
+        self.timeline.arrived(visit, stream, copy)
         placed.bind(slot.views[placed.number])
         placed.entered = placed.versions()
         self._prefetch()
