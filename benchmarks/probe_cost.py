@@ -51,15 +51,21 @@ def measure(runtime: Runtime, submit_ns: float, rounds: int, copies: int) -> dic
                              direction=1, blocked_ns=1 << 40, detail=DETAIL[level.split()[0]])
         for level in LEVELS
     }  # fmt: skip
+    library = runtime.library
+    library.kvhostGateCreate.restype = ct.c_void_p
     taken: dict[str, list[float]] = {level: [] for level in LEVELS}
     result, order = SubmitResult(), np.random.default_rng(1)
     for number in range(rounds + 10):
         for level in order.permutation(LEVELS):  # each comes after each: the neighbour's traces in the caches differ
+            gate = ct.c_void_p(library.kvhostGateCreate())
+            library.kvhostGateLaunch(gate, ct.c_void_p(stream))
             begin = now()
             submit(ct.byref(options[level]), copies, dst.ctypes.data, src.ctypes.data, None, 64, ct.byref(result))
             spent = now() - begin
             assert result.submitted == copies
+            library.kvhostGateOpen(gate)
             runtime.stream_synchronize(stream)
+            library.kvhostGateDestroy(gate)
             if number >= 10:  # the first rounds touch the ring's pages
                 taken[level].append(spent / copies)
     runtime.stream_destroy(stream)

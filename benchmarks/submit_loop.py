@@ -3,9 +3,10 @@
     python benchmarks/submit_loop.py [--device host|cuda] [--rounds 60] [--copies 2000] [--detail copies] [--json]
 
 The bare loop is kvp_submit at detail "off": one native call that issues the copies, no clock, no record, no event; its
-addresses are ready. engine.load() takes block ids and does all an engine does: descriptors, events, records, detector.
-Both are timed from the call until everything has been submitted, on a stream that is idle at the start; 2,000 copies
-are twice what a queue holds, so both wait for it. The floor is the bare loop against itself.
+addresses are ready. engine.load() takes block ids and does all an engine does: descriptors, events, records, detector;
+"submission" is the part of it after the descriptors are built, "load" all of it. The floor is the bare loop against
+itself. "room": the queue holds all copies (on the host runtime behind a gate, so that nothing competes for the CPU; on
+a GPU set CUDA_SCALE_LAUNCH_QUEUES=4x). "full": twice what a queue of the default depth holds, so each way waits for it.
 """
 
 from __future__ import annotations
@@ -23,11 +24,16 @@ from kvprobe.launchqueue import calibrate
 from kvprobe.native.library import SubmitOptions, SubmitResult, core
 from kvprobe.offload import BlockPool, OffloadEngine
 
-WAYS = ("bare", "bare again", "engine")
+WAYS = ("bare", "bare again", "load")
 
 
-def measure(runtime: Runtime, rounds: int, copies: int, block: int, detail: str) -> dict[str, Any]:
+def measure(runtime: Runtime, rounds: int, copies: int, block: int, detail: str, gated: bool) -> dict[str, Any]:
     """Median ns of each way, and the median and range of its ratio to the bare loop within a round."""
+    library = runtime.library
+    if runtime.provider == "host":
+        config = (ct.c_uint64 * 16)(4 * copies if gated else 0)  # kvhost_config: depth first, the rest defaults
+        assert library.kvhostReset(config) == 0
+        library.kvhostGateCreate.restype = ct.c_void_p
     limits = calibrate(runtime, cache=False)
     gpu = BlockPool(runtime, [device_region(runtime, copies * block)], block)
     cpu = BlockPool(runtime, [host_region(runtime, copies * block)], block)
@@ -37,22 +43,33 @@ def measure(runtime: Runtime, rounds: int, copies: int, block: int, detail: str)
     dst, src = engine.mapping.descriptors(ids, ids, "load")
     options = SubmitOptions(copy=runtime.address("cudaMemcpyAsync"), stream=stream, kind=MEMCPY_KIND["h2d"])
     result, submit, now = SubmitResult(), core().kvp_submit, core().kvp_now_ns
-    taken: dict[str, list[int]] = {way: [] for way in WAYS}
+    taken: dict[str, list[int]] = {way: [] for way in (*WAYS, "submission")}
     order = np.random.default_rng(2)
     for number in range(rounds + 3):
         for way in order.permutation(WAYS):
+            gate = ct.c_void_p(library.kvhostGateCreate()) if gated else None
+            if gate:
+                library.kvhostGateLaunch(gate, ct.c_void_p(engine.streams["shared"][0] if way == "load" else stream))
             begin = now()
-            if way == "engine":
-                engine.load(ids, ids)
+            if way == "load":
+                transfer = engine.load(ids, ids)
             else:
                 submit(ct.byref(options), copies, dst.ctypes.data, src.ctypes.data, None, block, ct.byref(result))
-            spent = now() - begin
+            end = now()
+            if gate:
+                library.kvhostGateOpen(gate)
             runtime.stream_synchronize(stream)
             engine.wait()
             engine.poll()
+            if gate:
+                library.kvhostGateDestroy(gate)
             if number >= 3:
-                taken[way].append(spent)
+                taken[way].append(end - begin)
+                if way == "load":
+                    taken["submission"].append(end - transfer.built_ns)
     engine.close()
+    for region in (*gpu.regions, *cpu.regions):
+        region.owner.close()
     runtime.stream_destroy(stream)
     figures: dict[str, Any] = {"depth": limits.depth, "copies": copies, "block_bytes": block, "rounds": rounds}
     for way, values in taken.items():
@@ -76,18 +93,20 @@ def main() -> None:
 
         torch.cuda.init()
     runtime = find_runtime(arguments.device)
-    # at 4 KiB a copy takes little more than its submission; at 64 KiB the queue decides for both
-    outcome = [measure(runtime, arguments.rounds, arguments.copies, block, arguments.detail)
-               for block in (4096, 65536)]  # fmt: skip
+    outcome = {
+        name: measure(runtime, arguments.rounds, arguments.copies, block, arguments.detail,
+                      gated=name == "room" and runtime.provider == "host")
+        for name, block in (("room", 4096), ("full", 65536))
+    }  # fmt: skip
     if arguments.json:
         print(json.dumps(outcome, indent=1))
         return
-    for one in outcome:
-        print(f"{one['copies']:,} copies of {one['block_bytes'] >> 10} KiB, depth {one['depth']:,}, "
+    for case, one in outcome.items():
+        print(f"{case}: {one['copies']:,} copies of {one['block_bytes'] >> 10} KiB, depth {one['depth']:,}, "
               f"{one['rounds']} rounds: bare {one['bare']['ns'] / 1e3:,.1f} us")  # fmt: skip
-        for way, name in (("bare again", "floor"), ("engine", "engine")):
+        for way, name in (("bare again", "floor"), ("submission", "submission"), ("load", "load")):
             low, high = one[way]["ratio_quartiles"]
-            print(f"  {name:7} {one[way]['ns'] / 1e3:10,.1f} us  {one[way]['ratio']:.3f} of bare "
+            print(f"  {name:10} {one[way]['ns'] / 1e3:10,.1f} us  {one[way]['ratio']:.3f} of bare "
                   f"(quartiles {low:.3f} to {high:.3f})")  # fmt: skip
 
 

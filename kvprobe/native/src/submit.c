@@ -9,6 +9,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#define PREEMPTED_NS 5000 /* losing the CPU and getting it back takes longer than this */
 #define EVENT_FACTOR 4 /* recording an event may cost more than a copy; blocked_ns is a copy's */
 
 static uint32_t thread_id(void) {
@@ -52,16 +53,18 @@ static int submit_bare(const kvp_submit_options *o, size_t n, const uint64_t *ds
     return r->result = result;
 }
 
-/* A call that took too long. It cost microseconds already: the system call below does not matter here. */
+/* A call that took too long; where it was long enough to have lost the CPU, a system call more does not matter. */
 static void note_blocked(kvp_submit_result *r, size_t index, uint64_t start, uint64_t took,
                          struct switches *before) {
-    struct switches now = switches_now();
-    /* A call that waited in the kernel, and was then made to wait for a CPU too, was blocked all the same. */
-    if (now.taken != before->taken && now.given == before->given) {
-        r->preempted++;
-        r->preempted_ns += took;
+    if (took >= PREEMPTED_NS) {
+        struct switches now = switches_now();
+        /* A call that waited in the kernel, and was then made to wait for a CPU too, was blocked all the same. */
+        if (now.taken != before->taken && now.given == before->given) {
+            r->preempted++;
+            r->preempted_ns += took;
+        }
+        *before = now;
     }
-    *before = now;
     if (!r->blocked) {
         r->first_blocked = index;
         r->first_blocked_ns = start;
