@@ -49,8 +49,18 @@ class _Commands(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
 
+def _print_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
+    # not click.version_option: it fails where kvprobe was not installed
+    if asked and not ctx.resilient_parsing:
+        from kvprobe.version import version
+
+        click.echo(f"kvprobe {version()}")
+        ctx.exit()
+
+
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(package_name="kvprobe", message="kvprobe %(version)s")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version,
+              help="Show the version and exit.")  # fmt: skip
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.pass_context
 def cli(ctx: click.Context, debug: bool) -> None:

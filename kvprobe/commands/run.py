@@ -171,7 +171,7 @@ def _preloadable(library: Path, folder: Path) -> Path:
 
 
 def _how_stacks() -> str:
-    """"py-spy" where a process may look into its relatives here, else "in-process"."""
+    """ "py-spy" where a process may look into its relatives here, else "in-process"."""
     import ctypes
 
     from kvprobe.probe.stacks import py_spy
@@ -213,11 +213,11 @@ def _nsys_launcher() -> list[str]:
 
 
 def _write_run(folder: Path, words: tuple[str, ...], options: dict[str, Any]) -> None:
-    from importlib.metadata import version
+    from kvprobe.version import version
 
     uname = platform.uname()
     run = {
-        "command": list(words), "cwd": str(Path.cwd()), "version": version("kvprobe"), "host": uname.node,
+        "command": list(words), "cwd": str(Path.cwd()), "version": version(), "host": uname.node,
         "kernel": f"{uname.system} {uname.release} {uname.machine}", "cpus": os.cpu_count(),
         "python": platform.python_version(), "pid": os.getpid(), "realtime_ns": time.time_ns(),
         "monotonic_ns": time.monotonic_ns(), "options": options,

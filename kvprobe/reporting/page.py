@@ -8,7 +8,6 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from kvprobe.reporting import demo, verdict
 from kvprobe.reporting.story import Story
 from kvprobe.reporting.units import NONE, bytes_text, value_text
 from kvprobe.reporting.views import Chart, Section, table
+from kvprobe.version import version
 
 if TYPE_CHECKING:
     from kvprobe.diagnosis.finding import Finding
@@ -170,13 +170,6 @@ def _title(recording: Recording | None, story: Story | None) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more" if names else "recording"
 
 
-def _version() -> str:
-    try:
-        return metadata.version("kvprobe")
-    except metadata.PackageNotFoundError:  # a source tree that was never installed
-        return "unknown"
-
-
 def _provenance(recording: Recording | None, story: Story | None) -> tuple[list[Any], list[str], list[str]]:
     tables, commands, notes = [], [], []
     facts: list[list[Any]] = []
@@ -267,7 +260,7 @@ def _render(*, drawn: Sequence[Chart], interactive: bool, **values: Any) -> str:
         first_script=Markup(_FIRST_SCRIPT),
         scripts=[Markup(text) for text in scripts],
         csp=csp,
-        version=_version(),
+        version=version(),
         contents=contents,
         data=_json({one.id: one.spec for one in drawn}),
         **values,
