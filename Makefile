@@ -14,8 +14,20 @@ demo: $(VENV)/.installed
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -m "not servers and not gpu" $(TESTS)
 
-test-servers: $(VENV)/.test
-	$(BIN)/python -m pytest -m servers tests/servers
+# The servers' real packages, from the index (some GB): two environments, because they want different libraries.
+SERVERS := .venv-servers
+VLLM    := .venv-vllm
+test-servers:
+	$(PYTHON) -m venv $(SERVERS)
+	$(SERVERS)/bin/pip install -q torch==2.13.0
+	$(SERVERS)/bin/pip install -q -e . -r tests/servers/requirements.txt
+	$(SERVERS)/bin/pip install -q --no-deps lmcache==0.5.6
+	KVPROBE_DOWNLOAD=1 $(SERVERS)/bin/python -m pytest tests/patches $(filter-out %test_vllm_engine.py %test_vllm_simple.py,$(wildcard tests/servers/test_*.py))
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install -q torch==2.13.0
+	$(VLLM)/bin/pip install -q -e . -r tests/servers/requirements-vllm.txt
+	$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pytest tests/servers/test_vllm_engine.py tests/servers/test_vllm_simple.py
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
@@ -50,4 +62,4 @@ $(VENV)/.lint: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) kvprobe/native/lib build dist
+	rm -rf $(VENV) $(SERVERS) $(VLLM) kvprobe/native/lib build dist
