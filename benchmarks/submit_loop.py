@@ -4,9 +4,11 @@
 
 The bare loop is kvp_submit at detail "off": one native call that issues the copies, no clock, no record, no event; its
 addresses are ready. engine.load() takes block ids and does all an engine does: descriptors, events, records, detector;
-"submission" is the part of it after the descriptors are built, "load" all of it. The floor is the bare loop against
-itself. "room": the queue holds all copies (on the host runtime behind a gate, so that nothing competes for the CPU; on
-a GPU set CUDA_SCALE_LAUNCH_QUEUES=4x). "full": twice what a queue of the default depth holds, so each way waits for it.
+"loop" is the part of it that issues the copies, to be compared with the bare loop; "submission" is all after the
+descriptors are built, "load" all of it. The floor is the bare loop against itself.
+
+"room": the queue holds all copies (on the host runtime behind a gate, so that nothing competes for the CPU; on a GPU
+set CUDA_SCALE_LAUNCH_QUEUES=4x). "full": twice what a queue of the default depth holds, so each way waits for it.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def measure(runtime: Runtime, rounds: int, copies: int, block: int, detail: str,
     dst, src = engine.mapping.descriptors(ids, ids, "load")
     options = SubmitOptions(copy=runtime.address("cudaMemcpyAsync"), stream=stream, kind=MEMCPY_KIND["h2d"])
     result, submit, now = SubmitResult(), core().kvp_submit, core().kvp_now_ns
-    taken: dict[str, list[int]] = {way: [] for way in (*WAYS, "submission")}
+    taken: dict[str, list[int]] = {way: [] for way in (*WAYS, "loop", "submission")}
     order = np.random.default_rng(2)
     for number in range(rounds + 3):
         for way in order.permutation(WAYS):
@@ -66,6 +68,7 @@ def measure(runtime: Runtime, rounds: int, copies: int, block: int, detail: str,
             if number >= 3:
                 taken[way].append(end - begin)
                 if way == "load":
+                    taken["loop"].append(transfer.submit_ns)
                     taken["submission"].append(end - transfer.built_ns)
     engine.close()
     for region in (*gpu.regions, *cpu.regions):
@@ -104,7 +107,7 @@ def main() -> None:
     for case, one in outcome.items():
         print(f"{case}: {one['copies']:,} copies of {one['block_bytes'] >> 10} KiB, depth {one['depth']:,}, "
               f"{one['rounds']} rounds: bare {one['bare']['ns'] / 1e3:,.1f} us")  # fmt: skip
-        for way, name in (("bare again", "floor"), ("submission", "submission"), ("load", "load")):
+        for way, name in (("bare again", "floor"), ("loop", "loop"), ("submission", "submission"), ("load", "load")):
             low, high = one[way]["ratio_quartiles"]
             print(f"  {name:10} {one[way]['ns'] / 1e3:10,.1f} us  {one[way]['ratio']:.3f} of bare "
                   f"(quartiles {low:.3f} to {high:.3f})")  # fmt: skip

@@ -81,7 +81,7 @@ def _measure(runtime: Runtime) -> QueueLimits:
     device, host = Buffer(runtime, 4096, "device"), Buffer(runtime, 4096, "pinned")
     try:
         one = _capacity(runtime, streams[:1], event, device, host)
-        taken = {1: one.accepted}
+        taken: dict[int, int] = {1: one.accepted}
 
         def channels_of(count: int) -> int:
             """Channels that `count` streams fill: N channels hold depth + (N - 1) * step."""

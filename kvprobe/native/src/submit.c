@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 #define PREEMPTED_NS 5000 /* losing the CPU and getting it back takes longer than this */
-#define EVENT_FACTOR 4 /* recording an event may cost more than a copy; blocked_ns is a copy's */
+#define EVENT_FACTOR 4    /* recording an event may cost more than a copy; blocked_ns is a copy's */
 
 static uint32_t thread_id(void) {
     static __thread uint32_t tid __attribute__((tls_model("initial-exec")));
@@ -54,8 +54,7 @@ static int submit_bare(const kvp_submit_options *o, size_t n, const uint64_t *ds
 }
 
 /* A call that took too long; where it was long enough to have lost the CPU, a system call more does not matter. */
-static void note_blocked(kvp_submit_result *r, size_t index, uint64_t start, uint64_t took,
-                         struct switches *before) {
+static void note_blocked(kvp_submit_result *r, size_t index, uint64_t start, uint64_t took, struct switches *before) {
     if (took >= PREEMPTED_NS) {
         struct switches now = switches_now();
         /* A call that waited in the kernel, and was then made to wait for a CPU too, was blocked all the same. */
@@ -186,11 +185,10 @@ int kvp_submit_batch(const kvp_submit_options *o, void *batch_fn, int fn_has_fai
         /* srcAccessOrderStream: the source is read in stream order; never earlier, so a live block is safe. */
         kvp_memcpy_attributes attributes = {.srcAccessOrder = 1};
         uint64_t begin = kvp_now_ns();
-        int result = fn_has_fail_index
-                         ? ((batch_12)batch_fn)((void **)(dst + at), (void **)(src + at), (size_t *)each, count,
-                                                &attributes, &zero, 1, &fail, o->stream)
-                         : ((batch_13)batch_fn)((const void **)(dst + at), (const void **)(src + at), each, count,
-                                                &attributes, &zero, 1, o->stream);
+        int result = fn_has_fail_index ? ((batch_12)batch_fn)((void **)(dst + at), (void **)(src + at), (size_t *)each,
+                                                              count, &attributes, &zero, 1, &fail, o->stream)
+                                       : ((batch_13)batch_fn)((const void **)(dst + at), (const void **)(src + at),
+                                                              each, count, &attributes, &zero, 1, o->stream);
         uint64_t took = kvp_now_ns() - begin;
         kvp_record record = {.start_ns = begin,
                              .dur_ns = took,
