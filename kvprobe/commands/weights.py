@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from kvprobe.recordings.model import Recording
     from kvprobe.reporting.views import Section
     from kvprobe.weights import WeightOffload, WeightProfile
 
@@ -42,10 +43,16 @@ def command(
 ) -> None:
     """Run a local transformers checkpoint with its weights partly in CPU memory, and profile it.
 
-    Prints the time that loading weights took beside the computation, layer by layer, and what other windows give.
+    Prints the time that loading weights took beside the computation, layer by layer, and what other windows give. Given
+    a recording of any tool in place of MODEL_DIR, prints its load time beside its computation.
     """
     from kvprobe.reporting import check_writable
 
+    if model.is_file():
+        from kvprobe.recordings import open_recording
+
+        _show_recorded(load_times(open_recording(model)), as_json)
+        return
     check_writable(report)
     from kvprobe.errors import UsageError
     from kvprobe.weights import load
@@ -159,6 +166,58 @@ def section(profile: WeightProfile, outcome: dict[str, Any]) -> Section:
             table("Layers in CPU memory", ["Layer", "Size", "Copy", "Computation", "Exposed wait", "Hidden"], layers),
         ],
     )  # fmt: skip
+
+
+def load_times(recording: Recording) -> list[dict[str, Any]]:
+    """Copies to the GPU beside computation, of each process of any recording that saw the device; times in ns.
+
+    Which copies are weights a recording does not say: these are all copies to the GPU. `hidden` is the share of their
+    time during which the same process computed.
+
+    Raises:
+        RecordingError: the recording has no executions of copies to the GPU.
+    """
+    import numpy as np
+
+    from kvprobe.diagnosis.intervals import Cover
+    from kvprobe.errors import RecordingError
+    from kvprobe.recordings.model import Direction, Engine
+
+    table, out = recording.executions, []
+    loads = (table["engine"] == Engine.COPY) & (table["direction"] == Direction.H2D)
+    if not loads.any():
+        raise RecordingError("this recording holds no copy to the GPU as the device ran it: record with nsys -t cuda, "
+                             "with the PyTorch profiler, or run kvprobe weights on the model")  # fmt: skip
+    for process in np.unique(table["process"][loads]):
+        mine = table["process"] == process
+        copies, kernels = (Cover(table["start_ns"][rows], table["end_ns"][rows])
+                           for rows in (loads & mine, (table["engine"] == Engine.KERNEL) & mine))  # fmt: skip
+        both = int(kernels.within(copies.start, copies.end).sum())
+        alone = copies.total_ns - both
+        out.append({
+            "process": int(process), "copies": int((loads & mine).sum()),
+            "bytes": int(table["bytes"][loads & mine].sum()), "copy_ns": copies.total_ns,
+            "compute_ns": kernels.total_ns, "exposed_ns": alone, "hidden": both / max(copies.total_ns, 1),
+            "busy_ns": alone + kernels.total_ns, "bound_ns": max(copies.total_ns, kernels.total_ns),
+        })  # fmt: skip
+    return out
+
+
+def _show_recorded(found: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"processes": found}))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Copies to the GPU beside computation")
+    for name in ("process", "copies", "bytes", "copy time", "computation", "exposed", "hidden", "busy", "bound"):
+        table.add_column(name, justify="right")
+    for one in found:
+        table.add_row(str(one["process"]), f"{one['copies']:,}", _mib(one["bytes"]), _ms(one["copy_ns"]),
+                      _ms(one["compute_ns"]), _ms(one["exposed_ns"]), f"{one['hidden']:.0%}", _ms(one["busy_ns"]),
+                      _ms(one["bound_ns"]))  # fmt: skip
+    Console().print(table)
 
 
 def _summary(profile: WeightProfile) -> list[list[Any]]:

@@ -157,7 +157,7 @@ class Window:
         self._where = (ct.c_uint64 * 3)()
         self.timeline = Timeline(runtime, 2 * len(units), self.stream)
         self.copies = self.bytes = self.misses = self.written_back = 0
-        self.capturing = self._forked = False
+        self.capturing = self._forked = self._inside = False
         self.captured = False  # a graph exists: its replays change the slots unseen
 
     @property
@@ -192,7 +192,7 @@ class Window:
 
     def begin(self) -> None:
         """A forward of the whole model begins."""
-        self._at, self.seen = 0, []
+        self._at, self.seen, self._inside = 0, [], True
         for placed in self.units:
             if placed.depth:  # a forward before this one was cut off where no hook could see it
                 self._free(placed)
@@ -208,6 +208,7 @@ class Window:
 
     def end(self, complete: bool) -> None:
         """It is submitted, or failed."""
+        self._inside = False
         if self.capturing:
             if self._forked:  # a capture must end with every stream joined
                 self.runtime.event_record(self._joint, self.stream)
@@ -227,6 +228,9 @@ class Window:
         if placed.depth:
             placed.depth += 1
             return
+        if not self._inside and self.compute.capturing():
+            raise KvprobeError(f"{placed.unit.name} alone cannot be captured in a CUDA graph, its weights stay "
+                               "outside it: capture the forward of the whole model")  # fmt: skip
         self._advance(placed.number)
         stream = self.compute.stream
         visit = self.timeline.arrive(placed.number, stream)

@@ -130,6 +130,22 @@ def test_the_recording_holds_every_copy_and_the_report_the_table(ran, tmp_path):
     assert "exposed wait for weights" in text and "layers.0" in text and "Layers ahead" in text
 
 
+def test_any_recording_gives_load_time_beside_computation(ran):
+    from kvprobe.commands.weights import load_times
+    from kvprobe.errors import RecordingError
+    from kvprobe.recordings.model import Recording
+
+    (found,) = load_times(recording_of(ran, "small"))
+    visits = [visit for forward in ran.forwards for visit in forward.visits]
+    assert found["bytes"] == sum(visit.bytes for visit in visits)
+    assert found["copy_ns"] == pytest.approx(sum(visit.copy_ns for visit in visits), rel=0.05)
+    computed = sum(forward.total_ns - sum(v.wait_ns for v in forward.visits) for forward in ran.forwards)
+    assert found["compute_ns"] == pytest.approx(computed, rel=0.05)
+    assert 0 < found["exposed_ns"] < found["copy_ns"] and found["bound_ns"] <= found["busy_ns"]
+    with pytest.raises(RecordingError, match="no copy to the GPU"):
+        load_times(Recording([]))
+
+
 def test_nothing_to_profile_is_wrong_usage(model):
     with pytest.raises(UsageError, match="nothing is offloaded"):
         offload(model, gpu_fraction=1).profile()
