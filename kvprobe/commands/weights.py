@@ -210,14 +210,16 @@ def _show_recorded(found: list[dict[str, Any]], as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="Copies to the GPU beside computation")
-    for name in ("process", "copies", "bytes", "copy time", "computation", "exposed", "hidden", "busy", "bound"):
-        table.add_column(name, justify="right")
     for one in found:
-        table.add_row(str(one["process"]), f"{one['copies']:,}", _mib(one["bytes"]), _ms(one["copy_ns"]),
-                      _ms(one["compute_ns"]), _ms(one["exposed_ns"]), f"{one['hidden']:.0%}", _ms(one["busy_ns"]),
-                      _ms(one["bound_ns"]))  # fmt: skip
-    Console().print(table)
+        table = Table(title=f"Process {one['process']}: {one['copies']:,} copies to the GPU, {_mib(one['bytes'])}, "
+                            f"{one['hidden']:.0%} of their time hidden")  # fmt: skip
+        table.add_column("")
+        table.add_column("time", justify="right")
+        for text, name in (("load (copies to the GPU)", "copy_ns"), ("computation", "compute_ns"),
+                           ("load that no computation hid", "exposed_ns"), ("device busy", "busy_ns"),
+                           ("bound: max(load, computation)", "bound_ns")):  # fmt: skip
+            table.add_row(text, _ms(one[name]))
+        Console().print(table)
 
 
 def _summary(profile: WeightProfile) -> list[list[Any]]:
