@@ -63,7 +63,8 @@ def test_objects_arrive_as_without_kvprobe_and_the_report_is_written(tmp_path: P
     plain = subprocess.run([sys.executable, script, "7"], env=env, capture_output=True, text=True, check=True)
     folder = tmp_path / "run"
     kvprobe = [sys.executable, "-m", "kvprobe.cli", "run", "-o", folder, "--fix", fix, "--"]
-    watched = subprocess.run([*kvprobe, sys.executable, script, "7"], env=env, capture_output=True, text=True, check=True)
+    command = [*kvprobe, sys.executable, script, "7"]
+    watched = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     lines = plain.stdout.splitlines()
     assert lines[-2].startswith("StubCPUDevice [") and lines[-2].endswith("True") and "Size mismatch" in lines[-1]
     assert watched.stdout.splitlines()[-2:] == lines[-2:]  # LMCache logs to the same stream, with the time
