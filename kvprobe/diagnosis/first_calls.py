@@ -6,7 +6,8 @@ wait for the same lock meanwhile.
 
 Signature: the call is the first of its name in the process, or the first launch of its kernel, it is at least ten times
 as long as the others of its name, and the queue is not what it waited for (memory calls also come before the work);
-or the recorder labels it (lazy loading, JIT).
+or the recorder labels it (lazy loading, JIT). A launch right after the calls that load its kernel's library is
+explained by them; where that is all there is, it is not worth a line.
 
 Predicted saving: all of it for a process that warms up before it serves.
 """
@@ -20,6 +21,7 @@ from kvprobe.diagnosis.frame import SLOW_NS, Array, Frame, ms
 from kvprobe.recordings.model import CallKind, Label
 
 CAUSE = "first_calls"
+LOADED_NS = 200_000
 LEAST_NS = 50_000_000  # without a label: less can be the scheduler, which also likes to strike at a beginning
 
 
@@ -42,6 +44,22 @@ def _unlike_the_rest(frame: Frame, row: int) -> bool:
         return True
     before = frame.submits & (frame.process == frame.process[row]) & (frame.start < frame.start[row])
     return int(before.sum()) < 32
+
+
+def _after_loading(frame: Frame, rows: Array) -> Array:
+    """Mask over `rows`: launches whose thread loaded a library or fetched a kernel in one of the two calls before."""
+    mask = np.zeros(len(rows), dtype=bool)
+    loads = frame.is_named("libraryload", "librarygetkernel", "kernelgetname", "modulegetfunction", "moduleload")
+    if not len(rows) or not loads.any():
+        return mask
+    order = frame.by_lane
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.arange(len(order))
+    for back in (1, 2):
+        before = order[np.maximum(place[rows] - back, 0)]
+        close = (frame.lane[before] == frame.lane[rows]) & (frame.start[rows] - frame.end[before] < LOADED_NS)
+        mask |= loads[before] & close & (frame.kind[rows] == CallKind.LAUNCH)
+    return mask
 
 
 def find(frame: Frame) -> Finding | None:
@@ -68,8 +86,9 @@ def find(frame: Frame) -> Finding | None:
     if not len(rows):
         return None
     lost = excess[rows]
+    loaded = _after_loading(frame, rows)
     worst = rows[np.argmax(lost)]
-    return frame.host_finding(
+    finding = frame.host_finding(
         CAUSE, "First calls took {lost}: initialisation and lazy loading", "likely" if len(first) else "certain",
         rows, lost, severity="info",
         evidence=(
@@ -86,3 +105,6 @@ def find(frame: Frame) -> Finding | None:
         least_ns=SLOW_NS if len(labelled) else LEAST_NS,
         chart=frame.slow_calls_chart(rows, "First calls"),
     )  # fmt: skip
+    if finding is None:
+        frame.host.claim(CAUSE, rows[loaded], lost[loaded])
+    return finding

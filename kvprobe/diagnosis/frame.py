@@ -221,11 +221,11 @@ class Frame:
         return out
 
     def common_ns(self, process: int) -> int:
-        """Lower quartile of a process's submissions, pageable copies left out; 5 us where there are none."""
+        """Lower quartile of a process's submissions, pageable copies left out; 5 us where there are hardly any."""
         known: dict[int, int] = self.__dict__.setdefault("_common", {})
         if process not in known:
             quick = self.dur[(self.process == process) & self.submits & (self.memory != Memory.PAGEABLE)]
-            known[process] = int(np.percentile(quick[:: 1 + len(quick) // 100_000], 25)) if len(quick) else 5_000
+            known[process] = int(np.percentile(quick[:: 1 + len(quick) // 100_000], 25)) if len(quick) >= 8 else 5_000
         return known[process]
 
     def link(self, direction: Direction) -> tuple[float, str]:

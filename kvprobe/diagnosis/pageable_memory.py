@@ -31,7 +31,8 @@ def find(frame: Frame) -> Finding | None:
     pageable = copies & (frame.memory == Memory.PAGEABLE)
     if not pageable.any():
         return None
-    usual = np.minimum(frame.usual_ns, np.array([4 * frame.common_ns(p) for p in range(frame.process.max() + 1)])[
+    # What a submission costs, not what pageable copies usually take: in a recording of nothing else all are held.
+    usual = np.minimum(frame.usual_ns, np.array([frame.common_ns(p) for p in range(frame.process.max() + 1)])[
         frame.process])  # fmt: skip
     excess = np.maximum(frame.dur - usual, 0)
     rows = np.flatnonzero(pageable & (excess > np.maximum(2 * usual, 5_000)))

@@ -398,7 +398,17 @@ class _Reader:
             notes=notes,
         )
         link(recording)
+        _forget_single_batches(recording)
         return recording
+
+
+def _forget_single_batches(recording: Recording) -> None:
+    """A batch is one operation without `copyCount` (torch 2.11): how many copies it made is then unknown, not one."""
+    calls = recording.calls
+    unknown = (calls["kind"] == CallKind.BATCH) & (calls["count"] == 1)
+    if unknown.any():
+        count = np.where(unknown, 0, calls["count"])
+        recording.tables["calls"] = Table("calls", {**calls.columns, "count": count})
 
 
 def _channels(streams: dict[str, Array], executions: dict[str, Array]) -> None:

@@ -99,13 +99,13 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "start_ns": "int64", "end_ns": "int64",
         "process": "int32",      # row of `processes`
         "thread": "int64",       # OS thread id
-        "name": "name",          # the call, without version suffixes
+        "name": "name",          # the call, as the recorder's own tables print it
         "kind": "uint8",         # CallKind
         "stream": "int32",       # row of `streams`; -1 unknown or none
         "direction": "uint8",    # Direction
         "memory": "uint8",       # Memory of the host side
         "bytes": "int64",        # payload; of an allocation: size; 0 none or unknown
-        "count": "int32",        # copies in the call
+        "count": "int32",        # copies in the call; 0 none, or unknown of a batch
         "correlation": "int64",  # joins with executions within one process; -1 none
         "transfer": "int64",     # joins with transfers; -1 none
         "src": "uint64", "dst": "uint64",  # addresses, 0 unknown

@@ -386,10 +386,10 @@ class _Builder:
         raw = self.read_columns("CUPTI_ACTIVITY_KIND_RUNTIME")
         distinct, inverse = np.unique(raw["nameId"], return_inverse=True)
         found = self.export.strings(distinct.tolist())
-        texts = [words.base_name(found.get(number, "")) for number in distinct.tolist()]
-        kinds = np.array([words.call_kind(text) for text in texts], dtype=np.uint8)
+        texts = [found.get(number, "") for number in distinct.tolist()]
+        kinds = np.array([words.call_kind(words.base_name(text)) for text in texts], dtype=np.uint8)
         directions = np.array([words.call_direction(text) for text in texts], dtype=np.uint8)
-        indexes = self.names.map(texts)
+        indexes = self.names.map([words.nsys_name(text) for text in texts])
         kind = kinds[inverse] if len(kinds) else np.zeros(0, np.uint8)
         columns = {
             "start_ns": raw.pop("start"),
