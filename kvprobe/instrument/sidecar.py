@@ -1,8 +1,9 @@
 """What adapters saw and decided, as JSON lines beside the ring files: one file a process, `events-<pid>.jsonl`.
 
-Format, for readers. One JSON object a line, UTF-8, in the order of writing. Every object has
+Format, for readers. One JSON object a line, UTF-8, in the order of writing, which is not quite that
+of `t_ns`. Every object has
 
-* `t_ns`: CLOCK_MONOTONIC nanoseconds, the clock of the ring files;
+* `t_ns`: CLOCK_MONOTONIC nanoseconds, the clock of the ring files; of transfers and calls their end;
 * `kind`: one of
   * `"process"`: first line of a file: `pid`, `ppid`, `argv`, `rank` (of the environment, or null), `realtime_ns`;
   * `"state"`: an adapter's state changed: `adapter`, `server`, `distribution`, `version`, `state` (`applied`,
@@ -12,7 +13,8 @@ Format, for readers. One JSON object a line, UTF-8, in the order of writing. Eve
   * `"transfer"`: one transfer: `adapter`, `server`, `id`, `direction` (`load`, `store`), `copies`, `submissions`
     (API calls they became), `bytes`, `policy`, `stream`, `build_ns`, `submit_ns`, `queue_ns`, `copy_ns`, `poll_ns`
     (null where it was not measured), `outstanding` (copies submitted earlier on this path and not known to be
-    complete when this transfer was submitted), `thread` (kernel id), `ok`; adapters may add fields of their own;
+    complete when this transfer was submitted), `thread` (kernel id), `ok`; `one_in` where auto mode rests and watches
+    only one transfer in so many: a sum over transfers counts this one so often; adapters may add fields of their own;
   * `"call"`: one call of a server function that blocks or copies: `adapter`, `server`, `call`, `dur_ns`, `thread`,
     `cause` (in words), and fields of the adapter.
 
@@ -30,11 +32,12 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Event", "emit", "flush", "listening", "read_sidecar", "subscribed", "wanted"]
+__all__ = ["Event", "emit", "flush", "heard_at_once", "later", "listening", "read_sidecar", "subscribed", "wanted"]
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
@@ -42,35 +45,45 @@ Listener = Callable[[Event], None]
 log = logging.getLogger("kvprobe")
 
 _FLUSH_SECONDS = 0.1
+_MAX_LATER = 100_000  # a process whose writer starves loses events instead of memory
 _AT_ONCE = frozenset({"state", "decision"})
 _RANKS = ("RANK", "LOCAL_RANK", "VLLM_DP_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 class _File:
-    """The process's own file: opened when first written, appended in whole lines, given up on the first error."""
+    """The process's own file: opened when first written, appended in whole lines, given up on the first error.
+
+    What the hot path leaves (`later`) is a function and its arguments; a thread of its own makes events and lines.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.lines: list[str] = []
+        self.later: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque(maxlen=_MAX_LATER)
+        self.events: list[Event] = []
         self.fd: int | None = None
         self.dead = False
+        self.awake = False  # the flusher will look at everything that was left before this turns False
         self.wake = threading.Event()
         self.flusher: threading.Thread | None = None
 
     def write(self, event: Event, folder: str) -> None:
-        line = json.dumps(event, default=str, separators=(",", ":"))
         with self.lock:
-            if self.dead:
+            if self.dead or (self.fd is None and not self._open(folder)):
                 return
-            if self.fd is None and not self._open(folder):
-                return
-            self.lines.append(line)
             if event["kind"] in _AT_ONCE:
-                self._flush()
+                self._append([event])
                 return
+            self.events.append(event)
+        if not self.awake:
+            self.stir()
+
+    def stir(self) -> None:
+        """Let the flusher run within 100 ms."""
+        with self.lock:
             if self.flusher is None:
                 self.flusher = threading.Thread(target=self._keep_flushing, name="kvprobe-sidecar", daemon=True)
                 self.flusher.start()
+        self.awake = True
         self.wake.set()
 
     def _open(self, folder: str) -> bool:
@@ -81,33 +94,45 @@ class _File:
             self.dead = True
             log.warning("kvprobe: cannot write %s (%s); adapters go on without a sidecar", path, error.strerror)
             return False
-        self.lines.append(json.dumps(_process_event(), separators=(",", ":")))
+        self._append([_process_event()])
         return True
 
-    def _flush(self) -> None:
-        if not self.lines or self.fd is None:
+    def _append(self, events: list[Event]) -> None:
+        if not events or self.fd is None:
             return
-        data = ("\n".join(self.lines) + "\n").encode()
-        self.lines.clear()
+        lines = [json.dumps(event, default=str, separators=(",", ":")) for event in events]
         try:
-            os.write(self.fd, data)
+            os.write(self.fd, ("\n".join(lines) + "\n").encode())
         except OSError:  # a full disk, or a server that closed every descriptor: the server goes on, we stop
             self.dead = True
 
     def flush(self) -> None:
+        for _ in range(len(self.later)):
+            try:
+                function, arguments = self.later.popleft()
+            except IndexError:  # another thread flushes, too
+                break
+            try:
+                function(*arguments)
+            except Exception:
+                log.debug("kvprobe: an event was lost", exc_info=True)
+            time.sleep(0)  # let go of the GIL: a server's thread may be about to submit
         with self.lock:
-            self._flush()
+            events, self.events = self.events, []
+            self._append(events)
 
     def _keep_flushing(self) -> None:
         while True:
             self.wake.wait()
             time.sleep(_FLUSH_SECONDS)
-            self.wake.clear()
+            self.wake.clear()  # in this order: who leaves something before the next line is seen by this flush
+            self.awake = False
             self.flush()
 
 
 _file = _File()
-_listeners: list[Listener] = []
+_listeners: list[Listener] = []  # of every kind of event
+_listeners_of: dict[str, list[Listener]] = {}  # of one kind
 
 
 def _process_event() -> Event:
@@ -137,14 +162,34 @@ def wanted() -> bool:
     return bool(_listeners) or bool(os.environ.get("KVPROBE_RUN"))
 
 
+def heard_at_once() -> bool:
+    """Somebody in this process listens to every kind of event: they are to be made at once, not `later`."""
+    return bool(_listeners)
+
+
+def later(function: Callable[..., None], *arguments: Any) -> None:
+    """Call `function(*arguments)` within some 100 ms on kvprobe's own thread, or in the next `flush`.
+
+    It is for hot paths: this costs one append, making an event and its JSON some 15 us. An exception of `function`
+    is logged at debug level and dropped.
+    """
+    _file.later.append((function, arguments))
+    if not _file.awake:
+        _file.stir()
+
+
 def emit(kind: str, **fields: Any) -> None:
-    """Write one event to this process's sidecar and hand it to listeners. Never raises."""
+    """Write one event to this process's sidecar and hand it to listeners. Never raises.
+
+    `t_ns` among the fields is the time of the event; without it: now.
+    """
     try:
         folder = os.environ.get("KVPROBE_RUN")
-        if not folder and not _listeners:
+        listeners = [*_listeners, *_listeners_of.get(kind, ())]
+        if not folder and not listeners:
             return
         event: Event = {"t_ns": time.monotonic_ns(), "kind": kind, **fields}
-        for listener in tuple(_listeners):
+        for listener in listeners:
             listener(event)
         if folder:
             _file.write(event, folder)
@@ -160,13 +205,16 @@ def flush() -> None:
 atexit.register(flush)
 
 
-def listening(listener: Listener) -> Callable[[], None]:
-    """Hand every event of this process to `listener`; returns the function that stops it."""
-    _listeners.append(listener)
+def listening(listener: Listener, kinds: tuple[str, ...] = ()) -> Callable[[], None]:
+    """Hand events of this process (those of `kinds`, or all) to `listener`; returns the function that stops it."""
+    places = [_listeners_of.setdefault(kind, []) for kind in kinds] or [_listeners]
+    for place in places:
+        place.append(listener)
 
     def stop() -> None:
-        with contextlib.suppress(ValueError):
-            _listeners.remove(listener)
+        for place in places:
+            with contextlib.suppress(ValueError):
+                place.remove(listener)
 
     return stop
 
