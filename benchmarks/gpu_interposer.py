@@ -4,7 +4,9 @@
 
 Counts: a C program's own count of its copies against kvprobe's: linked, through dlsym, cuGetProcAddress,
 cudaGetDriverEntryPointByVersion, as batches. Cost: bare, kvprobe (LD_PRELOAD), a CUPTI callback, Nsight Systems, one
-process each, by turns, five times; the table shows the medians and what each adds to bare. Agreement: one torch program
+process each, by turns, seven times; the table shows the medians and what each adds to bare, as the difference of the
+medians and as the median of the differences between neighbours in time. Rows that say where kvprobe's own goes: loaded
+and switched off, totals only, run folder in memory. Agreement: one torch program
 under `kvprobe run --nsys`: the number of copies of the program, of kvprobe and of Nsight Systems, time blocked in calls
 of at least 20 us in both recordings, and the ranges of the domain `kvprobe` in the .nsys-rep. Writes
 OUT/interposer.json.
@@ -44,14 +46,18 @@ def plain() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith("KVPROBE_") and k != "LD_PRELOAD"}
 
 
-def cost(out: Path, program: Path, rounds: int = 5) -> dict[str, Any]:
+def cost(out: Path, program: Path, rounds: int = 7) -> dict[str, Any]:
     seen: dict[str, list[float]] = {}
     run = Path(tempfile.mkdtemp(prefix="kvprobe-cost-", dir=out))
+    memory = Path(tempfile.mkdtemp(prefix="kvprobe-cost-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else out))
     for turn in range(rounds):
         watched = {**plain(), "KVPROBE_RUN": str(run), "LD_PRELOAD": str(LIBRARY)}
         ways: dict[str, tuple[list[str], dict[str, str]]] = {
             "bare": ([str(program)], plain()),
             "kvprobe": ([str(program)], watched),
+            "kvprobe, off": ([str(program)], {**watched, "KVPROBE": "off"}),
+            "kvprobe, totals only": ([str(program)], {**watched, "KVPROBE_DETAIL": "totals"}),
+            "kvprobe, folder in memory": ([str(program)], {**watched, "KVPROBE_RUN": str(memory)}),
             "CUPTI callback": ([str(program), "cupti"], plain()),
         }
         if NSYS:
@@ -68,17 +74,29 @@ def cost(out: Path, program: Path, rounds: int = 5) -> dict[str, Any]:
             seen.setdefault(name, []).append(json.loads(line)["median_ns"])
     from kvprobe.probe.ring import read_ring
 
-    counts = {read_ring(path).calls()["cudaMemcpyAsync"][0] for path in run.glob("*.kvp")}
+    rings = [read_ring(path) for folder in (run, memory) for path in folder.glob("*.kvp")]
+    counts = {ring.calls()["cudaMemcpyAsync"][0] for ring in rings}
+    clocks = {ring.clock for ring in rings}
     bare = statistics.median(seen["bare"])
     rows = {name: {"ns": statistics.median(values), "added_ns": statistics.median(values) - bare,
+                   "paired_ns": statistics.median([b - a for a, b in zip(seen["bare"], values, strict=False)]),
                    "ratio": statistics.median(values) / bare, "runs": values}
             for name, values in seen.items()}  # fmt: skip
-    print(f"\n{'one 4 KiB cudaMemcpyAsync':<28}{'ns':>9}{'added':>9}{'ratio':>8}")
+    print(f"\n{'one 4 KiB cudaMemcpyAsync':<28}{'ns':>9}{'added':>9}{'paired':>9}{'ratio':>8}")
     for name, row in rows.items():
-        print(f"{name:<28}{row['ns']:>9.1f}{row['added_ns']:>9.1f}{row['ratio']:>8.2f}")
+        print(f"{name:<28}{row['ns']:>9.1f}{row['added_ns']:>9.1f}{row['paired_ns']:>9.1f}{row['ratio']:>8.2f}")
+    print(f"kvprobe's clock: {', '.join(sorted(clocks))}; this kernel's: {clocksource()}")
     print(f"calls counted by kvprobe, each run: {sorted(counts)} (the program makes 102500)")
     shutil.rmtree(run, ignore_errors=True)
-    return {"cost": rows, "counted": sorted(counts)}
+    shutil.rmtree(memory, ignore_errors=True)
+    return {"cost": rows, "counted": sorted(counts), "clock": sorted(clocks), "clocksource": clocksource()}
+
+
+def clocksource() -> str:
+    try:
+        return Path("/sys/devices/system/clocksource/clocksource0/current_clocksource").read_text().strip()
+    except OSError:
+        return "unknown"
 
 
 def counts(out: Path, program: Path, runtime: str) -> dict[str, Any]:

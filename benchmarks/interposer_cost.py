@@ -4,8 +4,11 @@
 
 A C program is linked to a stand-in runtime whose calls return at once, and calls each function by turns through the
 wrapper (the linked symbol, preloaded) and directly (the runtime's own address, looked up in its symbol table). The
-difference of the medians is what the wrapper costs: two clock reads, one record, the totals. With --fork it also
-measures what the preloaded library adds to the start of a process that makes no CUDA call.
+difference of the medians is what the wrapper costs: two clock reads, one record, the totals. `cold copy` does the same
+with a stand-in that leaves the caches as a driver does: it runs through 20 KiB of code and 64 KiB of a 16 MiB array,
+makes locked additions and a fence, and there is a cuPointerGetAttributes to ask. The last lines say what the preloaded
+library adds to the start of a process that makes no CUDA call. Each figure is the median of the differences of
+neighbouring rounds; `floor` compares the fastest tenth of both.
 """
 
 from __future__ import annotations
@@ -28,7 +31,38 @@ int cudaMemcpyAsync(void *d, const void *s, unsigned long n, int k, void *t) { (
 typedef struct { unsigned x, y, z; } dim3;
 int cudaLaunchKernel(const void *f, dim3 g, dim3 b, void **a, unsigned long s, void *t) { (void)f, (void)g, (void)b, (void)a, (void)s, (void)t; return 0; }
 int cudaRuntimeGetVersion(int *v) { *v = 13000; return 0; }
+#define CODE(N) static __attribute__((noinline)) int code_##N(int x) { __asm__ volatile(".skip 52, 0x90" : "+r"(x)); return x + N; }
+#define FOR4(F, N) F(N##0) F(N##1) F(N##2) F(N##3)
+#define FOR16(F, N) FOR4(F, N##0) FOR4(F, N##1) FOR4(F, N##2) FOR4(F, N##3)
+#define FOR64(F, N) FOR16(F, N##0) FOR16(F, N##1) FOR16(F, N##2) FOR16(F, N##3)
+#define FOR256(F, N) FOR64(F, N##0) FOR64(F, N##1) FOR64(F, N##2) FOR64(F, N##3)
+FOR256(CODE, 1)
+FOR64(CODE, 2)
+#define CALL(N) x = code_##N(x);
+static char data[16 << 20] __attribute__((aligned(64)));
+static unsigned long doorbell, at;
+#define LOCKED __atomic_fetch_add(&doorbell, 1, __ATOMIC_SEQ_CST);
+int cudaMemcpy2DAsync(void *d, unsigned long dp, const void *s, unsigned long sp, unsigned long w, unsigned long h, int k, void *t) {
+    int x = k + (int)w + (int)h; (void)d, (void)s, (void)dp, (void)sp, (void)t;
+    LOCKED
+    FOR256(CALL, 1)
+    for (unsigned i = 0; i < 64 << 10; i += 64) data[at + i] += (char)x;
+    at = (at + (64 << 10)) % sizeof data;
+    LOCKED
+    FOR64(CALL, 2)
+    LOCKED
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    return 0;
+}
 """  # noqa: E501
+DRIVER = """
+int cuPointerGetAttributes(unsigned n, int *a, void **data, unsigned long long address) {
+    (void)n, (void)a;
+    *(unsigned *)data[0] = 1, *(unsigned *)data[1] = 0;
+    *(unsigned long *)data[2] = address & ~0xffffful, *(unsigned long *)data[3] = 0x100000;
+    return 0;
+}
+"""
 
 PROGRAM = """
 #define _GNU_SOURCE
@@ -42,6 +76,8 @@ PROGRAM = """
 typedef struct { unsigned x, y, z; } dim3;
 int cudaMemcpyAsync(void *, const void *, unsigned long, int, void *);
 int cudaLaunchKernel(const void *, dim3, dim3, void **, unsigned long, void *);
+int cudaMemcpy2DAsync(void *, unsigned long, const void *, unsigned long, unsigned long, unsigned long, int, void *);
+typedef int cold_fn(void *, unsigned long, const void *, unsigned long, unsigned long, unsigned long, int, void *);
 typedef int copy_fn(void *, const void *, unsigned long, int, void *);
 typedef int launch_fn(const void *, dim3, dim3, void **, unsigned long, void *);
 static double now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec * 1e9 + t.tv_nsec; }
@@ -54,13 +90,15 @@ static void *bare(const char *library, const char *name) {
         if (d->d_tag == DT_SYMTAB) symbols = (void *)d->d_un.d_ptr;
         if (d->d_tag == DT_STRTAB) strings = (void *)d->d_un.d_ptr;
     }
-    for (int i = 1; i < 64; i++) if (!strcmp(strings + symbols[i].st_name, name)) return (void *)(map->l_addr + symbols[i].st_value);
+    for (int i = 1; i < 256; i++)
+        if (!strcmp(strings + symbols[i].st_name, name)) return (void *)(map->l_addr + symbols[i].st_value);
     abort();
 }
 #define N 2000
 int main(int argc, char **argv) {
     copy_fn *volatile copies[2] = {bare(argv[1], "cudaMemcpyAsync"), cudaMemcpyAsync};
     launch_fn *volatile launches[2] = {bare(argv[1], "cudaLaunchKernel"), cudaLaunchKernel};
+    cold_fn *volatile colds[2] = {bare(argv[1], "cudaMemcpy2DAsync"), cudaMemcpy2DAsync};
     int rounds = atoi(argv[2]);
     for (int r = 0; r < rounds; r++)
         for (int which = 0; which < 2; which++) {
@@ -70,7 +108,10 @@ int main(int argc, char **argv) {
             double b = now();
             for (int i = 0; i < N; i++) launch(0, (dim3){1, 1, 1}, (dim3){1, 1, 1}, 0, 0, (void *)16);
             double c = now();
-            printf("%d %.2f %.2f\\n", which, (b - a) / N, (c - b) / N);
+            cold_fn *cold = colds[which];
+            for (int i = 0; i < N; i++) cold((void *)4096, 64, (void *)8192, 64, 64, 64, 1, (void *)16);
+            double d = now();
+            printf("%d %.2f %.2f %.2f\\n", which, (b - a) / N, (c - b) / N, (d - c) / N);
         }
     (void)argc;
     return 0;
@@ -81,10 +122,15 @@ int main(int argc, char **argv) {
 def compile_program(folder: Path) -> tuple[Path, Path]:
     (folder / "runtime.c").write_text(RUNTIME)
     (folder / "program.c").write_text(PROGRAM)
+    (folder / "driver.c").write_text(DRIVER)
     runtime, program = folder / "libstandin_cudart.so", folder / "program"
     cc = [*build.compiler(), "-O2", "-w"]
     subprocess.run([*cc, "-shared", "-fPIC", "-o", runtime, folder / "runtime.c"], check=True)
-    subprocess.run([*cc, "-o", program, folder / "program.c", runtime, "-ldl", f"-Wl,-rpath,{folder}"], check=True)
+    driver = folder / "libcuda.so.1"
+    shared = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run([*cc, *shared, "-o", driver, folder / "driver.c"], check=True)
+    libraries = [runtime, "-Wl,--no-as-needed", driver, "-ldl", f"-Wl,-rpath,{folder}"]
+    subprocess.run([*cc, "-o", program, folder / "program.c", *libraries], check=True)
     return program, runtime
 
 
@@ -93,12 +139,13 @@ def measure(program: Path, runtime: Path, env: dict[str, str], rounds: int) -> d
     done = subprocess.run([program, runtime, str(rounds)], env=env, capture_output=True, text=True, check=True)
     rows = [line.split() for line in done.stdout.splitlines()]
     result: dict[str, dict[str, float]] = {}
-    for column, name in ((1, "copy"), (2, "launch")):
+    for column, name in ((1, "copy"), (2, "launch"), (3, "cold copy")):
         bare = sorted(float(row[column]) for row in rows if row[0] == "0")
         wrapped = sorted(float(row[column]) for row in rows if row[0] == "1")
+        pairs = [float(b[column]) - float(a[column]) for a, b in zip(rows[::2], rows[1::2], strict=True)]
         result[name] = {
             "bare_ns": statistics.median(bare), "wrapped_ns": statistics.median(wrapped),
-            "added_ns": statistics.median(wrapped) - statistics.median(bare),
+            "added_ns": statistics.median(pairs),
             "floor_ns": wrapped[len(wrapped) // 10] - bare[len(bare) // 10],
         }  # fmt: skip
     return result
@@ -145,10 +192,10 @@ def main() -> None:
     if arguments.json:
         print(json.dumps(results, indent=1))
         return
-    print(f"{'KVPROBE_DETAIL':<16}{'call':<8}{'bare':>8}{'wrapped':>10}{'added':>8}{'floor':>8}   ns a call")
+    print(f"{'KVPROBE_DETAIL':<16}{'call':<11}{'bare':>8}{'wrapped':>10}{'added':>8}{'floor':>8}   ns a call")
     for detail in ("off", "totals", "copies", "launches"):
         for call, row in results[detail].items():  # type: ignore[attr-defined]
-            print(f"{detail:<16}{call:<8}{row['bare_ns']:>8.1f}{row['wrapped_ns']:>10.1f}{row['added_ns']:>8.1f}"
+            print(f"{detail:<16}{call:<11}{row['bare_ns']:>8.1f}{row['wrapped_ns']:>10.1f}{row['added_ns']:>8.1f}"
                   f"{row['floor_ns']:>8.1f}")  # fmt: skip
     for name in ("start of true", "start of python"):
         row = results[name]

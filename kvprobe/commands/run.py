@@ -171,7 +171,7 @@ def _preloadable(library: Path, folder: Path) -> Path:
 
 
 def _how_stacks() -> str:
-    """ "py-spy" where a process may look into its relatives here, else "in-process"."""
+    """How stacks are taken: "py-spy" where a process may look into its relatives here, else "in-process"."""
     import ctypes
 
     from kvprobe.probe.stacks import py_spy

@@ -22,7 +22,8 @@ from typing import Any
 NATIVE = Path(__file__).resolve().parent
 LIB = Path(os.environ.get("KVPROBE_NATIVE_LIB") or NATIVE / "lib")
 CFLAGS = ["-std=gnu11", "-O3", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-pthread"]
-LDFLAGS = ["-shared", "-Wl,-z,defs", "-Wl,-z,now", "-pthread", "-ldl", "-lm"]
+# -Bsymbolic-functions: a library of ours calls its own functions, whatever else the process has preloaded
+LDFLAGS = ["-shared", "-Wl,-Bsymbolic-functions", "-Wl,-z,defs", "-Wl,-z,now", "-pthread", "-ldl", "-lm"]
 
 # library -> folders of its sources, below this one, and single files it shares
 LIBRARIES: dict[str, tuple[str, ...]] = {
@@ -80,7 +81,8 @@ def build(target: Path = LIB, extra_cflags: tuple[str, ...] = ()) -> list[Path]:
         newest = max(path.stat().st_mtime for path in [*sources, *headers, Path(__file__)])
         if not output.exists() or output.stat().st_mtime < newest:
             partial = output.with_name(f".{name}.{os.getpid()}")
-            command = [*compiler(), *CFLAGS, *extra_cflags, *nvtx, f"-I{NATIVE / 'src'}", "-o", str(partial)]
+            private = ["-DKVP_PRIVATE_CORE=1"] if name == "libkvprobe_interpose.so" else []
+            command = [*compiler(), *CFLAGS, *extra_cflags, *private, *nvtx, f"-I{NATIVE / 'src'}", "-o", str(partial)]
             command += [str(path) for path in sources] + LDFLAGS + shlex.split(os.environ.get("LDFLAGS", ""))
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:

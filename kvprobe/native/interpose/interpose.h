@@ -7,12 +7,15 @@
 #ifndef KVP_INTERPOSE_H
 #define KVP_INTERPOSE_H
 
-#include "kvp.h"
+#include "thread.h"
 
 #include <stdint.h>
 
 #define likely(x) __builtin_expect(!!(x), 1)
 #define unlikely(x) __builtin_expect(!!(x), 0)
+
+/* Of the calls that are wrapped; the core's own functions stay inside (kvp.h). */
+#define CUDA_EXPORT __attribute__((visibility("default")))
 
 #define SITES 32      /* call sites of one wrapped symbol that are remembered */
 #define BOUND 3       /* functions fetched by pointer that one symbol can stand for, beside the linked one */
@@ -33,8 +36,17 @@ struct wrapped {
 extern struct wrapped kvp_wrapped[];
 extern const int kvp_wrapped_count;
 
-/* 1 while this process is to be recorded: set once from the environment, before main. */
-extern int kvp_on;
+enum detail { DETAIL_TOTALS, DETAIL_COPIES, DETAIL_LAUNCHES };
+
+/* What every call asks, in one cache line. */
+struct watch {
+    int on; /* 1 while this process is to be recorded: set once from the environment, before main */
+    enum detail detail;
+    int nvtx;                     /* a tool listens */
+    int no_driver;                /* there is none to ask about a pointer (the embedded host runtime) */
+    volatile uint32_t generation; /* of what is known of memory: freeing or registering some makes it another */
+} __attribute__((aligned(64)));
+extern struct watch kvp_watch;
 
 /* wrap.c */
 int kvp_batch_has_fail_index(void *real); /* of cudaMemcpyBatchAsync: CUDA 12.8's signature */
@@ -61,7 +73,6 @@ void kvp_forget_ranges(void); /* memory was freed or registered */
 
 /* nvtx.c */
 void kvp_nvtx_start(void);
-extern int kvp_nvtx_on;
 void kvp_nvtx_range_push(const kvp_record *record);
 void kvp_nvtx_range_pop(void);
 

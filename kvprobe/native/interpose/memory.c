@@ -16,22 +16,22 @@ typedef int pointer_attributes_fn(unsigned count, int *attributes, void **data, 
 
 static pointer_attributes_fn *volatile ask;
 static volatile int looked;
-static volatile uint32_t generation = 1;
 
 static __thread struct {
-    uint32_t generation, next;
+    uint32_t generation, next, last; /* last: the range that answered, most often the one that will */
     struct {
         uint64_t start, size;
         uint8_t kind;
     } range[RANGES];
-} known __attribute__((tls_model("initial-exec")));
+} known __attribute__((aligned(64), tls_model("initial-exec")));
 
-void kvp_forget_ranges(void) { __atomic_fetch_add(&generation, 1, __ATOMIC_RELEASE); }
+void kvp_forget_ranges(void) { __atomic_fetch_add(&kvp_watch.generation, 1, __ATOMIC_RELEASE); }
 
 static __attribute__((noinline)) int ask_driver(uint64_t address) {
     if (!looked) {
         ask = (pointer_attributes_fn *)kvp_driver_symbol("cuPointerGetAttributes");
         looked = 1;
+        if (!ask) kvp_watch.no_driver = 1;
     }
     if (!ask) return KVP_MEM_UNKNOWN;
     uint32_t type = 0, managed = 0;
@@ -55,13 +55,18 @@ static __attribute__((noinline)) int ask_driver(uint64_t address) {
 }
 
 static inline int kind_of(uint64_t address) {
-    uint32_t now = generation;
+    uint32_t now = kvp_watch.generation;
     if (unlikely(known.generation != now)) {
         memset(known.range, 0, sizeof known.range);
         known.generation = now;
     }
-    for (int i = 0; i < RANGES; i++)
-        if (address - known.range[i].start < known.range[i].size) return known.range[i].kind;
+    uint32_t last = known.last;
+    if (likely(address - known.range[last].start < known.range[last].size)) return known.range[last].kind;
+    for (uint32_t i = 0; i < RANGES; i++)
+        if (address - known.range[i].start < known.range[i].size) {
+            known.last = i;
+            return known.range[i].kind;
+        }
     return ask_driver(address);
 }
 
@@ -69,7 +74,7 @@ static inline int is_host(int kind) { return kind == KVP_MEM_PAGEABLE || kind ==
 
 void kvp_classify(kvp_record *r) {
     int direction = r->direction & 15, memory = 0;
-    if (looked && !ask) return; /* no driver to ask (the embedded host runtime) */
+    if (kvp_watch.no_driver) return;
     if (direction == KVP_H2D)
         memory = kind_of(r->src);
     else if (direction == KVP_D2H)

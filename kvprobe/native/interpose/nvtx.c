@@ -4,8 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-int kvp_nvtx_on;
-
 #ifdef KVP_HAVE_NVTX
 #include <nvtx3/nvToolsExt.h>
 
@@ -14,9 +12,9 @@ static nvtxDomainHandle_t domain;
 /* At the first recorded call, not before main: the tool's own library is loaded here. */
 void kvp_nvtx_start(void) {
     const char *asked = getenv("KVPROBE_NVTX");
-    if (kvp_nvtx_on || (asked && !strcmp(asked, "0")) || !getenv("NVTX_INJECTION64_PATH")) return;
+    if (kvp_watch.nvtx || (asked && !strcmp(asked, "0")) || !getenv("NVTX_INJECTION64_PATH")) return;
     domain = nvtxDomainCreateA("kvprobe");
-    kvp_nvtx_on = domain != NULL;
+    kvp_watch.nvtx = domain != NULL;
 }
 
 static const char *call_name(unsigned call) {

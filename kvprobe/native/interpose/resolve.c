@@ -129,7 +129,7 @@ __attribute__((noinline)) any_fn *kvp_real(struct wrapped *w, void *caller) {
 }
 
 void *kvp_wrap_pointer(struct wrapped *w, void *found) {
-    if (!kvp_on || !found || is_ours(found)) return found;
+    if (!kvp_watch.on || !found || is_ours(found)) return found;
     for (int i = 0; i < BOUND; i++) {
         any_fn *none = NULL;
         if (w->real[i] == (any_fn *)found ||
@@ -155,8 +155,8 @@ static __attribute__((noinline)) void *dlsym_of_ours(void *handle, struct wrappe
 
 /* Must end in a jump, not a call, wherever the name is not ours: glibc finds what RTLD_NEXT and RTLD_DEFAULT mean from
  * the return address. (A test holds it.) */
-KVP_EXPORT void *dlsym(void *restrict handle, const char *restrict name);
-KVP_EXPORT void *dlsym(void *restrict handle, const char *restrict name) {
+CUDA_EXPORT void *dlsym(void *restrict handle, const char *restrict name);
+CUDA_EXPORT void *dlsym(void *restrict handle, const char *restrict name) {
     if (unlikely(name[0] == 'c' && name[1] == 'u' && handle != RTLD_NEXT)) {
         struct wrapped *w = kvp_find_wrapped(name);
         if (w) return dlsym_of_ours(handle, w, __builtin_return_address(0));

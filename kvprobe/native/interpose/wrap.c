@@ -19,15 +19,9 @@
 
 #define SYMBOL_NOT_FOUND 302 /* cudaErrorSharedObjectSymbolNotFound, CUDA_ERROR_SHARED_OBJECT_SYMBOL_NOT_FOUND */
 
-enum detail { DETAIL_TOTALS, DETAIL_COPIES, DETAIL_LAUNCHES };
-
-int kvp_on;
-static int detail = DETAIL_COPIES;
+struct watch kvp_watch = {.detail = DETAIL_COPIES, .generation = 1};
 static char run_folder[3072];
 static uint64_t max_bytes;
-
-/* Not 0 inside a wrapped call: the runtime's own calls to the driver belong to the call that made them. */
-static __thread int inside __attribute__((tls_model("initial-exec")));
 
 /* ---- this process's ring file -------------------------------------------------------------------------------- */
 
@@ -72,8 +66,8 @@ static void allow_observer(void) {
 static __attribute__((noinline)) int open_ring(void) {
     static volatile int opening;
     int was = errno;
-    inside = 1;
-    for (int tries = 0; tries < 5000 && kvp_on && !kvp_ring_is_open(); tries++) {
+    kvp_thread.inside = 1;
+    for (int tries = 0; tries < 5000 && kvp_watch.on && !kvp_ring_is_open(); tries++) {
         int owner = __atomic_load_n(&opening, __ATOMIC_ACQUIRE), me = (int)getpid();
         /* a fork may have caught the parent in the middle of this: its claim is not ours */
         if (owner == me || !__atomic_compare_exchange_n(&opening, &owner, me, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
@@ -92,18 +86,18 @@ static __attribute__((noinline)) int open_ring(void) {
         kvp_ring_options options = {.ring_capacity = number_from("KVPROBE_RING_RECORDS"),
                                     .slow_ns = number_from("KVPROBE_SLOW_NS")};
         limit(&options);
-        if (kvp_ring_open(path, "interposer", &options) < 0) kvp_on = 0; /* no disk, no folder: leave it alone */
+        if (kvp_ring_open(path, "interposer", &options) < 0) kvp_watch.on = 0; /* no disk, no folder: leave it alone */
         __atomic_store_n(&opening, 0, __ATOMIC_RELEASE);
     }
     kvp_nvtx_start();
     allow_observer();
-    inside = 0;
+    kvp_thread.inside = 0;
     errno = was;
     return kvp_ring_is_open();
 }
 
 static inline int recording(void) {
-    if (unlikely(!kvp_on) || inside) return 0;
+    if (unlikely(!kvp_watch.on) || kvp_thread.inside) return 0;
     return likely(kvp_ring_is_open()) || open_ring();
 }
 
@@ -114,14 +108,14 @@ __attribute__((constructor)) static void start(void) {
         (!strcasecmp(asked, "off") || !strcmp(asked, "0") || !strcasecmp(asked, "no") || !strcasecmp(asked, "false")))
         return;
     strcpy(run_folder, run);
-    if (level && !strcmp(level, "totals")) detail = DETAIL_TOTALS;
-    if (level && !strcmp(level, "launches")) detail = DETAIL_LAUNCHES;
+    if (level && !strcmp(level, "totals")) kvp_watch.detail = DETAIL_TOTALS;
+    if (level && !strcmp(level, "launches")) kvp_watch.detail = DETAIL_LAUNCHES;
     max_bytes = number_from("KVPROBE_MAX_BYTES");
-    kvp_on = 1;
+    kvp_watch.on = 1;
 }
 
 static void finish(void) {
-    kvp_on = 0;
+    kvp_watch.on = 0;
     kvp_ring_close();
 }
 
@@ -137,9 +131,9 @@ static __attribute__((noreturn)) void leave(int status) {
     for (;;) syscall(SYS_exit_group, status);
 }
 
-KVP_EXPORT __attribute__((noreturn)) void _exit(int status);
+CUDA_EXPORT __attribute__((noreturn)) void _exit(int status);
 void _exit(int status) { leave(status); }
-KVP_EXPORT __attribute__((noreturn)) void _Exit(int status);
+CUDA_EXPORT __attribute__((noreturn)) void _Exit(int status);
 void _Exit(int status) { leave(status); }
 
 __attribute__((constructor)) static void find_exit(void) {
@@ -153,28 +147,28 @@ __attribute__((constructor)) static void find_exit(void) {
 enum what { A_COPY, A_CALL, A_LAUNCH, A_EVENT, A_FREE };
 
 static inline __attribute__((always_inline)) void begin(kvp_record *r, enum what what) {
-    inside = 1;
-    int timed = what != A_LAUNCH || detail == DETAIL_LAUNCHES;
+    kvp_thread.inside = 1;
+    int timed = what != A_LAUNCH || kvp_watch.detail == DETAIL_LAUNCHES;
     if (timed)
-        r->start_ns = kvp_now_ns();
+        r->start_ns = kvp_clock();
     else
         r->dur_ns = KVP_UNTIMED;
     kvp_ring_enter(r->call, r->stream, r->start_ns);
-    if (unlikely(kvp_nvtx_on) && what != A_LAUNCH && what != A_EVENT) kvp_nvtx_range_push(r);
+    if (unlikely(kvp_watch.nvtx) && what != A_LAUNCH && what != A_EVENT) kvp_nvtx_range_push(r);
 }
 
 static inline __attribute__((always_inline)) void end(kvp_record *r, enum what what, int result) {
-    if (r->dur_ns != KVP_UNTIMED) r->dur_ns = kvp_now_ns() - r->start_ns;
-    if (unlikely(kvp_nvtx_on) && what != A_LAUNCH && what != A_EVENT) kvp_nvtx_range_pop();
+    if (r->dur_ns != KVP_UNTIMED) r->dur_ns = kvp_clock() - r->start_ns;
+    if (unlikely(kvp_watch.nvtx) && what != A_LAUNCH && what != A_EVENT) kvp_nvtx_range_pop();
     r->result = (uint16_t)((unsigned)result < 65535 ? result : 65535);
     if (what == A_COPY && likely(!result)) kvp_classify(r);
     if (what == A_FREE) kvp_forget_ranges();
-    int keep = detail == DETAIL_LAUNCHES                    ? KVP_KEEP_ALL
-               : r->dur_ns == KVP_UNTIMED                   ? KVP_KEEP_NONE
-               : detail == DETAIL_TOTALS || what == A_EVENT ? KVP_KEEP_SLOW
-                                                            : KVP_KEEP_ALL;
+    int keep = kvp_watch.detail == DETAIL_LAUNCHES                    ? KVP_KEEP_ALL
+               : r->dur_ns == KVP_UNTIMED                             ? KVP_KEEP_NONE
+               : kvp_watch.detail == DETAIL_TOTALS || what == A_EVENT ? KVP_KEEP_SLOW
+                                                                      : KVP_KEEP_ALL;
     kvp_ring_write(r, keep);
-    inside = 0;
+    kvp_thread.inside = 0;
 }
 
 static inline uint8_t direction_of(int kind) {
@@ -498,7 +492,7 @@ static struct wrapped *driver_symbol(const char *name, int version, uint64_t fla
 }
 
 static void wrap_driver(const char *name, void **pointer, int version, uint64_t flags) {
-    if (!kvp_on || !name || !pointer || !*pointer || name[0] != 'c' || name[1] != 'u') return;
+    if (!kvp_watch.on || !name || !pointer || !*pointer || name[0] != 'c' || name[1] != 'u') return;
     struct wrapped *w = driver_symbol(name, version, flags);
     if (w) *pointer = kvp_wrap_pointer(w, *pointer);
 }
@@ -544,14 +538,15 @@ RESOLVER(cudaGetDriverEntryPointByVersion, wrap_driver(name, pointer, (int)versi
     BOTH(X, cudaMemcpyAsync)                                                                                           \
     BOTH(X, cudaMemcpy2DAsync)                                                                                         \
     BOTH(X, cudaMemcpy3DAsync)                                                                                         \
-    X(cudaMemcpyPeerAsync, cudaMemcpyPeerAsync, 0) BOTH(X, cudaMemcpyBatchAsync) BOTH(                                 \
-        X, cudaMemcpyWithAttributesAsync) X(cudaMemcpy, cudaMemcpy, 0) X(cudaMemcpy, cudaMemcpy_ptds, 1)               \
-        BOTH(X, cudaMemsetAsync) BOTH(X, cuMemcpyAsync) BOTH(X, cuMemcpyBatchAsync) BOTH(X, cuMemcpyBatchAsync_v2) X(  \
-            cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2, 0) X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2_ptsz, 1)             \
-            X(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2, 0) X(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2_ptsz, 1) X(        \
-                cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2, 0) X(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2_ptsz, 1)         \
-                X(cuMemcpy2DAsync, cuMemcpy2DAsync_v2, 0) X(cuMemcpy2DAsync, cuMemcpy2DAsync_v2_ptsz, 1) X(            \
-                    cuMemcpy3DAsync, cuMemcpy3DAsync_v2, 0) X(cuMemcpy3DAsync, cuMemcpy3DAsync_v2_ptsz, 1)             \
+    X(cudaMemcpyPeerAsync, cudaMemcpyPeerAsync, 0)                                                                     \
+    BOTH(X, cudaMemcpyBatchAsync) BOTH(X, cudaMemcpyWithAttributesAsync) X(cudaMemcpy, cudaMemcpy, 0) X(               \
+        cudaMemcpy, cudaMemcpy_ptds, 1) BOTH(X, cudaMemsetAsync) BOTH(X, cuMemcpyAsync) BOTH(X, cuMemcpyBatchAsync)    \
+        BOTH(X, cuMemcpyBatchAsync_v2) X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2, 0)                                   \
+            X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2_ptsz, 1) X(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2, 0) X(        \
+                cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2_ptsz, 1) X(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2, 0)         \
+                X(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2_ptsz, 1) X(cuMemcpy2DAsync, cuMemcpy2DAsync_v2, 0) X(        \
+                    cuMemcpy2DAsync, cuMemcpy2DAsync_v2_ptsz, 1) X(cuMemcpy3DAsync, cuMemcpy3DAsync_v2,                \
+                                                                   0) X(cuMemcpy3DAsync, cuMemcpy3DAsync_v2_ptsz, 1)   \
                     BOTH(X, cudaLaunchKernel) BOTH(X, cudaLaunchKernelExC) BOTH(X, cuLaunchKernel) BOTH(               \
                         X, cuLaunchKernelEx) BOTH(X, cudaGraphLaunch)                                                  \
                         BOTH(X, cudaStreamSynchronize) X(cudaEventSynchronize, cudaEventSynchronize,                   \
@@ -597,7 +592,7 @@ enum {
         return CALL_NAME##_via(kvp_wrapped[INDEX_##SYMBOL].real[I], PER_THREAD, CALL_NAME##_A);                        \
     }
 #define X(CALL_NAME, SYMBOL, PER_THREAD)                                                                               \
-    KVP_EXPORT int SYMBOL(CALL_NAME##_P);                                                                              \
+    CUDA_EXPORT int SYMBOL(CALL_NAME##_P);                                                                             \
     int SYMBOL(CALL_NAME##_P) {                                                                                        \
         return CALL_NAME##_via(kvp_real_for(&kvp_wrapped[INDEX_##SYMBOL], __builtin_return_address(0)), PER_THREAD,    \
                                CALL_NAME##_A);                                                                         \

@@ -18,7 +18,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#ifdef KVP_PRIVATE_CORE
+/* In the interposer: it is preloaded, so whatever it exported here would take the place of another library's own. */
+#define KVP_EXPORT __attribute__((visibility("hidden")))
+#else
 #define KVP_EXPORT __attribute__((visibility("default")))
+#endif
 
 /* ---- clock -------------------------------------------------------------------------------------------------- */
 
@@ -86,7 +91,13 @@ enum kvp_call {
 };
 
 enum kvp_direction { KVP_DIR_UNKNOWN = 0, KVP_H2D = 1, KVP_D2H = 2, KVP_D2D = 3, KVP_H2H = 4 };
-enum kvp_memory { KVP_MEM_UNKNOWN = 0, KVP_MEM_PAGEABLE = 1, KVP_MEM_PINNED = 2, KVP_MEM_DEVICE = 3, KVP_MEM_MANAGED = 4 };
+enum kvp_memory {
+    KVP_MEM_UNKNOWN = 0,
+    KVP_MEM_PAGEABLE = 1,
+    KVP_MEM_PINNED = 2,
+    KVP_MEM_DEVICE = 3,
+    KVP_MEM_MANAGED = 4
+};
 
 #define KVP_UNTIMED UINT64_MAX
 
@@ -111,7 +122,8 @@ typedef struct {
 #define KVP_BUCKETS 128
 
 /* Bucket of a duration: four buckets to the octave from 4 ns, so a percentile read back is within 12.5% of the truth;
- * the last bucket takes everything from about 7.5 s. Lower bound of bucket b: b < 4 ? b : (4 + b % 4) << (b / 4 - 1). */
+ * the last bucket takes everything from about 7.5 s. Lower bound of bucket b: b < 4 ? b : (4 + b % 4) << (b / 4 - 1).
+ */
 static inline unsigned kvp_bucket(uint64_t ns) {
     if (ns < 4) return (unsigned)ns;
     unsigned e = 63u - (unsigned)__builtin_clzll(ns);
@@ -147,16 +159,20 @@ typedef struct {
 #define KVP_FILE_VERSION 1 /* history: 1 first */
 #define KVP_HEADER_BYTES 4096
 
-enum kvp_state { KVP_STARTING = 0, KVP_RUNNING = 1, KVP_CLOSED = 2 /* exit handlers ran: the process was not killed */ };
+enum kvp_state {
+    KVP_STARTING = 0,
+    KVP_RUNNING = 1,
+    KVP_CLOSED = 2 /* exit handlers ran: the process was not killed */
+};
 
 typedef struct {
     char magic[8];
     uint32_t version;
-    uint32_t header_bytes; /* KVP_HEADER_BYTES */
-    uint32_t record_bytes; /* 64 */
-    uint32_t slot_bytes;   /* 1152 */
-    uint32_t buckets;      /* KVP_BUCKETS */
-    uint32_t slot_count;   /* slots in a lane */
+    uint32_t header_bytes;  /* KVP_HEADER_BYTES */
+    uint32_t record_bytes;  /* 64 */
+    uint32_t slot_bytes;    /* 1152 */
+    uint32_t buckets;       /* KVP_BUCKETS */
+    uint32_t slot_count;    /* slots in a lane */
     uint64_t ring_capacity; /* records, a power of two */
     uint64_t slow_capacity; /* records, a power of two */
     uint64_t lane_bytes;
@@ -222,7 +238,8 @@ KVP_EXPORT void kvp_ring_after_fork(void);
  * thread. A call that began with kvp_ring_enter ends here. */
 KVP_EXPORT void kvp_ring_write(const kvp_record *record, int detail);
 enum kvp_keep { KVP_KEEP_NONE = 0, KVP_KEEP_ALL = 1 /* both rings */, KVP_KEEP_SLOW = -1 /* slow ring only */ };
-/* Says that this thread enters a call, so that an observer can see it blocked there. Optional. */
+/* Says that this thread enters a call, so that an observer can see it blocked there, and has the lines fetched that
+ * kvp_ring_write will touch. Optional. */
 KVP_EXPORT void kvp_ring_enter(uint32_t call, uint64_t stream, uint64_t now_ns);
 
 #endif

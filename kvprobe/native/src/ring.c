@@ -7,7 +7,7 @@
  *    path is absolute, and a page that the kernel wipes on fork tells a child that the file is not its own;
  *  - a signal handler may call in the middle of a write: `busy` sends it to over_*;
  *  - growing past RLIMIT_FSIZE raises SIGXFSZ: the limit is asked first. */
-#include "kvp.h"
+#include "thread.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -44,13 +44,16 @@ typedef uint64_t pair_of_u64 __attribute__((vector_size(16), may_alias));
 /* A lane as its owner sees it; only the mapping is shared with readers. */
 struct lane {
     kvp_lane_header *header;
-    kvp_slot *slots, *last;
-    kvp_record *ring, *slow;
-    uint64_t ring_at, slow_at;       /* where the next record goes */
-    uint64_t ring_ready, slow_ready; /* records with disk space behind them */
+    kvp_slot *last;    /* newest call's */
+    uint64_t *counter; /* of its histogram */
+    kvp_record *ring;
+    uint64_t ring_at, ring_ready; /* where the next record goes; records with disk space behind them */
+    kvp_slot *slots;
+    kvp_record *slow;
+    uint64_t slow_at, slow_ready; /* likewise, slow ring */
     uint32_t slots_ready, number;
     uint16_t index[INDEX_SIZE]; /* hash of a slot's key -> its number + 1 */
-};
+} __attribute__((aligned(64)));
 
 static struct {
     kvp_file_header *header;
@@ -62,18 +65,12 @@ static struct {
     volatile uint8_t free_lane[LANES_LIMIT]; /* 1 = made, and its owner has gone */
     struct lane lanes[LANES_LIMIT];
     char path[4096];
-} ring;
+} ring __attribute__((aligned(64)));
 
 static uint32_t not_alive; /* what `alive` points to before the first open */
 static volatile int opening;
 static pthread_key_t exit_key;
 static int prepared; /* exit_key, fork handlers and the wiped page exist */
-
-static __thread struct {
-    struct lane *lane;
-    uint32_t epoch;     /* of `lane` */
-    uint32_t attaching; /* a signal handler's call while this thread makes its lane */
-} mine __attribute__((tls_model("initial-exec")));
 
 /* ---- disk space --------------------------------------------------------------------------------------------- */
 
@@ -127,6 +124,7 @@ static int map_lane(struct lane *lane, uint32_t number) {
     lane->slots = (kvp_slot *)((char *)memory + KVP_HEADER_BYTES);
     lane->ring = (kvp_record *)(lane->slots + ring.slot_count);
     lane->slow = lane->ring + ring.ring_capacity;
+    lane->counter = lane->slots->histogram;
     lane->header = memory;
     lane->header->ring_records = ring.ring_capacity;
     lane->header->slow_records = ring.slow_capacity;
@@ -155,9 +153,9 @@ static struct lane *take_lane(void) {
 /* At thread exit: another thread may have the lane. */
 static void leave_lane(void *unused) {
     (void)unused;
-    struct lane *lane = mine.lane;
-    mine.lane = NULL;
-    if (!lane || mine.epoch != ring.epoch || *ring.alive != ring.epoch) return;
+    struct lane *lane = kvp_thread.lane;
+    kvp_thread.lane = NULL;
+    if (!lane || kvp_thread.epoch != ring.epoch || *ring.alive != ring.epoch) return;
     lane->header->in_call = 0;
     lane->header->tid = 0;
     __atomic_store_n(&ring.free_lane[lane->number], 1, __ATOMIC_RELEASE);
@@ -171,9 +169,9 @@ static __attribute__((noinline)) struct lane *attach(void) {
         if (ring.header && ring.header->pid != (uint32_t)getpid()) kvp_ring_after_fork();
         return NULL;
     }
-    if (mine.attaching) return NULL;
+    if (kvp_thread.attaching) return NULL;
     int was = errno;
-    mine.attaching = 1;
+    kvp_thread.attaching = 1;
     compiler_barrier();
     struct lane *lane = take_lane();
     if (lane) {
@@ -183,19 +181,19 @@ static __attribute__((noinline)) struct lane *attach(void) {
         prctl(PR_GET_NAME, header->name, 0, 0, 0);
         header->owners++;
         header->tid = (uint32_t)syscall(SYS_gettid);
-        mine.epoch = alive;
-        mine.lane = lane;
+        kvp_thread.epoch = alive;
+        kvp_thread.lane = lane;
         pthread_setspecific(exit_key, lane);
     }
     compiler_barrier();
-    mine.attaching = 0;
+    kvp_thread.attaching = 0;
     errno = was;
     return lane;
 }
 
 static inline struct lane *my_lane(void) {
-    struct lane *lane = mine.lane;
-    if (likely(lane && mine.epoch == *ring.alive)) return lane;
+    struct lane *lane = kvp_thread.lane;
+    if (likely(lane && kvp_thread.epoch == *ring.alive)) return lane;
     return attach();
 }
 
@@ -275,6 +273,13 @@ void kvp_ring_enter(uint32_t call, uint64_t stream, uint64_t now_ns) {
     header->in_stream = stream;
     header->in_sequence++;
     __atomic_store_n(&header->in_call, call, __ATOMIC_RELEASE);
+    /* The call takes longer than they need to come. A store that misses costs even though nobody waits for it: the
+     * driver's next locked instruction does. */
+    if (likely(lane->ring_at < lane->ring_ready)) __builtin_prefetch(&lane->ring[lane->ring_at], 1);
+    if (likely(lane->last != NULL)) {
+        __builtin_prefetch(lane->last, 1);
+        __builtin_prefetch(lane->counter, 1);
+    }
 }
 
 void kvp_ring_write(const kvp_record *r, int detail) {
@@ -299,7 +304,9 @@ void kvp_ring_write(const kvp_record *r, int detail) {
     if (unlikely(!slot || !same_key(slot, r))) slot = find_slot(lane, r);
     if (likely(slot != NULL)) {
         if (timed) {
-            slot->histogram[kvp_bucket(r->dur_ns)]++;
+            uint64_t *counter = &slot->histogram[kvp_bucket(r->dur_ns)];
+            ++*counter;
+            lane->counter = counter;
             slot->dur_ns += r->dur_ns;
             slot->last_ns = r->start_ns + r->dur_ns;
             if (unlikely(r->dur_ns > slot->max_ns)) slot->max_ns = r->dur_ns;
@@ -465,7 +472,7 @@ void kvp_ring_after_fork(void) {
     *ring.alive = 0;
     ring.header = NULL;
     ring.path[0] = 0;
-    mine.lane = NULL;
-    mine.attaching = 0;
+    kvp_thread.lane = NULL;
+    kvp_thread.attaching = 0;
     opening = 0;
 }

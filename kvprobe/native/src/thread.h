@@ -1,0 +1,47 @@
+/* What a call needs of its thread, in one cache line: a driver's work evicts lines between two calls, and each that has
+ * to come back costs its call. Inside one library only; the clock's fast path is here so that it needs no call. */
+#ifndef KVP_THREAD_H
+#define KVP_THREAD_H
+
+#include "kvp.h"
+
+#if defined(__x86_64__)
+#include <x86intrin.h>
+#endif
+
+#define KVP_HIDDEN __attribute__((visibility("hidden")))
+
+struct kvp_thread {
+    uint64_t ticks, ns, scale; /* the clock's base pair; scale: ns per tick, 32.32 fixed point */
+    void *lane;                /* ring.c: this thread's lane, and the epoch of the file it is in */
+    uint32_t epoch;
+    uint32_t attaching; /* ring.c: a signal handler's call while this thread makes its lane */
+    uint32_t inside;    /* interposer: the runtime's own calls to the driver belong to the call that made them */
+} __attribute__((aligned(64)));
+
+extern KVP_HIDDEN __thread struct kvp_thread kvp_thread __attribute__((tls_model("initial-exec")));
+extern KVP_HIDDEN uint64_t kvp_renew_ticks;
+
+KVP_HIDDEN uint64_t kvp_renew_clock(void);
+
+static inline uint64_t kvp_ticks(void) {
+#if defined(__x86_64__)
+    return __rdtsc();
+#elif defined(__aarch64__)
+    uint64_t v;
+    __asm__ volatile("mrs %0, cntvct_el0" : "=r"(v));
+    return v;
+#else
+    return 0;
+#endif
+}
+
+/* kvp_now_ns, inline. */
+static inline uint64_t kvp_clock(void) {
+    const struct kvp_thread *t = &kvp_thread;
+    uint64_t passed = kvp_ticks() - t->ticks;
+    if (__builtin_expect(passed > kvp_renew_ticks || !t->scale, 0)) return kvp_renew_clock();
+    return t->ns + ((passed * t->scale) >> 32); /* passed < 2 ms of ticks: no overflow */
+}
+
+#endif
