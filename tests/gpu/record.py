@@ -64,13 +64,19 @@ def main() -> None:
     options = parser.parse_args()
     torch.zeros(1, device="cuda")
     runtime = find_runtime("cuda")
+    nvtx = torch.cuda.nvtx
     if options.trace:
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
             truth = play(options.scenario, runtime)
         profile.export_chrome_trace(str(options.trace))
     else:
-        truth = play(options.scenario, runtime)
+        with nvtx.range("whole"):
+            for number in range(3):
+                with nvtx.range(f"part {number % 2}"):
+                    time.sleep(0.001)
+            with nvtx.range(options.scenario):
+                truth = play(options.scenario, runtime)
     truth |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     options.truth.write_text(json.dumps(truth, indent=1) + "\n")
 
