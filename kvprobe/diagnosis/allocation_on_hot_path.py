@@ -16,6 +16,7 @@ import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Evidence, Finding
 from kvprobe.diagnosis.frame import Frame, ms
+from kvprobe.diagnosis.intervals import ascending
 from kvprobe.recordings.model import CallKind
 
 CAUSE = "allocation_on_hot_path"
@@ -29,7 +30,7 @@ def find(frame: Frame) -> Finding | None:
         return None
     keep = np.zeros(len(rows), dtype=bool)
     for process in np.unique(frame.process[rows]):
-        times = np.sort(frame.start[frame.submits & (frame.process == process)])
+        times = ascending(frame.start[frame.submits & (frame.process == process)])
         mine = frame.process[rows] == process
         if len(times) > WARM:
             keep |= mine & (frame.start[rows] > times[WARM - 1])

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Evidence, Finding
 from kvprobe.diagnosis.frame import Frame, ms
-from kvprobe.diagnosis.intervals import Cover
+from kvprobe.diagnosis.intervals import Cover, ascending
 from kvprobe.recordings.model import CallKind
 
 CAUSE = "context_lock_stall"
@@ -42,7 +42,7 @@ def find(frame: Frame) -> Finding | None:
         start, end = frame.start[rows[mine]], frame.end[rows[mine]]
         inside = cover.within(start, end)
         # The waiter is released when a holder returns: some stall ends within the waiter's last tenth.
-        ends = np.sort(frame.end[others])
+        ends = ascending(frame.end[others])
         slack = np.maximum((end - start) // 10, 50_000)
         released = np.searchsorted(ends, end + slack, side="right") > np.searchsorted(ends, end - slack, side="left")
         hit = (2 * inside > end - start) & released

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvprobe.diagnosis.finding import Chart, Confidence, Evidence, Finding, Lane, Severity, Where
-from kvprobe.diagnosis.intervals import Cover, distinct, group_starts, running_max_by_group
-from kvprobe.recordings.assemble import correlation_keys
+from kvprobe.diagnosis.intervals import Cover, distinct, group_starts, in_time, running_max_by_group
+from kvprobe.recordings.assemble import codes, match
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Engine, Label, Memory, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
 
@@ -40,38 +40,6 @@ def ms(ns: float) -> str:
 def share(part: float, whole: float) -> str:
     """A percentage for a sentence."""
     return f"{100 * part / whole:.1f}%" if whole > 0 else "0%"
-
-
-def _codes(column: Array) -> tuple[Array, int]:
-    """Small integers for a column's values, and how many there are; cheap where equal values lie together."""
-    if not len(column):
-        return np.zeros(0, dtype=np.int64), 0
-    edges = group_starts(column)
-    values, inverse = np.unique(column[edges], return_inverse=True)
-    codes: Array = np.repeat(inverse, np.diff(np.append(edges, len(column))))
-    return codes, len(values)
-
-
-def _lookup(process: Array, correlation: Array, value: Array, of_process: Array, of_correlation: Array) -> Array:
-    """`value` of the row with the same process and correlation, for each asked one; -1 where there is none.
-
-    Correlation ids are dense in practice, so a table does it in one pass; ids from anywhere are sorted and searched.
-    """
-    low, high = int(correlation.min()), int(correlation.max())
-    processes = int(process.max()) + 1
-    stride = high - low + 1
-    asked = (of_correlation >= low) & (of_correlation <= high) & (of_process >= 0) & (of_process < processes)
-    if processes * stride <= 4 * (len(value) + len(of_process)) + 1_000_000:
-        table = np.full(processes * stride, -1, dtype=np.int64)
-        table[process.astype(np.int64) * stride + (correlation - low)] = value
-        at = np.where(asked, of_process.astype(np.int64) * stride + (of_correlation - low), 0)
-        return np.where(asked, table[at], -1)
-    key = correlation_keys(process, correlation)
-    order = np.argsort(key, kind="stable")
-    key = key[order]
-    wanted = correlation_keys(of_process, of_correlation)
-    at = np.minimum(np.searchsorted(key, wanted), len(key) - 1)
-    return np.where(asked & (wanted >= 0) & (key[at] == wanted), value[order[at]], -1)
 
 
 class Ledger:
@@ -125,13 +93,21 @@ class Frame:
         self.src, self.dst = calls["src"], calls["dst"]
         self.transfer = calls["transfer"]
         self.submits = np.isin(self.kind, np.array(SUBMITTING, dtype=np.uint8))
-        threads, many = _codes(self.thread)
-        self.lane = self.process.astype(np.int64) * max(many, 1) + threads
+        threads, place = codes(self.thread)
+        self.lane = self.process.astype(np.int32) * max(len(threads), 1) + place
         self.x_start, self.x_end = executions["start_ns"], executions["end_ns"]
-        self.x_dur = np.maximum(self.x_end - self.x_start, 0)
         self._join()
         self.host = Ledger(np.where(self.nested, 0, self.dur))
-        self.device = Ledger(self.x_dur)
+
+    @cached_property
+    def x_dur(self) -> Array:
+        """Duration of each execution, ns."""
+        return np.asarray(np.maximum(self.x_end - self.x_start, 0))
+
+    @cached_property
+    def device(self) -> Ledger:
+        """The ledger of executions."""
+        return Ledger(self.x_dur)
 
     # ---- joining ------------------------------------------------------------------------------------------------
 
@@ -140,19 +116,22 @@ class Frame:
         n, m = calls.rows, executions.rows
         self.exec_start = np.full(n, -1, dtype=np.int64)
         self.exec_end = np.full(n, -1, dtype=np.int64)
-        self.x_call = np.full(m, -1, dtype=np.int64)  # row of the call that caused an execution
-        first_row = np.full(n, -1, dtype=np.int64)
+        self.x_call = np.full(m, -1, dtype=np.int32)  # row of the call that caused an execution
+        first_row = np.full(n, -1, dtype=np.int32)
         self.x_of_call = first_row
-        ours = np.flatnonzero((calls["correlation"] >= 0) & (self.submits | (self.kind == CallKind.COPY_SYNC)))
+        ours = np.flatnonzero(self.submits | (self.kind == CallKind.COPY_SYNC))
         if len(ours) and m:
-            self.x_call = _lookup(self.process[ours], calls["correlation"][ours], ours,
-                                  executions["process"], executions["correlation"])  # fmt: skip
-            theirs = np.flatnonzero(self.x_call >= 0)
-            rows = self.x_call[theirs]
-            self.exec_start[rows] = np.iinfo(np.int64).max
+            _, owner = match(self.process[ours], calls["correlation"][ours], executions["process"],
+                             executions["correlation"])  # fmt: skip
+            theirs = np.flatnonzero(owner >= 0)
+            rows = ours[owner[theirs]]
+            del owner, ours
+            self.x_call[theirs] = rows
+            first_row[rows[::-1]] = theirs[::-1]  # of several, the first is written last
+            known = np.flatnonzero(first_row >= 0)
+            self.exec_start[known] = self.x_start[first_row[known]]
             np.minimum.at(self.exec_start, rows, self.x_start[theirs])
             np.maximum.at(self.exec_end, rows, self.x_end[theirs])
-            first_row[rows[::-1]] = theirs[::-1]  # of several, the first is written last
 
         def filled(column: str, unknown: int) -> Array:
             mine: Array = calls[column]
@@ -183,8 +162,10 @@ class Frame:
         out = np.zeros(len(self.start), dtype=bool)
         order = self.by_lane
         if len(order) > 1:
-            reach = running_max_by_group(self.end[order], self.lane[order])
-            out[order[1:]] = (self.lane[order][1:] == self.lane[order][:-1]) & (self.start[order][1:] < reach[:-1])
+            lane, start, end = self.lane[order], self.start[order], self.end[order]
+            if ((start[1:] < end[:-1]) & (lane[1:] == lane[:-1])).any():  # else no call begins inside another
+                reach = running_max_by_group(end, lane)
+                out[order[1:]] = (lane[1:] == lane[:-1]) & (start[1:] < reach[:-1])
         return out
 
     # ---- what was usual -----------------------------------------------------------------------------------------
@@ -254,6 +235,14 @@ class Frame:
         inside = (self.name >= 0) & (self.name < len(known))
         mask: Array = inside & known[np.where(inside, self.name, 0)]
         return mask
+
+    def launches(self, process: int) -> Array:
+        """Rows of a process's kernel and graph launches, in the order of their start."""
+        known: dict[int, Array] = self.__dict__.setdefault("_launches", {})
+        if process not in known:
+            mine = (self.kind == CallKind.LAUNCH) | (self.kind == CallKind.GRAPH)
+            known[process] = in_time(np.flatnonzero(mine & (self.process == process)), self.start)
+        return known[process]
 
     @cached_property
     def kernel_streams(self) -> Array:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvprobe.diagnosis.frame import Array, Frame
-from kvprobe.diagnosis.intervals import Cover, distinct
+from kvprobe.diagnosis.intervals import Cover, distinct, in_time
 from kvprobe.recordings.model import Label
 
 __all__ = ["Gaps", "idle_gaps"]
@@ -44,14 +44,12 @@ def idle_gaps(frame: Frame) -> Gaps:
     garbage = frame.label_cover(Label.GC)
     counts = frame.submits & np.isin(frame.lane, frame.launching_lanes)
     for process in distinct(table["process"]):
-        mine = np.flatnonzero(table["process"] == process)
-        busy = Cover(frame.x_start[mine], frame.x_end[mine])
-        start, end = busy.gaps()
+        mine = in_time(np.flatnonzero(table["process"] == process), frame.x_start)
+        begin = frame.x_start[mine]
+        start, end = Cover(begin, frame.x_end[mine]).gaps()
         if not len(start):
             continue
-        begin = frame.x_start[mine]
-        order = np.argsort(begin, kind="stable")
-        first = mine[order[np.searchsorted(begin[order], end)]]  # the execution that ends the gap
+        first = mine[np.searchsorted(begin, end)]  # the execution that ends the gap
         call = frame.x_call[first]
         keep = (call >= 0) & (end - start < NO_WORK_NS)
         start, end, call = start[keep], end[keep], call[keep]

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Evidence, Finding
 from kvprobe.diagnosis.frame import Array, Frame, ms
-from kvprobe.diagnosis.intervals import Cover, distinct
+from kvprobe.diagnosis.intervals import Cover, ascending, distinct, in_time
 from kvprobe.recordings.model import Direction, Engine, Memory
 
 CAUSE = "head_of_line_copies"
@@ -37,7 +37,7 @@ def find(frame: Frame) -> Finding | None:
     before = np.full(table.rows, -1, dtype=np.int64)
     for stream in distinct(table["stream"][candidates & late_at_all & (table["stream"] >= 0)]):
         mine = np.flatnonzero(table["stream"] == stream)
-        mine = mine[np.argsort(frame.x_start[mine], kind="stable")]
+        mine = in_time(mine, frame.x_start)
         before[mine[1:]] = np.maximum.accumulate(frame.x_end[mine])[:-1]
     caught: list[Array] = []
     waits: list[Array] = []
@@ -60,7 +60,7 @@ def find(frame: Frame) -> Finding | None:
                 until = frame.x_start[rows]
                 covered = busy.within(since, until)
                 big = np.concatenate(([0], np.cumsum(table["bytes"][others][np.argsort(frame.x_end[others])])))
-                ends = np.sort(frame.x_end[others])
+                ends = ascending(frame.x_end[others])
                 ahead = big[np.searchsorted(ends, until, "right")] - big[np.searchsorted(ends, since, "right")]
                 hit = (10 * covered >= 8 * (until - since)) & (ahead >= 16 * table["bytes"][rows])
                 if hit.any():

@@ -10,19 +10,21 @@ import numpy.typing as npt
 
 Array: TypeAlias = npt.NDArray[Any]
 
-__all__ = ["Cover", "distinct", "group_starts", "running_max_by_group", "union"]
+__all__ = ["Cover", "ascending", "distinct", "group_starts", "in_time", "running_max_by_group", "union"]
 
 
 def union(start: Array, end: Array) -> tuple[Array, Array]:
     """The disjoint, sorted intervals that cover the same instants as the given half-open ones."""
     keep = end > start
-    start, end = start[keep], end[keep]
+    if not keep.all():
+        start, end = start[keep], end[keep]
     if not len(start):
         return start, end
     if (start[1:] < start[:-1]).any():
         order = np.argsort(start, kind="stable")
         start, end = start[order], end[order]
-    end = np.maximum.accumulate(end)
+    if (end[1:] < end[:-1]).any():
+        end = np.maximum.accumulate(end)
     first = np.ones(len(start), dtype=bool)
     first[1:] = start[1:] > end[:-1]
     last = np.append(np.flatnonzero(first)[1:] - 1, len(start) - 1)
@@ -63,6 +65,17 @@ class Cover:
     def intersect_ns(self, other: Cover) -> int:
         """Length of the instants both cover."""
         return int(other.within(self.start, self.end).sum()) if len(self.start) else 0
+
+
+def ascending(value: Array) -> Array:
+    """The values sorted; most columns of a recording are already."""
+    return np.sort(value) if (value[1:] < value[:-1]).any() else value
+
+
+def in_time(rows: Array, time_ns: Array) -> Array:
+    """Rows in the order of their times; most come in it."""
+    times = time_ns[rows]
+    return rows[np.argsort(times, kind="stable")] if (times[1:] < times[:-1]).any() else rows
 
 
 def group_starts(key: Array) -> Array:

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, LABELLED, MEASURED, Chart, Evidence, Finding
 from kvprobe.diagnosis.frame import Array, Frame, ms, share
-from kvprobe.diagnosis.intervals import distinct, group_starts
+from kvprobe.diagnosis.intervals import ascending, distinct, group_starts
 from kvprobe.diagnosis.queue_full import Full, full
 from kvprobe.recordings.model import CallKind
 
@@ -41,7 +41,7 @@ def room_gained(frame: Frame, rows: Array, ns: Array, places: float) -> float:
     low = np.flatnonzero(frame.submits & (depth >= 0) & (2 * depth < int(depth[rows].max())))
     for stream in distinct(frame.stream[rows]):
         mine = np.flatnonzero(frame.stream[rows] == stream)
-        empty = np.sort(frame.start[low[frame.stream[low] == stream]])
+        empty = ascending(frame.start[low[frame.stream[low] == stream]])
         passed = np.searchsorted(empty, frame.start[rows[mine]])
         new[mine[1:]] |= passed[1:] != passed[:-1]
     edges = group_starts(np.cumsum(new))

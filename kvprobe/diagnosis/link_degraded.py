@@ -18,7 +18,7 @@ import numpy as np
 
 from kvprobe.diagnosis.finding import MEASURED, Evidence, Finding
 from kvprobe.diagnosis.frame import Array, Frame, ms
-from kvprobe.diagnosis.intervals import Cover
+from kvprobe.diagnosis.intervals import Cover, in_time
 from kvprobe.recordings.model import Direction, Engine, Memory
 
 CAUSE = "link_degraded"
@@ -45,7 +45,7 @@ def find(frame: Frame) -> Finding | None:
         other = every & (table["direction"] != direction) & (table["direction"] != Direction.D2D)
         shared = Cover(frame.x_start[other], frame.x_end[other]).within(frame.x_start[rows], frame.x_end[rows])
         rows = rows[10 * shared < frame.x_dur[rows]]
-        rows = rows[np.argsort(frame.x_start[rows], kind="stable")]
+        rows = in_time(rows, frame.x_start)
         apart = np.ones(len(rows), dtype=bool)
         apart[1:] &= frame.x_start[rows[1:]] >= np.maximum.accumulate(frame.x_end[rows])[:-1] - 1_000
         rows = rows[apart]

@@ -31,11 +31,11 @@ def find(frame: Frame) -> Finding | None:
     evidence: list[Evidence] = []
     for process, copies in copies_apart(frame, Direction.H2D):
         rows = copies.rows
-        launches = np.flatnonzero((frame.process == process) & (frame.exec_start >= 0) & (
-            (frame.kind == CallKind.LAUNCH) | (frame.kind == CallKind.GRAPH)))  # fmt: skip
+        launches = frame.launches(process)
+        launches = launches[frame.exec_start[launches] >= 0]
         if not len(launches):
             continue
-        launched = np.sort(frame.start[launches])
+        launched = frame.start[launches]
         burst = bursts(frame, process, rows)
         count = int(burst[-1]) + 1
         times, streams = waits(frame, process)

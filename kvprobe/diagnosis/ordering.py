@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.frame import Array, Frame
-from kvprobe.diagnosis.intervals import distinct
+from kvprobe.diagnosis.intervals import distinct, in_time
 from kvprobe.recordings.model import CallKind, Direction, Memory
 
 __all__ = ["Copies", "bursts", "copies_apart", "waits"]
@@ -23,7 +23,7 @@ class Copies:
             kinds & (frame.process == process) & (frame.direction == direction) & (frame.memory != Memory.PAGEABLE)
             & (frame.stream >= 0) & ~np.isin(frame.stream, frame.kernel_streams) & (frame.exec_end >= 0)
         )  # fmt: skip
-        self.rows: Array = rows[np.argsort(frame.start[rows], kind="stable")]
+        self.rows: Array = in_time(rows, frame.start)
 
 
 def copies_apart(frame: Frame, direction: Direction) -> list[tuple[int, Copies]]:
@@ -39,13 +39,12 @@ def copies_apart(frame: Frame, direction: Direction) -> list[tuple[int, Copies]]
 def waits(frame: Frame, process: int) -> tuple[Array, Array]:
     """Times and streams of stream-waits-for-event calls of a process, by time."""
     rows = np.flatnonzero((frame.process == process) & frame.is_named("streamwaitevent"))
-    rows = rows[np.argsort(frame.start[rows], kind="stable")]
+    rows = in_time(rows, frame.start)
     return frame.start[rows], frame.stream[rows]
 
 
 def bursts(frame: Frame, process: int, rows: Array) -> Array:
     """Number of the burst that each copy belongs to: a launch of the process between two copies begins a new one."""
-    launches = np.sort(frame.start[(frame.process == process)
-                                   & ((frame.kind == CallKind.LAUNCH) | (frame.kind == CallKind.GRAPH))])  # fmt: skip
+    launches = frame.start[frame.launches(process)]
     at = np.searchsorted(launches, frame.start[rows])
     return np.concatenate(([0], np.cumsum(at[1:] != at[:-1]))) if len(rows) else at

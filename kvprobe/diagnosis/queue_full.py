@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvprobe.diagnosis.frame import Array, Frame
-from kvprobe.diagnosis.intervals import Cover, distinct
+from kvprobe.diagnosis.intervals import Cover, ascending, distinct
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory, Recording, Table
 from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, occupancy
 
@@ -150,9 +150,9 @@ def _by_other_thread(frame: Frame, queue: StreamOccupancy, rows: Array) -> Array
         copies = np.isin(frame.direction[others], [Direction.H2D, Direction.D2H]).mean()
         if elsewhere <= len(here) or copies < 0.9:
             continue
-        done = np.sort(frame.exec_end[here][frame.exec_end[here] >= 0])
+        done = ascending(frame.exec_end[here][frame.exec_end[here] >= 0])
         at = frame.start[rows[mine]]
-        own = np.searchsorted(np.sort(frame.start[here]), at) - np.searchsorted(done, at, "right")
+        own = np.searchsorted(ascending(frame.start[here]), at) - np.searchsorted(done, at, "right")
         mask[mine] = 2 * own < frame.occupancy.depth[rows[mine]]
     return mask
 
@@ -164,7 +164,7 @@ def _standing_still(frame: Frame, queue: StreamOccupancy, rows: Array) -> Array:
     cover = Cover(frame.x_start[theirs], frame.x_end[theirs])
     start, end = frame.start[rows], frame.end[rows]
     still = (end - start) - cover.within(start, end)
-    begins = np.sort(frame.x_start[theirs])
+    begins = ascending(frame.x_start[theirs])
     at = np.searchsorted(begins, start)
     # Something of the queue must begin in the call or right after it, else it was not the queue that moved.
     moved = at < len(begins)
@@ -249,7 +249,7 @@ def _with_late_room(frame: Frame, queue: StreamOccupancy, rows: Array, ns: Array
     below = (queue.depth >= 0.85 * deepest) & (dur > 5 * usual + 20_000)
     below &= (frame.memory[queue.calls] != Memory.PAGEABLE) & ~np.isin(queue.calls, rows)
     more = queue.calls[below]
-    starts = np.sort(frame.start[rows])
+    starts = ascending(frame.start[rows])
     between = np.searchsorted(starts, frame.start[more])
     more = more[(between > 0) & (between < len(starts))]
     return np.concatenate((rows, more)), np.concatenate((ns, frame.excess_ns[more]))
@@ -268,7 +268,7 @@ def _lonely(frame: Frame, queue: StreamOccupancy) -> tuple[Array, Array]:
                       & (frame.memory[queue.calls] != Memory.PAGEABLE)]  # fmt: skip
     still = _standing_still(frame, queue, top)
     if not fact:  # then the fence itself must be seen: a wait, and the kernel that is waited for
-        told = np.sort(frame.start[frame.is_named("streamwaitevent") & (frame.stream == queue.stream)])
+        told = ascending(frame.start[frame.is_named("streamwaitevent") & (frame.stream == queue.stream)])
         busy = frame.busy(Engine.KERNEL).within(frame.start[top], frame.end[top])
         seen = (np.searchsorted(told, frame.start[top]) > 0) & (10 * busy > 8 * frame.dur[top])
         still = np.where(seen, still, 0)

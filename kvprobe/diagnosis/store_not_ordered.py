@@ -19,7 +19,7 @@ import numpy as np
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Evidence, Finding
 from kvprobe.diagnosis.frame import Frame, ms
 from kvprobe.diagnosis.ordering import LEAST, bursts, copies_apart, waits
-from kvprobe.recordings.model import CallKind, Direction
+from kvprobe.recordings.model import Direction
 
 CAUSE = "store_not_ordered"
 
@@ -30,11 +30,10 @@ def find(frame: Frame) -> Finding | None:
     evidence: list[Evidence] = []
     for process, copies in copies_apart(frame, Direction.D2H):
         rows = copies.rows
-        launches = np.flatnonzero((frame.process == process) & (frame.exec_end >= 0) & (
-            (frame.kind == CallKind.LAUNCH) | (frame.kind == CallKind.GRAPH)))  # fmt: skip
+        launches = frame.launches(process)
+        launches = launches[frame.exec_end[launches] >= 0]
         if not len(launches):
             continue
-        launches = launches[np.argsort(frame.start[launches], kind="stable")]
         latest_end = np.maximum.accumulate(frame.exec_end[launches])
         before = np.searchsorted(frame.start[launches], frame.start[rows]) - 1
         under = (before >= 0) & (latest_end[np.maximum(before, 0)] > frame.exec_start[rows])

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Evidence, Finding
 from kvprobe.diagnosis.frame import Array, Frame, ms
-from kvprobe.diagnosis.intervals import Cover, distinct, running_max_by_group
+from kvprobe.diagnosis.intervals import Cover, ascending, distinct, running_max_by_group
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 
 CAUSE = "synchronisation"
@@ -31,8 +31,8 @@ def _for_copies(frame: Frame, rows: Array) -> Array:
     for stream in distinct(frame.stream[rows][frame.stream[rows] >= 0]):
         mine = frame.stream[rows] == stream
         copies = np.flatnonzero((table["stream"] == stream) & (table["engine"] == Engine.COPY) & (frame.x_call >= 0))
-        asked = np.sort(frame.start[frame.x_call[copies]])
-        over = np.sort(frame.x_end[copies])
+        asked = ascending(frame.start[frame.x_call[copies]])
+        over = ascending(frame.x_end[copies])
         at = frame.start[rows[mine]]
         mask[mine] |= np.searchsorted(asked, at) > np.searchsorted(over, at, "right")
     return mask

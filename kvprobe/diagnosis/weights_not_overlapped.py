@@ -19,7 +19,7 @@ import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Evidence, Finding
 from kvprobe.diagnosis.frame import Array, Frame, ms, share
-from kvprobe.diagnosis.intervals import Cover, distinct
+from kvprobe.diagnosis.intervals import Cover, distinct, in_time
 from kvprobe.recordings.model import Direction, Engine, Memory
 
 CAUSE = "weights_not_overlapped"
@@ -74,7 +74,7 @@ def find(frame: Frame) -> Finding | None:
     reason = ""
     for process in distinct(table["process"][loads]):
         rows = np.flatnonzero(loads & (table["process"] == process) & (frame.device.owner < 0))
-        rows = rows[np.argsort(frame.x_start[rows], kind="stable")]
+        rows = in_time(rows, frame.x_start)
         rows, how = _weights(frame, rows)
         if len(rows) < 4:
             continue

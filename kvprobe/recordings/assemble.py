@@ -8,7 +8,8 @@ import numpy as np
 
 from kvprobe.recordings.model import Array, CallKind, Engine, Recording, Table
 
-__all__ = ["correlation_keys", "distinct", "is_kind", "join", "link", "sorted_table", "stream_rows"]
+__all__ = ["codes", "constant", "correlation_keys", "distinct", "is_kind", "join", "link", "match", "sorted_table",
+           "stream_rows"]
 
 _CORRELATION_LIMIT = 1 << 40  # ids are 32 bit; anything above comes from a damaged file and joins with nothing
 
@@ -18,6 +19,92 @@ def correlation_keys(process: Array, correlation: Array) -> Array:
     valid = (correlation >= 0) & (correlation < _CORRELATION_LIMIT)
     keys = np.asarray(process, dtype=np.int64) * _CORRELATION_LIMIT + correlation
     return np.where(valid, keys, np.int64(-1))
+
+
+def match(process: Array, correlation: Array, of_process: Array, of_correlation: Array) -> tuple[Array, Array]:
+    """Joins rows by process and correlation id, ids of these rows with ids of others.
+
+    Ids count up in practice, so a table of all of them joins in one pass; ids from anywhere are sorted and searched.
+
+    Returns:
+        For each of these rows, one row of them with its id (itself, where ids do not repeat); and for each of the
+        others, the same one row; int32, -1 where there is none.
+    """
+    low, high = _range(correlation)
+    processes = int(process.max(initial=-1)) + 1
+    stride = high - low + 1
+    size = processes * stride
+    rows = np.arange(len(correlation), dtype=np.int32)
+    if size > 4 * (len(correlation) + len(of_correlation)) + 1_000_000:
+        return _match_sorted(correlation_keys(process, correlation), correlation_keys(of_process, of_correlation))
+
+    def place(processes_: Array, ids: Array) -> Array:
+        at = ids - low
+        outside = (at < 0) | (at >= stride)
+        if processes > 1 or processes_.max(initial=0) > 0 or processes_.min(initial=0) < 0:
+            outside |= (processes_ < 0) | (processes_ >= processes)
+            at += processes_.astype(np.int64) * stride
+        at[outside] = size  # one place more, where nothing stays
+        return np.asarray(at)
+
+    table = np.full(size + 1, -1, dtype=np.int32)
+    at = place(process, correlation)
+    table[at] = rows
+    table[size] = -1
+    one = table[at]
+    del at, rows
+    return one, table[place(of_process, of_correlation)]
+
+
+def _range(ids: Array) -> tuple[int, int]:
+    """Lowest and highest of the valid ids; (0, -1) where there is none."""
+    if not len(ids):
+        return 0, -1
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= _CORRELATION_LIMIT:
+        ids = ids[(ids >= 0) & (ids < _CORRELATION_LIMIT)]
+        low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, -1)
+    return low, high
+
+
+def _match_sorted(keys: Array, of_keys: Array) -> tuple[Array, Array]:
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    first = np.concatenate([[True], ordered[1:] != ordered[:-1]])
+    representative = order[np.flatnonzero(first)[np.cumsum(first) - 1]]
+    one = np.empty(len(keys), dtype=np.int32)
+    one[order] = np.where(ordered >= 0, representative, -1)
+    at = np.minimum(np.searchsorted(ordered, of_keys), len(keys) - 1)
+    theirs = np.where((of_keys >= 0) & (ordered[at] == of_keys), representative[at], -1)
+    return one, theirs.astype(np.int32)
+
+
+def codes(column: Array) -> tuple[Array, Array]:
+    """The different values of a column of integers, ascending, and each row's place among them, (rows,) integers."""
+    if not len(column):
+        return np.zeros(0, dtype=column.dtype), np.zeros(0, dtype=np.int32)
+    if constant(column):
+        return np.array(column[:1]), np.broadcast_to(np.int32(0), (len(column),))
+    low, high = int(column.min()), int(column.max())
+    if high - low < 1 << 20:
+        shifted = column - low if low else column
+        used = np.flatnonzero(np.bincount(shifted))
+        places = np.zeros(high - low + 1, dtype=np.int32)
+        places[used] = np.arange(len(used))
+        return (used + low).astype(column.dtype), places[shifted]
+    edges = np.flatnonzero(np.concatenate([[True], column[1:] != column[:-1]]))
+    if 4 * len(edges) < len(column):  # long runs, as of thread ids
+        values, inverse = np.unique(column[edges], return_inverse=True)
+        return values, np.repeat(inverse.astype(np.int32), np.diff(np.append(edges, len(column))))
+    values, inverse = np.unique(column, return_inverse=True)
+    return values, inverse
+
+
+def constant(column: Array) -> bool:
+    """Whether all rows of a column that has some are one value."""
+    if column.strides == (0,):
+        return True
+    return bool(column[0] == column[-1]) and bool((column == column[0]).all())
 
 
 # numpy.unique, isin and percentile load numpy.ma when first used, 10 to 25 ms: a third of what a small trace takes.
@@ -42,7 +129,7 @@ def join(parts: list[Array]) -> Array:
     length = sum(len(part) for part in parts)
     if length > 1:
         value = next(part[0] for part in parts if len(part))
-        if all(bool((part == value).all()) for part in parts):
+        if all(not len(part) or (part[0] == value and constant(part)) for part in parts):
             dtype = np.result_type(*parts)
             parts.clear()
             return np.broadcast_to(np.array(value, dtype=dtype), (length,))
@@ -65,16 +152,16 @@ def stream_rows(process: Array, device: Array, handle: Array) -> tuple[Array, di
             "device": np.zeros(0, np.int32),
             "handle": np.zeros(0, np.int64),
         }
-    p, d, h = process[known], device[known], handle[known]
-    order = np.lexsort((h, d, p))
-    p, d, h = p[order], d[order], h[order]
-    new = np.ones(len(order), dtype=bool)
-    new[1:] = (p[1:] != p[:-1]) | (d[1:] != d[:-1]) | (h[1:] != h[:-1])
-    rows[known[order]] = np.cumsum(new) - 1
+    every = len(known) == len(handle)
+    columns = [column if every else column[known] for column in (process, device, handle)]
+    (p, p_at), (d, d_at), (h, h_at) = (codes(column) for column in columns)
+    key = (p_at.astype(np.int64) * len(d) + d_at) * len(h) + h_at if len(p) * len(d) > 1 else h_at
+    used, place = codes(key)
+    rows[known] = place
     return rows, {
-        "process": p[new].astype(np.int32),
-        "device": d[new].astype(np.int32),
-        "handle": h[new].astype(np.int64),
+        "process": p[used // (len(d) * len(h))].astype(np.int32),
+        "device": d[used // len(h) % len(d)].astype(np.int32),
+        "handle": h[used % len(h)].astype(np.int64),
     }
 
 
@@ -98,41 +185,43 @@ def link(recording: Recording) -> None:
     calls, executions = recording.calls, recording.executions
     if not calls.rows or not executions.rows:
         return
-    call_keys = correlation_keys(calls["process"], calls["correlation"])
-    execution_keys = correlation_keys(executions["process"], executions["correlation"])
-    order = np.argsort(execution_keys, kind="stable")
-    ordered = execution_keys[order]
-    left = np.searchsorted(ordered, call_keys, "left")
-    right = np.searchsorted(ordered, call_keys, "right")
-    right[call_keys < 0] = left[call_keys < 0]
-    del execution_keys, call_keys
-    linked = np.flatnonzero(right > left)
-    if not len(linked):
+    one, owner = match(
+        calls["process"], calls["correlation"], executions["process"], executions["correlation"]
+    )
+    theirs = np.flatnonzero(owner >= 0)
+    if not len(theirs):
         return
-    left, right = left[linked], right[linked]
-    first = order[left]
+    owner = owner[theirs]
+    first = np.full(calls.rows, -1, dtype=np.int32)
+    first[owner[::-1]] = theirs[::-1]  # of several, the first is written last
+    single = int(np.count_nonzero(first >= 0)) == len(theirs)
+    linked = np.flatnonzero((one >= 0) & (first[one] >= 0))
+    one = one[linked]
+    at = first[one]
+    del first
     columns = dict(calls.columns)
 
     def fill(name: str, values: Array) -> None:
         column = np.array(columns[name])
-        keep = values != 0 if name in ("direction", "memory") else slice(None)  # the call's own name may know better
-        column[linked[keep]] = values[keep]
+        if name in ("direction", "memory"):  # the call's own name may know better
+            keep = values != 0
+            column[linked[keep]] = values[keep]
+        else:
+            column[linked] = values
         columns[name] = column
 
-    fill("stream", executions["stream"][first])
-    fill("direction", executions["direction"][first])
-    fill("memory", executions["memory"][first])
-    is_copy = executions["engine"][order] != Engine.KERNEL
-    for name, values in (("bytes", executions["bytes"]), ("count", executions["count"])):
-        total = np.zeros(len(order) + 1, dtype=np.int64)
-        np.cumsum(np.where(is_copy, values[order], 0), out=total[1:])
-        fill(name, total[right] - total[left])
-        del total
-    graphs = np.flatnonzero(calls["kind"][linked] == CallKind.GRAPH)
-    if len(graphs):
-        graph = np.array(executions["graph"])
-        for i in graphs:
-            rows = order[left[i] : right[i]]
-            graph[rows] = np.where(graph[rows] < 0, calls["correlation"][linked[i]], graph[rows])
+    for name in ("stream", "direction", "memory"):
+        fill(name, executions[name][at])
+    for name in ("bytes", "count"):
+        if single:
+            fill(name, np.where(executions["engine"][at] != Engine.KERNEL, executions[name][at], 0))
+            continue
+        total = np.zeros(calls.rows, dtype=np.int64)
+        np.add.at(total, owner, np.where(executions["engine"][theirs] != Engine.KERNEL, executions[name][theirs], 0))
+        fill(name, total[one])
+    launched = calls["kind"][owner] == CallKind.GRAPH
+    if launched.any():
+        rows, graph = theirs[launched], np.array(executions["graph"])
+        graph[rows] = np.where(graph[rows] < 0, calls["correlation"][owner[launched]], graph[rows])
         executions.columns["graph"] = graph
     recording.tables["calls"] = Table("calls", columns)

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvprobe.errors import RecordingError
 from kvprobe.recordings import vocabulary as words
-from kvprobe.recordings.assemble import join, link, sorted_table, stream_rows
+from kvprobe.recordings.assemble import codes, constant, join, link, sorted_table, stream_rows
 from kvprobe.recordings.kineto_scan import native_library
 from kvprobe.recordings.model import Array, CallKind, Engine, Label, RangeStyle, Recording, Source, Table
 
@@ -215,8 +215,13 @@ class Export:
                 ended = library.kvt_table_read(state, part.ctypes.data, _BATCH, ctypes.byref(rows))
                 if ended > 1:
                     return None
+                read = int(rows.value)
                 for column, row in zip(parts, rank, strict=True):
-                    column.append(part[row, : rows.value].copy())
+                    values = part[row, :read]
+                    # Most columns hold one value for long: stored once, for rows wait here for their last part.
+                    column.append(
+                        np.broadcast_to(values[:1].copy(), (read,)) if read and constant(values) else values.copy()
+                    )
                 if tick is not None:
                     tick()
                 if ended == 1:
@@ -339,16 +344,18 @@ class _Builder:
     def process_rows(self, global_id: Array) -> Array:
         """Rows of `processes` for global process or thread ids; new processes are added."""
         # The bits above the pid tell virtual machines apart and are part of a process's identity.
-        ids = np.asarray(global_id, dtype=np.int64) >> _PID_SHIFT
+        values, place = codes(np.asarray(global_id, dtype=np.int64))
+        ids = values >> _PID_SHIFT
         fresh = np.setdiff1d(ids, self.pids)
         if len(fresh):
             self.pids = np.concatenate([self.pids, fresh])
         order = np.argsort(self.pids)
-        return order[np.searchsorted(self.pids, ids, sorter=order)].astype(np.int32)
+        rows = order[np.searchsorted(self.pids, ids, sorter=order)].astype(np.int32)
+        return rows[place] if len(set(rows.tolist())) > 1 else np.broadcast_to(rows[:1], (len(place),))
 
     def text_rows(self, ids: Array, transform: Callable[[str], str] = str) -> tuple[Array, list[str]]:
         """Name indexes of string ids, and the distinct texts in the order of the distinct ids."""
-        distinct, inverse = np.unique(ids, return_inverse=True)
+        distinct, inverse = codes(ids)
         found = self.export.strings(distinct.tolist())
         texts = [transform(found.get(number, "")) for number in distinct.tolist()]
         return self.names.map(texts)[inverse] if len(distinct) else np.zeros(0, np.int32), texts
@@ -384,18 +391,19 @@ class _Builder:
 
     def calls(self) -> Table:
         raw = self.read_columns("CUPTI_ACTIVITY_KIND_RUNTIME")
-        distinct, inverse = np.unique(raw["nameId"], return_inverse=True)
+        distinct, inverse = codes(raw.pop("nameId"))
         found = self.export.strings(distinct.tolist())
         texts = [found.get(number, "") for number in distinct.tolist()]
         kinds = np.array([words.call_kind(words.base_name(text)) for text in texts], dtype=np.uint8)
         directions = np.array([words.call_direction(text) for text in texts], dtype=np.uint8)
         indexes = self.names.map([words.nsys_name(text) for text in texts])
         kind = kinds[inverse] if len(kinds) else np.zeros(0, np.uint8)
+        threads, at = codes(raw["globalTid"])
         columns = {
             "start_ns": raw.pop("start"),
             "end_ns": raw.pop("end"),
-            "process": self.process_rows(raw["globalTid"]),
-            "thread": raw.pop("globalTid") & _ID_MASK,
+            "process": self.process_rows(raw.pop("globalTid")),
+            "thread": (threads & _ID_MASK)[at],
             "name": indexes[inverse] if len(kinds) else np.zeros(0, np.int32),
             "kind": kind,
             "direction": directions[inverse] if len(kinds) else np.zeros(0, np.uint8),
@@ -510,7 +518,7 @@ class _Builder:
                 continue
             name, texts = self.text_rows(raw["nameId"])
             by_text = np.array([words.label_of(text) for text in texts], dtype=np.uint8)
-            label = by_text[np.unique(raw["nameId"], return_inverse=True)[1]]
+            label = by_text[codes(raw["nameId"])[1]]
             if "overheadType" in raw:
                 by_type = np.array(
                     [types.get(number, Label.OTHER) for number in raw["overheadType"].tolist()], dtype=np.uint8

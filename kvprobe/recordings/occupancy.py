@@ -14,7 +14,7 @@ from typing import Literal, cast
 
 import numpy as np
 
-from kvprobe.recordings.assemble import correlation_keys, distinct, is_kind
+from kvprobe.recordings.assemble import correlation_keys, distinct, is_kind, match
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording
 
 __all__ = ["Occupancy", "StreamOccupancy", "depth_series", "group_ns", "innermost_range", "occupancy"]
@@ -217,30 +217,37 @@ def _completions(recording: Recording, rows: Array) -> tuple[Array, Array, tuple
     if not executions.rows:
         nothing = np.zeros(0, dtype=np.int64)
         return done, began, (nothing, nothing, nothing)
-    # Names are dropped as soon as they served: each is as long as the recording.
-    keys = correlation_keys(executions["process"], executions["correlation"])
+    one, owner = match(
+        calls["process"][rows], calls["correlation"][rows], executions["process"], executions["correlation"]
+    )
+    theirs = np.flatnonzero(owner >= 0)
+    start, end = executions["start_ns"], executions["end_ns"]
+    if len(theirs):
+        owner = owner[theirs]
+        last_end = np.full(len(rows), np.iinfo(np.int64).min, dtype=np.int64)
+        np.minimum.at(began, owner, start[theirs])
+        np.maximum.at(last_end, owner, end[theirs])
+        seen = np.flatnonzero(one >= 0)
+        began[seen] = began[one[seen]]
+        seen = seen[began[seen] != _NEVER]
+        done[seen] = last_end[one[seen]]
+        alone = np.ones(executions.rows, dtype=bool)
+        alone[theirs] = False
+        del last_end, owner, one, theirs, seen
+        loose = np.flatnonzero(alone)
+    else:
+        loose = np.arange(executions.rows)
+    # Those of one id count as one, those without an id one by one.
+    keys = correlation_keys(executions["process"][loose], executions["correlation"][loose])
+    keys = np.where(keys >= 0, keys, -1 - np.arange(len(keys)))
     order = np.argsort(keys, kind="stable")
-    ordered = keys[order]
-    loose = np.flatnonzero(keys < 0)
-    del keys
-    first = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
-    unique = ordered[first]
-    del ordered
-    last_end = np.maximum.reduceat(executions["end_ns"][order], first)
-    first_start = np.minimum.reduceat(executions["start_ns"][order], first)
-    stream = executions["stream"][order[first]]
-    del order, first
-    wanted = correlation_keys(calls["process"][rows], calls["correlation"][rows])
-    at = np.minimum(np.searchsorted(unique, wanted), len(unique) - 1)
-    matched = np.flatnonzero((wanted >= 0) & (unique[at] == wanted))
-    at = at[matched]
-    del wanted
-    done[matched], began[matched] = last_end[at], first_start[at]
-    alone = unique >= 0  # executions without an id were grouped by its absence: they count one by one
-    alone[at] = False
-    return done, began, (np.concatenate([stream[alone], executions["stream"][loose]]),
-                         np.concatenate([first_start[alone], executions["start_ns"][loose]]),
-                         np.concatenate([last_end[alone], executions["end_ns"][loose]]))  # fmt: skip
+    if not len(order):
+        nothing = np.zeros(0, dtype=np.int64)
+        return done, began, (nothing, nothing, nothing)
+    first = np.flatnonzero(np.concatenate([[True], keys[order][1:] != keys[order][:-1]]))
+    loose = loose[order]
+    return done, began, (executions["stream"][loose[first]], np.minimum.reduceat(start[loose], first),
+                         np.maximum.reduceat(end[loose], first))  # fmt: skip
 
 
 def _groups(keys: Array) -> dict[int, Array]:
@@ -294,7 +301,9 @@ def _queue(
     # submitted in the recording ran before it.
     first_began = int(began.min()) if len(began) else _NEVER
     early = (orphan_start <= first_began) & (orphan_end > (start[0] if len(start) else 0))
-    ends = np.sort(np.concatenate([done[counted & executed], orphan_end[early]]))
+    ends = np.concatenate([done[counted & executed], orphan_end[early]])
+    if (ends[1:] < ends[:-1]).any():
+        ends.sort()
     before = np.cumsum(counted) - counted
     depth = int(early.sum()) + before - np.searchsorted(ends, start, "right")
     return StreamOccupancy(
