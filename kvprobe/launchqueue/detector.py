@@ -232,8 +232,8 @@ class Detector:
     def link(self, bytes_per_s: float, link_bytes_per_s: float) -> Verdict:
         """Judges a finished transfer's rate: SLOW_LINK below a quarter of the link although submissions were quick."""
         if 0 < bytes_per_s < link_bytes_per_s / 4:
-            self.reason = f"copies ran at {bytes_per_s / 1e9:.1f} GB/s on a link of {link_bytes_per_s / 1e9:.1f}"
-            return Verdict.SLOW_LINK
+            reason = f"copies ran at {bytes_per_s / 1e9:.1f} GB/s on a link of {link_bytes_per_s / 1e9:.1f}"
+            return self._blame(Verdict.SLOW_LINK, 0, reason)
         return Verdict.NONE
 
     def losses(self) -> Mapping[str, int]:

@@ -32,6 +32,7 @@ POLICIES = ("shared", "pooled", "auto")
 TIMED_TRANSFERS = 512  # transfers in flight at once, both directions; more wait in the engine
 RESERVE = 32  # places of a stream's queue that stay free: events, waits, what the count does not see
 STOP_CALLS, STOP_NS = 16, 5_000_000  # auto looks up after this many blocked calls, or this much time in them
+LARGE = 1 << 20  # bytes of a copy from which on the link, and not the copy's own overhead, sets its rate
 RENEW_CLOCK_NS = 10_000_000_000
 COMPUTE = object()  # `after`: the engine's compute stream
 DIRECTION = {"load": 1, "store": 2}  # enum kvp_direction
@@ -108,6 +109,7 @@ class OffloadEngine:
         compute_stream: int = 0,
         detail: str = "transfers",
         limits: QueueLimits | None = None,
+        link_bytes_per_s: float = 0.0,
         records: int = 0,
     ) -> None:
         """Creates streams and events up front.
@@ -122,6 +124,7 @@ class OffloadEngine:
             compute_stream: the stream whose work stores wait for and loads wait for, unless a call names another.
             detail: "off", "totals", "transfers" or "copies".
             limits: the launch queue, if known; default: calibrated now.
+            link_bytes_per_s: what the link does with one large copy, if known: copies far below it are named.
             records: single copies kept in the ring file at detail "copies"; 0: the default, 16,384.
 
         Raises:
@@ -135,6 +138,7 @@ class OffloadEngine:
             raise UsageError(f"the stream bound must be at least 1, not {bound}")
         self.runtime, self.mapping, self.compute_stream = runtime, Mapping(gpu, cpu), compute_stream
         self.limits = limits or calibrate(runtime)
+        self.link_bytes_per_s = link_bytes_per_s
         self.detector = Detector(self.limits)
         self.policy = "shared" if policy == "auto" else policy
         self.controller = Controller(self, active=policy == "auto")
@@ -279,6 +283,8 @@ class OffloadEngine:
             return False
         stream = transfer.stream
         while transfer.submitted < transfer.copies:
+            if transfer.done:  # the device was lost meanwhile
+                return True
             left = transfer.copies - transfer.submitted
             paced = self.policy != "shared" or transfer.policy != "shared"
             if paced:
@@ -328,6 +334,8 @@ class OffloadEngine:
         """
         stream, first = transfer.stream, transfer.submitted
         below = self._below_ceiling(state, stream, count)
+        if transfer.done:  # looking up completions found that the device is lost
+            return False
         count = min(count, below) if below > 0 else count
         watched = self.controller.active and transfer.policy == "shared" and self.policy == "shared"
         marks = self._plain.take_many(min(count // self._every, 64, max(len(self._plain) - 16, 0)))
@@ -352,11 +360,14 @@ class OffloadEngine:
             else:
                 self._plain.give(event)
         transfer.submitted += done
+        # Between two runs of one transfer lies only Python, unless the queue had no room and it waited by design.
+        gap = result.start_ns - transfer.run_end_ns if transfer.run_end_ns and transfer.policy == "shared" else 0
+        transfer.run_end_ns = result.end_ns
         transfer.submit_ns += result.end_ns - result.start_ns
         transfer.blocked += result.blocked
         transfer.longest_ns = max(transfer.longest_ns, result.max_ns)
         if self._detail:
-            self._judge(state, transfer, result, before, pageable)
+            self._judge(state, transfer, result, before, pageable, gap)
         if code:
             raise self.runtime.error("cudaMemcpyAsync", code)
         return bool(done == count)
@@ -384,12 +395,14 @@ class OffloadEngine:
             transfer.longest_ns = max(transfer.longest_ns, result.max_ns)
             self._judge(state, transfer, result, before, False)
 
-    def _judge(self, state: _Direction, transfer: Transfer, run: SubmitResult, before: int, pageable: bool) -> None:
+    def _judge(
+        self, state: _Direction, transfer: Transfer, run: SubmitResult, before: int, pageable: bool, gap_ns: int = 0
+    ) -> None:
         blocked = run.first_blocked != 2**64 - 1
         verdict = self.detector.observe(Observation(
             transfer.stream, threading.get_native_id(), before, run.submitted, run.start_ns, run.end_ns, run.fast,
             run.fast_ns, run.blocked, run.blocked_sum_ns, run.first_blocked if blocked else -1, run.first_blocked_ns,
-            run.max_ns, run.preempted, run.preempted_ns, pageable))  # fmt: skip
+            run.max_ns, run.preempted, run.preempted_ns, pageable, gap_ns))  # fmt: skip
         self.controller.submitted(run.submitted, run.end_ns - run.start_ns, run.blocked)
         if verdict is Verdict.SATURATION:
             self.controller.saturated(self.detector.saturations[-1], self.detector.reason)
@@ -443,6 +456,9 @@ class OffloadEngine:
                 )
             except CudaError as failure:
                 error = failure
+        if self.link_bytes_per_s and transfer.piece_bytes >= LARGE and transfer.copy_end_ns > transfer.copy_start_ns:
+            rate = transfer.bytes / (transfer.copy_end_ns - transfer.copy_start_ns) * 1e9
+            self.detector.link(rate, self.link_bytes_per_s)
         transfer.error = transfer.error or error
         transfer.state = FAILED if transfer.error else DONE
         for event in (transfer.start_event, transfer.end_event):

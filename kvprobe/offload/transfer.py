@@ -78,6 +78,7 @@ class Transfer:
     copy_start_ns: int = 0
     copy_end_ns: int = 0
     noticed_ns: int = 0
+    run_end_ns: int = field(default=0, repr=False)
     thread: int = field(default_factory=threading.get_native_id)
     after: Any = field(default=None, repr=False)
     start_event: int = field(default=0, repr=False)

@@ -336,3 +336,25 @@ def test_threads_may_share_an_engine(bench):
         assert done == ["done"] * 160
     for cpu, gpu in zip(b.bytes_of(b.cpu), b.bytes_of(b.gpu), strict=True):
         assert np.array_equal(cpu, gpu)
+
+
+def test_a_slow_link_is_named_and_is_not_saturation(bench):
+    b = bench(layers=1, blocks=4, gpu_bytes=1 << 20, cpu_bytes=1 << 20, h2d_bytes_per_s=2e8)
+    with b.engine(policy="auto", link_bytes_per_s=4e9) as engine:
+        engine.load(range(4), range(4)).wait()
+        assert "slow link" in engine.detector.losses()
+        assert "GB/s on a link of 4.0" in engine.detector.reason
+        assert engine.detector.saturations == []
+        assert engine.policy == "shared"
+
+
+def test_a_device_lost_while_completions_are_looked_up_fails_the_transfer_being_submitted(bench):
+    b = bench(layers=4, blocks=64, depth=64, h2d_bytes_per_s=1e8)
+    engine = b.engine(policy="shared")
+    first = engine.load(range(8), range(8))
+    b.runtime.library.kvhostFailExecution(ct.c_uint64(1), ct.c_int(719))
+    transfers = [first, *(engine.load(range(64), range(64)) for _ in range(3) if engine.broken is None)]
+    engine.wait()
+    assert all(transfer.done for transfer in transfers)
+    assert any(transfer.state == "failed" for transfer in transfers)
+    assert set(engine.held.values()) == {0}
