@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from kvprobe.instrument import install, observe, uninstall
     from kvprobe.launchqueue import QueueLimits, calibrate
     from kvprobe.offload import BlockCache, BlockPool, LoadDedup, OffloadEngine, Split, Transfer
-    from kvprobe.recordings import Recording, open_recording
+    from kvprobe.recordings import open_recording
+    from kvprobe.recordings.model import Recording
     from kvprobe.reporting import write_report
 
 _HOMES = {
@@ -42,7 +43,8 @@ _HOMES = {
     "kvprobe.instrument": ("install", "observe", "uninstall"),
     "kvprobe.launchqueue": ("QueueLimits", "calibrate"),
     "kvprobe.offload": ("BlockCache", "BlockPool", "LoadDedup", "OffloadEngine", "Split", "Transfer"),
-    "kvprobe.recordings": ("Recording", "open_recording"),
+    "kvprobe.recordings": ("open_recording",),
+    "kvprobe.recordings.model": ("Recording",),
     "kvprobe.reporting": ("write_report",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -181,7 +181,8 @@ class Server:
         self._machine, self._device = machine, machine.model
         self._concurrency = concurrency or shape.concurrency
         self.engine = OffloadEngine(runtime, machine.gpu, machine.cpu, policy=policy, limits=limits, detail="copies",
-                                    records=records, compute_stream=self._device.stream)  # fmt: skip
+                                    records=records, link_bytes_per_s=shape.link_bytes_per_s,
+                                    compute_stream=self._device.stream)  # fmt: skip
         self._now = core().kvp_now_ns
         self.cache = BlockCache(shape.cpu_blocks)
         keys = list(range(shape.cpu_blocks))
