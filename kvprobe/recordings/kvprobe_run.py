@@ -30,6 +30,7 @@ __all__ = ["read"]
 Progress = Callable[[str, float], None]
 
 TRANSFER = 64
+CLOCKS_NS = 300  # how far the clocks of two libraries in one process may be apart, see clock.c
 # calls that name no stream; 0 there is not the default stream
 NO_STREAM = np.array([18, 19, 20, 21, 22, 23, 24, 25, 26, 33, 34, 35, 36, 37, 38, 39, 42, 43, 44, 45])
 RANKS = ("RANK", "VLLM_DP_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "LOCAL_RANK")
@@ -106,7 +107,7 @@ def read(
         processes += _processes(folder, rings, runs.get(folder, {}), path.is_dir())
         command = " ".join(runs.get(folder, {}).get("command", []))
         tool = f"kvprobe {runs.get(folder, {}).get('version', '')}".strip()
-        size = sum(file.stat().st_size for file in files)
+        size = sum(file.stat().st_blocks * 512 for file in files)  # they have holes
         source.append(Source(str(path), "kvprobe", tool=tool, command=command, bytes=size))
         notes += _notes(runs.get(folder, {}), ends.get(folder, {}), rings, path)
     if progress is not None:
@@ -119,10 +120,7 @@ def read(
     shifts = [shifts[i] for i in order]
     recording = Recording(source=source, has_executions=False)
     _fill(recording, processes, shifts, runs, names)
-    for row, process in enumerate(processes):
-        lost = sum(lane.head - len(lane.records) for ring in process.counted() for lane in ring.lanes)
-        if lost > 0:
-            recording.lost[row] = lost
+    for process in processes:
         if not (process.state in ("closed", "running", "replaced") or process.state.startswith("exit code")):
             notes.append(f"process {process.pid} {process.state}; its totals are whole, and its newest detail is kept")
     for folder, run in runs.items():
@@ -270,11 +268,16 @@ def _fill(
     totals: list[tuple[int, Array, Array]] = []  # process, slots, owner threads
     over: list[tuple[int, int, int, int, int]] = []
     for row, process in enumerate(processes):
+        counted = process.counted()
+        records = _joined([ring.records() for ring in counted])
+        published = sum(lane.head for ring in counted for lane in ring.lanes)
         for ring in process.rings:
-            records = ring.records()
-            if ring not in process.counted():  # an engine's file beside the interposer's: its transfers alone
-                records = records[records["call"] == TRANSFER]
-            detail.append((row, shifts[row], records))
+            if ring not in counted:
+                records = _with_engine(records, ring.records())
+        detail.append((row, shifts[row], records))
+        lost = published - int((records["call"] != TRANSFER).sum())
+        if lost > 0:
+            recording.lost[row] = lost
         for ring in process.counted():
             for lane in ring.lanes:
                 slots = lane.slots[lane.slots["call"] != TRANSFER]
@@ -323,6 +326,43 @@ def _fill(
         "end_ns": np.array([p.end_ns + s for p, s in zip(processes, shifts, strict=True)], np.int64),
         "state": names.map([p.state for p in processes]),
     })  # fmt: skip
+
+
+def _joined(parts: Sequence[Array]) -> Array:
+    return np.concatenate([np.zeros(0, RECORD), *parts])
+
+
+def _with_engine(watched: Array, engine: Array) -> Array:
+    """An engine's records joined with the interposer's, which saw the same copies from inside the engine's calls.
+
+    A copy that both have is one row: the interposer's, with the engine's transfer. What only the engine still has (the
+    interposer's ring holds all calls, and wraps sooner) is added, and so are the transfers.
+    """
+    transfers, copies = engine[engine["call"] == TRANSFER], engine[engine["call"] != TRANSFER]
+    watched = watched.copy()
+    missing = np.ones(len(copies), dtype=bool)
+    for tid in np.unique(copies["tid"]):
+        theirs = np.flatnonzero(copies["tid"] == tid)
+        ours = np.flatnonzero((watched["tid"] == tid) & (watched["dur_ns"] != UNTIMED))
+        ours = ours[np.argsort(watched["start_ns"][ours], kind="stable")]
+        if not len(ours):
+            continue
+        start, end = (_times(copies[theirs], which) for which in ("start", "end"))
+        our_start, our_end = (_times(watched[ours], which) for which in ("start", "end"))
+        first = np.searchsorted(our_start, start - CLOCKS_NS)
+        for step in range(3):  # calls of less than the tolerance may lie before it
+            at = np.minimum(first + step, len(ours) - 1)
+            same = missing[theirs] & (our_start[at] >= start - CLOCKS_NS) & (our_end[at] <= end + CLOCKS_NS)
+            for column in ("stream", "src", "dst", "bytes"):
+                same &= watched[column][ours[at]] == copies[column][theirs]
+            missing[theirs[same]] = False
+            watched["transfer"][ours[at[same]]] = copies["transfer"][theirs[same]]
+    return _joined([watched, copies[missing], transfers])
+
+
+def _times(records: Array, which: str) -> Array:
+    start = records["start_ns"].astype(np.int64)
+    return start if which == "start" else start + records["dur_ns"].astype(np.int64)
 
 
 def _only_thread(records: Array) -> int:

@@ -17,6 +17,9 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 
+/* Detail of one thread, at most: 8 MiB, taken as it is needed. A cause needs the calls that filled a queue, not only
+ * those that it blocked. */
+#define RECORDS 131072
 #define SYMBOL_NOT_FOUND 302 /* cudaErrorSharedObjectSymbolNotFound, CUDA_ERROR_SHARED_OBJECT_SYMBOL_NOT_FOUND */
 
 struct watch kvp_watch = {.detail = DETAIL_COPIES, .generation = 1};
@@ -43,15 +46,19 @@ static uint64_t folder_bytes(void) {
 }
 
 /* Half of what is left for each process: so any number of them stays within the limit, the last ones with totals only.
- * Half of that for one thread's detail: a process's first threads get theirs, the others are counted. */
+ * Half of that for the detail of the process's first threads; those that find no room are counted. */
 static void limit(kvp_ring_options *options) {
+    if (!options->ring_capacity) options->ring_capacity = RECORDS;
+    if (!options->slow_capacity) options->slow_capacity = RECORDS / 8;
     if (!max_bytes) return;
     uint64_t used = folder_bytes(), budget = used < max_bytes ? (max_bytes - used) / 2 : 0;
-    uint64_t records = 16384;
-    while (records > 16 && records * 80 > budget / 2) records /= 2;
-    if (!options->ring_capacity || options->ring_capacity > records) options->ring_capacity = records;
-    if (!options->slow_capacity || options->slow_capacity > records / 4) options->slow_capacity = records / 4;
-    uint64_t lanes = budget / (24576 + records * 80) + 1;
+    uint64_t records = RECORDS;
+    while (records > 16 && records * 80 * KVP_LARGE_LANES > budget / 2) records /= 2;
+    if (options->ring_capacity > records) options->ring_capacity = records;
+    if (options->slow_capacity > records / 4) options->slow_capacity = records / 4;
+    uint64_t large = 24576 + records * 80, lanes = budget / large + 1;
+    uint64_t small = 24576 + (records < KVP_SMALL_RECORDS ? records : KVP_SMALL_RECORDS) * 80;
+    if (lanes > KVP_LARGE_LANES) lanes = KVP_LARGE_LANES + (budget - KVP_LARGE_LANES * large) / small;
     options->lanes_max = lanes < 256 ? (uint32_t)lanes : 256;
 }
 
@@ -539,18 +546,18 @@ RESOLVER(cudaGetDriverEntryPointByVersion, wrap_driver(name, pointer, (int)versi
     BOTH(X, cudaMemcpy2DAsync)                                                                                         \
     BOTH(X, cudaMemcpy3DAsync)                                                                                         \
     X(cudaMemcpyPeerAsync, cudaMemcpyPeerAsync, 0)                                                                     \
-    BOTH(X, cudaMemcpyBatchAsync) BOTH(X, cudaMemcpyWithAttributesAsync) X(cudaMemcpy, cudaMemcpy, 0) X(               \
-        cudaMemcpy, cudaMemcpy_ptds, 1) BOTH(X, cudaMemsetAsync) BOTH(X, cuMemcpyAsync) BOTH(X, cuMemcpyBatchAsync)    \
-        BOTH(X, cuMemcpyBatchAsync_v2) X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2, 0)                                   \
-            X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2_ptsz, 1) X(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2, 0) X(        \
-                cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2_ptsz, 1) X(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2, 0)         \
-                X(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2_ptsz, 1) X(cuMemcpy2DAsync, cuMemcpy2DAsync_v2, 0) X(        \
-                    cuMemcpy2DAsync, cuMemcpy2DAsync_v2_ptsz, 1) X(cuMemcpy3DAsync, cuMemcpy3DAsync_v2,                \
-                                                                   0) X(cuMemcpy3DAsync, cuMemcpy3DAsync_v2_ptsz, 1)   \
-                    BOTH(X, cudaLaunchKernel) BOTH(X, cudaLaunchKernelExC) BOTH(X, cuLaunchKernel) BOTH(               \
-                        X, cuLaunchKernelEx) BOTH(X, cudaGraphLaunch)                                                  \
-                        BOTH(X, cudaStreamSynchronize) X(cudaEventSynchronize, cudaEventSynchronize,                   \
-                                                         0) X(cudaDeviceSynchronize, cudaDeviceSynchronize, 0)         \
+    BOTH(X, cudaMemcpyBatchAsync)                                                                                      \
+    BOTH(X, cudaMemcpyWithAttributesAsync) X(cudaMemcpy, cudaMemcpy, 0) X(cudaMemcpy, cudaMemcpy_ptds, 1) BOTH(        \
+        X, cudaMemsetAsync) BOTH(X, cuMemcpyAsync) BOTH(X, cuMemcpyBatchAsync) BOTH(X, cuMemcpyBatchAsync_v2)          \
+        X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2, 0) X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2_ptsz, 1) X(            \
+            cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2, 0) X(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2_ptsz, 1)             \
+            X(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2, 0) X(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2_ptsz, 1) X(        \
+                cuMemcpy2DAsync, cuMemcpy2DAsync_v2, 0) X(cuMemcpy2DAsync, cuMemcpy2DAsync_v2_ptsz, 1)                 \
+                X(cuMemcpy3DAsync, cuMemcpy3DAsync_v2, 0) X(cuMemcpy3DAsync, cuMemcpy3DAsync_v2_ptsz, 1) BOTH(         \
+                    X, cudaLaunchKernel) BOTH(X, cudaLaunchKernelExC) BOTH(X, cuLaunchKernel)                          \
+                    BOTH(X, cuLaunchKernelEx) BOTH(X, cudaGraphLaunch) BOTH(X, cudaStreamSynchronize)                  \
+                        X(cudaEventSynchronize, cudaEventSynchronize,                                                  \
+                          0) X(cudaDeviceSynchronize, cudaDeviceSynchronize, 0)                                        \
                             BOTH(X, cuStreamSynchronize) X(cuEventSynchronize, cuEventSynchronize, 0)                  \
                                 X(cuCtxSynchronize, cuCtxSynchronize, 0) X(cuCtxSynchronize, cuCtxSynchronize_v2, 0)   \
                                     BOTH(X, cudaEventRecord) BOTH(X, cudaEventRecordWithFlags) BOTH(                   \

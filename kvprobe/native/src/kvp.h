@@ -204,8 +204,8 @@ typedef struct {
     volatile uint32_t busy;      /* 1 while the owner writes: a signal handler's call goes to over_* */
     uint32_t slots_used;
     char name[32]; /* thread name of the newest owner */
-    /* Records that this lane's rings hold: the file's capacities, or less where the disk was full. Record i lies at
-     * ring[i % ring_records]. */
+    /* Records that this lane's rings hold: the file's capacities, or less in a later lane or where the disk was full.
+     * Record i lies at ring[i % ring_records]. */
     volatile uint64_t ring_records;
     volatile uint64_t slow_records;
     /* The call that the owner is inside of now, for an observer that asks who has been blocked, and for how long. */
@@ -216,6 +216,10 @@ typedef struct {
 } kvp_lane_header;
 
 /* ---- ring: writing ------------------------------------------------------------------------------------------ */
+
+/* Only the first lanes hold ring_capacity records; a later one holds at most this many. */
+#define KVP_LARGE_LANES 8
+#define KVP_SMALL_RECORDS 16384
 
 typedef struct {
     uint64_t ring_capacity; /* 0 = default 16384; rounded up to a power of two */

@@ -27,6 +27,7 @@
 #define FIRST_SLOTS 16
 #define FIRST_RECORDS 256
 #define FIRST_SLOW 64
+#define MORE_RECORDS 4096 /* at most, at once: the thread waits for its 256 KiB of pages */
 
 #define likely(x) __builtin_expect(!!(x), 1)
 #define unlikely(x) __builtin_expect(!!(x), 0)
@@ -126,7 +127,8 @@ static int map_lane(struct lane *lane, uint32_t number) {
     lane->slow = lane->ring + ring.ring_capacity;
     lane->counter = lane->slots->histogram;
     lane->header = memory;
-    lane->header->ring_records = ring.ring_capacity;
+    int small = number >= KVP_LARGE_LANES && ring.ring_capacity > KVP_SMALL_RECORDS;
+    lane->header->ring_records = small ? KVP_SMALL_RECORDS : ring.ring_capacity;
     lane->header->slow_records = ring.slow_capacity;
     uint32_t used;
     do used = ring.header->lanes_used;
@@ -242,7 +244,7 @@ static void over(const kvp_record *r) {
 /* More room for a ring that has filled what it has; where there is none, the ring stays this long. */
 static __attribute__((noinline)) void grow_ring(struct lane *lane, kvp_record *records, uint64_t *ready, uint64_t first,
                                                 volatile uint64_t *capacity) {
-    uint64_t more = *ready ? *ready : first;
+    uint64_t more = !*ready ? first : *ready < MORE_RECORDS ? *ready : MORE_RECORDS;
     if (more > *capacity - *ready) more = *capacity - *ready;
     int was = errno;
     if (grow(lane, records + *ready, more * sizeof(kvp_record)))
