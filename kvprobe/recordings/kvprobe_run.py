@@ -30,7 +30,7 @@ __all__ = ["read"]
 Progress = Callable[[str, float], None]
 
 TRANSFER = 64
-CLOCKS_NS = 300  # how far the clocks of two libraries in one process may be apart, see clock.c
+APART_NS = 2_000  # two records of one copy, by the clocks of two libraries
 # calls that name no stream; 0 there is not the default stream
 NO_STREAM = np.array([18, 19, 20, 21, 22, 23, 24, 25, 26, 33, 34, 35, 36, 37, 38, 39, 42, 43, 44, 45])
 RANKS = ("RANK", "VLLM_DP_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "LOCAL_RANK")
@@ -339,30 +339,25 @@ def _with_engine(watched: Array, engine: Array) -> Array:
     interposer's ring holds all calls, and wraps sooner) is added, and so are the transfers.
     """
     transfers, copies = engine[engine["call"] == TRANSFER], engine[engine["call"] != TRANSFER]
-    watched = watched.copy()
-    missing = np.ones(len(copies), dtype=bool)
-    for tid in np.unique(copies["tid"]):
-        theirs = np.flatnonzero(copies["tid"] == tid)
-        ours = np.flatnonzero((watched["tid"] == tid) & (watched["dur_ns"] != UNTIMED))
-        ours = ours[np.argsort(watched["start_ns"][ours], kind="stable")]
-        if not len(ours):
-            continue
-        start, end = (_times(copies[theirs], which) for which in ("start", "end"))
-        our_start, our_end = (_times(watched[ours], which) for which in ("start", "end"))
-        first = np.searchsorted(our_start, start - CLOCKS_NS)
-        for step in range(3):  # calls of less than the tolerance may lie before it
-            at = np.minimum(first + step, len(ours) - 1)
-            same = missing[theirs] & (our_start[at] >= start - CLOCKS_NS) & (our_end[at] <= end + CLOCKS_NS)
-            for column in ("stream", "src", "dst", "bytes"):
-                same &= watched[column][ours[at]] == copies[column][theirs]
-            missing[theirs[same]] = False
-            watched["transfer"][ours[at[same]]] = copies["transfer"][theirs[same]]
+    both = _joined([watched, copies])
+    keys = np.unique(both[["tid", "stream", "src", "dst", "bytes"]], return_inverse=True)[1]
+    start = both["start_ns"].astype(np.int64)
+    took = np.where(both["dur_ns"] == UNTIMED, 0, both["dur_ns"]).astype(np.int64)
+    order = np.lexsort((start, keys))
+    ours = order < len(watched)
+    place = np.arange(len(order))
+    # of each row, the interposer's nearest before and after it, in order of key and time
+    before = np.maximum.accumulate(np.where(ours, place, -1))
+    after = np.minimum.accumulate(np.where(ours, place, len(order))[::-1])[::-1]
+    watched, missing = watched.copy(), np.ones(len(copies), dtype=bool)
+    for near in (before, after):
+        rows = np.flatnonzero(~ours & (near >= 0) & (near < len(order)))
+        theirs, mine = order[rows], order[near[rows]]
+        same = (keys[theirs] == keys[mine]) & (start[mine] >= start[theirs] - APART_NS)
+        same &= start[mine] <= start[theirs] + took[theirs] + APART_NS
+        missing[theirs[same] - len(watched)] = False
+        watched["transfer"][mine[same]] = both["transfer"][theirs[same]]
     return _joined([watched, copies[missing], transfers])
-
-
-def _times(records: Array, which: str) -> Array:
-    start = records["start_ns"].astype(np.int64)
-    return start if which == "start" else start + records["dur_ns"].astype(np.int64)
 
 
 def _only_thread(records: Array) -> int:

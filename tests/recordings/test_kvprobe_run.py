@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvprobe.errors import RecordingError
-from kvprobe.native.library import Record, core
+from kvprobe.native.library import Record, RingOptions, core
 from kvprobe.recordings import open_recording
 from kvprobe.recordings.model import CallKind, Direction, Memory
 
@@ -87,6 +87,34 @@ def test_an_engines_file_beside_the_interposers_is_not_counted_twice(tmp_path: P
     assert r.transfers.rows == 1 and r.transfers["count"][0] == 10
     row = [int(r.transfers[f"{part}_ns"][0]) for part in ("build", "submit", "wait", "copy", "poll")]
     assert row == [1500, 2000, 3000, 4000, 9500]
+
+
+def test_copies_that_the_interposers_ring_lost_come_from_the_engines(tmp_path: Path) -> None:
+    def both() -> None:
+        lib = core()
+        for producer, capacity, late in (("interposer", 16, 30), ("engine", 128, 0)):
+            options = RingOptions(ring_capacity=capacity)
+            path = str(tmp_path / f"{producer}.kvp").encode()
+            assert lib.kvp_ring_open(path, producer.encode(), ctypes.byref(options)) == 0
+            for i in range(100):
+                more = {"transfer": 1 + i // 10} if producer == "engine" else {}
+                one = copy(10_000_000 + 2000 * i + late, src=4096 * (i % 7), **more)
+                one["dur_ns"] -= late
+                lib.kvp_ring_write(ctypes.byref(Record(count=1, **one)), 1)
+            if producer == "interposer":  # what the engine did not submit
+                lib.kvp_ring_write(ctypes.byref(Record(count=1, **copy(20_000_000, src=5))), 1)
+            lib.kvp_ring_close()
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=both)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    r = open_recording(tmp_path)
+    assert r.totals["calls"].sum() == 101 and r.lost == {}
+    assert r.calls["transfer"].tolist() == [1 + i // 10 for i in range(100)] + [-1]
+    assert r.calls["start_ns"][-16:-1].tolist() == [10_000_000 + 2000 * i + 30 for i in range(85, 100)]  # its own times
+    assert r.calls["start_ns"][:85].tolist() == [10_000_000 + 2000 * i for i in range(85)]
 
 
 def test_processes_are_sorted_by_rank_and_their_ends_named(tmp_path: Path) -> None:
