@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvprobe.diagnosis.finding import Chart, Confidence, Evidence, Finding, Lane, Severity, Where
 from kvprobe.diagnosis.intervals import Cover, distinct, group_starts, in_time, running_max_by_group
-from kvprobe.recordings.assemble import codes, match
+from kvprobe.recordings.assemble import codes, match, spans
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Engine, Label, Memory, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
 
@@ -114,8 +114,7 @@ class Frame:
     def _join(self) -> None:
         calls, executions = self.recording.calls, self.recording.executions
         n, m = calls.rows, executions.rows
-        self.exec_start = np.full(n, -1, dtype=np.int64)
-        self.exec_end = np.full(n, -1, dtype=np.int64)
+        self.exec_start = self.exec_end = np.broadcast_to(np.int64(-1), (n,))
         self.x_call = np.full(m, -1, dtype=np.int32)  # row of the call that caused an execution
         first_row = np.full(n, -1, dtype=np.int32)
         self.x_of_call = first_row
@@ -128,10 +127,8 @@ class Frame:
             del owner, ours
             self.x_call[theirs] = rows
             first_row[rows[::-1]] = theirs[::-1]  # of several, the first is written last
-            known = np.flatnonzero(first_row >= 0)
-            self.exec_start[known] = self.x_start[first_row[known]]
-            np.minimum.at(self.exec_start, rows, self.x_start[theirs])
-            np.maximum.at(self.exec_end, rows, self.x_end[theirs])
+            del theirs, rows
+            self.exec_start, self.exec_end = spans(self.x_call, self.x_start, self.x_end, n, -1)
 
         def filled(column: str, unknown: int) -> Array:
             mine: Array = calls[column]
@@ -153,8 +150,8 @@ class Frame:
         order = np.arange(len(self.start))
         if len(order) and (self.start[1:] < self.start[:-1]).any():
             order = np.argsort(self.start, kind="stable")
-        lanes: Array = order[np.argsort(self.lane[order].astype(np.int32), kind="stable")]
-        return lanes
+        lanes: Array = order[np.argsort(self.lane[order], kind="stable")]
+        return lanes.astype(np.int32)
 
     @cached_property
     def nested(self) -> Array:

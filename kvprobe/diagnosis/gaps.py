@@ -43,13 +43,19 @@ def idle_gaps(frame: Frame) -> Gaps:
     table = frame.recording.executions
     garbage = frame.label_cover(Label.GC)
     counts = frame.submits & np.isin(frame.lane, frame.launching_lanes)
-    for process in distinct(table["process"]):
-        mine = in_time(np.flatnonzero(table["process"] == process), frame.x_start)
+    processes = distinct(table["process"])
+    for process in processes:
+        if len(processes) == 1 and not (frame.x_start[1:] < frame.x_start[:-1]).any():
+            mine: Array | slice = slice(None)  # the columns themselves: copies are as long as the recording
+        else:
+            mine = in_time(np.flatnonzero(table["process"] == process), frame.x_start)
         begin = frame.x_start[mine]
         start, end = Cover(begin, frame.x_end[mine]).gaps()
         if not len(start):
             continue
-        first = mine[np.searchsorted(begin, end)]  # the execution that ends the gap
+        first = np.searchsorted(begin, end)  # the execution that ends the gap
+        if not isinstance(mine, slice):
+            first = mine[first]
         call = frame.x_call[first]
         keep = (call >= 0) & (end - start < NO_WORK_NS)
         start, end, call = start[keep], end[keep], call[keep]

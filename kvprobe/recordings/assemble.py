@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from kvprobe.recordings.model import Array, CallKind, Engine, Recording, Table
 
 __all__ = ["codes", "constant", "correlation_keys", "distinct", "is_kind", "join", "link", "match", "sorted_table",
-           "stream_rows"]
+           "spans", "stream_rows"]
 
 _CORRELATION_LIMIT = 1 << 40  # ids are 32 bit; anything above comes from a damaged file and joins with nothing
 
@@ -34,7 +34,6 @@ def match(process: Array, correlation: Array, of_process: Array, of_correlation:
     processes = int(process.max(initial=-1)) + 1
     stride = high - low + 1
     size = processes * stride
-    rows = np.arange(len(correlation), dtype=np.int32)
     if size > 4 * (len(correlation) + len(of_correlation)) + 1_000_000:
         return _match_sorted(correlation_keys(process, correlation), correlation_keys(of_process, of_correlation))
 
@@ -48,12 +47,22 @@ def match(process: Array, correlation: Array, of_process: Array, of_correlation:
         return np.asarray(at)
 
     table = np.full(size + 1, -1, dtype=np.int32)
-    at = place(process, correlation)
-    table[at] = rows
+    for part in _pieces(len(correlation)):
+        table[place(process[part], correlation[part])] = np.arange(part.start, part.stop, dtype=np.int32)
     table[size] = -1
-    one = table[at]
-    del at, rows
-    return one, table[place(of_process, of_correlation)]
+    found = []
+    for processes_, ids in ((process, correlation), (of_process, of_correlation)):
+        out = np.empty(len(ids), dtype=np.int32)
+        for part in _pieces(len(ids)):
+            out[part] = table[place(processes_[part], ids[part])]
+        found.append(out)
+    return found[0], found[1]
+
+
+def _pieces(rows: int, most: int = 1 << 18) -> Iterator[slice]:
+    """Stretches of rows whose temporaries stay in the cache instead of doubling the recording."""
+    for start in range(0, rows, most):
+        yield slice(start, min(start + most, rows))
 
 
 def _range(ids: Array) -> tuple[int, int]:
@@ -77,6 +86,32 @@ def _match_sorted(keys: Array, of_keys: Array) -> tuple[Array, Array]:
     at = np.minimum(np.searchsorted(ordered, of_keys), len(keys) - 1)
     theirs = np.where((of_keys >= 0) & (ordered[at] == of_keys), representative[at], -1)
     return one, theirs.astype(np.int32)
+
+
+def spans(owner: Array, start: Array, end: Array, rows: int, absent: int) -> tuple[Array, Array]:
+    """First start and last end of the intervals that each of `rows` owns, (rows,) int64; `absent` where it owns none.
+
+    Args:
+        owner: which row owns each interval, -1 for none.
+        start: of each interval, ns; `end` likewise.
+        end: see there.
+        rows: how many can own some.
+        absent: what stands for no interval.
+    """
+    first, last = np.full(rows, absent, dtype=np.int64), np.full(rows, absent, dtype=np.int64)
+    taken = np.zeros(rows, dtype=bool)
+    owned = 0
+    for part in _pieces(len(owner)):
+        mine = owner[part]
+        theirs = np.flatnonzero(mine >= 0)
+        mine = mine[theirs]
+        first[mine], last[mine], taken[mine] = start[part][theirs], end[part][theirs], True
+        owned += len(mine)
+    if owned > int(np.count_nonzero(taken)):  # some own several
+        theirs = np.flatnonzero(owner >= 0)
+        np.minimum.at(first, owner[theirs], start[theirs])
+        np.maximum.at(last, owner[theirs], end[theirs])
+    return first, last
 
 
 def codes(column: Array) -> tuple[Array, Array]:

@@ -14,7 +14,7 @@ from typing import Literal, cast
 
 import numpy as np
 
-from kvprobe.recordings.assemble import correlation_keys, distinct, is_kind, match
+from kvprobe.recordings.assemble import correlation_keys, distinct, is_kind, match, spans
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording
 
 __all__ = ["Occupancy", "StreamOccupancy", "depth_series", "group_ns", "innermost_range", "occupancy"]
@@ -50,7 +50,7 @@ class StreamOccupancy:
             random instants nearby that would.
         labelled_ns, inferred_ns: time lost by the recorder's own labels, and by inference alone.
         ends: when submissions were done, sorted, those in flight at the beginning included.
-        done: when each of `calls` was done; the largest int64 where it was not in the recording.
+        done: when each of `calls` was done, the largest int64 where it was not in the recording; kept where graphs are.
     """
 
     stream: int
@@ -177,7 +177,7 @@ def _queues(recording: Recording, by_channel: bool) -> Iterator[StreamOccupancy]
     stream = _assume_streams(recording, rows)
     done, began, orphans = _completions(recording, rows)
 
-    queue_of = np.arange(max(streams.rows, 1) + 1)  # the last entry is for stream -1
+    queue_of = np.arange(max(streams.rows, 1) + 1, dtype=np.int32)  # the last entry is for stream -1
     if by_channel and streams.rows:
         known = streams["channel"] >= 0
         for row in np.flatnonzero(known):
@@ -186,7 +186,8 @@ def _queues(recording: Recording, by_channel: bool) -> Iterator[StreamOccupancy]
             )
             same &= streams["process"] == streams["process"][row]
             queue_of[row] = np.flatnonzero(same)[0]
-    call_groups = _groups(np.where(stream >= 0, queue_of[stream], -1))
+    call_groups = _groups(np.where(stream >= 0, queue_of[stream], np.int32(-1)))
+    del stream
     orphan_groups = _groups(queue_of[orphans[0]])
     nothing = np.zeros(0, dtype=np.int64)
     for queue, members in call_groups.items():
@@ -212,31 +213,20 @@ def _completions(recording: Recording, rows: Array) -> tuple[Array, Array, tuple
         largest int64 where there is none; and stream, start and end of every group of executions without a call.
     """
     calls, executions = recording.calls, recording.executions
-    done = np.full(len(rows), _NEVER, dtype=np.int64)
-    began = done.copy()
     if not executions.rows:
-        nothing = np.zeros(0, dtype=np.int64)
-        return done, began, (nothing, nothing, nothing)
+        nothing, never = np.zeros(0, dtype=np.int64), np.full(len(rows), _NEVER, dtype=np.int64)
+        return never, never.copy(), (nothing, nothing, nothing)
     one, owner = match(
         calls["process"][rows], calls["correlation"][rows], executions["process"], executions["correlation"]
     )
-    theirs = np.flatnonzero(owner >= 0)
     start, end = executions["start_ns"], executions["end_ns"]
-    if len(theirs):
-        owner = owner[theirs]
-        last_end = np.full(len(rows), np.iinfo(np.int64).min, dtype=np.int64)
-        np.minimum.at(began, owner, start[theirs])
-        np.maximum.at(last_end, owner, end[theirs])
-        seen = np.flatnonzero(one >= 0)
-        began[seen] = began[one[seen]]
-        seen = seen[began[seen] != _NEVER]
-        done[seen] = last_end[one[seen]]
-        alone = np.ones(executions.rows, dtype=bool)
-        alone[theirs] = False
-        del last_end, owner, one, theirs, seen
-        loose = np.flatnonzero(alone)
-    else:
-        loose = np.arange(executions.rows)
+    began, done = spans(owner, start, end, len(rows), _NEVER)
+    loose = np.flatnonzero(owner < 0)
+    del owner
+    if not (one == np.arange(len(rows), dtype=np.int32))[one >= 0].all():  # ids repeat: each has what one of them has
+        again = np.flatnonzero(one >= 0)
+        began[again], done[again] = began[one[again]], done[one[again]]
+    del one
     # Those of one id count as one, those without an id one by one.
     keys = correlation_keys(executions["process"][loose], executions["correlation"][loose])
     keys = np.where(keys >= 0, keys, -1 - np.arange(len(keys)))
@@ -252,6 +242,8 @@ def _completions(recording: Recording, rows: Array) -> tuple[Array, Array, tuple
 
 def _groups(keys: Array) -> dict[int, Array]:
     """The positions of each key, in order."""
+    if len(keys) and int(keys.min()) >= -1 and int(keys.max()) < 64:  # few queues: no order to make
+        return {int(key): np.flatnonzero(keys == key) for key in np.flatnonzero(np.bincount(keys + 1)) - 1}
     order = np.argsort(keys, kind="stable")
     cuts = np.flatnonzero(np.r_[True, keys[order][1:] != keys[order][:-1]]) if len(keys) else np.zeros(0, np.int64)
     return {int(keys[part[0]]): part for part in np.split(order, cuts[1:])} if len(keys) else {}
@@ -260,7 +252,7 @@ def _groups(keys: Array) -> dict[int, Array]:
 def _assume_streams(recording: Recording, rows: Array) -> Array:
     """Streams of submissions; one that never executed in the recording goes where its thread last submitted."""
     calls = recording.calls
-    stream = np.array(calls["stream"][rows], dtype=np.int64)
+    stream = np.array(calls["stream"][rows])
     if not recording.has_executions or (stream >= 0).all():
         return stream
     owner = np.stack([calls["process"][rows].astype(np.int64), calls["thread"][rows]])
@@ -304,20 +296,22 @@ def _queue(
     ends = np.concatenate([done[counted & executed], orphan_end[early]])
     if (ends[1:] < ends[:-1]).any():
         ends.sort()
-    before = np.cumsum(counted) - counted
-    depth = int(early.sum()) + before - np.searchsorted(ends, start, "right")
+    depth = np.cumsum(counted, dtype=np.int32)
+    depth += np.int32(early.sum())
+    depth -= counted
+    depth -= np.searchsorted(ends, start, "right").astype(np.int32)
     return StreamOccupancy(
         stream,
         streams,
         rows,
-        np.maximum(depth, 0).astype(np.int32),
+        np.maximum(depth, 0),
         np.zeros(len(rows), bool),
         np.zeros(len(rows), np.int64),
         before=int(early.sum()),
         after=int((counted & ~executed).sum()),
         graphs=int((calls["kind"][rows] == CallKind.GRAPH).sum()),
         ends=ends,
-        done=done,
+        done=done if (calls["kind"][rows] == CallKind.GRAPH).any() else np.zeros(0, np.int64),
     )
 
 
@@ -611,12 +605,27 @@ def _infer_from_submissions(recording: Recording, queue: StreamOccupancy) -> Non
 
 
 def depth_series(recording: Recording, queue: StreamOccupancy) -> tuple[Array, Array]:
-    """Outstanding submissions over time as steps: times (n,) int64 ns and the count from each on, (n,) int64."""
-    start = recording.calls["start_ns"][queue.calls]
-    times = np.concatenate([start, queue.ends])
-    change = np.concatenate([np.ones(len(start), np.int64), -np.ones(len(queue.ends), np.int64)])
-    order = np.argsort(times, kind="stable")
-    return times[order], np.maximum(queue.before + np.cumsum(change[order]), 0)
+    """Outstanding submissions over time as steps: times (n,) int64 ns, ascending, and the count from each on, (n,).
+
+    One more than the depth it met after each call, one less after each end. A submission that leaves no execution (a
+    memset of no bytes) has no end: each call's own depth starts anew, so such submissions do not add up.
+    """
+    start, ends = recording.calls["start_ns"][queue.calls], queue.ends
+    after = queue.depth + np.int32(1)
+    if not len(ends):
+        return start, after
+    last = np.searchsorted(start, ends, "left") - 1
+    ended = np.searchsorted(ends, start, "right")
+    gone = np.arange(1, len(ends) + 1)
+    level = np.where(last >= 0, after[last] - (gone - ended[last]), queue.before - gone).astype(np.int32)
+    np.maximum(level, 0, out=level)
+    # Where each comes in the merged order; an end at the time of a call is counted before it, as by the call's depth.
+    times, out = np.empty(len(start) + len(ends), np.int64), np.empty(len(start) + len(ends), np.int32)
+    at = ended + np.arange(len(start))
+    times[at], out[at] = start, after
+    gone += last
+    times[gone], out[gone] = ends, level
+    return times, out
 
 
 def group_ns(values: Array, by: Array) -> dict[int, int]:

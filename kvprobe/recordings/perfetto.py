@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -112,13 +113,21 @@ class _Writer:
 
     def lines(self) -> Iterator[str]:
         recording, calls = self.recording, self.recording.calls
-        yield from self.metadata()
+        about = list(islice(self.metadata(), self.left))
+        self.left -= len(about)
+        yield from about
+        # A part is kept for the counters: blocked calls say what was lost, counters why.
+        points = sum(len(queue.calls) + len(queue.ends) for queue in self.queues.streams)
+        kept = min(points, self.left // 8)
         blocked = np.flatnonzero(self.queues.blocked)
-        yield from self.slices(self.pick("blocked calls", blocked, calls["end_ns"] - calls["start_ns"], self.left))
+        yield from self.slices(
+            self.pick("blocked calls", blocked, calls["end_ns"] - calls["start_ns"], self.left - kept)
+        )
         labels = recording.labels
-        chosen = self.pick("labels", np.arange(labels.rows), labels["end_ns"] - labels["start_ns"], self.left // 8)
+        most = (self.left - kept) // 8
+        chosen = self.pick("labels", np.arange(labels.rows), labels["end_ns"] - labels["start_ns"], most)
         yield from self.spans("labels", chosen, "label")
-        yield from self.counters(self.left // 4)
+        yield from self.counters(max(kept, self.left // 4))
         others = np.flatnonzero(
             np.isin(
                 calls["kind"],
@@ -212,13 +221,18 @@ class _Writer:
             )
 
     def counters(self, most: int) -> Iterator[str]:
-        series = [(queue, *depth_series(self.recording, queue)) for queue in self.queues.streams]
-        points = sum(len(times) for _, times, _ in series)
+        points = sum(len(queue.calls) + len(queue.ends) for queue in self.queues.streams)
         if points > most:
             self.notes.append(f"points of occupancy: the lowest and highest of each of {most // 2} bins, of {points}")
-        for queue, times, depth in series:
-            share = len(times) if points <= most else max(2, most * len(times) // points)
+        left = most
+        for queue in self.queues.streams:  # most time lost first
+            times, depth = depth_series(self.recording, queue)
+            share = len(times) if points <= most else min(left, max(2, most * len(times) // points))
+            if share < min(2, len(times)):
+                self.notes.append(f"points of occupancy: none of the stream in row {queue.stream}")
+                continue
             kept = _extremes(depth, share)
+            left -= len(kept)
             self.left -= len(kept)
             label = json.dumps(
                 f"outstanding on stream {self._handle(queue.stream)}"

@@ -20,30 +20,16 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from kvprobe.errors import KvprobeError, RecordingError, UsageError
+from kvprobe.recordings.buckets import BUCKETS, bucket, bucket_floor_ns
 from kvprobe.recordings.model import Array, CallKind, Direction, Engine, Memory, Recording
 from kvprobe.recordings.occupancy import occupancy
 
-__all__ = ["BUCKETS", "Blocked", "Queue", "Rank", "Stat", "Summary", "bucket", "bucket_floor_ns", "percentile_ns",
+__all__ = ["Blocked", "Queue", "Rank", "Stat", "Summary", "percentile_ns",
            "reduce_inputs", "reduce_one"]  # fmt: skip
 
 Progress = Callable[[str, float], None]
-BUCKETS = 128  # as in kvp.h
 _TOP = 100
 _VERDICTS = ("healthy", "cannot tell", "saturated")
-
-
-def bucket(ns: Array) -> Array:
-    """Histogram bucket of durations, the function of kvp.h: four to the octave from 4 ns on, (n,) int64."""
-    ns = np.maximum(np.asarray(ns, dtype=np.int64), 0)
-    # frexp of a float64 rounds above 2**53, half a month: then everything is in the last bucket anyway.
-    exponent = np.frexp(ns.astype(np.float64))[1].astype(np.int64) - 1
-    high = (exponent - 1) * 4 + ((ns >> np.maximum(exponent - 2, 0)) & 3)
-    return np.minimum(np.where(ns < 4, ns, high), BUCKETS - 1)
-
-
-def bucket_floor_ns(index: int) -> int:
-    """Lower bound of a bucket."""
-    return index if index < 4 else (4 + index % 4) << (index // 4 - 1)
 
 
 def percentile_ns(histogram: Sequence[int] | Array, share: float) -> int:
@@ -54,7 +40,7 @@ def percentile_ns(histogram: Sequence[int] | Array, share: float) -> int:
         return 0
     index = int(np.searchsorted(np.cumsum(counts), share * total))
     index = min(index, BUCKETS - 1)
-    return (bucket_floor_ns(index) + bucket_floor_ns(index + 1)) // 2
+    return int(bucket_floor_ns(index) + bucket_floor_ns(index + 1)) // 2
 
 
 @dataclass

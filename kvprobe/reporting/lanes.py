@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvprobe.recordings.model import SUBMITTING, Engine, Recording
-from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy
+from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, depth_series
 from kvprobe.reporting import charts, series
 from kvprobe.reporting.charts import Mark, Points
 from kvprobe.reporting.units import NONE, bytes_text, duration, percent
@@ -254,7 +254,7 @@ def occupancy_charts(
     deepest = sorted(queues.streams, key=lambda one: -int(one.depth.max(initial=0)))
     lines, words = [], []
     for one in deepest[:LANES]:
-        times, level = _levels(recording, one)
+        times, level = depth_series(recording, one)
         lines.append(Points(_queue_name(recording, one), times, level, steps=True))
     top = deepest[0]
     words.append(f"{_queue_name(recording, top)} held up to {int(top.depth.max(initial=0)):,} submissions.")
@@ -290,23 +290,6 @@ _HOW = {
     "plateau": "Counted from submissions and executions; a full queue is inferred from plateau, cost and wake-up.",
     "inferred": "Inferred from the submissions alone, because no device activity was recorded: an upper bound.",
 }
-
-
-def _levels(recording: Recording, queue: StreamOccupancy) -> tuple[Array, Array]:
-    """Outstanding submissions as steps: one more than the depth it met after each call, one less after each end.
-
-    A submission that leaves no execution (a memset of no bytes) has no end: each call's own depth starts anew, so
-    such submissions do not add up.
-    """
-    start, ends = recording.calls["start_ns"][queue.calls], queue.ends
-    after = queue.depth.astype(np.int64) + 1
-    if not len(ends):
-        return start, after
-    ended = np.searchsorted(ends, start, "right")
-    last = np.searchsorted(start, ends, "right") - 1
-    gone = np.arange(1, len(ends) + 1)
-    level = np.where(last >= 0, after[last] - (gone - ended[last]), queue.before - gone)
-    return np.concatenate([start, ends]), np.concatenate([after, np.maximum(level, 0)])
 
 
 def _queue_name(recording: Recording, queue: StreamOccupancy) -> str:

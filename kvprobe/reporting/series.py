@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvprobe.recordings.buckets import BUCKETS, bucket, bucket_floor_ns
+
 __all__ = ["BUCKETS", "Binned", "bin_max", "bin_step", "bucket", "bucket_floor_ns", "heat", "histogram", "slowest"]
 
 Array = npt.NDArray[Any]
-
-BUCKETS = 128
 
 
 @dataclass(frozen=True)
@@ -86,22 +86,6 @@ def bin_step(time_ns: Array, level: Array, bins: int, start_ns: float, end_ns: f
     )
 
 
-def bucket(dur_ns: Array) -> Array:
-    """Histogram bucket of each duration, as `kvp_bucket` in kvp.h: four to the octave from 4 ns, 128 in all."""
-    value = np.maximum(np.asarray(dur_ns, dtype=np.int64), 0)
-    # frexp is exact below 2**53 ns (104 days): mantissa in [0.5, 1), so the exponent is bit_length.
-    exponent = np.frexp(value.astype(np.float64))[1].astype(np.int64) - 1
-    high = np.maximum(exponent, 2)
-    found = (high - 1) * 4 + ((value >> (high - 2)) & 3)
-    return np.where(value < 4, value, np.minimum(found, BUCKETS - 1))
-
-
-def bucket_floor_ns(index: Array | int) -> Array:
-    """Lower bound of a bucket, nanoseconds."""
-    b = np.asarray(index, dtype=np.int64)
-    return np.where(b < 4, b, (4 + b % 4) << np.maximum(b // 4 - 1, 0))
-
-
 def histogram(dur_ns: Array) -> Array:
     """Durations counted into the 128 buckets, int64."""
     return np.bincount(bucket(dur_ns), minlength=BUCKETS)[:BUCKETS].astype(np.int64)
@@ -115,7 +99,7 @@ def heat(time_ns: Array, dur_ns: Array, columns: int, start_ns: float, end_ns: f
         (rows are buckets of two to the octave: kvp.h's, paired).
     """
     column, width = _index(time_ns, columns, start_ns, end_ns)
-    row = bucket(dur_ns) // 2
+    row = bucket(dur_ns) >> 1
     if not len(row):
         return np.zeros((columns, 1), dtype=np.int64), width, 0
     low, high = int(row.min()), int(row.max())

@@ -89,12 +89,22 @@ def test_perfetto_has_blocked_calls_and_occupancy_counters(shared, tmp_path):
 def test_perfetto_thins_all_but_blocked_calls_and_says_so(tmp_path):
     r, _ = simulate(calls=6000)
     blocked = int(occupancy(r).blocked.sum())
-    notes = perfetto.write(r, tmp_path / "t.json.gz", limit=blocked + 2000)
+    notes = perfetto.write(r, tmp_path / "t.json.gz", limit=blocked + 3000)
     events = load(tmp_path / "t.json.gz")["traceEvents"]
     assert len([e for e in events if e.get("cat") == "blocked"]) == blocked
-    assert len([e for e in events if e["ph"] != "M"]) <= blocked + 2000
+    assert len(events) <= blocked + 3000
     assert any(note.startswith("executions: the longest") for note in notes)
     assert max(e["args"]["outstanding"] for e in events if e["ph"] == "C") == 1022
+
+
+@pytest.mark.parametrize("limit", [0, 1, 7, 40, 300, 4000])
+def test_a_perfetto_trace_keeps_its_limit_and_its_counters(tmp_path, limit):
+    r, _ = simulate(calls=6000)
+    notes = perfetto.write(r, tmp_path / "t.json.gz", limit=limit)
+    events = load(tmp_path / "t.json.gz")["traceEvents"]
+    assert len(events) <= limit and notes
+    if limit >= 40:
+        assert max(e["args"]["outstanding"] for e in events if e["ph"] == "C") >= 1022
 
 
 def test_names_from_recordings_stay_text(tmp_path):

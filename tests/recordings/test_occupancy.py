@@ -176,6 +176,20 @@ def test_the_series_of_depth_never_falls_below_zero_and_ends_where_counted(share
         assert depth[0] in (queue.before - 1, queue.before + 1)
 
 
+def test_the_series_of_depth_meets_what_each_call_met_and_stays_at_the_ceiling(shared):
+    r = shared.open("v100")  # has submissions without executions, which must not add up
+    for queue in occupancy(r).streams:
+        times, depth = depth_series(r, queue)
+        assert depth.max() == queue.depth.max() + 1
+        if queue.ceiling > 0:
+            assert queue.ceiling == 1022 and depth.max() <= 1023
+        starts = r.calls["start_ns"][queue.calls]
+        before = np.searchsorted(times, starts) - 1  # the last step before each call that begins alone
+        alone = (before >= 0) & ~np.isin(starts, queue.ends) & (np.diff(starts, prepend=-1) > 0)
+        executed = np.maximum(queue.depth[alone], 0)
+        assert (depth[before[alone]] >= executed).all()
+
+
 def test_the_innermost_range_is_found_by_brute_force_too(shared):
     r = shared.open("h100")
     rows = np.flatnonzero(occupancy(r).blocked)
