@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_wrong_usage_is_one_line_and_exit_2(arguments, code, text):
 
 
 def test_a_gpu_that_is_not_there_is_one_line_and_exit_1(tmp_path):
-    if os.path.exists("/dev/nvidiactl"):
+    if Path("/dev/nvidiactl").exists():
         pytest.skip("this machine has a GPU")
     done = kvprobe("demo", "--device", "cuda", "--report", tmp_path / "x.html")
     assert (done.returncode, done.stderr) == (1, "kvprobe: no NVIDIA GPU on this machine; use --device host\n")
@@ -42,7 +43,7 @@ def test_a_gpu_that_is_not_there_is_one_line_and_exit_1(tmp_path):
 
 
 def test_debug_shows_the_traceback():
-    if os.path.exists("/dev/nvidiactl"):
+    if Path("/dev/nvidiactl").exists():
         pytest.skip("this machine has a GPU")
     assert "Traceback" in kvprobe("--debug", "demo", "--device", "cuda").stderr
 
