@@ -69,9 +69,7 @@ def run(program: Path, env: dict[str, str], *arguments: object) -> str:
 
 
 @pytest.mark.parametrize("via", ["link", "dlsym", "driver", "entry", "batch", "sync", "mixed"])
-def test_every_way_to_reach_a_copy_is_counted_exactly(
-    program: Path, libraries: Path, tmp_path: Path, via: str
-) -> None:
+def test_every_way_to_reach_a_copy_is_counted_exactly(program: Path, libraries: Path, tmp_path: Path, via: str) -> None:
     own = said(run(program, environment(libraries, tmp_path), via, 5000, 3, 2))
     found, snapshots = recorded(tmp_path)
     assert found == own and len(snapshots) == 2
@@ -85,6 +83,16 @@ def test_counts_are_exact_across_threads_and_processes(
     own = said(run(program, environment(libraries, tmp_path), "mixed", 20000 // threads, threads, processes))
     found, snapshots = recorded(tmp_path)
     assert found == own and len(snapshots) == processes
+
+
+@pytest.mark.slow
+def test_ten_million_calls_of_eight_threads_are_counted_exactly(program: Path, libraries: Path, tmp_path: Path) -> None:
+    quick = {"KVHOST_SUBMIT_NS": "0", "KVHOST_DEPTH": "16384", "KVHOST_H2D_GBPS": "1000"}
+    own = said(run(program, environment(libraries, tmp_path, **quick), "loads", 1_250_000, 8, 1))
+    found, (snapshot,) = recorded(tmp_path)
+    assert found == own and own["H2D"][0] == 10_000_000
+    assert sorted(int(lane.slots["count"][lane.slots["call"] == 1].sum()) for lane in snapshot.lanes) == [1_250_000] * 8
+    assert sum(path.stat().st_blocks for path in tmp_path.iterdir()) * 512 < 128 << 20
 
 
 @pytest.mark.parametrize("processes", [1, 8])
@@ -224,8 +232,6 @@ def test_two_runtimes_in_one_process_stay_apart(
     (path,) = tmp_path.glob("*.kvp")
     slots = read_ring(path).slots()
     assert slots["count"].sum() == 4 and slots["errors"].sum() == 4 and slots["bytes"].sum() == 96
-
-
 
 
 @pytest.mark.parametrize("switch", ["1", "0"])

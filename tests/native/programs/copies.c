@@ -2,7 +2,7 @@
  *
  *   copies VIA CALLS THREADS PROCESSES [fork|exec|kill]
  *
- * VIA: link, dlsym, driver (cuGetProcAddress), entry (cudaGetDriverEntryPointByVersion), batch, sync, mixed.
+ * VIA: link, loads (linked, all one direction, which the host runtime takes soonest), dlsym, driver (cuGetProcAddress), entry (cudaGetDriverEntryPointByVersion), batch, sync, mixed.
  * fork: each process forks in the middle of its calls, and both go on. kill: counts in the file $COUNTS, until killed.
  * Prints "name calls copies bytes" of what it did, all processes together. */
 #define _GNU_SOURCE
@@ -90,12 +90,13 @@ static void work(long from, long to, char *device, char *host, cudaStream_t stre
             check(any((uintptr_t)device, (uintptr_t)host, bytes, stream), "any");
             did(UNKNOWN, 1, bytes);
         } else {
-            int kind = i % 3 == 0   ? cudaMemcpyHostToDevice
-                       : i % 3 == 1 ? cudaMemcpyDeviceToHost
-                                    : cudaMemcpyDeviceToDevice;
+            int which = strcmp(via, "loads") ? (int)(i % 3) : H2D;
+            int kind = which == H2D   ? cudaMemcpyHostToDevice
+                       : which == D2H ? cudaMemcpyDeviceToHost
+                                      : cudaMemcpyDeviceToDevice;
             char *a = kind == cudaMemcpyHostToDevice ? device : kind == cudaMemcpyDeviceToHost ? host : device + 1024;
             check(copy(a, a == host ? device : a == device ? host : device, bytes, kind, stream), "copy");
-            did((int)(i % 3), 1, bytes);
+            did(which, 1, bytes);
         }
     }
 }
