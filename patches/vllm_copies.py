@@ -9,7 +9,7 @@ them in another way when auto mode found that worth it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -63,11 +63,14 @@ class _Copies(Adapter):
 
     def path_of(self, handler: Any, direction: str) -> CopyPath:
         """The path of one direction of a handler."""
-        paths = self.handlers.setdefault(handler, {})
-        if direction not in paths:
+        paths = self.handlers.get(handler)
+        if paths is None:
+            paths = self.handlers[handler] = {}
+        path = paths.get(direction)
+        if path is None:
             device = self.device()
-            paths[direction] = CopyPath(self, direction, device, self.usable_rungs(device), self.queued)
-        return paths[direction]
+            path = paths[direction] = CopyPath(self, direction, device, self.usable_rungs(device), self.queued)
+        return path
 
     queued = True  # whether every copy takes a place in the launch queue
 
@@ -85,10 +88,12 @@ class _Copies(Adapter):
     def finished(self, call: Call, handler: Any) -> Any:
         """Around `get_finished`: note when the server noticed."""
         results = call()
-        for result in results:
-            job, ok = (result[0], result[1]) if isinstance(result, tuple) else (result.job_id, result.success)
-            for path in self.handlers.get(handler, {}).values():
-                path.done(job, ok)
+        paths = self.handlers.get(handler) if results else None
+        if paths:
+            for result in results:
+                job, ok = (result[0], result[1]) if isinstance(result, tuple) else (result.job_id, result.success)
+                for path in paths.values():
+                    path.done(job, ok)
         return results
 
     def made(self, call: Call, handler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -99,27 +104,41 @@ class _Copies(Adapter):
 
 
 class _Loop(_Copies):
-    """One `cudaMemcpyAsync` a block and tensor, in a loop in C++ that ignores return codes (`ops.swap_blocks`)."""
+    """One `cudaMemcpyAsync` a block and tensor, in a loop in C++ that ignores return codes (`ops.swap_blocks`).
+
+    A transfer calls it once a tensor, 64 times for a model of 32 layers: what a hook costs there, a server pays 64
+    times. So the handler's module gets an `ops` whose `swap_blocks` is vLLM's own function, and a hook only while a
+    transfer is submitted that needs one: for its first call to time it, for all to collect or to split it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._pending: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        self._ops: Any = None  # the module's `ops`, ours
+        self._own: Any = None  # vLLM's own swap_blocks
+        self._hook: Any = None  # `swap` around it
+        self._flush_hook: Any = None
+        self._pending: list[tuple[Any, ...]] = []
         self._expected = 0
         self._seen = 0
+        self._row_bytes = 0
+        self._stream = 0  # of the transfer, where it is known; 0: torch's current one
         self._lanes: list[int] = []
         self._joins: list[int] = []
         self._error = 0
         self._compute: Any = None  # stream that a store must wait for, where vLLM does not see to it
 
     def patch(self, patcher: Patcher, module: ModuleType) -> None:
-        """Wrap the handler and give its module a `swap_blocks` that passes through here."""
+        """Wrap the handler and give its module an `ops` with a `swap_blocks` that can be hooked for a while."""
         self.module = module
         handler = getattr(module, self.handler_name)
         patcher.wrap(handler, "__init__", self.made)
         patcher.wrap(handler, "transfer_async", self.transfer)
         patcher.wrap(handler, "get_finished", self.finished)
-        swap = patcher.around(module.ops.swap_blocks, self.swap, "ops.swap_blocks")
-        patcher.replace(module, "ops", _Module(module.ops, swap_blocks=swap))
+        self._own = module.ops.swap_blocks
+        self._hook = patcher.around(self._own, self.swap, "ops.swap_blocks")
+        self._flush_hook = patcher.around(_nothing, self._flush, "ops.swap_blocks")
+        self._ops = _Module(module.ops, swap_blocks=self._own)
+        patcher.replace(module, "ops", self._ops)
 
     handler_name = "SingleDirectionOffloadingHandler"
 
@@ -127,10 +146,11 @@ class _Loop(_Copies):
         """Around `transfer_async`."""
         raise NotImplementedError
 
-    def submit(self, call: Call, path: CopyPath, job_id: int, swaps: int) -> Any:
+    def submit(self, call: Call, path: CopyPath, job_id: int, swaps: int, stream: int = 0) -> Any:
         """Run vLLM's own `transfer_async` while `swap` sees its copies."""
-        self.path, self._expected, self._seen = path, swaps, 0
+        self.path, self._expected, self._seen, self._row_bytes, self._stream = path, swaps, 0, 0, stream
         self._pending.clear()
+        self._ops.swap_blocks = self._hook
         try:
             ok = call()
         except BaseException:
@@ -139,17 +159,25 @@ class _Loop(_Copies):
             self._lanes.clear()
             path.abandon()
             raise
+        finally:
+            self._ops.swap_blocks = self._own
         self.path = None
-        failed = path.device.last_error() if path.device is not None else 0
-        if failed != self._error:  # an error that was pending before is not this transfer's
-            self._error = failed
-            if failed:
-                ok = self._copy_failed(job_id, failed, ok)
         path.submitted(bool(ok))
-        return ok
+        return self._checked(path, job_id, ok)
 
-    def _copy_failed(self, job_id: int, code: int, ok: Any) -> Any:
-        """A copy of this transfer was refused by CUDA, and vLLM's loop did not look."""
+    def unwatched(self, call: Call, path: CopyPath, job_id: int) -> Any:
+        """Run vLLM's own `transfer_async` with nothing around its copies."""
+        path.last = job_id
+        return self._checked(path, job_id, call())
+
+    def _checked(self, path: CopyPath, job_id: int, ok: Any) -> Any:
+        """What `transfer_async` returned, unless CUDA refused a copy of this transfer and vLLM's loop did not look."""
+        code = path.device.last_error() if path.device is not None else 0
+        if code == self._error:  # an error that was pending before is not this transfer's
+            return ok
+        self._error = code
+        if not code:
+            return ok
         why = f"transfer {job_id}: a copy was refused by CUDA (error {code}) and its return code was ignored"
         self.decide("note", why, code=code)
         return False if self.fix == "auto" else ok
@@ -160,36 +188,55 @@ class _Loop(_Copies):
         live = path.current if path is not None else None
         if path is None or live is None:
             return call()
-        torch, mapping = self.module.torch, rest[-1]
         if not self._seen:
-            stream = torch.cuda.current_stream()
+            self._first(path)
+        self._seen += 1
+        if live.rung == "batch":
+            return self._collect(*call.args)
+        mapping = rest[-1]
+        count = len(mapping)
+        if live.rung in ("split", "pooled") and path.device is not None:
+            split = count * self._expected > path.device.limits.depth // 2
+        else:
+            split = False
+        if path.row_bytes and not split:  # all is known: vLLM is alone with the rest
+            self._ops.swap_blocks = self._own
+            copies = count * self._expected
+            path.add(0, copies, count * path.row_bytes, copies)
+            return call()
+        size = rest[0] if len(rest) == 2 else src.element_size() * src.stride(0)
+        path.add(0, count, count * size, count)
+        self._row_bytes += size
+        if self._seen == self._expected:
+            path.row_bytes = self._row_bytes
+        return self._split(call, path, self.module.torch, mapping) if split else call()
+
+    def _first(self, path: CopyPath) -> None:
+        """Before the first copy of a transfer."""
+        if self._compute is not None or not self._stream:
+            stream = self.module.torch.cuda.current_stream()
             if self._compute is not None:
                 stream.wait_stream(self._compute)
                 self._compute = None
-            path.first(stream.cuda_stream)
-        self._seen += 1
-        count = len(mapping)
-        size = rest[0] if len(rest) == 2 else src.element_size() * src.stride(0)
-        if live.rung == "batch":
-            self._pending.append((call.func, call.args))
-            if self._seen == self._expected:
-                self._flush(call, path, live.rung)
-            return None
-        start = time.monotonic_ns()
-        split = live.rung in ("split", "pooled") and path.device is not None
-        if split and count * self._expected > path.device.limits.depth // 2:  # type: ignore[union-attr]
-            result = self._split(call, path, torch, mapping)
-        else:
-            result = call()
-        path.add(time.monotonic_ns() - start, count, count * size, count)
-        return result
+            self._stream = stream.cuda_stream
+        path.first(self._stream)
 
     # ---- one call for all copies ------------------------------------------------------------------------------
 
-    def _flush(self, call: Call, path: CopyPath, rung: str) -> None:
+    def _collect(self, *args: Any, **kwargs: Any) -> Any:
+        """Stands for `swap_blocks` from the first copy of a batched transfer on; the last one submits them all."""
+        if kwargs:  # not as any version calls it: the hook fails on it and steps aside
+            return self._hook(*args, **kwargs)
+        self._pending.append(args)
+        if len(self._pending) == self._expected:
+            return self._flush_hook()
+        self._ops.swap_blocks = self._collect
+        return None
+
+    def _flush(self, call: Call) -> None:
         """Submit what was collected: as batches, or in vLLM's own way if the runtime refuses them."""
-        assert path.current is not None and path.device is not None
-        start = time.monotonic_ns()
+        path = self.path
+        assert path is not None and path.current is not None and path.device is not None
         try:
             copies, size, calls = self._batch(path.device, path.current.stream)
         except KvprobeError as error:
@@ -199,24 +246,24 @@ class _Loop(_Copies):
                 call.done, call.error = True, theirs
                 raise
             if path.ladder is not None:
-                path.ladder.refuse(rung, f"the batch was refused: {error}")
+                path.ladder.refuse(path.current.rung, f"the batch was refused: {error}")
             copies = size = calls = 0
         self._pending.clear()
-        path.add(time.monotonic_ns() - start, copies, size, calls)
+        path.add(0, copies, size, calls)
 
     def _plain(self) -> None:
         """Submit everything collected in vLLM's own way; what was submitted already is copied again, the same bytes."""
-        for func, args in self._pending:
-            func(*args)
+        for args in self._pending:
+            self._own(*args)
         self._pending.clear()
 
     def _batch(self, device: Device, stream: int) -> tuple[int, int, int]:
         """All tensors' copies in as few calls as allowed, neighbouring blocks merged. (copies, bytes, calls)."""
-        mapping = self._pending[0][1][-1].numpy()
+        mapping = self._pending[0][-1].numpy()
         starts, lengths = runs(mapping[:, 0], mapping[:, 1])
         rows = mapping[starts].astype(np.uint64)
         sources, targets, sizes, total = [], [], [], 0
-        for _, args in self._pending:
+        for args in self._pending:
             src, dst = args[0], args[1]
             size = args[2] if len(args) == 4 else src.element_size() * src.stride(0)
             sources.append(np.uint64(src.data_ptr()) + rows[:, 0] * np.uint64(size))
@@ -278,6 +325,10 @@ class _Loop(_Copies):
         super().step_aside()
 
 
+def _nothing() -> None:
+    """What is left to do after a flush that failed: `step_aside` submitted everything."""
+
+
 class SharedStreams(_Loop):
     """vLLM up to 0.12: two shared streams."""
 
@@ -298,29 +349,33 @@ class SharedStreams(_Loop):
         Target("vllm.v1.kv_offload.worker.cpu_gpu", "ops.swap_blocks"),
     )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._elsewhere: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-
     def transfer(self, call: Call, handler: Any, job_id: int, spec: Any) -> Any:
         """Choose the stream by putting it where the handler looks for it, keep the order, put its own back."""
         load = isinstance(spec[0], self.module.CPULoadStoreSpec)
         path = self.path_of(handler, "load" if load else "store")
-        live = path.begin(job_id)
+        cure = path.ladder is not None
         attribute = "h2d_stream" if load else "d2h_stream"
         own = stream = getattr(handler, attribute)
-        if self.fix == "auto" and path.device is not None:
+        if not path.watch():
+            if cure:
+                self._order(handler, path, own, load, "shared")
+            return self.unwatched(call, path, job_id)
+        live = path.begin(job_id)
+        if cure:
             if live.rung != "shared":
+                assert path.device is not None
                 live.taken = path.device.streams.take()
                 stream = path.device.torch_stream(self.module.torch, live.taken)
             self._order(handler, path, stream, load, live.rung)
-        swaps = sum(2 if kv else 1 for kv in handler.kv_dim_before_num_blocks)
+        swaps = sum(handler.kv_dim_before_num_blocks) + len(handler.kv_dim_before_num_blocks)
+        if stream is own:
+            return self.submit(call, path, job_id, swaps, own.cuda_stream)
         setattr(handler, attribute, stream)
         try:
-            ok = self.submit(call, path, job_id, swaps)
+            ok = self.submit(call, path, job_id, swaps, stream.cuda_stream)
         finally:
             setattr(handler, attribute, own)
-        if self.state.state != APPLIED and stream is not own:
+        if self.state.state != APPLIED:
             # A hook failed while this transfer was submitted: what follows on vLLM's own stream comes after it.
             own.wait_event(handler.transfer_events[job_id])
         return ok
@@ -329,25 +384,21 @@ class SharedStreams(_Loop):
         """Transfers of a direction run one after the other; a store runs after the compute that wrote its blocks."""
         if not load:
             stream.wait_stream(self.module.torch.cuda.current_stream())
-        moved = self._elsewhere.setdefault(handler, set())
-        if rung != "shared" or path.direction in moved:
+        shared = rung == "shared"
+        if path.moved or not shared:
             newest = handler.transfer_events.get(path.last)
             if newest is not None:  # gone from the table: it is complete
                 stream.wait_event(newest)
-            if rung == "shared":
-                moved.discard(path.direction)
-            else:
-                moved.add(path.direction)
+            path.moved = not shared
 
     def step_aside(self) -> None:
         """What follows on the shared streams comes after what is still on pooled ones."""
-        for handler, moved in list(self._elsewhere.items()):
-            for direction in moved:
-                path = self.handlers.get(handler, {}).get(direction)
-                newest = handler.transfer_events.get(path.last) if path is not None else None
+        for handler, paths in list(self.handlers.items()):
+            for path in paths.values():
+                newest = handler.transfer_events.get(path.last) if path.moved else None
                 if newest is not None:
-                    (handler.h2d_stream if direction == "load" else handler.d2h_stream).wait_event(newest)
-        self._elsewhere.clear()
+                    (handler.h2d_stream if path.direction == "load" else handler.d2h_stream).wait_event(newest)
+                path.moved = False
         super().step_aside()
 
 
@@ -377,8 +428,10 @@ class PooledLoop(_Loop):
         """Only the submission is touched: streams and their order are vLLM's."""
         store = bool(handler.src_tensors[0].is_cuda)
         path = self.path_of(handler, "store" if store else "load")
-        path.begin(job_id)
         unordered = store and self.fix == "auto" and self.version is not None and self.version[1].startswith("0.13.")
+        if not path.watch() and not unordered:
+            return self.unwatched(call, path, job_id)
+        path.begin(job_id)
         self._compute = self.module.torch.cuda.current_stream() if unordered else None
         split = getattr(handler, "kv_dim_before_num_blocks", None)
         swaps = sum(2 if kv else 1 for kv in split) if split is not None else len(handler.src_tensors)
@@ -456,6 +509,8 @@ class DescriptorBatches(_Copies):
     def transfer(self, call: Call, handler: Any, job_id: int, *specs: Any, **kwargs: Any) -> Any:
         """Around `transfer_async`."""
         path = self.path_of(handler, "store" if handler.gpu_to_cpu else "load")
+        if not path.watch():
+            return call()
         self._own_swap(handler)
         path.begin(job_id)
         self.path, self._handler = path, handler

@@ -7,6 +7,7 @@ once, when the server makes its transfer handlers, by the runtime itself, and wr
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import threading
@@ -27,6 +28,7 @@ TIMING_EVENTS = 256  # two a transfer in flight; when they run out a transfer go
 ORDER_EVENTS = 64
 _REFRESH_NS = 2_000_000_000
 _TRIES_NS = 40_000
+_NOT_READY = 600  # cudaErrorNotReady
 
 
 class Clock:
@@ -60,9 +62,10 @@ class Clock:
 
     def host_ns(self, event: int) -> int | None:
         """Host time at which a reached timing event was reached, within some 20 us; None where it cannot be told."""
-        if time.monotonic_ns() - self._tried_ns > _REFRESH_NS:
+        now = time.monotonic_ns()
+        if now - self._tried_ns > _REFRESH_NS:
             self.refresh()
-        if self._base is None or time.monotonic_ns() - self._base_ns > 60_000_000_000:
+        if self._base is None or now - self._base_ns > 60_000_000_000:
             return None
         return self._base_ns + int(self._runtime.event_elapsed_ms(self._base, event) * 1e6)
 
@@ -92,6 +95,10 @@ class Device:
         self.timing = EventPool(runtime, TIMING_EVENTS, timing=True)
         self.clock = Clock(runtime)
         self.batch = bool(runtime.address("cudaMemcpyBatchAsync"))
+        # Bound here: these run twice a transfer on the server's thread, where each look-up is time of the server's.
+        self._record = runtime.library.cudaEventRecord
+        self._elapsed = runtime.library.cudaEventElapsedTime
+        self._peek = getattr(runtime.library, "cudaPeekAtLastError", None)
         self._wrapped: dict[tuple[int, int], Any] = {}
         self._prepared = False
 
@@ -106,6 +113,22 @@ class Device:
         self.order = EventPool(self.runtime, ORDER_EVENTS, timing=False)
         self._prepared = True
 
+    def record(self, event: int, stream: int) -> None:
+        """Record `event` on `stream`."""
+        code = self._record(event, stream)
+        if code:
+            raise self.runtime.error("cudaEventRecord", code)
+
+    def elapsed_ns(self, start: int, end: int) -> int | None:
+        """Nanoseconds between two timing events; None while `end` is not reached."""
+        value = ctypes.c_float()
+        code = self._elapsed(ctypes.byref(value), start, end)
+        if not code:
+            return int(value.value * 1e6)
+        if code == _NOT_READY:
+            return None
+        raise self.runtime.error("cudaEventElapsedTime", code)
+
     def torch_stream(self, torch: Any, handle: int) -> Any:
         """The stream as an object that this `torch` takes."""
         key = (id(torch.cuda), handle)
@@ -118,13 +141,8 @@ class Device:
 
         "Not ready" is the answer of a query and not an error, but CUDA leaves it pending as one.
         """
-        from kvprobe.cuda.runtime import NOT_READY
-
-        try:
-            code = int(self.runtime.library.cudaPeekAtLastError())
-        except AttributeError:
-            return 0
-        return 0 if code == NOT_READY else code
+        code = int(self._peek()) if self._peek is not None else 0
+        return 0 if code == _NOT_READY else code
 
 
 def _limits(runtime: Runtime) -> QueueLimits:

@@ -22,19 +22,29 @@ _MISSING = object()
 
 
 class Call:
-    """The server's own function with the arguments of this call; callable once."""
+    """The server's own function with the arguments of this call; callable once.
+
+    `result` is there once it returned, `error` when it raised, `done` when it was called.
+    """
 
     __slots__ = ("args", "done", "error", "func", "kwargs", "result")
 
     def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.done = False
-        self.result: Any = None
         self.error: BaseException | None = None
 
     def __call__(self) -> Any:
         """Run it with its own arguments; its exception passes through and is remembered as the server's."""
-        return self.using(*self.args, **self.kwargs)
+        if self.done:
+            raise RuntimeError("a hook called the server's function twice")
+        self.done = True
+        try:
+            self.result: Any = self.func(*self.args, **self.kwargs)
+        except BaseException as error:
+            self.error = error
+            raise
+        return self.result
 
     def using(self, *args: Any, **kwargs: Any) -> Any:
         """Run it with other arguments."""

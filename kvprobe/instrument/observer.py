@@ -67,6 +67,7 @@ class Observer:
         self.reported: set[tuple[Path, int, int]] = set()  # blocked calls that have their stacks
         self.unseen: dict[str, dict[int, str]] = {}  # reason -> pid -> command
         self.status: int | None = None
+        self.told: list[str] = []
         self.device: Any = None
 
     # ---- processes ---------------------------------------------------------------------------------------------
@@ -257,12 +258,13 @@ class Observer:
 
         The folder may be read-only or full by now: then the log says so, if it can.
         """
-        warnings = self.warnings()
+        warnings = self.told = self.warnings()
         end = {"t_ns": time.monotonic_ns(), "status": self.status, "warnings": warnings}
         (self.folder / "end.json").write_text(json.dumps(end, indent=1))
         for line in warnings:
             _log(f"warning: {line}")
         if not any(self.folder.glob("*.kvp")) and not any(self.folder.glob("events-*.jsonl")):
+            self.told = warnings[1:]
             return f"nothing was recorded: {warnings[0]}" if warnings else "nothing was recorded"
         report = Path(self.options.get("report") or self.folder / "report.html")
         # a process of its own: the report needs rooms that nothing here may import, and may need much memory
@@ -298,9 +300,13 @@ def main(arguments: list[str]) -> int:
         observer.unseen.setdefault(f"the observer failed ({error!r}), and did not look at them", {})[pid] = ""
     line = observer.finish()
     _log(line)
+    shown = [f"warning: {text}" for text in observer.told[:3]]
     if options.get("terminal"):
-        with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:  # noqa: PTH123
-            terminal.write(f"kvprobe: {line}\n")
+        with contextlib.suppress(OSError):
+            terminal = os.open(options["terminal"], os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+            # the shell's prompt may be on the line by now
+            os.write(terminal, "".join(f"\r\nkvprobe: {text}" for text in (*shown, line)).encode() + b"\r\n")
+            os.close(terminal)
     return 0
 
 

@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kvprobe.instrument import marks, metrics, sidecar
-from kvprobe.instrument.ladder import Ladder, Sample
+from kvprobe.instrument.ladder import REST, Ladder, Sample
 
 if TYPE_CHECKING:
     from kvprobe.instrument.adapter import Adapter
@@ -27,21 +27,19 @@ class Live:
     """One transfer from its submission to the moment the server notices its end."""
 
     __slots__ = (
-        "begin_ns", "bytes", "calls", "copies", "end", "extra", "first_ns", "job", "outstanding", "rung", "sample",
-        "start", "stream", "submit_ns", "taken", "thread",
+        "begin_ns", "bytes", "calls", "copies", "end", "extra", "first_ns", "job", "one_in", "outstanding", "rung",
+        "sample", "start", "stream", "submit_ns", "taken", "thread",
     )  # fmt: skip
 
-    def __init__(self, job: Any, rung: str, outstanding: int) -> None:
-        self.job, self.rung, self.outstanding = job, rung, outstanding
-        self.begin_ns = time.monotonic_ns()
-        self.first_ns = 0
-        self.submit_ns = self.copies = self.bytes = self.calls = self.stream = 0
+    def __init__(self, job: Any, rung: str, outstanding: int, thread: int, one_in: int) -> None:
+        self.job, self.rung, self.outstanding, self.thread, self.one_in = job, rung, outstanding, thread, one_in
+        self.first_ns = self.submit_ns = self.copies = self.bytes = self.calls = self.stream = 0
         self.start: int | None = None
         self.end: int | None = None
         self.taken: int | None = None  # stream of kvprobe's pool that goes back when the transfer ends
-        self.thread = threading.get_native_id()
         self.sample: Sample | None = None
         self.extra: dict[str, Any] = {}
+        self.begin_ns = time.monotonic_ns()
 
 
 class CopyPath:
@@ -52,7 +50,9 @@ class CopyPath:
         current: the transfer that is being submitted, or None.
         live: transfers submitted and not known to be complete, by the server's id.
         outstanding: their copies.
-        last: id of the newest one.
+        last: id of the newest one; an adapter that lets a transfer go unwatched sets it.
+        moved: the newest one is on another stream than the server's own.
+        row_bytes: what one row of a block mapping moves over all tensors, once an adapter knows it.
     """
 
     def __init__(
@@ -64,8 +64,12 @@ class CopyPath:
         self.live: dict[Any, Live] = {}
         self.outstanding = 0
         self.last: Any = None
+        self.moved = False
+        self.row_bytes = 0
         self.ladder: Ladder | None = None
         self._rung = rungs[0]
+        self._marks = marks.listening()  # a tool injects itself when the process starts
+        self._thread = (0, 0)
         if device is not None and adapter.fix == "auto" and len(rungs) > 1:
             limits = device.limits
             self.ladder = Ladder(rungs, limits.depth if queued else 0, limits.baseline_ns, self._decided)
@@ -78,9 +82,23 @@ class CopyPath:
         """What the next transfer uses."""
         return self.ladder.rung if self.ladder is not None else self._rung
 
+    def watch(self) -> bool:
+        """Whether the next transfer is to be watched: not if nobody would hear of it, nor most of them at rest."""
+        if self.ladder is not None:
+            return self.ladder.watch()
+        return self._marks or metrics.exposed() or sidecar.wanted()
+
     def begin(self, job: Any) -> Live:
         """The server starts to build a transfer."""
-        live = self.current = Live(job, self.rung, self.outstanding)
+        ident = threading.get_ident()
+        if ident != self._thread[0]:
+            self._thread = (ident, threading.get_native_id())
+        ladder = self.ladder
+        if ladder is None:
+            live = Live(job, self._rung, self.outstanding, self._thread[1], 1)
+        else:
+            live = Live(job, ladder.rung, self.outstanding, self._thread[1], REST if ladder.resting else 1)
+        self.current = live
         return live
 
     def first(self, stream: int) -> None:
@@ -89,14 +107,18 @@ class CopyPath:
         if live is None or live.first_ns:
             return
         live.stream = stream
-        if self.device is not None:
-            live.start = self.device.timing.take()
-            if live.start is not None:
-                self.device.runtime.event_record(live.start, stream)
+        device = self.device
+        if device is not None:
+            live.start = event = device.timing.take()
+            if event is not None:
+                device.record(event, stream)
         live.first_ns = time.monotonic_ns()
 
     def add(self, submit_ns: int, copies: int, size_bytes: int, calls: int = 1) -> None:
-        """Copies were submitted, in `calls` API calls as far as can be told."""
+        """Copies were submitted, in `calls` API calls as far as can be told.
+
+        `submit_ns` is 0 where the time from `first` to `submitted` is to be taken.
+        """
         live = self.current
         if live is not None:
             live.submit_ns += submit_ns
@@ -106,17 +128,21 @@ class CopyPath:
 
     def submitted(self, ok: bool = True) -> None:
         """The server's submission returned."""
+        now_ns = time.monotonic_ns()
         live, self.current = self.current, None
         if live is None:
             return
-        if live.start is not None and self.device is not None:
-            live.end = self.device.timing.take()
-            if live.end is not None:
-                self.device.runtime.event_record(live.end, live.stream)
+        if not live.submit_ns and live.first_ns:
+            live.submit_ns = now_ns - live.first_ns
+        device = self.device
+        if live.start is not None and device is not None:
+            live.end = event = device.timing.take()
+            if event is not None:
+                device.record(event, live.stream)
         if len(self.live) >= _MAX_LIVE:
             self._release(self.live.pop(next(iter(self.live))))
-        self.live[live.job] = live
         self.last = live.job
+        self.live[live.job] = live
         self.outstanding += live.copies
         if self.ladder is not None and ok:
             live.sample = Sample(live.copies, live.submit_ns, live.outstanding, live.bytes, live.rung)
@@ -135,58 +161,67 @@ class CopyPath:
             return
         seen_ns = time.monotonic_ns()
         self.outstanding -= live.copies
-        queue_ns = copy_ns = poll_ns = None
-        device = self.device
-        if (
-            device is not None
-            and live.start is not None
-            and live.end is not None
-            and device.runtime.event_query(live.end)
-        ):
-            copy_ns = int(device.runtime.event_elapsed_ms(live.start, live.end) * 1e6)
-            told = sidecar.wanted() or metrics.exposed()
-            started = device.clock.host_ns(live.start) if told else None
-            if started is not None:
-                ended = started + copy_ns
-                queue_ns, poll_ns = max(0, started - live.first_ns), max(0, seen_ns - ended)
-            if live.sample is not None:
-                live.sample.copy_ns = copy_ns
+        told = metrics.exposed() or sidecar.wanted()
+        queue_ns = poll_ns = copy_ns = None
+        device, start, end = self.device, live.start, live.end
+        if device is not None and start is not None and end is not None:
+            copy_ns = device.elapsed_ns(start, end)
+            if copy_ns is not None:
+                started = device.clock.host_ns(start) if told else None
+                if started is not None:
+                    queue_ns, poll_ns = max(0, started - live.first_ns), max(0, seen_ns - started - copy_ns)
+                if live.sample is not None:
+                    live.sample.copy_ns = copy_ns
         self._release(live)
-        metrics.transfer(self.adapter.server, self.direction, live.bytes, live.submit_ns, queue_ns, copy_ns)
-        if sidecar.wanted():
-            sidecar.emit(
-                "transfer",
-                adapter=self.adapter.name,
-                server=self.adapter.server,
-                id=live.job,
-                direction=self.direction,
-                copies=live.copies,
-                submissions=live.calls,
-                bytes=live.bytes,
-                policy=live.rung,
-                stream=live.stream,
-                begin_ns=live.begin_ns,
-                build_ns=max(0, live.first_ns - live.begin_ns) if live.first_ns else None,
-                submit_ns=live.submit_ns,
-                queue_ns=queue_ns,
-                copy_ns=copy_ns,
-                poll_ns=poll_ns,
-                outstanding=live.outstanding,
-                thread=live.thread,
-                ok=ok,
-                **live.extra,
-            )
-        if marks.listening():
+        if told:
+            if sidecar.heard_at_once():
+                self._tell(live, ok, seen_ns, queue_ns, copy_ns, poll_ns)
+            else:
+                sidecar.later(self._tell, live, ok, seen_ns, queue_ns, copy_ns, poll_ns)
+        if self._marks:
             marks.mark(f"{self.adapter.server} {self.direction} {live.job}: {live.bytes} bytes")
 
+    def _tell(
+        self, live: Live, ok: bool, seen_ns: int, queue_ns: int | None, copy_ns: int | None, poll_ns: int | None
+    ) -> None:
+        """Metrics and the event; as a rule on the sidecar's thread."""
+        metrics.transfer(self.adapter.server, self.direction, live.bytes, live.submit_ns, queue_ns, copy_ns)
+        fields: dict[str, Any] = {
+            "t_ns": seen_ns,
+            "adapter": self.adapter.name,
+            "server": self.adapter.server,
+            "id": live.job,
+            "direction": self.direction,
+            "copies": live.copies,
+            "submissions": live.calls,
+            "bytes": live.bytes,
+            "policy": live.rung,
+            "stream": live.stream,
+            "begin_ns": live.begin_ns,
+            "build_ns": max(0, live.first_ns - live.begin_ns) if live.first_ns else None,
+            "submit_ns": live.submit_ns,
+            "queue_ns": queue_ns,
+            "copy_ns": copy_ns,
+            "poll_ns": poll_ns,
+            "outstanding": live.outstanding,
+            "thread": live.thread,
+            "ok": ok,
+            **live.extra,
+        }
+        if live.one_in > 1:
+            fields["one_in"] = live.one_in
+        sidecar.emit("transfer", **fields)
+
     def _release(self, live: Live) -> None:
-        if self.device is None:
+        device = self.device
+        if device is None:
             return
-        for event in (live.start, live.end):
-            if event is not None:
-                self.device.timing.give(event)
+        if live.start is not None:
+            device.timing.give(live.start)
+        if live.end is not None:
+            device.timing.give(live.end)
         if live.taken is not None:
-            self.device.streams.give(live.taken)
+            device.streams.give(live.taken)
         live.start = live.end = live.taken = None
 
     def forget(self) -> None:
