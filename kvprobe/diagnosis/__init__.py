@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvprobe.diagnosis.finding import Chart, Evidence, Finding, Series, Where
+from kvprobe.diagnosis.finding import Chart, Evidence, Finding, Series, Where, ranked
 
 if TYPE_CHECKING:
     from kvprobe.recordings.model import Recording
     from kvprobe.recordings.occupancy import Occupancy
 
-__all__ = ["CAUSES", "Chart", "Evidence", "Finding", "Series", "Where", "diagnose"]
+__all__ = ["CAUSES", "Chart", "Evidence", "Finding", "Series", "Where", "diagnose", "ranked"]
 
 # The order is the ledger's: the best-evidenced cause claims first, and what one has claimed no other gets.
 CAUSES: tuple[str, ...] = (
@@ -43,10 +43,9 @@ CAUSES: tuple[str, ...] = (
 
 
 def diagnose(recording: Recording, occupancy: Occupancy | None = None) -> list[Finding]:
-    """All findings of a recording, most lost time first; an empty list means that nothing was found.
+    """All findings of a recording, as `ranked` orders them; an empty list means that nothing was found.
 
     `occupancy` is what `recordings.occupancy.occupancy(recording)` returned, where the caller has it already.
-    Abstentions (`confidence == "cannot tell"`) come after what was named.
     """
     from importlib import import_module
 
@@ -60,4 +59,4 @@ def diagnose(recording: Recording, occupancy: Occupancy | None = None) -> list[F
         finding = import_module(f"kvprobe.diagnosis.{cause}").find(frame)
         if finding is not None:
             found.append(finding)
-    return sorted(found, key=lambda one: (one.abstains, -one.lost_ns))
+    return ranked(found)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Chart", "Confidence", "Evidence", "Finding", "Lane", "Series", "Severity", "Where"]
+__all__ = ["Chart", "Confidence", "Evidence", "Finding", "Lane", "Series", "Severity", "Where", "ranked"]
 
 Severity = Literal["critical", "warning", "info"]
 Confidence = Literal["certain", "likely", "cannot tell"]
@@ -150,3 +151,16 @@ class Finding:
                 },
             }
         return out
+
+
+_SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
+
+
+def ranked(findings: Iterable[Finding]) -> list[Finding]:
+    """Findings in the order in which they deserve a reader.
+
+    What abstains comes last. Before it the severest lead, and among those first what loses no time: wrong results
+    beat any delay. Then by time lost.
+    """
+    return sorted(findings, key=lambda one: (one.abstains, _SEVERITIES.index(one.severity), one.lost_on != "none",
+                                             -one.lost_ns))  # fmt: skip

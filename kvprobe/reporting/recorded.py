@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvprobe.diagnosis.finding import ranked
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
 from kvprobe.reporting import charts, lanes, series, verdict
@@ -91,7 +92,7 @@ def view(recording: Recording, findings: Sequence[Finding] | None, queues: Occup
         )
     )
     if findings is not None:
-        out.findings = [_finding(i, one, recording, found) for i, one in enumerate(_ranked(findings))]
+        out.findings = [_finding(i, one, recording, found) for i, one in enumerate(ranked(findings))]
         named = [one for one in findings if one.confidence != "cannot tell"]
         lost = {
             lane: sum(one.lost_ns for one in named if one.lost_on == lane) for lane in ("host", "copy engine", "device")
@@ -132,11 +133,6 @@ def view(recording: Recording, findings: Sequence[Finding] | None, queues: Occup
 
 
 _STACKS = "Stacks taken while a call was blocked, innermost frame first; the ones that waited longest lead."
-
-
-def _ranked(findings: Sequence[Finding]) -> list[Finding]:
-    order = {"critical": 0, "warning": 1, "info": 2}
-    return sorted(findings, key=lambda one: (one.confidence == "cannot tell", order.get(one.severity, 3), -one.lost_ns))
 
 
 def _marks(recording: Recording, span: tuple[float, float]) -> list[Mark]:

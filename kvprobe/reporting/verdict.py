@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvprobe.diagnosis.finding import ranked
 from kvprobe.reporting.story import Story
 from kvprobe.reporting.units import bytes_text, count_text, duration, percent, rate, ratio
 
@@ -252,8 +253,8 @@ def of_recording(
                 facts,
             )
         return Verdict("ok", "Nothing found: no submission waited for a reason that could be cured.", "", facts)
-    ranked = sorted(real, key=lambda one: ({"critical": 0, "warning": 1, "info": 2}[one.severity], -one.lost_ns))
-    first = ranked[0]
+    order = ranked(real)
+    first = order[0]
     headline = first.title.rstrip(".") + "."
     lost = duration(first.lost_ns)
     detail = _sentences([one.text for one in first.evidence[:3]], headline)
@@ -272,6 +273,6 @@ def of_recording(
     facts.append(Fact("How sure", first.confidence.capitalize(), first.evidence[0].how if first.evidence else ""))
     rest = len(real) - 1
     if rest:
-        others = sum(one.lost_ns for one in ranked[1:])
+        others = sum(one.lost_ns for one in order[1:])
         facts.append(Fact("Other findings", str(rest), f"{duration(others)} more lost" if others else ""))
     return Verdict(first.severity, headline, detail, facts, [cure_parts(cure) for cure in first.cure[:3]])
