@@ -83,7 +83,7 @@ def command(
     options: dict[str, Any] = {
         "report": str(report) if report else "", "fix": fix, "detail": detail, "max_bytes": limit,
         "stacks": stacks, "stacks_how": how, "stacks_after_ms": stacks_after, "nvml": nvml, "nsys": nsys,
-        "program": program, "words": " ".join(words), "terminal": sys.stderr.isatty(),
+        "program": program, "words": " ".join(words), "terminal": _terminal(),
     }  # fmt: skip
     _write_run(folder, words, options)
     env = dict(os.environ)
@@ -210,6 +210,14 @@ def _nsys_launcher() -> list[str]:
                          "--nsys out")  # fmt: skip
     return [str(found), "profile", "-t", "cuda,nvtx,osrt", "--sample=none", "--cpuctxsw=none",
             "--cuda-graph-trace=node", "--trace-fork-before-exec=true", "--force-overwrite=true"]  # fmt: skip
+
+
+def _terminal() -> str:
+    """Path of the user's terminal, "" without one. By its name: the observer's session has no /dev/tty."""
+    try:
+        return os.ttyname(2)
+    except OSError:
+        return ""
 
 
 def _write_run(folder: Path, words: tuple[str, ...], options: dict[str, Any]) -> None:

@@ -127,9 +127,7 @@ def test_what_is_in_ld_preload_stays_first(tmp_path: Path) -> None:
     (["-o", "/proc/nothing", "--", "true"], 2, "cannot be made"),
     (["--fix", "maybe", "--", "true"], 2, "maybe"),
 ])  # fmt: skip
-def test_wrong_usage_is_one_line_and_runs_nothing(
-    tmp_path: Path, arguments: list[str], code: int, words: str
-) -> None:
+def test_wrong_usage_is_one_line_and_runs_nothing(tmp_path: Path, arguments: list[str], code: int, words: str) -> None:
     done = subprocess.run([*KVPROBE, "run", *arguments], cwd=tmp_path, env=clean_environment(), capture_output=True,
                           text=True, check=False)  # fmt: skip
     assert done.returncode == code
@@ -185,7 +183,9 @@ def test_another_interpreter_without_kvprobe_is_counted(tmp_path: Path) -> None:
 
 
 def test_a_thousand_short_children_are_counted_and_unharmed(tmp_path: Path) -> None:
-    program = COPIES + """
+    program = (
+        COPIES
+        + """
 copies(1)
 status = 0
 for i in range(1000):
@@ -197,6 +197,7 @@ for i in range(1000):
     status |= os.waitpid(pid, 0)[1]
 print(status)
 """
+    )
     done = run_watched(tmp_path / "run", sys.executable, "-c", program)
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
     wait_for_end(tmp_path / "run")
@@ -270,7 +271,9 @@ def test_a_full_or_read_only_run_folder_harms_nothing(tmp_path: Path, how: str) 
     act = {"full": f"open({str(tmp_path / 'fill')!r}, 'wb').write(bytes(60000))",
            "read-only": "assert not os.system('mount --bind $KVPROBE_RUN $KVPROBE_RUN && mount -o remount,bind,ro "
                         "$KVPROBE_RUN')"}[how]  # fmt: skip
-    program.write_text(COPIES + f"""
+    program.write_text(
+        COPIES
+        + f"""
 copies(10)
 try:
     {act}
@@ -280,7 +283,8 @@ import threading
 threads = [threading.Thread(target=copies, args=(2000,)) for _ in range(4)]
 [t.start() for t in threads]; [t.join() for t in threads]
 print('done')
-""")
+"""
+    )
     try:
         done = run_watched(tmp_path / "run", sys.executable, program)
         assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
@@ -297,7 +301,9 @@ print('done')
 
 # ---- the culprit -----------------------------------------------------------------------------------------------------
 
-BLOCKED = COPIES + """
+BLOCKED = (
+    COPIES
+    + """
 import threading, time
 runtime, device, host, stream = open_runtime()
 delay = ctypes.c_uint64(1_500_000_000)
@@ -314,6 +320,7 @@ the_line_that_waits()
 stop.set()
 other.join()
 """
+)
 
 
 def test_the_python_line_behind_a_blocked_call_is_named(tmp_path: Path) -> None:
@@ -353,3 +360,21 @@ def test_a_process_that_cannot_answer_is_said_to(tmp_path: Path) -> None:
     assert taken["how"] == "failed" and "did not answer" in taken["error"]
 
 
+def test_the_terminal_is_told_where_the_report_is(tmp_path: Path) -> None:
+    import pty
+
+    libraries = build.LIB
+    source, program, folder = tmp_path / "copy.c", tmp_path / "copy", tmp_path / "run"
+    source.write_text("int cudaMalloc(void **, unsigned long); int cudaMemcpyAsync(void *, void *, long, int, void *);"
+                      "int main() { void *d; char h[64]; cudaMalloc(&d, 64);"
+                      "return cudaMemcpyAsync(d, h, 64, 1, 0); }")  # fmt: skip
+    subprocess.run([*build.compiler(), "-w", "-o", program, source, f"-L{libraries}", "-lkvprobe_hostrt",
+                    f"-Wl,-rpath,{libraries}"], check=True)  # fmt: skip
+    master, slave = pty.openpty()  # kept open, as a user's terminal is
+    process = subprocess.Popen([sys.executable, "-m", "kvprobe.cli", "run", "-o", folder, "--", program], stdin=slave,
+                               stdout=slave, stderr=slave, env=clean_environment())  # fmt: skip
+    assert process.wait() == 0
+    text = ""
+    while not any(end in text for end in ("report in", "nothing was recorded", "no report")):
+        text += os.read(master, 4096).decode()
+    assert f"kvprobe: recording into {folder}" in text and f"\r\nkvprobe: report in {folder}/report.html" in text
