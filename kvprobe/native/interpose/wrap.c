@@ -17,9 +17,9 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 
-/* Detail of one thread, at most: 8 MiB, taken as it is needed. A cause needs the calls that filled a queue, not only
- * those that it blocked. */
-#define RECORDS 131072
+/* Detail of one thread, at most: 2 MiB, taken as it is needed. A cause needs the calls that filled a queue, not only
+ * those that it blocked; a ring that outgrows the processor's caches makes every call dearer. */
+#define RECORDS 32768
 #define SYMBOL_NOT_FOUND 302 /* cudaErrorSharedObjectSymbolNotFound, CUDA_ERROR_SHARED_OBJECT_SYMBOL_NOT_FOUND */
 
 struct watch kvp_watch = {.detail = DETAIL_COPIES, .generation = 1};
