@@ -27,15 +27,14 @@ MAX_DESCRIPTORS = 8192  # a call: driver 580 hung or crashed at 51,828 (vLLM iss
 SPLIT_STREAMS = 8
 
 
-class _Module:
-    """A module with some functions of its own: takes the place of a name in one importing module only."""
+def _module(module: Any, **functions: Any) -> ModuleType:
+    """A module with some functions of its own: takes the place of a name in one importing module only.
 
-    def __init__(self, module: Any, **functions: Any) -> None:
-        self.__dict__.update(functions)
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+    A real module, because the interpreter reads attributes of those as fast as the server's own.
+    """
+    made = ModuleType(getattr(module, "__name__", "ops"))
+    made.__dict__.update(functions, __getattr__=lambda name: getattr(module, name))
+    return made
 
 
 class _Copies(Adapter):
@@ -137,7 +136,7 @@ class _Loop(_Copies):
         self._own = module.ops.swap_blocks
         self._hook = patcher.around(self._own, self.swap, "ops.swap_blocks")
         self._flush_hook = patcher.around(_nothing, self._flush, "ops.swap_blocks")
-        self._ops = _Module(module.ops, swap_blocks=self._own)
+        self._ops = _module(module.ops, swap_blocks=self._own)
         patcher.replace(module, "ops", self._ops)
 
     handler_name = "SingleDirectionOffloadingHandler"
@@ -481,7 +480,7 @@ class DescriptorBatches(_Copies):
             patcher.on_undo(self._put_swaps_back)
         else:
             swap = patcher.around(module.ops.swap_blocks_batch, self.swap, "ops.swap_blocks_batch")
-            patcher.replace(module, "ops", _Module(module.ops, swap_blocks_batch=swap))
+            patcher.replace(module, "ops", _module(module.ops, swap_blocks_batch=swap))
 
     def worker_made(self, call: Call, worker: Any, *args: Any, **kwargs: Any) -> Any:
         """Learn where registrations of host memory begin: one copy may not cross two of them."""

@@ -142,7 +142,8 @@ class Ladder:
         if sample.rung != self.rung or sample.copies < ENOUGH_COPIES:
             return
         if self._resting:
-            if not (self._is_slow(sample) or self._is_held_up(sample)) or not self._candidates((sample,)):
+            large = sample.copies >= 4 * ENOUGH_COPIES
+            if not large or not (self._is_slow(sample) or self._is_held_up(sample)) or not self._candidates((sample,)):
                 return
             self._resting = False  # other work, or the cool-down is over
         self._recent.append(sample)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CopyPath", "Live"]
 
+_ASK_EVERY = 32  # looking into the environment costs as much as an event record
 _MAX_LIVE = 100_000  # a server that never polls must not make the table grow without end
 
 
@@ -70,6 +71,8 @@ class CopyPath:
         self._rung = rungs[0]
         self._marks = marks.listening()  # a tool injects itself when the process starts
         self._thread = (0, 0)
+        self._asked = 0  # calls of `_heard` until the environment is looked at again
+        self._told = False
         if device is not None and adapter.fix == "auto" and len(rungs) > 1:
             limits = device.limits
             self.ladder = Ladder(rungs, limits.depth if queued else 0, limits.baseline_ns, self._decided)
@@ -86,7 +89,17 @@ class CopyPath:
         """Whether the next transfer is to be watched: not if nobody would hear of it, nor most of them at rest."""
         if self.ladder is not None:
             return self.ladder.watch()
-        return self._marks or metrics.exposed() or sidecar.wanted()
+        return self._marks or self._heard()
+
+    def _heard(self) -> bool:
+        """Whether anybody will see the event of a transfer; a run folder that is set late is noticed a little later."""
+        if sidecar.heard_at_once():
+            return True
+        self._asked -= 1
+        if self._asked < 0:
+            self._asked = _ASK_EVERY
+            self._told = metrics.exposed() or sidecar.wanted()
+        return self._told
 
     def begin(self, job: Any) -> Live:
         """The server starts to build a transfer."""
@@ -161,7 +174,7 @@ class CopyPath:
             return
         seen_ns = time.monotonic_ns()
         self.outstanding -= live.copies
-        told = metrics.exposed() or sidecar.wanted()
+        told = self._heard()
         queue_ns = poll_ns = copy_ns = None
         device, start, end = self.device, live.start, live.end
         if device is not None and start is not None and end is not None:

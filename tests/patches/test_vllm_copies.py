@@ -4,6 +4,7 @@ import pytest
 
 import kvprobe.instrument as instrument
 from kvprobe.instrument import installation
+from kvprobe.instrument.ladder import REST, Sample
 
 LOOPS = ["0.12.0", "0.13.0", "0.14.1", "0.15.1"]
 NAME = {"0.12.0": "vllm.copies.shared"}
@@ -204,3 +205,52 @@ def test_a_refused_copy_is_reported_instead_of_ignored(vllm_handlers):
         spec = (handlers.mediums.GPULoadStoreSpec([0, 1, 2]), handlers.mediums.CPULoadStoreSpec([0, 1, 2]))
         assert handlers.store_handler.transfer_async(1, spec) is False
     assert "refused by CUDA (error 1)" in seen.decisions[0]["why"]
+
+
+def exhaust(path):
+    """Let a path's ladder find that no rung helps, from transfers it is told of."""
+    while not path.ladder.resting:
+        path.ladder.submitted(Sample(64, 64_000_000, 0, 64 << 16, path.ladder.rung))
+
+
+@pytest.mark.parametrize("version", LOOPS)
+def test_a_path_with_nothing_left_to_try_leaves_fifteen_transfers_in_sixteen_to_vllm(vllm_handlers, version):
+    handlers = vllm_handlers(version)
+    with instrument.observe("vllm", fix="auto") as seen:
+        handlers.make()
+        before = handlers.fill()
+        handlers.store([0, 1, 2], [0, 1, 2])
+        handlers.drain(1)
+        one = adapter(version)
+        exhaust(one.path_of(handlers.store_handler, "store"))
+        hooked = []
+        own = one._hook
+        one._hook = lambda *arguments: hooked.append(handlers.job) or own(*arguments)
+        for _ in range(3 * REST):
+            handlers.store([3, 4, 5], [5, 4, 3])
+            handlers.drain(1)
+        handlers.wipe([0, 1, 2, 3, 4, 5])
+        handlers.load([0, 1, 2, 5, 4, 3], [0, 1, 2, 3, 4, 5])
+        handlers.drain(1)
+        assert handlers.same(before, list(range(64)))
+    stores = [t for t in seen.transfers if t["direction"] == "store"]
+    watched = list(range(1 + REST, 2 + 3 * REST, REST))
+    unordered = version == "0.13.0"  # there every store needs its wait for the compute stream
+    assert [t["id"] for t in stores] == ([1] + (list(range(2, 2 + 3 * REST)) if unordered else watched))
+    if not unordered:
+        assert [t.get("one_in") for t in stores] == [None, REST, REST, REST]
+        assert [job for job in hooked if job <= 1 + 3 * REST] == watched  # one call of each, of all its tensors
+
+
+def test_a_transfer_of_known_tensors_is_watched_with_one_hook(vllm_handlers):
+    handlers = vllm_handlers("0.12.0", handlers={"layers": 8})
+    with instrument.observe("vllm", fix="off") as seen:
+        handlers.make()
+        one, hooked = adapter("0.12.0"), []
+        own = one._hook
+        one._hook = lambda *arguments: hooked.append(1) or own(*arguments)
+        for expected in (16, 17, 18):  # two calls a tensor for the first transfer, then one for each
+            handlers.store([1, 2], [1, 2])
+            handlers.drain(1)
+            assert len(hooked) == expected
+    assert {(t["copies"], t["bytes"]) for t in seen.transfers} == {(32, 32 * handlers.block_bytes)}
