@@ -541,50 +541,37 @@ RESOLVER(cudaGetDriverEntryPointByVersion, wrap_driver(name, pointer, (int)versi
 /* ---- symbols: X(call, exported symbol, per-thread default stream) --------------------------------------------- */
 
 #define BOTH(X, NAME) X(NAME, NAME, 0) X(NAME, NAME##_ptsz, 1)
-/* clang-format off: it moves this table at every pass */
-#define SYMBOLS(X)                                                                                                     \
-    BOTH(X, cudaMemcpyAsync)                                                                                           \
-    BOTH(X, cudaMemcpy2DAsync) BOTH(X, cudaMemcpy3DAsync) X(cudaMemcpyPeerAsync, cudaMemcpyPeerAsync, 0) BOTH(         \
-        X, cudaMemcpyBatchAsync) BOTH(X, cudaMemcpyWithAttributesAsync) X(cudaMemcpy, cudaMemcpy, 0)                   \
-        X(cudaMemcpy, cudaMemcpy_ptds, 1) BOTH(X, cudaMemsetAsync) BOTH(X, cuMemcpyAsync) BOTH(                        \
-            X, cuMemcpyBatchAsync) BOTH(X, cuMemcpyBatchAsync_v2) X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2, 0)        \
-            X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2_ptsz, 1) X(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2, 0) X(        \
-                cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2_ptsz, 1) X(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2, 0)         \
-                X(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2_ptsz, 1) X(cuMemcpy2DAsync, cuMemcpy2DAsync_v2, 0) X(        \
-                    cuMemcpy2DAsync, cuMemcpy2DAsync_v2_ptsz, 1) X(cuMemcpy3DAsync, cuMemcpy3DAsync_v2, 0)             \
-                    X(cuMemcpy3DAsync, cuMemcpy3DAsync_v2_ptsz, 1) BOTH(X, cudaLaunchKernel) BOTH(                     \
-                        X, cudaLaunchKernelExC) BOTH(X, cuLaunchKernel)                                                \
-                        BOTH(X, cuLaunchKernelEx) BOTH(X, cudaGraphLaunch) BOTH(                                       \
-                            X, cudaStreamSynchronize) X(cudaEventSynchronize, cudaEventSynchronize, 0)                 \
-                            X(cudaDeviceSynchronize, cudaDeviceSynchronize, 0) BOTH(                                   \
-                                X, cuStreamSynchronize) X(cuEventSynchronize, cuEventSynchronize, 0)                   \
-                                X(cuCtxSynchronize, cuCtxSynchronize, 0) X(cuCtxSynchronize, cuCtxSynchronize_v2, 0)   \
-                                    BOTH(X, cudaEventRecord) BOTH(X, cudaEventRecordWithFlags) BOTH(                   \
-                                        X, cudaStreamWaitEvent) X(cudaStreamCreate, cudaStreamCreate, 0)               \
-                                        X(cudaStreamCreateWithFlags, cudaStreamCreateWithFlags,                        \
-                                          0) X(cudaStreamCreateWithPriority, cudaStreamCreateWithPriority,             \
-                                               0) X(cudaEventCreate, cudaEventCreate, 0)                               \
-                                            X(cudaEventCreateWithFlags, cudaEventCreateWithFlags,                      \
-                                              0) X(cuStreamCreate, cuStreamCreate,                                     \
-                                                   0) X(cuStreamCreateWithPriority, cuStreamCreateWithPriority, 0)     \
-                                                X(cuEventCreate, cuEventCreate, 0) X(cudaMalloc, cudaMalloc, 0) BOTH(  \
-                                                    X, cudaMallocAsync) X(cudaHostAlloc, cudaHostAlloc, 0)             \
-                                                    X(cudaMallocHost, cudaMallocHost,                                  \
-                                                      0) X(cudaHostRegister, cudaHostRegister, 0)                      \
-                                                        X(cudaFree, cudaFree, 0) X(cudaFreeHost, cudaFreeHost, 0)      \
-                                                            X(cudaHostUnregister, cudaHostUnregister, 0) X(            \
-                                                                cuMemAlloc, cuMemAlloc_v2,                             \
-                                                                0) X(cuMemHostAlloc, cuMemHostAlloc,                   \
-                                                                     0) X(cuMemAllocHost, cuMemAllocHost_v2, 0)        \
-                                                                X(cuMemHostRegister, cuMemHostRegister,                \
-                                                                  0) X(cuMemHostRegister, cuMemHostRegister_v2,        \
-                                                                       0) X(cuMemFree, cuMemFree_v2,                   \
-                                                                            0) X(cuMemFreeHost, cuMemFreeHost, 0)      \
-                                                                    X(cuMemHostUnregister, cuMemHostUnregister,        \
-                                                                      0) X(cuGetProcAddress, cuGetProcAddress, 0)      \
-                                                                        X(cuGetProcAddress_v2, cuGetProcAddress_v2,    \
-                                                                          0) BOTH(X, cudaGetDriverEntryPoint)          \
-                                                                            BOTH(X, cudaGetDriverEntryPointByVersion)
+/* By hand: clang-format moves this table at every pass. */
+/* clang-format off */
+#define SYMBOLS(X) \
+    BOTH(X, cudaMemcpyAsync) BOTH(X, cudaMemcpy2DAsync) BOTH(X, cudaMemcpy3DAsync) \
+    X(cudaMemcpyPeerAsync, cudaMemcpyPeerAsync, 0) BOTH(X, cudaMemcpyBatchAsync) \
+    BOTH(X, cudaMemcpyWithAttributesAsync) X(cudaMemcpy, cudaMemcpy, 0) X(cudaMemcpy, cudaMemcpy_ptds, 1) \
+    BOTH(X, cudaMemsetAsync) BOTH(X, cuMemcpyAsync) BOTH(X, cuMemcpyBatchAsync) BOTH(X, cuMemcpyBatchAsync_v2) \
+    X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2, 0) X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2_ptsz, 1) \
+    X(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2, 0) X(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2_ptsz, 1) \
+    X(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2, 0) X(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2_ptsz, 1) \
+    X(cuMemcpy2DAsync, cuMemcpy2DAsync_v2, 0) X(cuMemcpy2DAsync, cuMemcpy2DAsync_v2_ptsz, 1) \
+    X(cuMemcpy3DAsync, cuMemcpy3DAsync_v2, 0) X(cuMemcpy3DAsync, cuMemcpy3DAsync_v2_ptsz, 1) \
+    BOTH(X, cudaLaunchKernel) BOTH(X, cudaLaunchKernelExC) BOTH(X, cuLaunchKernel) BOTH(X, cuLaunchKernelEx) \
+    BOTH(X, cudaGraphLaunch) BOTH(X, cudaStreamSynchronize) X(cudaEventSynchronize, cudaEventSynchronize, 0) \
+    X(cudaDeviceSynchronize, cudaDeviceSynchronize, 0) BOTH(X, cuStreamSynchronize) \
+    X(cuEventSynchronize, cuEventSynchronize, 0) X(cuCtxSynchronize, cuCtxSynchronize, 0) \
+    X(cuCtxSynchronize, cuCtxSynchronize_v2, 0) BOTH(X, cudaEventRecord) BOTH(X, cudaEventRecordWithFlags) \
+    BOTH(X, cudaStreamWaitEvent) X(cudaStreamCreate, cudaStreamCreate, 0) \
+    X(cudaStreamCreateWithFlags, cudaStreamCreateWithFlags, 0) \
+    X(cudaStreamCreateWithPriority, cudaStreamCreateWithPriority, 0) X(cudaEventCreate, cudaEventCreate, 0) \
+    X(cudaEventCreateWithFlags, cudaEventCreateWithFlags, 0) X(cuStreamCreate, cuStreamCreate, 0) \
+    X(cuStreamCreateWithPriority, cuStreamCreateWithPriority, 0) X(cuEventCreate, cuEventCreate, 0) \
+    X(cudaMalloc, cudaMalloc, 0) BOTH(X, cudaMallocAsync) X(cudaHostAlloc, cudaHostAlloc, 0) \
+    X(cudaMallocHost, cudaMallocHost, 0) X(cudaHostRegister, cudaHostRegister, 0) X(cudaFree, cudaFree, 0) \
+    X(cudaFreeHost, cudaFreeHost, 0) X(cudaHostUnregister, cudaHostUnregister, 0) \
+    X(cuMemAlloc, cuMemAlloc_v2, 0) X(cuMemHostAlloc, cuMemHostAlloc, 0) X(cuMemAllocHost, cuMemAllocHost_v2, 0) \
+    X(cuMemHostRegister, cuMemHostRegister, 0) X(cuMemHostRegister, cuMemHostRegister_v2, 0) \
+    X(cuMemFree, cuMemFree_v2, 0) X(cuMemFreeHost, cuMemFreeHost, 0) \
+    X(cuMemHostUnregister, cuMemHostUnregister, 0) X(cuGetProcAddress, cuGetProcAddress, 0) \
+    X(cuGetProcAddress_v2, cuGetProcAddress_v2, 0) BOTH(X, cudaGetDriverEntryPoint) \
+    BOTH(X, cudaGetDriverEntryPointByVersion)
 /* clang-format on */
 
 enum {
