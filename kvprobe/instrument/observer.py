@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -42,6 +43,9 @@ def _log(text: str) -> None:
 def _append(path: Path, value: object) -> None:
     with path.open("a") as file:
         file.write(json.dumps(value, separators=(",", ":")) + "\n")
+
+
+_NSIGHT = re.compile(r"(^|/)(nsys|QdstrmImporter)|/nsight-", re.IGNORECASE)
 
 
 class Observer:
@@ -125,6 +129,13 @@ class Observer:
             del self.known[key]
             self.gone.add(key)
 
+    def _awaited(self) -> bool:
+        """Whether a process is left to wait for: Nsight Systems' own helpers live on after the command."""
+        return any(
+            pid == self.pid or not _NSIGHT.search(entry["command"].split(" ")[0])
+            for (pid, _), entry in self.known.items()
+        )
+
     # ---- blocked calls -----------------------------------------------------------------------------------------
 
     def _find_rings(self) -> None:
@@ -184,9 +195,9 @@ class Observer:
                 # often at first: short commands are met, too
                 scan_at = time.monotonic() + (SCAN_S if start - began > 2 else 0.05)
             self._reap()
-            if not self.known:
+            if not self._awaited():
                 self._scan()
-                if not self.known:
+                if not self._awaited():
                     break
             if self.take_stacks:
                 if start >= find_at:
