@@ -190,7 +190,7 @@ class _Loop(_Copies):
         if not self._seen:
             self._first(path)
         self._seen += 1
-        if live.rung == "batch":
+        if live.rung == "batch" and path.row_bytes:  # a transfer made as many calls as expected: the last is known
             return self._collect(*call.args)
         mapping = rest[-1]
         count = len(mapping)
