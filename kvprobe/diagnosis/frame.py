@@ -445,14 +445,10 @@ class Frame:
             return None
         got = self.host.claim(cause, rows, ns)
         rows, got = rows[got > 0], got[got > 0]
-        lost = int(got.sum())
-        return Finding(
-            cause=cause, title=title.format(lost=ms(lost), calls=len(rows)),
-            severity=severity or self.severity(lost, span), confidence=confidence, lost_ns=lost,
-            evidence=tuple(evidence), cure=tuple(cure),
-            predicted_saving_ns=int(lost * (1.0 if saving is None else min(max(saving, 0.0), 1.0))),
-            where=self.places(rows, got), window=(int(self.start[rows].min()), int(self.end[rows].max())),
-            lost_on="host", reason=reason, chart=chart,
+        return self._said(
+            cause, title, confidence, int(got.sum()), len(rows), lane="host", evidence=evidence, cure=cure,
+            places=self.places(rows, got), window=(int(self.start[rows].min()), int(self.end[rows].max())),
+            span_ns=span, saving=saving, reason=reason, severity=severity, chart=chart,
         )  # fmt: skip
 
     def device_finding(
@@ -469,15 +465,11 @@ class Frame:
             return None
         got = self.device.claim(cause, rows, ns)
         rows, got = rows[got > 0], got[got > 0]
-        lost = int(got.sum())
-        return Finding(
-            cause=cause, title=title.format(lost=ms(lost), calls=len(rows)),
-            severity=severity or self.severity(lost, span), confidence=confidence, lost_ns=lost,
-            evidence=tuple(evidence), cure=tuple(cure),
-            predicted_saving_ns=int(lost * (1.0 if saving is None else min(max(saving, 0.0), 1.0))),
-            where=self.device_places(rows, got),
+        return self._said(
+            cause, title, confidence, int(got.sum()), len(rows), lane=lane, evidence=evidence, cure=cure,
+            places=self.device_places(rows, got),
             window=(int(self.x_start[rows].min()), int(self.x_end[rows].max())),
-            lost_on=lane, reason=reason, chart=chart,
+            span_ns=span, saving=saving, reason=reason, severity=severity, chart=chart,
         )  # fmt: skip
 
     def finding(
@@ -490,9 +482,19 @@ class Frame:
         span = self.span_ns if span_ns is None else span_ns
         if lane != "none" and not self.notable(lost_ns, span):
             return None
+        return self._said(
+            cause, title, confidence, lost_ns, count, lane=lane, evidence=evidence, cure=cure, places=places,
+            window=window, span_ns=span, saving=saving, reason=reason, severity=severity, chart=chart,
+        )  # fmt: skip
+
+    def _said(
+        self, cause: str, title: str, confidence: Confidence, lost_ns: int, count: int, *, lane: Lane,
+        evidence: Sequence[Evidence], cure: Sequence[str], places: tuple[Where, ...], window: tuple[int, int],
+        span_ns: int, saving: float | None, reason: str, severity: Severity | None, chart: Chart | None,
+    ) -> Finding:  # fmt: skip
         return Finding(
             cause=cause, title=title.format(lost=ms(lost_ns), calls=count),
-            severity=severity or self.severity(lost_ns, span), confidence=confidence, lost_ns=lost_ns,
+            severity=severity or self.severity(lost_ns, span_ns), confidence=confidence, lost_ns=lost_ns,
             evidence=tuple(evidence), cure=tuple(cure),
             predicted_saving_ns=int(lost_ns * (1.0 if saving is None else min(max(saving, 0.0), 1.0))),
             where=places, window=window, lost_on=lane, reason=reason, chart=chart,

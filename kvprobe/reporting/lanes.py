@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvprobe.recordings.assemble import codes
 from kvprobe.recordings.model import SUBMITTING, Engine, Recording
 from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, depth_series
 from kvprobe.reporting import charts, series
@@ -46,19 +47,6 @@ def process_name(recording: Recording, row: int) -> str:
     return f"rank {rank}" if rank >= 0 else f"process {pid}"
 
 
-def _codes(column: Array) -> tuple[Array, Array]:
-    """Distinct values and each row's place among them, by a table where the values lie close together."""
-    low, high = (int(column.min()), int(column.max())) if len(column) else (0, 0)
-    width = high - low + 1
-    if len(column) and width <= 1 << 24:
-        used = np.flatnonzero(np.bincount(column - low, minlength=width))
-        place = np.zeros(width, dtype=np.int32)
-        place[used] = np.arange(len(used))
-        return used + low, place[column - low]
-    values, inverse = np.unique(column, return_inverse=True)
-    return values, inverse
-
-
 @dataclass(frozen=True)
 class _Lane:
     """The submissions that share a stream, a thread or a process.
@@ -80,7 +68,7 @@ class _Lane:
 def _lanes(recording: Recording, found: Submissions, *columns: str) -> list[_Lane]:
     """Submissions grouped by columns of `calls`, most host time first; by exact totals where single calls were lost."""
     calls = recording.calls
-    coded = [_codes(calls[column][found.rows]) for column in columns]
+    coded = [codes(calls[column][found.rows]) for column in columns]
     key = np.zeros(len(found.rows), dtype=np.int64)
     for values, code in coded:
         key = key * max(len(values), 1) + code

@@ -53,14 +53,17 @@ def bin_max(
         return Binned(float(start_ns or 0), 1.0, nothing, nothing.copy(), np.zeros(bins, dtype=np.int64))
     start = float(time_ns.min()) if start_ns is None else float(start_ns)
     end = float(time_ns.max()) + 1.0 if end_ns is None else float(end_ns)
-    index, width = _index(time_ns, bins, start, end)
-    value = np.asarray(value, dtype=np.float64)
-    if np.any(index[1:] < index[:-1]):
-        order = np.argsort(index, kind="stable")
-        index, value = index[order], value[order]
-    count = np.bincount(index, minlength=bins)
+    if np.any(time_ns[1:] < time_ns[:-1]):
+        order = np.argsort(time_ns, kind="stable")
+        time_ns, value = time_ns[order], value[order]
+    width = max((end - start) / bins, 1e-9)
+    edges = start + width * np.arange(1, bins)
+    if time_ns.dtype.kind == "i":  # whole numbers are looked up as such: no copy of the times as floats
+        edges = np.ceil(edges).astype(np.int64)
+    bounds = np.concatenate([[0], np.searchsorted(time_ns, edges), [len(time_ns)]])
+    count = np.diff(bounds)
     used = np.flatnonzero(count)
-    first = np.concatenate(([0], np.cumsum(count[used])[:-1])).astype(np.int64)
+    first = bounds[:-1][used]
     high, low = np.full(bins, np.nan), np.full(bins, np.nan)
     high[used] = np.maximum.reduceat(value, first)
     low[used] = np.minimum.reduceat(value, first)
