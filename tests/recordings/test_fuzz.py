@@ -12,7 +12,7 @@ import time
 import zlib
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from queue_model import simulate
 
@@ -144,7 +144,11 @@ def test_traces_of_anything(tmp_path, either, some, beside, first):
 @given(st.lists(events, max_size=5))
 def test_both_scanners_count_the_same_events(tmp_path, some):
     path = tmp_path / "x.json"
-    path.write_text(json.dumps({"traceEvents": [*some, good]}))
+    try:
+        text = json.dumps({"traceEvents": [*some, good]}, allow_nan=False)
+    except ValueError:  # Infinity and NaN are no JSON: the native scanner skips over them, msgspec drops their event
+        reject()
+    path.write_text(text)
     found = []
     for native in (True, False):
         with pytest.MonkeyPatch.context() as patch:
