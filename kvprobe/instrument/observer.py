@@ -207,7 +207,8 @@ class Observer:
                     if living:
                         self._look(path)
             spent = time.monotonic() - start
-            time.sleep(max(POLL_S, spent / DUTY - spent))
+            # a look that waited (for stacks that never came) must not be paid back with minutes of sleep
+            time.sleep(min(max(POLL_S, spent / DUTY - spent), SCAN_S))
         self._stop_device()
 
     def _start_device(self) -> None:
