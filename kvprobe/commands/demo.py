@@ -186,8 +186,10 @@ def write(outcome: dict[str, Any], path: Path) -> None:
         step_time_ns=steps[:, 0],
         step_dur_ns=steps[:, 1],
         occupancy=dict(_occupancy(kept)),
-        split={name: {PARTS[part]: float(ns) for part, ns in measured.splits.items()}
-               for name, (measured, _, _) in kept.items()},
+        split={
+            name: {PARTS[part]: float(ns) for part, ns in measured.splits.items()}
+            for name, (measured, _, _) in kept.items()
+        },
         dedup=_dedup_sentence(dedup.switches),
         command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     )

@@ -41,8 +41,12 @@ def find(frame: Frame) -> Finding | None:
         times, streams = waits(frame, process)
         first, last = int(frame.start[rows[0]]), int(launched[-1])
         device_side = times[np.isin(streams, frame.kernel_streams) & (times > first)]
-        host_side = np.flatnonzero((frame.process == process) & (frame.start > first) & (frame.start < last)
-                                   & ((frame.kind == CallKind.SYNC) | frame.is_named("eventquery", "streamquery")))
+        host_side = np.flatnonzero(
+            (frame.process == process)
+            & (frame.start > first)
+            & (frame.start < last)
+            & ((frame.kind == CallKind.SYNC) | frame.is_named("eventquery", "streamquery"))
+        )
         ordering = len(device_side) + len(host_side)
         if 2 * ordering >= count:
             continue

@@ -96,15 +96,15 @@ def why_not_preloaded(program: str | os.PathLike[str]) -> str:
 
 def _interpreter(file, start: bytes) -> str | None:  # type: ignore[no-untyped-def]
     """The PT_INTERP of an ELF file; None where it has none."""
-    offset, = struct.unpack_from("<Q", start, 32)
+    (offset,) = struct.unpack_from("<Q", start, 32)
     size, count = struct.unpack_from("<HH", start, 54)
     for i in range(count):
         file.seek(offset + i * size)
         header = file.read(56)
-        kind, = struct.unpack_from("<I", header)
+        (kind,) = struct.unpack_from("<I", header)
         if kind == 3:
-            where, = struct.unpack_from("<Q", header, 8)
-            length, = struct.unpack_from("<Q", header, 32)
+            (where,) = struct.unpack_from("<Q", header, 8)
+            (length,) = struct.unpack_from("<Q", header, 32)
             file.seek(where)
             return str(file.read(min(length, 4096)).rstrip(b"\0").decode(errors="replace"))
     return None

@@ -18,7 +18,14 @@ import numpy.typing as npt
 from kvprobe.errors import RecordingError
 
 __all__ = [
-    "BUCKETS", "CALLS", "STATES", "LaneSnapshot", "RingSnapshot", "bucket_bounds", "percentile", "read_ring",
+    "BUCKETS",
+    "CALLS",
+    "STATES",
+    "LaneSnapshot",
+    "RingSnapshot",
+    "bucket_bounds",
+    "percentile",
+    "read_ring",
 ]
 
 Array = npt.NDArray[Any]
@@ -33,46 +40,137 @@ SANE = 2**62  # no time and no count is as large; a damaged file's may be
 
 # number in the file -> (kind as in recordings.model.CallKind, name); kvp.h's KVP_CALLS, a test compares them
 CALLS: dict[int, tuple[str, str]] = {
-    1: ("COPY", "cudaMemcpyAsync"), 2: ("COPY", "cudaMemcpy2DAsync"), 3: ("BATCH", "cudaMemcpyBatchAsync"),
-    4: ("COPY", "cuMemcpyAsync"), 5: ("COPY", "cuMemcpyHtoDAsync"), 6: ("COPY", "cuMemcpyDtoHAsync"),
-    7: ("COPY", "cuMemcpyDtoDAsync"), 8: ("COPY", "cuMemcpy2DAsync"), 9: ("BATCH", "cuMemcpyBatchAsync"),
-    10: ("COPY_SYNC", "cudaMemcpy"), 11: ("MEMSET", "cudaMemsetAsync"), 12: ("LAUNCH", "cudaLaunchKernel"),
-    13: ("LAUNCH", "cudaLaunchKernelExC"), 14: ("LAUNCH", "cuLaunchKernel"), 15: ("LAUNCH", "cuLaunchKernelEx"),
-    16: ("GRAPH", "cudaGraphLaunch"), 17: ("SYNC", "cudaStreamSynchronize"), 18: ("SYNC", "cudaEventSynchronize"),
-    19: ("SYNC", "cudaDeviceSynchronize"), 20: ("CREATE", "cudaStreamCreate"), 21: ("CREATE", "cudaEventCreate"),
-    22: ("ALLOC", "cudaMalloc"), 23: ("ALLOC", "cudaHostAlloc"), 24: ("ALLOC", "cudaHostRegister"),
-    25: ("FREE", "cudaFree"), 26: ("FREE", "cudaFreeHost"), 27: ("EVENT", "cudaEventRecord"),
-    28: ("EVENT", "cudaStreamWaitEvent"), 29: ("ALLOC", "cudaMallocAsync"), 30: ("COPY", "cudaMemcpy3DAsync"),
-    31: ("COPY", "cudaMemcpyPeerAsync"), 32: ("SYNC", "cuStreamSynchronize"), 33: ("SYNC", "cuEventSynchronize"),
-    34: ("SYNC", "cuCtxSynchronize"), 35: ("CREATE", "cuStreamCreate"), 36: ("CREATE", "cuEventCreate"),
-    37: ("ALLOC", "cuMemAlloc"), 38: ("ALLOC", "cuMemHostAlloc"), 39: ("ALLOC", "cuMemHostRegister"),
-    40: ("COPY", "cudaMemcpyWithAttributesAsync"), 41: ("COPY", "cuMemcpy3DAsync"), 42: ("FREE", "cudaHostUnregister"),
-    43: ("FREE", "cuMemFree"), 44: ("FREE", "cuMemFreeHost"), 45: ("FREE", "cuMemHostUnregister"),
+    1: ("COPY", "cudaMemcpyAsync"),
+    2: ("COPY", "cudaMemcpy2DAsync"),
+    3: ("BATCH", "cudaMemcpyBatchAsync"),
+    4: ("COPY", "cuMemcpyAsync"),
+    5: ("COPY", "cuMemcpyHtoDAsync"),
+    6: ("COPY", "cuMemcpyDtoHAsync"),
+    7: ("COPY", "cuMemcpyDtoDAsync"),
+    8: ("COPY", "cuMemcpy2DAsync"),
+    9: ("BATCH", "cuMemcpyBatchAsync"),
+    10: ("COPY_SYNC", "cudaMemcpy"),
+    11: ("MEMSET", "cudaMemsetAsync"),
+    12: ("LAUNCH", "cudaLaunchKernel"),
+    13: ("LAUNCH", "cudaLaunchKernelExC"),
+    14: ("LAUNCH", "cuLaunchKernel"),
+    15: ("LAUNCH", "cuLaunchKernelEx"),
+    16: ("GRAPH", "cudaGraphLaunch"),
+    17: ("SYNC", "cudaStreamSynchronize"),
+    18: ("SYNC", "cudaEventSynchronize"),
+    19: ("SYNC", "cudaDeviceSynchronize"),
+    20: ("CREATE", "cudaStreamCreate"),
+    21: ("CREATE", "cudaEventCreate"),
+    22: ("ALLOC", "cudaMalloc"),
+    23: ("ALLOC", "cudaHostAlloc"),
+    24: ("ALLOC", "cudaHostRegister"),
+    25: ("FREE", "cudaFree"),
+    26: ("FREE", "cudaFreeHost"),
+    27: ("EVENT", "cudaEventRecord"),
+    28: ("EVENT", "cudaStreamWaitEvent"),
+    29: ("ALLOC", "cudaMallocAsync"),
+    30: ("COPY", "cudaMemcpy3DAsync"),
+    31: ("COPY", "cudaMemcpyPeerAsync"),
+    32: ("SYNC", "cuStreamSynchronize"),
+    33: ("SYNC", "cuEventSynchronize"),
+    34: ("SYNC", "cuCtxSynchronize"),
+    35: ("CREATE", "cuStreamCreate"),
+    36: ("CREATE", "cuEventCreate"),
+    37: ("ALLOC", "cuMemAlloc"),
+    38: ("ALLOC", "cuMemHostAlloc"),
+    39: ("ALLOC", "cuMemHostRegister"),
+    40: ("COPY", "cudaMemcpyWithAttributesAsync"),
+    41: ("COPY", "cuMemcpy3DAsync"),
+    42: ("FREE", "cudaHostUnregister"),
+    43: ("FREE", "cuMemFree"),
+    44: ("FREE", "cuMemFreeHost"),
+    45: ("FREE", "cuMemHostUnregister"),
     64: ("TRANSFER", "transfer"),
 }
 
-FILE = np.dtype([
-    ("magic", "S8"), ("version", "<u4"), ("header_bytes", "<u4"), ("record_bytes", "<u4"), ("slot_bytes", "<u4"),
-    ("buckets", "<u4"), ("slot_count", "<u4"), ("ring_capacity", "<u8"), ("slow_capacity", "<u8"),
-    ("lane_bytes", "<u8"), ("lanes_max", "<u4"), ("lanes_used", "<u4"), ("slow_ns", "<u8"), ("pid", "<u4"),
-    ("ppid", "<u4"), ("start_monotonic_ns", "<u8"), ("start_realtime_ns", "<u8"), ("state", "<u4"), ("forks", "<u4"),
-    ("end_monotonic_ns", "<u8"), ("clock", "S16"), ("producer", "S32"), ("over_count", "<u8", 128),
-    ("over_bytes", "<u8", 128), ("over_dur_ns", "<u8", 128), ("command", "S512"),
-])
-LANE = np.dtype([
-    ("head", "<u8"), ("slow_head", "<u8"), ("tid", "<u4"), ("owners", "<u4"), ("busy", "<u4"), ("slots_used", "<u4"),
-    ("name", "S32"), ("ring_records", "<u8"), ("slow_records", "<u8"), ("in_call", "<u4"), ("in_sequence", "<u4"),
-    ("in_since_ns", "<u8"), ("in_stream", "<u8"),
-])
-SLOT = np.dtype([
-    ("stream", "<u8"), ("call", "u1"), ("direction", "u1"), ("pad", "V6"), ("count", "<u8"), ("bytes", "<u8"),
-    ("copies", "<u8"), ("dur_ns", "<u8"), ("last_ns", "<u8"), ("max_ns", "<u8"), ("slow", "<u8"), ("slow_ns", "<u8"),
-    ("errors", "<u8"), ("untimed", "<u8"), ("reserved", "V32"), ("histogram", "<u8", BUCKETS),
-])
-RECORD = np.dtype([
-    ("start_ns", "<u8"), ("dur_ns", "<u8"), ("stream", "<u8"), ("src", "<u8"), ("dst", "<u8"), ("bytes", "<u8"),
-    ("tid", "<u4"), ("transfer", "<u4"), ("count", "<u4"), ("result", "<u2"), ("call", "u1"), ("direction", "u1"),
-])
+FILE = np.dtype(
+    [
+        ("magic", "S8"),
+        ("version", "<u4"),
+        ("header_bytes", "<u4"),
+        ("record_bytes", "<u4"),
+        ("slot_bytes", "<u4"),
+        ("buckets", "<u4"),
+        ("slot_count", "<u4"),
+        ("ring_capacity", "<u8"),
+        ("slow_capacity", "<u8"),
+        ("lane_bytes", "<u8"),
+        ("lanes_max", "<u4"),
+        ("lanes_used", "<u4"),
+        ("slow_ns", "<u8"),
+        ("pid", "<u4"),
+        ("ppid", "<u4"),
+        ("start_monotonic_ns", "<u8"),
+        ("start_realtime_ns", "<u8"),
+        ("state", "<u4"),
+        ("forks", "<u4"),
+        ("end_monotonic_ns", "<u8"),
+        ("clock", "S16"),
+        ("producer", "S32"),
+        ("over_count", "<u8", 128),
+        ("over_bytes", "<u8", 128),
+        ("over_dur_ns", "<u8", 128),
+        ("command", "S512"),
+    ]
+)
+LANE = np.dtype(
+    [
+        ("head", "<u8"),
+        ("slow_head", "<u8"),
+        ("tid", "<u4"),
+        ("owners", "<u4"),
+        ("busy", "<u4"),
+        ("slots_used", "<u4"),
+        ("name", "S32"),
+        ("ring_records", "<u8"),
+        ("slow_records", "<u8"),
+        ("in_call", "<u4"),
+        ("in_sequence", "<u4"),
+        ("in_since_ns", "<u8"),
+        ("in_stream", "<u8"),
+    ]
+)
+SLOT = np.dtype(
+    [
+        ("stream", "<u8"),
+        ("call", "u1"),
+        ("direction", "u1"),
+        ("pad", "V6"),
+        ("count", "<u8"),
+        ("bytes", "<u8"),
+        ("copies", "<u8"),
+        ("dur_ns", "<u8"),
+        ("last_ns", "<u8"),
+        ("max_ns", "<u8"),
+        ("slow", "<u8"),
+        ("slow_ns", "<u8"),
+        ("errors", "<u8"),
+        ("untimed", "<u8"),
+        ("reserved", "V32"),
+        ("histogram", "<u8", BUCKETS),
+    ]
+)
+RECORD = np.dtype(
+    [
+        ("start_ns", "<u8"),
+        ("dur_ns", "<u8"),
+        ("stream", "<u8"),
+        ("src", "<u8"),
+        ("dst", "<u8"),
+        ("bytes", "<u8"),
+        ("tid", "<u4"),
+        ("transfer", "<u4"),
+        ("count", "<u4"),
+        ("result", "<u2"),
+        ("call", "u1"),
+        ("direction", "u1"),
+    ]
+)
 
 
 @dataclass
@@ -280,9 +378,15 @@ def _read_open(fd: int, path: Path, detail: bool, slots: bool) -> RingSnapshot:
         at = HEADER_BYTES + number * lane_bytes
         head = _read(fd, LANE, 1, at)[0]
         lane = LaneSnapshot(
-            number=number, tid=int(head["tid"]), owners=int(head["owners"]), name=_text(head["name"]),
-            head=int(head["head"]), slow_head=int(head["slow_head"]), in_call=int(head["in_call"]),
-            in_sequence=int(head["in_sequence"]), in_since_ns=int(head["in_since_ns"]),
+            number=number,
+            tid=int(head["tid"]),
+            owners=int(head["owners"]),
+            name=_text(head["name"]),
+            head=int(head["head"]),
+            slow_head=int(head["slow_head"]),
+            in_call=int(head["in_call"]),
+            in_sequence=int(head["in_sequence"]),
+            in_since_ns=int(head["in_since_ns"]),
             in_stream=int(head["in_stream"]),
         )
         slots_at = at + HEADER_BYTES
@@ -297,11 +401,20 @@ def _read_open(fd: int, path: Path, detail: bool, slots: bool) -> RingSnapshot:
         lanes.append(lane)
     state = int(header["state"])
     return RingSnapshot(
-        path=str(path), pid=int(header["pid"]), ppid=int(header["ppid"]), producer=_text(header["producer"]),
-        command=_text(header["command"]), state=STATES[state] if state < len(STATES) else "running",
-        clock=_text(header["clock"]), slow_ns=int(header["slow_ns"]),
-        start_monotonic_ns=int(header["start_monotonic_ns"]), start_realtime_ns=int(header["start_realtime_ns"]),
-        end_monotonic_ns=int(header["end_monotonic_ns"]), forks=int(header["forks"]),
-        over_count=np.minimum(header["over_count"], SANE), over_bytes=np.minimum(header["over_bytes"], SANE),
-        over_dur_ns=np.minimum(header["over_dur_ns"], SANE), lanes=lanes,
+        path=str(path),
+        pid=int(header["pid"]),
+        ppid=int(header["ppid"]),
+        producer=_text(header["producer"]),
+        command=_text(header["command"]),
+        state=STATES[state] if state < len(STATES) else "running",
+        clock=_text(header["clock"]),
+        slow_ns=int(header["slow_ns"]),
+        start_monotonic_ns=int(header["start_monotonic_ns"]),
+        start_realtime_ns=int(header["start_realtime_ns"]),
+        end_monotonic_ns=int(header["end_monotonic_ns"]),
+        forks=int(header["forks"]),
+        over_count=np.minimum(header["over_count"], SANE),
+        over_bytes=np.minimum(header["over_bytes"], SANE),
+        over_dur_ns=np.minimum(header["over_dur_ns"], SANE),
+        lanes=lanes,
     )

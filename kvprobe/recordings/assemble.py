@@ -8,8 +8,19 @@ import numpy as np
 
 from kvprobe.recordings.model import Array, CallKind, Engine, Recording, Table
 
-__all__ = ["codes", "constant", "correlation_keys", "distinct", "is_kind", "join", "link", "match", "sorted_table",
-           "spans", "stream_rows"]
+__all__ = [
+    "codes",
+    "constant",
+    "correlation_keys",
+    "distinct",
+    "is_kind",
+    "join",
+    "link",
+    "match",
+    "sorted_table",
+    "spans",
+    "stream_rows",
+]
 
 _CORRELATION_LIMIT = 1 << 40  # ids are 32 bit; anything above comes from a damaged file and joins with nothing
 
@@ -220,9 +231,7 @@ def link(recording: Recording) -> None:
     calls, executions = recording.calls, recording.executions
     if not calls.rows or not executions.rows:
         return
-    one, owner = match(
-        calls["process"], calls["correlation"], executions["process"], executions["correlation"]
-    )
+    one, owner = match(calls["process"], calls["correlation"], executions["process"], executions["correlation"])
     theirs = np.flatnonzero(owner >= 0)
     if not len(theirs):
         return

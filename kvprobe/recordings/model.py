@@ -17,8 +17,18 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-__all__ = ["CallKind", "Direction", "Engine", "Label", "Memory", "RangeStyle", "Recording", "Source", "Table",
-           "SCHEMAS"]
+__all__ = [
+    "CallKind",
+    "Direction",
+    "Engine",
+    "Label",
+    "Memory",
+    "RangeStyle",
+    "Recording",
+    "Source",
+    "Table",
+    "SCHEMAS",
+]
 
 
 class CallKind(IntEnum):
@@ -96,56 +106,126 @@ class RangeStyle(IntEnum):
 SCHEMAS: dict[str, dict[str, str]] = {
     # Host-side calls, of every kind. Submissions, waits and allocations are selections by `kind`.
     "calls": {
-        "start_ns": "int64", "end_ns": "int64",
-        "process": "int32",      # row of `processes`
-        "thread": "int64",       # OS thread id
-        "name": "name",          # the call, as the recorder's own tables print it
-        "kind": "uint8",         # CallKind
-        "stream": "int32",       # row of `streams`; -1 unknown or none
-        "direction": "uint8",    # Direction
-        "memory": "uint8",       # Memory of the host side
-        "bytes": "int64",        # payload; of an allocation: size; 0 none or unknown
-        "count": "int32",        # copies in the call; 0 none, or unknown of a batch
+        "start_ns": "int64",
+        "end_ns": "int64",
+        "process": "int32",  # row of `processes`
+        "thread": "int64",  # OS thread id
+        "name": "name",  # the call, as the recorder's own tables print it
+        "kind": "uint8",  # CallKind
+        "stream": "int32",  # row of `streams`; -1 unknown or none
+        "direction": "uint8",  # Direction
+        "memory": "uint8",  # Memory of the host side
+        "bytes": "int64",  # payload; of an allocation: size; 0 none or unknown
+        "count": "int32",  # copies in the call; 0 none, or unknown of a batch
         "correlation": "int64",  # joins with executions within one process; -1 none
-        "transfer": "int64",     # joins with transfers; -1 none
-        "src": "uint64", "dst": "uint64",  # addresses, 0 unknown
-        "result": "int32",       # return code
+        "transfer": "int64",  # joins with transfers; -1 none
+        "src": "uint64",
+        "dst": "uint64",  # addresses, 0 unknown
+        "result": "int32",  # return code
     },
     # What the device did.
     "executions": {
-        "start_ns": "int64", "end_ns": "int64", "process": "int32", "device": "int32", "stream": "int32",
-        "channel": "int32",      # hardware channel where the recorder knows it
-        "engine": "uint8", "direction": "uint8", "memory": "uint8", "bytes": "int64", "count": "int32",
+        "start_ns": "int64",
+        "end_ns": "int64",
+        "process": "int32",
+        "device": "int32",
+        "stream": "int32",
+        "channel": "int32",  # hardware channel where the recorder knows it
+        "engine": "uint8",
+        "direction": "uint8",
+        "memory": "uint8",
+        "bytes": "int64",
+        "count": "int32",
         "correlation": "int64",
-        "graph": "int64",        # graph node or launch id; -1 not from a graph
+        "graph": "int64",  # graph node or launch id; -1 not from a graph
         "name": "name",
     },
     # NVTX ranges, profiler annotations, framework operators.
-    "ranges": {"start_ns": "int64", "end_ns": "int64", "process": "int32", "thread": "int64", "domain": "name",
-               "name": "name",
-               "style": "uint8"},      # RangeStyle
+    "ranges": {
+        "start_ns": "int64",
+        "end_ns": "int64",
+        "process": "int32",
+        "thread": "int64",
+        "domain": "name",
+        "name": "name",
+        "style": "uint8",
+    },  # RangeStyle
     # What the recorder itself said about intervals.
-    "labels": {"start_ns": "int64", "end_ns": "int64", "process": "int32", "thread": "int64", "label": "uint8",
-               "name": "name", "correlation": "int64", "channel": "int32"},
+    "labels": {
+        "start_ns": "int64",
+        "end_ns": "int64",
+        "process": "int32",
+        "thread": "int64",
+        "label": "uint8",
+        "name": "name",
+        "correlation": "int64",
+        "channel": "int32",
+    },
     # Whole transfers of an engine or a server, with their split; *_ns are durations, -1 unknown.
-    "transfers": {"start_ns": "int64", "end_ns": "int64", "process": "int32", "thread": "int64", "stream": "int32",
-                  "direction": "uint8", "bytes": "int64", "count": "int32", "transfer": "int64", "build_ns": "int64",
-                  "submit_ns": "int64", "wait_ns": "int64", "copy_ns": "int64", "poll_ns": "int64", "ok": "uint8"},
+    "transfers": {
+        "start_ns": "int64",
+        "end_ns": "int64",
+        "process": "int32",
+        "thread": "int64",
+        "stream": "int32",
+        "direction": "uint8",
+        "bytes": "int64",
+        "count": "int32",
+        "transfer": "int64",
+        "build_ns": "int64",
+        "submit_ns": "int64",
+        "wait_ns": "int64",
+        "copy_ns": "int64",
+        "poll_ns": "int64",
+        "ok": "uint8",
+    },
     # Sampled values: device counters, occupancy estimates, step times.
     "samples": {"time_ns": "int64", "process": "int32", "device": "int32", "metric": "name", "value": "float64"},
     # Python stacks taken while a call was blocked; `stack` is one name, frames joined by "\n", innermost first.
-    "stacks": {"time_ns": "int64", "process": "int32", "thread": "int64", "blocked_ns": "int64", "gil": "uint8",
-               "stack": "name"},
+    "stacks": {
+        "time_ns": "int64",
+        "process": "int32",
+        "thread": "int64",
+        "blocked_ns": "int64",
+        "gil": "uint8",
+        "stack": "name",
+    },
     # What a controller or adapter did or said: policy switches, states, errors.
     "decisions": {"time_ns": "int64", "process": "int32", "what": "name", "reason": "name", "gain": "float64"},
     # Exact totals that survive where detail was lost; histogram columns are in `Recording.histograms`.
-    "totals": {"process": "int32", "thread": "int64", "stream": "int32", "name": "name", "kind": "uint8",
-               "direction": "uint8", "memory": "uint8", "calls": "int64", "copies": "int64", "bytes": "int64",
-               "dur_ns": "int64", "max_ns": "int64", "errors": "int64"},
-    "streams": {"process": "int32", "device": "int32", "handle": "int64", "priority": "int32", "channel": "int32",
-                "name": "name"},
-    "processes": {"pid": "int64", "rank": "int32", "node": "name", "name": "name", "command": "name",
-                  "start_ns": "int64", "end_ns": "int64", "state": "name"},
+    "totals": {
+        "process": "int32",
+        "thread": "int64",
+        "stream": "int32",
+        "name": "name",
+        "kind": "uint8",
+        "direction": "uint8",
+        "memory": "uint8",
+        "calls": "int64",
+        "copies": "int64",
+        "bytes": "int64",
+        "dur_ns": "int64",
+        "max_ns": "int64",
+        "errors": "int64",
+    },
+    "streams": {
+        "process": "int32",
+        "device": "int32",
+        "handle": "int64",
+        "priority": "int32",
+        "channel": "int32",
+        "name": "name",
+    },
+    "processes": {
+        "pid": "int64",
+        "rank": "int32",
+        "node": "name",
+        "name": "name",
+        "command": "name",
+        "start_ns": "int64",
+        "end_ns": "int64",
+        "state": "name",
+    },
     "threads": {"process": "int32", "thread": "int64", "name": "name"},
 }
 

@@ -107,9 +107,7 @@ def test_a_file_size_limit_never_kills_the_process_and_totals_stay_exact(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
 @pytest.mark.parametrize("size_kib", [4, 16, 64, 256, 1024])
-def test_a_full_disk_never_kills_the_process_and_totals_stay_exact(
-    writer: Path, tmp_path: Path, size_kib: int
-) -> None:
+def test_a_full_disk_never_kills_the_process_and_totals_stay_exact(writer: Path, tmp_path: Path, size_kib: int) -> None:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_kib}k", "none", tmp_path], check=False).returncode:
         pytest.skip("mounting is not permitted here")
     try:

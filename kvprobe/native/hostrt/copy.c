@@ -10,7 +10,7 @@
 
 /* Operations that a batch of n becomes. Measured: a gated stream took 8,168 copies in batches of 8 (a slot each), about
  * 23,000 in batches of 80 (3.5 slots each), 25,000 in batches of 1,000 (40.8 slots each): n * 0.041, rounded up. */
-#define BATCH_SLOTS(n) (((n)*41 + 999) / 1000)
+#define BATCH_SLOTS(n) (((n) * 41 + 999) / 1000)
 
 typedef struct {
     const void *user_src; /* before staging */

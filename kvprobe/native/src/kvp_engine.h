@@ -10,10 +10,10 @@ enum kvp_detail { KVP_OFF = 0, KVP_TOTALS = 1, KVP_TRANSFERS = 2, KVP_COPIES = 3
 typedef struct {
     kvp_memcpy_async_fn copy;
     void *stream;
-    int32_t kind;        /* cudaMemcpyKind */
-    uint32_t transfer;   /* id written into records */
-    uint8_t direction;   /* as in kvp_record */
-    uint8_t detail;      /* enum kvp_detail */
+    int32_t kind;      /* cudaMemcpyKind */
+    uint32_t transfer; /* id written into records */
+    uint8_t direction; /* as in kvp_record */
+    uint8_t detail;    /* enum kvp_detail */
     uint8_t pad[2];
     uint32_t stop_after;    /* return after this many blocked calls; 0 = never */
     uint64_t blocked_ns;    /* a call of at least this counts as blocked */
@@ -33,15 +33,15 @@ typedef struct {
     uint64_t submitted; /* copies issued, the failing one not counted */
     uint64_t bytes;
     uint64_t start_ns, end_ns;
-    uint64_t fast, fast_ns;         /* calls below blocked_ns and their sum: the baseline's evidence */
+    uint64_t fast, fast_ns;           /* calls below blocked_ns and their sum: the baseline's evidence */
     uint64_t blocked, blocked_sum_ns; /* calls at or above it, those that record `events` included */
-    uint64_t first_blocked;         /* index of the first of them; UINT64_MAX = none */
-    uint64_t first_blocked_ns;      /* when it was entered */
-    uint64_t events;                /* events recorded */
+    uint64_t first_blocked;           /* index of the first of them; UINT64_MAX = none */
+    uint64_t first_blocked_ns;        /* when it was entered */
+    uint64_t events;                  /* events recorded */
     uint64_t max_ns, max_index;
-    uint64_t cpu_ns;                /* CPU time of this thread inside the loop; filled only if a call blocked */
+    uint64_t cpu_ns;                  /* CPU time of this thread inside the loop; filled only if a call blocked */
     uint64_t preempted, preempted_ns; /* blocked calls that lost the CPU and waited for nothing else; their sum */
-    int32_t result;                 /* cudaError_t of the last call */
+    int32_t result;                   /* cudaError_t of the last call */
     int32_t pad;
 } kvp_submit_result;
 
