@@ -111,6 +111,10 @@ def _run(held: WeightOffload, tokens: int, forwards: int) -> dict[str, Any]:
             widths = [width for width in MEASURED if width != own and width + 1 <= len(plan.units)
                       and plan.device_bytes + (width - own) * plan.slot_bytes <= plan.limit_bytes]  # fmt: skip
             for width in (*widths, own):
+                if width == own:
+                    with held.without_copies():  # what computation takes that waits for nothing
+                        for _ in range(min(forwards, 3)):
+                            forward()
                 held.set_window(width)
                 for _ in range(forwards):
                     forward()

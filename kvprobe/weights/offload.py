@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvprobe.probe.recorder import Recorder
 from kvprobe.weights.memory import DeviceMemory, HostMemory, bytes_of, view_of
 from kvprobe.weights.plan import Extent, Limit, Plan, make_plan
 from kvprobe.weights.profile import WeightProfile, profile
-from kvprobe.weights.timeline import Forward
+from kvprobe.weights.timeline import RESIDENT, Forward
 from kvprobe.weights.watched import bind, unwatch, watch
 from kvprobe.weights.window import Compute, Placed, Window
 
@@ -357,6 +358,29 @@ class WeightOffload:
             current.use_slots(slots, self._device)
         plan.slots = slots
 
+    @contextmanager
+    def without_copies(self) -> Iterator[None]:
+        """Forwards in here copy nothing and compute with stale weights: right times, RESULTS OF NO USE.
+
+        They show how long the computation takes that has to wait for nothing. A GPU that computes without pause may
+        run at lower clocks than one that waits for copies in between, and the host may be what such a forward waits
+        for: neither can be seen while copies hold it up. `profile` needs it to predict a window that hides the copies.
+        Caches, running statistics of resident layers and random generators go on as in any forward.
+        """
+        if not self.active:
+            yield
+            return
+        window = self._need()
+        self._settle()
+        window.timeline.drain()
+        window.stop_copying()
+        try:
+            yield
+        finally:
+            self._settle()
+            window.timeline.drain()
+            window.resume_copying()
+
     @property
     def gpu_bytes(self) -> int:
         """GPU memory that the weights take now: resident ones and slots."""
@@ -402,7 +426,7 @@ class WeightOffload:
         if not self.active:
             raise UsageError("nothing is offloaded, so there is nothing to profile")
         forwards = self.forwards
-        if not forwards:
+        if all(one.window == RESIDENT for one in forwards):
             raise UsageError("no forward was measured yet: run the model first (outside of a CUDA graph)")
         units = self.plan.units
         return profile(forwards, [unit.name for unit in units], [unit.bytes for unit in units],

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory, RangeStyle, Recording, Source, Table
 from kvprobe.recordings.vocabulary import Names
-from kvprobe.weights.timeline import Forward
+from kvprobe.weights.timeline import RESIDENT, Forward
 
 if TYPE_CHECKING:
     from kvprobe.weights.offload import WeightOffload
@@ -85,7 +85,8 @@ class _Rows:
                                     visit.src, visit.dst, add(f"load {name}")))  # fmt: skip
         if forward.end_ns > at:
             self.kernels.append((at, forward.end_ns, between))
-        self.ranges.append((forward.start_ns, forward.end_ns, add(f"weights: forward, window {forward.window}")))
+        what = "weights: forward" + (" without copies" if forward.window == RESIDENT else f", window {forward.window}")
+        self.ranges.append((forward.start_ns, forward.end_ns, add(what)))
 
     def columns(self, memory: int) -> dict[str, dict[str, Any]]:
         """By table."""

@@ -10,6 +10,7 @@ from kvprobe.native.library import core
 from kvprobe.offload.streams import EventPool
 
 KEPT = 256  # forwards
+RESIDENT = -1  # the window of a forward that ran without copies
 IN_FLIGHT = 4  # forwards that the host may be ahead of the device before one goes unmeasured
 
 
@@ -79,7 +80,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward of the whole model."""
+    """One forward of the whole model; `window` is RESIDENT where nothing was copied."""
 
     start_ns: int
     total_ns: int

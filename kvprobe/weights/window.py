@@ -19,7 +19,7 @@ from kvprobe.native.library import DETAIL, SubmitOptions, SubmitResult, core
 from kvprobe.probe.nvtx_ranges import ranges
 from kvprobe.weights.memory import DeviceMemory, view_of
 from kvprobe.weights.plan import Held, Unit
-from kvprobe.weights.timeline import CopyTrace, Timeline, VisitTrace
+from kvprobe.weights.timeline import RESIDENT, CopyTrace, Timeline, VisitTrace
 from kvprobe.weights.watched import bind
 
 
@@ -159,6 +159,7 @@ class Window:
         self.copies = self.bytes = self.misses = self.written_back = 0
         self.capturing = self._forked = self._inside = False
         self.captured = False  # a graph exists: its replays change the slots unseen
+        self.copying = True
 
     @property
     def width(self) -> int:
@@ -197,6 +198,8 @@ class Window:
             if placed.depth:  # a forward before this one was cut off where no hook could see it
                 self._free(placed)
         self.capturing = self.compute.capturing()
+        if self.capturing and not self.copying:
+            raise KvprobeError("a forward without copies computes with stale weights: nothing to capture in a graph")
         if self.capturing or self.captured:
             self._forget()
         if self.capturing:
@@ -221,7 +224,7 @@ class Window:
             return
         if self.seen:
             self.order = self.seen
-        self.timeline.end(self.compute.stream, self.width)
+        self.timeline.end(self.compute.stream, self.width if self.copying else RESIDENT)
 
     def enter(self, placed: Placed) -> None:
         """A unit is about to compute: its tensors lie in a slot from here on, and the stream waits for the copy."""
@@ -234,6 +237,11 @@ class Window:
         self._advance(placed.number)
         stream = self.compute.stream
         visit = self.timeline.arrive(placed.number, stream)
+        if not self.copying:
+            placed.depth, placed.visit = 1, visit
+            self.timeline.arrived(visit, stream, None)
+            placed.bind(self.slots[placed.number % len(self.slots)].views[placed.number])
+            return
         slot = placed.slot
         if slot is None:
             self.misses += 1
@@ -266,7 +274,7 @@ class Window:
         stream = self.compute.stream
         self.timeline.leave(placed.visit, stream)
         try:
-            if changed := placed.changed():
+            if self.copying and (changed := placed.changed()):
                 self._write_back(placed, changed, stream)
         finally:
             self._free(placed)
@@ -275,6 +283,24 @@ class Window:
     def settle(self) -> None:
         """Waits until no copy is under way."""
         self.runtime.stream_synchronize(self.stream)
+
+    def stop_copying(self) -> None:
+        """Units compute with whatever the slots hold, from here on; everything must be idle.
+
+        Every slot is filled with the largest unit's weights: arithmetic on real weights takes the time and the power
+        of the real forward, on leftovers of freed memory it may not.
+        """
+        largest = max(self.units, key=lambda placed: placed.unit.bytes)
+        self._forget()
+        for slot in self.slots:
+            self._load(largest, slot)
+        self.settle()
+        self._forget()
+        self.copying = False
+
+    def resume_copying(self) -> None:
+        """Units have their own weights again."""
+        self.copying = True
 
     def _free(self, placed: Placed) -> None:
         placed.depth, placed.visit = 0, None
@@ -305,7 +331,7 @@ class Window:
 
     def _prefetch(self) -> None:
         """Copies the units needed next into slots that nobody needs sooner."""
-        if len(self.slots) < 2:
+        if len(self.slots) < 2 or not self.copying:
             return
         room = sum(1 for slot in self.slots if not slot.busy)
         wanted: list[Placed] = []
