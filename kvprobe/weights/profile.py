@@ -75,11 +75,16 @@ def simulate(typical: Typical, window: int | str, forwards: int = 4) -> float:
     """Time of one forward in the steady state under a window ("all": nothing is ever copied), ns."""
     if window == ALL or not typical.steps:
         return typical.compute_ns
-    slots = int(window) + 1
+    return forward_times(typical, int(window), [typical.idle_ns] * forwards)[-1]
+
+
+def forward_times(typical: Typical, window: int, idles: Sequence[float]) -> list[float]:
+    """Times of forwards from empty slots on, each followed by an idle time, ns."""
+    slots, times = window + 1, []
     last_use: dict[int, float] = {}  # unit in a slot -> end of its last computation, oldest first
     copied_at: dict[int, float] = {}
-    now = copied = took = 0.0
-    for _ in range(forwards):
+    now = copied = 0.0
+    for idle in idles:
         began = now
         for step in typical.steps:
             enter = now + step.gap_ns
@@ -91,9 +96,9 @@ def simulate(typical: Typical, window: int | str, forwards: int = 4) -> float:
             last_use.pop(step.unit, None)
             last_use[step.unit] = now
         now += typical.tail_ns
-        took = now - began
-        now += typical.idle_ns
-    return took
+        times.append(now - began)
+        now += idle
+    return times
 
 
 TOLERATED = 0.02  # of a forward, that its own simulation may be off
@@ -113,25 +118,29 @@ def predict(typical: Typical, window: int | str) -> float:
     simulation finds. What the simulation of the measured window lacks (`rest_ns`) is spread over the steps as an
     overhead of each.
     """
+    if window == ALL and typical.resident_ns:
+        return typical.resident_ns
+    return simulate(paced(typical, window), window)
+
+
+def paced(typical: Typical, window: int | str) -> Typical:
+    """With the computation times of another window, and the overhead that the measured one showed."""
     if typical.steps and (rest := rest_ns(typical)):
         each = rest / len(typical.steps)
         typical = replace(typical, steps=tuple(replace(s, gap_ns=max(s.gap_ns + each, 0)) for s in typical.steps))
     now = typical.compute_ns
     if window == typical.window or not typical.resident_ns or not typical.forward_ns or not now:
-        return simulate(typical, window)
-    if window == ALL:
-        return typical.resident_ns
+        return typical
     then = now / max(typical.forward_ns, now)  # share of the time that the GPU computed
     slow = 1.0
     for _ in range(32):
-        took = simulate(_paced(typical, slow), window)
-        busy = now * slow / took
+        busy = now * slow / simulate(_slowed(typical, slow), window)
         share = min(max((busy - then) / (1 - then), 0.0), 1.0) if then < 0.99 else 0.0
         slow = (slow + 1 + (typical.resident_ns / now - 1) * share) / 2  # halfway: it settles
-    return took
+    return _slowed(typical, slow)
 
 
-def _paced(typical: Typical, slow: float) -> Typical:
+def _slowed(typical: Typical, slow: float) -> Typical:
     """All computation takes `slow` times as long."""
     steps = (replace(s, gap_ns=s.gap_ns * slow, compute_ns=s.compute_ns * slow) for s in typical.steps)
     return replace(typical, steps=tuple(steps), tail_ns=typical.tail_ns * slow)

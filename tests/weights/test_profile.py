@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -15,7 +17,15 @@ torch = pytest.importorskip("torch")
 
 from kvprobe.errors import UsageError  # noqa: E402
 from kvprobe.weights import offload, recording_of  # noqa: E402
-from kvprobe.weights.profile import Step, Typical, simulate  # noqa: E402
+from kvprobe.weights.profile import (  # noqa: E402
+    Step,
+    Typical,
+    forward_times,
+    paced,
+    predict,
+    rest_ns,
+    simulate,
+)
 
 
 def steps(count: int, gap: float, copy: float, compute: float, tail: float = 0) -> Typical:
@@ -65,6 +75,66 @@ def test_no_window_beats_the_bound():
         assert min(times) >= max(copies, made.compute_ns) - 1e-6
 
 
+# -- against what an H200 did ----------------------------------------------------------------------------------------
+
+H200 = json.loads((Path(__file__).parent / "data" / "h200.json").read_text())["fractions"]
+SHAPES = [(fraction, shape) for fraction, entry in H200.items() for shape in entry["shapes"]]
+
+
+def seen_on_h200(fraction: str, shape: str) -> tuple[Typical, list[float]]:
+    """Window 0 as it was measured, and the forward's measured times under windows 0, 1 and 2."""
+    entry, times = H200[fraction], H200[fraction]["shapes"][shape]
+    layers = entry["layers"]
+    slow = times["compute_0_us"] / entry["compute_us"]
+    link = (times["simulated_0_us"] - times["compute_0_us"]) / sum(copy for copy, _ in layers)
+    gap = slow * max(entry["compute_us"] - sum(compute for _, compute in layers), 0) / len(layers)
+    latency = max(times["measured_us"][0] - times["simulated_0_us"], 0) / len(layers) / 2  # half before, half behind
+    made = tuple(Step(i, gap * 1e3, copy * link * 1e3, compute * slow * 1e3)
+                 for i, (copy, compute) in enumerate(layers))  # fmt: skip
+    measured = [time * 1e3 for time in times["measured_us"]]
+    return Typical(made, 0, 0, latency * 1e3, latency * 1e3, measured[0], 0, times["no_copies_us"] * 1e3), measured
+
+
+@pytest.mark.parametrize(("fraction", "shape"), SHAPES)
+def test_the_gain_of_windows_on_an_h200_is_predicted_from_window_0(fraction, shape):
+    base, measured = seen_on_h200(fraction, shape)
+    assert predict(base, 0) == pytest.approx(measured[0], rel=0.02)
+    for window in (1, 2):  # counted: three forwards behind one that left full slots and an idle device
+        foretold = measured[0] - mean(forward_times(paced(base, window), window, [1e10, 0, 0, 0])[1:])
+        gain = measured[0] - measured[window]
+        small = gain < 0.1 * measured[0]  # cannot be measured to a tenth of itself
+        assert abs(foretold - gain) <= (0.01 * measured[0] if small else 0.1 * gain)
+
+
+def test_without_the_sustained_clocks_the_gain_of_an_h200_is_overrated():
+    from dataclasses import replace
+
+    base, measured = seen_on_h200("0.1", "prefill, 16,384 tokens")
+    foretold = measured[0] - predict(replace(base, resident_ns=0), 1)
+    assert foretold > 1.15 * (measured[0] - measured[1])
+
+
+def test_a_host_that_cannot_keep_up_is_seen_only_where_copies_hide_it_no_more():
+    copying = Typical(steps(10, 0, 100, 4).steps, 0, 0, forward_ns=1040, resident_ns=400)
+    assert predict(copying, 1) == pytest.approx(simulate(copying, 1), rel=0.02)
+    computing = Typical(steps(10, 0, 5, 20).steps, 0, 0, forward_ns=250, resident_ns=400)
+    assert predict(computing, 1) == pytest.approx(400, rel=0.02) and predict(computing, "all") == 400
+
+
+def test_latencies_of_a_copy_count_once_where_copies_are_the_bound():
+    late = Typical(steps(20, 0, 100, 1).steps, 0, 0, start_ns=7, ready_ns=3)
+    assert simulate(late, 0) == pytest.approx(20 * 111)
+    assert simulate(late, 1) == pytest.approx(20 * 107, rel=0.01)
+
+
+def test_what_the_simulation_lacks_is_carried_as_an_overhead_of_every_step():
+    exact = Typical(steps(10, 5, 10, 5).steps, 0, 0, forward_ns=201)
+    assert rest_ns(exact) == 0
+    lacking = Typical(steps(10, 5, 10, 5).steps, 0, 0, forward_ns=240)
+    assert rest_ns(lacking) == pytest.approx(40) and predict(lacking, 0) == pytest.approx(240)
+    assert predict(lacking, "all") == pytest.approx(140)
+
+
 @pytest.fixture
 def ran(model, ids) -> Any:
     with offload(model, gpu_fraction=0.5, window=1, device="host") as held, torch.no_grad():
@@ -101,6 +171,32 @@ def test_copies_lie_before_the_computation_that_uses_them(ran):
                 if forward.window == 0:
                     assert visit.copy_start_ns >= visit.enter_ns - 5000
     assert seen > 40
+
+
+def test_forwards_without_copies_are_measured_and_leave_the_model_right(model, ids):
+    with torch.no_grad():
+        right = model(ids)
+        with offload(model, gpu_fraction=0.5, window=1, device="host") as held:
+            with held.without_copies():
+                model(ids)
+                stale = model(ids)
+            with pytest.raises(UsageError, match="no forward"):
+                held.profile()
+            assert not torch.equal(stale, right) and torch.equal(model(ids), right)
+            for window in (0, 1):
+                held.set_window(window)
+                before = held._window.copies
+                with held.without_copies():
+                    model(ids)
+                    assert held._window.copies == before + window + 1  # each slot is filled once
+                    model(ids)
+                    assert held._window.copies == before + window + 1
+                for _ in range(3):
+                    assert torch.equal(model(ids), right)
+            profile = held.profile()
+            assert profile.measured["all"] == profile.predicted["all"] > 0 and profile.window == 1
+    with torch.no_grad():
+        assert torch.equal(model(ids), right)
 
 
 def test_forwards_of_another_kind_can_be_forgotten(ran, model):
