@@ -499,6 +499,26 @@ def _print(name: str, shape: dict[str, Any]) -> None:
     print(f"    {same}", flush=True)
 
 
+def _verdict(result: dict[str, Any]) -> Any:
+    """What all arms together showed: how near to the floor, and how many gains were foretold."""
+    from kvprobe.reporting.verdict import Fact, Verdict
+
+    shapes = [shape for entry in result["fractions"].values() for shape in entry["shapes"].values()]
+    arms = {arm: [shape["ratio"][arm] for shape in shapes if arm in shape["ratio"]]
+            for shape in shapes for arm in shape["ratio"]}  # fmt: skip
+    gains = [gain for shape in shapes for gain in shape["gain"].values()]
+    right = sum(gain["holds"] for gain in gains)
+    best = arms.get("kvprobe, window 2") or [0.0]
+    wrong = sum(len(shape["wrong_logits"]) for shape in shapes)
+    facts = [Fact(arm, f"{min(ratios):.2f} to {max(ratios):.2f}", "times the floor") for arm, ratios in arms.items()]
+    return Verdict("info" if max(best) <= 1.05 and right == len(gains) and not wrong else "warning",
+                   f"With a window of 2 a forward takes {min(best):.2f} to {max(best):.2f} times the floor; "
+                   f"{right} of {len(gains)} gains were predicted.",
+                   "Floor: max(bytes moved / link peak, computation of the untouched model). "
+                   + (f"{wrong} ARMS GAVE OTHER LOGITS." if wrong else "All logits are equal bit for bit."),
+                   facts)  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
@@ -549,7 +569,7 @@ def main() -> int:
                   ["On the GPU", "Shape", "Window", "Predicted", "Measured", "Off by", "Criterion"], windows,
                   "predicted from forwards with window 0 and forwards without copies"),
         ])  # fmt: skip
-        write_report(recording, arguments.report, findings=diagnose(recording), extra=[part],
+        write_report(recording, arguments.report, findings=diagnose(recording), extra=[part], lead_verdict=_verdict(result),
                      title=f"Weight offload on {result['gpu']}")  # fmt: skip
     print(f"\n{result['seconds']:.0f} s in all; skipped: {result['skipped'] or 'nothing'}")
     return 0

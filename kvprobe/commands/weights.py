@@ -12,6 +12,7 @@ import click
 
 if TYPE_CHECKING:
     from kvprobe.recordings.model import Recording
+    from kvprobe.reporting.verdict import Verdict
     from kvprobe.reporting.views import Section
     from kvprobe.weights import WeightOffload, WeightProfile
 
@@ -143,7 +144,41 @@ def _write(held: WeightOffload, profile: WeightProfile, outcome: dict[str, Any],
 
     recording = recording_of(held, model, shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))
     title = f"Weights of {Path(model).name}: {held.gpu_bytes / held.plan.total_bytes:.0%} on the GPU"
-    write_report(recording, path, findings=diagnose(recording), title=title, extra=[section(profile, outcome)])
+    write_report(recording, path, findings=diagnose(recording), title=title, extra=[section(profile, outcome)],
+                 lead_verdict=verdict(profile))
+
+
+def verdict(profile: WeightProfile) -> Verdict:
+    """Copying or computing, which window, and what it gives: the top of the report and of what is printed."""
+    from kvprobe.reporting.verdict import Fact, Verdict
+
+    copying = profile.copy_ns > profile.compute_ns
+    what = "copying weights" if copying else "computing"
+    times = {name: profile.measured.get(name, ns) for name, ns in profile.predicted.items()}
+    widths = sorted((name for name in times if name != "all"), key=int)
+    least = min(times[name] for name in widths)
+    best = next(name for name in widths if times[name] <= 1.01 * least)  # of equal ones the one that takes least memory
+    gain = profile.forward_ns - times[best]
+    known = "measured" if best in profile.measured else "predicted"
+    if int(best) != profile.window and gain > 0.01 * profile.forward_ns:
+        state = "warning"
+        headline = f"Most of the work is {what}; a window of {best} saves {_ms(gain)} of {_ms(profile.forward_ns)}."
+        action = f"use --window {best}"
+    else:
+        state = "info"
+        headline = f"Most of the work is {what}; no window is faster than {profile.window} by more than 1%."
+        action = "keep this window"
+    detail = (f"Copies take {_ms(profile.copy_ns)} and computation {_ms(profile.compute_ns)} of a forward, "
+              f"{profile.hidden:.0%} of the copies hidden. ")  # fmt: skip
+    detail += ("A window can hide no more than the computation is long: fewer bytes (a higher --gpu-fraction) or more "
+               "tokens a forward would help." if copying else "A window can hide all copies.")  # fmt: skip
+    facts = [
+        Fact("Window", f"{profile.window}", f"{_ms(profile.forward_ns)} a forward"),
+        Fact("Best window", best, f"{_ms(times[best])} a forward, {known}: {action}"),
+        Fact("Exposed wait for copies", _ms(profile.wait_ns), f"{profile.wait_ns / profile.forward_ns:.0%} of it"),
+        Fact("Without any copy", _ms(times["all"]), "measured" if "all" in profile.measured else "predicted"),
+    ]
+    return Verdict(state, headline, detail, facts)
 
 
 def section(profile: WeightProfile, outcome: dict[str, Any]) -> Section:
@@ -166,7 +201,8 @@ def section(profile: WeightProfile, outcome: dict[str, Any]) -> Section:
         tables=[
             table("A forward", ["", "Time", "Of the forward"], _summary(profile)),
             table("Windows", ["Layers ahead", "Predicted", "Measured"], windows,
-                  "predicted from the measured copy and computation times of each layer"),
+                  f"predicted from the copies and computation of each layer with window {profile.window}; "
+                  "all: every weight on the GPU"),
             table("Layers in CPU memory", ["Layer", "Size", "Copy", "Computation", "Exposed wait", "Hidden"], layers),
         ],
     )  # fmt: skip
@@ -242,6 +278,8 @@ def _show(outcome: dict[str, Any], profile: WeightProfile) -> None:
     from rich.table import Table
 
     console = Console()
+    found = verdict(profile)
+    console.print(found.headline, found.detail, sep="\n", highlight=False)
     table = Table(title=f"A forward of {outcome['tokens']} tokens, window {profile.window}: "
                         f"{_mib(profile.bytes)} copied at {profile.link_bytes_per_s / 1e9:.1f} GB/s, "
                         f"{profile.hidden:.0%} of the copy time hidden")  # fmt: skip

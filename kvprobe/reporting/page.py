@@ -43,6 +43,7 @@ def build_page(
     title: str | None = None,
     interactive: bool = False,
     extra: Sequence[Section] = (),
+    lead_verdict: verdict.Verdict | None = None,
 ) -> str:
     """The page as text.
 
@@ -54,6 +55,7 @@ def build_page(
         title: of the page; by default the names of the recorded files.
         interactive: draw with plotly (adds 4.6 MiB) in place of the page's own script.
         extra: sections of the caller's own, shown first.
+        lead_verdict: on top, in place of the recording's own.
 
     Raises:
         UsageError: there is neither a recording nor a story.
@@ -81,7 +83,7 @@ def build_page(
     drawn = [chart for one in sections for chart in one.charts] + [one["chart"] for one in shown or [] if one["chart"]]
     return _render(
         title=title or _title(recording, story),
-        verdict=found,
+        verdict=lead_verdict or found,
         findings=shown,
         findings_lead=lead,
         sections=sections,
@@ -103,6 +105,7 @@ def write_report(
     title: str | None = None,
     interactive: bool = False,
     extra: Sequence[Section] = (),
+    lead_verdict: verdict.Verdict | None = None,
 ) -> Path:
     """Writes the page to `path` in one step: a reader sees the old file or the new one, never half of one.
 
@@ -111,7 +114,7 @@ def write_report(
     """
     target = check_writable(path)
     page = build_page(recording, findings=findings, queues=queues, story=story, title=title, interactive=interactive,
-                      extra=extra)  # fmt: skip
+                      extra=extra, lead_verdict=lead_verdict)  # fmt: skip
     write_whole(target, page)
     return target
 

@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvprobe.errors import UsageError  # noqa: E402
-from kvprobe.weights import offload, recording_of  # noqa: E402
+from kvprobe.weights import WeightProfile, offload, recording_of  # noqa: E402
 from kvprobe.weights.profile import (  # noqa: E402
     Step,
     Typical,
@@ -209,7 +209,7 @@ def test_forwards_of_another_kind_can_be_forgotten(ran, model):
 
 
 def test_the_recording_holds_every_copy_and_the_report_the_table(ran, tmp_path):
-    from kvprobe.commands.weights import section
+    from kvprobe.commands.weights import section, verdict
     from kvprobe.diagnosis import diagnose
     from kvprobe.recordings.model import Engine
     from kvprobe.reporting import write_report
@@ -221,9 +221,27 @@ def test_the_recording_holds_every_copy_and_the_report_the_table(ran, tmp_path):
     assert recording.calls.rows == copies.sum()
     outcome = {"offloaded_layers": 3, "grain": "blocks", "offloaded_bytes": 1, "gpu_bytes": 1}
     path = write_report(recording, tmp_path / "w.html", findings=diagnose(recording),
-                        extra=[section(ran.profile(), outcome)])  # fmt: skip
+                        extra=[section(ran.profile(), outcome)], lead_verdict=verdict(ran.profile()))  # fmt: skip
     text = path.read_text()
+    assert "Most of the work is" in text and "Best window" in text and "Nothing found:" not in text
     assert "exposed wait for weights" in text and "layers.0" in text and "Layers ahead" in text
+
+
+def made(copy_ns: float, compute_ns: float, window: int, **measured: float) -> WeightProfile:
+    times = {name.lstrip("w"): ns for name, ns in measured.items()}
+    bound = max(copy_ns, compute_ns)
+    return WeightProfile(5, window, times[str(window)], copy_ns, compute_ns, 1e6, 1, 0.5, 5e10, bound,
+                         times | {"all": compute_ns}, times)  # fmt: skip
+
+
+def test_the_verdict_says_copying_or_computing_and_the_narrowest_window_that_is_as_fast_as_any():
+    from kvprobe.commands.weights import verdict
+
+    slow = verdict(made(150e6, 10e6, 0, w0=160e6, w1=151e6, w2=150.5e6))
+    assert "copying weights" in slow.headline and "window of 1 saves 9.00 ms of 160.00 ms" in slow.headline
+    assert slow.state == "warning"
+    good = verdict(made(100e6, 300e6, 1, w0=400e6, w1=301e6, w2=300e6))
+    assert "computing" in good.headline and "no window is faster than 1" in good.headline and good.state == "info"
 
 
 def test_any_recording_gives_load_time_beside_computation(ran):
