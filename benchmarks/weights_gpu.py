@@ -569,8 +569,8 @@ def main() -> int:
                   ["On the GPU", "Shape", "Window", "Predicted", "Measured", "Off by", "Criterion"], windows,
                   "predicted from forwards with window 0 and forwards without copies"),
         ])  # fmt: skip
-        write_report(recording, arguments.report, findings=diagnose(recording), extra=[part], lead_verdict=_verdict(result),
-                     title=f"Weight offload on {result['gpu']}")  # fmt: skip
+        write_report(recording, arguments.report, findings=diagnose(recording), extra=[part],
+                     lead_verdict=_verdict(result), title=f"Weight offload on {result['gpu']}")  # fmt: skip
     print(f"\n{result['seconds']:.0f} s in all; skipped: {result['skipped'] or 'nothing'}")
     return 0
 
