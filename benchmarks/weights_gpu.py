@@ -92,6 +92,7 @@ def synchronous(model: Any, held: Any, home: dict[str, Any]) -> None:
     """The plain way: a layer is copied on the compute stream when it is needed, and dropped after."""
     names = {id(p): name for name, p in model.named_parameters()}
     for module in modules_of(model, held):
+
         def load(module: Any, _: Any) -> None:
             for parameter in module.parameters():
                 parameter.data = home[names[id(parameter)]].to(DEVICE, non_blocking=True)

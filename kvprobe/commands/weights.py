@@ -144,8 +144,14 @@ def _write(held: WeightOffload, profile: WeightProfile, outcome: dict[str, Any],
 
     recording = recording_of(held, model, shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))
     title = f"Weights of {Path(model).name}: {held.gpu_bytes / held.plan.total_bytes:.0%} on the GPU"
-    write_report(recording, path, findings=diagnose(recording), title=title, extra=[section(profile, outcome)],
-                 lead_verdict=verdict(profile))
+    write_report(
+        recording,
+        path,
+        findings=diagnose(recording),
+        title=title,
+        extra=[section(profile, outcome)],
+        lead_verdict=verdict(profile),
+    )
 
 
 def verdict(profile: WeightProfile) -> Verdict:
@@ -264,6 +270,7 @@ def _show_recorded(found: list[dict[str, Any]], as_json: bool) -> None:
 
 def _summary(profile: WeightProfile) -> list[list[Any]]:
     """Weight load time beside computation time."""
+
     def share(ns: float) -> tuple[str, float]:
         return f"{ns / profile.forward_ns:.0%}", ns / profile.forward_ns
 

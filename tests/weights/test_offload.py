@@ -81,9 +81,19 @@ def test_a_model_cannot_be_offloaded_twice_at_once(model):
         host(model)
 
 
-@pytest.mark.parametrize("how", [{}, {"gpu_fraction": 0}, {"gpu_fraction": 1.2}, {"gpu_bytes": 0},
-                                 {"gpu_fraction": 0.5, "gpu_bytes": 5}, {"gpu_fraction": 0.5, "window": -1},
-                                 {"gpu_fraction": 0.5, "window": "much"}, {"gpu_fraction": 0.5, "device": "x"}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"gpu_fraction": 0},
+        {"gpu_fraction": 1.2},
+        {"gpu_bytes": 0},
+        {"gpu_fraction": 0.5, "gpu_bytes": 5},
+        {"gpu_fraction": 0.5, "window": -1},
+        {"gpu_fraction": 0.5, "window": "much"},
+        {"gpu_fraction": 0.5, "device": "x"},
+    ],
+)
 def test_what_cannot_be_is_one_clear_error(model, how):
     with pytest.raises(UsageError) as caught:
         offload(model, **{"device": "host", **how})
