@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 COPY_STREAM, COMPUTE_STREAM = 0, 1
 
 
-def recording_of(held: WeightOffload, what: str, command: str = "") -> Recording:
+def recording_of(held: WeightOffload, what: str, command: str = "", window: int | None = None) -> Recording:
     """The forwards measured so far.
 
     Copies and the computation of offloaded layers are executions; the computation between them is one execution a gap.
@@ -27,10 +27,13 @@ def recording_of(held: WeightOffload, what: str, command: str = "") -> Recording
         held: an active offload.
         what: the name of the model, for the page's title and provenance.
         command: that made the measurement.
+        window: of the forwards to take; None: all, whatever their window.
     """
     names = Names()
     rows = _Rows(names)
     for forward in held.forwards:
+        if window not in (None, forward.window):
+            continue
         rows.forward(forward, [unit.name for unit in held.plan.units])
     runtime = held.runtime
     pinned = Memory.PINNED if held.pinned_bytes else Memory.PAGEABLE

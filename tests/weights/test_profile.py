@@ -219,6 +219,9 @@ def test_the_recording_holds_every_copy_and_the_report_the_table(ran, tmp_path):
     moved = sum(visit.bytes for forward in ran.forwards for visit in forward.visits)
     assert recording.executions["bytes"][copies].sum() == recording.transfers["bytes"].sum() == moved
     assert recording.calls.rows == copies.sum()
+    alone = recording_of(ran, "small", window=0).executions
+    of_0 = sum(visit.bytes for forward in ran.forwards if forward.window == 0 for visit in forward.visits)
+    assert alone["bytes"].sum() == of_0 < moved
     outcome = {"offloaded_layers": 3, "grain": "blocks", "offloaded_bytes": 1, "gpu_bytes": 1}
     path = write_report(recording, tmp_path / "w.html", findings=diagnose(recording),
                         extra=[section(ran.profile(), outcome)], lead_verdict=verdict(ran.profile()))  # fmt: skip
