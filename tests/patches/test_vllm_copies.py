@@ -131,7 +131,7 @@ def saturate(handlers, transfers=60, width=32):
     """Fence first, then enqueue more than the queue takes: stores behind a forward, as a server does it."""
     runtime, seen = handlers.host.rt, 0
     for _ in range(transfers):
-        runtime.launch_delay(handlers.host.compute, 300_000)
+        runtime.launch_delay(handlers.host.compute, 3_000_000)  # longer than submitting takes, however busy the machine
         blocks = list(range(width))
         handlers.store(blocks, blocks)
         seen += len(handlers.finished())
