@@ -3,6 +3,8 @@
 Wheels come from a cache folder (`KVPROBE_WHEELS`, default `~/.cache/kvprobe-wheels`); what is not there is downloaded
 only by `make test-servers` (`KVPROBE_DOWNLOAD=1`), else the test is skipped. Nothing of a server is replaced but its
 compiled copy operation, which does what its published source does: one cudaMemcpyAsync a block, or one batch call.
+
+`KVPROBE_TEST_DEVICE=cuda` runs the race tests on a GPU instead, with torch's own streams and memory (`-k race`).
 """
 
 import contextlib
@@ -24,6 +26,7 @@ from kvprobe.instrument import device as device_module
 from kvprobe.instrument import installation
 
 WHEELS = Path(os.environ.get("KVPROBE_WHEELS") or Path.home() / ".cache" / "kvprobe-wheels")
+DEVICE = os.environ.get("KVPROBE_TEST_DEVICE", "host")
 
 
 def tree(distribution, version, *members):
@@ -82,9 +85,12 @@ def clean_modules():
 def quiet_environment(monkeypatch):
     for name in ("KVPROBE", "KVPROBE_RUN", "KVPROBE_FIX"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("KVPROBE_DEVICE", "host")
+    monkeypatch.setenv("KVPROBE_DEVICE", DEVICE)
     yield
     installation.uninstall()
+
+
+WRITE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class Host:
@@ -103,6 +109,19 @@ class Host:
         self.current = [self.compute]
         self.buffers = []
         self.cuda = self._cuda()
+        self.waiting = self.cuda.ExternalStream  # the class whose wait_stream and wait_event all streams have
+
+    def launch_write(self, tensors, value, stream, work_ns):
+        """Compute work of this duration on a stream that fills the bytes of contiguous tensors when it ends."""
+        ranges = [(t.data_ptr(), t.numel() * t.element_size()) for t in tensors]
+
+        def write(_):
+            for pointer, size in ranges:
+                ctypes.memset(pointer, value, size)
+
+        self.write = WRITE(write)  # kept until the next one: the device calls it
+        code = self.rt.library.kvhostLaunchWork(ctypes.c_void_p(stream), self.write, None, ctypes.c_uint64(work_ns))
+        assert code == 0
 
     def close(self):
         device_module._forget()
@@ -238,13 +257,49 @@ class Host:
         self.rt.memcpy_batch_async(dst.numpy(), src.numpy(), sizes.numpy(), self.current[-1])
 
 
+class Gpu(Host):
+    """The same face over a GPU: torch's streams, events and memory; settings of the host runtime mean nothing here."""
+
+    def __init__(self, monkeypatch, **environment):
+        from kvprobe.cuda import find_runtime
+
+        self.torch = torch = pytest.importorskip("torch")
+        torch.cuda.init()
+        self.rt, self.cuda, self.waiting = find_runtime("cuda"), torch.cuda, torch.cuda.Stream
+        device_module._forget()
+        stream = torch.cuda.Stream()
+        torch.cuda.set_stream(stream)
+        self.compute = stream.cuda_stream
+
+    @property
+    def current(self):
+        return [self.torch.cuda.current_stream().cuda_stream]
+
+    def launch_write(self, tensors, value, stream, work_ns):
+        self.rt.launch_delay(stream, work_ns)
+        with self.torch.cuda.stream(self.torch.cuda.ExternalStream(stream)):
+            for tensor in tensors:
+                tensor.view(self.torch.uint8).fill_(value)
+
+    def close(self):
+        self.torch.cuda.synchronize()
+        device_module._forget()
+
+    def tensor(self, shape, dtype, device):
+        torch = self.torch
+        return torch.zeros(tuple(shape), dtype=dtype, device="cuda" if device else "cpu", pin_memory=not device)
+
+    def as_torch(self):
+        return self.torch
+
+
 @pytest.fixture
 def host(monkeypatch):
     """Factory of the runtime with settings of its own: `host(KVHOST_DEPTH=64)`."""
     made = []
 
     def make(**environment):
-        made.append(Host(monkeypatch, **environment))
+        made.append((Gpu if DEVICE == "cuda" else Host)(monkeypatch, **environment))
         return made[-1]
 
     yield make

@@ -2,10 +2,10 @@
 
 Compute writes a block at the very end of its work; the store is submitted while it runs. With the waits taken out on
 purpose the old bytes must be seen (else the test would prove nothing); with them, in every policy, never. The number
-of iterations is `KVPROBE_RACE_ITERATIONS` (default 40 a case; 10,000 for the full run).
+of iterations is `KVPROBE_RACE_ITERATIONS` (default 40 a case; 10,000 for the full run); `KVPROBE_TEST_DEVICE=cuda`
+runs the same on a GPU.
 """
 
-import ctypes
 import dataclasses
 import os
 
@@ -33,29 +33,25 @@ CASES = [
 ]
 
 
-class Writer:
-    """Compute work that fills GPU blocks with one value when it ends."""
+def compute(handlers, value, work_ns=WORK_NS):
+    """Compute work that fills the GPU blocks that are stored with one value when it ends."""
+    host = handlers.host
+    plain = [cache.as_subclass(host.torch.Tensor) for cache in handlers.caches.values()]
+    host.launch_write([t[half, :WIDTH] for t in plain for half in range(2)], value, host.compute, work_ns)
 
-    def __init__(self, handlers):
-        self.handlers, self.runtime = handlers, handlers.host.rt
-        self.value = 0
-        self.ranges = []
-        for cache in handlers.caches.values():
-            for half in range(2):
-                base = cache.data_ptr() + half * cache.stride(0) * 4
-                self.ranges.append((base, WIDTH * handlers.block_bytes))
-        self.function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._write)
 
-    def _write(self, _):
-        for pointer, size in self.ranges:
-            ctypes.memset(pointer, self.value, size)
+def fill_others(handlers):
+    """250 in the blocks after those."""
+    for cache in handlers.caches.values():
+        cache.as_subclass(handlers.host.torch.Tensor).view(handlers.host.torch.uint8)[:, WIDTH : 2 * WIDTH] = 250
+    handlers.host.rt.synchronize()
 
-    def launch(self, value, stream, work_ns=WORK_NS):
-        self.value = value
-        code = self.runtime.library.kvhostLaunchWork(
-            ctypes.c_void_p(stream), self.function, None, ctypes.c_uint64(work_ns)
-        )
-        assert code == 0
+
+def take_out_waits(host, broken):
+    """No stream waits for another any more, whether kvprobe or the server asks for it."""
+    broken.setattr(type(host.rt), "stream_wait_event", lambda self, stream, event: None)
+    for wait in ("wait_stream", "wait_event"):
+        broken.setattr(host.waiting, wait, lambda self, other: None)
 
 
 def prepare(handlers, rung):
@@ -79,11 +75,10 @@ def cpu_bytes(handlers):
 
 def stale_stores(handlers, iterations, work_ns=WORK_NS):
     """How many of the stores copied anything but what compute had written."""
-    writer, wrong = Writer(handlers), 0
-    blocks = list(range(WIDTH))
+    wrong, blocks = 0, list(range(WIDTH))
     for i in range(iterations):
         value = i % 200 + 1
-        writer.launch(value, handlers.host.compute, work_ns)
+        compute(handlers, value, work_ns)
         handlers.store(blocks, blocks)
         handlers.drain(1)
         handlers.host.rt.synchronize()
@@ -99,7 +94,7 @@ def test_a_store_copies_what_compute_wrote(vllm_handlers, version, rung, monkeyp
         assert stale_stores(handlers, ITERATIONS) == 0
         assert path.rung == rung
         with monkeypatch.context() as broken:
-            broken.setattr(type(handlers.host.rt), "stream_wait_event", lambda self, stream, event: None)
+            take_out_waits(handlers.host, broken)
             assert stale_stores(handlers, 5, LONG_NS) > 0, "the race cannot be seen: this test proves nothing"
     assert {t["policy"] for t in seen.transfers} == {rung}
 
@@ -113,12 +108,11 @@ def test_without_kvprobe_these_versions_do_copy_stale_blocks(vllm_handlers, vers
 def wrong_order(handlers, iterations, work_ns=WORK_NS):
     """Two stores into the same CPU blocks, the first one held back by compute: how often the second did not win."""
     host, wrong = handlers.host, 0
-    writer, idle = Writer(handlers), host.rt.stream_create()
+    idle = host.rt.stream_create()
     blocks, others = list(range(WIDTH)), list(range(WIDTH, 2 * WIDTH))
-    for cache in handlers.caches.values():
-        cache.as_subclass(host.torch.Tensor).view(host.torch.uint8)[:, WIDTH : 2 * WIDTH] = 250
+    fill_others(handlers)
     for i in range(iterations):
-        writer.launch(i % 200 + 1, host.compute, work_ns)
+        compute(handlers, i % 200 + 1, work_ns)
         handlers.store(blocks, blocks)
         with host.cuda.stream(host.cuda.ExternalStream(idle)):  # nothing to wait for on this one
             handlers.store(others, blocks)
@@ -163,10 +157,9 @@ def test_order_holds_when_kvprobe_is_taken_out_with_transfers_in_flight(vllm_han
     for _ in range(max(5, ITERATIONS // 10)):
         instrument.install("vllm", fix="auto")
         prepare(handlers, "batch")
-        writer, blocks, others = Writer(handlers), list(range(WIDTH)), list(range(WIDTH, 2 * WIDTH))
-        for cache in handlers.caches.values():
-            cache.as_subclass(host.torch.Tensor).view(host.torch.uint8)[:, WIDTH : 2 * WIDTH] = 250
-        writer.launch(7, host.compute, LONG_NS)
+        blocks, others = list(range(WIDTH)), list(range(WIDTH, 2 * WIDTH))
+        fill_others(handlers)
+        compute(handlers, 7, LONG_NS)
         handlers.store(blocks, blocks)
         instrument.uninstall("vllm")
         handlers.store(others, blocks)  # vLLM alone, on its own stream
