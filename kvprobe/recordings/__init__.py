@@ -6,10 +6,12 @@ import importlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
 
 from kvprobe.errors import RecordingError, UsageError
-from kvprobe.recordings.model import Recording
+
+TYPE_CHECKING = False  # neither numpy nor typing is loaded by asking what a file is
+if TYPE_CHECKING:
+    from kvprobe.recordings.model import Recording
 
 __all__ = ["open_recording", "sniff", "FORMATS"]
 
@@ -131,4 +133,5 @@ def _reader(form: str) -> Callable[[Path | list[Path], Progress | None], Recordi
         found = importlib.import_module(f"kvprobe.recordings.{module}")
     except ImportError as error:
         raise RecordingError(f"a {what} cannot be read here: {error}") from error
-    return cast("Callable[[Path | list[Path], Progress | None], Recording]", found.read)
+    read: Callable[[Path | list[Path], Progress | None], Recording] = found.read
+    return read

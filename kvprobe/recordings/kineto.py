@@ -8,11 +8,8 @@ since 1970 or since `baseTimeNanoseconds`.
 from __future__ import annotations
 
 import json
-import queue
 import re
-import threading
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +19,9 @@ import numpy as np
 from kvprobe.errors import RecordingError
 from kvprobe.recordings import vocabulary as words
 from kvprobe.recordings.assemble import distinct, is_kind, join, link, sorted_table, stream_rows
-from kvprobe.recordings.kineto_scan import BROKEN, END, META, Scanner, scanner
-from kvprobe.recordings.model import Array, CallKind, Engine, RangeStyle, Recording, Source, Table
+from kvprobe.recordings.kineto_scan import META, Scanner, scanner
+from kvprobe.recordings.model import Array, CallKind, Engine, Recording, Source, Table
+from kvprobe.recordings.pieces import Pieces, ahead, text_chunks
 
 if TYPE_CHECKING:
     from kvprobe.recordings.kineto_decode import Decoder
@@ -31,27 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["read", "rank_of"]
 
 Progress = Callable[[str, float], None]
-_CHUNK = 1 << 19
-_MOST_UNSPLIT = 1 << 25  # a single event, or what stands before the events, may not be longer
-
-_CALLS = {"cuda_runtime", "Runtime", "cuda_driver", "Driver"}
-_EXECUTIONS = {
-    "kernel": Engine.KERNEL,
-    "Kernel": Engine.KERNEL,
-    "gpu_memcpy": Engine.COPY,
-    "Memcpy": Engine.COPY,
-    "gpu_memset": Engine.MEMSET,
-    "Memset": Engine.MEMSET,
-}
-_RANGES = {"cpu_op": RangeStyle.OPERATOR, "Operator": RangeStyle.OPERATOR, "user_annotation": RangeStyle.ANNOTATION}
-_LABELS = {"overhead"}
-_CODES = (*sorted(_CALLS), *_EXECUTIONS, *_RANGES, *_LABELS)  # the native scanner's code of each, less one
-# Calls that a Kineto does not know by name: CUPTI callback id -> name.
-# Runtime ids of CUDA 12.8 (482, 483) and 13.0 (509, 510), each with its per-thread-default-stream twin.
-_CBIDS = {
-    **dict.fromkeys((482, 483, 509, 510), "cudaMemcpyBatchAsync"),
-    **dict.fromkeys((776, 777, 796, 797), "cuMemcpyBatchAsync"),
-}
 
 
 @dataclass
@@ -64,163 +41,6 @@ class _Head:
     cupti: Any = None
     runtime: Any = None
     driver: Any = None
-
-
-def _text_chunks(path: Path, progress: Progress | None) -> Iterator[bytes]:
-    """The document in pieces, unzipped where it is gzip by its first bytes (whatever it is called).
-
-    The last piece of a truncated gzip file is followed by an EOFError.
-    """
-    size = max(path.stat().st_size, 1)
-    with path.open("rb") as file:
-        zipped = file.read(2) == b"\x1f\x8b"
-        file.seek(0)
-        unzip = zlib.decompressobj(31)
-        while raw := file.read(1 << 17 if zipped else _CHUNK):
-            if progress is not None:
-                progress("reading events", min(0.99, file.tell() / size))
-            if not zipped:
-                yield raw
-                continue
-            while raw:
-                try:
-                    text = unzip.decompress(raw, _CHUNK)
-                except zlib.error as error:
-                    raise EOFError(f"damaged gzip data: {error}") from error
-                if text:
-                    yield text
-                raw = unzip.unconsumed_tail
-                if unzip.eof:
-                    raw = unzip.unused_data.lstrip(b"\0")  # another member, or padding
-                    if raw and not raw.startswith(b"\x1f\x8b"):
-                        return
-                    unzip = zlib.decompressobj(31)
-                    zipped_more = bool(raw)
-                    if not zipped_more and not file.peek(1)[:1]:
-                        return
-        if zipped and not unzip.eof:
-            raise EOFError("the gzip data ends in the middle")
-
-
-def _ahead(source: Iterator[bytes]) -> Iterator[bytes]:
-    """The same pieces, made by a thread that runs a little ahead (zlib releases the interpreter lock)."""
-    pieces: queue.Queue[bytes | BaseException | None] = queue.Queue(maxsize=6)
-    stopped = threading.Event()
-
-    def hand(piece: bytes | BaseException | None) -> bool:
-        while not stopped.is_set():
-            try:
-                pieces.put(piece, timeout=0.2)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-    def work() -> None:
-        try:
-            for piece in source:
-                if not hand(piece):
-                    return
-            hand(None)
-        except BaseException as error:  # handed to the reader, who raises it
-            hand(error)
-
-    thread = threading.Thread(target=work, name="kvprobe-unzip", daemon=True)
-    thread.start()
-    try:
-        while (piece := pieces.get()) is not None:
-            if isinstance(piece, BaseException):
-                raise piece
-            yield piece
-    finally:
-        stopped.set()
-        thread.join()
-
-
-_EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
-
-
-class _Pieces:
-    """Cuts a trace into the text before its events, lists of events, and the text after them."""
-
-    def __init__(self, source: Iterator[bytes]) -> None:
-        self.source = source
-        self.ended = False
-        self.cut_off = ""  # why the document ended early
-        self.before = b""
-        self.after = b""
-        self.buffer = b""
-
-    def _more(self) -> bool:
-        if self.ended:
-            return False
-        try:
-            piece = next(self.source, None)
-        except EOFError as error:
-            self.cut_off, piece = str(error), None
-        if piece is None:
-            self.ended = True
-            return False
-        self.buffer = self.buffer + piece if self.buffer else piece
-        return True
-
-    def find_events(self) -> None:
-        """Reads up to the first event.
-
-        Raises:
-            RecordingError: there is no list of events.
-        """
-        self._more()
-        self.buffer = self.buffer.removeprefix(b"\xef\xbb\xbf")
-        searched = 0
-        while True:
-            start = self.buffer.lstrip()[:1]
-            if start not in (b"{", b"["):
-                raise RecordingError("no JSON" if start else "it is empty")
-            if start == b"[":  # the trace event format's bare list
-                self.buffer = self.buffer.lstrip()[1:]
-                return
-            match = _EVENTS_KEY.search(self.buffer, searched)
-            if match:
-                self.before, self.buffer = self.buffer[: match.end() - 1] + b"0}", self.buffer[match.end() :]
-                return
-            searched = max(0, len(self.buffer) - 64)
-            if len(self.buffer) > _MOST_UNSPLIT or not self._more():
-                raise RecordingError('JSON without a list "traceEvents": no PyTorch profiler trace')
-
-    def scan(self, native: Scanner | Decoder, take: Callable[[Array], None]) -> None:
-        """The events, as rows of numbers that a scanner makes of each piece.
-
-        Raises:
-            RecordingError: an event that is longer than any recorder writes.
-        """
-        enough = _CHUNK
-        while True:
-            more = self._more()
-            if more and len(self.buffer) < enough:
-                continue
-            state, consumed = native.scan(self.buffer, take, not more)
-            self.buffer = self.buffer[consumed:]
-            if state == END:
-                self.after, self.buffer = self.buffer, b""
-                while len(self.after) < _MOST_UNSPLIT and self._more():
-                    self.after, self.buffer = self.after + self.buffer, b""
-                return
-            if state == BROKEN:
-                self.cut_off = self.cut_off or "what follows is no JSON"
-                return
-            if not more:
-                self.cut_off = self.cut_off or "the document ends in the middle of its events"
-                return
-            if len(self.buffer) > _MOST_UNSPLIT:
-                raise RecordingError(f"an event of more than {_MOST_UNSPLIT >> 20} MiB")
-            # Each look at an unfinished event is as long as it is: look again when there is twice as much of it.
-            enough = max(_CHUNK, 2 * len(self.buffer) if not consumed else 0)
-
-
-def _call_name(cbid: int) -> str:
-    """What stands for a call that the trace names INVALID."""
-    return _CBIDS.get(cbid, f"INVALID (cbid {cbid})")
 
 
 class _CallNames(dict[str, int]):
@@ -276,17 +96,17 @@ class _Reader:
                 for row in mine:
                     self.meta(native.text(row["name"]), int(row["pid"]), int(row["tid"]), native.text(row["label"]))
                 continue
-            category = _CODES[code - 1]
+            category = words.KINETO_CODES[code - 1]
             common = {"start_ns": start[at], "end_ns": end[at]}
-            if category in _CALLS:
+            if category in words.KINETO_CALLS:
                 name = native.indexes(mine["name"], self.call_names)
                 for i in np.flatnonzero(name == self.call_names["INVALID"]):
-                    name[i] = self.call_names[_call_name(int(mine["cbid"][i]))]
+                    name[i] = self.call_names[words.kineto_call(int(mine["cbid"][i]))]
                 for pid in (int(mine["pid"][0]), int(mine["pid"][-1])):
                     self.call_pids[pid] = self.call_pids.get(pid, 0) + len(mine)
                 self.calls.add(**common, thread=mine["tid"].copy(), name=name, correlation=mine["correlation"].copy())
-            elif category in _EXECUTIONS:
-                engine = _EXECUTIONS[category]
+            elif category in words.KINETO_EXECUTIONS:
+                engine = words.KINETO_EXECUTIONS[category]
                 self.executions.add(
                     **common,
                     name=native.indexes(mine["name"], self.names.index),
@@ -299,12 +119,12 @@ class _Reader:
                     channel=mine["channel"].copy(),
                     graph=mine["graph"].copy(),
                 )
-            elif category in _RANGES:
+            elif category in words.KINETO_RANGES:
                 self.ranges.add(
                     **common,
                     thread=mine["tid"].copy(),
                     name=native.indexes(mine["name"], self.names.index),
-                    style=np.full(len(mine), _RANGES[category], np.uint8),
+                    style=np.full(len(mine), words.KINETO_RANGES[category], np.uint8),
                 )
             else:
                 labels = [words.label_of(native.text(number)) for number in mine["name"].tolist()]
@@ -447,7 +267,7 @@ def rank_of(path: Path) -> int:
     return int(match.group(1)) if match else -1
 
 
-def _read_head(pieces: _Pieces) -> _Head:
+def _read_head(pieces: Pieces) -> _Head:
     """What the document says beside its events; damaged parts count as absent."""
     after = b'{"_":0' + pieces.after.rstrip() if pieces.after.lstrip().startswith(b",") else b"{}"
     merged: dict[str, Any] = {}
@@ -480,7 +300,7 @@ def _read_head(pieces: _Pieces) -> _Head:
 def _fallback() -> Decoder:
     from kvprobe.recordings.kineto_decode import Decoder
 
-    return Decoder(_CODES)
+    return Decoder(words.KINETO_CODES)
 
 
 def read(path: Path, progress: Progress | None = None) -> Recording:
@@ -494,11 +314,12 @@ def read(path: Path, progress: Progress | None = None) -> Recording:
     reader = _Reader(path, progress)
     notes: list[str] = []
     try:
-        source = _text_chunks(path, progress)
-        pieces = _Pieces(_ahead(source))
+        source = text_chunks(path, progress)
+        pieces = Pieces(ahead(source))
         pieces.find_events()
-        native = scanner(_CODES) or _fallback()
-        pieces.scan(native, lambda rows: reader.take_rows(native, rows))
+        native = scanner(words.KINETO_CODES) or _fallback()
+        pieces.scan(lambda text, last: native.scan(text, lambda rows: reader.take_rows(native, rows), last))
+        pieces.read_after()
         reader.bad, reader.skipped = native.bad(), native.skipped()
         head = _read_head(pieces)
     except RecordingError as error:

@@ -1,61 +1,27 @@
-"""The native scanner of Kineto events, through ctypes; optional: without it the reader decodes with msgspec.
-
-It is loaded from its file and shares nothing with the other native libraries, so reading a recording never needs them.
-"""
+"""The native scanner of Kineto events as rows of numbers; optional: without it the reader decodes with msgspec."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from kvprobe.recordings.assemble import distinct
 from kvprobe.recordings.model import Array
+from kvprobe.recordings.trace_library import END, FULL, MEMORY, MORE, ROW_BYTES, native_library
 
-__all__ = ["BROKEN", "END", "META", "MORE", "ROW", "Scanner", "native_library", "scanner"]
+__all__ = ["END", "META", "MORE", "ROW", "Scanner", "scanner"]
 
-MORE, END, FULL, BROKEN, MEMORY = range(5)
 META = 255
 _ROOM = 8192
-_LIBRARY = Path(__file__).parents[1] / "native" / "lib" / "libkvprobe_trace.so"
 
-# kvt_row of native/trace/kineto.c
+# kvt_row of native/trace/kineto.h
 _LONG = ("start_ns", "dur_ns", "pid", "tid", "correlation", "bytes", "graph")
 _SHORT = ("stream", "device", "channel", "count", "cbid", "name", "label")
 ROW = np.dtype([*((n, "i8") for n in _LONG), *((n, "i4") for n in _SHORT), ("category", "u1"), ("pad", "V3")])
-
-
-@functools.cache
-def native_library() -> ctypes.CDLL | None:
-    """The library; None where it was not built, or is of another layout."""
-    try:
-        library = ctypes.CDLL(str(_LIBRARY))
-        size, pointer = ctypes.c_size_t, ctypes.c_void_p
-        library.kvt_row_bytes.restype = size
-        if library.kvt_row_bytes() != ROW.itemsize:
-            return None
-        library.kvt_open.restype = pointer
-        library.kvt_close.argtypes = [pointer]
-        library.kvt_want.argtypes = [pointer, ctypes.c_char_p, ctypes.c_uint8]
-        library.kvt_scan.argtypes = [pointer, pointer, size, pointer, size, ctypes.POINTER(size), ctypes.POINTER(size)]
-        library.kvt_bad.argtypes, library.kvt_bad.restype = [pointer], ctypes.c_uint64
-        library.kvt_names.argtypes, library.kvt_names.restype = [pointer], ctypes.c_uint32
-        library.kvt_categories.argtypes, library.kvt_categories.restype = [pointer], ctypes.c_uint32
-        length = ctypes.POINTER(ctypes.c_uint32)
-        library.kvt_name.argtypes, library.kvt_name.restype = [pointer, ctypes.c_uint32, length], pointer
-        library.kvt_category.argtypes = [pointer, ctypes.c_uint32, length, ctypes.POINTER(ctypes.c_uint64)]
-        library.kvt_category.restype = pointer
-        library.kvt_table_open.argtypes = [ctypes.c_int, ctypes.c_uint32, pointer, pointer, ctypes.c_int, ctypes.c_int]
-        library.kvt_table_open.restype = pointer
-        library.kvt_table_close.argtypes = [pointer]
-        library.kvt_table_read.argtypes = [pointer, pointer, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64)]
-    except (OSError, AttributeError):
-        return None
-    return library
+assert ROW.itemsize == ROW_BYTES
 
 
 def scanner(categories: Sequence[str]) -> Scanner | None:

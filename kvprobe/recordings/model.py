@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvprobe.recordings.kinds import SUBMITTING, CallKind, Direction, Engine, Label, Memory, RangeStyle
+
 Array = npt.NDArray[Any]
 
 __all__ = [
+    "SUBMITTING",
     "CallKind",
     "Direction",
     "Engine",
@@ -29,77 +31,6 @@ __all__ = [
     "Table",
     "SCHEMAS",
 ]
-
-
-class CallKind(IntEnum):
-    """What a host-side call does; the kinds up to GRAPH submit work to a stream."""
-
-    OTHER = 0
-    COPY = 1
-    BATCH = 2
-    MEMSET = 3
-    LAUNCH = 4
-    GRAPH = 5
-    EVENT = 6
-    COPY_SYNC = 7
-    SYNC = 8
-    CREATE = 9
-    ALLOC = 10
-    FREE = 11
-
-
-SUBMITTING = (CallKind.COPY, CallKind.BATCH, CallKind.MEMSET, CallKind.LAUNCH, CallKind.GRAPH)
-
-
-class Direction(IntEnum):
-    """Where bytes went."""
-
-    UNKNOWN = 0
-    H2D = 1
-    D2H = 2
-    D2D = 3
-    H2H = 4
-
-
-class Memory(IntEnum):
-    """Kind of the host side's memory."""
-
-    UNKNOWN = 0
-    PAGEABLE = 1
-    PINNED = 2
-    DEVICE = 3
-    MANAGED = 4
-
-
-class Engine(IntEnum):
-    """What executed on the device."""
-
-    OTHER = 0
-    KERNEL = 1
-    COPY = 2
-    MEMSET = 3
-
-
-class Label(IntEnum):
-    """What the recorder itself said about an interval (CUPTI overhead kinds and the like)."""
-
-    OTHER = 0
-    COMMAND_BUFFER_FULL = 1
-    BUFFER_FLUSH = 2
-    LAZY_LOADING = 3
-    JIT = 4
-    RESOURCE = 5
-    INSTRUMENTATION = 6
-    GC = 7
-
-
-class RangeStyle(IntEnum):
-    """Who made a range, and whether it nests within its thread."""
-
-    PUSH_POP = 0
-    START_END = 1
-    OPERATOR = 2
-    ANNOTATION = 3
 
 
 # table -> column -> numpy type. "name" is int32 into Recording.names. -1 means unknown unless said otherwise.

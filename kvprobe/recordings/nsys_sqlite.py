@@ -20,8 +20,8 @@ import numpy as np
 from kvprobe.errors import RecordingError
 from kvprobe.recordings import vocabulary as words
 from kvprobe.recordings.assemble import codes, constant, join, link, sorted_table, stream_rows
-from kvprobe.recordings.kineto_scan import native_library
 from kvprobe.recordings.model import Array, CallKind, Engine, Label, RangeStyle, Recording, Source, Table
+from kvprobe.recordings.trace_library import native_library
 
 __all__ = ["MAGIC", "columns_to_recording", "read"]
 
@@ -29,6 +29,7 @@ MAGIC = b"SQLite format 3\0"
 Progress = Callable[[str, float], None]
 _BATCH = 1 << 17
 _PID_SHIFT, _ID_MASK = 24, 0xFFFFFF  # globalTid = ... pid << 24 | tid
+_DIRECTIONS, _MEMORY = np.array(words.NSYS_DIRECTIONS, np.uint8), np.array(words.NSYS_MEMORY, np.uint8)
 
 # What is read of each table: column -> default where the schema lacks it or the cell is NULL.
 COLUMNS: dict[str, dict[str, int]] = {
@@ -446,13 +447,13 @@ class _Builder:
                 short, full = raw["shortName"], raw["demangledName"]
                 part["name"] = self.text_rows(np.where(full >= 0, full, short))[0]
             elif engine == Engine.COPY:
-                kind = np.clip(raw["copyKind"], 0, len(words.NSYS_DIRECTIONS) - 1)
-                part["direction"] = words.NSYS_DIRECTIONS[kind]
+                kind = np.clip(raw["copyKind"], 0, len(_DIRECTIONS) - 1)
+                part["direction"] = _DIRECTIONS[kind]
                 host = np.where(np.isin(kind, (1, 3, 9, 11)), raw["srcKind"], raw["dstKind"])
-                part["memory"] = words.NSYS_MEMORY[np.clip(host, 0, len(words.NSYS_MEMORY) - 1)]
+                part["memory"] = _MEMORY[np.clip(host, 0, len(_MEMORY) - 1)]
                 part["name"] = self._copy_names()[kind]
             elif engine == Engine.MEMSET:
-                part["memory"] = words.NSYS_MEMORY[np.clip(raw["memKind"], 0, len(words.NSYS_MEMORY) - 1)]
+                part["memory"] = _MEMORY[np.clip(raw["memKind"], 0, len(_MEMORY) - 1)]
                 part["name"] = np.full(rows, self.names.add("memset"), np.int32)
             else:
                 part["name"] = np.full(rows, self.names.add("graph"), np.int32)

@@ -9,18 +9,26 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-import numpy as np
+from kvprobe.recordings.kinds import CallKind, Direction, Engine, Label, Memory, RangeStyle
 
-from kvprobe.recordings.model import Array, CallKind, Direction, Label, Memory
+TYPE_CHECKING = False  # nothing here loads numpy or typing, which take longer than a small trace
+if TYPE_CHECKING:
+    from kvprobe.recordings.model import Array
 
 __all__ = [
     "Names",
     "base_name",
     "call_direction",
     "call_kind",
+    "kineto_call",
     "kineto_copy",
     "label_of",
     "nsys_name",
+    "KINETO_CALLS",
+    "KINETO_CODES",
+    "KINETO_EXECUTIONS",
+    "KINETO_LABELS",
+    "KINETO_RANGES",
     "NSYS_DIRECTIONS",
     "NSYS_MEMORY",
 ]
@@ -28,37 +36,31 @@ __all__ = [
 _SUFFIX = re.compile(r"(?:_v\d+|_pt[sd][sz])+$")
 
 # Nsight Systems' copyKind: arrays are device memory; 10 is peer to peer, 11 to 13 are migrations of managed memory.
-NSYS_DIRECTIONS = np.array(
-    [
-        Direction.UNKNOWN,
-        Direction.H2D,
-        Direction.D2H,
-        Direction.H2D,
-        Direction.D2H,
-        Direction.D2D,
-        Direction.D2D,
-        Direction.D2D,
-        Direction.D2D,
-        Direction.H2H,
-        Direction.D2D,
-        Direction.H2D,
-        Direction.D2H,
-        Direction.D2D,
-    ],
-    dtype=np.uint8,
+NSYS_DIRECTIONS = (
+    Direction.UNKNOWN,
+    Direction.H2D,
+    Direction.D2H,
+    Direction.H2D,
+    Direction.D2H,
+    Direction.D2D,
+    Direction.D2D,
+    Direction.D2D,
+    Direction.D2D,
+    Direction.H2H,
+    Direction.D2D,
+    Direction.H2D,
+    Direction.D2H,
+    Direction.D2D,
 )
-NSYS_MEMORY = np.array(
-    [
-        Memory.PAGEABLE,
-        Memory.PINNED,
-        Memory.DEVICE,
-        Memory.DEVICE,
-        Memory.MANAGED,
-        Memory.DEVICE,
-        Memory.MANAGED,
-        Memory.UNKNOWN,
-    ],
-    dtype=np.uint8,
+NSYS_MEMORY = (
+    Memory.PAGEABLE,
+    Memory.PINNED,
+    Memory.DEVICE,
+    Memory.DEVICE,
+    Memory.MANAGED,
+    Memory.DEVICE,
+    Memory.MANAGED,
+    Memory.UNKNOWN,
 )
 
 
@@ -210,5 +212,38 @@ class Names:
 
     def map(self, names: Sequence[str]) -> Array:
         """The indexes of many names, (len(names),) int32."""
+        import numpy as np
+
         index = self.index
         return np.fromiter((index[name] for name in names), dtype=np.int32, count=len(names))
+
+
+# Kineto's categories of events, spelled as in 2021 and since.
+KINETO_CALLS = {"cuda_runtime", "Runtime", "cuda_driver", "Driver"}
+KINETO_EXECUTIONS = {
+    "kernel": Engine.KERNEL,
+    "Kernel": Engine.KERNEL,
+    "gpu_memcpy": Engine.COPY,
+    "Memcpy": Engine.COPY,
+    "gpu_memset": Engine.MEMSET,
+    "Memset": Engine.MEMSET,
+}
+KINETO_RANGES = {
+    "cpu_op": RangeStyle.OPERATOR,
+    "Operator": RangeStyle.OPERATOR,
+    "user_annotation": RangeStyle.ANNOTATION,
+}
+KINETO_LABELS = {"overhead"}
+# the scanners' code of each, less one
+KINETO_CODES = (*sorted(KINETO_CALLS), *KINETO_EXECUTIONS, *KINETO_RANGES, *KINETO_LABELS)
+# Calls that a Kineto does not know by name: CUPTI callback id -> name.
+# Runtime ids of CUDA 12.8 (482, 483) and 13.0 (509, 510), each with its per-thread-default-stream twin.
+_CBIDS = {
+    **dict.fromkeys((482, 483, 509, 510), "cudaMemcpyBatchAsync"),
+    **dict.fromkeys((776, 777, 796, 797), "cuMemcpyBatchAsync"),
+}
+
+
+def kineto_call(cbid: int) -> str:
+    """What stands for a call that a trace names INVALID."""
+    return _CBIDS.get(cbid, f"INVALID (cbid {cbid})")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvprobe.errors import RecordingError
-from kvprobe.recordings import kineto, kineto_scan, open_recording
+from kvprobe.recordings import kineto, kineto_scan, open_recording, pieces
 from kvprobe.recordings.model import SCHEMAS, CallKind, Direction, Engine, Label, Memory, RangeStyle
 
 
@@ -132,7 +132,7 @@ def test_a_batch_call_without_a_name_is_known_by_its_callback_id(either, tmp_pat
 @pytest.mark.parametrize("indent", [None, 0, 2])
 @pytest.mark.parametrize("chunk", [64, 333, 1 << 20])
 def test_where_the_text_is_cut_makes_no_difference(either, tmp_path, monkeypatch, indent, chunk):
-    monkeypatch.setattr(kineto, "_CHUNK", chunk)
+    monkeypatch.setattr(pieces, "_CHUNK", chunk)
     nasty = 'quote " brace },{"ph":"X" ]} \\" bracket ] \u20ac'
     events = [event(nasty, cat="cpu_op", ts=float(i), note=[{"name": nasty}, {"ph": nasty}, []]) for i in range(40)]
     path = write(

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from kvprobe.errors import RecordingError
 from kvprobe.recordings import nsys_sqlite, open_recording
 from kvprobe.recordings.assemble import join
-from kvprobe.recordings.kineto_scan import native_library
 from kvprobe.recordings.model import CallKind, Direction, Engine, Label, Memory
+from kvprobe.recordings.trace_library import native_library
 
 
 def count(recording, name):
