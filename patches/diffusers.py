@@ -1,14 +1,17 @@
 """diffusers: group offloading, one stream for all groups and a host wait before each. Measured, never changed.
 
 Its transfer stream was raced more than once upstream (a missing wait on the compute stream, `record_stream` on the
-wrong stream), so kvprobe names what blocks and leaves the streams alone.
+wrong stream), so kvprobe names what blocks, and what does not wait although it must, and leaves the streams alone.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
+from kvprobe.instrument.adapter import Target
 from kvprobe.instrument.calls import Timed, TimedCalls, tensor_bytes, timed
+from kvprobe.instrument.guard import Call, Patcher
 
 _MODULE = "diffusers.hooks.group_offloading"
 
@@ -19,6 +22,35 @@ class GroupOffload(TimedCalls):
     name, server, distributions, versions = "diffusers.group_offload", "diffusers", ("diffusers",), ">=0.33,<1"
     summary = "Times ModuleGroup.onload_ and offload_: bytes, host waits, pageable copies, pinning at every onload."
     timed = (timed(_MODULE, "ModuleGroup.onload_", (), "load"), timed(_MODULE, "ModuleGroup.offload_", (), "store"))
+    targets = (Target(_MODULE, "GroupOffloadingHook.pre_forward", ("module",)),)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._raced = False
+
+    def patch(self, patcher: Patcher, module: ModuleType) -> None:
+        """Also look at the moment before a group computes."""
+        super().patch(patcher, module)
+        patcher.wrap(module.GroupOffloadingHook, "pre_forward", self.forward_begins)
+
+    def forward_begins(self, call: Call, hook: Any, *args: Any, **kwargs: Any) -> Any:
+        """Says once where a group that loaded itself computes while its copies still run and nothing waits for them.
+
+        diffusers waits for a group's stream when it loads the group after it, or when another one loaded this group.
+        Where it found no order of groups (0.42: every parameter of a model is inside a block), it does neither.
+        """
+        result = call()
+        if not self._raced:
+            group, after = hook.group, hook.next_group
+            waits = after is not None and not after.onload_self
+            if group.stream is not None and group.onload_self and not waits and not group.stream.query():
+                self._raced = True
+                self.decide(
+                    "note",
+                    "a group's forward begins while its weights are still being copied, and nothing waits for them: "
+                    'the output may be wrong. Use offload_type="leaf_level", or use_stream=False',
+                )
+        return result
 
     def describe(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
         """What the group holds, and which of its settings makes the host wait."""

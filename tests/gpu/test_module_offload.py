@@ -141,7 +141,11 @@ def test_the_groups_of_diffusers(use_stream, tmp_path):
         plain = model(x)
         with instrument.observe("diffusers") as seen:
             output, moved = copied(lambda: model(x), tmp_path)
-    assert torch.equal(output, plain)
+    if use_stream:  # diffusers 0.42 computes before the weights are there, with kvprobe and without: nothing to compare
+        assert any("still being copied" in decision["why"] for decision in seen.decisions)
+    else:
+        assert torch.equal(output, plain)
+        assert not seen.decisions
     calls, said = told(seen, "diffusers.group_offload")
     assert said["load"] == moved["load"] == 6 * (1024 * 1024 + 1024) * 4
     causes = {call["cause"] for call in calls if call["direction"] == "load"}
