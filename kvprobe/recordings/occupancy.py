@@ -1,29 +1,31 @@
 """How full each launch queue was at every submission, and the host time that was spent blocked because it was full.
 
 Depth at a call's entry = operations in flight when the recording began + submissions before it - completions before
-it, one submission per correlation id, done at the end of its last operation. A full queue is named only where three
-things meet: depths that stop at a plateau, calls that cost more there than below it, and returns that follow the
-stream's progress more closely than chance would. Where one is missing the verdict says which.
+it, one submission per correlation id, done at the end of its last operation. What is measured here of a queue is judged
+in conclusion.py; native/trace/queues.c measures the same of a Kineto trace (a test compares them).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from kvprobe.recordings.assemble import correlation_keys, distinct, is_kind, match, spans
+from kvprobe.recordings.conclusion import LEAST_BLOCKED as _LEAST_BLOCKED
+from kvprobe.recordings.conclusion import LEAST_DEPTH as _LEAST_DEPTH
+from kvprobe.recordings.conclusion import Measured, conclude, overall
+from kvprobe.recordings.conclusion import ms as _ms
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording
+
+if TYPE_CHECKING:
+    from kvprobe.recordings.conclusion import Verdict
 
 __all__ = ["Occupancy", "StreamOccupancy", "depth_series", "group_ns", "innermost_range", "occupancy"]
 
-Verdict = Literal["saturated", "healthy", "cannot tell"]
-
 ALIGNED_NS = 20_000  # a blocked call returns 2 to 10 us after its stream moved on (V100, Kineto), to 18 (H100, nsys)
-_LEAST_DEPTH = 16  # below, no known queue is full
-_LEAST_BLOCKED = 5
 _SHALLOW = 0.9  # of the deepest: below it, a call is taken to be unaffected by the queue
 _NEVER = np.iinfo(np.int64).max
 
@@ -128,25 +130,7 @@ def occupancy(recording: Recording, *, use_labels: bool = True, by_channel: bool
             baseline[queue.calls[names == name]] = value
         found.append(queue)
     found.sort(key=lambda q: (-int(q.blocked_ns.sum()), q.stream))
-    verdict: Verdict
-    saturated = [q for q in found if q.verdict == "saturated"]
-    open_ = [q for q in found if q.verdict == "cannot tell"]
-    if saturated:
-        verdict, reason = "saturated", saturated[0].reason
-    elif open_:
-        verdict, reason = "cannot tell", open_[0].reason
-    else:
-        deepest = max((int(q.depth.max()) for q in found if len(q.depth)), default=0)
-        verdict = "healthy"
-        reason = (
-            (
-                max(found, key=lambda q: int(q.depth.max(initial=0))).reason
-                if found
-                else "nothing was submitted to a stream"
-            )
-            if deepest or not found
-            else found[0].reason
-        )
+    verdict, reason = overall([(q.verdict, q.reason, int(q.depth.max(initial=0))) for q in found])
     how = "inferred" if not recording.has_executions else "labels" if use_labels and labelled.any() else "plateau"
     return Occupancy(
         found,
@@ -364,7 +348,7 @@ def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> Non
         queue.baseline_ns[name] = int(_quantile(sample, 0.5))
         floor[name] = _quantile(sample, 0.95)
     if deepest < _LEAST_DEPTH:
-        queue.reason = f"never more than {deepest} submissions outstanding"
+        queue.verdict, queue.reason = conclude(Measured(deepest))
         return
     # The plateau is a band, for a queue may free room in chunks: 1,135 to 1,141 on one H100, 1,012 to 1,022 on a V100.
     band = max(4, round(0.015 * deepest))
@@ -382,49 +366,29 @@ def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> Non
             slow |= top & (duration > limit)
     lost = np.where(slow, duration - baseline, 0).astype(np.int64)
     if not slow.any():
-        queue.reason = f"{deepest} submissions outstanding at most, and calls cost no more there than at shallow depth"
+        queue.verdict, queue.reason = conclude(Measured(deepest))
         return
     # What is slow by chance at the top carries little; what a full queue costs stands out of everything slow below.
     # (Calls that a graph makes slow further down, or pageable ones, are somebody else's finding.)
     depths = depth[slow]
-    at_pin = int((judged & (depth >= int(depths.min()))).sum())
+    plateau = int(depths.min()), int(depths.max())
     queue.aligned, queue.chance = _alignment(queue.ends, calls["end_ns"][rows[slow]], duration[slow])
-    drained = _drained(queue.ends, calls["start_ns"][rows[slow]], calls["end_ns"][rows[slow]])
-    count = int(slow.sum())
-    span = f"{int(depths.min())} to {deepest} outstanding"
-    what = f"{count} calls at {span} took {_ms(int(lost.sum()))} more than shallow ones"
-    graphs = _graphs_outstanding(recording, queue)[slow].mean() if queue.graphs else 0.0
-    if graphs > 0.5:
-        queue.verdict = "cannot tell"
-        queue.reason = (
-            f"{what}; a full queue is likely, but graphs were in it: one launch takes an unknown number of "
-            "places, so no count of submissions is its depth"
+    queue.verdict, queue.reason = conclude(
+        Measured(
+            deepest,
+            slow=int(slow.sum()),
+            shallowest=plateau[0],
+            lost_ns=int(lost.sum()),
+            at_pin=int((judged & (depth >= plateau[0])).sum()),
+            aligned=queue.aligned,
+            chance=queue.chance,
+            drained=_drained(queue.ends, calls["start_ns"][rows[slow]], calls["end_ns"][rows[slow]]),
+            in_graphs=float(_graphs_outstanding(recording, queue)[slow].mean()) if queue.graphs else 0.0,
         )
-        return
-    if count < _LEAST_BLOCKED:
-        queue.verdict = "cannot tell" if int(lost.sum()) > 1_000_000 else "healthy"
-        queue.reason = f"{what}: too few to tell a full queue from chance"
-        return
-    informative = queue.chance < 0.6
-    if informative and queue.aligned < queue.chance + 0.2:
-        queue.verdict = "cannot tell"
-        queue.reason = (
-            f"{what}, but only {queue.aligned:.0%} return when the stream moves on ({queue.chance:.0%} would by chance)"
-        )
-        return
-    if not informative and (drained < 0.8 or at_pin < 20):
-        queue.verdict = "cannot tell"
-        queue.reason = (
-            f"{what}; operations end so often that returning with one proves nothing "
-            f"({queue.aligned:.0%}, by chance {queue.chance:.0%}), and depth did not stay at the top"
-        )
-        return
-    queue.verdict, queue.ceiling_how = "saturated", "plateau"
-    queue.blocked, queue.blocked_ns = slow, lost
-    queue.ceiling, queue.plateau = int(depths.max()), (int(depths.min()), int(depths.max()))
-    queue.reason = (
-        f"{what}; {queue.aligned:.0%} of them return when the stream moves on ({queue.chance:.0%} would by chance)"
     )
+    if queue.verdict == "saturated":
+        queue.ceiling_how, queue.ceiling, queue.plateau = "plateau", plateau[1], plateau
+        queue.blocked, queue.blocked_ns = slow, lost
 
 
 def _quantile(values: Array, share: float) -> float:
@@ -440,10 +404,6 @@ def _lookup(names: Array, table: dict[int, int] | dict[int, float]) -> Array:
     return cast(Array, values[np.searchsorted(keys, names)])
 
 
-def _ms(ns: int) -> str:
-    return f"{ns / 1e6:.1f} ms"
-
-
 def _distance(sorted_times: Array, at: Array) -> Array:
     """Distance of each instant to the nearest of the times, int64."""
     if not len(sorted_times):
@@ -457,14 +417,16 @@ def _distance(sorted_times: Array, at: Array) -> Array:
 def _alignment(ends: Array, returns: Array, duration: Array) -> tuple[float, float]:
     """Share of returns within ALIGNED_NS of an operation's end, and the share of instants nearby that are.
 
-    The instants are spread evenly over as long as each call took, before and after its return, at least 200 us.
+    The instants are spread evenly over as long as each call took, before and after its return, at least 200 us; of
+    more calls than 5,000, as many are taken evenly.
     """
     aligned = float((_distance(ends, returns) <= ALIGNED_NS).mean())
     reach = np.maximum(duration, 200_000)
-    steps = np.linspace(-1.0, 1.0, 41)
-    steps = steps[np.abs(steps) > 1e-9]
-    picked = np.linspace(0, len(returns) - 1, min(len(returns), 5000)).astype(np.int64)
-    instants = (returns[picked, None] + (reach[picked, None] * steps)).astype(np.int64).ravel()
+    # In whole nanoseconds: a float64 of nanoseconds since 1970 has steps of 256.
+    count = min(len(returns), 5000)
+    picked = np.arange(count) * (len(returns) - 1) // max(count - 1, 1)
+    offsets = reach[picked, None] * np.arange(1, 21) // 20
+    instants = np.concatenate([returns[picked, None] - offsets, returns[picked, None] + offsets]).ravel()
     return aligned, float((_distance(ends, instants) <= ALIGNED_NS).mean())
 
 
