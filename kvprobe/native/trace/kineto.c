@@ -4,22 +4,12 @@
  * knows Python, allocates per event, recurses, or trusts the text: every step is bounded by the piece it was given.
  * A piece begins between two events; what the scan did not consume is given again with the next piece.
  */
-#include <stdint.h>
+#include "kineto.h"
+
 #include <stdlib.h>
 #include <string.h>
 
-#define KVT_EXPORT __attribute__((visibility("default")))
-
-enum { KVT_MORE = 0, KVT_END = 1, KVT_FULL = 2, KVT_BROKEN = 3, KVT_MEMORY = 4 };
 enum { META = 255, MOST_CATEGORIES = 64, LONGEST_NAME = 1 << 16 };
-
-typedef struct {
-    int64_t start_ns, dur_ns, pid, tid, correlation, bytes, graph;
-    int32_t stream, device, channel, count, cbid, name, label; /* names by number; label: args.name of a meta event */
-    uint8_t category; /* the code it was asked for with; META for process and thread names */
-    uint8_t numeric;  /* which of a call's numbers fit; reserved */
-    uint8_t pad[2];
-} kvt_row; /* 88 bytes */
 
 typedef struct {
     const char *text; /* the JSON string as written, without quotes; owned */
@@ -34,14 +24,14 @@ typedef struct {
     uint32_t mask;
 } table;
 
-typedef struct {
+struct kvt_scan_state {
     table names;
     table categories;
     uint8_t codes[MOST_CATEGORIES];
     uint64_t counts[MOST_CATEGORIES];
     uint64_t bad;
     int started;
-} kvt_scan_state;
+};
 
 /* ---- interning ---------------------------------------------------------------------------------------------- */
 
