@@ -120,7 +120,9 @@ def _occupancy(story: Story, start: float, end: float, marks: list[Mark]) -> Cha
         short="outstanding",
         marks=marks,
         levels=[(float(story.queue_depth), f"depth {story.queue_depth:,}")],
-        how=f"Depth and {story.channels} channels: {story.calibrated or 'calibrated in this process'}.",
+        how=f"Depth and {story.channels} channels: {story.calibrated or 'calibrated in this process'}. "
+        "Outstanding: kvprobe's own count at each step; a copy counts until a completion after it was looked up, "
+        "so the count can stand above the depth.",
     )
 
 
