@@ -13,7 +13,7 @@ TYPE_CHECKING = False  # neither numpy nor typing is loaded by asking what a fil
 if TYPE_CHECKING:
     from kvprobe.recordings.model import Recording
 
-__all__ = ["open_recording", "sniff", "FORMATS"]
+__all__ = ["open_recording", "expand", "sniff", "FORMATS"]
 
 Progress = Callable[[str, float], None]
 
@@ -44,7 +44,7 @@ def open_recording(
     """
     if isinstance(inputs, (str, os.PathLike)):
         inputs = [inputs]
-    found = [(path, sniff(path)) for given in inputs for path in _expand(Path(given))]
+    found = [(path, sniff(path)) for given in inputs for path in expand(Path(given))]
     if not found:
         raise UsageError("no recording was given: name at least one file or folder")
     from kvprobe.recordings.merge import merge
@@ -113,7 +113,7 @@ def _sniff_folder(path: Path) -> str:
     )
 
 
-def _expand(path: Path) -> list[Path]:
+def expand(path: Path) -> list[Path]:
     """A folder of traces, one file per rank, is its files; anything else is itself."""
     if not path.is_dir():
         return [path]

@@ -18,8 +18,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvprobe.recordings.kineto_scan import END, META, MORE, ROW
+from kvprobe.recordings.kineto_scan import META, ROW
 from kvprobe.recordings.model import Array
+from kvprobe.recordings.pieces import END, MORE
 
 __all__ = ["Decoder"]
 

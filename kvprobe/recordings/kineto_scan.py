@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import json
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from kvprobe.recordings.assemble import distinct
 from kvprobe.recordings.model import Array
-from kvprobe.recordings.trace_library import END, FULL, MEMORY, MORE, ROW_BYTES, native_library
+from kvprobe.recordings.pieces import FULL, MEMORY
+from kvprobe.recordings.trace_library import ROW_BYTES, native_library, text_at
 
-__all__ = ["END", "META", "MORE", "ROW", "Scanner", "scanner"]
+__all__ = ["META", "ROW", "Scanner", "scanner"]
 
 META = 255
 _ROOM = 8192
@@ -83,7 +83,7 @@ class Scanner:
         while len(self._texts) <= number:
             length = ctypes.c_uint32()
             at = self._library.kvt_name(self._state, len(self._texts), ctypes.byref(length))
-            self._texts.append(_unescaped(ctypes.string_at(at, length.value)))
+            self._texts.append(text_at(at, length.value))
         return self._texts[number]
 
     def indexes(self, numbers: Array, index: Mapping[str, int]) -> Array:
@@ -113,15 +113,5 @@ class Scanner:
         for slot in (*range(self._wanted, self._library.kvt_categories(self._state)), 63):
             at = self._library.kvt_category(self._state, slot, ctypes.byref(length), ctypes.byref(count))
             if at and count.value:
-                out[_unescaped(ctypes.string_at(at, length.value))[:40] or "uncategorised"] = count.value
+                out[text_at(at, length.value)[:40] or "uncategorised"] = count.value
         return out
-
-
-def _unescaped(raw: bytes) -> str:
-    text = raw.decode("utf-8", "replace")
-    if "\\" in text:
-        try:
-            return str(json.loads(f'"{text}"', strict=False))
-        except ValueError:
-            pass
-    return text

@@ -9,14 +9,14 @@ import zlib
 from collections.abc import Callable, Iterator
 
 from kvprobe.errors import RecordingError
-from kvprobe.recordings.trace_library import BROKEN, END
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["Pieces", "ahead", "text_chunks"]
+__all__ = ["BROKEN", "END", "FULL", "MEMORY", "MORE", "UNFIT", "Pieces", "ahead", "text_chunks"]
 
+MORE, END, FULL, BROKEN, MEMORY, UNFIT = range(6)  # how a scan of a piece ended, as in native/trace
 Progress = Callable[[str, float], None]
 _CHUNK = 1 << 19
 _MOST_UNSPLIT = 1 << 25  # a single event, or what stands before the events, may not be longer

@@ -390,7 +390,7 @@ def _fsspec(path: str) -> Any:
 
 def _expand(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
     """Folders of one file per rank are their files, so that each is a task of its own."""
-    from kvprobe.recordings import _expand as expand
+    from kvprobe.recordings import expand
 
     out: list[str] = []
     for path in paths:

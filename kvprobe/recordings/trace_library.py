@@ -9,11 +9,22 @@ import ctypes
 import functools
 from pathlib import Path
 
-__all__ = ["BROKEN", "END", "FULL", "MEMORY", "MORE", "ROW_BYTES", "native_library"]
+__all__ = ["ROW_BYTES", "Queue", "native_library", "text_at"]
 
-MORE, END, FULL, BROKEN, MEMORY = range(5)  # how a scan ended
 ROW_BYTES = 88  # kvt_row of native/trace/kineto.h
 _LIBRARY = Path(__file__).parents[1] / "native" / "lib" / "libkvprobe_trace.so"
+_u8, _u32, _i32, _i64 = ctypes.c_uint8, ctypes.c_uint32, ctypes.c_int32, ctypes.c_int64
+
+
+class Queue(ctypes.Structure):
+    """`kvt_queue` of native/trace/queues.c: what was measured of one stream."""
+
+    _fields_ = [
+        ("row", _u32), ("device", _i32), ("handle", _i32), ("calls", _u32), ("before", _u32), ("after", _u32),
+        ("graphs", _u32), ("deepest", _i32), ("shallowest", _i32), ("ceiling", _i32), ("slow", _u32), ("at_pin", _u32),
+        ("lost_ns", _i64), ("aligned", ctypes.c_double), ("chance", ctypes.c_double), ("drained", ctypes.c_double),
+        ("in_graphs", ctypes.c_double),
+    ]  # fmt: skip
 
 
 @functools.cache
@@ -22,24 +33,49 @@ def native_library() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(str(_LIBRARY))
         size, pointer = ctypes.c_size_t, ctypes.c_void_p
-        library.kvt_row_bytes.restype = size
-        if library.kvt_row_bytes() != ROW_BYTES:
+        library.kvt_row_bytes.restype = library.kvt_queue_bytes.restype = size
+        if library.kvt_row_bytes() != ROW_BYTES or library.kvt_queue_bytes() != ctypes.sizeof(Queue):
             return None
-        library.kvt_open.restype = pointer
-        library.kvt_close.argtypes = [pointer]
-        library.kvt_want.argtypes = [pointer, ctypes.c_char_p, ctypes.c_uint8]
-        library.kvt_scan.argtypes = [pointer, pointer, size, pointer, size, ctypes.POINTER(size), ctypes.POINTER(size)]
-        library.kvt_bad.argtypes, library.kvt_bad.restype = [pointer], ctypes.c_uint64
-        library.kvt_names.argtypes, library.kvt_names.restype = [pointer], ctypes.c_uint32
-        library.kvt_categories.argtypes, library.kvt_categories.restype = [pointer], ctypes.c_uint32
-        length = ctypes.POINTER(ctypes.c_uint32)
-        library.kvt_name.argtypes, library.kvt_name.restype = [pointer, ctypes.c_uint32, length], pointer
-        library.kvt_category.argtypes = [pointer, ctypes.c_uint32, length, ctypes.POINTER(ctypes.c_uint64)]
-        library.kvt_category.restype = pointer
-        library.kvt_table_open.argtypes = [ctypes.c_int, ctypes.c_uint32, pointer, pointer, ctypes.c_int, ctypes.c_int]
-        library.kvt_table_open.restype = pointer
-        library.kvt_table_close.argtypes = [pointer]
-        library.kvt_table_read.argtypes = [pointer, pointer, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64)]
+        length = ctypes.POINTER(_u32)
+        for name, result, arguments in (
+            ("kvt_open", pointer, []),
+            ("kvt_close", None, [pointer]),
+            ("kvt_want", ctypes.c_int, [pointer, ctypes.c_char_p, _u8]),
+            ("kvt_scan", ctypes.c_int,
+             [pointer, pointer, size, pointer, size, ctypes.POINTER(size), ctypes.POINTER(size)]),
+            ("kvt_bad", ctypes.c_uint64, [pointer]),
+            ("kvt_names", _u32, [pointer]),
+            ("kvt_name", pointer, [pointer, _u32, length]),
+            ("kvt_categories", _u32, [pointer]),
+            ("kvt_category", pointer, [pointer, _u32, length, ctypes.POINTER(ctypes.c_uint64)]),
+            ("kvt_queues_open", pointer, []),
+            ("kvt_queues_close", None, [pointer]),
+            ("kvt_queues_want", ctypes.c_int, [pointer, ctypes.c_char_p, _u8, _u8]),
+            ("kvt_queues_scan", ctypes.c_int, [pointer, ctypes.c_char_p, size, ctypes.POINTER(size)]),
+            ("kvt_queues_words", _u32, [pointer]),
+            ("kvt_queues_word", pointer, [pointer, _u32, length, length, ctypes.POINTER(_i32)]),
+            ("kvt_queues_measure", ctypes.c_int, [pointer, ctypes.c_char_p, pointer, _u32]),
+            ("kvt_queues_count", _u32, [pointer]),
+            ("kvt_queues_all", ctypes.POINTER(Queue), [pointer]),
+            ("kvt_table_open", pointer, [ctypes.c_int, _u32, pointer, pointer, ctypes.c_int, ctypes.c_int]),
+            ("kvt_table_close", None, [pointer]),
+            ("kvt_table_read", ctypes.c_int, [pointer, pointer, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64)]),
+        ):  # fmt: skip
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError):
         return None
     return library
+
+
+def text_at(address: int, length: int) -> str:
+    """The text of a JSON string that the library holds as it stands in the trace."""
+    text = ctypes.string_at(address, length).decode("utf-8", "replace")
+    if "\\" in text:
+        import json
+
+        try:
+            return str(json.loads(f'"{text}"', strict=False))
+        except ValueError:
+            pass
+    return text
