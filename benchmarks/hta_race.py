@@ -4,7 +4,8 @@
 
 Each run is a process of its own; wall time and peak memory are what the kernel reports of it. The answer is the time
 lost to full launch queues: HTA's queue length series and blocked time (told the ceiling, which it does not learn),
-kvprobe's occupancy with verdict. Runs of the tools alternate. The floor is the time to unzip the file and do nothing.
+kvprobe's triage (what `kvprobe triage` prints: verdict, time lost and ceiling of every stream), each used as a library.
+Runs of the tools alternate. The floor is the time to unzip the file and do nothing.
 """
 
 from __future__ import annotations
@@ -39,13 +40,12 @@ print("ANSWER", json.dumps({"import_s": imported - begin, "work_s": done - impor
 KVPROBE = """
 import sys, time, json
 begin = time.perf_counter()
-from kvprobe.recordings import open_recording
-from kvprobe.recordings.occupancy import occupancy
+from kvprobe.recordings.triage import triage
 imported = time.perf_counter()
-queues = occupancy(open_recording([sys.argv[1]]))
+found = triage(sys.argv[1])
 done = time.perf_counter()
-answer = {"verdict": queues.verdict, "lost_ms": round(float(queues.blocked_ns.sum()) / 1e6, 1),
-          "ceilings": sorted({q.ceiling for q in queues.streams if q.ceiling > 0})}
+answer = {"verdict": found.verdict, "lost_ms": round(found.lost_ns / 1e6, 1),
+          "ceilings": sorted({q.ceiling for q in found.queues if q.ceiling > 0}), "native": found.native}
 print("ANSWER", json.dumps({"import_s": imported - begin, "work_s": done - imported, "answer": answer}))
 """
 
@@ -154,7 +154,7 @@ def compiled(folder: str) -> dict[str, str]:
     """An environment in which kvprobe's modules are found compiled, as pip leaves those of the rivals."""
     surroundings = {**os.environ, "PYTHONPYCACHEPREFIX": folder}
     surroundings.pop("PYTHONDONTWRITEBYTECODE", None)
-    warm = "import kvprobe.recordings.occupancy, kvprobe.recordings.kineto, kvprobe.recordings.merge"
+    warm = "import kvprobe.recordings.triage, kvprobe.recordings.kineto_queues"
     subprocess.run([sys.executable, "-c", warm], check=True, env=surroundings)
     return surroundings
 

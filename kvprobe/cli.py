@@ -17,6 +17,7 @@ COMMANDS = {
     "bench": "Compare the stream policies and copy methods of this machine, interleaved.",
     "run": "Run a command and record every copy of every process it starts.",
     "top": "Live view of running, watched processes.",
+    "triage": "One line a recording: was a launch queue full, where, what did it cost.",
     "report": "Say what is wrong in recordings, as one HTML page.",
     "stats": "Tables of a recording: calls, copies, sizes, ranges, streams.",
     "diff": "Compare two recordings, finding by finding.",

@@ -16,10 +16,12 @@ from kvprobe.recordings.pieces import Pieces, ahead, text_chunks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvprobe.recordings.conclusion import Verdict
     from kvprobe.recordings.trace_library import Queue
 
-__all__ = ["QueueTriage", "Triage", "quick_triage", "triage", "whole_triage"]
+__all__ = ["QueueTriage", "Triage", "quick_triage", "quick_triages", "triage", "whole_triage"]
 
 
 class QueueTriage:
@@ -106,6 +108,23 @@ def quick_triage(path: str | os.PathLike[str], *, on_a_thread: bool = True) -> T
     queues.sort(key=lambda queue: (-queue.lost_ns, queue.stream))
     verdict, reason = overall([(queue.verdict, queue.reason, queue.deepest) for queue in queues])
     return Triage(path, verdict, reason, "plateau", queues, native=True)
+
+
+def quick_triages(paths: Sequence[Path]) -> list[Triage | RecordingError | None]:
+    """`quick_triage` of each, several at a time where there are cores; the error of those that cannot be read."""
+
+    def attempt(path: Path) -> Triage | RecordingError | None:
+        try:
+            return quick_triage(path, on_a_thread=len(paths) == 1)
+        except RecordingError as error:
+            return error
+
+    if len(paths) < 2:
+        return [attempt(path) for path in paths]
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # unzip and scan release the interpreter lock
+        return list(pool.map(attempt, paths))
 
 
 def _judged(queue: Queue) -> QueueTriage:

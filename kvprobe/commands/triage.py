@@ -1,0 +1,86 @@
+"""`kvprobe triage`: one line a recording, in the time that unzipping it takes: was a launch queue full."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from kvprobe.recordings.triage import QueueTriage, Triage
+
+__all__ = ["command"]
+
+_WORST = ("saturated", "cannot tell", "healthy")
+
+
+@click.command(short_help="One line a recording: was a launch queue full, where, what did it cost.")
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: each recording, its queues, the reasons.")
+def command(inputs: tuple[Path, ...], as_json: bool) -> int:
+    """Say of each recording whether a launch queue was full, worst first.
+
+    A line has the verdict, the host time lost, the depth at which the queue was full, the stream, and the file. Folders
+    stand for the recordings in them. PyTorch profiler traces take hardly longer than unzipping them; `kvprobe report`
+    finds other causes as well. Exit code 1: an input could not be read.
+    """
+    from kvprobe.recordings import expand
+    from kvprobe.recordings.triage import Triage, quick_triages
+
+    paths = [path for given in inputs for path in expand(given)]
+    quick = quick_triages(paths)
+    answers = [_whole(path) if answer is None else answer for path, answer in zip(paths, quick, strict=True)]
+    found = [answer for answer in answers if isinstance(answer, Triage)]
+    found.sort(key=lambda one: (-one.lost_ns, _WORST.index(one.verdict)))
+    errors = [str(answer) for answer in answers if not isinstance(answer, Triage)]
+    if as_json:
+        import json
+
+        click.echo(json.dumps({"recordings": [_json(one) for one in found], "errors": errors}))
+    else:
+        from kvprobe.commands._reading import plain
+
+        for one in found:
+            click.echo(_line(one) + plain(str(one.path)))
+    for error in errors:
+        click.echo(f"kvprobe: {error}", err=True)
+    return 1 if errors else 0
+
+
+def _whole(path: Path) -> Triage | Exception:
+    from kvprobe.commands._reading import reuse_memory
+    from kvprobe.errors import RecordingError
+    from kvprobe.recordings.triage import whole_triage
+
+    reuse_memory()
+    try:
+        return whole_triage(path)
+    except RecordingError as error:
+        return error
+
+
+def _line(one: Triage) -> str:
+    from kvprobe.recordings.conclusion import ms
+
+    full = [queue for queue in one.queues if queue.verdict == "saturated"]
+    shown = full or [queue for queue in one.queues if queue.verdict == "cannot tell"]
+    lost, ceiling = (ms(one.lost_ns), f"ceiling {full[0].ceiling:,}") if full else ("-", "-")
+    stream = _name(shown[0]) + (f" and {len(shown) - 1} more" if len(shown) > 1 else "") if shown else "-"
+    return f"{one.verdict:11}  {lost:>12}  {ceiling:13}  {stream:21}  "
+
+
+def _name(queue: QueueTriage) -> str:
+    # a recorder's number, or an address where only that is known
+    return f"stream {queue.handle}" if queue.handle < 1 << 20 else f"stream {queue.handle:#x}"
+
+
+def _json(one: Triage) -> dict[str, Any]:
+    return {
+        "path": str(one.path),
+        "verdict": one.verdict,
+        "reason": one.reason,
+        "how": one.how,
+        "lost_ns": one.lost_ns,
+        "queues": [vars(queue) for queue in one.queues],
+    }
