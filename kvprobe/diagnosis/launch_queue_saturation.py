@@ -117,6 +117,8 @@ def find(frame: Frame) -> Finding | None:
         evidence.append(Evidence(f"the recorder labels {ms(labelled)} as command buffer full; inference alone finds "
                                  f"{ms(inferred)}", labelled, "ns", LABELLED))  # fmt: skip
     first = queues[0]
+    if found.how == "inferred":
+        evidence.append(Evidence(first.reason, float(first.ceiling), "1", INFERRED))
     if np.isfinite(first.aligned):
         evidence.append(Evidence(f"{first.aligned:.0%} of them return when their stream moves on; by chance "
                                  f"it would be {first.chance:.0%}", first.aligned, "1", MEASURED))  # fmt: skip

@@ -24,7 +24,7 @@ def find(frame: Frame) -> Finding | None:
         return None
     lost = int(left[rows].sum())
     deep = frame.occupancy.depth[rows]
-    known = deep >= 0
+    known = (deep >= 0) & frame.recording.has_executions  # without executions depth is inferred where a queue was full
     evidence = [
         Evidence(f"{len(rows)} submissions took {ms(lost)} longer than such calls do; the longest "
                  f"{ms(int(frame.dur[rows].max()))}", lost, "ns", MEASURED),

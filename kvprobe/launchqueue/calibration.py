@@ -9,12 +9,15 @@ seen twice.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes as ct
 import hashlib
 import json
 import os
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kvprobe.cuda import MEMCPY_KIND, Runtime
 from kvprobe.cuda.memory import Buffer
@@ -51,28 +54,44 @@ class QueueLimits:
 def calibrate(runtime: Runtime, *, cache: bool = True) -> QueueLimits:
     """Measures, or reads what an earlier process measured in the same environment.
 
-    Takes some 50 ms; the device's copy engine is held back meanwhile, other streams of this process go on.
+    Takes some 50 ms; the device's copy engine is held back meanwhile, other streams of this process go on. Under
+    `kvprobe run` the result and its time are left in the run folder as `queue-<pid>.json`, for the recording's reader.
 
     Raises:
         CudaError: a runtime call failed.
         KvprobeError: no count could be reproduced.
     """
-    path = _cache_path(runtime)
-    if cache:
-        try:
-            return replace(QueueLimits(**json.loads(path.read_text())), how="cached")
-        except (OSError, ValueError, TypeError):
-            pass
-    limits = _measure(runtime)
-    if cache:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps(asdict(limits)))
-            partial.replace(path)
-        except OSError:
-            pass  # a home that cannot be written costs 50 ms a start, nothing else
+    start_ns = time.monotonic_ns()
+    limits = _cached(runtime) if cache else None
+    if limits is None:
+        limits = _measure(runtime)
+        if cache:
+            path = _cache_path(runtime)
+            with contextlib.suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            _write(path, asdict(limits))
+    folder = os.environ.get("KVPROBE_RUN")
+    if folder:
+        when = {"start_ns": start_ns, "end_ns": time.monotonic_ns()}
+        _write(Path(folder) / f"queue-{os.getpid()}.json", when | asdict(limits))
     return limits
+
+
+def _cached(runtime: Runtime) -> QueueLimits | None:
+    try:
+        return replace(QueueLimits(**json.loads(_cache_path(runtime).read_text())), how="cached")
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    """Whole or not at all; where it cannot be written, what it would have told is measured again or not known."""
+    try:
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(value))
+        partial.replace(path)
+    except OSError:
+        pass
 
 
 def _measure(runtime: Runtime) -> QueueLimits:

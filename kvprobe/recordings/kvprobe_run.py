@@ -22,7 +22,7 @@ from kvprobe.errors import RecordingError
 from kvprobe.probe.processes import alive
 from kvprobe.probe.ring import CALLS, RECORD, SLOT, UNTIMED, RingSnapshot, read_ring
 from kvprobe.recordings.assemble import sorted_table, stream_rows
-from kvprobe.recordings.model import Array, CallKind, Recording, Source, Table
+from kvprobe.recordings.model import Array, CallKind, Label, Recording, Source, Table
 from kvprobe.recordings.vocabulary import Names
 
 __all__ = ["read"]
@@ -120,12 +120,14 @@ def read(
     shifts = [shifts[i] for i in order]
     recording = Recording(source=source, has_executions=False)
     _fill(recording, processes, shifts, runs, names)
+    notes += _launch_queue(recording, processes, shifts, names)
     for process in processes:
         if not (process.state in ("closed", "running", "replaced") or process.state.startswith("exit code")):
             notes.append(f"process {process.pid} {process.state}; its totals are whole, and its newest detail is kept")
     for folder, run in runs.items():
-        recording.machine.update({key: run[key] for key in ("host", "kernel", "cpus", "python") if key in run})
-        recording.machine_how.update(dict.fromkeys(recording.machine, f"run.json of {folder.name}"))
+        facts = {key: run[key] for key in ("host", "kernel", "cpus", "python") if key in run}
+        recording.machine.update(facts)
+        recording.machine_how.update(dict.fromkeys(facts, f"run.json of {folder.name}"))
     known = [(p.unix_offset_ns, by) for p, by in zip(processes, shifts, strict=True) if p.unix_offset_ns is not None]
     offset = next((offset - by for offset, by in known if offset is not None), None)
     if offset is None:
@@ -255,6 +257,42 @@ def _notes(run: dict[str, Any], end: dict[str, Any], rings: list[RingSnapshot], 
                      "a ring file has room for, calls in signal handlers, or a full disk")  # fmt: skip
     if any(ring.producer == "interposer" for ring in rings):
         notes.append("host side only: what the device executed was not recorded (kvprobe run --nsys records it)")
+    return notes
+
+
+def _launch_queue(recording: Recording, processes: list[_Process], shifts: list[int], names: Names) -> list[str]:
+    """Depth and channels as the processes calibrated them, as facts of the machine; notes where they differ.
+
+    The calls that calibrated them are labelled as the recorder's own work: they fill a queue until one blocks.
+    """
+    told: dict[int, dict[str, Any]] = {}
+    labels: dict[str, list[int]] = {n: [] for n in ("start_ns", "end_ns", "process", "label", "name")}
+    for row, (process, shift) in enumerate(zip(processes, shifts, strict=True)):
+        queue = _json(process.folder / f"queue-{process.pid}.json")
+        start, end = _ns(queue.get("start_ns")), _ns(queue.get("end_ns"))
+        # of a program that began later under the same pid it says nothing
+        if not process.start_ns <= end or _ns(queue.get("depth")) <= 0:
+            continue
+        told[process.pid] = queue
+        if queue.get("how") == "calibrated":
+            facts = start + shift, end + shift, row, int(Label.INSTRUMENTATION), names.add("kvprobe: calibration")
+            for column, fact in zip(labels.values(), facts, strict=True):
+                column.append(fact)
+    if told:
+        recording.tables["labels"] = sorted_table("labels", {k: np.array(v) for k, v in labels.items()})
+    notes = []
+    for name, key in (("queue_depth", "depth"), ("channels", "channels")):
+        values = {pid: _ns(queue.get(key)) for pid, queue in told.items()}
+        if len(set(values.values())) > 1:
+            some = ", ".join(f"{value} (process {pid})" for pid, value in sorted(values.items()))
+            notes.append(f"processes differ in {name}, so none is taken for all: {some}")
+        elif values:
+            pid = min(values)
+            earlier = "an earlier process in the environment of " if told[pid].get("how") == "cached" else ""
+            recording.machine[name] = values[pid]
+            recording.machine_how[name] = (
+                f"counted in {earlier}process {pid}: small copies behind a closed gate until one blocked"
+            )
     return notes
 
 

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from kvprobe.recordings.assemble import correlation_keys, distinct, is_kind, match, spans
-from kvprobe.recordings.conclusion import LEAST_BLOCKED as _LEAST_BLOCKED
 from kvprobe.recordings.conclusion import LEAST_DEPTH as _LEAST_DEPTH
 from kvprobe.recordings.conclusion import Measured, conclude, overall
-from kvprobe.recordings.conclusion import ms as _ms
+from kvprobe.recordings.inferred import infer
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording
 
 if TYPE_CHECKING:
@@ -307,7 +306,7 @@ def _judge(recording: Recording, queue: StreamOccupancy, labelled: Array, use_la
     calls = recording.calls
     rows = queue.calls
     if not recording.has_executions:
-        _infer_from_submissions(recording, queue)
+        infer(recording, queue)
         return
     duration = calls["end_ns"][rows] - calls["start_ns"][rows]
     queue.labelled_ns = int(labelled[rows].sum())
@@ -477,90 +476,6 @@ def _labelled(recording: Recording) -> Array:
     known = rows >= 0
     np.add.at(out, rows[known], length[known])
     return cast(Array, np.minimum(out, calls["end_ns"] - calls["start_ns"]))
-
-
-# ---- without executions ---------------------------------------------------------------------------------------------
-
-
-def _infer_from_submissions(recording: Recording, queue: StreamOccupancy) -> None:
-    """Depth and blocked time where the device was not recorded: from how the cost of calls changes within a burst.
-
-    A burst is what one stream is given without a wait or a pause of its threads. Within it the outstanding count can
-    only be bounded by the number of calls so far; a full queue shows as a jump of the cost that stays.
-    """
-    calls, rows = recording.calls, queue.calls
-    start, end = calls["start_ns"][rows], calls["end_ns"][rows]
-    duration = end - start
-    waits = np.flatnonzero(calls["kind"] == CallKind.SYNC)
-    wait_ends = np.sort(calls["end_ns"][waits][np.isin(calls["thread"][waits], np.unique(calls["thread"][rows]))])
-    pause = np.r_[True, start[1:] - np.maximum.accumulate(end)[:-1] > 1_000_000]
-    pause[1:] |= np.searchsorted(wait_ends, start[1:]) > np.searchsorted(wait_ends, start[:-1])
-    burst = np.cumsum(pause) - 1
-    firsts = np.flatnonzero(pause)
-    position = np.arange(len(rows)) - firsts[burst]
-    known_depth = recording.machine.get("queue_depth")
-    judged = (calls["memory"][rows] != Memory.PAGEABLE) & (calls["kind"][rows] != CallKind.GRAPH)
-    base = np.zeros(len(rows))
-    for name in distinct(calls["name"][rows]):
-        mine = calls["name"][rows] == name
-        early = duration[mine & (position < 200)]
-        queue.baseline_ns[name] = int(np.median(early if len(early) else duration[mine]))
-        base[mine] = queue.baseline_ns[name]
-    slow = judged & (duration > np.maximum(3 * base, base + 1000))
-    jumps: list[int] = []
-    blocked = np.zeros(len(rows), dtype=bool)
-    depth = position.astype(np.int64)
-    for begin, stop in zip(firsts.tolist(), [*firsts[1:].tolist(), len(rows)], strict=True):
-        length = stop - begin
-        if length < 64:
-            continue
-        # The first call from which on at least half are slow, to the end of the burst or for 32 calls.
-        here = slow[begin:stop]
-        window = min(32, length // 2)
-        share = np.convolve(here, np.ones(window) / window, "valid")
-        candidates = np.flatnonzero((share >= 0.5) & here[: len(share)])
-        candidates = candidates[candidates >= _LEAST_DEPTH]
-        if not len(candidates):
-            continue
-        jump = int(candidates[0])
-        if here[:jump].mean() > 0.1:  # slow before the jump as well: not the shape of a queue that fills
-            continue
-        jumps.append(jump)
-        blocked[begin + jump : stop] = here[jump:]
-        depth[begin + jump : stop] = jump
-    deepest = int(depth.max()) if len(depth) else 0
-    if not jumps:
-        queue.depth = np.minimum(depth, np.iinfo(np.int32).max).astype(np.int32)
-        lost = int((duration - base)[slow & (duration > 50_000)].sum())
-        if lost > max(1_000_000, 0.01 * (int(end.max()) - int(start[0]))):
-            queue.verdict = "cannot tell"
-            queue.reason = (
-                f"slow calls took {_ms(lost)} more than others, in no pattern that shows a full queue without "
-                "device activity, which was not recorded"
-            )
-            return
-        queue.reason = (
-            f"no burst of up to {deepest + 1} submissions has calls that become slow and stay so "
-            "(inferred: no device activity was recorded)"
-        )
-        return
-    ceiling = int(np.median(jumps))
-    fits = (
-        abs(ceiling - known_depth) <= 0.25 * known_depth
-        if isinstance(known_depth, int) and known_depth > 0
-        else ceiling >= 200 and (len(jumps) < 2 or np.ptp(np.percentile(jumps, (25, 75))) <= 0.2 * ceiling)
-    )
-    queue.depth = np.minimum(depth, np.iinfo(np.int32).max).astype(np.int32)
-    lost_ns = np.where(blocked, duration - base, 0).astype(np.int64)
-    what = f"in {len(jumps)} bursts calls become slow after about {ceiling} submissions and stay so"
-    if not fits or int(blocked.sum()) < _LEAST_BLOCKED:
-        queue.verdict = "cannot tell"
-        queue.reason = f"{what}, which fits no known depth (inferred: no device activity was recorded)"
-        return
-    queue.verdict, queue.ceiling_how = "saturated", "inferred"
-    queue.blocked, queue.blocked_ns, queue.inferred_ns = blocked, lost_ns, int(lost_ns.sum())
-    queue.ceiling, queue.plateau = ceiling, (min(jumps), max(jumps))
-    queue.reason = f"{what} (inferred: no device activity was recorded)"
 
 
 # ---- views ----------------------------------------------------------------------------------------------------------

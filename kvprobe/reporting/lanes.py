@@ -276,7 +276,7 @@ LANES = 4  # streams drawn by themselves
 _HOW = {
     "labels": "Counted from submissions and executions; calls that the recorder labels as blocked are taken as such.",
     "plateau": "Counted from submissions and executions; a full queue is inferred from plateau, cost and wake-up.",
-    "inferred": "Inferred from the submissions alone, because no device activity was recorded: an upper bound.",
+    "inferred": "Inferred, because no device activity was recorded: from the ends of transfers, or the pace of calls.",
 }
 
 

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from kvprobe.diagnosis import diagnose
 from kvprobe.native import build
 from kvprobe.probe import stacks
 from kvprobe.recordings import open_recording
 from kvprobe.recordings.model import Recording
+from kvprobe.recordings.occupancy import occupancy
 
 from .watched import COPIES, KVPROBE, clean_environment, run_watched, wait_for_end
 
@@ -358,6 +360,50 @@ def test_where_ptrace_is_not_permitted_the_process_is_asked(tmp_path: Path) -> N
 def test_a_process_that_cannot_answer_is_said_to(tmp_path: Path) -> None:
     taken = stacks.take(tmp_path, os.getpid(), os.getpid(), inside=True, timeout_s=0.2)
     assert taken["how"] == "failed" and "did not answer" in taken["error"]
+
+
+# ---- what an engine tells -------------------------------------------------------------------------------------------
+
+
+def test_the_queue_that_a_demo_fills_is_named(tmp_path: Path) -> None:
+    """What was outstanding is known from the engine's transfers, and how deep the queue is from its calibration."""
+    program = "from kvprobe.cli import main\nimport sys\nsys.exit(main())"
+    done = run_watched(tmp_path / "run", sys.executable, "-c", program, "demo", "--device", "host", "--seconds", "3",
+                       "--report", tmp_path / "demo.html")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    wait_for_end(tmp_path / "run")
+    recording = open_recording(tmp_path / "run")
+    assert recording.machine["queue_depth"] == 1021 and "counted in process" in recording.machine_how["queue_depth"]
+    queues = occupancy(recording)
+    assert queues.verdict == "saturated" and "ends of transfers" in queues.reason
+    full = max(queues.streams, key=lambda queue: int(queue.blocked_ns.sum()))
+    assert full.ceiling == pytest.approx(1021, rel=0.05)
+    said = {finding.cause: finding for finding in diagnose(recording, queues)}
+    assert said["launch_queue_saturation"].confidence == "likely"
+    spent = recording.calls["end_ns"] - recording.calls["start_ns"]
+    blocked = spent[full.calls][spent[full.calls] > 20_000].sum()
+    assert said["launch_queue_saturation"].lost_ns == pytest.approx(blocked, rel=0.1)
+
+
+def test_an_engine_that_never_fills_its_queue_gets_nothing_found_for_its_own_calibration(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("""
+from kvprobe.cuda import device_region, find_runtime, host_region
+from kvprobe.offload import BlockPool, OffloadEngine
+runtime = find_runtime("host")
+gpu = BlockPool(runtime, [device_region(runtime, 64 * 4096)], 4096)
+cpu = BlockPool(runtime, [host_region(runtime, 64 * 4096)], 4096)
+with OffloadEngine(runtime, gpu, cpu, policy="shared", detail="copies") as engine:
+    for _ in range(20):
+        engine.load(range(40), range(40)).wait()
+""")
+    done = run_watched(tmp_path / "run", sys.executable, program, XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    wait_for_end(tmp_path / "run")
+    recording = open_recording(tmp_path / "run")
+    assert recording.labels.rows == 1 and recording.transfers.rows == 20
+    assert occupancy(recording).verdict == "healthy"
+    assert not {finding.cause for finding in diagnose(recording)} - {"profiler_overhead"}
 
 
 def test_the_terminal_is_told_where_the_report_is(tmp_path: Path) -> None:

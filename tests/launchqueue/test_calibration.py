@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -51,3 +52,14 @@ def test_a_second_process_in_the_same_environment_reads_the_cache_and_in_another
 def test_a_cache_that_cannot_be_written_or_read_changes_nothing(tmp_path):
     (tmp_path / "kvprobe").write_text("a file where the folder should be")
     assert measure(tmp_path, "cache")[0][0] == 1021
+
+
+def test_under_kvprobe_run_the_result_is_left_for_the_recording(tmp_path):
+    before = time.monotonic_ns()
+    assert measure(tmp_path, "cache", KVPROBE_RUN=str(tmp_path))[1][3] == "cached"
+    (left,) = tmp_path.glob("queue-*.json")
+    said = json.loads(left.read_text())
+    assert (said["depth"], said["channels"], said["how"]) == (1021, 4, "cached")
+    assert before < said["start_ns"] <= said["end_ns"] < time.monotonic_ns()
+    assert measure(tmp_path, KVPROBE_RUN=str(tmp_path / "gone"))[0][0] == 1021
+    assert not (tmp_path / "gone").exists()

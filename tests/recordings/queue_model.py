@@ -20,8 +20,14 @@ def simulate(
     seed=1,
     executions=True,
     wake_ns=3000,
+    burst=0,
+    pause_ns=0,
+    chunk=1,
 ):
-    """A thread a stream submits `calls` copies; a call entered at `cap` outstanding waits for the oldest."""
+    """A thread a stream submits `calls` copies; a call entered at `cap` outstanding waits for the oldest.
+
+    After each `burst` calls it pauses; a full queue frees `chunk` places at once.
+    """
     rng = np.random.default_rng(seed)
     out = {name: [] for name in ("start", "end", "stream", "begin", "done")}
     lost = 0
@@ -36,7 +42,8 @@ def simulate(
                 oldest += 1
             wait = 0
             if len(done) - oldest >= cap:
-                wait = done[len(done) - cap] + wake_ns - start
+                last = len(done) - cap
+                wait = max(done[last + -last % chunk] + wake_ns - start, 0)
             lost += wait
             now = start + cost + wait
             begin = max(free, now)
@@ -44,7 +51,7 @@ def simulate(
             done.append(free)
             for name, value in zip(out, (start, now, stream, begin, free), strict=True):
                 out[name].append(value)
-            now += think_ns
+            now += think_ns + (pause_ns if burst and len(done) % burst == 0 else 0)
     n = len(out["start"])
     stream = np.array(out["stream"])
     tables = {

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import struct
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 from kvprobe.errors import RecordingError
 from kvprobe.native.library import Record, RingOptions, core
 from kvprobe.recordings import open_recording
-from kvprobe.recordings.model import CallKind, Direction, Memory
+from kvprobe.recordings.model import CallKind, Direction, Label, Memory
 
 
 def write(path: Path, producer: str, records: list[dict[str, int]], close: bool = True) -> int:
@@ -131,6 +132,30 @@ def test_processes_are_sorted_by_rank_and_their_ends_named(tmp_path: Path) -> No
     assert r.processes["rank"].tolist() == [0, 1, 2]
     assert [r.text(int(i)) for i in r.processes["state"]] == ["killed by SIGKILL", "exit code 3", "closed"]
     assert any("SIGKILL" in note for note in r.notes) and any("not over" in note for note in r.notes)
+
+
+def test_the_launch_queue_that_a_process_calibrated_is_a_fact_of_the_machine(tmp_path: Path) -> None:
+    def calibrated(pid: int, depth: int, ended_ns: int, how: str = "calibrated") -> None:
+        said = {"start_ns": ended_ns - 100, "end_ns": ended_ns, "depth": depth, "channels": 4, "how": how}
+        (tmp_path / f"queue-{pid}.json").write_text(json.dumps(said))
+
+    one, other = (write(tmp_path / f"{name}.kvp", "interposer", [copy(1000)]) for name in "ab")
+    later = time.monotonic_ns()
+    calibrated(one, 1021, later)
+    calibrated(other, 64, 5)  # before this program began: another one with the same pid
+    r = open_recording(tmp_path)
+    assert (r.machine["queue_depth"], r.machine["channels"]) == (1021, 4)
+    assert f"counted in process {one}" in r.machine_how["queue_depth"]
+    assert (r.labels["start_ns"].tolist(), r.labels["end_ns"].tolist()) == ([later - 100], [later])
+    assert r.labels["label"].tolist() == [Label.INSTRUMENTATION]
+    assert r.processes["pid"][r.labels["process"][0]] == one
+    calibrated(other, 1021, later, "cached")
+    r = open_recording(tmp_path)
+    assert r.machine["queue_depth"] == 1021 and r.labels.rows == 1
+    calibrated(other, 4093, later)
+    r = open_recording(tmp_path)
+    assert "queue_depth" not in r.machine and r.machine["channels"] == 4
+    assert any("differ in queue_depth" in note and "4093" in note for note in r.notes)
 
 
 def test_nodes_meet_in_unix_time(tmp_path: Path) -> None:

@@ -1,0 +1,315 @@
+"""Whether a launch queue was full where the device was not recorded: from what the host saw alone.
+
+What was outstanding is counted from the ends of transfers, where an engine tells them of nearly all that a stream was
+given; else it is reckoned from the calls themselves. Either way a full queue is named only where calls are slow at one
+depth and quick below it, and that depth is the one that was calibrated, or one that queues have.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvprobe.recordings.assemble import distinct
+from kvprobe.recordings.buckets import bucket_floor_ns
+from kvprobe.recordings.conclusion import LEAST_BLOCKED, LEAST_DEPTH, ms
+from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording
+
+if TYPE_CHECKING:
+    from kvprobe.recordings.occupancy import StreamOccupancy
+
+__all__ = ["infer"]
+
+_TOP, _BELOW = 0.9, 0.8  # of the full depth: where a queue counts as full, and where it has room
+_NEARLY, _OVER = 0.75, 1.25  # of the full depth: how far a reckoned depth may be off
+_OFTEN, _LEAST_SEEN = 0.03, 20  # how many of the calls at the top are slow (one in a chunk); calls to compare with
+_LEAST_UNKNOWN, _USUAL = 200, (900, 1_250)  # where no depth was calibrated: the least believed, and what GPUs have
+_DRAINED = 4_100  # submissions that the deepest queue known holds (CUDA_SCALE_LAUNCH_QUEUES=4x)
+_NEVER = np.iinfo(np.int64).max
+
+
+def infer(recording: Recording, queue: StreamOccupancy) -> None:
+    """Depth and blocked time where the device was not recorded: from what the host saw alone.
+
+    What was outstanding is counted from the ends of transfers, where an engine tells them of nearly all that the stream
+    was given; else it is reckoned from the calls themselves (`_by_pace`). Either way a full queue is named only where
+    calls are slow at one depth and quick below it, and that depth is one that queues have.
+    """
+    calls, rows = recording.calls, queue.calls
+    start, end = calls["start_ns"][rows], calls["end_ns"][rows]
+    duration = end - start
+    base = np.zeros(len(rows))
+    for name in distinct(calls["name"][rows]):
+        mine = calls["name"][rows] == name
+        queue.baseline_ns[name] = _quick_ns(recording, queue, name, duration[mine])
+        base[mine] = queue.baseline_ns[name]
+    judged = (calls["memory"][rows] != Memory.PAGEABLE) & (calls["kind"][rows] != CallKind.GRAPH)
+    judged &= ~_recorders(recording, queue)
+    slow = judged & (duration > np.maximum(3 * base, base + 1000))
+    whole = _whole_from(recording, queue, slow)
+    judged[:whole] = False
+    fact = recording.machine.get("queue_depth")
+    known = int(fact) if isinstance(fact, (int, float)) and fact > 0 else 0
+    counted = _by_transfers(recording, queue)
+    if counted is not None:
+        depth, source = counted, "what was outstanding is counted from the ends of transfers"
+        full = known or _deepest(depth[slow & judged])
+        full = full if known or full >= _LEAST_UNKNOWN else 0
+    else:
+        depth = np.zeros(len(rows))
+        depth[whole:], full, source = _by_pace(
+            start[whole:], end[whole:], slow[whole:], _emptied(recording, queue)[whole:], known
+        )
+    queue.after = 0  # of none is it known when it was executed
+    queue.depth = np.minimum(depth, full or np.iinfo(np.int32).max).astype(np.int32)
+    top, below = judged & (depth >= _TOP * full), judged & (depth < _BELOW * full)
+    blocked = top & slow
+    share, elsewhere = (float(slow[mask].mean()) if mask.any() else 0.0 for mask in (top, below))
+    lost = np.where(blocked, duration - base, 0).astype(np.int64)
+    how = f"inferred: {source}; no device activity was recorded"
+    passed = int((judged & ~slow & (depth >= _OVER * full)).sum())  # quick where no queue has room
+    step = below.sum() >= _LEAST_SEEN and share >= max(_OFTEN, 5 * elsewhere)
+    if full >= LEAST_DEPTH and step and int(blocked.sum()) >= max(LEAST_BLOCKED, 4 * passed):
+        at = queue.depth[blocked]
+        queue.verdict, queue.ceiling_how = "saturated", "inferred"
+        queue.blocked, queue.blocked_ns, queue.inferred_ns = blocked, lost, int(lost.sum())
+        queue.ceiling, queue.plateau = _deepest(at), (int(at.min()), int(at.max()))
+        queue.reason = (
+            f"{int(blocked.sum())} calls with {queue.plateau[0]} or more outstanding took {ms(lost.sum())} more "
+            f"than others; {share:.0%} of the calls there are slow, {elsewhere:.1%} of those with room ({how})"
+        )
+        return
+    deepest = int(queue.depth.max(initial=0))
+    other = int((duration - base)[slow].sum())
+    if counted is not None and known and not top.any():
+        queue.reason = f"never more than {deepest} of {known} submissions outstanding ({how})"
+    elif other > max(1_000_000, 0.01 * (int(end.max()) - int(start[0]))):
+        queue.verdict = "cannot tell"
+        queue.reason = f"slow calls took {ms(other)} more than others, in no pattern that shows a full queue ({how})"
+    else:
+        queue.reason = f"no calls that become slow at one depth and stay so, among up to {deepest} outstanding ({how})"
+
+
+def _lost(recording: Recording, queue: StreamOccupancy) -> bool:
+    """Whether calls of this queue are in the totals and no longer in detail."""
+    totals = recording.totals
+    if not recording.lost.get(int(recording.calls["process"][queue.calls[0]])):
+        return False
+    made = np.isin(totals["stream"], queue.streams) & np.isin(totals["kind"], SUBMITTING)
+    return not totals.rows or int(totals["calls"][made].sum()) > len(queue.calls)
+
+
+def _whole_from(recording: Recording, queue: StreamOccupancy, slow: Array) -> int:
+    """The queue's call from which on all calls are there; where detail was lost, what is left before are slow ones."""
+    calls, rows = recording.calls, queue.calls
+    if not _lost(recording, queue):
+        return 0
+    threads = calls["thread"][rows]
+    quick = [np.flatnonzero(~slow & (threads == thread)) for thread in np.unique(threads)]
+    return max((int(some[0]) for some in quick if len(some)), default=0)
+
+
+def _deepest(depth: Array) -> int:
+    """The depth that all but one in two hundred stay within; 0 where there are none."""
+    return int(_quantile(depth, 0.995)) if len(depth) else 0
+
+
+def _quick_ns(recording: Recording, queue: StreamOccupancy, name: int, duration: Array) -> int:
+    """What a call of this name costs with room in the queue, from these on the queue's streams.
+
+    The median of those within three times of the quickest tenth; where nine in ten are many times slower than the
+    quickest, of those. The detail that was kept may hold blocked calls alone: the process's totals know quick ones.
+    """
+    quickest, tenth = (_quantile(duration, share) for share in (0.02, 0.1))
+    totals = recording.totals
+    if len(recording.histograms) == totals.rows:
+        process = recording.calls["process"][queue.calls[0]]
+        counts = recording.histograms[(totals["process"] == process) & (totals["name"] == name)].sum(axis=0)
+        if counts.sum():
+            quickest = float(bucket_floor_ns(int(np.searchsorted(np.cumsum(counts), 0.02 * counts.sum())) + 1))
+    quick = duration[duration <= 3 * (tenth if tenth <= 4 * quickest else quickest)]
+    return int(_quantile(quick, 0.5) if len(quick) else quickest)
+
+
+def _recorders(recording: Recording, queue: StreamOccupancy) -> Array:
+    """Which of the queue's calls lie where the recorder labelled its own work, (calls,) bool."""
+    calls, labels = recording.calls, recording.labels
+    out = np.zeros(len(queue.calls), dtype=bool)
+    mine = (labels["label"] == Label.INSTRUMENTATION) & (labels["process"] == calls["process"][queue.calls[0]])
+    start = calls["start_ns"][queue.calls]
+    for begin, end in zip(labels["start_ns"][mine].tolist(), labels["end_ns"][mine].tolist(), strict=True):
+        out |= (begin <= start) & (start <= end)
+    return out
+
+
+def _emptied(recording: Recording, queue: StreamOccupancy) -> Array:
+    """Before which of the queue's calls it was known to be empty, (calls,) bool.
+
+    Before the first, unless calls before it were lost; and where a wait for the stream or for its whole device began
+    when all earlier calls had returned. A wait for an event or for another stream says nothing of this one.
+    """
+    calls, rows = recording.calls, queue.calls
+    names = [text.lower() for text in recording.names] or [""]
+    whole = np.array(["devicesynchronize" in text or "ctxsynchronize" in text for text in names])
+    one = np.array(["streamsynchronize" in text for text in names])
+    waits = np.flatnonzero((calls["kind"] == CallKind.SYNC) & (calls["process"] == calls["process"][rows[0]]))
+    name = calls["name"][waits]
+    waits = waits[whole[name] | one[name] & np.isin(calls["stream"][waits], queue.streams)]
+    waits = waits[np.argsort(calls["start_ns"][waits], kind="stable")]
+    # Of the waits that begin after an instant, the first to end: then everything before is done.
+    ends = np.append(np.minimum.accumulate(calls["end_ns"][waits][::-1])[::-1], _NEVER)
+    returned = np.maximum.accumulate(calls["end_ns"][rows])[:-1]
+    done = ends[np.searchsorted(calls["start_ns"][waits], returned)]
+    emptied: Array = np.r_[not _lost(recording, queue), done <= calls["start_ns"][rows][1:]]
+    return emptied
+
+
+def _by_transfers(recording: Recording, queue: StreamOccupancy) -> Array | None:
+    """What was outstanding at each call by the ends of the transfers that the calls belong to, (calls,) float64.
+
+    Streams run in order, so all of a transfer and of those before it is done when its last copy ends; in between,
+    copies are taken to end evenly. None where transfers do not tell it of nine calls in ten.
+    """
+    calls, rows, table = recording.calls, queue.calls, recording.transfers
+    ours = np.flatnonzero(np.isin(table["stream"], queue.streams) & (table["copy_ns"] >= 0) & (table["ok"] == 1))
+    if not len(ours):
+        return None
+    # The ids of two engines of a process may be the same: of those with the call's id, the last that had begun.
+    begun = np.sort(table["start_ns"][ours])
+    key = table["transfer"][ours] << 32 | np.searchsorted(begun, table["start_ns"][ours], "right")
+    ours, key = ours[np.argsort(key, kind="stable")], np.sort(key)
+    start = calls["start_ns"][rows]
+    wanted = calls["transfer"][rows]
+    at = np.searchsorted(key, wanted << 32 | np.searchsorted(begun, start, "right"), "right") - 1
+    found = (wanted >= 0) & (at >= 0)
+    found &= (key[at] >> 32 == wanted) & (start <= table["end_ns"][ours][at])
+    if found.mean() < 0.9:
+        return None
+    first, last = np.full(len(ours), len(rows)), np.full(len(ours), -1)
+    np.minimum.at(first, at[found], np.flatnonzero(found))
+    np.maximum.at(last, at[found], np.flatnonzero(found))
+    seen = np.argsort(last, kind="stable")
+    seen = seen[last[seen] >= 0]
+    first, last = first[seen], last[seen]
+    done = np.maximum.accumulate((table["end_ns"] - np.maximum(table["poll_ns"], 0))[ours[seen]])
+    # A transfer begins when the one before is done, and not before it is given. An event before it and one behind it
+    # take a place each.
+    begins = np.maximum(np.r_[0, done[:-1]], start[first])
+    times = np.maximum.accumulate(np.stack((begins, done), axis=1).ravel())
+    number = np.arange(len(seen))
+    gone = np.stack((np.r_[0, last[:-1] + 1] + 2 * number, last + 1 + 2 * (number + 1)), axis=1).ravel()
+    place = np.arange(len(rows))
+    given = place + 2 * np.searchsorted(np.maximum.accumulate(first), place, "right") - 1
+    outstanding: Array = np.maximum(given - np.interp(start, times, gone, left=0), 0)
+    return outstanding
+
+
+def _by_pace(start: Array, end: Array, slow: Array, emptied: Array, known: int) -> tuple[Array, int, str]:
+    """What was outstanding at each call, reckoned from the calls alone.
+
+    A call that waits for room returns when a place is freed, so where slow calls follow one another the time from one
+    return to the next is what the stream needs for a submission. At that pace the queue is followed from where it was
+    known to be empty: each call takes a place, time frees them. It is borne out where slow calls begin when the queue
+    should be full: after as many quick ones as it has room for, be it what a pause has freed or, once at least, half of
+    the queue.
+
+    Returns:
+        Depth at each call, (calls,) float64; the depth that is full, 0 where the calls do not bear it out; how.
+    """
+    returned = np.r_[start[0], np.maximum.accumulate(end)[:-1]]
+    runs = (
+        _runs(end - start, slow, emptied | (start - returned > 16 * np.median((end - start)[slow])))
+        if slow.any()
+        else []
+    )
+    if not runs:
+        # Nobody ever waited here, so a millisecond is taken for time enough.
+        place = np.arange(len(start))
+        fresh = emptied | (start - returned > 1_000_000)
+        return place - np.maximum.accumulate(np.where(fresh, place, 0)), known, "it is counted in each burst of calls"
+    between = np.concatenate([np.diff(end[first : last + 1]) for first, last in runs])
+    pace = float(np.minimum(between, 8 * np.median((end - start)[slow])).mean())
+    source = f"what was outstanding is reckoned at {pace / 1e3:.1f} us a submission, as blocked calls return"
+    emptied = emptied | (start - returned > _DRAINED * pace)
+    full = known
+    if not known:
+        met = [onset.depth for onset in _follow(start, end, runs, emptied, pace, np.inf)[1] if onset.filled]
+        low, middle, high = np.percentile(met, (25, 50, 75)) if met else (0.0, 0.0, 0.0)
+        same = len(met) > 1 and high - low <= 0.2 * middle
+        full = int(middle) if middle >= _LEAST_UNKNOWN and (same or _USUAL[0] <= middle <= _USUAL[1]) else 0
+    depth, onsets = _follow(start, end, runs, emptied, pace, full or np.inf)
+    told = [onset for onset in onsets if onset.room > 0]
+    fit = [onset for onset in told if abs(full - onset.depth) <= min(0.15 * full, max(20, 0.5 * onset.room))]
+    most = 3 * sum(onset.calls for onset in fit) >= 2 * sum(onset.calls for onset in told)
+    return depth, full if most and any(onset.room >= 0.5 * full for onset in fit) else 0, source
+
+
+def _runs(duration: Array, slow: Array, breaks: Array) -> list[tuple[int, int]]:
+    """First and last call of each stretch in which slow calls take most of the time, a few calls apart at most.
+
+    Not most of the calls: a queue may free room in chunks, and then only one call in so many waits.
+    """
+    window = np.ones(min(16, len(slow)))
+    spent, waited = (np.convolve(time, window, "same")[: len(slow)] for time in (duration, duration * slow))
+    dense = waited >= 0.5 * spent
+    marks = np.flatnonzero(slow & dense)
+    stretch = (np.cumsum(~dense) + np.cumsum(breaks))[marks]
+    parts = np.split(marks, np.flatnonzero(np.diff(stretch)) + 1)
+    return [(int(part[0]), int(part[-1])) for part in parts if len(part) >= LEAST_BLOCKED]
+
+
+class _Onset(NamedTuple):
+    """Where slow calls begin to follow one another.
+
+    Attributes:
+        depth: what should be outstanding there.
+        room: the most places that were free since such calls last ended; 0 where that is not known.
+        filled: the queue was known to be empty since then.
+        calls: how many follow.
+    """
+
+    depth: float
+    room: float
+    filled: bool
+    calls: int
+
+
+def _follow(
+    start: Array, end: Array, runs: list[tuple[int, int]], emptied: Array, pace: float, full: float
+) -> tuple[Array, list[_Onset]]:
+    """Depth at each call of a queue that frees a place every `pace` ns, and how each run of slow calls met it.
+
+    A run sets it right: there the queue is full, unless it should have been far from it. `full` is infinite where it is
+    to be found out: then it is whatever a run meets.
+    """
+    depth = np.zeros(len(start))
+    onsets: list[_Onset] = []
+    at, level, since = 0, 0.0, float(start[0])
+    told, filled, least = bool(emptied[0]), False, 0.0
+    told, filled, least = bool(emptied[0]), False, 0.0  # known at all; from empty on; the least since the last run
+    for first, last in sorted([(int(i), -1) for i in np.flatnonzero(emptied)] + [*runs, (len(start), -1)]):
+        if first > at:
+            here = level + np.arange(first - at) - (start[at:first] - since) / pace
+            depth[at:first] = np.minimum(here - np.minimum(np.minimum.accumulate(here), 0), _OVER * full)
+            least = min(least, float(depth[at:first].min()))
+            at, level, since = first, float(min(depth[first - 1] + 1, _OVER * full)), float(start[first - 1])
+        if first == len(start):
+            break
+        if last < 0:
+            level, since, told, filled, least = 0.0, float(start[first]), True, True, 0.0
+            continue
+        expected = max(level - (start[first] - since) / pace, 0.0)
+        least = min(least, expected)
+        onsets.append(_Onset(expected, full - least if told else 0.0, filled, last + 1 - first))
+        if not told or expected >= _NEARLY * full or full == np.inf:
+            level = expected if full == np.inf else full
+            depth[first : last + 1] = level
+            at, since, told, filled, least = last + 1, float(end[last]), True, False, level
+    return depth, onsets
+
+
+def _quantile(values: Array, share: float) -> float:
+    """The value below which this share of the values lies."""
+    at = round(share * (len(values) - 1))
+    return float(np.partition(values, at)[at])

@@ -1,0 +1,183 @@
+"""Full queues where the device was not recorded: named with evidence, and nothing else taken for one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from queue_model import simulate
+
+from kvprobe.recordings.model import CallKind, Label, Recording, Source, Table
+from kvprobe.recordings.occupancy import occupancy
+
+DEPTH = 1021
+
+
+def with_waits(recording, name, waits, stream=-1):
+    """The recording with calls of this name, as (thread, start, end)."""
+    calls = dict(recording.calls.columns)
+    thread, start, end = np.array(waits, dtype=np.int64).reshape(-1, 3).T
+    recording.names.append(name)
+    more = {"start_ns": start, "end_ns": end, "thread": thread, "name": np.full(len(start), len(recording.names) - 1),
+            "kind": np.full(len(start), CallKind.SYNC), "stream": np.full(len(start), stream),
+            "process": np.zeros(len(start))}  # fmt: skip
+    rest = Table("calls", more)
+    order = np.argsort(np.r_[calls["start_ns"], start], kind="stable")
+    recording.tables["calls"] = Table("calls", {k: np.r_[v, rest[k]][order] for k, v in calls.items()})
+    return recording
+
+
+def submissions(recording):
+    rows = np.flatnonzero(recording.calls["kind"] == CallKind.COPY)
+    return recording.calls["start_ns"][rows], recording.calls["end_ns"][rows]
+
+
+def events_meanwhile(recording):
+    """Waits for events of another stream, by the submitting thread and by another one, all over the recording."""
+    start, end = submissions(recording)
+    at = np.arange(50, len(end) - 1, 97)
+    waits = [(100 if i % 2 else 7, end[row], start[row + 1] if i % 2 else end[row] + 10) for i, row in enumerate(at)]
+    return with_waits(recording, "cudaEventSynchronize", waits)
+
+
+@pytest.mark.parametrize("chunk", [1, 6])
+@pytest.mark.parametrize(("burst", "pause_ns"), [(0, 0), (200, 2_500_000), (1500, 12_000_000), (600, 60_000_000)])
+def test_a_full_queue_is_named_through_pauses_and_waits_for_events(burst, pause_ns, chunk):
+    r, lost = simulate(calls=9000, executions=False, burst=burst, pause_ns=pause_ns, chunk=chunk)
+    events_meanwhile(r).machine["queue_depth"] = DEPTH
+    occ = occupancy(r)
+    if lost:
+        assert occ.verdict == "saturated" and occ.how == "inferred" and "inferred" in occ.reason
+        assert occ.blocked_ns.sum() == pytest.approx(lost, rel=0.1)
+        assert occ.streams[0].ceiling == pytest.approx(DEPTH, rel=0.05) and occ.streams[0].plateau[0] > 0.89 * DEPTH
+    else:
+        assert occ.verdict == "healthy" and not occ.blocked.any()
+
+
+def test_a_wait_for_the_stream_empties_it_and_a_wait_for_an_event_does_not():
+    r, _ = simulate(calls=6000, executions=False, burst=1500, pause_ns=25_000_000)
+    _, end = submissions(r)
+    after = np.arange(1499, 5999, 1500)
+    waits = [(100, end[row], end[row] + 24_000_000) for row in after]
+    found = {}
+    for name, stream in (("cudaStreamSynchronize", 0), ("cudaStreamSynchronize", -1), ("cudaEventSynchronize", 0),
+                         ("cudaDeviceSynchronize", -1)):  # fmt: skip
+        waited = with_waits(
+            simulate(calls=6000, executions=False, burst=1500, pause_ns=25_000_000)[0], name, waits, stream
+        )
+        waited.machine["queue_depth"] = DEPTH
+        (queue,) = occupancy(waited).streams
+        found[name, stream] = queue.depth[after[:-1] + 1].tolist()
+        assert queue.verdict == "saturated"
+    assert found["cudaStreamSynchronize", 0] == found["cudaDeviceSynchronize", -1] == [0, 0]
+    drained = found["cudaEventSynchronize", 0]
+    assert drained == found["cudaStreamSynchronize", -1] and all(0 <= depth < 300 for depth in drained)
+
+
+def test_a_recording_that_begins_with_a_full_queue_tells_by_what_follows():
+    r, _ = simulate(calls=9000, executions=False, burst=3000, pause_ns=60_000_000)
+    kept = np.arange(1500, 9000)  # the ring was overwritten: the first calls that are left are blocked
+    r.tables["calls"] = r.calls.where(kept)
+    r.lost[0], r.machine["queue_depth"] = 1500, DEPTH
+    occ = occupancy(r)
+    spent = r.calls["end_ns"] - r.calls["start_ns"]
+    spent = spent[np.argmax(spent < 5000) :]  # before the first quick call, quick ones may be missing
+    assert occ.verdict == "saturated" and occ.blocked_ns.sum() == pytest.approx(spent[spent > 5000].sum(), rel=0.1)
+
+
+def test_without_a_calibrated_depth_the_bursts_must_agree_on_one_that_queues_have():
+    def verdict(**how):
+        r, _ = simulate(calls=9000, executions=False, **how)
+        return occupancy(r).verdict
+
+    assert verdict(burst=3000, pause_ns=60_000_000) == "saturated"  # 1,021
+    assert verdict(burst=3000, pause_ns=200_000_000, cap=500) == "saturated"  # three times the same
+    assert verdict(burst=3000, pause_ns=200_000_000, cap=64) == "cannot tell"  # no GPU's queue is so short
+    assert verdict(cap=500) == "cannot tell"  # once is chance
+
+
+def test_the_recorders_own_calls_are_not_judged():
+    r, lost = simulate(calls=3000, executions=False)
+    r.machine["queue_depth"] = DEPTH
+    assert lost and occupancy(r).verdict == "saturated"
+    start, end = submissions(r)
+    r.tables["labels"] = Table("labels", {"start_ns": [start[0]], "end_ns": [end[-1]], "process": [0],
+                                          "label": [Label.INSTRUMENTATION]})  # fmt: skip
+    assert occupancy(r).verdict == "healthy"
+
+
+# ---- slow calls of other causes --------------------------------------------------------------------------------------
+
+
+def healthy(rng, slow, per=200, step_ns=20_000_000, calls=12_000):
+    """Copies in steps that never fill a queue; `slow` adds ns to some of them, by their places in a step."""
+    place = np.arange(calls) % per
+    duration = 1000 * (1 + 0.2 * rng.random(calls)) + slow(place)
+    gap = np.where(place == per - 1, step_ns - per * 1100, 100)
+    start = np.r_[0, np.cumsum(duration + gap)[:-1]].astype(np.int64)
+    zero = np.zeros(calls, int)
+    tables = {
+        "calls": Table("calls", {"start_ns": start, "end_ns": start + duration.astype(np.int64), "process": zero,
+                                 "thread": zero + 100, "name": zero + 1, "kind": zero + CallKind.COPY, "stream": zero,
+                                 "count": zero + 1}),
+        "streams": Table("streams", {"process": [0], "handle": [7]}),
+        "processes": Table("processes", {"pid": [1]}),
+    }  # fmt: skip
+    return Recording([Source("made", "test")], tables, ["", "cudaMemcpyAsync"])
+
+
+def anywhere(rng, share, ns):
+    """Another thread holds the interpreter now and then."""
+    return lambda place: np.where(rng.random(len(place)) < share, ns * rng.random(len(place)), 0)
+
+
+def stretches(rng, ns):
+    """Something else makes some hundreds of calls slow, at any time."""
+
+    def slow(place):
+        out = np.zeros(len(place))
+        for _ in range(12):
+            at = rng.integers(0, len(place))
+            out[at : at + rng.integers(20, 900)] = ns
+        return out * (1 + 0.3 * rng.random(len(place)))
+
+    return slow
+
+
+def from_a_time_on(rng, ns):
+    """Every call becomes dearer at some time: a profiler was attached."""
+    return lambda place: np.where(np.arange(len(place)) > rng.integers(900, len(place)), ns, 0)
+
+
+def first_of_a_step(rng, ns):
+    """Caches went cold in the pause."""
+    return lambda place: np.where(place < rng.integers(1, 60), ns, 0)
+
+
+def last_of_a_step(rng, ns):
+    """The later pieces are larger."""
+    return lambda place: np.where(place > rng.integers(60, 190), ns, 0)
+
+
+SHAPES = {
+    "rarely": lambda rng: anywhere(rng, 0.02, 5e6),
+    "often": lambda rng: anywhere(rng, 0.5, 6e4),
+    "stretches": lambda rng: stretches(rng, rng.choice([5e3, 6e4, 3e5])),
+    "from a time on": lambda rng: from_a_time_on(rng, rng.choice([3e3, 2e4, 1e5])),
+    "first of a step": lambda rng: first_of_a_step(rng, rng.choice([5e3, 6e4])),
+    "last of a step": lambda rng: last_of_a_step(rng, rng.choice([5e3, 3e4])),
+}
+
+
+@pytest.mark.parametrize("lost", [0, 1000])
+@pytest.mark.parametrize("depth", [DEPTH, None])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_calls_that_are_slow_for_another_reason_are_not_taken_for_a_full_queue(shape, depth, lost):
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        r = healthy(rng, SHAPES[shape](rng), step_ns=int(rng.choice([2_000_000, 20_000_000])))
+        if depth:
+            r.machine["queue_depth"] = depth
+        if lost:
+            r.lost[0] = lost
+        occ = occupancy(r)
+        assert occ.verdict != "saturated" and not occ.blocked.any(), (seed, occ.reason)
