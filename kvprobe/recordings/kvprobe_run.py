@@ -459,7 +459,7 @@ def _transfers(
         "bytes": r["bytes"].tolist(), "count": r["count"].tolist(), "transfer": r["transfer"].tolist(),
         "build_ns": build.astype(np.int64).tolist(), "submit_ns": submit.astype(np.int64).tolist(),
         "wait_ns": wait.astype(np.int64).tolist(), "copy_ns": copy.astype(np.int64).tolist(),
-        "poll_ns": poll.astype(np.int64).tolist(), "ok": (r["result"] == 0).tolist(),
+        "poll_ns": poll.astype(np.int64).tolist(), "ok": (r["result"] == 0).tolist(), "one_in": [1] * len(r),
     }  # fmt: skip
     decisions: dict[str, list[Any]] = {name: [] for name in ("time_ns", "process", "what", "reason", "gain")}
     ranges: dict[str, list[Any]] = {n: [] for n in ("start_ns", "end_ns", "process", "thread", "domain", "name")}
@@ -474,10 +474,13 @@ def _transfers(
                 split = [_ns(event.get(name)) for name in ("build_ns", "submit_ns", "queue_ns", "copy_ns", "poll_ns")]
                 took = sum(part for part in split if part > 0)
                 number = event.get("id")
-                values = (at + by - took, at + by, row, event.get("thread") or -1, -1,
+                begin = event.get("begin_ns")
+                begun = begin if isinstance(begin, int) and begin <= at else at - took
+                picked_from = min(max(_ns(event.get("one_in")), 1), 1 << 20)
+                values = (begun + by, at + by, row, event.get("thread") or -1, -1,
                           directions.get(str(event.get("direction")), 0), event.get("bytes") or 0,
                           event.get("copies") or 0, number if isinstance(number, int) else -1, *split,
-                          event.get("ok", True) is not False)  # fmt: skip
+                          event.get("ok", True) is not False, picked_from)  # fmt: skip
                 for column, value in zip(columns, values, strict=True):
                     columns[column].append(value)
             elif event.get("kind") == "decision":
@@ -502,6 +505,12 @@ def _transfers(
         recording.notes.append(f"adapter {adapter}: {state} ({len(pids)} process{'es' if len(pids) > 1 else ''})")
     if ranges["start_ns"]:
         recording.tables["ranges"] = sorted_table("ranges", {k: np.array(v) for k, v in ranges.items()})
+    picked = [one_in for one_in in columns["one_in"] if one_in > 1]
+    if picked:
+        recording.notes.append(
+            f"adapters at rest watched {len(picked):,} of about {sum(picked):,} transfers, one in {max(picked)}: each "
+            "counts for so many, so sums over transfers are estimates"
+        )
     if columns["start_ns"]:
         recording.tables["transfers"] = sorted_table("transfers", {k: np.array(v) for k, v in columns.items()})
     if decisions["time_ns"]:

@@ -109,6 +109,7 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "copy_ns": "int64",
         "poll_ns": "int64",
         "ok": "uint8",
+        "one_in": "int64",  # transfers that this one was picked from: a sum over transfers counts it so often
     },
     # Sampled values: device counters, occupancy estimates, step times.
     "samples": {"time_ns": "int64", "process": "int32", "device": "int32", "metric": "name", "value": "float64"},
@@ -213,6 +214,8 @@ class Table(Mapping[str, Array]):
 def _default(column: str) -> int:
     if column in ("stream", "channel", "device", "correlation", "transfer", "graph", "rank", "thread", "priority"):
         return -1
+    if column == "one_in":
+        return 1
     return -1 if column in ("build_ns", "submit_ns", "wait_ns", "copy_ns", "poll_ns") else 0
 
 

@@ -303,9 +303,13 @@ def _split(recording: Recording) -> Chart | None:
     ):
         mask = rows["direction"] == direction
         if mask.any():
-            sums: Mapping[str, float] = {part: float(np.maximum(rows[column][mask], 0).sum()) for part, column in parts}
+            times = rows["one_in"][mask]
+            sums: Mapping[str, float] = {
+                part: float((np.maximum(rows[column][mask], 0) * times).sum()) for part, column in parts
+            }
             if any(sums.values()):
-                split[f"{name}, {int(mask.sum()):,}"] = sums
+                about = "about " if times.max() > 1 else ""
+                split[f"{name}, {about}{int(times.sum()):,}"] = sums
     if not split:
         return None
     words = []
@@ -314,7 +318,14 @@ def _split(recording: Recording) -> Chart | None:
         words.append(
             f"{name}: {percent(sums[largest] / sum(sums.values()))} of the time is {largest.replace('_', ' ')}."
         )
-    return charts.split_chart("split", "Where the time of transfers went", " ".join(words), split)
+    watched = int(rows["one_in"].max())
+    how = (
+        f"Estimated: adapters at rest watch one transfer in {watched}, which counts for {watched} here; "
+        f"{rows.rows:,} were watched."
+        if watched > 1
+        else ""
+    )
+    return charts.split_chart("split", "Where the time of transfers went", " ".join(words), split, how)
 
 
 def _stacks(recording: Recording) -> TableView:

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from kvprobe.errors import RecordingError
+from kvprobe.instrument import sidecar
 from kvprobe.native.library import Record, RingOptions, core
-from kvprobe.recordings import open_recording
-from kvprobe.recordings.model import CallKind, Direction, Label, Memory
+from kvprobe.recordings import open_recording, parquet
+from kvprobe.recordings.model import CallKind, Direction, Label, Memory, Table
+from kvprobe.reporting.recorded import view
 
 
 def write(path: Path, producer: str, records: list[dict[str, int]], close: bool = True) -> int:
@@ -116,6 +118,44 @@ def test_copies_that_the_interposers_ring_lost_come_from_the_engines(tmp_path: P
     assert r.calls["transfer"].tolist() == [1 + i // 10 for i in range(100)] + [-1]
     assert r.calls["start_ns"][-16:-1].tolist() == [10_000_000 + 2000 * i + 30 for i in range(85, 100)]  # its own times
     assert r.calls["start_ns"][:85].tolist() == [10_000_000 + 2000 * i for i in range(85)]
+
+
+def test_a_transfer_that_was_picked_from_sixteen_counts_for_sixteen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPROBE_RUN", str(tmp_path))
+
+    def work() -> None:
+        lib = core()
+        assert lib.kvp_ring_open(str(tmp_path / "a.kvp").encode(), b"interposer", None) == 0
+        now = time.monotonic_ns()
+        for i in range(6):
+            picked = {"one_in": 16} if i >= 2 else {}
+            sidecar.emit("transfer", t_ns=now + 1000 * i, begin_ns=now + 1000 * i - 700, id=i, direction="load",
+                         copies=10, bytes=640, build_ns=100, submit_ns=200, queue_ns=300, copy_ns=400, poll_ns=50,
+                         **picked)  # fmt: skip
+        sidecar.flush()
+        lib.kvp_ring_close()
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    r = open_recording(tmp_path)
+    assert r.transfers["one_in"].tolist() == [1, 1, 16, 16, 16, 16]
+    assert (r.transfers["end_ns"] - r.transfers["start_ns"]).tolist() == [700] * 6
+    assert any("4 of about 64 transfers, one in 16" in note and "estimates" in note for note in r.notes)
+    page = view(r, None)
+    (split,) = (chart for section in page.sections for chart in section.charts if chart.id == "split")
+    (row,) = split.spec["rows"]
+    assert row["label"] == "loads (CPU to GPU), about 66"
+    assert row["values"] == [66 * 100, 66 * 200, 66 * 300, 66 * 400, 66 * 50]
+    assert "Estimated" in split.how and "one transfer in 16" in split.how
+    parquet.write(r, tmp_path / "out")
+    assert open_recording(tmp_path / "out").transfers["one_in"].tolist() == [1, 1, 16, 16, 16, 16]
+    columns = {name: column for name, column in r.transfers.items() if name != "one_in"}
+    assert Table("transfers", columns)["one_in"].tolist() == [1] * 6  # a recording of an earlier version
 
 
 def test_processes_are_sorted_by_rank_and_their_ends_named(tmp_path: Path) -> None:
