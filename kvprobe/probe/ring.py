@@ -116,6 +116,7 @@ FILE = np.dtype(
         ("over_bytes", "<u8", 128),
         ("over_dur_ns", "<u8", 128),
         ("command", "S512"),
+        ("rank", "S16"),
     ]
 )
 LANE = np.dtype(
@@ -221,6 +222,7 @@ class RingSnapshot:
     ppid: int
     producer: str
     command: str
+    rank: str
     state: str  # of STATES; "running" is also what a killed process leaves
     clock: str
     slow_ns: int
@@ -406,6 +408,7 @@ def _read_open(fd: int, path: Path, detail: bool, slots: bool) -> RingSnapshot:
         ppid=int(header["ppid"]),
         producer=_text(header["producer"]),
         command=_text(header["command"]),
+        rank=_text(header["rank"]),
         state=STATES[state] if state < len(STATES) else "running",
         clock=_text(header["clock"]),
         slow_ns=int(header["slow_ns"]),

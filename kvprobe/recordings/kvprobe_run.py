@@ -222,7 +222,8 @@ def _ended(status: object) -> str:
 
 def _rank(process: _Process) -> int:
     given = process.checkin.get("rank") or {}
-    text = next((given[name] for name in RANKS if name in given), "")
+    names = [given[name] for name in RANKS if name in given]
+    text = next((text for text in (*(ring.rank for ring in process.rings), *names) if text), "")
     return int(text) if str(text).isdigit() else -1
 
 

@@ -174,6 +174,16 @@ def test_processes_are_sorted_by_rank_and_their_ends_named(tmp_path: Path) -> No
     assert any("SIGKILL" in note for note in r.notes) and any("not over" in note for note in r.notes)
 
 
+@pytest.mark.parametrize("name", ["RANK", "VLLM_DP_RANK", "LOCAL_RANK"])
+def test_the_rank_is_known_without_the_start_up_hook(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in (1, 0):
+        monkeypatch.setenv(name, str(rank))
+        write(tmp_path / f"r{rank}.kvp", "interposer", [copy(1000)], True)
+    assert open_recording(tmp_path).processes["rank"].tolist() == [0, 1]
+
+
 def test_the_launch_queue_that_a_process_calibrated_is_a_fact_of_the_machine(tmp_path: Path) -> None:
     def calibrated(pid: int, depth: int, ended_ns: int, how: str = "calibrated") -> None:
         said = {"start_ns": ended_ns - 100, "end_ns": ended_ns, "depth": depth, "channels": 4, "how": how}

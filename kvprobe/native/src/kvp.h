@@ -194,6 +194,7 @@ typedef struct {
     volatile uint64_t over_bytes[128];
     volatile uint64_t over_dur_ns[128];
     char command[512]; /* /proc/self/cmdline, NULs turned to spaces, cut */
+    char rank[16];     /* what the environment says: RANK, VLLM_DP_RANK, ... (ring.c); empty where it says nothing */
 } kvp_file_header;
 
 typedef struct {

@@ -370,6 +370,18 @@ static void read_command(char *text, size_t size) {
     text[got > 0 ? got : 0] = 0;
 }
 
+/* Here and not in the start-up hook: a process of another virtual environment has this library and not the hook. */
+static void read_rank(char *text, size_t size) {
+    static const char *const names[] = {"RANK", "VLLM_DP_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "LOCAL_RANK"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        const char *value = getenv(names[i]);
+        if (value && *value) {
+            snprintf(text, size, "%s", value);
+            return;
+        }
+    }
+}
+
 static int absolute(const char *path, char *out, size_t size) {
     size_t used = 0;
     if (path[0] != '/') {
@@ -434,6 +446,7 @@ static int open_file(const char *path, const char *producer, const kvp_ring_opti
     snprintf(header->clock, sizeof header->clock, "%s", kvp_clock_name());
     snprintf(header->producer, sizeof header->producer, "%s", producer);
     read_command(header->command, sizeof header->command);
+    read_rank(header->rank, sizeof header->rank);
     header->state = KVP_RUNNING;
     __atomic_thread_fence(__ATOMIC_RELEASE);
     memcpy(header->magic, KVP_MAGIC, 8); /* last: a file with the magic is whole */
