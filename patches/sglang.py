@@ -6,10 +6,11 @@ back, so kvprobe patches the same functions with its own frame, which can.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvprobe.instrument.adapter import Adapter, Target
 from kvprobe.instrument.calls import Timed, TimedCalls, timed
@@ -19,7 +20,25 @@ from kvprobe.instrument.transfers import CopyPath
 
 _ENGINE = "sglang.srt.mem_cache.l2_transfer"
 _CONTROLLER = "sglang.srt.managers.cache_controller"
-_PAGE_FIRST_BATCH_BYTES = 128 * 1024  # smaller pages are copied one by one (staged_write_back.cuh)
+_BATCHED_PAGE_BYTES = 128 * 1024  # smaller pages are copied one by one (staged_write_back.cuh)
+_STAGING = ("staging_k_buffer", "staging_v_buffer", "staging_buffer", "k_scale_staging", "v_scale_staging")
+_DESCRIPTORS_A_PLACE = 8  # of a batch: a queue of 1,021 places took 8,168 copies in batches of 8, more in larger ones
+_OWN_PLACES = 8  # events and waits of one part of a burst
+_FULL = 0.9  # of a queue: what is outstanding is known only at the last poll, and SGLang's own streams share channels
+
+
+class Work(NamedTuple):
+    """What one transfer asks of a launch queue, estimated from pool, layout and backend.
+
+    Attributes:
+        copies: pieces, or launches where a kernel copies.
+        places: operations in the queue: copies, relayout kernels, batches by their length.
+        unit: tokens that stay together where a transfer is cut (a page); 0 where it is not cut.
+    """
+
+    copies: int
+    places: int
+    unit: int
 
 
 class Transfers(Adapter):
@@ -28,10 +47,12 @@ class Transfers(Adapter):
     name, server, distributions, versions = "sglang.l2_transfer", "sglang", ("sglang",), ">=0.5.20,<0.6"
     summary = "Times every burst of L2TransferEngine: submit (on the scheduler's thread), queue wait, copy, poll delay."
     changes = (
-        "when the launch queue is full, bursts go to pooled streams, each after the fence and after the burst "
-        "before it; refused where pools translate indices or share host layouts."
+        "when the launch queue is full, loads go to pooled streams and stores are split over as many as they need, "
+        "each part after the fence and all before it; refused where pools translate indices or share host layouts."
     )
+    rungs = {"load": ("shared", "pooled"), "store": ("shared", "split")}
     targets = (
+        Target(_ENGINE, "L2TransferEngine.__init__"),
         Target(_ENGINE, "L2TransferEngine.submit_device_to_host", ("transfers",)),
         Target(_ENGINE, "L2TransferEngine.submit_host_to_device", ("transfers", "transfer_layer_id_max")),
         Target(_ENGINE, "shared_host_layout_domains"),
@@ -41,25 +62,33 @@ class Transfers(Adapter):
         super().__init__()
         self.paths: dict[str, CopyPath] = {}
         self.module: Any = None
-        self._refused = False
-        self._pending: deque[tuple[CopyPath, int, Any]] = deque()
-        self._last: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+        self._pending: deque[tuple[CopyPath, int, Any, list[int]]] = deque()
+        self._last: dict[tuple[int, str], tuple[Any, Any]] = {}  # by engine and stream attribute: engine, newest event
+        self._told: set[tuple[str, int]] = set()
         self._job = 0
 
     def patch(self, patcher: Patcher, module: ModuleType) -> None:
-        """Wrap both submissions."""
+        """Wrap both submissions, and the constructor to fill pools before traffic starts."""
         self.module = module
         engine = module.L2TransferEngine
+        patcher.wrap(engine, "__init__", self.made)
         patcher.wrap(engine, "submit_device_to_host", self.hook("store", "device_to_host_stream"))
         patcher.wrap(engine, "submit_host_to_device", self.hook("load", "host_to_device_stream"))
 
+    def made(self, call: Call, engine: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around the engine's constructor: the device is set, and the scheduler's thread can spare 50 ms now."""
+        result = call()
+        for direction in self.rungs:
+            self.path(direction)
+        return result
+
     def path(self, direction: str) -> CopyPath:
-        """The path of a direction, made where the device is set."""
+        """The path of a direction; made here if its engine was there before kvprobe."""
         if direction not in self.paths:
             device = device_of()
             if device is not None and self.fix == "auto":
                 device.prepare()
-            self.paths[direction] = CopyPath(self, direction, device, ("shared", "pooled"))
+            self.paths[direction] = CopyPath(self, direction, device, self.rungs[direction])
         return self.paths[direction]
 
     def hook(self, direction: str, attribute: str) -> Any:
@@ -70,69 +99,192 @@ class Transfers(Adapter):
             path = self.path(direction)
             self._job += 1
             live = path.begin(self._job)
-            own = stream = getattr(engine, attribute)
-            if live.rung == "pooled" and path.device is not None and self.may_swap(transfers):
-                live.taken = path.device.streams.take()
-                stream = path.device.torch_stream(self.module.torch, live.taken)
-                stream.wait_stream(own)  # the fence that the controller put there
-            else:
-                live.rung = "shared"
-            last = self._last.get((id(engine), direction))
-            if last is not None and self.fix == "auto":
-                stream.wait_event(last[2])  # completion is kept per direction: the newest must imply the earlier ones
-            path.first(stream.cuda_stream)
-            setattr(engine, attribute, stream)
-            start = time.monotonic_ns()
+            works = [self.work(t, direction, engine) for t in transfers]
+            parts, streams = [transfers], [getattr(engine, attribute)]
+            taken: list[int] = []
             try:
-                completion = call()
+                if live.rung != "shared" and self.may_swap(path, transfers):
+                    parts = self.parts(path, transfers, works)
+                    streams = self.take(path, len(parts), taken)
+                else:
+                    live.rung = "shared"
+                completion = self.submit(call, engine, attribute, path, parts, streams, kwargs)
             except BaseException:
                 path.abandon()
+                self.give(path, taken)
                 raise
-            finally:
-                setattr(engine, attribute, own)
-            took = time.monotonic_ns() - start
-            path.add(took, sum(self.copies(t, direction, engine) for t in transfers), self.size(transfers), 0)
+            took = time.monotonic_ns() - live.first_ns
+            self._pending.append((path, live.job, completion, taken))
+            live.stream = streams[-1].cuda_stream
+            path.add(took, sum(w.copies for w in works), self.size(transfers), 0)
             live.extra["tokens"] = sum(len(t.host_indices) for t in transfers)
+            live.extra["streams"] = len(parts)
             path.submitted()
-            self._last[id(engine), direction] = (engine, attribute, completion.finish_event)
-            self._pending.append((path, live.job, completion))
             return completion
 
         return around
 
+    def submit(
+        self,
+        call: Call,
+        engine: Any,
+        attribute: str,
+        path: CopyPath,
+        parts: list[Any],
+        streams: list[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """One call of SGLang's own function a part, on the part's stream; the completion of them all.
+
+        Parts run one after the other, as on one stream. They must: the staged write-back brings every chunk of 64
+        pages into the same buffer on the GPU (`staging_k_buffer` and its like, which pools of a model may share) and
+        nothing but the order of its stream keeps a chunk from overwriting one that is still being copied out.
+        Each completion implies all earlier ones, of its burst and of the bursts before: SGLang keeps only the newest
+        a direction (`set_hicache_transfer_done_event`) and counts acknowledgements in order.
+        """
+        own, key = getattr(engine, attribute), (id(engine), attribute)
+        completion: Any = None
+        number = 0
+        try:
+            for part, stream in zip(parts, streams, strict=True):
+                if stream is not own and not number:
+                    stream.wait_stream(own)  # the fence that the controller put there; later parts wait for this one
+                if key in self._last:
+                    stream.wait_event(self._last[key][1])
+                if not number:
+                    path.first(stream.cuda_stream)  # behind the waits: what it marks is the start of copying
+                setattr(engine, attribute, stream)
+                newest = call() if len(parts) == 1 else call.part(engine, part, **kwargs)
+                number += 1
+                completion = newest if completion is None else newest._replace(start_event=completion.start_event)
+                if self.fix == "auto":
+                    self._last[key] = engine, completion.finish_event
+        except Exception as error:
+            setattr(engine, attribute, own)
+            if completion is not None:
+                self._salvage(call, error, engine, completion, [t for part in parts[number:] for t in part], kwargs)
+            raise
+        finally:
+            setattr(engine, attribute, own)
+        return completion
+
+    @staticmethod
+    def _salvage(
+        call: Call, error: Exception, engine: Any, completion: Any, rest: list[Any], kwargs: dict[str, Any]
+    ) -> None:
+        """After a failure between two parts: nothing stays in flight, and nothing is left out by a mistake of ours.
+
+        SGLang frees the slots of a burst whose submission raised, as nothing of it runs any more; so its exception
+        waits for the parts before. After an exception of kvprobe's, the rest goes SGLang's own way.
+        """
+        with contextlib.suppress(Exception):
+            completion.finish_event.synchronize()
+        if error is not call.error and rest:
+            call.result = call.part(engine, rest, **kwargs)._replace(start_event=completion.start_event)
+
     def poll(self) -> None:
         """Notice bursts that have ended; called at every submission, which is once a scheduler step."""
         for _ in range(len(self._pending)):
-            path, job, completion = self._pending.popleft()
+            path, job, completion, taken = self._pending.popleft()
             if completion.finish_event.query():
                 path.done(job)
+                self.give(path, taken)
             else:
-                self._pending.append((path, job, completion))
+                self._pending.append((path, job, completion, taken))
 
-    def may_swap(self, transfers: Any) -> bool:
+    def may_swap(self, path: CopyPath, transfers: Any) -> bool:
         """Not where a pool translates indices (unified allocators) or shares its host layout: they assume one FIFO."""
+        if path.device is None or path.ladder is None:
+            return False
         unified = any(getattr(t.device_pool, "host_transfer_translate", None) is not None for t in transfers)
-        refused = unified or bool(self.module.shared_host_layout_domains(t.host_pool for t in transfers))
-        if refused and not self._refused:
-            self._refused = True
-            self.decide("refuse", "these pools rely on one stream a direction: streams are left alone")
-        return not refused
+        if not unified and not self.module.shared_host_layout_domains(t.host_pool for t in transfers):
+            return True
+        path.ladder.refuse(path.ladder.rung, "these pools rely on one stream a direction: streams are left alone")
+        return False
+
+    def take(self, path: CopyPath, count: int, taken: list[int]) -> list[Any]:
+        """Streams of kvprobe's pool, distinct as long as there are enough; into `taken` what is to be given back."""
+        assert path.device is not None
+        taken.extend(path.device.streams.take() for _ in range(count))
+        return [path.device.torch_stream(self.module.torch, handle) for handle in taken]
 
     @staticmethod
-    def copies(transfer: Any, direction: str, engine: Any) -> int:
-        """Operations a transfer becomes, estimated: the default write-back makes two copies a page behind one kernel.
+    def give(path: CopyPath, taken: list[int]) -> None:
+        """Streams back to the pool."""
+        for handle in taken:
+            path.device.streams.give(handle)  # type: ignore[union-attr]  # it is where they came from
 
-        Pages of 128 KiB and more go into one batch a chunk of 64; a load is a kernel a layer.
+    def parts(self, path: CopyPath, transfers: Any, works: list[Work]) -> list[Any]:
+        """The transfers in their order, in as few parts as fit into a queue each; says what finds no room.
+
+        As few, because a part that waits for a forward holds its channel against all other streams on it.
         """
-        pool = transfer.host_pool
-        tokens, page = len(transfer.host_indices), int(getattr(pool, "page_size", 1) or 1)
+        assert path.device is not None
+        limits = path.device.limits
+        wanted = sum(w.places for w in works)
+        size = max(1, int(_FULL * limits.capacity / limits.channels) - _OWN_PLACES)
+        cut = wanted > size and path.direction == "store"
+        parts, largest = _cut(transfers, works, size) if cut else ([transfers], wanted)
+        over = int(max(wanted + path.outstanding - _FULL * limits.capacity, largest - _FULL * limits.depth))
+        if over > 0:
+            self._tell(path, wanted, min(over, wanted), len(parts))
+        return parts
+
+    def _tell(self, path: CopyPath, wanted: int, over: int, parts: int) -> None:
+        """Name what no stream can cure, once for bursts of about this size."""
+        key = path.direction, wanted.bit_length()
+        if key in self._told:
+            return
+        self._told.add(key)
+        assert path.device is not None
+        limits = path.device.limits
+        if path.direction == "load":
+            why = "a load is not split (a layer's event follows its copies): --hicache-io-backend kernel launches once"
+        elif parts == 1:
+            why = "this pool's transfers are not cut: a larger --page-size makes fewer copies"
+        else:
+            why = "raise CUDA_DEVICE_MAX_CONNECTIONS (32 at most), or --page-size so that a page has 128 KiB"
+        told = f"{path.direction}: of a burst of {wanted} operations some {over} find no room in {limits.channels} "
+        told += f"channels of {limits.depth}: the scheduler's thread waits for it; {why}"
+        self.decide("note", told, direction=path.direction, operations=wanted, over=over, outstanding=path.outstanding)
+
+    @staticmethod
+    def work(transfer: Any, direction: str, engine: Any) -> Work:
+        """What a transfer becomes.
+
+        The kernel backend loads with a launch a layer and writes back with one launch, or staged: chunk by chunk a
+        relayout kernel and then a copy a page and buffer, or a batch where pages are large. The direct backend makes a
+        copy a layer, run and buffer, or batches where the layout is page_first_direct.
+        """
+        pool, tokens = transfer.host_pool, len(transfer.host_indices)
         layers = int(getattr(pool, "layer_num", 1) or 1)
-        if direction == "load" and engine.io_backend == "kernel":
-            return layers
+        page = int(getattr(pool, "page_size", 1) or 1) * int(getattr(pool, "dcp_size", 1) or 1)
+        pages = -(-tokens // page)
+        # Pools of which it is known that each page is copied for itself say how many tokens a staged chunk has.
+        whole = hasattr(pool, "staging_token_capacity") and len(transfer.device_indices) == tokens
+        unit = page if direction == "store" and whole else 0
+        if not tokens:
+            return Work(0, 0, 0)
         if engine.io_backend == "direct":
-            return 2 * layers * max(1, tokens // page)
-        big = page * int(getattr(pool, "size_per_token", 0) or 0) // 2 >= _PAGE_FIRST_BATCH_BYTES
-        return max(1, tokens // page // 64 * 2 if big else 2 * tokens // page)
+            buffers = 2 if hasattr(pool, "v_buffer") else 1
+            if getattr(pool, "layout", "") == "page_first_direct":
+                copies = buffers * layers * pages
+                return Work(copies, -(-copies // _DESCRIPTORS_A_PLACE), unit)
+            copies = buffers * layers * _runs(transfer.host_indices, transfer.device_indices)
+            return Work(copies, copies, unit)
+        if direction == "load":
+            return Work(layers, layers, 0)
+        if not getattr(pool, "can_use_write_back_jit", False):
+            return Work(1, 1, 0)
+        staging = [buffer for name in _STAGING if (buffer := getattr(pool, name, None)) is not None]
+        if not staging:
+            return Work(2 * pages, 2 * pages, unit)
+        places = 0
+        for buffer in staging:
+            chunk = int(getattr(pool, "staging_page_capacity", 0) or len(buffer))
+            batched = buffer.nbytes // chunk >= _BATCHED_PAGE_BYTES
+            places += -(-pages // chunk) + (-(-pages // _DESCRIPTORS_A_PLACE) if batched else pages)
+        return Work(pages * len(staging), places, unit)
 
     @staticmethod
     def size(transfers: Any) -> int:
@@ -141,12 +293,49 @@ class Transfers(Adapter):
 
     def step_aside(self) -> None:
         """What follows on the engine's own streams comes after what is on pooled ones."""
-        for engine, attribute, event in self._last.values():
+        for (_, attribute), (engine, event) in self._last.items():
             getattr(engine, attribute).wait_event(event)
         self._last.clear()
+        for path, _, _, taken in self._pending:
+            self.give(path, taken)
         self._pending.clear()
         for path in self.paths.values():
             path.forget()
+
+
+def _runs(left: Any, right: Any) -> int:
+    """Pieces of two index tensors in which both count up by one."""
+    return 1 + int(((left.diff() != 1) | (right.diff() != 1)).sum())
+
+
+def _cut(transfers: Any, works: list[Work], size: int) -> tuple[list[list[Any]], int]:
+    """Transfers in parts of at most `size` places, cut between pages, and the places of the largest part."""
+    parts: list[list[Any]] = [[]]
+    used = [0.0]
+    for transfer, work in zip(transfers, works, strict=True):
+        tokens = len(transfer.host_indices)
+        unit = work.unit or max(1, tokens)
+        units = max(1, -(-tokens // unit))
+        each = max(work.places / units, 1e-9)
+        start = 0
+        while start < units:
+            fit = min(units - start, int((size - used[-1]) / each))
+            if fit < 1 and parts[-1]:
+                parts.append([])
+                used.append(0.0)
+                continue
+            stop = start + max(1, fit)  # a page that is larger than a part is one
+            piece = slice(start * unit, stop * unit)
+            parts[-1].append(
+                transfer
+                if stop - start == units
+                else transfer._replace(
+                    host_indices=transfer.host_indices[piece], device_indices=transfer.device_indices[piece]
+                )
+            )
+            used[-1] += (stop - start) * each
+            start = stop
+    return parts, int(max(used))
 
 
 class Controller(TimedCalls):
