@@ -34,22 +34,21 @@ class GroupOffload(TimedCalls):
         patcher.wrap(module.GroupOffloadingHook, "pre_forward", self.forward_begins)
 
     def forward_begins(self, call: Call, hook: Any, *args: Any, **kwargs: Any) -> Any:
-        """Says once where a group that loaded itself computes while its copies still run and nothing waits for them.
+        """Says once where a group that loads itself computes without anything having waited for its copies.
 
         diffusers waits for a group's stream when it loads the group after it, or when another one loaded this group.
-        Where it found no order of groups (0.42: every parameter of a model is inside a block), it does neither.
+        Where it looked for no order of groups (0.42: every parameter of a model is inside a block), it does neither.
         """
         result = call()
-        if not self._raced:
-            group, after = hook.group, hook.next_group
-            waits = after is not None and not after.onload_self
-            if group.stream is not None and group.onload_self and not waits and not group.stream.query():
-                self._raced = True
-                self.decide(
-                    "note",
-                    "a group's forward begins while its weights are still being copied, and nothing waits for them: "
-                    'the output may be wrong. Use offload_type="leaf_level", or use_stream=False',
-                )
+        group, after = hook.group, hook.next_group
+        waits = after is not None and not after.onload_self
+        if not self._raced and group.stream is not None and group.non_blocking and group.onload_self and not waits:
+            self._raced = True
+            self.decide(
+                "note",
+                "a group's forward begins without a wait for the copies of its weights: the output may be wrong. "
+                'Use offload_type="leaf_level", or use_stream=False',
+            )
         return result
 
     def describe(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
