@@ -25,6 +25,7 @@ __all__ = ["command"]
 
 NOTHING = ("no watched process found: start one with `kvprobe run -- COMMAND`, or name its run folder "
            "(`kvprobe top FOLDER`)")  # fmt: skip
+ENDED = "{run} has ended, and top shows what runs: look at it with `kvprobe report {run}` or `kvprobe stats {run}`"
 
 
 @click.command(short_help="Live view of running, watched processes.")
@@ -38,7 +39,8 @@ def command(run_folder: Path | None, interval: float, once: bool, as_json: bool,
     """Watch submissions while they happen: rate, p50 and p99, blocked time, GB/s, the longest call in flight.
 
     RUN_FOLDER is what `kvprobe run` printed; without it: the newest ./kvprobe-*/, $KVPROBE_RUN, and processes that use
-    kvprobe's engine. Only files are read: it may be started and ended at any time. `q` or Ctrl-C ends it.
+    kvprobe's engine. Only files are read: it may be started and ended at any time. `q` or Ctrl-C ends it. A run that
+    has ended is refused (exit code 2): `kvprobe report` and `kvprobe stats` show it.
 
     "suspected" means that submissions became several times slower than they were and hold their thread for a good part
     of the time, as a full launch queue makes them; what the device did is not seen live: `kvprobe report` decides.
@@ -48,15 +50,30 @@ def command(run_folder: Path | None, interval: float, once: bool, as_json: bool,
     if as_json and not once:
         raise UsageError("--json needs --once: a live view has no end")
     live = Live(run_folder)
+    live.look()
+    _refuse_ended(run_folder)
     with _served(live, prometheus):
-        live.look()
         if once:
             time.sleep(interval)
             views = live.look()
-            click.echo(json.dumps(as_object(views), indent=1)) if as_json else _print(views)
+            if not views:  # it may have ended meanwhile, all its calls seen by the first look
+                _refuse_ended(run_folder)
+            if as_json:
+                click.echo(json.dumps(as_object(views), indent=1))
+                if not views:
+                    click.echo(f"kvprobe: {NOTHING}", err=True)
+            else:
+                _print(views)
             return
         with suppress(KeyboardInterrupt):
             _watch(live, interval)
+
+
+def _refuse_ended(run: Path | None) -> None:
+    from kvprobe.probe.live import over
+
+    if run is not None and over(run):
+        raise UsageError(ENDED.format(run=run))
 
 
 def as_object(views: list[ProcessView]) -> dict[str, Any]:
@@ -72,8 +89,8 @@ def as_object(views: list[ProcessView]) -> dict[str, Any]:
     return {"time_ns": time.monotonic_ns(), "processes": processes}
 
 
-def render(views: list[ProcessView], note: str = "") -> RenderableType:
-    """One table a process."""
+def render(views: list[ProcessView], note: str = "", nothing: str = NOTHING) -> RenderableType:
+    """One table a process; `nothing` is what to say where there is none."""
     from rich.console import Group
     from rich.text import Text
 
@@ -85,7 +102,7 @@ def render(views: list[ProcessView], note: str = "") -> RenderableType:
             parts.append(Text(f"  in flight: {call.call} on stream {call.stream:#x}, thread {call.tid}, "
                               f"for {call.age_ns / 1e6:,.1f} ms"))  # fmt: skip
     if not views:
-        parts.append(Text(NOTHING))
+        parts.append(Text(nothing))
     if note:
         parts.append(Text(note, style="dim"))
     return Group(*parts)
@@ -124,6 +141,8 @@ def _watch(live: Any, interval: float) -> None:
     from rich.console import Console
     from rich.live import Live as Screen
 
+    from kvprobe.probe.live import over
+
     console = Console()
     keys = console.is_terminal and sys.stdin.isatty()
     note = "q ends" if keys else "Ctrl-C ends"
@@ -134,7 +153,10 @@ def _watch(live: Any, interval: float) -> None:
                     return
             else:
                 time.sleep(interval)
-            screen.update(render(live.look(), note), refresh=True)
+            views = live.look()
+            ended = live.target is not None and not views and over(live.target)
+            nothing = ENDED.format(run=live.target) if ended else NOTHING
+            screen.update(render(views, note, nothing), refresh=True)
 
 
 @contextmanager

@@ -5,7 +5,9 @@ It only reads files, so it may come and go as it likes; a look costs a few KiB a
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -148,6 +150,21 @@ def find_rings(target: Path | None = None) -> list[Path]:
         found += sorted(newest.glob("*.kvp"))
     found += (path for path in Path(tempfile.gettempdir()).glob("engine-*.kvp") if _alive(_pid_of(path)))
     return list(dict.fromkeys(path.resolve() for path in found))
+
+
+def over(target: Path) -> bool:
+    """Whether all that a run folder or ring file could show has ended; False where nothing has begun yet."""
+    if (target / "end.json").exists():
+        return True
+    begun = list(snapshots(find_rings(target)))
+    if any(ring.state != "closed" and _alive(ring.pid) for ring in begun):
+        return False
+    try:
+        run = json.loads((target / "run.json").read_text())
+    except (OSError, ValueError):
+        return bool(begun)
+    # of a run on another machine its end.json tells, no pid does
+    return isinstance(run, dict) and run.get("host") == platform.node() and not _alive(int(run.get("pid") or 0))
 
 
 def _pid_of(path: Path) -> int:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from .watched import COPIES, KVPROBE, clean_environment, run_watched, wait_for_end
+
 WORK = """
 import sys, time
 from kvprobe.cuda import device_region, find_runtime, host_region
@@ -73,6 +75,36 @@ def test_nothing_to_watch_says_what_to_do(tmp_path: Path) -> None:
     done = subprocess.run(_top("--once", "--interval", "0.05"), capture_output=True, text=True, check=True,
                           cwd=tmp_path, env=environment)  # fmt: skip
     assert "kvprobe run -- COMMAND" in done.stdout
+
+
+@pytest.mark.parametrize("how", [["--once", "--json"], ["--once"], []])
+def test_a_run_that_has_ended_is_refused_in_one_line_that_says_what_shows_it(tmp_path: Path, how: list[str]) -> None:
+    run = tmp_path / "run"
+    program = f"{COPIES}\ncopies(5)"
+    assert run_watched(run, sys.executable, "-c", program).returncode == 0
+    for _ in range(2):  # as soon as its process has gone, and when its observer has, too
+        done = subprocess.run(_top(str(run), *how), capture_output=True, text=True, check=False, timeout=60)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"kvprobe: {run} has ended") and done.stderr.count("\n") == 1
+        assert f"`kvprobe report {run}`" in done.stderr and f"`kvprobe stats {run}`" in done.stderr
+        wait_for_end(run)
+
+
+def test_a_run_that_has_not_made_a_call_yet_is_not_called_ended(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [*KVPROBE, "run", "-o", str(run), "--", "sleep", "100"]
+    process = subprocess.Popen(command, env=clean_environment())
+    try:
+        while not (run / "run.json").exists():
+            time.sleep(0.05)
+        done = subprocess.run(_top(str(run), "--once", "--json", "--interval", "0.05"), capture_output=True, text=True,
+                              check=True)  # fmt: skip
+    finally:
+        process.kill()
+        process.wait()
+    assert json.loads(done.stdout)["processes"] == []
+    assert "no watched process found" in done.stderr
+    wait_for_end(run)
 
 
 def test_json_without_once_is_wrong_usage() -> None:
