@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from kvprobe.recordings.assemble import correlation_keys, distinct, is_kind, match, spans
-from kvprobe.recordings.conclusion import LEAST_DEPTH as _LEAST_DEPTH
-from kvprobe.recordings.conclusion import Measured, conclude, overall
+from kvprobe.recordings.conclusion import LEAST_DEPTH, Measured, conclude, overall
 from kvprobe.recordings.inferred import infer
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording
 
@@ -332,7 +331,7 @@ def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> Non
     deepest = int(depth.max())
     # A pageable copy waits for its staging and a graph launch for its own nodes: neither says anything of the queue.
     judged = (calls["memory"][rows] != Memory.PAGEABLE) & (calls["kind"][rows] != CallKind.GRAPH)
-    shallow = judged & (depth < _SHALLOW * deepest) if deepest >= _LEAST_DEPTH else judged
+    shallow = judged & (depth < _SHALLOW * deepest) if deepest >= LEAST_DEPTH else judged
     floor: dict[int, float] = {}
     for name in distinct(names):
         mine = names == name
@@ -346,7 +345,7 @@ def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> Non
             )
         queue.baseline_ns[name] = int(_quantile(sample, 0.5))
         floor[name] = _quantile(sample, 0.95)
-    if deepest < _LEAST_DEPTH:
+    if deepest < LEAST_DEPTH:
         queue.verdict, queue.reason = conclude(Measured(deepest))
         return
     # The plateau is a band, for a queue may free room in chunks: 1,135 to 1,141 on one H100, 1,012 to 1,022 on a V100.
