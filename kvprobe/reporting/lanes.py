@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,7 @@ class _Lane:
         key: values of the columns it was grouped by.
         part: positions in `Submissions.rows` of the calls that were kept one by one.
         calls, bytes: of all its calls, also of those that were only counted.
-        times: host time in all, median, p99, longest; nanoseconds.
+        times: host time in all, median, p99, longest; nanoseconds, NaN where calls were counted and not timed.
     """
 
     key: tuple[int, ...]
@@ -83,7 +84,7 @@ def _lanes(recording: Recording, found: Submissions, *columns: str) -> list[_Lan
         out[named] = _Lane(named, part, len(part), payload, (float(durations.sum()), half, high, top))
     if found.made > len(found.rows):
         out |= _counted(recording, out, columns)
-    return sorted(out.values(), key=lambda lane: -lane.times[0])
+    return sorted(out.values(), key=lambda lane: (math.isnan(lane.times[0]), -lane.times[0], -lane.calls))
 
 
 def _counted(
@@ -98,25 +99,21 @@ def _counted(
     out = {}
     for key, members in groups.items():
         counts = np.cumsum(recording.histograms[members].sum(axis=0))
-        at = np.searchsorted(counts, np.array([0.5, 0.99]) * counts[-1]) if len(counts) and counts[-1] else [0, 0]
-        middle = [float(series.bucket_floor_ns(i) + series.bucket_floor_ns(i + 1)) / 2 for i in np.minimum(at, 126)]
-        total, top = float(totals["dur_ns"][members].sum()), float(totals["max_ns"][members].max())
         part = kept[key].part if key in kept else np.zeros(0, dtype=np.int64)
         size = float(totals["bytes"][members].sum())
-        times = (total, min(middle[0], top), min(middle[1], top), top)
+        times = (math.nan,) * 4
+        if counts[-1]:
+            at = np.minimum(np.searchsorted(counts, np.array([0.5, 0.99]) * counts[-1]), 126)
+            half, high = (float(series.bucket_floor_ns(i) + series.bucket_floor_ns(i + 1)) / 2 for i in at)
+            top = float(totals["max_ns"][members].max())
+            times = (float(totals["dur_ns"][members].sum()), min(half, top), min(high, top), top)
         out[key] = _Lane(key, part, int(totals["calls"][members].sum()), size, times)
     return out
 
 
 def _timed(times: Sequence[float], span_ns: float) -> list[Any]:
-    total, half, high, top = times
-    return [
-        (duration(total), total),
-        (percent(total / span_ns), total / span_ns),
-        (duration(half), half),
-        (duration(high), high),
-        (duration(top), top),
-    ]
+    total, *single = times
+    return [(duration(total), total), (percent(total / span_ns), total / span_ns), *((duration(t), t) for t in single)]
 
 
 TIMED = ["Host time", "Of recorded", "Median", "p99", "Longest"]
@@ -205,6 +202,7 @@ def processes(
     for lane in sorted(_lanes(recording, found, "process"), key=lambda one: one.key)[:128]:
         row = lane.key[0]
         total, _, high, _ = lane.times
+        total = 0.0 if math.isnan(total) else total
         blocked = float(queues.blocked_ns[found.rows[lane.part]].sum()) if queues else 0.0
         name = process_name(recording, row)
         rows.append({"label": name, "values": [blocked, total - blocked], "note": f"p99 {duration(high)}"})

@@ -226,6 +226,10 @@ def _histogram(recording: Recording, found: Submissions) -> Chart | None:
         for name, mask in _groups(kind):
             counts[name] = recording.histograms[mask].sum(axis=0)  # exact, single calls kept or not
         how = "Counted while recording, in buckets of a quarter octave: exact also where single calls were not kept."
+        untimed = [name for name, one in counts.items() if not one.any()]
+        if untimed:
+            how += f" Counted and not timed: {', '.join(untimed)}."
+    counts = {name: one for name, one in counts.items() if one.any()}
     if not counts:
         return None
     for name, one in counts.items():

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvprobe.recordings.model import CallKind, Direction, Engine, RangeStyle, Recording
 from kvprobe.reporting import lanes, series
-from kvprobe.reporting.units import bytes_text
+from kvprobe.reporting.units import NONE, bytes_text
 
 __all__ = ["REPORTS", "Sum", "summary"]
 
@@ -55,7 +55,7 @@ class Sum:
     note: str = ""
 
     def text(self, row: Sequence[Any], separator: str = "") -> list[str]:
-        """The row as text; `separator` goes between thousands."""
+        """The row as text, for a person with a `separator` between thousands: a dash is what is not known."""
         return [_text(kind, value, separator) for (_, kind), value in zip(self.columns, row, strict=True)]
 
     def to_json(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _text(kind: str, value: Any, separator: str) -> str:
     if kind == "text":
         return str(value)
     if isinstance(value, float) and math.isnan(value):
-        return ""
+        return NONE if separator else ""
     if kind in ("share", "ns1"):
         # An average that ends in 5 is common (a sum over four calls); it is rounded away from zero as SQLite does.
         rounded = Decimal(value).quantize(Decimal("0.1"), ROUND_HALF_UP)
@@ -119,19 +119,28 @@ def api_sum(recording: Recording) -> Sum:
         named = [[share, *row[1:], recording.text(row[0])] for share, row in zip(_shares(rows), rows, strict=True)]
         return Sum("cuda_api_sum", "CUDA API summary", columns, named)
     listed: list[list[Any]] = []
-    whole = int(totals["dur_ns"].sum()) or 1
+    whole, untimed = int(totals["dur_ns"].sum()) or 1, 0
     for name in np.unique(totals["name"]).tolist():
         mine = totals["name"] == name
         total, count = int(totals["dur_ns"][mine].sum()), int(totals["calls"][mine].sum())
         counts = recording.histograms[mine].sum(axis=0)
-        half = int(np.searchsorted(np.cumsum(counts), max(count / 2, 1)))
-        least = np.flatnonzero(counts)
-        floor = float(series.bucket_floor_ns(int(least[0]))) if len(least) else math.nan
-        listed.append([total * 100.0 / whole, total, count, total / max(count, 1),
-                       float(series.bucket_floor_ns(min(half, series.BUCKETS - 1))), floor,
-                       int(totals["max_ns"][mine].max()), math.nan, recording.text(name)])  # fmt: skip
-    listed.sort(key=lambda row: -row[1])
+        # calls that found no slot are in no histogram, their time is in the total
+        single, loose = int(counts.sum()), mine & (totals["dur_ns"] > 0) & ~recording.histograms.any(axis=1)
+        timed = single + int(totals["calls"][loose].sum())
+        if single:
+            half, least = np.searchsorted(np.cumsum(counts), (max(single / 2, 1), 1))
+            floors = [float(series.bucket_floor_ns(int(bucket))) for bucket in (half, least)]
+            times = [total * 100.0 / whole, total, count, total / timed, *floors, int(totals["max_ns"][mine].max())]
+        elif timed:
+            times = [total * 100.0 / whole, total, count, total / timed, math.nan, math.nan, math.nan]
+        else:
+            times = [math.nan, math.nan, count, math.nan, math.nan, math.nan, math.nan]
+        untimed += count - timed
+        listed.append([*times, math.nan, recording.text(name)])
+    listed.sort(key=lambda row: (math.isnan(row[1]), -row[1], -row[2]))
     note = "Totals, counts, averages and maxima are exact; medians and minima are read from histograms, up to 20% low."
+    if untimed:
+        note += f" {untimed:,} calls were counted and not timed: times are of the others."
     return Sum("cuda_api_sum", "CUDA API summary", columns, listed, note)
 
 

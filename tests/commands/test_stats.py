@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import ctypes
 import io
 import json
+import multiprocessing
+import os
 import re
 import shutil
 import sqlite3
@@ -13,7 +16,12 @@ import subprocess
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from kvprobe.native.library import Record, core
+from kvprobe.recordings.model import CallKind, Recording, Source, Table
+from kvprobe.reporting.recorded import view
 
 REPORTS = "cuda_api_sum,cuda_gpu_mem_time_sum,cuda_gpu_mem_size_sum,nvtx_sum"
 
@@ -115,6 +123,53 @@ def test_json_is_one_object_with_findings(kvprobe, export: Path) -> None:
     assert set(full) >= {"cause", "severity", "confidence", "lost_ns", "evidence", "cure", "predicted_saving_ns"}
     calls = {row["name"]: row for row in said["tables"]["cuda_api_sum"]["rows"]}
     assert calls["cudaMemcpyAsync"]["num_calls"] == 12_000
+
+
+def test_calls_that_were_counted_and_not_timed_have_no_times(kvprobe, tmp_path: Path) -> None:
+    def work() -> None:
+        lib = core()
+        assert lib.kvp_ring_open(str(tmp_path / "a.kvp").encode(), b"interposer", None) == 0
+        for start_ns in range(0, 300_000, 100_000):
+            one = {"count": 1, "stream": 7, "start_ns": start_ns}
+            lib.kvp_ring_write(ctypes.byref(Record(call=12, dur_ns=2**64 - 1, **one)), 0)
+            lib.kvp_ring_write(ctypes.byref(Record(call=1, dur_ns=1000, bytes=64, **one)), 0)
+            lib.kvp_ring_write(ctypes.byref(Record(call=15, dur_ns=[1000, 2**64 - 1][start_ns > 0], **one)), 0)
+        lib.kvp_ring_close()
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    _, out, _ = kvprobe("stats", tmp_path / "a.kvp", "--json", "-r", "cuda_api_sum")
+    calls = {row["name"]: row for row in json.loads(out)["tables"]["cuda_api_sum"]["rows"]}
+    launches = calls["cudaLaunchKernel"]
+    assert launches.pop("num_calls") == 3 and launches.pop("name") and set(launches.values()) == {None}
+    assert calls["cudaMemcpyAsync"]["med_ns"] == pytest.approx(1000, rel=0.2)
+    one = calls["cuLaunchKernelEx"]  # of three, the one that was timed
+    assert (one["num_calls"], one["total_time_ns"], one["avg_ns"], one["max_ns"]) == (3, 1000, 1000, 1000)
+    assert one["med_ns"] == pytest.approx(1000, rel=0.2)
+    _, out, _ = kvprobe("stats", tmp_path / "a.kvp", "-r", "cuda_api_sum")
+    (line,) = (line.split() for line in out.splitlines() if line.endswith("cudaLaunchKernel"))
+    assert line == ["\u2013", "\u2013", "3", *["\u2013"] * 5, "cudaLaunchKernel"]
+    assert "5 calls were counted and not timed" in out
+    _, out, _ = kvprobe("stats", tmp_path / "a.kvp", "-r", "cuda_api_sum", "--csv")
+    assert ",,3,,,,,,cudaLaunchKernel" in out.splitlines()
+
+
+def test_a_stream_whose_calls_were_not_timed_has_no_times_on_the_page_either() -> None:
+    launches = {"process": [0], "stream": [0], "name": [1], "kind": [CallKind.LAUNCH], "calls": [9]}
+    tables = {
+        "totals": Table("totals", launches),
+        "streams": Table("streams", {"process": [0], "handle": [7]}),
+        "processes": Table("processes", {"pid": [5]}),
+    }
+    r = Recording([Source("made", "test")], tables, ["", "cudaLaunchKernel"], np.zeros((1, 128), np.int64))
+    page = view(r, None)
+    assert not [chart for section in page.sections for chart in section.charts if chart.id == "histogram"]
+    (table,) = (one for section in page.sections for one in section.tables if one.caption == "Submissions by stream")
+    (row,) = table.rows
+    assert [(cell.text, cell.value) for cell in row[2:8]] == [("9", 9.0), *[("\u2013", None)] * 5]
 
 
 def test_the_terminal_never_cuts_a_figure(kvprobe, shared_data: Path) -> None:
