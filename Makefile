@@ -22,12 +22,12 @@ test-servers:
 	$(SERVERS)/bin/pip install -q torch==2.13.0
 	$(SERVERS)/bin/pip install -q -e . -r tests/servers/requirements.txt
 	$(SERVERS)/bin/pip install -q --no-deps lmcache==0.5.6
-	KVPROBE_DOWNLOAD=1 $(SERVERS)/bin/python -m pytest tests/patches $(filter-out %test_vllm_engine.py %test_vllm_simple.py,$(wildcard tests/servers/test_*.py))
+	KVPROBE_DOWNLOAD=1 $(SERVERS)/bin/python -m pytest tests/patches $(filter-out $(wildcard tests/servers/test_vllm_*.py),$(wildcard tests/servers/test_*.py))
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install -q torch==2.13.0
 	$(VLLM)/bin/pip install -q -e . -r tests/servers/requirements-vllm.txt
 	$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pytest tests/servers/test_vllm_engine.py tests/servers/test_vllm_simple.py
+	$(VLLM)/bin/python -m pytest tests/servers/test_vllm_*.py
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from kvprobe.instrument import registry, sidecar, switches
+from kvprobe.instrument import metrics, registry, sidecar, switches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -104,6 +104,7 @@ def install(servers: Iterable[str] | str | None = None, *, fix: str = "off") -> 
             _hook(registry.SERVERS[server][0], _server_imported)
             if registry.SERVERS[server][0] in sys.modules:
                 _prepare(server)
+        _hook("prometheus_client", metrics.expose)
         return {name: str(adapter.state) for name, adapter in _adapters.items() if adapter.server in names}
 
 

@@ -1,81 +1,254 @@
-"""Prometheus metrics of adapters, in the process's default registry: the one that vLLM and SGLang expose.
+"""Prometheus metrics of adapters at the server's own `/metrics`, whichever of its processes moves the KV cache.
 
-With `PROMETHEUS_MULTIPROC_DIR` set (as servers with several processes do) prometheus_client writes them to that folder
-and the server's own endpoint adds the processes up. They appear only where the server itself imported
-prometheus_client; kvprobe opens no port here.
+Every such process adds to two files of its own, in prometheus_client's multi-process format; what a dead process
+counted stays in them. They lie
+
+* in `PROMETHEUS_MULTIPROC_DIR` where the server has set it by the time the process imports prometheus_client (vLLM with
+  several API servers, SGLang): the server's endpoint adds up every file there;
+* else in a private folder, which a collector in prometheus_client's default registry adds up at a scrape. A program's
+  first process makes and removes it, and hands it on in `KVPROBE_METRICS` to the processes that multiprocessing starts
+  (vLLM's API server to its engine).
+
+Nothing happens before the server itself imports prometheus_client. kvprobe opens no port here.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
+import shutil
 import sys
+import tempfile
+import threading
+from bisect import bisect_left
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-_metrics: dict[str, Any] | None = None
+log = logging.getLogger("kvprobe")
+
+_SERVERS_OWN = "PROMETHEUS_MULTIPROC_DIR"
+_HANDED_ON = "KVPROBE_METRICS"
 _SECONDS = (1e-6, 4e-6, 16e-6, 64e-6, 256e-6, 1e-3, 4e-3, 16e-3, 64e-3, 0.25, 1.0, 4.0)
+# Of a process's files, by kind of metric: twice what all servers, directions and buckets take.
+_FILE_BYTES = {"counter": 1 << 14, "histogram": 1 << 18}
 
 
-def _make() -> dict[str, Any]:
-    """The metrics, or nothing where the server does not use prometheus_client."""
-    global _metrics
-    if _metrics is None:
-        _metrics = {}
-        if "prometheus_client" in sys.modules:
-            try:
-                from prometheus_client import Counter, Histogram
+@dataclass(frozen=True)
+class _Metric:
+    kind: str  # "counter" or "histogram"; the latter of seconds
+    name: str
+    text: str
+    labels: tuple[str, ...]
 
-                labels = ("server", "direction")
-                _metrics = {
-                    "bytes": Counter("kvprobe_transfer_bytes", "Payload of finished transfers.", labels),
-                    "submit": Histogram(
-                        "kvprobe_transfer_submit_seconds",
-                        "Host time spent inside the copy calls of a transfer.",
-                        labels,
-                        buckets=_SECONDS,
-                    ),
-                    "queue": Histogram(
-                        "kvprobe_transfer_queue_wait_seconds",
-                        "From the first submission until the device started.",
-                        labels,
-                        buckets=_SECONDS,
-                    ),
-                    "copy": Histogram(
-                        "kvprobe_transfer_copy_seconds", "Device time of a transfer.", labels, buckets=_SECONDS
-                    ),
-                    "redundant": Counter(
-                        "kvprobe_redundant_loads", "Loads of blocks that were being loaded already.", ("server",)
-                    ),
-                    "deferred": Counter(
-                        "kvprobe_deferred_loads", "Requests that waited for a load in flight.", ("server",)
-                    ),
-                }
-            except Exception:  # a registry that refuses (duplicate names) must not reach the server
-                _metrics = {}
-    return _metrics
+
+_LABELS = ("server", "direction")
+_METRICS = {
+    "bytes": _Metric("counter", "kvprobe_transfer_bytes", "Payload of finished transfers.", _LABELS),
+    "submit": _Metric(
+        "histogram",
+        "kvprobe_transfer_submit_seconds",
+        "Host time spent inside the copy calls of a transfer.",
+        _LABELS,
+    ),
+    "queue": _Metric(
+        "histogram",
+        "kvprobe_transfer_queue_wait_seconds",
+        "From the first submission until the device started.",
+        _LABELS,
+    ),
+    "copy": _Metric("histogram", "kvprobe_transfer_copy_seconds", "Device time of a transfer.", _LABELS),
+    "redundant": _Metric(
+        "counter", "kvprobe_redundant_loads", "Loads of blocks that were being loaded already.", ("server",)
+    ),
+    "deferred": _Metric("counter", "kvprobe_deferred_loads", "Requests that waited for a load in flight.", ("server",)),
+}
+
+
+class _Files:
+    """The figures of this process."""
+
+    def __init__(self, folder: str) -> None:
+        """Raises OSError where the folder cannot take them."""
+        from prometheus_client import mmap_dict
+
+        open_file: Any = mmap_dict.MmapedDict
+        self._keys: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+        self._of: dict[str, Any] = {}
+        for kind, size_bytes in _FILE_BYTES.items():
+            path = Path(folder) / f"{kind}_kvprobe-{os.getpid()}.db"  # readers take the kind from the name
+            if not path.exists():
+                # Reserved, because a write through a mapping kills the process where the disk is full; renamed, because
+                # prometheus_client's reader refuses a file that is still empty.
+                making = path.with_suffix(".making")
+                try:
+                    with making.open("wb") as file:
+                        os.posix_fallocate(file.fileno(), 0, size_bytes)
+                    making.rename(path)
+                except OSError:
+                    making.unlink(missing_ok=True)
+                    raise
+            self._of[kind] = open_file(str(path))
+
+    def add(self, name: str, labels: tuple[str, ...], value: float) -> None:
+        """Count `value`, or observe it."""
+        metric = _METRICS[name]
+        keys = self._keys.get((name, labels)) or self._begin(name, labels)
+        if metric.kind == "counter":
+            self._increase("counter", keys[0], value)
+        else:
+            self._increase("histogram", keys[bisect_left(_SECONDS, value)], 1)
+            self._increase("histogram", keys[-1], value)
+
+    def _begin(self, name: str, labels: tuple[str, ...]) -> list[str]:
+        """The keys of a counter's total, or of a histogram's buckets and its sum; all of them begin at 0."""
+        from prometheus_client.mmap_dict import mmap_key
+
+        metric = _METRICS[name]
+        if metric.kind == "counter":
+            samples: list[tuple[str, dict[str, str]]] = [("_total", {})]
+        else:
+            samples = [("_bucket", {"le": str(bound)}) for bound in _SECONDS]
+            samples += [("_bucket", {"le": "+Inf"}), ("_sum", {})]
+        keys = [
+            mmap_key(metric.name, metric.name + suffix, [*metric.labels, *more], [*labels, *more.values()], metric.text)
+            for suffix, more in samples
+        ]
+        for key in keys:
+            self._of[metric.kind].read_value(key)
+        self._keys[name, labels] = keys
+        return keys
+
+    def _increase(self, kind: str, key: str, amount: float) -> None:
+        file = self._of[kind]
+        file.write_value(key, file.read_value(key)[0] + amount, 0.0)
+
+
+class _Collector:
+    """What prometheus_client's registry asks at a scrape: the sums over the files in a folder."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._said = False
+
+    def describe(self) -> list[Any]:
+        """The metrics without samples."""
+        from prometheus_client.core import Metric
+
+        return [Metric(metric.name, metric.text, metric.kind) for metric in _METRICS.values()]
+
+    def collect(self) -> list[Any]:
+        """The metrics, or none where the folder cannot be read: the server's own must still be served."""
+        try:
+            from prometheus_client import multiprocess
+
+            add_up: Any = multiprocess.MultiProcessCollector
+            return list(add_up(None, path=self._folder).collect())
+        except Exception as error:
+            if not self._said:
+                log.warning("kvprobe: no metrics at this scrape, %s cannot be read: %s", self._folder, error)
+            self._said = True
+            return []
+
+
+_lock = threading.RLock()
+_folder: str | None = None
+_files: _Files | None = None
+_given_up = False
+
+
+def _after_fork() -> None:
+    """A child has files of its own, in the folder of its parent or in the one that the server has named since."""
+    global _lock, _files, _folder
+    _lock, _files, _folder = threading.RLock(), None, os.environ.get(_SERVERS_OWN) or _folder
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _give_up(error: Exception) -> None:
+    global _files, _given_up
+    _files, _given_up = None, True
+    log.warning("kvprobe: no metrics of process %d: %s; let TMPDIR, or %s where the server uses it, name a folder "
+                "with room", os.getpid(), error, _SERVERS_OWN)  # fmt: skip
+
+
+def _remove(folder: str, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child inherits the call
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def expose(_: object = None) -> None:
+    """Let the server's endpoint show this program's metrics, once prometheus_client is imported. Never raises."""
+    global _folder
+    try:
+        # Not under the lock: whichever thread is importing it waits for the lock in its post-import hook.
+        from prometheus_client import REGISTRY
+
+        with _lock:
+            if _folder is not None or _given_up:
+                return
+            # Asked once, as prometheus_client does: LMCache sets it later, for itself, in the middle of vLLM's engine.
+            _folder = os.environ.get(_SERVERS_OWN) or None
+            if _folder is not None:
+                return
+            inherited = os.environ.pop(_HANDED_ON, None)
+            # Any other program that an observed one starts is one by itself, with an endpoint of its own.
+            if inherited and any(argument.startswith("from multiprocessing.") for argument in sys.orig_argv):
+                _folder = os.environ[_HANDED_ON] = inherited
+                return
+            folder = tempfile.mkdtemp(prefix="kvprobe-metrics-")
+            atexit.register(_remove, folder, os.getpid())
+            REGISTRY.register(_Collector(folder))
+            _folder = os.environ[_HANDED_ON] = folder
+    except Exception as error:  # no folder, or a registry that refuses: neither must reach the server
+        _give_up(error)
+
+
+def _opened() -> _Files | None:
+    """This process's files, or nothing where the server does not use prometheus_client."""
+    global _files
+    if _files is None and not _given_up and "prometheus_client" in sys.modules:
+        expose()
+        with _lock:
+            if _files is None and _folder is not None and not _given_up:
+                try:
+                    _files = _Files(_folder)
+                except Exception as error:
+                    _give_up(error)
+    return _files
+
+
+def _add(values: dict[str, float], labels: tuple[str, ...]) -> None:
+    if _opened() is None:
+        return
+    with _lock:
+        try:
+            for name, value in values.items():
+                if _files is not None:
+                    _files.add(name, labels, value)
+        except Exception as error:
+            _give_up(error)
 
 
 def exposed() -> bool:
     """Whether the server has a registry that these metrics are in."""
-    return bool(_make())
+    return _opened() is not None
 
 
 def transfer(
     server: str, direction: str, size_bytes: int, submit_ns: int, queue_ns: int | None, copy_ns: int | None
 ) -> None:
     """Count one finished transfer."""
-    found = _make()
-    if not found:
-        return
-    labels = (server, direction)
-    found["bytes"].labels(*labels).inc(size_bytes)
-    found["submit"].labels(*labels).observe(submit_ns / 1e9)
+    values: dict[str, float] = {"bytes": size_bytes, "submit": submit_ns / 1e9}
     if queue_ns is not None:
-        found["queue"].labels(*labels).observe(queue_ns / 1e9)
+        values["queue"] = queue_ns / 1e9
     if copy_ns is not None:
-        found["copy"].labels(*labels).observe(copy_ns / 1e9)
+        values["copy"] = copy_ns / 1e9
+    _add(values, (server, direction))
 
 
 def count(name: str, server: str) -> None:
     """Count one `redundant` load or one `deferred` request."""
-    found = _make()
-    if found:
-        found[name].labels(server).inc()
+    _add({name: 1}, (server,))
