@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
@@ -60,12 +61,28 @@ class Evidence:
         return {"text": self.text, "value": float(self.value), "unit": self.unit, "how": self.how}
 
 
+_PLURALS = re.compile(
+    r"(?<![\d.,])1 ((?:\w+ ){0,2})(copies|submissions|calls|loads|stores|allocations|gaps)\b( are\b| were\b)?"
+)
+
+
+def singular(text: str) -> str:
+    """The same words where they count one: "1 calls were" becomes "1 call was"."""
+
+    def one(found: re.Match[str]) -> str:
+        noun = "copy" if found[2] == "copies" else found[2][:-1]
+        return f"1 {found[1]}{noun}{ {' are': ' is', ' were': ' was'}.get(found[3] or '', '') }"
+
+    return _PLURALS.sub(one, text)
+
+
 @dataclass(frozen=True)
 class Where:
     """A place that lost time: the fields that do not apply are empty (or -1)."""
 
     process: int = -1  # row of the recording's `processes`
     pid: int = -1
+    rank: int = -1
     thread: int = -1
     stream: int = -1  # row of the recording's `streams`
     stream_name: str = ""
@@ -76,7 +93,7 @@ class Where:
     def to_json(self) -> dict[str, Any]:
         """All fields."""
         return {
-            "process": self.process, "pid": self.pid, "thread": self.thread, "stream": self.stream,
+            "process": self.process, "pid": self.pid, "rank": self.rank, "thread": self.thread, "stream": self.stream,
             "stream_name": self.stream_name, "range": self.range, "lost_ns": self.lost_ns, "calls": self.calls,
         }  # fmt: skip
 

@@ -7,13 +7,14 @@ run from the best-evidenced to the least, and the sum of what they claim is neve
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvprobe.diagnosis.finding import Chart, Confidence, Evidence, Finding, Lane, Severity, Where
+from kvprobe.diagnosis.finding import Chart, Confidence, Evidence, Finding, Lane, Severity, Where, singular
 from kvprobe.diagnosis.intervals import Cover, distinct, group_starts, in_time, running_max_by_group
 from kvprobe.recordings.assemble import codes, match, spans
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Engine, Label, Memory, Recording
@@ -321,6 +322,11 @@ class Frame:
         table = self.recording.processes
         return int(table["pid"][process]) if 0 <= process < table.rows else int(process)
 
+    def rank(self, process: int) -> int:
+        """Rank of a process row, -1 where it has none."""
+        table = self.recording.processes
+        return int(table["rank"][process]) if 0 <= process < table.rows else -1
+
     def stream_name(self, stream: int) -> str:
         """How to call a stream in a sentence."""
         table = self.recording.streams
@@ -387,7 +393,8 @@ class Frame:
             worst = rows[members[np.argmax(lost[members])]]
             process, thread = int(self.process[worst]), int(self.thread[worst])
             out.append(Where(
-                process=process, pid=self.pid(process), thread=thread, stream=int(self.stream[worst]),
+                process=process, pid=self.pid(process), rank=self.rank(process), thread=thread,
+                stream=int(self.stream[worst]),
                 stream_name=self.stream_name(int(self.stream[worst])) if self.stream[worst] >= 0 else "",
                 range=self.innermost_range(process, thread, int(self.start[worst])),
                 lost_ns=int(sums[g]), calls=int(counts[g]),
@@ -410,7 +417,7 @@ class Frame:
             row = rows[order[edges[g]]]
             process, stream = int(table["process"][row]), int(table["stream"][row])
             out.append(Where(
-                process=process, pid=self.pid(process), stream=stream,
+                process=process, pid=self.pid(process), rank=self.rank(process), stream=stream,
                 stream_name=self.stream_name(stream) if stream >= 0 else "", lost_ns=int(sums[g]), calls=int(counts[g]),
             ))  # fmt: skip
         return tuple(out)
@@ -493,9 +500,9 @@ class Frame:
         span_ns: int, saving: float | None, reason: str, severity: Severity | None, chart: Chart | None,
     ) -> Finding:  # fmt: skip
         return Finding(
-            cause=cause, title=title.format(lost=ms(lost_ns), calls=count),
+            cause=cause, title=singular(title.format(lost=ms(lost_ns), calls=count)),
             severity=severity or self.severity(lost_ns, span_ns), confidence=confidence, lost_ns=lost_ns,
-            evidence=tuple(evidence), cure=tuple(cure),
+            evidence=tuple(replace(one, text=singular(one.text)) for one in evidence), cure=tuple(cure),
             predicted_saving_ns=int(lost_ns * (1.0 if saving is None else min(max(saving, 0.0), 1.0))),
             where=places, window=window, lost_on=lane, reason=reason, chart=chart,
         )  # fmt: skip

@@ -98,6 +98,7 @@ def find(frame: Frame) -> Finding | None:
     launches = np.isin(kinds, [CallKind.LAUNCH, CallKind.GRAPH])
     of_launches = 2 * int(ns[launches].sum()) > lost
     depth = frame.occupancy.depth[rows]
+    at = " to ".join(str(limit) for limit in sorted({int(depth.min()), int(depth.max())}))
     ceiling = found.ceiling
     baseline = float(np.median(frame.occupancy.baseline_ns[rows]))
     channels = frame.recording.machine.get("channels") or 4
@@ -106,8 +107,8 @@ def find(frame: Frame) -> Finding | None:
     labelled = sum(q.labelled_ns for q in queues)
     inferred = sum(q.inferred_ns for q in queues)
     evidence = [
-        Evidence(f"{len(rows)} calls were entered with {int(depth.min())} to {int(depth.max())} submissions "
-                 f"outstanding, where the queue is full, and lost {ms(lost)}", lost, "ns",
+        Evidence(f"{len(rows)} calls were entered with {at} submissions outstanding, where the queue is full, and "
+                 f"lost {ms(lost)}", lost, "ns",
                  LABELLED if labelled else MEASURED if found.how == "plateau" else INFERRED),
         Evidence(f"the same calls take {ms(baseline)} when the queue has room; here the median is "
                  f"{ms(float(np.median(frame.dur[rows])))}, the longest {ms(int(frame.dur[rows].max()))}",

@@ -26,6 +26,8 @@ _NEARLY, _OVER = 0.75, 1.25  # of the full depth: how far a reckoned depth may b
 _OFTEN, _LEAST_SEEN = 0.03, 20  # how many of the calls at the top are slow (one in a chunk); calls to compare with
 _LEAST_UNKNOWN, _USUAL = 200, (900, 1_250)  # where no depth was calibrated: the least believed, and what GPUs have
 _DRAINED = 4_100  # submissions that the deepest queue known holds (CUDA_SCALE_LAUNCH_QUEUES=4x)
+_LONG_NS = 1_000_000  # a wait for more than a copy: for what the copies stand behind
+_EXACTLY = (1_000, 1_026)  # submissions that copies find a queue to take where no depth was calibrated: V100 to H200
 _NEVER = np.iinfo(np.int64).max
 
 
@@ -80,6 +82,22 @@ def infer(recording: Recording, queue: StreamOccupancy) -> None:
             f"than others; {share:.0%} of the calls there are slow, {elsewhere:.1%} of those with room ({how})"
         )
         return
+    if counted is None:
+        held, place, exact = _behind_fences(
+            start, end, judged & (duration > 100 * base), _emptied(recording, queue), known
+        )
+        if held.any():
+            queue.depth = place
+            queue.verdict, queue.ceiling_how, queue.blocked = "saturated", "inferred", held
+            queue.blocked_ns = np.where(held, duration - base, 0).astype(np.int64)
+            queue.inferred_ns = int(queue.blocked_ns.sum())
+            at = place[held]
+            queue.ceiling, queue.plateau = int(at.max()), (int(at.min()), int(at.max()))
+            queue.reason = (
+                f"{len(at)} calls took {ms(queue.inferred_ns)} more than others, {exact} (inferred: counted from where "
+                "the stream was empty; no device activity was recorded)"
+            )
+            return
     deepest = int(queue.depth.max(initial=0))
     other = int((duration - base)[slow].sum())
     if counted is not None and known and not top.any():
@@ -89,6 +107,45 @@ def infer(recording: Recording, queue: StreamOccupancy) -> None:
         queue.reason = f"slow calls took {ms(other)} more than others, in no pattern that shows a full queue ({how})"
     else:
         queue.reason = f"no calls that become slow at one depth and stay so, among up to {deepest} outstanding ({how})"
+
+
+def _behind_fences(start: Array, end: Array, long: Array, emptied: Array, known: int) -> tuple[Array, Array, str]:
+    """Calls that waited at a full queue for what their copies stand behind: one long wait, then all go on.
+
+    Nothing leaves the queue while it stands behind a forward pass, so the submission that waits is the one whose number
+    in its burst is the depth. A stall of another kind hits that number by chance once in a hundred, as calls in a burst
+    are thousands. So one such call is enough where a wait of the host proved the stream empty before the burst and no
+    burst's first long call has another number; else it takes three, and two thirds of all.
+
+    Args:
+        start: entry of each call of the queue, ns, ascending; `end` and the others likewise, (calls,).
+        end: see there.
+        long: calls that may have waited.
+        emptied: before which calls the stream was known to be empty.
+        known: the calibrated depth, 0 if there is none.
+
+    Returns:
+        Which calls waited; submissions outstanding at each, int32; what is special about them, in words.
+    """
+    count = np.arange(len(start))
+    long = long & (end - start > _LONG_NS)
+    low, high = (0.98 * known, 1.005 * known + 2) if known else _EXACTLY
+    fresh = emptied | np.r_[True, start[1:] - np.maximum.accumulate(end)[:-1] > _LONG_NS]
+    begin = np.maximum.accumulate(np.where(fresh, count, 0))  # of the burst that a call is in
+    place = count - begin
+    waits = np.flatnonzero(long)
+    first = waits[np.r_[True, begin[waits][1:] != begin[waits][:-1]]] if len(waits) else waits
+    fits = first[(low <= place[first]) & (place[first] <= high)]
+    proven = len(fits) == len(first) and bool(emptied[begin[fits]].any())
+    if not len(fits) or not (proven or (len(fits) >= 3 and 3 * len(fits) >= 2 * len(first))):
+        return np.zeros(len(start), dtype=bool), np.zeros(len(start), dtype=np.int32), ""
+    held = np.zeros(len(start), dtype=bool)
+    held[waits[np.isin(begin[waits], begin[fits])]] = True
+    numbers = sorted({int(number) + 1 for number in place[fits]})
+    which = f"number {numbers[0]:,}" + (f" to {numbers[-1]:,}" if len(numbers) > 1 else "")
+    queues = f"the queue takes {known:,}" if known else "queues take 1,012 to 1,024"
+    depth = np.minimum(place, int(place[fits].max())).astype(np.int32)
+    return held, depth, f"the first of a burst being its {which}: {queues}"
 
 
 def _lost(recording: Recording, queue: StreamOccupancy) -> bool:

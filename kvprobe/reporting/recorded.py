@@ -392,9 +392,10 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
     if len(finding.where) > 1:
         values = table(
             "Where the time was lost",
-            ["Process", "Thread", "Stream", "Range", "Lost", "Calls"],
+            ["Rank", "Process", "Thread", "Stream", "Range", "Lost", "Calls"],
             [
                 [
+                    str(one.rank) if one.rank >= 0 else NONE,
                     str(one.pid) if one.pid > 0 else NONE,
                     str(one.thread) if one.thread >= 0 else NONE,
                     one.stream_name or NONE,

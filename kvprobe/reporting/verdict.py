@@ -189,7 +189,9 @@ def place(finding: Finding, limit: int = 2, brief: bool = False) -> str:
             bits.append(f"thread {one.thread}")
         if one.stream_name or one.stream >= 0:
             bits.append(one.stream_name if "stream" in one.stream_name else f"stream {one.stream_name or one.stream}")
-        if one.pid > 0:
+        if one.rank >= 0:
+            bits.append(f"rank {one.rank}" + (f" (process {one.pid})" if one.pid > 0 else ""))
+        elif one.pid > 0:
             bits.append(f"process {one.pid}")
         if one.range and not brief:
             bits.append(f"in “{one.range}”")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import kvprobe.diagnosis
 from kvprobe.diagnosis import CAUSES, diagnose
-from kvprobe.diagnosis.finding import Evidence, Finding
+from kvprobe.diagnosis.finding import Evidence, Finding, singular
 from kvprobe.diagnosis.frame import Frame, Ledger
 from kvprobe.diagnosis.intervals import Cover, running_max_by_group
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory, Recording, Source, Table
@@ -109,3 +109,12 @@ def test_a_recording_of_almost_nothing_does_not_crash(rows):
                  "thread": np.full(rows, 1), "count": np.ones(rows, dtype=int)}  # fmt: skip
         for executions in (None, {"start_ns": at + 60, "end_ns": at + 70, "correlation": np.arange(rows)}):
             assert diagnose(recording(calls, executions)) == []
+
+
+def test_one_call_is_said_as_one():
+    assert (
+        singular("The launch queue was full: 1 submissions blocked")
+        == "The launch queue was full: 1 submission blocked"
+    )
+    assert singular("1 large copies ran") == "1 large copy ran"
+    assert singular("1 calls were entered, 21 calls are 1.1 calls") == "1 call was entered, 21 calls are 1.1 calls"

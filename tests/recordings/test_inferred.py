@@ -105,6 +105,57 @@ def test_the_recorders_own_calls_are_not_judged():
     assert occupancy(r).verdict == "healthy"
 
 
+def fenced(at, bursts=4, per=3000, waits=True, ns=90_000_000):
+    """Bursts of copies of which one call each, its place given by `at(burst)`, waits for long."""
+    place = np.tile(np.arange(per), bursts)
+    duration = np.full(bursts * per, 1500, dtype=np.int64)
+    for burst in range(bursts):
+        duration[burst * per + at(burst)] = ns
+    start = np.r_[0, np.cumsum(duration + np.where(place == per - 1, 30_000_000, 200))[:-1]]
+    zero = np.zeros(len(start), int)
+    tables = {
+        "calls": Table("calls", {"start_ns": start, "end_ns": start + duration, "process": zero, "thread": zero + 100,
+                                 "name": zero + 1, "kind": zero + CallKind.COPY, "stream": zero, "count": zero + 1}),
+        "streams": Table("streams", {"process": [0], "handle": [7]}),
+        "processes": Table("processes", {"pid": [1]}),
+    }  # fmt: skip
+    r = Recording([Source("made", "test")], tables, ["", "cudaMemcpyAsync"])
+    if waits:
+        ends = (start + duration)[per - 1 :: per]
+        with_waits(r, "cudaStreamSynchronize", [(100, end + 100, end + 25_000_000) for end in ends], stream=0)
+    return r
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("depth", [DEPTH, None])
+def test_one_wait_a_burst_behind_a_fence_is_a_full_queue(depth, waits):
+    r = fenced(lambda burst: DEPTH - burst % 2, waits=waits)
+    if depth:
+        r.machine["queue_depth"] = depth
+    occ = occupancy(r)
+    assert occ.verdict == "saturated" and int(occ.blocked.sum()) == 4
+    assert occ.blocked_ns.sum() == pytest.approx(4 * 90_000_000, rel=0.01)
+    assert "number 1,021 to 1,022" in occ.reason and occ.streams[0].ceiling == DEPTH
+
+
+def test_one_wait_is_enough_where_the_stream_was_known_to_be_empty():
+    assert occupancy(fenced(lambda burst: DEPTH, bursts=1)).verdict == "saturated"
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("depth", [DEPTH, None])
+@pytest.mark.parametrize("bursts", [1, 4])
+def test_one_wait_a_burst_somewhere_else_is_not(bursts, depth, waits):
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        places = [DEPTH, *rng.integers(0, 950, 2), *rng.integers(1100, 3000, 2)]
+        r = fenced(lambda burst, places=places, seed=seed: places[(burst + 1 + seed % 4) % 5], bursts, waits=waits)
+        if depth:
+            r.machine["queue_depth"] = depth
+        occ = occupancy(r)
+        assert occ.verdict != "saturated" and not occ.blocked.any(), (seed, occ.reason)
+
+
 # ---- slow calls of other causes --------------------------------------------------------------------------------------
 
 
