@@ -3,6 +3,10 @@
 A piece of text is cut between two events and decoded by itself, with only the wanted fields typed. A cut is a guess
 that decoding proves: a piece that was cut elsewhere than between two events of the list is no valid JSON.
 
+A copy of no duration has an infinite bandwidth, which Kineto and Python write as no JSON has it ("inf", "NaN",
+"-Infinity"). In a field that nobody reads that is no reason to give up the event: it is decoded as null, which is no
+number where one is wanted.
+
 Times are microseconds with decimals; a float64 of microseconds since 1970 has steps of 0.25 us, so those are read as
 integers, digit by digit.
 """
@@ -29,7 +33,9 @@ _EXACT_BELOW_US = float(1 << 42)  # below, a float64 of microseconds is within h
 _BOUNDARY = re.compile(rb'\}\s*(,)\s*(?=\{\s*"(?:ph|name|cat|ts|pid|tid|id)"\s*:)')
 _END = re.compile(rb'\}\s*(\])\s*(?:,\s*"|\}|$)')
 _LONG_DECIMAL = re.compile(rb'"ts"\s*:\s*\d{13,}\.')
+_NO_NUMBER = re.compile(rb"[:,\[]\s*(-?(?:NaN|Infinity|nan|inf))(?=\s*[,\]}])")
 _MARK = re.compile(rb'["\[\]{},]')
+_NUMBER = re.compile(rb"-?\d")
 _DECIMAL = re.compile(rb"(-?)(\d{1,16})(?:\.(\d+))?")
 
 
@@ -174,6 +180,14 @@ class Decoder:
 
     def _decode(self, text: bytes) -> list[Any]:
         """A list of events, with exact times where a float64 would lose nanoseconds."""
+        try:
+            return self._decode_json(text)
+        except msgspec.DecodeError:
+            if _NO_NUMBER.search(text) is None:
+                raise
+            return self._decode_json(_with_nulls(text))
+
+    def _decode_json(self, text: bytes) -> list[Any]:
         whole = b"[" + text + b"]"
         try:
             if not self._use_exact:
@@ -181,9 +195,15 @@ class Decoder:
                 if not (_is_late(events) and _LONG_DECIMAL.search(text)):
                     return events  # type: ignore[no-any-return]
                 self._use_exact = True
-            return self._exact.decode(whole)  # type: ignore[no-any-return]
+            return self._timed(self._exact.decode(whole))
         except (UnicodeDecodeError, RecursionError) as error:
             raise msgspec.DecodeError(str(error)) from error
+
+    def _timed(self, events: list[Any]) -> list[Any]:
+        """Those without the complete events whose time, which was taken as it stood, is no number."""
+        out = [event for event in events if type(event) is not _CompleteExact or _NUMBER.match(event.ts)]
+        self._bad += len(events) - len(out)
+        return out
 
     def _certain(self, text: bytes) -> list[Any]:
         """Events of a text that is known to hold whole ones; those that do not fit are left out and counted."""
@@ -295,6 +315,31 @@ def _walk(text: bytes) -> tuple[int, int | None]:
     return boundary, None
 
 
+def _with_nulls(text: bytes) -> bytes:
+    """The text with null in place of what Kineto and Python write where a float is no number; strings stay."""
+    out: list[bytes] = []
+    done = at = 0  # copied up to; known to be outside strings up to
+    for match in _NO_NUMBER.finditer(text):
+        begin, end = match.span(1)
+        while (quote := text.find(b'"', at, begin)) >= 0:
+            at = _string_end(text, quote + 1)
+            if not at:
+                return b"".join((*out, text[done:]))
+        if at <= begin:
+            out += (text[done:begin], b"null")
+            done = at = end
+    return b"".join((*out, text[done:]))
+
+
+def _string_end(text: bytes, at: int) -> int:
+    """Past the quote that closes the string from `at` on; 0 where there is none."""
+    while (quote := text.find(b'"', at)) >= 0:
+        inside, at = text[at:quote], quote + 1
+        if (len(inside) - len(inside.rstrip(b"\\"))) % 2 == 0:  # the quote is not escaped
+            return at
+    return 0
+
+
 def _tokens(text: bytes) -> Iterator[tuple[int, bytes]]:
     """Position and byte of each bracket and comma outside strings.
 
@@ -306,13 +351,9 @@ def _tokens(text: bytes) -> Iterator[tuple[int, bytes]]:
         if match.group() != b'"':
             yield match.start(), match.group()
             continue
-        while True:
-            quote = text.find(b'"', at)
-            if quote < 0:
-                return
-            inside, at = text[at:quote], quote + 1
-            if (len(inside) - len(inside.rstrip(b"\\"))) % 2 == 0:  # the quote is not escaped
-                break
+        at = _string_end(text, at)
+        if not at:
+            return
 
 
 def _is_late(events: list[Any]) -> bool:

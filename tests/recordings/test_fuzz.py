@@ -6,13 +6,14 @@ import gzip
 import hashlib
 import json
 import random
+import re
 import resource
 import sqlite3
 import time
 import zlib
 
 import pytest
-from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from queue_model import simulate
 
@@ -112,8 +113,28 @@ def test_damaged_gzip(shared, tmp_path):
         attempt(path)
 
 
+class Word(str):
+    """What Kineto and Python write where a float is no number, and JSON has no word for it."""
+
+    __slots__ = ()
+
+
+def text_of(value):
+    """JSON, and the words that it does not have."""
+    if isinstance(value, Word):
+        return str(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(k)}: {text_of(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(text_of, value)) + "]"
+    return json.dumps(value)  # of a float that is no number: Infinity, -Infinity, NaN
+
+
+WORDS = ("NaN", "Infinity", "-Infinity", "inf", "-inf", "nan", "-nan")
+words = st.sampled_from(WORDS).map(Word)
+traps = st.sampled_from(["[1, inf, NaN]", '": NaN, "', '\\": -inf}', ", Infinity]", "NaN"])  # text that looks like one
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=20),
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=20) | words | traps,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
@@ -136,7 +157,7 @@ events = (
 def test_traces_of_anything(tmp_path, either, some, beside, first):
     document = {**beside, "traceEvents": some} if first else {"traceEvents": some, **beside}
     path = tmp_path / "x.json"
-    path.write_text(json.dumps(document))
+    path.write_text(text_of(document))
     attempt(path)
 
 
@@ -144,18 +165,19 @@ def test_traces_of_anything(tmp_path, either, some, beside, first):
 @given(st.lists(events, max_size=5))
 def test_both_scanners_count_the_same_events(tmp_path, some):
     path = tmp_path / "x.json"
-    try:
-        text = json.dumps({"traceEvents": [*some, good]}, allow_nan=False)
-    except ValueError:  # Infinity and NaN are no JSON: the native scanner skips over them, msgspec drops their event
-        reject()
-    path.write_text(text)
+    for event in (one for one in some if isinstance(one, dict)):
+        for key in {"pid", "tid"} & set(event):  # of a text that has escapes the two make different numbers
+            if isinstance(event[key], str) and not isinstance(event[key], Word):
+                event[key] = re.sub("[^0-9A-Za-z ]", "", event[key])
+    path.write_text(text_of({"traceEvents": [*some, good]}))
     found = []
     for native in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if not native:
                 patch.setattr(kineto, "scanner", lambda categories: None)
             r = open_recording([path])
-        found.append((r.calls["start_ns"].tolist(), r.calls["thread"].tolist(), r.calls["correlation"].tolist()))
+        columns = [r.calls[name].tolist() for name in ("start_ns", "end_ns", "thread", "correlation", "bytes")]
+        found.append((columns, [r.text(name) for name in r.calls["name"].tolist()], r.notes))
     assert found[0] == found[1]
 
 

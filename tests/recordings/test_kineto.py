@@ -185,6 +185,32 @@ def test_single_damaged_events_cost_only_themselves(either, tmp_path):
     assert any(re.match("2 events", note) for note in r.notes)
 
 
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity", "inf", "-inf", "nan", "-nan"])
+def test_a_float_that_is_no_number_costs_an_event_only_where_a_number_is_wanted(either, tmp_path, word, late):
+    """Kineto gives a copy of no duration the bandwidth inf; Python's json module writes it anew as Infinity."""
+    at = "1712195495000000.12" if late else "1.00"
+
+    def event(number, beside="", name="cudaMemcpyAsync", ts="", dur="2.5"):
+        return (f'{{"ph": "X", "cat": "cuda_runtime", "name": "{name}", "ts": {ts or at + str(number)}, "dur": {dur}, '
+                f'"pid": 1, "tid": 2, "args": {{"correlation": {number}{beside}}}}}')  # fmt: skip
+
+    trap = rf"f<\"a\\\\\": {word}, [{word}]>"  # in a string it is text
+    events = [
+        event(1),
+        event(2, f', "memory bandwidth (GB/s)": {word}, "shape": [1, {word},{word}]'),
+        event(3, ts=word), event(4, dur=word), event(5, f', "bytes": {word}'),
+        event(6, f', "beside": {word}', name=trap), event(7, f', "last": {word}'),
+    ]  # fmt: skip
+    path = tmp_path / "t.json"
+    path.write_text(f'{{"displayTimeUnit": "ms", "traceEvents": [{",".join(events)}]}}')
+    r = open_recording([path])
+    assert r.calls["correlation"].tolist() == [1, 2, 6, 7]
+    assert (r.calls["start_ns"] % 10).tolist() == [1, 2, 6, 7]
+    assert r.text(int(r.calls["name"][2])) == json.loads(f'"{trap}"')
+    assert r.notes == ["3 events of t.json are damaged and were not read"]
+
+
 @pytest.mark.parametrize(
     "text", ["", "{", "[", "nonsense", "{}", '{"traceEvents": 3}', '{"traceEvents": [', "[1,2", "\0" * 100]
 )

@@ -140,6 +140,19 @@ static inline const char *string_end(const char *at, const char *end) {
     }
 }
 
+/* A copy of no duration has an infinite bandwidth, which Kineto and Python write as no JSON has it: "inf", "NaN",
+ * "-Infinity". In a field that nobody reads that is no reason to give up the event; where a number is wanted it is
+ * none. */
+static int known_literal(const char *text, size_t length) {
+    static const char *const literals[] = {"true", "false", "null", "NaN", "Infinity", "nan", "inf"};
+    int negative = *text == '-';
+    for (int i = negative ? 3 : 0; i < 7; i++)
+        if (length - (size_t)negative == strlen(literals[i]) &&
+            !memcmp(text + negative, literals[i], length - (size_t)negative))
+            return 1;
+    return 0;
+}
+
 /* Reads any value; 0, or KVT_MORE + 1 (incomplete) as 1, or 2 (no JSON). */
 static int read_value(cursor *c, value *v) {
     skip_blank(c);
@@ -180,12 +193,8 @@ static int read_value(cursor *c, value *v) {
     if (at == c->end) return 1; /* may go on in the next piece */
     if (at == begin) return 2;
     *v = (value){begin, (size_t)(at - begin), (first == '-' || (first >= '0' && first <= '9')) ? '0' : 'l'};
-    if (v->kind == 'l') {
-        static const char *const literals[] = {"true", "false", "null", "NaN", "Infinity"};
-        int known = 0;
-        for (int i = 0; i < 5; i++) known |= v->length == strlen(literals[i]) && !memcmp(begin, literals[i], v->length);
-        if (!known) return 2;
-    }
+    if (first == '-' && (v->length == 1 || begin[1] < '0' || begin[1] > '9')) v->kind = 'l';
+    if (v->kind == 'l' && !known_literal(begin, v->length)) return 2;
     c->at = at;
     return 0;
 }
