@@ -294,12 +294,16 @@ class _Loop(_Copies):
                     runtime.stream_wait_event(lane, self._joins[0])
         if not self._lanes:  # every event is in use: as vLLM does it
             return call()
-        share = -(-len(mapping) // len(self._lanes))
-        for number, lane in enumerate(self._lanes):
-            part = mapping[number * share : (number + 1) * share]
-            if len(part):
+        share, done = -(-len(mapping) // len(self._lanes)), 0
+        try:
+            for lane in self._lanes[: -(-len(mapping) // share)]:
                 with torch.cuda.stream(device.torch_stream(torch, lane)):
-                    call.part(*call.args[:-1], part)
+                    call.part(*call.args[:-1], mapping[done : done + share])
+                    done += share
+        except BaseException as error:
+            if error is not call.error and 0 < done < len(mapping):  # kvprobe's own: the rest as vLLM does it
+                call.part(*call.args[:-1], mapping[done:])
+            raise
         if self._seen == self._expected:
             self._join(device, main)
         return None

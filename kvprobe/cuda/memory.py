@@ -36,7 +36,7 @@ class Region:
 
 
 class Buffer:
-    """Memory of a runtime that is freed with the object; `region` is what the engine takes."""
+    """Memory of a runtime, freed with the object; freeing device memory waits for the device."""
 
     def __init__(self, runtime: Runtime, size: int, kind: str) -> None:
         """Allocates `size` bytes of "device" or "pinned" memory."""
@@ -47,11 +47,16 @@ class Buffer:
         self._runtime = runtime
         self._free = runtime.free if kind == "device" else runtime.free_host
         self.address = (runtime.malloc if kind == "device" else runtime.host_alloc)(size)
-        self.region = Region(self.address, size, kind, self)
+        self.bytes, self.kind = size, kind
+
+    @property
+    def region(self) -> Region:
+        """What the engine takes; keeps the buffer alive."""
+        return Region(self.address, self.bytes, self.kind, self)
 
     def view(self) -> memoryview:
         """The bytes, for pinned memory (and for the host runtime's device memory, which is ordinary memory)."""
-        return memoryview((ct.c_ubyte * self.region.bytes).from_address(self.address)).cast("B")
+        return memoryview((ct.c_ubyte * self.bytes).from_address(self.address)).cast("B")
 
     def close(self) -> None:
         """Frees the memory; further use of the region is an error of the caller."""

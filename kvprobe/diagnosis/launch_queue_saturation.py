@@ -26,10 +26,15 @@ from kvprobe.diagnosis.queue_full import Full, full
 from kvprobe.recordings.model import CallKind
 
 CAUSE = "launch_queue_saturation"
+_NEVER = np.iinfo(np.int64).max
 
 
 def room_gained(frame: Frame, rows: Array, ns: Array, places: float) -> float:
-    """Share of the lost time that `places` more places would absorb, by episodes."""
+    """Share of the lost time that `places` more places would absorb, by episodes.
+
+    Where every blocked call waits for a place, each place more spares one. Where one wait is most of an episode, the
+    queue stands behind a fence, and what was submitted after it has to fit as well, or the wait only comes later.
+    """
     if not len(rows):
         return 0.0
     order = np.lexsort((frame.start[rows], frame.stream[rows]))
@@ -37,17 +42,24 @@ def room_gained(frame: Frame, rows: Array, ns: Array, places: float) -> float:
     depth = frame.occupancy.depth
     new = np.ones(len(rows), dtype=bool)
     new[1:] = frame.stream[rows[1:]] != frame.stream[rows[:-1]]
+    after = np.zeros(len(rows))  # submissions from each on until the queue had room again
     # Between two blocked calls of one stream the queue emptied if some call entered it at less than half.
-    low = np.flatnonzero(frame.submits & (depth >= 0) & (2 * depth < int(depth[rows].max())))
+    entered = frame.submits & (depth >= 0)
+    low = np.flatnonzero(entered & (2 * depth < int(depth[rows].max())))
     for stream in distinct(frame.stream[rows]):
         mine = np.flatnonzero(frame.stream[rows] == stream)
         empty = ascending(frame.start[low[frame.stream[low] == stream]])
         passed = np.searchsorted(empty, frame.start[rows[mine]])
         new[mine[1:]] |= passed[1:] != passed[:-1]
+        every = ascending(frame.start[np.flatnonzero(entered & (frame.stream == stream))])
+        until = np.append(empty, _NEVER)[passed]
+        after[mine] = np.searchsorted(every, until) - np.searchsorted(every, frame.start[rows[mine]])
     edges = group_starts(np.cumsum(new))
     lost = np.add.reduceat(ns, edges)
     blocked = np.diff(np.append(edges, len(rows)))
-    return float((lost * np.minimum(1.0, places / blocked)).sum() / max(int(lost.sum()), 1))
+    fenced = 2 * np.maximum.reduceat(ns, edges) > lost
+    spared = np.where(fenced, after[edges] <= places, np.minimum(1.0, places / blocked))
+    return float((lost * spared).sum() / max(int(lost.sum()), 1))
 
 
 def cliff(frame: Frame, rows: Array) -> Chart:
@@ -140,6 +152,9 @@ def find(frame: Frame) -> Finding | None:
         "Submit fewer, larger pieces: one cudaMemcpyBatchAsync or one gather kernel for a transfer",
         "CUDA_SCALE_LAUNCH_QUEUES=4x before CUDA starts: four times the depth (not on Jetson: it has hung there)",
     ]  # fmt: skip
+    if saving < 0.5 and not of_launches:  # more stands behind the fence than all channels have room for
+        cure[:2] = [f"{cure[1]}: it takes one place, however many copies it has", cure[0]]
+        saving = 1.0
     if of_launches:
         cure = [
             "CUDA_SCALE_LAUNCH_QUEUES=4x before CUDA starts: four times the depth (not on Jetson: it has hung there)",

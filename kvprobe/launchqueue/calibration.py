@@ -118,6 +118,8 @@ def _measure(runtime: Runtime) -> QueueLimits:
         for stream in streams:
             runtime.stream_destroy(stream)
         runtime.event_destroy(event)
+        device.close()  # now, and not whenever they are collected: freeing device memory waits for the device
+        host.close()
     return QueueLimits(one.accepted, channels, max(taken.values()), one.median_ns, one.p99_ns, "calibrated")
 
 

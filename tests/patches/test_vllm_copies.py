@@ -1,5 +1,7 @@
 """vLLM's own transfer handlers of 0.12 to 0.19, from its wheels, with kvprobe around them."""
 
+import dataclasses
+
 import pytest
 
 import kvprobe.instrument as instrument
@@ -176,6 +178,35 @@ def test_a_runtime_without_batches_gets_the_copies_split_over_streams(vllm_handl
         handlers.drain(1)
         assert handlers.same(before, list(range(64)))
     assert seen.decisions[0]["to"] == ("pooled" if version == "0.12.0" else "split")
+
+
+@pytest.mark.parametrize("lane", [0, 1, 2])
+def test_a_split_that_fails_between_two_streams_loses_no_copy(vllm_handlers, lane, monkeypatch):
+    handlers = vllm_handlers("0.14.1", handlers={"layers": 1})
+    with instrument.observe("vllm", fix="auto") as seen:
+        handlers.make()
+        before = handlers.fill()
+        path = adapter("0.14.1").path_of(handlers.store_handler, "store")
+        path.device.limits = dataclasses.replace(path.device.limits, depth=16)
+        path.ladder._stand_on("split")
+        wrapped, own = [], type(path.device).torch_stream
+
+        def fails(device, torch, handle):
+            wrapped.append(handle)
+            if len(wrapped) == lane + 1:
+                raise RuntimeError("kvprobe's own mistake")
+            return own(device, torch, handle)
+
+        monkeypatch.setattr(type(path.device), "torch_stream", fails)
+        blocks = list(range(30))
+        handlers.store(blocks, blocks[::-1])
+        handlers.drain(1)
+        handlers.wipe(blocks)
+        handlers.load(blocks[::-1], blocks)
+        handlers.drain(1)
+        assert handlers.same(before, blocks)
+    assert len(wrapped) == lane + 1
+    assert seen.states["vllm.copies.loop"].startswith("failed: ")
 
 
 def test_a_batch_that_the_runtime_refuses_is_copied_as_vllm_does_and_never_tried_again(vllm_handlers, monkeypatch):
