@@ -17,8 +17,7 @@ HERE = Path(__file__).resolve().parent
 def run(folder, **environment):
     pytest.importorskip("vllm")
     env = {k: v for k, v in os.environ.items() if not k.startswith("KVPROBE")}
-    # 0.03 GB/s: a load takes some 50 ms, so that followers meet it in flight.
-    env |= {"PYTHONPATH": str(HERE), "KVHOST_H2D_GBPS": "0.03", "KVPROBE_DEVICE": "host", **environment}
+    env |= {"PYTHONPATH": str(HERE), "KVPROBE_DEVICE": "host", **environment}
     done = subprocess.run(
         [sys.executable, str(HERE / "vllm_engine.py"), str(folder)], env=env, capture_output=True, text=True
     )
