@@ -6,8 +6,8 @@
 
 It measures what can be seen from a worker's public interface: host time of every submission, bytes, and the time from
 submission to the moment vLLM notices the end; with vLLM's own GPU time of the copies it tells queue wait and poll delay
-together. Splitting those two, and curing anything, takes the adapters (`kvprobe patches`). The same Prometheus metrics
-as the adapters' reach the server's endpoint where kvprobe is active in the API server, too (`KVPROBE=on`, `kvprobe run`).
+together. Splitting those two, and curing anything, takes the adapters (`kvprobe patches`). The adapters' Prometheus
+metrics are there, too, where kvprobe is active in the API server as well (`KVPROBE=on`, `kvprobe run`).
 """
 
 from __future__ import annotations

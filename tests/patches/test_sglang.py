@@ -3,7 +3,8 @@
 Of SGLang nothing is replaced but what is compiled (its copy kernels and `transfer_kv_direct`, which do here what their
 source does), what allocates memory, and modules that the three import and do not use. Race tests prove themselves:
 with an ordering taken out on purpose the wrong bytes must be seen (else they would prove nothing), with it never. The
-number of iterations is `KVPROBE_RACE_ITERATIONS` (default 20 a case; 10,000 for the full run).
+number of iterations is `KVPROBE_RACE_ITERATIONS` (default 20 a case; 10,000 for the full run);
+`KVPROBE_TEST_DEVICE=cuda -k no_order_is_lost` runs them on a GPU.
 """
 
 import contextlib
@@ -52,11 +53,15 @@ class Kernels:
         )
         assert code == 0
 
+    def indices(self, values):
+        """Where a kernel finds its indices."""
+        return values
+
     def launch_all_lf_pf_staged(
         self, dst_k, dst_v, dst_indices, staging_k, staging_v, pages, keys, values, page_size
     ):  # staged_write_back.cuh: one relayout kernel into the staging buffers, then a copy a page and buffer
         host, stream, torch = self.host, self.host.current[-1], self.host.torch
-        rows = (pages[:, None] + torch.arange(page_size)).view(-1)
+        rows = self.indices((pages[:, None] + torch.arange(page_size)).view(-1))
 
         def relayout():
             for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
@@ -90,6 +95,24 @@ class Kernels:
                 row, kind = src.stride(0), "d2h" if src.is_cuda else "h2d"
                 addresses = dst.data_ptr() + target * row, src.data_ptr() + source * row
                 rt.memcpy_async(*addresses, (stop - start) * row, kind, stream)
+
+
+class GpuKernels(Kernels):
+    """The same on a GPU: torch's own kernels behind one that spins."""
+
+    def kernel(self, function, stream, duration_ns=2_000):
+        self.host.rt.launch_delay(stream, duration_ns)
+        with self.host.cuda.stream(self.host.cuda.ExternalStream(stream)):
+            function()
+
+    def indices(self, values):
+        return values.pin_memory().to("cuda", non_blocking=True)
+
+    def launch_one(self, dst_k, dst_v, dst_indices, src_k, src_v, src_indices):
+        rt, stream = self.host.rt, self.host.current[-1]
+        for dst, src in ((dst_k, src_k), (dst_v, src_v)):
+            for to, of in zip(dst_indices.tolist(), src_indices.tolist(), strict=True):
+                rt.memcpy_async(dst[to].data_ptr(), src[of].data_ptr(), ROW, "h2d", stream)
 
 
 def plain(tensor):
@@ -149,7 +172,7 @@ class Engine:
 
     def __init__(self, host, root, monkeypatch, tokens=512, backend="kernel", page_size=1):
         self.host, self.tokens, torch = host, tokens, host.torch
-        self.kernels = Kernels(host)
+        self.kernels = (GpuKernels if host.rt.provider != "host" else Kernels)(host)
         sys.path.insert(0, str(root))  # its dist-info says which version is "installed"
         importlib.invalidate_caches()
         for name in ("", ".srt", ".srt.mem_cache", ".srt.mem_cache.pool_host", ".srt.managers", ".kernels",
@@ -616,15 +639,15 @@ class Race:
 
     def __init__(self, one, monkeypatch):
         self.one, self.rt, self.off = one, one.host.rt, ""
-        external = one.host.cuda.ExternalStream
-        self.own = {name: getattr(external, name) for name in ("wait_stream", "wait_event")}
+        streams = one.host.waiting
+        self.own = {name: getattr(streams, name) for name in ("wait_stream", "wait_event")}
         for name, function in self.own.items():
 
             def wait(stream, other, name=name, function=function):
                 if self.off != name:
                     function(stream, other)
 
-            monkeypatch.setattr(external, name, wait)
+            monkeypatch.setattr(streams, name, wait)
 
     @contextlib.contextmanager
     def unordered(self, what):
@@ -655,6 +678,7 @@ class Race:
         """
         tokens, others = list(range(WIDTH)), list(range(WIDTH, 2 * WIDTH))
         self.one.fill(value, slice(WIDTH, 2 * WIDTH))
+        self.rt.synchronize()
         self.write(0, slice(0, WIDTH), work_ns)
         first = self.one.store(tokens, tokens)
         own, self.one.engine.device_to_host_stream = self.one.engine.device_to_host_stream, self.idle
@@ -672,7 +696,7 @@ class Race:
         self.one.fill(value, slice(0, 4 * WIDTH))
         for layer in self.one.layers:  # every token differs
             plain(layer)[: 4 * WIDTH, 0, 0] = self.one.host.torch.arange(4 * WIDTH)
-        before = self.one.gpu(tokens)
+        before = self.one.gpu(tokens).cpu()
         self.rt.launch_delay(self.one.host.compute, work_ns)
         kernel = self.one.kernels.kernel
         if broken:  # relayouts of parts that run at the same time; each ends before the copies of any
@@ -700,6 +724,7 @@ class Race:
         tokens, read = list(range(WIDTH)), []
         self.one.cpu_fill(value, tokens)
         self.one.fill(255, slice(0, WIDTH))
+        self.rt.synchronize()
         self.rt.launch_delay(self.one.host.compute, work_ns)  # the load is fenced behind this forward
         self.one.load(tokens, tokens)
         counter = self.one.controller.layer_done_counter
