@@ -198,7 +198,8 @@ class CopyPath:
         self, live: Live, ok: bool, seen_ns: int, queue_ns: int | None, copy_ns: int | None, poll_ns: int | None
     ) -> None:
         """Metrics and the event; as a rule on the sidecar's thread."""
-        metrics.transfer(self.adapter.server, self.direction, live.bytes, live.submit_ns, queue_ns, copy_ns)
+        size = live.bytes * live.one_in  # at rest one transfer stands for those that were not watched
+        metrics.transfer(self.adapter.server, self.direction, size, live.submit_ns, queue_ns, copy_ns)
         fields: dict[str, Any] = {
             "t_ns": seen_ns,
             "adapter": self.adapter.name,

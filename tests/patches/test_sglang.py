@@ -201,7 +201,7 @@ class Engine:
                 head_dim=ROW,
                 v_head_dim=ROW,
                 dtype=torch.uint8,
-                device=torch.device("cpu"),
+                device=keys[0].device,
             ),
             0,
             0,
