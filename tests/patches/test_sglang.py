@@ -131,7 +131,7 @@ def stubs(host, kernels):
     """Modules that SGLang's own import: packages whose __init__ needs all of SGLang, and what is not used here."""
     setting = types.SimpleNamespace(get=lambda: 0)
     flags = {f"is_{name}": lambda on=name == "cuda": on for name in ("cuda", "hip", "npu", "xpu", "mps")}
-    allocate = {"cpu": lambda dims, dtype, **_: host.tensor(dims, dtype, device=False)}
+    allocate = dict.fromkeys(("cpu", "cuda"), lambda dims, dtype, **_: host.tensor(dims, dtype, device=False))
     unused = module("", __getattr__=lambda name: object)
     capabilities = types.SimpleNamespace(hicache_device_kernels=True)
     return {
