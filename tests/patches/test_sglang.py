@@ -698,14 +698,21 @@ class Race:
             plain(layer)[: 4 * WIDTH, 0, 0] = self.one.host.torch.arange(4 * WIDTH)
         before = self.one.gpu(tokens).cpu()
         self.rt.launch_delay(self.one.host.compute, work_ns)
-        kernel = self.one.kernels.kernel
-        if broken:  # relayouts of parts that run at the same time; each ends before the copies of any
-            self.one.kernels.kernel = lambda function, stream, _=0: kernel(function, stream, work_ns)
+        kernel, over = self.one.kernels.kernel, self.rt.event_create()
+        self.rt.event_record(over, self.one.host.compute)
+        if broken:  # relayouts of all parts begin when the forward ends
+
+            def together(function, stream):
+                self.rt.stream_wait_event(stream, over)
+                kernel(function, stream)
+
+            self.one.kernels.kernel = together
         with self.unordered("wait_event" if broken else ""):
             ack = self.one.store(tokens, tokens)
         self.one.kernels.kernel = kernel
         ack.finish_event.synchronize()
         self.rt.synchronize()
+        self.rt.event_destroy(over)
         return self.one.host.torch.equal(self.one.cpu(tokens), before)
 
     def load_fence(self, value, work_ns, broken):
