@@ -160,19 +160,25 @@ def accelerated(model: Any, held: Any, home: dict[str, Any]) -> None:
 
 
 def link_peak(runtime: Any) -> float:
-    """Bytes a second of one 1 GiB copy from pinned memory, the best of five."""
+    """Bytes a second of one 1 GiB copy from pinned memory, the best of fifteen from three allocations.
+
+    Where the pinned pages lie makes some of the difference.
+    """
     from kvprobe.cuda import Buffer
 
-    host, device = Buffer(runtime, GIB, "pinned"), Buffer(runtime, GIB, "device")
+    device = Buffer(runtime, GIB, "device")
     stream, start, end = runtime.stream_create(), runtime.event_create(True), runtime.event_create(True)
     best = 0.0
-    for _ in range(5):
-        runtime.event_record(start, stream)
-        runtime.memcpy_async(device.address, host.address, GIB, "h2d", stream)
-        runtime.event_record(end, stream)
-        runtime.event_synchronize(end)
-        best = max(best, GIB / (runtime.event_elapsed_ms(start, end) / 1e3))
-    host.close(), device.close()
+    for _ in range(3):
+        host = Buffer(runtime, GIB, "pinned")
+        for _ in range(5):
+            runtime.event_record(start, stream)
+            runtime.memcpy_async(device.address, host.address, GIB, "h2d", stream)
+            runtime.event_record(end, stream)
+            runtime.event_synchronize(end)
+            best = max(best, GIB / (runtime.event_elapsed_ms(start, end) / 1e3))
+        host.close()
+    device.close()
     return best
 
 
@@ -375,6 +381,8 @@ def _fraction(
           f"{entry['setup_s']:.1f} s", flush=True)  # fmt: skip
     for name, method in entry["copy_methods"].items():
         print(f"  {name}: {method['gb_per_s']:.1f} GB/s, {method['host_us_a_layer']:.1f} us of host time a layer")
+    # A link that was seen to go faster with these very copies can go faster.
+    peak = max(peak, 1e9 * max(method["gb_per_s"] for method in entry["copy_methods"].values()))
     for name, ids in shapes.items():
         if time.monotonic() > deadline:
             skipped.append(f"fraction {fraction}, {name}: out of time")
