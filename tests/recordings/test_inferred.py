@@ -105,6 +105,41 @@ def test_the_recorders_own_calls_are_not_judged():
     assert occupancy(r).verdict == "healthy"
 
 
+def with_transfers(recording, size=64):
+    """The same without device activity, but with the transfers of an engine, of this many copies each."""
+    calls, done = recording.calls, recording.executions
+    first = np.arange(0, calls.rows, size)
+    last = np.minimum(first + size, calls.rows) - 1
+    recording.tables["calls"] = Table("calls", {**calls.columns, "transfer": 1 + np.arange(calls.rows) // size})
+    recording.tables["transfers"] = Table("transfers", {
+        "start_ns": calls["start_ns"][first], "end_ns": done["end_ns"][last], "process": np.zeros(len(first), int),
+        "thread": calls["thread"][first], "stream": np.zeros(len(first), int), "transfer": 1 + np.arange(len(first)),
+        "copy_ns": done["end_ns"][last] - done["start_ns"][first], "poll_ns": np.zeros(len(first), int),
+        "ok": np.ones(len(first), int),
+    })  # fmt: skip
+    recording.tables["executions"], recording.has_executions = Table("executions"), False
+    return recording
+
+
+@pytest.mark.parametrize("depth", [DEPTH, None])
+@pytest.mark.parametrize(("burst", "pause_ns"), [(0, 0), (1500, 12_000_000)])
+def test_what_is_outstanding_is_counted_from_transfers_where_an_engine_tells_them(burst, pause_ns, depth):
+    r, lost = simulate(calls=9000, burst=burst, pause_ns=pause_ns)
+    if depth:
+        r.machine["queue_depth"] = depth
+    occ = occupancy(with_transfers(r))
+    assert occ.verdict == "saturated" and "ends of transfers" in occ.reason
+    assert occ.blocked_ns.sum() == pytest.approx(lost, rel=0.1)
+    assert occ.streams[0].ceiling == pytest.approx(DEPTH, rel=0.05)
+
+
+def test_an_engine_whose_queue_has_room_is_healthy():
+    r, lost = simulate(calls=9000, burst=600, pause_ns=60_000_000)
+    r.machine["queue_depth"] = DEPTH
+    occ = occupancy(with_transfers(r))
+    assert not lost and occ.verdict == "healthy" and "ends of transfers" in occ.reason
+
+
 def fenced(at, bursts=4, per=3000, waits=True, ns=90_000_000):
     """Bursts of copies of which one call each, its place given by `at(burst)`, waits for long."""
     place = np.tile(np.arange(per), bursts)
