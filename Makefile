@@ -1,12 +1,13 @@
 # make demo    what kvprobe does, on this machine: leaves reports/demo.html
-# make test    the tests; make lint    the linters; make test-servers    the tests that need real servers
+# make test    the tests; make lint    the linters
+# make test-servers    the tests that need real servers; make test-gpu    those that need an NVIDIA GPU
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 TESTS  ?= tests
 
-.PHONY: demo test lint format native-test test-servers clean
+.PHONY: demo test lint format native-test test-servers test-gpu clean
 
 demo: $(VENV)/.installed
 	$(BIN)/kvprobe demo --report reports/demo.html
@@ -28,6 +29,13 @@ test-servers:
 	$(VLLM)/bin/pip install -q -e . -r tests/servers/requirements-vllm.txt
 	$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pytest tests/servers/test_vllm_*.py
+
+# With a Python that has torch for the GPU, pytest and kvprobe's dependencies: PYTHON=... make test-gpu
+test-gpu:
+	$(PYTHON) -m kvprobe.native.build >/dev/null
+	$(PYTHON) -m pytest -m gpu tests/gpu
+	KVPROBE_TEST_DEVICE=cuda CUDA_DEVICE_MAX_CONNECTIONS=32 $(PYTHON) -m pytest \
+		tests/patches/test_store_race.py tests/patches/test_sglang.py -k "race or no_order_is_lost"
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -171,7 +171,7 @@ def of_nsys(folder: Path) -> dict[str, Any]:
 def agreement(out: Path) -> dict[str, Any]:
     folder = out / "run"
     shutil.rmtree(folder, ignore_errors=True)
-    command = [sys.executable, "-m", "kvprobe.cli", "run", "-o", str(folder), *(["--nsys"] if NSYS else []), "--",
+    command = [sys.executable, "-m", "kvprobe", "run", "-o", str(folder), *(["--nsys"] if NSYS else []), "--",
                sys.executable, str(ROOT / "benchmarks" / "gpu_torch_copies.py")]  # fmt: skip
     done = subprocess.run(command, env={**plain(), "PYTHONPATH": os.environ.get("PYTHONPATH", "") + f":{ROOT}"},
                           capture_output=True, text=True, check=False)  # fmt: skip

@@ -131,7 +131,7 @@ def generate(path: Path, scale: float = 1.0) -> dict[str, int]:
 
 def measure_report(recording: Path, page: Path) -> dict[str, float]:
     """Wall time and peak resident memory of the command itself, in a process of its own on two cores."""
-    command = [sys.executable, "-m", "kvprobe.cli", "report", str(recording), "-o", str(page), "-f", "-q"]
+    command = [sys.executable, "-m", "kvprobe", "report", str(recording), "-o", str(page), "-f", "-q"]
     cores = sorted(os.sched_getaffinity(0))[:2]
     began = time.perf_counter()
     subprocess.run(command, check=True, preexec_fn=lambda: os.sched_setaffinity(0, cores))

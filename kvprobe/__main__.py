@@ -2,5 +2,4 @@
 
 from kvprobe.cli import entry
 
-if __name__ == "__main__":
-    entry()
+entry()

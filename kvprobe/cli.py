@@ -105,7 +105,3 @@ def main(argv: list[str] | None = None) -> int:
 def entry() -> None:
     """Console script: `main` as an exit code."""
     sys.exit(main())
-
-
-if __name__ == "__main__":
-    entry()

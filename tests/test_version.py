@@ -25,7 +25,7 @@ def source_tree(tmp_path):
             (site / entry.name).symlink_to(entry)
     env = {k: v for k, v in os.environ.items() if not k.startswith("KVPROBE")}
     env["PYTHONPATH"] = f"{site}:{ROOT}"
-    return lambda *words: subprocess.run([sys.executable, "-S", "-m", "kvprobe.cli", *words], env=env, text=True,
+    return lambda *words: subprocess.run([sys.executable, "-S", "-m", "kvprobe", *words], env=env, text=True,
                                          capture_output=True, check=False)  # fmt: skip
 
 

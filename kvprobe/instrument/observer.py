@@ -280,7 +280,7 @@ class Observer:
             return f"nothing was recorded: {warnings[0]}" if warnings else "nothing was recorded"
         report = Path(self.options.get("report") or self.folder / "report.html")
         # a process of its own: the report needs rooms that nothing here may import, and may need much memory
-        command = [sys.executable, "-m", "kvprobe.cli", "report", str(self.folder), "-o", str(report), "-f", "-q"]
+        command = [sys.executable, "-m", "kvprobe", "report", str(self.folder), "-o", str(report), "-f", "-q"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no message"])[-1]

@@ -18,7 +18,7 @@ def test_ratios_are_taken_within_a_round() -> None:
 
 
 def test_a_short_run_compares_all_policies_and_methods() -> None:
-    command = [sys.executable, "-m", "kvprobe.cli", "bench", "--device", "host", "--seconds", "3", "--json"]
+    command = [sys.executable, "-m", "kvprobe", "bench", "--device", "host", "--seconds", "3", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -42,7 +42,7 @@ def test_a_short_run_compares_all_policies_and_methods() -> None:
 
 @pytest.mark.parametrize(("arguments", "said"), [(["--seconds", "0"], "0"), (["--device", "tpu"], "tpu")])
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], said: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "kvprobe.cli", "bench", *arguments], capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-m", "kvprobe", "bench", *arguments], capture_output=True, text=True,
                           check=False)  # fmt: skip
     assert done.returncode == 2
     assert said in done.stderr

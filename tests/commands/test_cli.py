@@ -12,7 +12,7 @@ import pytest
 
 
 def kvprobe(*arguments, **environment):
-    return subprocess.run([sys.executable, "-m", "kvprobe.cli", *map(str, arguments)], capture_output=True, text=True,
+    return subprocess.run([sys.executable, "-m", "kvprobe", *map(str, arguments)], capture_output=True, text=True,
                           env={**os.environ, **environment}, timeout=120)  # fmt: skip
 
 

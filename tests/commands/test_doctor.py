@@ -15,7 +15,7 @@ import pytest
 
 def _doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "KVHOST_", "NVTX_"))}
-    return subprocess.run([sys.executable, "-m", "kvprobe.cli", "doctor", "--device", "host", *arguments],
+    return subprocess.run([sys.executable, "-m", "kvprobe", "doctor", "--device", "host", *arguments],
                           capture_output=True, text=True, check=False, env={**kept, **environment})  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def test_without_a_gpu_cuda_is_a_line_and_no_error() -> None:
     if gpu_present():
         pytest.skip("there is a GPU")
     kept = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    done = subprocess.run([sys.executable, "-m", "kvprobe.cli", "doctor", "--json", "--device", "cuda"],
+    done = subprocess.run([sys.executable, "-m", "kvprobe", "doctor", "--json", "--device", "cuda"],
                           capture_output=True, text=True, check=False, env=kept)  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = {line["name"]: line for line in json.loads(done.stdout)["checks"]}

@@ -417,7 +417,7 @@ def test_the_terminal_is_told_where_the_report_is(tmp_path: Path) -> None:
     subprocess.run([*build.compiler(), "-w", "-o", program, source, f"-L{libraries}", "-lkvprobe_hostrt",
                     f"-Wl,-rpath,{libraries}"], check=True)  # fmt: skip
     master, slave = pty.openpty()  # kept open, as a user's terminal is
-    process = subprocess.Popen([sys.executable, "-m", "kvprobe.cli", "run", "-o", folder, "--", program], stdin=slave,
+    process = subprocess.Popen([sys.executable, "-m", "kvprobe", "run", "-o", folder, "--", program], stdin=slave,
                                stdout=slave, stderr=slave, env=clean_environment())  # fmt: skip
     assert process.wait() == 0
     text = ""

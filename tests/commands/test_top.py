@@ -46,7 +46,7 @@ def server(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def _top(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "kvprobe.cli", "top", *arguments]
+    return [sys.executable, "-m", "kvprobe", "top", *arguments]
 
 
 def test_once_json_is_one_object_with_the_running_process(server: subprocess.Popen[str], tmp_path: Path) -> None:

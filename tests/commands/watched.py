@@ -14,7 +14,7 @@ from typing import Any
 from kvprobe.native import build
 from kvprobe.probe.processes import alive
 
-KVPROBE = [sys.executable, "-m", "kvprobe.cli"]
+KVPROBE = [sys.executable, "-m", "kvprobe"]
 HOSTRT = build.LIB / "libkvprobe_hostrt.so"
 
 # A Python program's copies of 64 bytes, without torch.

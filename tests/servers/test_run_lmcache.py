@@ -62,7 +62,7 @@ def test_objects_arrive_as_without_kvprobe_and_the_report_is_written(tmp_path: P
     env = {k: v for k, v in os.environ.items() if not k.startswith("KVPROBE") and k != "LD_PRELOAD"}
     plain = subprocess.run([sys.executable, script, "7"], env=env, capture_output=True, text=True, check=True)
     folder = tmp_path / "run"
-    kvprobe = [sys.executable, "-m", "kvprobe.cli", "run", "-o", folder, "--fix", fix, "--"]
+    kvprobe = [sys.executable, "-m", "kvprobe", "run", "-o", folder, "--fix", fix, "--"]
     command = [*kvprobe, sys.executable, script, "7"]
     watched = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     lines = plain.stdout.splitlines()

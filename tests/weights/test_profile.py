@@ -263,7 +263,7 @@ def test_nothing_to_profile_is_wrong_usage(model):
 
 
 def kvprobe(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvprobe.cli", "weights", *arguments]
+    command = [sys.executable, "-m", "kvprobe", "weights", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=240,
                           env={**os.environ, "OMP_NUM_THREADS": "1", **environment})  # fmt: skip
 
