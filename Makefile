@@ -23,7 +23,8 @@ test-servers:
 	$(SERVERS)/bin/pip install -q torch==2.13.0
 	$(SERVERS)/bin/pip install -q -e . -r tests/servers/requirements.txt
 	$(SERVERS)/bin/pip install -q --no-deps lmcache==0.5.6
-	KVPROBE_DOWNLOAD=1 $(SERVERS)/bin/python -m pytest tests/patches $(filter-out $(wildcard tests/servers/test_vllm_*.py),$(wildcard tests/servers/test_*.py))
+	KVPROBE_DOWNLOAD=1 $(SERVERS)/bin/python -m pytest tests/patches tests/weights/test_load.py \
+		tests/recordings/test_reduce.py $(filter-out $(wildcard tests/servers/test_vllm_*.py),$(wildcard tests/servers/test_*.py))
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install -q torch==2.13.0
 	$(VLLM)/bin/pip install -q -e . -r tests/servers/requirements-vllm.txt
