@@ -71,8 +71,9 @@ def _line(one: Triage) -> str:
 
 
 def _name(queue: QueueTriage) -> str:
-    # a recorder's number, or an address where only that is known
-    return f"stream {queue.handle}" if queue.handle < 1 << 20 else f"stream {queue.handle:#x}"
+    from kvprobe.recordings.vocabulary import handle_text
+
+    return f"stream {handle_text(queue.handle)}"
 
 
 def _json(one: Triage) -> dict[str, Any]:

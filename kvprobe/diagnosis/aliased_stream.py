@@ -36,7 +36,7 @@ def find(frame: Frame) -> Finding | None:
         CAUSE, "{calls} submissions waited {lost} on a stream that another thread had filled", "likely", rows, ns,
         chart=cliff(frame, rows),
         evidence=(
-            Evidence(f"{len(rows)} submissions to {names} blocked for {ms(int(ns.sum()))} behind another "
+            Evidence(f"{len(rows):,} submissions to {names} blocked for {ms(int(ns.sum()))} behind another "
                      "thread's copies", int(ns.sum()), "ns", MEASURED),
             Evidence(f"{max(users.values())} threads submit to that stream", max(users.values()), "1", COUNTED),
             Evidence(f"{in_use} streams are in use; torch hands out {TORCH_POOL} for each priority, then the first "

@@ -51,7 +51,7 @@ def find(frame: Frame) -> Finding | None:
     return frame.host_finding(
         CAUSE, "{calls} allocations between submissions took {lost}", "certain", rows, ns,
         evidence=(
-            Evidence(f"{len(rows)} allocations, registrations or frees between submissions took {ms(int(ns.sum()))}",
+            Evidence(f"{len(rows):,} allocations, registrations or frees between submissions took {ms(int(ns.sum()))}",
                      int(ns.sum()), "ns", MEASURED),
             Evidence(f"most of it in {worst}: {ms(names[worst])}", names[worst], "ns", MEASURED),
             Evidence(f"they asked for {asked / 1e6:.1f} MB" if asked else "their sizes are not in the recording", asked,

@@ -39,7 +39,7 @@ def find(frame: Frame) -> Finding | None:
         "certain" if known else "likely", rows, ns, chart=cliff(frame, rows),
         saving=room_gained(frame, rows, ns, places),
         evidence=(
-            Evidence(f"{len(rows)} submissions blocked for {ms(int(ns.sum()))}", int(ns.sum()), "ns", MEASURED),
+            Evidence(f"{len(rows):,} submissions blocked for {ms(int(ns.sum()))}", int(ns.sum()), "ns", MEASURED),
             Evidence(f"their own streams held at most {int(depth.max())} (median {int(np.median(depth))}) submissions",
                      int(depth.max()), "1", MEASURED),
             Evidence(f"the streams that share what was full held {found.channel_total} together", found.channel_total,

@@ -57,8 +57,8 @@ def find(frame: Frame) -> Finding | None:
     return frame.host_finding(
         CAUSE, "{calls} calls waited {lost} for another thread's blocked submission", "likely", rows, ns,
         evidence=(
-            Evidence(f"{', '.join(names)}: {len(rows)} calls, {ms(int(ns.sum()))} of them while another thread of the "
-                     "process was inside a slow submission", int(ns.sum()), "ns", MEASURED),
+            Evidence(f"{', '.join(names)}: {len(rows):,} calls, {ms(int(ns.sum()))} of them while another thread of "
+                     "the process was inside a slow submission", int(ns.sum()), "ns", MEASURED),
             Evidence(f"{certain} of them lie inside it for at least 80% of their length and end with it", certain,
                      "calls", INFERRED),
             Evidence(f"the longest such submission is {frame.text(frame.name[worst])} of thread "

@@ -50,7 +50,7 @@ def find(frame: Frame) -> Finding | None:
     limits = f"so the call alone limits copying to {rate / 1e9:.1f} GB/s"
     if counted.all():
         each, descriptors = float(np.median(frame.dur[rows] / frame.count[rows])), int(frame.count[rows].sum())
-        many = f"{len(rows)} batch calls of {descriptors} descriptors"
+        many = f"{len(rows):,} batch calls of {descriptors} descriptors"
         details = (
             Evidence(f"{ms(each)} for each descriptor (median)", each, "ns", MEASURED),
             Evidence(f"a descriptor moves {moved / descriptors / 1024:.1f} KiB, {limits}", rate, "bytes/s", MEASURED),
@@ -58,7 +58,7 @@ def find(frame: Frame) -> Finding | None:
                      int(frame.count[rows].max()), "1", COUNTED),
         )  # fmt: skip
     else:
-        many = f"{len(rows)} batch calls"
+        many = f"{len(rows):,} batch calls"
         low, high = (total // len(rows) // ns_each for ns_each in reversed(EACH_NS))
         details = (
             Evidence(f"the recorder does not say how many descriptors; at 0.3 to 1.2 us each, {low:,} to {high:,} a "

@@ -48,7 +48,7 @@ def find(frame: Frame) -> Finding | None:
         CAUSE, "{calls} submissions waited {lost} for a fence behind which the queue had filled",
         "certain" if told and behind else "likely", rows, ns, saving=saving, chart=cliff(frame, rows),
         evidence=(
-            Evidence(f"{len(rows)} submissions at {int(depth.min())} to {int(depth.max())} outstanding blocked while "
+            Evidence(f"{len(rows):,} submissions at {int(depth.min())} to {int(depth.max())} outstanding blocked while "
                      f"nothing of their stream executed, for {ms(int(ns.sum()))}", int(ns.sum()), "ns", MEASURED),
             Evidence(f"the longest single call took {ms(int(frame.dur[rows].max()))}", int(frame.dur[rows].max()), "ns",
                      MEASURED),

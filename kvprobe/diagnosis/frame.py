@@ -19,6 +19,7 @@ from kvprobe.diagnosis.intervals import Cover, distinct, group_starts, in_time, 
 from kvprobe.recordings.assemble import codes, match, spans
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Engine, Label, Memory, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
+from kvprobe.recordings.vocabulary import handle_text
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -333,7 +334,7 @@ class Frame:
         if not 0 <= stream < table.rows:
             return "unknown stream"
         name = self.text(table["name"][stream])
-        return name or f"stream {int(table['handle'][stream])}"
+        return name or f"stream {handle_text(int(table['handle'][stream]))}"
 
     def lane_span_ns(self, rows: Array) -> int:
         """Summed recorded spans of the threads that made these calls."""
@@ -500,7 +501,7 @@ class Frame:
         span_ns: int, saving: float | None, reason: str, severity: Severity | None, chart: Chart | None,
     ) -> Finding:  # fmt: skip
         return Finding(
-            cause=cause, title=singular(title.format(lost=ms(lost_ns), calls=count)),
+            cause=cause, title=singular(title.format(lost=ms(lost_ns), calls=f"{count:,}")),
             severity=severity or self.severity(lost_ns, span_ns), confidence=confidence, lost_ns=lost_ns,
             evidence=tuple(replace(one, text=singular(one.text)) for one in evidence), cure=tuple(cure),
             predicted_saving_ns=int(lost_ns * (1.0 if saving is None else min(max(saving, 0.0), 1.0))),

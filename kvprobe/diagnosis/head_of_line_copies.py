@@ -81,7 +81,7 @@ def find(frame: Frame) -> Finding | None:
         lane="device", saving=1 - saved / max(lost, 1), places=frame.device_places(rows, each),
         window=(int(wait[0].min()), int(wait[1].max())),
         evidence=(
-            Evidence(f"{len(rows)} copies of at most 64 KiB could have started {ms(int(each.mean()))} earlier on "
+            Evidence(f"{len(rows):,} copies of at most 64 KiB could have started {ms(int(each.mean()))} earlier on "
                      f"average, {ms(int(each.max()))} at the worst", int(each.max()), "ns", MEASURED),
             Evidence("their own streams were idle, and the engine of their direction worked for other streams", lost,
                      "ns", INFERRED),

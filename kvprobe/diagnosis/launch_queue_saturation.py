@@ -88,7 +88,7 @@ def _abstain(frame: Frame, found: Full) -> Finding | None:
         CAUSE, "A full launch queue is possible: {calls} calls at the deepest took {lost} longer", "cannot tell", rows,
         frame.excess_ns[rows], saving=0.0, severity="info", chart=cliff(frame, rows) if len(rows) else None,
         evidence=(
-            Evidence(f"{len(rows)} slow calls were entered with {int(frame.occupancy.depth[rows].min(initial=0))} to "
+            Evidence(f"{len(rows):,} slow calls were entered with {int(frame.occupancy.depth[rows].min(initial=0))} to "
                      f"{int(frame.occupancy.depth[rows].max(initial=0))} submissions outstanding on their stream",
                      len(rows), "calls", INFERRED),
         ) if len(rows) else (),
@@ -119,7 +119,7 @@ def find(frame: Frame) -> Finding | None:
     labelled = sum(q.labelled_ns for q in queues)
     inferred = sum(q.inferred_ns for q in queues)
     evidence = [
-        Evidence(f"{len(rows)} calls were entered with {at} submissions outstanding, where the queue is full, and "
+        Evidence(f"{len(rows):,} calls were entered with {at} submissions outstanding, where the queue is full, and "
                  f"lost {ms(lost)}", lost, "ns",
                  LABELLED if labelled else MEASURED if found.how == "plateau" else INFERRED),
         Evidence(f"the same calls take {ms(baseline)} when the queue has room; here the median is "
@@ -152,7 +152,7 @@ def find(frame: Frame) -> Finding | None:
         "Submit fewer, larger pieces: one cudaMemcpyBatchAsync or one gather kernel for a transfer",
         "CUDA_SCALE_LAUNCH_QUEUES=4x before CUDA starts: four times the depth (not on Jetson: it has hung there)",
     ]  # fmt: skip
-    if saving < 0.5 and not of_launches:  # more stands behind the fence than all channels have room for
+    if saving < 0.5 and not of_launches:  # more is waiting than all channels have room for
         cure[:2] = [f"{cure[1]}: it takes one place, however many copies it has", cure[0]]
         saving = 1.0
     if of_launches:

@@ -68,7 +68,7 @@ def find(frame: Frame) -> Finding | None:
         losses.append(loss)
         reached = float(np.median(speed[slow]))
         name = "host to device" if direction == Direction.H2D else "device to host"
-        evidence.append(Evidence(f"{len(rows)} large copies {name} ran at {reached / 1e9:.2f} GB/s (median)", reached,
+        evidence.append(Evidence(f"{len(rows):,} large copies {name} ran at {reached / 1e9:.2f} GB/s (median)", reached,
                                  "bytes/s", MEASURED))  # fmt: skip
         evidence.append(Evidence(f"the link gives {rate / 1e9:.2f} GB/s", rate, "bytes/s", how))
     if not chosen:

@@ -56,7 +56,7 @@ def find(frame: Frame) -> Finding | None:
         saving = max(0.0, 1 - waits / lost)
     rate_here = moved / max(int(frame.dur[rows].sum()), 1) * 1e9
     evidence = [
-        Evidence(f"{len(rows)} copies of pageable host memory held their threads for {ms(lost)} beyond the cost of a "
+        Evidence(f"{len(rows):,} copies of pageable host memory held their threads for {ms(lost)} beyond the cost of a "
                  f"submission; the longest took {ms(int(frame.dur[rows].max()))}", lost, "ns", MEASURED),
         Evidence(f"the recorder names the host side pageable in all of them ({int(pageable.sum())} pageable copies in "
                  "all)", int(pageable.sum()), "calls", LABELLED.replace("labelled", "named")),

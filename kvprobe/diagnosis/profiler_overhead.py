@@ -34,7 +34,7 @@ def find(frame: Frame) -> Finding | None:
     return frame.host_finding(
         CAUSE, "The profiler itself held {calls} calls for {lost}", "likely", rows, ns, severity="info", saving=0.0,
         evidence=(
-            Evidence(f"{len(rows)} slow calls overlap intervals that the recorder labelled as its own work",
+            Evidence(f"{len(rows):,} slow calls overlap intervals that the recorder labelled as its own work",
                      len(rows), "calls", LABELLED),
             Evidence(f"those intervals last {ms(cover.total_ns)} in all", cover.total_ns, "ns", LABELLED),
             Evidence(f"the overlap is {ms(int(overlap.sum()))}", int(overlap.sum()), "ns", MEASURED),

@@ -67,7 +67,7 @@ def find(frame: Frame) -> Finding | None:
     wasted, moved = int(frame.bytes[rows].sum()), int(frame.bytes[loads].sum())
     batches = bool((frame.kind[rows] == CallKind.BATCH).any())
     evidence = [
-        Evidence(f"{len(rows)} of {len(loads)} loads copied bytes that were on their way already: {wasted / 1e6:.1f} "
+        Evidence(f"{len(rows):,} of {len(loads)} loads copied bytes that were on their way already: {wasted / 1e6:.1f} "
                  f"MB, {share(wasted, moved)} of all loaded bytes", wasted, "bytes", COUNTED),
         Evidence(f"the most popular source was loaded {int(np.bincount(group).max())} times",
                  int(np.bincount(group).max()), "1", COUNTED),

@@ -56,7 +56,7 @@ def find(frame: Frame) -> Finding | None:
         typical = int(np.median(table["bytes"][rows]))
         reached = int(table["bytes"][rows].sum()) / max(int(frame.x_dur[rows].sum()), 1) * 1e9
         name = "loads" if direction == Direction.H2D else "stores"
-        evidence.append(Evidence(f"{len(rows)} {name} of {typical / 1024:.3g} KiB (median) kept the engine busy for "
+        evidence.append(Evidence(f"{len(rows):,} {name} of {typical / 1024:.3g} KiB (median) kept the engine busy for "
                                  f"{ms(int(frame.x_dur[rows].sum()))} at {reached / 1e9:.2f} GB/s", reached, "bytes/s",
                                  MEASURED))  # fmt: skip
         evidence.append(Evidence(f"the link gives {rate / 1e9:.1f} GB/s", rate, "bytes/s", how))

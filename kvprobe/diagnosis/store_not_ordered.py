@@ -48,7 +48,7 @@ def find(frame: Frame) -> Finding | None:
         overlap = latest_end[before[under]] - frame.exec_start[rows]
         guilty.append(rows)
         evidence += [
-            Evidence(f"{len(rows)} stores in {len(bad)} of {count} bursts began while a kernel launched before them "
+            Evidence(f"{len(rows):,} stores in {len(bad)} of {count} bursts began while a kernel launched before them "
                      f"was still running, up to {ms(int(overlap.max()))} before it ended", int(overlap.max()), "ns",
                      MEASURED),
             Evidence(f"their streams were told to wait for an event {len(on_stores)} times in {count} bursts",

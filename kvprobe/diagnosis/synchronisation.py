@@ -91,7 +91,7 @@ def find(frame: Frame) -> Finding | None:
         CAUSE, "The launching thread waited {lost} for copies, in {calls} calls", "certain" if seen else "likely",
         rows, ns,
         evidence=(
-            Evidence(f"{len(rows)} waits on threads that launch compute, {ms(int(ns.sum()))} in which "
+            Evidence(f"{len(rows):,} waits on threads that launch compute, {ms(int(ns.sum()))} in which "
                      + ("the device copied and no kernel ran" if seen else "a copy was the last thing submitted"),
                      int(ns.sum()), "ns", MEASURED if seen else INFERRED),
             Evidence(f"most of it in {worst}: {ms(names[worst])}", names[worst], "ns", MEASURED),

@@ -26,7 +26,7 @@ def find(frame: Frame) -> Finding | None:
     deep = frame.occupancy.depth[rows]
     known = (deep >= 0) & frame.recording.has_executions  # without executions depth is inferred where a queue was full
     evidence = [
-        Evidence(f"{len(rows)} submissions took {ms(lost)} longer than such calls do; the longest "
+        Evidence(f"{len(rows):,} submissions took {ms(lost)} longer than such calls do; the longest "
                  f"{ms(int(frame.dur[rows].max()))}", lost, "ns", MEASURED),
     ]  # fmt: skip
     if known.any():

@@ -98,8 +98,8 @@ def find(frame: Frame) -> Finding | None:
         CAUSE, "Weight copies that compute could have hidden cost {lost}",
         "certain" if reason.startswith("the same sources") else "likely", rows, loss_ns, lane="device",
         evidence=(
-            Evidence(f"{len(rows)} weight copies took {ms(copy_ns)}; compute took {ms(compute_ns)} in the same stretch",
-                     copy_ns, "ns", MEASURED),
+            Evidence(f"{len(rows):,} weight copies took {ms(copy_ns)}; compute took {ms(compute_ns)} in the same "
+                     "stretch", copy_ns, "ns", MEASURED),
             Evidence(f"only {share(both_ns, min(copy_ns, compute_ns))} of what could overlap did", both_ns, "ns",
                      MEASURED),
             Evidence(f"perfectly prefetched the stretch takes max(copy, compute) = {ms(max(copy_ns, compute_ns))}",

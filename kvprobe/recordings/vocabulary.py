@@ -20,6 +20,7 @@ __all__ = [
     "base_name",
     "call_direction",
     "call_kind",
+    "handle_text",
     "kineto_call",
     "kineto_copy",
     "label_of",
@@ -102,6 +103,11 @@ _KINDS: Sequence[tuple[re.Pattern[str], CallKind]] = tuple(
         (r"cu(da)?Free|cu(da)?HostUnregister|cuMem(Free|HostUnregister|Unmap|Release|AddressFree)", CallKind.FREE),
     )
 )
+
+
+def handle_text(handle: int) -> str:
+    """A stream's handle as people write it: the recorder's number, or an address where only that is known."""
+    return str(handle) if handle < 1 << 20 else f"{handle:#x}"
 
 
 def call_kind(name: str) -> CallKind:

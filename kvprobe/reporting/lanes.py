@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvprobe.recordings.assemble import codes
 from kvprobe.recordings.model import SUBMITTING, Engine, Recording
 from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, depth_series
+from kvprobe.recordings.vocabulary import handle_text
 from kvprobe.reporting import charts, series
 from kvprobe.reporting.charts import Mark, Points
 from kvprobe.reporting.units import NONE, bytes_text, duration, percent
@@ -31,8 +32,7 @@ def stream_name(recording: Recording, row: int) -> str:
     streams = recording.streams
     if not 0 <= row < streams.rows:
         return "unknown stream"
-    handle = int(streams["handle"][row])  # a recorder's number, or an address where only that is known
-    name = recording.text(int(streams["name"][row])) or (str(handle) if handle < 1 << 20 else f"{handle:#x}")
+    name = recording.text(int(streams["name"][row])) or handle_text(int(streams["handle"][row]))
     name = name if "stream" in name.lower() else f"stream {name}"
     return (
         f"{name} of {process_name(recording, int(streams['process'][row]))}" if recording.processes.rows > 1 else name
