@@ -30,7 +30,8 @@ __all__ = ["read"]
 Progress = Callable[[str, float], None]
 
 TRANSFER = 64
-APART_NS = 2_000  # two records of one copy, by the clocks of two libraries
+APART_NS = 20_000  # two records of one copy, by the clocks of two libraries
+_NEVER = np.iinfo(np.int64).max
 # calls that name no stream; 0 there is not the default stream
 NO_STREAM = np.array([18, 19, 20, 21, 22, 23, 24, 25, 26, 33, 34, 35, 36, 37, 38, 39, 42, 43, 44, 45])
 RANKS = ("RANK", "VLLM_DP_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "LOCAL_RANK")
@@ -381,21 +382,27 @@ def _with_engine(watched: Array, engine: Array) -> Array:
     both = _joined([watched, copies])
     keys = np.unique(both[["tid", "stream", "src", "dst", "bytes"]], return_inverse=True)[1]
     start = both["start_ns"].astype(np.int64)
-    took = np.where(both["dur_ns"] == UNTIMED, 0, both["dur_ns"]).astype(np.int64)
     order = np.lexsort((start, keys))
     ours = order < len(watched)
     place = np.arange(len(order))
-    # of each row, the interposer's nearest before and after it, in order of key and time
+    # The interposer's row that is nearest in time, of those with the same key before and after.
     before = np.maximum.accumulate(np.where(ours, place, -1))
     after = np.minimum.accumulate(np.where(ours, place, len(order))[::-1])[::-1]
+    theirs = np.flatnonzero(~ours)
+    gaps = []
+    for near in (before[theirs], after[theirs]):
+        mine = order[np.clip(near, 0, len(order) - 1)]
+        fits = (near >= 0) & (near < len(order)) & (keys[mine] == keys[order[theirs]])
+        gaps.append(np.where(fits, np.abs(start[mine] - start[order[theirs]]), _NEVER))
+    gap = np.minimum(*gaps)
+    mine = order[np.where(gaps[1] < gaps[0], after[theirs], before[theirs])]
+    closest = np.argsort(gap, kind="stable")
+    closest = closest[gap[closest] <= APART_NS]
+    closest = closest[np.unique(mine[closest], return_index=True)[1]]  # of several engine's rows the nearest
+    theirs, mine = order[theirs[closest]], mine[closest]
     watched, missing = watched.copy(), np.ones(len(copies), dtype=bool)
-    for near in (before, after):
-        rows = np.flatnonzero(~ours & (near >= 0) & (near < len(order)))
-        theirs, mine = order[rows], order[near[rows]]
-        same = (keys[theirs] == keys[mine]) & (start[mine] >= start[theirs] - APART_NS)
-        same &= start[mine] <= start[theirs] + took[theirs] + APART_NS
-        missing[theirs[same] - len(watched)] = False
-        watched["transfer"][mine[same]] = both["transfer"][theirs[same]]
+    missing[theirs - len(watched)] = False
+    watched["transfer"][mine] = both["transfer"][theirs]
     return _joined([watched, copies[missing], transfers])
 
 

@@ -1,8 +1,9 @@
 /* The clock: nanoseconds of CLOCK_MONOTONIC from the CPU's invariant counter.
  *
- * Each thread keeps a base pair (ticks, ns) and renews it from clock_gettime every 2 ms, so the result never strays
- * from CLOCK_MONOTONIC by more than the rate's error over 2 ms: 0.6 us in the first milliseconds of a process
- * (the rate is measured over 200 us when the library is loaded), a few ns once it has been measured over a second. */
+ * Each thread keeps a base pair (ticks, ns) and renews it from clock_gettime every 2 ms, so the result strays from
+ * CLOCK_MONOTONIC by the rate's error over 2 ms: 0.6 us in the first milliseconds of a process (the rate is measured
+ * over 200 us when the library is loaded; some us where it was interrupted meanwhile), a few ns once it has been
+ * measured over a second. */
 #include "thread.h"
 
 #include <fcntl.h>
@@ -81,12 +82,18 @@ __attribute__((noinline)) uint64_t kvp_renew_clock(void) {
     if (!first_ticks) return wall_ns();
     uint64_t t, n;
     pair(3, &t, &n);
-    /* never step back: a thread's clock is monotonic, so a duration cannot come out negative */
+    uint64_t scale = n - first_ns > 10000000 ? scale_between(first_ticks, first_ns, t, n) : first_scale;
+    /* never step back: a thread's clock is monotonic, so a duration cannot come out negative. What ran ahead runs
+     * slower until the next renewal instead. */
     if (base->ticks) {
         uint64_t was = base->ns + (uint64_t)(((unsigned __int128)(t - base->ticks) * base->scale) >> 32);
-        if (was > n && was - n < 1000000) n = was;
+        if (was > n && was - n < 1000000) {
+            double ahead = (double)(was - n) / RENEW_NS;
+            scale -= (uint64_t)((double)scale * (ahead < 0.5 ? ahead : 0.5));
+            n = was;
+        }
     }
-    base->scale = n - first_ns > 10000000 ? scale_between(first_ticks, first_ns, t, n) : first_scale;
+    base->scale = scale;
     base->ns = n;
     base->ticks = t;
     return n;
