@@ -191,7 +191,7 @@ def write(outcome: dict[str, Any], path: Path) -> None:
             for name, (measured, _, _) in kept.items()
         },
         dedup=_dedup_sentence(dedup.switches),
-        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        command=shlex.join(["kvprobe", *sys.argv[1:]]),
     )
     write_report(None, path, story=story, title=f"kvprobe demo on {outcome['device']}")
 

@@ -1,4 +1,4 @@
-"""`kvprobe triage`: one line a recording, in the time that unzipping it takes: was a launch queue full."""
+"""`kvprobe triage`: one line a recording, as quickly as can be: was a launch queue full."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def command(inputs: tuple[Path, ...], as_json: bool) -> int:
     """Say of each recording whether a launch queue was full, worst first.
 
     A line has the verdict, the host time lost, the depth at which the queue was full, the stream, and the file. Folders
-    stand for the recordings in them. PyTorch profiler traces take hardly longer than unzipping them; `kvprobe report`
-    finds other causes as well. Exit code 1: an input could not be read.
+    stand for the recordings in them. PyTorch profiler traces are the quickest; `kvprobe report` finds other causes as
+    well. Exit code 1: an input could not be read.
     """
     from kvprobe.recordings import expand
     from kvprobe.recordings.triage import Triage, quick_triages

@@ -143,7 +143,7 @@ def _write(held: WeightOffload, profile: WeightProfile, outcome: dict[str, Any],
     from kvprobe.weights import recording_of
 
     # Of its own window alone: a finding about forwards that only measured another one would contradict the verdict.
-    recording = recording_of(held, model, shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), profile.window)
+    recording = recording_of(held, model, shlex.join(["kvprobe", *sys.argv[1:]]), profile.window)
     title = f"Weights of {Path(model).name}: {held.gpu_bytes / held.plan.total_bytes:.0%} on the GPU"
     write_report(
         recording,

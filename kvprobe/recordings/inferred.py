@@ -2,7 +2,8 @@
 
 What was outstanding is counted from the ends of transfers, where an engine tells them of nearly all that a stream was
 given; else it is reckoned from the calls themselves. Either way a full queue is named only where calls are slow at one
-depth and quick below it, and that depth is the one that was calibrated, or one that queues have.
+depth and quick below it, and that depth is the one that was calibrated, or one that queues have; or where one call a
+burst waits for long, and its number in the burst is that depth (`_behind_fences`).
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def infer(recording: Recording, queue: StreamOccupancy) -> None:
     """Depth and blocked time where the device was not recorded: from what the host saw alone.
 
     What was outstanding is counted from the ends of transfers, where an engine tells them of nearly all that the stream
-    was given; else it is reckoned from the calls themselves (`_by_pace`). Either way a full queue is named only where
-    calls are slow at one depth and quick below it, and that depth is one that queues have.
+    was given; else it is reckoned from the calls themselves (`_by_pace`), or from the number in its burst of the one
+    call that waits (`_behind_fences`).
     """
     calls, rows = recording.calls, queue.calls
     start, end = calls["start_ns"][rows], calls["end_ns"][rows]
@@ -53,6 +54,7 @@ def infer(recording: Recording, queue: StreamOccupancy) -> None:
     judged[:whole] = False
     fact = recording.machine.get("queue_depth")
     known = int(fact) if isinstance(fact, (int, float)) and fact > 0 else 0
+    emptied = _emptied(recording, queue)
     counted = _by_transfers(recording, queue)
     if counted is not None:
         depth, source = counted, "what was outstanding is counted from the ends of transfers"
@@ -60,9 +62,7 @@ def infer(recording: Recording, queue: StreamOccupancy) -> None:
         full = full if known or full >= _LEAST_UNKNOWN else 0
     else:
         depth = np.zeros(len(rows))
-        depth[whole:], full, source = _by_pace(
-            start[whole:], end[whole:], slow[whole:], _emptied(recording, queue)[whole:], known
-        )
+        depth[whole:], full, source = _by_pace(start[whole:], end[whole:], slow[whole:], emptied[whole:], known)
     queue.after = 0  # of none is it known when it was executed
     queue.depth = np.minimum(depth, full or np.iinfo(np.int32).max).astype(np.int32)
     top, below = judged & (depth >= _TOP * full), judged & (depth < _BELOW * full)
@@ -83,9 +83,7 @@ def infer(recording: Recording, queue: StreamOccupancy) -> None:
         )
         return
     if counted is None:
-        held, place, exact = _behind_fences(
-            start, end, judged & (duration > 100 * base), _emptied(recording, queue), known
-        )
+        held, place, exact = _behind_fences(start, end, judged & (duration > 100 * base), emptied, known)
         if held.any():
             queue.depth = place
             queue.verdict, queue.ceiling_how, queue.blocked = "saturated", "inferred", held
@@ -143,7 +141,7 @@ def _behind_fences(start: Array, end: Array, long: Array, emptied: Array, known:
     held[waits[np.isin(begin[waits], begin[fits])]] = True
     numbers = sorted({int(number) + 1 for number in place[fits]})
     which = f"number {numbers[0]:,}" + (f" to {numbers[-1]:,}" if len(numbers) > 1 else "")
-    queues = f"the queue takes {known:,}" if known else "queues take 1,012 to 1,024"
+    queues = f"the queue takes {known:,}" if known else "queues take about 1,020"
     depth = np.minimum(place, int(place[fits].max())).astype(np.int32)
     return held, depth, f"the first of a burst being its {which}: {queues}"
 
