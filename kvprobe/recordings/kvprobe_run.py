@@ -382,6 +382,7 @@ def _with_engine(watched: Array, engine: Array) -> Array:
     both = _joined([watched, copies])
     keys = np.unique(both[["tid", "stream", "src", "dst", "bytes"]], return_inverse=True)[1]
     start = both["start_ns"].astype(np.int64)
+    took = np.where(both["dur_ns"] == UNTIMED, 0, both["dur_ns"]).astype(np.int64)
     order = np.lexsort((start, keys))
     ours = order < len(watched)
     place = np.arange(len(order))
@@ -396,8 +397,10 @@ def _with_engine(watched: Array, engine: Array) -> Array:
         gaps.append(np.where(fits, np.abs(start[mine] - start[order[theirs]]), _NEVER))
     gap = np.minimum(*gaps)
     mine = order[np.where(gaps[1] < gaps[0], after[theirs], before[theirs])]
+    late = start[mine] - start[order[theirs]]  # a thread may lose its core between the two: as long as the call took
     closest = np.argsort(gap, kind="stable")
-    closest = closest[gap[closest] <= APART_NS]
+    same = (gap < _NEVER) & (late >= -APART_NS) & (late <= took[order[theirs]] + APART_NS)
+    closest = closest[same[closest]]
     closest = closest[np.unique(mine[closest], return_index=True)[1]]  # of several engine's rows the nearest
     theirs, mine = order[theirs[closest]], mine[closest]
     watched, missing = watched.copy(), np.ones(len(copies), dtype=bool)

@@ -123,6 +123,23 @@ def test_copies_that_the_interposers_ring_lost_come_from_the_engines(tmp_path: P
     assert r.calls["start_ns"].tolist() == [*sorted(late), 20_000_000]
 
 
+def test_a_thread_that_lost_its_core_between_the_two_records_made_one_copy(tmp_path: Path) -> None:
+    def both() -> None:
+        lib = core()
+        for producer, late, more in (("interposer", 50_000, {}), ("engine", 0, {"transfer": 3})):
+            assert lib.kvp_ring_open(str(tmp_path / f"{producer}.kvp").encode(), producer.encode(), None) == 0
+            one = copy(10_000_000 + late, **more) | {"dur_ns": 60_000 - late}
+            lib.kvp_ring_write(ctypes.byref(Record(count=1, **one)), 1)
+            lib.kvp_ring_close()
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=both)
+    process.start()
+    process.join()
+    r = open_recording(tmp_path)
+    assert r.calls["start_ns"].tolist() == [10_050_000] and r.calls["transfer"].tolist() == [3]
+
+
 def test_a_transfer_that_was_picked_from_sixteen_counts_for_sixteen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
