@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,15 @@ from kvprobe.native.library import Record, RingOptions, core
 from kvprobe.recordings import open_recording, parquet
 from kvprobe.recordings.model import CallKind, Direction, Label, Memory, Table
 from kvprobe.reporting.recorded import view
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Runs it in a process of its own, which has one ring file at a time; returns its pid."""
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+    assert process.exitcode == 0 and process.pid is not None
+    return process.pid
 
 
 def write(path: Path, producer: str, records: list[dict[str, int]], close: bool = True) -> int:
@@ -33,11 +43,7 @@ def write(path: Path, producer: str, records: list[dict[str, int]], close: bool 
             lib.kvp_ring_close()
         os._exit(0)
 
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    process.join()
-    assert process.exitcode == 0 and process.pid is not None
-    return process.pid
+    return in_child(work)
 
 
 def copy(start_ns: int, **more: int) -> dict[str, int]:
@@ -81,10 +87,7 @@ def test_an_engines_file_beside_the_interposers_is_not_counted_twice(tmp_path: P
             lib.kvp_ring_close()
         os._exit(0)
 
-    process = multiprocessing.get_context("fork").Process(target=both)
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    in_child(both)
     r = open_recording(tmp_path)
     assert r.processes.rows == 1 and r.totals["calls"].sum() == 10 and r.calls.rows == 10
     assert r.transfers.rows == 1 and r.transfers["count"][0] == 10
@@ -110,10 +113,7 @@ def test_copies_that_the_interposers_ring_lost_come_from_the_engines(tmp_path: P
             lib.kvp_ring_close()
         os._exit(0)
 
-    process = multiprocessing.get_context("fork").Process(target=both)
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    in_child(both)
     r = open_recording(tmp_path)
     assert r.totals["calls"].sum() == 101 and r.lost == {}
     found = dict(zip(r.calls["start_ns"].tolist(), r.calls["transfer"].tolist(), strict=True))
@@ -133,9 +133,7 @@ def test_a_thread_that_lost_its_core_between_the_two_records_made_one_copy(tmp_p
             lib.kvp_ring_close()
         os._exit(0)
 
-    process = multiprocessing.get_context("fork").Process(target=both)
-    process.start()
-    process.join()
+    in_child(both)
     r = open_recording(tmp_path)
     assert r.calls["start_ns"].tolist() == [10_050_000] and r.calls["transfer"].tolist() == [3]
 
@@ -158,10 +156,7 @@ def test_a_transfer_that_was_picked_from_sixteen_counts_for_sixteen(
         lib.kvp_ring_close()
         os._exit(0)
 
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    in_child(work)
     r = open_recording(tmp_path)
     assert r.transfers["one_in"].tolist() == [1, 1, 16, 16, 16, 16]
     assert (r.transfers["end_ns"] - r.transfers["start_ns"]).tolist() == [700] * 6
