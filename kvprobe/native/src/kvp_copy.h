@@ -35,6 +35,10 @@ typedef struct {
     void *launch_kernel;      /* cuLaunchKernel */
     void *set_device;         /* cudaSetDevice */
     uint64_t runtime_version; /* 13000: decides the signature of cudaMemcpyBatchAsync */
+    void *stream_query;       /* cudaStreamQuery */
+    void *event_synchronize;  /* cudaEventSynchronize */
+    void *event_create;       /* cudaEventCreateWithFlags */
+    void *event_destroy;      /* cudaEventDestroy */
 } kvp_cuda_calls;
 
 /* A copy kernel that was compiled and loaded: void kernel(const kvp_copy *list, uint32_t count, ...). */
