@@ -71,7 +71,7 @@ def opened(inputs: Sequence[Path], *, quiet: bool = False) -> Recording:
 
 def diagnosed(inputs: Sequence[Path], *, quiet: bool = False) -> tuple[Recording, list[Finding], Occupancy]:
     """The recordings as one, what is wrong in them, and how full their queues were."""
-    from kvprobe.diagnosis import diagnose
+    from kvprobe.diagnosis import examine, notes_of
     from kvprobe.recordings import open_recording
     from kvprobe.recordings.occupancy import occupancy
 
@@ -81,9 +81,10 @@ def diagnosed(inputs: Sequence[Path], *, quiet: bool = False) -> tuple[Recording
         progress("counting what was outstanding", 0.8)
         queues = occupancy(recording)
         progress("looking for causes", 0.9)
-        findings = diagnose(recording, queues)
+        examined = examine(recording, queues)
+        recording.notes += notes_of(examined.not_looked_for)
         progress("done", 1.0)
-    return recording, findings, queues
+    return recording, examined.findings, queues
 
 
 def plain(text: str) -> str:

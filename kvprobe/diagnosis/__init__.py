@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvprobe.diagnosis.finding import Chart, Evidence, Finding, Series, Where, ranked
+from kvprobe.diagnosis.finding import Chart, Evidence, Finding, NotLookedFor, Series, Where, ranked
 
 if TYPE_CHECKING:
     from kvprobe.recordings.model import Recording
     from kvprobe.recordings.occupancy import Occupancy
 
-__all__ = ["CAUSES", "Chart", "Evidence", "Finding", "Series", "Where", "diagnose", "ranked"]
+__all__ = [
+    "CAUSES",
+    "Chart",
+    "Evidence",
+    "Examination",
+    "Finding",
+    "NotLookedFor",
+    "Series",
+    "Where",
+    "diagnose",
+    "examine",
+    "notes_of",
+    "ranked",
+]
 
 # The order is the ledger's: the best-evidenced cause claims first, and what one has claimed no other gets.
 CAUSES: tuple[str, ...] = (
@@ -42,8 +57,16 @@ CAUSES: tuple[str, ...] = (
 )
 
 
-def diagnose(recording: Recording, occupancy: Occupancy | None = None) -> list[Finding]:
-    """All findings of a recording, as `ranked` orders them; an empty list means that nothing was found.
+@dataclass(frozen=True)
+class Examination:
+    """What a diagnosis found, ranked, and which causes this recording cannot show."""
+
+    findings: list[Finding]
+    not_looked_for: list[NotLookedFor]
+
+
+def examine(recording: Recording, occupancy: Occupancy | None = None) -> Examination:
+    """All findings of a recording, and the causes that it cannot show with the reason.
 
     `occupancy` is what `recordings.occupancy.occupancy(recording)` returned, where the caller has it already.
     """
@@ -53,10 +76,32 @@ def diagnose(recording: Recording, occupancy: Occupancy | None = None) -> list[F
 
     frame = Frame(recording, occupancy)
     if not len(frame.start) and not len(frame.x_start):
-        return []
+        return Examination([], [])
     found: list[Finding] = []
+    blind: list[NotLookedFor] = []
     for cause in CAUSES:
-        finding = import_module(f"kvprobe.diagnosis.{cause}").find(frame)
+        module = import_module(f"kvprobe.diagnosis.{cause}")
+        lacks: NotLookedFor | None = module.not_shown(frame) if hasattr(module, "not_shown") else None
+        if lacks is not None:
+            blind.append(replace(lacks, cause=cause))
+            continue
+        finding = module.find(frame)
         if finding is not None:
             found.append(finding)
-    return ranked(found)
+    return Examination(ranked(found), blind)
+
+
+def diagnose(recording: Recording, occupancy: Occupancy | None = None) -> list[Finding]:
+    """All findings of a recording, as `ranked` orders them; an empty list means that nothing was found."""
+    return examine(recording, occupancy).findings
+
+
+def notes_of(not_looked_for: Sequence[NotLookedFor]) -> list[str]:
+    """One line for each reason, with the causes that it keeps from being looked for."""
+    causes: dict[tuple[str, str], list[str]] = {}
+    for one in not_looked_for:
+        causes.setdefault((one.because, one.shown_by), []).append(one.cause)
+    return [
+        f"not looked for: {', '.join(names)}, because {because}; shown by {shown_by}"
+        for (because, shown_by), names in causes.items()
+    ]

@@ -10,7 +10,18 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Chart", "Confidence", "Evidence", "Finding", "Lane", "Series", "Severity", "Where", "ranked"]
+__all__ = [
+    "Chart",
+    "Confidence",
+    "Evidence",
+    "Finding",
+    "Lane",
+    "NotLookedFor",
+    "Series",
+    "Severity",
+    "Where",
+    "ranked",
+]
 
 Severity = Literal["critical", "warning", "info"]
 Confidence = Literal["certain", "likely", "cannot tell"]
@@ -59,6 +70,25 @@ class Evidence:
     def to_json(self) -> dict[str, Any]:
         """The four fields."""
         return {"text": self.text, "value": float(self.value), "unit": self.unit, "how": self.how}
+
+
+@dataclass(frozen=True)
+class NotLookedFor:
+    """Why a recording cannot show a cause: it was neither found nor ruled out.
+
+    Attributes:
+        because: what the recording lacks, a clause that follows "because".
+        shown_by: what to record instead.
+        cause: name of the cause; `diagnosis.examine` fills it in.
+    """
+
+    because: str
+    shown_by: str
+    cause: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        """The three fields."""
+        return {"cause": self.cause, "because": self.because, "shown_by": self.shown_by}
 
 
 _PLURALS = re.compile(

@@ -6,8 +6,9 @@ before it launches, the kernels may read blocks that have not arrived.
 Signature: host-to-device copies on streams without kernels, kernels launched after a load was submitted run before it
 has ended, and fewer than half of the bursts of loads are followed by anything that could order them: an event that a
 compute stream waits for, or a synchronising or querying call of the host. Prefetching for a later step looks alike and
-is in order; it has one wait for each burst. In at least three bursts. A recorder that sees no event queries (kvprobe's
-own, counting only submissions) cannot tell polling from nothing, and then the finding abstains.
+is in order; it has one wait for each burst. In at least three bursts.
+
+A finding needs positive evidence: where the recording does not tell which streams wait for events, nothing is said.
 
 Time lost: none. Predicted saving: none; results are at stake.
 """
@@ -16,13 +17,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, MEASURED, Confidence, Evidence, Finding
+from kvprobe.diagnosis.finding import COUNTED, MEASURED, Evidence, Finding, NotLookedFor
 from kvprobe.diagnosis.frame import Frame
 from kvprobe.diagnosis.intervals import Cover
-from kvprobe.diagnosis.ordering import LEAST, bursts, copies_apart, waits
+from kvprobe.diagnosis.ordering import LEAST, bursts, copies_apart, order_not_shown, waits
 from kvprobe.recordings.model import CallKind, Direction
 
 CAUSE = "load_not_ordered"
+
+
+def not_shown(frame: Frame) -> NotLookedFor | None:
+    """Where the recording does not tell who waits for whom, nothing is said of order."""
+    return order_not_shown(frame)
 
 
 def find(frame: Frame) -> Finding | None:
@@ -66,15 +72,12 @@ def find(frame: Frame) -> Finding | None:
     if not guilty:
         return None
     rows = np.concatenate(guilty)
-    blind = all(source.format == "kvprobe" for source in frame.recording.source) and bool(frame.recording.source)
-    confidence: Confidence = "cannot tell" if blind else "likely"
     return frame.finding(
-        CAUSE, "{calls} loads are not ordered before the compute that reads them", confidence, 0, len(rows),
-        lane="none", severity="warning" if blind else "critical", saving=0.0,
+        CAUSE, "{calls} loads are not ordered before the compute that reads them", "likely", 0, len(rows),
+        lane="none", severity="critical", saving=0.0,
         places=frame.places(rows, np.zeros(len(rows), dtype=np.int64)),
         window=(int(frame.start[rows].min()), int(frame.end[rows].max())), evidence=evidence,
-        reason="cannot tell, because this recorder does not see event queries: the host may have polled" if blind else
-               "the recording does not say which bytes a kernel reads: a prefetch nobody used yet would be in order",
+        reason="the recording does not say which bytes a kernel reads: a prefetch nobody used yet would be in order",
         cure=(
             "Record an event behind the load and let the compute stream wait for it before the first kernel that reads "
             "the blocks (current_stream().wait_event(event))",

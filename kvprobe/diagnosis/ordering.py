@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvprobe.diagnosis.finding import NotLookedFor
 from kvprobe.diagnosis.frame import Array, Frame
 from kvprobe.diagnosis.intervals import distinct, in_time
 from kvprobe.recordings.model import CallKind, Direction, Memory
 
-__all__ = ["Copies", "bursts", "copies_apart", "waits"]
+__all__ = ["Copies", "bursts", "copies_apart", "order_not_shown", "waits"]
 
 LEAST = 3  # bursts; fewer prove nothing
+WAITS = ("streamwaitevent", "streamwaitvalue", "streambatchmemop")
+SHOWN_BY = "Nsight Systems (kvprobe run --nsys), which records the stream and the event of each wait"
 
 
 class Copies:
@@ -38,9 +41,22 @@ def copies_apart(frame: Frame, direction: Direction) -> list[tuple[int, Copies]]
 
 def waits(frame: Frame, process: int) -> tuple[Array, Array]:
     """Times and streams of stream-waits-for-event calls of a process, by time."""
-    rows = np.flatnonzero((frame.process == process) & frame.is_named("streamwaitevent"))
+    rows = np.flatnonzero((frame.process == process) & frame.is_named(*WAITS))
     rows = in_time(rows, frame.start)
     return frame.start[rows], frame.stream[rows]
+
+
+def order_not_shown(frame: Frame) -> NotLookedFor | None:
+    """Why this recording cannot show that copies and compute are not ordered; None where it can.
+
+    To say that nothing orders them needs every execution, and of every wait the stream that waits.
+    """
+    if not frame.recording.has_executions:
+        return NotLookedFor("the recording does not show when copies and kernels executed", SHOWN_BY)
+    untold = int((frame.is_named(*WAITS) & (frame.stream < 0)).sum())
+    if untold:
+        return NotLookedFor(f"the recorder does not tell which streams {untold:,} waits for events belong to", SHOWN_BY)
+    return None
 
 
 def bursts(frame: Frame, process: int, rows: Array) -> Array:

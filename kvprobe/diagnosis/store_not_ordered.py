@@ -6,7 +6,8 @@ it may read KV that the forward is still writing. vLLM up to 0.12 had it (fixed 
 Signature: device-to-host copies on a stream without kernels begin to execute while a kernel that was launched before
 the store was submitted is still running, and the store's stream was told to wait for an event in fewer than half of
 the bursts of stores, in at least three bursts. A store that is ordered never begins under an older kernel; one of an
-earlier step's blocks may, which is why waits are counted too. Event identities and addresses are not in recordings,
+earlier step's blocks may, which is why waits are counted too; where the recording does not tell which streams wait,
+nothing is said. Event identities and addresses are not in recordings,
 so that the bytes were really wrong cannot be told: likely, never certain.
 
 Time lost: none. Predicted saving: none; results are at stake.
@@ -16,12 +17,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.finding import COUNTED, MEASURED, Evidence, Finding, NotLookedFor
 from kvprobe.diagnosis.frame import Frame, ms
-from kvprobe.diagnosis.ordering import LEAST, bursts, copies_apart, waits
+from kvprobe.diagnosis.ordering import LEAST, bursts, copies_apart, order_not_shown, waits
 from kvprobe.recordings.model import Direction
 
 CAUSE = "store_not_ordered"
+
+
+def not_shown(frame: Frame) -> NotLookedFor | None:
+    """Where the recording does not tell who waits for whom, nothing is said of order."""
+    return order_not_shown(frame)
 
 
 def find(frame: Frame) -> Finding | None:

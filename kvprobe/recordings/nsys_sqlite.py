@@ -19,7 +19,7 @@ import numpy as np
 
 from kvprobe.errors import RecordingError
 from kvprobe.recordings import vocabulary as words
-from kvprobe.recordings.assemble import codes, constant, join, link, sorted_table, stream_rows
+from kvprobe.recordings.assemble import codes, constant, join, link, match, sorted_table, stream_rows
 from kvprobe.recordings.model import Array, CallKind, Engine, Label, RangeStyle, Recording, Source, Table
 from kvprobe.recordings.trace_library import native_library
 
@@ -87,6 +87,8 @@ COLUMNS: dict[str, dict[str, int]] = {
         "globalPid": 0,
         "graphId": -1,
     },
+    "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION": {"streamId": -1, "correlationId": -1, "globalPid": 0, "eventId": 0},
+    "CUPTI_ACTIVITY_KIND_CUDA_EVENT": {"streamId": -1, "correlationId": -1, "globalPid": 0, "eventId": 0},
     "CUPTI_ACTIVITY_KIND_OVERHEAD": {
         "start": 0,
         "end": 0,
@@ -384,6 +386,7 @@ class _Builder:
         )
         recording.tables["processes"] = self.processes(recording)
         link(recording)
+        self.waits(recording)
         if calls.rows and not executions.rows:
             self.notes.append("no GPU activity was recorded: occupancy can only be inferred")
         if self.progress is not None:
@@ -413,6 +416,34 @@ class _Builder:
             "result": np.clip(raw.pop("returnValue"), -(1 << 31), (1 << 31) - 1).astype(np.int32),
         }
         return sorted_table("calls", columns)
+
+    def waits(self, recording: Recording) -> None:
+        """Gives synchronising calls, waits and event records their stream, and events as `src`, where the export knows.
+
+        A stream that executed nothing has no row in `streams` and stays unknown.
+        """
+        calls, streams = recording.calls, recording.streams
+        if not calls.rows or not streams.rows:
+            return
+        told = np.flatnonzero(np.isin(calls["kind"], np.array([CallKind.SYNC, CallKind.EVENT], dtype=np.uint8)))
+        stream, event = calls["stream"].copy(), calls["src"].copy()
+        row_of = {
+            (int(process), int(handle)): row
+            for row, (process, handle) in enumerate(zip(streams["process"], streams["handle"], strict=True))
+        }
+        for table in ("CUPTI_ACTIVITY_KIND_SYNCHRONIZATION", "CUPTI_ACTIVITY_KIND_CUDA_EVENT"):
+            raw = self.read_columns(table)
+            if not len(raw["correlationId"]) or not len(told):
+                continue
+            process = self.process_rows(raw["globalPid"])
+            _, owner = match(calls["process"][told], calls["correlation"][told], process, raw["correlationId"])
+            theirs = np.flatnonzero(owner >= 0)
+            rows = told[owner[theirs]]
+            known = [row_of.get(key, -1) for key in zip(process[theirs].tolist(), raw["streamId"][theirs].tolist(),
+                                                        strict=True)]  # fmt: skip
+            stream[rows] = known
+            event[rows] = raw["eventId"][theirs].astype(np.uint64)
+        recording.tables["calls"] = Table("calls", {**calls.columns, "stream": stream, "src": event})
 
     def executions(self) -> tuple[Table, Table]:
         parts: list[Columns] = []

@@ -1,0 +1,35 @@
+"""Results at stake are a finding only where the recording tells who waits for whom; else they are not looked for."""
+
+import numpy as np
+import pytest
+from scenarios import SCENARIOS
+
+from kvprobe.diagnosis import examine, notes_of
+from kvprobe.recordings.model import Table
+
+
+def without_streams_of_waits(recording):
+    """The recording as the PyTorch profiler would make it: waits are there, their streams are not."""
+    calls = recording.calls
+    waits = np.array([recording.text(int(i)) == "cudaStreamWaitEvent" for i in calls["name"]])
+    assert waits.any()
+    recording.tables["calls"] = Table("calls", {**calls.columns, "stream": np.where(waits, -1, calls["stream"])})
+    return recording
+
+
+@pytest.mark.parametrize(
+    "scenario, cause",
+    [("healthy_loads_with_a_wait", "load_not_ordered"), ("healthy_stores_with_a_wait", "store_not_ordered")],
+)
+def test_waits_of_unknown_streams_are_no_evidence_of_corruption(runtime, scenario, cause):
+    examined = examine(without_streams_of_waits(SCENARIOS[scenario](runtime).recording))
+    assert cause not in {finding.cause for finding in examined.findings}
+    lacks = {one.cause: one for one in examined.not_looked_for}[cause]
+    assert "does not tell which streams" in lacks.because
+    assert "Nsight Systems" in lacks.shown_by
+    assert any(cause in note and "because" in note for note in notes_of(examined.not_looked_for))
+
+
+def test_with_their_streams_the_causes_are_looked_for(runtime):
+    examined = examine(SCENARIOS["healthy_loads_with_a_wait"](runtime).recording)
+    assert "load_not_ordered" not in {one.cause for one in examined.not_looked_for}
