@@ -72,7 +72,8 @@ typedef struct {
  * payload (a first copy beyond it is taken alone) and a list of `list_capacity` copies; `places` receives what they
  * take. 0: not even the first fits, or the method does not exist here. */
 KVP_EXPORT uint32_t kvp_copy_plan(const kvp_copier *c, int method, const kvp_copy *copies, uint32_t count,
-                                  uint32_t room, uint64_t max_bytes, uint32_t list_capacity, uint32_t *places);
+                                  int direction, uint32_t room, uint64_t max_bytes, uint32_t list_capacity,
+                                  uint32_t *places);
 
 /* Submits `count` copies (as planned) to a stream and returns CUDA's code. `calls` receives the number of submitting
  * calls made, `submitted` how many of the copies the runtime took: all of them on success. Never allocates, never

@@ -1,0 +1,94 @@
+/* The chooser, and the figures it starts from. */
+#include "kvp_choose.h"
+
+#include <math.h>
+#include <string.h>
+
+#define NEAR 1.04 /* rows within 4% of the first one count as equally fast */
+#define MAX_SLOWDOWN 0.03f
+
+/* ---- asking ------------------------------------------------------------------------------------------------------ */
+
+double kvp_method_ns(const kvp_method_row *row, uint64_t bytes, uint32_t count) {
+    int last = KVP_CHOOSE_SIZES - 1, at = 0;
+    while (at < last - 1 && bytes > (2048ull << at)) at++;
+    double low = (double)(1024ull << at), t = ((double)bytes - low) / low;
+    if (t < 0) t = 0;
+    double fixed = row->fixed_ns[at] + (t < 1 ? t : 1) * (row->fixed_ns[at + 1] - row->fixed_ns[at]);
+    double each = row->copy_ns[at] + t * (row->copy_ns[at + 1] - row->copy_ns[at]);
+    return fixed + each * count;
+}
+
+int kvp_choose_among(const kvp_method_table *table, uint32_t methods, int direction, uint64_t median_copy_bytes,
+                     uint32_t count, uint32_t *ctas) {
+    int d = direction == KVP_D2H;
+    double ns[KVP_CHOOSE_ROWS], first = INFINITY;
+    uint32_t rows = table->rows[d] < KVP_CHOOSE_ROWS ? table->rows[d] : KVP_CHOOSE_ROWS;
+    const kvp_method_row *row = table->row[d], *chosen = NULL;
+    for (uint32_t i = 0; i < rows; i++) {
+        int allowed = row[i].method < KVP_METHODS && (methods >> row[i].method & 1) &&
+                      (!row[i].ctas || row[i].slowdown <= table->max_slowdown);
+        ns[i] = allowed ? kvp_method_ns(&row[i], median_copy_bytes, count) : INFINITY;
+        if (ns[i] < first) first = ns[i];
+    }
+    double best = INFINITY;
+    for (uint32_t i = 0; i < rows; i++) {
+        if (!(ns[i] <= first * NEAR) || isinf(ns[i])) continue;
+        if (!chosen || row[i].ctas < chosen->ctas || (row[i].ctas == chosen->ctas && ns[i] < best))
+            chosen = &row[i], best = ns[i];
+    }
+    if (ctas) *ctas = chosen ? chosen->ctas : 0;
+    return chosen ? (int)chosen->method : KVP_LOOP;
+}
+
+int kvp_choose(const kvp_method_table *table, int direction, uint64_t median_copy_bytes, uint32_t count,
+               uint32_t *ctas) {
+    return kvp_choose_among(table, ~(1u << KVP_STAGED), direction, median_copy_bytes, count, ctas);
+}
+
+/* ---- the default: an H100, PCIe 5.0 x16 ----------------------------------------------------------------------------
+ */
+
+static kvp_method_row *add(kvp_method_table *t, int d, uint32_t method, uint32_t ctas, float slowdown) {
+    kvp_method_row *row = &t->row[d][t->rows[d]++];
+    row->method = method;
+    row->ctas = ctas;
+    row->slowdown = slowdown;
+    return row;
+}
+
+/* bytes_per_ns: of large copies; at least least_ns a copy; gap_ns more for each copy than its bytes take. */
+static void fill(kvp_method_row *row, double fixed, double gap_ns, double bytes_per_ns, double least_ns,
+                 double submit) {
+    for (int i = 0; i < KVP_CHOOSE_SIZES; i++) {
+        double ns = (double)(1024ull << i) / bytes_per_ns + gap_ns;
+        row->fixed_ns[i] = (float)fixed;
+        row->copy_ns[i] = (float)(ns > least_ns ? ns : least_ns);
+        row->submit_ns[i] = (float)submit;
+    }
+}
+
+void kvp_method_table_default(kvp_method_table *t, const kvp_copier *c) {
+    static const struct {
+        uint32_t ctas;
+        float slowdown;
+        double least_ns[2]; /* a copy, of loads and of stores: what bulk copies of one CTA cost, shared among them */
+        double bytes_per_ns[2];
+    } kernels[] = {{1, 0.00f, {350, 360}, {34, 31}},
+                   {2, 0.00f, {238, 240}, {51, 51}},
+                   {4, 0.02f, {168, 175}, {51, 52.5}},
+                   {8, 0.055f, {112, 112}, {51, 52.5}},
+                   {16, 0.63f, {55, 55}, {51, 52.5}}};
+    memset(t, 0, sizeof *t);
+    t->max_slowdown = MAX_SLOWDOWN;
+    for (int d = 0; d < 2; d++) {
+        const kvp_copy_kernel *kernel = d ? &c->store_kernel : &c->load_kernel;
+        fill(add(t, d, KVP_LOOP, 0, 0), 4000, 2400, 55.5, 0, 1040);
+        if (c->cuda.memcpy_batch_async) fill(add(t, d, KVP_BATCH, 0, 0), 9000, 440, 55.5, 0, 310);
+        if (!kernel->function || !c->cuda.launch_kernel) continue;
+        for (unsigned i = 0; i < sizeof kernels / sizeof *kernels; i++)
+            if (kernels[i].ctas <= kernel->max_ctas)
+                fill(add(t, d, KVP_KERNEL, kernels[i].ctas, kernels[i].slowdown), 8000, 0, kernels[i].bytes_per_ns[d],
+                     kernels[i].least_ns[d], 5);
+    }
+}
