@@ -1,11 +1,13 @@
 """Decides, while transfers run, whether slow submissions are the work of a full launch queue or of something else.
 
-A full queue shows in two ways at once, and only then is it called saturation: the stream's outstanding operations,
-counted after the completions were looked up, have reached the calibrated depth; and the calls made from there on lose
-time again and again, or one of them waits so long that the stream itself must be waiting. What looks alike is told
-apart by its own mark: pageable memory by the memory's kind, a thread that lost the CPU by the
-kernel's count of preemptions, a pause of the program by the gap lying between calls instead of inside them, a slow link
-by copies that take long while submissions stay short.
+A full queue shows in two ways at once, and only then is it called saturation. First, the stream's outstanding
+operations, counted after the completions were looked up, have reached the calibrated depth; or they stay at one level
+above half of it because operations complete just as fast as calls get through (a real depth below the calibrated one).
+Second, the calls made there lose time again and again (a tenth of them is slow, and far more of them than of the calls
+with room), or one of them waits so long that the stream itself must be waiting. What looks alike is told apart by its
+own mark: pageable memory by the memory's kind, a thread that lost the CPU by the kernel's count of preemptions, a pause
+of the program by the gap lying between calls instead of inside them, a slow link by copies that take long while
+submissions stay short.
 """
 
 from __future__ import annotations
@@ -14,14 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvprobe.launchqueue.baseline import Baseline
 from kvprobe.launchqueue.calibration import QueueLimits
-
-ENOUGH_CALLS = 4  # slow calls at the ceiling that cannot be chance,
-ENOUGH_SHARE = 0.25  # if a full queue's share of the time is theirs: it drains one copy in the time that one call takes
-OFTEN_CALLS, OFTEN_NS = 32, 200_000  # or this many, one in so much time: no scheduler takes a CPU away that often
-FENCE_NS = 500_000  # or one call this long: the stream itself waits for something
-PAUSE_NS = 50_000
-NEAR = 32  # operations below the depth that still count as full: the slack that streams of a channel share
+from kvprobe.launchqueue.constants import PAUSE_NS, ROOM_SHARE, SLACK
+from kvprobe.launchqueue.window import Counted, Window
 
 
 class Verdict(str, Enum):
@@ -107,20 +105,15 @@ class Saturation:
 
 @dataclass
 class _Stream:
-    """What is known of one stream's calls at the ceiling since its queue was last half empty.
+    """One stream: its calls at the top of the queue, those with room, and how its count of outstanding ones moved."""
 
-    `kept`, `kept_lost_ns` and `span_ns` leave out the calls in which the thread lost the CPU; `whole_ns` has them.
-    """
-
-    calls: int = 0
-    kept: int = 0
-    span_ns: int = 0
-    whole_ns: int = 0
-    kept_lost_ns: float = 0.0
-    lost_ns: int = 0
-    longest_ns: int = 0
+    window: Window | None = None
     onset_ns: int = 0
     depth: int = 0
+    with_room: Counted = field(default_factory=Counted)
+    level: int = -1  # outstanding where the count is followed from; -1: not followed
+    submitted: int = 0  # since then
+    standing: bool = False  # it stood still over the last stretch
 
 
 @dataclass
@@ -138,30 +131,25 @@ class Detector:
     other: dict[Verdict, int] = field(default_factory=dict)
     reason: str = ""
     _streams: dict[int, _Stream] = field(default_factory=dict)
-    _baseline_ns: float = 0.0
 
     def __post_init__(self) -> None:
         """Starts from the calibrated baseline."""
-        self._baseline_ns = float(self.limits.baseline_ns)
+        self._baseline = Baseline(self.limits.baseline_ns, self.limits.p99_ns)
 
     @property
     def baseline_ns(self) -> int:
         """Host time of a submission with room in the queue, learned from the calls that had it."""
-        return round(self._baseline_ns)
+        return round(self._baseline.ns)
 
     @property
     def threshold_ns(self) -> int:
-        """A call of at least this counts as slow. Low on purpose: at 4 KiB a full queue costs 2.4 times the baseline.
-
-        What a slow call means is decided by the outstanding count, not by this number.
-        """
-        # p99 is of some 1,000 calls, or of 64 where the queue is that short: one lost time slice can be in it
-        return max(int(1.8 * self._baseline_ns), min(self.limits.p99_ns, int(2.2 * self._baseline_ns)), 500)
+        """A call of at least this counts as slow."""
+        return self._baseline.slow_ns
 
     @property
     def ceiling(self) -> int:
         """Outstanding operations from which on a stream counts as full."""
-        return self.limits.depth - min(NEAR, self.limits.depth // 8)
+        return self.limits.depth - min(SLACK, self.limits.depth // 8)
 
     def observe(self, seen: Observation) -> Verdict:
         """Judges one run; `reason` says why in words that a report can print.
@@ -169,63 +157,82 @@ class Detector:
         Returns:
             SATURATION at most once per onset; NONE where nothing was slow.
         """
-        full = seen.outstanding >= self.ceiling
-        if seen.fast >= 16 and not full:
-            # a twentieth of the way, so that one odd run does not move the threshold
-            self._baseline_ns += 0.05 * (seen.fast_ns / seen.fast - self._baseline_ns)
-        if 2 * (seen.outstanding + seen.submitted) < self.limits.depth:
-            self._streams.pop(seen.stream, None)
-        elif full and seen.stream in self._streams:
-            self._streams[seen.stream].span_ns += seen.end_ns - seen.start_ns - seen.preempted_ns
-            self._streams[seen.stream].whole_ns += seen.end_ns - seen.start_ns
+        state = self._streams.setdefault(seen.stream, _Stream())
+        full = seen.outstanding >= self.ceiling or self._keeps_pace(state, seen)
+        if not full:
+            self._baseline.learn(seen.fast, seen.fast_ns)
+        if seen.outstanding + seen.submitted < ROOM_SHARE * self.limits.depth:
+            state.with_room.add(seen.fast + seen.blocked - seen.preempted, seen.blocked - seen.preempted)
+            state.window = None
+        elif full and state.window is not None:
+            window = state.window
+            window.span_ns += seen.end_ns - seen.start_ns - seen.preempted_ns
+            window.whole_ns += seen.end_ns - seen.start_ns
+            if not seen.blocked and window.top is not None:
+                window.top.add(seen.fast, 0)
         if not seen.blocked:
             if seen.gap_ns > PAUSE_NS:
                 return self._blame(Verdict.PAUSE, seen.gap_ns, "the time passed between calls, not inside one")
             return Verdict.NONE
-        lost = max(seen.blocked_ns - int(seen.blocked * self._baseline_ns), 0)
+        lost = max(seen.blocked_ns - int(seen.blocked * self._baseline.ns), 0)
         if seen.pageable:
             return self._blame(Verdict.PAGEABLE, lost, "the host memory is pageable, so each copy is staged")
-        return self._at_ceiling(seen, lost) if full else self._with_room(seen, lost)
+        return self._at_ceiling(state, seen, lost) if full else self._beneath(seen, lost)
 
-    def _with_room(self, seen: Observation, lost: int) -> Verdict:
+    def _keeps_pace(self, state: _Stream, seen: Observation) -> bool:
+        """Whether the count stands still above half of the depth while as much completes as is submitted.
+
+        A queue that has room and is filled rises; one that has room and is emptied falls to nothing. It is followed
+        over an eighth of the depth, for a count is known between runs only.
+        """
+        if seen.outstanding < ROOM_SHARE * self.limits.depth:
+            state.level, state.standing = -1, False
+            return False
+        if state.level < 0:
+            state.level, state.submitted = seen.outstanding, 0
+        elif 8 * state.submitted >= self.limits.depth:
+            state.standing = 4 * abs(seen.outstanding - state.level) <= state.submitted
+            state.level, state.submitted = seen.outstanding, 0
+        state.submitted += seen.submitted
+        return state.standing
+
+    def _beneath(self, seen: Observation, lost: int) -> Verdict:
         room = f"{seen.outstanding + seen.first_blocked} operations were outstanding of {self.limits.depth}"
         if 2 * seen.preempted_ns >= seen.blocked_ns:
             return self._blame(Verdict.PREEMPTED, lost, f"{room}; the kernel took the CPU away {seen.preempted} times")
         return self._blame(Verdict.CANNOT_TELL, lost, f"the queue had room ({room}) and the thread kept its CPU")
 
-    def _at_ceiling(self, seen: Observation, lost: int) -> Verdict:
-        state = self._streams.get(seen.stream)
-        if state is None:
-            state = self._streams[seen.stream] = _Stream(
-                onset_ns=seen.first_blocked_ns,
-                depth=min(seen.outstanding + seen.first_blocked, self.limits.depth),
+    def _at_ceiling(self, state: _Stream, seen: Observation, lost: int) -> Verdict:
+        window = state.window
+        if window is None:
+            window = state.window = Window(
                 span_ns=seen.end_ns - seen.first_blocked_ns - seen.preempted_ns,
-                whole_ns=seen.end_ns - seen.first_blocked_ns,
-            )
+                whole_ns=seen.end_ns - seen.first_blocked_ns, top=Counted(),
+            )  # fmt: skip
+            state.onset_ns = seen.first_blocked_ns
+            state.depth = min(seen.outstanding + seen.first_blocked, self.limits.depth)
         kept, kept_ns = seen.blocked - seen.preempted, seen.blocked_ns - seen.preempted_ns
-        state.calls += seen.blocked
-        state.kept += kept
-        state.lost_ns += lost
-        state.kept_lost_ns += max(kept_ns - kept * self._baseline_ns, 0.0)
-        state.longest_ns = max(state.longest_ns, seen.longest_ns)
-        steady = state.kept >= ENOUGH_CALLS and state.kept_lost_ns >= ENOUGH_SHARE * state.span_ns
-        fence = min(seen.longest_ns, kept_ns) >= FENCE_NS
-        often = state.calls >= max(OFTEN_CALLS, state.whole_ns / OFTEN_NS)
-        often = often and state.lost_ns >= ENOUGH_SHARE * state.whole_ns
-        if not (steady or often or fence):
+        window.blocked += seen.blocked
+        window.kept += kept
+        window.lost_ns += lost
+        window.kept_lost_ns += max(kept_ns - kept * self._baseline.ns, 0.0)
+        window.longest_ns = max(window.longest_ns, seen.longest_ns)
+        if window.top is not None:
+            window.top.add(seen.fast + kept, kept)
+        if not window.full(state.with_room, min(seen.longest_ns, kept_ns)):
             if 2 * seen.preempted_ns >= seen.blocked_ns:
                 return self._blame(Verdict.PREEMPTED, lost, "the kernel took the CPU away during the slow calls")
-            self.reason = f"{state.calls} slow calls at {state.depth} outstanding are too few to name a cause"
+            self.reason = f"{window.blocked} slow calls at {state.depth} outstanding are too few to name a cause"
             return Verdict.NONE
         self.saturations.append(
-            Saturation(seen.stream, seen.thread, state.onset_ns, seen.end_ns, state.depth, state.calls, state.lost_ns,
-                       state.longest_ns)
+            Saturation(seen.stream, seen.thread, state.onset_ns, seen.end_ns, state.depth, window.blocked, window.lost_ns,
+                       window.longest_ns)
         )  # fmt: skip
-        self._streams.pop(seen.stream, None)
+        state.window = None
         self.reason = (
-            f"stream {seen.stream:#x}: {state.calls} calls blocked at {state.depth} outstanding operations "
-            f"(depth {self.limits.depth}); the longest took {state.longest_ns / 1e3:.1f} us "
-            f"against a baseline of {self._baseline_ns / 1e3:.2f} us"
+            f"stream {seen.stream:#x}: {window.blocked} calls blocked at {state.depth} outstanding operations "
+            f"(depth {self.limits.depth}); the longest took {window.longest_ns / 1e3:.1f} us "
+            f"against a baseline of {self._baseline.ns / 1e3:.2f} us"
         )
         return Verdict.SATURATION
 

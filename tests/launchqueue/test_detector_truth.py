@@ -98,8 +98,61 @@ def test_the_baseline_is_learned_from_calls_with_room_alone() -> None:
         detector.observe(_run(1015, submitted=64, fast=64, fast_ns=64 * 1_700))
     assert detector.baseline_ns == 1000
     for _ in range(100):
-        detector.observe(_run(100, submitted=64, fast=64, fast_ns=64 * 1_500))
-    assert 1450 < detector.baseline_ns <= 1500
+        detector.observe(_run(100, submitted=64, fast=64, fast_ns=64 * 1_200))
+    assert 1150 < detector.baseline_ns <= 1200
+
+
+def test_the_baseline_stays_near_the_calibrated_one_however_slow_the_calls_are() -> None:
+    detector = Detector(LIMITS)
+    for _ in range(1_000):
+        detector.observe(_run(100, submitted=64, fast=64, fast_ns=64 * 1_790))
+    assert detector.baseline_ns == 1250
+    assert detector.threshold_ns <= 2_000  # what a full queue costs at 4 KiB is 2.4 times the baseline
+
+
+def _load(outstanding: int, blocked: int, at_ns: int, of: int = 64) -> Observation:
+    """A load of small blocks of which a few met a full queue, at 2.5 times what a call costs."""
+    took = (of - blocked) * 1_000 + blocked * 2_500
+    return Observation(0x10, 1, outstanding, of, at_ns, at_ns + took, of - blocked, (of - blocked) * 1_000, blocked,
+                       blocked * 2_500, 3 if blocked else -1, at_ns + 3_000 if blocked else 0, 2_500 if blocked else 1_000)  # fmt: skip
+
+
+@pytest.mark.parametrize("blocked", [8, 12, 16])
+@pytest.mark.parametrize("between_us", [0, 200, 2_000])
+def test_small_blocks_of_which_few_meet_a_full_queue_are_noticed_within_50_ms(blocked: int, between_us: int) -> None:
+    detector, now = Detector(LIMITS), 0
+    for _ in range(400):
+        if detector.observe(_load(1000, blocked, now)) is Verdict.SATURATION:
+            break
+        now += 100_000 + between_us * 1_000
+    assert len(detector.saturations) == 1
+    assert detector.saturations[0].noticed_ns - detector.saturations[0].onset_ns <= 50_000_000
+
+
+def test_a_queue_less_deep_than_calibrated_is_told_by_completions_that_keep_pace() -> None:
+    detector, now = Detector(LIMITS), 0
+    for number in range(400):
+        if detector.observe(_load(880 + number % 3, 10, now)) is Verdict.SATURATION:
+            break
+        now += 200_000
+    assert len(detector.saturations) == 1
+    assert detector.saturations[0].noticed_ns <= 50_000_000
+
+
+def test_calls_as_slow_with_room_as_at_the_top_are_not_the_queues() -> None:
+    detector, now = Detector(LIMITS), 0
+    for number in range(2_000):  # the count rises and falls, a fifth of the calls is slow wherever it stands
+        detector.observe(_load(64 * (number % 16), 13, now))
+        now += 100_000
+    assert not detector.saturations
+
+
+def test_a_queue_that_is_being_filled_has_room() -> None:
+    detector, now = Detector(LIMITS), 0
+    for number in range(1_600):
+        detector.observe(_load(500 + 32 * (number % 15), 8 if number % 4 == 0 else 0, now, of=32))
+        now += 100_000
+    assert not detector.saturations
 
 
 def test_pageable_memory_is_named_whatever_the_queue_holds() -> None:

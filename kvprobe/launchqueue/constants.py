@@ -1,0 +1,53 @@
+"""Every threshold by which kvprobe calls a launch queue full, with the measurement or the reason that it rests on.
+
+The live detector, auto's ladder, `kvprobe top`, the readers and the causes take them from here;
+`native/trace/queues.c` repeats those that it needs (a test compares). Needs neither numpy nor the native library.
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []
+
+# -- what a call costs with room in the queue ------------------------------------------------------------------------
+
+SLOW_TIMES = 1.8  # times the baseline from which a call counts as slow: at 4 KiB a full queue makes it 2.4 (H200)
+SLOW_AT_LEAST_NS = 500  # below this a clock's own reading is a good part of the figure
+SLOW_AT_MOST_TIMES = 2.0  # times the calibrated baseline: a call this long is slow, whatever was learned since
+BASELINE_DRIFT = 1.25  # how far a learned baseline may move from the calibrated one: above, blocked calls teach it
+BASELINE_STEP = 0.05  # how far one run of fast calls moves it, so that an odd one does not
+BASELINE_RUN = 16  # fast calls that a run must have to teach anything
+SLOWER_TIMES = 2.5  # times the baseline, as the mean of a whole transfer: most of its calls waited
+JUMP_TIMES = 2.0  # times the baseline, as the median of an interval in which only sums are known
+
+# -- how full a queue is ---------------------------------------------------------------------------------------------
+
+SLACK = 32  # operations below the calibrated depth that still count as full: streams of a channel share some
+FULL_SHARE = 0.9  # of the depth: as far as a count that was taken between completions can tell a full queue
+ROOM_SHARE = 0.5  # of the depth: below it there is room, by whatever count
+LEAST_DEPTH = 16  # no known queue is full with fewer outstanding
+REAL_DEPTH = 200  # the smallest queue of a real GPU takes 253 (CUDA_SCALE_LAUNCH_QUEUES=0.25x)
+SHALLOW_SHARE = 0.9  # of the deepest in a recording: below it a call is taken to be unaffected by the queue
+BAND_SHARE, LEAST_BAND = 0.015, 4  # of the deepest: a queue frees room in chunks (1,135 to 1,141 H100, 1,012 to 1,022)
+
+# -- when slow calls at the top are more than chance -----------------------------------------------------------------
+
+BLOCKED_SHARE = 0.10  # of a stream's calls in a window: loads of 64 small blocks that drain in between block 8 to 16
+WINDOW_CALLS = 512  # the window: older calls count half
+WINDOW_BLOCKED = 8  # blocked calls in it at least
+ELSEWHERE_TIMES = 3  # a full queue blocks this many times as many of the calls at the top as of those with room
+STEADY_CALLS, STEADY_SHARE = 4, 0.25  # fewer calls suffice where they lose this share of the time at the top
+OFTEN_CALLS, OFTEN_NS = 32, 200_000  # or this many, one in so much time: no scheduler takes a CPU away that often
+LEAST_BLOCKED = 5  # in a recording: fewer slow calls at the top are chance
+
+# -- what else a slow call can be ------------------------------------------------------------------------------------
+
+FENCE_NS = 500_000  # one call this long at a full queue: the stream itself waits for something
+STANDING_NS = 200_000  # nothing of a stream executed for so long within a blocked call: it stood behind a fence
+PAUSE_NS = 50_000  # between two runs of one transfer: the program paused
+ALIGNED_NS = 20_000  # a blocked call returns 2 to 10 us after its stream moved on (V100, Kineto), to 18 (H100, nsys)
+LIVE_LOST_SHARE = 0.2  # of the wall time that a stream's submissions lose, where only sums are known
+LIVE_CALLS = 16  # calls in an interval below which its median says nothing
+
+# -- what is worth saying --------------------------------------------------------------------------------------------
+
+NOTABLE_NS, NOTABLE_SHARE, LEAST_NS = 1_000_000, 0.01, 200_000  # a millisecond, or a hundredth of the time
