@@ -1,0 +1,169 @@
+/* The submitter: takes transfers (jobs), submits their copies without ever blocking the caller, and tells when they end.
+ *
+ * One native thread alone touches the copy streams. A caller hands a job over and leaves; a copy is submitted once what
+ * it waits for on the device is over and the launch queue has room for it, so nothing of ours ever stands in a launch
+ * queue behind compute work, and no call of ours meets a full queue. Each submission is followed by an event (a marker):
+ * whatever is outstanding is covered by something that will tell. Within a direction jobs start and end in the order
+ * they came.
+ *
+ *   caller: kvp_job_new -> kvp_job_push ----> queue of its direction ----> the thread: step() ----> kvp_job.state
+ *   caller, shared policy: kvp_job_new -> kvp_job_inline (submits in the caller's own thread, as a server does)
+ *
+ * On the host runtime with a virtual clock there is no thread: the runtime calls step() when its time has come.
+ */
+#ifndef KVP_SUBMITTER_H
+#define KVP_SUBMITTER_H
+
+#include "kvp_choose.h"
+#include "kvp_copy.h"
+#include "kvp_engine.h"
+
+enum kvp_job_state { KVP_WAITING = 0, KVP_SUBMITTING = 1, KVP_IN_FLIGHT = 2, KVP_DONE = 3, KVP_FAILED = 4 };
+
+/* What failed, when `error` is set. */
+enum kvp_job_fault {
+    KVP_FAULT_NONE = 0,
+    KVP_FAULT_COPY = 1,   /* a submitting call */
+    KVP_FAULT_WAIT = 2,   /* cudaStreamWaitEvent */
+    KVP_FAULT_DEVICE = 3, /* asking the device how far it is: it is lost */
+    KVP_FAULT_CLOSED = 4, /* the submitter was closed or stopped first */
+    KVP_FAULT_STUCK = 5   /* it did not move for the time set */
+};
+
+/* What a caller may read of a job while it holds it (kvp_job_release gives it back). Times: the submitter's clock. */
+typedef struct {
+    uint32_t state; /* enum kvp_job_state; the last field written */
+    int32_t error;  /* cudaError_t */
+    uint32_t fault; /* enum kvp_job_fault */
+    uint32_t methods; /* bit i: enum kvp_method i was used */
+    uint64_t id;
+    uint64_t stream;    /* the stream of its newest submission */
+    uint64_t pieces;    /* copies asked for */
+    uint64_t submitted; /* of them, how many were submitted */
+    uint64_t bytes;
+    uint64_t calls;      /* submitting calls made for it; one that carried several jobs counts for each */
+    uint64_t submit_ns;  /* host time in them, on the submitting thread */
+    uint64_t longest_ns; /* the longest */
+    uint64_t blocked;    /* of the calls of the shared policy, those that met a full queue */
+    uint64_t copy_start_ns, copy_end_ns; /* on the device; 0: not known */
+    uint64_t noticed_ns;
+    uint64_t submitted_ns; /* the last copy was submitted */
+} kvp_job_status;
+
+typedef struct kvp_job kvp_job;
+typedef struct kvp_submitter kvp_submitter;
+
+/* Block ids of both sides; piece p of a side with factor f is piece p % f of block ids[p / f]. */
+typedef struct {
+    const uint64_t *bases; /* address of every layer */
+    uint64_t blocks;
+    uint32_t factor;
+    uint32_t bounds; /* entries of `bound`: addresses, ascending, over which no two copies are merged */
+    const uint64_t *bound;
+} kvp_side;
+
+typedef struct {
+    kvp_copier copier;
+    kvp_method_table *methods; /* which method carries what; read at every submission */
+    kvp_side gpu, cpu;
+    uint64_t piece_bytes; /* 0: there are no pools, only jobs with addresses */
+    uint32_t layers;
+    uint32_t pageable; /* the CPU side is not pinned: one cudaMemcpyAsync a copy */
+    int32_t device;
+    uint32_t depth;    /* operations that one stream takes */
+    uint32_t detail;   /* enum kvp_detail */
+    uint32_t streams;  /* pooled streams of each direction */
+    void *const *pooled[2];
+    void *shared[2];
+    void *clock_stream, *clock_event;
+    uint32_t events; /* timing events for markers, both directions */
+    uint32_t lists;
+    void *const *event;
+    uint32_t fences; /* plain events for marks on compute streams; more are made when they run out */
+    void *const *fence;
+    const kvp_copy_list *list;
+    uint64_t burst_ns;           /* work that is submitted ahead of the device, each direction; 0: 400 us */
+    uint64_t bytes_per_s[2];     /* cap on the rate; 0: none */
+    uint64_t link_bytes_per_s[2]; /* first guess of the rate; 0: 20 GB/s */
+    uint64_t stuck_ns; /* a transfer that does not move for so long is given up; 0: never */
+    uint32_t every;              /* shared policy: copies between two markers */
+    uint32_t ranges;             /* NVTX ranges around transfers (and copies at detail COPIES) */
+    /* kvhost.h, where the runtime's clock is virtual, else NULL */
+    int (*actor_add)(uint64_t (*step)(void *, uint64_t), void *);
+    void (*actor_wake)(int);
+    void (*actor_remove)(int);
+    int (*run_until)(int (*condition)(void *), void *);
+} kvp_submitter_config;
+
+/* Starts the thread. The config's arrays of streams, events, lists, bases and bounds are copied; what they name must
+ * live until kvp_submitter_close has returned. NULL: no memory, or no thread could be made. */
+KVP_EXPORT kvp_submitter *kvp_submitter_open(const kvp_submitter_config *config);
+/* Ends all jobs (those not submitted fail with KVP_FAULT_CLOSED unless `drain`), stops the thread and frees everything
+ * but jobs that are still held. In a forked child: frees nothing, does nothing. */
+KVP_EXPORT void kvp_submitter_close(kvp_submitter *s, int drain);
+
+enum kvp_job_refusal { KVP_BAD_ID = -1, KVP_TWICE = -2, KVP_NO_MEMORY = -3, KVP_BROKEN = -4, KVP_FORKED = -5 };
+
+/* A job of `gpu_count` GPU block ids and `cpu_count` CPU block ids that cover the same number of pieces (`pieces`).
+ * direction: KVP_H2D or KVP_D2H. `bad`: the id that is out of range. Returns the job's status, held once for the
+ * caller and once for the submitter, or NULL and a refusal in `why`. */
+KVP_EXPORT kvp_job_status *kvp_job_new(kvp_submitter *s, int direction, uint64_t id, uint64_t pieces,
+                                       const int64_t *gpu, uint64_t gpu_count, const int64_t *cpu, uint64_t cpu_count,
+                                       int *why, int64_t *bad);
+/* A job of `count` copies given by address; sizes NULL: `size` each. */
+KVP_EXPORT kvp_job_status *kvp_job_new_raw(kvp_submitter *s, int direction, uint64_t id, uint64_t count,
+                                           const uint64_t *dst, const uint64_t *src, const uint64_t *sizes,
+                                           uint64_t size, int *why);
+/* The job waits for what `stream` holds now. Records an event on it; where many of ours stand there already, the
+ * recording is left for later (a later mark covers all that an earlier one did). Returns cudaEventRecord's code. */
+KVP_EXPORT int kvp_job_after(kvp_submitter *s, kvp_job_status *job, void *stream);
+/* Hands the job to the thread, behind those of its direction that came before. Never blocks. 0 or a refusal. */
+KVP_EXPORT int kvp_job_push(kvp_submitter *s, kvp_job_status *job);
+/* Submits (more of) the job in the calling thread to the shared stream, one cudaMemcpyAsync a piece, at most `max`
+ * pieces, until it is all submitted or what `options` says stops it; `outstanding` receives the operations that stood
+ * in the stream when the run began. 1: all of it is submitted; 0: more is left; a refusal; or CUDA's code * -1000.
+ * Only while kvp_inline_free(): else push. */
+KVP_EXPORT int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_options *options, uint64_t max,
+                              kvp_submit_result *result, uint64_t *outstanding);
+/* Whether nothing of a direction waits in the submitter: the shared stream may take the next job. */
+KVP_EXPORT int kvp_inline_free(kvp_submitter *s, int direction);
+/* Gives up what one reference holds; the caller's pointer is dead. */
+KVP_EXPORT void kvp_job_release(kvp_job_status *job);
+
+/* Sleeps until the job has ended (NULL: all jobs have), or timeout_ns has passed (UINT64_MAX: no limit). 1: ended,
+ * 0: time ran out, -1: the calling thread should look at signals (slept 100 ms or was interrupted). */
+KVP_EXPORT int kvp_job_wait(kvp_submitter *s, kvp_job_status *job, uint64_t timeout_ns);
+/* Makes later work of `stream` wait for the job: at once where it is submitted; else it goes to the front of what the
+ * submitter does, with its waits on the device, and the call returns when it is submitted. 0, a cudaError_t, or a
+ * refusal; a job that has ended: 0 and nothing is done. -6: as kvp_job_wait's -1. */
+KVP_EXPORT int kvp_job_fence(kvp_submitter *s, kvp_job_status *job, void *stream);
+/* Ids of jobs that ended since the last call, in the order they ended; returns how many. */
+KVP_EXPORT uint64_t kvp_take_ended(kvp_submitter *s, uint64_t *ids, uint64_t max);
+/* Sleeps until there is something to take, the submitter closes (-1) or 100 ms have passed (0). */
+KVP_EXPORT int kvp_wait_ended(kvp_submitter *s);
+
+typedef struct {
+    uint64_t pending;        /* jobs that have not ended */
+    uint64_t pending_bytes[2]; /* bytes asked for and not known to be copied */
+    uint64_t in_flight_bytes[2];
+    uint64_t in_flight_places[2];
+    uint64_t shared_places[2];
+    uint64_t stream[2]; /* the pooled stream in use */
+    uint64_t launches[2][KVP_METHODS]; /* submitting calls by method */
+    uint64_t bytes[2][KVP_METHODS];
+    uint64_t rate[2];        /* bytes per second, lately */
+    uint64_t events_free, events, lists_free, fences_used, fences;
+    uint64_t longest_call_ns; /* of the thread's submitting calls */
+    uint64_t steps;
+    int32_t broken; /* cudaError_t or fault that ended it; 0: works */
+    uint32_t fault;
+    uint32_t methods_off; /* bit i: method i failed and is not used any more */
+    int32_t method_error; /* with what code */
+    uint64_t stuck_job;
+} kvp_submitter_stats;
+KVP_EXPORT void kvp_submitter_read(kvp_submitter *s, kvp_submitter_stats *out);
+
+/* Clock override for the whole library (the virtual clock of the host runtime); NULL: the processor's. */
+KVP_EXPORT void kvp_set_clock(uint64_t (*now)(void));
+
+#endif

@@ -1,0 +1,166 @@
+/* Inside the submitter: jobs, markers, fences, and who may touch what. */
+#ifndef KVP_SUBMITTER_INTERNAL_H
+#define KVP_SUBMITTER_INTERNAL_H
+
+#include "kvp_submitter.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <sys/types.h>
+
+#define RUN_MAX 4096 /* copies that are looked at together */
+#define NOT_READY cudaErrorNotReady
+
+enum { LOAD = 0, STORE = 1 };
+
+/* Where a job's next copy begins. */
+struct cursor {
+    uint64_t piece; /* pools: within the layer; addresses: index */
+    uint64_t offset;
+    uint32_t layer;
+};
+
+/* A mark on a compute stream: what a job waits for. Guarded by the submitter's lock. */
+struct fence {
+    struct fence *next;
+    void *event, *stream;
+    uint32_t users;
+    enum { FENCE_OPEN, FENCE_RECORDING, FENCE_RECORDED, FENCE_PASSED } state;
+    int code;
+};
+
+struct kvp_job {
+    kvp_job_status status; /* first: a pointer to it is a pointer to the job */
+    atomic_uint holders;
+    kvp_submitter *owner;
+    struct kvp_job *next;
+    uint64_t sequence; /* within its direction, from 1 */
+    struct fence *after;
+    void *end_event; /* in flight: the event behind its last copy */
+    struct cursor at;
+    uint64_t requested_ns, built_ns;
+    uint32_t tid;
+    uint8_t direction, begun, inlined, hurry;
+    int failed; /* CUDA's code of the submission that failed; what was submitted before still drains */
+    void *range;
+    /* pools: block ids of both sides; addresses: dst, src, sizes */
+    uint64_t gpu_count, cpu_count, count, size;
+    const int64_t *gpu, *cpu;
+    const uint64_t *dst, *src, *sizes;
+    int64_t data[];
+};
+
+/* An event behind copies of one stream: when it is reached they are done. */
+struct marker {
+    void *event; /* NULL: recording it failed, the stream itself is asked */
+    void *start; /* recorded in front of the copies, where the stream was idle */
+    void *stream;
+    uint64_t bytes, sequence /* jobs up to it end here */, begun /* jobs up to it have begun */;
+    uint64_t due_ns; /* when it should be reached */
+    uint32_t places;
+    int32_t list;
+};
+
+#define MARKERS 1024
+
+struct line { /* markers of one stream after another, first in, first out */
+    struct marker marker[MARKERS];
+    uint32_t head, tail;
+    uint64_t end_ns; /* when the newest marker that was reached was reached, on the device */
+};
+
+struct direction {
+    struct kvp_job *first, *last;               /* not wholly submitted; the thread's own */
+    struct kvp_job *flying, *flying_last;       /* begun or ended in submission, in order; the thread's own */
+    struct line line;                           /* pooled; the thread's own */
+    struct line shared;                         /* guarded by shared_lock */
+    struct kvp_job *inlined, *inlined_last;     /* jobs on the shared stream, in order; guarded by shared_lock */
+    pthread_mutex_t shared_lock;
+    uint64_t shared_sequence, sequence;
+    atomic_ullong shared_places, places, bytes, pending_bytes;
+    atomic_uint pushed, inlined_jobs; /* not ended: handed to the thread; on the shared stream */
+    uint32_t next_stream;
+    void *stream;
+    uint64_t due_ns, next_ns, rate, gate_since, progress_ns;
+    uint32_t pause_ns;
+    uint32_t *stamp; /* by destination piece: sequence of the job that wrote it last */
+    uint64_t hurry;  /* jobs up to this sequence are submitted with their waits on the device */
+};
+
+struct kvp_submitter {
+    kvp_submitter_config config;
+    pid_t pid;
+    pthread_t thread;
+    int threaded, actor;
+    pthread_mutex_t lock; /* incoming, ended, fences, events, pins; never held over a call of the runtime */
+    struct kvp_job *incoming, *incoming_last;
+    uint64_t *ended;
+    uint64_t ended_first, ended_count, ended_room;
+    struct fence *fences_free, *fences_all;
+    uint32_t fence_count, fences_used;
+    struct {
+        void *stream;
+        uint32_t recorded;
+        struct fence *open;
+    } compute[64];
+    void **events, **limbo;
+    uint32_t events_free, limbo_count, pins;
+    int32_t *lists;
+    uint32_t lists_free;
+    struct direction direction[2];
+    uint64_t clock_ns, clock_at; /* host time of the clock event; when it was paired */
+    kvp_copy run[RUN_MAX];
+    atomic_uint work, sleeping, changed, waiters;
+    atomic_uint closing, stopped;
+    atomic_ullong pending;
+    atomic_int broken;
+    atomic_uint fault;
+    uint32_t bad_queries;
+    uint32_t methods_off;
+    int32_t method_error;
+    uint64_t launches[2][KVP_METHODS], moved[2][KVP_METHODS];
+    uint64_t longest_ns, steps, stuck_job;
+};
+
+#define KVP_INSIDE __attribute__((visibility("hidden")))
+
+/* jobs.c */
+KVP_INSIDE uint32_t kvp_job_copies(const struct kvp_job *j, struct cursor *at, kvp_copy *out, uint32_t max,
+                                   uint64_t budget, uint64_t largest, bool merge, uint64_t *bytes, uint64_t *pieces);
+KVP_INSIDE bool kvp_job_all(const struct kvp_job *j, const struct cursor *at);
+KVP_INSIDE bool kvp_job_conflicts(struct kvp_job *j, uint32_t *stamp, uint64_t since);
+
+/* submitter.c */
+KVP_INSIDE uint64_t kvp_step(kvp_submitter *s, uint64_t now);
+KVP_INSIDE uint64_t kvp_step_actor(void *s, uint64_t now);
+KVP_INSIDE void kvp_wake(kvp_submitter *s);
+KVP_INSIDE void kvp_retire_shared(kvp_submitter *s, int d);
+KVP_INSIDE void kvp_fence_drop(kvp_submitter *s, struct kvp_job *j);
+KVP_INSIDE int kvp_fence_record(kvp_submitter *s, struct fence *f);
+KVP_INSIDE void *kvp_event_take(kvp_submitter *s);
+KVP_INSIDE uint32_t kvp_events_left(kvp_submitter *s);
+KVP_INSIDE void kvp_event_give(kvp_submitter *s, void *event);
+KVP_INSIDE void kvp_finish(kvp_submitter *s, struct kvp_job *j, int error, uint32_t fault);
+KVP_INSIDE void kvp_renew_device_clock(kvp_submitter *s);
+KVP_INSIDE uint64_t kvp_device_ns(kvp_submitter *s, void *event);
+
+/* submitter_thread.c */
+KVP_INSIDE void kvp_changed(kvp_submitter *s);
+KVP_INSIDE uint32_t kvp_thread_id(void);
+
+/* Typed calls of the runtime. */
+#define CALL(s, name, type) ((type)(s)->config.copier.cuda.name)
+typedef cudaError_t (*event_stream_fn)(void *, void *);
+typedef cudaError_t (*stream_event_fn)(void *, void *, unsigned);
+typedef cudaError_t (*handle_fn)(void *);
+typedef cudaError_t (*elapsed_fn)(float *, void *, void *);
+typedef cudaError_t (*create_fn)(void **, unsigned);
+typedef cudaError_t (*none_fn)(void);
+typedef cudaError_t (*device_fn)(int);
+
+static inline void kvp_clear_error(kvp_submitter *s) {
+    if (s->config.copier.cuda.get_last_error) CALL(s, get_last_error, none_fn)();
+}
+
+#endif
