@@ -68,6 +68,99 @@ class Calibration(ct.Structure):
                 ("pad", i32)]  # fmt: skip
 
 
+class CudaCalls(ct.Structure):
+    """`kvp_cuda_calls`: addresses of functions of the CUDA runtime and driver; None where there is none."""
+
+    _fields_ = [
+        ("memcpy_async", ct.c_void_p), ("memcpy_batch_async", ct.c_void_p), ("event_record", ct.c_void_p),
+        ("event_query", ct.c_void_p), ("event_elapsed", ct.c_void_p), ("stream_wait_event", ct.c_void_p),
+        ("get_last_error", ct.c_void_p), ("launch_kernel", ct.c_void_p), ("set_device", ct.c_void_p),
+        ("runtime_version", u64), ("stream_query", ct.c_void_p), ("event_synchronize", ct.c_void_p),
+        ("event_create", ct.c_void_p), ("event_destroy", ct.c_void_p),
+    ]  # fmt: skip
+
+
+class CopyKernel(ct.Structure):
+    """`kvp_copy_kernel`: a copy kernel that was compiled and loaded."""
+
+    _fields_ = [("function", ct.c_void_p), ("threads", u32), ("shared_bytes", u32), ("max_ctas", u32), ("kind", u32)]
+
+
+class CopyList(ct.Structure):
+    """`kvp_copy_list`: pinned memory from which a kernel reads its copies."""
+
+    _fields_ = [("host", ct.c_void_p), ("device", u64), ("capacity", u32)]
+
+
+class Copier(ct.Structure):
+    """`kvp_copier`: what the methods of copying have to work with."""
+
+    _fields_ = [("cuda", CudaCalls), ("load_kernel", CopyKernel), ("store_kernel", CopyKernel),
+                ("batch_places", ct.c_double), ("batch_max", u32), ("staging", u64), ("staging_bytes", u64),
+                ("reserved", u64 * 4)]  # fmt: skip
+
+
+CHOOSE_SIZES, CHOOSE_ROWS, METHODS = 13, 16, 4
+
+
+class MethodRow(ct.Structure):
+    """`kvp_method_row`: what one way of moving copies takes, by size of a copy."""
+
+    _fields_ = [("method", u32), ("ctas", u32), ("slowdown", ct.c_float), ("reserved", ct.c_float),
+                ("fixed_ns", ct.c_float * CHOOSE_SIZES), ("copy_ns", ct.c_float * CHOOSE_SIZES),
+                ("submit_ns", ct.c_float * CHOOSE_SIZES)]  # fmt: skip
+
+
+class MethodTable(ct.Structure):
+    """`kvp_method_table`: which method is done first, by direction."""
+
+    _fields_ = [("rows", u32 * 2), ("measured", u32), ("max_slowdown", ct.c_float),
+                ("row", MethodRow * CHOOSE_ROWS * 2)]  # fmt: skip
+
+
+class JobStatus(ct.Structure):
+    """`kvp_job_status`: what a caller may read of a job."""
+
+    _fields_ = [
+        ("state", u32), ("error", i32), ("fault", u32), ("methods", u32), ("id", u64), ("stream", u64),
+        ("pieces", u64), ("submitted", u64), ("bytes", u64), ("calls", u64), ("submit_ns", u64), ("longest_ns", u64),
+        ("blocked", u64), ("copy_start_ns", u64), ("copy_end_ns", u64), ("noticed_ns", u64), ("submitted_ns", u64),
+    ]  # fmt: skip
+
+
+class Side(ct.Structure):
+    """`kvp_side`: a pool as the submitter sees it."""
+
+    _fields_ = [("bases", ct.c_void_p), ("blocks", u64), ("factor", u32), ("bounds", u32), ("bound", ct.c_void_p)]
+
+
+class SubmitterConfig(ct.Structure):
+    """`kvp_submitter_config`."""
+
+    _fields_ = [
+        ("copier", Copier), ("methods", ct.c_void_p), ("gpu", Side), ("cpu", Side), ("piece_bytes", u64),
+        ("layers", u32), ("pageable", u32), ("device", i32), ("depth", u32), ("detail", u32), ("streams", u32),
+        ("pooled", ct.c_void_p * 2), ("shared", ct.c_void_p * 2), ("clock_stream", ct.c_void_p),
+        ("clock_event", ct.c_void_p), ("events", u32), ("lists", u32), ("event", ct.c_void_p), ("fences", u32),
+        ("fence", ct.c_void_p), ("list", ct.c_void_p), ("burst_ns", u64), ("bytes_per_s", u64 * 2),
+        ("link_bytes_per_s", u64 * 2), ("stuck_ns", u64), ("every", u32), ("ranges", u32),
+        ("actor_add", ct.c_void_p), ("actor_wake", ct.c_void_p), ("actor_remove", ct.c_void_p),
+        ("run_until", ct.c_void_p),
+    ]  # fmt: skip
+
+
+class SubmitterStats(ct.Structure):
+    """`kvp_submitter_stats`."""
+
+    _fields_ = [
+        ("pending", u64), ("pending_bytes", u64 * 2), ("in_flight_bytes", u64 * 2), ("in_flight_places", u64 * 2),
+        ("shared_places", u64 * 2), ("stream", u64 * 2), ("launches", u64 * METHODS * 2), ("bytes", u64 * METHODS * 2),
+        ("rate", u64 * 2), ("events_free", u64), ("events", u64), ("lists_free", u64), ("fences_used", u64),
+        ("fences", u64), ("longest_call_ns", u64), ("steps", u64), ("broken", i32), ("fault", u32),
+        ("methods_off", u32), ("method_error", i32), ("stuck_job", u64),
+    ]  # fmt: skip
+
+
 def path_of(name: str) -> Path:
     """Path of a native library, built on the spot in a source tree that has none yet.
 
@@ -114,4 +207,50 @@ def core() -> ct.CDLL:
         ct.POINTER(CalibrateCalls), ct.c_size_t, ct.c_void_p, ct.c_void_p, ct.c_void_p, ct.c_void_p, ct.c_size_t,
         ct.c_int, u64, u64, ct.POINTER(Calibration),
     ]  # fmt: skip
+    _declare_submitter(lib)
     return lib
+
+
+@functools.cache
+def core_held() -> ct.PyDLL:
+    """`libkvprobe.so` again, called with the GIL held: for calls that are shorter than giving it up and getting it back.
+
+    Raises:
+        NativeError: as `core`.
+    """
+    core()
+    lib = ct.PyDLL(str(path_of("libkvprobe.so")))
+    _declare_submitter(lib)
+    return lib
+
+
+def _declare_submitter(lib: ct.CDLL) -> None:
+    pointer, status, why = ct.c_void_p, ct.c_void_p, ct.POINTER(i32)
+    declared: dict[str, tuple[Any, list[Any]]] = {
+        "kvp_submitter_open": (pointer, [ct.POINTER(SubmitterConfig)]),
+        "kvp_submitter_close": (None, [pointer, i32]),
+        "kvp_job_new": (status, [pointer, i32, u64, u64, pointer, u64, pointer, u64, why, ct.POINTER(ct.c_int64)]),
+        "kvp_job_new_raw": (status, [pointer, i32, u64, u64, pointer, pointer, pointer, u64, why]),
+        "kvp_job_after": (i32, [pointer, status, pointer]),
+        "kvp_job_times": (None, [status, u64, u64]),
+        "kvp_job_drop": (None, [pointer, status]),
+        "kvp_job_push": (i32, [pointer, status]),
+        "kvp_job_inline": (i32, [pointer, status, ct.POINTER(SubmitOptions), u64, ct.POINTER(SubmitResult),
+                                 ct.POINTER(u64)]),
+        "kvp_inline_free": (i32, [pointer, i32]),
+        "kvp_job_release": (None, [status]),
+        "kvp_job_wait": (i32, [pointer, status, u64]),
+        "kvp_job_fence": (i32, [pointer, status, pointer]),
+        "kvp_take_ended": (u64, [pointer, pointer, u64]),
+        "kvp_wait_ended": (i32, [pointer]),
+        "kvp_submitter_read": (None, [pointer, ct.POINTER(SubmitterStats)]),
+        "kvp_method_table_default": (None, [ct.POINTER(MethodTable), ct.POINTER(Copier)]),
+        "kvp_choose": (i32, [ct.POINTER(MethodTable), i32, u64, u32, ct.POINTER(u32)]),
+        "kvp_set_clock": (None, [pointer]),
+    }  # fmt: skip
+    for name, (result, arguments) in declared.items():
+        function = getattr(lib, name)
+        function.restype = result
+        function.argtypes = arguments
+    lib.kvp_now_ns.restype = u64
+    lib.kvp_now_ns.argtypes = []

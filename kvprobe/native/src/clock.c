@@ -99,7 +99,11 @@ __attribute__((noinline)) uint64_t kvp_renew_clock(void) {
     return n;
 }
 
-uint64_t kvp_now_ns(void) { return kvp_clock(); }
+static uint64_t (*other_clock)(void);
+
+void kvp_set_clock(uint64_t (*now)(void)) { other_clock = now; }
+
+uint64_t kvp_now_ns(void) { return __builtin_expect(other_clock != NULL, 0) ? other_clock() : kvp_clock(); }
 
 const char *kvp_clock_name(void) {
     if (!first_ticks) return "clock_gettime";

@@ -30,6 +30,8 @@
 /* Nanoseconds of CLOCK_MONOTONIC, read from the CPU's invariant counter where there is one (about 10 ns a read on
  * x86-64 instead of 23), else from clock_gettime. */
 KVP_EXPORT uint64_t kvp_now_ns(void);
+/* Another clock for all of this library, such as the virtual one of the host runtime; NULL: the processor's again. */
+KVP_EXPORT void kvp_set_clock(uint64_t (*now)(void));
 KVP_EXPORT const char *kvp_clock_name(void); /* "tsc", "cntvct" or "clock_gettime" */
 
 /* ---- record ------------------------------------------------------------------------------------------------- */

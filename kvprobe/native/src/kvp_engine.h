@@ -64,6 +64,9 @@ KVP_EXPORT int kvp_submit_batch(const kvp_submit_options *options, void *batch_f
 KVP_EXPORT int kvp_nvtx_listening(void);
 KVP_EXPORT void kvp_nvtx_push(uint64_t bytes, uint32_t direction, uint64_t stream, uint32_t transfer);
 KVP_EXPORT void kvp_nvtx_pop(void);
+/* A range around one transfer; NULL where no tool listens. It may end on another thread. */
+KVP_EXPORT void *kvp_nvtx_range_start(int store, uint32_t transfer, uint64_t stream, uint64_t bytes);
+KVP_EXPORT void kvp_nvtx_range_end(void *range);
 
 typedef struct {
     cudaError_t (*launch_host_func)(cudaStream_t, void (*)(void *), void *);

@@ -1,10 +1,11 @@
-/* The submitter: takes transfers (jobs), submits their copies without ever blocking the caller, and tells when they end.
+/* The submitter: takes transfers (jobs), submits their copies without ever blocking the caller, and tells when they
+ * end.
  *
  * One native thread alone touches the copy streams. A caller hands a job over and leaves; a copy is submitted once what
  * it waits for on the device is over and the launch queue has room for it, so nothing of ours ever stands in a launch
- * queue behind compute work, and no call of ours meets a full queue. Each submission is followed by an event (a marker):
- * whatever is outstanding is covered by something that will tell. Within a direction jobs start and end in the order
- * they came.
+ * queue behind compute work, and no call of ours meets a full queue. Each submission is followed by an event (a
+ * marker): whatever is outstanding is covered by something that will tell. Within a direction jobs start and end in the
+ * order they came.
  *
  *   caller: kvp_job_new -> kvp_job_push ----> queue of its direction ----> the thread: step() ----> kvp_job.state
  *   caller, shared policy: kvp_job_new -> kvp_job_inline (submits in the caller's own thread, as a server does)
@@ -32,9 +33,9 @@ enum kvp_job_fault {
 
 /* What a caller may read of a job while it holds it (kvp_job_release gives it back). Times: the submitter's clock. */
 typedef struct {
-    uint32_t state; /* enum kvp_job_state; the last field written */
-    int32_t error;  /* cudaError_t */
-    uint32_t fault; /* enum kvp_job_fault */
+    uint32_t state;   /* enum kvp_job_state; the last field written */
+    int32_t error;    /* cudaError_t */
+    uint32_t fault;   /* enum kvp_job_fault */
     uint32_t methods; /* bit i: enum kvp_method i was used */
     uint64_t id;
     uint64_t stream;    /* the stream of its newest submission */
@@ -70,9 +71,9 @@ typedef struct {
     uint32_t layers;
     uint32_t pageable; /* the CPU side is not pinned: one cudaMemcpyAsync a copy */
     int32_t device;
-    uint32_t depth;    /* operations that one stream takes */
-    uint32_t detail;   /* enum kvp_detail */
-    uint32_t streams;  /* pooled streams of each direction */
+    uint32_t depth;   /* operations that one stream takes */
+    uint32_t detail;  /* enum kvp_detail */
+    uint32_t streams; /* pooled streams of each direction */
     void *const *pooled[2];
     void *shared[2];
     void *clock_stream, *clock_event;
@@ -82,12 +83,12 @@ typedef struct {
     uint32_t fences; /* plain events for marks on compute streams; more are made when they run out */
     void *const *fence;
     const kvp_copy_list *list;
-    uint64_t burst_ns;           /* work that is submitted ahead of the device, each direction; 0: 400 us */
-    uint64_t bytes_per_s[2];     /* cap on the rate; 0: none */
+    uint64_t burst_ns;            /* work that is submitted ahead of the device, each direction; 0: 400 us */
+    uint64_t bytes_per_s[2];      /* cap on the rate; 0: none */
     uint64_t link_bytes_per_s[2]; /* first guess of the rate; 0: 20 GB/s */
-    uint64_t stuck_ns; /* a transfer that does not move for so long is given up; 0: never */
-    uint32_t every;              /* shared policy: copies between two markers */
-    uint32_t ranges;             /* NVTX ranges around transfers (and copies at detail COPIES) */
+    uint64_t stuck_ns;            /* a transfer that does not move for so long is given up; 0: never */
+    uint32_t every;               /* shared policy: copies between two markers */
+    uint32_t ranges;              /* NVTX ranges around transfers (and copies at detail COPIES) */
     /* kvhost.h, where the runtime's clock is virtual, else NULL */
     int (*actor_add)(uint64_t (*step)(void *, uint64_t), void *);
     void (*actor_wake)(int);
@@ -117,6 +118,10 @@ KVP_EXPORT kvp_job_status *kvp_job_new_raw(kvp_submitter *s, int direction, uint
 /* The job waits for what `stream` holds now. Records an event on it; where many of ours stand there already, the
  * recording is left for later (a later mark covers all that an earlier one did). Returns cudaEventRecord's code. */
 KVP_EXPORT int kvp_job_after(kvp_submitter *s, kvp_job_status *job, void *stream);
+/* When it was asked for and when it was put together, for the record. */
+KVP_EXPORT void kvp_job_times(kvp_job_status *job, uint64_t requested_ns, uint64_t built_ns);
+/* A job that is not handed over after all; the caller's pointer is dead. */
+KVP_EXPORT void kvp_job_drop(kvp_submitter *s, kvp_job_status *job);
 /* Hands the job to the thread, behind those of its direction that came before. Never blocks. 0 or a refusal. */
 KVP_EXPORT int kvp_job_push(kvp_submitter *s, kvp_job_status *job);
 /* Submits (more of) the job in the calling thread to the shared stream, one cudaMemcpyAsync a piece, at most `max`
@@ -143,15 +148,15 @@ KVP_EXPORT uint64_t kvp_take_ended(kvp_submitter *s, uint64_t *ids, uint64_t max
 KVP_EXPORT int kvp_wait_ended(kvp_submitter *s);
 
 typedef struct {
-    uint64_t pending;        /* jobs that have not ended */
+    uint64_t pending;          /* jobs that have not ended */
     uint64_t pending_bytes[2]; /* bytes asked for and not known to be copied */
     uint64_t in_flight_bytes[2];
     uint64_t in_flight_places[2];
     uint64_t shared_places[2];
-    uint64_t stream[2]; /* the pooled stream in use */
+    uint64_t stream[2];                /* the pooled stream in use */
     uint64_t launches[2][KVP_METHODS]; /* submitting calls by method */
     uint64_t bytes[2][KVP_METHODS];
-    uint64_t rate[2];        /* bytes per second, lately */
+    uint64_t rate[2]; /* bytes per second, lately */
     uint64_t events_free, events, lists_free, fences_used, fences;
     uint64_t longest_call_ns; /* of the thread's submitting calls */
     uint64_t steps;
@@ -162,8 +167,5 @@ typedef struct {
     uint64_t stuck_job;
 } kvp_submitter_stats;
 KVP_EXPORT void kvp_submitter_read(kvp_submitter *s, kvp_submitter_stats *out);
-
-/* Clock override for the whole library (the virtual clock of the host runtime); NULL: the processor's. */
-KVP_EXPORT void kvp_set_clock(uint64_t (*now)(void));
 
 #endif

@@ -34,10 +34,31 @@ void kvp_nvtx_push(uint64_t bytes, uint32_t direction, uint64_t stream, uint32_t
 }
 
 void kvp_nvtx_pop(void) { nvtxDomainRangePop(domain()); }
+
+void *kvp_nvtx_range_start(int store, uint32_t transfer, uint64_t stream, uint64_t bytes) {
+    if (!domain()) return NULL;
+    char text[80];
+    snprintf(text, sizeof text, "%s %u stream %#llx", store ? "store" : "load", transfer, (unsigned long long)stream);
+    nvtxEventAttributes_t a = {0};
+    a.version = NVTX_VERSION;
+    a.size = NVTX_EVENT_ATTRIB_STRUCT_SIZE;
+    a.payloadType = NVTX_PAYLOAD_TYPE_UNSIGNED_INT64;
+    a.payload.ullValue = bytes;
+    a.messageType = NVTX_MESSAGE_TYPE_ASCII;
+    a.message.ascii = text;
+    return (void *)(uintptr_t)nvtxDomainRangeStartEx(domain(), &a);
+}
+
+void kvp_nvtx_range_end(void *range) { nvtxDomainRangeEnd(domain(), (nvtxRangeId_t)(uintptr_t)range); }
 #else
 int kvp_nvtx_listening(void) { return 0; }
 void kvp_nvtx_push(uint64_t bytes, uint32_t direction, uint64_t stream, uint32_t transfer) {
     (void)bytes, (void)direction, (void)stream, (void)transfer;
 }
 void kvp_nvtx_pop(void) {}
+void *kvp_nvtx_range_start(int store, uint32_t transfer, uint64_t stream, uint64_t bytes) {
+    (void)store, (void)transfer, (void)stream, (void)bytes;
+    return NULL;
+}
+void kvp_nvtx_range_end(void *range) { (void)range; }
 #endif

@@ -1,6 +1,6 @@
 /* The submission loop: issues a transfer's copies and times every one. */
 #define _GNU_SOURCE
-#include "kvp_engine.h"
+#include "submitter.h"
 
 #include <pthread.h>
 #include <string.h>
@@ -12,7 +12,7 @@
 #define PREEMPTED_NS 5000 /* losing the CPU and getting it back takes longer than this */
 #define EVENT_FACTOR 4    /* recording an event may cost more than a copy; blocked_ns is a copy's */
 
-static uint32_t thread_id(void) {
+uint32_t kvp_thread_id(void) {
     static __thread uint32_t tid __attribute__((tls_model("initial-exec")));
     static __thread uint32_t pid __attribute__((tls_model("initial-exec")));
     /* a forked child keeps the thread-local of its parent: the pid tells */
@@ -92,7 +92,7 @@ int kvp_submit(const kvp_submit_options *o, size_t n, const uint64_t *dst, const
     if (o->detail == KVP_OFF) return submit_bare(o, n, dst, src, sizes, size, r);
 
     kvp_record record = {.stream = (uint64_t)(uintptr_t)o->stream,
-                         .tid = thread_id(),
+                         .tid = kvp_thread_id(),
                          .transfer = o->transfer,
                          .count = 1,
                          .call = KVP_CALL_1,
@@ -196,7 +196,7 @@ int kvp_submit_batch(const kvp_submit_options *o, void *batch_fn, int fn_has_fai
                              .src = src[at],
                              .dst = dst[at],
                              .bytes = bytes,
-                             .tid = thread_id(),
+                             .tid = kvp_thread_id(),
                              .transfer = o->transfer,
                              .count = (uint32_t)count,
                              .result = (uint16_t)result,

@@ -5,16 +5,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define FENCES_EACH 32           /* marks of ours on one compute stream at a time */
-#define LAUNCHES 3               /* launches that make up the work submitted ahead */
-#define LEAST_LAUNCH 262144      /* bytes */
-#define MOST_LAUNCH (64u << 20)  /* bytes */
-#define LEAST_PAUSE_NS 15000     /* between two looks at the device */
+#define FENCES_EACH 32          /* marks of ours on one compute stream at a time */
+#define LAUNCHES 3              /* launches that make up the work submitted ahead */
+#define LEAST_LAUNCH 262144     /* bytes */
+#define MOST_LAUNCH (64u << 20) /* bytes */
+#define LEAST_PAUSE_NS 15000    /* between two looks at the device */
 #define MOST_PAUSE_NS 250000
 #define SHARED_PAUSE_NS 60000
 #define RENEW_CLOCK_NS UINT64_C(10000000000)
 #define BAD_QUERIES 3
-#define RATE_BYTES (1u << 20)    /* of a marker from which on its rate is believed */
+#define RATE_BYTES (1u << 20) /* of a marker from which on its rate is believed */
 
 /* ---- events and fences ---------------------------------------------------------------------------------------- */
 
@@ -96,14 +96,16 @@ static struct fence *fence_take(kvp_submitter *s) {
     if (f) return f;
     void *event = NULL;
     f = calloc(1, sizeof *f);
-    if (!f || !s->config.copier.cuda.event_create ||
-        CALL(s, event_create, create_fn)(&event, cudaEventDisableTiming)) {
+    if (!f || !s->config.copier.cuda.event_create || CALL(s, event_create, create_fn)(&event, cudaEventDisableTiming)) {
         kvp_clear_error(s);
         free(f);
         return NULL;
     }
     f->event = event;
+    f->made = 1;
     pthread_mutex_lock(&s->lock);
+    f->all = s->fences_all;
+    s->fences_all = f;
     s->fence_count++;
     s->fences_used++;
     pthread_mutex_unlock(&s->lock);
@@ -491,11 +493,11 @@ static int gate(kvp_submitter *s, struct direction *dir, uint64_t now) {
     struct kvp_job *j = dir->first;
     struct fence *f = j->after;
     if (!f) return 1;
-    int code = f->state == FENCE_PASSED ? 0 : kvp_fence_record(s, f);
+    int code = kvp_fence_record(s, f);
     if (code == NOT_READY) return 0;
-    if (!code && f->state != FENCE_PASSED) code = CALL(s, event_query, handle_fn)(f->event);
+    if (!code) code = CALL(s, event_query, handle_fn)(f->event);
     if (code == NOT_READY) {
-        if (j->hurry || j->sequence <= dir->hurry) return 2;
+        if (j->sequence <= dir->hurry) return 2;
         if (!dir->gate_since) dir->gate_since = now;
         return 0;
     }
@@ -522,7 +524,8 @@ static uint64_t launch_bytes(const kvp_submitter *s, const struct direction *dir
 static uint32_t room_for(const kvp_submitter *s, const struct direction *dir) {
     /* Loads and stores may share a channel: each takes at most half of its places, the shared streams' included. */
     uint32_t spare = s->config.depth / 4 < 32 ? s->config.depth / 4 : 32;
-    uint64_t usable = (s->config.depth - spare) / 2, held = atomic_load(&dir->places) + atomic_load(&dir->shared_places);
+    uint64_t usable = (s->config.depth - spare) / 2,
+             held = atomic_load(&dir->places) + atomic_load(&dir->shared_places);
     if (held + 2 < usable) return (uint32_t)(usable - held - 2); /* 2: the events around the copies */
     return held ? 0 : 1;
 }
@@ -545,14 +548,14 @@ static struct attempt try_method(kvp_submitter *s, struct direction *dir, int d,
         static __thread uint64_t dst[RUN_MAX], src[RUN_MAX], sizes[RUN_MAX];
         for (uint32_t i = 0; i < a.count; i++)
             dst[i] = s->run[i].dst, src[i] = s->run[i].src, sizes[i] = s->run[i].bytes;
-        kvp_submit_options o = {.copy = (kvp_memcpy_async_fn)s->config.copier.cuda.memcpy_async,
-                                .stream = dir->stream,
-                                .kind = d == STORE ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice,
-                                .transfer = transfer,
-                                .direction = (uint8_t)(direction | (s->config.pageable ? KVP_MEM_PAGEABLE
-                                                                                        : KVP_MEM_PINNED) << 4),
-                                .detail = (uint8_t)s->config.detail,
-                                .blocked_ns = UINT64_MAX};
+        kvp_submit_options o = {
+            .copy = (kvp_memcpy_async_fn)s->config.copier.cuda.memcpy_async,
+            .stream = dir->stream,
+            .kind = d == STORE ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice,
+            .transfer = transfer,
+            .direction = (uint8_t)(direction | (s->config.pageable ? KVP_MEM_PAGEABLE : KVP_MEM_PINNED) << 4),
+            .detail = (uint8_t)s->config.detail,
+            .blocked_ns = UINT64_MAX};
         if (s->config.ranges && s->config.detail >= KVP_COPIES)
             o.range_push = kvp_nvtx_push, o.range_pop = kvp_nvtx_pop;
         kvp_submit_result r;
@@ -564,7 +567,8 @@ static struct attempt try_method(kvp_submitter *s, struct direction *dir, int d,
         if (r.max_ns > s->longest_ns) s->longest_ns = r.max_ns;
     } else {
         uint32_t calls = 0, taken = 0;
-        a.count = kvp_copy_plan(&s->config.copier, method, s->run, n, room, most, where ? where->capacity : 0, &a.places);
+        a.count = kvp_copy_plan(&s->config.copier, method, s->run, n, direction, room, most,
+                                where ? where->capacity : 0, &a.places);
         if (!a.count) return a;
         uint64_t bytes = 0, begin = kvp_now_ns();
         for (uint32_t i = 0; i < a.count; i++) bytes += s->run[i].bytes;
@@ -612,9 +616,14 @@ static void mark(kvp_submitter *s, struct direction *dir, const struct attempt *
     uint64_t rate = dir->rate ? dir->rate : 1;
     dir->due_ns = (dir->due_ns > now ? dir->due_ns : now) + (uint64_t)((double)a->bytes / (double)rate * 1e9);
     uint32_t places = a->places + (event != NULL) + (start != NULL);
-    dir->line.marker[dir->line.tail % MARKERS] = (struct marker){.event = event, .start = start, .stream = dir->stream,
-                                                                 .bytes = a->bytes, .begun = begun,
-                                                                 .due_ns = dir->due_ns, .places = places, .list = list};
+    dir->line.marker[dir->line.tail % MARKERS] = (struct marker){.event = event,
+                                                                 .start = start,
+                                                                 .stream = dir->stream,
+                                                                 .bytes = a->bytes,
+                                                                 .begun = begun,
+                                                                 .due_ns = dir->due_ns,
+                                                                 .places = places,
+                                                                 .list = list};
     dir->line.tail++;
     dir->pause_ns = LEAST_PAUSE_NS;
     atomic_fetch_add(&dir->places, places);
@@ -670,13 +679,15 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
     int open = gate(s, dir, now);
     if (open < 0) return 1;
     if (!open) return 0;
-    bool hurry = head->hurry || head->sequence <= dir->hurry;
+    bool hurry = head->sequence <= dir->hurry;
     uint64_t launch = launch_bytes(s, dir, d), ahead = launch * (others ? 1 : LAUNCHES);
     uint64_t in_flight = atomic_load(&dir->bytes);
     if (in_flight && in_flight + launch / 2 > ahead && !hurry) return 0;
     if (s->config.bytes_per_s[d] && dir->next_ns > now) return 0;
     uint32_t room = room_for(s, dir);
-    if (!room || kvp_events_left(s) < 4 || (s->config.lists && !s->lists_free) || dir->line.tail - dir->line.head >= MARKERS - 1) return 0;
+    if (!room || kvp_events_left(s) < 4 || (s->config.lists && !s->lists_free) ||
+        dir->line.tail - dir->line.head >= MARKERS - 1)
+        return 0;
     if (line_empty(&dir->line) && !head->begun) { /* nothing is outstanding: any stream keeps the order */
         dir->stream = s->config.pooled[d][dir->next_stream++ % s->config.streams];
         dir->due_ns = now;
@@ -798,8 +809,12 @@ uint64_t kvp_step(kvp_submitter *s, uint64_t now) {
         return UINT64_MAX;
     }
     if (atomic_load(&s->closing) == 2) {
+        for (int d = 0; d < 2; d++) fail_all(s, &s->direction[d].first, &s->direction[d].last, 0, KVP_FAULT_CLOSED);
+    }
+    if (atomic_exchange(&s->hurrying, 0)) {
         for (int d = 0; d < 2; d++)
-            fail_all(s, &s->direction[d].first, &s->direction[d].last, 0, KVP_FAULT_CLOSED);
+            for (struct kvp_job *j = s->direction[d].first; j; j = j->next)
+                if (atomic_load(&j->hurry)) s->direction[d].hurry = j->sequence;
     }
     bool idle = !s->direction[LOAD].flying && !s->direction[STORE].flying;
     if (idle && now - s->clock_at > RENEW_CLOCK_NS && atomic_load(&s->pending)) kvp_renew_device_clock(s);

@@ -23,9 +23,9 @@ struct cursor {
 
 /* A mark on a compute stream: what a job waits for. Guarded by the submitter's lock. */
 struct fence {
-    struct fence *next;
+    struct fence *next, *all;
     void *event, *stream;
-    uint32_t users;
+    uint32_t users, made;
     enum { FENCE_OPEN, FENCE_RECORDING, FENCE_RECORDED, FENCE_PASSED } state;
     int code;
 };
@@ -41,8 +41,9 @@ struct kvp_job {
     struct cursor at;
     uint64_t requested_ns, built_ns;
     uint32_t tid;
-    uint8_t direction, begun, inlined, hurry;
-    int failed; /* CUDA's code of the submission that failed; what was submitted before still drains */
+    uint8_t direction, begun, inlined;
+    atomic_uint hurry; /* somebody's stream waits for it: its waits go to the device */
+    int failed;        /* CUDA's code of the submission that failed; what was submitted before still drains */
     void *range;
     /* pools: block ids of both sides; addresses: dst, src, sizes */
     uint64_t gpu_count, cpu_count, count, size;
@@ -71,11 +72,11 @@ struct line { /* markers of one stream after another, first in, first out */
 };
 
 struct direction {
-    struct kvp_job *first, *last;               /* not wholly submitted; the thread's own */
-    struct kvp_job *flying, *flying_last;       /* begun or ended in submission, in order; the thread's own */
-    struct line line;                           /* pooled; the thread's own */
-    struct line shared;                         /* guarded by shared_lock */
-    struct kvp_job *inlined, *inlined_last;     /* jobs on the shared stream, in order; guarded by shared_lock */
+    struct kvp_job *first, *last;           /* not wholly submitted; the thread's own */
+    struct kvp_job *flying, *flying_last;   /* begun or ended in submission, in order; the thread's own */
+    struct line line;                       /* pooled; the thread's own */
+    struct line shared;                     /* guarded by shared_lock */
+    struct kvp_job *inlined, *inlined_last; /* jobs on the shared stream, in order; guarded by shared_lock */
     pthread_mutex_t shared_lock;
     uint64_t shared_sequence, sequence;
     atomic_ullong shared_places, places, bytes, pending_bytes;
@@ -85,7 +86,7 @@ struct direction {
     uint64_t due_ns, next_ns, rate, gate_since, progress_ns;
     uint32_t pause_ns;
     uint32_t *stamp; /* by destination piece: sequence of the job that wrote it last */
-    uint64_t hurry;  /* jobs up to this sequence are submitted with their waits on the device */
+    uint64_t hurry;  /* jobs up to this sequence are in a hurry, because one of them is */
 };
 
 struct kvp_submitter {
@@ -112,6 +113,7 @@ struct kvp_submitter {
     uint64_t clock_ns, clock_at; /* host time of the clock event; when it was paired */
     kvp_copy run[RUN_MAX];
     atomic_uint work, sleeping, changed, waiters;
+    atomic_uint hurrying;
     atomic_uint closing, stopped;
     atomic_ullong pending;
     atomic_int broken;

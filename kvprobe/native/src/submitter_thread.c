@@ -1,0 +1,524 @@
+/* The submitter's thread, who sleeps and who is woken, and what a caller may ask. */
+#define _GNU_SOURCE
+#include "submitter.h"
+
+#include <errno.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define LOOK_AT_SIGNALS_NS 100000000 /* a waiter returns so often, so that Python sees a Ctrl-C */
+#define BURST_NS 1200000
+#define LINK_BYTES_PER_S 20000000000u
+
+static void sleep_on(atomic_uint *word, uint32_t value, uint64_t ns) {
+    struct timespec t = {(time_t)(ns / 1000000000u), (long)(ns % 1000000000u)};
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, ns == UINT64_MAX ? NULL : &t, NULL, 0);
+}
+
+static void wake_all(atomic_uint *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 0x7fffffff, NULL, NULL, 0); }
+
+void kvp_wake(kvp_submitter *s) {
+    if (!s->threaded) {
+        s->config.actor_wake(s->actor);
+        return;
+    }
+    atomic_fetch_add(&s->work, 1);
+    if (atomic_load(&s->sleeping)) wake_all(&s->work);
+}
+
+void kvp_changed(kvp_submitter *s) {
+    atomic_fetch_add(&s->changed, 1);
+    if (atomic_load(&s->waiters)) wake_all(&s->changed);
+}
+
+static void *thread_main(void *arg) {
+    kvp_submitter *s = arg;
+    prctl(PR_SET_NAME, "kvprobe-submit");
+    prctl(PR_SET_TIMERSLACK, 1);
+    if (s->config.copier.cuda.set_device && s->config.device >= 0) CALL(s, set_device, device_fn)(s->config.device);
+    kvp_renew_device_clock(s);
+    while (atomic_load(&s->closing) != 3) {
+        uint32_t seen = atomic_load(&s->work);
+        uint64_t now = kvp_now_ns(), next = kvp_step(s, now);
+        atomic_store(&s->sleeping, 1);
+        if (atomic_load(&s->work) == seen) {
+            now = kvp_now_ns();
+            if (next > now) sleep_on(&s->work, seen, next == UINT64_MAX ? UINT64_MAX : next - now);
+        }
+        atomic_store(&s->sleeping, 0);
+    }
+    return NULL;
+}
+
+static void *copied(const void *from, size_t bytes) {
+    void *to = malloc(bytes ? bytes : 1);
+    if (to && bytes) memcpy(to, from, bytes);
+    return to;
+}
+
+static void free_all(kvp_submitter *s) {
+    for (struct fence *f = s->fences_all; f;) {
+        struct fence *next = f->all;
+        if (f->made && s->config.copier.cuda.event_destroy) CALL(s, event_destroy, handle_fn)(f->event);
+        free(f);
+        f = next;
+    }
+    for (int d = 0; d < 2; d++) {
+        pthread_mutex_destroy(&s->direction[d].shared_lock);
+        free(s->direction[d].stamp);
+        free((void *)s->config.pooled[d]);
+    }
+    pthread_mutex_destroy(&s->lock);
+    free((void *)s->config.gpu.bases);
+    free((void *)s->config.cpu.bases);
+    free((void *)s->config.gpu.bound);
+    free((void *)s->config.cpu.bound);
+    free((void *)s->config.list);
+    free(s->events);
+    free(s->limbo);
+    free(s->lists);
+    free(s->ended);
+    free(s);
+}
+
+kvp_submitter *kvp_submitter_open(const kvp_submitter_config *config) {
+    kvp_submitter *s = calloc(1, sizeof *s);
+    if (!s) return NULL;
+    kvp_submitter_config *c = &s->config;
+    *c = *config;
+    s->pid = getpid();
+    pthread_mutex_init(&s->lock, NULL);
+    if (!c->burst_ns) c->burst_ns = BURST_NS;
+    if (!c->every) c->every = c->depth / 8 ? c->depth / 8 : 1;
+    c->gpu.bases = copied(config->gpu.bases, c->layers * sizeof(uint64_t));
+    c->cpu.bases = copied(config->cpu.bases, c->layers * sizeof(uint64_t));
+    c->gpu.bound = copied(config->gpu.bound, c->gpu.bounds * sizeof(uint64_t));
+    c->cpu.bound = copied(config->cpu.bound, c->cpu.bounds * sizeof(uint64_t));
+    c->list = copied(config->list, c->lists * sizeof *c->list);
+    s->events = copied(config->event, c->events * sizeof(void *));
+    s->limbo = malloc((c->events + 1) * sizeof(void *));
+    s->lists = malloc((c->lists + 1) * sizeof *s->lists);
+    s->ended_room = 1024;
+    s->ended = malloc(s->ended_room * sizeof *s->ended);
+    bool whole = c->gpu.bases && c->cpu.bases && c->gpu.bound && c->cpu.bound && c->list && s->events && s->limbo &&
+                 s->lists && s->ended;
+    c->event = NULL;
+    s->events_free = c->events;
+    for (uint32_t i = 0; whole && i < c->lists; i++) s->lists[s->lists_free++] = (int32_t)i;
+    for (uint32_t i = 0; whole && i < c->fences; i++) {
+        struct fence *f = calloc(1, sizeof *f);
+        whole = f != NULL;
+        if (!f) break;
+        f->event = config->fence[i];
+        f->all = s->fences_all;
+        s->fences_all = f;
+        f->next = s->fences_free;
+        s->fences_free = f;
+        s->fence_count++;
+    }
+    for (int d = 0; d < 2; d++) {
+        struct direction *dir = &s->direction[d];
+        pthread_mutex_init(&dir->shared_lock, NULL);
+        dir->rate = c->link_bytes_per_s[d] ? c->link_bytes_per_s[d] : LINK_BYTES_PER_S;
+        dir->pause_ns = 15000;
+        c->pooled[d] = copied(config->pooled[d], c->streams * sizeof(void *));
+        const kvp_side *to = d == STORE ? &c->cpu : &c->gpu;
+        uint64_t stamps = c->piece_bytes ? to->blocks * to->factor : 0;
+        if (stamps) dir->stamp = calloc(stamps, sizeof *dir->stamp);
+        whole = whole && c->pooled[d] && (!stamps || dir->stamp);
+    }
+    if (!whole) {
+        free_all(s);
+        return NULL;
+    }
+    if (c->actor_add) {
+        kvp_renew_device_clock(s);
+        s->actor = c->actor_add(kvp_step_actor, s);
+        return s;
+    }
+    /* The server's signals are the server's: none of them is handled on this thread. */
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    s->threaded = 1;
+    int code = pthread_create(&s->thread, NULL, thread_main, s);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (code) {
+        free_all(s);
+        return NULL;
+    }
+    return s;
+}
+
+static bool forked(const kvp_submitter *s) { return s->pid != getpid(); }
+
+void kvp_submitter_close(kvp_submitter *s, int drain) {
+    if (forked(s)) return;
+    if (!drain) atomic_store(&s->closing, 2);
+    kvp_wake(s);
+    while (atomic_load(&s->pending) && kvp_job_wait(s, NULL, UINT64_MAX) != 1);
+    atomic_store(&s->closing, 3);
+    kvp_wake(s);
+    if (s->threaded)
+        pthread_join(s->thread, NULL);
+    else
+        s->config.actor_remove(s->actor);
+    atomic_store(&s->stopped, 1);
+    kvp_changed(s);
+    while (atomic_load(&s->waiters)) sched_yield(); /* those who sleep in kvp_wait_ended leave first */
+    free_all(s);
+}
+
+/* ---- handing over ----------------------------------------------------------------------------------------------- */
+
+static int refusal(kvp_submitter *s) {
+    if (forked(s)) return KVP_FORKED;
+    return atomic_load(&s->broken) || atomic_load(&s->closing) ? KVP_BROKEN : 0;
+}
+
+void kvp_job_times(kvp_job_status *job, uint64_t requested_ns, uint64_t built_ns) {
+    struct kvp_job *j = (struct kvp_job *)job;
+    j->requested_ns = requested_ns;
+    j->built_ns = built_ns;
+}
+
+static void begin(kvp_submitter *s, struct kvp_job *j) {
+    atomic_fetch_add(&s->direction[j->direction].pending_bytes, j->status.bytes);
+    atomic_fetch_add(&s->pending, 1);
+}
+
+int kvp_job_push(kvp_submitter *s, kvp_job_status *job) {
+    struct kvp_job *j = (struct kvp_job *)job;
+    struct direction *dir = &s->direction[j->direction];
+    int no = refusal(s);
+    if (no && !j->inlined) return no;
+    if (!j->inlined) {
+        begin(s, j);
+        atomic_fetch_add(&dir->pushed, 1);
+    } else { /* the rest of a job that began on the shared stream; what it submitted there comes first */
+        pthread_mutex_lock(&dir->shared_lock);
+        struct kvp_job **at = &dir->inlined, *before = NULL;
+        while (*at != j) before = *at, at = &(*at)->next;
+        *at = NULL;
+        dir->inlined_last = before;
+        pthread_mutex_unlock(&dir->shared_lock);
+        j->inlined = 0;
+        j->begun = 0;
+        atomic_fetch_add(&dir->pushed, 1);
+        atomic_fetch_sub(&dir->inlined_jobs, 1);
+    }
+    j->next = NULL;
+    pthread_mutex_lock(&s->lock);
+    if (s->incoming_last)
+        s->incoming_last->next = j;
+    else
+        s->incoming = j;
+    s->incoming_last = j;
+    pthread_mutex_unlock(&s->lock);
+    kvp_wake(s);
+    return 0;
+}
+
+void kvp_job_drop(kvp_submitter *s, kvp_job_status *job) {
+    kvp_fence_drop(s, (struct kvp_job *)job);
+    kvp_job_release(job);
+    kvp_job_release(job);
+}
+
+int kvp_inline_free(kvp_submitter *s, int direction) {
+    return !atomic_load(&s->direction[direction == KVP_D2H ? STORE : LOAD].pushed);
+}
+
+/* Waits until an event is free. The queue is what a server's own thread would wait for. */
+static void *event_wait(kvp_submitter *s, int d) {
+    for (;;) {
+        void *event = kvp_event_take(s);
+        if (event || atomic_load(&s->broken)) return event;
+        uint32_t seen = atomic_load(&s->changed);
+        kvp_retire_shared(s, d);
+        if (kvp_events_left(s)) continue;
+        if (s->threaded)
+            sleep_on(&s->changed, seen, 50000);
+        else if (s->config.run_until(NULL, NULL))
+            return NULL;
+    }
+}
+
+static void mark_shared(struct direction *dir, struct kvp_job *j, void *event, void *start, void *stream,
+                        uint32_t places, bool all) {
+    struct marker *m = &dir->shared.marker[dir->shared.tail % MARKERS];
+    *m = (struct marker){.event = event,
+                         .start = start,
+                         .stream = stream,
+                         .begun = j->sequence,
+                         .sequence = all ? j->sequence : j->sequence - 1,
+                         .places = places,
+                         .list = -1};
+    dir->shared.tail++;
+}
+
+/* The job is over on the shared stream: all of it is submitted, or the rest never will be. */
+static void leave_shared(kvp_submitter *s, struct direction *dir, struct kvp_job *j, void *event) {
+    j->status.submitted_ns = kvp_now_ns();
+    pthread_mutex_lock(&s->lock);
+    j->end_event = event;
+    __atomic_store_n(&j->status.state, KVP_IN_FLIGHT, __ATOMIC_RELEASE);
+    pthread_mutex_unlock(&s->lock);
+    (void)dir;
+    kvp_changed(s);
+}
+
+int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_options *options, uint64_t max,
+                   kvp_submit_result *r, uint64_t *outstanding) {
+    enum { CHUNK = 1024, EVENTS = 64 };
+    struct kvp_job *j = (struct kvp_job *)job;
+    int d = j->direction, code = 0;
+    struct direction *dir = &s->direction[d];
+    memset(r, 0, sizeof *r);
+    *outstanding = 0;
+    void *stream = s->config.shared[d], *start = NULL;
+    if (!j->inlined) {
+        int no = refusal(s);
+        if (no) return no;
+        j->inlined = 1;
+        begin(s, j);
+        atomic_fetch_add(&dir->inlined_jobs, 1);
+        job->stream = (uint64_t)(uintptr_t)stream;
+        pthread_mutex_lock(&dir->shared_lock);
+        j->sequence = ++dir->shared_sequence;
+        j->next = NULL;
+        if (dir->inlined_last)
+            dir->inlined_last->next = j;
+        else
+            dir->inlined = j;
+        dir->inlined_last = j;
+        bool empty = dir->shared.head == dir->shared.tail;
+        pthread_mutex_unlock(&dir->shared_lock);
+        if (j->after) {
+            while ((code = kvp_fence_record(s, j->after)) == NOT_READY) sched_yield();
+            if (!code) code = CALL(s, stream_wait_event, stream_event_fn)(stream, j->after->event, 0);
+            kvp_fence_drop(s, j);
+            if (code) {
+                kvp_clear_error(s);
+                j->failed = code;
+                job->error = code;
+                job->fault = KVP_FAULT_WAIT;
+            }
+        }
+        if (!code && empty && (start = event_wait(s, d)) && CALL(s, event_record, event_stream_fn)(start, stream)) {
+            kvp_clear_error(s);
+            kvp_event_give(s, start);
+            start = NULL;
+        }
+        if (s->config.ranges)
+            j->range = kvp_nvtx_range_start(d == STORE, (uint32_t)job->id, (uint64_t)(uintptr_t)stream, job->bytes);
+    }
+    job->state = KVP_SUBMITTING;
+    kvp_retire_shared(s, d);
+    *outstanding = atomic_load(&dir->shared_places);
+    kvp_copy run[CHUNK];
+    uint64_t dst[CHUNK], src[CHUNK], sizes[CHUNK], bytes = 0, pieces = 0;
+    struct cursor at = j->at;
+    uint32_t n = code || max == 0 ? 0
+                                  : kvp_job_copies(j, &at, run, max < CHUNK ? (uint32_t)max : CHUNK, UINT64_MAX,
+                                                   UINT64_MAX, false, &bytes, &pieces);
+    for (uint32_t i = 0; i < n; i++) dst[i] = run[i].dst, src[i] = run[i].src, sizes[i] = run[i].bytes;
+    void *events[EVENTS];
+    uint32_t taken = 0, wanted = n / s->config.every;
+    while (taken < wanted && taken < EVENTS && kvp_events_left(s) > 8 && (events[taken] = kvp_event_take(s))) taken++;
+    kvp_submit_options o = *options;
+    o.stream = stream;
+    o.event_record = CALL(s, event_record, cudaError_t(*)(cudaEvent_t, cudaStream_t));
+    o.copy = (kvp_memcpy_async_fn)s->config.copier.cuda.memcpy_async;
+    o.events = events;
+    o.every = s->config.every;
+    o.events_max = taken;
+    if (n) code = kvp_submit(&o, n, dst, src, sizes, 0, r);
+    /* the cursor goes on by what was taken */
+    bytes = pieces = 0;
+    if (r->submitted)
+        kvp_job_copies(j, &j->at, run, (uint32_t)r->submitted, UINT64_MAX, UINT64_MAX, false, &bytes, &pieces);
+    job->submitted += pieces;
+    job->calls += r->submitted;
+    job->submit_ns += r->end_ns - r->start_ns;
+    job->blocked += r->blocked;
+    job->methods |= 1u << KVP_LOOP;
+    if (r->max_ns > job->longest_ns) job->longest_ns = r->max_ns;
+    if (code && !j->failed) {
+        kvp_clear_error(s);
+        j->failed = code;
+        job->error = code;
+        job->fault = KVP_FAULT_COPY;
+    }
+    bool all = kvp_job_all(j, &j->at) || j->failed;
+    uint64_t rest = r->submitted - r->events * s->config.every;
+    void *last = NULL;
+    if (rest || all || start) { /* whatever is outstanding is covered */
+        last = event_wait(s, d);
+        if (last && CALL(s, event_record, event_stream_fn)(last, stream)) {
+            kvp_clear_error(s);
+            kvp_event_give(s, last);
+            last = NULL;
+        }
+    }
+    pthread_mutex_lock(&dir->shared_lock);
+    if (all) leave_shared(s, dir, j, last);
+    for (uint32_t i = 0; i < taken; i++) {
+        if (i < r->events) {
+            mark_shared(dir, j, events[i], start, stream, s->config.every + 1 + (start != NULL), false);
+            atomic_fetch_add(&dir->shared_places, s->config.every + 1 + (start != NULL));
+            start = NULL;
+        } else {
+            kvp_event_give(s, events[i]);
+        }
+    }
+    if (rest || all || start) {
+        uint32_t places = (uint32_t)rest + (last != NULL) + (start != NULL);
+        atomic_fetch_add(&dir->shared_places, places);
+        mark_shared(dir, j, last, start, stream, places, all);
+    }
+    pthread_mutex_unlock(&dir->shared_lock);
+    kvp_wake(s);
+    return code ? -1000 * code : all;
+}
+
+/* ---- waiting ------------------------------------------------------------------------------------------------------
+ */
+
+struct awaited {
+    kvp_submitter *s;
+    kvp_job_status *job;
+    int submitted; /* in flight is enough */
+};
+
+static int over(void *arg) {
+    const struct awaited *a = arg;
+    if (!a->job) return !atomic_load(&a->s->pending);
+    uint32_t state = __atomic_load_n(&a->job->state, __ATOMIC_ACQUIRE);
+    return state >= (a->submitted ? KVP_IN_FLIGHT : KVP_DONE);
+}
+
+/* 1: over, 0: time ran out, -1: look at signals, -2: nothing can ever wake it (virtual clock). */
+static int wait_for(struct awaited *a, uint64_t timeout_ns) {
+    kvp_submitter *s = a->s;
+    if (!s->threaded) return over(a) ? 1 : s->config.run_until(over, a) ? over(a) ? 1 : -2 : 1;
+    uint64_t begin = kvp_now_ns();
+    int result = -1;
+    atomic_fetch_add(&s->waiters, 1);
+    for (;;) {
+        uint32_t seen = atomic_load(&s->changed);
+        if (over(a)) {
+            result = 1;
+            break;
+        }
+        uint64_t passed = kvp_now_ns() - begin;
+        if (passed >= timeout_ns) {
+            result = 0;
+            break;
+        }
+        if (passed >= LOOK_AT_SIGNALS_NS) break;
+        uint64_t left = timeout_ns - passed;
+        sleep_on(&s->changed, seen, left < LOOK_AT_SIGNALS_NS ? left : LOOK_AT_SIGNALS_NS);
+    }
+    atomic_fetch_sub(&s->waiters, 1);
+    return result;
+}
+
+int kvp_job_wait(kvp_submitter *s, kvp_job_status *job, uint64_t timeout_ns) {
+    struct awaited a = {s, job, 0};
+    return wait_for(&a, timeout_ns);
+}
+
+int kvp_job_fence(kvp_submitter *s, kvp_job_status *job, void *stream) {
+    struct kvp_job *j = (struct kvp_job *)job;
+    if (forked(s)) return KVP_FORKED;
+    /* A mark that is still to be made on a compute stream must stand there before anything waits for this job. */
+    pthread_mutex_lock(&s->lock);
+    struct fence *f = j->after && j->after->state == FENCE_OPEN ? j->after : NULL;
+    if (f) f->users++;
+    pthread_mutex_unlock(&s->lock);
+    if (f) {
+        kvp_fence_record(s, f);
+        struct kvp_job borrowed = {.after = f};
+        kvp_fence_drop(s, &borrowed);
+    }
+    for (;;) {
+        pthread_mutex_lock(&s->lock);
+        uint32_t state = job->state;
+        void *event = j->end_event;
+        bool ask = state == KVP_IN_FLIGHT && event;
+        if (ask) s->pins++;
+        pthread_mutex_unlock(&s->lock);
+        if (state >= KVP_DONE) return 0;
+        if (ask) {
+            int code = CALL(s, stream_wait_event, stream_event_fn)(stream, event, 0);
+            if (code) kvp_clear_error(s);
+            pthread_mutex_lock(&s->lock);
+            s->pins--;
+            pthread_mutex_unlock(&s->lock);
+            return code;
+        }
+        struct awaited a = {s, job, state != KVP_IN_FLIGHT};
+        if (state != KVP_IN_FLIGHT) {
+            atomic_store(&j->hurry, 1);
+            atomic_store(&s->hurrying, 1);
+            kvp_wake(s);
+        }
+        int is = wait_for(&a, UINT64_MAX);
+        if (is < 0) return is == -1 ? -6 : -7;
+    }
+}
+
+int kvp_wait_ended(kvp_submitter *s) {
+    int result = 0;
+    atomic_fetch_add(&s->waiters, 1);
+    uint32_t seen = atomic_load(&s->changed);
+    pthread_mutex_lock(&s->lock);
+    bool some = s->ended_count > 0;
+    pthread_mutex_unlock(&s->lock);
+    if (!some && !atomic_load(&s->stopped) && atomic_load(&s->closing) != 3)
+        sleep_on(&s->changed, seen, LOOK_AT_SIGNALS_NS);
+    if (atomic_load(&s->stopped) || atomic_load(&s->closing) == 3) result = -1;
+    if (some) result = 1;
+    atomic_fetch_sub(&s->waiters, 1);
+    return result;
+}
+
+void kvp_submitter_read(kvp_submitter *s, kvp_submitter_stats *out) {
+    memset(out, 0, sizeof *out);
+    out->pending = atomic_load(&s->pending);
+    for (int d = 0; d < 2; d++) {
+        struct direction *dir = &s->direction[d];
+        out->pending_bytes[d] = atomic_load(&dir->pending_bytes);
+        out->in_flight_bytes[d] = atomic_load(&dir->bytes);
+        out->in_flight_places[d] = atomic_load(&dir->places);
+        out->shared_places[d] = atomic_load(&dir->shared_places);
+        out->stream[d] = (uint64_t)(uintptr_t)__atomic_load_n(&dir->stream, __ATOMIC_RELAXED);
+        out->rate[d] = __atomic_load_n(&dir->rate, __ATOMIC_RELAXED);
+        for (int m = 0; m < KVP_METHODS; m++) {
+            out->launches[d][m] = __atomic_load_n(&s->launches[d][m], __ATOMIC_RELAXED);
+            out->bytes[d][m] = __atomic_load_n(&s->moved[d][m], __ATOMIC_RELAXED);
+        }
+    }
+    pthread_mutex_lock(&s->lock);
+    out->events_free = s->events_free + s->limbo_count;
+    out->events = s->config.events;
+    out->fences_used = s->fences_used;
+    out->fences = s->fence_count;
+    pthread_mutex_unlock(&s->lock);
+    out->lists_free = s->lists_free;
+    out->longest_call_ns = s->longest_ns;
+    out->steps = s->steps;
+    out->broken = atomic_load(&s->broken);
+    out->fault = atomic_load(&s->fault);
+    out->methods_off = s->methods_off;
+    out->method_error = s->method_error;
+    out->stuck_job = s->stuck_job;
+}
