@@ -225,8 +225,8 @@ class Detector:
             self.reason = f"{window.blocked} slow calls at {state.depth} outstanding are too few to name a cause"
             return Verdict.NONE
         self.saturations.append(
-            Saturation(seen.stream, seen.thread, state.onset_ns, seen.end_ns, state.depth, window.blocked, window.lost_ns,
-                       window.longest_ns)
+            Saturation(seen.stream, seen.thread, state.onset_ns, seen.end_ns, state.depth, window.blocked,
+                       window.lost_ns, window.longest_ns)
         )  # fmt: skip
         state.window = None
         self.reason = (

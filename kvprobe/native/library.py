@@ -213,7 +213,7 @@ def core() -> ct.CDLL:
 
 @functools.cache
 def core_held() -> ct.PyDLL:
-    """`libkvprobe.so` again, called with the GIL held: for calls that are shorter than giving it up and getting it back.
+    """`libkvprobe.so` again, called with the GIL held: for calls shorter than giving it up and getting it back.
 
     Raises:
         NativeError: as `core`.

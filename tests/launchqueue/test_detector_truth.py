@@ -114,7 +114,8 @@ def _load(outstanding: int, blocked: int, at_ns: int, of: int = 64) -> Observati
     """A load of small blocks of which a few met a full queue, at 2.5 times what a call costs."""
     took = (of - blocked) * 1_000 + blocked * 2_500
     return Observation(0x10, 1, outstanding, of, at_ns, at_ns + took, of - blocked, (of - blocked) * 1_000, blocked,
-                       blocked * 2_500, 3 if blocked else -1, at_ns + 3_000 if blocked else 0, 2_500 if blocked else 1_000)  # fmt: skip
+                       blocked * 2_500, 3 if blocked else -1, at_ns + 3_000 if blocked else 0,
+                       2_500 if blocked else 1_000)  # fmt: skip
 
 
 @pytest.mark.parametrize("blocked", [8, 12, 16])

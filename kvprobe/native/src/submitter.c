@@ -545,7 +545,7 @@ static struct attempt try_method(kvp_submitter *s, struct direction *dir, int d,
     uint32_t transfer = (uint32_t)dir->first->status.id;
     if (method == KVP_LOOP) {
         a.count = n < room ? n : room;
-        static __thread uint64_t dst[RUN_MAX], src[RUN_MAX], sizes[RUN_MAX];
+        uint64_t *dst = s->dst, *src = s->src, *sizes = s->sizes;
         for (uint32_t i = 0; i < a.count; i++)
             dst[i] = s->run[i].dst, src[i] = s->run[i].src, sizes[i] = s->run[i].bytes;
         kvp_submit_options o = {

@@ -112,6 +112,7 @@ struct kvp_submitter {
     struct direction direction[2];
     uint64_t clock_ns, clock_at; /* host time of the clock event; when it was paired */
     kvp_copy run[RUN_MAX];
+    uint64_t dst[RUN_MAX], src[RUN_MAX], sizes[RUN_MAX]; /* the same in columns, for the loop */
     atomic_uint work, sleeping, changed, waiters;
     atomic_uint hurrying;
     atomic_uint closing, stopped;
