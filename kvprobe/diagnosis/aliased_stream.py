@@ -7,16 +7,17 @@ Signature: a blocked submission on a stream of whose outstanding work more than 
 which puts (almost) nothing but host-device copies there, while the caller submits mostly to other streams. Two threads
 that share one compute stream on purpose (forward and backward) do not look like that.
 
-Predicted saving: all of the caller's blocked time, with a stream of its own.
+Predicted saving: all of the caller's blocked time with a stream of its own; of a deeper queue what `room` finds.
 """
 
 from __future__ import annotations
 
-from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding
 from kvprobe.diagnosis.frame import Frame, ms
 from kvprobe.diagnosis.intervals import distinct
 from kvprobe.diagnosis.launch_queue_saturation import cliff
 from kvprobe.diagnosis.queue_full import full
+from kvprobe.diagnosis.room import deeper
 
 CAUSE = "aliased_stream"
 TORCH_POOL = 32
@@ -43,7 +44,10 @@ def find(frame: Frame) -> Finding | None:
                      "again", in_use, "1", INFERRED),
         ),
         cure=(
-            "Make real streams: cudaStreamCreateWithFlags(cudaStreamNonBlocking), wrapped in torch.cuda.ExternalStream",
-            "Compare .cuda_stream of what torch.cuda.Stream() returns with the streams in use, and draw again",
+            Change("Make real streams: cudaStreamCreateWithFlags(cudaStreamNonBlocking), wrapped in "
+                   "torch.cuda.ExternalStream", share=1.0),
+            Change("Compare .cuda_stream of what torch.cuda.Stream() returns with the streams in use, and draw again",
+                   share=1.0),
+            deeper(frame, found, "alias"),
         ),
     )  # fmt: skip

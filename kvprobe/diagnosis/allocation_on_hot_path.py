@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding
 from kvprobe.diagnosis.frame import Frame, ms
 from kvprobe.diagnosis.intervals import ascending
 from kvprobe.recordings.model import CallKind
@@ -57,9 +57,13 @@ def find(frame: Frame) -> Finding | None:
             Evidence(f"they asked for {asked / 1e6:.1f} MB" if asked else "their sizes are not in the recording", asked,
                      "bytes", COUNTED),
         ),
-        cure=("Allocate and pin up front, and hand out of a pool (one large cudaHostAlloc or cudaHostRegister)",
-              "torch: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and reuse pinned tensors: .to('cpu', "
-              "non_blocking=True) allocates a pinned one each time",
-              "cudaMallocAsync with a release threshold instead of cudaMalloc and cudaFree"),
+        cure=(
+            Change("Allocate and pin up front, and hand out of a pool (one large cudaHostAlloc or cudaHostRegister)",
+                   share=1.0),
+            Change("torch: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and reuse pinned tensors: .to('cpu', "
+                   "non_blocking=True) allocates a pinned one each time", "environment", "PYTORCH_CUDA_ALLOC_CONF",
+                   "expandable_segments:True"),
+            Change("cudaMallocAsync with a release threshold instead of cudaMalloc and cudaFree"),
+        ),
         chart=frame.slow_calls_chart(rows, "Allocations between submissions"),
     )  # fmt: skip

@@ -7,14 +7,15 @@ the stall is over, although they name another stream or none. Measured on an H20
 Signature: such a call, at least 100 us beyond what it usually takes, lies inside a slow submission of another thread of
 its process for most of its length, and ends with it. An allocation that is slow by itself ends by itself.
 
-Predicted saving: all of it, with events and streams made up front (or with the other thread's queue cured).
+Predicted saving: all of it with the other thread's queue cured; the share of creations with events and streams made up
+front, the share of allocations with memory from a pool.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import INFERRED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding
 from kvprobe.diagnosis.frame import Frame, ms
 from kvprobe.diagnosis.intervals import Cover, ascending
 from kvprobe.recordings.model import CallKind
@@ -54,6 +55,7 @@ def find(frame: Frame) -> Finding | None:
     names = sorted({frame.text(i) for i in np.unique(frame.name[rows])})
     holding = holders[Cover(frame.start[rows], frame.end[rows]).within(frame.start[holders], frame.end[holders]) > 0]
     worst = holding[np.argmax(frame.dur[holding])]
+    created = int(ns[frame.kind[rows] == CallKind.CREATE].sum()) / int(ns.sum())
     return frame.host_finding(
         CAUSE, "{calls} calls waited {lost} for another thread's blocked submission", "likely", rows, ns,
         evidence=(
@@ -65,9 +67,11 @@ def find(frame: Frame) -> Finding | None:
                      f"{int(frame.thread[worst])}, {ms(int(frame.dur[worst]))}", int(frame.dur[worst]), "ns", MEASURED),
         ),
         cure=(
-            "Make events and streams up front and reuse them (torch.cuda.Event() makes its event at the first record)",
-            "Allocate and pin before serving; inside it take memory from a pool",
-            "Cure the queue that blocks the other thread: see its finding",
+            Change("Cure the queue that blocks the other thread: see its finding", share=1.0),
+            *((Change("Make events and streams up front and reuse them (torch.cuda.Event() makes its event at the "
+                      "first record)", share=created),) if created else ()),
+            *((Change("Allocate and pin before serving; inside it take memory from a pool", share=1 - created),)
+              if created < 1 else ()),
         ),
         chart=frame.slow_calls_chart(np.concatenate((rows, holding)), "Waiting calls, and what they wait for"),
     )  # fmt: skip

@@ -8,16 +8,15 @@ Signature: the time inside batch calls grows with the number of descriptors, is 
 is not saturation, and host memory is pinned. Kineto does not write how many descriptors a batch has: there the same is
 concluded from three calls and more, as likely.
 
-Predicted saving: (n - runs) x cost per descriptor. The cost is the median time per descriptor of this recording's own
-batches. The number of contiguous runs is known where the recording also has the loop's addresses; where it has not, one
-gather kernel instead of a batch is assumed (runs = 1: one launch), which is what the saving then names.
+Predicted saving: of one gather kernel instead of a batch (one launch), all but the launch. What merging saves depends
+on the runs in the block lists, which recordings do not have: not modelled.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding
 from kvprobe.diagnosis.frame import SLOW_NS, Frame, ms
 from kvprobe.recordings.model import CallKind, Memory
 
@@ -73,15 +72,16 @@ def find(frame: Frame) -> Finding | None:
     return frame.host_finding(
         CAUSE, "{calls} batch calls spent {lost} on descriptors",
         "certain" if known.all() and counted.all() else "likely", rows, ns,
-        saving=1 - usual * len(rows) / max(int(ns.sum()), 1),
         evidence=(
             Evidence(f"{many} held their callers for {ms(int(ns.sum()))}", int(ns.sum()), "ns", MEASURED),
             *details,
         ),
         cure=(
-            "Merge neighbouring blocks into one descriptor before the call: sort by address, join runs",
-            "Keep all layers of a block together, so that one descriptor moves them (vLLM: VLLM_KV_CACHE_LAYOUT=BLHNC)",
-            "Gather and scatter with one kernel for blocks below about 28 KiB",
+            Change("Gather and scatter with one kernel for blocks below about 28 KiB",
+                   share=1 - usual * len(rows) / max(int(ns.sum()), 1)),
+            Change("Merge neighbouring blocks into one descriptor before the call: sort by address, join runs"),
+            Change("Keep all layers of a block together, so that one descriptor moves them (vLLM: "
+                   "VLLM_KV_CACHE_LAYOUT=BLHNC)", "setting", "VLLM_KV_CACHE_LAYOUT", "BLHNC"),
         ),
         chart=chart,
     )  # fmt: skip

@@ -9,19 +9,20 @@ during most of which nothing of that stream executed, and which returns when the
 saturation the stream executes all the time and each call waits for one operation; what blocks after the fence has
 opened is plain saturation and is counted there.
 
-Time lost: the part of the blocked calls in which the stream stood still. Predicted saving: all of it where the copies
-that a stream was given fit into channels x depth (then pooled streams take them behind the same fence), else nothing:
-the first copy too many blocks for the rest of the forward, however many found room before it.
+Time lost: the part of the blocked calls in which the stream stood still. Predicted saving: all of it where the store is
+submitted after the forward; of more room, the calls played again (`room`): the first copy too many blocks for the rest
+of the forward, however many found room before it.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding
 from kvprobe.diagnosis.frame import Frame, ms
 from kvprobe.diagnosis.launch_queue_saturation import cliff
 from kvprobe.diagnosis.queue_full import full
+from kvprobe.diagnosis.room import BATCHED, deeper, spared
 from kvprobe.recordings.model import Engine
 
 CAUSE = "fence_before_copies"
@@ -40,13 +41,9 @@ def find(frame: Frame) -> Finding | None:
     told = int((waits & np.isin(frame.stream, streams)).sum())
     busy = frame.busy(Engine.KERNEL).within(frame.start[rows], frame.end[rows])
     behind = int((2 * busy > ns).sum())
-    # All of the fence's copies must find room, not only those that blocked: count them all.
-    pending = int(np.median([((frame.stream == s) & frame.submits).sum() for s in streams]))
-    fits = min(1.0, channels * max(found.ceiling, 1) / max(pending, 1))
-    saving = 1.0 if fits >= 1.0 else 0.0
     return frame.host_finding(
         CAUSE, "{calls} submissions waited {lost} for a fence behind which the queue had filled",
-        "certain" if told and behind else "likely", rows, ns, saving=saving, chart=cliff(frame, rows),
+        "certain" if told and behind else "likely", rows, ns, chart=cliff(frame, rows),
         evidence=(
             Evidence(f"{len(rows):,} submissions at {int(depth.min())} to {int(depth.max())} outstanding blocked while "
                      f"nothing of their stream executed, for {ms(int(ns.sum()))}", int(ns.sum()), "ns", MEASURED),
@@ -57,9 +54,13 @@ def find(frame: Frame) -> Finding | None:
                      "calls", INFERRED),
         ),
         cure=(
-            "Submit the store when the forward it waits for has ended, or at the start of the next step (vLLM 0.14)",
-            "Submit less behind the fence than the queue takes: one cudaMemcpyBatchAsync or one kernel a transfer",
-            f"Spread the copies over streams, each fenced, up to the {channels} channels; with "
-            "CUDA_DEVICE_MAX_CONNECTIONS=32 a store of 8,192 blocks then took 9.6 ms instead of 55",
+            Change("Submit the store when the forward it waits for has ended, or at the start of the next step (vLLM "
+                   "0.14)", share=1.0),
+            deeper(frame, found, "fence"),
+            Change("Submit less behind the fence than the queue takes: one cudaMemcpyBatchAsync or one kernel a "
+                   "transfer", share=spared(frame, found, "fence", BATCHED)),
+            Change(f"Spread the copies over streams, each fenced, up to the {channels} channels (kvprobe's engine: "
+                   "pooled; for servers `kvprobe run --fix auto`)", "rung", "pooled", "auto",
+                   share=spared(frame, found, "fence", channels)),
         ),
     )  # fmt: skip

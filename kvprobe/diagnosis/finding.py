@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "Change",
+    "ChangeKind",
     "Chart",
     "Confidence",
     "Evidence",
@@ -20,12 +22,14 @@ __all__ = [
     "Series",
     "Severity",
     "Where",
+    "best_first",
     "ranked",
 ]
 
 Severity = Literal["critical", "warning", "info"]
 Confidence = Literal["certain", "likely", "cannot tell"]
 Lane = Literal["host", "copy engine", "device", "none"]
+ChangeKind = Literal["environment", "setting", "call", "rung", "recording"]
 
 # Ways a figure can have been obtained; `Evidence.how` is one of these or a sentence of its own.
 MEASURED = "measured"
@@ -91,6 +95,64 @@ class NotLookedFor:
         return {"cause": self.cause, "because": self.because, "shown_by": self.shown_by}
 
 
+@dataclass(frozen=True)
+class Change:
+    """Something to change, with the time that this change alone is predicted to save.
+
+    Attributes:
+        text: what to do, in a sentence.
+        kind: "environment" (a variable, set before the program starts), "setting" (of a server, a library, the
+            machine), "call" (the program's own code), "rung" (kvprobe does it: `kvprobe run --fix`, its engine),
+            "recording" (changes nothing in the program: record again, so that more can be told).
+        name: the variable, the setting, or the rung; "" where the change is one of the code.
+        value: what it is to be set to.
+        at: "file:line" of the call to change, where a stack of the finding's calls tells it.
+        share: share of the finding's lost time that this change alone saves, 0 to 1, by a model of the mechanism; None
+            where it was not modelled.
+        predicted_saving_ns: the same in ns; filled in when the time lost is known, None where it was not modelled.
+    """
+
+    text: str
+    kind: ChangeKind = "call"
+    name: str = ""
+    value: str = ""
+    at: str = ""
+    share: float | None = None
+    predicted_saving_ns: int | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What is the same change in two findings."""
+        return self.kind, self.name or self.text, self.value
+
+    def of(self, lost_ns: int) -> Change:
+        """This change for a finding that lost `lost_ns`."""
+        if self.share is None:
+            return self
+        return replace(self, predicted_saving_ns=int(lost_ns * min(max(self.share, 0.0), 1.0)))
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that a program needs; `predicted_saving_ns` is null where it was not modelled."""
+        return {
+            "text": self.text,
+            "kind": self.kind,
+            "name": self.name,
+            "value": self.value,
+            "at": self.at,
+            "predicted_saving_ns": self.predicted_saving_ns,
+        }
+
+
+def best_first(changes: Iterable[Change]) -> tuple[Change, ...]:
+    """Changes by predicted saving; then those that were not modelled, in their order; last what saves nothing."""
+
+    def place(change: Change) -> tuple[int, int]:
+        saving = change.predicted_saving_ns
+        return (1, 0) if saving is None else (0, -saving) if saving > 0 else (2, 0)
+
+    return tuple(sorted(changes, key=place))
+
+
 _PLURALS = re.compile(
     r"(?<![\d.,])1 ((?:\w+ ){0,2})(copies|submissions|calls|loads|stores|allocations|gaps)\b( are\b| were\b)?"
 )
@@ -143,8 +205,7 @@ class Finding:
         lost_on: which lane lost it: "host" (a thread inside a call), "copy engine", "device" (compute idle or
             waiting), "none" (nothing lost: the finding is about correctness or an explanation).
         evidence: most convincing first.
-        cure: what to do, most useful first: a setting, a command, a change of code.
-        predicted_saving_ns: how much of `lost_ns` the first cure is expected to give back; the formula is in the
+        cure: changes that help, the one that is predicted to save most first; how savings are predicted is in the
             docstring of the cause's module.
         where: places, most time lost first.
         window: (start_ns, end_ns) in which it happened, on the recording's clock.
@@ -158,8 +219,7 @@ class Finding:
     confidence: Confidence
     lost_ns: int
     evidence: tuple[Evidence, ...] = ()
-    cure: tuple[str, ...] = ()
-    predicted_saving_ns: int = 0
+    cure: tuple[Change, ...] = ()
     where: tuple[Where, ...] = ()
     window: tuple[int, int] = (0, 0)
     lost_on: Lane = "host"
@@ -171,6 +231,11 @@ class Finding:
         """Whether the finding only says that it cannot tell."""
         return self.confidence == "cannot tell"
 
+    @property
+    def predicted_saving_ns(self) -> int | None:
+        """What the first change alone is predicted to save; None where it was not modelled."""
+        return self.cure[0].predicted_saving_ns if self.cure else None
+
     def to_json(self, charts: bool = False) -> dict[str, Any]:
         """The finding as JSON types; chart series only where asked for (they can be long)."""
         out: dict[str, Any] = {
@@ -181,8 +246,8 @@ class Finding:
             "lost_ns": int(self.lost_ns),
             "lost_on": self.lost_on,
             "evidence": [one.to_json() for one in self.evidence],
-            "cure": list(self.cure),
-            "predicted_saving_ns": int(self.predicted_saving_ns),
+            "cure": [one.to_json() for one in self.cure],
+            "predicted_saving_ns": self.predicted_saving_ns,
             "where": [one.to_json() for one in self.where],
             "window": [int(self.window[0]), int(self.window[1])],
             "reason": self.reason,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, LABELLED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.finding import COUNTED, LABELLED, MEASURED, Change, Evidence, Finding
 from kvprobe.diagnosis.frame import SLOW_NS, Array, Frame, ms
 from kvprobe.recordings.model import CallKind, Label
 
@@ -100,8 +100,11 @@ def find(frame: Frame) -> Finding | None:
             Evidence(f"the recorder labels {len(labelled)} of them lazy loading or JIT", len(labelled), "calls",
                      LABELLED if len(labelled) else COUNTED),
         ),
-        cure=("Warm up before serving: run one step of every shape, and touch every stream",
-              "CUDA_MODULE_LOADING=EAGER, where start-up time matters less than the first requests"),
+        cure=(
+            Change("Warm up before serving: run one step of every shape, and touch every stream", share=1.0),
+            Change("CUDA_MODULE_LOADING=EAGER, where start-up time matters less than the first requests", "environment",
+                   "CUDA_MODULE_LOADING", "EAGER"),
+        ),
         least_ns=SLOW_NS if len(labelled) else LEAST_NS,
         chart=frame.slow_calls_chart(rows, "First calls"),
     )  # fmt: skip

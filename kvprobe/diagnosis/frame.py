@@ -14,7 +14,18 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvprobe.diagnosis.finding import Chart, Confidence, Evidence, Finding, Lane, Severity, Where, singular
+from kvprobe.diagnosis.finding import (
+    Change,
+    Chart,
+    Confidence,
+    Evidence,
+    Finding,
+    Lane,
+    Severity,
+    Where,
+    best_first,
+    singular,
+)
 from kvprobe.diagnosis.intervals import Cover, distinct, group_starts, in_time, running_max_by_group
 from kvprobe.recordings.assemble import codes, match, spans
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Engine, Label, Memory, Recording
@@ -425,7 +436,7 @@ class Frame:
 
     def host_finding(
         self, cause: str, title: str, confidence: Confidence, rows: Array, ns: Array, *,
-        evidence: Sequence[Evidence], cure: Sequence[str], saving: float | None = None, reason: str = "",
+        evidence: Sequence[Evidence], cure: Sequence[Change], reason: str = "",
         severity: Severity | None = None, chart: Chart | None = None, least_ns: int | None = None,
     ) -> Finding | None:  # fmt: skip
         """Claims `ns` of the calls `rows` and says so, or nothing where the loss is not worth a line.
@@ -437,8 +448,7 @@ class Frame:
             rows: rows of `calls`, distinct.
             ns: what to claim of each.
             evidence: figures, best first.
-            cure: what to do.
-            saving: share of the lost time that the first cure saves; None means 1.
+            cure: what to change; the order is by what each saves.
             reason: as in Finding.
             severity: given where the share of the span does not decide.
             chart: as in Finding.
@@ -456,12 +466,12 @@ class Frame:
         return self._said(
             cause, title, confidence, int(got.sum()), len(rows), lane="host", evidence=evidence, cure=cure,
             places=self.places(rows, got), window=(int(self.start[rows].min()), int(self.end[rows].max())),
-            span_ns=span, saving=saving, reason=reason, severity=severity, chart=chart,
+            span_ns=span, reason=reason, severity=severity, chart=chart,
         )  # fmt: skip
 
     def device_finding(
         self, cause: str, title: str, confidence: Confidence, rows: Array, ns: Array, *,
-        evidence: Sequence[Evidence], cure: Sequence[str], saving: float | None = None, reason: str = "",
+        evidence: Sequence[Evidence], cure: Sequence[Change], reason: str = "",
         severity: Severity | None = None, chart: Chart | None = None, lane: Lane = "copy engine",
     ) -> Finding | None:  # fmt: skip
         """As `host_finding`, for executions: claims time of copy engines."""
@@ -477,13 +487,13 @@ class Frame:
             cause, title, confidence, int(got.sum()), len(rows), lane=lane, evidence=evidence, cure=cure,
             places=self.device_places(rows, got),
             window=(int(self.x_start[rows].min()), int(self.x_end[rows].max())),
-            span_ns=span, saving=saving, reason=reason, severity=severity, chart=chart,
+            span_ns=span, reason=reason, severity=severity, chart=chart,
         )  # fmt: skip
 
     def finding(
         self, cause: str, title: str, confidence: Confidence, lost_ns: int, count: int, *, lane: Lane,
-        evidence: Sequence[Evidence], cure: Sequence[str], places: tuple[Where, ...], window: tuple[int, int],
-        span_ns: int | None = None, saving: float | None = None, reason: str = "", severity: Severity | None = None,
+        evidence: Sequence[Evidence], cure: Sequence[Change], places: tuple[Where, ...], window: tuple[int, int],
+        span_ns: int | None = None, reason: str = "", severity: Severity | None = None,
         chart: Chart | None = None,
     ) -> Finding | None:  # fmt: skip
         """As `host_finding`, for time that is neither a call's nor an engine's: waiting, idling, nothing at all."""
@@ -492,19 +502,19 @@ class Frame:
             return None
         return self._said(
             cause, title, confidence, lost_ns, count, lane=lane, evidence=evidence, cure=cure, places=places,
-            window=window, span_ns=span, saving=saving, reason=reason, severity=severity, chart=chart,
+            window=window, span_ns=span, reason=reason, severity=severity, chart=chart,
         )  # fmt: skip
 
     def _said(
         self, cause: str, title: str, confidence: Confidence, lost_ns: int, count: int, *, lane: Lane,
-        evidence: Sequence[Evidence], cure: Sequence[str], places: tuple[Where, ...], window: tuple[int, int],
-        span_ns: int, saving: float | None, reason: str, severity: Severity | None, chart: Chart | None,
+        evidence: Sequence[Evidence], cure: Sequence[Change], places: tuple[Where, ...], window: tuple[int, int],
+        span_ns: int, reason: str, severity: Severity | None, chart: Chart | None,
     ) -> Finding:  # fmt: skip
         return Finding(
             cause=cause, title=singular(title.format(lost=ms(lost_ns), calls=f"{count:,}")),
             severity=severity or self.severity(lost_ns, span_ns), confidence=confidence, lost_ns=lost_ns,
-            evidence=tuple(replace(one, text=singular(one.text)) for one in evidence), cure=tuple(cure),
-            predicted_saving_ns=int(lost_ns * (1.0 if saving is None else min(max(saving, 0.0), 1.0))),
+            evidence=tuple(replace(one, text=singular(one.text)) for one in evidence),
+            cure=best_first(change.of(lost_ns) for change in cure),
             where=places, window=window, lost_on=lane, reason=reason, chart=chart,
         )  # fmt: skip
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import INFERRED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding
 from kvprobe.diagnosis.frame import Frame, ms, share
 from kvprobe.diagnosis.gaps import idle_gaps
 from kvprobe.diagnosis.python_or_gil_bound import explained
@@ -48,10 +48,10 @@ def find(frame: Frame) -> Finding | None:
                      "calls", INFERRED),
         ),
         cure=(
-            "Prepare the next step while the last one runs (asynchronous scheduling; data loader workers with "
-            "pin_memory and prefetch)",
-            "Look at what the thread does in the gaps: py-spy dump --pid, or the ranges named here",
-            "Launch ahead: do not read results back before the next step has been launched",
+            Change("Prepare the next step while the last one runs (asynchronous scheduling; data loader workers with "
+                   "pin_memory and prefetch)", share=1.0),
+            Change("Launch ahead: do not read results back before the next step has been launched"),
+            Change("See what the thread does in the gaps: py-spy dump --pid, or the ranges named here", "recording"),
         ),
         chart={
             "title": "Idle gaps of the device", "x_label": "time in the recording (ms)", "y_label": "gap (us)",

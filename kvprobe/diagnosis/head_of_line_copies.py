@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import INFERRED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding
 from kvprobe.diagnosis.frame import Array, Frame, ms
 from kvprobe.diagnosis.intervals import Cover, ascending, distinct, in_time
 from kvprobe.recordings.model import Direction, Engine, Memory
@@ -78,7 +78,7 @@ def find(frame: Frame) -> Finding | None:
     each = wait[1] - wait[0]
     return frame.finding(
         CAUSE, "{calls} small copies waited {lost} behind other streams' bursts", "likely", lost, len(rows),
-        lane="device", saving=1 - saved / max(lost, 1), places=frame.device_places(rows, each),
+        lane="device", places=frame.device_places(rows, each),
         window=(int(wait[0].min()), int(wait[1].max())),
         evidence=(
             Evidence(f"{len(rows):,} copies of at most 64 KiB could have started {ms(int(each.mean()))} earlier on "
@@ -88,9 +88,11 @@ def find(frame: Frame) -> Finding | None:
             Evidence(f"up to {burst_bytes / 1e6:.1f} MB were ahead of one of them", burst_bytes, "bytes", MEASURED),
         ),
         cure=(
-            "Submit the small copies of the next step before the burst, not behind it",
-            "Cut bursts into pieces and submit the next piece when the last has ended (pacing)",
-            "Move small values in kernel arguments or by a kernel that reads pinned memory, not by the copy engine",
+            Change("Submit the small copies of the next step before the burst, not behind it", share=1.0),
+            Change("Cut bursts into pieces and submit the next piece when the last has ended (pacing)",
+                   share=1 - saved / max(lost, 1)),
+            Change("Move small values in kernel arguments or by a kernel that reads pinned memory, not by the copy "
+                   "engine", share=1.0),
         ),
         chart={
             "title": "Small copies that waited", "x_label": "time in the recording (ms)", "y_label": "waited (us)",

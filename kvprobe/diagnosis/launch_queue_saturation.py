@@ -9,57 +9,23 @@ below it, returns that follow the stream's progress more closely than chance. Or
 command buffer full), which is used where it is there and compared with the inference. Deep and cheap is healthy; slow
 and shallow is another cause. Where one of the three is missing this abstains and says which.
 
-Predicted saving: more room, up to the hardware's. An episode is a run of blocked calls in which the depth at entry
-stays above half the ceiling D; in it b calls found no room. For copies, a stream for each transfer gives (channels - 1)
-x D places more; for launches on one stream `CUDA_SCALE_LAUNCH_QUEUES=4x` gives 3 x D. Saving = the sum over episodes of
-lost x min(1, places / b). Channels: the machine's, else CUDA's default of 4.
+Predicted saving: of each change the calls played again with the room that it alone gives (`room`): queues four times as
+deep; a stream for each transfer, up to the machine's channels (else CUDA's default of 4) times as deep; batches, eight
+times. `CUDA_DEVICE_MAX_CONNECTIONS` gives one stream nothing, and is not among them.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import INFERRED, LABELLED, MEASURED, Chart, Evidence, Finding
+from kvprobe.diagnosis.finding import INFERRED, LABELLED, MEASURED, Change, Chart, Evidence, Finding
 from kvprobe.diagnosis.frame import Array, Frame, ms, share
-from kvprobe.diagnosis.intervals import ascending, distinct, group_starts
+from kvprobe.diagnosis.intervals import distinct
 from kvprobe.diagnosis.queue_full import Full, full
+from kvprobe.diagnosis.room import BATCHED, deeper, spared
 from kvprobe.recordings.model import CallKind
 
 CAUSE = "launch_queue_saturation"
-_NEVER = np.iinfo(np.int64).max
-
-
-def room_gained(frame: Frame, rows: Array, ns: Array, places: float) -> float:
-    """Share of the lost time that `places` more places would absorb, by episodes.
-
-    Where every blocked call waits for a place, each place more spares one. Where one wait is most of an episode, the
-    queue stands behind a fence, and what was submitted after it has to fit as well, or the wait only comes later.
-    """
-    if not len(rows):
-        return 0.0
-    order = np.lexsort((frame.start[rows], frame.stream[rows]))
-    rows, ns = rows[order], ns[order]
-    depth = frame.occupancy.depth
-    new = np.ones(len(rows), dtype=bool)
-    new[1:] = frame.stream[rows[1:]] != frame.stream[rows[:-1]]
-    after = np.zeros(len(rows))  # submissions from each on until the queue had room again
-    # Between two blocked calls of one stream the queue emptied if some call entered it at less than half.
-    entered = frame.submits & (depth >= 0)
-    low = np.flatnonzero(entered & (2 * depth < int(depth[rows].max())))
-    for stream in distinct(frame.stream[rows]):
-        mine = np.flatnonzero(frame.stream[rows] == stream)
-        empty = ascending(frame.start[low[frame.stream[low] == stream]])
-        passed = np.searchsorted(empty, frame.start[rows[mine]])
-        new[mine[1:]] |= passed[1:] != passed[:-1]
-        every = ascending(frame.start[np.flatnonzero(entered & (frame.stream == stream))])
-        until = np.append(empty, _NEVER)[passed]
-        after[mine] = np.searchsorted(every, until) - np.searchsorted(every, frame.start[rows[mine]])
-    edges = group_starts(np.cumsum(new))
-    lost = np.add.reduceat(ns, edges)
-    blocked = np.diff(np.append(edges, len(rows)))
-    fenced = 2 * np.maximum.reduceat(ns, edges) > lost
-    spared = np.where(fenced, after[edges] <= places, np.minimum(1.0, places / blocked))
-    return float((lost * spared).sum() / max(int(lost.sum()), 1))
 
 
 def cliff(frame: Frame, rows: Array) -> Chart:
@@ -86,15 +52,17 @@ def _abstain(frame: Frame, found: Full) -> Finding | None:
         return None
     return frame.host_finding(
         CAUSE, "A full launch queue is possible: {calls} calls at the deepest took {lost} longer", "cannot tell", rows,
-        frame.excess_ns[rows], saving=0.0, severity="info", chart=cliff(frame, rows) if len(rows) else None,
+        frame.excess_ns[rows], severity="info", chart=cliff(frame, rows) if len(rows) else None,
         evidence=(
             Evidence(f"{len(rows):,} slow calls were entered with {int(frame.occupancy.depth[rows].min(initial=0))} to "
                      f"{int(frame.occupancy.depth[rows].max(initial=0))} submissions outstanding on their stream",
                      len(rows), "calls", INFERRED),
         ) if len(rows) else (),
         reason=f"cannot tell, because {found.open_reason}",
-        cure=("Record again with a recorder that labels full command buffers: Nsight Systems 2025.5.2 or later, or "
-              "PyTorch 2.6 or later with CUDA 12.4",),
+        cure=(
+            Change("Record again with a recorder that labels full command buffers: Nsight Systems 2025.5.2 or later, "
+                   "or PyTorch 2.6 or later with CUDA 12.4", "recording"),
+        ),
     )  # fmt: skip
 
 
@@ -111,11 +79,8 @@ def find(frame: Frame) -> Finding | None:
     of_launches = 2 * int(ns[launches].sum()) > lost
     depth = frame.occupancy.depth[rows]
     at = " to ".join(str(limit) for limit in sorted({int(depth.min()), int(depth.max())}))
-    ceiling = found.ceiling
     baseline = float(np.median(frame.occupancy.baseline_ns[rows]))
     channels = frame.recording.machine.get("channels") or 4
-    places = 3.0 * ceiling if of_launches else float((int(channels) - 1) * ceiling)
-    saving = room_gained(frame, rows, ns, places)
     labelled = sum(q.labelled_ns for q in queues)
     inferred = sum(q.inferred_ns for q in queues)
     evidence = [
@@ -146,24 +111,24 @@ def find(frame: Frame) -> Finding | None:
             evidence.append(Evidence(f"{name}: {int(mine.sum())} calls, {share(int(ns[mine].sum()), lost)} of the time",
                                      int(ns[mine].sum()), "ns", MEASURED))  # fmt: skip
     graphs = sum(q.graphs for q in queues)
-    cure = [
-        f"Give each transfer a stream of its own, up to the {channels} hardware channels "
-        "(CUDA_DEVICE_MAX_CONNECTIONS=32 makes 32), and never submit past the depth (kvprobe's engine: pooled)",
-        "Submit fewer, larger pieces: one cudaMemcpyBatchAsync or one gather kernel for a transfer",
-        "CUDA_SCALE_LAUNCH_QUEUES=4x before CUDA starts: four times the depth (not on Jetson: it has hung there)",
-    ]  # fmt: skip
-    if saving < 0.5 and not of_launches:  # more is waiting than all channels have room for
-        cure[:2] = [f"{cure[1]}: it takes one place, however many copies it has", cure[0]]
-        saving = 1.0
+    cure = [deeper(frame, found, "saturation")]
     if of_launches:
-        cure = [
-            "CUDA_SCALE_LAUNCH_QUEUES=4x before CUDA starts: four times the depth (not on Jetson: it has hung there)",
-            "Launch fewer, larger pieces of work: CUDA graphs, fused kernels; the device is behind, not the host",
-            "Move what the blocked thread has to do besides launching to another thread",
-        ]
+        cure += [
+            Change("Launch fewer, larger pieces of work: CUDA graphs, fused kernels; the device is behind, not the "
+                   "host"),
+            Change("Move what the blocked thread has to do besides launching to another thread"),
+        ]  # fmt: skip
+    else:
+        cure += [
+            Change("Submit fewer, larger pieces: one cudaMemcpyBatchAsync or one gather kernel for a transfer: a batch "
+                   "takes few places, however many copies it has", share=spared(frame, found, "saturation", BATCHED)),
+            Change(f"Give each transfer a stream of its own, up to the {channels} hardware channels, and never submit "
+                   "past the depth (kvprobe's engine: pooled; for servers `kvprobe run --fix auto`)", "rung", "pooled",
+                   "auto", share=spared(frame, found, "saturation", float(channels))),
+        ]  # fmt: skip
     return frame.host_finding(
         CAUSE, "The launch queue was full: {calls} submissions blocked for {lost}",
         "likely" if found.how == "inferred" or found.regular else "certain", rows, ns,
-        evidence=evidence, cure=cure, saving=saving,
+        evidence=evidence, cure=cure,
         reason="depth is a soft count while graphs are in the queue" if graphs else "", chart=cliff(frame, rows),
     )  # fmt: skip

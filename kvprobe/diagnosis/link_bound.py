@@ -6,14 +6,15 @@ Signature: over the recording one direction of the link is busy for at least 80%
 the link's rate or more, and for at least 30% of the time it is busy no kernel of the process runs, although the process
 has kernels. Small, redundant, degraded and unhidden copies claim first: what is left really is bytes.
 
-Time lost: the engine's time beside which nothing computes. Predicted saving: 0: only fewer bytes help.
+Time lost: the engine's time beside which nothing computes. Predicted saving: none is modelled: only fewer
+bytes help.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import MEASURED, Evidence, Finding
+from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding
 from kvprobe.diagnosis.frame import Array, Frame, ms, share
 from kvprobe.diagnosis.intervals import Cover, distinct
 from kvprobe.recordings.model import Direction, Engine, Memory
@@ -60,10 +61,11 @@ def find(frame: Frame) -> Finding | None:
         return None
     return frame.device_finding(
         CAUSE, "The link is the limit: {lost} of copying with nothing to compute", "certain", np.concatenate(chosen),
-        np.concatenate(losses), evidence=evidence, saving=0.0, severity="info",
+        np.concatenate(losses), evidence=evidence, severity="info",
         cure=(
-            "Move fewer bytes: a smaller KV type (fp8), more reuse on the GPU, a larger GPU share for weights",
-            "Recompute short prefixes instead of loading them where that is faster",
-            "A faster link, or both directions and several GPUs' links at once",
+            Change("Move fewer bytes: a smaller KV type (fp8), more reuse on the GPU, a larger GPU share for weights",
+                   "setting"),
+            Change("Recompute short prefixes instead of loading them where that is faster"),
+            Change("A faster link, or both directions and several GPUs' links at once", "setting"),
         ),
     )  # fmt: skip

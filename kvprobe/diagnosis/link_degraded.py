@@ -9,14 +9,15 @@ direction, or another of the same direction, are left out: they share the link. 
 the recording has it; else the best that the recording itself shows, so a link that was slow all the time needs the
 machine's figure to be seen.
 
-Time lost: duration - bytes / link rate, of those copies. Predicted saving: the same.
+Time lost: duration - bytes / link rate, of those copies. Predicted saving: none is modelled, for the recording does not
+tell which of the reasons it is.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import MEASURED, Evidence, Finding
+from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding
 from kvprobe.diagnosis.frame import Array, Frame, ms
 from kvprobe.diagnosis.intervals import Cover, in_time
 from kvprobe.recordings.model import Direction, Engine, Memory
@@ -84,8 +85,10 @@ def find(frame: Frame) -> Finding | None:
         CAUSE, "{calls} large copies ran below the link's rate and lost {lost}", "likely", rows, loss,
         evidence=evidence,
         cure=(
-            "Look at the link: nvidia-smi -q -d PCIE (current against maximum generation and width) under load",
-            "Put the process and its pinned memory on the GPU's NUMA node: numactl --cpunodebind --membind",
-            "Look for another user of the same switch, and for power capping",
+            Change("Look at the link: nvidia-smi -q -d PCIE (current against maximum generation and width) under load",
+                   "setting"),
+            Change("Put the process and its pinned memory on the GPU's NUMA node: numactl --cpunodebind --membind",
+                   "setting"),
+            Change("Look for another user of the same switch, and for power capping", "setting"),
         ),
     )  # fmt: skip

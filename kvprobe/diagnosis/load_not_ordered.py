@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, MEASURED, Evidence, Finding, NotLookedFor
+from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, NotLookedFor
 from kvprobe.diagnosis.frame import Frame
 from kvprobe.diagnosis.intervals import Cover
 from kvprobe.diagnosis.ordering import LEAST, bursts, copies_apart, order_not_shown, waits
@@ -74,13 +74,13 @@ def find(frame: Frame) -> Finding | None:
     rows = np.concatenate(guilty)
     return frame.finding(
         CAUSE, "{calls} loads are not ordered before the compute that reads them", "likely", 0, len(rows),
-        lane="none", severity="critical", saving=0.0,
+        lane="none", severity="critical",
         places=frame.places(rows, np.zeros(len(rows), dtype=np.int64)),
         window=(int(frame.start[rows].min()), int(frame.end[rows].max())), evidence=evidence,
         reason="the recording does not say which bytes a kernel reads: a prefetch nobody used yet would be in order",
         cure=(
-            "Record an event behind the load and let the compute stream wait for it before the first kernel that reads "
-            "the blocks (current_stream().wait_event(event))",
-            "Or launch those kernels only after cudaEventQuery has answered that the load is done",
+            Change("Record an event behind the load and let the compute stream wait for it before the first kernel "
+                   "that reads the blocks (current_stream().wait_event(event))"),
+            Change("Or launch those kernels only after cudaEventQuery has answered that the load is done"),
         ),
     )  # fmt: skip

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, LABELLED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.finding import COUNTED, LABELLED, MEASURED, Change, Evidence, Finding
 from kvprobe.diagnosis.frame import Frame, ms, share
 from kvprobe.recordings.model import CallKind, Direction, Memory
 
@@ -74,11 +74,11 @@ def find(frame: Frame) -> Finding | None:
                                      "time", int(mine.sum()), "calls", COUNTED))  # fmt: skip
     return frame.host_finding(
         CAUSE, "{calls} copies of pageable memory held their caller for {lost}", "certain", rows, excess,
-        evidence=evidence, saving=saving, chart=frame.slow_calls_chart(rows, "Calls that copied pageable memory"),
+        evidence=evidence, chart=frame.slow_calls_chart(rows, "Calls that copied pageable memory"),
         cure=(
-            "Allocate the host side pinned, once: torch.empty(..., pin_memory=True), cudaHostAlloc, or "
-            "cudaHostRegister on the existing pool",
-            "In data loaders: DataLoader(pin_memory=True) and .to(device, non_blocking=True)",
-            "For results read back every step: copy into a pinned buffer, and wait for an event when needed",
+            Change("Allocate the host side pinned, once: torch.empty(..., pin_memory=True), cudaHostAlloc, or "
+                   "cudaHostRegister on the existing pool", share=saving),
+            Change("In data loaders: DataLoader(pin_memory=True) and .to(device, non_blocking=True)"),
+            Change("For results read back every step: copy into a pinned buffer, and wait for an event when needed"),
         ),
     )  # fmt: skip

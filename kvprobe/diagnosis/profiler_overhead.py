@@ -6,14 +6,14 @@ call needs meanwhile. The program without the profiler does not pay this.
 Signature: a slow call that overlaps an interval the recorder itself labelled; matched by time and not by thread,
 because the flush runs elsewhere (in a public pair of H100 recordings 10 of 16 slow calls overlap one).
 
-Predicted saving: none: nothing to cure, the time is the recorder's.
+Predicted saving: none is modelled: nothing to cure, the time is the recorder's.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import LABELLED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.finding import LABELLED, MEASURED, Change, Evidence, Finding
 from kvprobe.diagnosis.frame import SLOW_NS, Frame, ms
 from kvprobe.recordings.model import CallKind, Label
 
@@ -32,14 +32,17 @@ def find(frame: Frame) -> Finding | None:
     # A call that a flush delays waits for the flush's lock and then works through what queued up behind it.
     ns = np.where(overlap * 5 >= excess[rows], excess[rows], overlap)
     return frame.host_finding(
-        CAUSE, "The profiler itself held {calls} calls for {lost}", "likely", rows, ns, severity="info", saving=0.0,
+        CAUSE, "The profiler itself held {calls} calls for {lost}", "likely", rows, ns, severity="info",
         evidence=(
             Evidence(f"{len(rows):,} slow calls overlap intervals that the recorder labelled as its own work",
                      len(rows), "calls", LABELLED),
             Evidence(f"those intervals last {ms(cover.total_ns)} in all", cover.total_ns, "ns", LABELLED),
             Evidence(f"the overlap is {ms(int(overlap.sum()))}", int(overlap.sum()), "ns", MEASURED),
         ),
-        cure=("Nothing in the program: leave these calls out of the count, or record with kvprobe's own interposer",
-              "With Nsight Systems: a shorter capture window or a larger --cuda-flush-interval"),
+        cure=(
+            Change("Nothing in the program: leave these calls out of the count, or record with kvprobe's own "
+                   "interposer", "recording"),
+            Change("With Nsight Systems: a shorter capture window or a larger --cuda-flush-interval", "recording"),
+        ),
         least_ns=SLOW_NS,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import INFERRED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding
 from kvprobe.diagnosis.frame import Array, Frame, ms, share
 from kvprobe.diagnosis.gaps import Gaps, idle_gaps
 
@@ -80,19 +80,26 @@ def find(frame: Frame) -> Finding | None:
         Evidence(f"{int(mine.sum())} idle gaps of the device, {ms(lost)} or {share(lost, span)} of the recording, "
                  "while the launching thread was in no CUDA call", lost, "ns", MEASURED),
     ]  # fmt: skip
-    cure = []
+    cure: list[Change] = []
+    of_all = 1 / max(lost, 1)
     if short.any():
         between = float(np.median(gaps.host_ns[short]))
         evidence.append(Evidence(f"{int(short.sum())} of them are short: the host takes {ms(between)} longer for each "
                                  "launch than the device for what was queued", between, "ns", MEASURED))  # fmt: skip
-        cure += ["Launch many kernels at once: a CUDA graph, torch.compile(mode='reduce-overhead')",
-                 "Larger batches, fused kernels"]  # fmt: skip
+        cure += [
+            Change("Launch many kernels at once: a CUDA graph, torch.compile(mode='reduce-overhead')",
+                   share=int(gaps.host_ns[short].sum()) * of_all),
+            Change("Larger batches, fused kernels"),
+        ]  # fmt: skip
     if locked.any():
         typical = float(np.median(gaps.host_ns[locked]))
         evidence.append(Evidence(f"{int(locked.sum())} last {ms(typical)} (median), the interpreter's switch interval: "
                                  "another Python thread holds its lock", typical, "ns", INFERRED))  # fmt: skip
-        cure += ["Move the other thread's Python work to a process of its own",
-                 "sys.setswitchinterval(0.0005) as a stopgap"]  # fmt: skip
+        cure += [
+            Change("Move the other thread's Python work to a process of its own",
+                   share=int(gaps.host_ns[locked].sum()) * of_all),
+            Change("sys.setswitchinterval(0.0005) as a stopgap"),
+        ]  # fmt: skip
     if sampled.any():
         evidence.append(Evidence(f"in {int(sampled.sum())} of them a stack was taken in which the thread waited for "
                                  "the interpreter's lock", int(sampled.sum()), "1", "py-spy"))  # fmt: skip
@@ -100,7 +107,7 @@ def find(frame: Frame) -> Finding | None:
         total = int(gaps.gc_ns[collected].sum())
         evidence.append(Evidence(f"{ms(total)} of them were garbage collection", total, "ns",
                                  "labelled by the recorder"))  # fmt: skip
-        cure += ["gc.freeze() after start-up, and gc.collect() between requests"]
+        cure += [Change("gc.freeze() after start-up, and gc.collect() between requests", share=total * of_all)]
     return frame.finding(
         CAUSE, "The device was idle for {lost} because Python was slow to launch, in {calls} gaps", "likely", lost,
         int(mine.sum()), lane="device", span_ns=span, places=frame.places(gaps.call[mine], ns),

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding
 from kvprobe.diagnosis.frame import Array, Frame, ms, share
 from kvprobe.diagnosis.intervals import running_max_by_group
 from kvprobe.recordings.model import CallKind, Direction
@@ -73,9 +73,15 @@ def find(frame: Frame) -> Finding | None:
                  int(np.bincount(group).max()), "1", COUNTED),
     ]  # fmt: skip
     cure = (
-        "Remember what is being loaded, and let a request for the same blocks wait for that load (vLLM 0.15 and later "
-        "do; kvprobe's engine: dedup=True)",
-        "Gate it: where a follower would wait longer than its own load takes, load",
+        Change(
+            "Remember what is being loaded, and let a request for the same blocks wait for that load (vLLM 0.15 and "
+            "later do; kvprobe's engine: dedup=True)",
+            "rung",
+            "dedup",
+            "on",
+            share=1.0,
+        ),
+        Change("Gate it: where a follower would wait longer than its own load takes, load"),
     )
     if not frame.recording.has_executions:
         return frame.host_finding(CAUSE, "{calls} loads were redundant; submitting them took {lost}", "likely", rows,

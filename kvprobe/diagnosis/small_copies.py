@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding
 from kvprobe.diagnosis.frame import Frame, ms
 from kvprobe.recordings.model import Direction, Engine, Memory
 
@@ -84,16 +84,19 @@ def find(frame: Frame) -> Finding | None:
     evidence.append(Evidence(f"submitting them one by one took the host {ms(host)}", host, "ns", MEASURED))
     merge = runs_known and merged_ns / total > BATCH_GAIN
     saving = merged_ns / total if merge else BATCH_GAIN
+    joined_share = merged_ns / total if runs_known else None
     evidence.append(Evidence(
         f"joining the runs would save {ms(merged_ns)}" if merge else
         f"a batch call would save at least {ms(saving * total)}", saving * total, "ns", INFERRED))  # fmt: skip
     cure = [
-        "Join contiguous blocks into one copy before submitting",
-        "cudaMemcpyBatchAsync (CUDA 12.8 and later): one call for all blocks of a transfer",
-        "One gather or scatter kernel for a transfer of many small blocks; it takes multiprocessors, so measure",
-        "Larger blocks, or a layout that keeps all layers of a block together",
+        Change("Join contiguous blocks into one copy before submitting", share=joined_share),
+        Change("cudaMemcpyBatchAsync (CUDA 12.8 and later): one call for all blocks of a transfer", share=BATCH_GAIN),
+        Change(
+            "One gather or scatter kernel for a transfer of many small blocks; it takes multiprocessors, so measure"
+        ),
+        Change("Larger blocks, or a layout that keeps all layers of a block together"),
     ]
     return frame.device_finding(
         CAUSE, "{calls} small copies cost {lost} beyond their bytes", "certain" if certain else "likely", rows, excess,
-        evidence=evidence, cure=cure if merge else [*cure[1:], cure[0]], saving=saving,
+        evidence=evidence, cure=cure,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, MEASURED, Evidence, Finding, NotLookedFor
+from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, NotLookedFor
 from kvprobe.diagnosis.frame import Frame, ms
 from kvprobe.diagnosis.ordering import LEAST, bursts, copies_apart, order_not_shown, waits
 from kvprobe.recordings.model import Direction
@@ -65,12 +65,12 @@ def find(frame: Frame) -> Finding | None:
     rows = np.concatenate(guilty)
     return frame.finding(
         CAUSE, "{calls} stores are not ordered after the compute that writes what they read", "likely", 0, len(rows),
-        lane="none", severity="critical", saving=0.0, places=frame.places(rows, np.zeros(len(rows), dtype=np.int64)),
+        lane="none", severity="critical", places=frame.places(rows, np.zeros(len(rows), dtype=np.int64)),
         window=(int(frame.start[rows].min()), int(frame.end[rows].max())), evidence=evidence,
         reason="the recording does not say which bytes a kernel writes: a store of older blocks would be in order",
         cure=(
-            "Before each store: record an event on the compute stream and let the store's stream wait for it "
-            "(store_stream.wait_stream(torch.cuda.current_stream()))",
-            "vLLM up to 0.12: upgrade, or use kvprobe's adapter, which adds the wait",
+            Change("Before each store: record an event on the compute stream and let the store's stream wait for it "
+                   "(store_stream.wait_stream(torch.cuda.current_stream()))"),
+            Change("vLLM up to 0.12: upgrade, or use kvprobe's adapter, which adds it", "setting", "vllm", "0.13"),
         ),
     )  # fmt: skip

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding
 from kvprobe.diagnosis.frame import Array, Frame, ms
 from kvprobe.diagnosis.intervals import Cover, ascending, distinct, running_max_by_group
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
@@ -99,10 +99,11 @@ def find(frame: Frame) -> Finding | None:
                      int(implicit[rows].sum()), "calls", COUNTED),
         ),
         cure=(
-            "Order with events instead of waiting: record an event behind the copy, and let the compute stream wait "
-            "for it (cudaStreamWaitEvent, torch.cuda.Stream.wait_event)",
-            "Where the host needs the bytes: poll cudaEventQuery between steps instead of synchronising",
-            "cudaMemcpy: use cudaMemcpyAsync on a stream of its own, with pinned memory",
+            Change("Order with events instead of waiting: record an event behind the copy, and let the compute stream "
+                   "wait for it (cudaStreamWaitEvent, torch.cuda.Stream.wait_event)", share=1.0),
+            Change("Where the host needs the bytes: poll cudaEventQuery between steps instead of synchronising"),
+            *((Change("cudaMemcpy: use cudaMemcpyAsync on a stream of its own, with pinned memory",
+                      share=int(ns[implicit[rows]].sum()) / int(ns.sum())),) if implicit[rows].any() else ()),
         ),
         chart=frame.slow_calls_chart(rows, "Waits for copies on the launching thread"),
     )  # fmt: skip

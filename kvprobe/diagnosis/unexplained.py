@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import INFERRED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding
 from kvprobe.diagnosis.frame import Frame, ms
 
 CAUSE = "unexplained"
@@ -34,11 +34,13 @@ def find(frame: Frame) -> Finding | None:
                                  int(deep[known].max()), "1", INFERRED))  # fmt: skip
     return frame.host_finding(
         CAUSE, "{calls} slow submissions without a known cause: {lost}", "cannot tell", rows, left[rows],
-        severity="info", saving=0.0, evidence=evidence,
+        severity="info", evidence=evidence,
         reason="cannot tell, because these calls overlap nothing that the recorder labelled, copy no pageable memory, "
                "are not first calls, and were made while their queues had room" if known.any() else
                "cannot tell, because the recording does not show how deep their queues were",
-        cure=("Record again with --trace of the operating system's scheduling, or with py-spy stacks, to see where the "
-              "thread was",),
+        cure=(
+            Change("Record again with --trace of the operating system's scheduling, or with py-spy stacks, to see "
+                   "where the thread was", "recording"),
+        ),
         chart=frame.slow_calls_chart(rows, "Slow submissions without a known cause"),
     )  # fmt: skip

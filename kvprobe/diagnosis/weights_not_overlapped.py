@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import INFERRED, MEASURED, Evidence, Finding
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding
 from kvprobe.diagnosis.frame import Array, Frame, ms, share
 from kvprobe.diagnosis.intervals import Cover, distinct, in_time
 from kvprobe.recordings.model import Direction, Engine, Memory
@@ -107,8 +107,9 @@ def find(frame: Frame) -> Finding | None:
             Evidence(f"these copies are taken for weights because {reason}", len(rows), "calls", INFERRED),
         ),
         cure=(
-            "Prefetch: copy layer i+1 on a stream of its own while layer i computes, ordered by events (kvprobe "
-            "weights --window 1; vLLM: offload_prefetch_step at least offload_num_in_group; diffusers: use_stream)",
-            "Keep fewer layers in CPU memory, spread evenly, so that each copy has compute to hide behind",
+            Change("Prefetch: copy layer i+1 on a stream of its own while layer i computes, ordered by events (kvprobe "
+                   "weights --window 1; vLLM: offload_prefetch_step at least offload_num_in_group; diffusers: "
+                   "use_stream)", share=1.0),
+            Change("Keep fewer layers in CPU memory, spread evenly, so that each copy has compute to hide behind"),
         ),
     )  # fmt: skip

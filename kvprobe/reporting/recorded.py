@@ -383,7 +383,6 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
     evidence = [{"text": verdict.micro(one.text), "how": one.how} for one in finding.evidence]
     if finding.reason:
         evidence.append({"text": finding.reason[:1].upper() + finding.reason[1:], "how": ""})
-    saving = f"Predicted to give back {duration(finding.predicted_saving_ns)}." if finding.predicted_saving_ns else ""
     values = table(
         "Figures",
         ["Figure", "Value", "Unit", "How it was obtained"],
@@ -414,8 +413,7 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
         "meta": " · ".join(meta),
         "lost": f"{duration(finding.lost_ns)} {lane} lost" if finding.lost_ns else "",
         "evidence": evidence,
-        "cures": [verdict.cure_parts(one) for one in finding.cure],
-        "saving": saving,
+        "cures": [verdict.change_parts(one) for one in finding.cure],
         "figures": values if values.rows else None,
         "chart": _zoom(i, finding, recording, found),
     }

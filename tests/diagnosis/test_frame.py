@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import kvprobe.diagnosis
 from kvprobe.diagnosis import CAUSES, diagnose
-from kvprobe.diagnosis.finding import Evidence, Finding, singular
+from kvprobe.diagnosis.finding import Change, Evidence, Finding, singular
 from kvprobe.diagnosis.frame import Frame, Ledger
 from kvprobe.diagnosis.intervals import Cover, running_max_by_group
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory, Recording, Source, Table
@@ -85,7 +85,7 @@ def test_what_the_call_did_not_know_is_taken_from_its_execution():
 
 
 def test_a_finding_is_json_with_the_fields_that_stats_prints():
-    finding = Finding("pageable_memory", "t", "warning", "certain", 5, (Evidence("e", 1, "ns"),), ("c",), 4)
+    finding = Finding("pageable_memory", "t", "warning", "certain", 5, (Evidence("e", 1, "ns"),), (Change("c"),))
     out = json.loads(json.dumps(finding.to_json(charts=True)))
     assert {"cause", "severity", "confidence", "lost_ns", "evidence", "cure", "predicted_saving_ns"} <= set(out)
     assert out["evidence"][0] == {"text": "e", "value": 1.0, "unit": "ns", "how": "measured"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvprobe.diagnosis import Evidence, Finding, Where
+from kvprobe.diagnosis import Change, Evidence, Finding, Where
 from kvprobe.recordings.model import CallKind, Recording, Source, Table
 from kvprobe.reporting import build_page, lanes, series
 from kvprobe.reporting.recorded import submissions
@@ -55,7 +55,8 @@ def finding(**changes: object) -> Finding:
     values = {
         "cause": "launch_queue_saturation", "title": "The queue of stream 7 was full", "severity": "warning",
         "confidence": "certain", "lost_ns": 5_000_000, "evidence": (Evidence("400 calls waited", 400, "calls"),),
-        "cure": ("Use more streams",), "where": (Where(pid=1, thread=7, stream_name="stream 7", lost_ns=5_000_000),),
+        "cure": (Change("Use more streams"),),
+        "where": (Where(pid=1, thread=7, stream_name="stream 7", lost_ns=5_000_000),),
     }  # fmt: skip
     return Finding(**{**values, **changes})
 

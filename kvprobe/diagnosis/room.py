@@ -1,0 +1,110 @@
+"""What more room in a full launch queue would save: the recorded calls, played again against a deeper queue.
+
+A thread that submits to a queue of depth D waits, for each submission, until the one D before it has been executed. The
+recording tells when that was: by the execution itself, else by the return of the call that waited for its place. With
+a depth D' the same call waits for the one D' before it, and what is spared lets the thread go on earlier, up to its
+next wait for the device. The device's own schedule is taken as recorded: while a queue is full, it has work.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvprobe.diagnosis.finding import Change
+from kvprobe.diagnosis.intervals import distinct
+from kvprobe.recordings.model import CallKind, Memory
+
+if TYPE_CHECKING:
+    from kvprobe.diagnosis.frame import Array, Frame
+    from kvprobe.diagnosis.queue_full import Full
+
+__all__ = ["BATCHED", "SCALE", "deeper", "spared"]
+
+SCALE = 4  # CUDA_SCALE_LAUNCH_QUEUES=4x: 1,021 submissions become 4,093 (measured, H200)
+SCALED_ALREADY = 3_000  # a queue of one stream that is as deep has been scaled: 4x is the most
+BATCHED = 8  # a queue that takes 1,021 copies took 8,168 and more in batches (measured, H200)
+_LONG_AGO = -(1 << 62)
+
+
+def deeper(frame: Frame, found: Full, shape: str) -> Change:
+    """CUDA_SCALE_LAUNCH_QUEUES=4x, which deepens every queue, with what it alone saves of a shape of blocked calls."""
+    share = 0.0 if found.ceiling >= SCALED_ALREADY and shape != "channels" else spared(frame, found, shape, SCALE)
+    return Change(
+        "CUDA_SCALE_LAUNCH_QUEUES=4x before CUDA starts: four times the depth of every queue (not on Jetson: it has "
+        "hung there)", "environment", "CUDA_SCALE_LAUNCH_QUEUES", "4x", share=share,
+    )  # fmt: skip
+
+
+def spared(frame: Frame, found: Full, shape: str, factor: float) -> float:
+    """Share of the time lost by one shape of blocked calls that queues `factor` times as deep would save.
+
+    Args:
+        frame: the recording.
+        found: its blocked calls.
+        shape: "saturation", "fence", "alias" or "channels".
+        factor: new depth over old; of a channel, both counted over all streams that share it.
+    """
+    rows, ns = found.rows[shape], found.ns[shape]
+    total = int(ns.sum())
+    if not total:
+        return 0.0
+    if shape == "channels":
+        streams = np.union1d(list(found.crowded), distinct(frame.stream[rows])).astype(np.int64)
+        return _replayed(frame, streams, rows, ns, _outstanding(frame, streams, rows), factor)
+    saved = 0.0
+    blocked = [found.rows[name] for name in ("saturation", "fence", "alias")]
+    waited = [found.ns[name] for name in ("saturation", "fence", "alias")]
+    all_rows, all_ns = np.concatenate(blocked), np.concatenate(waited)
+    for stream in distinct(frame.stream[rows]):
+        mine = frame.stream[all_rows] == stream
+        depth = int(np.median(frame.occupancy.depth[all_rows[mine]]))
+        share = _replayed(frame, np.array([stream]), all_rows[mine], all_ns[mine], depth, factor)
+        saved += share * int(ns[frame.stream[rows] == stream].sum())
+    return saved / total
+
+
+def _outstanding(frame: Frame, streams: Array, rows: Array) -> int:
+    """Median of what these streams together had outstanding when `rows` were entered; needs executions."""
+    mine = frame.submits & np.isin(frame.stream, streams) & (frame.exec_end >= 0)
+    done = np.sort(frame.exec_end[mine])
+    entered = np.sort(frame.start[mine])
+    at = frame.start[rows]
+    return max(int(np.median(np.searchsorted(entered, at) - np.searchsorted(done, at, "right"))), 1)
+
+
+def _replayed(frame: Frame, streams: Array, rows: Array, ns: Array, depth: int, factor: float) -> float:
+    """Share of `ns`, lost in the calls `rows`, that is saved where the queue of `streams` is `factor` times as deep."""
+    total = int(ns.sum())
+    if depth <= 0 or total <= 0:
+        return 0.0
+    room = max(int(depth * factor), depth)
+    members = np.flatnonzero(frame.submits & np.isin(frame.stream, streams))
+    members = members[np.argsort(frame.start[members], kind="stable")]
+    lost = np.zeros(len(frame.start), dtype=np.int64)
+    np.add.at(lost, rows, ns)
+    # When each was executed: the call `depth` later that waited for its place returned then.
+    done = np.where(frame.exec_end[members] >= 0, frame.exec_end[members], _LONG_AGO)
+    later = members[depth:]
+    waited = (lost[later] > 0) & (done[: len(later)] == _LONG_AGO)
+    done[: len(later)][waited] = frame.end[later][waited]
+    needed = np.full(len(frame.start), _LONG_AGO, dtype=np.int64)  # by each call, before it can return
+    needed[members[room:]] = done[: max(len(members) - room, 0)]
+    # A wait for the device ends when the device is done, however early it begins.
+    waits = (frame.kind == CallKind.SYNC) | (frame.kind == CallKind.COPY_SYNC) | (frame.memory == Memory.PAGEABLE)
+    needed[waits] = frame.end[waits]
+    member = np.zeros(len(frame.start), dtype=bool)
+    member[members] = True
+    after = 0
+    order = frame.by_lane
+    order = order[~frame.nested[order]]
+    for lane in distinct(frame.lane[rows]):
+        calls = order[frame.lane[order] == lane]
+        own = frame.dur[calls] - lost[calls]
+        between = np.maximum(np.diff(frame.start[calls], prepend=frame.start[calls[:1]])[1:] - frame.dur[calls[:-1]], 0)
+        work = frame.start[calls[0]] + np.cumsum(own + np.append(0, between))
+        returned = work + np.maximum(np.maximum.accumulate(needed[calls] - work), 0)
+        unblocked = np.append(frame.start[calls[0]], returned[:-1]) + own + np.append(0, between)
+        after += int((returned - unblocked)[member[calls]].sum())
+    return min(max(1 - after / total, 0.0), 1.0)
