@@ -49,8 +49,8 @@ class CannotRunError(KvprobeError):
 @click.option("--fix", type=click.Choice(["off", "auto"]), default="off", show_default=True,
               help="Let adapters switch a saturated server to pooled streams and dedup.")  # fmt: skip
 @click.option("--detail", type=click.Choice(["totals", "copies", "launches"]), default="copies", show_default=True,
-              help="What is kept of single calls. Totals are exact with any; launches are counted, and timed with "
-                   "`launches`.")  # fmt: skip
+              help="What is kept of single calls. Totals are exact with any; launches are timed, but "
+                   "only the slow ones are kept; `launches` keeps all.")  # fmt: skip
 @click.option("--max-size", default="1G", show_default=True, metavar="SIZE",
               help="Bound of the recording's size, all processes together.")  # fmt: skip
 @click.option("--stacks/--no-stacks", default=True, show_default=True,
@@ -228,10 +228,24 @@ def _write_run(folder: Path, words: tuple[str, ...], options: dict[str, Any]) ->
         "command": list(words), "cwd": str(Path.cwd()), "version": version(), "host": uname.node,
         "kernel": f"{uname.system} {uname.release} {uname.machine}", "cpus": os.cpu_count(),
         "python": platform.python_version(), "pid": os.getpid(), "realtime_ns": time.time_ns(),
-        "monotonic_ns": time.monotonic_ns(), "options": options,
+        "gpu_nodes": gpu_nodes(), "monotonic_ns": time.monotonic_ns(), "options": options,
         "environment": {k: v for k, v in os.environ.items() if k.startswith(("CUDA_", "NVIDIA_", "KVHOST_"))},
     }  # fmt: skip
     (folder / "run.json").write_text(json.dumps(run, indent=1))
+
+
+def gpu_nodes() -> list[int]:
+    """NUMA nodes of the machine's NVIDIA GPUs, ascending; empty where the kernel does not tell."""
+    nodes = set()
+    for device in Path("/sys/bus/pci/devices").glob("*"):
+        try:
+            if (device / "vendor").read_text().strip() == "0x10de" and (device / "class").read_text().startswith(
+                "0x03"
+            ):
+                nodes.add(int((device / "numa_node").read_text()))
+        except (OSError, ValueError):
+            continue
+    return sorted(node for node in nodes if node >= 0)
 
 
 def _start_observer(folder: Path) -> int:

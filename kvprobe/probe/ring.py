@@ -152,7 +152,7 @@ SLOT = np.dtype(
         ("slow_ns", "<u8"),
         ("errors", "<u8"),
         ("untimed", "<u8"),
-        ("reserved", "V32"),
+        ("node_bytes", "<u8", 4),
         ("histogram", "<u8", BUCKETS),
     ]
 )

@@ -16,6 +16,7 @@ from kvprobe.recordings.assemble import distinct
 from kvprobe.recordings.buckets import bucket_floor_ns
 from kvprobe.recordings.conclusion import LEAST_BLOCKED, LEAST_DEPTH, ms
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording
+from kvprobe.recordings.numbered import partial, places
 
 if TYPE_CHECKING:
     from kvprobe.recordings.occupancy import StreamOccupancy
@@ -33,7 +34,16 @@ _NEVER = np.iinfo(np.int64).max
 
 
 def infer(recording: Recording, queue: StreamOccupancy) -> None:
-    """Depth and blocked time where the device was not recorded: from what the host saw alone.
+    """Depth and blocked time where the device was not recorded: from what the host saw alone."""
+    _infer(recording, queue)
+    numbered = partial(recording, queue)
+    if numbered.any():
+        base = np.array([queue.baseline_ns.get(int(name), 0) for name in recording.calls["name"][queue.calls]])
+        _launches(recording, queue, numbered, base)
+
+
+def _infer(recording: Recording, queue: StreamOccupancy) -> None:
+    """The same by calls that are all there.
 
     What was outstanding is counted from the ends of transfers, where an engine tells them of nearly all that the stream
     was given; else it is reckoned from the calls themselves (`_by_pace`), or from the number in its burst of the one
@@ -49,6 +59,7 @@ def infer(recording: Recording, queue: StreamOccupancy) -> None:
         base[mine] = queue.baseline_ns[name]
     judged = (calls["memory"][rows] != Memory.PAGEABLE) & (calls["kind"][rows] != CallKind.GRAPH)
     judged &= ~_recorders(recording, queue)
+    judged &= ~partial(recording, queue)
     slow = judged & (duration > np.maximum(3 * base, base + 1000))
     whole = _whole_from(recording, queue, slow)
     judged[:whole] = False
@@ -105,6 +116,43 @@ def infer(recording: Recording, queue: StreamOccupancy) -> None:
         queue.reason = f"slow calls took {ms(other)} more than others, in no pattern that shows a full queue ({how})"
     else:
         queue.reason = f"no calls that become slow at one depth and stay so, among up to {deepest} outstanding ({how})"
+
+
+def _launches(recording: Recording, queue: StreamOccupancy, numbered: Array, base: Array) -> None:
+    """Adds launches that met a full queue, by their numbers: long ones at one place of their burst and hardly before.
+
+    Of the launches behind the place where a queue is full one in thirty at least is long (room is freed in chunks), and
+    they lose four times what long launches with room before them do.
+    """
+    calls, rows = recording.calls, queue.calls
+    at = np.flatnonzero(numbered)
+    place = places(recording, queue, numbered)
+    lost = np.maximum(calls["end_ns"][rows[at]] - calls["start_ns"][rows[at]] - base[at], 0).astype(np.int64)
+    long = lost > 3 * base[at]
+    fact = recording.machine.get("queue_depth")
+    known = int(fact) if isinstance(fact, (int, float)) and fact > 0 else 0
+    low = 0.98 * known if known else _USUAL[0]
+    top, early = long & (place >= low), long & (place < low)
+    past = int(place[top].max(initial=0)) - int(place[top].min(initial=0)) + 1
+    few = int(top.sum()) < LEAST_BLOCKED or int(top.sum()) < _OFTEN * past
+    if few or not lost[top].sum() > 4 * lost[early].sum() or (not known and place[top].min() > _USUAL[1]):
+        return
+    full = known or int(place[top].min())
+    depth = queue.depth.copy()
+    depth[at] = np.minimum(place, full)
+    blocked = queue.blocked.copy() if len(queue.blocked) == len(rows) else np.zeros(len(rows), dtype=bool)
+    spent = queue.blocked_ns.copy() if len(queue.blocked_ns) == len(rows) else np.zeros(len(rows), dtype=np.int64)
+    blocked[at[top]] = True
+    spent[at[top]] = lost[top]
+    queue.depth, queue.blocked, queue.blocked_ns = depth, blocked, spent
+    queue.verdict, queue.ceiling_how = "saturated", "inferred"
+    queue.inferred_ns = int(spent.sum())
+    queue.ceiling, queue.plateau = full, (int(depth[blocked].min()), int(depth[blocked].max()))
+    queue.reason = (
+        f"{int(top.sum())} kernel launches took {ms(int(lost[top].sum()))} more than others, the first of them after "
+        f"{int(place[top].min()):,} launches since the stream was last known to be empty (inferred: launches are "
+        "counted by their thread; no device activity was recorded)"
+    )
 
 
 def _behind_fences(start: Array, end: Array, long: Array, emptied: Array, known: int) -> tuple[Array, Array, str]:

@@ -126,7 +126,7 @@ def read(
         if not (process.state in ("closed", "running", "replaced") or process.state.startswith("exit code")):
             notes.append(f"process {process.pid} {process.state}; its totals are whole, and its newest detail is kept")
     for folder, run in runs.items():
-        facts = {key: run[key] for key in ("host", "kernel", "cpus", "python") if key in run}
+        facts = {key: run[key] for key in ("host", "kernel", "cpus", "python", "gpu_nodes") if key in run}
         recording.machine.update(facts)
         recording.machine_how.update(dict.fromkeys(facts, f"run.json of {folder.name}"))
     known = [(p.unix_offset_ns, by) for p, by in zip(processes, shifts, strict=True) if p.unix_offset_ns is not None]
@@ -441,12 +441,16 @@ def _calls(
     r = records[keep]
     start = r["start_ns"].astype(np.int64) + shift[keep]
     transfer = r["transfer"].astype(np.int64)
+    kind = kinds[r["call"]]
+    # A record of one of these has the number of launches where a copy has its destination.
+    counts = (kind == CallKind.SYNC) | (kind == CallKind.LAUNCH) & (r["dst"] > 0)
     recording.tables["calls"] = sorted_table("calls", {
         "start_ns": start, "end_ns": start + r["dur_ns"].astype(np.int64), "process": process[keep],
-        "thread": r["tid"].astype(np.int64), "name": name_of[r["call"]], "kind": kinds[r["call"]],
+        "thread": r["tid"].astype(np.int64), "name": name_of[r["call"]], "kind": kind,
         "stream": stream[keep], "direction": r["direction"] & 15, "memory": r["direction"] >> 4,
         "bytes": r["bytes"].astype(np.int64), "count": r["count"].astype(np.int32),
-        "transfer": np.where(transfer > 0, transfer, -1), "src": r["src"], "dst": r["dst"],
+        "transfer": np.where(transfer > 0, transfer, -1), "src": r["src"],
+        "dst": np.where(counts, 0, r["dst"]), "launches": np.where(counts, r["dst"].astype(np.int64), -1),
         "result": r["result"].astype(np.int32),
     })  # fmt: skip
 
@@ -555,6 +559,10 @@ def _totals(
         "bytes": both(slots["bytes"], extra[:, 3]), "dur_ns": both(slots["dur_ns"], extra[:, 4]),
         "max_ns": both(slots["max_ns"], zero), "errors": both(slots["errors"], zero),
     })  # fmt: skip
+    nodes = slots["node_bytes"].sum(axis=0)
+    if nodes.any():
+        recording.machine["host_bytes_by_node"] = nodes.tolist()
+        recording.machine_how["host_bytes_by_node"] = "one page of each allocation asked for its NUMA node"
     recording.histograms = np.concatenate([slots["histogram"].astype(np.int64), np.zeros((len(extra), 128), np.int64)])
 
 

@@ -51,7 +51,8 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "correlation": "int64",  # joins with executions within one process; -1 none
         "transfer": "int64",  # joins with transfers; -1 none
         "src": "uint64",
-        "dst": "uint64",  # addresses, 0 unknown
+        "dst": "uint64",  # addresses, 0 unknown; of a wait for an event, and of its record, src is the event
+        "launches": "int64",  # of a launch and a wait: launches that its thread has made so far; -1 unknown
         "result": "int32",  # return code
     },
     # What the device did.
@@ -212,7 +213,18 @@ class Table(Mapping[str, Array]):
 
 
 def _default(column: str) -> int:
-    if column in ("stream", "channel", "device", "correlation", "transfer", "graph", "rank", "thread", "priority"):
+    if column in (
+        "stream",
+        "channel",
+        "device",
+        "correlation",
+        "transfer",
+        "graph",
+        "rank",
+        "thread",
+        "priority",
+        "launches",
+    ):
         return -1
     if column == "one_in":
         return 1

@@ -392,6 +392,26 @@ KVP_EXPORT cudaError_t cudaPointerGetAttributes(pointer_attributes *attributes, 
     KVH_LEAVE(cudaSuccess);
 }
 
+/* The attributes that a tool asks of an address without a call of the runtime's: memory type, managed, range. */
+KVP_EXPORT int cuPointerGetAttributes(unsigned count, const int *attributes, void **data, uint64_t address) {
+    enum { MEMORY_TYPE = 2, IS_MANAGED = 8, RANGE_START = 11, RANGE_SIZE = 12 };
+    memory *m = kvh_runtime()->memory;
+    pthread_rwlock_rdlock(&m->lock);
+    const range *r = find(m, (uintptr_t)address);
+    for (unsigned i = 0; i < count; i++) {
+        if (attributes[i] == MEMORY_TYPE)
+            *(uint32_t *)data[i] = !r ? 0 : r->kind == RANGE_DEVICE ? 2 : 1;
+        else if (attributes[i] == IS_MANAGED)
+            *(uint32_t *)data[i] = 0;
+        else if (attributes[i] == RANGE_START)
+            *(uint64_t *)data[i] = r ? r->base : 0;
+        else if (attributes[i] == RANGE_SIZE)
+            *(uint64_t *)data[i] = r ? r->bytes : 0;
+    }
+    pthread_rwlock_unlock(&m->lock);
+    return cudaSuccess;
+}
+
 void kvh_memory_stats(runtime *rt, kvhost_stats *stats) {
     memory *m = rt->memory;
     pthread_rwlock_rdlock(&m->lock);

@@ -43,7 +43,7 @@ struct watch {
     int on; /* 1 while this process is to be recorded: set once from the environment, before main */
     enum detail detail;
     int nvtx;                     /* a tool listens */
-    int no_driver;                /* there is none to ask about a pointer (the embedded host runtime) */
+    int no_driver;                /* there is none to ask about a pointer */
     volatile uint32_t generation; /* of what is known of memory: freeing or registering some makes it another */
 } __attribute__((aligned(64)));
 extern struct watch kvp_watch;

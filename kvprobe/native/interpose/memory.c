@@ -2,10 +2,14 @@
  *
  * The driver is asked once per allocation (cuPointerGetAttributes: it leaves the runtime's last error alone), after the
  * copy's own call has returned. Freeing or registering memory makes every thread forget. */
+#define _GNU_SOURCE
 #include "interpose.h"
 
+#include <errno.h>
 #include <stddef.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #define RANGES 8
 #define PAGEABLE_BYTES (2u << 20) /* what one answer "not CUDA's" is taken to cover; registering makes us forget it */
@@ -21,11 +25,23 @@ static __thread struct {
     uint32_t generation, next, last; /* last: the range that answered, most often the one that will */
     struct {
         uint64_t start, size;
-        uint8_t kind;
+        uint8_t kind, node; /* node: of NUMA, plus one; 0 where it was not asked or not told */
     } range[RANGES];
 } known __attribute__((aligned(64), tls_model("initial-exec")));
 
 void kvp_forget_ranges(void) { __atomic_fetch_add(&kvp_watch.generation, 1, __ATOMIC_RELEASE); }
+
+/* NUMA node of a page, plus one. Only where there are several: one system call an allocation. */
+static uint8_t node_of(uint64_t address) {
+    static volatile int several; /* 1: no, 2: yes */
+    if (!several) several = access("/sys/devices/system/node/node1", F_OK) ? 1 : 2;
+    int node = -1;
+    enum { NODE_OF_ADDRESS = 1 | 2 }; /* MPOL_F_NODE, MPOL_F_ADDR */
+    if (several == 1 || syscall(SYS_get_mempolicy, &node, NULL, 0, address, NODE_OF_ADDRESS)) return 0;
+    return node >= 0 && node < 254 ? (uint8_t)(node + 1) : 0;
+}
+
+static inline int is_host(int kind) { return kind == KVP_MEM_PAGEABLE || kind == KVP_MEM_PINNED; }
 
 static __attribute__((noinline)) int ask_driver(uint64_t address) {
     if (!looked) {
@@ -50,6 +66,10 @@ static __attribute__((noinline)) int ask_driver(uint64_t address) {
         known.range[at].start = start;
         known.range[at].size = size;
         known.range[at].kind = (uint8_t)kind;
+        int was = errno;
+        known.range[at].node = is_host(kind) ? node_of(address) : 0;
+        errno = was;
+        kvp_thread.node = known.range[at].node;
     }
     return kind;
 }
@@ -61,16 +81,18 @@ static inline int kind_of(uint64_t address) {
         known.generation = now;
     }
     uint32_t last = known.last;
-    if (likely(address - known.range[last].start < known.range[last].size)) return known.range[last].kind;
+    if (likely(address - known.range[last].start < known.range[last].size)) {
+        if (unlikely(known.range[last].node)) kvp_thread.node = known.range[last].node;
+        return known.range[last].kind;
+    }
     for (uint32_t i = 0; i < RANGES; i++)
         if (address - known.range[i].start < known.range[i].size) {
             known.last = i;
+            if (unlikely(known.range[i].node)) kvp_thread.node = known.range[i].node;
             return known.range[i].kind;
         }
     return ask_driver(address);
 }
-
-static inline int is_host(int kind) { return kind == KVP_MEM_PAGEABLE || kind == KVP_MEM_PINNED; }
 
 void kvp_classify(kvp_record *r) {
     int direction = r->direction & 15, memory = 0;

@@ -84,9 +84,14 @@ static void *search_loaded(const char *name) {
     return NULL;
 }
 
+/* The embedded host runtime is its own driver. */
 void *kvp_driver_symbol(const char *name) {
     struct search s = {name, "libcuda.so", NULL};
     dl_iterate_phdr(search_object, &s);
+    if (!s.found) {
+        s.prefix = "libkvprobe_hostrt.so";
+        dl_iterate_phdr(search_object, &s);
+    }
     return s.found;
 }
 

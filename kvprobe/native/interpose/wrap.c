@@ -151,30 +151,33 @@ __attribute__((constructor)) static void find_exit(void) {
 
 /* ---- one call ------------------------------------------------------------------------------------------------ */
 
-enum what { A_COPY, A_CALL, A_LAUNCH, A_EVENT, A_FREE };
+enum what { A_COPY, A_CALL, A_LAUNCH, A_EVENT, A_WAIT, A_FREE };
 
 static inline __attribute__((always_inline)) void begin(kvp_record *r, enum what what) {
     kvp_thread.inside = 1;
-    int timed = what != A_LAUNCH || kvp_watch.detail == DETAIL_LAUNCHES;
+    int timed = what != A_LAUNCH || kvp_watch.detail != DETAIL_TOTALS;
+    if (what == A_LAUNCH) r->dst = ++kvp_thread.launches;
     if (timed)
         r->start_ns = kvp_clock();
     else
         r->dur_ns = KVP_UNTIMED;
     kvp_ring_enter(r->call, r->stream, r->start_ns);
-    if (unlikely(kvp_watch.nvtx) && what != A_LAUNCH && what != A_EVENT) kvp_nvtx_range_push(r);
+    if (unlikely(kvp_watch.nvtx) && what != A_LAUNCH && what != A_EVENT && what != A_WAIT) kvp_nvtx_range_push(r);
 }
 
 static inline __attribute__((always_inline)) void end(kvp_record *r, enum what what, int result) {
     if (r->dur_ns != KVP_UNTIMED) r->dur_ns = kvp_clock() - r->start_ns;
-    if (unlikely(kvp_watch.nvtx) && what != A_LAUNCH && what != A_EVENT) kvp_nvtx_range_pop();
+    if (unlikely(kvp_watch.nvtx) && what != A_LAUNCH && what != A_EVENT && what != A_WAIT) kvp_nvtx_range_pop();
     r->result = (uint16_t)((unsigned)result < 65535 ? result : 65535);
     if (what == A_COPY && likely(!result)) kvp_classify(r);
     if (what == A_FREE) kvp_forget_ranges();
-    int keep = kvp_watch.detail == DETAIL_LAUNCHES                    ? KVP_KEEP_ALL
-               : r->dur_ns == KVP_UNTIMED                             ? KVP_KEEP_NONE
-               : kvp_watch.detail == DETAIL_TOTALS || what == A_EVENT ? KVP_KEEP_SLOW
-                                                                      : KVP_KEEP_ALL;
+    int rare = what != A_EVENT && what != A_LAUNCH; /* the others would wash copies out of the ring */
+    int keep = kvp_watch.detail == DETAIL_LAUNCHES          ? KVP_KEEP_ALL
+               : r->dur_ns == KVP_UNTIMED                   ? KVP_KEEP_NONE
+               : kvp_watch.detail == DETAIL_TOTALS || !rare ? KVP_KEEP_SLOW
+                                                            : KVP_KEEP_ALL;
     kvp_ring_write(r, keep);
+    kvp_thread.node = 0;
     kvp_thread.inside = 0;
 }
 
@@ -367,36 +370,39 @@ CALL(cuLaunchKernelEx, A_LAUNCH, r.call = 15; if (config) r.stream = STREAM(AT(v
 #define cudaGraphLaunch_A graph, stream
 CALL(cudaGraphLaunch, A_CALL, r.call = 16; r.stream = STREAM(stream))
 
+/* Says how many launches a wait came after: those that a queue had taken since the wait before are counted so. */
+#define AFTER_LAUNCHES r.dst = kvp_thread.launches
+
 /* ---- waits, events, creation, memory ------------------------------------------------------------------------- */
 
 #define cudaStreamSynchronize_P void *stream
 #define cudaStreamSynchronize_A stream
-CALL(cudaStreamSynchronize, A_CALL, r.call = 17; r.stream = STREAM(stream))
+CALL(cudaStreamSynchronize, A_CALL, r.call = 17; r.stream = STREAM(stream); AFTER_LAUNCHES)
 #define cudaEventSynchronize_P void *event
 #define cudaEventSynchronize_A event
-CALL(cudaEventSynchronize, A_CALL, r.call = 18)
+CALL(cudaEventSynchronize, A_CALL, r.call = 18; r.src = WORD(event); AFTER_LAUNCHES)
 #define cudaDeviceSynchronize_P void *unused /* takes nothing; a word more does no harm and lets one macro serve */
 #define cudaDeviceSynchronize_A unused
-CALL(cudaDeviceSynchronize, A_CALL, r.call = 19)
+CALL(cudaDeviceSynchronize, A_CALL, r.call = 19; AFTER_LAUNCHES)
 #define cuStreamSynchronize_P void *stream
 #define cuStreamSynchronize_A stream
-CALL(cuStreamSynchronize, A_CALL, r.call = 32; r.stream = STREAM(stream))
+CALL(cuStreamSynchronize, A_CALL, r.call = 32; r.stream = STREAM(stream); AFTER_LAUNCHES)
 #define cuEventSynchronize_P void *event
 #define cuEventSynchronize_A event
-CALL(cuEventSynchronize, A_CALL, r.call = 33)
+CALL(cuEventSynchronize, A_CALL, r.call = 33; r.src = WORD(event); AFTER_LAUNCHES)
 #define cuCtxSynchronize_P void *context /* from 13.0 on; before, it takes nothing */
 #define cuCtxSynchronize_A context
-CALL(cuCtxSynchronize, A_CALL, r.call = 34)
+CALL(cuCtxSynchronize, A_CALL, r.call = 34; AFTER_LAUNCHES)
 
 #define cudaEventRecord_P void *event, void *stream
 #define cudaEventRecord_A event, stream
-CALL(cudaEventRecord, A_EVENT, r.call = 27; r.stream = STREAM(stream))
+CALL(cudaEventRecord, A_EVENT, r.call = 27; r.stream = STREAM(stream); r.src = WORD(event))
 #define cudaEventRecordWithFlags_P void *event, void *stream, unsigned flags
 #define cudaEventRecordWithFlags_A event, stream, flags
-CALL(cudaEventRecordWithFlags, A_EVENT, r.call = 27; r.stream = STREAM(stream))
+CALL(cudaEventRecordWithFlags, A_EVENT, r.call = 27; r.stream = STREAM(stream); r.src = WORD(event))
 #define cudaStreamWaitEvent_P void *stream, void *event, unsigned flags
 #define cudaStreamWaitEvent_A stream, event, flags
-CALL(cudaStreamWaitEvent, A_EVENT, r.call = 28; r.stream = STREAM(stream))
+CALL(cudaStreamWaitEvent, A_WAIT, r.call = 28; r.stream = STREAM(stream); r.src = WORD(event))
 
 #define cudaStreamCreate_P void **stream
 #define cudaStreamCreate_A stream
@@ -431,10 +437,10 @@ CALL(cudaMalloc, A_CALL, r.call = 22; r.bytes = bytes)
 CALL(cudaMallocAsync, A_CALL, r.call = 29; r.bytes = bytes; r.stream = STREAM(stream))
 #define cudaHostAlloc_P void **pointer, size_t bytes, unsigned flags
 #define cudaHostAlloc_A pointer, bytes, flags
-CALL(cudaHostAlloc, A_CALL, r.call = 23; r.bytes = bytes)
+CALL(cudaHostAlloc, A_FREE, r.call = 23; r.bytes = bytes)
 #define cudaMallocHost_P void **pointer, size_t bytes
 #define cudaMallocHost_A pointer, bytes
-CALL(cudaMallocHost, A_CALL, r.call = 23; r.bytes = bytes)
+CALL(cudaMallocHost, A_FREE, r.call = 23; r.bytes = bytes)
 #define cudaHostRegister_P void *pointer, size_t bytes, unsigned flags
 #define cudaHostRegister_A pointer, bytes, flags
 CALL(cudaHostRegister, A_FREE, r.call = 24; r.bytes = bytes)

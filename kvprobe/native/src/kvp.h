@@ -108,8 +108,12 @@ typedef struct {
     uint64_t start_ns; /* entry of the call, CLOCK_MONOTONIC */
     uint64_t dur_ns;   /* host time inside the call; KVP_UNTIMED = counted only */
     uint64_t stream;   /* handle as the caller gave it; 0 = legacy default stream */
-    uint64_t src;      /* address; of a batch: its first copy's. TRANSFER: two float32, build_us then submit_us */
-    uint64_t dst;      /* address; of a batch: its first copy's. TRANSFER: two float32, queue_wait_us then copy_us */
+    /* Address; of a batch: its first copy's. EVENT, and SYNC on an event: the event's handle. TRANSFER: two float32,
+     * build_us then submit_us. */
+    uint64_t src;
+    /* Address; of a batch: its first copy's. LAUNCH: the how manyth launch of its thread this is, from 1; SYNC: how
+     * many its thread has made (interposer). TRANSFER: two float32, queue_wait_us then copy_us. */
+    uint64_t dst;
     uint64_t bytes;    /* payload; of a batch: the sum. ALLOC: bytes asked for */
     uint32_t tid;      /* kernel thread id; 0 in kvp_ring_write: the calling thread's */
     uint32_t transfer; /* id of the transfer this call belongs to; 0 = none known */
@@ -151,7 +155,9 @@ typedef struct {
     uint64_t slow_ns; /* their sum */
     uint64_t errors;  /* calls whose result was not 0 */
     uint64_t untimed; /* calls that were counted and not timed; count - untimed = sum of the histogram */
-    uint64_t reserved[4];
+    /* Part of `bytes` by the NUMA node of the host side: 0, 1, 2, all others. Asked once an allocation, of one of its
+     * pages, and only on machines of several nodes (interposer). */
+    uint64_t node_bytes[4];
     uint64_t histogram[KVP_BUCKETS];
 } kvp_slot; /* 1152 bytes */
 

@@ -317,6 +317,7 @@ void kvp_ring_write(const kvp_record *r, int detail) {
             slot->untimed++;
         if (unlikely(r->result)) slot->errors++;
         slot->copies += r->count;
+        if (unlikely(kvp_thread.node)) slot->node_bytes[kvp_thread.node < 4 ? kvp_thread.node - 1 : 3] += r->bytes;
         compiler_barrier();
         *(pair_of_u64 *)&slot->count += (pair_of_u64){1, r->bytes};
     } else

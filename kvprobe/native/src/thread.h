@@ -16,6 +16,8 @@ struct kvp_thread {
     void *lane;                /* ring.c: this thread's lane, and the epoch of the file it is in */
     uint32_t epoch;
     uint32_t attaching; /* ring.c: a signal handler's call while this thread makes its lane */
+    uint32_t node;      /* interposer: NUMA node of the host side of this copy, plus one; 0 where it is not known */
+    uint64_t launches;  /* interposer: kernel launches that this thread has made */
     uint32_t inside;    /* interposer: the runtime's own calls to the driver belong to the call that made them */
 } __attribute__((aligned(64)));
 

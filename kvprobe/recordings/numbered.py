@@ -1,0 +1,63 @@
+"""Whether launches met a full queue, where only the slow ones are kept and each says its number.
+
+kvprobe's interposer times every launch and keeps those of at least 20 us, with the number of launches that their thread
+had made; waits carry the same number. So it is known how many launches a thread had made since its stream was last
+known to be empty, however few of them are in the recording.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvprobe.recordings.model import Array, CallKind, Recording
+
+if TYPE_CHECKING:
+    from kvprobe.recordings.occupancy import StreamOccupancy
+
+__all__ = ["partial", "places"]
+
+
+def partial(recording: Recording, queue: StreamOccupancy) -> Array:
+    """Which of the queue's calls are launches of which others are missing, (calls,) bool."""
+    calls, rows = recording.calls, queue.calls
+    mine: Array = (calls["kind"][rows] == CallKind.LAUNCH) & (calls["launches"][rows] >= 0)
+    if not mine.any():
+        return mine
+    totals = recording.totals
+    made = np.isin(totals["stream"], queue.streams) & (totals["kind"] == CallKind.LAUNCH)
+    return mine if int(totals["calls"][made].sum()) > int(mine.sum()) else np.zeros(len(rows), dtype=bool)
+
+
+def places(recording: Recording, queue: StreamOccupancy, mine: Array) -> Array:
+    """Launches that the thread of each of `mine` had made since its stream was known to be empty, itself not counted.
+
+    A wait for the stream or for the device, which began after the thread's launches before it, empties it. Launches to
+    other streams count too: the figure is an upper bound of what was outstanding.
+
+    Args:
+        recording: of `kvprobe run`.
+        queue: whose calls `mine` masks.
+        mine: (calls,) bool, as `partial` returns it.
+
+    Returns:
+        One count for each call that `mine` selects, int64.
+    """
+    calls = recording.calls
+    rows = queue.calls[mine]
+    names = [text.lower() for text in recording.names] or [""]
+    whole = np.array(["devicesynchronize" in text or "ctxsynchronize" in text for text in names])
+    one = np.array(["streamsynchronize" in text for text in names])
+    waits = np.flatnonzero((calls["kind"] == CallKind.SYNC) & (calls["process"] == calls["process"][rows[0]]))
+    name = calls["name"][waits]
+    waits = waits[whole[name] | one[name] & np.isin(calls["stream"][waits], queue.streams)]
+    out = np.zeros(len(rows), dtype=np.int64)
+    for thread in np.unique(calls["thread"][rows]):
+        theirs = np.flatnonzero(calls["thread"][rows] == thread)
+        own = waits[calls["thread"][waits] == thread]
+        own = own[np.argsort(calls["end_ns"][own], kind="stable")]
+        before = np.searchsorted(calls["end_ns"][own], calls["start_ns"][rows[theirs]], "right")
+        made = np.append(0, np.maximum(calls["launches"][own], 0))[before]
+        out[theirs] = calls["launches"][rows[theirs]] - 1 - made
+    return np.maximum(out, 0)
