@@ -21,7 +21,7 @@ def program(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("hostrt")
     compiled: dict[str, Path] = {}
 
-    def run(subject: str, *arguments: object, **environment: str) -> None:
+    def run(subject: str, *arguments: object, **environment: str) -> str:
         if subject not in compiled:
             compiled[subject] = folder / subject
             command = [*build.compiler(), "-std=gnu11", "-D_GNU_SOURCE", "-g", "-O1", "-Wall", "-Wextra", "-Werror"]
@@ -39,6 +39,7 @@ def program(tmp_path_factory: pytest.TempPathFactory):
             check=False,
         )
         assert done.returncode == 0, f"exit code {done.returncode}: {done.stderr}"
+        return done.stdout
 
     return run
 
@@ -129,3 +130,18 @@ def test_semantics(program, case):
 
 def test_batch_call_has_the_signature_of_cuda_12_where_that_is_asked_for(program):
     program("semantics", "driver", "12", KVHOST_RUNTIME_VERSION="12080")
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["times", "full_queue", "actors", "independent", "stuck", "reset", "functions", "same_seed_same_history"],
+)
+def test_virtual_clock(program, case):
+    program("virtual", case)
+
+
+def test_history_of_a_seed_is_the_same_in_another_process(program):
+    first = program("virtual", "digest", 7, 3)
+    assert program("virtual", "digest", 7, 3) == first
+    assert program("virtual", "digest", 8, 3) != first
+    assert first == "6c8980b4cfaf33e5\n"  # on any machine; a change of the model changes it

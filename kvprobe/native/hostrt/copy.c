@@ -18,6 +18,11 @@ typedef struct {
     bool wait; /* for completion: pageable */
 } pageable;
 
+/* The memcpy into staging memory takes its caller's time by itself where time is real. */
+static void spend_staging(runtime *rt, size_t bytes) {
+    if (rt->simulation) rt->time->spend(rt, kvh_now(rt) + (uint64_t)((double)bytes * 1e9 / STAGING_BYTES_PER_S));
+}
+
 static cudaError_t stage(const route *r, size_t bytes, pageable *p) {
     if (r->memory != KVP_MEM_PAGEABLE) return cudaSuccess;
     p->wait = r->direction != KVP_H2D || bytes > STAGING_BYTES;
@@ -53,7 +58,7 @@ static cudaError_t submit_copy(call *c, cudaStream_t handle, op *o, const pageab
         target = s->submitted;
         kvh_unlock(c->rt);
     }
-    kvh_unlock_stream(s);
+    kvh_unlock_stream(c->rt, s);
     if (error && p->staging) {
         free(o->copy.batch);
         free(p->staging);
@@ -71,7 +76,10 @@ cudaError_t kvh_copy(call *c, void *dst, const void *src, size_t bytes, int kind
     pageable p = {0};
     error = stage(&r, bytes, &p);
     if (error) return error;
-    if (p.staging) src = memcpy(p.staging, src, bytes);
+    if (p.staging) {
+        src = memcpy(p.staging, src, bytes);
+        spend_staging(c->rt, bytes);
+    }
     op o = {.kind = OP_COPY, .class = r.class, .direction = r.direction, .count = 1, .bytes = bytes};
     o.copy.one = (piece){dst, src, bytes};
     return submit_copy(c, stream, &o, &p, wait);
@@ -101,6 +109,7 @@ static cudaError_t copy_2d(call *c, void *dst, size_t dst_pitch, const void *src
             memcpy((char *)p.staging + y * width, (const char *)src + y * src_pitch, width);
         src = p.staging;
         src_pitch = width;
+        spend_staging(c->rt, bytes);
     }
     o.copy.one = (piece){dst, src, width};
     o.copy.dst_pitch = dst_pitch;
@@ -165,6 +174,7 @@ static cudaError_t build(call *c, void *const *dsts, const void *const *srcs, co
             b->pieces[i].src = memcpy(at, srcs[i], sizes[i]);
             at += sizes[i];
         }
+    if (b->staging) spend_staging(c->rt, staged);
     *out = b;
     *routes_out = routes;
     return cudaSuccess;
@@ -209,7 +219,7 @@ cudaError_t kvh_batch(call *c, void *const *dsts, const void *const *srcs, const
         kvh_lock(c->rt);
         target = s->submitted;
         kvh_unlock(c->rt);
-        kvh_unlock_stream(s);
+        kvh_unlock_stream(c->rt, s);
     }
     kvh_lock(c->rt);
     bool last = --b->refs == 0;

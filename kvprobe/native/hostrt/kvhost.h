@@ -29,11 +29,25 @@
  * free) and ends after max(real time of the memcpy, latency + bytes / bandwidth); a piece of a batch after the first
  * adds latency / 5. An engine thread that the system ran late catches up, completing several operations at once.
  *
+ * VIRTUAL CLOCK (kvhost_config.virtual_clock, KVHOST_CLOCK=virtual). The same model without a thread and without a
+ * sleep: a discrete event simulation that starts at 1 s and is the same, event for event, on any machine under any
+ * load.
+ * - Time passes only inside a call, and only as the model says: a submission costs submit_ns, a query 100 ns, staging a
+ *   pageable source its bytes at 10 GB/s, every other call nothing; a copy takes latency + bytes / bandwidth on its
+ *   engine. A call that blocks runs what happens meanwhile and returns at the time at which what it waited for holds.
+ *   Host functions and the functions of work kernels take no time.
+ * - Simulated threads are actors (below). They and the engines take turns on the caller's own thread.
+ * - The seed orders what happens at the same time, and decides for every copy whether its bytes move when it starts,
+ * when it ends, or half of them each: each is possible on a GPU.
+ * - A call that can never return, because nothing that is outstanding can wake it, returns cudaErrorLaunchTimeout;
+ *   kvhostStuck then says what is outstanding.
+ * - A call from another thread of the process waits until the running one has returned.
+ *
  * ENVIRONMENT, read when the runtime starts (first call, or kvhostReset): KVHOST_DEPTH, KVHOST_CHANNELS,
  * KVHOST_H2D_GBPS, KVHOST_D2H_GBPS, KVHOST_LATENCY_US, KVHOST_MEMORY_BYTES, KVHOST_PINNED_BYTES,
- * KVHOST_RUNTIME_VERSION, KVHOST_SUBMIT_NS; CUDA_DEVICE_MAX_CONNECTIONS (all classes) and
- * CUDA_DEVICE_MAX_COPY_CONNECTIONS (copies), 1 to 32; CUDA_SCALE_LAUNCH_QUEUES 0.25x, 0.5x, 2x, 4x. Values out of range
- * are ignored, as the driver ignores them.
+ * KVHOST_RUNTIME_VERSION, KVHOST_SUBMIT_NS, KVHOST_CLOCK (virtual or real), KVHOST_SEED; CUDA_DEVICE_MAX_CONNECTIONS
+ * (all classes) and CUDA_DEVICE_MAX_COPY_CONNECTIONS (copies), 1 to 32; CUDA_SCALE_LAUNCH_QUEUES 0.25x, 0.5x, 2x, 4x.
+ * Values out of range are ignored, as the driver ignores them.
  *
  * FORK. A child starts afresh at its first call; its parent's streams, events and device pointers are invalid there.
  */
@@ -59,7 +73,9 @@ typedef struct {
     uint64_t runtime_version;  /* 13000; below 13000 the exported cudaMemcpyBatchAsync has 12.8's signature (failIdx) */
     double submit_ns;          /* 1000: host time of a submission that finds room, as a driver takes it (1.04 us on an
                                   H200); negative: as fast as this library can */
-    uint64_t reserved[6];
+    uint64_t virtual_clock;    /* 1: time is simulated (see VIRTUAL CLOCK); 2: real, whatever the environment says */
+    uint64_t seed;             /* 1; of the virtual clock: decides the order of what happens at the same time */
+    uint64_t reserved[4];
 } kvhost_config;
 
 /* Sets the configuration of a runtime in which no stream was created and nothing was submitted yet, else
@@ -71,6 +87,41 @@ KVP_EXPORT cudaError_t kvhostGetConfig(kvhost_config *config);
  * Calls blocked in other threads return cudaErrorDevicesUnavailable first; host functions that run are waited for. All
  * streams, events, device memory and cudaHostAlloc'd memory are gone after it: touching that memory then is a crash. */
 KVP_EXPORT cudaError_t kvhostReset(const kvhost_config *config);
+
+/* ---- time ----------------------------------------------------------------------------------------------------- */
+
+/* The time in ns: virtual, or kvp_now_ns where the clock is real. */
+KVP_EXPORT uint64_t kvhostNow(void);
+/* 1: the clock is virtual. */
+KVP_EXPORT int kvhostIsVirtual(void);
+
+/* An actor: a simulated thread. Its step is called at a virtual time, calls the runtime as any thread would, and
+ * returns the time at which it wants to be called next (UINT64_MAX: only when it is woken; a time that has passed: in 1
+ * ns). A step whose call blocks is suspended, on a stack of its own of 256 KiB, and goes on when that call returns; all
+ * else goes on meanwhile. It must not hold a lock across a call: who else wants it runs on the same thread. */
+typedef uint64_t (*kvhost_step)(void *ctx, uint64_t now_ns);
+/* Adds an actor, whose first step comes at the present time, and returns its id; -1: the clock is real. Resetting the
+ * runtime removes all actors. */
+KVP_EXPORT int kvhostActorAdd(kvhost_step step, void *ctx);
+/* The same for a step that needs its caller's stack, as an interpreter's callback does. If a call in it blocks, calls
+ * that were entered before it return only after it. */
+KVP_EXPORT int kvhostActorAddInline(kvhost_step step, void *ctx);
+/* The actor's next step comes at the present time; after the one that is under way, if one is. */
+KVP_EXPORT void kvhostActorWake(int id);
+/* Waits for the step that is under way (unless that step is the caller), then removes the actor. */
+KVP_EXPORT void kvhostActorRemove(int id);
+
+/* Runs all that is due until then; the time is `until_ns` afterwards, if it was not later already. In an actor: sleeps.
+ * cudaErrorNotSupported: the clock is real. */
+KVP_EXPORT int kvhostAdvance(uint64_t until_ns);
+/* Runs until the condition holds, which is asked after every event and must only look (its calls take no time).
+ * cudaErrorLaunchTimeout: it can never hold, since nothing is due any more, or only actors that poll have run for a
+ * million steps; kvhostStuck says what is outstanding. cudaErrorNotSupported: the clock is real. */
+KVP_EXPORT int kvhostRunUntil(int (*condition)(void *ctx), void *ctx);
+/* What was outstanding when a call last returned cudaErrorLaunchTimeout, a line each; "" if none has. */
+KVP_EXPORT const char *kvhostStuck(void);
+/* Events that the simulation has executed. */
+KVP_EXPORT uint64_t kvhostEvents(void);
 
 /* ---- work ----------------------------------------------------------------------------------------------------- */
 
@@ -116,7 +167,7 @@ enum kvhost_reason {
     KVHOST_SYNC = 5      /* a synchronising call waited for work */
 };
 
-/* One call. All times: CLOCK_MONOTONIC ns (kvp_now_ns). 0 in exec_*: nothing executed (yet). */
+/* One call. All times: ns of kvhostNow. 0 in exec_*: nothing executed (yet). */
 typedef struct {
     uint64_t sequence;      /* order in which calls were entered, from 0 */
     uint64_t correlation;   /* id of the device operation; 0: the call submitted none. A batch has one */
@@ -129,7 +180,7 @@ typedef struct {
     uint64_t stream;        /* handle as given */
     uint64_t src, dst;      /* of a batch: its first copy's */
     uint64_t bytes;
-    uint32_t tid;
+    uint32_t tid;           /* where the clock is virtual: 1 + the actor's id, 0 for a caller that is none */
     uint32_t count;         /* copies in the call */
     uint32_t chunks;        /* device operations it became */
     uint32_t executed;      /* of them, how many are over */

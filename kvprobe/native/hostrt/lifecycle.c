@@ -66,6 +66,9 @@ static kvhost_config resolve(const kvhost_config *given) {
     if (c.latency_ns == 0) c.latency_ns = env_number("KVHOST_LATENCY_US", 0, 1e6, 2) * 1e3;
     if (!c.memory_bytes) c.memory_bytes = (uint64_t)env_number("KVHOST_MEMORY_BYTES", 1, 1e15, 8589934592.0);
     if (!c.pinned_bytes) c.pinned_bytes = (uint64_t)env_number("KVHOST_PINNED_BYTES", 1, 1e15, 0);
+    const char *clock = getenv("KVHOST_CLOCK");
+    if (!c.virtual_clock) c.virtual_clock = clock && !strcmp(clock, "virtual") ? 1 : 2;
+    if (!c.seed) c.seed = (uint64_t)env_number("KVHOST_SEED", 1, 9e15, 1);
     if (!c.runtime_version) c.runtime_version = (uint64_t)env_number("KVHOST_RUNTIME_VERSION", 11000, 99000, 13000);
     return c;
 }
@@ -122,7 +125,8 @@ static runtime *create(const kvhost_config *config) {
     rt->zero = kvh_stream_new(rt, 0);
     if (!rt->memory || !rt->zero) abort();
     if (!rt->free_ops && !(kvh_more_ops(rt) && kvh_more_ops(rt))) abort();
-    kvh_engines_start(rt);
+    rt->time = rt->config.virtual_clock == 1 ? &kvh_simulated : &kvh_realtime;
+    rt->time->start(rt);
     return rt;
 }
 
@@ -146,8 +150,9 @@ static void destroy(runtime *rt) {
     rt->leaving = &p;
     kvh_let_leave(rt);
     kvh_unlock(rt);
-    kvh_park(&p, 0);
-    kvh_engines_stop(rt);
+    rt->time->wait(rt, &p);
+    rt->time->stop(rt);
+    free(rt->compute.heap);
     kvh_release_handles(rt);
     kvh_memory_free(rt->memory);
     rt->memory = NULL;
@@ -161,10 +166,17 @@ cudaError_t kvhostReset(const kvhost_config *config) {
     kvh_start();
     pthread_mutex_lock(&start_lock);
     runtime *old = atomic_load(&kvh_current);
+    bool owns = old->simulation && kvh_simulation_enter(old);
+    if (old->simulation && kvh_simulation_busy(old)) { /* an actor, or a function that a stream calls */
+        if (owns) kvh_simulation_leave(old);
+        pthread_mutex_unlock(&start_lock);
+        return cudaErrorNotSupported;
+    }
     kvh_faults_clear();
     kvh_trace_forget();
     destroy(old);
     atomic_store(&kvh_current, create(config));
+    if (owns) kvh_simulation_leave(old);
     pthread_mutex_unlock(&start_lock);
     self.last_error = cudaSuccess;
     return cudaSuccess;
@@ -226,6 +238,7 @@ cudaError_t kvh_begin(call *c, enum kvh_api api, uint64_t stream_handle) {
     c->reason = KVHOST_NOT_BLOCKED;
     c->blocked_ns = c->longest_ns = c->queue_ns = c->correlation = c->trace_index = 0;
     c->chunks = 0;
+    c->owns = rt->simulation && kvh_simulation_enter(rt);
     c->tracing = atomic_load_explicit(&rt->tracing, memory_order_relaxed);
     if (c->tracing) kvh_trace_begin(c, stream_handle);
     cudaError_t error = cudaSuccess;
@@ -237,11 +250,12 @@ cudaError_t kvh_end(call *c, cudaError_t error) {
     if (c->correlation) self.correlation = c->correlation;
     if (c->tracing) kvh_trace_end(c, error);
     if (__builtin_expect(error != 0, 0)) kvh_set_last_error(error);
+    if (c->owns) kvh_simulation_leave(c->rt);
     return error;
 }
 
 void kvh_blocked(call *c, enum kvhost_reason reason, uint64_t since_ns) {
-    uint64_t now = kvp_now_ns(), ns = now > since_ns ? now - since_ns : 0;
+    uint64_t now = kvh_now(c->rt), ns = now > since_ns ? now - since_ns : 0;
     c->blocked_ns += ns;
     if (reason == KVHOST_QUEUE_FULL) c->queue_ns += ns;
     if (c->reason && ns < c->longest_ns) return;
@@ -251,6 +265,13 @@ void kvh_blocked(call *c, enum kvhost_reason reason, uint64_t since_ns) {
 
 /* "Not ready" is an answer, not an error, but CUDA too remembers it as the last error. */
 void kvh_set_last_error(cudaError_t error) { self.last_error = error; }
+
+thread_state kvh_swap_thread(thread_state of) {
+    thread_state was = {self.last_error, self.correlation};
+    self.last_error = of.last_error;
+    self.correlation = of.correlation;
+    return was;
+}
 
 KVP_EXPORT cudaError_t cudaPeekAtLastError(void) {
     runtime *rt = kvh_runtime();

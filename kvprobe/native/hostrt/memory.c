@@ -226,8 +226,9 @@ void kvh_memory_release(runtime *rt, void *base) {
 KVP_EXPORT cudaError_t cudaMalloc(void **p, size_t bytes) {
     KVH_ENTER(cudaMalloc, 0);
     kvh_trace_about(c, NULL, NULL, bytes, 1, 0, 0);
-    kvh_ctx_lock(c);
-    cudaError_t error = device_alloc(c->rt, p, bytes);
+    cudaError_t error = kvh_ctx_lock(c);
+    if (error) KVH_LEAVE(error);
+    error = device_alloc(c->rt, p, bytes);
     kvh_ctx_unlock(c);
     KVH_LEAVE(error);
 }
@@ -237,9 +238,9 @@ KVP_EXPORT cudaError_t cudaFree(void *p) {
     KVH_ENTER(cudaFree, 0);
     if (!p) KVH_LEAVE(cudaSuccess);
     cudaError_t error = kvh_wait_all(c);
-    if (error) KVH_LEAVE(error);
     range was;
-    kvh_ctx_lock(c);
+    if (!error) error = kvh_ctx_lock(c);
+    if (error) KVH_LEAVE(error);
     error = forget(c->rt->memory, p, RANGE_DEVICE, &was);
     if (!error) unmap_device(&was);
     kvh_ctx_unlock(c);
@@ -288,8 +289,9 @@ static cudaError_t host_alloc(call *c, void **p, size_t bytes) {
     if (!p) return cudaErrorInvalidValue;
     *p = NULL;
     if (!bytes) return cudaSuccess;
-    kvh_ctx_lock(c);
-    cudaError_t error = cudaErrorMemoryAllocation;
+    cudaError_t error = kvh_ctx_lock(c);
+    if (error) return error;
+    error = cudaErrorMemoryAllocation;
     size_t mapped = (bytes + m->page - 1) & ~(m->page - 1);
     pthread_rwlock_wrlock(&m->lock);
     if (mapped >= bytes &&
@@ -327,9 +329,9 @@ KVP_EXPORT cudaError_t cudaFreeHost(void *p) {
     KVH_ENTER(cudaFreeHost, 0);
     if (!p) KVH_LEAVE(cudaSuccess);
     cudaError_t error = kvh_wait_all(c);
-    if (error) KVH_LEAVE(error);
     range was;
-    kvh_ctx_lock(c);
+    if (!error) error = kvh_ctx_lock(c);
+    if (error) KVH_LEAVE(error);
     error = forget(c->rt->memory, p, RANGE_HOST, &was);
     if (!error) munmap((void *)was.base, was.mapped);
     kvh_ctx_unlock(c);
@@ -343,9 +345,10 @@ KVP_EXPORT cudaError_t cudaHostRegister(void *p, size_t bytes, unsigned flags) {
     uintptr_t base = (uintptr_t)p;
     if (!p || !bytes || base + bytes < base) KVH_LEAVE(cudaErrorInvalidValue);
     memory *m = c->rt->memory;
-    kvh_ctx_lock(c);
+    cudaError_t error = kvh_ctx_lock(c);
+    if (error) KVH_LEAVE(error);
     pthread_rwlock_wrlock(&m->lock);
-    cudaError_t error = cudaErrorMemoryAllocation;
+    error = cudaErrorMemoryAllocation;
     size_t i = above(m, base + bytes - 1);
     if (i && m->ranges[i - 1].base + m->ranges[i - 1].bytes > base)
         error = cudaErrorHostMemoryAlreadyRegistered;
@@ -360,9 +363,9 @@ KVP_EXPORT cudaError_t cudaHostRegister(void *p, size_t bytes, unsigned flags) {
 KVP_EXPORT cudaError_t cudaHostUnregister(void *p) {
     KVH_ENTER(cudaHostUnregister, 0);
     cudaError_t error = kvh_wait_all(c);
-    if (error) KVH_LEAVE(error);
     range was;
-    kvh_ctx_lock(c);
+    if (!error) error = kvh_ctx_lock(c);
+    if (error) KVH_LEAVE(error);
     error = forget(c->rt->memory, p, RANGE_REGISTERED, &was);
     kvh_ctx_unlock(c);
     KVH_LEAVE(error);

@@ -1,10 +1,14 @@
 /* What the host runtime's files share: its structures, the rules of its locks, and who offers what.
  *
+ * THE WALL. The model (sched.c, engines.c, submit.c) says what happens next and when; it never waits. A timekeeper
+ * makes time pass: realtime.c by threads that sleep, simulation.c by an event loop. Each of them calls the same few
+ * functions of engines.c, and the model calls the five functions of struct timekeeper.
+ *
  * LOCKS, in the order in which they may be taken:
- *   stream.lock     one per stream: held through every call that names the stream, also while it blocks for a slot
- *   runtime.lock    the scheduler: queues, engines, events, context lock state; held for well under a microsecond
+ *   runtime.lock    the scheduler: queues, engines, events, stream and context locks; held for well under a microsecond
  *   memory lock, trace lock, fault lock: leaves
- * The context lock is not a mutex but a state under runtime.lock, because a blocked submitter holds it while parked.
+ * A stream's lock is held through every call that names the stream, also while it blocks for a slot. It and the context
+ * lock are no mutexes but states, because who waits for them may be a simulated thread.
  * Wake-ups are collected under runtime.lock and sent after it: a futex call takes longer than everything else there.
  */
 #ifndef KVHOST_RT_H
@@ -17,11 +21,11 @@
 #include <stdbool.h>
 
 #define MAX_CHANNELS 32
-#define MAX_WORKERS 64
 #define CLASSES 3
 
 enum {
     cudaErrorInvalidDeviceFunction = 98,
+    cudaErrorLaunchTimeout = 702,
     cudaErrorHostMemoryAlreadyRegistered = 712,
     cudaErrorHostMemoryNotRegistered = 713
 };
@@ -109,7 +113,11 @@ enum { PARK_WAITING = 0, PARK_ASLEEP = 1, PARK_GO = 2, PARK_ABORTED = 3 };
 typedef struct parker {
     _Atomic uint32_t state;
     struct parker *next;
-    uint64_t target; /* of a stream's waiter: the count of completed operations that it waits for */
+    uint64_t target;     /* of a stream's waiter: the count of completed operations that it waits for */
+    const channel *slot; /* of a submitter: the channel of which it wants one; else NULL */
+    const stream *of;    /* the stream that the call names; NULL: none */
+    uint16_t api;
+    uint8_t reason;
 } parker;
 
 typedef struct {
@@ -153,6 +161,7 @@ typedef struct op {
     bool started, holds_slot;
     int fail; /* error to raise when executed */
     uint64_t submit_ns, ready_ns, start_ns, finish_ns;
+    uint64_t order;       /* among compute work that ends at the same time */
     uint64_t trace_index; /* 1 + index; 0: not traced */
     uint32_t trace_epoch;
     uint32_t count; /* pieces */
@@ -185,13 +194,16 @@ typedef struct op {
 #define STREAM_ALIVE 0x5354524du
 #define EVENT_ALIVE 0x45564e54u
 
+enum stream_lock { STREAM_FREE = 0, STREAM_HELD = 1, STREAM_WANTED = 2 };
+
 /* Streams and events live in memory that is reused and never given back: a stale handle is recognised, not followed. */
 struct stream {
     _Atomic uint32_t alive;
     uint32_t number;
     _Atomic(runtime *) rt;
-    pthread_mutex_t lock;
-    stream *next, *prev; /* of the runtime's streams, or free */
+    _Atomic uint32_t lock; /* enum stream_lock */
+    parkers lock_waiters;  /* first come, first served */
+    stream *next, *prev;   /* of the runtime's streams, or free */
     op *head, *tail;
     uint64_t submitted, completed; /* operations; never reset, so a waiter of an earlier life is never stranded */
     uint64_t ready_ns;             /* when its newest completed operation ended */
@@ -216,35 +228,26 @@ struct channel {
     uint32_t waiting;
     uint64_t started_ns; /* start of its newest started operation: the next one cannot start earlier */
     parkers waiters;     /* for a slot */
+    uint64_t ready_ns;   /* where the clock is virtual: when it became ready */
     bool dirty, ready;
     channel *next_dirty, *next_ready;
 };
 
+/* Channels whose first operation is a copy that could start, in the order in which they came to that. */
 typedef struct {
-    runtime *rt;
-    pthread_t thread;
-    uint8_t class;
-    bool idle;
-    _Atomic uint32_t kick;      /* futex */
-    _Atomic uint64_t finish_ns; /* of what it executes; 0: idle */
     channel *ready_head, *ready_tail;
-    uint64_t free_ns, oversleep_ns, watched_ns;
+    uint64_t free_ns;           /* end of the newest copy */
+    _Atomic uint64_t finish_ns; /* scheduled end of what it executes; 0: idle */
 } copy_engine;
 
 typedef struct {
     op **heap; /* by finish_ns */
     uint32_t size, room;
-    pthread_t thread;
-    uint64_t sleeping_until; /* 0: awake */
-    _Atomic uint32_t kick;
 } compute_engine;
 
 typedef struct {
-    pthread_t threads[MAX_WORKERS];
-    uint32_t count, idle;
-    op *head, *tail;
-    pthread_cond_t cond;
-} host_workers;
+    op *head; /* by next_channel */
+} host_functions;
 
 struct kvhost_gate {
     bool open;
@@ -252,6 +255,22 @@ struct kvhost_gate {
 };
 
 typedef struct memory memory;
+
+/* ---- time ---------------------------------------------------------------------------------------------------- */
+
+enum engine { ENGINE_COMPUTE = KVHOST_COMPUTE, ENGINE_H2D, ENGINE_D2H, ENGINE_HOST, ENGINES };
+
+/* Who makes time pass. */
+typedef struct {
+    void (*start)(runtime *rt);
+    void (*stop)(runtime *rt);                     /* nothing is pending and nobody waits any more */
+    void (*look)(runtime *rt, enum engine engine); /* runtime.lock held: the engine has something new to do */
+    /* Until the parker goes; cudaErrorLaunchTimeout: it never will. */
+    cudaError_t (*wait)(runtime *rt, parker *p);
+    void (*spend)(runtime *rt, uint64_t until_ns); /* the caller's own time */
+} timekeeper;
+typedef struct threads threads;
+typedef struct simulation simulation;
 
 struct runtime {
     pthread_mutex_t lock;
@@ -272,7 +291,7 @@ struct runtime {
     stream *streams; /* list, zero included */
     event *events;
     uint32_t next_stream;
-    uint64_t next_correlation;
+    uint64_t next_correlation, next_order;
 
     bool ctx_exclusive;
     uint32_t ctx_shared;
@@ -280,8 +299,12 @@ struct runtime {
 
     copy_engine copy[CLASSES]; /* [0] unused */
     compute_engine compute;
-    host_workers workers;
+    host_functions host;
     op *gates_running; /* by next_channel */
+
+    const timekeeper *time;
+    threads *threads;       /* of the real clock, else NULL */
+    simulation *simulation; /* of the virtual clock, else NULL */
 
     op *free_ops;
     marker *free_markers;
@@ -303,6 +326,7 @@ typedef struct {
     uint16_t api;
     uint8_t reason;
     bool tracing;
+    bool owns; /* the simulation, until it returns */
     uint32_t trace_epoch;
     uint64_t trace_index; /* 1 + index; 0: none */
     uint64_t blocked_ns, longest_ns, queue_ns;
@@ -322,12 +346,18 @@ cudaError_t kvh_begin(call *c, enum kvh_api api, uint64_t stream_handle); /* 0, 
 cudaError_t kvh_end(call *c, cudaError_t error);
 void kvh_blocked(call *c, enum kvhost_reason reason, uint64_t since_ns);
 void kvh_set_last_error(cudaError_t error);
+/* What CUDA remembers for each thread; an actor has its own. */
+typedef struct {
+    cudaError_t last_error;
+    uint64_t correlation;
+} thread_state;
+thread_state kvh_swap_thread(thread_state of);
 
 /* sched.c: the scheduler; all but lock/unlock want runtime.lock held. */
 void kvh_lock(runtime *rt);
 void kvh_unlock(runtime *rt);
 void kvh_wake_later(runtime *rt, _Atomic uint32_t *word);
-void kvh_park(parker *p, uint64_t spin_until_ns);
+void kvh_remove(parkers *list, parker *p);
 void kvh_push(parkers *list, parker *p);
 void kvh_go(runtime *rt, parker *p, uint32_t state);
 void kvh_go_all(runtime *rt, parkers *list, uint32_t state);
@@ -345,25 +375,46 @@ void kvh_let_leave(runtime *rt);
 
 /* submit.c: from a call to an operation. */
 cudaError_t kvh_lock_stream(call *c, stream *s);
-void kvh_unlock_stream(stream *s);
+void kvh_unlock_stream(runtime *rt, stream *s);
+void kvh_unlock_stream_held(runtime *rt, stream *s); /* runtime.lock held */
 cudaError_t kvh_submit(call *c, stream *s, const op *proto);
 cudaError_t kvh_submit_one(call *c, cudaStream_t handle, const op *proto); /* lock, submit, unlock */
 cudaError_t kvh_wait_stream(call *c, stream *s, uint64_t target, enum kvhost_reason reason);
 cudaError_t kvh_wait_event(call *c, event *e);
 cudaError_t kvh_wait_all(call *c);
-void kvh_ctx_lock(call *c);
+cudaError_t kvh_ctx_lock(call *c);
 void kvh_ctx_unlock(call *c);
-void kvh_ctx_share(call *c);   /* runtime.lock held */
-void kvh_ctx_unshare(call *c); /* runtime.lock held */
 
-/* engines.c */
-void kvh_engines_start(runtime *rt);
-void kvh_engines_stop(runtime *rt);
+/* engines.c: what the scheduler hands to them ... */
 void kvh_engine_ready(runtime *rt, channel *ch);
 void kvh_compute_start(runtime *rt, op *o);
-void kvh_worker_start(runtime *rt, op *o);
-void kvh_kick_all(runtime *rt);
+void kvh_host_start(runtime *rt, op *o);
+void kvh_look_all(runtime *rt);
 void kvh_gate_unref(kvhost_gate *gate);
+/* ... and how a timekeeper drives them. All with runtime.lock held; the last two let go of it meanwhile. */
+op *kvh_copy_begin(runtime *rt, uint8_t class, uint64_t *service_ns); /* NULL: none is ready */
+enum half { FIRST_HALF = 1, SECOND_HALF = 2, BOTH_HALVES = 3 };
+void kvh_move(const op *o, enum half half); /* of every piece; without the lock */
+void kvh_copy_end(runtime *rt, op *o, uint64_t finish_ns, bool moved);
+const op *kvh_compute_first(runtime *rt); /* the next to end, at finish_ns; NULL: none */
+void kvh_compute_end(runtime *rt);
+void kvh_host_end(runtime *rt); /* calls the oldest host function */
+static inline bool kvh_lost(runtime *rt) { return atomic_load_explicit(&rt->sticky, memory_order_acquire) != 0; }
+
+/* realtime.c, simulation.c */
+extern const timekeeper kvh_realtime, kvh_simulated;
+uint64_t kvh_simulated_now(runtime *rt);
+uint32_t kvh_choose(runtime *rt, uint32_t n); /* one of n that happen at the same time: 0 where time is real */
+uint64_t kvh_random(runtime *rt);
+bool kvh_simulation_enter(runtime *rt); /* true: kvh_simulation_leave it */
+void kvh_simulation_leave(runtime *rt);
+void kvh_simulation_lock(runtime *rt); /* for functions that are no calls */
+void kvh_simulation_unlock(runtime *rt);
+bool kvh_simulation_busy(runtime *rt); /* a call is under way in it */
+uint32_t kvh_simulated_thread(runtime *rt);
+static inline uint64_t kvh_now(runtime *rt) { return rt->simulation ? kvh_simulated_now(rt) : kvp_now_ns(); }
+#define QUERY_NS 100
+#define STAGING_BYTES_PER_S 10e9
 
 /* memory.c */
 typedef struct {

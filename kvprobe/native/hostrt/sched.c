@@ -9,17 +9,19 @@
 
 static void futex_wake_one(_Atomic uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0); }
 
-static inline void relax(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
+/* Where the clock is virtual, a call owns all from its begin to its end. */
+void kvh_lock(runtime *rt) {
+    if (rt->simulation)
+        kvh_simulation_lock(rt);
+    else
+        pthread_mutex_lock(&rt->lock);
 }
 
-void kvh_lock(runtime *rt) { pthread_mutex_lock(&rt->lock); }
-
 void kvh_unlock(runtime *rt) {
+    if (rt->simulation) {
+        kvh_simulation_unlock(rt);
+        return;
+    }
     uint32_t n = rt->wake_count;
     _Atomic uint32_t *wakes[16];
     if (n) memcpy(wakes, rt->wakes, n * sizeof *wakes);
@@ -37,18 +39,7 @@ void kvh_wake_later(runtime *rt, _Atomic uint32_t *word) {
         futex_wake_one(word);
 }
 
-/* ---- parking: without the lock ------------------------------------------------------------------------------- */
-
-void kvh_park(parker *p, uint64_t spin_until_ns) {
-    while (spin_until_ns && kvp_now_ns() < spin_until_ns) {
-        if (atomic_load_explicit(&p->state, memory_order_acquire) >= PARK_GO) return;
-        relax();
-    }
-    uint32_t expected = PARK_WAITING;
-    if (!atomic_compare_exchange_strong(&p->state, &expected, PARK_ASLEEP)) return;
-    while (atomic_load_explicit(&p->state, memory_order_acquire) < PARK_GO)
-        syscall(SYS_futex, &p->state, FUTEX_WAIT_PRIVATE, PARK_ASLEEP, NULL, NULL, 0);
-}
+/* ---- parking ------------------------------------------------------------------------------------------------- */
 
 void kvh_push(parkers *list, parker *p) {
     p->next = NULL;
@@ -67,6 +58,17 @@ static parker *pop(parkers *list) {
     parker *p = list->head;
     if (p) list->head = p->next;
     return p;
+}
+
+/* Out of the list, if it is still in it: its thread waits no longer. */
+void kvh_remove(parkers *list, parker *p) {
+    parker *last = NULL;
+    for (parker **link = &list->head; *link; last = *link, link = &(*link)->next)
+        if (*link == p) {
+            *link = p->next;
+            if (list->tail == p) list->tail = last;
+            return;
+        }
 }
 
 void kvh_go_all(runtime *rt, parkers *list, uint32_t state) {
@@ -250,7 +252,7 @@ static void settle_channel(runtime *rt, channel *ch) {
         /* what computes leaves its queue when it starts: behind it there is room for a full depth */
         kvh_release_slot(rt, o);
         if (o->kind == OP_HOSTFN)
-            kvh_worker_start(rt, o);
+            kvh_host_start(rt, o);
         else
             kvh_compute_start(rt, o);
     }
@@ -274,9 +276,9 @@ void kvh_fail(runtime *rt, cudaError_t code) {
     for (stream *s = rt->streams; s; s = s->next) kvh_go_all(rt, &s->waiters, PARK_ABORTED);
     for (op *o = rt->gates_running, *next; o; o = next) {
         next = o->next_channel;
-        kvh_complete(rt, o, kvp_now_ns());
+        kvh_complete(rt, o, kvh_now(rt));
     }
     rt->gates_running = NULL;
     kvh_pump(rt);
-    kvh_kick_all(rt);
+    kvh_look_all(rt);
 }

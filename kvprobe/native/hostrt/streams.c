@@ -51,8 +51,8 @@ stream *kvh_stream_new(runtime *rt, int priority) {
     stream *s = free_streams;
     if (s)
         free_streams = s->next;
-    else if ((s = fresh(&stream_range)))
-        pthread_mutex_init(&s->lock, NULL);
+    else
+        s = fresh(&stream_range);
     pthread_mutex_unlock(&pool_lock);
     if (!s) return NULL;
     kvh_lock(rt);
@@ -142,7 +142,9 @@ cudaError_t kvh_stream_create(call *c, cudaStream_t *out, unsigned flags, int pr
     if (!out || flags & ~(unsigned)cudaStreamNonBlocking) return cudaErrorInvalidValue;
     if (priority > LOWEST) priority = LOWEST;
     if (priority < HIGHEST) priority = HIGHEST;
-    kvh_ctx_lock(c);
+    *out = NULL;
+    cudaError_t error = kvh_ctx_lock(c);
+    if (error) return error;
     stream *s = kvh_stream_new(c->rt, priority);
     if (s) {
         kvh_lock(c->rt);
@@ -198,13 +200,18 @@ KVP_EXPORT cudaError_t cudaStreamDestroy(cudaStream_t handle) {
     kvh_lock(c->rt);
     atomic_store(&s->alive, 0);
     c->rt->stats.streams--;
-    pthread_mutex_unlock(&s->lock); /* before it can be reused */
+    kvh_unlock_stream_held(c->rt, s); /* before it can be reused */
     if (s->head)
         s->destroyed = true;
     else
         kvh_stream_retire(c->rt, s);
     kvh_unlock(c->rt);
     KVH_LEAVE(first);
+}
+
+/* So that who asks again and again gets on; where time is real it passes by itself. */
+static void spend_query(runtime *rt) {
+    if (rt->simulation) rt->time->spend(rt, kvh_now(rt) + QUERY_NS);
 }
 
 KVP_EXPORT cudaError_t cudaStreamQuery(cudaStream_t handle) {
@@ -216,7 +223,8 @@ KVP_EXPORT cudaError_t cudaStreamQuery(cudaStream_t handle) {
     kvh_lock(c->rt);
     bool done = s->completed == s->submitted;
     kvh_unlock(c->rt);
-    kvh_unlock_stream(s);
+    kvh_unlock_stream(c->rt, s);
+    spend_query(c->rt);
     error = atomic_load(&c->rt->sticky);
     KVH_LEAVE(error ? error : done ? cudaSuccess : cudaErrorNotReady);
 }
@@ -229,7 +237,7 @@ cudaError_t kvh_stream_sync(call *c, cudaStream_t handle) {
     kvh_lock(c->rt);
     uint64_t target = s->submitted;
     kvh_unlock(c->rt);
-    kvh_unlock_stream(s);
+    kvh_unlock_stream(c->rt, s);
     return kvh_wait_stream(c, s, target, KVHOST_SYNC);
 }
 
@@ -249,7 +257,9 @@ KVP_EXPORT cudaError_t cudaDeviceSynchronize(void) {
 cudaError_t kvh_event_create(call *c, cudaEvent_t *out, unsigned flags) {
     if (!out || flags > 7) return cudaErrorInvalidValue;
     runtime *rt = c->rt;
-    kvh_ctx_lock(c);
+    *out = NULL;
+    cudaError_t error = kvh_ctx_lock(c);
+    if (error) return error;
     pthread_mutex_lock(&pool_lock);
     event *e = free_events;
     if (e)
@@ -329,7 +339,7 @@ KVP_EXPORT cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_h
     } else {
         error = cudaErrorMemoryAllocation;
     }
-    kvh_unlock_stream(s);
+    kvh_unlock_stream(c->rt, s);
     KVH_LEAVE(error);
 }
 
@@ -356,7 +366,7 @@ KVP_EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent
             kvh_unlock(rt);
         }
     }
-    kvh_unlock_stream(s);
+    kvh_unlock_stream(c->rt, s);
     KVH_LEAVE(error);
 }
 
@@ -366,6 +376,7 @@ KVP_EXPORT cudaError_t cudaEventQuery(cudaEvent_t handle) {
     event *e = find_event(c->rt, handle);
     bool done = e && (!e->marker || e->marker->done);
     kvh_unlock(c->rt);
+    spend_query(c->rt);
     cudaError_t error = atomic_load(&c->rt->sticky);
     KVH_LEAVE(error ? error : !e ? cudaErrorInvalidResourceHandle : done ? cudaSuccess : cudaErrorNotReady);
 }

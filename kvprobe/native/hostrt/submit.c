@@ -3,49 +3,69 @@
 
 #include <stdlib.h>
 
-/* A slot that comes this soon is watched for, because waking a thread on an idle core takes as long (up to 30 us in a
- * virtual machine): a blocked call would last two copies, the next none. Later ones are slept for. */
-#define SPIN_NS 25000
+/* Waits as `p` says; runtime.lock is held before and after. cudaErrorLaunchTimeout: it would be for ever. */
+static cudaError_t park(call *c, parkers *list, parker *p, enum kvhost_reason reason) {
+    runtime *rt = c->rt;
+    uint64_t since = kvh_now(rt);
+    p->api = c->api;
+    p->reason = reason;
+    kvh_push(list, p);
+    rt->inside++;
+    kvh_unlock(rt);
+    cudaError_t error = rt->time->wait(rt, p);
+    kvh_blocked(c, reason, since);
+    kvh_lock(rt);
+    if (error) kvh_remove(list, p);
+    rt->inside--;
+    kvh_let_leave(rt);
+    return error;
+}
+
+/* ---- a stream's lock ------------------------------------------------------------------------------------------- */
+
+static cudaError_t wait_for_lock(call *c, stream *s) {
+    runtime *rt = c->rt;
+    cudaError_t error = cudaSuccess;
+    kvh_lock(rt);
+    if (atomic_exchange(&s->lock, STREAM_WANTED) != STREAM_FREE) {
+        parker p = {.of = s};
+        error = park(c, &s->lock_waiters, &p, KVHOST_STREAM_LOCK); /* who lets go hands it over */
+    }
+    kvh_unlock(rt);
+    return error;
+}
 
 cudaError_t kvh_lock_stream(call *c, stream *s) {
-    if (pthread_mutex_trylock(&s->lock)) {
-        uint64_t since = kvp_now_ns();
-        pthread_mutex_lock(&s->lock);
-        kvh_blocked(c, KVHOST_STREAM_LOCK, since);
+    uint32_t is_free = STREAM_FREE;
+    if (!atomic_compare_exchange_strong(&s->lock, &is_free, STREAM_HELD)) {
+        cudaError_t error = wait_for_lock(c, s);
+        if (error) return error;
     }
     if (atomic_load_explicit(&s->alive, memory_order_acquire) == STREAM_ALIVE && atomic_load(&s->rt) == c->rt)
         return cudaSuccess;
-    pthread_mutex_unlock(&s->lock); /* destroyed while we waited */
+    kvh_unlock_stream(c->rt, s); /* destroyed while we waited */
     return cudaErrorInvalidResourceHandle;
 }
 
-void kvh_unlock_stream(stream *s) { pthread_mutex_unlock(&s->lock); }
+void kvh_unlock_stream_held(runtime *rt, stream *s) {
+    parker *p = s->lock_waiters.head;
+    if (p) {
+        s->lock_waiters.head = p->next;
+        kvh_go(rt, p, PARK_GO);
+    } else {
+        atomic_store(&s->lock, STREAM_FREE);
+    }
+}
 
-/* Parks the calling thread; runtime.lock is held before and after. */
-static void park(call *c, parker *p, uint64_t spin_until_ns, enum kvhost_reason reason) {
-    runtime *rt = c->rt;
-    uint64_t since = kvp_now_ns();
-    rt->inside++;
-    kvh_unlock(rt);
-    kvh_park(p, spin_until_ns);
-    kvh_blocked(c, reason, since);
+void kvh_unlock_stream(runtime *rt, stream *s) {
+    uint32_t held = STREAM_HELD;
+    if (atomic_compare_exchange_strong(&s->lock, &held, STREAM_FREE)) return;
     kvh_lock(rt);
-    rt->inside--;
-    kvh_let_leave(rt);
+    kvh_unlock_stream_held(rt, s);
+    kvh_unlock(rt);
 }
 
 /* ---- the context lock ------------------------------------------------------------------------------------------ */
-
-void kvh_ctx_share(call *c) {
-    runtime *rt = c->rt;
-    if (rt->ctx_exclusive) {
-        parker p = {0};
-        kvh_push(&rt->ctx_want_shared, &p);
-        park(c, &p, 0, KVHOST_CONTEXT_LOCK); /* who lets go counts us in */
-    } else {
-        rt->ctx_shared++;
-    }
-}
 
 static void admit_exclusive(runtime *rt) {
     parker *p = rt->ctx_want_exclusive.head;
@@ -55,22 +75,34 @@ static void admit_exclusive(runtime *rt) {
     kvh_go(rt, p, PARK_GO);
 }
 
-void kvh_ctx_unshare(call *c) {
-    if (--c->rt->ctx_shared == 0) admit_exclusive(c->rt);
+/* Both with runtime.lock held. */
+static cudaError_t share_context(call *c) {
+    runtime *rt = c->rt;
+    if (!rt->ctx_exclusive) {
+        rt->ctx_shared++;
+        return cudaSuccess;
+    }
+    parker p = {0};
+    return park(c, &rt->ctx_want_shared, &p, KVHOST_CONTEXT_LOCK); /* who lets go counts us in */
 }
 
-void kvh_ctx_lock(call *c) {
+static void unshare_context(runtime *rt) {
+    if (--rt->ctx_shared == 0) admit_exclusive(rt);
+}
+
+cudaError_t kvh_ctx_lock(call *c) {
     runtime *rt = c->rt;
+    cudaError_t error = cudaSuccess;
     kvh_lock(rt);
     if (rt->ctx_exclusive || rt->ctx_shared) {
         parker p = {0};
-        kvh_push(&rt->ctx_want_exclusive, &p);
-        park(c, &p, 0, KVHOST_CONTEXT_LOCK);
+        error = park(c, &rt->ctx_want_exclusive, &p, KVHOST_CONTEXT_LOCK);
     } else {
         rt->ctx_exclusive = true;
     }
     rt->used = true;
     kvh_unlock(rt);
+    return error;
 }
 
 void kvh_ctx_unlock(call *c) {
@@ -98,25 +130,19 @@ static bool take(runtime *rt, channel *ch) {
     return true;
 }
 
-static cudaError_t take_or_wait(call *c, channel *ch, uint64_t *now) {
+static cudaError_t take_or_wait(call *c, stream *s, channel *ch) {
     runtime *rt = c->rt;
     if (take(rt, ch)) return cudaSuccess;
-    kvh_ctx_share(c);
-    cudaError_t error = cudaSuccess;
+    cudaError_t error = share_context(c);
+    if (error) return error;
     if (!take(rt, ch)) {
-        int sticky = atomic_load_explicit(&rt->sticky, memory_order_relaxed);
-        if (sticky) {
-            error = sticky;
-        } else {
-            parker p = {0};
-            kvh_push(&ch->waiters, &p);
+        error = atomic_load_explicit(&rt->sticky, memory_order_relaxed);
+        if (!error) {
+            parker p = {.slot = ch, .of = s};
             ch->waiting++;
             atomic_fetch_add(&rt->waiting[ch->class], 1);
-            *now = kvp_now_ns();
-            uint64_t finish = atomic_load_explicit(&rt->copy[ch->class].finish_ns, memory_order_relaxed);
-            uint64_t spin = finish && finish < *now + SPIN_NS ? finish + SPIN_NS : 0;
             uint64_t before = c->blocked_ns;
-            park(c, &p, spin, KVHOST_QUEUE_FULL);
+            error = park(c, &ch->waiters, &p, KVHOST_QUEUE_FULL);
             atomic_fetch_sub(&rt->waiting[ch->class], 1);
             ch->waiting--;
             rt->stats.blocked_calls++;
@@ -124,8 +150,7 @@ static cudaError_t take_or_wait(call *c, channel *ch, uint64_t *now) {
             if (atomic_load(&p.state) == PARK_ABORTED) error = atomic_load(&rt->sticky);
         }
     }
-    kvh_ctx_unshare(c);
-    *now = kvp_now_ns();
+    unshare_context(rt);
     return error;
 }
 
@@ -134,7 +159,7 @@ static cudaError_t take_or_wait(call *c, channel *ch, uint64_t *now) {
 /* Puts a copy of `proto` behind the stream, whose lock is held. On an error nothing was submitted. */
 cudaError_t kvh_submit(call *c, stream *s, const op *proto) {
     runtime *rt = c->rt;
-    uint64_t now = kvp_now_ns(), ready = now + (rt->config.submit_ns > 0 ? (uint64_t)rt->config.submit_ns : 0);
+    uint64_t now = kvh_now(rt), ready = now + (rt->config.submit_ns > 0 ? (uint64_t)rt->config.submit_ns : 0);
     kvh_lock(rt);
     cudaError_t error = atomic_load_explicit(&rt->sticky, memory_order_relaxed);
     op *o = NULL;
@@ -142,7 +167,9 @@ cudaError_t kvh_submit(call *c, stream *s, const op *proto) {
     if (!error && proto->kind != OP_WAIT) {
         uint8_t class = proto->kind == OP_RECORD ? s->last_class : proto->class;
         ch = &rt->channels[class][s->number % rt->channels_of[class]];
-        error = take_or_wait(c, ch, &now);
+        uint64_t before = c->blocked_ns;
+        error = take_or_wait(c, s, ch);
+        if (c->blocked_ns != before) now = kvh_now(rt);
         if (!error) s->last_class = class;
     }
     if (!error && !(o = kvh_op(rt))) error = cudaErrorMemoryAllocation;
@@ -187,8 +214,7 @@ cudaError_t kvh_submit(call *c, stream *s, const op *proto) {
     }
     kvh_unlock(rt);
     /* what a driver does on the host for every submission; a call that blocked has taken that long already */
-    if (ch)
-        while (kvp_now_ns() < ready) continue;
+    if (ch) rt->time->spend(rt, ready);
     return cudaSuccess;
 }
 
@@ -198,7 +224,7 @@ cudaError_t kvh_submit_one(call *c, cudaStream_t handle, const op *proto) {
     cudaError_t error = kvh_lock_stream(c, s);
     if (error) return error;
     error = kvh_submit(c, s, proto);
-    kvh_unlock_stream(s);
+    kvh_unlock_stream(c->rt, s);
     return error;
 }
 
@@ -207,13 +233,13 @@ cudaError_t kvh_submit_one(call *c, cudaStream_t handle, const op *proto) {
 cudaError_t kvh_wait_stream(call *c, stream *s, uint64_t target, enum kvhost_reason reason) {
     runtime *rt = c->rt;
     kvh_lock(rt);
+    cudaError_t error = cudaSuccess;
     if (s->completed < target && !atomic_load_explicit(&rt->sticky, memory_order_relaxed)) {
-        parker p = {.target = target};
-        kvh_push(&s->waiters, &p);
-        park(c, &p, 0, reason);
+        parker p = {.target = target, .of = s};
+        error = park(c, &s->waiters, &p, reason);
     }
     kvh_unlock(rt);
-    return atomic_load(&rt->sticky);
+    return error ? error : atomic_load(&rt->sticky);
 }
 
 cudaError_t kvh_wait_event(call *c, event *e) {
@@ -221,15 +247,15 @@ cudaError_t kvh_wait_event(call *c, event *e) {
     if (!e) return cudaErrorInvalidResourceHandle;
     kvh_lock(rt);
     marker *m = e->marker;
+    cudaError_t error = cudaSuccess;
     if (m && !m->done && !atomic_load_explicit(&rt->sticky, memory_order_relaxed)) {
         parker p = {0};
         m->refs++;
-        kvh_push(&m->waiters, &p);
-        park(c, &p, 0, KVHOST_SYNC);
+        error = park(c, &m->waiters, &p, KVHOST_SYNC);
         kvh_unref(rt, m);
     }
     kvh_unlock(rt);
-    return atomic_load(&rt->sticky);
+    return error ? error : atomic_load(&rt->sticky);
 }
 
 cudaError_t kvh_wait_all(call *c) {
@@ -249,7 +275,7 @@ cudaError_t kvh_wait_all(call *c) {
         if (s->head) goals[i].s = s, goals[i].target = s->submitted, i++;
     kvh_unlock(rt);
     cudaError_t error = atomic_load(&rt->sticky);
-    while (i--) error = kvh_wait_stream(c, goals[i].s, goals[i].target, KVHOST_SYNC);
+    while (i-- && !error) error = kvh_wait_stream(c, goals[i].s, goals[i].target, KVHOST_SYNC);
     free(goals);
     return error;
 }

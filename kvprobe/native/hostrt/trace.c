@@ -33,14 +33,14 @@ void kvh_trace_begin(call *c, uint64_t stream_handle) {
         c->tracing = false;
         return;
     }
-    uint64_t now = kvp_now_ns();
+    uint64_t now = kvh_now(c->rt);
     pthread_mutex_lock(&trace_lock);
     if (used < capacity) {
         kvhost_trace_record *r = &records[used++];
         *r = (kvhost_trace_record){.sequence = used - 1,
                                    .start_ns = now,
                                    .stream = stream_handle,
-                                   .tid = kvh_tid(),
+                                   .tid = c->rt->simulation ? kvh_simulated_thread(c->rt) : kvh_tid(),
                                    .api = c->api,
                                    .call = apis[c->api].call,
                                    .op_class = KVHOST_NO_CLASS};
@@ -99,7 +99,7 @@ void kvh_trace_end(call *c, cudaError_t error) {
     pthread_mutex_lock(&trace_lock);
     kvhost_trace_record *r = at(c->trace_index, c->trace_epoch);
     if (r) {
-        r->end_ns = kvp_now_ns();
+        r->end_ns = kvh_now(c->rt);
         r->blocked_ns = c->blocked_ns;
         r->queue_ns = c->queue_ns;
         r->reason = c->reason;
