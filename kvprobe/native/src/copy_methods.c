@@ -155,6 +155,7 @@ static int launch(const kvp_copier *c, const kvp_copy_kernel *k, uint32_t count,
     if (ctas > most) ctas = most;
     uint64_t unit = UNIT_BYTES;
     while (unit > UNIT_LEAST && sum / unit < 4ull * ctas * warps) unit /= 2;
+    while (pieces(longest, unit) > (UINT32_MAX >> 1) / count) unit *= 2; /* their number has 32 bits */
     uint64_t units = pieces(longest, unit);
     if (units != pieces(shortest, unit)) {
         /* Entries of unlike length: one warp takes an entry, so none may be much longer than the rest. */
@@ -196,9 +197,8 @@ static int launch(const kvp_copier *c, const kvp_copy_kernel *k, uint32_t count,
     }
     struct {
         uint64_t list;
-        uint64_t total;
-        uint32_t units, unit, chunk, stage, stages, pad;
-    } work = {list->device, total, (uint32_t)units, (uint32_t)unit, (uint32_t)chunk, stage, stages, 0};
+        uint32_t total, units, unit, chunk, stage, stages;
+    } work = {list->device, (uint32_t)total, (uint32_t)units, (uint32_t)unit, (uint32_t)chunk, stage, stages};
     void *parameters[] = {&work};
     return ((launch_fn)c->cuda.launch_kernel)(k->function, ctas, 1, 1, k->threads, 1, 1, k->shared_bytes, stream,
                                               parameters, NULL);
