@@ -97,11 +97,12 @@ KVP_EXPORT int cuEventCreate(cudaEvent_t *event, unsigned flags) {
     KVH_LEAVE(kvh_event_create(c, event, flags));
 }
 
-/* The function handle is the kernel's address, as for cudaLaunchKernel. */
+/* The function handle is the kernel's address, as for cudaLaunchKernel, or one of cuModuleGetFunction. */
 KVP_EXPORT int cuLaunchKernel(void *fn, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                               unsigned shared_bytes, cudaStream_t stream, void **params, void **extra) {
-    (void)gx, (void)gy, (void)gz, (void)bx, (void)by, (void)bz, (void)shared_bytes, (void)extra;
+    (void)gy, (void)gz, (void)bx, (void)by, (void)bz, (void)shared_bytes, (void)extra;
     KVH_ENTER(cuLaunchKernel, stream);
+    if (kvh_is_copy_kernel(fn)) KVH_LEAVE(kvh_launch_copy_kernel(c, fn, gx, params, stream));
     KVH_LEAVE(kvh_launch(c, fn, params, stream));
 }
 

@@ -134,6 +134,7 @@ void kvh_compute_start(runtime *rt, op *o) {
         }
     }
     uint64_t ns = o->kind == OP_DELAY || o->kind == OP_WORK ? o->work.ns : 0;
+    if (o->kind == OP_WORK && o->bytes) kvh_share_link(rt, o);
     o->finish_ns = o->start_ns + ns;
     o->order = rt->simulation ? kvh_random(rt) : rt->next_order++;
     heap_push(&rt->compute, o);

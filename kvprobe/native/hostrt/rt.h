@@ -91,7 +91,10 @@ enum {
     X(cuCtxSynchronize, 34)                                                                                            \
     X(cuStreamCreate, 35)                                                                                              \
     X(cuEventCreate, 36)                                                                                               \
-    X(cuLaunchKernel, 14)
+    X(cuLaunchKernel, 14)                                                                                              \
+    X(cuModuleLoadData, 0)                                                                                             \
+    X(cuModuleGetFunction, 0)                                                                                          \
+    X(cuFuncSetAttribute, 0)
 
 enum kvh_api {
 #define X(name, call) API_##name,
@@ -428,6 +431,11 @@ cudaError_t kvh_route(runtime *rt, const void *dst, const void *src, size_t byte
 cudaError_t kvh_device_check(runtime *rt, const void *p, size_t bytes);
 void kvh_memory_release(runtime *rt, void *base); /* of cudaFreeAsync: the mapping */
 void kvh_memory_stats(runtime *rt, kvhost_stats *stats);
+
+/* kernels.c: kvprobe's copy kernels */
+bool kvh_is_copy_kernel(const void *fn);
+cudaError_t kvh_launch_copy_kernel(call *c, const void *fn, unsigned ctas, void **params, cudaStream_t stream);
+void kvh_share_link(runtime *rt, op *o); /* OP_WORK whose bytes are the time in ns that it needs the link; lock held */
 
 /* copy.c, launch.c, streams.c: what the runtime's and the driver's entry points share. */
 cudaError_t kvh_copy(call *c, void *dst, const void *src, size_t bytes, int kind, cudaStream_t stream, bool wait);

@@ -1,0 +1,294 @@
+"""Compiles, caches and loads the copy kernels: no compiler on the user's machine, only what the CUDA wheels bring.
+
+NVRTC is found by cuda-pathfinder (torch's CUDA wheels bring it). The machine code is kept in a private folder of the
+user's cache, by source, architecture and NVRTC version; what does not fit or does not load there is made again. On the
+host runtime the same calls load an image that stands for the kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes as ct
+import hashlib
+import os
+import stat
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvprobe.cuda.memory import Buffer
+from kvprobe.cuda.runtime import Runtime
+from kvprobe.errors import KvprobeError
+
+__all__ = ["CopyKernel", "CopyKernels", "load_copy_kernels"]
+
+SOURCE = Path(__file__).resolve().parent.parent / "native" / "kernels" / "copy.cu"
+HOST_IMAGE = b"KVPROBE HOST KERNELS\0"
+OPTIONS = ("--std=c++17", "-DKVP_DEEP=4")
+CACHE_MAGIC = b"KVPCUBIN"
+
+MAX_CTAS = 16
+WARPS = 16
+BULK_RING_BYTES = 8192  # of a warp, beside RING_HEADER of copy_methods.c
+RING_HEADER_BYTES = 512
+BULK, REGISTERS = 1, 2  # kvp_copy_kernel.kind
+
+_MAJOR, _MINOR, _SHARED_OPTIN = 75, 76, 97  # enum cudaDeviceAttr
+_MAX_DYNAMIC_SHARED = 8  # enum CUfunction_attribute
+
+
+@dataclass(frozen=True)
+class CopyKernel:
+    """Facts of one loaded kernel, as `kvp_copy_kernel` holds them.
+
+    Attributes:
+        function: its CUfunction.
+        threads: of a CTA.
+        shared_bytes: dynamic shared memory of a CTA.
+        max_ctas: never launch more.
+        kind: 1 bulk asynchronous copies, 2 registers.
+    """
+
+    function: int
+    threads: int
+    shared_bytes: int
+    max_ctas: int
+    kind: int
+
+
+@dataclass(frozen=True)
+class CopyKernels:
+    """The loaded kernels, or the reason why there are none.
+
+    Attributes:
+        load: host to device; None where there is none.
+        store: device to host.
+        read: CUfunction of the memory-bound kernel, 0 where there is none.
+        launch_kernel: address of cuLaunchKernel.
+        how: "compiled", "cached" or "host"; "" where there are none.
+        reason: why there are none; "" where there are.
+    """
+
+    load: CopyKernel | None = None
+    store: CopyKernel | None = None
+    read: int = 0
+    launch_kernel: int = 0
+    how: str = ""
+    reason: str = ""
+
+
+class _Unavailable(KvprobeError):
+    """What stands in the way of the kernels; never leaves this module."""
+
+
+def load_copy_kernels(runtime: Runtime, *, bulk: bool | None = None) -> CopyKernels:
+    """Loads the kernels on the calling thread's device and launches each once; call it before anything is in a hurry.
+
+    Loading takes the context lock: it waits while any submitter is blocked. From the cache it takes a few ms, else NVRTC
+    compiles for about half a second.
+
+    Args:
+        runtime: the CUDA runtime of this process.
+        bulk: True or False takes the bulk or the register kernels; None the bulk ones where the GPU has them.
+
+    Returns:
+        The kernels; where they cannot be had, `reason` says why in one line and nothing is raised.
+    """
+    try:
+        return _load(runtime, bulk)
+    except (KvprobeError, OSError) as error:
+        return CopyKernels(reason=str(error))
+
+
+def _load(runtime: Runtime, bulk: bool | None) -> CopyKernels:
+    driver = _driver(runtime)
+    device = runtime.device()
+    runtime.set_device(device)  # makes the context current on this thread
+    if runtime.provider == "host":
+        capability, module, how = 90, _module(driver, HOST_IMAGE), "host"
+    else:
+        capability = 10 * _attribute(runtime, _MAJOR, device) + _attribute(runtime, _MINOR, device)
+        module, how = _compiled(driver, capability)
+    shared = WARPS * (BULK_RING_BYTES + RING_HEADER_BYTES)
+    able = capability >= 90 and (runtime.provider == "host" or _attribute(runtime, _SHARED_OPTIN, device) >= shared)
+    if bulk and not able:
+        raise _Unavailable(f"compute capability {capability / 10:.1f} has no bulk asynchronous copies")
+    if able and bulk is not False:
+        names, facts = ("kvp_copy_load", "kvp_copy_store"), (32 * WARPS, shared, MAX_CTAS, BULK)
+    else:
+        names, facts = ("kvp_copy_registers", "kvp_copy_registers"), (32 * WARPS, 0, MAX_CTAS, REGISTERS)
+    load, store = (CopyKernel(_function(driver, module, name, facts[1]), *facts) for name in names)
+    kernels = CopyKernels(load, store, _function(driver, module, "kvp_read", 0),
+                          ct.cast(driver.cuLaunchKernel, ct.c_void_p).value or 0, how)  # fmt: skip
+    _warm_up(runtime, kernels)
+    return kernels
+
+
+# -- the driver ------------------------------------------------------------------------------------------------------
+
+
+def _driver(runtime: Runtime) -> ct.CDLL:
+    """The library with the driver's functions."""
+    if runtime.provider == "host":
+        return runtime.library
+    try:
+        return ct.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise _Unavailable(f"CUDA driver not found: {error}") from None
+
+
+def _attribute(runtime: Runtime, attribute: int, device: int) -> int:
+    value = ct.c_int()
+    code = runtime.library.cudaDeviceGetAttribute(ct.byref(value), attribute, device)
+    if code:
+        raise runtime.error("cudaDeviceGetAttribute", code)
+    return value.value
+
+
+def _module(driver: ct.CDLL, image: bytes) -> int:
+    module = ct.c_void_p()
+    code = driver.cuModuleLoadData(ct.byref(module), image)
+    if code:
+        raise _Unavailable(f"the driver does not load the copy kernels: cuModuleLoadData returned {code}")
+    return module.value or 0
+
+
+def _function(driver: ct.CDLL, module: int, name: str, shared_bytes: int) -> int:
+    function = ct.c_void_p()
+    code = driver.cuModuleGetFunction(ct.byref(function), ct.c_void_p(module), name.encode())
+    if not code and shared_bytes:
+        code = driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared_bytes)
+    if code:
+        raise _Unavailable(f"the driver does not give the kernel {name}: it returned {code}")
+    return function.value or 0
+
+
+def _warm_up(runtime: Runtime, kernels: CopyKernels) -> None:
+    """Launches each kernel once: the first launch of a function loads it, under the context lock."""
+    from kvprobe.offload.methods import submit_once  # late: the room above uses this module
+
+    device, host = Buffer(runtime, 4096, "device"), Buffer(runtime, 4096, "pinned")
+    stream = runtime.stream_create()
+    try:
+        for direction in ("h2d", "d2h"):
+            submit_once(runtime, kernels, direction, device.address, host.address, 4096, stream)
+        runtime.stream_synchronize(stream)
+    finally:
+        runtime.stream_destroy(stream)
+        device.close()
+        host.close()
+
+
+# -- NVRTC -----------------------------------------------------------------------------------------------------------
+
+
+def _compiled(driver: ct.CDLL, capability: int) -> tuple[int, str]:
+    """Module of this machine code and "cached" or "compiled"."""
+    nvrtc = _nvrtc()
+    major, minor = ct.c_int(), ct.c_int()
+    nvrtc.nvrtcVersion(ct.byref(major), ct.byref(minor))
+    source = SOURCE.read_bytes()
+    architecture = f"sm_{capability}"
+    key = hashlib.sha256(repr((source, architecture, major.value, minor.value, OPTIONS)).encode()).hexdigest()[:32]
+    folder = _cache_folder()
+    cached = _read_cache(folder / f"{key}.cubin") if folder else None
+    if cached:
+        with suppress(_Unavailable):
+            return _module(driver, cached), "cached"
+    cubin = _compile(nvrtc, source, architecture)
+    module = _module(driver, cubin)
+    if folder:
+        _write_cache(folder / f"{key}.cubin", cubin)
+    return module, "compiled"
+
+
+def _nvrtc() -> ct.CDLL:
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    try:
+        path = load_nvidia_dynamic_lib("nvrtc").abs_path
+        return ct.CDLL(str(path))
+    except Exception as error:  # cuda-pathfinder raises several kinds; each means the same here
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise _Unavailable(f"NVRTC not found: {first[:160]}; install nvidia-cuda-nvrtc") from None
+
+
+def _compile(nvrtc: ct.CDLL, source: bytes, architecture: str) -> bytes:
+    nvrtc.nvrtcGetErrorString.restype = ct.c_char_p
+    program = ct.c_void_p()
+    code = nvrtc.nvrtcCreateProgram(ct.byref(program), source, b"copy.cu", 0, None, None)
+    if code:
+        raise _Unavailable(f"NVRTC: {nvrtc.nvrtcGetErrorString(code).decode()}")
+    try:
+        options = [f"--gpu-architecture={architecture}", *OPTIONS]
+        code = nvrtc.nvrtcCompileProgram(program, len(options), (ct.c_char_p * len(options))(
+            *(option.encode() for option in options)))  # fmt: skip
+        if code:
+            raise _Unavailable(f"NVRTC does not compile the copy kernels for {architecture}: {_log(nvrtc, program)}")
+        size = ct.c_size_t()
+        nvrtc.nvrtcGetCUBINSize(program, ct.byref(size))
+        cubin = ct.create_string_buffer(size.value)
+        code = nvrtc.nvrtcGetCUBIN(program, cubin) if size.value else 1
+        if code:
+            raise _Unavailable(f"NVRTC gives no machine code for {architecture}")
+        return cubin.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(ct.byref(program))
+
+
+def _log(nvrtc: ct.CDLL, program: ct.c_void_p) -> str:
+    size = ct.c_size_t()
+    nvrtc.nvrtcGetProgramLogSize(program, ct.byref(size))
+    text = ct.create_string_buffer(max(size.value, 1))
+    nvrtc.nvrtcGetProgramLog(program, text)
+    lines = text.value.decode(errors="replace").strip().splitlines()
+    return lines[0][:200] if lines else "no reason given"
+
+
+# -- cache -----------------------------------------------------------------------------------------------------------
+
+
+def _cache_folder() -> Path | None:
+    """The private folder of machine code, or None where none can be had: somebody else's code must not be loaded."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvprobe" / "kernels"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            return None
+        if stat.S_IMODE(found.st_mode) & 0o077:
+            folder.chmod(0o700)
+    except (OSError, RuntimeError):
+        return None
+    return folder
+
+
+def _read_cache(path: Path) -> bytes | None:
+    """The machine code, or None where the file is absent, not ours alone, or not whole."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    with os.fdopen(handle, "rb") as file:
+        found = os.fstat(file.fileno())
+        if found.st_uid != os.geteuid() or found.st_mode & 0o022 or not stat.S_ISREG(found.st_mode):
+            return None
+        held = file.read(64 << 20)
+    start = len(CACHE_MAGIC) + 32
+    digest, cubin = held[len(CACHE_MAGIC) : start], held[start:]
+    if not held.startswith(CACHE_MAGIC) or hashlib.sha256(cubin).digest() != digest:
+        return None
+    return cubin
+
+
+def _write_cache(path: Path, cubin: bytes) -> None:
+    with suppress(OSError):
+        handle, name = tempfile.mkstemp(prefix=".cubin.", dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(CACHE_MAGIC + hashlib.sha256(cubin).digest() + cubin)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
