@@ -15,13 +15,14 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from kvprobe.cuda.copies import PinnedList, columns, submit_copies
 from kvprobe.cuda.memory import Buffer
 from kvprobe.cuda.runtime import Runtime
 from kvprobe.errors import KvprobeError
+from kvprobe.native.library import Copier, CopyKernel, CudaCalls
 
-__all__ = ["CopyKernel", "CopyKernels", "load_copy_kernels"]
+__all__ = ["CopyKernels", "load_copy_kernels"]
 
 SOURCE = Path(__file__).resolve().parent.parent / "native" / "kernels" / "copy.cu"
 HOST_IMAGE = b"KVPROBE HOST KERNELS\0"
@@ -36,25 +37,6 @@ BULK, REGISTERS = 1, 2  # kvp_copy_kernel.kind
 
 _MAJOR, _MINOR, _SHARED_OPTIN = 75, 76, 97  # enum cudaDeviceAttr
 _MAX_DYNAMIC_SHARED = 8  # enum CUfunction_attribute
-
-
-@dataclass(frozen=True)
-class CopyKernel:
-    """Facts of one loaded kernel, as `kvp_copy_kernel` holds them.
-
-    Attributes:
-        function: its CUfunction.
-        threads: of a CTA.
-        shared_bytes: dynamic shared memory of a CTA.
-        max_ctas: never launch more.
-        kind: 1 bulk asynchronous copies, 2 registers.
-    """
-
-    function: int
-    threads: int
-    shared_bytes: int
-    max_ctas: int
-    kind: int
 
 
 @dataclass(frozen=True)
@@ -83,10 +65,10 @@ class _Unavailable(KvprobeError):
 
 
 def load_copy_kernels(runtime: Runtime, *, bulk: bool | None = None) -> CopyKernels:
-    """Loads the kernels on the calling thread's device and launches each once; call it before anything is in a hurry.
+    """Loads the kernels on the calling thread's device and launches each once: call it up front.
 
-    Loading takes the context lock: it waits while any submitter is blocked. From the cache it takes a few ms, else NVRTC
-    compiles for about half a second.
+    Loading takes the context lock: it waits while any submitter is blocked. Without the cache NVRTC
+    compiles them first, which takes about half a second.
 
     Args:
         runtime: the CUDA runtime of this process.
@@ -166,16 +148,19 @@ def _function(driver: ct.CDLL, module: int, name: str, shared_bytes: int) -> int
 
 def _warm_up(runtime: Runtime, kernels: CopyKernels) -> None:
     """Launches each kernel once: the first launch of a function loads it, under the context lock."""
-    from kvprobe.offload.methods import submit_once  # late: the room above uses this module
-
+    copier = Copier(CudaCalls(launch_kernel=kernels.launch_kernel), kernels.load, kernels.store)
     device, host = Buffer(runtime, 4096, "device"), Buffer(runtime, 4096, "pinned")
+    lists = [PinnedList(runtime, 1), PinnedList(runtime, 1)]
     stream = runtime.stream_create()
     try:
-        for direction in ("h2d", "d2h"):
-            submit_once(runtime, kernels, direction, device.address, host.address, 4096, stream)
+        for pinned, direction, (dst, src) in zip(lists, ("h2d", "d2h"), ((device, host), (host, device)), strict=True):
+            copies = columns([dst.address], src.address, 4096)
+            submit_copies(runtime, copier, "kernel", direction, copies, stream, pinned=pinned)
         runtime.stream_synchronize(stream)
     finally:
         runtime.stream_destroy(stream)
+        for pinned in lists:
+            pinned.close()
         device.close()
         host.close()
 
