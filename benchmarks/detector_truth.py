@@ -1,6 +1,6 @@
 """The saturation detector against the truth: false alarms among healthy copies, misses among seeded saturations.
 
-    python benchmarks/detector_truth.py [--healthy 1000000] [--saturations 1000] [--small-blocks 100] [--json]
+    python benchmarks/detector_truth.py [--healthy 1000000] [--saturations 1000] [--small-blocks 100] [--seed 1]
 
 Everything runs through the real engine on the embedded host runtime, which knows the truth: it counts the calls that
 waited for a place in a queue. Healthy copies are made in bursts under everything that looks like a full queue and is

@@ -41,7 +41,7 @@ LEAST_BLOCKED = 5  # in a recording: fewer slow calls at the top are chance
 
 # -- what else a slow call can be ------------------------------------------------------------------------------------
 
-FENCE_NS = 500_000  # one call this long at a full queue: the stream itself waits for something
+FENCE_NS = 2_000_000  # one call this long at a full queue: the stream itself waits for something (a forward pass)
 STANDING_NS = 200_000  # nothing of a stream executed for so long within a blocked call: it stood behind a fence
 PAUSE_NS = 50_000  # between two runs of one transfer: the program paused
 ALIGNED_NS = 20_000  # a blocked call returns 2 to 10 us after its stream moved on (V100, Kineto), to 18 (H100, nsys)

@@ -112,10 +112,11 @@ def test_the_baseline_stays_near_the_calibrated_one_however_slow_the_calls_are()
 
 def _load(outstanding: int, blocked: int, at_ns: int, of: int = 64) -> Observation:
     """A load of small blocks of which a few met a full queue, at 2.5 times what a call costs."""
-    took = (of - blocked) * 1_000 + blocked * 2_500
-    return Observation(0x10, 1, outstanding, of, at_ns, at_ns + took, of - blocked, (of - blocked) * 1_000, blocked,
-                       blocked * 2_500, 3 if blocked else -1, at_ns + 3_000 if blocked else 0,
-                       2_500 if blocked else 1_000)  # fmt: skip
+    fast, slow = (of - blocked) * 1_000, blocked * 2_500
+    seen = {"fast": of - blocked, "fast_ns": fast, "blocked": blocked, "blocked_ns": slow}
+    if blocked:
+        seen |= {"first_blocked": 3, "first_blocked_ns": at_ns + 3_000, "longest_ns": 2_500}
+    return Observation(0x10, 1, outstanding, of, at_ns, at_ns + fast + slow, **seen)
 
 
 @pytest.mark.parametrize("blocked", [8, 12, 16])
