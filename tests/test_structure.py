@@ -16,14 +16,15 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "kvprobe"
 ORDER = ["errors", "native", "cuda", "probe", "launchqueue", "offload", "weights"]
 PAPER = ["recordings", "diagnosis", "reporting"]  # read and show; need no GPU, no torch, no native library
+JUDGE = {"launchqueue.constants", "launchqueue.judge"}  # pure: neither numpy nor the native library comes with them
 MAY_IMPORT = {
     "errors": set(),
     "version": set(),
     **{room: set(ORDER[: number + 1]) for number, room in enumerate(ORDER) if number},
     "weights": {*ORDER, "recordings"},  # it hands its measurements on as a recording
     # probe: the readers of its files, which are pure; a test below holds that no native library comes with them
-    "recordings": {"errors", "recordings", "probe", "instrument.sidecar"},
-    "diagnosis": {"errors", "recordings", "diagnosis"},
+    "recordings": {"errors", "recordings", "probe", "instrument.sidecar", *JUDGE},
+    "diagnosis": {"errors", "recordings", "diagnosis", *JUDGE},
     "reporting": {"errors", "version", "recordings", "diagnosis", "reporting"},
 }
 

@@ -12,6 +12,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from kvprobe.launchqueue.constants import (
+    ELSEWHERE_TIMES,
+    OFTEN_NS,
+    REAL_DEPTH,
+    ROOM_SHARE,
+    SLOW_AT_LEAST_NS,
+    SLOW_TIMES,
+    STEADY_SHARE,
+)
 from kvprobe.recordings.assemble import distinct
 from kvprobe.recordings.buckets import bucket_floor_ns
 from kvprobe.recordings.conclusion import LEAST_BLOCKED, LEAST_DEPTH, ms
@@ -29,6 +38,7 @@ _OFTEN, _LEAST_SEEN = 0.03, 20  # how many of the calls at the top are slow (one
 _LEAST_UNKNOWN, _USUAL = 200, (900, 1_250)  # where no depth was calibrated: the least believed, and what GPUs have
 _DRAINED = 4_100  # submissions that the deepest queue known holds (CUDA_SCALE_LAUNCH_QUEUES=4x)
 _LONG_NS = 1_000_000  # a wait for more than a copy: for what the copies stand behind
+_FLOOD = 2_500  # submissions in a row that no queue of CUDA's own size holds: twice the deepest
 _EXACTLY = (1_000, 1_026)  # submissions that copies find a queue to take where no depth was calibrated: V100 to H200
 _NEVER = np.iinfo(np.int64).max
 
@@ -107,6 +117,8 @@ def _infer(recording: Recording, queue: StreamOccupancy) -> None:
                 "the stream was empty; no device activity was recorded)"
             )
             return
+        if _flooded(recording, queue, start, end, judged, emptied, whole, known):
+            return
     deepest = int(queue.depth.max(initial=0))
     other = int((duration - base)[slow].sum())
     if counted is not None and known and not top.any():
@@ -153,6 +165,121 @@ def _launches(recording: Recording, queue: StreamOccupancy, numbered: Array, bas
         f"{int(place[top].min()):,} launches since the stream was last known to be empty (inferred: launches are "
         "counted by their thread; no device activity was recorded)"
     )
+
+
+def _flooded(
+    recording: Recording, queue: StreamOccupancy, start: Array, end: Array, judged: Array, emptied: Array, whole: int,
+    known: int,
+) -> bool:  # fmt: skip
+    """Whether a stream was given far more than a queue holds without a pause, and its calls waited for it.
+
+    Small blocks make a call at a full queue two to three times as long as one that finds room, and rooms freed in
+    chunks make one call in so many long. Named are both where, beyond the first of such a stretch, slow calls come
+    more often than a scheduler takes a CPU away and lose a quarter of the time, while the quickest calls of the stream
+    show what one costs with room. Where calls that had room are in the detail, they must be slow far less often; where
+    they are not, no other thread may use CUDA meanwhile, or a lock could be what the calls waited for.
+
+    Fills the queue's verdict where it is true.
+    """
+    calls, rows = recording.calls, queue.calls
+    duration = end - start
+    held = known or _EXACTLY[1]
+    base = np.zeros(len(rows))
+    for name in distinct(calls["name"][rows]):
+        mine = calls["name"][rows] == name
+        base[mine] = min(queue.baseline_ns[name], _quickest_ns(recording, queue, name, duration[mine & judged]))
+    slow = judged & (duration >= np.maximum(SLOW_TIMES * base, base + SLOW_AT_LEAST_NS))
+    count = np.arange(len(rows))
+    returned = np.r_[start[0], np.maximum.accumulate(end)[:-1]]
+    if len(rows) - whole <= _FLOOD:
+        return False
+    pace = _quantile(end[whole + _FLOOD :] - end[whole:-_FLOOD], 0.5) / _FLOOD  # what the device needs for one
+    fresh = emptied | (start - returned > 64 * pace) | (count == whole)
+    first = np.maximum.accumulate(np.where(fresh, count, 0))
+    length = np.bincount(first, minlength=len(rows))[first]
+    place = count - first
+    top = judged & (length >= _FLOOD) & (place > 1.25 * held) & (count >= whole)
+    if int(top.sum()) < held:
+        return False
+    lost = np.where(top & slow, duration - base, 0).astype(np.int64)
+    # From the end of the call before to that of this one, for as long as nothing was drained between.
+    spent = int((end - np.minimum(returned, start))[top].sum())
+    waits = int((top & slow).sum())
+    share = waits / int(top.sum())
+    often = waits * OFTEN_NS >= spent and share >= _OFTEN
+    if not often or lost.sum() < STEADY_SHARE * spent:
+        return False
+    if not _steady(end[top]) or not _room_after_pauses(start, returned, slow, top, pace):
+        return False
+    if not all(_filled(start, slow, int(at), share, pace, held) for at in np.unique(first[top]) if emptied[at]):
+        return False
+    room = judged & emptied[first] & (place < ROOM_SHARE * held) & (count >= whole) & (place > 0)
+    if int(room.sum()) >= _LEAST_SEEN:
+        if share < ELSEWHERE_TIMES * float(slow[room].mean()):
+            return False
+    elif not _alone(recording, queue, int(start[top].min()), int(end[top].max())):
+        return False
+    queue.depth = np.minimum(place, held).astype(np.int32)
+    queue.verdict, queue.ceiling_how, queue.blocked = "saturated", "inferred", top & slow
+    queue.blocked_ns, queue.inferred_ns = lost, int(lost.sum())
+    queue.ceiling, queue.plateau = held, (held, held)
+    for name in queue.baseline_ns:
+        mine = calls["name"][rows] == name
+        queue.baseline_ns[name] = int(base[mine][0])
+    queue.reason = (
+        f"{int(length[top].max()):,} submissions followed each other without a pause, more than a queue holds, and "
+        f"{share:.0%} of them took {SLOW_TIMES:g} times as long as the quickest or longer, "
+        f"{ms(queue.inferred_ns)} more together (inferred: no device activity was recorded)"
+    )
+    return True
+
+
+def _steady(end: Array) -> bool:
+    """Whether calls return at one pace over stretches longer than a queue, as those do that a device paces.
+
+    A queue takes up what a thread gains or loses on the way; calls that are slow for a reason of the host have none.
+    """
+    took = end[_FLOOD:] - end[:-_FLOOD] if len(end) > 2 * _FLOOD else np.zeros(0)
+    return not len(took) or _quantile(took, 0.95) - _quantile(took, 0.05) <= 0.5 * _quantile(took, 0.5)
+
+
+def _room_after_pauses(start: Array, returned: Array, slow: Array, top: Array, pace: float) -> bool:
+    """Whether calls find room after pauses in which a full queue would have freed some; True without such pauses."""
+    paused = np.flatnonzero(top & (start - returned > 16 * pace))
+    return len(paused) < LEAST_BLOCKED or 3 * int(slow[paused].sum()) <= len(paused)
+
+
+def _filled(start: Array, slow: Array, first: int, share: float, pace: float, held: int) -> bool:
+    """Whether slow calls begin where a queue that was empty at call `first` is full, at this pace."""
+    near = np.convolve(slow[first : first + 8 * held], np.ones(64) / 64, "valid")
+    onsets = np.flatnonzero(near >= 0.5 * share)
+    if not len(onsets):
+        return True  # later than can be reckoned
+    at = first + int(onsets[0])
+    outstanding = at - first - (start[at] - start[first]) / max(pace, 1.0)
+    return abs(outstanding - held) <= 0.25 * held
+
+
+def _quickest_ns(recording: Recording, queue: StreamOccupancy, name: int, duration: Array) -> float:
+    """What the quickest few hundred calls of this name take: those that a queue takes before it is first full."""
+    few = REAL_DEPTH
+    totals = recording.totals
+    if len(recording.histograms) == totals.rows:
+        process = recording.calls["process"][queue.calls[0]]
+        mine = (totals["process"] == process) & (totals["name"] == name) & np.isin(totals["stream"], queue.streams)
+        counts = np.cumsum(recording.histograms[mine].sum(axis=0))
+        if len(counts) and counts[-1] >= 4 * few:
+            return float(bucket_floor_ns(int(np.searchsorted(counts, few)) + 1))
+    return _quantile(duration, min(few / len(duration), 0.25)) if len(duration) else np.inf
+
+
+def _alone(recording: Recording, queue: StreamOccupancy, begin: int, end: int) -> bool:
+    """Whether one thread alone of the queue's process called CUDA in this time."""
+    calls = recording.calls
+    inside = (calls["process"] == calls["process"][queue.calls[0]]) & (calls["end_ns"] > begin)
+    inside &= calls["start_ns"] < end
+    threads = calls["thread"][inside]
+    return bool((threads == threads[0]).all())
 
 
 def _behind_fences(start: Array, end: Array, long: Array, emptied: Array, known: int) -> tuple[Array, Array, str]:

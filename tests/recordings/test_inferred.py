@@ -95,6 +95,31 @@ def test_without_a_calibrated_depth_the_bursts_must_agree_on_one_that_queues_hav
     assert verdict(cap=500) == "cannot tell"  # once is chance
 
 
+def flood(calls, took, between_ns=300, seed=1):
+    """A recording of one thread that submits without a pause; `took` in ns, one for each call."""
+    end = np.cumsum(took + between_ns)
+    r, _ = simulate(calls=calls, executions=False)
+    r.tables["calls"] = Table("calls", {**r.calls.columns, "start_ns": end - took, "end_ns": end})
+    return r
+
+
+def test_small_blocks_that_flood_a_stream_are_a_full_queue():
+    rng = np.random.default_rng(3)
+    took = rng.integers(950, 1_150, 60_000)
+    full = round(1_021 / (1 - 1_350 / 2_800))  # meanwhile a good half of them is copied
+    took[full:] = rng.integers(2_300, 2_700, 60_000 - full)  # 4 KiB blocks: 2.4 times the baseline
+    (queue,) = occupancy(flood(60_000, took)).streams
+    assert queue.verdict == "saturated" and "without a pause" in queue.reason
+    assert queue.blocked_ns.sum() == pytest.approx(60_000 * 1_450, rel=0.1)
+
+
+def test_calls_that_are_as_slow_with_room_are_no_full_queue():
+    rng = np.random.default_rng(4)
+    took = np.where(rng.random(60_000) < 0.2, 9_000, 1_000) + rng.integers(0, 100, 60_000)
+    assert occupancy(flood(60_000, took)).verdict != "saturated"  # a fifth is slow from the first call on
+    assert occupancy(flood(60_000, rng.integers(950, 1_250, 60_000))).verdict == "healthy"
+
+
 def test_the_recorders_own_calls_are_not_judged():
     r, lost = simulate(calls=3000, executions=False)
     r.machine["queue_depth"] = DEPTH
