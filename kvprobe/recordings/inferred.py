@@ -257,7 +257,7 @@ def _filled(start: Array, slow: Array, first: int, share: float, pace: float, he
         return True  # later than can be reckoned
     at = first + int(onsets[0])
     outstanding = at - first - (start[at] - start[first]) / max(pace, 1.0)
-    return abs(outstanding - held) <= 0.25 * held
+    return bool(abs(outstanding - held) <= 0.25 * held)
 
 
 def _quickest_ns(recording: Recording, queue: StreamOccupancy, name: int, duration: Array) -> float:
