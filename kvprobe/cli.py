@@ -16,6 +16,8 @@ COMMANDS = {
     "demo": "Fill a launch queue, watch kvprobe notice and switch, get a report.",
     "bench": "Compare the stream policies and copy methods of this machine, interleaved.",
     "run": "Run a command and record every copy of every process it starts.",
+    "attach": "Record a process that runs already.",
+    "detach": "End a recording that attach began.",
     "top": "Live view of running, watched processes.",
     "triage": "One line a recording: was a launch queue full, where, what did it cost.",
     "report": "Say what is wrong in recordings, as one HTML page.",

@@ -85,11 +85,11 @@ def command(
         "stacks": stacks, "stacks_how": how, "stacks_after_ms": stacks_after, "nvml": nvml, "nsys": nsys,
         "program": program, "words": " ".join(words), "terminal": _terminal(),
     }  # fmt: skip
-    _write_run(folder, words, options)
+    write_run(folder, words, options, os.getpid())
     env = dict(os.environ)
     if env.get("KVPROBE", "").strip().lower() in _NO:
         click.echo("kvprobe: KVPROBE=off is set: the command runs, and nothing is recorded", err=True)
-    observer = _start_observer(folder)
+    observer = start_observer(folder, os.getpid())
     env |= {
         "KVPROBE_RUN": str(folder), "KVPROBE_DETAIL": detail, "KVPROBE_FIX": fix, "KVPROBE_MAX_BYTES": str(limit),
         "KVPROBE_OBSERVER": str(observer), "KVPROBE_STACKS": how,
@@ -220,14 +220,15 @@ def _terminal() -> str:
         return ""
 
 
-def _write_run(folder: Path, words: tuple[str, ...], options: dict[str, Any]) -> None:
+def write_run(folder: Path, words: tuple[str, ...], options: dict[str, Any], pid: int) -> None:
+    """run.json: what is recorded, how, and where. `pid` is that of the command."""
     from kvprobe.version import version
 
     uname = platform.uname()
     run = {
         "command": list(words), "cwd": str(Path.cwd()), "version": version(), "host": uname.node,
         "kernel": f"{uname.system} {uname.release} {uname.machine}", "cpus": os.cpu_count(),
-        "python": platform.python_version(), "pid": os.getpid(), "realtime_ns": time.time_ns(),
+        "python": platform.python_version(), "pid": pid, "realtime_ns": time.time_ns(),
         "gpu_nodes": gpu_nodes(), "monotonic_ns": time.monotonic_ns(), "options": options,
         "environment": {k: v for k, v in os.environ.items() if k.startswith(("CUDA_", "NVIDIA_", "KVHOST_"))},
     }  # fmt: skip
@@ -248,9 +249,8 @@ def gpu_nodes() -> list[int]:
     return sorted(node for node in nodes if node >= 0)
 
 
-def _start_observer(folder: Path) -> int:
+def start_observer(folder: Path, command_pid: int) -> int:
     """Starts the observer and returns its pid. Forked twice: the command must not find a child it never had."""
-    command_pid = os.getpid()
     try:  # opened here, because a short command has ended before the observer is up, and its exit status with it
         myself = os.pidfd_open(command_pid)
     except OSError:

@@ -59,6 +59,7 @@ class Observer:
         self.folder, self.pid, self.options = folder, pid, options
         self.threshold_ns = int(options.get("stacks_after_ms", 50)) * 1_000_000
         self.take_stacks = bool(options.get("stacks", True))
+        self.attached = bool(options.get("attached"))
         self.inside = options.get("stacks_how") == "in-process"
         self.known: dict[tuple[int, int], dict[str, Any]] = {}  # (pid, start ticks) -> what is known of it
         self.gone: set[tuple[int, int]] = set()
@@ -90,7 +91,7 @@ class Observer:
             entry["fd"] = os.pidfd_open(pid)
         self.known[key] = entry
         reason = ""
-        if env is not None and pid != self.pid:
+        if env is not None and pid != self.pid and not self.attached:  # an attached process's environment is its own
             if not covered:
                 reason = "their environment was emptied or replaced"
             elif "libkvprobe_interpose" not in env.get("LD_PRELOAD", ""):
@@ -195,6 +196,8 @@ class Observer:
                 # often at first: short commands are met, too
                 scan_at = time.monotonic() + (SCAN_S if start - began > 2 else 0.05)
             self._reap()
+            if self.attached and (self.folder / "detached").exists():
+                break
             if not self._awaited():
                 self._scan()
                 if not self._awaited():
@@ -304,6 +307,8 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)  # the command decides when it ends, and then we do
     folder, pid = Path(arguments[0]), int(arguments[1])
     options = json.loads((folder / "run.json").read_text())["options"]
+    if options.get("attached"):
+        (folder / "observer.pid").write_text(str(os.getpid()))
     observer = Observer(folder, pid, options, int(arguments[2]) if arguments[2:] else -1)
     try:
         observer.watch()
@@ -312,6 +317,8 @@ def main(arguments: list[str]) -> int:
         observer.unseen.setdefault(f"the observer failed ({error!r}), and did not look at them", {})[pid] = ""
     line = observer.finish()
     _log(line)
+    if (folder / "detached").exists():  # whoever detached says it
+        return 0
     shown = [f"warning: {text}" for text in observer.told[:3]]
     if options.get("terminal"):
         with contextlib.suppress(OSError):

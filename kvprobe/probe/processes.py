@@ -6,7 +6,16 @@ import os
 import struct
 from pathlib import Path
 
-__all__ = ["alive", "children", "environment", "exit_status", "start_ticks", "why_not_preloaded"]
+__all__ = [
+    "alive",
+    "children",
+    "descendants",
+    "environment",
+    "exit_status",
+    "mapped_files",
+    "start_ticks",
+    "why_not_preloaded",
+]
 
 
 def alive(pid: int) -> bool:
@@ -49,6 +58,29 @@ def children() -> dict[int, int]:
             except (OSError, IndexError, ValueError):
                 continue
     return parents
+
+
+def descendants(pid: int) -> list[int]:
+    """A process's children, theirs, and so on."""
+    by_parent: dict[int, list[int]] = {}
+    for child, parent in children().items():
+        by_parent.setdefault(parent, []).append(child)
+    found, todo = [], [pid]
+    while todo:
+        more = by_parent.get(todo.pop(), [])
+        found += more
+        todo += more
+    return sorted(found)
+
+
+def mapped_files(pid: int) -> set[str]:
+    """Paths of the files that a process has mapped; empty where it may not be asked or has gone."""
+    try:
+        text = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape")
+    except OSError:
+        return set()
+    fields = (line.split(None, 5) for line in text.splitlines())
+    return {parts[5] for parts in fields if len(parts) > 5 and parts[5].startswith("/")}
 
 
 def exit_status(pidfd: int) -> int | None:

@@ -1,5 +1,6 @@
-/* What the interposer's files share. libkvprobe_interpose.so is preloaded by `kvprobe run`: it defines the CUDA calls
- * that it watches, calls the function that the caller would have reached without it, and writes one record a call.
+/* What the interposer's files share. libkvprobe_interpose.so is preloaded by `kvprobe run`, or loaded into a
+ * running process by `kvprobe attach`: it defines the CUDA calls that it watches, calls the function that the caller
+ * would have reached without it, and writes one record a call.
  *
  * Rules it keeps: results, errno and argument registers pass through; no lock and no allocation on the way of a call;
  * no CUDA call that the program did not make, but for a question about a pointer (memory.c), asked after the fact;
@@ -43,6 +44,7 @@ struct watch {
     int on; /* 1 while this process is to be recorded: set once from the environment, before main */
     enum detail detail;
     int nvtx;                     /* a tool listens */
+    int attached;                 /* 1 while loaded libraries hold addresses of ours, 0 where we were preloaded */
     int no_driver;                /* there is none to ask about a pointer */
     volatile uint32_t generation; /* of what is known of memory: freeing or registering some makes it another */
 } __attribute__((aligned(64)));
@@ -65,6 +67,25 @@ static inline any_fn *kvp_real_for(struct wrapped *w, void *caller) {
     if (likely(w->sites[at].caller == caller && w->sites[at].real)) return w->sites[at].real;
     return kvp_real(w, caller);
 }
+
+/* As a library that `handle` stands for would be bound to it: the global scope first. RTLD_NEXT: behind us. */
+void *kvp_symbol_of(void *handle, const char *name);
+uintptr_t kvp_own_base(void);
+void *kvp_dlopen(const char *file, int mode);
+
+/* relocate.c: attaching to a running process. The number of words written, or a negative errno. */
+int kvp_redirect_all(void);
+int kvp_restore_all(void);
+void kvp_redirect_new(void); /* in libraries that were loaded since */
+
+/* Functions that are no CUDA calls and lead to us all the same while we are attached. children.c */
+struct redirected {
+    const char *name;
+    any_fn *ours;
+};
+extern const struct redirected kvp_redirected[];
+extern const int kvp_redirected_count;
+int kvp_hand_on(const char *library, const char *folder, const char *detail, uint64_t max_bytes);
 
 /* memory.c: `record->direction` completed with what is known of its addresses. `asked` is a direction, or
  * KVP_DIR_UNKNOWN to find out. */

@@ -95,6 +95,15 @@ void *kvp_driver_symbol(const char *name) {
     return s.found;
 }
 
+uintptr_t kvp_own_base(void) { return (uintptr_t)__ehdr_start; }
+
+void *kvp_symbol_of(void *handle, const char *name) {
+    if (handle == RTLD_NEXT) return real_dlsym()(RTLD_NEXT, name);
+    void *found = real_dlsym()(RTLD_DEFAULT, name);
+    if (!found || is_ours(found)) found = real_dlsym()(handle, name);
+    return is_ours(found) ? NULL : found;
+}
+
 static int in_a_runtime(const void *function) {
     Dl_info info;
     return dladdr(function, &info) && info.dli_fname && strstr(info.dli_fname, "libcudart.so");
@@ -162,9 +171,19 @@ static __attribute__((noinline)) void *dlsym_of_ours(void *handle, struct wrappe
  * the return address. (A test holds it.) */
 CUDA_EXPORT void *dlsym(void *restrict handle, const char *restrict name);
 CUDA_EXPORT void *dlsym(void *restrict handle, const char *restrict name) {
+    if (unlikely(kvp_watch.attached)) kvp_redirect_new();
     if (unlikely(name[0] == 'c' && name[1] == 'u' && handle != RTLD_NEXT)) {
         struct wrapped *w = kvp_find_wrapped(name);
         if (w) return dlsym_of_ours(handle, w, __builtin_return_address(0));
     }
     return real_dlsym()(handle, name);
+}
+
+/* In place of dlopen while we are attached. A name without a path is searched where the caller's library says: there it
+ * must end in a jump, and what it loaded is met at the next dlsym. */
+void *kvp_dlopen(const char *file, int mode) {
+    if (!kvp_watch.attached || !file || !strchr(file, '/') || strchr(file, '$')) return dlopen(file, mode);
+    void *handle = dlopen(file, mode);
+    kvp_redirect_new();
+    return handle;
 }

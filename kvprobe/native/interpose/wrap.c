@@ -108,6 +108,12 @@ static inline int recording(void) {
     return likely(kvp_ring_is_open()) || open_ring();
 }
 
+static void set_detail(const char *level) {
+    kvp_watch.detail = DETAIL_COPIES;
+    if (level && !strcmp(level, "totals")) kvp_watch.detail = DETAIL_TOTALS;
+    if (level && !strcmp(level, "launches")) kvp_watch.detail = DETAIL_LAUNCHES;
+}
+
 __attribute__((constructor)) static void start(void) {
     const char *run = getenv("KVPROBE_RUN"), *asked = getenv("KVPROBE"), *level = getenv("KVPROBE_DETAIL");
     if (!run || !*run || strlen(run) >= sizeof run_folder || getauxval(AT_SECURE)) return;
@@ -115,8 +121,7 @@ __attribute__((constructor)) static void start(void) {
         (!strcasecmp(asked, "off") || !strcmp(asked, "0") || !strcasecmp(asked, "no") || !strcasecmp(asked, "false")))
         return;
     strcpy(run_folder, run);
-    if (level && !strcmp(level, "totals")) kvp_watch.detail = DETAIL_TOTALS;
-    if (level && !strcmp(level, "launches")) kvp_watch.detail = DETAIL_LAUNCHES;
+    set_detail(level);
     max_bytes = number_from("KVPROBE_MAX_BYTES");
     kvp_watch.on = 1;
 }
@@ -147,6 +152,48 @@ __attribute__((constructor)) static void find_exit(void) {
     static const char *const versions[] = {"GLIBC_2.2.5", "GLIBC_2.17"};
     for (unsigned i = 0; i < sizeof versions / sizeof *versions && !next_exit; i++)
         next_exit = (void (*)(int))dlvsym(RTLD_NEXT, "_exit", versions[i]);
+}
+
+/* ---- attaching ------------------------------------------------------------------------------------------------
+ * Called by a debugger in a thread of the process, the others running on. Both return a number of words written, or a
+ * negative errno. */
+
+CUDA_EXPORT int kvprobe_attach(const char *library, const char *folder, const char *detail, uint64_t limit_bytes);
+int kvprobe_attach(const char *library, const char *folder, const char *detail, uint64_t limit_bytes) {
+    if (kvp_watch.on || kvp_watch.attached) return -EALREADY;
+    if (strlen(folder) >= sizeof run_folder) return -ENAMETOOLONG;
+    int error = kvp_hand_on(library, folder, detail, limit_bytes), was = errno;
+    if (error) return error;
+    strcpy(run_folder, folder);
+    set_detail(detail);
+    max_bytes = limit_bytes;
+    kvp_watch.on = 1;
+    if (!open_ring()) {
+        kvp_watch.on = 0;
+        return -EACCES;
+    }
+    kvp_watch.attached = 1;
+    int written = kvp_redirect_all();
+    if (written < 0) {
+        kvp_watch.attached = 0;
+        finish();
+    }
+    errno = was;
+    return written;
+}
+
+CUDA_EXPORT int kvprobe_detach(void);
+int kvprobe_detach(void) {
+    if (!kvp_watch.attached) return -ENOENT;
+    int was = errno, restored;
+    kvp_watch.attached = 0; /* nobody scans again; calls are recorded until no library leads here */
+    restored = kvp_restore_all();
+    kvp_watch.on = 0;
+    /* calls that are inside are recorded at their end; one that waits for long is not waited for */
+    for (int tries = 0; kvp_ring_busy() && tries < 100; tries++) nanosleep(&(struct timespec){0, 1000000}, NULL);
+    finish();
+    errno = was;
+    return restored;
 }
 
 /* ---- one call ------------------------------------------------------------------------------------------------ */

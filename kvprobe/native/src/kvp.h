@@ -244,6 +244,8 @@ KVP_EXPORT int kvp_ring_open(const char *path, const char *producer, const kvp_r
 /* Marks the file closed and stops writing; memory stays mapped, so a late writer cannot crash. */
 KVP_EXPORT void kvp_ring_close(void);
 KVP_EXPORT int kvp_ring_is_open(void);
+/* Whether another thread is inside a call that it has entered. */
+KVP_EXPORT int kvp_ring_busy(void);
 KVP_EXPORT const char *kvp_ring_path(void);
 /* In a forked child: forgets the parent's file without touching it. */
 KVP_EXPORT void kvp_ring_after_fork(void);

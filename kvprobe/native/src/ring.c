@@ -479,6 +479,16 @@ void kvp_ring_close(void) {
     *ring.alive = 0;
 }
 
+int kvp_ring_busy(void) {
+    if (!kvp_ring_is_open()) return 0;
+    uint32_t self = (uint32_t)syscall(SYS_gettid);
+    for (uint32_t i = 0; i < ring.lanes_reserved && i < ring.lanes_max; i++) {
+        const kvp_lane_header *header = ring.lanes[i].header;
+        if (header && header->tid && header->tid != self && (header->in_call || header->busy)) return 1;
+    }
+    return 0;
+}
+
 int kvp_ring_is_open(void) { return *ring.alive && *ring.alive == ring.epoch; }
 
 const char *kvp_ring_path(void) { return ring.path; }

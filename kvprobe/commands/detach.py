@@ -1,0 +1,74 @@
+"""`kvprobe detach PID`: ends what `kvprobe attach` began, and leaves the report."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from kvprobe.commands.attach import attached_pids
+from kvprobe.errors import KvprobeError, UsageError
+
+__all__ = ["command"]
+
+
+@click.command(short_help="End a recording that attach began.")
+@click.argument("target", metavar="PID|FOLDER")
+def command(target: str) -> None:
+    """Put the addresses back in the process PID and its children, and write the report.
+
+    FOLDER, the run folder that `kvprobe attach` named, does the same for all that is recorded into it. Processes go on
+    undisturbed; what one of them has started since by exec was started recorded, and is until it ends.
+    """
+    from kvprobe.instrument import attach
+    from kvprobe.probe import processes
+
+    folder = attach.recorded_into(int(target)) if target.isdigit() else Path(target).absolute()
+    if folder is None:
+        raise UsageError(f"process {target} is not recorded: nothing to detach from")
+    if not (folder / "run.json").exists():
+        raise UsageError(f"{target} is neither a pid nor a run folder")
+    first = attached_pids(folder)
+    if not first:
+        raise UsageError(f"{folder} was recorded by `kvprobe run`, from the start: it ends with its command")
+    todo = dict.fromkeys(first)
+    for pid in first:
+        todo |= dict.fromkeys(processes.descendants(pid))
+    done: list[int] = []
+    left: list[int] = []
+    failed: list[KvprobeError] = []
+    for pid in todo:
+        if not processes.alive(pid) or not attach.holding(pid):
+            continue
+        try:
+            (left if attach.detach(pid) is None else done).append(pid)
+        except KvprobeError as error:
+            failed.append(error)
+            click.echo(f"kvprobe: {error}", err=True)
+    if failed:
+        raise KvprobeError(f"{len(failed)} processes are still attached; try `kvprobe detach {folder}` again")
+    left = [pid for pid in left if attach.recorded_into(pid) == folder]
+    (folder / "detached").touch()
+    click.echo(f"detached from {len(done)} process{'es' if len(done) != 1 else ''}", err=True)
+    if left:
+        click.echo(
+            f"kvprobe: {len(left)} started since by exec are recorded until they end: {', '.join(map(str, left[:8]))}",
+            err=True,
+        )
+    deadline = time.monotonic() + 120
+    while not (folder / "report.html").exists() and not _ended(folder) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    report = folder / "report.html"
+    click.echo(str(report) if report.exists() else f"no report yet: kvprobe report {folder}")
+
+
+def _ended(folder: Path) -> bool:
+    """Whether the observer has done all it does, or was not there to do it."""
+    from kvprobe.probe import processes
+
+    try:
+        observer = int((folder / "observer.pid").read_text())
+    except (OSError, ValueError):
+        return True
+    return not processes.alive(observer)

@@ -1,0 +1,251 @@
+"""Attaching to a program that runs: what it copies from then on is counted, and detaching leaves no trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvprobe.errors import KvprobeError, UsageError
+from kvprobe.instrument import attach
+from kvprobe.native import build
+from kvprobe.probe import processes
+from kvprobe.probe.ring import read_ring
+
+KVPROBE = [sys.executable, "-m", "kvprobe"]
+PROGRAMS = Path(__file__).parents[1] / "native" / "programs"
+TODO, PAUSED, COPIES, BYTES, WRONG, CHILDREN, PLUGINS = range(7)
+needs_gdb = pytest.mark.skipif(shutil.which("gdb") is None, reason="gdb is not installed")
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The copying program, bound lazily: its first calls are bound by the loader."""
+    build.build()
+    folder = tmp_path_factory.mktemp("copying")
+    cc = [*build.compiler(), "-std=gnu11", "-O2", "-Wall", "-Werror", "-pthread"]
+    runtime = [f"-L{build.LIB}", "-lkvprobe_hostrt", f"-Wl,-rpath,{build.LIB}"]
+    plugin = [*cc, "-shared", "-fPIC", "-o", folder / "plugin.so", PROGRAMS / "copy_plugin.c", *runtime]
+    subprocess.run(plugin, check=True)
+    for name, flag in (("lazy", "lazy"), ("now", "now")):
+        subprocess.run([*cc, "-o", folder / name, PROGRAMS / "copying.c", *runtime, f"-Wl,-z,{flag}"], check=True)
+    return folder
+
+
+class Copying:
+    """The program while it runs."""
+
+    def __init__(self, program: Path, folder: Path, *arguments: str, binding: str = "lazy") -> None:
+        counts = folder / "counts"
+        counts.write_bytes(bytes(4096))
+        self.words = np.memmap(counts, "<u8", "r+")
+        env = {k: v for k, v in os.environ.items() if not k.startswith("KVPROBE") and k != "LD_PRELOAD"}
+        env |= {"PLUGIN": str(program / "plugin.so"), "KVHOST_LATENCY_US": "0.001"}
+        self.process = subprocess.Popen([program / binding, counts, *arguments], env=env)
+        self.pid = self.process.pid
+        self.threads = int(arguments[0])
+
+    def wait_for(self, true: Callable[[], bool]) -> None:
+        end = time.monotonic() + 60
+        while not true():
+            assert self.process.poll() is None, self.process.returncode
+            assert time.monotonic() < end
+            time.sleep(0.005)
+
+    def copy_more(self, n: int) -> None:
+        goal = int(self.words[COPIES]) + n
+        self.wait_for(lambda: int(self.words[COPIES]) >= goal)
+
+    def pause(self) -> tuple[int, int]:
+        """Copies and bytes so far, by the program's own count, all threads between two calls."""
+        self.words[TODO] = 1
+        self.wait_for(lambda: int(self.words[PAUSED]) == self.threads)
+        return int(self.words[COPIES]), int(self.words[BYTES])
+
+    def go(self) -> None:
+        self.words[TODO] = 0
+        self.wait_for(lambda: int(self.words[PAUSED]) == 0)
+
+    def end(self) -> None:
+        self.words[TODO] = 2
+        assert self.process.wait(60) == 0
+        assert self.words[WRONG] == 0
+
+
+@pytest.fixture
+def copying(program: Path, tmp_path: Path) -> Iterator[Callable[..., Copying]]:
+    running: list[Copying] = []
+
+    def start(*arguments: str, **how: Any) -> Copying:
+        running.append(Copying(program, tmp_path, *arguments, **how))
+        running[-1].copy_more(1000)
+        return running[-1]
+
+    yield start
+    for one in running:
+        one.process.kill()
+        one.process.wait()
+
+
+def recorded(folder: Path, pid: int) -> tuple[int, int]:
+    """Copies and bytes in the ring files of a process."""
+    count = size = 0
+    for path in folder.glob("*.kvp"):
+        ring = read_ring(path)
+        if ring.pid == pid:
+            slots = ring.slots()
+            slots = slots[slots["call"] == 1]
+            count += int(slots["count"].sum())
+            size += int(slots["bytes"].sum())
+            assert not ring.over_count.any()
+    return count, size
+
+
+def relocated(pid: int) -> dict[tuple[str, int], tuple[bytes, str]]:
+    """Every relocated word of every library of a process: (file, offset) -> (contents, its page's permissions)."""
+    maps = [line.split(None, 5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    regions = [([int(part, 16) for part in m[0].split("-")], m[1], m[5] if len(m) > 5 else "") for m in maps]
+    found = {}
+    with Path(f"/proc/{pid}/mem").open("rb") as memory:
+        for path in sorted({name for _, _, name in regions if name.startswith("/") and "hostrt" not in name}):
+            data = Path(path).read_bytes()
+            if data[:4] != b"\x7fELF" or path.endswith("libkvprobe_interpose.so"):
+                continue
+            base = min(start for (start, _), _, name in regions if name == path)
+            (sections,) = struct.unpack_from("<Q", data, 40)
+            size, number = struct.unpack_from("<HH", data, 58)
+            for at in range(number):
+                kind, _, _, offset, length = struct.unpack_from("<IQQQQ", data, sections + at * size + 4)
+                for where in range(offset, offset + length, 24) if kind == 4 else ():
+                    target, info = struct.unpack_from("<QQ", data, where)
+                    if info & 0xFFFFFFFF not in (1, 6, 7):
+                        continue
+                    rights = next((mode for (a, b), mode, _ in regions if a <= base + target < b), "")
+                    if rights:
+                        memory.seek(base + target)
+                        found[path, target] = (memory.read(8), rights)
+    return found
+
+
+@needs_gdb
+@pytest.mark.parametrize("binding", ["lazy", "now"])
+def test_from_attaching_on_every_copy_is_counted_and_detaching_leaves_no_trace(
+    copying: Callable[..., Copying], tmp_path: Path, binding: str
+) -> None:
+    program = copying("3", binding=binding)
+    program.pause()
+    before = relocated(program.pid)
+    program.go()
+    run = tmp_path / "run"
+    done = subprocess.run(
+        [*KVPROBE, "attach", str(program.pid), "-o", run], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    own = program.pause()
+    first = recorded(run, program.pid)
+    assert any(before[key] != word for key, word in relocated(program.pid).items() if key in before)
+    program.go()
+    program.words[PLUGINS] = 3
+    program.wait_for(lambda: program.words[PLUGINS] == 0)
+    program.copy_more(3000)
+    later = program.pause()
+    assert np.subtract(recorded(run, program.pid), first).tolist() == np.subtract(later, own).tolist()
+    program.go()
+    done = subprocess.run([*KVPROBE, "detach", str(program.pid)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.strip() == str(run / "report.html"), (done.stdout, done.stderr)
+    last = recorded(run, program.pid)
+    assert last[0] >= later[0] - own[0] + first[0]
+    program.copy_more(1000)
+    program.pause()
+    after = relocated(program.pid)
+    known = [key for key in before if key in after]
+    # a word that the loader bound meanwhile is another on its own account
+    assert not [key for key in known if after[key][1] != before[key][1]]
+    ours = [m for m in Path(f"/proc/{program.pid}/maps").read_text().splitlines() if "libkvprobe_interpose" in m]
+    bounds = [(int(m.split("-")[0], 16), int(m.split("-")[1].split()[0], 16)) for m in ours]
+    for word, _ in after.values():
+        (value,) = struct.unpack("<Q", word)
+        assert not any(a <= value < b for a, b in bounds)
+    if binding == "now":
+        assert {key: after[key] for key in known} == {key: before[key] for key in known}
+    assert recorded(run, program.pid) == last
+    assert json.loads((run / "end.json").read_text())
+    program.end()
+
+
+@needs_gdb
+@pytest.mark.parametrize("how", ["fork", "exec"])
+def test_what_an_attached_process_starts_is_recorded(copying: Callable[..., Copying], tmp_path: Path, how: str) -> None:
+    program = copying("2", how)
+    run = tmp_path / "run"
+    subprocess.run([*KVPROBE, "attach", str(program.pid), "-o", run], check=True, capture_output=True)
+    program.words[PLUGINS] = 4
+    program.wait_for(lambda: program.words[CHILDREN] == 40)
+    program.end()
+    pids = {read_ring(path).pid for path in run.glob("*.kvp")} - {program.pid}
+    assert sum(recorded(run, pid)[0] for pid in pids) == 40 and len(pids) == 4
+
+
+def test_a_hundred_times_in_and_out_under_load(program: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    copying = Copying(program, tmp_path, "3", str(build.LIB / attach.LIBRARY), str(run), "100")
+    assert copying.process.wait(300) == 0
+    assert copying.words[WRONG] == 0
+    rings = [read_ring(path) for path in run.glob("*.kvp")]
+    assert len(rings) == 100 and {ring.state for ring in rings} == {"closed"}
+    assert 0 < recorded(run, copying.pid)[0] <= int(copying.words[COPIES])
+
+
+@needs_gdb
+def test_a_process_is_attached_to_once(copying: Callable[..., Copying], tmp_path: Path) -> None:
+    program = copying("1")
+    subprocess.run([*KVPROBE, "attach", str(program.pid), "-o", tmp_path / "a"], check=True, capture_output=True)
+    again = subprocess.run(
+        [*KVPROBE, "attach", str(program.pid), "-o", tmp_path / "b"], capture_output=True, text=True, check=False
+    )
+    assert again.returncode == 2 and again.stderr.strip().endswith(f"is recorded already, into {tmp_path / 'a'}")
+    assert not (tmp_path / "b").exists()
+    program.end()
+
+
+def test_what_is_missing_is_said_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    me = os.getpid()
+    with pytest.raises(UsageError, match="there is no process"):
+        attach.refuse(2**22 + 5)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(KvprobeError, match=r"needs gdb.*apt-get install gdb|ptrace_scope"):
+        attach.refuse(me)
+    real = attach._status
+    monkeypatch.setattr(attach, "_status", lambda pid: real(pid) | {"TracerPid": "77"})
+    with pytest.raises(KvprobeError, match="is being debugged by process 77"):
+        attach.refuse(me)
+    monkeypatch.setattr(attach, "_status", lambda pid: real(pid) | {"Uid": "5 12345 5 5"})
+    with pytest.raises(KvprobeError, match=r"belongs to #12345: run .* as that user"):
+        attach.refuse(me)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
+def test_a_process_in_a_container_is_refused_in_one_line() -> None:
+    inside = subprocess.Popen(["unshare", "--mount", "--pid", "--fork", "sleep", "60"])
+    try:
+        end = time.monotonic() + 20
+        while not (children := processes.descendants(inside.pid)) and time.monotonic() < end:
+            time.sleep(0.01)
+        with pytest.raises(KvprobeError, match="runs in a container: run `kvprobe attach` inside it") as refused:
+            attach.refuse(children[0])
+        assert "\n" not in str(refused.value)
+    finally:
+        for child in processes.descendants(inside.pid):
+            os.kill(child, 9)
+        inside.wait()
