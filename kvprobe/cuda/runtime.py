@@ -293,11 +293,6 @@ class Runtime:
 
         On a GPU it is torch's spin kernel at the device's clock rate, on the host runtime a timed operation.
         """
-        if self.provider == "host":
-            code = self._lib.kvhostLaunchDelay(_p(stream), ct.c_uint64(duration_ns))
-            if code:
-                raise self.error("kvhostLaunchDelay", code)
-            return
         import torch
 
         with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
@@ -360,7 +355,9 @@ def _cuda_runtime() -> Runtime:
 
 @functools.cache
 def _host_runtime() -> Runtime:
-    return Runtime(os.environ.get("KVPROBE_HOSTRT") or str(path_of("libkvprobe_hostrt.so")), "host")
+    from kvprobe.cuda.hostruntime import HostRuntime
+
+    return HostRuntime(os.environ.get("KVPROBE_HOSTRT") or str(path_of("libkvprobe_hostrt.so")))
 
 
 def find_runtime(device: str = "auto") -> Runtime:
