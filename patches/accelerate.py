@@ -1,6 +1,6 @@
-"""accelerate: CPU offload by `AlignDevicesHook`, one copy a parameter on every forward. Measured, never changed.
+"""accelerate: CPU offload by `AlignDevicesHook` (one copy a parameter on every forward) and by `CpuOffload` (a model).
 
-The copies come from pageable memory and block: nothing of kvprobe's streams would help. The figure that matters is
+Measured, never changed. The copies come from pageable memory and block: nothing of kvprobe's streams would help. The figure that matters is
 the share of the forward that the thread spends in them, and how many of them came from pageable memory.
 """
 
@@ -71,4 +71,43 @@ class AlignDevices(TimedCalls):
         return fields
 
 
-ADAPTERS = (AlignDevices,)
+class ModelOffload(TimedCalls):
+    """`cpu_offload_with_hook`: a whole model goes to the GPU before its forward, and back before the next model's.
+
+    diffusers' `enable_model_cpu_offload` is made of it.
+    """
+
+    name, server, distributions, versions = "accelerate.model_offload", "accelerate", ("accelerate",), ">=1.0,<2"
+    summary = "Times the moves of whole models by CpuOffload: bytes, and how much of them lies in pageable memory."
+    timed = (
+        timed("accelerate.hooks", "CpuOffload.pre_forward", ("module",), "load"),
+        timed("accelerate.hooks", "CpuOffload.init_hook", ("module",), "store"),
+    )
+
+    def before(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Where each parameter and buffer of the module is; its tensors change in place when it moves."""
+        module = kwargs["module"] if "module" in kwargs else args[1]
+        held = [*module.parameters(), *module.buffers()]
+        return module, [(tensor.device, tensor.device.type == "cpu" and not tensor.is_pinned()) for tensor in held]
+
+    def after(self, entry: Timed, remembered: Any) -> dict[str, Any]:
+        """What has another device now has moved; of a load, what came from pageable memory."""
+        module, held = remembered
+        now = [*module.parameters(), *module.buffers()]
+        moved = [(tensor, pageable) for tensor, (device, pageable) in zip(now, held, strict=False)
+                 if tensor.device != device]  # fmt: skip
+        load = entry.direction == "load"
+        pageable = sum(was for _, was in moved) if load else 0
+        blocking = len(moved)  # Module.to without non_blocking
+        cause = f"{pageable} of {len(moved)} copies from pageable memory, {blocking} blocking" if moved and load else ""
+        return {
+            "module": type(module).__name__,
+            "copies": len(moved),
+            "bytes": tensor_bytes(*(tensor for tensor, _ in moved)),
+            "pageable_copies": pageable,
+            "blocking_copies": blocking,
+            "cause": cause or ("a whole model goes back over the link, blocking" if moved else ""),
+        }
+
+
+ADAPTERS = (AlignDevices, ModelOffload)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -94,7 +95,7 @@ class Transfers(Adapter):
     def hook(self, direction: str, attribute: str) -> Any:
         """Around one of the two submissions."""
 
-        def around(call: Call, engine: Any, transfers: Any, **kwargs: Any) -> Any:
+        def around(call: Call, engine: Any, transfers: Any, *args: Any, **kwargs: Any) -> Any:
             self.poll()
             path = self.path(direction)
             self._job += 1
@@ -108,7 +109,11 @@ class Transfers(Adapter):
                     streams = self.take(path, len(parts), taken)
                 else:
                     live.rung = "shared"
-                completion = self.submit(call, engine, attribute, path, parts, streams, kwargs)
+
+                def again(part: Any) -> Any:
+                    return call.part(engine, part, *args, **kwargs)
+
+                completion = self.submit(call, engine, attribute, path, parts, streams, again)
             except BaseException:
                 path.abandon()
                 self.give(path, taken)
@@ -119,7 +124,7 @@ class Transfers(Adapter):
             path.add(took, sum(w.copies for w in works), self.size(transfers), 0)
             live.extra["tokens"] = sum(len(t.host_indices) for t in transfers)
             live.extra["streams"] = len(parts)
-            path.submitted()
+            path.submitted(events=_events(completion))
             return completion
 
         return around
@@ -132,7 +137,7 @@ class Transfers(Adapter):
         path: CopyPath,
         parts: list[Any],
         streams: list[Any],
-        kwargs: dict[str, Any],
+        again: Callable[[Any], Any],
     ) -> Any:
         """One call of SGLang's own function a part, on the part's stream; the completion of them all.
 
@@ -152,9 +157,9 @@ class Transfers(Adapter):
                 if key in self._last:
                     stream.wait_event(self._last[key][1])
                 if not number:
-                    path.first(stream.cuda_stream)  # behind the waits: what it marks is the start of copying
+                    path.first(stream.cuda_stream)
                 setattr(engine, attribute, stream)
-                newest = call() if len(parts) == 1 else call.part(engine, part, **kwargs)
+                newest = call() if len(parts) == 1 else again(part)
                 number += 1
                 completion = newest if completion is None else newest._replace(start_event=completion.start_event)
                 if self.fix == "auto":
@@ -162,7 +167,7 @@ class Transfers(Adapter):
         except Exception as error:
             setattr(engine, attribute, own)
             if completion is not None:
-                self._salvage(call, error, engine, completion, [t for part in parts[number:] for t in part], kwargs)
+                self._salvage(call, error, completion, [t for part in parts[number:] for t in part], again)
             raise
         finally:
             setattr(engine, attribute, own)
@@ -170,7 +175,7 @@ class Transfers(Adapter):
 
     @staticmethod
     def _salvage(
-        call: Call, error: Exception, engine: Any, completion: Any, rest: list[Any], kwargs: dict[str, Any]
+        call: Call, error: Exception, completion: Any, rest: list[Any], again: Callable[[Any], Any]
     ) -> None:
         """After a failure between two parts: nothing stays in flight, and nothing is left out by a mistake of ours.
 
@@ -180,7 +185,7 @@ class Transfers(Adapter):
         with contextlib.suppress(Exception):
             completion.finish_event.synchronize()
         if error is not call.error and rest:
-            call.result = call.part(engine, rest, **kwargs)._replace(start_event=completion.start_event)
+            call.result = again(rest)._replace(start_event=completion.start_event)
 
     def poll(self) -> None:
         """Notice bursts that have ended; called at every submission, which is once a scheduler step."""
@@ -301,6 +306,14 @@ class Transfers(Adapter):
         self._pending.clear()
         for path in self.paths.values():
             path.forget()
+
+
+def _events(completion: Any) -> tuple[int, int] | None:
+    """Handles of SGLang's own timing events: it records the first behind its wait for compute, which ours cannot be."""
+    if not completion.timing_enabled:
+        return None
+    start, finish = (getattr(event, "cuda_event", None) for event in (completion.start_event, completion.finish_event))
+    return (start, finish) if isinstance(start, int) and isinstance(finish, int) else None
 
 
 def _runs(left: Any, right: Any) -> int:

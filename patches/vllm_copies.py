@@ -84,7 +84,7 @@ class _Copies(Adapter):
             path.forget()
         self.path = None
 
-    def finished(self, call: Call, handler: Any) -> Any:
+    def finished(self, call: Call, handler: Any, *args: Any, **kwargs: Any) -> Any:
         """Around `get_finished`: note when the server noticed."""
         results = call()
         paths = self.handlers.get(handler) if results else None
@@ -141,7 +141,7 @@ class _Loop(_Copies):
 
     handler_name = "SingleDirectionOffloadingHandler"
 
-    def transfer(self, call: Call, handler: Any, job_id: int, spec: Any) -> Any:
+    def transfer(self, call: Call, handler: Any, job_id: int, spec: Any, *args: Any, **kwargs: Any) -> Any:
         """Around `transfer_async`."""
         raise NotImplementedError
 
@@ -346,13 +346,14 @@ class SharedStreams(_Loop):
     rungs = ("shared", "batch", "pooled")
     handler_name = "CpuGpuOffloadingHandler"
     targets = (
+        Target("vllm.v1.kv_offload.worker.cpu_gpu", "CpuGpuOffloadingHandler.__init__"),
         Target("vllm.v1.kv_offload.worker.cpu_gpu", "CpuGpuOffloadingHandler.transfer_async", ("job_id", "spec")),
         Target("vllm.v1.kv_offload.worker.cpu_gpu", "CpuGpuOffloadingHandler.get_finished", ()),
         Target("vllm.v1.kv_offload.worker.cpu_gpu", "CPULoadStoreSpec"),
         Target("vllm.v1.kv_offload.worker.cpu_gpu", "ops.swap_blocks"),
     )
 
-    def transfer(self, call: Call, handler: Any, job_id: int, spec: Any) -> Any:
+    def transfer(self, call: Call, handler: Any, job_id: int, spec: Any, *args: Any, **kwargs: Any) -> Any:
         """Choose the stream by putting it where the handler looks for it, keep the order, put its own back."""
         load = isinstance(spec[0], self.module.CPULoadStoreSpec)
         path = self.path_of(handler, "load" if load else "store")
@@ -418,6 +419,7 @@ class PooledLoop(_Loop):
     )
     rungs = ("upstream", "batch", "split")
     targets = (
+        Target("vllm.v1.kv_offload.worker.cpu_gpu", "SingleDirectionOffloadingHandler.__init__"),
         Target(
             "vllm.v1.kv_offload.worker.cpu_gpu",
             "SingleDirectionOffloadingHandler.transfer_async",
@@ -427,7 +429,7 @@ class PooledLoop(_Loop):
         Target("vllm.v1.kv_offload.worker.cpu_gpu", "ops.swap_blocks"),
     )
 
-    def transfer(self, call: Call, handler: Any, job_id: int, transfer_spec: Any) -> Any:
+    def transfer(self, call: Call, handler: Any, job_id: int, transfer_spec: Any, *args: Any, **kwargs: Any) -> Any:
         """Only the submission is touched: streams and their order are vLLM's."""
         store = bool(handler.src_tensors[0].is_cuda)
         path = self.path_of(handler, "store" if store else "load")
@@ -454,9 +456,21 @@ class DescriptorBatches(_Copies):
     rungs = ("upstream", "coalesced")  # the place of a calibrated choice of copy method: a rung each
     queued = False
     targets = tuple(
-        Target(module, f"SingleDirectionOffloadingHandler.{name}", parameters)
+        target
         for module in ("vllm.v1.kv_offload.worker.cpu_gpu", "vllm.v1.kv_offload.cpu.gpu_worker")
-        for name, parameters in (("transfer_async", ("job_id",)), ("get_finished", ()))
+        for target in (
+            Target(module, "SingleDirectionOffloadingHandler.__init__"),
+            Target(
+                module,
+                "SingleDirectionOffloadingHandler.transfer_async",
+                ("job_id", "src_spec", "dst_spec"),
+                otherwise=(("job_id", "transfer_spec"),),
+            ),
+            Target(module, "SingleDirectionOffloadingHandler.get_finished", ()),
+            Target(module, "SingleDirectionOffloadingHandler._swap_blocks_batch", optional=True),
+            Target(module, "ops.swap_blocks_batch", optional=True),
+            Target(module, "CPUOffloadingWorker.__init__", optional=True),
+        )
     )
 
     def __init__(self) -> None:
@@ -464,12 +478,6 @@ class DescriptorBatches(_Copies):
         self._bounds: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._own_swaps: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._patcher_of: Patcher | None = None
-
-    def check(self, target: Target, module: ModuleType) -> str | None:
-        """The second and third parameters of `transfer_async` changed in 0.28; both shapes pass through unread."""
-        if target.path.endswith("transfer_async"):
-            return Target(target.module, target.path).problem(module)
-        return target.problem(module)
 
     def patch(self, patcher: Patcher, module: ModuleType) -> None:
         """Wrap the handler; its copy function is an attribute of each handler, or the module's `ops` before 0.24."""
@@ -491,8 +499,9 @@ class DescriptorBatches(_Copies):
         result = call()
         region = getattr(worker, "_mmap_region", None)
         addresses = list(getattr(region, "pinned_addresses", None) or [])
-        for handler in (worker._store_handler, worker._load_handler):
-            self._bounds[handler] = addresses
+        for handler in vars(worker).values():  # store, load, and since 0.33 one for expedited loads
+            if isinstance(handler, self.module.SingleDirectionOffloadingHandler):
+                self._bounds[handler] = addresses
         return result
 
     def _own_swap(self, handler: Any) -> None:
@@ -574,6 +583,11 @@ class DescriptorBatches(_Copies):
         if not len(ends):
             return len(src)
         handler = self._handler
+        if handler not in self._bounds and hasattr(self.module, "CPUOffloadingWorker"):
+            if self.path is not None and self.path.ladder is not None:
+                why = "the worker was made before kvprobe came: where its registrations of host memory begin is not known"
+                self.path.ladder.refuse("coalesced", why)
+            return len(src)
         bounds = [t.data_ptr() for t in (*handler.src_tensors, *handler.dst_tensors)]
         bounds += self._bounds.get(handler, [])
         known = np.array(bounds, dtype=src.dtype)

@@ -36,23 +36,26 @@ class ProbedWorker(OffloadingWorker):  # type: ignore[misc]
         """Everything that is not part of the interface is the real worker's."""
         return getattr(self._worker, name)
 
-    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any, *args: Any, **kwargs: Any) -> bool:
         """GPU to CPU."""
-        return self._submit("store", self._worker.submit_store, job_id, src_spec, dst_spec, len(src_spec.block_ids))
+        return self._submit("store", job_id, src_spec, self._worker.submit_store, (src_spec, dst_spec, *args), kwargs)
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """CPU to GPU."""
-        return self._submit("load", self._worker.submit_load, job_id, src_spec, dst_spec, len(dst_spec.block_ids))
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, *args: Any, **kwargs: Any) -> bool:
+        """CPU to GPU; since 0.33 also `expedited`, whose end vLLM waits for in the same step."""
+        return self._submit("load", job_id, dst_spec, self._worker.submit_load, (src_spec, dst_spec, *args), kwargs)
 
-    def _submit(self, direction: str, submit: Any, job_id: int, src_spec: Any, dst_spec: Any, blocks: int) -> bool:
+    def _submit(
+        self, direction: str, job_id: int, gpu_spec: Any, submit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
         start = time.monotonic_ns()
-        ok: bool = submit(job_id, src_spec, dst_spec)
+        ok: bool = submit(job_id, *args, **kwargs)
+        blocks = len(getattr(gpu_spec, "block_ids", ()))
         self._live[job_id] = (direction, start, time.monotonic_ns(), blocks)
         return ok
 
-    def get_finished(self) -> list[Any]:
+    def get_finished(self, *args: Any, **kwargs: Any) -> list[Any]:
         """What ended, as the real worker says."""
-        results: list[Any] = self._worker.get_finished()
+        results: list[Any] = self._worker.get_finished(*args, **kwargs)
         if results and not switches.killed():
             try:
                 self._note(results)
@@ -94,21 +97,21 @@ class ProbedWorker(OffloadingWorker):  # type: ignore[misc]
                 ok=bool(result.success),
             )
 
-    def wait(self, job_ids: set[int]) -> None:
+    def wait(self, job_ids: set[int], *args: Any, **kwargs: Any) -> None:
         """Wait for jobs."""
-        self._worker.wait(job_ids)
+        self._worker.wait(job_ids, *args, **kwargs)
 
-    def shutdown(self) -> None:
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
         """Release everything."""
-        self._worker.shutdown()
+        self._worker.shutdown(*args, **kwargs)
 
 
 class ProbedOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
     """vLLM's CPU offloading, with its worker in a `ProbedWorker`."""
 
-    def get_worker(self, kv_caches: Any) -> Any:
+    def get_worker(self, *args: Any, **kwargs: Any) -> Any:
         """The real worker, wrapped; the same one every time."""
-        worker = super().get_worker(kv_caches)
+        worker = super().get_worker(*args, **kwargs)
         if not isinstance(worker, ProbedWorker):
             worker = self._worker = ProbedWorker(worker)
         return worker

@@ -34,6 +34,7 @@ class WeightPrefetch(TimedCalls):
     """`--offload-backend prefetch`."""
 
     name, server, distributions, versions = "vllm.weight_prefetch", "vllm", DISTRIBUTIONS, ">=0.17,<0.34"
+    option = "--offload-backend prefetch"
     summary = "Times the prefetch of weights per layer: copy, exposed wait of the compute stream, hidden share."
     timed = (
         timed(_PREFETCH, "_ModuleOffloader.start_onload_to_static", (), "load"),
@@ -53,7 +54,7 @@ class WeightPrefetch(TimedCalls):
         patcher.wrap(module._ModuleOffloader, "start_onload_to_static", self.onload)
         patcher.wrap(module.PrefetchOffloader, "_wait_for_layer", self.wait)
 
-    def onload(self, call: Call, offloader: Any) -> Any:
+    def onload(self, call: Call, offloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Around the copies of one layer."""
         device, stream = self._measured()
         events = device.timing.take_many(4) if device is not None and len(device.timing) >= 4 else []
@@ -76,7 +77,7 @@ class WeightPrefetch(TimedCalls):
         self._waiting[layer.index] = layer
         return result
 
-    def wait(self, call: Call, offloader: Any, layer_idx: int) -> Any:
+    def wait(self, call: Call, offloader: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Around the compute stream's wait for a layer."""
         device, stream = self._measured()
         layer = self._waiting.pop(layer_idx, None) if device is not None else None
@@ -136,6 +137,7 @@ class WeightUva(TimedCalls):
     """`--offload-backend uva` and `--cpu-offload-gb`."""
 
     name, server, distributions, versions = "vllm.weight_uva", "vllm", DISTRIBUTIONS, ">=0.17,<0.34"
+    option = "--offload-backend uva or --cpu-offload-gb"
     summary = "Says how many bytes of weights stay in CPU memory, and whether kernels read them there."
     timed = (timed(_UVA, "UVAOffloader._maybe_offload_to_cpu", ("module",), "store"),)
 

@@ -37,13 +37,15 @@ class Target:
         module: where it lives.
         path: its dotted path inside the module; empty for the module itself.
         parameters: the names of its first parameters, `self` left out; further ones must have defaults. None: any.
-        optional: its absence is no obstacle.
+        optional: its absence is no obstacle: an attribute of instances, or of some versions.
+        otherwise: other signatures that it has in some versions.
     """
 
     module: str
     path: str
     parameters: tuple[str, ...] | None = None
     optional: bool = False
+    otherwise: tuple[tuple[str, ...], ...] = ()
 
     def __str__(self) -> str:
         return f"{self.module}:{self.path}" if self.path else self.module
@@ -61,18 +63,27 @@ class Target:
             parameters = list(inspect.signature(found).parameters.values())
         except (TypeError, ValueError):
             return f"{self} has no signature that can be read"
-        if parameters and parameters[0].name in ("self", "cls"):
-            parameters = parameters[1:]
-        names = tuple(p.name for p in parameters)
-        wanted = len(self.parameters)
-        required = [
-            p.name
-            for p in parameters[wanted:]
-            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        ]
-        if names[:wanted] != self.parameters or required:
-            return f"{self} takes ({', '.join(names)}), expected ({', '.join(self.parameters)})"
-        return None
+        return self.mismatch(parameters)
+
+    def mismatch(self, found: list[inspect.Parameter]) -> str | None:
+        """Why a function of these parameters is not what the adapter was written for, or None."""
+        if self.parameters is None:
+            return None
+        found = found[1:] if found and found[0].name in ("self", "cls") else found
+        names = tuple(parameter.name for parameter in found)
+        expected = (self.parameters, *self.otherwise)
+        if any(_fits(found, names, wanted) for wanted in expected):
+            return None
+        wanted = " or ".join(f"({', '.join(one)})" for one in expected)
+        return f"{self} takes ({', '.join(names)}), expected {wanted}"
+
+
+def _fits(found: list[inspect.Parameter], names: tuple[str, ...], wanted: tuple[str, ...]) -> bool:
+    """The wanted names come first, and what follows may be left out by the caller."""
+    rest = found[len(wanted) :]
+    return names[: len(wanted)] == wanted and all(
+        p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in rest
+    )
 
 
 @dataclass
@@ -111,6 +122,7 @@ class Adapter:
         versions: specifier of the versions it was written for.
         upstream: specifier of newer versions that have it themselves, and the reason to print.
         targets: all it touches; checked before anything is touched.
+        option: what the server must be started with to use what is touched here; empty where it always does.
         summary: what it does, one line.
         changes: what it changes under `fix="auto"`; empty when it only measures.
     """
@@ -121,6 +133,7 @@ class Adapter:
     versions: ClassVar[str]
     upstream: ClassVar[tuple[str, str] | None] = None
     targets: ClassVar[tuple[Target, ...]]
+    option: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     changes: ClassVar[str] = ""
 
@@ -128,6 +141,7 @@ class Adapter:
         self.state = State(WAITING)
         self.version: tuple[str, str] | None = None
         self.fix = "off"
+        self._said = ""
         self._patcher: Patcher | None = None
         self._modules: dict[str, ModuleType] = {}
 
@@ -141,10 +155,6 @@ class Adapter:
             NotNeeded: the server has it.
         """
         raise NotImplementedError
-
-    def check(self, target: Target, module: ModuleType) -> str | None:
-        """Why a target is not what the adapter was written for, or None; for signatures that differ by version."""
-        return target.problem(module)
 
     def step_aside(self) -> None:
         """Bring the server's objects back to what the server's own code expects; called before patches are undone."""
@@ -182,7 +192,10 @@ class Adapter:
     def prepare(self, version: tuple[str, str] | None, fix: str) -> bool:
         """Decide by version alone; True when the adapter waits for its modules."""
         self.version, self.fix = version, fix
-        self._set(self.forecast(version))
+        state = self.forecast(version)
+        if state.state == WAITING:
+            state.reason = f"for {self.option}" if self.option else ""
+        self._set(state)
         return self.state.state == WAITING
 
     def instrument(self, module: ModuleType) -> None:
@@ -192,11 +205,11 @@ class Adapter:
         try:
             mine = [target for target in self.targets if target.module == module.__name__]
             for target in mine:
-                problem = self.check(target, module)
+                problem = target.problem(module)
                 if problem:
                     raise Skip(problem)
             if self._patcher is None:
-                self._patcher = Patcher(Guard(self.name, self._failed))
+                self._patcher = Patcher(Guard(self.name, self._failed), self._lists)
             self.patch(self._patcher, module)
             self._modules[module.__name__] = module
             details = {**self.state.targets, **{str(target): APPLIED for target in mine}}
@@ -208,6 +221,10 @@ class Adapter:
         except Exception as error:
             log.debug("kvprobe: %s failed", self.name, exc_info=True)
             self._remove(State(FAILED, f"{type(error).__name__}: {error}"))
+
+    def _lists(self, path: str) -> bool:
+        """Whether what is about to be replaced is among the targets: what `kvprobe patches -v` prints is all there is."""
+        return any(t.path == path or t.path.startswith(f"{path}.") for t in self.targets)
 
     def uninstrument(self) -> None:
         """Put everything back."""
@@ -244,9 +261,12 @@ class Adapter:
             fix=self.fix,
             targets=[{"target": key, "state": value} for key, value in state.targets.items()],
         )
-        if state.state in (APPLIED, FAILED):
-            level = logging.INFO if state.state == APPLIED else logging.WARNING
-            log.log(level, "kvprobe: %s %s", self.name, state)
+        if state.state == WAITING and not state.reason:
+            return
+        line = f"kvprobe: {self.name} {state}"
+        if line != self._said:  # a server of several modules is patched in as many steps
+            self._said = line
+            log.log(logging.WARNING if state.state == FAILED else logging.INFO, line)
 
     # ---- for subclasses ---------------------------------------------------------------------------------------
 

@@ -37,10 +37,23 @@ def timed(module: str, path: str, parameters: tuple[str, ...] | None, direction:
     return Timed(Target(module, path, parameters), direction, cause)
 
 
+class _Open:
+    """A timed call that is running: its name, and what timed calls inside it have moved."""
+
+    __slots__ = ("bytes", "call")
+
+    def __init__(self, call: str) -> None:
+        self.call, self.bytes = call, 0
+
+
 class TimedCalls(Adapter):
     """Subclasses list functions in `timed` and say in `describe` what a call moved."""
 
     timed: ClassVar[tuple[Timed, ...]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.local()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """The targets are the functions to time, and what a subclass adds."""
@@ -77,13 +90,22 @@ class TimedCalls(Adapter):
             if not (sidecar.wanted() or marks.listening() or metrics.exposed()):
                 return call()
             remembered = self.before(entry, args, kwargs)
+            outer: _Open | None = getattr(self._thread, "open", None)
+            mine = self._thread.open = _Open(entry.target.path)
             with marks.Range(f"{self.server} {entry.target.path}"):
                 start = time.monotonic_ns()
                 try:
                     result = call()
                 finally:
                     took = time.monotonic_ns() - start
-            self._emit(entry, took, {**self.describe(entry, args, kwargs, result), **self.after(entry, remembered)})
+                    self._thread.open = outer
+            fields = {**self.describe(entry, args, kwargs, result), **self.after(entry, remembered)}
+            if mine.bytes and not fields.get("bytes"):
+                fields["bytes"] = mine.bytes
+            if outer is not None:  # the same bytes: the call around this one counts them
+                outer.bytes += int(fields.pop("bytes", 0) or 0)
+                fields["inside"] = outer.call
+            self._emit(entry, took, fields)
             return result
 
         return hook

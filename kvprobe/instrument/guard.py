@@ -11,7 +11,9 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 __all__ = ["Call", "Guard", "Patcher"]
@@ -98,8 +100,30 @@ class Guard:
             log.debug("kvprobe: %s: stepping aside failed", self.name, exc_info=True)
 
 
-def _label(owner: Any, name: str) -> str:
-    return f"{getattr(owner, '__qualname__', getattr(owner, '__name__', type(owner).__name__))}.{name}"
+def _place(owner: Any, name: str) -> tuple[str, str]:
+    """Module and dotted path of an attribute of a module or of a class."""
+    if isinstance(owner, ModuleType):
+        return owner.__name__, name
+    owner = owner if isinstance(owner, type) else type(owner)
+    return owner.__module__, f"{owner.__qualname__}.{name}"
+
+
+def _bindings(value: Any, name: str, home: str) -> list[tuple[ModuleType, str]]:
+    """Where else a function of module `home` is bound: what `from home import name` left in other modules.
+
+    Under its own name in any module, under any name in modules of the same package.
+    """
+    found = []
+    package = home.partition(".")[0]
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType) or module.__name__ == home:
+            continue
+        held = vars(module)
+        if module.__name__.partition(".")[0] == package:
+            found += [(module, key) for key, one in list(held.items()) if one is value]
+        elif held.get(name) is value:
+            found.append((module, name))
+    return found
 
 
 def _like(func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -112,22 +136,41 @@ def _like(func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[.
 class Patcher:
     """Replaces attributes of a server's modules and classes, and puts every one of them back."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Guard, lists: Callable[[str], bool] = lambda path: True) -> None:
+        """`lists(path)`: whether the adapter says that it touches this."""
         self.guard = guard
+        self.lists = lists
         self._undo: list[tuple[str, Callable[[], None]]] = []
         self.patched: list[str] = []
+        self._wrappers: list[Any] = []
 
     def wrap(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
         """Put `hook` around `owner.name` (a function, method, static or class method).
 
+        A function of a module is replaced wherever other modules have imported it by name, too.
+
         Raises:
             AttributeError: there is no such attribute.
+            ValueError: the adapter does not list it.
         """
         raw = inspect.getattr_static(owner, name)
         kind = type(raw) if isinstance(raw, staticmethod | classmethod) else None
         func: Callable[..., Any] = raw.__func__ if kind is not None else raw
-        wrapper = self.around(func, hook, _label(owner, name))
+        if any(func is one for one in self._wrappers):
+            return  # two modules of the server show the same class
+        wrapper = self.around(func, hook, _place(owner, name)[1])
+        self._wrappers.append(wrapper)
         self.replace(owner, name, kind(wrapper) if kind is not None else wrapper)
+        if isinstance(owner, ModuleType):
+            for module, bound in _bindings(func, name, owner.__name__):
+                setattr(module, bound, wrapper)
+            # whoever imported the name after this: they have the wrapper, and the same look-up finds them
+            self.on_undo(lambda: self._unbind(wrapper, func, name, owner.__name__), f"names bound to {name}")
+
+    @staticmethod
+    def _unbind(wrapper: Any, func: Any, name: str, home: str) -> None:
+        for module, bound in _bindings(wrapper, name, home):
+            setattr(module, bound, func)
 
     def around(self, func: Callable[..., Any], hook: Callable[..., Any], where: str) -> Callable[..., Any]:
         """A function that runs `hook` around `func` while the adapter is active; puts it nowhere."""
@@ -150,10 +193,16 @@ class Patcher:
         return wrapper
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Set `owner.name` to `value` until `undo`."""
+        """Set `owner.name` to `value` until `undo`.
+
+        Raises:
+            ValueError: the adapter does not list it.
+        """
+        place, path = _place(owner, name)
+        if not self.lists(path):
+            raise ValueError(f"{place}:{path} is not among the targets of {self.guard.name}")
         before = vars(owner).get(name, _MISSING) if hasattr(owner, "__dict__") else getattr(owner, name)
         setattr(owner, name, value)
-        where = _label(owner, name)
 
         def put_back() -> None:
             # Somebody may have wrapped our wrapper since: then it stays, as a pass-through, below theirs.
@@ -164,8 +213,8 @@ class Patcher:
             else:
                 setattr(owner, name, before)
 
-        self._undo.append((where, put_back))
-        self.patched.append(where)
+        self._undo.append((path, put_back))
+        self.patched.append(f"{place}:{path}")
 
     def on_undo(self, action: Callable[[], None], what: str = "clean-up") -> None:
         """Run `action` when everything is put back (last registered first)."""
@@ -181,3 +230,4 @@ class Patcher:
             except Exception:
                 log.debug("kvprobe: %s: %s could not be undone", self.guard.name, what, exc_info=True)
         self.patched.clear()
+        self._wrappers.clear()

@@ -28,8 +28,8 @@ class Live:
     """One transfer from its submission to the moment the server notices its end."""
 
     __slots__ = (
-        "begin_ns", "bytes", "calls", "copies", "end", "extra", "first_ns", "job", "one_in", "outstanding", "rung",
-        "sample", "start", "stream", "submit_ns", "taken", "thread",
+        "begin_ns", "borrowed", "bytes", "calls", "copies", "end", "extra", "first_ns", "job", "one_in", "outstanding",
+        "rung", "sample", "start", "stream", "submit_ns", "taken", "thread",
     )  # fmt: skip
 
     def __init__(self, job: Any, rung: str, outstanding: int, thread: int, one_in: int) -> None:
@@ -37,6 +37,7 @@ class Live:
         self.first_ns = self.submit_ns = self.copies = self.bytes = self.calls = self.stream = 0
         self.start: int | None = None
         self.end: int | None = None
+        self.borrowed = False  # start and end are the server's own events
         self.taken: int | None = None  # stream of kvprobe's pool that goes back when the transfer ends
         self.sample: Sample | None = None
         self.extra: dict[str, Any] = {}
@@ -139,8 +140,12 @@ class CopyPath:
             live.bytes += size_bytes
             live.calls += calls
 
-    def submitted(self, ok: bool = True) -> None:
-        """The server's submission returned."""
+    def submitted(self, ok: bool = True, events: tuple[int, int] | None = None) -> None:
+        """The server's submission returned.
+
+        `events`: handles of the server's own timing events around the copies, in the place of ours; they have to live
+        until `done`.
+        """
         now_ns = time.monotonic_ns()
         live, self.current = self.current, None
         if live is None:
@@ -148,7 +153,11 @@ class CopyPath:
         if not live.submit_ns and live.first_ns:
             live.submit_ns = now_ns - live.first_ns
         device = self.device
-        if live.start is not None and device is not None:
+        if events is not None and device is not None:
+            if live.start is not None:
+                device.timing.give(live.start)
+            live.borrowed, (live.start, live.end) = True, events
+        elif live.start is not None and device is not None:
             live.end = event = device.timing.take()
             if event is not None:
                 device.record(event, live.stream)
@@ -230,9 +239,9 @@ class CopyPath:
         device = self.device
         if device is None:
             return
-        if live.start is not None:
+        if live.start is not None and not live.borrowed:
             device.timing.give(live.start)
-        if live.end is not None:
+        if live.end is not None and not live.borrowed:
             device.timing.give(live.end)
         if live.taken is not None:
             device.streams.give(live.taken)

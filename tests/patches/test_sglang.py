@@ -17,7 +17,6 @@ import os
 import sys
 import threading
 import types
-import zipfile
 
 import pytest
 
@@ -295,12 +294,6 @@ class Engine:
 def engine(host, clean_modules, wheel_tree, monkeypatch, tmp_path):
     pytest.importorskip("torch")
     root = wheel_tree("sglang", VERSION, "sglang/srt/mem_cache/", "sglang/srt/managers/", "sglang/kernels/ops/")
-    if not (root / KERNELS).exists():  # a tree that an older test unpacked
-        wheels = sorted(root.parent.parent.glob(f"sglang-{VERSION}-*.whl"))
-        if not wheels:
-            pytest.skip(f"{KERNELS} is not in {root}, nor is the wheel beside it")
-        with zipfile.ZipFile(wheels[-1]) as wheel:
-            wheel.extract(KERNELS, root)
 
     def make(tokens=512, backend="kernel", page_size=1, **environment):
         return Engine(host(**environment), root, monkeypatch, tokens, backend, page_size)
