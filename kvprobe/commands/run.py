@@ -84,15 +84,17 @@ def command(
         "report": str(report) if report else "", "fix": fix, "detail": detail, "max_bytes": limit,
         "stacks": stacks, "stacks_how": how, "stacks_after_ms": stacks_after, "nvml": nvml, "nsys": nsys,
         "program": program, "words": " ".join(words), "terminal": _terminal(),
+        "killed": os.environ.get("KVPROBE", "").strip().lower() in _NO,
     }  # fmt: skip
     write_run(folder, words, options, os.getpid())
     env = dict(os.environ)
-    if env.get("KVPROBE", "").strip().lower() in _NO:
+    if options["killed"]:
         click.echo("kvprobe: KVPROBE=off is set: the command runs, and nothing is recorded", err=True)
     observer = start_observer(folder, os.getpid())
     env |= {
         "KVPROBE_RUN": str(folder), "KVPROBE_DETAIL": detail, "KVPROBE_FIX": fix, "KVPROBE_MAX_BYTES": str(limit),
         "KVPROBE_OBSERVER": str(observer), "KVPROBE_STACKS": how,
+        **_carried(env),
         "LD_PRELOAD": f"{env['LD_PRELOAD']}:{library}" if env.get("LD_PRELOAD") else str(library),
     }  # fmt: skip
     if sys.stderr.isatty():
@@ -168,6 +170,25 @@ def _preloadable(library: Path, folder: Path) -> Path:
         raise UsageError(f"neither {library} nor {folder} can be named in LD_PRELOAD (a space or colon in the path); "
                          "name a run folder without one with --output")  # fmt: skip
     return Path(shutil.copy2(library, folder / library.name))
+
+
+def _carried(env: dict[str, str]) -> dict[str, str]:
+    """What brings the start-up part and the adapters into a Python of another environment than kvprobe's."""
+    import importlib.util
+
+    import kvprobe.instrument
+
+    folders = []
+    for name in ("kvprobe", "wrapt", "packaging"):
+        found = importlib.util.find_spec(name)
+        if found is not None and found.origin:
+            folders.append(str(Path(found.origin).parents[1]))
+    start = str(Path(kvprobe.instrument.__file__).parent / "carried")
+    if any(os.pathsep in path for path in (start, *folders)):
+        click.echo(f"kvprobe: no adapters in other environments than its own: {os.pathsep!r} in {start}", err=True)
+        return {}
+    path = [start, env["PYTHONPATH"]] if env.get("PYTHONPATH") else [start]
+    return {"PYTHONPATH": os.pathsep.join(path), "KVPROBE_CARRY": os.pathsep.join(dict.fromkeys(folders))}
 
 
 def _how_stacks() -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from kvprobe.instrument import metrics, registry, sidecar, switches
+from kvprobe.instrument import logs, metrics, registry, sidecar, switches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -177,6 +177,7 @@ def activate() -> None:
     """Install as the environment asks; called by the start-up hook in every process. Idempotent, never raises."""
     try:
         if switches.asked_for():
+            logs.appear()
             install(fix=switches.fix_from_environment())
     except Exception:
         log.warning("kvprobe: could not be activated in this process; the server is left alone", exc_info=True)
@@ -192,7 +193,7 @@ def table(servers: Iterable[str] | str | None = None, *, fix: str | None = None)
 
     Returns:
         rows with `adapter`, `server`, `distribution`, `version`, `versions`, `state`, `reason`, `summary`,
-        `changes`, `fix`, `targets`.
+        `changes`, `option`, `fix`, `targets`.
     """
     from kvprobe.instrument.adapter import installed_version
 
@@ -220,6 +221,7 @@ def table(servers: Iterable[str] | str | None = None, *, fix: str | None = None)
                     "reason": reason,
                     "summary": kind.summary,
                     "changes": kind.changes,
+                    "option": kind.option,
                     "fix": adapter.fix if adapter is not None else (fix or switches.fix_from_environment()),
                     "targets": [
                         {"target": str(target), "state": state.targets.get(str(target), word)}

@@ -71,6 +71,7 @@ class Observer:
         self.last_stacks: dict[int, float] = {}
         self.reported: set[tuple[Path, int, int]] = set()  # blocked calls that have their stacks
         self.unseen: dict[str, dict[int, str]] = {}  # reason -> pid -> command
+        self.pythons: dict[int, str] = {}  # pid -> command
         self.status: int | None = None
         self.told: list[str] = []
         self.device: Any = None
@@ -90,6 +91,9 @@ class Observer:
         with contextlib.suppress(OSError):
             entry["fd"] = os.pidfd_open(pid)
         self.known[key] = entry
+        with contextlib.suppress(OSError):
+            if covered and Path(f"/proc/{pid}/exe").readlink().name.startswith("python"):
+                self.pythons[pid] = entry["command"][:60]
         reason = ""
         if env is not None and pid != self.pid and not self.attached:  # an attached process's environment is its own
             if not covered:
@@ -235,6 +239,8 @@ class Observer:
 
     def warnings(self) -> list[str]:
         """What was not seen, and why: one line each."""
+        if self.options.get("killed"):
+            return ["KVPROBE=off is set in this environment: kvprobe acted in no process; unset it to record"]
         found = []
         for reason, who in self.unseen.items():
             names = ", ".join(f"{pid} {command}".strip() for pid, command in list(who.items())[:3])
@@ -254,9 +260,18 @@ class Observer:
                                 " or the command emptied its environment, removed LD_PRELOAD, or runs its work in "
                                 "statically linked, setuid or musl programs, or elsewhere (a container, a daemon that "
                                 "was running before)")  # fmt: skip
+        if self.pythons and not checked_in:
+            pid, command = next(iter(self.pythons.items()))
+            found.append(f"no adapters acted in the command's Python processes ({pid} {command}): they did not load "
+                         "kvprobe's start-up part (options -I, -E or -S, or a PYTHONPATH that was replaced); copies "
+                         "were recorded below Python all the same, and nothing was cured")  # fmt: skip
         for path in self.folder.glob("checkin-*.json"):
             with contextlib.suppress(OSError, ValueError):
                 checkin = json.loads(path.read_text())
+                old = tuple(map(int, str(checkin.get("python", "9.9")).split(".")[:2])) < (3, 10)
+                if old:
+                    found.append(f"process {checkin['pid']} runs Python {checkin['python']}: adapters need 3.10 or "
+                                 "newer and did not act in it")  # fmt: skip
                 if not checkin.get("preloaded"):
                     found.append(f"process {checkin['pid']} ran without the interposer: LD_PRELOAD was removed or "
                                  "could not be followed; only what Python adapters saw of it is known")  # fmt: skip

@@ -129,7 +129,7 @@ else:
             # what Python runs at its start lies beside the package, not in it
             start = NATIVE.parent / "instrument"
             beside = build_data["force_include_editable" if version == "editable" else "force_include"]
-            beside[str(start / "startup.py")] = "kvprobe_startup.py"
+            beside[str(start / "carried" / "kvprobe_startup.py")] = "kvprobe_startup.py"
             for name in ("zz_kvprobe.pth", "zz_kvprobe.start"):
                 beside[str(start / name)] = name
             if version != "editable":

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kvprobe.instrument import startup
+import kvprobe.instrument
+
+CARRIED = Path(kvprobe.instrument.__file__).parent / "carried"
+sys.path.insert(0, str(CARRIED))
+import kvprobe_startup as startup  # noqa: E402
+
+sys.path.remove(str(CARRIED))
 
 
 def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -1,8 +1,9 @@
 """What runs at the start of every Python process under `kvprobe run`: checks in, and waits for a server to be imported.
 
-Copied into site-packages as `kvprobe_startup.py`, beside `zz_kvprobe.pth` (Python to 3.17) and `zz_kvprobe.start`
-(PEP 829, Python 3.15 on), both of which ask the environment before they import anything. So it stands alone: no import
-of kvprobe, only modules that every interpreter has loaded by then. A process pays well under a millisecond.
+Copied into site-packages, beside `zz_kvprobe.pth` (Python to 3.17) and `zz_kvprobe.start` (PEP 829, Python 3.15 on),
+both of which ask the environment before they import anything. A Python of another environment is reached through the
+`sitecustomize.py` beside this file, whose folder `kvprobe run` puts into PYTHONPATH. So it stands alone: no import of
+kvprobe, only modules that every interpreter has loaded by then. A process pays well under a millisecond.
 """
 
 import os
@@ -16,21 +17,26 @@ if TYPE_CHECKING:
     from typing import Any
 
 _SERVERS = frozenset({"vllm", "sglang", "lmcache", "transformers", "accelerate", "diffusers"})
+_CARRIED = ("kvprobe", "wrapt", "packaging")  # all that adapters need; each works as source on every Python
 _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "VLLM_DP_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "NODE_RANK")
 
 
 def start() -> None:
     """Checks in with the run of the environment, once a process; never raises, prints nothing."""
     try:
-        folder = os.environ.get("KVPROBE_RUN")
-        off = os.environ.get("KVPROBE", "").strip().lower() in ("off", "0", "no", "false")
+        env = os.environ
+        folder = env.get("KVPROBE_RUN")
+        off = env.get("KVPROBE", "").strip().lower() in ("off", "0", "no", "false")
+        asked = folder or env.get("KVPROBE") or env.get("KVPROBE_FIX")
         # a .pth line of a virtual environment is processed twice
-        if not folder or off or getattr(sys, "_kvprobe_started", None) == os.getpid():
+        if not asked or off or getattr(sys, "_kvprobe_started", None) == os.getpid():
             return
         sys.__dict__["_kvprobe_started"] = os.getpid()
-        _check_in(folder)
-        sys.meta_path.insert(0, _WaitForServer())
-        if os.environ.get("KVPROBE_STACKS") == "in-process":
+        if folder:
+            _check_in(folder)
+        if sys.version_info >= (3, 10):
+            sys.meta_path.insert(0, _WaitForServer())
+        if folder and env.get("KVPROBE_STACKS") == "in-process":
             _start_sampler(folder)
     except Exception:  # a profiler's start-up must not be what breaks a server's
         pass
@@ -45,7 +51,7 @@ def _check_in(folder: str) -> None:
         f"{folder}/checkin-{os.getpid()}-{time.monotonic_ns()}.json",
         {
             "pid": os.getpid(), "ppid": os.getppid(), "t_ns": time.monotonic_ns(),
-            "argv": list(sys.orig_argv[:64]), "executable": sys.executable or "", "prefix": sys.prefix,
+            "argv": list(getattr(sys, "orig_argv", [])[:64]), "executable": sys.executable or "", "prefix": sys.prefix,
             "python": sys.version.split()[0], "preloaded": preloaded,
             "ld_preload": os.environ.get("LD_PRELOAD", ""),
             "rank": {name: os.environ[name] for name in _RANKS if name in os.environ},
@@ -85,17 +91,42 @@ class _WaitForServer:
             return None
         sys.meta_path.remove(self)
         try:
+            if os.environ.get("KVPROBE_CARRY"):
+                sys.meta_path.append(_Carried())
             from kvprobe.instrument import activate
 
             activate()
-        except Exception:
-            pass
+        except Exception as error:
+            _failed(name, f"kvprobe's adapters do not work in this environment ({type(error).__name__}: {error})")
         # The adapters' own finder has just come in front of the one that this import looks at next: ask all again.
         for finder in list(sys.meta_path):
             spec = finder.find_spec(name, path, target)
             if spec is not None:
                 return spec
         return None
+
+
+class _Carried:
+    """A meta path finder for what an environment lacks of kvprobe: the last one, so that what it has comes first."""
+
+    def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "ModuleSpec | None":
+        """Part of the import protocol."""
+        if name not in _CARRIED:
+            return None
+        from importlib.machinery import PathFinder
+
+        return PathFinder.find_spec(name, os.environ.get("KVPROBE_CARRY", "").split(os.pathsep))
+
+
+def _failed(server: str, reason: str) -> None:
+    """The run's reader learns why no adapter is in this process."""
+    folder = os.environ.get("KVPROBE_RUN")
+    if folder:
+        _write(
+            f"{folder}/events-{os.getpid()}.jsonl",
+            {"t_ns": time.monotonic_ns(), "kind": "state", "adapter": server, "server": server, "state": "failed",
+             "reason": reason},
+        )  # fmt: skip
 
 
 def _start_sampler(folder: str) -> None:
