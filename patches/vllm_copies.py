@@ -181,11 +181,11 @@ class _Loop(_Copies):
         self.decide("note", why, code=code)
         return False if self.fix == "auto" else ok
 
-    def swap(self, call: Call, src: Any, dst: Any, *rest: Any) -> Any:
+    def swap(self, call: Call, src: Any, dst: Any, *rest: Any, **kwargs: Any) -> Any:
         """Around `ops.swap_blocks(src, dst[, block_bytes], mapping)`."""
         path = self.path
         live = path.current if path is not None else None
-        if path is None or live is None:
+        if path is None or live is None or kwargs:
             return call()
         if not self._seen:
             self._first(path)

