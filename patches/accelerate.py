@@ -1,7 +1,8 @@
 """accelerate: CPU offload by `AlignDevicesHook` (one copy a parameter on every forward) and by `CpuOffload` (a model).
 
-Measured, never changed. The copies come from pageable memory and block: nothing of kvprobe's streams would help. The figure that matters is
-the share of the forward that the thread spends in them, and how many of them came from pageable memory.
+Measured, never changed. The copies come from pageable memory and block: nothing of kvprobe's streams would help. The
+figure that matters is the share of the forward that the thread spends in them, and how many of them came from pageable
+memory.
 """
 
 from __future__ import annotations

@@ -174,9 +174,7 @@ class Transfers(Adapter):
         return completion
 
     @staticmethod
-    def _salvage(
-        call: Call, error: Exception, completion: Any, rest: list[Any], again: Callable[[Any], Any]
-    ) -> None:
+    def _salvage(call: Call, error: Exception, completion: Any, rest: list[Any], again: Callable[[Any], Any]) -> None:
         """After a failure between two parts: nothing stays in flight, and nothing is left out by a mistake of ours.
 
         SGLang frees the slots of a burst whose submission raised, as nothing of it runs any more; so its exception

@@ -141,7 +141,7 @@ class _Loop(_Copies):
 
     handler_name = "SingleDirectionOffloadingHandler"
 
-    def transfer(self, call: Call, handler: Any, job_id: int, spec: Any, *args: Any, **kwargs: Any) -> Any:
+    def transfer(self, call: Call, handler: Any, job_id: int, *specs: Any, **kwargs: Any) -> Any:
         """Around `transfer_async`."""
         raise NotImplementedError
 
@@ -353,8 +353,9 @@ class SharedStreams(_Loop):
         Target("vllm.v1.kv_offload.worker.cpu_gpu", "ops.swap_blocks"),
     )
 
-    def transfer(self, call: Call, handler: Any, job_id: int, spec: Any, *args: Any, **kwargs: Any) -> Any:
+    def transfer(self, call: Call, handler: Any, job_id: int, *specs: Any, **kwargs: Any) -> Any:
         """Choose the stream by putting it where the handler looks for it, keep the order, put its own back."""
+        spec = specs[0] if specs else kwargs["spec"]
         load = isinstance(spec[0], self.module.CPULoadStoreSpec)
         path = self.path_of(handler, "load" if load else "store")
         cure = path.ladder is not None
@@ -429,7 +430,7 @@ class PooledLoop(_Loop):
         Target("vllm.v1.kv_offload.worker.cpu_gpu", "ops.swap_blocks"),
     )
 
-    def transfer(self, call: Call, handler: Any, job_id: int, transfer_spec: Any, *args: Any, **kwargs: Any) -> Any:
+    def transfer(self, call: Call, handler: Any, job_id: int, *specs: Any, **kwargs: Any) -> Any:
         """Only the submission is touched: streams and their order are vLLM's."""
         store = bool(handler.src_tensors[0].is_cuda)
         path = self.path_of(handler, "store" if store else "load")
@@ -585,7 +586,7 @@ class DescriptorBatches(_Copies):
         handler = self._handler
         if handler not in self._bounds and hasattr(self.module, "CPUOffloadingWorker"):
             if self.path is not None and self.path.ladder is not None:
-                why = "the worker was made before kvprobe came: where its registrations of host memory begin is not known"
+                why = "the worker was made before kvprobe came: where its registrations begin is not known"
                 self.path.ladder.refuse("coalesced", why)
             return len(src)
         bounds = [t.data_ptr() for t in (*handler.src_tensors, *handler.dst_tensors)]

@@ -71,7 +71,9 @@ class _Dedup(Adapter):
         """Keys of the blocks that would be loaded."""
         raise NotImplementedError
 
-    def matched(self, call: Call, scheduler: Any, request: Any, num_computed_tokens: int, *args: Any, **kwargs: Any) -> Any:
+    def matched(
+        self, call: Call, scheduler: Any, request: Any, num_computed_tokens: int, *args: Any, **kwargs: Any
+    ) -> Any:
         """Around `get_num_new_matched_tokens`: the server's own answer, or "not yet"."""
         answer = call()
         if self.uncached.get(scheduler):
@@ -190,9 +192,7 @@ class SimpleConnector(Adapter):
         self._asked.append((given["event_idx"], bool(given["is_store"]), time.monotonic_ns(), backend))
         return call()
 
-    def copy(
-        self, call: Call, src_block_ids: Any, dst_block_ids: Any, params: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def copy(self, call: Call, src_block_ids: Any, dst_block_ids: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         """Around `copy_blocks`, in the copy thread: building the pointers and the one batch call."""
         if not self._asked:
             return call()

@@ -223,7 +223,7 @@ class Adapter:
             self._remove(State(FAILED, f"{type(error).__name__}: {error}"))
 
     def _lists(self, path: str) -> bool:
-        """Whether what is about to be replaced is among the targets: what `kvprobe patches -v` prints is all there is."""
+        """Whether an adapter may replace this: what `kvprobe patches -v` prints is all that it touches."""
         return any(t.path == path or t.path.startswith(f"{path}.") for t in self.targets)
 
     def uninstrument(self) -> None:

@@ -1,4 +1,4 @@
-"""What every hook promises: arguments it does not know pass, names bound elsewhere are found, -v lists all it touches."""
+"""What every hook promises: unknown arguments pass, names bound elsewhere are found, -v lists all that is touched."""
 
 import ast
 import sys

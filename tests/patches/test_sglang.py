@@ -27,7 +27,6 @@ ITERATIONS = int(os.environ.get("KVPROBE_RACE_ITERATIONS", "20"))
 WORK_NS = 200_000
 LONG_NS = 5_000_000  # where the race must be lost: longer than any delay of this machine in submitting
 VERSION = "0.5.23"
-KERNELS = "sglang/kernels/ops/kvcache/hicache.py"
 ROW = 256  # bytes of a token, layer and plane (keys, values)
 LAYERS = 2
 EVERY = slice(None)

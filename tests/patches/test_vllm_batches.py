@@ -128,7 +128,8 @@ def test_the_import_hooks_reach_the_real_package(wheel_tree, tmp_path):
         "print({r['adapter']: r['state'] for r in i.table('vllm')}['vllm.copies.batch'],"
         " g.SingleDirectionOffloadingHandler.transfer_async.__kvprobe__)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(wheel_tree("vllm", VERSION, "vllm/")), "KVPROBE_FIX": "auto"}
+    path = os.pathsep.join([str(wheel_tree("vllm", VERSION, "vllm/")), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "KVPROBE_FIX": "auto"}
     out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["applied", "vllm.copies.batch"]
 

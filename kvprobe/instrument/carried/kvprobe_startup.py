@@ -34,7 +34,7 @@ def start() -> None:
         sys.__dict__["_kvprobe_started"] = os.getpid()
         if folder:
             _check_in(folder)
-        if sys.version_info >= (3, 10):
+        if sys.version_info >= (3, 10):  # noqa: UP036 - the Python may be any
             sys.meta_path.insert(0, _WaitForServer())
         if folder and env.get("KVPROBE_STACKS") == "in-process":
             _start_sampler(folder)

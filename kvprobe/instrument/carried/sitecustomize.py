@@ -8,7 +8,7 @@ import sys
 
 _here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib takes 2 ms to import
 try:
-    if sys.version_info >= (3, 6):
+    if sys.version_info >= (3, 6):  # noqa: UP036 - the Python may be any
         import kvprobe_startup
 
         kvprobe_startup.start()
