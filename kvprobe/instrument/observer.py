@@ -71,7 +71,6 @@ class Observer:
         self.last_stacks: dict[int, float] = {}
         self.reported: set[tuple[Path, int, int]] = set()  # blocked calls that have their stacks
         self.unseen: dict[str, dict[int, str]] = {}  # reason -> pid -> command
-        self.pythons: dict[int, str] = {}  # pid -> command
         self.status: int | None = None
         self.told: list[str] = []
         self.device: Any = None
@@ -91,9 +90,6 @@ class Observer:
         with contextlib.suppress(OSError):
             entry["fd"] = os.pidfd_open(pid)
         self.known[key] = entry
-        with contextlib.suppress(OSError):
-            if covered and Path(f"/proc/{pid}/exe").readlink().name.startswith("python"):
-                self.pythons[pid] = entry["command"][:60]
         reason = ""
         if env is not None and pid != self.pid and not self.attached:  # an attached process's environment is its own
             if not covered:
@@ -260,11 +256,10 @@ class Observer:
                                 " or the command emptied its environment, removed LD_PRELOAD, or runs its work in "
                                 "statically linked, setuid or musl programs, or elsewhere (a container, a daemon that "
                                 "was running before)")  # fmt: skip
-        if self.pythons and not checked_in:
-            pid, command = next(iter(self.pythons.items()))
-            found.append(f"no adapters acted in the command's Python processes ({pid} {command}): they did not load "
-                         "kvprobe's start-up part (options -I, -E or -S, or a PYTHONPATH that was replaced); copies "
-                         "were recorded below Python all the same, and nothing was cured")  # fmt: skip
+        if not checked_in and _runs_python(self.options.get("program", "")):
+            found.append("no adapter acted in the command: its Python did not load kvprobe's start-up part (options "
+                         "-I, -E or -S, or a PYTHONPATH that was replaced); CUDA calls were recorded all the same, "
+                         "and nothing was cured")  # fmt: skip
         for path in self.folder.glob("checkin-*.json"):
             with contextlib.suppress(OSError, ValueError):
                 checkin = json.loads(path.read_text())
@@ -306,6 +301,16 @@ class Observer:
             return f"recording in {self.folder}; no report: {reason}"
         more = f", {len(warnings)} warnings" if warnings else ""
         return f"report in {report}{more}"
+
+
+def _runs_python(program: str) -> bool:
+    """Whether a program is a Python, or a script of one."""
+    try:
+        with open(program, "rb") as file:  # noqa: PTH123
+            first = file.readline(256)
+    except OSError:
+        return False
+    return (first.startswith(b"#!") and b"python" in first) or Path(program).resolve().name.startswith("python")
 
 
 def _command(pid: int) -> str:
