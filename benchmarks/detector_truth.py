@@ -32,7 +32,8 @@ from typing import Any
 
 import numpy as np
 
-from kvprobe.cuda import Region, Runtime, device_region, find_runtime, host_region
+from kvprobe.cuda import Region, Runtime, device_region, host_region
+from kvprobe.cuda.hostruntime import HostRuntime, host_runtime
 from kvprobe.errors import KvprobeError
 from kvprobe.launchqueue import QueueLimits, calibrate
 from kvprobe.offload import BlockPool, OffloadEngine
@@ -47,39 +48,15 @@ HEALTHY = {  # kind of burst -> share of the copies
 }  # fmt: skip
 
 
-class Config(ct.Structure):
-    """`kvhost_config`."""
-
-    _fields_ = (
-        *((name, ct.c_uint64) for name in ("depth", "compute_channels", "copy_channels")),
-        *((name, ct.c_double) for name in ("h2d", "d2h", "latency_ns")),
-        *((name, ct.c_uint64) for name in ("memory", "pinned", "version")),
-        ("submit_ns", ct.c_double), ("reserved", ct.c_uint64 * 6),
-    )  # fmt: skip
-
-
-class Stats(ct.Structure):
-    """`kvhost_stats`, as far as it is read here."""
-
-    _fields_ = (
-        ("outstanding", ct.c_uint32 * 96), ("waiting", ct.c_uint32 * 96), ("capacity", ct.c_uint64 * 3),
-        ("submitted", ct.c_uint64), ("done", ct.c_uint64), ("bytes", ct.c_uint64 * 5), ("launches", ct.c_uint64),
-        ("blocked_calls", ct.c_uint64), ("blocked_ns", ct.c_uint64), ("rest", ct.c_uint64 * 16),
-    )  # fmt: skip
-
-
-def blocked(runtime: Runtime) -> tuple[int, int]:
+def blocked(runtime: HostRuntime) -> tuple[int, int]:
     """The truth: calls that waited for a place in a queue so far, and the time they waited (ns)."""
-    stats = Stats()
-    runtime.library.kvhostStats(ct.byref(stats))
+    stats = runtime.stats
     return stats.blocked_calls, stats.blocked_ns
 
 
-def reset(runtime: Runtime, depth: int = 0, bytes_per_s: float = 0.0) -> None:
+def reset(runtime: HostRuntime, depth: int = 0, bytes_per_s: float = 0.0) -> None:
     """A fresh runtime; everything made with it before is gone."""
-    config = Config(depth=depth, h2d=bytes_per_s, d2h=bytes_per_s)
-    code = runtime.library.kvhostReset(ct.byref(config))
-    assert code == 0, code
+    runtime.reset(depth=depth, h2d_bytes_per_s=bytes_per_s, d2h_bytes_per_s=bytes_per_s)
 
 
 def calibrated(runtime: Runtime) -> QueueLimits:
@@ -141,7 +118,7 @@ def pauses_inside_calls(rng: random.Random, between_s: float = 0.003) -> Iterato
 
 def healthy(copies: int, seed: int, burners: int = 3) -> dict[str, Any]:
     """Makes at least `copies` healthy copies, half of them under CPU load; says what alarms there were."""
-    runtime, rng = find_runtime("host"), random.Random(seed)
+    runtime, rng = host_runtime(), random.Random(seed)
     reset(runtime)
     limits = calibrated(runtime)
     block = 4096
@@ -213,7 +190,7 @@ def _burst(engine: OffloadEngine, kind: str, limits: QueueLimits, rng: random.Ra
 
 def saturations(count: int, seed: int) -> dict[str, Any]:
     """Fills a queue `count` times, each time of another depth, block size and shape; says which were missed."""
-    runtime, rng = find_runtime("host"), random.Random(seed)
+    runtime, rng = host_runtime(), random.Random(seed)
     known: dict[int, QueueLimits] = {}
     missed: list[str] = []
     calls_before, onset_ms, kinds = [], [], Counter()
@@ -240,7 +217,7 @@ def saturations(count: int, seed: int) -> dict[str, Any]:
                 calls_before.append(found[0].blocked_calls)
                 onset_ms.append((found[0].noticed_ns - found[0].onset_ns - found[0].longest_ns) / 1e6)
         number += truth[1] >= WORTH_NAMING_NS or bool(found)
-        runtime.library.kvhostLoseDevice()  # what is left in the queue need not be copied
+        runtime.lose_device()  # what is left in the queue need not be copied
         with contextlib.suppress(Exception):
             engine.poll()
         engine.recorder.close()
@@ -268,12 +245,10 @@ def _saturate(
     compute = runtime.stream_create()
     engine = OffloadEngine(runtime, gpu, cpu, policy=policy, limits=limits, detail="copies", compute_stream=compute)
     before = blocked(runtime)
-    library = runtime.library
-    library.kvhostGateCreate.restype = ct.c_void_p
-    gate = ct.c_void_p(library.kvhostGateCreate())
+    gate = runtime.gate()
     if shape != "draining":
-        library.kvhostGateLaunch(gate, ct.c_void_p(compute))
-    opened = threading.Timer(rng.uniform(0.005, 0.03) + limits.depth * 8e-6, library.kvhostGateOpen, (gate,))
+        gate.launch(compute)
+    opened = threading.Timer(rng.uniform(0.005, 0.03) + limits.depth * 8e-6, gate.open)
     opened.start()
     over = {"draining": 64, "gate": 8, "gate, then draining": 64}[shape]
     submitted = 0
@@ -298,7 +273,7 @@ NOTICED_MS = 50.0
 
 def small_blocks(count: int, seed: int) -> dict[str, Any]:
     """Loads small blocks into a full queue `count` times, each time until it is noticed or twice the time is over."""
-    runtime, rng = find_runtime("host"), random.Random(seed)
+    runtime, rng = host_runtime(), random.Random(seed)
     reset(runtime)
     limits = calibrated(runtime)
     late: list[str] = []
@@ -331,7 +306,7 @@ def small_blocks(count: int, seed: int) -> dict[str, Any]:
         if since and not (found and noticed_ms[-1] <= NOTICED_MS):
             late.append(f"{number}: {slower:.1f} times the baseline, loads of {size}; {calls} calls blocked; "
                         f"said: {engine.detector.reason!r}")  # fmt: skip
-        runtime.library.kvhostLoseDevice()
+        runtime.lose_device()
         with contextlib.suppress(Exception):
             engine.poll()
         engine.recorder.close()

@@ -20,28 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from kvprobe.cuda import MEMCPY_KIND, Buffer, Runtime, find_runtime
+from kvprobe.cuda import MEMCPY_KIND, Buffer
+from kvprobe.cuda.hostruntime import HostRuntime, host_runtime
 from kvprobe.native.library import DETAIL, RingOptions, SubmitOptions, SubmitResult, core
 
 LEVELS = ("off", "off again", "totals", "copies")
 
 
-class Config(ct.Structure):
-    """`kvhost_config`."""
-
-    _fields_ = (
-        *((name, ct.c_uint64) for name in ("depth", "compute_channels", "copy_channels")),
-        *((name, ct.c_double) for name in ("h2d", "d2h", "latency_ns")),
-        *((name, ct.c_uint64) for name in ("memory", "pinned", "version")),
-        ("submit_ns", ct.c_double), ("reserved", ct.c_uint64 * 6),
-    )  # fmt: skip
-
-
-def measure(runtime: Runtime, submit_ns: float, rounds: int, copies: int) -> dict[str, dict[str, float]]:
+def measure(runtime: HostRuntime, submit_ns: float, rounds: int, copies: int) -> dict[str, dict[str, float]]:
     """Nanoseconds a copy by level: the median of the rounds, and the median of what was added in each round."""
-    config = Config(submit_ns=submit_ns, latency_ns=-1.0, h2d=1e15)
-    code = runtime.library.kvhostReset(ct.byref(config))
-    assert code == 0, code
+    runtime.reset(submit_ns=submit_ns, latency_ns=-1.0, h2d_bytes_per_s=1e15)
     device, host = Buffer(runtime, 64, "device"), Buffer(runtime, 64, "pinned")
     stream = runtime.stream_create()
     dst, src = np.full(copies, device.address, np.uint64), np.full(copies, host.address, np.uint64)
@@ -51,21 +39,19 @@ def measure(runtime: Runtime, submit_ns: float, rounds: int, copies: int) -> dic
                              direction=1, blocked_ns=1 << 40, detail=DETAIL[level.split()[0]])
         for level in LEVELS
     }  # fmt: skip
-    library = runtime.library
-    library.kvhostGateCreate.restype = ct.c_void_p
     taken: dict[str, list[float]] = {level: [] for level in LEVELS}
     result, order = SubmitResult(), np.random.default_rng(1)
     for number in range(rounds + 10):
         for level in order.permutation(LEVELS):  # each comes after each: the neighbour's traces in the caches differ
-            gate = ct.c_void_p(library.kvhostGateCreate())
-            library.kvhostGateLaunch(gate, ct.c_void_p(stream))
+            gate = runtime.gate()
+            gate.launch(stream)
             begin = now()
             submit(ct.byref(options[level]), copies, dst.ctypes.data, src.ctypes.data, None, 64, ct.byref(result))
             spent = now() - begin
             assert result.submitted == copies
-            library.kvhostGateOpen(gate)
+            gate.open()
             runtime.stream_synchronize(stream)
-            library.kvhostGateDestroy(gate)
+            gate.close()
             if number >= 10:  # the first rounds touch the ring's pages
                 taken[level].append(spent / copies)
     runtime.stream_destroy(stream)
@@ -87,7 +73,7 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=500)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    runtime = find_runtime("host")
+    runtime = host_runtime()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "probe.kvp"
         assert core().kvp_ring_open(str(path).encode(), b"engine", ct.byref(RingOptions())) == 0

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from kvprobe.cuda import MEMCPY_KIND, Runtime, device_region, find_runtime, host_region
+from kvprobe.cuda.hostruntime import HostRuntime
 from kvprobe.launchqueue import calibrate
 from kvprobe.native.library import SubmitOptions, SubmitResult, core
 from kvprobe.offload import BlockPool, OffloadEngine
@@ -31,11 +32,8 @@ WAYS = ("bare", "bare again", "load")
 
 def measure(runtime: Runtime, rounds: int, copies: int, block: int, detail: str, gated: bool) -> dict[str, Any]:
     """Median ns of each way, and the median and range of its ratio to the bare loop within a round."""
-    library = runtime.library
-    if runtime.provider == "host":
-        config = (ct.c_uint64 * 16)(4 * copies if gated else 0)  # kvhost_config: depth first, the rest defaults
-        assert library.kvhostReset(config) == 0
-        library.kvhostGateCreate.restype = ct.c_void_p
+    if isinstance(runtime, HostRuntime):
+        runtime.reset(depth=4 * copies if gated else 0)
     limits = calibrate(runtime, cache=False)
     gpu = BlockPool(runtime, [device_region(runtime, copies * block)], block)
     cpu = BlockPool(runtime, [host_region(runtime, copies * block)], block)
@@ -49,9 +47,9 @@ def measure(runtime: Runtime, rounds: int, copies: int, block: int, detail: str,
     order = np.random.default_rng(2)
     for number in range(rounds + 3):
         for way in order.permutation(WAYS):
-            gate = ct.c_void_p(library.kvhostGateCreate()) if gated else None
+            gate = runtime.gate() if gated and isinstance(runtime, HostRuntime) else None
             if gate:
-                library.kvhostGateLaunch(gate, ct.c_void_p(engine.streams["shared"][0] if way == "load" else stream))
+                gate.launch(engine.streams["shared"][0] if way == "load" else stream)
             begin = now()
             if way == "load":
                 transfer = engine.load(ids, ids)
@@ -59,12 +57,12 @@ def measure(runtime: Runtime, rounds: int, copies: int, block: int, detail: str,
                 submit(ct.byref(options), copies, dst.ctypes.data, src.ctypes.data, None, block, ct.byref(result))
             end = now()
             if gate:
-                library.kvhostGateOpen(gate)
+                gate.open()
             runtime.stream_synchronize(stream)
             engine.wait()
             engine.poll()
             if gate:
-                library.kvhostGateDestroy(gate)
+                gate.close()
             if number >= 3:
                 taken[way].append(end - begin)
                 if way == "load":

@@ -56,15 +56,12 @@ def command(device: str, as_json: bool, report: Path, seconds: float) -> None:
 
 def play(runtime: Runtime, seconds: float, progress: bool) -> dict[str, Any]:
     """Runs the phases and returns the figures; names that begin with "_" are for the report alone."""
-    import ctypes as ct
-
+    from kvprobe.cuda.hostruntime import HostRuntime
     from kvprobe.launchqueue import calibrate
     from kvprobe.workload import Machine, Server, shape_for
 
-    if runtime.provider == "host" and "KVHOST_H2D_GBPS" not in os.environ:
-        slow = (ct.c_double * 16)()
-        slow[3], slow[4] = HOST_BYTES_PER_S, HOST_BYTES_PER_S  # kvhost_config.h2d_bytes_per_s, d2h_bytes_per_s
-        runtime.library.kvhostConfigure(slow)
+    if isinstance(runtime, HostRuntime) and "KVHOST_H2D_GBPS" not in os.environ:
+        runtime.configure(h2d_bytes_per_s=HOST_BYTES_PER_S, d2h_bytes_per_s=HOST_BYTES_PER_S)
     limits = calibrate(runtime, cache=False)
     shape = shape_for(runtime, limits)
     machine = Machine(runtime, shape)

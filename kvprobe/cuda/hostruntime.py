@@ -163,11 +163,20 @@ class HostRuntime(Runtime):
         self.call("kvhostReset", ct.byref(_config(settings)))
         self._raised = None
         self._kept.clear()
+        self._tell_clock()
         return self
 
     def configure(self, **settings: float) -> bool:
         """As `reset`, but only while nothing was created or submitted; False: it is in use, nothing was changed."""
-        return not self._lib.kvhostConfigure(ct.byref(_config(settings)))
+        code = self._lib.kvhostConfigure(ct.byref(_config(settings)))
+        self._tell_clock()
+        return not code
+
+    def _tell_clock(self) -> None:
+        """Records, and whatever else kvprobe times, are in this runtime's time."""
+        from kvprobe.native.library import core
+
+        core().kvp_set_clock(self.address("kvhostNow") if self.is_virtual else None)
 
     @property
     def config(self) -> HostConfig:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from kvprobe.native.library import path_of
+from kvprobe.cuda.hostruntime import host_runtime
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory, Recording, Source, Table
 from kvprobe.recordings.vocabulary import Names, call_kind
 
@@ -19,22 +19,7 @@ u64, vp = ct.c_uint64, ct.c_void_p
 H2D, D2H, D2D = 1, 2, 3
 NON_BLOCKING = 1
 
-TRACE = np.dtype([
-    ("sequence", "<u8"), ("correlation", "<u8"), ("start_ns", "<u8"), ("end_ns", "<u8"), ("blocked_ns", "<u8"),
-    ("queue_ns", "<u8"), ("exec_start_ns", "<u8"), ("exec_end_ns", "<u8"), ("stream", "<u8"), ("src", "<u8"),
-    ("dst", "<u8"), ("bytes", "<u8"), ("tid", "<u4"), ("count", "<u4"), ("chunks", "<u4"), ("executed", "<u4"),
-    ("outstanding", "<u4"), ("stream_number", "<u4"), ("result", "<u2"), ("api", "<u2"), ("call", "u1"),
-    ("reason", "u1"), ("op_class", "u1"), ("channel", "u1"), ("direction", "u1"), ("memory", "u1"), ("dropped", "u1"),
-    ("pad", "u1"), ("end", "<u4"),
-])  # fmt: skip
-assert TRACE.itemsize == 136
 QUEUE_FULL, CONTEXT_LOCK, STREAM_LOCK, PAGEABLE, SYNC = 1, 2, 3, 4, 5
-
-
-class Config(ct.Structure):
-    _fields_: ClassVar = [("depth", u64), ("compute_channels", u64), ("copy_channels", u64), ("h2d", ct.c_double),
-                ("d2h", ct.c_double), ("latency_ns", ct.c_double), ("memory", u64), ("pinned", u64), ("version", u64),
-                ("reserved", u64 * 7)]  # fmt: skip
 
 
 class Dim3(ct.Structure):
@@ -50,8 +35,8 @@ class Runtime:
     """The runtime's calls, as short as a scenario needs them; every failing call raises."""
 
     def __init__(self) -> None:
-        lib = ct.CDLL(str(path_of("libkvprobe_hostrt.so")))
-        self.lib = lib
+        self.host = host_runtime()
+        self.lib = lib = self.host.library
         lib.cudaMemcpyAsync.argtypes = [vp, vp, ct.c_size_t, ct.c_int, vp]
         lib.cudaMemcpy.argtypes = [vp, vp, ct.c_size_t, ct.c_int]
         lib.cudaLaunchKernel.argtypes = [vp, Dim3, Dim3, vp, ct.c_size_t, vp]
@@ -64,18 +49,6 @@ class Runtime:
             getattr(lib, name).argtypes = [vp]
         lib.cudaMalloc.argtypes = [vp, ct.c_size_t]
         lib.cudaHostAlloc.argtypes = [vp, ct.c_size_t, ct.c_uint]
-        lib.kvhostReset.argtypes = [vp]
-        lib.kvhostTraceStart.argtypes = [u64]
-        lib.kvhostTraceRead.argtypes = [vp, u64, u64]
-        lib.kvhostTraceRead.restype = u64
-        lib.kvhostTraceDropped.restype = u64
-        lib.kvhostCallName.argtypes = [ct.c_uint16]
-        lib.kvhostCallName.restype = ct.c_char_p
-        lib.kvhostLastCorrelation.restype = u64
-        lib.kvhostGateCreate.restype = vp
-        for name in ("kvhostGateOpen", "kvhostGateReached", "kvhostGateDestroy"):
-            getattr(lib, name).argtypes = [vp]
-        lib.kvhostGateLaunch.argtypes = [vp, vp]
         self.kernel = ct.cast(lib.kvhost_delay_kernel, vp)
         self.one = Dim3(1, 1, 1)
 
@@ -84,7 +57,7 @@ class Runtime:
             raise RuntimeError(f"runtime call failed: {code}")
 
     def reset(self, **config: Any) -> None:
-        self.check(self.lib.kvhostReset(ct.byref(Config(**config))))
+        self.host.reset(**config)
 
     def stream(self) -> int:
         out = vp()
@@ -146,20 +119,15 @@ class Runtime:
     def trace(self, body: Callable[[], Any]) -> tuple[npt.NDArray[Any], Any]:
         """Runs `body` with the trace on; returns the records (all executions over) and what it returned."""
         self.synchronize()
-        self.check(self.lib.kvhostTraceStart(200_000))
+        self.host.trace_start()
         result = body()
-        self.check(self.lib.kvhostTraceStop())
+        self.host.trace_stop()
         self.synchronize()
         time.sleep(0.002)
-        if self.lib.kvhostTraceDropped():
-            raise RuntimeError("the trace overflowed")
-        n = self.lib.kvhostTraceRead(None, 0, 0)
-        records = np.zeros(n, dtype=TRACE)
-        self.lib.kvhostTraceRead(records.ctypes.data, 0, n)
-        return records, result
+        return self.host.trace(), result
 
     def call_name(self, api: int) -> str:
-        return str(self.lib.kvhostCallName(api).decode())
+        return self.host.call_name(api)
 
 
 def now_ns() -> int:

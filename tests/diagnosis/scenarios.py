@@ -68,8 +68,14 @@ class Stage:
         self, rt: Runtime, *, depth: int = 256, channels: int = 4, h2d: float = RATE, d2h: float = RATE,
         latency_ns: float = 2000, size: int = 64 * MiB, streams: int = 4, events: int = 64,
     ) -> None:  # fmt: skip
-        rt.reset(depth=depth, compute_channels=channels, copy_channels=channels, h2d=h2d, d2h=d2h,
-                 latency_ns=latency_ns)  # fmt: skip
+        rt.reset(
+            depth=depth,
+            compute_channels=channels,
+            copy_channels=channels,
+            h2d_bytes_per_s=h2d,
+            d2h_bytes_per_s=d2h,
+            latency_ns=latency_ns,
+        )
         self.rt, self.size, self.depth = rt, size, depth
         self.host, self.device = rt.host_alloc(size), rt.malloc(size)
         self.streams = [rt.stream() for _ in range(streams)]

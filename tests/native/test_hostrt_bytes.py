@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import byref, c_double, c_int, c_size_t, c_uint64, c_void_p
+from ctypes import byref, c_int, c_size_t, c_void_p
 from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvprobe.cuda.hostruntime import host_runtime
 from kvprobe.native import build
 
 BLOCK = 512
 BLOCKS = 8
 H2D, D2H, D2D = 1, 2, 3
-
-
-class Config(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("depth", c_uint64),
-        ("compute_channels", c_uint64),
-        ("copy_channels", c_uint64),
-        ("h2d_bytes_per_s", c_double),
-        ("d2h_bytes_per_s", c_double),
-        ("latency_ns", c_double),
-        ("rest", c_uint64 * 10),
-    ]
 
 
 class Attributes(ctypes.Structure):
@@ -36,15 +25,14 @@ class Attributes(ctypes.Structure):
 @pytest.fixture(scope="module")
 def library():
     build.build()
-    library = ctypes.CDLL(str(build.LIB / "libkvprobe_hostrt.so"))
+    library = host_runtime().library
     library.cudaMemcpyAsync.argtypes = [c_void_p, c_void_p, c_size_t, c_int, c_void_p]
     library.cudaMemsetAsync.argtypes = [c_void_p, c_int, c_size_t, c_void_p]
     library.cudaStreamWaitEvent.argtypes = [c_void_p, c_void_p, ctypes.c_uint]
     library.cudaEventRecord.argtypes = [c_void_p, c_void_p]
-    library.kvhostLaunchDelay.argtypes = [c_void_p, c_uint64]
     library.cudaStreamSynchronize.argtypes = [c_void_p]
     yield library
-    library.kvhostReset(None)
+    host_runtime().reset()
 
 
 def made(function, *arguments) -> int:
@@ -72,11 +60,19 @@ step = st.one_of(
     steps=st.lists(step, max_size=60),
     depth=st.sampled_from([1, 2, 16, 1021]),
     channels=st.integers(1, 4),
+    clock=st.sampled_from([1, 2]),
+    seed=st.integers(1, 2**32),
 )
-def test_bytes_follow_the_order_that_streams_and_events_give(library, steps, depth, channels):
+def test_bytes_follow_the_order_that_streams_and_events_give(library, steps, depth, channels, clock, seed):
     """Every step waits for the one before it by an event, whatever its stream: the result is that of a loop."""
-    config = Config(depth=depth, compute_channels=channels, copy_channels=channels, latency_ns=100)
-    assert library.kvhostReset(byref(config)) == 0
+    host_runtime(
+        depth=depth,
+        compute_channels=channels,
+        copy_channels=channels,
+        latency_ns=100,
+        virtual_clock=clock,
+        seed=seed,
+    )
     size = BLOCK * BLOCKS
     host, device = made(library.cudaHostAlloc, c_size_t(size), 0), made(library.cudaMalloc, c_size_t(size))
     streams = [made(library.cudaStreamCreateWithFlags, 1) for _ in range(5)]
@@ -135,11 +131,19 @@ def test_bytes_follow_the_order_that_streams_and_events_give(library, steps, dep
     work=st.lists(st.lists(st.tuples(block, st.integers(0, 30_000)), max_size=30), min_size=1, max_size=6),
     depth=st.sampled_from([1, 16, 1021]),
     channels=st.integers(1, 4),
+    clock=st.sampled_from([1, 2]),
+    seed=st.integers(1, 2**32),
 )
-def test_streams_that_share_nothing_do_not_disturb_one_another(library, work, depth, channels):
+def test_streams_that_share_nothing_do_not_disturb_one_another(library, work, depth, channels, clock, seed):
     """Each stream shifts blocks in a region of its own, with delays between: its own order alone decides its bytes."""
-    config = Config(depth=depth, compute_channels=channels, copy_channels=channels, latency_ns=100)
-    assert library.kvhostReset(byref(config)) == 0
+    host_runtime(
+        depth=depth,
+        compute_channels=channels,
+        copy_channels=channels,
+        latency_ns=100,
+        virtual_clock=clock,
+        seed=seed,
+    )
     size = BLOCK * BLOCKS
     regions = []
     for steps in work:

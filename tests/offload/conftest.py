@@ -10,33 +10,23 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from kvprobe.cuda import Region, Runtime, device_region, find_runtime, host_region
+from kvprobe.cuda import Region, Runtime, device_region, host_region
+from kvprobe.cuda.hostruntime import host_runtime
 from kvprobe.errors import CudaError
 from kvprobe.launchqueue import QueueLimits
 from kvprobe.offload import BlockPool, OffloadEngine
 
 
-class HostConfig(ct.Structure):
-    _fields_ = [
-        ("depth", ct.c_uint64), ("compute_channels", ct.c_uint64), ("copy_channels", ct.c_uint64),
-        ("h2d_bytes_per_s", ct.c_double), ("d2h_bytes_per_s", ct.c_double), ("latency_ns", ct.c_double),
-        ("memory_bytes", ct.c_uint64), ("pinned_bytes", ct.c_uint64), ("runtime_version", ct.c_uint64),
-        ("submit_ns", ct.c_double), ("reserved", ct.c_uint64 * 6),
-    ]  # fmt: skip
-
-
 @pytest.fixture
 def host() -> Iterator[Callable[..., Runtime]]:
     """Restarts the embedded host runtime with a given configuration."""
-    runtime = find_runtime("host")
-    runtime.library.kvhostFailCall.argtypes = [ct.c_char_p, ct.c_uint64, ct.c_int]
+    runtime = host_runtime()
 
     def start(**config: float) -> Runtime:
-        runtime.library.kvhostReset(ct.byref(HostConfig(**{"submit_ns": -1.0, **config})))
-        return runtime
+        return runtime.reset(**{"submit_ns": -1.0, **config})
 
     yield start
-    runtime.library.kvhostReset(None)
+    runtime.reset()
 
 
 @dataclasses.dataclass

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes as ct
-import os
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is a peer: weight offload is tested where it is installed")
 
-from kvprobe.cuda import Runtime, find_runtime  # noqa: E402
+from kvprobe.cuda.hostruntime import HostRuntime, host_runtime  # noqa: E402
 
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
@@ -73,32 +71,18 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="session")
-def runtime() -> Runtime:
-    return find_runtime("host")
-
-
-class _Stats(ct.Structure):
-    """`kvhost_stats`."""
-
-    _fields_: ClassVar = [("outstanding", ct.c_uint32 * 96), ("waiting", ct.c_uint32 * 96),
-                ("capacity", ct.c_uint64 * 3),
-                ("copies_submitted", ct.c_uint64), ("copies_done", ct.c_uint64), ("bytes_done", ct.c_uint64 * 5),
-                ("launches", ct.c_uint64), ("blocked_calls", ct.c_uint64), ("blocked_ns", ct.c_uint64),
-                ("operations_pending", ct.c_uint64), ("streams", ct.c_uint64), ("events", ct.c_uint64),
-                ("device_bytes", ct.c_uint64), ("pinned_bytes", ct.c_uint64), ("host_functions", ct.c_uint64),
-                ("sticky", ct.c_uint64)]  # fmt: skip
+def runtime() -> HostRuntime:
+    return host_runtime()
 
 
 class Account:
     """What the runtime says it holds."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: HostRuntime) -> None:
         self._runtime = runtime
 
     def __getattr__(self, name: str) -> int:
-        stats = _Stats()
-        assert self._runtime.library.kvhostStats(ct.byref(stats)) == 0
-        return int(getattr(stats, name))
+        return int(getattr(self._runtime.stats, name))
 
     @property
     def held(self) -> tuple[int, int, int, int]:
@@ -106,19 +90,19 @@ class Account:
 
 
 @pytest.fixture
-def account(runtime: Runtime) -> Account:
+def account(runtime: HostRuntime) -> Account:
     return Account(runtime)
 
 
 @pytest.fixture
-def fail(runtime: Runtime) -> Iterator[Any]:
+def fail(runtime: HostRuntime) -> Iterator[Any]:
     """Makes the n-th next call of a name, or the n-th next copy, fail."""
 
     def arm(name: str, number: int = 1, code: int = OUT_OF_MEMORY) -> None:
         if name == "copy":
-            assert runtime.library.kvhostFailCopy(ct.c_uint64(number), code) == 0
+            runtime.fail_copy(number, code)
         else:
-            assert runtime.library.kvhostFailCall(os.fsencode(name), ct.c_uint64(number), code) == 0
+            runtime.fail_call(name, number, code)
 
     yield arm
-    runtime.library.kvhostFailCopy(ct.c_uint64(0), 0)
+    runtime.fail_copy(0)
