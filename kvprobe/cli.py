@@ -8,6 +8,7 @@ import sys
 
 import click
 
+from kvprobe.environment import DEBUG
 from kvprobe.errors import KvprobeError
 
 # command -> its one-line help; the command itself is `kvprobe.commands.<command>.command`, imported when it is run,
@@ -74,7 +75,7 @@ def cli(ctx: click.Context, debug: bool) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs a command and returns its exit code: 0, 1 for a failure, 2 for wrong usage, 130 when interrupted."""
     arguments = sys.argv[1:] if argv is None else argv
-    debug = "--debug" in arguments or bool(os.environ.get("KVPROBE_DEBUG"))
+    debug = "--debug" in arguments or DEBUG.value()
     try:
         result = cli.main(arguments, prog_name="kvprobe", standalone_mode=False)
         return result if isinstance(result, int) else 0

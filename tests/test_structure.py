@@ -14,16 +14,19 @@ import kvprobe
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "kvprobe"
-ORDER = ["errors", "native", "cuda", "probe", "launchqueue", "offload", "weights"]
+ORDER = ["errors", "native", "runfolder", "cuda", "probe", "launchqueue", "offload", "weights"]
 PAPER = ["recordings", "diagnosis", "reporting"]  # read and show; need no GPU, no torch, no native library
 JUDGE = {"launchqueue.constants", "launchqueue.judge"}  # pure: neither numpy nor the native library comes with them
+ALONE = ("errors", "version", "environment")  # files, which every room may import
 MAY_IMPORT = {
     "errors": set(),
     "version": set(),
-    **{room: set(ORDER[: number + 1]) for number, room in enumerate(ORDER) if number},
+    "environment": {"errors"},
+    "runfolder": {"errors", "native", "runfolder"},
+    **{room: set(ORDER[: number + 1]) for number, room in enumerate(ORDER) if number and room != "runfolder"},
     "weights": {*ORDER, "recordings"},  # it hands its measurements on as a recording
     # probe: the readers of its files, which are pure; a test below holds that no native library comes with them
-    "recordings": {"errors", "recordings", "probe", "instrument.sidecar", *JUDGE},
+    "recordings": {"errors", "recordings", "probe", "runfolder", "instrument.sidecar", *JUDGE},
     "diagnosis": {"errors", "recordings", "diagnosis", *JUDGE},
     "reporting": {"errors", "version", "recordings", "diagnosis", "reporting"},
 }
@@ -46,10 +49,10 @@ def imports(path: Path) -> set[str]:
 @pytest.mark.parametrize("room", sorted(MAY_IMPORT))
 def test_a_room_imports_only_what_lies_below_it(room):
     allowed = MAY_IMPORT[room]
-    files = [PACKAGE / f"{room}.py"] if room in ("errors", "version") else sorted((PACKAGE / room).rglob("*.py"))
+    files = [PACKAGE / f"{room}.py"] if room in ALONE else sorted((PACKAGE / room).rglob("*.py"))
     for path in files:
         for module in imports(path):
-            assert any(module == name or module.startswith(f"{name}.") for name in {*allowed, "errors", "version"}), (
+            assert any(module == name or module.startswith(f"{name}.") for name in {*allowed, *ALONE}), (
                 f"{path.relative_to(ROOT)} imports kvprobe.{module}"
             )
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes as ct
 import functools
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvprobe.environment import HOSTRT
 from kvprobe.errors import CudaError, KvprobeError, NativeError, UsageError
 from kvprobe.native.library import path_of
 
@@ -357,7 +357,7 @@ def _cuda_runtime() -> Runtime:
 def _host_runtime() -> Runtime:
     from kvprobe.cuda.hostruntime import HostRuntime
 
-    return HostRuntime(os.environ.get("KVPROBE_HOSTRT") or str(path_of("libkvprobe_hostrt.so")))
+    return HostRuntime(HOSTRT.value() or str(path_of("libkvprobe_hostrt.so")))
 
 
 def find_runtime(device: str = "auto") -> Runtime:

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kvprobe.environment import DEBUG
 from kvprobe.errors import KvprobeError, UsageError
 from kvprobe.probe import processes
 
@@ -208,6 +209,6 @@ def _call(pid: int, library: Path, function: str, words: list[Any]) -> int:
         reason += "; install a gdb that is built with Python (Debian: apt-get install gdb)"
     elif "static TLS" in reason:
         reason += "; start the process with GLIBC_TUNABLES=glibc.rtld.optional_static_tls=4096, or use kvprobe run"
-    if os.environ.get("KVPROBE_DEBUG"):
+    if DEBUG.value():
         print(output, file=sys.stderr)
     raise AttachError(f"gdb could not load the interposer into process {pid}: {reason}")

@@ -14,6 +14,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from kvprobe.environment import DEVICE
+
 if TYPE_CHECKING:
     from kvprobe.cuda import Runtime
     from kvprobe.launchqueue.calibration import QueueLimits
@@ -173,7 +175,7 @@ def device_of() -> Device | None:
 
     with _lock:
         try:
-            runtime = find_runtime(os.environ.get("KVPROBE_DEVICE", "auto"))
+            runtime = find_runtime(DEVICE.value())
             key = (id(runtime), runtime.device())
             if key not in _devices:
                 _devices[key] = Device(runtime)

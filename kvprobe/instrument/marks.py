@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
+
+from kvprobe.environment import nvtx_listens as listening
+
+__all__ = ["Range", "listening", "mark"]
 
 _domain: Any = None
 
@@ -19,11 +22,6 @@ def _find() -> Any:
         except Exception:
             _domain = False
     return _domain
-
-
-def listening() -> bool:
-    """A tool injected itself into this process, so ranges cost something and are worth it."""
-    return bool(os.environ.get("NVTX_INJECTION64_PATH") or os.environ.get("KVPROBE_NVTX"))
 
 
 def mark(message: str) -> None:

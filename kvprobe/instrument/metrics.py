@@ -26,10 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvprobe.environment import METRICS
+from kvprobe.runfolder import identity, leftovers
+
 log = logging.getLogger("kvprobe")
 
 _SERVERS_OWN = "PROMETHEUS_MULTIPROC_DIR"
-_HANDED_ON = "KVPROBE_METRICS"
 _SECONDS = (1e-6, 4e-6, 16e-6, 64e-6, 256e-6, 1e-3, 4e-3, 16e-3, 64e-3, 0.25, 1.0, 4.0)
 # Of a process's files, by kind of metric: twice what all servers, directions and buckets take.
 _FILE_BYTES = {"counter": 1 << 14, "histogram": 1 << 18}
@@ -193,15 +195,18 @@ def expose(_: object = None) -> None:
             _folder = os.environ.get(_SERVERS_OWN) or None
             if _folder is not None:
                 return
-            inherited = os.environ.pop(_HANDED_ON, None)
+            inherited = METRICS.take()
             # Any other program that an observed one starts is one by itself, with an endpoint of its own.
             if inherited and any(argument.startswith("from multiprocessing.") for argument in sys.orig_argv):
-                _folder = os.environ[_HANDED_ON] = inherited
+                _folder = inherited
+                METRICS.set(inherited)
                 return
-            folder = tempfile.mkdtemp(prefix="kvprobe-metrics-")
+            leftovers.sweep()
+            folder = tempfile.mkdtemp(prefix=f"{leftovers.METRICS}-{identity.of(os.getpid())}-")
             atexit.register(_remove, folder, os.getpid())
             REGISTRY.register(_Collector(folder))
-            _folder = os.environ[_HANDED_ON] = folder
+            _folder = folder
+            METRICS.set(folder)
     except Exception as error:  # no folder, or a registry that refuses: neither must reach the server
         _give_up(error)
 

@@ -17,6 +17,7 @@ import urllib.request
 import zipfile
 from pathlib import Path
 
+from kvprobe.environment import WHEELS
 from kvprobe.errors import KvprobeError
 
 __all__ = ["cache_folder", "tree", "versions", "wheel_url"]
@@ -26,7 +27,7 @@ _BLOCK_BYTES = 1 << 18
 
 def cache_folder() -> Path:
     """`KVPROBE_WHEELS`, or `~/.cache/kvprobe-wheels`."""
-    return Path(os.environ.get("KVPROBE_WHEELS") or Path.home() / ".cache" / "kvprobe-wheels")
+    return Path(WHEELS.value() or Path.home() / ".cache" / "kvprobe-wheels")
 
 
 def _pip(*arguments: str) -> str:

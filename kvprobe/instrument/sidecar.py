@@ -37,6 +37,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kvprobe.environment import RUN
+from kvprobe.runfolder import files
+from kvprobe.runfolder.secrets import redact
+
 __all__ = ["Event", "emit", "flush", "heard_at_once", "later", "listening", "read_sidecar", "subscribed", "wanted"]
 
 Event = dict[str, Any]
@@ -89,7 +93,7 @@ class _File:
     def _open(self, folder: str) -> bool:
         path = Path(folder) / f"events-{os.getpid()}.jsonl"
         try:
-            self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self.fd = files.open_append(path)
         except OSError as error:
             self.dead = True
             log.warning("kvprobe: cannot write %s (%s); adapters go on without a sidecar", path, error.strerror)
@@ -142,7 +146,7 @@ def _process_event() -> Event:
         "kind": "process",
         "pid": os.getpid(),
         "ppid": os.getppid(),
-        "argv": sys.argv[:8] if hasattr(sys, "argv") else [],
+        "argv": redact(sys.argv[:8]) if hasattr(sys, "argv") else [],
         "rank": rank,
         "realtime_ns": time.time_ns(),
     }
@@ -159,7 +163,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def wanted() -> bool:
     """Somebody will see an event: a run folder is set, or a listener is registered."""
-    return bool(_listeners) or bool(os.environ.get("KVPROBE_RUN"))
+    return bool(_listeners) or bool(RUN.text)
 
 
 def heard_at_once() -> bool:
@@ -184,7 +188,7 @@ def emit(kind: str, **fields: Any) -> None:
     `t_ns` among the fields is the time of the event; without it: now.
     """
     try:
-        folder = os.environ.get("KVPROBE_RUN")
+        folder = RUN.text
         listeners = [*_listeners, *_listeners_of.get(kind, ())]
         if not folder and not listeners:
             return

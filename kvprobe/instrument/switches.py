@@ -1,4 +1,4 @@
-"""The environment switches: whether kvprobe acts in this process at all, and whether it may change anything.
+"""Whether kvprobe acts in this process at all, and whether it may change anything, as the environment says.
 
 `KVPROBE=off` beats everything. kvprobe acts when one of `KVPROBE=on`, `KVPROBE_RUN` (a run folder, set by
 `kvprobe run`) or `KVPROBE_FIX` (`off` or `auto`) is set; it changes a server only under `KVPROBE_FIX=auto`.
@@ -6,29 +6,15 @@
 
 from __future__ import annotations
 
-import os
-
+from kvprobe.environment import FIX, FIXES, asked_for, killed
 from kvprobe.errors import UsageError
 
-FIXES = ("off", "auto")
-_NO = {"off", "0", "no", "false"}
-
-
-def killed() -> bool:
-    """`KVPROBE=off`: nothing of kvprobe may act in this process."""
-    return os.environ.get("KVPROBE", "").strip().lower() in _NO
-
-
-def asked_for() -> bool:
-    """The environment asks for kvprobe and does not forbid it."""
-    env = os.environ
-    return not killed() and bool(env.get("KVPROBE") or env.get("KVPROBE_RUN") or env.get("KVPROBE_FIX"))
+__all__ = ["FIXES", "asked_for", "check_fix", "fix_from_environment", "killed"]
 
 
 def fix_from_environment() -> str:
     """`KVPROBE_FIX`, or `off` where it is no word kvprobe knows: a typing error must not change a server."""
-    value = os.environ.get("KVPROBE_FIX", "off").strip().lower()
-    return value if value in FIXES else "off"
+    return FIX.value()
 
 
 def check_fix(fix: str) -> str:

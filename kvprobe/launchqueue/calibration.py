@@ -21,6 +21,7 @@ from typing import Any
 
 from kvprobe.cuda import MEMCPY_KIND, Runtime
 from kvprobe.cuda.memory import Buffer
+from kvprobe.environment import RUN
 from kvprobe.errors import KvprobeError
 from kvprobe.native.library import CalibrateCalls, Calibration, core
 
@@ -70,7 +71,7 @@ def calibrate(runtime: Runtime, *, cache: bool = True) -> QueueLimits:
             with contextlib.suppress(OSError):
                 path.parent.mkdir(parents=True, exist_ok=True)
             _write(path, asdict(limits))
-    folder = os.environ.get("KVPROBE_RUN")
+    folder = RUN.text
     if folder:
         when = {"start_ns": start_ns, "end_ns": time.monotonic_ns()}
         _write(Path(folder) / f"queue-{os.getpid()}.json", when | asdict(limits))

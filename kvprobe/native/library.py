@@ -198,7 +198,7 @@ def core() -> ct.CDLL:
     lib.kvp_ring_path.restype = ct.c_char_p
     lib.kvp_ring_write.argtypes = [ct.POINTER(Record), ct.c_int]
     lib.kvp_ring_write.restype = None
-    lib.kvp_ring_close.restype = None
+    lib.kvp_ring_close.restype = lib.kvp_ring_release.restype = None
     pointers: list[Any] = [ct.c_void_p, ct.c_void_p, ct.c_void_p, u64, ct.POINTER(SubmitResult)]
     lib.kvp_submit.argtypes = [ct.POINTER(SubmitOptions), ct.c_size_t, *pointers]
     lib.kvp_submit_batch.argtypes = [ct.POINTER(SubmitOptions), ct.c_void_p, ct.c_int, ct.c_size_t, *pointers]

@@ -5,10 +5,9 @@ It only reads files, so it may come and go as it likes; a look costs a few KiB a
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import platform
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,8 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from kvprobe.environment import RUN
 from kvprobe.errors import RecordingError, UsageError
 from kvprobe.probe.ring import BUCKETS, CALLS, RingSnapshot, percentile, read_ring
+from kvprobe.runfolder.files import temporary_folder
+from kvprobe.runfolder.identity import alive
 
 __all__ = ["DIRECTIONS", "InFlight", "Live", "ProcessView", "StreamView", "Totals", "find_rings", "totals"]
 
@@ -142,13 +144,14 @@ def find_rings(target: Path | None = None) -> list[Path]:
             return [target]
         raise UsageError(f"{target} is neither a run folder nor a ring file (.kvp)")
     found: list[Path] = []
-    if os.environ.get("KVPROBE_RUN"):
-        found += sorted(Path(os.environ["KVPROBE_RUN"]).glob("*.kvp"))
+    if RUN.text:
+        found += sorted(Path(RUN.text).glob("*.kvp"))
     folders = (folder for folder in Path().glob("kvprobe-*/") if any(folder.glob("*.kvp")))
     newest = max(folders, key=lambda folder: folder.stat().st_mtime, default=None)
     if newest is not None:
         found += sorted(newest.glob("*.kvp"))
-    found += (path for path in Path(tempfile.gettempdir()).glob("engine-*.kvp") if _alive(_pid_of(path)))
+    with contextlib.suppress(OSError):
+        found += (path for path in temporary_folder(make=False).glob("engine-*.kvp") if alive(_pid_of(path)))
     return list(dict.fromkeys(path.resolve() for path in found))
 
 
@@ -157,27 +160,31 @@ def over(target: Path) -> bool:
     if (target / "end.json").exists():
         return True
     begun = list(snapshots(find_rings(target)))
-    if any(ring.state != "closed" and _alive(ring.pid) for ring in begun):
+    if any(ring.state != "closed" and ring.running() is not False for ring in begun):
         return False
     try:
         run = json.loads((target / "run.json").read_text())
     except (OSError, ValueError):
         return bool(begun)
     # of a run on another machine its end.json tells, no pid does
-    return isinstance(run, dict) and run.get("host") == platform.node() and not _alive(int(run.get("pid") or 0))
+    return isinstance(run, dict) and run.get("host") == platform.node() and not alive(run_pid(run))
+
+
+def run_pid(run: dict[str, Any]) -> int:
+    """The pid of a run.json's command; 0 where it says none."""
+    pid = run.get("pid")
+    return pid if isinstance(pid, int) else 0
+
+
+def _state(snapshot: RingSnapshot) -> str:
+    if snapshot.state != "running":
+        return snapshot.state
+    return {True: "running", False: "killed", None: "not known: of another pid namespace"}[snapshot.running()]
 
 
 def _pid_of(path: Path) -> int:
     part = path.stem.split("-")[1]
     return int(part) if part.isdigit() else 0
-
-
-def _alive(pid: int) -> bool:
-    try:
-        # a zombie is gone as far as its calls go
-        return pid > 0 and Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except (OSError, IndexError):
-        return False
 
 
 def snapshots(paths: Iterable[Path]) -> Iterator[RingSnapshot]:
@@ -239,7 +246,7 @@ class Live:
 
     def _process(self, snapshot: RingSnapshot) -> ProcessView | None:
         now, sums = time.monotonic_ns(), totals(snapshot)
-        state = snapshot.state if snapshot.state != "running" or _alive(snapshot.pid) else "killed"
+        state = _state(snapshot)
         known = self._known.get(snapshot.path)
         if known is None:
             self._known[snapshot.path] = _Process(now, sums)

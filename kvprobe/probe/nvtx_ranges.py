@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any, Protocol
+
+from kvprobe.environment import nvtx_listens as listening
+
+__all__ = ["Ranges", "listening", "ranges"]
 
 
 class Ranges(Protocol):
@@ -45,11 +48,6 @@ class _Nvtx:
 
     def mark(self, text: str) -> None:
         self._domain.mark(self._domain.get_event_attributes(message=text, color="red"))
-
-
-def listening() -> bool:
-    """Whether a tool is attached: it names itself by this variable before the process starts."""
-    return bool(os.environ.get("NVTX_INJECTION64_PATH")) and os.environ.get("KVPROBE_NVTX", "1") != "0"
 
 
 @functools.cache

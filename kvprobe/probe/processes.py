@@ -6,6 +6,8 @@ import os
 import struct
 from pathlib import Path
 
+from kvprobe.runfolder.identity import alive, start_ticks
+
 __all__ = [
     "alive",
     "children",
@@ -16,24 +18,6 @@ __all__ = [
     "start_ticks",
     "why_not_preloaded",
 ]
-
-
-def alive(pid: int) -> bool:
-    """Whether a process exists (a zombie has ended)."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
-            return file.read().rpartition(b") ")[2][:1] not in (b"Z", b"X")
-    except OSError:
-        return False
-
-
-def start_ticks(pid: int) -> int:
-    """When a process began, in clock ticks since boot: with the pid it names one process for good; 0 if it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
-            return int(file.read().rpartition(b") ")[2].split()[19])
-    except (OSError, IndexError, ValueError):
-        return 0
 
 
 def environment(pid: int) -> dict[str, str] | None:

@@ -7,18 +7,30 @@ import ctypes as ct
 import logging
 import os
 import struct
-import tempfile
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from kvprobe.environment import RUN
 from kvprobe.native.library import DETAIL, Record, RingOptions, core
+from kvprobe.runfolder import files, identity, leftovers
 
 log = logging.getLogger("kvprobe")
 TRANSFER = 64  # enum kvp_call
+
+
+@dataclass(frozen=True)
+class _File:
+    path: Path
+    pid: int  # of the process that opened it
+    temporary: bool
+
+
 _lock = threading.Lock()
 _users = 0
-_path: Path | None = None
+_file: _File | None = None
+_process = 0  # counts forks: what an earlier process opened is not this one's
 
 
 class _Split(Protocol):
@@ -51,19 +63,24 @@ class _Transfer(Protocol):
 class Recorder:
     """Writes to the process's ring file; with detail "off" an object that does nothing.
 
-    The file lies in the run folder of `kvprobe run` where there is one, else in a temporary folder, and is removed
-    there when the last engine closes.
+    The file lies in the run folder of `kvprobe run` where there is one, else in the user's temporary folder, and is
+    removed there when the last engine closes. In a forked child a recorder of the parent does nothing.
     """
 
     def __init__(self, detail: str, records: int = 0) -> None:
         """Opens the ring file, or joins the one that is open; `records` a thread are kept, 0: the default."""
         self._level = DETAIL[detail]
-        self._open = self._level > 0 and _join(records)
+        self._process = _process
+        self._joined = self._level > 0 and _join(records)
+
+    @property
+    def _open(self) -> bool:
+        return self._joined and self._process == _process
 
     @property
     def path(self) -> Path | None:
         """The ring file; None where nothing is recorded."""
-        return _path if self._open else None
+        return _file.path if self._open and _file else None
 
     def transfer(self, transfer: _Transfer) -> None:
         """Adds a transfer that ended, with its split."""
@@ -90,22 +107,28 @@ class Recorder:
     def close(self) -> None:
         """Leaves the ring file; the last one out closes it."""
         if self._open:
-            self._open = False
+            self._joined = False
             _leave()
 
 
 def _join(records: int) -> bool:
-    global _users, _path
+    global _users, _file
     with _lock:
         if not _users and not core().kvp_ring_is_open():
-            folder = os.environ.get("KVPROBE_RUN") or tempfile.gettempdir()
-            path = Path(folder) / f"engine-{os.getpid()}-{core().kvp_now_ns()}.kvp"
+            try:
+                folder = Path(RUN.text) if RUN.text else files.temporary_folder()
+            except OSError as error:
+                log.warning("nothing is recorded: %s: %s", error.filename, error.strerror)
+                return False
+            if not RUN.text:
+                leftovers.sweep()
+            me = identity.of(os.getpid())
+            path = folder / f"{leftovers.RINGS}-{me}-{core().kvp_now_ns()}.kvp"
             code = core().kvp_ring_open(os.fsencode(path), b"engine", ct.byref(RingOptions(ring_capacity=records)))
             if code:
                 log.warning("nothing is recorded: %s cannot be written (%s)", path, os.strerror(-code))
                 return False
-            _path = path
-            atexit.register(_finish)
+            _file = _File(path, me.pid, temporary=not RUN.text)
         _users += 1
     return True
 
@@ -119,10 +142,22 @@ def _leave() -> None:
 
 
 def _finish() -> None:
-    global _path
-    if _path is None:
+    global _file
+    if _file is None or _file.pid != os.getpid():  # a child that fork made without telling Python leaves it alone
         return
     core().kvp_ring_close()
-    if not os.environ.get("KVPROBE_RUN"):
-        _path.unlink(missing_ok=True)
-    _path = None
+    core().kvp_ring_release()
+    if _file.temporary:
+        _file.path.unlink(missing_ok=True)
+    _file = None
+
+
+def _after_fork() -> None:
+    """The file and its engines are the parent's; an engine that the child makes opens one of its own."""
+    global _lock, _users, _file, _process
+    _lock, _users, _file = threading.Lock(), 0, None
+    _process += 1
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_finish)

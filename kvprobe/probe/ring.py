@@ -7,6 +7,7 @@ killed: totals are exact (one call in flight aside), detail holds the newest rec
 from __future__ import annotations
 
 import os
+import stat
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvprobe.errors import RecordingError
+from kvprobe.runfolder.identity import Identity
 
 __all__ = [
     "BUCKETS",
@@ -117,6 +119,8 @@ FILE = np.dtype(
         ("over_dur_ns", "<u8", 128),
         ("command", "S512"),
         ("rank", "S16"),
+        ("pid_namespace", "<u8"),  # 0 in files of earlier versions, and so is start_ticks
+        ("start_ticks", "<u8"),
     ]
 )
 LANE = np.dtype(
@@ -234,6 +238,12 @@ class RingSnapshot:
     over_bytes: Array
     over_dur_ns: Array
     lanes: list[LaneSnapshot]
+    pid_namespace: int = 0  # inode of the namespace that `pid` is of; 0: not known
+    start_ticks: int = 0  # when the process began, as in /proc/<pid>/stat; 0: not known
+
+    def running(self) -> bool | None:
+        """Whether its process runs now; None where it is of a pid namespace that cannot be seen from here."""
+        return Identity(self.pid, self.pid_namespace, self.start_ticks).running()
 
     def slots(self) -> Array:
         """The slots of all lanes, one after another."""
@@ -306,6 +316,15 @@ def _text(value: bytes) -> str:
     return value.split(b"\0", 1)[0].decode("utf-8", "replace")
 
 
+def _held(fd: int, dtype: np.dtype[Any], count: int, offset: int) -> int:
+    """How many of `count` items at `offset` have data behind them: a header may claim what the file does not hold."""
+    try:
+        end = os.lseek(fd, offset, os.SEEK_HOLE)
+    except OSError:  # beyond the end
+        return 0
+    return max(0, min(count, (end - offset) // dtype.itemsize))
+
+
 def _read(fd: int, dtype: np.dtype[Any], count: int, offset: int) -> Array:
     """`count` items at `offset`; what lies beyond the file's end or in a hole reads as zeros."""
     wanted = count * dtype.itemsize
@@ -325,7 +344,10 @@ def _newest(fd: int, lane_at: int, at: int, head_name: str, capacity_name: str, 
     head, capacity = int(before[head_name]), int(before[capacity_name])
     if not capacity or capacity > room or head >= SANE:
         return 0 if head >= SANE else head, np.zeros(0, RECORD)
-    held = min(head, capacity)
+    capacity = _held(fd, RECORD, capacity, at) if head >= capacity else capacity
+    held = min(head, _held(fd, RECORD, capacity, at))
+    if not held:
+        return head, np.zeros(0, RECORD)
     records = _read(fd, RECORD, held, at)
     after = _read(fd, LANE, 1, lane_at)[0]
     first = head - held  # record i lies at i % capacity
@@ -348,7 +370,7 @@ def read_ring(path: str | os.PathLike[str], detail: bool = True, slots: bool = T
         RecordingError: it is not a ring file, is of another version, or cannot be read.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise RecordingError(f"{path}: {error.strerror}") from None
     try:
@@ -360,6 +382,8 @@ def read_ring(path: str | os.PathLike[str], detail: bool = True, slots: bool = T
 
 
 def _read_open(fd: int, path: Path, detail: bool, slots: bool) -> RingSnapshot:
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise RecordingError(f"{path}: not a regular file")
     start = os.pread(fd, 28, 0)
     if start[:8] != MAGIC:
         raise RecordingError(f"{path} is not a ring file of kvprobe (or its process was killed while it made it)")
@@ -393,7 +417,8 @@ def _read_open(fd: int, path: Path, detail: bool, slots: bool) -> RingSnapshot:
         )
         slots_at = at + HEADER_BYTES
         if slots:
-            lane.slots = _read(fd, SLOT, min(int(head["slots_used"]), slot_count), slots_at)
+            used = min(int(head["slots_used"]), slot_count)
+            lane.slots = _read(fd, SLOT, _held(fd, SLOT, used, slots_at), slots_at)
         if detail:
             ring_at = slots_at + slot_count * SLOT.itemsize
             slow_at = ring_at + ring_capacity * RECORD.itemsize
@@ -420,4 +445,6 @@ def _read_open(fd: int, path: Path, detail: bool, slots: bool) -> RingSnapshot:
         over_bytes=np.minimum(header["over_bytes"], SANE),
         over_dur_ns=np.minimum(header["over_dur_ns"], SANE),
         lanes=lanes,
+        pid_namespace=int(header["pid_namespace"]),
+        start_ticks=int(header["start_ticks"]),
     )

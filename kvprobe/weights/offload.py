@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from kvprobe.cuda import Runtime, find_runtime
+from kvprobe.environment import RUN
 from kvprobe.errors import CudaError, KvprobeError, UsageError
 from kvprobe.native.library import core
 from kvprobe.probe.recorder import Recorder
@@ -122,7 +122,7 @@ class WeightOffload:
         self._hooks: list[Any] = []
         self._depth, self._thread = 0, 0
         self._saving: dict[int, Any] = {}
-        self._recorder = Recorder("transfers" if os.environ.get("KVPROBE_RUN") else "off")
+        self._recorder = Recorder("transfers" if RUN.text else "off")
         try:
             self._place(hollow, stream)
         except BaseException:

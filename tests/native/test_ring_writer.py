@@ -20,7 +20,7 @@ from kvprobe.probe.ring import read_ring
 
 @pytest.fixture(scope="module")
 def writer(compile_c: Callable[..., Path]) -> Path:
-    return compile_c("ring_writer", *(str(build.NATIVE / "src" / name) for name in ("ring.c", "clock.c")))
+    return compile_c("ring_writer", *(str(build.NATIVE / "src" / name) for name in ("ring.c", "clock.c", "secrets.c")))
 
 
 def run(program: Path, *arguments: object) -> dict[str, int]:

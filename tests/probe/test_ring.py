@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvprobe.errors import RecordingError
 from kvprobe.probe.ring import bucket_bounds, percentile, read_ring
 
 
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.integers(0, 7_000_000_000), min_size=1, max_size=50), st.floats(0, 100))
 def test_a_percentile_is_within_an_eighth_of_the_truth(durations: list[int], q: float) -> None:
     bounds = bucket_bounds()

@@ -51,16 +51,57 @@ def _check_in(folder: str) -> None:
         f"{folder}/checkin-{os.getpid()}-{time.monotonic_ns()}.json",
         {
             "pid": os.getpid(), "ppid": os.getppid(), "t_ns": time.monotonic_ns(),
-            "argv": list(getattr(sys, "orig_argv", [])[:64]), "executable": sys.executable or "", "prefix": sys.prefix,
-            "python": sys.version.split()[0], "preloaded": preloaded,
+            "argv": _redact(getattr(sys, "orig_argv", [])[:64]), "executable": sys.executable or "",
+            "prefix": sys.prefix, "python": sys.version.split()[0], "preloaded": preloaded,
             "ld_preload": os.environ.get("LD_PRELOAD", ""),
             "rank": {name: os.environ[name] for name in _RANKS if name in os.environ},
         },
     )  # fmt: skip
 
 
+_WHOLE = ("key", "keys", "auth", "pwd", "cookie")
+_ENDINGS = ("token", "secret", "password", "passwd", "apikey", "passphrase", "credential", "credentials",
+            "authorization")  # fmt: skip
+_PREFIXES = ("sk-", "hf_", "nvapi-", "ghp_", "gho_", "github_pat_", "xoxb-", "glpat-")
+
+
+def _redact(words: "list[str]") -> "list[str]":
+    """As kvprobe/runfolder/secrets.py, which says the rules."""
+
+    def secret(name: str) -> bool:
+        parts = name.lstrip("-").lower().replace("_", "-").replace(".", "-").split("-")
+        return any(part in _WHOLE or part.endswith(_ENDINGS) for part in parts)
+
+    found, hiding = [], False
+    for word in words:
+        pieces = []
+        for piece in word.replace("\t", " ").replace("\n", " ").split(" "):
+            bare = piece.strip("'\"")
+            name, equals, _ = bare.partition("=")
+            scheme, there, rest = bare.partition("://")
+            host, slash, path = rest.partition("/")
+            if not bare:
+                pieces.append(piece)
+                continue
+            hiding = hiding and not bare.startswith("-")
+            if hiding:
+                pieces.append("***")
+            elif equals and secret(name):
+                pieces.append(f"{name}=***")
+            elif there and "@" in host:
+                pieces.append(f"{scheme}://***@{host.rpartition('@')[2]}{slash}{path}")
+            elif len(bare.encode(errors="surrogateescape")) >= 16 and bare.startswith(_PREFIXES):
+                pieces.append("***")
+            else:
+                named = (bare.endswith(":") or bare.startswith("-")) and not equals and secret(bare.rstrip(":"))
+                hiding = named or bare.lower() == "bearer"
+                pieces.append(piece)
+        found.append(" ".join(pieces))
+    return found
+
+
 def _write(path: str, value: object) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         os.write(fd, (_json(value) + "\n").encode())
     finally:

@@ -11,6 +11,8 @@
 #include "thread.h"
 
 #include <stdint.h>
+#include <string.h>
+#include <strings.h>
 
 #define likely(x) __builtin_expect(!!(x), 1)
 #define unlikely(x) __builtin_expect(!!(x), 0)
@@ -37,6 +39,16 @@ struct wrapped {
 extern struct wrapped kvp_wrapped[];
 extern const int kvp_wrapped_count;
 
+/* The value of a switch in the environment; kvprobe/environment.py describes the variables. */
+static inline int says_no(const char *value) {
+    return value && (!strcasecmp(value, "off") || !strcmp(value, "0") || !strcasecmp(value, "no") ||
+                     !strcasecmp(value, "false"));
+}
+
+/* What a thread is in (kvp_thread.inside). A call of the driver inside one of the runtime is the runtime's own; any
+ * other call inside a call is a signal handler's. */
+enum inside { OUTSIDE, IN_KVPROBE, IN_RUNTIME, IN_DRIVER };
+
 enum detail { DETAIL_TOTALS, DETAIL_COPIES, DETAIL_LAUNCHES };
 
 /* What every call asks, in one cache line. */
@@ -61,6 +73,8 @@ void *kvp_wrap_pointer(struct wrapped *w, void *found);
 /* A symbol of a library that is loaded already, past any wrapper of ours. */
 void *kvp_symbol_beside(const void *address, const char *name);
 void *kvp_driver_symbol(const char *name);
+/* The next definition behind this library. */
+void *kvp_next_symbol(const char *name);
 
 static inline any_fn *kvp_real_for(struct wrapped *w, void *caller) {
     unsigned at = (unsigned)(((uintptr_t)caller >> 2) ^ ((uintptr_t)caller >> 9)) % SITES;

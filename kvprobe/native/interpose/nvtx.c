@@ -2,7 +2,6 @@
 #include "interpose.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 #ifdef KVP_HAVE_NVTX
 #include <nvtx3/nvToolsExt.h>
@@ -12,7 +11,7 @@ static nvtxDomainHandle_t domain;
 /* At the first recorded call, not before main: the tool's own library is loaded here. */
 void kvp_nvtx_start(void) {
     const char *asked = getenv("KVPROBE_NVTX");
-    if (kvp_watch.nvtx || (asked && !strcmp(asked, "0")) || !getenv("NVTX_INJECTION64_PATH")) return;
+    if (kvp_watch.nvtx || says_no(asked) || !getenv("NVTX_INJECTION64_PATH")) return;
     domain = nvtxDomainCreateA("kvprobe");
     kvp_watch.nvtx = domain != NULL;
 }

@@ -32,6 +32,8 @@ static inline dlsym_fn *real_dlsym(void) {
     return likely(found != NULL) ? found : find_dlsym();
 }
 
+void *kvp_next_symbol(const char *name) { return real_dlsym()(RTLD_NEXT, name); }
+
 struct wrapped *kvp_find_wrapped(const char *name) {
     if (name[0] != 'c' || name[1] != 'u') return NULL;
     for (int i = 0; i < kvp_wrapped_count; i++)

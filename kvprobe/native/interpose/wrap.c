@@ -6,7 +6,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <strings.h>
 #include <sys/auxv.h>
 #include <sys/prctl.h>
 #include <time.h>
@@ -69,11 +68,37 @@ static void allow_observer(void) {
     if (pid) prctl(PR_SET_PTRACER, (unsigned long)pid, 0, 0, 0);
 }
 
+/* Says in the run folder that this process is not recorded, and why, by a name: that takes no descriptor. */
+static void step_aside(int error) {
+    char path[sizeof run_folder + 64];
+    snprintf(path, sizeof path, "%s/not-recorded-%d-%d", run_folder, (int)getpid(), error);
+    mkdir(path, 0700);
+}
+
+/* Calls that a signal handler makes while the ring is being opened, by number. */
+static struct {
+    volatile uint64_t calls, bytes;
+} early[128];
+
+static void count_early(const kvp_record *r) {
+    __atomic_fetch_add(&early[r->call].bytes, r->bytes, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&early[r->call].calls, 1, __ATOMIC_RELAXED);
+}
+
+static void add_early(void) {
+    for (unsigned call = 0; call < sizeof early / sizeof *early; call++) {
+        kvp_record r = {.call = (uint8_t)call, .dur_ns = KVP_UNTIMED, .count = 1};
+        uint64_t calls = __atomic_exchange_n(&early[call].calls, 0, __ATOMIC_RELAXED);
+        if (calls) r.bytes = __atomic_exchange_n(&early[call].bytes, 0, __ATOMIC_RELAXED);
+        for (; calls; calls--, r.bytes = 0) kvp_ring_count(&r);
+    }
+}
+
 /* First recorded call of this process. 1: there is a ring now. */
 static __attribute__((noinline)) int open_ring(void) {
     static volatile int opening;
     int was = errno;
-    kvp_thread.inside = 1;
+    kvp_thread.inside = IN_KVPROBE;
     for (int tries = 0; tries < 5000 && kvp_watch.on && !kvp_ring_is_open(); tries++) {
         int owner = __atomic_load_n(&opening, __ATOMIC_ACQUIRE), me = (int)getpid();
         /* a fork may have caught the parent in the middle of this: its claim is not ours */
@@ -93,12 +118,17 @@ static __attribute__((noinline)) int open_ring(void) {
         kvp_ring_options options = {.ring_capacity = number_from("KVPROBE_RING_RECORDS"),
                                     .slow_ns = number_from("KVPROBE_SLOW_NS")};
         limit(&options);
-        if (kvp_ring_open(path, "interposer", &options) < 0) kvp_watch.on = 0; /* no disk, no folder: leave it alone */
+        int error = kvp_ring_open(path, "interposer", &options);
+        if (error < 0) { /* no disk, no folder: leave it alone */
+            kvp_watch.on = 0;
+            step_aside(-error);
+        }
         __atomic_store_n(&opening, 0, __ATOMIC_RELEASE);
     }
     kvp_nvtx_start();
     allow_observer();
-    kvp_thread.inside = 0;
+    if (kvp_ring_is_open()) add_early();
+    kvp_thread.inside = OUTSIDE;
     errno = was;
     return kvp_ring_is_open();
 }
@@ -106,6 +136,12 @@ static __attribute__((noinline)) int open_ring(void) {
 static inline int recording(void) {
     if (unlikely(!kvp_watch.on) || kvp_thread.inside) return 0;
     return likely(kvp_ring_is_open()) || open_ring();
+}
+
+/* Whether a call that is not to be recorded in full is a signal handler's that came in the middle of another. */
+static inline int interrupts(enum inside level) {
+    enum inside in = kvp_thread.inside;
+    return unlikely(in && (in != IN_RUNTIME || level == IN_RUNTIME)) && kvp_watch.on;
 }
 
 static void set_detail(const char *level) {
@@ -117,9 +153,7 @@ static void set_detail(const char *level) {
 __attribute__((constructor)) static void start(void) {
     const char *run = getenv("KVPROBE_RUN"), *asked = getenv("KVPROBE"), *level = getenv("KVPROBE_DETAIL");
     if (!run || !*run || strlen(run) >= sizeof run_folder || getauxval(AT_SECURE)) return;
-    if (asked &&
-        (!strcasecmp(asked, "off") || !strcmp(asked, "0") || !strcasecmp(asked, "no") || !strcasecmp(asked, "false")))
-        return;
+    if (says_no(asked)) return;
     strcpy(run_folder, run);
     set_detail(level);
     max_bytes = number_from("KVPROBE_MAX_BYTES");
@@ -201,7 +235,7 @@ int kvprobe_detach(void) {
 enum what { A_COPY, A_CALL, A_LAUNCH, A_EVENT, A_WAIT, A_FREE };
 
 static inline __attribute__((always_inline)) void begin(kvp_record *r, enum what what) {
-    kvp_thread.inside = 1;
+    kvp_thread.inside = IN_KVPROBE;
     int timed = what != A_LAUNCH || kvp_watch.detail != DETAIL_TOTALS;
     if (what == A_LAUNCH) r->dst = ++kvp_thread.launches;
     if (timed)
@@ -225,7 +259,7 @@ static inline __attribute__((always_inline)) void end(kvp_record *r, enum what w
                                                             : KVP_KEEP_ALL;
     kvp_ring_write(r, keep);
     kvp_thread.node = 0;
-    kvp_thread.inside = 0;
+    kvp_thread.inside = OUTSIDE;
 }
 
 static inline uint8_t direction_of(int kind) {
@@ -245,11 +279,24 @@ static inline uint8_t direction_of(int kind) {
         NAME##_fn *real = (NAME##_fn *)function;                                                                       \
         (void)per_thread;                                                                                              \
         if (unlikely(!real)) return SYMBOL_NOT_FOUND;                                                                  \
-        if (!recording()) return real(NAME##_A);                                                                       \
+        enum inside level = #NAME[2] == 'd' ? IN_RUNTIME : IN_DRIVER; /* cuda... or cu... */                           \
+        int full = recording();                                                                                        \
+        if (!full && !interrupts(level)) return real(NAME##_A);                                                        \
         kvp_record r = {.count = 1};                                                                                   \
         __VA_ARGS__;                                                                                                   \
+        if (!full) {                                                                                                   \
+            enum inside was = kvp_thread.inside;                                                                       \
+            kvp_thread.inside = level;                                                                                 \
+            int result = real(NAME##_A);                                                                               \
+            kvp_thread.inside = was;                                                                                   \
+            r.dur_ns = KVP_UNTIMED; /* the clock's own state may be half written */                                    \
+            (likely(kvp_ring_is_open()) ? kvp_ring_count : count_early)(&r);                                           \
+            return result;                                                                                             \
+        }                                                                                                              \
         begin(&r, WHAT);                                                                                               \
+        kvp_thread.inside = level;                                                                                     \
         int result = real(NAME##_A);                                                                                   \
+        kvp_thread.inside = IN_KVPROBE;                                                                                \
         end(&r, WHAT, result);                                                                                         \
         return result;                                                                                                 \
     }

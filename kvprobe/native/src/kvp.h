@@ -201,8 +201,10 @@ typedef struct {
     volatile uint64_t over_count[128];
     volatile uint64_t over_bytes[128];
     volatile uint64_t over_dur_ns[128];
-    char command[512]; /* /proc/self/cmdline, NULs turned to spaces, cut */
+    char command[512]; /* /proc/self/cmdline, NULs turned to spaces, secrets taken out, cut */
     char rank[16];     /* what the environment says: RANK, VLLM_DP_RANK, ... (ring.c); empty where it says nothing */
+    uint64_t pid_namespace; /* inode of /proc/self/ns/pid; 0 = not known */
+    uint64_t start_ticks;   /* when the process began, as in /proc/self/stat; 0 = not known */
 } kvp_file_header;
 
 typedef struct {
@@ -243,6 +245,13 @@ typedef struct {
 KVP_EXPORT int kvp_ring_open(const char *path, const char *producer, const kvp_ring_options *options);
 /* Marks the file closed and stops writing; memory stays mapped, so a late writer cannot crash. */
 KVP_EXPORT void kvp_ring_close(void);
+/* After kvp_ring_close: gives the file's memory back; a late writer writes into memory of the process. */
+KVP_EXPORT void kvp_ring_release(void);
+/* on != 0: from now on no system call; the file keeps its size, threads without a lane are counted in over_*. For a
+ * process that puts itself under seccomp. */
+KVP_EXPORT void kvp_ring_seal(int on);
+/* Adds one call to over_*, from any context. */
+KVP_EXPORT void kvp_ring_count(const kvp_record *record);
 KVP_EXPORT int kvp_ring_is_open(void);
 /* Whether another thread is inside a call that it has entered. */
 KVP_EXPORT int kvp_ring_busy(void);

@@ -6,17 +6,21 @@
  *  - a program may close all descriptors, change its folder, or fork without telling anyone: no descriptor is kept, the
  *    path is absolute, and a page that the kernel wipes on fork tells a child that the file is not its own;
  *  - a signal handler may call in the middle of a write: `busy` sends it to over_*;
- *  - growing past RLIMIT_FSIZE raises SIGXFSZ: the limit is asked first. */
+ *  - growing past RLIMIT_FSIZE raises SIGXFSZ: the limit is asked first;
+ *  - a program that has put itself under seccomp may die of any system call: kvp_ring_seal ends all growing. */
+#include "secrets.h"
 #include "thread.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -41,6 +45,7 @@ _Static_assert(offsetof(kvp_slot, count) % 16 == 0 && offsetof(kvp_slot, bytes) 
                "count and bytes are one store");
 
 typedef uint64_t pair_of_u64 __attribute__((vector_size(16), may_alias));
+typedef uint64_t u64_of_chars __attribute__((may_alias));
 
 /* A lane as its owner sees it; only the mapping is shared with readers. */
 struct lane {
@@ -52,6 +57,8 @@ struct lane {
     kvp_slot *slots;
     kvp_record *slow;
     uint64_t slow_at, slow_ready; /* likewise, slow ring */
+    void *memory;                 /* mapped for it now or in an earlier file, and how much */
+    uint64_t mapped;
     uint32_t slots_ready, number;
     uint16_t index[INDEX_SIZE]; /* hash of a slot's key -> its number + 1 */
 } __attribute__((aligned(64)));
@@ -65,6 +72,8 @@ static struct {
     volatile uint32_t lanes_reserved, lanes_free;
     volatile uint8_t free_lane[LANES_LIMIT]; /* 1 = made, and its owner has gone */
     struct lane lanes[LANES_LIMIT];
+    void *header_memory; /* as lane.memory; of KVP_HEADER_BYTES */
+    int sealed;          /* no system call any more */
     char path[4096];
 } ring __attribute__((aligned(64)));
 
@@ -89,6 +98,7 @@ static uint64_t lane_offset(uint32_t number) { return KVP_HEADER_BYTES + (uint64
 
 /* Gives [address, address + bytes) of a lane disk space and, where the kernel can, present pages. */
 static int grow(const struct lane *lane, const void *address, uint64_t bytes) {
+    if (ring.sealed) return EPERM;
     int fd = open(ring.path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
     if (fd < 0) return errno;
     uint64_t inside = (uint64_t)((const char *)address - (const char *)lane->header);
@@ -103,6 +113,27 @@ static int grow(const struct lane *lane, const void *address, uint64_t bytes) {
     return error;
 }
 
+/* ---- mappings ----------------------------------------------------------------------------------------------- */
+
+/* Memory of the process instead of the file's: a late writer finds somewhere to write, and the file can go. */
+static void let_go(void *memory, uint64_t bytes) {
+    if (memory)
+        mmap(memory, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+}
+
+/* Maps a piece of the file where an earlier file's piece was, if that was as large: files that are opened and closed
+ * one after another take no more addresses than one. */
+static int map(int fd, uint64_t at, uint64_t bytes, void **memory, uint64_t *mapped) {
+    int again = *memory && *mapped >= bytes;
+    let_go(*memory, *mapped);
+    void *found = mmap(again ? *memory : NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | (again ? MAP_FIXED : 0), fd,
+                       (off_t)at);
+    if (found == MAP_FAILED) return errno;
+    *memory = found;
+    if (!again) *mapped = bytes;
+    return 0;
+}
+
 /* ---- lanes -------------------------------------------------------------------------------------------------- */
 
 static int map_lane(struct lane *lane, uint32_t number) {
@@ -112,14 +143,14 @@ static int map_lane(struct lane *lane, uint32_t number) {
     /* the last block too: it sets the file's size, and never shrinks it as ftruncate could when two threads race */
     int error = allocate(fd, at, KVP_HEADER_BYTES + FIRST_SLOTS * sizeof(kvp_slot));
     if (!error) error = allocate(fd, at + ring.lane_bytes - 64, 64);
-    void *memory = MAP_FAILED;
-    if (!error) {
-        memory = mmap(NULL, ring.lane_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, (off_t)at);
-        if (memory == MAP_FAILED) error = errno;
-    }
+    void *memory = lane->memory;
+    uint64_t mapped = lane->mapped;
+    if (!error) error = map(fd, at, ring.lane_bytes, &memory, &mapped);
     close(fd);
     if (error) return error;
     memset(lane, 0, sizeof *lane);
+    lane->memory = memory;
+    lane->mapped = mapped;
     lane->number = number;
     lane->slots_ready = FIRST_SLOTS < ring.slot_count ? FIRST_SLOTS : ring.slot_count;
     lane->slots = (kvp_slot *)((char *)memory + KVP_HEADER_BYTES);
@@ -171,7 +202,7 @@ static __attribute__((noinline)) struct lane *attach(void) {
         if (ring.header && ring.header->pid != (uint32_t)getpid()) kvp_ring_after_fork();
         return NULL;
     }
-    if (kvp_thread.attaching) return NULL;
+    if (kvp_thread.attaching || ring.sealed) return NULL;
     int was = errno;
     kvp_thread.attaching = 1;
     compiler_barrier();
@@ -360,15 +391,33 @@ static int prepare(void) {
 
 static uint64_t power_of_two(uint64_t n) { return n <= 1 ? 1 : 1ull << (64 - __builtin_clzll(n - 1)); }
 
-static void read_command(char *text, size_t size) {
-    int fd = open("/proc/self/cmdline", O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return;
+static ssize_t read_proc(const char *path, char *text, size_t size) {
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return 0;
     ssize_t got = read(fd, text, size - 1);
     close(fd);
-    while (got > 0 && !text[got - 1]) got--;
-    for (ssize_t i = 0; i < got; i++)
-        if (!text[i]) text[i] = ' ';
     text[got > 0 ? got : 0] = 0;
+    return got;
+}
+
+static void read_command(char *text, size_t size) {
+    char words[2048];
+    ssize_t got = read_proc("/proc/self/cmdline", words, sizeof words);
+    while (got > 0 && !words[got - 1]) got--;
+    for (ssize_t i = 0; i < got; i++)
+        if (!words[i]) words[i] = ' ';
+    if (got > 0) words[got] = 0, kvp_redact(words, text, size);
+}
+
+/* A pid alone names a process only until it has ended, and only inside its namespace. */
+static void read_identity(kvp_file_header *header) {
+    char text[1024];
+    struct stat namespace;
+    if (!stat("/proc/self/ns/pid", &namespace)) header->pid_namespace = namespace.st_ino;
+    if (read_proc("/proc/self/stat", text, sizeof text) <= 0) return;
+    const char *at = strrchr(text, ')'); /* the name before it may hold anything */
+    for (int field = 2; at && field < 22; field++) at = strchr(at + 1, ' ');
+    if (at) header->start_ticks = strtoull(at + 1, NULL, 10);
 }
 
 /* Here and not in the start-up hook: a process of another virtual environment has this library and not the hook. */
@@ -413,15 +462,13 @@ static int open_file(const char *path, const char *producer, const kvp_ring_opti
                       (ring.ring_capacity + ring.slow_capacity) * sizeof(kvp_record);
     ring.lane_bytes = (ring.lane_bytes + 4095) & ~4095ull;
 
-    int fd = open(ring.path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0644);
+    int fd = open(ring.path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (fd < 0) return -errno;
-    kvp_file_header *header = MAP_FAILED;
+    uint64_t mapped = ring.header_memory ? KVP_HEADER_BYTES : 0;
     error = allocate(fd, 0, KVP_HEADER_BYTES);
-    if (!error) {
-        header = mmap(NULL, KVP_HEADER_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-        if (header == MAP_FAILED) error = errno;
-    }
+    if (!error) error = map(fd, 0, KVP_HEADER_BYTES, &ring.header_memory, &mapped);
     close(fd);
+    kvp_file_header *header = ring.header_memory;
     if (error) {
         unlink(ring.path);
         return -error;
@@ -448,9 +495,11 @@ static int open_file(const char *path, const char *producer, const kvp_ring_opti
     snprintf(header->producer, sizeof header->producer, "%s", producer);
     read_command(header->command, sizeof header->command);
     read_rank(header->rank, sizeof header->rank);
+    read_identity(header);
     header->state = KVP_RUNNING;
-    __atomic_thread_fence(__ATOMIC_RELEASE);
-    memcpy(header->magic, KVP_MAGIC, 8); /* last: a file with the magic is whole */
+    u64_of_chars magic;
+    memcpy(&magic, KVP_MAGIC, sizeof magic);
+    __atomic_store_n((u64_of_chars *)header->magic, magic, __ATOMIC_RELEASE); /* last: a file with the magic is whole */
 
     ring.header = header;
     ring.lanes_reserved = ring.lanes_free = 0;
@@ -461,6 +510,7 @@ static int open_file(const char *path, const char *producer, const kvp_ring_opti
 }
 
 int kvp_ring_open(const char *path, const char *producer, const kvp_ring_options *options) {
+    if (ring.sealed) return -EPERM;
     int none = 0;
     if (!__atomic_compare_exchange_n(&opening, &none, 1, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) return -EBUSY;
     int was = errno, result = open_file(path, producer, options);
@@ -471,7 +521,7 @@ int kvp_ring_open(const char *path, const char *producer, const kvp_ring_options
 
 void kvp_ring_close(void) {
     /* a child of vfork shares this memory and is somebody else */
-    if (!kvp_ring_is_open() || ring.header->pid != (uint32_t)getpid()) return;
+    if (!kvp_ring_is_open() || (!ring.sealed && ring.header->pid != (uint32_t)getpid())) return;
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     ring.header->end_monotonic_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
@@ -488,6 +538,16 @@ int kvp_ring_busy(void) {
     }
     return 0;
 }
+
+void kvp_ring_release(void) {
+    if (kvp_ring_is_open() || ring.sealed) return;
+    let_go(ring.header_memory, KVP_HEADER_BYTES);
+    for (uint32_t i = 0; i < LANES_LIMIT; i++) let_go(ring.lanes[i].memory, ring.lanes[i].mapped);
+}
+
+void kvp_ring_seal(int on) { ring.sealed = on; }
+
+void kvp_ring_count(const kvp_record *record) { over(record); }
 
 int kvp_ring_is_open(void) { return *ring.alive && *ring.alive == ring.epoch; }
 

@@ -1,0 +1,228 @@
+"""Every environment variable of kvprobe: declared, typed, parsed and described here, and read nowhere else.
+
+Three parts cannot import this and read what they need themselves: the start-up hook (`instrument/carried/`), the
+build (`native/build.py`), what runs inside gdb (`instrument/in_gdb.py`). The interposer, which is C, reads those marked
+as native. A test holds all of them to this list.
+A value that cannot be parsed counts as not set, and `kvprobe doctor` says so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+NO = frozenset({"off", "0", "no", "false"})
+
+
+class Variable(Generic[T]):
+    """One variable.
+
+    Attributes:
+        name: as in the environment.
+        default: its value where it is not set, or cannot be parsed.
+        values: what it may be, in words.
+        what: what it is for, one sentence.
+        native: whether the interposer reads it.
+        set_by_run: whether `kvprobe run` sets it for the command: nobody needs to.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        default: T,
+        parse: Callable[[str], T],
+        values: str,
+        what: str,
+        *,
+        native: bool = False,
+        set_by_run: bool = False,
+    ) -> None:
+        self.name, self.default, self.values, self.what = name, default, values, what
+        self.native, self.set_by_run = native, set_by_run
+        self._parse = parse
+        VARIABLES.append(self)
+
+    @property
+    def text(self) -> str | None:
+        """As it stands in the environment; None where it is not set or empty."""
+        return os.environ.get(self.name) or None
+
+    def value(self) -> T:
+        """Parsed."""
+        text = os.environ.get(self.name)
+        if not text:
+            return self.default
+        try:
+            return self._parse(text)
+        except ValueError:
+            return self.default
+
+    def problem(self) -> str:
+        """Why the value that is set does not count; empty where it does, or none is set."""
+        text = self.text
+        if text is None:
+            return ""
+        try:
+            self._parse(text)
+        except ValueError:
+            return f"counts as not set: it must be {self.values}"
+        return ""
+
+    def set(self, value: str) -> None:
+        """For this process and those that it starts."""
+        os.environ[self.name] = value
+
+    def take(self) -> str | None:
+        """Its text; afterwards it is not set."""
+        return os.environ.pop(self.name, None) or None
+
+
+VARIABLES: list[Variable[Any]] = []
+
+
+def _one_of(*words: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        word = text.strip().lower()
+        if word not in words:
+            raise ValueError(word)
+        return word
+
+    return parse
+
+
+def _on(text: str) -> bool:
+    return text.strip().lower() not in NO
+
+
+def _number(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError(text)
+    return value
+
+
+FIXES = ("off", "auto")
+
+SWITCH = Variable(
+    "KVPROBE",
+    None,
+    _on,
+    "on or off",
+    "off: nothing of kvprobe acts in this process, whatever else is set; on: adapters may measure",
+)
+FIX = Variable(
+    "KVPROBE_FIX",
+    "off",
+    _one_of(*FIXES),
+    "off or auto",
+    "auto: adapters may change a server where that pays",
+    set_by_run=True,
+)
+RUN = Variable(
+    "KVPROBE_RUN", None, str, "a folder", "the run folder that this process records into", native=True, set_by_run=True
+)
+DETAIL = Variable(
+    "KVPROBE_DETAIL",
+    "copies",
+    _one_of("totals", "copies", "launches"),
+    "totals, copies or launches",
+    "what is kept of single calls; totals are exact with any",
+    native=True,
+    set_by_run=True,
+)
+MAX_BYTES = Variable(
+    "KVPROBE_MAX_BYTES", 0, _number, "a number", "bound of the run folder's size; 0: none", native=True, set_by_run=True
+)
+OBSERVER = Variable(
+    "KVPROBE_OBSERVER", 0, _number, "a pid", "the process that may look into this one", native=True, set_by_run=True
+)
+STACKS = Variable(
+    "KVPROBE_STACKS",
+    "off",
+    _one_of("off", "py-spy", "in-process"),
+    "off, py-spy or in-process",
+    "how Python stacks of blocked calls are taken",
+    set_by_run=True,
+)
+RING_RECORDS = Variable(
+    "KVPROBE_RING_RECORDS",
+    0,
+    _number,
+    "a number",
+    "calls kept as detail of each thread; 0: as many as KVPROBE_MAX_BYTES allows",
+    native=True,
+)
+SLOW_NS = Variable(
+    "KVPROBE_SLOW_NS",
+    0,
+    _number,
+    "a number of ns",
+    "from what duration on a call is kept in any case; 0: 20,000",
+    native=True,
+)
+NVTX = Variable(
+    "KVPROBE_NVTX",
+    True,
+    _on,
+    "on or off",
+    "off: no NVTX ranges, even where a tool asks for them (NVTX_INJECTION64_PATH)",
+    native=True,
+)
+METRICS = Variable(
+    "KVPROBE_METRICS",
+    None,
+    str,
+    "a folder",
+    "where the processes of one server keep their metrics; set by its first process",
+)
+DEVICE = Variable(
+    "KVPROBE_DEVICE",
+    "auto",
+    _one_of("auto", "host", "cuda"),
+    "auto, host or cuda",
+    "which CUDA runtime adapters use: the GPU's, or the embedded host runtime",
+)
+HOSTRT = Variable("KVPROBE_HOSTRT", None, str, "a file", "another build of the embedded host runtime")
+NATIVE_LIB = Variable("KVPROBE_NATIVE_LIB", None, str, "a folder", "where the native libraries are built and found")
+DEBUG = Variable("KVPROBE_DEBUG", False, _on, "on or off", "on: errors of the command line show their traceback")
+GDB = Variable("KVPROBE_GDB", None, str, "JSON", "what `kvprobe attach` asks its debugger to do", set_by_run=True)
+CARRY = Variable(
+    "KVPROBE_CARRY", None, str, "folders", "where an environment without kvprobe finds the adapters", set_by_run=True
+)
+WHEELS = Variable("KVPROBE_WHEELS", None, str, "a folder", "servers' packages as published, fetched once")
+
+# What the tests and benchmarks read for themselves.
+OF_THE_TESTS = frozenset(
+    {
+        "KVPROBE_DOWNLOAD",
+        "KVPROBE_GPU_RECORDINGS",
+        "KVPROBE_RACE_ITERATIONS",
+        "KVPROBE_SHARED_DATA",
+        "KVPROBE_TEST_DEVICE",
+    }
+)
+
+
+def killed() -> bool:
+    """`KVPROBE=off`: nothing of kvprobe may act in this process."""
+    return SWITCH.value() is False
+
+
+def asked_for() -> bool:
+    """The environment asks for kvprobe and does not forbid it."""
+    return not killed() and bool(SWITCH.text or RUN.text or FIX.text)
+
+
+def nvtx_listens() -> bool:
+    """A tool that wants NVTX ranges injected itself into this process, and KVPROBE_NVTX does not forbid them."""
+    return bool(os.environ.get("NVTX_INJECTION64_PATH")) and NVTX.value()
+
+
+def unknown() -> Iterator[str]:
+    """Names in the environment that begin like kvprobe's and are none of them: typing errors, most likely."""
+    known = {variable.name for variable in VARIABLES} | OF_THE_TESTS
+    for name in sorted(os.environ):
+        if name.startswith("KVPROBE_") and name not in known:
+            yield name
