@@ -84,11 +84,11 @@ def _replayed(frame: Frame, streams: Array, rows: Array, ns: Array, depth: int, 
     members = members[np.argsort(frame.start[members], kind="stable")]
     lost = np.zeros(len(frame.start), dtype=np.int64)
     np.add.at(lost, rows, ns)
-    # When each was executed: the call `depth` later that waited for its place returned then.
+    # When each had made room: the call `depth` later that waited for its place returned then, however late it woke.
     done = np.where(frame.exec_end[members] >= 0, frame.exec_end[members], _LONG_AGO)
     later = members[depth:]
-    waited = (lost[later] > 0) & (done[: len(later)] == _LONG_AGO)
-    done[: len(later)][waited] = frame.end[later][waited]
+    waited = lost[later] > 0
+    done[: len(later)][waited] = np.maximum(done[: len(later)], frame.end[later])[waited]
     needed = np.full(len(frame.start), _LONG_AGO, dtype=np.int64)  # by each call, before it can return
     needed[members[room:]] = done[: max(len(members) - room, 0)]
     # A wait for the device ends when the device is done, however early it begins.

@@ -1,11 +1,18 @@
 """What a cure is predicted to save is what it saves when it is really applied, on the same runtime."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 from hostruntime import D2H
 from scenarios import BLOCK, KiB, Stage, queue_ns
 
 from kvprobe.diagnosis import Change, diagnose
 from kvprobe.diagnosis.finding import best_first
+from kvprobe.diagnosis.frame import Frame
+from kvprobe.diagnosis.queue_full import Full
+from kvprobe.diagnosis.room import spared
+from kvprobe.recordings.model import CallKind, Engine, Recording, Source, Table
 from kvprobe.reporting.verdict import saving_text
 
 
@@ -16,9 +23,6 @@ def found(played, cause):
 def predicted(finding, name):
     """What the change of this name (or of a text with these words) alone is predicted to save."""
     return next(c.predicted_saving_ns for c in finding.cure if c.name == name or name in c.text)
-
-
-QUEUE = ("launch_queue_saturation", "fence_before_copies")
 
 
 def agree(play):
@@ -40,8 +44,8 @@ def blocked(records, _):
     return {"blocked": int(sum(queue_ns(records)).sum())}
 
 
-def loads(runtime, streams=1, depth=128):
-    stage = Stage(runtime, depth=depth)
+def loads(runtime, streams=1):
+    stage = Stage(runtime, depth=128)
 
     def body():
         for _ in range(100):
@@ -49,11 +53,11 @@ def loads(runtime, streams=1, depth=128):
         for i in range(180):
             stage.load(i, BLOCK, stage.streams[i % streams])
 
-    return stage.play(body, blocked, queue_depth=depth, channels=4)
+    return stage.play(body, blocked, queue_depth=128, channels=4)
 
 
-def stores_behind_a_forward(runtime, streams=1, depth=64):
-    stage = Stage(runtime, depth=depth)
+def stores_behind_a_forward(runtime, streams=1):
+    stage = Stage(runtime, depth=64)
 
     def body():
         runtime.launch(stage.compute, 60_000_000)
@@ -62,7 +66,7 @@ def stores_behind_a_forward(runtime, streams=1, depth=64):
         for i in range(65):
             stage.store(i, BLOCK, stage.streams[i % streams])
 
-    return stage.play(body, blocked, queue_depth=depth, channels=4)
+    return stage.play(body, blocked, queue_depth=64, channels=4)
 
 
 @pytest.mark.parametrize("play, cause", [(loads, "launch_queue_saturation"),
@@ -78,49 +82,61 @@ def test_pooled_streams_save_what_was_predicted(runtime, play, cause):
     agree(compare)
 
 
-def long_stores_behind_a_forward(runtime, depth=32):
-    stage = Stage(runtime, depth=depth)
-
-    def body():
-        for _ in range(2):
-            runtime.launch(stage.compute, 40_000_000)
-            stage.after(stage.streams[0], stage.compute, 0)
-            for i in range(80):
-                stage.store(i, BLOCK, stage.streams[0])
-            runtime.synchronize()
-
-    return stage.play(body, blocked, queue_depth=depth, channels=4)
+DEPTH = 1021
 
 
-@pytest.mark.parametrize("play", [loads, stores_behind_a_forward, long_stores_behind_a_forward])
-def test_a_queue_four_times_as_deep_saves_what_was_predicted(runtime, play):
-    def compare():
-        before = play(runtime)
-        findings = diagnose(before.recording)
-        after = play(runtime, depth=4 * before.recording.machine["queue_depth"]).truth["blocked"]
-        saving = sum(predicted(f, "CUDA_SCALE_LAUNCH_QUEUES") for f in findings if f.cause in QUEUE)
-        return saving, before.truth["blocked"] - after, 0.15 * before.truth["blocked"]
+def by_arithmetic(depth, copies, *, forward_ns=30_000_000, copy_ns=9_000, submit_ns=1_000, rounds=3, executions=True):
+    """Bursts of copies behind a forward, each waited for: (frame, rows that waited, ns that each waited).
 
-    agree(compare)
+    A copy that finds `depth` outstanding waits for the oldest of them, on one thread, one stream.
+    """
+    calls, ran, waited = [], [], []
+    now = 0
+    for _ in range(rounds):
+        free, done = now + forward_ns, []
+        for _ in range(copies):
+            enter = now
+            room = done[len(done) - depth] if len(done) >= depth else 0
+            wait = max(room - enter, 0)
+            if wait:
+                waited.append((len(calls), wait))
+            now = enter + wait + submit_ns
+            free = max(free, now) + copy_ns
+            done.append(free)
+            ran.append((free - copy_ns, free, len(calls)))
+            calls.append((enter, now, CallKind.COPY))
+            now += 500
+        calls.append((now, max(free, now) + 2_000, CallKind.SYNC))
+        now = calls[-1][1] + 100_000
+    start, end, kind = map(np.array, zip(*calls, strict=True))
+    n = len(calls)
+    tables = {
+        "calls": Table("calls", {"start_ns": start, "end_ns": end, "kind": kind, "correlation": np.arange(n),
+                                 "stream": np.zeros(n, int), "process": np.zeros(n, int)}),
+        "streams": Table("streams", {"handle": [7]}), "processes": Table("processes", {"pid": [1]}),
+    }  # fmt: skip
+    if executions:
+        begin, over, correlation = map(np.array, zip(*ran, strict=True))
+        tables["executions"] = Table("executions", {
+            "start_ns": begin, "end_ns": over, "correlation": correlation, "stream": np.zeros(len(ran), int),
+            "process": np.zeros(len(ran), int), "engine": np.full(len(ran), Engine.COPY)})  # fmt: skip
+    recording = Recording([Source("arithmetic", "kineto-json")], tables, has_executions=executions)
+    rows, ns = (np.array([one[i] for one in waited], dtype=np.int64) for i in (0, 1))
+    frame = Frame(recording, SimpleNamespace(depth=np.full(n, depth)))
+    return frame, rows, ns
 
 
-@pytest.mark.parametrize("factor", [1, 1.5, 2, 3])
-def test_the_replay_agrees_with_a_queue_of_that_depth(runtime, factor):
-    """Part of the copies fit: how much is left to wait is what the model has to know."""
-    from kvprobe.diagnosis.frame import Frame
-    from kvprobe.diagnosis.queue_full import full
-    from kvprobe.diagnosis.room import spared
-
-    def compare():
-        before = long_stores_behind_a_forward(runtime)
-        frame = Frame(before.recording)
-        blocks = full(frame)
-        lost = {shape: int(ns.sum()) for shape, ns in blocks.ns.items()}
-        saving = sum(spared(frame, blocks, shape, factor) * lost[shape] for shape in ("saturation", "fence"))
-        after = long_stores_behind_a_forward(runtime, depth=int(32 * factor)).truth["blocked"]
-        return saving, before.truth["blocked"] - after, 0.1 * before.truth["blocked"]
-
-    agree(compare)
+@pytest.mark.parametrize("executions", [True, False])
+@pytest.mark.parametrize("copies", [1500, 3000, 6000])
+@pytest.mark.parametrize("factor", [1, 1.5, 2, 4, 8])
+def test_the_replay_saves_what_a_queue_of_that_depth_saves(copies, factor, executions):
+    frame, rows, ns = by_arithmetic(DEPTH, copies, executions=executions)
+    none = np.zeros(0, dtype=np.int64)
+    shapes = {"saturation": rows, "fence": none, "alias": none, "channels": none}
+    lost = {"saturation": ns, "fence": none, "alias": none, "channels": none}
+    saved = spared(frame, Full(shapes, lost, [], "plateau", DEPTH), "saturation", factor)
+    after = by_arithmetic(int(DEPTH * factor), copies)[2].sum()
+    assert saved == pytest.approx(1 - after / ns.sum(), abs=0.02)
 
 
 def test_more_connections_are_no_cure_for_one_stream(runtime):
@@ -134,32 +150,6 @@ def test_what_is_printed_first_saves_most_and_no_saving_is_printed_that_was_not_
     ordered = best_first(change.of(1_000) for change in changes)
     assert [(c.text, c.predicted_saving_ns) for c in ordered] == [("d", 900), ("b", 500), ("a", None), ("c", 0)]
     assert saving_text(ordered[2]) == "saving not predicted"
-
-
-def test_a_fence_with_more_copies_than_all_channels_take_is_not_promised_anything(runtime):
-    """Four times the room still blocks for the rest of the forward; a batch for each transfer does not."""
-
-    def play():
-        stage = Stage(runtime, depth=32)
-
-        def body():
-            runtime.launch(stage.compute, 60_000_000)
-            stage.after(stage.streams[0], stage.compute, 0)
-            for i in range(140):
-                stage.store(i, 64 * KiB, stage.streams[0])
-
-        return stage.play(body, lambda records, _: {}, queue_depth=32, channels=4)
-
-    def pooled():
-        finding = found(play(), "fence_before_copies")
-        return predicted(finding, "pooled"), 0, 0.2 * finding.lost_ns
-
-    def batched():
-        finding = found(play(), "fence_before_copies")
-        return predicted(finding, "cudaMemcpyBatchAsync"), finding.lost_ns, 0.1 * finding.lost_ns
-
-    agree(pooled)
-    agree(batched)
 
 
 def test_joining_runs_saves_what_was_predicted(runtime):
