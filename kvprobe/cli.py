@@ -5,20 +5,22 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from keyword import iskeyword
 
 import click
 
 from kvprobe.environment import DEBUG
 from kvprobe.errors import KvprobeError
 
-# command -> its one-line help; the command itself is `kvprobe.commands.<command>.command`, imported when it is run,
-# so that `kvprobe --help` costs no import.
+# command -> its one-line help; the command itself is `kvprobe.commands.<command>.command` (`try_` for the keyword),
+# imported when it is run, so that `kvprobe --help` costs no import.
 COMMANDS = {
     "demo": "Fill a launch queue, watch kvprobe notice and switch, get a report.",
     "bench": "Compare the stream policies and copy methods of this machine, interleaved.",
     "run": "Run a command and record every copy of every process it starts.",
     "attach": "Record a process that runs already.",
     "detach": "End a recording that attach began.",
+    "try": "Run a command with and without each change that its diagnosis names.",
     "top": "Live view of running, watched processes.",
     "triage": "One line a recording: was a launch queue full, where, what did it cost.",
     "report": "Say what is wrong in recordings, as one HTML page.",
@@ -43,7 +45,7 @@ class _Commands(click.Group):
         """Imports one command."""
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"kvprobe.commands.{cmd_name}")
+        module = importlib.import_module(f"kvprobe.commands.{cmd_name}{'_' if iskeyword(cmd_name) else ''}")
         found: click.Command = module.command
         return found
 

@@ -45,7 +45,7 @@ class CannotRunError(KvprobeError):
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR",
               help="Run folder. Default: ./kvprobe-<command>-<time>.")  # fmt: skip
 @click.option("--report", type=click.Path(path_type=Path), metavar="PATH",
-              help="Where the report goes. Default: report.html in the run folder.")  # fmt: skip
+              help="Where the report goes; `none` makes none. Default: report.html in the run folder.")  # fmt: skip
 @click.option("--fix", type=click.Choice(["off", "auto"]), default="off", show_default=True,
               help="Let adapters switch a saturated server to pooled streams and dedup.")  # fmt: skip
 @click.option("--detail", type=click.Choice(["totals", "copies", "launches"]), default="copies", show_default=True,
@@ -74,7 +74,7 @@ def command(
     limit = _bytes(max_size)
     program = _find_program(words[0])
     launcher = _nsys_launcher() if nsys else []
-    if report is not None:
+    if report is not None and str(report) != "none":
         report = _check_report(report)
     library = _interposer()
     folder = _make_folder(output, words[0])

@@ -291,6 +291,8 @@ class Observer:
         if not any(self.folder.glob("*.kvp")) and not any(self.folder.glob("events-*.jsonl")):
             self.told = warnings[1:]
             return f"nothing was recorded: {warnings[0]}" if warnings else "nothing was recorded"
+        if self.options.get("report") == "none":
+            return f"recording in {self.folder}"
         report = Path(self.options.get("report") or self.folder / "report.html")
         # a process of its own: the report needs rooms that nothing here may import, and may need much memory
         command = [sys.executable, "-m", "kvprobe", "report", str(self.folder), "-o", str(report), "-f", "-q"]

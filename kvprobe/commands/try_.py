@@ -1,0 +1,323 @@
+"""`kvprobe try -- COMMAND`: tries the changes that a diagnosis names, and prints what they save beside the prediction.
+
+The command is recorded once. Of the changes that its findings name, those that can be made from outside are tried:
+environment variables, and `--fix` where an adapter of kvprobe is in use. The command then runs with and without each,
+by turns, every run under `kvprobe run` and with a folder of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvprobe.errors import KvprobeError, UsageError
+
+if TYPE_CHECKING:
+    from kvprobe.diagnosis import Change, Finding
+    from kvprobe.recordings.model import Recording
+    from kvprobe.reporting.trial import Compared, Measured, Tried
+
+__all__ = ["command"]
+
+_VARIABLE = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
+OBSERVER_S = 30.0  # for what the command has left running
+
+
+class CommandFailedError(KvprobeError):
+    """A run of the command did not end with exit code 0."""
+
+
+@click.command(
+    short_help="Run a command with and without each change that its diagnosis names.",
+    context_settings={"allow_interspersed_args": False},
+)
+@click.argument("words", nargs=-1, metavar="[--] COMMAND [ARGUMENT...]", type=click.UNPROCESSED)
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR",
+              help="Folder for all runs. Default: ./kvprobe-try-<command>-<time>.")  # fmt: skip
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(4, 100),
+              help="Runs with each change, and as many without; fewer than 4 prove nothing.")  # fmt: skip
+@click.option("--figure", metavar="REGEX", help="The command's own figure: the last match in its output; group 1.")
+@click.option("--env", "given", multiple=True, metavar="NAME=VALUE", help="Try this variable as well; may repeat.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(
+    words: tuple[str, ...],
+    output: Path | None,
+    rounds: int,
+    figure: str | None,
+    given: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Record COMMAND, then run it with and without each change that can be made from outside, by turns.
+
+    COMMAND has to end by itself, and gets no input. Measured are the host time that submissions lost, the wall time,
+    and the figure that the command prints. What the Mann-Whitney U test cannot tell from noise at 5% is not called a
+    gain. The output and exit code of every run are kept in the folder. Exit code 1: a run of the command failed.
+    """
+    from kvprobe.reporting.trial import compared
+
+    if not words:
+        raise UsageError("no command was given: kvprobe try [OPTIONS] -- COMMAND [ARGUMENT...]")
+    pattern = _pattern(figure)
+    wanted = _given(given)
+    folder = _folder(output, words[0])
+    say = _Said(quiet=as_json)
+    say(f"recording into {folder / 'recorded'}")
+    recorded = _Run(folder / "recorded", words, None)
+    recording, findings = recorded.diagnosis()
+    changes, left = _from_outside(findings, recording, wanted)
+    for note in left:
+        say(note)
+    usual: dict[str, float] = {}
+    turns: list[tuple[int, int, _Run]] = []
+    choices: list[Change | None] = [None, *changes]
+    for number in range(rounds if changes else 0):
+        for place in range(len(choices)):  # ABC, BCA, CAB: nobody always comes after the same neighbour
+            which = (number + place) % len(choices)
+            change = choices[which]
+            name = "as-it-is" if change is None else f"with-{which}"
+            say(f"round {number + 1} of {rounds}: {_name(change)}")
+            run = _Run(folder / f"round-{number + 1}-{name}", words, change)
+            usual = run.measure(usual, pattern)
+            turns.append((number, which, run))
+    measured: list[list[Measured]] = [[] for _ in choices]
+    for _, which, run in sorted(turns, key=lambda turn: turn[:2]):
+        measured[which].append(run.measured(usual))
+    tried = []
+    for change, with_it in zip(changes, measured[1:], strict=True):
+        tried.append(_tried(change, measured[0], with_it, compared))
+    outcome = _outcome(folder, words, rounds, findings, tried, left)
+    (folder / "try.json").write_text(json.dumps(outcome, indent=1))
+    if as_json:
+        click.echo(json.dumps(outcome))
+    else:
+        _print(findings, tried, rounds)
+        click.echo(f"{folder / 'try.json'}")
+
+
+class _Said:
+    """Progress, a line a step, on stderr."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet = quiet
+
+    def __call__(self, text: str) -> None:
+        if not self.quiet:
+            click.echo(f"kvprobe: {text}", err=True)
+
+
+def _pattern(figure: str | None) -> re.Pattern[str] | None:
+    if figure is None:
+        return None
+    try:
+        pattern = re.compile(figure)
+    except re.error as error:
+        raise UsageError(f"--figure {figure}: not a regular expression ({error})") from None
+    if pattern.groups < 1:
+        raise UsageError(f"--figure {figure}: put the number into a group, as in 'tokens/s: ([0-9.]+)'")
+    return pattern
+
+
+def _given(given: Sequence[str]) -> list[Change]:
+    from kvprobe.diagnosis import Change
+
+    for text in given:
+        if not _VARIABLE.fullmatch(text):
+            raise UsageError(f"--env {text}: write it as NAME=VALUE")
+    pairs = [text.split("=", 1) for text in given]
+    return [Change(f"{name}={value}", "environment", name, value) for name, value in pairs]
+
+
+def _folder(output: Path | None, word: str) -> Path:
+    name = re.sub(r"[^\w.-]+", "_", Path(word).name) or "command"
+    folder = (output or Path(f"kvprobe-try-{name}-{time.strftime('%Y%m%d-%H%M%S')}")).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UsageError(f"--output {folder} is not empty; name a folder that is, or does not exist")
+    except OSError as error:
+        raise UsageError(f"the folder {folder} cannot be made ({error.strerror}); name another with --output") from None
+    return folder
+
+
+def _name(change: Change | None) -> str:
+    if change is None:
+        return "as it is"
+    return f"{change.name}={change.value}" if change.kind == "environment" else f"--fix {change.value}"
+
+
+def _from_outside(
+    findings: Sequence[Finding], recording: Recording, wanted: list[Change]
+) -> tuple[list[Change], list[str]]:
+    """The changes that can be tried, each once, with its savings in all findings added up; and why others are not."""
+    from kvprobe.diagnosis.finding import best_first
+
+    fixable = any(note.startswith("adapter ") and ": applied" in note for note in recording.notes)
+    total: dict[tuple[str, str, str], Change] = {}
+    left: dict[str, None] = {}
+    for finding in findings:
+        for change in finding.cure:
+            if change.kind == "environment":
+                if os.environ.get(change.name) == change.value:
+                    left[f"not tried: {_name(change)} is set already"] = None
+                    continue
+            elif change.kind == "rung" and change.value == "auto":
+                if not fixable:
+                    left["not tried: --fix auto, because no adapter of kvprobe is in use in this command"] = None
+                    continue
+            else:
+                continue
+            known = total.get(change.key)
+            savings = [one.predicted_saving_ns for one in (known, change) if one is not None]
+            modelled = [one for one in savings if one is not None]
+            total[change.key] = replace(change, predicted_saving_ns=sum(modelled) if modelled else None)
+    for change in wanted:
+        total.setdefault(change.key, change)
+    if not total:
+        left["nothing to try: no finding names a change that can be made from outside"] = None
+    return list(best_first(total.values())), list(left)
+
+
+class _Run:
+    """One run of the command under `kvprobe run`, in a folder of its own, to its end."""
+
+    def __init__(self, folder: Path, words: Sequence[str], change: Change | None) -> None:
+        self.folder = folder
+        folder.parent.mkdir(exist_ok=True)
+        env = dict(os.environ)
+        fix = "off"
+        if change is not None and change.kind == "environment":
+            env[change.name] = change.value
+        elif change is not None:
+            fix = change.value
+        arguments = [sys.executable, "-m", "kvprobe", "run", "-o", str(folder), "--fix", fix, "--report", "none",
+                     "--", *words]  # fmt: skip
+        out, err = (folder.with_suffix(suffix) for suffix in (".out", ".err"))
+        with out.open("wb") as stdout, err.open("wb") as stderr:
+            process = subprocess.Popen(arguments, env=env, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
+            try:
+                code = process.wait()
+            except BaseException:
+                process.send_signal(signal.SIGTERM)
+                process.wait()
+                raise
+        ended = time.monotonic_ns()
+        folder.with_suffix(".code").write_text(f"{code}\n")
+        if code:
+            said = (err.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+            raise CommandFailedError(f"the command ended with {code} ({_name(change)}): {said} (all of it: {err})")
+        self.wall_ns = ended - int(json.loads((folder / "run.json").read_text())["monotonic_ns"])
+        self.figure: float | None = None
+        self._wait()
+
+    def _wait(self) -> None:
+        end = time.monotonic() + OBSERVER_S
+        while not (self.folder / "end.json").exists() and time.monotonic() < end:
+            time.sleep(0.02)
+
+    def recording(self) -> Recording:
+        from kvprobe.recordings import open_recording
+
+        return open_recording([self.folder])
+
+    def diagnosis(self) -> tuple[Recording, list[Finding]]:
+        from kvprobe.diagnosis import diagnose
+
+        recording = self.recording()
+        return recording, diagnose(recording)
+
+    def measure(self, usual: dict[str, float], pattern: re.Pattern[str] | None) -> dict[str, float]:
+        """Takes the figure from the output; returns what calls usually cost, with this run's."""
+        from kvprobe.reporting.trial import blocked_ns
+
+        if pattern is not None:
+            said = "".join(self.folder.with_suffix(end).read_text(errors="replace") for end in (".out", ".err"))
+            found = pattern.findall(said)
+            last = (found[-1] if isinstance(found[-1], str) else found[-1][0]) if found else ""
+            try:
+                self.figure = float(last.replace(",", ""))
+            except ValueError:
+                raise CommandFailedError(f"--figure {pattern.pattern}: no number of it in the output of "
+                                         f"{self.folder.with_suffix('.out')}") from None  # fmt: skip
+        return blocked_ns(self.recording(), usual)[1]
+
+    def measured(self, usual: dict[str, float]) -> Measured:
+        from kvprobe.reporting.trial import Measured, blocked_ns
+
+        return Measured(self.wall_ns, blocked_ns(self.recording(), usual)[0], self.figure)
+
+
+def _tried(change: Change, without: Sequence[Measured], given: Sequence[Measured], compare: Any) -> Tried:
+    from kvprobe.reporting.trial import Tried
+
+    def of(name: str) -> Compared:
+        found: Compared = compare([getattr(one, name) for one in without], [getattr(one, name) for one in given])
+        return found
+
+    figure = of("figure") if without and without[0].figure is not None else None
+    return Tried(change, change.predicted_saving_ns, of("blocked_ns"), of("wall_ns"), figure)
+
+
+def _outcome(
+    folder: Path,
+    words: Sequence[str],
+    rounds: int,
+    findings: Sequence[Finding],
+    tried: Sequence[Tried],
+    left: list[str],
+) -> dict[str, Any]:
+    from kvprobe.reporting.trial import TEST
+
+    return {
+        "command": list(words), "folder": str(folder), "rounds": rounds, "test": TEST,
+        "findings": [one.to_json() for one in findings], "tried": [one.to_json() for one in tried], "notes": left,
+    }  # fmt: skip
+
+
+def _print(findings: Sequence[Finding], tried: Sequence[Tried], rounds: int) -> None:
+    from kvprobe.commands._reading import plain
+    from kvprobe.reporting.trial import TEST
+    from kvprobe.reporting.units import duration
+
+    for finding in findings[:3]:
+        click.echo(plain(finding.title))
+    if not tried:
+        return
+    for one in tried:
+        expected = "not predicted" if one.predicted_ns is None else f"{duration(one.predicted_ns)} predicted"
+        click.echo(f"\n{_name(one.change)}")
+        for what, found, more in (
+            ("time blocked", one.blocked, f", {expected}"), ("wall time", one.wall, ""), ("figure", one.figure, ""),
+        ):  # fmt: skip
+            if found is not None:
+                click.echo(_line(what, found, more))
+    click.echo(
+        f"\nMedians of {rounds} rounds, by turns, with the range. A gain is what the test tells from noise: {TEST}."
+    )
+
+
+def _line(what: str, found: Compared, more: str) -> str:
+    from statistics import median
+
+    from kvprobe.reporting.units import duration
+
+    def show(value: float) -> str:
+        return f"{value:,.4g}" if what == "figure" else duration(value)
+
+    words = {"less": "a gain", "more": "a loss"} if what != "figure" else {"less": "lower", "more": "higher"}
+    verdict = words.get(found.verdict, found.verdict)
+    return (
+        f"  {what:12}  {show(median(found.without))} as it is, {show(median(found.given))} with it\n"
+        f"  {'':12}  saves {show(found.saved)} ({show(found.low)} to {show(found.high)}){more}: {verdict} "
+        f"(p = {found.p:.2g})"
+    )
