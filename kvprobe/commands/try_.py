@@ -49,6 +49,8 @@ class CommandFailedError(KvprobeError):
               help="Runs with each change, and as many without; fewer than 4 prove nothing.")  # fmt: skip
 @click.option("--figure", metavar="REGEX", help="The command's own figure: the last match in its output; group 1.")
 @click.option("--env", "given", multiple=True, metavar="NAME=VALUE", help="Try this variable as well; may repeat.")
+@click.option("--from", "source", type=click.Path(path_type=Path), metavar="INPUT",
+              help="Take the changes from this recording of the same command, by whichever tool.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     words: tuple[str, ...],
@@ -56,6 +58,7 @@ def command(
     rounds: int,
     figure: str | None,
     given: tuple[str, ...],
+    source: Path | None,
     as_json: bool,
 ) -> None:
     """Record COMMAND, then run it with and without each change that can be made from outside, by turns.
@@ -64,6 +67,7 @@ def command(
     and the figure that the command prints. What the Mann-Whitney U test cannot tell from noise at 5% is not called a
     gain. The output and exit code of every run are kept in the folder. Exit code 1: a run of the command failed.
     """
+    from kvprobe.commands._reading import diagnosed
     from kvprobe.reporting.trial import compared
 
     if not words:
@@ -72,9 +76,11 @@ def command(
     wanted = _given(given)
     folder = _folder(output, words[0])
     say = _Said(quiet=as_json)
-    say(f"recording into {folder / 'recorded'}")
-    recorded = _Run(folder / "recorded", words, None)
-    recording, findings = recorded.diagnosis()
+    if source is None:
+        source = folder / "recorded"
+        say(f"recording into {source}")
+        _Run(source, words, None)
+    recording, findings, _ = diagnosed([source], quiet=True)
     changes, left = _from_outside(findings, recording, wanted)
     for note in left:
         say(note)
@@ -229,12 +235,6 @@ class _Run:
         from kvprobe.recordings import open_recording
 
         return open_recording([self.folder])
-
-    def diagnosis(self) -> tuple[Recording, list[Finding]]:
-        from kvprobe.diagnosis import diagnose
-
-        recording = self.recording()
-        return recording, diagnose(recording)
 
     def measure(self, usual: dict[str, float], pattern: re.Pattern[str] | None) -> dict[str, float]:
         """Takes the figure from the output; returns what calls usually cost, with this run's."""

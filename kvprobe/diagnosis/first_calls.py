@@ -102,8 +102,8 @@ def find(frame: Frame) -> Finding | None:
         ),
         cure=(
             Change("Warm up before serving: run one step of every shape, and touch every stream", share=1.0),
-            Change("CUDA_MODULE_LOADING=EAGER, where start-up time matters less than the first requests", "environment",
-                   "CUDA_MODULE_LOADING", "EAGER"),
+            *((Change("CUDA_MODULE_LOADING=EAGER, where start-up time matters less than the first requests",
+                      "environment", "CUDA_MODULE_LOADING", "EAGER"),) if len(labelled) else ()),
         ),
         least_ns=SLOW_NS if len(labelled) else LEAST_NS,
         chart=frame.slow_calls_chart(rows, "First calls"),
