@@ -120,7 +120,7 @@ def aliased() -> None:
     host = torch.empty(512, BLOCK, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(512, BLOCK, dtype=torch.uint8, device="cuda")
     compute = torch.cuda.Stream()
-    cycles = int(0.05 * 1.7e9)
+    cycles = int(0.15 * 1.9e9)
 
     def work() -> None:
         for _ in range(3):

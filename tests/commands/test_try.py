@@ -1,0 +1,107 @@
+"""`kvprobe try`: what it tries, what it says of it, and what it leaves of the command's runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvprobe.cli import main
+from kvprobe.commands.try_ import _from_outside
+from kvprobe.diagnosis import Change, Finding
+from kvprobe.native import build
+from kvprobe.recordings.model import Recording, Source
+
+from .watched import COPIES
+
+pytestmark = pytest.mark.timeout(300)
+
+SCALE = Change("four times the depth", "environment", "CUDA_SCALE_LAUNCH_QUEUES", "4x")
+POOLED = Change("pooled streams", "rung", "pooled", "auto")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries() -> None:
+    build.build()
+
+
+def program(tmp_path: Path, last: str) -> list[str]:
+    """A program that copies, and prints a figure that a variable sets."""
+    path = tmp_path / "program.py"
+    path.write_text(COPIES + "copies(20)\nround = len(os.listdir(os.path.dirname(os.environ['KVPROBE_RUN'])))\n" + last)
+    return ["--", sys.executable, str(path)]
+
+
+def finding(*changes: Change, lost_ns: int = 1_000) -> Finding:
+    return Finding(
+        "fence_before_copies", "t", "warning", "certain", lost_ns, cure=tuple(c.of(lost_ns) for c in changes)
+    )
+
+
+def recording(*notes: str) -> Recording:
+    return Recording([Source("run", "kvprobe")], notes=list(notes))
+
+
+def with_share(change: Change, share: float) -> Change:
+    return Change(change.text, change.kind, change.name, change.value, share=share)
+
+
+def test_a_change_that_cures_two_findings_is_tried_once_for_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SCALE.name, raising=False)
+    one, two = finding(with_share(SCALE, 0.5)), finding(with_share(SCALE, 0.25))
+    other = finding(Change("x", "environment", "OTHER", "1", share=0.9), Change("move it", share=1.0))
+    changes, left = _from_outside([one, two, other], recording(), [])
+    assert [(c.name, c.predicted_saving_ns) for c in changes] == [("OTHER", 900), (SCALE.name, 750)]
+    assert not left
+
+
+def test_what_cannot_be_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SCALE.name, "4x")
+    changes, left = _from_outside([finding(SCALE, POOLED)], recording(), [])
+    assert not changes
+    assert [line.split(",")[0] for line in left] == [
+        "not tried: CUDA_SCALE_LAUNCH_QUEUES=4x is set already",
+        "not tried: --fix auto",
+        "nothing to try: no finding names a change that can be made from outside",
+    ]
+    changes, _ = _from_outside([finding(POOLED)], recording("adapter vllm: applied (1 process)"), [])
+    assert [change.value for change in changes] == ["auto"]
+
+
+def test_the_figure_of_the_command_is_compared_by_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    last = "print('rate', 10 * int(os.environ.get('FASTER', 1)) + round)"  # grows with every run, too
+    arguments = ["try", "-o", str(out), "--rounds", "4", "--env", "FASTER=9", "--figure", "rate ([0-9]+)", "--json"]
+    assert main([*arguments, *program(tmp_path, last)]) == 0
+    said = json.loads(capsys.readouterr().out)
+    (tried,) = said["tried"]
+    assert tried["change"]["name"] == "FASTER"
+    assert tried["change"]["predicted_saving_ns"] is None
+    assert tried["figure"]["verdict"] == "more"
+    assert tried["figure"]["p"] == pytest.approx(2 / 70)
+    assert min(tried["figure"]["with"]) > max(tried["figure"]["without"])
+    assert len(tried["wall_ns"]["without"]) == len(tried["blocked_ns"]["with"]) == 4
+    assert json.loads((out / "try.json").read_text()) == said
+    runs = sorted(path.stem for path in out.glob("*.code"))
+    assert len(runs) == 9 and all((out / f"{name}.code").read_text() == "0\n" for name in runs)
+    assert (out / "round-1-with-1.out").read_text().startswith("rate ")
+    assert json.loads((out / "round-2-with-1" / "run.json").read_text())["command"][0] == sys.executable
+
+
+def test_a_command_that_fails_ends_it_with_its_last_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["try", "-o", str(tmp_path / "out"), *program(tmp_path, "sys.exit('no model')")]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "ended with 1 (as it is): no model" in error and str(tmp_path / "out" / "recorded.err") in error
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--figure", "("], ["--figure", "rate", "--", "true"], ["--env", "X", "--", "true"],
+     ["--rounds", "3", "--", "true"]],
+)  # fmt: skip
+def test_wrong_usage(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["try", *arguments]) == 2
+    assert not any(tmp_path.iterdir())
