@@ -176,7 +176,7 @@ class HostRuntime(Runtime):
         """Records, and whatever else kvprobe times, are in this runtime's time."""
         from kvprobe.native.library import core
 
-        core().kvp_set_clock(self.address("kvhostNow") if self.is_virtual else None)
+        core().kvp_set_clock(self.address("kvhostNow") if self.simulated else None)
 
     @property
     def config(self) -> HostConfig:
@@ -193,11 +193,6 @@ class HostRuntime(Runtime):
         return stats
 
     # -- time ----------------------------------------------------------------------------------------------------
-
-    @property
-    def is_virtual(self) -> bool:
-        """Whether the clock is virtual."""
-        return bool(self._lib.kvhostIsVirtual())
 
     def now_ns(self) -> int:
         """The runtime's time: virtual, or CLOCK_MONOTONIC."""

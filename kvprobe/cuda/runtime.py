@@ -116,6 +116,12 @@ class Runtime:
             return 0
 
     @property
+    def simulated(self) -> bool:
+        """Whether time is virtual: the embedded host runtime, so configured."""
+        virtual = getattr(self._lib, "kvhostIsVirtual", None) if self.provider == "host" else None
+        return bool(virtual and virtual())
+
+    @property
     def library(self) -> ct.CDLL:
         """The library itself, for functions that only one provider has."""
         return self._lib

@@ -2,9 +2,9 @@
 
 The figures differ between machines, drivers and environment variables (1,021 on one GPU, 1,022 on another, 4 to 32
 channels by environment), so nothing here is a constant. One measurement holds the streams back by a gate, submits
-small copies until one makes no progress, and opens the gate: a few milliseconds. A thread that lost the CPU at that
-moment looks like a full queue too early, never too late, so a count is believed when it is the largest seen and was
-seen twice.
+small copies until one makes no progress, and opens the gate: a few milliseconds. A thread that merely lost the CPU is
+told from one that waits for a place; should it look like one nevertheless, the count is too low, never too high, so a
+count is believed when it is the largest seen and was seen twice.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kvprobe.cuda import MEMCPY_KIND, Runtime
+from kvprobe.cuda.hostruntime import HostRuntime
 from kvprobe.cuda.memory import Buffer
 from kvprobe.environment import RUN
 from kvprobe.errors import KvprobeError
@@ -62,6 +63,8 @@ def calibrate(runtime: Runtime, *, cache: bool = True) -> QueueLimits:
         CudaError: a runtime call failed.
         KvprobeError: no count could be reproduced.
     """
+    if isinstance(runtime, HostRuntime) and runtime.simulated:
+        return _of_simulation(runtime)
     start_ns = time.monotonic_ns()
     limits = _cached(runtime) if cache else None
     if limits is None:
@@ -76,6 +79,13 @@ def calibrate(runtime: Runtime, *, cache: bool = True) -> QueueLimits:
         when = {"start_ns": start_ns, "end_ns": time.monotonic_ns()}
         _write(Path(folder) / f"queue-{os.getpid()}.json", when | asdict(limits))
     return limits
+
+
+def _of_simulation(runtime: HostRuntime) -> QueueLimits:
+    """What a simulated queue is configured to be: time that is not real cannot be measured."""
+    config = runtime.config
+    submit_ns = max(int(config.submit_ns), 1)
+    return QueueLimits(config.depth, config.copy_channels, runtime.stats.capacity[1], submit_ns, submit_ns)
 
 
 def _cached(runtime: Runtime) -> QueueLimits | None:

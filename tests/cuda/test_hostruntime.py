@@ -51,11 +51,11 @@ def test_environment_chooses_the_clock(monkeypatch):
     monkeypatch.setenv("KVHOST_CLOCK", "virtual")
     monkeypatch.setenv("KVHOST_SEED", "5")
     runtime = host_runtime(depth=0)
-    assert runtime.is_virtual
+    assert runtime.simulated
     assert runtime.config.seed == 5
-    assert not runtime.reset(virtual_clock=2).is_virtual
+    assert not runtime.reset(virtual_clock=2).simulated
     monkeypatch.delenv("KVHOST_CLOCK")
-    assert not runtime.reset().is_virtual
+    assert not runtime.reset().simulated
     with pytest.raises(CudaError, match="kvhostAdvance"):
         runtime.advance(1)
     with pytest.raises(UsageError, match="virtual clock"):

@@ -10,6 +10,9 @@ import time
 
 import pytest
 
+from kvprobe.cuda.hostruntime import host_runtime
+from kvprobe.launchqueue import calibrate
+
 PROGRAM = """
 import json, sys
 from kvprobe.cuda import find_runtime
@@ -63,3 +66,10 @@ def test_under_kvprobe_run_the_result_is_left_for_the_recording(tmp_path):
     assert before < said["start_ns"] <= said["end_ns"] < time.monotonic_ns()
     assert measure(tmp_path, KVPROBE_RUN=str(tmp_path / "gone"))[0][0] == 1021
     assert not (tmp_path / "gone").exists()
+
+
+def test_a_simulated_queue_is_what_it_is_configured_to_be():
+    runtime = host_runtime(virtual_clock=True, depth=64, copy_channels=2)
+    limits = calibrate(runtime)
+    assert (limits.depth, limits.channels, limits.capacity, limits.baseline_ns) == (64, 2, 120, 1000)
+    runtime.reset()

@@ -4,9 +4,12 @@
 
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 typedef struct {
     atomic_int open;        /* the gate's function may return */
@@ -15,6 +18,8 @@ typedef struct {
     atomic_int done;
     uint64_t stall_ns;
     uint64_t stalled_at; /* progress when the watcher opened the gate; UINT64_MAX = it did not */
+    clockid_t cpu_clock; /* of the submitting thread */
+    int tid;
 } gate;
 
 static void nap(uint64_t ns) {
@@ -29,15 +34,34 @@ static void wait_at_gate(void *argument) {
     while (!atomic_load(&g->open)) nap(50000);
 }
 
+static uint64_t cpu_ns(const gate *g) {
+    struct timespec t;
+    if (clock_gettime(g->cpu_clock, &t)) return 0;
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+/* Whether the submitting thread waits for something else than a CPU; yes, where the kernel does not say. */
+static int sleeps(const gate *g) {
+    char path[64], line[256] = "";
+    snprintf(path, sizeof path, "/proc/self/task/%d/stat", g->tid);
+    FILE *file = fopen(path, "re");
+    if (!file) return 1;
+    char *end = fgets(line, sizeof line, file) ? strrchr(line, ')') : NULL;
+    fclose(file);
+    return !end || end[2] == 'S';
+}
+
+/* A blocked submission sleeps (the host runtime) or uses its CPU (CUDA); one that has lost its CPU does neither. */
 static void *watch(void *argument) {
     gate *g = argument;
-    uint64_t last = 0, since = kvp_now_ns(), began = since;
+    uint64_t last = 0, since = kvp_now_ns(), began = since, cpu_since = cpu_ns(g);
     while (!atomic_load(&g->done)) {
         nap(200000);
         uint64_t now = kvp_now_ns(), seen = atomic_load(&g->progress);
-        if (seen != last) last = seen, since = now;
+        if (seen != last) last = seen, since = now, cpu_since = cpu_ns(g);
+        int stalled = seen && now - since >= g->stall_ns && (cpu_ns(g) - cpu_since >= g->stall_ns || sleeps(g));
         /* 5 s: a runtime on which nothing moves at all must not hang the caller */
-        if ((seen && now - since >= g->stall_ns) || now - began > 5000000000u) {
+        if (stalled || now - began > 5000000000u) {
             g->stalled_at = seen;
             atomic_store(&g->open, 1);
             return NULL;
@@ -56,7 +80,8 @@ int kvp_calibrate(const kvp_calibrate_calls *calls, size_t streams, void *const 
     memset(out, 0, sizeof *out);
     uint32_t *took = malloc(limit * sizeof *took);
     if (!took) return out->result = cudaErrorMemoryAllocation;
-    gate g = {.stall_ns = stall_ns, .stalled_at = UINT64_MAX};
+    gate g = {.stall_ns = stall_ns, .stalled_at = UINT64_MAX, .tid = (int)syscall(SYS_gettid)};
+    pthread_getcpuclockid(pthread_self(), &g.cpu_clock);
     int result = calls->launch_host_func(stream[0], wait_at_gate, &g);
     if (!result && streams > 1) {
         result = calls->event_record(event, stream[0]);
