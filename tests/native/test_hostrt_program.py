@@ -87,13 +87,17 @@ def test_batches_take_a_slot_for_20_to_25_copies(program, batch, calls):
     [
         "behind_a_running_kernel",
         "fence_first",
-        "blocked_call_waits_for_its_slot",
         "false_dependency",
         "held_back_copies_keep_their_service_time",
     ],
 )
 def test_launch_queue(program, case):
     program("queue", case)
+
+
+@pytest.mark.parametrize("case", ["false_dependency", "held_back_copies_keep_their_service_time"])
+def test_launch_queue_on_the_virtual_clock(program, case):
+    program("queue", case, KVHOST_CLOCK="virtual")
 
 
 def test_each_completion_lets_exactly_one_blocked_call_return(program):
@@ -113,7 +117,6 @@ def test_blocked_submitter_and_other_threads(program, case):
     [
         "work_then_copy",
         "events",
-        "delays_of_streams_overlap",
         "pageable",
         "memory",
         "errors",
@@ -126,6 +129,14 @@ def test_blocked_submitter_and_other_threads(program, case):
 )
 def test_semantics(program, case):
     program("semantics", case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["work_then_copy", "events", "delays_of_streams_overlap", "pageable", "memory", "errors", "driver"],
+)
+def test_semantics_on_the_virtual_clock(program, case):
+    program("semantics", case, KVHOST_CLOCK="virtual")
 
 
 def test_batch_call_has_the_signature_of_cuda_12_where_that_is_asked_for(program):

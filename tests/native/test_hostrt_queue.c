@@ -156,33 +156,6 @@ static void fence_first(int argc, char **argv) {
     CHECK(before == 1021 && across == 1 && after == 1500 - 1022);
 }
 
-/* In a full queue a call returns after the copy whose slot it takes, and executions follow one another. */
-static void blocked_call_waits_for_its_slot(int argc, char **argv) {
-    (void)argc, (void)argv;
-    enum { N = 3000, DEPTH = 64 };
-    kvhost_config config = {.depth = DEPTH};
-    OK(kvhostReset(&config));
-    char *host = pinned(65536), *dev = device(65536);
-    cudaStream_t s = new_stream();
-    OK(kvhostTraceStart(N));
-    for (int i = 0; i < N; i++) OK(cudaMemcpyAsync(dev, host, 16384, cudaMemcpyHostToDevice, s));
-    OK(cudaStreamSynchronize(s));
-    static kvhost_trace_record r[N];
-    CHECK(kvhostTraceRead(r, 0, N) == N);
-    int blocked = 0;
-    for (int i = 0; i < N; i++) {
-        CHECK(r[i].outstanding <= DEPTH && r[i].op_class == KVHOST_H2D && r[i].bytes == 16384);
-        CHECK(r[i].direction == KVP_H2D && r[i].memory == KVP_MEM_PINNED);
-        CHECK(r[i].exec_start_ns >= r[i].start_ns);
-        CHECK(r[i].exec_end_ns - r[i].exec_start_ns >= 2000 + 4096); /* 2 us and 16 KiB at 4 GB/s */
-        if (i) CHECK(r[i].exec_start_ns >= r[i - 1].exec_end_ns);
-        if (i >= DEPTH) CHECK(r[i].end_ns + 1000 >= r[i - DEPTH].exec_end_ns); /* clocks of two threads */
-        blocked += r[i].reason == KVHOST_QUEUE_FULL;
-    }
-    CHECK(blocked > N / 10); /* copies last 6 us, submitting one a fraction of it, when it is let run */
-    CHECK(stats().blocked_calls >= (uint64_t)blocked);
-}
-
 /* Two channels: streams 1 and 3 share one. What stream 1 cannot start holds stream 3 back, and not stream 2. */
 static void false_dependency(int argc, char **argv) {
     (void)argc, (void)argv;
@@ -216,12 +189,12 @@ static void held_back_copies_keep_their_service_time(int argc, char **argv) {
     OK(kvhostGateLaunch(gate, one));
     OK(cudaMemcpyAsync(dev, host, 4096, cudaMemcpyHostToDevice, one));
     for (int i = 0; i < 20; i++) OK(cudaMemcpyAsync(dev, host, 4096, cudaMemcpyHostToDevice, two));
-    uint64_t opened_ns = kvp_now_ns();
+    uint64_t opened_ns = kvhostNow();
     kvhostGateOpen(gate);
     OK(cudaDeviceSynchronize());
     kvhost_trace_record r[30];
     CHECK(kvhostTraceRead(r, 0, 30) >= 22);
-    for (int i = 1; i < 22; i++) CHECK(r[i].exec_start_ns + 1000 >= opened_ns);
+    for (int i = 1; i < 22; i++) CHECK(r[i].exec_start_ns >= opened_ns);
     for (int i = 2; i < 22; i++) CHECK(r[i].exec_start_ns >= r[i - 1].exec_end_ns);
 }
 
@@ -230,7 +203,6 @@ static const test_case cases[] = {
     {"behind_a_running_kernel", behind_a_running_kernel},
     {"one_slot_per_completion", one_slot_per_completion},
     {"fence_first", fence_first},
-    {"blocked_call_waits_for_its_slot", blocked_call_waits_for_its_slot},
     {"false_dependency", false_dependency},
     {"held_back_copies_keep_their_service_time", held_back_copies_keep_their_service_time},
     {0},

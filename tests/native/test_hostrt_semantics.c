@@ -128,7 +128,9 @@ static void pageable(int argc, char **argv) {
     OK(cudaStreamQuery(s));
     kvhost_trace_record r;
     CHECK(kvhostTraceRead(&r, 0, 1) == 1);
-    CHECK(r.reason == KVHOST_PAGEABLE && r.memory == KVP_MEM_PAGEABLE && r.direction == KVP_D2H && r.blocked_ns > 0);
+    CHECK(r.memory == KVP_MEM_PAGEABLE && r.direction == KVP_D2H);
+    if (kvhostIsVirtual()) /* else the delay may be over before a busy machine comes to the copy */
+        CHECK(r.reason == KVHOST_PAGEABLE && r.blocked_ns == 2000000 - 2 * 1000 + 2000 + SMALL / 4);
     /* more than the staging memory holds: complete on return */
     memset(host, 'c', LARGE);
     OK(cudaMemcpyAsync(dev, host, LARGE, H2D, s));

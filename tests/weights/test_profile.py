@@ -125,24 +125,27 @@ def test_what_the_simulation_lacks_is_carried_as_an_overhead_of_every_step():
 
 
 @pytest.fixture
-def ran(model, ids) -> Any:
+def ran(model, ids, runtime) -> Any:
+    """Forwards on a virtual clock: copies take their time, what torch computes on the host takes none."""
+    runtime.reset(virtual_clock=True)
     with offload(model, gpu_fraction=0.5, window=1, device="host") as held, torch.no_grad():
         for window in (1, 0, 1):
             held.set_window(window)
             for _ in range(4):
                 model(ids)
         yield held
+    runtime.reset()
 
 
 def test_the_parts_of_a_forward_add_up_to_it(ran):
     for forward in ran.forwards:
         at = forward.start_ns
         for visit in forward.visits:
-            assert at <= visit.enter_ns + 2000  # event times are floats of milliseconds
+            assert at <= visit.enter_ns + 2  # event times are floats of milliseconds
             at = visit.leave_ns
-        assert at <= forward.end_ns + 2000
+        assert at <= forward.end_ns + 2
     profile = ran.profile()
-    assert profile.forward_ns == pytest.approx(profile.compute_ns + profile.wait_ns, rel=0.3)
+    assert profile.forward_ns == pytest.approx(profile.compute_ns + profile.wait_ns, rel=1e-3)
     assert profile.bytes == sum(layer.bytes for layer in profile.layers) == ran.plan.offloaded_bytes
     assert profile.bound_ns == max(profile.copy_ns, profile.compute_ns)
     assert set(profile.measured) == {"0", "1"} and set(profile.predicted) == {"0", "1", "2", "4", "all"}
