@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvprobe.diagnosis.finding import Change, Chart, Evidence, Finding, NotLookedFor, Series, Where, ranked
+from kvprobe.diagnosis.finding import Call, Change, Chart, Evidence, Finding, NotLookedFor, Series, Where, ranked
 
 if TYPE_CHECKING:
     from kvprobe.recordings.model import Recording
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CAUSES",
+    "Call",
     "Change",
     "Chart",
     "Evidence",

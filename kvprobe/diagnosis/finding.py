@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "Call",
     "Change",
     "ChangeKind",
     "Chart",
@@ -191,6 +192,37 @@ class Where:
 
 
 @dataclass(frozen=True)
+class Call:
+    """One call of a finding: where it is in the recording, and where it is in the program.
+
+    Attributes:
+        row: its row in the recording's `calls`.
+        name, pid, thread, stream_name: the call, its process and thread, its stream ("" where it names none).
+        start_ns, dur_ns: on the recording's clock.
+        lost_ns: what the finding says it lost.
+        depth: submissions outstanding on its stream when it was entered; -1 unknown.
+        line: "file:line" of the program that made it, "" where no stack was taken while it was blocked.
+        stack: frames, innermost first.
+    """
+
+    row: int
+    name: str
+    pid: int
+    thread: int
+    stream_name: str
+    start_ns: int
+    dur_ns: int
+    lost_ns: int
+    depth: int = -1
+    line: str = ""
+    stack: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
 class Finding:
     """One cause, found in one recording (all its processes together, split in `where`).
 
@@ -208,6 +240,7 @@ class Finding:
         cure: changes that help, the one that is predicted to save most first; how savings are predicted is in the
             docstring of the cause's module.
         where: places, most time lost first.
+        calls: the calls that lost most, with the Python line that made each, where a stack tells it.
         window: (start_ns, end_ns) in which it happened, on the recording's clock.
         reason: for "cannot tell": a sentence that begins "cannot tell, because"; otherwise what speaks against.
         chart: named series with axis labels for a zoomed chart, or None.
@@ -225,6 +258,7 @@ class Finding:
     lost_on: Lane = "host"
     reason: str = ""
     chart: Chart | None = None
+    calls: tuple[Call, ...] = ()
 
     @property
     def abstains(self) -> bool:
@@ -249,6 +283,7 @@ class Finding:
             "cure": [one.to_json() for one in self.cure],
             "predicted_saving_ns": self.predicted_saving_ns,
             "where": [one.to_json() for one in self.where],
+            "calls": [one.to_json() for one in self.calls],
             "window": [int(self.window[0]), int(self.window[1])],
             "reason": self.reason,
         }

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvprobe.diagnosis.finding import (
+    Call,
     Change,
     Chart,
     Confidence,
@@ -27,6 +28,7 @@ from kvprobe.diagnosis.finding import (
     singular,
 )
 from kvprobe.diagnosis.intervals import Cover, distinct, group_starts, in_time, running_max_by_group
+from kvprobe.diagnosis.traced import longest
 from kvprobe.recordings.assemble import codes, match, spans
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Engine, Label, Memory, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
@@ -465,7 +467,8 @@ class Frame:
         rows, got = rows[got > 0], got[got > 0]
         return self._said(
             cause, title, confidence, int(got.sum()), len(rows), lane="host", evidence=evidence, cure=cure,
-            places=self.places(rows, got), window=(int(self.start[rows].min()), int(self.end[rows].max())),
+            places=self.places(rows, got), calls=longest(self, rows, got),
+            window=(int(self.start[rows].min()), int(self.end[rows].max())),
             span_ns=span, reason=reason, severity=severity, chart=chart,
         )  # fmt: skip
 
@@ -485,7 +488,7 @@ class Frame:
         rows, got = rows[got > 0], got[got > 0]
         return self._said(
             cause, title, confidence, int(got.sum()), len(rows), lane=lane, evidence=evidence, cure=cure,
-            places=self.device_places(rows, got),
+            places=self.device_places(rows, got), calls=self._calls_of(rows, got),
             window=(int(self.x_start[rows].min()), int(self.x_end[rows].max())),
             span_ns=span, reason=reason, severity=severity, chart=chart,
         )  # fmt: skip
@@ -508,15 +511,25 @@ class Frame:
     def _said(
         self, cause: str, title: str, confidence: Confidence, lost_ns: int, count: int, *, lane: Lane,
         evidence: Sequence[Evidence], cure: Sequence[Change], places: tuple[Where, ...], window: tuple[int, int],
-        span_ns: int, reason: str, severity: Severity | None, chart: Chart | None,
+        span_ns: int, reason: str, severity: Severity | None, chart: Chart | None, calls: tuple[Call, ...] = (),
     ) -> Finding:  # fmt: skip
+        line = next((call.line for call in calls if call.line), "")
         return Finding(
             cause=cause, title=singular(title.format(lost=ms(lost_ns), calls=f"{count:,}")),
             severity=severity or self.severity(lost_ns, span_ns), confidence=confidence, lost_ns=lost_ns,
             evidence=tuple(replace(one, text=singular(one.text)) for one in evidence),
-            cure=best_first(change.of(lost_ns) for change in cure),
+            cure=best_first(
+                replace(change.of(lost_ns), at=line if change.kind == "call" else "") for change in cure
+            ),
+            calls=calls,
             where=places, window=window, lost_on=lane, reason=reason, chart=chart,
         )  # fmt: skip
+
+    def _calls_of(self, executions: Array, ns: Array) -> tuple[Call, ...]:
+        """The calls that submitted these executions, with what all executions of each lost."""
+        known = self.x_call[executions] >= 0
+        rows, place = np.unique(self.x_call[executions][known], return_inverse=True)
+        return longest(self, rows, np.bincount(place, weights=ns[known]).astype(np.int64))
 
     def slow_calls_chart(self, rows: Array, title: str) -> Chart:
         """The calls of a finding against time, thinned to the slowest 2,000."""

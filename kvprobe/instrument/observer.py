@@ -68,7 +68,7 @@ class Observer:
             self.known[key] = {"pid": pid, "covered": True, "command": options.get("words", ""), "fd": pidfd}
         self.rings: dict[Path, bool] = {}  # ring file -> still of a living process
         self.entered: dict[tuple[Path, int], tuple[int, int]] = {}  # lane -> (sequence, first seen ns)
-        self.last_stacks: dict[int, float] = {}
+        self.last_stacks: dict[tuple[int, bool], float] = {}
         self.reported: set[tuple[Path, int, int]] = set()  # blocked calls that have their stacks
         self.unseen: dict[str, dict[int, str]] = {}  # reason -> pid -> command
         self.status: int | None = None
@@ -169,18 +169,31 @@ class Observer:
 
     def _culprit(self, ring: RingSnapshot, path: Path, lane: int, tid: int, call: int, stream: int, sequence: int,
                  blocked_ns: int) -> None:  # fmt: skip
-        if time.monotonic() - self.last_stacks.get(ring.pid, -1e9) < STACKS_EVERY_S:
+        # of memory calls apart: pinning at the start must not use up what a blocked submission needs
+        kind = ring.pid, call in CALLS and CALLS[call][0] in ("ALLOC", "FREE")
+        if time.monotonic() - self.last_stacks.get(kind, -1e9) < STACKS_EVERY_S:
             return
-        self.last_stacks[ring.pid] = time.monotonic()
+        self.last_stacks[kind] = time.monotonic()
         self.reported.add((path, lane, sequence))
+        asked_ns = time.monotonic_ns()
         taken = stacks.take(self.folder, ring.pid, tid, inside=self.inside)
+        # Only a stack of which the call had not returned when it was there is known to be the call's.
+        t_ns = asked_ns if self._inside(path, lane, sequence) else time.monotonic_ns()
         if taken["how"] == "failed" and not self.inside:
             _log(f"stacks of {ring.pid}: {taken['error']}")
         name = CALLS[call][1] if call in CALLS else f"call {call}"
         _append(self.folder / f"stacks-{ring.pid}.jsonl", {
-            "t_ns": time.monotonic_ns(), "pid": ring.pid, "thread": tid, "call": name, "stream": stream,
+            "t_ns": t_ns, "pid": ring.pid, "thread": tid, "call": name, "stream": stream,
             "blocked_ns": blocked_ns, **taken,
         })  # fmt: skip
+
+    def _inside(self, path: Path, lane: int, sequence: int) -> bool:
+        """Whether a lane is in the same call still."""
+        try:
+            lanes = read_ring(path, detail=False, slots=False).lanes
+        except KvprobeError:
+            return False
+        return any(one.number == lane and one.in_call and one.in_sequence == sequence for one in lanes)
 
     # ---- the loop ----------------------------------------------------------------------------------------------
 

@@ -414,9 +414,31 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
         "lost": f"{duration(finding.lost_ns)} {lane} lost" if finding.lost_ns else "",
         "evidence": evidence,
         "cures": [verdict.change_parts(one) for one in finding.cure],
+        "calls": _calls_table(finding, found) if finding.calls else None,
         "figures": values if values.rows else None,
         "chart": _zoom(i, finding, recording, found),
     }
+
+
+def _calls_table(finding: Finding, found: Submissions) -> TableView:
+    """The calls that lost most: where in the recording, and where in the program."""
+    listed = [
+        [
+            (duration(one.start_ns - found.span[0]), one.start_ns - found.span[0]),
+            one.name,
+            (duration(one.dur_ns), one.dur_ns),
+            (duration(one.lost_ns), one.lost_ns),
+            (f"{one.depth:,}", one.depth) if one.depth >= 0 else NONE,
+            one.stream_name or NONE,
+            str(one.thread) if one.thread >= 0 else NONE,
+            str(one.pid) if one.pid > 0 else NONE,
+            (f"{one.row:,}", one.row),
+            "\n".join(one.stack) or NONE,
+        ]
+        for one in finding.calls
+    ]
+    names = ["At", "Call", "Took", "Lost", "Outstanding", "Stream", "Thread", "Process", "Row", "Python stack"]
+    return table("The calls that lost most", names, listed)
 
 
 def _zoom(i: int, finding: Finding, recording: Recording, found: Submissions) -> Chart | None:

@@ -1,0 +1,79 @@
+"""The calls of a finding, and the Python line that made each: what leads from a finding back to the program.
+
+A stack belongs to a call of its thread that was blocked when it was taken: the call had begun by the time at which the
+recorder says that the wait began, and had not returned when the stack was there. A stack that came later is left out:
+it shows what the thread did next.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvprobe.diagnosis.finding import Call
+
+if TYPE_CHECKING:
+    from kvprobe.diagnosis.frame import Array, Frame
+
+__all__ = ["line_of", "longest"]
+
+MOST = 20
+SLACK_NS = 5_000_000  # how late a wait may be noticed, by whoever looks at it from outside
+_FRAME = re.compile(r"(?P<name>.*) \((?P<file>.+):(?P<line>\d+)\)")
+_LIBRARIES = re.compile(r"(^<|/(site|dist)-packages/|/lib/python3[.\d]*/|(^|/)kvprobe/)")
+
+
+def line_of(stack: str) -> str:
+    """The program's own innermost frame as "file:line", else the innermost of all; "" without frames."""
+    frames = [found for found in map(_FRAME.fullmatch, stack.split("\n")) if found]
+    if not frames:
+        return ""
+    own = next((one for one in frames if not _LIBRARIES.search(one["file"])), frames[0])
+    return f"{own['file']}:{own['line']}"
+
+
+def _stack(frame: Frame, row: int) -> str:
+    """The stack that was taken while this call was blocked; "" where none was."""
+    table = frame.recording.stacks
+    if not table.rows:
+        return ""
+    mine = (table["process"] == frame.process[row]) & (table["thread"] == frame.thread[row])
+    mine &= (table["blocked_ns"] > 0) & (table["time_ns"] <= frame.end[row])
+    mine &= table["time_ns"] - table["blocked_ns"] >= frame.start[row] - SLACK_NS
+    at = np.flatnonzero(mine)
+    return frame.text(int(table["stack"][at[-1]])) if len(at) else ""
+
+
+def longest(frame: Frame, rows: Array, ns: Array) -> tuple[Call, ...]:
+    """The calls of a finding that lost most, those whose stack is known among them.
+
+    Args:
+        frame: the recording.
+        rows: rows of `calls`.
+        ns: what each lost.
+    """
+    if not len(rows):
+        return ()
+    order = np.argsort(-ns, kind="stable")
+    chosen = order[:MOST].tolist()
+    # Stacks are few: the call of each is shown, however many calls lost more.
+    table = frame.recording.stacks
+    for at in np.flatnonzero(table["blocked_ns"] > 0)[:200].tolist():
+        when = int(table["time_ns"][at])
+        theirs = (frame.thread[rows] == table["thread"][at]) & (frame.start[rows] <= when) & (frame.end[rows] >= when)
+        chosen += np.flatnonzero(theirs & (frame.process[rows] == table["process"][at])).tolist()
+    depths = frame.occupancy.depth
+    out = []
+    for i in dict.fromkeys(chosen):
+        row = int(rows[i])
+        stack = _stack(frame, row)
+        out.append(Call(
+            row=row, name=frame.text(int(frame.name[row])), pid=frame.pid(int(frame.process[row])),
+            thread=int(frame.thread[row]),
+            stream_name=frame.stream_name(int(frame.stream[row])) if frame.stream[row] >= 0 else "",
+            start_ns=int(frame.start[row]), dur_ns=int(frame.dur[row]), lost_ns=int(ns[i]), depth=int(depths[row]),
+            line=line_of(stack), stack=tuple(stack.split("\n")) if stack else (),
+        ))  # fmt: skip
+    return tuple(sorted(out, key=lambda call: -call.lost_ns))

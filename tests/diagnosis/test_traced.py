@@ -1,0 +1,71 @@
+"""From a finding to its calls, and from a call to the Python line that made it."""
+
+import numpy as np
+import pytest
+
+from kvprobe.diagnosis import diagnose
+from kvprobe.diagnosis.traced import line_of
+from kvprobe.recordings.model import CallKind, Memory, Recording, Source, Table
+from kvprobe.reporting import build_page
+
+MS = 1_000_000
+SETUP = "allocate (/app/server.py:10)\nmain (/app/server.py:3)"
+COPY = "copy_ (/usr/lib/python3.12/site-packages/torch/x.py:5)\nload (/app/server.py:42)\nmain (/app/server.py:7)"
+LATER = "wait (/app/server.py:99)"
+
+
+@pytest.mark.parametrize(
+    ("stack", "line"),
+    [
+        (COPY, "/app/server.py:42"),
+        ("run (/x/site-packages/lib.py:5)", "/x/site-packages/lib.py:5"),
+        ("_wrapped (/x/kvprobe/instrument/calls.py:9)\nstep (/app/a b.py:2)", "/app/a b.py:2"),
+        ("", ""),
+        ("<native>", ""),
+    ],
+)
+def test_the_line_is_the_programs_own(stack, line):
+    assert line_of(stack) == line
+
+
+def recording(copy_stack_ns):
+    """Pinning for 300 ms at the start, 40 quick copies, one pageable copy of 100 ms; a stack of each long call."""
+    start = [0, *(400 * MS + i * 10_000 for i in range(40)), 500 * MS]
+    took = [300 * MS, *[1_000] * 40, 100 * MS]
+    kind = [CallKind.ALLOC, *[CallKind.COPY] * 41]
+    memory = [Memory.UNKNOWN, *[Memory.PINNED] * 40, Memory.PAGEABLE]
+    names = ["", "cudaHostAlloc", "cudaMemcpyAsync", SETUP, COPY, LATER]
+    tables = {
+        "calls": Table("calls", {"start_ns": start, "end_ns": np.add(start, took), "kind": kind, "memory": memory,
+                                 "thread": [7] * 42, "stream": [-1] + [0] * 41, "name": [1] + [2] * 41}),
+        "stacks": Table("stacks", {"time_ns": [60 * MS, copy_stack_ns, 900 * MS], "thread": [7, 7, 7],
+                                   "blocked_ns": [60 * MS, 60 * MS, 60 * MS], "stack": [3, 4, 5]}),
+        "streams": Table("streams", {"handle": [9]}), "processes": Table("processes", {"pid": [123]}),
+    }  # fmt: skip
+    return Recording([Source("run", "kvprobe")], tables, names)
+
+
+def pageable(made):
+    return next(one for one in diagnose(made) if one.cause == "pageable_memory")
+
+
+def test_a_finding_shows_its_own_calls_and_their_line_not_that_of_start_up():
+    found = pageable(recording(560 * MS))
+    (call,) = found.calls
+    assert (call.row, call.pid, call.thread, call.name) == (41, 123, 7, "cudaMemcpyAsync")
+    assert call.line == "/app/server.py:42"
+    assert call.stack[-1] == "main (/app/server.py:7)"
+    assert {change.at for change in found.cure if change.kind == "call"} == {"/app/server.py:42"}
+    assert found.to_json()["calls"][0]["line"] == "/app/server.py:42"
+
+
+def test_a_stack_that_came_after_the_call_is_not_its_stack():
+    (call,) = pageable(recording(601 * MS)).calls
+    assert (call.line, call.stack) == ("", ())
+
+
+def test_the_page_leads_from_the_finding_to_the_line():
+    made = recording(560 * MS)
+    page = build_page(made, findings=[pageable(made)])
+    assert "at /app/server.py:42" in page
+    assert "load (/app/server.py:42)" in page
