@@ -80,7 +80,7 @@ class Host:
         for name, value in environment.items():
             monkeypatch.setenv(name, str(value))
         self.rt = find_runtime("host")
-        self.rt.library.kvhostReset(None)
+        self.rt.reset()
         device_module._forget()
         self.compute = self.rt.stream_create()
         self.current = [self.compute]
@@ -102,7 +102,7 @@ class Host:
 
     def close(self):
         device_module._forget()
-        self.rt.library.kvhostReset(None)
+        self.rt.reset()
 
     # ---- memory -----------------------------------------------------------------------------------------------
 

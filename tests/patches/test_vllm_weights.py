@@ -90,7 +90,7 @@ class Offloader:
 
 @pytest.mark.usefixtures("clean_modules")
 def test_every_layers_copy_and_wait_is_told(host, wheel_tree):
-    here = host(KVHOST_H2D_GBPS="0.5")
+    here = host(KVHOST_H2D_GBPS="0.5", KVHOST_CLOCK="virtual")
     made = Offloader(here, wheel_tree("vllm", VERSION, "vllm/"))
     with instrument.observe("vllm") as seen:
         for index in range(2):
