@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "kvprobe"
 ORDER = ["errors", "native", "runfolder", "cuda", "probe", "launchqueue", "offload", "weights"]
 PAPER = ["recordings", "diagnosis", "reporting"]  # read and show; need no GPU, no torch, no native library
-JUDGE = {"launchqueue.constants", "launchqueue.judge"}  # pure: neither numpy nor the native library comes with them
+# pure: neither numpy nor the native library comes with them
+JUDGE = {"launchqueue.constants", "launchqueue.judge", "launchqueue.window"}
 ALONE = ("errors", "version", "environment")  # files, which every room may import
 MAY_IMPORT = {
     "errors": set(),
@@ -24,6 +25,7 @@ MAY_IMPORT = {
     "environment": {"errors"},
     "runfolder": {"errors", "native", "runfolder"},
     **{room: set(ORDER[: number + 1]) for number, room in enumerate(ORDER) if number and room != "runfolder"},
+    "probe": {"errors", "native", "runfolder", "cuda", "probe", *JUDGE},
     "weights": {*ORDER, "recordings"},  # it hands its measurements on as a recording
     # probe: the readers of its files, which are pure; a test below holds that no native library comes with them
     "recordings": {"errors", "recordings", "probe", "runfolder", "instrument.sidecar", *JUDGE},

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from kvprobe.diagnosis import Finding
     from kvprobe.recordings.model import Recording
     from kvprobe.recordings.occupancy import Occupancy
+    from kvprobe.recordings.window import ServingWindow
 
-__all__ = ["diagnosed", "opened", "plain", "progress_bar"]
+__all__ = ["Window", "cropped", "diagnosed", "opened", "plain", "progress_bar", "window_options"]
 
 
 class Progress(Protocol):
@@ -69,8 +71,47 @@ def opened(inputs: Sequence[Path], *, quiet: bool = False) -> Recording:
         return open_recording(inputs, progress=progress)
 
 
-def diagnosed(inputs: Sequence[Path], *, quiet: bool = False) -> tuple[Recording, list[Finding], Occupancy]:
-    """The recordings as one, what is wrong in them, and how full their queues were."""
+@dataclass(frozen=True)
+class Window:
+    """What `--from`, `--to` and `--range` asked for."""
+
+    begin: str | None = None
+    end: str | None = None
+    within: str = ""
+
+    def of(self, recording: Recording) -> ServingWindow:
+        """The serving window of a recording: what was asked for, else what is found.
+
+        Raises:
+            UsageError: it means nothing, or nothing of the recording lies in it.
+        """
+        from kvprobe.recordings.window import parse_time, serving_window
+
+        begin = parse_time(self.begin, "--from") if self.begin is not None else None
+        end = parse_time(self.end, "--to") if self.end is not None else None
+        return serving_window(recording, begin, end, self.within)
+
+
+def window_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds `--from`, `--to` and `--range`, which arrive as one `window`."""
+    import functools
+
+    import click
+
+    @click.option("--from", "begin", metavar="TIME", help="Judge from here on: 1.5s after the recording began.")
+    @click.option("--to", "end", metavar="TIME", help="Judge until here, counted likewise.")
+    @click.option("--range", "within", default="", metavar="NAME", help="Judge within the NVTX ranges of this name.")
+    @functools.wraps(command)
+    def with_window(*words: Any, begin: str | None, end: str | None, within: str, **options: Any) -> Any:
+        return command(*words, window=Window(begin, end, within), **options)
+
+    return with_window
+
+
+def diagnosed(
+    inputs: Sequence[Path], *, quiet: bool = False, window: Window | None = None
+) -> tuple[Recording, list[Finding], Occupancy]:
+    """The recordings as one, what is wrong in them within the window, and how full their queues were."""
     from kvprobe.diagnosis import examine, notes_of
     from kvprobe.recordings import open_recording
     from kvprobe.recordings.occupancy import occupancy
@@ -78,6 +119,7 @@ def diagnosed(inputs: Sequence[Path], *, quiet: bool = False) -> tuple[Recording
     reuse_memory()
     with progress_bar(quiet) as progress:
         recording = open_recording(inputs, progress=lambda what, fraction: progress(what, 0.8 * fraction))
+        recording.window = (window or Window()).of(recording)
         progress("counting what was outstanding", 0.8)
         queues = occupancy(recording)
         progress("looking for causes", 0.9)
@@ -85,6 +127,21 @@ def diagnosed(inputs: Sequence[Path], *, quiet: bool = False) -> tuple[Recording
         recording.notes += notes_of(examined.not_looked_for)
         progress("done", 1.0)
     return recording, examined.findings, queues
+
+
+def cropped(recording: Recording, window: Window) -> Recording:
+    """The recording with only the calls, executions and ranges that lie in the window that was asked for, if any."""
+    if window == Window():
+        return recording
+    from dataclasses import replace
+
+    asked = window.of(recording)
+    tables = dict(recording.tables)
+    for kind in ("calls", "executions", "ranges", "transfers"):
+        table = tables[kind]
+        if table.rows:
+            tables[kind] = table.where(asked.holds(table["process"], table["start_ns"]))
+    return replace(recording, tables=tables, window=asked)
 
 
 def plain(text: str) -> str:

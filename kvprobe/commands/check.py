@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from kvprobe.commands._reading import Window, window_options
+
 if TYPE_CHECKING:
     from kvprobe.diagnosis import Finding
+    from kvprobe.diagnosis.verdict import Verdict
     from kvprobe.recordings.model import Recording
     from kvprobe.recordings.occupancy import Occupancy
 
@@ -20,13 +23,14 @@ __all__ = ["command"]
 
 @dataclass(frozen=True)
 class Limit:
-    """One limit and what the recording makes of it."""
+    """One limit and what the recording makes of it; `undecided` says why it is neither kept nor broken."""
 
     name: str
     allowed: str
     found: str
     broken: bool
     detail: str = ""
+    undecided: str = ""
 
 
 @click.command(short_help="Fail with an exit code when a recording breaks a limit.")
@@ -37,8 +41,10 @@ class Limit:
 @click.option("--max-call", metavar="TIME", help="Longest submission: 1ms.")
 @click.option("--max-lost", metavar="SHARE", help="Time that any one finding may lose: 5% or 100ms.")
 @click.option("--no", "banned", multiple=True, metavar="CAUSE", help="A cause that must not be found; may repeat.")
+@click.option("--allow-undecided", is_flag=True, help="Exit with 0 also where the recording is too poor to tell.")
 @click.option("--junit", type=click.Path(path_type=Path), help="Write the outcome as JUnit XML.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
+@window_options
 def command(
     inputs: tuple[Path, ...],
     max_blocked: str | None,
@@ -47,16 +53,20 @@ def command(
     max_call: str | None,
     max_lost: str | None,
     banned: tuple[str, ...],
+    allow_undecided: bool,
     junit: Path | None,
     as_json: bool,
+    window: Window,
 ) -> int:
-    """Check recordings against limits: exit code 1 when one is broken, 0 when all hold.
+    """Check recordings against limits: exit code 1 when one is broken or cannot be told, 0 when all hold.
 
     Without a limit, the check is that there is no critical finding. CAUSE is the name of a cause or a part of it
-    ("saturation", "pageable"); findings that abstain never break a limit.
+    ("saturation" stands for every cause whose root is a full launch queue, "pageable"). A recording that is cut off,
+    empty or says too little is undecided: a limit that it does not break is skipped, and the exit code is 1 unless
+    --allow-undecided. What is judged is the serving window; start-up is not.
     """
-    from kvprobe.diagnosis import CAUSES
-    from kvprobe.errors import UsageError
+    from kvprobe.diagnosis import CAUSES, FULL_QUEUE
+    from kvprobe.errors import RecordingError, UsageError
     from kvprobe.reporting import check_writable
 
     shares = {"max-blocked": _amount(max_blocked, "--max-blocked"), "max-lost": _amount(max_lost, "--max-lost")}
@@ -68,28 +78,54 @@ def command(
     wanted: dict[str, list[str]] = {}
     for name in banned:
         wanted[name] = [cause for cause in CAUSES if name.replace("-", "_").lower() in cause]
+        if any(cause in FULL_QUEUE for cause in wanted[name]) and "saturation" in name.lower():
+            wanted[name] = list(dict.fromkeys([*wanted[name], *FULL_QUEUE]))
         if not wanted[name]:
             raise UsageError(f"--no {name}: no cause of that name; there are {', '.join(CAUSES)}")
     if junit is not None:
         check_writable(junit)
     from kvprobe.commands._reading import diagnosed
+    from kvprobe.diagnosis.verdict import of_full_queue, of_recording
 
-    recording, findings, queues = diagnosed(inputs, quiet=as_json)
+    try:
+        recording, findings, queues = diagnosed(inputs, quiet=as_json, window=window)
+    except RecordingError as error:
+        if junit is not None:
+            _write_junit(junit, [Limit("readable", "a recording", "", False, undecided=str(error))], inputs)
+        raise
+    verdict = of_recording(recording, findings)
+    queue = of_full_queue(recording, findings)
     limits = _judge(recording, findings, queues, shares, times, wanted)
+    full_only = [f"no {name}" for name, causes in wanted.items() if set(causes) <= set(FULL_QUEUE)]
+    limits = [_decided(one, queue if one.name in full_only else verdict) for one in limits]
     if junit is not None:
         _write_junit(junit, limits, inputs)
-    broken = [one for one in limits if one.broken]
+    broken, open_ = [one for one in limits if one.broken], [one for one in limits if one.undecided]
+    failed = bool(broken) or (bool(open_) and not allow_undecided)
     if as_json:
         import json
 
-        out = {"ok": not broken, "limits": [vars(one) for one in limits]}
+        out = {"ok": not failed, "verdict": verdict.to_json(), "limits": [vars(one) for one in limits]}
         click.echo(json.dumps(out))
     else:
+        from kvprobe.commands._reading import plain
+
         for one in limits:
-            click.echo(f"{'FAIL' if one.broken else 'ok  '}  {one.name}: {one.found} (limit {one.allowed})")
+            word = "FAIL" if one.broken else "skip" if one.undecided else "ok  "
+            click.echo(f"{word}  {one.name}: {one.found} (limit {one.allowed})")
             if one.broken and one.detail:
                 click.echo(f"      {one.detail}")
-    return 1 if broken else 0
+        if open_:
+            click.echo(plain(f"Undecided: {open_[0].undecided}"))
+    return 1 if failed else 0
+
+
+def _decided(limit: Limit, verdict: Verdict) -> Limit:
+    """A limit that is not broken holds only where the recording says enough."""
+    if limit.broken or not verdict.missing:
+        return limit
+    lacks = verdict.missing[0]
+    return replace(limit, undecided=f"{lacks.what}; {lacks.how}")
 
 
 _UNITS = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
@@ -136,24 +172,27 @@ def _judge(
     from kvprobe.reporting.units import duration, percent
 
     found = submissions(recording)
-    span_ns = found.span[1] - found.span[0]
     named = [one for one in findings if one.confidence != "cannot tell"]
     out: list[Limit] = []
 
-    def add_amount(name: str, lost_ns: float, detail: str) -> None:
+    span_ns = max(recording.window.span_ns if recording.window else found.span[1] - found.span[0], 1)
+
+    def add_amount(name: str, lost_ns: float, share: float, detail: str) -> None:
         limit = shares[name]
         if limit is not None:
             kind, most = limit
-            share = lost_ns / span_ns
             allowed = percent(most) if kind == "share" else duration(most)
-            text = f"{duration(lost_ns)}, {percent(share)} of recorded time"
+            text = f"{duration(lost_ns)}, {percent(share)} of the time"
             out.append(Limit(name, allowed, text, (share if kind == "share" else lost_ns) > most, detail))
 
     blocked_ns, who = _most_blocked(recording, named, queues)
-    add_amount("max-blocked", blocked_ns, who)
-    first = max(named, key=lambda one: one.lost_ns, default=None)
-    add_amount("max-lost", float(first.lost_ns) if first else 0.0, f"{first.cause}: {first.title}" if first else "")
-    measured = dict(zip(times, quantiles(found.dur_ns, 0.5, 0.99, 1.0), strict=True))
+    add_amount("max-blocked", blocked_ns, min(blocked_ns / span_ns, 1.0), who)
+    first = max(named, key=lambda one: (one.share if shares["max-lost"] and shares["max-lost"][0] == "share" else 0,
+                                        one.lost_ns), default=None)  # fmt: skip
+    add_amount("max-lost", float(first.lost_ns) if first else 0.0, first.share if first else 0.0,
+               f"{first.cause}: {first.title}" if first else "")  # fmt: skip
+    inside = recording.window.holds(recording.calls["process"][found.rows], found.start_ns) if recording.window else ...
+    measured = dict(zip(times, quantiles(found.dur_ns[inside], 0.5, 0.99, 1.0), strict=True))
     for name, most in times.items():
         if most is not None:
             value = measured[name]
@@ -184,6 +223,8 @@ def _most_blocked(recording: Recording, named: Sequence[Finding], queues: Occupa
                 lost[key] = lost.get(key, 0.0) + where.lost_ns
     calls = recording.calls
     rows = np.flatnonzero(queues.blocked_ns)
+    if recording.window is not None:
+        rows = rows[recording.window.holds(calls["process"][rows], calls["start_ns"][rows])]
     owners = np.stack([calls["process"][rows].astype(np.int64), calls["thread"][rows]])
     for process, thread in np.unique(owners, axis=1).T.tolist():
         mine = rows[(owners[0] == process) & (owners[1] == thread)]
@@ -206,7 +247,12 @@ def _write_junit(path: Path, limits: Sequence[Limit], inputs: Sequence[Path]) ->
 
     broken = sum(one.broken for one in limits)
     suite = ElementTree.Element(
-        "testsuite", name="kvprobe check", tests=str(len(limits)), failures=str(broken), errors="0", skipped="0"
+        "testsuite",
+        name="kvprobe check",
+        tests=str(len(limits)),
+        failures=str(broken),
+        errors="0",
+        skipped=str(sum(bool(one.undecided) and not one.broken for one in limits)),
     )
     where = _xml(", ".join(str(one) for one in inputs))
     for one in limits:
@@ -215,6 +261,8 @@ def _write_junit(path: Path, limits: Sequence[Limit], inputs: Sequence[Path]) ->
             said = f"{one.found} (limit {one.allowed})"
             failure = ElementTree.SubElement(case, "failure", message=_xml(said), type="limit")
             failure.text = _xml(one.detail)
+        elif one.undecided:
+            ElementTree.SubElement(case, "skipped", message=_xml(f"undecided: {one.undecided}"))
         else:
             ElementTree.SubElement(case, "system-out").text = _xml(f"{one.found} (limit {one.allowed})")
     root = ElementTree.Element("testsuites")

@@ -17,21 +17,24 @@ __all__ = ["command"]
 @click.argument("before", type=click.Path(path_type=Path))
 @click.argument("after", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(before: Path, after: Path, as_json: bool) -> None:
+def command(before: Path, after: Path, as_json: bool) -> int:
     """Say what changed from BEFORE to AFTER: findings gone, new, less or more, and calls that became slower or faster.
 
     Time lost is compared as a share of the recorded time, because recordings differ in length. A call is called slower
     or faster when the 95% interval of the ratio leaves 1 and the change is over 5%; the interval is a block bootstrap.
+
+    A recording that is cut off, empty or says too little proves no finding gone: what it does not show is undecided,
+    and the exit code is 1.
     """
     from kvprobe.commands._reading import diagnosed
+    from kvprobe.diagnosis.verdict import of_recording
     from kvprobe.reporting.compare import compare_calls, compare_findings
-    from kvprobe.reporting.recorded import submissions
 
     one, found_before, _ = diagnosed([before], quiet=as_json)
     two, found_after, _ = diagnosed([after], quiet=as_json)
-    spans = [submissions(recording).span for recording in (one, two)]
-    lengths = [end - start for start, end in spans]
-    changes = compare_findings(found_before, found_after, lengths[0], lengths[1])
+    lengths = [recording.window.span_ns if recording.window else 0 for recording in (one, two)]
+    verdicts = [of_recording(one, found_before), of_recording(two, found_after)]
+    changes = compare_findings(found_before, found_after, not verdicts[0].missing, not verdicts[1].missing)
     calls = compare_calls(one, two)
     if as_json:
         import json
@@ -43,16 +46,24 @@ def command(before: Path, after: Path, as_json: bool) -> None:
                     "after": str(after),
                     "span_before_ns": int(lengths[0]),
                     "span_after_ns": int(lengths[1]),
+                    "verdict_before": verdicts[0].to_json(),
+                    "verdict_after": verdicts[1].to_json(),
                     "findings": [change.to_json() for change in changes],
                     "calls": [change.to_json() for change in calls],
                 }
             )
         )
-        return
-    _print(changes, calls)
+    else:
+        _print(changes, calls)
+        from kvprobe.commands._reading import plain
+
+        for path, verdict in zip((before, after), verdicts, strict=True):
+            for lacks in verdict.missing[:1]:
+                click.echo(plain(f"Undecided: {path}: {lacks.what}; {lacks.how}"))
+    return 1 if any(verdict.missing for verdict in verdicts) else 0
 
 
-_SIGNS = {"gone": "-", "new": "+", "less": "v", "more": "^", "same": "="}
+_SIGNS = {"undecided": "?", "gone": "-", "new": "+", "less": "v", "more": "^", "same": "="}
 
 
 def _print(changes: list[Change], calls: list[CallChange]) -> None:

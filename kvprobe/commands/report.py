@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from kvprobe.commands._reading import Window, window_options
+
 __all__ = ["command"]
 
 
@@ -18,6 +20,7 @@ __all__ = ["command"]
 @click.option("--json", "as_json", is_flag=True, help="Print where the page is and what was found as one JSON object.")
 @click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar and no summary.")
+@window_options
 def command(
     inputs: tuple[Path, ...],
     output: Path,
@@ -27,6 +30,7 @@ def command(
     as_json: bool,
     show: bool,
     quiet: bool,
+    window: Window,
 ) -> None:
     """Read recordings of Nsight Systems, the PyTorch profiler or kvprobe and write a page that says what is wrong.
 
@@ -36,9 +40,11 @@ def command(
     from kvprobe.reporting import check_writable, write_report
 
     check_writable(output, force=force)
-    from kvprobe.commands._reading import diagnosed
+    from kvprobe.commands._reading import diagnosed, plain
+    from kvprobe.diagnosis.verdict import of_recording
 
-    recording, findings, queues = diagnosed(inputs, quiet=quiet)
+    recording, findings, queues = diagnosed(inputs, quiet=quiet, window=window)
+    verdict = of_recording(recording, findings)
     path = write_report(recording, output, findings=findings, queues=queues, title=title, interactive=interactive)
     if as_json:
         import json
@@ -47,9 +53,14 @@ def command(
         click.echo(json.dumps({"report": str(path), "bytes": path.stat().st_size, "findings": found}))
     elif not quiet:
         named = [one for one in findings if one.confidence != "cannot tell"]
-        click.echo(f"{named[0].title}" if named else "Nothing found." if not findings else findings[0].title)
-        if len(named) > 1:
-            click.echo(f"and {len(named) - 1} more")
+        if verdict.state == "undecided":
+            click.echo(plain(f"Undecided: {verdict.reason}"))
+        elif named:
+            click.echo(f"{named[0].title}")
+            if len(named) > 1:
+                click.echo(f"and {len(named) - 1} more")
+        else:
+            click.echo("Nothing found.")
         click.echo(f"{path}")
     if show:
         click.launch(path.resolve().as_uri())

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvprobe.commands._reading import Window, window_options
+
 if TYPE_CHECKING:
     from kvprobe.diagnosis import Finding
     from kvprobe.recordings.model import Recording
@@ -26,11 +28,14 @@ __all__ = ["command"]
 @click.option(
     "--rows", default=0, help="Print at most this many rows of a table; 0 prints all.", type=click.IntRange(0)
 )
-def command(inputs: tuple[Path, ...], reports: str | None, as_csv: bool, as_json: bool, rows: int) -> None:
+@window_options
+def command(
+    inputs: tuple[Path, ...], reports: str | None, as_csv: bool, as_json: bool, rows: int, window: Window
+) -> None:
     """Print what a recording holds, in numbers.
 
     The tables cuda_api_sum, cuda_gpu_mem_time_sum, cuda_gpu_mem_size_sum and nvtx_sum have the columns and the
-    figures that `nsys stats` prints for the same recording.
+    figures that `nsys stats` prints for the same recording: of all of it, unless --from, --to or --range name a part.
     """
     from kvprobe.errors import UsageError
     from kvprobe.reporting.sums import REPORTS, summary
@@ -44,18 +49,23 @@ def command(inputs: tuple[Path, ...], reports: str | None, as_csv: bool, as_json
         raise UsageError(f"no table {unknown[0]!r}; there are {', '.join(REPORTS)}")
     if as_csv and as_json:
         raise UsageError("choose one of --csv and --json")
-    from kvprobe.commands._reading import diagnosed, opened
+    from kvprobe.commands._reading import cropped, diagnosed, opened, plain
 
     if as_json:
-        recording, findings, _ = diagnosed(inputs)
+        recording, findings, _ = diagnosed(inputs, window=window)
+        recording = cropped(recording, window)
         _print_json(recording, findings, [summary(recording, one) for one in wanted])
         return
-    recording = opened(inputs)
+    recording = cropped(opened(inputs), window)
     made = [summary(recording, one) for one in wanted]
     if as_csv:
         click.echo("\n".join(_csv(one, rows) for one in made), nl=False)
     else:
         _print(made, rows)
+    from kvprobe.diagnosis.verdict import missing
+
+    for one in missing(recording)[:3]:
+        click.echo(plain(f"Undecided: {one.what}; {one.how}"), err=True)
 
 
 def _csv(table: Sum, limit: int) -> str:
@@ -106,6 +116,10 @@ def _left_out(table: Sum, shown: int) -> str:
 def _print_json(recording: Recording, findings: Sequence[Finding], tables: Sequence[Sum]) -> None:
     import json
 
+    from kvprobe.diagnosis.startup import startup
+    from kvprobe.diagnosis.verdict import of_recording
+    from kvprobe.recordings.window import serving_window
+
     out = {
         "source": [
             {"path": one.path, "format": one.format, "tool": one.tool, "command": one.command}
@@ -115,6 +129,8 @@ def _print_json(recording: Recording, findings: Sequence[Finding], tables: Seque
         "machine_how": recording.machine_how,
         "findings": [one.to_json() for one in findings],
         "tables": {one.report: one.to_json() for one in tables},
+        "verdict": of_recording(recording, findings).to_json(),
+        "startup": startup(recording, recording.window or serving_window(recording)).to_json(),
         "notes": recording.notes,
         "lost": {str(row): int(count) for row, count in recording.lost.items()},
     }

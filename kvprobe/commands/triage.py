@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_WORST = ("saturated", "cannot tell", "healthy")
+_WORST = ("found", "undecided", "healthy")
 
 
 @click.command(short_help="One line a recording: was a launch queue full, where, what did it cost.")
@@ -21,16 +21,22 @@ _WORST = ("saturated", "cannot tell", "healthy")
 def command(inputs: tuple[Path, ...], as_json: bool) -> int:
     """Say of each recording whether a launch queue was full, worst first.
 
+    The verdict is found, healthy, or undecided where the recording lacks what it takes to say so (cut off, empty,
+    no submissions); it is what `kvprobe report` and `kvprobe check --no saturation` say of the same recording.
+
     A line has the verdict, the host time lost, the depth at which the queue was full, the stream, and the file. Folders
     stand for the recordings in them. PyTorch profiler traces are the quickest; `kvprobe report` finds other causes as
     well. Exit code 1: an input could not be read.
     """
     from kvprobe.recordings import expand
-    from kvprobe.recordings.triage import Triage, quick_triages
+    from kvprobe.recordings.triage import Triage, certain, quick_triages
 
     paths = [path for given in inputs for path in expand(given)]
     quick = quick_triages(paths)
-    answers = [_whole(path) if answer is None else answer for path, answer in zip(paths, quick, strict=True)]
+    answers = [
+        answer if isinstance(answer, Exception) or (answer is not None and certain(answer)) else _whole(path)
+        for path, answer in zip(paths, quick, strict=True)
+    ]
     found = [answer for answer in answers if isinstance(answer, Triage)]
     found.sort(key=lambda one: (-one.lost_ns, _WORST.index(one.verdict)))
     errors = [str(answer) for answer in answers if not isinstance(answer, Triage)]
@@ -43,6 +49,8 @@ def command(inputs: tuple[Path, ...], as_json: bool) -> int:
 
         for one in found:
             click.echo(_line(one) + plain(str(one.path)))
+            for what, how in one.missing[:1] if one.verdict == "undecided" else ():
+                click.echo(plain(f"             undecided, because {what}; {how}"))
     for error in errors:
         click.echo(f"kvprobe: {error}", err=True)
     return 1 if errors else 0
@@ -50,8 +58,8 @@ def command(inputs: tuple[Path, ...], as_json: bool) -> int:
 
 def _whole(path: Path) -> Triage | Exception:
     from kvprobe.commands._reading import reuse_memory
+    from kvprobe.diagnosis.triage import whole_triage
     from kvprobe.errors import RecordingError
-    from kvprobe.recordings.triage import whole_triage
 
     reuse_memory()
     try:
@@ -61,10 +69,10 @@ def _whole(path: Path) -> Triage | Exception:
 
 
 def _line(one: Triage) -> str:
-    from kvprobe.recordings.conclusion import ms
+    from kvprobe.launchqueue.judge import ms
 
-    full = [queue for queue in one.queues if queue.verdict == "saturated"]
-    shown = full or [queue for queue in one.queues if queue.verdict == "cannot tell"]
+    full = [queue for queue in one.queues if queue.verdict == "found"]
+    shown = full or [queue for queue in one.queues if queue.verdict == "undecided"]
     lost, ceiling = (ms(one.lost_ns), f"ceiling {full[0].ceiling:,}") if full else ("-", "-")
     stream = _name(shown[0]) + (f" and {len(shown) - 1} more" if len(shown) > 1 else "") if shown else "-"
     return f"{one.verdict:11}  {lost:>12}  {ceiling:13}  {stream:21}  "
@@ -83,5 +91,6 @@ def _json(one: Triage) -> dict[str, Any]:
         "reason": one.reason,
         "how": one.how,
         "lost_ns": one.lost_ns,
+        "missing": [{"what": what, "how": how} for what, how in one.missing],
         "queues": [vars(queue) for queue in one.queues],
     }

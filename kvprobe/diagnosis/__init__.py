@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 from kvprobe.diagnosis.finding import Call, Change, Chart, Evidence, Finding, NotLookedFor, Series, Where, ranked
 
 if TYPE_CHECKING:
+    from kvprobe.diagnosis.frame import Frame
     from kvprobe.recordings.model import Recording
     from kvprobe.recordings.occupancy import Occupancy
 
 __all__ = [
     "CAUSES",
     "Call",
+    "FULL_QUEUE",
     "Change",
     "Chart",
     "Evidence",
@@ -25,6 +27,7 @@ __all__ = [
     "Where",
     "diagnose",
     "examine",
+    "examine_frame",
     "notes_of",
     "ranked",
 ]
@@ -59,6 +62,16 @@ CAUSES: tuple[str, ...] = (
 )
 
 
+# Causes whose root is a full launch queue; the last one is what it does to other threads.
+FULL_QUEUE: tuple[str, ...] = (
+    "aliased_stream",
+    "channels_exhausted",
+    "fence_before_copies",
+    "launch_queue_saturation",
+    "context_lock_stall",
+)
+
+
 @dataclass(frozen=True)
 class Examination:
     """What a diagnosis found, ranked, and which causes this recording cannot show."""
@@ -72,16 +85,20 @@ def examine(recording: Recording, occupancy: Occupancy | None = None) -> Examina
 
     `occupancy` is what `recordings.occupancy.occupancy(recording)` returned, where the caller has it already.
     """
-    from importlib import import_module
-
     from kvprobe.diagnosis.frame import Frame
 
-    frame = Frame(recording, occupancy)
+    return examine_frame(Frame(recording, occupancy))
+
+
+def examine_frame(frame: Frame, causes: Sequence[str] = CAUSES) -> Examination:
+    """As `examine`, of a recording whose calls and executions are joined already; `causes` in the ledger's order."""
+    from importlib import import_module
+
     if not len(frame.start) and not len(frame.x_start):
         return Examination([], [])
     found: list[Finding] = []
     blind: list[NotLookedFor] = []
-    for cause in CAUSES:
+    for cause in causes:
         module = import_module(f"kvprobe.diagnosis.{cause}")
         lacks: NotLookedFor | None = module.not_shown(frame) if hasattr(module, "not_shown") else None
         if lacks is not None:

@@ -244,6 +244,8 @@ class Finding:
         window: (start_ns, end_ns) in which it happened, on the recording's clock.
         reason: for "cannot tell": a sentence that begins "cannot tell, because"; otherwise what speaks against.
         chart: named series with axis labels for a zoomed chart, or None.
+        of_ns: what `lost_ns` is a share of: the time that the threads which lost it spent in the serving window, added
+            up; of engines and devices, the window itself for each process.
     """
 
     cause: str
@@ -259,6 +261,12 @@ class Finding:
     reason: str = ""
     chart: Chart | None = None
     calls: tuple[Call, ...] = ()
+    of_ns: int = 0
+
+    @property
+    def share(self) -> float:
+        """Part of the time of the threads (or engines) concerned that was lost: 0 to 1, also where many lost it."""
+        return min(self.lost_ns / self.of_ns, 1.0) if self.of_ns > 0 else 0.0
 
     @property
     def abstains(self) -> bool:
@@ -279,6 +287,7 @@ class Finding:
             "confidence": self.confidence,
             "lost_ns": int(self.lost_ns),
             "lost_on": self.lost_on,
+            "share": self.share,
             "evidence": [one.to_json() for one in self.evidence],
             "cure": [one.to_json() for one in self.cure],
             "predicted_saving_ns": self.predicted_saving_ns,

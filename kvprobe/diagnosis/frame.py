@@ -29,10 +29,12 @@ from kvprobe.diagnosis.finding import (
 )
 from kvprobe.diagnosis.intervals import Cover, distinct, group_starts, in_time, running_max_by_group
 from kvprobe.diagnosis.traced import longest
+from kvprobe.launchqueue.constants import LEAST_NS, NOTABLE_NS, NOTABLE_SHARE
 from kvprobe.recordings.assemble import codes, match, spans
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Engine, Label, Memory, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
 from kvprobe.recordings.vocabulary import handle_text
+from kvprobe.recordings.window import serving_window
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -41,7 +43,6 @@ __all__ = ["SLOW_NS", "Frame", "Ledger", "ms", "share"]
 SLOW_NS = 60_000  # a submission this long is worth an explanation: ten times any recorder's cost per call
 ALIGNED_NS = 12_000  # a call released by the device returns within this of an operation's end (measured: 2 to 10 us)
 CRITICAL, WARNING = 0.10, 0.01
-NOTABLE_NS, NOTABLE_SHARE, LEAST_NS = 1_000_000, 0.01, 200_000
 
 
 def ms(ns: float) -> str:
@@ -91,6 +92,7 @@ class Frame:
         lane: number of the call's (process, thread) pair.
         submits: the call submits work to a stream.
         nested: the call runs inside another one of its thread: it owns no time of its own.
+        serving: the window that is judged; `outside` marks the calls that are not in it, of which nothing is claimed.
         exec_start, exec_end: first start and last end of the executions the call caused; -1 where unknown.
         host: the ledger of calls. device: the ledger of executions.
     """
@@ -112,7 +114,9 @@ class Frame:
         self.lane = self.process.astype(np.int32) * max(len(threads), 1) + place
         self.x_start, self.x_end = executions["start_ns"], executions["end_ns"]
         self._join()
-        self.host = Ledger(np.where(self.nested, 0, self.dur))
+        self.serving = recording.window or serving_window(recording)
+        self.outside = ~self.serving.holds(self.process, self.start)
+        self.host = Ledger(np.where(self.nested | self.outside, 0, self.dur))
 
     @cached_property
     def x_dur(self) -> Array:
@@ -122,7 +126,9 @@ class Frame:
     @cached_property
     def device(self) -> Ledger:
         """The ledger of executions."""
-        return Ledger(self.x_dur)
+        table = self.recording.executions
+        inside = self.serving.holds(table["process"], self.x_start)
+        return Ledger(self.x_dur if inside.all() else np.where(inside, self.x_dur, 0))
 
     # ---- joining ------------------------------------------------------------------------------------------------
 
@@ -184,10 +190,8 @@ class Frame:
 
     @cached_property
     def window(self) -> tuple[int, int]:
-        """First and last instant that the recording knows of."""
-        starts = [t["start_ns"].min() for t in (self.recording.calls, self.recording.executions) if t.rows]
-        ends = [t["end_ns"].max() for t in (self.recording.calls, self.recording.executions) if t.rows]
-        return (int(min(starts)), int(max(ends))) if starts else (0, 0)
+        """First and last instant of what is judged."""
+        return self.serving.start_ns, self.serving.end_ns
 
     @property
     def span_ns(self) -> int:
@@ -352,14 +356,17 @@ class Frame:
     def lane_span_ns(self, rows: Array) -> int:
         """Summed recorded spans of the threads that made these calls."""
         lanes, spans = self._lane_spans
-        return int(spans[np.searchsorted(lanes, distinct(self.lane[rows]))].sum())
+        at = np.searchsorted(lanes, distinct(self.lane[rows[~self.outside[rows]]]))
+        return int(spans[at].sum())
 
     @cached_property
     def _lane_spans(self) -> tuple[Array, Array]:
         order = self.by_lane
+        order = order[~self.outside[order]]
         edges = group_starts(self.lane[order])
         last = np.maximum.reduceat(self.end[order], edges) if len(edges) else edges
-        return self.lane[order][edges], last - self.start[order][edges]
+        last = np.minimum(last, self.serving.end_ns)
+        return self.lane[order][edges], np.maximum(last - self.start[order][edges], 1)
 
     def notable(self, lost_ns: int, span_ns: int) -> bool:
         """Whether a loss is worth a line: at least 200 us, and a millisecond or a hundredth of the span."""
@@ -523,6 +530,7 @@ class Frame:
             ),
             calls=calls,
             where=places, window=window, lost_on=lane, reason=reason, chart=chart,
+            of_ns=span_ns,
         )  # fmt: skip
 
     def _calls_of(self, executions: Array, ns: Array) -> tuple[Call, ...]:
@@ -538,6 +546,6 @@ class Frame:
         rows = rows[np.argsort(self.start[rows], kind="stable")]
         return {
             "title": title, "x_label": "time in the recording (ms)", "y_label": "time inside the call (us)",
-            "series": {"calls": {"x": (self.start[rows] - self.window[0]) / 1e6, "y": self.dur[rows] / 1e3,
+            "series": {"calls": {"x": (self.start[rows] - self.serving.first_ns) / 1e6, "y": self.dur[rows] / 1e3,
                                  "style": "points"}},
         }  # fmt: skip

@@ -16,14 +16,13 @@ import numpy as np
 
 from kvprobe.diagnosis.frame import Array, Frame
 from kvprobe.diagnosis.intervals import Cover, ascending, distinct
+from kvprobe.launchqueue.constants import BAND_SHARE, LEAST_BAND, REAL_DEPTH, STANDING_NS
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory, Recording, Table
 from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, occupancy
 
 __all__ = ["Full", "full"]
 
 SHAPES = ("saturation", "fence", "alias", "channels")
-DEEP_ENOUGH = 200  # a single blocked call counts only at a depth that real queues have
-FENCE_NS = 200_000
 POOLED_MANY = 5  # streams in use at once, more than the four channels that CUDA makes by default
 
 
@@ -169,7 +168,7 @@ def _standing_still(frame: Frame, queue: StreamOccupancy, rows: Array) -> Array:
     # Something of the queue must begin in the call or right after it, else it was not the queue that moved.
     moved = at < len(begins)
     moved[moved] = begins[at[moved]] <= end[moved] + 1_000_000
-    return np.where(moved & (2 * still > end - start) & (still > FENCE_NS), still, 0)
+    return np.where(moved & (2 * still > end - start) & (still > STANDING_NS), still, 0)
 
 
 def full(frame: Frame) -> Full:
@@ -260,11 +259,11 @@ def _lonely(frame: Frame, queue: StreamOccupancy) -> tuple[Array, Array]:
     none = np.zeros(0, dtype=np.int64)
     deepest = int(queue.depth.max(initial=0))
     fact = frame.recording.machine.get("queue_depth")
-    least = 0.95 * float(fact) if fact else DEEP_ENOUGH
+    least = 0.95 * float(fact) if fact else REAL_DEPTH
     if deepest < least or not frame.recording.has_executions:
         return none, none
     excess = frame.excess_ns[queue.calls]
-    top = queue.calls[(queue.depth >= deepest - max(4, round(0.015 * deepest))) & (excess > FENCE_NS)
+    top = queue.calls[(queue.depth >= deepest - max(LEAST_BAND, round(BAND_SHARE * deepest))) & (excess > STANDING_NS)
                       & (frame.memory[queue.calls] != Memory.PAGEABLE)]  # fmt: skip
     still = _standing_still(frame, queue, top)
     if not fact:  # then the fence itself must be seen: a wait, and the kernel that is waited for
@@ -288,11 +287,11 @@ def _regular(frame: Frame, queue: StreamOccupancy) -> tuple[Array, Array]:
     none = np.zeros(0, dtype=np.int64)
     deepest = int(queue.depth.max(initial=0))
     fact = frame.recording.machine.get("queue_depth") or None
-    if queue.graphs or len(queue.ends) < 16 or deepest < (0.9 * float(fact) if fact else DEEP_ENOUGH):
+    if queue.graphs or len(queue.ends) < 16 or deepest < (0.9 * float(fact) if fact else REAL_DEPTH):
         return none, none
     excess, usual = frame.excess_ns[queue.calls], frame.usual_ns[queue.calls]
     judged = frame.memory[queue.calls] != Memory.PAGEABLE
-    top = judged & (queue.depth >= deepest - max(4, round(0.015 * deepest)))
+    top = judged & (queue.depth >= deepest - max(LEAST_BAND, round(BAND_SHARE * deepest)))
     slow = excess > 3 * usual + 10_000
     rows = queue.calls[top & slow]
     below = judged & (queue.depth < 0.8 * deepest)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from kvprobe.launchqueue.constants import FULL_SHARE, SLOWER_TIMES
+
 __all__ = ["Ladder", "Sample"]
 
 WINDOW = 8  # transfers that a verdict looks at
@@ -26,8 +28,6 @@ STAY = 0.8  # a kept rung is left when its submissions cost this much more than 
 DOUBTS = 2
 MAX_COPY_COST = 1.3  # a rung may not make the copies themselves slower than this
 SUBMISSION_BOUND_NS = 100_000
-FULL = 0.9
-SLOWER = 2.5
 COOL_DOWN_NS = 60_000_000_000
 
 
@@ -164,11 +164,13 @@ class Ladder:
         return sample.submit_ns >= SUBMISSION_BOUND_NS and sample.copies >= 4 * ENOUGH_COPIES
 
     def _is_held_up(self, sample: Sample) -> bool:
-        return sample.submit_ns >= SLOWER * self.baseline_ns * sample.copies
+        return sample.submit_ns >= SLOWER_TIMES * self.baseline_ns * sample.copies
 
     def _find_cause(self) -> str:
         if self.depth:
-            full = [s for s in self._recent if s.outstanding + s.copies >= FULL * self.depth and self._is_held_up(s)]
+            full = [
+                s for s in self._recent if s.outstanding + s.copies >= FULL_SHARE * self.depth and self._is_held_up(s)
+            ]
             if len(full) >= 2:
                 return "launch_queue_saturation"
         if sum(map(self._is_slow, self._recent)) >= 6:

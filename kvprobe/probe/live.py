@@ -18,6 +18,8 @@ import numpy as np
 
 from kvprobe.environment import RUN
 from kvprobe.errors import RecordingError, UsageError
+from kvprobe.launchqueue.constants import JUMP_TIMES, LIVE_CALLS
+from kvprobe.launchqueue.window import held_up
 from kvprobe.probe.ring import BUCKETS, CALLS, RingSnapshot, percentile, read_ring
 from kvprobe.runfolder.files import temporary_folder
 from kvprobe.runfolder.identity import alive
@@ -28,9 +30,6 @@ DIRECTIONS = {0: "other", 1: "h2d", 2: "d2h", 3: "d2d", 4: "h2h"}
 SUBMITTING = frozenset(n for n, (kind, _) in CALLS.items() if kind in ("COPY", "BATCH", "MEMSET", "LAUNCH", "GRAPH"))
 COPYING = frozenset(n for n, (kind, _) in CALLS.items() if kind in ("COPY", "BATCH"))
 TRANSFER = 64
-JUMP = 2.0  # times the baseline: at 4 KiB a full queue makes a call 2.4 times as long (2.5 us against 1.04, H200)
-SHARE = 0.2  # of the wall time that one stream's submissions lose
-ENOUGH_CALLS = 16
 
 SUMS = ("count", "copies", "bytes", "dur_ns", "slow", "slow_ns", "errors")
 
@@ -279,11 +278,11 @@ class Live:
         for call in {key[1] for key in sums} & SUBMITTING:
             every = sum((total.histogram for key, total in sums.items() if key[1] == call), np.zeros(BUCKETS))
             candidates = [known.baseline_ns.get(call, np.inf)]
-            if every.sum() >= ENOUGH_CALLS:
+            if every.sum() >= LIVE_CALLS:
                 candidates.append(float(percentile(every, 10)))
             for moved in by_stream.values():
                 histogram = sum((one.histogram for key, one in moved.items() if key[1] == call), np.zeros(BUCKETS))
-                if histogram.sum() >= ENOUGH_CALLS:
+                if histogram.sum() >= LIVE_CALLS:
                     candidates.append(float(percentile(histogram, 50)))
             if np.isfinite(lowest := min(candidates)):
                 known.baseline_ns[call] = lowest
@@ -314,7 +313,7 @@ def _stream(
         together.add(total)
         base = baseline_ns.get(call, 0.0)
         lost_ns += max(total.dur_ns - total.timed * base, 0.0) if base else 0.0
-        if base and total.timed >= ENOUGH_CALLS and float(percentile(total.histogram, 50)) >= JUMP * base:
+        if base and total.timed >= LIVE_CALLS and float(percentile(total.histogram, 50)) >= JUMP_TIMES * base:
             jumped = True
         if call in COPYING and total.bytes:
             name = DIRECTIONS.get(direction, "other")
@@ -333,5 +332,5 @@ def _stream(
         blocked_share=share,
         outstanding=outstanding,
         bytes_per_s=rates,
-        suspected=jumped and share >= SHARE,
+        suspected=held_up(share * passed_ns, passed_ns, jumped),
     )

@@ -14,6 +14,8 @@ import numpy as np
 
 from kvprobe.launchqueue.constants import (
     ELSEWHERE_TIMES,
+    LEAST_BLOCKED,
+    LEAST_DEPTH,
     OFTEN_NS,
     REAL_DEPTH,
     ROOM_SHARE,
@@ -21,9 +23,9 @@ from kvprobe.launchqueue.constants import (
     SLOW_TIMES,
     STEADY_SHARE,
 )
+from kvprobe.launchqueue.judge import ms
 from kvprobe.recordings.assemble import distinct
 from kvprobe.recordings.buckets import bucket_floor_ns
-from kvprobe.recordings.conclusion import LEAST_BLOCKED, LEAST_DEPTH, ms
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording
 from kvprobe.recordings.numbered import partial, places
 
@@ -35,7 +37,7 @@ __all__ = ["infer"]
 _TOP, _BELOW = 0.9, 0.8  # of the full depth: where a queue counts as full, and where it has room
 _NEARLY, _OVER = 0.75, 1.25  # of the full depth: how far a reckoned depth may be off
 _OFTEN, _LEAST_SEEN = 0.03, 20  # how many of the calls at the top are slow (one in a chunk); calls to compare with
-_LEAST_UNKNOWN, _USUAL = 200, (900, 1_250)  # where no depth was calibrated: the least believed, and what GPUs have
+_USUAL = 900, 1_250  # what GPUs have, where no depth was calibrated; REAL_DEPTH is then the least believed
 _DRAINED = 4_100  # submissions that the deepest queue known holds (CUDA_SCALE_LAUNCH_QUEUES=4x)
 _LONG_NS = 1_000_000  # a wait for more than a copy: for what the copies stand behind
 _FLOOD = 2_500  # submissions in a row that no queue of CUDA's own size holds: twice the deepest
@@ -80,7 +82,7 @@ def _infer(recording: Recording, queue: StreamOccupancy) -> None:
     if counted is not None:
         depth, source = counted, "what was outstanding is counted from the ends of transfers"
         full = known or _deepest(depth[slow & judged])
-        full = full if known or full >= _LEAST_UNKNOWN else 0
+        full = full if known or full >= REAL_DEPTH else 0
     else:
         depth = np.zeros(len(rows))
         depth[whole:], full, source = _by_pace(start[whole:], end[whole:], slow[whole:], emptied[whole:], known)
@@ -467,7 +469,7 @@ def _by_pace(start: Array, end: Array, slow: Array, emptied: Array, known: int) 
         met = [onset.depth for onset in _follow(start, end, runs, emptied, pace, np.inf)[1] if onset.filled]
         low, middle, high = np.percentile(met, (25, 50, 75)) if met else (0.0, 0.0, 0.0)
         same = len(met) > 1 and high - low <= 0.2 * middle
-        full = int(middle) if middle >= _LEAST_UNKNOWN and (same or _USUAL[0] <= middle <= _USUAL[1]) else 0
+        full = int(middle) if middle >= REAL_DEPTH and (same or _USUAL[0] <= middle <= _USUAL[1]) else 0
     depth, onsets = _follow(start, end, runs, emptied, pace, full or np.inf)
     told = [onset for onset in onsets if onset.room > 0]
     fit = [onset for onset in told if abs(full - onset.depth) <= min(0.15 * full, max(20, 0.5 * onset.room))]

@@ -326,14 +326,17 @@ def read(path: Path, progress: Progress | None = None) -> Recording:
         raise RecordingError(f"{path}: {error}") from error
     except (OSError, EOFError) as error:
         raise RecordingError(f"{path}: cannot be read ({error})") from error
+    incomplete = []
     if pieces.cut_off:
-        notes.append(f"{path.name} is cut off ({pieces.cut_off}): read up to there")
+        incomplete.append(f"{path.name} is cut off ({pieces.cut_off}): read up to there")
     if reader.bad:
-        notes.append(f"{reader.bad} events of {path.name} are damaged and were not read")
+        incomplete.append(f"{reader.bad} events of {path.name} are damaged and were not read")
+    notes += incomplete
     if reader.skipped:
         listing = ", ".join(f"{count} {name}" for name, count in sorted(reader.skipped.items()))
         notes.append(f"not read, as no cause is looked for in them: {listing} events")
     recording = reader.recording(head, notes)
+    recording.incomplete += incomplete
     if not any(recording.tables[kind].rows for kind in ("calls", "executions", "ranges", "labels")):
         if pieces.cut_off or reader.bad:
             raise RecordingError(f"{path}: nothing could be read ({pieces.cut_off or 'all events are damaged'})")

@@ -84,7 +84,7 @@ def read(
         RecordingError: no ring file can be read; files of a run that cannot be are named in `notes` instead.
     """
     given = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
-    names, notes = Names(), list[str]()
+    names, notes, unread = Names(), list[str](), list[str]()
     processes: list[_Process] = []
     source: list[Source] = []
     runs: dict[Path, dict[str, Any]] = {}
@@ -105,12 +105,15 @@ def read(
                 if not path.is_dir():
                     raise
                 notes.append(f"not read: {error}")
+                unread.append(f"not read: {error}")
         processes += _processes(folder, rings, runs.get(folder, {}), path.is_dir())
         command = " ".join(runs.get(folder, {}).get("command", []))
         tool = f"kvprobe {runs.get(folder, {}).get('version', '')}".strip()
         size = sum(file.stat().st_blocks * 512 for file in files)  # they have holes
         source.append(Source(str(path), "kvprobe", tool=tool, command=command, bytes=size))
         notes += _notes(runs.get(folder, {}), ends.get(folder, {}), rings, path)
+        if runs.get(folder) and not ends.get(folder):
+            unread.append(_NOT_OVER)
     if progress is not None:
         progress("putting processes together", 0.85)
     shifts = _shifts(processes, runs)
@@ -138,6 +141,7 @@ def read(
         recording.machine["unix_offset_ns"] = offset
         recording.machine_how["unix_offset_ns"] = "both clocks, read together when the recording began"
     recording.notes += notes
+    recording.incomplete += unread
     recording.names = names.list
     if progress is not None:
         progress("read", 1.0)
@@ -244,13 +248,16 @@ def _shifts(processes: list[_Process], runs: dict[Path, dict[str, Any]]) -> list
     return [offset - offsets[0] for offset in offsets]
 
 
+_NOT_OVER = "the run is not over, or its observer was killed: what is here so far was read"
+
+
 def _notes(run: dict[str, Any], end: dict[str, Any], rings: list[RingSnapshot], path: Path) -> list[str]:
     notes = [str(line) for line in end.get("warnings", [])]
     status = end.get("status")
     if isinstance(status, int) and status:
         notes.append(f"the command {_ended(status) if status < 0 else f'ended with exit code {status}'}")
     if run and not end:
-        notes.append("the run is not over, or its observer was killed: what is here so far was read")
+        notes.append(_NOT_OVER)
     if not rings and path.is_dir() and not notes:
         notes.append("no process of this run made a CUDA call that kvprobe watches")
     over = sum(int(ring.over_count.sum()) for ring in rings)

@@ -89,6 +89,7 @@ def merge(recordings: Sequence[Recording]) -> Recording:
         has_executions=any(r.has_executions for r in recordings),
         notes=notes,
         lost=lost,
+        incomplete=list(dict.fromkeys(line for r in recordings for line in r.incomplete)),
     )
 
 
@@ -110,6 +111,7 @@ def shifted(recording: Recording, by_ns: int) -> Recording:
         recording.has_executions,
         recording.notes,
         recording.lost,
+        recording.incomplete,
     )
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvprobe.recordings.kinds import SUBMITTING, CallKind, Direction, Engine, Label, Memory, RangeStyle
+
+if TYPE_CHECKING:
+    from kvprobe.recordings.window import ServingWindow
 
 Array = npt.NDArray[Any]
 
@@ -256,6 +259,9 @@ class Recording:
         has_executions: the recorder saw the device; False means occupancy can only be inferred.
         notes: one line for each thing that was not read, cut, thinned or assumed.
         lost: detail records known to be lost, by process row.
+        incomplete: one line for each thing that should be here and is not: cut off, damaged, unread. Such a recording
+            proves nothing to be healthy.
+        window: the part that is judged, where somebody gave it (`recordings.window.ServingWindow`).
     """
 
     source: list[Source]
@@ -267,6 +273,8 @@ class Recording:
     has_executions: bool = False
     notes: list[str] = field(default_factory=list)
     lost: dict[int, int] = field(default_factory=dict)
+    incomplete: list[str] = field(default_factory=list)
+    window: ServingWindow | None = None
 
     def __post_init__(self) -> None:
         """Gives every schema a table."""

@@ -304,6 +304,7 @@ class _Builder:
         self.export = export
         self.names = words.Names()
         self.notes: list[str] = []
+        self.incomplete: list[str] = []
         meta = dict(self.pairs("META_DATA_EXPORT") or self.pairs("EXPORT_META_DATA"))
         product = meta.get("EXPORT_PRODUCT_NAME", "NVIDIA Nsight Systems").removeprefix("NVIDIA ")
         schema = meta.get("EXPORT_SCHEMA_VERSION", "")
@@ -342,6 +343,7 @@ class _Builder:
             return self.export.columns(table, self._tick)  # type: ignore[no-any-return]
         except (sqlite3.Error, ValueError, OverflowError) as error:
             self.notes.append(f"{table} was not read: {error}")
+            self.incomplete.append(f"{table} was not read: {error}")
             return {name: np.zeros(0, dtype=np.int64) for name in COLUMNS[table]}
 
     def process_rows(self, global_id: Array) -> Array:
@@ -383,6 +385,7 @@ class _Builder:
             machine_how=how,
             has_executions=executions.rows > 0,
             notes=self.notes,
+            incomplete=self.incomplete,
         )
         recording.tables["processes"] = self.processes(recording)
         link(recording)

@@ -2,7 +2,7 @@
 
 Depth at a call's entry = operations in flight when the recording began + submissions before it - completions before
 it, one submission per correlation id, done at the end of its last operation. What is measured here of a queue is judged
-in conclusion.py; native/trace/queues.c measures the same of a Kineto trace (a test compares them).
+in launchqueue/judge.py; native/trace/queues.c measures the same of a Kineto trace (a test compares them).
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from kvprobe.launchqueue.constants import ALIGNED_NS, BAND_SHARE, LEAST_BAND, LEAST_DEPTH, SHALLOW_SHARE
+from kvprobe.launchqueue.judge import Measured, conclude, overall
 from kvprobe.recordings.assemble import correlation_keys, distinct, is_kind, match, spans
-from kvprobe.recordings.conclusion import LEAST_DEPTH, Measured, conclude, overall
 from kvprobe.recordings.inferred import infer
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording
 
 if TYPE_CHECKING:
-    from kvprobe.recordings.conclusion import Verdict
+    from kvprobe.launchqueue.judge import Verdict
 
 __all__ = ["Occupancy", "StreamOccupancy", "depth_series", "group_ns", "innermost_range", "occupancy"]
 
-ALIGNED_NS = 20_000  # a blocked call returns 2 to 10 us after its stream moved on (V100, Kineto), to 18 (H100, nsys)
-_SHALLOW = 0.9  # of the deepest: below it, a call is taken to be unaffected by the queue
 _NEVER = np.iinfo(np.int64).max
 
 
@@ -331,7 +330,7 @@ def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> Non
     deepest = int(depth.max())
     # A pageable copy waits for its staging and a graph launch for its own nodes: neither says anything of the queue.
     judged = (calls["memory"][rows] != Memory.PAGEABLE) & (calls["kind"][rows] != CallKind.GRAPH)
-    shallow = judged & (depth < _SHALLOW * deepest) if deepest >= LEAST_DEPTH else judged
+    shallow = judged & (depth < SHALLOW_SHARE * deepest) if deepest >= LEAST_DEPTH else judged
     floor: dict[int, float] = {}
     for name in distinct(names):
         mine = names == name
@@ -349,7 +348,7 @@ def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> Non
         queue.verdict, queue.reason = conclude(Measured(deepest))
         return
     # The plateau is a band, for a queue may free room in chunks: 1,135 to 1,141 on one H100, 1,012 to 1,022 on a V100.
-    band = max(4, round(0.015 * deepest))
+    band = max(LEAST_BAND, round(BAND_SHARE * deepest))
     at_top = judged & (depth >= deepest - band)
     baseline = _lookup(names, queue.baseline_ns)
     limit = np.maximum(_lookup(names, floor), 1.5 * baseline)

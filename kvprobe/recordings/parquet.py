@@ -57,6 +57,7 @@ class _Meta(msgspec.Struct):
     has_executions: bool = False
     notes: list[str] = []
     lost: dict[str, int] = {}
+    incomplete: list[str] = []
 
 
 def write(
@@ -93,6 +94,7 @@ def write(
         recording.has_executions,
         recording.notes,
         {str(process): count for process, count in recording.lost.items()},
+        recording.incomplete,
     )
     files.append(folder / _META)
     files[-1].write_bytes(msgspec.json.format(msgspec.json.encode(meta, enc_hook=_plain), indent=1))
@@ -180,6 +182,7 @@ def _read(path: Path, progress: Progress | None) -> Recording:
         meta.has_executions,
         meta.notes,
         {int(process): count for process, count in meta.lost.items()},
+        meta.incomplete,
     )
 
 

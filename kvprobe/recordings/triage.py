@@ -1,7 +1,8 @@
 """The quickest way to "was a launch queue full, where, and what did it cost".
 
-PyTorch profiler traces are measured natively, without numpy and without columns of their events; other recordings, and
-traces that are out of the ordinary, by the whole reader. Both come to the same answer (a test compares them).
+PyTorch profiler traces are measured natively, without numpy and without columns of their events. What that can answer
+safely is that no queue was anywhere near full (`certain`); all else is for the whole reader and the one judge of a full
+queue (`kvprobe.diagnosis.triage`).
 """
 
 from __future__ import annotations
@@ -10,18 +11,22 @@ import os
 from pathlib import Path
 
 from kvprobe.errors import RecordingError
+from kvprobe.launchqueue.constants import LEAST_DEPTH, REAL_DEPTH
+from kvprobe.launchqueue.judge import Measured, conclude, overall
 from kvprobe.recordings import sniff
-from kvprobe.recordings.conclusion import Measured, conclude, overall
 from kvprobe.recordings.pieces import Pieces, ahead, text_chunks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvprobe.recordings.conclusion import Verdict
+    from kvprobe.launchqueue.judge import Verdict
     from kvprobe.recordings.trace_library import Queue
 
-__all__ = ["QueueTriage", "Triage", "quick_triage", "quick_triages", "triage", "whole_triage"]
+__all__ = ["QueueTriage", "Triage", "certain", "quick_triage", "quick_triages"]
+
+_ENOUGH = 64  # submissions: half of them may be start-up
+_MANY = 5  # streams that may fill a channel together, each of them far from full
 
 
 class QueueTriage:
@@ -42,7 +47,7 @@ class QueueTriage:
         handle: int,
         calls: int,
         deepest: int,
-        verdict: Verdict,
+        verdict: str,
         reason: str,
         ceiling: int,
         lost_ns: int,
@@ -56,28 +61,36 @@ class Triage:
 
     Attributes:
         path: what was read.
-        verdict, reason: "saturated" if one queue is; else "cannot tell" if one cannot be told; else "healthy".
+        verdict, reason: "found", "healthy" or "undecided"; natively measured "saturated", "healthy" or "cannot tell".
         how: "plateau", "labels" or "inferred", as `Occupancy.how`.
         lost_ns: host time lost to full queues.
         queues: one for each stream that was submitted to, most time lost first.
         native: whether it was measured natively.
+        missing: what an undecided recording lacks, and how to record it.
     """
 
     def __init__(
-        self, path: Path, verdict: Verdict, reason: str, how: str, queues: list[QueueTriage], native: bool
+        self,
+        path: Path,
+        verdict: str,
+        reason: str,
+        how: str,
+        queues: list[QueueTriage],
+        native: bool,
+        lost_ns: int | None = None,
+        missing: list[tuple[str, str]] | None = None,
     ) -> None:
         self.path, self.verdict, self.reason, self.how, self.queues = path, verdict, reason, how, queues
-        self.lost_ns = sum(queue.lost_ns for queue in queues)
-        self.native = native
+        self.lost_ns = sum(queue.lost_ns for queue in queues) if lost_ns is None else lost_ns
+        self.native, self.missing = native, missing or []
 
 
-def triage(path: str | os.PathLike[str]) -> Triage:
-    """The answer for one recording of any format.
-
-    Raises:
-        RecordingError: it cannot be read; its text says why.
-    """
-    return quick_triage(path) or whole_triage(path)
+def certain(one: Triage) -> bool:
+    """Whether a native answer needs no other: enough was submitted, and no queue was anywhere near full."""
+    deep = [queue.deepest for queue in one.queues]
+    if one.verdict != "healthy" or sum(queue.calls for queue in one.queues) < _ENOUGH:
+        return False
+    return max(deep, default=0) < REAL_DEPTH and (len(deep) < _MANY or sum(deep) < LEAST_DEPTH)
 
 
 def quick_triage(path: str | os.PathLike[str], *, on_a_thread: bool = True) -> Triage | None:
@@ -104,9 +117,10 @@ def quick_triage(path: str | os.PathLike[str], *, on_a_thread: bool = True) -> T
         return None
     if measured is None:
         return None
-    queues = [_judged(queue) for queue in measured]
-    queues.sort(key=lambda queue: (-queue.lost_ns, queue.stream))
-    verdict, reason = overall([(queue.verdict, queue.reason, queue.deepest) for queue in queues])
+    judged = [(_judged(queue, *concluded), concluded) for queue in measured for concluded in (_concluded(queue),)]
+    judged.sort(key=lambda one: (-one[0].lost_ns, one[0].stream))
+    verdict, reason = overall([(*concluded, queue.deepest) for queue, concluded in judged])
+    queues = [queue for queue, _ in judged]
     return Triage(path, verdict, reason, "plateau", queues, native=True)
 
 
@@ -127,8 +141,8 @@ def quick_triages(paths: Sequence[Path]) -> list[Triage | RecordingError | None]
         return list(pool.map(attempt, paths))
 
 
-def _judged(queue: Queue) -> QueueTriage:
-    verdict, reason = conclude(
+def _concluded(queue: Queue) -> tuple[Verdict, str]:
+    return conclude(
         Measured(
             queue.deepest,
             slow=queue.slow,
@@ -141,6 +155,9 @@ def _judged(queue: Queue) -> QueueTriage:
             in_graphs=queue.in_graphs,
         )
     )
+
+
+def _judged(queue: Queue, verdict: Verdict, reason: str) -> QueueTriage:
     full = verdict == "saturated"
     return QueueTriage(
         queue.row,
@@ -153,32 +170,3 @@ def _judged(queue: Queue) -> QueueTriage:
         ceiling=queue.ceiling if full else -1,
         lost_ns=queue.lost_ns if full else 0,
     )
-
-
-def whole_triage(path: str | os.PathLike[str]) -> Triage:
-    """The answer by reading all of the recording.
-
-    Raises:
-        RecordingError: it cannot be read; its text says why.
-    """
-    from kvprobe.recordings import open_recording
-    from kvprobe.recordings.occupancy import occupancy
-
-    recording = open_recording([path])
-    found = occupancy(recording)
-    device, handle = recording.streams["device"], recording.streams["handle"]
-    queues = [
-        QueueTriage(
-            queue.stream,
-            int(device[queue.stream]),
-            int(handle[queue.stream]),
-            len(queue.calls),
-            int(queue.depth.max(initial=0)),
-            queue.verdict,
-            queue.reason,
-            queue.ceiling,
-            int(queue.blocked_ns.sum()),
-        )
-        for queue in found.streams
-    ]
-    return Triage(Path(path), found.verdict, found.reason, found.how, queues, native=False)

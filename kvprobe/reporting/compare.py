@@ -60,7 +60,10 @@ class CallChange:
 
 @dataclass(frozen=True)
 class Change:
-    """One cause: "gone", "new", "less", "more" or "same", by the share of recorded time that it lost."""
+    """One cause: "gone", "new", "less", "more" or "same", by the share of its threads' time that it lost.
+
+    "undecided" where the recording that should prove it less or more is too poor to prove anything.
+    """
 
     cause: str
     what: str
@@ -76,17 +79,24 @@ class Change:
 
 
 def compare_findings(
-    before: Sequence[Finding], after: Sequence[Finding], span_before_ns: float, span_after_ns: float
+    before: Sequence[Finding], after: Sequence[Finding], before_tells: bool = True, after_tells: bool = True
 ) -> list[Change]:
-    """Matches findings by cause, most time (as a share of the recording) first; abstentions are left out."""
+    """Matches findings by cause, most time (as a share of the time of its threads) first; abstentions are left out.
+
+    Args:
+        before: findings of the one recording; `after` of the other.
+        after: see there.
+        before_tells: it says enough to prove what is not in it; `after_tells` likewise.
+        after_tells: see there.
+    """
     old = {one.cause: one for one in before if one.confidence != "cannot tell"}
     new = {one.cause: one for one in after if one.confidence != "cannot tell"}
     out = []
     for cause in dict.fromkeys([*old, *new]):
         one, two = old.get(cause), new.get(cause)
         shares = (
-            one.lost_ns / max(span_before_ns, 1) if one else 0.0,
-            two.lost_ns / max(span_after_ns, 1) if two else 0.0,
+            one.share if one else 0.0,
+            two.share if two else 0.0,
         )
         if one is None or two is None:
             what = "gone" if two is None else "new"
@@ -94,6 +104,8 @@ def compare_findings(
             what = "same"
         else:
             what = "less" if shares[1] < shares[0] else "more"
+        if (what in ("gone", "less") and not after_tells) or (what in ("new", "more") and not before_tells):
+            what = "undecided"
         shown = two or one
         title = shown.title if shown else ""
         out.append(Change(cause, what, title, one.lost_ns if one else 0, two.lost_ns if two else 0, *shares))

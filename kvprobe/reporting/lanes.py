@@ -111,12 +111,20 @@ def _counted(
     return out
 
 
-def _timed(times: Sequence[float], span_ns: float) -> list[Any]:
+def _timed(times: Sequence[float], span_ns: float, threads: int = 1) -> list[Any]:
     total, *single = times
-    return [(duration(total), total), (percent(total / span_ns), total / span_ns), *((duration(t), t) for t in single)]
+    part = total / (span_ns * max(threads, 1))
+    return [(duration(total), total), (percent(part), part), *((duration(t), t) for t in single)]
 
 
-TIMED = ["Host time", "Of recorded", "Median", "p99", "Longest"]
+def _threads(recording: Recording, found: Submissions, lane: _Lane) -> int:
+    """How many threads made these calls: a share of time is one of theirs together."""
+    calls, rows = recording.calls, found.rows[lane.part]
+    owners = np.stack((calls["process"][rows].astype(np.int64), calls["thread"][rows]))
+    return len(np.unique(owners, axis=1).T) if len(rows) else 1
+
+
+TIMED = ["Host time", "Of its threads' time", "Median", "p99", "Longest"]
 
 
 def stream_table(recording: Recording, found: Submissions, queues: Occupancy | None) -> tuple[TableView, str]:
@@ -147,7 +155,7 @@ def stream_table(recording: Recording, found: Submissions, queues: Occupancy | N
                 name,
                 (str(channel) if channel >= 0 else NONE, channel),
                 (f"{lane.calls:,}", lane.calls),
-                *_timed(lane.times, span_ns),
+                *_timed(lane.times, span_ns, _threads(recording, found, lane)),
                 (f"{depth:,}" if depth >= 0 else NONE, depth),
                 (duration(blocked) if queue else NONE, blocked),
                 (bytes_text(payload), payload),
@@ -181,7 +189,7 @@ def thread_table(recording: Recording, found: Submissions, queues: Occupancy | N
                 str(thread),
                 recording.text(names.get((row, thread), 0)) or NONE,
                 (f"{lane.calls:,}", lane.calls),
-                *_timed(lane.times, span_ns),
+                *_timed(lane.times, span_ns, _threads(recording, found, lane)),
                 (duration(blocked) if queues else NONE, blocked),
             ]
         )
@@ -213,7 +221,7 @@ def processes(
                 recording.text(int(table_["node"][row])) or NONE,
                 recording.text(int(table_["state"][row])) or NONE,
                 (f"{lane.calls:,}", lane.calls),
-                *_timed(lane.times, span_ns),
+                *_timed(lane.times, span_ns, _threads(recording, found, lane)),
                 (duration(blocked), blocked),
             ]
         )

@@ -10,11 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvprobe.diagnosis.finding import ranked
+from kvprobe.diagnosis.startup import startup
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
+from kvprobe.recordings.window import serving_window
 from kvprobe.reporting import charts, lanes, series, verdict
 from kvprobe.reporting.charts import Mark, Points
-from kvprobe.reporting.units import NONE, count_text, duration, percent, value_text
+from kvprobe.reporting.units import NONE, bytes_text, count_text, duration, percent, rate, value_text
 from kvprobe.reporting.verdict import Verdict
 from kvprobe.reporting.views import Chart, Section, TableView, table
 
@@ -127,9 +129,33 @@ def view(recording: Recording, findings: Sequence[Finding] | None, queues: Occup
             [stream_table, lanes.thread_table(recording, found, queues)],
         ),
         charts.section("stacks", "Python code that was waiting", _STACKS, [], [_stacks(recording)]),
+        charts.section("startup", "Start-up, before the serving window", *_startup(recording)),
         charts.section("decisions", "What was switched, and why", "", [], [_decisions(recording, found)]),
     ]
     return out
+
+
+def _startup(recording: Recording) -> tuple[str, list[Chart | None], list[TableView | None]]:
+    """What lies before the serving window: told apart, because no finding counts it."""
+    window = recording.window or serving_window(recording)
+    before = startup(recording, window)
+    if not before.parts:
+        return "", [], []
+    lead = (
+        f"{duration(before.length_ns)} before the serving window ({window.how}); {count_text(before.submissions)} "
+        "submissions in it. A process does this once; no finding and no share above counts it."
+    )
+    rows = [
+        [
+            part.what, (f"{part.calls:,}", part.calls), (duration(part.ns), part.ns),
+            (bytes_text(part.bytes) if part.bytes else NONE, part.bytes),
+            (rate(part.bytes_per_s) if part.bytes else NONE, part.bytes_per_s),
+            part.call, (duration(part.longest_ns), part.longest_ns),
+        ]
+        for part in before.parts
+    ]  # fmt: skip
+    columns = ["Work", "Calls", "Time", "Size", "Rate", "Mostly in", "Longest call"]
+    return lead, [], [table("Start-up by kind of work", columns, rows)]
 
 
 _STACKS = "Stacks taken while a call was blocked, innermost frame first; the ones that waited longest lead."

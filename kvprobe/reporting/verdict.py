@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvprobe.diagnosis.finding import ranked
+from kvprobe.diagnosis.verdict import of_recording as diagnosis_verdict
 from kvprobe.reporting.story import Story
 from kvprobe.reporting.units import bytes_text, count_text, duration, percent, rate, ratio
 
@@ -21,7 +22,7 @@ WORDS = {
     "critical": "Critical",
     "warning": "Warning",
     "info": "For information",
-    "unknown": "Cannot tell",
+    "unknown": "Undecided",
     "ok": "Nothing found",
     "cured": "Cured while running",
 }
@@ -242,10 +243,11 @@ def of_recording(
     span_ns: float,
     diagnosed: bool = True,
 ) -> Verdict:
-    """The verdict on a recording: its costliest finding, or that nothing was found, or that one cannot tell."""
+    """The verdict on a recording: its costliest finding, that it is healthy, or what is missing to say so."""
+    judged = diagnosis_verdict(recording, findings)
     real = [one for one in findings if one.confidence != "cannot tell"]
     facts: list[Fact] = []
-    if not real:
+    if judged.state != "found" or not diagnosed:
         abstained = [one for one in findings if one.confidence == "cannot tell"]
         facts = [
             Fact("Submissions looked at", count_text(submissions)),
@@ -253,28 +255,22 @@ def of_recording(
             Fact(
                 "Host time in submissions",
                 duration(blocked_ns),
-                f"{percent(blocked_ns / span_ns)} of recorded time" if span_ns else "",
+                "of all threads together",
             ),
         ]
-        if abstained:
-            one = abstained[0]
-            detail = one.reason[:1].upper() + one.reason[1:] if one.reason else one.title
-            return Verdict(
-                "unknown",
-                f"Nothing proven. {one.title}".rstrip(".") + ".",
-                detail,
-                facts,
-                [change_parts(change) for change in one.cure[:3]],
-            )
         if not diagnosed:
             return Verdict("info", f"{count_text(submissions)} submissions, not diagnosed.", "", facts)
-        if not submissions:
-            return Verdict(
-                "unknown",
-                "Nothing found, because the recording holds no submissions.",
-                "No copy, launch or memset call was recorded; see the notes at the end for what was not read.",
-                facts,
-            )
+        if judged.state == "undecided":
+            lacks = judged.missing[0]
+            cures = [[Part(f"{lacks.how[:1].upper()}{lacks.how[1:]}.")]]
+            if abstained and abstained[0].reason.endswith(lacks.what):
+                one = abstained[0]
+                detail = one.reason[:1].upper() + one.reason[1:] if one.reason else one.title
+                cures = [change_parts(change) for change in one.cure[:3]]
+                return Verdict("unknown", f"Undecided. {one.title}".rstrip(".") + ".", detail, facts, cures)
+            also = "; ".join(one.what for one in judged.missing[1:3])
+            detail = f"Also: {also}." if also else ""
+            return Verdict("unknown", f"Undecided: {lacks.what}.", detail, facts, cures, action="How to record it")
         return Verdict("ok", "Nothing found: no submission waited for a reason that could be cured.", "", facts)
     order = ranked(real)
     first = order[0]
@@ -285,7 +281,8 @@ def of_recording(
         label = {"host": "Host time lost", "copy engine": "Copy engine time lost", "device": "Device time lost"}.get(
             first.lost_on, "Time lost"
         )
-        note = f"{percent(first.lost_ns / span_ns)} of recorded time" if span_ns else ""
+        whose = "their threads' time" if first.lost_on == "host" else "the window"
+        note = f"{percent(first.share)} of {whose}" if first.of_ns else ""
         facts.append(Fact(label, lost, note))
     if first.where:
         top = first.where[0]
@@ -294,6 +291,8 @@ def of_recording(
     if first.predicted_saving_ns:
         facts.append(Fact("The first change saves", duration(first.predicted_saving_ns), "predicted"))
     facts.append(Fact("How sure", first.confidence.capitalize(), first.evidence[0].how if first.evidence else ""))
+    if judged.missing:
+        facts.append(Fact("Not all was seen", judged.missing[0].what))
     rest = len(real) - 1
     if rest:
         others = sum(one.lost_ns for one in order[1:])

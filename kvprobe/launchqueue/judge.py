@@ -1,10 +1,12 @@
-"""What is concluded of a launch queue from what was measured of it: the thresholds and the words of every verdict.
+"""What is concluded of a launch queue from what was measured of it in a recording: the words of every verdict.
 
 A full queue is named only where three things meet: depths that stop at a plateau, calls that cost more there than
 below it, and returns that follow the stream's progress more closely than chance would. Needs no numpy.
 """
 
 from __future__ import annotations
+
+from kvprobe.launchqueue.constants import LEAST_BLOCKED, LEAST_DEPTH, NOTABLE_NS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -14,9 +16,6 @@ if TYPE_CHECKING:
     Verdict = Literal["saturated", "healthy", "cannot tell"]
 
 __all__ = ["LEAST_BLOCKED", "LEAST_DEPTH", "Measured", "conclude", "ms", "overall"]
-
-LEAST_DEPTH = 16  # below, no known queue is full
-LEAST_BLOCKED = 5
 
 
 class Measured:
@@ -69,7 +68,7 @@ def conclude(m: Measured) -> tuple[Verdict, str]:
         )
     if m.slow < LEAST_BLOCKED:
         few = f"{what}: too few to tell a full queue from chance"
-        return ("cannot tell", few) if m.lost_ns > 1_000_000 else ("healthy", few)
+        return ("cannot tell", few) if m.lost_ns > NOTABLE_NS else ("healthy", few)
     informative = m.chance < 0.6
     if informative and m.aligned < m.chance + 0.2:
         return "cannot tell", (

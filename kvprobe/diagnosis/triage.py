@@ -1,0 +1,61 @@
+"""Triage of any recording: the same reading, the same judge and the same findings as a report, as far as queues go."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvprobe.diagnosis import CAUSES, FULL_QUEUE, examine_frame
+from kvprobe.diagnosis.frame import Frame
+from kvprobe.diagnosis.queue_full import full
+from kvprobe.diagnosis.verdict import of_full_queue
+from kvprobe.recordings import open_recording
+from kvprobe.recordings.triage import QueueTriage, Triage, quick_triage
+
+__all__ = ["triage", "whole_triage"]
+
+_UNTIL = CAUSES[: 1 + max(CAUSES.index(cause) for cause in FULL_QUEUE)]
+
+
+def triage(path: str | os.PathLike[str]) -> Triage:
+    """The answer for one recording of any format.
+
+    Raises:
+        RecordingError: it cannot be read; its text says why.
+    """
+    return quick_triage(path) or whole_triage(path)
+
+
+def whole_triage(path: str | os.PathLike[str]) -> Triage:
+    """The answer by reading all of the recording.
+
+    Raises:
+        RecordingError: it cannot be read; its text says why.
+    """
+    recording = open_recording([path])
+    frame = Frame(recording)
+    findings = examine_frame(frame, _UNTIL).findings
+    verdict = of_full_queue(recording, findings, frame.serving)
+    found = frame.occupancy
+    device, handle = recording.streams["device"], recording.streams["handle"]
+    blocked = {queue.stream for queue in full(frame).queues} if verdict.state == "found" else set()
+    queues = [
+        QueueTriage(
+            queue.stream,
+            int(device[queue.stream]),
+            int(handle[queue.stream]),
+            len(queue.calls),
+            int(queue.depth.max(initial=0)),
+            "found" if queue.stream in blocked else "undecided" if queue.verdict == "cannot tell" else "healthy",
+            queue.reason,
+            queue.ceiling if queue.stream in blocked else -1,
+            int(queue.blocked_ns.sum()) if queue.stream in blocked else 0,
+        )
+        for queue in found.streams
+    ]
+    lost = sum(one.lost_ns for one in findings if one.cause in FULL_QUEUE and not one.abstains)
+    reason = found.reason if verdict.state == "found" and found.verdict == "saturated" else verdict.reason
+    if verdict.state == "healthy":
+        reason = found.reason if found.verdict == "healthy" else verdict.reason
+    return Triage(Path(path), verdict.state, reason, found.how, queues, native=False, lost_ns=lost,
+                  missing=[(one.what, one.how) for one in verdict.missing])  # fmt: skip

@@ -1,0 +1,155 @@
+"""What is said of a recording in one word: found, healthy, or undecided with what is missing and how to record it.
+
+Undecided is never green. A recording is healthy only where enough was seen to say so: it was read to its end, it holds
+submissions, and what could not be explained in it is too little to matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from kvprobe.diagnosis import FULL_QUEUE
+from kvprobe.recordings.assemble import is_kind
+from kvprobe.recordings.buckets import bucket_floor_ns
+from kvprobe.recordings.model import SUBMITTING, CallKind, Recording
+from kvprobe.recordings.window import ServingWindow, serving_window
+
+if TYPE_CHECKING:
+    from kvprobe.diagnosis.finding import Finding
+
+__all__ = ["Missing", "Verdict", "missing", "of_full_queue", "of_recording"]
+
+State = Literal["found", "healthy", "undecided"]
+
+ENOUGH = 32  # submissions in the window; a queue cannot be full with fewer
+OPEN_SHARE = 0.01  # of a thread's time: more that nobody can explain, and a recording is not called healthy
+UNSEEN_SHARE = 0.05  # the same, of slow calls that were only counted
+
+_AGAIN = "record again and let the recorder end by itself"
+_COPIES = ("record while blocks are copied: `kvprobe run -- COMMAND`, `nsys profile -t cuda,nvtx`, or torch.profiler "
+           "with ProfilerActivity.CUDA")  # fmt: skip
+_DEVICE = "record with device activity: `kvprobe run --nsys`, `nsys profile -t cuda`, or torch.profiler with CUDA"
+_DETAIL = "keep more calls: `kvprobe run --max-size`, or a shorter run"
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What a recording lacks, and how to record it; both are half sentences."""
+
+    what: str
+    how: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One word and why.
+
+    Attributes:
+        state: "found", "healthy" or "undecided".
+        reason: one sentence without its full stop.
+        missing: what keeps a recording from being called healthy; of "found" as well, where it is incomplete.
+    """
+
+    state: State
+    reason: str
+    missing: tuple[Missing, ...] = ()
+
+    @property
+    def green(self) -> bool:
+        """Whether enough was seen to say that nothing is wrong."""
+        return self.state == "healthy"
+
+    def to_json(self) -> dict[str, Any]:
+        """The three fields."""
+        return {"state": self.state, "reason": self.reason,
+                "missing": [{"what": one.what, "how": one.how} for one in self.missing]}  # fmt: skip
+
+
+def missing(recording: Recording, window: ServingWindow | None = None) -> list[Missing]:
+    """What this recording lacks to be called healthy, whatever was found in it; empty where it lacks nothing."""
+    out = [Missing(line, _AGAIN) for line in recording.incomplete]
+    calls, totals = recording.calls, recording.totals
+    window = window or recording.window or serving_window(recording)
+    submits = is_kind(calls["kind"], SUBMITTING)
+    inside = int((submits & window.holds(calls["process"], calls["start_ns"])).sum()) if submits.any() else 0
+    counted = int(totals["calls"][is_kind(totals["kind"], SUBMITTING)].sum())
+    made = inside if inside or window.given else max(inside, counted)
+    if not calls.rows and not counted and not recording.executions.rows:
+        out.append(Missing("it holds no CUDA call and no device activity", _COPIES))
+    elif not made:
+        seen = "device activity and no call that submits" if recording.executions.rows else "no submission"
+        out.append(Missing(f"it holds {seen}" + (" in that window" if window.given else ""), _COPIES))
+    elif made < ENOUGH:
+        what = f"it holds {made} submission{'s' if made > 1 else ''}, too few to tell a full queue from chance"
+        out.append(Missing(what, _COPIES))
+    out += _unseen(recording)
+    return out
+
+
+def _unseen(recording: Recording) -> list[Missing]:
+    """Slow calls that are in the totals alone, where they held their threads up."""
+    totals = recording.totals
+    if not any(recording.lost.values()) or len(recording.histograms) != totals.rows:
+        return []
+    rows = np.flatnonzero(is_kind(totals["kind"], (CallKind.COPY, CallKind.BATCH, CallKind.MEMSET))
+                          & np.isin(totals["process"], [p for p, n in recording.lost.items() if n]))  # fmt: skip
+    counts = recording.histograms[rows].sum(axis=0) if len(rows) else np.zeros(0, np.int64)
+    if not counts.sum():
+        return []
+    floors = np.array([bucket_floor_ns(bucket) for bucket in range(len(counts))], dtype=np.float64)
+    quick = floors[int(np.searchsorted(np.cumsum(counts), 0.02 * counts.sum()))]
+    slow = floors > 3 * max(quick, 200)
+    lost = float((counts[slow] * (floors[slow] - quick)).sum())
+    calls = recording.calls
+    detail = np.maximum(calls["end_ns"] - calls["start_ns"], 0)[is_kind(calls["kind"], SUBMITTING)]
+    lost -= float(np.maximum(detail[detail > 3 * max(quick, 200)] - quick, 0).sum())
+    span = float(calls["end_ns"].max() - calls["start_ns"].min()) if calls.rows else 0.0
+    threads = max(len(np.unique(totals["thread"][rows])), 1)
+    if lost <= UNSEEN_SHARE * max(span * threads, 1.0):
+        return []
+    return [Missing(f"calls that took {lost / 1e6:,.0f} ms longer than quick ones were counted and not kept", _DETAIL)]
+
+
+def of_recording(
+    recording: Recording, findings: Sequence[Finding], window: ServingWindow | None = None
+) -> Verdict:  # fmt: skip
+    """The verdict on all that was looked for: found from one finding on that is more than information."""
+    lacks = missing(recording, window)
+    named = [one for one in findings if not one.abstains and one.severity != "info"]
+    if named:
+        return Verdict("found", named[0].title.rstrip("."), tuple(lacks))
+    lacks += _open(findings)
+    if lacks:
+        return Verdict("undecided", lacks[0].what, tuple(lacks))
+    return Verdict("healthy", "no submission waited for a reason that could be cured")
+
+
+def of_full_queue(
+    recording: Recording, findings: Sequence[Finding], window: ServingWindow | None = None
+) -> Verdict:  # fmt: skip
+    """The verdict on full launch queues alone: what `kvprobe triage` says, and `kvprobe check --no saturation`."""
+    lacks = missing(recording, window)
+    mine = [one for one in findings if one.cause in FULL_QUEUE]
+    named = [one for one in mine if not one.abstains]
+    if named:
+        return Verdict("found", named[0].title.rstrip("."), tuple(lacks))
+    lacks += _open(mine)
+    if lacks:
+        return Verdict("undecided", lacks[0].what, tuple(lacks))
+    return Verdict("healthy", "no launch queue was full")
+
+
+def _open(findings: Sequence[Finding]) -> list[Missing]:
+    """Findings that could not be told and are too large to pass over."""
+    return [
+        Missing(
+            one.reason.removeprefix("cannot tell, because ") or one.title.rstrip("."),
+            one.cure[0].text if one.cure else _DEVICE,
+        )
+        for one in findings
+        if one.abstains and one.share >= OPEN_SHARE
+    ]

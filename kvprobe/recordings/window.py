@@ -1,0 +1,211 @@
+"""The serving window: the part of a recording that is judged, and what lies before it, start-up.
+
+A process that makes its context, loads its modules and pins its memory does that once, and its time says nothing of
+how it serves. The window is given, or found for each process from its own calls: it begins where the last of the calls
+that set up ended, as long as hardly any work had been submitted until then; calls that go on at the same rate
+afterwards are no start-up. Steps that a profiler marked begin it as well. Where detail was lost, it begins where all
+calls are there.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvprobe.errors import UsageError
+from kvprobe.recordings.assemble import is_kind
+from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Recording, Table
+
+__all__ = ["ServingWindow", "parse_time", "recorded_span", "serving_window", "setting_up"]
+
+WARM = 32  # submissions of a process that set-up may precede, however few there are: checks, a first step
+FEW = 0.10  # of a process's submissions: more than that before a call, and the process was serving already
+GOES_ON = 0.10  # of the rate before: where set-up calls go on at more than that, they are part of the work
+LEAST_NS = 20_000  # a call that sets up and takes less is no matter
+_LOADS = ("moduleload", "libraryload", "getkernel", "modulegetfunction", "cuinit", "ctxcreate", "ctxretain",
+          "cudasetdevice", "cudainit", "linkcreate", "linkcomplete")  # fmt: skip
+_STEP = re.compile(r"ProfilerStep#\d+")
+
+
+@dataclass(frozen=True)
+class ServingWindow:
+    """What is judged of a recording.
+
+    Attributes:
+        end_ns: its last instant.
+        from_ns: its first instant by process row, (processes,) int64.
+        how: how it was found, in words.
+        first_ns: first instant that the recording knows of.
+        given: somebody named it.
+    """
+
+    end_ns: int
+    from_ns: Array = field(repr=False)
+    how: str
+    first_ns: int
+    given: bool = False
+
+    @property
+    def start_ns(self) -> int:
+        """Its first instant in any process."""
+        return int(self.from_ns.min()) if len(self.from_ns) else self.first_ns
+
+    @property
+    def span_ns(self) -> int:
+        """Its length."""
+        return max(self.end_ns - self.start_ns, 0)
+
+    def holds(self, process: Array, start_ns: Array) -> Array:
+        """Which of these, by their process row and start, lie in the window, (rows,) bool."""
+        if not len(self.from_ns):
+            return np.ones(len(start_ns), dtype=bool)
+        if (self.from_ns == self.from_ns[0]).all():
+            begin: Array = self.from_ns[0]
+        else:
+            begin = self.from_ns[np.clip(process, 0, len(self.from_ns) - 1)]
+        inside: Array = (start_ns >= begin) & (start_ns <= self.end_ns)
+        return inside
+
+
+def recorded_span(recording: Recording) -> tuple[int, int]:
+    """First and last instant that the recording knows of; (0, 0) where it holds nothing."""
+    tables = [t for t in (recording.calls, recording.executions, recording.transfers) if t.rows]
+    if not tables:
+        return 0, 0
+    return min(int(t["start_ns"].min()) for t in tables), max(int(t["end_ns"].max()) for t in tables)
+
+
+def setting_up(recording: Recording) -> Array:
+    """Mask over calls: they make contexts, streams and events, load modules, allocate, pin or free."""
+    calls = recording.calls
+    mask = is_kind(calls["kind"], (CallKind.ALLOC, CallKind.FREE, CallKind.CREATE))
+    loads = np.array([any(part in name.lower() for part in _LOADS) for name in recording.names], dtype=bool)
+    if loads.any():
+        mask |= loads[np.clip(calls["name"], 0, len(loads) - 1)]
+    return mask
+
+
+def parse_time(text: str, option: str) -> int:
+    """Nanoseconds of "1.5s", "20ms", "300us".
+
+    Raises:
+        UsageError: it is no time.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ns|us|ms|s)", text.strip())
+    if match is None:
+        raise UsageError(f"{option} {text}: not a time; write it like 1.5s, 20ms or 300us, counted from the start")
+    return int(float(match[1]) * {"ns": 1, "us": 1e3, "ms": 1e6, "s": 1e9}[match[2]])
+
+
+def serving_window(
+    recording: Recording, begin_ns: int | None = None, end_ns: int | None = None, within: str = ""
+) -> ServingWindow:
+    """The window that is given, else the one that is found.
+
+    Args:
+        recording: what was read.
+        begin_ns: from here on, counted from the recording's first instant.
+        end_ns: until here, counted likewise.
+        within: from the first to the last instant of the ranges of this name.
+
+    Raises:
+        UsageError: there is no such range, or nothing lies in the window.
+    """
+    first, last = recorded_span(recording)
+    processes = max(recording.processes.rows, int(recording.calls["process"].max(initial=-1)) + 1,
+                    int(recording.executions["process"].max(initial=-1)) + 1, 1)  # fmt: skip
+    if begin_ns is None and end_ns is None and not within:
+        return _found(recording, first, last, processes)
+    low, high, how = first, last, []
+    if within:
+        ranges = recording.ranges
+        names = np.flatnonzero(np.array([name == within for name in recording.names], dtype=bool))
+        rows = np.flatnonzero(np.isin(ranges["name"], names))
+        if not len(rows):
+            raise UsageError(f"--range {within}: no range of that name in the recording; `kvprobe stats -r nvtx_sum` "
+                             "lists them")  # fmt: skip
+        low, high = int(ranges["start_ns"][rows].min()), int(ranges["end_ns"][rows].max())
+        how.append(f"the ranges named {within}")
+    if begin_ns is not None:
+        low = max(low, first + begin_ns)
+        how.append("--from")
+    if end_ns is not None:
+        high = min(high, first + end_ns)
+        how.append("--to")
+    if low >= high or low > last or high < first:
+        raise UsageError(f"nothing of the recording lies in that window: it is {(last - first) / 1e9:.3g} s long")
+    return ServingWindow(high, np.full(processes, low, dtype=np.int64), "given by " + " and ".join(how), first, True)
+
+
+def _found(recording: Recording, first: int, last: int, processes: int) -> ServingWindow:
+    calls = recording.calls
+    begin = np.full(processes, first, dtype=np.int64)
+    how: list[str] = []
+    rows = np.flatnonzero(setting_up(recording))
+    rows = rows[calls["end_ns"][rows] - calls["start_ns"][rows] >= LEAST_NS]
+    submits = is_kind(calls["kind"], SUBMITTING) if len(rows) or recording.lost else np.zeros(0, dtype=bool)
+    for process in np.unique(calls["process"][rows]).tolist():
+        mine = rows[calls["process"][rows] == process]
+        until = _set_up(calls, mine, np.flatnonzero(submits & (calls["process"] == process)), last)
+        if until > begin[process]:
+            begin[process] = until
+            how.append("set-up")
+    steps = _first_step(recording)
+    if len(how) == 0 and steps > first:
+        begin[:] = np.maximum(begin, steps)
+        how.append("steps")
+    for process, lost in recording.lost.items():
+        if lost and 0 <= process < processes:
+            whole = _whole_from(calls, np.flatnonzero(submits & (calls["process"] == process)))
+            if whole > begin[process]:
+                begin[process] = whole
+                how.append("detail")
+    words = {"set-up": "where the last call that sets up had ended", "steps": "at the first step that was marked",
+             "detail": "where all calls were kept"}  # fmt: skip
+    said = " or ".join(words[one] for one in dict.fromkeys(how))
+    return ServingWindow(last, begin, f"it begins {said}" if said else "all that was recorded", first)
+
+
+def _set_up(calls: Table, rows: Array, submits: Array, last: int) -> int:
+    """Where the set-up of a process ended; 0 where none can be told."""
+    start, end = calls["start_ns"], calls["end_ns"]
+    rows = rows[np.argsort(start[rows], kind="stable")]
+    if not len(submits):
+        return 0
+    made = np.sort(start[submits])
+    ends = np.maximum.accumulate(end[rows])
+    before = np.searchsorted(made, ends, "left")
+    spent = np.cumsum(end[rows] - start[rows])
+    passed = np.maximum(ends - start[rows[0]], 1)
+    rate = spent / passed
+    after = (spent[-1] - spent) / np.maximum(last - ends, 1)
+    over = (before < len(made)) & (
+        (before <= min(WARM, len(made) // 2)) | ((before <= FEW * len(made)) & (after <= GOES_ON * rate))
+    )
+    at = np.flatnonzero(over)
+    return int(ends[at[-1]]) if len(at) else 0
+
+
+def _first_step(recording: Recording) -> int:
+    """Where the first of several steps begins that a profiler marked; 0 without."""
+    steps = np.flatnonzero(np.array([_STEP.fullmatch(name) is not None for name in recording.names], dtype=bool))
+    if not len(steps):
+        return 0
+    rows = np.flatnonzero(np.isin(recording.ranges["name"], steps))
+    return int(recording.ranges["start_ns"][rows].min()) if len(rows) > 1 else 0
+
+
+def _whole_from(calls: Table, submits: Array) -> int:
+    """From when on all submissions were kept: what is left of the time before are slow ones."""
+    start, end = calls["start_ns"][submits], calls["end_ns"][submits]
+    threads = calls["thread"][submits]
+    begin = 0
+    for thread in np.unique(threads).tolist():
+        mine = np.flatnonzero(threads == thread)
+        took = end[mine] - start[mine]
+        quick = np.flatnonzero(took <= np.median(took[-1000:]))
+        if len(quick):
+            begin = max(begin, int(start[mine[quick[0]]]))
+    return begin
