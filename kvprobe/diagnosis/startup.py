@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from kvprobe.recordings.assemble import is_kind
-from kvprobe.recordings.model import SUBMITTING, CallKind, Recording
+from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Recording
 from kvprobe.recordings.window import ServingWindow, setting_up
 
 __all__ = ["Startup", "StartupPart", "startup"]
 
+CONTEXT_NS = 50_000_000  # making a context takes 100 ms to a second
 PINS = ("hostalloc", "hostregister", "mallochost", "memhostalloc", "memallochost", "memhostregister")
 
 
@@ -79,21 +80,32 @@ def startup(recording: Recording, window: ServingWindow) -> Startup:
     rows = np.flatnonzero(before & setting_up(recording))
     kind_of_name = [_kind(name) for name in recording.names]
     kinds = calls["kind"][rows]
+    makes_context = _first_calls(recording, rows)
     parts: dict[str, list[int]] = {}
     for row, name, kind in zip(rows.tolist(), calls["name"][rows].tolist(), kinds.tolist(), strict=True):
-        parts.setdefault(_part(kind_of_name[name] if 0 <= name < len(kind_of_name) else "", kind), []).append(row)
+        by_name = kind_of_name[name] if 0 <= name < len(kind_of_name) else ""
+        what = "context and devices" if row in makes_context else _part(by_name, kind)
+        parts.setdefault(what, []).append(row)
     out = []
     for what, members in parts.items():
         mine = np.array(members)
         spent = np.maximum(calls["end_ns"][mine] - calls["start_ns"][mine], 0)
-        by_name = np.bincount(np.maximum(calls["name"][mine], 0), weights=spent)
+        in_names = np.bincount(np.maximum(calls["name"][mine], 0), weights=spent)
         asked = what in ("pinning host memory", "allocating device memory")
         size = int(calls["bytes"][mine].sum()) if asked else 0
-        out.append(StartupPart(what, len(mine), int(spent.sum()), size, recording.text(int(by_name.argmax())),
+        out.append(StartupPart(what, len(mine), int(spent.sum()), size, recording.text(int(in_names.argmax())),
                                int(spent.max())))  # fmt: skip
     out.sort(key=lambda part: -part.ns)
     submissions = int((before & is_kind(calls["kind"], SUBMITTING)).sum())
     return Startup(length, window.how, submissions, tuple(out))
+
+
+def _first_calls(recording: Recording, rows: Array) -> set[int]:
+    """Each process's first call of these, where it took so long that it made the context, whatever its name."""
+    calls = recording.calls
+    ordered = rows[np.argsort(calls["start_ns"][rows], kind="stable")]
+    first = ordered[np.unique(calls["process"][ordered], return_index=True)[1]]
+    return {int(row) for row in first if calls["end_ns"][row] - calls["start_ns"][row] >= CONTEXT_NS}
 
 
 def _kind(name: str) -> str:

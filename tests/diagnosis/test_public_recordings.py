@@ -3,7 +3,9 @@
 import pytest
 
 from kvprobe.diagnosis import diagnose
+from kvprobe.diagnosis.startup import startup
 from kvprobe.recordings import open_recording
+from kvprobe.recordings.window import serving_window
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +79,18 @@ def test_deep_but_healthy_queues_are_not_named_and_their_pageable_copies_are(fou
     assert findings["pageable_memory"].lost_ns == pytest.approx(lost, rel=0.1)
 
 
-def test_pageable_copies_and_first_calls_of_a_program_start(found):
+def start_up(path):
+    recording = open_recording([path])
+    return {part.what: part for part in startup(recording, serving_window(recording)).parts}
+
+
+def test_pageable_copies_are_found_and_a_program_start_is_told_apart(found, shared_data):
     findings = found("param/resnet_kineto.json.gz")
     assert findings["pageable_memory"].lost_ns == pytest.approx(2.0e9, rel=0.1)
-    assert findings["first_calls"].lost_ns == pytest.approx((838 + 788 + 241) * 1e6, rel=0.1)
-    assert not QUEUE & set(findings)
+    assert not QUEUE & set(findings) and "first_calls" not in findings
+    parts = start_up(shared_data / "param/resnet_kineto.json.gz")
+    assert parts["context and devices"].ns == pytest.approx(788e6, rel=0.1)
+    assert parts["streams and events"].ns == pytest.approx(241e6, rel=0.1)
 
 
 @pytest.mark.parametrize("path, slow", [("nsys-ai/mfu_2gpu_before.sqlite", 6), ("nsys-ai/mfu_2gpu_after.sqlite", 10)])
@@ -101,10 +110,12 @@ def test_lazy_loading_is_what_was_slow_in_a_shallow_eager_step(found):
     assert findings["first_calls"].severity == "info"
 
 
-def test_a_test_program_of_2022_spends_its_time_in_allocation_and_first_calls(found):
+def test_a_test_program_of_2022_spends_its_time_in_allocation_and_at_its_start(found, shared_data):
     findings = found("extrap/concurrent_profile16.sqlite")
     assert not QUEUE & set(findings)
-    assert {"allocation_on_hot_path", "first_calls"} <= named(findings)
+    assert "allocation_on_hot_path" in named(findings)
+    pinned = start_up(shared_data / "extrap/concurrent_profile16.sqlite")["pinning host memory"]
+    assert (pinned.call, pinned.calls) == ("cudaHostAlloc", 10) and pinned.longest_ns == pytest.approx(22e6, rel=0.1)
 
 
 def test_a_full_queue_is_not_taken_for_a_starved_device(found):
