@@ -16,6 +16,7 @@ from kvprobe.errors import KvprobeError
 # imported when it is run, so that `kvprobe --help` costs no import.
 COMMANDS = {
     "demo": "Fill a launch queue, watch kvprobe notice and switch, get a report.",
+    "calibrate": "Measure the launch queue and every method of copying on this machine.",
     "bench": "Compare the stream policies and copy methods of this machine, interleaved.",
     "run": "Run a command and record every copy of every process it starts.",
     "attach": "Record a process that runs already.",

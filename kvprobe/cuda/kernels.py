@@ -26,7 +26,7 @@ __all__ = ["CopyKernels", "load_copy_kernels"]
 
 SOURCE = Path(__file__).resolve().parent.parent / "native" / "kernels" / "copy.cu"
 HOST_IMAGE = b"KVPROBE HOST KERNELS\0"
-OPTIONS = ("--std=c++17", "-DKVP_DEEP=4")
+OPTIONS = ("--std=c++17",)
 CACHE_MAGIC = b"KVPCUBIN"
 
 MAX_CTAS = 16

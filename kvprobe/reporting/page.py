@@ -58,9 +58,9 @@ def build_page(
         lead_verdict: on top, in place of the recording's own.
 
     Raises:
-        UsageError: there is neither a recording nor a story.
+        UsageError: there is neither a recording nor a story, nor sections with a verdict and a title.
     """
-    if recording is None and story is None:
+    if recording is None and story is None and not (extra and lead_verdict and title):
         raise UsageError("a report needs a recording or a demo's story")
     sections: list[Section] = []
     shown: list[dict[str, Any]] | None = None

@@ -87,23 +87,20 @@ template <int DEEP> __device__ __forceinline__ void kvp_by_registers(u64 dst, u6
         kvp_move<u8, DEEP>(dst, src, bytes, lane);
 }
 
-struct kvp_part {
-    u64 dst, src;
-    u32 bytes;
+// One lane's entry as it was read: nothing is computed with it before its turn, so that nobody waits for the reading.
+struct kvp_read_entry {
+    u64 dst, src, bytes;
 };
 
-__device__ __forceinline__ kvp_part kvp_part_of(const kvp_work &w, u32 first, u32 lane) {
-    kvp_part part = {0, 0, 0};
-    u32 number = first + lane;
-    if (lane >= w.chunk || number >= w.total) return part;
-    u32 entry = w.units == 1 ? number : number / w.units;
-    u64 offset = (u64)(number - entry * w.units) * w.unit;
-    const volatile u64 *e = (const volatile u64 *)(w.list + (u64)entry * sizeof(kvp_entry));
-    u64 bytes = e[2];
-    part.dst = e[0] + offset;
-    part.src = e[1] + offset;
-    part.bytes = offset >= bytes ? 0 : bytes - offset < w.unit ? (u32)(bytes - offset) : w.unit;
-    return part;
+__device__ __forceinline__ kvp_read_entry kvp_entry_of(const kvp_work &w, u32 number, u32 lane) {
+    kvp_read_entry e = {0, 0, 0};
+    if (lane < w.chunk && number < w.total) {
+        u64 at = w.list + (u64)(w.units == 1 ? number : number / w.units) * sizeof(kvp_entry);
+        asm volatile("ld.volatile.global.u64 %0, [%1];" : "=l"(e.dst) : "l"(at));
+        asm volatile("ld.volatile.global.u64 %0, [%1];" : "=l"(e.src) : "l"(at + 8));
+        asm volatile("ld.volatile.global.u64 %0, [%1];" : "=l"(e.bytes) : "l"(at + 16));
+    }
+    return e;
 }
 
 // Calls move(dst, src, bytes) with the whole warp for each of its units.
@@ -112,15 +109,17 @@ template <class Mover> __device__ __forceinline__ void kvp_walk(const kvp_work &
     // neighbouring chunks on different CTAs, so that few of them keep all CTAs busy
     u32 chunks = (w.total + w.chunk - 1) / w.chunk, mine = threadIdx.x / 32 * gridDim.x + blockIdx.x;
     if (mine >= chunks) return;
-    kvp_part next = kvp_part_of(w, mine * w.chunk, lane);
+    kvp_read_entry next = kvp_entry_of(w, mine * w.chunk + lane, lane);
     for (u32 c = mine; c < chunks; c += warps) {
-        kvp_part now = next;
-        if (c + warps < chunks) next = kvp_part_of(w, (c + warps) * w.chunk, lane);
-        u32 here = w.total - c * w.chunk < w.chunk ? w.total - c * w.chunk : w.chunk;
+        u32 first = c * w.chunk, here = w.total - first < w.chunk ? w.total - first : w.chunk;
+        kvp_read_entry now = next;
+        if (c + warps < chunks) next = kvp_entry_of(w, (c + warps) * w.chunk + lane, lane);
         for (u32 i = 0; i < here; i++) {
             u64 dst = __shfl_sync(KVP_FULL, now.dst, i), src = __shfl_sync(KVP_FULL, now.src, i);
-            u32 bytes = __shfl_sync(KVP_FULL, now.bytes, i);
-            if (bytes) mover.move(dst, src, bytes, lane);
+            u64 bytes = __shfl_sync(KVP_FULL, now.bytes, i);
+            u64 offset = w.units == 1 ? 0 : (u64)((first + i) % w.units) * w.unit;
+            if (offset >= bytes) continue;
+            mover.move(dst + offset, src + offset, bytes - offset < w.unit ? (u32)(bytes - offset) : w.unit, lane);
         }
     }
 }
@@ -205,7 +204,7 @@ struct kvp_ring { // lane 0's
 
     __device__ __forceinline__ void move(u64 dst, u64 src, u32 bytes, u32 lane) {
         if (((dst ^ src) & 15) || bytes < 64) {
-            kvp_by_registers<KVP_DEEP>(dst, src, bytes, lane);
+            kvp_by_registers<2>(dst, src, bytes, lane);
             return;
         }
         u32 head = (u32)(0 - dst) & 15, body = (bytes - head) & ~15u, tail = bytes - head - body;

@@ -1,0 +1,89 @@
+"""`kvprobe calibrate`: what each method of copying does on this machine, for the engine's chooser and for people."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvprobe.commands._reading import progress_bar
+
+__all__ = ["command"]
+
+
+@click.command(short_help="Measure the launch queue and every method of copying on this machine.")
+@click.option("--device", type=click.Choice(["auto", "host", "cuda"]), default="auto", show_default=True,
+              help="The GPU, the embedded host runtime, or whichever there is.")  # fmt: skip
+@click.option("--quick", is_flag=True, help="Only what the engine's chooser needs: about two seconds on a GPU.")
+@click.option(
+    "--cached", "use_cached", is_flag=True, help="Show what was measured before on this machine, if anything."
+)
+@click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Write the curves as an HTML page.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+def command(device: str, quick: bool, use_cached: bool, report: Path | None, as_json: bool) -> None:
+    """Measure depth and channels of the launch queue, and the bandwidth, submission cost and price of every method.
+
+    The result is kept for this GPU, driver, CUDA version and link: engines on this machine choose by it. It takes well
+    under a minute; nothing else should use the GPU or the link meanwhile.
+    """
+    from kvprobe.cuda import find_runtime
+    from kvprobe.offload import method_calibration
+    from kvprobe.offload.methods import copier_for
+
+    if report is not None:
+        from kvprobe.reporting.page import check_writable
+
+        check_writable(report)
+    if device != "host":
+        with contextlib.suppress(ImportError):  # the runtime must be the one that torch has loaded
+            import torch  # noqa: F401
+    runtime = find_runtime(device)
+    result = method_calibration.cached(runtime) if use_cached else None
+    if result is None:
+        with progress_bar(as_json) as progress:
+            result = method_calibration.measure(runtime, copier_for(runtime), quick=quick, progress=progress)
+        method_calibration.store(runtime, result)
+    if report is not None:
+        from kvprobe.reporting import calibrated
+        from kvprobe.reporting.page import write_report
+
+        write_report(None, report, title=calibrated.title(result), extra=calibrated.sections(result),
+                     lead_verdict=calibrated.verdict(result))  # fmt: skip
+    click.echo(json.dumps(result, indent=1)) if as_json else _show(result)
+
+
+def _show(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvprobe.reporting.calibrated import way
+
+    console, link, queue = Console(), result["link_bytes_per_s"], result["queue"]
+    console.print(f"{result['gpu'] or 'GPU'}: queue depth {queue['depth']:,}, {queue['channels']} channels, "
+                  f"a submission {queue['baseline_ns'] / 1e3:.2f} us; measured in {result['seconds']:.1f} s",
+                  highlight=False)  # fmt: skip
+    for name, why in result["missing"].items():
+        if name != "staged":
+            console.print(f"no {name}: {why}", highlight=False)
+    for kind, word in (("h2d", "loads"), ("d2h", "stores")):
+        rows = [row for row in result["rows"] if row["direction"] == kind]
+        sizes = [one["copy_bytes"] for one in rows[0]["measured"]]
+        shown = [size for size in sizes if size in (1024, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20)]
+        table = Table(title=f"{word}, scattered copies, GB/s (one large copy: {link[kind] / 1e9:.1f})")
+        table.add_column("")
+        for size in shown:
+            table.add_column(f"{size >> 10:,} KiB", justify="right")
+        table.add_column("us a copy", justify="right")
+        table.add_column("slows decode", justify="right")
+        for row in rows:
+            rates = {one["copy_bytes"]: one["bytes_per_s"] / 1e9 for one in row["measured"]}
+            table.add_row(way(row["method"], row["ctas"]), *(f"{rates[size]:.1f}" for size in shown),
+                          f"{row['submit_ns'][row['sizes'].index(65536)] / 1e3:.2f}",
+                          f"{row['slowdown']:.1%}" if row["ctas"] else "-")  # fmt: skip
+        console.print(table)
+        chosen = [one for one in result["choices"] if one["direction"] == kind and one["copy_bytes"] in shown]
+        console.print("chosen: " + "; ".join(f"{one['copy_bytes'] >> 10:,} KiB {way(one['method'], one['ctas'])}"
+                                             for one in chosen), highlight=False)  # fmt: skip
