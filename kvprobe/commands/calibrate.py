@@ -73,17 +73,16 @@ def _show(result: dict[str, Any]) -> None:
         sizes = [one["copy_bytes"] for one in rows[0]["measured"]]
         shown = [size for size in sizes if size in (1024, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20)]
         table = Table(title=f"{word}, scattered copies, GB/s (one large copy: {link[kind] / 1e9:.1f})")
-        table.add_column("")
-        for size in shown:
-            table.add_column(f"{size >> 10:,} KiB", justify="right")
-        table.add_column("us a copy", justify="right")
-        table.add_column("slows decode", justify="right")
+        table.add_column("KiB", no_wrap=True)
+        for name in (*(f"{size >> 10:,}" for size in shown), "price"):
+            table.add_column(name, justify="right", no_wrap=True)
         for row in rows:
             rates = {one["copy_bytes"]: one["bytes_per_s"] / 1e9 for one in row["measured"]}
-            table.add_row(way(row["method"], row["ctas"]), *(f"{rates[size]:.1f}" for size in shown),
-                          f"{row['submit_ns'][row['sizes'].index(65536)] / 1e3:.2f}",
+            name = f"{row['method']} x{row['ctas']}" if row["ctas"] else row["method"]
+            table.add_row(name, *(f"{rates[size]:.1f}" for size in shown),
                           f"{row['slowdown']:.1%}" if row["ctas"] else "-")  # fmt: skip
         console.print(table)
         chosen = [one for one in result["choices"] if one["direction"] == kind and one["copy_bytes"] in shown]
+        console.print("kernel x2: 2 CTAs; price: what a decode step takes longer than beside DMA", highlight=False)
         console.print("chosen: " + "; ".join(f"{one['copy_bytes'] >> 10:,} KiB {way(one['method'], one['ctas'])}"
                                              for one in chosen), highlight=False)  # fmt: skip

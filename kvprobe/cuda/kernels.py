@@ -30,8 +30,8 @@ OPTIONS = ("--std=c++17",)
 CACHE_MAGIC = b"KVPCUBIN"
 
 MAX_CTAS = 16
-WARPS = 16
-BULK_RING_BYTES = 8192  # of a warp, beside RING_HEADER of copy_methods.c
+BULK_WARPS, REGISTER_WARPS = 8, 16
+BULK_RING_BYTES = 16384  # of a warp, beside RING_HEADER of copy_methods.c
 RING_HEADER_BYTES = 512
 BULK, REGISTERS = 1, 2  # kvp_copy_kernel.kind
 
@@ -92,14 +92,14 @@ def _load(runtime: Runtime, bulk: bool | None) -> CopyKernels:
     else:
         capability = 10 * _attribute(runtime, _MAJOR, device) + _attribute(runtime, _MINOR, device)
         module, how = _compiled(driver, capability)
-    shared = WARPS * (BULK_RING_BYTES + RING_HEADER_BYTES)
+    shared = BULK_WARPS * (BULK_RING_BYTES + RING_HEADER_BYTES)
     able = capability >= 90 and (runtime.provider == "host" or _attribute(runtime, _SHARED_OPTIN, device) >= shared)
     if bulk and not able:
         raise _Unavailable(f"compute capability {capability / 10:.1f} has no bulk asynchronous copies")
     if able and bulk is not False:
-        names, facts = ("kvp_copy_load", "kvp_copy_store"), (32 * WARPS, shared, MAX_CTAS, BULK)
+        names, facts = ("kvp_copy_load", "kvp_copy_store"), (32 * BULK_WARPS, shared, MAX_CTAS, BULK)
     else:
-        names, facts = ("kvp_copy_registers", "kvp_copy_registers"), (32 * WARPS, 0, MAX_CTAS, REGISTERS)
+        names, facts = ("kvp_copy_registers", "kvp_copy_registers"), (32 * REGISTER_WARPS, 0, MAX_CTAS, REGISTERS)
     load, store = (CopyKernel(_function(driver, module, name, facts[1]), *facts) for name in names)
     kernels = CopyKernels(load, store, _function(driver, module, "kvp_read", 0),
                           ct.cast(driver.cuLaunchKernel, ct.c_void_p).value or 0, how)  # fmt: skip

@@ -127,9 +127,8 @@ bool kvh_is_copy_kernel(const void *fn) { return number_of(fn) >= 0; }
 cudaError_t kvh_launch_copy_kernel(call *c, const void *fn, unsigned ctas, void **params, cudaStream_t stream) {
     if (!params || !params[0]) return cudaErrorInvalidValue;
     if (number_of(fn) != READ) return launch_copies(c, ctas, params[0], stream);
-    op o = {.kind = OP_DELAY,
-            .class = KVHOST_COMPUTE}; /* a CTA of it reads 64 KiB, of all together 1,000 bytes an ns */
-    o.work.ns = START_NS + (uint64_t)ctas * 65;
+    op o = {.kind = OP_DELAY, .class = KVHOST_COMPUTE}; /* a CTA reads 16 KiB, all together 1,000 bytes an ns */
+    o.work.ns = START_NS + (uint64_t)ctas * 16;
     return kvh_submit_one(c, stream, &o);
 }
 

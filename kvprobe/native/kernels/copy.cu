@@ -238,8 +238,8 @@ __device__ __forceinline__ void kvp_bulk(const kvp_work &w, u32 keep) {
 }
 
 // Loads wait for the link at their reads: all stages but one are being read. Stores wait at their writes.
-extern "C" __global__ void __launch_bounds__(512) kvp_copy_load(const kvp_work w) { kvp_bulk(w, 1); }
-extern "C" __global__ void __launch_bounds__(512) kvp_copy_store(const kvp_work w) { kvp_bulk(w, w.stages / 2); }
+extern "C" __global__ void __launch_bounds__(256) kvp_copy_load(const kvp_work w) { kvp_bulk(w, 1); }
+extern "C" __global__ void __launch_bounds__(256) kvp_copy_store(const kvp_work w) { kvp_bulk(w, w.stages / 2); }
 
 #else
 
@@ -248,12 +248,12 @@ extern "C" __global__ void kvp_copy_store(const kvp_work) {}
 
 #endif
 
-// Every CTA reads 64 KiB; the sum is written only where it is a value that it never is, so that the reads are kept.
+// Every CTA reads 16 KiB; the sum is written only where it is a value that it never is, so that the reads are kept.
 extern "C" __global__ void __launch_bounds__(256) kvp_read(const uint4 *from, u32 *never) {
-    const uint4 *p = from + (u64)blockIdx.x * 4096 + threadIdx.x;
+    const uint4 *p = from + (u64)blockIdx.x * 1024 + threadIdx.x;
     u32 sum = 0;
-#pragma unroll 8
-    for (int i = 0; i < 16; i++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
         uint4 v = p[i * 256];
         sum += v.x ^ v.y ^ v.z ^ v.w;
     }

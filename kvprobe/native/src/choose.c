@@ -72,23 +72,22 @@ void kvp_method_table_default(kvp_method_table *t, const kvp_copier *c) {
     static const struct {
         uint32_t ctas;
         float slowdown;
-        double least_ns[2]; /* a copy, of loads and of stores: what bulk copies of one CTA cost, shared among them */
-        double bytes_per_ns[2];
-    } kernels[] = {{1, 0.00f, {350, 360}, {34, 31}},
-                   {2, 0.00f, {238, 240}, {51, 51}},
-                   {4, 0.02f, {168, 175}, {51, 52.5}},
-                   {8, 0.055f, {112, 112}, {51, 52.5}},
-                   {16, 0.63f, {55, 55}, {51, 52.5}}};
+        double least_ns[2], gap_ns[2], bytes_per_ns[2]; /* of loads, of stores */
+    } kernels[] = {{1, 0.000f, {70, 85}, {20, 25}, {46.5, 44.0}},
+                   {2, 0.005f, {37, 45}, {6, 6}, {50.0, 51.5}},
+                   {4, 0.015f, {26, 26}, {3, 3}, {50.2, 51.5}},
+                   {8, 0.040f, {25, 25}, {3, 3}, {50.2, 51.5}},
+                   {16, 0.30f, {25, 24}, {3, 3}, {49.8, 51.0}}};
     memset(t, 0, sizeof *t);
     t->max_slowdown = MAX_SLOWDOWN;
     for (int d = 0; d < 2; d++) {
         const kvp_copy_kernel *kernel = d ? &c->store_kernel : &c->load_kernel;
-        fill(add(t, d, KVP_LOOP, 0, 0), 4000, 2400, 55.5, 0, 1040);
-        if (c->cuda.memcpy_batch_async) fill(add(t, d, KVP_BATCH, 0, 0), 9000, 440, 55.5, 0, 310);
+        fill(add(t, d, KVP_LOOP, 0, 0), 4000, 2400, 55.0, 0, 1040);
+        if (c->cuda.memcpy_batch_async) fill(add(t, d, KVP_BATCH, 0, 0), 9000, d ? 420 : 950, 55.0, 0, d ? 420 : 920);
         if (!kernel->function || !c->cuda.launch_kernel) continue;
         for (unsigned i = 0; i < sizeof kernels / sizeof *kernels; i++)
             if (kernels[i].ctas <= kernel->max_ctas)
-                fill(add(t, d, KVP_KERNEL, kernels[i].ctas, kernels[i].slowdown), 8000, 0, kernels[i].bytes_per_ns[d],
-                     kernels[i].least_ns[d], 5);
+                fill(add(t, d, KVP_KERNEL, kernels[i].ctas, kernels[i].slowdown), 8000, kernels[i].gap_ns[d],
+                     kernels[i].bytes_per_ns[d], kernels[i].least_ns[d], 25);
     }
 }

@@ -185,9 +185,10 @@ static int launch(const kvp_copier *c, const kvp_copy_kernel *k, uint32_t count,
     }
     uint64_t total = units * count, per_cta = (total + warps - 1) / warps;
     if (ctas > per_cta) ctas = (uint32_t)per_cta;
-    uint64_t chunk = total / (4ull * ctas * warps);
-    if (chunk > WARP) chunk = WARP;
-    if (chunk < 1) chunk = 1;
+    /* As many chunks for each warp, at least four where there are so many units: nobody waits for a last long one. */
+    uint64_t all_warps = (uint64_t)ctas * warps, rounds = (total + WARP * all_warps - 1) / (WARP * all_warps);
+    if (rounds < 4) rounds = 4;
+    uint64_t chunk = (total + rounds * all_warps - 1) / (rounds * all_warps);
     uint32_t ring = k->shared_bytes / warps, stage = 0, stages = 0;
     if (ring > RING_HEADER) {
         ring -= RING_HEADER;
