@@ -50,7 +50,11 @@ def command(
         import json
 
         found = [one.to_json() for one in findings]
-        click.echo(json.dumps({"report": str(path), "bytes": path.stat().st_size, "findings": found}))
+        click.echo(
+            json.dumps(
+                {"report": str(path), "bytes": path.stat().st_size, "findings": found, "verdict": verdict.to_json()}
+            )
+        )
     elif not quiet:
         named = [one for one in findings if one.confidence != "cannot tell"]
         if verdict.state == "undecided":

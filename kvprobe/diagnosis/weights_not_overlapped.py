@@ -31,7 +31,8 @@ def _weights(frame: Frame, rows: Array) -> tuple[Array, str]:
     table = frame.recording.executions
     calls = frame.x_call[rows]
     known = calls >= 0
-    source = np.where(known, frame.src[np.maximum(calls, 0)], 0)
+    source = np.zeros(len(rows), dtype=np.uint64)
+    source[known] = frame.src[calls[known]]
     if (source != 0).any():
         order = np.lexsort((frame.x_start[rows], table["bytes"][rows], source))
         new = np.ones(len(rows), dtype=bool)
