@@ -37,6 +37,7 @@ CAUSES: tuple[str, ...] = (
     # threads, inside calls
     "profiler_overhead",
     "pageable_memory",
+    "blocking_server_call",
     "synchronisation",
     "aliased_stream",
     "channels_exhausted",
@@ -95,7 +96,7 @@ def examine_frame(frame: Frame, causes: Sequence[str] = CAUSES) -> Examination:
     from importlib import import_module
 
     if not len(frame.start) and not len(frame.x_start):
-        return Examination([], [])
+        causes = [cause for cause in causes if cause == "blocking_server_call" and frame.recording.server_calls.rows]
     found: list[Finding] = []
     blind: list[NotLookedFor] = []
     for cause in causes:

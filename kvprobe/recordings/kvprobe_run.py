@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from kvprobe.errors import RecordingError
 from kvprobe.probe.processes import alive
 from kvprobe.probe.ring import CALLS, RECORD, SLOT, UNTIMED, RingSnapshot, read_ring
 from kvprobe.recordings.assemble import sorted_table, stream_rows
-from kvprobe.recordings.model import Array, CallKind, Label, Recording, Source, Table
+from kvprobe.recordings.model import SCHEMAS, Array, CallKind, Label, Recording, Source, Table
 from kvprobe.recordings.vocabulary import Names
 
 __all__ = ["read"]
@@ -485,7 +486,8 @@ def _transfers(
     }  # fmt: skip
     decisions: dict[str, list[Any]] = {name: [] for name in ("time_ns", "process", "what", "reason", "gain")}
     ranges: dict[str, list[Any]] = {n: [] for n in ("start_ns", "end_ns", "process", "thread", "domain", "name")}
-    states: dict[tuple[str, str], set[str]] = {}
+    served: dict[str, list[Any]] = {name: [] for name in SCHEMAS["server_calls"]}
+    latest: dict[tuple[str, int], tuple[str, str]] = {}  # adapter and process -> what it is, where it stands
     directions = {"load": 1, "store": 2}
     for row, (one, by) in enumerate(zip(processes, shifts, strict=True)):
         for event in _lines(one.folder / f"events-{one.pid}.jsonl"):
@@ -519,12 +521,23 @@ def _transfers(
                           names.add("kvprobe"), names.add(what))  # fmt: skip
                 for column, value in zip(ranges, values, strict=True):
                     ranges[column].append(value)
-            elif event.get("kind") == "state" and event.get("state") != "waiting":
-                key = (f"{event.get('adapter')} on {event.get('distribution')} {event.get('version')}",
-                       f"{event.get('state')} {event.get('reason') or ''}".strip())  # fmt: skip
-                states.setdefault(key, set()).add(str(one.pid))
-    for (adapter, state), pids in sorted(states.items()):
-        recording.notes.append(f"adapter {adapter}: {state} ({len(pids)} process{'es' if len(pids) > 1 else ''})")
+                call = (*values[:4], names.add(str(event.get("server"))), names.add(str(event.get("call"))),
+                        directions.get(str(event.get("direction")), 0), _count(event, "bytes"),
+                        _count(event, "copies"), _count(event, "pageable_copies"), _count(event, "blocking_copies"),
+                        names.add(str(event.get("cause") or "")), "inside" in event)  # fmt: skip
+                for column, value in zip(served, call, strict=True):
+                    served[column].append(value)
+            elif event.get("kind") == "state":
+                version = f" on {event.get('distribution')} {event['version']}" if event.get("version") else ""
+                state = f"{event.get('state')} {event.get('reason') or ''}".strip()
+                if state == "waiting":
+                    state = "waiting: the server did not import what it watches"
+                latest[f"{event.get('adapter')}{version}", one.pid] = f"{event.get('adapter')}{version}", state
+    states = Counter(latest.values())
+    for (adapter, state), count in sorted(states.items()):
+        recording.notes.append(f"adapter {adapter}: {state} ({count} process{'es' if count > 1 else ''})")
+    if served["start_ns"]:
+        recording.tables["server_calls"] = sorted_table("server_calls", {k: np.array(v) for k, v in served.items()})
     if ranges["start_ns"]:
         recording.tables["ranges"] = sorted_table("ranges", {k: np.array(v) for k, v in ranges.items()})
     picked = [one_in for one_in in columns["one_in"] if one_in > 1]
@@ -539,6 +552,10 @@ def _transfers(
         recording.tables["decisions"] = sorted_table(
             "decisions", {k: np.array(v) for k, v in decisions.items()}, by="time_ns"
         )
+
+
+def _count(event: dict[str, Any], field: str) -> int:
+    return max(0, _ns(event.get(field)))
 
 
 def _ns(value: object) -> int:

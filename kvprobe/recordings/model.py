@@ -115,6 +115,22 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "ok": "uint8",
         "one_in": "int64",  # transfers that this one was picked from: a sum over transfers counts it so often
     },
+    # Calls of a server's own functions that move data, as adapters saw them.
+    "server_calls": {
+        "start_ns": "int64",
+        "end_ns": "int64",
+        "process": "int32",
+        "thread": "int64",
+        "server": "name",
+        "name": "name",
+        "direction": "uint8",
+        "bytes": "int64",
+        "count": "int64",  # copies in the call; 0 none or unknown
+        "pageable": "int64",  # of these, from or to pageable memory
+        "blocking": "int64",  # of these, blocking by the way they were asked for
+        "reason": "name",  # why the call holds its thread, in the adapter's words
+        "inside": "uint8",  # runs inside another call of this table
+    },
     # Sampled values: device counters, occupancy estimates, step times.
     "samples": {"time_ns": "int64", "process": "int32", "device": "int32", "metric": "name", "value": "float64"},
     # Python stacks taken while a call was blocked; `stack` is one name, frames joined by "\n", innermost first.

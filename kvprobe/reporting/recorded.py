@@ -72,7 +72,8 @@ def submissions(recording: Recording) -> Submissions:
     calls = recording.calls
     rows = np.flatnonzero(np.isin(calls["kind"], np.array(SUBMITTING, dtype=np.uint8)))
     start = calls["start_ns"][rows]
-    tables = [one for one in (recording.calls, recording.executions, recording.transfers) if one.rows]
+    shown = (recording.calls, recording.executions, recording.transfers, recording.server_calls)
+    tables = [one for one in shown if one.rows]
     low = min((int(one["start_ns"].min()) for one in tables), default=0)
     high = max((int(one["end_ns"].max()) for one in tables), default=1)
     spent = np.maximum(calls["end_ns"][rows] - start, 0)
@@ -120,6 +121,7 @@ def view(recording: Recording, findings: Sequence[Finding] | None, queues: Occup
             "distributions", "How long calls took", "", [_histogram(recording, found), _heat(found, marks), cliff]
         ),
         charts.section("transfers", "Transfers", "", [_split(recording)]),
+        charts.section("server_calls", "What the server's own functions moved", _SERVED, [], [_served(recording)]),
         charts.section("ranks", "Processes side by side", "", *lanes.processes(recording, found, queues)),
         charts.section(
             "streams",
@@ -158,6 +160,7 @@ def _startup(recording: Recording) -> tuple[str, list[Chart | None], list[TableV
     return lead, [], [table("Start-up by kind of work", columns, rows)]
 
 
+_SERVED = "As kvprobe's adapters saw them; calls inside a call of this table are part of it and left out."
 _STACKS = "Stacks taken while a call was blocked, innermost frame first; the ones that waited longest lead."
 
 
@@ -377,6 +380,32 @@ def _stacks(recording: Recording) -> TableView:
         for i in order
     ]
     return table("By stack", ["Waited", "Stacks", "Held the GIL", "Frames"], listed)
+
+
+def _served(recording: Recording) -> TableView:
+    rows = recording.server_calls
+    outer = rows.where(rows["inside"] == 0)
+    key = np.stack([outer[name].astype(np.int64) for name in ("server", "name", "direction")], axis=1)
+    kinds, group = np.unique(key, axis=0, return_inverse=True)
+
+    def total(values: Array) -> Array:
+        return np.bincount(group.ravel(), values.astype(np.float64), len(kinds)).astype(np.int64)
+
+    sums = [total(outer[name]) for name in ("bytes", "count", "pageable", "blocking")]
+    spent = total(outer["end_ns"] - outer["start_ns"])
+    calls = np.bincount(group.ravel(), minlength=len(kinds))
+    words = {Direction.H2D: "to the GPU", Direction.D2H: "to the CPU"}
+    listed = []
+    for i in np.argsort(-spent, kind="stable")[:200]:
+        moved, copies, pageable, blocking = (int(one[i]) for one in sums)
+        listed.append([
+            f"{recording.text(int(kinds[i][0]))} {recording.text(int(kinds[i][1]))}",
+            words.get(Direction(int(kinds[i][2])), NONE),
+            (count_text(int(calls[i])), int(calls[i])), (bytes_text(moved), moved), (duration(int(spent[i])), int(spent[i])),
+            (count_text(copies), copies), (count_text(pageable), pageable), (count_text(blocking), blocking),
+        ])  # fmt: skip
+    columns = ["Function", "Direction", "Calls", "Moved", "Time of its thread", "Copies", "Pageable", "Blocking"]
+    return table("What the server's own functions moved", columns, listed)
 
 
 def _decisions(recording: Recording, found: Submissions) -> TableView:

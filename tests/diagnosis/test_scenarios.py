@@ -6,8 +6,8 @@ from scenarios import SCENARIOS, mistakes
 from kvprobe.diagnosis import CAUSES, diagnose
 
 # Explaining causes that the host runtime cannot play: they come from recorders and from CUDA's own initialisation, and
-# are tested on public recordings.
-NOT_PLAYED = {"profiler_overhead", "first_calls", "unexplained"}
+# are tested on public recordings (blocking_server_call: on events of adapters).
+NOT_PLAYED = {"profiler_overhead", "first_calls", "unexplained", "blocking_server_call"}
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

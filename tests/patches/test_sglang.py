@@ -434,6 +434,24 @@ def test_a_burst_larger_than_its_queue_does_not_wait_for_the_forward(engine, bac
     assert path.device.streams.in_use == 0
 
 
+@pytest.mark.parametrize("fix", ["off", "auto"])
+def test_a_wait_for_the_forward_is_no_part_of_the_copy_without_a_fence_either(engine, fix):
+    """SGLang's submission waits for the stream it is called on, behind any event that could be recorded before it."""
+    one = engine()
+    ids = list(range(8))
+    with instrument.observe("sglang", fix=fix) as seen:
+        for _ in range(2):
+            with forward(one):
+                one.schedule_stream.wait_stream(one.forward_stream)
+                ack = one.store(ids, ids, fence=False)
+                waiting = one.host.rt.event_query(next(iter(adapter().path("store").live.values())).start)
+            ack.finish_event.synchronize()
+            adapter().poll()
+    assert not waiting  # the start of copying, not of waiting
+    theirs = int(ack.start_event.elapsed_time(ack.finish_event) * 1e6)
+    assert seen.transfers[-1]["copy_ns"] == pytest.approx(theirs, abs=1_000)
+
+
 def test_without_a_split_that_burst_does_wait_for_the_forward(engine):
     one = engine(KVHOST_DEPTH=64, CUDA_DEVICE_MAX_CONNECTIONS=16)
     ids, over = list(range(160)), one.host.cuda.Event()

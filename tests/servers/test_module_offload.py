@@ -62,6 +62,19 @@ def test_output_is_the_same_and_every_forward_is_seen(server, adapter, make):
         assert [c["bytes"] for c in loads] == [(16 * 16 + 16) * 4] * 4
 
 
+def test_a_model_that_is_moved_as_a_whole_is_seen():
+    """diffusers' enable_model_cpu_offload; the meta device takes the GPU's place."""
+    accelerate = pytest.importorskip("accelerate")
+    model, hook = accelerate.cpu_offload_with_hook(network(), execution_device=torch.device("meta"))
+    with instrument.observe("accelerate") as seen:
+        for _ in range(2):
+            assert model(torch.empty(3, 16, device="meta")).shape == (3, 8)
+        with pytest.raises(NotImplementedError):  # torch's own: nothing comes back from the meta device
+            hook.offload()
+    moved = [(c["copies"], c["bytes"], c["pageable_copies"]) for c in seen.calls if c["call"].startswith("CpuOffload")]
+    assert moved == [(4, 4 * (16 * 32 + 32 + 32 * 8 + 8), 4), (0, 0, 0)]
+
+
 @pytest.mark.parametrize(("server", "adapter", "make"), CASES)
 def test_a_hook_that_fails_changes_no_output(server, adapter, make, monkeypatch):
     x = torch.randn(3, 16)

@@ -1,0 +1,84 @@
+"""A server's own function holds its thread while it moves data: the adapters that only measure saw it.
+
+Mechanism: weights or KV blocks are moved by a function that returns when the bytes have arrived: from or to pageable
+memory, by a blocking copy, or with a wait of the host in it (LMCache's connectors, accelerate's hooks, diffusers' group
+offloading).
+
+Signature: the adapter counted pageable or blocking copies in the call, or knows from the server's code why it waits.
+Only time in which no CUDA call was recorded on the thread is claimed: what was recorded has findings of its own.
+
+Needs: the adapters' events (`kvprobe run`, or KVPROBE=on with a run folder).
+
+Predicted saving: none is modelled: pinning and overlapping are changes of the server's own code.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, Where
+from kvprobe.diagnosis.frame import Frame, ms
+from kvprobe.diagnosis.intervals import Cover, distinct
+
+CAUSE = "blocking_server_call"
+CURES = {
+    "accelerate": "accelerate copies from pageable memory and waits, parameter by parameter: keep on the GPU what "
+                  "every step uses (device_map with max_memory), or use an offloading that prefetches on a stream "
+                  "(diffusers' group offloading, vLLM's --offload-backend prefetch)",
+    "diffusers": "Group offloading: use_stream=True with pinned memory, record_stream=True, "
+                 "low_cpu_mem_usage=False",
+    "lmcache": "LMCache: a larger chunk_size makes fewer waits; its multi-process mode moves them to another process",
+    "transformers": "Offload the KV cache only when it does not fit: cache_implementation=\"dynamic\" keeps it",
+    "sglang": "SGLang: --hicache-io-backend kernel and --page-size 64 make fewer and larger operations",
+    "vllm": "vLLM: --offload-backend prefetch copies weights ahead of their use",
+}  # fmt: skip
+
+
+def find(frame: Frame) -> Finding | None:
+    """Calls of servers' functions that held their threads."""
+    table = frame.recording.server_calls
+    if not table.rows:
+        return None
+    known = (table["pageable"] > 0) | (table["blocking"] > 0) | (table["reason"] > 0)
+    rows = np.flatnonzero(known & (table["inside"] == 0) & (table["thread"] >= 0))
+    if not len(rows):
+        return None
+    start, end = table["start_ns"][rows], table["end_ns"][rows]
+    process, thread = table["process"][rows], table["thread"][rows]
+    lost = end - start
+    span = 0
+    for one in distinct(process):
+        for other in distinct(thread[process == one]):
+            mine = (process == one) & (thread == other)
+            recorded = (frame.process == one) & (frame.thread == other)
+            lost[mine] -= Cover(frame.start[recorded], frame.end[recorded]).within(start[mine], end[mine])
+            whole = (table["process"] == one) & (table["thread"] == other)
+            span += int(table["end_ns"][whole].max() - table["start_ns"][whole].min())
+    rows, lost = rows[lost > 0], lost[lost > 0]
+    if not len(rows):
+        return None
+    evidence, places, servers = [], [], []
+    key = table["server"][rows].astype(np.int64) << 32 | table["name"][rows]
+    for one in sorted(set(key.tolist()), key=lambda k: -int(lost[key == k].sum())):
+        mine = rows[key == one]
+        server, name = (frame.text(table[column][mine[0]]) for column in ("server", "name"))
+        servers.append(server)
+        spent, moved = int(lost[key == one].sum()), int(table["bytes"][mine].sum())
+        copies, pageable = int(table["count"][mine].sum()), int(table["pageable"][mine].sum())
+        blocking = int(table["blocking"][mine].sum())
+        counts = f"{pageable} of {copies} copies from pageable memory, {blocking} blocking"
+        why = counts if pageable or blocking else frame.text(table["reason"][mine[0]])
+        evidence.append(Evidence(f"{server} {name}: {len(mine):,} calls held their thread for {ms(spent)} and moved "
+                                 f"{moved / 1e6:.3g} MB: {why}", spent, "ns", COUNTED if pageable else MEASURED)
+                        )  # fmt: skip
+        first = mine[0]
+        places.append(Where(process=int(table["process"][first]), pid=frame.pid(int(table["process"][first])),
+                            rank=frame.rank(int(table["process"][first])), thread=int(table["thread"][first]),
+                            range=f"{server} {name}", lost_ns=spent, calls=len(mine)))  # fmt: skip
+    return frame.finding(
+        CAUSE, "{calls} calls of server functions that move data held their threads for {lost}", "certain",
+        int(lost.sum()), len(rows), lane="host", evidence=evidence,
+        cure=[Change(CURES[server], "setting") for server in dict.fromkeys(servers) if server in CURES],
+        places=tuple(places),
+        window=(int(table["start_ns"][rows].min()), int(table["end_ns"][rows].max())), span_ns=span,
+    )  # fmt: skip
