@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 TESTS  ?= tests
 
-.PHONY: demo test lint format native-test test-servers test-gpu clean
+.PHONY: demo test lint format native-test test-servers check-newest test-gpu clean
 
 demo: $(VENV)/.installed
 	$(BIN)/kvprobe demo --report reports/demo.html
@@ -30,6 +30,10 @@ test-servers:
 	$(VLLM)/bin/pip install -q -e . -r tests/servers/requirements-vllm.txt
 	$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pytest tests/servers/test_vllm_*.py
+
+# Which adapters no longer fit the newest release of each server (from the package index; some MB); for a weekly job.
+check-newest: $(VENV)/.installed
+	$(BIN)/kvprobe patches --check-newest
 
 # With a Python that has torch for the GPU, pytest and kvprobe's dependencies: PYTHON=... make test-gpu
 test-gpu:

@@ -7,14 +7,49 @@ import json
 import click
 
 
+def _check_newest(servers: tuple[str, ...]) -> int:
+    from kvprobe.instrument import fits
+
+    misfits = 0
+    for server in servers:
+        version, found = fits.newest(server)
+        for adapter, why in found.items():
+            upstream = why.startswith("not needed")
+            misfits += bool(why) and not upstream
+            mark = "does not fit" if why and not upstream else why or "fits"
+            more = f": {why.removeprefix('does not fit: ')}" if why and not upstream else ""
+            click.echo(f"{server} {version}  {adapter}  {mark}{more}")
+    return 1 if misfits else 0
+
+
+def _versions(servers: tuple[str, ...]) -> int:
+    from kvprobe.instrument import fits
+
+    click.echo("| adapter | fits | does not fit |\n|---|---|---|")
+    for server in servers:
+        for adapter, good, bad in fits.table(server):
+            click.echo(f"| `{adapter}` | {good or '-'} | {bad or '-'} |")
+    return 0
+
+
 @click.command("patches")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array instead of a table.")
 @click.option("--server", "servers", multiple=True, metavar="NAME", help="Only this server (repeatable).")
+@click.option("--check-newest", is_flag=True,
+              help="Fetch the newest release of each server from the package index; exit code 1 if an adapter does not "
+                   "fit it.")  # fmt: skip
+@click.option("--versions", is_flag=True,
+              help="Print which releases on the package index each adapter fits, as Markdown.")  # fmt: skip
 @click.option("-v", "--verbose", is_flag=True, help="Also say what each does and which functions it touches.")
-def command(as_json: bool, servers: tuple[str, ...], verbose: bool) -> None:
+def command(as_json: bool, servers: tuple[str, ...], check_newest: bool, versions: bool, verbose: bool) -> None:
     """Which server adapters apply in this environment, and why. Imports no server."""
     from kvprobe.instrument import table
 
+    if check_newest or versions:
+        from kvprobe.instrument import registry
+
+        names = registry.check_servers(servers or None)
+        raise SystemExit(_check_newest(names) if check_newest else _versions(names))
     rows = table(servers or None)
     if as_json:
         click.echo(json.dumps(rows, indent=2))

@@ -31,7 +31,7 @@ def cache_folder() -> Path:
 
 
 def _pip(*arguments: str) -> str:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", *arguments]
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
@@ -56,7 +56,7 @@ def wheel_url(distribution: str, version: str) -> str:
         KvprobeError: there is none for this Python and machine, or the index cannot be asked.
     """
     wanted = ("--ignore-installed", "--no-deps", "--only-binary", ":all:", f"{distribution}=={version}")
-    report = json.loads(_pip("install", "--dry-run", "--report", "-", *wanted))
+    report = json.loads(_pip("install", "-q", "--dry-run", "--report", "-", *wanted))
     return str(report["install"][0]["download_info"]["url"])
 
 

@@ -401,8 +401,9 @@ def _served(recording: Recording) -> TableView:
         listed.append([
             f"{recording.text(int(kinds[i][0]))} {recording.text(int(kinds[i][1]))}",
             words.get(Direction(int(kinds[i][2])), NONE),
-            (count_text(int(calls[i])), int(calls[i])), (bytes_text(moved), moved), (duration(int(spent[i])), int(spent[i])),
-            (count_text(copies), copies), (count_text(pageable), pageable), (count_text(blocking), blocking),
+            (count_text(int(calls[i])), int(calls[i])), (bytes_text(moved), moved),
+            (duration(int(spent[i])), int(spent[i])), (count_text(copies), copies),
+            (count_text(pageable), pageable), (count_text(blocking), blocking),
         ])  # fmt: skip
     columns = ["Function", "Direction", "Calls", "Moved", "Time of its thread", "Copies", "Pageable", "Blocking"]
     return table("What the server's own functions moved", columns, listed)
