@@ -30,7 +30,7 @@ def command(device: str, quick: bool, use_cached: bool, report: Path | None, as_
     under a minute; nothing else should use the GPU or the link meanwhile.
     """
     from kvprobe.cuda import find_runtime
-    from kvprobe.offload import method_calibration
+    from kvprobe.offload import method_cache, method_calibration
     from kvprobe.offload.methods import copier_for
 
     if report is not None:
@@ -41,11 +41,11 @@ def command(device: str, quick: bool, use_cached: bool, report: Path | None, as_
         with contextlib.suppress(ImportError):  # the runtime must be the one that torch has loaded
             import torch  # noqa: F401
     runtime = find_runtime(device)
-    result = method_calibration.cached(runtime) if use_cached else None
+    result = method_cache.cached(runtime) if use_cached else None
     if result is None:
         with progress_bar(as_json) as progress:
             result = method_calibration.measure(runtime, copier_for(runtime), quick=quick, progress=progress)
-        method_calibration.store(runtime, result)
+        method_cache.store(runtime, result)
     if report is not None:
         from kvprobe.reporting import calibrated
         from kvprobe.reporting.page import write_report

@@ -9,28 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes as ct
-import hashlib
-import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvprobe.cuda import MEMCPY_KIND, Runtime
-from kvprobe.cuda.copies import METHOD_NAMES, PinnedList, columns, submit_copies
+from kvprobe.cuda.copies import PinnedList, columns, submit_copies
 from kvprobe.cuda.memory import Buffer
-from kvprobe.errors import KvprobeError
 from kvprobe.launchqueue import calibration
-from kvprobe.native.library import MethodTable, SubmitOptions, SubmitResult, core
+from kvprobe.native.library import SubmitOptions, SubmitResult, core
+from kvprobe.offload.method_cache import FORMAT, identity, table_of
 from kvprobe.offload.methods import SIZES, Methods, choose, method_table
 
-__all__ = ["FORMAT", "cached", "measure", "store", "table_of"]
+__all__ = ["measure"]
 
-FORMAT = "kvprobe-calibration 1"
 CTAS = (1, 2, 4, 8, 16)
 QUICK_SIZES = SIZES[::2]  # the others lie on the line between their neighbours
 ONE_TRANSFER_S = {"quick": 0.8e-3, "full": 2e-3}  # of the link, for a transfer of many copies
@@ -394,77 +389,3 @@ def _choices(result: dict[str, Any], methods: Methods) -> list[dict[str, Any]]:
             found.append({"direction": kind, "copy_bytes": size, "method": method, "ctas": ctas, "bytes_per_s": rate,
                           "of_link": rate / result["link_bytes_per_s"][kind]})  # fmt: skip
     return found
-
-
-# -- kept --------------------------------------------------------------------------------
-
-
-def identity(runtime: Runtime) -> dict[str, Any]:
-    """What decides the figures: GPU, driver, CUDA and link."""
-    found = {"provider": runtime.provider, "cuda": runtime.version, "driver": str(runtime.driver_version()),
-             "gpu": "host runtime" if runtime.provider == "host" else "", "pcie": ""}  # fmt: skip
-    if runtime.provider == "host":
-        return found
-    with contextlib.suppress(Exception):  # without NVML the figures are kept under less
-        import pynvml
-
-        pynvml.nvmlInit()
-        bus = ct.create_string_buffer(32)
-        runtime.library.cudaDeviceGetPCIBusId(bus, 32, runtime.device())
-        handle = pynvml.nvmlDeviceGetHandleByPciBusId(bus.value)
-        name, driver = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlSystemGetDriverVersion()
-        found["gpu"] = name if isinstance(name, str) else name.decode()
-        found["driver"] = driver if isinstance(driver, str) else driver.decode()
-        found["pcie"] = (f"{pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)} "
-                         f"x{pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle)}")  # fmt: skip
-    return found
-
-
-def table_of(result: dict[str, Any]) -> MethodTable:
-    """The chooser's table of a measurement.
-
-    Raises:
-        KvprobeError: it is none.
-    """
-    table = MethodTable()
-    table.measured, table.max_slowdown = 1, 0.03
-    try:
-        if result["format"] != FORMAT:
-            raise ValueError(result["format"])
-        for row in result["rows"]:
-            side = ("h2d", "d2h").index(row["direction"])
-            into = table.row[side][table.rows[side]]
-            into.method, into.ctas, into.slowdown = METHOD_NAMES.index(row["method"]), row["ctas"], row["slowdown"]
-            for name in ("fixed_ns", "copy_ns", "submit_ns"):
-                if len(row[name]) != len(SIZES):
-                    raise ValueError(name)
-                getattr(into, name)[:] = row[name]
-            table.rows[side] += 1
-    except (KeyError, IndexError, ValueError, TypeError) as error:
-        raise KvprobeError(f"not a calibration of this version of kvprobe ({error}): run kvprobe calibrate") from None
-    return table
-
-
-def _path(runtime: Runtime) -> Path:
-    key = hashlib.sha256(json.dumps([FORMAT, identity(runtime)]).encode()).hexdigest()[:16]
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvprobe" / f"methods-{key}.json"
-
-
-def store(runtime: Runtime, result: dict[str, Any]) -> None:
-    """Keeps a measurement for later processes on this GPU, driver, CUDA and link; where it cannot, it is not kept."""
-    path = _path(runtime)
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(result))
-        partial.replace(path)
-
-
-def cached(runtime: Runtime) -> dict[str, Any] | None:
-    """What `store` kept for this machine; None where there is nothing that can be used."""
-    try:
-        held: dict[str, Any] = json.loads(_path(runtime).read_text())
-        table_of(held)
-    except (OSError, ValueError, KvprobeError, RuntimeError):
-        return None
-    return held

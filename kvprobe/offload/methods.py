@@ -18,6 +18,7 @@ from kvprobe.cuda.kernels import load_copy_kernels
 from kvprobe.cuda.memory import Buffer
 from kvprobe.errors import CudaError, UsageError
 from kvprobe.native.library import Copier, CudaCalls, MethodRow, MethodTable, core
+from kvprobe.offload.method_cache import cached, table_of
 
 __all__ = ["DEFAULT_MAX_SLOWDOWN", "METHOD_NAMES", "Methods", "choose", "copier_for", "default_table", "method_table"]
 
@@ -41,12 +42,14 @@ class Methods:
         missing: method -> why it does not exist here, one line.
         read_kernel: CUfunction of the memory-bound kernel, 0 where there is none.
         kernels: "compiled", "cached", "host", or "" where there are no copy kernels.
+        measured: what `kvprobe calibrate` measured on this machine, if it did.
     """
 
     native: Copier
     missing: dict[str, str] = field(default_factory=dict)
     read_kernel: int = 0
     kernels: str = ""
+    measured: MethodTable | None = None
     owned: list[Any] = field(default_factory=list, repr=False)
 
     @property
@@ -83,6 +86,8 @@ def copier_for(runtime: Runtime, *, staging_bytes: int = 0, bulk: bool | None = 
     with _making:
         if key not in _known:
             _known[key] = _made(runtime, 0, None)
+            held = cached(runtime)
+            _known[key].measured = table_of(held) if held else None
         return _known[key]
 
 
@@ -155,7 +160,7 @@ def method_table(
         methods: what exists here.
         method: "auto", or the one method that shall be used wherever it exists.
         max_slowdown: what a copy kernel may cost a memory-bound kernel beside it, as a share.
-        measured: of this machine; None: the default figures.
+        measured: of this machine; None: what `kvprobe calibrate` left for it, else the default figures.
 
     Raises:
         UsageError: no such method, or it does not exist here; the text says why.
@@ -164,7 +169,8 @@ def method_table(
         raise UsageError(f"unknown method {method!r}: use auto, {', '.join(METHOD_NAMES)}")
     if method in methods.missing:
         raise UsageError(f"method {method} does not exist here: {methods.missing[method]}")
-    table = MethodTable.from_buffer_copy(measured) if measured is not None else default_table(methods)
+    known = measured if measured is not None else methods.measured
+    table = MethodTable.from_buffer_copy(known) if known is not None else default_table(methods)
     table.max_slowdown = max_slowdown
     for side in range(2):
         rows = [MethodRow.from_buffer_copy(table.row[side][i]) for i in range(table.rows[side])]

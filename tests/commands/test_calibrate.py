@@ -10,7 +10,7 @@ import pytest
 
 from kvprobe.errors import KvprobeError
 from kvprobe.native.library import MethodTable
-from kvprobe.offload.method_calibration import table_of
+from kvprobe.offload.method_cache import table_of
 from kvprobe.offload.methods import SIZES
 
 

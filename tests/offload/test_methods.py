@@ -270,6 +270,17 @@ def test_the_default_keeps_within_the_multiprocessors_that_are_allowed(place: Pl
         assert choose(method_table(place.methods, max_slowdown=-1.0), direction, 16384, 8192)[1] == 0
 
 
+def test_what_was_measured_here_comes_before_the_default(place: Place) -> None:
+    slow = default_table(place.methods)
+    for i in range(slow.rows[0]):
+        if slow.row[0][i].method == METHOD_NAMES.index("kernel"):
+            slow.row[0][i].copy_ns[:] = [1e6] * len(SIZES)
+    assert choose(method_table(place.methods), "h2d", 16384, 1000)[0] == "kernel"
+    place.methods.measured = slow
+    assert choose(method_table(place.methods), "h2d", 16384, 1000)[0] == "batch"
+    assert choose(method_table(place.methods, measured=default_table(place.methods)), "h2d", 16384, 1000)[0] == "kernel"
+
+
 def test_a_forced_method_is_the_only_one(place: Place) -> None:
     for name in ("loop", "batch", "kernel"):
         assert choose(method_table(place.methods, name), "h2d", 4096, 100)[0] == name
