@@ -18,6 +18,7 @@ from kvprobe.recordings.window import ServingWindow, setting_up
 __all__ = ["Startup", "StartupPart", "startup"]
 
 CONTEXT_NS = 50_000_000  # making a context takes 100 ms to a second
+LARGE_BYTES = 64 << 20  # pinning as much takes some 20 ms itself
 PINS = ("hostalloc", "hostregister", "mallochost", "memhostalloc", "memallochost", "memhostregister")
 
 
@@ -105,7 +106,8 @@ def _first_calls(recording: Recording, rows: Array) -> set[int]:
     calls = recording.calls
     ordered = rows[np.argsort(calls["start_ns"][rows], kind="stable")]
     first = ordered[np.unique(calls["process"][ordered], return_index=True)[1]]
-    return {int(row) for row in first if calls["end_ns"][row] - calls["start_ns"][row] >= CONTEXT_NS}
+    took = calls["end_ns"][first] - calls["start_ns"][first]
+    return {int(row) for row in first[(took >= CONTEXT_NS) & (calls["bytes"][first] < LARGE_BYTES)]}
 
 
 def _kind(name: str) -> str:

@@ -1,0 +1,134 @@
+"""The serving window: found, given, and start-up told apart from it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvprobe.diagnosis import diagnose
+from kvprobe.diagnosis.startup import startup
+from kvprobe.diagnosis.verdict import of_recording
+from kvprobe.errors import UsageError
+from kvprobe.recordings.model import CallKind, Recording, Source, Table
+from kvprobe.recordings.window import serving_window
+
+MS = 1_000_000
+COPY, PIN, RANGE = 1, 2, 3
+NAMES = ["", "cudaMemcpyAsync", "cudaHostAlloc", "serve", "ProfilerStep#1", "ProfilerStep#2"]
+
+
+def program(calls, ranges=()):
+    """A recording of (start_ns, dur_ns, name, kind, bytes) calls of one thread, and (start, end, name) ranges."""
+    start, took, name, kind, size = (np.array(column) for column in zip(*sorted(calls), strict=True))
+    zero = np.zeros(len(start), int)
+    tables = {
+        "calls": Table("calls", {"start_ns": start, "end_ns": start + took, "process": zero, "thread": zero + 7,
+                                 "name": name, "kind": kind, "stream": np.where(kind == CallKind.COPY, 0, -1),
+                                 "bytes": size, "count": zero + 1}),
+        "streams": Table("streams", {"process": [0], "handle": [7]}),
+        "processes": Table("processes", {"pid": [1]}),
+    }  # fmt: skip
+    if ranges:
+        begin, end, text = (np.array(column) for column in zip(*ranges, strict=True))
+        tables["ranges"] = Table("ranges", {"start_ns": begin, "end_ns": end, "name": text,
+                                            "process": np.zeros(len(begin), int), "thread": begin * 0 + 7})  # fmt: skip
+    return Recording([Source("made", "kvprobe")], tables, list(NAMES))
+
+
+def copies(count, since_ns, every_ns=100_000, took_ns=1_000):
+    return [(since_ns + i * every_ns, took_ns, COPY, CallKind.COPY, 65536) for i in range(count)]
+
+
+def pins(count, since_ns, took_ns, every_ns, size=1 << 30):
+    return [(since_ns + i * every_ns, took_ns, PIN, CallKind.ALLOC, size) for i in range(count)]
+
+
+def test_pinning_before_serving_is_start_up_with_its_rate_and_no_finding():
+    r = program(pins(8, 0, 500 * MS, 501 * MS) + copies(20_000, 4_100 * MS))
+    window = serving_window(r)
+    assert window.start_ns == 7 * 501 * MS + 500 * MS
+    before = startup(r, window)
+    (part,) = before.parts
+    assert (part.what, part.calls, part.bytes, part.call) == ("pinning host memory", 8, 8 << 30, "cudaHostAlloc")
+    assert part.bytes_per_s == pytest.approx((8 << 30) / 4.0)
+    findings = diagnose(r)
+    assert not findings and of_recording(r, findings).state == "healthy"
+
+
+def test_allocation_that_goes_on_while_serving_is_no_start_up():
+    r = program(pins(100, 10_000, MS, 20 * MS) + copies(20_000, MS // 2))
+    assert serving_window(r).start_ns < 100 * MS
+    assert startup(r, serving_window(r)).parts[0].calls < 5
+    (finding,) = (one for one in diagnose(r) if one.cause == "allocation_on_hot_path")
+    assert finding.lost_ns == pytest.approx(100 * MS, rel=0.1) and 0 < finding.share <= 1
+
+
+def test_one_allocation_between_two_spells_of_serving_stays_in_the_window():
+    r = program(copies(10_000, 0) + pins(1, 1_000 * MS, 300 * MS, 0) + copies(10_000, 1_300 * MS))
+    assert serving_window(r).start_ns == 0
+    assert "allocation_on_hot_path" in {one.cause for one in diagnose(r)}
+
+
+def test_marked_steps_begin_the_window_where_no_set_up_does():
+    r = program(copies(2_000, 0), ranges=[(50 * MS, 90 * MS, 4), (100 * MS, 150 * MS, 5)])
+    assert serving_window(r).start_ns == 50 * MS
+
+
+def test_a_window_that_is_given_is_what_is_judged():
+    slow = [(s + (2 * MS if 500 * MS <= s < 600 * MS else 0), *rest) for s, *rest in copies(10_000, 0)]
+    r = program(slow + pins(20, 200 * MS + 10_000, 2 * MS, 10 * MS), ranges=[(600 * MS, 700 * MS, RANGE)])
+    assert "allocation_on_hot_path" in {one.cause for one in diagnose(r)}
+    r.window = serving_window(r, 600 * MS)
+    assert r.window.given and r.window.start_ns == 600 * MS and not diagnose(r)
+    r.window = serving_window(r, within="serve")
+    assert (r.window.start_ns, r.window.end_ns) == (600 * MS, 700 * MS) and not diagnose(r)
+    assert serving_window(r, 100 * MS, 300 * MS).span_ns == 200 * MS
+
+
+@pytest.mark.parametrize("wrong", [{"begin_ns": 10_000 * MS}, {"begin_ns": 20, "end_ns": 10}, {"within": "absent"}])
+def test_a_window_of_nothing_is_wrong_usage(wrong):
+    with pytest.raises(UsageError):
+        serving_window(program(copies(100, 0)), **wrong)
+
+
+def test_shares_never_exceed_the_whole_however_many_threads_wait():
+    calls = []
+    for thread in range(8):
+        calls += [(i * MS + thread, 900_000, PIN, CallKind.ALLOC, 4096) for i in range(50)]
+        calls += [(i * MS + 900_100 + thread, 1_000, COPY, CallKind.COPY, 4096) for i in range(50)]
+    r = program(calls)
+    threads = np.array([int(start) % 100 for start in r.calls["start_ns"]])
+    r.tables["calls"] = Table("calls", {**r.calls.columns, "thread": threads})
+    for finding in diagnose(r):
+        assert 0 <= finding.share <= 1
+        assert finding.of_ns <= 8 * 60 * MS
+
+
+def test_a_million_healthy_calls_with_noise_leave_nothing_above_information():
+    rng = np.random.default_rng(1)
+    count = 1_000_000
+    took = (1_000 * (1 + 0.3 * rng.random(count))).astype(np.int64)
+    lost_cpu = rng.random(count) < 0.0002
+    took[lost_cpu] += rng.integers(20_000, 4_000_000, int(lost_cpu.sum()))
+    start = np.cumsum(took + rng.integers(500, 20_000, count)) - took
+    r = program(copies(2, 0))
+    kinds = rng.choice([CallKind.COPY, CallKind.LAUNCH, CallKind.MEMSET], count)
+    r.tables["calls"] = Table("calls", {
+        "start_ns": start, "end_ns": start + took, "process": np.zeros(count, int), "thread": np.full(count, 7),
+        "name": np.full(count, COPY), "kind": kinds, "stream": rng.integers(0, 4, count),
+        "bytes": np.full(count, 65536),
+        "count": np.ones(count, int), "correlation": np.arange(count),
+    })  # fmt: skip
+    done = np.maximum.accumulate(start + took + rng.integers(2_000, 40_000, count))
+    r.tables["executions"] = Table("executions", {
+        "start_ns": done - 1_500, "end_ns": done, "process": np.zeros(count, int), "stream": r.calls["stream"],
+        "engine": np.where(kinds == CallKind.LAUNCH, 1, 2), "correlation": np.arange(count),
+        "device": np.zeros(count, int),
+        "direction": np.ones(count, int), "bytes": np.full(count, 65536), "memory": np.full(count, 2),
+    })  # fmt: skip
+    r.tables["streams"] = Table("streams", {"process": [0] * 4, "handle": [7, 8, 9, 10]})
+    r.has_executions = True
+    findings = diagnose(r)
+    assert [one.cause for one in findings if one.severity != "info" and not one.abstains] == []
+    r.tables["executions"], r.has_executions = Table("executions"), False
+    assert [one.cause for one in diagnose(r) if one.severity != "info" and not one.abstains] == []
