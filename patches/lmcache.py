@@ -54,7 +54,7 @@ class Connectors(TimedCalls):
 class Server(TimedCalls):
     """`lmcache server`: copies in a process of its own, over the worker's memory. Start that command under kvprobe."""
 
-    name, server, distributions, versions = "lmcache.server", "lmcache", ("lmcache",), ">=0.5,<0.6"
+    name, server, distributions, versions = "lmcache.server", "lmcache", ("lmcache",), ">=0.5.6,<0.6"
     summary = "Times transfers of the separate lmcache server, whose one stream serves loads and stores in turn."
     _cause = "one stream for loads and stores of all requests: waits for earlier ones"
     timed = (

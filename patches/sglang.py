@@ -45,7 +45,7 @@ class Work(NamedTuple):
 class Transfers(Adapter):
     """The copy engine: one shared stream a direction, submission on the scheduler's thread."""
 
-    name, server, distributions, versions = "sglang.l2_transfer", "sglang", ("sglang",), ">=0.5.20,<0.6"
+    name, server, distributions, versions = "sglang.l2_transfer", "sglang", ("sglang",), ">=0.5.21,<0.6"
     summary = "Times every burst of L2TransferEngine: submit (on the scheduler's thread), queue wait, copy, poll delay."
     changes = (
         "when the launch queue is full, loads go to pooled streams and stores are split over as many as they need, "
