@@ -38,6 +38,6 @@ def test_a_source_tree_says_so(source_tree):
 
 
 def test_a_source_tree_runs_a_command(source_tree, tmp_path):
-    done = source_tree("run", "-o", str(tmp_path / "run"), "--", "sh", "-c", "exit 5")
+    done = source_tree("run", "--exec", "-o", str(tmp_path / "run"), "--", "sh", "-c", "exit 5")
     assert (done.returncode, done.stderr) == (5, "")
     assert json.loads((tmp_path / "run" / "run.json").read_text())["version"] == "0+source"

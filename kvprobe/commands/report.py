@@ -38,6 +38,7 @@ def command(
     without a network.
     """
     from kvprobe.reporting import check_writable, write_report
+    from kvprobe.reporting.verdict import saving_text
 
     check_writable(output, force=force)
     from kvprobe.commands._reading import diagnosed, plain
@@ -60,7 +61,11 @@ def command(
         if verdict.state == "undecided":
             click.echo(plain(f"Undecided: {verdict.reason}"))
         elif named:
-            click.echo(f"{named[0].title}")
+            click.echo(plain(named[0].title))
+            for first in named[0].cure[:1]:
+                saving = saving_text(first)
+                at, saves = f", at {first.at}" if first.at else "", f" ({saving})" if saving else ""
+                click.echo(plain(f"first change: {first.text}{at}{saves}"))
             if len(named) > 1:
                 click.echo(f"and {len(named) - 1} more")
         else:

@@ -1,7 +1,8 @@
 """`kvprobe run -- COMMAND`: runs a command and records every copy of every process it starts.
 
-The command takes this process's place (`exec`), so that its pid, signals, exit code, input and output are its own. What
-has to be done beside it is done by an observer that was started before, and that is not its child.
+The command is a child that begins when its observer has been started, and the observer is not its parent nor its child.
+Signals are handed on, exit code, input and output are the command's own; at the end kvprobe says what was found. With
+`--exec` the command takes this process's place, so that its pid, too, is the one that a supervisor knows.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, NoReturn
 
 import click
 
+from kvprobe.commands._speaking import Command, end_like, say_outcome
 from kvprobe.errors import KvprobeError, UsageError
 
 __all__ = ["command"]
@@ -58,11 +60,13 @@ class CannotRunError(KvprobeError):
 @click.option("--stacks-after", default=50, show_default=True, metavar="MS", type=click.IntRange(1),
               help="How long a call has to block for that, in ms.")  # fmt: skip
 @click.option("--nvml", is_flag=True, help="Sample the GPU's counters while it runs.")
+@click.option("--exec", "in_place", is_flag=True,
+              help="COMMAND takes kvprobe's place and pid: for supervisors.")  # fmt: skip
 @click.option("--nsys", is_flag=True, help="Run under Nsight Systems, too: one .nsys-rep with kvprobe's ranges in it.")
 def command(
     words: tuple[str, ...], output: Path | None, report: Path | None, fix: str, detail: str, max_size: str,
-    stacks: bool, stacks_after: int, nvml: bool, nsys: bool,
-) -> None:  # fmt: skip
+    stacks: bool, stacks_after: int, nvml: bool, in_place: bool, nsys: bool,
+) -> int:  # fmt: skip
     """Run COMMAND and record every CUDA copy of every process it starts.
 
     Works on servers as they are (vllm, sglang, lmcache, torchrun, python app.py) through fork, spawn, shells and other
@@ -71,6 +75,7 @@ def command(
     """
     if not words:
         raise UsageError("no command was given: kvprobe run [OPTIONS] -- COMMAND [ARGUMENT...]")
+    asked = words
     limit = _bytes(max_size)
     program = _find_program(words[0])
     launcher = _nsys_launcher() if nsys else []
@@ -83,26 +88,38 @@ def command(
     options: dict[str, Any] = {
         "report": str(report) if report else "", "fix": fix, "detail": detail, "max_bytes": limit,
         "stacks": stacks, "stacks_how": how, "stacks_after_ms": stacks_after, "nvml": nvml, "nsys": nsys,
-        "program": program, "words": " ".join(words), "terminal": _terminal(),
+        "program": program, "words": " ".join(words), "terminal": _terminal() if in_place else "",
         "killed": os.environ.get("KVPROBE", "").strip().lower() in _NO,
     }  # fmt: skip
-    write_run(folder, words, options, os.getpid())
     env = dict(os.environ)
     if options["killed"]:
         click.echo("kvprobe: KVPROBE=off is set: the command runs, and nothing is recorded", err=True)
-    observer = start_observer(folder, os.getpid())
     env |= {
         "KVPROBE_RUN": str(folder), "KVPROBE_DETAIL": detail, "KVPROBE_FIX": fix, "KVPROBE_MAX_BYTES": str(limit),
-        "KVPROBE_OBSERVER": str(observer), "KVPROBE_STACKS": how,
+        "KVPROBE_STACKS": how,
         **_carried(env),
         "LD_PRELOAD": f"{env['LD_PRELOAD']}:{library}" if env.get("LD_PRELOAD") else str(library),
     }  # fmt: skip
-    if sys.stderr.isatty():
-        click.echo(f"kvprobe: recording into {folder}", err=True)
     if launcher:
-        launcher += ["-o", str(folder / "nsys"), "--", program, *words[1:]]
-        _exec(launcher[0], launcher, env)
-    _exec(program, list(words), env)
+        program, words = launcher[0], (*launcher, "-o", str(folder / "nsys"), "--", program, *words[1:])
+
+    def begin(observer: int) -> None:
+        _exec(program, list(words), {**env, "KVPROBE_OBSERVER": str(observer)})
+
+    if sys.stderr.isatty() or not in_place:
+        click.echo(f"kvprobe: recording into {folder}", err=True)
+    if in_place:
+        write_run(folder, asked, options, os.getpid())
+        begin(start_observer(folder, os.getpid()))
+    sys.stdout.flush()
+    child = Command(begin)
+    write_run(folder, asked, options, child.pid)
+    observer = start_observer(folder, child.pid)
+    child.go(observer)
+    code = child.wait()
+    if not options["killed"]:
+        say_outcome(folder, observer)
+    return end_like(code)
 
 
 def _bytes(text: str) -> int:

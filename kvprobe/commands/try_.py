@@ -206,8 +206,8 @@ class _Run:
             env[change.name] = change.value
         elif change is not None:
             fix = change.value
-        arguments = [sys.executable, "-m", "kvprobe", "run", "-o", str(folder), "--fix", fix, "--report", "none",
-                     "--", *words]  # fmt: skip
+        options = ["--exec", "-o", str(folder), "--fix", fix, "--report", "none"]
+        arguments = [sys.executable, "-m", "kvprobe", "run", *options, "--", *words]
         out, err = (folder.with_suffix(suffix) for suffix in (".out", ".err"))
         with out.open("wb") as stdout, err.open("wb") as stderr:
             process = subprocess.Popen(arguments, env=env, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)

@@ -7,6 +7,7 @@ child, and looks at it only from outside (ring files, /proc, py-spy). It leaves 
 * `processes.jsonl`     one line for each process that ended: `pid`, `t_ns`, `status` (exit status, -N for signal N, or
                         null where the system does not tell), `command`
 * `end.json`            when all have ended: `status` of the command, `warnings`, `t_ns`
+* `outcome.txt`         what was found and where the report is, as `kvprobe run` says it
 * `observer.log`        what it did
 """
 
@@ -73,6 +74,7 @@ class Observer:
         self.unseen: dict[str, dict[int, str]] = {}  # reason -> pid -> command
         self.status: int | None = None
         self.told: list[str] = []
+        self.found: list[str] = []
         self.device: Any = None
 
     # ---- processes ---------------------------------------------------------------------------------------------
@@ -308,12 +310,13 @@ class Observer:
             return f"recording in {self.folder}"
         report = Path(self.options.get("report") or self.folder / "report.html")
         # a process of its own: the report needs rooms that nothing here may import, and may need much memory
-        command = [sys.executable, "-m", "kvprobe", "report", str(self.folder), "-o", str(report), "-f", "-q"]
+        command = [sys.executable, "-m", "kvprobe", "report", str(self.folder), "-o", str(report), "-f"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
             _log(f"kvprobe report ended with {done.returncode}: {done.stderr.strip()}")
             return f"recording in {self.folder}; no report: {reason}"
+        self.found = done.stdout.strip().splitlines()[:-1]  # the last one is the page's path
         more = f", {len(warnings)} warnings" if warnings else ""
         return f"report in {report}{more}"
 
@@ -354,7 +357,11 @@ def main(arguments: list[str]) -> int:
     _log(line)
     if (folder / "detached").exists():  # whoever detached says it
         return 0
-    shown = [f"warning: {text}" for text in observer.told[:3]]
+    shown = [f"warning: {text}" for text in observer.told[:3]] + observer.found
+    with contextlib.suppress(OSError):  # for `kvprobe run`, which waits for it; whole, or not at all
+        whole = folder / "outcome.txt.part"
+        whole.write_text("\n".join((*shown, line)) + "\n")
+        whole.rename(folder / "outcome.txt")
     if options.get("terminal"):
         with contextlib.suppress(OSError):
             terminal = os.open(options["terminal"], os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)

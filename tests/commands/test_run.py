@@ -48,7 +48,8 @@ def states(recording: Recording) -> list[str]:
 def test_pid_input_output_and_exit_code_are_the_commands_own(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     script = "echo $$; cat; echo oops >&2; exit 7"
-    process = subprocess.Popen([*KVPROBE, "run", "-o", folder, "--", "sh", "-c", script], env=clean_environment(),
+    process = subprocess.Popen([*KVPROBE, "run", "--exec", "-o", folder, "--", "sh", "-c", script],
+                               env=clean_environment(),
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                text=True)  # fmt: skip
     out, err = process.communicate("hello\n")
@@ -63,7 +64,7 @@ def test_signals_reach_the_command_and_its_death_is_reported(tmp_path: Path, num
     program.write_text(COPIES + "copies(11)\nprint('ready', flush=True)\nimport signal, time\n"
                        "signal.signal(signal.SIGINT, signal.SIG_DFL)\nprint('now', flush=True)\n"
                        "time.sleep(100)\n")  # fmt: skip
-    process = subprocess.Popen([*KVPROBE, "run", "-o", folder, "--", sys.executable, program],
+    process = subprocess.Popen([*KVPROBE, "run", "--exec", "-o", folder, "--", sys.executable, program],
                                env=clean_environment(), stdout=subprocess.PIPE, text=True)  # fmt: skip
     assert process.stdout is not None
     while process.stdout.readline() != "now\n":
@@ -164,7 +165,7 @@ if __name__ == "__main__":
     os.execv(sys.executable, [sys.executable, "-c", code % 3])
 """)
     folder = tmp_path / "run"
-    done = subprocess.run([*KVPROBE, "run", "-o", folder, "--", sys.executable, program], cwd=tmp_path,
+    done = subprocess.run([*KVPROBE, "run", "--exec", "-o", folder, "--", sys.executable, program], cwd=tmp_path,
                           env=clean_environment(), capture_output=True, text=True, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert wait_for_end(folder)["warnings"] == []
@@ -210,7 +211,7 @@ print(status)
 def test_a_recording_is_read_while_it_grows(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     program = COPIES + "copies(500)\nprint('ready', flush=True)\nsys.stdin.read()\n"
-    process = subprocess.Popen([*KVPROBE, "run", "-o", folder, "--", sys.executable, "-c", program],
+    process = subprocess.Popen([*KVPROBE, "run", "--exec", "-o", folder, "--", sys.executable, "-c", program],
                                env=clean_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
     recording = open_recording(folder)
@@ -417,7 +418,8 @@ def test_the_terminal_is_told_where_the_report_is(tmp_path: Path) -> None:
     subprocess.run([*build.compiler(), "-w", "-o", program, source, f"-L{libraries}", "-lkvprobe_hostrt",
                     f"-Wl,-rpath,{libraries}"], check=True)  # fmt: skip
     master, slave = pty.openpty()  # kept open, as a user's terminal is
-    process = subprocess.Popen([sys.executable, "-m", "kvprobe", "run", "-o", folder, "--", program], stdin=slave,
+    process = subprocess.Popen([sys.executable, "-m", "kvprobe", "run", "--exec", "-o", folder, "--", program],
+                               stdin=slave,
                                stdout=slave, stderr=slave, env=clean_environment())  # fmt: skip
     assert process.wait() == 0
     text = ""

@@ -92,7 +92,7 @@ def test_a_run_that_has_ended_is_refused_in_one_line_that_says_what_shows_it(tmp
 
 def test_a_run_that_has_not_made_a_call_yet_is_not_called_ended(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    command = [*KVPROBE, "run", "-o", str(run), "--", "sleep", "100"]
+    command = [*KVPROBE, "run", "--exec", "-o", str(run), "--", "sleep", "100"]
     process = subprocess.Popen(command, env=clean_environment())
     try:
         while not (run / "run.json").exists():

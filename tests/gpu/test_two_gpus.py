@@ -62,7 +62,7 @@ def test_an_engine_on_the_second_gpu_serves_a_thread_whose_current_gpu_is_the_fi
 
 
 def test_two_ranks_are_told_apart_and_the_finding_names_the_one_that_is_wrong(tmp_path):
-    run = [sys.executable, "-m", "kvprobe", "run", "-o", str(tmp_path / "run"), "--"]
+    run = [sys.executable, "-m", "kvprobe", "run", "--exec", "-o", str(tmp_path / "run"), "--"]
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(HERE / "rank.py")]
     done = subprocess.run([*run, *ranks], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

@@ -1,0 +1,123 @@
+"""`kvprobe run` as the parent of its command: it hands on signals, and says what was found before it ends likewise."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+__all__ = ["Command", "end_like", "say_outcome"]
+
+# Sent to kvprobe by somebody, they are for the command; what the terminal sends reaches the command by itself.
+_HANDED_ON = {signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+_SI_USER, _SI_QUEUE, _SI_TKILL = 0, -1, -6
+LEFT_RUNNING_S = 5.0  # after the command, for the processes that it started
+REPORT_S = 900.0
+
+
+class Command:
+    """The command as a child that begins once `go` has been called; between, its observer can be started."""
+
+    def __init__(self, begin: Callable[[int], None]) -> None:
+        """Forks. `begin` gets the observer's pid in the child, and becomes the command (exec)."""
+        self.before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDED_ON | {signal.SIGCHLD})
+        read_end, self._write_end = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            self._become(begin, read_end)
+        os.close(read_end)
+
+    def _become(self, begin: Callable[[int], None], read_end: int) -> None:
+        """The child's part; never returns."""
+        code = 127
+        try:
+            os.close(self._write_end)
+            with os.fdopen(read_end) as pipe:
+                observer = pipe.read()
+            signal.pthread_sigmask(signal.SIG_SETMASK, self.before)
+            if observer:
+                begin(int(observer))
+        except BaseException as error:
+            code = int(getattr(error, "exit_code", 126))
+            with contextlib.suppress(OSError):
+                os.write(2, f"kvprobe: {error}\n".encode())
+        finally:
+            os._exit(code)
+
+    def go(self, observer: int) -> None:
+        """The command begins."""
+        os.write(self._write_end, str(observer).encode())
+        os.close(self._write_end)
+        # Whoever reads the command's output must find its end when the command ends.
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1):
+            os.dup2(null, fd)
+        os.close(null)
+
+    def wait(self) -> int:
+        """Hands on signals until the command has ended; its exit code, or -N for signal N."""
+        while True:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                signal.pthread_sigmask(signal.SIG_SETMASK, self.before)
+                return os.waitstatus_to_exitcode(status)
+            found = signal.sigwaitinfo(_HANDED_ON | {signal.SIGCHLD})
+            if found.si_signo != signal.SIGCHLD and found.si_code in (_SI_USER, _SI_QUEUE, _SI_TKILL):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, found.si_signo)
+
+
+def say_outcome(folder: Path, observer: int) -> None:
+    """Waits for the observer and prints what it found, on stderr; what has been left running is not waited for."""
+    try:
+        if not _ended(observer, LEFT_RUNNING_S, lambda: (folder / "end.json").exists()):
+            _ended(observer, REPORT_S)
+    except KeyboardInterrupt:  # the report goes on without a listener
+        pass
+    said = folder / "outcome.txt"
+    if said.exists():
+        for line in said.read_text(errors="replace").splitlines():
+            click.echo(f"kvprobe: {line}", err=True)
+    elif not (folder / "end.json").exists():
+        click.echo(f"kvprobe: the report follows in {folder}, when all processes of the command have ended", err=True)
+    else:
+        click.echo(f"kvprobe: the report is being written in {folder}", err=True)
+
+
+def _ended(pid: int, seconds: float, enough: Callable[[], bool] | None = None) -> bool:
+    """Waits for a process to end; with `enough`, whether to give up after `seconds`: False means wait on."""
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError:
+        return True
+    try:
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if poll.poll(200):
+                return True
+            if enough is not None and enough():
+                return False
+        return True
+    finally:
+        os.close(fd)
+
+
+def end_like(code: int) -> int:
+    """The exit code of a command, or this process's death by the same signal."""
+    if code >= 0:
+        return code
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    with contextlib.suppress(OSError, ValueError):
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+    return 128 - code

@@ -1,0 +1,97 @@
+"""`kvprobe run` says where it records and what it found; exit code, signals and output stay the command's own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvprobe.native import build
+
+from .watched import COPIES, KVPROBE, clean_environment
+
+pytestmark = pytest.mark.timeout(200)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries() -> None:
+    build.build()
+
+
+def run(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*KVPROBE, "run", "-o", str(folder), "--", *map(str, words)], env=clean_environment(),
+                          capture_output=True, text=True, check=False)  # fmt: skip
+
+
+def test_the_folder_comes_first_and_what_was_found_before_the_prompt(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    done = run(folder, sys.executable, "-c", COPIES + "copies(30)\nprint('mine')")
+    lines = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (0, "mine\n")
+    assert lines[0] == f"kvprobe: recording into {folder}"
+    assert lines[-1].startswith(f"kvprobe: report in {folder}/report.html")
+    assert len(lines) > 2
+    assert all(line.startswith("kvprobe: ") for line in lines)
+    assert (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize("code", [0, 7, 255])
+def test_the_exit_code_is_the_commands(tmp_path: Path, code: int) -> None:
+    assert run(tmp_path / "run", "sh", "-c", f"exit {code}").returncode == code
+
+
+def test_it_dies_of_the_signal_that_killed_the_command(tmp_path: Path) -> None:
+    done = run(tmp_path / "run", "sh", "-c", "kill -SEGV $$")
+    assert done.returncode == -signal.SIGSEGV
+    assert "kvprobe: recording into" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_is_handed_on_once(tmp_path: Path, number: signal.Signals) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import signal, time\ngot = []\n"
+        "for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):\n"
+        "    signal.signal(number, lambda number, frame: got.append(number))\n"
+        "print('ready', flush=True)\nwhile not got: time.sleep(0.01)\n"
+        "time.sleep(0.3)\nprint([int(n) for n in got], flush=True)\nraise SystemExit(9)\n"
+    )
+    process = subprocess.Popen([*KVPROBE, "run", "-o", tmp_path / "run", "--", sys.executable, program],
+                               env=clean_environment(), stdout=subprocess.PIPE, text=True)  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    assert process.stdout.readline() == f"[{int(number)}]\n"
+    assert process.stdout.read() == ""  # its end comes with the command's, not with the report's
+    assert process.wait() == 9
+
+
+def test_what_the_command_leaves_running_is_not_waited_for(tmp_path: Path) -> None:
+    program = tmp_path / "program.sh"
+    program.write_text("sleep 300 >/dev/null 2>&1 &\necho $! > " + str(tmp_path / "pid") + "\n")
+    done = run(tmp_path / "run", "sh", program)
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert done.returncode == 0
+    assert f"the report follows in {tmp_path / 'run'}" in done.stderr
+    while not (tmp_path / "run" / "outcome.txt").exists():
+        time.sleep(0.1)
+
+
+def test_in_place_the_command_has_the_pid_that_was_started(tmp_path: Path) -> None:
+    process = subprocess.Popen([*KVPROBE, "run", "--exec", "-o", tmp_path / "run", "--", "sh", "-c", "echo $$"],
+                               env=clean_environment(), stdout=subprocess.PIPE, text=True)  # fmt: skip
+    assert process.communicate()[0] == f"{process.pid}\n"
+
+
+def test_a_command_that_cannot_be_started_has_a_shells_exit_code(tmp_path: Path) -> None:
+    bad = tmp_path / "bad"
+    bad.write_text("#!/nowhere/interpreter\n")
+    bad.chmod(0o755)
+    done = run(tmp_path / "run", bad)
+    assert done.returncode == 126
+    assert "kvprobe: " in done.stderr and "Traceback" not in done.stderr
