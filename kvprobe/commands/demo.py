@@ -121,7 +121,7 @@ def _figures(server: Server, measured: Measured, calls: np.ndarray) -> dict[str,
     """The figures of one phase; of auto, those after its last switch."""
     import numpy as np
 
-    since = max((one.time_ns for one in server.engine.controller.decisions), default=0)
+    since = max((one.time_ns for one in server.engine.auto.decisions), default=0)
     steps = np.array(measured.steps, dtype=np.int64).reshape(-1, 2)
     durations, step_ns = calls["dur_ns"][calls["start_ns"] >= since], steps[steps[:, 0] >= since, 1]
     return {
@@ -143,10 +143,10 @@ def _add_auto(outcome: dict[str, Any], server: Server, kept: dict[str, Any]) -> 
     first = engine.detector.saturations[0] if engine.detector.saturations else None
     outcome["onset_ms"] = (first.noticed_ns - first.onset_ns) / 1e6 if first else None
     outcome["blocked_calls_before_switch"] = first.blocked_calls if first else None
-    outcome["switches"] = len(engine.controller.decisions)
+    outcome["switches"] = len(engine.auto.decisions)
     outcome["switch_log"] = [
         {"before": one.before, "after": one.after, "reason": one.reason, "gain": round(one.gain, 1)}
-        for one in engine.controller.decisions
+        for one in engine.auto.decisions
     ]
     outcome["bytes_verified"] = sum(measured.bytes_verified for measured, _, _ in kept.values())
     outcome["redundant_bytes_avoided"] = server.dedup.stats.avoided_bytes
@@ -161,7 +161,7 @@ def write(outcome: dict[str, Any], path: Path) -> None:
     kept = outcome["_kept"]
     calls = np.concatenate([rows for _, rows, _ in kept.values()])
     steps = np.array([step for measured, _, _ in kept.values() for step in measured.steps], dtype=np.int64)
-    decisions = kept["auto"][2].controller.decisions
+    decisions = kept["auto"][2].auto.decisions
     dedup = outcome["_dedup"]
     story = Story(
         device=outcome["device"],

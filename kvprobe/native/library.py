@@ -38,7 +38,8 @@ class SubmitOptions(ct.Structure):
     _fields_ = [
         ("copy", ct.c_void_p), ("stream", ct.c_void_p), ("kind", i32), ("transfer", u32), ("direction", u8),
         ("detail", u8), ("pad", u8 * 2), ("stop_after", u32), ("blocked_ns", u64), ("stop_after_ns", u64),
-        ("event_record", ct.c_void_p), ("events", ct.c_void_p), ("every", u32), ("events_max", u32),
+        ("event_record", ct.c_void_p), ("events", ct.c_void_p), ("ceiling", u32),
+        ("every", u32), ("events_max", u32),
         ("range_push", ct.c_void_p), ("range_pop", ct.c_void_p),
     ]  # fmt: skip
 
@@ -143,7 +144,7 @@ class SubmitterConfig(ct.Structure):
         ("pooled", ct.c_void_p * 2), ("shared", ct.c_void_p * 2), ("clock_stream", ct.c_void_p),
         ("clock_event", ct.c_void_p), ("events", u32), ("lists", u32), ("event", ct.c_void_p), ("fences", u32),
         ("fence", ct.c_void_p), ("list", ct.c_void_p), ("burst_ns", u64), ("bytes_per_s", u64 * 2),
-        ("link_bytes_per_s", u64 * 2), ("stuck_ns", u64), ("every", u32), ("ranges", u32),
+        ("link_bytes_per_s", u64 * 2), ("stuck_ns", u64), ("ceiling", u32), ("every", u32), ("ranges", u32),
         ("actor_add", ct.c_void_p), ("actor_wake", ct.c_void_p), ("actor_remove", ct.c_void_p),
         ("run_until", ct.c_void_p),
     ]  # fmt: skip
@@ -229,11 +230,13 @@ def _declare_submitter(lib: ct.CDLL) -> None:
     declared: dict[str, tuple[Any, list[Any]]] = {
         "kvp_submitter_open": (pointer, [ct.POINTER(SubmitterConfig)]),
         "kvp_submitter_close": (None, [pointer, i32]),
+        "kvp_submitter_free": (None, [pointer]),
+        "kvp_submitter_stop": (None, [pointer]),
         "kvp_job_new": (status, [pointer, i32, u64, u64, pointer, u64, pointer, u64, why, ct.POINTER(ct.c_int64)]),
         "kvp_job_new_raw": (status, [pointer, i32, u64, u64, pointer, pointer, pointer, u64, why]),
         "kvp_job_after": (i32, [pointer, status, pointer]),
         "kvp_job_times": (None, [status, u64, u64]),
-        "kvp_job_drop": (None, [pointer, status]),
+        "kvp_job_unused": (None, [pointer, status]),
         "kvp_job_push": (i32, [pointer, status]),
         "kvp_job_inline": (i32, [pointer, status, ct.POINTER(SubmitOptions), u64, ct.POINTER(SubmitResult),
                                  ct.POINTER(u64)]),

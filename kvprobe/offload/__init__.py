@@ -1,17 +1,17 @@
 """The instrumented offload engine: transfers, stream policies, dedup, block pools, the auto controller."""
 
+from kvprobe.offload.auto import Auto, Decision
 from kvprobe.offload.blocks import BlockPool
 from kvprobe.offload.cache import BlockCache
-from kvprobe.offload.controller import Controller, Decision
 from kvprobe.offload.dedup import LoadDedup
 from kvprobe.offload.engine import OffloadEngine
 from kvprobe.offload.streams import EventPool, StreamPool
 from kvprobe.offload.transfer import Split, Transfer
 
 __all__ = [
+    "Auto",
     "BlockCache",
     "BlockPool",
-    "Controller",
     "Decision",
     "EventPool",
     "LoadDedup",

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvprobe.cuda import Region, Runtime, region_of
-from kvprobe.errors import UsageError
+from kvprobe.errors import KvprobeError, UsageError
+from kvprobe.native.library import Side
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
@@ -56,6 +57,10 @@ class BlockPool:
         every: U64 = (self._bases[:, None] + offsets[None, :]).reshape(-1)
         return every
 
+    def side(self, factor: int) -> Side:
+        """The pool as native code sees it; valid as long as the pool lives."""
+        return Side(bases=self._bases.ctypes.data, blocks=self.blocks, factor=factor)
+
 
 class Mapping:
     """How a GPU pool and a CPU pool correspond: the copy's size is the smaller block, the other is a whole multiple.
@@ -87,52 +92,49 @@ class Mapping:
         self.gpu, self.cpu, self.piece_bytes = gpu, cpu, small
         self.gpu_factor, self.cpu_factor = gpu.block_bytes // small, cpu.block_bytes // small
 
-    def descriptors(self, gpu_blocks: Iterable[int], cpu_blocks: Iterable[int], direction: str) -> tuple[U64, U64]:
-        """Destination and source addresses of all copies of a transfer, `layers * pieces` each.
+    def request(self, gpu_blocks: Iterable[int], cpu_blocks: Iterable[int]) -> tuple[I64, I64, int]:
+        """Block ids of a transfer as arrays, and how many pieces of a layer they are.
 
         Args:
             gpu_blocks: GPU block ids, in order.
-            cpu_blocks: CPU block ids, in order, covering the same bytes.
-            direction: "load" (CPU to GPU) or "store" (GPU to CPU).
+            cpu_blocks: CPU block ids, in order, covering the same bytes; the last block of the side whose blocks are
+                larger may be filled in part.
 
         Raises:
-            UsageError: ids out of range or negative, different amounts, a destination named twice.
+            UsageError: not whole numbers, none at all, different amounts.
         """
-        gpu = self._pieces("GPU", gpu_blocks, self.gpu.blocks, self.gpu_factor)
-        cpu = self._pieces("CPU", cpu_blocks, self.cpu.blocks, self.cpu_factor)
-        if len(gpu) != len(cpu):
-            # the last block of the coarser side may be filled in part
-            coarse = max(self.gpu_factor, self.cpu_factor)
-            longer, shorter = max(len(gpu), len(cpu)), min(len(gpu), len(cpu))
-            if longer - shorter >= coarse:
-                raise UsageError(
-                    f"{len(gpu) // self.gpu_factor} GPU blocks of {self.gpu.block_bytes} bytes and "
-                    f"{len(cpu) // self.cpu_factor} CPU blocks of {self.cpu.block_bytes} bytes are not the same amount"
-                )
-            gpu, cpu = gpu[:shorter], cpu[:shorter]
-        written = gpu if direction == "load" else cpu
-        ordered = np.sort(written)  # five times as fast as np.unique
-        if (ordered[1:] == ordered[:-1]).any():
-            raise UsageError(f"a {direction} names the same destination block twice")
-        gpu_addresses = self.gpu.addresses(gpu, self.piece_bytes)
-        cpu_addresses = self.cpu.addresses(cpu, self.piece_bytes)
-        return (gpu_addresses, cpu_addresses) if direction == "load" else (cpu_addresses, gpu_addresses)
+        gpu, cpu = _ids("GPU", gpu_blocks), _ids("CPU", cpu_blocks)
+        gpu_pieces, cpu_pieces = len(gpu) * self.gpu_factor, len(cpu) * self.cpu_factor
+        if abs(gpu_pieces - cpu_pieces) >= max(self.gpu_factor, self.cpu_factor):
+            raise UsageError(
+                f"{len(gpu)} GPU blocks of {self.gpu.block_bytes} bytes and "
+                f"{len(cpu)} CPU blocks of {self.cpu.block_bytes} bytes are not the same amount"
+            )
+        return gpu, cpu, min(gpu_pieces, cpu_pieces)
 
-    @staticmethod
-    def _pieces(side: str, blocks: Iterable[int], limit: int, factor: int) -> I64:
-        try:
-            ids = np.fromiter(blocks, dtype=np.int64) if not isinstance(blocks, np.ndarray) else blocks.astype(np.int64)
-        except (TypeError, ValueError, OverflowError):
-            raise UsageError(f"{side} block ids must be whole numbers") from None
-        if not len(ids):
-            raise UsageError(f"a transfer needs at least one {side} block")
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= limit:
-            raise UsageError(f"{side} block {low if low < 0 else high} is out of range: the pool has {limit} blocks")
-        if factor == 1:
-            return ids
-        pieces: I64 = (ids[:, None] * factor + np.arange(factor)[None, :]).reshape(-1)
-        return pieces
+    def refused(self, direction: str, gpu: I64, cpu: I64, why: int, bad: int) -> KvprobeError:
+        """The error for what native code refused: an id out of range (-1), a destination twice (-2), no memory."""
+        if why == -2:
+            return UsageError(f"a {direction} names the same destination block twice")
+        if why != -1:
+            return KvprobeError("no memory for a transfer")
+        side, pool = ("GPU", self.gpu) if ((gpu < 0) | (gpu >= self.gpu.blocks)).any() else ("CPU", self.cpu)
+        return UsageError(f"{side} block {bad} is out of range: the pool has {pool.blocks} blocks")
+
+
+def _ids(side: str, blocks: Iterable[int]) -> I64:
+    try:
+        if isinstance(blocks, np.ndarray):
+            ids = np.ascontiguousarray(blocks, dtype=np.int64).reshape(-1)
+        elif isinstance(blocks, Sequence):
+            ids = np.fromiter(blocks, dtype=np.int64, count=len(blocks))
+        else:
+            ids = np.fromiter(blocks, dtype=np.int64)
+    except (TypeError, ValueError, OverflowError):
+        raise UsageError(f"{side} block ids must be whole numbers") from None
+    if not len(ids):
+        raise UsageError(f"a transfer needs at least one {side} block")
+    return ids
 
 
 def _refuse_overlap(regions: Sequence[Region]) -> None:

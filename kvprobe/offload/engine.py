@@ -1,100 +1,72 @@
-"""The offload engine: takes transfers, submits their copies under a stream policy, and tells when they are done.
+"""The offload engine: takes transfers, has their copies submitted, and tells when they are done.
 
-How a transfer travels: `load`/`store` build its descriptors and put it at the end of its direction's queue; `_pump`
-submits from the head of that queue (everything at once under the shared policy, as much as the launch queue has room
-for under the pooled one); events recorded between the copies tell `poll` how far the device has come. Within a
-direction transfers start and finish in the order they were asked for: each waits for the one before it, whatever
-stream it is on. Nothing relaxes that, and nothing relaxes a wait on compute.
+How a transfer travels: `load`/`store` check the block ids and make a native job of them. Under the pooled policy the
+job is handed to the submitter, one native thread that alone touches the pooled streams, and the caller leaves. Under
+the shared policy the caller's own thread submits every copy to a shared stream, as a server without kvprobe does, and
+what its calls took is judged. Either way the native thread sees when the device is done and tells whoever waits.
+
+Within a direction transfers start and end in the order they were asked for, whatever stream they are on. Nothing
+relaxes that, and nothing relaxes a wait on compute.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes as ct
+import itertools
+import logging
+import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
-from kvprobe.cuda import MEMCPY_KIND, Runtime
+from kvprobe.cuda import Runtime
 from kvprobe.errors import CudaError, KvprobeError, TransferError, UsageError
-from kvprobe.launchqueue import Detector, Observation, QueueLimits, Verdict, calibrate
-from kvprobe.native.library import DETAIL, SubmitOptions, SubmitResult, core
+from kvprobe.launchqueue import Detector, QueueLimits, calibrate
+from kvprobe.native.library import (
+    DETAIL,
+    JobStatus,
+    MethodTable,
+    SubmitterConfig,
+    SubmitterStats,
+    core,
+    core_held,
+)
+from kvprobe.offload.auto import Auto
 from kvprobe.offload.blocks import BlockPool, Mapping
-from kvprobe.offload.controller import Controller
-from kvprobe.offload.streams import EventPool, StreamPool
-from kvprobe.offload.transfer import DONE, FAILED, IN_FLIGHT, SUBMITTING, Transfer
+from kvprobe.offload.methods import METHOD_NAMES, copier_for, method_table
+from kvprobe.offload.resources import Resources, handles
+from kvprobe.offload.shared import SharedSubmission
+from kvprobe.offload.transfer import Transfer
 from kvprobe.probe.nvtx_ranges import listening, ranges
 from kvprobe.probe.recorder import Recorder
 
+log = logging.getLogger("kvprobe")
+
 POLICIES = ("shared", "pooled", "auto")
-TIMED_TRANSFERS = 512  # transfers in flight at once, both directions; more wait in the engine
-RESERVE = 32  # places of a stream's queue that stay free: events, waits, what the count does not see
-STOP_CALLS, STOP_NS = 16, 5_000_000  # auto looks up after this many blocked calls, or this much time in them
-LARGE = 1 << 20  # bytes of a copy from which on the link, and not the copy's own overhead, sets its rate
-RENEW_CLOCK_NS = 10_000_000_000
 COMPUTE = object()  # `after`: the engine's compute stream
 DIRECTION = {"load": 1, "store": 2}  # enum kvp_direction
-PAGEABLE, PINNED = 1, 2  # enum kvp_memory
-
-
-@dataclass
-class _Marker:
-    """An event behind some operations of a stream: when it is reached they are done."""
-
-    event: int
-    stream: int
-    operations: int
-    transfer: Transfer | None  # set on a transfer's last marker
-    pool: EventPool
-
-
-@dataclass
-class _Fence:
-    """An event recorded on a compute stream, and how many transfers have yet to wait for it."""
-
-    event: int
-    users: int
-
-
-class _Direction:
-    """The state of one direction: its queue, its streams, what is in flight."""
-
-    def __init__(self, name: str, kind: str, shared: int, pool: StreamPool) -> None:
-        self.name = name
-        self.kind = MEMCPY_KIND[kind]
-        self.shared = shared
-        self.pool = pool
-        self.queue: deque[Transfer] = deque()  # not wholly submitted, oldest first
-        self.markers: deque[_Marker] = deque()  # in submission order, which is completion order
-        self.outstanding: dict[int, int] = {}  # by stream: operations not known to be complete
-        self.unmarked: dict[int, int] = {}  # by stream: of these, how many no marker covers yet
-        self.pumping = False
-        self.last: Transfer | None = None  # newest transfer wholly submitted
-
-    def add(self, stream: int, operations: int) -> None:
-        """Operations were submitted to a stream."""
-        self.outstanding[stream] = self.outstanding.get(stream, 0) + operations
-        self.unmarked[stream] = self.unmarked.get(stream, 0) + operations
-
-    def mark(self, marker: _Marker) -> None:
-        """An event was recorded that covers some of them."""
-        self.unmarked[marker.stream] -= marker.operations
-        self.markers.append(marker)
+LARGE = 1 << 20  # bytes of a piece from which on the link, and not the copy's own overhead, sets its rate
+BAD_ID, TWICE, NO_MEMORY, BROKEN, FORKED, SIGNALS, STUCK = -1, -2, -3, -4, -5, -6, -7
+FAULT = {1: "cudaMemcpyAsync", 2: "cudaStreamWaitEvent", 3: "cudaEventQuery"}  # enum kvp_job_fault
+KEPT = 1 << 17  # ended transfers that wait for somebody to poll
 
 
 class OffloadEngine:
     """Moves blocks between a GPU pool and a CPU pool, and measures every submission.
 
-    All methods may be called from any thread; a submission that blocks (shared policy) holds the engine's lock, as the
-    server's own thread would be held.
+    All methods may be called from any thread. Under the pooled policy no call waits for a launch queue or for the
+    device, `wait` aside; under the shared policy a submission that blocks holds its caller, as in a server.
 
     Attributes:
         policy: the policy in force now, "shared" or "pooled".
         limits: the calibrated launch queue.
         detector: what it saw.
-        controller: what auto decided, and why.
+        auto: what auto decided, and why.
+        broken: why the engine takes no more transfers; None while it works.
     """
 
     def __init__(
@@ -104,34 +76,45 @@ class OffloadEngine:
         cpu: BlockPool,
         *,
         policy: str = "auto",
+        method: str = "auto",
         bound: int | None = None,
         priority: int = 0,
         compute_stream: int = 0,
         detail: str = "transfers",
         limits: QueueLimits | None = None,
         link_bytes_per_s: float = 0.0,
+        max_bytes_per_s: float = 0.0,
+        max_slowdown: float = 0.03,
+        stuck_after_s: float = 120.0,
         records: int = 0,
     ) -> None:
-        """Creates streams and events up front.
+        """Creates streams and events up front, and the native thread.
 
         Args:
             runtime: where the pools live.
             gpu: the GPU's blocks.
             cpu: the CPU's blocks.
             policy: "shared", "pooled" or "auto".
+            method: how pooled copies are submitted: "loop", "batch", "kernel", or "auto": what is done first.
             bound: streams of the pool, each direction; default: as many as there are hardware channels.
             priority: of the pooled streams. It orders kernels; copies do not heed it.
             compute_stream: the stream whose work stores wait for and loads wait for, unless a call names another.
             detail: "off", "totals", "transfers" or "copies".
             limits: the launch queue, if known; default: calibrated now.
             link_bytes_per_s: what the link does with one large copy, if known: copies far below it are named.
+            max_bytes_per_s: cap on each direction's rate; 0: none.
+            max_slowdown: what a copy kernel may cost a memory-bound kernel beside it, as a share (0.03: 3%).
+            stuck_after_s: copies that do not move for so long are given up and named; 0: never.
             records: single copies kept in the ring file at detail "copies"; 0: the default, 16,384.
 
         Raises:
-            UsageError: an unknown policy or detail, a bound below 1, pools that do not fit each other.
+            UsageError: an unknown policy, method or detail, a bound below 1, pools that do not fit each other.
+            CudaError: the runtime could not make a stream, an event or pinned memory.
         """
         if policy not in POLICIES:
             raise UsageError(f"unknown policy {policy!r}: use {', '.join(POLICIES)}")
+        if method != "auto" and method not in METHOD_NAMES:
+            raise UsageError(f"unknown method {method!r}: use auto, {', '.join(METHOD_NAMES)}")
         if detail not in DETAIL:
             raise UsageError(f"unknown detail {detail!r}: use {', '.join(DETAIL)}")
         if bound is not None and bound < 1:
@@ -141,480 +124,441 @@ class OffloadEngine:
         self.link_bytes_per_s = link_bytes_per_s
         self.detector = Detector(self.limits)
         self.policy = "shared" if policy == "auto" else policy
-        self.controller = Controller(self, active=policy == "auto")
-        self.recorder = Recorder(detail, records)
+        self.auto = Auto(self.set_policy, active=policy == "auto")
         self.broken: Exception | None = None
-        self._detail = DETAIL[detail]
-        self._lock = threading.RLock()
-        self._finished: deque[Transfer] = deque()
-        self._ids = 0
-        self._ranges = ranges()
-        streams = bound or self.limits.channels
-        # Loads and stores may share channels: each takes at most half of a channel's places.
-        self._usable = self.limits.depth - min(RESERVE, self.limits.depth // 4)
-        self._stream_limit = max(self._usable // 2, 1)
-        self._every = max(self._stream_limit // 4, 1)
-        self._resume = streams * self._stream_limit - self._every
-        self._pools = [StreamPool(runtime, streams, priority) for _ in range(2)]
-        self._shared = [runtime.stream_create() for _ in range(2)]
-        self._directions = {
-            "load": _Direction("load", "h2d", self._shared[0], self._pools[0]),
-            "store": _Direction("store", "d2h", self._shared[1], self._pools[1]),
+        self._ids = itertools.count(1)
+        self._live: dict[int, Transfer] = {}
+        self._ended: deque[Transfer] = deque(maxlen=KEPT)
+        self._due: deque[Transfer] = deque()  # transfers whose callbacks are to run
+        self._delivering = threading.RLock()
+        self._callbacks_ran = threading.Condition(threading.Lock())
+        self._running_callbacks: int | None = None  # the thread that runs them
+        self._teller: threading.Thread | None = None
+        self._native, self._held = core(), core_held() if runtime.provider == "cuda" else core()
+        self._now = self._held.kvp_now_ns
+        self._table: MethodTable
+        self._handle: int | None = None  # None: closed
+        self._memory: int | None = None
+        copier = copier_for(runtime)
+        self.simulated = runtime.simulated
+        if runtime.provider == "host":
+            self._native.kvp_set_clock(runtime.address("kvhostNow") if self.simulated else None)
+        self.recorder = Recorder(detail, records)
+        try:
+            self._resources = Resources(runtime, bound or self.limits.channels, priority, copier.has_kernel)
+            try:
+                self._table = method_table(copier, method, max_slowdown)
+                self._memory = self._handle = self._open(copier.native, detail, max_bytes_per_s, stuck_after_s)
+            except BaseException:
+                self._resources.close()
+                raise
+        except BaseException:
+            self.recorder.close()
+            raise
+        self._streams = {
+            "shared": list(self._resources.shared),
+            **{name: list(pool.streams) for name, pool in zip(DIRECTION, self._resources.pooled, strict=True)},
         }
-        self._timed = EventPool(runtime, 2 * TIMED_TRANSFERS, timing=True)
-        self._plain = EventPool(runtime, 4 * (streams + 1) * 8 + TIMED_TRANSFERS, timing=False)
-        self._fences: dict[int, _Fence] = {}
-        self._clock_stream = runtime.stream_create()
-        self._clock_event = runtime.event_create(timing=True)
-        self._clock_ns = 0
-        self._renew_clock()
-        native = core()
-        self._submit = native.kvp_submit
-        self._record_event = native.kvp_record_event
-        self._now = native.kvp_now_ns
-        self._options = SubmitOptions(copy=runtime.address("cudaMemcpyAsync"), detail=self._detail,
-                                      event_record=runtime.address("cudaEventRecord"))  # fmt: skip
-        if detail == "copies" and listening() and native.kvp_nvtx_listening():
-            self._options.range_push = ct.cast(native.kvp_nvtx_push, ct.c_void_p).value
-            self._options.range_pop = ct.cast(native.kvp_nvtx_pop, ct.c_void_p).value
+        self._shared = {name: SharedSubmission(self, name, detail) for name in DIRECTION}
+        self._pid = os.getpid()
+        _open_engines.add(self)
+
+    def _open(self, copier: Any, detail: str, max_bytes_per_s: float, stuck_after_s: float) -> int:
+        made, mapping = self._resources, self.mapping
+        pooled = [handles(list(pool.streams)) for pool in made.pooled]
+        events, fences = handles(made.events), handles(made.fences)
+        lists = (type(made.lists[0]) * len(made.lists))(*made.lists) if made.lists else None
+        config = SubmitterConfig(
+            copier=copier,
+            methods=ct.addressof(self._table),
+            gpu=mapping.gpu.side(mapping.gpu_factor),
+            cpu=mapping.cpu.side(mapping.cpu_factor),
+            piece_bytes=mapping.piece_bytes,
+            layers=mapping.gpu.layers,
+            pageable=mapping.cpu.kind == "pageable",
+            device=self.runtime.device(),
+            depth=self.limits.depth,
+            detail=DETAIL[detail],
+            streams=len(pooled[0]),
+            pooled=(ct.c_void_p * 2)(*(ct.cast(each, ct.c_void_p) for each in pooled)),
+            shared=(ct.c_void_p * 2)(*made.shared),
+            clock_stream=made.clock_stream,
+            clock_event=made.clock_event,
+            events=len(made.events),
+            event=ct.cast(events, ct.c_void_p),
+            fences=len(made.fences),
+            fence=ct.cast(fences, ct.c_void_p),
+            lists=len(made.lists),
+            list=ct.cast(lists, ct.c_void_p) if lists else None,
+            bytes_per_s=(ct.c_uint64 * 2)(int(max_bytes_per_s), int(max_bytes_per_s)),
+            link_bytes_per_s=(ct.c_uint64 * 2)(int(self.link_bytes_per_s), int(self.link_bytes_per_s)),
+            stuck_ns=int(stuck_after_s * 1e9),
+            ceiling=self.detector.ceiling,
+            ranges=int(listening() and self._native.kvp_nvtx_listening()),
+        )
+        if self.simulated:
+            config.actor_add = self.runtime.address("kvhostActorAdd")
+            config.actor_wake = self.runtime.address("kvhostActorWake")
+            config.actor_remove = self.runtime.address("kvhostActorRemove")
+            config.run_until = self.runtime.address("kvhostRunUntil")
+        handle = self._native.kvp_submitter_open(ct.byref(config))
+        if not handle:
+            raise KvprobeError("the submitter could not be started: no memory, or no more threads are allowed")
+        return int(handle)
 
     # -- asking for transfers ------------------------------------------------------------------------------------
 
-    def load(self, cpu_blocks: Iterable[int], gpu_blocks: Iterable[int], **how: Any) -> Transfer:
+    def load(
+        self,
+        cpu_blocks: Iterable[int],
+        gpu_blocks: Iterable[int],
+        *,
+        after: int | None | object = COMPUTE,
+        tag: Any = None,
+        done: Callable[[Transfer], None] | None = None,
+    ) -> Transfer:
         """CPU to GPU. Waits for whatever still reads the GPU blocks: the compute stream, or `after`.
 
         Args:
-            cpu_blocks: source ids.
+            cpu_blocks: source ids; fastest as an array of int64.
             gpu_blocks: destination ids.
-            how: `after` (stream handle; None: no wait), `tag`, `done` (called once with the transfer when it ends).
+            after: stream handle whose present work comes first; None: no wait; default: the engine's compute stream.
+            tag: kept on the transfer, for the caller's own use.
+            done: called once with the transfer when it has ended (see `Transfer.add_done_callback`).
 
         Raises:
             UsageError: ids out of range, repeated or of different amounts.
             TransferError: the engine is closed or its device was lost.
+            CudaError: the compute stream could not be marked; nothing was asked for.
         """
-        return self._request("load", gpu_blocks, cpu_blocks, **how)
+        return self._request("load", gpu_blocks, cpu_blocks, after, tag, done)
 
-    def store(self, gpu_blocks: Iterable[int], cpu_blocks: Iterable[int], **how: Any) -> Transfer:
+    def store(
+        self,
+        gpu_blocks: Iterable[int],
+        cpu_blocks: Iterable[int],
+        *,
+        after: int | None | object = COMPUTE,
+        tag: Any = None,
+        done: Callable[[Transfer], None] | None = None,
+    ) -> Transfer:
         """GPU to CPU. Waits for the compute stream that wrote the blocks, or `after`; arguments as `load`."""
-        return self._request("store", gpu_blocks, cpu_blocks, **how)
+        return self._request("store", gpu_blocks, cpu_blocks, after, tag, done)
 
     def _request(
         self,
         direction: str,
         gpu_blocks: Iterable[int],
         cpu_blocks: Iterable[int],
-        after: Any = COMPUTE,
-        tag: Any = None,
-        done: Callable[[Transfer], None] | None = None,
+        after: Any,
+        tag: Any,
+        done: Callable[[Transfer], None] | None,
     ) -> Transfer:
         requested = self._now()
-        dst, src = self.mapping.descriptors(gpu_blocks, cpu_blocks, direction)
-        with self._lock:
-            if self.broken:
-                raise TransferError(f"the engine takes no more transfers: {self.broken}")
-            self._ids += 1
-            transfer = Transfer(self._ids, direction, tag, len(dst), self.mapping.piece_bytes, self, dst, src)
-            transfer.requested_ns = requested
-            if done:
-                transfer.callbacks.append(done)
-            stream = self.compute_stream if after is COMPUTE else after
-            if stream is not None:
-                transfer.after = self._fence_on(stream)
-            transfer.built_ns = self._now()
-            self._directions[direction].queue.append(transfer)
-            self._pump(self._directions[direction])
-            return transfer
+        gpu, cpu, pieces = self.mapping.request(gpu_blocks, cpu_blocks)
+        if self.broken or self._handle is None:
+            raise TransferError(f"the engine takes no more transfers: {self.broken or 'it is closed'}")
+        why, bad, number = ct.c_int32(), ct.c_int64(), next(self._ids)
+        job = self._held.kvp_job_new(
+            self._handle, DIRECTION[direction], number, pieces, gpu.ctypes.data, len(gpu), cpu.ctypes.data, len(cpu),
+            ct.byref(why), ct.byref(bad),
+        )  # fmt: skip
+        if not job:
+            raise self.mapping.refused(direction, gpu, cpu, why.value, bad.value)
+        transfer = Transfer(self, number, direction, tag, job)
+        transfer.requested_ns = requested
+        stream = self.compute_stream if after is COMPUTE else after
+        if stream is not None:
+            code = self._held.kvp_job_after(self._handle, job, stream)
+            if code:
+                self._native.kvp_job_unused(self._handle, job)
+                self._note_broken()
+                if self.broken:
+                    raise self._refused(BROKEN)
+                raise self.runtime.error("cudaEventRecord", code)
+        if done:
+            self._add_callback(transfer, done)
+        transfer.built_ns = self._now()
+        self._held.kvp_job_times(job, requested, transfer.built_ns)
+        self._live[number] = transfer
+        if self.policy != "shared" or not self._shared[direction].submit(transfer):
+            self._hand_over(transfer)
+        if len(self._live) > 64:
+            self._deliver()
+        return transfer
 
-    def _fence_on(self, stream: int) -> _Fence:
-        """Marks what a compute stream holds now.
+    def _hand_over(self, transfer: Transfer) -> None:
+        """Gives a transfer, or the rest of one, to the native thread."""
+        begin = self._now()
+        transfer.policy = "pooled"
+        code = self._held.kvp_job_push(self._handle, transfer._address)
+        if code:
+            self._live.pop(transfer.id, None)
+            self._native.kvp_job_unused(self._handle, transfer._address)
+            raise self._refused(code)
+        self.auto.submitted("pooled", transfer.copies, self._now() - begin)
 
-        Events are finite: when they run short, transfers that still wait in the engine share the newest fence,
-        recorded again (a later mark covers all that an earlier one did).
-        """
-        newest = self._fences.get(stream)
-        if newest is None or not newest.users or len(self._plain) > self._plain.size // 4:
-            while (event := self._plain.take()) is None:
-                self._poll()
-                time.sleep(0.00005)
-            newest = self._fences[stream] = _Fence(event, 0)
-        try:
-            self.runtime.event_record(newest.event, stream)
-        except CudaError:
-            if not newest.users:
-                self._plain.give(newest.event)
-            raise
-        newest.users += 1
-        return newest
+    def _refused(self, code: int) -> TransferError:
+        if code == FORKED:
+            return TransferError("this engine belongs to the process that this one was forked from: make another here")
+        self._note_broken()
+        return TransferError(f"the engine takes no more transfers: {self.broken or 'it is closed'}")
 
-    def _drop_fence(self, transfer: Transfer) -> None:
-        """A transfer waits for its fence in its stream now, or never will."""
-        fence, transfer.after = transfer.after, None
-        if fence is not None:
-            fence.users -= 1
-            if not fence.users:
-                self._plain.give(fence.event)
+    def _error_of(self, status: JobStatus) -> Exception:
+        """Why a job failed."""
+        if status.fault == 4:
+            return KvprobeError("the engine was closed first")
+        if status.fault == 5:
+            return KvprobeError("the device did not move its copies for the time set (stuck_after_s)")
+        return self.runtime.error(FAULT.get(status.fault, "a CUDA call"), status.error)
 
-    # -- submitting ----------------------------------------------------------------------------------------------
-
-    def _pump(self, state: _Direction) -> None:
-        """Submits from the head of a direction's queue until it is empty or the launch queue has no room."""
-        if self.policy == "pooled" and sum(state.outstanding.values()) > self._resume:
-            return  # in batches: the first call after a pause is slow, its caches have gone cold
-        if state.pumping:  # a callback asked for a transfer while one is being submitted: it waits its turn
-            return
-        state.pumping = True
-        try:
-            while state.queue:
-                transfer = state.queue[0]
-                try:
-                    if not self._advance(state, transfer):
-                        return
-                except CudaError as error:
-                    self._abandon(state, transfer, error)
-                    continue
-                if state.queue and state.queue[0] is transfer:  # a lost device empties the queue
-                    state.queue.popleft()
-        finally:
-            state.pumping = False
-
-    def _advance(self, state: _Direction, transfer: Transfer) -> bool:
-        """Submits what it can of one transfer; True when all of it is submitted."""
-        if not transfer.stream and not self._begin(state, transfer):
-            return False
-        stream = transfer.stream
-        while transfer.submitted < transfer.copies:
-            if transfer.done:  # the device was lost meanwhile
-                return True
-            left = transfer.copies - transfer.submitted
-            paced = self.policy != "shared" or transfer.policy != "shared"
-            if paced:
-                room = self._room(state, stream)
-                if room < min(left, self._every):
-                    return False
-                left = min(left, room)
-            if not self._submit_copies(state, transfer, left) and paced:
-                return False
-        self._end(state, transfer)
-        return True
-
-    def _begin(self, state: _Direction, transfer: Transfer) -> bool:
-        """Gives a transfer its stream, its waits and its start event; False while there is none to give."""
-        if len(self._timed) < 2:
-            return False
-        transfer.policy = self.policy
-        transfer.stream = stream = state.shared if self.policy == "shared" else state.pool.take()
-        transfer.state = SUBMITTING
-        transfer.start_event, transfer.end_event = self._timed.take() or 0, self._timed.take() or 0
-        previous = state.last
-        if previous is not None and not previous.done and previous.stream != stream:
-            self.runtime.stream_wait_event(stream, previous.end_event)
-        if transfer.after is not None:
-            # The wait captures the record that is newest now; the event may be recorded again afterwards.
-            self.runtime.stream_wait_event(stream, transfer.after.event)
-            self._drop_fence(transfer)
-        self._record(state, transfer, transfer.start_event)
-        transfer.range = self._ranges.start(f"{transfer.direction} {transfer.id} stream {stream:#x}", transfer.bytes)
-        return True
-
-    def _room(self, state: _Direction, stream: int) -> int:
-        """Operations that a stream takes without any danger of blocking.
-
-        The pooled streams were made one after another and lie on channels of their own; the shared stream lies on the
-        channel of one of them, so what it still holds counts against each.
-        """
-        held = state.outstanding.get(stream, 0)
-        others = state.outstanding.get(state.shared, 0) if stream != state.shared else 0
-        return min(self._stream_limit, self._usable - others) - held
-
-    def _submit_copies(self, state: _Direction, transfer: Transfer, count: int) -> bool:
-        """One run of the native loop; True when it issued all it was to.
-
-        Where the count of outstanding operations comes to the ceiling, completions are looked up and the run ends, so
-        that the detector sees each run on one side of it.
-        """
-        stream, first = transfer.stream, transfer.submitted
-        below = self._below_ceiling(state, stream, count)
-        if transfer.done:  # looking up completions found that the device is lost
-            return False
-        count = min(count, below) if below > 0 else count
-        watched = self.controller.active and transfer.policy == "shared" and self.policy == "shared"
-        marks = self._plain.take_many(min(count // self._every, 64, max(len(self._plain) - 16, 0)))
-        handles = (ct.c_void_p * max(len(marks), 1))(*marks)
-        pageable = self.mapping.cpu.kind == "pageable"
-        options, result = self._options, SubmitResult()
-        options.stream, options.kind, options.transfer = stream, state.kind, transfer.id & 0xFFFFFFFF
-        options.direction = DIRECTION[transfer.direction] | (PAGEABLE if pageable else PINNED) << 4
-        options.blocked_ns = self.detector.threshold_ns
-        options.stop_after, options.stop_after_ns = (STOP_CALLS, STOP_NS) if watched else (0, 0)
-        options.events, options.every, options.events_max = ct.cast(handles, ct.c_void_p), self._every, len(marks)
-        before = state.outstanding.get(stream, 0)
-        uncovered = state.unmarked.get(stream, 0)
-        dst, src = transfer.dst.ctypes.data + 8 * first, transfer.src.ctypes.data + 8 * first
-        code = self._submit(ct.byref(options), count, dst, src, None, transfer.piece_bytes, ct.byref(result))
-        done = result.submitted
-        state.add(stream, done + result.events)
-        for index, event in enumerate(marks):
-            if index < result.events:
-                state.mark(_Marker(event, stream, self._every + 1 + uncovered, None, self._plain))
-                uncovered = 0
+    def _note_broken(self) -> None:
+        stats = self.read()
+        if self.broken is None and (stats.broken or stats.fault):
+            if stats.fault == 5:
+                self.broken = KvprobeError(f"transfer {stats.stuck_job} did not move for the time set (stuck_after_s)")
             else:
-                self._plain.give(event)
-        transfer.submitted += done
-        # Between two runs of one transfer lies only Python, unless the queue had no room and it waited by design.
-        gap = result.start_ns - transfer.run_end_ns if transfer.run_end_ns and transfer.policy == "shared" else 0
-        transfer.run_end_ns = result.end_ns
-        transfer.submit_ns += result.end_ns - result.start_ns
-        transfer.blocked += result.blocked
-        transfer.longest_ns = max(transfer.longest_ns, result.max_ns)
-        if self._detail:
-            self._judge(state, transfer, result, before, pageable, gap)
-        if code:
-            raise self.runtime.error("cudaMemcpyAsync", code)
-        return bool(done == count)
-
-    def _below_ceiling(self, state: _Direction, stream: int, count: int) -> int:
-        """Operations that a stream takes below the detector's ceiling, completions looked up if `count` is too many."""
-        below = self.detector.ceiling - state.outstanding.get(stream, 0)
-        if below < count and self._detail:
-            self._retire(state)
-            below = self.detector.ceiling - state.outstanding.get(stream, 0)
-        return below
-
-    def _record(self, state: _Direction, transfer: Transfer, event: int) -> None:
-        """Records an event of a transfer on its stream: it takes a place in the queue and may wait for one."""
-        self._below_ceiling(state, transfer.stream, 1)
-        before = state.outstanding.get(transfer.stream, 0)
-        options, result = self._options, SubmitResult()
-        options.stream, options.blocked_ns = transfer.stream, self.detector.threshold_ns
-        code = self._record_event(ct.byref(options), event, ct.byref(result))
-        if code:
-            raise self.runtime.error("cudaEventRecord", code)
-        state.add(transfer.stream, 1)
-        if result.blocked and self._detail:
-            transfer.blocked += result.blocked
-            transfer.longest_ns = max(transfer.longest_ns, result.max_ns)
-            self._judge(state, transfer, result, before, False)
-
-    def _judge(
-        self, state: _Direction, transfer: Transfer, run: SubmitResult, before: int, pageable: bool, gap_ns: int = 0
-    ) -> None:
-        blocked = run.first_blocked != 2**64 - 1
-        verdict = self.detector.observe(Observation(
-            transfer.stream, threading.get_native_id(), before, run.submitted, run.start_ns, run.end_ns, run.fast,
-            run.fast_ns, run.blocked, run.blocked_sum_ns, run.first_blocked if blocked else -1, run.first_blocked_ns,
-            run.max_ns, run.preempted, run.preempted_ns, pageable, gap_ns))  # fmt: skip
-        self.controller.submitted(run.submitted, run.end_ns - run.start_ns, run.blocked)
-        if verdict is Verdict.SATURATION:
-            self.controller.saturated(self.detector.saturations[-1], self.detector.reason)
-
-    def _end(self, state: _Direction, transfer: Transfer) -> None:
-        """Marks the end of a wholly submitted transfer on its stream."""
-        self._record(state, transfer, transfer.end_event)
-        state.mark(_Marker(transfer.end_event, transfer.stream, state.unmarked[transfer.stream], transfer, self._timed))
-        transfer.state = IN_FLIGHT
-        state.last = transfer
+                self.broken = self.runtime.error("cudaEventQuery", stats.broken)
 
     # -- completion ----------------------------------------------------------------------------------------------
 
     def poll(self) -> list[Transfer]:
-        """Looks at the device, submits what has room now, and returns the transfers that ended since the last poll."""
-        with self._lock:
-            self._poll()
-            ended = list(self._finished)
-            self._finished.clear()
+        """The transfers that ended since the last poll. Nothing depends on how often it is called."""
+        self._deliver()
+        ended: list[Transfer] = []
+        while self._ended:
+            ended.append(self._ended.popleft())
         return ended
 
-    def _poll(self) -> None:
-        for state in self._directions.values():
-            self._retire(state)
-            self._pump(state)
-        if self._now() - self._clock_ns > RENEW_CLOCK_NS and not self.broken:
-            self._renew_clock()
-
-    def _retire(self, state: _Direction) -> None:
-        """Takes back the markers that the device has reached."""
-        try:
-            while state.markers and self.runtime.event_query(state.markers[0].event):
-                marker = state.markers.popleft()
-                state.outstanding[marker.stream] -= marker.operations
-                if marker.transfer is None:
-                    marker.pool.give(marker.event)
-                else:
-                    self._finish(state, marker.transfer, None)
-        except CudaError as error:
-            # An asynchronous error is sticky: nothing on this device can be trusted or will ever complete.
-            self._lose(error)
-
-    def _finish(self, state: _Direction, transfer: Transfer, error: Exception | None) -> None:
-        """Ends a transfer, one way or the other, and gives back all it held."""
-        transfer.noticed_ns = self._now()
-        if error is None and transfer.error is None:
-            try:
-                transfer.copy_start_ns, transfer.copy_end_ns = (
-                    self._clock_ns + int(1e6 * self.runtime.event_elapsed_ms(self._clock_event, event))
-                    for event in (transfer.start_event, transfer.end_event)
-                )
-            except CudaError as failure:
-                error = failure
-        if self.link_bytes_per_s and transfer.piece_bytes >= LARGE and transfer.copy_end_ns > transfer.copy_start_ns:
-            rate = transfer.bytes / (transfer.copy_end_ns - transfer.copy_start_ns) * 1e9
-            self.detector.link(rate, self.link_bytes_per_s)
-        transfer.error = transfer.error or error
-        transfer.state = FAILED if transfer.error else DONE
-        for event in (transfer.start_event, transfer.end_event):
-            if event:
-                self._timed.give(event)
-        self._drop_fence(transfer)
-        if transfer.stream and transfer.policy == "pooled":
-            state.pool.give(transfer.stream)
-        transfer.start_event = transfer.end_event = 0
-        if state.last is transfer:
-            state.last = None
-        transfer.dst = transfer.src = _NOTHING
-        self._ranges.end(transfer.range)
-        self.recorder.transfer(transfer)
-        self._finished.append(transfer)
-        if len(self._finished) > 1 << 17:
-            self._finished.popleft()  # nobody polls for results; whoever waits holds the transfer itself
-        for callback in transfer.callbacks:
-            callback(transfer)
-        transfer.callbacks.clear()
-
-    def _abandon(self, state: _Direction, transfer: Transfer, error: CudaError) -> None:
-        """A transfer whose submission failed: what was submitted of it drains, then it ends as failed."""
-        if transfer.done:  # a look at the device found it lost, which ended every transfer
+    def _deliver(self) -> None:
+        """Takes what has ended from the native side; runs callbacks."""
+        handle = self._handle
+        if handle is None:
             return
-        state.queue.popleft()
-        transfer.error = error
-        try:
-            if transfer.stream:
-                self._end(state, transfer)
-            else:
-                self._finish(state, transfer, error)
-        except CudaError as second:
-            self._lose(second, transfer)
+        ids = (ct.c_uint64 * 256)()
+        with self._delivering:
+            while count := self._held.kvp_take_ended(handle, ids, 256):
+                for number in ids[:count]:
+                    transfer = self._live.pop(number, None)
+                    if transfer is None:
+                        continue
+                    self._settle(transfer)
+        if self._due:
+            self._run_callbacks()
 
-    def _lose(self, error: Exception, *also: Transfer) -> None:
-        """The device is gone: every transfer fails, every stream and event goes back without touching the device."""
-        self.broken = self.broken or error
-        for state in self._directions.values():
-            pending = [marker.transfer for marker in state.markers if marker.transfer]
-            for marker in state.markers:
-                if marker.transfer is None:
-                    marker.pool.give(marker.event)
-            state.markers.clear()
-            state.outstanding.clear()
-            state.unmarked.clear()
-            waiting = list(state.queue)
-            state.queue.clear()
-            for transfer in (*pending, *waiting, *(each for each in also if each.direction == state.name)):
-                if not transfer.done:
-                    self._finish(state, transfer, error)
+    def _settle(self, transfer: Transfer) -> None:
+        status = transfer._status
+        if status.state == 4:
+            transfer.error = transfer.error or self._error_of(status)
+            if status.fault in (3, 5):
+                self._note_broken()
+        elif self.link_bytes_per_s and transfer.piece_bytes >= LARGE and status.copy_end_ns > status.copy_start_ns:
+            rate = transfer.bytes / (status.copy_end_ns - status.copy_start_ns) * 1e9
+            self.detector.link(rate, self.link_bytes_per_s)
+        self._ended.append(transfer)
+        if transfer._callbacks:
+            self._due.append(transfer)
+        else:
+            transfer._callbacks = None
+
+    def _add_callback(self, transfer: Transfer, callback: Callable[[Transfer], None]) -> None:
+        with self._delivering:
+            if transfer._callbacks is not None:
+                transfer._callbacks.append(callback)
+                if self._teller is None and not self.simulated:
+                    self._teller = threading.Thread(
+                        target=_tell, args=(weakref.ref(self), self._native, self._handle), name="kvprobe-tell",
+                        daemon=True,
+                    )  # fmt: skip
+                    self._teller.start()
+                return
+        _call(callback, transfer)
+
+    def _run_callbacks(self) -> None:
+        """Runs what is due, in order, on one thread at a time and outside every lock."""
+        me = threading.get_ident()
+        with self._callbacks_ran:
+            if self._running_callbacks is not None:
+                return
+            self._running_callbacks = me
+        try:
+            while self._due:
+                transfer = self._due[0]
+                while True:
+                    with self._delivering:
+                        callback = transfer._callbacks.pop(0) if transfer._callbacks else None
+                        if callback is None:
+                            transfer._callbacks = None
+                            self._due.popleft()
+                            break
+                    _call(callback, transfer)
+        finally:
+            with self._callbacks_ran:
+                self._running_callbacks = None
+                self._callbacks_ran.notify_all()
 
     def wait(self, transfer: Transfer | None = None, timeout_s: float | None = None) -> None:
-        """Blocks until one transfer has ended, or all.
+        """Sleeps until one transfer has ended, or all, and their callbacks have run (not inside a callback).
 
         Raises:
             TransferError: the time ran out. A transfer's own failure is raised by `Transfer.result`.
         """
         limit = None if timeout_s is None else time.monotonic() + timeout_s
-        pause = 0.00002
         while True:
-            with self._lock:
-                self._poll()
-                if transfer.done if transfer else self.idle:
-                    return
-            if limit is not None and time.monotonic() > limit:
-                what = f"{transfer.direction} {transfer.id}" if transfer else "all transfers"
-                raise TransferError(f"waited {timeout_s} s for {what} in vain")
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.0005)
+            handle = self._handle
+            if handle is None:
+                return
+            left = 2**64 - 1 if limit is None else max(int((limit - time.monotonic()) * 1e9), 0)
+            code = self._native.kvp_job_wait(handle, transfer._address if transfer else None, left)
+            if code == 1:
+                break
+            what = f"{transfer.direction} {transfer.id}" if transfer else "all transfers"
+            if code == 0:
+                raise TransferError(f"{what} did not end within {timeout_s} s")
+            if code == -2:
+                raise TransferError(f"nothing that is outstanding can end {what}")
+        self._deliver()
+        if self._running_callbacks == threading.get_ident():
+            return
+        while transfer._callbacks is not None if transfer else self._due:
+            self._run_callbacks()
+            with self._callbacks_ran:
+                if self._running_callbacks is not None:
+                    self._callbacks_ran.wait(0.05)
+            self._deliver()
 
     def fence(self, transfer: Transfer, stream: int) -> None:
-        """Makes later work of `stream` wait for a transfer, without blocking the host longer than its submission."""
+        """Makes later work of `stream` wait for a transfer.
+
+        Returns at once where the transfer is submitted. One that is not goes to the front of what is submitted, with
+        its waits for compute on the device; the call returns when all of it is submitted, so a stream never waits for
+        copies that stand behind its own wait in a launch queue.
+
+        Raises:
+            TransferError: the transfer failed.
+            CudaError: the wait could not be made.
+        """
         while True:
-            with self._lock:
-                if transfer.done:
-                    transfer.result()
-                    return
-                if transfer.state == IN_FLIGHT:
-                    self.runtime.stream_wait_event(stream, transfer.end_event)
-                    return
-                self._poll()
-            time.sleep(0.00002)
+            handle = self._handle
+            code = self._native.kvp_job_fence(handle, transfer._address, stream) if handle else 0
+            if code != SIGNALS:
+                break
+        if code == FORKED:
+            raise self._refused(code)
+        if code == STUCK:
+            raise TransferError(f"nothing that is outstanding can submit {transfer.direction} {transfer.id}")
+        if code:
+            raise self.runtime.error("cudaStreamWaitEvent", code)
+        if transfer.done:
+            transfer.result()
 
     @property
     def idle(self) -> bool:
         """Whether nothing waits and nothing is in flight."""
-        return not any(state.queue or state.markers for state in self._directions.values())
+        return not self.read().pending
 
-    # -- policy --------------------------------------------------------------------------------------------------
+    # -- policy and state ----------------------------------------------------------------------------------------
 
     def set_policy(self, policy: str, reason: str = "asked for") -> None:
         """Changes the policy while transfers are in flight; what is submitted stays where it is, order holds.
-
-        A transfer that is half submitted to the shared stream finishes there, as room appears; the next one takes a
-        pooled stream and waits for it. Back again likewise.
 
         Raises:
             UsageError: not "shared" or "pooled".
         """
         if policy not in ("shared", "pooled"):
             raise UsageError(f"unknown policy {policy!r}: use shared or pooled (auto: when the engine is made)")
-        with self._lock:
-            if policy != self.policy:
-                before, self.policy = self.policy, policy
-                self._ranges.mark(f"kvprobe: policy {before} -> {policy}: {reason}")
+        before, self.policy = self.policy, policy
+        if policy != before:
+            ranges().mark(f"kvprobe: policy {before} -> {policy}: {reason}")
+
+    def read(self) -> SubmitterStats:
+        """The native side's own counts: pending, in flight, calls and bytes by method, the longest call."""
+        stats = SubmitterStats()
+        if self._handle is not None:
+            self._native.kvp_submitter_read(self._handle, ct.byref(stats))
+        return stats
 
     def outstanding(self) -> dict[int, int]:
         """Operations submitted and not known to be complete, by stream handle."""
-        with self._lock:
-            return {stream: count for state in self._directions.values()
-                    for stream, count in state.outstanding.items() if count}  # fmt: skip
+        stats, found = self.read(), {}
+        for which in range(2):
+            for stream, places in (
+                (self._streams["shared"][which], stats.shared_places[which]),
+                (stats.stream[which], stats.in_flight_places[which]),
+            ):
+                if places:
+                    found[int(stream)] = int(places)
+        return found
 
     def pending_bytes(self, direction: str) -> int:
         """Bytes of a direction that were asked for and are not known to be copied, those that wait here included."""
-        state = self._directions[direction]
-        with self._lock:
-            copies = sum(state.outstanding.values()) + sum(each.copies - each.submitted for each in state.queue)
-        return copies * self.mapping.piece_bytes
+        return int(self.read().pending_bytes[DIRECTION[direction] - 1])
+
+    @property
+    def methods_lost(self) -> dict[str, str]:
+        """Methods that failed and are not used any more, with the error."""
+        stats = self.read()
+        return {
+            name: str(self.runtime.error(name, stats.method_error))
+            for bit, name in enumerate(METHOD_NAMES)
+            if stats.methods_off >> bit & 1
+        }
 
     @property
     def streams(self) -> dict[str, list[int]]:
         """Stream handles the engine made, by use."""
-        load, store = self._pools
-        return {"shared": list(self._shared), "load": list(load.streams), "store": list(store.streams)}
+        return {name: list(each) for name, each in self._streams.items()}
 
     @property
     def held(self) -> dict[str, int]:
-        """Streams and events that are out of their pools now; all zero when the engine is idle."""
+        """Streams and events that are in use now; all zero when the engine is idle."""
+        stats = self.read()
         return {
-            "streams": sum(pool.in_use for pool in self._pools),
-            "timed events": self._timed.size - len(self._timed),
-            "plain events": self._plain.size - len(self._plain),
+            "streams": sum(1 for places in stats.in_flight_places if places),
+            "events": int(stats.events - stats.events_free),
+            "fences": int(stats.fences_used),
         }
 
-    def _renew_clock(self) -> None:
-        """Pairs a device event with the host clock, so that event times can be put beside host times."""
-        now = core().kvp_now_ns
-        self.runtime.event_record(self._clock_event, self._clock_stream)
-        self.runtime.event_synchronize(self._clock_event)
-        self._clock_ns = now()
-
     def close(self) -> None:
-        """Waits for what is in flight, then destroys streams and events. The engine takes nothing afterwards."""
-        with self._lock:
-            if self.broken is None:
-                self.wait()
-                self.broken = KvprobeError("it is closed")
-                for stream in (*self._shared, self._clock_stream):
-                    self.runtime.stream_destroy(stream)
-                for pool in self._pools:
-                    pool.close()
-                self._timed.close()
-                self._plain.close()
-                self.runtime.event_destroy(self._clock_event)
-            self.recorder.close()
+        """Waits for what is in flight, then destroys streams and events. The engine takes nothing afterwards.
+
+        Raises:
+            CudaError: something could not be destroyed; the rest is.
+        """
+        self._close(drain=True)
+
+    def _close(self, drain: bool) -> None:
+        handle = self._handle
+        if handle is None:
+            return
+        if os.getpid() != self._pid:  # a forked child: everything belongs to its parent
+            self._handle, self.broken = None, KvprobeError("it belongs to the parent process")
+            return
+        if drain:
+            self.wait()
+        self._note_broken()
+        lost = self.broken is not None
+        self.broken = self.broken or KvprobeError("it is closed")
+        self._native.kvp_submitter_stop(handle)  # the thread that calls back leaves first
+        if self._teller is not None and self._teller is not threading.current_thread():
+            self._teller.join()
+        self._native.kvp_submitter_close(handle, int(drain))
+        self._deliver()
+        self._handle = None
+        _open_engines.discard(self)
+        self.recorder.close()
+        if not lost:  # on a lost device nothing can be destroyed, and nothing need be
+            self._resources.close()
+
+    def __del__(self) -> None:
+        """An engine that nobody closed: what was not submitted is not submitted any more."""
+        memory = getattr(self, "_memory", None)
+        if memory is not None:
+            try:
+                self._close(drain=False)
+            except Exception:
+                log.debug("an engine that nobody closed could not be closed", exc_info=True)
+            self._native.kvp_submitter_free(memory)
 
     def __enter__(self) -> OffloadEngine:
         return self
@@ -623,10 +567,31 @@ class OffloadEngine:
         self.close()
 
 
-def _nothing() -> Any:
-    import numpy as np
+def _call(callback: Callable[[Transfer], None], transfer: Transfer) -> None:
+    try:
+        callback(transfer)
+    except Exception:
+        log.exception("a callback of %s %d raised", transfer.direction, transfer.id)
 
-    return np.empty(0, dtype=np.uint64)
+
+def _tell(engine: weakref.ref[OffloadEngine], native: ct.CDLL, handle: int) -> None:
+    """Runs callbacks while nobody polls; sleeps in the native library meanwhile."""
+    while native.kvp_wait_ended(handle) >= 0:
+        alive = engine()
+        if alive is None or alive._handle is None:
+            return
+        alive._deliver()
+        del alive
 
 
-_NOTHING = _nothing()
+_open_engines: weakref.WeakSet[OffloadEngine] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """The native threads leave before the CUDA runtime does; what was never submitted is not submitted any more."""
+    for engine in list(_open_engines):
+        try:
+            engine._close(drain=False)
+        except Exception:
+            log.debug("an engine could not be closed at exit", exc_info=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from kvprobe.cuda import Runtime
-from kvprobe.errors import UsageError
+from kvprobe.errors import CudaError, UsageError
 
 
 class EventPool:
@@ -65,7 +65,13 @@ class StreamPool:
         if not high <= priority <= low:
             raise UsageError(f"stream priority {priority} is outside this device's range {high} to {low}")
         self._runtime = runtime
-        self.streams = [runtime.stream_create(priority) for _ in range(size)]
+        self.streams: list[int] = []
+        try:
+            for _ in range(size):
+                self.streams.append(runtime.stream_create(priority))
+        except CudaError:
+            self.close()
+            raise
         self._free = deque(self.streams)
         self._users = dict.fromkeys(self.streams, 0)
         self._order: deque[int] = deque()
@@ -97,6 +103,12 @@ class StreamPool:
 
     def close(self) -> None:
         """Destroys all streams; their work completes first."""
-        for stream in self.streams:
-            self._runtime.stream_destroy(stream)
-        self.streams.clear()
+        streams, self.streams = self.streams, []
+        failed: CudaError | None = None
+        for stream in streams:
+            try:
+                self._runtime.stream_destroy(stream)
+            except CudaError as error:
+                failed = failed or error
+        if failed:
+            raise failed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes as ct
 import threading
 
@@ -176,8 +177,8 @@ def test_pooled_submission_never_meets_a_full_queue_and_keeps_to_the_bound(bench
             engine.poll()
             streams |= set(engine.outstanding())
             assert all(count < 128 for count in engine.outstanding().values())
-        assert len(streams) == 2
-        assert streams == set(engine.streams["load"])
+        assert streams <= set(engine.streams["load"])
+        assert len(engine.streams["load"]) == 2
         assert sum(transfer.copies for transfer in transfers) == 20 * 256
     assert engine.detector.saturations == []
 
@@ -189,7 +190,7 @@ def test_auto_switches_when_the_shared_queue_fills_and_says_why(bench):
         assert first.done or engine.policy == "pooled"
         rest = [engine.load(range(64), range(64)) for _ in range(6)]
         engine.wait()
-        decision = engine.controller.decisions[0]
+        decision = engine.auto.decisions[0]
         assert (decision.before, decision.after) == ("shared", "pooled")
         assert "blocked at" in decision.reason
         assert "depth 128" in decision.reason
@@ -205,9 +206,9 @@ def test_auto_switches_when_the_shared_queue_fills_and_says_why(bench):
 
 def test_streams_and_events_go_back_when_a_copy_fails(bench):
     b = bench(layers=2, blocks=32)
-    with b.engine(policy="pooled") as engine:
+    with b.engine(policy="pooled", method="loop") as engine:
         b.runtime.library.kvhostFailCopy(ct.c_uint64(20), ct.c_int(1))
-        broken = engine.load(range(32), range(32))
+        broken = engine.load(range(32), range(31, -1, -1))
         good = engine.load(range(32), range(32))
         engine.wait()
         with pytest.raises(TransferError, match="cudaErrorInvalidValue"):
@@ -220,16 +221,13 @@ def test_streams_and_events_go_back_when_a_copy_fails(bench):
 @pytest.mark.parametrize("nth", range(1, 6))
 def test_every_failing_call_ends_a_transfer_and_leaks_nothing(bench, call, nth):
     b = bench(layers=1, blocks=16)
-    with b.engine(policy="pooled") as engine:
+    with b.engine(policy="pooled", method="loop") as engine:
         b.runtime.library.kvhostFailCall(call, nth, 2)
-        failed = 0
         for _ in range(4):
-            try:
-                failed += engine.load(range(16), range(16)).error is not None
-            except CudaError:  # the fence of the request itself: nothing was queued
-                failed += 1
-        b.runtime.library.kvhostFailCall(call, 0, 0)
+            with contextlib.suppress(CudaError):  # the mark on the compute stream: nothing was asked for
+                engine.load(range(16), range(15, -1, -1))
         engine.wait()
+        b.runtime.library.kvhostFailCall(call, 0, 0)
         assert engine.idle
         assert set(engine.held.values()) == {0}
         engine.load(range(16), range(16)).wait()
@@ -348,7 +346,10 @@ def test_a_device_lost_while_completions_are_looked_up_fails_the_transfer_being_
     engine = b.engine(policy="shared")
     first = engine.load(range(8), range(8))
     b.runtime.library.kvhostFailExecution(ct.c_uint64(1), ct.c_int(719))
-    transfers = [first, *(engine.load(range(64), range(64)) for _ in range(3) if engine.broken is None)]
+    transfers = [first]
+    with contextlib.suppress(CudaError, TransferError):  # once it is known to be lost, nothing more is taken
+        for _ in range(3):
+            transfers.append(engine.load(range(64), range(64)))
     engine.wait()
     assert all(transfer.done for transfer in transfers)
     assert any(transfer.state == "failed" for transfer in transfers)

@@ -6,8 +6,11 @@
 #include <unistd.h>
 
 static struct kvp_job *job_alloc(kvp_submitter *s, int direction, uint64_t id, uint64_t words) {
-    struct kvp_job *j = calloc(1, sizeof *j + words * sizeof(int64_t));
-    if (!j) return NULL;
+    struct kvp_job *j = calloc(1, sizeof *j);
+    if (!j || !(j->data = malloc((words ? words : 1) * sizeof *j->data))) {
+        free(j);
+        return NULL;
+    }
     atomic_init(&j->holders, 2);
     j->owner = s;
     j->direction = direction == KVP_D2H ? STORE : LOAD;
@@ -96,7 +99,9 @@ kvp_job_status *kvp_job_new_raw(kvp_submitter *s, int direction, uint64_t id, ui
 
 void kvp_job_release(kvp_job_status *job) {
     struct kvp_job *j = (struct kvp_job *)job;
-    if (atomic_fetch_sub_explicit(&j->holders, 1, memory_order_acq_rel) == 1) free(j);
+    if (atomic_fetch_sub_explicit(&j->holders, 1, memory_order_acq_rel) != 1) return;
+    free(j->data);
+    free(j);
 }
 
 /* First address after `from` over which nothing is merged; UINT64_MAX: none. */

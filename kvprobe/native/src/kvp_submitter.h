@@ -87,8 +87,9 @@ typedef struct {
     uint64_t bytes_per_s[2];      /* cap on the rate; 0: none */
     uint64_t link_bytes_per_s[2]; /* first guess of the rate; 0: 20 GB/s */
     uint64_t stuck_ns;            /* a transfer that does not move for so long is given up; 0: never */
-    uint32_t every;               /* shared policy: copies between two markers */
-    uint32_t ranges;              /* NVTX ranges around transfers (and copies at detail COPIES) */
+    uint32_t ceiling; /* shared policy: a run ends where so many operations stand in the stream; 0: nowhere */
+    uint32_t every;   /* shared policy: copies between two markers */
+    uint32_t ranges;  /* NVTX ranges around transfers (and copies at detail COPIES) */
     /* kvhost.h, where the runtime's clock is virtual, else NULL */
     int (*actor_add)(uint64_t (*step)(void *, uint64_t), void *);
     void (*actor_wake)(int);
@@ -99,9 +100,13 @@ typedef struct {
 /* Starts the thread. The config's arrays of streams, events, lists, bases and bounds are copied; what they name must
  * live until kvp_submitter_close has returned. NULL: no memory, or no thread could be made. */
 KVP_EXPORT kvp_submitter *kvp_submitter_open(const kvp_submitter_config *config);
-/* Ends all jobs (those not submitted fail with KVP_FAULT_CLOSED unless `drain`), stops the thread and frees everything
- * but jobs that are still held. In a forked child: frees nothing, does nothing. */
+/* Ends all jobs (those not submitted fail with KVP_FAULT_CLOSED unless `drain`) and stops the thread; every later call
+ * refuses. In a forked child: does nothing. */
 KVP_EXPORT void kvp_submitter_close(kvp_submitter *s, int drain);
+/* Frees it, once nobody is inside any call of it any more; jobs that are still held stay readable. */
+KVP_EXPORT void kvp_submitter_free(kvp_submitter *s);
+/* Whoever sleeps in kvp_wait_ended comes back with -1, and does so from now on. */
+KVP_EXPORT void kvp_submitter_stop(kvp_submitter *s);
 
 enum kvp_job_refusal { KVP_BAD_ID = -1, KVP_TWICE = -2, KVP_NO_MEMORY = -3, KVP_BROKEN = -4, KVP_FORKED = -5 };
 
@@ -120,8 +125,8 @@ KVP_EXPORT kvp_job_status *kvp_job_new_raw(kvp_submitter *s, int direction, uint
 KVP_EXPORT int kvp_job_after(kvp_submitter *s, kvp_job_status *job, void *stream);
 /* When it was asked for and when it was put together, for the record. */
 KVP_EXPORT void kvp_job_times(kvp_job_status *job, uint64_t requested_ns, uint64_t built_ns);
-/* A job that is not handed over after all; the caller's pointer is dead. */
-KVP_EXPORT void kvp_job_drop(kvp_submitter *s, kvp_job_status *job);
+/* A job that is not handed over after all: the submitter's reference goes, the caller's stays. */
+KVP_EXPORT void kvp_job_unused(kvp_submitter *s, kvp_job_status *job);
 /* Hands the job to the thread, behind those of its direction that came before. Never blocks. 0 or a refusal. */
 KVP_EXPORT int kvp_job_push(kvp_submitter *s, kvp_job_status *job);
 /* Submits (more of) the job in the calling thread to the shared stream, one cudaMemcpyAsync a piece, at most `max`

@@ -237,6 +237,8 @@ void kvp_finish(kvp_submitter *s, struct kvp_job *j, int error, uint32_t fault) 
     }
     record_transfer(s, j);
     if (j->range) kvp_nvtx_range_end(j->range);
+    free(j->data);
+    j->data = NULL;
     atomic_fetch_sub(&dir->pending_bytes, t->bytes);
     atomic_fetch_sub(j->inlined ? &dir->inlined_jobs : &dir->pushed, 1);
     pthread_mutex_lock(&s->lock);
@@ -312,6 +314,14 @@ static struct kvp_job *ends_here(struct kvp_job **first, struct kvp_job **last, 
     return j;
 }
 
+/* Nobody asks these jobs for their event any more: it may be recorded anew. */
+static void forget_event(kvp_submitter *s, struct kvp_job *first, uint64_t sequence) {
+    pthread_mutex_lock(&s->lock);
+    for (struct kvp_job *j = first; j && j->sequence <= sequence && j->status.state == KVP_IN_FLIGHT; j = j->next)
+        j->end_event = NULL;
+    pthread_mutex_unlock(&s->lock);
+}
+
 static void end_job(kvp_submitter *s, struct kvp_job *j, uint64_t end_ns) {
     j->status.copy_end_ns = end_ns;
     if (!end_ns) j->status.copy_start_ns = 0;
@@ -342,10 +352,11 @@ static void retire(kvp_submitter *s, int d, uint64_t now) {
         dir->line.head++;
         dir->pause_ns = LEAST_PAUSE_NS;
         dir->progress_ns = now;
+        forget_event(s, dir->flying, m->sequence);
+        kvp_event_give(s, m->event);
+        kvp_event_give(s, m->start);
         struct kvp_job *j;
         while ((j = ends_here(&dir->flying, &dir->flying_last, m->sequence))) end_job(s, j, end);
-        kvp_event_give(s, m->event); /* after the jobs: a fence may have asked one of them for it */
-        kvp_event_give(s, m->start);
     }
 }
 
@@ -363,6 +374,9 @@ void kvp_retire_shared(kvp_submitter *s, int d) {
         start_of(m, &dir->shared, dir->inlined, m->start ? kvp_device_ns(s, m->start) : dir->shared.end_ns, end);
         atomic_fetch_sub(&dir->shared_places, m->places);
         dir->shared.head++;
+        forget_event(s, dir->inlined, m->sequence);
+        kvp_event_give(s, m->event);
+        kvp_event_give(s, m->start);
         struct kvp_job *j;
         while ((j = ends_here(&dir->inlined, &dir->inlined_last, m->sequence))) {
             j->status.copy_end_ns = end;
@@ -370,8 +384,6 @@ void kvp_retire_shared(kvp_submitter *s, int d) {
             tail = &j->next;
             j->next = NULL;
         }
-        kvp_event_give(s, m->event);
-        kvp_event_give(s, m->start);
     }
     pthread_mutex_unlock(&dir->shared_lock);
     while (over) {
@@ -418,7 +430,14 @@ static void lose(kvp_submitter *s, int code, uint32_t fault) {
         drop_line(s, &dir->shared);
         atomic_store(&dir->shared_places, 0);
         struct kvp_job *inlined = dir->inlined, *last = dir->inlined_last;
-        dir->inlined = dir->inlined_last = NULL;
+        if (last && last->busy) { /* its caller is inside: it ends at the step after that */
+            struct kvp_job **at = &inlined;
+            while (*at != last) at = &(*at)->next;
+            *at = NULL;
+            dir->inlined = last;
+        } else {
+            dir->inlined = dir->inlined_last = NULL;
+        }
         pthread_mutex_unlock(&dir->shared_lock);
         fail_all(s, &inlined, &last, code, fault);
     }
@@ -486,6 +505,14 @@ static void fail_head(kvp_submitter *s, struct direction *dir, int code, uint32_
     j->status.fault = fault;
     struct marker *newest = line_empty(&dir->line) ? NULL : &dir->line.marker[(dir->line.tail - 1) % MARKERS];
     submitted(s, dir, j, newest ? newest->event : NULL);
+    /* A call that failed for good, or a device that is gone? */
+    int code_now = 0;
+    for (int i = 0; i < BAD_QUERIES && dir->stream; i++) {
+        code_now = CALL(s, stream_query, handle_fn)(dir->stream);
+        if (!code_now || code_now == NOT_READY) return;
+        kvp_clear_error(s);
+    }
+    if (code_now) lose(s, code_now, KVP_FAULT_DEVICE);
 }
 
 /* Whether the head may start: what it waits for is over, or it must be submitted before (hurry). 1 yes, 0 not yet. */

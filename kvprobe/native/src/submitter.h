@@ -41,7 +41,7 @@ struct kvp_job {
     struct cursor at;
     uint64_t requested_ns, built_ns;
     uint32_t tid;
-    uint8_t direction, begun, inlined;
+    uint8_t direction, begun, inlined, busy /* a caller is inside with it; guarded by shared_lock */;
     atomic_uint hurry; /* somebody's stream waits for it: its waits go to the device */
     int failed;        /* CUDA's code of the submission that failed; what was submitted before still drains */
     void *range;
@@ -49,7 +49,7 @@ struct kvp_job {
     uint64_t gpu_count, cpu_count, count, size;
     const int64_t *gpu, *cpu;
     const uint64_t *dst, *src, *sizes;
-    int64_t data[];
+    int64_t *data; /* what they point into; gone when the job has ended */
 };
 
 /* An event behind copies of one stream: when it is reached they are done. */

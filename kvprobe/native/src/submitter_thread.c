@@ -170,10 +170,16 @@ void kvp_submitter_close(kvp_submitter *s, int drain) {
         pthread_join(s->thread, NULL);
     else
         s->config.actor_remove(s->actor);
+    kvp_submitter_stop(s);
+}
+
+void kvp_submitter_stop(kvp_submitter *s) {
     atomic_store(&s->stopped, 1);
     kvp_changed(s);
-    while (atomic_load(&s->waiters)) sched_yield(); /* those who sleep in kvp_wait_ended leave first */
-    free_all(s);
+}
+
+void kvp_submitter_free(kvp_submitter *s) {
+    if (!forked(s)) free_all(s);
 }
 
 /* ---- handing over ----------------------------------------------------------------------------------------------- */
@@ -205,10 +211,14 @@ int kvp_job_push(kvp_submitter *s, kvp_job_status *job) {
     } else { /* the rest of a job that began on the shared stream; what it submitted there comes first */
         pthread_mutex_lock(&dir->shared_lock);
         struct kvp_job **at = &dir->inlined, *before = NULL;
-        while (*at != j) before = *at, at = &(*at)->next;
-        *at = NULL;
-        dir->inlined_last = before;
+        while (*at && *at != j) before = *at, at = &(*at)->next;
+        bool ended = !*at; /* the device was lost meanwhile */
+        if (!ended) {
+            *at = NULL;
+            dir->inlined_last = before;
+        }
         pthread_mutex_unlock(&dir->shared_lock);
+        if (ended) return 0;
         j->inlined = 0;
         j->begun = 0;
         atomic_fetch_add(&dir->pushed, 1);
@@ -226,9 +236,8 @@ int kvp_job_push(kvp_submitter *s, kvp_job_status *job) {
     return 0;
 }
 
-void kvp_job_drop(kvp_submitter *s, kvp_job_status *job) {
+void kvp_job_unused(kvp_submitter *s, kvp_job_status *job) {
     kvp_fence_drop(s, (struct kvp_job *)job);
-    kvp_job_release(job);
     kvp_job_release(job);
 }
 
@@ -294,6 +303,7 @@ int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_optio
         pthread_mutex_lock(&dir->shared_lock);
         j->sequence = ++dir->shared_sequence;
         j->next = NULL;
+        j->busy = 1;
         if (dir->inlined_last)
             dir->inlined_last->next = j;
         else
@@ -319,12 +329,20 @@ int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_optio
         }
         if (s->config.ranges)
             j->range = kvp_nvtx_range_start(d == STORE, (uint32_t)job->id, (uint64_t)(uintptr_t)stream, job->bytes);
+    } else {
+        pthread_mutex_lock(&dir->shared_lock);
+        bool ended = job->state >= KVP_DONE; /* the device was lost between two runs */
+        if (!ended) j->busy = 1;
+        pthread_mutex_unlock(&dir->shared_lock);
+        if (ended) return 1;
     }
     job->state = KVP_SUBMITTING;
     kvp_retire_shared(s, d);
     *outstanding = atomic_load(&dir->shared_places);
     kvp_copy run[CHUNK];
     uint64_t dst[CHUNK], src[CHUNK], sizes[CHUNK], bytes = 0, pieces = 0;
+    if (*outstanding < s->config.ceiling && max > s->config.ceiling - *outstanding)
+        max = s->config.ceiling - *outstanding;
     struct cursor at = j->at;
     uint32_t n = code || max == 0 ? 0
                                   : kvp_job_copies(j, &at, run, max < CHUNK ? (uint32_t)max : CHUNK, UINT64_MAX,
@@ -360,7 +378,8 @@ int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_optio
     bool all = kvp_job_all(j, &j->at) || j->failed;
     uint64_t rest = r->submitted - r->events * s->config.every;
     void *last = NULL;
-    if (rest || all || start) { /* whatever is outstanding is covered */
+    bool cover = rest || all || (start && !r->events); /* whatever is outstanding is covered */
+    if (cover) {
         last = event_wait(s, d);
         if (last && CALL(s, event_record, event_stream_fn)(last, stream)) {
             kvp_clear_error(s);
@@ -379,11 +398,12 @@ int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_optio
             kvp_event_give(s, events[i]);
         }
     }
-    if (rest || all || start) {
+    if (cover) {
         uint32_t places = (uint32_t)rest + (last != NULL) + (start != NULL);
         atomic_fetch_add(&dir->shared_places, places);
         mark_shared(dir, j, last, start, stream, places, all);
     }
+    j->busy = 0;
     pthread_mutex_unlock(&dir->shared_lock);
     kvp_wake(s);
     return code ? -1000 * code : all;
