@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvprobe.cuda import Runtime
-from kvprobe.errors import CudaError, KvprobeError, TransferError, UsageError
+from kvprobe.errors import KvprobeError, TransferError, UsageError
 from kvprobe.launchqueue import Detector, QueueLimits, calibrate
 from kvprobe.native.library import (
     DETAIL,

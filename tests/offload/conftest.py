@@ -10,28 +10,27 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from kvprobe.cuda import Region, Runtime, device_region, host_region
-from kvprobe.cuda.hostruntime import host_runtime
+from kvprobe.cuda import Region, device_region, host_region
+from kvprobe.cuda.hostruntime import HostRuntime, host_runtime
 from kvprobe.errors import CudaError
 from kvprobe.launchqueue import QueueLimits
 from kvprobe.offload import BlockPool, OffloadEngine
 
 
 @pytest.fixture
-def host() -> Iterator[Callable[..., Runtime]]:
+def host() -> Iterator[Callable[..., HostRuntime]]:
     """Restarts the embedded host runtime with a given configuration."""
-    runtime = host_runtime()
 
-    def start(**config: float) -> Runtime:
-        return runtime.reset(**{"submit_ns": -1.0, **config})
+    def start(**config: float) -> HostRuntime:
+        return host_runtime(**{"submit_ns": -1.0, **config})
 
     yield start
-    runtime.reset()
+    host_runtime()
 
 
 @dataclasses.dataclass
 class Bench:
-    runtime: Runtime
+    runtime: HostRuntime
     gpu: BlockPool
     cpu: BlockPool
     limits: QueueLimits
@@ -51,7 +50,7 @@ class Bench:
 
 
 @pytest.fixture
-def bench(host: Callable[..., Runtime]) -> Iterator[Callable[..., Bench]]:
+def bench(host: Callable[..., HostRuntime]) -> Iterator[Callable[..., Bench]]:
     regions: list[Region] = []
 
     def close() -> None:  # before the runtime restarts: an address freed later may be somebody else's by then

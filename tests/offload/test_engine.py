@@ -154,18 +154,20 @@ def test_transfers_of_a_direction_start_and_end_in_order(bench, policy):
 def test_a_store_waits_for_the_compute_that_wrote_the_blocks(bench):
     """Validates itself: without the wait the old bytes arrive, with it the new ones."""
     b = bench(layers=1, blocks=1)
-    seen = {}
-    for ordered in (False, True):
-        layer = b.bytes_of(b.gpu)[0]
-        layer[:] = 1
-        write = ct.CFUNCTYPE(None, ct.c_void_p)(lambda _, layer=layer: layer.fill(2))
-        compute = b.runtime.stream_create()
-        b.runtime.library.kvhostLaunchWork(ct.c_void_p(compute), write, None, ct.c_uint64(20_000_000))
-        with b.engine(policy="pooled", compute_stream=compute) as engine:
-            engine.store([0], [0], **({} if ordered else {"after": None})).wait()
-            seen[ordered] = int(b.bytes_of(b.cpu)[0][0, 0])
-        b.runtime.stream_synchronize(compute)
-    assert seen == {False: 1, True: 2}
+    layer, seen = b.bytes_of(b.gpu)[0], b.bytes_of(b.cpu)[0]
+    layer[:] = 1
+    compute = b.runtime.stream_create()
+    with b.engine(policy="pooled", compute_stream=compute) as engine, b.runtime.gate() as gate:
+        gate.launch(compute)
+        b.runtime.launch_work(compute, lambda: layer.fill(2))
+        engine.store([0], [0], after=None).wait()
+        assert seen[0, 0] == 1
+        ordered = engine.store([0], [0])
+        engine.store([0], [0], after=None)  # behind it in its direction, so it waits as well
+        assert not ordered.done
+        gate.open()
+        engine.wait()
+        assert seen[0, 0] == 2
 
 
 def test_pooled_submission_never_meets_a_full_queue_and_keeps_to_the_bound(bench):
@@ -207,7 +209,7 @@ def test_auto_switches_when_the_shared_queue_fills_and_says_why(bench):
 def test_streams_and_events_go_back_when_a_copy_fails(bench):
     b = bench(layers=2, blocks=32)
     with b.engine(policy="pooled", method="loop") as engine:
-        b.runtime.library.kvhostFailCopy(ct.c_uint64(20), ct.c_int(1))
+        b.runtime.fail_copy(20, 1)
         broken = engine.load(range(32), range(31, -1, -1))
         good = engine.load(range(32), range(32))
         engine.wait()
@@ -237,7 +239,7 @@ def test_a_lost_device_fails_what_is_in_flight_and_returns_everything(bench):
     b = bench(layers=2, blocks=64, h2d_bytes_per_s=1e7)
     engine = b.engine(policy="pooled")
     transfers = [engine.load(range(64), range(64)) for _ in range(10)]
-    b.runtime.library.kvhostLoseDevice()
+    b.runtime.lose_device()
     engine.wait()
     assert all(transfer.state == "failed" for transfer in transfers)
     assert set(engine.held.values()) == {0}
@@ -345,7 +347,7 @@ def test_a_device_lost_while_completions_are_looked_up_fails_the_transfer_being_
     b = bench(layers=4, blocks=64, depth=64, h2d_bytes_per_s=1e8)
     engine = b.engine(policy="shared")
     first = engine.load(range(8), range(8))
-    b.runtime.library.kvhostFailExecution(ct.c_uint64(1), ct.c_int(719))
+    b.runtime.fail_execution(1, 719)
     transfers = [first]
     with contextlib.suppress(CudaError, TransferError):  # once it is known to be lost, nothing more is taken
         for _ in range(3):
