@@ -1,0 +1,305 @@
+"""The engine's fast path against its floor: stores behind a forward pass, bursts of loads, and every block size.
+
+    python benchmarks/fast_path.py [--device cuda|host] [--repeat 5] [--only work|sizes] [--json FILE]
+
+Floors: bytes over the link's rate (one large copy, best of five, taken again in every round), plus what is left of the
+forward pass where the copies wait for it. Every figure of a row is taken in turn with the others of its round, so that
+what the machine does besides falls on all alike; the middle of the rounds is printed.
+
+* work: beside a model loop of 10 ms steps, through the public API alone; "polled": `poll()` once a step, "not at all":
+  never. `held`: time inside `load`/`store`. `step`: p99 of the loop's steps, over the p99 of the loop alone.
+* sizes: scattered blocks from 4 KiB to 4 MiB, both directions, the method that the engine chooses beside each single one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvprobe.cuda import Runtime, device_region, find_runtime, host_region
+from kvprobe.launchqueue import calibrate
+from kvprobe.native.library import core
+from kvprobe.offload import BlockPool, OffloadEngine
+
+STEP_NS, FORWARD_NS = 10_000_000, 30_000_000
+now = core().kvp_now_ns
+
+
+class Model:
+    """Compute on a stream: steps of a given length."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.marks = [runtime.event_create(), runtime.event_create()]
+        self.torch: Any = None
+        if runtime.provider == "cuda":
+            import torch
+
+            self.torch = torch
+            self.torch_stream = torch.cuda.Stream()
+            self.stream = self.torch_stream.cuda_stream
+            with torch.cuda.stream(self.torch_stream):
+                self.a = torch.randn(64 << 20, device="cuda", dtype=torch.bfloat16)
+                self.b = torch.empty_like(self.a)
+            self.unit_ns = self._unit()
+        else:
+            self.stream, self.unit_ns = runtime.stream_create(), 1_000_000
+
+    def _unit(self) -> float:
+        """Time of one memory-bound kernel, as in a decode step."""
+        start, end = self.torch.cuda.Event(enable_timing=True), self.torch.cuda.Event(enable_timing=True)
+        with self.torch.cuda.stream(self.torch_stream):
+            for _ in range(2):
+                start.record()
+                for _ in range(100):
+                    self.torch.add(self.a, 1, out=self.b)
+                end.record()
+                end.synchronize()
+        return start.elapsed_time(end) * 1e4
+
+    def run(self, duration_ns: int) -> None:
+        if self.torch is None:
+            self.runtime.launch_delay(self.stream, duration_ns)
+            return
+        with self.torch.cuda.stream(self.torch_stream):
+            for _ in range(max(int(duration_ns / self.unit_ns), 1)):
+                self.torch.add(self.a, 1, out=self.b)
+
+    def steps(self, until: Callable[[], bool], each: Callable[[], object], least: int = 0) -> list[int]:
+        """Steps until `until()`, one prepared while the one before runs, as a server does; their durations in ns."""
+        took: list[int] = []
+        self.runtime.event_record(self.marks[1], self.stream)
+        before = now()
+        count = 0
+        while count < least or not until():
+            self.run(STEP_NS)
+            self.runtime.event_record(self.marks[count % 2], self.stream)
+            each()
+            self.runtime.event_synchronize(self.marks[(count + 1) % 2])
+            count += 1
+            took.append(now() - before)
+            before = now()
+        self.runtime.event_synchronize(self.marks[(count + 1) % 2])
+        return took[1:]
+
+
+def link(runtime: Runtime, device: int, host: int, size: int, direction: str, rounds: int = 5) -> float:
+    """Bytes per second of one large copy, the best of `rounds`."""
+    stream, start, end = runtime.stream_create(), runtime.event_create(True), runtime.event_create(True)
+    best = 0.0
+    for _ in range(rounds):
+        runtime.event_record(start, stream)
+        dst, src = (device, host) if direction == "load" else (host, device)
+        runtime.memcpy_async(dst, src, size, "h2d" if direction == "load" else "d2h", stream)
+        runtime.event_record(end, stream)
+        runtime.event_synchronize(end)
+        best = max(best, size / runtime.event_elapsed_ms(start, end) * 1e3)
+    for event in (start, end):
+        runtime.event_destroy(event)
+    runtime.stream_destroy(stream)
+    return best
+
+
+class Memory:
+    """One region on each side, cut into blocks of any size."""
+
+    def __init__(self, runtime: Runtime, size: int) -> None:
+        self.runtime, self.size = runtime, size
+        self.device, self.host = device_region(runtime, size), host_region(runtime, size)
+
+    def pools(self, block: int) -> tuple[BlockPool, BlockPool]:
+        return BlockPool(self.runtime, [self.device], block), BlockPool(self.runtime, [self.host], block)
+
+    def link(self, direction: str) -> float:
+        return link(self.runtime, self.device.address, self.host.address, self.size, direction)
+
+
+def p99(values: list[int]) -> float:
+    return float(np.quantile(values, 0.99)) if values else 0.0
+
+
+def work(memory: Memory, model: Model, limits: Any, what: dict[str, Any], policy: str, polled: bool) -> dict[str, Any]:
+    """One play of one row."""
+    runtime, block, rng = memory.runtime, what["block"], np.random.default_rng(1)
+    gpu, cpu = memory.pools(block)
+    with OffloadEngine(runtime, gpu, cpu, policy=policy, limits=limits, compute_stream=model.stream) as engine:
+        requests = []
+        for _ in range(what["transfers"]):
+            requests.append(tuple(rng.permutation(gpu.blocks)[: what["copies"]] for _ in range(2)))
+        engine.load(*requests[0], after=None).wait()  # what the first transfer warms up
+        held: list[int] = []
+        each = engine.poll if polled else (lambda: None)
+        runtime.stream_synchronize(model.stream)
+        begin = now()
+        if what["direction"] == "store":
+            model.run(FORWARD_NS)
+        ask = engine.store if what["direction"] == "store" else engine.load
+        transfers = []
+        for left, right in requests:
+            start = now()
+            transfers.append(ask(left, right))
+            held.append(now() - start)
+        steps = model.steps(lambda: transfers[-1].done, each)
+        end = max(each.noticed_ns for each in transfers)
+        methods = sorted({name for transfer in transfers for name in transfer.methods})
+        longest = engine.read().longest_call_ns
+    return {
+        "done_ms": (end - begin) / 1e6, "held_ms": sum(held) / 1e6, "hand_over_p99_us": p99(held) / 1e3,
+        "longest_call_us": max(held) / 1e3, "step_p99_ms": p99(steps) / 1e6, "methods": methods,
+        "submitter_longest_call_us": longest / 1e3,
+    }  # fmt: skip
+
+
+WORK = [
+    {"name": "store of 8,192 x 64 KiB behind a 30 ms forward", "direction": "store", "block": 65536, "copies": 8192,
+     "transfers": 1, "limit": 1.10},
+    {"name": "store of 32,768 x 16 KiB behind it", "direction": "store", "block": 16384, "copies": 32768,
+     "transfers": 1, "limit": 1.20},
+    {"name": "1,500 loads of 64 x 64 KiB", "direction": "load", "block": 65536, "copies": 64, "transfers": 1500,
+     "limit": 1.10},
+    {"name": "1,500 loads of 64 x 16 KiB", "direction": "load", "block": 16384, "copies": 64, "transfers": 1500,
+     "limit": 1.20},
+]  # fmt: skip
+HOW = [("shared", True), ("pooled", True), ("pooled", False), ("auto", True)]
+
+
+def run_work(memory: Memory, model: Model, limits: Any, repeat: int) -> dict[str, Any]:
+    rounds: list[dict[str, Any]] = []
+    alone: list[float] = []
+    for _ in range(repeat):
+        rates = {direction: memory.link(direction) for direction in ("load", "store")}
+        alone.append(p99(model.steps(lambda: True, lambda: None, 40)) / 1e6)
+        played: dict[str, Any] = {"link": rates}
+        for what in WORK:
+            size = what["block"] * what["copies"] * what["transfers"]
+            floor = size / rates[what["direction"]] * 1e3 + (FORWARD_NS / 1e6 if what["direction"] == "store" else 0)
+            played[what["name"]] = {"floor_ms": floor}
+            for policy, polled in HOW:
+                key = f"{policy}, {'polled once a step' if polled else 'not polled'}"
+                played[what["name"]][key] = work(memory, model, limits, what, policy, polled)
+        rounds.append(played)
+    return {"rounds": rounds, "alone_step_p99_ms": alone}
+
+
+def rate_of(memory: Memory, limits: Any, block: int, direction: str, method: str, total: int) -> dict[str, Any]:
+    gpu, cpu = memory.pools(block)
+    count, rng = total // block, np.random.default_rng(2)
+    with OffloadEngine(memory.runtime, gpu, cpu, policy="pooled", method=method, limits=limits) as engine:
+        ids = [rng.permutation(gpu.blocks)[:count] for _ in range(2)]
+        ask = engine.load if direction == "load" else engine.store
+        ask(*ids, after=None).wait()
+        best, used = 0.0, ()
+        for _ in range(3):
+            begin = now()
+            transfer = ask(*ids, after=None).wait()
+            best = max(best, transfer.bytes / (transfer.noticed_ns - begin) * 1e9)
+            used = transfer.methods
+    return {"GB/s": best / 1e9, "methods": used}
+
+
+def run_sizes(memory: Memory, limits: Any, repeat: int) -> dict[str, Any]:
+    total = min(memory.size, 512 << 20)
+    rounds = []
+    for _ in range(repeat):
+        played: dict[str, Any] = {}
+        for direction in ("load", "store"):
+            peak = memory.link(direction)
+            for shift in range(12, 23):
+                block = 1 << shift
+                row: dict[str, Any] = {"link": peak / 1e9}
+                size = min(total, block * 32768)
+                for method in ("auto", "loop", "batch", "kernel"):
+                    if method == "loop" and block < 16384:
+                        size_here = size // 4
+                    else:
+                        size_here = size
+                    try:
+                        row[method] = rate_of(memory, limits, block, direction, method, size_here)
+                    except Exception as error:
+                        row[method] = {"GB/s": 0.0, "error": str(error)}
+                played[f"{direction} {block >> 10} KiB"] = row
+        rounds.append(played)
+    return {"rounds": rounds}
+
+
+def middle(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def show(result: dict[str, Any]) -> str:
+    lines = [f"{result['device']}, depth {result['depth']}, {result['channels']} channels"]
+    if "work" in result:
+        rounds = result["work"]["rounds"]
+        alone = middle(result["work"]["alone_step_p99_ms"])
+        lines.append(f"model loop alone: step p99 {alone:.2f} ms")
+        for what in WORK:
+            floor = middle([played[what["name"]]["floor_ms"] for played in rounds])
+            lines.append(f"{what['name']}: floor {floor:.1f} ms, asked: within {what['limit']:.2f}")
+            for policy, polled in HOW:
+                key = f"{policy}, {'polled once a step' if polled else 'not polled'}"
+                rows = [played[what["name"]][key] for played in rounds]
+                mid = {name: middle([row[name] for row in rows]) for name in rows[0] if name != "methods"}
+                over = middle([row["done_ms"] / played[what["name"]]["floor_ms"]
+                               for row, played in zip(rows, rounds, strict=True)])  # fmt: skip
+                lines.append(
+                    f"  {key:28} done {mid['done_ms']:7.1f} ms = {over:4.2f} x floor; held {mid['held_ms']:6.2f} ms, "
+                    f"hand-over p99 {mid['hand_over_p99_us']:8.1f} us, longest {mid['longest_call_us']:8.1f} us; "
+                    f"step p99 {mid['step_p99_ms']:5.2f} ms = {mid['step_p99_ms'] / alone:4.2f}; {rows[0]['methods']}"
+                )
+    if "sizes" in result:
+        lines.append("scattered blocks, GB/s (share of the link of the same round):")
+        rounds = result["sizes"]["rounds"]
+        for name in rounds[0]:
+            cells = []
+            for method in ("auto", "loop", "batch", "kernel"):
+                value = middle([played[name][method]["GB/s"] for played in rounds])
+                share = middle([played[name][method]["GB/s"] / played[name]["link"] for played in rounds])
+                cells.append(f"{method} {value:5.1f} ({share:4.0%})")
+            lines.append(f"  {name:15} {'  '.join(cells)}  auto used {rounds[0][name]['auto'].get('methods')}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--only", choices=["work", "sizes"])
+    parser.add_argument("--json")
+    given = parser.parse_args()
+    if given.device != "host":
+        try:
+            import torch
+
+            torch.cuda.init()
+            name = torch.cuda.get_device_name()
+        except Exception:
+            name = "embedded host runtime"
+    else:
+        name = "embedded host runtime"
+    runtime = find_runtime(given.device)
+    limits = calibrate(runtime)
+    memory = Memory(runtime, 1 << 30 if runtime.provider == "cuda" else 64 << 20)
+    if runtime.provider == "host":
+        for what in WORK:
+            what["copies"] = min(what["copies"], memory.size // what["block"])
+            what["transfers"] = min(what["transfers"], 50)
+    result: dict[str, Any] = {"device": name, "depth": limits.depth, "channels": limits.channels}
+    if given.only != "sizes":
+        result["work"] = run_work(memory, Model(runtime), limits, given.repeat)
+    if given.only != "work":
+        result["sizes"] = run_sizes(memory, limits, max(given.repeat // 2, 1))
+    print(show(result))
+    if given.json:
+        Path(given.json).write_text(json.dumps(result, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
