@@ -8,7 +8,7 @@ what the machine does besides falls on all alike; the middle of the rounds is pr
 
 * work: beside a model loop of 10 ms steps, through the public API alone; "polled": `poll()` once a step, "not at all":
   never. `held`: time inside `load`/`store`. `step`: p99 of the loop's steps, over the p99 of the loop alone.
-* sizes: scattered blocks from 4 KiB to 4 MiB, both directions, the method that the engine chooses beside each single one.
+* sizes: scattered blocks from 4 KiB to 4 MiB, both directions, what the engine chooses beside each single method.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Model:
         return start.elapsed_time(end) * 1e4
 
     def run(self, duration_ns: int) -> None:
+        """Puts work of that length on the stream."""
         if self.torch is None:
             self.runtime.launch_delay(self.stream, duration_ns)
             return
@@ -115,9 +116,11 @@ class Memory:
         self.device, self.host = device_region(runtime, size), host_region(runtime, size)
 
     def pools(self, block: int) -> tuple[BlockPool, BlockPool]:
+        """Both sides in blocks of that size."""
         return BlockPool(self.runtime, [self.device], block), BlockPool(self.runtime, [self.host], block)
 
     def link(self, direction: str) -> float:
+        """Bytes per second of one large copy."""
         return link(self.runtime, self.device.address, self.host.address, self.size, direction)
 
 

@@ -233,6 +233,8 @@ def _declare_submitter(lib: ct.CDLL) -> None:
         "kvp_submitter_free": (None, [pointer]),
         "kvp_submitter_stop": (None, [pointer]),
         "kvp_job_new": (status, [pointer, i32, u64, u64, pointer, u64, pointer, u64, why, ct.POINTER(ct.c_int64)]),
+        "kvp_job_request": (status, [pointer, i32, u64, u64, pointer, u64, pointer, u64, pointer, i32, i32, u64, why,
+                                     ct.POINTER(ct.c_int64)]),
         "kvp_job_new_raw": (status, [pointer, i32, u64, u64, pointer, pointer, pointer, u64, why]),
         "kvp_job_after": (i32, [pointer, status, pointer]),
         "kvp_job_times": (None, [status, u64, u64]),

@@ -13,6 +13,8 @@ log = logging.getLogger("kvprobe")
 
 WINDOW_COPIES = 2048  # of host time that is remembered of the policy in force
 VERIFY_COPIES = 512  # under the new policy before its gain is judged
+BUSY_NS = 2_000_000  # host time in submissions of the window from which on its share of the caller's time is judged
+BUSY_SHARE = 0.5  # of the caller's time: so much spent in submitting calls is worth a switch, full queue or not
 WORTH = 0.8  # a switch stays only if a copy costs the caller less than this share of what it did
 BACK_OFF = 2.0  # after a switch that gained nothing the next one must be this much more worthwhile
 
@@ -57,7 +59,7 @@ class Auto:
         self.decisions: list[Decision] = []
         self._switch = switch
         self._open: Decision | None = None  # a switch whose gain is not yet known
-        self._recent: deque[tuple[int, int]] = deque()  # (copies, host ns) of the policy in force
+        self._recent: deque[tuple[int, int, int]] = deque()  # (copies, host ns, when) of the policy in force
         self._copies = 0
         self._ns = 0
         self._least_lost_ns = 0.0
@@ -67,25 +69,35 @@ class Auto:
         """The detector called a saturation; on the shared rung that is a reason to climb."""
         if not self.active or self._policy != "shared" or seen.lost_ns < self._least_lost_ns:
             return
-        before_ns = self._ns / self._copies if self._copies else seen.lost_ns / max(seen.blocked_calls, 1)
-        decision = Decision(seen.noticed_ns, "shared", "pooled", reason, before_ns)
+        log.warning("launch queue full: %s; switching to pooled streams", reason)
+        self._climb(seen.noticed_ns, reason, seen.lost_ns / max(seen.blocked_calls, 1))
+
+    def _climb(self, time_ns: int, reason: str, otherwise_ns: float) -> None:
+        before_ns = self._ns / self._copies if self._copies else otherwise_ns
+        decision = Decision(time_ns, "shared", "pooled", reason, before_ns)
         self.decisions.append(decision)
         self._open = decision
         self._go("pooled")
-        log.warning("launch queue full: %s; switching to pooled streams", reason)
         self._switch("pooled", reason)
 
-    def submitted(self, policy: str, copies: int, host_ns: int) -> None:
-        """What copies cost their caller under a policy: submission, or handing them over."""
+    def submitted(self, policy: str, copies: int, host_ns: int, end_ns: int) -> None:
+        """What copies cost their caller under a policy: submission, or handing them over; `end_ns`: until when."""
         if policy != self._policy or not copies:
             return
-        self._recent.append((copies, host_ns))
+        self._recent.append((copies, host_ns, end_ns))
         self._copies += copies
         self._ns += host_ns
         while self._copies - self._recent[0][0] >= WINDOW_COPIES:
-            gone, ns = self._recent.popleft()
+            gone, ns, _ = self._recent.popleft()
             self._copies -= gone
             self._ns -= ns
+        if self.active and policy == "shared" and self._ns >= max(BUSY_NS, self._least_lost_ns):
+            span = end_ns - (self._recent[0][2] - self._recent[0][1])
+            if self._ns >= BUSY_SHARE * span:
+                reason = f"{self._copies} submissions took {self._ns / 1e6:.1f} of {span / 1e6:.1f} ms of their caller"
+                log.warning("%s; switching to pooled streams", reason)
+                self._climb(end_ns, reason, 0.0)
+                return
         decision = self._open
         if decision is None or self._copies < VERIFY_COPIES:
             return

@@ -78,7 +78,7 @@ class OffloadEngine:
         policy: str = "auto",
         method: str = "auto",
         bound: int | None = None,
-        priority: int = 0,
+        priority: int | None = None,
         compute_stream: int = 0,
         detail: str = "transfers",
         limits: QueueLimits | None = None,
@@ -97,7 +97,8 @@ class OffloadEngine:
             policy: "shared", "pooled" or "auto".
             method: how pooled copies are submitted: "loop", "batch", "kernel", or "auto": what is done first.
             bound: streams of the pool, each direction; default: as many as there are hardware channels.
-            priority: of the pooled streams. It orders kernels; copies do not heed it.
+            priority: of the pooled streams; default: the highest, so that the few CTAs of a copy kernel need not wait
+                until all CTAs of the model's kernels have begun. Copies by DMA do not heed it.
             compute_stream: the stream whose work stores wait for and loads wait for, unless a call names another.
             detail: "off", "totals", "transfers" or "copies".
             limits: the launch queue, if known; default: calibrated now.
@@ -145,7 +146,10 @@ class OffloadEngine:
             self._native.kvp_set_clock(runtime.address("kvhostNow") if self.simulated else None)
         self.recorder = Recorder(detail, records)
         try:
-            self._resources = Resources(runtime, bound or self.limits.channels, priority, copier.has_kernel)
+            highest = runtime.priority_range()[1]
+            streams = bound or self.limits.channels
+            chosen = highest if priority is None else priority
+            self._resources = Resources(runtime, streams, chosen, copier.has_kernel)
             try:
                 self._table = method_table(copier, method, max_slowdown)
                 self._memory = self._handle = self._open(copier.native, detail, max_bytes_per_s, stuck_after_s)
@@ -256,36 +260,40 @@ class OffloadEngine:
     ) -> Transfer:
         requested = self._now()
         gpu, cpu, pieces = self.mapping.request(gpu_blocks, cpu_blocks)
-        if self.broken or self._handle is None:
+        if self._handle is None:
             raise TransferError(f"the engine takes no more transfers: {self.broken or 'it is closed'}")
-        why, bad, number = ct.c_int32(), ct.c_int64(), next(self._ids)
-        job = self._held.kvp_job_new(
-            self._handle, DIRECTION[direction], number, pieces, gpu.ctypes.data, len(gpu), cpu.ctypes.data, len(cpu),
-            ct.byref(why), ct.byref(bad),
-        )  # fmt: skip
-        if not job:
-            raise self.mapping.refused(direction, gpu, cpu, why.value, bad.value)
-        transfer = Transfer(self, number, direction, tag, job)
-        transfer.requested_ns = requested
         stream = self.compute_stream if after is COMPUTE else after
-        if stream is not None:
-            code = self._held.kvp_job_after(self._handle, job, stream)
-            if code:
-                self._native.kvp_job_unused(self._handle, job)
-                self._note_broken()
-                if self.broken:
-                    raise self._refused(BROKEN)
-                raise self.runtime.error("cudaEventRecord", code)
-        if done:
-            self._add_callback(transfer, done)
-        transfer.built_ns = self._now()
-        self._held.kvp_job_times(job, requested, transfer.built_ns)
-        self._live[number] = transfer
-        if self.policy != "shared" or not self._shared[direction].submit(transfer):
+        pooled = self.policy != "shared"
+        number, why, bad = next(self._ids), ct.c_int32(), ct.c_int64()
+        with self._delivering:  # what ends at once is not looked for before it is known here
+            job = self._held.kvp_job_request(
+                self._handle, DIRECTION[direction], number, pieces, gpu.__array_interface__["data"][0], len(gpu),
+                cpu.__array_interface__["data"][0], len(cpu), stream, stream is not None, pooled, requested, why, bad,
+            )  # fmt: skip
+            if job:
+                transfer = Transfer(self, number, direction, tag, job)
+                transfer.requested_ns, transfer.built_ns = requested, self._now()
+                self._live[number] = transfer
+                if done:
+                    self._add_callback(transfer, done)
+        if not job:
+            raise self._not_taken(direction, gpu, cpu, why.value, bad.value)
+        if pooled:
+            transfer.policy = "pooled"
+            self.auto.submitted("pooled", transfer.copies, transfer.built_ns - requested, transfer.built_ns)
+        elif not self._shared[direction].submit(transfer):
             self._hand_over(transfer)
         if len(self._live) > 64:
             self._deliver()
         return transfer
+
+    def _not_taken(self, direction: str, gpu: Any, cpu: Any, why: int, bad: int) -> KvprobeError:
+        if why in (BROKEN, FORKED):
+            return self._refused(why)
+        if why < 0:
+            return self.mapping.refused(direction, gpu, cpu, why, bad)
+        self._note_broken()
+        return self._refused(BROKEN) if self.broken else self.runtime.error("cudaEventRecord", why)
 
     def _hand_over(self, transfer: Transfer) -> None:
         """Gives a transfer, or the rest of one, to the native thread."""
@@ -296,7 +304,8 @@ class OffloadEngine:
             self._live.pop(transfer.id, None)
             self._native.kvp_job_unused(self._handle, transfer._address)
             raise self._refused(code)
-        self.auto.submitted("pooled", transfer.copies, self._now() - begin)
+        end = self._now()
+        self.auto.submitted("pooled", transfer.copies, end - begin, end)
 
     def _refused(self, code: int) -> TransferError:
         if code == FORKED:

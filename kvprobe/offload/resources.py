@@ -13,7 +13,7 @@ from kvprobe.offload.streams import StreamPool
 
 MARKERS = 1024  # timing events: launches in flight, both directions and policies
 FENCES = 128  # plain events: marks on compute streams that transfers wait for; more are made when they run out
-LISTS, LIST_COPIES = 16, 4096  # pinned lists that copy kernels read, and copies in each
+LISTS, LIST_COPIES = 8, 16384  # pinned lists that copy kernels read, and copies in each
 
 
 class Resources:

@@ -105,6 +105,6 @@ class SharedSubmission:
                 gap_ns=gap_ns,
             )
         )
-        engine.auto.submitted("shared", run.submitted, run.end_ns - run.start_ns)
         if verdict is Verdict.SATURATION:
             engine.auto.saturated(engine.detector.saturations[-1], engine.detector.reason)
+        engine.auto.submitted("shared", run.submitted, run.end_ns - run.start_ns, run.end_ns)

@@ -5,14 +5,54 @@
 #include <string.h>
 #include <unistd.h>
 
+#define SPARE_WORDS (1u << 20) /* larger ones are not kept */
+
+/* Room for a job's ids: what an ended job left, or fresh. */
+static bool data_alloc(struct kvp_job *j, uint64_t words) {
+    kvp_submitter *s = j->owner;
+    pthread_mutex_lock(&s->lock);
+    for (int i = 0; i < SPARE && !j->data; i++) {
+        if (s->spare[i].words < words || s->spare[i].words > 4 * words + 64) continue;
+        j->data = s->spare[i].data;
+        j->words = s->spare[i].words;
+        s->spare[i].data = NULL;
+        s->spare[i].words = 0;
+    }
+    pthread_mutex_unlock(&s->lock);
+    if (!j->data) {
+        j->words = words < 64 ? 64 : words;
+        j->data = malloc(j->words * sizeof *j->data);
+    }
+    return j->data != NULL;
+}
+
+/* The job has ended: its ids' room goes to another. */
+void kvp_job_spare(struct kvp_job *j) {
+    kvp_submitter *s = j->owner;
+    int64_t *data = j->data;
+    j->data = NULL;
+    if (data && j->words <= SPARE_WORDS) {
+        pthread_mutex_lock(&s->lock);
+        for (int i = 0; i < SPARE && data; i++) {
+            if (s->spare[i].data) continue;
+            s->spare[i].data = data;
+            s->spare[i].words = j->words;
+            data = NULL;
+        }
+        pthread_mutex_unlock(&s->lock);
+    }
+    free(data);
+}
+
 static struct kvp_job *job_alloc(kvp_submitter *s, int direction, uint64_t id, uint64_t words) {
     struct kvp_job *j = calloc(1, sizeof *j);
-    if (!j || !(j->data = malloc((words ? words : 1) * sizeof *j->data))) {
+    if (!j) return NULL;
+    j->owner = s;
+    if (!data_alloc(j, words)) {
         free(j);
         return NULL;
     }
     atomic_init(&j->holders, 2);
-    j->owner = s;
     j->direction = direction == KVP_D2H ? STORE : LOAD;
     j->tid = kvp_thread_id();
     j->status.id = id;
@@ -20,7 +60,9 @@ static struct kvp_job *job_alloc(kvp_submitter *s, int direction, uint64_t id, u
 }
 
 static int64_t out_of_range(const int64_t *ids, uint64_t count, uint64_t blocks) {
-    for (uint64_t i = 0; i < count; i++)
+    uint64_t bad = 0;
+    for (uint64_t i = 0; i < count; i++) bad |= (uint64_t)ids[i] >= blocks;
+    for (uint64_t i = 0; bad && i < count; i++)
         if ((uint64_t)ids[i] >= blocks) return ids[i];
     return INT64_MIN;
 }
@@ -75,6 +117,22 @@ kvp_job_status *kvp_job_new(kvp_submitter *s, int direction, uint64_t id, uint64
     j->status.pieces = pieces * s->config.layers;
     j->status.bytes = j->status.pieces * s->config.piece_bytes;
     return &j->status;
+}
+
+kvp_job_status *kvp_job_request(kvp_submitter *s, int direction, uint64_t id, uint64_t pieces, const int64_t *gpu,
+                                uint64_t gpu_count, const int64_t *cpu, uint64_t cpu_count, void *after, int marked,
+                                int push, uint64_t requested_ns, int *why, int64_t *bad) {
+    kvp_job_status *job = kvp_job_new(s, direction, id, pieces, gpu, gpu_count, cpu, cpu_count, why, bad);
+    if (!job) return NULL;
+    *why = marked ? kvp_job_after(s, job, after) : 0;
+    if (!*why) {
+        kvp_job_times(job, requested_ns, kvp_now_ns());
+        if (push) *why = kvp_job_push(s, job);
+        if (!*why) return job;
+    }
+    kvp_job_unused(s, job);
+    kvp_job_release(job);
+    return NULL;
 }
 
 kvp_job_status *kvp_job_new_raw(kvp_submitter *s, int direction, uint64_t id, uint64_t count, const uint64_t *dst,

@@ -116,12 +116,19 @@ enum kvp_job_refusal { KVP_BAD_ID = -1, KVP_TWICE = -2, KVP_NO_MEMORY = -3, KVP_
 KVP_EXPORT kvp_job_status *kvp_job_new(kvp_submitter *s, int direction, uint64_t id, uint64_t pieces,
                                        const int64_t *gpu, uint64_t gpu_count, const int64_t *cpu, uint64_t cpu_count,
                                        int *why, int64_t *bad);
+/* All of it in one call: kvp_job_new, kvp_job_after (`marked`), kvp_job_times and, if `push`, kvp_job_push. NULL: a
+ * refusal (below 0) or cudaEventRecord's code in `why`, and nothing was asked for. */
+KVP_EXPORT kvp_job_status *kvp_job_request(kvp_submitter *s, int direction, uint64_t id, uint64_t pieces,
+                                           const int64_t *gpu, uint64_t gpu_count, const int64_t *cpu,
+                                           uint64_t cpu_count, void *after, int marked, int push, uint64_t requested_ns,
+                                           int *why, int64_t *bad);
 /* A job of `count` copies given by address; sizes NULL: `size` each. */
 KVP_EXPORT kvp_job_status *kvp_job_new_raw(kvp_submitter *s, int direction, uint64_t id, uint64_t count,
                                            const uint64_t *dst, const uint64_t *src, const uint64_t *sizes,
                                            uint64_t size, int *why);
-/* The job waits for what `stream` holds now. Records an event on it; where many of ours stand there already, the
- * recording is left for later (a later mark covers all that an earlier one did). Returns cudaEventRecord's code. */
+/* The job waits for what `stream` holds now. Records an event on it; where 128 of ours stand there already, those who
+ * come within the same 0.2 ms share one that the thread records (a later mark covers all that an earlier one did).
+ * Returns cudaEventRecord's code. */
 KVP_EXPORT int kvp_job_after(kvp_submitter *s, kvp_job_status *job, void *stream);
 /* When it was asked for and when it was put together, for the record. */
 KVP_EXPORT void kvp_job_times(kvp_job_status *job, uint64_t requested_ns, uint64_t built_ns);

@@ -5,8 +5,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define FENCES_EACH 32          /* marks of ours on one compute stream at a time */
-#define LAUNCHES 3              /* launches that make up the work submitted ahead */
+#define MARKS_EACH 128        /* marks of ours on one compute stream that callers record themselves */
+#define SHARED_MARK_NS 200000 /* those who come within this time share one */
+#define LAUNCHES 3            /* submissions that make up the work submitted ahead */
+#define BURST_NS 1200000
+#define KERNEL_LAUNCHES 2 /* by kernels fewer and longer: each begins and ends with the link half idle */
+#define KERNEL_BURST_NS 2000000
+#define HELD_UP_NS 1000000      /* a stream whose work starts so much later than it could is held up by others */
+#define LEAVE_NS 20000000       /* not more often than that */
 #define LEAST_LAUNCH 262144     /* bytes */
 #define MOST_LAUNCH (64u << 20) /* bytes */
 #define LEAST_PAUSE_NS 15000    /* between two looks at the device */
@@ -43,18 +49,25 @@ uint32_t kvp_events_left(kvp_submitter *s) {
     return left;
 }
 
+/* How many marks of ours stand on a compute stream, and the one that is still to be made; with the lock. */
 static uint32_t *marks_on(kvp_submitter *s, void *stream, struct fence ***open) {
-    static uint32_t none;
-    for (int i = 0; i < 64; i++) {
-        if (s->compute[i].stream == stream || (!s->compute[i].recorded && !s->compute[i].open)) {
-            s->compute[i].stream = stream;
+    int free = -1;
+    for (int i = 0; i < COMPUTE_STREAMS; i++) {
+        bool used = s->compute[i].recorded || s->compute[i].open;
+        if (used && s->compute[i].stream == stream) {
             *open = &s->compute[i].open;
             return &s->compute[i].recorded;
         }
+        if (!used && free < 0) free = i;
     }
-    *open = NULL;
-    none = 0;
-    return &none; /* more compute streams than anybody has: their marks are not counted */
+    if (free < 0) { /* more compute streams than anybody has: their marks are not counted */
+        *open = NULL;
+        s->uncounted = 0;
+        return &s->uncounted;
+    }
+    s->compute[free].stream = stream;
+    *open = &s->compute[free].open;
+    return &s->compute[free].recorded;
 }
 
 /* Gives a fence back; with the lock. */
@@ -144,7 +157,7 @@ int kvp_job_after(kvp_submitter *s, kvp_job_status *job, void *stream) {
     struct fence **open, *f = NULL;
     pthread_mutex_lock(&s->lock);
     uint32_t *marks = marks_on(s, stream, &open);
-    bool later = open && *marks >= FENCES_EACH && !j->inlined;
+    bool later = open && *marks >= MARKS_EACH && !j->inlined;
     if (later && (f = *open)) f->users++;
     pthread_mutex_unlock(&s->lock);
     if (!f) {
@@ -154,6 +167,7 @@ int kvp_job_after(kvp_submitter *s, kvp_job_status *job, void *stream) {
         f->state = FENCE_OPEN;
         f->code = 0;
         f->users = 1;
+        f->opened_ns = kvp_now_ns();
         pthread_mutex_lock(&s->lock);
         marks_on(s, stream, &open);
         if (later && open && !*open) *open = f;
@@ -169,6 +183,26 @@ int kvp_job_after(kvp_submitter *s, kvp_job_status *job, void *stream) {
     }
     j->after = f;
     return 0;
+}
+
+/* Makes the marks that callers left to the thread; returns when the next of them is due. */
+static uint64_t make_marks(kvp_submitter *s, uint64_t now) {
+    uint64_t next = UINT64_MAX;
+    for (int i = 0; i < COMPUTE_STREAMS; i++) {
+        pthread_mutex_lock(&s->lock);
+        struct fence *f = s->compute[i].open;
+        uint64_t due = f ? f->opened_ns + SHARED_MARK_NS : UINT64_MAX;
+        if (f && due <= now) f->users++;
+        pthread_mutex_unlock(&s->lock);
+        if (due <= now) {
+            struct kvp_job borrowed = {.after = f};
+            kvp_fence_record(s, f);
+            kvp_fence_drop(s, &borrowed);
+        } else if (due < next) {
+            next = due;
+        }
+    }
+    return next;
 }
 
 /* ---- the device's clock ---------------------------------------------------------------------------------------- */
@@ -237,8 +271,7 @@ void kvp_finish(kvp_submitter *s, struct kvp_job *j, int error, uint32_t fault) 
     }
     record_transfer(s, j);
     if (j->range) kvp_nvtx_range_end(j->range);
-    free(j->data);
-    j->data = NULL;
+    kvp_job_spare(j);
     atomic_fetch_sub(&dir->pending_bytes, t->bytes);
     atomic_fetch_sub(j->inlined ? &dir->inlined_jobs : &dir->pushed, 1);
     pthread_mutex_lock(&s->lock);
@@ -328,6 +361,17 @@ static void end_job(kvp_submitter *s, struct kvp_job *j, uint64_t end_ns) {
     kvp_finish(s, j, j->failed, j->failed ? j->status.fault : 0);
 }
 
+/* Work that starts long after it could stands behind somebody else's in the hardware's channel: streams share those. */
+static void note_start(struct direction *dir, const struct marker *m, uint64_t start, uint64_t end, uint64_t now) {
+    uint64_t could = m->start ? m->submitted_ns : start,
+             expected = (uint64_t)((double)m->bytes / (double)dir->rate * 1e9);
+    uint64_t took = end > could ? end - could : 0;
+    if (!could || took < 3 * expected + HELD_UP_NS || now < dir->left_ns + LEAVE_NS) return;
+    dir->held_up[dir->at_stream]++;
+    dir->leave = true;
+    dir->left_ns = now;
+}
+
 static void retire(kvp_submitter *s, int d, uint64_t now) {
     struct direction *dir = &s->direction[d];
     while (!line_empty(&dir->line)) {
@@ -339,6 +383,7 @@ static void retire(kvp_submitter *s, int d, uint64_t now) {
         }
         if (!is) return;
         uint64_t end = kvp_device_ns(s, m->event), start = m->start ? kvp_device_ns(s, m->start) : dir->line.end_ns;
+        if (end && dir->rate) note_start(dir, m, start, end, now);
         if (m->bytes >= RATE_BYTES && end > start && start) {
             uint64_t rate = (uint64_t)((double)m->bytes / (double)(end - start) * 1e9);
             dir->rate = dir->rate ? (dir->rate * 3 + rate) / 4 : rate;
@@ -498,6 +543,7 @@ static void submitted(kvp_submitter *s, struct direction *dir, struct kvp_job *j
 
 static void fail_head(kvp_submitter *s, struct direction *dir, int code, uint32_t fault) {
     struct kvp_job *j = dir->first;
+    int d = j->direction;
     pop(dir);
     fly(dir, j);
     j->failed = code ? code : -1;
@@ -506,9 +552,10 @@ static void fail_head(kvp_submitter *s, struct direction *dir, int code, uint32_
     struct marker *newest = line_empty(&dir->line) ? NULL : &dir->line.marker[(dir->line.tail - 1) % MARKERS];
     submitted(s, dir, j, newest ? newest->event : NULL);
     /* A call that failed for good, or a device that is gone? */
+    void *stream = dir->stream ? dir->stream : s->config.pooled[d][0];
     int code_now = 0;
-    for (int i = 0; i < BAD_QUERIES && dir->stream; i++) {
-        code_now = CALL(s, stream_query, handle_fn)(dir->stream);
+    for (int i = 0; i < BAD_QUERIES; i++) {
+        code_now = CALL(s, stream_query, handle_fn)(stream);
         if (!code_now || code_now == NOT_READY) return;
         kvp_clear_error(s);
     }
@@ -541,11 +588,28 @@ static int gate(kvp_submitter *s, struct direction *dir, uint64_t now) {
     return 1;
 }
 
-static uint64_t launch_bytes(const kvp_submitter *s, const struct direction *dir, int d) {
-    uint64_t rate = dir->rate;
+/* Bytes of one submission, so that `launches` of them are the work that lies ahead of the device. */
+static uint64_t launch_bytes(const kvp_submitter *s, const struct direction *dir, int d, bool kernel, int *launches) {
+    uint64_t rate = dir->rate, burst = s->config.burst_ns;
+    if (!burst) burst = kernel ? KERNEL_BURST_NS : BURST_NS;
+    *launches = kernel ? KERNEL_LAUNCHES : LAUNCHES;
     if (s->config.bytes_per_s[d] && s->config.bytes_per_s[d] < rate) rate = s->config.bytes_per_s[d];
-    uint64_t bytes = (uint64_t)((double)rate * (double)s->config.burst_ns * 1e-9) / LAUNCHES;
+    uint64_t bytes = (uint64_t)((double)rate * (double)burst * 1e-9) / (uint64_t)*launches;
     return bytes < LEAST_LAUNCH ? LEAST_LAUNCH : bytes > MOST_LAUNCH ? MOST_LAUNCH : bytes;
+}
+
+static bool by_kernel(int method) { return method == KVP_KERNEL || method == KVP_STAGED; }
+
+/* The next pooled stream; the one that others held up least. */
+static void take_stream(kvp_submitter *s, struct direction *dir, int d) {
+    uint32_t n = s->config.streams, best = (dir->at_stream + 1) % n;
+    for (uint32_t i = 1; i <= n; i++) {
+        uint32_t at = (dir->at_stream + i) % n;
+        if (dir->held_up[at] < dir->held_up[best]) best = at;
+    }
+    dir->at_stream = best;
+    dir->stream = s->config.pooled[d][best];
+    dir->leave = false;
 }
 
 static uint32_t room_for(const kvp_submitter *s, const struct direction *dir) {
@@ -648,6 +712,7 @@ static void mark(kvp_submitter *s, struct direction *dir, const struct attempt *
                                                                  .stream = dir->stream,
                                                                  .bytes = a->bytes,
                                                                  .begun = begun,
+                                                                 .submitted_ns = now,
                                                                  .due_ns = dir->due_ns,
                                                                  .places = places,
                                                                  .list = list};
@@ -707,16 +772,18 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
     if (open < 0) return 1;
     if (!open) return 0;
     bool hurry = head->sequence <= dir->hurry;
-    uint64_t launch = launch_bytes(s, dir, d), ahead = launch * (others ? 1 : LAUNCHES);
-    uint64_t in_flight = atomic_load(&dir->bytes);
+    int launches;
+    uint64_t launch = launch_bytes(s, dir, d, by_kernel(dir->method), &launches);
+    uint64_t ahead = launch * (uint64_t)(others ? 1 : launches), in_flight = atomic_load(&dir->bytes);
     if (in_flight && in_flight + launch / 2 > ahead && !hurry) return 0;
+    if (dir->leave && in_flight && !hurry) return 0;
     if (s->config.bytes_per_s[d] && dir->next_ns > now) return 0;
     uint32_t room = room_for(s, dir);
     if (!room || kvp_events_left(s) < 4 || (s->config.lists && !s->lists_free) ||
         dir->line.tail - dir->line.head >= MARKERS - 1)
         return 0;
     if (line_empty(&dir->line) && !head->begun) { /* nothing is outstanding: any stream keeps the order */
-        dir->stream = s->config.pooled[d][dir->next_stream++ % s->config.streams];
+        take_stream(s, dir, d);
         dir->due_ns = now;
         dir->progress_ns = now;
     }
@@ -735,15 +802,22 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
                                            (uint64_t)(uintptr_t)dir->stream, head->status.bytes);
     bool many = !s->config.pageable && !head->dst;
     if (many && !head->begun) kvp_job_conflicts(head, dir->stamp, UINT64_MAX);
-    uint64_t largest = launch;
-    uint32_t n = gather(s, dir, launch, largest, many);
-    uint64_t run_bytes = 0;
+    uint64_t largest = launch_bytes(s, dir, d, false, &launches), run_bytes = 0;
+    launch = launch_bytes(s, dir, d, true, &launches);
+    uint64_t gathered = launch;
+    uint32_t n = gather(s, dir, gathered, largest, many);
     for (uint32_t i = 0; i < n; i++) run_bytes += s->run[i].bytes;
     uint32_t ctas = 0;
     int method = s->config.pageable || !s->config.methods
                      ? KVP_LOOP
                      : kvp_choose(s->config.methods, d == STORE ? KVP_D2H : KVP_H2D, run_bytes / n, n, &ctas);
     if (s->methods_off & 1u << method) method = lower_method(s, method);
+    if (!by_kernel(method)) { /* shorter submissions: what others copy stands behind them */
+        launch = largest;
+        uint64_t bytes = 0;
+        for (uint32_t i = 0; i < n; i++)
+            if ((bytes += s->run[i].bytes) >= launch) n = i + 1;
+    }
     void *start = line_empty(&dir->line) ? kvp_event_take(s) : NULL;
     if (start && CALL(s, event_record, event_stream_fn)(start, dir->stream)) {
         kvp_clear_error(s);
@@ -753,7 +827,7 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
     struct attempt a;
     int32_t list;
     for (;;) {
-        bool listed = method == KVP_KERNEL || method == KVP_STAGED;
+        bool listed = by_kernel(method);
         if (listed && !s->lists_free) {
             kvp_event_give(s, start);
             return 0;
@@ -779,7 +853,8 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
     s->launches[d][method] += method == KVP_LOOP ? a.count : 1;
     s->moved[d][method] += a.bytes;
     struct kvp_job *before = dir->flying_last;
-    uint64_t begun = book(s, dir, &a, launch, largest, method);
+    dir->method = method;
+    uint64_t begun = book(s, dir, &a, gathered, largest, method);
     mark(s, dir, &a, start, list, begun, now);
     if (s->config.bytes_per_s[d])
         dir->next_ns = (dir->next_ns > now ? dir->next_ns : now) +
@@ -863,8 +938,9 @@ uint64_t kvp_step(kvp_submitter *s, uint64_t now) {
         if (atomic_load(&s->broken)) return now;
         watch(s, d, now);
     }
-    uint64_t a = next_look(s, LOAD, now), b = next_look(s, STORE, now);
-    return a < b ? a : b;
+    uint64_t a = next_look(s, LOAD, now), b = next_look(s, STORE, now), c = make_marks(s, now);
+    a = a < b ? a : b;
+    return a < c ? a : c;
 }
 
 uint64_t kvp_step_actor(void *s, uint64_t now) { return kvp_step(s, now); }

@@ -9,7 +9,9 @@
 #include <stdbool.h>
 #include <sys/types.h>
 
-#define RUN_MAX 4096 /* copies that are looked at together */
+#define RUN_MAX 16384 /* copies that are looked at together */
+#define SPARE 64
+#define COMPUTE_STREAMS 64
 #define NOT_READY cudaErrorNotReady
 
 enum { LOAD = 0, STORE = 1 };
@@ -25,6 +27,7 @@ struct cursor {
 struct fence {
     struct fence *next, *all;
     void *event, *stream;
+    uint64_t opened_ns;
     uint32_t users, made;
     enum { FENCE_OPEN, FENCE_RECORDING, FENCE_RECORDED, FENCE_PASSED } state;
     int code;
@@ -49,7 +52,8 @@ struct kvp_job {
     uint64_t gpu_count, cpu_count, count, size;
     const int64_t *gpu, *cpu;
     const uint64_t *dst, *src, *sizes;
-    int64_t *data; /* what they point into; gone when the job has ended */
+    int64_t *data;  /* what they point into; gone when the job has ended */
+    uint64_t words; /* room in it */
 };
 
 /* An event behind copies of one stream: when it is reached they are done. */
@@ -58,7 +62,7 @@ struct marker {
     void *start; /* recorded in front of the copies, where the stream was idle */
     void *stream;
     uint64_t bytes, sequence /* jobs up to it end here */, begun /* jobs up to it have begun */;
-    uint64_t due_ns; /* when it should be reached */
+    uint64_t submitted_ns, due_ns; /* when it should be reached */
     uint32_t places;
     int32_t list;
 };
@@ -81,7 +85,11 @@ struct direction {
     uint64_t shared_sequence, sequence;
     atomic_ullong shared_places, places, bytes, pending_bytes;
     atomic_uint pushed, inlined_jobs; /* not ended: handed to the thread; on the shared stream */
-    uint32_t next_stream;
+    uint32_t at_stream;
+    int method;        /* of the newest submission */
+    bool leave;        /* the stream is held up by others: take another once it is empty */
+    uint64_t left_ns;  /* when one was left last */
+    uint32_t *held_up; /* by pooled stream: how often it was */
     void *stream;
     uint64_t due_ns, next_ns, rate, gate_since, progress_ns;
     uint32_t pause_ns;
@@ -103,8 +111,9 @@ struct kvp_submitter {
     struct {
         void *stream;
         uint32_t recorded;
-        struct fence *open;
-    } compute[64];
+        struct fence *open; /* not yet recorded, for those who come while many are */
+    } compute[COMPUTE_STREAMS];
+    uint32_t uncounted;
     void **events, **limbo;
     uint32_t events_free, limbo_count, pins;
     int32_t *lists;
@@ -119,6 +128,10 @@ struct kvp_submitter {
     atomic_ullong pending;
     atomic_int broken;
     atomic_uint fault;
+    struct {
+        int64_t *data;
+        uint64_t words;
+    } spare[SPARE]; /* of jobs that ended, for those to come: fresh memory costs page faults */
     uint32_t bad_queries;
     uint32_t methods_off;
     int32_t method_error;
@@ -131,6 +144,7 @@ struct kvp_submitter {
 /* jobs.c */
 KVP_INSIDE uint32_t kvp_job_copies(const struct kvp_job *j, struct cursor *at, kvp_copy *out, uint32_t max,
                                    uint64_t budget, uint64_t largest, bool merge, uint64_t *bytes, uint64_t *pieces);
+KVP_INSIDE void kvp_job_spare(struct kvp_job *j);
 KVP_INSIDE bool kvp_job_all(const struct kvp_job *j, const struct cursor *at);
 KVP_INSIDE bool kvp_job_conflicts(struct kvp_job *j, uint32_t *stamp, uint64_t since);
 

@@ -14,7 +14,6 @@
 #include <unistd.h>
 
 #define LOOK_AT_SIGNALS_NS 100000000 /* a waiter returns so often, so that Python sees a Ctrl-C */
-#define BURST_NS 1200000
 #define LINK_BYTES_PER_S 20000000000u
 
 static void sleep_on(atomic_uint *word, uint32_t value, uint64_t ns) {
@@ -73,6 +72,7 @@ static void free_all(kvp_submitter *s) {
     for (int d = 0; d < 2; d++) {
         pthread_mutex_destroy(&s->direction[d].shared_lock);
         free(s->direction[d].stamp);
+        free(s->direction[d].held_up);
         free((void *)s->config.pooled[d]);
     }
     pthread_mutex_destroy(&s->lock);
@@ -81,6 +81,7 @@ static void free_all(kvp_submitter *s) {
     free((void *)s->config.gpu.bound);
     free((void *)s->config.cpu.bound);
     free((void *)s->config.list);
+    for (int i = 0; i < SPARE; i++) free(s->spare[i].data);
     free(s->events);
     free(s->limbo);
     free(s->lists);
@@ -95,7 +96,6 @@ kvp_submitter *kvp_submitter_open(const kvp_submitter_config *config) {
     *c = *config;
     s->pid = getpid();
     pthread_mutex_init(&s->lock, NULL);
-    if (!c->burst_ns) c->burst_ns = BURST_NS;
     if (!c->every) c->every = c->depth / 8 ? c->depth / 8 : 1;
     c->gpu.bases = copied(config->gpu.bases, c->layers * sizeof(uint64_t));
     c->cpu.bases = copied(config->cpu.bases, c->layers * sizeof(uint64_t));
@@ -128,11 +128,12 @@ kvp_submitter *kvp_submitter_open(const kvp_submitter_config *config) {
         pthread_mutex_init(&dir->shared_lock, NULL);
         dir->rate = c->link_bytes_per_s[d] ? c->link_bytes_per_s[d] : LINK_BYTES_PER_S;
         dir->pause_ns = 15000;
+        dir->held_up = calloc(c->streams, sizeof *dir->held_up);
         c->pooled[d] = copied(config->pooled[d], c->streams * sizeof(void *));
         const kvp_side *to = d == STORE ? &c->cpu : &c->gpu;
         uint64_t stamps = c->piece_bytes ? to->blocks * to->factor : 0;
         if (stamps) dir->stamp = calloc(stamps, sizeof *dir->stamp);
-        whole = whole && c->pooled[d] && (!stamps || dir->stamp);
+        whole = whole && c->pooled[d] && dir->held_up && (!stamps || dir->stamp);
     }
     if (!whole) {
         free_all(s);
