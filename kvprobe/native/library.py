@@ -126,6 +126,7 @@ class JobStatus(ct.Structure):
         ("state", u32), ("error", i32), ("fault", u32), ("methods", u32), ("id", u64), ("stream", u64),
         ("pieces", u64), ("submitted", u64), ("bytes", u64), ("calls", u64), ("submit_ns", u64), ("longest_ns", u64),
         ("blocked", u64), ("copy_start_ns", u64), ("copy_end_ns", u64), ("noticed_ns", u64), ("submitted_ns", u64),
+        ("requested_ns", u64), ("built_ns", u64),
     ]  # fmt: skip
 
 

@@ -13,7 +13,8 @@ log = logging.getLogger("kvprobe")
 
 WINDOW_COPIES = 2048  # of host time that is remembered of the policy in force
 VERIFY_COPIES = 512  # under the new policy before its gain is judged
-BUSY_NS = 2_000_000  # host time in submissions of the window from which on its share of the caller's time is judged
+BUSY_COPIES = 1024  # submissions of the window from which on their share of the caller's time is judged
+BUSY_NS = 1_000_000  # and the least time that is worth a switch
 BUSY_SHARE = 0.5  # of the caller's time: so much spent in submitting calls is worth a switch, full queue or not
 WORTH = 0.8  # a switch stays only if a copy costs the caller less than this share of what it did
 BACK_OFF = 2.0  # after a switch that gained nothing the next one must be this much more worthwhile
@@ -91,7 +92,8 @@ class Auto:
             gone, ns, _ = self._recent.popleft()
             self._copies -= gone
             self._ns -= ns
-        if self.active and policy == "shared" and self._ns >= max(BUSY_NS, self._least_lost_ns):
+        enough = self._copies >= BUSY_COPIES and self._ns >= max(BUSY_NS, self._least_lost_ns)
+        if self.active and policy == "shared" and enough:
             span = end_ns - (self._recent[0][2] - self._recent[0][1])
             if self._ns >= BUSY_SHARE * span:
                 reason = f"{self._copies} submissions took {self._ns / 1e6:.1f} of {span / 1e6:.1f} ms of their caller"

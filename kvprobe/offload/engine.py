@@ -272,7 +272,6 @@ class OffloadEngine:
             )  # fmt: skip
             if job:
                 transfer = Transfer(self, number, direction, tag, job)
-                transfer.requested_ns, transfer.built_ns = requested, self._now()
                 self._live[number] = transfer
                 if done:
                     self._add_callback(transfer, done)
@@ -280,7 +279,8 @@ class OffloadEngine:
             raise self._not_taken(direction, gpu, cpu, why.value, bad.value)
         if pooled:
             transfer.policy = "pooled"
-            self.auto.submitted("pooled", transfer.copies, transfer.built_ns - requested, transfer.built_ns)
+            end = self._now()
+            self.auto.submitted("pooled", transfer.copies, end - requested, end)
         elif not self._shared[direction].submit(transfer):
             self._hand_over(transfer)
         if len(self._live) > 64:

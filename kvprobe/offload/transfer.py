@@ -56,8 +56,6 @@ class Transfer:
         piece_bytes: size of a piece.
         policy: under which it was submitted, "shared" or "pooled".
         thread: OS thread id that asked for it.
-        requested_ns: when it was asked for.
-        built_ns: when the caller's part of it was put together.
     """
 
     __slots__ = (
@@ -65,7 +63,6 @@ class Transfer:
         "_callbacks",
         "_release",
         "_status",
-        "built_ns",
         "copies",
         "direction",
         "engine",
@@ -73,7 +70,6 @@ class Transfer:
         "id",
         "piece_bytes",
         "policy",
-        "requested_ns",
         "tag",
         "thread",
     )
@@ -88,7 +84,6 @@ class Transfer:
         self.policy = ""
         self.error: Exception | None = None
         self.thread = threading.get_native_id()
-        self.requested_ns = self.built_ns = 0
         self._callbacks: list[Callable[[Transfer], None]] | None = []
 
     def __del__(self) -> None:
@@ -151,6 +146,16 @@ class Transfer:
     def submit_ns(self) -> int:
         """Host time in submitting calls, on whichever thread made them."""
         return int(self._status.submit_ns)
+
+    @property
+    def requested_ns(self) -> int:
+        """When it was asked for."""
+        return int(self._status.requested_ns)
+
+    @property
+    def built_ns(self) -> int:
+        """When it was checked and put together, before it was handed over or submitted."""
+        return int(self._status.built_ns)
 
     @property
     def submitted_ns(self) -> int:

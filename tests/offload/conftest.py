@@ -25,7 +25,7 @@ def host() -> Iterator[Callable[..., HostRuntime]]:
         return host_runtime(**{"submit_ns": -1.0, **config})
 
     yield start
-    host_runtime()
+    host_runtime().reset()
 
 
 @dataclasses.dataclass

@@ -48,7 +48,8 @@ typedef struct {
     uint64_t blocked;    /* of the calls of the shared policy, those that met a full queue */
     uint64_t copy_start_ns, copy_end_ns; /* on the device; 0: not known */
     uint64_t noticed_ns;
-    uint64_t submitted_ns; /* the last copy was submitted */
+    uint64_t submitted_ns;           /* the last copy was submitted */
+    uint64_t requested_ns, built_ns; /* asked for; put together, before it was handed over */
 } kvp_job_status;
 
 typedef struct kvp_job kvp_job;

@@ -19,6 +19,8 @@
 #define MOST_PAUSE_NS 250000
 #define SHARED_PAUSE_NS 60000
 #define RENEW_CLOCK_NS UINT64_C(10000000000)
+#define CLOCK_TRIES 8
+#define GOOD_CLOCK_NS 50000 /* the host was not interrupted between asking and hearing */
 #define BAD_QUERIES 3
 #define RATE_BYTES (1u << 20) /* of a marker from which on its rate is believed */
 
@@ -211,13 +213,18 @@ static uint64_t make_marks(kvp_submitter *s, uint64_t now) {
 void kvp_renew_device_clock(kvp_submitter *s) {
     void *event = s->config.clock_event;
     if (!event) return;
-    if (CALL(s, event_record, event_stream_fn)(event, s->config.clock_stream) ||
-        CALL(s, event_synchronize, handle_fn)(event)) {
-        kvp_clear_error(s);
-        s->clock_ns = 0;
-    } else {
-        s->clock_ns = kvp_now_ns();
+    uint64_t best = UINT64_MAX;
+    for (int tries = 0; tries < CLOCK_TRIES && best > GOOD_CLOCK_NS; tries++) {
+        uint64_t before = kvp_now_ns();
+        if (CALL(s, event_record, event_stream_fn)(event, s->config.clock_stream) ||
+            CALL(s, event_synchronize, handle_fn)(event)) {
+            kvp_clear_error(s);
+            break;
+        }
+        uint64_t after = kvp_now_ns();
+        if (after - before < best || tries == CLOCK_TRIES - 1) best = after - before, s->clock_ns = before + best / 2;
     }
+    if (best == UINT64_MAX) s->clock_ns = 0;
     s->clock_at = kvp_now_ns();
 }
 
@@ -238,15 +245,15 @@ static void record_transfer(kvp_submitter *s, struct kvp_job *j) {
     const kvp_job_status *t = &j->status;
     uint64_t end = t->copy_end_ns ? t->copy_end_ns : t->noticed_ns, start = t->copy_start_ns ? t->copy_start_ns : end;
     if (end > t->noticed_ns) end = t->noticed_ns;
-    if (end < j->built_ns) end = j->built_ns;
-    if (start < j->built_ns) start = j->built_ns;
+    if (end < j->status.built_ns) end = j->status.built_ns;
+    if (start < j->status.built_ns) start = j->status.built_ns;
     if (start > end) start = end;
-    uint64_t submit = t->submit_ns < end - j->built_ns ? t->submit_ns : end - j->built_ns;
-    uint64_t wait = start - j->built_ns > submit ? start - j->built_ns - submit : 0;
-    float parts[4] = {(float)(j->built_ns - j->requested_ns) / 1e3f, (float)submit / 1e3f, (float)wait / 1e3f,
-                      (float)(end - j->built_ns - submit - wait) / 1e3f};
-    kvp_record record = {.start_ns = j->requested_ns,
-                         .dur_ns = t->noticed_ns > j->requested_ns ? t->noticed_ns - j->requested_ns : 0,
+    uint64_t submit = t->submit_ns < end - j->status.built_ns ? t->submit_ns : end - j->status.built_ns;
+    uint64_t wait = start - j->status.built_ns > submit ? start - j->status.built_ns - submit : 0;
+    float parts[4] = {(float)(j->status.built_ns - j->status.requested_ns) / 1e3f, (float)submit / 1e3f,
+                      (float)wait / 1e3f, (float)(end - j->status.built_ns - submit - wait) / 1e3f};
+    kvp_record record = {.start_ns = j->status.requested_ns,
+                         .dur_ns = t->noticed_ns > j->status.requested_ns ? t->noticed_ns - j->status.requested_ns : 0,
                          .stream = t->stream,
                          .bytes = t->bytes,
                          .tid = j->tid,
@@ -333,6 +340,12 @@ static int reached(kvp_submitter *s, const struct marker *m) {
 
 static void lose(kvp_submitter *s, int code, uint32_t fault);
 
+/* When its copies began: at once on an idle stream, else when those before them ended. */
+static uint64_t start_ns(kvp_submitter *s, const struct marker *m, const struct line *l) {
+    uint64_t start = m->start ? kvp_device_ns(s, m->start) : m->idle ? m->submitted_ns : l->end_ns;
+    return start > l->end_ns ? start : l->end_ns;
+}
+
 static void start_of(const struct marker *m, struct line *l, struct kvp_job *jobs, uint64_t start, uint64_t end) {
     for (struct kvp_job *j = jobs; j && j->sequence <= m->begun; j = j->next)
         if (!j->status.copy_start_ns) j->status.copy_start_ns = start;
@@ -363,7 +376,7 @@ static void end_job(kvp_submitter *s, struct kvp_job *j, uint64_t end_ns) {
 
 /* Work that starts long after it could stands behind somebody else's in the hardware's channel: streams share those. */
 static void note_start(struct direction *dir, const struct marker *m, uint64_t start, uint64_t end, uint64_t now) {
-    uint64_t could = m->start ? m->submitted_ns : start,
+    uint64_t could = m->idle ? m->submitted_ns : start,
              expected = (uint64_t)((double)m->bytes / (double)dir->rate * 1e9);
     uint64_t took = end > could ? end - could : 0;
     if (!could || took < 3 * expected + HELD_UP_NS || now < dir->left_ns + LEAVE_NS) return;
@@ -382,7 +395,7 @@ static void retire(kvp_submitter *s, int d, uint64_t now) {
             return;
         }
         if (!is) return;
-        uint64_t end = kvp_device_ns(s, m->event), start = m->start ? kvp_device_ns(s, m->start) : dir->line.end_ns;
+        uint64_t end = kvp_device_ns(s, m->event), start = start_ns(s, m, &dir->line);
         if (end && dir->rate) note_start(dir, m, start, end, now);
         if (m->bytes >= RATE_BYTES && end > start && start) {
             uint64_t rate = (uint64_t)((double)m->bytes / (double)(end - start) * 1e9);
@@ -416,7 +429,7 @@ void kvp_retire_shared(kvp_submitter *s, int d) {
         if (is < 0) lost = -is;
         if (is <= 0) break;
         uint64_t end = kvp_device_ns(s, m->event);
-        start_of(m, &dir->shared, dir->inlined, m->start ? kvp_device_ns(s, m->start) : dir->shared.end_ns, end);
+        start_of(m, &dir->shared, dir->inlined, start_ns(s, m, &dir->shared), end);
         atomic_fetch_sub(&dir->shared_places, m->places);
         dir->shared.head++;
         forget_event(s, dir->inlined, m->sequence);
@@ -697,7 +710,7 @@ static int lower_method(const kvp_submitter *s, int method) {
 
 /* Puts an event behind what was just submitted; where that fails the stream itself is asked. */
 static void mark(kvp_submitter *s, struct direction *dir, const struct attempt *a, void *start, int32_t list,
-                 uint64_t begun, uint64_t now) {
+                 uint64_t begun, uint64_t now, bool idle) {
     void *event = kvp_event_take(s);
     if (event && CALL(s, event_record, event_stream_fn)(event, dir->stream)) {
         kvp_clear_error(s);
@@ -713,6 +726,7 @@ static void mark(kvp_submitter *s, struct direction *dir, const struct attempt *
                                                                  .bytes = a->bytes,
                                                                  .begun = begun,
                                                                  .submitted_ns = now,
+                                                                 .idle = idle,
                                                                  .due_ns = dir->due_ns,
                                                                  .places = places,
                                                                  .list = list};
@@ -818,7 +832,8 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
         for (uint32_t i = 0; i < n; i++)
             if ((bytes += s->run[i].bytes) >= launch) n = i + 1;
     }
-    void *start = line_empty(&dir->line) ? kvp_event_take(s) : NULL;
+    bool idle = line_empty(&dir->line);
+    void *start = open == 2 ? kvp_event_take(s) : NULL;
     if (start && CALL(s, event_record, event_stream_fn)(start, dir->stream)) {
         kvp_clear_error(s);
         kvp_event_give(s, start);
@@ -855,7 +870,7 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
     struct kvp_job *before = dir->flying_last;
     dir->method = method;
     uint64_t begun = book(s, dir, &a, gathered, largest, method);
-    mark(s, dir, &a, start, list, begun, now);
+    mark(s, dir, &a, start, list, begun, now, idle);
     if (s->config.bytes_per_s[d])
         dir->next_ns = (dir->next_ns > now ? dir->next_ns : now) +
                        (uint64_t)((double)a.bytes / (double)s->config.bytes_per_s[d] * 1e9);

@@ -42,7 +42,6 @@ struct kvp_job {
     struct fence *after;
     void *end_event; /* in flight: the event behind its last copy */
     struct cursor at;
-    uint64_t requested_ns, built_ns;
     uint32_t tid;
     uint8_t direction, begun, inlined, busy /* a caller is inside with it; guarded by shared_lock */;
     atomic_uint hurry; /* somebody's stream waits for it: its waits go to the device */
@@ -59,12 +58,13 @@ struct kvp_job {
 /* An event behind copies of one stream: when it is reached they are done. */
 struct marker {
     void *event; /* NULL: recording it failed, the stream itself is asked */
-    void *start; /* recorded in front of the copies, where the stream was idle */
+    void *start; /* recorded in front of the copies, where they wait for compute on the device */
     void *stream;
     uint64_t bytes, sequence /* jobs up to it end here */, begun /* jobs up to it have begun */;
     uint64_t submitted_ns, due_ns; /* when it should be reached */
     uint32_t places;
     int32_t list;
+    bool idle; /* nothing of ours stood in front of them */
 };
 
 #define MARKERS 1024

@@ -192,8 +192,8 @@ static int refusal(kvp_submitter *s) {
 
 void kvp_job_times(kvp_job_status *job, uint64_t requested_ns, uint64_t built_ns) {
     struct kvp_job *j = (struct kvp_job *)job;
-    j->requested_ns = requested_ns;
-    j->built_ns = built_ns;
+    j->status.requested_ns = requested_ns;
+    j->status.built_ns = built_ns;
 }
 
 static void begin(kvp_submitter *s, struct kvp_job *j) {
@@ -262,7 +262,7 @@ static void *event_wait(kvp_submitter *s, int d) {
 }
 
 static void mark_shared(struct direction *dir, struct kvp_job *j, void *event, void *start, void *stream,
-                        uint32_t places, bool all) {
+                        uint32_t places, bool all, uint64_t idle_ns) {
     struct marker *m = &dir->shared.marker[dir->shared.tail % MARKERS];
     *m = (struct marker){.event = event,
                          .start = start,
@@ -270,7 +270,9 @@ static void mark_shared(struct direction *dir, struct kvp_job *j, void *event, v
                          .begun = j->sequence,
                          .sequence = all ? j->sequence : j->sequence - 1,
                          .places = places,
-                         .list = -1};
+                         .list = -1,
+                         .idle = idle_ns != 0,
+                         .submitted_ns = idle_ns};
     dir->shared.tail++;
 }
 
@@ -294,6 +296,8 @@ int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_optio
     memset(r, 0, sizeof *r);
     *outstanding = 0;
     void *stream = s->config.shared[d], *start = NULL;
+    bool idle = false;
+    uint64_t begin_ns = kvp_now_ns();
     if (!j->inlined) {
         int no = refusal(s);
         if (no) return no;
@@ -310,7 +314,7 @@ int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_optio
         else
             dir->inlined = j;
         dir->inlined_last = j;
-        bool empty = dir->shared.head == dir->shared.tail;
+        bool empty = dir->shared.head == dir->shared.tail, waits = j->after != NULL;
         pthread_mutex_unlock(&dir->shared_lock);
         if (j->after) {
             while ((code = kvp_fence_record(s, j->after)) == NOT_READY) sched_yield();
@@ -323,7 +327,9 @@ int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_optio
                 job->fault = KVP_FAULT_WAIT;
             }
         }
-        if (!code && empty && (start = event_wait(s, d)) && CALL(s, event_record, event_stream_fn)(start, stream)) {
+        idle = empty && !waits;
+        if (!code && empty && waits && (start = event_wait(s, d)) &&
+            CALL(s, event_record, event_stream_fn)(start, stream)) {
             kvp_clear_error(s);
             kvp_event_give(s, start);
             start = NULL;
@@ -392,7 +398,9 @@ int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_optio
     if (all) leave_shared(s, dir, j, last);
     for (uint32_t i = 0; i < taken; i++) {
         if (i < r->events) {
-            mark_shared(dir, j, events[i], start, stream, s->config.every + 1 + (start != NULL), false);
+            mark_shared(dir, j, events[i], start, stream, s->config.every + 1 + (start != NULL), false,
+                        idle ? begin_ns : 0);
+            idle = false;
             atomic_fetch_add(&dir->shared_places, s->config.every + 1 + (start != NULL));
             start = NULL;
         } else {
@@ -402,7 +410,7 @@ int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_optio
     if (cover) {
         uint32_t places = (uint32_t)rest + (last != NULL) + (start != NULL);
         atomic_fetch_add(&dir->shared_places, places);
-        mark_shared(dir, j, last, start, stream, places, all);
+        mark_shared(dir, j, last, start, stream, places, all, idle ? begin_ns : 0);
     }
     j->busy = 0;
     pthread_mutex_unlock(&dir->shared_lock);
