@@ -285,7 +285,7 @@ class HostRuntime(Runtime):
         self.call("kvhostFailExecution", number, code)
 
     def fail_call(self, name: str, number: int = 1, code: int = 2) -> None:
-        """The `number`-th call of a function from now returns `code` and does nothing else.
+        """The `number`-th call of a function from now returns `code` and does nothing else; 0 disarms the function.
 
         Raises:
             CudaError: no such function, or more than 16 calls are armed.

@@ -154,6 +154,11 @@ def test_faults(runtime: HostRuntime):
         runtime.event_create()
     with pytest.raises(CudaError, match="kvhostFailCall"):
         runtime.fail_call("cudaNothing")
+    runtime.fail_call("cudaEventCreateWithFlags", 1)
+    runtime.fail_call("cudaEventCreateWithFlags", 2)
+    runtime.fail_call("cudaEventCreateWithFlags", 0)
+    runtime.event_create()
+    runtime.event_create()
     runtime.fail_execution(1, 700)
     runtime.memcpy_async(device, host, 64, "h2d", stream)
     with pytest.raises(CudaError, match="cudaErrorIllegalAddress"):

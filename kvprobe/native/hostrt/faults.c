@@ -75,9 +75,11 @@ cudaError_t kvhostFailExecution(uint64_t n, cudaError_t code) {
 cudaError_t kvhostFailCall(const char *name, uint64_t n, cudaError_t code) {
     uint16_t api = 1;
     while (api < API_COUNT && (!name || strcmp(name, kvhostCallName(api)))) api++;
-    if (api == API_COUNT || !n) return cudaErrorInvalidValue;
-    cudaError_t error = cudaErrorInvalidValue;
+    if (api == API_COUNT) return cudaErrorInvalidValue;
+    cudaError_t error = n ? cudaErrorInvalidValue : cudaSuccess;
     pthread_mutex_lock(&fault_lock);
+    for (int i = 0; i < MAX_FAULTS && !n; i++)
+        if (faults[i].api == api) faults[i].api = 0;
     for (int i = 0; i < MAX_FAULTS && error; i++)
         if (!faults[i].api) {
             faults[i].api = api;

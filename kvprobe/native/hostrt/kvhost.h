@@ -149,8 +149,8 @@ KVP_EXPORT cudaError_t kvhostFailCopy(uint64_t n, cudaError_t code);
 /* The n-th copy call submitted from now fails while it executes: it moves nothing and `code` becomes sticky, as an
  * illegal address does: every later call returns it, outstanding work is dropped, blocked calls wake with it. */
 KVP_EXPORT cudaError_t kvhostFailExecution(uint64_t n, cudaError_t code);
-/* The n-th call from now of the named function ("cudaEventCreateWithFlags") returns `code` and does nothing else.
- * cudaErrorInvalidValue: no such function, or more than 16 armed. */
+/* The n-th call from now of the named function ("cudaEventCreateWithFlags") returns `code` and does nothing else. n = 0
+ * disarms all of that function. cudaErrorInvalidValue: no such function, or more than 16 armed. */
 KVP_EXPORT cudaError_t kvhostFailCall(const char *name, uint64_t n, cudaError_t code);
 /* From now on every call returns cudaErrorDevicesUnavailable; outstanding work is dropped, blocked calls wake. */
 KVP_EXPORT cudaError_t kvhostLoseDevice(void);
