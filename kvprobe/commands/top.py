@@ -29,18 +29,19 @@ ENDED = "{run} has ended, and top shows what runs: look at it with `kvprobe repo
 
 
 @click.command(short_help="Live view of running, watched processes.")
-@click.argument("run_folder", required=False, type=click.Path(exists=True, path_type=Path))
+@click.argument("target", required=False, metavar="[PID|NAME|FOLDER]")
 @click.option("--interval", default=1.0, show_default=True, type=click.FloatRange(0.05, 3600), help="Seconds a look.")
 @click.option("--once", is_flag=True, help="Look for one interval, print, and end.")
 @click.option("--json", "as_json", is_flag=True, help="With --once: one JSON object instead of a table.")
 @click.option("--prometheus", type=click.IntRange(1, 65535), metavar="PORT",
               help="Serve http://127.0.0.1:PORT/metrics meanwhile; this machine alone can reach it.")  # fmt: skip
-def command(run_folder: Path | None, interval: float, once: bool, as_json: bool, prometheus: int | None) -> None:
+def command(target: str | None, interval: float, once: bool, as_json: bool, prometheus: int | None) -> None:
     """Watch submissions while they happen: rate, p50 and p99, blocked time, GB/s, the longest call in flight.
 
-    RUN_FOLDER is what `kvprobe run` printed; without it: the newest ./kvprobe-*/, $KVPROBE_RUN, and processes that use
-    kvprobe's engine. Only files are read: it may be started and ended at any time. `q` or Ctrl-C ends it. A run that
-    has ended is refused (exit code 2): `kvprobe report` and `kvprobe stats` show it.
+    FOLDER is what `kvprobe run` or `kvprobe attach` printed; PID is a process that they record, NAME a part of its
+    command line. Without any: the newest ./kvprobe-*/, $KVPROBE_RUN, and processes that use kvprobe's engine. The
+    streams that hold their threads longest come first. Only files are read: it may be started and ended at any time.
+    `q` or Ctrl-C ends it. A run that has ended is refused (exit code 2): `kvprobe report` and `kvprobe stats` show it.
 
     "suspected" means that submissions became several times slower than they were and hold their thread for a good part
     of the time, as a full launch queue makes them; what the device did is not seen live: `kvprobe report` decides.
@@ -49,6 +50,7 @@ def command(run_folder: Path | None, interval: float, once: bool, as_json: bool,
 
     if as_json and not once:
         raise UsageError("--json needs --once: a live view has no end")
+    run_folder = None if target is None else find_target(target)
     live = Live(run_folder)
     live.look()
     _refuse_ended(run_folder)
@@ -67,6 +69,43 @@ def command(run_folder: Path | None, interval: float, once: bool, as_json: bool,
             return
         with suppress(KeyboardInterrupt):
             _watch(live, interval)
+
+
+def find_target(target: str) -> Path:
+    """The run folder or ring file that a pid, a name or a path stands for.
+
+    Raises:
+        UsageError: it stands for none, or for several.
+    """
+    from kvprobe.instrument.attach import rings_of
+    from kvprobe.probe.processes import children, command_line
+
+    if Path(target).exists():
+        return Path(target)
+    if target.isdigit():
+        shown = _shown(rings_of(int(target)))
+        if shown is None:
+            raise UsageError(f"process {target} is not recorded: `kvprobe attach {target}` begins to")
+        return shown
+    if "/" in target:
+        raise UsageError(f"{target} does not exist")
+    found: dict[Path, int] = {}
+    for pid in children():
+        if target in command_line(pid) and (shown := _shown(rings_of(pid))) is not None:
+            found[shown] = pid
+    if not found:
+        raise UsageError(
+            f"no recorded process has {target} in its command line: `kvprobe attach PID` records one that runs"
+        )
+    if len(found) > 1:
+        several = ", ".join(f"{pid} ({folder})" for folder, pid in found.items())
+        raise UsageError(f"several recordings match {target}: name one of {several}")
+    return next(iter(found))
+
+
+def _shown(rings: dict[str, Path]) -> Path | None:
+    """What to look at of a process's ring files: the run folder, or its engine's file alone."""
+    return rings["interposer"].parent if "interposer" in rings else rings.get("engine")
 
 
 def _refuse_ended(run: Path | None) -> None:
@@ -89,14 +128,14 @@ def as_object(views: list[ProcessView]) -> dict[str, Any]:
     return {"time_ns": time.monotonic_ns(), "processes": processes}
 
 
-def render(views: list[ProcessView], note: str = "", nothing: str = NOTHING) -> RenderableType:
-    """One table a process; `nothing` is what to say where there is none."""
+def render(views: list[ProcessView], note: str = "", nothing: str = NOTHING, width: int = 120) -> RenderableType:
+    """One table a process, for a terminal of `width` columns; `nothing` is what to say where there is none."""
     from rich.console import Group
     from rich.text import Text
 
     parts: list[RenderableType] = []
     for view in views:
-        parts.append(_process_table(view))
+        parts.append(_process_table(view, width))
         if view.longest and view.longest.age_ns > 1_000_000:
             call = view.longest
             parts.append(Text(f"  in flight: {call.call} on stream {call.stream:#x}, thread {call.tid}, "
@@ -108,23 +147,56 @@ def render(views: list[ProcessView], note: str = "", nothing: str = NOTHING) -> 
     return Group(*parts)
 
 
-def _process_table(view: ProcessView) -> RenderableType:
+NARROW = 100  # columns of a terminal below which the table is cut to what one watches
+
+
+def _process_table(view: ProcessView, width: int) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
     ended = "" if view.state == "running" else f", {view.state}"
     errors = f", {view.errors} calls failed" if view.errors else ""
-    table = Table(title=Text(f"{view.pid} {view.command[:80]} ({view.producer}{ended}{errors})"), title_justify="left")
-    for name in ("stream", "subm/s", "p50", "p99", "baseline", "blocked", "outstanding", "h2d", "d2h", "queue"):
-        table.add_column(name, justify="left" if name in ("stream", "queue") else "right")
-    for one in view.streams:
+    narrow = width < NARROW
+    title = f"{view.pid} {view.command[: 30 if narrow else 80]} ({view.producer}{ended}{errors})"
+    table = Table(title=Text(title), title_justify="left", padding=(0, 0) if narrow else (0, 1), box=_box(narrow))
+    names: tuple[str, ...] = ("stream", "subm/s", "p50", "p99", "baseline", "blocked", "outstanding", "h2d", "d2h")
+    if narrow:
+        names = ("stream", "subm/s", "p50 us", "p99 us", "blocked", "GB/s")
+    names += ("queue",)
+    for name in names:
+        table.add_column(name, justify="left" if name in ("stream", "queue") else "right", no_wrap=narrow)
+    for one in sorted(view.streams, key=lambda stream: (-stream.blocked_share, -stream.submissions_per_s)):
+        if narrow:
+            figures = ["-" if ns is None else f"{ns / 1e3:,.1f}" for ns in (one.p50_ns, one.p99_ns)]
+            table.add_row(
+                f"{one.stream:#x}"[-10:],
+                f"{one.submissions_per_s:,.0f}",
+                *figures,
+                f"{one.blocked_share:.0%}",
+                f"{sum(one.bytes_per_s.values()) / 1e9:.2f}",
+                "full?" if one.suspected else "",
+            )
+            continue
         rates = {name: f"{rate / 1e9:.2f} GB/s" for name, rate in one.bytes_per_s.items()}
         table.add_row(
-            f"{one.stream:#x}", f"{one.submissions_per_s:,.0f}", _us(one.p50_ns), _us(one.p99_ns), _us(one.baseline_ns),
-            f"{one.blocked_share:.0%}", "-" if one.outstanding is None else f"<= {one.outstanding:,}",
-            rates.get("h2d", "-"), rates.get("d2h", "-"), "full? suspected" if one.suspected else "",
-        )  # fmt: skip
+            f"{one.stream:#x}",
+            f"{one.submissions_per_s:,.0f}",
+            _us(one.p50_ns),
+            _us(one.p99_ns),
+            _us(one.baseline_ns),
+            f"{one.blocked_share:.0%}",
+            "-" if one.outstanding is None else f"<= {one.outstanding:,}",
+            rates.get("h2d", "-"),
+            rates.get("d2h", "-"),
+            "full? suspected" if one.suspected else "",
+        )
     return table
+
+
+def _box(narrow: bool) -> Any:
+    from rich import box
+
+    return box.SIMPLE_HEAD if narrow else box.HEAVY_HEAD
 
 
 def _us(ns: float | None) -> str:
@@ -134,7 +206,8 @@ def _us(ns: float | None) -> str:
 def _print(views: list[ProcessView]) -> None:
     from rich.console import Console
 
-    Console().print(render(views))
+    console = Console()
+    console.print(render(views, width=console.width))
 
 
 def _watch(live: Any, interval: float) -> None:
@@ -156,7 +229,7 @@ def _watch(live: Any, interval: float) -> None:
             views = live.look()
             ended = live.target is not None and not views and over(live.target)
             nothing = ENDED.format(run=live.target) if ended else NOTHING
-            screen.update(render(views, note, nothing), refresh=True)
+            screen.update(render(views, note, nothing, console.width), refresh=True)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from kvprobe.environment import DEBUG
 from kvprobe.errors import KvprobeError, UsageError
 from kvprobe.probe import processes
 
-__all__ = ["AttachError", "attach", "detach", "holding", "recorded_into", "refuse", "uses_cuda"]
+__all__ = ["AttachError", "attach", "detach", "holding", "recorded_into", "refuse", "rings_of", "uses_cuda"]
 
 LIBRARY = "libkvprobe_interpose.so"
 SAFE_MOMENT_S = 2.0
@@ -42,10 +42,11 @@ def holding(pid: int) -> str:
     return next((path for path in processes.mapped_files(pid) if Path(path).name == LIBRARY), "")
 
 
-def recorded_into(pid: int) -> Path | None:
-    """The run folder that a process writes to now; None where it is not recorded."""
+def rings_of(pid: int) -> dict[str, Path]:
+    """The ring files that a process writes to now, by producer: "interposer", "engine"."""
     from kvprobe.probe.ring import read_ring
 
+    found = {}
     for path in processes.mapped_files(pid):
         if path.endswith(".kvp"):
             try:
@@ -53,8 +54,14 @@ def recorded_into(pid: int) -> Path | None:
             except KvprobeError:
                 continue
             if ring.pid == pid and ring.state == "running":
-                return Path(path).parent
-    return None
+                found[ring.producer] = Path(path)
+    return found
+
+
+def recorded_into(pid: int) -> Path | None:
+    """The run folder that a process's calls are recorded into; None where they are not."""
+    ring = rings_of(pid).get("interposer")
+    return None if ring is None else ring.parent
 
 
 def refuse(pid: int) -> None:

@@ -11,6 +11,7 @@ from kvprobe.runfolder.identity import alive, start_ticks
 __all__ = [
     "alive",
     "children",
+    "command_line",
     "descendants",
     "environment",
     "exit_status",
@@ -42,6 +43,14 @@ def children() -> dict[int, int]:
             except (OSError, IndexError, ValueError):
                 continue
     return parents
+
+
+def command_line(pid: int) -> str:
+    """A process's arguments, joined by spaces; empty where there are none or they may not be read."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def descendants(pid: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -16,6 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
+from kvprobe.commands.top import render
+from kvprobe.probe.live import ProcessView, StreamView
 
 from .watched import COPIES, KVPROBE, clean_environment, run_watched, wait_for_end
 
@@ -67,6 +72,37 @@ def test_once_prints_a_table(server: subprocess.Popen[str], tmp_path: Path) -> N
                           check=True, env={**os.environ, "COLUMNS": "140"})  # fmt: skip
     assert str(server.pid) in done.stdout
     assert "GB/s" in done.stdout
+
+
+def test_a_pid_is_enough_and_sixty_columns_are(server: subprocess.Popen[str]) -> None:
+    done = subprocess.run(
+        _top(str(server.pid), "--once", "--interval", "0.2"),
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "COLUMNS": "60"},
+    )
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 60 and "…" not in done.stdout
+    assert str(server.pid) in lines[0] and "subm/s" in done.stdout and "blocked" in done.stdout
+
+
+def test_a_pid_or_name_that_is_not_recorded_is_refused() -> None:
+    for target, text in ((str(os.getpid()), "is not recorded: `kvprobe attach"), ("no-such-program-%", "no recorded")):
+        done = subprocess.run(_top(target, "--once"), capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and text in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_busy_streams_come_first() -> None:
+    def stream(handle: int, rate: float, blocked: float) -> StreamView:
+        return StreamView(handle, rate, 1e3, 2e3, 1e3, blocked, None, {"h2d": 1e9}, False)
+
+    streams = [stream(1, 10, 0), stream(2, 5, 0.5), stream(3, 900, 0)]
+    view = ProcessView(1, "python server.py", "interposer", "", "running", 1.0, streams, None, 0)
+    console = Console(width=60, file=io.StringIO())
+    console.print(render([view], width=60))
+    text = console.file.getvalue()
+    assert text.index("0x2") < text.index("0x3") < text.index("0x1")
 
 
 def test_nothing_to_watch_says_what_to_do(tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ int kvp_hand_on(const char *library, const char *folder, const char *detail, uin
 /* memory.c: `record->direction` completed with what is known of its addresses. `asked` is a direction, or
  * KVP_DIR_UNKNOWN to find out. */
 void kvp_classify(kvp_record *record);
+void kvp_fetch_ranges(void);  /* into the cache, for kvp_classify */
 void kvp_forget_ranges(void); /* memory was freed or registered */
 
 /* nvtx.c */

@@ -29,6 +29,8 @@ static __thread struct {
     } range[RANGES];
 } known __attribute__((aligned(64), tls_model("initial-exec")));
 
+void kvp_fetch_ranges(void) { __builtin_prefetch(&known.range[known.last]); }
+
 void kvp_forget_ranges(void) { __atomic_fetch_add(&kvp_watch.generation, 1, __ATOMIC_RELEASE); }
 
 /* NUMA node of a page, plus one. Only where there are several: one system call an allocation. */

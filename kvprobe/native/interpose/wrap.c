@@ -133,10 +133,7 @@ static __attribute__((noinline)) int open_ring(void) {
     return kvp_ring_is_open();
 }
 
-static inline int recording(void) {
-    if (unlikely(!kvp_watch.on) || kvp_thread.inside) return 0;
-    return likely(kvp_ring_is_open()) || open_ring();
-}
+static inline int recording(void) { return likely(kvp_watch.on) && !kvp_thread.inside; }
 
 /* Whether a call that is not to be recorded in full is a signal handler's that came in the middle of another. */
 static inline int interrupts(enum inside level) {
@@ -234,27 +231,41 @@ int kvprobe_detach(void) {
 
 enum what { A_COPY, A_CALL, A_LAUNCH, A_EVENT, A_WAIT, A_FREE };
 
+/* A process's first call, or that of a thread that has no lane. */
+static __attribute__((noinline)) void begin_first(kvp_record *r) {
+    if (!kvp_ring_is_open() && !open_ring()) return;
+    kvp_thread.inside = IN_KVPROBE;
+    if (r->dur_ns != KVP_UNTIMED) r->start_ns = kvp_clock();
+    kvp_ring_enter(r->call, r->stream, r->start_ns);
+}
+
+static inline __attribute__((always_inline)) int is_timed(enum what what) {
+    return what != A_LAUNCH || kvp_watch.detail != DETAIL_TOTALS;
+}
+
 static inline __attribute__((always_inline)) void begin(kvp_record *r, enum what what) {
     kvp_thread.inside = IN_KVPROBE;
-    int timed = what != A_LAUNCH || kvp_watch.detail != DETAIL_TOTALS;
+    int timed = is_timed(what);
     if (what == A_LAUNCH) r->dst = ++kvp_thread.launches;
     if (timed)
         r->start_ns = kvp_clock();
     else
         r->dur_ns = KVP_UNTIMED;
-    kvp_ring_enter(r->call, r->stream, r->start_ns);
+    if (unlikely(!kvp_ring_enter(r->call, r->stream, r->start_ns))) begin_first(r);
+    if (what == A_COPY) kvp_fetch_ranges();
     if (unlikely(kvp_watch.nvtx) && what != A_LAUNCH && what != A_EVENT && what != A_WAIT) kvp_nvtx_range_push(r);
 }
 
 static inline __attribute__((always_inline)) void end(kvp_record *r, enum what what, int result) {
-    if (r->dur_ns != KVP_UNTIMED) r->dur_ns = kvp_clock() - r->start_ns;
+    int timed = what != A_LAUNCH || r->dur_ns != KVP_UNTIMED;
+    if (timed) r->dur_ns = kvp_clock() - r->start_ns;
     if (unlikely(kvp_watch.nvtx) && what != A_LAUNCH && what != A_EVENT && what != A_WAIT) kvp_nvtx_range_pop();
     r->result = (uint16_t)((unsigned)result < 65535 ? result : 65535);
     if (what == A_COPY && likely(!result)) kvp_classify(r);
     if (what == A_FREE) kvp_forget_ranges();
     int rare = what != A_EVENT && what != A_LAUNCH; /* the others would wash copies out of the ring */
     int keep = kvp_watch.detail == DETAIL_LAUNCHES          ? KVP_KEEP_ALL
-               : r->dur_ns == KVP_UNTIMED                   ? KVP_KEEP_NONE
+               : !timed                                     ? KVP_KEEP_NONE
                : kvp_watch.detail == DETAIL_TOTALS || !rare ? KVP_KEEP_SLOW
                                                             : KVP_KEEP_ALL;
     kvp_ring_write(r, keep);

@@ -263,7 +263,7 @@ KVP_EXPORT void kvp_ring_after_fork(void);
 KVP_EXPORT void kvp_ring_write(const kvp_record *record, int detail);
 enum kvp_keep { KVP_KEEP_NONE = 0, KVP_KEEP_ALL = 1 /* both rings */, KVP_KEEP_SLOW = -1 /* slow ring only */ };
 /* Says that this thread enters a call, so that an observer can see it blocked there, and has the lines fetched that
- * kvp_ring_write will touch. Optional. */
-KVP_EXPORT void kvp_ring_enter(uint32_t call, uint64_t stream, uint64_t now_ns);
+ * kvp_ring_write will touch. Optional. 0: there is no ring, or no room in it for this thread. */
+KVP_EXPORT int kvp_ring_enter(uint32_t call, uint64_t stream, uint64_t now_ns);
 
 #endif

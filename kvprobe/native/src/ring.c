@@ -298,9 +298,9 @@ static inline void append(struct lane *lane, const kvp_record *r, kvp_record *re
     __atomic_store_n(head, *head + 1, __ATOMIC_RELEASE);
 }
 
-void kvp_ring_enter(uint32_t call, uint64_t stream, uint64_t now_ns) {
+int kvp_ring_enter(uint32_t call, uint64_t stream, uint64_t now_ns) {
     struct lane *lane = my_lane();
-    if (unlikely(!lane)) return;
+    if (unlikely(!lane)) return 0;
     kvp_lane_header *header = lane->header;
     header->in_since_ns = now_ns;
     header->in_stream = stream;
@@ -308,11 +308,13 @@ void kvp_ring_enter(uint32_t call, uint64_t stream, uint64_t now_ns) {
     __atomic_store_n(&header->in_call, call, __ATOMIC_RELEASE);
     /* The call takes longer than they need to come. A store that misses costs even though nobody waits for it: the
      * driver's next locked instruction does. */
+    __builtin_prefetch(header, 1);
     if (likely(lane->ring_at < lane->ring_ready)) __builtin_prefetch(&lane->ring[lane->ring_at], 1);
     if (likely(lane->last != NULL)) {
         __builtin_prefetch(lane->last, 1);
         __builtin_prefetch(lane->counter, 1);
     }
+    return 1;
 }
 
 void kvp_ring_write(const kvp_record *r, int detail) {
