@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import threading
 from typing import Any
 
@@ -47,6 +48,41 @@ def execute(command: str) -> str:
 def number(expression: str) -> int:
     """An expression's value."""
     return int(gdb.parse_and_eval(expression))
+
+
+def describe_registers() -> str:
+    """Has gdb leave vector registers wider than SSE alone; the path of a file that it needs until it is attached.
+
+    gdb before 14 cannot write the state of a processor with AMX. At the moments that are chosen here the wider parts
+    hold nothing that anybody needs: the ABI lets every function and system call lose them.
+    """
+    version = "".join(c if c.isdigit() or c == "." else " " for c in str(gdb.VERSION)).split()
+    with open("/proc/cpuinfo") as cpuinfo:  # noqa: PTH123
+        wide = any("amx_tile" in line for line in cpuinfo if line.startswith("flags"))
+    if not wide or not version or int(version[0].split(".")[0]) >= 14:
+        return ""
+    words = ["rax", "rbx", "rcx", "rdx", "rsi", "rdi", "rbp", "rsp", *(f"r{n}" for n in range(8, 16))]
+    lines = [f'<reg name="{name}" bitsize="64" type="int64"/>' for name in words]
+    lines.append('<reg name="rip" bitsize="64" type="code_ptr"/>')
+    lines += [
+        f'<reg name="{name}" bitsize="32" type="int32"/>' for name in ["eflags", "cs", "ss", "ds", "es", "fs", "gs"]
+    ]
+    lines += [f'<reg name="st{n}" bitsize="80" type="i387_ext"/>' for n in range(8)]
+    floats = ["fctrl", "fstat", "ftag", "fiseg", "fioff", "foseg", "fooff", "fop"]
+    lines += [f'<reg name="{name}" bitsize="32" type="int" group="float"/>' for name in floats]
+    sse = [f'<reg name="xmm{n}" bitsize="128" type="uint128"/>' for n in range(16)]
+    sse.append('<reg name="mxcsr" bitsize="32" type="int" group="vector"/>')
+    linux = ['<reg name="orig_rax" bitsize="64" type="int"/>']
+    bases = [f'<reg name="{name}" bitsize="64" type="int"/>' for name in ("fs_base", "gs_base")]
+    parts = {"core": lines, "sse": sse, "linux": linux, "segments": bases}
+    features = "".join(
+        f'<feature name="org.gnu.gdb.i386.{name}">{"".join(registers)}</feature>' for name, registers in parts.items()
+    )
+    with tempfile.NamedTemporaryFile("w", suffix=".xml", delete=False) as file:
+        file.write('<?xml version="1.0"?><!DOCTYPE target SYSTEM "gdb-target.dtd"><target version="1.0">')
+        file.write(f"<architecture>i386:x86-64</architecture><osabi>GNU/Linux</osabi>{features}</target>")
+    execute(f"set tdesc filename {file.name}")
+    return file.name
 
 
 def loader_range(pid: int) -> tuple[int, int]:
@@ -133,7 +169,7 @@ def main() -> None:
     """Attaches, calls, detaches."""
     request = json.loads(os.environ["KVPROBE_GDB"])
     answer: dict[str, Any] = {}
-    attached = False
+    attached, described = False, ""
     try:
         for setting in (
             "pagination off",
@@ -146,6 +182,7 @@ def main() -> None:
         ):
             execute(f"set {setting}")
         execute("handle all nostop noprint pass")
+        described = describe_registers()
         execute(f"attach {request['pid']}")
         attached = True
         for library in ("libc", "libdl", "ld-linux"):
@@ -157,6 +194,8 @@ def main() -> None:
     except (gdb.error, RuntimeError, OSError, ValueError) as error:
         answer["error"] = " ".join(str(error).split())
     finally:
+        if described:
+            os.unlink(described)  # noqa: PTH108
         if attached:
             try:
                 execute("detach")
