@@ -41,7 +41,6 @@ Array: TypeAlias = npt.NDArray[Any]
 __all__ = ["SLOW_NS", "Frame", "Ledger", "ms", "share"]
 
 SLOW_NS = 60_000  # a submission this long is worth an explanation: ten times any recorder's cost per call
-ALIGNED_NS = 12_000  # a call released by the device returns within this of an operation's end (measured: 2 to 10 us)
 CRITICAL, WARNING = 0.10, 0.01
 
 

@@ -211,7 +211,7 @@ def _flooded(
     often = waits * OFTEN_NS >= spent and share >= _OFTEN
     if not often or lost.sum() < STEADY_SHARE * spent:
         return False
-    if not _steady(end[top]) or not _room_after_pauses(start, returned, slow, top, pace):
+    if not _steady(end[top], first[top]) or not _room_after_pauses(start, returned, slow, top, pace):
         return False
     if not all(_filled(start, slow, int(at), share, pace, held) for at in np.unique(first[top]) if emptied[at]):
         return False
@@ -236,13 +236,18 @@ def _flooded(
     return True
 
 
-def _steady(end: Array) -> bool:
+def _steady(end: Array, first: Array) -> bool:
     """Whether calls return at one pace over stretches longer than a queue, as those do that a device paces.
 
     A queue takes up what a thread gains or loses on the way; calls that are slow for a reason of the host have none.
+
+    Args:
+        end: when each call returned; `first` the number of the first call of its stretch.
+        first: see there.
     """
-    took = end[_FLOOD:] - end[:-_FLOOD] if len(end) > 2 * _FLOOD else np.zeros(0)
-    return not len(took) or _quantile(took, 0.95) - _quantile(took, 0.05) <= 0.5 * _quantile(took, 0.5)
+    whole = first[_FLOOD:] == first[:-_FLOOD]
+    took = (end[_FLOOD:] - end[:-_FLOOD])[whole]
+    return len(took) == 0 or _quantile(took, 0.95) - _quantile(took, 0.05) <= 0.5 * _quantile(took, 0.5)
 
 
 def _room_after_pauses(start: Array, returned: Array, slow: Array, top: Array, pace: float) -> bool:
