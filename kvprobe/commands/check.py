@@ -190,7 +190,7 @@ def _judge(
     first = max(named, key=lambda one: (one.share if shares["max-lost"] and shares["max-lost"][0] == "share" else 0,
                                         one.lost_ns), default=None)  # fmt: skip
     add_amount("max-lost", float(first.lost_ns) if first else 0.0, first.share if first else 0.0,
-               f"{first.cause}: {first.title}" if first else "")  # fmt: skip
+               _named(first) if first else "")  # fmt: skip
     inside = recording.window.holds(recording.calls["process"][found.rows], found.start_ns) if recording.window else ...
     measured = dict(zip(times, quantiles(found.dur_ns[inside], 0.5, 0.99, 1.0), strict=True))
     for name, most in times.items():
@@ -206,8 +206,19 @@ def _judge(
     return out
 
 
+def _named(finding: Finding) -> str:
+    """A finding in one line, with its first change and what that saves."""
+    from kvprobe.reporting.verdict import saving_text
+
+    line = f"{finding.cause}: {finding.title}"
+    for change in finding.cure[:1]:
+        saving = saving_text(change)
+        line += f" | {change.text}{f', at {change.at}' if change.at else ''}{f' ({saving})' if saving else ''}"
+    return line
+
+
 def _absent(name: str, hits: Sequence[Finding]) -> Limit:
-    detail = "; ".join(f"{one.cause}: {one.title}" for one in hits)
+    detail = "; ".join(map(_named, hits))
     return Limit(name, "none", ", ".join(one.cause for one in hits) or "none found", bool(hits), detail)
 
 

@@ -94,6 +94,9 @@ def view(recording: Recording, findings: Sequence[Finding] | None, queues: Occup
             recording, findings or (), found.made, found.host_ns, span_ns, diagnosed=findings is not None
         )
     )
+    if found.made > len(found.rows):
+        kept = f"{percent(len(found.rows) / found.made)} of all; the rest is in the totals"
+        out.verdict.facts.append(verdict.Fact("Calls kept in detail", count_text(len(found.rows)), kept))
     if findings is not None:
         out.findings = [_finding(i, one, recording, found) for i, one in enumerate(ranked(findings))]
         named = [one for one in findings if one.confidence != "cannot tell"]

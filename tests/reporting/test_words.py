@@ -107,4 +107,6 @@ def test_totals_stand_in_where_single_calls_were_lost() -> None:
     assert texts[2] == "1,000,000"
     assert "2.99 s" in texts
     assert "3.00 ms" in texts
+    page = build_page(kept, findings=[])
+    assert "Calls kept in detail" in page and "&lt;0.1% of all; the rest is in the totals" in page
     assert "1,000,000 submissions 2 were kept" in lanes.stream_table(kept, found, None)[1]
