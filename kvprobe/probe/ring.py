@@ -344,11 +344,11 @@ def _newest(fd: int, lane_at: int, at: int, head_name: str, capacity_name: str, 
     head, capacity = int(before[head_name]), int(before[capacity_name])
     if not capacity or capacity > room or head >= SANE:
         return 0 if head >= SANE else head, np.zeros(0, RECORD)
-    capacity = _held(fd, RECORD, capacity, at) if head >= capacity else capacity
-    held = min(head, _held(fd, RECORD, capacity, at))
-    if not held:
-        return head, np.zeros(0, RECORD)
+    claimed = min(head, capacity)
+    held = _held(fd, RECORD, claimed, at)
     records = _read(fd, RECORD, held, at)
+    if held < claimed:  # the file was cut off
+        return head, records
     after = _read(fd, LANE, 1, lane_at)[0]
     first = head - held  # record i lies at i % capacity
     order = np.arange(first, head) % capacity

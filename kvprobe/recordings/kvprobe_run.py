@@ -7,7 +7,6 @@ the same pid. `processes.state` is "closed" (it ended in order), "running", "rep
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import signal
@@ -21,10 +20,12 @@ import numpy as np
 
 from kvprobe.errors import RecordingError
 from kvprobe.probe.processes import alive
-from kvprobe.probe.ring import CALLS, RECORD, SLOT, UNTIMED, RingSnapshot, read_ring
+from kvprobe.probe.ring import CALLS, RECORD, SANE, SLOT, UNTIMED, RingSnapshot, read_ring
 from kvprobe.recordings.assemble import sorted_table, stream_rows
 from kvprobe.recordings.model import SCHEMAS, Array, CallKind, Label, Recording, Source, Table
 from kvprobe.recordings.vocabulary import Names
+from kvprobe.runfolder.folder import RunFolder
+from kvprobe.runfolder.secrets import redact_text
 
 __all__ = ["read"]
 
@@ -43,10 +44,15 @@ class _Process:
     """One program of one process: its ring files and what the files beside them say of it."""
 
     pid: int
-    folder: Path
+    files: RunFolder
     rings: list[RingSnapshot] = field(default_factory=list)
     checkin: dict[str, Any] = field(default_factory=dict)
     state: str = "running"
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.files.path
 
     @property
     def start_ns(self) -> int:
@@ -88,14 +94,19 @@ def read(
     names, notes, unread = Names(), list[str](), list[str]()
     processes: list[_Process] = []
     source: list[Source] = []
+    folders: dict[Path, RunFolder] = {}
+
+    def run_folder(path: Path) -> RunFolder:
+        return folders.setdefault(path, RunFolder(path))
+
     runs: dict[Path, dict[str, Any]] = {}
     ends: dict[Path, dict[str, Any]] = {}
     for path in given:
         folder = path if path.is_dir() else path.parent
         files = sorted(path.glob("*.kvp")) if path.is_dir() else [path]
         if path.is_dir():
-            runs[folder] = _json(folder / "run.json")
-            ends[folder] = _json(folder / "end.json")
+            runs[folder] = run_folder(folder).run()
+            ends[folder] = run_folder(folder).end()
         rings = []
         for i, file in enumerate(files):
             if progress is not None:
@@ -107,8 +118,8 @@ def read(
                     raise
                 notes.append(f"not read: {error}")
                 unread.append(f"not read: {error}")
-        processes += _processes(folder, rings, runs.get(folder, {}), path.is_dir())
-        command = " ".join(runs.get(folder, {}).get("command", []))
+        processes += _processes(run_folder(folder), rings, runs.get(folder, {}), path.is_dir(), bool(ends.get(folder)))
+        command = redact_text(" ".join(runs.get(folder, {}).get("command", [])))
         tool = f"kvprobe {runs.get(folder, {}).get('version', '')}".strip()
         size = sum(file.stat().st_blocks * 512 for file in files)  # they have holes
         source.append(Source(str(path), "kvprobe", tool=tool, command=command, bytes=size))
@@ -143,39 +154,20 @@ def read(
         recording.machine_how["unix_offset_ns"] = "both clocks, read together when the recording began"
     recording.notes += notes
     recording.incomplete += unread
+    for one in folders.values():
+        recording.notes += one.damaged
     recording.names = names.list
     if progress is not None:
         progress("read", 1.0)
     return recording
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(errors="replace"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _lines(path: Path) -> Iterable[dict[str, Any]]:
-    """The objects of a JSON-lines file; a line that was cut by a kill is left out."""
-    try:
-        text = path.read_text(errors="replace")
-    except OSError:
-        return
-    for line in text.splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            yield value
-
-
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-def _processes(folder: Path, rings: list[RingSnapshot], run: dict[str, Any], whole: bool) -> list[_Process]:
+def _processes(
+    folder: RunFolder, rings: list[RingSnapshot], run: dict[str, Any], whole: bool, over: bool
+) -> list[_Process]:
     found: list[_Process] = []
     by_pid: dict[int, list[_Process]] = {}
     for ring in sorted(rings, key=lambda r: (r.producer != "interposer", r.start_monotonic_ns)):
@@ -189,11 +181,14 @@ def _processes(folder: Path, rings: list[RingSnapshot], run: dict[str, Any], who
         same.append(process)
         found.append(process)
     here = not run or run.get("host") == platform.node()
-    statuses = {int(line["pid"]): line for line in _lines(folder / "processes.jsonl") if "pid" in line} if whole else {}
-    checkins = [c for path in folder.glob("checkin-*.json") if "t_ns" in (c := _json(path))] if whole else []
+    statuses = {int(line["pid"]): line for line in folder.ended()} if whole else {}
+    checkins = folder.checkins() if whole else []
+    checkins_of: dict[int, list[dict[str, Any]]] = {}
+    for checkin in checkins:
+        checkins_of.setdefault(int(checkin["pid"]), []).append(checkin)
     # no watched call, and yet an adapter saw something
     for checkin in checkins:
-        if checkin.get("pid") not in by_pid and (folder / f"events-{checkin.get('pid')}.jsonl").exists():
+        if checkin["pid"] not in by_pid and (folder.path / f"events-{checkin['pid']}.jsonl").exists():
             process = _Process(int(checkin["pid"]), folder, checkin=checkin)
             by_pid[process.pid] = [process]
             found.append(process)
@@ -208,11 +203,18 @@ def _processes(folder: Path, rings: list[RingSnapshot], run: dict[str, Any], who
                 process.state = "closed"
             elif process.pid in statuses:
                 process.state = _ended(statuses[process.pid].get("status"))
-            elif not (here and alive(process.pid)):
+            elif over or not here or (running := _running(process)) is False:
                 process.state = "ended without its exit handlers"
-            mine = [c for c in checkins if c.get("pid") == process.pid and c["t_ns"] <= process.end_ns]
+            elif running is None:
+                process.state = "not known: of another pid namespace"
+            mine = [c for c in checkins_of.get(process.pid, ()) if c["t_ns"] <= process.end_ns]
             process.checkin = max(mine, key=lambda c: int(c["t_ns"]), default={})
     return found
+
+
+def _running(process: _Process) -> bool | None:
+    found = [ring.running() for ring in process.rings] or [alive(process.pid)]
+    return True if True in found else None if None in found else False
 
 
 def _ended(status: object) -> str:
@@ -230,7 +232,7 @@ def _rank(process: _Process) -> int:
     given = process.checkin.get("rank") or {}
     names = [given[name] for name in RANKS if name in given]
     text = next((text for text in (*(ring.rank for ring in process.rings), *names) if text), "")
-    return int(text) if str(text).isdigit() else -1
+    return int(text) if str(text).isdecimal() and len(str(text)) < 10 else -1
 
 
 def _node(process: _Process, runs: dict[Path, dict[str, Any]]) -> str:
@@ -278,7 +280,7 @@ def _launch_queue(recording: Recording, processes: list[_Process], shifts: list[
     told: dict[int, dict[str, Any]] = {}
     labels: dict[str, list[int]] = {n: [] for n in ("start_ns", "end_ns", "process", "label", "name")}
     for row, (process, shift) in enumerate(zip(processes, shifts, strict=True)):
-        queue = _json(process.folder / f"queue-{process.pid}.json")
+        queue = process.files.queue(process.pid)
         start, end = _ns(queue.get("start_ns")), _ns(queue.get("end_ns"))
         # of a program that began later under the same pid it says nothing
         if not process.start_ns <= end or _ns(queue.get("depth")) <= 0:
@@ -429,7 +431,7 @@ def _handles(rows: Array) -> Array:
 
 def _command(process: _Process) -> str:
     argv = process.checkin.get("argv")
-    return " ".join(map(str, argv)) if argv else next((ring.command for ring in process.rings), "")
+    return redact_text(" ".join(argv) if argv else next((ring.command for ring in process.rings), ""))
 
 
 def _process_name(process: _Process) -> str:
@@ -490,7 +492,7 @@ def _transfers(
     latest: dict[tuple[str, int], tuple[str, str]] = {}  # adapter and process -> what it is, where it stands
     directions = {"load": 1, "store": 2}
     for row, (one, by) in enumerate(zip(processes, shifts, strict=True)):
-        for event in _lines(one.folder / f"events-{one.pid}.jsonl"):
+        for event in one.files.events(one.pid):
             at = event.get("t_ns")
             if not isinstance(at, int) or not one.start_ns - 60_000_000_000 <= at:
                 continue
@@ -559,7 +561,7 @@ def _count(event: dict[str, Any], field: str) -> int:
 
 
 def _ns(value: object) -> int:
-    return int(value) if isinstance(value, (int, float)) else -1
+    return int(value) if isinstance(value, (int, float)) and -SANE <= value <= SANE else -1
 
 
 def _totals(
@@ -594,7 +596,7 @@ def _stacks(recording: Recording, processes: list[_Process], shifts: list[int], 
     columns: dict[str, list[int]] = {n: [] for n in ("time_ns", "process", "thread", "blocked_ns", "gil", "stack")}
     how: set[str] = set()
     for row, (process, shift) in enumerate(zip(processes, shifts, strict=True)):
-        for line in _lines(process.folder / f"stacks-{process.pid}.jsonl"):
+        for line in process.files.stacks(process.pid):
             at = _ns(line.get("t_ns"))
             if not process.start_ns <= at <= process.end_ns + 60_000_000_000:
                 continue
@@ -618,9 +620,9 @@ def _stacks(recording: Recording, processes: list[_Process], shifts: list[int], 
 def _samples(recording: Recording, processes: list[_Process], shifts: list[int], names: Names) -> None:
     """device.jsonl: a line a sample, `t_ns`, `device`, and a number for each metric."""
     columns: dict[str, list[Any]] = {name: [] for name in ("time_ns", "process", "device", "metric", "value")}
-    shift_of = {process.folder: shift for process, shift in zip(processes, shifts, strict=True)}
-    for folder, shift in shift_of.items():
-        for line in _lines(folder / "device.jsonl"):
+    of_folder = {process.folder: (process.files, shift) for process, shift in zip(processes, shifts, strict=True)}
+    for folder, shift in of_folder.values():
+        for line in folder.samples():
             for metric, value in line.items():
                 if metric in ("t_ns", "device") or isinstance(value, bool) or not isinstance(value, (int, float)):
                     continue

@@ -1,0 +1,279 @@
+"""The files of a run folder: what is in each, its version, one function that writes and one that reads each kind.
+
+| file | what | written by |
+|---|---|---|
+| `run.json` | the command, the machine, the options, both clocks (`Run`) | `kvprobe run`, `kvprobe attach` |
+| `end.json` | how it ended, what was not seen (`End`) | the observer |
+| `processes.jsonl` | a line for each process that ended (`Ended`) | the observer |
+| `stacks-<pid>.jsonl` | a line for each blocked call whose stacks were taken (`Stacks`) | the observer |
+| `device.jsonl` | a line a sample of the GPU's counters (`Sample`) | the observer |
+| `checkin-<pid>-<t>.json` | who a Python process is (`Checkin`) | the start-up hook |
+| `events-<pid>.jsonl` | what adapters saw and decided (`Event`) | adapters |
+| `queue-<pid>.json` | depth and channels as calibrated (`Queue`) | calibration |
+| `<pid>-<t>.kvp`, `engine-*.kvp` | every call: see `native/src/kvp.h` | interposer, engine |
+| `not-recorded-<pid>-<errno>` | an empty folder: that process could open no file | interposer |
+
+Times are CLOCK_MONOTONIC nanoseconds. A reader takes the folder as anybody's work: what does not have these types is
+left out and named, what is larger than any recording is refused.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
+
+import msgspec
+
+from kvprobe.errors import RecordingError
+from kvprobe.runfolder import files
+
+__all__ = ["VERSION", "RunFolder"]
+
+VERSION = 1  # of the folder, in run.json; 0: none is named there. History: 1 first to name it, private files
+
+Int = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
+Pid = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Number = Int | Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
+
+
+class Run(TypedDict, total=False):
+    """run.json."""
+
+    schema: Annotated[int, msgspec.Meta(ge=0)]
+    command: list[str]
+    cwd: str
+    version: str
+    host: str
+    kernel: str
+    cpus: Int | None
+    python: str
+    pid: Pid
+    realtime_ns: Int
+    monotonic_ns: Int
+    options: dict[str, Any]
+    environment: dict[str, str]
+
+
+class End(TypedDict, total=False):
+    """end.json: `status` of the command, as `Ended.status`."""
+
+    t_ns: Int
+    status: Int | None
+    warnings: list[str]
+
+
+class Ended(TypedDict, total=False):
+    """A process that ended: `status` is its exit status, -N for signal N, or null where the system does not tell."""
+
+    pid: Pid
+    t_ns: Int
+    status: Int | None
+    command: str
+
+
+class Thread(TypedDict, total=False):
+    """Stack of one thread, innermost frame first, as `function (file:line)`."""
+
+    thread: Int
+    name: str
+    gil: bool
+    active: bool
+    frames: list[str]
+
+
+class Stacks(TypedDict, total=False):
+    """Stacks of a process of which a call was blocked."""
+
+    t_ns: Int
+    pid: Pid
+    thread: Int
+    call: str
+    stream: Annotated[int, msgspec.Meta(ge=0, le=2**64 - 1)]
+    blocked_ns: Int
+    how: str
+    error: str
+    threads: list[Thread] | None
+
+
+class Checkin(TypedDict, total=False):
+    """A Python process at its start."""
+
+    pid: Pid
+    ppid: Pid
+    t_ns: Int
+    argv: list[str]
+    executable: str
+    prefix: str
+    python: str
+    preloaded: bool
+    ld_preload: str
+    rank: dict[str, str]
+
+
+class Queue(TypedDict, total=False):
+    """What a process's launch queue holds, and when that was measured."""
+
+    start_ns: Int
+    end_ns: Int
+    depth: Int
+    channels: Int
+    capacity: Int
+    baseline_ns: Int
+    p99_ns: Int
+    how: str
+
+
+class Event(TypedDict, total=False):
+    """What an adapter saw or decided; `kvprobe.instrument.sidecar` says more. Adapters add fields of their own."""
+
+    t_ns: Int
+    kind: str
+    adapter: str
+    server: str
+    id: Int | str | None
+    direction: str | None
+    thread: Int | None
+    copies: Int | None
+    bytes: Int | None
+    begin_ns: Int | None
+    dur_ns: Number | None
+    build_ns: Number | None
+    submit_ns: Number | None
+    queue_ns: Number | None
+    copy_ns: Number | None
+    poll_ns: Number | None
+    one_in: Int | None
+    evidence: dict[str, Any] | None
+
+
+Sample = dict[str, Number | str | bool | None]
+_OF_A_LINE = {"processes": Ended, "stacks": Stacks, "device": Sample, "events": Event}
+_NOT_RECORDED = re.compile(r"not-recorded-(\d+)-(\d+)")
+
+
+class RunFolder:
+    """One run folder, of this kvprobe or of anybody."""
+
+    def __init__(self, path: Path) -> None:
+        """Takes its path; nothing is looked at yet."""
+        self.path = path
+        self.damaged: list[str] = []  # one line for each file that was not, or not all, as it should be
+
+    # ---- writing -----------------------------------------------------------------------------------------------
+
+    def write_run(self, run: dict[str, Any]) -> None:
+        """Writes run.json, with the version.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        files.write(self.path / "run.json", msgspec.json.format(msgspec.json.encode({"schema": VERSION, **run})))
+
+    def write_end(self, end: End) -> None:
+        """Writes end.json; raises as `write_run`."""
+        files.write(self.path / "end.json", msgspec.json.format(msgspec.json.encode(end)))
+
+    def write_queue(self, pid: int, queue: dict[str, Any]) -> None:
+        """Writes queue-<pid>.json; raises as `write_run`."""
+        files.write(self.path / f"queue-{pid}.json", msgspec.json.encode(queue))
+
+    def append_ended(self, line: Ended) -> None:
+        """Adds a line to processes.jsonl; raises as `write_run`."""
+        files.append(self.path / "processes.jsonl", msgspec.json.encode(line))
+
+    def append_stacks(self, pid: int, line: dict[str, Any]) -> None:
+        """Adds a line to stacks-<pid>.jsonl; raises as `write_run`."""
+        files.append(self.path / f"stacks-{pid}.jsonl", msgspec.json.encode(line))
+
+    # ---- reading -----------------------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        """run.json; empty where there is none.
+
+        Raises:
+            RecordingError: it is of a newer kvprobe.
+        """
+        run = self._object("run.json", Run)
+        if int(run.get("schema", 0)) > VERSION:
+            raise RecordingError(
+                f"{self.path}: recorded by a newer kvprobe (run folder version {run['schema']}, this one reads up to "
+                f"{VERSION}); update kvprobe"
+            )
+        return run
+
+    def end(self) -> dict[str, Any]:
+        """end.json; empty where there is none yet."""
+        return self._object("end.json", End)
+
+    def ended(self) -> Iterator[dict[str, Any]]:
+        """Lines of processes.jsonl that name a process."""
+        return (line for line in self._lines("processes.jsonl") if "pid" in line)
+
+    def stacks(self, pid: int) -> Iterator[dict[str, Any]]:
+        """Lines of stacks-<pid>.jsonl."""
+        return self._lines(f"stacks-{pid}.jsonl")
+
+    def samples(self) -> Iterator[dict[str, Any]]:
+        """Lines of device.jsonl."""
+        return self._lines("device.jsonl")
+
+    def events(self, pid: int) -> Iterator[dict[str, Any]]:
+        """Lines of events-<pid>.jsonl that have a time and a kind."""
+        return (line for line in self._lines(f"events-{pid}.jsonl") if "t_ns" in line and "kind" in line)
+
+    def queue(self, pid: int) -> dict[str, Any]:
+        """queue-<pid>.json; empty where there is none."""
+        return self._object(f"queue-{pid}.json", Queue)
+
+    def checkins(self) -> list[dict[str, Any]]:
+        """All checkin-*.json that say which process, and when."""
+        found = (self._object(path.name, Checkin) for path in sorted(self.path.glob("checkin-*.json")))
+        return [checkin for checkin in found if {"pid", "t_ns"} <= set(checkin)]
+
+    def not_recorded(self) -> list[tuple[int, str]]:
+        """Processes that could write no ring file, and why."""
+        found = (_NOT_RECORDED.fullmatch(path.name) for path in sorted(self.path.glob("not-recorded-*")))
+        return [(int(m[1]), os.strerror(int(m[2]))) for m in found if m and int(m[2]) in errno.errorcode]
+
+    def _object(self, name: str, schema: Any) -> dict[str, Any]:
+        try:
+            value = msgspec.json.decode(files.read(self.path / name))
+            msgspec.convert(value, schema)
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.MsgspecError, RecursionError) as error:
+            self._say(name, error)
+            return {}
+        return dict(value)
+
+    def _lines(self, name: str) -> Iterator[dict[str, Any]]:
+        """The objects of a JSON-lines file; the last line may have been cut by a kill."""
+        try:
+            data = files.read(self.path / name)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._say(name, error)
+            return
+        schema = _OF_A_LINE[name.split("-")[0].split(".")[0]]
+        lines = data.split(b"\n")
+        for number, line in enumerate(lines):
+            if not line.strip():
+                continue
+            try:
+                value = msgspec.json.decode(line)
+                msgspec.convert(value, schema)
+            except (msgspec.MsgspecError, RecursionError) as error:
+                if number < len(lines) - 1:
+                    self._say(f"{name}, line {number + 1}", error)
+                continue
+            yield value
+
+    def _say(self, what: str, error: Exception) -> None:
+        if len(self.damaged) < 20:
+            text = error.strerror if isinstance(error, OSError) else str(error)
+            self.damaged.append(f"not read: {what}: {str(text or error).splitlines()[0][:200]}")
