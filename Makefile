@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 TESTS  ?= tests
 
-.PHONY: demo test lint format native-test test-servers check-newest test-gpu clean
+.PHONY: demo test lint analyze fuzz format native-test test-servers check-newest test-gpu clean
 
 demo: $(VENV)/.installed
 	$(BIN)/kvprobe demo --report reports/demo.html
@@ -51,6 +51,16 @@ lint: $(VENV)/.lint
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix -q . ; $(BIN)/ruff format -q .
 	$(BIN)/clang-format -i $$(find kvprobe/native -name '*.[ch]')
+
+# Mutants of recordings of every format: N each, the first one's number FIRST.
+N ?= 2000
+fuzz: $(VENV)/.test
+	$(BIN)/python tests/recordings/fuzz.py $(N)
+
+# gcc's analyzer over the native part.
+analyze:
+	for file in $$(find kvprobe/native -name '*.c'); do \
+		gcc -std=gnu11 -O1 -fanalyzer -Werror -Ikvprobe/native/src -Ikvprobe/native/hostrt -fsyntax-only $$file || exit 1; done
 
 # The native libraries again, with the compiler's checkers on, under the tests that drive them.
 native-test: $(VENV)/.test

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from keyword import iskeyword
@@ -10,7 +11,7 @@ from keyword import iskeyword
 import click
 
 from kvprobe.environment import DEBUG
-from kvprobe.errors import KvprobeError
+from kvprobe.errors import KvprobeError, plain
 
 # command -> its one-line help; the command itself is `kvprobe.commands.<command>.command` (`try_` for the keyword),
 # imported when it is run, so that `kvprobe --help` costs no import.
@@ -78,15 +79,19 @@ def cli(ctx: click.Context, debug: bool) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs a command and returns its exit code: 0, 1 for a failure, 2 for wrong usage, 130 when interrupted."""
     arguments = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot show becomes a question mark
+            stream.reconfigure(errors="replace")
     debug = "--debug" in arguments or DEBUG.value()
     try:
         result = cli.main(arguments, prog_name="kvprobe", standalone_mode=False)
+        sys.stdout.flush()  # here, where a reader that has gone is no error
         return result if isinstance(result, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return 2
     except click.ClickException as error:
-        click.echo(f"kvprobe: {error.format_message()}", err=True)
+        click.echo(f"kvprobe: {plain(error.format_message())}", err=True)
         return error.exit_code
     except click.exceptions.Abort:
         click.echo("kvprobe: interrupted", err=True)
@@ -97,14 +102,14 @@ def main(argv: list[str] | None = None) -> int:
     except KvprobeError as error:
         if debug:
             raise
-        click.echo(f"kvprobe: {error}", err=True)
+        click.echo(f"kvprobe: {plain(str(error))}", err=True)
         return error.exit_code
     except (OSError, MemoryError) as error:
         if debug:
             raise
         where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else "out of memory"
-        click.echo(f"kvprobe: {reason}{where}", err=True)
+        click.echo(plain(f"kvprobe: {reason}{where}"), err=True)
         return 1
 
 

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CudaError", "KvprobeError", "NativeError", "RecordingError", "TransferError", "UsageError"]
+__all__ = ["CudaError", "KvprobeError", "NativeError", "RecordingError", "TransferError", "UsageError", "plain"]
 
 
 class KvprobeError(Exception):
@@ -44,3 +44,12 @@ class TransferError(KvprobeError):
 
 class RecordingError(KvprobeError):
     """A recording cannot be read, or only in part; the text says what was read and what was not."""
+
+    def __init__(self, message: str) -> None:
+        """Keeps the message as one line: it may quote what a damaged or hostile file holds."""
+        super().__init__(plain(message)[:1000])
+
+
+def plain(text: str) -> str:
+    """One line without control characters: what a recording holds must not steer a terminal."""
+    return "".join(char if char.isprintable() else " " if char.isspace() else "\ufffd" for char in text)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvprobe.errors import plain
+
 if TYPE_CHECKING:
     from kvprobe.diagnosis import Finding
     from kvprobe.recordings.model import Recording
@@ -142,8 +144,3 @@ def cropped(recording: Recording, window: Window) -> Recording:
         if table.rows:
             tables[kind] = table.where(asked.holds(table["process"], table["start_ns"]))
     return replace(recording, tables=tables, window=asked)
-
-
-def plain(text: str) -> str:
-    """Control characters made visible: a recording's text must not steer a terminal."""
-    return "".join(char if char.isprintable() else "\ufffd" for char in text)

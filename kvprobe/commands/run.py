@@ -21,13 +21,13 @@ from typing import Any, NoReturn
 import click
 
 from kvprobe.commands._speaking import Command, end_like, say_outcome
+from kvprobe.environment import killed
 from kvprobe.errors import KvprobeError, UsageError
 
 __all__ = ["command"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-_NO = {"off", "0", "no", "false"}
 
 
 class CannotRunError(KvprobeError):
@@ -89,7 +89,7 @@ def command(
         "report": str(report) if report else "", "fix": fix, "detail": detail, "max_bytes": limit,
         "stacks": stacks, "stacks_how": how, "stacks_after_ms": stacks_after, "nvml": nvml, "nsys": nsys,
         "program": program, "words": " ".join(words), "terminal": _terminal() if in_place else "",
-        "killed": os.environ.get("KVPROBE", "").strip().lower() in _NO,
+        "killed": killed(),
     }  # fmt: skip
     env = dict(os.environ)
     if options["killed"]:

@@ -25,13 +25,13 @@ def command(inputs: tuple[Path, ...], as_json: bool) -> int:
     no submissions); it is what `kvprobe report` and `kvprobe check --no saturation` say of the same recording.
 
     A line has the verdict, the host time lost, the depth at which the queue was full, the stream, and the file. Folders
-    stand for the recordings in them. PyTorch profiler traces are the quickest; `kvprobe report` finds other causes as
-    well. Exit code 1: an input could not be read.
+    stand for the recordings in them and in their folders, run folders for themselves. PyTorch profiler traces are the
+    quickest; `kvprobe report` finds other causes as well. Exit code 1: an input could not be read.
     """
-    from kvprobe.recordings import expand
+    from kvprobe.recordings import expand_deeply
     from kvprobe.recordings.triage import Triage, certain, quick_triages
 
-    paths = [path for given in inputs for path in expand(given)]
+    paths = [path for given in inputs for path in expand_deeply(given)]
     quick = quick_triages(paths)
     answers = [
         answer if isinstance(answer, Exception) or (answer is not None and certain(answer)) else _whole(path)

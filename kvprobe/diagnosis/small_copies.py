@@ -61,7 +61,8 @@ def find(frame: Frame) -> Finding | None:
                                  MEASURED))  # fmt: skip
         evidence.append(Evidence(f"the link gives {rate / 1e9:.1f} GB/s", rate, "bytes/s", how))
         calls = frame.x_call[rows]
-        joined = (calls >= 0) & (frame.src[np.maximum(calls, 0)] != 0) & (frame.dst[np.maximum(calls, 0)] != 0)
+        joined = calls >= 0
+        joined[joined] = (frame.src[calls[joined]] != 0) & (frame.dst[calls[joined]] != 0)
         if joined.all():
             runs_known = True
             order = np.lexsort((frame.start[calls], frame.stream[calls], frame.process[calls]))

@@ -31,7 +31,7 @@ def _weights(frame: Frame, rows: Array) -> tuple[Array, str]:
     table = frame.recording.executions
     calls = frame.x_call[rows]
     known = calls >= 0
-    source = np.zeros(len(rows), dtype=np.uint64)
+    source = np.zeros(len(rows), dtype=frame.src.dtype)  # a recording may have executions and no calls at all
     source[known] = frame.src[calls[known]]
     if (source != 0).any():
         order = np.lexsort((frame.x_start[rows], table["bytes"][rows], source))

@@ -7,26 +7,27 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvprobe.errors import RecordingError, UsageError
+from kvprobe.errors import KvprobeError, RecordingError, UsageError
 
 TYPE_CHECKING = False  # neither numpy nor typing is loaded by asking what a file is
 if TYPE_CHECKING:
     from kvprobe.recordings.model import Recording
 
-__all__ = ["open_recording", "expand", "sniff", "FORMATS"]
+__all__ = ["open_recording", "expand", "expand_deeply", "sniff", "FORMATS"]
 
 Progress = Callable[[str, float], None]
 
 # format -> (module under kvprobe.recordings, what it is)
 FORMATS = {
     "nsys-sqlite": ("nsys_sqlite", "SQLite export of Nsight Systems"),
+    "nsys-sqlite-gz": ("nsys_sqlite_gz", "compressed SQLite export of Nsight Systems (.sqlite.gz)"),
     "nsys-rep": ("nsys_rep", "report of Nsight Systems (.nsys-rep, .qdstrm)"),
     "nsys-arrow": ("nsys_arrow", "Parquet or Arrow folder exported by Nsight Systems"),
     "kineto-json": ("kineto", "PyTorch profiler trace (.json, .json.gz)"),
     "kvprobe": ("kvprobe_run", "recording of kvprobe (.kvp)"),
     "kvprobe-parquet": ("parquet", "folder written by kvprobe export --to parquet"),
 }
-_TRACE_SUFFIXES = (".json", ".json.gz")
+_SUFFIXES = (".json", ".json.gz", ".sqlite", ".sqlite.gz", ".nsys-rep")  # of files that a folder is looked through for
 
 
 def open_recording(
@@ -62,7 +63,14 @@ def open_recording(
             if progress is not None:
                 progress(text if len(jobs) == 1 else f"{text} ({i + 1} of {len(jobs)})", (i + fraction) / len(jobs))
 
-        recordings.append(read(what, step if progress is not None else None))
+        try:
+            recordings.append(read(what, step if progress is not None else None))
+        except (ValueError, LookupError, ArithmeticError, TypeError, RecursionError, MemoryError) as error:
+            if isinstance(error, KvprobeError):
+                raise
+            said = f"{type(error).__name__}: {error}"
+            where = what[0] if isinstance(what, list) else what
+            raise RecordingError(f"{where}: damaged {FORMATS[form][1]} ({said})") from error
     return merge(recordings)
 
 
@@ -81,7 +89,7 @@ def sniff(path: str | os.PathLike[str]) -> str:
         if not path.is_file():
             raise RecordingError(f"{path}: not a regular file")
         with path.open("rb") as file:
-            start = file.read(64)
+            start = file.read(512)
     except OSError as error:
         raise RecordingError(f"{path}: cannot be read ({error.strerror or error})") from error
     if start.startswith(b"SQLite format 3\0"):
@@ -90,6 +98,8 @@ def sniff(path: str | os.PathLike[str]) -> str:
         return "kvprobe"
     if path.name.endswith((".nsys-rep", ".qdstrm", ".qdrep")):
         return "nsys-rep"
+    if start.startswith(b"\x1f\x8b") and _unpacked(start).startswith(b"SQLite format 3\0"):
+        return "nsys-sqlite-gz"
     if start.startswith(b"\x1f\x8b") or start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"["):
         return "kineto-json"
     if not start:
@@ -97,6 +107,16 @@ def sniff(path: str | os.PathLike[str]) -> str:
     if path.suffix == ".kvp":
         return "kvprobe"
     raise RecordingError(f"{path}: of no format that kvprobe reads ({', '.join(what for _, what in FORMATS.values())})")
+
+
+def _unpacked(start: bytes) -> bytes:
+    """The first bytes of what is compressed; empty where that is damaged."""
+    import zlib
+
+    try:
+        return zlib.decompressobj(31).decompress(start, 16)
+    except zlib.error:
+        return b""
 
 
 def _sniff_folder(path: Path) -> str:
@@ -120,11 +140,23 @@ def expand(path: Path) -> list[Path]:
     names = sorted(entry.name for entry in path.iterdir())
     if {"kvprobe.json", "run.json"} & set(names) or any(name.endswith(".kvp") for name in names):
         return [path]
-    return [
-        path / name
-        for name in names
-        if name.endswith((*_TRACE_SUFFIXES, ".sqlite", ".nsys-rep")) and (path / name).is_file()
-    ] or [path]
+    return [path / name for name in names if name.endswith(_SUFFIXES) and (path / name).is_file()] or [path]
+
+
+def expand_deeply(path: Path) -> list[Path]:
+    """All recordings in a folder and the folders in it, links left aside; anything else is itself."""
+    if not path.is_dir():
+        return [path]
+    found = []
+    for folder, inner, names in os.walk(path):
+        here = Path(folder)
+        if {"kvprobe.json", "run.json"} & set(names) or any(name.endswith(".kvp") for name in names):
+            found.append(here)
+            inner.clear()  # what lies in a run folder belongs to the run
+            continue
+        inner.sort()
+        found += [here / name for name in sorted(names) if name.endswith(_SUFFIXES) and (here / name).is_file()]
+    return found or [path]
 
 
 def _reader(form: str) -> Callable[[Path | list[Path], Progress | None], Recording]:

@@ -11,7 +11,7 @@ import os
 import platform
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -473,6 +473,7 @@ def _transfers(
     keep = np.flatnonzero(records["call"] == TRANSFER)
     r = records[keep]
     parts = np.concatenate([r["src"].astype("<u8"), r["dst"].astype("<u8")]).view("<f4").astype(np.float64) * 1e3
+    parts = np.clip(np.nan_to_num(parts), 0.0, float(SANE))
     build, submit = parts[: 2 * len(r) : 2], parts[1 : 2 * len(r) : 2]
     wait, copy = parts[2 * len(r) :: 2], parts[2 * len(r) + 1 :: 2]
     total = r["dur_ns"].astype(np.int64)

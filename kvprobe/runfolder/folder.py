@@ -92,7 +92,7 @@ class Stacks(TypedDict, total=False):
     pid: Pid
     thread: Int
     call: str
-    stream: Annotated[int, msgspec.Meta(ge=0, le=2**64 - 1)]
+    stream: Annotated[int, msgspec.Meta(ge=0)]
     blocked_ns: Int
     how: str
     error: str
@@ -245,7 +245,7 @@ class RunFolder:
             msgspec.convert(value, schema)
         except FileNotFoundError:
             return {}
-        except (OSError, msgspec.MsgspecError, RecursionError) as error:
+        except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             self._say(name, error)
             return {}
         return dict(value)
@@ -267,7 +267,7 @@ class RunFolder:
             try:
                 value = msgspec.json.decode(line)
                 msgspec.convert(value, schema)
-            except (msgspec.MsgspecError, RecursionError) as error:
+            except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
                 if number < len(lines) - 1:
                     self._say(f"{name}, line {number + 1}", error)
                 continue

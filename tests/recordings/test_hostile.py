@@ -1,0 +1,151 @@
+"""Hostile recordings of every format; `make fuzz` reads many more mutants, and keeps in `corpus/` what failed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sqlite3
+from pathlib import Path
+
+import fuzz
+import pytest
+
+from kvprobe.errors import RecordingError, plain
+from kvprobe.recordings import expand_deeply, open_recording, sniff
+from kvprobe.runfolder.folder import VERSION
+
+GPU_DATA = Path(__file__).parents[1] / "gpu" / "data"
+
+
+@pytest.mark.parametrize("form", ["kineto", "sqlite", "parquet", "run", "ring"])
+def test_mutants_are_read_or_refused_in_one_line(form: str) -> None:
+    assert not list(fuzz.run(form, 60 if form == "run" else 25))
+
+
+@pytest.mark.parametrize("path", sorted(fuzz.CORPUS.iterdir()) if fuzz.CORPUS.is_dir() else [], ids=lambda p: p.name)
+def test_what_failed_once_is_read_or_refused_in_one_line(path: Path) -> None:
+    assert not fuzz.judge(path)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    fuzz.make_run(folder := tmp_path / "run")
+    return folder
+
+
+def put(path: Path, **fields: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("run.json", {"command": None}), ("run.json", {"monotonic_ns": "soon"}), ("end.json", {"warnings": None}),
+     ("end.json", {"status": []}), ("checkin-*.json", {"pid": "x"}), ("checkin-*.json", {"rank": 7}),
+     ("queue-*.json", {"depth": 10**40}), ("run.json", {"cpus": 1e300})],
+)  # fmt: skip
+def test_a_file_of_a_run_folder_with_wrong_contents_is_left_out_and_named(run: Path, name: str, fields) -> None:
+    (path,) = run.glob(name)
+    put(path, **fields)
+    recording = open_recording([run])
+    assert recording.calls.rows and any(note.startswith(f"not read: {path.name}: ") for note in recording.notes)
+
+
+@pytest.mark.parametrize("line", ['{"pid":"x"}', '{"pid":1,"status":"killed"}', "[]", '{"t_ns":1e400}', "\x00"])
+def test_a_line_with_wrong_contents_is_left_out_and_named(run: Path, line: str) -> None:
+    path = run / "processes.jsonl"
+    path.write_text(f"{line}\n{path.read_text()}")
+    recording = open_recording([run])
+    assert any(note.startswith("not read: processes.jsonl, line 1") for note in recording.notes)
+    assert recording.text(int(recording.tables["processes"]["state"][0])) == "closed"
+
+
+def test_a_newer_run_folder_is_refused_and_one_without_a_version_is_read(run: Path) -> None:
+    put(run / "run.json", schema=VERSION + 1)
+    with pytest.raises(RecordingError, match=r"newer kvprobe \(run folder version 2, this one reads up to 1\); update"):
+        open_recording([run])
+    value = json.loads((run / "run.json").read_text())
+    del value["schema"]
+    (run / "run.json").write_text(json.dumps(value))
+    assert open_recording([run]).calls.rows
+
+
+def test_a_secret_of_an_older_run_folder_is_not_shown(run: Path) -> None:
+    put(run / "run.json", command=["vllm", "--api-key", "hunter2"])
+    assert open_recording([run]).source[0].command == "vllm --api-key ***"
+
+
+def test_a_process_that_cannot_be_seen_from_here_is_not_called_running(run: Path) -> None:
+    (path,) = run.glob("*.kvp")
+    (run / "end.json").unlink()
+    (run / "processes.jsonl").unlink()
+    (run / "run.json").unlink()
+    data = bytearray(path.read_bytes())
+    from kvprobe.probe.ring import FILE
+
+    state, namespace = FILE.fields["state"][1], FILE.fields["pid_namespace"][1]
+    data[state] = 1
+    for inode, said in ((int.from_bytes(data[namespace : namespace + 8], "little"), "running"),
+                        (77, "not known: of another pid namespace")):  # fmt: skip
+        data[namespace : namespace + 8] = inode.to_bytes(8, "little")
+        path.write_bytes(data)
+        recording = open_recording([run])
+        assert recording.text(int(recording.tables["processes"]["state"][0])) == said
+
+
+def test_a_compressed_export_is_read_as_the_export_itself(tmp_path: Path) -> None:
+    packed = GPU_DATA / "nsys_saturated.sqlite.gz"
+    (plain_path := tmp_path / "x.sqlite").write_bytes(gzip.decompress(packed.read_bytes()))
+    one, other = open_recording([packed]), open_recording([plain_path])
+    assert sniff(packed) == "nsys-sqlite-gz" and one.calls.rows == other.calls.rows > 0
+    assert one.source[0].path == str(packed)
+    assert not list(fuzz.Path(tmp_path).glob("kvprobe-*"))
+
+
+def test_a_compressed_bomb_is_refused_and_nothing_is_left(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "t"))
+    (tmp_path / "t").mkdir()
+    with gzip.open(tmp_path / "x.sqlite.gz", "wb") as file:
+        file.write(b"SQLite format 3\0" + bytes(200 << 20))
+    with pytest.raises(RecordingError, match="unpacks to more than 100 times"):
+        open_recording([tmp_path / "x.sqlite.gz"])
+    assert not list((tmp_path / "t").iterdir())
+
+
+def test_folders_are_looked_through_deeply(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    fuzz.make_run(tmp_path / "a" / "run")
+    (tmp_path / "b" / "c").mkdir(parents=True)
+    for name in ("b/t.json", "b/c/x.sqlite.gz", "b/c/notes.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "loop").symlink_to(tmp_path)
+    found = [str(path.relative_to(tmp_path)) for path in expand_deeply(tmp_path)]
+    assert sorted(found) == ["a/run", "b/c/x.sqlite.gz", "b/t.json"]
+
+
+def test_an_error_is_one_line_and_steers_no_terminal() -> None:
+    text = "a\x1b[2Jb\nc\u202e\x9b\x07"
+    assert str(RecordingError(text)) == plain(text) == "a\ufffd[2Jb c\ufffd\ufffd\ufffd"
+
+
+def test_a_table_whose_name_is_no_text_is_a_damaged_export(tmp_path: Path) -> None:
+    db = sqlite3.connect(path := tmp_path / "x.sqlite")
+    db.execute("CREATE TABLE StringIds (id INTEGER, value TEXT)")
+    db.commit()
+    db.close()
+    path.write_bytes(path.read_bytes().replace(b"StringIds", b"String\xff\xfes"))
+    with pytest.raises(RecordingError) as error:
+        open_recording([path])
+    assert "\n" not in str(error.value)
+
+
+def test_executions_without_a_single_call_are_diagnosed(tmp_path: Path) -> None:
+    events = [{"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "ts": 10 * i, "dur": 5,
+               "pid": 0, "tid": 7, "args": {"device": 0, "stream": 7, "bytes": 1 << 20, "correlation": i}}
+              for i in range(40)]  # fmt: skip
+    (path := tmp_path / "x.json").write_text(json.dumps({"traceEvents": events}))
+    assert not fuzz.judge(path)
+
+
+def test_the_program_itself_reads_mutants(tmp_path: Path, capsys) -> None:
+    assert fuzz.main(["3", "ring"]) == 0
+    assert capsys.readouterr().out == "ring: 3 mutants, 0 failures\n"
