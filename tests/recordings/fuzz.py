@@ -270,13 +270,13 @@ def judge(path: Path) -> str:
     from kvprobe.errors import KvprobeError
     from kvprobe.recordings import open_recording
     from kvprobe.recordings.occupancy import occupancy
-    from kvprobe.recordings.triage import triage
+    from kvprobe.recordings.triage import quick_triage
 
     def read() -> None:
         recording = open_recording([path])
         diagnose(recording, occupancy(recording))
 
-    for step in (read, lambda: triage(path)):
+    for step in (read, lambda: quick_triage(path)):
         try:
             step()
         except KvprobeError as error:
