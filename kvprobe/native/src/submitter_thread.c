@@ -201,6 +201,21 @@ static void begin(kvp_submitter *s, struct kvp_job *j) {
     atomic_fetch_add(&s->pending, 1);
 }
 
+static int shared_is_free(void *direction) {
+    struct direction *dir = direction;
+    if (pthread_mutex_trylock(&dir->shared_lock)) return 0;
+    pthread_mutex_unlock(&dir->shared_lock);
+    return 1;
+}
+
+/* On a virtual clock the submitter runs on this very thread: whoever waits for its lock lets it go on. */
+static void lock_shared(kvp_submitter *s, struct direction *dir) {
+    if (s->threaded)
+        pthread_mutex_lock(&dir->shared_lock);
+    else
+        while (pthread_mutex_trylock(&dir->shared_lock)) s->config.run_until(shared_is_free, dir);
+}
+
 int kvp_job_push(kvp_submitter *s, kvp_job_status *job) {
     struct kvp_job *j = (struct kvp_job *)job;
     struct direction *dir = &s->direction[j->direction];
@@ -210,7 +225,7 @@ int kvp_job_push(kvp_submitter *s, kvp_job_status *job) {
         begin(s, j);
         atomic_fetch_add(&dir->pushed, 1);
     } else { /* the rest of a job that began on the shared stream; what it submitted there comes first */
-        pthread_mutex_lock(&dir->shared_lock);
+        lock_shared(s, dir);
         struct kvp_job **at = &dir->inlined, *before = NULL;
         while (*at && *at != j) before = *at, at = &(*at)->next;
         bool ended = !*at; /* the device was lost meanwhile */
@@ -305,7 +320,7 @@ int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_optio
         begin(s, j);
         atomic_fetch_add(&dir->inlined_jobs, 1);
         job->stream = (uint64_t)(uintptr_t)stream;
-        pthread_mutex_lock(&dir->shared_lock);
+        lock_shared(s, dir);
         j->sequence = ++dir->shared_sequence;
         j->next = NULL;
         j->busy = 1;
@@ -337,7 +352,7 @@ int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_optio
         if (s->config.ranges)
             j->range = kvp_nvtx_range_start(d == STORE, (uint32_t)job->id, (uint64_t)(uintptr_t)stream, job->bytes);
     } else {
-        pthread_mutex_lock(&dir->shared_lock);
+        lock_shared(s, dir);
         bool ended = job->state >= KVP_DONE; /* the device was lost between two runs */
         if (!ended) j->busy = 1;
         pthread_mutex_unlock(&dir->shared_lock);
@@ -394,7 +409,7 @@ int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_optio
             last = NULL;
         }
     }
-    pthread_mutex_lock(&dir->shared_lock);
+    lock_shared(s, dir);
     if (all) leave_shared(s, dir, j, last);
     for (uint32_t i = 0; i < taken; i++) {
         if (i < r->events) {
