@@ -102,12 +102,12 @@ def startup(recording: Recording, window: ServingWindow) -> Startup:
 
 
 def _first_calls(recording: Recording, rows: Array) -> set[int]:
-    """Each process's first call of these, where it took so long that it made the context, whatever its name."""
+    """Each process's first long call of these: it made the context, whatever its name."""
     calls = recording.calls
+    long = calls["end_ns"][rows] - calls["start_ns"][rows] >= CONTEXT_NS
+    rows = rows[long & (calls["bytes"][rows] < LARGE_BYTES)]
     ordered = rows[np.argsort(calls["start_ns"][rows], kind="stable")]
-    first = ordered[np.unique(calls["process"][ordered], return_index=True)[1]]
-    took = calls["end_ns"][first] - calls["start_ns"][first]
-    return {int(row) for row in first[(took >= CONTEXT_NS) & (calls["bytes"][first] < LARGE_BYTES)]}
+    return set(ordered[np.unique(calls["process"][ordered], return_index=True)[1]].tolist())
 
 
 def _kind(name: str) -> str:
