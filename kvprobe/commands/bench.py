@@ -30,30 +30,84 @@ BATCH_COPIES = 512  # fewer than a queue holds: the copying is measured, not the
 ROUNDS = 3  # at least: a spread needs them
 
 
-@click.command(short_help="Compare the stream policies and copy methods of this machine, interleaved.")
+@click.group(
+    short_help="Compare the stream policies and copy methods of this machine, interleaved.", invoke_without_command=True
+)
 @click.option("--device", type=click.Choice(["auto", "host", "cuda"]), default="auto", show_default=True,
               help="The GPU, the embedded host runtime, or whichever there is.")  # fmt: skip
 @click.option("--seconds", default=20.0, show_default=True, type=click.FloatRange(2, 3600), help="About how long.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-def command(device: str, seconds: float, as_json: bool) -> None:
+@click.pass_context
+def command(context: click.Context, device: str, seconds: float, as_json: bool) -> None:
     """Run the workload of `kvprobe demo` under shared, pooled and auto by turns, and copies in a loop and in batches.
 
     Every figure is a median over rounds; ratios are taken within a round, so that what slows the machine for a while
     slows both sides. The spread is that of the rounds' ratios, lowest to highest.
     """
-    from kvprobe.cuda import find_runtime
     from kvprobe.launchqueue import calibrate
 
-    if device != "host":
-        with contextlib.suppress(ImportError):  # the runtime must be the one that torch has loaded
-            import torch  # noqa: F401
-    runtime = find_runtime(device)
+    if context.invoked_subcommand:
+        return
+    runtime = _find(device)
     limits = calibrate(runtime, cache=False)
     with _quiet():
         outcome: dict[str, Any] = {"provider": runtime.provider, **asdict(limits)}
         outcome["copy_methods"] = copy_methods(runtime, seconds * 0.2)
         outcome["policies"] = policies(runtime, limits, seconds * 0.8)
     click.echo(json.dumps(outcome, indent=1)) if as_json else _show(outcome)
+
+
+@command.command("overhead", short_help="What watching costs on this machine, at each level of detail.")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "host", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="The GPU, the embedded host runtime, or whichever there is.",
+)
+@click.option(
+    "--rounds", default=15, show_default=True, type=click.IntRange(ROUNDS), help="How often each is measured."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+def overhead_command(device: str, rounds: int, as_json: bool) -> None:
+    """Measure a copy, a transfer and a step unwatched and at each level of `kvprobe run --detail`.
+
+    The interposer is attached to this process and detached by turns. A ratio is taken within a round; the spread is
+    that of the rounds' ratios, lowest to highest.
+    """
+    from kvprobe.commands._overhead import overhead
+
+    with _quiet():
+        outcome = {"device": device, **overhead(_find(device), rounds)}
+    click.echo(json.dumps(outcome, indent=1)) if as_json else _show_overhead(outcome)
+
+
+def _find(device: str) -> Runtime:
+    from kvprobe.cuda import find_runtime
+
+    if device != "host":
+        with contextlib.suppress(ImportError):  # the runtime must be the one that torch has loaded
+            import torch  # noqa: F401
+    return find_runtime(device)
+
+
+def _show_overhead(outcome: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvprobe.commands._overhead import LEVELS, WORK
+
+    table = Table(title=f"cost of watching, {outcome['rounds']} rounds: times unwatched (range)")
+    table.add_column("")
+    table.add_column("unwatched", justify="right")
+    for level in LEVELS[1:]:
+        table.add_column(level, justify="right")
+    for name, text in WORK.items():
+        figures = outcome["figures"][name]
+        table.add_row(
+            text, f"{figures['off']['median'] / 1e3:,.2f} us", *(_ratio(figures[level]) for level in LEVELS[1:])
+        )
+    Console().print(table)
 
 
 @contextlib.contextmanager

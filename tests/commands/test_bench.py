@@ -47,3 +47,15 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], said: str) 
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_overhead_compares_every_level_with_the_unwatched() -> None:
+    command = [sys.executable, "-m", "kvprobe", "bench", "overhead", "--device", "host", "--rounds", "3", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    figures = json.loads(done.stdout)["figures"]
+    assert set(figures) == {"copy_ns", "transfer_ns", "step_ns"}
+    for levels in figures.values():
+        assert set(levels) == {"off", "totals", "copies", "launches"}
+        for one in levels.values():
+            assert one["median"] > 0 and one["ratio_low"] <= one["ratio"] <= one["ratio_high"]
