@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from kvprobe.diagnosis.finding import Call, Change, Chart, Evidence, Finding, NotLookedFor, Series, Where, ranked
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from kvprobe.diagnosis.frame import Frame
     from kvprobe.recordings.model import Recording
     from kvprobe.recordings.occupancy import Occupancy
@@ -43,6 +45,7 @@ CAUSES: tuple[str, ...] = (
     "channels_exhausted",
     "fence_before_copies",
     "launch_queue_saturation",
+    "pinning_stall",
     "context_lock_stall",
     "descriptor_bound_batch",
     "first_calls",
@@ -50,6 +53,7 @@ CAUSES: tuple[str, ...] = (
     "unexplained",
     # copy engines and the device
     "redundant_loads",
+    "wasted_stores",
     "link_degraded",
     "small_copies",
     "weights_not_overlapped",
@@ -81,6 +85,20 @@ class Examination:
     not_looked_for: list[NotLookedFor]
 
 
+# These are told by what the device executed; without it they are not looked for.
+_OF_EXECUTIONS = ("aliased_stream", "link_degraded", "small_copies", "weights_not_overlapped", "link_bound",
+                  "head_of_line_copies", "gpu_starved")  # fmt: skip
+
+
+def _not_shown(module: ModuleType, cause: str, frame: Frame) -> NotLookedFor | None:
+    """Why this recording cannot show a cause, None where it can."""
+    if cause in _OF_EXECUTIONS and not frame.recording.has_executions:
+        return NotLookedFor("the recording does not show what the device executed",
+                            "Nsight Systems (kvprobe run --nsys) or the PyTorch profiler")  # fmt: skip
+    lacks: NotLookedFor | None = module.not_shown(frame) if hasattr(module, "not_shown") else None
+    return lacks
+
+
 def examine(recording: Recording, occupancy: Occupancy | None = None) -> Examination:
     """All findings of a recording, and the causes that it cannot show with the reason.
 
@@ -101,7 +119,7 @@ def examine_frame(frame: Frame, causes: Sequence[str] = CAUSES) -> Examination:
     blind: list[NotLookedFor] = []
     for cause in causes:
         module = import_module(f"kvprobe.diagnosis.{cause}")
-        lacks: NotLookedFor | None = module.not_shown(frame) if hasattr(module, "not_shown") else None
+        lacks = _not_shown(module, cause, frame)
         if lacks is not None:
             blind.append(replace(lacks, cause=cause))
             continue

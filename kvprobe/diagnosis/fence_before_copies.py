@@ -41,17 +41,22 @@ def find(frame: Frame) -> Finding | None:
     told = int((waits & np.isin(frame.stream, streams)).sum())
     busy = frame.busy(Engine.KERNEL).within(frame.start[rows], frame.end[rows])
     behind = int((2 * busy > ns).sum())
+    behind_what = (
+        "while nothing of their stream executed" if frame.recording.has_executions else
+        "as the first of their stream to do so after it had been told to wait for an event, many times as long as "
+        "those after them"
+    )  # fmt: skip
     return frame.host_finding(
         CAUSE, "{calls} submissions waited {lost} for a fence behind which the queue had filled",
         "certain" if told and behind else "likely", rows, ns, chart=cliff(frame, rows),
         evidence=(
-            Evidence(f"{len(rows):,} submissions at {int(depth.min())} to {int(depth.max())} outstanding blocked while "
-                     f"nothing of their stream executed, for {ms(int(ns.sum()))}", int(ns.sum()), "ns", MEASURED),
+            Evidence(f"{len(rows):,} submissions at {int(depth.min())} to {int(depth.max())} outstanding blocked "
+                     f"{behind_what}, for {ms(int(ns.sum()))}", int(ns.sum()), "ns", MEASURED),
             Evidence(f"the longest single call took {ms(int(frame.dur[rows].max()))}", int(frame.dur[rows].max()), "ns",
                      MEASURED),
             Evidence(f"their streams had been told to wait for an event {told} times", told, "calls", COUNTED),
-            Evidence(f"kernels of other streams ran during most of {behind} of them: what the fence waits for", behind,
-                     "calls", INFERRED),
+            *((Evidence(f"kernels of other streams ran during most of {behind} of them: what the fence waits for",
+                        behind, "calls", INFERRED),) if frame.recording.has_executions else ()),
         ),
         cure=(
             Change("Submit the store when the forward it waits for has ended, or at the start of the next step (vLLM "

@@ -12,6 +12,12 @@ Signature: any of
  - stacks taken in the gaps that show the thread waiting for the lock or in Python code.
 Gaps as in `gpu_starved`, which keeps those without such evidence.
 
+A thread that submits loses its time in the same way where the device is never idle, or was not recorded: between its
+calls. Signature: of the pauses between its calls at least half of the long ones, and no fewer than 16, last one or a
+few switch intervals of the interpreter (5 ms each, up to a fifth more), hardly any lies between 1 ms and the first,
+and another thread exists that could hold the lock. A driver's lock, a full queue and pageable memory hold a thread
+inside calls; a lost CPU has no such period.
+
 Time lost: the host's part of these gaps. Predicted saving: the same for short gaps (a CUDA graph launches them as one);
 for the lock and the collector, likewise, with the other work moved out of the process.
 """
@@ -26,6 +32,7 @@ from kvprobe.diagnosis.gaps import Gaps, idle_gaps
 
 CAUSE = "python_or_gil_bound"
 SHORT_NS, LEAST_SHARE, MANY = 200_000, 0.10, 64
+LONG_PAUSE_NS, MANY_PAUSES, NO_WORK_NS = 1_000_000, 16, 1_000_000_000
 SWITCH_NS = 5_000_000  # sys.getswitchinterval()
 
 
@@ -58,11 +65,74 @@ def _by_stacks(frame: Frame, gaps: Gaps) -> Array:
 def explained(frame: Frame, gaps: Gaps) -> Array:
     """Mask of gaps for which there is evidence of the interpreter."""
     mask: Array = (2 * gaps.gc_ns > gaps.host_ns) | _by_lock(gaps) | _by_stacks(frame, gaps)
+    if len(gaps.call) and len(paused := _submission_pauses(frame)):
+        mask |= np.isin(frame.lane[gaps.call], frame.lane[paused])
     return mask
+
+
+def _submission_pauses(frame: Frame) -> Array:
+    """Rows of calls after which their thread paused for switch intervals, of threads that do so habitually."""
+    order = frame.by_lane
+    if len(order) < MANY_PAUSES:
+        return order[:0]
+    same = frame.lane[order[1:]] == frame.lane[order[:-1]]
+    pause = np.where(same, frame.start[order[1:]] - frame.end[order[:-1]], 0)
+    found = []
+    for lane in np.unique(frame.lane[order[:-1]][pause > LONG_PAUSE_NS]):
+        mine = np.flatnonzero((frame.lane[order[:-1]] == lane) & (pause > LONG_PAUSE_NS) & (pause < NO_WORK_NS))
+        times = pause[mine] / SWITCH_NS
+        whole = np.maximum(np.round(times), 1)
+        # A thread wakes late, never early, and each holder in turn keeps the lock for an interval.
+        fits = (whole <= 8) & (times >= 0.97 * whole) & (times <= whole + 0.2 * np.sqrt(whole))
+        early = times < 0.9
+        if fits.sum() >= MANY_PAUSES and 2 * fits.sum() >= len(mine) and 10 * early.sum() <= fits.sum():
+            found.append(order[mine[~early]])  # whoever waits long waits for several holders
+    return np.concatenate([order[:0], *found])
+
+
+def _by_submissions(frame: Frame) -> Finding | None:
+    """Pauses of submitting threads that have the interpreter's period."""
+    rows = _submission_pauses(frame)
+    if not len(rows):
+        return None
+    order = frame.by_lane
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.arange(len(order))
+    after = order[place[rows] + 1]
+    ns = frame.start[after] - frame.end[rows]
+    lost, typical = int(ns.sum()), float(np.median(ns))
+    span = frame.lane_span_ns(rows)
+    if lost < LEAST_SHARE * span:
+        return None
+    calls = int(frame.submits[after].sum())
+    inside = int(frame.dur[np.isin(frame.lane, frame.lane[rows])].sum())
+    return frame.finding(
+        CAUSE, "A submitting thread waited {lost} for the interpreter's lock, between {calls} calls", "likely", lost,
+        len(rows), lane="host", span_ns=span, places=frame.places(rows, ns),
+        window=(int(frame.end[rows].min()), int(frame.start[after].max())),
+        evidence=(
+            Evidence(f"{len(rows):,} pauses between calls, {ms(typical)} each (median), {calls:,} of them before a "
+                     "submission: the interpreter's switch interval of 5 ms, once for each thread that held its lock",
+                     typical, "ns", INFERRED),
+            Evidence(f"inside its calls the thread spent {ms(inside)} of {ms(span)}: neither a full queue nor the "
+                     "driver held it", lost, "ns", MEASURED),
+        ),
+        cure=(
+            Change("Move the other thread's Python work to a process of its own", share=1.0),
+            Change("Submit from native code, one call for many copies (cudaMemcpyBatchAsync, kvprobe's engine)"),
+            Change("sys.setswitchinterval(0.0005) as a stopgap", share=0.9),
+        ),
+        reason="a thread that sleeps 5 ms between its calls on purpose looks the same",
+    )  # fmt: skip
 
 
 def find(frame: Frame) -> Finding | None:
     """Gaps that the interpreter makes."""
+    return _by_submissions(frame) or _by_idle_gaps(frame)
+
+
+def _by_idle_gaps(frame: Frame) -> Finding | None:
+    """Idle gaps of the device that the interpreter makes."""
     gaps = idle_gaps(frame)
     if not len(gaps.start):
         return None

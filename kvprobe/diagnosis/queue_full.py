@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvprobe.diagnosis.fences import pooled_behind_fence, still_by_waits
 from kvprobe.diagnosis.frame import Array, Frame
 from kvprobe.diagnosis.intervals import Cover, ascending, distinct
 from kvprobe.launchqueue.constants import BAND_SHARE, LEAST_BAND, REAL_DEPTH, STANDING_NS
@@ -182,6 +183,14 @@ def full(frame: Frame) -> Full:
     rows_of: dict[str, list[Array]] = {s: [] for s in SHAPES}
     ns_of: dict[str, list[Array]] = {s: [] for s in SHAPES}
     channel_rows, channel_ns = _shared_channels(frame, own, result)
+    pooled, pooled_ns, outstanding, streams = pooled_behind_fence(frame)
+    more = ~np.isin(pooled, channel_rows)
+    if more.any():
+        channel_rows = np.concatenate((channel_rows, pooled[more]))
+        channel_ns = np.concatenate((channel_ns, pooled_ns[more]))
+        result.channel_total = max(result.channel_total, outstanding)
+        result.channel_streams = max(result.channel_streams, streams)
+        result.channels_how = result.channels_how or "counted from the beginning of the burst"
     taken = np.zeros(len(frame.start), dtype=bool)
     taken[channel_rows] = True
     rows_of["channels"].append(channel_rows)
@@ -212,7 +221,9 @@ def full(frame: Frame) -> Full:
             taken[rows[roomy]] = True
             rows, ns = rows[~roomy], ns[~roomy]
         alias = _by_other_thread(frame, queue, rows)
-        still = np.minimum(_standing_still(frame, queue, rows), ns) if frame.recording.has_executions else 0 * ns
+        seen = frame.recording.has_executions
+        still = _standing_still(frame, queue, rows) if seen else still_by_waits(frame, queue.stream, rows, ns)
+        still = np.minimum(still, ns)
         still[alias] = 0
         fenced = still > 0
         for shape, mask, lost in (

@@ -1,16 +1,20 @@
-"""The same host block is loaded again while it is still being loaded.
+"""The same host block is loaded again although its bytes are on the GPU, or on their way there.
 
 Mechanism: two requests share a prefix; both find it in CPU memory and both load it, because the first load is not
-visible until it has completed.
+visible until it has completed. Or whoever loads does not know what is there: the same blocks go to the same place
+again and again.
 
 Signature: a host-to-device copy with the source address and size of an earlier one of its process that has not ended
-when the later one is submitted. A load repeated after the first has ended is not counted: the block may have been
-evicted since. Needs addresses (kvprobe's own recordings have them; Nsight Systems and Kineto do not, and then nothing
-is said). A load of which the destination was given another source in between is needed (weights that pass through a few
-buffers are loaded again and again), and is not counted. Of a batch only the first address is known: equal first
-address, size and count make it likely.
+when the later one is submitted; or, after it has ended, one with its destination as well, where between the two no
+copy wrote to the source and none from elsewhere to the destination, and something was waited for. A load of another
+kind repeated after the first has ended is not counted: the block may have been evicted since. A kernel may have
+overwritten the bytes, which no recording tells: then the finding is only likely. Needs addresses (kvprobe's own
+recordings have them; Nsight Systems and Kineto do not, and then nothing is said). A load of which the destination was
+given another source in between is needed (weights that pass through a few buffers are loaded again and again), and is
+not counted. Of a batch only the first address is known: equal first address, size and count make it likely.
 
-Time lost: what the copy engine spent on the repeated copies (the host's share where the recording has no executions).
+Time lost: what the copy engine spent on the repeated copies; where the recording has no executions, their bytes at the
+link's rate where that is known, else the bytes are said, and no time.
 Predicted saving: the same; a follower then waits for the load in flight, never longer than its own load would take.
 """
 
@@ -18,12 +22,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding
+from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, NotLookedFor
 from kvprobe.diagnosis.frame import Array, Frame, ms, share
 from kvprobe.diagnosis.intervals import running_max_by_group
+from kvprobe.diagnosis.wasted_stores import no_addresses, waited_between
 from kvprobe.recordings.model import CallKind, Direction
 
 CAUSE = "redundant_loads"
+FEW = 8  # kernels
+MANY = 32  # loads of what had arrived: fewer may be a block that a kernel had used up
 
 
 def _overwritten(frame: Frame, loads: Array) -> Array:
@@ -43,6 +50,34 @@ def _overwritten(frame: Frame, loads: Array) -> Array:
     return out
 
 
+def _stored_between(frame: Frame, loads: Array) -> Array:
+    """Mask over neighbours in `loads` (all but the first): the source was stored to between the two."""
+    stores = np.flatnonzero((frame.direction == Direction.D2H) & (frame.dst != 0) & (frame.bytes > 0))
+    out = np.zeros(max(len(loads) - 1, 0), dtype=bool)
+    if not len(stores):
+        return out
+    key = np.unique(frame.dst[stores])
+    hit = np.isin(frame.src[loads[1:]], key)
+    times = {int(a): np.sort(frame.start[stores[frame.dst[stores] == a]]) for a in np.unique(frame.src[loads[1:]][hit])}
+    for i in np.flatnonzero(hit):
+        at = times[int(frame.src[loads[i + 1]])]
+        out[i] = np.searchsorted(at, frame.start[loads[i + 1]]) > np.searchsorted(at, frame.start[loads[i]])
+    return out
+
+
+def _computes(frame: Frame) -> bool:
+    """Whether the recording has kernels that could have used what was loaded, in its detail or in its totals."""
+    totals = frame.recording.totals
+    launched = int(totals["calls"][totals["kind"] == CallKind.LAUNCH].sum())
+    kinds = np.isin(frame.kind, np.array([CallKind.LAUNCH, CallKind.GRAPH], dtype=np.uint8))
+    return max(launched, int(kinds.sum())) >= FEW
+
+
+def not_shown(frame: Frame) -> NotLookedFor | None:
+    """Needs addresses."""
+    return no_addresses(frame)
+
+
 def find(frame: Frame) -> Finding | None:
     """Loads of a source that is already being loaded."""
     kinds = (frame.kind == CallKind.COPY) | (frame.kind == CallKind.BATCH)
@@ -60,15 +95,25 @@ def find(frame: Frame) -> Finding | None:
     reach = running_max_by_group(ends, group)
     again = np.zeros(len(loads), dtype=bool)
     again[1:] = ~new[1:] & (frame.start[loads[1:]] < reach[:-1])
-    again[1:] &= _overwritten(frame, loads)[:-1] > frame.start[loads[1:]]
+    still_there = _overwritten(frame, loads)[:-1] > frame.start[loads[1:]]
+    to_the_same = ~new[1:] & (frame.dst[loads[1:]] == frame.dst[loads[:-1]]) & (frame.dst[loads[1:]] != 0)
+    to_the_same &= ~_stored_between(frame, loads)
+    later = to_the_same & ~again[1:] & still_there & waited_between(frame, loads[:-1], loads[1:])
+    again_bytes = 10 * int(frame.bytes[loads[1:]][later].sum())
+    if int(later.sum()) < MANY or again_bytes < int(frame.bytes[loads].sum()) or not _computes(frame):
+        later[:] = False
+    again[1:] = (again[1:] & still_there) | later
     rows = loads[again]
     if not len(rows):
         return None
+    arrived = int(later.sum())
     wasted, moved = int(frame.bytes[rows].sum()), int(frame.bytes[loads].sum())
     batches = bool((frame.kind[rows] == CallKind.BATCH).any())
     evidence = [
-        Evidence(f"{len(rows):,} of {len(loads)} loads copied bytes that were on their way already: {wasted / 1e6:.1f} "
-                 f"MB, {share(wasted, moved)} of all loaded bytes", wasted, "bytes", COUNTED),
+        Evidence(f"{len(rows):,} of {len(loads)} loads copied bytes that were there or on their way already: "
+                 f"{wasted / 1e6:.1f} MB, {share(wasted, moved)} of all loaded bytes", wasted, "bytes", COUNTED),
+        Evidence(f"{arrived:,} of them went to where the same bytes had been loaded to, with no copy to either place "
+                 "in between", arrived, "calls", COUNTED),
         Evidence(f"the most popular source was loaded {int(np.bincount(group).max())} times",
                  int(np.bincount(group).max()), "1", COUNTED),
     ]  # fmt: skip
@@ -84,14 +129,24 @@ def find(frame: Frame) -> Finding | None:
         Change("Gate it: where a follower would wait longer than its own load takes, load"),
     )
     if not frame.recording.has_executions:
-        return frame.host_finding(CAUSE, "{calls} loads were redundant; submitting them took {lost}", "likely", rows,
-                                  frame.dur[rows], evidence=evidence, cure=cure)  # fmt: skip
+        rate, how = frame.link(Direction.H2D)
+        ns = np.zeros(len(rows), dtype=np.int64)
+        if rate > 0:
+            ns = (frame.bytes[rows] / rate * 1e9).astype(np.int64)
+            evidence.append(Evidence(f"their cost is their bytes at the link's rate ({how})", float(ns.sum()), "ns",
+                                     INFERRED))  # fmt: skip
+        return frame.finding(
+            CAUSE, "{calls} loads were redundant" + (": {lost}" if rate > 0 else ""), "likely", int(ns.sum()),
+            len(rows), lane="copy engine" if rate > 0 else "none", severity=None if rate > 0 else "info",
+            places=frame.places(rows, ns), evidence=evidence, cure=cure,
+            window=(int(frame.start[rows].min()), int(frame.end[rows].max())),
+        )  # fmt: skip
     mine = np.zeros(len(frame.start), dtype=bool)
     mine[rows] = True
     executions = np.flatnonzero((frame.x_call >= 0) & mine[np.maximum(frame.x_call, 0)])
     spent = frame.x_dur[executions]
     evidence.append(Evidence(f"the copy engine spent {ms(int(spent.sum()))} on them", int(spent.sum()), "ns", MEASURED))
     return frame.device_finding(
-        CAUSE, "{calls} redundant loads kept the copy engine busy for {lost}", "likely" if batches else "certain",
-        executions, spent, evidence=evidence, cure=cure,
+        CAUSE, "{calls} redundant loads kept the copy engine busy for {lost}",
+        "likely" if batches or arrived else "certain", executions, spent, evidence=evidence, cure=cure,
     )  # fmt: skip

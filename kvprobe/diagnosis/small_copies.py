@@ -6,7 +6,8 @@ of copies reaches 1.3 GB/s on a link of 55.
 Signature: at least 256 copies of one direction below 64 KiB in which at least half of the engine's time goes beyond
 bytes / link rate. Bursts of small copies behind large ones of other streams are `head_of_line_copies`.
 
-Time lost: the engine's time beyond what the same bytes take at link rate. The link rate is the machine's, else the one
+Time lost: the engine's time beyond what the same bytes take at link rate, and its pauses of a few us between two copies
+of a stream of which the second waited already. The link rate is the machine's, else the one
 of the largest copies in the recording; else (no large copy was seen) 25 GB/s where half of the copies take less than
 6 us, and the finding is then only likely. Copies that take longer on a link of unknown speed are left alone.
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding
-from kvprobe.diagnosis.frame import Frame, ms
+from kvprobe.diagnosis.frame import Array, Frame, ms
 from kvprobe.recordings.model import Direction, Engine, Memory
 
 CAUSE = "small_copies"
@@ -29,10 +30,22 @@ FIXED_NS = 6_000
 BATCH_GAIN = 1 - 1 / 2.6
 
 
+def _between(frame: Frame, rows: Array) -> int:
+    """Ns that the engine spent between small copies of one stream although the next one waited already."""
+    order = rows[np.lexsort((frame.x_start[rows], frame.recording.executions["stream"][rows]))]
+    calls = frame.x_call[order[1:]]
+    given = np.where(calls >= 0, frame.end[np.maximum(calls, 0)], frame.x_start[order[1:]])
+    idle = frame.x_start[order[1:]] - frame.x_end[order[:-1]]
+    streams = frame.recording.executions["stream"][order]
+    counts = (streams[1:] == streams[:-1]) & (given <= frame.x_end[order[:-1]]) & (idle > 0) & (idle < FIXED_NS)
+    return int(idle[counts].sum())
+
+
 def find(frame: Frame) -> Finding | None:
     """Small copies, both directions together."""
     table = frame.recording.executions
     chosen, losses, parts = [], [], []
+    between = 0
     runs_known, merged_ns, certain = False, 0.0, True
     evidence: list[Evidence] = []
     for direction in (Direction.H2D, Direction.D2H):
@@ -48,6 +61,7 @@ def find(frame: Frame) -> Finding | None:
                 continue  # slow for their size on a link of unknown speed: cannot tell a fixed cost from a slow link
             rate, how, certain = 25e9, "assumed: no large copy in the recording shows the link", False
         excess = np.maximum(frame.x_dur[rows] - table["bytes"][rows] / rate * 1e9, 0).astype(np.int64)
+        between += _between(frame, rows)
         if 2 * int(excess.sum()) < int(frame.x_dur[rows].sum()):
             continue
         chosen.append(rows)
@@ -78,6 +92,9 @@ def find(frame: Frame) -> Finding | None:
             merged_ns += float(excess[order][1:][follows].sum())
     if not chosen:
         return None
+    if between:
+        evidence.append(Evidence(f"between them the engine spent another {ms(between)} although the next one waited",
+                                 between, "ns", MEASURED))  # fmt: skip
     rows, excess = np.concatenate(chosen), np.concatenate(losses)
     total = max(int(excess.sum()), 1)
     calls = frame.x_call[rows]
@@ -97,7 +114,12 @@ def find(frame: Frame) -> Finding | None:
         ),
         Change("Larger blocks, or a layout that keeps all layers of a block together"),
     ]
-    return frame.device_finding(
-        CAUSE, "{calls} small copies cost {lost} beyond their bytes", "certain" if certain else "likely", rows, excess,
-        evidence=evidence, cure=cure,
+    span = frame.span_ns * max(len(np.unique(table["process"][rows])), 1)
+    if not frame.notable(int(np.clip(excess, 0, frame.device.free_ns[rows]).sum()) + between, span):
+        return None
+    got = frame.device.claim(CAUSE, rows, excess)
+    return frame.finding(
+        CAUSE, "{calls} small copies cost {lost} beyond their bytes", "certain" if certain else "likely",
+        int(got.sum()) + between, len(rows), lane="copy engine", span_ns=span, places=frame.device_places(rows, got),
+        window=(int(frame.x_start[rows].min()), int(frame.x_end[rows].max())), evidence=evidence, cure=cure,
     )  # fmt: skip

@@ -1,15 +1,21 @@
 """The thread that launches the model waits for a copy: explicit (`cudaStreamSynchronize`) or implicit (`cudaMemcpy`).
 
-Mechanism: while the thread waits for a transfer on a copy stream it launches nothing, so the device runs dry although
-the transfer needs none of its multiprocessors.
+Mechanism: while the thread waits for a transfer it launches nothing, so the device runs dry although the transfer needs
+none of its multiprocessors. A result that is read back in every step (`.item()`, `.cpu()`) does the same: the thread
+learns it only when the step is over, and nothing has been launched behind it.
 
-Signature: a synchronising call on a thread that launches compute and goes on launching afterwards, during which the
-device copies on a stream that carries no kernels and runs no kernel. Waiting for kernels (the end of a step) is not
-counted: the thread has nothing else to do then. A wait for a copy on the compute stream itself is not counted either:
-the stream would have waited anyway. Needs executions; without them a wait that directly follows the submission of a
-copy is counted, and the finding is only likely.
+Signature: a synchronising call on a thread that launches compute and goes on launching afterwards, and
+ - it names a stream that carries no kernels and on which a copy was outstanding; or
+ - its stream is not known, and it ends with the copy that its thread had submitted last; or it ends when a copy ends,
+   and for a tenth of it at least only copies ran; or
+ - a read-back: the last thing submitted before it is a device-to-host copy of at most 64 KiB on a stream of kernels,
+   and when it returns the device has nothing left to do; at least eight times.
+Waiting for kernels alone (the end of a step) is not counted: the thread has nothing else to do then. Neither is a wait
+on the compute stream for large copies there: the stream would have waited anyway. Without executions the first and the
+last are told by the stream that the wait names and the copy before it, and the finding is only likely.
 
-Predicted saving: all of it when the wait becomes an event on the stream.
+Time lost: all of these waits, which is what the thread would have had for launching. Predicted saving: all of it when
+the wait becomes an event on the stream.
 """
 
 from __future__ import annotations
@@ -22,6 +28,10 @@ from kvprobe.diagnosis.intervals import Cover, ascending, distinct, running_max_
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 
 CAUSE = "synchronisation"
+SMALL_BYTES, MANY = 64 << 10, 8  # of a result that is read back, and how often that makes a habit
+WOKEN_NS = 50_000  # after the end of what it waits for, a thread goes on within this
+IDLE_NS = 2_000  # the device has nothing to do for so long after a wait
+QUICK_NS = 10_000  # a synchronising call that found nothing to wait for
 
 
 def _for_copies(frame: Frame, rows: Array) -> Array:
@@ -38,50 +48,123 @@ def _for_copies(frame: Frame, rows: Array) -> Array:
     return mask
 
 
+def _before(frame: Frame, rows: Array) -> Array:
+    """The last submission of its thread before each of `rows`; -1 where there is none."""
+    order = frame.by_lane
+    position = np.where(frame.submits[order], np.arange(len(order)), -1)
+    found = running_max_by_group(position, frame.lane[order])
+    out = np.full(len(order), -1, dtype=np.int64)
+    out[order] = np.where(found >= 0, order[np.maximum(found, 0)], -1)
+    last = out[rows]
+    return np.where((last >= 0) & (frame.lane[np.maximum(last, 0)] == frame.lane[rows]), last, -1)
+
+
+def _read_back(frame: Frame, rows: Array, last: Array, kernels: Array) -> Array:
+    """Mask over waits: for a small copy to the host on a stream of kernels, with nothing launched behind it."""
+    at = np.maximum(last, 0)
+    mask: Array = (
+        (last >= 0) & (frame.kind[at] == CallKind.COPY) & (frame.direction[at] == Direction.D2H)
+        & (frame.bytes[at] <= SMALL_BYTES) & np.isin(frame.stream[at], kernels)
+        & ((frame.stream[rows] < 0) | (frame.stream[rows] == frame.stream[at])) & ~frame.is_named("event")[rows]
+    )  # fmt: skip
+    if frame.recording.has_executions and mask.any():
+        for process in distinct(frame.process[rows[mask]]):
+            mine = np.flatnonzero(mask & (frame.process[rows] == process))
+            theirs = frame.recording.executions["process"] == process
+            busy = Cover(frame.x_start[theirs], frame.x_end[theirs])
+            end = frame.end[rows[mine]]
+            mask[mine] = busy.within(end, end + IDLE_NS) == 0
+    if mask.sum() < MANY:
+        mask[:] = False
+    return mask
+
+
+def _ends_with_copy(frame: Frame, process: int, end: Array) -> Array:
+    """Mask over instants: of the process's operations the last to end before each is a copy."""
+    table = frame.recording.executions
+    theirs = np.flatnonzero((table["process"] == process) & (table["engine"] != Engine.OTHER))
+    theirs = theirs[np.argsort(frame.x_end[theirs], kind="stable")]
+    at = np.searchsorted(frame.x_end[theirs], end, "right") - 1
+    mask: Array = (at >= 0) & (table["engine"][theirs[np.maximum(at, 0)]] == Engine.COPY)
+    return mask
+
+
+def _streams_of_kernels(frame: Frame) -> Array:
+    """Streams that were given at least as many launches as copies, in the recording's detail or in its totals."""
+    calls, totals = frame.recording.calls, frame.recording.totals
+    streams = frame.recording.streams.rows
+    counts = []
+    for kinds in ((CallKind.LAUNCH, CallKind.GRAPH), (CallKind.COPY, CallKind.BATCH)):
+        kind = np.array(kinds, dtype=np.uint8)
+        kept = (calls["stream"] >= 0) & np.isin(calls["kind"], kind)
+        made = (totals["stream"] >= 0) & np.isin(totals["kind"], kind)
+        detail = np.bincount(calls["stream"][kept], minlength=streams)
+        whole = np.bincount(totals["stream"][made], weights=totals["calls"][made], minlength=streams)
+        counts.append(np.maximum(detail, whole))
+    return np.flatnonzero((counts[0] > 0) & (counts[0] >= counts[1]))
+
+
+def _goes_on(frame: Frame, rows: Array) -> Array:
+    """Mask over waits: their thread launches compute, and does so again after them."""
+    launches = np.flatnonzero((frame.kind == CallKind.LAUNCH) | (frame.kind == CallKind.GRAPH))
+    counted = frame.recording.calls["launches"]
+    mask = np.zeros(len(rows), dtype=bool)
+    for lane in distinct(frame.lane[rows]):
+        mine = np.flatnonzero(frame.lane[rows] == lane)
+        own = launches[frame.lane[launches] == lane]
+        if len(own):
+            mask[mine] = frame.end[rows[mine]] < frame.start[own].max()
+        most = int(counted[frame.lane == lane].max(initial=-1))
+        if most > 0:  # launches that were counted and are not in the recording
+            reached = int(frame.start[(frame.lane == lane) & (counted == most)].min())
+            unknown = counted[rows[mine]] < 0
+            mask[mine] |= np.where(unknown, frame.start[rows[mine]] < reached, counted[rows[mine]] < most)
+    return mask
+
+
 def find(frame: Frame) -> Finding | None:
     """Waits for copies on launching threads."""
     implicit = (frame.kind == CallKind.COPY_SYNC) & (frame.memory != Memory.PAGEABLE)
     rows = np.flatnonzero((frame.kind == CallKind.SYNC) | implicit)
-    rows = rows[frame.on_launching_thread(rows)]
-    if not len(rows):
-        return None
-    launch_lanes = frame.lane[(frame.kind == CallKind.LAUNCH) | (frame.kind == CallKind.GRAPH)]
-    launch_times = frame.start[(frame.kind == CallKind.LAUNCH) | (frame.kind == CallKind.GRAPH)]
-    last = {int(lane): int(launch_times[launch_lanes == lane].max()) for lane in distinct(launch_lanes)}
-    rows = rows[np.array([last[int(lane)] for lane in frame.lane[rows]]) > frame.end[rows]]
+    rows = rows[_goes_on(frame, rows)] if len(rows) else rows
     if not len(rows):
         return None
     seen = frame.recording.has_executions
-    ns = np.zeros(len(rows), dtype=np.int64)
+    last = _before(frame, rows)
+    kernels = frame.kernel_streams if seen else _streams_of_kernels(frame)
+    back = _read_back(frame, rows, last, kernels)
+    named = frame.stream[rows]
+    apart = (named >= 0) & ~np.isin(named, kernels)
+    wanted = implicit[rows] | back
     if seen:
         table = frame.recording.executions
-        apart = (
-            (table["engine"] == Engine.COPY)
-            & ((table["direction"] == Direction.H2D) | (table["direction"] == Direction.D2H))
-            & ~np.isin(table["stream"], frame.kernel_streams)
-        )
+        wanted |= apart & _for_copies(frame, rows)
+        # A wait for a stream that is not told, which begins after a copy was submitted and ends with that copy.
+        at = np.maximum(last, 0)
+        copy = (last >= 0) & ((frame.kind[at] == CallKind.COPY) | (frame.kind[at] == CallKind.BATCH))
+        copy &= (named < 0) & (frame.stream[at] >= 0) & ~np.isin(frame.stream[at], kernels)
+        late = frame.end[rows] - frame.exec_end[at]
+        wanted |= copy & (late >= 0) & (late < WOKEN_NS) & (frame.exec_end[at] > frame.start[rows])
+        moves = (table["direction"] == Direction.H2D) | (table["direction"] == Direction.D2H)
+        copies = (table["engine"] == Engine.COPY) & moves & ~np.isin(table["stream"], frame.kernel_streams)
         for process in distinct(frame.process[rows]):
-            mine = np.flatnonzero(frame.process[rows] == process)
+            mine = np.flatnonzero((frame.process[rows] == process) & (named < 0) & ~wanted)
             start, end = frame.start[rows[mine]], frame.end[rows[mine]]
-            kernel = table["process"] == process
-            copying = Cover(frame.x_start[apart & kernel], frame.x_end[apart & kernel])
-            kernel &= table["engine"] == Engine.KERNEL
-            kernels = Cover(frame.x_start[kernel], frame.x_end[kernel])
-            either = Cover(np.concatenate((copying.start, kernels.start)), np.concatenate((copying.end, kernels.end)))
-            alone = either.within(start, end) - kernels.within(start, end)
-            without = (end - start) - kernels.within(start, end)
-            # What is left of a wait for a copy is the thread's wake-up, which can be long on a busy machine.
-            ns[mine] = np.where(_for_copies(frame, rows[mine]) | ((10 * alone >= without) & (alone > 0)), without, 0)
-        ns[np.isin(frame.stream[rows], frame.kernel_streams)] = 0
+            theirs = table["process"] == process
+            copying = Cover(frame.x_start[copies & theirs], frame.x_end[copies & theirs])
+            theirs &= table["engine"] == Engine.KERNEL
+            computing = Cover(frame.x_start[theirs], frame.x_end[theirs])
+            either = Cover(np.concatenate((copying.start, computing.start)),
+                           np.concatenate((copying.end, computing.end)))  # fmt: skip
+            alone = either.within(start, end) - computing.within(start, end)
+            wanted[mine] |= (10 * alone >= end - start) & (alone > 0) & _ends_with_copy(frame, int(process), end)
     else:
-        order = frame.by_lane
-        position = np.where(frame.submits[order], np.arange(len(order)), -1)
-        before = running_max_by_group(position, frame.lane[order])
-        copies = (frame.kind == CallKind.COPY) | (frame.kind == CallKind.BATCH)
-        after_copy = np.zeros(len(order), dtype=bool)
-        after_copy[order] = (before >= 0) & copies[order[np.maximum(before, 0)]]
-        ns = np.where(after_copy[rows] | implicit[rows], frame.dur[rows], 0)
-    ns = np.where(ns > 3 * np.minimum(frame.usual_ns[rows], 10_000), ns, 0)
+        at = np.maximum(last, 0)
+        copy = (last >= 0) & ((frame.kind[at] == CallKind.COPY) | (frame.kind[at] == CallKind.BATCH))
+        wanted |= apart & copy & (frame.stream[at] == named)
+    ns = np.where(wanted, frame.dur[rows], 0)
+    ns = np.where(ns > QUICK_NS, ns, 0)
+    back = back[ns > 0]
     rows, ns = rows[ns > 0], ns[ns > 0]
     if not len(rows):
         return None
@@ -91,9 +174,10 @@ def find(frame: Frame) -> Finding | None:
         CAUSE, "The launching thread waited {lost} for copies, in {calls} calls", "certain" if seen else "likely",
         rows, ns,
         evidence=(
-            Evidence(f"{len(rows):,} waits on threads that launch compute, {ms(int(ns.sum()))} in which "
-                     + ("the device copied and no kernel ran" if seen else "a copy was the last thing submitted"),
-                     int(ns.sum()), "ns", MEASURED if seen else INFERRED),
+            Evidence(f"{len(rows):,} waits for copies, {ms(int(ns.sum()))} together, on threads that launch compute "
+                     "and go on with it afterwards", int(ns.sum()), "ns", MEASURED if seen else INFERRED),
+            Evidence(f"{int(back.sum()):,} of them wait for a result of at most 64 KiB that is read back, with nothing "
+                     "launched behind it", int(back.sum()), "calls", MEASURED if seen else INFERRED),
             Evidence(f"most of it in {worst}: {ms(names[worst])}", names[worst], "ns", MEASURED),
             Evidence(f"{int(implicit[rows].sum())} of them are synchronous by their nature (cudaMemcpy)",
                      int(implicit[rows].sum()), "calls", COUNTED),

@@ -27,7 +27,7 @@ from kvprobe.launchqueue.judge import ms
 from kvprobe.recordings.assemble import distinct
 from kvprobe.recordings.buckets import bucket_floor_ns
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording
-from kvprobe.recordings.numbered import partial, places
+from kvprobe.recordings.numbered import partial, places, told_to_wait
 
 if TYPE_CHECKING:
     from kvprobe.recordings.occupancy import StreamOccupancy
@@ -106,7 +106,9 @@ def _infer(recording: Recording, queue: StreamOccupancy) -> None:
         )
         return
     if counted is None:
-        held, place, exact = _behind_fences(start, end, judged & (duration > 100 * base), emptied, known)
+        held, place, exact = _behind_fences(
+            start, end, judged & (duration > 100 * base), slow & judged, emptied, told_to_wait(recording, queue), known
+        )
         if held.any():
             queue.depth = place
             queue.verdict, queue.ceiling_how, queue.blocked = "saturated", "inferred", held
@@ -289,7 +291,9 @@ def _alone(recording: Recording, queue: StreamOccupancy, begin: int, end: int) -
     return bool((threads == threads[0]).all())
 
 
-def _behind_fences(start: Array, end: Array, long: Array, emptied: Array, known: int) -> tuple[Array, Array, str]:
+def _behind_fences(
+    start: Array, end: Array, long: Array, slow: Array, emptied: Array, told: Array, known: int
+) -> tuple[Array, Array, str]:
     """Calls that waited at a full queue for what their copies stand behind: one long wait, then all go on.
 
     Nothing leaves the queue while it stands behind a forward pass, so the submission that waits is the one whose number
@@ -301,7 +305,9 @@ def _behind_fences(start: Array, end: Array, long: Array, emptied: Array, known:
         start: entry of each call of the queue, ns, ascending; `end` and the others likewise, (calls,).
         end: see there.
         long: calls that may have waited.
+        slow: calls that took longer than with room; behind the one that waited, they wait for one copy each.
         emptied: before which calls the stream was known to be empty.
+        told: before which calls the stream, given nothing for 0.1 ms, was told to wait for an event.
         known: the calibrated depth, 0 if there is none.
 
     Returns:
@@ -310,17 +316,19 @@ def _behind_fences(start: Array, end: Array, long: Array, emptied: Array, known:
     count = np.arange(len(start))
     long = long & (end - start > _LONG_NS)
     low, high = (0.98 * known, 1.005 * known + 2) if known else _EXACTLY
-    fresh = emptied | np.r_[True, start[1:] - np.maximum.accumulate(end)[:-1] > _LONG_NS]
+    fresh = emptied | told | np.r_[True, start[1:] - np.maximum.accumulate(end)[:-1] > _LONG_NS]
     begin = np.maximum.accumulate(np.where(fresh, count, 0))  # of the burst that a call is in
     place = count - begin
     waits = np.flatnonzero(long)
     first = waits[np.r_[True, begin[waits][1:] != begin[waits][:-1]]] if len(waits) else waits
     fits = first[(low <= place[first]) & (place[first] <= high)]
-    proven = len(fits) == len(first) and bool(emptied[begin[fits]].any())
+    proven = len(fits) == len(first) and bool((emptied | told)[begin[fits]].any())
     if not len(fits) or not (proven or (len(fits) >= 3 and 3 * len(fits) >= 2 * len(first))):
         return np.zeros(len(start), dtype=bool), np.zeros(len(start), dtype=np.int32), ""
     held = np.zeros(len(start), dtype=bool)
     held[waits[np.isin(begin[waits], begin[fits])]] = True
+    for one in fits:
+        held |= slow & (begin == begin[one]) & (count > one)
     numbers = sorted({int(number) + 1 for number in place[fits]})
     which = f"number {numbers[0]:,}" + (f" to {numbers[-1]:,}" if len(numbers) > 1 else "")
     queues = f"the queue takes {known:,}" if known else "queues take about 1,020"

@@ -16,7 +16,9 @@ from kvprobe.recordings.model import Array, CallKind, Recording
 if TYPE_CHECKING:
     from kvprobe.recordings.occupancy import StreamOccupancy
 
-__all__ = ["partial", "places"]
+IDLE_NS = 100_000
+
+__all__ = ["partial", "places", "told_to_wait"]
 
 
 def partial(recording: Recording, queue: StreamOccupancy) -> Array:
@@ -25,9 +27,11 @@ def partial(recording: Recording, queue: StreamOccupancy) -> Array:
     mine: Array = (calls["kind"][rows] == CallKind.LAUNCH) & (calls["launches"][rows] >= 0)
     if not mine.any():
         return mine
-    totals = recording.totals
-    made = np.isin(totals["stream"], queue.streams) & (totals["kind"] == CallKind.LAUNCH)
-    return mine if int(totals["calls"][made].sum()) > int(mine.sum()) else np.zeros(len(rows), dtype=bool)
+    for thread in np.unique(calls["thread"][rows[mine]]):
+        number = calls["launches"][rows[mine & (calls["thread"][rows] == thread)]]
+        if int(number.max()) - int(number.min()) >= len(number):
+            return mine
+    return np.zeros(len(rows), dtype=bool)
 
 
 def places(recording: Recording, queue: StreamOccupancy, mine: Array) -> Array:
@@ -61,3 +65,20 @@ def places(recording: Recording, queue: StreamOccupancy, mine: Array) -> Array:
         made = np.append(0, np.maximum(calls["launches"][own], 0))[before]
         out[theirs] = calls["launches"][rows[theirs]] - 1 - made
     return np.maximum(out, 0)
+
+
+def told_to_wait(recording: Recording, queue: StreamOccupancy) -> Array:
+    """Before which of the queue's calls its stream was told to wait for an event after 0.1 ms without a call.
+
+    Returns:
+        (calls,) bool.
+    """
+    calls, rows = recording.calls, queue.calls
+    waits = np.array(["streamwaitevent" in text.lower() for text in recording.names or [""]])
+    told = np.sort(calls["start_ns"][waits[calls["name"]] & np.isin(calls["stream"], queue.streams)])
+    start, end = calls["start_ns"][rows], np.maximum.accumulate(calls["end_ns"][rows])
+    number = np.searchsorted(told, start)
+    before = np.r_[0, number[:-1]]
+    idle = np.r_[True, start[1:] - end[:-1] > IDLE_NS]
+    mask: Array = (number > before) & idle
+    return mask

@@ -1,0 +1,85 @@
+"""Fences in front of full queues where the device was not recorded, and behind many streams at once."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvprobe.diagnosis.frame import Array, Frame
+from kvprobe.diagnosis.intervals import ascending, distinct
+from kvprobe.recordings.model import CallKind, Direction, Memory
+
+__all__ = ["pooled_behind_fence", "still_by_waits"]
+
+STILL_NS = 1_000_000  # a wait for more than a copy
+TIMES = 10  # how much longer the fence holds a call than the queue does that drains afterwards
+CHANNELS, OF_EACH, SHARED = (4, 8, 16, 32), 1_000, 21  # places for copies by channels (measured on an H200)
+FILLED, ROOMY = 0.9, 0.7  # of all places taken, and of one stream's, where the channels are what is full
+IDLE_NS = 2_000_000  # between two bursts
+POOL = 5
+
+
+def still_by_waits(frame: Frame, stream: int, rows: Array, ns: Array) -> Array:
+    """Ns that each blocked call of a stream stood behind a fence, told by the host alone.
+
+    A queue that drains holds each call for the time of one copy. The one call that it holds many times as long, the
+    first to be blocked after the stream was told to wait for an event, waits for that event.
+    """
+    told = ascending(frame.start[frame.is_named("streamwaitevent") & (frame.stream == stream)])
+    still = np.zeros(len(rows), dtype=np.int64)
+    if not len(told) or not len(rows):
+        return still
+    order = np.argsort(frame.start[rows], kind="stable")
+    after = np.searchsorted(told, frame.start[rows[order]])
+    first = np.concatenate(([True], after[1:] != after[:-1])) & (after > 0)
+    others = ns[order[~first]]
+    usual = float(np.median(others)) if len(others) else 0.0
+    long = first & (ns[order] > np.maximum(STILL_NS, TIMES * usual))
+    still[order[long]] = ns[order[long]]
+    return still
+
+
+def pooled_behind_fence(frame: Frame) -> tuple[Array, Array, int, int]:
+    """Copies over many streams, all told to wait, that blocked when the channels together were full.
+
+    In a burst of one direction over at least five streams the first call that blocks comes when nine tenths of the
+    places of 4, 8, 16 or 32 channels are taken, while its own stream holds far less than a stream does, and its stream
+    had been told to wait for an event. Counted with it are the later calls of the burst that were slow.
+
+    Returns:
+        Rows of `calls`; ns lost in each; submissions outstanding when the first blocked; streams in use.
+    """
+    rows_out: list[Array] = []
+    outstanding = streams = 0
+    told = frame.is_named("streamwaitevent")
+    fact = frame.recording.machine.get("channels")
+    counts = (int(fact),) if isinstance(fact, int) and fact > 0 else CHANNELS
+    for process in distinct(frame.process):
+        for direction in (Direction.H2D, Direction.D2H):
+            mine = np.flatnonzero(
+                (frame.kind == CallKind.COPY) & (frame.process == process) & (frame.direction == direction)
+                & (frame.memory != Memory.PAGEABLE) & (frame.stream >= 0)
+            )  # fmt: skip
+            if len(mine) < FILLED * counts[0] * OF_EACH or len(distinct(frame.stream[mine])) < POOL:
+                continue
+            begin = np.concatenate(([True], frame.start[mine[1:]] - frame.end[mine[:-1]] > IDLE_NS))
+            for burst in np.split(mine, np.flatnonzero(begin)[1:]):
+                long = np.flatnonzero(frame.excess_ns[burst] > STILL_NS)
+                if not len(long) or not _fits(frame, burst, int(long[0]), counts, told):
+                    continue
+                slow = np.flatnonzero(frame.dur[burst] > 3 * frame.usual_ns[burst])
+                rows_out.append(burst[np.union1d(slow[slow > long[0]], long)])
+                outstanding = max(outstanding, int(long[0]))
+                streams = max(streams, len(distinct(frame.stream[burst])))
+    rows = np.concatenate([np.zeros(0, dtype=np.int64), *rows_out])
+    return rows, frame.excess_ns[rows], outstanding, streams
+
+
+def _fits(frame: Frame, burst: Array, first: int, counts: tuple[int, ...], told: Array) -> bool:
+    """Whether the first long call of a burst met full channels behind a fence."""
+    stream = frame.stream[burst[first]]
+    own = int((frame.stream[burst[:first]] == stream).sum())
+    places = [(FILLED * n * OF_EACH, n * OF_EACH + SHARED) for n in counts]
+    if own > ROOMY * OF_EACH or not any(low <= first <= high for low, high in places):
+        return False
+    before = told & (frame.stream == stream) & (frame.start < frame.start[burst[first]])
+    return bool((before & (frame.start > frame.start[burst[0]] - IDLE_NS)).any())
