@@ -7,7 +7,6 @@ Signals are handed on, exit code, input and output are the command's own; at the
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -23,6 +22,7 @@ import click
 from kvprobe.commands._speaking import Command, end_like, say_outcome
 from kvprobe.environment import killed
 from kvprobe.errors import KvprobeError, UsageError
+from kvprobe.runfolder.secrets import redact_text
 
 __all__ = ["command"]
 
@@ -88,7 +88,7 @@ def command(
     options: dict[str, Any] = {
         "report": str(report) if report else "", "fix": fix, "detail": detail, "max_bytes": limit,
         "stacks": stacks, "stacks_how": how, "stacks_after_ms": stacks_after, "nvml": nvml, "nsys": nsys,
-        "program": program, "words": " ".join(words), "terminal": _terminal() if in_place else "",
+        "program": program, "words": redact_text(" ".join(words)), "terminal": _terminal() if in_place else "",
         "killed": killed(),
     }  # fmt: skip
     env = dict(os.environ)
@@ -157,7 +157,11 @@ def _make_folder(output: Path | None, word: str) -> Path:
     for attempt in range(100):
         folder = base if not attempt else base.with_name(f"{base.name}-{attempt + 1}")
         try:
-            folder.mkdir(parents=output is not None, exist_ok=output is not None)
+            folder.mkdir(mode=0o700, parents=output is not None, exist_ok=output is not None)
+            if folder.stat().st_uid != os.geteuid():
+                raise UsageError(f"--output {folder} belongs to somebody else, who could swap what is written there; "
+                                 "name another")  # fmt: skip
+            folder.chmod(0o700)
             if any(folder.iterdir()):
                 raise UsageError(f"--output {folder} is not empty; name a folder that is, or does not exist")
             if not os.access(folder, os.W_OK):
@@ -260,17 +264,19 @@ def _terminal() -> str:
 
 def write_run(folder: Path, words: tuple[str, ...], options: dict[str, Any], pid: int) -> None:
     """run.json: what is recorded, how, and where. `pid` is that of the command."""
+    from kvprobe.runfolder.folder import RunFolder
+    from kvprobe.runfolder.secrets import redact
     from kvprobe.version import version
 
     uname = platform.uname()
     run = {
-        "command": list(words), "cwd": str(Path.cwd()), "version": version(), "host": uname.node,
+        "command": redact(words), "cwd": str(Path.cwd()), "version": version(), "host": uname.node,
         "kernel": f"{uname.system} {uname.release} {uname.machine}", "cpus": os.cpu_count(),
         "python": platform.python_version(), "pid": pid, "realtime_ns": time.time_ns(),
         "gpu_nodes": gpu_nodes(), "monotonic_ns": time.monotonic_ns(), "options": options,
         "environment": {k: v for k, v in os.environ.items() if k.startswith(("CUDA_", "NVIDIA_", "KVHOST_"))},
     }  # fmt: skip
-    (folder / "run.json").write_text(json.dumps(run, indent=1))
+    RunFolder(folder).write_run(run)
 
 
 def gpu_nodes() -> list[int]:
@@ -314,7 +320,7 @@ def start_observer(folder: Path, command_pid: int) -> int:
             os.set_inheritable(3, True)
         os.closerange(4 if myself >= 0 else 3, 256)
         null = os.open(os.devnull, os.O_RDWR)
-        log = os.open(folder / "observer.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = os.open(folder / "observer.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         for fd, source in ((0, null), (1, log), (2, log)):
             os.dup2(source, fd)
         env = {k: v for k, v in os.environ.items() if not k.startswith("KVPROBE_") and k != "LD_PRELOAD"}

@@ -25,9 +25,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from kvprobe.errors import KvprobeError
+from kvprobe.errors import KvprobeError, plain
 from kvprobe.probe import processes, stacks
 from kvprobe.probe.ring import CALLS, RingSnapshot, read_ring
+from kvprobe.runfolder import files
+from kvprobe.runfolder.secrets import redact_text
 
 __all__ = ["Observer", "main"]
 
@@ -42,8 +44,7 @@ def _log(text: str) -> None:
 
 
 def _append(path: Path, value: object) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(value, separators=(",", ":")) + "\n")
+    files.append(path, json.dumps(value, separators=(",", ":")).encode())
 
 
 _NSIGHT = re.compile(r"(^|/)(nsys|QdstrmImporter)|/nsight-", re.IGNORECASE)
@@ -300,7 +301,7 @@ class Observer:
         """
         warnings = self.told = self.warnings()
         end = {"t_ns": time.monotonic_ns(), "status": self.status, "warnings": warnings}
-        (self.folder / "end.json").write_text(json.dumps(end, indent=1))
+        files.write(self.folder / "end.json", json.dumps(end, indent=1).encode())
         for line in warnings:
             _log(f"warning: {line}")
         if not any(self.folder.glob("*.kvp")) and not any(self.folder.glob("events-*.jsonl")):
@@ -334,7 +335,7 @@ def _runs_python(program: str) -> bool:
 def _command(pid: int) -> str:
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123
-            return file.read(400).replace(b"\0", b" ").decode(errors="replace").strip()
+            return redact_text(file.read(400).replace(b"\0", b" ").decode(errors="replace").strip())
     except OSError:
         return ""
 
@@ -366,7 +367,7 @@ def main(arguments: list[str]) -> int:
         with contextlib.suppress(OSError):
             terminal = os.open(options["terminal"], os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
             # the shell's prompt may be on the line by now
-            os.write(terminal, "".join(f"\r\nkvprobe: {text}" for text in (*shown, line)).encode() + b"\r\n")
+            os.write(terminal, "".join(f"\r\nkvprobe: {plain(text)}" for text in (*shown, line)).encode() + b"\r\n")
             os.close(terminal)
     return 0
 

@@ -316,13 +316,13 @@ def _text(value: bytes) -> str:
     return value.split(b"\0", 1)[0].decode("utf-8", "replace")
 
 
-def _held(fd: int, dtype: np.dtype[Any], count: int, offset: int) -> int:
-    """How many of `count` items at `offset` have data behind them: a header may claim what the file does not hold."""
+def _held(fd: int, dtype: np.dtype[Any], count: int, offset: int, partly: bool = False) -> int:
+    """How many of `count` items at `offset` have data behind them, or their start has: a header may claim any number."""
     try:
         end = os.lseek(fd, offset, os.SEEK_HOLE)
     except OSError:  # beyond the end
         return 0
-    return max(0, min(count, (end - offset) // dtype.itemsize))
+    return max(0, min(count, (end - offset + (dtype.itemsize - 1 if partly else 0)) // dtype.itemsize))
 
 
 def _read(fd: int, dtype: np.dtype[Any], count: int, offset: int) -> Array:
@@ -418,7 +418,8 @@ def _read_open(fd: int, path: Path, detail: bool, slots: bool) -> RingSnapshot:
         slots_at = at + HEADER_BYTES
         if slots:
             used = min(int(head["slots_used"]), slot_count)
-            lane.slots = _read(fd, SLOT, _held(fd, SLOT, used, slots_at), slots_at)
+            # a slot whose end no call has touched yet lies partly in a hole
+            lane.slots = _read(fd, SLOT, _held(fd, SLOT, used, slots_at, partly=True), slots_at)
         if detail:
             ring_at = slots_at + slot_count * SLOT.itemsize
             slow_at = ring_at + ring_capacity * RECORD.itemsize
