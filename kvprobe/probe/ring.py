@@ -317,7 +317,7 @@ def _text(value: bytes) -> str:
 
 
 def _held(fd: int, dtype: np.dtype[Any], count: int, offset: int, partly: bool = False) -> int:
-    """How many of `count` items at `offset` have data behind them, or their start has: a header may claim any number."""
+    """How many of `count` items at `offset`, or `partly` their starts, have data behind them in the file."""
     try:
         end = os.lseek(fd, offset, os.SEEK_HOLE)
     except OSError:  # beyond the end
