@@ -61,6 +61,7 @@ CAUSES: tuple[str, ...] = (
     "head_of_line_copies",
     "python_or_gil_bound",
     "gpu_starved",
+    "remote_numa_memory",
     # results at stake
     "store_not_ordered",
     "load_not_ordered",

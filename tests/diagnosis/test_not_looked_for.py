@@ -33,3 +33,12 @@ def test_waits_of_unknown_streams_are_no_evidence_of_corruption(runtime, scenari
 def test_with_their_streams_the_causes_are_looked_for(runtime):
     examined = examine(SCENARIOS["healthy_loads_with_a_wait"](runtime).recording)
     assert "load_not_ordered" not in {one.cause for one in examined.not_looked_for}
+
+
+@pytest.mark.parametrize("gpus, named", [([0], True), ([1], False), ([0, 1], False)])
+def test_memory_on_another_node_than_the_gpu_is_named_where_both_are_known(runtime, gpus, named):
+    recording = SCENARIOS["healthy_loads_with_a_wait"](runtime).recording
+    assert "remote_numa_memory" in {one.cause for one in examine(recording).not_looked_for}
+    recording.machine.update(host_bytes_by_node=[0, 256 << 20, 0, 0], gpu_nodes=gpus)
+    found = {finding.cause for finding in examine(recording).findings}
+    assert ("remote_numa_memory" in found) == named

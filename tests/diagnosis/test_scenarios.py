@@ -9,7 +9,7 @@ from kvprobe.diagnosis import CAUSES, diagnose
 # are tested on public recordings (blocking_server_call: on events of adapters). Or they need what only `kvprobe run`
 # records, or a GPU's locks: tests/corpus.
 NOT_PLAYED = {"profiler_overhead", "first_calls", "unexplained", "blocking_server_call", "pinning_stall",
-              "wasted_stores"}  # fmt: skip
+              "wasted_stores", "remote_numa_memory"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

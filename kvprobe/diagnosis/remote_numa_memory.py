@@ -1,0 +1,51 @@
+"""Host memory that copies use lies on another NUMA node than the GPU.
+
+Mechanism: each byte crosses the link between the sockets before it crosses the GPU's: public reports say 1.5 to 3 times
+slower, and it takes that link from everybody else.
+
+Signature: of the bytes that were copied from and to host memory at least a fifth, and 64 MB, lie on a node that no GPU
+of the machine is attached to. Needs the node of the memory (kvprobe run asks one page of each allocation on machines of
+several nodes) and of the GPUs. Where GPUs are attached to every node, which one a copy used is not known.
+
+Time lost: not known without executions. Predicted saving: none is stated.
+"""
+
+from __future__ import annotations
+
+from kvprobe.diagnosis.finding import COUNTED, Change, Evidence, Finding, NotLookedFor
+from kvprobe.diagnosis.frame import Frame, share
+
+CAUSE = "remote_numa_memory"
+LEAST_BYTES, LEAST_SHARE = 64 << 20, 0.2
+
+
+def not_shown(frame: Frame) -> NotLookedFor | None:
+    """Needs the nodes of memory and GPUs."""
+    machine = frame.recording.machine
+    if machine.get("host_bytes_by_node") and machine.get("gpu_nodes"):
+        return None
+    return NotLookedFor("the recording does not tell on which NUMA node host memory and the GPU are",
+                        "kvprobe run, on a machine of several nodes")  # fmt: skip
+
+
+def find(frame: Frame) -> Finding | None:
+    """Bytes on nodes without a GPU."""
+    machine = frame.recording.machine
+    nodes, gpus = list(machine["host_bytes_by_node"]), list(machine["gpu_nodes"])
+    far = sum(size for node, size in enumerate(nodes) if node not in gpus)
+    if far < LEAST_BYTES or far < LEAST_SHARE * sum(nodes):
+        return None
+    where = ", ".join(f"node {node}: {size / 1e6:,.0f} MB" for node, size in enumerate(nodes) if size)
+    return frame.finding(
+        CAUSE, f"{far / 1e6:,.0f} MB were copied from or to memory on another NUMA node than the GPU", "likely", 0, 0,
+        lane="none", severity="warning", places=(), window=frame.window,
+        evidence=(
+            Evidence(f"{share(far, sum(nodes))} of the copied host memory is on a node without a GPU ({where}; GPUs on "
+                     f"{', '.join(map(str, gpus))})", far, "bytes", COUNTED),
+        ),
+        cure=(
+            Change("numactl --cpunodebind=N --membind=N with the GPU's node, or a memory policy before the pool is "
+                   "allocated", "setting", "numactl"),
+            Change("Touch the pool's pages from a thread that runs on the GPU's node, before they are pinned"),
+        ),
+    )  # fmt: skip
