@@ -37,7 +37,7 @@ from kvprobe.native.library import (
 )
 from kvprobe.offload.auto import Auto
 from kvprobe.offload.blocks import BlockPool, Mapping
-from kvprobe.offload.methods import METHOD_NAMES, copier_for, method_table
+from kvprobe.offload.methods import METHOD_NAMES, copier_for, measure_now, method_table
 from kvprobe.offload.resources import Resources, handles
 from kvprobe.offload.shared import SharedSubmission
 from kvprobe.offload.transfer import Transfer
@@ -141,6 +141,8 @@ class OffloadEngine:
         self._handle: int | None = None  # None: closed
         self._memory: int | None = None
         copier = copier_for(runtime)
+        if runtime.provider == "cuda" and copier.measured is None and method == "auto":
+            measure_now(runtime, copier)
         self.simulated = runtime.simulated
         if runtime.provider == "host":
             self._native.kvp_set_clock(runtime.address("kvhostNow") if self.simulated else None)

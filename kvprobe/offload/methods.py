@@ -8,6 +8,7 @@ or with what `kvprobe calibrate` measured on this machine.
 from __future__ import annotations
 
 import ctypes as ct
+import logging
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +17,13 @@ from kvprobe.cuda import Runtime
 from kvprobe.cuda.copies import DIRECTIONS, METHOD_NAMES, columns, submit_copies
 from kvprobe.cuda.kernels import load_copy_kernels
 from kvprobe.cuda.memory import Buffer
-from kvprobe.errors import CudaError, UsageError
+from kvprobe.errors import CudaError, KvprobeError, UsageError
 from kvprobe.native.library import Copier, CudaCalls, MethodRow, MethodTable, core
 from kvprobe.offload.method_cache import cached, table_of
 
 __all__ = ["DEFAULT_MAX_SLOWDOWN", "METHOD_NAMES", "Methods", "choose", "copier_for", "default_table", "method_table"]
+
+log = logging.getLogger("kvprobe")
 
 DEFAULT_MAX_SLOWDOWN = 0.03  # what a copy may cost a decode step: a memory-bound kernel beside it
 SIZES = tuple(1024 << i for i in range(13))  # bytes of a copy at which a table has figures
@@ -180,6 +183,19 @@ def method_table(
             table.row[side][i] = row
         table.rows[side] = len(kept)
     return table
+
+
+def measure_now(runtime: Runtime, methods: Methods) -> None:
+    """Measures what the chooser needs (about 2 s) and keeps it for later processes; where that fails, says so once."""
+    from kvprobe.offload import method_cache, method_calibration
+
+    try:
+        result = method_calibration.measure(runtime, methods, quick=True)
+    except KvprobeError as error:
+        log.warning("copy methods are chosen by the figures of an H100: measuring this machine failed: %s", error)
+        return
+    methods.measured = method_cache.table_of(result)
+    method_cache.store(runtime, result)
 
 
 def choose(table: MethodTable, direction: str, copy_bytes: int, count: int) -> tuple[str, int]:
