@@ -32,11 +32,15 @@ STEP_NS, FORWARD_NS = 10_000_000, 30_000_000
 now = core().kvp_now_ns
 
 
+MODELS = {"spin": "one multiprocessor's work", "memory": "kernels that saturate the GPU's memory",
+          "matmul": "matrix products"}  # fmt: skip
+
+
 class Model:
     """Compute on a stream: steps of a given length."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
+    def __init__(self, runtime: Runtime, kind: str) -> None:
+        self.runtime, self.kind = runtime, kind
         self.marks = [runtime.event_create(), runtime.event_create()]
         self.torch: Any = None
         if runtime.provider == "cuda":
@@ -46,20 +50,29 @@ class Model:
             self.torch_stream = torch.cuda.Stream()
             self.stream = self.torch_stream.cuda_stream
             with torch.cuda.stream(self.torch_stream):
-                self.a = torch.randn(64 << 20, device="cuda", dtype=torch.bfloat16)
+                shape = (4096, 4096) if kind == "matmul" else (64 << 20,)
+                self.a = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
                 self.b = torch.empty_like(self.a)
             self.unit_ns = self._unit()
         else:
             self.stream, self.unit_ns = runtime.stream_create(), 1_000_000
 
+    def _kernel(self) -> None:
+        if self.kind == "matmul":
+            self.torch.mm(self.a, self.a, out=self.b)
+        elif self.kind == "memory":
+            self.torch.add(self.a, 1, out=self.b)
+        else:
+            self.torch.cuda._sleep(200_000)
+
     def _unit(self) -> float:
-        """Time of one memory-bound kernel, as in a decode step."""
+        """Time of one kernel."""
         start, end = self.torch.cuda.Event(enable_timing=True), self.torch.cuda.Event(enable_timing=True)
         with self.torch.cuda.stream(self.torch_stream):
             for _ in range(2):
                 start.record()
                 for _ in range(100):
-                    self.torch.add(self.a, 1, out=self.b)
+                    self._kernel()
                 end.record()
                 end.synchronize()
         return start.elapsed_time(end) * 1e4
@@ -71,7 +84,7 @@ class Model:
             return
         with self.torch.cuda.stream(self.torch_stream):
             for _ in range(max(int(duration_ns / self.unit_ns), 1)):
-                self.torch.add(self.a, 1, out=self.b)
+                self._kernel()
 
     def steps(self, until: Callable[[], bool], each: Callable[[], object], least: int = 0) -> list[int]:
         """Steps until `until()`, one prepared while the one before runs, as a server does; their durations in ns."""
@@ -238,10 +251,10 @@ def middle(values: list[float]) -> float:
 
 def show(result: dict[str, Any]) -> str:
     lines = [f"{result['device']}, depth {result['depth']}, {result['channels']} channels"]
-    if "work" in result:
-        rounds = result["work"]["rounds"]
-        alone = middle(result["work"]["alone_step_p99_ms"])
-        lines.append(f"model loop alone: step p99 {alone:.2f} ms")
+    for kind, played_with in result.get("work", {}).items():
+        rounds = played_with["rounds"]
+        alone = middle(played_with["alone_step_p99_ms"])
+        lines.append(f"beside a model loop of {MODELS[kind]}: alone its step p99 is {alone:.2f} ms")
         for what in WORK:
             floor = middle([played[what["name"]]["floor_ms"] for played in rounds])
             lines.append(f"{what['name']}: floor {floor:.1f} ms, asked: within {what['limit']:.2f}")
@@ -274,6 +287,7 @@ def main() -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--only", choices=["work", "sizes"])
+    parser.add_argument("--model", nargs="+", default=["spin", "memory", "matmul"], help="what the steps consist of")
     parser.add_argument("--json")
     given = parser.parse_args()
     if given.device != "host":
@@ -295,7 +309,7 @@ def main() -> int:
             what["transfers"] = min(what["transfers"], 50)
     result: dict[str, Any] = {"device": name, "depth": limits.depth, "channels": limits.channels}
     if given.only != "sizes":
-        result["work"] = run_work(memory, Model(runtime), limits, given.repeat)
+        result["work"] = {kind: run_work(memory, Model(runtime, kind), limits, given.repeat) for kind in given.model}
     if given.only != "work":
         result["sizes"] = run_sizes(memory, limits, max(given.repeat // 2, 1))
     print(show(result))

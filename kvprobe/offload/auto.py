@@ -11,9 +11,9 @@ from kvprobe.launchqueue.detector import Saturation
 
 log = logging.getLogger("kvprobe")
 
-WINDOW_COPIES = 2048  # of host time that is remembered of the policy in force
+WINDOW_COPIES = 4096  # of host time that is remembered of the policy in force
 VERIFY_COPIES = 512  # under the new policy before its gain is judged
-BUSY_COPIES = 1024  # submissions of the window from which on their share of the caller's time is judged
+BUSY_COPIES = 3072  # submissions of the window from which on their share of the caller's time is judged
 BUSY_NS = 1_000_000  # and the least time that is worth a switch
 BUSY_SHARE = 0.5  # of the caller's time: so much spent in submitting calls is worth a switch, full queue or not
 WORTH = 0.8  # a switch stays only if a copy costs the caller less than this share of what it did
@@ -29,7 +29,7 @@ class Decision:
         before: policy until then.
         after: policy from then on.
         reason: why, in words.
-        before_ns: host time that a copy cost its caller, the mean of all calls of the last 2,048 copies before.
+        before_ns: host time that a copy cost its caller, the mean of all calls of the last 4,096 copies before.
         after_ns: the same of the first 512 copies afterwards; 0 until it is known.
     """
 

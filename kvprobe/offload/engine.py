@@ -197,7 +197,7 @@ class OffloadEngine:
             lists=len(made.lists),
             list=ct.cast(lists, ct.c_void_p) if lists else None,
             bytes_per_s=(ct.c_uint64 * 2)(int(max_bytes_per_s), int(max_bytes_per_s)),
-            link_bytes_per_s=(ct.c_uint64 * 2)(int(self.link_bytes_per_s), int(self.link_bytes_per_s)),
+            link_bytes_per_s=(ct.c_uint64 * 2)(*(self._rate_of(side) for side in range(2))),
             stuck_ns=int(stuck_after_s * 1e9),
             ceiling=self.detector.ceiling,
             ranges=int(listening() and self._native.kvp_nvtx_listening()),
@@ -211,6 +211,12 @@ class OffloadEngine:
         if not handle:
             raise KvprobeError("the submitter could not be started: no memory, or no more threads are allowed")
         return int(handle)
+
+    def _rate_of(self, side: int) -> int:
+        """Bytes per second of large copies, as far as it is known: what the submitter begins with."""
+        rows = self._table.row[side][: self._table.rows[side]]
+        known = [(4 << 20) / row.copy_ns[-1] * 1e9 for row in rows if row.copy_ns[-1] > 0]
+        return int(self.link_bytes_per_s or max(known, default=0))
 
     # -- asking for transfers ------------------------------------------------------------------------------------
 

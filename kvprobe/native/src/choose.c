@@ -19,26 +19,34 @@ double kvp_method_ns(const kvp_method_row *row, uint64_t bytes, uint32_t count) 
     return fixed + each * count;
 }
 
-int kvp_choose_among(const kvp_method_table *table, uint32_t methods, int direction, uint64_t median_copy_bytes,
-                     uint32_t count, uint32_t *ctas) {
-    int d = direction == KVP_D2H;
+int kvp_choose_row(const kvp_method_table *table, uint32_t methods, const float *factors, int direction,
+                   uint64_t median_copy_bytes, uint32_t count) {
+    int d = direction == KVP_D2H, chosen = -1;
     double ns[KVP_CHOOSE_ROWS], first = INFINITY;
     uint32_t rows = table->rows[d] < KVP_CHOOSE_ROWS ? table->rows[d] : KVP_CHOOSE_ROWS;
-    const kvp_method_row *row = table->row[d], *chosen = NULL;
+    const kvp_method_row *row = table->row[d];
     for (uint32_t i = 0; i < rows; i++) {
         int allowed = row[i].method < KVP_METHODS && (methods >> row[i].method & 1) &&
                       (!row[i].ctas || row[i].slowdown <= table->max_slowdown);
-        ns[i] = allowed ? kvp_method_ns(&row[i], median_copy_bytes, count) : INFINITY;
+        double factor = factors ? (double)factors[i] : 1.0;
+        ns[i] = allowed ? kvp_method_ns(&row[i], median_copy_bytes, count) * factor : INFINITY;
         if (ns[i] < first) first = ns[i];
     }
     double best = INFINITY;
     for (uint32_t i = 0; i < rows; i++) {
         if (!(ns[i] <= first * NEAR) || isinf(ns[i])) continue;
-        if (!chosen || row[i].ctas < chosen->ctas || (row[i].ctas == chosen->ctas && ns[i] < best))
-            chosen = &row[i], best = ns[i];
+        if (chosen < 0 || row[i].ctas < row[chosen].ctas || (row[i].ctas == row[chosen].ctas && ns[i] < best))
+            chosen = (int)i, best = ns[i];
     }
-    if (ctas) *ctas = chosen ? chosen->ctas : 0;
-    return chosen ? (int)chosen->method : KVP_LOOP;
+    return chosen;
+}
+
+int kvp_choose_among(const kvp_method_table *table, uint32_t methods, int direction, uint64_t median_copy_bytes,
+                     uint32_t count, uint32_t *ctas) {
+    int i = kvp_choose_row(table, methods, NULL, direction, median_copy_bytes, count);
+    const kvp_method_row *row = i < 0 ? NULL : &table->row[direction == KVP_D2H][i];
+    if (ctas) *ctas = row ? row->ctas : 0;
+    return row ? (int)row->method : KVP_LOOP;
 }
 
 int kvp_choose(const kvp_method_table *table, int direction, uint64_t median_copy_bytes, uint32_t count,

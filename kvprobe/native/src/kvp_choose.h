@@ -45,6 +45,12 @@ KVP_EXPORT int kvp_choose(const kvp_method_table *table, int direction, uint64_t
 KVP_EXPORT int kvp_choose_among(const kvp_method_table *table, uint32_t methods, int direction,
                                 uint64_t median_copy_bytes, uint32_t count, uint32_t *ctas);
 
+/* The same with what each row was seen to take lately against what it says (`factors`, one a row; NULL: as it says):
+ * copies beside a model that saturates memory, or the multiprocessors, take longer than alone, by some methods more
+ * than by others. Returns the row's index, or -1 where there is none. */
+KVP_EXPORT int kvp_choose_row(const kvp_method_table *table, uint32_t methods, const float *factors, int direction,
+                              uint64_t median_copy_bytes, uint32_t count);
+
 /* What a row says that a transfer takes, in ns. */
 KVP_EXPORT double kvp_method_ns(const kvp_method_row *row, uint64_t copy_bytes, uint32_t count);
 

@@ -13,6 +13,7 @@
 #define KERNEL_BURST_NS 2000000
 #define HELD_UP_NS 1000000      /* a stream whose work starts so much later than it could is held up by others */
 #define LEAVE_NS 20000000       /* not more often than that */
+#define FIRST_LAUNCH (4u << 20) /* of the first one after a pause, bytes */
 #define LEAST_LAUNCH 262144     /* bytes */
 #define MOST_LAUNCH (64u << 20) /* bytes */
 #define LEAST_PAUSE_NS 15000    /* between two looks at the device */
@@ -22,6 +23,7 @@
 #define CLOCK_TRIES 8
 #define GOOD_CLOCK_NS 50000 /* the host was not interrupted between asking and hearing */
 #define BAD_QUERIES 3
+#define FORGET 0.02f
 #define RATE_BYTES (1u << 20) /* of a marker from which on its rate is believed */
 
 /* ---- events and fences ---------------------------------------------------------------------------------------- */
@@ -385,6 +387,17 @@ static void note_start(struct direction *dir, const struct marker *m, uint64_t s
     dir->left_ns = now;
 }
 
+/* What a method took against what its row says; what is not used is forgotten, so that it is tried again. */
+static void note_method(kvp_submitter *s, struct direction *dir, const struct marker *m, uint64_t took) {
+    if (!m->expected_ns || m->bytes < RATE_BYTES) return;
+    float seen = (float)((double)took / (double)m->expected_ns);
+    if (seen < 0.5f) seen = 0.5f;
+    if (seen > 20) seen = 20;
+    for (uint32_t i = 0; i < KVP_CHOOSE_ROWS; i++)
+        dir->factors[i] += (i == (uint32_t)m->row) ? (seen - dir->factors[i]) * 0.5f : (1 - dir->factors[i]) * FORGET;
+    (void)s;
+}
+
 static void retire(kvp_submitter *s, int d, uint64_t now) {
     struct direction *dir = &s->direction[d];
     while (!line_empty(&dir->line)) {
@@ -397,6 +410,7 @@ static void retire(kvp_submitter *s, int d, uint64_t now) {
         if (!is) return;
         uint64_t end = kvp_device_ns(s, m->event), start = start_ns(s, m, &dir->line);
         if (end && dir->rate) note_start(dir, m, start, end, now);
+        if (end > start && start) note_method(s, dir, m, end - start);
         if (m->bytes >= RATE_BYTES && end > start && start) {
             uint64_t rate = (uint64_t)((double)m->bytes / (double)(end - start) * 1e9);
             dir->rate = dir->rate ? (dir->rate * 3 + rate) / 4 : rate;
@@ -736,13 +750,34 @@ static void mark(kvp_submitter *s, struct direction *dir, const struct attempt *
     atomic_fetch_add(&dir->bytes, a->bytes);
 }
 
+/* Whether what a job waits for is over. */
+static bool passed(kvp_submitter *s, struct kvp_job *j) {
+    struct fence *f = j->after;
+    if (!f) return true;
+    pthread_mutex_lock(&s->lock);
+    int state = f->state, code = f->code;
+    pthread_mutex_unlock(&s->lock);
+    if (state == FENCE_RECORDED && !code) {
+        code = CALL(s, event_query, handle_fn)(f->event);
+        if (code && code != NOT_READY) kvp_clear_error(s); /* when it comes first it is asked again */
+        if (code) return false;
+        pthread_mutex_lock(&s->lock);
+        fence_passed(s, f);
+        pthread_mutex_unlock(&s->lock);
+        state = FENCE_PASSED;
+    }
+    if (state != FENCE_PASSED) return false;
+    kvp_fence_drop(s, j);
+    return true;
+}
+
 /* Jobs whose copies may stand in one submission with the head's: ready, and writing other blocks. */
 static uint32_t gather(kvp_submitter *s, struct direction *dir, uint64_t most, uint64_t largest, bool many) {
     uint64_t bytes = 0, pieces = 0;
     uint32_t n = 0;
     for (struct kvp_job *j = dir->first; j; j = j->next) {
         if (j != dir->first) {
-            if (!many || j->after) break; /* the next turn asks what it waits for */
+            if (!many || !passed(s, j)) break;
             if (kvp_job_conflicts(j, dir->stamp, dir->first->sequence)) break;
         }
         struct cursor at = j->at;
@@ -818,14 +853,18 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
     if (many && !head->begun) kvp_job_conflicts(head, dir->stamp, UINT64_MAX);
     uint64_t largest = launch_bytes(s, dir, d, false, &launches), run_bytes = 0;
     launch = launch_bytes(s, dir, d, true, &launches);
+    if (line_empty(&dir->line) && launch > FIRST_LAUNCH) launch = FIRST_LAUNCH; /* the device begins at once */
+    if (largest > launch) largest = launch;
     uint64_t gathered = launch;
     uint32_t n = gather(s, dir, gathered, largest, many);
     for (uint32_t i = 0; i < n; i++) run_bytes += s->run[i].bytes;
     uint32_t ctas = 0;
-    int method = s->config.pageable || !s->config.methods
-                     ? KVP_LOOP
-                     : kvp_choose(s->config.methods, d == STORE ? KVP_D2H : KVP_H2D, run_bytes / n, n, &ctas);
-    if (s->methods_off & 1u << method) method = lower_method(s, method);
+    int method = KVP_LOOP, row = -1;
+    if (!s->config.pageable && s->config.methods)
+        row = kvp_choose_row(s->config.methods, ~(s->methods_off | 1u << KVP_STAGED), dir->factors,
+                             d == STORE ? KVP_D2H : KVP_H2D, run_bytes / n, n);
+    const kvp_method_row *chosen = row < 0 ? NULL : &s->config.methods->row[d][row];
+    if (chosen) method = (int)chosen->method, ctas = chosen->ctas;
     if (!by_kernel(method)) { /* shorter submissions: what others copy stands behind them */
         launch = largest;
         uint64_t bytes = 0;
@@ -858,6 +897,7 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
         }
         method = lower_method(s, method);
     }
+    if (method != (chosen ? (int)chosen->method : KVP_LOOP)) chosen = NULL; /* another one did it */
     if (!a.count) {
         kvp_event_give(s, start);
         if (!a.code) return 0;
@@ -869,8 +909,11 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
     s->moved[d][method] += a.bytes;
     struct kvp_job *before = dir->flying_last;
     dir->method = method;
+    uint64_t expected = chosen ? (uint64_t)kvp_method_ns(chosen, a.bytes / a.count, a.count) : 0;
     uint64_t begun = book(s, dir, &a, gathered, largest, method);
     mark(s, dir, &a, start, list, begun, now, idle);
+    dir->line.marker[(dir->line.tail - 1) % MARKERS].expected_ns = expected;
+    dir->line.marker[(dir->line.tail - 1) % MARKERS].row = row;
     if (s->config.bytes_per_s[d])
         dir->next_ns = (dir->next_ns > now ? dir->next_ns : now) +
                        (uint64_t)((double)a.bytes / (double)s->config.bytes_per_s[d] * 1e9);
@@ -890,8 +933,9 @@ static uint64_t next_look(kvp_submitter *s, int d, uint64_t now) {
     if (atomic_load(&dir->inlined_jobs) || atomic_load(&dir->shared_places)) at = now + SHARED_PAUSE_NS;
     if (!line_empty(&dir->line)) {
         uint64_t due = dir->line.marker[dir->line.head % MARKERS].due_ns;
-        if (due > now + LEAST_PAUSE_NS) {
-            at = due < at ? due : at;
+        if (due > now + 2 * LEAST_PAUSE_NS) { /* the estimate may be too late: half of the way, then again */
+            uint64_t half = now + (due - now) / 2;
+            at = half < at ? half : at;
         } else {
             at = now + dir->pause_ns < at ? now + dir->pause_ns : at;
             dir->pause_ns = dir->pause_ns * 3 / 2 < MOST_PAUSE_NS ? dir->pause_ns * 3 / 2 : MOST_PAUSE_NS;

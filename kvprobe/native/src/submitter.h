@@ -62,8 +62,9 @@ struct marker {
     void *stream;
     uint64_t bytes, sequence /* jobs up to it end here */, begun /* jobs up to it have begun */;
     uint64_t submitted_ns, due_ns; /* when it should be reached */
+    uint64_t expected_ns;          /* by the table of methods; 0: not known */
     uint32_t places;
-    int32_t list;
+    int32_t list, row;
     bool idle; /* nothing of ours stood in front of them */
 };
 
@@ -86,10 +87,11 @@ struct direction {
     atomic_ullong shared_places, places, bytes, pending_bytes;
     atomic_uint pushed, inlined_jobs; /* not ended: handed to the thread; on the shared stream */
     uint32_t at_stream;
-    int method;        /* of the newest submission */
-    bool leave;        /* the stream is held up by others: take another once it is empty */
-    uint64_t left_ns;  /* when one was left last */
-    uint32_t *held_up; /* by pooled stream: how often it was */
+    float factors[KVP_CHOOSE_ROWS]; /* what each row of the table took lately, against what it says */
+    int method;                     /* of the newest submission */
+    bool leave;                     /* the stream is held up by others: take another once it is empty */
+    uint64_t left_ns;               /* when one was left last */
+    uint32_t *held_up;              /* by pooled stream: how often it was */
     void *stream;
     uint64_t due_ns, next_ns, rate, gate_since, progress_ns;
     uint32_t pause_ns;

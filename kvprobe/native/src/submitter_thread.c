@@ -128,6 +128,7 @@ kvp_submitter *kvp_submitter_open(const kvp_submitter_config *config) {
         pthread_mutex_init(&dir->shared_lock, NULL);
         dir->rate = c->link_bytes_per_s[d] ? c->link_bytes_per_s[d] : LINK_BYTES_PER_S;
         dir->pause_ns = 15000;
+        for (int i = 0; i < KVP_CHOOSE_ROWS; i++) dir->factors[i] = 1;
         dir->held_up = calloc(c->streams, sizeof *dir->held_up);
         c->pooled[d] = copied(config->pooled[d], c->streams * sizeof(void *));
         const kvp_side *to = d == STORE ? &c->cpu : &c->gpu;
