@@ -52,6 +52,7 @@ DIRECTION = {"load": 1, "store": 2}  # enum kvp_direction
 LARGE = 1 << 20  # bytes of a piece from which on the link, and not the copy's own overhead, sets its rate
 BAD_ID, TWICE, NO_MEMORY, BROKEN, FORKED, SIGNALS, STUCK = -1, -2, -3, -4, -5, -6, -7
 FAULT = {1: "cudaMemcpyAsync", 2: "cudaStreamWaitEvent", 3: "cudaEventQuery"}  # enum kvp_job_fault
+UNCLAIMED = 4096  # ended transfers that nobody asked for are taken along by requests from here on
 KEPT = 1 << 17  # ended transfers that wait for somebody to poll
 
 
@@ -275,8 +276,8 @@ class OffloadEngine:
         number, why, bad = next(self._ids), ct.c_int32(), ct.c_int64()
         with self._delivering:  # what ends at once is not looked for before it is known here
             job = self._held.kvp_job_request(
-                self._handle, DIRECTION[direction], number, pieces, gpu.__array_interface__["data"][0], len(gpu),
-                cpu.__array_interface__["data"][0], len(cpu), stream, stream is not None, pooled, requested, why, bad,
+                self._handle, DIRECTION[direction], number, pieces, gpu.tobytes(), len(gpu), cpu.tobytes(), len(cpu),
+                stream, stream is not None, pooled, requested, why, bad,
             )  # fmt: skip
             if job:
                 transfer = Transfer(self, number, direction, tag, job)
@@ -291,8 +292,8 @@ class OffloadEngine:
             self.auto.submitted("pooled", transfer.copies, end - requested, end)
         elif not self._shared[direction].submit(transfer):
             self._hand_over(transfer)
-        if len(self._live) > 64:
-            self._deliver()
+        if len(self._live) > UNCLAIMED:
+            self._deliver(2)  # as many as come in, so that no call pays for all
         return transfer
 
     def _not_taken(self, direction: str, gpu: Any, cpu: Any, why: int, bad: int) -> KvprobeError:
@@ -347,19 +348,20 @@ class OffloadEngine:
             ended.append(self._ended.popleft())
         return ended
 
-    def _deliver(self) -> None:
-        """Takes what has ended from the native side; runs callbacks."""
+    def _deliver(self, most: int = 0) -> None:
+        """Takes what has ended from the native side (at most so many; 0: all of it); runs callbacks."""
         handle = self._handle
         if handle is None:
             return
-        ids = (ct.c_uint64 * 256)()
+        ids = (ct.c_uint64 * (most or 256))()
         with self._delivering:
-            while count := self._held.kvp_take_ended(handle, ids, 256):
+            while count := self._held.kvp_take_ended(handle, ids, len(ids)):
                 for number in ids[:count]:
                     transfer = self._live.pop(number, None)
-                    if transfer is None:
-                        continue
-                    self._settle(transfer)
+                    if transfer is not None:
+                        self._settle(transfer)
+                if most:
+                    break
         if self._due:
             self._run_callbacks()
 

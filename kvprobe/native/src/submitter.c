@@ -23,7 +23,9 @@
 #define CLOCK_TRIES 8
 #define GOOD_CLOCK_NS 50000 /* the host was not interrupted between asking and hearing */
 #define BAD_QUERIES 3
-#define FORGET 0.02f
+#define FORGET 0.005f /* of what is known of a method, each time another one is used */
+#define EXPLORE 64    /* submissions between two of another method, to see what it takes */
+#define EXPLORE_WORSE 1.6
 #define RATE_BYTES (1u << 20) /* of a marker from which on its rate is believed */
 
 /* ---- events and fences ---------------------------------------------------------------------------------------- */
@@ -811,6 +813,19 @@ static uint64_t book(kvp_submitter *s, struct direction *dir, const struct attem
     return begun;
 }
 
+/* Now and then, and soon after the start, the next best method instead: tables are made on a quiet machine. */
+static int explore(kvp_submitter *s, struct direction *dir, int d, int row, uint64_t copy_bytes, uint32_t n) {
+    uint64_t at = ++dir->submissions;
+    if (row < 0 || (at != 3 && at != 7 && at % EXPLORE)) return row;
+    const kvp_method_row *best = &s->config.methods->row[d][row];
+    uint32_t others = ~(s->methods_off | 1u << KVP_STAGED | 1u << best->method);
+    int other = kvp_choose_row(s->config.methods, others, dir->factors, d == STORE ? KVP_D2H : KVP_H2D, copy_bytes, n);
+    if (other < 0) return row;
+    double ours = kvp_method_ns(best, copy_bytes, n) * (double)dir->factors[row];
+    double theirs = kvp_method_ns(&s->config.methods->row[d][other], copy_bytes, n) * (double)dir->factors[other];
+    return theirs <= EXPLORE_WORSE * ours ? other : row;
+}
+
 /* Submits once from the head of a direction. 1: it did; 0: nothing may be submitted now. */
 static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
     struct direction *dir = &s->direction[d];
@@ -863,6 +878,7 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
     if (!s->config.pageable && s->config.methods)
         row = kvp_choose_row(s->config.methods, ~(s->methods_off | 1u << KVP_STAGED), dir->factors,
                              d == STORE ? KVP_D2H : KVP_H2D, run_bytes / n, n);
+    row = explore(s, dir, d, row, run_bytes / n, n);
     const kvp_method_row *chosen = row < 0 ? NULL : &s->config.methods->row[d][row];
     if (chosen) method = (int)chosen->method, ctas = chosen->ctas;
     if (!by_kernel(method)) { /* shorter submissions: what others copy stands behind them */
@@ -924,6 +940,14 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
     }
     if (a.code && dir->first) fail_head(s, dir, a.code, KVP_FAULT_COPY);
     return 1;
+}
+
+/* Nothing waits in a direction, and little is in flight. */
+bool kvp_hungry(kvp_submitter *s, int d) {
+    struct direction *dir = &s->direction[d];
+    int launches;
+    uint64_t launch = launch_bytes(s, dir, d, by_kernel(dir->method), &launches);
+    return !dir->first && atomic_load(&dir->bytes) < launch * (uint64_t)launches / 2;
 }
 
 /* When the thread should look again at a direction. */

@@ -85,13 +85,15 @@ struct direction {
     pthread_mutex_t shared_lock;
     uint64_t shared_sequence, sequence;
     atomic_ullong shared_places, places, bytes, pending_bytes;
+    atomic_uint hungry;               /* a job that comes now should be seen at once */
     atomic_uint pushed, inlined_jobs; /* not ended: handed to the thread; on the shared stream */
     uint32_t at_stream;
     float factors[KVP_CHOOSE_ROWS]; /* what each row of the table took lately, against what it says */
-    int method;                     /* of the newest submission */
-    bool leave;                     /* the stream is held up by others: take another once it is empty */
-    uint64_t left_ns;               /* when one was left last */
-    uint32_t *held_up;              /* by pooled stream: how often it was */
+    uint64_t submissions;
+    int method;        /* of the newest submission */
+    bool leave;        /* the stream is held up by others: take another once it is empty */
+    uint64_t left_ns;  /* when one was left last */
+    uint32_t *held_up; /* by pooled stream: how often it was */
     void *stream;
     uint64_t due_ns, next_ns, rate, gate_since, progress_ns;
     uint32_t pause_ns;
@@ -154,6 +156,7 @@ KVP_INSIDE bool kvp_job_conflicts(struct kvp_job *j, uint32_t *stamp, uint64_t s
 KVP_INSIDE uint64_t kvp_step(kvp_submitter *s, uint64_t now);
 KVP_INSIDE uint64_t kvp_step_actor(void *s, uint64_t now);
 KVP_INSIDE void kvp_wake(kvp_submitter *s);
+KVP_INSIDE bool kvp_hungry(kvp_submitter *s, int d);
 KVP_INSIDE void kvp_retire_shared(kvp_submitter *s, int d);
 KVP_INSIDE void kvp_fence_drop(kvp_submitter *s, struct kvp_job *j);
 KVP_INSIDE int kvp_fence_record(kvp_submitter *s, struct fence *f);

@@ -32,6 +32,17 @@ void kvp_wake(kvp_submitter *s) {
     if (atomic_load(&s->sleeping)) wake_all(&s->work);
 }
 
+/* A job came. A thread that looks again soon, and has enough to do till then, is not woken: that would cost the caller
+ * more than all the rest of handing over. */
+static void wake_for(kvp_submitter *s, int d) {
+    if (!s->threaded) {
+        kvp_wake(s);
+        return;
+    }
+    atomic_fetch_add(&s->work, 1);
+    if (atomic_load(&s->sleeping) && atomic_load(&s->direction[d].hungry)) wake_all(&s->work);
+}
+
 void kvp_changed(kvp_submitter *s) {
     atomic_fetch_add(&s->changed, 1);
     if (atomic_load(&s->waiters)) wake_all(&s->changed);
@@ -46,6 +57,7 @@ static void *thread_main(void *arg) {
     while (atomic_load(&s->closing) != 3) {
         uint32_t seen = atomic_load(&s->work);
         uint64_t now = kvp_now_ns(), next = kvp_step(s, now);
+        for (int d = 0; d < 2; d++) atomic_store(&s->direction[d].hungry, kvp_hungry(s, d));
         atomic_store(&s->sleeping, 1);
         if (atomic_load(&s->work) == seen) {
             now = kvp_now_ns();
@@ -249,7 +261,7 @@ int kvp_job_push(kvp_submitter *s, kvp_job_status *job) {
         s->incoming = j;
     s->incoming_last = j;
     pthread_mutex_unlock(&s->lock);
-    kvp_wake(s);
+    wake_for(s, j->direction);
     return 0;
 }
 
