@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import os
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,3 +95,33 @@ def test_reading_and_showing_needs_no_native_library_and_no_torch():
 
 def test_importing_kvprobe_loads_nothing_else():
     assert not {name for name in modules_after("import kvprobe") if name.startswith("kvprobe.")}
+
+
+def drawn() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "docs" / "modules.py"))
+
+
+def test_the_drawing_of_the_modules_is_current():
+    made = drawn()
+    assert made["PAGE"].read_text() == made["page_with"](made["drawing"]()), "run python docs/modules.py --write"
+
+
+def test_no_arrow_of_the_drawing_goes_against_the_order():
+    made = drawn()
+    place = {room: number for number, room in enumerate(made["ORDER"])}
+    for room, targets in made["arrows"]().items():
+        assert room in place, f"{room} has no place in the order of docs/modules.py"
+        for target in targets:
+            assert place[target] < place[room], f"{room} imports {target}"
+
+
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_what_the_pages_name_is_there(page):
+    named = re.findall(
+        r"`((?:kvprobe|patches|tests|docs|benchmarks|examples)/[\w./]+)(?::(\w+))?`", (ROOT / page).read_text()
+    )
+    assert named
+    for file, function in named:
+        path = ROOT / file
+        assert path.exists(), f"{page}: {file}"
+        assert not function or re.search(rf"\b{function}\b", path.read_text()), f"{page}: {file}:{function}"
