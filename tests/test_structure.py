@@ -115,6 +115,16 @@ def test_no_arrow_of_the_drawing_goes_against_the_order():
             assert place[target] < place[room], f"{room} imports {target}"
 
 
+def test_the_readme_leads_to_what_is_there():
+    text = (ROOT / "README.md").read_text()
+    links = {link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link}
+    files = set(re.findall(r"`((?:reports|benchmarks)/[\w./-]+)`", text)) | set(
+        re.findall(r"(benchmarks/\w+\.\w+)", text)
+    )
+    for name in links | files:
+        assert (ROOT / name).exists() or name == "reports/demo.html", name
+
+
 @pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
 def test_what_the_pages_name_is_there(page):
     named = re.findall(
@@ -122,6 +132,8 @@ def test_what_the_pages_name_is_there(page):
     )
     assert named
     for file, function in named:
+        if "NAME" in file:  # stands for the reader's own
+            continue
         path = ROOT / file
         assert path.exists(), f"{page}: {file}"
         assert not function or re.search(rf"\b{function}\b", path.read_text()), f"{page}: {file}:{function}"
