@@ -14,6 +14,7 @@ OUT/interposer.json.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -199,7 +200,9 @@ def agreement(out: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    out = Path(sys.argv[1] if len(sys.argv) > 1 else "gpu-interposer").absolute()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", nargs="?", default="gpu-interposer", metavar="OUT", type=Path)
+    out: Path = parser.parse_args().out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"nsys": NSYS}
     runtime = os.environ.get("RUNTIME", "libcudart.so")

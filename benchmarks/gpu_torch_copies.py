@@ -8,6 +8,7 @@ side stream each behind a kernel of about 100 ms, so that the launch queue fills
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 
@@ -18,6 +19,7 @@ N = 4000
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     gpu = torch.empty(256, BLOCK, dtype=torch.uint8, device="cuda")
     cpu = torch.empty(256, BLOCK, dtype=torch.uint8, pin_memory=True)
     load, store = torch.cuda.Stream(), torch.cuda.Stream()

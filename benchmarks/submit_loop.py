@@ -40,7 +40,8 @@ def measure(runtime: Runtime, rounds: int, copies: int, block: int, detail: str,
     engine = OffloadEngine(runtime, gpu, cpu, policy="shared", limits=limits, detail=detail)
     stream = runtime.stream_create()
     ids = np.random.default_rng(1).permutation(copies)
-    dst, src = engine.mapping.descriptors(ids, ids, "load")
+    gpu_ids, cpu_ids, _ = engine.mapping.request(ids, ids)
+    dst, src = gpu.addresses(gpu_ids, block), cpu.addresses(cpu_ids, block)
     options = SubmitOptions(copy=runtime.address("cudaMemcpyAsync"), stream=stream, kind=MEMCPY_KIND["h2d"])
     result, submit, now = SubmitResult(), core().kvp_submit, core().kvp_now_ns
     taken: dict[str, list[int]] = {way: [] for way in (*WAYS, "loop", "submission")}

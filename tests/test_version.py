@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
 from importlib import metadata
 from pathlib import Path
 
@@ -20,9 +19,11 @@ def source_tree(tmp_path):
     """Runs kvprobe's command line in an interpreter that has its dependencies and has it on PYTHONPATH alone."""
     site = tmp_path / "site"
     site.mkdir()
-    for entry in Path(sysconfig.get_path("purelib")).iterdir():
-        if "kvprobe" not in entry.name and entry.suffix != ".pth":
-            (site / entry.name).symlink_to(entry)
+    found = {entry.name: entry for folder in map(Path, reversed(sys.path)) if folder.name.endswith("-packages")
+             for entry in folder.iterdir()}  # fmt: skip
+    for name, entry in found.items():
+        if "kvprobe" not in name and entry.suffix != ".pth":
+            (site / name).symlink_to(entry)
     env = {k: v for k, v in os.environ.items() if not k.startswith("KVPROBE")}
     env["PYTHONPATH"] = f"{site}:{ROOT}"
     return lambda *words: subprocess.run([sys.executable, "-S", "-m", "kvprobe", *words], env=env, text=True,

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Actor", "Gate", "HostConfig", "HostRuntime", "HostStats", "host_runtime", "trace_type"]
 
-REASONS = ("", "queue full", "context lock", "stream lock", "pageable", "sync")  # enum kvhost_reason
 LAUNCH_TIMEOUT = 702  # cudaErrorLaunchTimeout: a simulated call that nothing can wake
 NEVER = 2**64 - 1
 

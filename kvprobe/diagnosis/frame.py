@@ -76,11 +76,6 @@ class Ledger:
         self.owner[rows[fresh]] = self.causes.index(cause)
         return got
 
-    def owned_by(self, cause: str) -> Array:
-        """Mask of the rows of which a cause got something first."""
-        mask: Array = self.owner == (self.causes.index(cause) if cause in self.causes else -2)
-        return mask
-
 
 class Frame:
     """A recording, joined once, for all causes.

@@ -204,7 +204,6 @@ def core() -> ct.CDLL:
     pointers: list[Any] = [ct.c_void_p, ct.c_void_p, ct.c_void_p, u64, ct.POINTER(SubmitResult)]
     lib.kvp_submit.argtypes = [ct.POINTER(SubmitOptions), ct.c_size_t, *pointers]
     lib.kvp_submit_batch.argtypes = [ct.POINTER(SubmitOptions), ct.c_void_p, ct.c_int, ct.c_size_t, *pointers]
-    lib.kvp_record_event.argtypes = [ct.POINTER(SubmitOptions), ct.c_void_p, ct.POINTER(SubmitResult)]
     lib.kvp_calibrate.argtypes = [
         ct.POINTER(CalibrateCalls), ct.c_size_t, ct.c_void_p, ct.c_void_p, ct.c_void_p, ct.c_void_p, ct.c_size_t,
         ct.c_int, u64, u64, ct.POINTER(Calibration),

@@ -3,8 +3,8 @@
 A process that makes its context, loads its modules and pins its memory does that once, and its time says nothing of
 how it serves. The window is given, or found for each process from its own calls: it begins where the last of the calls
 that set up ended, as long as hardly any work had been submitted until then; calls that go on at the same rate
-afterwards are no start-up. Steps that a profiler marked begin it as well. Where detail was lost, it begins where all
-calls are there.
+afterwards are no start-up. What the recorder labelled as its own work is no work of the process. Steps that a profiler
+marked begin the window as well. Where detail was lost, it begins where all calls are there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from kvprobe.errors import UsageError
 from kvprobe.recordings.assemble import is_kind
-from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Recording, Table
+from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Recording, Table
 
 __all__ = ["ServingWindow", "parse_time", "recorded_span", "serving_window", "setting_up"]
 
@@ -146,6 +146,8 @@ def _found(recording: Recording, first: int, last: int, processes: int) -> Servi
     rows = np.flatnonzero(setting_up(recording))
     rows = rows[calls["end_ns"][rows] - calls["start_ns"][rows] >= LEAST_NS]
     submits = is_kind(calls["kind"], SUBMITTING) if len(rows) or recording.lost else np.zeros(0, dtype=bool)
+    if len(rows):
+        submits &= ~_own_work(recording)
     for process in np.unique(calls["process"][rows]).tolist():
         mine = rows[calls["process"][rows] == process]
         until = _set_up(calls, mine, np.flatnonzero(submits & (calls["process"] == process)), last)
@@ -166,6 +168,20 @@ def _found(recording: Recording, first: int, last: int, processes: int) -> Servi
              "detail": "where all calls were kept"}  # fmt: skip
     said = " or ".join(words[one] for one in dict.fromkeys(how))
     return ServingWindow(last, begin, f"it begins {said}" if said else "all that was recorded", first)
+
+
+def _own_work(recording: Recording) -> Array:
+    """Mask over calls: they were made inside what the recorder labelled as its own work, such as a calibration."""
+    calls, labels = recording.calls, recording.labels
+    mask = np.zeros(calls.rows, dtype=bool)
+    own = np.flatnonzero(labels["label"] == Label.INSTRUMENTATION)
+    own = own[np.argsort(labels["start_ns"][own], kind="stable")]
+    for process in np.unique(labels["process"][own]).tolist():
+        rows = own[labels["process"][own] == process]
+        begins, ends = labels["start_ns"][rows], np.maximum.accumulate(labels["end_ns"][rows])
+        at = np.searchsorted(begins, calls["start_ns"], "right") - 1
+        mask |= (calls["process"] == process) & (at >= 0) & (calls["end_ns"] <= ends[np.maximum(at, 0)])
+    return mask
 
 
 def _set_up(calls: Table, rows: Array, submits: Array, last: int) -> int:

@@ -51,10 +51,6 @@ typedef struct {
 KVP_EXPORT int kvp_submit(const kvp_submit_options *options, size_t n, const uint64_t *dst, const uint64_t *src,
                           const uint64_t *sizes, uint64_t size, kvp_submit_result *result);
 
-/* Records one event on options->stream; it takes a place in the queue and may wait for one. Fills start_ns, end_ns,
- * result, and blocked with what belongs to it when it took 4 * blocked_ns. */
-KVP_EXPORT int kvp_record_event(const kvp_submit_options *options, void *event, kvp_submit_result *result);
-
 /* The same through one cudaMemcpyBatchAsync; fn_has_fail_index: the 12.x signature. */
 KVP_EXPORT int kvp_submit_batch(const kvp_submit_options *options, void *batch_fn, int fn_has_fail_index, size_t n,
                                 const uint64_t *dst, const uint64_t *src, const uint64_t *sizes, uint64_t size,

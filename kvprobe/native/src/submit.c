@@ -73,18 +73,6 @@ static void note_blocked(kvp_submit_result *r, size_t index, uint64_t start, uin
     if (took > r->max_ns) r->max_ns = took, r->max_index = index;
 }
 
-int kvp_record_event(const kvp_submit_options *o, void *event, kvp_submit_result *r) {
-    memset(r, 0, sizeof *r);
-    r->first_blocked = UINT64_MAX;
-    struct switches switches = switches_now();
-    r->start_ns = kvp_now_ns();
-    r->result = o->event_record(event, o->stream);
-    r->end_ns = kvp_now_ns();
-    uint64_t took = r->end_ns - r->start_ns;
-    if (took >= EVENT_FACTOR * o->blocked_ns) note_blocked(r, 0, r->start_ns, took, &switches);
-    return r->result;
-}
-
 int kvp_submit(const kvp_submit_options *o, size_t n, const uint64_t *dst, const uint64_t *src, const uint64_t *sizes,
                uint64_t size, kvp_submit_result *r) {
     memset(r, 0, sizeof *r);
