@@ -1,4 +1,4 @@
-"""Keeps this process's ring file open for the engines that write to it, and adds their transfers."""
+"""Keeps this process's ring file open for the engines that write to it."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import atexit
 import ctypes as ct
 import logging
 import os
-import struct
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from kvprobe.environment import RUN
-from kvprobe.native.library import DETAIL, Record, RingOptions, core
+from kvprobe.native.library import DETAIL, RingOptions, core
 from kvprobe.runfolder import files, identity, leftovers
 
 log = logging.getLogger("kvprobe")
-TRANSFER = 64  # enum kvp_call
 
 
 @dataclass(frozen=True)
@@ -33,35 +30,8 @@ _file: _File | None = None
 _process = 0  # counts forks: what an earlier process opened is not this one's
 
 
-class _Split(Protocol):
-    @property
-    def build_ns(self) -> int: ...
-    @property
-    def submit_ns(self) -> int: ...
-    @property
-    def wait_ns(self) -> int: ...
-    @property
-    def copy_ns(self) -> int: ...
-
-
-class _Transfer(Protocol):
-    id: int
-    direction: str
-    copies: int
-    stream: int
-    thread: int
-    requested_ns: int
-    noticed_ns: int
-    error: Exception | None
-
-    @property
-    def bytes(self) -> int: ...
-
-    def split(self) -> _Split: ...
-
-
 class Recorder:
-    """Writes to the process's ring file; with detail "off" an object that does nothing.
+    """Holds the process's ring file open; with detail "off" an object that does nothing.
 
     The file lies in the run folder of `kvprobe run` where there is one, else in the user's temporary folder, and is
     removed there when the last engine closes. In a forked child a recorder of the parent does nothing.
@@ -69,9 +39,8 @@ class Recorder:
 
     def __init__(self, detail: str, records: int = 0) -> None:
         """Opens the ring file, or joins the one that is open; `records` a thread are kept, 0: the default."""
-        self._level = DETAIL[detail]
         self._process = _process
-        self._joined = self._level > 0 and _join(records)
+        self._joined = DETAIL[detail] > 0 and _join(records)
 
     @property
     def _open(self) -> bool:
@@ -81,28 +50,6 @@ class Recorder:
     def path(self) -> Path | None:
         """The ring file; None where nothing is recorded."""
         return _file.path if self._open and _file else None
-
-    def transfer(self, transfer: _Transfer) -> None:
-        """Adds a transfer that ended, with its split."""
-        if not self._open:
-            return
-        split = transfer.split()
-        micro = [part / 1e3 for part in (split.build_ns, split.submit_ns, split.wait_ns, split.copy_ns)]
-        record = Record(
-            start_ns=transfer.requested_ns,
-            dur_ns=max(transfer.noticed_ns - transfer.requested_ns, 0),
-            stream=transfer.stream,
-            src=int.from_bytes(struct.pack("<2f", *micro[:2]), "little"),
-            dst=int.from_bytes(struct.pack("<2f", *micro[2:]), "little"),
-            bytes=transfer.bytes,
-            tid=transfer.thread,
-            transfer=transfer.id & 0xFFFFFFFF,
-            count=transfer.copies,
-            result=int(transfer.error is not None),
-            call=TRANSFER,
-            direction=1 if transfer.direction == "load" else 2,
-        )
-        core().kvp_ring_write(ct.byref(record), int(self._level >= DETAIL["transfers"]))
 
     def close(self) -> None:
         """Leaves the ring file; the last one out closes it."""
