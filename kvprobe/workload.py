@@ -124,6 +124,7 @@ class Measured:
         bytes_loaded: by completed loads.
         bytes_verified: compared, both sides.
         requests: served.
+        handed: (time_ns, ns, copies) of each load: time inside the call, on the model's thread.
         start_ns: of the run.
         end_ns: of the run.
     """
@@ -134,6 +135,7 @@ class Measured:
     bytes_loaded: int = 0
     bytes_verified: int = 0
     requests: int = 0
+    handed: list[tuple[int, int, int]] = field(default_factory=list)
     start_ns: int = 0
     end_ns: int = 0
 
@@ -272,7 +274,9 @@ class Server:
             self._loaded(request)
             return
         self.dedup.started(fresh)
-        self.engine.load(request.source, request.blocks, tag=request)
+        start = self._now()
+        transfer = self.engine.load(request.source, request.blocks, tag=request)
+        self.measured.handed.append((start, self._now() - start, transfer.copies))
 
     def _collect(self) -> None:
         for transfer in self.engine.poll():
