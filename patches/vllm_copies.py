@@ -586,7 +586,7 @@ class DescriptorBatches(_Copies):
         handler = self._handler
         if handler not in self._bounds and hasattr(self.module, "CPUOffloadingWorker"):
             if self.path is not None and self.path.ladder is not None:
-                why = "the worker was made before kvprobe came: where its registrations begin is not known"
+                why = "the worker was made before kvprobe was installed: where its registrations begin is not known"
                 self.path.ladder.refuse("coalesced", why)
             return len(src)
         bounds = [t.data_ptr() for t in (*handler.src_tensors, *handler.dst_tensors)]

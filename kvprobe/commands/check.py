@@ -81,7 +81,7 @@ def command(
         if any(cause in FULL_QUEUE for cause in wanted[name]) and "saturation" in name.lower():
             wanted[name] = list(dict.fromkeys([*wanted[name], *FULL_QUEUE]))
         if not wanted[name]:
-            raise UsageError(f"--no {name}: no cause of that name; there are {', '.join(CAUSES)}")
+            raise UsageError(f"--no {name}: unknown cause; use one of {', '.join(CAUSES)}")
     if junit is not None:
         check_writable(junit)
     from kvprobe.commands._reading import diagnosed

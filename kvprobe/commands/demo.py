@@ -253,7 +253,7 @@ def show(outcome: dict[str, Any]) -> None:
                                           for one in (shared, auto)))  # fmt: skip
     table.add_row("GB moved", *(f"{one['bytes'] / 1e9:.2f}" for one in (shared, auto)))
     table.add_row("GB loaded twice", *(f"{one['redundant_bytes'] / 1e9:.2f}" for one in (shared, auto)))
-    table.add_row("GB not loaded twice", "", f"{outcome['redundant_bytes_avoided'] / 1e9:.2f}")
+    table.add_row("redundant loads avoided (GB)", "", f"{outcome['redundant_bytes_avoided'] / 1e9:.2f}")
     console = Console()
     console.print(table)
     for one in outcome["switch_log"]:

@@ -247,7 +247,7 @@ class _Run:
             try:
                 self.figure = float(last.replace(",", ""))
             except ValueError:
-                raise CommandFailedError(f"--figure {pattern.pattern}: no number of it in the output of "
+                raise CommandFailedError(f"--figure {pattern.pattern}: no number matches it in the output of "
                                          f"{self.folder.with_suffix('.out')}") from None  # fmt: skip
         return blocked_ns(self.recording(), usual)[1]
 

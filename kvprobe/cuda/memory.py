@@ -30,7 +30,7 @@ class Region:
     def __post_init__(self) -> None:
         """Refuses what cannot be a piece of memory."""
         if self.address <= 0:
-            raise UsageError(f"address {self.address:#x} is no memory")
+            raise UsageError(f"address {self.address:#x} is not a memory address")
         if self.bytes <= 0:
             raise UsageError(f"a region of {self.bytes} bytes is empty")
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding
-from kvprobe.diagnosis.frame import Frame, ms
+from kvprobe.diagnosis.frame import Frame, between, ms
 from kvprobe.diagnosis.launch_queue_saturation import cliff
 from kvprobe.diagnosis.queue_full import full
 from kvprobe.diagnosis.room import BATCHED, deeper, spared
@@ -43,18 +43,17 @@ def find(frame: Frame) -> Finding | None:
     behind = int((2 * busy > ns).sum())
     behind_what = (
         "while nothing of their stream executed" if frame.recording.has_executions else
-        "as the first of their stream to do so after it had been told to wait for an event, many times as long as "
-        "those after them"
+        "as the first since their stream was told to wait for an event, and far longer than the calls after them"
     )  # fmt: skip
     return frame.host_finding(
-        CAUSE, "{calls} submissions waited {lost} for a fence behind which the queue had filled",
+        CAUSE, "{calls} submissions waited {lost}: the launch queue had filled behind a fence",
         "certain" if told and behind else "likely", rows, ns, chart=cliff(frame, rows),
         evidence=(
-            Evidence(f"{len(rows):,} submissions at {int(depth.min())} to {int(depth.max())} outstanding blocked "
-                     f"{behind_what}, for {ms(int(ns.sum()))}", int(ns.sum()), "ns", MEASURED),
+            Evidence(f"{len(rows):,} submissions blocked with {between(depth)} outstanding, "
+                     f"{behind_what}: {ms(int(ns.sum()))}", int(ns.sum()), "ns", MEASURED),
             Evidence(f"the longest single call took {ms(int(frame.dur[rows].max()))}", int(frame.dur[rows].max()), "ns",
                      MEASURED),
-            Evidence(f"their streams had been told to wait for an event {told} times", told, "calls", COUNTED),
+            Evidence(f"their streams had been told {told:,} times to wait for an event", told, "calls", COUNTED),
             *((Evidence(f"kernels of other streams ran during most of {behind} of them: what the fence waits for",
                         behind, "calls", INFERRED),) if frame.recording.has_executions else ()),
         ),

@@ -92,9 +92,9 @@ def find(frame: Frame) -> Finding | None:
         CAUSE, "First calls took {lost}: initialisation and lazy loading", "likely" if len(first) else "certain",
         rows, lost, severity="info",
         evidence=(
-            Evidence(f"{len(rows):,} calls are the first of their name or kernel in their process, or labelled lazy "
-                     f"loading, and took {ms(int(lost.sum()))} longer than such calls do", int(lost.sum()), "ns",
-                     MEASURED),
+            Evidence(f"{len(rows):,} calls took {ms(int(lost.sum()))} longer than such calls usually take: each "
+                     "is its process's first call of a function or kernel, or labelled as lazy loading",
+                     int(lost.sum()), "ns", MEASURED),
             Evidence(f"the longest is {frame.text(frame.name[worst])}, {ms(int(frame.dur[worst]))}",
                      int(frame.dur[worst]), "ns", MEASURED),
             Evidence(f"the recorder labels {len(labelled)} of them lazy loading or JIT", len(labelled), "calls",

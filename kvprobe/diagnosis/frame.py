@@ -52,6 +52,12 @@ def ms(ns: float) -> str:
     return f"{ns:.0f} ns"
 
 
+def between(values: Array) -> str:
+    """The least and the greatest of these counts for a sentence, as one where they are equal."""
+    low, high = int(values.min(initial=values[0])), int(values.max(initial=values[0]))
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
 def share(part: float, whole: float) -> str:
     """A percentage for a sentence."""
     return f"{100 * part / whole:.1f}%" if whole > 0 else "0%"

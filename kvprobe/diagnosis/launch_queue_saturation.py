@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, LABELLED, MEASURED, Change, Chart, Evidence, Finding
-from kvprobe.diagnosis.frame import Array, Frame, ms, share
+from kvprobe.diagnosis.frame import Array, Frame, between, ms, share
 from kvprobe.diagnosis.intervals import distinct
 from kvprobe.diagnosis.queue_full import Full, full
 from kvprobe.diagnosis.room import BATCHED, deeper, spared
@@ -51,11 +51,12 @@ def _abstain(frame: Frame, found: Full) -> Finding | None:
     if len(rows) < 3:
         return None
     return frame.host_finding(
-        CAUSE, "A full launch queue is possible: {calls} calls at the deepest took {lost} longer", "cannot tell", rows,
+        CAUSE, "The launch queue may have been full: {calls} calls took {lost} longer with most outstanding",
+        "cannot tell", rows,
         frame.excess_ns[rows], severity="info", chart=cliff(frame, rows) if len(rows) else None,
         evidence=(
-            Evidence(f"{len(rows):,} slow calls were entered with {int(frame.occupancy.depth[rows].min(initial=0))} to "
-                     f"{int(frame.occupancy.depth[rows].max(initial=0))} submissions outstanding on their stream",
+            Evidence(f"{len(rows):,} slow calls were entered with "
+                     f"{between(frame.occupancy.depth[rows])} submissions outstanding on their stream",
                      len(rows), "calls", INFERRED),
         ) if len(rows) else (),
         reason=f"cannot tell, because {found.open_reason}",
@@ -78,7 +79,7 @@ def find(frame: Frame) -> Finding | None:
     launches = np.isin(kinds, [CallKind.LAUNCH, CallKind.GRAPH])
     of_launches = 2 * int(ns[launches].sum()) > lost
     depth = frame.occupancy.depth[rows]
-    at = " to ".join(str(limit) for limit in sorted({int(depth.min()), int(depth.max())}))
+    at = between(depth)
     baseline = float(np.median(frame.occupancy.baseline_ns[rows]))
     channels = frame.recording.machine.get("channels") or 4
     labelled = sum(q.labelled_ns for q in queues)

@@ -110,11 +110,11 @@ def find(frame: Frame) -> Finding | None:
     wasted, moved = int(frame.bytes[rows].sum()), int(frame.bytes[loads].sum())
     batches = bool((frame.kind[rows] == CallKind.BATCH).any())
     evidence = [
-        Evidence(f"{len(rows):,} of {len(loads)} loads copied bytes that were there or on their way already: "
+        Evidence(f"{len(rows):,} of {len(loads)} loads copied bytes that were already there or on their way: "
                  f"{wasted / 1e6:.1f} MB, {share(wasted, moved)} of all loaded bytes", wasted, "bytes", COUNTED),
         Evidence(f"{arrived:,} of them went to where the same bytes had been loaded to, with no copy to either place "
                  "in between", arrived, "calls", COUNTED),
-        Evidence(f"the most popular source was loaded {int(np.bincount(group).max())} times",
+        Evidence(f"the block loaded most often was loaded {int(np.bincount(group).max()):,} times",
                  int(np.bincount(group).max()), "1", COUNTED),
     ]  # fmt: skip
     cure = (
@@ -126,7 +126,7 @@ def find(frame: Frame) -> Finding | None:
             "on",
             share=1.0,
         ),
-        Change("Gate it: where a follower would wait longer than its own load takes, load"),
+        Change("Limit the wait: load again where waiting would take longer than a load of its own"),
     )
     if not frame.recording.has_executions:
         rate, how = frame.link(Direction.H2D)

@@ -37,10 +37,10 @@ def find(frame: Frame) -> Finding | None:
         severity="info", evidence=evidence,
         reason="cannot tell, because these calls overlap nothing that the recorder labelled, copy no pageable memory, "
                "are not first calls, and were made while their queues had room" if known.any() else
-               "cannot tell, because the recording does not show how deep their queues were",
+               "cannot tell, because the recording does not show how full the launch queues were",
         cure=(
-            Change("Record again with --trace of the operating system's scheduling, or with py-spy stacks, to see "
-                   "where the thread was", "recording"),
+            Change("Record again with Python stacks (`kvprobe run`), or with Nsight Systems' "
+                   "scheduling trace, to see where the thread was", "recording"),
         ),
         chart=frame.slow_calls_chart(rows, "Slow submissions without a known cause"),
     )  # fmt: skip

@@ -79,7 +79,7 @@ class _Remote(io.RawIOBase):
             try:
                 with urllib.request.urlopen(request, context=self.context, timeout=60) as answer:
                     if answer.status != 206:
-                        raise KvprobeError(f"{self.url}: the server sends no parts of files")
+                        raise KvprobeError(f"{self.url}: the server does not support range requests")
                     self.size = int(answer.headers["Content-Range"].rsplit("/", 1)[1])
                     self.blocks[number] = answer.read()
             except (urllib.error.URLError, OSError) as error:

@@ -96,7 +96,7 @@ class _File:
             self.fd = files.open_append(path)
         except OSError as error:
             self.dead = True
-            log.warning("kvprobe: cannot write %s (%s); adapters go on without a sidecar", path, error.strerror)
+            log.warning("kvprobe: cannot write %s (%s); adapters go on and write no events", path, error.strerror)
             return False
         self._append([_process_event()])
         return True

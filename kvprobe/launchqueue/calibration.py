@@ -153,7 +153,9 @@ def _capacity(runtime: Runtime, streams: list[int], event: int, device: Buffer, 
         seen.append(result.accepted)
         if result.accepted == max(seen) and seen.count(result.accepted) == 2:
             return result
-    raise KvprobeError(f"the launch queue's depth could not be reproduced ({sorted(seen)}): too busy; retry")
+    raise KvprobeError(
+        f"the launch queue's depth came out differently each time ({sorted(seen)}): the machine is too busy; try again"
+    )
 
 
 def _cache_path(runtime: Runtime) -> Path:

@@ -54,17 +54,18 @@ class Measured:
 def conclude(m: Measured) -> tuple[Verdict, str]:
     """The verdict on one queue, and from what."""
     if m.deepest < LEAST_DEPTH:
-        return "healthy", f"never more than {m.deepest} submissions outstanding"
+        return "healthy", f"never more than {m.deepest:,} submissions outstanding"
     if not m.slow:
         return (
             "healthy",
-            f"{m.deepest} submissions outstanding at most, and calls cost no more there than at shallow depth",
+            f"{m.deepest:,} submissions outstanding at most, and calls cost no more there than with few outstanding",
         )
-    what = f"{m.slow} calls at {m.shallowest} to {m.deepest} outstanding took {ms(m.lost_ns)} more than shallow ones"
+    least = "" if m.shallowest == m.deepest else f"{m.shallowest:,} to "
+    what = f"{m.slow:,} calls with {least}{m.deepest:,} outstanding took {ms(m.lost_ns)} more than with few outstanding"
     if m.in_graphs > 0.5:
         return "cannot tell", (
-            f"{what}; a full queue is likely, but graphs were in it: one launch takes an unknown number of "
-            "places, so no count of submissions is its depth"
+            f"{what}; a full queue is likely, but CUDA graphs were in it: a graph launch takes an unknown "
+            "number of places, so the depth cannot be counted in submissions"
         )
     if m.slow < LEAST_BLOCKED:
         few = f"{what}: too few to tell a full queue from chance"
@@ -77,7 +78,7 @@ def conclude(m: Measured) -> tuple[Verdict, str]:
     if not informative and (m.drained < 0.8 or m.at_pin < 20):
         return "cannot tell", (
             f"{what}; operations end so often that returning with one proves nothing "
-            f"({m.aligned:.0%}, by chance {m.chance:.0%}), and depth did not stay at the top"
+            f"({m.aligned:.0%}, by chance {m.chance:.0%}), and the depth did not stay at its maximum"
         )
     return "saturated", (
         f"{what}; {m.aligned:.0%} of them return when the stream moves on ({m.chance:.0%} would by chance)"

@@ -210,7 +210,7 @@ class OffloadEngine:
             config.run_until = self.runtime.address("kvhostRunUntil")
         handle = self._native.kvp_submitter_open(ct.byref(config))
         if not handle:
-            raise KvprobeError("the submitter could not be started: no memory, or no more threads are allowed")
+            raise KvprobeError("the submitter could not be started: not enough memory, or too many threads (ulimit -u)")
         return int(handle)
 
     def _rate_of(self, side: int) -> int:
@@ -435,7 +435,7 @@ class OffloadEngine:
             if code == 0:
                 raise TransferError(f"{what} did not end within {timeout_s} s")
             if code == -2:
-                raise TransferError(f"nothing that is outstanding can end {what}")
+                raise TransferError(f"{what} would never end: nothing outstanding can complete it")
         self._deliver()
         if self._running_callbacks == threading.get_ident():
             return
@@ -465,7 +465,9 @@ class OffloadEngine:
         if code == FORKED:
             raise self._refused(code)
         if code == STUCK:
-            raise TransferError(f"nothing that is outstanding can submit {transfer.direction} {transfer.id}")
+            raise TransferError(
+                f"{transfer.direction} {transfer.id} would never be submitted: nothing outstanding can make room for it"
+            )
         if code:
             raise self.runtime.error("cudaStreamWaitEvent", code)
         if transfer.done:

@@ -46,7 +46,7 @@ def _dump(pid: int, timeout_s: float) -> list[dict[str, Any]]:
     try:
         found: list[dict[str, Any]] = json.loads(done.stdout)
     except ValueError:
-        raise RuntimeError("py-spy answered with no JSON") from None
+        raise RuntimeError("py-spy's answer is not JSON") from None
     return found
 
 

@@ -106,7 +106,7 @@ def sniff(path: str | os.PathLike[str]) -> str:
         raise RecordingError(f"{path}: the file is empty")
     if path.suffix == ".kvp":
         return "kvprobe"
-    raise RecordingError(f"{path}: of no format that kvprobe reads ({', '.join(what for _, what in FORMATS.values())})")
+    raise RecordingError(f"{path}: unknown format; kvprobe reads: {', '.join(what for _, what in FORMATS.values())}")
 
 
 def _unpacked(start: bytes) -> bytes:
@@ -128,8 +128,7 @@ def _sniff_folder(path: Path) -> str:
     if any(name.startswith(("StringIds", "CUPTI_ACTIVITY_KIND_", "NVTX_EVENTS", "META_DATA_EXPORT")) for name in names):
         return "nsys-arrow"
     raise RecordingError(
-        f"{path}: a folder without recordings in it (looked for .kvp files, PyTorch traces, and the "
-        "tables of an export)"
+        f"{path}: no recording in this folder (looked for .kvp files, PyTorch traces, and the tables of an export)"
     )
 
 

@@ -455,12 +455,12 @@ def _by_pace(start: Array, end: Array, slow: Array, emptied: Array, known: int) 
 
     A call that waits for room returns when a place is freed, so where slow calls follow one another the time from one
     return to the next is what the stream needs for a submission. At that pace the queue is followed from where it was
-    known to be empty: each call takes a place, time frees them. It is borne out where slow calls begin when the queue
-    should be full: after as many quick ones as it has room for, be it what a pause has freed or, once at least, half of
-    the queue.
+    known to be empty: each call takes a place, time frees them. It is confirmed where slow calls begin when the queue
+    should be full, after as many quick calls as it has room for: the places that a pause has freed, and in one case at
+    least half of the queue.
 
     Returns:
-        Depth at each call, (calls,) float64; the depth that is full, 0 where the calls do not bear it out; how.
+        Depth at each call, (calls,) float64; the depth that is full, 0 where the calls do not confirm it; how.
     """
     returned = np.r_[start[0], np.maximum.accumulate(end)[:-1]]
     runs = (

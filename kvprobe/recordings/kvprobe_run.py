@@ -139,7 +139,9 @@ def read(
     notes += _launch_queue(recording, processes, shifts, names)
     for process in processes:
         if not (process.state in ("closed", "running", "replaced") or process.state.startswith("exit code")):
-            notes.append(f"process {process.pid} {process.state}; its totals are whole, and its newest detail is kept")
+            notes.append(
+                f"process {process.pid} {process.state}; its totals are complete, of single calls the newest are kept"
+            )
     for folder, run in runs.items():
         facts = {key: run[key] for key in ("host", "kernel", "cpus", "python", "gpu_nodes") if key in run}
         recording.machine.update(facts)

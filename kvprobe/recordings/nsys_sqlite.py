@@ -292,7 +292,7 @@ def read(path: Path, progress: Progress | None = None) -> Recording:
 def columns_to_recording(export: Any, path: Path, form: str, progress: Progress | None = None) -> Recording:
     """Makes a Recording of anything that offers an Export's methods, whatever the format behind it."""
     if not any(table in export.tables for table in ("CUPTI_ACTIVITY_KIND_RUNTIME", "StringIds", "NVTX_EVENTS")):
-        raise RecordingError(f"{path}: no export of Nsight Systems (no CUDA calls, NVTX ranges or strings in it)")
+        raise RecordingError(f"{path}: not an export of Nsight Systems (no CUDA calls, NVTX ranges or strings in it)")
     builder = _Builder(export, path, form, progress)
     return builder.build()
 

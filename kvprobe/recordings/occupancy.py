@@ -317,9 +317,10 @@ def _judge(recording: Recording, queue: StreamOccupancy, labelled: Array, use_la
         at = queue.depth[queue.blocked]
         queue.ceiling, queue.plateau = int(at.max()), (int(at.min()), int(at.max()))
         queue.verdict = "saturated"
+        least = "" if at.min() == at.max() else f"{queue.plateau[0]:,} to "
         queue.reason = (
-            f"the recorder labels {int(queue.blocked.sum())} calls as blocked by a full command buffer, at "
-            f"{queue.plateau[0]} to {queue.plateau[1]} submissions outstanding"
+            f"the recorder labels {int(queue.blocked.sum()):,} calls as blocked by a full command buffer, with "
+            f"{least}{queue.plateau[1]:,} submissions outstanding"
             + (" (a soft count: graphs are among them)" if queue.graphs else "")
         )
 

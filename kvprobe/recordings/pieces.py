@@ -134,7 +134,7 @@ class Pieces:
         while True:
             start = self.buffer.lstrip()[:1]
             if start not in (b"{", b"["):
-                raise RecordingError("no JSON" if start else "it is empty")
+                raise RecordingError("it is not JSON" if start else "it is empty")
             if start == b"[":  # the trace event format's bare list
                 self.buffer = self.buffer.lstrip()[1:]
                 return
@@ -165,7 +165,7 @@ class Pieces:
             if state == END:
                 return
             if state == BROKEN:
-                self.cut_off = self.cut_off or "what follows is no JSON"
+                self.cut_off = self.cut_off or "what follows is not JSON"
                 return
             if not more:
                 self.cut_off = self.cut_off or "the document ends in the middle of its events"

@@ -101,7 +101,7 @@ def quick_triage(path: str | os.PathLike[str], *, on_a_thread: bool = True) -> T
         on_a_thread: unzip on a thread of its own, ahead of the scan.
 
     Raises:
-        RecordingError: of no format that can be read.
+        RecordingError: its format is unknown.
     """
     path = Path(path)
     if sniff(path) != "kineto-json":

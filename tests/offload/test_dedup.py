@@ -66,7 +66,7 @@ def test_auto_turns_on_when_loads_are_redundant_and_off_when_waiting_costs_more(
     d.started(["a"])
     assert d.on
     assert d.stats.redundant_bytes == 10
-    for request in range(10, 40):  # a convoy: every follower waits in vain
+    for request in range(10, 40):  # a convoy: every follower waits for nothing
         d.lookup(request, ["a"], everything)
         clock.now += 100
         d.lookup(request, ["a"], everything)

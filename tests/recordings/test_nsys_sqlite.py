@@ -131,7 +131,7 @@ def test_a_view_in_place_of_a_table_is_never_evaluated(tmp_path):
 
 def test_a_database_of_something_else_is_refused_in_one_line(tmp_path):
     path = make(tmp_path / "a.sqlite", "CREATE TABLE users (name TEXT)")
-    with pytest.raises(RecordingError, match="no export of Nsight Systems") as error:
+    with pytest.raises(RecordingError, match="not an export of Nsight Systems") as error:
         open_recording([path])
     assert "\n" not in str(error.value)
 
