@@ -148,7 +148,7 @@ def _open(findings: Sequence[Finding]) -> list[Missing]:
     return [
         Missing(
             one.reason.removeprefix("cannot tell, because ") or one.title.rstrip("."),
-            one.cure[0].text if one.cure else _DEVICE,
+            one.cure[0].text[:1].lower() + one.cure[0].text[1:] if one.cure else _DEVICE,
         )
         for one in findings
         if one.abstains and one.share >= OPEN_SHARE
