@@ -19,7 +19,7 @@ def command(target: str) -> None:
     """Put the addresses back in the process PID and its children, and write the report.
 
     FOLDER, the run folder that `kvprobe attach` named, does the same for all that is recorded into it. Processes go on
-    undisturbed; what one of them has started since by exec was started recorded, and is until it ends.
+    undisturbed; a program that one of them has become by exec stays recorded until it ends.
     """
     from kvprobe.instrument import attach
     from kvprobe.probe import processes
@@ -53,7 +53,8 @@ def command(target: str) -> None:
     click.echo(f"detached from {len(done)} process{'es' if len(done) != 1 else ''}", err=True)
     if left:
         click.echo(
-            f"kvprobe: {len(left)} started since by exec are recorded until they end: {', '.join(map(str, left[:8]))}",
+            f"kvprobe: {len(left)} processes that called exec meanwhile are recorded until they end: "
+            f"{', '.join(map(str, left[:8]))}",
             err=True,
         )
     deadline = time.monotonic() + 120

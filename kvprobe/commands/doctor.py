@@ -134,7 +134,7 @@ def _torch(device: str) -> Iterator[Line]:
         found = metadata.distribution("torch")
     except metadata.PackageNotFoundError:
         yield Line("device", "torch", "not installed here", UNKNOWN,
-                   "the server's own environment counts: run its `python -m kvprobe.cli doctor`")  # fmt: skip
+                   "the server's own environment counts: run its `python -m kvprobe doctor`")  # fmt: skip
         return
     built = ""
     with contextlib.suppress(OSError):  # read, not imported: that takes seconds and starts CUDA
@@ -178,7 +178,7 @@ def _queue(runtime: Runtime) -> Iterator[Line]:
     limits = calibrate(runtime, cache=False)
     yield Line("launch queue", "depth", f"{limits.depth:,} operations a stream, then the caller waits",
                GOOD if limits.depth >= 1000 else BAD,
-               "" if limits.depth >= 1000 else "CUDA_SCALE_LAUNCH_QUEUES makes it small: unset it")  # fmt: skip
+               "" if limits.depth >= 1000 else "CUDA_SCALE_LAUNCH_QUEUES makes the queue small: unset it")  # fmt: skip
     todo = "" if limits.channels >= 8 else "CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts gives streams room apart"
     yield Line("launch queue", "channels", f"{limits.channels} that streams share; they hold {limits.capacity:,}",
                GOOD if limits.channels >= 4 else BAD, todo)  # fmt: skip
@@ -240,7 +240,7 @@ def _environment() -> Iterator[Line]:
             yield Line("environment", name, value, BAD, "not a number from 1 to 32: the driver ignores it")
         else:
             few = int(value) < 4
-            todo = "streams wait for each other in so few channels; raise it unless something needs it" if few else ""
+            todo = "with so few channels streams wait for each other; raise it unless something needs it" if few else ""
             yield Line("environment", name, value, BAD if few else GOOD, todo)
     yield _scale(os.environ.get("CUDA_SCALE_LAUNCH_QUEUES"))
     loading = os.environ.get("CUDA_MODULE_LOADING")

@@ -206,7 +206,10 @@ def _carried(env: dict[str, str]) -> dict[str, str]:
             folders.append(str(Path(found.origin).parents[1]))
     start = str(Path(kvprobe.instrument.__file__).parent / "carried")
     if any(os.pathsep in path for path in (start, *folders)):
-        click.echo(f"kvprobe: no adapters in other environments than its own: {os.pathsep!r} in {start}", err=True)
+        click.echo(
+            f"kvprobe: adapters act in this environment only: a path contains {os.pathsep!r} ({start})",
+            err=True,
+        )
         return {}
     path = [start, env["PYTHONPATH"]] if env.get("PYTHONPATH") else [start]
     return {"PYTHONPATH": os.pathsep.join(path), "KVPROBE_CARRY": os.pathsep.join(dict.fromkeys(folders))}

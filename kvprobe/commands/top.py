@@ -301,7 +301,7 @@ class Collector:
             )
         }
         durations = HistogramMetricFamily("kvprobe_submit_seconds", "Host time of a call.", labels=self.LABELS)
-        waiting = GaugeMetricFamily("kvprobe_call_in_flight_seconds", "Age of the longest call a thread is inside of.",
+        waiting = GaugeMetricFamily("kvprobe_call_in_flight_seconds", "Time inside the longest call in progress.",
                                     labels=["pid", "stream", "call"])  # fmt: skip
         bounds = bucket_bounds()
         for snapshot in snapshots(find_rings(self._target)):
