@@ -146,11 +146,10 @@ def _found(recording: Recording, first: int, last: int, processes: int) -> Servi
     rows = np.flatnonzero(setting_up(recording))
     rows = rows[calls["end_ns"][rows] - calls["start_ns"][rows] >= LEAST_NS]
     submits = is_kind(calls["kind"], SUBMITTING) if len(rows) or recording.lost else np.zeros(0, dtype=bool)
-    if len(rows):
-        submits &= ~_own_work(recording)
+    work = submits & ~_own_work(recording) if len(rows) else submits
     for process in np.unique(calls["process"][rows]).tolist():
         mine = rows[calls["process"][rows] == process]
-        until = _set_up(calls, mine, np.flatnonzero(submits & (calls["process"] == process)), last)
+        until = _set_up(calls, mine, np.flatnonzero(work & (calls["process"] == process)), last)
         if until > begin[process]:
             begin[process] = until
             how.append("set-up")
@@ -160,7 +159,7 @@ def _found(recording: Recording, first: int, last: int, processes: int) -> Servi
         how.append("steps")
     for process, lost in recording.lost.items():
         if lost and 0 <= process < processes:
-            whole = _whole_from(calls, np.flatnonzero(submits & (calls["process"] == process)))
+            whole = _whole_from(recording, process, np.flatnonzero(submits & (calls["process"] == process)))
             if whole > begin[process]:
                 begin[process] = whole
                 how.append("detail")
@@ -213,15 +212,32 @@ def _first_step(recording: Recording) -> int:
     return int(recording.ranges["start_ns"][rows].min()) if len(rows) > 1 else 0
 
 
-def _whole_from(calls: Table, submits: Array) -> int:
+def _whole_from(recording: Recording, process: int, submits: Array) -> int:
     """From when on all submissions were kept: what is left of the time before are slow ones."""
+    calls = recording.calls
     start, end = calls["start_ns"][submits], calls["end_ns"][submits]
     threads = calls["thread"][submits]
     begin = 0
-    for thread in np.unique(threads).tolist():
+    for thread in _that_lost(recording, process, threads):
         mine = np.flatnonzero(threads == thread)
         took = end[mine] - start[mine]
         quick = np.flatnonzero(took <= np.median(took[-1000:]))
         if len(quick):
             begin = max(begin, int(start[mine[quick[0]]]))
     return begin
+
+
+def _that_lost(recording: Recording, process: int, threads: Array) -> list[int]:
+    """Threads of which the totals know more submissions than were kept, or may; `threads`: of each submission kept."""
+    kept = dict(zip(*(found.tolist() for found in np.unique(threads, return_counts=True)), strict=True))
+    totals = recording.totals
+    made = totals.where((totals["process"] == process) & is_kind(totals["kind"], SUBMITTING))
+    if not made.rows:
+        return list(kept)
+    counted = {thread: int(made["calls"][made["thread"] == thread].sum()) for thread in kept}
+    # threads that came after one another share their totals, which then name none
+    rest = [thread for thread in kept if not counted[thread]]
+    shared = int(made["calls"].sum()) - sum(counted.values())
+    if shared > sum(kept[thread] for thread in rest):
+        return list(kept)
+    return [thread for thread in kept if counted[thread] > kept[thread]]

@@ -9,7 +9,7 @@ from kvprobe.diagnosis import diagnose
 from kvprobe.diagnosis.startup import startup
 from kvprobe.diagnosis.verdict import of_recording
 from kvprobe.errors import UsageError
-from kvprobe.recordings.model import CallKind, Recording, Source, Table
+from kvprobe.recordings.model import CallKind, Label, Recording, Source, Table
 from kvprobe.recordings.window import serving_window
 
 MS = 1_000_000
@@ -67,6 +67,38 @@ def test_one_allocation_between_two_spells_of_serving_stays_in_the_window():
     r = program(copies(10_000, 0) + pins(1, 1_000 * MS, 300 * MS, 0) + copies(10_000, 1_300 * MS))
     assert serving_window(r).start_ns == 0
     assert "allocation_on_hot_path" in {one.cause for one in diagnose(r)}
+
+
+def losing(calls, totals, late=()):
+    """A recording of thread 7 whose ring lost calls, and of thread 8; `totals`: (thread, calls)."""
+    r = program([*calls, *late])
+    columns = dict(r.calls.columns)
+    columns["thread"] = np.where(np.isin(columns["start_ns"], [start for start, *_ in late]), 8, 7)
+    thread, made = (np.array(column) for column in zip(*totals, strict=True))
+    zero = np.zeros(len(made), int)
+    r.tables["calls"] = Table("calls", columns)
+    r.tables["totals"] = Table("totals", {"process": zero, "thread": thread, "stream": zero, "name": zero + COPY,
+                                          "kind": zero + CallKind.COPY, "calls": made})  # fmt: skip
+    r.lost[0] = 5_000
+    return r
+
+
+@pytest.mark.parametrize("owner", [8, -1])  # a ring's thread; threads that had a ring one after another
+def test_a_thread_that_began_late_and_lost_nothing_cuts_nothing_off(owner):
+    early = copies(1, 5 * MS, took_ns=MS)  # a slow one is what is left of the time before
+    kept = [*early, *copies(1_000, 100 * MS)]
+    late = copies(100, 180 * MS + 50_000)
+    assert serving_window(losing(kept, [(7, 6_001), (owner, 100)], late)).start_ns == 100 * MS
+    assert serving_window(losing(kept, [(7, 6_001), (owner, 5_000)], late)).start_ns == 180 * MS + 50_000
+
+
+def test_what_the_recorder_did_itself_is_no_work_of_the_process():
+    calibration, pinned = copies(3_000, 0, every_ns=2_000), pins(8, 7 * MS, MS, 2 * MS)
+    r = program([*calibration, *pinned, *copies(1_000, 100 * MS)])
+    assert serving_window(r).start_ns == 0
+    r.tables["labels"] = Table("labels", {"start_ns": [0], "end_ns": [7 * MS], "process": [0], "thread": [7],
+                                          "label": [Label.INSTRUMENTATION], "name": [0]})  # fmt: skip
+    assert serving_window(r).start_ns == pinned[-1][0] + MS
 
 
 def test_marked_steps_begin_the_window_where_no_set_up_does():
