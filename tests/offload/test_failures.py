@@ -1,0 +1,177 @@
+"""What fails is left alone or said: methods that fail, waits that fail, a device that is lost, a child of a fork."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import numpy as np
+import pytest
+
+from kvprobe.errors import CudaError, TransferError
+
+
+def _scattered(b):
+    return np.random.default_rng(3).permutation(b.gpu.blocks), np.random.default_rng(4).permutation(b.cpu.blocks)
+
+
+def _equal(b, cpu, gpu):
+    return all(
+        np.array_equal(left[cpu], right[gpu]) for left, right in zip(b.bytes_of(b.cpu), b.bytes_of(b.gpu), strict=True)
+    )
+
+
+@pytest.mark.parametrize(("method", "call"), [("batch", "cudaMemcpyBatchAsync"), ("kernel", "cuLaunchKernel")])
+def test_a_method_that_fails_is_not_asked_again_and_the_next_one_moves_the_same_bytes(bench, method, call):
+    b = bench(blocks=64)
+    gpu, cpu = _scattered(b)
+    with b.engine(policy="pooled", method=method) as engine:
+        b.runtime.fail_call(call, 1, 801)
+        first = engine.load(cpu, gpu).wait()
+        assert method not in first.methods
+        assert set(engine.methods_lost) == {method}
+        assert "801" in engine.methods_lost[method]
+        assert _equal(b, cpu, gpu)
+        engine.load(cpu, gpu).wait()
+        assert set(engine.held.values()) == {0}
+
+
+def test_a_runtime_without_batches_copies_one_by_one(bench):
+    b = bench(blocks=16)
+    gpu, cpu = _scattered(b)
+    b.runtime.fail_call("cudaMemcpyBatchAsync", 1, 801)  # when it is tried
+    with b.engine(policy="pooled", max_slowdown=-1.0) as engine:  # no kernel is cheap enough
+        assert engine.load(cpu, gpu).wait().methods == ("loop",)
+    assert _equal(b, cpu, gpu)
+
+
+@pytest.mark.parametrize("method", ["loop", "batch", "kernel"])
+@pytest.mark.parametrize("detail", ["off", "totals", "copies"])
+def test_transfers_larger_than_the_queue_end_at_every_detail(bench, method, detail):
+    b = bench(layers=4, blocks=64, depth=64, channels=1)
+    gpu, cpu = _scattered(b)
+    with b.engine(policy="pooled", method=method, detail=detail) as engine:
+        for _ in range(4):
+            engine.load(cpu, gpu)
+        engine.wait()
+    assert _equal(b, cpu, gpu)
+
+
+@pytest.mark.parametrize("detail", ["off", "totals", "transfers"])
+def test_auto_ends_what_it_began_on_the_shared_stream(bench, detail):
+    """Every call is slower than calibrated, so a switch can come at any copy of a transfer."""
+    b = bench(layers=4, blocks=64, depth=64, channels=1, submit_ns=3200.0)
+    gpu, cpu = _scattered(b)
+    with b.engine(policy="auto", detail=detail) as engine:
+        for _ in range(20):
+            engine.load(cpu, gpu)
+        engine.wait()
+        assert set(engine.held.values()) == {0}
+    assert _equal(b, cpu, gpu)
+
+
+@pytest.mark.parametrize("policy", ["shared", "pooled"])
+def test_after_a_wait_that_failed_the_next_transfer_still_comes_last(bench, policy):
+    """A transfer that fails before its first copy must not let the next one overtake those before it."""
+    b = bench(layers=1, blocks=64, h2d_bytes_per_s=5e7)
+    with b.engine(policy=policy, method="loop") as engine:
+        engine.load(np.arange(32), np.arange(32))
+        b.runtime.fail_call("cudaStreamWaitEvent", 1, 2)
+        failed = engine.load([40], [0])
+        engine.load([41], [0], after=None)
+        engine.wait()
+        b.runtime.fail_call("cudaStreamWaitEvent", 0, 0)
+        assert failed.done
+        assert np.array_equal(b.bytes_of(b.gpu)[0][0], b.bytes_of(b.cpu)[0][41])
+
+
+def test_one_failing_query_fails_nothing(bench):
+    b = bench(blocks=32, h2d_bytes_per_s=1e8)
+    gpu, cpu = _scattered(b)
+    with b.engine(policy="pooled", method="loop") as engine:
+        b.runtime.fail_call("cudaEventQuery", 2, 999)
+        engine.load(cpu, gpu, after=None).wait()
+        assert engine.broken is None
+    assert _equal(b, cpu, gpu)
+
+
+def test_a_callback_that_waits_or_raises_harms_nobody(bench):
+    b = bench(blocks=16)
+    seen = []
+    with b.engine(policy="pooled") as engine:
+
+        def wait(transfer):
+            engine.load([1], [1]).wait()
+            seen.append(transfer.id)
+
+        def fail(transfer):
+            seen.append(transfer.id)
+            raise RuntimeError("it is the callback's own")
+
+        transfers = [engine.load([0], [0], done=wait if number % 2 else fail) for number in range(10)]
+        engine.wait()
+        assert [transfer.state for transfer in transfers] == ["done"] * 10
+        assert sorted(seen) == sorted(transfer.id for transfer in transfers)
+
+
+def test_every_waiter_hears_of_a_lost_device_whatever_callbacks_do(bench):
+    b = bench(layers=2, blocks=64, h2d_bytes_per_s=1e7)
+    engine = b.engine(policy="pooled", method="loop")
+
+    def fail(transfer):
+        raise RuntimeError("it is the callback's own")
+
+    transfers = [engine.load(range(64), range(64), after=None, done=fail) for _ in range(5)]
+    b.runtime.lose_device()
+    for transfer in transfers:
+        with pytest.raises(TransferError):
+            transfer.wait()
+    engine.close()
+    with pytest.raises(TransferError):
+        engine.load([0], [0])
+
+
+@pytest.mark.parametrize("call", ["cudaStreamCreateWithPriority", "cudaEventCreateWithFlags", "cudaHostAlloc"])
+@pytest.mark.parametrize("number", [1, 3, 7])
+def test_an_engine_that_cannot_be_made_leaves_nothing(bench, call, number):
+    b = bench()
+    before = b.runtime.stats
+    b.runtime.fail_call(call, number, 2)
+    with contextlib.suppress(CudaError):
+        b.engine(policy="pooled").close()
+    b.runtime.fail_call(call, 0, 0)
+    after = b.runtime.stats
+    assert (after.streams, after.events, after.pinned_bytes) == (before.streams, before.events, before.pinned_bytes)
+    b.engine(policy="pooled").close()
+
+
+def test_a_child_of_a_fork_is_told_and_touches_nothing(bench):
+    b = bench(blocks=16)
+    with b.engine(policy="pooled") as engine:
+        engine.load([0], [0]).wait()
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                engine.load([0], [0])
+            except TransferError as error:
+                code = 0 if "forked" in str(error) else 2
+            engine.close()
+            os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        engine.load([1], [1]).wait()
+
+
+def test_waits_for_more_compute_streams_than_are_counted_all_end(bench):
+    b = bench(blocks=16)
+    streams = [b.runtime.stream_create() for _ in range(200)]
+    with b.engine(policy="pooled") as engine, b.runtime.gate() as gate:
+        for stream in streams:
+            gate.launch(stream)
+        for number in range(1000):
+            engine.load([0], [0], after=streams[number % len(streams)])
+        gate.open()
+        engine.wait()
+        assert set(engine.held.values()) == {0}
+    for stream in streams:
+        b.runtime.stream_destroy(stream)
