@@ -155,15 +155,16 @@ def test_a_child_of_a_fork_is_told_and_touches_nothing(bench):
             try:
                 engine.load([0], [0])
             except TransferError as error:
+                engine.close()
                 code = 0 if "forked" in str(error) else 2
-            engine.close()
-            os._exit(code)
+            finally:
+                os._exit(code)
         assert os.waitpid(child, 0)[1] == 0
         engine.load([1], [1]).wait()
 
 
 def test_waits_for_more_compute_streams_than_are_counted_all_end(bench):
-    b = bench(blocks=16)
+    b = bench(blocks=16, depth=2000)
     streams = [b.runtime.stream_create() for _ in range(200)]
     with b.engine(policy="pooled") as engine, b.runtime.gate() as gate:
         for stream in streams:

@@ -122,6 +122,7 @@ kvp_job_status *kvp_job_new(kvp_submitter *s, int direction, uint64_t id, uint64
 kvp_job_status *kvp_job_request(kvp_submitter *s, int direction, uint64_t id, uint64_t pieces, const int64_t *gpu,
                                 uint64_t gpu_count, const int64_t *cpu, uint64_t cpu_count, void *after, int marked,
                                 int push, uint64_t requested_ns, int *why, int64_t *bad) {
+    if ((*why = kvp_refusal(s))) return NULL;
     kvp_job_status *job = kvp_job_new(s, direction, id, pieces, gpu, gpu_count, cpu, cpu_count, why, bad);
     if (!job) return NULL;
     *why = marked ? kvp_job_after(s, job, after) : 0;

@@ -168,6 +168,7 @@ KVP_INSIDE void kvp_renew_device_clock(kvp_submitter *s);
 KVP_INSIDE uint64_t kvp_device_ns(kvp_submitter *s, void *event);
 
 /* submitter_thread.c */
+KVP_INSIDE int kvp_refusal(kvp_submitter *s);
 KVP_INSIDE void kvp_changed(kvp_submitter *s);
 KVP_INSIDE uint32_t kvp_thread_id(void);
 

@@ -198,7 +198,7 @@ void kvp_submitter_free(kvp_submitter *s) {
 
 /* ---- handing over ----------------------------------------------------------------------------------------------- */
 
-static int refusal(kvp_submitter *s) {
+int kvp_refusal(kvp_submitter *s) {
     if (forked(s)) return KVP_FORKED;
     return atomic_load(&s->broken) || atomic_load(&s->closing) ? KVP_BROKEN : 0;
 }
@@ -232,7 +232,7 @@ static void lock_shared(kvp_submitter *s, struct direction *dir) {
 int kvp_job_push(kvp_submitter *s, kvp_job_status *job) {
     struct kvp_job *j = (struct kvp_job *)job;
     struct direction *dir = &s->direction[j->direction];
-    int no = refusal(s);
+    int no = kvp_refusal(s);
     if (no && !j->inlined) return no;
     if (!j->inlined) {
         begin(s, j);
@@ -327,7 +327,7 @@ int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_optio
     bool idle = false;
     uint64_t begin_ns = kvp_now_ns();
     if (!j->inlined) {
-        int no = refusal(s);
+        int no = kvp_refusal(s);
         if (no) return no;
         j->inlined = 1;
         begin(s, j);
