@@ -46,6 +46,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cudaPointerGetAttributes": [_p, _p],
     "cudaMemcpy": [_p, _p, _z, _i],
     "cudaMemcpyAsync": [_p, _p, _z, _i, _p],
+    "cudaMemsetAsync": [_p, _i, _z, _p],
     "cudaStreamCreateWithPriority": [_p, _u, _i],
     "cudaStreamDestroy": [_p],
     "cudaStreamQuery": [_p],
@@ -211,6 +212,10 @@ class Runtime:
     def memcpy_async(self, dst: int, src: int, size: int, kind: str, stream: int) -> None:
         """One asynchronous copy; blocks when the stream's launch queue is full."""
         self.call("cudaMemcpyAsync", dst, src, size, MEMCPY_KIND[kind], stream)
+
+    def memset_async(self, dst: int, value: int, size: int, stream: int) -> None:
+        """Fills device memory with a byte."""
+        self.call("cudaMemsetAsync", dst, value, size, stream)
 
     def memcpy_batch_async(self, dsts: Sequence[int], srcs: Sequence[int], sizes: Sequence[int], stream: int) -> None:
         """Many copies in one call (CUDA 12.8 on), sources read in stream order.
