@@ -9,9 +9,12 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from kvprobe.cuda.hostruntime import host_runtime
 
 from .history import History, Violation, play
 
@@ -19,6 +22,13 @@ from .history import History, Violation, play
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("kvprobe"), "disabled", True)  # callbacks that raise are part of it
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    """A history that was given up leaves a lost device; the tests that come next want one that works."""
+    yield
+    host_runtime().reset()
 
 
 @pytest.mark.parametrize("faults", [0, 1, 2])
