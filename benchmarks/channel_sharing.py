@@ -9,6 +9,7 @@ Needs torch with CUDA.
 
 from __future__ import annotations
 
+import argparse
 import time
 
 import torch
@@ -42,6 +43,7 @@ def held_up(compute_priority: int, priority: int) -> int:
 
 def main() -> None:
     """Prints the table."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     for compute_priority in (0, -5):
         for priority in (0, -1, -5):
             seen = [held_up(compute_priority, priority) for _ in range(3)]
