@@ -36,7 +36,7 @@ def test_v100_is_saturated_at_1022_and_lost_233_ms(found):
     finding = found(V100)["launch_queue_saturation"]
     assert finding.confidence == "certain" and finding.severity == "critical"
     assert finding.lost_ns == pytest.approx(233e6, rel=0.1)
-    assert any("1022 submissions" in evidence.text for evidence in finding.evidence)
+    assert any("1,022 submissions" in evidence.text for evidence in finding.evidence)
     assert len({place.thread for place in finding.where}) == 2
 
 
@@ -46,7 +46,7 @@ def test_h100_lost_what_cupti_labels_in_each_process(found):
     for process, labelled in ((0, 455.9e6), (1, 456.1e6)):
         lost = sum(place.lost_ns for place in finding.where if place.process == process)
         assert lost == pytest.approx(labelled, rel=0.1)
-    assert any("1135 to 1141" in evidence.text for evidence in finding.evidence)
+    assert any("1,135 to 1,141" in evidence.text for evidence in finding.evidence)
 
 
 def test_h100_is_found_saturated_without_the_labels_too(shared_data):
