@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes as ct
 import dataclasses
+import gc
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -76,3 +77,9 @@ def bench(host: Callable[..., HostRuntime]) -> Iterator[Callable[..., Bench]]:
 
     yield make
     close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown() -> None:
+    """Engines that a test dropped end with their own runtime: after a reset their handles belong to another engine."""
+    gc.collect()
