@@ -24,8 +24,8 @@ def sections(story: Story) -> list[Section]:
         charts.section(
             "overview",
             "What happened",
-            "What each copy cost the model's thread: its submitting call, and after the switch its share of handing the "
-            "transfer over. The charts share one time axis: zoom one, all follow.",
+            "What each copy cost the model's thread: its submitting call, and after the switch its share of handing "
+            "the transfer over. The charts share one time axis: zoom one, all follow.",
             [
                 _submissions(story, start, end, marks),
                 _occupancy(story, start, end, marks),
