@@ -16,13 +16,7 @@ static nvtxDomainHandle_t domain(void) {
     return d;
 }
 
-int kvp_nvtx_listening(void) { return domain() != NULL; }
-
-void kvp_nvtx_push(uint64_t bytes, uint32_t direction, uint64_t stream, uint32_t transfer) {
-    static const char *const names[] = {"copy", "H2D", "D2H", "D2D", "H2H"};
-    char text[80];
-    snprintf(text, sizeof text, "%s stream %#llx transfer %u", names[direction < 5 ? direction : 0],
-             (unsigned long long)stream, transfer);
+static nvtxEventAttributes_t described(const char *text, uint64_t bytes) {
     nvtxEventAttributes_t a = {0};
     a.version = NVTX_VERSION;
     a.size = NVTX_EVENT_ATTRIB_STRUCT_SIZE;
@@ -30,6 +24,17 @@ void kvp_nvtx_push(uint64_t bytes, uint32_t direction, uint64_t stream, uint32_t
     a.payload.ullValue = bytes;
     a.messageType = NVTX_MESSAGE_TYPE_ASCII;
     a.message.ascii = text;
+    return a;
+}
+
+int kvp_nvtx_listening(void) { return domain() != NULL; }
+
+void kvp_nvtx_push(uint64_t bytes, uint32_t direction, uint64_t stream, uint32_t transfer) {
+    static const char *const names[] = {"copy", "H2D", "D2H", "D2D", "H2H"};
+    char text[80];
+    snprintf(text, sizeof text, "%s stream %#llx transfer %u", names[direction < 5 ? direction : 0],
+             (unsigned long long)stream, transfer);
+    nvtxEventAttributes_t a = described(text, bytes);
     nvtxDomainRangePushEx(domain(), &a);
 }
 
@@ -39,13 +44,7 @@ void *kvp_nvtx_range_start(int store, uint32_t transfer, uint64_t stream, uint64
     if (!domain()) return NULL;
     char text[80];
     snprintf(text, sizeof text, "%s %u stream %#llx", store ? "store" : "load", transfer, (unsigned long long)stream);
-    nvtxEventAttributes_t a = {0};
-    a.version = NVTX_VERSION;
-    a.size = NVTX_EVENT_ATTRIB_STRUCT_SIZE;
-    a.payloadType = NVTX_PAYLOAD_TYPE_UNSIGNED_INT64;
-    a.payload.ullValue = bytes;
-    a.messageType = NVTX_MESSAGE_TYPE_ASCII;
-    a.message.ascii = text;
+    nvtxEventAttributes_t a = described(text, bytes);
     return (void *)(uintptr_t)nvtxDomainRangeStartEx(domain(), &a);
 }
 
