@@ -7,7 +7,8 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 TESTS  ?= tests
 
-.PHONY: demo test lint analyze fuzz format native-test test-servers check-newest test-gpu clean
+# make simulate    random histories of the engine in virtual time; make soak    engines for an hour on the real clock
+.PHONY: demo test lint analyze fuzz format native-test simulate soak test-servers check-newest test-gpu docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/kvprobe demo --report reports/demo.html
@@ -57,10 +58,22 @@ N ?= 2000
 fuzz: $(VENV)/.test
 	$(BIN)/python tests/recordings/fuzz.py $(N)
 
+# Random histories of the engine in virtual time, from seed FIRST on, with FAULTS calls that fail in each.
+HISTORIES ?= 10000
+FAULTS    ?= 1
+simulate: $(VENV)/.test
+	$(BIN)/python -m tests.simulate $(or $(FIRST),0) --count $(HISTORIES) --faults $(FAULTS)
+
+# Engines used for SECONDS on the real clock (DEVICE=cuda: on a GPU): does anything grow?
+SECONDS ?= 3600
+DEVICE  ?= host
+soak: $(VENV)/.installed
+	$(BIN)/python benchmarks/soak.py --seconds $(SECONDS) --device $(DEVICE)
+
 # gcc's analyzer over the native part.
 analyze:
-	for file in $$(find kvprobe/native -name '*.c'); do \
-		gcc -std=gnu11 -O1 -fanalyzer -Werror -Ikvprobe/native/src -Ikvprobe/native/hostrt -fsyntax-only $$file || exit 1; done
+	find kvprobe/native -name '*.c' | xargs -P $$(nproc) -n 1 \
+		gcc -std=gnu11 -O1 -fanalyzer -Werror -Ikvprobe/native/src -Ikvprobe/native/hostrt -c -o /dev/null
 
 # The native libraries again, with the compiler's checkers on, under the tests that drive them.
 native-test: $(VENV)/.test
@@ -83,6 +96,12 @@ $(VENV)/.test: $(VENV)/.installed
 $(VENV)/.lint: $(VENV)/.installed
 	$(PIP) install -e '.[lint]'
 	touch $@
+
+# The documentation: build/docs/index.html, every command, cause, format, variable and public name.
+docs: $(VENV)/.installed
+	$(PIP) install -e '.[docs]'
+	$(BIN)/python docs/pages.py build/docs-source
+	$(BIN)/sphinx-build -q -W -c docs build/docs-source build/docs
 
 clean:
 	rm -rf $(VENV) $(SERVERS) $(VLLM) kvprobe/native/lib build dist

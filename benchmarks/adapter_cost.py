@@ -9,7 +9,7 @@ less the bare arm's in the same round:
 
 * `off`: installed, nobody listens;
 * `observed`: written to a run folder;
-* `auto`: a ladder watches every transfer, nobody listens;
+* `auto`: auto watches every transfer, nobody listens;
 * `auto, observed`: both;
 * `auto, at rest`: nothing is left to try, one transfer in 16 is watched.
 
@@ -32,8 +32,14 @@ from statistics import median
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 TRANSFERS = 150  # a turn
-ARMS = {"bare": ("", False), "off": ("off", False), "observed": ("off", True), "auto": ("auto", False),
-        "auto, observed": ("auto", True), "auto, at rest": ("auto", False)}  # fmt: skip
+ARMS = {
+    "bare": ("", False),
+    "off": ("off", False),
+    "observed": ("off", True),
+    "auto": ("auto", False),
+    "auto, observed": ("auto", True),
+    "auto, at rest": ("auto", False),
+}
 
 
 def handlers(layers):
@@ -64,13 +70,13 @@ def turn(one):
 
 
 def rest(one):
-    """Let the ladder find out, from transfers it is told of, that nothing helps."""
+    """Let auto find out, from transfers it is told of, that nothing helps."""
     from kvprobe.instrument import installation
-    from kvprobe.instrument.ladder import Sample
+    from kvprobe.offload.auto import Sample
 
-    ladder = installation._adapters["vllm.copies.shared"].path_of(one.load_handler, "load").ladder
-    while not ladder.resting:
-        ladder.submitted(Sample(64, 64_000_000, 0, 64 << 16, ladder.rung))
+    auto = installation._adapters["vllm.copies.shared"].path_of(one.load_handler, "load").auto
+    while not auto.resting:
+        auto.submitted(Sample(64, 64_000_000, 64 << 16, auto.rung))
 
 
 def floor():

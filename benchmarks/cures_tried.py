@@ -3,9 +3,9 @@
     python benchmarks/cures_tried.py --out DIR [--device cuda|host] [--rounds 4] [--only NAME ...]
 
 Writes DIR/<device>-cures.txt and .json. `aliased` needs torch: its streams are torch's, and its changes come from a
-trace of PyTorch's profiler. Each program says what it does at its function. A forward is a host function that sleeps in
-the stream, so that no compiler is needed. Exit code 1: a measured saving lies more than 25% off the predicted one, or
-the change that was printed first is not the one that saved most.
+trace of PyTorch's profiler; the last ones are programs of the labelled corpus. Each program says what it does at its
+function. A forward is a host function that sleeps in the stream, so that no compiler is needed. Exit code 1: a measured
+saving lies more than 25% off the predicted one, or the change that was printed first is not the one that saved most.
 """
 
 # ruff: noqa: D102 - the calls are those of the runtime
@@ -155,17 +155,29 @@ PROGRAMS: dict[str, Callable[[], None]] = {
 }
 
 
+# Programs of the corpus whose causes have a cure from outside, and what they do.
+CORPUS = {
+    "loads_on_one_stream": "2,500 loads on one stream that takes a thousand.",
+    "launches_without_any_copy": "2,500 kernels on one stream, no copy.",
+    "two_threads_that_feed_one_stream": "1,400 loads each by two threads.",
+    "transfers_over_32_streams_behind_a_fence": "70 transfers of 80 loads over 32 streams that wait for a forward.",
+}
+
+
 def tried(name: str, out: Path, rounds: int, env: dict[str, str]) -> dict[str, object]:
     """`kvprobe try` of one program; the trace comes first where one is needed."""
     program = [sys.executable, str(Path(__file__).resolve()), "--program", name]
+    if name in CORPUS:
+        program = [sys.executable, str(ROOT / "tests" / "corpus" / "programs.py"), name]
     more = []
     if name == "aliased":
         trace = out / "aliased.json"
         subprocess.run(program, env={**env, "CURES_TRACE": str(trace)}, check=True)
-        more = ["--from", str(trace)]
+        more = ["--recording", str(trace)]
     arguments = ["try", "-o", str(out / name), "--rounds", str(rounds), *more, "--", *program]
-    done = subprocess.run([sys.executable, "-m", "kvprobe", *arguments], env=env, capture_output=True, text=True,
-                          check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "kvprobe", *arguments], env=env, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         return {"program": name, "error": done.stderr.strip().splitlines()[-1:]}
     return {"program": name, "text": done.stdout, **json.loads((out / name / "try.json").read_text())}
@@ -200,7 +212,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--device", choices=["cuda", "host"], default="cuda")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--only", nargs="*", choices=PROGRAMS, default=list(PROGRAMS))
+    parser.add_argument("--only", nargs="*", choices=[*PROGRAMS, *CORPUS], default=[*PROGRAMS, *CORPUS])
     arguments = parser.parse_args()
     if arguments.program:
         PROGRAMS[arguments.program]()
@@ -218,7 +230,12 @@ def main() -> int:
         lines = judged(outcome) if "error" not in outcome else [f"off: {outcome['error']}"]
         outcome["judged"] = lines
         outcomes.append(outcome)
-        said = [f"## {name}: {(PROGRAMS[name].__doc__ or '').strip()}", str(outcome.pop("text", "")), *lines, ""]
+        said = [
+            f"## {name}: {CORPUS.get(name) or (PROGRAMS[name].__doc__ or '').strip()}",
+            str(outcome.pop("text", "")),
+            *lines,
+            "",
+        ]
         print("\n".join(said), flush=True)
         text += said
     (out / f"{arguments.device}-cures.txt").write_text("\n".join(text))

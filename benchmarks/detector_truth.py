@@ -44,8 +44,12 @@ BLOCKS = tuple(4096 << shift for shift in range(11))  # 4 KiB to 4 MiB
 POOL_BYTES = 16 << 20
 WORTH_NAMING_NS = 1_000_000  # time that the runtime blocked a burst's calls; below it there is nothing to name
 HEALTHY = {  # kind of burst -> share of the copies
-    "shallow": 0.3, "deep": 0.3, "brim": 0.1, "not looked up": 0.2, "pageable": 0.1,
-}  # fmt: skip
+    "shallow": 0.3,
+    "deep": 0.3,
+    "brim": 0.1,
+    "not looked up": 0.2,
+    "pageable": 0.1,
+}
 
 
 def blocked(runtime: HostRuntime) -> tuple[int, int]:
@@ -133,8 +137,14 @@ def healthy(copies: int, seed: int, burners: int = 3) -> dict[str, Any]:
         for load, share in ((0, 0.5), (burners, 0.5)):
             with cpu_load(load):
                 for kind, part in HEALTHY.items():
-                    engine = OffloadEngine(runtime, gpu, pageable if kind == "pageable" else pinned, policy="auto",
-                                           limits=limits, detail="copies")  # fmt: skip
+                    engine = OffloadEngine(
+                        runtime,
+                        gpu,
+                        pageable if kind == "pageable" else pinned,
+                        policy="auto",
+                        limits=limits,
+                        detail="copies",
+                    )
                     done = 0
                     while done < copies * share * part:
                         calls, named = blocked(runtime)[0], len(engine.detector.saturations)
@@ -209,8 +219,10 @@ def saturations(count: int, seed: int) -> dict[str, Any]:
         if truth[1] < WORTH_NAMING_NS and not found:
             unsaturated += 1
         elif not found:
-            missed.append(f"{number}: depth {depth}, block {block}, {shape}, {policy}; the runtime blocked {truth[0]} "
-                          f"calls for {truth[1] / 1e6:.2f} ms; said: {engine.detector.reason!r}")  # fmt: skip
+            missed.append(
+                f"{number}: depth {depth}, block {block}, {shape}, {policy}; the runtime blocked {truth[0]} "
+                f"calls for {truth[1] / 1e6:.2f} ms; said: {engine.detector.reason!r}"
+            )
         else:
             kinds[shape] += 1
             if policy == "auto":  # the other one is not interrupted to look: its runs are as long as its transfers
@@ -227,12 +239,16 @@ def saturations(count: int, seed: int) -> dict[str, Any]:
     gc.collect()
     reset(runtime)
     return {
-        "saturations": count, "not_saturated": unsaturated, "missed": len(missed), "misses": missed,
-        "kinds": dict(kinds), "auto_blocked_calls_before_p50": _percentile(calls_before, 50),
+        "saturations": count,
+        "not_saturated": unsaturated,
+        "missed": len(missed),
+        "misses": missed,
+        "kinds": dict(kinds),
+        "auto_blocked_calls_before_p50": _percentile(calls_before, 50),
         "auto_blocked_calls_before_max": max(calls_before, default=0),
         "auto_noticed_after_longest_call_ms_p50": _percentile(onset_ms, 50),
         "auto_noticed_after_longest_call_ms_max": max(onset_ms, default=0.0),
-    }  # fmt: skip
+    }
 
 
 def _saturate(
@@ -304,8 +320,10 @@ def small_blocks(count: int, seed: int) -> dict[str, Any]:
             times.append(1 + found[0].lost_ns / max(found[0].blocked_calls, 1) / max(engine.detector.baseline_ns, 1))
             blocked_of_64.append(64 * calls / max(submitted - first, 1))
         if since and not (found and noticed_ms[-1] <= NOTICED_MS):
-            late.append(f"{number}: {slower:.1f} times the baseline, loads of {size}; {calls} calls blocked; "
-                        f"said: {engine.detector.reason!r}")  # fmt: skip
+            late.append(
+                f"{number}: {slower:.1f} times the baseline, loads of {size}; {calls} calls blocked; "
+                f"said: {engine.detector.reason!r}"
+            )
         runtime.lose_device()
         with contextlib.suppress(Exception):
             engine.poll()
@@ -316,10 +334,15 @@ def small_blocks(count: int, seed: int) -> dict[str, Any]:
     gc.collect()
     reset(runtime)
     return {
-        "episodes": count, "full": len(noticed_ms) + len(late), "late": len(late), "misses": late,
-        "noticed_ms_p50": _percentile(noticed_ms, 50), "noticed_ms_max": max(noticed_ms, default=0.0),
-        "blocked_call_times_baseline_p50": _percentile(times, 50), "blocked_of_64_p50": _percentile(blocked_of_64, 50),
-    }  # fmt: skip
+        "episodes": count,
+        "full": len(noticed_ms) + len(late),
+        "late": len(late),
+        "misses": late,
+        "noticed_ms_p50": _percentile(noticed_ms, 50),
+        "noticed_ms_max": max(noticed_ms, default=0.0),
+        "blocked_call_times_baseline_p50": _percentile(times, 50),
+        "blocked_of_64_p50": _percentile(blocked_of_64, 50),
+    }
 
 
 def _percentile(values: list[Any], q: float) -> float:

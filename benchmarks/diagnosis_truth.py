@@ -58,15 +58,32 @@ def corpus(folder: Path, only: str, out: Path | None) -> int:
     for form in forms:
         mine = [one for one in grades if one.form == form]
         errors = [error for one in mine for error in one.error.values()]
-        print(f"{form}: {sum(one.right for one in mine)} of {len(mine)} recordings right, "
-              f"{sum(len(one.missed) for one in mine)} missed, {sum(len(one.false) for one in mine)} false; time lost "
-              f"within 10% (or a millisecond) in {sum(abs(e) <= 0.1 for e in errors)} of {len(errors)}")  # fmt: skip
+        print(
+            f"{form}: {sum(one.right for one in mine)} of {len(mine)} recordings right, "
+            f"{sum(len(one.missed) for one in mine)} missed, {sum(len(one.false) for one in mine)} false; time lost "
+            f"within 10% (or a millisecond) in {sum(abs(e) <= 0.1 for e in errors)} of {len(errors)}"
+        )
     if out:
-        out.write_text(json.dumps([{"program": one.program, "format": one.form, "expected": sorted(one.expected),
-                                    "named_ns": one.named, "lost_ns": one.lost, "missed": sorted(one.missed),
-                                    "false": sorted(one.false), "error": one.error,
-                                    "not_looked_for": sorted(one.not_looked_for)}
-                                   for one in grades], indent=1) + "\n")  # fmt: skip
+        out.write_text(
+            json.dumps(
+                [
+                    {
+                        "program": one.program,
+                        "format": one.form,
+                        "expected": sorted(one.expected),
+                        "named_ns": one.named,
+                        "lost_ns": one.lost,
+                        "missed": sorted(one.missed),
+                        "false": sorted(one.false),
+                        "error": one.error,
+                        "not_looked_for": sorted(one.not_looked_for),
+                    }
+                    for one in grades
+                ],
+                indent=1,
+            )
+            + "\n"
+        )
     return 0 if grades and all(one.right for one in grades) else 1
 
 

@@ -1,6 +1,6 @@
 """The engine's fast path against its floor: stores behind a forward pass, bursts of loads, and every block size.
 
-    python benchmarks/fast_path.py [--device cuda|host] [--repeat 5] [--only work|sizes] [--json FILE]
+    python benchmarks/fast_path.py [--device cuda|host] [--repeat 5] [--only work|sizes|parts] [--json FILE]
 
 Floors: bytes over the link's rate (one large copy, best of five, taken again in every round), plus what is left of the
 forward pass where the copies wait for it. Every figure of a row is taken in turn with the others of its round, so that
@@ -8,6 +8,7 @@ what the machine does besides falls on all alike; the middle of the rounds is pr
 
 * work: beside a model loop of 10 ms steps, through the public API alone; "polled": `poll()` once a step, "not at all":
   never. `held`: time inside `load`/`store`. `step`: p99 of the loop's steps, over the p99 of the loop alone.
+* parts: what a request of 64 and of 8,192 blocks consists of, each alone: the floor of handing over.
 * sizes: scattered blocks from 4 KiB to 4 MiB, both directions, what the engine chooses beside each single method.
 """
 
@@ -18,7 +19,8 @@ import gc
 import json
 import statistics
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +30,17 @@ from kvprobe.cuda import Runtime, device_region, find_runtime, host_region
 from kvprobe.launchqueue import calibrate
 from kvprobe.native.library import core
 from kvprobe.offload import BlockPool, OffloadEngine
+from kvprobe.offload.blocks import pointer
 
 STEP_NS, FORWARD_NS = 10_000_000, 30_000_000
 now = core().kvp_now_ns
 
 
-MODELS = {"spin": "one multiprocessor's work", "memory": "kernels that saturate the GPU's memory",
-          "matmul": "matrix products"}  # fmt: skip
+MODELS = {
+    "spin": "one multiprocessor's work",
+    "memory": "kernels that saturate the GPU's memory",
+    "matmul": "matrix products",
+}
 
 
 class Model:
@@ -86,6 +92,15 @@ class Model:
         with self.torch.cuda.stream(self.torch_stream):
             for _ in range(max(int(duration_ns / self.unit_ns), 1)):
                 self._kernel()
+
+    def forward_ms(self) -> float:
+        """What a forward of 30 ms takes here, alone."""
+        self.run(STEP_NS)
+        self.runtime.stream_synchronize(self.stream)
+        begin = now()
+        self.run(FORWARD_NS)
+        self.runtime.stream_synchronize(self.stream)
+        return (now() - begin) / 1e6
 
     def steps(self, until: Callable[[], bool], each: Callable[[], object], least: int = 0) -> list[int]:
         """Steps until `until()`, one prepared while the one before runs, as a server does; their durations in ns."""
@@ -142,14 +157,23 @@ def p99(values: list[int]) -> float:
     return float(np.quantile(values, 0.99)) if values else 0.0
 
 
+def scattered(rng: np.random.Generator, blocks: int, count: int) -> Iterator[np.ndarray[Any, Any]]:
+    """Block ids of one request after another: all blocks in random order, again and again; no two neighbours share."""
+    while True:
+        order = rng.permutation(blocks)
+        for at in range(0, blocks - count + 1, count):
+            yield order[at : at + count].copy()
+
+
 def work(memory: Memory, model: Model, limits: Any, what: dict[str, Any], policy: str, polled: bool) -> dict[str, Any]:
     """One play of one row."""
     runtime, block, rng = memory.runtime, what["block"], np.random.default_rng(1)
     gpu, cpu = memory.pools(block)
     with OffloadEngine(runtime, gpu, cpu, policy=policy, limits=limits, compute_stream=model.stream) as engine:
         requests = []
+        blocks = [scattered(rng, gpu.blocks, what["copies"]) for _ in range(2)]
         for _ in range(what["transfers"]):
-            requests.append(tuple(rng.permutation(gpu.blocks)[: what["copies"]] for _ in range(2)))
+            requests.append(tuple(next(each) for each in blocks))
         for _ in range(3):  # as a server that has been running
             (engine.load if what["direction"] == "load" else engine.store)(*requests[0], after=None).wait()
         held: list[int] = []
@@ -168,23 +192,53 @@ def work(memory: Memory, model: Model, limits: Any, what: dict[str, Any], policy
         end = max(each.noticed_ns for each in transfers)
         methods = sorted({name for transfer in transfers for name in transfer.methods})
         longest = engine.read().longest_call_ns
+        switched = [(each.time_ns - begin) / 1e6 for each in engine.auto.decisions[:1]]
     return {
-        "done_ms": (end - begin) / 1e6, "held_ms": sum(held) / 1e6, "hand_over_p99_us": p99(held) / 1e3,
-        "longest_call_us": max(held) / 1e3, "step_p99_ms": p99(steps) / 1e6, "methods": methods,
+        "done_ms": (end - begin) / 1e6,
+        "held_ms": sum(held) / 1e6,
+        "hand_over_p99_us": p99(held) / 1e3,
+        "longest_call_us": max(held) / 1e3,
+        "step_p99_ms": p99(steps) / 1e6,
+        "methods": methods,
+        "switched_after_ms": switched[0] if switched else None,
         "submitter_longest_call_us": longest / 1e3,
-    }  # fmt: skip
+    }
 
 
 WORK = [
-    {"name": "store of 8,192 x 64 KiB behind a 30 ms forward", "direction": "store", "block": 65536, "copies": 8192,
-     "transfers": 1, "limit": 1.10},
-    {"name": "store of 32,768 x 16 KiB behind it", "direction": "store", "block": 16384, "copies": 32768,
-     "transfers": 1, "limit": 1.20},
-    {"name": "1,500 loads of 64 x 64 KiB", "direction": "load", "block": 65536, "copies": 64, "transfers": 1500,
-     "limit": 1.10},
-    {"name": "1,500 loads of 64 x 16 KiB", "direction": "load", "block": 16384, "copies": 64, "transfers": 1500,
-     "limit": 1.20},
-]  # fmt: skip
+    {
+        "name": "store of 8,192 x 64 KiB behind a 30 ms forward",
+        "direction": "store",
+        "block": 65536,
+        "copies": 8192,
+        "transfers": 1,
+        "limit": 1.10,
+    },
+    {
+        "name": "store of 32,768 x 16 KiB behind it",
+        "direction": "store",
+        "block": 16384,
+        "copies": 32768,
+        "transfers": 1,
+        "limit": 1.20,
+    },
+    {
+        "name": "1,500 loads of 64 x 64 KiB",
+        "direction": "load",
+        "block": 65536,
+        "copies": 64,
+        "transfers": 1500,
+        "limit": 1.10,
+    },
+    {
+        "name": "1,500 loads of 64 x 16 KiB",
+        "direction": "load",
+        "block": 16384,
+        "copies": 64,
+        "transfers": 1500,
+        "limit": 1.20,
+    },
+]
 HOW = [("shared", True), ("pooled", True), ("pooled", False), ("auto", True)]
 
 
@@ -194,10 +248,11 @@ def run_work(memory: Memory, model: Model, limits: Any, repeat: int) -> dict[str
     for _ in range(repeat):
         rates = {direction: memory.link(direction) for direction in ("load", "store")}
         alone.append(p99(model.steps(lambda: True, lambda: None, 40)) / 1e6)
-        played: dict[str, Any] = {"link": rates}
+        forward = model.forward_ms()
+        played: dict[str, Any] = {"link": rates, "forward_ms": forward}
         for what in WORK:
             size = what["block"] * what["copies"] * what["transfers"]
-            floor = size / rates[what["direction"]] * 1e3 + (FORWARD_NS / 1e6 if what["direction"] == "store" else 0)
+            floor = size / rates[what["direction"]] * 1e3 + (forward if what["direction"] == "store" else 0)
             played[what["name"]] = {"floor_ms": floor}
             for policy, polled in HOW:
                 key = f"{policy}, {'polled once a step' if polled else 'not polled'}"
@@ -232,10 +287,10 @@ def run_sizes(memory: Memory, limits: Any, repeat: int) -> dict[str, Any]:
             for shift in range(12, 23):
                 block = 1 << shift
                 row: dict[str, Any] = {"link": peak / 1e9}
-                size = min(total, block * 32768)
+                size = min(total, block * 65536)
                 for method in ("auto", "loop", "batch", "kernel"):
-                    if method == "loop" and block < 16384:
-                        size_here = size // 4
+                    if method == "loop" and block < 65536:
+                        size_here = size // 16
                     else:
                         size_here = size
                     try:
@@ -247,12 +302,64 @@ def run_sizes(memory: Memory, limits: Any, repeat: int) -> dict[str, Any]:
     return {"rounds": rounds}
 
 
+def run_parts(memory: Memory, limits: Any) -> dict[str, Any]:
+    """Median and p99 in us of each part of a request, by number of blocks; none of them is handed over but the last."""
+    gpu, cpu = memory.pools(65536)
+    runtime, rng, found = memory.runtime, np.random.default_rng(3), {}
+    stream, event = runtime.stream_create(), runtime.event_create()
+    with OffloadEngine(runtime, gpu, cpu, policy="pooled", limits=limits, compute_stream=stream) as engine:
+
+        def request(ids: tuple[Any, Any], what: int) -> None:
+            left, right = (pointer(each) for each in ids)
+            count = len(ids[0])
+            job = engine._held.kvp_job_request(
+                engine._handle, what, 1 << 40, count, left, count, right, count, stream, 0, engine._why
+            )
+            engine._native.kvp_job_unused(engine._handle, job)
+            engine._native.kvp_job_release(job)
+
+        def whole(pause_s: float, ids: tuple[Any, Any]) -> None:
+            engine.load(*ids).wait()
+            time.sleep(pause_s)
+
+        for count in (64, min(8192, gpu.blocks)):
+            ids = (rng.permutation(gpu.blocks)[:count], rng.permutation(gpu.blocks)[:count])
+            parts: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+                "reading the clock twice": (lambda: (time.monotonic_ns(), time.monotonic_ns()), lambda: None),
+                "checking arguments": (lambda ids=ids: engine.mapping.request(*ids), lambda: None),
+                "an event record": (lambda: runtime.event_record(event, stream), lambda: None),
+                "native request and its release": (lambda ids=ids: request(ids, 0), lambda: None),
+                "the same with its mark": (lambda ids=ids: request(ids, 2), lambda: None),
+                "whole, the thread naps": (
+                    lambda ids=ids: engine.load(*ids),
+                    lambda ids=ids: whole(0.002, ids),
+                ),
+                "whole, the thread sleeps": (
+                    lambda ids=ids: engine.load(*ids),
+                    lambda ids=ids: whole(0.05, ids),
+                ),
+            }
+            for name, (part, before) in parts.items():
+                took = []
+                for _ in range(30 if "sleeps" in name else 300):
+                    before()
+                    start = now()
+                    part()
+                    took.append(now() - start)
+                found[f"{count} blocks: {name}"] = [statistics.median(took) / 1e3, p99(took) / 1e3]
+    runtime.event_destroy(event)
+    runtime.stream_destroy(stream)
+    return found
+
+
 def middle(values: list[float]) -> float:
     return statistics.median(values)
 
 
 def show(result: dict[str, Any]) -> str:
     lines = [f"{result['device']}, depth {result['depth']}, {result['channels']} channels"]
+    for name, (half, most) in result.get("parts", {}).items():
+        lines.append(f"{name:50} p50 {half:7.2f} us, p99 {most:7.2f} us")
     for kind, played_with in result.get("work", {}).items():
         rounds = played_with["rounds"]
         alone = middle(played_with["alone_step_p99_ms"])
@@ -263,13 +370,27 @@ def show(result: dict[str, Any]) -> str:
             for policy, polled in HOW:
                 key = f"{policy}, {'polled once a step' if polled else 'not polled'}"
                 rows = [played[what["name"]][key] for played in rounds]
-                mid = {name: middle([row[name] for row in rows]) for name in rows[0] if name != "methods"}
-                over = middle([row["done_ms"] / played[what["name"]]["floor_ms"]
-                               for row, played in zip(rows, rounds, strict=True)])  # fmt: skip
+                mid = {
+                    name: middle([row[name] for row in rows if row[name] is not None])
+                    for name in rows[0]
+                    if name.endswith(("_ms", "_us")) and rows[0][name] is not None
+                }
+                over = middle(
+                    [
+                        row["done_ms"] / played[what["name"]]["floor_ms"]
+                        for row, played in zip(rows, rounds, strict=True)
+                    ]
+                )
                 lines.append(
                     f"  {key:28} done {mid['done_ms']:7.1f} ms = {over:4.2f} x floor; held {mid['held_ms']:6.2f} ms, "
                     f"hand-over p99 {mid['hand_over_p99_us']:8.1f} us, longest {mid['longest_call_us']:8.1f} us; "
-                    f"step p99 {mid['step_p99_ms']:5.2f} ms = {mid['step_p99_ms'] / alone:4.2f}; {rows[0]['methods']}"
+                    f"step p99 {mid['step_p99_ms']:5.2f} ms = {mid['step_p99_ms'] / alone:4.2f}; "
+                    + ", ".join(rows[0]["methods"])
+                    + (
+                        f"; switched after {mid['switched_after_ms']:.1f} ms"
+                        if mid.get("switched_after_ms", -1) > 0
+                        else ""
+                    )
                 )
     if "sizes" in result:
         lines.append("scattered blocks, GB/s (share of the link of the same round):")
@@ -288,7 +409,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--only", choices=["work", "sizes"])
+    parser.add_argument("--only", choices=["work", "sizes", "parts"])
     parser.add_argument("--model", nargs="+", default=["spin", "memory", "matmul"], help="what the steps consist of")
     parser.add_argument("--json")
     given = parser.parse_args()
@@ -311,10 +432,12 @@ def main() -> int:
             what["copies"] = min(what["copies"], memory.size // what["block"])
             what["transfers"] = min(what["transfers"], 50)
     result: dict[str, Any] = {"device": name, "depth": limits.depth, "channels": limits.channels}
-    if given.only != "sizes":
+    if given.only in (None, "parts"):
+        result["parts"] = run_parts(memory, limits)
+    if given.only in (None, "work"):
         result["work"] = {kind: run_work(memory, Model(runtime, kind), limits, given.repeat) for kind in given.model}
-    if given.only != "work":
-        result["sizes"] = run_sizes(memory, limits, max(given.repeat // 2, 1))
+    if given.only in (None, "sizes"):
+        result["sizes"] = run_sizes(memory, limits, given.repeat)
     print(show(result))
     if given.json:
         Path(given.json).write_text(json.dumps(result, indent=1))

@@ -33,14 +33,20 @@ SLOW_NS = 20_000
 
 
 def find(*patterns: str) -> str | None:
-    return next((path for pattern in patterns for path in sorted(map(str, Path("/").glob(pattern)), reverse=True)),
-                None)  # fmt: skip
+    return next(
+        (path for pattern in patterns for path in sorted(map(str, Path("/").glob(pattern)), reverse=True)), None
+    )
 
 
-NSYS = shutil.which("nsys") or find("opt/nvidia/nsight-systems*/*/bin/nsys", "usr/local/cuda*/bin/nsys",
-                                    "opt/nvidia/nsight-compute*/*/host/target-linux-x64/nsys")  # fmt: skip
-IMPORTER = find("opt/nvidia/nsight-systems*/*/host-linux-*/QdstrmImporter",
-                "opt/nvidia/nsight-compute*/*/host/linux-desktop-*/QdstrmImporter")  # fmt: skip
+NSYS = shutil.which("nsys") or find(
+    "opt/nvidia/nsight-systems*/*/bin/nsys",
+    "usr/local/cuda*/bin/nsys",
+    "opt/nvidia/nsight-compute*/*/host/target-linux-x64/nsys",
+)
+IMPORTER = find(
+    "opt/nvidia/nsight-systems*/*/host-linux-*/QdstrmImporter",
+    "opt/nvidia/nsight-compute*/*/host/linux-desktop-*/QdstrmImporter",
+)
 
 
 def plain() -> dict[str, str]:
@@ -79,10 +85,16 @@ def cost(out: Path, program: Path, rounds: int = 7) -> dict[str, Any]:
     counts = {ring.calls()["cudaMemcpyAsync"][0] for ring in rings}
     clocks = {ring.clock for ring in rings}
     bare = statistics.median(seen["bare"])
-    rows = {name: {"ns": statistics.median(values), "added_ns": statistics.median(values) - bare,
-                   "paired_ns": statistics.median([b - a for a, b in zip(seen["bare"], values, strict=False)]),
-                   "ratio": statistics.median(values) / bare, "runs": values}
-            for name, values in seen.items()}  # fmt: skip
+    rows = {
+        name: {
+            "ns": statistics.median(values),
+            "added_ns": statistics.median(values) - bare,
+            "paired_ns": statistics.median([b - a for a, b in zip(seen["bare"], values, strict=False)]),
+            "ratio": statistics.median(values) / bare,
+            "runs": values,
+        }
+        for name, values in seen.items()
+    }
     print(f"\n{'one 4 KiB cudaMemcpyAsync':<28}{'ns':>9}{'added':>9}{'paired':>9}{'ratio':>8}")
     for name, row in rows.items():
         print(f"{name:<28}{row['ns']:>9.1f}{row['added_ns']:>9.1f}{row['paired_ns']:>9.1f}{row['ratio']:>8.2f}")
@@ -105,8 +117,15 @@ def counts(out: Path, program: Path, runtime: str) -> dict[str, Any]:
     from kvprobe.probe.ring import read_ring
 
     # what the program calls its calls -> (call numbers, directions); cuMemcpyAsync's is found out from its addresses
-    meaning = {"H2D": ((1, 5), (1,)), "D2H": ((1, 6), (2,)), "D2D": ((1, 7), (3,)), "unknown": ((4,), (0, 1)),
-               "batch": ((3,), (0, 1)), "sync": ((10,), (1,)), "wait": ((17,), (0,))}  # fmt: skip
+    meaning = {
+        "H2D": ((1, 5), (1,)),
+        "D2H": ((1, 6), (2,)),
+        "D2D": ((1, 7), (3,)),
+        "unknown": ((4,), (0, 1)),
+        "batch": ((3,), (0, 1)),
+        "sync": ((10,), (1,)),
+        "wait": ((17,), (0,)),
+    }
     result: dict[str, Any] = {}
     for via in ("link", "dlsym", "driver", "entry", "batch", "sync", "mixed"):
         run = Path(tempfile.mkdtemp(prefix=f"counts-{via}-", dir=out))
@@ -123,10 +142,18 @@ def counts(out: Path, program: Path, runtime: str) -> dict[str, Any]:
                         row[place] += int(slot[column])
                     kind = int(slot["direction"]) >> 4
                     memory[kind] = memory.get(kind, 0) + int(slot["count"])
-        result[via] = {"equal": own == found and bool(own), "program": own, "kvprobe": found, "memory": memory,
-                       "rc": done.returncode, "stderr": done.stderr[-300:]}  # fmt: skip
-        print(f"{via:<8}{'equal' if result[via]['equal'] else 'DIFFERENT'} {own} {found if own != found else ''}"
-              f" host memory kinds {memory} {done.stderr.strip()[-200:]}")  # fmt: skip
+        result[via] = {
+            "equal": own == found and bool(own),
+            "program": own,
+            "kvprobe": found,
+            "memory": memory,
+            "rc": done.returncode,
+            "stderr": done.stderr[-300:],
+        }
+        print(
+            f"{via:<8}{'equal' if result[via]['equal'] else 'DIFFERENT'} {own} {found if own != found else ''}"
+            f" host memory kinds {memory} {done.stderr.strip()[-200:]}"
+        )
         shutil.rmtree(run, ignore_errors=True)
     return result
 
@@ -156,26 +183,59 @@ def of_nsys(folder: Path) -> dict[str, Any]:
     assert NSYS is not None
     if not (folder / "nsys.nsys-rep").exists() and IMPORTER and (folder / "nsys.qdstrm").exists():
         subprocess.run([IMPORTER, "-i", folder / "nsys.qdstrm", "-o", folder / "nsys.nsys-rep"], check=True)
-    subprocess.run([NSYS, "export", "-t", "sqlite", "--force-overwrite=true", "-o", folder / "nsys.sqlite",
-                    folder / "nsys.nsys-rep"], check=True, stdout=subprocess.DEVNULL)  # fmt: skip
+    subprocess.run(
+        [
+            NSYS,
+            "export",
+            "-t",
+            "sqlite",
+            "--force-overwrite=true",
+            "-o",
+            folder / "nsys.sqlite",
+            folder / "nsys.nsys-rep",
+        ],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     db = sqlite3.connect(folder / "nsys.sqlite")
-    rows = db.execute("select end - start from CUPTI_ACTIVITY_KIND_RUNTIME r join StringIds s on s.id = r.nameId "
-                      "where s.value like 'cudaMemcpyAsync%'").fetchall()  # fmt: skip
+    rows = db.execute(
+        "select end - start from CUPTI_ACTIVITY_KIND_RUNTIME r join StringIds s on s.id = r.nameId "
+        "where s.value like 'cudaMemcpyAsync%'"
+    ).fetchall()
     durations = [row[0] for row in rows]
-    ranges = db.execute("select count(*) from NVTX_EVENTS e where e.domainId in (select d.domainId from NVTX_EVENTS d "
-                        "where d.eventType = 75 and d.text = 'kvprobe') and e.eventType = 59"
-                        ).fetchone()[0]  # fmt: skip
-    return {"copies": len(durations), "blocked_ms": sum(d for d in durations if d >= SLOW_NS) / 1e6,
-            "kvprobe_ranges": ranges}  # fmt: skip
+    ranges = db.execute(
+        "select count(*) from NVTX_EVENTS e where e.domainId in (select d.domainId from NVTX_EVENTS d "
+        "where d.eventType = 75 and d.text = 'kvprobe') and e.eventType = 59"
+    ).fetchone()[0]
+    return {
+        "copies": len(durations),
+        "blocked_ms": sum(d for d in durations if d >= SLOW_NS) / 1e6,
+        "kvprobe_ranges": ranges,
+    }
 
 
 def agreement(out: Path) -> dict[str, Any]:
     folder = out / "run"
     shutil.rmtree(folder, ignore_errors=True)
-    command = [sys.executable, "-m", "kvprobe", "run", "-o", str(folder), *(["--nsys"] if NSYS else []), "--",
-               sys.executable, str(ROOT / "benchmarks" / "gpu_torch_copies.py")]  # fmt: skip
-    done = subprocess.run(command, env={**plain(), "PYTHONPATH": os.environ.get("PYTHONPATH", "") + f":{ROOT}"},
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "kvprobe",
+        "run",
+        "-o",
+        str(folder),
+        *(["--nsys"] if NSYS else []),
+        "--",
+        sys.executable,
+        str(ROOT / "benchmarks" / "gpu_torch_copies.py"),
+    ]
+    done = subprocess.run(
+        command,
+        env={**plain(), "PYTHONPATH": os.environ.get("PYTHONPATH", "") + f":{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     line = next((line for line in done.stdout.splitlines() if line.startswith("{")), None)
     if line is None:
         return {"error": (done.stdout + done.stderr)[-2000:], "rc": done.returncode}
@@ -183,9 +243,12 @@ def agreement(out: Path) -> dict[str, Any]:
         if (folder / "end.json").exists() and "report" in (folder / "observer.log").read_text():
             break
         time.sleep(0.1)
-    result: dict[str, Any] = {"program": json.loads(line), "kvprobe": recorded(folder),
-                              "end": json.loads((folder / "end.json").read_text()),
-                              "observer": (folder / "observer.log").read_text()[-1000:]}  # fmt: skip
+    result: dict[str, Any] = {
+        "program": json.loads(line),
+        "kvprobe": recorded(folder),
+        "end": json.loads((folder / "end.json").read_text()),
+        "observer": (folder / "observer.log").read_text()[-1000:],
+    }
     if NSYS:
         try:
             result["nsys"] = of_nsys(folder)
@@ -206,9 +269,11 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"nsys": NSYS}
     runtime = os.environ.get("RUNTIME", "libcudart.so")
-    for name, measure in (("counts", lambda: counts(out, ROOT / "build" / "copies_gpu", runtime)),
-                          ("cost", lambda: cost(out, ROOT / "build" / "gpu_copies")),
-                          ("agreement", lambda: agreement(out))):  # fmt: skip
+    for name, measure in (
+        ("counts", lambda: counts(out, ROOT / "build" / "copies_gpu", runtime)),
+        ("cost", lambda: cost(out, ROOT / "build" / "gpu_copies")),
+        ("agreement", lambda: agreement(out)),
+    ):
         try:
             result[name] = measure()
         except Exception as error:  # each part is worth having alone on a machine that is lent for minutes

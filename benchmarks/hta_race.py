@@ -40,9 +40,12 @@ print("ANSWER", json.dumps({"import_s": imported - begin, "work_s": done - impor
 KVPROBE = """
 import sys, time, json
 begin = time.perf_counter()
-from kvprobe.recordings.triage import triage
+from kvprobe.recordings.triage import certain, quick_triage
 imported = time.perf_counter()
-found = triage(sys.argv[1])
+found = quick_triage(sys.argv[1])
+if found is None or not certain(found):
+    from kvprobe.diagnosis.triage import whole_triage
+    found = whole_triage(sys.argv[1])
 done = time.perf_counter()
 answer = {"verdict": found.verdict, "lost_ms": round(found.lost_ns / 1e6, 1),
           "ceilings": sorted({q.ceiling for q in found.queues if q.ceiling > 0}), "native": found.native}

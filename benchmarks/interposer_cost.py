@@ -144,10 +144,11 @@ def measure(program: Path, runtime: Path, env: dict[str, str], rounds: int) -> d
         wrapped = sorted(float(row[column]) for row in rows if row[0] == "1")
         pairs = [float(b[column]) - float(a[column]) for a, b in zip(rows[::2], rows[1::2], strict=True)]
         result[name] = {
-            "bare_ns": statistics.median(bare), "wrapped_ns": statistics.median(wrapped),
+            "bare_ns": statistics.median(bare),
+            "wrapped_ns": statistics.median(wrapped),
             "added_ns": statistics.median(pairs),
             "floor_ns": wrapped[len(wrapped) // 10] - bare[len(bare) // 10],
-        }  # fmt: skip
+        }
     return result
 
 
@@ -159,8 +160,11 @@ def start_cost(env: dict[str, str], plain: dict[str, str], command: list[str], r
             begin = time.perf_counter()
             subprocess.run(command, env=env if watched else plain, check=True, stdout=subprocess.DEVNULL)
             times[watched].append((time.perf_counter() - begin) * 1e3)
-    return {"plain_ms": statistics.median(times[False]), "watched_ms": statistics.median(times[True]),
-            "added_ms": statistics.median(times[True]) - statistics.median(times[False])}  # fmt: skip
+    return {
+        "plain_ms": statistics.median(times[False]),
+        "watched_ms": statistics.median(times[True]),
+        "added_ms": statistics.median(times[True]) - statistics.median(times[False]),
+    }
 
 
 def main() -> None:
@@ -195,8 +199,10 @@ def main() -> None:
     print(f"{'KVPROBE_DETAIL':<16}{'call':<11}{'bare':>8}{'wrapped':>10}{'added':>8}{'floor':>8}   ns a call")
     for detail in ("off", "totals", "copies", "launches"):
         for call, row in results[detail].items():  # type: ignore[attr-defined]
-            print(f"{detail:<16}{call:<11}{row['bare_ns']:>8.1f}{row['wrapped_ns']:>10.1f}{row['added_ns']:>8.1f}"
-                  f"{row['floor_ns']:>8.1f}")  # fmt: skip
+            print(
+                f"{detail:<16}{call:<11}{row['bare_ns']:>8.1f}{row['wrapped_ns']:>10.1f}{row['added_ns']:>8.1f}"
+                f"{row['floor_ns']:>8.1f}"
+            )
     for name in ("start of true", "start of python"):
         row = results[name]
         print(f"{name:<24}{row['plain_ms']:>8.2f}{row['watched_ms']:>10.2f}{row['added_ms']:>8.2f}   ms")  # type: ignore[index]

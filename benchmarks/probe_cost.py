@@ -35,10 +35,16 @@ def measure(runtime: HostRuntime, submit_ns: float, rounds: int, copies: int) ->
     dst, src = np.full(copies, device.address, np.uint64), np.full(copies, host.address, np.uint64)
     submit, now = core().kvp_submit, core().kvp_now_ns
     options = {
-        level: SubmitOptions(copy=runtime.address("cudaMemcpyAsync"), stream=stream, kind=MEMCPY_KIND["h2d"],
-                             direction=1, blocked_ns=1 << 40, detail=DETAIL[level.split()[0]])
+        level: SubmitOptions(
+            copy=runtime.address("cudaMemcpyAsync"),
+            stream=stream,
+            kind=MEMCPY_KIND["h2d"],
+            direction=1,
+            blocked_ns=1 << 40,
+            detail=DETAIL[level.split()[0]],
+        )
         for level in LEVELS
-    }  # fmt: skip
+    }
     taken: dict[str, list[float]] = {level: [] for level in LEVELS}
     result, order = SubmitResult(), np.random.default_rng(1)
     for number in range(rounds + 10):
@@ -90,8 +96,10 @@ def main() -> None:
         print(f"{name}: bare loop {bare:.1f} ns a copy, floor {outcome[name]['off again']['added_ns']:+.1f} ns")
         for level in ("totals", "copies"):
             one = outcome[name][level]
-            print(f"  {level:8} {one['ns_a_copy']:8.1f} ns a copy  {one['added_ns']:+6.1f} ns  "
-                  f"{one['ns_a_copy'] / bare:.3f} of bare")  # fmt: skip
+            print(
+                f"  {level:8} {one['ns_a_copy']:8.1f} ns a copy  {one['added_ns']:+6.1f} ns  "
+                f"{one['ns_a_copy'] / bare:.3f} of bare"
+            )
 
 
 if __name__ == "__main__":

@@ -28,14 +28,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "corpus")
 from programs import PROGRAMS, run
 
 CORPUS = Path(__file__).resolve().parents[1] / "tests" / "corpus"
-NSYS = ("/opt/nvidia/nsight-systems*/*/bin/nsys", "/usr/local/cuda*/bin/nsys",
-        "/opt/nvidia/nsight-compute*/*/host/target-linux-x64/nsys")  # fmt: skip
-IMPORTER = ("/opt/nvidia/nsight-systems*/*/host-linux-*/QdstrmImporter",
-            "/opt/nvidia/nsight-compute*/*/host/linux-desktop-*/QdstrmImporter")  # fmt: skip
+NSYS = (
+    "/opt/nvidia/nsight-systems*/*/bin/nsys",
+    "/usr/local/cuda*/bin/nsys",
+    "/opt/nvidia/nsight-compute*/*/host/target-linux-x64/nsys",
+)
+IMPORTER = (
+    "/opt/nvidia/nsight-systems*/*/host-linux-*/QdstrmImporter",
+    "/opt/nvidia/nsight-compute*/*/host/linux-desktop-*/QdstrmImporter",
+)
 
 
-KEPT = ("CUPTI_ACTIVITY_KIND", "NVTX_EVENTS", "PROFILER_OVERHEAD", "StringIds", "META_DATA", "EXPORT_META", "ENUM_CUDA",
-        "ENUM_CUPTI", "TARGET_INFO_GPU", "TARGET_INFO_CUDA_STREAM", "TARGET_INFO_SESSION", "ThreadNames")  # fmt: skip
+KEPT = (
+    "CUPTI_ACTIVITY_KIND",
+    "NVTX_EVENTS",
+    "PROFILER_OVERHEAD",
+    "StringIds",
+    "META_DATA",
+    "EXPORT_META",
+    "ENUM_CUDA",
+    "ENUM_CUPTI",
+    "TARGET_INFO_GPU",
+    "TARGET_INFO_CUDA_STREAM",
+    "TARGET_INFO_SESSION",
+    "ThreadNames",
+)
 
 
 def truth(folder: Path, said: dict[str, object]) -> None:
@@ -47,8 +64,21 @@ def record_run(out: Path, names: list[str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for name in names:
         folder = Path(tempfile.mkdtemp()) / name
-        command = [sys.executable, "-m", "kvprobe", "run", "--no-stacks", "--report", str(folder) + ".html", "-o",
-                   str(folder), "--", sys.executable, str(CORPUS / "programs.py"), name]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "kvprobe",
+            "run",
+            "--no-stacks",
+            "--report",
+            str(folder) + ".html",
+            "-o",
+            str(folder),
+            "--",
+            sys.executable,
+            str(CORPUS / "programs.py"),
+            name,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         line = next((line for line in done.stdout.splitlines() if line.startswith("{")), None)
         if line is None:
@@ -113,15 +143,36 @@ def record_nsys(out: Path, names: list[str]) -> None:
     nsys, importer = shutil.which("nsys") or found(NSYS), found(IMPORTER)
     work = Path(tempfile.mkdtemp())
     env = {**os.environ, "LD_LIBRARY_PATH": ""}
-    command = [nsys, "profile", "-t", "cuda,nvtx", "--sample=none", "--cpuctxsw=none", "-o", str(work / "all"),
-               sys.executable, __file__, str(out), "--inside", ",".join(names)]  # fmt: skip
+    command = [
+        nsys,
+        "profile",
+        "-t",
+        "cuda,nvtx",
+        "--sample=none",
+        "--cpuctxsw=none",
+        "-o",
+        str(work / "all"),
+        sys.executable,
+        __file__,
+        str(out),
+        "--inside",
+        ",".join(names),
+    ]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if not (work / "all.nsys-rep").exists() and importer:
         beside = f"{Path(importer).parent}:{os.environ.get('NSYS_LIBRARIES', '')}"
-        subprocess.run([importer, "-i", work / "all.qdstrm", "-o", work / "all.nsys-rep"], capture_output=True,
-                       env={**os.environ, "LD_LIBRARY_PATH": beside}, check=False)  # fmt: skip
-    exported = subprocess.run([nsys, "export", "-t", "sqlite", "--force-overwrite=true", "-o", work / "all.sqlite",
-                               work / "all.nsys-rep"], capture_output=True, text=True, check=False)  # fmt: skip
+        subprocess.run(
+            [importer, "-i", work / "all.qdstrm", "-o", work / "all.nsys-rep"],
+            capture_output=True,
+            env={**os.environ, "LD_LIBRARY_PATH": beside},
+            check=False,
+        )
+    exported = subprocess.run(
+        [nsys, "export", "-t", "sqlite", "--force-overwrite=true", "-o", work / "all.sqlite", work / "all.nsys-rep"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if not (work / "all.sqlite").exists():
         raise SystemExit(f"nsys: {done.stderr[-500:]} {exported.stderr[-500:]} {sorted(work.iterdir())}")
     for name in names:
@@ -134,8 +185,11 @@ def cut(whole: Path, out: Path, name: str) -> None:
     plain = out / f"{name}.sqlite"
     shutil.copyfile(whole, plain)
     db = sqlite3.connect(plain)
-    window = db.execute("select start, end from NVTX_EVENTS left join StringIds on id = textId "
-                        "where coalesce(text, value) = ? and end is not null", (name,)).fetchone()  # fmt: skip
+    window = db.execute(
+        "select start, end from NVTX_EVENTS left join StringIds on id = textId "
+        "where coalesce(text, value) = ? and end is not null",
+        (name,),
+    ).fetchone()
     tables = [row[0] for row in db.execute("select name from sqlite_master where type = 'table'")]
     for table in tables:
         columns = [row[1] for row in db.execute(f'pragma table_info("{table}")')]
@@ -144,8 +198,12 @@ def cut(whole: Path, out: Path, name: str) -> None:
         elif window and {"start", "end"} <= set(columns):
             db.execute(f'delete from "{table}" where start < ? or start > ?', window)
     if "CUPTI_ACTIVITY_KIND_CUDA_EVENT" in tables:
-        db.execute("delete from CUPTI_ACTIVITY_KIND_CUDA_EVENT where correlationId not in "
-                   "(select correlationId from CUPTI_ACTIVITY_KIND_RUNTIME)")  # fmt: skip
+        db.execute(
+            "delete from CUPTI_ACTIVITY_KIND_CUDA_EVENT where correlationId not in "
+            "(select correlationId from CUPTI_ACTIVITY_KIND_RUNTIME)"
+        )
+    if "META_DATA_CAPTURE" in tables:
+        db.execute("delete from META_DATA_CAPTURE where name like '%ENVIRONMENT%'")
     used = "select nameId from CUPTI_ACTIVITY_KIND_RUNTIME union select textId from NVTX_EVENTS"
     if "CUPTI_ACTIVITY_KIND_KERNEL" in tables:
         used += " union select shortName from CUPTI_ACTIVITY_KIND_KERNEL"
@@ -175,7 +233,7 @@ def main() -> None:
         begin = time.monotonic()
         record = {"run": record_run, "kineto": record_kineto, "nsys": record_nsys}[form]
         try:
-            record(options.out / form, names)
+            record(options.out / form, [name for name in names if form in PROGRAMS[name].forms])
         except (Exception, SystemExit) as error:  # the other formats are worth having alone
             print(f"{form}: {error!r}", file=sys.stderr)
         files = [path for path in (options.out / form).glob("*") if not path.name.endswith(".truth.json")]

@@ -76,8 +76,11 @@ def measure(runtime: Runtime, rounds: int, copies: int, block: int, detail: str,
     figures: dict[str, Any] = {"depth": limits.depth, "copies": copies, "block_bytes": block, "rounds": rounds}
     for way, values in taken.items():
         ratios = sorted(value / base for value, base in zip(values, taken["bare"], strict=True))
-        figures[way] = {"ns": statistics.median(values), "ratio": statistics.median(ratios),
-                        "ratio_quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]]}  # fmt: skip
+        figures[way] = {
+            "ns": statistics.median(values),
+            "ratio": statistics.median(ratios),
+            "ratio_quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
+        }
     return figures
 
 
@@ -96,20 +99,30 @@ def main() -> None:
         torch.cuda.init()
     runtime = find_runtime(arguments.device)
     outcome = {
-        name: measure(runtime, arguments.rounds, arguments.copies, block, arguments.detail,
-                      gated=name == "room" and runtime.provider == "host")
+        name: measure(
+            runtime,
+            arguments.rounds,
+            arguments.copies,
+            block,
+            arguments.detail,
+            gated=name == "room" and runtime.provider == "host",
+        )
         for name, block in (("room", 4096), ("full", 65536))
-    }  # fmt: skip
+    }
     if arguments.json:
         print(json.dumps(outcome, indent=1))
         return
     for case, one in outcome.items():
-        print(f"{case}: {one['copies']:,} copies of {one['block_bytes'] >> 10} KiB, depth {one['depth']:,}, "
-              f"{one['rounds']} rounds: bare {one['bare']['ns'] / 1e3:,.1f} us")  # fmt: skip
+        print(
+            f"{case}: {one['copies']:,} copies of {one['block_bytes'] >> 10} KiB, depth {one['depth']:,}, "
+            f"{one['rounds']} rounds: bare {one['bare']['ns'] / 1e3:,.1f} us"
+        )
         for way, name in (("bare again", "floor"), ("loop", "loop"), ("submission", "submission"), ("load", "load")):
             low, high = one[way]["ratio_quartiles"]
-            print(f"  {name:10} {one[way]['ns'] / 1e3:10,.1f} us  {one[way]['ratio']:.3f} of bare "
-                  f"(quartiles {low:.3f} to {high:.3f})")  # fmt: skip
+            print(
+                f"  {name:10} {one[way]['ns'] / 1e3:10,.1f} us  {one[way]['ratio']:.3f} of bare "
+                f"(quartiles {low:.3f} to {high:.3f})"
+            )
 
 
 if __name__ == "__main__":

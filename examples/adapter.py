@@ -10,7 +10,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
-from kvprobe.instrument import sidecar
+from kvprobe.instrument import event_log
 from kvprobe.instrument.calls import Timed, TimedCalls, timed
 
 toy = types.ModuleType("toyserver.cache")
@@ -20,7 +20,7 @@ exec("def swap_in(blocks, block_bytes=4096):\n    return len(blocks)\n", toy.__d
 class SwapIn(TimedCalls):
     """Checks that `swap_in` takes what it is expected to take, and puts a timer around it."""
 
-    name, server, distributions, versions = "toyserver.cache", "toyserver", ("toyserver",), ">=1,<2"
+    name, versions = "toyserver.cache", ">=1,<2"
     timed = (timed("toyserver.cache", "swap_in", ("blocks",), "load", "waits for its copies"),)
 
     def describe(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
@@ -31,7 +31,7 @@ class SwapIn(TimedCalls):
 adapter = SwapIn()
 adapter.prepare(("toyserver", "1.4"), fix="off")  # what kvprobe does with the version that is installed
 adapter.instrument(toy)  # and once the module is imported
-with sidecar.subscribed() as events:  # under `kvprobe run` they go to the run folder, and from there to the page
+with event_log.subscribed() as events:  # under `kvprobe run` they go to the run folder, and from there to the page
     toy.swap_in(range(8), block_bytes=65536)
 print([{key: event[key] for key in ("call", "bytes", "dur_ns", "cause")} for event in events])
 adapter.uninstrument()

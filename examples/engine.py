@@ -29,7 +29,7 @@ async def main() -> None:
         engine.fence(loaded, compute)  # later work on `compute` finds the blocks; this thread goes on
         loaded.wait()
         print(f"{loaded.bytes >> 20} MiB under the {loaded.policy} policy: {loaded.split()}")
-        print(f"decisions of auto: {[f'{d.before} -> {d.after}: {d.reason}' for d in engine.auto.decisions]}")
+        print(f"decisions of auto: {[d.reason for d in engine.auto.decisions]}")
 
 
 asyncio.run(main())

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvprobe.launchqueue import QueueLimits, calibrate
     from kvprobe.offload import BlockCache, BlockPool, LoadDedup, OffloadEngine, Split, Transfer
     from kvprobe.recordings import open_recording
+    from kvprobe.recordings.engine import recording_of
     from kvprobe.recordings.model import Recording
     from kvprobe.reporting import write_report
 
@@ -44,6 +45,7 @@ _HOMES = {
     "kvprobe.launchqueue": ("QueueLimits", "calibrate"),
     "kvprobe.offload": ("BlockCache", "BlockPool", "LoadDedup", "OffloadEngine", "Split", "Transfer"),
     "kvprobe.recordings": ("open_recording",),
+    "kvprobe.recordings.engine": ("recording_of",),
     "kvprobe.recordings.model": ("Recording",),
     "kvprobe.reporting": ("write_report",),
 }
@@ -72,6 +74,7 @@ __all__ = [
     "install",
     "observe",
     "open_recording",
+    "recording_of",
     "uninstall",
     "write_report",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import io
 import os
@@ -24,8 +25,11 @@ COMMANDS = {
     "detach": "End a recording that attach began.",
     "try": "Run a command with and without each change that its diagnosis names.",
     "top": "Live view of running, watched processes.",
+    "metrics": "Prometheus and OpenTelemetry metrics of watched processes, and a flight recorder.",
+    "reduce": "Reduce the recordings of many ranks to one report that compares them.",
     "triage": "One line a recording: was a launch queue full, where, what did it cost.",
     "report": "Say what is wrong in recordings, as one HTML page.",
+    "causes": "List the causes that a report names, or explain one.",
     "stats": "Tables of a recording: calls, copies, sizes, ranges, streams.",
     "diff": "Compare two recordings, finding by finding.",
     "check": "Fail with an exit code when a recording breaks a limit.",
@@ -34,6 +38,31 @@ COMMANDS = {
     "patches": "Which server adapters apply in this environment, and why.",
     "weights": "Run a model with its weights partly in CPU memory, and profile it.",
 }
+
+
+# What an ASCII-only terminal gets for signs that kvprobe prints; anything else becomes a question mark.
+PLAIN = {
+    "\u00b5": "u",
+    "\u00d7": "x",
+    "\u2192": "->",
+    "\u2013": "-",
+    "\u2014": "-",
+    "\u2026": "...",
+    "\u201c": '"',
+    "\u201d": '"',
+    "\u00a0": " ",
+    "\u2264": "<=",
+    "\u00b7": "-",
+}
+
+
+def _plainly(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(PLAIN.get(char, "?") for char in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error("kvprobe", _plainly)
 
 
 class _Commands(click.Group):
@@ -67,8 +96,14 @@ def _print_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version,
-              help="Show the version and exit.")  # fmt: skip
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version and exit.",
+)
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.pass_context
 def cli(ctx: click.Context, debug: bool) -> None:
@@ -80,8 +115,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a command and returns its exit code: 0, 1 for a failure, 2 for wrong usage, 130 when interrupted."""
     arguments = sys.argv[1:] if argv is None else argv
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot show becomes a question mark
-            stream.reconfigure(errors="replace")
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="kvprobe")
     debug = "--debug" in arguments or DEBUG.value()
     try:
         result = cli.main(arguments, prog_name="kvprobe", standalone_mode=False)

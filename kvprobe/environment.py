@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -203,6 +204,17 @@ OF_THE_TESTS = frozenset(
         "KVPROBE_TEST_DEVICE",
     }
 )
+
+
+def caches() -> Path:
+    """The user's cache folder of kvprobe; where no home can be found, one that cannot exist: nothing is cached then.
+
+    A shared temporary folder is no way out, because what is read there might be somebody else's.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvprobe"
+    except RuntimeError:
+        return Path(os.devnull) / "kvprobe"
 
 
 def killed() -> bool:

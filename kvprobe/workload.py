@@ -10,9 +10,11 @@ from __future__ import annotations
 import ctypes as ct
 import queue
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,10 @@ from kvprobe.errors import KvprobeError
 from kvprobe.launchqueue import QueueLimits
 from kvprobe.native.library import core
 from kvprobe.offload import BlockCache, BlockPool, LoadDedup, OffloadEngine, Transfer
+from kvprobe.recordings.assemble import sorted_table
+from kvprobe.recordings.engine import PHASES, recording_of
+from kvprobe.recordings.model import Direction, RangeStyle, Recording, Table
+from kvprobe.recordings.vocabulary import Names
 
 PREFIX, UNIQUE = 12, 6  # blocks of a request: shared with its group, its own
 GROUPS, GROUP_SIZE = 2, 6  # prefixes, and how many requests arrive together with one
@@ -29,7 +35,7 @@ HOLD_STEPS = 2  # steps a loaded request runs before its GPU blocks are free
 COMPARED = PREFIX + UNIQUE  # blocks of one comparison
 SPARE = 2  # requests whose bytes are still being compared
 STEP_NS = 5_000_000
-PARTS = ("build", "submit", "wait", "copy", "poll")  # of a transfer's split
+MOST_SLOWER = 3  # times its length that a run may take for a given number of requests
 
 
 @dataclass(frozen=True)
@@ -119,23 +125,21 @@ class Measured:
 
     Attributes:
         steps: (start_ns, dur_ns) of each step.
-        occupancy: (time_ns, outstanding) of the load streams, once a step.
-        splits: sums of the transfers' splits: build, submit, wait, copy, poll, in ns.
+        outstanding: (time_ns, operations) of the engine, once a step.
         bytes_loaded: by completed loads.
         bytes_verified: compared, both sides.
         requests: served.
-        handed: (time_ns, ns, copies) of each load: time inside the call, on the model's thread.
+        handed: (time_ns, ns, copies, bytes) of each load: time inside the call, on the model's thread.
         start_ns: of the run.
         end_ns: of the run.
     """
 
     steps: list[tuple[int, int]] = field(default_factory=list)
-    occupancy: list[tuple[int, dict[int, int]]] = field(default_factory=list)
-    splits: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    outstanding: list[tuple[int, int]] = field(default_factory=list)
     bytes_loaded: int = 0
     bytes_verified: int = 0
     requests: int = 0
-    handed: list[tuple[int, int, int]] = field(default_factory=list)
+    handed: list[tuple[int, int, int, int]] = field(default_factory=list)
     start_ns: int = 0
     end_ns: int = 0
 
@@ -150,6 +154,7 @@ class Machine:
         self.gpu = BlockPool(runtime, self.model.layers(shape.gpu_blocks), shape.piece_bytes)
         self._cpu_layers = [host_region(runtime, shape.cpu_blocks * shape.piece_bytes) for _ in range(shape.layers)]
         self.cpu = BlockPool(runtime, self._cpu_layers, shape.piece_bytes)
+        self.servers: weakref.WeakSet[Server] = weakref.WeakSet()
         words = shape.piece_bytes // 8
         ramp = np.arange(words, dtype=np.uint64)
         for layer, region in enumerate(self._cpu_layers):
@@ -166,7 +171,9 @@ class Machine:
         self.model.verify(self.gpu, gpu_blocks, self.cpu, cpu_blocks)
 
     def close(self) -> None:
-        """Frees the memory; nothing may be in flight."""
+        """Frees the memory, once no server compares it any more; nothing may be in flight."""
+        for server in list(self.servers):
+            server.stop_verifying()
         self.runtime.synchronize()
         self.model.close()
         for region in self._cpu_layers:
@@ -176,21 +183,40 @@ class Machine:
 class Server:
     """One engine under load. `run` plays steps; `close` waits for the verifier and gives streams and events back."""
 
-    def __init__(self, machine: Machine, limits: QueueLimits, policy: str, dedup: str, *,
-                 concurrency: int | None = None, records: int = 1 << 18) -> None:  # fmt: skip
+    def __init__(
+        self,
+        machine: Machine,
+        limits: QueueLimits,
+        policy: str,
+        dedup: str,
+        *,
+        concurrency: int | None = None,
+        records: int = 1 << 18,
+    ) -> None:
         """Starts with empty GPU blocks and everything in CPU memory; `concurrency`: default, the shape's."""
         self.runtime, self.shape = runtime, shape = machine.runtime, machine.shape
         self._machine, self._device = machine, machine.model
         self._concurrency = concurrency or shape.concurrency
-        self.engine = OffloadEngine(runtime, machine.gpu, machine.cpu, policy=policy, limits=limits, detail="copies",
-                                    records=records, link_bytes_per_s=shape.link_bytes_per_s,
-                                    compute_stream=self._device.stream)  # fmt: skip
+        self.engine = OffloadEngine(
+            runtime,
+            machine.gpu,
+            machine.cpu,
+            policy=policy,
+            limits=limits,
+            detail="copies",
+            records=records,
+            link_bytes_per_s=shape.link_bytes_per_s,
+            compute_stream=self._device.stream,
+        )
         self._now = core().kvp_now_ns
         self.cache = BlockCache(shape.cpu_blocks)
         keys = list(range(shape.cpu_blocks))
         self.cache.begin_store(keys)
         self.cache.end(keys)
-        self.dedup = LoadDedup(self._now, self._would_take, shape.block_bytes, dedup)
+        # one change at a time: dedup makes other transfers, and a switch is judged by transfers like those before it
+        self._dedup_mode = dedup
+        first = "off" if policy == "auto" and dedup == "auto" else dedup
+        self.dedup = LoadDedup(self._now, self._would_take, shape.block_bytes, first)
         self.measured = Measured()
         self._free = list(range(shape.gpu_blocks))
         self._resident: dict[int, int] = {}  # shared key -> GPU block
@@ -205,26 +231,36 @@ class Server:
         self._verify: queue.SimpleQueue[tuple[_Request, Transfer] | None] = queue.SimpleQueue()
         self._verified: deque[_Request] = deque()
         self._fault: Exception | None = None
+        self._stop = False
         self._verifier = threading.Thread(target=self._verify_loop, name="kvprobe-verify", daemon=True)
         self._verifier.start()
+        machine.servers.add(self)
 
     def _would_take(self, size: int) -> int:
         return int((size + self.engine.pending_bytes("load")) / self.shape.link_bytes_per_s * 1e9)
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
-    def run(self, seconds: float, tick: Callable[[float], None] | None = None) -> Measured:
-        """Plays steps for that long: admit, launch, poll, wait for the step before; `tick` gets the share done."""
+    def run(self, seconds: float, tick: Callable[[float], None] | None = None, requests: int = 0) -> Measured:
+        """Plays steps: admit, launch, poll, wait for the step before.
+
+        Args:
+            seconds: for how long.
+            tick: gets the share that is done, 0 to 1.
+            requests: where given, until so many were served, be it earlier or later than `seconds`, within reason.
+        """
         measured, now = self.measured, self._now
         begin = now()
         measured.start_ns = measured.start_ns or begin
-        end = begin + int(seconds * 1e9)
-        while (start := now()) < end:
+        end = begin + int(seconds * 1e9 * (MOST_SLOWER if requests else 1))
+        before = measured.requests
+        while (start := now()) < end and not (requests and measured.requests - before >= requests):
             self._one_step()
             measured.steps.append((start, now() - start))
-            measured.occupancy.append((now(), self.engine.outstanding()))
+            measured.outstanding.append((now(), sum(self.engine.outstanding().values())))
             if tick:
-                tick((now() - begin) / (end - begin))
+                done = (measured.requests - before) / requests if requests else (now() - begin) / (end - begin)
+                tick(min(done, 1.0))
             if self._fault:
                 raise self._fault
         measured.end_ns = now()
@@ -232,6 +268,8 @@ class Server:
 
     def _one_step(self) -> None:
         self._step += 1
+        if self.dedup.mode != self._dedup_mode and any(one.gain for one in self.engine.auto.decisions):
+            self.dedup.mode = self._dedup_mode
         mark = self._marks[self._step % 2]
         self._admit()
         self._device.step()
@@ -276,15 +314,12 @@ class Server:
         self.dedup.started(fresh)
         start = self._now()
         transfer = self.engine.load(request.source, request.blocks, tag=request)
-        self.measured.handed.append((start, self._now() - start, transfer.copies))
+        self.measured.handed.append((start, self._now() - start, transfer.copies, transfer.bytes))
 
     def _collect(self) -> None:
         for transfer in self.engine.poll():
             request = transfer.tag
             transfer.result()
-            split = transfer.split()
-            for part in self.measured.splits:
-                self.measured.splits[part] += getattr(split, f"{part}_ns")
             self.measured.bytes_loaded += transfer.bytes
             self.cache.end(request.fresh)
             self.dedup.ended(request.fresh)
@@ -327,7 +362,7 @@ class Server:
     # -- comparing bytes -----------------------------------------------------------------------------------------
 
     def _verify_loop(self) -> None:
-        while (item := self._verify.get()) is not None:
+        while (item := self._verify.get()) is not None and not self._stop:
             request, _ = item
             try:
                 self._machine.verify(request.blocks, request.source)
@@ -341,24 +376,95 @@ class Server:
         """Drains, compares what is left, and gives back streams and events.
 
         Raises:
-            KvprobeError: a byte differed.
+            KvprobeError: a byte differed, or a transfer failed.
         """
-        while self._loading:
-            self.engine.wait()
-            self._collect()
-        self._verify.put(None)
-        self._verifier.join()
-        self.runtime.synchronize()
-        self.engine.close()
-        for mark in self._marks:
-            self.runtime.event_destroy(mark)
+        try:
+            left = -1
+            while left != len(self._loading):  # after a failure some will never be heard of
+                left = len(self._loading)
+                self.engine.wait()
+                self._collect()
+            self._verify.put(None)
+            self._verifier.join()
+            self.runtime.synchronize()
+        finally:
+            self.stop_verifying()
+            self.engine.close()
+            for mark in self._marks:
+                self.runtime.event_destroy(mark)
         if self._fault:
             raise self._fault
+
+    def stop_verifying(self) -> None:
+        """Compares nothing more; returns when nobody reads the pools."""
+        self._stop = True
+        self._verify.put(None)
+        self._verifier.join()
 
 
 def pattern(layer: int, block: int) -> int:
     """First word of a block's content; the words after it count up."""
     return (layer << 56) | (block << 32)
+
+
+def recorded(servers: Mapping[str, Server], ring: Path, what: str, command: str = "") -> Recording:
+    """What servers did, one after another, as a recording.
+
+    Each is a range by its name; its steps and what was outstanding are samples, its loads calls of a server.
+
+    Args:
+        servers: phase -> server; closed ones, too.
+        ring: the ring file that all of them wrote to.
+        what: a name for the page's title and provenance.
+        command: that made them work.
+    """
+    recording = recording_of(*(one.engine for one in servers.values()), ring=ring, what=what, command=command)
+    names, thread = Names(recording.names), threading.get_native_id()
+    all_of = {phase: one.measured for phase, one in servers.items()}
+    steps = [(*step, names.add("step_time_ns")) for one in all_of.values() for step in one.steps]
+    counts = [(*count, names.add("operations_outstanding")) for one in all_of.values() for count in one.outstanding]
+    loads = np.array([load for one in all_of.values() for load in one.handed], dtype=np.int64).reshape(-1, 4)
+    zeros = np.zeros(len(loads))
+    samples = np.array(steps + counts, dtype=np.int64).reshape(-1, 3)
+    recording.tables["ranges"] = Table(
+        "ranges",
+        {
+            "start_ns": np.array([one.start_ns for one in all_of.values()]),
+            "end_ns": np.array([one.end_ns for one in all_of.values()]),
+            "process": np.zeros(len(all_of)),
+            "thread": np.full(len(all_of), thread),
+            "domain": np.full(len(all_of), names.add(PHASES)),
+            "name": names.map(list(all_of)),
+            "style": np.full(len(all_of), RangeStyle.START_END),
+        },
+    )
+    recording.tables["samples"] = sorted_table(
+        "samples",
+        {
+            "time_ns": samples[:, 0],
+            "process": np.zeros(len(samples)),
+            "device": np.zeros(len(samples)),
+            "metric": samples[:, 2],
+            "value": samples[:, 1],
+        },
+        by="time_ns",
+    )
+    recording.tables["server_calls"] = sorted_table(
+        "server_calls",
+        {
+            "start_ns": loads[:, 0],
+            "end_ns": loads[:, 0] + loads[:, 1],
+            "process": zeros,
+            "thread": zeros + thread,
+            "server": zeros + names.add("kvprobe"),
+            "name": zeros + names.add("load"),
+            "direction": zeros + Direction.H2D,
+            "bytes": loads[:, 3],
+            "count": loads[:, 2],
+        },
+    )
+    recording.names = names.list
+    return recording
 
 
 class _HostModel:

@@ -13,23 +13,19 @@ from typing import Any
 
 from kvprobe.instrument.adapter import Target
 from kvprobe.instrument.calls import Timed, TimedCalls, tensor_bytes, timed
-from kvprobe.instrument.guard import Call, Patcher
+from kvprobe.instrument.hooks import Call, Patcher
 
 
 class AlignDevices(TimedCalls):
     """`cpu_offload`, `dispatch_model(device_map=...)`, `disk_offload`."""
 
-    name, server, distributions, versions = "accelerate.hooks", "accelerate", ("accelerate",), ">=1.0,<2"
+    name = "accelerate.hooks"
     summary = "Times the copies of AlignDevicesHook per module and forward; counts pageable and blocking ones."
     timed = (
         timed("accelerate.hooks", "AlignDevicesHook.pre_forward", ("module",), "load"),
         timed("accelerate.hooks", "AlignDevicesHook.post_forward", ("module", "output"), "store"),
     )
     targets = (Target("accelerate.hooks", "set_module_tensor_to_device", ("module", "tensor_name", "device", "value")),)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._copies: list[tuple[int, int, bool, bool]] = []
 
     def patch(self, patcher: Patcher, module: ModuleType) -> None:
         """Also see each parameter's copy."""
@@ -41,26 +37,27 @@ class AlignDevices(TimedCalls):
         value = kwargs.get("value", args[3] if len(args) > 3 else None)
         start = time.monotonic_ns()
         result = call()
-        if value is not None and len(self._copies) < 100_000:
+        forward = self.running()
+        if value is not None and forward is not None and len(forward[1]) < 100_000:
             pageable = value.device.type == "cpu" and not value.is_pinned()
             blocking = not kwargs.get("non_blocking", False)
-            self._copies.append((time.monotonic_ns() - start, tensor_bytes(value), pageable, blocking))
+            forward[1].append((time.monotonic_ns() - start, tensor_bytes(value), pageable, blocking))
         return result
 
     def before(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A forward's copies are counted from here."""
-        self._copies.clear()
-        return args[1]
+        """The module, and the copies of this forward: took ns, bytes, pageable, blocking."""
+        copies: list[tuple[int, int, bool, bool]] = []
+        return args[1], copies
 
     def after(self, entry: Timed, remembered: Any) -> dict[str, Any]:
         """The sum over the module's parameters."""
-        copies = self._copies
+        module, copies = remembered
         pageable = sum(c[2] for c in copies)
         cause = ""
         if copies and entry.direction == "load":
             cause = f"{pageable} of {len(copies)} copies from pageable memory, {sum(c[3] for c in copies)} blocking"
-        fields = {
-            "module": type(remembered).__name__,
+        return {
+            "module": type(module).__name__,
             "copies": len(copies),
             "bytes": sum(c[1] for c in copies),
             "copy_call_ns": sum(c[0] for c in copies),
@@ -68,8 +65,6 @@ class AlignDevices(TimedCalls):
             "blocking_copies": sum(c[3] for c in copies),
             "cause": cause,
         }
-        copies.clear()
-        return fields
 
 
 class ModelOffload(TimedCalls):
@@ -78,7 +73,7 @@ class ModelOffload(TimedCalls):
     diffusers' `enable_model_cpu_offload` is made of it.
     """
 
-    name, server, distributions, versions = "accelerate.model_offload", "accelerate", ("accelerate",), ">=1.0,<2"
+    name = "accelerate.model_offload"
     summary = "Times the moves of whole models by CpuOffload: bytes, and how much of them lies in pageable memory."
     timed = (
         timed("accelerate.hooks", "CpuOffload.pre_forward", ("module",), "load"),
@@ -95,8 +90,9 @@ class ModelOffload(TimedCalls):
         """What has another device now has moved; of a load, what came from pageable memory."""
         module, held = remembered
         now = [*module.parameters(), *module.buffers()]
-        moved = [(tensor, pageable) for tensor, (device, pageable) in zip(now, held, strict=False)
-                 if tensor.device != device]  # fmt: skip
+        moved = [
+            (tensor, pageable) for tensor, (device, pageable) in zip(now, held, strict=False) if tensor.device != device
+        ]
         load = entry.direction == "load"
         pageable = sum(was for _, was in moved) if load else 0
         blocking = len(moved)  # Module.to without non_blocking

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvprobe.instrument.adapter import Target
 from kvprobe.instrument.calls import Timed, TimedCalls, tensor_bytes, timed
-from kvprobe.instrument.guard import Call, Patcher
+from kvprobe.instrument.hooks import Call, Patcher
 
 _MODULE = "diffusers.hooks.group_offloading"
 
@@ -19,7 +19,7 @@ _MODULE = "diffusers.hooks.group_offloading"
 class GroupOffload(TimedCalls):
     """`apply_group_offloading` and `enable_group_offload`."""
 
-    name, server, distributions, versions = "diffusers.group_offload", "diffusers", ("diffusers",), ">=0.33,<1"
+    name = "diffusers.group_offload"
     summary = "Times ModuleGroup.onload_ and offload_: bytes, host waits, pageable copies, pinning at every onload."
     timed = (timed(_MODULE, "ModuleGroup.onload_", (), "load"), timed(_MODULE, "ModuleGroup.offload_", (), "store"))
     targets = (Target(_MODULE, "GroupOffloadingHook.pre_forward", ("module",)),)

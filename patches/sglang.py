@@ -16,8 +16,11 @@ from typing import Any, NamedTuple
 from kvprobe.instrument.adapter import Adapter, Target
 from kvprobe.instrument.calls import Timed, TimedCalls, timed
 from kvprobe.instrument.device import device_of
-from kvprobe.instrument.guard import Call, Patcher
+from kvprobe.instrument.hooks import Call, Patcher
+from kvprobe.instrument.submissions import Rung
 from kvprobe.instrument.transfers import CopyPath
+
+from .sglang_offload import Offload, Storage
 
 _ENGINE = "sglang.srt.mem_cache.l2_transfer"
 _CONTROLLER = "sglang.srt.managers.cache_controller"
@@ -26,6 +29,9 @@ _STAGING = ("staging_k_buffer", "staging_v_buffer", "staging_buffer", "k_scale_s
 _DESCRIPTORS_A_PLACE = 8  # of a batch: a queue of 1,021 places took 8,168 copies in batches of 8, more in larger ones
 _OWN_PLACES = 8  # events and waits of one part of a burst
 _FULL = 0.9  # of a queue: what is outstanding is known only at the last poll, and SGLang's own streams share channels
+
+
+_OWN = Rung("shared", "own")  # SGLang's own copies, whichever back end makes them
 
 
 class Work(NamedTuple):
@@ -45,13 +51,13 @@ class Work(NamedTuple):
 class Transfers(Adapter):
     """The copy engine: one shared stream a direction, submission on the scheduler's thread."""
 
-    name, server, distributions, versions = "sglang.l2_transfer", "sglang", ("sglang",), ">=0.5.21,<0.6"
+    name, versions = "sglang.l2_transfer", ">=0.5.21,<0.6"
     summary = "Times every burst of L2TransferEngine: submit (on the scheduler's thread), queue wait, copy, poll delay."
     changes = (
         "when the launch queue is full, loads go to pooled streams and stores are split over as many as they need, "
         "each part after the fence and all before it; refused where pools translate indices or share host layouts."
     )
-    rungs = {"load": ("shared", "pooled"), "store": ("shared", "split")}
+    rungs = {"load": (_OWN, Rung("pooled", "own")), "store": (_OWN, Rung("split", "own"))}
     targets = (
         Target(_ENGINE, "L2TransferEngine.__init__"),
         Target(_ENGINE, "L2TransferEngine.submit_device_to_host", ("transfers",)),
@@ -104,11 +110,11 @@ class Transfers(Adapter):
             parts, streams = [transfers], [getattr(engine, attribute)]
             taken: list[int] = []
             try:
-                if live.rung != "shared" and self.may_swap(path, transfers):
+                if live.rung != _OWN and self.may_swap(path, transfers):
                     parts = self.parts(path, transfers, works)
                     streams = self.take(path, len(parts), taken)
                 else:
-                    live.rung = "shared"
+                    live.rung = _OWN
 
                 def again(part: Any) -> Any:
                     return call.part(engine, part, *args, **kwargs)
@@ -197,12 +203,12 @@ class Transfers(Adapter):
 
     def may_swap(self, path: CopyPath, transfers: Any) -> bool:
         """Not where a pool translates indices (unified allocators) or shares its host layout: they assume one FIFO."""
-        if path.device is None or path.ladder is None:
+        if path.device is None or path.auto is None:
             return False
         unified = any(getattr(t.device_pool, "host_transfer_translate", None) is not None for t in transfers)
         if not unified and not self.module.shared_host_layout_domains(t.host_pool for t in transfers):
             return True
-        path.ladder.refuse(path.ladder.rung, "these pools rely on one stream a direction: streams are left alone")
+        path.auto.refuse(path.auto.rung, "these pools rely on one stream a direction: streams are left alone")
         return False
 
     def take(self, path: CopyPath, count: int, taken: list[int]) -> list[Any]:
@@ -352,7 +358,7 @@ def _cut(transfers: Any, works: list[Work], size: int) -> tuple[list[list[Any]],
 class Controller(TimedCalls):
     """What the scheduler's thread spends in HiCacheController."""
 
-    name, server, distributions, versions = "sglang.cache_controller", "sglang", ("sglang",), ">=0.5.20,<0.6"
+    name = "sglang.cache_controller"
     summary = "Times HiCacheController.start_loading, start_writing and move_indices on the scheduler's thread."
     timed = (
         timed(_CONTROLLER, "HiCacheController.start_loading", (), "load", "a layer's copies are enqueued one by one"),
@@ -369,4 +375,4 @@ class Controller(TimedCalls):
         return {"cause": cause.get(backend, ""), "direction": "both"}
 
 
-ADAPTERS = (Transfers, Controller)
+ADAPTERS = (Transfers, Controller, Storage, Offload)

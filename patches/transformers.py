@@ -16,7 +16,7 @@ _MANAGER = "transformers.generation.continuous_batching.offloading_manager"
 class OffloadedCache(TimedCalls):
     """`Cache(offloading=True)`: a layer's whole history moves in both directions for every token."""
 
-    name, server, distributions, versions = "transformers.cache", "transformers", ("transformers",), ">=5.0,<6"
+    name = "transformers.cache"
     summary = "Times Cache.prefetch and Cache.offload and counts the bytes that they move for each token."
     timed = (
         timed("transformers.cache_utils", "Cache.prefetch", ("layer_idx", "only_non_sliding"), "load"),
@@ -36,7 +36,7 @@ class OffloadedCache(TimedCalls):
 class ContinuousBatching(TimedCalls):
     """`OffloadingManager`: requests swapped out and back on the compute stream."""
 
-    name, server, distributions = "transformers.continuous_batching", "transformers", ("transformers",)
+    name = "transformers.continuous_batching"
     versions = ">=5.20,<6"
     summary = "Times the KV swap of continuous batching: requests and bytes out and back, on the compute stream."
     timed = (

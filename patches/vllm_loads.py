@@ -17,15 +17,14 @@ from weakref import WeakKeyDictionary
 from kvprobe.instrument.adapter import Adapter, Target
 from kvprobe.instrument.dedup import SchedulerDedup
 from kvprobe.instrument.device import device_of
-from kvprobe.instrument.guard import Call, Patcher
+from kvprobe.instrument.hooks import Call, Patcher
+from kvprobe.instrument.submissions import Rung
 from kvprobe.instrument.transfers import CopyPath
-from kvprobe.patches.vllm_copies import DISTRIBUTIONS
 
 
 class _Dedup(Adapter):
     """Around a scheduler's three calls: how much can be loaded, a load was asked for, loads have ended."""
 
-    server, distributions = "vllm", DISTRIBUTIONS
     summary = "Counts loads of blocks that are being loaded already."
     changes = (
         "a request whose blocks are in flight waits for that load, never longer than its own would take; "
@@ -153,8 +152,7 @@ class SimpleLoadDedup(_Dedup):
 class SimpleConnector(Adapter):
     """SimpleCPUOffloadConnector's copies: one batch a step and direction, submitted by a thread of its own."""
 
-    name = "vllm.simple.copies"
-    server, distributions, versions = "vllm", DISTRIBUTIONS, ">=0.20,<0.34"
+    name, versions = "vllm.simple.copies", ">=0.20,<0.34"
     summary = "Times SimpleCPUOffloadConnector: wait in its copy thread's queue, submit, queue wait, copy, poll delay."
     targets = (
         Target(
@@ -174,7 +172,7 @@ class SimpleConnector(Adapter):
     def path(self, store: bool) -> CopyPath:
         """The path of a direction; made in the thread that submits, whose device is set."""
         if store not in self._paths:
-            self._paths[store] = CopyPath(self, "store" if store else "load", device_of(), ("upstream",))
+            self._paths[store] = CopyPath(self, "store" if store else "load", device_of(), (Rung("upstream", "batch"),))
         return self._paths[store]
 
     def patch(self, patcher: Patcher, module: ModuleType) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from vllm.v1.kv_offload.base import OffloadingWorker
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-from kvprobe.instrument import metrics, sidecar, switches
+from kvprobe.instrument import event_log, metrics, switches
 
 __all__ = ["ProbedOffloadingSpec", "ProbedWorker"]
 
@@ -74,7 +74,7 @@ class ProbedWorker(OffloadingWorker):  # type: ignore[misc]
             size, seconds = int(result.transfer_size or 0), result.transfer_time
             copy_ns = int(seconds * 1e9) if seconds is not None else None
             metrics.transfer("vllm", direction, size, submitted - start, None, copy_ns)
-            sidecar.emit(
+            event_log.emit(
                 "transfer",
                 adapter="vllm.spec",
                 server="vllm",

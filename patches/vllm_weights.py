@@ -10,11 +10,10 @@ from collections import deque
 from types import ModuleType
 from typing import Any
 
-from kvprobe.instrument import sidecar
+from kvprobe.instrument import event_log
 from kvprobe.instrument.calls import Timed, TimedCalls, timed
 from kvprobe.instrument.device import device_of
-from kvprobe.instrument.guard import Call, Patcher
-from kvprobe.patches.vllm_copies import DISTRIBUTIONS
+from kvprobe.instrument.hooks import Call, Patcher
 
 _PREFETCH, _UVA = "vllm.model_executor.offloader.prefetch", "vllm.model_executor.offloader.uva"
 
@@ -33,7 +32,7 @@ class _Layer:
 class WeightPrefetch(TimedCalls):
     """`--offload-backend prefetch`."""
 
-    name, server, distributions, versions = "vllm.weight_prefetch", "vllm", DISTRIBUTIONS, ">=0.17,<0.34"
+    name, versions = "vllm.weight_prefetch", ">=0.17,<0.34"
     option = "--offload-backend prefetch"
     summary = "Times the prefetch of weights per layer: copy, exposed wait of the compute stream, hidden share."
     timed = (
@@ -92,7 +91,7 @@ class WeightPrefetch(TimedCalls):
 
     def _measured(self) -> tuple[Any, int]:
         """The device and the compute stream; no device during the capture of a graph, which would hold the events."""
-        device = device_of() if sidecar.wanted() else None
+        device = device_of() if event_log.wanted() else None
         if device is None or self._torch.cuda.is_current_stream_capturing():
             return None, 0
         return device, int(self._torch.cuda.current_stream().cuda_stream)
@@ -111,10 +110,21 @@ class WeightPrefetch(TimedCalls):
             copy_ns = ended - min(max(started, self._copied_ns), ended)
             self._copied_ns = ended
             hidden = min(max(1 - wait_ns / copy_ns, 0.0), 1.0) if copy_ns > 0 else 1.0
-            sidecar.emit("call", adapter=self.name, server=self.server, call="weights.layer", direction="load",
-                         layer=layer.index, bytes=layer.bytes, copies=layer.copies, dur_ns=int(copy_ns),
-                         wait_ns=int(wait_ns), hidden=round(hidden, 3), thread=0,
-                         cause="the compute stream waits for the layer's weights" if hidden < 0.5 else "")  # fmt: skip
+            event_log.emit(
+                "call",
+                adapter=self.name,
+                server=self.server,
+                call="weights.layer",
+                direction="load",
+                layer=layer.index,
+                bytes=layer.bytes,
+                copies=layer.copies,
+                dur_ns=int(copy_ns),
+                wait_ns=int(wait_ns),
+                hidden=round(hidden, 3),
+                thread=0,
+                cause="the compute stream waits for the layer's weights" if hidden < 0.5 else "",
+            )
             self._give(layer)
 
     def _give(self, layer: _Layer) -> None:
@@ -136,7 +146,7 @@ class WeightPrefetch(TimedCalls):
 class WeightUva(TimedCalls):
     """`--offload-backend uva` and `--cpu-offload-gb`."""
 
-    name, server, distributions, versions = "vllm.weight_uva", "vllm", DISTRIBUTIONS, ">=0.17,<0.34"
+    name, versions = "vllm.weight_uva", ">=0.17,<0.34"
     option = "--offload-backend uva or --cpu-offload-gb"
     summary = "Says how many bytes of weights stay in CPU memory, and whether kernels read them there."
     timed = (timed(_UVA, "UVAOffloader._maybe_offload_to_cpu", ("module",), "store"),)

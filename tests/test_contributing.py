@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 import types
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvprobe import diagnosis, recordings
-from kvprobe.diagnosis.frame import Frame
+from kvprobe.diagnosis.joined import JoinedRecording
 from kvprobe.instrument import installation, registry
 from kvprobe.recordings import open_recording
 from kvprobe.recordings.model import CallKind
@@ -52,10 +53,10 @@ def test_a_reader(recording):
 def test_a_cause(recording, monkeypatch):
     put(monkeypatch, "kvprobe.diagnosis.slow_memsets", BLOCKS["cause"])
     monkeypatch.setattr(diagnosis, "CAUSES", ("slow_memsets",))
-    assert not diagnosis.examine_frame(Frame(recording), diagnosis.CAUSES).findings
+    assert not diagnosis.examine_frame(JoinedRecording(recording), diagnosis.CAUSES).findings
     kinds = recording.calls.columns["kind"] = recording.calls["kind"].copy()
     kinds[:] = CallKind.MEMSET
-    found = diagnosis.examine_frame(Frame(recording), diagnosis.CAUSES).findings
+    found = diagnosis.examine_frame(JoinedRecording(recording), diagnosis.CAUSES).findings
     assert [(one.cause, len(one.calls)) for one in found] == [("slow_memsets", 10)]
     assert found[0].title.startswith("10 memsets held their caller for ")
     assert found[0].cure[0].predicted_saving_ns == found[0].lost_ns
@@ -71,7 +72,8 @@ def test_a_server(monkeypatch, tmp_path):
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toyserver\nVersion: 1.4\n")
     monkeypatch.syspath_prepend(tmp_path)
     put(monkeypatch, "kvprobe.patches.toyserver", BLOCKS["server"])
-    monkeypatch.setitem(registry.SERVERS, "toyserver", ("toyserver", "kvprobe.patches.toyserver"))
+    line = ast.literal_eval("{" + BLOCKS["line"] + "}")
+    monkeypatch.setitem(registry.SERVERS, "toyserver", registry.Server(*line["toyserver"]))
     rows = installation.table("toyserver")
     assert [(row["adapter"], row["state"]) for row in rows] == [("toyserver.cache", "would apply")]
     with installation.observe("toyserver") as seen:

@@ -62,3 +62,9 @@ def test_each_example_is_short_and_says_what_it_shows():
         text = path.read_text()
         assert len(text.splitlines()) < 40, path.name
         assert path.suffix != ".py" or ast.get_docstring(ast.parse(text)), path.name
+
+
+def test_hot_path(tmp_path):
+    pytest.importorskip("torch")
+    command = (sys.executable, "-m", "pytest", "--kvprobe", "--kvprobe-device", "host", "-p", "no:cacheprovider")
+    assert "1 passed" in run(*command, EXAMPLES / "test_hot_path.py", "--rootdir", tmp_path, cwd=tmp_path)

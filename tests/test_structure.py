@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "probe": {"errors", "native", "runfolder", "cuda", "probe", *JUDGE},
     "weights": {*ORDER, "recordings"},  # it hands its measurements on as a recording
     # probe: the readers of its files, which are pure; a test below holds that no native library comes with them
-    "recordings": {"errors", "recordings", "probe", "runfolder", "instrument.sidecar", *JUDGE},
+    "recordings": {"errors", "recordings", "probe", "runfolder", "instrument.event_log", *JUDGE},
     "diagnosis": {"errors", "recordings", "diagnosis", *JUDGE},
     "reporting": {"errors", "version", "recordings", "diagnosis", "reporting"},
 }
@@ -77,8 +77,11 @@ def test_every_public_name_is_there_and_meant_to_be():
 def modules_after(code: str) -> set[str]:
     listed = subprocess.run(
         [sys.executable, "-c", f"{code}\nimport sys; print('\\n'.join(sys.modules))"],
-        capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "100"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "COLUMNS": "100"},
+    )
     return set(listed.stdout.split())
 
 

@@ -19,15 +19,20 @@ def source_tree(tmp_path):
     """Runs kvprobe's command line in an interpreter that has its dependencies and has it on PYTHONPATH alone."""
     site = tmp_path / "site"
     site.mkdir()
-    found = {entry.name: entry for folder in map(Path, reversed(sys.path)) if folder.name.endswith("-packages")
-             for entry in folder.iterdir()}  # fmt: skip
+    found = {
+        entry.name: entry
+        for folder in map(Path, reversed(sys.path))
+        if folder.name.endswith("-packages")
+        for entry in folder.iterdir()
+    }
     for name, entry in found.items():
         if "kvprobe" not in name and entry.suffix != ".pth":
             (site / name).symlink_to(entry)
     env = {k: v for k, v in os.environ.items() if not k.startswith("KVPROBE")}
     env["PYTHONPATH"] = f"{site}:{ROOT}"
-    return lambda *words: subprocess.run([sys.executable, "-S", "-m", "kvprobe", *words], env=env, text=True,
-                                         capture_output=True, check=False)  # fmt: skip
+    return lambda *words: subprocess.run(
+        [sys.executable, "-S", "-m", "kvprobe", *words], env=env, text=True, capture_output=True, check=False
+    )
 
 
 def test_the_installed_version_is_the_distributions():

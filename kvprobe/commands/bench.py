@@ -6,39 +6,60 @@ import contextlib
 import ctypes as ct
 import json
 import logging
+import shlex
 import statistics
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvprobe.errors import KvprobeError
+
 if TYPE_CHECKING:
     from kvprobe.cuda import Runtime
     from kvprobe.launchqueue import QueueLimits
+    from kvprobe.recordings.model import Recording
+    from kvprobe.workload import Measured
 
 __all__ = ["command", "copy_methods", "policies"]
 
 POLICIES = ("shared", "pooled", "auto")
 FIGURES = {  # figure of a round -> what it is called in the table; of all but the last two, less is better
-    "submit_ns": "a copy's submission", "submit_p99_ns": "submission p99", "longest_call_ns": "longest call",
-    "step_p50_ns": "step p50", "step_p99_ns": "step p99", "bytes_per_s": "GB/s", "requests_per_s": "requests/s",
-}  # fmt: skip
+    "submit_ns": "a copy's submission",
+    "submit_p99_ns": "submission p99",
+    "longest_call_ns": "longest call",
+    "step_p50_ns": "step p50",
+    "step_p99_ns": "step p99",
+    "bytes_per_s": "GB/s",
+    "requests_per_s": "requests/s",
+}
 BLOCKS = (4096, 16384, 65536, 262144, 1048576)
 BATCH_BYTES = 32 << 20  # moved by one measurement of a copy method, or BATCH_COPIES if that is less
 BATCH_COPIES = 512  # fewer than a queue holds: the copying is measured, not the waiting
+RECORDS = 1 << 19  # of a thread, over all rounds
 ROUNDS = 3  # at least: a spread needs them
 
 
 @click.group(
     short_help="Compare the stream policies and copy methods of this machine, interleaved.", invoke_without_command=True
 )
-@click.option("--device", type=click.Choice(["auto", "host", "cuda"]), default="auto", show_default=True,
-              help="The GPU, the embedded host runtime, or whichever there is.")  # fmt: skip
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "host", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="The GPU, the embedded host runtime, or whichever there is.",
+)
 @click.option("--seconds", default=20.0, show_default=True, type=click.FloatRange(2, 3600), help="About how long.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@click.option(
+    "--report", type=click.Path(dir_okay=False, path_type=Path), help="Write what the policies did as one HTML page."
+)
 @click.pass_context
-def command(context: click.Context, device: str, seconds: float, as_json: bool) -> None:
+def command(context: click.Context, device: str, seconds: float, as_json: bool, report: Path | None) -> None:
     """Run the workload of `kvprobe demo` under shared, pooled and auto by turns, and copies in a loop and in batches.
 
     Every figure is a median over rounds; ratios are taken within a round, so that what slows the machine for a while
@@ -48,12 +69,18 @@ def command(context: click.Context, device: str, seconds: float, as_json: bool) 
 
     if context.invoked_subcommand:
         return
+    if report is not None:
+        from kvprobe.reporting import check_writable
+
+        check_writable(report)
     runtime = _find(device)
     limits = calibrate(runtime, cache=False)
     with _quiet():
         outcome: dict[str, Any] = {"provider": runtime.provider, **asdict(limits)}
         outcome["copy_methods"] = copy_methods(runtime, seconds * 0.2)
-        outcome["policies"] = policies(runtime, limits, seconds * 0.8)
+        outcome["policies"], recording = policies(runtime, limits, seconds * 0.8)
+    if report is not None:
+        _write(outcome, recording, report)
     click.echo(json.dumps(outcome, indent=1)) if as_json else _show(outcome)
 
 
@@ -136,55 +163,86 @@ def summary(rounds: dict[str, list[float]], floor: str) -> dict[str, Any]:
 # -- policies --------------------------------------------------------------------------------------------------------
 
 
-def policies(runtime: Runtime, limits: QueueLimits, seconds: float) -> dict[str, Any]:
-    """Rounds of shared, pooled, auto on one machine; a figure -> policy -> median, ratio to shared, and its range."""
-    from kvprobe.workload import Machine, Server, shape_for
+def policies(runtime: Runtime, limits: QueueLimits, seconds: float) -> tuple[dict[str, Any], Recording]:
+    """Rounds of shared, pooled, auto on one machine; a figure -> policy -> median, ratio to shared, and its range.
+
+    And the recording that they come from, a range for each turn.
+    """
+    from kvprobe.probe.recorder import Recorder
+    from kvprobe.workload import Machine, Server, recorded, shape_for
 
     shape = shape_for(runtime, limits)
     machine = Machine(runtime, shape)
     rounds = max(int(seconds / (len(POLICIES) * 1.5)), ROUNDS)
     length = seconds / rounds / len(POLICIES)
     figures: dict[str, dict[str, list[float]]] = {name: {policy: [] for policy in POLICIES} for name in FIGURES}
+    turns: dict[str, Server] = {}
+    recorder = Recorder("copies", RECORDS)  # one ring file for all rounds: it stays while an engine goes
     try:
+        if recorder.path is None:
+            raise KvprobeError("nothing could be recorded: the ring file cannot be written")
         for number in range(rounds):
             for place in range(len(POLICIES)):  # ABC, BCA, CAB: nobody always comes after the same neighbour
                 policy = POLICIES[(number + place) % len(POLICIES)]
-                server = Server(machine, limits, policy, "off")
-                for name, value in _round(server, length).items():
-                    figures[name][policy].append(value)
+                server = turns[f"{policy}, round {number + 1}"] = Server(machine, limits, policy, "off")
+                try:
+                    server.run(length)
+                finally:
+                    server.close()
+        recording = recorded(turns, recorder.path, "kvprobe bench", shlex.join(["kvprobe", *sys.argv[1:]]))
     finally:
+        recorder.close()
         machine.close()
+    for turn, server in turns.items():
+        for name, value in _round(recording, server.measured).items():
+            figures[name][turn.partition(",")[0]].append(value)
     return {
-        "rounds": rounds, "seconds_a_round": length, "copy_bytes": shape.piece_bytes,
+        "rounds": rounds,
+        "seconds_a_round": length,
+        "copy_bytes": shape.piece_bytes,
         "link_bytes_per_s": shape.link_bytes_per_s,
         "figures": {name: summary(values, "shared") for name, values in figures.items()},
-    }  # fmt: skip
+    }, recording
 
 
-def _round(server: Any, seconds: float) -> dict[str, float]:
+def _round(recording: Recording, measured: Measured) -> dict[str, float]:
     """One policy's turn."""
     import numpy as np
 
-    from kvprobe.probe.ring import read_ring
+    from kvprobe.recordings.model import CallKind
 
-    try:
-        measured = server.run(seconds)
-        snapshot = read_ring(server.engine.recorder.path)
-    finally:
-        server.close()
-    calls, slots = snapshot.records(), snapshot.slots()
-    calls, slots = calls[calls["call"] == 1], slots[slots["call"] == 1]
+    calls = recording.calls
+    inside = (calls["start_ns"] >= measured.start_ns) & (calls["start_ns"] <= measured.end_ns)
+    rows = np.flatnonzero(inside & (calls["kind"] == CallKind.COPY))
+    spent = calls["end_ns"][rows] - calls["start_ns"][rows]
     steps = np.array([duration for _, duration in measured.steps])
     length_s = (measured.end_ns - measured.start_ns) / 1e9
     return {
-        "submit_ns": float(slots["dur_ns"].sum() / max(slots["count"].sum(), 1)),
-        "submit_p99_ns": float(np.percentile(calls["dur_ns"], 99)) if len(calls) else 0.0,
-        "longest_call_ns": float(slots["max_ns"].max(initial=0)),
+        "submit_ns": float(spent.mean()) if len(rows) else 0.0,
+        "submit_p99_ns": float(np.percentile(spent, 99)) if len(rows) else 0.0,
+        "longest_call_ns": float(spent.max(initial=0)),
         "step_p50_ns": float(np.percentile(steps, 50)),
         "step_p99_ns": float(np.percentile(steps, 99)),
         "bytes_per_s": measured.bytes_loaded / length_s,
         "requests_per_s": measured.requests / length_s,
     }
+
+
+def _write(outcome: dict[str, Any], recording: Recording, path: Path) -> None:
+    """The page: the recording of all turns, and the table of the policies."""
+    from kvprobe.diagnosis import diagnose
+    from kvprobe.reporting import write_report
+    from kvprobe.reporting.views import Section, table
+
+    rows: list[list[str]] = []
+    for name, text in FIGURES.items():
+        figures = outcome["policies"]["figures"][name]
+        cells = [(_amount(name, figures[policy]["median"]), _ratio(figures[policy])) for policy in POLICIES]
+        rows.append([text, cells[0][0], *cells[1], *cells[2]])
+    columns = ["Figure, median", "shared", "pooled", "of shared (range)", "auto", "of shared (range)"]
+    said = f"{outcome['policies']['rounds']} rounds, each policy by turns; ratios are taken within a round."
+    shown = Section("policies", "Policies compared", said, [], [table("Policies", columns, rows)])
+    write_report(recording, path, findings=diagnose(recording), title="kvprobe bench", extra=[shown])
 
 
 # -- copy methods ----------------------------------------------------------------------------------------------------
@@ -230,9 +288,16 @@ def copy_methods(runtime: Runtime, seconds: float) -> dict[str, Any]:
                         runtime.stream_synchronize(stream)
                         speed[method].append(count * block / (now() - begin) * 1e9)
                         submit[method].append(taken / count)
-                result["blocks"].append({"direction": kind, "block_bytes": block, "copies": count, "rounds": rounds,
-                                         "bytes_per_s": summary(speed, "loop"),
-                                         "submit_ns_a_copy": summary(submit, "loop")})  # fmt: skip
+                result["blocks"].append(
+                    {
+                        "direction": kind,
+                        "block_bytes": block,
+                        "copies": count,
+                        "rounds": rounds,
+                        "bytes_per_s": summary(speed, "loop"),
+                        "submit_ns_a_copy": summary(submit, "loop"),
+                    }
+                )
     finally:
         runtime.synchronize()
         for event in (start, end):
@@ -272,8 +337,10 @@ def _show(outcome: dict[str, Any]) -> None:
     console = Console()
     ran = outcome["policies"]
     what = "the embedded host runtime" if outcome["provider"] == "host" else "the GPU"
-    table = Table(title=f"policies on {what}: queue depth {outcome['depth']:,}, {outcome['channels']} channels, "
-                        f"{ran['rounds']} rounds of {ran['seconds_a_round']:.1f} s each")  # fmt: skip
+    table = Table(
+        title=f"policies on {what}: queue depth {outcome['depth']:,}, {outcome['channels']} channels, "
+        f"{ran['rounds']} rounds of {ran['seconds_a_round']:.1f} s each"
+    )
     table.add_column("")
     for policy in POLICIES:
         table.add_column(policy, justify="right")
@@ -288,13 +355,24 @@ def _show(outcome: dict[str, Any]) -> None:
                 cells.append(_ratio(one))
         table.add_row(text, *cells)
     console.print(table)
-    console.print(f"link: {ran['link_bytes_per_s'] / 1e9:.1f} GB/s in one large copy; copies of "
-                  f"{ran['copy_bytes'] >> 10:,} KiB", highlight=False)  # fmt: skip
+    console.print(
+        f"link: {ran['link_bytes_per_s'] / 1e9:.1f} GB/s in one large copy; copies of {ran['copy_bytes'] >> 10:,} KiB",
+        highlight=False,
+    )
     methods = outcome["copy_methods"]
     links = ", ".join(f"{kind} {rate / 1e9:.1f} GB/s" for kind, rate in methods["link_bytes_per_s"].items())
     table = Table(title=f"copy methods, scattered blocks; one large copy: {links}")
-    for name in ("block", "direction", "loop", "of link", "batch", "of link", "batch / loop (range)", "us a copy: loop",
-                 "batch"):  # fmt: skip
+    for name in (
+        "block",
+        "direction",
+        "loop",
+        "of link",
+        "batch",
+        "of link",
+        "batch / loop (range)",
+        "us a copy: loop",
+        "batch",
+    ):
         table.add_column(name, justify="right")
     for row in methods["blocks"]:
         link = methods["link_bytes_per_s"][row["direction"]]

@@ -15,8 +15,13 @@ __all__ = ["command"]
 
 
 @click.command(short_help="Measure the launch queue and every method of copying on this machine.")
-@click.option("--device", type=click.Choice(["auto", "host", "cuda"]), default="auto", show_default=True,
-              help="The GPU, the embedded host runtime, or whichever there is.")  # fmt: skip
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "host", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="The GPU, the embedded host runtime, or whichever there is.",
+)
 @click.option("--quick", is_flag=True, help="Only what the engine's chooser needs: about two seconds on a GPU.")
 @click.option(
     "--cached", "use_cached", is_flag=True, help="Show what was measured before on this machine, if anything."
@@ -50,8 +55,13 @@ def command(device: str, quick: bool, use_cached: bool, report: Path | None, as_
         from kvprobe.reporting import calibrated
         from kvprobe.reporting.page import write_report
 
-        write_report(None, report, title=calibrated.title(result), extra=calibrated.sections(result),
-                     lead_verdict=calibrated.verdict(result))  # fmt: skip
+        write_report(
+            None,
+            report,
+            title=calibrated.title(result),
+            extra=calibrated.sections(result),
+            lead_verdict=calibrated.verdict(result),
+        )
     click.echo(json.dumps(result, indent=1)) if as_json else _show(result)
 
 
@@ -62,9 +72,11 @@ def _show(result: dict[str, Any]) -> None:
     from kvprobe.reporting.calibrated import way
 
     console, link, queue = Console(), result["link_bytes_per_s"], result["queue"]
-    console.print(f"{result['gpu'] or 'GPU'}: queue depth {queue['depth']:,}, {queue['channels']} channels, "
-                  f"a submission {queue['baseline_ns'] / 1e3:.2f} us; measured in {result['seconds']:.1f} s",
-                  highlight=False)  # fmt: skip
+    console.print(
+        f"{result['gpu'] or 'GPU'}: queue depth {queue['depth']:,}, {queue['channels']} channels, "
+        f"a submission {queue['baseline_ns'] / 1e3:.2f} us; measured in {result['seconds']:.1f} s",
+        highlight=False,
+    )
     for name, why in result["missing"].items():
         if name != "staged":
             console.print(f"no {name}: {why}", highlight=False)
@@ -74,15 +86,21 @@ def _show(result: dict[str, Any]) -> None:
         shown = [size for size in sizes if size in (1024, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20)]
         table = Table(title=f"{word}, scattered copies, GB/s (one large copy: {link[kind] / 1e9:.1f})")
         table.add_column("KiB", no_wrap=True)
-        for name in (*(f"{size >> 10:,}" for size in shown), "price"):
+        for name in (*(f"{size >> 10:,}" for size in shown), "memory", "products"):
             table.add_column(name, justify="right", no_wrap=True)
         for row in rows:
             rates = {one["copy_bytes"]: one["bytes_per_s"] / 1e9 for one in row["measured"]}
             name = f"{row['method']} x{row['ctas']}" if row["ctas"] else row["method"]
-            table.add_row(name, *(f"{rates[size]:.1f}" for size in shown),
-                          f"{row['slowdown']:.1%}" if row["ctas"] else "-")  # fmt: skip
+            price = [f"{row[one]:.1%}" if row["ctas"] else "-" for one in ("slowdown", "product")]
+            table.add_row(name, *(f"{rates[size]:.1f}" for size in shown), *price)
         console.print(table)
         chosen = [one for one in result["choices"] if one["direction"] == kind and one["copy_bytes"] in shown]
-        console.print("kernel x2: 2 CTAs; price: what a decode step takes longer than beside DMA", highlight=False)
-        console.print("chosen: " + "; ".join(f"{one['copy_bytes'] >> 10:,} KiB {way(one['method'], one['ctas'])}"
-                                             for one in chosen), highlight=False)  # fmt: skip
+        console.print(
+            "kernel x2: 2 CTAs; memory, products: what a memory-bound kernel and matrix products lose beside it",
+            highlight=False,
+        )
+        console.print(
+            "chosen: "
+            + "; ".join(f"{one['copy_bytes'] >> 10:,} KiB {way(one['method'], one['ctas'])}" for one in chosen),
+            highlight=False,
+        )

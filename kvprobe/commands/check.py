@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ class Limit:
     broken: bool
     detail: str = ""
     undecided: str = ""
+    at: str = ""  # "file:line" of the call to change, where a stack tells it
 
 
 @click.command(short_help="Fail with an exit code when a recording breaks a limit.")
@@ -44,6 +45,14 @@ class Limit:
 @click.option("--allow-undecided", is_flag=True, help="Exit with 0 also where the recording is too poor to tell.")
 @click.option("--junit", type=click.Path(path_type=Path), help="Write the outcome as JUnit XML.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
+@click.option(
+    "--format",
+    "output_format",
+    type=click.Choice(["text", "github"]),
+    default="text",
+    show_default=True,
+    help="github: annotations at the Python line where a stack tells it.",
+)
 @window_options
 def command(
     inputs: tuple[Path, ...],
@@ -56,6 +65,7 @@ def command(
     allow_undecided: bool,
     junit: Path | None,
     as_json: bool,
+    output_format: str,
     window: Window,
 ) -> int:
     """Check recordings against limits: exit code 1 when one is broken or cannot be told, 0 when all hold.
@@ -107,6 +117,9 @@ def command(
 
         out = {"ok": not failed, "verdict": verdict.to_json(), "limits": [vars(one) for one in limits]}
         click.echo(json.dumps(out))
+    elif output_format == "github":
+        for one in limits:
+            click.echo(_annotation(one, "warning" if allow_undecided else "error"))
     else:
         from kvprobe.commands._reading import plain
 
@@ -177,20 +190,28 @@ def _judge(
 
     span_ns = max(recording.window.span_ns if recording.window else found.span[1] - found.span[0], 1)
 
-    def add_amount(name: str, lost_ns: float, share: float, detail: str) -> None:
+    def add_amount(name: str, lost_ns: float, share: float, detail: str, at: str = "") -> None:
         limit = shares[name]
         if limit is not None:
             kind, most = limit
             allowed = percent(most) if kind == "share" else duration(most)
             text = f"{duration(lost_ns)}, {percent(share)} of the time"
-            out.append(Limit(name, allowed, text, (share if kind == "share" else lost_ns) > most, detail))
+            out.append(Limit(name, allowed, text, (share if kind == "share" else lost_ns) > most, detail, at=at))
 
     blocked_ns, who = _most_blocked(recording, named, queues)
     add_amount("max-blocked", blocked_ns, min(blocked_ns / span_ns, 1.0), who)
-    first = max(named, key=lambda one: (one.share if shares["max-lost"] and shares["max-lost"][0] == "share" else 0,
-                                        one.lost_ns), default=None)  # fmt: skip
-    add_amount("max-lost", float(first.lost_ns) if first else 0.0, first.share if first else 0.0,
-               _named(first) if first else "")  # fmt: skip
+    first = max(
+        named,
+        key=lambda one: (one.share if shares["max-lost"] and shares["max-lost"][0] == "share" else 0, one.lost_ns),
+        default=None,
+    )
+    add_amount(
+        "max-lost",
+        float(first.lost_ns) if first else 0.0,
+        first.share if first else 0.0,
+        _named(first) if first else "",
+        _at([first]) if first else "",
+    )
     inside = recording.window.holds(recording.calls["process"][found.rows], found.start_ns) if recording.window else ...
     measured = dict(zip(times, quantiles(found.dur_ns[inside], 0.5, 0.99, 1.0), strict=True))
     for name, most in times.items():
@@ -219,12 +240,45 @@ def _named(finding: Finding) -> str:
 
 def _absent(name: str, hits: Sequence[Finding]) -> Limit:
     detail = "; ".join(map(_named, hits))
-    return Limit(name, "none", ", ".join(one.cause for one in hits) or "none found", bool(hits), detail)
+    found = ", ".join(one.cause for one in hits) or "none found"
+    return Limit(name, "none", found, bool(hits), detail, at=_at(hits))
+
+
+def _at(findings: Iterable[Finding]) -> str:
+    return next((change.at for one in findings for change in one.cure if change.at), "")
+
+
+def _annotation(limit: Limit, of_undecided: str) -> str:
+    """One workflow command of GitHub Actions: an error, or a notice of what holds."""
+
+    def escaped(text: str, more: str = "") -> str:
+        return "".join(f"%{ord(char):02X}" if char in f"%\r\n{more}" else char for char in text)
+
+    level = "error" if limit.broken else of_undecided if limit.undecided else "notice"
+    said = f"{limit.found} (limit {limit.allowed})"
+    if limit.broken and limit.detail:
+        said += f"\n{limit.detail}"
+    elif limit.undecided:
+        said = f"undecided: {limit.undecided}"
+    properties = [("title", f"kvprobe: {limit.name}")]
+    file, _, line = limit.at.rpartition(":")
+    if limit.broken and file and line.isdigit():
+        path = Path(file)
+        here = Path.cwd()
+        properties = [
+            ("file", str(path.relative_to(here) if path.is_relative_to(here) else path)),
+            ("line", line),
+            *properties,
+        ]
+    where = ",".join(f"{name}={escaped(value, ':,')}" for name, value in properties)
+    return f"::{level} {where}::{escaped(said)}"
 
 
 def _most_blocked(recording: Recording, named: Sequence[Finding], queues: Occupancy) -> tuple[float, str]:
     """The longest that one thread was blocked: by full queues, or by all causes on the host together."""
     import numpy as np
+
+    from kvprobe.recordings.assemble import pairs
 
     lost: dict[tuple[int, int], float] = {}
     for one in named:
@@ -236,16 +290,15 @@ def _most_blocked(recording: Recording, named: Sequence[Finding], queues: Occupa
     rows = np.flatnonzero(queues.blocked_ns)
     if recording.window is not None:
         rows = rows[recording.window.holds(calls["process"][rows], calls["start_ns"][rows])]
-    owners = np.stack([calls["process"][rows].astype(np.int64), calls["thread"][rows]])
-    for process, thread in np.unique(owners, axis=1).T.tolist():
-        mine = rows[(owners[0] == process) & (owners[1] == thread)]
-        full = float(queues.blocked_ns[mine].sum())
-        lost[process, thread] = max(lost.get((process, thread), 0.0), full)
+    threads, place = pairs(calls["process"][rows], calls["thread"][rows])
+    blocked = np.bincount(place, weights=queues.blocked_ns[rows], minlength=len(threads)).tolist()
+    for key, full in zip(threads, blocked, strict=True):
+        lost[key] = max(lost.get(key, 0.0), full)
     if not lost:
         return 0.0, ""
     (process, thread), most = max(lost.items(), key=lambda item: item[1])
     causes = ", ".join(one.cause for one in named if one.lost_on == "host" and one.cause != "profiler_overhead")
-    from kvprobe.reporting.lanes import process_name
+    from kvprobe.reporting.streams import process_name
 
     return most, f"thread {thread} of {process_name(recording, process)}" + (f": {causes}" if causes else "")
 

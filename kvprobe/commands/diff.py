@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvprobe.commands._reading import Window, window_options
+
 if TYPE_CHECKING:
-    from kvprobe.reporting.compare import CallChange, Change
+    from kvprobe.reporting.compare import CallChange, FindingChange
 
 __all__ = ["command"]
 
@@ -16,26 +18,48 @@ __all__ = ["command"]
 @click.command(short_help="Compare two recordings, finding by finding.")
 @click.argument("before", type=click.Path(path_type=Path))
 @click.argument("after", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write before and after as one HTML page.")
+@click.option("-f", "--force", is_flag=True, help="Overwrite a file that is not a report of kvprobe.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(before: Path, after: Path, as_json: bool) -> int:
+@window_options
+def command(before: Path, after: Path, output: Path | None, force: bool, as_json: bool, window: Window) -> int:
     """Say what changed from BEFORE to AFTER: findings gone, new, less or more, and calls that became slower or faster.
 
     Time lost is compared as a share of the recorded time, because recordings differ in length. A call is called slower
     or faster when the 95% interval of the ratio leaves 1 and the change is over 5%; the interval is a block bootstrap.
 
     A recording that is cut off, empty or says too little proves no finding gone: what it does not show is undecided,
-    and the exit code is 1.
+    and the exit code is 1. --from, --to and --range compare a part of each.
     """
-    from kvprobe.commands._reading import diagnosed
+    from kvprobe.commands._reading import cropped, diagnosed
     from kvprobe.diagnosis.verdict import of_recording
+    from kvprobe.reporting import check_writable
     from kvprobe.reporting.compare import compare_calls, compare_findings
 
-    one, found_before, _ = diagnosed([before], quiet=as_json)
-    two, found_after, _ = diagnosed([after], quiet=as_json)
+    if output is not None:
+        check_writable(output, force=force)
+    one, found_before, _ = diagnosed([before], quiet=as_json, window=window)
+    two, found_after, _ = diagnosed([after], quiet=as_json, window=window)
     lengths = [recording.window.span_ns if recording.window else 0 for recording in (one, two)]
     verdicts = [of_recording(one, found_before), of_recording(two, found_after)]
     changes = compare_findings(found_before, found_after, not verdicts[0].missing, not verdicts[1].missing)
-    calls = compare_calls(one, two)
+    calls = compare_calls(cropped(one, window), cropped(two, window))
+    if output is not None:
+        from kvprobe.reporting import compared, write_report
+
+        missing = [
+            f"{path.name}: {verdict.missing[0].what}"
+            for path, verdict in zip((before, after), verdicts, strict=True)
+            if verdict.missing
+        ]
+        sides = [(before.name, one, found_before), (after.name, two, found_after)]
+        write_report(
+            None,
+            output,
+            title=f"{before.name} and {after.name}",
+            extra=compared.sections(changes, calls, sides),
+            lead_verdict=compared.verdict(changes, calls, missing),
+        )
     if as_json:
         import json
 
@@ -55,6 +79,8 @@ def command(before: Path, after: Path, as_json: bool) -> int:
         )
     else:
         _print(changes, calls)
+        if output is not None:
+            click.echo(f"{output}")
         from kvprobe.commands._reading import plain
 
         for path, verdict in zip((before, after), verdicts, strict=True):
@@ -66,13 +92,14 @@ def command(before: Path, after: Path, as_json: bool) -> int:
 _SIGNS = {"undecided": "?", "gone": "-", "new": "+", "less": "v", "more": "^", "same": "="}
 
 
-def _print(changes: list[Change], calls: list[CallChange]) -> None:
+def _print(changes: list[FindingChange], calls: list[CallChange]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from kvprobe.commands._reading import plain
-    from kvprobe.reporting.units import duration, percent
+    from kvprobe.reporting.compared import interval
+    from kvprobe.reporting.units import change_text, duration, percent
 
     console = Console(highlight=False)
     styles = {"gone": "green", "less": "green", "faster": "green", "new": "red", "more": "red", "slower": "red"}
@@ -97,14 +124,12 @@ def _print(changes: list[Change], calls: list[CallChange]) -> None:
         console.print("Calls: no call occurs often enough in both recordings to be compared.")
         return
     grid = Table(title="Host time of calls", title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("Call", "Figure", "Before", "After", "Ratio", "95% interval", ""):
+    for name in ("Call", "Figure", "Before", "After", "Change", "95% interval", ""):
         grid.add_column(name, justify="left" if name in ("Call", "Figure", "") else "right", no_wrap=name != "Call")
     for one in calls:
         grid.add_row(Text(plain(one.name)), "calls", f"{one.calls_before:,}", f"{one.calls_after:,}")
         for figure, moved in (("median", one.median), ("p99", one.p99)):
             verdict = Text(moved.verdict, style=styles.get(moved.verdict, "dim"))
-            interval = f"{moved.low:.2f} to {moved.high:.2f}"
-            grid.add_row(
-                "", figure, duration(moved.before), duration(moved.after), f"{moved.ratio:.2f}", interval, verdict
-            )
+            times = duration(moved.before), duration(moved.after)
+            grid.add_row("", figure, *times, change_text(moved.ratio), interval(moved), verdict)
     console.print(grid)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvprobe.environment import VARIABLES, unknown
 from kvprobe.errors import KvprobeError
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ __all__ = ["command", "examine"]
 
 GOOD, BAD, UNKNOWN = "good", "bad", "unknown"
 MARKS = {GOOD: "+", BAD: "x", UNKNOWN: "?"}
-SERVERS = ("vllm", "sglang", "lmcache", "transformers", "accelerate", "diffusers", "deepspeed")
 LIBRARIES = ("libkvprobe.so", "libkvprobe_interpose.so", "libkvprobe_hostrt.so")
 PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.56e9}  # bytes/s of a lane, after encoding
 NEAR_LINK = 0.7  # of that; headers take a tenth and more, an H200 in a Gen5 slot reaches 0.88
@@ -53,14 +53,19 @@ class Line:
 
 
 @click.command(short_help="What this machine and environment would do to offload.")
-@click.option("--device", type=click.Choice(["auto", "host", "cuda"]), default="auto", show_default=True,
-              help="Measure the GPU, the embedded host runtime, or what there is; cuda imports torch.")  # fmt: skip
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "host", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Measure the GPU, the embedded host runtime, or what there is; cuda imports torch.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(device: str, as_json: bool) -> None:
     """Look at GPU, driver, link, memory limits, environment, launch queue, tools and installed servers.
 
     The launch queue and the link are measured in this process, in this environment: start it as the server is started
-    (same variables, same container, same numactl).
+    (same variables, same container, same numactl). Exits with 1 where something is bad.
     """
     lines = list(examine(device))
     if as_json:
@@ -68,6 +73,8 @@ def command(device: str, as_json: bool) -> None:
         click.echo(json.dumps({"checks": [asdict(line) for line in lines], **counts}, indent=1))
     else:
         _print(lines)
+    if any(line.verdict == BAD for line in lines):
+        raise click.exceptions.Exit(1)
 
 
 def examine(device: str) -> Iterator[Line]:
@@ -125,16 +132,26 @@ def _gpu(gpus: list[dict[str, Any]], reason: str) -> Iterator[Line]:
             text = f"Gen{link.gen} x{link.width} of Gen{link.max_gen} x{link.max_width}"
             yield Line("link", f"{name} PCIe", text, verdict, link.note)
         if gpu.get("throttle"):
-            yield Line("device", f"{name} clocks", f"held down by {', '.join(gpu['throttle'])}", BAD,
-                       "look at power and cooling: nvidia-smi -q -d PERFORMANCE")  # fmt: skip
+            yield Line(
+                "device",
+                f"{name} clocks",
+                f"held down by {', '.join(gpu['throttle'])}",
+                BAD,
+                "look at power and cooling: nvidia-smi -q -d PERFORMANCE",
+            )
 
 
 def _torch(device: str) -> Iterator[Line]:
     try:
         found = metadata.distribution("torch")
     except metadata.PackageNotFoundError:
-        yield Line("device", "torch", "not installed here", UNKNOWN,
-                   "the server's own environment counts: run its `python -m kvprobe doctor`")  # fmt: skip
+        yield Line(
+            "device",
+            "torch",
+            "not installed here",
+            UNKNOWN,
+            "the server's own environment counts: run its `python -m kvprobe doctor`",
+        )
         return
     built = ""
     with contextlib.suppress(OSError):  # read, not imported: that takes seconds and starts CUDA
@@ -164,28 +181,52 @@ def _runtime(device: str) -> tuple[Runtime | None, Line]:
         return None, Line("device", "CUDA runtime", str(error), BAD, "nothing can be measured without a runtime")
     version = f"{runtime.version // 1000}.{runtime.version % 1000 // 10}"
     if runtime.provider == "host":
-        return runtime, Line("device", "CUDA runtime", f"the embedded host runtime ({version})", UNKNOWN,
-                             "what is measured below is the stand-in, not a GPU")  # fmt: skip
+        return runtime, Line(
+            "device",
+            "CUDA runtime",
+            f"the embedded host runtime ({version})",
+            UNKNOWN,
+            "what is measured below is the stand-in, not a GPU",
+        )
     value = f"{version} at {runtime.path}; the driver takes up to {driver // 1000}.{driver % 1000 // 10}"
     newer = runtime.version // 1000 > driver // 1000
-    return runtime, Line("device", "CUDA runtime", value, BAD if newer else GOOD,
-                         "the driver is older than this runtime: update it" if newer else "")  # fmt: skip
+    return runtime, Line(
+        "device",
+        "CUDA runtime",
+        value,
+        BAD if newer else GOOD,
+        "the driver is older than this runtime: update it" if newer else "",
+    )
 
 
 def _queue(runtime: Runtime) -> Iterator[Line]:
     from kvprobe.launchqueue import calibrate
 
     limits = calibrate(runtime, cache=False)
-    yield Line("launch queue", "depth", f"{limits.depth:,} operations a stream, then the caller waits",
-               GOOD if limits.depth >= 1000 else BAD,
-               "" if limits.depth >= 1000 else "CUDA_SCALE_LAUNCH_QUEUES makes the queue small: unset it")  # fmt: skip
+    yield Line(
+        "launch queue",
+        "depth",
+        f"{limits.depth:,} operations a stream, then the caller waits",
+        GOOD if limits.depth >= 1000 else BAD,
+        "" if limits.depth >= 1000 else "CUDA_SCALE_LAUNCH_QUEUES makes the queue small: unset it",
+    )
     todo = "" if limits.channels >= 8 else "CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts gives streams room apart"
-    yield Line("launch queue", "channels", f"{limits.channels} that streams share; they hold {limits.capacity:,}",
-               GOOD if limits.channels >= 4 else BAD, todo)  # fmt: skip
+    yield Line(
+        "launch queue",
+        "channels",
+        f"{limits.channels} that streams share; they hold {limits.capacity:,}",
+        GOOD if limits.channels >= 4 else BAD,
+        todo,
+    )
     value = f"{limits.baseline_ns / 1e3:.2f} us with room in the queue, p99 {limits.p99_ns / 1e3:.2f} us"
     quick = limits.baseline_ns < 5_000
-    yield Line("launch queue", "submission", value, GOOD if quick else BAD,
-               "" if quick else "a profiler attached, a busy CPU, or a virtual machine")  # fmt: skip
+    yield Line(
+        "launch queue",
+        "submission",
+        value,
+        GOOD if quick else BAD,
+        "" if quick else "a profiler attached, a busy CPU, or a virtual machine",
+    )
 
 
 def _bandwidth(runtime: Runtime, gpus: list[dict[str, Any]]) -> Iterator[Line]:
@@ -235,7 +276,7 @@ def _environment() -> Iterator[Line]:
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"):
         value = os.environ.get(name)
         if value is None:
-            yield Line("environment", name, "not set", UNKNOWN, "the channels above are what that gives; up to 32")
+            yield Line("environment", name, "not set", GOOD, "the channels above are what that gives; up to 32")
         elif not value.isdigit() or not 1 <= int(value) <= 32:
             yield Line("environment", name, value, BAD, "not a number from 1 to 32: the driver ignores it")
         else:
@@ -247,8 +288,13 @@ def _environment() -> Iterator[Line]:
     if loading == "EAGER":
         yield Line("environment", "CUDA_MODULE_LOADING", loading, GOOD)
     else:
-        yield Line("environment", "CUDA_MODULE_LOADING", loading or "not set (lazy)", UNKNOWN,
-                   "first launches load code under the context lock; EAGER moves that to the start")  # fmt: skip
+        yield Line(
+            "environment",
+            "CUDA_MODULE_LOADING",
+            loading or "not set (lazy)",
+            GOOD,
+            "first launches load code under the context lock; EAGER moves that to the start",
+        )
     preload = os.environ.get("LD_PRELOAD", "")
     ours = [part for part in preload.replace(":", " ").split() if "libkvprobe" in part]
     rest = [part for part in preload.replace(":", " ").split() if part not in ours]
@@ -261,7 +307,19 @@ def _environment() -> Iterator[Line]:
         yield Line("environment", "LD_PRELOAD", preload or "not set", GOOD)
     for name in ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH"):
         if os.environ.get(name):
-            yield Line("environment", name, os.environ[name], UNKNOWN, "a profiler's: its cost is in every figure")
+            yield Line("environment", name, os.environ[name], GOOD, "a profiler's: its cost is in every figure")
+    for variable in VARIABLES:
+        text, problem = variable.text, variable.problem()
+        value = f"{_shown(variable.default)} (default)" if text is None else f"{text} (environment)"
+        yield Line("environment", variable.name, value, BAD if problem else GOOD, problem)
+    for name in unknown():
+        yield Line("environment", name, os.environ[name], BAD, "kvprobe has no such variable: a typing error?")
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == "":
+        return "not set"
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
 def _scale(value: str | None) -> Line:
@@ -272,9 +330,15 @@ def _scale(value: str | None) -> Line:
         return Line("environment", name, value, BAD, f"counts as 1x: it must be one of {', '.join(SCALES)}")
     if value in ("2x", "4x"):
         jetson = platform.machine() == "aarch64" and Path("/etc/nv_tegra_release").exists()
-        return Line("environment", name, value, BAD if jetson else GOOD,
-                    "unset it: anything over 1x hung on Jetson Orin (llama.cpp issues 19219, 19230)" if jetson else
-                    "never on a Jetson: anything over 1x hung there (llama.cpp issues 19219, 19230)")  # fmt: skip
+        return Line(
+            "environment",
+            name,
+            value,
+            BAD if jetson else GOOD,
+            "unset it: anything over 1x hung on Jetson Orin (llama.cpp issues 19219, 19230)"
+            if jetson
+            else "never on a Jetson: anything over 1x hung there (llama.cpp issues 19219, 19230)",
+        )
     return Line("environment", name, value, BAD, "the queue is smaller than it could be: unset it")
 
 
@@ -283,16 +347,26 @@ def _memory() -> Iterator[Line]:
     if locked == resource.RLIM_INFINITY:
         yield Line("memory", "locked memory (ulimit -l)", "unlimited", GOOD)
     else:
-        yield Line("memory", "locked memory (ulimit -l)", f"{locked >> 10:,} KiB", UNKNOWN,
-                   "cudaHostAlloc does not count against it, RDMA and mlock do: ulimit -l unlimited")  # fmt: skip
+        yield Line(
+            "memory",
+            "locked memory (ulimit -l)",
+            f"{locked >> 10:,} KiB",
+            UNKNOWN,
+            "cudaHostAlloc does not count against it, RDMA and mlock do: ulimit -l unlimited",
+        )
     limit, where = _cgroup_limit()
     available = _meminfo("MemAvailable")
     room = f"{available / 1e9:.1f} GB of host memory available" if available else "unknown"
     if limit is None:
         yield Line("memory", "cgroup limit", f"none; {room}", GOOD)
     else:
-        yield Line("memory", "cgroup limit", f"{limit / 1e9:.1f} GB ({where}); {room}", UNKNOWN,
-                   "pinned pools count against it: keep the CPU cache well below")  # fmt: skip
+        yield Line(
+            "memory",
+            "cgroup limit",
+            f"{limit / 1e9:.1f} GB ({where}); {room}",
+            UNKNOWN,
+            "pinned pools count against it: keep the CPU cache well below",
+        )
 
 
 def _cgroup_limit() -> tuple[int | None, str]:
@@ -301,8 +375,11 @@ def _cgroup_limit() -> tuple[int | None, str]:
     with contextlib.suppress(OSError):
         for text in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = text.split(":", 2)
-            root, name = ("/sys/fs/cgroup", "memory.max") if not controllers else (
-                "/sys/fs/cgroup/memory", "memory.limit_in_bytes")  # fmt: skip
+            root, name = (
+                ("/sys/fs/cgroup", "memory.max")
+                if not controllers
+                else ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
+            )
             if controllers and "memory" not in controllers.split(","):
                 continue
             folder = Path(root) / path.lstrip("/")
@@ -337,12 +414,21 @@ def _numa(gpus: list[dict[str, Any]]) -> Iterator[Line]:
             continue
         near = _cpus(Path(f"/sys/devices/system/node/node{node}/cpulist").read_text())
         share = len(mine & near) / len(mine)
-        yield Line("memory", f"GPU {gpu['device']} NUMA", f"node {node}; {share:.0%} of this process's CPUs are there",
-                   GOOD if share > 0.99 else BAD,
-                   "" if share > 0.99 else f"numactl --cpunodebind={node} --membind={node} COMMAND")  # fmt: skip
+        yield Line(
+            "memory",
+            f"GPU {gpu['device']} NUMA",
+            f"node {node}; {share:.0%} of this process's CPUs are there",
+            GOOD if share > 0.99 else BAD,
+            "" if share > 0.99 else f"numactl --cpunodebind={node} --membind={node} COMMAND",
+        )
     if not gpus:
-        yield Line("memory", "NUMA", f"{len(nodes)} nodes, {len(mine)} CPUs for this process", UNKNOWN,
-                   "bind the server and its pinned memory to the GPU's node")  # fmt: skip
+        yield Line(
+            "memory",
+            "NUMA",
+            f"{len(nodes)} nodes, {len(mine)} CPUs for this process",
+            UNKNOWN,
+            "bind the server and its pinned memory to the GPU's node",
+        )
 
 
 def _cpus(text: str) -> set[int]:
@@ -369,11 +455,21 @@ def _tools() -> Iterator[Line]:
         lacks = _missing_libraries(importer) if importer else []
         if lacks:
             package = "libdw1 (Debian, Ubuntu) or elfutils-libs" if "libdw.so.1" in lacks else "the package that has it"
-            yield Line("tools", "nsys", f"{nsys}: records, but its QdstrmImporter lacks {', '.join(lacks)}", BAD,
-                       f"install {package}; then .qdstrm files become .nsys-rep")  # fmt: skip
+            yield Line(
+                "tools",
+                "nsys",
+                f"{nsys}: records, but its QdstrmImporter lacks {', '.join(lacks)}",
+                BAD,
+                f"install {package}; then .qdstrm files become .nsys-rep",
+            )
         elif importer is None and compute:
-            yield Line("tools", "nsys", f"{nsys} (Nsight Compute's): no QdstrmImporter beside it", BAD,
-                       "it records and cannot make a report of it: install Nsight Systems")  # fmt: skip
+            yield Line(
+                "tools",
+                "nsys",
+                f"{nsys} (Nsight Compute's): no QdstrmImporter beside it",
+                BAD,
+                "it records and cannot make a report of it: install Nsight Systems",
+            )
         else:
             yield Line("tools", "nsys", f"{nsys} (of Nsight Compute)" if compute else str(nsys), GOOD)
     yield _py_spy()
@@ -383,8 +479,14 @@ def _missing_libraries(program: Path) -> list[str]:
     """Shared libraries that the loader does not find for a program; its wrapper sets the folder beside it."""
     beside = f"{program.parent}:{os.environ.get('LD_LIBRARY_PATH', '')}"
     try:
-        done = subprocess.run(["ldd", str(program)], capture_output=True, text=True, check=False, timeout=20,
-                              env={**os.environ, "LD_LIBRARY_PATH": beside})  # fmt: skip
+        done = subprocess.run(
+            ["ldd", str(program)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=20,
+            env={**os.environ, "LD_LIBRARY_PATH": beside},
+        )
     except (OSError, subprocess.TimeoutExpired):
         return []
     return [line.split()[0] for line in done.stdout.splitlines() if "not found" in line]
@@ -400,8 +502,12 @@ def _py_spy() -> Line:
         scope = Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip()
     capable = _has_capability(19)  # CAP_SYS_PTRACE
     state = f"ptrace_scope {scope}, CAP_SYS_PTRACE {'yes' if capable else 'no'}"
-    target = subprocess.Popen([sys.executable, "-c", "print(flush=True); input()"], stdin=subprocess.PIPE,
-                              stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
+    target = subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         assert target.stdout
         target.stdout.readline()  # it is past its start
@@ -411,9 +517,14 @@ def _py_spy() -> Line:
         target.communicate()
     if not reason:
         return Line("tools", "py-spy", f"looks into other processes ({state})", GOOD)
-    return Line("tools", "py-spy", f"{reason} ({state})", BAD,
-                "sysctl kernel.yama.ptrace_scope=0, or docker run --cap-add SYS_PTRACE; until then stacks come from "
-                "inside the process")  # fmt: skip
+    return Line(
+        "tools",
+        "py-spy",
+        f"{reason} ({state})",
+        BAD,
+        "sysctl kernel.yama.ptrace_scope=0, or docker run --cap-add SYS_PTRACE; until then stacks come from "
+        "inside the process",
+    )
 
 
 def _has_capability(number: int) -> bool:
@@ -430,26 +541,43 @@ def _native() -> Iterator[Line]:
     try:
         clock = core().kvp_clock_name().decode()
     except KvprobeError as error:
-        yield Line("kvprobe", "native libraries", str(error), BAD,
-                   "install a C compiler, then python -m kvprobe.native.build")  # fmt: skip
+        yield Line(
+            "kvprobe", "native libraries", str(error), BAD, "install a C compiler, then python -m kvprobe.native.build"
+        )
         return
-    yield Line("kvprobe", "native libraries", f"{', '.join(missing)} missing" if missing else "built",
-               BAD if missing else GOOD, "python -m kvprobe.native.build" if missing else "")  # fmt: skip
-    yield Line("kvprobe", "clock", clock, UNKNOWN if clock == "clock_gettime" else GOOD,
-               "the CPU's counter is not invariant here: a reading costs 23 ns instead of 10"
-               if clock == "clock_gettime" else "")  # fmt: skip
+    yield Line(
+        "kvprobe",
+        "native libraries",
+        f"{', '.join(missing)} missing" if missing else "built",
+        BAD if missing else GOOD,
+        "python -m kvprobe.native.build" if missing else "",
+    )
+    yield Line(
+        "kvprobe",
+        "clock",
+        clock,
+        UNKNOWN if clock == "clock_gettime" else GOOD,
+        "the CPU's counter is not invariant here: a reading costs 23 ns instead of 10"
+        if clock == "clock_gettime"
+        else "",
+    )
 
 
 def _servers() -> Iterator[Line]:
-    found = {}
-    for name in SERVERS:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    for name, version in found.items():
+    from kvprobe.instrument import registry
+    from kvprobe.instrument.adapter import installed_version
+
+    found = [installed_version(server.distributions) for server in registry.SERVERS.values()]
+    for name, version in filter(None, found):
         yield Line("servers", name, version, GOOD, "`kvprobe patches` says which adapters apply")
-    if not found:
-        yield Line("servers", "servers", "none of " + ", ".join(SERVERS), UNKNOWN,
-                   "run doctor in the server's own environment to see its version")  # fmt: skip
+    if not any(found):
+        yield Line(
+            "servers",
+            "servers",
+            "none of " + ", ".join(registry.SERVERS),
+            UNKNOWN,
+            "run doctor in the server's own environment to see its version",
+        )
 
 
 def _print(lines: list[Line]) -> None:
@@ -466,6 +594,10 @@ def _print(lines: list[Line]) -> None:
             topic = line.topic
             table.add_row(Text(topic, style="bold"))
         colour = {GOOD: "green", BAD: "red", UNKNOWN: "yellow"}[line.verdict]
-        table.add_row(Text(f"  {line.name}"), Text(line.value), Text(f"{MARKS[line.verdict]} {line.verdict}", colour),
-                      Text(line.todo))  # fmt: skip
+        table.add_row(
+            Text(f"  {line.name}"),
+            Text(line.value),
+            Text(f"{MARKS[line.verdict]} {line.verdict}", colour),
+            Text(line.todo),
+        )
     Console().print(table)

@@ -8,11 +8,11 @@ import click
 
 
 def _check_newest(servers: tuple[str, ...]) -> int:
-    from kvprobe.instrument import fits
+    from kvprobe.instrument import compatibility
 
     misfits = 0
     for server in servers:
-        version, found = fits.newest(server)
+        version, found = compatibility.newest(server)
         for adapter, why in found.items():
             upstream = why.startswith("not needed")
             misfits += bool(why) and not upstream
@@ -23,11 +23,11 @@ def _check_newest(servers: tuple[str, ...]) -> int:
 
 
 def _versions(servers: tuple[str, ...]) -> int:
-    from kvprobe.instrument import fits
+    from kvprobe.instrument import compatibility
 
     click.echo("| adapter | fits | does not fit |\n|---|---|---|")
     for server in servers:
-        for adapter, good, bad in fits.table(server):
+        for adapter, good, bad in compatibility.table(server):
             click.echo(f"| `{adapter}` | {good or '-'} | {bad or '-'} |")
     return 0
 
@@ -35,19 +35,20 @@ def _versions(servers: tuple[str, ...]) -> int:
 @click.command("patches")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array instead of a table.")
 @click.option("--server", "servers", multiple=True, metavar="NAME", help="Only this server (repeatable).")
-@click.option("--check-newest", is_flag=True,
-              help="Fetch the newest release of each server from the package index; exit code 1 if an adapter does not "
-                   "fit it.")  # fmt: skip
-@click.option("--versions", is_flag=True,
-              help="Print which releases on the package index each adapter fits, as Markdown.")  # fmt: skip
+@click.option(
+    "--check-newest",
+    is_flag=True,
+    help="Fetch the newest release of each server from the package index; exit code 1 if an adapter does not fit it.",
+)
+@click.option(
+    "--versions", is_flag=True, help="Print which releases on the package index each adapter fits, as Markdown."
+)
 @click.option("-v", "--verbose", is_flag=True, help="Also say what each does and which functions it touches.")
 def command(as_json: bool, servers: tuple[str, ...], check_newest: bool, versions: bool, verbose: bool) -> None:
     """Which server adapters apply in this environment, and why. Imports no server."""
-    from kvprobe.instrument import table
+    from kvprobe.instrument import registry, table
 
     if check_newest or versions:
-        from kvprobe.instrument import registry
-
         names = registry.check_servers(servers or None)
         raise SystemExit(_check_newest(names) if check_newest else _versions(names))
     rows = table(servers or None)
@@ -66,6 +67,10 @@ def command(as_json: bool, servers: tuple[str, ...], check_newest: bool, version
         state = f"{row['state']}: {row['reason']}" if row["reason"] else row["state"]
         grid.add_row(row["adapter"], installed, row["versions"], state)
     console.print(grid)
+    if not servers:
+        console.print("\n[bold]no adapter for[/bold]")
+        for what, seen in registry.NOT_COVERED.items():
+            console.print(f"  {what}; seen: {seen}", highlight=False, soft_wrap=True)
     if verbose:
         for row in rows:
             console.print(f"\n[bold]{row['adapter']}[/bold]\n{row['summary']}", highlight=False)

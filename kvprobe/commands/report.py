@@ -42,6 +42,7 @@ def command(
 
     check_writable(output, force=force)
     from kvprobe.commands._reading import diagnosed, plain
+    from kvprobe.diagnosis import offload_benefit
     from kvprobe.diagnosis.verdict import of_recording
 
     recording, findings, queues = diagnosed(inputs, quiet=quiet, window=window)
@@ -70,6 +71,8 @@ def command(
                 click.echo(f"and {len(named) - 1} more")
         else:
             click.echo("Nothing found.")
+        for benefit in offload_benefit.of_recording(recording):
+            click.echo(plain(benefit.sentence))
         click.echo(f"{path}")
     if show:
         click.launch(path.resolve().as_uri())

@@ -44,29 +44,68 @@ class CannotRunError(KvprobeError):
     context_settings={"allow_interspersed_args": False},
 )
 @click.argument("words", nargs=-1, metavar="[--] COMMAND [ARGUMENT...]", type=click.UNPROCESSED)
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR",
-              help="Run folder. Default: ./kvprobe-<command>-<time>.")  # fmt: skip
-@click.option("--report", type=click.Path(path_type=Path), metavar="PATH",
-              help="Where the report goes; `none` makes none. Default: report.html in the run folder.")  # fmt: skip
-@click.option("--fix", type=click.Choice(["off", "auto"]), default="off", show_default=True,
-              help="Let adapters switch a saturated server to pooled streams and dedup.")  # fmt: skip
-@click.option("--detail", type=click.Choice(["totals", "copies", "launches"]), default="copies", show_default=True,
-              help="What is kept of single calls. Totals are exact with any; launches are timed, but "
-                   "only the slow ones are kept; `launches` keeps all.")  # fmt: skip
-@click.option("--max-size", default="1G", show_default=True, metavar="SIZE",
-              help="Bound of the recording's size, all processes together.")  # fmt: skip
-@click.option("--stacks/--no-stacks", default=True, show_default=True,
-              help="Take Python stacks of a process that a call blocks.")  # fmt: skip
-@click.option("--stacks-after", default=50, show_default=True, metavar="MS", type=click.IntRange(1),
-              help="How long a call has to block for that, in ms.")  # fmt: skip
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Run folder. Default: ./kvprobe-<command>-<time>.",
+)
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="Where the report goes; `none` makes none. Default: report.html in the run folder.",
+)
+@click.option(
+    "--fix",
+    type=click.Choice(["off", "auto"]),
+    default="off",
+    show_default=True,
+    help="Let adapters switch a saturated server to pooled streams and dedup.",
+)
+@click.option(
+    "--detail",
+    type=click.Choice(["totals", "copies", "launches"]),
+    default="copies",
+    show_default=True,
+    help="What is kept of single calls. Totals are exact with any; launches are timed, but "
+    "only the slow ones are kept; `launches` keeps all.",
+)
+@click.option(
+    "--max-size",
+    default="1G",
+    show_default=True,
+    metavar="SIZE",
+    help="Bound of the recording's size, all processes together.",
+)
+@click.option(
+    "--stacks/--no-stacks", default=True, show_default=True, help="Take Python stacks of a process that a call blocks."
+)
+@click.option(
+    "--stacks-after",
+    default=50,
+    show_default=True,
+    metavar="MS",
+    type=click.IntRange(1),
+    help="How long a call has to block for that, in ms.",
+)
 @click.option("--nvml", is_flag=True, help="Sample the GPU's counters while it runs.")
-@click.option("--exec", "in_place", is_flag=True,
-              help="COMMAND takes kvprobe's place and pid: for supervisors.")  # fmt: skip
+@click.option("--exec", "in_place", is_flag=True, help="COMMAND takes kvprobe's place and pid: for supervisors.")
 @click.option("--nsys", is_flag=True, help="Run under Nsight Systems, too: one .nsys-rep with kvprobe's ranges in it.")
 def command(
-    words: tuple[str, ...], output: Path | None, report: Path | None, fix: str, detail: str, max_size: str,
-    stacks: bool, stacks_after: int, nvml: bool, in_place: bool, nsys: bool,
-) -> int:  # fmt: skip
+    words: tuple[str, ...],
+    output: Path | None,
+    report: Path | None,
+    fix: str,
+    detail: str,
+    max_size: str,
+    stacks: bool,
+    stacks_after: int,
+    nvml: bool,
+    in_place: bool,
+    nsys: bool,
+) -> int:
     """Run COMMAND and record every CUDA copy of every process it starts.
 
     Works on servers as they are (vllm, sglang, lmcache, torchrun, python app.py) through fork, spawn, shells and other
@@ -86,20 +125,32 @@ def command(
     library = _preloadable(library, folder)
     how = _how_stacks() if stacks else "off"
     options: dict[str, Any] = {
-        "report": str(report) if report else "", "fix": fix, "detail": detail, "max_bytes": limit,
-        "stacks": stacks, "stacks_how": how, "stacks_after_ms": stacks_after, "nvml": nvml, "nsys": nsys,
-        "program": program, "words": redact_text(" ".join(words)), "terminal": _terminal() if in_place else "",
+        "report": str(report) if report else "",
+        "fix": fix,
+        "detail": detail,
+        "max_bytes": limit,
+        "stacks": stacks,
+        "stacks_how": how,
+        "stacks_after_ms": stacks_after,
+        "nvml": nvml,
+        "nsys": nsys,
+        "program": program,
+        "words": redact_text(" ".join(words)),
+        "terminal": _terminal() if in_place else "",
         "killed": killed(),
-    }  # fmt: skip
+    }
     env = dict(os.environ)
     if options["killed"]:
         click.echo("kvprobe: KVPROBE=off is set: the command runs, and nothing is recorded", err=True)
     env |= {
-        "KVPROBE_RUN": str(folder), "KVPROBE_DETAIL": detail, "KVPROBE_FIX": fix, "KVPROBE_MAX_BYTES": str(limit),
+        "KVPROBE_RUN": str(folder),
+        "KVPROBE_DETAIL": detail,
+        "KVPROBE_FIX": fix,
+        "KVPROBE_MAX_BYTES": str(limit),
         "KVPROBE_STACKS": how,
         **_carried(env),
         "LD_PRELOAD": f"{env['LD_PRELOAD']}:{library}" if env.get("LD_PRELOAD") else str(library),
-    }  # fmt: skip
+    }
     if launcher:
         program, words = launcher[0], (*launcher, "-o", str(folder / "nsys"), "--", program, *words[1:])
 
@@ -159,8 +210,9 @@ def _make_folder(output: Path | None, word: str) -> Path:
         try:
             folder.mkdir(mode=0o700, parents=output is not None, exist_ok=output is not None)
             if folder.stat().st_uid != os.geteuid():
-                raise UsageError(f"--output {folder} belongs to somebody else, who could swap what is written there; "
-                                 "name another")  # fmt: skip
+                raise UsageError(
+                    f"--output {folder} belongs to somebody else, who could swap what is written there; name another"
+                )
             folder.chmod(0o700)
             if any(folder.iterdir()):
                 raise UsageError(f"--output {folder} is not empty; name a folder that is, or does not exist")
@@ -171,8 +223,9 @@ def _make_folder(output: Path | None, word: str) -> Path:
                 raise UsageError(f"--output {folder} is a file") from None
             continue
         except OSError as error:
-            raise UsageError(f"the run folder {folder} cannot be made ({error.strerror}); name another with "
-                             "--output") from None  # fmt: skip
+            raise UsageError(
+                f"the run folder {folder} cannot be made ({error.strerror}); name another with --output"
+            ) from None
         return folder
     raise UsageError(f"too many run folders like {base}; name one with --output")
 
@@ -188,8 +241,10 @@ def _preloadable(library: Path, folder: Path) -> Path:
     if not re.search(r"[\s:]", str(library)):
         return library
     if re.search(r"[\s:]", str(folder)):
-        raise UsageError(f"neither {library} nor {folder} can be named in LD_PRELOAD (a space or colon in the path); "
-                         "name a run folder without one with --output")  # fmt: skip
+        raise UsageError(
+            f"neither {library} nor {folder} can be named in LD_PRELOAD (a space or colon in the path); "
+            "name a run folder without one with --output"
+        )
     return Path(shutil.copy2(library, folder / library.name))
 
 
@@ -251,10 +306,20 @@ def _nsys_launcher() -> list[str]:
 
     found = find_nsys()
     if found is None:
-        raise UsageError("--nsys: Nsight Systems (nsys) is neither on PATH nor under /opt/nvidia; install it or leave "
-                         "--nsys out")  # fmt: skip
-    return [str(found), "profile", "-t", "cuda,nvtx,osrt", "--sample=none", "--cpuctxsw=none",
-            "--cuda-graph-trace=node", "--trace-fork-before-exec=true", "--force-overwrite=true"]  # fmt: skip
+        raise UsageError(
+            "--nsys: Nsight Systems (nsys) is neither on PATH nor under /opt/nvidia; install it or leave --nsys out"
+        )
+    return [
+        str(found),
+        "profile",
+        "-t",
+        "cuda,nvtx,osrt",
+        "--sample=none",
+        "--cpuctxsw=none",
+        "--cuda-graph-trace=node",
+        "--trace-fork-before-exec=true",
+        "--force-overwrite=true",
+    ]
 
 
 def _terminal() -> str:
@@ -273,12 +338,20 @@ def write_run(folder: Path, words: tuple[str, ...], options: dict[str, Any], pid
 
     uname = platform.uname()
     run = {
-        "command": redact(words), "cwd": str(Path.cwd()), "version": version(), "host": uname.node,
-        "kernel": f"{uname.system} {uname.release} {uname.machine}", "cpus": os.cpu_count(),
-        "python": platform.python_version(), "pid": pid, "realtime_ns": time.time_ns(),
-        "gpu_nodes": gpu_nodes(), "monotonic_ns": time.monotonic_ns(), "options": options,
+        "command": redact(words),
+        "cwd": str(Path.cwd()),
+        "version": version(),
+        "host": uname.node,
+        "kernel": f"{uname.system} {uname.release} {uname.machine}",
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "pid": pid,
+        "realtime_ns": time.time_ns(),
+        "gpu_nodes": gpu_nodes(),
+        "monotonic_ns": time.monotonic_ns(),
+        "options": options,
         "environment": {k: v for k, v in os.environ.items() if k.startswith(("CUDA_", "NVIDIA_", "KVHOST_"))},
-    }  # fmt: skip
+    }
     RunFolder(folder).write_run(run)
 
 
@@ -328,8 +401,14 @@ def start_observer(folder: Path, command_pid: int) -> int:
             os.dup2(source, fd)
         env = {k: v for k, v in os.environ.items() if not k.startswith("KVPROBE_") and k != "LD_PRELOAD"}
         os.nice(5)
-        arguments = [sys.executable, "-m", "kvprobe.instrument.observer", str(folder), str(command_pid),
-                     "3" if myself >= 0 else "-1"]  # fmt: skip
+        arguments = [
+            sys.executable,
+            "-m",
+            "kvprobe.instrument.observer",
+            str(folder),
+            str(command_pid),
+            "3" if myself >= 0 else "-1",
+        ]
         os.execve(sys.executable, arguments, env)
     finally:
         os._exit(127)

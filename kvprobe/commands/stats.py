@@ -15,7 +15,7 @@ from kvprobe.commands._reading import Window, window_options
 if TYPE_CHECKING:
     from kvprobe.diagnosis import Finding
     from kvprobe.recordings.model import Recording
-    from kvprobe.reporting.sums import Sum
+    from kvprobe.reporting.summaries import Summary
 
 __all__ = ["command"]
 
@@ -38,7 +38,7 @@ def command(
     figures that `nsys stats` prints for the same recording: of all of it, unless --from, --to or --range name a part.
     """
     from kvprobe.errors import UsageError
-    from kvprobe.reporting.sums import REPORTS, summary
+    from kvprobe.reporting.summaries import REPORTS, summary
 
     wanted = list(REPORTS) if not reports else [one.strip() for one in reports.split(",") if one.strip()]
     if wanted == ["help"]:
@@ -68,7 +68,7 @@ def command(
         click.echo(plain(f"Undecided: {one.what}; {one.how}"), err=True)
 
 
-def _csv(table: Sum, limit: int) -> str:
+def _csv(table: Summary, limit: int) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([name for name, _ in table.columns])
@@ -76,7 +76,7 @@ def _csv(table: Sum, limit: int) -> str:
     return out.getvalue()
 
 
-def _print(tables: Sequence[Sum], limit: int) -> None:
+def _print(tables: Sequence[Summary], limit: int) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -109,11 +109,11 @@ def _print(tables: Sequence[Sum], limit: int) -> None:
             console.print(Text(note, style="dim"))
 
 
-def _left_out(table: Sum, shown: int) -> str:
+def _left_out(table: Summary, shown: int) -> str:
     return f"{len(table.rows) - shown:,} more rows" if shown < len(table.rows) else ""
 
 
-def _print_json(recording: Recording, findings: Sequence[Finding], tables: Sequence[Sum]) -> None:
+def _print_json(recording: Recording, findings: Sequence[Finding], tables: Sequence[Summary]) -> None:
     import json
 
     from kvprobe.diagnosis.startup import startup

@@ -19,12 +19,14 @@ from kvprobe.errors import KvprobeError, UsageError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from kvprobe.diagnosis.offload_benefit import Benefit
     from kvprobe.probe.live import ProcessView
 
 __all__ = ["command"]
 
-NOTHING = ("no watched process found: start one with `kvprobe run -- COMMAND`, or name its run folder "
-           "(`kvprobe top FOLDER`)")  # fmt: skip
+NOTHING = (
+    "no watched process found: start one with `kvprobe run -- COMMAND`, or name its run folder (`kvprobe top FOLDER`)"
+)
 ENDED = "{run} has ended, and top shows what runs: look at it with `kvprobe report {run}` or `kvprobe stats {run}`"
 
 
@@ -33,8 +35,12 @@ ENDED = "{run} has ended, and top shows what runs: look at it with `kvprobe repo
 @click.option("--interval", default=1.0, show_default=True, type=click.FloatRange(0.05, 3600), help="Seconds a look.")
 @click.option("--once", is_flag=True, help="Look for one interval, print, and end.")
 @click.option("--json", "as_json", is_flag=True, help="With --once: one JSON object instead of a table.")
-@click.option("--prometheus", type=click.IntRange(1, 65535), metavar="PORT",
-              help="Serve http://127.0.0.1:PORT/metrics meanwhile; this machine alone can reach it.")  # fmt: skip
+@click.option(
+    "--prometheus",
+    type=click.IntRange(1, 65535),
+    metavar="PORT",
+    help="Serve http://127.0.0.1:PORT/metrics meanwhile; this machine alone can reach it.",
+)
 def command(target: str | None, interval: float, once: bool, as_json: bool, prometheus: int | None) -> None:
     """Watch submissions while they happen: rate, p50 and p99, blocked time, GB/s, the longest call in flight.
 
@@ -51,7 +57,7 @@ def command(target: str | None, interval: float, once: bool, as_json: bool, prom
     if as_json and not once:
         raise UsageError("--json needs --once: a live view has no end")
     run_folder = None if target is None else find_target(target)
-    live = Live(run_folder)
+    live, offloads = Live(run_folder), Offloads()
     live.look()
     _refuse_ended(run_folder)
     with _served(live, prometheus):
@@ -61,14 +67,14 @@ def command(target: str | None, interval: float, once: bool, as_json: bool, prom
             if not views:  # it may have ended meanwhile, all its calls seen by the first look
                 _refuse_ended(run_folder)
             if as_json:
-                click.echo(json.dumps(as_object(views), indent=1))
+                click.echo(json.dumps(as_object(views, offloads.look(views)), indent=1))
                 if not views:
                     click.echo(f"kvprobe: {NOTHING}", err=True)
             else:
-                _print(views)
+                _print(views, offloads.look(views))
             return
         with suppress(KeyboardInterrupt):
-            _watch(live, interval)
+            _watch(live, interval, offloads)
 
 
 def find_target(target: str) -> Path:
@@ -115,7 +121,36 @@ def _refuse_ended(run: Path | None) -> None:
         raise UsageError(ENDED.format(run=run))
 
 
-def as_object(views: list[ProcessView]) -> dict[str, Any]:
+class Offloads:
+    """What offloads have brought so far, from the events that a run's adapters write."""
+
+    def __init__(self) -> None:
+        self._read: dict[Path, int] = {}  # bytes of each file that were read
+        self._last: dict[tuple[Path, str], dict[str, Any]] = {}
+
+    def look(self, views: list[ProcessView]) -> list[Benefit]:
+        """Reads what is new in the run folders of these processes."""
+        from kvprobe.diagnosis.offload_benefit import of_events
+
+        folders = {Path(view.path).parent for view in views}
+        for path in sorted(path for folder in folders for path in folder.glob("events-*.jsonl")):
+            try:
+                with path.open("rb") as file:
+                    file.seek(self._read.get(path, 0))
+                    new = file.read()
+            except OSError:
+                continue
+            whole = new[: new.rfind(b"\n") + 1]
+            self._read[path] = self._read.get(path, 0) + len(whole)
+            for line in whole.splitlines():
+                if b'"kind":"offload"' in line:
+                    with suppress(ValueError):
+                        event = json.loads(line)
+                        self._last[path, str(event.get("source"))] = event
+        return of_events(self._last.values())
+
+
+def as_object(views: list[ProcessView], offloads: list[Benefit] | None = None) -> dict[str, Any]:
     """What `--json` prints; stream handles as hexadecimal text."""
     processes = []
     for view in views:
@@ -125,10 +160,17 @@ def as_object(views: list[ProcessView]) -> dict[str, Any]:
         if one["longest"]:
             one["longest"]["stream"] = f"{one['longest']['stream']:#x}"
         processes.append(one)
-    return {"time_ns": time.monotonic_ns(), "processes": processes}
+    told = [{**asdict(one), "conclusion": one.conclusion, "sentence": one.sentence} for one in offloads or ()]
+    return {"time_ns": time.monotonic_ns(), "processes": processes, "offload": told}
 
 
-def render(views: list[ProcessView], note: str = "", nothing: str = NOTHING, width: int = 120) -> RenderableType:
+def render(
+    views: list[ProcessView],
+    note: str = "",
+    nothing: str = NOTHING,
+    width: int = 120,
+    offloads: list[Benefit] | None = None,
+) -> RenderableType:
     """One table a process, for a terminal of `width` columns; `nothing` is what to say where there is none."""
     from rich.console import Group
     from rich.text import Text
@@ -138,8 +180,13 @@ def render(views: list[ProcessView], note: str = "", nothing: str = NOTHING, wid
         parts.append(_process_table(view, width))
         if view.longest and view.longest.age_ns > 1_000_000:
             call = view.longest
-            parts.append(Text(f"  in flight: {call.call} on stream {call.stream:#x}, thread {call.tid}, "
-                              f"for {call.age_ns / 1e6:,.1f} ms"))  # fmt: skip
+            parts.append(
+                Text(
+                    f"  in flight: {call.call} on stream {call.stream:#x}, thread {call.tid}, "
+                    f"for {call.age_ns / 1e6:,.1f} ms"
+                )
+            )
+    parts += [Text(one.sentence) for one in offloads or ()]
     if not views:
         parts.append(Text(nothing))
     if note:
@@ -203,14 +250,14 @@ def _us(ns: float | None) -> str:
     return "-" if ns is None else f"{ns / 1e3:,.1f} us"
 
 
-def _print(views: list[ProcessView]) -> None:
+def _print(views: list[ProcessView], offloads: list[Benefit]) -> None:
     from rich.console import Console
 
     console = Console()
-    console.print(render(views, width=console.width))
+    console.print(render(views, width=console.width, offloads=offloads))
 
 
-def _watch(live: Any, interval: float) -> None:
+def _watch(live: Any, interval: float, offloads: Offloads) -> None:
     from rich.console import Console
     from rich.live import Live as Screen
 
@@ -229,7 +276,7 @@ def _watch(live: Any, interval: float) -> None:
             views = live.look()
             ended = live.target is not None and not views and over(live.target)
             nothing = ENDED.format(run=live.target) if ended else NOTHING
-            screen.update(render(views, note, nothing, console.width), refresh=True)
+            screen.update(render(views, note, nothing, console.width, offloads.look(views)), refresh=True)
 
 
 @contextmanager
@@ -259,6 +306,8 @@ def _served(live: Any, port: int | None) -> Iterator[None]:
         return
     from prometheus_client import CollectorRegistry, start_http_server
 
+    from kvprobe.probe.exposed import Collector
+
     registry = CollectorRegistry()
     registry.register(Collector(live.target))
     try:
@@ -271,52 +320,3 @@ def _served(live: Any, port: int | None) -> Iterator[None]:
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-class Collector:
-    """Reads the ring files at every scrape: no state, no cost in between."""
-
-    LABELS = ("pid", "stream", "call", "direction")
-    BOUNDS = range(28, 128, 4)  # histogram buckets whose lower bound is a power of two: 512 ns to 8.6 s
-
-    def __init__(self, target: Path | None) -> None:
-        """`target` as for `Live`."""
-        self._target = target
-
-    def collect(self) -> Iterator[Any]:
-        """The metrics of one scrape."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
-        from kvprobe.probe.live import DIRECTIONS, TRANSFER, find_rings, in_flight, snapshots, totals
-        from kvprobe.probe.ring import CALLS, bucket_bounds
-
-        counters = {
-            field: CounterMetricFamily(f"kvprobe_{name}", text, labels=self.LABELS)
-            for field, name, text in (
-                ("count", "submissions", "Calls, by what was called."),
-                ("copies", "copies", "Copies in them; a batch has many."),
-                ("bytes", "bytes", "Bytes asked for."),
-                ("slow_ns", "blocked_seconds", "Host time inside calls at or above the recording's slow threshold."),
-                ("errors", "errors", "Calls whose return code was not 0."),
-            )
-        }
-        durations = HistogramMetricFamily("kvprobe_submit_seconds", "Host time of a call.", labels=self.LABELS)
-        waiting = GaugeMetricFamily("kvprobe_call_in_flight_seconds", "Time inside the longest call in progress.",
-                                    labels=["pid", "stream", "call"])  # fmt: skip
-        bounds = bucket_bounds()
-        for snapshot in snapshots(find_rings(self._target)):
-            pid = str(snapshot.pid)
-            for (stream, call, direction), total in totals(snapshot).items():
-                if call == TRANSFER:
-                    continue
-                name = CALLS[call][1] if call in CALLS else str(call)
-                labels = [pid, f"{stream:#x}", name, DIRECTIONS.get(direction, "other")]
-                for field, family in counters.items():
-                    value = getattr(total, field)
-                    family.add_metric(labels, value / 1e9 if field.endswith("_ns") else value)
-                below = total.histogram.cumsum()
-                buckets = [(str(bounds[at] / 1e9), float(below[at - 1])) for at in self.BOUNDS]
-                durations.add_metric(labels, [*buckets, ("+Inf", float(below[-1]))], total.dur_ns / 1e9)
-            for one in in_flight(snapshot, time.monotonic_ns())[:1]:
-                waiting.add_metric([pid, f"{one.stream:#x}", one.call], one.age_ns / 1e9)
-        yield from (*counters.values(), durations, waiting)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvprobe.commands._reading import Window, window_options
+
 if TYPE_CHECKING:
     from kvprobe.recordings.triage import QueueTriage, Triage
 
@@ -18,7 +20,8 @@ _WORST = ("found", "undecided", "healthy")
 @click.command(short_help="One line a recording: was a launch queue full, where, what did it cost.")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: each recording, its queues, the reasons.")
-def command(inputs: tuple[Path, ...], as_json: bool) -> int:
+@window_options
+def command(inputs: tuple[Path, ...], as_json: bool, window: Window) -> int:
     """Say of each recording whether a launch queue was full, worst first.
 
     The verdict is found, healthy, or undecided where the recording lacks what it takes to say so (cut off, empty,
@@ -26,15 +29,16 @@ def command(inputs: tuple[Path, ...], as_json: bool) -> int:
 
     A line has the verdict, the host time lost, the depth at which the queue was full, the stream, and the file. Folders
     stand for the recordings in them and in their folders, run folders for themselves. PyTorch profiler traces are the
-    quickest; `kvprobe report` finds other causes as well. Exit code 1: an input could not be read.
+    quickest; `kvprobe report` finds other causes as well. --from, --to and --range judge a part of each recording, as
+    in `kvprobe check`. Exit code 1: an input could not be read, or has nothing in that part.
     """
     from kvprobe.recordings import expand_deeply
     from kvprobe.recordings.triage import Triage, certain, quick_triages
 
     paths = [path for given in inputs for path in expand_deeply(given)]
-    quick = quick_triages(paths)
+    quick = quick_triages(paths) if window == Window() else [None] * len(paths)
     answers = [
-        answer if isinstance(answer, Exception) or (answer is not None and certain(answer)) else _whole(path)
+        answer if isinstance(answer, Exception) or (answer is not None and certain(answer)) else _whole(path, window)
         for path, answer in zip(paths, quick, strict=True)
     ]
     found = [answer for answer in answers if isinstance(answer, Triage)]
@@ -56,16 +60,16 @@ def command(inputs: tuple[Path, ...], as_json: bool) -> int:
     return 1 if errors else 0
 
 
-def _whole(path: Path) -> Triage | Exception:
+def _whole(path: Path, window: Window) -> Triage | Exception:
     from kvprobe.commands._reading import reuse_memory
     from kvprobe.diagnosis.triage import whole_triage
-    from kvprobe.errors import RecordingError
+    from kvprobe.errors import RecordingError, UsageError
 
     reuse_memory()
     try:
-        return whole_triage(path)
-    except RecordingError as error:
-        return error
+        return whole_triage(path, window.of)
+    except (RecordingError, UsageError) as error:
+        return error if str(path) in str(error) else UsageError(f"{path}: {error}")
 
 
 def _line(one: Triage) -> str:

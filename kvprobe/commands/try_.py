@@ -43,14 +43,29 @@ class CommandFailedError(KvprobeError):
     context_settings={"allow_interspersed_args": False},
 )
 @click.argument("words", nargs=-1, metavar="[--] COMMAND [ARGUMENT...]", type=click.UNPROCESSED)
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR",
-              help="Folder for all runs. Default: ./kvprobe-try-<command>-<time>.")  # fmt: skip
-@click.option("--rounds", default=5, show_default=True, type=click.IntRange(4, 100),
-              help="Runs with each change, and as many without; fewer than 4 prove nothing.")  # fmt: skip
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder for all runs. Default: ./kvprobe-try-<command>-<time>.",
+)
+@click.option(
+    "--rounds",
+    default=5,
+    show_default=True,
+    type=click.IntRange(4, 100),
+    help="Runs with each change, and as many without; fewer than 4 prove nothing.",
+)
 @click.option("--figure", metavar="REGEX", help="The command's own figure: the last match in its output; group 1.")
 @click.option("--env", "given", multiple=True, metavar="NAME=VALUE", help="Try this variable as well; may repeat.")
-@click.option("--from", "source", type=click.Path(path_type=Path), metavar="INPUT",
-              help="Take the changes from this recording of the same command, by whichever tool.")  # fmt: skip
+@click.option(
+    "--recording",
+    "source",
+    type=click.Path(path_type=Path),
+    metavar="INPUT",
+    help="Take the changes from this recording of the same command, by whichever tool.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     words: tuple[str, ...],
@@ -247,8 +262,10 @@ class _Run:
             try:
                 self.figure = float(last.replace(",", ""))
             except ValueError:
-                raise CommandFailedError(f"--figure {pattern.pattern}: no number matches it in the output of "
-                                         f"{self.folder.with_suffix('.out')}") from None  # fmt: skip
+                raise CommandFailedError(
+                    f"--figure {pattern.pattern}: no number matches it in the output of "
+                    f"{self.folder.with_suffix('.out')}"
+                ) from None
         return blocked_ns(self.recording(), usual)[1]
 
     def measured(self, usual: dict[str, float]) -> Measured:
@@ -279,9 +296,14 @@ def _outcome(
     from kvprobe.reporting.trial import TEST
 
     return {
-        "command": list(words), "folder": str(folder), "rounds": rounds, "test": TEST,
-        "findings": [one.to_json() for one in findings], "tried": [one.to_json() for one in tried], "notes": left,
-    }  # fmt: skip
+        "command": list(words),
+        "folder": str(folder),
+        "rounds": rounds,
+        "test": TEST,
+        "findings": [one.to_json() for one in findings],
+        "tried": [one.to_json() for one in tried],
+        "notes": left,
+    }
 
 
 def _print(findings: Sequence[Finding], tried: Sequence[Tried], rounds: int) -> None:
@@ -297,8 +319,10 @@ def _print(findings: Sequence[Finding], tried: Sequence[Tried], rounds: int) -> 
         expected = "not predicted" if one.predicted_ns is None else f"{duration(one.predicted_ns)} predicted"
         click.echo(f"\n{_name(one.change)}")
         for what, found, more in (
-            ("time blocked", one.blocked, f", {expected}"), ("wall time", one.wall, ""), ("figure", one.figure, ""),
-        ):  # fmt: skip
+            ("time blocked", one.blocked, f", {expected}"),
+            ("wall time", one.wall, ""),
+            ("figure", one.figure, ""),
+        ):
             if found is not None:
                 click.echo(_line(what, found, more))
     click.echo(

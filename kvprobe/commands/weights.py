@@ -24,12 +24,22 @@ MEASURED = (0, 1, 2, 4)  # windows that are run, where the memory allowed holds 
 @click.option("--gpu-fraction", type=float, help="Share of the weights' bytes on the GPU; 1: no offload.")
 @click.option("--gpu-bytes", type=int, help="The same in bytes.")
 @click.option("--window", default="auto", show_default=True, help="Layers copied ahead: auto, a number, or 512MiB.")
-@click.option("--device", type=click.Choice(["auto", "host", "cuda"]), default="auto", show_default=True,
-              help="The GPU, the embedded host runtime, or whichever there is.")  # fmt: skip
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "host", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="The GPU, the embedded host runtime, or whichever there is.",
+)
 @click.option("--tokens", type=click.IntRange(1), default=128, show_default=True, help="Tokens of a forward.")
 @click.option("--forwards", type=click.IntRange(2, 1000), default=6, show_default=True, help="Forwards a window.")
-@click.option("--report", type=click.Path(dir_okay=False, path_type=Path), default=Path("kvprobe-weights.html"),
-              show_default=True, help="Where the HTML report goes.")  # fmt: skip
+@click.option(
+    "--report",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("kvprobe-weights.html"),
+    show_default=True,
+    help="Where the HTML report goes.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the tables.")
 def command(
     model: Path,
@@ -69,8 +79,10 @@ def command(
         if as_json:
             click.echo(json.dumps(outcome))
         elif not held.active:
-            click.echo(f"Nothing is offloaded: all weights fit. A forward of {tokens} tokens takes "
-                       f"{_ms(outcome['forward_ns'])}.")  # fmt: skip
+            click.echo(
+                f"Nothing is offloaded: all weights fit. A forward of {tokens} tokens takes "
+                f"{_ms(outcome['forward_ns'])}."
+            )
         else:
             _show(outcome, profile)
 
@@ -109,8 +121,13 @@ def _run(held: WeightOffload, tokens: int, forwards: int) -> dict[str, Any]:
         own = plan.slots - 1
         widths = [own]
         if held.active:
-            widths = [width for width in MEASURED if width != own and width + 1 <= len(plan.units)
-                      and plan.device_bytes + (width - own) * plan.slot_bytes <= plan.limit_bytes]  # fmt: skip
+            widths = [
+                width
+                for width in MEASURED
+                if width != own
+                and width + 1 <= len(plan.units)
+                and plan.device_bytes + (width - own) * plan.slot_bytes <= plan.limit_bytes
+            ]
             for width in (*widths, own):
                 if width == own:
                     with held.without_copies():  # what computation takes that waits for nothing
@@ -161,29 +178,48 @@ def verdict(profile: WeightProfile) -> Verdict:
 
     copying = profile.copy_ns > profile.compute_ns
     what = "copying weights" if copying else "computing"
-    times = {name: profile.measured.get(name, ns) for name, ns in profile.predicted.items()}
+    own = str(profile.window)
+    # Of one column of the table: what was run is compared with what was run; a window that was not run may not fit.
+    ran = {name: ns for name, ns in profile.measured.items() if name != "all"}
+    known, times = ("measured", ran) if own in ran and len(ran) > 1 else ("predicted", dict(profile.predicted))
     widths = sorted((name for name in times if name != "all"), key=int)
     least = min(times[name] for name in widths)
     best = next(name for name in widths if times[name] <= 1.01 * least)  # of equal ones the one that takes least memory
-    gain = profile.forward_ns - times[best]
-    known = "measured" if best in profile.measured else "predicted"
-    if int(best) != profile.window and gain > 0.01 * profile.forward_ns:
+    now = times.get(own, profile.forward_ns)
+    gain = now - times[best]
+    if best != own and gain > 0.01 * now:
         state = "warning"
-        headline = f"Most of the work is {what}; a window of {best} saves {_ms(gain)} of {_ms(profile.forward_ns)}."
+        headline = f"Most of the work is {what}; a window of {best} saves {_ms(gain)} of {_ms(now)}."
         action = f"use --window {best}"
     else:
-        state = "info"
+        state, best = "info", own if own in times else best
         headline = f"Most of the work is {what}; no window is faster than {profile.window} by more than 1%."
         action = "keep this window"
-    detail = (f"Copies take {_ms(profile.copy_ns)} and computation {_ms(profile.compute_ns)} of a forward, "
-              f"{profile.hidden:.0%} of the copies hidden. ")  # fmt: skip
-    detail += ("A window can hide no more than the computation is long: fewer bytes (a higher --gpu-fraction) or more "
-               "tokens a forward would help." if copying else "A window can hide all copies.")  # fmt: skip
+    without = profile.measured.get("all", profile.predicted["all"])
+    left = max(times[best] - without, 0.0)
+    detail = (
+        f"Copies take {_ms(profile.copy_ns)} and computation {_ms(profile.compute_ns)} of a forward, "
+        f"{profile.hidden:.0%} of the copies hidden. "
+    )
+    detail += (
+        "A window can hide no more than the computation is long: fewer bytes (a higher --gpu-fraction) or more "
+        "tokens a forward would help."
+        if copying
+        else f"The computation is long enough to hide all copies; with a window of {best}, {_ms(left)} more than "
+        "without any copy remain."
+    )
+    unknown = {name: ns for name, ns in profile.predicted.items() if name not in {*ran, "all"}}
+    beyond = [name for name, ns in unknown.items() if ns < 0.99 * least]
+    if known == "measured" and beyond:
+        detail += (
+            f" A window of {beyond[0]} is predicted to take {_ms(unknown[beyond[0]])}; it was not run: the GPU memory "
+            "allowed does not hold it."
+        )
     facts = [
         Fact("Window", f"{profile.window}", f"{_ms(profile.forward_ns)} a forward"),
         Fact("Best window", best, f"{_ms(times[best])} a forward, {known}: {action}"),
         Fact("Exposed wait for copies", _ms(profile.wait_ns), f"{profile.wait_ns / profile.forward_ns:.0%} of it"),
-        Fact("Without any copy", _ms(times["all"]), "measured" if "all" in profile.measured else "predicted"),
+        Fact("Without any copy", _ms(without), "measured" if "all" in profile.measured else "predicted"),
     ]
     return Verdict(state, headline, detail, facts)
 
@@ -194,25 +230,37 @@ def section(profile: WeightProfile, outcome: dict[str, Any]) -> Section:
 
     windows = [[name, (_ms(ns), ns), _cell(profile.measured.get(name))] for name, ns in profile.predicted.items()]
     layers = [
-        [one.name, (_mib(one.bytes), one.bytes), (_ms(one.copy_ns), one.copy_ns), (_ms(one.compute_ns), one.compute_ns),
-         (_ms(one.wait_ns), one.wait_ns), (f"{one.hidden:.0%}", one.hidden)]
+        [
+            one.name,
+            (_mib(one.bytes), one.bytes),
+            (_ms(one.copy_ns), one.copy_ns),
+            (_ms(one.compute_ns), one.compute_ns),
+            (_ms(one.wait_ns), one.wait_ns),
+            (f"{one.hidden:.0%}", one.hidden),
+        ]
         for one in profile.layers
-    ]  # fmt: skip
-    lead = (f"{outcome['offloaded_layers']} {'layers' if outcome['grain'] == 'blocks' else 'leaf modules'} of "
-            f"{_mib(outcome['offloaded_bytes'])} live in CPU memory and are copied in each forward; "
-            f"{_mib(outcome['gpu_bytes'])} of GPU memory hold the rest and the window.")  # fmt: skip
+    ]
+    lead = (
+        f"{outcome['offloaded_layers']} {'layers' if outcome['grain'] == 'blocks' else 'leaf modules'} of "
+        f"{_mib(outcome['offloaded_bytes'])} live in CPU memory and are copied in each forward; "
+        f"{_mib(outcome['gpu_bytes'])} of GPU memory hold the rest and the window."
+    )
     return Section(
         "weights",
         "Weights",
         lead,
         tables=[
             table("A forward", ["", "Time", "Of the forward"], _summary(profile)),
-            table("Windows", ["Layers ahead", "Predicted", "Measured"], windows,
-                  f"predicted from the copies and computation of each layer with window {profile.window}; "
-                  "all: every weight on the GPU"),
+            table(
+                "Windows",
+                ["Layers ahead", "Predicted", "Measured"],
+                windows,
+                f"predicted from the copies and computation of each layer with window {profile.window}; "
+                "all: every weight on the GPU",
+            ),
             table("Layers in CPU memory", ["Layer", "Size", "Copy", "Computation", "Exposed wait", "Hidden"], layers),
         ],
-    )  # fmt: skip
+    )
 
 
 def load_times(recording: Recording) -> list[dict[str, Any]]:
@@ -233,20 +281,31 @@ def load_times(recording: Recording) -> list[dict[str, Any]]:
     table, out = recording.executions, []
     loads = (table["engine"] == Engine.COPY) & (table["direction"] == Direction.H2D)
     if not loads.any():
-        raise RecordingError("this recording holds no copy to the GPU as the device ran it: record with nsys -t cuda, "
-                             "with the PyTorch profiler, or run kvprobe weights on the model")  # fmt: skip
+        raise RecordingError(
+            "this recording holds no copy to the GPU as the device ran it: record with nsys -t cuda, "
+            "with the PyTorch profiler, or run kvprobe weights on the model"
+        )
     for process in np.unique(table["process"][loads]):
         mine = table["process"] == process
-        copies, kernels = (Cover(table["start_ns"][rows], table["end_ns"][rows])
-                           for rows in (loads & mine, (table["engine"] == Engine.KERNEL) & mine))  # fmt: skip
+        copies, kernels = (
+            Cover(table["start_ns"][rows], table["end_ns"][rows])
+            for rows in (loads & mine, (table["engine"] == Engine.KERNEL) & mine)
+        )
         both = int(kernels.within(copies.start, copies.end).sum())
         alone = copies.total_ns - both
-        out.append({
-            "process": int(process), "copies": int((loads & mine).sum()),
-            "bytes": int(table["bytes"][loads & mine].sum()), "copy_ns": copies.total_ns,
-            "compute_ns": kernels.total_ns, "exposed_ns": alone, "hidden": both / max(copies.total_ns, 1),
-            "busy_ns": alone + kernels.total_ns, "bound_ns": max(copies.total_ns, kernels.total_ns),
-        })  # fmt: skip
+        out.append(
+            {
+                "process": int(process),
+                "copies": int((loads & mine).sum()),
+                "bytes": int(table["bytes"][loads & mine].sum()),
+                "copy_ns": copies.total_ns,
+                "compute_ns": kernels.total_ns,
+                "exposed_ns": alone,
+                "hidden": both / max(copies.total_ns, 1),
+                "busy_ns": alone + kernels.total_ns,
+                "bound_ns": max(copies.total_ns, kernels.total_ns),
+            }
+        )
     return out
 
 
@@ -258,13 +317,19 @@ def _show_recorded(found: list[dict[str, Any]], as_json: bool) -> None:
     from rich.table import Table
 
     for one in found:
-        table = Table(title=f"Process {one['process']}: {one['copies']:,} copies to the GPU, {_mib(one['bytes'])}, "
-                            f"{one['hidden']:.0%} of their time hidden")  # fmt: skip
+        table = Table(
+            title=f"Process {one['process']}: {one['copies']:,} copies to the GPU, {_mib(one['bytes'])}, "
+            f"{one['hidden']:.0%} of their time hidden"
+        )
         table.add_column("")
         table.add_column("time", justify="right")
-        for text, name in (("load (copies to the GPU)", "copy_ns"), ("computation", "compute_ns"),
-                           ("load that no computation hid", "exposed_ns"), ("device busy", "busy_ns"),
-                           ("bound: max(load, computation)", "bound_ns")):  # fmt: skip
+        for text, name in (
+            ("load (copies to the GPU)", "copy_ns"),
+            ("computation", "compute_ns"),
+            ("load that no computation hid", "exposed_ns"),
+            ("device busy", "busy_ns"),
+            ("bound: max(load, computation)", "bound_ns"),
+        ):
             table.add_row(text, _ms(one[name]))
         Console().print(table)
 
@@ -275,9 +340,13 @@ def _summary(profile: WeightProfile) -> list[list[Any]]:
     def share(ns: float) -> tuple[str, float]:
         return f"{ns / profile.forward_ns:.0%}", ns / profile.forward_ns
 
-    rows = (("weight load (copies)", profile.copy_ns), ("computation", profile.compute_ns),
-            ("exposed wait for weights", profile.wait_ns), ("whole forward", profile.forward_ns),
-            ("bound: max(copies, computation)", profile.bound_ns))  # fmt: skip
+    rows = (
+        ("weight load (copies)", profile.copy_ns),
+        ("computation", profile.compute_ns),
+        ("exposed wait for weights", profile.wait_ns),
+        ("whole forward", profile.forward_ns),
+        ("bound: max(copies, computation)", profile.bound_ns),
+    )
     return [[text, (_ms(ns), ns), share(ns)] for text, ns in rows]
 
 
@@ -288,9 +357,11 @@ def _show(outcome: dict[str, Any], profile: WeightProfile) -> None:
     console = Console()
     found = verdict(profile)
     console.print(found.headline, found.detail, sep="\n", highlight=False)
-    table = Table(title=f"A forward of {outcome['tokens']} tokens, window {profile.window}: "
-                        f"{_mib(profile.bytes)} copied at {profile.link_bytes_per_s / 1e9:.1f} GB/s, "
-                        f"{profile.hidden:.0%} of the copy time hidden")  # fmt: skip
+    table = Table(
+        title=f"A forward of {outcome['tokens']} tokens, window {profile.window}: "
+        f"{_mib(profile.bytes)} copied at {profile.link_bytes_per_s / 1e9:.1f} GB/s, "
+        f"{profile.hidden:.0%} of the copy time hidden"
+    )
     for name in ("", "time", "of the forward"):
         table.add_column(name, justify="left" if not name else "right")
     for text, (time, _), (share, _) in _summary(profile):
@@ -306,12 +377,15 @@ def _show(outcome: dict[str, Any], profile: WeightProfile) -> None:
     for name in ("layer", "size", "copy", "computation", "exposed wait", "hidden"):
         table.add_column(name, justify="left" if name == "layer" else "right")
     for one in profile.layers:
-        table.add_row(one.name, _mib(one.bytes), _ms(one.copy_ns), _ms(one.compute_ns), _ms(one.wait_ns),
-                      f"{one.hidden:.0%}")  # fmt: skip
+        table.add_row(
+            one.name, _mib(one.bytes), _ms(one.copy_ns), _ms(one.compute_ns), _ms(one.wait_ns), f"{one.hidden:.0%}"
+        )
     console.print(table)
-    console.print(f"GPU memory for weights: {_mib(outcome['gpu_bytes'])} of {_mib(outcome['limit_bytes'])} allowed; "
-                  f"pinned: {_mib(outcome['pinned_bytes'])}, allocated in {_ms(outcome['pin_ns'])}",
-                  highlight=False)  # fmt: skip
+    console.print(
+        f"GPU memory for weights: {_mib(outcome['gpu_bytes'])} of {_mib(outcome['limit_bytes'])} allowed; "
+        f"pinned: {_mib(outcome['pinned_bytes'])}, allocated in {_ms(outcome['pin_ns'])}",
+        highlight=False,
+    )
     for note in outcome["notes"]:
         console.print(note, highlight=False)
     console.print(f"report: {outcome['report']}", highlight=False)

@@ -85,12 +85,31 @@ def submit_copies(
     capacity = pinned.native.capacity if pinned else 0
     while at < len(copies):
         rest = copies[at:]
-        taken = lib.kvp_copy_plan(ct.byref(copier), number, rest.ctypes.data, len(rest), DIRECTIONS[direction], 1 << 30,
-                                  1 << 62, capacity, ct.byref(places))  # fmt: skip
+        taken = lib.kvp_copy_plan(
+            ct.byref(copier),
+            number,
+            rest.ctypes.data,
+            len(rest),
+            DIRECTIONS[direction],
+            1 << 30,
+            1 << 62,
+            capacity,
+            ct.byref(places),
+        )
         if not taken or (at and method != "batch"):  # a list belongs to one launch
             raise UsageError(f"{method} cannot take these copies here ({len(copies):,}, {direction})")
-        code = lib.kvp_copy_submit(ct.byref(copier), number, rest.ctypes.data, taken, DIRECTIONS[direction], ctas,
-                                   stream, native, ct.byref(submitted), ct.byref(made))  # fmt: skip
+        code = lib.kvp_copy_submit(
+            ct.byref(copier),
+            number,
+            rest.ctypes.data,
+            taken,
+            DIRECTIONS[direction],
+            ctas,
+            stream,
+            native,
+            ct.byref(submitted),
+            ct.byref(made),
+        )
         calls += made.value
         if code:
             raise CudaError(_CALLS[method], code, runtime.error(method, code).name)

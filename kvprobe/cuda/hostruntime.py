@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes as ct
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -101,12 +103,16 @@ _CONTROLS: dict[str, tuple[list[Any], Any]] = {
     "kvhostIsVirtual": ([], _i),
     "kvhostActorAdd": ([_STEP, _p], _i),
     "kvhostActorAddInline": ([_STEP, _p], _i),
+    "kvhostActorAddThread": ([_STEP, _p], _i),
     "kvhostActorWake": ([_i], None),
     "kvhostActorRemove": ([_i], None),
     "kvhostAdvance": ([_u64], _i),
     "kvhostRunUntil": ([_CONDITION, _p], _i),
+    "kvhostRunUntilTime": ([_CONDITION, _p, _u64], _i),
     "kvhostStuck": ([], ct.c_char_p),
     "kvhostEvents": ([], _u64),
+    "kvhostDigest": ([], _u64),
+    "kvhostFailed": ([ct.c_char_p], _u64),
     "kvhostLaunchDelay": ([_p, _u64], _i),
     "kvhostLaunchWork": ([_p, _p, _p, _u64], _i),
     "kvhostGateCreate": ([], _p),
@@ -125,6 +131,8 @@ _CONTROLS: dict[str, tuple[list[Any], Any]] = {
     "kvhostCallName": ([_u16], ct.c_char_p),
     "kvhostLastCorrelation": ([], _u64),
     "kvhostStats": ([_p], _i),
+    "kvhostFillPieces": ([_p, _u64, _p, _u64], None),
+    "kvhostComparePieces": ([_p, _u64, _p, _u64], ct.c_int64),
 }
 
 
@@ -157,9 +165,13 @@ class HostRuntime(Runtime):
     def reset(self, **settings: float) -> HostRuntime:
         """Tears all down and starts afresh; settings are fields of `HostConfig`, the rest environment and defaults.
 
-        All streams, events, device memory and memory of `host_alloc` are gone after it, faults are forgotten.
+        All streams, events, device memory and memory of `host_alloc` are gone after it, faults are forgotten. Engines
+        that are still open are broken: their transfers fail.
         """
         self.call("kvhostReset", ct.byref(_config(settings)))
+        self.generation += 1
+        for user in list(self.users):
+            user.runtime_reset()
         self._raised = None
         self._kept.clear()
         self._tell_clock()
@@ -228,10 +240,27 @@ class HostRuntime(Runtime):
         """
         return Actor(self, step)
 
+    def thread(self, function: Callable[[], None]) -> Actor:
+        """A simulated thread that runs `function` once, on an OS thread of its own; one of all runs at any time."""
+
+        def step(_: int) -> None:
+            function()
+
+        return Actor(self, step, own_thread=True)
+
+    def lock(self) -> AbstractContextManager[Any]:
+        """A lock that may be held over calls: where time is virtual, who wants it lets the others go on."""
+        return SimulatedLock(self) if self.simulated else super().lock()
+
     @property
     def stuck(self) -> str:
         """What was outstanding when a call last could never return; "" if that never was."""
         return str(self._lib.kvhostStuck().decode())
+
+    @property
+    def digest(self) -> int:
+        """Of what happened, when and in which order: equal where two simulations ran alike."""
+        return int(self._lib.kvhostDigest())
 
     @property
     def events(self) -> int:
@@ -291,9 +320,24 @@ class HostRuntime(Runtime):
         """
         self.call("kvhostFailCall", os.fsencode(name), number, code)
 
+    def failed(self, name: str) -> int:
+        """How often a function failed on demand since the reset; also "copy" and "execution"."""
+        return int(self._lib.kvhostFailed(os.fsencode(name)))
+
     def lose_device(self) -> None:
         """From now on every call returns cudaErrorDevicesUnavailable."""
         self.call("kvhostLoseDevice")
+
+    # -- patterns in memory --------------------------------------------------------------------------------------
+
+    def fill_pieces(self, address: int, piece_bytes: int, words: Sequence[int]) -> None:
+        """Fills pieces of memory, one after another, each with its word of 64 bits."""
+        self._lib.kvhostFillPieces(address, piece_bytes, (_u64 * len(words))(*words), len(words))
+
+    def compare_pieces(self, address: int, piece_bytes: int, words: Sequence[int]) -> int:
+        """The first piece that does not hold its word throughout, or -1; 0 is not looked at."""
+        array = (_u64 * len(words))(*words)
+        return int(self._lib.kvhostComparePieces(address, piece_bytes, array, len(words)))
 
     # -- trace ---------------------------------------------------------------------------------------------------
 
@@ -328,8 +372,8 @@ class HostRuntime(Runtime):
 class Actor:
     """A simulated thread of a virtual clock."""
 
-    def __init__(self, runtime: HostRuntime, step: Callable[[int], int | None]) -> None:
-        """Use `HostRuntime.actor`."""
+    def __init__(self, runtime: HostRuntime, step: Callable[[int], int | None], own_thread: bool = False) -> None:
+        """Use `HostRuntime.actor` or `HostRuntime.thread`."""
         self._runtime = runtime
         self.done = False  # its step raised
 
@@ -342,7 +386,8 @@ class Actor:
             return NEVER if at is None else at
 
         self._callback = _STEP(run)
-        self.id = runtime.library.kvhostActorAddInline(self._callback, None)
+        add = runtime.library.kvhostActorAddThread if own_thread else runtime.library.kvhostActorAddInline
+        self.id = add(self._callback, None)
         if self.id < 0:
             raise UsageError("actors need a virtual clock: host_runtime(virtual_clock=True)")
 
@@ -361,6 +406,28 @@ class Actor:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.remove()
+
+
+class SimulatedLock:
+    """A lock of simulated threads, taken again by the one that holds it."""
+
+    def __init__(self, runtime: HostRuntime) -> None:
+        """Nobody holds it."""
+        self._runtime, self._holder, self._depth = runtime, 0, 0
+
+    def __enter__(self) -> bool:
+        me = threading.get_ident()
+        if self._holder != me:
+            while self._holder:
+                self._runtime.run_until(lambda: not self._holder)
+            self._holder = me
+        self._depth += 1
+        return True
+
+    def __exit__(self, *exception: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._holder = 0
 
 
 class Gate:

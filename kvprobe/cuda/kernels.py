@@ -19,6 +19,7 @@ from pathlib import Path
 from kvprobe.cuda.copies import PinnedList, columns, submit_copies
 from kvprobe.cuda.memory import Buffer
 from kvprobe.cuda.runtime import Runtime
+from kvprobe.environment import caches
 from kvprobe.errors import KvprobeError
 from kvprobe.native.library import Copier, CopyKernel, CudaCalls
 
@@ -101,8 +102,13 @@ def _load(runtime: Runtime, bulk: bool | None) -> CopyKernels:
     else:
         names, facts = ("kvp_copy_registers", "kvp_copy_registers"), (32 * REGISTER_WARPS, 0, MAX_CTAS, REGISTERS)
     load, store = (CopyKernel(_function(driver, module, name, facts[1]), *facts) for name in names)
-    kernels = CopyKernels(load, store, _function(driver, module, "kvp_read", 0),
-                          ct.cast(driver.cuLaunchKernel, ct.c_void_p).value or 0, how)  # fmt: skip
+    kernels = CopyKernels(
+        load,
+        store,
+        _function(driver, module, "kvp_read", 0),
+        ct.cast(driver.cuLaunchKernel, ct.c_void_p).value or 0,
+        how,
+    )
     _warm_up(runtime, kernels)
     return kernels
 
@@ -207,8 +213,9 @@ def _compile(nvrtc: ct.CDLL, source: bytes, architecture: str) -> bytes:
         raise _Unavailable(f"NVRTC: {nvrtc.nvrtcGetErrorString(code).decode()}")
     try:
         options = [f"--gpu-architecture={architecture}", *OPTIONS]
-        code = nvrtc.nvrtcCompileProgram(program, len(options), (ct.c_char_p * len(options))(
-            *(option.encode() for option in options)))  # fmt: skip
+        code = nvrtc.nvrtcCompileProgram(
+            program, len(options), (ct.c_char_p * len(options))(*(option.encode() for option in options))
+        )
         if code:
             raise _Unavailable(f"NVRTC does not compile the copy kernels for {architecture}: {_log(nvrtc, program)}")
         size = ct.c_size_t()
@@ -236,7 +243,7 @@ def _log(nvrtc: ct.CDLL, program: ct.c_void_p) -> str:
 
 def _cache_folder() -> Path | None:
     """The private folder of machine code, or None where none can be had: somebody else's code must not be loaded."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvprobe" / "kernels"
+    folder = caches() / "kernels"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()

@@ -44,7 +44,7 @@ class Buffer:
             raise UsageError(f"cannot allocate {size} bytes")
         if kind not in ("device", "pinned"):
             raise UsageError(f"cannot allocate {kind!r} memory: use device or pinned")
-        self._runtime = runtime
+        self._runtime, self._generation = runtime, runtime.generation
         self._free = runtime.free if kind == "device" else runtime.free_host
         self.address = (runtime.malloc if kind == "device" else runtime.host_alloc)(size)
         self.bytes, self.kind = size, kind
@@ -61,7 +61,7 @@ class Buffer:
     def close(self) -> None:
         """Frees the memory; further use of the region is an error of the caller."""
         address, self.address = self.address, 0  # first: a free that fails must not be tried again later
-        if address:
+        if address and self._generation == self._runtime.generation:
             self._free(address)
 
     def __del__(self) -> None:
@@ -121,9 +121,18 @@ def _of_interface(runtime: Runtime, thing: Any, interface: dict[str, Any]) -> Re
 class _DLTensor(ct.Structure):
     """`DLTensor` of DLPack 0.x and 1.x (the unversioned capsule)."""
 
-    _fields_ = [("data", ct.c_void_p), ("device_type", ct.c_int32), ("device_id", ct.c_int32), ("ndim", ct.c_int32),
-                ("code", ct.c_uint8), ("bits", ct.c_uint8), ("lanes", ct.c_uint16), ("shape", ct.POINTER(ct.c_int64)),
-                ("strides", ct.POINTER(ct.c_int64)), ("byte_offset", ct.c_uint64)]  # fmt: skip
+    _fields_ = [
+        ("data", ct.c_void_p),
+        ("device_type", ct.c_int32),
+        ("device_id", ct.c_int32),
+        ("ndim", ct.c_int32),
+        ("code", ct.c_uint8),
+        ("bits", ct.c_uint8),
+        ("lanes", ct.c_uint16),
+        ("shape", ct.POINTER(ct.c_int64)),
+        ("strides", ct.POINTER(ct.c_int64)),
+        ("byte_offset", ct.c_uint64),
+    ]
 
 
 def _of_dlpack(runtime: Runtime, thing: Any) -> Region:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes as ct
 import functools
+import threading
+import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +75,9 @@ class Runtime:
         provider: "cuda" or "host".
         path: the library's file.
         version: of the runtime, 13000 for 13.0.
+        generation: how often it was torn down and started afresh; what was made in an earlier one is gone, and its
+            handles and addresses may be somebody else's now.
+        users: who must know at once that it was: `runtime_reset()` of each is called.
     """
 
     def __init__(self, path: str, provider: str) -> None:
@@ -82,6 +88,8 @@ class Runtime:
             raise NativeError(f"CUDA runtime {path} does not load: {error}") from None
         self.path = path
         self.provider = provider
+        self.generation = 0
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         for name, arguments in _SIGNATURES.items():
             function = getattr(self._lib, name)
             function.argtypes = arguments
@@ -120,6 +128,10 @@ class Runtime:
         """Whether time is virtual: the embedded host runtime, so configured."""
         virtual = getattr(self._lib, "kvhostIsVirtual", None) if self.provider == "host" else None
         return bool(virtual and virtual())
+
+    def lock(self) -> AbstractContextManager[Any]:
+        """A lock that may be held over calls of the runtime, taken again by the thread that holds it."""
+        return threading.RLock()
 
     @property
     def library(self) -> ct.CDLL:
@@ -233,8 +245,15 @@ class Runtime:
         columns = [np.ascontiguousarray(column, dtype=np.uint64) for column in (dsts, srcs, sizes)]
         result = SubmitResult()
         options = SubmitOptions(stream=stream)
-        code = core().kvp_submit_batch(ct.byref(options), batch, int(self.version < 13000), len(columns[0]),
-                                       *(column.ctypes.data for column in columns), 0, ct.byref(result))  # fmt: skip
+        code = core().kvp_submit_batch(
+            ct.byref(options),
+            batch,
+            int(self.version < 13000),
+            len(columns[0]),
+            *(column.ctypes.data for column in columns),
+            0,
+            ct.byref(result),
+        )
         if code:
             raise self.error("cudaMemcpyBatchAsync", code)
 

@@ -11,7 +11,7 @@ from kvprobe.diagnosis.finding import Call, Change, Chart, Evidence, Finding, No
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from kvprobe.diagnosis.frame import Frame
+    from kvprobe.diagnosis.joined import JoinedRecording
     from kvprobe.recordings.model import Recording
     from kvprobe.recordings.occupancy import Occupancy
 
@@ -39,6 +39,7 @@ CAUSES: tuple[str, ...] = (
     # threads, inside calls
     "profiler_overhead",
     "pageable_memory",
+    "confidential_computing",
     "blocking_server_call",
     "synchronisation",
     "aliased_stream",
@@ -87,16 +88,25 @@ class Examination:
 
 
 # These are told by what the device executed; without it they are not looked for.
-_OF_EXECUTIONS = ("aliased_stream", "link_degraded", "small_copies", "weights_not_overlapped", "link_bound",
-                  "head_of_line_copies", "gpu_starved")  # fmt: skip
+_OF_EXECUTIONS = (
+    "aliased_stream",
+    "link_degraded",
+    "small_copies",
+    "weights_not_overlapped",
+    "link_bound",
+    "head_of_line_copies",
+    "gpu_starved",
+)
 
 
-def _not_shown(module: ModuleType, cause: str, frame: Frame) -> NotLookedFor | None:
+def _not_shown(module: ModuleType, cause: str, joined: JoinedRecording) -> NotLookedFor | None:
     """Why this recording cannot show a cause, None where it can."""
-    if cause in _OF_EXECUTIONS and not frame.recording.has_executions:
-        return NotLookedFor("the recording does not show what the device executed",
-                            "Nsight Systems (kvprobe run --nsys) or the PyTorch profiler")  # fmt: skip
-    lacks: NotLookedFor | None = module.not_shown(frame) if hasattr(module, "not_shown") else None
+    if cause in _OF_EXECUTIONS and not joined.recording.has_executions:
+        return NotLookedFor(
+            "the recording does not show what the device executed",
+            "Nsight Systems (kvprobe run --nsys) or the PyTorch profiler",
+        )
+    lacks: NotLookedFor | None = module.not_shown(joined) if hasattr(module, "not_shown") else None
     return lacks
 
 
@@ -105,26 +115,26 @@ def examine(recording: Recording, occupancy: Occupancy | None = None) -> Examina
 
     `occupancy` is what `recordings.occupancy.occupancy(recording)` returned, where the caller has it already.
     """
-    from kvprobe.diagnosis.frame import Frame
+    from kvprobe.diagnosis.joined import JoinedRecording
 
-    return examine_frame(Frame(recording, occupancy))
+    return examine_frame(JoinedRecording(recording, occupancy))
 
 
-def examine_frame(frame: Frame, causes: Sequence[str] = CAUSES) -> Examination:
+def examine_frame(joined: JoinedRecording, causes: Sequence[str] = CAUSES) -> Examination:
     """As `examine`, of a recording whose calls and executions are joined already; `causes` in the ledger's order."""
     from importlib import import_module
 
-    if not len(frame.start) and not len(frame.x_start):
-        causes = [cause for cause in causes if cause == "blocking_server_call" and frame.recording.server_calls.rows]
+    if not len(joined.start) and not len(joined.x_start):
+        causes = [cause for cause in causes if cause == "blocking_server_call" and joined.recording.server_calls.rows]
     found: list[Finding] = []
     blind: list[NotLookedFor] = []
     for cause in causes:
         module = import_module(f"kvprobe.diagnosis.{cause}")
-        lacks = _not_shown(module, cause, frame)
+        lacks = _not_shown(module, cause, joined)
         if lacks is not None:
             blind.append(replace(lacks, cause=cause))
             continue
-        finding = module.find(frame)
+        finding = module.find(joined)
         if finding is not None:
             found.append(finding)
     return Examination(ranked(found), blind)

@@ -7,47 +7,65 @@ Signature: a blocked submission on a stream of whose outstanding work more than 
 which puts (almost) nothing but host-device copies there, while the caller submits mostly to other streams. Two threads
 that share one compute stream on purpose (forward and backward) do not look like that.
 
-Predicted saving: all of the caller's blocked time with a stream of its own; of a deeper queue what `room` finds.
+Predicted saving: all of the caller's blocked time with a stream of its own; of a deeper queue what
+`deeper_queue` finds.
 """
 
 from __future__ import annotations
 
+from kvprobe.diagnosis.deeper_queue import deeper
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding
-from kvprobe.diagnosis.frame import Frame, ms
 from kvprobe.diagnosis.intervals import distinct
+from kvprobe.diagnosis.joined import JoinedRecording, ms
 from kvprobe.diagnosis.launch_queue_saturation import cliff
 from kvprobe.diagnosis.queue_full import full
-from kvprobe.diagnosis.room import deeper
 
 CAUSE = "aliased_stream"
 TORCH_POOL = 32
 
 
-def find(frame: Frame) -> Finding | None:
+def find(joined: JoinedRecording) -> Finding | None:
     """Submissions blocked by another thread's copies on the same stream."""
-    found = full(frame)
+    found = full(joined)
     rows, ns = found.rows["alias"], found.ns["alias"]
     if not len(rows):
         return None
-    streams = distinct(frame.stream[rows])
-    names = ", ".join(frame.stream_name(int(s)) for s in streams[:4])
-    users = {int(s): len(distinct(frame.lane[frame.submits & (frame.stream == s)])) for s in streams}
-    in_use = len(distinct(frame.stream[frame.submits & (frame.stream >= 0)]))
-    return frame.host_finding(
-        CAUSE, "{calls} submissions waited {lost} on a stream that another thread had filled", "likely", rows, ns,
-        chart=cliff(frame, rows),
+    streams = distinct(joined.stream[rows])
+    names = ", ".join(joined.stream_name(int(s)) for s in streams[:4])
+    users = {int(s): len(distinct(joined.caller[joined.submits & (joined.stream == s)])) for s in streams}
+    in_use = len(distinct(joined.stream[joined.submits & (joined.stream >= 0)]))
+    return joined.host_finding(
+        CAUSE,
+        "{calls} submissions waited {lost} on a stream that another thread had filled",
+        "likely",
+        rows,
+        ns,
+        chart=cliff(joined, rows),
         evidence=(
-            Evidence(f"{len(rows):,} submissions to {names} blocked for {ms(int(ns.sum()))} behind another "
-                     "thread's copies", int(ns.sum()), "ns", MEASURED),
+            Evidence(
+                f"{len(rows):,} submissions to {names} blocked for {ms(int(ns.sum()))} behind another thread's copies",
+                int(ns.sum()),
+                "ns",
+                MEASURED,
+            ),
             Evidence(f"{max(users.values())} threads submit to that stream", max(users.values()), "1", COUNTED),
-            Evidence(f"{in_use} streams are in use; torch hands out {TORCH_POOL} for each priority, then the first "
-                     "again", in_use, "1", INFERRED),
+            Evidence(
+                f"{in_use} streams are in use; torch hands out {TORCH_POOL} for each priority, then the first again",
+                in_use,
+                "1",
+                INFERRED,
+            ),
         ),
         cure=(
-            Change("Make real streams: cudaStreamCreateWithFlags(cudaStreamNonBlocking), wrapped in "
-                   "torch.cuda.ExternalStream", share=1.0),
-            Change("Compare .cuda_stream of what torch.cuda.Stream() returns with the streams in use, and draw again",
-                   share=1.0),
-            deeper(frame, found, "alias"),
+            Change(
+                "Make real streams: cudaStreamCreateWithFlags(cudaStreamNonBlocking), wrapped in "
+                "torch.cuda.ExternalStream",
+                share=1.0,
+            ),
+            Change(
+                "Compare .cuda_stream of what torch.cuda.Stream() returns with the streams in use, and draw again",
+                share=1.0,
+            ),
+            deeper(joined, found, "alias"),
         ),
-    )  # fmt: skip
+    )

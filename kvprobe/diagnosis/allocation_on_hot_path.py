@@ -15,55 +15,73 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding
-from kvprobe.diagnosis.frame import Frame, ms
 from kvprobe.diagnosis.intervals import ascending
+from kvprobe.diagnosis.joined import JoinedRecording, ms
 from kvprobe.recordings.model import CallKind
 
 CAUSE = "allocation_on_hot_path"
 WARM = 32
 
 
-def find(frame: Frame) -> Finding | None:
+def find(joined: JoinedRecording) -> Finding | None:
     """Allocations between submissions."""
-    rows = np.flatnonzero(((frame.kind == CallKind.ALLOC) | (frame.kind == CallKind.FREE)) & (frame.dur >= 20_000))
+    rows = np.flatnonzero(((joined.kind == CallKind.ALLOC) | (joined.kind == CallKind.FREE)) & (joined.dur >= 20_000))
     if not len(rows):
         return None
     keep = np.zeros(len(rows), dtype=bool)
-    for process in np.unique(frame.process[rows]):
-        times = ascending(frame.start[frame.submits & (frame.process == process)])
-        mine = frame.process[rows] == process
+    for process in np.unique(joined.process[rows]):
+        times = ascending(joined.start[joined.submits & (joined.process == process)])
+        mine = joined.process[rows] == process
         if len(times) > WARM:
-            keep |= mine & (frame.start[rows] > times[WARM - 1])
-    for lane in np.unique(frame.lane[rows]):
-        times = frame.start[frame.submits & (frame.lane == lane)]
-        mine = frame.lane[rows] == lane
+            keep |= mine & (joined.start[rows] > times[WARM - 1])
+    for caller in np.unique(joined.caller[rows]):
+        times = joined.start[joined.submits & (joined.caller == caller)]
+        mine = joined.caller[rows] == caller
         if not len(times):
             keep &= ~mine
         else:
-            keep &= ~mine | ((frame.start[rows] > times.min()) & (frame.end[rows] < times.max()))
+            keep &= ~mine | ((joined.start[rows] > times.min()) & (joined.end[rows] < times.max()))
     rows = rows[keep]
     if not len(rows):
         return None
-    ns = frame.host.free_ns[rows]
-    names = {frame.text(i): int(ns[frame.name[rows] == i].sum()) for i in np.unique(frame.name[rows])}
+    ns = joined.host.free_ns[rows]
+    names = {joined.text(i): int(ns[joined.name[rows] == i].sum()) for i in np.unique(joined.name[rows])}
     worst = max(names, key=lambda name: names[name])
-    asked = int(frame.bytes[rows].sum())
-    return frame.host_finding(
-        CAUSE, "{calls} allocations between submissions took {lost}", "certain", rows, ns,
+    asked = int(joined.bytes[rows].sum())
+    return joined.host_finding(
+        CAUSE,
+        "{calls} allocations between submissions took {lost}",
+        "certain",
+        rows,
+        ns,
         evidence=(
-            Evidence(f"{len(rows):,} allocations, registrations or frees between submissions took {ms(int(ns.sum()))}",
-                     int(ns.sum()), "ns", MEASURED),
+            Evidence(
+                f"{len(rows):,} allocations, registrations or frees between submissions took {ms(int(ns.sum()))}",
+                int(ns.sum()),
+                "ns",
+                MEASURED,
+            ),
             Evidence(f"most of it in {worst}: {ms(names[worst])}", names[worst], "ns", MEASURED),
-            Evidence(f"they asked for {asked / 1e6:.1f} MB" if asked else "their sizes are not in the recording", asked,
-                     "bytes", COUNTED),
+            Evidence(
+                f"they asked for {asked / 1e6:.1f} MB" if asked else "their sizes are not in the recording",
+                asked,
+                "bytes",
+                COUNTED,
+            ),
         ),
         cure=(
-            Change("Allocate and pin up front, and hand out of a pool (one large cudaHostAlloc or cudaHostRegister)",
-                   share=1.0),
-            Change("torch: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and reuse pinned tensors: .to('cpu', "
-                   "non_blocking=True) allocates a pinned one each time", "environment", "PYTORCH_CUDA_ALLOC_CONF",
-                   "expandable_segments:True"),
+            Change(
+                "Allocate and pin up front, and hand out of a pool (one large cudaHostAlloc or cudaHostRegister)",
+                share=1.0,
+            ),
+            Change(
+                "torch: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and reuse pinned tensors: .to('cpu', "
+                "non_blocking=True) allocates a pinned one each time",
+                "environment",
+                "PYTORCH_CUDA_ALLOC_CONF",
+                "expandable_segments:True",
+            ),
             Change("cudaMallocAsync with a release threshold instead of cudaMalloc and cudaFree"),
         ),
-        chart=frame.slow_calls_chart(rows, "Allocations between submissions"),
-    )  # fmt: skip
+        chart=joined.slow_calls_chart(rows, "Allocations between submissions"),
+    )

@@ -17,26 +17,25 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, Where
-from kvprobe.diagnosis.frame import Frame, ms
 from kvprobe.diagnosis.intervals import Cover, distinct
+from kvprobe.diagnosis.joined import JoinedRecording, ms
 
 CAUSE = "blocking_server_call"
 CURES = {
     "accelerate": "accelerate copies from pageable memory and waits, parameter by parameter: keep on the GPU what "
-                  "every step uses (device_map with max_memory), or use an offloading that prefetches on a stream "
-                  "(diffusers' group offloading, vLLM's --offload-backend prefetch)",
-    "diffusers": "Group offloading: use_stream=True with pinned memory, record_stream=True, "
-                 "low_cpu_mem_usage=False",
+    "every step uses (device_map with max_memory), or use an offloading that prefetches on a stream "
+    "(diffusers' group offloading, vLLM's --offload-backend prefetch)",
+    "diffusers": "Group offloading: use_stream=True with pinned memory, record_stream=True, low_cpu_mem_usage=False",
     "lmcache": "LMCache: a larger chunk_size makes fewer waits; its multi-process mode moves them to another process",
-    "transformers": "Offload the KV cache only when it does not fit: cache_implementation=\"dynamic\" keeps it",
+    "transformers": 'Offload the KV cache only when it does not fit: cache_implementation="dynamic" keeps it',
     "sglang": "SGLang: --hicache-io-backend kernel and --page-size 64 make fewer and larger operations",
     "vllm": "vLLM: --offload-backend prefetch copies weights ahead of their use",
-}  # fmt: skip
+}
 
 
-def find(frame: Frame) -> Finding | None:
+def find(joined: JoinedRecording) -> Finding | None:
     """Calls of servers' functions that held their threads."""
-    table = frame.recording.server_calls
+    table = joined.recording.server_calls
     if not table.rows:
         return None
     known = (table["pageable"] > 0) | (table["blocking"] > 0) | (table["reason"] > 0)
@@ -50,8 +49,8 @@ def find(frame: Frame) -> Finding | None:
     for one in distinct(process):
         for other in distinct(thread[process == one]):
             mine = (process == one) & (thread == other)
-            recorded = (frame.process == one) & (frame.thread == other)
-            lost[mine] -= Cover(frame.start[recorded], frame.end[recorded]).within(start[mine], end[mine])
+            recorded = (joined.process == one) & (joined.thread == other)
+            lost[mine] -= Cover(joined.start[recorded], joined.end[recorded]).within(start[mine], end[mine])
             whole = (table["process"] == one) & (table["thread"] == other)
             span += int(table["end_ns"][whole].max() - table["start_ns"][whole].min())
     rows, lost = rows[lost > 0], lost[lost > 0]
@@ -61,24 +60,44 @@ def find(frame: Frame) -> Finding | None:
     key = table["server"][rows].astype(np.int64) << 32 | table["name"][rows]
     for one in sorted(set(key.tolist()), key=lambda k: -int(lost[key == k].sum())):
         mine = rows[key == one]
-        server, name = (frame.text(table[column][mine[0]]) for column in ("server", "name"))
+        server, name = (joined.text(table[column][mine[0]]) for column in ("server", "name"))
         servers.append(server)
         spent, moved = int(lost[key == one].sum()), int(table["bytes"][mine].sum())
         copies, pageable = int(table["count"][mine].sum()), int(table["pageable"][mine].sum())
         blocking = int(table["blocking"][mine].sum())
         counts = f"{pageable} of {copies} copies from pageable memory, {blocking} blocking"
-        why = counts if pageable or blocking else frame.text(table["reason"][mine[0]])
-        evidence.append(Evidence(f"{server} {name}: {len(mine):,} calls held their thread for {ms(spent)} and moved "
-                                 f"{moved / 1e6:.3g} MB: {why}", spent, "ns", COUNTED if pageable else MEASURED)
-                        )  # fmt: skip
+        why = counts if pageable or blocking else joined.text(table["reason"][mine[0]])
+        evidence.append(
+            Evidence(
+                f"{server} {name}: {len(mine):,} calls held their thread for {ms(spent)} and moved "
+                f"{moved / 1e6:.3g} MB: {why}",
+                spent,
+                "ns",
+                COUNTED if pageable else MEASURED,
+            )
+        )
         first = mine[0]
-        places.append(Where(process=int(table["process"][first]), pid=frame.pid(int(table["process"][first])),
-                            rank=frame.rank(int(table["process"][first])), thread=int(table["thread"][first]),
-                            range=f"{server} {name}", lost_ns=spent, calls=len(mine)))  # fmt: skip
-    return frame.finding(
-        CAUSE, "{calls} calls of server functions that move data held their threads for {lost}", "certain",
-        int(lost.sum()), len(rows), lane="host", evidence=evidence,
+        places.append(
+            Where(
+                process=int(table["process"][first]),
+                pid=joined.pid(int(table["process"][first])),
+                rank=joined.rank(int(table["process"][first])),
+                thread=int(table["thread"][first]),
+                range=f"{server} {name}",
+                lost_ns=spent,
+                calls=len(mine),
+            )
+        )
+    return joined.finding(
+        CAUSE,
+        "{calls} calls of server functions that move data held their threads for {lost}",
+        "certain",
+        int(lost.sum()),
+        len(rows),
+        lost_on="host",
+        evidence=evidence,
         cure=[Change(CURES[server], "setting") for server in dict.fromkeys(servers) if server in CURES],
         places=tuple(places),
-        window=(int(table["start_ns"][rows].min()), int(table["end_ns"][rows].max())), span_ns=span,
-    )  # fmt: skip
+        window=(int(table["start_ns"][rows].min()), int(table["end_ns"][rows].max())),
+        span_ns=span,
+    )

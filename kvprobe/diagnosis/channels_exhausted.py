@@ -8,57 +8,85 @@ nine tenths of what a queue takes. Channel ids come from the recorder where it h
 on; not Nsight Systems); where it has not, all copy streams of a process and direction, at least five, are taken
 together, and the finding is only likely.
 
-Predicted saving: the calls played again (`room`) with the channels that these streams would use of 32, with queues four
-times as deep, and with batches.
+Predicted saving: the calls played again (`deeper_queue`) with the channels that these streams would use of 32,
+with queues four times as deep, and with batches.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from kvprobe.diagnosis.deeper_queue import BATCHED, deeper, spared
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding
-from kvprobe.diagnosis.frame import Frame, ms
+from kvprobe.diagnosis.joined import JoinedRecording, ms
 from kvprobe.diagnosis.launch_queue_saturation import cliff
 from kvprobe.diagnosis.queue_full import full
-from kvprobe.diagnosis.room import BATCHED, deeper, spared
 
 CAUSE = "channels_exhausted"
 MOST_CHANNELS = 32
 
 
-def find(frame: Frame) -> Finding | None:
+def find(joined: JoinedRecording) -> Finding | None:
     """Calls blocked by what other streams put into their channel."""
-    found = full(frame)
+    found = full(joined)
     rows, ns = found.rows["channels"], found.ns["channels"]
     if not len(rows):
         return None
-    depth = frame.occupancy.depth[rows]
+    depth = joined.occupancy.depth[rows]
     known = found.channels_how.startswith("channel ids")
-    channels = int(frame.recording.machine.get("channels") or 4)
-    users = len(np.unique(np.append(frame.stream[rows], list(found.crowded))))
+    channels = int(joined.recording.machine.get("channels") or 4)
+    users = len(np.unique(np.append(joined.stream[rows], list(found.crowded))))
     more = min(users, MOST_CHANNELS) / min(users, channels)  # channels in use, with 32 and as it is
-    return frame.host_finding(
-        CAUSE, "Hardware channels were full: {calls} submissions blocked for {lost} although their streams had room",
-        "certain" if known else "likely", rows, ns, chart=cliff(frame, rows),
+    return joined.host_finding(
+        CAUSE,
+        "Hardware channels were full: {calls} submissions blocked for {lost} although their streams had room",
+        "certain" if known else "likely",
+        rows,
+        ns,
+        chart=cliff(joined, rows),
         evidence=(
             Evidence(f"{len(rows):,} submissions blocked for {ms(int(ns.sum()))}", int(ns.sum()), "ns", MEASURED),
-            Evidence(f"their own streams held at most {int(depth.max())} (median {int(np.median(depth))}) submissions",
-                     int(depth.max()), "1", MEASURED),
-            Evidence(f"the streams that share what was full held {found.channel_total} together", found.channel_total,
-                     "1", found.channels_how),
-            Evidence(f"{len(np.unique(frame.stream[rows]))} streams were blocked", len(np.unique(frame.stream[rows])),
-                     "1", COUNTED),
-            Evidence(f"the machine has {channels} channels for copies", channels, "1",
-                     frame.recording.machine_how.get("channels", "CUDA's default where nothing is set") if
-                     "channels" in frame.recording.machine else INFERRED),
+            Evidence(
+                f"their own streams held at most {int(depth.max())} (median {int(np.median(depth))}) submissions",
+                int(depth.max()),
+                "1",
+                MEASURED,
+            ),
+            Evidence(
+                f"the streams that share what was full held {found.channel_total} together",
+                found.channel_total,
+                "1",
+                found.channels_how,
+            ),
+            Evidence(
+                f"{len(np.unique(joined.stream[rows]))} streams were blocked",
+                len(np.unique(joined.stream[rows])),
+                "1",
+                COUNTED,
+            ),
+            Evidence(
+                f"the machine has {channels} channels for copies",
+                channels,
+                "1",
+                joined.recording.machine_how.get("channels", "CUDA's default where nothing is set")
+                if "channels" in joined.recording.machine
+                else INFERRED,
+            ),
         ),
         cure=(
-            Change("CUDA_DEVICE_MAX_CONNECTIONS=32 (or CUDA_DEVICE_MAX_COPY_CONNECTIONS=32, for copies) before CUDA "
-                   f"starts: {channels} channels become 32, for these {users} streams", "environment",
-                   "CUDA_DEVICE_MAX_CONNECTIONS", "32", share=spared(frame, found, "channels", more)),
-            deeper(frame, found, "channels"),
-            Change("Submit fewer, larger pieces: one cudaMemcpyBatchAsync for a transfer",
-                   share=spared(frame, found, "channels", BATCHED)),
+            Change(
+                "CUDA_DEVICE_MAX_CONNECTIONS=32 (or CUDA_DEVICE_MAX_COPY_CONNECTIONS=32, for copies) before CUDA "
+                f"starts: {channels} channels become 32, for these {users} streams",
+                "environment",
+                "CUDA_DEVICE_MAX_CONNECTIONS",
+                "32",
+                share=spared(joined, found, "channels", more),
+            ),
+            deeper(joined, found, "channels"),
+            Change(
+                "Submit fewer, larger pieces: one cudaMemcpyBatchAsync for a transfer",
+                share=spared(joined, found, "channels", BATCHED),
+            ),
             Change("Bound the number of outstanding copies by channels x depth: more streams do not add room"),
         ),
-    )  # fmt: skip
+    )

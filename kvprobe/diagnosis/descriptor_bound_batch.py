@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding
-from kvprobe.diagnosis.frame import SLOW_NS, Frame, ms
+from kvprobe.diagnosis.joined import SLOW_NS, JoinedRecording, ms
 from kvprobe.recordings.model import CallKind, Memory
 
 CAUSE = "descriptor_bound_batch"
@@ -25,63 +25,82 @@ LONG_NS = 200_000
 EACH_NS = (300, 1_200)  # what a descriptor costs its caller
 
 
-def find(frame: Frame) -> Finding | None:
+def find(joined: JoinedRecording) -> Finding | None:
     """Batches whose submission is the bottleneck."""
-    long = (frame.kind == CallKind.BATCH) & (frame.dur >= SLOW_NS)
-    if not (long & (frame.dur >= LONG_NS)).any():
+    long = (joined.kind == CallKind.BATCH) & (joined.dur >= SLOW_NS)
+    if not (long & (joined.dur >= LONG_NS)).any():
         return None
-    rows = np.flatnonzero(long & ((frame.count >= 64) | (frame.count == 0))
-                          & (frame.memory != Memory.PAGEABLE) & ~frame.queue_blocked)  # fmt: skip
-    known = frame.exec_end[rows] >= 0
-    executing = np.where(known, frame.exec_end[rows] - frame.exec_start[rows], 0)
-    rows = rows[~known | (2 * frame.dur[rows] >= executing)]
-    counted = frame.count[rows] > 0
+    rows = np.flatnonzero(
+        long & ((joined.count >= 64) | (joined.count == 0)) & (joined.memory != Memory.PAGEABLE) & ~joined.queue_blocked
+    )
+    known = joined.exec_end[rows] >= 0
+    executing = np.where(known, joined.exec_end[rows] - joined.exec_start[rows], 0)
+    rows = rows[~known | (2 * joined.dur[rows] >= executing)]
+    counted = joined.count[rows] > 0
     if not counted.all() and len(rows) < 3:
         rows = rows[counted]
-    if not len(rows) or int(frame.dur[rows].max()) < LONG_NS:
+    if not len(rows) or int(joined.dur[rows].max()) < LONG_NS:
         return None
-    known, counted = frame.exec_end[rows] >= 0, frame.count[rows] > 0
-    usual = min(frame.common_ns(int(frame.process[rows[0]])), 5_000)
-    ns = np.maximum(frame.dur[rows] - usual, 0)
-    total, moved = int(frame.dur[rows].sum()), int(frame.bytes[rows].sum())
+    known, counted = joined.exec_end[rows] >= 0, joined.count[rows] > 0
+    usual = min(joined.common_ns(int(joined.process[rows[0]])), 5_000)
+    ns = np.maximum(joined.dur[rows] - usual, 0)
+    total, moved = int(joined.dur[rows].sum()), int(joined.bytes[rows].sum())
     rate = moved / max(total, 1) * 1e9
     details: tuple[Evidence, ...]
     limits = f"so the call alone limits copying to {rate / 1e9:.1f} GB/s"
     if counted.all():
-        each, descriptors = float(np.median(frame.dur[rows] / frame.count[rows])), int(frame.count[rows].sum())
+        each, descriptors = float(np.median(joined.dur[rows] / joined.count[rows])), int(joined.count[rows].sum())
         many = f"{len(rows):,} batch calls of {descriptors} descriptors"
         details = (
             Evidence(f"{ms(each)} for each descriptor (median)", each, "ns", MEASURED),
             Evidence(f"a descriptor moves {moved / descriptors / 1024:.1f} KiB, {limits}", rate, "bytes/s", MEASURED),
-            Evidence(f"the longest call carries {int(frame.count[rows].max())} descriptors",
-                     int(frame.count[rows].max()), "1", COUNTED),
-        )  # fmt: skip
+            Evidence(
+                f"the longest call carries {int(joined.count[rows].max())} descriptors",
+                int(joined.count[rows].max()),
+                "1",
+                COUNTED,
+            ),
+        )
     else:
         many = f"{len(rows):,} batch calls"
         low, high = (total // len(rows) // ns_each for ns_each in reversed(EACH_NS))
         details = (
-            Evidence(f"the recorder does not say how many descriptors; at 0.3 to 1.2 us each, {low:,} to {high:,} a "
-                     "call", high, "1", INFERRED),
+            Evidence(
+                f"the recorder does not say how many descriptors; at 0.3 to 1.2 us each, {low:,} to {high:,} a call",
+                high,
+                "1",
+                INFERRED,
+            ),
             Evidence(f"a call moves {moved / len(rows) / 1024:.1f} KiB, {limits}", rate, "bytes/s", MEASURED),
-        )  # fmt: skip
-    chart = frame.slow_calls_chart(rows, "Batch calls: time against descriptors")
+        )
+    chart = joined.slow_calls_chart(rows, "Batch calls: time against descriptors")
     if counted.all():
         chart["x_label"] = "descriptors in the call"
         some = rows[:2_000]
-        chart["series"] = {"batch calls": {"x": frame.count[some], "y": frame.dur[some] / 1e3, "style": "points"}}
-    return frame.host_finding(
-        CAUSE, "{calls} batch calls spent {lost} on descriptors",
-        "certain" if known.all() and counted.all() else "likely", rows, ns,
+        chart["series"] = {"batch calls": {"x": joined.count[some], "y": joined.dur[some] / 1e3, "style": "points"}}
+    return joined.host_finding(
+        CAUSE,
+        "{calls} batch calls spent {lost} on descriptors",
+        "certain" if known.all() and counted.all() else "likely",
+        rows,
+        ns,
         evidence=(
             Evidence(f"{many} held their callers for {ms(int(ns.sum()))}", int(ns.sum()), "ns", MEASURED),
             *details,
         ),
         cure=(
-            Change("Gather and scatter with one kernel for blocks below about 28 KiB",
-                   share=1 - usual * len(rows) / max(int(ns.sum()), 1)),
+            Change(
+                "Gather and scatter with one kernel for blocks below about 28 KiB",
+                share=1 - usual * len(rows) / max(int(ns.sum()), 1),
+            ),
             Change("Merge neighbouring blocks into one descriptor before the call: sort by address, join runs"),
-            Change("Keep all layers of a block together, so that one descriptor moves them (vLLM: "
-                   "VLLM_KV_CACHE_LAYOUT=BLHNC)", "setting", "VLLM_KV_CACHE_LAYOUT", "BLHNC"),
+            Change(
+                "Keep all layers of a block together, so that one descriptor moves them (vLLM: "
+                "VLLM_KV_CACHE_LAYOUT=BLHNC)",
+                "setting",
+                "VLLM_KV_CACHE_LAYOUT",
+                "BLHNC",
+            ),
         ),
         chart=chart,
-    )  # fmt: skip
+    )

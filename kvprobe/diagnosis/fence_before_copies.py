@@ -10,61 +10,97 @@ saturation the stream executes all the time and each call waits for one operatio
 opened is plain saturation and is counted there.
 
 Time lost: the part of the blocked calls in which the stream stood still. Predicted saving: all of it where the store is
-submitted after the forward; of more room, the calls played again (`room`): the first copy too many blocks for the rest
-of the forward, however many found room before it.
+submitted after the forward; of more room, the calls played again (`deeper_queue`): the first copy too many blocks
+for the rest of the forward, however many found room before it.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from kvprobe.diagnosis.deeper_queue import BATCHED, deeper, spared
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding
-from kvprobe.diagnosis.frame import Frame, between, ms
+from kvprobe.diagnosis.joined import JoinedRecording, between, ms
 from kvprobe.diagnosis.launch_queue_saturation import cliff
 from kvprobe.diagnosis.queue_full import full
-from kvprobe.diagnosis.room import BATCHED, deeper, spared
 from kvprobe.recordings.model import Engine
 
 CAUSE = "fence_before_copies"
 
 
-def find(frame: Frame) -> Finding | None:
+def find(joined: JoinedRecording) -> Finding | None:
     """Blocked calls during which their stream stood still."""
-    found = full(frame)
+    found = full(joined)
     rows, ns = found.rows["fence"], found.ns["fence"]
     if not len(rows):
         return None
-    depth = frame.occupancy.depth[rows]
-    channels = int(frame.recording.machine.get("channels") or 4)
-    streams = np.unique(frame.stream[rows])
-    waits = frame.is_named("streamwaitevent")
-    told = int((waits & np.isin(frame.stream, streams)).sum())
-    busy = frame.busy(Engine.KERNEL).within(frame.start[rows], frame.end[rows])
+    depth = joined.occupancy.depth[rows]
+    channels = int(joined.recording.machine.get("channels") or 4)
+    streams = np.unique(joined.stream[rows])
+    waits = joined.is_named("streamwaitevent")
+    told = int((waits & np.isin(joined.stream, streams)).sum())
+    busy = joined.busy(Engine.KERNEL).within(joined.start[rows], joined.end[rows])
     behind = int((2 * busy > ns).sum())
     behind_what = (
-        "while nothing of their stream executed" if frame.recording.has_executions else
-        "as the first since their stream was told to wait for an event, and far longer than the calls after them"
-    )  # fmt: skip
-    return frame.host_finding(
-        CAUSE, "{calls} submissions waited {lost}: the launch queue had filled behind a fence",
-        "certain" if told and behind else "likely", rows, ns, chart=cliff(frame, rows),
+        "while nothing of their stream executed"
+        if joined.recording.has_executions
+        else "as the first since their stream was told to wait for an event, and far longer than the calls after them"
+        if told
+        else "as the first to meet the full queue, and far longer than the calls after them"
+    )
+    return joined.host_finding(
+        CAUSE,
+        "{calls} submissions waited {lost}: the launch queue had filled behind a fence",
+        "certain" if told and behind else "likely",
+        rows,
+        ns,
+        chart=cliff(joined, rows),
         evidence=(
-            Evidence(f"{len(rows):,} submissions blocked with {between(depth)} outstanding, "
-                     f"{behind_what}: {ms(int(ns.sum()))}", int(ns.sum()), "ns", MEASURED),
-            Evidence(f"the longest single call took {ms(int(frame.dur[rows].max()))}", int(frame.dur[rows].max()), "ns",
-                     MEASURED),
+            Evidence(
+                f"{len(rows):,} submissions blocked with {between(depth)} outstanding, "
+                f"{behind_what}: {ms(int(ns.sum()))}",
+                int(ns.sum()),
+                "ns",
+                MEASURED,
+            ),
+            Evidence(
+                f"the longest single call took {ms(int(joined.dur[rows].max()))}",
+                int(joined.dur[rows].max()),
+                "ns",
+                MEASURED,
+            ),
             Evidence(f"their streams had been told {told:,} times to wait for an event", told, "calls", COUNTED),
-            *((Evidence(f"kernels of other streams ran during most of {behind} of them: what the fence waits for",
-                        behind, "calls", INFERRED),) if frame.recording.has_executions else ()),
+            *(
+                (
+                    Evidence(
+                        f"kernels of other streams ran during most of {behind} of them: what the fence waits for",
+                        behind,
+                        "calls",
+                        INFERRED,
+                    ),
+                )
+                if joined.recording.has_executions
+                else ()
+            ),
         ),
         cure=(
-            Change("Submit the store when the forward it waits for has ended, or at the start of the next step (vLLM "
-                   "0.14)", share=1.0),
-            deeper(frame, found, "fence"),
-            Change("Submit less behind the fence than the queue takes: one cudaMemcpyBatchAsync or one kernel a "
-                   "transfer", share=spared(frame, found, "fence", BATCHED)),
-            Change(f"Spread the copies over streams, each fenced, up to the {channels} channels (kvprobe's engine: "
-                   "pooled; for servers `kvprobe run --fix auto`)", "rung", "pooled", "auto",
-                   share=spared(frame, found, "fence", channels)),
+            Change(
+                "Submit the store when the forward it waits for has ended, or at the start of the next step (vLLM "
+                "0.14)",
+                share=1.0,
+            ),
+            deeper(joined, found, "fence"),
+            Change(
+                "Submit less behind the fence than the queue takes: one cudaMemcpyBatchAsync or one kernel a transfer",
+                share=spared(joined, found, "fence", BATCHED),
+            ),
+            Change(
+                f"Spread the copies over streams, each fenced, up to the {channels} channels (kvprobe's engine: "
+                "pooled; for servers `kvprobe run --fix auto`)",
+                "rung",
+                "pooled",
+                "auto",
+                share=spared(joined, found, "fence", channels),
+            ),
         ),
-    )  # fmt: skip
+    )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.frame import Array, Frame
-from kvprobe.diagnosis.intervals import ascending, distinct
+from kvprobe.diagnosis.intervals import ascending, distinct, in_time
+from kvprobe.diagnosis.joined import Array, JoinedRecording
 from kvprobe.recordings.model import CallKind, Direction, Memory
 
 __all__ = ["pooled_behind_fence", "still_by_waits"]
@@ -18,19 +18,25 @@ IDLE_NS = 2_000_000  # between two bursts
 POOL = 5
 
 
-def still_by_waits(frame: Frame, stream: int, rows: Array, ns: Array) -> Array:
+def still_by_waits(joined: JoinedRecording, stream: int, rows: Array, ns: Array) -> Array:
     """Ns that each blocked call of a stream stood behind a fence, told by the host alone.
 
     A queue that drains holds each call for the time of one copy. The one call that it holds many times as long, the
-    first to be blocked after the stream was told to wait for an event, waits for that event.
+    first to be blocked after the stream was told to wait for an event, waits for that event; of a stream that was never
+    told, the first to be blocked after calls that were not.
     """
-    told = ascending(frame.start[frame.is_named("streamwaitevent") & (frame.stream == stream)])
     still = np.zeros(len(rows), dtype=np.int64)
-    if not len(told) or not len(rows):
+    if not len(rows):
         return still
-    order = np.argsort(frame.start[rows], kind="stable")
-    after = np.searchsorted(told, frame.start[rows[order]])
-    first = np.concatenate(([True], after[1:] != after[:-1])) & (after > 0)
+    order = np.argsort(joined.start[rows], kind="stable")
+    told = ascending(joined.start[joined.is_named("streamwaitevent") & (joined.stream == stream)])
+    if len(told):
+        after = np.searchsorted(told, joined.start[rows[order]])
+        first = np.concatenate(([True], after[1:] != after[:-1])) & (after > 0)
+    else:
+        calls = in_time(np.flatnonzero(joined.submits & (joined.stream == stream)), joined.start)
+        blocked = np.isin(calls, rows)
+        first = np.isin(rows[order], calls[1:][blocked[1:] & ~blocked[:-1]])
     others = ns[order[~first]]
     usual = float(np.median(others)) if len(others) else 0.0
     long = first & (ns[order] > np.maximum(STILL_NS, TIMES * usual))
@@ -38,7 +44,7 @@ def still_by_waits(frame: Frame, stream: int, rows: Array, ns: Array) -> Array:
     return still
 
 
-def pooled_behind_fence(frame: Frame) -> tuple[Array, Array, int, int]:
+def pooled_behind_fence(joined: JoinedRecording) -> tuple[Array, Array, int, int]:
     """Copies over many streams, all told to wait, that blocked when the channels together were full.
 
     In a burst of one direction over at least five streams the first call that blocks comes when nine tenths of the
@@ -50,36 +56,39 @@ def pooled_behind_fence(frame: Frame) -> tuple[Array, Array, int, int]:
     """
     rows_out: list[Array] = []
     outstanding = streams = 0
-    told = frame.is_named("streamwaitevent")
-    fact = frame.recording.machine.get("channels")
+    told = joined.is_named("streamwaitevent")
+    fact = joined.recording.machine.get("channels")
     counts = (int(fact),) if isinstance(fact, int) and fact > 0 else CHANNELS
-    for process in distinct(frame.process):
+    for process in distinct(joined.process):
         for direction in (Direction.H2D, Direction.D2H):
             mine = np.flatnonzero(
-                (frame.kind == CallKind.COPY) & (frame.process == process) & (frame.direction == direction)
-                & (frame.memory != Memory.PAGEABLE) & (frame.stream >= 0)
-            )  # fmt: skip
-            if len(mine) < FILLED * counts[0] * OF_EACH or len(distinct(frame.stream[mine])) < POOL:
+                (joined.kind == CallKind.COPY)
+                & (joined.process == process)
+                & (joined.direction == direction)
+                & (joined.memory != Memory.PAGEABLE)
+                & (joined.stream >= 0)
+            )
+            if len(mine) < FILLED * counts[0] * OF_EACH or len(distinct(joined.stream[mine])) < POOL:
                 continue
-            begin = np.concatenate(([True], frame.start[mine[1:]] - frame.end[mine[:-1]] > IDLE_NS))
+            begin = np.concatenate(([True], joined.start[mine[1:]] - joined.end[mine[:-1]] > IDLE_NS))
             for burst in np.split(mine, np.flatnonzero(begin)[1:]):
-                long = np.flatnonzero(frame.excess_ns[burst] > STILL_NS)
-                if not len(long) or not _fits(frame, burst, int(long[0]), counts, told):
+                long = np.flatnonzero(joined.excess_ns[burst] > STILL_NS)
+                if not len(long) or not _fits(joined, burst, int(long[0]), counts, told):
                     continue
-                slow = np.flatnonzero(frame.dur[burst] > 3 * frame.usual_ns[burst])
+                slow = np.flatnonzero(joined.dur[burst] > 3 * joined.usual_ns[burst])
                 rows_out.append(burst[np.union1d(slow[slow > long[0]], long)])
                 outstanding = max(outstanding, int(long[0]))
-                streams = max(streams, len(distinct(frame.stream[burst])))
+                streams = max(streams, len(distinct(joined.stream[burst])))
     rows = np.concatenate([np.zeros(0, dtype=np.int64), *rows_out])
-    return rows, frame.excess_ns[rows], outstanding, streams
+    return rows, joined.excess_ns[rows], outstanding, streams
 
 
-def _fits(frame: Frame, burst: Array, first: int, counts: tuple[int, ...], told: Array) -> bool:
+def _fits(joined: JoinedRecording, burst: Array, first: int, counts: tuple[int, ...], told: Array) -> bool:
     """Whether the first long call of a burst met full channels behind a fence."""
-    stream = frame.stream[burst[first]]
-    own = int((frame.stream[burst[:first]] == stream).sum())
+    stream = joined.stream[burst[first]]
+    own = int((joined.stream[burst[:first]] == stream).sum())
     places = [(FILLED * n * OF_EACH, n * OF_EACH + SHARED) for n in counts]
     if own > ROOMY * OF_EACH or not any(low <= first <= high for low, high in places):
         return False
-    before = told & (frame.stream == stream) & (frame.start < frame.start[burst[first]])
-    return bool((before & (frame.start > frame.start[burst[0]] - IDLE_NS)).any())
+    before = told & (joined.stream == stream) & (joined.start < joined.start[burst[first]])
+    return bool((before & (joined.start > joined.start[burst[0]] - IDLE_NS)).any())

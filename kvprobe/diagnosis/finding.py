@@ -18,7 +18,7 @@ __all__ = [
     "Confidence",
     "Evidence",
     "Finding",
-    "Lane",
+    "LostOn",
     "NotLookedFor",
     "Series",
     "Severity",
@@ -29,7 +29,7 @@ __all__ = [
 
 Severity = Literal["critical", "warning", "info"]
 Confidence = Literal["certain", "likely", "cannot tell"]
-Lane = Literal["host", "copy engine", "device", "none"]
+LostOn = Literal["host", "copy engine", "device", "none"]
 ChangeKind = Literal["environment", "setting", "call", "rung", "recording"]
 
 # Ways a figure can have been obtained; `Evidence.how` is one of these or a sentence of its own.
@@ -186,9 +186,16 @@ class Where:
     def to_json(self) -> dict[str, Any]:
         """All fields."""
         return {
-            "process": self.process, "pid": self.pid, "rank": self.rank, "thread": self.thread, "stream": self.stream,
-            "stream_name": self.stream_name, "range": self.range, "lost_ns": self.lost_ns, "calls": self.calls,
-        }  # fmt: skip
+            "process": self.process,
+            "pid": self.pid,
+            "rank": self.rank,
+            "thread": self.thread,
+            "stream": self.stream,
+            "stream_name": self.stream_name,
+            "range": self.range,
+            "lost_ns": self.lost_ns,
+            "calls": self.calls,
+        }
 
 
 @dataclass(frozen=True)
@@ -202,7 +209,7 @@ class Call:
         lost_ns: what the finding says it lost.
         depth: submissions outstanding on its stream when it was entered; -1 unknown.
         line: "file:line" of the program that made it, "" where no stack was taken while it was blocked.
-        stack: frames, innermost first.
+        stack: joined_recordings, innermost first.
     """
 
     row: int
@@ -229,12 +236,12 @@ class Finding:
     Attributes:
         cause: name of the cause, which is the name of its file in `kvprobe/diagnosis/`.
         title: one line for a heading.
-        severity: "critical" from 10% of the recording's span lost by one lane (or wrong results), "warning" from 1%,
+        severity: "critical" from 10% of the recording's span lost by one caller (or wrong results), "warning" from 1%,
             else "info".
         confidence: "certain", "likely" or "cannot tell"; the last abstains, and `reason` says why.
-        lost_ns: time lost by the lane. Findings of one lane never claim the same nanosecond of the same thread or
+        lost_ns: time lost by the caller. Findings of one caller never claim the same nanosecond of the same thread or
             engine, so their sum means something.
-        lost_on: which lane lost it: "host" (a thread inside a call), "copy engine", "device" (compute idle or
+        lost_on: which caller lost it: "host" (a thread inside a call), "copy engine", "device" (compute idle or
             waiting), "none" (nothing lost: the finding is about correctness or an explanation).
         evidence: most convincing first.
         cure: changes that help, the one that is predicted to save most first; how savings are predicted is in the
@@ -257,7 +264,7 @@ class Finding:
     cure: tuple[Change, ...] = ()
     where: tuple[Where, ...] = ()
     window: tuple[int, int] = (0, 0)
-    lost_on: Lane = "host"
+    lost_on: LostOn = "host"
     reason: str = ""
     chart: Chart | None = None
     calls: tuple[Call, ...] = ()
@@ -318,5 +325,6 @@ def ranked(findings: Iterable[Finding]) -> list[Finding]:
     What abstains comes last. Before it the severest lead, and among those first what loses no time: wrong results
     beat any delay. Then by time lost.
     """
-    return sorted(findings, key=lambda one: (one.abstains, _SEVERITIES.index(one.severity), one.lost_on != "none",
-                                             -one.lost_ns))  # fmt: skip
+    return sorted(
+        findings, key=lambda one: (one.abstains, _SEVERITIES.index(one.severity), one.lost_on != "none", -one.lost_ns)
+    )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, LABELLED, MEASURED, Change, Evidence, Finding
-from kvprobe.diagnosis.frame import SLOW_NS, Array, Frame, ms
+from kvprobe.diagnosis.joined import SLOW_NS, Array, JoinedRecording, ms
 from kvprobe.recordings.model import CallKind, Label
 
 CAUSE = "first_calls"
@@ -34,80 +34,108 @@ def _first_of(key: Array, start: Array, rows: Array) -> Array:
     return rows[order[first]]
 
 
-def _unlike_the_rest(frame: Frame, row: int) -> bool:
+def _unlike_the_rest(joined: JoinedRecording, row: int) -> bool:
     """Whether other calls of its name and process are much shorter; memory calls must also precede the work."""
-    others = np.flatnonzero((frame.process == frame.process[row]) & (frame.name == frame.name[row]))
+    others = np.flatnonzero((joined.process == joined.process[row]) & (joined.name == joined.name[row]))
     others = others[others != row]
-    if len(others) and 10 * float(np.median(frame.dur[others])) > frame.dur[row]:
+    if len(others) and 10 * float(np.median(joined.dur[others])) > joined.dur[row]:
         return False
-    if frame.kind[row] not in (CallKind.ALLOC, CallKind.FREE):
+    if joined.kind[row] not in (CallKind.ALLOC, CallKind.FREE):
         return True
-    before = frame.submits & (frame.process == frame.process[row]) & (frame.start < frame.start[row])
+    before = joined.submits & (joined.process == joined.process[row]) & (joined.start < joined.start[row])
     return int(before.sum()) < 32
 
 
-def _after_loading(frame: Frame, rows: Array) -> Array:
+def _after_loading(joined: JoinedRecording, rows: Array) -> Array:
     """Mask over `rows`: launches whose thread loaded a library or fetched a kernel in one of the two calls before."""
     mask = np.zeros(len(rows), dtype=bool)
-    loads = frame.is_named("libraryload", "librarygetkernel", "kernelgetname", "modulegetfunction", "moduleload")
+    loads = joined.is_named("libraryload", "librarygetkernel", "kernelgetname", "modulegetfunction", "moduleload")
     if not len(rows) or not loads.any():
         return mask
-    order = frame.by_lane
+    order = joined.by_caller
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order))
     for back in (1, 2):
         before = order[np.maximum(place[rows] - back, 0)]
-        close = (frame.lane[before] == frame.lane[rows]) & (frame.start[rows] - frame.end[before] < LOADED_NS)
-        mask |= loads[before] & close & (frame.kind[rows] == CallKind.LAUNCH)
+        close = (joined.caller[before] == joined.caller[rows]) & (joined.start[rows] - joined.end[before] < LOADED_NS)
+        mask |= loads[before] & close & (joined.kind[rows] == CallKind.LAUNCH)
     return mask
 
 
-def find(frame: Frame) -> Finding | None:
+def find(joined: JoinedRecording) -> Finding | None:
     """First calls and labelled lazy loading."""
-    excess = frame.excess_ns
-    slow = frame.slow & (excess > 9 * frame.usual_ns) & (frame.kind != CallKind.SYNC)
+    excess = joined.excess_ns
+    slow = joined.slow & (excess > 9 * joined.usual_ns) & (joined.kind != CallKind.SYNC)
     if not slow.any():
         return None
-    names = frame.process.astype(np.int64) * (len(frame.recording.names) + 1) + frame.name
-    everything = np.arange(len(frame.start))
-    chosen = _first_of(names, frame.start, everything)
-    launches = np.flatnonzero((frame.kind == CallKind.LAUNCH) & (frame.x_of_call >= 0))
-    kernels = np.full(len(frame.start), -1, dtype=np.int64)
-    kernels[launches] = names[launches] * (len(frame.recording.names) + 1) + frame.recording.executions["name"][
-        frame.x_of_call[launches]]  # fmt: skip
-    first = np.union1d(chosen, _first_of(kernels, frame.start, launches))
+    names = joined.process.astype(np.int64) * (len(joined.recording.names) + 1) + joined.name
+    everything = np.arange(len(joined.start))
+    chosen = _first_of(names, joined.start, everything)
+    launches = np.flatnonzero((joined.kind == CallKind.LAUNCH) & (joined.x_of_call >= 0))
+    kernels = np.full(len(joined.start), -1, dtype=np.int64)
+    kernels[launches] = (
+        names[launches] * (len(joined.recording.names) + 1)
+        + joined.recording.executions["name"][joined.x_of_call[launches]]
+    )
+    first = np.union1d(chosen, _first_of(kernels, joined.start, launches))
     first = first[slow[first]]
-    first = first[[_unlike_the_rest(frame, int(row)) for row in first]] if len(first) else first
-    cover = frame.label_cover(Label.LAZY_LOADING, Label.JIT)
+    first = first[[_unlike_the_rest(joined, int(row)) for row in first]] if len(first) else first
+    cover = joined.label_cover(Label.LAZY_LOADING, Label.JIT)
     labelled = np.flatnonzero(slow)
-    labelled = labelled[2 * cover.within(frame.start[labelled], frame.end[labelled]) > excess[labelled]]
+    labelled = labelled[2 * cover.within(joined.start[labelled], joined.end[labelled]) > excess[labelled]]
     rows = np.union1d(first, labelled)
-    rows = rows[~frame.queue_blocked[rows] & (frame.host.free_ns[rows] > 0)]
+    rows = rows[~joined.queue_blocked[rows] & (joined.host.free_ns[rows] > 0)]
     if not len(rows):
         return None
     lost = excess[rows]
-    loaded = _after_loading(frame, rows)
+    loaded = _after_loading(joined, rows)
     worst = rows[np.argmax(lost)]
-    finding = frame.host_finding(
-        CAUSE, "First calls took {lost}: initialisation and lazy loading", "likely" if len(first) else "certain",
-        rows, lost, severity="info",
+    finding = joined.host_finding(
+        CAUSE,
+        "First calls took {lost}: initialisation and lazy loading",
+        "likely" if len(first) else "certain",
+        rows,
+        lost,
+        severity="info",
         evidence=(
-            Evidence(f"{len(rows):,} calls took {ms(int(lost.sum()))} longer than such calls usually take: each "
-                     "is its process's first call of a function or kernel, or labelled as lazy loading",
-                     int(lost.sum()), "ns", MEASURED),
-            Evidence(f"the longest is {frame.text(frame.name[worst])}, {ms(int(frame.dur[worst]))}",
-                     int(frame.dur[worst]), "ns", MEASURED),
-            Evidence(f"the recorder labels {len(labelled)} of them lazy loading or JIT", len(labelled), "calls",
-                     LABELLED if len(labelled) else COUNTED),
+            Evidence(
+                f"{len(rows):,} calls took {ms(int(lost.sum()))} longer than such calls usually take: each "
+                "is its process's first call of a function or kernel, or labelled as lazy loading",
+                int(lost.sum()),
+                "ns",
+                MEASURED,
+            ),
+            Evidence(
+                f"the longest is {joined.text(joined.name[worst])}, {ms(int(joined.dur[worst]))}",
+                int(joined.dur[worst]),
+                "ns",
+                MEASURED,
+            ),
+            Evidence(
+                f"the recorder labels {len(labelled)} of them lazy loading or JIT",
+                len(labelled),
+                "calls",
+                LABELLED if len(labelled) else COUNTED,
+            ),
         ),
         cure=(
             Change("Warm up before serving: run one step of every shape, and touch every stream", share=1.0),
-            *((Change("CUDA_MODULE_LOADING=EAGER, where start-up time matters less than the first requests",
-                      "environment", "CUDA_MODULE_LOADING", "EAGER"),) if len(labelled) else ()),
+            *(
+                (
+                    Change(
+                        "CUDA_MODULE_LOADING=EAGER, where start-up time matters less than the first requests",
+                        "environment",
+                        "CUDA_MODULE_LOADING",
+                        "EAGER",
+                    ),
+                )
+                if len(labelled)
+                else ()
+            ),
         ),
         least_ns=SLOW_NS if len(labelled) else LEAST_NS,
-        chart=frame.slow_calls_chart(rows, "First calls"),
-    )  # fmt: skip
+        chart=joined.slow_calls_chart(rows, "First calls"),
+    )
     if finding is None:
-        frame.host.claim(CAUSE, rows[loaded], lost[loaded])
+        joined.host.claim(CAUSE, rows[loaded], lost[loaded])
     return finding

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvprobe.diagnosis.frame import Array, Frame
 from kvprobe.diagnosis.intervals import Cover, distinct, in_time
+from kvprobe.diagnosis.joined import Array, JoinedRecording
 from kvprobe.recordings.model import Label
 
 __all__ = ["Gaps", "idle_gaps"]
@@ -34,43 +34,43 @@ class Gaps:
     gc_ns: Array
 
 
-def idle_gaps(frame: Frame) -> Gaps:
+def idle_gaps(joined: JoinedRecording) -> Gaps:
     """Gaps between executions that ended with an operation submitted only after they had begun."""
-    known = frame.__dict__.get("_gaps")
+    known = joined.__dict__.get("_gaps")
     if isinstance(known, Gaps):
         return known
     parts: list[tuple[Array, ...]] = []
-    table = frame.recording.executions
-    garbage = frame.label_cover(Label.GC)
-    counts = frame.submits & np.isin(frame.lane, frame.launching_lanes)
+    table = joined.recording.executions
+    garbage = joined.label_cover(Label.GC)
+    counts = joined.submits & np.isin(joined.caller, joined.launching_callers)
     processes = distinct(table["process"])
     for process in processes:
-        if len(processes) == 1 and not (frame.x_start[1:] < frame.x_start[:-1]).any():
+        if len(processes) == 1 and not (joined.x_start[1:] < joined.x_start[:-1]).any():
             mine: Array | slice = slice(None)  # the columns themselves: copies are as long as the recording
         else:
-            mine = in_time(np.flatnonzero(table["process"] == process), frame.x_start)
-        begin = frame.x_start[mine]
-        start, end = Cover(begin, frame.x_end[mine]).gaps()
+            mine = in_time(np.flatnonzero(table["process"] == process), joined.x_start)
+        begin = joined.x_start[mine]
+        start, end = Cover(begin, joined.x_end[mine]).gaps()
         if not len(start):
             continue
         first = np.searchsorted(begin, end)  # the execution that ends the gap
         if not isinstance(mine, slice):
             first = mine[first]
-        call = frame.x_call[first]
+        call = joined.x_call[first]
         keep = (call >= 0) & (end - start < NO_WORK_NS)
         start, end, call = start[keep], end[keep], call[keep]
         # Only if a launching thread ended it, after the gap had begun, was the host behind.
-        keep = counts[call] & (frame.start[call] > start) if len(call) else np.zeros(0, dtype=bool)
+        keep = counts[call] & (joined.start[call] > start) if len(call) else np.zeros(0, dtype=bool)
         start, end, call = start[keep], end[keep], call[keep]
         host = np.zeros(len(start), dtype=np.int64)
-        for lane in distinct(frame.lane[call]):
-            theirs = frame.lane[call] == lane
-            calls = np.flatnonzero(frame.lane == lane)
-            inside = Cover(frame.start[calls], frame.end[calls])
-            upto = frame.start[call[theirs]]
+        for caller in distinct(joined.caller[call]):
+            theirs = joined.caller[call] == caller
+            calls = np.flatnonzero(joined.caller == caller)
+            inside = Cover(joined.start[calls], joined.end[calls])
+            upto = joined.start[call[theirs]]
             host[theirs] = (upto - start[theirs]) - inside.within(start[theirs], upto)
         parts.append((np.full(len(start), process), start, end, call, host, garbage.within(start, end)))
     columns = [np.concatenate([part[i] for part in parts]) if parts else np.zeros(0, dtype=np.int64) for i in range(6)]
     found = Gaps(*columns)
-    frame.__dict__["_gaps"] = found
+    joined.__dict__["_gaps"] = found
     return found

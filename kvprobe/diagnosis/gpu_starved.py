@@ -18,44 +18,74 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding
-from kvprobe.diagnosis.frame import Frame, ms, share
 from kvprobe.diagnosis.gaps import idle_gaps
+from kvprobe.diagnosis.joined import JoinedRecording, ms, share
 from kvprobe.diagnosis.python_or_gil_bound import explained
 
 CAUSE = "gpu_starved"
 LONG_NS, LEAST_SHARE, MANY = 200_000, 0.10, 5
 
 
-def find(frame: Frame) -> Finding | None:
+def find(joined: JoinedRecording) -> Finding | None:
     """Long idle gaps in which the host was elsewhere."""
-    gaps = idle_gaps(frame)
-    mine = (gaps.host_ns >= LONG_NS) & ~explained(frame, gaps)
+    gaps = idle_gaps(joined)
+    mine = (gaps.host_ns >= LONG_NS) & ~explained(joined, gaps)
     lost = int(gaps.host_ns[mine].sum())
-    span = frame.span_ns * max(len(np.unique(gaps.process)), 1)
+    span = joined.span_ns * max(len(np.unique(gaps.process)), 1)
     if mine.sum() < MANY or lost < LEAST_SHARE * span:
         return None
     calls, ns = gaps.call[mine], gaps.host_ns[mine]
-    where = frame.places(calls, ns)
-    return frame.finding(
-        CAUSE, "The device was idle for {lost} while the host prepared, in {calls} gaps", "likely", lost, len(calls),
-        lane="device", span_ns=span, places=where, window=(int(gaps.start[mine].min()), int(gaps.end[mine].max())),
+    where = joined.places(calls, ns)
+    return joined.finding(
+        CAUSE,
+        "The device was idle for {lost} while the host prepared, in {calls} gaps",
+        "likely",
+        lost,
+        len(calls),
+        lost_on="device",
+        span_ns=span,
+        places=where,
+        window=(int(gaps.start[mine].min()), int(gaps.end[mine].max())),
         evidence=(
-            Evidence(f"{len(calls)} gaps of at least 200 us, {ms(lost)} or {share(lost, span)} of the recording, in "
-                     "which nothing executed and the launching thread was in no CUDA call", lost, "ns", MEASURED),
-            Evidence(f"the median gap is {ms(float(np.median(ns)))}, the longest {ms(int(ns.max()))}", int(ns.max()),
-                     "ns", MEASURED),
-            Evidence("each gap ended with a launch made after it had begun: the queue was empty, not full", len(calls),
-                     "calls", INFERRED),
+            Evidence(
+                f"{len(calls)} gaps of at least 200 us, {ms(lost)} or {share(lost, span)} of the recording, in "
+                "which nothing executed and the launching thread was in no CUDA call",
+                lost,
+                "ns",
+                MEASURED,
+            ),
+            Evidence(
+                f"the median gap is {ms(float(np.median(ns)))}, the longest {ms(int(ns.max()))}",
+                int(ns.max()),
+                "ns",
+                MEASURED,
+            ),
+            Evidence(
+                "each gap ended with a launch made after it had begun: the queue was empty, not full",
+                len(calls),
+                "calls",
+                INFERRED,
+            ),
         ),
         cure=(
-            Change("Prepare the next step while the last one runs (asynchronous scheduling; data loader workers with "
-                   "pin_memory and prefetch)", share=1.0),
+            Change(
+                "Prepare the next step while the last one runs (asynchronous scheduling; data loader workers with "
+                "pin_memory and prefetch)",
+                share=1.0,
+            ),
             Change("Launch ahead: do not read results back before the next step has been launched"),
             Change("See what the thread does in the gaps: py-spy dump --pid, or the ranges named here", "recording"),
         ),
         chart={
-            "title": "Idle gaps of the device", "x_label": "time in the recording (ms)", "y_label": "gap (us)",
-            "series": {"gaps": {"x": (gaps.start[mine] - frame.window[0])[:2000] / 1e6, "y": ns[:2000] / 1e3,
-                                "style": "points"}},
+            "title": "Idle gaps of the device",
+            "x_label": "time in the recording (ms)",
+            "y_label": "gap (us)",
+            "series": {
+                "gaps": {
+                    "x": (gaps.start[mine] - joined.window[0])[:2000] / 1e6,
+                    "y": ns[:2000] / 1e3,
+                    "style": "points",
+                }
+            },
         },
-    )  # fmt: skip
+    )

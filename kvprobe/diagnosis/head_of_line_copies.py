@@ -17,57 +17,58 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding
-from kvprobe.diagnosis.frame import Array, Frame, ms
 from kvprobe.diagnosis.intervals import Cover, ascending, distinct, in_time
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
 from kvprobe.recordings.model import Direction, Engine, Memory
 
 CAUSE = "head_of_line_copies"
 SMALL_BYTES, WAIT_NS = 64 << 10, 100_000
 
 
-def find(frame: Frame) -> Finding | None:
+def find(joined: JoinedRecording) -> Finding | None:
     """Waiting small copies."""
-    table = frame.recording.executions
-    if not table.rows or not frame.start.size:
+    table = joined.recording.executions
+    if not table.rows or not joined.start.size:
         return None
-    candidates = (table["engine"] == Engine.COPY) & (table["bytes"] <= SMALL_BYTES) & (frame.x_call >= 0)
-    late_at_all = frame.x_start - frame.end[np.maximum(frame.x_call, 0)] > WAIT_NS
+    candidates = (table["engine"] == Engine.COPY) & (table["bytes"] <= SMALL_BYTES) & (joined.x_call >= 0)
+    late_at_all = joined.x_start - joined.end[np.maximum(joined.x_call, 0)] > WAIT_NS
     if not (candidates & late_at_all).any():
         return None
     before = np.full(table.rows, -1, dtype=np.int64)
     for stream in distinct(table["stream"][candidates & late_at_all & (table["stream"] >= 0)]):
         mine = np.flatnonzero(table["stream"] == stream)
-        mine = in_time(mine, frame.x_start)
-        before[mine[1:]] = np.maximum.accumulate(frame.x_end[mine])[:-1]
+        mine = in_time(mine, joined.x_start)
+        before[mine[1:]] = np.maximum.accumulate(joined.x_end[mine])[:-1]
     caught: list[Array] = []
     waits: list[Array] = []
     lost, saved, burst_bytes = 0, 0, 0
     for direction in (Direction.H2D, Direction.D2H):
         copies = (table["engine"] == Engine.COPY) & (table["direction"] == direction)
-        small = np.flatnonzero(copies & (table["bytes"] <= SMALL_BYTES) & (frame.x_call >= 0)
-                               & (table["memory"] != Memory.PAGEABLE))  # fmt: skip
+        small = np.flatnonzero(
+            copies & (table["bytes"] <= SMALL_BYTES) & (joined.x_call >= 0) & (table["memory"] != Memory.PAGEABLE)
+        )
         if not len(small):
             continue
-        ready = np.maximum(frame.end[frame.x_call[small]], before[small])
-        late = frame.x_start[small] - ready > WAIT_NS
+        ready = np.maximum(joined.end[joined.x_call[small]], before[small])
+        late = joined.x_start[small] - ready > WAIT_NS
         small, ready = small[late], ready[late]
         for process in np.unique(table["process"][small]):
             for stream in np.unique(table["stream"][small][table["process"][small] == process]):
                 mine = (table["process"][small] == process) & (table["stream"][small] == stream)
                 rows, since = small[mine], ready[mine]
                 others = np.flatnonzero(copies & (table["process"] == process) & (table["stream"] != stream))
-                busy = Cover(frame.x_start[others], frame.x_end[others])
-                until = frame.x_start[rows]
+                busy = Cover(joined.x_start[others], joined.x_end[others])
+                until = joined.x_start[rows]
                 covered = busy.within(since, until)
-                big = np.concatenate(([0], np.cumsum(table["bytes"][others][np.argsort(frame.x_end[others])])))
-                ends = ascending(frame.x_end[others])
+                big = np.concatenate(([0], np.cumsum(table["bytes"][others][np.argsort(joined.x_end[others])])))
+                ends = ascending(joined.x_end[others])
                 ahead = big[np.searchsorted(ends, until, "right")] - big[np.searchsorted(ends, since, "right")]
                 hit = (10 * covered >= 8 * (until - since)) & (ahead >= 16 * table["bytes"][rows])
                 if hit.any():
                     caught.append(rows[hit])
                     waits.append(np.stack((since[hit], until[hit])))
                     burst_bytes = max(burst_bytes, int(ahead[hit].max()))
-                    saved += int(hit.sum()) * int(np.median(frame.x_dur[others]))
+                    saved += int(hit.sum()) * int(np.median(joined.x_dur[others]))
     if not caught:
         return None
     rows, wait = np.concatenate(caught), np.concatenate(waits, axis=1)
@@ -76,27 +77,48 @@ def find(frame: Frame) -> Finding | None:
             mine = (table["process"][rows] == process) & (table["direction"][rows] == direction)
             lost += Cover(wait[0, mine], wait[1, mine]).total_ns
     each = wait[1] - wait[0]
-    return frame.finding(
-        CAUSE, "{calls} small copies waited {lost} behind other streams' bursts", "likely", lost, len(rows),
-        lane="device", places=frame.device_places(rows, each),
+    return joined.finding(
+        CAUSE,
+        "{calls} small copies waited {lost} behind other streams' bursts",
+        "likely",
+        lost,
+        len(rows),
+        lost_on="device",
+        places=joined.device_places(rows, each),
         window=(int(wait[0].min()), int(wait[1].max())),
         evidence=(
-            Evidence(f"{len(rows):,} copies of at most 64 KiB could have started {ms(int(each.mean()))} earlier on "
-                     f"average, {ms(int(each.max()))} at the worst", int(each.max()), "ns", MEASURED),
-            Evidence("their own streams were idle, and the engine of their direction worked for other streams", lost,
-                     "ns", INFERRED),
+            Evidence(
+                f"{len(rows):,} copies of at most 64 KiB could have started {ms(int(each.mean()))} earlier on "
+                f"average, {ms(int(each.max()))} at the worst",
+                int(each.max()),
+                "ns",
+                MEASURED,
+            ),
+            Evidence(
+                "their own streams were idle, and the engine of their direction worked for other streams",
+                lost,
+                "ns",
+                INFERRED,
+            ),
             Evidence(f"up to {burst_bytes / 1e6:.1f} MB were ahead of one of them", burst_bytes, "bytes", MEASURED),
         ),
         cure=(
             Change("Submit the small copies of the next step before the burst, not behind it", share=1.0),
-            Change("Cut bursts into pieces and submit the next piece when the last has ended (pacing)",
-                   share=1 - saved / max(lost, 1)),
-            Change("Move small values in kernel arguments or by a kernel that reads pinned memory, not by the copy "
-                   "engine", share=1.0),
+            Change(
+                "Cut bursts into pieces and submit the next piece when the last has ended (pacing)",
+                share=1 - saved / max(lost, 1),
+            ),
+            Change(
+                "Move small values in kernel arguments or by a kernel that reads pinned memory, not by the copy engine",
+                share=1.0,
+            ),
         ),
         chart={
-            "title": "Small copies that waited", "x_label": "time in the recording (ms)", "y_label": "waited (us)",
-            "series": {"copies": {"x": (wait[0] - frame.window[0])[:2000] / 1e6, "y": each[:2000] / 1e3,
-                                  "style": "points"}},
+            "title": "Small copies that waited",
+            "x_label": "time in the recording (ms)",
+            "y_label": "waited (us)",
+            "series": {
+                "copies": {"x": (wait[0] - joined.window[0])[:2000] / 1e6, "y": each[:2000] / 1e3, "style": "points"}
+            },
         },
-    )  # fmt: skip
+    )

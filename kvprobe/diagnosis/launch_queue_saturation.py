@@ -9,29 +9,29 @@ below it, returns that follow the stream's progress more closely than chance. Or
 command buffer full), which is used where it is there and compared with the inference. Deep and cheap is healthy; slow
 and shallow is another cause. Where one of the three is missing this abstains and says which.
 
-Predicted saving: of each change the calls played again with the room that it alone gives (`room`): queues four times as
-deep; a stream for each transfer, up to the machine's channels (else CUDA's default of 4) times as deep; batches, eight
-times. `CUDA_DEVICE_MAX_CONNECTIONS` gives one stream nothing, and is not among them.
+Predicted saving: of each change the calls played again with the room that it alone gives (`deeper_queue`): queues
+four times as deep; a stream for each transfer, up to the machine's channels (else CUDA's default of 4) times as deep;
+batches, eight times. `CUDA_DEVICE_MAX_CONNECTIONS` gives one stream nothing, and is not among them.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from kvprobe.diagnosis.deeper_queue import BATCHED, deeper, spared
 from kvprobe.diagnosis.finding import INFERRED, LABELLED, MEASURED, Change, Chart, Evidence, Finding
-from kvprobe.diagnosis.frame import Array, Frame, between, ms, share
 from kvprobe.diagnosis.intervals import distinct
+from kvprobe.diagnosis.joined import Array, JoinedRecording, between, ms, share
 from kvprobe.diagnosis.queue_full import Full, full
-from kvprobe.diagnosis.room import BATCHED, deeper, spared
 from kvprobe.recordings.model import CallKind
 
 CAUSE = "launch_queue_saturation"
 
 
-def cliff(frame: Frame, rows: Array) -> Chart:
+def cliff(joined: JoinedRecording, rows: Array) -> Chart:
     """Time inside the call against what was outstanding at its entry: flat, and then a cliff."""
-    streams = distinct(frame.stream[rows])
-    every = np.flatnonzero(frame.submits & np.isin(frame.stream, streams) & (frame.occupancy.depth >= 0))
+    streams = distinct(joined.stream[rows])
+    every = np.flatnonzero(joined.submits & np.isin(joined.stream, streams) & (joined.occupancy.depth >= 0))
     rest = every[~np.isin(every, rows)]
 
     def thin(some: Array) -> Array:
@@ -39,97 +39,165 @@ def cliff(frame: Frame, rows: Array) -> Chart:
 
     shown = {"went through": thin(rest), "blocked": thin(rows)}
     return {
-        "title": "What a submission costs at each depth", "x_label": "outstanding submissions at entry",
+        "title": "What a submission costs at each depth",
+        "x_label": "outstanding submissions at entry",
         "y_label": "time inside the call (us)",
-        "series": {name: {"x": frame.occupancy.depth[some], "y": frame.dur[some] / 1e3, "style": "points"}
-                   for name, some in shown.items()},
-    }  # fmt: skip
+        "series": {
+            name: {"x": joined.occupancy.depth[some], "y": joined.dur[some] / 1e3, "style": "points"}
+            for name, some in shown.items()
+        },
+    }
 
 
-def _abstain(frame: Frame, found: Full) -> Finding | None:
-    rows = found.open_rows[frame.host.free_ns[found.open_rows] > 0]
+def _abstain(joined: JoinedRecording, found: Full) -> Finding | None:
+    rows = found.open_rows[joined.host.free_ns[found.open_rows] > 0]
     if len(rows) < 3:
         return None
-    return frame.host_finding(
-        CAUSE, "The launch queue may have been full: {calls} calls took {lost} longer with most outstanding",
-        "cannot tell", rows,
-        frame.excess_ns[rows], severity="info", chart=cliff(frame, rows) if len(rows) else None,
+    return joined.host_finding(
+        CAUSE,
+        "The launch queue may have been full: {calls} calls took {lost} longer with most outstanding",
+        "cannot tell",
+        rows,
+        joined.excess_ns[rows],
+        severity="info",
+        chart=cliff(joined, rows) if len(rows) else None,
         evidence=(
-            Evidence(f"{len(rows):,} slow calls were entered with "
-                     f"{between(frame.occupancy.depth[rows])} submissions outstanding on their stream",
-                     len(rows), "calls", INFERRED),
-        ) if len(rows) else (),
+            Evidence(
+                f"{len(rows):,} slow calls were entered with "
+                f"{between(joined.occupancy.depth[rows])} submissions outstanding on their stream",
+                len(rows),
+                "calls",
+                INFERRED,
+            ),
+        )
+        if len(rows)
+        else (),
         reason=f"cannot tell, because {found.open_reason}",
         cure=(
-            Change("Record again with a recorder that labels full command buffers: Nsight Systems 2025.5.2 or later, "
-                   "or PyTorch 2.6 or later with CUDA 12.4", "recording"),
+            Change(
+                "Record again with a recorder that labels full command buffers: Nsight Systems 2025.5.2 or later, "
+                "or PyTorch 2.6 or later with CUDA 12.4",
+                "recording",
+            ),
         ),
-    )  # fmt: skip
+    )
 
 
-def find(frame: Frame) -> Finding | None:
+def find(joined: JoinedRecording) -> Finding | None:
     """Blocked calls that no narrower shape explains."""
-    found = full(frame)
+    found = full(joined)
     rows, ns = found.rows["saturation"], found.ns["saturation"]
     if not len(rows):
-        return _abstain(frame, found) if found.open_reason else None
+        return _abstain(joined, found) if found.open_reason else None
     queues = found.queues
     lost = int(ns.sum())
-    kinds = frame.kind[rows]
+    kinds = joined.kind[rows]
     launches = np.isin(kinds, [CallKind.LAUNCH, CallKind.GRAPH])
     of_launches = 2 * int(ns[launches].sum()) > lost
-    depth = frame.occupancy.depth[rows]
+    depth = joined.occupancy.depth[rows]
     at = between(depth)
-    baseline = float(np.median(frame.occupancy.baseline_ns[rows]))
-    channels = frame.recording.machine.get("channels") or 4
+    baseline = float(np.median(joined.occupancy.baseline_ns[rows]))
+    channels = joined.recording.machine.get("channels") or 4
     labelled = sum(q.labelled_ns for q in queues)
     inferred = sum(q.inferred_ns for q in queues)
     evidence = [
-        Evidence(f"{len(rows):,} calls were entered with {at} submissions outstanding, where the queue is full, and "
-                 f"lost {ms(lost)}", lost, "ns",
-                 LABELLED if labelled else MEASURED if found.how == "plateau" else INFERRED),
-        Evidence(f"the same calls take {ms(baseline)} when the queue has room; here the median is "
-                 f"{ms(float(np.median(frame.dur[rows])))}, the longest {ms(int(frame.dur[rows].max()))}",
-                 float(np.median(frame.dur[rows])), "ns", MEASURED),
-    ]  # fmt: skip
+        Evidence(
+            f"{len(rows):,} calls were entered with {at} submissions outstanding, where the queue is full, and "
+            f"lost {ms(lost)}",
+            lost,
+            "ns",
+            LABELLED if labelled else MEASURED if found.how == "plateau" else INFERRED,
+        ),
+        Evidence(
+            f"the same calls take {ms(baseline)} when the queue has room; here the median is "
+            f"{ms(float(np.median(joined.dur[rows])))}, the longest {ms(int(joined.dur[rows].max()))}",
+            float(np.median(joined.dur[rows])),
+            "ns",
+            MEASURED,
+        ),
+    ]
     if labelled:
-        evidence.append(Evidence(f"the recorder labels {ms(labelled)} as command buffer full; inference alone finds "
-                                 f"{ms(inferred)}", labelled, "ns", LABELLED))  # fmt: skip
+        evidence.append(
+            Evidence(
+                f"the recorder labels {ms(labelled)} as command buffer full; inference alone finds {ms(inferred)}",
+                labelled,
+                "ns",
+                LABELLED,
+            )
+        )
     first = queues[0]
     if found.how == "inferred":
         evidence.append(Evidence(first.reason, float(first.ceiling), "1", INFERRED))
     if np.isfinite(first.aligned):
-        evidence.append(Evidence(f"{first.aligned:.0%} of them return when their stream moves on; by chance "
-                                 f"it would be {first.chance:.0%}", first.aligned, "1", MEASURED))  # fmt: skip
+        evidence.append(
+            Evidence(
+                f"{first.aligned:.0%} of them return when their stream moves on; by chance "
+                f"it would be {first.chance:.0%}",
+                first.aligned,
+                "1",
+                MEASURED,
+            )
+        )
     if first.before or first.after:
-        evidence.append(Evidence(f"{sum(q.before for q in queues)} operations were in flight when the recording began "
-                                 f"and {sum(q.after for q in queues)} after it ended; both are counted",
-                                 sum(q.before for q in queues), "1", INFERRED))  # fmt: skip
-    for kind, name in ((CallKind.LAUNCH, "kernel launches"), (CallKind.COPY, "copies"), (CallKind.BATCH, "batches"),
-                       (CallKind.MEMSET, "memsets"), (CallKind.GRAPH, "graph launches")):  # fmt: skip
+        evidence.append(
+            Evidence(
+                f"{sum(q.before for q in queues)} operations were in flight when the recording began "
+                f"and {sum(q.after for q in queues)} after it ended; both are counted",
+                sum(q.before for q in queues),
+                "1",
+                INFERRED,
+            )
+        )
+    for kind, name in (
+        (CallKind.LAUNCH, "kernel launches"),
+        (CallKind.COPY, "copies"),
+        (CallKind.BATCH, "batches"),
+        (CallKind.MEMSET, "memsets"),
+        (CallKind.GRAPH, "graph launches"),
+    ):
         mine = kinds == kind
         if mine.any():
-            evidence.append(Evidence(f"{name}: {int(mine.sum())} calls, {share(int(ns[mine].sum()), lost)} of the time",
-                                     int(ns[mine].sum()), "ns", MEASURED))  # fmt: skip
+            evidence.append(
+                Evidence(
+                    f"{name}: {int(mine.sum())} calls, {share(int(ns[mine].sum()), lost)} of the time",
+                    int(ns[mine].sum()),
+                    "ns",
+                    MEASURED,
+                )
+            )
     graphs = sum(q.graphs for q in queues)
-    cure = [deeper(frame, found, "saturation")]
+    cure = [deeper(joined, found, "saturation")]
     if of_launches:
         cure += [
-            Change("Launch fewer, larger pieces of work: CUDA graphs, fused kernels; the device is behind, not the "
-                   "host"),
+            Change(
+                "Launch fewer, larger pieces of work: CUDA graphs, fused kernels; the device is behind, not the host"
+            ),
             Change("Move what the blocked thread has to do besides launching to another thread"),
-        ]  # fmt: skip
+        ]
     else:
         cure += [
-            Change("Submit fewer, larger pieces: one cudaMemcpyBatchAsync or one gather kernel for a transfer: a batch "
-                   "takes few places, however many copies it has", share=spared(frame, found, "saturation", BATCHED)),
-            Change(f"Give each transfer a stream of its own, up to the {channels} hardware channels, and never submit "
-                   "past the depth (kvprobe's engine: pooled; for servers `kvprobe run --fix auto`)", "rung", "pooled",
-                   "auto", share=spared(frame, found, "saturation", float(channels))),
-        ]  # fmt: skip
-    return frame.host_finding(
-        CAUSE, "The launch queue was full: {calls} submissions blocked for {lost}",
-        "likely" if found.how == "inferred" or found.regular else "certain", rows, ns,
-        evidence=evidence, cure=cure,
-        reason="depth is a soft count while graphs are in the queue" if graphs else "", chart=cliff(frame, rows),
-    )  # fmt: skip
+            Change(
+                "Submit fewer, larger pieces: one cudaMemcpyBatchAsync or one gather kernel for a transfer: a batch "
+                "takes few places, however many copies it has",
+                share=spared(joined, found, "saturation", BATCHED),
+            ),
+            Change(
+                f"Give each transfer a stream of its own, up to the {channels} hardware channels, and never submit "
+                "past the depth (kvprobe's engine: pooled; for servers `kvprobe run --fix auto`)",
+                "rung",
+                "pooled",
+                "auto",
+                share=spared(joined, found, "saturation", float(channels)),
+            ),
+        ]
+    return joined.host_finding(
+        CAUSE,
+        "The launch queue was full: {calls} submissions blocked for {lost}",
+        "likely" if found.how == "inferred" or found.regular else "certain",
+        rows,
+        ns,
+        evidence=evidence,
+        cure=cure,
+        reason="depth is a soft count while graphs are in the queue" if graphs else "",
+        chart=cliff(joined, rows),
+    )

@@ -15,57 +15,73 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding
-from kvprobe.diagnosis.frame import Array, Frame, ms, share
 from kvprobe.diagnosis.intervals import Cover, distinct
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.recordings.model import Direction, Engine, Memory
 
 CAUSE = "link_bound"
 
 
-def find(frame: Frame) -> Finding | None:
+def find(joined: JoinedRecording) -> Finding | None:
     """A saturated link."""
-    table = frame.recording.executions
+    table = joined.recording.executions
     chosen: list[Array] = []
     losses: list[Array] = []
     evidence: list[Evidence] = []
     kernel = table["engine"] == Engine.KERNEL
     for process in distinct(table["process"]):
         for direction in (Direction.H2D, Direction.D2H):
-            rows = np.flatnonzero((table["engine"] == Engine.COPY) & (table["direction"] == direction)
-                                  & (table["process"] == process) & (table["memory"] != Memory.PAGEABLE)
-                                  & (frame.x_dur > 0))  # fmt: skip
+            rows = np.flatnonzero(
+                (table["engine"] == Engine.COPY)
+                & (table["direction"] == direction)
+                & (table["process"] == process)
+                & (table["memory"] != Memory.PAGEABLE)
+                & (joined.x_dur > 0)
+            )
             mine = kernel & (table["process"] == process)
             if len(rows) < 8 or not mine.any():
                 continue
-            rate, how = frame.link(direction)
-            copying = Cover(frame.x_start[rows], frame.x_end[rows])
+            rate, how = joined.link(direction)
+            copying = Cover(joined.x_start[rows], joined.x_end[rows])
             moved = int(table["bytes"][rows].sum())
             reached = moved / max(copying.total_ns, 1) * 1e9
-            if rate <= 0 or reached < 0.8 * rate or copying.total_ns < 0.8 * frame.span_ns:
+            if rate <= 0 or reached < 0.8 * rate or copying.total_ns < 0.8 * joined.span_ns:
                 continue
-            compute = Cover(frame.x_start[mine], frame.x_end[mine])
+            compute = Cover(joined.x_start[mine], joined.x_end[mine])
             exposed = copying.total_ns - copying.intersect_ns(compute)
             if exposed < 0.3 * copying.total_ns:
                 continue
-            alone = frame.x_dur[rows] - compute.within(frame.x_start[rows], frame.x_end[rows])
+            alone = joined.x_dur[rows] - compute.within(joined.x_start[rows], joined.x_end[rows])
             chosen.append(rows)
             losses.append((alone * (exposed / max(int(alone.sum()), 1))).astype(np.int64))
             name = "host to device" if direction == Direction.H2D else "device to host"
             evidence += [
-                Evidence(f"{name}: {moved / 1e9:.3g} GB at {reached / 1e9:.1f} GB/s, the link busy "
-                         f"{share(copying.total_ns, frame.span_ns)} of the time", reached, "bytes/s", MEASURED),
+                Evidence(
+                    f"{name}: {moved / 1e9:.3g} GB at {reached / 1e9:.1f} GB/s, the link busy "
+                    f"{share(copying.total_ns, joined.span_ns)} of the time",
+                    reached,
+                    "bytes/s",
+                    MEASURED,
+                ),
                 Evidence(f"the link gives {rate / 1e9:.1f} GB/s", rate, "bytes/s", how),
                 Evidence(f"no kernel runs beside {ms(exposed)} of it", exposed, "ns", MEASURED),
-            ]  # fmt: skip
+            ]
     if not chosen:
         return None
-    return frame.device_finding(
-        CAUSE, "The link is the limit: {lost} of copying with nothing to compute", "certain", np.concatenate(chosen),
-        np.concatenate(losses), evidence=evidence, severity="info",
+    return joined.device_finding(
+        CAUSE,
+        "The link is the limit: {lost} of copying with nothing to compute",
+        "certain",
+        np.concatenate(chosen),
+        np.concatenate(losses),
+        evidence=evidence,
+        severity="info",
         cure=(
-            Change("Move fewer bytes: a smaller KV type (fp8), more reuse on the GPU, a larger GPU share for weights",
-                   "setting"),
+            Change(
+                "Move fewer bytes: a smaller KV type (fp8), more reuse on the GPU, a larger GPU share for weights",
+                "setting",
+            ),
             Change("Recompute short prefixes instead of loading them where that is faster"),
             Change("A faster link, or both directions and several GPUs' links at once", "setting"),
         ),
-    )  # fmt: skip
+    )

@@ -1,6 +1,6 @@
 """Large copies that run far below what the link can do, or below what it did earlier in the same recording.
 
-Mechanism: a PCIe link that trained down (fewer lanes, an older generation), a throttled or shared switch, host memory
+Mechanism: a PCIe link that trained down (fewer callers, an older generation), a throttled or shared switch, host memory
 on the far NUMA node, power management.
 
 Signature: pinned copies of at least 1 MiB (or, where there are none, the largest quarter, from 256 KiB) at less than
@@ -18,22 +18,22 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding
-from kvprobe.diagnosis.frame import Array, Frame, ms
 from kvprobe.diagnosis.intervals import Cover, in_time
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
 from kvprobe.recordings.model import Direction, Engine, Memory
 
 CAUSE = "link_degraded"
 FLOOR, LEAST = 0.7, 8
 
 
-def find(frame: Frame) -> Finding | None:
+def find(joined: JoinedRecording) -> Finding | None:
     """Slow stretches of large copies."""
-    table = frame.recording.executions
+    table = joined.recording.executions
     chosen: list[Array] = []
     losses: list[Array] = []
     evidence: list[Evidence] = []
     for direction in (Direction.H2D, Direction.D2H):
-        every = (table["engine"] == Engine.COPY) & (frame.x_dur > 0)
+        every = (table["engine"] == Engine.COPY) & (joined.x_dur > 0)
         mine = every & (table["direction"] == direction) & (table["memory"] != Memory.PAGEABLE)
         if not mine.any():
             continue
@@ -44,16 +44,16 @@ def find(frame: Frame) -> Finding | None:
         if len(rows) < LEAST:
             continue
         other = every & (table["direction"] != direction) & (table["direction"] != Direction.D2D)
-        shared = Cover(frame.x_start[other], frame.x_end[other]).within(frame.x_start[rows], frame.x_end[rows])
-        rows = rows[10 * shared < frame.x_dur[rows]]
-        rows = in_time(rows, frame.x_start)
+        shared = Cover(joined.x_start[other], joined.x_end[other]).within(joined.x_start[rows], joined.x_end[rows])
+        rows = rows[10 * shared < joined.x_dur[rows]]
+        rows = in_time(rows, joined.x_start)
         apart = np.ones(len(rows), dtype=bool)
-        apart[1:] &= frame.x_start[rows[1:]] >= np.maximum.accumulate(frame.x_end[rows])[:-1] - 1_000
+        apart[1:] &= joined.x_start[rows[1:]] >= np.maximum.accumulate(joined.x_end[rows])[:-1] - 1_000
         rows = rows[apart]
         if len(rows) < LEAST:
             continue
-        speed = table["bytes"][rows] / frame.x_dur[rows] * 1e9
-        rate, how = frame.link(direction)
+        speed = table["bytes"][rows] / joined.x_dur[rows] * 1e9
+        rate, how = joined.link(direction)
         if rate <= 0:
             rate, how = float(np.percentile(speed, 90)), "fastest copies seen here"
         slow = speed < FLOOR * rate
@@ -64,31 +64,50 @@ def find(frame: Frame) -> Finding | None:
         if slow[at[0] : at[-1] + 1].mean() < 0.7:
             continue
         rows = rows[slow]
-        loss = (frame.x_dur[rows] - table["bytes"][rows] / rate * 1e9).astype(np.int64)
+        loss = (joined.x_dur[rows] - table["bytes"][rows] / rate * 1e9).astype(np.int64)
         chosen.append(rows)
         losses.append(loss)
         reached = float(np.median(speed[slow]))
         name = "host to device" if direction == Direction.H2D else "device to host"
-        evidence.append(Evidence(f"{len(rows):,} large copies {name} ran at {reached / 1e9:.2f} GB/s (median)", reached,
-                                 "bytes/s", MEASURED))  # fmt: skip
+        evidence.append(
+            Evidence(
+                f"{len(rows):,} large copies {name} ran at {reached / 1e9:.2f} GB/s (median)",
+                reached,
+                "bytes/s",
+                MEASURED,
+            )
+        )
         evidence.append(Evidence(f"the link gives {rate / 1e9:.2f} GB/s", rate, "bytes/s", how))
     if not chosen:
         return None
     rows, loss = np.concatenate(chosen), np.concatenate(losses)
     evidence.append(Evidence(f"at that rate they would have taken {ms(int(loss.sum()))} less", int(loss.sum()), "ns"))
     for name in ("pcie_gen", "pcie_width", "pcie_gen_max", "pcie_width_max"):
-        if name in frame.recording.machine:
-            evidence.append(Evidence(f"{name} is {frame.recording.machine[name]}",
-                                     float(frame.recording.machine[name]), "1",
-                                     frame.recording.machine_how.get(name, "NVML")))  # fmt: skip
-    return frame.device_finding(
-        CAUSE, "{calls} large copies ran below the link's rate and lost {lost}", "likely", rows, loss,
+        if name in joined.recording.machine:
+            evidence.append(
+                Evidence(
+                    f"{name} is {joined.recording.machine[name]}",
+                    float(joined.recording.machine[name]),
+                    "1",
+                    joined.recording.machine_how.get(name, "NVML"),
+                )
+            )
+    return joined.device_finding(
+        CAUSE,
+        "{calls} large copies ran below the link's rate and lost {lost}",
+        "likely",
+        rows,
+        loss,
         evidence=evidence,
         cure=(
-            Change("Look at the link: nvidia-smi -q -d PCIE (current against maximum generation and width) under load",
-                   "setting"),
-            Change("Put the process and its pinned memory on the GPU's NUMA node: numactl --cpunodebind --membind",
-                   "setting"),
+            Change(
+                "Look at the link: nvidia-smi -q -d PCIE (current against maximum generation and width) under load",
+                "setting",
+            ),
+            Change(
+                "Put the process and its pinned memory on the GPU's NUMA node: numactl --cpunodebind --membind",
+                "setting",
+            ),
             Change("Look for another user of the same switch, and for power capping", "setting"),
         ),
-    )  # fmt: skip
+    )

@@ -18,69 +18,86 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, NotLookedFor
-from kvprobe.diagnosis.frame import Frame
 from kvprobe.diagnosis.intervals import Cover
+from kvprobe.diagnosis.joined import JoinedRecording
 from kvprobe.diagnosis.ordering import LEAST, bursts, copies_apart, order_not_shown, waits
 from kvprobe.recordings.model import CallKind, Direction
 
 CAUSE = "load_not_ordered"
 
 
-def not_shown(frame: Frame) -> NotLookedFor | None:
+def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
     """Where the recording does not tell who waits for whom, nothing is said of order."""
-    return order_not_shown(frame)
+    return order_not_shown(joined)
 
 
-def find(frame: Frame) -> Finding | None:
+def find(joined: JoinedRecording) -> Finding | None:
     """Loads that nothing awaits."""
     guilty = []
     evidence: list[Evidence] = []
-    for process, copies in copies_apart(frame, Direction.H2D):
+    for process, copies in copies_apart(joined, Direction.H2D):
         rows = copies.rows
-        launches = frame.launches(process)
-        launches = launches[frame.exec_start[launches] >= 0]
+        launches = joined.launches(process)
+        launches = launches[joined.exec_start[launches] >= 0]
         if not len(launches):
             continue
-        launched = frame.start[launches]
-        burst = bursts(frame, process, rows)
+        launched = joined.start[launches]
+        burst = bursts(joined, process, rows)
         count = int(burst[-1]) + 1
-        times, streams = waits(frame, process)
-        first, last = int(frame.start[rows[0]]), int(launched[-1])
-        device_side = times[np.isin(streams, frame.kernel_streams) & (times > first)]
+        times, streams = waits(joined, process)
+        first, last = int(joined.start[rows[0]]), int(launched[-1])
+        device_side = times[np.isin(streams, joined.kernel_streams) & (times > first)]
         host_side = np.flatnonzero(
-            (frame.process == process)
-            & (frame.start > first)
-            & (frame.start < last)
-            & ((frame.kind == CallKind.SYNC) | frame.is_named("eventquery", "streamquery"))
+            (joined.process == process)
+            & (joined.start > first)
+            & (joined.start < last)
+            & ((joined.kind == CallKind.SYNC) | joined.is_named("eventquery", "streamquery"))
         )
         ordering = len(device_side) + len(host_side)
         if 2 * ordering >= count:
             continue
-        kernels = Cover(frame.exec_start[launches], frame.exec_end[launches])
-        followed = np.searchsorted(launched, frame.exec_end[rows]) > np.searchsorted(launched, frame.end[rows])
-        under = followed & (kernels.within(frame.end[rows], frame.exec_end[rows]) > 0)
+        kernels = Cover(joined.exec_start[launches], joined.exec_end[launches])
+        followed = np.searchsorted(launched, joined.exec_end[rows]) > np.searchsorted(launched, joined.end[rows])
+        under = followed & (kernels.within(joined.end[rows], joined.exec_end[rows]) > 0)
         bad = np.unique(burst[under])
         if len(bad) < LEAST or 2 * len(bad) < count:
             continue
         guilty.append(rows[under])
         evidence += [
-            Evidence(f"kernels launched after {len(bad)} of {count} bursts of loads ran before the loads had ended",
-                     len(bad), "1", MEASURED),
-            Evidence(f"compute streams waited for events {len(device_side)} times, the host waited or asked "
-                     f"{len(host_side)} times, in {count} bursts", ordering, "calls", COUNTED),
-        ]  # fmt: skip
+            Evidence(
+                f"kernels launched after {len(bad)} of {count} bursts of loads ran before the loads had ended",
+                len(bad),
+                "1",
+                MEASURED,
+            ),
+            Evidence(
+                f"compute streams waited for events {len(device_side)} times, the host waited or asked "
+                f"{len(host_side)} times, in {count} bursts",
+                ordering,
+                "calls",
+                COUNTED,
+            ),
+        ]
     if not guilty:
         return None
     rows = np.concatenate(guilty)
-    return frame.finding(
-        CAUSE, "{calls} loads are not ordered before the compute that reads them", "likely", 0, len(rows),
-        lane="none", severity="critical",
-        places=frame.places(rows, np.zeros(len(rows), dtype=np.int64)),
-        window=(int(frame.start[rows].min()), int(frame.end[rows].max())), evidence=evidence,
+    return joined.finding(
+        CAUSE,
+        "{calls} loads are not ordered before the compute that reads them",
+        "likely",
+        0,
+        len(rows),
+        lost_on="none",
+        severity="critical",
+        places=joined.places(rows, np.zeros(len(rows), dtype=np.int64)),
+        window=(int(joined.start[rows].min()), int(joined.end[rows].max())),
+        evidence=evidence,
         reason="the recording does not say which bytes a kernel reads: a prefetch nobody used yet would be in order",
         cure=(
-            Change("Record an event behind the load and let the compute stream wait for it before the first kernel "
-                   "that reads the blocks (current_stream().wait_event(event))"),
+            Change(
+                "Record an event behind the load and let the compute stream wait for it before the first kernel "
+                "that reads the blocks (current_stream().wait_event(event))"
+            ),
             Change("Or launch those kernels only after cudaEventQuery has answered that the load is done"),
         ),
-    )  # fmt: skip
+    )

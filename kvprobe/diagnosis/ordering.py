@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import NotLookedFor
-from kvprobe.diagnosis.frame import Array, Frame
 from kvprobe.diagnosis.intervals import distinct, in_time
+from kvprobe.diagnosis.joined import Array, JoinedRecording
 from kvprobe.recordings.model import CallKind, Direction, Memory
 
 __all__ = ["Copies", "bursts", "copies_apart", "order_not_shown", "waits"]
@@ -19,48 +19,53 @@ SHOWN_BY = "Nsight Systems (kvprobe run --nsys), which records the stream and th
 class Copies:
     """Asynchronous copies of one process and direction on streams that carry no kernels, in order of submission."""
 
-    def __init__(self, frame: Frame, process: int, direction: Direction) -> None:
+    def __init__(self, joined: JoinedRecording, process: int, direction: Direction) -> None:
         """Finds them."""
-        kinds = (frame.kind == CallKind.COPY) | (frame.kind == CallKind.BATCH)
+        kinds = (joined.kind == CallKind.COPY) | (joined.kind == CallKind.BATCH)
         rows = np.flatnonzero(
-            kinds & (frame.process == process) & (frame.direction == direction) & (frame.memory != Memory.PAGEABLE)
-            & (frame.stream >= 0) & ~np.isin(frame.stream, frame.kernel_streams) & (frame.exec_end >= 0)
-        )  # fmt: skip
-        self.rows: Array = in_time(rows, frame.start)
+            kinds
+            & (joined.process == process)
+            & (joined.direction == direction)
+            & (joined.memory != Memory.PAGEABLE)
+            & (joined.stream >= 0)
+            & ~np.isin(joined.stream, joined.kernel_streams)
+            & (joined.exec_end >= 0)
+        )
+        self.rows: Array = in_time(rows, joined.start)
 
 
-def copies_apart(frame: Frame, direction: Direction) -> list[tuple[int, Copies]]:
+def copies_apart(joined: JoinedRecording, direction: Direction) -> list[tuple[int, Copies]]:
     """For each process that has kernels: its copies on streams of their own; processes without any are left out."""
     found = []
-    for process in distinct(frame.process[(frame.kind == CallKind.LAUNCH) | (frame.kind == CallKind.GRAPH)]):
-        copies = Copies(frame, int(process), direction)
+    for process in distinct(joined.process[(joined.kind == CallKind.LAUNCH) | (joined.kind == CallKind.GRAPH)]):
+        copies = Copies(joined, int(process), direction)
         if len(copies.rows):
             found.append((int(process), copies))
     return found
 
 
-def waits(frame: Frame, process: int) -> tuple[Array, Array]:
+def waits(joined: JoinedRecording, process: int) -> tuple[Array, Array]:
     """Times and streams of stream-waits-for-event calls of a process, by time."""
-    rows = np.flatnonzero((frame.process == process) & frame.is_named(*WAITS))
-    rows = in_time(rows, frame.start)
-    return frame.start[rows], frame.stream[rows]
+    rows = np.flatnonzero((joined.process == process) & joined.is_named(*WAITS))
+    rows = in_time(rows, joined.start)
+    return joined.start[rows], joined.stream[rows]
 
 
-def order_not_shown(frame: Frame) -> NotLookedFor | None:
+def order_not_shown(joined: JoinedRecording) -> NotLookedFor | None:
     """Why this recording cannot show that copies and compute are not ordered; None where it can.
 
     To say that nothing orders them needs every execution, and of every wait the stream that waits.
     """
-    if not frame.recording.has_executions:
+    if not joined.recording.has_executions:
         return NotLookedFor("the recording does not show when copies and kernels executed", SHOWN_BY)
-    untold = int((frame.is_named(*WAITS) & (frame.stream < 0)).sum())
+    untold = int((joined.is_named(*WAITS) & (joined.stream < 0)).sum())
     if untold:
         return NotLookedFor(f"the recorder does not tell which streams {untold:,} waits for events belong to", SHOWN_BY)
     return None
 
 
-def bursts(frame: Frame, process: int, rows: Array) -> Array:
+def bursts(joined: JoinedRecording, process: int, rows: Array) -> Array:
     """Number of the burst that each copy belongs to: a launch of the process between two copies begins a new one."""
-    launches = frame.start[frame.launches(process)]
-    at = np.searchsorted(launches, frame.start[rows])
+    launches = joined.start[joined.launches(process)]
+    at = np.searchsorted(launches, joined.start[rows])
     return np.concatenate(([0], np.cumsum(at[1:] != at[:-1]))) if len(rows) else at

@@ -19,71 +19,113 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, LABELLED, MEASURED, Change, Evidence, Finding
-from kvprobe.diagnosis.frame import Frame, ms, share
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.recordings.model import CallKind, Direction, Memory
 
 CAUSE = "pageable_memory"
 SUBMISSION_NS = 2_000  # of a pinned copy, where the recording has none to compare with
+ENOUGH = 8  # submissions that tell what one costs
 
 
-def find(frame: Frame) -> Finding | None:
+def _pinned_ns(joined: JoinedRecording, copies: Array) -> Array:
+    """What a submission costs, not what pageable copies usually take: in a recording of nothing else all are held.
+
+    By process: the lower quartile of its other copies, where there are any, else of its other submissions, those that
+    waited for a full queue left out.
+    """
+    quick = joined.submits & (joined.memory != Memory.PAGEABLE) & ~joined.queue_blocked
+    out = np.full(int(joined.process.max()) + 1, SUBMISSION_NS, dtype=np.int64)
+    for process in range(len(out)):
+        mine = quick & (joined.process == process)
+        for some in (joined.dur[mine & copies], joined.dur[mine]):
+            if len(some) >= ENOUGH:
+                out[process] = int(np.percentile(some, 25))
+                break
+    return out
+
+
+def find(joined: JoinedRecording) -> Finding | None:
     """Pageable copies that held their caller."""
-    copies = (frame.kind == CallKind.COPY) | (frame.kind == CallKind.BATCH) | (frame.kind == CallKind.COPY_SYNC)
-    pageable = copies & (frame.memory == Memory.PAGEABLE)
+    copies = (joined.kind == CallKind.COPY) | (joined.kind == CallKind.BATCH) | (joined.kind == CallKind.COPY_SYNC)
+    pageable = copies & (joined.memory == Memory.PAGEABLE)
     if not pageable.any():
         return None
-    # What a submission costs, not what pageable copies usually take: in a recording of nothing else all are held.
-    quick = frame.submits & (frame.memory != Memory.PAGEABLE)
-    common = []
-    for process in range(frame.process.max() + 1):  # the quickest: in a full queue pinned copies are slow as well
-        mine = frame.dur[quick & (frame.process == process)]
-        common.append(int(np.percentile(mine, 5)) if len(mine) >= 8 else SUBMISSION_NS)
-    usual = np.minimum(frame.usual_ns, np.array(common)[frame.process])
-    excess = np.maximum(frame.dur - usual, 0)
-    rows = np.flatnonzero(pageable & (excess > np.maximum(usual, SUBMISSION_NS)))
+    usual = np.minimum(joined.usual_ns, _pinned_ns(joined, copies)[joined.process])
+    excess = np.maximum(joined.dur - usual, 0)
+    rows = np.flatnonzero(pageable & (excess > np.maximum(usual // 2, SUBMISSION_NS)))
     if not len(rows):
         return None
     excess = excess[rows]
-    lost, moved = int(excess.sum()), int(frame.bytes[rows].sum())
+    lost, moved = int(excess.sum()), int(joined.bytes[rows].sum())
     saving = 1.0
     waits = 0.0
-    follows = np.zeros(len(frame.start), dtype=bool)
-    order = frame.by_lane
+    follows = np.zeros(len(joined.start), dtype=bool)
+    order = joined.by_caller
     if len(order) > 1:
-        next_waits = (frame.kind[order[1:]] == CallKind.SYNC) & (frame.lane[order[1:]] == frame.lane[order[:-1]])
+        next_waits = (joined.kind[order[1:]] == CallKind.SYNC) & (joined.caller[order[1:]] == joined.caller[order[:-1]])
         follows[order[:-1]] = next_waits
     for direction in (Direction.H2D, Direction.D2H):
-        rate, _ = frame.link(direction)
-        mine = rows[(frame.direction[rows] == direction) & follows[rows]]
+        rate, _ = joined.link(direction)
+        mine = rows[(joined.direction[rows] == direction) & follows[rows]]
         if rate > 0 and len(mine):
-            waits += float(frame.bytes[mine].sum()) / rate * 1e9
+            waits += float(joined.bytes[mine].sum()) / rate * 1e9
     if lost:
         saving = max(0.0, 1 - waits / lost)
-    rate_here = moved / max(int(frame.dur[rows].sum()), 1) * 1e9
+    rate_here = moved / max(int(joined.dur[rows].sum()), 1) * 1e9
     evidence = [
-        Evidence(f"{len(rows):,} copies of pageable host memory held their threads for {ms(lost)} beyond the cost of a "
-                 f"submission; the longest took {ms(int(frame.dur[rows].max()))}", lost, "ns", MEASURED),
-        Evidence(f"the recorder names the host side pageable in all of them ({int(pageable.sum())} pageable copies in "
-                 "all)", int(pageable.sum()), "calls", LABELLED.replace("labelled", "named")),
+        Evidence(
+            f"{len(rows):,} copies of pageable host memory held their threads for {ms(lost)} beyond the cost of a "
+            f"submission; the longest took {ms(int(joined.dur[rows].max()))}",
+            lost,
+            "ns",
+            MEASURED,
+        ),
+        Evidence(
+            f"the recorder names the host side pageable in all of them ({int(pageable.sum())} pageable copies in all)",
+            int(pageable.sum()),
+            "calls",
+            LABELLED.replace("labelled", "named"),
+        ),
         Evidence(f"they moved {moved / 1e6:.1f} MB at {rate_here / 1e9:.2f} GB/s", rate_here, "bytes/s", MEASURED),
-    ]  # fmt: skip
-    pinned = frame.submits & copies & (frame.memory == Memory.PINNED)
+    ]
+    pinned = joined.submits & copies & (joined.memory == Memory.PINNED)
     if pinned.any():
-        typical = float(np.median(frame.dur[pinned]))
-        evidence.append(Evidence(f"copies of pinned memory in the same recording return after {ms(typical)} (median of "
-                                 f"{int(pinned.sum())})", typical, "ns", MEASURED))  # fmt: skip
+        typical = float(np.median(joined.dur[pinned]))
+        evidence.append(
+            Evidence(
+                f"copies of pinned memory in the same recording return after {ms(typical)} (median of "
+                f"{int(pinned.sum())})",
+                typical,
+                "ns",
+                MEASURED,
+            )
+        )
     for direction, name in ((Direction.H2D, "host to device"), (Direction.D2H, "device to host")):
-        mine = frame.direction[rows] == direction
+        mine = joined.direction[rows] == direction
         if mine.any():
-            evidence.append(Evidence(f"{name}: {int(mine.sum())} calls, {share(int(excess[mine].sum()), lost)} of the "
-                                     "time", int(mine.sum()), "calls", COUNTED))  # fmt: skip
-    return frame.host_finding(
-        CAUSE, "{calls} copies of pageable memory held their caller for {lost}", "certain", rows, excess,
-        evidence=evidence, chart=frame.slow_calls_chart(rows, "Calls that copied pageable memory"),
+            evidence.append(
+                Evidence(
+                    f"{name}: {int(mine.sum())} calls, {share(int(excess[mine].sum()), lost)} of the time",
+                    int(mine.sum()),
+                    "calls",
+                    COUNTED,
+                )
+            )
+    return joined.host_finding(
+        CAUSE,
+        "{calls} copies of pageable memory held their caller for {lost}",
+        "certain",
+        rows,
+        excess,
+        evidence=evidence,
+        chart=joined.slow_calls_chart(rows, "Calls that copied pageable memory"),
         cure=(
-            Change("Allocate the host side pinned, once: torch.empty(..., pin_memory=True), cudaHostAlloc, or "
-                   "cudaHostRegister on the existing pool", share=saving),
+            Change(
+                "Allocate the host side pinned, once: torch.empty(..., pin_memory=True), cudaHostAlloc, or "
+                "cudaHostRegister on the existing pool",
+                share=saving,
+            ),
             Change("In data loaders: DataLoader(pin_memory=True) and .to(device, non_blocking=True)"),
             Change("For results read back every step: copy into a pinned buffer, and wait for an event when needed"),
         ),
-    )  # fmt: skip
+    )

@@ -14,60 +14,61 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding
-from kvprobe.diagnosis.frame import Frame, ms
-from kvprobe.diagnosis.intervals import Cover, ascending
+from kvprobe.diagnosis.finding import INFERRED, Change, Evidence, Finding
+from kvprobe.diagnosis.held_up import STALL_NS, held_up, longest_of, said
+from kvprobe.diagnosis.joined import JoinedRecording, ms
 from kvprobe.recordings.model import CallKind, Memory
 
 CAUSE = "pinning_stall"
-STALL_NS, PINNING_NS = 100_000, 500_000
-PINS = ("hostregister", "hostalloc", "mallochost", "memhostalloc", "hostunregister", "freehost", "memhostregister",
-        "memhostunregister")  # fmt: skip
+PINNING_NS = 500_000
+PINS = (
+    "hostregister",
+    "hostalloc",
+    "mallochost",
+    "memhostalloc",
+    "hostunregister",
+    "freehost",
+    "memhostregister",
+    "memhostunregister",
+)
 
 
-def find(frame: Frame) -> Finding | None:
+def find(joined: JoinedRecording) -> Finding | None:
     """Calls that ended with another thread's pinning."""
-    pins = frame.is_named(*PINS)
-    holders = np.flatnonzero(pins & (frame.dur > PINNING_NS))
+    pins = joined.is_named(*PINS)
+    holders = np.flatnonzero(pins & (joined.dur > PINNING_NS))
     if not len(holders):
         return None
-    held = (frame.excess_ns > STALL_NS) | ((frame.kind == CallKind.CREATE) | (frame.kind == CallKind.ALLOC)) & (
-        frame.dur > STALL_NS)  # fmt: skip
-    waits = frame.kind != CallKind.SYNC
-    rows = np.flatnonzero(held & waits & ~pins & (frame.memory != Memory.PAGEABLE) & ~frame.queue_blocked)
-    ns = np.zeros(len(rows), dtype=np.int64)
-    for lane in np.unique(frame.lane[rows]):
-        mine = np.flatnonzero(frame.lane[rows] == lane)
-        others = holders[(frame.lane[holders] != lane) & (frame.process[holders] == frame.process[rows[mine[0]]])]
-        if not len(others):
-            continue
-        start, end = frame.start[rows[mine]], frame.end[rows[mine]]
-        inside = Cover(frame.start[others], frame.end[others]).within(start, end)
-        ends = ascending(frame.end[others])
-        slack = np.maximum((end - start) // 10, 50_000)
-        released = np.searchsorted(ends, end + slack, side="right") > np.searchsorted(ends, end - slack, side="left")
-        ns[mine] = np.where((2 * inside > end - start) & released, inside, 0)
-    rows, ns = rows[ns > 0], ns[ns > 0]
+    held = (joined.excess_ns > STALL_NS) | ((joined.kind == CallKind.CREATE) | (joined.kind == CallKind.ALLOC)) & (
+        joined.dur > STALL_NS
+    )
+    waits = joined.kind != CallKind.SYNC
+    rows = np.flatnonzero(held & waits & ~pins & (joined.memory != Memory.PAGEABLE) & ~joined.queue_blocked)
+    rows, ns = held_up(joined, rows, holders)
     if not len(rows):
         return None
-    names = sorted({frame.text(i) for i in np.unique(frame.name[rows])})
-    holding = holders[Cover(frame.start[rows], frame.end[rows]).within(frame.start[holders], frame.end[holders]) > 0]
-    worst = holding[np.argmax(frame.dur[holding])]
-    size = int(frame.bytes[worst])
-    what = f"{frame.text(frame.name[worst])} of thread {int(frame.thread[worst])}" + (
+    holding, worst = longest_of(joined, rows, holders)
+    size = int(joined.bytes[worst])
+    what = f"{joined.text(joined.name[worst])} of thread {int(joined.thread[worst])}" + (
         f", {size / 1e6:,.0f} MB" if size else ""
     )
-    return frame.host_finding(
-        CAUSE, "{calls} calls waited {lost} while another thread pinned memory", "likely", rows, ns,
+    return joined.host_finding(
+        CAUSE,
+        "{calls} calls waited {lost} while another thread pinned memory",
+        "likely",
+        rows,
+        ns,
         evidence=(
-            Evidence(f"{', '.join(names)}: {len(rows):,} calls, {ms(int(ns.sum()))} of them while another thread of "
-                     "the process pinned memory; they end with it", int(ns.sum()), "ns", MEASURED),
-            Evidence(f"the longest is {what}: {ms(int(frame.dur[worst]))}", int(frame.dur[worst]), "ns", INFERRED),
+            said(joined, rows, ns, "pinned memory"),
+            Evidence(f"the longest is {what}: {ms(int(joined.dur[worst]))}", int(joined.dur[worst]), "ns", INFERRED),
         ),
         cure=(
             Change("Pin before serving, once, and hand out of the pool", share=1.0),
-            Change("Register in pieces of 64 MB, after the pages have been touched: each piece holds the lock for "
-                   "milliseconds", share=0.9),
+            Change(
+                "Register in pieces of 64 MB, after the pages have been touched: each piece holds the lock for "
+                "milliseconds",
+                share=0.9,
+            ),
         ),
-        chart=frame.slow_calls_chart(np.concatenate((rows, holding)), "Waiting calls, and the pinning they wait for"),
-    )  # fmt: skip
+        chart=joined.slow_calls_chart(np.concatenate((rows, holding)), "Waiting calls, and the pinning they wait for"),
+    )

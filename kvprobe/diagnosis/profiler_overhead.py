@@ -14,35 +14,46 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import LABELLED, MEASURED, Change, Evidence, Finding
-from kvprobe.diagnosis.frame import SLOW_NS, Frame, ms
+from kvprobe.diagnosis.joined import SLOW_NS, JoinedRecording, ms
 from kvprobe.recordings.model import CallKind, Label
 
 CAUSE = "profiler_overhead"
 
 
-def find(frame: Frame) -> Finding | None:
+def find(joined: JoinedRecording) -> Finding | None:
     """Slow calls that overlap the recorder's own work."""
-    cover = frame.label_cover(Label.BUFFER_FLUSH, Label.RESOURCE, Label.INSTRUMENTATION)
+    cover = joined.label_cover(Label.BUFFER_FLUSH, Label.RESOURCE, Label.INSTRUMENTATION)
     if not cover.total_ns:
         return None
-    excess = frame.excess_ns
-    rows = np.flatnonzero(frame.slow & (frame.kind != CallKind.SYNC))
-    overlap = cover.within(frame.start[rows], frame.end[rows])
+    excess = joined.excess_ns
+    rows = np.flatnonzero(joined.slow & (joined.kind != CallKind.SYNC))
+    overlap = cover.within(joined.start[rows], joined.end[rows])
     rows, overlap = rows[overlap > 0], overlap[overlap > 0]
     # A call that a flush delays waits for the flush's lock and then works through what queued up behind it.
     ns = np.where(overlap * 5 >= excess[rows], excess[rows], overlap)
-    return frame.host_finding(
-        CAUSE, "The profiler itself held {calls} calls for {lost}", "likely", rows, ns, severity="info",
+    return joined.host_finding(
+        CAUSE,
+        "The profiler itself held {calls} calls for {lost}",
+        "likely",
+        rows,
+        ns,
+        severity="info",
         evidence=(
-            Evidence(f"{len(rows):,} slow calls overlap intervals that the recorder labelled as its own work",
-                     len(rows), "calls", LABELLED),
+            Evidence(
+                f"{len(rows):,} slow calls overlap intervals that the recorder labelled as its own work",
+                len(rows),
+                "calls",
+                LABELLED,
+            ),
             Evidence(f"those intervals last {ms(cover.total_ns)} in all", cover.total_ns, "ns", LABELLED),
             Evidence(f"the overlap is {ms(int(overlap.sum()))}", int(overlap.sum()), "ns", MEASURED),
         ),
         cure=(
-            Change("Nothing in the program: leave these calls out of the count, or record with kvprobe's own "
-                   "interposer", "recording"),
+            Change(
+                "Nothing in the program: leave these calls out of the count, or record with kvprobe's own interposer",
+                "recording",
+            ),
             Change("With Nsight Systems: a shorter capture window or a larger --cuda-flush-interval", "recording"),
         ),
         least_ns=SLOW_NS,
-    )  # fmt: skip
+    )

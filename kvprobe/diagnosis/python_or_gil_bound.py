@@ -27,8 +27,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding
-from kvprobe.diagnosis.frame import Array, Frame, ms, share
 from kvprobe.diagnosis.gaps import Gaps, idle_gaps
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 
 CAUSE = "python_or_gil_bound"
 SHORT_NS, LEAST_SHARE, MANY = 200_000, 0.10, 64
@@ -47,39 +47,46 @@ def _by_lock(gaps: Gaps) -> Array:
     return mask
 
 
-def _by_stacks(frame: Frame, gaps: Gaps) -> Array:
+def _by_stacks(joined: JoinedRecording, gaps: Gaps) -> Array:
     """Mask of gaps in which a sampled stack shows the launching thread without the lock."""
-    stacks = frame.recording.stacks
+    stacks = joined.recording.stacks
     mask = np.zeros(len(gaps.start), dtype=bool)
     if not stacks.rows or not len(mask):
         return mask
-    for lane in np.unique(frame.lane[gaps.call]):
-        mine = np.flatnonzero(frame.lane[gaps.call] == lane)
+    for caller in np.unique(joined.caller[gaps.call]):
+        mine = np.flatnonzero(joined.caller[gaps.call] == caller)
         row = gaps.call[mine[0]]
-        theirs = (stacks["process"] == frame.process[row]) & (stacks["thread"] == frame.thread[row])
+        theirs = (stacks["process"] == joined.process[row]) & (stacks["thread"] == joined.thread[row])
         waiting = np.sort(stacks["time_ns"][theirs & (stacks["gil"] == 0)])
         mask[mine] = np.searchsorted(waiting, gaps.end[mine]) > np.searchsorted(waiting, gaps.start[mine])
     return mask & (gaps.host_ns >= 1_000_000)
 
 
-def explained(frame: Frame, gaps: Gaps) -> Array:
+def explained(joined: JoinedRecording, gaps: Gaps) -> Array:
     """Mask of gaps for which there is evidence of the interpreter."""
-    mask: Array = (2 * gaps.gc_ns > gaps.host_ns) | _by_lock(gaps) | _by_stacks(frame, gaps)
-    if len(gaps.call) and len(paused := _submission_pauses(frame)):
-        mask |= np.isin(frame.lane[gaps.call], frame.lane[paused])
+    mask: Array = (2 * gaps.gc_ns > gaps.host_ns) | _by_lock(gaps) | _by_stacks(joined, gaps)
+    if len(gaps.call) and len(paused := _submission_pauses(joined)):
+        mask |= np.isin(joined.caller[gaps.call], joined.caller[paused])
     return mask
 
 
-def _submission_pauses(frame: Frame) -> Array:
+def _submission_pauses(joined: JoinedRecording) -> Array:
     """Rows of calls after which their thread paused for switch intervals, of threads that do so habitually."""
-    order = frame.by_lane
+    known: Array | None = joined.__dict__.get("_pauses")
+    if known is None:
+        known = joined.__dict__["_pauses"] = _pauses(joined)
+    return known
+
+
+def _pauses(joined: JoinedRecording) -> Array:
+    order = joined.by_caller
     if len(order) < MANY_PAUSES:
         return order[:0]
-    same = frame.lane[order[1:]] == frame.lane[order[:-1]]
-    pause = np.where(same, frame.start[order[1:]] - frame.end[order[:-1]], 0)
+    same = joined.caller[order[1:]] == joined.caller[order[:-1]]
+    pause = np.where(same, joined.start[order[1:]] - joined.end[order[:-1]], 0)
     found = []
-    for lane in np.unique(frame.lane[order[:-1]][pause > LONG_PAUSE_NS]):
-        mine = np.flatnonzero((frame.lane[order[:-1]] == lane) & (pause > LONG_PAUSE_NS) & (pause < NO_WORK_NS))
+    for caller in np.unique(joined.caller[order[:-1]][pause > LONG_PAUSE_NS]):
+        mine = np.flatnonzero((joined.caller[order[:-1]] == caller) & (pause > LONG_PAUSE_NS) & (pause < NO_WORK_NS))
         times = pause[mine] / SWITCH_NS
         whole = np.maximum(np.round(times), 1)
         # A thread wakes late, never early, and each holder in turn keeps the lock for an interval.
@@ -90,32 +97,47 @@ def _submission_pauses(frame: Frame) -> Array:
     return np.concatenate([order[:0], *found])
 
 
-def _by_submissions(frame: Frame) -> Finding | None:
+def _by_submissions(joined: JoinedRecording) -> Finding | None:
     """Pauses of submitting threads that have the interpreter's period."""
-    rows = _submission_pauses(frame)
+    rows = _submission_pauses(joined)
     if not len(rows):
         return None
-    order = frame.by_lane
+    order = joined.by_caller
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order))
     after = order[place[rows] + 1]
-    ns = frame.start[after] - frame.end[rows]
+    ns = joined.start[after] - joined.end[rows]
     lost, typical = int(ns.sum()), float(np.median(ns))
-    span = frame.lane_span_ns(rows)
+    span = joined.caller_span_ns(rows)
     if lost < LEAST_SHARE * span:
         return None
-    calls = int(frame.submits[after].sum())
-    inside = int(frame.dur[np.isin(frame.lane, frame.lane[rows])].sum())
-    return frame.finding(
-        CAUSE, "A submitting thread waited {lost} for the interpreter's lock, between {calls} calls", "likely", lost,
-        len(rows), lane="host", span_ns=span, places=frame.places(rows, ns),
-        window=(int(frame.end[rows].min()), int(frame.start[after].max())),
+    calls = int(joined.submits[after].sum())
+    inside = int(joined.dur[np.isin(joined.caller, joined.caller[rows])].sum())
+    return joined.finding(
+        CAUSE,
+        "A submitting thread waited {lost} for the interpreter's lock, between {calls} calls",
+        "likely",
+        lost,
+        len(rows),
+        lost_on="host",
+        span_ns=span,
+        places=joined.places(rows, ns),
+        window=(int(joined.end[rows].min()), int(joined.start[after].max())),
         evidence=(
-            Evidence(f"{len(rows):,} pauses between calls, {ms(typical)} each (median), {calls:,} of them before a "
-                     "submission: the interpreter's switch interval of 5 ms, once for each thread that held its lock",
-                     typical, "ns", INFERRED),
-            Evidence(f"inside its calls the thread spent {ms(inside)} of {ms(span)}: neither a full queue nor the "
-                     "driver held it", lost, "ns", MEASURED),
+            Evidence(
+                f"{len(rows):,} pauses between calls, {ms(typical)} each (median), {calls:,} of them before a "
+                "submission: the interpreter's switch interval of 5 ms, once for each thread that held its lock",
+                typical,
+                "ns",
+                INFERRED,
+            ),
+            Evidence(
+                f"inside its calls the thread spent {ms(inside)} of {ms(span)}: neither a full queue nor the "
+                "driver held it",
+                lost,
+                "ns",
+                MEASURED,
+            ),
         ),
         cure=(
             Change("Move the other thread's Python work to a process of its own", share=1.0),
@@ -123,68 +145,114 @@ def _by_submissions(frame: Frame) -> Finding | None:
             Change("sys.setswitchinterval(0.0005) as a stopgap", share=0.9),
         ),
         reason="a thread that sleeps 5 ms between its calls on purpose looks the same",
-    )  # fmt: skip
+    )
 
 
-def find(frame: Frame) -> Finding | None:
+def find(joined: JoinedRecording) -> Finding | None:
     """Gaps that the interpreter makes."""
-    return _by_submissions(frame) or _by_idle_gaps(frame)
+    return _by_submissions(joined) or _by_idle_gaps(joined)
 
 
-def _by_idle_gaps(frame: Frame) -> Finding | None:
+def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
     """Idle gaps of the device that the interpreter makes."""
-    gaps = idle_gaps(frame)
+    gaps = idle_gaps(joined)
     if not len(gaps.start):
         return None
-    span = frame.span_ns * max(len(np.unique(gaps.process)), 1)
+    span = joined.span_ns * max(len(np.unique(gaps.process)), 1)
     short = (gaps.host_ns > 0) & (gaps.host_ns < SHORT_NS)
     if short.sum() < MANY or int(gaps.host_ns[short].sum()) < LEAST_SHARE * span:
         short[:] = False
-    collected, locked, sampled = 2 * gaps.gc_ns > gaps.host_ns, _by_lock(gaps), _by_stacks(frame, gaps)
+    collected, locked, sampled = 2 * gaps.gc_ns > gaps.host_ns, _by_lock(gaps), _by_stacks(joined, gaps)
     mine = short | collected | locked | sampled
     lost = int(gaps.host_ns[mine].sum())
     if not mine.any() or lost < (LEAST_SHARE if not collected.any() else 0.01) * span:
         return None
     ns = gaps.host_ns[mine]
     evidence = [
-        Evidence(f"{int(mine.sum())} idle gaps of the device, {ms(lost)} or {share(lost, span)} of the recording, "
-                 "while the launching thread was in no CUDA call", lost, "ns", MEASURED),
-    ]  # fmt: skip
+        Evidence(
+            f"{int(mine.sum())} idle gaps of the device, {ms(lost)} or {share(lost, span)} of the recording, "
+            "while the launching thread was in no CUDA call",
+            lost,
+            "ns",
+            MEASURED,
+        ),
+    ]
     cure: list[Change] = []
     of_all = 1 / max(lost, 1)
     if short.any():
         between = float(np.median(gaps.host_ns[short]))
-        evidence.append(Evidence(f"{int(short.sum())} of them are short: the host takes {ms(between)} longer for each "
-                                 "launch than the device for what was queued", between, "ns", MEASURED))  # fmt: skip
+        evidence.append(
+            Evidence(
+                f"{int(short.sum())} of them are short: the host takes {ms(between)} longer for each "
+                "launch than the device for what was queued",
+                between,
+                "ns",
+                MEASURED,
+            )
+        )
         cure += [
-            Change("Launch many kernels at once: a CUDA graph, torch.compile(mode='reduce-overhead')",
-                   share=int(gaps.host_ns[short].sum()) * of_all),
+            Change(
+                "Launch many kernels at once: a CUDA graph, torch.compile(mode='reduce-overhead')",
+                share=int(gaps.host_ns[short].sum()) * of_all,
+            ),
             Change("Larger batches, fused kernels"),
-        ]  # fmt: skip
+        ]
     if locked.any():
         typical = float(np.median(gaps.host_ns[locked]))
-        evidence.append(Evidence(f"{int(locked.sum())} last {ms(typical)} (median), the interpreter's switch interval: "
-                                 "another Python thread holds its lock", typical, "ns", INFERRED))  # fmt: skip
+        evidence.append(
+            Evidence(
+                f"{int(locked.sum())} last {ms(typical)} (median), the interpreter's switch interval: "
+                "another Python thread holds its lock",
+                typical,
+                "ns",
+                INFERRED,
+            )
+        )
         cure += [
-            Change("Move the other thread's Python work to a process of its own",
-                   share=int(gaps.host_ns[locked].sum()) * of_all),
+            Change(
+                "Move the other thread's Python work to a process of its own",
+                share=int(gaps.host_ns[locked].sum()) * of_all,
+            ),
             Change("sys.setswitchinterval(0.0005) as a stopgap"),
-        ]  # fmt: skip
+        ]
     if sampled.any():
-        evidence.append(Evidence(f"in {int(sampled.sum())} of them a stack was taken in which the thread waited for "
-                                 "the interpreter's lock", int(sampled.sum()), "1", "py-spy"))  # fmt: skip
+        evidence.append(
+            Evidence(
+                f"in {int(sampled.sum())} of them a stack was taken in which the thread waited for "
+                "the interpreter's lock",
+                int(sampled.sum()),
+                "1",
+                "py-spy",
+            )
+        )
     if collected.any():
         total = int(gaps.gc_ns[collected].sum())
-        evidence.append(Evidence(f"{ms(total)} of them were garbage collection", total, "ns",
-                                 "labelled by the recorder"))  # fmt: skip
+        evidence.append(
+            Evidence(f"{ms(total)} of them were garbage collection", total, "ns", "labelled by the recorder")
+        )
         cure += [Change("gc.freeze() after start-up, and gc.collect() between requests", share=total * of_all)]
-    return frame.finding(
-        CAUSE, "The device was idle for {lost} because Python was slow to launch, in {calls} gaps", "likely", lost,
-        int(mine.sum()), lane="device", span_ns=span, places=frame.places(gaps.call[mine], ns),
-        window=(int(gaps.start[mine].min()), int(gaps.end[mine].max())), evidence=evidence, cure=cure,
+    return joined.finding(
+        CAUSE,
+        "The device was idle for {lost} because Python was slow to launch, in {calls} gaps",
+        "likely",
+        lost,
+        int(mine.sum()),
+        lost_on="device",
+        span_ns=span,
+        places=joined.places(gaps.call[mine], ns),
+        window=(int(gaps.start[mine].min()), int(gaps.end[mine].max())),
+        evidence=evidence,
+        cure=cure,
         chart={
-            "title": "Idle gaps of the device", "x_label": "time in the recording (ms)", "y_label": "gap (us)",
-            "series": {"gaps": {"x": (gaps.start[mine] - frame.window[0])[:2000] / 1e6, "y": ns[:2000] / 1e3,
-                                "style": "points"}},
+            "title": "Idle gaps of the device",
+            "x_label": "time in the recording (ms)",
+            "y_label": "gap (us)",
+            "series": {
+                "gaps": {
+                    "x": (gaps.start[mine] - joined.window[0])[:2000] / 1e6,
+                    "y": ns[:2000] / 1e3,
+                    "style": "points",
+                }
+            },
         },
-    )  # fmt: skip
+    )

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvprobe.diagnosis.fences import pooled_behind_fence, still_by_waits
-from kvprobe.diagnosis.frame import Array, Frame
 from kvprobe.diagnosis.intervals import Cover, ascending, distinct
+from kvprobe.diagnosis.joined import Array, JoinedRecording
 from kvprobe.launchqueue.constants import BAND_SHARE, LEAST_BAND, REAL_DEPTH, STANDING_NS
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory, Recording, Table
 from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, occupancy
@@ -61,11 +61,17 @@ def _replaced(recording: Recording, channel: Array) -> Recording:
     """The recording with these channels of its streams."""
     tables = dict(recording.tables)
     tables["streams"] = Table("streams", {**recording.streams.columns, "channel": channel})
-    return Recording(source=recording.source, tables=tables, names=recording.names, machine=recording.machine,
-                     has_executions=recording.has_executions)  # fmt: skip
+    return Recording(
+        source=recording.source,
+        tables=tables,
+        names=recording.names,
+        machine=recording.machine,
+        has_executions=recording.has_executions,
+        known_links=recording.known_links,
+    )
 
 
-def _with_channels(recording: Recording, frame: Frame) -> Recording | None:
+def _with_channels(recording: Recording, joined: JoinedRecording) -> Recording | None:
     """The recording with each stream's channel, where the recorder knows channels; None where it does not.
 
     A stream has a channel for each kind of work; that of its copies is taken, for copies are what fills it.
@@ -83,31 +89,31 @@ def _with_channels(recording: Recording, frame: Frame) -> Recording | None:
     return _replaced(recording, channel)
 
 
-def _pooled(recording: Recording, frame: Frame) -> Recording | None:
+def _pooled(recording: Recording, joined: JoinedRecording) -> Recording | None:
     """The recording with all copy streams of a direction as if they were one channel; None where there are too few."""
     channel = np.full(recording.streams.rows, -1, dtype=np.int32)
     for direction in (Direction.H2D, Direction.D2H):
-        copies = frame.submits & (frame.direction == direction) & (frame.stream >= 0)
-        channel[distinct(frame.stream[copies])] = int(direction)
-    channel[frame.kernel_streams] = -1
+        copies = joined.submits & (joined.direction == direction) & (joined.stream >= 0)
+        channel[distinct(joined.stream[copies])] = int(direction)
+    channel[joined.kernel_streams] = -1
     if np.bincount(channel[channel >= 0], minlength=3).max() < POOLED_MANY:
         return None
     return _replaced(recording, channel)
 
 
-def _shared_channels(frame: Frame, own: Occupancy, result: Full) -> tuple[Array, Array]:
+def _shared_channels(joined: JoinedRecording, own: Occupancy, result: Full) -> tuple[Array, Array]:
     """Calls blocked by a channel although their own stream had room: (rows, ns)."""
-    recording = frame.recording
+    recording = joined.recording
     none = np.zeros(0, dtype=np.int64)
     if not recording.has_executions or not recording.streams.rows:
         return none, none
-    labelled = _with_channels(recording, frame)
+    labelled = _with_channels(recording, joined)
     known = labelled is not None
     if labelled is not None:
         shared = occupancy(labelled, by_channel=True)
         result.channels_how = "channel ids of the recorder (CUPTI)"
     else:
-        pooled = _pooled(recording, frame)
+        pooled = _pooled(recording, joined)
         if pooled is None:
             return none, none
         shared = occupancy(pooled, by_channel=True)
@@ -118,8 +124,8 @@ def _shared_channels(frame: Frame, own: Occupancy, result: Full) -> tuple[Array,
     for queue in shared.streams:
         if len(queue.streams) < 2:
             continue
-        rows, ns = _near_the_top(frame, queue) if queue.verdict == "saturated" else _regular(frame, queue)
-        users = distinct(frame.stream[rows])
+        rows, ns = _near_the_top(joined, queue) if queue.verdict == "saturated" else _regular(joined, queue)
+        users = distinct(joined.stream[rows])
         if len(users) < 2:
             continue
         limit = int(queue.depth.max()) if known else int(full_depth or 1_000)
@@ -137,34 +143,34 @@ def _shared_channels(frame: Frame, own: Occupancy, result: Full) -> tuple[Array,
     return np.concatenate(rows_out), np.concatenate(ns_out)
 
 
-def _by_other_thread(frame: Frame, queue: StreamOccupancy, rows: Array) -> Array:
+def _by_other_thread(joined: JoinedRecording, queue: StreamOccupancy, rows: Array) -> Array:
     """Mask over blocked `rows` of one stream: another thread, which copies, filled it; the caller lives elsewhere."""
     mask = np.zeros(len(rows), dtype=bool)
-    if len(distinct(frame.lane[queue.calls])) < 2:
+    if len(distinct(joined.caller[queue.calls])) < 2:
         return mask
-    for lane in distinct(frame.lane[rows]):
-        mine = np.flatnonzero(frame.lane[rows] == lane)
-        here = queue.calls[frame.lane[queue.calls] == lane]
-        elsewhere = int((frame.submits & (frame.lane == lane) & (frame.stream != queue.stream)).sum())
-        others = queue.calls[frame.lane[queue.calls] != lane]
-        copies = np.isin(frame.direction[others], [Direction.H2D, Direction.D2H]).mean()
+    for caller in distinct(joined.caller[rows]):
+        mine = np.flatnonzero(joined.caller[rows] == caller)
+        here = queue.calls[joined.caller[queue.calls] == caller]
+        elsewhere = int((joined.submits & (joined.caller == caller) & (joined.stream != queue.stream)).sum())
+        others = queue.calls[joined.caller[queue.calls] != caller]
+        copies = np.isin(joined.direction[others], [Direction.H2D, Direction.D2H]).mean()
         if elsewhere <= len(here) or copies < 0.9:
             continue
-        done = ascending(frame.exec_end[here][frame.exec_end[here] >= 0])
-        at = frame.start[rows[mine]]
-        own = np.searchsorted(ascending(frame.start[here]), at) - np.searchsorted(done, at, "right")
-        mask[mine] = 2 * own < frame.occupancy.depth[rows[mine]]
+        done = ascending(joined.exec_end[here][joined.exec_end[here] >= 0])
+        at = joined.start[rows[mine]]
+        own = np.searchsorted(ascending(joined.start[here]), at) - np.searchsorted(done, at, "right")
+        mask[mine] = 2 * own < joined.occupancy.depth[rows[mine]]
     return mask
 
 
-def _standing_still(frame: Frame, queue: StreamOccupancy, rows: Array) -> Array:
+def _standing_still(joined: JoinedRecording, queue: StreamOccupancy, rows: Array) -> Array:
     """Ns of each blocked call in which nothing of its queue executed, where the queue moved on at the call's end."""
-    table = frame.recording.executions
+    table = joined.recording.executions
     theirs = np.isin(table["stream"], queue.streams or [queue.stream])
-    cover = Cover(frame.x_start[theirs], frame.x_end[theirs])
-    start, end = frame.start[rows], frame.end[rows]
+    cover = Cover(joined.x_start[theirs], joined.x_end[theirs])
+    start, end = joined.start[rows], joined.end[rows]
     still = (end - start) - cover.within(start, end)
-    begins = ascending(frame.x_start[theirs])
+    begins = ascending(joined.x_start[theirs])
     at = np.searchsorted(begins, start)
     # Something of the queue must begin in the call or right after it, else it was not the queue that moved.
     moved = at < len(begins)
@@ -172,18 +178,18 @@ def _standing_still(frame: Frame, queue: StreamOccupancy, rows: Array) -> Array:
     return np.where(moved & (2 * still > end - start) & (still > STANDING_NS), still, 0)
 
 
-def full(frame: Frame) -> Full:
-    """Splits all blocked calls of a recording; computed once a frame."""
-    known = frame.__dict__.get("_full")
+def full(joined: JoinedRecording) -> Full:
+    """Splits all blocked calls of a recording; computed once a joined."""
+    known = joined.__dict__.get("_full")
     if isinstance(known, Full):
         return known
-    own = frame.occupancy
+    own = joined.occupancy
     none = np.zeros(0, dtype=np.int64)
     result = Full(dict.fromkeys(SHAPES, none), dict.fromkeys(SHAPES, none), [], own.how)
     rows_of: dict[str, list[Array]] = {s: [] for s in SHAPES}
     ns_of: dict[str, list[Array]] = {s: [] for s in SHAPES}
-    channel_rows, channel_ns = _shared_channels(frame, own, result)
-    pooled, pooled_ns, outstanding, streams = pooled_behind_fence(frame)
+    channel_rows, channel_ns = _shared_channels(joined, own, result)
+    pooled, pooled_ns, outstanding, streams = pooled_behind_fence(joined)
     more = ~np.isin(pooled, channel_rows)
     if more.any():
         channel_rows = np.concatenate((channel_rows, pooled[more]))
@@ -191,22 +197,25 @@ def full(frame: Frame) -> Full:
         result.channel_total = max(result.channel_total, outstanding)
         result.channel_streams = max(result.channel_streams, streams)
         result.channels_how = result.channels_how or "counted from the beginning of the burst"
-    taken = np.zeros(len(frame.start), dtype=bool)
+    taken = np.zeros(len(joined.start), dtype=bool)
     taken[channel_rows] = True
     rows_of["channels"].append(channel_rows)
     ns_of["channels"].append(channel_ns)
     for queue in own.streams:
         if queue.verdict == "saturated":
-            rows, ns = _near_the_top(frame, queue)
+            rows, ns = _near_the_top(joined, queue)
         else:
-            rows, ns = _regular(frame, queue)
+            rows, ns = _regular(joined, queue)
             result.regular |= bool(len(rows))
             if not len(rows):
-                rows, ns = _lonely(frame, queue)
+                rows, ns = _lonely(joined, queue)
             if queue.verdict == "cannot tell" and not result.open_reason and not len(rows):
-                slow = queue.calls[(frame.slow[queue.calls]) & (queue.depth > 0.9 * queue.depth.max())
-                                   & (frame.memory[queue.calls] != Memory.PAGEABLE)
-                                   & (frame.kind[queue.calls] != CallKind.GRAPH)]  # fmt: skip
+                slow = queue.calls[
+                    (joined.slow[queue.calls])
+                    & (queue.depth > 0.9 * queue.depth.max())
+                    & (joined.memory[queue.calls] != Memory.PAGEABLE)
+                    & (joined.kind[queue.calls] != CallKind.GRAPH)
+                ]
                 result.open_reason, result.open_rows = queue.reason, slow[~np.isin(slow, rows)]
         keep = ~taken[rows]
         rows, ns = rows[keep], ns[keep]
@@ -220,15 +229,17 @@ def full(frame: Frame) -> Full:
             ns_of["channels"].append(ns[roomy])
             taken[rows[roomy]] = True
             rows, ns = rows[~roomy], ns[~roomy]
-        alias = _by_other_thread(frame, queue, rows)
-        seen = frame.recording.has_executions
-        still = _standing_still(frame, queue, rows) if seen else still_by_waits(frame, queue.stream, rows, ns)
+        alias = _by_other_thread(joined, queue, rows)
+        seen = joined.recording.has_executions
+        still = _standing_still(joined, queue, rows) if seen else still_by_waits(joined, queue.stream, rows, ns)
         still = np.minimum(still, ns)
         still[alias] = 0
         fenced = still > 0
         for shape, mask, lost in (
-            ("alias", alias, ns), ("fence", fenced, still), ("saturation", ~alias, ns - still),
-        ):  # fmt: skip
+            ("alias", alias, ns),
+            ("fence", fenced, still),
+            ("saturation", ~alias, ns - still),
+        ):
             mask = mask & (lost > 0)
             rows_of[shape].append(rows[mask])
             ns_of[shape].append(lost[mask])
@@ -237,11 +248,11 @@ def full(frame: Frame) -> Full:
         result.rows[shape] = np.concatenate([none, *rows_of[shape]])
         result.ns[shape] = np.concatenate([none, *ns_of[shape]])
     result.ceiling = max((q.ceiling if q.ceiling > 0 else int(q.depth.max()) for q in result.queues), default=-1)
-    frame.__dict__["_full"] = result
+    joined.__dict__["_full"] = result
     return result
 
 
-def _near_the_top(frame: Frame, queue: StreamOccupancy) -> tuple[Array, Array]:
+def _near_the_top(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Array]:
     """The blocked calls of a full queue, and those a little below its plateau that waited in the same way.
 
     Where room is handed on late (in chunks, or by a scheduler that was itself held up), the operations that ended in
@@ -250,43 +261,48 @@ def _near_the_top(frame: Frame, queue: StreamOccupancy) -> tuple[Array, Array]:
     rows, ns = queue.calls[queue.blocked], queue.blocked_ns[queue.blocked]
     if queue.ceiling_how != "plateau" or queue.graphs:
         return rows, ns
-    return _with_late_room(frame, queue, rows, ns, queue.ceiling)
+    return _with_late_room(joined, queue, rows, ns, queue.ceiling)
 
 
-def _with_late_room(frame: Frame, queue: StreamOccupancy, rows: Array, ns: Array, deepest: int) -> tuple[Array, Array]:
+def _with_late_room(
+    joined: JoinedRecording, queue: StreamOccupancy, rows: Array, ns: Array, deepest: int
+) -> tuple[Array, Array]:
     """Adds the slow calls a little below the plateau, between the first and the last that were blocked at it."""
-    usual, dur = frame.usual_ns[queue.calls], frame.dur[queue.calls]
+    usual, dur = joined.usual_ns[queue.calls], joined.dur[queue.calls]
     below = (queue.depth >= 0.85 * deepest) & (dur > 5 * usual + 20_000)
-    below &= (frame.memory[queue.calls] != Memory.PAGEABLE) & ~np.isin(queue.calls, rows)
+    below &= (joined.memory[queue.calls] != Memory.PAGEABLE) & ~np.isin(queue.calls, rows)
     more = queue.calls[below]
-    starts = ascending(frame.start[rows])
-    between = np.searchsorted(starts, frame.start[more])
+    starts = ascending(joined.start[rows])
+    between = np.searchsorted(starts, joined.start[more])
     more = more[(between > 0) & (between < len(starts))]
-    return np.concatenate((rows, more)), np.concatenate((ns, frame.excess_ns[more]))
+    return np.concatenate((rows, more)), np.concatenate((ns, joined.excess_ns[more]))
 
 
-def _lonely(frame: Frame, queue: StreamOccupancy) -> tuple[Array, Array]:
+def _lonely(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Array]:
     """A few calls at the stream's deepest while it stood still: too few for a plateau, but its stop explains them."""
     none = np.zeros(0, dtype=np.int64)
     deepest = int(queue.depth.max(initial=0))
-    fact = frame.recording.machine.get("queue_depth")
+    fact = joined.recording.machine.get("queue_depth")
     least = 0.95 * float(fact) if fact else REAL_DEPTH
-    if deepest < least or not frame.recording.has_executions:
+    if deepest < least or not joined.recording.has_executions:
         return none, none
-    excess = frame.excess_ns[queue.calls]
-    top = queue.calls[(queue.depth >= deepest - max(LEAST_BAND, round(BAND_SHARE * deepest))) & (excess > STANDING_NS)
-                      & (frame.memory[queue.calls] != Memory.PAGEABLE)]  # fmt: skip
-    still = _standing_still(frame, queue, top)
+    excess = joined.excess_ns[queue.calls]
+    top = queue.calls[
+        (queue.depth >= deepest - max(LEAST_BAND, round(BAND_SHARE * deepest)))
+        & (excess > STANDING_NS)
+        & (joined.memory[queue.calls] != Memory.PAGEABLE)
+    ]
+    still = _standing_still(joined, queue, top)
     if not fact:  # then the fence itself must be seen: a wait, and the kernel that is waited for
-        told = ascending(frame.start[frame.is_named("streamwaitevent") & (frame.stream == queue.stream)])
-        busy = frame.busy(Engine.KERNEL).within(frame.start[top], frame.end[top])
-        seen = (np.searchsorted(told, frame.start[top]) > 0) & (10 * busy > 8 * frame.dur[top])
+        told = ascending(joined.start[joined.is_named("streamwaitevent") & (joined.stream == queue.stream)])
+        busy = joined.busy(Engine.KERNEL).within(joined.start[top], joined.end[top])
+        seen = (np.searchsorted(told, joined.start[top]) > 0) & (10 * busy > 8 * joined.dur[top])
         still = np.where(seen, still, 0)
     top = top[still > 0]
-    return top, frame.excess_ns[top]
+    return top, joined.excess_ns[top]
 
 
-def _regular(frame: Frame, queue: StreamOccupancy) -> tuple[Array, Array]:
+def _regular(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Array]:
     """Slow calls at the top whose alignment is not at once, but is otherwise borne out.
 
     A queue whose room is handed on by a software scheduler returns tens of microseconds after the device moved on,
@@ -297,11 +313,11 @@ def _regular(frame: Frame, queue: StreamOccupancy) -> tuple[Array, Array]:
     """
     none = np.zeros(0, dtype=np.int64)
     deepest = int(queue.depth.max(initial=0))
-    fact = frame.recording.machine.get("queue_depth") or None
+    fact = joined.recording.machine.get("queue_depth") or None
     if queue.graphs or len(queue.ends) < 16 or deepest < (0.9 * float(fact) if fact else REAL_DEPTH):
         return none, none
-    excess, usual = frame.excess_ns[queue.calls], frame.usual_ns[queue.calls]
-    judged = frame.memory[queue.calls] != Memory.PAGEABLE
+    excess, usual = joined.excess_ns[queue.calls], joined.usual_ns[queue.calls]
+    judged = joined.memory[queue.calls] != Memory.PAGEABLE
     top = judged & (queue.depth >= deepest - max(LEAST_BAND, round(BAND_SHARE * deepest)))
     slow = excess > 3 * usual + 10_000
     rows = queue.calls[top & slow]
@@ -312,15 +328,15 @@ def _regular(frame: Frame, queue: StreamOccupancy) -> tuple[Array, Array]:
     near = fact is not None and abs(deepest - channels * float(fact)) <= 0.1 * channels * float(fact)
     if near and (channels == 1 or len(queue.streams) > 1):
         # Room may be freed in chunks: then most calls at the top go through, and each one in so many waits long.
-        return _with_late_room(frame, queue, rows, frame.excess_ns[rows], deepest)
+        return _with_late_room(joined, queue, rows, joined.excess_ns[rows], deepest)
     if len(rows) < 16 or 2 * len(rows) < top.sum():
         return none, none
-    at = np.searchsorted(queue.ends, frame.end[rows], "right")
+    at = np.searchsorted(queue.ends, joined.end[rows], "right")
     inside = (at > 0) & (at < len(queue.ends))
-    delay = frame.end[rows][inside] - queue.ends[at[inside] - 1]
+    delay = joined.end[rows][inside] - queue.ends[at[inside] - 1]
     between = queue.ends[at[inside]] - queue.ends[at[inside] - 1]
     if len(delay) < 16:
         return none, none
     phase = delay / np.maximum(between, 1) * 2 * np.pi
     gathered = float(np.hypot(np.cos(phase).mean(), np.sin(phase).mean()))  # 0 by chance, 1 for one constant delay
-    return (rows, frame.excess_ns[rows]) if gathered > 0.5 else (none, none)
+    return (rows, joined.excess_ns[rows]) if gathered > 0.5 else (none, none)

@@ -13,39 +13,57 @@ Time lost: not known without executions. Predicted saving: none is stated.
 from __future__ import annotations
 
 from kvprobe.diagnosis.finding import COUNTED, Change, Evidence, Finding, NotLookedFor
-from kvprobe.diagnosis.frame import Frame, share
+from kvprobe.diagnosis.joined import JoinedRecording, share
 
 CAUSE = "remote_numa_memory"
 LEAST_BYTES, LEAST_SHARE = 64 << 20, 0.2
 
 
-def not_shown(frame: Frame) -> NotLookedFor | None:
+def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
     """Needs the nodes of memory and GPUs."""
-    machine = frame.recording.machine
+    machine = joined.recording.machine
     if machine.get("host_bytes_by_node") and machine.get("gpu_nodes"):
         return None
-    return NotLookedFor("the recording does not tell on which NUMA node host memory and the GPU are",
-                        "kvprobe run, on a machine of several nodes")  # fmt: skip
+    return NotLookedFor(
+        "the recording does not tell on which NUMA node host memory and the GPU are",
+        "kvprobe run, on a machine of several nodes",
+    )
 
 
-def find(frame: Frame) -> Finding | None:
+def find(joined: JoinedRecording) -> Finding | None:
     """Bytes on nodes without a GPU."""
-    machine = frame.recording.machine
+    machine = joined.recording.machine
     nodes, gpus = list(machine["host_bytes_by_node"]), list(machine["gpu_nodes"])
     far = sum(size for node, size in enumerate(nodes) if node not in gpus)
     if far < LEAST_BYTES or far < LEAST_SHARE * sum(nodes):
         return None
     where = ", ".join(f"node {node}: {size / 1e6:,.0f} MB" for node, size in enumerate(nodes) if size)
-    return frame.finding(
-        CAUSE, f"{far / 1e6:,.0f} MB were copied from or to memory on another NUMA node than the GPU", "likely", 0, 0,
-        lane="none", severity="warning", places=(), window=frame.window,
+    return joined.finding(
+        CAUSE,
+        f"{far / 1e6:,.0f} MB were copied from or to memory on another NUMA node than the GPU",
+        "likely",
+        0,
+        0,
+        lost_on="none",
+        severity="warning",
+        places=(),
+        window=joined.window,
         evidence=(
-            Evidence(f"{share(far, sum(nodes))} of the copied host memory is on a node without a GPU ({where}; GPUs on "
-                     f"{', '.join(map(str, gpus))})", far, "bytes", COUNTED),
+            Evidence(
+                f"{share(far, sum(nodes))} of the copied host memory is on a node without a GPU ({where}; GPUs on "
+                f"{', '.join(map(str, gpus))})",
+                far,
+                "bytes",
+                COUNTED,
+            ),
         ),
         cure=(
-            Change("numactl --cpunodebind=N --membind=N with the GPU's node, or a memory policy before the pool is "
-                   "allocated", "setting", "numactl"),
+            Change(
+                "numactl --cpunodebind=N --membind=N with the GPU's node, or a memory policy before the pool is "
+                "allocated",
+                "setting",
+                "numactl",
+            ),
             Change("Touch the pool's pages from a thread that runs on the GPU's node, before they are pinned"),
         ),
-    )  # fmt: skip
+    )

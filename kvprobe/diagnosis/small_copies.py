@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding
-from kvprobe.diagnosis.frame import Array, Frame, ms
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
 from kvprobe.recordings.model import Direction, Engine, Memory
 
 CAUSE = "small_copies"
@@ -30,82 +30,113 @@ FIXED_NS = 6_000
 BATCH_GAIN = 1 - 1 / 2.6
 
 
-def _between(frame: Frame, rows: Array) -> int:
+def _between(joined: JoinedRecording, rows: Array) -> int:
     """Ns that the engine spent between small copies of one stream although the next one waited already."""
-    order = rows[np.lexsort((frame.x_start[rows], frame.recording.executions["stream"][rows]))]
-    calls = frame.x_call[order[1:]]
-    given = np.where(calls >= 0, frame.end[np.maximum(calls, 0)], frame.x_start[order[1:]])
-    idle = frame.x_start[order[1:]] - frame.x_end[order[:-1]]
-    streams = frame.recording.executions["stream"][order]
-    counts = (streams[1:] == streams[:-1]) & (given <= frame.x_end[order[:-1]]) & (idle > 0) & (idle < FIXED_NS)
+    order = rows[np.lexsort((joined.x_start[rows], joined.recording.executions["stream"][rows]))]
+    calls = joined.x_call[order[1:]]
+    given = np.where(calls >= 0, joined.end[np.maximum(calls, 0)], joined.x_start[order[1:]])
+    idle = joined.x_start[order[1:]] - joined.x_end[order[:-1]]
+    streams = joined.recording.executions["stream"][order]
+    counts = (streams[1:] == streams[:-1]) & (given <= joined.x_end[order[:-1]]) & (idle > 0) & (idle < FIXED_NS)
     return int(idle[counts].sum())
 
 
-def find(frame: Frame) -> Finding | None:
+def find(joined: JoinedRecording) -> Finding | None:
     """Small copies, both directions together."""
-    table = frame.recording.executions
+    table = joined.recording.executions
     chosen, losses, parts = [], [], []
     between = 0
     runs_known, merged_ns, certain = False, 0.0, True
     evidence: list[Evidence] = []
     for direction in (Direction.H2D, Direction.D2H):
         rows = np.flatnonzero(
-            (table["engine"] == Engine.COPY) & (table["direction"] == direction) & (table["bytes"] > 0)
-            & (table["bytes"] < SMALL_BYTES) & (table["count"] <= 1) & (table["memory"] != Memory.PAGEABLE)
-        )  # fmt: skip
+            (table["engine"] == Engine.COPY)
+            & (table["direction"] == direction)
+            & (table["bytes"] > 0)
+            & (table["bytes"] < SMALL_BYTES)
+            & (table["count"] <= 1)
+            & (table["memory"] != Memory.PAGEABLE)
+        )
         if len(rows) < MANY:
             continue
-        rate, how = frame.link(direction)
+        rate, how = joined.link(direction)
         if rate <= 0:
-            if float(np.median(frame.x_dur[rows])) > FIXED_NS:
+            if float(np.median(joined.x_dur[rows])) > FIXED_NS:
                 continue  # slow for their size on a link of unknown speed: cannot tell a fixed cost from a slow link
             rate, how, certain = 25e9, "assumed: no large copy in the recording shows the link", False
-        excess = np.maximum(frame.x_dur[rows] - table["bytes"][rows] / rate * 1e9, 0).astype(np.int64)
-        between += _between(frame, rows)
-        if 2 * int(excess.sum()) < int(frame.x_dur[rows].sum()):
+        excess = np.maximum(joined.x_dur[rows] - table["bytes"][rows] / rate * 1e9, 0).astype(np.int64)
+        between += _between(joined, rows)
+        if 2 * int(excess.sum()) < int(joined.x_dur[rows].sum()):
             continue
         chosen.append(rows)
         losses.append(excess)
         parts.append(direction)
         typical = int(np.median(table["bytes"][rows]))
-        reached = int(table["bytes"][rows].sum()) / max(int(frame.x_dur[rows].sum()), 1) * 1e9
+        reached = int(table["bytes"][rows].sum()) / max(int(joined.x_dur[rows].sum()), 1) * 1e9
         name = "loads" if direction == Direction.H2D else "stores"
-        evidence.append(Evidence(f"{len(rows):,} {name} of {typical / 1024:.3g} KiB (median) kept the engine busy for "
-                                 f"{ms(int(frame.x_dur[rows].sum()))} at {reached / 1e9:.2f} GB/s", reached, "bytes/s",
-                                 MEASURED))  # fmt: skip
+        evidence.append(
+            Evidence(
+                f"{len(rows):,} {name} of {typical / 1024:.3g} KiB (median) kept the engine busy for "
+                f"{ms(int(joined.x_dur[rows].sum()))} at {reached / 1e9:.2f} GB/s",
+                reached,
+                "bytes/s",
+                MEASURED,
+            )
+        )
         evidence.append(Evidence(f"the link gives {rate / 1e9:.1f} GB/s", rate, "bytes/s", how))
-        calls = frame.x_call[rows]
-        joined = calls >= 0
-        joined[joined] = (frame.src[calls[joined]] != 0) & (frame.dst[calls[joined]] != 0)
-        if joined.all():
+        calls = joined.x_call[rows]
+        mergeable = calls >= 0
+        mergeable[mergeable] = (joined.src[calls[mergeable]] != 0) & (joined.dst[calls[mergeable]] != 0)
+        if mergeable.all():
             runs_known = True
-            order = np.lexsort((frame.start[calls], frame.stream[calls], frame.process[calls]))
+            order = np.lexsort((joined.start[calls], joined.stream[calls], joined.process[calls]))
             c = calls[order]
-            size = frame.bytes[c[:-1]].astype(np.uint64)
+            size = joined.bytes[c[:-1]].astype(np.uint64)
             follows = (
-                (frame.stream[c[1:]] == frame.stream[c[:-1]]) & (frame.process[c[1:]] == frame.process[c[:-1]])
-                & (frame.src[c[1:]] == frame.src[c[:-1]] + size) & (frame.dst[c[1:]] == frame.dst[c[:-1]] + size)
-            )  # fmt: skip
+                (joined.stream[c[1:]] == joined.stream[c[:-1]])
+                & (joined.process[c[1:]] == joined.process[c[:-1]])
+                & (joined.src[c[1:]] == joined.src[c[:-1]] + size)
+                & (joined.dst[c[1:]] == joined.dst[c[:-1]] + size)
+            )
             runs = len(c) - int(follows.sum())
-            evidence.append(Evidence(f"{len(c)} {name} are {runs} contiguous runs: {len(c) / runs:.3g} copies to a run",
-                                     len(c) / runs, "1", COUNTED))  # fmt: skip
+            evidence.append(
+                Evidence(
+                    f"{len(c)} {name} are {runs} contiguous runs: {len(c) / runs:.3g} copies to a run",
+                    len(c) / runs,
+                    "1",
+                    COUNTED,
+                )
+            )
             merged_ns += float(excess[order][1:][follows].sum())
     if not chosen:
         return None
     if between:
-        evidence.append(Evidence(f"between them the engine spent another {ms(between)} although the next one waited",
-                                 between, "ns", MEASURED))  # fmt: skip
+        evidence.append(
+            Evidence(
+                f"between them the engine spent another {ms(between)} although the next one waited",
+                between,
+                "ns",
+                MEASURED,
+            )
+        )
     rows, excess = np.concatenate(chosen), np.concatenate(losses)
     total = max(int(excess.sum()), 1)
-    calls = frame.x_call[rows]
-    host = int(frame.dur[calls[calls >= 0]].sum())
+    calls = joined.x_call[rows]
+    host = int(joined.dur[calls[calls >= 0]].sum())
     evidence.append(Evidence(f"submitting them one by one took the host {ms(host)}", host, "ns", MEASURED))
     merge = runs_known and merged_ns / total > BATCH_GAIN
     saving = merged_ns / total if merge else BATCH_GAIN
     joined_share = merged_ns / total if runs_known else None
-    evidence.append(Evidence(
-        f"joining the runs would save {ms(merged_ns)}" if merge else
-        f"a batch call would save at least {ms(saving * total)}", saving * total, "ns", INFERRED))  # fmt: skip
+    evidence.append(
+        Evidence(
+            f"joining the runs would save {ms(merged_ns)}"
+            if merge
+            else f"a batch call would save at least {ms(saving * total)}",
+            saving * total,
+            "ns",
+            INFERRED,
+        )
+    )
     cure = [
         Change("Join contiguous blocks into one copy before submitting", share=joined_share),
         Change("cudaMemcpyBatchAsync (CUDA 12.8 and later): one call for all blocks of a transfer", share=BATCH_GAIN),
@@ -114,12 +145,20 @@ def find(frame: Frame) -> Finding | None:
         ),
         Change("Larger blocks, or a layout that keeps all layers of a block together"),
     ]
-    span = frame.span_ns * max(len(np.unique(table["process"][rows])), 1)
-    if not frame.notable(int(np.clip(excess, 0, frame.device.free_ns[rows]).sum()) + between, span):
+    span = joined.span_ns * max(len(np.unique(table["process"][rows])), 1)
+    if not joined.notable(int(np.clip(excess, 0, joined.device.free_ns[rows]).sum()) + between, span):
         return None
-    got = frame.device.claim(CAUSE, rows, excess)
-    return frame.finding(
-        CAUSE, "{calls} small copies cost {lost} beyond their bytes", "certain" if certain else "likely",
-        int(got.sum()) + between, len(rows), lane="copy engine", span_ns=span, places=frame.device_places(rows, got),
-        window=(int(frame.x_start[rows].min()), int(frame.x_end[rows].max())), evidence=evidence, cure=cure,
-    )  # fmt: skip
+    got = joined.device.claim(CAUSE, rows, excess)
+    return joined.finding(
+        CAUSE,
+        "{calls} small copies cost {lost} beyond their bytes",
+        "certain" if certain else "likely",
+        int(got.sum()) + between,
+        len(rows),
+        lost_on="copy engine",
+        span_ns=span,
+        places=joined.device_places(rows, got),
+        window=(int(joined.x_start[rows].min()), int(joined.x_end[rows].max())),
+        evidence=evidence,
+        cure=cure,
+    )

@@ -64,8 +64,12 @@ class Startup:
 
     def to_json(self) -> dict[str, Any]:
         """All fields."""
-        return {"length_ns": self.length_ns, "how": self.how, "submissions": self.submissions,
-                "parts": [part.to_json() for part in self.parts]}  # fmt: skip
+        return {
+            "length_ns": self.length_ns,
+            "how": self.how,
+            "submissions": self.submissions,
+            "parts": [part.to_json() for part in self.parts],
+        }
 
 
 def startup(recording: Recording, window: ServingWindow) -> Startup:
@@ -94,8 +98,11 @@ def startup(recording: Recording, window: ServingWindow) -> Startup:
         in_names = np.bincount(np.maximum(calls["name"][mine], 0), weights=spent)
         asked = what in ("pinning host memory", "allocating device memory")
         size = int(calls["bytes"][mine].sum()) if asked else 0
-        out.append(StartupPart(what, len(mine), int(spent.sum()), size, recording.text(int(in_names.argmax())),
-                               int(spent.max())))  # fmt: skip
+        out.append(
+            StartupPart(
+                what, len(mine), int(spent.sum()), size, recording.text(int(in_names.argmax())), int(spent.max())
+            )
+        )
     out.sort(key=lambda part: -part.ns)
     submissions = int((before & is_kind(calls["kind"], SUBMITTING)).sum())
     return Startup(length, window.how, submissions, tuple(out))
@@ -125,5 +132,8 @@ def _kind(name: str) -> str:
 def _part(by_name: str, kind: int) -> str:
     if by_name:
         return by_name
-    return {CallKind.ALLOC: "allocating device memory", CallKind.FREE: "freeing memory",
-            CallKind.CREATE: "streams and events"}.get(CallKind(kind), "other calls")  # fmt: skip
+    return {
+        CallKind.ALLOC: "allocating device memory",
+        CallKind.FREE: "freeing memory",
+        CallKind.CREATE: "streams and events",
+    }.get(CallKind(kind), "other calls")

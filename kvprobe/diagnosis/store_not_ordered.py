@@ -18,59 +18,76 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, NotLookedFor
-from kvprobe.diagnosis.frame import Frame, ms
+from kvprobe.diagnosis.joined import JoinedRecording, ms
 from kvprobe.diagnosis.ordering import LEAST, bursts, copies_apart, order_not_shown, waits
 from kvprobe.recordings.model import Direction
 
 CAUSE = "store_not_ordered"
 
 
-def not_shown(frame: Frame) -> NotLookedFor | None:
+def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
     """Where the recording does not tell who waits for whom, nothing is said of order."""
-    return order_not_shown(frame)
+    return order_not_shown(joined)
 
 
-def find(frame: Frame) -> Finding | None:
+def find(joined: JoinedRecording) -> Finding | None:
     """Stores that began under older kernels, without waits."""
     guilty = []
     evidence: list[Evidence] = []
-    for process, copies in copies_apart(frame, Direction.D2H):
+    for process, copies in copies_apart(joined, Direction.D2H):
         rows = copies.rows
-        launches = frame.launches(process)
-        launches = launches[frame.exec_end[launches] >= 0]
+        launches = joined.launches(process)
+        launches = launches[joined.exec_end[launches] >= 0]
         if not len(launches):
             continue
-        latest_end = np.maximum.accumulate(frame.exec_end[launches])
-        before = np.searchsorted(frame.start[launches], frame.start[rows]) - 1
-        under = (before >= 0) & (latest_end[np.maximum(before, 0)] > frame.exec_start[rows])
-        burst = bursts(frame, process, rows)
+        latest_end = np.maximum.accumulate(joined.exec_end[launches])
+        before = np.searchsorted(joined.start[launches], joined.start[rows]) - 1
+        under = (before >= 0) & (latest_end[np.maximum(before, 0)] > joined.exec_start[rows])
+        burst = bursts(joined, process, rows)
         count = int(burst[-1]) + 1
         bad = np.unique(burst[under])
-        times, streams = waits(frame, process)
-        on_stores = times[np.isin(streams, frame.stream[rows])]
+        times, streams = waits(joined, process)
+        on_stores = times[np.isin(streams, joined.stream[rows])]
         if len(bad) < LEAST or 2 * len(bad) < count or 2 * len(on_stores) >= count:
             continue
         rows = rows[under]
-        overlap = latest_end[before[under]] - frame.exec_start[rows]
+        overlap = latest_end[before[under]] - joined.exec_start[rows]
         guilty.append(rows)
         evidence += [
-            Evidence(f"{len(rows):,} stores in {len(bad)} of {count} bursts began while a kernel launched before them "
-                     f"was still running, up to {ms(int(overlap.max()))} before it ended", int(overlap.max()), "ns",
-                     MEASURED),
-            Evidence(f"their streams were told to wait for an event {len(on_stores)} times in {count} bursts",
-                     len(on_stores), "calls", COUNTED),
-        ]  # fmt: skip
+            Evidence(
+                f"{len(rows):,} stores in {len(bad)} of {count} bursts began while a kernel launched before them "
+                f"was still running, up to {ms(int(overlap.max()))} before it ended",
+                int(overlap.max()),
+                "ns",
+                MEASURED,
+            ),
+            Evidence(
+                f"their streams were told to wait for an event {len(on_stores)} times in {count} bursts",
+                len(on_stores),
+                "calls",
+                COUNTED,
+            ),
+        ]
     if not guilty:
         return None
     rows = np.concatenate(guilty)
-    return frame.finding(
-        CAUSE, "{calls} stores are not ordered after the compute that writes what they read", "likely", 0, len(rows),
-        lane="none", severity="critical", places=frame.places(rows, np.zeros(len(rows), dtype=np.int64)),
-        window=(int(frame.start[rows].min()), int(frame.end[rows].max())), evidence=evidence,
+    return joined.finding(
+        CAUSE,
+        "{calls} stores are not ordered after the compute that writes what they read",
+        "likely",
+        0,
+        len(rows),
+        lost_on="none",
+        severity="critical",
+        places=joined.places(rows, np.zeros(len(rows), dtype=np.int64)),
+        window=(int(joined.start[rows].min()), int(joined.end[rows].max())),
+        evidence=evidence,
         reason="the recording does not say which bytes a kernel writes: a store of older blocks would be in order",
         cure=(
-            Change("Before each store: record an event on the compute stream and let the store's stream wait for it "
-                   "(store_stream.wait_stream(torch.cuda.current_stream()))"),
+            Change(
+                "Before each store: record an event on the compute stream and let the store's stream wait for it "
+                "(store_stream.wait_stream(torch.cuda.current_stream()))"
+            ),
             Change("vLLM up to 0.12: upgrade, or use kvprobe's adapter, which adds it", "setting", "vllm", "0.13"),
         ),
-    )  # fmt: skip
+    )

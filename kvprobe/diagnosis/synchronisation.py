@@ -23,8 +23,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding
-from kvprobe.diagnosis.frame import Array, Frame, ms
 from kvprobe.diagnosis.intervals import Cover, ascending, distinct, running_max_by_group
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 
 CAUSE = "synchronisation"
@@ -34,65 +34,69 @@ IDLE_NS = 2_000  # the device has nothing to do for so long after a wait
 QUICK_NS = 10_000  # a synchronising call that found nothing to wait for
 
 
-def _for_copies(frame: Frame, rows: Array) -> Array:
+def _for_copies(joined: JoinedRecording, rows: Array) -> Array:
     """Mask of waits that are known to be for a copy: cudaMemcpy, and a stream on which a copy was outstanding."""
-    mask: Array = frame.kind[rows] == CallKind.COPY_SYNC
-    table = frame.recording.executions
-    for stream in distinct(frame.stream[rows][frame.stream[rows] >= 0]):
-        mine = frame.stream[rows] == stream
-        copies = np.flatnonzero((table["stream"] == stream) & (table["engine"] == Engine.COPY) & (frame.x_call >= 0))
-        asked = ascending(frame.start[frame.x_call[copies]])
-        over = ascending(frame.x_end[copies])
-        at = frame.start[rows[mine]]
+    mask: Array = joined.kind[rows] == CallKind.COPY_SYNC
+    table = joined.recording.executions
+    for stream in distinct(joined.stream[rows][joined.stream[rows] >= 0]):
+        mine = joined.stream[rows] == stream
+        copies = np.flatnonzero((table["stream"] == stream) & (table["engine"] == Engine.COPY) & (joined.x_call >= 0))
+        asked = ascending(joined.start[joined.x_call[copies]])
+        over = ascending(joined.x_end[copies])
+        at = joined.start[rows[mine]]
         mask[mine] |= np.searchsorted(asked, at) > np.searchsorted(over, at, "right")
     return mask
 
 
-def _before(frame: Frame, rows: Array) -> Array:
+def _before(joined: JoinedRecording, rows: Array) -> Array:
     """The last submission of its thread before each of `rows`; -1 where there is none."""
-    order = frame.by_lane
-    position = np.where(frame.submits[order], np.arange(len(order)), -1)
-    found = running_max_by_group(position, frame.lane[order])
+    order = joined.by_caller
+    position = np.where(joined.submits[order], np.arange(len(order)), -1)
+    found = running_max_by_group(position, joined.caller[order])
     out = np.full(len(order), -1, dtype=np.int64)
     out[order] = np.where(found >= 0, order[np.maximum(found, 0)], -1)
     last = out[rows]
-    return np.where((last >= 0) & (frame.lane[np.maximum(last, 0)] == frame.lane[rows]), last, -1)
+    return np.where((last >= 0) & (joined.caller[np.maximum(last, 0)] == joined.caller[rows]), last, -1)
 
 
-def _read_back(frame: Frame, rows: Array, last: Array, kernels: Array) -> Array:
+def _read_back(joined: JoinedRecording, rows: Array, last: Array, kernels: Array) -> Array:
     """Mask over waits: for a small copy to the host on a stream of kernels, with nothing launched behind it."""
     at = np.maximum(last, 0)
     mask: Array = (
-        (last >= 0) & (frame.kind[at] == CallKind.COPY) & (frame.direction[at] == Direction.D2H)
-        & (frame.bytes[at] <= SMALL_BYTES) & np.isin(frame.stream[at], kernels)
-        & ((frame.stream[rows] < 0) | (frame.stream[rows] == frame.stream[at])) & ~frame.is_named("event")[rows]
-    )  # fmt: skip
-    if frame.recording.has_executions and mask.any():
-        for process in distinct(frame.process[rows[mask]]):
-            mine = np.flatnonzero(mask & (frame.process[rows] == process))
-            theirs = frame.recording.executions["process"] == process
-            busy = Cover(frame.x_start[theirs], frame.x_end[theirs])
-            end = frame.end[rows[mine]]
+        (last >= 0)
+        & (joined.kind[at] == CallKind.COPY)
+        & (joined.direction[at] == Direction.D2H)
+        & (joined.bytes[at] <= SMALL_BYTES)
+        & np.isin(joined.stream[at], kernels)
+        & ((joined.stream[rows] < 0) | (joined.stream[rows] == joined.stream[at]))
+        & ~joined.is_named("event")[rows]
+    )
+    if joined.recording.has_executions and mask.any():
+        for process in distinct(joined.process[rows[mask]]):
+            mine = np.flatnonzero(mask & (joined.process[rows] == process))
+            theirs = joined.recording.executions["process"] == process
+            busy = Cover(joined.x_start[theirs], joined.x_end[theirs])
+            end = joined.end[rows[mine]]
             mask[mine] = busy.within(end, end + IDLE_NS) == 0
     if mask.sum() < MANY:
         mask[:] = False
     return mask
 
 
-def _ends_with_copy(frame: Frame, process: int, end: Array) -> Array:
+def _ends_with_copy(joined: JoinedRecording, process: int, end: Array) -> Array:
     """Mask over instants: of the process's operations the last to end before each is a copy."""
-    table = frame.recording.executions
+    table = joined.recording.executions
     theirs = np.flatnonzero((table["process"] == process) & (table["engine"] != Engine.OTHER))
-    theirs = theirs[np.argsort(frame.x_end[theirs], kind="stable")]
-    at = np.searchsorted(frame.x_end[theirs], end, "right") - 1
+    theirs = theirs[np.argsort(joined.x_end[theirs], kind="stable")]
+    at = np.searchsorted(joined.x_end[theirs], end, "right") - 1
     mask: Array = (at >= 0) & (table["engine"][theirs[np.maximum(at, 0)]] == Engine.COPY)
     return mask
 
 
-def _streams_of_kernels(frame: Frame) -> Array:
+def _streams_of_kernels(joined: JoinedRecording) -> Array:
     """Streams that were given at least as many launches as copies, in the recording's detail or in its totals."""
-    calls, totals = frame.recording.calls, frame.recording.totals
-    streams = frame.recording.streams.rows
+    calls, totals = joined.recording.calls, joined.recording.totals
+    streams = joined.recording.streams.rows
     counts = []
     for kinds in ((CallKind.LAUNCH, CallKind.GRAPH), (CallKind.COPY, CallKind.BATCH)):
         kind = np.array(kinds, dtype=np.uint8)
@@ -104,90 +108,119 @@ def _streams_of_kernels(frame: Frame) -> Array:
     return np.flatnonzero((counts[0] > 0) & (counts[0] >= counts[1]))
 
 
-def _goes_on(frame: Frame, rows: Array) -> Array:
+def _goes_on(joined: JoinedRecording, rows: Array) -> Array:
     """Mask over waits: their thread launches compute, and does so again after them."""
-    launches = np.flatnonzero((frame.kind == CallKind.LAUNCH) | (frame.kind == CallKind.GRAPH))
-    counted = frame.recording.calls["launches"]
+    launches = np.flatnonzero((joined.kind == CallKind.LAUNCH) | (joined.kind == CallKind.GRAPH))
+    counted = joined.recording.calls["launches"]
     mask = np.zeros(len(rows), dtype=bool)
-    for lane in distinct(frame.lane[rows]):
-        mine = np.flatnonzero(frame.lane[rows] == lane)
-        own = launches[frame.lane[launches] == lane]
+    for caller in distinct(joined.caller[rows]):
+        mine = np.flatnonzero(joined.caller[rows] == caller)
+        own = launches[joined.caller[launches] == caller]
         if len(own):
-            mask[mine] = frame.end[rows[mine]] < frame.start[own].max()
-        most = int(counted[frame.lane == lane].max(initial=-1))
+            mask[mine] = joined.end[rows[mine]] < joined.start[own].max()
+        most = int(counted[joined.caller == caller].max(initial=-1))
         if most > 0:  # launches that were counted and are not in the recording
-            reached = int(frame.start[(frame.lane == lane) & (counted == most)].min())
+            reached = int(joined.start[(joined.caller == caller) & (counted == most)].min())
             unknown = counted[rows[mine]] < 0
-            mask[mine] |= np.where(unknown, frame.start[rows[mine]] < reached, counted[rows[mine]] < most)
+            mask[mine] |= np.where(unknown, joined.start[rows[mine]] < reached, counted[rows[mine]] < most)
     return mask
 
 
-def find(frame: Frame) -> Finding | None:
+def find(joined: JoinedRecording) -> Finding | None:
     """Waits for copies on launching threads."""
-    implicit = (frame.kind == CallKind.COPY_SYNC) & (frame.memory != Memory.PAGEABLE)
-    rows = np.flatnonzero((frame.kind == CallKind.SYNC) | implicit)
-    rows = rows[_goes_on(frame, rows)] if len(rows) else rows
+    implicit = (joined.kind == CallKind.COPY_SYNC) & (joined.memory != Memory.PAGEABLE)
+    rows = np.flatnonzero((joined.kind == CallKind.SYNC) | implicit)
+    rows = rows[_goes_on(joined, rows)] if len(rows) else rows
     if not len(rows):
         return None
-    seen = frame.recording.has_executions
-    last = _before(frame, rows)
-    kernels = frame.kernel_streams if seen else _streams_of_kernels(frame)
-    back = _read_back(frame, rows, last, kernels)
-    named = frame.stream[rows]
+    seen = joined.recording.has_executions
+    last = _before(joined, rows)
+    kernels = joined.kernel_streams if seen else _streams_of_kernels(joined)
+    back = _read_back(joined, rows, last, kernels)
+    named = joined.stream[rows]
     apart = (named >= 0) & ~np.isin(named, kernels)
     wanted = implicit[rows] | back
     if seen:
-        table = frame.recording.executions
-        wanted |= apart & _for_copies(frame, rows)
+        table = joined.recording.executions
+        wanted |= apart & _for_copies(joined, rows)
         # A wait for a stream that is not told, which begins after a copy was submitted and ends with that copy.
         at = np.maximum(last, 0)
-        copy = (last >= 0) & ((frame.kind[at] == CallKind.COPY) | (frame.kind[at] == CallKind.BATCH))
-        copy &= (named < 0) & (frame.stream[at] >= 0) & ~np.isin(frame.stream[at], kernels)
-        late = frame.end[rows] - frame.exec_end[at]
-        wanted |= copy & (late >= 0) & (late < WOKEN_NS) & (frame.exec_end[at] > frame.start[rows])
+        copy = (last >= 0) & ((joined.kind[at] == CallKind.COPY) | (joined.kind[at] == CallKind.BATCH))
+        copy &= (named < 0) & (joined.stream[at] >= 0) & ~np.isin(joined.stream[at], kernels)
+        late = joined.end[rows] - joined.exec_end[at]
+        wanted |= copy & (late >= 0) & (late < WOKEN_NS) & (joined.exec_end[at] > joined.start[rows])
         moves = (table["direction"] == Direction.H2D) | (table["direction"] == Direction.D2H)
-        copies = (table["engine"] == Engine.COPY) & moves & ~np.isin(table["stream"], frame.kernel_streams)
-        for process in distinct(frame.process[rows]):
-            mine = np.flatnonzero((frame.process[rows] == process) & (named < 0) & ~wanted)
-            start, end = frame.start[rows[mine]], frame.end[rows[mine]]
+        copies = (table["engine"] == Engine.COPY) & moves & ~np.isin(table["stream"], joined.kernel_streams)
+        for process in distinct(joined.process[rows]):
+            mine = np.flatnonzero((joined.process[rows] == process) & (named < 0) & ~wanted)
+            start, end = joined.start[rows[mine]], joined.end[rows[mine]]
             theirs = table["process"] == process
-            copying = Cover(frame.x_start[copies & theirs], frame.x_end[copies & theirs])
+            copying = Cover(joined.x_start[copies & theirs], joined.x_end[copies & theirs])
             theirs &= table["engine"] == Engine.KERNEL
-            computing = Cover(frame.x_start[theirs], frame.x_end[theirs])
-            either = Cover(np.concatenate((copying.start, computing.start)),
-                           np.concatenate((copying.end, computing.end)))  # fmt: skip
+            computing = Cover(joined.x_start[theirs], joined.x_end[theirs])
+            either = Cover(
+                np.concatenate((copying.start, computing.start)), np.concatenate((copying.end, computing.end))
+            )
             alone = either.within(start, end) - computing.within(start, end)
-            wanted[mine] |= (10 * alone >= end - start) & (alone > 0) & _ends_with_copy(frame, int(process), end)
+            wanted[mine] |= (10 * alone >= end - start) & (alone > 0) & _ends_with_copy(joined, int(process), end)
     else:
         at = np.maximum(last, 0)
-        copy = (last >= 0) & ((frame.kind[at] == CallKind.COPY) | (frame.kind[at] == CallKind.BATCH))
-        wanted |= apart & copy & (frame.stream[at] == named)
-    ns = np.where(wanted, frame.dur[rows], 0)
+        copy = (last >= 0) & ((joined.kind[at] == CallKind.COPY) | (joined.kind[at] == CallKind.BATCH))
+        wanted |= apart & copy & (joined.stream[at] == named)
+    ns = np.where(wanted, joined.dur[rows], 0)
     ns = np.where(ns > QUICK_NS, ns, 0)
     back = back[ns > 0]
     rows, ns = rows[ns > 0], ns[ns > 0]
     if not len(rows):
         return None
-    names = {frame.text(i): int(ns[frame.name[rows] == i].sum()) for i in np.unique(frame.name[rows])}
+    names = {joined.text(i): int(ns[joined.name[rows] == i].sum()) for i in np.unique(joined.name[rows])}
     worst = max(names, key=lambda name: names[name])
-    return frame.host_finding(
-        CAUSE, "The launching thread waited {lost} for copies, in {calls} calls", "certain" if seen else "likely",
-        rows, ns,
+    return joined.host_finding(
+        CAUSE,
+        "The launching thread waited {lost} for copies, in {calls} calls",
+        "certain" if seen else "likely",
+        rows,
+        ns,
         evidence=(
-            Evidence(f"{len(rows):,} waits for copies, {ms(int(ns.sum()))} together, on threads that launch compute "
-                     "and go on with it afterwards", int(ns.sum()), "ns", MEASURED if seen else INFERRED),
-            Evidence(f"{int(back.sum()):,} of them wait for a result of at most 64 KiB that is read back, with nothing "
-                     "launched behind it", int(back.sum()), "calls", MEASURED if seen else INFERRED),
+            Evidence(
+                f"{len(rows):,} waits for copies, {ms(int(ns.sum()))} together, on threads that launch compute "
+                "and go on with it afterwards",
+                int(ns.sum()),
+                "ns",
+                MEASURED if seen else INFERRED,
+            ),
+            Evidence(
+                f"{int(back.sum()):,} of them wait for a result of at most 64 KiB that is read back, with nothing "
+                "launched behind it",
+                int(back.sum()),
+                "calls",
+                MEASURED if seen else INFERRED,
+            ),
             Evidence(f"most of it in {worst}: {ms(names[worst])}", names[worst], "ns", MEASURED),
-            Evidence(f"{int(implicit[rows].sum())} of them are synchronous by their nature (cudaMemcpy)",
-                     int(implicit[rows].sum()), "calls", COUNTED),
+            Evidence(
+                f"{int(implicit[rows].sum())} of them are synchronous by their nature (cudaMemcpy)",
+                int(implicit[rows].sum()),
+                "calls",
+                COUNTED,
+            ),
         ),
         cure=(
-            Change("Order with events instead of waiting: record an event behind the copy, and let the compute stream "
-                   "wait for it (cudaStreamWaitEvent, torch.cuda.Stream.wait_event)", share=1.0),
+            Change(
+                "Order with events instead of waiting: record an event behind the copy, and let the compute stream "
+                "wait for it (cudaStreamWaitEvent, torch.cuda.Stream.wait_event)",
+                share=1.0,
+            ),
             Change("Where the host needs the bytes: poll cudaEventQuery between steps instead of synchronising"),
-            *((Change("cudaMemcpy: use cudaMemcpyAsync on a stream of its own, with pinned memory",
-                      share=int(ns[implicit[rows]].sum()) / int(ns.sum())),) if implicit[rows].any() else ()),
+            *(
+                (
+                    Change(
+                        "cudaMemcpy: use cudaMemcpyAsync on a stream of its own, with pinned memory",
+                        share=int(ns[implicit[rows]].sum()) / int(ns.sum()),
+                    ),
+                )
+                if implicit[rows].any()
+                else ()
+            ),
         ),
-        chart=frame.slow_calls_chart(rows, "Waits for copies on the launching thread"),
-    )  # fmt: skip
+        chart=joined.slow_calls_chart(rows, "Waits for copies on the launching thread"),
+    )

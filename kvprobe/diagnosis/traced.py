@@ -15,7 +15,7 @@ import numpy as np
 from kvprobe.diagnosis.finding import Call
 
 if TYPE_CHECKING:
-    from kvprobe.diagnosis.frame import Array, Frame
+    from kvprobe.diagnosis.joined import Array, JoinedRecording
 
 __all__ = ["line_of", "longest"]
 
@@ -26,31 +26,31 @@ _LIBRARIES = re.compile(r"(^<|/(site|dist)-packages/|/lib/python3[.\d]*/|(^|/)kv
 
 
 def line_of(stack: str) -> str:
-    """The program's own innermost frame as "file:line", else the innermost of all; "" without frames."""
-    frames = [found for found in map(_FRAME.fullmatch, stack.split("\n")) if found]
-    if not frames:
+    """The program's own innermost frame as "file:line", else the innermost of all; "" without joined_recordings."""
+    joined_recordings = [found for found in map(_FRAME.fullmatch, stack.split("\n")) if found]
+    if not joined_recordings:
         return ""
-    own = next((one for one in frames if not _LIBRARIES.search(one["file"])), frames[0])
+    own = next((one for one in joined_recordings if not _LIBRARIES.search(one["file"])), joined_recordings[0])
     return f"{own['file']}:{own['line']}"
 
 
-def _stack(frame: Frame, row: int) -> str:
+def _stack(joined: JoinedRecording, row: int) -> str:
     """The stack that was taken while this call was blocked; "" where none was."""
-    table = frame.recording.stacks
+    table = joined.recording.stacks
     if not table.rows:
         return ""
-    mine = (table["process"] == frame.process[row]) & (table["thread"] == frame.thread[row])
-    mine &= (table["blocked_ns"] > 0) & (table["time_ns"] <= frame.end[row])
-    mine &= table["time_ns"] - table["blocked_ns"] >= frame.start[row] - SLACK_NS
+    mine = (table["process"] == joined.process[row]) & (table["thread"] == joined.thread[row])
+    mine &= (table["blocked_ns"] > 0) & (table["time_ns"] <= joined.end[row])
+    mine &= table["time_ns"] - table["blocked_ns"] >= joined.start[row] - SLACK_NS
     at = np.flatnonzero(mine)
-    return frame.text(int(table["stack"][at[-1]])) if len(at) else ""
+    return joined.text(int(table["stack"][at[-1]])) if len(at) else ""
 
 
-def longest(frame: Frame, rows: Array, ns: Array) -> tuple[Call, ...]:
+def longest(joined: JoinedRecording, rows: Array, ns: Array) -> tuple[Call, ...]:
     """The calls of a finding that lost most, those whose stack is known among them.
 
     Args:
-        frame: the recording.
+        joined: the recording.
         rows: rows of `calls`.
         ns: what each lost.
     """
@@ -59,21 +59,31 @@ def longest(frame: Frame, rows: Array, ns: Array) -> tuple[Call, ...]:
     order = np.argsort(-ns, kind="stable")
     chosen = order[:MOST].tolist()
     # Stacks are few: the call of each is shown, however many calls lost more.
-    table = frame.recording.stacks
+    table = joined.recording.stacks
     for at in np.flatnonzero(table["blocked_ns"] > 0)[:200].tolist():
         when = int(table["time_ns"][at])
-        theirs = (frame.thread[rows] == table["thread"][at]) & (frame.start[rows] <= when) & (frame.end[rows] >= when)
-        chosen += np.flatnonzero(theirs & (frame.process[rows] == table["process"][at])).tolist()
-    depths = frame.occupancy.depth
+        theirs = (
+            (joined.thread[rows] == table["thread"][at]) & (joined.start[rows] <= when) & (joined.end[rows] >= when)
+        )
+        chosen += np.flatnonzero(theirs & (joined.process[rows] == table["process"][at])).tolist()
+    depths = joined.occupancy.depth
     out = []
     for i in dict.fromkeys(chosen):
         row = int(rows[i])
-        stack = _stack(frame, row)
-        out.append(Call(
-            row=row, name=frame.text(int(frame.name[row])), pid=frame.pid(int(frame.process[row])),
-            thread=int(frame.thread[row]),
-            stream_name=frame.stream_name(int(frame.stream[row])) if frame.stream[row] >= 0 else "",
-            start_ns=int(frame.start[row]), dur_ns=int(frame.dur[row]), lost_ns=int(ns[i]), depth=int(depths[row]),
-            line=line_of(stack), stack=tuple(stack.split("\n")) if stack else (),
-        ))  # fmt: skip
+        stack = _stack(joined, row)
+        out.append(
+            Call(
+                row=row,
+                name=joined.text(int(joined.name[row])),
+                pid=joined.pid(int(joined.process[row])),
+                thread=int(joined.thread[row]),
+                stream_name=joined.stream_name(int(joined.stream[row])) if joined.stream[row] >= 0 else "",
+                start_ns=int(joined.start[row]),
+                dur_ns=int(joined.dur[row]),
+                lost_ns=int(ns[i]),
+                depth=int(depths[row]),
+                line=line_of(stack),
+                stack=tuple(stack.split("\n")) if stack else (),
+            )
+        )
     return tuple(sorted(out, key=lambda call: -call.lost_ns))

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvprobe.diagnosis import CAUSES, FULL_QUEUE, examine_frame
-from kvprobe.diagnosis.frame import Frame
+from kvprobe.diagnosis.joined import JoinedRecording
 from kvprobe.diagnosis.queue_full import full
 from kvprobe.diagnosis.verdict import of_full_queue
 from kvprobe.recordings import open_recording
-from kvprobe.recordings.triage import QueueTriage, Triage, quick_triage
+from kvprobe.recordings.triage import QueueTriage, Triage, certain, quick_triage
+
+if TYPE_CHECKING:
+    from kvprobe.recordings.model import Recording
+    from kvprobe.recordings.window import ServingWindow
 
 __all__ = ["triage", "whole_triage"]
 
-_UNTIL = CAUSES[: 1 + max(CAUSES.index(cause) for cause in FULL_QUEUE)]
+_UNTIL = CAUSES[: 1 + max(CAUSES.index(cause) for cause in (*FULL_QUEUE, "unexplained"))]
 
 
 def triage(path: str | os.PathLike[str]) -> Triage:
@@ -23,22 +29,30 @@ def triage(path: str | os.PathLike[str]) -> Triage:
     Raises:
         RecordingError: it cannot be read; its text says why.
     """
-    return quick_triage(path) or whole_triage(path)
+    quick = quick_triage(path)
+    return quick if quick is not None and certain(quick) else whole_triage(path)
 
 
-def whole_triage(path: str | os.PathLike[str]) -> Triage:
+def whole_triage(path: str | os.PathLike[str], window: Callable[[Recording], ServingWindow] | None = None) -> Triage:
     """The answer by reading all of the recording.
+
+    Args:
+        path: of the recording.
+        window: gives the part of the recording that is judged; without it the serving window is found.
 
     Raises:
         RecordingError: it cannot be read; its text says why.
+        UsageError: `window` says that nothing of the recording lies in it.
     """
     recording = open_recording([path])
-    frame = Frame(recording)
-    findings = examine_frame(frame, _UNTIL).findings
-    verdict = of_full_queue(recording, findings, frame.serving)
-    found = frame.occupancy
+    if window is not None:
+        recording.window = window(recording)
+    joined = JoinedRecording(recording)
+    findings = examine_frame(joined, _UNTIL).findings
+    verdict = of_full_queue(recording, findings, joined.serving)
+    found = joined.occupancy
     device, handle = recording.streams["device"], recording.streams["handle"]
-    blocked = {queue.stream for queue in full(frame).queues} if verdict.state == "found" else set()
+    blocked = {queue.stream for queue in full(joined).queues} if verdict.state == "found" else set()
     queues = [
         QueueTriage(
             queue.stream,
@@ -57,5 +71,13 @@ def whole_triage(path: str | os.PathLike[str]) -> Triage:
     reason = found.reason if verdict.state == "found" and found.verdict == "saturated" else verdict.reason
     if verdict.state == "healthy":
         reason = found.reason if found.verdict == "healthy" else verdict.reason
-    return Triage(Path(path), verdict.state, reason, found.how, queues, native=False, lost_ns=lost,
-                  missing=[(one.what, one.how) for one in verdict.missing])  # fmt: skip
+    return Triage(
+        Path(path),
+        verdict.state,
+        reason,
+        found.how,
+        queues,
+        native=False,
+        lost_ns=lost,
+        missing=[(one.what, one.how) for one in verdict.missing],
+    )

@@ -30,8 +30,10 @@ OPEN_SHARE = 0.01  # of a thread's time: more that nobody can explain, and a rec
 UNSEEN_SHARE = 0.05  # the same, of slow calls that were only counted
 
 _AGAIN = "record again and let the recorder end by itself"
-_COPIES = ("record while blocks are copied: `kvprobe run -- COMMAND`, `nsys profile -t cuda,nvtx`, or torch.profiler "
-           "with ProfilerActivity.CUDA")  # fmt: skip
+_COPIES = (
+    "record while blocks are copied: `kvprobe run -- COMMAND`, `nsys profile -t cuda,nvtx`, or torch.profiler "
+    "with ProfilerActivity.CUDA"
+)
 _DEVICE = "record with device activity: `kvprobe run --nsys`, `nsys profile -t cuda`, or torch.profiler with CUDA"
 _DETAIL = "keep more calls: `kvprobe run --max-size`, or a shorter run"
 
@@ -65,8 +67,11 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """The three fields."""
-        return {"state": self.state, "reason": self.reason,
-                "missing": [{"what": one.what, "how": one.how} for one in self.missing]}  # fmt: skip
+        return {
+            "state": self.state,
+            "reason": self.reason,
+            "missing": [{"what": one.what, "how": one.how} for one in self.missing],
+        }
 
 
 def missing(recording: Recording, window: ServingWindow | None = None) -> list[Missing]:
@@ -95,8 +100,10 @@ def _unseen(recording: Recording) -> list[Missing]:
     totals = recording.totals
     if not any(recording.lost.values()) or len(recording.histograms) != totals.rows:
         return []
-    rows = np.flatnonzero(is_kind(totals["kind"], (CallKind.COPY, CallKind.BATCH, CallKind.MEMSET))
-                          & np.isin(totals["process"], [p for p, n in recording.lost.items() if n]))  # fmt: skip
+    rows = np.flatnonzero(
+        is_kind(totals["kind"], (CallKind.COPY, CallKind.BATCH, CallKind.MEMSET))
+        & np.isin(totals["process"], [p for p, n in recording.lost.items() if n])
+    )
     counts = recording.histograms[rows].sum(axis=0) if len(rows) else np.zeros(0, np.int64)
     if not counts.sum():
         return []
@@ -114,9 +121,7 @@ def _unseen(recording: Recording) -> list[Missing]:
     return [Missing(f"calls that took {lost / 1e6:,.0f} ms longer than quick ones were counted and not kept", _DETAIL)]
 
 
-def of_recording(
-    recording: Recording, findings: Sequence[Finding], window: ServingWindow | None = None
-) -> Verdict:  # fmt: skip
+def of_recording(recording: Recording, findings: Sequence[Finding], window: ServingWindow | None = None) -> Verdict:
     """The verdict on all that was looked for: found from one finding on that is more than information."""
     lacks = missing(recording, window)
     named = [one for one in findings if not one.abstains and one.severity != "info"]
@@ -128,12 +133,14 @@ def of_recording(
     return Verdict("healthy", "no submission waited for a reason that could be cured")
 
 
-def of_full_queue(
-    recording: Recording, findings: Sequence[Finding], window: ServingWindow | None = None
-) -> Verdict:  # fmt: skip
-    """The verdict on full launch queues alone: what `kvprobe triage` says, and `kvprobe check --no saturation`."""
+def of_full_queue(recording: Recording, findings: Sequence[Finding], window: ServingWindow | None = None) -> Verdict:
+    """The verdict on full launch queues alone: what `kvprobe triage` says, and `kvprobe check --no saturation`.
+
+    Where the device was not recorded, slow submissions that nothing explains may have met a full queue.
+    """
     lacks = missing(recording, window)
-    mine = [one for one in findings if one.cause in FULL_QUEUE]
+    open_causes = FULL_QUEUE if recording.has_executions else (*FULL_QUEUE, "unexplained")
+    mine = [one for one in findings if one.cause in open_causes]
     named = [one for one in mine if not one.abstains]
     if named:
         return Verdict("found", named[0].title.rstrip("."), tuple(lacks))

@@ -18,115 +18,131 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, Change, Evidence, Finding, NotLookedFor
-from kvprobe.diagnosis.frame import Array, Frame, share
+from kvprobe.diagnosis.joined import Array, JoinedRecording, share
 from kvprobe.recordings.model import CallKind, Direction
 
 CAUSE = "wasted_stores"
 MANY, LEAST_BYTES, LEAST_SHARE = 64, 16 << 20, 0.25
 
 
-def copies_with_addresses(frame: Frame, direction: Direction) -> Array:
+def copies_with_addresses(joined: JoinedRecording, direction: Direction) -> Array:
     """Rows of single copies of a direction of which both addresses are known."""
-    mask = (frame.kind == CallKind.COPY) & (frame.direction == direction) & (frame.src != 0) & (frame.dst != 0)
-    return np.flatnonzero(mask & (frame.bytes > 0))
+    mask = (joined.kind == CallKind.COPY) & (joined.direction == direction) & (joined.src != 0) & (joined.dst != 0)
+    return np.flatnonzero(mask & (joined.bytes > 0))
 
 
-def waited_between(frame: Frame, earlier: Array, later: Array) -> Array:
+def waited_between(joined: JoinedRecording, earlier: Array, later: Array) -> Array:
     """Mask over pairs of calls: between them their process waited, a stream for an event or the host for the device."""
-    waits = frame.is_named("streamwaitevent") | (frame.kind == CallKind.SYNC)
+    waits = joined.is_named("streamwaitevent") | (joined.kind == CallKind.SYNC)
     mask = np.zeros(len(earlier), dtype=bool)
-    for process in np.unique(frame.process[earlier]):
-        times = np.sort(frame.start[waits & (frame.process == process)])
-        mine = np.flatnonzero(frame.process[earlier] == process)
-        at = (np.searchsorted(times, frame.start[rows[mine]]) for rows in (later, earlier))
+    for process in np.unique(joined.process[earlier]):
+        times = np.sort(joined.start[waits & (joined.process == process)])
+        mine = np.flatnonzero(joined.process[earlier] == process)
+        at = (np.searchsorted(times, joined.start[rows[mine]]) for rows in (later, earlier))
         mask[mine] = next(at) > next(at)
     return mask
 
 
-def no_addresses(frame: Frame) -> NotLookedFor | None:
+def no_addresses(joined: JoinedRecording) -> NotLookedFor | None:
     """Where a recording has copies and no addresses, who moves which bytes again is not looked for."""
-    copies = (frame.kind == CallKind.COPY) & (frame.bytes > 0)
-    if copies.any() and not frame.src[copies].any():
+    copies = (joined.kind == CallKind.COPY) & (joined.bytes > 0)
+    if copies.any() and not joined.src[copies].any():
         return NotLookedFor("the recorder does not tell the addresses of copies", "kvprobe run")
     return None
 
 
-def not_shown(frame: Frame) -> NotLookedFor | None:
+def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
     """Needs addresses."""
-    return no_addresses(frame)
+    return no_addresses(joined)
 
 
-def find(frame: Frame) -> Finding | None:
+def find(joined: JoinedRecording) -> Finding | None:
     """Stores that were overwritten unread."""
-    stores = copies_with_addresses(frame, Direction.D2H)
+    stores = copies_with_addresses(joined, Direction.D2H)
     if len(stores) < MANY:
         return None
-    loads = copies_with_addresses(frame, Direction.H2D)
+    loads = copies_with_addresses(joined, Direction.H2D)
     # One list of all that touches host memory, by place and time; a load of any size from a place reads it.
     rows = np.concatenate((stores, loads))
-    place = np.concatenate((frame.dst[stores], frame.src[loads]))
+    place = np.concatenate((joined.dst[stores], joined.src[loads]))
     is_store = np.arange(len(rows)) < len(stores)
-    order = np.lexsort((frame.start[rows], place, frame.process[rows]))
+    order = np.lexsort((joined.start[rows], place, joined.process[rows]))
     rows, place, is_store = rows[order], place[order], is_store[order]
-    follows = (place[1:] == place[:-1]) & (frame.process[rows[1:]] == frame.process[rows[:-1]])
+    follows = (place[1:] == place[:-1]) & (joined.process[rows[1:]] == joined.process[rows[:-1]])
     judged = rows[:-1][is_store[:-1] & follows]
     again = (
         is_store[:-1]
         & is_store[1:]
         & follows
-        & waited_between(frame, rows[:-1], rows[1:])
-        & (frame.bytes[rows[1:]] >= frame.bytes[rows[:-1]])
+        & waited_between(joined, rows[:-1], rows[1:])
+        & (joined.bytes[rows[1:]] >= joined.bytes[rows[:-1]])
     )
     wasted = rows[:-1][again]
     # What lies inside a larger load was read, although the load begins elsewhere.
-    wasted = wasted[~_inside_a_load(frame, wasted, rows[1:][again], loads)]
-    size, all_bytes = int(frame.bytes[wasted].sum()), int(frame.bytes[judged].sum())
+    wasted = wasted[~_inside_a_load(joined, wasted, rows[1:][again], loads)]
+    size, all_bytes = int(joined.bytes[wasted].sum()), int(joined.bytes[judged].sum())
     if len(wasted) < MANY or size < LEAST_BYTES or size < LEAST_SHARE * all_bytes:
         return None
-    stored = int(frame.bytes[stores].sum())
+    stored = int(joined.bytes[stores].sum())
     # A pool that is read too, not a buffer on the way to somewhere else.
-    read = int(np.isin(frame.src[loads], frame.dst[stores]).sum()) * 100 >= len(stores)
-    rate, how = frame.link(Direction.D2H)
+    read = int(np.isin(joined.src[loads], joined.dst[stores]).sum()) * 100 >= len(stores)
+    rate, how = joined.link(Direction.D2H)
     ns, cost = np.zeros(len(wasted), dtype=np.int64), ""
     if rate > 0:
-        ns, cost = (frame.bytes[wasted] / rate * 1e9).astype(np.int64), f"their bytes at the link's rate ({how})"
-    return frame.finding(
-        CAUSE, "{calls} stores were overwritten before anybody loaded them" + (": {lost}" if cost else ""),
-        "likely" if read else "cannot tell", int(ns.sum()), len(wasted), severity=None if read and cost else "info",
+        ns, cost = (joined.bytes[wasted] / rate * 1e9).astype(np.int64), f"their bytes at the link's rate ({how})"
+    return joined.finding(
+        CAUSE,
+        "{calls} stores were overwritten before anybody loaded them" + (": {lost}" if cost else ""),
+        "likely" if read else "cannot tell",
+        int(ns.sum()),
+        len(wasted),
+        severity=None if read and cost else "info",
         reason="" if read else "cannot tell, because nothing was loaded from that memory: the host may have read it",
-        lane="copy engine" if cost else "none", places=frame.places(wasted, ns),
-        window=(int(frame.start[wasted].min()), int(frame.end[wasted].max())),
+        lost_on="copy engine" if cost else "none",
+        places=joined.places(wasted, ns),
+        window=(int(joined.start[wasted].min()), int(joined.end[wasted].max())),
         evidence=(
-            Evidence(f"{len(wasted):,} of {len(stores):,} stores, {size / 1e6:,.1f} MB, were overwritten unread: "
-                     f"{share(size, stored)} of all stored bytes", size, "bytes", COUNTED),
-            Evidence(f"of the places that were written again {share(size, all_bytes)} had not been loaded from",
-                     size / max(all_bytes, 1), "1", COUNTED),
+            Evidence(
+                f"{len(wasted):,} of {len(stores):,} stores, {size / 1e6:,.1f} MB, were overwritten unread: "
+                f"{share(size, stored)} of all stored bytes",
+                size,
+                "bytes",
+                COUNTED,
+            ),
+            Evidence(
+                f"of the places that were written again {share(size, all_bytes)} had not been loaded from",
+                size / max(all_bytes, 1),
+                "1",
+                COUNTED,
+            ),
             *((Evidence(f"their cost is {cost}", float(ns.sum()), "ns", INFERRED),) if cost else ()),
         ),
         cure=(
-            Change("Store a block only when it is likely to come back: from its second use on, or above a prefix "
-                   "length", share=1.0),
+            Change(
+                "Store a block only when it is likely to come back: from its second use on, or above a prefix length",
+                share=1.0,
+            ),
             Change("A larger pool in CPU memory, so that blocks live until they are asked for"),
             Change("Switch the store path off where hardly anything is ever loaded", share=1.0),
         ),
-    )  # fmt: skip
+    )
 
 
-def _inside_a_load(frame: Frame, stores: Array, next_stores: Array, loads: Array) -> Array:
+def _inside_a_load(joined: JoinedRecording, stores: Array, next_stores: Array, loads: Array) -> Array:
     """Mask over stores: a load that begins before their place and reaches over it came before they were overwritten."""
     mask = np.zeros(len(stores), dtype=bool)
     if not len(loads) or not len(stores):
         return mask
-    large = loads[frame.bytes[loads] > int(frame.bytes[stores].min())]
+    large = loads[joined.bytes[loads] > int(joined.bytes[stores].min())]
     if not len(large):
         return mask
-    order = large[np.argsort(frame.src[large], kind="stable")]
-    widest = np.uint64(int(frame.bytes[order].max()))
-    first = np.searchsorted(frame.src[order], np.maximum(frame.dst[stores], widest) - widest)
-    last = np.searchsorted(frame.src[order], frame.dst[stores])
+    order = large[np.argsort(joined.src[large], kind="stable")]
+    widest = np.uint64(int(joined.bytes[order].max()))
+    first = np.searchsorted(joined.src[order], np.maximum(joined.dst[stores], widest) - widest)
+    last = np.searchsorted(joined.src[order], joined.dst[stores])
     for i in np.flatnonzero(last > first)[:100_000]:
         near = order[first[i] : last[i]]
-        reach = frame.src[near] + frame.bytes[near].astype(np.uint64) > frame.dst[stores[i]]
-        between = (frame.start[near] > frame.start[stores[i]]) & (frame.start[near] < frame.start[next_stores[i]])
+        reach = joined.src[near] + joined.bytes[near].astype(np.uint64) > joined.dst[stores[i]]
+        between = (joined.start[near] > joined.start[stores[i]]) & (joined.start[near] < joined.start[next_stores[i]])
         mask[i] = bool((reach & between).any())
     return mask

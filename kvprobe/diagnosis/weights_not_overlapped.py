@@ -18,23 +18,23 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding
-from kvprobe.diagnosis.frame import Array, Frame, ms, share
 from kvprobe.diagnosis.intervals import Cover, distinct, in_time
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.recordings.model import Direction, Engine, Memory
 
 CAUSE = "weights_not_overlapped"
 WORDS = ("weight", "param", "layer", "offload", "prefetch", "fsdp", "onload", "all_gather", "allgather")
 
 
-def _weights(frame: Frame, rows: Array) -> tuple[Array, str]:
+def _weights(joined: JoinedRecording, rows: Array) -> tuple[Array, str]:
     """Of H2D executions (sorted by start), those that are weights, and how that is known."""
-    table = frame.recording.executions
-    calls = frame.x_call[rows]
+    table = joined.recording.executions
+    calls = joined.x_call[rows]
     known = calls >= 0
-    source = np.zeros(len(rows), dtype=frame.src.dtype)  # a recording may have executions and no calls at all
-    source[known] = frame.src[calls[known]]
+    source = np.zeros(len(rows), dtype=joined.src.dtype)  # a recording may have executions and no calls at all
+    source[known] = joined.src[calls[known]]
     if (source != 0).any():
-        order = np.lexsort((frame.x_start[rows], table["bytes"][rows], source))
+        order = np.lexsort((joined.x_start[rows], table["bytes"][rows], source))
         new = np.ones(len(rows), dtype=bool)
         new[1:] = (source[order][1:] != source[order][:-1]) | (
             table["bytes"][rows][order][1:] != table["bytes"][rows][order][:-1]
@@ -47,12 +47,20 @@ def _weights(frame: Frame, rows: Array) -> tuple[Array, str]:
         if len(cycle) < 2 or int(table["bytes"][cycle].sum()) < 1 << 20:  # a scratch buffer, filled again and again
             return rows[:0], ""
         return rows[weights], "the same sources are loaded again and again"
-    if frame.recording.ranges.rows and known.any():
+    if joined.recording.ranges.rows and known.any():
         sample = np.flatnonzero(known)[:: 1 + int(known.sum()) // 300]
-        named = np.array([
-            any(w in frame.innermost_range(int(frame.process[calls[i]]), int(frame.thread[calls[i]]),
-                                           int(frame.start[calls[i]])).lower() for w in WORDS) for i in sample
-        ])  # fmt: skip
+        named = np.array(
+            [
+                any(
+                    w
+                    in joined.innermost_range(
+                        int(joined.process[calls[i]]), int(joined.thread[calls[i]]), int(joined.start[calls[i]])
+                    ).lower()
+                    for w in WORDS
+                )
+                for i in sample
+            ]
+        )
         if named.mean() > 0.5:
             return rows, "ranges around the copies name weights"
     size = table["bytes"][rows]
@@ -64,53 +72,70 @@ def _weights(frame: Frame, rows: Array) -> tuple[Array, str]:
     return rows[:0], ""
 
 
-def find(frame: Frame) -> Finding | None:
+def find(joined: JoinedRecording) -> Finding | None:
     """Exposed weight copies."""
-    table = frame.recording.executions
-    loads = (table["engine"] == Engine.COPY) & (table["direction"] == Direction.H2D) & (
-        table["memory"] != Memory.PAGEABLE)  # fmt: skip
+    table = joined.recording.executions
+    loads = (
+        (table["engine"] == Engine.COPY) & (table["direction"] == Direction.H2D) & (table["memory"] != Memory.PAGEABLE)
+    )
     chosen: list[Array] = []
     losses: list[Array] = []
     copy_ns = compute_ns = both_ns = 0
     reason = ""
     for process in distinct(table["process"][loads]):
-        rows = np.flatnonzero(loads & (table["process"] == process) & (frame.device.owner < 0))
-        rows = in_time(rows, frame.x_start)
-        rows, how = _weights(frame, rows)
+        rows = np.flatnonzero(loads & (table["process"] == process) & (joined.device.owner < 0))
+        rows = in_time(rows, joined.x_start)
+        rows, how = _weights(joined, rows)
         if len(rows) < 4:
             continue
         kernel = np.flatnonzero((table["engine"] == Engine.KERNEL) & (table["process"] == process))
-        begin, end = int(frame.x_start[rows].min()), int(frame.x_end[rows].max())
-        compute = Cover(np.clip(frame.x_start[kernel], begin, end), np.clip(frame.x_end[kernel], begin, end))
-        copying = Cover(frame.x_start[rows], frame.x_end[rows])
+        begin, end = int(joined.x_start[rows].min()), int(joined.x_end[rows].max())
+        compute = Cover(np.clip(joined.x_start[kernel], begin, end), np.clip(joined.x_end[kernel], begin, end))
+        copying = Cover(joined.x_start[rows], joined.x_end[rows])
         both = copying.intersect_ns(compute)
         loss = min(copying.total_ns, compute.total_ns) - both
         if 2 * both > min(copying.total_ns, compute.total_ns) or loss <= 0:
             continue
         reason = how
         copy_ns, compute_ns, both_ns = copy_ns + copying.total_ns, compute_ns + compute.total_ns, both_ns + both
-        exposed = frame.x_dur[rows] - compute.within(frame.x_start[rows], frame.x_end[rows])
+        exposed = joined.x_dur[rows] - compute.within(joined.x_start[rows], joined.x_end[rows])
         chosen.append(rows)
         losses.append((exposed * (loss / max(int(exposed.sum()), 1))).astype(np.int64))
     if not chosen:
         return None
     rows, loss_ns = np.concatenate(chosen), np.concatenate(losses)
-    return frame.device_finding(
-        CAUSE, "Weight copies that compute could have hidden cost {lost}",
-        "certain" if reason.startswith("the same sources") else "likely", rows, loss_ns, lane="device",
+    return joined.device_finding(
+        CAUSE,
+        "Weight copies that compute could have hidden cost {lost}",
+        "certain" if reason.startswith("the same sources") else "likely",
+        rows,
+        loss_ns,
+        lost_on="device",
         evidence=(
-            Evidence(f"{len(rows):,} weight copies took {ms(copy_ns)}; compute took {ms(compute_ns)} in the same "
-                     "stretch", copy_ns, "ns", MEASURED),
-            Evidence(f"only {share(both_ns, min(copy_ns, compute_ns))} of what could overlap did", both_ns, "ns",
-                     MEASURED),
-            Evidence(f"perfectly prefetched the stretch takes max(copy, compute) = {ms(max(copy_ns, compute_ns))}",
-                     max(copy_ns, compute_ns), "ns", INFERRED),
+            Evidence(
+                f"{len(rows):,} weight copies took {ms(copy_ns)}; compute took {ms(compute_ns)} in the same stretch",
+                copy_ns,
+                "ns",
+                MEASURED,
+            ),
+            Evidence(
+                f"only {share(both_ns, min(copy_ns, compute_ns))} of what could overlap did", both_ns, "ns", MEASURED
+            ),
+            Evidence(
+                f"perfectly prefetched the stretch takes max(copy, compute) = {ms(max(copy_ns, compute_ns))}",
+                max(copy_ns, compute_ns),
+                "ns",
+                INFERRED,
+            ),
             Evidence(f"these copies are taken for weights because {reason}", len(rows), "calls", INFERRED),
         ),
         cure=(
-            Change("Prefetch: copy layer i+1 on a stream of its own while layer i computes, ordered by events (kvprobe "
-                   "weights --window 1; vLLM: offload_prefetch_step at least offload_num_in_group; diffusers: "
-                   "use_stream)", share=1.0),
+            Change(
+                "Prefetch: copy layer i+1 on a stream of its own while layer i computes, ordered by events (kvprobe "
+                "weights --window 1; vLLM: offload_prefetch_step at least offload_num_in_group; diffusers: "
+                "use_stream)",
+                share=1.0,
+            ),
             Change("Keep fewer layers in CPU memory, spread evenly, so that each copy has compute to hide behind"),
         ),
-    )  # fmt: skip
+    )

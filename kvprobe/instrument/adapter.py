@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, ClassVar
 
-from kvprobe.instrument import sidecar
-from kvprobe.instrument.guard import Guard, Patcher
+from kvprobe.instrument import event_log, registry
+from kvprobe.instrument.hooks import CircuitBreaker, Patcher
 
 __all__ = ["Adapter", "NotNeeded", "Skip", "State", "Target", "installed_version"]
 
@@ -117,9 +117,9 @@ class Adapter:
 
     Attributes:
         name: unique, `server.thing`.
-        server: `vllm`, `sglang`, ...
-        distributions: names under which the server is distributed; the first that is installed counts.
-        versions: specifier of the versions it was written for.
+        server: `vllm`, `sglang`, ...: the first part of the name.
+        distributions: names under which the server is distributed, as the table of servers has them.
+        versions: specifier of the versions it was written for; the whole range in the table where it says none.
         upstream: specifier of newer versions that have it themselves, and the reason to print.
         targets: all it touches; checked before anything is touched.
         option: what the server must be started with to use what is touched here; empty where it always does.
@@ -130,18 +130,27 @@ class Adapter:
     name: ClassVar[str]
     server: ClassVar[str]
     distributions: ClassVar[tuple[str, ...]]
-    versions: ClassVar[str]
+    versions: ClassVar[str] = ""
     upstream: ClassVar[tuple[str, str] | None] = None
     targets: ClassVar[tuple[Target, ...]]
     option: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     changes: ClassVar[str] = ""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """What the name and the table of servers say already."""
+        super().__init_subclass__(**kwargs)
+        if "name" in vars(cls):
+            cls.server = cls.name.partition(".")[0]
+            line = registry.server_of(cls.server)
+            cls.distributions = line.distributions
+            cls.versions = cls.versions or line.versions
+
     def __init__(self) -> None:
         self.state = State(WAITING)
         self.version: tuple[str, str] | None = None
         self.fix = "off"
-        self._said = ""
+        self._last_line = ""
         self._patcher: Patcher | None = None
         self._modules: dict[str, ModuleType] = {}
 
@@ -159,7 +168,7 @@ class Adapter:
     def step_aside(self) -> None:
         """Bring the server's objects back to what the server's own code expects; called before patches are undone."""
 
-    # ---- the frame --------------------------------------------------------------------------------------------
+    # ---- for all --------------------------------------------------------------------------------------------
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -209,7 +218,7 @@ class Adapter:
                 if problem:
                     raise Skip(problem)
             if self._patcher is None:
-                self._patcher = Patcher(Guard(self.name, self._failed), self._lists)
+                self._patcher = Patcher(CircuitBreaker(self.name, self._failed), self._lists)
             self.patch(self._patcher, module)
             self._modules[module.__name__] = module
             details = {**self.state.targets, **{str(target): APPLIED for target in mine}}
@@ -250,7 +259,7 @@ class Adapter:
     def _set(self, state: State) -> None:
         self.state = state
         distribution, version = self.version or (self.distributions[0], None)
-        sidecar.emit(
+        event_log.emit(
             "state",
             adapter=self.name,
             server=self.server,
@@ -264,17 +273,17 @@ class Adapter:
         if state.state == WAITING and not state.reason:
             return
         line = f"kvprobe: {self.name} {state}"
-        if line != self._said:  # a server of several modules is patched in as many steps
-            self._said = line
+        if line != self._last_line:  # a server of several modules is patched in as many steps
+            self._last_line = line
             log.log(logging.WARNING if state.state == FAILED else logging.INFO, line)
 
     # ---- for subclasses ---------------------------------------------------------------------------------------
 
     def decide(self, what: str, why: str, *, before: str = "", after: str = "", **evidence: Any) -> None:
-        """Log a decision and write it to the sidecar."""
+        """Log a decision and write it to the event file."""
         change = f" {before} -> {after}" if after else ""
         log.info("kvprobe: %s: %s%s: %s", self.name, what, change, why)
-        sidecar.emit(
+        event_log.emit(
             "decision",
             adapter=self.name,
             server=self.server,
@@ -283,6 +292,6 @@ class Adapter:
             why=why,
             evidence=evidence,
         )
-        from kvprobe.instrument import marks
+        from kvprobe.instrument import nvtx_marks
 
-        marks.mark(f"{self.name}: {what}{change}")
+        nvtx_marks.mark(f"{self.name}: {what}{change}")

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 
-from kvprobe.instrument import marks, metrics, sidecar
+from kvprobe.instrument import event_log, metrics, nvtx_marks
 from kvprobe.instrument.adapter import Adapter, Target
-from kvprobe.instrument.guard import Call, Patcher
+from kvprobe.instrument.hooks import Call, Patcher
 
 __all__ = ["Timed", "TimedCalls"]
 
@@ -38,12 +38,12 @@ def timed(module: str, path: str, parameters: tuple[str, ...] | None, direction:
 
 
 class _Open:
-    """A timed call that is running: its name, and what timed calls inside it have moved."""
+    """A timed call that is running: its name, what `before` remembered, and what timed calls inside it have moved."""
 
-    __slots__ = ("bytes", "call")
+    __slots__ = ("bytes", "call", "remembered")
 
-    def __init__(self, call: str) -> None:
-        self.call, self.bytes = call, 0
+    def __init__(self, call: str, remembered: Any) -> None:
+        self.call, self.remembered, self.bytes = call, remembered, 0
 
 
 class TimedCalls(Adapter):
@@ -85,14 +85,19 @@ class TimedCalls(Adapter):
         """Fields for the event out of what `before` returned."""
         return {}
 
+    def running(self) -> Any:
+        """What `before` returned for the timed call that this thread is in; None outside one."""
+        mine: _Open | None = getattr(self._thread, "open", None)
+        return mine.remembered if mine is not None else None
+
     def _whole(self, entry: Timed) -> Callable[..., Any]:
         def hook(call: Call, *args: Any, **kwargs: Any) -> Any:
-            if not (sidecar.wanted() or marks.listening() or metrics.exposed()):
+            if not (event_log.wanted() or nvtx_marks.listening() or metrics.exposed()):
                 return call()
             remembered = self.before(entry, args, kwargs)
             outer: _Open | None = getattr(self._thread, "open", None)
-            mine = self._thread.open = _Open(entry.target.path)
-            with marks.Range(f"{self.server} {entry.target.path}"):
+            mine = self._thread.open = _Open(entry.target.path, remembered)
+            with nvtx_marks.Range(f"{self.server} {entry.target.path}"):
                 start = time.monotonic_ns()
                 try:
                     result = call()
@@ -115,7 +120,7 @@ class TimedCalls(Adapter):
 
         def hook(call: Call, *args: Any, **kwargs: Any) -> Any:
             inner = call()
-            if not sidecar.wanted():
+            if not event_log.wanted():
                 return inner
             return self._steps(entry, inner, args, kwargs)
 
@@ -167,7 +172,9 @@ class TimedCalls(Adapter):
             "cause": entry.cause,
             **fields,
         }
-        sidecar.emit("call", **event)
+        event_log.emit("call", **event)
+        pageable, blocking = event.get("pageable_copies", 0), event.get("blocking_copies", 0)
+        metrics.call(self.server, event["direction"], took_ns, pageable, blocking)
         if event.get("bytes"):
             metrics.transfer(self.server, event["direction"], event["bytes"], took_ns, None, None)
 

@@ -11,7 +11,6 @@ import ctypes
 import logging
 import os
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 from kvprobe.environment import DEVICE
@@ -19,57 +18,16 @@ from kvprobe.environment import DEVICE
 if TYPE_CHECKING:
     from kvprobe.cuda import Runtime
     from kvprobe.launchqueue.calibration import QueueLimits
-    from kvprobe.offload.streams import EventPool, StreamPool
+    from kvprobe.offload.streams import StreamPool
+    from kvprobe.offload.submitter import Submitter
 
-__all__ = ["Clock", "Device", "device_of"]
+__all__ = ["Device", "device_of"]
 
 log = logging.getLogger("kvprobe")
 
 STREAMS = 16  # more than the copy channels a device has by default (4), fewer than would crowd out the server's
 TIMING_EVENTS = 256  # two a transfer in flight; when they run out a transfer goes without its GPU times
-ORDER_EVENTS = 64
-_REFRESH_NS = 2_000_000_000
-_TRIES_NS = 40_000
 _NOT_READY = 600  # cudaErrorNotReady
-
-
-class Clock:
-    """Places GPU events on the host's CLOCK_MONOTONIC: one event whose host time is known, renewed now and then."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._stream = runtime.stream_create()
-        self._events = [runtime.event_create(timing=True), runtime.event_create(timing=True)]
-        self._base: int | None = None
-        self._base_ns = 0
-        self._tried_ns = 0
-        runtime.event_record(self._events[0], self._stream)
-        runtime.event_synchronize(self._events[0])
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Try to renew the base without ever waiting long: give up after 40 us and keep the old one.
-
-        The stream is idle, but its hardware channel may be shared with one that is held back.
-        """
-        now = self._tried_ns = time.monotonic_ns()
-        event = self._events[1] if self._base == self._events[0] else self._events[0]
-        self._runtime.event_record(event, self._stream)
-        while True:
-            if self._runtime.event_query(event):
-                self._base, self._base_ns = event, time.monotonic_ns()
-                return
-            if time.monotonic_ns() - now > _TRIES_NS:
-                return
-
-    def host_ns(self, event: int) -> int | None:
-        """Host time at which a reached timing event was reached, within some 20 us; None where it cannot be told."""
-        now = time.monotonic_ns()
-        if now - self._tried_ns > _REFRESH_NS:
-            self.refresh()
-        if self._base is None or now - self._base_ns > 60_000_000_000:
-            return None
-        return self._base_ns + int(self._runtime.event_elapsed_ms(self._base, event) * 1e6)
 
 
 class Device:
@@ -78,25 +36,25 @@ class Device:
     Attributes:
         runtime: the CUDA runtime that the server's torch uses.
         limits: depth and channels of its launch queues.
+        submitter: takes copies by address.
         streams: pool of distinct streams.
         timing: pool of timing events.
-        order: pool of events without timing.
         clock: GPU time to host time.
-        batch: whether this runtime copies many pieces in one call.
     """
 
+    method = "auto"  # of the submitter's copies
     limits: QueueLimits
+    submitter: Submitter
     streams: StreamPool
-    order: EventPool
 
     def __init__(self, runtime: Runtime) -> None:
         """Create the timing events; `prepare` creates the rest. Call both before traffic starts."""
+        from kvprobe.cuda.clock import DeviceClock
         from kvprobe.offload.streams import EventPool
 
         self.runtime = runtime
         self.timing = EventPool(runtime, TIMING_EVENTS, timing=True)
-        self.clock = Clock(runtime)
-        self.batch = bool(runtime.address("cudaMemcpyBatchAsync"))
+        self.clock = DeviceClock(runtime)
         # Bound here: these run twice a transfer on the server's thread, where each look-up is time of the server's.
         self._record = runtime.library.cudaEventRecord
         self._elapsed = runtime.library.cudaEventElapsedTime
@@ -105,15 +63,24 @@ class Device:
         self._prepared = False
 
     def prepare(self) -> None:
-        """Create the streams and measure the launch queue (some 50 ms, once): what curing needs and measuring not."""
+        """Make what curing needs and measuring does not, once: queue limits, streams, the submitter.
+
+        Some 50 ms, and two seconds more where this machine's methods of copying were never measured.
+        """
         if self._prepared:
             return
-        from kvprobe.offload.streams import EventPool, StreamPool
+        from kvprobe.offload.streams import StreamPool
+        from kvprobe.offload.submitter import Submitter
 
         self.limits = _limits(self.runtime)
         self.streams = StreamPool(self.runtime, STREAMS)
-        self.order = EventPool(self.runtime, ORDER_EVENTS, timing=False)
+        self.submitter = Submitter(self.runtime, limits=self.limits, method=self.method)
         self._prepared = True
+
+    def close(self) -> None:
+        """End the submitter, where there is one; what it has not submitted is not submitted any more."""
+        if self._prepared:
+            self.submitter.close(drain=False)
 
     def record(self, event: int, stream: int) -> None:
         """Record `event` on `stream`."""
@@ -163,6 +130,9 @@ _lock = threading.Lock()
 
 def _forget() -> None:
     """A child's CUDA is its own: handles of the parent mean nothing there."""
+    for device in _devices.values():
+        if device is not None:
+            device.close()
     _devices.clear()
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from kvprobe.instrument import logs, metrics, registry, sidecar, switches
+from kvprobe.instrument import event_log, logs, metrics, registry, switches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -48,9 +48,9 @@ def _hook(name: str, action: Any) -> None:
 
 
 def _server_imported(module: ModuleType) -> None:
-    for server, (package, _) in registry.SERVERS.items():
-        if package == module.__name__ and server in _servers:
-            _prepare(server)
+    for name, server in registry.SERVERS.items():
+        if server.package == module.__name__ and name in _servers:
+            _prepare(name)
 
 
 def _module_imported(module: ModuleType) -> None:
@@ -83,7 +83,7 @@ def install(servers: Iterable[str] | str | None = None, *, fix: str = "off") -> 
     """Put adapters into this process, for servers that are imported already or will be.
 
     Args:
-        servers: names out of `vllm`, `sglang`, `lmcache`, `transformers`, `accelerate`, `diffusers`; None: all.
+        servers: names of servers as `kvprobe patches` lists them; None: all.
         fix: `"off"` measures and changes nothing; `"auto"` also cures what it finds, verifies, and rolls back.
 
     Returns:
@@ -101,8 +101,9 @@ def install(servers: Iterable[str] | str | None = None, *, fix: str = "off") -> 
             if _servers.get(server, fix) != fix:
                 uninstall(server)
             _servers[server] = fix
-            _hook(registry.SERVERS[server][0], _server_imported)
-            if registry.SERVERS[server][0] in sys.modules:
+            package = registry.SERVERS[server].package
+            _hook(package, _server_imported)
+            if package in sys.modules:
                 _prepare(server)
         _hook("prometheus_client", metrics.expose)
         return {name: str(adapter.state) for name, adapter in _adapters.items() if adapter.server in names}
@@ -118,12 +119,12 @@ def uninstall(servers: Iterable[str] | str | None = None) -> None:
             if adapter.server in names:
                 adapter.uninstrument()
                 del _adapters[name]
-    sidecar.flush()
+    event_log.flush()
 
 
 @dataclass
 class Observation:
-    """What `observe` saw: the events of the sidecar, by kind."""
+    """What `observe` saw: the events of the event file, by kind."""
 
     events: list[dict[str, Any]] = field(default_factory=list)
 
@@ -162,7 +163,7 @@ def observe(servers: Iterable[str] | str | None = None, *, fix: str = "off") -> 
     seen = Observation()
     with _lock:
         before = dict(_servers)
-    stop = sidecar.listening(seen.events.append)
+    stop = event_log.listening(seen.events.append)
     try:
         install(servers, fix=fix)
         yield seen

@@ -33,8 +33,8 @@ log = logging.getLogger("kvprobe")
 
 _SERVERS_OWN = "PROMETHEUS_MULTIPROC_DIR"
 _SECONDS = (1e-6, 4e-6, 16e-6, 64e-6, 256e-6, 1e-3, 4e-3, 16e-3, 64e-3, 0.25, 1.0, 4.0)
-# Of a process's files, by kind of metric: twice what all servers, directions and buckets take.
-_FILE_BYTES = {"counter": 1 << 14, "histogram": 1 << 18}
+# Of a process's files, by kind of metric: more than all servers, directions and buckets take.
+_FILE_BYTES = {"counter": 1 << 16, "histogram": 1 << 19}
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,28 @@ _METRICS = {
         "counter", "kvprobe_redundant_loads", "Loads of blocks that were being loaded already.", ("server",)
     ),
     "deferred": _Metric("counter", "kvprobe_deferred_loads", "Requests that waited for a load in flight.", ("server",)),
+    "call": _Metric(
+        "histogram", "kvprobe_server_call_seconds", "Host time inside the server's own functions that copy.", _LABELS
+    ),
+    "pageable": _Metric("counter", "kvprobe_pageable_copies", "Copies from or to pageable memory.", _LABELS),
+    "blocking": _Metric("counter", "kvprobe_blocking_copies", "Copies that were asked for as blocking ones.", _LABELS),
+    "prompt_tokens": _Metric(
+        "counter", "kvprobe_offload_prompt_tokens", "Tokens of the prompts that were admitted.", ("server",)
+    ),
+    "gpu_hit_tokens": _Metric(
+        "counter", "kvprobe_offload_gpu_hit_tokens", "Of these, tokens whose KV cache lay on the GPU.", ("server",)
+    ),
+    "hit_tokens": _Metric(
+        "counter", "kvprobe_offload_hit_tokens", "Of these, tokens whose KV cache the offload had.", ("server",)
+    ),
+    "stored_blocks": _Metric("counter", "kvprobe_offload_stored_blocks", "Blocks that were offloaded.", ("server",)),
+    "loaded_blocks": _Metric("counter", "kvprobe_offload_loaded_blocks", "Blocks that were loaded back.", ("server",)),
+    "unread_blocks": _Metric(
+        "counter", "kvprobe_offload_unread_blocks", "Offloaded blocks evicted before anybody loaded them.", ("server",)
+    ),
+    "waited_ns": _Metric(
+        "counter", "kvprobe_offload_wait_seconds", "Time that requests waited for their loads.", ("server",)
+    ),
 }
 
 
@@ -132,7 +154,7 @@ class _Collector:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
-        self._said = False
+        self._warned = False
 
     def describe(self) -> list[Any]:
         """The metrics without samples."""
@@ -148,9 +170,9 @@ class _Collector:
             add_up: Any = multiprocess.MultiProcessCollector
             return list(add_up(None, path=self._folder).collect())
         except Exception as error:
-            if not self._said:
+            if not self._warned:
                 log.warning("kvprobe: no metrics at this scrape, %s cannot be read: %s", self._folder, error)
-            self._said = True
+            self._warned = True
             return []
 
 
@@ -172,8 +194,12 @@ os.register_at_fork(after_in_child=_after_fork)
 def _give_up(error: Exception) -> None:
     global _files, _given_up
     _files, _given_up = None, True
-    log.warning("kvprobe: no metrics of process %d: %s; let TMPDIR, or %s where the server uses it, name a folder "
-                "with room", os.getpid(), error, _SERVERS_OWN)  # fmt: skip
+    log.warning(
+        "kvprobe: no metrics of process %d: %s; let TMPDIR, or %s where the server uses it, name a folder with room",
+        os.getpid(),
+        error,
+        _SERVERS_OWN,
+    )
 
 
 def _remove(folder: str, pid: int) -> None:
@@ -252,6 +278,17 @@ def transfer(
     if copy_ns is not None:
         values["copy"] = copy_ns / 1e9
     _add(values, (server, direction))
+
+
+def call(server: str, direction: str, took_ns: int, pageable: int, blocking: int) -> None:
+    """Count one call of a server's own function that copies, and the copies in it that could not overlap."""
+    _add({"call": took_ns / 1e9, "pageable": pageable, "blocking": blocking}, (server, direction))
+
+
+def offload(server: str, more: dict[str, int]) -> None:
+    """Count what an offload brought since the last call, by the names of `benefit.Account.sums`."""
+    values = {name: value / 1e9 if name.endswith("_ns") else value for name, value in more.items() if name in _METRICS}
+    _add(values, (server,))
 
 
 def count(name: str, server: str) -> None:

@@ -36,6 +36,7 @@ __all__ = ["Observer", "main"]
 POLL_S = 0.02
 SCAN_S = 0.5  # between looks at all processes of the machine
 STACKS_EVERY_S = 5.0  # of one process
+STACKS_OF_TOTALS = 1000  # of a run that keeps totals only: it may last for months
 DUTY = 0.02  # of one core, at most
 
 
@@ -69,7 +70,7 @@ class Observer:
             key = (pid, processes.start_ticks(pid))
             self.known[key] = {"pid": pid, "covered": True, "command": options.get("words", ""), "fd": pidfd}
         self.rings: dict[Path, bool] = {}  # ring file -> still of a living process
-        self.entered: dict[tuple[Path, int], tuple[int, int]] = {}  # lane -> (sequence, first seen ns)
+        self.entered: dict[tuple[Path, int], tuple[int, int]] = {}  # section -> (sequence, first seen ns)
         self.last_stacks: dict[tuple[int, bool], float] = {}
         self.reported: set[tuple[Path, int, int]] = set()  # blocked calls that have their stacks
         self.unseen: dict[str, dict[int, str]] = {}  # reason -> pid -> command
@@ -105,6 +106,7 @@ class Observer:
 
     def _scan(self) -> None:
         parents = processes.children()
+        self.gone = {key for key in self.gone if key[0] in parents}  # a run may last for months
         ours = {pid for pid, _ in self.known} | {self.pid}
         me = os.getpid()
         for pid in sorted(parents):
@@ -128,8 +130,10 @@ class Observer:
                 os.close(entry["fd"])
             if key[0] == self.pid:
                 self.status = status
-            _append(self.folder / "processes.jsonl", {"pid": key[0], "t_ns": time.monotonic_ns(), "status": status,
-                                                      "command": entry["command"]})  # fmt: skip
+            _append(
+                self.folder / "processes.jsonl",
+                {"pid": key[0], "t_ns": time.monotonic_ns(), "status": status, "command": entry["command"]},
+            )
             del self.known[key]
             self.gone.add(key)
 
@@ -157,46 +161,73 @@ class Observer:
             self.rings[path] = False
             return
         now = time.monotonic_ns()
-        for lane in snapshot.lanes:
-            if not lane.in_call or not lane.tid:
+        for section in snapshot.sections:
+            if not section.in_call or not section.tid:
                 continue
-            key = (path, lane.number)
+            key = (path, section.number)
             sequence, since = self.entered.get(key, (-1, now))
-            if sequence != lane.in_sequence:
+            if sequence != section.in_sequence:
                 since = now
-                self.entered[key] = (lane.in_sequence, now)
-            blocked = now - (lane.in_since_ns or since)
-            if blocked >= self.threshold_ns and (path, lane.number, lane.in_sequence) not in self.reported:
-                self._culprit(snapshot, path, lane.number, lane.tid, lane.in_call, lane.in_stream, lane.in_sequence,
-                              blocked)  # fmt: skip
+                self.entered[key] = (section.in_sequence, now)
+            blocked = now - (section.in_since_ns or since)
+            if blocked >= self.threshold_ns and (path, section.number, section.in_sequence) not in self.reported:
+                self._culprit(
+                    snapshot,
+                    path,
+                    section.number,
+                    section.tid,
+                    section.in_call,
+                    section.in_stream,
+                    section.in_sequence,
+                    blocked,
+                )
 
-    def _culprit(self, ring: RingSnapshot, path: Path, lane: int, tid: int, call: int, stream: int, sequence: int,
-                 blocked_ns: int) -> None:  # fmt: skip
+    def _culprit(
+        self,
+        ring: RingSnapshot,
+        path: Path,
+        section: int,
+        tid: int,
+        call: int,
+        stream: int,
+        sequence: int,
+        blocked_ns: int,
+    ) -> None:
+        if len(self.reported) >= STACKS_OF_TOTALS and self.options.get("detail") == "totals":
+            return
         # of memory calls apart: pinning at the start must not use up what a blocked submission needs
         kind = ring.pid, call in CALLS and CALLS[call][0] in ("ALLOC", "FREE")
         if time.monotonic() - self.last_stacks.get(kind, -1e9) < STACKS_EVERY_S:
             return
         self.last_stacks[kind] = time.monotonic()
-        self.reported.add((path, lane, sequence))
+        self.reported.add((path, section, sequence))
         asked_ns = time.monotonic_ns()
         taken = stacks.take(self.folder, ring.pid, tid, inside=self.inside)
         # Only a stack of which the call had not returned when it was there is known to be the call's.
-        t_ns = asked_ns if self._inside(path, lane, sequence) else time.monotonic_ns()
+        t_ns = asked_ns if self._inside(path, section, sequence) else time.monotonic_ns()
         if taken["how"] == "failed" and not self.inside:
             _log(f"stacks of {ring.pid}: {taken['error']}")
         name = CALLS[call][1] if call in CALLS else f"call {call}"
-        _append(self.folder / f"stacks-{ring.pid}.jsonl", {
-            "t_ns": t_ns, "pid": ring.pid, "thread": tid, "call": name, "stream": stream,
-            "blocked_ns": blocked_ns, **taken,
-        })  # fmt: skip
+        _append(
+            self.folder / f"stacks-{ring.pid}.jsonl",
+            {
+                "t_ns": t_ns,
+                "pid": ring.pid,
+                "thread": tid,
+                "call": name,
+                "stream": stream,
+                "blocked_ns": blocked_ns,
+                **taken,
+            },
+        )
 
-    def _inside(self, path: Path, lane: int, sequence: int) -> bool:
-        """Whether a lane is in the same call still."""
+    def _inside(self, path: Path, section: int, sequence: int) -> bool:
+        """Whether a section is in the same call still."""
         try:
-            lanes = read_ring(path, detail=False, slots=False).lanes
+            sections = read_ring(path, detail=False, slots=False).sections
         except KvprobeError:
             return False
-        return any(one.number == lane and one.in_call and one.in_sequence == sequence for one in lanes)
+        return any(one.number == section and one.in_call and one.in_sequence == sequence for one in sections)
 
     # ---- the loop ----------------------------------------------------------------------------------------------
 
@@ -265,33 +296,48 @@ class Observer:
             if reason:
                 found.insert(0, f"no process of the command could be watched: {program}: {reason}")
             elif checked_in:
-                found.insert(0, "the command's processes checked in, and none of them made a CUDA call that kvprobe "
-                                "watches")  # fmt: skip
+                found.insert(
+                    0, "the command's processes checked in, and none of them made a CUDA call that kvprobe watches"
+                )
             else:
-                found.insert(0, "no process of the command ever checked in: none made a CUDA call that kvprobe watches,"
-                                " or the command emptied its environment, removed LD_PRELOAD, or runs its work in "
-                                "statically linked, setuid or musl programs, or elsewhere (a container, a daemon that "
-                                "was running before)")  # fmt: skip
+                found.insert(
+                    0,
+                    "no process of the command ever checked in: none made a CUDA call that kvprobe watches,"
+                    " or the command emptied its environment, removed LD_PRELOAD, or runs its work in "
+                    "statically linked, setuid or musl programs, or elsewhere (a container, a daemon that "
+                    "was running before)",
+                )
         if not checked_in and _runs_python(self.options.get("program", "")):
-            found.append("no adapter acted in the command: its Python did not load kvprobe's start-up part (options "
-                         "-I, -E or -S, or a PYTHONPATH that was replaced); CUDA calls were recorded all the same, "
-                         "and nothing was cured")  # fmt: skip
+            found.append(
+                "no adapter acted in the command: its Python did not load kvprobe's start-up part (options "
+                "-I, -E or -S, or a PYTHONPATH that was replaced); CUDA calls were recorded all the same, "
+                "and nothing was cured"
+            )
         for path in self.folder.glob("checkin-*.json"):
             with contextlib.suppress(OSError, ValueError):
                 checkin = json.loads(path.read_text())
                 old = tuple(map(int, str(checkin.get("python", "9.9")).split(".")[:2])) < (3, 10)
                 if old:
-                    found.append(f"process {checkin['pid']} runs Python {checkin['python']}: adapters need 3.10 or "
-                                 "newer and did not act in it")  # fmt: skip
+                    found.append(
+                        f"process {checkin['pid']} runs Python {checkin['python']}: adapters need 3.10 or "
+                        "newer and did not act in it"
+                    )
                 if not checkin.get("preloaded"):
-                    found.append(f"process {checkin['pid']} ran without the interposer: LD_PRELOAD was removed or "
-                                 "could not be followed; only what Python adapters saw of it is known")  # fmt: skip
-        failed = [line for path in self.folder.glob("stacks-[0-9]*.jsonl")
-                  for line in path.read_text(errors="replace").splitlines() if '"how":"failed"' in line]  # fmt: skip
+                    found.append(
+                        f"process {checkin['pid']} ran without the interposer: LD_PRELOAD was removed or "
+                        "could not be followed; only what Python adapters saw of it is known"
+                    )
+        failed = [
+            line
+            for path in self.folder.glob("stacks-[0-9]*.jsonl")
+            for line in path.read_text(errors="replace").splitlines()
+            if '"how":"failed"' in line
+        ]
         if failed:
             with contextlib.suppress(ValueError):
-                found.append(f"stacks of {len(failed)} blocked calls could not be taken: "
-                             f"{json.loads(failed[0])['error']}")  # fmt: skip
+                found.append(
+                    f"stacks of {len(failed)} blocked calls could not be taken: {json.loads(failed[0])['error']}"
+                )
         return found
 
     def finish(self) -> str:
@@ -300,7 +346,14 @@ class Observer:
         The folder may be read-only or full by now: then the log says so, if it can.
         """
         warnings = self.told = self.warnings()
-        end = {"t_ns": time.monotonic_ns(), "status": self.status, "warnings": warnings}
+        from kvprobe.probe.device import confidential_computing
+
+        end = {
+            "t_ns": time.monotonic_ns(),
+            "status": self.status,
+            "warnings": warnings,
+            "confidential_computing": confidential_computing(),
+        }
         files.write(self.folder / "end.json", json.dumps(end, indent=1).encode())
         for line in warnings:
             _log(f"warning: {line}")

@@ -1,24 +1,54 @@
-"""Which servers there are adapters for: names only, so that the start-up hook imports nothing it does not need."""
+"""Which servers there are adapters for, from the one table of them. Imports no adapter before it is asked for one."""
 
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvprobe.errors import UsageError
+from kvprobe.instrument.carried import kvprobe_startup
 
 if TYPE_CHECKING:
     from kvprobe.instrument.adapter import Adapter
 
-# server -> (its top-level package, the module with its ADAPTERS)
-SERVERS = {
-    "vllm": ("vllm", "kvprobe.patches.vllm"),
-    "sglang": ("sglang", "kvprobe.patches.sglang"),
-    "lmcache": ("lmcache", "kvprobe.patches.lmcache"),
-    "transformers": ("transformers", "kvprobe.patches.transformers"),
-    "accelerate": ("accelerate", "kvprobe.patches.accelerate"),
-    "diffusers": ("diffusers", "kvprobe.patches.diffusers"),
+
+@dataclass(frozen=True)
+class Server:
+    """One line of the table.
+
+    Attributes:
+        package: its top-level package: the adapters come in when that is imported.
+        distributions: names under which it is distributed; the first that is installed counts.
+        versions: specifier of the versions that any adapter is for.
+    """
+
+    package: str
+    distributions: tuple[str, ...]
+    versions: str
+
+
+# The table stands in the start-up part, which can import nothing and needs the packages' names in every process.
+SERVERS = {name: Server(*row) for name, row in kvprobe_startup.SERVERS.items()}
+
+# What servers move KV cache or weights with and no adapter watches -> what is seen of it all the same.
+_INTERPOSER = "its CUDA calls by the interposer, where it links the CUDA runtime dynamically"
+NOT_COVERED = {
+    "vLLM: FlexKV, MoRI-IO, HF3FS and P2P connectors": "hits and waits by vllm.offload; CUDA calls by the interposer",
+    "vLLM: object store, KVCR and P2P tiers of tiering": "hits and waits by vllm.offload",
+    "vLLM: blocks of SimpleCPUOffloadConnector that nobody loaded": "its hits, waits and copies are measured",
+    "SGLang: waits for HiCache's loads, which run beside the forward": "the loads themselves by sglang.l2_transfer",
+    "SGLang: FlexKV and LMCache radix caches, HiSparse": _INTERPOSER,
+    "LMCache: disk, remote and peer-to-peer back ends": "loads and stores on the GPU's side",
+    "TensorRT-LLM: host cache (compiled; not on the package index)": _INTERPOSER,
+    "Dynamo: copies of the block manager's core (compiled)": _INTERPOSER,
+    "llama.cpp and Ollama (no Python)": _INTERPOSER,
 }
+
+
+def server_of(name: str) -> Server:
+    """A server's line; for one that is not in the table, a package and a distribution of that name, any version."""
+    return SERVERS.get(name) or Server(name, (name,), ">=0")
 
 
 def check_servers(servers: object) -> tuple[str, ...]:
@@ -33,6 +63,6 @@ def check_servers(servers: object) -> tuple[str, ...]:
 
 
 def adapter_classes(server: str) -> tuple[type[Adapter], ...]:
-    """The adapters of one server; imports kvprobe's module about it, never the server."""
-    found: tuple[type[Adapter], ...] = importlib.import_module(SERVERS[server][1]).ADAPTERS
+    """The adapters in `patches/SERVER.py`; imports that file, never the server."""
+    found: tuple[type[Adapter], ...] = importlib.import_module(f"kvprobe.patches.{server}").ADAPTERS
     return found

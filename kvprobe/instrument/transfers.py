@@ -1,4 +1,4 @@
-"""Times the transfers of one direction of a server's handler, and holds the ladder that cures them.
+"""Times the transfers of one direction of a server's handler, and holds the auto that cures them.
 
 A transfer is split into *build* (Python before the first copy), *submit* (inside the copy calls), *queue wait* (from
 the first submission until the device starts), *copy* (on the device) and *poll delay* (from the last copy's end until
@@ -11,16 +11,18 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from kvprobe.instrument import marks, metrics, sidecar
-from kvprobe.instrument.ladder import REST, Ladder, Sample
+from kvprobe.instrument import event_log, metrics, nvtx_marks
+from kvprobe.offload.auto import REST, Auto, Rung, Sample
 
 if TYPE_CHECKING:
     from kvprobe.instrument.adapter import Adapter
     from kvprobe.instrument.device import Device
+    from kvprobe.offload.submitter import Submission
 
 __all__ = ["CopyPath", "Live"]
 
 _ASK_EVERY = 32  # looking into the environment costs as much as an event record
+_SLOW_NS = 100_000  # a transfer that holds the model's thread for so long is worth a change
 _MAX_LIVE = 100_000  # a server that never polls must not make the table grow without end
 
 
@@ -28,11 +30,28 @@ class Live:
     """One transfer from its submission to the moment the server notices its end."""
 
     __slots__ = (
-        "begin_ns", "borrowed", "bytes", "calls", "copies", "end", "extra", "first_ns", "job", "one_in", "outstanding",
-        "rung", "sample", "start", "stream", "submit_ns", "taken", "thread",
-    )  # fmt: skip
+        "begin_ns",
+        "borrowed",
+        "bytes",
+        "calls",
+        "copies",
+        "end",
+        "extra",
+        "first_ns",
+        "job",
+        "one_in",
+        "outstanding",
+        "rung",
+        "sample",
+        "start",
+        "stream",
+        "submission",
+        "submit_ns",
+        "taken",
+        "thread",
+    )
 
-    def __init__(self, job: Any, rung: str, outstanding: int, thread: int, one_in: int) -> None:
+    def __init__(self, job: Any, rung: Rung, outstanding: int, thread: int, one_in: int) -> None:
         self.job, self.rung, self.outstanding, self.thread, self.one_in = job, rung, outstanding, thread, one_in
         self.first_ns = self.submit_ns = self.copies = self.bytes = self.calls = self.stream = 0
         self.start: int | None = None
@@ -40,6 +59,7 @@ class Live:
         self.borrowed = False  # start and end are the server's own events
         self.taken: int | None = None  # stream of kvprobe's pool that goes back when the transfer ends
         self.sample: Sample | None = None
+        self.submission: Submission | None = None  # in the submitter's hands: its times are the transfer's
         self.extra: dict[str, Any] = {}
         self.begin_ns = time.monotonic_ns()
 
@@ -53,12 +73,13 @@ class CopyPath:
         live: transfers submitted and not known to be complete, by the server's id.
         outstanding: their copies.
         last: id of the newest one; an adapter that lets a transfer go unwatched sets it.
-        moved: the newest one is on another stream than the server's own.
+        newest: the newest one that the submitter has, or had.
+        handing: the transfer that is being submitted goes to the submitter.
         row_bytes: what one row of a block mapping moves over all tensors, once an adapter knows it.
     """
 
     def __init__(
-        self, adapter: Adapter, direction: str, device: Device | None, rungs: tuple[str, ...], queued: bool = True
+        self, adapter: Adapter, direction: str, device: Device | None, rungs: tuple[Rung, ...], queued: bool = True
     ) -> None:
         """Starts on the first rung; `queued`: every copy takes a place in the launch queue."""
         self.adapter, self.direction, self.device = adapter, direction, device
@@ -66,40 +87,48 @@ class CopyPath:
         self.live: dict[Any, Live] = {}
         self.outstanding = 0
         self.last: Any = None
-        self.moved = False
+        self.newest: Submission | None = None
+        self.handing = False
         self.row_bytes = 0
-        self.ladder: Ladder | None = None
+        self.auto: Auto | None = None
         self._rung = rungs[0]
-        self._marks = marks.listening()  # a tool injects itself when the process starts
+        self._marks = nvtx_marks.listening()  # a tool injects itself when the process starts
         self._thread = (0, 0)
-        self._asked = 0  # calls of `_heard` until the environment is looked at again
+        self._asked = 0  # calls of `_has_listeners` until the environment is looked at again
         self._told = False
         if device is not None and adapter.fix == "auto" and len(rungs) > 1:
             limits = device.limits
-            self.ladder = Ladder(rungs, limits.depth if queued else 0, limits.baseline_ns, self._decided)
+            self.auto = Auto(
+                rungs,
+                self._decided,
+                depth=limits.depth if queued else 0,
+                baseline_ns=limits.baseline_ns,
+                slow_ns=_SLOW_NS,
+            )
 
-    def _decided(self, what: str, why: str, **evidence: Any) -> None:
-        self.adapter.decide(what, f"{self.direction}: {why}", direction=self.direction, **evidence)
+    def _decided(self, what: str, why: str, *, before: Rung, after: Rung, **evidence: Any) -> None:
+        told = f"{self.direction}: {why}"
+        self.adapter.decide(what, told, before=str(before), after=str(after), direction=self.direction, **evidence)
 
     @property
-    def rung(self) -> str:
+    def rung(self) -> Rung:
         """What the next transfer uses."""
-        return self.ladder.rung if self.ladder is not None else self._rung
+        return self.auto.rung if self.auto is not None else self._rung
 
     def watch(self) -> bool:
         """Whether the next transfer is to be watched: not if nobody would hear of it, nor most of them at rest."""
-        if self.ladder is not None:
-            return self.ladder.watch()
-        return self._marks or self._heard()
+        if self.auto is not None:
+            return self.auto.watch()
+        return self._marks or self._has_listeners()
 
-    def _heard(self) -> bool:
+    def _has_listeners(self) -> bool:
         """Whether anybody will see the event of a transfer; a run folder that is set late is noticed a little later."""
-        if sidecar.heard_at_once():
+        if event_log.has_listeners():
             return True
         self._asked -= 1
         if self._asked < 0:
             self._asked = _ASK_EVERY
-            self._told = metrics.exposed() or sidecar.wanted()
+            self._told = metrics.exposed() or event_log.wanted()
         return self._told
 
     def begin(self, job: Any) -> Live:
@@ -107,11 +136,11 @@ class CopyPath:
         ident = threading.get_ident()
         if ident != self._thread[0]:
             self._thread = (ident, threading.get_native_id())
-        ladder = self.ladder
-        if ladder is None:
+        auto = self.auto
+        if auto is None:
             live = Live(job, self._rung, self.outstanding, self._thread[1], 1)
         else:
-            live = Live(job, ladder.rung, self.outstanding, self._thread[1], REST if ladder.resting else 1)
+            live = Live(job, auto.rung, self.outstanding, self._thread[1], REST if auto.resting else 1)
         self.current = live
         return live
 
@@ -122,7 +151,7 @@ class CopyPath:
             return
         live.stream = stream
         device = self.device
-        if device is not None:
+        if device is not None and live.rung.method != "auto":  # the submitter has events of its own
             live.start = event = device.timing.take()
             if event is not None:
                 device.record(event, stream)
@@ -139,6 +168,23 @@ class CopyPath:
             live.copies += copies
             live.bytes += size_bytes
             live.calls += calls
+
+    def handed(self, submission: Submission) -> None:
+        """The submitter took the transfer that is being submitted."""
+        self.newest = submission
+        if self.current is not None:
+            self.current.submission = submission
+
+    @property
+    def pending(self) -> bool:
+        """Whether the submitter still has something of this path."""
+        return self.newest is not None and not self.newest.ended
+
+    def behind(self, stream: int) -> None:
+        """What comes on `stream` from now on runs after what the submitter has of this path."""
+        newest, self.newest = self.newest, None
+        if newest is not None and not newest.ended:
+            newest.submitter.fence(newest, stream)
 
     def submitted(self, ok: bool = True, events: tuple[int, int] | None = None) -> None:
         """The server's submission returned.
@@ -166,9 +212,15 @@ class CopyPath:
         self.last = live.job
         self.live[live.job] = live
         self.outstanding += live.copies
-        if self.ladder is not None and ok:
-            live.sample = Sample(live.copies, live.submit_ns, live.outstanding, live.bytes, live.rung)
-            self.ladder.submitted(live.sample)
+        if self.auto is not None and ok:
+            sample = live.sample = Sample(
+                live.copies, live.submit_ns, live.bytes, live.rung, live.outstanding, end_ns=now_ns
+            )
+            choice = any(rung.method == "auto" for rung in self.auto.rungs)
+            if choice and live.rung == self.auto.base and live.copies and device is not None:
+                each = live.bytes // live.copies
+                sample.expected_ns = device.submitter.expected_ns(self.direction, each, live.copies)
+            self.auto.submitted(sample)
 
     def abandon(self) -> None:
         """The server's submission raised: whatever was taken goes back."""
@@ -183,7 +235,7 @@ class CopyPath:
             return
         seen_ns = time.monotonic_ns()
         self.outstanding -= live.copies
-        told = self._heard()
+        told = self._has_listeners()
         queue_ns = poll_ns = copy_ns = None
         device, start, end = self.device, live.start, live.end
         if device is not None and start is not None and end is not None:
@@ -192,21 +244,30 @@ class CopyPath:
                 started = device.clock.host_ns(start) if told else None
                 if started is not None:
                     queue_ns, poll_ns = max(0, started - live.first_ns), max(0, seen_ns - started - copy_ns)
-                if live.sample is not None:
-                    live.sample.copy_ns = copy_ns
+        if live.submission is not None:
+            copy_ns = live.submission.copy_ns
+            started, ended = live.submission.copy_start_ns, live.submission.copy_end_ns
+            if started and ended:
+                queue_ns, poll_ns = max(0, started - live.first_ns), max(0, seen_ns - ended)
+            live.stream, live.calls = live.submission.stream, live.submission.calls
+            live.extra["methods"] = list(live.submission.methods)
+        if live.sample is not None and copy_ns is not None:
+            live.sample.copy_ns = copy_ns
+            if self.auto is not None:
+                self.auto.completed(live.sample)
         self._release(live)
         if told:
-            if sidecar.heard_at_once():
+            if event_log.has_listeners():
                 self._tell(live, ok, seen_ns, queue_ns, copy_ns, poll_ns)
             else:
-                sidecar.later(self._tell, live, ok, seen_ns, queue_ns, copy_ns, poll_ns)
+                event_log.later(self._tell, live, ok, seen_ns, queue_ns, copy_ns, poll_ns)
         if self._marks:
-            marks.mark(f"{self.adapter.server} {self.direction} {live.job}: {live.bytes} bytes")
+            nvtx_marks.mark(f"{self.adapter.server} {self.direction} {live.job}: {live.bytes} bytes")
 
     def _tell(
         self, live: Live, ok: bool, seen_ns: int, queue_ns: int | None, copy_ns: int | None, poll_ns: int | None
     ) -> None:
-        """Metrics and the event; as a rule on the sidecar's thread."""
+        """Metrics and the event; as a rule on the event file's thread."""
         size = live.bytes * live.one_in  # at rest one transfer stands for those that were not watched
         metrics.transfer(self.adapter.server, self.direction, size, live.submit_ns, queue_ns, copy_ns)
         fields: dict[str, Any] = {
@@ -218,7 +279,8 @@ class CopyPath:
             "copies": live.copies,
             "submissions": live.calls,
             "bytes": live.bytes,
-            "policy": live.rung,
+            "policy": live.rung.policy,
+            "method": live.rung.method,
             "stream": live.stream,
             "begin_ns": live.begin_ns,
             "build_ns": max(0, live.first_ns - live.begin_ns) if live.first_ns else None,
@@ -233,7 +295,7 @@ class CopyPath:
         }
         if live.one_in > 1:
             fields["one_in"] = live.one_in
-        sidecar.emit("transfer", **fields)
+        event_log.emit("transfer", **fields)
 
     def _release(self, live: Live) -> None:
         device = self.device

@@ -5,9 +5,9 @@ from __future__ import annotations
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from kvprobe.launchqueue.calibration import QueueLimits, calibrate
-    from kvprobe.launchqueue.detector import Detector, Observation, Verdict
+    from kvprobe.launchqueue.detector import Detector, Slowness, SubmissionRun
 
-__all__ = ["Detector", "Observation", "QueueLimits", "Verdict", "calibrate"]
+__all__ = ["Detector", "SubmissionRun", "QueueLimits", "Slowness", "calibrate"]
 
 _HOME_OF = {"QueueLimits": "calibration", "calibrate": "calibration"}
 

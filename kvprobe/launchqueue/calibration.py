@@ -22,13 +22,14 @@ from typing import Any
 from kvprobe.cuda import MEMCPY_KIND, Runtime
 from kvprobe.cuda.hostruntime import HostRuntime
 from kvprobe.cuda.memory import Buffer
-from kvprobe.environment import RUN
+from kvprobe.environment import RUN, caches
 from kvprobe.errors import KvprobeError
 from kvprobe.native.library import CalibrateCalls, Calibration, core
 
 STALL_NS = 4_000_000
 TRIES = 8
 LIMIT = 70_000  # more copies than 32 channels hold at the largest CUDA_SCALE_LAUNCH_QUEUES, halved: enough to tell
+SMALLEST = 4  # copies: a queue that holds fewer is no queue, but a damaged cache
 MANY = 32  # streams: as many as CUDA offers channels at most
 
 
@@ -90,9 +91,14 @@ def _of_simulation(runtime: HostRuntime) -> QueueLimits:
 
 def _cached(runtime: Runtime) -> QueueLimits | None:
     try:
-        return replace(QueueLimits(**json.loads(_cache_path(runtime).read_text())), how="cached")
+        found = QueueLimits(**json.loads(_cache_path(runtime).read_text()))
     except (OSError, ValueError, TypeError):
         return None
+    numbers = (found.depth, found.channels, found.capacity, found.baseline_ns, found.p99_ns)
+    if not all(type(number) is int and 0 < number < 1 << 40 for number in numbers):
+        return None
+    whole = found.capacity >= found.depth >= SMALLEST and found.channels <= MANY and found.p99_ns >= found.baseline_ns
+    return replace(found, how="cached") if whole else None
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
@@ -136,16 +142,35 @@ def _measure(runtime: Runtime) -> QueueLimits:
 
 def _capacity(runtime: Runtime, streams: list[int], event: int, device: Buffer, host: Buffer) -> Calibration:
     calls = CalibrateCalls(
-        *(runtime.address(name) for name in ("cudaLaunchHostFunc", "cudaEventRecord", "cudaStreamWaitEvent",
-                                             "cudaStreamSynchronize", "cudaMemcpyAsync"))
-    )  # fmt: skip
+        *(
+            runtime.address(name)
+            for name in (
+                "cudaLaunchHostFunc",
+                "cudaEventRecord",
+                "cudaStreamWaitEvent",
+                "cudaStreamSynchronize",
+                "cudaMemcpyAsync",
+            )
+        )
+    )
     handles = (ct.c_void_p * len(streams))(*streams)
     seen: list[int] = []
     for attempt in range(TRIES):
         result = Calibration()
         stall_ns = STALL_NS * (1 + attempt // 2)  # a busy machine gets more patience
-        code = core().kvp_calibrate(ct.byref(calls), len(streams), handles, event, device.address, host.address,
-                                    64, MEMCPY_KIND["h2d"], LIMIT, stall_ns, ct.byref(result))  # fmt: skip
+        code = core().kvp_calibrate(
+            ct.byref(calls),
+            len(streams),
+            handles,
+            event,
+            device.address,
+            host.address,
+            64,
+            MEMCPY_KIND["h2d"],
+            LIMIT,
+            stall_ns,
+            ct.byref(result),
+        )
         if code:
             raise runtime.error("calibration", code)
         if not result.blocked:
@@ -161,10 +186,18 @@ def _capacity(runtime: Runtime, streams: list[int], event: int, device: Buffer, 
 def _cache_path(runtime: Runtime) -> Path:
     """One file for all that decides the result: library, driver, device, environment."""
     relevant = {name: value for name, value in os.environ.items() if name.startswith(("CUDA_", "KVHOST_"))}
-    key = json.dumps([runtime.provider, runtime.path, runtime.version, runtime.driver_version(), runtime.mem_info()[1],
-                      _driver_text(), sorted(relevant.items())])  # fmt: skip
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvprobe"
-    return folder / f"queue-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    key = json.dumps(
+        [
+            runtime.provider,
+            runtime.path,
+            runtime.version,
+            runtime.driver_version(),
+            runtime.mem_info()[1],
+            _driver_text(),
+            sorted(relevant.items()),
+        ]
+    )
+    return caches() / f"queue-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def _driver_text() -> str:

@@ -1,6 +1,6 @@
 """Every threshold by which kvprobe calls a launch queue full, with the measurement or the reason that it rests on.
 
-The live detector, auto's ladder, `kvprobe top`, the readers and the causes take them from here;
+The live detector, auto, `kvprobe top`, the readers and the causes take them from here;
 `native/trace/queues.c` repeats those that it needs (a test compares). Needs neither numpy nor the native library.
 """
 
@@ -17,7 +17,7 @@ BASELINE_DRIFT = 1.25  # how far a learned baseline may move from the calibrated
 BASELINE_STEP = 0.05  # how far one run of fast calls moves it, so that an odd one does not
 BASELINE_RUN = 16  # fast calls that a run must have to teach anything
 SLOWER_TIMES = 2.5  # times the baseline, as the mean of a whole transfer: most of its calls waited
-JUMP_TIMES = 2.0  # times the baseline, as the median of an interval in which only sums are known
+JUMP_TIMES = 3.0  # times the baseline, in an interval of which only sums are known: what noise hardly makes of a tenth
 
 # -- how full a queue is ---------------------------------------------------------------------------------------------
 
@@ -47,6 +47,7 @@ PAUSE_NS = 50_000  # between two runs of one transfer: the program paused
 ALIGNED_NS = 20_000  # a blocked call returns 2 to 10 us after its stream moved on (V100, Kineto), to 18 (H100, nsys)
 LIVE_LOST_SHARE = 0.2  # of the wall time that a stream's submissions lose, where only sums are known
 LIVE_CALLS = 16  # calls in an interval below which its median says nothing
+LIVE_BLOCKED = 64  # slow calls in an interval below which they may be kernels that are launched for the first time
 
 # -- what is worth saying --------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from kvprobe.launchqueue.constants import PAUSE_NS, ROOM_SHARE, SLACK
 from kvprobe.launchqueue.window import Counted, Window
 
 
-class Verdict(str, Enum):
+class Slowness(str, Enum):
     """What made submissions slow."""
 
     NONE = "none"
@@ -35,7 +35,7 @@ class Verdict(str, Enum):
 
 
 @dataclass(frozen=True)
-class Observation:
+class SubmissionRun:
     """One run of the native submission loop, as the detector sees it.
 
     A run lies on one side of the ceiling: its submitter ends it where the count reaches `Detector.ceiling`, and begins
@@ -128,7 +128,7 @@ class Detector:
 
     limits: QueueLimits
     saturations: list[Saturation] = field(default_factory=list)
-    other: dict[Verdict, int] = field(default_factory=dict)
+    other: dict[Slowness, int] = field(default_factory=dict)
     reason: str = ""
     _streams: dict[int, _Stream] = field(default_factory=dict)
 
@@ -151,7 +151,7 @@ class Detector:
         """Outstanding operations from which on a stream counts as full."""
         return self.limits.depth - min(SLACK, self.limits.depth // 8)
 
-    def observe(self, seen: Observation) -> Verdict:
+    def observe(self, seen: SubmissionRun) -> Slowness:
         """Judges one run; `reason` says why in words that a report can print.
 
         Returns:
@@ -172,14 +172,14 @@ class Detector:
                 window.top.add(seen.fast, 0)
         if not seen.blocked:
             if seen.gap_ns > PAUSE_NS:
-                return self._blame(Verdict.PAUSE, seen.gap_ns, "the time passed between calls, not inside one")
-            return Verdict.NONE
+                return self._blame(Slowness.PAUSE, seen.gap_ns, "the time passed between calls, not inside one")
+            return Slowness.NONE
         lost = max(seen.blocked_ns - int(seen.blocked * self._baseline.ns), 0)
         if seen.pageable:
-            return self._blame(Verdict.PAGEABLE, lost, "the host memory is pageable, so each copy is staged")
+            return self._blame(Slowness.PAGEABLE, lost, "the host memory is pageable, so each copy is staged")
         return self._at_ceiling(state, seen, lost) if full else self._beneath(seen, lost)
 
-    def _keeps_pace(self, state: _Stream, seen: Observation) -> bool:
+    def _keeps_pace(self, state: _Stream, seen: SubmissionRun) -> bool:
         """Whether the count stands still above half of the depth while as much completes as is submitted.
 
         A queue that has room and is filled rises; one that has room and is emptied falls to nothing. It is followed
@@ -196,19 +196,20 @@ class Detector:
         state.submitted += seen.submitted
         return state.standing
 
-    def _beneath(self, seen: Observation, lost: int) -> Verdict:
+    def _beneath(self, seen: SubmissionRun, lost: int) -> Slowness:
         room = f"{seen.outstanding + seen.first_blocked} operations were outstanding of {self.limits.depth}"
         if 2 * seen.preempted_ns >= seen.blocked_ns:
-            return self._blame(Verdict.PREEMPTED, lost, f"{room}; the kernel took the CPU away {seen.preempted} times")
-        return self._blame(Verdict.CANNOT_TELL, lost, f"the queue had room ({room}) and the thread kept its CPU")
+            return self._blame(Slowness.PREEMPTED, lost, f"{room}; the kernel took the CPU away {seen.preempted} times")
+        return self._blame(Slowness.CANNOT_TELL, lost, f"the queue had room ({room}) and the thread kept its CPU")
 
-    def _at_ceiling(self, state: _Stream, seen: Observation, lost: int) -> Verdict:
+    def _at_ceiling(self, state: _Stream, seen: SubmissionRun, lost: int) -> Slowness:
         window = state.window
         if window is None:
             window = state.window = Window(
                 span_ns=seen.end_ns - seen.first_blocked_ns - seen.preempted_ns,
-                whole_ns=seen.end_ns - seen.first_blocked_ns, top=Counted(),
-            )  # fmt: skip
+                whole_ns=seen.end_ns - seen.first_blocked_ns,
+                top=Counted(),
+            )
             state.onset_ns = seen.first_blocked_ns
             state.depth = min(seen.outstanding + seen.first_blocked, self.limits.depth)
         kept, kept_ns = seen.blocked - seen.preempted, seen.blocked_ns - seen.preempted_ns
@@ -221,35 +222,43 @@ class Detector:
             window.top.add(seen.fast + kept, kept)
         if not window.full(state.with_room, min(seen.longest_ns, kept_ns)):
             if 2 * seen.preempted_ns >= seen.blocked_ns:
-                return self._blame(Verdict.PREEMPTED, lost, "the kernel took the CPU away during the slow calls")
+                return self._blame(Slowness.PREEMPTED, lost, "the kernel took the CPU away during the slow calls")
             self.reason = f"{window.blocked} slow calls at {state.depth} outstanding are too few to name a cause"
-            return Verdict.NONE
+            return Slowness.NONE
         self.saturations.append(
-            Saturation(seen.stream, seen.thread, state.onset_ns, seen.end_ns, state.depth, window.blocked,
-                       window.lost_ns, window.longest_ns)
-        )  # fmt: skip
+            Saturation(
+                seen.stream,
+                seen.thread,
+                state.onset_ns,
+                seen.end_ns,
+                state.depth,
+                window.blocked,
+                window.lost_ns,
+                window.longest_ns,
+            )
+        )
         state.window = None
         self.reason = (
             f"stream {seen.stream:#x}: {window.blocked} calls blocked at {state.depth} outstanding operations "
             f"(depth {self.limits.depth}); the longest took {window.longest_ns / 1e3:.1f} us "
             f"against a baseline of {self._baseline.ns / 1e3:.2f} us"
         )
-        return Verdict.SATURATION
+        return Slowness.SATURATION
 
-    def link(self, bytes_per_s: float, link_bytes_per_s: float) -> Verdict:
+    def link(self, bytes_per_s: float, link_bytes_per_s: float) -> Slowness:
         """Judges a finished transfer's rate: SLOW_LINK below a quarter of the link although submissions were quick."""
         if 0 < bytes_per_s < link_bytes_per_s / 4:
             reason = f"copies ran at {bytes_per_s / 1e9:.1f} GB/s on a link of {link_bytes_per_s / 1e9:.1f}"
-            return self._blame(Verdict.SLOW_LINK, 0, reason)
-        return Verdict.NONE
+            return self._blame(Slowness.SLOW_LINK, 0, reason)
+        return Slowness.NONE
 
     def losses(self) -> Mapping[str, int]:
         """Host time lost so far by cause, in ns."""
-        lost = {verdict.value: ns for verdict, ns in self.other.items()}
-        lost[Verdict.SATURATION.value] = sum(each.lost_ns for each in self.saturations)
+        lost = {slowness.value: ns for slowness, ns in self.other.items()}
+        lost[Slowness.SATURATION.value] = sum(each.lost_ns for each in self.saturations)
         return lost
 
-    def _blame(self, verdict: Verdict, lost_ns: int, reason: str) -> Verdict:
-        self.other[verdict] = self.other.get(verdict, 0) + lost_ns
+    def _blame(self, slowness: Slowness, lost_ns: int, reason: str) -> Slowness:
+        self.other[slowness] = self.other.get(slowness, 0) + lost_ns
         self.reason = reason
-        return verdict
+        return slowness

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Literal
 
-    Verdict = Literal["saturated", "healthy", "cannot tell"]
+    QueueVerdict = Literal["saturated", "healthy", "cannot tell"]
 
 __all__ = ["LEAST_BLOCKED", "LEAST_DEPTH", "Measured", "conclude", "ms", "overall"]
 
@@ -51,7 +51,7 @@ class Measured:
         self.aligned, self.chance, self.drained, self.in_graphs = aligned, chance, drained, in_graphs
 
 
-def conclude(m: Measured) -> tuple[Verdict, str]:
+def conclude(m: Measured) -> tuple[QueueVerdict, str]:
     """The verdict on one queue, and from what."""
     if m.deepest < LEAST_DEPTH:
         return "healthy", f"never more than {m.deepest:,} submissions outstanding"
@@ -85,7 +85,7 @@ def conclude(m: Measured) -> tuple[Verdict, str]:
     )
 
 
-def overall(queues: Sequence[tuple[Verdict, str, int]]) -> tuple[Verdict, str]:
+def overall(queues: Sequence[tuple[QueueVerdict, str, int]]) -> tuple[QueueVerdict, str]:
     """The verdict on a recording of these queues, most time lost first: verdict, reason and deepest depth of each."""
     for wanted in ("saturated", "cannot tell"):
         for verdict, reason, _ in queues:

@@ -129,7 +129,9 @@ else:
             # what Python runs at its start lies beside the package, not in it
             start = NATIVE.parent / "instrument"
             beside = build_data["force_include_editable" if version == "editable" else "force_include"]
-            beside[str(start / "carried" / "kvprobe_startup.py")] = "kvprobe_startup.py"
+            # a copy: hatchling would take the file out of the package, where `kvprobe run` carries it from
+            carried = start / "carried" / "kvprobe_startup.py"
+            beside[str(shutil.copy(carried, LIB / "kvprobe_startup.copy"))] = carried.name
             for name in ("zz_kvprobe.pth", "zz_kvprobe.start"):
                 beside[str(start / name)] = name
             if version != "editable":

@@ -20,65 +20,116 @@ class Record(ct.Structure):
     """`kvp_record`: one call, 64 bytes."""
 
     _fields_ = [
-        ("start_ns", u64), ("dur_ns", u64), ("stream", u64), ("src", u64), ("dst", u64), ("bytes", u64),
-        ("tid", u32), ("transfer", u32), ("count", u32), ("result", u16), ("call", u8), ("direction", u8),
-    ]  # fmt: skip
+        ("start_ns", u64),
+        ("dur_ns", u64),
+        ("stream", u64),
+        ("src", u64),
+        ("dst", u64),
+        ("bytes", u64),
+        ("tid", u32),
+        ("transfer", u32),
+        ("count", u32),
+        ("result", u16),
+        ("call", u8),
+        ("direction", u8),
+    ]
 
 
 class RingOptions(ct.Structure):
     """`kvp_ring_options`; zeros mean defaults."""
 
-    _fields_ = [("ring_capacity", u64), ("slow_capacity", u64), ("slot_count", u32), ("lanes_max", u32),
-                ("slow_ns", u64)]  # fmt: skip
+    _fields_ = [
+        ("ring_capacity", u64),
+        ("slow_capacity", u64),
+        ("slot_count", u32),
+        ("sections_max", u32),
+        ("slow_ns", u64),
+    ]
 
 
 class SubmitOptions(ct.Structure):
     """`kvp_submit_options`."""
 
     _fields_ = [
-        ("copy", ct.c_void_p), ("stream", ct.c_void_p), ("kind", i32), ("transfer", u32), ("direction", u8),
-        ("detail", u8), ("pad", u8 * 2), ("stop_after", u32), ("blocked_ns", u64), ("stop_after_ns", u64),
-        ("event_record", ct.c_void_p), ("events", ct.c_void_p), ("ceiling", u32),
-        ("every", u32), ("events_max", u32),
-        ("range_push", ct.c_void_p), ("range_pop", ct.c_void_p),
-    ]  # fmt: skip
+        ("copy", ct.c_void_p),
+        ("stream", ct.c_void_p),
+        ("kind", i32),
+        ("transfer", u32),
+        ("direction", u8),
+        ("detail", u8),
+        ("pad", u8 * 2),
+        ("stop_after", u32),
+        ("blocked_ns", u64),
+        ("stop_after_ns", u64),
+        ("event_record", ct.c_void_p),
+        ("events", ct.c_void_p),
+        ("ceiling", u32),
+        ("every", u32),
+        ("events_max", u32),
+        ("range_push", ct.c_void_p),
+        ("range_pop", ct.c_void_p),
+    ]
 
 
 class SubmitResult(ct.Structure):
     """`kvp_submit_result`."""
 
     _fields_ = [
-        ("submitted", u64), ("bytes", u64), ("start_ns", u64), ("end_ns", u64), ("fast", u64), ("fast_ns", u64),
-        ("blocked", u64), ("blocked_sum_ns", u64), ("first_blocked", u64), ("first_blocked_ns", u64), ("events", u64),
-        ("max_ns", u64), ("max_index", u64), ("cpu_ns", u64), ("preempted", u64), ("preempted_ns", u64),
-        ("result", i32), ("pad", i32),
-    ]  # fmt: skip
+        ("submitted", u64),
+        ("bytes", u64),
+        ("start_ns", u64),
+        ("end_ns", u64),
+        ("fast", u64),
+        ("fast_ns", u64),
+        ("blocked", u64),
+        ("blocked_sum_ns", u64),
+        ("first_blocked", u64),
+        ("first_blocked_ns", u64),
+        ("events", u64),
+        ("max_ns", u64),
+        ("max_index", u64),
+        ("cpu_ns", u64),
+        ("preempted", u64),
+        ("preempted_ns", u64),
+        ("result", i32),
+        ("pad", i32),
+    ]
 
 
 class CalibrateCalls(ct.Structure):
     """`kvp_calibrate_calls`: addresses of the runtime's functions."""
 
-    _fields_ = [(name, ct.c_void_p) for name in
-                ("launch_host_func", "event_record", "stream_wait_event", "stream_synchronize", "copy")]  # fmt: skip
+    _fields_ = [
+        (name, ct.c_void_p)
+        for name in ("launch_host_func", "event_record", "stream_wait_event", "stream_synchronize", "copy")
+    ]
 
 
 class Calibration(ct.Structure):
     """`kvp_calibration`."""
 
-    _fields_ = [("accepted", u64), ("blocked", u64), ("median_ns", u64), ("p99_ns", u64), ("result", i32),
-                ("pad", i32)]  # fmt: skip
+    _fields_ = [("accepted", u64), ("blocked", u64), ("median_ns", u64), ("p99_ns", u64), ("result", i32), ("pad", i32)]
 
 
 class CudaCalls(ct.Structure):
     """`kvp_cuda_calls`: addresses of functions of the CUDA runtime and driver; None where there is none."""
 
     _fields_ = [
-        ("memcpy_async", ct.c_void_p), ("memcpy_batch_async", ct.c_void_p), ("event_record", ct.c_void_p),
-        ("event_query", ct.c_void_p), ("event_elapsed", ct.c_void_p), ("stream_wait_event", ct.c_void_p),
-        ("get_last_error", ct.c_void_p), ("launch_kernel", ct.c_void_p), ("set_device", ct.c_void_p),
-        ("runtime_version", u64), ("stream_query", ct.c_void_p), ("event_synchronize", ct.c_void_p),
-        ("event_create", ct.c_void_p), ("event_destroy", ct.c_void_p),
-    ]  # fmt: skip
+        ("memcpy_async", ct.c_void_p),
+        ("memcpy_batch_async", ct.c_void_p),
+        ("event_record", ct.c_void_p),
+        ("event_query", ct.c_void_p),
+        ("event_elapsed", ct.c_void_p),
+        ("stream_wait_event", ct.c_void_p),
+        ("get_last_error", ct.c_void_p),
+        ("launch_kernel", ct.c_void_p),
+        ("set_device", ct.c_void_p),
+        ("runtime_version", u64),
+        ("stream_query", ct.c_void_p),
+        ("event_synchronize", ct.c_void_p),
+        ("event_create", ct.c_void_p),
+        ("event_destroy", ct.c_void_p),
+    ]
 
 
 class CopyKernel(ct.Structure):
@@ -96,9 +147,16 @@ class CopyList(ct.Structure):
 class Copier(ct.Structure):
     """`kvp_copier`: what the methods of copying have to work with."""
 
-    _fields_ = [("cuda", CudaCalls), ("load_kernel", CopyKernel), ("store_kernel", CopyKernel),
-                ("batch_places", ct.c_double), ("batch_max", u32), ("staging", u64), ("staging_bytes", u64),
-                ("reserved", u64 * 4)]  # fmt: skip
+    _fields_ = [
+        ("cuda", CudaCalls),
+        ("load_kernel", CopyKernel),
+        ("store_kernel", CopyKernel),
+        ("batch_places", ct.c_double),
+        ("batch_max", u32),
+        ("staging", u64),
+        ("staging_bytes", u64),
+        ("reserved", u64 * 4),
+    ]
 
 
 CHOOSE_SIZES, CHOOSE_ROWS, METHODS = 13, 16, 4
@@ -107,27 +165,73 @@ CHOOSE_SIZES, CHOOSE_ROWS, METHODS = 13, 16, 4
 class MethodRow(ct.Structure):
     """`kvp_method_row`: what one way of moving copies takes, by size of a copy."""
 
-    _fields_ = [("method", u32), ("ctas", u32), ("slowdown", ct.c_float), ("reserved", ct.c_float),
-                ("fixed_ns", ct.c_float * CHOOSE_SIZES), ("copy_ns", ct.c_float * CHOOSE_SIZES),
-                ("submit_ns", ct.c_float * CHOOSE_SIZES)]  # fmt: skip
+    _fields_ = [
+        ("method", u32),
+        ("ctas", u32),
+        ("slowdown", ct.c_float),
+        ("product", ct.c_float),
+        ("fixed_ns", ct.c_float * CHOOSE_SIZES),
+        ("copy_ns", ct.c_float * CHOOSE_SIZES),
+        ("submit_ns", ct.c_float * CHOOSE_SIZES),
+    ]
 
 
 class MethodTable(ct.Structure):
     """`kvp_method_table`: which method is done first, by direction."""
 
-    _fields_ = [("rows", u32 * 2), ("measured", u32), ("max_slowdown", ct.c_float),
-                ("row", MethodRow * CHOOSE_ROWS * 2)]  # fmt: skip
+    _fields_ = [
+        ("rows", u32 * 2),
+        ("measured", u32),
+        ("max_slowdown", ct.c_float),
+        ("row", MethodRow * CHOOSE_ROWS * 2),
+    ]
 
 
 class JobStatus(ct.Structure):
     """`kvp_job_status`: what a caller may read of a job."""
 
     _fields_ = [
-        ("state", u32), ("error", i32), ("fault", u32), ("methods", u32), ("id", u64), ("stream", u64),
-        ("pieces", u64), ("submitted", u64), ("bytes", u64), ("calls", u64), ("submit_ns", u64), ("longest_ns", u64),
-        ("blocked", u64), ("copy_start_ns", u64), ("copy_end_ns", u64), ("noticed_ns", u64), ("submitted_ns", u64),
-        ("requested_ns", u64), ("built_ns", u64),
-    ]  # fmt: skip
+        ("state", u32),
+        ("error", i32),
+        ("fault", u32),
+        ("methods", u32),
+        ("id", u64),
+        ("stream", u64),
+        ("pieces", u64),
+        ("submitted", u64),
+        ("bytes", u64),
+        ("calls", u64),
+        ("submit_ns", u64),
+        ("longest_ns", u64),
+        ("blocked", u64),
+        ("copy_start_ns", u64),
+        ("copy_end_ns", u64),
+        ("noticed_ns", u64),
+        ("submitted_ns", u64),
+        ("requested_ns", u64),
+        ("built_ns", u64),
+        ("tid", u64),
+    ]
+
+
+class Addresses(ct.Structure):
+    """`kvp_addresses`: copies given by address."""
+
+    _fields_ = [
+        ("count", u64),
+        ("dst", ct.c_void_p),
+        ("src", ct.c_void_p),
+        ("sizes", ct.c_void_p),
+        ("size", u64),
+        ("bound", ct.c_void_p),
+        ("bounds", u32),
+    ]
+
+
+class JobRefused(ct.Structure):
+    """`kvp_job_refused`: why a job was not made; where the newest one that was made lies."""
+
+    _fields_ = [("bad", ct.c_int64), ("made", u64), ("why", i32)]
 
 
 class Side(ct.Structure):
@@ -140,27 +244,63 @@ class SubmitterConfig(ct.Structure):
     """`kvp_submitter_config`."""
 
     _fields_ = [
-        ("copier", Copier), ("methods", ct.c_void_p), ("gpu", Side), ("cpu", Side), ("piece_bytes", u64),
-        ("layers", u32), ("pageable", u32), ("device", i32), ("depth", u32), ("detail", u32), ("streams", u32),
-        ("pooled", ct.c_void_p * 2), ("shared", ct.c_void_p * 2), ("clock_stream", ct.c_void_p),
-        ("clock_event", ct.c_void_p), ("events", u32), ("lists", u32), ("event", ct.c_void_p), ("fences", u32),
-        ("fence", ct.c_void_p), ("list", ct.c_void_p), ("burst_ns", u64), ("bytes_per_s", u64 * 2),
-        ("link_bytes_per_s", u64 * 2), ("stuck_ns", u64), ("ceiling", u32), ("every", u32), ("ranges", u32),
-        ("actor_add", ct.c_void_p), ("actor_wake", ct.c_void_p), ("actor_remove", ct.c_void_p),
+        ("copier", Copier),
+        ("methods", ct.c_void_p),
+        ("gpu", Side),
+        ("cpu", Side),
+        ("piece_bytes", u64),
+        ("layers", u32),
+        ("pageable", u32),
+        ("device", i32),
+        ("depth", u32),
+        ("detail", u32),
+        ("streams", u32),
+        ("pooled", ct.c_void_p * 2),
+        ("shared", ct.c_void_p * 2),
+        ("clock_stream", ct.c_void_p),
+        ("lists", u32),
+        ("list", ct.c_void_p),
+        ("burst_ns", u64),
+        ("bytes_per_s", u64 * 2),
+        ("link_bytes_per_s", u64 * 2),
+        ("stuck_ns", u64),
+        ("ceiling", u32),
+        ("every", u32),
+        ("ranges", u32),
+        ("actor_add", ct.c_void_p),
+        ("actor_wake", ct.c_void_p),
+        ("actor_remove", ct.c_void_p),
         ("run_until", ct.c_void_p),
-    ]  # fmt: skip
+    ]
 
 
 class SubmitterStats(ct.Structure):
     """`kvp_submitter_stats`."""
 
     _fields_ = [
-        ("pending", u64), ("pending_bytes", u64 * 2), ("in_flight_bytes", u64 * 2), ("in_flight_places", u64 * 2),
-        ("shared_places", u64 * 2), ("stream", u64 * 2), ("launches", u64 * METHODS * 2), ("bytes", u64 * METHODS * 2),
-        ("rate", u64 * 2), ("events_free", u64), ("events", u64), ("lists_free", u64), ("fences_used", u64),
-        ("fences", u64), ("longest_call_ns", u64), ("steps", u64), ("broken", i32), ("fault", u32),
-        ("methods_off", u32), ("method_error", i32), ("stuck_job", u64),
-    ]  # fmt: skip
+        ("pending", u64),
+        ("pending_bytes", u64 * 2),
+        ("in_flight_bytes", u64 * 2),
+        ("in_flight_places", u64 * 2),
+        ("shared_places", u64 * 2),
+        ("stream", u64 * 2),
+        ("launches", u64 * METHODS * 2),
+        ("bytes", u64 * METHODS * 2),
+        ("rate", u64 * 2),
+        ("events_free", u64),
+        ("events", u64),
+        ("lists_free", u64),
+        ("fences_used", u64),
+        ("fences", u64),
+        ("longest_call_ns", u64),
+        ("steps", u64),
+        ("broken", i32),
+        ("fault", u32),
+        ("methods_off", u32),
+        ("method_error", i32),
+        ("stuck_job", u64),
+        ("wrong", ct.c_char_p),
+    ]
 
 
 def path_of(name: str) -> Path:
@@ -205,9 +345,18 @@ def core() -> ct.CDLL:
     lib.kvp_submit.argtypes = [ct.POINTER(SubmitOptions), ct.c_size_t, *pointers]
     lib.kvp_submit_batch.argtypes = [ct.POINTER(SubmitOptions), ct.c_void_p, ct.c_int, ct.c_size_t, *pointers]
     lib.kvp_calibrate.argtypes = [
-        ct.POINTER(CalibrateCalls), ct.c_size_t, ct.c_void_p, ct.c_void_p, ct.c_void_p, ct.c_void_p, ct.c_size_t,
-        ct.c_int, u64, u64, ct.POINTER(Calibration),
-    ]  # fmt: skip
+        ct.POINTER(CalibrateCalls),
+        ct.c_size_t,
+        ct.c_void_p,
+        ct.c_void_p,
+        ct.c_void_p,
+        ct.c_void_p,
+        ct.c_size_t,
+        ct.c_int,
+        u64,
+        u64,
+        ct.POINTER(Calibration),
+    ]
     _declare_submitter(lib)
     return lib
 
@@ -228,20 +377,39 @@ def core_held() -> ct.PyDLL:
 def _declare_submitter(lib: ct.CDLL) -> None:
     pointer, status, why = ct.c_void_p, ct.c_void_p, ct.POINTER(i32)
     declared: dict[str, tuple[Any, list[Any]]] = {
-        "kvp_submitter_open": (pointer, [ct.POINTER(SubmitterConfig)]),
+        "kvp_submitter_open": (pointer, [ct.POINTER(SubmitterConfig), ct.POINTER(i32)]),
         "kvp_submitter_close": (None, [pointer, i32]),
+        "kvp_submitter_destroy_events": (i32, [pointer]),
+        "kvp_submitter_abandon": (None, [pointer]),
+        "kvp_submitter_hold": (None, [pointer]),
         "kvp_submitter_free": (None, [pointer]),
         "kvp_submitter_stop": (None, [pointer]),
-        "kvp_job_new": (status, [pointer, i32, u64, u64, pointer, u64, pointer, u64, why, ct.POINTER(ct.c_int64)]),
-        "kvp_job_request": (status, [pointer, i32, u64, u64, ct.c_char_p, u64, ct.c_char_p, u64, pointer, i32, i32, u64,
-                                     why, ct.POINTER(ct.c_int64)]),
-        "kvp_job_new_raw": (status, [pointer, i32, u64, u64, pointer, pointer, pointer, u64, why]),
-        "kvp_job_after": (i32, [pointer, status, pointer]),
-        "kvp_job_times": (None, [status, u64, u64]),
+        "kvp_job_request": (
+            status,
+            [
+                pointer,
+                u32,
+                u64,
+                u64,
+                pointer,
+                u64,
+                pointer,
+                u64,
+                pointer,
+                u64,
+                pointer,
+            ],
+        ),
+        "kvp_job_request_addresses": (
+            status,
+            [pointer, i32, u64, ct.POINTER(Addresses), pointer, i32, u64, why],
+        ),
         "kvp_job_unused": (None, [pointer, status]),
         "kvp_job_push": (i32, [pointer, status]),
-        "kvp_job_inline": (i32, [pointer, status, ct.POINTER(SubmitOptions), u64, ct.POINTER(SubmitResult),
-                                 ct.POINTER(u64)]),
+        "kvp_job_inline": (
+            i32,
+            [pointer, status, ct.POINTER(SubmitOptions), u64, ct.POINTER(SubmitResult), ct.POINTER(u64)],
+        ),
         "kvp_inline_free": (i32, [pointer, i32]),
         "kvp_job_release": (None, [status]),
         "kvp_job_wait": (i32, [pointer, status, u64]),
@@ -250,14 +418,17 @@ def _declare_submitter(lib: ct.CDLL) -> None:
         "kvp_wait_ended": (i32, [pointer]),
         "kvp_submitter_read": (None, [pointer, ct.POINTER(SubmitterStats)]),
         "kvp_copy_plan": (u32, [ct.POINTER(Copier), i32, pointer, u32, i32, u32, u64, u32, ct.POINTER(u32)]),
-        "kvp_copy_submit": (i32, [ct.POINTER(Copier), i32, pointer, u32, i32, u32, pointer, pointer, ct.POINTER(u32),
-                                  ct.POINTER(u32)]),
+        "kvp_copy_submit": (
+            i32,
+            [ct.POINTER(Copier), i32, pointer, u32, i32, u32, pointer, pointer, ct.POINTER(u32), ct.POINTER(u32)],
+        ),
         "kvp_choose_among": (i32, [ct.POINTER(MethodTable), u32, i32, u64, u32, ct.POINTER(u32)]),
+        "kvp_choose_row": (i32, [ct.POINTER(MethodTable), u32, pointer, i32, i32, u64, u32]),
         "kvp_method_ns": (ct.c_double, [ct.POINTER(MethodRow), u64, u32]),
         "kvp_method_table_default": (None, [ct.POINTER(MethodTable), ct.POINTER(Copier)]),
         "kvp_choose": (i32, [ct.POINTER(MethodTable), i32, u64, u32, ct.POINTER(u32)]),
         "kvp_set_clock": (None, [pointer]),
-    }  # fmt: skip
+    }
     for name, (result, arguments) in declared.items():
         function = getattr(lib, name)
         function.restype = result

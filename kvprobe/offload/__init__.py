@@ -1,22 +1,29 @@
 """The instrumented offload engine: transfers, stream policies, dedup, block pools, the auto controller."""
 
-from kvprobe.offload.auto import Auto, Decision
+from kvprobe.offload.auto import Auto, Decision, Rung, Sample
 from kvprobe.offload.blocks import BlockPool
 from kvprobe.offload.cache import BlockCache
 from kvprobe.offload.dedup import LoadDedup
 from kvprobe.offload.engine import OffloadEngine
 from kvprobe.offload.streams import EventPool, StreamPool
+from kvprobe.offload.submitter import Bounds, Copies, Submission, Submitter
 from kvprobe.offload.transfer import Split, Transfer
 
 __all__ = [
     "Auto",
     "BlockCache",
     "BlockPool",
+    "Bounds",
+    "Copies",
     "Decision",
     "EventPool",
     "LoadDedup",
     "OffloadEngine",
+    "Rung",
+    "Sample",
     "Split",
     "StreamPool",
+    "Submission",
+    "Submitter",
     "Transfer",
 ]

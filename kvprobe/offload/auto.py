@@ -1,41 +1,115 @@
-"""The auto policy: the only one who changes anything, and who says when, why and what it gained."""
+"""Auto: the only one who changes anything, for the engine and for the adapters, and who says when, why, what it gained.
+
+It watches what copies cost on the rung in force, changes to the next rung when a cause is found, compares like with
+like, and keeps the rung or goes back. A rung is a pair (policy, copy method). Both sides of a comparison are means of
+all calls, at equal sizes: transfers are put in classes by the number and the size of their copies, powers of two each,
+and only classes seen on both rungs count. Where nothing is left to try for the work at hand it rests, and asks for one
+transfer in `REST` alone.
+"""
 
 from __future__ import annotations
 
-import logging
+import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
 
+from kvprobe.launchqueue.constants import FULL_SHARE, SLOWER_TIMES
 from kvprobe.launchqueue.detector import Saturation
 
-log = logging.getLogger("kvprobe")
+__all__ = ["REST", "Auto", "Decision", "Rung", "Sample"]
 
-WINDOW_COPIES = 4096  # of host time that is remembered of the policy in force
-VERIFY_COPIES = 512  # under the new policy before its gain is judged
+WINDOW = 8  # transfers that a cause is found in
+WINDOW_COPIES = 4096  # so many copies, or WINDOW transfers if those are more, are what a rung is judged by
+TRIAL = 8  # transfers on a new rung before it is judged, or TRIAL_LARGE of them where they come to WINDOW_COPIES
+TRIAL_LARGE = 3  # and a clear loss over so many ends a trial
+REST = 16  # one transfer in so many is watched when no rung is left to try
+ENOUGH_COPIES = 8  # a transfer of fewer copies says nothing about the cost of one
+ENOUGH_BYTES = 256 << 10  # nor does one of fewer bytes about the rate of the link
+OFTEN = 6  # of WINDOW transfers: so many must show a cause that one alone could show by chance
+MIN_GAIN = 1.2  # a rung stays only if submission or the copies themselves became so many times cheaper
+STAY = 0.8  # a kept rung is left when it costs this much more than the base did, in DOUBTS + 1 windows
+DOUBTS = 2
+MAX_COPY_COST = 1.15  # a rung may not make the copies themselves slower than this
+MAX_SUBMIT_COST = 1.5  # nor submission, where it is for the copies' sake
+BELOW_RATE = 1.3  # copies that take so many times what calibration says of another method are worth a change
 BUSY_COPIES = 3072  # submissions of the window from which on their share of the caller's time is judged
-BUSY_NS = 1_000_000  # and the least time that is worth a switch
-BUSY_SHARE = 0.5  # of the caller's time: so much spent in submitting calls is worth a switch, full queue or not
-WORTH = 0.8  # a switch stays only if a copy costs the caller less than this share of what it did
-BACK_OFF = 2.0  # after a switch that gained nothing the next one must be this much more worthwhile
+BUSY_NS = 1_000_000  # and the least time that is worth a change
+COOL_DOWN_NS = 60_000_000_000  # until a rung that gained nothing is tried again for such work; doubles each time
+MOST_DECISIONS = 1000
+
+
+class Rung(NamedTuple):
+    """What submits copies, and how.
+
+    Attributes:
+        policy: "shared", "pooled", or "upstream": streams of the server's own.
+        method: "loop", "batch", "kernel"; "auto": chosen at every submission by calibration.
+    """
+
+    policy: str
+    method: str
+
+    def __str__(self) -> str:
+        return f"{self.policy}/{self.method}"
+
+
+@dataclass(slots=True)
+class Sample:
+    """Copies that were submitted: a transfer's, or of one that is submitted in several runs one run's.
+
+    Attributes:
+        copies: pieces.
+        submit_ns: host time that they cost their caller.
+        bytes: payload.
+        rung: what was used.
+        outstanding: pieces submitted earlier and not known to be complete.
+        end_ns: when the caller was done with it; 0: not known.
+        of: pieces of the whole transfer; 0: these are all.
+        copy_ns: time on the device from first to last copy, None until known.
+        expected_ns: what calibration says of the device's time by the best other method; 0: not known.
+    """
+
+    copies: int
+    submit_ns: int
+    bytes: int
+    rung: Rung
+    outstanding: int = 0
+    end_ns: int = 0
+    of: int = 0
+    copy_ns: int | None = None
+    expected_ns: int = 0
+
+    @property
+    def per_copy(self) -> float:
+        """Host nanoseconds a piece."""
+        return self.submit_ns / max(1, self.copies)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """The class of its transfer: powers of two of its pieces and of a piece's bytes."""
+        return (self.of or self.copies).bit_length(), (self.bytes // max(1, self.copies)).bit_length()
 
 
 @dataclass
 class Decision:
-    """One change of policy.
+    """One change of rung.
 
     Attributes:
         time_ns: when.
-        before: policy until then.
-        after: policy from then on.
+        before: until then.
+        after: from then on.
         reason: why, in words.
-        before_ns: host time that a copy cost its caller, the mean of all calls of the last 4,096 copies before.
-        after_ns: the same of the first 512 copies afterwards; 0 until it is known.
+        before_ns: host time that a copy cost its caller before, the mean of all calls of the sizes that were compared.
+        after_ns: the same afterwards; 0 until it is known.
     """
 
     time_ns: int
-    before: str
-    after: str
+    before: Rung
+    after: Rung
     reason: str
     before_ns: float = 0.0
     after_ns: float = 0.0
@@ -46,82 +120,358 @@ class Decision:
         return self.before_ns / self.after_ns if self.after_ns else 0.0
 
 
+@dataclass(slots=True)
+class Comparison:
+    """Two rungs at equal sizes.
+
+    Attributes:
+        before_ns: host time a copy, mean of all calls; sizes weigh as they do afterwards.
+        after_ns: the same afterwards.
+        copy_before: device time in ns a byte; None where fewer than three transfers of a side are known.
+        copy_after: the same afterwards.
+        transfers: that were compared, afterwards.
+        copies: of them.
+    """
+
+    before_ns: float = 0.0
+    after_ns: float = 0.0
+    copy_before: float | None = None
+    copy_after: float | None = None
+    transfers: int = 0
+    copies: int = 0
+
+    @property
+    def submit_gain(self) -> float:
+        """Times that submission became cheaper."""
+        return self.before_ns / max(self.after_ns, 1e-9)
+
+    @property
+    def copy_gain(self) -> float:
+        """Times that the copies became faster; 1 where it is not known."""
+        return self.copy_before / max(self.copy_after, 1e-9) if self.copy_before and self.copy_after else 1.0
+
+    def evidence(self) -> dict[str, Any]:
+        """Figures for the decision's event."""
+        return {
+            "transfers": self.transfers,
+            "submit_ns_per_copy_before": self.before_ns,
+            "submit_ns_per_copy_after": self.after_ns,
+            "gain": self.submit_gain,
+            "copy_ns_per_byte_before": self.copy_before,
+            "copy_ns_per_byte_after": self.copy_after,
+            "copy_gain": self.copy_gain,
+        }
+
+
+def compare(before: Sequence[Sample], after: Sequence[Sample]) -> Comparison:
+    """Costs of two groups of samples at the sizes that both have; no transfers: there are none."""
+    groups: dict[tuple[int, int], tuple[list[Sample], list[Sample]]] = {}
+    for side, samples in enumerate((before, after)):
+        for sample in samples:
+            groups.setdefault(sample.size, ([], []))[side].append(sample)
+    common = [pair for pair in groups.values() if pair[0] and pair[1]]
+    made = Comparison(transfers=sum(len(right) for _, right in common))
+    made.copies = sum(s.copies for _, right in common for s in right)
+    if not made.copies:
+        return Comparison()
+    made.before_ns = sum(_mean(left) * sum(s.copies for s in right) for left, right in common) / made.copies
+    made.after_ns = sum(s.submit_ns for _, right in common for s in right) / made.copies
+    timed = [([s for s in left if s.copy_ns], [s for s in right if s.copy_ns]) for left, right in common]
+    timed = [(left, right) for left, right in timed if left and right]
+    if sum(len(left) for left, _ in timed) >= 3 and sum(len(right) for _, right in timed) >= 3:
+        size = sum(s.bytes for _, right in timed for s in right)
+        made.copy_before = sum(_rate(left) * sum(s.bytes for s in right) for left, right in timed) / max(size, 1)
+        made.copy_after = sum(s.copy_ns or 0 for _, right in timed for s in right) / max(size, 1)
+    return made
+
+
+def _mean(samples: Sequence[Sample]) -> float:
+    return sum(s.submit_ns for s in samples) / max(1, sum(s.copies for s in samples))
+
+
+def _rate(samples: Sequence[Sample]) -> float:
+    return sum(s.copy_ns or 0 for s in samples) / max(1, sum(s.bytes for s in samples))
+
+
+def _scale(samples: Iterable[Sample]) -> int:
+    """Pieces a transfer, in powers of four: what failed for small transfers may still help large ones."""
+    return int(median(s.of or s.copies for s in samples)).bit_length() // 2
+
+
 class Auto:
-    """Switch, verify, roll back: the rungs are shared, then pooled.
+    """Which rung a path stands on, and why. Any thread may call it.
 
     Attributes:
         active: whether it may change anything.
-        decisions: what it did, oldest first.
+        rungs: the base first, then the candidates in the order in which they are tried.
+        rung: the one in force.
+        decisions: what it changed, oldest first.
     """
 
-    def __init__(self, switch: Callable[[str, str], None], *, active: bool) -> None:
-        """Changes the policy by calling `switch(policy, reason)`."""
+    def __init__(
+        self,
+        rungs: Sequence[Rung],
+        decide: Callable[..., None],
+        *,
+        active: bool = True,
+        depth: int = 0,
+        baseline_ns: int = 0,
+        slow_ns: int = 0,
+        busy_share: float = 0.0,
+        now: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """Stands on the base.
+
+        Args:
+            rungs: the base first.
+            decide: called with (what, why, before=, after=, **evidence) for every decision.
+            active: whether it may change anything.
+            depth: operations a launch queue takes; 0 where a copy takes no place in it, or somebody else judges that.
+            baseline_ns: host time of one submission with room in the queue, as calibrated.
+            slow_ns: a transfer that holds its caller for so long is worth a change, full queue or not; 0: never.
+            busy_share: submissions that take this share of their caller's time are; 0: never.
+            now: clock in ns.
+        """
         self.active = active
+        self.rungs = list(rungs)
+        self.rung = self.rungs[0]
         self.decisions: list[Decision] = []
-        self._switch = switch
-        self._open: Decision | None = None  # a switch whose gain is not yet known
-        self._recent: deque[tuple[int, int, int]] = deque()  # (copies, host ns, when) of the policy in force
+        self.depth, self.baseline_ns, self.slow_ns, self.busy_share = depth, baseline_ns, slow_ns, busy_share
+        self._decide, self._now = decide, now
+        self._lock = threading.RLock()
+        self._recent: deque[Sample] = deque()
         self._copies = 0
-        self._ns = 0
-        self._least_lost_ns = 0.0
-        self._policy = "shared"
+        self._before: list[Sample] = []
+        self._cause = ""
+        self._fresh = False  # nothing was submitted on this rung yet
+        self._kept = False
+        self._doubts = 0
+        self._resting = False
+        self._unwatched = 0  # since the last one that was watched
+        self._not_before: dict[tuple[Rung, int], int] = {}  # by rung and scale of the work that it did not help
+        self._failures: dict[tuple[Rung, int], int] = {}
+        self._rested: set[int] = set()  # scales of work for which resting was said
+
+    @property
+    def base(self) -> Rung:
+        """What is done without auto."""
+        return self.rungs[0]
+
+    @property
+    def resting(self) -> bool:
+        """No rung is left to try for the work at hand."""
+        return self._resting
+
+    def refuse(self, rung: Rung, why: str) -> None:
+        """This rung does not work here at all: never try it again."""
+        with self._lock:
+            if rung not in self.rungs[1:]:
+                return
+            self.rungs.remove(rung)
+            self._decide("refuse", why, before=rung, after=self.base)
+            if self.rung == rung:
+                self.stand_on(self.base)
+
+    def watch(self) -> bool:
+        """Whether the next transfer is to be measured and handed to `submitted`; the others run on the base."""
+        if not self._resting:
+            return True
+        self._unwatched += 1
+        if self._unwatched < REST:
+            return False
+        self._unwatched = 0
+        return True
+
+    def submitted(self, sample: Sample) -> None:
+        """Take in what was just submitted, and perhaps change the rung for the next one."""
+        if not self.active or sample.rung != self.rung or (sample.of or sample.copies) < ENOUGH_COPIES:
+            return
+        with self._lock:
+            if self._resting:
+                bad = self._is_slow(sample) or self._is_held_up(sample)
+                if sample.copies < 4 * ENOUGH_COPIES or not bad or not self._candidates([sample]):
+                    return
+                self._resting = False  # other work, or the cool-down is over
+            if self._fresh:  # the first one on a rung pays for what is loaded then
+                self._fresh = False
+                return
+            self._take(sample)
+            if self.rung == self.base:
+                self._look_for_a_cause(sample)
+            else:
+                self._look_at_the_gain()
+
+    def completed(self, sample: Sample) -> None:
+        """The device's time of a sample handed in before is known."""
+        if not self.active or self.rung != self.base or self._resting or not self._is_below_rate(sample):
+            return
+        with self._lock:
+            below = [s for s in list(self._recent)[-2 * WINDOW :] if self._is_below_rate(s)]
+            if len(below) >= OFTEN and self._candidates():
+                times = median((s.copy_ns or 0) / s.expected_ns for s in below)
+                cause = "copies_below_calibrated_rate"
+                self._change(cause, f"{cause}: they take {times:.1f} times what another method takes by calibration")
 
     def saturated(self, seen: Saturation, reason: str) -> None:
-        """The detector called a saturation; on the shared rung that is a reason to climb."""
-        if not self.active or self._policy != "shared" or seen.lost_ns < self._least_lost_ns:
-            return
-        log.warning("launch queue full: %s; switching to pooled streams", reason)
-        self._climb(seen.noticed_ns, reason, seen.lost_ns / max(seen.blocked_calls, 1))
+        """A detector called a full queue: on the base rung that is a reason to change."""
+        if self.active and self.rung == self.base:
+            with self._lock:
+                if self._candidates():
+                    self._change("launch_queue_saturation", f"launch queue full: {reason}", seen.noticed_ns)
 
-    def _climb(self, time_ns: int, reason: str, otherwise_ns: float) -> None:
-        before_ns = self._ns / self._copies if self._copies else otherwise_ns
-        decision = Decision(time_ns, "shared", "pooled", reason, before_ns)
-        self.decisions.append(decision)
-        self._open = decision
-        self._go("pooled")
-        self._switch("pooled", reason)
+    # ---- measuring --------------------------------------------------------------------------------------------
 
-    def submitted(self, policy: str, copies: int, host_ns: int, end_ns: int) -> None:
-        """What copies cost their caller under a policy: submission, or handing them over; `end_ns`: until when."""
-        if policy != self._policy or not copies:
-            return
-        self._recent.append((copies, host_ns, end_ns))
-        self._copies += copies
-        self._ns += host_ns
-        while self._copies - self._recent[0][0] >= WINDOW_COPIES:
-            gone, ns, _ = self._recent.popleft()
-            self._copies -= gone
-            self._ns -= ns
-        enough = self._copies >= BUSY_COPIES and self._ns >= max(BUSY_NS, self._least_lost_ns)
-        if self.active and policy == "shared" and enough:
-            span = end_ns - (self._recent[0][2] - self._recent[0][1])
-            if self._ns >= BUSY_SHARE * span:
-                reason = f"{self._copies} submissions took {self._ns / 1e6:.1f} of {span / 1e6:.1f} ms of their caller"
-                log.warning("%s; switching to pooled streams", reason)
-                self._climb(end_ns, reason, 0.0)
-                return
-        decision = self._open
-        if decision is None or self._copies < VERIFY_COPIES:
-            return
-        decision.after_ns = max(self._ns / self._copies, 1e-3)
-        self._open = None
-        if decision.after_ns <= WORTH * decision.before_ns:
-            log.warning(
-                "switch to %s gained: a copy costs its caller %.2f us instead of %.2f us (%.0f times less)",
-                decision.after,
-                decision.after_ns / 1e3,
-                decision.before_ns / 1e3,
-                decision.gain,
-            )
-            return
-        reason = f"no gain: {decision.after_ns / 1e3:.2f} us a copy, {decision.before_ns / 1e3:.2f} us before"
-        self._least_lost_ns = max(self._least_lost_ns, decision.before_ns) * BACK_OFF
-        self.decisions.append(Decision(decision.time_ns, decision.after, decision.before, reason))
-        log.warning("rolling back to %s: %s", decision.before, reason)
-        self._go(decision.before)
-        self._switch(decision.before, reason)
+    def _take(self, sample: Sample) -> None:
+        self._recent.append(sample)
+        self._copies += sample.copies
+        while len(self._recent) > WINDOW and self._copies - self._recent[0].copies >= WINDOW_COPIES:
+            self._copies -= self._recent.popleft().copies
+        if len(self._recent) > 64 * WINDOW:
+            self._copies -= self._recent.popleft().copies
 
-    def _go(self, policy: str) -> None:
-        self._policy = policy
+    def _is_slow(self, sample: Sample) -> bool:
+        return 0 < self.slow_ns <= sample.submit_ns and sample.copies >= 4 * ENOUGH_COPIES
+
+    def _is_held_up(self, sample: Sample) -> bool:
+        return 0 < SLOWER_TIMES * self.baseline_ns * sample.copies <= sample.submit_ns
+
+    @staticmethod
+    def _is_below_rate(sample: Sample) -> bool:
+        enough = sample.bytes >= ENOUGH_BYTES and sample.expected_ns > 0
+        return enough and sample.copy_ns is not None and sample.copy_ns >= BELOW_RATE * sample.expected_ns
+
+    def _candidates(self, work: Sequence[Sample] = ()) -> list[Rung]:
+        """Rungs that may be tried now for this kind of work, the latest where none is named."""
+        work = work or list(self._recent)[-WINDOW:]
+        if not work:
+            return self.rungs[1:]
+        now, scale = self._now(), _scale(work)
+        return [rung for rung in self.rungs[1:] if now >= self._not_before.get((rung, scale), 0)]
+
+    def _look_for_a_cause(self, sample: Sample) -> None:
+        last = list(self._recent)[-WINDOW:]
+        cause = why = ""
+        if self._is_slow(sample) or self._is_held_up(sample):
+            full = [s for s in last if s.outstanding + s.copies >= FULL_SHARE * self.depth and self._is_held_up(s)]
+            if self.depth and len(full) >= 2:
+                cause = "launch_queue_saturation"
+            elif sum(map(self._is_slow, last)) >= OFTEN:
+                cause = "too_many_small_copies" if self.depth else "descriptor_bound_batch"
+            why = f"{cause}: a copy took {_mean(last) / 1e3:.2f} us to submit"
+        if not cause and self.busy_share and self._copies >= BUSY_COPIES:
+            first, spent = self._recent[0], sum(s.submit_ns for s in self._recent)
+            span = sample.end_ns - (first.end_ns - first.submit_ns)
+            if spent >= BUSY_NS and spent >= self.busy_share * span:
+                cause = "submission_bound"
+                why = f"{self._copies} submissions took {spent / 1e6:.1f} of {span / 1e6:.1f} ms of their caller"
+        if cause and self._candidates():
+            self._change(cause, why)
+        elif cause:
+            self._rest(cause)
+
+    def _change(self, cause: str, why: str, time_ns: int = 0) -> None:
+        after, before = self._candidates()[0], self.rung
+        self._before, self._cause = list(self._recent), cause
+        mean = _mean(self._before) if self._before else 0.0
+        self._add(Decision(time_ns or self._now(), before, after, why, mean))
+        evidence: dict[str, Any] = {"cause": cause, "transfers": len(self._before), "depth": self.depth}
+        if self._before:
+            evidence["submit_ns_per_copy"] = mean
+            evidence["submit_ns"] = sum(s.submit_ns for s in self._before)
+            evidence["outstanding"] = max(s.outstanding + s.copies for s in self._before)
+        self.stand_on(after)
+        self._decide("switch", why, before=before, after=after, **evidence)
+
+    def _add(self, decision: Decision) -> None:
+        if len(self.decisions) < MOST_DECISIONS:
+            self.decisions.append(decision)
+
+    def _rest(self, cause: str) -> None:
+        scale = _scale(list(self._recent)[-WINDOW:])
+        if scale not in self._rested:
+            self._rested.add(scale)
+            why = f"{cause}, and nothing is left to try for such transfers: from now on one in {REST} is watched"
+            self._decide("note", why, before=self.base, after=self.base, cause=cause)
+        self.stand_on(self.base)
+        self._resting, self._unwatched = True, 0
+
+    # ---- verifying --------------------------------------------------------------------------------------------
+
+    def _look_at_the_gain(self) -> None:
+        count = len(self._recent)
+        done = count >= TRIAL or (count >= TRIAL_LARGE and self._copies >= WINDOW_COPIES)
+        if not done and (self._kept or count < TRIAL_LARGE):
+            return
+        seen = compare(self._before, list(self._recent))
+        if not done:
+            if seen.transfers >= TRIAL_LARGE and self._loses(seen, MAX_COPY_COST**2):
+                self._roll_back(seen)
+        elif seen.transfers < TRIAL_LARGE:  # other work than before: the two cannot be compared
+            if not self._kept:
+                self.stand_on(self.base)
+                self._return()
+            self._forget()
+        elif self._gains(seen):
+            self._doubts = 0
+            if not self._kept:
+                self._keep(seen)
+            self._forget()
+        elif self._kept and self._doubts < DOUBTS:  # one bad window of a rung that proved itself is no reason to leave
+            self._doubts += 1
+            self._forget()
+        else:
+            self._roll_back(seen)
+
+    def _return(self) -> None:
+        """Back on the base without a verdict."""
+        last = self.decisions[-1]
+        self._add(Decision(self._now(), last.after, last.before, "other work came: the two cannot be compared"))
+        self._decide("return", self.decisions[-1].reason, before=last.after, after=last.before)
+
+    def _gains(self, seen: Comparison) -> bool:
+        least = STAY if self._kept else MIN_GAIN
+        cheaper = seen.submit_gain >= least and seen.copy_gain >= 1 / MAX_COPY_COST
+        faster = seen.copy_gain >= least and seen.submit_gain >= 1 / MAX_SUBMIT_COST
+        return cheaper or faster
+
+    @staticmethod
+    def _loses(seen: Comparison, allowed: float) -> bool:
+        return seen.copy_gain < 1 / allowed or (seen.submit_gain < 1 / MIN_GAIN and seen.copy_gain < MIN_GAIN)
+
+    def _keep(self, seen: Comparison) -> None:
+        self._kept = True
+        self._note_gain(seen)
+        if seen.submit_gain >= MIN_GAIN:
+            why = f"submission is {seen.submit_gain:.1f} times cheaper over {seen.transfers} transfers"
+        else:
+            why = f"the copies are {seen.copy_gain:.1f} times faster over {seen.transfers} transfers"
+        self._decide("keep", why, before=self.base, after=self.rung, cause=self._cause, **seen.evidence())
+
+    def _note_gain(self, seen: Comparison) -> None:
+        decision = self.decisions[-1]
+        if decision.after == self.rung and not decision.after_ns:
+            decision.before_ns, decision.after_ns = seen.before_ns, max(seen.after_ns, 1e-3)
+
+    def _roll_back(self, seen: Comparison) -> None:
+        if seen.copy_gain < 1 / MAX_COPY_COST:
+            why = f"the copies themselves take {1 / seen.copy_gain:.2f} times as long"
+        else:
+            why = f"no gain: {seen.after_ns / 1e3:.2f} us a copy, {seen.before_ns / 1e3:.2f} us before"
+        self._note_gain(seen)
+        rung, key = self.rung, (self.rung, _scale(self._before))
+        failures = self._failures[key] = self._failures.get(key, 0) + 1
+        self._not_before[key] = self._now() + COOL_DOWN_NS * 2 ** min(failures - 1, 8)
+        self._add(Decision(self._now(), rung, self.base, why))
+        cause = self._cause
+        self.stand_on(self.base)
+        self._decide("rollback", why, before=rung, after=self.base, cause=cause, **seen.evidence())
+
+    def _forget(self) -> None:
         self._recent.clear()
-        self._copies = self._ns = 0
+        self._copies = 0
+
+    def stand_on(self, rung: Rung) -> None:
+        """Take a rung without a verdict."""
+        self._fresh = rung != self.base
+        self.rung, self._kept, self._doubts, self._resting = rung, False, 0, False
+        self._forget()

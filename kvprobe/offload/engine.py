@@ -24,22 +24,24 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvprobe.cuda import Runtime
+from kvprobe.cuda.hostruntime import HostRuntime
 from kvprobe.errors import KvprobeError, TransferError, UsageError
 from kvprobe.launchqueue import Detector, QueueLimits, calibrate
 from kvprobe.native.library import (
     DETAIL,
+    JobRefused,
     JobStatus,
     MethodTable,
-    SubmitterConfig,
     SubmitterStats,
     core,
     core_held,
 )
-from kvprobe.offload.auto import Auto
-from kvprobe.offload.blocks import BlockPool, Mapping
+from kvprobe.offload.auto import Auto, Rung, Sample
+from kvprobe.offload.blocks import BlockPool, Mapping, pointer
 from kvprobe.offload.methods import METHOD_NAMES, copier_for, measure_now, method_table
-from kvprobe.offload.resources import Resources, handles
+from kvprobe.offload.resources import Resources
 from kvprobe.offload.shared import SharedSubmission
+from kvprobe.offload.submitter import open_native, table_rate
 from kvprobe.offload.transfer import Transfer
 from kvprobe.probe.nvtx_ranges import listening, ranges
 from kvprobe.probe.recorder import Recorder
@@ -48,8 +50,12 @@ log = logging.getLogger("kvprobe")
 
 POLICIES = ("shared", "pooled", "auto")
 COMPUTE = object()  # `after`: the engine's compute stream
+BUSY_SHARE = 0.5  # of the caller's time: so much in submitting calls is worth a change of policy, full queue or not
 DIRECTION = {"load": 1, "store": 2}  # enum kvp_direction
+REQUEST = {"load": 0, "store": 1}  # enum kvp_request; with a wait for compute, and to be handed over:
+AFTER, PUSH = 2, 4
 LARGE = 1 << 20  # bytes of a piece from which on the link, and not the copy's own overhead, sets its rate
+RESET = 6  # enum kvp_job_fault: the runtime was torn down
 BAD_ID, TWICE, NO_MEMORY, BROKEN, FORKED, SIGNALS, STUCK = -1, -2, -3, -4, -5, -6, -7
 FAULT = {1: "cudaMemcpyAsync", 2: "cudaStreamWaitEvent", 3: "cudaEventQuery"}  # enum kvp_job_fault
 UNCLAIMED = 4096  # ended transfers that nobody asked for are taken along by requests from here on
@@ -105,7 +111,9 @@ class OffloadEngine:
             limits: the launch queue, if known; default: calibrated now.
             link_bytes_per_s: what the link does with one large copy, if known: copies far below it are named.
             max_bytes_per_s: cap on each direction's rate; 0: none.
-            max_slowdown: what a copy kernel may cost a memory-bound kernel beside it, as a share (0.03: 3%).
+            max_slowdown: what a copy kernel may cost a memory-bound kernel beside it, as a share (0.03: 3%); below 0:
+                no copy kernels. It counts while compute is seen in front of copies, and so does what matrix products
+                lose: like time that the copies take.
             stuck_after_s: copies that do not move for so long are given up and named; 0: never.
             records: single copies kept in the ring file at detail "copies"; 0: the default, 16,384.
 
@@ -126,25 +134,38 @@ class OffloadEngine:
         self.link_bytes_per_s = link_bytes_per_s
         self.detector = Detector(self.limits)
         self.policy = "shared" if policy == "auto" else policy
-        self.auto = Auto(self.set_policy, active=policy == "auto")
+        self._rungs = {"shared": Rung("shared", "loop"), "pooled": Rung("pooled", method)}
+        self.auto = Auto(
+            list(self._rungs.values()),
+            self._decided,
+            active=policy == "auto",
+            baseline_ns=self.limits.baseline_ns,
+            busy_share=BUSY_SHARE,
+            now=lambda: int(self._now()),
+        )
         self.broken: Exception | None = None
         self._ids = itertools.count(1)
         self._live: dict[int, Transfer] = {}
         self._ended: deque[Transfer] = deque(maxlen=KEPT)
         self._due: deque[Transfer] = deque()  # transfers whose callbacks are to run
-        self._delivering = threading.RLock()
+        self._delivering = runtime.lock()
         self._callbacks_ran = threading.Condition(threading.Lock())
         self._running_callbacks: int | None = None  # the thread that runs them
         self._teller: threading.Thread | None = None
         self._native, self._held = core(), core_held() if runtime.provider == "cuda" else core()
-        self._now = self._held.kvp_now_ns
+        self._release = self._native.kvp_job_release
+        self._job_refused = JobRefused()  # guarded by _delivering
+        self._why = ct.addressof(self._job_refused)
         self._table: MethodTable
         self._handle: int | None = None  # None: closed
+        self._ending = threading.RLock()
+        self._missed = False  # an exception came between taking what has ended and telling
         self._memory: int | None = None
         copier = copier_for(runtime)
         if runtime.provider == "cuda" and copier.measured is None and method == "auto":
             measure_now(runtime, copier)
         self.simulated = runtime.simulated
+        self._now: Callable[[], int] = self._native.kvp_now_ns if self.simulated else time.monotonic_ns
         if runtime.provider == "host":
             self._native.kvp_set_clock(runtime.address("kvhostNow") if self.simulated else None)
         self.recorder = Recorder(detail, records)
@@ -169,55 +190,32 @@ class OffloadEngine:
         self._shared = {name: SharedSubmission(self, name, detail) for name in DIRECTION}
         self._pid = os.getpid()
         _open_engines.add(self)
+        runtime.users.add(self)
 
     def _open(self, copier: Any, detail: str, max_bytes_per_s: float, stuck_after_s: float) -> int:
-        made, mapping = self._resources, self.mapping
-        pooled = [handles(list(pool.streams)) for pool in made.pooled]
-        events, fences = handles(made.events), handles(made.fences)
-        lists = (type(made.lists[0]) * len(made.lists))(*made.lists) if made.lists else None
-        config = SubmitterConfig(
-            copier=copier,
-            methods=ct.addressof(self._table),
+        mapping = self.mapping
+        return open_native(
+            self.runtime,
+            self._resources,
+            self._table,
+            copier,
             gpu=mapping.gpu.side(mapping.gpu_factor),
             cpu=mapping.cpu.side(mapping.cpu_factor),
             piece_bytes=mapping.piece_bytes,
             layers=mapping.gpu.layers,
             pageable=mapping.cpu.kind == "pageable",
-            device=self.runtime.device(),
             depth=self.limits.depth,
             detail=DETAIL[detail],
-            streams=len(pooled[0]),
-            pooled=(ct.c_void_p * 2)(*(ct.cast(each, ct.c_void_p) for each in pooled)),
-            shared=(ct.c_void_p * 2)(*made.shared),
-            clock_stream=made.clock_stream,
-            clock_event=made.clock_event,
-            events=len(made.events),
-            event=ct.cast(events, ct.c_void_p),
-            fences=len(made.fences),
-            fence=ct.cast(fences, ct.c_void_p),
-            lists=len(made.lists),
-            list=ct.cast(lists, ct.c_void_p) if lists else None,
             bytes_per_s=(ct.c_uint64 * 2)(int(max_bytes_per_s), int(max_bytes_per_s)),
             link_bytes_per_s=(ct.c_uint64 * 2)(*(self._rate_of(side) for side in range(2))),
             stuck_ns=int(stuck_after_s * 1e9),
             ceiling=self.detector.ceiling,
             ranges=int(listening() and self._native.kvp_nvtx_listening()),
         )
-        if self.simulated:
-            config.actor_add = self.runtime.address("kvhostActorAdd")
-            config.actor_wake = self.runtime.address("kvhostActorWake")
-            config.actor_remove = self.runtime.address("kvhostActorRemove")
-            config.run_until = self.runtime.address("kvhostRunUntil")
-        handle = self._native.kvp_submitter_open(ct.byref(config))
-        if not handle:
-            raise KvprobeError("the submitter could not be started: not enough memory, or too many threads (ulimit -u)")
-        return int(handle)
 
     def _rate_of(self, side: int) -> int:
         """Bytes per second of large copies, as far as it is known: what the submitter begins with."""
-        rows = self._table.row[side][: self._table.rows[side]]
-        known = [(4 << 20) / row.copy_ns[-1] * 1e9 for row in rows if row.copy_ns[-1] > 0]
-        return int(self.link_bytes_per_s or max(known, default=0))
+        return int(self.link_bytes_per_s or table_rate(self._table, side))
 
     # -- asking for transfers ------------------------------------------------------------------------------------
 
@@ -273,28 +271,56 @@ class OffloadEngine:
             raise TransferError(f"the engine takes no more transfers: {self.broken or 'it is closed'}")
         stream = self.compute_stream if after is COMPUTE else after
         pooled = self.policy != "shared"
-        number, why, bad = next(self._ids), ct.c_int32(), ct.c_int64()
-        with self._delivering:  # what ends at once is not looked for before it is known here
-            job = self._held.kvp_job_request(
-                self._handle, DIRECTION[direction], number, pieces, gpu.tobytes(), len(gpu), cpu.tobytes(), len(cpu),
-                stream, stream is not None, pooled, requested, why, bad,
-            )  # fmt: skip
-            if job:
-                transfer = Transfer(self, number, direction, tag, job)
-                self._live[number] = transfer
-                if done:
-                    self._add_callback(transfer, done)
-        if not job:
-            raise self._not_taken(direction, gpu, cpu, why.value, bad.value)
-        if pooled:
-            transfer.policy = "pooled"
-            end = self._now()
-            self.auto.submitted("pooled", transfer.copies, end - requested, end)
-        elif not self._shared[direction].submit(transfer):
-            self._hand_over(transfer)
+        what = REQUEST[direction] | (AFTER if stream is not None else 0) | (PUSH if pooled else 0)
+        number = next(self._ids)
+        transfer: Transfer | None = None
+        try:
+            with self._delivering:  # what ends at once is not looked for before it is known here
+                job = self._held.kvp_job_request(
+                    self._handle,
+                    what,
+                    number,
+                    pieces,
+                    pointer(gpu),
+                    len(gpu),
+                    pointer(cpu),
+                    len(cpu),
+                    stream,
+                    requested,
+                    self._why,
+                )
+                if job:
+                    transfer = Transfer(self, number, direction, tag, job)
+                    self._live[number] = transfer
+                    if done:
+                        self._add_callback(transfer, done)
+                else:
+                    why, bad = self._job_refused.why, self._job_refused.bad
+            if transfer is None:
+                raise self._not_taken(direction, gpu, cpu, why, bad)
+            if pooled:
+                transfer.policy = "pooled"
+                if self.auto.active:
+                    self._cost(transfer, "pooled", transfer.copies, self._now() - requested)
+            elif not self._shared[direction].submit(transfer):
+                self._hand_over(transfer)
+        except KvprobeError:
+            raise
+        except BaseException:
+            made = 0 if pooled or self._job_refused.made != number else self._job_refused.bad
+            self._interrupted(transfer, made)
+            raise
         if len(self._live) > UNCLAIMED:
             self._deliver(2)  # as many as come in, so that no call pays for all
         return transfer
+
+    def _interrupted(self, transfer: Transfer | None, job: int) -> None:
+        """A signal's exception came in between: what has begun goes on, what has not is forgotten."""
+        if transfer is not None:
+            if transfer._status.state < 2 and self._handle is not None:
+                self._held.kvp_job_push(self._handle, transfer._address)
+        elif job and self._handle is not None:
+            self._native.kvp_job_unused(self._handle, job)
 
     def _not_taken(self, direction: str, gpu: Any, cpu: Any, why: int, bad: int) -> KvprobeError:
         if why in (BROKEN, FORKED):
@@ -313,8 +339,20 @@ class OffloadEngine:
             self._live.pop(transfer.id, None)
             self._native.kvp_job_unused(self._handle, transfer._address)
             raise self._refused(code)
-        end = self._now()
-        self.auto.submitted("pooled", transfer.copies, end - begin, end)
+        if self.auto.active:
+            self._cost(transfer, "pooled", transfer.copies - transfer.submitted, self._now() - begin)
+
+    def _cost(self, transfer: Transfer, policy: str, copies: int, host_ns: int) -> None:
+        """Tells auto what copies cost their caller: submitting them, or handing them over."""
+        if copies > 0:
+            size, rung = copies * transfer.piece_bytes, self._rungs[policy]
+            self.auto.submitted(Sample(copies, host_ns, size, rung, end_ns=self._now(), of=transfer.copies))
+
+    def _decided(self, what: str, why: str, *, before: Rung, after: Rung, **_: Any) -> None:
+        """Auto changed its mind: the policy follows, and the log says so."""
+        log.warning("auto: %s %s -> %s: %s", what, before, after, why)
+        if what != "keep":
+            self.set_policy(after.policy, why)
 
     def _refused(self, code: int) -> TransferError:
         if code == FORKED:
@@ -326,6 +364,8 @@ class OffloadEngine:
         """Why a job failed."""
         if status.fault == 4:
             return KvprobeError("the engine was closed first")
+        if status.fault == RESET:
+            return KvprobeError("the runtime was reset")
         if status.fault == 5:
             return KvprobeError("the device did not move its copies for the time set (stuck_after_s)")
         return self.runtime.error(FAULT.get(status.fault, "a CUDA call"), status.error)
@@ -333,7 +373,9 @@ class OffloadEngine:
     def _note_broken(self) -> None:
         stats = self.read()
         if self.broken is None and (stats.broken or stats.fault):
-            if stats.fault == 5:
+            if stats.fault == RESET:
+                self.broken = KvprobeError("the runtime was reset")
+            elif stats.fault == 5:
                 self.broken = KvprobeError(f"transfer {stats.stuck_job} did not move for the time set (stuck_after_s)")
             else:
                 self.broken = self.runtime.error("cudaEventQuery", stats.broken)
@@ -355,13 +397,21 @@ class OffloadEngine:
             return
         ids = (ct.c_uint64 * (most or 256))()
         with self._delivering:
-            while count := self._held.kvp_take_ended(handle, ids, len(ids)):
-                for number in ids[:count]:
-                    transfer = self._live.pop(number, None)
-                    if transfer is not None:
-                        self._settle(transfer)
-                if most:
-                    break
+            if self._missed:
+                self._missed = False
+                for number in [number for number, transfer in self._live.items() if transfer.done]:
+                    self._settle(self._live.pop(number))
+            try:
+                while count := self._held.kvp_take_ended(handle, ids, len(ids)):
+                    for number in ids[:count]:
+                        transfer = self._live.pop(number, None)
+                        if transfer is not None:
+                            self._settle(transfer)
+                    if most:
+                        break
+            except BaseException:
+                self._missed = True  # taken from the native side, and not told of
+                raise
         if self._due:
             self._run_callbacks()
 
@@ -369,7 +419,7 @@ class OffloadEngine:
         status = transfer._status
         if status.state == 4:
             transfer.error = transfer.error or self._error_of(status)
-            if status.fault in (3, 5):
+            if status.fault in (3, 5, RESET):
                 self._note_broken()
         elif self.link_bytes_per_s and transfer.piece_bytes >= LARGE and status.copy_end_ns > status.copy_start_ns:
             rate = transfer.bytes / (status.copy_end_ns - status.copy_start_ns) * 1e9
@@ -386,9 +436,12 @@ class OffloadEngine:
                 transfer._callbacks.append(callback)
                 if self._teller is None and not self.simulated:
                     self._teller = threading.Thread(
-                        target=_tell, args=(weakref.ref(self), self._native, self._handle), name="kvprobe-tell",
+                        target=_tell,
+                        args=(weakref.ref(self), self._native, self._handle),
+                        name="kvprobe-tell",
                         daemon=True,
-                    )  # fmt: skip
+                    )
+                    self._native.kvp_submitter_hold(self._handle)
                     self._teller.start()
                 return
         _call(callback, transfer)
@@ -422,12 +475,12 @@ class OffloadEngine:
         Raises:
             TransferError: the time ran out. A transfer's own failure is raised by `Transfer.result`.
         """
-        limit = None if timeout_s is None else time.monotonic() + timeout_s
+        limit = None if timeout_s is None else self._now() + int(timeout_s * 1e9)
         while True:
             handle = self._handle
             if handle is None:
                 return
-            left = 2**64 - 1 if limit is None else max(int((limit - time.monotonic()) * 1e9), 0)
+            left = 2**64 - 1 if limit is None else max(limit - self._now(), 0)
             code = self._native.kvp_job_wait(handle, transfer._address if transfer else None, left)
             if code == 1:
                 break
@@ -441,6 +494,8 @@ class OffloadEngine:
             return
         while transfer._callbacks is not None if transfer else self._due:
             self._run_callbacks()
+            if isinstance(self.runtime, HostRuntime) and self.simulated:
+                self.runtime.run_until(lambda: self._running_callbacks is None)
             with self._callbacks_ran:
                 if self._running_callbacks is not None:
                     self._callbacks_ran.wait(0.05)
@@ -561,15 +616,31 @@ class OffloadEngine:
         lost = self.broken is not None
         self.broken = self.broken or KvprobeError("it is closed")
         self._native.kvp_submitter_stop(handle)  # the thread that calls back leaves first
-        if self._teller is not None and self._teller is not threading.current_thread():
+        if self._teller is not None and self._teller is not threading.current_thread() and self._teller.is_alive():
             self._teller.join()
-        self._native.kvp_submitter_close(handle, int(drain))
+        with self._ending:
+            self._native.kvp_submitter_close(handle, int(drain))
         self._deliver()
-        self._handle = None
+        with self._ending:
+            self._handle = None
         _open_engines.discard(self)
         self.recorder.close()
         if not lost:  # on a lost device nothing can be destroyed, and nothing need be
+            code = self._native.kvp_submitter_destroy_events(handle)
             self._resources.close()
+            if code:
+                raise self.runtime.error("cudaEventDestroy", code)
+
+    def runtime_reset(self) -> None:
+        """The runtime was torn down: what is in flight fails, and no handle is used again."""
+        if os.getpid() != self._pid:
+            return
+        with self._ending:  # another thread may be closing it, or freeing it
+            if self._handle is None:
+                return
+            self._native.kvp_submitter_abandon(self._handle)
+            self._note_broken()
+        self._deliver()
 
     def __del__(self) -> None:
         """An engine that nobody closed: what was not submitted is not submitted any more."""
@@ -597,12 +668,15 @@ def _call(callback: Callable[[Transfer], None], transfer: Transfer) -> None:
 
 def _tell(engine: weakref.ref[OffloadEngine], native: ct.CDLL, handle: int) -> None:
     """Runs callbacks while nobody polls; sleeps in the native library meanwhile."""
-    while native.kvp_wait_ended(handle) >= 0:
-        alive = engine()
-        if alive is None or alive._handle is None:
-            return
-        alive._deliver()
-        del alive
+    try:
+        while native.kvp_wait_ended(handle) >= 0:
+            alive = engine()
+            if alive is None or alive._handle is None:
+                return
+            alive._deliver()
+            del alive
+    finally:
+        native.kvp_submitter_free(handle)
 
 
 _open_engines: weakref.WeakSet[OffloadEngine] = weakref.WeakSet()

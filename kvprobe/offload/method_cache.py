@@ -12,18 +12,24 @@ from typing import Any
 
 from kvprobe.cuda import Runtime
 from kvprobe.cuda.copies import METHOD_NAMES
+from kvprobe.environment import caches
 from kvprobe.errors import KvprobeError
 from kvprobe.native.library import CHOOSE_SIZES, MethodTable
 
 __all__ = ["FORMAT", "cached", "identity", "store", "table_of"]
 
-FORMAT = "kvprobe-calibration 1"
+FORMAT = "kvprobe-calibration 2"
 
 
 def identity(runtime: Runtime) -> dict[str, Any]:
     """What decides the figures: GPU, driver, CUDA and link."""
-    found = {"provider": runtime.provider, "cuda": runtime.version, "driver": str(runtime.driver_version()),
-             "gpu": "host runtime" if runtime.provider == "host" else "", "pcie": ""}  # fmt: skip
+    found = {
+        "provider": runtime.provider,
+        "cuda": runtime.version,
+        "driver": str(runtime.driver_version()),
+        "gpu": "host runtime" if runtime.provider == "host" else "",
+        "pcie": "",
+    }
     if runtime.provider == "host":
         return found
     with contextlib.suppress(Exception):  # without NVML the figures are kept under less
@@ -36,8 +42,9 @@ def identity(runtime: Runtime) -> dict[str, Any]:
         name, driver = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlSystemGetDriverVersion()
         found["gpu"] = name if isinstance(name, str) else name.decode()
         found["driver"] = driver if isinstance(driver, str) else driver.decode()
-        found["pcie"] = (f"{pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)} "
-                         f"x{pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle)}")  # fmt: skip
+        found["pcie"] = (
+            f"{pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)} x{pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle)}"
+        )
     return found
 
 
@@ -55,7 +62,8 @@ def table_of(result: dict[str, Any]) -> MethodTable:
         for row in result["rows"]:
             side = ("h2d", "d2h").index(row["direction"])
             into = table.row[side][table.rows[side]]
-            into.method, into.ctas, into.slowdown = METHOD_NAMES.index(row["method"]), row["ctas"], row["slowdown"]
+            into.method, into.ctas = METHOD_NAMES.index(row["method"]), row["ctas"]
+            into.slowdown, into.product = row["slowdown"], row["product"]
             for name in ("fixed_ns", "copy_ns", "submit_ns"):
                 if len(row[name]) != CHOOSE_SIZES:
                     raise ValueError(name)
@@ -68,7 +76,7 @@ def table_of(result: dict[str, Any]) -> MethodTable:
 
 def _path(runtime: Runtime) -> Path:
     key = hashlib.sha256(json.dumps([FORMAT, identity(runtime)]).encode()).hexdigest()[:16]
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvprobe" / f"methods-{key}.json"
+    return caches() / f"methods-{key}.json"
 
 
 def store(runtime: Runtime, result: dict[str, Any]) -> None:

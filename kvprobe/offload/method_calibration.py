@@ -1,8 +1,10 @@
 """Measures what each method of copying does on this machine: the chooser's table, and what `kvprobe calibrate` shows.
 
-Transfers of one, of some and of many copies, of the same size and scattered, give a line: a fixed time and a time a
-copy. All times are host times from the first submitting call to completion, the best of a few rounds: what other users
-of the machine add is not the method's.
+One copy, one submission of many and several such behind one another, of the same size and scattered, give a line: a
+fixed time, and the time that each copy adds while submissions follow one another, as the submitter keeps them. (A batch
+is begun when its call returns: alone it takes its submit time and its copies' time, behind another one the longer of
+the two.) All times are host times from the first submitting call to completion, the best of a few rounds: what other
+users of the machine add is not the method's.
 """
 
 from __future__ import annotations
@@ -22,13 +24,15 @@ from kvprobe.cuda.memory import Buffer
 from kvprobe.launchqueue import calibration
 from kvprobe.native.library import SubmitOptions, SubmitResult, core
 from kvprobe.offload.method_cache import FORMAT, identity, table_of
-from kvprobe.offload.methods import SIZES, Methods, choose, method_table
+from kvprobe.offload.methods import SIZES, Methods, choose, default_table, method_table
 
 __all__ = ["measure"]
 
 CTAS = (1, 2, 4, 8, 16)
-QUICK_SIZES = SIZES[::2]  # the others lie on the line between their neighbours
-ONE_TRANSFER_S = {"quick": 0.8e-3, "full": 2e-3}  # of the link, for a transfer of many copies
+QUICK_SIZES = tuple(1024 << i for i in (0, 2, 3, 4, 5, 6, 8, 10, 12))  # the others lie between their neighbours
+SUBMISSION_S = {"loop": 0.4e-3, "batch": 0.4e-3, "kernel": 0.8e-3}  # of the link: as large as the submitter's
+SUBMISSIONS = 4  # behind one another
+MOST_COPIES = {"loop": 200, "batch": 2048, "kernel": 8192}  # of one
 LOOP_COPIES, MANY_COPIES = 512, 8192
 PATTERN_SIZES = (4096, 16384, 65536, 1 << 20)
 BURST_BYTES = 64 << 10
@@ -44,7 +48,8 @@ class _Bench:
         self.rounds = 2 if effort == "quick" else 5
         free = runtime.mem_info()[0]
         host = runtime.provider == "host"
-        self.pool = min(64 << 20 if host else 256 << 20, max(free // 8, 16 << 20))
+        # large, as a server's are: blocks scattered over more than the GPU has translations for take longer
+        self.pool = min(64 << 20 if host else 1 << 30, max(free // 16, 16 << 20))
         self.made: list[Any] = []
         self.device, self.host = self._buffer(self.pool, "device"), self._buffer(self.pool, "pinned")
         self.weights_bytes = min(16 << 20 if host else 1 << 30, free // 4) // 65536 * 65536
@@ -72,10 +77,11 @@ class _Bench:
 
     def _link(self, kind: str) -> float:
         """Bytes per second of one large copy."""
-        size = min(self.pool, (8 << 20) if self.runtime.provider == "host" else self.pool)
+        size = min(self.pool, (8 << 20) if self.runtime.provider == "host" else 256 << 20)
         dst, src = self.sides(kind)
-        best = min(self.timed(lambda: self.runtime.memcpy_async(dst, src, size, kind, self.streams[0]))
-                   for _ in range(3))  # fmt: skip
+        best = min(
+            self.timed(lambda: self.runtime.memcpy_async(dst, src, size, kind, self.streams[0])) for _ in range(3)
+        )
         return size / best * 1e9
 
     def timed(self, submit: Callable[[], Any], stream: int | None = None) -> float:
@@ -107,8 +113,9 @@ class _Bench:
         if pattern == "contiguous":
             order = [np.arange(count), np.arange(count)]
         elif pattern == "runs" and slots >= 8:
-            order = [(self.random.permutation(slots // 8)[:, None] * 8 + np.arange(8)).ravel()[:count]
-                     for _ in range(2)]  # fmt: skip
+            order = [
+                (self.random.permutation(slots // 8)[:, None] * 8 + np.arange(8)).ravel()[:count] for _ in range(2)
+            ]
         else:
             order = [self.random.permutation(slots)[:count] for _ in range(2)]
         least = min(len(each) for each in order)
@@ -116,23 +123,29 @@ class _Bench:
         return columns(np.uint64(dst) + at[0], np.uint64(src) + at[1], size)
 
     def many(self, kind: str, method: str, size: int) -> int:
-        """How many copies make a transfer that shows a rate."""
-        wanted = int(self.link[kind] * ONE_TRANSFER_S[self.effort] / size)
-        return max(4, min(wanted, LOOP_COPIES if method == "loop" else MANY_COPIES, self.pool // size))
+        """How many copies make a submission that shows a rate."""
+        wanted = int(self.link[kind] * SUBMISSION_S[method] / size)
+        return max(4, min(wanted, MOST_COPIES[method], self.pool // size))
 
     def submitter(self, kind: str, method: str, ctas: int, copies: np.ndarray[Any, Any], stream: int) -> Any:
         """A function that submits the copies natively, and returns the host ns that took."""
         now = core().kvp_now_ns
         if method == "loop":
             dst, src, sizes = (np.ascontiguousarray(copies[name]) for name in ("dst", "src", "bytes"))
-            options = SubmitOptions(copy=self.runtime.address("cudaMemcpyAsync"), stream=stream,
-                                    kind=MEMCPY_KIND[kind])  # fmt: skip
+            options = SubmitOptions(copy=self.runtime.address("cudaMemcpyAsync"), stream=stream, kind=MEMCPY_KIND[kind])
             result = SubmitResult()
 
             def loop() -> float:
                 begin = now()
-                code = core().kvp_submit(ct.byref(options), len(dst), dst.ctypes.data, src.ctypes.data,
-                                         sizes.ctypes.data, 0, ct.byref(result))  # fmt: skip
+                code = core().kvp_submit(
+                    ct.byref(options),
+                    len(dst),
+                    dst.ctypes.data,
+                    src.ctypes.data,
+                    sizes.ctypes.data,
+                    0,
+                    ct.byref(result),
+                )
                 if code:
                     raise self.runtime.error("cudaMemcpyAsync", code)
                 return float(now() - begin)
@@ -141,17 +154,20 @@ class _Bench:
 
         def other() -> float:
             begin = now()
-            submit_copies(self.runtime, self.methods.native, method, kind, copies, stream, ctas=ctas,
-                          pinned=self.lists[kind])  # fmt: skip
+            submit_copies(
+                self.runtime, self.methods.native, method, kind, copies, stream, ctas=ctas, pinned=self.lists[kind]
+            )
             return float(now() - begin)
 
         return other
 
-    def transfer(self, kind: str, method: str, ctas: int, copies: np.ndarray[Any, Any]) -> tuple[float, float]:
-        """(ns to completion, ns in the submitting calls), the best of the rounds each."""
+    def transfer(
+        self, kind: str, method: str, ctas: int, copies: np.ndarray[Any, Any], times: int = 1
+    ) -> tuple[float, float]:
+        """(ns to completion, ns in the submitting calls) of so many submissions, the best of the rounds each."""
         submit = self.submitter(kind, method, ctas, copies, self.streams[0])
         spent: list[float] = []
-        took = [self.timed(lambda: spent.append(submit())) for _ in range(self.rounds)]
+        took = [self.timed(lambda: spent.append(sum(submit() for _ in range(times)))) for _ in range(self.rounds)]
         return min(took), min(spent)
 
 
@@ -172,20 +188,27 @@ def measure(
     """
     began = time.perf_counter()
     progress("the launch queue", 0.0)
-    result: dict[str, Any] = {"format": FORMAT, "quick": quick, **identity(runtime),
-                              "queue": asdict(calibration.calibrate(runtime)),
-                              "missing": dict(methods.missing), "kernels": methods.kernels}  # fmt: skip
+    result: dict[str, Any] = {
+        "format": FORMAT,
+        "quick": quick,
+        **identity(runtime),
+        "queue": asdict(calibration.calibrate(runtime)),
+        "missing": dict(methods.missing),
+        "kernels": methods.kernels,
+    }
     bench = _Bench(runtime, methods, "quick" if quick else "full")
     try:
         result["link_bytes_per_s"] = bench.link
         ways = [(kind, method, ctas) for kind in ("h2d", "d2h") for method, ctas in _ways(methods)]
+        if quick:  # so many CTAs are never worth their price
+            ways = [way for way in ways if way[2] < CTAS[-1]]
         result["rows"] = []
         for number, (kind, method, ctas) in enumerate(ways):
             progress(f"{method}, {kind}", 0.05 + 0.6 * number / len(ways))
             result["rows"].append(_row(bench, kind, method, ctas))
         progress("what copies cost other work", 0.65)
         result["beside"] = _beside(bench, quick)
-        _add_slowdown(result)
+        _add_price(result, methods)
         if not quick:
             progress("patterns", 0.75)
             result["patterns"] = _patterns(bench)
@@ -210,26 +233,41 @@ def _ways(methods: Methods) -> list[tuple[str, int]]:
 
 def _row(bench: _Bench, kind: str, method: str, ctas: int) -> dict[str, Any]:
     sizes = QUICK_SIZES if bench.effort == "quick" else SIZES
-    fixed, each, submit, rate, counts = [], [], [], [], []
+    each: list[float] = []
+    fixed, submit, rate, counts = [], [], [], []
     for size in sizes:
         count = bench.many(kind, method, size)
         many = bench.copies(kind, size, count)
         one_ns, _ = bench.transfer(kind, method, ctas, many[:1])
-        some_ns, _ = bench.transfer(kind, method, ctas, many[: len(many) // 4])
-        all_ns, spent = bench.transfer(kind, method, ctas, many)
-        a_copy = (all_ns - some_ns) / (len(many) - len(many) // 4)
-        least = max(all_ns - one_ns, 0.0) / len(many)  # what is fixed is less than one copy's time
-        a_copy = min(max(a_copy, least, size / bench.link[kind] * 1e9), all_ns / len(many))
+        alone_ns, _ = bench.transfer(kind, method, ctas, many)
+        all_ns, spent = bench.transfer(kind, method, ctas, many, SUBMISSIONS)
+        count = SUBMISSIONS * len(many)
+        a_copy = (all_ns - alone_ns) / (count - len(many))
+        if method != "batch":  # whose first call alone is not overlapped
+            a_copy = max(a_copy, (all_ns - one_ns) / (count - 1))
+        a_copy = min(max(a_copy, size / bench.link[kind] * 1e9), all_ns / count)
+        if each and not ctas:  # larger copies by DMA are never slower a byte: something else used the link just then
+            a_copy = min(a_copy, each[-1] * size / sizes[len(each) - 1])
         each.append(a_copy)
-        fixed.append(max(min(one_ns, all_ns / 2) - a_copy, 0.0))  # half: of a machine that was busy just then
-        submit.append(spent / len(many))
-        rate.append(len(many) * size / all_ns * 1e9)
-        counts.append(len(many))
-    filled = {name: np.interp(SIZES, sizes, values).tolist()
-              for name, values in (("fixed_ns", fixed), ("copy_ns", each), ("submit_ns", submit))}  # fmt: skip
-    return {"direction": kind, "method": method, "ctas": ctas, "sizes": list(SIZES), **filled,
-            "measured": [{"copy_bytes": size, "copies": count, "bytes_per_s": speed}
-                         for size, count, speed in zip(sizes, counts, rate, strict=True)]}  # fmt: skip
+        fixed.append(max(min(one_ns, alone_ns / 2) - a_copy, 0.0))  # half: of a machine that was busy just then
+        submit.append(spent / count)
+        rate.append(size / a_copy * 1e9)
+        counts.append(count)
+    filled = {
+        name: np.interp(SIZES, sizes, values).tolist()
+        for name, values in (("fixed_ns", fixed), ("copy_ns", each), ("submit_ns", submit))
+    }
+    return {
+        "direction": kind,
+        "method": method,
+        "ctas": ctas,
+        "sizes": list(SIZES),
+        **filled,
+        "measured": [
+            {"copy_bytes": size, "copies": count, "bytes_per_s": speed}
+            for size, count, speed in zip(sizes, counts, rate, strict=True)
+        ],
+    }
 
 
 # -- the price --------------------------------------------------------------------------------
@@ -242,7 +280,8 @@ def _beside(bench: _Bench, quick: bool) -> list[dict[str, Any]]:
         work["read"] = _reader(bench)
     if not quick and bench.runtime.provider == "cuda":
         with contextlib.suppress(ImportError, RuntimeError):
-            work["matmul"] = _matmul(bench)
+            work["matmul"] = _matmul(bench, 4096, 25)
+            work["decode"] = _matmul(bench, 64, 100)
     found = []
     for name, launch in work.items():
         bench.on_device(launch)
@@ -250,9 +289,16 @@ def _beside(bench: _Bench, quick: bool) -> list[dict[str, Any]]:
         for kind in ("h2d", "d2h"):
             for method, ctas in [("loop", 0), *(way for way in _ways(bench.methods) if way[1])]:
                 size = (4 << 20) if method == "loop" else 16384
-                found.append({"work": name, "direction": kind, "method": "dma" if method == "loop" else method,
-                              "ctas": ctas, "alone_ns": alone,
-                              "beside_ns": _while_copying(bench, kind, method, ctas, size, launch, alone)})  # fmt: skip
+                found.append(
+                    {
+                        "work": name,
+                        "direction": kind,
+                        "method": "dma" if method == "loop" else method,
+                        "ctas": ctas,
+                        "alone_ns": alone,
+                        "beside_ns": _while_copying(bench, kind, method, ctas, size, launch, alone),
+                    }
+                )
     return found
 
 
@@ -261,7 +307,7 @@ def _while_copying(
 ) -> float:
     """Ns of the work on the device while copies of `size` cover all of it."""
     share = 16 if bench.runtime.provider == "host" else 1
-    copies = bench.copies(kind, size, max(bench.pool // size // share, 1))
+    copies = bench.copies(kind, size, max(min(bench.pool, 256 << 20) // size // share, 1))
     submit = bench.submitter(kind, method, ctas, copies, bench.streams[0])
     one = bench.timed(submit)
     best = float("inf")
@@ -292,29 +338,52 @@ def _reader(bench: _Bench) -> Callable[[], None]:
     return launch
 
 
-def _matmul(bench: _Bench) -> Callable[[], None]:
+def _matmul(bench: _Bench, rows: int, times: int) -> Callable[[], None]:
+    """Products of `rows` x 4,096 by 4,096 x 4,096: of a prefill, or of a decode step, which reads the weights."""
     import torch
 
     with torch.cuda.stream(torch.cuda.ExternalStream(bench.streams[1])):
-        a, b = (torch.zeros(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        a = torch.zeros(rows, 4096, dtype=torch.bfloat16, device="cuda")
+        weights = torch.zeros(1 if rows > 512 else 8, 4096, 4096, dtype=torch.bfloat16, device="cuda")
         out = torch.empty_like(a)
 
     def launch() -> None:
         with torch.cuda.stream(torch.cuda.ExternalStream(bench.streams[1])):
-            for _ in range(4):
-                torch.mm(a, b, out=out)
+            for i in range(times):
+                torch.mm(a, weights[i % len(weights)], out=out)
 
     return launch
 
 
-def _add_slowdown(result: dict[str, Any]) -> None:
-    """To each row what its kernel costs the memory-bound one beyond what DMA costs it."""
-    rows = [one for one in result["beside"] if one["work"] == "read"]
-    dma = {one["direction"]: one["beside_ns"] / one["alone_ns"] for one in rows if one["method"] == "dma"}
-    kernel = {(one["direction"], one["ctas"]): one["beside_ns"] / one["alone_ns"] for one in rows if one["ctas"]}
+def _add_price(result: dict[str, Any], methods: Methods) -> None:
+    """To each row what its kernel costs other work beyond what DMA costs it.
+
+    `slowdown`: a memory-bound kernel; `product`: the matrix product that loses most. Without torch, and where it has to
+    be quick, the products' price is an H100's.
+    """
+    default = default_table(methods)
+    known = {
+        (kind, row.ctas): row.product
+        for side, kind in enumerate(("h2d", "d2h"))
+        for row in default.row[side][: default.rows[side]]
+        if row.ctas
+    }
+    price: dict[tuple[str, str, int], float] = {}
+    dma = {
+        (one["work"], one["direction"]): one["beside_ns"] / one["alone_ns"]
+        for one in result["beside"]
+        if one["method"] == "dma"
+    }
+    for one in result["beside"]:
+        if one["ctas"]:
+            work = "slowdown" if one["work"] == "read" else "product"
+            key = (work, one["direction"], one["ctas"])
+            more = one["beside_ns"] / one["alone_ns"] - dma[one["work"], one["direction"]]
+            price[key] = max(price.get(key, 0.0), more)
     for row in result["rows"]:
-        beside = kernel.get((row["direction"], row["ctas"]))
-        row["slowdown"] = max(0.0, beside - dma[row["direction"]]) if row["ctas"] and beside else 0.0
+        row["slowdown"] = price.get(("slowdown", row["direction"], row["ctas"]), 0.0)
+        fallback = known.get((row["direction"], row["ctas"]), 0.0)
+        row["product"] = price.get(("product", row["direction"], row["ctas"]), fallback)
 
 
 # -- what the chooser does not need --------------------------------------------------------------------------------
@@ -328,9 +397,11 @@ def _patterns(bench: _Bench) -> list[dict[str, Any]]:
                 speeds = {}
                 for pattern in ("contiguous", "runs", "scattered"):
                     copies = bench.copies(kind, size, bench.many(kind, method, size), pattern)
-                    speeds[pattern] = int(copies["bytes"].sum()) / bench.transfer(kind, method, ctas, copies)[0] * 1e9
-                found.append({"direction": kind, "method": method, "ctas": ctas, "copy_bytes": size,
-                              "bytes_per_s": speeds})  # fmt: skip
+                    took = bench.transfer(kind, method, ctas, copies, SUBMISSIONS)[0]
+                    speeds[pattern] = SUBMISSIONS * int(copies["bytes"].sum()) / took * 1e9
+                found.append(
+                    {"direction": kind, "method": method, "ctas": ctas, "copy_bytes": size, "bytes_per_s": speeds}
+                )
     return found
 
 
@@ -343,11 +414,11 @@ def _both(bench: _Bench) -> list[dict[str, Any]]:
             submits = []
             for kind, stream in (("h2d", bench.streams[0]), ("d2h", bench.streams[2])):
                 copies = bench.copies(kind, size, bench.many(kind, method, size))
-                total += int(copies["bytes"].sum())
+                total += SUBMISSIONS * int(copies["bytes"].sum())
                 submits.append(bench.submitter(kind, method, ctas, copies, stream))
             for _ in range(bench.rounds):
                 begin = time.perf_counter_ns()
-                for submit in submits:
+                for submit in submits * SUBMISSIONS:
                     submit()
                 bench.runtime.stream_synchronize(bench.streams[0])
                 bench.runtime.stream_synchronize(bench.streams[2])
@@ -368,12 +439,23 @@ def _behind_burst(bench: _Bench) -> list[dict[str, Any]]:
             took = []
             for _ in range(5):
                 burst()
-                took.append(bench.timed(
-                    lambda: bench.runtime.memcpy_async(dst, src, 4096, kind, bench.streams[2]),  # noqa: B023
-                    bench.streams[2]))  # fmt: skip
+                took.append(
+                    bench.timed(
+                        lambda: bench.runtime.memcpy_async(dst, src, 4096, kind, bench.streams[2]),  # noqa: B023
+                        bench.streams[2],
+                    )
+                )
                 bench.runtime.stream_synchronize(bench.streams[0])
-            found.append({"direction": kind, "method": method, "ctas": ctas, "burst_bytes": int(copies["bytes"].sum()),
-                          "burst_ns": burst_ns, "small_copy_ns": sorted(took)[2]})  # fmt: skip
+            found.append(
+                {
+                    "direction": kind,
+                    "method": method,
+                    "ctas": ctas,
+                    "burst_bytes": int(copies["bytes"].sum()),
+                    "burst_ns": burst_ns,
+                    "small_copy_ns": sorted(took)[2],
+                }
+            )
     return found
 
 
@@ -383,9 +465,18 @@ def _choices(result: dict[str, Any], methods: Methods) -> list[dict[str, Any]]:
     for kind in ("h2d", "d2h"):
         for size in SIZES:
             method, ctas = choose(table, kind, size, MANY_COPIES)  # so many that the fixed time does not count
-            row = next(one for one in result["rows"]
-                       if (one["direction"], one["method"], one["ctas"]) == (kind, method, ctas))  # fmt: skip
+            row = next(
+                one for one in result["rows"] if (one["direction"], one["method"], one["ctas"]) == (kind, method, ctas)
+            )
             rate = size / row["copy_ns"][SIZES.index(size)] * 1e9
-            found.append({"direction": kind, "copy_bytes": size, "method": method, "ctas": ctas, "bytes_per_s": rate,
-                          "of_link": rate / result["link_bytes_per_s"][kind]})  # fmt: skip
+            found.append(
+                {
+                    "direction": kind,
+                    "copy_bytes": size,
+                    "method": method,
+                    "ctas": ctas,
+                    "bytes_per_s": rate,
+                    "of_link": rate / result["link_bytes_per_s"][kind],
+                }
+            )
     return found

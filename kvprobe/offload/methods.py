@@ -7,6 +7,7 @@ or with what `kvprobe calibrate` measured on this machine.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes as ct
 import logging
 import threading
@@ -28,12 +29,20 @@ log = logging.getLogger("kvprobe")
 DEFAULT_MAX_SLOWDOWN = 0.03  # what a copy may cost a decode step: a memory-bound kernel beside it
 SIZES = tuple(1024 << i for i in range(13))  # bytes of a copy at which a table has figures
 
-_CALLS = {"memcpy_async": "cudaMemcpyAsync", "memcpy_batch_async": "cudaMemcpyBatchAsync",
-          "event_record": "cudaEventRecord", "event_query": "cudaEventQuery", "event_elapsed": "cudaEventElapsedTime",
-          "stream_wait_event": "cudaStreamWaitEvent", "get_last_error": "cudaGetLastError",
-          "set_device": "cudaSetDevice", "stream_query": "cudaStreamQuery",
-          "event_synchronize": "cudaEventSynchronize", "event_create": "cudaEventCreateWithFlags",
-          "event_destroy": "cudaEventDestroy"}  # fmt: skip
+_CALLS = {
+    "memcpy_async": "cudaMemcpyAsync",
+    "memcpy_batch_async": "cudaMemcpyBatchAsync",
+    "event_record": "cudaEventRecord",
+    "event_query": "cudaEventQuery",
+    "event_elapsed": "cudaEventElapsedTime",
+    "stream_wait_event": "cudaStreamWaitEvent",
+    "get_last_error": "cudaGetLastError",
+    "set_device": "cudaSetDevice",
+    "stream_query": "cudaStreamQuery",
+    "event_synchronize": "cudaEventSynchronize",
+    "event_create": "cudaEventCreateWithFlags",
+    "event_destroy": "cudaEventDestroy",
+}
 
 
 @dataclass
@@ -121,20 +130,21 @@ def _try_batch(runtime: Runtime, found: Methods) -> None:
     if not found.native.cuda.memcpy_batch_async:
         found.missing["batch"] = f"cudaMemcpyBatchAsync is not in CUDA {_version(runtime.version)}: it needs 12.8"
         return
-    device, host = Buffer(runtime, 8192, "device"), Buffer(runtime, 8192, "pinned")
-    stream = runtime.stream_create()
-    try:
-        copies = columns([device.address, device.address + 4096], [host.address, host.address + 4096], 4096)
-        submit_copies(runtime, found.native, "batch", "h2d", copies, stream)
-        runtime.stream_synchronize(stream)
-    except CudaError as error:
-        found.native.cuda.memcpy_batch_async = None
-        found.missing["batch"] = str(error)
-        runtime.stream_synchronize(stream)  # where the device itself is lost, this says so
-    finally:
-        runtime.stream_destroy(stream)
-        device.close()
-        host.close()
+    with contextlib.ExitStack() as made:
+        device = Buffer(runtime, 8192, "device")
+        made.callback(device.close)
+        host = Buffer(runtime, 8192, "pinned")
+        made.callback(host.close)
+        stream = runtime.stream_create()
+        made.callback(runtime.stream_destroy, stream)
+        try:
+            copies = columns([device.address, device.address + 4096], [host.address, host.address + 4096], 4096)
+            submit_copies(runtime, found.native, "batch", "h2d", copies, stream)
+            runtime.stream_synchronize(stream)
+        except CudaError as error:
+            found.native.cuda.memcpy_batch_async = None
+            found.missing["batch"] = str(error)
+            runtime.stream_synchronize(stream)  # where the device itself is lost, this says so
 
 
 def _version(number: int) -> str:
@@ -177,8 +187,11 @@ def method_table(
     table.max_slowdown = max_slowdown
     for side in range(2):
         rows = [MethodRow.from_buffer_copy(table.row[side][i]) for i in range(table.rows[side])]
-        kept = [row for row in rows if METHOD_NAMES[row.method] not in methods.missing
-                and method in ("auto", METHOD_NAMES[row.method])]  # fmt: skip
+        kept = [
+            row
+            for row in rows
+            if METHOD_NAMES[row.method] not in methods.missing and method in ("auto", METHOD_NAMES[row.method])
+        ]
         for i, row in enumerate(kept):
             table.row[side][i] = row
         table.rows[side] = len(kept)

@@ -1,4 +1,7 @@
-"""What an engine needs of the runtime, made up front: making it later would wait for whoever is blocked on a queue."""
+"""What an engine needs of the runtime, made up front: making it later would wait for whoever is blocked on a queue.
+
+Events are the native side's own (`native/src/events.c`).
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,15 @@ from kvprobe.errors import CudaError
 from kvprobe.native.library import CopyList
 from kvprobe.offload.streams import StreamPool
 
-MARKERS = 1024  # timing events: launches in flight, both directions and policies
-FENCES = 128  # plain events: marks on compute streams that transfers wait for; more are made when they run out
 LISTS, LIST_COPIES = 8, 16384  # pinned lists that copy kernels read, and copies in each
 
 
 class Resources:
-    """Streams, events and pinned lists of one engine; all of them or, where one cannot be made, none.
+    """Streams and pinned lists of one engine; all of them or, where one cannot be made, none.
 
     Attributes:
         pooled: streams of loads and of stores.
         shared: the shared stream of loads and of stores.
-        events: timing events for markers.
-        fences: plain events.
         lists: what copy kernels read; empty where there is no kernel.
     """
 
@@ -34,24 +33,17 @@ class Resources:
             UsageError: `priority` is outside the device's range.
             CudaError: one could not be made; those before it are destroyed.
         """
-        self._runtime = runtime
+        self._runtime, self._generation = runtime, runtime.generation
         self.pooled: list[StreamPool] = []
         self.shared: list[int] = []
-        self.events: list[int] = []
-        self.fences: list[int] = []
         self.lists: list[CopyList] = []
-        self.clock_stream = self.clock_event = 0
+        self.clock_stream = 0
         try:
             for _ in range(2):
                 self.pooled.append(StreamPool(runtime, streams, priority))
             for _ in range(2):
                 self.shared.append(runtime.stream_create())
             self.clock_stream = runtime.stream_create()
-            self.clock_event = runtime.event_create(timing=True)
-            for _ in range(MARKERS):
-                self.events.append(runtime.event_create(timing=True))
-            for _ in range(FENCES):
-                self.fences.append(runtime.event_create(timing=False))
             for _ in range(LISTS if lists else 0):
                 host = runtime.host_alloc(LIST_COPIES * 24)
                 self.lists.append(CopyList(host=host, device=host, capacity=LIST_COPIES))
@@ -62,6 +54,8 @@ class Resources:
     def close(self) -> None:
         """Destroys everything, and goes on where one of them fails: the first error is raised at the end.
 
+        After a reset of the runtime there is nothing left to destroy.
+
         Raises:
             CudaError: the device was lost, as a rule.
         """
@@ -71,12 +65,10 @@ class Resources:
         if self.clock_stream:
             steps.append(functools.partial(runtime.stream_destroy, self.clock_stream))
         steps += [pool.close for pool in self.pooled]
-        events = [*self.events, *self.fences, *([self.clock_event] if self.clock_event else [])]
-        steps += [functools.partial(runtime.event_destroy, each) for each in events]
         steps += [functools.partial(runtime.free_host, int(one.host or 0)) for one in self.lists]
-        self.shared, self.pooled, self.events, self.fences, self.lists = [], [], [], [], []
-        self.clock_stream = self.clock_event = 0
-        for step in steps:
+        self.shared, self.pooled, self.lists = [], [], []
+        self.clock_stream = 0
+        for step in steps if runtime.generation == self._generation else ():
             try:
                 step()
             except CudaError as error:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ctypes as ct
-import threading
 from typing import TYPE_CHECKING
 
-from kvprobe.launchqueue import Observation, Verdict
+from kvprobe.launchqueue import Slowness, SubmissionRun
 from kvprobe.native.library import DETAIL, SubmitOptions, SubmitResult, core
 from kvprobe.probe.nvtx_ranges import listening
 
@@ -28,7 +27,7 @@ class SharedSubmission:
         """Belongs to `engine`."""
         self._engine = engine
         self._direction = KIND[direction]
-        self._lock = threading.Lock()
+        self._lock = engine.runtime.lock()
         self._pageable = engine.mapping.cpu.kind == "pageable"
         # auto cannot judge what was not timed
         self._timed = detail != "off" or engine.auto.active
@@ -78,14 +77,14 @@ class SharedSubmission:
                     return True
                 if engine.policy != "shared":
                     break
-        engine._hand_over(transfer)
+            engine._hand_over(transfer)  # with the lock: nobody may begin on the shared stream behind the rest of it
         return True
 
     def _judge(self, transfer: Transfer, run: SubmitResult, outstanding: int, gap_ns: int) -> None:
         engine = self._engine
         blocked = run.first_blocked != NONE
         verdict = engine.detector.observe(
-            Observation(
+            SubmissionRun(
                 stream=transfer.stream,
                 thread=transfer.thread,
                 outstanding=outstanding,
@@ -105,6 +104,7 @@ class SharedSubmission:
                 gap_ns=gap_ns,
             )
         )
-        if verdict is Verdict.SATURATION:
-            engine.auto.saturated(engine.detector.saturations[-1], engine.detector.reason)
-        engine.auto.submitted("shared", run.submitted, run.end_ns - run.start_ns, run.end_ns)
+        if engine.auto.active:
+            engine._cost(transfer, "shared", run.submitted, run.end_ns - run.start_ns)
+            if verdict is Slowness.SATURATION:
+                engine.auto.saturated(engine.detector.saturations[-1], engine.detector.reason)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes as ct
-import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvprobe.errors import TransferError
-from kvprobe.native.library import JobStatus, core
+from kvprobe.native.library import JobStatus
 
 if TYPE_CHECKING:
     from kvprobe.offload.engine import OffloadEngine
@@ -55,7 +54,6 @@ class Transfer:
         copies: number of pieces, `piece_bytes` each; neighbours may be copied as one.
         piece_bytes: size of a piece.
         policy: under which it was submitted, "shared" or "pooled".
-        thread: OS thread id that asked for it.
     """
 
     __slots__ = (
@@ -71,19 +69,17 @@ class Transfer:
         "piece_bytes",
         "policy",
         "tag",
-        "thread",
     )
 
     def __init__(self, engine: OffloadEngine, number: int, direction: str, tag: Any, address: int) -> None:
         """Takes over one reference to the native job at `address`."""
         self.engine, self.id, self.direction, self.tag = engine, number, direction, tag
         self._status = JobStatus.from_address(address)
-        self._release = core().kvp_job_release
+        self._release = engine._release
         self.copies: int = self._status.pieces
         self.piece_bytes: int = engine.mapping.piece_bytes
         self.policy = ""
         self.error: Exception | None = None
-        self.thread = threading.get_native_id()
         self._callbacks: list[Callable[[Transfer], None]] | None = []
 
     def __del__(self) -> None:
@@ -96,6 +92,11 @@ class Transfer:
     @property
     def _address(self) -> int:
         return ct.addressof(self._status)
+
+    @property
+    def thread(self) -> int:
+        """OS thread id that asked for it."""
+        return int(self._status.tid)
 
     @property
     def state(self) -> str:

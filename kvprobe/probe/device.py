@@ -24,14 +24,30 @@ from typing import Any
 __all__ = ["METRICS", "LinkState", "Sample", "Sampler", "devices", "link_state", "read_samples"]
 
 METRICS = (
-    "pcie_gen", "pcie_gen_max", "pcie_width", "pcie_width_max", "pcie_rx_bytes_per_s", "pcie_tx_bytes_per_s",
-    "memory_used_bytes", "memory_total_bytes", "sm_clock_mhz", "memory_clock_mhz", "gpu_busy_percent",
-    "memory_busy_percent", "power_w", "temperature_c", "throttle_reasons",
-)  # fmt: skip
+    "pcie_gen",
+    "pcie_gen_max",
+    "pcie_width",
+    "pcie_width_max",
+    "pcie_rx_bytes_per_s",
+    "pcie_tx_bytes_per_s",
+    "memory_used_bytes",
+    "memory_total_bytes",
+    "sm_clock_mhz",
+    "memory_clock_mhz",
+    "gpu_busy_percent",
+    "memory_busy_percent",
+    "power_w",
+    "temperature_c",
+    "throttle_reasons",
+)
 THROTTLE = {  # NVML's bits of the clocks' event reasons; idle and a clock that somebody set are no throttling
-    0x4: "power cap", 0x8: "hardware slowdown", 0x10: "sync boost", 0x20: "thermal (software)",
-    0x40: "thermal (hardware)", 0x80: "power brake",
-}  # fmt: skip
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "thermal (software)",
+    0x40: "thermal (hardware)",
+    0x80: "power brake",
+}
 IDLE_NOTE = "the generation drops while a GPU is idle: judge it by samples taken under load"
 
 Line = dict[str, Any]
@@ -77,6 +93,24 @@ class LinkState:
     busy: bool
     degraded: bool
     note: str = ""
+
+
+def confidential_computing() -> bool | None:
+    """Whether this machine's GPUs run in Confidential Computing mode; None where no driver tells."""
+    if not Path("/dev/nvidiactl").exists():
+        return None
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            return bool(pynvml.nvmlSystemGetConfComputeState().ccFeature)
+        except pynvml.NVMLError as error:  # a driver or a GPU that has no such mode
+            return False if error.value == pynvml.NVML_ERROR_NOT_SUPPORTED else None
+        finally:
+            pynvml.nvmlShutdown()
+    except Exception:  # no library, no permission: not known
+        return None
 
 
 class _Nvml:
@@ -258,8 +292,9 @@ def link_state(line: Line) -> LinkState:
         notes.append(f"{width} of {max_width} lanes: reseat the card, or look at the slot and its bifurcation")
     if slow:
         notes.append(f"generation {gen} of {max_gen}" + (" under load" if busy else f"; {IDLE_NOTE}"))
-    return LinkState(int(line.get("device", 0)), gen, max_gen, width, max_width, busy, narrow or (slow and busy),
-                     "; ".join(notes))  # fmt: skip
+    return LinkState(
+        int(line.get("device", 0)), gen, max_gen, width, max_width, busy, narrow or (slow and busy), "; ".join(notes)
+    )
 
 
 def devices() -> tuple[list[Line], str]:

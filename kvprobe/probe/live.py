@@ -18,9 +18,9 @@ import numpy as np
 
 from kvprobe.environment import RUN
 from kvprobe.errors import RecordingError, UsageError
-from kvprobe.launchqueue.constants import JUMP_TIMES, LIVE_CALLS
+from kvprobe.launchqueue.constants import BLOCKED_SHARE, JUMP_TIMES, LIVE_BLOCKED, LIVE_CALLS
 from kvprobe.launchqueue.window import held_up
-from kvprobe.probe.ring import BUCKETS, CALLS, RingSnapshot, percentile, read_ring
+from kvprobe.probe.ring import BUCKETS, CALLS, RingSnapshot, bucket_bounds, percentile, read_ring
 from kvprobe.runfolder.files import temporary_folder
 from kvprobe.runfolder.identity import alive
 
@@ -30,6 +30,7 @@ DIRECTIONS = {0: "other", 1: "h2d", 2: "d2h", 3: "d2d", 4: "h2h"}
 SUBMITTING = frozenset(n for n, (kind, _) in CALLS.items() if kind in ("COPY", "BATCH", "MEMSET", "LAUNCH", "GRAPH"))
 COPYING = frozenset(n for n, (kind, _) in CALLS.items() if kind in ("COPY", "BATCH"))
 TRANSFER = 64
+PAGEABLE = 1  # kvp.h's KVP_MEM_PAGEABLE
 
 SUMS = ("count", "copies", "bytes", "dur_ns", "slow", "slow_ns", "errors")
 
@@ -51,9 +52,16 @@ class Totals:
 
     def since(self, before: Totals) -> Totals:
         """What came after an earlier look."""
-        return Totals(self.count - before.count, self.copies - before.copies, self.bytes - before.bytes,
-                      self.dur_ns - before.dur_ns, self.slow - before.slow, self.slow_ns - before.slow_ns,
-                      self.errors - before.errors, self.histogram - before.histogram)  # fmt: skip
+        return Totals(
+            self.count - before.count,
+            self.copies - before.copies,
+            self.bytes - before.bytes,
+            self.dur_ns - before.dur_ns,
+            self.slow - before.slow,
+            self.slow_ns - before.slow_ns,
+            self.errors - before.errors,
+            self.histogram - before.histogram,
+        )
 
     def add(self, other: Totals) -> None:
         """Adds another's sums."""
@@ -90,7 +98,8 @@ class StreamView:
             several threads block.
         outstanding: copies whose transfer has not ended, at most; None where the process tells of no transfers.
         bytes_per_s: by direction, "h2d", "d2h", ...
-        suspected: the median jumped and the blocked share is high, as a full queue does it. Executions are not seen
+        suspected: a tenth of the calls became several times slower and the blocked share is high, as a full queue does
+            it; pageable copies, which are slow by themselves, left out. Executions are not seen
             here, so it is a suspicion; a report decides.
     """
 
@@ -195,13 +204,13 @@ def snapshots(paths: Iterable[Path]) -> Iterator[RingSnapshot]:
             continue
 
 
-def totals(snapshot: RingSnapshot) -> dict[Key, Totals]:
-    """A process's sums by (stream, call, direction)."""
+def totals(snapshot: RingSnapshot, by_memory: bool = False) -> dict[Key, Totals]:
+    """A process's sums by (stream, call, direction); with `by_memory` its high 4 bits are the kind of host memory."""
     found: dict[Key, Totals] = {}
     for slot in snapshot.slots():
         if not slot["call"]:
             continue
-        key = int(slot["stream"]), int(slot["call"]), int(slot["direction"]) & 15
+        key = int(slot["stream"]), int(slot["call"]), int(slot["direction"]) & (0xFF if by_memory else 0xF)
         sums = {name: int(slot[name]) for name in SUMS}
         found.setdefault(key, Totals()).add(Totals(**sums, histogram=slot["histogram"]))
     return found
@@ -210,10 +219,15 @@ def totals(snapshot: RingSnapshot) -> dict[Key, Totals]:
 def in_flight(snapshot: RingSnapshot, now_ns: int) -> list[InFlight]:
     """Calls that the process's threads are inside of, longest first."""
     calls = [
-        InFlight(lane.tid, CALLS[lane.in_call][1] if lane.in_call in CALLS else "?", lane.in_stream,
-                 max(now_ns - lane.in_since_ns, 0))
-        for lane in snapshot.lanes if lane.in_call and lane.in_since_ns and lane.tid
-    ]  # fmt: skip
+        InFlight(
+            section.tid,
+            CALLS[section.in_call][1] if section.in_call in CALLS else "?",
+            section.in_stream,
+            max(now_ns - section.in_since_ns, 0),
+        )
+        for section in snapshot.sections
+        if section.in_call and section.in_since_ns and section.tid
+    ]
     return sorted(calls, key=lambda call: -call.age_ns)
 
 
@@ -234,17 +248,24 @@ class Live:
         self.target = target
         self._known: dict[str, _Process] = {}
 
-    def look(self) -> list[ProcessView]:
-        """Every process that runs, and those that ended since the last look; the first look only remembers."""
+    def begin(self, ring: Path, time_ns: int) -> None:
+        """Takes a ring file to have been empty at this time: the next look shows all that it holds."""
+        self._known[str(ring)] = _Process(time_ns, {})
+
+    def look(self, now_ns: int | None = None) -> list[ProcessView]:
+        """Every process that runs, and those that ended since the last look; the first look only remembers.
+
+        `now_ns`: the time of the look on the clock of the ring files, where it is not now.
+        """
         views = []
         for snapshot in snapshots(find_rings(self.target)):
-            view = self._process(snapshot)
+            view = self._process(snapshot, time.monotonic_ns() if now_ns is None else now_ns)
             if view:
                 views.append(view)
         return sorted(views, key=lambda view: view.pid)
 
-    def _process(self, snapshot: RingSnapshot) -> ProcessView | None:
-        now, sums = time.monotonic_ns(), totals(snapshot)
+    def _process(self, snapshot: RingSnapshot, now: int) -> ProcessView | None:
+        sums = totals(snapshot, by_memory=True)
         state = _state(snapshot)
         known = self._known.get(snapshot.path)
         if known is None:
@@ -262,11 +283,21 @@ class Live:
         outstanding = _outstanding(sums)
         streams = [
             _stream(stream, moved, known.baseline_ns, passed, inside, outstanding.get(stream))
-            for stream, moved in sorted(by_stream.items()) if any(key[1] in SUBMITTING for key in moved)
-        ]  # fmt: skip
+            for stream, moved in sorted(by_stream.items())
+            if any(key[1] in SUBMITTING for key in moved)
+        ]
         errors = sum(one.errors for one in sums.values())
-        return ProcessView(snapshot.pid, snapshot.command, snapshot.producer, snapshot.path, state, passed / 1e9,
-                           streams, inside[0] if inside else None, errors)  # fmt: skip
+        return ProcessView(
+            snapshot.pid,
+            snapshot.command,
+            snapshot.producer,
+            snapshot.path,
+            state,
+            passed / 1e9,
+            streams,
+            inside[0] if inside else None,
+            errors,
+        )
 
     @staticmethod
     def _learn(known: _Process, sums: dict[Key, Totals], by_stream: dict[int, dict[Key, Totals]]) -> None:
@@ -301,20 +332,26 @@ def _outstanding(sums: dict[Key, Totals]) -> dict[int, int]:
 
 
 def _stream(
-    stream: int, moved: dict[Key, Totals], baseline_ns: dict[int, float], passed_ns: int, inside: list[InFlight],
+    stream: int,
+    moved: dict[Key, Totals],
+    baseline_ns: dict[int, float],
+    passed_ns: int,
+    inside: list[InFlight],
     outstanding: int | None,
-) -> StreamView:  # fmt: skip
+) -> StreamView:
     seconds = max(passed_ns / 1e9, 1e-9)
     together, lost_ns, jumped = Totals(), 0.0, False
     rates: dict[str, float] = {}
-    for (_, call, direction), total in moved.items():
+    bounds = bucket_bounds()[:-1]
+    for (_, call, where), total in moved.items():
         if call not in SUBMITTING:
             continue
+        direction, pageable = where & 15, where >> 4 == PAGEABLE
         together.add(total)
         base = baseline_ns.get(call, 0.0)
         lost_ns += max(total.dur_ns - total.timed * base, 0.0) if base else 0.0
-        if base and total.timed >= LIVE_CALLS and float(percentile(total.histogram, 50)) >= JUMP_TIMES * base:
-            jumped = True
+        slow = int(total.histogram[bounds >= JUMP_TIMES * base].sum()) if base and not pageable else 0
+        jumped |= slow >= max(LIVE_BLOCKED, BLOCKED_SHARE * total.timed)
         if call in COPYING and total.bytes:
             name = DIRECTIONS.get(direction, "other")
             rates[name] = rates.get(name, 0.0) + total.bytes / seconds

@@ -1,7 +1,7 @@
 """Reads ring files: what the native writer left or is leaving, without a lock and without the native library.
 
 The layout is that of ``kvprobe/native/src/kvp.h``. A file may be read while it is written and after its writer was
-killed: totals are exact (one call in flight aside), detail holds the newest records of every lane.
+killed: totals are exact (one call in flight aside), detail holds the newest records of every section.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
     "BUCKETS",
     "CALLS",
     "STATES",
-    "LaneSnapshot",
+    "ThreadSection",
     "RingSnapshot",
     "bucket_bounds",
     "percentile",
@@ -37,7 +37,7 @@ HEADER_BYTES = 4096
 STATES = ("starting", "running", "closed")
 MAGIC = b"KVPRING1"
 UNTIMED = 2**64 - 1
-LANES = 1024  # a file has no more
+SECTIONS = 1024  # a file has no more
 SANE = 2**62  # no time and no count is as large; a damaged file's may be
 
 # number in the file -> (kind as in recordings.model.CallKind, name); kvp.h's KVP_CALLS, a test compares them
@@ -101,9 +101,9 @@ FILE = np.dtype(
         ("slot_count", "<u4"),
         ("ring_capacity", "<u8"),
         ("slow_capacity", "<u8"),
-        ("lane_bytes", "<u8"),
-        ("lanes_max", "<u4"),
-        ("lanes_used", "<u4"),
+        ("section_bytes", "<u8"),
+        ("sections_max", "<u4"),
+        ("sections_used", "<u4"),
         ("slow_ns", "<u8"),
         ("pid", "<u4"),
         ("ppid", "<u4"),
@@ -123,7 +123,7 @@ FILE = np.dtype(
         ("start_ticks", "<u8"),
     ]
 )
-LANE = np.dtype(
+SECTION = np.dtype(
     [
         ("head", "<u8"),
         ("slow_head", "<u8"),
@@ -179,8 +179,8 @@ RECORD = np.dtype(
 
 
 @dataclass
-class LaneSnapshot:
-    """One lane: the totals and newest records of one thread, or of several that had the lane one after another.
+class ThreadSection:
+    """One section: the totals and newest records of one thread, or of several that had the section one after another.
 
     Attributes:
         number: its place in the file.
@@ -217,8 +217,8 @@ class LaneSnapshot:
 class RingSnapshot:
     """One process's ring file at one moment; attributes as in kvp.h's file header.
 
-    `over_count`, `over_bytes` and `over_dur_ns` (by call number) are calls that no lane could take: they belong to the
-    totals, without stream or direction.
+    `over_count`, `over_bytes` and `over_dur_ns` (by call number) are calls that no section could take: they belong to
+    the totals, without stream or direction.
     """
 
     path: str
@@ -237,7 +237,7 @@ class RingSnapshot:
     over_count: Array
     over_bytes: Array
     over_dur_ns: Array
-    lanes: list[LaneSnapshot]
+    sections: list[ThreadSection]
     pid_namespace: int = 0  # inode of the namespace that `pid` is of; 0: not known
     start_ticks: int = 0  # when the process began, as in /proc/<pid>/stat; 0: not known
 
@@ -246,15 +246,15 @@ class RingSnapshot:
         return Identity(self.pid, self.pid_namespace, self.start_ticks).running()
 
     def slots(self) -> Array:
-        """The slots of all lanes, one after another."""
-        return np.concatenate([lane.slots for lane in self.lanes] or [np.zeros(0, SLOT)])
+        """The slots of all sections, one after another."""
+        return np.concatenate([section.slots for section in self.sections] or [np.zeros(0, SLOT)])
 
     def records(self) -> Array:
-        """All detail in order of start: both rings of every lane, each call once."""
+        """All detail in order of start: both rings of every section, each call once."""
         parts = []
-        for lane in self.lanes:
+        for section in self.sections:
             # a slow call is in both rings for as long as the large one holds it
-            parts += [lane.slow[~np.isin(_keys(lane.slow), _keys(lane.records))], lane.records]
+            parts += [section.slow[~np.isin(_keys(section.slow), _keys(section.records))], section.records]
         together = np.concatenate(parts or [np.zeros(0, RECORD)])
         return together[np.argsort(together["start_ns"], kind="stable")]
 
@@ -274,7 +274,7 @@ class RingSnapshot:
 
 
 def _keys(records: Array) -> Array:
-    """A key that tells the calls of one lane apart: a thread enters one call at a time."""
+    """A key that tells the calls of one section apart: a thread enters one call at a time."""
     keys: Array = records["start_ns"] ^ (records["tid"].astype(np.uint64) << np.uint64(40))
     return keys
 
@@ -338,9 +338,9 @@ def _read(fd: int, dtype: np.dtype[Any], count: int, offset: int) -> Array:
     return np.frombuffer(data, dtype, count)
 
 
-def _newest(fd: int, lane_at: int, at: int, head_name: str, capacity_name: str, room: int) -> tuple[int, Array]:
+def _newest(fd: int, section_at: int, at: int, head_name: str, capacity_name: str, room: int) -> tuple[int, Array]:
     """The records of one ring that are whole: copied, then checked against how far the writer got meanwhile."""
-    before = _read(fd, LANE, 1, lane_at)[0]
+    before = _read(fd, SECTION, 1, section_at)[0]
     head, capacity = int(before[head_name]), int(before[capacity_name])
     if not capacity or capacity > room or head >= SANE:
         return 0 if head >= SANE else head, np.zeros(0, RECORD)
@@ -349,7 +349,7 @@ def _newest(fd: int, lane_at: int, at: int, head_name: str, capacity_name: str, 
     records = _read(fd, RECORD, held, at)
     if held < claimed:  # the file was cut off
         return head, records
-    after = _read(fd, LANE, 1, lane_at)[0]
+    after = _read(fd, SECTION, 1, section_at)[0]
     first = head - held  # record i lies at i % capacity
     order = np.arange(first, head) % capacity
     records = records[order]
@@ -363,7 +363,7 @@ def read_ring(path: str | os.PathLike[str], detail: bool = True, slots: bool = T
 
     Args:
         path: the file.
-        detail: False reads totals alone (a few KiB a lane).
+        detail: False reads totals alone (a few KiB a section).
         slots: False leaves out the totals, too: what every thread is in now, and nothing else.
 
     Raises:
@@ -392,18 +392,20 @@ def _read_open(fd: int, path: Path, detail: bool, slots: bool) -> RingSnapshot:
         raise RecordingError(f"{path} is a ring file of version {version}; this kvprobe reads version 1")
     header = _read(fd, FILE, 1, 0)[0]
     slot_count, ring_capacity = int(header["slot_count"]), int(header["ring_capacity"])
-    lane_bytes = int(header["lane_bytes"])
+    section_bytes = int(header["section_bytes"])
     size = HEADER_BYTES + slot_count * SLOT.itemsize + (ring_capacity + int(header["slow_capacity"])) * RECORD.itemsize
     times = [int(header[name]) for name in ("start_monotonic_ns", "start_realtime_ns", "end_monotonic_ns")]
-    lanes_used = int(header["lanes_used"])
-    too_large = slot_count > 65536 or max(ring_capacity, int(header["slow_capacity"])) > 2**32 or lanes_used > LANES
-    if lane_bytes < size or lane_bytes > 2**44 or too_large or max(times) >= SANE:
+    sections_used = int(header["sections_used"])
+    too_large = (
+        slot_count > 65536 or max(ring_capacity, int(header["slow_capacity"])) > 2**32 or sections_used > SECTIONS
+    )
+    if section_bytes < size or section_bytes > 2**44 or too_large or max(times) >= SANE:
         raise RecordingError(f"{path}: its header contradicts itself; the file is damaged")
-    lanes = []
-    for number in range(min(lanes_used, int(header["lanes_max"]))):
-        at = HEADER_BYTES + number * lane_bytes
-        head = _read(fd, LANE, 1, at)[0]
-        lane = LaneSnapshot(
+    sections = []
+    for number in range(min(sections_used, int(header["sections_max"]))):
+        at = HEADER_BYTES + number * section_bytes
+        head = _read(fd, SECTION, 1, at)[0]
+        section = ThreadSection(
             number=number,
             tid=int(head["tid"]),
             owners=int(head["owners"]),
@@ -419,14 +421,14 @@ def _read_open(fd: int, path: Path, detail: bool, slots: bool) -> RingSnapshot:
         if slots:
             used = min(int(head["slots_used"]), slot_count)
             # a slot whose end no call has touched yet lies partly in a hole
-            lane.slots = _read(fd, SLOT, _held(fd, SLOT, used, slots_at, partly=True), slots_at)
+            section.slots = _read(fd, SLOT, _held(fd, SLOT, used, slots_at, partly=True), slots_at)
         if detail:
             ring_at = slots_at + slot_count * SLOT.itemsize
             slow_at = ring_at + ring_capacity * RECORD.itemsize
-            lane.head, lane.records = _newest(fd, at, ring_at, "head", "ring_records", ring_capacity)
+            section.head, section.records = _newest(fd, at, ring_at, "head", "ring_records", ring_capacity)
             slow_room = int(header["slow_capacity"])
-            lane.slow_head, lane.slow = _newest(fd, at, slow_at, "slow_head", "slow_records", slow_room)
-        lanes.append(lane)
+            section.slow_head, section.slow = _newest(fd, at, slow_at, "slow_head", "slow_records", slow_room)
+        sections.append(section)
     state = int(header["state"])
     return RingSnapshot(
         path=str(path),
@@ -445,7 +447,7 @@ def _read_open(fd: int, path: Path, detail: bool, slots: bool) -> RingSnapshot:
         over_count=np.minimum(header["over_count"], SANE),
         over_bytes=np.minimum(header["over_bytes"], SANE),
         over_dur_ns=np.minimum(header["over_dur_ns"], SANE),
-        lanes=lanes,
+        sections=sections,
         pid_namespace=int(header["pid_namespace"]),
         start_ticks=int(header["start_ticks"]),
     )

@@ -33,8 +33,13 @@ def _dump(pid: int, timeout_s: float) -> list[dict[str, Any]]:
     if program is None:
         raise RuntimeError("py-spy is not installed")
     try:
-        done = subprocess.run([program, "dump", "--json", "--nonblocking", "--pid", str(pid)], capture_output=True,
-                              text=True, timeout=timeout_s, check=False)  # fmt: skip
+        done = subprocess.run(
+            [program, "dump", "--json", "--nonblocking", "--pid", str(pid)],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"py-spy took longer than {timeout_s:.0f} s") from None
     except OSError as error:
@@ -102,7 +107,14 @@ def take(folder: Path, pid: int, thread: int, *, inside: bool, timeout_s: float 
 
 
 def _thread(found: dict[str, Any]) -> dict[str, Any]:
-    frames = [f"{frame.get('name')} ({frame.get('filename') or frame.get('short_filename')}:{frame.get('line')})"
-              for frame in found.get("frames", [])]  # fmt: skip
-    return {"thread": found.get("os_thread_id") or 0, "name": found.get("thread_name") or "",
-            "gil": bool(found.get("owns_gil")), "active": bool(found.get("active")), "frames": frames}  # fmt: skip
+    frames = [
+        f"{frame.get('name')} ({frame.get('filename') or frame.get('short_filename')}:{frame.get('line')})"
+        for frame in found.get("frames", [])
+    ]
+    return {
+        "thread": found.get("os_thread_id") or 0,
+        "name": found.get("thread_name") or "",
+        "gil": bool(found.get("owns_gil")),
+        "active": bool(found.get("active")),
+        "frames": frames,
+    }

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from kvprobe.recordings.model import Array, CallKind, Engine, Recording, Table
+from kvprobe.recordings.model import Array, Table
 
 __all__ = [
     "codes",
@@ -15,8 +15,8 @@ __all__ = [
     "distinct",
     "is_kind",
     "join",
-    "link",
     "match",
+    "pairs",
     "sorted_table",
     "spans",
     "stream_rows",
@@ -146,6 +146,15 @@ def codes(column: Array) -> tuple[Array, Array]:
     return values, inverse
 
 
+def pairs(first: Array, second: Array) -> tuple[list[tuple[int, int]], Array]:
+    """The different pairs of two columns of integers, ascending, and each row's place among them, (rows,) integers."""
+    (a, a_at), (b, b_at) = codes(first), codes(second)
+    if len(a) <= 1 and len(b) <= 1:
+        return list(zip(a.tolist(), b.tolist(), strict=True)), a_at
+    used, place = codes(a_at.astype(np.int64) * len(b) + b_at)
+    return [(int(a[key // len(b)]), int(b[key % len(b)])) for key in used.tolist()], place
+
+
 def constant(column: Array) -> bool:
     """Whether all rows of a column that has some are one value."""
     if column.strides == (0,):
@@ -220,52 +229,3 @@ def sorted_table(kind: str, columns: dict[str, Array], by: str = "start_ns") -> 
             if column.strides != (0,):
                 columns[name] = column[order]
     return Table(kind, columns)
-
-
-def link(recording: Recording) -> None:
-    """Fills stream, direction, memory, bytes and count of calls from the executions that share their correlation id.
-
-    A call of several executions (a graph, a batch) gets the stream of the first and the sum of bytes and copies; its
-    executions are marked with `graph` where the call is a graph launch and the recorder gave no graph id.
-    """
-    calls, executions = recording.calls, recording.executions
-    if not calls.rows or not executions.rows:
-        return
-    one, owner = match(calls["process"], calls["correlation"], executions["process"], executions["correlation"])
-    theirs = np.flatnonzero(owner >= 0)
-    if not len(theirs):
-        return
-    owner = owner[theirs]
-    first = np.full(calls.rows, -1, dtype=np.int32)
-    first[owner[::-1]] = theirs[::-1]  # of several, the first is written last
-    single = int(np.count_nonzero(first >= 0)) == len(theirs)
-    linked = np.flatnonzero((one >= 0) & (first[one] >= 0))
-    one = one[linked]
-    at = first[one]
-    del first
-    columns = dict(calls.columns)
-
-    def fill(name: str, values: Array) -> None:
-        column = np.array(columns[name])
-        if name in ("direction", "memory"):  # the call's own name may know better
-            keep = values != 0
-            column[linked[keep]] = values[keep]
-        else:
-            column[linked] = values
-        columns[name] = column
-
-    for name in ("stream", "direction", "memory"):
-        fill(name, executions[name][at])
-    for name in ("bytes", "count"):
-        if single:
-            fill(name, np.where(executions["engine"][at] != Engine.KERNEL, executions[name][at], 0))
-            continue
-        total = np.zeros(calls.rows, dtype=np.int64)
-        np.add.at(total, owner, np.where(executions["engine"][theirs] != Engine.KERNEL, executions[name][theirs], 0))
-        fill(name, total[one])
-    launched = calls["kind"][owner] == CallKind.GRAPH
-    if launched.any():
-        rows, graph = theirs[launched], np.array(executions["graph"])
-        graph[rows] = np.where(graph[rows] < 0, calls["correlation"][owner[launched]], graph[rows])
-        executions.columns["graph"] = graph
-    recording.tables["calls"] = Table("calls", columns)

@@ -26,7 +26,7 @@ from kvprobe.launchqueue.constants import (
 from kvprobe.launchqueue.judge import ms
 from kvprobe.recordings.assemble import distinct
 from kvprobe.recordings.buckets import bucket_floor_ns
-from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording
+from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording, Table
 from kvprobe.recordings.numbered import partial, places, told_to_wait
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ _NEARLY, _OVER = 0.75, 1.25  # of the full depth: how far a reckoned depth may b
 _OFTEN, _LEAST_SEEN = 0.03, 20  # how many of the calls at the top are slow (one in a chunk); calls to compare with
 _USUAL = 900, 1_250  # what GPUs have, where no depth was calibrated; REAL_DEPTH is then the least believed
 _DRAINED = 4_100  # submissions that the deepest queue known holds (CUDA_SCALE_LAUNCH_QUEUES=4x)
+_AFTERWARDS = 0.1  # how many calls wait behind the one that met the full queue, where it drains
 _LONG_NS = 1_000_000  # a wait for more than a copy: for what the copies stand behind
 _FLOOD = 2_500  # submissions in a row that no queue of CUDA's own size holds: twice the deepest
 _EXACTLY = (1_000, 1_026)  # submissions that copies find a queue to take where no depth was calibrated: V100 to H200
@@ -151,9 +152,16 @@ def _launches(recording: Recording, queue: StreamOccupancy, numbered: Array, bas
     top, early = long & (place >= low), long & (place < low)
     past = int(place[top].max(initial=0)) - int(place[top].min(initial=0)) + 1
     few = int(top.sum()) < LEAST_BLOCKED or int(top.sum()) < _OFTEN * past
-    if few or not lost[top].sum() > 4 * lost[early].sum() or (not known and place[top].min() > _USUAL[1]):
+    if few or not lost[top].sum() > 4 * lost[early].sum():
         return
-    full = known or int(place[top].min())
+    full = known or _held(calls, rows[at], place, top)
+    if not full:
+        queue.verdict = "cannot tell"
+        queue.reason = (
+            f"{int(top.sum())} kernel launches took {ms(int(lost[top].sum()))} more than others, the first after "
+            f"{int(place[top].min()):,} launches, which is no depth of a queue (no device activity was recorded)"
+        )
+        return
     depth = queue.depth.copy()
     depth[at] = np.minimum(place, full)
     blocked = queue.blocked.copy() if len(queue.blocked) == len(rows) else np.zeros(len(rows), dtype=bool)
@@ -165,16 +173,46 @@ def _launches(recording: Recording, queue: StreamOccupancy, numbered: Array, bas
     queue.inferred_ns = int(spent.sum())
     queue.ceiling, queue.plateau = full, (int(depth[blocked].min()), int(depth[blocked].max()))
     queue.reason = (
-        f"{int(top.sum())} kernel launches took {ms(int(lost[top].sum()))} more than others, the first of them after "
+        f"{int(top.sum())} kernel launches took {ms(int(lost[top].sum()))} more than others, the first after "
         f"{int(place[top].min()):,} launches since the stream was last known to be empty (inferred: launches are "
         "counted by their thread; no device activity was recorded)"
     )
 
 
+def _held(calls: Table, rows: Array, place: Array, top: Array) -> int:
+    """How many launches the queue held when the first of the long ones met it; 0 where that is no depth of a queue.
+
+    The device runs launches while others are made: as many as it takes places free afterwards, one for each launch that
+    waits. Their number is reckoned from the earliest launch that was kept.
+    """
+    least = int(place[top].min())
+    if least <= _USUAL[1]:
+        return least
+    order = np.argsort(calls["start_ns"][rows], kind="stable")
+    rows, place, top = rows[order], place[order], top[order]
+    ends = calls["end_ns"][rows]
+    follows = top[1:] & top[:-1] & (place[1:] == place[:-1] + 1)
+    if follows.sum() < LEAST_BLOCKED:
+        return 0
+    pace = float(np.median(np.diff(ends)[follows]))
+    first = int(np.flatnonzero(top)[0])
+    earlier = np.flatnonzero(place[:first] < place[first])
+    if not len(earlier) or pace <= 0:
+        return 0
+    held = round(place[first] - float(calls["start_ns"][rows[first]] - calls["start_ns"][rows[earlier[0]]]) / pace)
+    return held if _USUAL[0] <= held <= _USUAL[1] else 0
+
+
 def _flooded(
-    recording: Recording, queue: StreamOccupancy, start: Array, end: Array, judged: Array, emptied: Array, whole: int,
+    recording: Recording,
+    queue: StreamOccupancy,
+    start: Array,
+    end: Array,
+    judged: Array,
+    emptied: Array,
+    whole: int,
     known: int,
-) -> bool:  # fmt: skip
+) -> bool:
     """Whether a stream was given far more than a queue holds without a pause, and its calls waited for it.
 
     Small blocks make a call at a full queue two to three times as long as one that finds room, and rooms freed in
@@ -298,8 +336,9 @@ def _behind_fences(
 
     Nothing leaves the queue while it stands behind a forward pass, so the submission that waits is the one whose number
     in its burst is the depth. A stall of another kind hits that number by chance once in a hundred, as calls in a burst
-    are thousands. So one such call is enough where a wait of the host proved the stream empty before the burst and no
-    burst's first long call has another number; else it takes three, and two thirds of all.
+    are thousands. So one such call is enough where no burst's first long call has another number and either a wait of
+    the host proved the stream empty before the burst, or calls wait again and again behind the long one and hardly ever
+    before it; else it takes three, and two thirds of all.
 
     Args:
         start: entry of each call of the queue, ns, ascending; `end` and the others likewise, (calls,).
@@ -322,7 +361,8 @@ def _behind_fences(
     waits = np.flatnonzero(long)
     first = waits[np.r_[True, begin[waits][1:] != begin[waits][:-1]]] if len(waits) else waits
     fits = first[(low <= place[first]) & (place[first] <= high)]
-    proven = len(fits) == len(first) and bool((emptied | told)[begin[fits]].any())
+    proven = bool((emptied | told)[begin[fits]].any()) or _drained_after(fits, begin, slow)
+    proven &= len(fits) == len(first)
     if not len(fits) or not (proven or (len(fits) >= 3 and 3 * len(fits) >= 2 * len(first))):
         return np.zeros(len(start), dtype=bool), np.zeros(len(start), dtype=np.int32), ""
     held = np.zeros(len(start), dtype=bool)
@@ -334,6 +374,17 @@ def _behind_fences(
     queues = f"the queue takes {known:,}" if known else "queues take about 1,020"
     depth = np.minimum(place, int(place[fits].max())).astype(np.int32)
     return held, depth, f"the first of a burst being its {which}: {queues}"
+
+
+def _drained_after(fits: Array, begin: Array, slow: Array) -> bool:
+    """Whether in the burst of each of these calls what follows them waits, and what comes before them does not."""
+    for one in fits.tolist():
+        after = slow[one + 1 : int(np.searchsorted(begin, begin[one], "right"))]
+        before = slow[int(begin[one]) : one]
+        often = float(after.mean()) if len(after) >= _LEAST_SEEN else 0.0
+        if often < max(_AFTERWARDS, ELSEWHERE_TIMES * float(before.mean())):
+            return False
+    return len(fits) > 0
 
 
 def _lost(recording: Recording, queue: StreamOccupancy) -> bool:

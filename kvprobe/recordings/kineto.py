@@ -18,10 +18,11 @@ import numpy as np
 
 from kvprobe.errors import RecordingError
 from kvprobe.recordings import vocabulary as words
-from kvprobe.recordings.assemble import distinct, is_kind, join, link, sorted_table, stream_rows
+from kvprobe.recordings.assemble import distinct, is_kind, join, sorted_table, stream_rows
 from kvprobe.recordings.kineto_scan import META, Scanner, scanner
+from kvprobe.recordings.links import link
 from kvprobe.recordings.model import Array, CallKind, Engine, Recording, Source, Table
-from kvprobe.recordings.pieces import Pieces, ahead, text_chunks
+from kvprobe.recordings.trace_text import TraceText, read_ahead, text_chunks
 
 if TYPE_CHECKING:
     from kvprobe.recordings.kineto_decode import Decoder
@@ -56,7 +57,7 @@ class _CallNames(dict[str, int]):
 
 
 class _Columns:
-    """Columns that grow by pieces."""
+    """Columns that grow by trace."""
 
     def __init__(self) -> None:
         self.parts: dict[str, list[Array]] = {}
@@ -267,11 +268,11 @@ def rank_of(path: Path) -> int:
     return int(match.group(1)) if match else -1
 
 
-def _read_head(pieces: Pieces) -> _Head:
+def _read_head(trace: TraceText) -> _Head:
     """What the document says beside its events; damaged parts count as absent."""
-    after = b'{"_":0' + pieces.after.rstrip() if pieces.after.lstrip().startswith(b",") else b"{}"
+    after = b'{"_":0' + trace.after.rstrip() if trace.after.lstrip().startswith(b",") else b"{}"
     merged: dict[str, Any] = {}
-    for text in (pieces.before, after):
+    for text in (trace.before, after):
         try:
             found = json.loads(text)
         except ValueError:
@@ -315,20 +316,20 @@ def read(path: Path, progress: Progress | None = None) -> Recording:
     notes: list[str] = []
     try:
         source = text_chunks(path, progress)
-        pieces = Pieces(ahead(source))
-        pieces.find_events()
+        trace = TraceText(read_ahead(source))
+        trace.find_events()
         native = scanner(words.KINETO_CODES) or _fallback()
-        pieces.scan(lambda text, last: native.scan(text, lambda rows: reader.take_rows(native, rows), last))
-        pieces.read_after()
+        trace.scan(lambda text, last: native.scan(text, lambda rows: reader.take_rows(native, rows), last))
+        trace.read_after()
         reader.bad, reader.skipped = native.bad(), native.skipped()
-        head = _read_head(pieces)
+        head = _read_head(trace)
     except RecordingError as error:
         raise RecordingError(f"{path}: {error}") from error
     except (OSError, EOFError) as error:
         raise RecordingError(f"{path}: cannot be read ({error})") from error
     incomplete = []
-    if pieces.cut_off:
-        incomplete.append(f"{path.name} is cut off ({pieces.cut_off}): read up to there")
+    if trace.cut_off:
+        incomplete.append(f"{path.name} is cut off ({trace.cut_off}): read up to there")
     if reader.bad:
         incomplete.append(f"{reader.bad} events of {path.name} are damaged and were not read")
     notes += incomplete
@@ -338,8 +339,8 @@ def read(path: Path, progress: Progress | None = None) -> Recording:
     recording = reader.recording(head, notes)
     recording.incomplete += incomplete
     if not any(recording.tables[kind].rows for kind in ("calls", "executions", "ranges", "labels")):
-        if pieces.cut_off or reader.bad:
-            raise RecordingError(f"{path}: nothing could be read ({pieces.cut_off or 'all events are damaged'})")
+        if trace.cut_off or reader.bad:
+            raise RecordingError(f"{path}: nothing could be read ({trace.cut_off or 'all events are damaged'})")
         notes.append("the trace has no CUDA calls, operations or ranges")
     if progress is not None:
         progress("reading events", 1.0)

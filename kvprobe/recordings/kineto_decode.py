@@ -24,7 +24,7 @@ import numpy as np
 
 from kvprobe.recordings.kineto_scan import META, ROW
 from kvprobe.recordings.model import Array
-from kvprobe.recordings.pieces import END, MORE
+from kvprobe.recordings.trace_text import END, MORE
 
 __all__ = ["Decoder"]
 

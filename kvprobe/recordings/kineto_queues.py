@@ -8,8 +8,8 @@ from array import array
 from kvprobe.errors import RecordingError
 from kvprobe.recordings import vocabulary as words
 from kvprobe.recordings.kinds import SUBMITTING, CallKind, Engine, Label, Memory
-from kvprobe.recordings.pieces import MEMORY, MORE, UNFIT, Pieces
 from kvprobe.recordings.trace_library import Queue, native_library, text_at
+from kvprobe.recordings.trace_text import MEMORY, MORE, UNFIT, TraceText
 
 __all__ = ["measure"]
 
@@ -18,11 +18,11 @@ _CALL, _EXECUTION, _COPY, _LABEL = range(1, 5)
 _SUBMITS, _GRAPH, _PAGEABLE = range(1, 4)
 
 
-def measure(pieces: Pieces) -> list[Queue] | None:
+def measure(trace: TraceText) -> list[Queue] | None:
     """What a verdict on each launch queue of a trace rests on, in order of device and handle.
 
     Args:
-        pieces: of a Kineto trace, its first event found.
+        trace: of a Kineto trace, its first event found.
 
     Returns:
         None where only the whole reader can tell: no native library, no executions, labels of full queues, a document
@@ -36,8 +36,8 @@ def measure(pieces: Pieces) -> list[Queue] | None:
     if library is None:
         return None
     scan = _Scan(library)
-    pieces.scan(scan.read)
-    return None if pieces.cut_off else scan.measure()
+    trace.scan(scan.read)
+    return None if trace.cut_off else scan.measure()
 
 
 class _Scan:

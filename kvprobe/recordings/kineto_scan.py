@@ -9,8 +9,8 @@ import numpy as np
 
 from kvprobe.recordings.assemble import distinct
 from kvprobe.recordings.model import Array
-from kvprobe.recordings.pieces import FULL, MEMORY
 from kvprobe.recordings.trace_library import ROW_BYTES, native_library, text_at
+from kvprobe.recordings.trace_text import FULL, MEMORY
 
 __all__ = ["META", "ROW", "Scanner", "scanner"]
 

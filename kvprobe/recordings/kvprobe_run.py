@@ -35,7 +35,8 @@ TRANSFER = 64
 APART_NS = 20_000  # two records of one copy, by the clocks of two libraries
 _NEVER = np.iinfo(np.int64).max
 # calls that name no stream; 0 there is not the default stream
-NO_STREAM = np.array([18, 19, 20, 21, 22, 23, 24, 25, 26, 33, 34, 35, 36, 37, 38, 39, 42, 43, 44, 45])
+NO_STREAM = np.array([19, 20, 21, 22, 23, 24, 25, 26, 34, 35, 36, 37, 38, 39, 42, 43, 44, 45])
+OF_EVENTS = np.array([18, 33])  # waits for an event: the stream on which it was recorded, 0 where that is not known
 RANKS = ("RANK", "VLLM_DP_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "LOCAL_RANK")
 
 
@@ -130,8 +131,10 @@ def read(
         progress("putting processes together", 0.85)
     shifts = _shifts(processes, runs)
     ranks = [_rank(process) for process in processes]
-    order = sorted(range(len(processes)), key=lambda i: (ranks[i] if ranks[i] >= 0 else 1 << 30,
-                                                         _node(processes[i], runs), processes[i].start_ns))  # fmt: skip
+    order = sorted(
+        range(len(processes)),
+        key=lambda i: (ranks[i] if ranks[i] >= 0 else 1 << 30, _node(processes[i], runs), processes[i].start_ns),
+    )
     processes = [processes[i] for i in order]
     shifts = [shifts[i] for i in order]
     recording = Recording(source=source, has_executions=False)
@@ -146,6 +149,10 @@ def read(
         facts = {key: run[key] for key in ("host", "kernel", "cpus", "python", "gpu_nodes") if key in run}
         recording.machine.update(facts)
         recording.machine_how.update(dict.fromkeys(facts, f"run.json of {folder.name}"))
+        protected = ends.get(folder, {}).get("confidential_computing")
+        if protected is not None:
+            recording.machine["confidential_computing"] = protected
+            recording.machine_how["confidential_computing"] = f"end.json of {folder.name}, asked of the driver"
     known = [(p.unix_offset_ns, by) for p, by in zip(processes, shifts, strict=True) if p.unix_offset_ns is not None]
     offset = next((offset - by for offset, by in known if offset is not None), None)
     if offset is None:
@@ -267,8 +274,10 @@ def _notes(run: dict[str, Any], end: dict[str, Any], rings: list[RingSnapshot], 
         notes.append("no process of this run made a CUDA call that kvprobe watches")
     over = sum(int(ring.over_count.sum()) for ring in rings)
     if over:
-        notes.append(f"{over} calls are in the totals only, without stream and direction: more threads or streams than "
-                     "a ring file has room for, calls in signal handlers, or a full disk")  # fmt: skip
+        notes.append(
+            f"{over} calls are in the totals only, without stream and direction: more threads or streams than "
+            "a ring file has room for, calls in signal handlers, or a full disk"
+        )
     if any(ring.producer == "interposer" for ring in rings):
         notes.append("host side only: what the device executed was not recorded (kvprobe run --nsys records it)")
     return notes
@@ -322,7 +331,7 @@ def _fill(
     for row, process in enumerate(processes):
         counted = process.counted()
         records = _joined([ring.records() for ring in counted])
-        published = sum(lane.head for ring in counted for lane in ring.lanes)
+        published = sum(section.head for ring in counted for section in ring.sections)
         for ring in process.rings:
             if ring not in counted:
                 records = _with_engine(records, ring.records())
@@ -331,9 +340,9 @@ def _fill(
         if lost > 0:
             recording.lost[row] = lost
         for ring in process.counted():
-            for lane in ring.lanes:
-                slots = lane.slots[lane.slots["call"] != TRANSFER]
-                owner = lane.tid if lane.owners == 1 and lane.tid else _only_thread(lane.records)
+            for section in ring.sections:
+                slots = section.slots[section.slots["call"] != TRANSFER]
+                owner = section.tid if section.owners == 1 and section.tid else _only_thread(section.records)
                 totals.append((row, slots, np.full(len(slots), owner, dtype=np.int64)))
             over += [
                 (row, int(c), int(ring.over_count[c]), int(ring.over_bytes[c]), int(ring.over_dur_ns[c]))
@@ -368,16 +377,19 @@ def _fill(
     _totals(recording, slots, slot_process, slot_thread, slot_stream, over, kinds, name_of)
     _stacks(recording, processes, shifts, names)
     _samples(recording, processes, shifts, names)
-    recording.tables["processes"] = Table("processes", {
-        "pid": np.array([p.pid for p in processes], np.int64),
-        "rank": np.array([_rank(p) for p in processes], np.int32),
-        "node": names.map([_node(p, runs) for p in processes]),
-        "name": names.map([_process_name(p) for p in processes]),
-        "command": names.map([_command(p) for p in processes]),
-        "start_ns": np.array([p.start_ns + s for p, s in zip(processes, shifts, strict=True)], np.int64),
-        "end_ns": np.array([p.end_ns + s for p, s in zip(processes, shifts, strict=True)], np.int64),
-        "state": names.map([p.state for p in processes]),
-    })  # fmt: skip
+    recording.tables["processes"] = Table(
+        "processes",
+        {
+            "pid": np.array([p.pid for p in processes], np.int64),
+            "rank": np.array([_rank(p) for p in processes], np.int32),
+            "node": names.map([_node(p, runs) for p in processes]),
+            "name": names.map([_process_name(p) for p in processes]),
+            "command": names.map([_command(p) for p in processes]),
+            "start_ns": np.array([p.start_ns + s for p, s in zip(processes, shifts, strict=True)], np.int64),
+            "end_ns": np.array([p.end_ns + s for p, s in zip(processes, shifts, strict=True)], np.int64),
+            "state": names.map([p.state for p in processes]),
+        },
+    )
 
 
 def _joined(parts: Sequence[Array]) -> Array:
@@ -428,7 +440,8 @@ def _only_thread(records: Array) -> int:
 
 def _handles(rows: Array) -> Array:
     handles = rows["stream"].astype(np.int64)
-    return np.where(np.isin(rows["call"], NO_STREAM) | (handles < 0), np.int64(-1), handles)
+    unnamed = np.isin(rows["call"], NO_STREAM) | (np.isin(rows["call"], OF_EVENTS) & (handles == 0))
+    return np.where(unnamed | (handles < 0), np.int64(-1), handles)
 
 
 def _command(process: _Process) -> str:
@@ -456,21 +469,39 @@ def _calls(
     kind = kinds[r["call"]]
     # A record of one of these has the number of launches where a copy has its destination.
     counts = (kind == CallKind.SYNC) | (kind == CallKind.LAUNCH) & (r["dst"] > 0)
-    recording.tables["calls"] = sorted_table("calls", {
-        "start_ns": start, "end_ns": start + r["dur_ns"].astype(np.int64), "process": process[keep],
-        "thread": r["tid"].astype(np.int64), "name": name_of[r["call"]], "kind": kind,
-        "stream": stream[keep], "direction": r["direction"] & 15, "memory": r["direction"] >> 4,
-        "bytes": r["bytes"].astype(np.int64), "count": r["count"].astype(np.int32),
-        "transfer": np.where(transfer > 0, transfer, -1), "src": r["src"],
-        "dst": np.where(counts, 0, r["dst"]), "launches": np.where(counts, r["dst"].astype(np.int64), -1),
-        "result": r["result"].astype(np.int32),
-    })  # fmt: skip
+    recording.tables["calls"] = sorted_table(
+        "calls",
+        {
+            "start_ns": start,
+            "end_ns": start + r["dur_ns"].astype(np.int64),
+            "process": process[keep],
+            "thread": r["tid"].astype(np.int64),
+            "name": name_of[r["call"]],
+            "kind": kind,
+            "stream": stream[keep],
+            "direction": r["direction"] & 15,
+            "memory": r["direction"] >> 4,
+            "bytes": r["bytes"].astype(np.int64),
+            "count": r["count"].astype(np.int32),
+            "transfer": np.where(transfer > 0, transfer, -1),
+            "src": r["src"],
+            "dst": np.where(counts, 0, r["dst"]),
+            "launches": np.where(counts, r["dst"].astype(np.int64), -1),
+            "result": r["result"].astype(np.int32),
+        },
+    )
 
 
 def _transfers(
-    recording: Recording, records: Array, process: Array, shift: Array, stream: Array, processes: list[_Process],
-    shifts: list[int], names: Names,
-) -> None:  # fmt: skip
+    recording: Recording,
+    records: Array,
+    process: Array,
+    shift: Array,
+    stream: Array,
+    processes: list[_Process],
+    shifts: list[int],
+    names: Names,
+) -> None:
     """Transfers of engines, from ring files; those of servers, with calls and decisions, from events-<pid>.jsonl."""
     keep = np.flatnonzero(records["call"] == TRANSFER)
     r = records[keep]
@@ -482,17 +513,28 @@ def _transfers(
     poll = np.maximum(total - build - submit - wait - copy, 0)
     start = r["start_ns"].astype(np.int64) + shift[keep]
     columns: dict[str, list[Any]] = {
-        "start_ns": start.tolist(), "end_ns": (start + total).tolist(), "process": process[keep].tolist(),
-        "thread": r["tid"].tolist(), "stream": stream[keep].tolist(), "direction": (r["direction"] & 15).tolist(),
-        "bytes": r["bytes"].tolist(), "count": r["count"].tolist(), "transfer": r["transfer"].tolist(),
-        "build_ns": build.astype(np.int64).tolist(), "submit_ns": submit.astype(np.int64).tolist(),
-        "wait_ns": wait.astype(np.int64).tolist(), "copy_ns": copy.astype(np.int64).tolist(),
-        "poll_ns": poll.astype(np.int64).tolist(), "ok": (r["result"] == 0).tolist(), "one_in": [1] * len(r),
-    }  # fmt: skip
+        "start_ns": start.tolist(),
+        "end_ns": (start + total).tolist(),
+        "process": process[keep].tolist(),
+        "thread": r["tid"].tolist(),
+        "stream": stream[keep].tolist(),
+        "direction": (r["direction"] & 15).tolist(),
+        "bytes": r["bytes"].tolist(),
+        "count": r["count"].tolist(),
+        "transfer": r["transfer"].tolist(),
+        "build_ns": build.astype(np.int64).tolist(),
+        "submit_ns": submit.astype(np.int64).tolist(),
+        "wait_ns": wait.astype(np.int64).tolist(),
+        "copy_ns": copy.astype(np.int64).tolist(),
+        "poll_ns": poll.astype(np.int64).tolist(),
+        "ok": (r["result"] == 0).tolist(),
+        "one_in": [1] * len(r),
+    }
     decisions: dict[str, list[Any]] = {name: [] for name in ("time_ns", "process", "what", "reason", "gain")}
     ranges: dict[str, list[Any]] = {n: [] for n in ("start_ns", "end_ns", "process", "thread", "domain", "name")}
     served: dict[str, list[Any]] = {name: [] for name in SCHEMAS["server_calls"]}
     latest: dict[tuple[str, int], tuple[str, str]] = {}  # adapter and process -> what it is, where it stands
+    offloads: dict[tuple[object, ...], dict[str, Any]] = {}  # process, adapter and source -> its last sums
     directions = {"load": 1, "store": 2}
     for row, (one, by) in enumerate(zip(processes, shifts, strict=True)):
         for event in one.files.events(one.pid):
@@ -506,10 +548,20 @@ def _transfers(
                 begin = event.get("begin_ns")
                 begun = begin if isinstance(begin, int) and begin <= at else at - took
                 picked_from = min(max(_ns(event.get("one_in")), 1), 1 << 20)
-                values = (begun + by, at + by, row, event.get("thread") or -1, -1,
-                          directions.get(str(event.get("direction")), 0), event.get("bytes") or 0,
-                          event.get("copies") or 0, number if isinstance(number, int) else -1, *split,
-                          event.get("ok", True) is not False, picked_from)  # fmt: skip
+                values = (
+                    begun + by,
+                    at + by,
+                    row,
+                    event.get("thread") or -1,
+                    -1,
+                    directions.get(str(event.get("direction")), 0),
+                    event.get("bytes") or 0,
+                    event.get("copies") or 0,
+                    number if isinstance(number, int) else -1,
+                    *split,
+                    event.get("ok", True) is not False,
+                    picked_from,
+                )
                 for column, value in zip(columns, values, strict=True):
                     columns[column].append(value)
             elif event.get("kind") == "decision":
@@ -522,16 +574,39 @@ def _transfers(
                 decisions["gain"].append(float(gain) if isinstance(gain, (int, float)) else 0.0)
             elif event.get("kind") == "call":
                 what = f"{event.get('server')} {event.get('call')}: {event.get('cause') or ''}".rstrip(": ")
-                values = (at + by - max(0, _ns(event.get("dur_ns"))), at + by, row, event.get("thread") or -1,
-                          names.add("kvprobe"), names.add(what))  # fmt: skip
+                values = (
+                    at + by - max(0, _ns(event.get("dur_ns"))),
+                    at + by,
+                    row,
+                    event.get("thread") or -1,
+                    names.add("kvprobe"),
+                    names.add(what),
+                )
                 for column, value in zip(ranges, values, strict=True):
                     ranges[column].append(value)
-                call = (*values[:4], names.add(str(event.get("server"))), names.add(str(event.get("call"))),
-                        directions.get(str(event.get("direction")), 0), _count(event, "bytes"),
-                        _count(event, "copies"), _count(event, "pageable_copies"), _count(event, "blocking_copies"),
-                        names.add(str(event.get("cause") or "")), "inside" in event)  # fmt: skip
+                call = (
+                    *values[:4],
+                    names.add(str(event.get("server"))),
+                    names.add(str(event.get("call"))),
+                    directions.get(str(event.get("direction")), 0),
+                    _count(event, "bytes"),
+                    _count(event, "copies"),
+                    _count(event, "pageable_copies"),
+                    _count(event, "blocking_copies"),
+                    names.add(str(event.get("cause") or "")),
+                    "inside" in event,
+                )
                 for column, value in zip(served, call, strict=True):
                     served[column].append(value)
+            elif event.get("kind") == "offload":
+                sums = {name: _number(event.get(name)) for name in SCHEMAS["offload"] if name not in _OFFLOAD_NAMES}
+                offloads[row, str(event.get("adapter")), str(event.get("source"))] = {
+                    **sums,
+                    "time_ns": at + by,
+                    "process": row,
+                    "server": names.add(str(event.get("server"))),
+                    "source": names.add(str(event.get("source"))),
+                }
             elif event.get("kind") == "state":
                 version = f" on {event.get('distribution')} {event['version']}" if event.get("version") else ""
                 state = f"{event.get('state')} {event.get('reason') or ''}".strip()
@@ -541,6 +616,9 @@ def _transfers(
     states = Counter(latest.values())
     for (adapter, state), count in sorted(states.items()):
         recording.notes.append(f"adapter {adapter}: {state} ({count} process{'es' if count > 1 else ''})")
+    if offloads:
+        told = {name: np.array([one[name] for one in offloads.values()]) for name in SCHEMAS["offload"]}
+        recording.tables["offload"] = Table("offload", told)
     if served["start_ns"]:
         recording.tables["server_calls"] = sorted_table("server_calls", {k: np.array(v) for k, v in served.items()})
     if ranges["start_ns"]:
@@ -559,6 +637,15 @@ def _transfers(
         )
 
 
+_OFFLOAD_NAMES = ("time_ns", "process", "server", "source")
+
+
+def _number(value: object) -> float:
+    """A sum or a rate of an event; -1 for what is none."""
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= SANE
+    return value if known else -1  # type: ignore[return-value]
+
+
 def _count(event: dict[str, Any], field: str) -> int:
     return max(0, _ns(event.get(field)))
 
@@ -568,9 +655,15 @@ def _ns(value: object) -> int:
 
 
 def _totals(
-    recording: Recording, slots: Array, process: Array, thread: Array, stream: Array,
-    over: list[tuple[int, int, int, int, int]], kinds: Array, name_of: Array,
-) -> None:  # fmt: skip
+    recording: Recording,
+    slots: Array,
+    process: Array,
+    thread: Array,
+    stream: Array,
+    over: list[tuple[int, int, int, int, int]],
+    kinds: Array,
+    name_of: Array,
+) -> None:
     """One row a slot; calls that no slot could take follow, a row for each call's name, on no stream."""
     extra = np.array(over, dtype=np.int64).reshape(-1, 5)
     none = np.full(len(extra), -1, dtype=np.int64)
@@ -579,15 +672,24 @@ def _totals(
     def both(column: Array, rest: Array) -> Array:
         return np.concatenate([column.astype(np.int64), rest.astype(np.int64)])
 
-    recording.tables["totals"] = Table("totals", {
-        "process": both(process, extra[:, 0]), "thread": both(thread, none), "stream": both(stream, none),
-        "name": both(name_of[slots["call"]], name_of[extra[:, 1]]),
-        "kind": both(kinds[slots["call"]], kinds[extra[:, 1]]),
-        "direction": both(slots["direction"] & 15, zero), "memory": both(slots["direction"] >> 4, zero),
-        "calls": both(slots["count"], extra[:, 2]), "copies": both(slots["copies"], extra[:, 2]),
-        "bytes": both(slots["bytes"], extra[:, 3]), "dur_ns": both(slots["dur_ns"], extra[:, 4]),
-        "max_ns": both(slots["max_ns"], zero), "errors": both(slots["errors"], zero),
-    })  # fmt: skip
+    recording.tables["totals"] = Table(
+        "totals",
+        {
+            "process": both(process, extra[:, 0]),
+            "thread": both(thread, none),
+            "stream": both(stream, none),
+            "name": both(name_of[slots["call"]], name_of[extra[:, 1]]),
+            "kind": both(kinds[slots["call"]], kinds[extra[:, 1]]),
+            "direction": both(slots["direction"] & 15, zero),
+            "memory": both(slots["direction"] >> 4, zero),
+            "calls": both(slots["count"], extra[:, 2]),
+            "copies": both(slots["copies"], extra[:, 2]),
+            "bytes": both(slots["bytes"], extra[:, 3]),
+            "dur_ns": both(slots["dur_ns"], extra[:, 4]),
+            "max_ns": both(slots["max_ns"], zero),
+            "errors": both(slots["errors"], zero),
+        },
+    )
     nodes = slots["node_bytes"].sum(axis=0)
     if nodes.any():
         recording.machine["host_bytes_by_node"] = nodes.tolist()
@@ -615,9 +717,10 @@ def _stacks(recording: Recording, processes: list[_Process], shifts: list[int], 
     if columns["time_ns"]:
         recording.tables["stacks"] = Table("stacks", {name: np.array(values) for name, values in columns.items()})
     if "in-process" in how:
-        recording.notes.append("stacks were taken by the processes themselves, because py-spy was not permitted: who "
-                               "holds the GIL is not known, and a process that holds it while blocked cannot answer"
-                               )  # fmt: skip
+        recording.notes.append(
+            "stacks were taken by the processes themselves, because py-spy was not permitted: who "
+            "holds the GIL is not known, and a process that holds it while blocked cannot answer"
+        )
 
 
 def _samples(recording: Recording, processes: list[_Process], shifts: list[int], names: Names) -> None:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvprobe.recordings.kinds import SUBMITTING, CallKind, Direction, Engine, Label, Memory, RangeStyle
 
 if TYPE_CHECKING:
+    from kvprobe.recordings.links import Links
     from kvprobe.recordings.window import ServingWindow
 
 Array = npt.NDArray[Any]
@@ -130,6 +131,27 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "blocking": "int64",  # of these, blocking by the way they were asked for
         "reason": "name",  # why the call holds its thread, in the adapter's words
         "inside": "uint8",  # runs inside another call of this table
+    },
+    # What offloads brought, as the servers' schedulers saw it: sums since the process began; -1 was not seen.
+    "offload": {
+        "time_ns": "int64",
+        "process": "int32",
+        "server": "name",
+        "source": "name",  # the server's own name: a connector, a cache
+        "requests": "int64",
+        "prompt_tokens": "int64",
+        "gpu_hit_tokens": "int64",
+        "hit_tokens": "int64",
+        "stored_blocks": "int64",
+        "stored_bytes": "int64",
+        "loaded_blocks": "int64",
+        "loaded_bytes": "int64",
+        "unread_blocks": "int64",  # evicted or overwritten before anybody loaded them
+        "unread_bytes": "int64",
+        "held_unread_blocks": "int64",
+        "waits": "int64",
+        "waited_ns": "int64",
+        "prefill_ns_per_token": "float64",
     },
     # Sampled values: device counters, occupancy estimates, step times.
     "samples": {"time_ns": "int64", "process": "int32", "device": "int32", "metric": "name", "value": "float64"},
@@ -278,6 +300,7 @@ class Recording:
         incomplete: one line for each thing that should be here and is not: cut off, damaged, unread. Such a recording
             proves nothing to be healthy.
         window: the part that is judged, where somebody gave it (`recordings.window.ServingWindow`).
+        known_links: what `recordings.links.links_of` worked out, kept for whoever asks next.
     """
 
     source: list[Source]
@@ -291,6 +314,7 @@ class Recording:
     lost: dict[int, int] = field(default_factory=dict)
     incomplete: list[str] = field(default_factory=list)
     window: ServingWindow | None = None
+    known_links: Links | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Gives every schema a table."""

@@ -24,16 +24,22 @@ Progress = Callable[[str, float], None]
 
 _ROOTS = ("opt/nvidia", "usr/local", "usr/lib", "usr/local/cuda")
 _NSYS = (
-    "nsight-systems*/bin/nsys", "nsight-systems*/*/bin/nsys", "nsight-systems*/target-linux-*/nsys",
-    "nsight-systems*/*/target-linux-*/nsys", "nsight-compute*/host/target-linux-*/nsys",
-    "nsight-compute*/*/host/target-linux-*/nsys", "cuda*/nsight-compute*/host/target-linux-*/nsys",
+    "nsight-systems*/bin/nsys",
+    "nsight-systems*/*/bin/nsys",
+    "nsight-systems*/target-linux-*/nsys",
+    "nsight-systems*/*/target-linux-*/nsys",
+    "nsight-compute*/host/target-linux-*/nsys",
+    "nsight-compute*/*/host/target-linux-*/nsys",
+    "cuda*/nsight-compute*/host/target-linux-*/nsys",
     "cuda*/bin/nsys",
-)  # fmt: skip
+)
 _IMPORTER = (
-    "nsight-systems*/host-linux-*/QdstrmImporter", "nsight-systems*/*/host-linux-*/QdstrmImporter",
-    "nsight-compute*/host/linux-desktop-*/QdstrmImporter", "nsight-compute*/*/host/linux-desktop-*/QdstrmImporter",
+    "nsight-systems*/host-linux-*/QdstrmImporter",
+    "nsight-systems*/*/host-linux-*/QdstrmImporter",
+    "nsight-compute*/host/linux-desktop-*/QdstrmImporter",
+    "nsight-compute*/*/host/linux-desktop-*/QdstrmImporter",
     "cuda*/nsight-compute*/host/linux-desktop-*/QdstrmImporter",
-)  # fmt: skip
+)
 _ADVICE = (
     "install Nsight Systems (or export elsewhere: nsys export --type sqlite FILE) and give kvprobe the .sqlite file"
 )

@@ -19,7 +19,8 @@ import numpy as np
 
 from kvprobe.errors import RecordingError
 from kvprobe.recordings import vocabulary as words
-from kvprobe.recordings.assemble import codes, constant, join, link, match, sorted_table, stream_rows
+from kvprobe.recordings.assemble import codes, constant, join, match, sorted_table, stream_rows
+from kvprobe.recordings.links import link
 from kvprobe.recordings.model import Array, CallKind, Engine, Label, RangeStyle, Recording, Source, Table
 from kvprobe.recordings.trace_library import native_library
 
@@ -188,8 +189,10 @@ class Export:
     ) -> list[list[Array]] | None:
         """The same, copied out of the file's pages by the native library; None where it cannot."""
         library = native_library()
-        about = {str(name): (place, kind, default, key) for place, name, kind, _, default, key in
-                 self.db.execute(f'PRAGMA table_info("{table}")')}  # fmt: skip
+        about = {
+            str(name): (place, kind, default, key)
+            for place, name, kind, _, default, key in self.db.execute(f'PRAGMA table_info("{table}")')
+        }
         roots = self.db.execute(
             "SELECT rootpage FROM sqlite_master WHERE type = 'table' AND name = ?", (table,)
         ).fetchall()
@@ -442,8 +445,10 @@ class _Builder:
             _, owner = match(calls["process"][told], calls["correlation"][told], process, raw["correlationId"])
             theirs = np.flatnonzero(owner >= 0)
             rows = told[owner[theirs]]
-            known = [row_of.get(key, -1) for key in zip(process[theirs].tolist(), raw["streamId"][theirs].tolist(),
-                                                        strict=True)]  # fmt: skip
+            known = [
+                row_of.get(key, -1)
+                for key in zip(process[theirs].tolist(), raw["streamId"][theirs].tolist(), strict=True)
+            ]
             stream[rows] = known
             event[rows] = raw["eventId"][theirs].astype(np.uint64)
         recording.tables["calls"] = Table("calls", {**calls.columns, "stream": stream, "src": event})

@@ -15,12 +15,13 @@ import numpy as np
 
 from kvprobe.launchqueue.constants import ALIGNED_NS, BAND_SHARE, LEAST_BAND, LEAST_DEPTH, SHALLOW_SHARE
 from kvprobe.launchqueue.judge import Measured, conclude, overall
-from kvprobe.recordings.assemble import correlation_keys, distinct, is_kind, match, spans
+from kvprobe.recordings.assemble import correlation_keys, distinct, is_kind, pairs
 from kvprobe.recordings.inferred import infer
+from kvprobe.recordings.links import links_of
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording
 
 if TYPE_CHECKING:
-    from kvprobe.launchqueue.judge import Verdict
+    from kvprobe.launchqueue.judge import QueueVerdict
 
 __all__ = ["Occupancy", "StreamOccupancy", "depth_series", "group_ns", "innermost_range", "occupancy"]
 
@@ -62,7 +63,7 @@ class StreamOccupancy:
     plateau: tuple[int, int] = (-1, -1)
     ceiling_how: str = ""
     baseline_ns: dict[int, int] = field(default_factory=dict)
-    verdict: Verdict = "healthy"
+    verdict: QueueVerdict = "healthy"
     reason: str = ""
     before: int = 0
     after: int = 0
@@ -94,7 +95,7 @@ class Occupancy:
     blocked: Array
     blocked_ns: Array
     baseline_ns: Array
-    verdict: Verdict
+    verdict: QueueVerdict
     reason: str
     how: str
     labelled_ns: int
@@ -193,32 +194,35 @@ def _completions(recording: Recording, rows: Array) -> tuple[Array, Array, tuple
         End of the last and start of the first execution with the call's correlation id, (rows,) int64 each, the
         largest int64 where there is none; and stream, start and end of every group of executions without a call.
     """
-    calls, executions = recording.calls, recording.executions
+    executions = recording.executions
+    nothing = np.zeros(0, dtype=np.int64)
     if not executions.rows:
-        nothing, never = np.zeros(0, dtype=np.int64), np.full(len(rows), _NEVER, dtype=np.int64)
+        never = np.full(len(rows), _NEVER, dtype=np.int64)
         return never, never.copy(), (nothing, nothing, nothing)
-    one, owner = match(
-        calls["process"][rows], calls["correlation"][rows], executions["process"], executions["correlation"]
-    )
+    links = links_of(recording)
+    ran = links.first[rows] >= 0
+    done, began = np.where(ran, links.done[rows], _NEVER), np.where(ran, links.began[rows], _NEVER)
     start, end = executions["start_ns"], executions["end_ns"]
-    began, done = spans(owner, start, end, len(rows), _NEVER)
-    loose = np.flatnonzero(owner < 0)
-    del owner
-    if not (one == np.arange(len(rows), dtype=np.int32))[one >= 0].all():  # ids repeat: each has what one of them has
-        again = np.flatnonzero(one >= 0)
-        began[again], done[again] = began[one[again]], done[one[again]]
-    del one
+    ours = np.zeros(recording.calls.rows + 1, dtype=bool)  # the last entry is for those without a call
+    ours[rows] = True
+    loose = np.flatnonzero(~ours[links.call])
     # Those of one id count as one, those without an id one by one.
     keys = correlation_keys(executions["process"][loose], executions["correlation"][loose])
     keys = np.where(keys >= 0, keys, -1 - np.arange(len(keys)))
     order = np.argsort(keys, kind="stable")
     if not len(order):
-        nothing = np.zeros(0, dtype=np.int64)
         return done, began, (nothing, nothing, nothing)
     first = np.flatnonzero(np.concatenate([[True], keys[order][1:] != keys[order][:-1]]))
     loose = loose[order]
-    return done, began, (executions["stream"][loose[first]], np.minimum.reduceat(start[loose], first),
-                         np.maximum.reduceat(end[loose], first))  # fmt: skip
+    return (
+        done,
+        began,
+        (
+            executions["stream"][loose[first]],
+            np.minimum.reduceat(start[loose], first),
+            np.maximum.reduceat(end[loose], first),
+        ),
+    )
 
 
 def _groups(keys: Array) -> dict[int, Array]:
@@ -312,7 +316,8 @@ def _judge(recording: Recording, queue: StreamOccupancy, labelled: Array, use_la
     queue.inferred_ns = int(queue.blocked_ns.sum())
     if use_labels and queue.labelled_ns:
         queue.blocked = labelled[rows] > 0
-        queue.blocked_ns = labelled[rows]
+        # A label covers the driver's wait; what led to it and came after it was lost as well.
+        queue.blocked_ns = np.where(queue.blocked, np.maximum(labelled[rows], queue.blocked_ns), 0)
         queue.ceiling_how = "labels"
         at = queue.depth[queue.blocked]
         queue.ceiling, queue.plateau = int(at.max()), (int(at.min()), int(at.max()))
@@ -521,10 +526,10 @@ def innermost_range(recording: Recording, rows: Array) -> Array:
     out = np.full(len(rows), -1, dtype=np.int64)
     if not ranges.rows or not len(rows):
         return out
-    owners = np.stack([calls["process"][rows].astype(np.int64), calls["thread"][rows]])
-    for process, thread in np.unique(owners, axis=1).T.tolist():
+    owners, place = pairs(calls["process"][rows], calls["thread"][rows])
+    for at_owner, (process, thread) in enumerate(owners):
         mine = np.flatnonzero((ranges["process"] == process) & (ranges["thread"] == thread))
-        wanted = np.flatnonzero((owners[0] == process) & (owners[1] == thread))
+        wanted = np.flatnonzero(place == at_owner)
         if not len(mine):
             continue
         mine = mine[np.argsort(ranges["start_ns"][mine], kind="stable")]

@@ -41,11 +41,14 @@ Progress = Callable[[str, float], None]
 _VERSION = 1
 _META = "kvprobe.json"
 _ENUMS: dict[tuple[str, str], type[IntEnum]] = {
-    ("calls", "kind"): CallKind, ("totals", "kind"): CallKind, ("executions", "engine"): Engine,
-    ("labels", "label"): Label, ("ranges", "style"): RangeStyle,
+    ("calls", "kind"): CallKind,
+    ("totals", "kind"): CallKind,
+    ("executions", "engine"): Engine,
+    ("labels", "label"): Label,
+    ("ranges", "style"): RangeStyle,
     **{(table, "direction"): Direction for table in ("calls", "executions", "transfers", "totals")},
     **{(table, "memory"): Memory for table in ("calls", "executions", "totals")},
-}  # fmt: skip
+}
 _ROWS_PER_BYTE = 4096  # a column of one value takes next to nothing; a claim beyond this is no recording
 
 

@@ -20,11 +20,24 @@ class Queue(ctypes.Structure):
     """`kvt_queue` of native/trace/queues.c: what was measured of one stream."""
 
     _fields_ = [
-        ("row", _u32), ("device", _i32), ("handle", _i32), ("calls", _u32), ("before", _u32), ("after", _u32),
-        ("graphs", _u32), ("deepest", _i32), ("shallowest", _i32), ("ceiling", _i32), ("slow", _u32), ("at_pin", _u32),
-        ("lost_ns", _i64), ("aligned", ctypes.c_double), ("chance", ctypes.c_double), ("drained", ctypes.c_double),
+        ("row", _u32),
+        ("device", _i32),
+        ("handle", _i32),
+        ("calls", _u32),
+        ("before", _u32),
+        ("after", _u32),
+        ("graphs", _u32),
+        ("deepest", _i32),
+        ("shallowest", _i32),
+        ("ceiling", _i32),
+        ("slow", _u32),
+        ("at_pin", _u32),
+        ("lost_ns", _i64),
+        ("aligned", ctypes.c_double),
+        ("chance", ctypes.c_double),
+        ("drained", ctypes.c_double),
         ("in_graphs", ctypes.c_double),
-    ]  # fmt: skip
+    ]
 
 
 @functools.cache
@@ -41,8 +54,11 @@ def native_library() -> ctypes.CDLL | None:
             ("kvt_open", pointer, []),
             ("kvt_close", None, [pointer]),
             ("kvt_want", ctypes.c_int, [pointer, ctypes.c_char_p, _u8]),
-            ("kvt_scan", ctypes.c_int,
-             [pointer, pointer, size, pointer, size, ctypes.POINTER(size), ctypes.POINTER(size)]),
+            (
+                "kvt_scan",
+                ctypes.c_int,
+                [pointer, pointer, size, pointer, size, ctypes.POINTER(size), ctypes.POINTER(size)],
+            ),
             ("kvt_bad", ctypes.c_uint64, [pointer]),
             ("kvt_names", _u32, [pointer]),
             ("kvt_name", pointer, [pointer, _u32, length]),
@@ -60,7 +76,7 @@ def native_library() -> ctypes.CDLL | None:
             ("kvt_table_open", pointer, [ctypes.c_int, _u32, pointer, pointer, ctypes.c_int, ctypes.c_int]),
             ("kvt_table_close", None, [pointer]),
             ("kvt_table_read", ctypes.c_int, [pointer, pointer, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64)]),
-        ):  # fmt: skip
+        ):
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError):

@@ -14,13 +14,13 @@ from kvprobe.errors import RecordingError
 from kvprobe.launchqueue.constants import LEAST_DEPTH, REAL_DEPTH
 from kvprobe.launchqueue.judge import Measured, conclude, overall
 from kvprobe.recordings import sniff
-from kvprobe.recordings.pieces import Pieces, ahead, text_chunks
+from kvprobe.recordings.trace_text import TraceText, read_ahead, text_chunks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvprobe.launchqueue.judge import Verdict
+    from kvprobe.launchqueue.judge import QueueVerdict
     from kvprobe.recordings.trace_library import Queue
 
 __all__ = ["QueueTriage", "Triage", "certain", "quick_triage", "quick_triages"]
@@ -107,12 +107,12 @@ def quick_triage(path: str | os.PathLike[str], *, on_a_thread: bool = True) -> T
     if sniff(path) != "kineto-json":
         return None
     chunks = text_chunks(path, None)
-    pieces = Pieces(ahead(chunks) if on_a_thread else chunks)
+    trace = TraceText(read_ahead(chunks) if on_a_thread else chunks)
     try:
-        pieces.find_events()
+        trace.find_events()
         from kvprobe.recordings.kineto_queues import measure  # while the next pieces are unzipped
 
-        measured = measure(pieces)
+        measured = measure(trace)
     except (OSError, RecordingError):
         return None
     if measured is None:
@@ -141,7 +141,7 @@ def quick_triages(paths: Sequence[Path]) -> list[Triage | RecordingError | None]
         return list(pool.map(attempt, paths))
 
 
-def _concluded(queue: Queue) -> tuple[Verdict, str]:
+def _concluded(queue: Queue) -> tuple[QueueVerdict, str]:
     return conclude(
         Measured(
             queue.deepest,
@@ -157,7 +157,7 @@ def _concluded(queue: Queue) -> tuple[Verdict, str]:
     )
 
 
-def _judged(queue: Queue, verdict: Verdict, reason: str) -> QueueTriage:
+def _judged(queue: Queue, verdict: QueueVerdict, reason: str) -> QueueTriage:
     full = verdict == "saturated"
     return QueueTriage(
         queue.row,

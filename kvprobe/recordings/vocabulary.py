@@ -21,6 +21,7 @@ __all__ = [
     "call_direction",
     "call_kind",
     "handle_text",
+    "stream_title",
     "kineto_call",
     "kineto_copy",
     "label_of",
@@ -108,6 +109,16 @@ _KINDS: Sequence[tuple[re.Pattern[str], CallKind]] = tuple(
 def handle_text(handle: int) -> str:
     """A stream's handle as people write it: the recorder's number, or an address where only that is known."""
     return str(handle) if handle < 1 << 20 else f"{handle:#x}"
+
+
+def stream_title(name: str, handle: int, row: int) -> str:
+    """How a stream is called everywhere: by its number, and its name where it has one.
+
+    The number is the recorder's own; where only an address is known, the stream's place in the recording.
+    """
+    number = str(handle) if handle < 1 << 20 else str(row + 1)
+    said = f"stream {number}"
+    return said if not name or name == said else f"{said} ({name.removesuffix(' stream')})"
 
 
 def call_kind(name: str) -> CallKind:

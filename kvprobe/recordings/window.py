@@ -24,8 +24,19 @@ WARM = 32  # submissions of a process that set-up may precede, however few there
 FEW = 0.10  # of a process's submissions: more than that before a call, and the process was serving already
 GOES_ON = 0.10  # of the rate before: where set-up calls go on at more than that, they are part of the work
 LEAST_NS = 20_000  # a call that sets up and takes less is no matter
-_LOADS = ("moduleload", "libraryload", "getkernel", "modulegetfunction", "cuinit", "ctxcreate", "ctxretain",
-          "cudasetdevice", "cudainit", "linkcreate", "linkcomplete")  # fmt: skip
+_LOADS = (
+    "moduleload",
+    "libraryload",
+    "getkernel",
+    "modulegetfunction",
+    "cuinit",
+    "ctxcreate",
+    "ctxretain",
+    "cudasetdevice",
+    "cudainit",
+    "linkcreate",
+    "linkcomplete",
+)
 _STEP = re.compile(r"ProfilerStep#\d+")
 
 
@@ -114,8 +125,12 @@ def serving_window(
         UsageError: there is no such range, or nothing lies in the window.
     """
     first, last = recorded_span(recording)
-    processes = max(recording.processes.rows, int(recording.calls["process"].max(initial=-1)) + 1,
-                    int(recording.executions["process"].max(initial=-1)) + 1, 1)  # fmt: skip
+    processes = max(
+        recording.processes.rows,
+        int(recording.calls["process"].max(initial=-1)) + 1,
+        int(recording.executions["process"].max(initial=-1)) + 1,
+        1,
+    )
     if begin_ns is None and end_ns is None and not within:
         return _found(recording, first, last, processes)
     low, high, how = first, last, []
@@ -124,8 +139,9 @@ def serving_window(
         names = np.flatnonzero(np.array([name == within for name in recording.names], dtype=bool))
         rows = np.flatnonzero(np.isin(ranges["name"], names))
         if not len(rows):
-            raise UsageError(f"--range {within}: no range of that name in the recording; `kvprobe stats -r nvtx_sum` "
-                             "lists them")  # fmt: skip
+            raise UsageError(
+                f"--range {within}: no range of that name in the recording; `kvprobe stats -r nvtx_sum` lists them"
+            )
         low, high = int(ranges["start_ns"][rows].min()), int(ranges["end_ns"][rows].max())
         how.append(f"the ranges named {within}")
     if begin_ns is not None:
@@ -163,8 +179,11 @@ def _found(recording: Recording, first: int, last: int, processes: int) -> Servi
             if whole > begin[process]:
                 begin[process] = whole
                 how.append("detail")
-    words = {"set-up": "where the last call that sets up had ended", "steps": "at the first step that was marked",
-             "detail": "where all calls were kept"}  # fmt: skip
+    words = {
+        "set-up": "where the last call that sets up had ended",
+        "steps": "at the first step that was marked",
+        "detail": "where all calls were kept",
+    }
     said = " or ".join(words[one] for one in dict.fromkeys(how))
     return ServingWindow(last, begin, f"it begins {said}" if said else "all that was recorded", first)
 

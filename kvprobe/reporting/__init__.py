@@ -3,6 +3,5 @@
 from __future__ import annotations
 
 from kvprobe.reporting.page import build_page, check_writable, write_report
-from kvprobe.reporting.story import Story, Switch
 
-__all__ = ["Story", "Switch", "build_page", "check_writable", "write_report"]
+__all__ = ["build_page", "check_writable", "write_report"]

@@ -1,4 +1,4 @@
-"""Charts of a recording or of a demo run, as data: binned series with the words and the table that say the same."""
+"""Charts of a recording as data: binned series with the words and the table that say the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvprobe.reporting import series
 from kvprobe.reporting.units import bytes_text, count_text, duration, percent
 from kvprobe.reporting.views import Chart, Section, TableView, numbers, table
 
-__all__ = ["Mark", "Points", "heat_chart", "histogram_chart", "quantiles", "split_chart", "step_chart", "timeline"]
+__all__ = ["Mark", "Points", "heat_chart", "histogram_chart", "quantiles", "split_chart", "timeline"]
 
 Array = npt.NDArray[Any]
 
@@ -219,6 +219,7 @@ def heat_chart(
 
 
 SPLIT = ("build", "submit", "queue_wait", "copy", "poll_delay")
+SPLIT_OF = tuple(zip(SPLIT, ("build_ns", "submit_ns", "wait_ns", "copy_ns", "poll_ns"), strict=True))
 SPLIT_NAMES = ("build", "submit", "queue wait", "copy", "poll delay")
 
 
@@ -235,29 +236,6 @@ def split_chart(
             value = float(parts.get(part, 0))
             listed.append([name, shown, (duration(value), value), (percent(value / total), value / total)])
     return Chart(identifier, title, summary, spec, table(title, ["Of", "Part", "Time", "Share"], listed), how)
-
-
-def step_chart(
-    identifier: str,
-    time_ns: Array,
-    dur_ns: Array,
-    span: tuple[float, float],
-    marks: Sequence[Mark],
-    summary: str,
-    name: str = "step",
-) -> Chart:
-    """Duration of the model's steps: the victim of a blocked submission."""
-    return timeline(
-        identifier,
-        "Step time",
-        summary,
-        [Points(name, time_ns, dur_ns)],
-        span,
-        marks=marks,
-        log=False,
-        label="step time",
-        height=210,
-    )
 
 
 def plain(identifier: str, chart: Mapping[str, Any], span: tuple[float, float]) -> Chart:

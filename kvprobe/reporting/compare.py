@@ -20,7 +20,7 @@ from kvprobe.reporting.charts import quantiles
 if TYPE_CHECKING:
     from kvprobe.diagnosis.finding import Finding
 
-__all__ = ["Change", "Shift", "compare_calls", "compare_findings", "shift"]
+__all__ = ["FindingChange", "Shift", "compare_calls", "compare_findings", "shift"]
 
 Array = npt.NDArray[Any]
 
@@ -59,7 +59,7 @@ class CallChange:
 
 
 @dataclass(frozen=True)
-class Change:
+class FindingChange:
     """One cause: "gone", "new", "less", "more" or "same", by the share of its threads' time that it lost.
 
     "undecided" where the recording that should prove it less or more is too poor to prove anything.
@@ -80,7 +80,7 @@ class Change:
 
 def compare_findings(
     before: Sequence[Finding], after: Sequence[Finding], before_tells: bool = True, after_tells: bool = True
-) -> list[Change]:
+) -> list[FindingChange]:
     """Matches findings by cause, most time (as a share of the time of its threads) first; abstentions are left out.
 
     Args:
@@ -108,7 +108,7 @@ def compare_findings(
             what = "undecided"
         shown = two or one
         title = shown.title if shown else ""
-        out.append(Change(cause, what, title, one.lost_ns if one else 0, two.lost_ns if two else 0, *shares))
+        out.append(FindingChange(cause, what, title, one.lost_ns if one else 0, two.lost_ns if two else 0, *shares))
     return sorted(out, key=lambda change: -max(change.share_before, change.share_after))
 
 

@@ -1,253 +1,270 @@
-"""The sections of the page that a demo run fills: before, the switch, after."""
+"""What belongs to the demo alone: its verdict, and the section that tells its phases apart in its recording."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from kvprobe.recordings.engine import PHASES
+from kvprobe.recordings.model import CallKind, Recording
 from kvprobe.reporting import charts, series
 from kvprobe.reporting.charts import Mark, Points
-from kvprobe.reporting.story import Array, Story
-from kvprobe.reporting.units import NONE, TIMES_SIGN, count_text, duration, percent, rate, ratio
-from kvprobe.reporting.verdict import micro
+from kvprobe.reporting.units import (
+    bytes_text,
+    count_text,
+    duration,
+    percent,
+    rate,
+    ratio,
+)
+from kvprobe.reporting.verdict import Fact, Verdict, cure_parts, micro
 from kvprobe.reporting.views import Chart, Section, TableView, table
 
-__all__ = ["sections"]
+__all__ = ["Cost", "costs", "sections", "verdict"]
 
-LANES = 3  # streams drawn by themselves; the rest are one line, their maximum
+Array = npt.NDArray[Any]
 
 
-def sections(story: Story) -> list[Section]:
-    """Sections of the page, in reading order; what was not measured has no chart."""
-    start, end = _span(story)
-    marks = [Mark(one.time_ns, f"{one.before} → {one.after}") for one in story.switches]
+class Cost(NamedTuple):
+    """What copies cost the model's thread in one phase: one entry a call or load, int64 and float64 nanoseconds."""
+
+    time_ns: Array
+    ns: Array
+
+
+def _phases(recording: Recording) -> dict[str, tuple[int, int]]:
+    """Phase -> its first and last instant."""
+    rows = recording.ranges
+    return {
+        recording.text(int(name)): (int(start), int(end))
+        for domain, name, start, end in zip(rows["domain"], rows["name"], rows["start_ns"], rows["end_ns"], strict=True)
+        if recording.text(int(domain)) == PHASES
+    }
+
+
+def _switched(recording: Recording, span: tuple[int, int]) -> int:
+    """When auto last switched in a phase; 0: never."""
+    times = recording.decisions["time_ns"]
+    inside = times[(times >= span[0]) & (times <= span[1])]
+    return int(inside.max()) if len(inside) else 0
+
+
+def costs(recording: Recording) -> dict[str, Cost]:
+    """By phase: the submitting calls of the model's thread; after a switch, each load's time by its copies.
+
+    A phase with a switch is two: its name is what lies after it, and "before the switch" what lies before.
+    """
+    calls, loads = recording.calls, recording.server_calls
+    copying = calls["kind"] == CallKind.COPY
+    if loads.rows:
+        copying &= calls["thread"] == loads["thread"][0]
+    share = (loads["end_ns"] - loads["start_ns"]) / np.maximum(loads["count"], 1)
+    out: dict[str, Cost] = {}
+    for name, span in _phases(recording).items():
+        since = _switched(recording, span)
+        end = since or span[1]
+        rows = np.flatnonzero(copying & (calls["start_ns"] >= span[0]) & (calls["start_ns"] < end))
+        before = Cost(calls["start_ns"][rows], calls["end_ns"][rows] - calls["start_ns"][rows])
+        if since:
+            after = (loads["start_ns"] >= since) & (loads["start_ns"] <= span[1])
+            out["before the switch"] = before
+            out[name] = Cost(loads["start_ns"][after], share[after])
+        else:
+            out[name] = before
+    return out
+
+
+def sections(recording: Recording, outcome: Mapping[str, Any]) -> list[Section]:
+    """The demo's own section: before, the switch, after."""
+    spans = _phases(recording)
+    if not {"shared", "auto"} <= set(spans):
+        return []
+    cost = costs(recording)
     return [
         charts.section(
-            "overview",
-            "What happened",
-            "What each copy cost the model's thread: its submitting call, and after the switch its share of handing "
-            "the transfer over. The charts share one time axis: zoom one, all follow.",
+            "demo",
+            "Before and after",
+            "What a copy cost the model's thread: its submitting call, and after the switch its share of handing the "
+            "transfer over. Both phases serve the same number of requests; figures of time are for one copy.",
             [
-                _submissions(story, start, end, marks),
-                _occupancy(story, start, end, marks),
-                _steps(story, start, end, marks),
+                _cost_chart(recording, outcome, spans, cost),
+                _histogram(outcome, cost),
+                _split(recording, spans),
             ],
-        ),
-        charts.section(
-            "distributions", "Before and after", "", [_histogram(story), _heat(story, start, end, marks), _split(story)]
-        ),
-        charts.section("phases", "The two phases in numbers", "", tables=[_phases(story), _switches(story, start)]),
+            [_table(outcome)],
+        )
     ]
 
 
-def _span(story: Story) -> tuple[float, float]:
-    times = [
-        one for one in (story.submit_time_ns, story.step_time_ns, *(t for t, _ in story.occupancy.values())) if len(one)
+def _cost_chart(
+    recording: Recording, outcome: Mapping[str, Any], spans: Mapping[str, tuple[int, int]], cost: Mapping[str, Cost]
+) -> Chart:
+    start, end = min(a for a, _ in spans.values()), max(b for _, b in spans.values())
+    before = [one for name, one in cost.items() if name != "auto" or not outcome["switches"]]
+    lines = [
+        Points(
+            "submitting call",
+            np.concatenate([one.time_ns for one in before]),
+            np.concatenate([one.ns for one in before]),
+        )
     ]
-    if not times:
-        return 0.0, 1.0
-    return float(min(one.min() for one in times)), float(max(one.max() for one in times)) + 1
-
-
-def _phase_spans(story: Story) -> list[tuple[float, float, str, bool]]:
-    spans = []
-    for i, name in enumerate(story.phase_names):
-        inside = story.submit_time_ns[story.submit_phase == i] if len(story.submit_phase) else story.submit_time_ns[:0]
-        if len(inside):
-            spans.append((float(inside.min()), float(inside.max()), f"{name} phase", False))
-    return spans
-
-
-def _submissions(story: Story, start: float, end: float, marks: list[Mark]) -> Chart | None:
-    if not len(story.submit_time_ns):
-        return None
-    shared, auto = story.phases.get("shared", {}), story.phases.get("auto", {})
-    words = [f"{len(story.submit_time_ns):,} submissions."]
-    if shared:
-        words.append(
-            f"On the shared stream: {duration(shared.get('submit_p50_ns'))} at the median, "
-            f"{duration(shared.get('submit_p99_ns'))} at p99."
-        )
-    for one in story.switches[:2]:
-        words.append(
-            f"At {duration(one.time_ns - start)} kvprobe went from {one.before} to {one.after}"
-            + (f" because {micro(one.reason)}." if one.reason else ".")
-        )
-    if story.switches and auto:
-        words.append(f"After that: {duration(auto.get('submit_p50_ns'))} and {duration(auto.get('submit_p99_ns'))}.")
+    if outcome["switches"] and len(cost["auto"].ns):
+        lines.append(Points("a copy's share of its load, after the switch", *cost["auto"]))
+    decisions = recording.decisions
+    whats = [recording.text(int(what)) for what in decisions["what"]]
+    marks = [Mark(float(t), what) for t, what in zip(decisions["time_ns"], whats, strict=True)]
+    shared, auto = outcome["shared"], outcome["auto"]
+    words = [
+        f"On the shared stream: {duration(shared['submit_p50_ns'])} at the median, "
+        f"{duration(shared['submit_p99_ns'])} at p99."
+    ]
+    for time_ns, one in zip(decisions["time_ns"][:2].tolist(), outcome["switch_log"][:2], strict=False):
+        because = f" because {micro(one['reason'])}." if one["reason"] else "."
+        words.append(f"At {duration(time_ns - start)} kvprobe went from {one['before']} to {one['after']}{because}")
+    if outcome["switches"]:
+        words.append(f"After that: {duration(auto['submit_p50_ns'])} and {duration(auto['submit_p99_ns'])}.")
     return charts.timeline(
-        "submissions",
-        "Submit time",
+        "cost",
+        "What a copy cost the model's thread",
         " ".join(words),
-        [Points("longest submission", story.submit_time_ns, story.submit_dur_ns)],
-        (start, end),
-        label="host time of one submission, log scale",
-        short="submit time, log",
+        lines,
+        (float(start), float(end)),
+        label="host time a copy, log scale",
+        short="a copy, log",
         marks=marks,
-        spans=_phase_spans(story),
-        levels=[(story.baseline_submit_ns, f"baseline {duration(story.baseline_submit_ns)}")],
+        spans=[(float(a), float(b), f"{name} phase", False) for name, (a, b) in spans.items()],
+        levels=[(outcome["baseline_submit_ns"], f"baseline {duration(outcome['baseline_submit_ns'])}")],
+        group="",
         height=300,
         how=charts.HOW_BINNED,
     )
 
 
-def _occupancy(story: Story, start: float, end: float, marks: list[Mark]) -> Chart | None:
-    if not story.occupancy:
-        return None
-    peak = {name: float(level.max()) if len(level) else 0.0 for name, (_, level) in story.occupancy.items()}
-    names = sorted(peak, key=lambda name: -peak[name])
-    lines = [Points(name, *story.occupancy[name], steps=True) for name in names[:LANES]]
-    rest = names[LANES:]
-    if len(rest) == 1:
-        lines.append(Points(rest[0], *story.occupancy[rest[0]], steps=True))
-    elif rest:
-        lines.append(
-            _highest(f"highest of {len(rest)} other streams", [story.occupancy[name] for name in rest], start, end)
-        )
-    top = names[0]
-    summary = (
-        f"Submitted and not yet completed, by stream. “{top}” reached {count_text(peak[top])}, the queue is "
-        f"{story.queue_depth:,} deep; "
-        f"a copy submitted at the full depth waits until one ahead of it completes."
-    )
-    return charts.timeline(
-        "occupancy",
-        "Launch queue occupancy",
-        summary,
-        lines,
-        (start, end),
-        unit="count",
-        log=False,
-        label="submissions outstanding",
-        short="outstanding",
-        marks=marks,
-        levels=[(float(story.queue_depth), f"depth {story.queue_depth:,}")],
-        how=f"Depth and {story.channels} channels: {story.calibrated or 'calibrated in this process'}. "
-        "Outstanding: kvprobe's own count at each step; a copy counts until a completion after it was looked up, "
-        "so the count can stand above the depth.",
-    )
-
-
-def _highest(name: str, steps: list[tuple[Array, Array]], start: float, end: float) -> Points:
-    """Many step functions as one: their maximum in each bin of the drawing."""
-    high = np.zeros(charts.BINS)
-    for time_ns, level in steps:
-        high = np.fmax(high, np.nan_to_num(series.bin_step(time_ns, level, charts.BINS, start, end).high))
-    edges = start + (end - start) / charts.BINS * np.arange(charts.BINS)
-    return Points(name, edges, high, steps=True)
-
-
-def _steps(story: Story, start: float, end: float, marks: list[Mark]) -> Chart | None:
-    if not len(story.step_time_ns):
-        return None
-    shared, auto = story.phases.get("shared", {}), story.phases.get("auto", {})
-    summary = f"{len(story.step_time_ns):,} steps of the model-like loop, which shares the thread that submits."
-    if shared.get("step_p99_ns") and auto.get("step_p99_ns"):
-        summary += (
-            f" p99 {duration(shared['step_p99_ns'])} on the shared stream, {duration(auto['step_p99_ns'])} under auto "
-            f"({ratio(shared['step_p99_ns'], auto['step_p99_ns'])})."
-        )
-    return charts.step_chart("steps", story.step_time_ns, story.step_dur_ns, (start, end), marks, summary)
-
-
-def _parts(story: Story) -> dict[str, Array]:
-    """Durations before and after: the shared phase, and the auto phase from its last switch on."""
-    out: dict[str, Array] = {}
-    if not len(story.submit_phase):
-        return {"all submissions": story.submit_dur_ns} if len(story.submit_dur_ns) else {}
-    for i, name in enumerate(story.phase_names):
-        chosen = story.submit_phase == i
-        label = name
-        if name == "auto" and story.switches:
-            chosen = chosen & (story.submit_time_ns >= story.switches[-1].time_ns)
-            label = f"auto, after the switch to {story.switches[-1].after}"
-        if np.any(chosen):
-            out[label] = story.submit_dur_ns[chosen]
-    return out
-
-
-def _histogram(story: Story) -> Chart | None:
-    parts = _parts(story)
+def _histogram(outcome: Mapping[str, Any], cost: Mapping[str, Cost]) -> Chart | None:
+    after = f"auto, after the switch to {outcome['switch_log'][-1]['after']}" if outcome["switches"] else "auto"
+    parts = {"shared": cost["shared"].ns, after: cost["auto"].ns}
+    parts = {name: values for name, values in parts.items() if len(values)}
     if not parts:
         return None
     words = []
     for name, values in parts.items():
         half, high, top = charts.quantiles(values, 0.5, 0.99, 1.0)
         words.append(
-            f"{name[:1].upper()}{name[1:]}: {len(values):,} calls, median {duration(half)}, "
-            f"p99 {duration(high)}, longest {duration(top)}."
+            f"{name[:1].upper()}{name[1:]}: {len(values):,} {'calls' if name == 'shared' else 'loads'}, median "
+            f"{duration(half)}, p99 {duration(high)}, longest {duration(top)}."
         )
     return charts.histogram_chart(
-        "histogram",
-        "Distribution of submit time",
+        "cost-histogram",
+        "How that cost is distributed",
         " ".join(words),
         {name: series.histogram(values) for name, values in parts.items()},
-        marks=[(story.baseline_submit_ns, "baseline")],
+        marks=[(outcome["baseline_submit_ns"], "baseline")],
     )
 
 
-def _heat(story: Story, start: float, end: float, marks: list[Mark]) -> Chart | None:
-    if len(story.submit_time_ns) < 5000:
+def _split(recording: Recording, spans: Mapping[str, tuple[int, int]]) -> Chart | None:
+    """Where a copy's time went, phase by phase: sums over the transfers of a phase by the number of their copies."""
+    rows = recording.transfers
+    split: dict[str, Mapping[str, float]] = {}
+    for name in ("shared", "auto"):
+        inside = (rows["start_ns"] >= spans[name][0]) & (rows["start_ns"] <= spans[name][1])
+        copies = int(rows["count"][inside].sum())
+        if copies:
+            split[f"{name}, {count_text(copies)} copies"] = {
+                part: float(np.maximum(rows[column][inside], 0).sum()) / copies for part, column in charts.SPLIT_OF
+            }
+    if not split:
         return None
-    summary = (
-        "How many calls took how long, when: a stronger cell holds more calls. "
-        "One strong row at the bottom is a healthy queue."
-    )
-    return charts.heat_chart(
-        "heat", "Submit time, all calls", summary, story.submit_time_ns, story.submit_dur_ns, (start, end), marks=marks
-    )
-
-
-def _split(story: Story) -> Chart | None:
-    if not story.split:
-        return None
-    words = []
-    for name, parts in story.split.items():
-        total = sum(parts.values())
-        if total:
-            largest = max(parts, key=lambda part: parts[part])
-            words.append(f"{name}: {percent(parts[largest] / total)} of transfer time is {largest.replace('_', ' ')}.")
+    words = [
+        f"{name}: {duration(sum(parts.values()))} a copy, most of it "
+        f"{max(parts, key=lambda part, parts=parts: parts[part]).replace('_', ' ')}."  # type: ignore[misc]
+        for name, parts in split.items()
+    ]
     return charts.split_chart(
-        "split",
-        "Where the time of transfers went",
+        "cost-split",
+        "Where the time of a copy went",
         " ".join(words),
-        story.split,
-        "Build, submit and poll delay are host time; queue wait and copy come from events on the stream.",
+        split,
+        "The times of a phase's transfers, divided by their copies. Build, submit and poll delay are host time; queue "
+        "wait and copy come from events on the stream.",
     )
 
 
-PHASE_ROWS = (
-    ("Submission, median", "submit_p50_ns", duration),
-    ("Submission, p99", "submit_p99_ns", duration),
-    ("Longest blocked call", "longest_call_ns", duration),
+ROWS = (
+    ("Copy, median", "submit_p50_ns", duration),
+    ("Copy, p99", "submit_p99_ns", duration),
+    ("Longest load() of the model's thread", "longest_call_ns", duration),
     ("Model step, median", "step_p50_ns", duration),
     ("Model step, p99", "step_p99_ns", duration),
     ("Copied at", "bytes_per_s", rate),
-    ("Link", "link_bytes_per_s", rate),
+    ("Requests served", "requests", count_text),
+    ("Requests a second", "requests_per_s", count_text),
+    ("Copies", "copies", count_text),
+    ("Moved", "bytes", bytes_text),
+    ("Moved twice", "redundant_bytes", bytes_text),
 )
 
 
-def _phases(story: Story) -> TableView:
-    names = list(story.phases)
-    rows = []
-    for label, key, text in PHASE_ROWS:
-        values = [story.phases[name].get(key) for name in names]
-        if any(value is not None for value in values):
-            row: list[object] = [label, *((text(value), value) for value in values)]
-            if len(values) == 2:
-                row.append(ratio(values[0], values[1]))
-            rows.append(row)
-    return table("Phases", ["Figure", *names, *(["change"] if len(names) == 2 else [])], rows)
+def _table(outcome: Mapping[str, Any]) -> TableView:
+    rows: list[list[Any]] = []
+    for label, key, text in ROWS:
+        before, after = outcome["shared"].get(key), outcome["auto"].get(key)
+        rows.append([label, (text(before), before), (text(after), after), ratio(before, after)])
+    said = "Under auto, times are those after its last switch; what was served and moved is of the whole phase."
+    return table("The phases in numbers", ["Figure", "shared", "auto", "Change"], rows, said)
 
 
-def _switches(story: Story, start: float) -> TableView:
-    rows = [
-        [
-            (duration(one.time_ns - start), one.time_ns - start),
-            one.before,
-            one.after,
-            micro(one.reason),
-            (f"{one.gain:,.1f}{TIMES_SIGN}" if one.gain else NONE, one.gain),
-        ]
-        for one in story.switches
+def verdict(outcome: Mapping[str, Any]) -> Verdict:
+    """What was seen in the shared phase, what kvprobe did, and what that gave back."""
+    shared, auto = outcome["shared"], outcome["auto"]
+    p99, after, base = shared["submit_p99_ns"], auto["submit_p99_ns"], outcome["baseline_submit_ns"]
+    facts = [
+        Fact(label, duration(auto[key]), ratio(shared[key], auto[key]), duration(shared[key]))
+        for key, label in (
+            ("submit_p99_ns", "A copy, p99"),
+            ("longest_call_ns", "Longest load()"),
+            ("step_p99_ns", "Model step, p99"),
+        )
     ]
-    return table("What kvprobe switched", ["At", "From", "To", "Why", "Submit p99, before over after"], rows)
+    if outcome["onset_ms"] is not None:
+        calls = f"after {count_text(outcome['blocked_calls_before_switch'])} blocked calls"
+        facts.append(Fact("Noticed within", duration(outcome["onset_ms"] * 1e6), calls))
+    facts.append(Fact("Launch queue", f"{outcome['queue_depth']:,} deep", f"{outcome['channels']} hardware channels"))
+    speed, link = auto["bytes_per_s"], outcome["link_bytes_per_s"]
+    facts.append(Fact("Copied at", rate(speed), f"{percent(speed / link)} of the link's {rate(link)}"))
+    if outcome["redundant_bytes_avoided"]:
+        facts.append(Fact("Redundant loads avoided", bytes_text(outcome["redundant_bytes_avoided"]), outcome["dedup"]))
+    if outcome["bytes_verified"]:
+        facts.append(Fact("Verified", bytes_text(outcome["bytes_verified"]), "compared on both sides, all equal"))
+    if not outcome["switches"] and not (p99 and base and p99 > 3 * base):
+        headline = (
+            f"No saturation: submitting a copy took {duration(p99)} at p99, beside a baseline of {duration(base)}."
+        )
+        return Verdict("ok" if p99 else "unknown", headline, "", facts)
+    times = f", {p99 / base:,.0f} times the baseline of {duration(base)}" if base else ""
+    why = (
+        f"The launch queue of the shared copy stream was full at {outcome['queue_depth']:,} submissions, so each "
+        f"further copy waited in the submitting thread: {duration(p99)} at p99{times}."
+    )
+    if not outcome["switches"]:
+        return Verdict(
+            "critical",
+            f"The launch queue was full: submitting one copy took {duration(p99)} instead of {duration(base)}.",
+            why,
+            facts,
+            [cure_parts("Let kvprobe choose the streams: policy `auto`, or `pooled` from the start.")],
+        )
+    first = outcome["switch_log"][0]
+    headline = (
+        f"The launch queue filled, and submitting a copy took {duration(p99)}. kvprobe switched to {first['after']} "
+        f"streams by itself: now a copy costs the model's thread {duration(after)}."
+    )
+    done = [
+        cure_parts(f"{one['before']} → {one['after']}" + (f": {micro(one['reason'])}" if one["reason"] else ""))
+        for one in outcome["switch_log"][:4]
+    ]
+    saving = f"A copy at p99: {ratio(p99, after)}." if after else ""
+    return Verdict("cured", headline, why, facts, done, saving, "What kvprobe changed")

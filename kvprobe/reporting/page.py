@@ -15,8 +15,7 @@ import jinja2
 from markupsafe import Markup
 
 from kvprobe.errors import UsageError
-from kvprobe.reporting import demo, verdict
-from kvprobe.reporting.story import Story
+from kvprobe.reporting import verdict
 from kvprobe.reporting.units import NONE, bytes_text, value_text
 from kvprobe.reporting.views import Chart, Section, table
 from kvprobe.version import version
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["build_page", "check_writable", "write_report", "write_whole"]
 
+_UNSCRIPTED = ".plot,.strip,.readout,.seen,.how{display:none}"  # a chart without its script is its table
 GENERATOR = b'name="generator" content="kvprobe '
 _FIRST_SCRIPT = (
     'try{const t=localStorage.getItem("kvprobe-theme");if(t)document.documentElement.dataset.theme=t}catch{}'
@@ -39,7 +39,6 @@ def build_page(
     *,
     findings: Sequence[Finding] | None = None,
     queues: Occupancy | None = None,
-    story: Story | None = None,
     title: str | None = None,
     interactive: bool = False,
     extra: Sequence[Section] = (),
@@ -48,41 +47,33 @@ def build_page(
     """The page as text.
 
     Args:
-        recording: what was recorded; None where a demo's story is all there is.
+        recording: what was recorded; None for a page of `extra` sections with a verdict and a title of their own.
         findings: of `kvprobe.diagnosis.diagnose`; None leaves the section out, an empty list says "nothing found".
-        queues: of `kvprobe.recordings.occupancy`, where it is known already; else it is computed.
-        story: the demo's own measurements.
-        title: of the page; by default the names of the recorded files.
-        interactive: draw with plotly (adds 4.6 MiB) in place of the page's own script.
-        extra: sections of the caller's own, shown first.
-        lead_verdict: on top, in place of the recording's own.
+        queues: of `kvprobe.recordings.occupancy.occupancy`; worked out here where it is not given.
+        title: default: the recording's file.
+        interactive: draw with plotly, which adds 4.6 MiB to the page.
+        extra: sections before all others, for a command with measurements of its own.
+        lead_verdict: what the page says first; default: worked out from the findings.
 
     Raises:
-        UsageError: there is neither a recording nor a story, nor sections with a verdict and a title.
+        UsageError: there is neither a recording nor sections with a verdict and a title.
     """
-    if recording is None and story is None and not (extra and lead_verdict and title):
-        raise UsageError("a report needs a recording or a demo's story")
+    if recording is None and not (extra and lead_verdict and title):
+        raise UsageError("a report needs a recording")
     sections: list[Section] = []
     shown: list[dict[str, Any]] | None = None
     lead = ""
-    if story is not None:
-        sections += demo.sections(story)
-        found = verdict.of_story(story)
     if recording is not None:
         from kvprobe.reporting import recorded
 
         view = recorded.view(recording, findings, queues)
-        if story is None:
-            found = view.verdict
-            sections += view.sections
-        else:
-            sections += [one for one in view.sections if one.id in ("streams", "ranks", "stacks", "decisions")]
-        shown, lead = view.findings, view.lead
+        found, shown, lead = view.verdict, view.findings, view.lead
+        sections += view.sections
     sections = [one for one in (*extra, *sections) if one.charts or one.tables]
-    provenance, commands, notes = _provenance(recording, story)
+    provenance, commands, notes = _provenance(recording)
     drawn = [chart for one in sections for chart in one.charts] + [one["chart"] for one in shown or [] if one["chart"]]
     return _render(
-        title=title or _title(recording, story),
+        title=title or _title(recording),
         verdict=lead_verdict or found,
         findings=shown,
         findings_lead=lead,
@@ -101,7 +92,6 @@ def write_report(
     *,
     findings: Sequence[Finding] | None = None,
     queues: Occupancy | None = None,
-    story: Story | None = None,
     title: str | None = None,
     interactive: bool = False,
     extra: Sequence[Section] = (),
@@ -113,8 +103,15 @@ def write_report(
         UsageError: `path` cannot be written (see `check_writable`, which a command calls before its work).
     """
     target = check_writable(path)
-    page = build_page(recording, findings=findings, queues=queues, story=story, title=title, interactive=interactive,
-                      extra=extra, lead_verdict=lead_verdict)  # fmt: skip
+    page = build_page(
+        recording,
+        findings=findings,
+        queues=queues,
+        title=title,
+        interactive=interactive,
+        extra=extra,
+        lead_verdict=lead_verdict,
+    )
     write_whole(target, page)
     return target
 
@@ -166,56 +163,39 @@ def check_writable(path: str | os.PathLike[str], force: bool = True) -> Path:
     return target
 
 
-def _title(recording: Recording | None, story: Story | None) -> str:
-    if story is not None:
-        return f"Demo on {story.device}"
+def _title(recording: Recording | None) -> str:
     names = [Path(one.path).name for one in recording.source] if recording is not None else []
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more" if names else "recording"
 
 
-def _provenance(recording: Recording | None, story: Story | None) -> tuple[list[Any], list[str], list[str]]:
-    tables, commands, notes = [], [], []
-    facts: list[list[Any]] = []
-    if story is not None:
-        if story.command:
-            commands.append(story.command)
-        how = story.calibrated or "calibrated in this process"
-        facts += [
-            ["device", story.device, f"CUDA runtime interface, provider “{story.provider}”"],
-            ["queue_depth", f"{story.queue_depth:,}", how],
-            ["channels", f"{story.channels}", how],
+def _provenance(recording: Recording | None) -> tuple[list[Any], list[str], list[str]]:
+    if recording is None:
+        return [], [], []
+    facts = [
+        [name, value_text(name, value), recording.machine_how.get(name, "not said by the recording")]
+        for name, value in recording.machine.items()
+    ]
+    files = [
+        [
+            one.path,
+            one.format,
+            one.tool or NONE,
+            (bytes_text(one.bytes), one.bytes),
+            one.sha256 or "not taken",
         ]
-    if recording is not None:
-        facts += [
-            [name, value_text(name, value), recording.machine_how.get(name, "not said by the recording")]
-            for name, value in recording.machine.items()
-            if story is None or name not in ("device", "queue_depth", "channels")
-        ]
-        commands += [one.command for one in recording.source if one.command and one.command not in commands]
-        tables.append(
-            table(
-                "Files read",
-                ["File", "Format", "Recorded by", "Size", "sha256 of the first MiB"],
-                [
-                    [
-                        one.path,
-                        one.format,
-                        one.tool or NONE,
-                        (bytes_text(one.bytes), one.bytes),
-                        one.sha256 or "not taken",
-                    ]
-                    for one in recording.source
-                ],
-            )
-        )
-        notes += recording.notes
-        notes += [
-            f"{count:,} detail records of process row {row} were lost; its totals are exact"
-            for row, count in recording.lost.items()
-            if count
-        ]
-    tables.insert(0, table("Machine", ["Fact", "Value", "How it was obtained"], facts))
-    return [one for one in tables if one.rows], commands, notes
+        for one in recording.source
+    ]
+    tables = [
+        table("Machine", ["Fact", "Value", "How it was obtained"], facts),
+        table("Files read", ["File", "Format", "Recorded by", "Size", "sha256 of the first MiB"], files),
+    ]
+    lost = [
+        f"{count:,} detail records of process row {row} were lost; its totals are exact"
+        for row, count in recording.lost.items()
+        if count
+    ]
+    commands = list(dict.fromkeys(one.command for one in recording.source if one.command))
+    return [one for one in tables if one.rows], commands, [*recording.notes, *lost]
 
 
 def _asset(name: str) -> str:
@@ -236,14 +216,16 @@ def _json(value: Any) -> Markup:
 
 def _render(*, drawn: Sequence[Chart], interactive: bool, **values: Any) -> str:
     css = _asset("page.css")
-    scripts = [_asset("page.js")]
+    scripts = [_asset("page.js"), _asset("rows.js")]
     if interactive:
         from plotly.offline import get_plotlyjs
 
         scripts[:0] = [get_plotlyjs(), _asset("plotly.js")]
     hashes = " ".join(_hash(text) for text in (_FIRST_SCRIPT, *scripts))
     # plotly writes style elements and data: images while it draws; the page's own script needs neither.
-    styles, images = ("'unsafe-inline'", "data: blob:") if interactive else (_hash(css), "data:")
+    styles, images = (
+        ("'unsafe-inline'", "data: blob:") if interactive else (f"{_hash(css)} {_hash(_UNSCRIPTED)}", "data:")
+    )
     csp = (
         f"default-src 'none'; script-src {hashes}; style-src {styles}; img-src {images}; "
         "base-uri 'none'; form-action 'none'"
@@ -261,6 +243,7 @@ def _render(*, drawn: Sequence[Chart], interactive: bool, **values: Any) -> str:
     return environment.get_template("page.html").render(
         css=Markup(css),
         first_script=Markup(_FIRST_SCRIPT),
+        unscripted=Markup(_UNSCRIPTED),
         scripts=[Markup(text) for text in scripts],
         csp=csp,
         version=version(),

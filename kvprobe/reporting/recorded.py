@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvprobe.diagnosis import offload_benefit
 from kvprobe.diagnosis.finding import ranked
 from kvprobe.diagnosis.startup import startup
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
 from kvprobe.recordings.window import serving_window
-from kvprobe.reporting import charts, lanes, series, verdict
+from kvprobe.reporting import charts, offloads, series, streams, verdict
 from kvprobe.reporting.charts import Mark, Points
-from kvprobe.reporting.units import NONE, bytes_text, count_text, duration, percent, rate, value_text
+from kvprobe.reporting.rows import rows_chart
+from kvprobe.reporting.units import NONE, bytes_text, change_text, count_text, duration, percent, rate, value_text
 from kvprobe.reporting.verdict import Verdict
-from kvprobe.reporting.views import Chart, Section, TableView, table
+from kvprobe.reporting.views import Cell, Chart, Section, TableView, table
 
 if TYPE_CHECKING:
     from kvprobe.diagnosis.finding import Finding
@@ -28,6 +30,7 @@ __all__ = ["Submissions", "View", "submissions", "view"]
 Array = npt.NDArray[Any]
 
 SLOWEST = 1200  # calls embedded one by one, so that zooming finds them with their names
+FEW = 3  # values: fewer make a table, and no chart
 COPIES = (CallKind.COPY, CallKind.BATCH)
 KINDS = (
     ("copies", COPIES),
@@ -94,6 +97,8 @@ def view(recording: Recording, findings: Sequence[Finding] | None, queues: Occup
             recording, findings or (), found.made, found.host_ns, span_ns, diagnosed=findings is not None
         )
     )
+    benefits = offload_benefit.of_recording(recording)
+    out.verdict.detail = " ".join([out.verdict.detail, *(one.sentence for one in benefits)]).strip()
     if found.made > len(found.rows):
         kept = f"{percent(len(found.rows) / found.made)} of all; the rest is in the totals"
         out.verdict.facts.append(verdict.Fact("Calls kept in detail", count_text(len(found.rows)), kept))
@@ -111,32 +116,40 @@ def view(recording: Recording, findings: Sequence[Finding] | None, queues: Occup
             else f"kvprobe looked at {count_text(found.made)} submissions in {duration(span_ns)} for every known cause."
         )
     queues = queues or (occupancy(recording) if len(found.rows) else None)
-    outstanding, cliff = lanes.occupancy_charts(recording, found, queues, marks)
-    stream_table, stream_lead = lanes.stream_table(recording, found, queues)
+    outstanding, cliff = streams.occupancy_charts(recording, found, queues, marks)
+    stream_table, stream_lead = streams.stream_table(recording, found, queues)
     out.sections = [
         charts.section(
             "overview",
             "Over time",
             "These charts share one time axis: zoom one and all follow.",
-            [_timeline(recording, found, marks, findings or ()), outstanding, *_samples(recording, found, marks)],
+            [
+                rows_chart(recording, found, findings or ()),
+                outstanding,
+                _timeline(recording, found, marks, findings or ()),
+                *_samples(recording, found, marks),
+            ],
         ),
         charts.section(
             "distributions", "How long calls took", "", [_histogram(recording, found), _heat(found, marks), cliff]
         ),
         charts.section("transfers", "Transfers", "", [_split(recording)]),
         charts.section("server_calls", "What the server's own functions moved", _SERVED, [], [_served(recording)]),
-        charts.section("ranks", "Processes side by side", "", *lanes.processes(recording, found, queues)),
+        charts.section("offload", "Is offload helping?", offloads.LEAD, [], [offloads.benefits_table(benefits)]),
+        charts.section("ranks", "Processes side by side", "", *streams.processes(recording, found, queues)),
         charts.section(
             "streams",
             "Streams and threads",
             stream_lead,
             [],
-            [stream_table, lanes.thread_table(recording, found, queues)],
+            [stream_table, streams.thread_table(recording, found, queues)],
         ),
         charts.section("stacks", "Python code that was waiting", _STACKS, [], [_stacks(recording)]),
         charts.section("startup", "Start-up, before the serving window", *_startup(recording)),
         charts.section("decisions", "What was switched, and why", "", [], [_decisions(recording, found)]),
     ]
+    for one in out.sections:
+        one.folded = one.id == "startup"
     return out
 
 
@@ -152,13 +165,16 @@ def _startup(recording: Recording) -> tuple[str, list[Chart | None], list[TableV
     )
     rows = [
         [
-            part.what, (f"{part.calls:,}", part.calls), (duration(part.ns), part.ns),
+            part.what,
+            (f"{part.calls:,}", part.calls),
+            (duration(part.ns), part.ns),
             (bytes_text(part.bytes) if part.bytes else NONE, part.bytes),
             (rate(part.bytes_per_s) if part.bytes else NONE, part.bytes_per_s),
-            part.call, (duration(part.longest_ns), part.longest_ns),
+            part.call,
+            (duration(part.longest_ns), part.longest_ns),
         ]
         for part in before.parts
-    ]  # fmt: skip
+    ]
     columns = ["Work", "Calls", "Time", "Size", "Rate", "Mostly in", "Longest call"]
     return lead, [], [table("Start-up by kind of work", columns, rows)]
 
@@ -181,7 +197,7 @@ def _groups(kind: Array) -> list[tuple[str, Array]]:
 def _timeline(
     recording: Recording, found: Submissions, marks: Sequence[Mark], findings: Sequence[Finding]
 ) -> Chart | None:
-    if not len(found.rows):
+    if len(found.rows) < FEW:
         return None
     lines, words = [], []
     for name, mask in _groups(found.kind):
@@ -241,7 +257,7 @@ def call_label(recording: Recording, row: int) -> str:
     bits = [recording.text(int(calls["name"][row])) or CallKind(int(calls["kind"][row])).name.lower()]
     stream = int(calls["stream"][row])
     if stream >= 0:
-        bits.append(f"on {lanes.stream_name(recording, stream)}")
+        bits.append(f"on {streams.stream_name(recording, stream)}")
     bits.append(f"by thread {int(calls['thread'][row])}")
     return " ".join(bits)
 
@@ -297,7 +313,7 @@ def _samples(recording: Recording, found: Submissions, marks: Sequence[Mark]) ->
             else "count"
         )
         values = table_["value"][rows]
-        if not np.isfinite(values).any():
+        if np.isfinite(values).sum() < FEW:
             continue
         title = name.removesuffix("_ns").removesuffix("_bytes").replace("_", " ").capitalize()
         summary = (
@@ -324,13 +340,6 @@ def _samples(recording: Recording, found: Submissions, marks: Sequence[Mark]) ->
 
 def _split(recording: Recording) -> Chart | None:
     rows = recording.transfers
-    parts = (
-        ("build", "build_ns"),
-        ("submit", "submit_ns"),
-        ("queue_wait", "wait_ns"),
-        ("copy", "copy_ns"),
-        ("poll_delay", "poll_ns"),
-    )
     split: dict[str, Mapping[str, float]] = {}
     for direction, name in (
         (Direction.H2D, "loads (CPU to GPU)"),
@@ -341,7 +350,7 @@ def _split(recording: Recording) -> Chart | None:
         if mask.any():
             times = rows["one_in"][mask]
             sums: Mapping[str, float] = {
-                part: float((np.maximum(rows[column][mask], 0) * times).sum()) for part, column in parts
+                part: float((np.maximum(rows[column][mask], 0) * times).sum()) for part, column in charts.SPLIT_OF
             }
             if any(sums.values()):
                 about = "about " if times.max() > 1 else ""
@@ -401,13 +410,18 @@ def _served(recording: Recording) -> TableView:
     listed = []
     for i in np.argsort(-spent, kind="stable")[:200]:
         moved, copies, pageable, blocking = (int(one[i]) for one in sums)
-        listed.append([
-            f"{recording.text(int(kinds[i][0]))} {recording.text(int(kinds[i][1]))}",
-            words.get(Direction(int(kinds[i][2])), NONE),
-            (count_text(int(calls[i])), int(calls[i])), (bytes_text(moved), moved),
-            (duration(int(spent[i])), int(spent[i])), (count_text(copies), copies),
-            (count_text(pageable), pageable), (count_text(blocking), blocking),
-        ])  # fmt: skip
+        listed.append(
+            [
+                f"{recording.text(int(kinds[i][0]))} {recording.text(int(kinds[i][1]))}",
+                words.get(Direction(int(kinds[i][2])), NONE),
+                (count_text(int(calls[i])), int(calls[i])),
+                (bytes_text(moved), moved),
+                (duration(int(spent[i])), int(spent[i])),
+                (count_text(copies), copies),
+                (count_text(pageable), pageable),
+                (count_text(blocking), blocking),
+            ]
+        )
     columns = ["Function", "Direction", "Calls", "Moved", "Time of its thread", "Copies", "Pageable", "Blocking"]
     return table("What the server's own functions moved", columns, listed)
 
@@ -419,11 +433,11 @@ def _decisions(recording: Recording, found: Submissions) -> TableView:
             (duration(t - found.span[0]), float(t - found.span[0])),
             recording.text(int(what)),
             recording.text(int(reason)),
-            (f"{gain:,.3g}" if gain else NONE, float(gain)),
+            (change_text(1 / gain) if gain else NONE, float(gain)),
         ]
         for t, what, reason, gain in zip(rows["time_ns"], rows["what"], rows["reason"], rows["gain"], strict=True)
     ][:200]
-    return table("Decisions and states", ["At", "What", "Why", "Gain"], listed)
+    return table("Decisions and states", ["At", "What", "Why", "A copy costs its caller"], listed)
 
 
 # ---- findings ------------------------------------------------------------------------------------------------------
@@ -483,7 +497,7 @@ def _calls_table(finding: Finding, found: Submissions) -> TableView:
     """The calls that lost most: where in the recording, and where in the program."""
     listed = [
         [
-            (duration(one.start_ns - found.span[0]), one.start_ns - found.span[0]),
+            Cell(duration(one.start_ns - found.span[0]), one.start_ns - found.span[0], call=one.row),
             one.name,
             (duration(one.dur_ns), one.dur_ns),
             (duration(one.lost_ns), one.lost_ns),
@@ -502,7 +516,7 @@ def _calls_table(finding: Finding, found: Submissions) -> TableView:
 
 def _zoom(i: int, finding: Finding, recording: Recording, found: Submissions) -> Chart | None:
     """The finding's own series where it has some, else the submissions around its window."""
-    if finding.chart is not None and finding.chart["series"]:
+    if finding.chart is not None and any(len(one["x"]) >= FEW for one in finding.chart["series"].values()):
         return charts.plain(f"finding-chart-{i}", finding.chart, found.span)
     start, end = finding.window
     whole = found.span[1] - found.span[0]
@@ -511,7 +525,7 @@ def _zoom(i: int, finding: Finding, recording: Recording, found: Submissions) ->
     edge = 0.15 * (end - start)
     span = (max(start - edge, found.span[0]), min(end + edge, found.span[1]))
     inside = (found.start_ns >= span[0]) & (found.start_ns <= span[1])
-    if not inside.any():
+    if inside.sum() < FEW:
         return None
     lines = [
         Points(name, found.start_ns[inside & mask], found.dur_ns[inside & mask])

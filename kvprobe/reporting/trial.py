@@ -58,9 +58,14 @@ class Compared:
     def to_json(self) -> dict[str, Any]:
         """All fields; `with` is what the change gave."""
         return {
-            "without": list(self.without), "with": list(self.given), "saved_median": self.saved, "saved_low": self.low,
-            "saved_high": self.high, "p": self.p, "verdict": self.verdict,
-        }  # fmt: skip
+            "without": list(self.without),
+            "with": list(self.given),
+            "saved_median": self.saved,
+            "saved_low": self.low,
+            "saved_high": self.high,
+            "p": self.p,
+            "verdict": self.verdict,
+        }
 
 
 @dataclass

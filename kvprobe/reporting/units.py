@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["NONE", "TIMES_SIGN", "bytes_text", "count_text", "duration", "percent", "rate", "ratio", "value_text"]
+__all__ = [
+    "NONE",
+    "TIMES_SIGN",
+    "bytes_text",
+    "change_text",
+    "count_text",
+    "duration",
+    "percent",
+    "rate",
+    "ratio",
+    "value_text",
+]
 
 NONE = "\u2013"  # a dash: not known, or not there
 TIMES_SIGN = "\u00d7"
@@ -78,9 +89,14 @@ def ratio(before: float | None, after: float | None) -> str:
     """How many times less (or more) `after` is than `before`."""
     if before is None or after is None or not (_finite(before) and _finite(after)) or before <= 0 or after <= 0:
         return ""
-    if before >= after:
-        return "unchanged" if before < after * 1.05 else f"{_three(before / after)}{TIMES_SIGN} less"
-    return "unchanged" if after < before * 1.05 else f"{_three(after / before)}{TIMES_SIGN} more"
+    return "unchanged" if before / 1.05 < after < before * 1.05 else change_text(after / before)
+
+
+def change_text(ratio: float) -> str:
+    """A change as it is quoted everywhere: how many times less or more; `ratio` is after over before."""
+    if ratio >= 1:
+        return f"{_three(ratio)}{TIMES_SIGN} more"
+    return f"{_three(1 / ratio)}{TIMES_SIGN} less"
 
 
 def value_text(name: str, value: object) -> str:

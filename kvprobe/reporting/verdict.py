@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from kvprobe.diagnosis.finding import ranked
 from kvprobe.diagnosis.verdict import of_recording as diagnosis_verdict
-from kvprobe.reporting.story import Story
-from kvprobe.reporting.units import bytes_text, count_text, duration, percent, rate, ratio
+from kvprobe.recordings.window import recorded_span
+from kvprobe.reporting.units import count_text, duration, percent
 
 if TYPE_CHECKING:
-    from kvprobe.diagnosis.finding import Change, Finding
+    from kvprobe.diagnosis.finding import Call, Change, Finding
     from kvprobe.recordings.model import Recording
 
-__all__ = ["Fact", "Part", "Verdict", "change_parts", "cure_parts", "of_recording", "of_story", "saving_text"]
+__all__ = ["Fact", "Part", "Verdict", "change_parts", "cure_parts", "of_recording", "saving_text"]
 
 WORDS = {
     "critical": "Critical",
@@ -25,6 +25,9 @@ WORDS = {
     "unknown": "Undecided",
     "ok": "Nothing found",
     "cured": "Cured while running",
+    "better": "Better",
+    "worse": "Worse",
+    "same": "No change",
 }
 
 
@@ -49,7 +52,10 @@ class Part:
 
 @dataclass
 class Verdict:
-    """`state` is critical, warning, info, unknown, ok or cured; the template gives each a shape and a word."""
+    """`state` is a key of WORDS; the template gives each a shape and a word.
+
+    `call` says which call lost most, `call_row` is its row in the recording's calls, for a link; -1: none.
+    """
 
     state: str
     headline: str
@@ -58,6 +64,8 @@ class Verdict:
     cures: list[list[Part]] = field(default_factory=list)
     saving: str = ""
     action: str = "What to change"
+    call: list[Part] = field(default_factory=list)
+    call_row: int = -1
 
     @property
     def word(self) -> str:
@@ -125,81 +133,6 @@ def change_parts(change: Change) -> list[Part]:
     said += [Part(f" ({saving})")] if saving else []
     last = next((i for i, part in enumerate(parts) if part.code), len(parts))  # lines to copy come after the sentence
     return parts[:last] + said + parts[last:]
-
-
-def of_story(story: Story) -> Verdict:
-    """The demo's verdict: what was seen in the shared phase, what kvprobe did, and what that gave back."""
-    phases = {name: dict(stats) for name, stats in story.phases.items()}
-    shared, auto = phases.get("shared", {}), phases.get("auto", {})
-    p99, after = shared.get("submit_p99_ns"), auto.get("submit_p99_ns")
-    base = story.baseline_submit_ns
-    facts = []
-    for key, label in (
-        ("submit_p99_ns", "Submission, p99"),
-        ("longest_call_ns", "Longest blocked call"),
-        ("step_p99_ns", "Model step, p99"),
-    ):
-        one, two = shared.get(key), auto.get(key)
-        if one is None and two is None:
-            continue
-        facts.append(
-            Fact(
-                label,
-                duration(two if two is not None else one),
-                ratio(one, two),
-                duration(one) if two is not None else "",
-            )
-        )
-    if story.onset_ms is not None:
-        calls = (
-            f"after {count_text(story.blocked_calls_before_switch)} blocked calls"
-            if story.blocked_calls_before_switch is not None
-            else ""
-        )
-        facts.append(Fact("Noticed within", duration(story.onset_ms * 1e6), calls))
-    facts.append(Fact("Launch queue", f"{story.queue_depth:,} deep", f"{story.channels} hardware channels"))
-    speed = auto.get("bytes_per_s", shared.get("bytes_per_s"))
-    if speed:
-        link = auto.get("link_bytes_per_s") or shared.get("link_bytes_per_s")
-        facts.append(
-            Fact("Copied at", rate(speed), f"{percent(speed / link)} of the link's {rate(link)}" if link else "")
-        )
-    if story.redundant_bytes_avoided:
-        facts.append(Fact("Redundant loads avoided", bytes_text(story.redundant_bytes_avoided), story.dedup))
-    if story.bytes_verified:
-        facts.append(Fact("Verified", bytes_text(story.bytes_verified), "compared on both sides, all equal"))
-
-    saturated = bool(p99 and base and p99 > 3 * base)
-    times = f"{p99 / base:,.0f} times" if p99 and base else ""
-    if not saturated and not story.switches:
-        headline = (
-            f"No saturation: submitting a copy took {duration(p99)} at p99, beside a baseline of {duration(base)}."
-        )
-        return Verdict("ok" if p99 else "unknown", headline, "", facts)
-    why = (
-        f"The launch queue of the shared copy stream was full at {story.queue_depth:,} submissions, so each further "
-        f"copy waited in the submitting thread: {duration(p99)} at p99, {times} the baseline of {duration(base)}."
-    )
-    if not story.switches:
-        return Verdict(
-            "critical",
-            f"The launch queue was full: submitting one copy took {duration(p99)} instead of {duration(base)}.",
-            why,
-            facts,
-            [cure_parts("Let kvprobe choose the streams: policy `auto`, or `pooled` from the start.")],
-        )
-    first = story.switches[0]
-    now = f"; {after / base:.2g} times the baseline" if after and base else ""
-    headline = (
-        f"The launch queue filled, and submitting a copy took {duration(p99)}. kvprobe switched to {first.after} "
-        f"streams by itself: now it takes {duration(after)}."
-    )
-    done = [
-        cure_parts(f"{one.before} → {one.after}" + (f": {micro(one.reason)}" if one.reason else ""))
-        for one in story.switches[:4]
-    ]
-    saving = f"Submission at p99 {ratio(p99, after)}{now}." if after else ""
-    return Verdict("cured", headline, why, facts, done, saving, "What kvprobe changed")
 
 
 def place(finding: Finding, limit: int = 2, brief: bool = False) -> str:
@@ -297,4 +230,25 @@ def of_recording(
     if rest:
         others = sum(one.lost_ns for one in order[1:])
         facts.append(Fact("Other findings", str(rest), f"{duration(others)} more lost" if others else ""))
-    return Verdict(first.severity, headline, detail, facts, [change_parts(change) for change in first.cure[:3]])
+    out = Verdict(first.severity, headline, detail, facts, [change_parts(change) for change in first.cure[:3]])
+    if first.calls:
+        same = [one for one in first.where if one.thread == first.calls[0].thread]
+        stream = first.calls[0].stream_name or (same[0].stream_name if same else "")
+        out.call = _call(first.calls[0], stream, recorded_span(recording)[0])
+        out.call_row = first.calls[0].row
+    return out
+
+
+def _call(call: Call, stream: str, origin_ns: int) -> list[Part]:
+    """The call that lost most: what it took, on which stream and thread, when, and who made it."""
+    where = f" on {stream}" if stream else ""
+    thread = f", by thread {call.thread}" if call.thread >= 0 else ""
+    at = f", {duration(call.start_ns - origin_ns)} after the recording began"
+    parts = [
+        Part("The longest: "),
+        Part(call.name, inline=True),
+        Part(f" took {duration(call.dur_ns)}{where}{thread}{at}"),
+    ]
+    if call.line:
+        parts += [Part(", called at "), Part(call.line, inline=True)]
+    return [*parts, Part(".")]

@@ -14,10 +14,14 @@ __all__ = ["Cell", "Chart", "Section", "TableView", "numbers", "table"]
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell: what it says and what it sorts by; `value` None sorts as text and aligns left."""
+    """One cell: what it says and what it sorts by; `value` None sorts as text and aligns left.
+
+    `call`, a row of the recording's calls, makes it a link to that call in the chart of threads and streams.
+    """
 
     text: str
     value: float | None = None
+    call: int = -1
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class TableView:
 class Chart:
     """A chart: `spec` is what the script draws, `summary` says the same in words, `table` in numbers.
 
-    `spec["kind"]` is "timeline", "histogram", "heat", "bars" or "depth"; see templates/page.js.
+    `spec["kind"]` is "rows" (templates/rows.js), "timeline", "histogram", "heat" or "bars" (templates/page.js).
     """
 
     id: str
@@ -48,13 +52,14 @@ class Chart:
 
 @dataclass
 class Section:
-    """A headed part of the page: paragraphs, then charts, then tables."""
+    """A headed part of the page: paragraphs, then charts, then tables; `folded` opens when it is asked for."""
 
     id: str
     title: str
     lead: str = ""
     charts: list[Chart] = field(default_factory=list)
     tables: list[TableView] = field(default_factory=list)
+    folded: bool = False
 
 
 def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], note: str = "") -> TableView:

@@ -59,11 +59,12 @@ class Run(TypedDict, total=False):
 
 
 class End(TypedDict, total=False):
-    """end.json: `status` of the command, as `Ended.status`."""
+    """end.json: `status` of the command, as `Ended.status`; null where nobody could tell."""
 
     t_ns: Int
     status: Int | None
     warnings: list[str]
+    confidential_computing: bool | None
 
 
 class Ended(TypedDict, total=False):
@@ -128,7 +129,7 @@ class Queue(TypedDict, total=False):
 
 
 class Event(TypedDict, total=False):
-    """What an adapter saw or decided; `kvprobe.instrument.sidecar` says more. Adapters add fields of their own."""
+    """What an adapter saw or decided; `kvprobe.instrument.event_log` says more. Adapters add fields of their own."""
 
     t_ns: Int
     kind: str

@@ -165,13 +165,17 @@ def _fill(model: Any, files: list[Path]) -> None:
                         continue
                     value = tensors.get_tensor(key)
                     if value.shape != place.shape:
-                        raise KvprobeError(f"{file}: {key} has shape {tuple(value.shape)}, the model "
-                                           f"{tuple(place.shape)}: checkpoint and config do not fit")  # fmt: skip
+                        raise KvprobeError(
+                            f"{file}: {key} has shape {tuple(value.shape)}, the model "
+                            f"{tuple(place.shape)}: checkpoint and config do not fit"
+                        )
                     place.detach().copy_(value)
                     missing.pop(id(place), None)
         except SafetensorError as error:
             raise KvprobeError(f"{file} is damaged or half written ({error}): fetch the checkpoint again") from None
     if missing:
         first = next(iter(missing.values()))
-        raise KvprobeError(f"the checkpoint lacks {len(missing)} tensors of this model, {first} the first: fetch it "
-                           "again, or load it with from_pretrained and use offload()")  # fmt: skip
+        raise KvprobeError(
+            f"the checkpoint lacks {len(missing)} tensors of this model, {first} the first: fetch it "
+            "again, or load it with from_pretrained and use offload()"
+        )

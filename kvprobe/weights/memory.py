@@ -78,8 +78,10 @@ class DeviceMemory:
         except (CudaError, torch.cuda.OutOfMemoryError) as error:
             if isinstance(error, CudaError) and error.code != 2:  # cudaErrorMemoryAllocation
                 raise
-            raise KvprobeError(f"the GPU has no room for {size / 2**20:,.0f} MiB of {use}: lower gpu_fraction or "
-                               "gpu_bytes, or the window") from None  # fmt: skip
+            raise KvprobeError(
+                f"the GPU has no room for {size / 2**20:,.0f} MiB of {use}: lower gpu_fraction or "
+                "gpu_bytes, or the window"
+            ) from None
         self.bytes += size
         return found
 
@@ -146,8 +148,9 @@ class HostMemory:
             try:
                 self._chunk = torch.empty(size, dtype=torch.uint8)
             except RuntimeError:
-                raise KvprobeError(f"the machine has no {size / 2**20:,.0f} MiB of memory for offloaded weights: raise "
-                                   "gpu_fraction") from None  # fmt: skip
+                raise KvprobeError(
+                    f"the machine has no {size / 2**20:,.0f} MiB of memory for offloaded weights: raise gpu_fraction"
+                ) from None
             self.pageable_bytes += size
         self._used = 0
         self.chunks += 1

@@ -158,8 +158,10 @@ class WeightOffload:
         for tensor in plan.unplain:
             self._move_whole(tensor)
         if self._host.pageable_bytes:
-            self.notes.append(f"{self._host.pageable_bytes / 2**20:,.0f} MiB of CPU memory could not be pinned "
-                              f"({self._host.refusal}): copies from it are slower and hold their caller")  # fmt: skip
+            self.notes.append(
+                f"{self._host.pageable_bytes / 2**20:,.0f} MiB of CPU memory could not be pinned "
+                f"({self._host.refusal}): copies from it are slower and hold their caller"
+            )
         for placed in units:
             for tensor in placed.tensors:
                 kind = watch(tensor)
@@ -188,8 +190,9 @@ class WeightOffload:
         if self._device.device.type == "cuda" and tensor.device.type != "cuda":
             came_from = tensor.device
             tensor.data = tensor.data.to(self._device.device)
-            self.notes.append(f"a {type(tensor).__name__} of {tuple(tensor.shape)} stays on the GPU: "
-                              "it is not plain bytes")  # fmt: skip
+            self.notes.append(
+                f"a {type(tensor).__name__} of {tuple(tensor.shape)} stays on the GPU: it is not plain bytes"
+            )
             self._undo.append(lambda: setattr(tensor, "data", tensor.data.to(came_from)))
 
     def _restore(self) -> None:
@@ -307,8 +310,10 @@ class WeightOffload:
         window = self._need()
         training = self.runtime.provider == "cuda" and self.model.training
         if training and any(tensor.requires_grad for tensor in placed.tensors):
-            raise KvprobeError("offloaded weights cannot be trained on a GPU: freeze them (requires_grad_(False)), "
-                               "call eval(), or use torch.no_grad()")  # fmt: skip
+            raise KvprobeError(
+                "offloaded weights cannot be trained on a GPU: freeze them (requires_grad_(False)), "
+                "call eval(), or use torch.no_grad()"
+            )
 
         def pack(tensor: Any) -> Any:
             slot = placed.slot
@@ -350,8 +355,9 @@ class WeightOffload:
             raise UsageError(f"the window is at least 0, not {window}")
         need = plan.device_bytes + (slots - plan.slots) * plan.slot_bytes
         if need > plan.limit_bytes:
-            raise UsageError(f"a window of {window} takes {need:,} bytes of GPU memory, {plan.limit_bytes:,} are "
-                             "allowed")  # fmt: skip
+            raise UsageError(
+                f"a window of {window} takes {need:,} bytes of GPU memory, {plan.limit_bytes:,} are allowed"
+            )
         self._settle()
         current.timeline.drain()
         with torch.inference_mode(False):
@@ -429,8 +435,9 @@ class WeightOffload:
         if all(one.window == RESIDENT for one in forwards):
             raise UsageError("no forward was measured yet: run the model first (outside of a CUDA graph)")
         units = self.plan.units
-        return profile(forwards, [unit.name for unit in units], [unit.bytes for unit in units],
-                       self._need().timeline.unmeasured)  # fmt: skip
+        return profile(
+            forwards, [unit.name for unit in units], [unit.bytes for unit in units], self._need().timeline.unmeasured
+        )
 
 
 class _Saved:
@@ -448,8 +455,10 @@ class _Saved:
         if memory is None:
             raise KvprobeError("the offload was removed between forward and backward: run the forward again")
         if sum(self.placed.versions()) != self.version:
-            raise KvprobeError(f"{self.placed.unit.name} was changed between forward and backward: its gradient would "
-                               "be wrong; run the forward again")  # fmt: skip
+            raise KvprobeError(
+                f"{self.placed.unit.name} was changed between forward and backward: its gradient would "
+                "be wrong; run the forward again"
+            )
         view = torch.empty(0, dtype=self.dtype)
         first = (memory.storage_offset() + self.at) // view.element_size()
         view.set_(memory.untyped_storage(), first, self.shape, self.stride)

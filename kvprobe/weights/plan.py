@@ -139,8 +139,10 @@ def make_plan(model: Any, limit: Limit, window: str | int) -> Plan:
     if not least:
         raise UsageError(f"{type(model).__name__} has no layers that could be offloaded")
     need, width = min(least)
-    raise UsageError(f"{limit_bytes:,} bytes of GPU memory are too few: this model needs {need:,} bytes with a window "
-                     f"of {width}; raise gpu_fraction (to {need / total + 0.001:.3f}) or gpu_bytes")  # fmt: skip
+    raise UsageError(
+        f"{limit_bytes:,} bytes of GPU memory are too few: this model needs {need:,} bytes with a window "
+        f"of {width}; raise gpu_fraction (to {need / total + 0.001:.3f}) or gpu_bytes"
+    )
 
 
 @dataclass(frozen=True)
@@ -216,8 +218,10 @@ def _extents(model: Any) -> tuple[list[Extent], list[Any], dict[int, set[int]]]:
         if is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided or tensor.is_quantized:
             unplain.append(tensor)
         elif tensor.is_inference():
-            raise UsageError("the model's weights were made under inference_mode, so changes to them cannot be seen: "
-                             "build the model outside of it")  # fmt: skip
+            raise UsageError(
+                "the model's weights were made under inference_mode, so changes to them cannot be seen: "
+                "build the model outside of it"
+            )
         elif tensor.numel():
             start = tensor.storage_offset() * tensor.element_size()
             span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

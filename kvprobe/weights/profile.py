@@ -230,8 +230,9 @@ def typical(forwards: Sequence[Forward]) -> Typical:
     for i, unit in enumerate(sequence):
         before = [(one.visits[i - 1].leave_ns if i else one.start_ns) for one in same]
         gaps = [one.visits[i].enter_ns - end for one, end in zip(same, before, strict=True)]
-        steps.append(Step(unit, max(median(gaps), 0), copy_ns.get(unit, 0.0),
-                          median(one.visits[i].compute_ns for one in same)))  # fmt: skip
+        steps.append(
+            Step(unit, max(median(gaps), 0), copy_ns.get(unit, 0.0), median(one.visits[i].compute_ns for one in same))
+        )
     tails = [one.end_ns - (one.visits[-1].leave_ns if one.visits else one.start_ns) for one in same]
     idles = [b.start_ns - a.end_ns for a, b in pairwise(forwards)]
     start_ns, ready_ns = _latencies(forwards)
@@ -292,9 +293,17 @@ def profile(forwards: Sequence[Forward], names: Sequence[str], sizes: Sequence[i
         wait = float(median(sum(v.wait_ns for v in some) for some in visits))
         copies = sum(1 for some in visits for v in some if v.bytes) / len(visits)
         spent = copies * per_copy.get(unit, 0.0)
-        layers.append(LayerProfile(names[unit], sizes[unit], copies, per_copy.get(unit, 0.0),
-                                   float(median(s.compute_ns for s in middle.steps if s.unit == unit)),
-                                   wait, _hidden(spent, wait)))  # fmt: skip
+        layers.append(
+            LayerProfile(
+                names[unit],
+                sizes[unit],
+                copies,
+                per_copy.get(unit, 0.0),
+                float(median(s.compute_ns for s in middle.steps if s.unit == unit)),
+                wait,
+                _hidden(spent, wait),
+            )
+        )
     compute_ns = middle.compute_ns
     return WeightProfile(
         forwards=len(mine),

@@ -38,10 +38,13 @@ def recording_of(held: WeightOffload, what: str, command: str = "", window: int 
     runtime = held.runtime
     pinned = Memory.PINNED if held.pinned_bytes else Memory.PAGEABLE
     columns = rows.columns(int(pinned))
-    columns["streams"] = {"process": [0, 0], "device": [0, 0], "handle": [held.copy_stream, 0],
-                          "name": [names.add("weight copies"), names.add("computation")]}  # fmt: skip
-    columns["processes"] = {"pid": [os.getpid()], "name": [names.add(Path(what).name)],
-                            "command": [names.add(command)]}  # fmt: skip
+    columns["streams"] = {
+        "process": [0, 0],
+        "device": [0, 0],
+        "handle": [held.copy_stream, 0],
+        "name": [names.add("weight copies"), names.add("computation")],
+    }
+    columns["processes"] = {"pid": [os.getpid()], "name": [names.add(Path(what).name)], "command": [names.add(command)]}
     recording = Recording(
         [Source(what, "kvprobe weights", command=command)],
         tables={name: Table(name, one) for name, one in columns.items()},
@@ -50,10 +53,16 @@ def recording_of(held: WeightOffload, what: str, command: str = "", window: int 
         notes=list(held.notes),
     )
     profile = held.profile()
-    recording.machine = {"provider": runtime.provider, "cuda": runtime.version,
-                         "link_bytes_per_s": profile.link_bytes_per_s}  # fmt: skip
-    recording.machine_how = {"provider": "kvprobe's own", "cuda": "cudaRuntimeGetVersion",
-                             "link_bytes_per_s": "bytes of the layers' copies over their time"}  # fmt: skip
+    recording.machine = {
+        "provider": runtime.provider,
+        "cuda": runtime.version,
+        "link_bytes_per_s": profile.link_bytes_per_s,
+    }
+    recording.machine_how = {
+        "provider": "kvprobe's own",
+        "cuda": "cudaRuntimeGetVersion",
+        "link_bytes_per_s": "bytes of the layers' copies over their time",
+    }
     if profile.unmeasured:
         recording.notes.append(f"{profile.unmeasured} forwards were not measured: the host was too far ahead")
     return recording
@@ -84,8 +93,18 @@ class _Rows:
             at = visit.leave_ns
             if visit.bytes:
                 end = visit.copy_start_ns + visit.copy_ns
-                self.copies.append((visit.copy_start_ns, end, visit.submitted_ns, visit.submit_ns, visit.bytes,
-                                    visit.src, visit.dst, add(f"load {name}")))  # fmt: skip
+                self.copies.append(
+                    (
+                        visit.copy_start_ns,
+                        end,
+                        visit.submitted_ns,
+                        visit.submit_ns,
+                        visit.bytes,
+                        visit.src,
+                        visit.dst,
+                        add(f"load {name}"),
+                    )
+                )
         if forward.end_ns > at:
             self.kernels.append((at, forward.end_ns, between))
         what = "weights: forward" + (" without copies" if forward.window == RESIDENT else f", window {forward.window}")
@@ -101,35 +120,61 @@ class _Rows:
         memcpy, domain = self._names.add("cudaMemcpyAsync"), self._names.add("kvprobe")
         return {
             "calls": {
-                "start_ns": submitted, "end_ns": [a + b for a, b in zip(submitted, took, strict=True)],
-                "process": [0] * many, "thread": [self._thread] * many, "name": [memcpy] * many,
-                "kind": [CallKind.COPY] * many, "stream": [COPY_STREAM] * many, "direction": [Direction.H2D] * many,
-                "memory": [memory] * many, "bytes": sizes, "count": [1] * many, "correlation": list(numbers),
-                "transfer": list(numbers), "src": sources, "dst": targets,
+                "start_ns": submitted,
+                "end_ns": [a + b for a, b in zip(submitted, took, strict=True)],
+                "process": [0] * many,
+                "thread": [self._thread] * many,
+                "name": [memcpy] * many,
+                "kind": [CallKind.COPY] * many,
+                "stream": [COPY_STREAM] * many,
+                "direction": [Direction.H2D] * many,
+                "memory": [memory] * many,
+                "bytes": sizes,
+                "count": [1] * many,
+                "correlation": list(numbers),
+                "transfer": list(numbers),
+                "src": sources,
+                "dst": targets,
             },
             "executions": {
-                "start_ns": starts + k_start, "end_ns": ends + k_end, "process": [0] * (many + kernels),
-                "device": [0] * (many + kernels), "stream": [COPY_STREAM] * many + [COMPUTE_STREAM] * kernels,
+                "start_ns": starts + k_start,
+                "end_ns": ends + k_end,
+                "process": [0] * (many + kernels),
+                "device": [0] * (many + kernels),
+                "stream": [COPY_STREAM] * many + [COMPUTE_STREAM] * kernels,
                 "engine": [Engine.COPY] * many + [Engine.KERNEL] * kernels,
                 "direction": [Direction.H2D] * many + [Direction.UNKNOWN] * kernels,
-                "memory": [memory] * many + [Memory.UNKNOWN] * kernels, "bytes": sizes + [0] * kernels,
-                "count": [1] * (many + kernels), "correlation": [*numbers] + [-1] * kernels,
+                "memory": [memory] * many + [Memory.UNKNOWN] * kernels,
+                "bytes": sizes + [0] * kernels,
+                "count": [1] * (many + kernels),
+                "correlation": [*numbers] + [-1] * kernels,
                 "name": copy_names + k_name,
             },
             "ranges": {
-                "start_ns": r_start, "end_ns": r_end, "process": [0] * len(r_start),
-                "thread": [self._thread] * len(r_start), "domain": [domain] * len(r_start), "name": r_name,
+                "start_ns": r_start,
+                "end_ns": r_end,
+                "process": [0] * len(r_start),
+                "thread": [self._thread] * len(r_start),
+                "domain": [domain] * len(r_start),
+                "name": r_name,
                 "style": [RangeStyle.START_END] * len(r_start),
             },
             "transfers": {
-                "start_ns": submitted, "end_ns": [max(a, b) for a, b in zip(ends, submitted, strict=True)],
-                "process": [0] * many, "thread": [self._thread] * many, "stream": [COPY_STREAM] * many,
-                "direction": [Direction.H2D] * many, "bytes": sizes, "count": [1] * many, "transfer": list(numbers),
-                "submit_ns": took, "copy_ns": [b - a for a, b in zip(starts, ends, strict=True)],
+                "start_ns": submitted,
+                "end_ns": [max(a, b) for a, b in zip(ends, submitted, strict=True)],
+                "process": [0] * many,
+                "thread": [self._thread] * many,
+                "stream": [COPY_STREAM] * many,
+                "direction": [Direction.H2D] * many,
+                "bytes": sizes,
+                "count": [1] * many,
+                "transfer": list(numbers),
+                "submit_ns": took,
+                "copy_ns": [b - a for a, b in zip(starts, ends, strict=True)],
                 "wait_ns": [max(a - b - c, 0) for a, b, c in zip(starts, submitted, took, strict=True)],
                 "ok": [1] * many,
             },
-        }  # fmt: skip
+        }
 
 
 def _turn(rows: list[tuple[int, ...]], width: int) -> list[list[int]]:

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvprobe.cuda import Runtime
-from kvprobe.native.library import core
+from kvprobe.cuda.clock import DeviceClock
 from kvprobe.offload.streams import EventPool
 
 KEPT = 256  # forwards
@@ -100,14 +100,11 @@ class Timeline:
     unmeasured and is counted in `unmeasured`.
     """
 
-    def __init__(self, runtime: Runtime, visits: int, clock_stream: int) -> None:
+    def __init__(self, runtime: Runtime, visits: int) -> None:
         """Creates all events now; `visits` is how many a forward is expected to have."""
         self._runtime = runtime
         self._events = EventPool(runtime, IN_FLIGHT * (5 * visits + 4) + 16, timing=True)
-        self._clock = runtime.event_create(timing=True)
-        runtime.event_record(self._clock, clock_stream)
-        runtime.event_synchronize(self._clock)
-        self._clock_ns = core().kvp_now_ns()
+        self._clock = DeviceClock(runtime)
         self._pending: deque[tuple[_ForwardTrace, int]] = deque()
         self._current: _ForwardTrace | None = None
         self.forwards: deque[Forward] = deque(maxlen=KEPT)
@@ -175,7 +172,7 @@ class Timeline:
 
     def harvest(self) -> None:
         """Reads the forwards that the device has finished."""
-        while self._pending and self._runtime.event_query(self._pending[0][0].end):
+        while self._pending and self._clock.known and self._runtime.event_query(self._pending[0][0].end):
             trace, window = self._pending.popleft()
             start = self._at(trace.start)
             visits = tuple(self._visit(one) for one in trace.visits)
@@ -191,7 +188,7 @@ class Timeline:
     def close(self) -> None:
         """Destroys the events."""
         self._events.close()
-        self._runtime.event_destroy(self._clock)
+        self._clock.close()
 
     def _visit(self, trace: VisitTrace) -> Visit:
         wait_ns, compute_ns = self._between(trace.before, trace.after), self._between(trace.after, trace.end)
@@ -199,8 +196,17 @@ class Timeline:
         copy = trace.copy
         if copy is None:
             return Visit(trace.unit, *times)
-        return Visit(trace.unit, *times, copy.bytes, self._at(copy.start), self._between(copy.start, copy.end),
-                     copy.submitted_ns, copy.submit_ns, copy.src, copy.dst)  # fmt: skip
+        return Visit(
+            trace.unit,
+            *times,
+            copy.bytes,
+            self._at(copy.start),
+            self._between(copy.start, copy.end),
+            copy.submitted_ns,
+            copy.submit_ns,
+            copy.src,
+            copy.dst,
+        )
 
     def _mark(self, stream: int) -> int:
         event = self._events.take() or 0
@@ -228,7 +234,7 @@ class Timeline:
                 self._events.give(event)
 
     def _at(self, event: int) -> int:
-        return int(self._clock_ns + 1e6 * self._runtime.event_elapsed_ms(self._clock, event))
+        return self._clock.host_ns(event) or 0  # 0: never, `harvest` has asked
 
     def _between(self, start: int, end: int) -> int:
         return int(1e6 * self._runtime.event_elapsed_ms(start, end))

@@ -34,8 +34,10 @@ def _set(self: Any, value: Any) -> None:
     import torch
 
     if value.shape != self.shape or value.dtype != self.dtype:
-        raise KvprobeError(f"an offloaded parameter of {tuple(self.shape)} {self.dtype} cannot become "
-                           f"{tuple(value.shape)} {value.dtype}: call remove() first, then change it")  # fmt: skip
+        raise KvprobeError(
+            f"an offloaded parameter of {tuple(self.shape)} {self.dtype} cannot become "
+            f"{tuple(value.shape)} {value.dtype}: call remove() first, then change it"
+        )
     with torch.no_grad():
         self.detach().copy_(value)
 

@@ -98,8 +98,11 @@ class Placed:
         """The tensors that its computation changed in place, with where their extents begin."""
         now = self.versions()
         hidden = {id(tensor) for module, tensor in self._statistics if module.training}
-        return [one for one, before, after in zip(self.held, self.entered, now, strict=True)
-                if before != after or id(one[1].tensor) in hidden]  # fmt: skip
+        return [
+            one
+            for one, before, after in zip(self.held, self.entered, now, strict=True)
+            if before != after or id(one[1].tensor) in hidden
+        ]
 
     def bind(self, views: Sequence[Any]) -> None:
         """Makes its tensors lie in other memory."""
@@ -151,11 +154,16 @@ class Window:
         self._at = 0
         self._ranges = ranges()
         self._submit = core().kvp_submit
-        self._options = SubmitOptions(copy=runtime.address("cudaMemcpyAsync"), stream=self.stream,
-                                      kind=MEMCPY_KIND["h2d"], direction=1, detail=DETAIL[detail])  # fmt: skip
+        self._options = SubmitOptions(
+            copy=runtime.address("cudaMemcpyAsync"),
+            stream=self.stream,
+            kind=MEMCPY_KIND["h2d"],
+            direction=1,
+            detail=DETAIL[detail],
+        )
         self._result = SubmitResult()
         self._where = (ct.c_uint64 * 3)()
-        self.timeline = Timeline(runtime, 2 * len(units), self.stream)
+        self.timeline = Timeline(runtime, 2 * len(units))
         self.copies = self.bytes = self.misses = self.written_back = 0
         self.capturing = self._forked = self._inside = False
         self.captured = False  # a graph exists: its replays change the slots unseen
@@ -232,8 +240,10 @@ class Window:
             placed.depth += 1
             return
         if not self._inside and self.compute.capturing():
-            raise KvprobeError(f"{placed.unit.name} alone cannot be captured in a CUDA graph, its weights stay "
-                               "outside it: capture the forward of the whole model")  # fmt: skip
+            raise KvprobeError(
+                f"{placed.unit.name} alone cannot be captured in a CUDA graph, its weights stay "
+                "outside it: capture the forward of the whole model"
+            )
         self._advance(placed.number)
         stream = self.compute.stream
         visit = self.timeline.arrive(placed.number, stream)
@@ -349,8 +359,10 @@ class Window:
         """A slot for a unit that is needed now: the one whose unit is needed last."""
         free = [slot for slot in self.slots if not slot.busy]
         if not free:
-            raise KvprobeError(f"{placed.unit.name} computes inside {len(self.slots)} other offloaded layers: use a "
-                               f"window of at least {len(self.slots)}")  # fmt: skip
+            raise KvprobeError(
+                f"{placed.unit.name} computes inside {len(self.slots)} other offloaded layers: use a "
+                f"window of at least {len(self.slots)}"
+            )
         rank = {one.number: i for i, one in reversed(list(enumerate(self._ahead())))}
         return max(free, key=lambda slot: rank.get(slot.placed.number, 1 << 30) if slot.placed else 1 << 31)
 
@@ -391,8 +403,10 @@ class Window:
     def _write_back(self, placed: Placed, changed: list[tuple[int, Held]], stream: int) -> None:
         """Stores tensors that the forward changed in place; the host waits, so that CPU memory is right from here."""
         if self.capturing:
-            raise KvprobeError(f"{placed.unit.name} changes its own weights in its forward, which a CUDA graph cannot "
-                               "store: capture it in eval mode, or without offload")  # fmt: skip
+            raise KvprobeError(
+                f"{placed.unit.name} changes its own weights in its forward, which a CUDA graph cannot "
+                "store: capture it in eval mode, or without offload"
+            )
         slot = placed.slot
         if slot is None:
             return

@@ -26,7 +26,7 @@ def kvprobe(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str,
 
 @pytest.fixture(scope="session")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SQLite export of Nsight Systems with 12,000 copies into a queue that fills, and 30,000 launches."""
+    """A SQLite export of Nsight Systems with 12,000 copies into a queue that fills, and 38,000 launches."""
     path = Path(__file__).parents[2] / "benchmarks" / "report_scale.py"
     spec = importlib.util.spec_from_file_location("report_scale", path)
     module = importlib.util.module_from_spec(spec)

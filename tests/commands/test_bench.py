@@ -32,7 +32,7 @@ def test_a_short_run_compares_all_policies_and_methods() -> None:
     blocks = outcome["copy_methods"]["blocks"]
     assert [(row["direction"], row["block_bytes"]) for row in blocks] == [
         (kind, block) for kind in ("h2d", "d2h") for block in BLOCKS
-    ]  # fmt: skip
+    ]
     for row in blocks:
         for method in ("loop", "batch"):
             one = row["bytes_per_s"][method]
@@ -42,8 +42,9 @@ def test_a_short_run_compares_all_policies_and_methods() -> None:
 
 @pytest.mark.parametrize(("arguments", "said"), [(["--seconds", "0"], "0"), (["--device", "tpu"], "tpu")])
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], said: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "kvprobe", "bench", *arguments], capture_output=True, text=True,
-                          check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "kvprobe", "bench", *arguments], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr

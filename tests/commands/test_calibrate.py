@@ -23,8 +23,12 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path, Path
 
     folder = tmp_path_factory.mktemp("calibrate")
     page, cache = folder / "page.html", folder / "cache"
-    done = CliRunner().invoke(command, ["--device", "host", "--json", "--report", str(page)],
-                              env={"XDG_CACHE_HOME": str(cache)}, catch_exceptions=False)  # fmt: skip
+    done = CliRunner().invoke(
+        command,
+        ["--device", "host", "--json", "--report", str(page)],
+        env={"XDG_CACHE_HOME": str(cache)},
+        catch_exceptions=False,
+    )
     assert done.exit_code == 0
     return json.loads(done.stdout), page, cache
 
@@ -39,7 +43,10 @@ def test_every_method_is_measured_in_both_directions(measured: tuple[dict, Path,
         assert all(value > 0 for value in row["copy_ns"])
         assert all(value >= 0 for value in (*row["fixed_ns"], *row["submit_ns"]))
     assert {one["pattern"] for one in [{"pattern": name} for name in result["patterns"][0]["bytes_per_s"]]} == {
-        "contiguous", "runs", "scattered"}  # fmt: skip
+        "contiguous",
+        "runs",
+        "scattered",
+    }
     assert result["both"]
     assert result["behind_burst"]
     assert {one["method"] for one in result["beside"]} == {"dma", "kernel"}

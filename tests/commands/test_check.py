@@ -12,9 +12,17 @@ import pytest
 def test_a_saturated_recording_breaks_its_limits(kvprobe, shared_data: Path, tmp_path: Path) -> None:
     junit = tmp_path / "out.xml"
     code, out, _ = kvprobe(
-        "check", shared_data / "nsys-ai/h100_2gpu_1s.sqlite",
-        "--max-blocked", "1%", "--max-submit-p99", "50us", "--no", "saturation", "--junit", junit,
-    )  # fmt: skip
+        "check",
+        shared_data / "nsys-ai/h100_2gpu_1s.sqlite",
+        "--max-blocked",
+        "1%",
+        "--max-submit-p99",
+        "50us",
+        "--no",
+        "saturation",
+        "--junit",
+        junit,
+    )
     assert code == 1
     assert out.count("FAIL") == 3
     suite = ElementTree.parse(junit).getroot().find("testsuite")
@@ -25,9 +33,15 @@ def test_a_saturated_recording_breaks_its_limits(kvprobe, shared_data: Path, tmp
 def test_a_healthy_recording_keeps_them(kvprobe, shared_data: Path, tmp_path: Path) -> None:
     junit = tmp_path / "out.xml"
     code, out, _ = kvprobe(
-        "check", shared_data / "nsys-ai/mfu_2gpu_before.sqlite", "--max-blocked", "1%", "--no", "saturation",
-        "--junit", junit,
-    )  # fmt: skip
+        "check",
+        shared_data / "nsys-ai/mfu_2gpu_before.sqlite",
+        "--max-blocked",
+        "1%",
+        "--no",
+        "saturation",
+        "--junit",
+        junit,
+    )
     assert code == 0, out
     assert ElementTree.parse(junit).getroot().find("testsuite").get("failures") == "0"
 
@@ -55,3 +69,23 @@ def test_a_limit_that_means_nothing_is_one_line_and_exit_code_2(
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_annotations_for_github(kvprobe, export: Path) -> None:
+    asked = ("--max-call", "1ns", "--max-submit-p50", "1s", "--format", "github")
+    code, out, _ = kvprobe("check", export, *asked)
+    assert code == 1
+    lines = dict(line.split(" ", 1) for line in out.splitlines())
+    assert lines["::error"].startswith("title=kvprobe%3A max-call::") and lines["::error"].endswith("submissions")
+    assert lines["::notice"].startswith("title=kvprobe%3A max-submit-p50::")
+
+
+def test_an_annotation_stands_at_the_line_and_hides_no_text() -> None:
+    from kvprobe.commands.check import Limit, _annotation
+
+    broken = Limit("no pageable", "none", "pageable_memory", True, "100% of\ncopies", at=f"{Path.cwd()}/a,b.py:7")
+    assert _annotation(broken, "error") == (
+        "::error file=a%2Cb.py,line=7,title=kvprobe%3A no pageable::pageable_memory (limit none)%0A100%25 of%0Acopies"
+    )
+    undecided = Limit("no pageable", "none", "none found", False, undecided="the file is cut off")
+    assert _annotation(undecided, "warning") == "::warning title=kvprobe%3A no pageable::undecided: the file is cut off"

@@ -12,8 +12,13 @@ import pytest
 
 
 def kvprobe(*arguments, **environment):
-    return subprocess.run([sys.executable, "-m", "kvprobe", *map(str, arguments)], capture_output=True, text=True,
-                          env={**os.environ, **environment}, timeout=120)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-m", "kvprobe", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=120,
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,8 +54,12 @@ def test_debug_shows_the_traceback():
 
 
 def test_without_a_compiler_the_native_build_says_so_in_one_line(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "kvprobe.native.build"], capture_output=True, text=True,
-                          env={**os.environ, "CC": "/nonexistent/cc", "KVPROBE_NATIVE_LIB": str(tmp_path)})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "kvprobe.native.build"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CC": "/nonexistent/cc", "KVPROBE_NATIVE_LIB": str(tmp_path)},
+    )
     assert done.returncode == 1
     assert done.stderr.startswith("kvprobe: no C compiler: /nonexistent/cc not found")
     assert len(done.stderr.splitlines()) == 1
@@ -59,9 +68,9 @@ def test_without_a_compiler_the_native_build_says_so_in_one_line(tmp_path):
 
 @pytest.mark.slow
 def test_the_demo_saturates_notices_switches_and_proves_it(tmp_path):
-    """The figures come from one run of its own: ratios, no absolute times."""
+    """On a virtual clock, so that the figures are the same on every machine."""
     report = tmp_path / "demo.html"
-    done = kvprobe("demo", "--device", "host", "--json", "--report", report)
+    done = kvprobe("demo", "--device", "host", "--seconds", "2", "--json", "--report", report, KVHOST_CLOCK="virtual")
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
     assert (seen["queue_depth"], seen["channels"]) == (1021, 4)
@@ -77,3 +86,16 @@ def test_the_demo_saturates_notices_switches_and_proves_it(tmp_path):
     html = report.read_text()
     assert "http://" not in html.replace("http://www.w3.org/", "")
     assert "switched to pooled" in html
+
+
+def test_a_terminal_that_knows_ascii_alone_gets_words_and_no_question_marks(tmp_path):
+    said = "5 \u00b5s, 3\u00d7 less \u2192 \u201cx\u201d \u2603"
+    program = f"from kvprobe.cli import main; main(['--version']); print({said!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[1] == '5 us, 3x less -> "x" ?'

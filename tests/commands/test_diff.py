@@ -64,3 +64,16 @@ def test_few_calls_are_not_compared(kvprobe, shared_data: Path) -> None:
     one = shared_data / "extrap/concurrent_profile16.sqlite"
     _, out, _ = kvprobe("diff", one, one, "--json")
     assert all(min(call["calls_before"], call["calls_after"]) >= 40 for call in json.loads(out)["calls"])
+
+
+def test_before_and_after_are_one_page_each_under_its_name(kvprobe, export: Path, tmp_path: Path) -> None:
+    page = tmp_path / "diff.html"
+    code, out, _ = kvprobe("diff", export, export, "-o", page)
+    assert code == 0
+    assert out.rstrip().endswith(str(page))
+    html = page.read_text()
+    assert "<h1>No finding changed.</h1>" in html
+    for words in (f"Before, {export.name}: Over time", f"After, {export.name}: Over time", "Host time of calls"):
+        assert words in html
+    assert html.count('id="before-rows"') == html.count('id="after-rows"') == 1
+    assert kvprobe("diff", export, export, "-o", tmp_path / "no" / "diff.html")[0] == 2

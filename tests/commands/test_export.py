@@ -16,7 +16,7 @@ def test_parquet_reads_back_as_the_same_recording(kvprobe, export: Path, tmp_pat
     assert code == 0
     assert "files" in out
     one, two = open_recording(export), open_recording(tmp_path / "out")
-    assert one.calls.rows == two.calls.rows == 42_000
+    assert one.calls.rows == two.calls.rows == 50_000
     for column in ("start_ns", "end_ns", "correlation", "stream", "bytes"):
         assert np.array_equal(one.calls[column], two.calls[column]), column
 

@@ -48,10 +48,14 @@ def states(recording: Recording) -> list[str]:
 def test_pid_input_output_and_exit_code_are_the_commands_own(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     script = "echo $$; cat; echo oops >&2; exit 7"
-    process = subprocess.Popen([*KVPROBE, "run", "--exec", "-o", folder, "--", "sh", "-c", script],
-                               env=clean_environment(),
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               text=True)  # fmt: skip
+    process = subprocess.Popen(
+        [*KVPROBE, "run", "--exec", "-o", folder, "--", "sh", "-c", script],
+        env=clean_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     out, err = process.communicate("hello\n")
     assert (out, err, process.returncode) == (f"{process.pid}\nhello\n", "oops\n", 7)
     assert wait_for_end(folder)["status"] == 7
@@ -61,11 +65,17 @@ def test_pid_input_output_and_exit_code_are_the_commands_own(tmp_path: Path) -> 
 def test_signals_reach_the_command_and_its_death_is_reported(tmp_path: Path, number: signal.Signals) -> None:
     folder = tmp_path / "run"
     program = tmp_path / "program.py"
-    program.write_text(COPIES + "copies(11)\nprint('ready', flush=True)\nimport signal, time\n"
-                       "signal.signal(signal.SIGINT, signal.SIG_DFL)\nprint('now', flush=True)\n"
-                       "time.sleep(100)\n")  # fmt: skip
-    process = subprocess.Popen([*KVPROBE, "run", "--exec", "-o", folder, "--", sys.executable, program],
-                               env=clean_environment(), stdout=subprocess.PIPE, text=True)  # fmt: skip
+    program.write_text(
+        COPIES + "copies(11)\nprint('ready', flush=True)\nimport signal, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_DFL)\nprint('now', flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    process = subprocess.Popen(
+        [*KVPROBE, "run", "--exec", "-o", folder, "--", sys.executable, program],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     while process.stdout.readline() != "now\n":
         pass
@@ -99,8 +109,13 @@ theirs = {os.readlink(f"/proc/{os.environ['KVPROBE_OBSERVER']}/fd/{fd}")
 print(json.dumps([child, fds, sorted((mine & theirs) - {"/dev/null"}), os.getsid(0) == os.getsid(int(os.environ["KVPROBE_OBSERVER"])),
                   open("/proc/self/status").read().split("SigIgn:")[1].split()[0]]))
 """)  # noqa: E501
-    plain = subprocess.run([sys.executable, program], env=clean_environment(KVPROBE_OBSERVER=str(os.getpid())),
-                           capture_output=True, text=True, check=True)  # fmt: skip
+    plain = subprocess.run(
+        [sys.executable, program],
+        env=clean_environment(KVPROBE_OBSERVER=str(os.getpid())),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     done = run_watched(tmp_path / "run", sys.executable, program)
     assert done.returncode == 0, done.stderr
     child, fds, shared, same_session, ignored = json.loads(done.stdout)
@@ -109,9 +124,24 @@ print(json.dumps([child, fds, sorted((mine & theirs) - {"/dev/null"}), os.getsid
 
 
 def test_a_broken_pipe_ends_the_command_as_in_a_shell(tmp_path: Path) -> None:
-    done = subprocess.run(["bash", "-c", '"$@" | head -1; echo ${PIPESTATUS[0]}', "-", *KVPROBE, "run", "-o",
-                           tmp_path / "run", "--", "yes"], env=clean_environment(), capture_output=True, text=True,
-                          check=True)  # fmt: skip
+    done = subprocess.run(
+        [
+            "bash",
+            "-c",
+            '"$@" | head -1; echo ${PIPESTATUS[0]}',
+            "-",
+            *KVPROBE,
+            "run",
+            "-o",
+            tmp_path / "run",
+            "--",
+            "yes",
+        ],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout == "y\n141\n"
 
 
@@ -121,18 +151,27 @@ def test_what_is_in_ld_preload_stays_first(tmp_path: Path) -> None:
     assert re.fullmatch(rf"{re.escape(str(other))}:\S*libkvprobe_interpose.so\n", done.stdout)
 
 
-@pytest.mark.parametrize(("arguments", "code", "words"), [
-    (["--", "no-such-command-at-all"], 127, "not found on PATH"),
-    (["--", "/"], 126, "is a folder"),
-    ([], 2, "no command was given"),
-    (["--max-size", "lots", "--", "true"], 2, "not a size"),
-    (["--report", "/no/such/folder/x.html", "--", "true"], 2, "does not exist"),
-    (["-o", "/proc/nothing", "--", "true"], 2, "cannot be made"),
-    (["--fix", "maybe", "--", "true"], 2, "maybe"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--", "no-such-command-at-all"], 127, "not found on PATH"),
+        (["--", "/"], 126, "is a folder"),
+        ([], 2, "no command was given"),
+        (["--max-size", "lots", "--", "true"], 2, "not a size"),
+        (["--report", "/no/such/folder/x.html", "--", "true"], 2, "does not exist"),
+        (["-o", "/proc/nothing", "--", "true"], 2, "cannot be made"),
+        (["--fix", "maybe", "--", "true"], 2, "maybe"),
+    ],
+)
 def test_wrong_usage_is_one_line_and_runs_nothing(tmp_path: Path, arguments: list[str], code: int, words: str) -> None:
-    done = subprocess.run([*KVPROBE, "run", *arguments], cwd=tmp_path, env=clean_environment(), capture_output=True,
-                          text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [*KVPROBE, "run", *arguments],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == code
     assert words in done.stderr and len(done.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
@@ -165,8 +204,14 @@ if __name__ == "__main__":
     os.execv(sys.executable, [sys.executable, "-c", code % 3])
 """)
     folder = tmp_path / "run"
-    done = subprocess.run([*KVPROBE, "run", "--exec", "-o", folder, "--", sys.executable, program], cwd=tmp_path,
-                          env=clean_environment(), capture_output=True, text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [*KVPROBE, "run", "--exec", "-o", folder, "--", sys.executable, program],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert wait_for_end(folder)["warnings"] == []
     recording = open_recording(folder)
@@ -211,8 +256,12 @@ print(status)
 def test_a_recording_is_read_while_it_grows(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     program = COPIES + "copies(500)\nprint('ready', flush=True)\nsys.stdin.read()\n"
-    process = subprocess.Popen([*KVPROBE, "run", "--exec", "-o", folder, "--", sys.executable, "-c", program],
-                               env=clean_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    process = subprocess.Popen(
+        [*KVPROBE, "run", "--exec", "-o", folder, "--", sys.executable, "-c", program],
+        env=clean_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
     recording = open_recording(folder)
     assert copies_of(recording) == (500, 32000) and states(recording) == ["running"]
@@ -244,10 +293,13 @@ def test_a_static_program_is_named(tmp_path: Path) -> None:
     assert any("statically linked" in note for note in open_recording(tmp_path / "run").notes)
 
 
-@pytest.mark.parametrize(("command", "words"), [
-    (["sh", "-c", "exit 0"], "no process of the command ever checked in"),
-    ([sys.executable, "-c", "pass"], "none of them made a CUDA call"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["sh", "-c", "exit 0"], "no process of the command ever checked in"),
+        ([sys.executable, "-c", "pass"], "none of them made a CUDA call"),
+    ],
+)
 def test_a_command_without_cuda_is_told_so(tmp_path: Path, command: list[str], words: str) -> None:
     assert run_watched(tmp_path / "run", *command).returncode == 0
     (warning,) = wait_for_end(tmp_path / "run")["warnings"]
@@ -258,9 +310,11 @@ def test_a_command_without_cuda_is_told_so(tmp_path: Path, command: list[str], w
 
 
 def test_a_run_folder_that_is_deleted_harms_nothing(tmp_path: Path) -> None:
-    program = COPIES + ("copies(10)\nimport shutil\nshutil.rmtree(os.environ['KVPROBE_RUN'])\ncopies(1000)\n"
-                        "import threading\nt = threading.Thread(target=copies, args=(1000,))\nt.start(); t.join()\n"
-                        "print('done')\n")  # fmt: skip
+    program = COPIES + (
+        "copies(10)\nimport shutil\nshutil.rmtree(os.environ['KVPROBE_RUN'])\ncopies(1000)\n"
+        "import threading\nt = threading.Thread(target=copies, args=(1000,))\nt.start(); t.join()\n"
+        "print('done')\n"
+    )
     done = run_watched(tmp_path / "run", sys.executable, "-c", program)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
@@ -271,9 +325,11 @@ def test_a_full_or_read_only_run_folder_harms_nothing(tmp_path: Path, how: str) 
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "none", tmp_path], check=False).returncode:
         pytest.skip("mounting is not permitted here")
     program = tmp_path.parent / "program.py"
-    act = {"full": f"open({str(tmp_path / 'fill')!r}, 'wb').write(bytes(60000))",
-           "read-only": "assert not os.system('mount --bind $KVPROBE_RUN $KVPROBE_RUN && mount -o remount,bind,ro "
-                        "$KVPROBE_RUN')"}[how]  # fmt: skip
+    act = {
+        "full": f"open({str(tmp_path / 'fill')!r}, 'wb').write(bytes(60000))",
+        "read-only": "assert not os.system('mount --bind $KVPROBE_RUN $KVPROBE_RUN && mount -o remount,bind,ro "
+        "$KVPROBE_RUN')",
+    }[how]
     program.write_text(
         COPIES
         + f"""
@@ -344,8 +400,10 @@ def test_the_python_line_behind_a_blocked_call_is_named(tmp_path: Path) -> None:
 
 def test_where_ptrace_is_not_permitted_the_process_is_asked(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text("import time\ndef the_line_that_waits():\n    print('ready', flush=True)\n    time.sleep(100)\n"
-                       "the_line_that_waits()\n")  # fmt: skip
+    program.write_text(
+        "import time\ndef the_line_that_waits():\n    print('ready', flush=True)\n    time.sleep(100)\n"
+        "the_line_that_waits()\n"
+    )
     env = clean_environment(KVPROBE_RUN=str(tmp_path), KVPROBE_STACKS="in-process")
     process = subprocess.Popen([sys.executable, program], env=env, stdout=subprocess.PIPE)
     try:
@@ -369,8 +427,19 @@ def test_a_process_that_cannot_answer_is_said_to(tmp_path: Path) -> None:
 def test_the_queue_that_a_demo_fills_is_named(tmp_path: Path) -> None:
     """How deep the queue is, is known from the engine's calibration."""
     program = "from kvprobe.cli import main\nimport sys\nsys.exit(main())"
-    done = run_watched(tmp_path / "run", sys.executable, "-c", program, "demo", "--device", "host", "--seconds", "3",
-                       "--report", tmp_path / "demo.html")  # fmt: skip
+    done = run_watched(
+        tmp_path / "run",
+        sys.executable,
+        "-c",
+        program,
+        "demo",
+        "--device",
+        "host",
+        "--seconds",
+        "3",
+        "--report",
+        tmp_path / "demo.html",
+    )
     assert done.returncode == 0, done.stderr
     wait_for_end(tmp_path / "run")
     recording = open_recording(tmp_path / "run")
@@ -413,15 +482,32 @@ def test_the_terminal_is_told_where_the_report_is(tmp_path: Path) -> None:
 
     libraries = build.LIB
     source, program, folder = tmp_path / "copy.c", tmp_path / "copy", tmp_path / "run"
-    source.write_text("int cudaMalloc(void **, unsigned long); int cudaMemcpyAsync(void *, void *, long, int, void *);"
-                      "int main() { void *d; char h[64]; cudaMalloc(&d, 64);"
-                      "return cudaMemcpyAsync(d, h, 64, 1, 0); }")  # fmt: skip
-    subprocess.run([*build.compiler(), "-w", "-o", program, source, f"-L{libraries}", "-lkvprobe_hostrt",
-                    f"-Wl,-rpath,{libraries}"], check=True)  # fmt: skip
+    source.write_text(
+        "int cudaMalloc(void **, unsigned long); int cudaMemcpyAsync(void *, void *, long, int, void *);"
+        "int main() { void *d; char h[64]; cudaMalloc(&d, 64);"
+        "return cudaMemcpyAsync(d, h, 64, 1, 0); }"
+    )
+    subprocess.run(
+        [
+            *build.compiler(),
+            "-w",
+            "-o",
+            program,
+            source,
+            f"-L{libraries}",
+            "-lkvprobe_hostrt",
+            f"-Wl,-rpath,{libraries}",
+        ],
+        check=True,
+    )
     master, slave = pty.openpty()  # kept open, as a user's terminal is
-    process = subprocess.Popen([sys.executable, "-m", "kvprobe", "run", "--exec", "-o", folder, "--", program],
-                               stdin=slave,
-                               stdout=slave, stderr=slave, env=clean_environment())  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvprobe", "run", "--exec", "-o", folder, "--", program],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=clean_environment(),
+    )
     assert process.wait() == 0
     text = ""
     while not any(end in text for end in ("report in", "nothing was recorded", "no report")):

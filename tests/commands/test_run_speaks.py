@@ -24,8 +24,13 @@ def libraries() -> None:
 
 
 def run(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*KVPROBE, "run", "-o", str(folder), "--", *map(str, words)], env=clean_environment(),
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    return subprocess.run(
+        [*KVPROBE, "run", "-o", str(folder), "--", *map(str, words)],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_the_folder_comes_first_and_what_was_found_before_the_prompt(tmp_path: Path) -> None:
@@ -61,8 +66,12 @@ def test_a_signal_is_handed_on_once(tmp_path: Path, number: signal.Signals) -> N
         "print('ready', flush=True)\nwhile not got: time.sleep(0.01)\n"
         "time.sleep(0.3)\nprint([int(n) for n in got], flush=True)\nraise SystemExit(9)\n"
     )
-    process = subprocess.Popen([*KVPROBE, "run", "-o", tmp_path / "run", "--", sys.executable, program],
-                               env=clean_environment(), stdout=subprocess.PIPE, text=True)  # fmt: skip
+    process = subprocess.Popen(
+        [*KVPROBE, "run", "-o", tmp_path / "run", "--", sys.executable, program],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
@@ -83,8 +92,12 @@ def test_what_the_command_leaves_running_is_not_waited_for(tmp_path: Path) -> No
 
 
 def test_in_place_the_command_has_the_pid_that_was_started(tmp_path: Path) -> None:
-    process = subprocess.Popen([*KVPROBE, "run", "--exec", "-o", tmp_path / "run", "--", "sh", "-c", "echo $$"],
-                               env=clean_environment(), stdout=subprocess.PIPE, text=True)  # fmt: skip
+    process = subprocess.Popen(
+        [*KVPROBE, "run", "--exec", "-o", tmp_path / "run", "--", "sh", "-c", "echo $$"],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.communicate()[0] == f"{process.pid}\n"
 
 

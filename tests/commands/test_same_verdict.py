@@ -1,15 +1,25 @@
-"""The same words of the same bytes: triage, report, check, stats and the page, over every recording there is."""
+"""The same words of the same bytes: triage, report, check, stats, top, run and the page, over every recording."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import os
+import subprocess
+import sys
+import tarfile
+import time
 from pathlib import Path
 
 import pytest
 
-from kvprobe.diagnosis import FULL_QUEUE
+from kvprobe.diagnosis import FULL_QUEUE, examine
+from kvprobe.diagnosis.verdict import of_recording
+from kvprobe.launchqueue.constants import LIVE_LOST_SHARE
+from kvprobe.native import build
+from kvprobe.probe.live import Live, find_rings
+from kvprobe.recordings import open_recording
+from kvprobe.recordings.window import serving_window
 
 GPU_DATA = Path(__file__).parents[1] / "gpu" / "data"
 SHARED = Path(os.environ.get("KVPROBE_SHARED_DATA", "absent"))
@@ -42,3 +52,51 @@ def test_every_command_says_the_same(kvprobe, tmp_path: Path, path: Path) -> Non
     word = {"undecided": "Undecided", "healthy": "Nothing found"}.get(report["verdict"]["state"])
     assert word is None or word in headline
     assert all(0 <= one["share"] <= 1 for one in report["findings"])
+
+
+RUNS = sorted((GPU_DATA / "corpus" / "run").glob("*.kvprobe.tar.gz"))
+# told by all streams together, or by who waits for whom: what the sums of one stream do not show
+BEYOND_TOP = {"channels_exhausted", "aliased_stream", "context_lock_stall"}
+
+
+def unpacked(packed: Path, into: Path) -> Path:
+    with tarfile.open(packed) as archive:
+        archive.extractall(into, filter="data")
+    return into / packed.name.removesuffix(".kvprobe.tar.gz")
+
+
+@pytest.mark.parametrize("packed", RUNS, ids=lambda path: path.name.split(".")[0])
+def test_top_suspects_a_full_queue_where_the_report_names_one(tmp_path: Path, packed: Path) -> None:
+    folder = unpacked(packed, tmp_path)
+    recording = open_recording(folder)
+    window, findings = serving_window(recording), examine(recording).findings
+    live = Live(folder)
+    for ring in find_rings(folder):
+        live.begin(ring, window.start_ns)
+    suspected = any(stream.suspected for view in live.look(window.end_ns) for stream in view.streams)
+    lost = sum(one.lost_ns for one in findings if one.cause in set(FULL_QUEUE) - BEYOND_TOP and not one.abstains)
+    assert suspected == (lost >= LIVE_LOST_SHARE * window.span_ns)
+    assert not suspected or of_recording(recording, findings).state == "found"
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("program", ["loads_on_one_stream", "copies_that_are_large_enough"])
+def test_run_says_of_its_recording_what_the_other_commands_say(kvprobe, tmp_path: Path, program: str) -> None:
+    build.build()
+    folder, programs = tmp_path / "run", Path(__file__).parents[1] / "corpus" / "programs.py"
+    command = [sys.executable, "-m", "kvprobe", "run", "--no-stacks", "-o", folder, "--", sys.executable, programs]
+    done = subprocess.run([str(word) for word in (*command, program)], capture_output=True, text=True, check=False)
+    end = time.monotonic() + 60
+    while not (folder / "end.json").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert done.returncode == 0
+    report = kvprobe("report", folder, "-o", tmp_path / "page.html")[1].splitlines()[:-1]
+    check = json.loads(kvprobe("check", folder, "--no", "saturation", "--json")[1])
+    verdict, (limit,) = check["verdict"], check["limits"]
+    (triage,) = json.loads(kvprobe("triage", folder, "--json")[1])["recordings"]
+    said = [line.removeprefix("kvprobe: ") for line in done.stderr.splitlines() if line.startswith("kvprobe: ")]
+    assert report and report == said[-1 - len(report) : -1]
+    word = {"undecided": "Undecided: ", "healthy": "Nothing found."}.get(verdict["state"], verdict["reason"])
+    assert report[0].startswith(word)
+    assert triage["verdict"] == ("found" if limit["broken"] else "undecided" if limit["undecided"] else "healthy")
+    assert triage["verdict"] != "healthy" or program == "copies_that_are_large_enough"

@@ -38,8 +38,16 @@ def expected(values: list[int], whole: int) -> list[str]:
         return str(Decimal(value).quantize(Decimal("0.1"), ROUND_HALF_UP))
 
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return [one(sum(values) * 100.0 / whole), str(sum(values)), str(len(values)), one(sum(values) / len(values)),
-            one(statistics.median(values)), str(min(values)), str(max(values)), one(deviation)]  # fmt: skip
+    return [
+        one(sum(values) * 100.0 / whole),
+        str(sum(values)),
+        str(len(values)),
+        one(sum(values) / len(values)),
+        one(statistics.median(values)),
+        str(min(values)),
+        str(max(values)),
+        one(deviation),
+    ]
 
 
 def grouped(path: Path, query: str) -> dict[str, list[int]]:

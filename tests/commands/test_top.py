@@ -55,8 +55,9 @@ def _top(*arguments: str) -> list[str]:
 
 
 def test_once_json_is_one_object_with_the_running_process(server: subprocess.Popen[str], tmp_path: Path) -> None:
-    done = subprocess.run(_top(str(tmp_path), "--once", "--json", "--interval", "0.3"), capture_output=True, text=True,
-                          check=True)  # fmt: skip
+    done = subprocess.run(
+        _top(str(tmp_path), "--once", "--json", "--interval", "0.3"), capture_output=True, text=True, check=True
+    )
     (process,) = json.loads(done.stdout)["processes"]
     assert (process["pid"], process["producer"], process["state"]) == (server.pid, "engine", "running")
     (stream,) = process["streams"]
@@ -68,8 +69,13 @@ def test_once_json_is_one_object_with_the_running_process(server: subprocess.Pop
 
 
 def test_once_prints_a_table(server: subprocess.Popen[str], tmp_path: Path) -> None:
-    done = subprocess.run(_top(str(tmp_path), "--once", "--interval", "0.2"), capture_output=True, text=True,
-                          check=True, env={**os.environ, "COLUMNS": "140"})  # fmt: skip
+    done = subprocess.run(
+        _top(str(tmp_path), "--once", "--interval", "0.2"),
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "COLUMNS": "140"},
+    )
     assert str(server.pid) in done.stdout
     assert "GB/s" in done.stdout
 
@@ -108,8 +114,9 @@ def test_busy_streams_come_first() -> None:
 def test_nothing_to_watch_says_what_to_do(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "KVPROBE_RUN"}
     environment["TMPDIR"] = str(tmp_path)
-    done = subprocess.run(_top("--once", "--interval", "0.05"), capture_output=True, text=True, check=True,
-                          cwd=tmp_path, env=environment)  # fmt: skip
+    done = subprocess.run(
+        _top("--once", "--interval", "0.05"), capture_output=True, text=True, check=True, cwd=tmp_path, env=environment
+    )
     assert "kvprobe run -- COMMAND" in done.stdout
 
 
@@ -133,8 +140,9 @@ def test_a_run_that_has_not_made_a_call_yet_is_not_called_ended(tmp_path: Path) 
     try:
         while not (run / "run.json").exists():
             time.sleep(0.05)
-        done = subprocess.run(_top(str(run), "--once", "--json", "--interval", "0.05"), capture_output=True, text=True,
-                              check=True)  # fmt: skip
+        done = subprocess.run(
+            _top(str(run), "--once", "--json", "--interval", "0.05"), capture_output=True, text=True, check=True
+        )
     finally:
         process.kill()
         process.wait()
@@ -191,8 +199,11 @@ def test_ctrl_c_ends_it_with_exit_code_0_and_prometheus_is_served_until_then(
     (submissions,) = families["kvprobe_submissions"].samples
     assert submissions.name == "kvprobe_submissions_total"
     assert {**submissions.labels, "stream": ""} == {
-        "pid": str(server.pid), "stream": "", "call": "cudaMemcpyAsync", "direction": "h2d",
-    }  # fmt: skip
+        "pid": str(server.pid),
+        "stream": "",
+        "call": "cudaMemcpyAsync",
+        "direction": "h2d",
+    }
     (moved,) = families["kvprobe_bytes"].samples
     assert moved.value == submissions.value * 65536
     assert families["kvprobe_blocked_seconds"].samples
@@ -214,7 +225,8 @@ def test_a_port_that_is_taken_is_one_clear_line(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = subprocess.run(_top(str(tmp_path), "--once", "--prometheus", str(port)), capture_output=True, text=True,
-                              check=False)  # fmt: skip
+        done = subprocess.run(
+            _top(str(tmp_path), "--once", "--prometheus", str(port)), capture_output=True, text=True, check=False
+        )
     assert done.returncode == 1
     assert done.stderr.startswith(f"kvprobe: port {port} of 127.0.0.1 cannot be used")

@@ -98,9 +98,14 @@ def test_a_command_that_fails_ends_it_with_its_last_words(tmp_path: Path, capsys
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["--figure", "("], ["--figure", "rate", "--", "true"], ["--env", "X", "--", "true"],
-     ["--rounds", "3", "--", "true"]],
-)  # fmt: skip
+    [
+        [],
+        ["--figure", "("],
+        ["--figure", "rate", "--", "true"],
+        ["--env", "X", "--", "true"],
+        ["--rounds", "3", "--", "true"],
+    ],
+)
 def test_wrong_usage(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["try", *arguments]) == 2

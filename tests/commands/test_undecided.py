@@ -93,8 +93,10 @@ BROKEN: dict[str, Callable[[Path], Path]] = {
     "trace-a-few-calls": lambda t: a_file(t / "a.json", healthy_trace(5)),
     "trace-another-document": lambda t: a_file(t / "a.json", '{"hello": "world"}'),
     # Nsight Systems
-    "export-empty-base": lambda t: (sqlite3.connect(t / "a.sqlite").executescript("CREATE TABLE x(y)").close(),
-                                    t / "a.sqlite")[1],
+    "export-empty-base": lambda t: (
+        sqlite3.connect(t / "a.sqlite").executescript("CREATE TABLE x(y)").close(),
+        t / "a.sqlite",
+    )[1],
     "export-cut": lambda t: a_file(t / "a.sqlite", healthy_export()[: len(healthy_export()) // 2]),
     "export-header-only": lambda t: a_file(t / "a.sqlite", healthy_export()[:100]),
     "export-scrambled": lambda t: a_file(t / "a.sqlite", scrambled(healthy_export(), 2)),
@@ -109,11 +111,12 @@ BROKEN: dict[str, Callable[[Path], Path]] = {
     "run-not-over": lambda t: a_folder(t / "a", run__json=RUN),
     "run-empty-json": lambda t: a_folder(t / "a", run__json=""),
     "parquet-without-calls": lambda t: parquet(t / "a", lambda f: (f / "calls.parquet").unlink()),
-    "parquet-cut": lambda t: parquet(t / "a", lambda f: a_file(f / "calls.parquet",
-                                                               (f / "calls.parquet").read_bytes()[:-100]) and None),
+    "parquet-cut": lambda t: parquet(
+        t / "a", lambda f: a_file(f / "calls.parquet", (f / "calls.parquet").read_bytes()[:-100]) and None
+    ),
     "parquet-cut-index": lambda t: parquet(t / "a", _cut_json),
     "folder-of-nothing": lambda t: a_folder(t / "a"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -63,5 +63,10 @@ def wait_for_end(folder: Path) -> dict[str, Any]:
 
 def run_watched(folder: Path, *command: object, options: tuple[str, ...] = (), **env: str) -> Any:
     """Runs a command to its end under `kvprobe run`, without waiting for the observer."""
-    return subprocess.run([*KVPROBE, "run", "--exec", "-o", str(folder), *options, "--", *map(str, command)],
-                          env=clean_environment(**env), capture_output=True, text=True, check=False)  # fmt: skip
+    return subprocess.run(
+        [*KVPROBE, "run", "--exec", "-o", str(folder), *options, "--", *map(str, command)],
+        env=clean_environment(**env),
+        capture_output=True,
+        text=True,
+        check=False,
+    )

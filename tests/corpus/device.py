@@ -41,8 +41,14 @@ class Dim3(ct.Structure):
 
 
 class Attributes(ct.Structure):
-    _fields_ = [("order", ct.c_int), ("src_type", ct.c_int), ("src_id", ct.c_int), ("dst_type", ct.c_int),
-                ("dst_id", ct.c_int), ("flags", ct.c_uint)]  # fmt: skip
+    _fields_ = [
+        ("order", ct.c_int),
+        ("src_type", ct.c_int),
+        ("src_id", ct.c_int),
+        ("dst_type", ct.c_int),
+        ("dst_id", ct.c_int),
+        ("flags", ct.c_uint),
+    ]
 
 
 def _library() -> tuple[ct.CDLL, bool]:
@@ -79,8 +85,15 @@ class Device:
         lib.cudaEventRecord.argtypes = [p, p]
         lib.cudaStreamWaitEvent.argtypes = [p, p, ct.c_uint]
         lib.cudaEventElapsedTime.argtypes = [p, p, p]
-        for name in ("StreamSynchronize", "EventSynchronize", "EventQuery", "EventDestroy", "Free", "FreeHost",
-                     "HostUnregister"):  # fmt: skip
+        for name in (
+            "StreamSynchronize",
+            "EventSynchronize",
+            "EventQuery",
+            "EventDestroy",
+            "Free",
+            "FreeHost",
+            "HostUnregister",
+        ):
             getattr(lib, f"cuda{name}").argtypes = [p]
         lib.cudaMemcpyBatchAsync.argtypes = [p, p, p, z, p, p, z, p]
         self.one = Dim3(1, 1, 1)

@@ -77,7 +77,8 @@ def grade(program: str, form: str, said: dict[str, int], found: Examination) -> 
     for causes in [*(group & expected for group in TOGETHER), *({cause} for cause in expected)]:
         if any(causes < group for group in TOGETHER if len(causes) < len(group & expected)):
             continue
-        truth, mine = (sum(times.get(cause, 0) for cause in causes) for times in (said, named))
+        together = next((group for group in TOGETHER if causes == group & expected), causes)
+        truth, mine = (sum(times.get(cause, 0) for cause in together) for times in (said, named))
         if causes & set(named) and truth >= LEAST_NS and not any((form, cause) in UNTIMED for cause in causes):
             out.error["+".join(sorted(causes))] = (mine - truth) / truth if abs(mine - truth) > SLACK_NS else 0.0
     return out

@@ -11,83 +11,17 @@ runtime, and measures itself what it lost to each cause: the time of its own cal
 from __future__ import annotations
 
 import argparse
-import ctypes as ct
 import json
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from device import D2H, H2D, Device, beyond, now
-
-KiB, MiB = 1 << 10, 1 << 20
-Truth = dict[str, int]
-
-EVERY = ("run", "kineto", "nsys")
-DEVICE = ("kineto", "nsys")
-# Recorders that can show a cause; EVERY where a cause is not named here.
-SHOWN: dict[str, tuple[str, ...]] = {
-    "redundant_loads": ("run",),  # needs addresses
-    "wasted_stores": ("run",),
-    "weights_not_overlapped": DEVICE,  # these need executions
-    "link_bound": DEVICE,
-    "small_copies": DEVICE,
-    "head_of_line_copies": DEVICE,
-    "gpu_starved": DEVICE,
-    "context_lock_stall": ("run", "nsys"),  # the PyTorch profiler leaves out the making of events
-    "pinning_stall": ("run", "nsys"),
-    "aliased_stream": DEVICE,  # needs to know whose submissions are outstanding
-    "load_not_ordered": ("nsys",),  # these also need the streams of waits
-    "store_not_ordered": ("nsys",),
-}
-
-
-@dataclass(frozen=True)
-class Program:
-    """One program: what it does wrong; for a healthy one, what it could be taken for."""
-
-    name: str
-    body: Callable[[Device], Truth]
-    causes: tuple[str, ...]
-    like: tuple[str, ...]
-    also: tuple[str, ...] = ()  # true of it as well, by the way: may be named
-
-    def expected(self, form: str) -> set[str]:
-        """The causes that a recording of this format must name."""
-        return {cause for cause in self.causes if form in SHOWN.get(cause, EVERY)}
-
-
-PROGRAMS: dict[str, Program] = {}
-
-
-def program(
-    *causes: str, like: tuple[str, ...] = (), also: tuple[str, ...] = ()
-) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
-    def register(body: Callable[[Device], Truth]) -> Callable[[Device], Truth]:
-        PROGRAMS[body.__name__] = Program(body.__name__, body, causes, like, also)
-        return body
-
-    return register
-
-
-def in_thread(body: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=body)
-    thread.start()
-    return thread
-
-
-def blocked(durations: list[int]) -> tuple[int, int]:
-    """What the longest call took beyond a quick one, and the other blocked calls together."""
-    quick = sorted(durations[:900])
-    usual = quick[len(quick) // 2]
-    late = durations[1_000:]
-    longest = max(late, default=usual) - usual
-    return longest, max(sum(late) - len(late) * usual - longest, 0)
-
+from registry import PROGRAMS, KiB, MiB, Truth, blocked, in_thread, pageable, program, usual
 
 # ---- the queue ------------------------------------------------------------------------------------------------------
 
@@ -224,6 +158,7 @@ def a_new_stream_that_another_thread_has_filled(d: Device) -> Truth:
         d.launch(300_000)
         mine.append(d.load(3, 4 * KiB, shared))
         d.order(d.compute, shared, 7)
+        time.sleep(0.0002)  # else the other thread's times are those of the interpreter's lock
     thread.join()
     d.synchronize()
     return {"aliased_stream": beyond(mine), "launch_queue_saturation": sum(blocked(offload))}
@@ -334,16 +269,6 @@ def synchronous_copies(d: Device) -> Truth:
     return {"synchronisation": lost}
 
 
-def pageable(size: int) -> tuple[ct.Array[ct.c_char], int]:
-    buffer = ct.create_string_buffer(size + 4096)
-    ct.memset(buffer, 1, size + 4096)
-    return buffer, (ct.addressof(buffer) + 4095) & ~4095
-
-
-def usual(durations: list[int]) -> int:
-    return sorted(durations)[len(durations) // 2]
-
-
 @program("pageable_memory")
 def large_pageable_copies(d: Device) -> Truth:
     keep, at = pageable(4 * MiB)
@@ -362,8 +287,9 @@ def large_pageable_copies(d: Device) -> Truth:
 def small_pageable_copies(d: Device) -> Truth:
     keep, at = pageable(1 * MiB)
     pinned = [d.load(i, 4 * KiB, d.copies[1]) for i in range(60)]
-    durations = [d.copy(d.device + i % 16 * 64 * KiB, at + i % 16 * 64 * KiB, 64 * KiB, H2D, d.copies[0])
-                 for i in range(600)]  # fmt: skip
+    durations = [
+        d.copy(d.device + i % 16 * 64 * KiB, at + i % 16 * 64 * KiB, 64 * KiB, H2D, d.copies[0]) for i in range(600)
+    ]
     d.drain()
     del keep
     return {"pageable_memory": sum(durations) - usual(pinned) * len(durations)}
@@ -451,7 +377,7 @@ def memory_registered_while_others_copy(d: Device) -> Truth:
         begin = now()
         d.event()
         slow.append(now() - begin)
-        d.load(1, 4 * KiB, d.copies[3])
+        slow.append(d.load(1, 4 * KiB, d.copies[3]))
         time.sleep(0.0003)
     thread.join()
     d.synchronize()
@@ -889,6 +815,9 @@ def wasted_stores_and_waits_for_them(d: Device) -> Truth:
     d.launch(60_000)
     d.synchronize()
     return {"wasted_stores": lost, "synchronisation": waited}
+
+
+import other_shapes  # noqa: E402, F401 - it registers its programs
 
 
 def run(name: str, device: Device | None = None) -> dict[str, object]:

@@ -16,23 +16,38 @@ from grade import FORMATS, grade, unpack
 from programs import PROGRAMS
 
 from kvprobe.diagnosis import CAUSES, examine
+from kvprobe.diagnosis.verdict import of_recording
 from kvprobe.native import build
 from kvprobe.recordings import open_recording
 
 DATA = Path(__file__).resolve().parents[1] / "gpu" / "data" / "corpus"
-KEPT = [(form, path.name.removesuffix(suffix)) for form, suffix in FORMATS.items()
-        for path in sorted((DATA / form).glob(f"*{suffix}"))]  # fmt: skip
-# A copy of the thread that registers was slow as well, and what waited for it is named by that.
-KNOWN = {("nsys", "memory_registered_while_others_copy"): {"context_lock_stall"}}
+KEPT = [
+    (form, path.name.removesuffix(suffix))
+    for form, suffix in FORMATS.items()
+    for path in sorted((DATA / form).glob(f"*{suffix}"))
+]
+# The host alone does not show it: such a recording is undecided or names something else, and is never green.
+UNTOLD = {("run", "memory_allocated_while_another_thread_is_blocked"): {"fence_before_copies"}}
 
 
 @pytest.mark.parametrize("form, program", KEPT)
 def test_every_cause_that_the_format_can_show_is_named_and_none_is_made_up(form, program, tmp_path):
     path = DATA / form / f"{program}{FORMATS[form]}"
     said = json.loads((DATA / form / f"{program}.truth.json").read_text())["lost_ns"]
-    one = grade(program, form, said, examine(open_recording(unpack(path, tmp_path))))
-    assert not one.missed
-    assert one.false <= KNOWN.get((form, program), set())
+    recording = open_recording(unpack(path, tmp_path))
+    found = examine(recording)
+    one = grade(program, form, said, found)
+    assert one.missed <= UNTOLD.get((form, program), set())
+    assert not one.false
+    assert not one.missed or of_recording(recording, found.findings).state != "healthy"
+
+
+def test_launches_that_the_device_partly_kept_up_with_are_named(tmp_path):
+    """2,500 launches of 37 us each made at 9 us: the queue is full after 1,320, not after a thousand."""
+    folder = unpack(DATA.parent / "run_launches_drained_meanwhile.kvprobe.tar.gz", tmp_path)
+    (finding,) = (one for one in examine(open_recording(folder)).findings if not one.abstains)
+    assert finding.cause == "launch_queue_saturation"
+    assert 35_000_000 < finding.lost_ns < 42_000_000
 
 
 def test_the_corpus_has_causes_alone_in_pairs_and_healthy_look_alikes():
@@ -49,15 +64,32 @@ def test_the_corpus_has_causes_alone_in_pairs_and_healthy_look_alikes():
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "program",
-    ["a_result_read_back_in_every_step", "stores_that_nobody_loads", "the_same_blocks_loaded_for_every_request",
-     "small_pageable_copies"],
-)  # fmt: skip
+    [
+        "a_result_read_back_in_every_step",
+        "stores_that_nobody_loads",
+        "the_same_blocks_loaded_for_every_request",
+        "small_pageable_copies",
+    ],
+)
 def test_a_program_is_recorded_by_kvprobe_run_on_the_host_runtime(program, tmp_path):
     build.build()
     folder, source = tmp_path / "run", Path(__file__).with_name("programs.py")
     report = tmp_path / "report.html"
-    command = [sys.executable, "-m", "kvprobe", "run", "--no-stacks", "--report", report, "-o", folder,
-               "--", sys.executable, source, program]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "kvprobe",
+        "run",
+        "--no-stacks",
+        "--report",
+        report,
+        "-o",
+        folder,
+        "--",
+        sys.executable,
+        source,
+        program,
+    ]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     end = time.monotonic() + 60

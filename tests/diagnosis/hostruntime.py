@@ -27,8 +27,14 @@ class Dim3(ct.Structure):
 
 
 class Attributes(ct.Structure):
-    _fields_: ClassVar = [("order", ct.c_int), ("src_type", ct.c_int), ("src_id", ct.c_int), ("dst_type", ct.c_int),
-                ("dst_id", ct.c_int), ("flags", ct.c_uint)]  # fmt: skip
+    _fields_: ClassVar = [
+        ("order", ct.c_int),
+        ("src_type", ct.c_int),
+        ("src_id", ct.c_int),
+        ("dst_type", ct.c_int),
+        ("dst_id", ct.c_int),
+        ("flags", ct.c_uint),
+    ]
 
 
 class Runtime:
@@ -94,8 +100,18 @@ class Runtime:
         to_device = kind == H2D
         attributes = Attributes(1, 2 if to_device else 1, 0, 1 if to_device else 2, 0, 0)
         index = (ct.c_size_t * 1)(0)
-        self.check(self.lib.cudaMemcpyBatchAsync((vp * n)(*dst), (vp * n)(*src), (ct.c_size_t * n)(*[size] * n), n,
-                                                 ct.byref(attributes), index, 1, stream))  # fmt: skip
+        self.check(
+            self.lib.cudaMemcpyBatchAsync(
+                (vp * n)(*dst),
+                (vp * n)(*src),
+                (ct.c_size_t * n)(*[size] * n),
+                n,
+                ct.byref(attributes),
+                index,
+                1,
+                stream,
+            )
+        )
 
     def launch(self, stream: int, ns: int) -> int:
         """A kernel of `ns`; returns its correlation id."""
@@ -160,36 +176,74 @@ def recording_of(runtime: Runtime, records: npt.NDArray[Any], channels: bool = F
     on_stream = submits | (kind == CallKind.EVENT) | (kind == CallKind.SYNC)
     correlation = np.where(submits, records["correlation"].astype(np.int64), -1)
     calls = {
-        "start_ns": records["start_ns"].astype(np.int64), "end_ns": records["end_ns"].astype(np.int64),
-        "process": np.zeros(len(records), np.int32), "thread": records["tid"].astype(np.int64), "name": name,
-        "kind": kind, "stream": np.where(on_stream, stream, -1), "direction": records["direction"],
-        "memory": records["memory"], "bytes": records["bytes"].astype(np.int64), "count": records["count"],
-        "correlation": correlation, "src": records["src"], "dst": records["dst"], "result": records["result"],
-    }  # fmt: skip
+        "start_ns": records["start_ns"].astype(np.int64),
+        "end_ns": records["end_ns"].astype(np.int64),
+        "process": np.zeros(len(records), np.int32),
+        "thread": records["tid"].astype(np.int64),
+        "name": name,
+        "kind": kind,
+        "stream": np.where(on_stream, stream, -1),
+        "direction": records["direction"],
+        "memory": records["memory"],
+        "bytes": records["bytes"].astype(np.int64),
+        "count": records["count"],
+        "correlation": correlation,
+        "src": records["src"],
+        "dst": records["dst"],
+        "result": records["result"],
+    }
     works = [CallKind.COPY, CallKind.BATCH, CallKind.MEMSET, CallKind.LAUNCH, CallKind.GRAPH, CallKind.COPY_SYNC]
     ran = np.flatnonzero(submits & (records["exec_end_ns"] > 0) & np.isin(kind, works))
     done = records[ran]
-    engine = np.where(np.isin(kind[ran], [CallKind.LAUNCH, CallKind.GRAPH]), Engine.KERNEL,
-                      np.where(kind[ran] == CallKind.MEMSET, Engine.MEMSET, Engine.COPY))  # fmt: skip
+    engine = np.where(
+        np.isin(kind[ran], [CallKind.LAUNCH, CallKind.GRAPH]),
+        Engine.KERNEL,
+        np.where(kind[ran] == CallKind.MEMSET, Engine.MEMSET, Engine.COPY),
+    )
     executions = {
-        "start_ns": done["exec_start_ns"].astype(np.int64), "end_ns": done["exec_end_ns"].astype(np.int64),
-        "process": np.zeros(len(ran), np.int32), "device": np.zeros(len(ran), np.int32), "stream": stream[ran],
+        "start_ns": done["exec_start_ns"].astype(np.int64),
+        "end_ns": done["exec_end_ns"].astype(np.int64),
+        "process": np.zeros(len(ran), np.int32),
+        "device": np.zeros(len(ran), np.int32),
+        "stream": stream[ran],
         "channel": done["op_class"].astype(np.int32) * 32 + done["channel"] if channels else np.full(len(ran), -1),
-        "engine": engine, "direction": np.where(engine == Engine.COPY, done["direction"], 0),
+        "engine": engine,
+        "direction": np.where(engine == Engine.COPY, done["direction"], 0),
         "memory": np.where(engine == Engine.COPY, done["memory"], 0),
-        "bytes": np.where(engine == Engine.COPY, done["bytes"], 0).astype(np.int64), "count": done["count"],
-        "correlation": correlation[ran], "name": name[ran],
-    }  # fmt: skip
+        "bytes": np.where(engine == Engine.COPY, done["bytes"], 0).astype(np.int64),
+        "count": done["count"],
+        "correlation": correlation[ran],
+        "name": name[ran],
+    }
     order, ran_order = np.argsort(calls["start_ns"], kind="stable"), np.argsort(executions["start_ns"], kind="stable")
     recording = Recording(source=[Source(path="scenario", format="trace")], names=names.list, has_executions=True)
     recording.tables["calls"] = Table("calls", {key: column[order] for key, column in calls.items()})
     recording.tables["executions"] = Table("executions", {k: column[ran_order] for k, column in executions.items()})
-    recording.tables["streams"] = Table("streams", {
-        "process": np.zeros(len(handles), np.int32), "device": np.zeros(len(handles), np.int32),
-        "handle": handles.astype(np.int64)})  # fmt: skip
+    recording.tables["streams"] = Table(
+        "streams",
+        {
+            "process": np.zeros(len(handles), np.int32),
+            "device": np.zeros(len(handles), np.int32),
+            "handle": handles.astype(np.int64),
+        },
+    )
     recording.tables["processes"] = Table("processes", {"pid": np.array([4242], dtype=np.int64)})
     return recording
 
 
-__all__ = ["CONTEXT_LOCK", "D2D", "D2H", "H2D", "PAGEABLE", "QUEUE_FULL", "STREAM_LOCK", "SYNC", "Direction", "Memory",
-           "Runtime", "in_thread", "now_ns", "recording_of"]  # fmt: skip
+__all__ = [
+    "CONTEXT_LOCK",
+    "D2D",
+    "D2H",
+    "H2D",
+    "PAGEABLE",
+    "QUEUE_FULL",
+    "STREAM_LOCK",
+    "SYNC",
+    "Direction",
+    "Memory",
+    "Runtime",
+    "in_thread",
+    "now_ns",
+    "recording_of",
+]

@@ -65,9 +65,18 @@ class Stage:
     """A runtime that was set up anew: memory, streams, events, all made before the trace begins."""
 
     def __init__(
-        self, rt: Runtime, *, depth: int = 256, channels: int = 4, h2d: float = RATE, d2h: float = RATE,
-        latency_ns: float = 2000, size: int = 64 * MiB, streams: int = 4, events: int = 64,
-    ) -> None:  # fmt: skip
+        self,
+        rt: Runtime,
+        *,
+        depth: int = 256,
+        channels: int = 4,
+        h2d: float = RATE,
+        d2h: float = RATE,
+        latency_ns: float = 2000,
+        size: int = 64 * MiB,
+        streams: int = 4,
+        events: int = 64,
+    ) -> None:
         rt.reset(
             depth=depth,
             compute_channels=channels,
@@ -102,8 +111,15 @@ class Stage:
         self.rt.record(self.events[event], earlier)
         self.rt.wait(later, self.events[event])
 
-    def play(self, body: Callable[[], Any], truth: Callable[[Records, Any], dict[str, int]], *, channels: bool = False,
-             optional: tuple[str, ...] = (), **machine: Any) -> Played:  # fmt: skip
+    def play(
+        self,
+        body: Callable[[], Any],
+        truth: Callable[[Records, Any], dict[str, int]],
+        *,
+        channels: bool = False,
+        optional: tuple[str, ...] = (),
+        **machine: Any,
+    ) -> Played:
         records, result = self.rt.trace(body)
         recording = recording_of(self.rt, records, channels)
         recording.machine.update(machine)
@@ -286,8 +302,10 @@ def new_stream_that_is_in_use(rt: Runtime) -> Played:
         mine = (records["tid"] == model["tid"]) & (records["stream"] == shared)
         waits = np.isin(records["reason"], [QUEUE_FULL, STREAM_LOCK])
         others = ~mine & (records["correlation"] > 0)
-        return named(aliased_stream=records["blocked_ns"][mine & waits].sum(),
-                     launch_queue_saturation=records["blocked_ns"][others & waits].sum())  # fmt: skip
+        return named(
+            aliased_stream=records["blocked_ns"][mine & waits].sum(),
+            launch_queue_saturation=records["blocked_ns"][others & waits].sum(),
+        )
 
     return stage.play(body, truth, queue_depth=128)
 
@@ -311,8 +329,11 @@ def event_creation_behind_a_blocked_submitter(rt: Runtime) -> Played:
     def truth(records: Records, _: Any) -> dict[str, int]:
         moving, still = queue_ns(records)
         lock = records["reason"] == CONTEXT_LOCK
-        return named(context_lock_stall=records["blocked_ns"][lock].sum(), fence_before_copies=still.sum(),
-                     launch_queue_saturation=moving.sum())  # fmt: skip
+        return named(
+            context_lock_stall=records["blocked_ns"][lock].sum(),
+            fence_before_copies=still.sum(),
+            launch_queue_saturation=moving.sum(),
+        )
 
     return stage.play(body, truth, queue_depth=64)
 
@@ -482,8 +503,9 @@ def small_copy_behind_a_burst(rt: Runtime) -> Played:
             for i in range(20):
                 stage.load(20 * step + i, 128 * KiB, stage.streams[0])
             for i in range(3):
-                ids.append(rt.copy(stage.device + step * 4096, stage.host + (step * 8 + i) * 4096, 4096, H2D,
-                                   stage.streams[1]))  # fmt: skip
+                ids.append(
+                    rt.copy(stage.device + step * 4096, stage.host + (step * 8 + i) * 4096, 4096, H2D, stage.streams[1])
+                )
                 rt.sync(stage.streams[1])
         return ids
 
@@ -751,8 +773,10 @@ def saturated_and_pageable(rt: Runtime) -> Played:
     def truth(records: Records, ids: list[int]) -> dict[str, int]:
         moving, _still = queue_ns(records)
         chosen = np.isin(records["correlation"], ids)
-        return named(launch_queue_saturation=moving[~chosen].sum(),
-                     pageable_memory=(records["end_ns"] - records["start_ns"])[chosen].sum())  # fmt: skip
+        return named(
+            launch_queue_saturation=moving[~chosen].sum(),
+            pageable_memory=(records["end_ns"] - records["start_ns"])[chosen].sum(),
+        )
 
     return stage.play(body, truth, queue_depth=128)
 
@@ -781,8 +805,9 @@ def waits_and_allocations(rt: Runtime) -> Played:
         wanted = [api for api, name in names.items() if name in ("cudaHostAlloc", "cudaFreeHost")]
         mine = np.isin(records["api"], wanted)
         took = (records["end_ns"] - records["start_ns"])[mine]
-        return named(synchronisation=records["blocked_ns"][waits].sum(),
-                     allocation_on_hot_path=took[took >= 20_000].sum())  # fmt: skip
+        return named(
+            synchronisation=records["blocked_ns"][waits].sum(), allocation_on_hot_path=took[took >= 20_000].sum()
+        )
 
     return stage.play(body, truth)
 
@@ -805,6 +830,9 @@ def mistakes(played: Played, findings: list[Finding]) -> list[str]:
                 wrong.append(f"{cause} was not named; it lost {ns / 1e6:.2f} ms")
         elif abs(named_ns[cause] - ns) > max(ns // 10, SLACK_NS):
             wrong.append(f"{cause} lost {ns / 1e6:.2f} ms, not {named_ns[cause] / 1e6:.2f}")
-    wrong += [f"{cause} was named with {ns / 1e6:.2f} ms, and is not there" for cause, ns in named_ns.items()
-              if cause not in played.truth]  # fmt: skip
+    wrong += [
+        f"{cause} was named with {ns / 1e6:.2f} ms, and is not there"
+        for cause, ns in named_ns.items()
+        if cause not in played.truth
+    ]
     return wrong

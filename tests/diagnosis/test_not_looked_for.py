@@ -5,7 +5,7 @@ import pytest
 from scenarios import SCENARIOS
 
 from kvprobe.diagnosis import examine, notes_of
-from kvprobe.recordings.model import Table
+from kvprobe.recordings.model import Memory, Table
 
 
 def without_streams_of_waits(recording):
@@ -42,3 +42,19 @@ def test_memory_on_another_node_than_the_gpu_is_named_where_both_are_known(runti
     recording.machine.update(host_bytes_by_node=[0, 256 << 20, 0, 0], gpu_nodes=gpus)
     found = {finding.cause for finding in examine(recording).findings}
     assert ("remote_numa_memory" in found) == named
+
+
+@pytest.mark.parametrize("mode, named", [(True, True), (False, False), (None, False)])
+def test_pinned_copies_that_hold_their_caller_are_named_under_confidential_computing(runtime, mode, named):
+    """The host runtime's pageable copies, called pinned, are what that mode makes of pinned ones."""
+    recording = SCENARIOS["pageable_copies"](runtime).recording
+    calls, executions = recording.calls, recording.executions
+    recording.tables["calls"] = Table("calls", {**calls.columns, "memory": np.full(calls.rows, Memory.PINNED)})
+    recording.tables["executions"] = Table(
+        "executions", {**executions.columns, "memory": np.full(executions.rows, Memory.PINNED)}
+    )
+    if mode is not None:
+        recording.machine["confidential_computing"] = mode
+    examined = examine(recording)
+    assert ("confidential_computing" in {finding.cause for finding in examined.findings}) == named
+    assert ("confidential_computing" in {one.cause for one in examined.not_looked_for}) == (mode is None)

@@ -8,10 +8,10 @@ from hostruntime import D2H
 from scenarios import BLOCK, KiB, Stage, queue_ns
 
 from kvprobe.diagnosis import Change, diagnose
+from kvprobe.diagnosis.deeper_queue import spared
 from kvprobe.diagnosis.finding import best_first
-from kvprobe.diagnosis.frame import Frame
+from kvprobe.diagnosis.joined import JoinedRecording
 from kvprobe.diagnosis.queue_full import Full
-from kvprobe.diagnosis.room import spared
 from kvprobe.recordings.model import CallKind, Engine, Recording, Source, Table
 from kvprobe.reporting.verdict import saving_text
 
@@ -69,8 +69,9 @@ def stores_behind_a_forward(runtime, streams=1):
     return stage.play(body, blocked, queue_depth=64, channels=4)
 
 
-@pytest.mark.parametrize("play, cause", [(loads, "launch_queue_saturation"),
-                                         (stores_behind_a_forward, "fence_before_copies")])  # fmt: skip
+@pytest.mark.parametrize(
+    "play, cause", [(loads, "launch_queue_saturation"), (stores_behind_a_forward, "fence_before_copies")]
+)
 def test_pooled_streams_save_what_was_predicted(runtime, play, cause):
     def compare():
         before = play(runtime, 1)
@@ -86,7 +87,7 @@ DEPTH = 1021
 
 
 def by_arithmetic(depth, copies, *, forward_ns=30_000_000, copy_ns=9_000, submit_ns=1_000, rounds=3, executions=True):
-    """Bursts of copies behind a forward, each waited for: (frame, rows that waited, ns that each waited).
+    """Bursts of copies behind a forward, each waited for: (joined, rows that waited, ns that each waited).
 
     A copy that finds `depth` outstanding waits for the oldest of them, on one thread, one stream.
     """
@@ -111,30 +112,48 @@ def by_arithmetic(depth, copies, *, forward_ns=30_000_000, copy_ns=9_000, submit
     start, end, kind = map(np.array, zip(*calls, strict=True))
     n = len(calls)
     tables = {
-        "calls": Table("calls", {"start_ns": start, "end_ns": end, "kind": kind, "correlation": np.arange(n),
-                                 "stream": np.zeros(n, int), "process": np.zeros(n, int)}),
-        "streams": Table("streams", {"handle": [7]}), "processes": Table("processes", {"pid": [1]}),
-    }  # fmt: skip
+        "calls": Table(
+            "calls",
+            {
+                "start_ns": start,
+                "end_ns": end,
+                "kind": kind,
+                "correlation": np.arange(n),
+                "stream": np.zeros(n, int),
+                "process": np.zeros(n, int),
+            },
+        ),
+        "streams": Table("streams", {"handle": [7]}),
+        "processes": Table("processes", {"pid": [1]}),
+    }
     if executions:
         begin, over, correlation = map(np.array, zip(*ran, strict=True))
-        tables["executions"] = Table("executions", {
-            "start_ns": begin, "end_ns": over, "correlation": correlation, "stream": np.zeros(len(ran), int),
-            "process": np.zeros(len(ran), int), "engine": np.full(len(ran), Engine.COPY)})  # fmt: skip
+        tables["executions"] = Table(
+            "executions",
+            {
+                "start_ns": begin,
+                "end_ns": over,
+                "correlation": correlation,
+                "stream": np.zeros(len(ran), int),
+                "process": np.zeros(len(ran), int),
+                "engine": np.full(len(ran), Engine.COPY),
+            },
+        )
     recording = Recording([Source("arithmetic", "kineto-json")], tables, has_executions=executions)
     rows, ns = (np.array([one[i] for one in waited], dtype=np.int64) for i in (0, 1))
-    frame = Frame(recording, SimpleNamespace(depth=np.full(n, depth)))
-    return frame, rows, ns
+    joined = JoinedRecording(recording, SimpleNamespace(depth=np.full(n, depth)))
+    return joined, rows, ns
 
 
 @pytest.mark.parametrize("executions", [True, False])
 @pytest.mark.parametrize("copies", [1500, 3000, 6000])
 @pytest.mark.parametrize("factor", [1, 1.5, 2, 4, 8])
 def test_the_replay_saves_what_a_queue_of_that_depth_saves(copies, factor, executions):
-    frame, rows, ns = by_arithmetic(DEPTH, copies, executions=executions)
+    joined, rows, ns = by_arithmetic(DEPTH, copies, executions=executions)
     none = np.zeros(0, dtype=np.int64)
     shapes = {"saturation": rows, "fence": none, "alias": none, "channels": none}
     lost = {"saturation": ns, "fence": none, "alias": none, "channels": none}
-    saved = spared(frame, Full(shapes, lost, [], "plateau", DEPTH), "saturation", factor)
+    saved = spared(joined, Full(shapes, lost, [], "plateau", DEPTH), "saturation", factor)
     after = by_arithmetic(int(DEPTH * factor), copies)[2].sum()
     assert saved == pytest.approx(1 - after / ns.sum(), abs=0.02)
 

@@ -8,8 +8,16 @@ from kvprobe.diagnosis import CAUSES, diagnose
 # Explaining causes that the host runtime cannot play: they come from recorders and from CUDA's own initialisation, and
 # are tested on public recordings (blocking_server_call: on events of adapters). Or they need what only `kvprobe run`
 # records, or a GPU's locks: tests/corpus.
-NOT_PLAYED = {"profiler_overhead", "first_calls", "unexplained", "blocking_server_call", "pinning_stall",
-              "wasted_stores", "remote_numa_memory"}  # fmt: skip
+NOT_PLAYED = {
+    "profiler_overhead",
+    "first_calls",
+    "unexplained",
+    "blocking_server_call",
+    "pinning_stall",
+    "wasted_stores",
+    "remote_numa_memory",
+    "confidential_computing",
+}
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -36,12 +36,30 @@ def recording(copy_stack_ns):
     memory = [Memory.UNKNOWN, *[Memory.PINNED] * 40, Memory.PAGEABLE]
     names = ["", "cudaHostAlloc", "cudaMemcpyAsync", SETUP, COPY, LATER]
     tables = {
-        "calls": Table("calls", {"start_ns": start, "end_ns": np.add(start, took), "kind": kind, "memory": memory,
-                                 "thread": [7] * 42, "stream": [-1] + [0] * 41, "name": [1] + [2] * 41}),
-        "stacks": Table("stacks", {"time_ns": [60 * MS, copy_stack_ns, 900 * MS], "thread": [7, 7, 7],
-                                   "blocked_ns": [60 * MS, 60 * MS, 60 * MS], "stack": [3, 4, 5]}),
-        "streams": Table("streams", {"handle": [9]}), "processes": Table("processes", {"pid": [123]}),
-    }  # fmt: skip
+        "calls": Table(
+            "calls",
+            {
+                "start_ns": start,
+                "end_ns": np.add(start, took),
+                "kind": kind,
+                "memory": memory,
+                "thread": [7] * 42,
+                "stream": [-1] + [0] * 41,
+                "name": [1] + [2] * 41,
+            },
+        ),
+        "stacks": Table(
+            "stacks",
+            {
+                "time_ns": [60 * MS, copy_stack_ns, 900 * MS],
+                "thread": [7, 7, 7],
+                "blocked_ns": [60 * MS, 60 * MS, 60 * MS],
+                "stack": [3, 4, 5],
+            },
+        ),
+        "streams": Table("streams", {"handle": [9]}),
+        "processes": Table("processes", {"pid": [123]}),
+    }
     return Recording([Source("run", "kvprobe")], tables, names)
 
 

@@ -39,8 +39,12 @@ def play(scenario: str, runtime: object) -> dict[str, float]:
         for _ in range(40):
             offsets = [(i % 64) * piece for i in range(500)]
             start = now()
-            runtime.memcpy_batch_async([device.data_ptr() + o for o in offsets], [host.data_ptr() + o for o in offsets],
-                                       [piece] * 500, stream.cuda_stream)  # fmt: skip
+            runtime.memcpy_batch_async(
+                [device.data_ptr() + o for o in offsets],
+                [host.data_ptr() + o for o in offsets],
+                [piece] * 500,
+                stream.cuda_stream,
+            )
             durations.append(now() - start)
     else:
         for number in range(count):
@@ -52,8 +56,15 @@ def play(scenario: str, runtime: object) -> dict[str, float]:
                 stream.synchronize()
     torch.cuda.synchronize()
     slow = [duration for duration in durations if duration >= LONG_NS]
-    return {"scenario": scenario, "copies": count, "calls": len(durations), "bytes": count * piece,
-            "slow_calls": len(slow), "slow_ns": sum(slow), "longest_ns": max(durations)}  # fmt: skip
+    return {
+        "scenario": scenario,
+        "copies": count,
+        "calls": len(durations),
+        "bytes": count * piece,
+        "slow_calls": len(slow),
+        "slow_ns": sum(slow),
+        "longest_ns": max(durations),
+    }
 
 
 def main() -> None:

@@ -48,9 +48,13 @@ def llama():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=8, num_attention_heads=8,
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=8,
         num_key_value_heads=4,
-    )  # fmt: skip
+    )
     return transformers.LlamaForCausalLM(config).eval().cuda()
 
 
@@ -135,9 +139,13 @@ def test_the_groups_of_diffusers(use_stream, tmp_path):
         plain = Model().eval().cuda()(x)
         model = Model().eval()
         apply_group_offloading(
-            model, onload_device=torch.device("cuda"), offload_device=torch.device("cpu"), offload_type="block_level",
-            num_blocks_per_group=1, use_stream=use_stream,
-        )  # fmt: skip
+            model,
+            onload_device=torch.device("cuda"),
+            offload_device=torch.device("cpu"),
+            offload_type="block_level",
+            num_blocks_per_group=1,
+            use_stream=use_stream,
+        )
         output, moved = copied(lambda: model(x), tmp_path)
     if use_stream:  # diffusers 0.42 computes before the weights are there, with kvprobe and without: nothing to compare
         assert ["without a wait" in decision["why"] for decision in seen.decisions] == [True]

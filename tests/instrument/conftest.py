@@ -30,8 +30,7 @@ def helper(x, *, scale=1):
 
 
 class Recorder(Adapter):
-    name, server = "toyserver.copies", "toyserver"
-    distributions, versions = ("toyserver",), ">=1.0,<2.0"
+    name, versions = "toyserver.copies", ">=1.0,<2.0"
     upstream = (">=2.0", "since 2.0")
     targets = (
         Target("toyserver.engine", "Engine.copy", ("job", "blocks")),
@@ -83,10 +82,10 @@ def toyserver(tmp_path, monkeypatch):
         importlib.invalidate_caches()
 
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(registry.SERVERS, "toyserver", ("toyserver", "toyserver_adapters"))
+    monkeypatch.setitem(registry.SERVERS, "toyserver", registry.Server("toyserver", ("toyserver",), ">=1.0,<3.0"))
     adapters = type(sys)("toyserver_adapters")
     adapters.ADAPTERS = (Recorder,)
-    monkeypatch.setitem(sys.modules, "toyserver_adapters", adapters)
+    monkeypatch.setitem(sys.modules, "kvprobe.patches.toyserver", adapters)
     monkeypatch.setattr(Recorder, "fail", False)
     monkeypatch.setattr(Recorder, "fail_after", False)
     write.source = SOURCE

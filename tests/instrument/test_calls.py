@@ -4,10 +4,10 @@ import types
 
 import pytest
 
-from kvprobe.instrument import sidecar
+from kvprobe.instrument import event_log
 from kvprobe.instrument.adapter import APPLIED
 from kvprobe.instrument.calls import TimedCalls, timed
-from kvprobe.instrument.guard import Guard, Patcher
+from kvprobe.instrument.hooks import CircuitBreaker, Patcher
 
 SOURCE = """
 def steps(n):
@@ -23,7 +23,7 @@ def steps(n):
 
 
 class Steps(TimedCalls):
-    name, server, distributions, versions = "toy.steps", "toy", ("toy",), ">=0"
+    name = "toy.steps"
     timed = (timed("toymodule", "steps", ("n",), "load"),)
 
 
@@ -31,7 +31,7 @@ class Steps(TimedCalls):
 def module():
     made = types.ModuleType("toymodule")
     exec(SOURCE, made.__dict__)
-    patcher = Patcher(Guard("toy.steps", lambda reason: None))
+    patcher = Patcher(CircuitBreaker("toy.steps", lambda reason: None))
     adapter = Steps()
     adapter.state.state = APPLIED
     adapter.patch(patcher, made)
@@ -53,14 +53,14 @@ def drive(function):
 def test_values_exceptions_and_results_pass_through(module):
     plain = {}
     exec(SOURCE, plain)
-    with sidecar.subscribed() as events:
+    with event_log.subscribed() as events:
         assert drive(module.steps) == drive(plain["steps"]) == [0, 1, 2, ("returned", 112)]
     assert [e["steps"] for e in events] == [4]
     assert events[0]["dur_ns"] >= events[0]["longest_step_ns"] > 0
 
 
 def test_a_generator_that_is_dropped_early_is_closed(module):
-    with sidecar.subscribed() as events:
+    with event_log.subscribed() as events:
         one = module.steps(5)
         next(one)
         one.close()
@@ -68,7 +68,7 @@ def test_a_generator_that_is_dropped_early_is_closed(module):
 
 
 def test_an_exception_of_the_servers_passes(module):
-    with sidecar.subscribed():
+    with event_log.subscribed():
         one = module.steps(5)
         next(one)
         with pytest.raises(ZeroDivisionError):

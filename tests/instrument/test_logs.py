@@ -37,6 +37,7 @@ def test_who_configures_logging_later_decides_and_no_line_comes_twice(level, lin
 
 def test_a_logger_with_a_level_of_its_own_is_left_alone():
     before = "import logging; logging.getLogger('kvprobe').setLevel(logging.ERROR)\n"
-    done = subprocess.run([sys.executable, "-c", before + START + "log.info('one')"], capture_output=True, text=True,
-                          check=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", before + START + "log.info('one')"], capture_output=True, text=True, check=True
+    )
     assert done.stderr == ""

@@ -19,15 +19,15 @@ import multiprocessing, os, signal, sys
 
 def engine(turns, kill):
     import prometheus_client
-    from kvprobe.instrument import activate, metrics, sidecar
+    from kvprobe.instrument import activate, metrics, event_log
 
     activate()  # as the start-up hook or the plug-in does
     if "OTHERS" in os.environ:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = os.environ["OTHERS"]
     for _ in range(turns):
-        sidecar.later(metrics.transfer, "vllm", "load", 100, 2_000, 3_000_000, 20_000_000)
+        event_log.later(metrics.transfer, "vllm", "load", 100, 2_000, 3_000_000, 20_000_000)
     metrics.count("deferred", "vllm")
-    sidecar.flush()
+    event_log.flush()
     if kill:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -116,9 +116,20 @@ def test_a_scrape_adds_up_the_processes_of_a_server(program, tmp_path, method, i
     assert everything["transfer_queue_wait_seconds_count", LOAD] == 7, "not measured in the server's process"
     buckets = {k[-1][1]: v for k, v in everything.items() if k[0] == "transfer_copy_seconds_bucket"}
     assert buckets == {
-        "1e-06": 0, "4e-06": 0, "1.6e-05": 0, "6.4e-05": 0, "0.000256": 0, "0.001": 0, "0.004": 0, "0.016": 0,
-        "0.064": 7, "0.25": 7, "1.0": 7, "4.0": 7, "+Inf": 8,
-    }  # fmt: skip
+        "1e-06": 0,
+        "4e-06": 0,
+        "1.6e-05": 0,
+        "6.4e-05": 0,
+        "0.000256": 0,
+        "0.001": 0,
+        "0.004": 0,
+        "0.016": 0,
+        "0.064": 7,
+        "0.25": 7,
+        "1.0": 7,
+        "4.0": 7,
+        "+Inf": 8,
+    }
     assert not list((tmp_path / "tmp").iterdir()), "the folder is removed by the process that made it"
 
 
@@ -295,6 +306,7 @@ def test_what_is_written_has_its_place_on_the_disk(program, tmp_path):
     done = program(
         """
         from kvprobe.instrument import registry
+        from kvprobe.instrument.benefit import Account
         import prometheus_client
         activate()
         metrics.exposed()
@@ -304,6 +316,8 @@ def test_what_is_written_has_its_place_on_the_disk(program, tmp_path):
         for server in registry.SERVERS:
             for direction in ("load", "store", "other"):
                 metrics.transfer(server, direction, 1, 1, 1, 1)
+                metrics.call(server, direction, 1, 1, 1)
+            metrics.offload(server, dict.fromkeys(Account("toy.offload", "").sums, 1))
             metrics.count("redundant", server)
             metrics.count("deferred", server)
         assert len(before) == 2 and all(blocks * 512 >= size for size, blocks in before.values())

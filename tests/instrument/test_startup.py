@@ -44,8 +44,11 @@ def test_the_kill_switch_holds(tmp_path: Path) -> None:
 
 
 def test_in_a_run_a_process_imports_no_package_of_kvprobe(tmp_path: Path) -> None:
-    done = run("import sys; print(sorted(m for m in sys.modules if 'kvprobe' in m and 'editable' not in m), "
-               "'json' in sys.modules)", KVPROBE_RUN=str(tmp_path))  # fmt: skip
+    done = run(
+        "import sys; print(sorted(m for m in sys.modules if 'kvprobe' in m and 'editable' not in m), "
+        "'json' in sys.modules)",
+        KVPROBE_RUN=str(tmp_path),
+    )
     assert done.stdout == "['kvprobe_startup'] False\n"
 
 
@@ -58,14 +61,19 @@ def test_adapters_come_in_when_a_server_is_imported(tmp_path: Path) -> None:
     package = tmp_path / "packages" / "transformers"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("NAME = 'stand-in'\n")
-    code = ("import sys\nbefore = 'kvprobe.instrument' in sys.modules\nimport transformers\n"
-            "print(before, 'kvprobe.instrument' in sys.modules, transformers.NAME)\n")  # fmt: skip
+    code = (
+        "import sys\nbefore = 'kvprobe.instrument' in sys.modules\nimport transformers\n"
+        "print(before, 'kvprobe.instrument' in sys.modules, transformers.NAME)\n"
+    )
     done = run(code, KVPROBE_RUN=str(tmp_path), PYTHONPATH=str(package.parent))
     assert done.stdout == "False True stand-in\n"
 
 
-@pytest.mark.parametrize("value", [
-    {"a": 'quo"te\\ and \n', "b": ["ü", "日本", "\U0001f600", "\udcff"], "c": True, "d": -5, "e": {}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": 'quo"te\\ and \n', "b": ["ü", "日本", "\U0001f600", "\udcff"], "c": True, "d": -5, "e": {}},
+    ],
+)
 def test_its_json_is_json(value: object) -> None:
     assert json.loads(startup._json(value)) == value

@@ -10,6 +10,8 @@ import time
 
 import pytest
 
+from kvprobe import environment
+from kvprobe.cuda import find_runtime
 from kvprobe.cuda.hostruntime import host_runtime
 from kvprobe.launchqueue import calibrate
 
@@ -24,8 +26,9 @@ print(json.dumps([[each.depth, each.channels, each.capacity, each.how] for each 
 
 def measure(tmp_path, cache="no", **environment):
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), **environment}
-    done = subprocess.run([sys.executable, "-c", PROGRAM, cache], env=environment, capture_output=True, text=True,
-                          check=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, cache], env=environment, capture_output=True, text=True, check=True
+    )
     return json.loads(done.stdout)
 
 
@@ -73,3 +76,22 @@ def test_a_simulated_queue_is_what_it_is_configured_to_be():
     limits = calibrate(runtime)
     assert (limits.depth, limits.channels, limits.capacity, limits.baseline_ns) == (64, 2, 120, 1000)
     runtime.reset()
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [{"depth": 1}, {"depth": "1021"}, {"channels": -4}, {"capacity": 1.5}, {"baseline_ns": None}, {"p99_ns": 1 << 60}],
+)
+def test_a_damaged_cache_is_measured_anew(tmp_path, damaged):
+    measure(tmp_path, "cache")
+    (path,) = (tmp_path / "kvprobe").glob("queue-*.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | damaged))
+    assert [each[3] for each in measure(tmp_path, "cache")] == ["calibrated", "cached"]
+
+
+def test_without_a_home_nothing_is_cached_and_all_is_measured(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda _: (_ for _ in ()).throw(KeyError("uid")))
+    assert not environment.caches().exists()
+    assert [calibrate(find_runtime("host")).how for _ in range(2)] == ["calibrated"] * 2

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvprobe.launchqueue import Detector, Observation, QueueLimits, Verdict
+from kvprobe.launchqueue import Detector, QueueLimits, Slowness, SubmissionRun
 
 LIMITS = QueueLimits(depth=1021, channels=4, capacity=4021, baseline_ns=1000, p99_ns=1500)
 
@@ -41,49 +41,73 @@ def test_every_seeded_saturation_is_named(truth: ModuleType) -> None:
     assert set(outcome["kinds"]) == {"draining", "gate", "gate, then draining"}
 
 
-def _run(outstanding: int, **seen: Any) -> Observation:
-    return Observation(0x10, 1, outstanding, seen.pop("submitted", 16), 0, seen.pop("end_ns", 100_000), **seen)
+def _run(outstanding: int, **seen: Any) -> SubmissionRun:
+    return SubmissionRun(0x10, 1, outstanding, seen.pop("submitted", 16), 0, seen.pop("end_ns", 100_000), **seen)
 
 
 def test_slow_calls_with_room_in_the_queue_are_not_saturation() -> None:
     detector = Detector(LIMITS)
     slow = {"blocked": 16, "blocked_ns": 100_000, "first_blocked": 0, "longest_ns": 9_000}
-    assert detector.observe(_run(300, **slow)) is Verdict.CANNOT_TELL
+    assert detector.observe(_run(300, **slow)) is Slowness.CANNOT_TELL
     assert "300 operations were outstanding of 1021" in detector.reason
-    assert detector.observe(_run(300, **slow, preempted=16, preempted_ns=100_000)) is Verdict.PREEMPTED
+    assert detector.observe(_run(300, **slow, preempted=16, preempted_ns=100_000)) is Slowness.PREEMPTED
     assert not detector.saturations
 
 
 def test_a_thread_that_lost_the_cpu_at_the_ceiling_is_not_saturation() -> None:
     detector = Detector(LIMITS)
-    seen = _run(1010, blocked=1, blocked_ns=3_000_000, first_blocked=3, longest_ns=3_000_000, preempted=1,
-                preempted_ns=3_000_000, end_ns=3_020_000, fast=15, fast_ns=15_000)  # fmt: skip
-    assert detector.observe(seen) is Verdict.PREEMPTED
+    seen = _run(
+        1010,
+        blocked=1,
+        blocked_ns=3_000_000,
+        first_blocked=3,
+        longest_ns=3_000_000,
+        preempted=1,
+        preempted_ns=3_000_000,
+        end_ns=3_020_000,
+        fast=15,
+        fast_ns=15_000,
+    )
+    assert detector.observe(seen) is Slowness.PREEMPTED
     assert not detector.saturations
 
 
 def test_a_few_slow_calls_among_many_fast_ones_at_the_ceiling_are_too_few() -> None:
     detector = Detector(LIMITS)
-    seen = _run(1010, submitted=200, blocked=5, blocked_ns=15_000, first_blocked=3, longest_ns=3_000, fast=195,
-                fast_ns=195_000, end_ns=210_000)  # fmt: skip
-    assert detector.observe(seen) is Verdict.NONE
+    seen = _run(
+        1010,
+        submitted=200,
+        blocked=5,
+        blocked_ns=15_000,
+        first_blocked=3,
+        longest_ns=3_000,
+        fast=195,
+        fast_ns=195_000,
+        end_ns=210_000,
+    )
+    assert detector.observe(seen) is Slowness.NONE
     assert not detector.saturations
 
 
 def test_calls_of_one_copys_time_at_the_ceiling_add_up_over_small_transfers() -> None:
     detector = Detector(LIMITS)
-    said = [detector.observe(_run(1015, submitted=2, blocked=2, blocked_ns=6_000, first_blocked=0, end_ns=6_000,
-                                  longest_ns=3_000)) for _ in range(3)]  # fmt: skip
-    assert said[:2] == [Verdict.NONE, Verdict.SATURATION]
+    said = [
+        detector.observe(
+            _run(1015, submitted=2, blocked=2, blocked_ns=6_000, first_blocked=0, end_ns=6_000, longest_ns=3_000)
+        )
+        for _ in range(3)
+    ]
+    assert said[:2] == [Slowness.NONE, Slowness.SATURATION]
     found = detector.saturations[0]
     assert (found.depth, found.blocked_calls, found.lost_ns) == (1015, 4, 8_000)
 
 
 def test_one_call_as_long_as_a_forward_pass_at_the_ceiling_is_enough() -> None:
     detector = Detector(LIMITS)
-    seen = _run(1021, submitted=1, blocked=1, blocked_ns=28_000_000, first_blocked=0, longest_ns=28_000_000,
-                end_ns=28_000_000)  # fmt: skip
-    assert detector.observe(seen) is Verdict.SATURATION
+    seen = _run(
+        1021, submitted=1, blocked=1, blocked_ns=28_000_000, first_blocked=0, longest_ns=28_000_000, end_ns=28_000_000
+    )
+    assert detector.observe(seen) is Slowness.SATURATION
     assert "the longest took 28000.0 us" in detector.reason
 
 
@@ -110,13 +134,13 @@ def test_the_baseline_stays_near_the_calibrated_one_however_slow_the_calls_are()
     assert detector.threshold_ns <= 2_000  # what a full queue costs at 4 KiB is 2.4 times the baseline
 
 
-def _load(outstanding: int, blocked: int, at_ns: int, of: int = 64) -> Observation:
+def _load(outstanding: int, blocked: int, at_ns: int, of: int = 64) -> SubmissionRun:
     """A load of small blocks of which a few met a full queue, at 2.5 times what a call costs."""
     fast, slow = (of - blocked) * 1_000, blocked * 2_500
     seen = {"fast": of - blocked, "fast_ns": fast, "blocked": blocked, "blocked_ns": slow}
     if blocked:
         seen |= {"first_blocked": 3, "first_blocked_ns": at_ns + 3_000, "longest_ns": 2_500}
-    return Observation(0x10, 1, outstanding, of, at_ns, at_ns + fast + slow, **seen)
+    return SubmissionRun(0x10, 1, outstanding, of, at_ns, at_ns + fast + slow, **seen)
 
 
 @pytest.mark.parametrize("blocked", [8, 12, 16])
@@ -124,7 +148,7 @@ def _load(outstanding: int, blocked: int, at_ns: int, of: int = 64) -> Observati
 def test_small_blocks_of_which_few_meet_a_full_queue_are_noticed_within_50_ms(blocked: int, between_us: int) -> None:
     detector, now = Detector(LIMITS), 0
     for _ in range(400):
-        if detector.observe(_load(1000, blocked, now)) is Verdict.SATURATION:
+        if detector.observe(_load(1000, blocked, now)) is Slowness.SATURATION:
             break
         now += 100_000 + between_us * 1_000
     assert len(detector.saturations) == 1
@@ -134,7 +158,7 @@ def test_small_blocks_of_which_few_meet_a_full_queue_are_noticed_within_50_ms(bl
 def test_a_queue_less_deep_than_calibrated_is_told_by_completions_that_keep_pace() -> None:
     detector, now = Detector(LIMITS), 0
     for number in range(400):
-        if detector.observe(_load(880 + number % 3, 10, now)) is Verdict.SATURATION:
+        if detector.observe(_load(880 + number % 3, 10, now)) is Slowness.SATURATION:
             break
         now += 200_000
     assert len(detector.saturations) == 1
@@ -160,5 +184,5 @@ def test_a_queue_that_is_being_filled_has_room() -> None:
 def test_pageable_memory_is_named_whatever_the_queue_holds() -> None:
     detector = Detector(LIMITS)
     seen = _run(1021, blocked=16, blocked_ns=160_000, first_blocked=0, longest_ns=10_000, pageable=True)
-    assert detector.observe(seen) is Verdict.PAGEABLE
+    assert detector.observe(seen) is Slowness.PAGEABLE
     assert detector.losses()["pageable memory"] == 144_000

@@ -103,9 +103,15 @@ def test_bytes_follow_the_order_that_streams_and_events_give(library, steps, dep
             destinations = (c_void_p * n)(*(device + to * BLOCK for to, _ in pairs))
             sources = (c_void_p * n)(*(host + source * BLOCK for _, source in pairs))
             error = library.cudaMemcpyBatchAsync(
-                destinations, sources, (c_size_t * n)(*[BLOCK] * n), c_size_t(n), byref(Attributes(order=1)),
-                byref(c_size_t(0)), c_size_t(1), c_void_p(handle),
-            )  # fmt: skip
+                destinations,
+                sources,
+                (c_size_t * n)(*[BLOCK] * n),
+                c_size_t(n),
+                byref(Attributes(order=1)),
+                byref(c_size_t(0)),
+                c_size_t(1),
+                c_void_p(handle),
+            )
             for to, source in pairs:
                 model_device[to] = model_host[source]
         elif kind == "set":

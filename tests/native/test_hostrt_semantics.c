@@ -426,7 +426,7 @@ static void trace(int argc, char **argv) {
     kvhost_trace_record r[5];
     CHECK(kvhostTraceRead(r, 0, 5) == 4 && kvhostTraceDropped() == 1);
     CHECK(first && second > first && r[0].correlation == first && r[1].correlation == second && !r[2].correlation);
-    CHECK(r[0].call == KVP_CALL_1 && r[1].call == KVP_CALL_3 && r[2].call == KVP_CALL_17 && r[3].call == KVP_CALL_21);
+    CHECK(r[0].call == KVP_CALL_cudaMemcpyAsync && r[1].call == KVP_CALL_cudaMemcpyBatchAsync && r[2].call == KVP_CALL_cudaStreamSynchronize && r[3].call == KVP_CALL_cudaEventCreate);
     CHECK(r[1].count == 100 && r[1].bytes == 6400 && r[1].chunks == 5 && r[1].executed == 5);
     CHECK(r[0].stream == (uint64_t)(uintptr_t)s && r[0].stream_number == 1 && r[0].tid == (uint32_t)getpid());
     for (int i = 0; i < 4; i++) CHECK(r[i].sequence == (uint64_t)i && r[i].end_ns >= r[i].start_ns);

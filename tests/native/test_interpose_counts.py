@@ -20,8 +20,15 @@ from kvprobe.native import build
 from kvprobe.probe.ring import RingSnapshot, read_ring
 
 # what the program calls its calls -> (call numbers of the ring file, direction, None: found out from the addresses)
-MEANING = {"H2D": ((1, 5), 1), "D2H": ((1, 6), 2), "D2D": ((1, 7), 3), "unknown": ((4,), None), "batch": ((3,), 1),
-           "sync": ((10,), 1), "wait": ((17,), 0)}  # fmt: skip
+MEANING = {
+    "H2D": ((1, 5), 1),
+    "D2H": ((1, 6), 2),
+    "D2D": ((1, 7), 3),
+    "unknown": ((4,), None),
+    "batch": ((3,), 1),
+    "sync": ((10,), 1),
+    "wait": ((17,), 0),
+}
 Counts = dict[str, tuple[int, int, int]]
 
 
@@ -93,7 +100,10 @@ def test_ten_million_calls_of_eight_threads_are_counted_exactly(program: Path, l
     own = said(run(program, environment(libraries, tmp_path, **quick), "loads", 1_250_000, 8, 1))
     found, (snapshot,) = recorded(tmp_path)
     assert found == own and own["H2D"][0] == 10_000_000
-    assert sorted(int(lane.slots["count"][lane.slots["call"] == 1].sum()) for lane in snapshot.lanes) == [1_250_000] * 8
+    assert (
+        sorted(int(section.slots["count"][section.slots["call"] == 1].sum()) for section in snapshot.sections)
+        == [1_250_000] * 8
+    )
     assert sum(path.stat().st_blocks for path in tmp_path.iterdir()) * 512 < 128 << 20
 
 
@@ -226,10 +236,24 @@ def test_two_runtimes_in_one_process_stay_apart(
     for which in (12, 13):
         name = f"libcudart.so.{which}"
         runtime = compile_c("two_runtimes", "-shared", "-fPIC", f"-DWHICH={which}", f"-Wl,-soname,{name}", output=name)
-        users.append(compile_c("uses_runtime", "-shared", "-fPIC", "-fno-optimize-sibling-calls", str(runtime),
-                               f"-Wl,-rpath,{runtime.parent}", output=f"user{which}.so"))  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", code, *users, *users], env=environment(libraries, tmp_path),
-                          capture_output=True, text=True, check=True)  # fmt: skip
+        users.append(
+            compile_c(
+                "uses_runtime",
+                "-shared",
+                "-fPIC",
+                "-fno-optimize-sibling-calls",
+                str(runtime),
+                f"-Wl,-rpath,{runtime.parent}",
+                output=f"user{which}.so",
+            )
+        )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *users, *users],
+        env=environment(libraries, tmp_path),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.split() == ["12", "13", "12", "13"]
     (path,) = tmp_path.glob("*.kvp")
     slots = read_ring(path).slots()

@@ -20,7 +20,7 @@ import random, sys
 from pathlib import Path
 sys.path[:0] = [sys.argv[2], sys.argv[3]]
 from kvprobe.errors import RecordingError
-from kvprobe.recordings import pieces, trace_library
+from kvprobe.recordings import trace_library, trace_text
 trace_library._LIBRARY = Path(sys.argv[1])
 import kineto_text
 from test_triage import mutate
@@ -34,7 +34,7 @@ for seed in range(160):
         path.write_bytes(mutate(path.read_bytes(), random.Random(seed)))
     found = []
     for chunk in (1 << 19, 700):
-        pieces._CHUNK = chunk
+        trace_text._CHUNK = chunk
         try:
             found.append(quick_triage(path, on_a_thread=False))
         except RecordingError:
@@ -77,8 +77,12 @@ def test_no_report_for_random_and_damaged_traces(tmp_path):
     }
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, library, HERE, HERE.parent / "recordings", tmp_path / "t.json"],
-        env=environment, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     for report in ("ERROR: AddressSanitizer", "runtime error:", "kvt_"):
         assert report not in done.stderr, done.stderr[-6000:]
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}{done.stderr[-6000:]}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes as ct
 import dataclasses
-import gc
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -60,9 +59,15 @@ def bench(host: Callable[..., HostRuntime]) -> Iterator[Callable[..., Bench]]:
                 regions.pop().owner.close()
 
     def make(
-        *, layers: int = 2, blocks: int = 64, gpu_bytes: int = 4096, cpu_bytes: int = 4096, depth: int = 256,
-        channels: int = 4, **config: float,
-    ) -> Bench:  # fmt: skip
+        *,
+        layers: int = 2,
+        blocks: int = 64,
+        gpu_bytes: int = 4096,
+        cpu_bytes: int = 4096,
+        depth: int = 256,
+        channels: int = 4,
+        **config: float,
+    ) -> Bench:
         close()
         runtime = host(depth=depth, copy_channels=channels, **config)
         size = blocks * max(gpu_bytes, cpu_bytes)
@@ -77,9 +82,3 @@ def bench(host: Callable[..., HostRuntime]) -> Iterator[Callable[..., Bench]]:
 
     yield make
     close()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_teardown() -> None:
-    """Engines that a test dropped end with their own runtime: after a reset their handles belong to another engine."""
-    gc.collect()

@@ -44,8 +44,11 @@ def test_block_sizes_that_differ_by_a_whole_factor_fit(bench, policy, gpu_bytes,
     for cpu, gpu in zip(b.bytes_of(b.cpu), b.bytes_of(b.gpu), strict=True):
         cpu_pieces, gpu_pieces = cpu.reshape(-1, piece), gpu.reshape(-1, piece)
         expanded = [block * factor + part for block in coarse for part in range(factor)]
-        left, right = (gpu_pieces[fine], cpu_pieces[expanded]) if cpu_bytes > gpu_bytes else (
-            gpu_pieces[expanded], cpu_pieces[fine])  # fmt: skip
+        left, right = (
+            (gpu_pieces[fine], cpu_pieces[expanded])
+            if cpu_bytes > gpu_bytes
+            else (gpu_pieces[expanded], cpu_pieces[fine])
+        )
         assert np.array_equal(left, right)
 
 
@@ -110,8 +113,9 @@ def test_torch_dlpack_and_raw_pointers_are_taken(bench):
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_sequence_of_transfers_and_switches_ends_as_if_done_one_by_one(bench, data):
-    b = bench(layers=2, blocks=24, gpu_bytes=512, cpu_bytes=512, depth=64, channels=2, h2d_bytes_per_s=1e8,
-              latency_ns=5000.0)  # fmt: skip
+    b = bench(
+        layers=2, blocks=24, gpu_bytes=512, cpu_bytes=512, depth=64, channels=2, h2d_bytes_per_s=1e8, latency_ns=5000.0
+    )
     gpu, cpu = ([layer.copy() for layer in b.bytes_of(pool)] for pool in (b.gpu, b.cpu))
     with b.engine(policy=data.draw(st.sampled_from(["shared", "pooled", "auto"]))) as engine:
         for _ in range(data.draw(st.integers(1, 12))):
@@ -187,14 +191,15 @@ def test_pooled_submission_never_meets_a_full_queue_and_keeps_to_the_bound(bench
 
 
 def test_auto_switches_when_the_shared_queue_fills_and_says_why(bench):
-    b = bench(layers=4, blocks=64, depth=128, channels=4, gpu_bytes=65536, cpu_bytes=65536, h2d_bytes_per_s=1e9)
+    sizes = {"gpu_bytes": 65536, "cpu_bytes": 65536}
+    b = bench(layers=4, blocks=64, depth=128, h2d_bytes_per_s=1e9, submit_ns=1000, virtual_clock=1, **sizes)
     with b.engine(policy="auto") as engine:
         first = engine.load(range(64), range(64))
         assert first.done or engine.policy == "pooled"
-        rest = [engine.load(range(64), range(64)) for _ in range(6)]
+        rest = [engine.load(range(64), range(64)) for _ in range(12)]
         engine.wait()
         decision = engine.auto.decisions[0]
-        assert (decision.before, decision.after) == ("shared", "pooled")
+        assert (decision.before.policy, decision.after.policy) == ("shared", "pooled")
         assert "blocked at" in decision.reason
         assert "depth 128" in decision.reason
         seen = engine.detector.saturations[0]

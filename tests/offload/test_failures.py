@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import random
+import signal
 
 import numpy as np
 import pytest
 
+from kvprobe.cuda import device_region
 from kvprobe.errors import CudaError, TransferError
 
 
@@ -176,3 +180,81 @@ def test_waits_for_more_compute_streams_than_are_counted_all_end(bench):
         assert set(engine.held.values()) == {0}
     for stream in streams:
         b.runtime.stream_destroy(stream)
+
+
+@pytest.mark.parametrize("clock", [1, 2], ids=["virtual", "real"])
+@pytest.mark.parametrize("policy", ["shared", "pooled"])
+def test_a_reset_ends_the_engines_of_the_runtime_and_their_handles_are_not_used_again(bench, clock, policy):
+    b = bench(virtual_clock=clock)
+    old = b.engine(policy=policy)
+    with b.runtime.gate() as gate:
+        gate.launch(0)
+        waiting = [old.load([i], [i]) for i in range(8)]
+    gate_again = b.runtime.gate()
+    gate_again.launch(0)
+    waiting += [old.load([i], [i]) for i in range(8, 16)]
+    kept = device_region(b.runtime, 4096).owner
+
+    b.runtime.reset()
+    b.runtime.reset()
+    assert all(transfer.done for transfer in waiting)
+    with pytest.raises(TransferError):
+        waiting[-1].result()
+    with pytest.raises(TransferError, match="runtime was reset"):
+        old.load([0], [0])
+    b = bench(virtual_clock=clock)  # handles and addresses are given out again
+    with b.engine(policy=policy) as engine:
+        again = {stream for streams in old.streams.values() for stream in streams}
+        assert again & {stream for streams in engine.streams.values() for stream in streams}
+        before = b.runtime.stats
+        kept.close()
+        old.close()
+        del old, waiting
+        gc.collect()
+        after = b.runtime.stats
+        assert (after.streams, after.events) == (before.streams, before.events)
+        assert (after.device_bytes, after.pinned_bytes) == (before.device_bytes, before.pinned_bytes)
+        gpu, cpu = _scattered(b)
+        engine.load(cpu, gpu).wait()
+        assert _equal(b, cpu, gpu)
+        assert set(engine.held.values()) == {0}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised inside a destructor: no effect
+@pytest.mark.parametrize("policy", ["shared", "pooled", "auto"])
+def test_an_exception_of_a_signal_handler_at_any_moment_loses_nothing(bench, policy):
+    class Stop(BaseException):
+        pass
+
+    armed = False
+
+    def stop(*_):
+        if armed:
+            raise Stop
+
+    b, chance = bench(depth=64, channels=2), random.Random(5)
+    before = signal.signal(signal.SIGVTALRM, stop)
+    try:
+        for _ in range(12):
+            told, asked = [], []
+            with b.engine(policy=policy) as engine:
+                with pytest.raises(Stop):
+                    armed = True
+                    signal.setitimer(signal.ITIMER_VIRTUAL, chance.uniform(1e-4, 1e-2), 0.1)
+                    while True:
+                        done = told.append if len(asked) % 3 == 0 else None
+                        asked.append(engine.load(range(64), range(64), done=done))
+                        if len(asked) % 5 == 0:
+                            engine.poll()
+                        if len(asked) % 11 == 0:
+                            asked[-1].wait()
+                armed = False
+                engine.wait()
+                assert all(transfer.done and transfer.error is None for transfer in asked)
+                assert not engine._live and set(engine.held.values()) == {0}
+                gpu, cpu = _scattered(b)
+                engine.load(cpu, gpu).wait()
+                assert _equal(b, cpu, gpu)
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvprobe.cuda import Runtime, device_region, find_runtime, host_region
-from kvprobe.cuda.hostruntime import host_runtime
+from kvprobe.cuda.hostruntime import HostRuntime, host_runtime
 from kvprobe.errors import TransferError
 from kvprobe.launchqueue import QueueLimits, calibrate
 from kvprobe.offload import BlockPool, OffloadEngine
@@ -37,6 +37,18 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[tuple[Runtime, QueueLimi
     found.reset()
 
 
+@contextlib.contextmanager
+def _hold(cuda: Runtime, stream: int) -> Iterator[None]:
+    """Work on a stream that is not over before this is left; on a GPU it takes 100 ms, which is long enough."""
+    if isinstance(cuda, HostRuntime):
+        with cuda.gate() as gate:
+            gate.launch(stream)
+            yield
+    else:
+        cuda.launch_delay(stream, 100_000_000)
+        yield
+
+
 @pytest.mark.parametrize("method", ["auto", "loop"])
 def test_fences_alone_keep_the_order_of_what_depends_on_each_other(runtime, method):
     """Every transfer waits for the compute stream, and the compute stream for every transfer: one order, no hang."""
@@ -49,7 +61,7 @@ def test_fences_alone_keep_the_order_of_what_depends_on_each_other(runtime, meth
     compute = cuda.stream_create()
     cuda.memset_async(device.address, 0, device.bytes, compute)
     cpu, gpu = list(range(BLOCKS)), [0] * BLOCKS
-    raised = 0
+    raised, gave_up = 0, 0
 
     def complain(transfer: object) -> None:
         nonlocal raised
@@ -75,12 +87,19 @@ def test_fences_alone_keep_the_order_of_what_depends_on_each_other(runtime, meth
             else:
                 transfer.wait()
             if number % 97 == 0:
-                with contextlib.suppress(TransferError):  # whoever waited gives up; it goes on
-                    engine.store([0], [0]).wait(timeout_s=0.0)
+                held = cuda.stream_create()
+                with _hold(cuda, held):
+                    given_up = engine.store([0], [0], after=held)
+                    with pytest.raises(TransferError, match="did not end within"):
+                        given_up.wait(timeout_s=0.0)
                 engine.wait()
+                assert given_up.done
+                cuda.stream_destroy(held)
+                gave_up += 1
                 cpu[0] = gpu[0]
         engine.wait()
         assert raised == len(range(0, COUNT, 7))
+        assert gave_up == len(range(0, COUNT, 97))
         assert set(engine.held.values()) == {0}
     assert [int(row[0]) for row in view] == cpu
     assert (view == view[:, :1]).all()

@@ -21,6 +21,8 @@ POOL = 1 << 20
 # of kvhost_stats: 2 * 96 uint32, then capacity (3), copies (2), bytes (5), launches, blocked (2), pending
 STATS_PENDING = 96 + 3 + 2 + 5 + 1 + 2
 
+QUIET, UNKNOWN, BESIDE = -1, 0, 1  # enum kvp_compute
+
 
 class Place:
     """A runtime, its methods, a pool on each side."""
@@ -46,8 +48,9 @@ class Place:
             wanted[at : at + size] = source[begin : begin + size]
         at, begin, size = (np.array(column, np.uint64) for column in zip(*offsets, strict=True))
         copies = columns(at + np.uint64(dst.address), begin + np.uint64(src.address), size)
-        submit_copies(self.runtime, self.methods.native, method, direction, copies, self.stream, ctas=ctas,
-                      pinned=self.pinned)  # fmt: skip
+        submit_copies(
+            self.runtime, self.methods.native, method, direction, copies, self.stream, ctas=ctas, pinned=self.pinned
+        )
         self.runtime.stream_synchronize(self.stream)
         assert np.array_equal(to, wanted)
 
@@ -104,12 +107,29 @@ def test_one_long_copy_among_short_ones_is_cut_for_many_warps(place: Place) -> N
     assert place.pinned.native.capacity == 1024
 
 
-def plan(place: Place, method: str, sizes: list[int], *, room: int = 1 << 20, most: int = 1 << 40, listed: int = 1024,
-         direction: str = "h2d") -> tuple[int, int]:  # fmt: skip
+def plan(
+    place: Place,
+    method: str,
+    sizes: list[int],
+    *,
+    room: int = 1 << 20,
+    most: int = 1 << 40,
+    listed: int = 1024,
+    direction: str = "h2d",
+) -> tuple[int, int]:
     """(copies taken, places) of scattered copies of these sizes."""
     copies, places = columns(1 << 20, np.arange(len(sizes)) * 100_000, np.array(sizes, np.uint64)), ct.c_uint32()
-    taken = core().kvp_copy_plan(ct.byref(place.methods.native), METHOD_NAMES.index(method), copies.ctypes.data,
-                                 len(copies), DIRECTIONS[direction], room, most, listed, ct.byref(places))  # fmt: skip
+    taken = core().kvp_copy_plan(
+        ct.byref(place.methods.native),
+        METHOD_NAMES.index(method),
+        copies.ctypes.data,
+        len(copies),
+        DIRECTIONS[direction],
+        room,
+        most,
+        listed,
+        ct.byref(places),
+    )
     return taken, places.value
 
 
@@ -246,8 +266,11 @@ def test_the_choice_is_never_five_per_cent_behind_the_best_row(data: st.DataObje
             row.copy_ns[:] = [200 + size / rate for size in SIZES]
     direction, size = data.draw(st.sampled_from(["h2d", "d2h"])), data.draw(st.integers(1, 16 << 20))
     count, side = data.draw(st.integers(1, 20_000)), ("h2d", "d2h").index(direction)
-    allowed = [table.row[side][i] for i in range(table.rows[side])
-               if not table.row[side][i].ctas or table.row[side][i].slowdown <= table.max_slowdown]  # fmt: skip
+    allowed = [
+        table.row[side][i]
+        for i in range(table.rows[side])
+        if not table.row[side][i].ctas or table.row[side][i].slowdown <= table.max_slowdown
+    ]
     if not allowed:
         assert choose(table, direction, size, count) == ("loop", 0)
         return
@@ -256,6 +279,29 @@ def test_the_choice_is_never_five_per_cent_behind_the_best_row(data: st.DataObje
         key = METHOD_NAMES[row.method], row.ctas
         took[key] = min(took.get(key, float("inf")), core().kvp_method_ns(ct.byref(row), size, count))
     assert took[choose(table, direction, size, count)] <= 1.05 * min(took.values())
+
+
+def test_what_products_lose_counts_like_time_of_the_copies(place: Place) -> None:
+    table = default_table(place.methods)
+    other = ~(1 << METHOD_NAMES.index("staged")) & 0xFFFFFFFF
+
+    def chosen(size: int, compute: int) -> str:
+        row = core().kvp_choose_row(ct.byref(table), other, None, compute, 2, size, 4096)
+        return METHOD_NAMES[table.row[1][row].method]
+
+    assert [chosen(size, UNKNOWN) for size in (8192, 16384, 65536)] == ["kernel", "kernel", "batch"]
+    assert [chosen(size, BESIDE) for size in (8192, 16384, 65536)] == ["kernel", "batch", "batch"]
+
+
+def test_where_nothing_computes_nobody_pays(place: Place) -> None:
+    table = default_table(place.methods)
+    table.max_slowdown = 0.0
+    row = core().kvp_choose_row(ct.byref(table), 1 << METHOD_NAMES.index("kernel"), None, QUIET, 2, 4096, 4096)
+    assert table.row[1][row].ctas in (4, 8)
+    row = core().kvp_choose_row(ct.byref(table), 1 << METHOD_NAMES.index("kernel"), None, BESIDE, 2, 4096, 4096)
+    assert table.row[1][row].ctas == 1
+    table.max_slowdown = -1.0
+    assert core().kvp_choose_row(ct.byref(table), 1 << METHOD_NAMES.index("kernel"), None, QUIET, 2, 4096, 4096) == -1
 
 
 def test_the_default_keeps_within_the_multiprocessors_that_are_allowed(place: Place) -> None:

@@ -155,6 +155,8 @@ class Host:
                     rt.event_synchronize(self.handle)
 
             def elapsed_time(self, end):
+                if type(end) is not type(self):  # as torch does: no subclass, nothing that acts like one
+                    raise RuntimeError("expected other to be a torch.Event object")
                 return rt.event_elapsed_ms(self.handle, end.handle)
 
             def wait(self, stream=None):
@@ -386,8 +388,11 @@ class Handlers:
 
     def finished(self):
         handlers = {id(h): h for h in (self.store_handler, self.load_handler)}.values()
-        return [result if isinstance(result, tuple) else (result.job_id, result.success)
-                for handler in handlers for result in handler.get_finished()]  # fmt: skip
+        return [
+            result if isinstance(result, tuple) else (result.job_id, result.success)
+            for handler in handlers
+            for result in handler.get_finished()
+        ]
 
     def drain(self, count):
         """Poll as the server does until `count` transfers are reported."""

@@ -12,7 +12,7 @@ def test_it_says_what_it_is_for_and_what_it_touches(kind):
     assert kind.name.startswith(kind.server + ".")
     assert kind.summary
     assert kind.targets
-    assert all(target.module.split(".")[0] == registry.SERVERS[kind.server][0] for target in kind.targets)
+    assert all(target.module.split(".")[0] == registry.SERVERS[kind.server].package for target in kind.targets)
 
 
 @pytest.mark.parametrize("kind", ADAPTERS, ids=lambda kind: kind.name)
@@ -57,3 +57,13 @@ def test_the_command_prints_every_adapter_as_text_and_as_json():
     assert all(kind.name in text.output for kind in ADAPTERS)
     assert [row["adapter"] for row in found] == [kind.name for kind in ADAPTERS]
     assert CliRunner().invoke(command, ["-v", "--server", "vllm"]).exit_code == 0
+
+
+def test_what_is_not_covered_is_said_by_name():
+    from click.testing import CliRunner
+
+    from kvprobe.commands.patches import command
+
+    said = CliRunner().invoke(command, []).output
+    for name in ("llama.cpp", "TensorRT-LLM", "FlexKV", "Dynamo"):
+        assert name in said

@@ -11,9 +11,9 @@ import kvprobe.patches
 from kvprobe.instrument import installation, registry
 from kvprobe.instrument.adapter import Target
 from kvprobe.instrument.calls import TimedCalls, timed
-from kvprobe.instrument.guard import Guard, Patcher
+from kvprobe.instrument.hooks import CircuitBreaker, Patcher
 
-FILES = sorted(Path(kvprobe.patches.__file__).parent.glob("*.py"))
+FILES = sorted(Path(kvprobe.patches.__path__[0]).glob("*.py"))
 
 
 def hooks(path):
@@ -34,11 +34,18 @@ def test_every_hook_takes_arguments_that_it_does_not_know(path):
         assert inner or (node.args.vararg and node.args.kwarg), f"{path.name}:{node.lineno} {node.name}"
 
 
-@pytest.mark.parametrize(("found", "fits"), [
-    ("self, job_id, spec", True), ("self, job_id, spec, expedited=False", True),
-    ("self, job_id, spec, *, expedited=False, **more", True), ("self, job_id, src, dst", True),
-    ("self, job, spec", False), ("self, job_id, spec, expedited", False), ("self, job_id", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("found", "fits"),
+    [
+        ("self, job_id, spec", True),
+        ("self, job_id, spec, expedited=False", True),
+        ("self, job_id, spec, *, expedited=False, **more", True),
+        ("self, job_id, src, dst", True),
+        ("self, job, spec", False),
+        ("self, job_id, spec, expedited", False),
+        ("self, job_id", False),
+    ],
+)
 def test_signatures_are_compared_name_by_name(found, fits):
     module = types.ModuleType("toy")
     exec(f"class Handler:\n    def transfer_async({found}): pass\n", module.__dict__)
@@ -49,14 +56,14 @@ def test_signatures_are_compared_name_by_name(found, fits):
 def test_an_adapter_touches_nothing_that_it_does_not_list():
     module = types.ModuleType("toy")
     exec("def listed(): pass\ndef unlisted(): pass\n", module.__dict__)
-    patcher = Patcher(Guard("toy", lambda reason: None), lambda path: path == "listed")
+    patcher = Patcher(CircuitBreaker("toy", lambda reason: None), lambda path: path == "listed")
     patcher.wrap(module, "listed", lambda call: call())
     with pytest.raises(ValueError, match="toy:unlisted is not among the targets"):
         patcher.wrap(module, "unlisted", lambda call: call())
 
 
 class Twice(TimedCalls):
-    name, server, distributions, versions = "toy.twice", "toy", ("toy",), ">=0"
+    name = "toy.twice"
     timed = (timed("toy.home", "outer", ("n",), "load"), timed("toy.home", "inner", ("n",), "load"))
 
     def describe(self, entry, args, kwargs, result):
@@ -95,11 +102,11 @@ def test_names_that_were_imported_before_are_found_and_put_back(toy):
 
 
 def test_bytes_of_a_call_inside_another_are_counted_once(toy):
-    from kvprobe.instrument import sidecar
+    from kvprobe.instrument import event_log
 
     adapter = Twice()
     adapter.instrument(toy["toy.home"])
-    with sidecar.subscribed() as events:
+    with event_log.subscribed() as events:
         toy["toy.user"].outer(640)
         toy["toy.user"].renamed(5)
     adapter.uninstrument()

@@ -22,6 +22,7 @@ import pytest
 
 import kvprobe.instrument as instrument
 from kvprobe.instrument import installation
+from kvprobe.instrument.submissions import Rung
 
 ITERATIONS = int(os.environ.get("KVPROBE_RACE_ITERATIONS", "20"))
 WORK_NS = 200_000
@@ -174,8 +175,18 @@ class Engine:
         self.kernels = (GpuKernels if host.rt.provider != "host" else Kernels)(host)
         sys.path.insert(0, str(root))  # its dist-info says which version is "installed"
         importlib.invalidate_caches()
-        for name in ("", ".srt", ".srt.mem_cache", ".srt.mem_cache.pool_host", ".srt.managers", ".kernels",
-                     ".kernels.jit", ".kernels.ops", ".kernels.ops.kvcache", ".srt.layers"):  # fmt: skip
+        for name in (
+            "",
+            ".srt",
+            ".srt.mem_cache",
+            ".srt.mem_cache.pool_host",
+            ".srt.managers",
+            ".kernels",
+            ".kernels.jit",
+            ".kernels.ops",
+            ".kernels.ops.kvcache",
+            ".srt.layers",
+        ):
             package = module(f"sglang{name}", __path__=[str(root / f"sglang{name}".replace(".", "/"))])
             monkeypatch.setitem(sys.modules, package.__name__, package)
         for name, stub in stubs(host, self.kernels).items():
@@ -309,8 +320,8 @@ def stand(direction, rung, **limits):
     """Put a path on a rung for good, with the launch queue's limits as given."""
     path = adapter().path(direction)
     path.device.limits = dataclasses.replace(path.device.limits, **limits)
-    path.ladder._stand_on(rung)
-    path.ladder.submitted = lambda sample: None
+    path.auto.stand_on(Rung(rung, "own"))
+    path.auto.active = False
     return path
 
 
@@ -389,7 +400,7 @@ def test_the_default_write_back_behind_a_forward_is_named_and_split(engine):
         adapter().poll()
         assert one.roundtrip()
     assert seen.decisions[0]["what"] == "switch"
-    assert seen.decisions[0]["to"] == "split"
+    assert seen.decisions[0]["to"] == "split/own"
     assert "launch_queue_saturation" in seen.decisions[0]["why"]
     assert any(t["policy"] == "split" and t["streams"] > 1 for t in seen.transfers)
 
@@ -535,7 +546,7 @@ def test_pools_that_rely_on_one_fifo_keep_their_streams(engine, what):
         domain = types.SimpleNamespace(acquire_layout=lambda: None, release_layout=lambda *a: None)
         one.pool.shared_allocation_domain = domain
     with instrument.observe("sglang", fix="auto") as seen:
-        adapter().path("store").ladder._stand_on("split")
+        adapter().path("store").auto.stand_on(Rung("split", "own"))
         assert one.roundtrip()
         adapter().poll()
     assert {t["policy"] for t in seen.transfers} == {"shared"}
@@ -782,12 +793,12 @@ def test_no_order_is_lost(engine, order, policy, monkeypatch):
         limits = dataclasses.replace(path.device.limits, depth=depth, capacity=depth * 32, channels=32)
         path.device.limits = limits
         assert all(run(i % 200 + 1, WORK_NS, False) for i in range(ITERATIONS))
-        assert path.rung == path.ladder.rung != "" and not [d for d in seen.decisions if d["what"] == "refuse"]
+        assert path.rung == path.auto.rung and not [d for d in seen.decisions if d["what"] == "refuse"]
         assert not all(run(i + 1, ns, True) for i, ns in enumerate(HELD_NS)), "no race is seen: nothing is proved"
         adapter().poll()
     streams = {t["streams"] for t in seen.transfers}
     assert min(streams) > 1 if policy == "split" else streams == {1}
-    assert {t["policy"] for t in seen.transfers} == {path.rung}
+    assert {t["policy"] for t in seen.transfers} == {path.rung.policy}
 
 
 def test_order_and_bytes_hold_through_every_switch(engine, monkeypatch):
@@ -820,3 +831,35 @@ def test_order_holds_when_kvprobe_is_taken_out_with_bursts_in_flight(engine, mon
         second.finish_event.synchronize()
         assert first.finish_event.query()
         assert bool((one.cpu(tokens) == i % 200 + 1).all())
+
+
+# ---- whether it pays, and what its storage moves -----------------------------------------------------------------
+
+
+def test_tokens_written_over_before_anybody_loaded_them_are_counted(engine, monkeypatch):
+    one = engine(tokens=64)
+    torch = one.host.torch
+    with instrument.observe("sglang") as seen:
+        monkeypatch.setattr(one.controller.mem_pool_device_allocator, "alloc", torch.arange, raising=False)
+        first, second = (one.controller.write(torch.arange(16)) for _ in range(2))
+        assert len(one.controller.load(first)) == 16
+        for indices in (first, second):  # the tree gives both places back; only one was ever read
+            one.pool.free(indices)
+        for _ in range(4):
+            assert one.controller.write(torch.arange(16)) is not None
+    (told,) = [event for event in seen.events if event["kind"] == "offload"][-1:]
+    each = one.pool.get_size_per_token()
+    assert (told["stored_blocks"], told["loaded_blocks"], told["unread_blocks"]) == (96, 16, 16)
+    assert (told["stored_bytes"], told["loaded_bytes"]) == (96 * each, 16 * each)
+    assert told["source"] == "HiCache" and told["waited_ns"] is None  # not seen: undecided
+
+
+def test_the_storage_layer_tells_pages_and_bytes(engine, monkeypatch):
+    one = engine(tokens=64, page_size=4)
+    torch = one.host.torch
+    with instrument.observe("sglang") as seen:
+        monkeypatch.setattr(one.controller, "page_set_func", lambda hashes, indices, extra: True, raising=False)
+        operation = one.controllers.StorageOperation(torch.arange(32), list(range(32)), hash_value=["h"] * 8)
+        one.controller._page_backup(operation)
+    (call,) = [call for call in seen.calls if call["adapter"] == "sglang.storage"]
+    assert (call["direction"], call["copies"], call["bytes"]) == ("store", 8, 32 * one.pool.get_size_per_token())

@@ -6,13 +6,15 @@ of iterations is `KVPROBE_RACE_ITERATIONS` (default 40 a case; 10,000 for the fu
 runs the same on a GPU.
 """
 
-import dataclasses
 import os
 
 import pytest
 
 import kvprobe.instrument as instrument
 from kvprobe.instrument import installation
+from kvprobe.instrument.submissions import POOLED
+from kvprobe.instrument.transfers import CopyPath
+from kvprobe.offload import Submitter
 
 ITERATIONS = int(os.environ.get("KVPROBE_RACE_ITERATIONS", "40"))
 WORK_NS = 300_000
@@ -20,18 +22,7 @@ LONG_NS = 5_000_000
 HELD_NS = [LONG_NS << i for i in range(10)]  # where the race must be lost: one outlasts any delay in submitting
 WIDTH = 3
 
-CASES = [
-    ("0.12.0", "shared"),
-    ("0.12.0", "batch"),
-    ("0.12.0", "pooled"),
-    ("0.13.0", "upstream"),
-    ("0.13.0", "batch"),
-    ("0.13.0", "split"),
-    ("0.14.1", "batch"),
-    ("0.14.1", "split"),
-    ("0.15.1", "batch"),
-    ("0.15.1", "split"),
-]
+CASES = [(version, rung) for version in ("0.12.0", "0.13.0", "0.14.1", "0.15.1") for rung in ("own", "pooled")]
 
 
 def compute(handlers, value, work_ns=WORK_NS):
@@ -56,13 +47,17 @@ def take_out_waits(host, broken):
 
 
 def prepare(handlers, rung):
-    """Stand on the rung; a queue of four makes every transfer one that must be split."""
+    """Stand on the rung: "own" is what vLLM does, "pooled" the submitter."""
     handlers.make()
     name = "vllm.copies.shared" if handlers.version.startswith("0.12") else "vllm.copies.loop"
     path = installation._adapters[name].path_of(handlers.store_handler, "store")
-    path.device.limits = dataclasses.replace(path.device.limits, depth=4)
-    path.ladder._stand_on(rung)
+    stand_on(path, rung)
     return path
+
+
+def stand_on(path, rung):
+    path.auto.active = False  # nothing but the test changes the rung
+    path.auto.stand_on(POOLED if rung == "pooled" else path.auto.base)
 
 
 def cpu_bytes(handlers):
@@ -93,13 +88,13 @@ def test_a_store_copies_what_compute_wrote(vllm_handlers, version, rung, monkeyp
     with instrument.observe("vllm", fix="auto") as seen:
         path = prepare(handlers, rung)
         assert stale_stores(handlers, ITERATIONS) == 0
-        assert path.rung == rung
+        assert (path.rung == POOLED) == (rung == "pooled")
         with monkeypatch.context() as broken:
             take_out_waits(handlers.host, broken)
             assert any(stale_stores(handlers, 1, ns, i + 100) for i, ns in enumerate(HELD_NS)), (
                 "no race is seen: nothing is proved"
             )
-    assert {t["policy"] for t in seen.transfers} == {rung}
+    assert {t["policy"] == "pooled" for t in seen.transfers} == {rung == "pooled"}
 
 
 @pytest.mark.parametrize("version", ["0.12.0", "0.13.0"])
@@ -108,7 +103,7 @@ def test_without_kvprobe_these_versions_do_copy_stale_blocks(vllm_handlers, vers
     assert any(stale_stores(handlers, 1, ns, i + 100) for i, ns in enumerate(HELD_NS))
 
 
-def wrong_order(handlers, iterations, work_ns=WORK_NS):
+def wrong_order(handlers, iterations, work_ns=WORK_NS, between=lambda: None):
     """Two stores into the same CPU blocks, the first one held back by compute: how often the second did not win."""
     host, wrong = handlers.host, 0
     idle = host.rt.stream_create()
@@ -117,6 +112,7 @@ def wrong_order(handlers, iterations, work_ns=WORK_NS):
     for i in range(iterations):
         compute(handlers, i % 200 + 1, work_ns)
         handlers.store(blocks, blocks)
+        between()
         with host.cuda.stream(host.cuda.ExternalStream(idle)):  # nothing to wait for on this one
             handlers.store(others, blocks)
         handlers.drain(2)
@@ -125,31 +121,46 @@ def wrong_order(handlers, iterations, work_ns=WORK_NS):
     return wrong
 
 
-@pytest.mark.parametrize("rung", ["batch", "pooled"])
-def test_transfers_of_a_direction_end_in_order(vllm_handlers, rung, monkeypatch):
+def without_after(own):
+    """Copies go to the submitter as if the server's stream held nothing."""
+    return lambda self, copies, direction, *, after=None, since_ns=0: own(self, copies, direction, since_ns=since_ns)
+
+
+@pytest.mark.parametrize("version", ["0.12.0", "0.14.1"])
+@pytest.mark.parametrize("rungs", [("pooled", "pooled"), ("own", "pooled"), ("pooled", "own")])
+def test_transfers_of_a_direction_end_in_order(vllm_handlers, version, rungs, monkeypatch):
     # Channels enough that none is shared: a shared one keeps the order by itself, and the test would prove nothing.
-    handlers = vllm_handlers("0.12.0", handlers={"layers": 1}, CUDA_DEVICE_MAX_CONNECTIONS=32)
+    handlers = vllm_handlers(version, handlers={"layers": 1}, CUDA_DEVICE_MAX_CONNECTIONS=32)
     with instrument.observe("vllm", fix="auto"):
-        prepare(handlers, rung)
-        assert wrong_order(handlers, ITERATIONS) == 0
-        adapter = installation._adapters["vllm.copies.shared"]
+        path = prepare(handlers, rungs[0])
+
+        def wrong(iterations, work_ns=WORK_NS):
+            found = 0
+            for _ in range(iterations):
+                stand_on(path, rungs[0])
+                found += wrong_order(handlers, 1, work_ns, lambda: stand_on(path, rungs[1]))
+            return found
+
+        assert wrong(max(2, ITERATIONS // 4)) == 0
+        if rungs == ("pooled", "pooled"):
+            return  # one direction of one submitter: tests of the submitter prove that
         with monkeypatch.context() as broken:
+            if rungs[1] == "own":
+                broken.setattr(CopyPath, "behind", lambda self, stream: None)
+                broken.setattr(handlers.host.waiting, "wait_event", lambda self, event: None)
+            else:
+                broken.setattr(Submitter, "submit", without_after(Submitter.submit))
+            assert any(wrong(1, ns) for ns in HELD_NS), "no race is seen: nothing is proved"
 
-            def only_compute(handler, path, stream, load, rung):
-                stream.wait_stream(handlers.module.torch.cuda.current_stream())
 
-            broken.setattr(adapter, "_order", only_compute)
-            assert any(wrong_order(handlers, 1, ns) for ns in HELD_NS), "no race is seen: nothing is proved"
-
-
-@pytest.mark.parametrize("sequence", [("shared", "batch", "shared", "pooled", "batch")])
+@pytest.mark.parametrize("sequence", [("own", "pooled", "own", "pooled", "pooled")])
 def test_order_and_bytes_hold_through_every_switch(vllm_handlers, sequence):
     handlers = vllm_handlers("0.12.0", handlers={"layers": 1})
     with instrument.observe("vllm", fix="auto"):
         path = prepare(handlers, sequence[0])
         for _ in range(max(1, ITERATIONS // 40)):
             for rung in sequence:
-                path.ladder._stand_on(rung)
+                stand_on(path, rung)
                 assert wrong_order(handlers, 4) == 0
                 assert stale_stores(handlers, 4) == 0
 
@@ -159,7 +170,7 @@ def test_order_holds_when_kvprobe_is_taken_out_with_transfers_in_flight(vllm_han
     host = handlers.host
     for _ in range(max(5, ITERATIONS // 10)):
         instrument.install("vllm", fix="auto")
-        prepare(handlers, "batch")
+        prepare(handlers, "pooled")
         blocks, others = list(range(WIDTH)), list(range(WIDTH, 2 * WIDTH))
         fill_others(handlers)
         compute(handlers, 7, LONG_NS)

@@ -10,6 +10,8 @@ import pytest
 
 import kvprobe.instrument as instrument
 from kvprobe.instrument import installation
+from kvprobe.instrument.device import Device
+from kvprobe.instrument.submissions import POOLED
 
 VERSION = "0.33.0"
 IMPORTED = {}  # vLLM's modules: it registers things with torch for good and cannot be imported twice in a process
@@ -35,9 +37,13 @@ class Worker:
         self.module._new_descriptor_buffers = lambda n: tuple(torch.empty(n, dtype=torch.int64) for _ in range(3))
         self.module.ops = types.SimpleNamespace(swap_blocks_batch=host.swap_blocks_batch)
         self.module.current_platform = types.SimpleNamespace(
-            Stream=cuda.Stream, current_stream=cuda.current_stream, stream=cuda.stream,
-            is_xpu=lambda: False, is_rocm=lambda: True, is_cuda_alike=lambda: True,
-        )  # fmt: skip
+            Stream=cuda.Stream,
+            current_stream=cuda.current_stream,
+            stream=cuda.stream,
+            is_xpu=lambda: False,
+            is_rocm=lambda: True,
+            is_cuda_alike=lambda: True,
+        )
         # One allocation for all layers, so that the last page of a layer is the neighbour of the next layer's first.
         whole = host.tensor((layers * blocks, page), torch.int8, device=True)
         self.tensors = [whole[i * blocks : (i + 1) * blocks] for i in range(layers)]
@@ -134,30 +140,49 @@ def test_the_import_hooks_reach_the_real_package(wheel_tree, tmp_path):
     assert out.stdout.split() == ["applied", "vllm.copies.batch"]
 
 
-def test_neighbouring_descriptors_are_merged_but_never_across_tensors(worker):
+def on_the_submitter(one):
+    """Both directions stand on the submitter's rung; copies are made one by one, so that calls tell what was merged."""
+    paths = [
+        adapter().path_of(handler, direction)
+        for direction, handler in (("store", one.worker._store_handler), ("load", one.worker._load_handler))
+    ]
+    for path in paths:
+        path.auto.stand_on(POOLED)
+    return paths
+
+
+def test_neighbouring_descriptors_are_merged_but_never_across_tensors(worker, monkeypatch):
+    monkeypatch.setattr(Device, "method", "loop")
     one = worker(blocks=16)
-    instrument.install("vllm", fix="auto")
-    one.make()
-    for direction, handler in (("store", one.worker._store_handler), ("load", one.worker._load_handler)):
-        adapter().path_of(handler, direction).ladder._stand_on("coalesced")
-    everything = tuple(range(16))  # a run from the first to the last page of every layer
-    assert one.roundtrip(groups=(everything,))
-    assert one.host.batches == [one.layers] * 2
-    assert one.roundtrip(groups=((0, 1, 2, 7, 9, 10),))
-    assert one.host.batches[2:] == [3 * one.layers] * 2
+    with instrument.observe("vllm", fix="auto") as seen:
+        one.make()
+        on_the_submitter(one)
+        everything = tuple(range(16))  # a run from the first to the last page of every layer
+        assert one.roundtrip(groups=(everything,))
+        assert one.roundtrip(groups=((0, 1, 2, 7, 9, 10),))
+    assert [t["submissions"] for t in seen.transfers] == [one.layers] * 2 + [3 * one.layers] * 2
+    assert {t["policy"] for t in seen.transfers} == {"pooled"}
+    assert all(t["copies"] in (16 * one.layers, 6 * one.layers) for t in seen.transfers)
+    assert all(t["copy_ns"] > 0 for t in seen.transfers)
 
 
-def test_a_batch_beyond_the_cap_becomes_several_calls(worker, monkeypatch):
-    import kvprobe.patches.vllm_copies as copies
-
-    monkeypatch.setattr(copies, "MAX_DESCRIPTORS", 5)
+def test_vllm_hears_the_end_and_the_time_from_the_submitter(worker):
     one = worker()
     instrument.install("vllm", fix="auto")
     one.make()
-    for direction, handler in (("store", one.worker._store_handler), ("load", one.worker._load_handler)):
-        adapter().path_of(handler, direction).ladder._stand_on("coalesced")
-    assert one.roundtrip(groups=((1, 3, 5, 7, 9),))
-    assert one.host.batches == [5, 5, 5, 5] * 2
+    on_the_submitter(one)
+    for rung in (POOLED, None, POOLED):  # events that stood for the submitter's end are recorded anew between
+        for path in adapter().paths():
+            path.auto.stand_on(rung or path.auto.base)
+        assert one.roundtrip()
+    for path in adapter().paths():
+        path.auto.stand_on(POOLED)
+    one.store([1, 2], [1, 2])
+    one.worker.wait({one.job})
+    (result,) = one.worker.get_finished()
+    assert (result.job_id, result.success) == (one.job, True)
+    assert result.transfer_time > 0
+    one.worker._store_handler.shutdown()
 
 
 def test_install_uninstall_install_again(worker):
@@ -175,7 +200,7 @@ def test_install_uninstall_install_again(worker):
         assert one.roundtrip()
 
 
-@pytest.mark.parametrize("hook", ["transfer", "swap", "finished", "made", "worker_made", "_merge"])
+@pytest.mark.parametrize("hook", ["transfer", "swap", "finished", "made", "worker_made", "copies", "ends", "tell_ends"])
 def test_a_hook_that_fails_changes_no_result(worker, hook, monkeypatch):
     import kvprobe.patches.vllm_copies as copies
 
@@ -186,9 +211,8 @@ def test_a_hook_that_fails_changes_no_result(worker, hook, monkeypatch):
     one = worker()
     instrument.install("vllm", fix="auto")
     one.make()
-    if hook == "_merge":
-        for direction, handler in (("store", one.worker._store_handler), ("load", one.worker._load_handler)):
-            adapter().path_of(handler, direction).ladder._stand_on("coalesced")
+    if hook in ("copies", "ends", "tell_ends"):
+        on_the_submitter(one)
     for _ in range(3):
         assert one.roundtrip()
     assert str(adapter().state).startswith("failed: ")
@@ -200,7 +224,6 @@ def test_an_error_of_the_copy_operation_reaches_vllm_as_it_is(worker):
     one = worker()
     instrument.install("vllm", fix="auto")
     one.make()
-    adapter().path_of(one.worker._store_handler, "store").ladder._stand_on("coalesced")
     one.host.rt.library.kvhostFailCopy(1, 1)
     with pytest.raises(CudaError):
         one.store([1, 2], [1, 2])
@@ -215,33 +238,41 @@ def test_streams_and_dedup_are_reported_as_upstream(worker):
         assert states[name].startswith("not needed: already upstream:")
 
 
-def test_runs_are_merged_up_to_the_start_of_a_registration_for_expedited_loads_too(worker):
-    """vLLM registers host memory in chunks; from 0.33 it loads through two handlers."""
+def test_runs_are_merged_up_to_the_start_of_a_registration(worker, monkeypatch):
+    """vLLM registers host memory in chunks."""
+    monkeypatch.setattr(Device, "method", "loop")
     one = worker(layers=1, blocks=16)
-    instrument.install("vllm", fix="auto")
-    one.make()
-    base = one.worker._load_handler.src_tensors[0].data_ptr()
-    one.worker._mmap_region = types.SimpleNamespace(pinned_addresses=[base, base + 8 * one.page])
-    adapter().worker_made(lambda: None, one.worker)
-    for handler in (one.worker._load_handler, one.worker._expedited_load_handler):
-        path = adapter().path_of(handler, "load")
-        path.ladder._stand_on("coalesced")
-    pages = list(range(16))
-    for more in ({}, {"expedited": True}):
-        one.job += 1
-        one.host.batches = []
-        assert one.worker.submit_load(one.job, one.cpu_spec(pages), one.gpu_spec(pages, (16,), (0,)), **more)
+    with instrument.observe("vllm", fix="auto") as seen:
+        one.make()
+        base = one.worker._load_handler.src_tensors[0].data_ptr()
+        one.worker._mmap_region = types.SimpleNamespace(pinned_addresses=[base, base + 8 * one.page])
+        adapter().worker_made(lambda: None, one.worker)
+        on_the_submitter(one)
+        pages = list(range(16))
+        one.load(pages, pages)
         one.drain(1)
-        assert one.host.batches == [2]
-    one.worker._mmap_region = None
+        one.worker._mmap_region = None
+    assert [t["submissions"] for t in seen.transfers] == [2]
 
 
-def test_without_known_registrations_nothing_is_merged(worker):
+def test_expedited_loads_stay_with_vllm(worker):
+    """From 0.33 on it has a stream of their own for them, on which they do not queue behind other loads."""
+    one = worker()
+    with instrument.observe("vllm", fix="auto") as seen:
+        one.make()
+        on_the_submitter(one)
+        assert adapter().path_of(one.worker._expedited_load_handler, "load").auto is None
+        one.job += 1
+        assert one.worker.submit_load(one.job, one.cpu_spec([1, 2]), one.gpu_spec([1, 2], (2,), (0,)), expedited=True)
+        one.drain(1)
+    assert [t["policy"] for t in seen.transfers] == ["upstream"]
+
+
+def test_without_known_registrations_the_submitter_is_not_used(worker):
     """The worker was made before kvprobe came."""
     one = worker(layers=1, blocks=16).make()
-    instrument.install("vllm", fix="auto")
     with instrument.observe("vllm", fix="auto") as seen:
-        adapter().path_of(one.worker._store_handler, "store").ladder._stand_on("coalesced")
+        adapter().path_of(one.worker._store_handler, "store").auto.stand_on(POOLED)
         pages = list(range(16))
         one.store(pages, pages)
         one.store(pages, pages)

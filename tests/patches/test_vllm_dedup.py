@@ -3,7 +3,6 @@
 import importlib.abc
 import importlib.machinery
 import sys
-import time
 import types
 
 import pytest
@@ -45,10 +44,25 @@ class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
+class Clock:
+    """The adapter's clock: it moves only when told."""
+
+    def __init__(self):
+        self.now_ns = 10**15
+
+    def monotonic_ns(self):
+        return self.now_ns
+
+    def later(self, ms):
+        self.now_ns += ms * 1_000_000
+
+
 class Server:
     """A scheduler of the real class whose CPU cache holds `blocks` blocks, and requests that share them."""
 
     def __init__(self, root, monkeypatch, prefix_caching=True):
+        self.clock = Clock()
+        monkeypatch.setattr("kvprobe.instrument.dedup.time", self.clock)
         finder = Stubs(root)
         monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
         sys.path.insert(0, str(root))
@@ -113,7 +127,7 @@ def redundant_pair(one):
         tokens, asynchronous = one.ask(request)
         assert (tokens, asynchronous) == (128, True)
         one.load(request, tokens)
-    time.sleep(0.02)
+    one.clock.later(ms=20)
     one.ended("a", "b")
 
 
@@ -154,14 +168,15 @@ def test_a_follower_waits_no_longer_than_its_own_load_would_take(server, version
     one = server(version)
     with instrument.observe("vllm", fix="auto"):
         one.make()
-        redundant_pair(one)  # a load takes some 20 ms here
+        redundant_pair(one)  # a load takes 20 ms
         leader, follower = one.request("c"), one.request("d")
         tokens, _ = one.ask(leader)
         one.load(leader, tokens)
-        began = time.monotonic()
-        while one.ask(follower) == (None, False):
-            assert time.monotonic() - began < 60
-            time.sleep(0.001)
+        waited_ms = 0
+        while waited_ms < 100 and one.ask(follower) == (None, False):
+            one.clock.later(ms=1)
+            waited_ms += 1
+        assert 20 <= waited_ms < 100
         assert one.ask(follower)[0] in (128, None)
         dedup = installation._adapters["vllm.loads.dedup"].of(one.scheduler).dedup
         assert dedup.stats.gave_up == 1

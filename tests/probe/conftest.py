@@ -17,8 +17,12 @@ class Watched:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.process = subprocess.Popen([sys.executable, str(Path(__file__).with_name("watched.py")), str(path)],
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # fmt: skip
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("watched.py")), str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def write(self, calls: int, **fields: int) -> None:
         self._tell("write", calls, fields)

@@ -25,8 +25,13 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _with_stub(stub: Path, program: str, *arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False,
-                          env={**os.environ, "LD_LIBRARY_PATH": str(stub)})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "LD_LIBRARY_PATH": str(stub)},
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

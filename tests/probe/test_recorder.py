@@ -35,18 +35,25 @@ path = recorder.path
 
 @pytest.mark.parametrize("leave", ["sys.exit(0)", "recorder.close(); sys.exit(0)"])
 def test_a_forked_child_that_leaves_lets_its_parents_file_be(tmp_path: Path, leave: str) -> None:
-    done = python(tmp_path, START + f"""
+    done = python(
+        tmp_path,
+        START
+        + f"""
 if not os.fork():
     assert recorder.path is None
     {leave}
 assert os.wait()[1] == 0
 print(path.exists(), recorder.path == path)
-""")  # fmt: skip
+""",
+    )
     assert done.stdout == "True True\n", done.stderr
 
 
 def test_a_forked_childs_engine_has_a_file_of_its_own(tmp_path: Path) -> None:
-    done = python(tmp_path, START + """
+    done = python(
+        tmp_path,
+        START
+        + """
 if not os.fork():
     own = Recorder("copies")
     assert own.path != path and read_ring(own.path).pid == os.getpid()
@@ -55,12 +62,16 @@ if not os.fork():
 assert os.wait()[1] == 0
 recorder.close()
 print(path.exists())
-""")  # fmt: skip
+""",
+    )
     assert done.stdout == "False\n", done.stderr
 
 
 def test_files_opened_and_closed_one_after_another_take_no_more_memory_than_one(tmp_path: Path) -> None:
-    done = python(tmp_path, START + """
+    done = python(
+        tmp_path,
+        START
+        + """
 import ctypes as ct
 from kvprobe.native.library import Record, core
 def maps():
@@ -75,7 +86,8 @@ for turn in range(40):
     recorder.close()
     found.append(maps())
 print(found[-1][0], found[-1][1] - found[5][1])
-""")  # fmt: skip
+""",
+    )
     mapped, more = map(int, done.stdout.split())
     assert mapped == 0 and more < 5, done.stderr
 
@@ -122,17 +134,17 @@ def test_a_sweep_makes_nothing_and_follows_no_link(tmp_path: Path, monkeypatch) 
 
 def header(**fields: object) -> bytes:
     sizes = {"version": 1, "header_bytes": 4096, "record_bytes": 64, "slot_bytes": 1152, "buckets": 128}
-    claims = {"slot_count": 65536, "ring_capacity": 2**32, "slow_capacity": 2**32, "lane_bytes": 2**40, "pid": 1}
-    made = {"magic": b"KVPRING1", "lanes_max": 1024, "lanes_used": 1024, **sizes, **claims, **fields}
+    claims = {"slot_count": 65536, "ring_capacity": 2**32, "slow_capacity": 2**32, "section_bytes": 2**40, "pid": 1}
+    made = {"magic": b"KVPRING1", "sections_max": 1024, "sections_used": 1024, **sizes, **claims, **fields}
     one = np.zeros(1, FILE)
     for name, value in made.items():
         one[name] = value
     return one.tobytes().ljust(4096, b"\0")
 
 
-@pytest.mark.parametrize("claims", [{}, {"lane_bytes": 2**39 + 2**30}, {"ring_capacity": 64, "slow_capacity": 64}])
+@pytest.mark.parametrize("claims", [{}, {"section_bytes": 2**39 + 2**30}, {"ring_capacity": 64, "slow_capacity": 64}])
 def test_a_header_that_claims_more_than_the_file_holds_costs_no_memory(tmp_path: Path, claims: dict[str, int]) -> None:
-    lane = (
+    section = (
         b"\xff" * 7
         + b"\x10"
         + b"\x40\0\0\0\0\0\0\0"
@@ -140,8 +152,10 @@ def test_a_header_that_claims_more_than_the_file_holds_costs_no_memory(tmp_path:
         + bytes(32)
         + b"\xff\xff\xff\xff\0\0\0\0" * 2
     )
-    (tmp_path / "x.kvp").write_bytes((header(**claims) + lane).ljust(8320, b"\0"))
-    done = python(tmp_path, """
+    (tmp_path / "x.kvp").write_bytes((header(**claims) + section).ljust(8320, b"\0"))
+    done = python(
+        tmp_path,
+        """
 import resource, sys
 from kvprobe.probe.ring import read_ring
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
@@ -151,7 +165,10 @@ try:
 except Exception as error:
     assert type(error).__name__ == "RecordingError", error
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-""", tmp_path / "x.kvp", OPENBLAS_NUM_THREADS="1")  # fmt: skip
+""",
+        tmp_path / "x.kvp",
+        OPENBLAS_NUM_THREADS="1",
+    )
     assert int(done.stdout) < 100_000, done.stderr  # KiB
 
 
@@ -170,10 +187,14 @@ def test_a_process_is_known_by_more_than_its_number() -> None:
 
 
 def test_a_ring_file_says_whose_it_is(tmp_path: Path) -> None:
-    done = python(tmp_path, START + """
+    done = python(
+        tmp_path,
+        START
+        + """
 ring = read_ring(path)
 from kvprobe.runfolder import identity
 assert identity.Identity(ring.pid, ring.pid_namespace, ring.start_ticks) == identity.of(os.getpid())
 print(ring.running())
-""")  # fmt: skip
+""",
+    )
     assert done.stdout == "True\n", done.stderr

@@ -28,8 +28,11 @@ def test_an_empty_histogram_has_no_percentile() -> None:
 
 def test_what_is_not_a_ring_file_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "x.kvp"
-    for content, words in [(b"", "not a ring file"), (b"hello" * 1000, "not a ring file"),
-                           (b"KVPRING1" + b"\x09\0\0\0" + bytes(5000), "version 9")]:  # fmt: skip
+    for content, words in [
+        (b"", "not a ring file"),
+        (b"hello" * 1000, "not a ring file"),
+        (b"KVPRING1" + b"\x09\0\0\0" + bytes(5000), "version 9"),
+    ]:
         path.write_bytes(content)
         with pytest.raises(RecordingError, match=words):
             read_ring(path)

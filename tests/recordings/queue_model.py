@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.recordings.assemble import link
+from kvprobe.recordings.links import link
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory, Recording, Source, Table
 
 

@@ -78,7 +78,7 @@ def test_perfetto_has_blocked_calls_and_occupancy_counters(shared, tmp_path):
     events = trace["traceEvents"]
     blocked = [e for e in events if e.get("cat") == "blocked"]
     assert len(blocked) == 198 and {e["pid"] for e in blocked} == {111, 112}
-    assert sum(e["args"]["blocked_us"] for e in blocked) == pytest.approx(911_969.8, abs=1)
+    assert sum(e["args"]["blocked_us"] for e in blocked) == pytest.approx(912_982.9, abs=1)
     counters = [e for e in events if e["ph"] == "C"]
     assert {e["name"] for e in counters} == {"outstanding on stream 7", "outstanding on stream 15"}
     assert max(e["args"]["outstanding"] for e in counters) in (1141, 1142)

@@ -39,10 +39,17 @@ def put(path: Path, **fields: object) -> None:
 
 @pytest.mark.parametrize(
     ("name", "fields"),
-    [("run.json", {"command": None}), ("run.json", {"monotonic_ns": "soon"}), ("end.json", {"warnings": None}),
-     ("end.json", {"status": []}), ("checkin-*.json", {"pid": "x"}), ("checkin-*.json", {"rank": 7}),
-     ("queue-*.json", {"depth": 10**40}), ("run.json", {"cpus": 1e300})],
-)  # fmt: skip
+    [
+        ("run.json", {"command": None}),
+        ("run.json", {"monotonic_ns": "soon"}),
+        ("end.json", {"warnings": None}),
+        ("end.json", {"status": []}),
+        ("checkin-*.json", {"pid": "x"}),
+        ("checkin-*.json", {"rank": 7}),
+        ("queue-*.json", {"depth": 10**40}),
+        ("run.json", {"cpus": 1e300}),
+    ],
+)
 def test_a_file_of_a_run_folder_with_wrong_contents_is_left_out_and_named(run: Path, name: str, fields) -> None:
     (path,) = run.glob(name)
     put(path, **fields)
@@ -84,8 +91,10 @@ def test_a_process_that_cannot_be_seen_from_here_is_not_called_running(run: Path
 
     state, namespace = FILE.fields["state"][1], FILE.fields["pid_namespace"][1]
     data[state] = 1
-    for inode, said in ((int.from_bytes(data[namespace : namespace + 8], "little"), "running"),
-                        (77, "not known: of another pid namespace")):  # fmt: skip
+    for inode, said in (
+        (int.from_bytes(data[namespace : namespace + 8], "little"), "running"),
+        (77, "not known: of another pid namespace"),
+    ):
         data[namespace : namespace + 8] = inode.to_bytes(8, "little")
         path.write_bytes(data)
         recording = open_recording([run])
@@ -139,9 +148,19 @@ def test_a_table_whose_name_is_no_text_is_a_damaged_export(tmp_path: Path) -> No
 
 
 def test_executions_without_a_single_call_are_diagnosed(tmp_path: Path) -> None:
-    events = [{"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "ts": 10 * i, "dur": 5,
-               "pid": 0, "tid": 7, "args": {"device": 0, "stream": 7, "bytes": 1 << 20, "correlation": i}}
-              for i in range(40)]  # fmt: skip
+    events = [
+        {
+            "ph": "X",
+            "cat": "gpu_memcpy",
+            "name": "Memcpy HtoD (Pinned -> Device)",
+            "ts": 10 * i,
+            "dur": 5,
+            "pid": 0,
+            "tid": 7,
+            "args": {"device": 0, "stream": 7, "bytes": 1 << 20, "correlation": i},
+        }
+        for i in range(40)
+    ]
     (path := tmp_path / "x.json").write_text(json.dumps({"traceEvents": events}))
     assert not fuzz.judge(path)
 

@@ -17,9 +17,15 @@ def with_waits(recording, name, waits, stream=-1):
     calls = dict(recording.calls.columns)
     thread, start, end = np.array(waits, dtype=np.int64).reshape(-1, 3).T
     recording.names.append(name)
-    more = {"start_ns": start, "end_ns": end, "thread": thread, "name": np.full(len(start), len(recording.names) - 1),
-            "kind": np.full(len(start), CallKind.SYNC), "stream": np.full(len(start), stream),
-            "process": np.zeros(len(start))}  # fmt: skip
+    more = {
+        "start_ns": start,
+        "end_ns": end,
+        "thread": thread,
+        "name": np.full(len(start), len(recording.names) - 1),
+        "kind": np.full(len(start), CallKind.SYNC),
+        "stream": np.full(len(start), stream),
+        "process": np.zeros(len(start)),
+    }
     rest = Table("calls", more)
     order = np.argsort(np.r_[calls["start_ns"], start], kind="stable")
     recording.tables["calls"] = Table("calls", {k: np.r_[v, rest[k]][order] for k, v in calls.items()})
@@ -59,8 +65,12 @@ def test_a_wait_for_the_stream_empties_it_and_a_wait_for_an_event_does_not():
     after = np.arange(1499, 5999, 1500)
     waits = [(100, end[row], end[row] + 24_000_000) for row in after]
     found = {}
-    for name, stream in (("cudaStreamSynchronize", 0), ("cudaStreamSynchronize", -1), ("cudaEventSynchronize", 0),
-                         ("cudaDeviceSynchronize", -1)):  # fmt: skip
+    for name, stream in (
+        ("cudaStreamSynchronize", 0),
+        ("cudaStreamSynchronize", -1),
+        ("cudaEventSynchronize", 0),
+        ("cudaDeviceSynchronize", -1),
+    ):
         waited = with_waits(
             simulate(calls=6000, executions=False, burst=1500, pause_ns=25_000_000)[0], name, waits, stream
         )
@@ -125,8 +135,9 @@ def test_the_recorders_own_calls_are_not_judged():
     r.machine["queue_depth"] = DEPTH
     assert lost and occupancy(r).verdict == "saturated"
     start, end = submissions(r)
-    r.tables["labels"] = Table("labels", {"start_ns": [start[0]], "end_ns": [end[-1]], "process": [0],
-                                          "label": [Label.INSTRUMENTATION]})  # fmt: skip
+    r.tables["labels"] = Table(
+        "labels", {"start_ns": [start[0]], "end_ns": [end[-1]], "process": [0], "label": [Label.INSTRUMENTATION]}
+    )
     assert occupancy(r).verdict == "healthy"
 
 
@@ -136,12 +147,20 @@ def with_transfers(recording, size=64):
     first = np.arange(0, calls.rows, size)
     last = np.minimum(first + size, calls.rows) - 1
     recording.tables["calls"] = Table("calls", {**calls.columns, "transfer": 1 + np.arange(calls.rows) // size})
-    recording.tables["transfers"] = Table("transfers", {
-        "start_ns": calls["start_ns"][first], "end_ns": done["end_ns"][last], "process": np.zeros(len(first), int),
-        "thread": calls["thread"][first], "stream": np.zeros(len(first), int), "transfer": 1 + np.arange(len(first)),
-        "copy_ns": done["end_ns"][last] - done["start_ns"][first], "poll_ns": np.zeros(len(first), int),
-        "ok": np.ones(len(first), int),
-    })  # fmt: skip
+    recording.tables["transfers"] = Table(
+        "transfers",
+        {
+            "start_ns": calls["start_ns"][first],
+            "end_ns": done["end_ns"][last],
+            "process": np.zeros(len(first), int),
+            "thread": calls["thread"][first],
+            "stream": np.zeros(len(first), int),
+            "transfer": 1 + np.arange(len(first)),
+            "copy_ns": done["end_ns"][last] - done["start_ns"][first],
+            "poll_ns": np.zeros(len(first), int),
+            "ok": np.ones(len(first), int),
+        },
+    )
     recording.tables["executions"], recording.has_executions = Table("executions"), False
     return recording
 
@@ -174,11 +193,22 @@ def fenced(at, bursts=4, per=3000, waits=True, ns=90_000_000):
     start = np.r_[0, np.cumsum(duration + np.where(place == per - 1, 30_000_000, 200))[:-1]]
     zero = np.zeros(len(start), int)
     tables = {
-        "calls": Table("calls", {"start_ns": start, "end_ns": start + duration, "process": zero, "thread": zero + 100,
-                                 "name": zero + 1, "kind": zero + CallKind.COPY, "stream": zero, "count": zero + 1}),
+        "calls": Table(
+            "calls",
+            {
+                "start_ns": start,
+                "end_ns": start + duration,
+                "process": zero,
+                "thread": zero + 100,
+                "name": zero + 1,
+                "kind": zero + CallKind.COPY,
+                "stream": zero,
+                "count": zero + 1,
+            },
+        ),
         "streams": Table("streams", {"process": [0], "handle": [7]}),
         "processes": Table("processes", {"pid": [1]}),
-    }  # fmt: skip
+    }
     r = Recording([Source("made", "test")], tables, ["", "cudaMemcpyAsync"])
     if waits:
         ends = (start + duration)[per - 1 :: per]
@@ -227,12 +257,22 @@ def healthy(rng, slow, per=200, step_ns=20_000_000, calls=12_000):
     start = np.r_[0, np.cumsum(duration + gap)[:-1]].astype(np.int64)
     zero = np.zeros(calls, int)
     tables = {
-        "calls": Table("calls", {"start_ns": start, "end_ns": start + duration.astype(np.int64), "process": zero,
-                                 "thread": zero + 100, "name": zero + 1, "kind": zero + CallKind.COPY, "stream": zero,
-                                 "count": zero + 1}),
+        "calls": Table(
+            "calls",
+            {
+                "start_ns": start,
+                "end_ns": start + duration.astype(np.int64),
+                "process": zero,
+                "thread": zero + 100,
+                "name": zero + 1,
+                "kind": zero + CallKind.COPY,
+                "stream": zero,
+                "count": zero + 1,
+            },
+        ),
         "streams": Table("streams", {"process": [0], "handle": [7]}),
         "processes": Table("processes", {"pid": [1]}),
-    }  # fmt: skip
+    }
     return Recording([Source("made", "test")], tables, ["", "cudaMemcpyAsync"])
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvprobe.errors import RecordingError
-from kvprobe.recordings import kineto, kineto_scan, open_recording, pieces
+from kvprobe.recordings import kineto, kineto_scan, open_recording, trace_text
 from kvprobe.recordings.model import SCHEMAS, CallKind, Direction, Engine, Label, Memory, RangeStyle
 
 
@@ -132,7 +132,7 @@ def test_a_batch_call_without_a_name_is_known_by_its_callback_id(either, tmp_pat
 @pytest.mark.parametrize("indent", [None, 0, 2])
 @pytest.mark.parametrize("chunk", [64, 333, 1 << 20])
 def test_where_the_text_is_cut_makes_no_difference(either, tmp_path, monkeypatch, indent, chunk):
-    monkeypatch.setattr(pieces, "_CHUNK", chunk)
+    monkeypatch.setattr(trace_text, "_CHUNK", chunk)
     nasty = 'quote " brace },{"ph":"X" ]} \\" bracket ] \u20ac'
     events = [event(nasty, cat="cpu_op", ts=float(i), note=[{"name": nasty}, {"ph": nasty}, []]) for i in range(40)]
     path = write(
@@ -192,16 +192,21 @@ def test_a_float_that_is_no_number_costs_an_event_only_where_a_number_is_wanted(
     at = "1712195495000000.12" if late else "1.00"
 
     def event(number, beside="", name="cudaMemcpyAsync", ts="", dur="2.5"):
-        return (f'{{"ph": "X", "cat": "cuda_runtime", "name": "{name}", "ts": {ts or at + str(number)}, "dur": {dur}, '
-                f'"pid": 1, "tid": 2, "args": {{"correlation": {number}{beside}}}}}')  # fmt: skip
+        return (
+            f'{{"ph": "X", "cat": "cuda_runtime", "name": "{name}", "ts": {ts or at + str(number)}, "dur": {dur}, '
+            f'"pid": 1, "tid": 2, "args": {{"correlation": {number}{beside}}}}}'
+        )
 
     trap = rf"f<\"a\\\\\": {word}, [{word}]>"  # in a string it is text
     events = [
         event(1),
         event(2, f', "memory bandwidth (GB/s)": {word}, "shape": [1, {word},{word}]'),
-        event(3, ts=word), event(4, dur=word), event(5, f', "bytes": {word}'),
-        event(6, f', "beside": {word}', name=trap), event(7, f', "last": {word}'),
-    ]  # fmt: skip
+        event(3, ts=word),
+        event(4, dur=word),
+        event(5, f', "bytes": {word}'),
+        event(6, f', "beside": {word}', name=trap),
+        event(7, f', "last": {word}'),
+    ]
     path = tmp_path / "t.json"
     path.write_text(f'{{"displayTimeUnit": "ms", "traceEvents": [{",".join(events)}]}}')
     r = open_recording([path])

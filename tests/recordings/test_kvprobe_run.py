@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvprobe.errors import RecordingError
-from kvprobe.instrument import sidecar
+from kvprobe.instrument import event_log
 from kvprobe.native.library import Record, RingOptions, core
 from kvprobe.recordings import open_recording, parquet
 from kvprobe.recordings.model import CallKind, Direction, Label, Memory, Table
@@ -51,21 +51,32 @@ def copy(start_ns: int, **more: int) -> dict[str, int]:
 
 
 def test_columns_say_what_was_written(tmp_path: Path) -> None:
-    write(tmp_path / "a.kvp", "interposer", [
-        copy(3000), copy(1000, stream=9, bytes=100, direction=0x12, result=2),
-        {"start_ns": 2000, "dur_ns": 2**64 - 1, "stream": 7, "call": 12},  # counted, not timed
-        {"start_ns": 5000, "dur_ns": 50000, "call": 19},
-    ])  # fmt: skip
+    write(
+        tmp_path / "a.kvp",
+        "interposer",
+        [
+            copy(3000),
+            copy(1000, stream=9, bytes=100, direction=0x12, result=2),
+            {"start_ns": 2000, "dur_ns": 2**64 - 1, "stream": 7, "call": 12},  # counted, not timed
+            {"start_ns": 5000, "dur_ns": 50000, "call": 19},
+        ],
+    )
     r = open_recording(tmp_path / "a.kvp")
     assert r.calls["start_ns"].tolist() == [1000, 3000, 5000]
     assert r.calls["direction"].tolist()[:2] == [Direction.D2H, Direction.H2D]
     assert r.calls["memory"].tolist()[:2] == [Memory.PAGEABLE, Memory.PINNED]
     assert r.calls["result"].tolist() == [2, 0, 0]
     assert [int(r.streams["handle"][i]) for i in r.calls["stream"][:2]] == [9, 7] and r.calls["stream"][2] == -1
-    totals = {(r.text(int(n)), int(c), int(b)) for n, c, b in
-              zip(r.totals["name"], r.totals["calls"], r.totals["bytes"], strict=True)}  # fmt: skip
-    assert totals == {("cudaMemcpyAsync", 1, 64), ("cudaMemcpyAsync", 1, 100), ("cudaLaunchKernel", 1, 0),
-                      ("cudaDeviceSynchronize", 1, 0)}  # fmt: skip
+    totals = {
+        (r.text(int(n)), int(c), int(b))
+        for n, c, b in zip(r.totals["name"], r.totals["calls"], r.totals["bytes"], strict=True)
+    }
+    assert totals == {
+        ("cudaMemcpyAsync", 1, 64),
+        ("cudaMemcpyAsync", 1, 100),
+        ("cudaLaunchKernel", 1, 0),
+        ("cudaDeviceSynchronize", 1, 0),
+    }
     launches = r.totals["kind"] == CallKind.LAUNCH
     assert r.histograms[launches].sum() == 0 and r.histograms[~launches].sum() == 3
     assert r.totals["errors"].sum() == 1 and r.text(int(r.processes["state"][0])) == "closed"
@@ -73,8 +84,17 @@ def test_columns_say_what_was_written(tmp_path: Path) -> None:
 
 def test_an_engines_file_beside_the_interposers_is_not_counted_twice(tmp_path: Path) -> None:
     split = [struct.unpack("<Q", struct.pack("<ff", *pair))[0] for pair in ((1.5, 2.0), (3.0, 4.0))]
-    transfer = {"start_ns": 900, "dur_ns": 20_000, "call": 64, "direction": 1, "bytes": 640, "count": 10, "transfer": 5,
-                "src": split[0], "dst": split[1]}  # fmt: skip
+    transfer = {
+        "start_ns": 900,
+        "dur_ns": 20_000,
+        "call": 64,
+        "direction": 1,
+        "bytes": 640,
+        "count": 10,
+        "transfer": 5,
+        "src": split[0],
+        "dst": split[1],
+    }
 
     def both() -> None:
         lib = core()
@@ -149,10 +169,22 @@ def test_a_transfer_that_was_picked_from_sixteen_counts_for_sixteen(
         now = time.monotonic_ns()
         for i in range(6):
             picked = {"one_in": 16} if i >= 2 else {}
-            sidecar.emit("transfer", t_ns=now + 1000 * i, begin_ns=now + 1000 * i - 700, id=i, direction="load",
-                         copies=10, bytes=640, build_ns=100, submit_ns=200, queue_ns=300, copy_ns=400, poll_ns=50,
-                         **picked)  # fmt: skip
-        sidecar.flush()
+            event_log.emit(
+                "transfer",
+                t_ns=now + 1000 * i,
+                begin_ns=now + 1000 * i - 700,
+                id=i,
+                direction="load",
+                copies=10,
+                bytes=640,
+                build_ns=100,
+                submit_ns=200,
+                queue_ns=300,
+                copy_ns=400,
+                poll_ns=50,
+                **picked,
+            )
+        event_log.flush()
         lib.kvp_ring_close()
         os._exit(0)
 
@@ -179,8 +211,9 @@ def test_processes_are_sorted_by_rank_and_their_ends_named(tmp_path: Path) -> No
     for rank, close in ((2, True), (0, False), (1, False)):
         pid = write(tmp_path / f"r{rank}.kvp", "interposer", [copy(1000)], close)
         ends.append({"pid": pid, "t_ns": 1, "status": {2: 0, 0: -9, 1: 3}[rank]})
-        (tmp_path / f"checkin-{pid}-1.json").write_text(json.dumps(
-            {"pid": pid, "t_ns": 1, "argv": ["python", "-m", "app"], "rank": {"RANK": str(rank)}}))  # fmt: skip
+        (tmp_path / f"checkin-{pid}-1.json").write_text(
+            json.dumps({"pid": pid, "t_ns": 1, "argv": ["python", "-m", "app"], "rank": {"RANK": str(rank)}})
+        )
     lines = [json.dumps(line) for line in ends]
     (tmp_path / "processes.jsonl").write_text("\n".join([*lines, '{"pid": 1, "cut']))  # the observer was killed
     r = open_recording(tmp_path)

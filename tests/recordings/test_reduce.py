@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 
@@ -13,21 +14,13 @@ from hypothesis import strategies as st
 from queue_model import simulate
 
 from kvprobe.errors import RecordingError, UsageError
-from kvprobe.recordings import parquet
+from kvprobe.recordings import many, parquet
+from kvprobe.recordings.buckets import BUCKETS, bucket, bucket_floor_ns
+from kvprobe.recordings.many import reduce_inputs, reduce_one
 from kvprobe.recordings.model import Table
-from kvprobe.recordings.reduce import (
-    BUCKETS,
-    Blocked,
-    Queue,
-    Rank,
-    Stat,
-    Summary,
-    bucket,
-    bucket_floor_ns,
-    percentile_ns,
-    reduce_inputs,
-    reduce_one,
-)
+from kvprobe.recordings.ranks import compare
+from kvprobe.recordings.reduce import summarize
+from kvprobe.recordings.summary import Blocked, Collectives, Queue, Rank, Stat, Summary, percentile_ns
 
 numbers = st.integers(0, 10**15)
 words = st.sampled_from(["rank 0", "rank 1", "node:7"])
@@ -56,13 +49,16 @@ blocked = st.builds(
     st.just(1021),
     numbers,
 )
+collectives = st.builds(Collectives, numbers, st.integers(0, 3), st.lists(numbers, max_size=9).map(tuple))
 summaries = st.builds(
     Summary,
     st.integers(0, 5),
     st.dictionaries(st.tuples(words, st.just("c"), st.just("k"), st.just("d"), words), stats, max_size=2),
     st.dictionaries(st.tuples(words, st.just("e"), st.just("d"), st.just("m")), stats, max_size=2),
     st.dictionaries(st.tuples(words, st.integers(0, 1), st.integers(7, 8)), queues, max_size=3),
-    st.dictionaries(words, st.builds(Rank, numbers, numbers, numbers, verdicts), max_size=3),
+    st.dictionaries(
+        words, st.builds(Rank, numbers, numbers, numbers, verdicts, st.integers(0, 2), collectives), max_size=3
+    ),
     st.lists(blocked, max_size=5).map(lambda some: sorted(some, reverse=True)),
     st.integers(5, 8),
     st.dictionaries(st.sampled_from("ab"), st.integers(1, 3)),
@@ -76,6 +72,8 @@ def test_merging_is_associative_and_commutative(a, b, c):
     assert a.merge(b) == b.merge(a)
     assert a.merge(b).merge(c) == a.merge(b.merge(c))
     assert a.merge(Summary(keep=10**9)) == a
+    assert a.merge(b).merge(c).to_bytes() == c.merge(a.merge(b)).to_bytes() == b.merge(c).merge(a).to_bytes()
+    assert Summary.from_bytes(a.to_bytes()) == a
 
 
 @settings(max_examples=200, deadline=None)
@@ -108,10 +106,10 @@ def test_parts_give_what_the_whole_gives():
     from kvprobe.recordings.merge import merge
 
     parts = [rank(0, calls=1500), rank(1, calls=1300), rank(2, calls=300)]
-    whole = Summary.of(merge([copy.deepcopy(part) for part in parts]))
+    whole = summarize(merge([copy.deepcopy(part) for part in parts]))
     total = Summary()
     for part in parts[::-1]:
-        total = total.merge(Summary.of(part))
+        total = total.merge(summarize(part))
     assert total.calls == whole.calls and total.executions == whole.executions and total.queues == whole.queues
     assert [b.blocked_ns for b in total.top] == [b.blocked_ns for b in whole.top]
     assert total.verdict == "saturated" and total.ranks["rank 2"].verdict == "healthy"
@@ -135,7 +133,7 @@ def test_totals_stand_where_detail_was_lost():
     )
     r.histograms = np.zeros((1, BUCKETS), dtype=np.int64)
     r.histograms[0, 9] = 10**6
-    (stat,) = Summary.of(r).calls.values()
+    (stat,) = summarize(r).calls.values()
     assert (stat.count, stat.errors, stat.histogram[9]) == (10**6, 2, 10**6)
 
 
@@ -181,7 +179,7 @@ def test_urls_are_fetched_with_fsspec(ranks, tmp_path):
 
 
 def test_ray_is_not_loaded_unless_asked_for():
-    code = "import sys, kvprobe.recordings.reduce; print('ray' in sys.modules, 'fsspec' in sys.modules)"
+    code = "import sys, kvprobe.recordings.many; print('ray' in sys.modules, 'fsspec' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 
@@ -197,3 +195,77 @@ def test_a_real_ray_cluster_gives_what_one_process_gives(ranks):
     pytest.importorskip("ray")
     assert reduce_inputs(ranks, "local") == reduce_inputs(ranks, workers=1)
     assert json.dumps(sorted(reduce_inputs(ranks, workers=1).ranks))
+
+
+# ---- ranks compared -------------------------------------------------------------------------------------------------
+
+
+def with_collectives(number, sums, shift=0):
+    return Summary(
+        1, ranks={f"rank {number}": Rank(10**9, 0, 0, "healthy", 1, Collectives(len(sums) << shift, shift, sums))}
+    )
+
+
+def test_who_came_last_made_the_others_wait():
+    total = Summary()
+    for number, sums in enumerate([(5, 10, 10), (5, 1, 10), (5, 10, 4)]):
+        total.absorb(with_collectives(number, sums))
+    found = compare(total)
+    assert (found.waiting.ranks, found.waiting.collectives, found.waiting.missing) == (3, 3, "")
+    rows = {row.rank: (row.made_wait_ns, row.waited_ns) for row in found.rows}
+    assert rows == {"rank 0": (0, 9 + 6), "rank 1": (9 + 9, 6), "rank 2": (6 + 6, 9)}
+
+
+def test_ranks_with_other_collectives_are_left_out_and_one_alone_says_nothing():
+    total = with_collectives(0, (5, 6)).absorb(with_collectives(1, (6, 5))).absorb(with_collectives(2, (1, 2, 3)))
+    assert (compare(total).waiting.ranks, compare(total).waiting.left_out) == (2, 1)
+    assert "no collective was recorded of two ranks" in compare(with_collectives(0, (5,))).waiting.missing
+
+
+def test_collectives_are_told_by_their_kernels():
+    r = rank(0, calls=1200)
+    r.names = [*r.names, "ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)"]
+    r.tables["executions"].columns["name"] = np.where(np.arange(1200) % 2, 0, len(r.names) - 1).astype(np.int32)
+    (found,) = summarize(r).ranks.values()
+    table = r.executions
+    assert found.collectives.count == 600 and len(found.collectives.sums) == 150  # four to a sum
+    assert sum(found.collectives.sums) == int((table["end_ns"] - table["start_ns"])[::2].sum())
+
+
+def test_a_summary_is_merged_like_a_recording(ranks, tmp_path):
+    whole = reduce_inputs(ranks, workers=1)
+    parts = []
+    for number, folder in enumerate(ranks):
+        parts.append(tmp_path / f"{number}.kvsum")
+        parts[-1].write_bytes(reduce_inputs([folder], workers=1).to_bytes())
+    assert reduce_inputs(parts[::-1], workers=1).to_bytes() == whole.to_bytes()
+    assert reduce_inputs([parts[1], ranks[0], parts[2]], workers=1).to_bytes() == whole.to_bytes()
+    parts[0].write_text("{}")
+    assert "not a summary" in reduce_inputs(parts, workers=1).failed[str(parts[0])]
+
+
+def test_a_killed_worker_loses_nothing(ranks, tmp_path, monkeypatch):
+    """The first worker that meets the mark dies; so does each that meets the grave."""
+    mark, grave = tmp_path / "kill-once", tmp_path / "run2" / "kill-always"
+    startup = tmp_path / "site"
+    startup.mkdir()
+    (startup / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "def hook(event, args):\n"
+        f"    if event == 'open' and str(args[0]).endswith('kvprobe.json') and os.getpid() != {os.getpid()}:\n"
+        f"        if os.path.exists({str(mark)!r}) and 'run1' in str(args[0]):\n"
+        f"            os.unlink({str(mark)!r})\n"
+        "            os.kill(os.getpid(), 9)\n"
+        "        if os.path.exists(os.path.join(os.path.dirname(str(args[0])), 'kill-always')):\n"
+        "            os.kill(os.getpid(), 9)\n"
+        "sys.addaudithook(hook)\n"
+    )
+    plain = reduce_inputs(ranks, workers=1)
+    monkeypatch.setenv("PYTHONPATH", str(startup))
+    mark.touch()
+    assert reduce_inputs(ranks, workers=2).to_bytes() == plain.to_bytes()
+    assert not mark.exists(), "nobody was killed"
+    grave.touch()
+    total = reduce_inputs(ranks, workers=2)
+    assert list(total.failed) == [str(ranks[2])] and f"killed {many.TRIES} times" in total.failed[str(ranks[2])]
+    assert set(total.ranks) == {"rank 0", "rank 1"}

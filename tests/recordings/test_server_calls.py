@@ -17,15 +17,36 @@ MS = 1_000_000
 
 
 def call(t_ms: int, dur_ms: int, **more: object) -> dict[str, object]:
-    return {"t_ns": t_ms * MS, "kind": "call", "adapter": "accelerate.hooks", "server": "accelerate",
-            "call": "AlignDevicesHook.pre_forward", "direction": "load", "dur_ns": dur_ms * MS, "thread": 7,
-            "cause": "2 of 2 copies from pageable memory, 2 blocking", "copies": 2, "bytes": 1000,
-            "pageable_copies": 2, "blocking_copies": 2, **more}  # fmt: skip
+    return {
+        "t_ns": t_ms * MS,
+        "kind": "call",
+        "adapter": "accelerate.hooks",
+        "server": "accelerate",
+        "call": "AlignDevicesHook.pre_forward",
+        "direction": "load",
+        "dur_ns": dur_ms * MS,
+        "thread": 7,
+        "cause": "2 of 2 copies from pageable memory, 2 blocking",
+        "copies": 2,
+        "bytes": 1000,
+        "pageable_copies": 2,
+        "blocking_copies": 2,
+        **more,
+    }
 
 
 def state(adapter: str, word: str, **more: object) -> dict[str, object]:
-    return {"t_ns": MS, "kind": "state", "adapter": adapter, "server": adapter.split(".")[0], "distribution": "x",
-            "version": "1.0", "state": word, "reason": "", **more}  # fmt: skip
+    return {
+        "t_ns": MS,
+        "kind": "state",
+        "adapter": adapter,
+        "server": adapter.split(".")[0],
+        "distribution": "x",
+        "version": "1.0",
+        "state": word,
+        "reason": "",
+        **more,
+    }
 
 
 @pytest.fixture
@@ -33,15 +54,29 @@ def folder(tmp_path: Path) -> Path:
     """A run without a single CUDA call: no ring file."""
     options = {"report": "", "detail": "copies"}
     (tmp_path / "run.json").write_text(json.dumps({"command": ["python"], "options": options, "version": "0"}))
-    checkin = {"pid": 7, "ppid": 1, "t_ns": MS, "argv": ["python"], "executable": "", "prefix": "", "python": "3.12",
-               "preloaded": True, "ld_preload": "", "rank": {}}  # fmt: skip
+    checkin = {
+        "pid": 7,
+        "ppid": 1,
+        "t_ns": MS,
+        "argv": ["python"],
+        "executable": "",
+        "prefix": "",
+        "python": "3.12",
+        "preloaded": True,
+        "ld_preload": "",
+        "rank": {},
+    }
     (tmp_path / f"checkin-7-{MS}.json").write_text(json.dumps(checkin))
     events = [
-        state("accelerate.hooks", "waiting"), state("accelerate.hooks", "applied"),
-        state("vllm.weight_uva", "waiting", reason="for --offload-backend uva"), state("vllm.simple.copies", "waiting"),
-        call(100, 20), call(200, 30), call(198, 10, inside="AlignDevicesHook.pre_forward", bytes=0),
+        state("accelerate.hooks", "waiting"),
+        state("accelerate.hooks", "applied"),
+        state("vllm.weight_uva", "waiting", reason="for --offload-backend uva"),
+        state("vllm.simple.copies", "waiting"),
+        call(100, 20),
+        call(200, 30),
+        call(198, 10, inside="AlignDevicesHook.pre_forward", bytes=0),
         call(300, 50, cause="", copies=0, bytes=0, pageable_copies=0, blocking_copies=0),
-    ]  # fmt: skip
+    ]
     (tmp_path / "events-7.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return tmp_path
 
@@ -80,9 +115,19 @@ def test_time_in_recorded_cuda_calls_is_not_claimed_twice(folder: Path) -> None:
 
     recording = open_recording(folder)
     at = np.array([recording.server_calls["start_ns"][0]])
-    recording.tables["calls"] = Table("calls", {
-        "start_ns": at, "end_ns": at + 15 * MS, "process": [0], "thread": [7], "kind": [CallKind.COPY],
-        "memory": [Memory.PAGEABLE], "bytes": [1000], "count": [1], "direction": [1],
-    })  # fmt: skip
+    recording.tables["calls"] = Table(
+        "calls",
+        {
+            "start_ns": at,
+            "end_ns": at + 15 * MS,
+            "process": [0],
+            "thread": [7],
+            "kind": [CallKind.COPY],
+            "memory": [Memory.PAGEABLE],
+            "bytes": [1000],
+            "count": [1],
+            "direction": [1],
+        },
+    )
     lost = {finding.cause: finding.lost_ns for finding in diagnose(recording)}
     assert lost["blocking_server_call"] == 35 * MS and lost["pageable_memory"] <= 15 * MS

@@ -42,10 +42,19 @@ def measured(path):
     recording = open_recording([path])
     found, streams = occupancy(recording), recording.streams
     queues = [
-        QueueTriage(q.stream, int(streams["device"][q.stream]), int(streams["handle"][q.stream]), len(q.calls),
-                    int(q.depth.max(initial=0)), q.verdict, q.reason, q.ceiling, int(q.blocked_ns.sum()))
+        QueueTriage(
+            q.stream,
+            int(streams["device"][q.stream]),
+            int(streams["handle"][q.stream]),
+            len(q.calls),
+            int(q.depth.max(initial=0)),
+            q.verdict,
+            q.reason,
+            q.ceiling,
+            int(q.blocked_ns.sum()),
+        )
         for q in found.streams
-    ]  # fmt: skip
+    ]
     return Triage(path, found.verdict, found.reason, found.how, queues, native=False)
 
 
@@ -154,15 +163,25 @@ tiny = st.lists(
         ),
         st.sampled_from(
             [
-                ("cuda_runtime", "cudaMemcpyAsync"), ("cuda_driver", "cuLaunchKernel"), ("Runtime", "cudaGraphLaunch"),
-                ("cuda_runtime", "cudaEventRecord"), ("kernel", "k"), ("gpu_memset", "m"), ("user_annotation", "a"),
-                ("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)"), ("Memcpy", "Memcpy HtoD (Pinned -> Device)"),
+                ("cuda_runtime", "cudaMemcpyAsync"),
+                ("cuda_driver", "cuLaunchKernel"),
+                ("Runtime", "cudaGraphLaunch"),
+                ("cuda_runtime", "cudaEventRecord"),
+                ("kernel", "k"),
+                ("gpu_memset", "m"),
+                ("user_annotation", "a"),
+                ("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)"),
+                ("Memcpy", "Memcpy HtoD (Pinned -> Device)"),
             ]
         ),
-        few, few, st.integers(1, 3), ids, st.none() | st.integers(-2, 3),
+        few,
+        few,
+        st.integers(1, 3),
+        ids,
+        st.none() | st.integers(-2, 3),
     ),
     max_size=40,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))

@@ -22,16 +22,35 @@ def program(calls, ranges=()):
     start, took, name, kind, size = (np.array(column) for column in zip(*sorted(calls), strict=True))
     zero = np.zeros(len(start), int)
     tables = {
-        "calls": Table("calls", {"start_ns": start, "end_ns": start + took, "process": zero, "thread": zero + 7,
-                                 "name": name, "kind": kind, "stream": np.where(kind == CallKind.COPY, 0, -1),
-                                 "bytes": size, "count": zero + 1}),
+        "calls": Table(
+            "calls",
+            {
+                "start_ns": start,
+                "end_ns": start + took,
+                "process": zero,
+                "thread": zero + 7,
+                "name": name,
+                "kind": kind,
+                "stream": np.where(kind == CallKind.COPY, 0, -1),
+                "bytes": size,
+                "count": zero + 1,
+            },
+        ),
         "streams": Table("streams", {"process": [0], "handle": [7]}),
         "processes": Table("processes", {"pid": [1]}),
-    }  # fmt: skip
+    }
     if ranges:
         begin, end, text = (np.array(column) for column in zip(*ranges, strict=True))
-        tables["ranges"] = Table("ranges", {"start_ns": begin, "end_ns": end, "name": text,
-                                            "process": np.zeros(len(begin), int), "thread": begin * 0 + 7})  # fmt: skip
+        tables["ranges"] = Table(
+            "ranges",
+            {
+                "start_ns": begin,
+                "end_ns": end,
+                "name": text,
+                "process": np.zeros(len(begin), int),
+                "thread": begin * 0 + 7,
+            },
+        )
     return Recording([Source("made", "kvprobe")], tables, list(NAMES))
 
 
@@ -77,8 +96,17 @@ def losing(calls, totals, late=()):
     thread, made = (np.array(column) for column in zip(*totals, strict=True))
     zero = np.zeros(len(made), int)
     r.tables["calls"] = Table("calls", columns)
-    r.tables["totals"] = Table("totals", {"process": zero, "thread": thread, "stream": zero, "name": zero + COPY,
-                                          "kind": zero + CallKind.COPY, "calls": made})  # fmt: skip
+    r.tables["totals"] = Table(
+        "totals",
+        {
+            "process": zero,
+            "thread": thread,
+            "stream": zero,
+            "name": zero + COPY,
+            "kind": zero + CallKind.COPY,
+            "calls": made,
+        },
+    )
     r.lost[0] = 5_000
     return r
 
@@ -96,8 +124,17 @@ def test_what_the_recorder_did_itself_is_no_work_of_the_process():
     calibration, pinned = copies(3_000, 0, every_ns=2_000), pins(8, 7 * MS, MS, 2 * MS)
     r = program([*calibration, *pinned, *copies(1_000, 100 * MS)])
     assert serving_window(r).start_ns == 0
-    r.tables["labels"] = Table("labels", {"start_ns": [0], "end_ns": [7 * MS], "process": [0], "thread": [7],
-                                          "label": [Label.INSTRUMENTATION], "name": [0]})  # fmt: skip
+    r.tables["labels"] = Table(
+        "labels",
+        {
+            "start_ns": [0],
+            "end_ns": [7 * MS],
+            "process": [0],
+            "thread": [7],
+            "label": [Label.INSTRUMENTATION],
+            "name": [0],
+        },
+    )
     assert serving_window(r).start_ns == pinned[-1][0] + MS
 
 
@@ -145,19 +182,37 @@ def test_a_million_healthy_calls_with_noise_leave_nothing_above_information():
     start = np.cumsum(took + rng.integers(500, 20_000, count)) - took
     r = program(copies(2, 0))
     kinds = rng.choice([CallKind.COPY, CallKind.LAUNCH, CallKind.MEMSET], count)
-    r.tables["calls"] = Table("calls", {
-        "start_ns": start, "end_ns": start + took, "process": np.zeros(count, int), "thread": np.full(count, 7),
-        "name": np.full(count, COPY), "kind": kinds, "stream": rng.integers(0, 4, count),
-        "bytes": np.full(count, 65536),
-        "count": np.ones(count, int), "correlation": np.arange(count),
-    })  # fmt: skip
+    r.tables["calls"] = Table(
+        "calls",
+        {
+            "start_ns": start,
+            "end_ns": start + took,
+            "process": np.zeros(count, int),
+            "thread": np.full(count, 7),
+            "name": np.full(count, COPY),
+            "kind": kinds,
+            "stream": rng.integers(0, 4, count),
+            "bytes": np.full(count, 65536),
+            "count": np.ones(count, int),
+            "correlation": np.arange(count),
+        },
+    )
     done = np.maximum.accumulate(start + took + rng.integers(2_000, 40_000, count))
-    r.tables["executions"] = Table("executions", {
-        "start_ns": done - 1_500, "end_ns": done, "process": np.zeros(count, int), "stream": r.calls["stream"],
-        "engine": np.where(kinds == CallKind.LAUNCH, 1, 2), "correlation": np.arange(count),
-        "device": np.zeros(count, int),
-        "direction": np.ones(count, int), "bytes": np.full(count, 65536), "memory": np.full(count, 2),
-    })  # fmt: skip
+    r.tables["executions"] = Table(
+        "executions",
+        {
+            "start_ns": done - 1_500,
+            "end_ns": done,
+            "process": np.zeros(count, int),
+            "stream": r.calls["stream"],
+            "engine": np.where(kinds == CallKind.LAUNCH, 1, 2),
+            "correlation": np.arange(count),
+            "device": np.zeros(count, int),
+            "direction": np.ones(count, int),
+            "bytes": np.full(count, 65536),
+            "memory": np.full(count, 2),
+        },
+    )
     r.tables["streams"] = Table("streams", {"process": [0] * 4, "handle": [7, 8, 9, 10]})
     r.has_executions = True
     findings = diagnose(r)

@@ -14,10 +14,18 @@ import pytest
 from kvprobe.recordings.model import CallKind, Direction, Engine, Recording, Source, Table
 
 FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions",
-    "--disable-dev-shm-usage", "--hide-scrollbars",
-)  # fmt: skip
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-extensions",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+)
 
 
 @pytest.fixture(scope="session")
@@ -59,35 +67,87 @@ def recording(
     text = ["", *names]
     second = np.arange(rows) % 2
     tables = {
-        "calls": Table("calls", {
-            "start_ns": start, "end_ns": start + spent, "process": second, "thread": 100 + second,
-            "name": np.where(kind == CallKind.COPY, 1, 2), "kind": kind, "stream": second, "count": np.ones(rows),
-            "bytes": np.where(kind == CallKind.COPY, 65536, 0), "direction": np.full(rows, Direction.H2D),
-            "correlation": np.arange(rows) + 1,
-        }),
-        "executions": Table("executions", {
-            "start_ns": start + spent + 500, "end_ns": start + spent + 9000, "process": second, "device": second,
-            "stream": second, "engine": np.where(kind == CallKind.COPY, Engine.COPY, Engine.KERNEL),
-            "bytes": np.where(kind == CallKind.COPY, 65536, 0), "direction": np.full(rows, Direction.H2D),
-            "correlation": np.arange(rows) + 1, "name": np.full(rows, 3),
-        }),
-        "ranges": Table("ranges", {"start_ns": [0, 1_000], "end_ns": [900, 2_000], "process": [0, 0],
-                                   "thread": [100, 100], "domain": [4, 0], "name": [3, 3]}),
-        "stacks": Table("stacks", {"time_ns": [5_000], "process": [0], "thread": [100], "blocked_ns": [30_000_000],
-                                   "gil": [1], "stack": [4]}),
-        "decisions": Table("decisions", {"time_ns": [1_000_000_000], "process": [0], "what": [3], "reason": [4],
-                                         "gain": [5.0]}),
-        "samples": Table("samples", {"time_ns": start[:50], "process": np.zeros(50), "device": np.zeros(50),
-                                     "metric": np.full(50, 3), "value": rng.random(50)}),
-        "transfers": Table("transfers", {"start_ns": [0, 5_000], "end_ns": [4_000, 9_000], "process": [0, 0],
-                                         "direction": [1, 2], "bytes": [1, 1], "build_ns": [100, 100],
-                                         "submit_ns": [900, 100], "wait_ns": [500, 700], "copy_ns": [300, 200],
-                                         "poll_ns": [50, 60]}),
+        "calls": Table(
+            "calls",
+            {
+                "start_ns": start,
+                "end_ns": start + spent,
+                "process": second,
+                "thread": 100 + second,
+                "name": np.where(kind == CallKind.COPY, 1, 2),
+                "kind": kind,
+                "stream": second,
+                "count": np.ones(rows),
+                "bytes": np.where(kind == CallKind.COPY, 65536, 0),
+                "direction": np.full(rows, Direction.H2D),
+                "correlation": np.arange(rows) + 1,
+            },
+        ),
+        "executions": Table(
+            "executions",
+            {
+                "start_ns": start + spent + 500,
+                "end_ns": start + spent + 9000,
+                "process": second,
+                "device": second,
+                "stream": second,
+                "engine": np.where(kind == CallKind.COPY, Engine.COPY, Engine.KERNEL),
+                "bytes": np.where(kind == CallKind.COPY, 65536, 0),
+                "direction": np.full(rows, Direction.H2D),
+                "correlation": np.arange(rows) + 1,
+                "name": np.full(rows, 3),
+            },
+        ),
+        "ranges": Table(
+            "ranges",
+            {
+                "start_ns": [0, 1_000],
+                "end_ns": [900, 2_000],
+                "process": [0, 0],
+                "thread": [100, 100],
+                "domain": [4, 0],
+                "name": [3, 3],
+            },
+        ),
+        "stacks": Table(
+            "stacks",
+            {"time_ns": [5_000], "process": [0], "thread": [100], "blocked_ns": [30_000_000], "gil": [1], "stack": [4]},
+        ),
+        "decisions": Table(
+            "decisions", {"time_ns": [1_000_000_000], "process": [0], "what": [3], "reason": [4], "gain": [5.0]}
+        ),
+        "samples": Table(
+            "samples",
+            {
+                "time_ns": start[:50],
+                "process": np.zeros(50),
+                "device": np.zeros(50),
+                "metric": np.full(50, 3),
+                "value": rng.random(50),
+            },
+        ),
+        "transfers": Table(
+            "transfers",
+            {
+                "start_ns": [0, 5_000],
+                "end_ns": [4_000, 9_000],
+                "process": [0, 0],
+                "direction": [1, 2],
+                "bytes": [1, 1],
+                "build_ns": [100, 100],
+                "submit_ns": [900, 100],
+                "wait_ns": [500, 700],
+                "copy_ns": [300, 200],
+                "poll_ns": [50, 60],
+            },
+        ),
         "streams": Table("streams", {"process": [0, 1], "device": [0, 1], "handle": [7, 13], "name": [3, 0]}),
-        "processes": Table("processes", {"pid": [100, 101], "rank": [0, 1], "node": [3, 3], "name": [3, 3],
-                                         "command": [4, 4], "state": [3, 3]}),
+        "processes": Table(
+            "processes",
+            {"pid": [100, 101], "rank": [0, 1], "node": [3, 3], "name": [3, 3], "command": [4, 4], "state": [3, 3]},
+        ),
         "threads": Table("threads", {"process": [0, 1], "thread": [100, 101], "name": [3, 4]}),
-    }  # fmt: skip
+    }
     source = [Source(names[3] + ".sqlite", names[2], names[2], names[3], 1234, "")]
     machine, how = {names[2]: names[3], "queue_depth": 1021}, {names[2]: names[3]}
     return Recording(source, tables, text, machine=machine, machine_how=how, has_executions=True, notes=[names[3]])

@@ -6,39 +6,59 @@ import importlib.util
 import json
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
+from kvprobe.diagnosis import diagnose
 from kvprobe.errors import UsageError
-from kvprobe.reporting import Switch, build_page, write_report
+from kvprobe.reporting import build_page, demo, write_report
 
-_SPEC = importlib.util.spec_from_file_location("stories", Path(__file__).with_name("stories.py"))
-stories = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(stories)
+_SPEC = importlib.util.spec_from_file_location("played", Path(__file__).with_name("played.py"))
+played = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(played)
+
+
+def page_of(**changes: Any) -> str:
+    recording, figures = played.played(**changes)
+    return build_page(
+        recording,
+        findings=diagnose(recording),
+        extra=demo.sections(recording, figures),
+        lead_verdict=demo.verdict(figures),
+    )
 
 
 def test_the_verdict_names_cause_cost_and_what_kvprobe_did() -> None:
-    page = build_page(story=stories.story())
-    head = page[page.index("<h1>") : page.index('id="overview"')]
+    page = page_of()
+    head = page[page.index("<h1>") : page.index('id="findings"')]
     for words in ("The launch queue filled", "switched to pooled", "1,021", "18.4", "3.00"):
         assert words in head
 
 
 def test_a_run_without_saturation_is_not_called_saturated() -> None:
-    calm = {"submit_p50_ns": 1000.0, "submit_p99_ns": 1300.0, "longest_call_ns": 9000.0}
-    page = build_page(story=stories.story(phases={"shared": calm, "auto": calm}, switches=()))
-    assert "No saturation" in page
-    assert "launch queue filled" not in page
+    figures = played.played()[1]
+    calm = {**figures["auto"], "submit_p99_ns": 1300.0, "longest_call_ns": 9000.0}
+    said = demo.verdict({**figures, "shared": calm, "auto": calm, "switches": 0, "switch_log": []})
+    assert "No saturation" in said.headline
+    assert said.state == "ok"
+
+
+def test_times_of_the_phases_are_for_one_copy_and_come_from_the_recording() -> None:
+    recording, figures = played.played()
+    (section,) = demo.sections(recording, figures)
+    split = next(chart for chart in section.charts if chart.id == "cost-split")
+    assert [sum(row["values"]) for row in split.spec["rows"]] == pytest.approx(
+        [1881.1e6 / 576, 729.2e6 / 576], rel=1e-6
+    )
+    cost = demo.costs(recording)
+    assert cost["auto"].time_ns.min() >= recording.decisions["time_ns"][0] > cost["before the switch"].time_ns.max()
+    assert 30 < cost["auto"].ns.mean() < 50  # a load's time by its 576 copies
 
 
 def test_text_of_a_run_never_becomes_markup() -> None:
     hostile = "</script><img src=x onerror=alert(1)><!--"
-    levels = (np.array([5_000_000_000, 6_000_000_000]), np.array([3, 4]))
-    switch = Switch(7_000_000_000, hostile, hostile, hostile)
-    page = build_page(
-        story=stories.story(device=hostile, command=hostile, occupancy={hostile: levels}, switches=[switch])
-    )
+    page = page_of(device=hostile)
     tags: list[str] = []
     data: list[str] = []
 
@@ -51,9 +71,9 @@ def test_text_of_a_run_never_becomes_markup() -> None:
 
     Reader().feed(page)
     assert "img" not in tags
-    assert tags.count("script") == 3  # theme, data, page.js
+    assert tags.count("script") == 4  # theme, data, page.js, rows.js
     specs = json.loads(next(text for text in data if text.startswith('{"')))
-    assert hostile in [one["name"] for one in specs["occupancy"]["series"]]
+    assert hostile in [one["label"] for one in specs["cost"]["marks"]]
 
 
 def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +81,7 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     target.write_text("earlier")
     monkeypatch.setattr("os.fdopen", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        write_report(None, target, story=stories.story())
+        write_report(played.played()[0], target)
     assert target.read_text() == "earlier"
     assert [one.name for one in tmp_path.iterdir()] == ["out.html"]
 
@@ -69,7 +89,7 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("where", ["missing/out.html", "."])
 def test_a_path_that_cannot_be_written_is_one_line(tmp_path: Path, where: str) -> None:
     with pytest.raises(UsageError, match="cannot write the report") as caught:
-        write_report(None, tmp_path / where, story=stories.story())
+        write_report(played.played()[0], tmp_path / where)
     assert "\n" not in str(caught.value)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -14,6 +14,7 @@ from kvprobe.reporting.views import numbers
 DURATIONS = arrays.arrays(np.int64, st.integers(1, 400), elements=st.integers(0, 2**50))
 
 
+@settings(deadline=None)
 @given(DURATIONS, st.integers(1, 50), st.randoms())
 def test_the_maximum_and_every_value_survive_binning_in_any_order(value, bins, random) -> None:
     time = np.array([random.randrange(10**12) for _ in value])
@@ -34,6 +35,7 @@ def test_a_level_holds_until_the_next_step_and_is_nothing_before_the_first() -> 
     assert found.high.tolist() == [0, 0, 3, 3, 3, 3, 3, 0, 0, 0]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**53 - 1))
 def test_buckets_are_those_of_the_native_histogram(ns: int) -> None:
     if ns < 4:
@@ -47,6 +49,7 @@ def test_buckets_are_those_of_the_native_histogram(ns: int) -> None:
         assert ns < series.bucket_floor_ns(want + 1)
 
 
+@settings(deadline=None)
 @given(DURATIONS, st.integers(1, 40))
 def test_a_heat_map_counts_every_call_once(value, columns) -> None:
     time = np.arange(len(value))

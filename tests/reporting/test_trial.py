@@ -44,8 +44,16 @@ def test_blocked_time_is_what_submissions_take_beyond_their_usual_cost():
     durations = [1_000] * 50 + [1_500] + [5_001_000, 1_001_000, 9_000_000]
     start = np.arange(len(durations)) * 10_000_000
     memory = [Memory.PINNED] * 53 + [Memory.PAGEABLE]
-    calls = Table("calls", {"start_ns": start, "end_ns": start + durations, "name": [1] * len(start), "memory": memory,
-                            "kind": [CallKind.COPY] * len(start)})  # fmt: skip
+    calls = Table(
+        "calls",
+        {
+            "start_ns": start,
+            "end_ns": start + durations,
+            "name": [1] * len(start),
+            "memory": memory,
+            "kind": [CallKind.COPY] * len(start),
+        },
+    )
     recording = Recording([Source("run", "kvprobe")], {"calls": calls}, names=["", "cudaMemcpyAsync"])
     assert blocked_ns(recording, {}) == (6_000_000, {"cudaMemcpyAsync": 1_000.0})
     # a program of which every call waits is known by its other runs

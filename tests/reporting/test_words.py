@@ -7,7 +7,7 @@ import pytest
 
 from kvprobe.diagnosis import Change, Evidence, Finding, Where
 from kvprobe.recordings.model import CallKind, Recording, Source, Table
-from kvprobe.reporting import build_page, lanes, series
+from kvprobe.reporting import build_page, series, streams
 from kvprobe.reporting.recorded import submissions
 from kvprobe.reporting.units import bytes_text, duration, percent, rate, ratio
 from kvprobe.reporting.verdict import cure_parts
@@ -15,9 +15,20 @@ from kvprobe.reporting.verdict import cure_parts
 
 @pytest.mark.parametrize(
     ("ns", "text"),
-    [(0, "0 ns"), (4, "4.00 ns"), (999.4, "999 ns"), (999.6, "1.00 µs"), (1040, "1.04 µs"), (912_000_000, "912 ms"),
-     (3_400_000_000, "3.40 s"), (200e9, "3 min 20 s"), (-1500, "-1.50 µs"), (None, "\u2013"), (float("nan"), "\u2013")],
-)  # fmt: skip
+    [
+        (0, "0 ns"),
+        (4, "4.00 ns"),
+        (999.4, "999 ns"),
+        (999.6, "1.00 µs"),
+        (1040, "1.04 µs"),
+        (912_000_000, "912 ms"),
+        (3_400_000_000, "3.40 s"),
+        (200e9, "3 min 20 s"),
+        (-1500, "-1.50 µs"),
+        (None, "\u2013"),
+        (float("nan"), "\u2013"),
+    ],
+)
 def test_a_duration_has_three_digits_and_the_unit_a_person_would_take(ns, text: str) -> None:
     assert duration(ns).replace("\u00a0", " ") == text
 
@@ -53,11 +64,15 @@ def test_prose_is_left_alone() -> None:
 
 def finding(**changes: object) -> Finding:
     values = {
-        "cause": "launch_queue_saturation", "title": "The queue of stream 7 was full", "severity": "warning",
-        "confidence": "certain", "lost_ns": 5_000_000, "evidence": (Evidence("400 calls waited", 400, "calls"),),
+        "cause": "launch_queue_saturation",
+        "title": "The queue of stream 7 was full",
+        "severity": "warning",
+        "confidence": "certain",
+        "lost_ns": 5_000_000,
+        "evidence": (Evidence("400 calls waited", 400, "calls"),),
         "cure": (Change("Use more streams"),),
         "where": (Where(pid=1, thread=7, stream_name="stream 7", lost_ns=5_000_000),),
-    }  # fmt: skip
+    }
     return Finding(**{**values, **changes})
 
 
@@ -92,21 +107,30 @@ def test_totals_stand_in_where_single_calls_were_lost() -> None:
     counts[0, int(series.bucket(np.array([1000]))[0])] = 990_000
     counts[0, int(series.bucket(np.array([200_000]))[0])] = 10_000
     tables = {
-        "calls": Table("calls", {"start_ns": [0, 5000], "end_ns": [1000, 6000], "kind": [CallKind.COPY] * 2,
-                                 "stream": [0, 0]}),
-        "totals": Table("totals", {"stream": [0], "kind": [CallKind.COPY], "calls": [1_000_000],
-                                   "dur_ns": [2_990_000_000],
-                                   "max_ns": [3_000_000], "bytes": [65536]}),
+        "calls": Table(
+            "calls", {"start_ns": [0, 5000], "end_ns": [1000, 6000], "kind": [CallKind.COPY] * 2, "stream": [0, 0]}
+        ),
+        "totals": Table(
+            "totals",
+            {
+                "stream": [0],
+                "kind": [CallKind.COPY],
+                "calls": [1_000_000],
+                "dur_ns": [2_990_000_000],
+                "max_ns": [3_000_000],
+                "bytes": [65536],
+            },
+        ),
         "streams": Table("streams", {"handle": [7]}),
-    }  # fmt: skip
+    }
     kept = Recording([Source("run.kvp", "kvprobe")], tables, histograms=counts)
     found = submissions(kept)
     assert (found.made, found.host_ns, len(found.rows)) == (1_000_000, 2.99e9, 2)
-    (lane,) = lanes.stream_table(kept, found, None)[0].rows
-    texts = [cell.text.replace("\u00a0", " ") for cell in lane]
+    (row,) = streams.stream_table(kept, found, None)[0].rows
+    texts = [cell.text.replace("\u00a0", " ") for cell in row]
     assert texts[2] == "1,000,000"
     assert "2.99 s" in texts
     assert "3.00 ms" in texts
     page = build_page(kept, findings=[])
     assert "Calls kept in detail" in page and "&lt;0.1% of all; the rest is in the totals" in page
-    assert "1,000,000 submissions 2 were kept" in lanes.stream_table(kept, found, None)[1]
+    assert "1,000,000 submissions 2 were kept" in streams.stream_table(kept, found, None)[1]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvprobe import environment
-from kvprobe.instrument import marks
+from kvprobe.instrument import nvtx_marks
 from kvprobe.instrument.carried import kvprobe_startup as startup
 from kvprobe.probe import nvtx_ranges
 
@@ -79,16 +79,22 @@ def test_the_start_up_hook_is_switched_off_by_the_same_words(text: str, monkeypa
 
 @pytest.mark.parametrize(
     ("tool", "asked", "listens"),
-    [(None, None, False), (None, "1", False), ("/t.so", None, True), ("/t.so", "1", True), ("/t.so", "0", False),
-     ("/t.so", "off", False)],
-)  # fmt: skip
+    [
+        (None, None, False),
+        (None, "1", False),
+        ("/t.so", None, True),
+        ("/t.so", "1", True),
+        ("/t.so", "0", False),
+        ("/t.so", "off", False),
+    ],
+)
 def test_nvtx_has_one_answer(monkeypatch, tool: str | None, asked: str | None, listens: bool) -> None:
     for name, value in (("NVTX_INJECTION64_PATH", tool), ("KVPROBE_NVTX", asked)):
         if value is None:
             monkeypatch.delenv(name, raising=False)
         else:
             monkeypatch.setenv(name, value)
-    assert marks.listening() is nvtx_ranges.listening() is listens
+    assert nvtx_marks.listening() is nvtx_ranges.listening() is listens
 
 
 def test_a_value_that_cannot_be_parsed_counts_as_not_set_and_is_told(monkeypatch) -> None:

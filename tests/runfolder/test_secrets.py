@@ -41,8 +41,21 @@ def native(tmp_path_factory: pytest.TempPathFactory):
     source = build.NATIVE / "src" / "secrets.c"
     export = tmp_path_factory.mktemp("export") / "export.c"
     export.write_text(f'#include "{source}"\nvoid hide(const char *t, char *o, size_t n) {{ kvp_redact(t, o, n); }}\n')
-    subprocess.run([*build.compiler(), "-std=gnu11", "-shared", "-fPIC", "-Wall", "-Werror", f"-I{source.parent}",
-                    "-o", str(library), str(export)], check=True)  # fmt: skip
+    subprocess.run(
+        [
+            *build.compiler(),
+            "-std=gnu11",
+            "-shared",
+            "-fPIC",
+            "-Wall",
+            "-Werror",
+            f"-I{source.parent}",
+            "-o",
+            str(library),
+            str(export),
+        ],
+        check=True,
+    )
     hide = ct.CDLL(str(library)).hide
 
     def call(text: str, size: int = 4096) -> str:
@@ -53,10 +66,31 @@ def native(tmp_path_factory: pytest.TempPathFactory):
     return call
 
 
-pieces = st.sampled_from([
-    "--api-key", "--token", "TOKEN=x", "--a.secret=", "Bearer", "Authorization:", "'", '"--key"', "https://a:b@c/d",
-    "://@", "=", "-", "--", "hf_0123456789abcdef", "model", "\t", "  ", "--no", "x_API-KEY=1=2", "é", "PASSWORD:",
-])  # fmt: skip
+pieces = st.sampled_from(
+    [
+        "--api-key",
+        "--token",
+        "TOKEN=x",
+        "--a.secret=",
+        "Bearer",
+        "Authorization:",
+        "'",
+        '"--key"',
+        "https://a:b@c/d",
+        "://@",
+        "=",
+        "-",
+        "--",
+        "hf_0123456789abcdef",
+        "model",
+        "\t",
+        "  ",
+        "--no",
+        "x_API-KEY=1=2",
+        "é",
+        "PASSWORD:",
+    ]
+)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
@@ -72,11 +106,22 @@ def test_what_is_cut_is_cut_after_the_secret_is_gone(native) -> None:
 
 
 def test_a_process_is_not_written_down_with_its_secrets(tmp_path: Path) -> None:
-    writer = subprocess.run([*build.compiler(), "-std=gnu11", "-O1", f"-I{build.NATIVE / 'src'}", "-pthread",
-                             "-o", str(tmp_path / "writer"),
-                             str(Path(__file__).parents[1] / "native" / "programs" / "ring_writer.c"),
-                             *(str(build.NATIVE / "src" / f"{n}.c") for n in ("ring", "clock", "secrets"))],
-                            check=False, capture_output=True, text=True)  # fmt: skip
+    writer = subprocess.run(
+        [
+            *build.compiler(),
+            "-std=gnu11",
+            "-O1",
+            f"-I{build.NATIVE / 'src'}",
+            "-pthread",
+            "-o",
+            str(tmp_path / "writer"),
+            str(Path(__file__).parents[1] / "native" / "programs" / "ring_writer.c"),
+            *(str(build.NATIVE / "src" / f"{n}.c") for n in ("ring", "clock", "secrets")),
+        ],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
     assert writer.returncode == 0, writer.stderr
     subprocess.run([tmp_path / "writer", "plain", tmp_path / "a.kvp", "10", "1", "--api-key", "hunter2"], check=True)
     assert b"hunter2" not in (tmp_path / "a.kvp").read_bytes()

@@ -33,9 +33,13 @@ class HostRuntimeSpec(CPUOffloadingSpec):
         gpu_worker._new_descriptor_buffers = lambda n: tuple(torch.empty(n, dtype=torch.int64) for _ in range(3))
         gpu_worker.ops = types.SimpleNamespace(swap_blocks_batch=host.swap_blocks_batch)
         gpu_worker.current_platform = types.SimpleNamespace(
-            Stream=cuda.Stream, current_stream=cuda.current_stream, stream=cuda.stream,
-            is_xpu=lambda: False, is_rocm=lambda: True, is_cuda_alike=lambda: True,
-        )  # fmt: skip
+            Stream=cuda.Stream,
+            current_stream=cuda.current_stream,
+            stream=cuda.stream,
+            is_xpu=lambda: False,
+            is_rocm=lambda: True,
+            is_cuda_alike=lambda: True,
+        )
         registered = set()
         for one in kv_caches.tensors:
             storage = one.tensor.untyped_storage()

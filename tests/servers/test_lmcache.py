@@ -53,7 +53,7 @@ def test_signatures_fit_and_everything_is_put_back(connector):
     before = [dict(vars(kind)) for kind in kinds] + [dict(vars(groups))]
     for _ in range(3):
         states = instrument.install("lmcache", fix="auto")
-        assert states == {"lmcache.connectors": "applied", "lmcache.server": "applied"}
+        assert states["lmcache.connectors"] == states["lmcache.server"] == "applied"
         assert roundtrip(connector)
         instrument.uninstall("lmcache")
         assert [dict(vars(kind)) for kind in kinds] + [dict(vars(groups))] == before
@@ -79,3 +79,32 @@ def test_a_hook_that_fails_changes_no_byte(connector, monkeypatch):
         for _ in range(3):
             assert roundtrip(connector)
     assert seen.states["lmcache.connectors"].startswith("failed: ")
+
+
+def test_chunks_that_nobody_loaded_are_counted_when_they_are_removed():
+    import threading
+
+    from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+
+    policy = types.SimpleNamespace(**dict.fromkeys(("update_on_put", "update_on_force_evict"), lambda key: None))
+    policy.update_on_hit = lambda key, cache: None
+    backend = object.__new__(LocalCPUBackend)
+    backend.hot_cache, backend.cpu_lock, backend.cache_policy = {}, threading.Lock(), policy
+    backend.batched_msg_sender, backend.keys_in_request = None, []
+    backend.use_hot = True
+
+    def chunk():
+        made = Chunk(1)
+        made.ref_count_up = made.ref_count_down = made.pin = made.unpin = lambda: None
+        made.is_pinned = False
+        return made
+
+    with instrument.observe("lmcache") as seen:
+        for key in "abc":
+            backend.submit_put_task(key, chunk())
+        backend.submit_put_task("a", chunk())  # there already
+        assert backend.get_blocking("a") is not None and backend.get_blocking("z") is None
+        assert [backend.remove(key) for key in "abz"] == [True, True, False]
+    told = [event for event in seen.events if event["kind"] == "offload"][-1]
+    assert (told["stored_blocks"], told["loaded_blocks"], told["unread_blocks"]) == (3, 1, 1)
+    assert told["stored_bytes"] == 3 * 4 * 8 * 4 and told["held_unread_blocks"] == 1

@@ -72,8 +72,13 @@ def test_output_is_identical_and_the_report_is_written(tmp_path: Path, program: 
     env = {k: v for k, v in os.environ.items() if not k.startswith("KVPROBE") and k != "LD_PRELOAD"}
     plain = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, check=True)
     folder = tmp_path / "run"
-    watched = subprocess.run([sys.executable, "-m", "kvprobe", "run", "-o", folder, "--fix", fix, "--",
-                              sys.executable, script], env=env, capture_output=True, text=True, check=True)  # fmt: skip
+    watched = subprocess.run(
+        [sys.executable, "-m", "kvprobe", "run", "-o", folder, "--fix", fix, "--", sys.executable, script],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert watched.stdout == plain.stdout and "[[" in plain.stdout
     wait_for_report(folder)
     assert (folder / "report.html").stat().st_size > 1000

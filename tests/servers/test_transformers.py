@@ -27,9 +27,13 @@ class NoStream:
 def model():
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
         num_key_value_heads=2,
-    )  # fmt: skip
+    )
     return transformers.LlamaForCausalLM(config).eval()
 
 
@@ -38,8 +42,9 @@ def generate(model, monkeypatch):
     cache = transformers.DynamicCache(config=model.config, offloading=True)
     cache.prefetch_stream = NoStream()
     ids = torch.arange(8).reshape(1, 8)
-    return model.generate(ids, past_key_values=cache, max_new_tokens=4, min_new_tokens=4, do_sample=False,
-                          eos_token_id=None)  # fmt: skip
+    return model.generate(
+        ids, past_key_values=cache, max_new_tokens=4, min_new_tokens=4, do_sample=False, eos_token_id=None
+    )
 
 
 def test_the_offloaded_cache_is_seen_and_gives_the_same_tokens(model, monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvprobe.instrument.sidecar import read_sidecar
+from kvprobe.instrument.event_log import read_events
 
 pytestmark = [pytest.mark.servers, pytest.mark.slow, pytest.mark.timeout(900)]
 HERE = Path(__file__).resolve().parent
@@ -27,7 +27,7 @@ def run(folder, **environment):
 
 
 def events(folder):
-    return [event for path in sorted(folder.glob("events-*.jsonl")) for event in read_sidecar(path)]
+    return [event for path in sorted(folder.glob("events-*.jsonl")) for event in read_events(path)]
 
 
 def test_the_whole_engine_gives_the_same_tokens_and_every_transfer_is_seen(tmp_path):

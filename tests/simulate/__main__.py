@@ -1,45 +1,87 @@
-"""`python -m tests.simulate SEED [--count N] [--faults N] [-v]`: replays histories; prints events and a digest."""
+"""`python -m tests.simulate SEED [--count N] [--faults N] [--jobs N]`: plays histories; prints events and digests."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import logging
+import multiprocessing
+import os
 import sys
 import time
+from collections import Counter
 
-from .history import Violation, play
+from .history import LENGTH, Violation, play
+from .many import chunk
+
+CHUNK = 64
+
+
+def _many(options: argparse.Namespace) -> int:
+    """Plays many histories on all cores; says what came and how fast."""
+    last = options.seed + options.count
+    work = [
+        (first, min(CHUNK, last - first), options.faults, options.length) for first in range(options.seed, last, CHUNK)
+    ]
+    began = time.monotonic()
+    total: Counter[str] = Counter()
+    armed: Counter[str] = Counter()
+    came: Counter[str] = Counter()
+    wrong: list[tuple[int, str]] = []
+    digest, digests = hashlib.sha256(), 0
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+        for found in pool.imap(chunk, work, chunksize=4):
+            for name in ("transfers", "failed", "events", "seconds"):
+                total[name] += found[name]
+            armed.update(found["armed"])
+            came.update(found["came"])
+            wrong += found["wrong"]
+            digests += len(found["digests"])
+            digest.update("".join(found["digests"]).encode())
+            if time.monotonic() - began > options.seconds:
+                pool.terminate()
+                break
+    took = time.monotonic() - began
+    last = options.seed + digests + len(wrong) - 1
+    print(f"seeds {options.seed} to {last}, {options.faults} faults each, about {options.length} requests")
+    print(f"{digests} histories without a violation, {len(wrong)} with one")
+    print(f"{total['transfers']} transfers ({total['failed']} of them failed), {total['events']} events")
+    print(f"{took:.0f} s on {options.jobs} processes: {digests / max(total['seconds'], 1e-9):.0f} a second and core")
+    print(f"digest of all {digest.hexdigest()[:16]}")
+    if armed:
+        print("faults, by phase and call: armed, came")
+        for name in sorted(armed):
+            print(f"  {name}: {armed[name]}, {came[name]}")
+    for seed, what in wrong[:50]:
+        print(f"seed {seed}: {what.splitlines()[0]}")
+        print(f"  replay it: python -m tests.simulate {seed} --faults {options.faults} --length {options.length}")
+    return bool(wrong)
 
 
 def main() -> int:
-    """Plays them; 1 at the first violation, whose seed it names."""
+    """Plays them; 1 where there was a violation, whose seed it names."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulate", description=__doc__)
     parser.add_argument("seed", type=int, help="the first seed")
     parser.add_argument("--count", type=int, default=1, help="histories, of this seed and those after it")
-    parser.add_argument("--faults", type=int, default=0, help="calls that fail in each history")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no events")
+    parser.add_argument("--faults", type=int, default=0, help="calls that fail in each history: 0, 1 or 2")
+    parser.add_argument("--length", type=int, default=LENGTH, help=f"about so many requests; default: {LENGTH}")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes; default: one a core")
+    parser.add_argument("--seconds", type=float, default=1e9, help="no new histories after that")
+    parser.add_argument("--digests", action="store_true", help="only each seed's digest")
     options = parser.parse_args()
-    logging.getLogger("kvprobe").disabled = True  # callbacks that raise are part of the histories
-    say = None if options.quiet or options.count > 1 else print
-    began, transfers, counted = time.monotonic(), 0, {}
-    for seed in range(options.seed, options.seed + options.count):
-        try:
-            one = play(seed, options.faults, say)
-        except BaseException as error:
-            what = "violation" if isinstance(error, Violation) else type(error).__name__
-            print(f"seed {seed}: {what}: {error}", file=sys.stderr)
-            print(f"replay it: python -m tests.simulate {seed} --faults {options.faults}", file=sys.stderr)
-            if isinstance(error, Violation):
-                return 1
-            raise
-        transfers += one["transfers"]
-        for fault in one["faults"]:
-            counted[fault] = counted.get(fault, 0) + 1
-        if options.count == 1:
-            print(f"digest {one['digest']}")
-    took = time.monotonic() - began
+    logging.getLogger("kvprobe").disabled = True
+    if options.digests:
+        for seed in range(options.seed, options.seed + options.count):
+            print(seed, play(seed, options.faults, length=options.length)["digest"])
+        return 0
     if options.count > 1:
-        print(f"{options.count} histories, {transfers} transfers, no violation, {options.count / took:.0f} a second")
-        print(f"faults armed: {dict(sorted(counted.items()))}")
+        return _many(options)
+    try:
+        one = play(options.seed, options.faults, print, options.length)
+    except Violation as violation:
+        print(f"seed {options.seed}: violation: {violation}", file=sys.stderr)
+        return 1
+    print(f"digest {one['digest']}")
     return 0
 
 

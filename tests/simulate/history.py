@@ -1,86 +1,134 @@
-"""One history: an engine on a simulated runtime, random requests from a seed, and the same in a plain dictionary.
+"""One history: an engine on a simulated runtime, random requests from a seed, and the same in a plain list of values.
 
-The program orders what conflicts as a server does: transfers of one direction follow one another by the engine's
-promise; between directions, and between transfers and compute, a fence on the compute stream or a wait comes first.
-What the memory must hold afterwards therefore follows from the order of the requests alone, and is worked out when it
-is known which transfers failed: the bytes that a failed one was to write are undefined.
+Everything follows from the seed: the machine, the pools, the engine, what its callers ask for and when, what fails. One
+caller runs on the program's own thread, the others on simulated threads; the virtual clock says whose turn it is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes as ct
-import dataclasses
+import gc
 import hashlib
 import itertools
+import os
 import random
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from kvprobe.cuda import Buffer, device_region, host_region
+from kvprobe.cuda import Buffer, Region, device_region, host_region
 from kvprobe.cuda.hostruntime import HostRuntime, host_runtime
-from kvprobe.errors import CudaError, KvprobeError, TransferError
+from kvprobe.errors import CudaError, TransferError, UsageError
+from kvprobe.native.library import MethodTable, RingOptions, core
 from kvprobe.offload import BlockPool, OffloadEngine, Transfer
+from kvprobe.offload import engine as engine_module
+from kvprobe.offload.methods import Methods, copier_for, method_table
+from kvprobe.probe.live import totals
+from kvprobe.probe.ring import read_ring
 
-FAULTS = (  # CUDA calls that the engine makes, "copy": the n-th copy call, "execution": a copy that fails on the device
-    "copy",
-    "cudaEventRecord",
-    "cudaEventQuery",
-    "cudaStreamWaitEvent",
-    "cudaEventElapsedTime",
-    "cudaMemcpyBatchAsync",
-    "cudaStreamCreateWithPriority",
-    "cudaEventCreateWithFlags",
-    "execution",
-    "lost device",
-)
-STICKY = ("execution", "lost device")
-UNDEFINED = -1
+from .caller import UNDEFINED, Caller
+from .faults import KINDS, Fault
+from .server import Server
+from .violation import Violation
 
-
-class Violation(AssertionError):
-    """The engine broke a promise."""
-
-
-@dataclasses.dataclass
-class Step:
-    """What was asked for: each entry of `moves` gives a place the value of another place, or a value."""
-
-    what: str
-    moves: list[tuple[tuple[str, int], tuple[str, int] | int]]
-    transfer: Transfer | None = None
-    ran: bool = True  # of a kernel: it was executed
-    seen: list[tuple[int, bytes]] = dataclasses.field(default_factory=list)  # by a kernel that reads
+PIECES = (1024,) * 24 + (4096,) * 36 + (16384,) * 24 + (65536,) * 12 + (262144,) * 2 + (1 << 20, 4 << 20)
+WORD = 8
+TRANSFER = 64  # enum kvp_call
+LENGTH = 40
+_methods: Methods | None = None  # of a machine on which nothing failed; the same on all of them
+_tables: list[tuple[str, MethodTable]] = []
 
 
 class History:
     """Plays the history of one seed; `play` raises Violation, or returns what was counted."""
 
-    def __init__(self, seed: int, faults: int = 0, say: Callable[[str], None] | None = None) -> None:
-        """A history of `seed`, in which up to `faults` calls fail."""
-        self.random = random.Random(seed)
-        self.seed, self.say = seed, say
-        self.lines = hashlib.sha256()
-        self.steps: list[Step] = []
-        self.told: dict[int, int] = {}
-        self.expected_told: dict[int, int] = {}
+    def __init__(self, seed: int, faults: int = 0, length: int = LENGTH) -> None:
+        """A history of `seed`, of about `length` requests; up to `faults` calls fail, of which kind goes by turns."""
+        self.dice = random.Random(seed)
+        self.seed, self.length = seed, length
+        self.lines: list[str] = []
         self.transfers: list[Transfer] = []
-        self.armed: list[str] = []
-        self.faults = faults
-        self.raised = 0
+        self.told: dict[int, list[int]] = {}  # by id: how often, and how often it should be
         self.values = itertools.count(1)
+        self.engine: OffloadEngine | None = None
+        self.violated = False
+        self.asked = 0
+        self.faults = [Fault(self.dice, (seed // len(KINDS) ** i) % len(KINDS)) for i in range(faults)]
+        self.callers: list[Caller] = []
+
+    def choose(self, options: Any) -> Any:
+        """One of them."""
+        return options[int(self.dice.random() * len(options))]
+
+    def must(self, holds: object, what: str) -> None:
+        """A promise.
+
+        Raises:
+            Violation: it is broken.
+        """
+        if not holds:
+            self.violated = True
+            raise Violation(what)
+
+    def excused(self, what: str) -> None:
+        """Something failed: it may only where a fault was armed, and nothing may ever be stuck."""
+        self.must(any(fault.armed for fault in self.faults), f"no fault was armed, and {what}")
+        self.must(not self.runtime.stuck, f"{what}: {self.runtime.stuck}")
+
+    @staticmethod
+    def plain(error: object) -> str:
+        """An error without what differs between two runs: addresses."""
+        return " ".join(word for word in str(error).split() if not word.startswith("0x"))
 
     # -- the machine ---------------------------------------------------------------------------------------------
 
     def play(self) -> dict[str, Any]:
         """Plays it to its end and checks every promise."""
-        choose = self.random.choice
+        memory: list[Buffer] = []
+        self.runtime = self._machine()
+        try:
+            memory = self._pools()
+            self._callers()
+            before = self._held()
+            self._open(before)
+            assert self.engine is not None
+            self._requests(self.engine)
+            self._end(self.engine, before)
+        except BaseException:
+            self._leave(memory)
+            raise
+        self.lines.append(f"end {self.runtime.now_ns()}, {self.runtime.events} events {self.runtime.digest:x}")
+        counted = {
+            "digest": hashlib.sha256("\n".join(self.lines).encode()).hexdigest()[:16],
+            "transfers": len(self.transfers),
+            "failed": sum(each.state == "failed" for each in self.transfers),
+            "recorded": len(self.transfers) if self.detail != "off" else 0,
+            "armed": [f"{fault.phase} {fault.name}" for fault in self.faults if fault.armed],
+            "came": [f"{fault.phase} {fault.name}" for fault in self.faults if fault.came(self.runtime)],
+            "events": self.runtime.events,
+        }
+        self._leave(memory)
+        return counted
+
+    def _leave(self, memory: list[Buffer]) -> None:
+        """Nothing of this history is given back to the runtime of the next one: its addresses come again."""
+        for each in memory:
+            each.address = 0
+        engine, self.engine = self.engine, None
+        if engine is not None and engine._handle is not None:
+            self.runtime.reset(virtual_clock=True)
+            with contextlib.suppress(Exception):
+                engine.close()
+
+    def _machine(self) -> HostRuntime:
+        _learn_methods()
+        choose = self.choose
         self.depth, self.channels = choose((16, 32, 64, 256, 1021, 4096)), choose((1, 2, 4, 8, 32))
-        self.runtime = host_runtime(
+        runtime = host_runtime(
             virtual_clock=True,
-            seed=self.random.randrange(1, 1 << 40),
+            seed=1 + int(self.dice.random() * (1 << 40)),
             depth=self.depth,
             copy_channels=self.channels,
             compute_channels=choose((1, 4)),
@@ -89,368 +137,319 @@ class History:
             d2h_bytes_per_s=choose((1e9, 4e9, 50e9)),
             submit_ns=choose((-1, 300, 1000, 3000)),
         )
-        memory = self._pools()
-        self.compute = self.runtime.stream_create()
-        before = self._held()
-        engine = None
-        try:
-            engine = self._open()
-            if engine is not None:
-                self._requests(engine)
-                self._end(engine, before)
-                self._check_bytes()
-        except BaseException:
-            self._give_up(engine, memory)
-            raise
-        for each in memory:
-            with contextlib.suppress(CudaError):
-                each.close()
-        self.note(f"end {self.runtime.now_ns()} after {self.runtime.events} events")
-        counted = {"digest": self.lines.hexdigest()[:16], "transfers": len(self.transfers), "faults": self.armed}
-        self.runtime.reset()
-        return counted
+        self.tables = _tables
+        return runtime
 
-    def note(self, line: str) -> None:
-        """One line of the history: printed, and part of the digest."""
-        self.lines.update(line.encode() + b"\n")
-        if self.say:
-            self.say(line)
-
-    def _give_up(self, engine: OffloadEngine | None, memory: list[Buffer]) -> None:
-        """Nothing of this history may be given back to the runtime of the next one: its addresses come again."""
-        self.runtime.lose_device()
-        if engine is not None:
-            with contextlib.suppress(Exception):
-                engine.close()
-        for each in memory:
-            each.address = 0
-
-    def _held(self) -> tuple[int, int]:
+    def _held(self) -> tuple[int, int, int]:
         stats = self.runtime.stats
-        return stats.streams, stats.events
+        return int(stats.streams), int(stats.events), int(stats.pinned_bytes)
 
     def _pools(self) -> list[Buffer]:
-        choose = self.random.choice
-        self.layers = choose((1, 1, 2, 4))
-        self.piece = choose((1024, 4096, 4096, 16_384, 65_536, 1 << 20))
-        many = 8 if self.piece > 65_536 else 32
-        self.factor, large = choose((1, 1, 1, 2, 4)), choose(("gpu", "cpu"))
+        choose = self.choose
+        self.piece = choose(PIECES)
+        small = self.piece <= 16384
+        self.layers = choose((1, 1, 2, 4)) if small else 1
+        self.factor, large = choose((1, 1, 1, 2, 4)) if self.piece < 1 << 20 else 1, choose(("gpu", "cpu"))
         self.factors = {"gpu": self.factor if large == "gpu" else 1, "cpu": self.factor if large == "cpu" else 1}
-        self.pieces = many * self.factor
-        size = self.pieces * self.piece
-        regions = {
-            "gpu": [device_region(self.runtime, size) for _ in range(self.layers)],
-            "cpu": [host_region(self.runtime, size) for _ in range(self.layers)],
+        self.several = choose((1, 1, 1, 1, 2, 3)) if self.piece < 262144 else 1
+        self.units = choose((4, 8, 16)) // (1 if self.factor == 1 else 2) if small else 4
+        self.cached = 4 if self.factor == 1 else 0
+        self.gpu_pieces = self.several * self.units * self.factor
+        self.cpu_pieces = self.gpu_pieces + self.cached
+        pieces = {"gpu": self.gpu_pieces, "cpu": self.cpu_pieces}
+        make = {"gpu": device_region, "cpu": host_region}
+        self.regions: dict[str, list[Region]] = {
+            side: [make[side](self.runtime, pieces[side] * self.piece) for _ in range(self.layers)] for side in pieces
         }
+        self.initial = [next(self.values) for _ in range(self.gpu_pieces + self.cpu_pieces)]
+        for side, values in self._sides(self.initial):
+            for layer, region in enumerate(self.regions[side]):
+                self.runtime.fill_pieces(region.address, self.piece, self._words(values, layer))
         self.pool = {
-            side: BlockPool(self.runtime, regions[side], self.piece * self.factors[side]) for side in ("gpu", "cpu")
+            side: BlockPool(self.runtime, self.regions[side], self.piece * self.factors[side]) for side in pieces
         }
-        self.initial: dict[tuple[str, int], int] = {}
-        for side, of in regions.items():
-            for at in range(self.pieces):
-                value = self.initial[side, at] = next(self.values)
-                for layer in range(len(of)):
-                    ct.memmove(of[layer].address + at * self.piece, self._bytes(value, layer), self.piece)
-        self.note(
-            f"seed {self.seed}: depth {self.depth}, channels {self.channels}, {self.layers} layers of {self.pieces} "
-            f"pieces of {self.piece} bytes, blocks of {self.factors}"
+        self.lines.append(
+            f"seed {self.seed}: depth {self.depth}, channels {self.channels}, {self.several} callers, {self.layers} "
+            f"layers of {self.gpu_pieces} and {self.cpu_pieces} pieces of {self.piece} bytes, blocks of {self.factors}"
         )
-        return [region.owner for side in regions.values() for region in side]
+        return [region.owner for side in self.regions.values() for region in side]
 
-    def _bytes(self, value: int, layer: int) -> bytes:
-        return (value * 31 + layer).to_bytes(8, "little") * (self.piece // 8)
+    def _sides(self, values: list[int]) -> list[tuple[str, list[int]]]:
+        return [("gpu", values[: self.gpu_pieces]), ("cpu", values[self.gpu_pieces :])]
 
-    def _open(self) -> OffloadEngine | None:
-        choose = self.random.choice
+    def _words(self, values: list[int], layer: int) -> list[int]:
+        return [0 if value == UNDEFINED else value * 31 + layer for value in values]
+
+    def fill(self, side: str, piece: int, value: int) -> None:
+        """Writes a value into a piece, every layer."""
+        for layer, region in enumerate(self.regions[side]):
+            self.runtime.fill_pieces(region.address + piece * self.piece, self.piece, [value * 31 + layer])
+
+    def ends(self, side: str, piece: int) -> bytes:
+        """The first and last word of a piece, every layer; all between them is compared at the end."""
+        at = piece * self.piece
+        return b"".join(
+            [
+                ct.string_at(region.address + at, WORD) + ct.string_at(region.address + at + self.piece - WORD, WORD)
+                for region in self.regions[side]
+            ]
+        )
+
+    def word_ends(self, value: int) -> bytes:
+        """What `ends` gives of a piece that holds a value."""
+        return b"".join([(value * 31 + layer).to_bytes(WORD, "little") * 2 for layer in range(self.layers)])
+
+    def _callers(self) -> None:
+        self.callers = [Caller(self, number, number * self.units, self.units) for number in range(self.several)]
+        if self.cached:
+            self.callers[0].server = Server(self, self.callers[0], self.gpu_pieces, self.cached)
+
+    # -- the engine ----------------------------------------------------------------------------------------------
+
+    def _open(self, before: tuple[int, int, int]) -> None:
+        choose = self.choose
         how: dict[str, Any] = {
             "policy": choose(("shared", "pooled", "auto")),
-            "method": choose(("auto", "loop", "batch")),
-            "bound": choose((None, 1, 2)),
+            "method": choose(("auto", "auto", "loop", "batch", "kernel")),
+            "bound": choose((None, 1, 2, 3)),
             "detail": choose(("off", "totals", "transfers", "copies")),
+            "max_bytes_per_s": choose((0.0, 0.0, 0.0, 2e9)),
+            "max_slowdown": choose((-1.0, 0.03, 1.0)),
         }
-        early = self.faults and self.random.random() < 0.1
+        self.detail = how["detail"]
+        early = [fault for fault in self.faults if fault.phase == "opening"]
+        for fault in early:
+            fault.arm(self.runtime)
         if early:
-            self._arm(choose(("cudaStreamCreateWithPriority", "cudaEventCreateWithFlags")), 2000)
-        before = self._held()
-        try:
-            engine = OffloadEngine(self.runtime, self.pool["gpu"], self.pool["cpu"], compute_stream=self.compute, **how)
-        except CudaError as error:
-            self.note(f"no engine: {error}")
-            self._must(bool(self.armed), f"no fault was armed, and the engine could not be made: {error}")
-            self._must(self._held() == before, "an engine that was not made left streams or events")
-            return None
-        self.note(f"engine {how}")
-        return engine
-
-    def _arm(self, fault: str, of: int = 60) -> None:
-        number = self.random.randrange(1, of)
-        self.note(f"fault: {fault}, number {number}")
-        self.armed.append(fault)
-        if fault == "copy":
-            self.runtime.fail_copy(number)
-        elif fault == "execution":
-            self.runtime.fail_execution(number)
-        elif fault == "lost device":
-            self.runtime.lose_device()
+            self.tables = [each for each in _tables if each[0] == "loop"]
         else:
-            self.runtime.fail_call(fault, number, self.random.choice((1, 2, 719)))
+            engine_module.copier_for = _known_methods  # type: ignore[assignment]
+        try:
+            self.engine = self._make(how)
+        except (CudaError, UsageError) as error:
+            self.lines.append(f"no engine: {self.plain(error)}")
+            self.excused(f"the engine could not be made: {error}")
+            self.must(self._held() == before, "an engine that was not made left streams, events or memory")
+        finally:
+            engine_module.copier_for = copier_for
+        for fault in early:
+            fault.disarm(self.runtime)
+        if self.engine is None:  # what failed has passed: the next one works
+            self.engine = self._make(how)
+        self.lines.append(f"engine {how}")
 
-    def _must(self, holds: bool, what: str) -> None:
-        if not holds:
-            raise Violation(what)
+    def _make(self, how: dict[str, Any]) -> OffloadEngine:
+        gpu, cpu = self.pool["gpu"], self.pool["cpu"]
+        return OffloadEngine(self.runtime, gpu, cpu, compute_stream=self.callers[0].compute, **how)
 
-    # -- requests ------------------------------------------------------------------------------------------------
+    def strike(self) -> None:
+        """Arms the faults whose time has come."""
+        self.asked += 1
+        for fault in self.faults:
+            if fault.phase == "running" and not fault.armed and fault.when <= self.asked:
+                self.lines.append(f"fault {fault}")
+                fault.arm(self.runtime)
 
-    def _requests(self, engine: OffloadEngine) -> None:
-        kinds = {
-            "load": 8,
-            "store": 8,
-            "write": 4,
-            "read": 4,
-            "wait": 2,
-            "poll": 2,
-            "advance": 4,
-            "policy": 1,
-            "fence": 2,
-        }
-        names, weights = list(kinds), list(kinds.values())
-        late = sorted(self.random.sample(range(60), self.faults)) if self.faults else []
-        for number in range(self.random.randrange(10, 80)):
-            if late and number >= late[0]:
-                late.pop(0)
-                self._arm(self.random.choice(FAULTS))
-            kind = self.random.choices(names, weights)[0]
-            try:
-                getattr(self, f"_{kind}")(engine)
-            except (CudaError, TransferError) as error:
-                self.note(f"{kind} raised {type(error).__name__}: {_plain(error)}")
-                self._must(bool(self.armed), f"no fault was armed, and {kind} raised {error}")
-
-    def _take(self, side: str, other: str) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Blocks of both sides that cover as many pieces: ids and pieces of each."""
-        unit = self.factor
-        runs = self.random.randrange(1, self.pieces // unit + 1)
-        if self.random.random() < 0.7:
-            runs = min(runs, 4)
-        found = []
-        for one in (side, other):
-            per = unit // self.factors[one]
-            blocks = self.random.sample(range(self.pieces // self.factors[one]), runs * per)
-            pieces = [block * self.factors[one] + at for block in blocks for at in range(self.factors[one])]
-            found.append((blocks, pieces))
-        return found[0][0], found[1][0], found[0][1], found[1][1]
-
-    def _load(self, engine: OffloadEngine) -> None:
-        self._transfer(engine, "load", "cpu", "gpu")
-
-    def _store(self, engine: OffloadEngine) -> None:
-        self._transfer(engine, "store", "gpu", "cpu")
-
-    def _transfer(self, engine: OffloadEngine, direction: str, source: str, target: str) -> None:
-        sources, targets, from_pieces, to_pieces = self._take(source, target)
-        touched = {(source, at) for at in from_pieces} | {(target, at) for at in to_pieces}
-        written = {(target, at) for at in to_pieces}
-        self._order(engine, touched, written, other_than=direction)
-        callbacks = self.random.choice((0, 0, 1, 2))
-        call = engine.load if direction == "load" else engine.store
-        transfer = call(sources, targets)
-        step = Step(direction, [((target, to), (source, at)) for at, to in zip(from_pieces, to_pieces, strict=True)])
-        step.transfer = transfer
-        self.steps.append(step)
-        self.transfers.append(transfer)
-        self.told[transfer.id] = 0
-        self.expected_told[transfer.id] = callbacks
-        for _ in range(callbacks):
-            transfer.add_done_callback(self._tell)
-        self.note(f"{self.runtime.now_ns()} {direction} {transfer.id}: {sources} to {targets}")
-
-    def _tell(self, transfer: Transfer) -> None:
-        self.told[transfer.id] += 1
-        self.note(f"{self.runtime.now_ns()} told of {transfer.id}")
-        if not transfer.done:
-            raise Violation(f"transfer {transfer.id} was told of before its end")
-        if self.random.random() < 0.2:
-            self.raised += 1
+    def tell(self, transfer: Transfer) -> None:
+        """A transfer's callback; some raise."""
+        told = self.told[transfer.id]
+        told[0] += 1
+        self.lines.append(f"{self.runtime.now_ns()} told of {transfer.id}")
+        self.must(transfer.done, f"transfer {transfer.id} was told of before its end")
+        if (transfer.id + told[0]) % 5 == 0:
             raise RuntimeError("a callback that raises")
 
-    def _pending(self) -> Iterator[Step]:
-        return (step for step in self.steps if step.transfer is not None and not step.transfer.done)
-
-    def _order(
-        self, engine: OffloadEngine, touched: set[tuple[str, int]], written: set[tuple[str, int]], other_than: str = ""
-    ) -> None:
-        """Has what is pending and conflicts come first: a fence on the compute stream, or a wait."""
-        for step in list(self._pending()):
-            if step.what == other_than or step.transfer is None:
-                continue
-            writes = {move[0] for move in step.moves}
-            reads = {move[1] for move in step.moves if isinstance(move[1], tuple)}
-            if touched & writes or written & reads:
-                if self.random.random() < 0.7:
-                    self.note(f"fence {step.transfer.id}")
-                    engine.fence(step.transfer, self.compute)
-                else:
-                    self.note(f"wait {step.transfer.id}")
-                    engine.wait(step.transfer)
-
-    def _write(self, engine: OffloadEngine) -> None:
-        """A kernel that writes blocks of the GPU."""
-        places = self.random.sample(range(self.pieces), self.random.randrange(1, 6))
-        touched = {("gpu", at) for at in places}
-        self._order(engine, touched, touched)
-        step = Step("kernel", [(("gpu", at), next(self.values)) for at in places], ran=False)
-        regions = self.pool["gpu"].regions
-
-        def run() -> None:
-            step.ran = True
-            for (_, at), value in step.moves:
-                assert isinstance(value, int)
-                for layer, region in enumerate(regions):
-                    ct.memmove(region.address + at * self.piece, self._bytes(value, layer), self.piece)
-
-        self.runtime.launch_work(self.compute, run, self.random.randrange(0, 200_000))
-        self.steps.append(step)
-        self.note(f"{self.runtime.now_ns()} kernel writes {places}")
-
-    def _read(self, engine: OffloadEngine) -> None:
-        """A kernel that reads blocks of the GPU; what it saw is compared at the end."""
-        places = self.random.sample(range(self.pieces), self.random.randrange(1, 6))
-        self._order(engine, {("gpu", at) for at in places}, set())
-        step = Step("read", [])
-
-        def run() -> None:
-            step.seen = [(at, self._ends("gpu", at)) for at in places]
-
-        self.runtime.launch_work(self.compute, run, self.random.randrange(0, 50_000))
-        self.steps.append(step)
-        self.note(f"{self.runtime.now_ns()} kernel reads {places}")
-
-    def _ends(self, side: str, at: int) -> bytes:
-        """The first and last 8 bytes of a piece in every layer; all between them is compared at the end."""
-        return b"".join(
-            ct.string_at(region.address + at * self.piece, 8)
-            + ct.string_at(region.address + (at + 1) * self.piece - 8, 8)
-            for region in self.pool[side].regions
-        )
-
-    def _wait(self, engine: OffloadEngine) -> None:
-        which = self.random.choice([None, *self._pending()])
-        self.note(f"wait {which.transfer.id if which and which.transfer else 'all'}")
-        engine.wait(which.transfer if which else None)
-
-    def _poll(self, engine: OffloadEngine) -> None:
-        self.note(f"polled {[each.id for each in engine.poll()]}")
-
-    def _advance(self, engine: OffloadEngine) -> None:
-        self.runtime.advance(self.random.choice((100, 2000, 50_000, 1_000_000)))
-
-    def _policy(self, engine: OffloadEngine) -> None:
-        policy = self.random.choice(("shared", "pooled"))
-        self.note(f"policy {policy}")
-        engine.set_policy(policy)
-
-    def _fence(self, engine: OffloadEngine) -> None:
-        pending = [step.transfer for step in self._pending() if step.transfer]
-        if pending:
-            transfer = self.random.choice(pending)
-            self.note(f"fence {transfer.id}")
-            engine.fence(transfer, self.compute)
+    def _requests(self, engine: OffloadEngine) -> None:
+        each = self.length // 5 + int(self.dice.random() * self.length / len(self.callers))
+        actors = [self.runtime.thread(lambda caller=caller: caller.run(each)) for caller in self.callers[1:]]  # type: ignore[misc]
+        self.callers[0].run(each)
+        if actors:
+            self.runtime.advance(1)  # whoever has not begun yet does
+        for actor in actors:
+            actor.remove()  # when it is done
+        self.runtime.check_raised()
+        self.must(all(caller.done for caller in self.callers), f"a caller never ended: {self.runtime.stuck}")
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def _end(self, engine: OffloadEngine, before: tuple[int, int]) -> None:
+    def _end(self, engine: OffloadEngine, before: tuple[int, int, int]) -> None:
         runtime = self.runtime
-        lost = False
         try:
             engine.wait()
             runtime.synchronize()
         except (CudaError, TransferError) as error:
-            self.note(f"the end raised {_plain(error)}")
-            self._must(bool(self.armed), f"no fault was armed, and the end raised {error}")
+            self.lines.append(f"the end raised {self.plain(error)}")
+            self.excused(f"the end raised {error}")
         engine.poll()
         lost = bool(runtime.stats.sticky)
-        for transfer in self.transfers:
-            self._must(transfer.done, f"{transfer} has not ended")
-            told, due = self.told[transfer.id], self.expected_told[transfer.id]
-            self._must(told == due, f"{transfer}: {told} of {due} callbacks ran")
-            if transfer.state == "failed":
-                self._must(bool(self.armed), f"no fault was armed, and {transfer} failed")
-                with contextlib.suppress(TransferError):
-                    transfer.result()
-                    raise Violation(f"{transfer} failed and has a result")
-        self.note(f"states {[transfer.state for transfer in self.transfers]}, broken {_plain(engine.broken)}")
+        self._check_transfers()
+        stats = engine.read()
+        self.must(not stats.wrong, f"the submitter's state was wrong: {stats.wrong}")
+        self.must(not runtime.stuck, f"a call could never return: {runtime.stuck}")
+        for caller in self.callers:
+            if caller.server is not None:
+                caller.server.check()
+        for fault in self.faults:
+            if fault.phase == "running":
+                fault.disarm(runtime)
+        self.lines.append(f"states {[each.state for each in self.transfers]}, broken {self.plain(engine.broken)}")
         if engine.broken is None:
-            self._must(engine.idle, "all has ended, and the engine is not idle")
-            self._must(not any(engine.held.values()), f"an idle engine holds {engine.held}")
-            self._disarm()
+            self.must(not stats.pending, "all has ended, and the engine is not idle")
+            self.must(not any(engine.held.values()), f"an idle engine holds {engine.held}")
             if not lost:
                 self._next(engine)
-        try:
-            engine.close()
-        except CudaError as error:
-            self.note(f"close raised {_plain(error)}")
-            self._must(bool(self.armed), f"no fault was armed, and close raised {error}")
-        with contextlib.suppress(TransferError):
-            engine.load([0], [0] * 1)
-            raise Violation("a closed engine took a transfer")
-        if not lost and engine.broken is not None and "closed" in str(engine.broken):
-            self._must(self._held() == before, f"streams and events {before} before, {self._held()} after")
+        else:
+            self.must(str(engine.broken), "the engine is broken and does not say why")
+        self._close(engine, before, lost)
+        if not lost:
+            self._check_bytes()
 
-    def _disarm(self) -> None:
-        """Faults that did not come are no more: what follows must be right."""
-        self.runtime.fail_copy(0)
-        self.runtime.fail_execution(0)
-        for fault in set(self.armed) - {"copy", *STICKY}:
-            self.runtime.fail_call(fault, 0)
+    def _check_transfers(self) -> None:
+        for transfer in self.transfers:
+            told, due = self.told[transfer.id]
+            self.must(transfer.done, f"{transfer} has not ended")
+            self.must(told == due, f"{transfer}: {told} of {due} callbacks ran")
+            if transfer.state == "failed":
+                self.must(any(fault.armed for fault in self.faults), f"no fault was armed, and {transfer} failed")
+                with contextlib.suppress(TransferError):
+                    transfer.result()
+                    self.must(False, f"{transfer} failed and has a result")
 
     def _next(self, engine: OffloadEngine) -> None:
         """After whatever happened the next transfer of each direction is right."""
-        for direction in ("load", "store"):
-            (self._load if direction == "load" else self._store)(engine)
-            engine.wait()
-            self._must(self.transfers[-1].state == "done", f"the next {direction} failed: {self.transfers[-1].error}")
+        for caller in self.callers:
+            for direction in ("load", "store"):
+                getattr(caller, direction)(engine)
+                engine.wait()
+                newest = self.transfers[-1]
+                self.must(newest.state == "done", f"the next {direction} failed: {newest.error}")
+
+    def _close(self, engine: OffloadEngine, before: tuple[int, int, int], lost: bool) -> None:
+        runtime = self.runtime
+        broken = engine.broken is not None
+        for fault in self.faults:
+            if fault.phase == "closing":
+                fault.arm(runtime)
+        try:
+            engine.close()
+        except CudaError as error:
+            self.lines.append(f"close raised {self.plain(error)}")
+            self.excused(f"close raised {error}")
+        left = [runtime.failed(name) for name in ("cudaStreamDestroy", "cudaEventDestroy", "cudaFreeHost")]
+        for fault in self.faults:
+            fault.disarm(runtime)
+        with contextlib.suppress(TransferError):
+            engine.load([0], [0])
+            self.must(False, "a closed engine took a transfer")
+        if not lost and not broken:
+            after = self._held()
+            held = after[0] - before[0], after[1] - before[1]
+            self.must(
+                held == tuple(left[:2]), f"{held} streams and events were left, {left[:2]} could not be destroyed"
+            )
+            self.must(left[2] or after[2] == before[2], "pinned memory was left")
 
     def _check_bytes(self) -> None:
-        """Memory against the dictionary; on a lost device nothing is promised."""
-        if self.runtime.stats.sticky:
-            return
-        held = dict(self.initial)
-        for step in self.steps:
-            failed = step.transfer is not None and step.transfer.state == "failed"
-            if not step.ran:
-                raise Violation(f"{step.what} was never executed")
-            for at, seen in step.seen:
-                value = held["gpu", at]
-                if value == UNDEFINED:
-                    continue
-                wanted = b"".join(self._bytes(value, layer)[:8] * 2 for layer in range(self.layers))
-                self._must(seen == wanted, f"a kernel read other bytes in piece {at}")
-            for place, value in [(to, held[of] if isinstance(of, tuple) else of) for to, of in step.moves]:
-                held[place] = UNDEFINED if failed else value
-        for (side, at), value in held.items():
-            if value == UNDEFINED:
-                continue
-            for layer, region in enumerate(self.pool[side].regions):
-                found = ct.string_at(region.address + at * self.piece, self.piece)
-                self._must(found == self._bytes(value, layer), f"{side} piece {at} of layer {layer} holds other bytes")
-        for side in ("gpu", "cpu"):
-            for region in self.pool[side].regions:
-                data = np.frombuffer((ct.c_ubyte * region.bytes).from_address(region.address), np.uint8)
-                self.lines.update(data.tobytes())
+        """Memory against the model; on a lost device nothing is promised."""
+        held = list(self.initial)
+        for caller in self.callers:
+            caller.check(held)
+        for side, values in self._sides(held):
+            for layer, region in enumerate(self.regions[side]):
+                piece = self.runtime.compare_pieces(region.address, self.piece, self._words(values, layer))
+                self.must(piece < 0, f"{side} piece {piece} of layer {layer} holds other bytes")
 
 
-def _plain(error: object) -> str:
-    """An error without what differs between two runs: addresses."""
-    return " ".join(word for word in str(error).split() if not word.startswith("0x"))
+def _learn_methods() -> None:
+    global _methods
+    if _methods is None:
+        _methods = copier_for(host_runtime(virtual_clock=True))
+        _tables.extend((name, method_table(_methods, name)) for name in ("auto", "loop", "batch", "kernel"))
 
 
-def play(seed: int, faults: int = 0, say: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Plays the history of a seed.
+def _known_methods(runtime: HostRuntime) -> Methods:
+    assert _methods is not None
+    return _methods
+
+
+class Series:
+    """Plays histories one after another into one recording, which is read now and then."""
+
+    READ = 16  # histories between two looks at the recording
+
+    def __init__(self) -> None:
+        """Opens the recording."""
+        self._folder = tempfile.TemporaryDirectory()
+        self._path = Path(self._folder.name, "series.kvp")
+        self._recorded = self._played = 0
+        self._record()
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+
+    def _record(self) -> None:
+        options = RingOptions(ring_capacity=64, slow_capacity=64, slot_count=256)
+        code = core().kvp_ring_open(os.fsencode(self._path), b"series", ct.byref(options))
+        if code:
+            raise OSError(-code, os.strerror(-code), str(self._path))
+
+    def play(self, seed: int, faults: int = 0, length: int = LENGTH) -> dict[str, Any]:
+        """One history.
+
+        Raises:
+            Violation: the engine broke a promise.
+        """
+        try:
+            counted = History(seed, faults, length).play()
+        except BaseException:
+            self._read(check=False)
+            self._record()
+            raise
+        self._recorded += counted["recorded"]
+        self._played += 1
+        if self._played % self.READ == 0:
+            gc.collect()
+            self._read()
+            self._record()
+        return counted
+
+    def _read(self, check: bool = True) -> None:
+        """The recording can be read, and knows every transfer.
+
+        Raises:
+            Violation: otherwise.
+        """
+        found = totals(read_ring(self._path))
+        known = sum(sums.count for (_, call, _), sums in found.items() if call == TRANSFER)
+        core().kvp_ring_close()
+        core().kvp_ring_release()
+        self._path.unlink()
+        made, self._recorded = self._recorded, 0
+        if check and known != made:
+            raise Violation(f"{made} transfers were made, and the recording knows {known}")
+
+    def close(self) -> None:
+        """Reads the recording a last time."""
+        try:
+            self._read(True)
+        finally:
+            self._folder.cleanup()
+            gc.enable()
+            gc.unfreeze()
+
+
+def play(seed: int, faults: int = 0, say: Callable[[str], None] | None = None, length: int = LENGTH) -> dict[str, Any]:
+    """Plays the history of a seed; its lines go to `say`, also where it ends in a violation.
 
     Raises:
         Violation: the engine broke a promise.
     """
-    return History(seed, faults, say).play()
+    history = History(seed, faults, length)
+    try:
+        return history.play()
+    finally:
+        for line in history.lines if say else ():
+            say(line)
 
 
-__all__ = ["FAULTS", "History", "HostRuntime", "KvprobeError", "Violation", "play"]
+__all__ = ["History", "Series", "Violation", "play"]

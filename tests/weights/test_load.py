@@ -17,8 +17,15 @@ from kvprobe.weights import load, offload  # noqa: E402
 
 pytestmark = pytest.mark.servers
 
-SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 10, "num_attention_heads": 4,
-                         "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 128}  # fmt: skip
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+}
 CONFIGS = {
     "llama tied": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
     "llama": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=False),
@@ -78,8 +85,9 @@ def test_loading_holds_no_more_than_the_places_take(tmp_path):
     import subprocess
     import sys
 
-    config = transformers.LlamaConfig(**{**SMALL, "hidden_size": 512, "intermediate_size": 2048, "vocab_size": 4096,
-                                         "num_hidden_layers": 24})  # fmt: skip
+    config = transformers.LlamaConfig(
+        **{**SMALL, "hidden_size": 512, "intermediate_size": 2048, "vocab_size": 4096, "num_hidden_layers": 24}
+    )
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     size = (tmp_path / "model.safetensors").stat().st_size
     assert size > 300 << 20

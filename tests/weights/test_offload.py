@@ -202,8 +202,9 @@ def change_load_state_dict(model: Any) -> None:
     model.load_state_dict({k: torch.rand_like(v) if v.is_floating_point() else v for k, v in state.items()})
 
 
-@pytest.mark.parametrize("change", [change_data, change_one_element, change_set_data, change_no_grad,
-                                    change_load_state_dict])  # fmt: skip
+@pytest.mark.parametrize(
+    "change", [change_data, change_one_element, change_set_data, change_no_grad, change_load_state_dict]
+)
 @pytest.mark.parametrize("window", [0, 1, 2])
 def test_parameters_changed_in_place_are_used(model, ids, change, window):
     other = copy.deepcopy(model)
@@ -324,8 +325,16 @@ def test_a_model_without_blocks_is_cut_at_its_leaves():
 
 
 def test_every_type_of_element_survives():
-    types = [torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.bool, torch.int64,
-             torch.complex64]  # fmt: skip
+    types = [
+        torch.float8_e4m3fn,
+        torch.bfloat16,
+        torch.float16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+        torch.int64,
+        torch.complex64,
+    ]
 
     class Bytes(torch.nn.Module):
         def __init__(self) -> None:

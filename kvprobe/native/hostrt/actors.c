@@ -24,6 +24,46 @@ static void on_own_stack(unsigned high, unsigned low) {
     }
 }
 
+/* Its turn begins when it is told to go; then no other thread is in a call. */
+static void take_turn(actor *a) {
+    while (sem_wait(&a->go));
+    atomic_store_explicit(&a->rt->simulation->owner, kvh_tid(), memory_order_relaxed);
+}
+
+static void *on_own_thread(void *arg) {
+    actor *a = arg;
+    for (;;) {
+        take_turn(a);
+        if (a->leaves) return NULL;
+        take_step(a);
+        sem_post(&a->back);
+    }
+}
+
+static bool make_thread(actor *a) {
+    sem_init(&a->go, 0, 0);
+    sem_init(&a->back, 0, 0);
+    a->on_own_thread = !pthread_create(&a->own, NULL, on_own_thread, a);
+    return a->on_own_thread;
+}
+
+/* Until it has taken its step, or waits. */
+static void give_turn(actor *a) {
+    sem_post(&a->go);
+    while (sem_wait(&a->back));
+    atomic_store_explicit(&a->rt->simulation->owner, kvh_tid(), memory_order_relaxed);
+}
+
+static void end_thread(actor *a) {
+    uint32_t me = kvh_tid();
+    a->leaves = true;
+    sem_post(&a->go);
+    pthread_join(a->own, NULL);
+    atomic_store_explicit(&a->rt->simulation->owner, me, memory_order_relaxed);
+    sem_destroy(&a->go);
+    sem_destroy(&a->back);
+}
+
 static bool make_stack(actor *a) {
     size_t guard = (size_t)sysconf(_SC_PAGESIZE);
     char *at =
@@ -46,6 +86,7 @@ static void drop(runtime *rt, actor *a) {
     while (*link != a) link = &(*link)->next;
     *link = a->next;
     if (s->actors_end == &a->next) s->actors_end = link;
+    if (a->on_own_thread) end_thread(a);
     if (a->stack) munmap(a->stack, STACK_BYTES + (size_t)sysconf(_SC_PAGESIZE));
     free(a);
 }
@@ -56,12 +97,16 @@ void kvh_resume(runtime *rt, actor *a) {
     if (a->state == ACTOR_IDLE) a->woken = false;
     a->state = ACTOR_RUNNING;
     s->current = a;
-    thread_state mine = kvh_swap_thread(a->thread);
-    if (a->on_callers_stack)
-        take_step(a);
-    else
-        swapcontext(&a->loop, &a->context);
-    a->thread = kvh_swap_thread(mine);
+    if (a->on_own_thread) {
+        give_turn(a);
+    } else {
+        thread_state mine = kvh_swap_thread(a->thread);
+        if (a->on_callers_stack)
+            take_step(a);
+        else
+            swapcontext(&a->loop, &a->context);
+        a->thread = kvh_swap_thread(mine);
+    }
     s->current = before;
     if (a->state == ACTOR_IDLE && a->removed) drop(rt, a);
 }
@@ -70,7 +115,12 @@ void kvh_suspend(runtime *rt, waiting *w) {
     actor *a = rt->simulation->current;
     a->waiting = w;
     a->state = ACTOR_WAITING;
-    swapcontext(&a->context, &a->loop);
+    if (a->on_own_thread) {
+        sem_post(&a->back);
+        take_turn(a);
+    } else {
+        swapcontext(&a->context, &a->loop);
+    }
 }
 
 static actor *find(runtime *rt, int id) {
@@ -107,13 +157,15 @@ void kvh_remove_actor(runtime *rt, actor *a) {
 
 /* ---- exports ----------------------------------------------------------------------------------------------------- */
 
-static int add(kvhost_step step, void *ctx, bool on_callers_stack) {
+enum place { OWN_STACK, CALLERS_STACK, OWN_THREAD };
+
+static int add(kvhost_step step, void *ctx, enum place place) {
     runtime *rt = kvh_runtime();
     if (!rt->simulation || !step) return -1;
     actor *a = calloc(1, sizeof *a);
     if (!a) return -1;
-    *a = (actor){.rt = rt, .step = step, .ctx = ctx, .on_callers_stack = on_callers_stack};
-    if (!on_callers_stack && !make_stack(a)) {
+    *a = (actor){.rt = rt, .step = step, .ctx = ctx, .on_callers_stack = place == CALLERS_STACK};
+    if ((place == OWN_STACK && !make_stack(a)) || (place == OWN_THREAD && !make_thread(a))) {
         free(a);
         return -1;
     }
@@ -127,9 +179,11 @@ static int add(kvhost_step step, void *ctx, bool on_callers_stack) {
     return a->id;
 }
 
-int kvhostActorAdd(kvhost_step step, void *ctx) { return add(step, ctx, false); }
+int kvhostActorAdd(kvhost_step step, void *ctx) { return add(step, ctx, OWN_STACK); }
 
-int kvhostActorAddInline(kvhost_step step, void *ctx) { return add(step, ctx, true); }
+int kvhostActorAddInline(kvhost_step step, void *ctx) { return add(step, ctx, CALLERS_STACK); }
+
+int kvhostActorAddThread(kvhost_step step, void *ctx) { return add(step, ctx, OWN_THREAD); }
 
 void kvhostActorWake(int id) {
     runtime *rt = kvh_runtime();

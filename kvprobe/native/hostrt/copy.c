@@ -136,7 +136,7 @@ static cudaError_t batch_arguments(void *const *dsts, const void *const *srcs, c
 static cudaError_t build(call *c, void *const *dsts, const void *const *srcs, const size_t *sizes, size_t count,
                          batch **out, route **routes_out, bool *wait) {
     batch *b = malloc(sizeof *b + count * sizeof(piece));
-    route *routes = malloc(count * sizeof *routes);
+    route *routes = calloc(count, sizeof *routes);
     cudaError_t error = b && routes ? cudaSuccess : cudaErrorMemoryAllocation;
     size_t staged = 0;
     uint64_t bytes = 0;
@@ -153,7 +153,7 @@ static cudaError_t build(call *c, void *const *dsts, const void *const *srcs, co
                 *wait = true;
         }
     }
-    if (!error && c->tracing)
+    if (!error && c->tracing && routes)
         kvh_trace_about(c, dsts[0], srcs[0], bytes, (uint32_t)count, routes[0].direction, routes[0].memory);
     if (!error) {
         b->refs = 1;

@@ -13,10 +13,13 @@ static struct {
 } faults[MAX_FAULTS];
 static uint64_t copy_left, execution_left;
 static cudaError_t copy_code, execution_code;
+static uint64_t failed[API_COUNT], copies_failed, executions_failed;
 
 static void forget(void) {
     memset(faults, 0, sizeof faults);
     copy_left = execution_left = 0;
+    memset(failed, 0, sizeof failed);
+    copies_failed = executions_failed = 0;
 }
 
 void kvh_faults_clear(void) {
@@ -38,6 +41,7 @@ cudaError_t kvh_fault(enum kvh_api api) {
             faults[i].api = 0;
             if (!code) code = faults[i].code;
         }
+    failed[api] += code != 0;
     pthread_mutex_unlock(&fault_lock);
     return code;
 }
@@ -47,8 +51,14 @@ cudaError_t kvh_fault_copy(int *execution) {
     if (!atomic_load_explicit(&rt->faults, memory_order_relaxed)) return cudaSuccess;
     cudaError_t code = cudaSuccess;
     pthread_mutex_lock(&fault_lock);
-    if (copy_left && --copy_left == 0) code = copy_code;
-    if (!code && execution_left && --execution_left == 0) *execution = execution_code;
+    if (copy_left && --copy_left == 0) {
+        code = copy_code;
+        copies_failed++;
+    }
+    if (!code && execution_left && --execution_left == 0) {
+        *execution = execution_code;
+        executions_failed++;
+    }
     pthread_mutex_unlock(&fault_lock);
     return code;
 }
@@ -72,9 +82,21 @@ cudaError_t kvhostFailExecution(uint64_t n, cudaError_t code) {
     return cudaSuccess;
 }
 
-cudaError_t kvhostFailCall(const char *name, uint64_t n, cudaError_t code) {
+static uint16_t api_of(const char *name) {
     uint16_t api = 1;
     while (api < API_COUNT && (!name || strcmp(name, kvhostCallName(api)))) api++;
+    return api;
+}
+
+uint64_t kvhostFailed(const char *name) {
+    if (name && !strcmp(name, "copy")) return copies_failed;
+    if (name && !strcmp(name, "execution")) return executions_failed;
+    uint16_t api = api_of(name);
+    return api < API_COUNT ? failed[api] : 0;
+}
+
+cudaError_t kvhostFailCall(const char *name, uint64_t n, cudaError_t code) {
+    uint16_t api = api_of(name);
     if (api == API_COUNT) return cudaErrorInvalidValue;
     cudaError_t error = n ? cudaErrorInvalidValue : cudaSuccess;
     pthread_mutex_lock(&fault_lock);

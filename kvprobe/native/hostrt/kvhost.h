@@ -106,6 +106,9 @@ KVP_EXPORT int kvhostActorAdd(kvhost_step step, void *ctx);
 /* The same for a step that needs its caller's stack, as an interpreter's callback does. If a call in it blocks, calls
  * that were entered before it return only after it. */
 KVP_EXPORT int kvhostActorAddInline(kvhost_step step, void *ctx);
+/* The same for a step that needs a thread of its own, as a program's caller does: a call in it that blocks suspends
+ * that thread, and one of all threads runs at any time. */
+KVP_EXPORT int kvhostActorAddThread(kvhost_step step, void *ctx);
 /* The actor's next step comes at the present time; after the one that is under way, if one is. */
 KVP_EXPORT void kvhostActorWake(int id);
 /* Waits for the step that is under way (unless that step is the caller), then removes the actor. */
@@ -118,10 +121,14 @@ KVP_EXPORT int kvhostAdvance(uint64_t until_ns);
  * cudaErrorLaunchTimeout: it can never hold, since nothing is due any more, or only actors that poll have run for a
  * million steps; kvhostStuck says what is outstanding. cudaErrorNotSupported: the clock is real. */
 KVP_EXPORT int kvhostRunUntil(int (*condition)(void *ctx), void *ctx);
+/* The same, and no longer than until `until_ns`, at which it returns 0 whether the condition holds or not. */
+KVP_EXPORT int kvhostRunUntilTime(int (*condition)(void *ctx), void *ctx, uint64_t until_ns);
 /* What was outstanding when a call last returned cudaErrorLaunchTimeout, a line each; "" if none has. */
 KVP_EXPORT const char *kvhostStuck(void);
 /* Events that the simulation has executed. */
 KVP_EXPORT uint64_t kvhostEvents(void);
+/* Of what, when and in which order: equal where two simulations ran alike. */
+KVP_EXPORT uint64_t kvhostDigest(void);
 
 /* ---- work ----------------------------------------------------------------------------------------------------- */
 
@@ -152,8 +159,17 @@ KVP_EXPORT cudaError_t kvhostFailExecution(uint64_t n, cudaError_t code);
 /* The n-th call from now of the named function ("cudaEventCreateWithFlags") returns `code` and does nothing else. n = 0
  * disarms all of that function. cudaErrorInvalidValue: no such function, or more than 16 armed. */
 KVP_EXPORT cudaError_t kvhostFailCall(const char *name, uint64_t n, cudaError_t code);
+/* How often a function failed on demand since the runtime was reset; "copy" and "execution" name those two. */
+KVP_EXPORT uint64_t kvhostFailed(const char *name);
 /* From now on every call returns cudaErrorDevicesUnavailable; outstanding work is dropped, blocked calls wake. */
 KVP_EXPORT cudaError_t kvhostLoseDevice(void);
+
+/* ---- patterns in memory ----------------------------------------------------------------------------------------- */
+
+/* Fills `count` pieces of memory, one after another, each with its word. */
+KVP_EXPORT void kvhostFillPieces(void *at, uint64_t piece_bytes, const uint64_t *words, uint64_t count);
+/* The first piece that does not hold its word throughout, or -1; a word of 0: not looked at. */
+KVP_EXPORT int64_t kvhostComparePieces(const void *at, uint64_t piece_bytes, const uint64_t *words, uint64_t count);
 
 /* ---- ground truth ---------------------------------------------------------------------------------------------- */
 
@@ -227,5 +243,7 @@ typedef struct {
     uint64_t sticky;                        /* error that every call returns; 0: none */
 } kvhost_stats;
 KVP_EXPORT cudaError_t kvhostStats(kvhost_stats *stats);
+/* Calls of this thread that waited for a slot so far. */
+KVP_EXPORT uint64_t kvhostQueueFull(void);
 
 #endif

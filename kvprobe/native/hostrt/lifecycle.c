@@ -96,6 +96,7 @@ static void in_child(void) {
     kvh_handles_in_child();
     kvh_trace_in_child();
     kvh_faults_in_child();
+    kvh_memory_in_child();
 }
 
 static void once_per_process(void) {

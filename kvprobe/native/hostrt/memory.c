@@ -26,8 +26,126 @@ struct memory {
     size_t count, room;
     uintptr_t arena, arena_end, next;
     size_t page;
+    bool kept; /* resident memory outlives what it was allocated for */
     uint64_t device_bytes, pinned_bytes, device_limit, pinned_limit;
 };
+
+/* ---- memory that is kept ----------------------------------------------------------------------------------------
+ * Simulations follow one another by the thousand, and making memory resident would be most of what they cost: where the
+ * clock is virtual freed memory stays mapped for the next allocation of its size. */
+
+#define SPARE 64
+#define SPARE_BYTES (32u << 20) /* larger ones are not kept */
+
+typedef struct {
+    uintptr_t at;
+    size_t mapped;
+} mapping;
+
+static pthread_mutex_t spare_lock = PTHREAD_MUTEX_INITIALIZER;
+static mapping spare_host[SPARE], spare_device[SPARE];
+static uintptr_t spare_arena, spare_arena_end, spare_next;
+
+static uintptr_t take_spare(mapping *spare, size_t mapped, uintptr_t low, uintptr_t high) {
+    uintptr_t at = 0;
+    pthread_mutex_lock(&spare_lock);
+    for (int i = 0; i < SPARE && !at; i++) {
+        if (!spare[i].at || spare[i].mapped != mapped || spare[i].at < low || spare[i].at >= high) continue;
+        at = spare[i].at;
+        spare[i].at = 0;
+    }
+    pthread_mutex_unlock(&spare_lock);
+    return at;
+}
+
+static bool keep_spare(mapping *spare, uintptr_t at, size_t mapped) {
+    bool kept = false;
+    pthread_mutex_lock(&spare_lock);
+    for (int i = 0; i < SPARE && !kept && mapped <= SPARE_BYTES; i++) {
+        if (spare[i].at) continue;
+        spare[i] = (mapping){at, mapped};
+        kept = true;
+    }
+    pthread_mutex_unlock(&spare_lock);
+    return kept;
+}
+
+/* A place that is used for something else is no spare any more. */
+static void forget_spare(mapping *spare, uintptr_t at, size_t mapped) {
+    pthread_mutex_lock(&spare_lock);
+    for (int i = 0; i < SPARE; i++)
+        if (spare[i].at < at + mapped && at < spare[i].at + spare[i].mapped) spare[i].at = 0;
+    pthread_mutex_unlock(&spare_lock);
+}
+
+/* Bytes to map; kept ones come in powers of two, so that they fit the next. */
+static size_t mapped_bytes(const memory *m, size_t bytes) {
+    size_t mapped = (bytes + m->page - 1) & ~(m->page - 1), power = m->page;
+    if (!m->kept || mapped > SPARE_BYTES || mapped < bytes) return mapped;
+    while (power < mapped) power *= 2;
+    return power;
+}
+
+static void *map_host(memory *m, size_t mapped) {
+    uintptr_t at = m->kept ? take_spare(spare_host, mapped, 0, UINTPTR_MAX) : 0;
+    if (at) return (void *)at;
+    int populate = m->kept ? 0 : MAP_POPULATE;
+    return mmap(NULL, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | populate, -1, 0);
+}
+
+static void unmap_host(memory *m, uintptr_t at, size_t mapped) {
+    if (!m->kept || !keep_spare(spare_host, at, mapped)) munmap((void *)at, mapped);
+}
+
+static void *map_device(memory *m, uintptr_t at, size_t mapped) {
+    /* Up to 256 MiB is made resident at once, as device memory is: first use must not look like a slow link. */
+    int populate = !m->kept && mapped <= (256u << 20) ? MAP_POPULATE : 0;
+    if (m->kept) forget_spare(spare_device, at, mapped);
+    return mmap((void *)at, mapped, PROT_READ | PROT_WRITE,
+                MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE | populate, -1, 0);
+}
+
+static void unmap_device(memory *m, const range *r) {
+    if (m->kept && keep_spare(spare_device, r->base, r->mapped)) return;
+    mmap((void *)r->base, r->mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+}
+
+static bool take_arena(memory *m, size_t size) {
+    pthread_mutex_lock(&spare_lock);
+    bool taken = m->kept && spare_arena && spare_arena_end - spare_arena == size;
+    if (taken) {
+        m->arena = spare_arena;
+        m->arena_end = spare_arena_end;
+        m->next = spare_next;
+        spare_arena = 0;
+    }
+    pthread_mutex_unlock(&spare_lock);
+    return taken;
+}
+
+static bool keep_arena(memory *m) {
+    for (size_t i = 0; m->kept && i < m->count; i++)
+        if (m->ranges[i].kind == RANGE_DEVICE || m->ranges[i].kind == RANGE_DYING) unmap_device(m, &m->ranges[i]);
+    pthread_mutex_lock(&spare_lock);
+    bool kept = m->kept && !spare_arena;
+    if (kept) {
+        spare_arena = m->arena;
+        spare_arena_end = m->arena_end;
+        spare_next = m->next;
+    }
+    pthread_mutex_unlock(&spare_lock);
+    if (!kept) forget_spare(spare_device, m->arena, m->arena_end - m->arena);
+    return kept;
+}
+
+void kvh_memory_in_child(void) {
+    pthread_mutex_init(&spare_lock, NULL);
+    memset(spare_host, 0, sizeof spare_host);
+    memset(spare_device, 0, sizeof spare_device);
+    spare_arena = 0;
+}
+
+/* ---- life ------------------------------------------------------------------------------------------------------ */
 
 memory *kvh_memory_new(const kvhost_config *config) {
     memory *m = calloc(1, sizeof *m);
@@ -37,6 +155,8 @@ memory *kvh_memory_new(const kvhost_config *config) {
     m->device_limit = config->memory_bytes;
     m->pinned_limit = config->pinned_bytes;
     size_t size = ((size_t)config->memory_bytes * 4 + (1u << 30)) & ~(m->page - 1);
+    m->kept = config->virtual_clock == 1;
+    if (take_arena(m, size)) return m;
     for (; size > (1u << 24); size = size / 2 & ~(m->page - 1)) {
         void *p = mmap(NULL, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (p == MAP_FAILED) continue;
@@ -49,8 +169,8 @@ memory *kvh_memory_new(const kvhost_config *config) {
 
 void kvh_memory_free(memory *m) {
     for (size_t i = 0; i < m->count; i++)
-        if (m->ranges[i].kind == RANGE_HOST) munmap((void *)m->ranges[i].base, m->ranges[i].mapped);
-    if (m->arena) munmap((void *)m->arena, m->arena_end - m->arena);
+        if (m->ranges[i].kind == RANGE_HOST) unmap_host(m, m->ranges[i].base, m->ranges[i].mapped);
+    if (m->arena && !keep_arena(m)) munmap((void *)m->arena, m->arena_end - m->arena);
     pthread_rwlock_destroy(&m->lock);
     free(m->ranges);
     free(m);
@@ -78,6 +198,11 @@ static range *find(memory *m, uintptr_t address) {
     return &m->ranges[i - 1];
 }
 
+/* The analyzer loses sight of what realloc gave: it takes m->ranges for leaked where this is inlined. */
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wpragmas"
+#pragma GCC diagnostic ignored "-Wunknown-warning-option"
+#pragma GCC diagnostic ignored "-Wanalyzer-malloc-leak"
 static bool insert(memory *m, range r) {
     if (m->count == m->room) {
         size_t room = m->room ? 2 * m->room : 64;
@@ -165,21 +290,22 @@ static cudaError_t device_alloc(runtime *rt, void **out, size_t bytes) {
     if (!out) return cudaErrorInvalidValue;
     *out = NULL;
     if (!bytes) return cudaSuccess;
-    size_t mapped = (bytes + m->page - 1) & ~(m->page - 1);
+    size_t mapped = mapped_bytes(m, bytes);
     if (mapped < bytes) return cudaErrorMemoryAllocation;
     cudaError_t error = cudaErrorMemoryAllocation;
     pthread_rwlock_wrlock(&m->lock);
-    uintptr_t at = 0;
+    uintptr_t at = 0, spare = 0;
     if (bytes <= m->device_limit && m->device_bytes <= m->device_limit - bytes) {
-        at = place(m, m->next, mapped);
+        at = spare = m->kept ? take_spare(spare_device, mapped, m->arena, m->arena_end) : 0;
+        if (!at) at = place(m, m->next, mapped);
         if (!at) at = place(m, m->arena, mapped);
     }
-    /* Up to 256 MiB is made resident at once, as device memory is: first use must not look like a slow link. */
-    int populate = mapped <= (256u << 20) ? MAP_POPULATE : 0;
-    if (at && mmap((void *)at, mapped, PROT_READ | PROT_WRITE,
-                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE | populate, -1, 0) != MAP_FAILED) {
+    if (at && (spare || map_device(m, at, mapped) != MAP_FAILED)) {
         if (insert(m, (range){at, bytes, mapped, RANGE_DEVICE})) {
-            m->next = at + mapped + m->page;
+            if (spare)
+                memset((void *)at, 0, bytes);
+            else
+                m->next = at + mapped + m->page;
             m->device_bytes += bytes;
             *out = (void *)at;
             error = cudaSuccess;
@@ -208,10 +334,6 @@ static cudaError_t forget(memory *m, void *p, int kind, range *was) {
     return error;
 }
 
-static void unmap_device(const range *r) {
-    mmap((void *)r->base, r->mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
-}
-
 /* Unmaps first: a range that is still known is not handed out again. */
 void kvh_memory_release(runtime *rt, void *base) {
     memory *m = rt->memory;
@@ -219,7 +341,7 @@ void kvh_memory_release(runtime *rt, void *base) {
     range *r = find(m, (uintptr_t)base), was = r ? *r : (range){0};
     pthread_rwlock_unlock(&m->lock);
     if (was.kind != RANGE_DYING) return;
-    unmap_device(&was);
+    unmap_device(m, &was);
     forget(m, base, RANGE_DYING, &was);
 }
 
@@ -242,7 +364,7 @@ KVP_EXPORT cudaError_t cudaFree(void *p) {
     if (!error) error = kvh_ctx_lock(c);
     if (error) KVH_LEAVE(error);
     error = forget(c->rt->memory, p, RANGE_DEVICE, &was);
-    if (!error) unmap_device(&was);
+    if (!error) unmap_device(c->rt->memory, &was);
     kvh_ctx_unlock(c);
     KVH_LEAVE(error);
 }
@@ -292,18 +414,18 @@ static cudaError_t host_alloc(call *c, void **p, size_t bytes) {
     cudaError_t error = kvh_ctx_lock(c);
     if (error) return error;
     error = cudaErrorMemoryAllocation;
-    size_t mapped = (bytes + m->page - 1) & ~(m->page - 1);
+    size_t mapped = mapped_bytes(m, bytes);
     pthread_rwlock_wrlock(&m->lock);
     if (mapped >= bytes &&
         (!m->pinned_limit || (bytes <= m->pinned_limit && m->pinned_bytes <= m->pinned_limit - bytes))) {
-        void *at = mmap(NULL, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+        void *at = map_host(m, mapped);
         if (at != MAP_FAILED) {
             if (insert(m, (range){(uintptr_t)at, bytes, mapped, RANGE_HOST})) {
                 m->pinned_bytes += bytes;
                 *p = at;
                 error = cudaSuccess;
             } else {
-                munmap(at, mapped);
+                unmap_host(m, (uintptr_t)at, mapped);
             }
         }
     }
@@ -333,7 +455,7 @@ KVP_EXPORT cudaError_t cudaFreeHost(void *p) {
     if (!error) error = kvh_ctx_lock(c);
     if (error) KVH_LEAVE(error);
     error = forget(c->rt->memory, p, RANGE_HOST, &was);
-    if (!error) munmap((void *)was.base, was.mapped);
+    if (!error) unmap_host(c->rt->memory, was.base, was.mapped);
     kvh_ctx_unlock(c);
     KVH_LEAVE(error);
 }
@@ -422,3 +544,4 @@ void kvh_memory_stats(runtime *rt, kvhost_stats *stats) {
     stats->pinned_bytes = m->pinned_bytes;
     pthread_rwlock_unlock(&m->lock);
 }
+#pragma GCC diagnostic pop

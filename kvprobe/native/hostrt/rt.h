@@ -456,6 +456,7 @@ cudaError_t kvh_fault(enum kvh_api api);
 cudaError_t kvh_fault_copy(int *execution);
 void kvh_faults_clear(void);
 void kvh_faults_in_child(void);
+void kvh_memory_in_child(void);
 void kvh_trace_begin(call *c, uint64_t stream_handle);
 void kvh_trace_end(call *c, cudaError_t error);
 void kvh_trace_about(call *c, const void *dst, const void *src, uint64_t bytes, uint32_t count, uint8_t direction,

@@ -145,6 +145,9 @@ static void end_copy(runtime *rt, uint8_t class) {
 static void execute(runtime *rt, const event_due *e) {
     simulation *s = rt->simulation;
     s->events++;
+    uint64_t what = s->now_ns << 12 ^ (uint64_t)e->kind << 8 ^ (e->actor ? (uint64_t)e->actor->id : e->class);
+    s->digest = (s->digest ^ what) * 0x9e3779b97f4a7c15u;
+    s->digest ^= s->digest >> 29;
     if (e->kind == ACTOR) {
         s->polls++;
         kvh_resume(rt, e->actor);
@@ -250,9 +253,11 @@ int kvhostAdvance(uint64_t until_ns) {
     return run(&w);
 }
 
-int kvhostRunUntil(int (*condition)(void *ctx), void *ctx) {
+int kvhostRunUntil(int (*condition)(void *ctx), void *ctx) { return kvhostRunUntilTime(condition, ctx, NEVER); }
+
+int kvhostRunUntilTime(int (*condition)(void *ctx), void *ctx, uint64_t until_ns) {
     if (!condition) return cudaErrorInvalidValue;
-    waiting w = {.condition = condition, .ctx = ctx, .until_ns = NEVER};
+    waiting w = {.condition = condition, .ctx = ctx, .until_ns = until_ns};
     return run(&w);
 }
 
@@ -264,4 +269,27 @@ const char *kvhostStuck(void) {
 uint64_t kvhostEvents(void) {
     runtime *rt = kvh_runtime();
     return rt->simulation ? rt->simulation->events : 0;
+}
+
+uint64_t kvhostDigest(void) {
+    runtime *rt = kvh_runtime();
+    return rt->simulation ? rt->simulation->digest : 0;
+}
+
+/* ---- patterns in memory ------------------------------------------------------------------------------------------ */
+
+void kvhostFillPieces(void *at, uint64_t piece_bytes, const uint64_t *words, uint64_t count) {
+    uint64_t *to = at;
+    for (uint64_t p = 0; p < count; p++)
+        for (uint64_t i = 0; i < piece_bytes / 8; i++) *to++ = words[p];
+}
+
+int64_t kvhostComparePieces(const void *at, uint64_t piece_bytes, const uint64_t *words, uint64_t count) {
+    const uint64_t *from = at;
+    for (uint64_t p = 0; p < count; p++, from += piece_bytes / 8) {
+        uint64_t differs = 0;
+        for (uint64_t i = 0; words[p] && i < piece_bytes / 8; i++) differs |= from[i] ^ words[p];
+        if (differs) return (int64_t)p;
+    }
+    return -1;
 }

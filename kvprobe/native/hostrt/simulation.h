@@ -4,6 +4,7 @@
 
 #include "rt.h"
 
+#include <semaphore.h>
 #include <ucontext.h>
 
 #define NEVER UINT64_MAX
@@ -27,13 +28,15 @@ typedef struct actor {
     int id;
     kvhost_step step;
     void *ctx;
-    bool on_callers_stack, woken, removed;
+    bool on_callers_stack, on_own_thread, woken, removed, leaves;
     enum actor_state state;
     uint64_t wake_ns; /* ACTOR_IDLE: of its next step */
     waiting *waiting; /* ACTOR_WAITING: on its own stack */
     thread_state thread;
     ucontext_t context, loop; /* its own, and that of who runs it */
     void *stack;
+    pthread_t own; /* on_own_thread: whose turn it is, its own or that of who runs it */
+    sem_t go, back;
     struct actor *next;
 } actor;
 
@@ -41,7 +44,7 @@ struct simulation {
     pthread_mutex_t lock;
     _Atomic uint32_t owner; /* tid of the thread that is in a call; 0: none */
     bool locked_briefly;    /* by kvh_lock of a function that is no call */
-    uint64_t now_ns, random, events;
+    uint64_t now_ns, random, events, digest;
     uint64_t polls; /* steps of actors since the model's newest event */
     bool peeking;   /* inside a condition */
     op *copying[CLASSES];

@@ -130,6 +130,10 @@ static bool take(runtime *rt, channel *ch) {
     return true;
 }
 
+static _Thread_local uint64_t full_calls;
+
+uint64_t kvhostQueueFull(void) { return full_calls; }
+
 static cudaError_t take_or_wait(call *c, stream *s, channel *ch) {
     runtime *rt = c->rt;
     if (take(rt, ch)) return cudaSuccess;
@@ -146,6 +150,7 @@ static cudaError_t take_or_wait(call *c, stream *s, channel *ch) {
             atomic_fetch_sub(&rt->waiting[ch->class], 1);
             ch->waiting--;
             rt->stats.blocked_calls++;
+            full_calls++;
             rt->stats.blocked_ns += c->blocked_ns - before;
             if (atomic_load(&p.state) == PARK_ABORTED) error = atomic_load(&rt->sticky);
         }
@@ -266,12 +271,12 @@ cudaError_t kvh_wait_all(call *c) {
     struct {
         stream *s;
         uint64_t target;
-    } *goals = n ? malloc(n * sizeof *goals) : NULL;
-    if (n && !goals) {
+    } *goals = malloc((n + 1) * sizeof *goals);
+    if (!goals) {
         kvh_unlock(rt);
         return cudaErrorMemoryAllocation;
     }
-    for (stream *s = rt->streams; s; s = s->next)
+    for (stream *s = rt->streams; s && i < n; s = s->next)
         if (s->head) goals[i].s = s, goals[i].target = s->submitted, i++;
     kvh_unlock(rt);
     cudaError_t error = atomic_load(&rt->sticky);

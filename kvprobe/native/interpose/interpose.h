@@ -58,6 +58,7 @@ struct watch {
     int nvtx;                     /* a tool listens */
     int attached;                 /* 1 while loaded libraries hold addresses of ours, 0 where we were preloaded */
     int no_driver;                /* there is none to ask about a pointer */
+    volatile int gate;            /* 1: a test forbids calls */
     volatile uint32_t generation; /* of what is known of memory: freeing or registering some makes it another */
 } __attribute__((aligned(64)));
 extern struct watch kvp_watch;
@@ -106,6 +107,9 @@ int kvp_hand_on(const char *library, const char *folder, const char *detail, uin
 void kvp_classify(kvp_record *record);
 void kvp_fetch_ranges(void);  /* into the cache, for kvp_classify */
 void kvp_forget_ranges(void); /* memory was freed or registered */
+
+/* gate.c */
+void kvp_gate(const kvp_record *record); /* of every call while kvp_watch.gate is set */
 
 /* nvtx.c */
 void kvp_nvtx_start(void);

@@ -18,7 +18,7 @@ void kvp_nvtx_start(void) {
 
 static const char *call_name(unsigned call) {
     static const char *const names[] = {
-#define X(id, kind, name) [id] = name,
+#define X(id, kind, name) [id] = #name,
         KVP_CALLS(X)
 #undef X
     };

@@ -3,6 +3,7 @@
 #include "interpose.h"
 
 #include <errno.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -52,13 +53,13 @@ static void limit(kvp_ring_options *options) {
     if (!max_bytes) return;
     uint64_t used = folder_bytes(), budget = used < max_bytes ? (max_bytes - used) / 2 : 0;
     uint64_t records = RECORDS;
-    while (records > 16 && records * 80 * KVP_LARGE_LANES > budget / 2) records /= 2;
+    while (records > 16 && records * 80 * KVP_LARGE_SECTIONS > budget / 2) records /= 2;
     if (options->ring_capacity > records) options->ring_capacity = records;
     if (options->slow_capacity > records / 4) options->slow_capacity = records / 4;
-    uint64_t large = 24576 + records * 80, lanes = budget / large + 1;
+    uint64_t large = 24576 + records * 80, sections = budget / large + 1;
     uint64_t small = 24576 + (records < KVP_SMALL_RECORDS ? records : KVP_SMALL_RECORDS) * 80;
-    if (lanes > KVP_LARGE_LANES) lanes = KVP_LARGE_LANES + (budget - KVP_LARGE_LANES * large) / small;
-    options->lanes_max = lanes < 256 ? (uint32_t)lanes : 256;
+    if (sections > KVP_LARGE_SECTIONS) sections = KVP_LARGE_SECTIONS + (budget - KVP_LARGE_SECTIONS * large) / small;
+    options->sections_max = sections < 256 ? (uint32_t)sections : 256;
 }
 
 /* Yama lets only ancestors look into a process; the observer that takes its stacks is none. A child inherits nothing of
@@ -231,7 +232,7 @@ int kvprobe_detach(void) {
 
 enum what { A_COPY, A_CALL, A_LAUNCH, A_EVENT, A_WAIT, A_FREE };
 
-/* A process's first call, or that of a thread that has no lane. */
+/* A process's first call, or that of a thread that has no section. */
 static __attribute__((noinline)) void begin_first(kvp_record *r) {
     if (!kvp_ring_is_open() && !open_ring()) return;
     kvp_thread.inside = IN_KVPROBE;
@@ -269,6 +270,7 @@ static inline __attribute__((always_inline)) void end(kvp_record *r, enum what w
                : kvp_watch.detail == DETAIL_TOTALS || !rare ? KVP_KEEP_SLOW
                                                             : KVP_KEEP_ALL;
     kvp_ring_write(r, keep);
+    if (unlikely(kvp_watch.gate)) kvp_gate(r);
     kvp_thread.node = 0;
     kvp_thread.inside = OUTSIDE;
 }
@@ -333,7 +335,7 @@ CALL(
         COPY_IS(30, AT(void *, parms, 96), AT(void *, parms, 32),
                 AT(size_t, parms, 128) * AT(size_t, parms, 136) * AT(size_t, parms, 144),
                 direction_of(AT(int, parms, 152)), stream);
-    } else r.call = 30)
+    } else r.call = KVP_CALL_cudaMemcpy3DAsync)
 
 #define cudaMemcpyPeerAsync_P void *dst, int dst_device, const void *src, int src_device, size_t bytes, void *stream
 #define cudaMemcpyPeerAsync_A dst, dst_device, src, src_device, bytes, stream
@@ -444,11 +446,11 @@ static void fill_sides(kvp_record *r, uint8_t call, const void *parms, size_t sr
 
 #define cuMemcpy2DAsync_P const void *parms, void *stream
 #define cuMemcpy2DAsync_A parms, stream
-CALL(cuMemcpy2DAsync, A_COPY, r.call = 8;
+CALL(cuMemcpy2DAsync, A_COPY, r.call = KVP_CALL_cuMemcpy2DAsync;
      if (parms) fill_sides(&r, 8, parms, 16, 72, AT(size_t, parms, 112) * AT(size_t, parms, 120), STREAM(stream)))
 #define cuMemcpy3DAsync_P const void *parms, void *stream
 #define cuMemcpy3DAsync_A parms, stream
-CALL(cuMemcpy3DAsync, A_COPY, r.call = 41;
+CALL(cuMemcpy3DAsync, A_COPY, r.call = KVP_CALL_cuMemcpy3DAsync;
      if (parms) fill_sides(&r, 41, parms, 32, 120,
                            AT(size_t, parms, 176) * AT(size_t, parms, 184) * AT(size_t, parms, 192), STREAM(stream)))
 
@@ -459,126 +461,158 @@ typedef struct {
 } dim3;
 #define cudaLaunchKernel_P const void *func, dim3 grid, dim3 block, void **args, size_t shared, void *stream
 #define cudaLaunchKernel_A func, grid, block, args, shared, stream
-CALL(cudaLaunchKernel, A_LAUNCH, r.call = 12; r.stream = STREAM(stream))
+CALL(cudaLaunchKernel, A_LAUNCH, r.call = KVP_CALL_cudaLaunchKernel; r.stream = STREAM(stream))
 #define cudaLaunchKernelExC_P const void *config, const void *func, void **args
 #define cudaLaunchKernelExC_A config, func, args
-CALL(cudaLaunchKernelExC, A_LAUNCH, r.call = 13; if (config) r.stream = STREAM(AT(void *, config, 32)))
+CALL(cudaLaunchKernelExC, A_LAUNCH, r.call = KVP_CALL_cudaLaunchKernelExC;
+     if (config) r.stream = STREAM(AT(void *, config, 32)))
 #define cuLaunchKernel_P                                                                                               \
     void *func, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,         \
         void *stream, void **args, void **extra
 #define cuLaunchKernel_A func, gx, gy, gz, bx, by, bz, shared, stream, args, extra
-CALL(cuLaunchKernel, A_LAUNCH, r.call = 14; r.stream = STREAM(stream))
+CALL(cuLaunchKernel, A_LAUNCH, r.call = KVP_CALL_cuLaunchKernel; r.stream = STREAM(stream))
 #define cuLaunchKernelEx_P const void *config, void *func, void **args, void **extra
 #define cuLaunchKernelEx_A config, func, args, extra
-CALL(cuLaunchKernelEx, A_LAUNCH, r.call = 15; if (config) r.stream = STREAM(AT(void *, config, 32)))
+CALL(cuLaunchKernelEx, A_LAUNCH, r.call = KVP_CALL_cuLaunchKernelEx;
+     if (config) r.stream = STREAM(AT(void *, config, 32)))
 #define cudaGraphLaunch_P void *graph, void *stream
 #define cudaGraphLaunch_A graph, stream
-CALL(cudaGraphLaunch, A_CALL, r.call = 16; r.stream = STREAM(stream))
+CALL(cudaGraphLaunch, A_CALL, r.call = KVP_CALL_cudaGraphLaunch; r.stream = STREAM(stream))
 
 /* Says how many launches a wait came after: those that a queue had taken since the wait before are counted so. */
 #define AFTER_LAUNCHES r.dst = kvp_thread.launches
 
 /* ---- waits, events, creation, memory ------------------------------------------------------------------------- */
 
+/* Where an event was last recorded, so that a wait for it can name the stream. One entry stands for many events: the
+ * newest record takes it, and a wait whose event is not in it names none. */
+enum { EVENTS = 4096 };
+static struct {
+    _Atomic uint64_t event, stream;
+} recorded[EVENTS];
+
+static inline uint32_t place_of(uint64_t event) { return (uint32_t)((event >> 4) * 0x9e3779b97f4a7c15u >> 52); }
+
+static inline void note_record(uint64_t event, uint64_t stream) {
+    uint32_t at = place_of(event);
+    if (likely(atomic_load_explicit(&recorded[at].event, memory_order_relaxed) == event &&
+               atomic_load_explicit(&recorded[at].stream, memory_order_relaxed) == stream))
+        return;
+    atomic_store_explicit(&recorded[at].event, 0, memory_order_release);
+    atomic_store_explicit(&recorded[at].stream, stream, memory_order_release);
+    atomic_store_explicit(&recorded[at].event, event, memory_order_release);
+}
+
+static inline uint64_t recorded_on(uint64_t event) {
+    uint32_t at = place_of(event);
+    if (atomic_load_explicit(&recorded[at].event, memory_order_acquire) != event) return 0;
+    uint64_t stream = atomic_load_explicit(&recorded[at].stream, memory_order_acquire);
+    return atomic_load_explicit(&recorded[at].event, memory_order_acquire) == event ? stream : 0;
+}
+
 #define cudaStreamSynchronize_P void *stream
 #define cudaStreamSynchronize_A stream
-CALL(cudaStreamSynchronize, A_CALL, r.call = 17; r.stream = STREAM(stream); AFTER_LAUNCHES)
+CALL(cudaStreamSynchronize, A_CALL, r.call = KVP_CALL_cudaStreamSynchronize; r.stream = STREAM(stream); AFTER_LAUNCHES)
 #define cudaEventSynchronize_P void *event
 #define cudaEventSynchronize_A event
-CALL(cudaEventSynchronize, A_CALL, r.call = 18; r.src = WORD(event); AFTER_LAUNCHES)
+CALL(cudaEventSynchronize, A_CALL, r.call = KVP_CALL_cudaEventSynchronize; r.src = WORD(event);
+     r.stream = recorded_on(r.src); AFTER_LAUNCHES)
 #define cudaDeviceSynchronize_P void *unused /* takes nothing; a word more does no harm and lets one macro serve */
 #define cudaDeviceSynchronize_A unused
-CALL(cudaDeviceSynchronize, A_CALL, r.call = 19; AFTER_LAUNCHES)
+CALL(cudaDeviceSynchronize, A_CALL, r.call = KVP_CALL_cudaDeviceSynchronize; AFTER_LAUNCHES)
 #define cuStreamSynchronize_P void *stream
 #define cuStreamSynchronize_A stream
-CALL(cuStreamSynchronize, A_CALL, r.call = 32; r.stream = STREAM(stream); AFTER_LAUNCHES)
+CALL(cuStreamSynchronize, A_CALL, r.call = KVP_CALL_cuStreamSynchronize; r.stream = STREAM(stream); AFTER_LAUNCHES)
 #define cuEventSynchronize_P void *event
 #define cuEventSynchronize_A event
-CALL(cuEventSynchronize, A_CALL, r.call = 33; r.src = WORD(event); AFTER_LAUNCHES)
+CALL(cuEventSynchronize, A_CALL, r.call = KVP_CALL_cuEventSynchronize; r.src = WORD(event);
+     r.stream = recorded_on(r.src); AFTER_LAUNCHES)
 #define cuCtxSynchronize_P void *context /* from 13.0 on; before, it takes nothing */
 #define cuCtxSynchronize_A context
-CALL(cuCtxSynchronize, A_CALL, r.call = 34; AFTER_LAUNCHES)
+CALL(cuCtxSynchronize, A_CALL, r.call = KVP_CALL_cuCtxSynchronize; AFTER_LAUNCHES)
 
 #define cudaEventRecord_P void *event, void *stream
 #define cudaEventRecord_A event, stream
-CALL(cudaEventRecord, A_EVENT, r.call = 27; r.stream = STREAM(stream); r.src = WORD(event))
+CALL(cudaEventRecord, A_EVENT, r.call = KVP_CALL_cudaEventRecord; r.stream = STREAM(stream); r.src = WORD(event);
+     note_record(r.src, r.stream))
 #define cudaEventRecordWithFlags_P void *event, void *stream, unsigned flags
 #define cudaEventRecordWithFlags_A event, stream, flags
-CALL(cudaEventRecordWithFlags, A_EVENT, r.call = 27; r.stream = STREAM(stream); r.src = WORD(event))
+CALL(cudaEventRecordWithFlags, A_EVENT, r.call = KVP_CALL_cudaEventRecord; r.stream = STREAM(stream);
+     r.src = WORD(event); note_record(r.src, r.stream))
 #define cudaStreamWaitEvent_P void *stream, void *event, unsigned flags
 #define cudaStreamWaitEvent_A stream, event, flags
-CALL(cudaStreamWaitEvent, A_WAIT, r.call = 28; r.stream = STREAM(stream); r.src = WORD(event))
+CALL(cudaStreamWaitEvent, A_WAIT, r.call = KVP_CALL_cudaStreamWaitEvent; r.stream = STREAM(stream); r.src = WORD(event))
 
 #define cudaStreamCreate_P void **stream
 #define cudaStreamCreate_A stream
-CALL(cudaStreamCreate, A_CALL, r.call = 20)
+CALL(cudaStreamCreate, A_CALL, r.call = KVP_CALL_cudaStreamCreate)
 #define cudaStreamCreateWithFlags_P void **stream, unsigned flags
 #define cudaStreamCreateWithFlags_A stream, flags
-CALL(cudaStreamCreateWithFlags, A_CALL, r.call = 20)
+CALL(cudaStreamCreateWithFlags, A_CALL, r.call = KVP_CALL_cudaStreamCreate)
 #define cudaStreamCreateWithPriority_P void **stream, unsigned flags, int priority
 #define cudaStreamCreateWithPriority_A stream, flags, priority
-CALL(cudaStreamCreateWithPriority, A_CALL, r.call = 20)
+CALL(cudaStreamCreateWithPriority, A_CALL, r.call = KVP_CALL_cudaStreamCreate)
 #define cudaEventCreate_P void **event
 #define cudaEventCreate_A event
-CALL(cudaEventCreate, A_CALL, r.call = 21)
+CALL(cudaEventCreate, A_CALL, r.call = KVP_CALL_cudaEventCreate)
 #define cudaEventCreateWithFlags_P void **event, unsigned flags
 #define cudaEventCreateWithFlags_A event, flags
-CALL(cudaEventCreateWithFlags, A_CALL, r.call = 21)
+CALL(cudaEventCreateWithFlags, A_CALL, r.call = KVP_CALL_cudaEventCreate)
 #define cuStreamCreate_P void **stream, unsigned flags
 #define cuStreamCreate_A stream, flags
-CALL(cuStreamCreate, A_CALL, r.call = 35)
+CALL(cuStreamCreate, A_CALL, r.call = KVP_CALL_cuStreamCreate)
 #define cuStreamCreateWithPriority_P void **stream, unsigned flags, int priority
 #define cuStreamCreateWithPriority_A stream, flags, priority
-CALL(cuStreamCreateWithPriority, A_CALL, r.call = 35)
+CALL(cuStreamCreateWithPriority, A_CALL, r.call = KVP_CALL_cuStreamCreate)
 #define cuEventCreate_P void **event, unsigned flags
 #define cuEventCreate_A event, flags
-CALL(cuEventCreate, A_CALL, r.call = 36)
+CALL(cuEventCreate, A_CALL, r.call = KVP_CALL_cuEventCreate)
 
 #define cudaMalloc_P void **pointer, size_t bytes
 #define cudaMalloc_A pointer, bytes
-CALL(cudaMalloc, A_CALL, r.call = 22; r.bytes = bytes)
+CALL(cudaMalloc, A_CALL, r.call = KVP_CALL_cudaMalloc; r.bytes = bytes)
 #define cudaMallocAsync_P void **pointer, size_t bytes, void *stream
 #define cudaMallocAsync_A pointer, bytes, stream
-CALL(cudaMallocAsync, A_CALL, r.call = 29; r.bytes = bytes; r.stream = STREAM(stream))
+CALL(cudaMallocAsync, A_CALL, r.call = KVP_CALL_cudaMallocAsync; r.bytes = bytes; r.stream = STREAM(stream))
 #define cudaHostAlloc_P void **pointer, size_t bytes, unsigned flags
 #define cudaHostAlloc_A pointer, bytes, flags
-CALL(cudaHostAlloc, A_FREE, r.call = 23; r.bytes = bytes)
+CALL(cudaHostAlloc, A_FREE, r.call = KVP_CALL_cudaHostAlloc; r.bytes = bytes)
 #define cudaMallocHost_P void **pointer, size_t bytes
 #define cudaMallocHost_A pointer, bytes
-CALL(cudaMallocHost, A_FREE, r.call = 23; r.bytes = bytes)
+CALL(cudaMallocHost, A_FREE, r.call = KVP_CALL_cudaHostAlloc; r.bytes = bytes)
 #define cudaHostRegister_P void *pointer, size_t bytes, unsigned flags
 #define cudaHostRegister_A pointer, bytes, flags
-CALL(cudaHostRegister, A_FREE, r.call = 24; r.bytes = bytes)
+CALL(cudaHostRegister, A_FREE, r.call = KVP_CALL_cudaHostRegister; r.bytes = bytes)
 #define cudaFree_P void *pointer
 #define cudaFree_A pointer
-CALL(cudaFree, A_FREE, r.call = 25)
+CALL(cudaFree, A_FREE, r.call = KVP_CALL_cudaFree)
 #define cudaFreeHost_P void *pointer
 #define cudaFreeHost_A pointer
-CALL(cudaFreeHost, A_FREE, r.call = 26)
+CALL(cudaFreeHost, A_FREE, r.call = KVP_CALL_cudaFreeHost)
 #define cudaHostUnregister_P void *pointer
 #define cudaHostUnregister_A pointer
-CALL(cudaHostUnregister, A_FREE, r.call = 42)
+CALL(cudaHostUnregister, A_FREE, r.call = KVP_CALL_cudaHostUnregister)
 #define cuMemAlloc_P uint64_t *pointer, size_t bytes
 #define cuMemAlloc_A pointer, bytes
-CALL(cuMemAlloc, A_CALL, r.call = 37; r.bytes = bytes)
+CALL(cuMemAlloc, A_CALL, r.call = KVP_CALL_cuMemAlloc; r.bytes = bytes)
 #define cuMemHostAlloc_P void **pointer, size_t bytes, unsigned flags
 #define cuMemHostAlloc_A pointer, bytes, flags
-CALL(cuMemHostAlloc, A_CALL, r.call = 38; r.bytes = bytes)
+CALL(cuMemHostAlloc, A_CALL, r.call = KVP_CALL_cuMemHostAlloc; r.bytes = bytes)
 #define cuMemAllocHost_P void **pointer, size_t bytes
 #define cuMemAllocHost_A pointer, bytes
-CALL(cuMemAllocHost, A_CALL, r.call = 38; r.bytes = bytes)
+CALL(cuMemAllocHost, A_CALL, r.call = KVP_CALL_cuMemHostAlloc; r.bytes = bytes)
 #define cuMemHostRegister_P void *pointer, size_t bytes, unsigned flags
 #define cuMemHostRegister_A pointer, bytes, flags
-CALL(cuMemHostRegister, A_FREE, r.call = 39; r.bytes = bytes)
+CALL(cuMemHostRegister, A_FREE, r.call = KVP_CALL_cuMemHostRegister; r.bytes = bytes)
 #define cuMemFree_P uint64_t pointer
 #define cuMemFree_A pointer
-CALL(cuMemFree, A_FREE, r.call = 43)
+CALL(cuMemFree, A_FREE, r.call = KVP_CALL_cuMemFree)
 #define cuMemFreeHost_P void *pointer
 #define cuMemFreeHost_A pointer
-CALL(cuMemFreeHost, A_FREE, r.call = 44)
+CALL(cuMemFreeHost, A_FREE, r.call = KVP_CALL_cuMemFreeHost)
 #define cuMemHostUnregister_P void *pointer
 #define cuMemHostUnregister_A pointer
-CALL(cuMemHostUnregister, A_FREE, r.call = 45)
+CALL(cuMemHostUnregister, A_FREE, r.call = KVP_CALL_cuMemHostUnregister)
 
 /* ---- functions that hand out functions ----------------------------------------------------------------------- */
 

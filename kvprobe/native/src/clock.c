@@ -103,6 +103,8 @@ static uint64_t (*other_clock)(void);
 
 void kvp_set_clock(uint64_t (*now)(void)) { other_clock = now; }
 
+int kvp_clock_is_given(void) { return other_clock != NULL; }
+
 uint64_t kvp_now_ns(void) { return __builtin_expect(other_clock != NULL, 0) ? other_clock() : kvp_clock(); }
 
 const char *kvp_clock_name(void) {

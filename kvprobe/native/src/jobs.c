@@ -11,12 +11,12 @@
 static bool data_alloc(struct kvp_job *j, uint64_t words) {
     kvp_submitter *s = j->owner;
     pthread_mutex_lock(&s->lock);
-    for (int i = 0; i < SPARE && !j->data; i++) {
+    for (uint32_t i = s->spares; i-- > 0;) {
         if (s->spare[i].words < words || s->spare[i].words > 4 * words + 64) continue;
         j->data = s->spare[i].data;
         j->words = s->spare[i].words;
-        s->spare[i].data = NULL;
-        s->spare[i].words = 0;
+        s->spare[i] = s->spare[--s->spares];
+        break;
     }
     pthread_mutex_unlock(&s->lock);
     if (!j->data) {
@@ -33,10 +33,9 @@ void kvp_job_spare(struct kvp_job *j) {
     j->data = NULL;
     if (data && j->words <= SPARE_WORDS) {
         pthread_mutex_lock(&s->lock);
-        for (int i = 0; i < SPARE && data; i++) {
-            if (s->spare[i].data) continue;
-            s->spare[i].data = data;
-            s->spare[i].words = j->words;
+        if (s->spares < SPARE) {
+            s->spare[s->spares].data = data;
+            s->spare[s->spares++].words = j->words;
             data = NULL;
         }
         pthread_mutex_unlock(&s->lock);
@@ -54,61 +53,57 @@ static struct kvp_job *job_alloc(kvp_submitter *s, int direction, uint64_t id, u
     }
     atomic_init(&j->holders, 2);
     j->direction = direction == KVP_D2H ? STORE : LOAD;
-    j->tid = kvp_thread_id();
+    j->status.tid = kvp_thread_id();
     j->status.id = id;
     return j;
 }
 
-static int64_t out_of_range(const int64_t *ids, uint64_t count, uint64_t blocks) {
-    uint64_t bad = 0;
-    for (uint64_t i = 0; i < count; i++) bad |= (uint64_t)ids[i] >= blocks;
-    for (uint64_t i = 0; bad && i < count; i++)
-        if ((uint64_t)ids[i] >= blocks) return ids[i];
-    return INT64_MIN;
+/* Copies block ids and looks whether each lies in the pool (in one loop that the compiler makes SIMD of). */
+static bool take_ids(int64_t *to, const int64_t *ids, uint64_t count, uint64_t blocks, int64_t *bad) {
+    int64_t signs = 0, last = (int64_t)blocks - 1;
+    for (uint64_t i = 0; i < count; i++) {
+        int64_t id = ids[i];
+        to[i] = id;
+        signs |= id | (int64_t)((uint64_t)last - (uint64_t)id); /* one of them is negative where it does not */
+    }
+    for (uint64_t i = 0; signs < 0 && i < count; i++) {
+        if ((uint64_t)ids[i] < blocks) continue;
+        *bad = ids[i];
+        return false;
+    }
+    return true;
 }
 
 /* Whether an id stands twice; a bit a block, on the stack where that suffices. */
 static int twice(const int64_t *ids, uint64_t count, uint64_t blocks) {
-    enum { SMALL = 4096 };
-    uint64_t small[SMALL / 8], *seen = small;
-    if (count <= 64) {
+    enum { SMALL = 1024 };
+    uint64_t small[SMALL], *seen = small, words = (blocks + 63) / 64;
+    if (count <= 16 || (count <= 64 && words > SMALL)) {
         for (uint64_t i = 1; i < count; i++)
             for (uint64_t k = 0; k < i; k++)
                 if (ids[i] == ids[k]) return 1;
         return 0;
     }
-    uint64_t words = (blocks + 63) / 64;
-    if (words > SMALL / 8) seen = malloc(words * 8);
+    if (words > SMALL) seen = malloc(words * 8);
     if (!seen) return -1;
     memset(seen, 0, words * 8);
-    int found = 0;
-    for (uint64_t i = 0; i < count && !found; i++) {
-        uint64_t bit = UINT64_C(1) << (ids[i] & 63);
-        found = (seen[ids[i] >> 6] & bit) != 0;
-        seen[ids[i] >> 6] |= bit;
+    uint64_t found = 0;
+    for (uint64_t i = 0; i < count; i++) {
+        uint64_t *word = &seen[(uint64_t)ids[i] >> 6], bit = UINT64_C(1) << (ids[i] & 63);
+        found |= *word & bit;
+        *word |= bit;
     }
     if (seen != small) free(seen);
-    return found;
+    return found != 0;
 }
 
-kvp_job_status *kvp_job_new(kvp_submitter *s, int direction, uint64_t id, uint64_t pieces, const int64_t *gpu,
-                            uint64_t gpu_count, const int64_t *cpu, uint64_t cpu_count, int *why, int64_t *bad) {
-    *why = 0;
-    *bad = out_of_range(gpu, gpu_count, s->config.gpu.blocks);
-    if (*bad == INT64_MIN) *bad = out_of_range(cpu, cpu_count, s->config.cpu.blocks);
-    if (*bad != INT64_MIN) {
-        *why = KVP_BAD_ID;
-        return NULL;
-    }
-    int repeated = direction == KVP_D2H ? twice(cpu, cpu_count, s->config.cpu.blocks)
-                                        : twice(gpu, gpu_count, s->config.gpu.blocks);
-    struct kvp_job *j = repeated ? NULL : job_alloc(s, direction, id, gpu_count + cpu_count);
-    if (!j) {
-        *why = repeated > 0 ? KVP_TWICE : KVP_NO_MEMORY;
-        return NULL;
-    }
-    memcpy(j->data, gpu, gpu_count * sizeof *gpu);
-    memcpy(j->data + gpu_count, cpu, cpu_count * sizeof *cpu);
+static kvp_job_status *job_of_blocks(kvp_submitter *s, int direction, uint64_t id, uint64_t pieces, const int64_t *gpu,
+                                     uint64_t gpu_count, const int64_t *cpu, uint64_t cpu_count, int *why,
+                                     int64_t *bad) {
+    struct kvp_job *j = job_alloc(s, direction, id, gpu_count + cpu_count);
+    *why = j ? 0 : KVP_NO_MEMORY;
+    *bad = INT64_MIN;
+    if (!j) return NULL;
     j->gpu = j->data;
     j->cpu = j->data + gpu_count;
     j->gpu_count = gpu_count;
@@ -116,18 +111,44 @@ kvp_job_status *kvp_job_new(kvp_submitter *s, int direction, uint64_t id, uint64
     j->count = pieces;
     j->status.pieces = pieces * s->config.layers;
     j->status.bytes = j->status.pieces * s->config.piece_bytes;
-    return &j->status;
+    if (!take_ids(j->data, gpu, gpu_count, s->config.gpu.blocks, bad) ||
+        !take_ids(j->data + gpu_count, cpu, cpu_count, s->config.cpu.blocks, bad)) {
+        *why = KVP_BAD_ID;
+    } else {
+        int repeated = direction == KVP_D2H ? twice(j->cpu, cpu_count, s->config.cpu.blocks)
+                                            : twice(j->gpu, gpu_count, s->config.gpu.blocks);
+        if (repeated) *why = repeated > 0 ? KVP_TWICE : KVP_NO_MEMORY;
+    }
+    if (!*why) return &j->status;
+    kvp_job_spare(j);
+    free(j);
+    return NULL;
 }
 
-kvp_job_status *kvp_job_request(kvp_submitter *s, int direction, uint64_t id, uint64_t pieces, const int64_t *gpu,
-                                uint64_t gpu_count, const int64_t *cpu, uint64_t cpu_count, void *after, int marked,
-                                int push, uint64_t requested_ns, int *why, int64_t *bad) {
-    if ((*why = kvp_refusal(s))) return NULL;
-    kvp_job_status *job = kvp_job_new(s, direction, id, pieces, gpu, gpu_count, cpu, cpu_count, why, bad);
-    if (!job) return NULL;
-    *why = marked ? kvp_job_after(s, job, after) : 0;
+static struct kvp_job *job_of_addresses(kvp_submitter *s, int direction, uint64_t id, const kvp_addresses *copies) {
+    uint64_t n = copies->count, sized = copies->sizes ? n : 0;
+    struct kvp_job *j = job_alloc(s, direction, id, 2 * n + sized + copies->bounds);
+    if (!j) return NULL;
+    uint64_t *data = (uint64_t *)j->data;
+    j->dst = memcpy(data, copies->dst, n * 8);
+    j->src = memcpy(data + n, copies->src, n * 8);
+    if (sized) j->sizes = memcpy(data + 2 * n, copies->sizes, n * 8);
+    if (copies->bounds) j->bound = memcpy(data + 2 * n + sized, copies->bound, copies->bounds * 8);
+    j->bounds = copies->bounds;
+    j->size = copies->size;
+    j->count = j->status.pieces = n;
+    for (uint64_t i = 0; i < sized; i++) j->status.bytes += j->sizes[i];
+    if (!sized) j->status.bytes = copies->size * n;
+    return j;
+}
+
+/* The rest of a request: what the job waits for, its times, and into the queue. */
+static kvp_job_status *requested(kvp_submitter *s, kvp_job_status *job, void *after, bool marked, bool push,
+                                 uint64_t requested_ns, int *why) {
+    *why = marked ? kvp_job_after(s, (struct kvp_job *)job, after) : 0;
     if (!*why) {
-        kvp_job_times(job, requested_ns, kvp_now_ns());
+        job->built_ns = kvp_now_ns();
+        job->requested_ns = requested_ns < job->built_ns ? requested_ns : job->built_ns;
         if (push) *why = kvp_job_push(s, job);
         if (!*why) return job;
     }
@@ -136,24 +157,25 @@ kvp_job_status *kvp_job_request(kvp_submitter *s, int direction, uint64_t id, ui
     return NULL;
 }
 
-kvp_job_status *kvp_job_new_raw(kvp_submitter *s, int direction, uint64_t id, uint64_t count, const uint64_t *dst,
-                                const uint64_t *src, const uint64_t *sizes, uint64_t size, int *why) {
+kvp_job_status *kvp_job_request(kvp_submitter *s, uint32_t what, uint64_t id, uint64_t pieces, const int64_t *gpu,
+                                uint64_t gpu_count, const int64_t *cpu, uint64_t cpu_count, void *after,
+                                uint64_t requested_ns, kvp_job_refused *refused) {
+    int *why = &refused->why, direction = what & KVP_REQUEST_STORE ? KVP_D2H : KVP_H2D;
+    if ((*why = kvp_refusal(s))) return NULL;
+    kvp_job_status *job = job_of_blocks(s, direction, id, pieces, gpu, gpu_count, cpu, cpu_count, why, &refused->bad);
+    bool marked = what & KVP_REQUEST_AFTER, push = what & KVP_REQUEST_PUSH;
+    job = job ? requested(s, job, after, marked, push, requested_ns, why) : NULL;
+    if (job) refused->made = id, refused->bad = (int64_t)(uintptr_t)job;
+    return job;
+}
+
+kvp_job_status *kvp_job_request_addresses(kvp_submitter *s, int direction, uint64_t id, const kvp_addresses *copies,
+                                          void *after, int marked, uint64_t requested_ns, int *why) {
+    if ((*why = kvp_refusal(s))) return NULL;
+    struct kvp_job *j = job_of_addresses(s, direction, id, copies);
+    if (j) return requested(s, &j->status, after, marked, 1, requested_ns, why);
     *why = KVP_NO_MEMORY;
-    struct kvp_job *j = job_alloc(s, direction, id, count * (sizes ? 3 : 2));
-    if (!j) return NULL;
-    uint64_t *data = (uint64_t *)j->data;
-    memcpy(data, dst, count * 8);
-    memcpy(data + count, src, count * 8);
-    if (sizes) memcpy(data + 2 * count, sizes, count * 8);
-    j->dst = data;
-    j->src = data + count;
-    j->sizes = sizes ? data + 2 * count : NULL;
-    j->size = size;
-    j->count = j->status.pieces = count;
-    for (uint64_t i = 0; sizes && i < count; i++) j->status.bytes += sizes[i];
-    if (!sizes) j->status.bytes = size * count;
-    *why = 0;
-    return &j->status;
+    return NULL;
 }
 
 void kvp_job_release(kvp_job_status *job) {
@@ -164,16 +186,16 @@ void kvp_job_release(kvp_job_status *job) {
 }
 
 /* First address after `from` over which nothing is merged; UINT64_MAX: none. */
-static uint64_t next_bound(const kvp_side *side, uint64_t from) {
-    uint32_t low = 0, high = side->bounds;
+static uint64_t next_bound(const uint64_t *bound, uint32_t bounds, uint64_t from) {
+    uint32_t low = 0, high = bounds;
     while (low < high) {
         uint32_t middle = (low + high) / 2;
-        if (side->bound[middle] <= from)
+        if (bound[middle] <= from)
             low = middle + 1;
         else
             high = middle;
     }
-    return low < side->bounds ? side->bound[low] : UINT64_MAX;
+    return low < bounds ? bound[low] : UINT64_MAX;
 }
 
 static inline kvp_copy piece_at(const struct kvp_job *j, const struct cursor *at) {
@@ -207,7 +229,7 @@ uint32_t kvp_job_copies(const struct kvp_job *j, struct cursor *at, kvp_copy *ou
     const kvp_submitter_config *c = &j->owner->config;
     uint32_t n = 0;
     uint64_t dst_bound = 0, src_bound = 0;
-    bool bounded = c->gpu.bounds || c->cpu.bounds;
+    bool bounded = j->dst ? j->bounds > 0 : c->gpu.bounds || c->cpu.bounds;
     while (!kvp_job_all(j, at)) {
         kvp_copy p = piece_at(j, at);
         bool cut = p.bytes > largest;
@@ -221,11 +243,14 @@ uint32_t kvp_job_copies(const struct kvp_job *j, struct cursor *at, kvp_copy *ou
         } else {
             if (n == max || *bytes >= budget) break;
             out[n++] = p;
-            if (bounded) {
+            if (bounded && j->dst) {
+                dst_bound = next_bound(j->bound, j->bounds, p.dst);
+                src_bound = next_bound(j->bound, j->bounds, p.src);
+            } else if (bounded) {
                 const kvp_side *to = j->direction == STORE ? &c->cpu : &c->gpu;
                 const kvp_side *from = j->direction == STORE ? &c->gpu : &c->cpu;
-                dst_bound = next_bound(to, p.dst);
-                src_bound = next_bound(from, p.src);
+                dst_bound = next_bound(to->bound, to->bounds, p.dst);
+                src_bound = next_bound(from->bound, from->bounds, p.src);
             }
         }
         *bytes += p.bytes;

@@ -3,10 +3,11 @@
  * C11, no Python.h, no CUDA headers. A ring file is written by one process and read, without a lock, by any
  * number of others, also after the writer was killed. Layout (all integers little endian, all offsets in bytes):
  *
- *   file  := kvp_file_header (4096) | lane 0 | lane 1 | ... (lane_bytes each, lanes_used of them are valid)
- *   lane  := kvp_lane_header (4096) | kvp_slot x slot_count | kvp_record x ring_capacity | kvp_record x slow_capacity
+ *   file  := kvp_file_header (4096) | section 0 | section 1 | ... (section_bytes each, sections_used of them are valid)
+ *   section  := kvp_section_header (4096) | kvp_slot x slot_count | kvp_record x ring_capacity | kvp_record x
+ * slow_capacity
  *
- * A lane belongs to one thread at a time, so a record costs plain stores: no lock, no atomic read-modify-write.
+ * A section belongs to one thread at a time, so a record costs plain stores: no lock, no atomic read-modify-write.
  * `head` counts records ever published; record i lies at ring[i % ring_capacity]. A reader copies, reads `head`
  * again, and drops what may have been overwritten meanwhile. Totals and histograms in the slots are never
  * overwritten, so they stay exact when the ring wraps. Calls that took at least slow_ns go to the slow ring too:
@@ -32,6 +33,8 @@
 KVP_EXPORT uint64_t kvp_now_ns(void);
 /* Another clock for all of this library, such as the virtual one of the host runtime; NULL: the processor's again. */
 KVP_EXPORT void kvp_set_clock(uint64_t (*now)(void));
+/* Whether it is such a one: then no thread loses its CPU, as far as anybody can tell. */
+KVP_EXPORT int kvp_clock_is_given(void);
 KVP_EXPORT const char *kvp_clock_name(void); /* "tsc", "cntvct" or "clock_gettime" */
 
 /* ---- record ------------------------------------------------------------------------------------------------- */
@@ -39,55 +42,55 @@ KVP_EXPORT const char *kvp_clock_name(void); /* "tsc", "cntvct" or "clock_gettim
 /* What was called. X(id, kind, name): the number in the file, what it does, the name that a report prints.
  * Numbers are part of the file format: never renumber, only append. */
 #define KVP_CALLS(X)                                                                                                   \
-    X(1, COPY, "cudaMemcpyAsync")                                                                                      \
-    X(2, COPY, "cudaMemcpy2DAsync")                                                                                    \
-    X(3, BATCH, "cudaMemcpyBatchAsync")                                                                                \
-    X(4, COPY, "cuMemcpyAsync")                                                                                        \
-    X(5, COPY, "cuMemcpyHtoDAsync")                                                                                    \
-    X(6, COPY, "cuMemcpyDtoHAsync")                                                                                    \
-    X(7, COPY, "cuMemcpyDtoDAsync")                                                                                    \
-    X(8, COPY, "cuMemcpy2DAsync")                                                                                      \
-    X(9, BATCH, "cuMemcpyBatchAsync")                                                                                  \
-    X(10, COPY_SYNC, "cudaMemcpy")                                                                                     \
-    X(11, MEMSET, "cudaMemsetAsync")                                                                                   \
-    X(12, LAUNCH, "cudaLaunchKernel")                                                                                  \
-    X(13, LAUNCH, "cudaLaunchKernelExC")                                                                               \
-    X(14, LAUNCH, "cuLaunchKernel")                                                                                    \
-    X(15, LAUNCH, "cuLaunchKernelEx")                                                                                  \
-    X(16, GRAPH, "cudaGraphLaunch")                                                                                    \
-    X(17, SYNC, "cudaStreamSynchronize")                                                                               \
-    X(18, SYNC, "cudaEventSynchronize")                                                                                \
-    X(19, SYNC, "cudaDeviceSynchronize")                                                                               \
-    X(20, CREATE, "cudaStreamCreate")                                                                                  \
-    X(21, CREATE, "cudaEventCreate")                                                                                   \
-    X(22, ALLOC, "cudaMalloc")                                                                                         \
-    X(23, ALLOC, "cudaHostAlloc")                                                                                      \
-    X(24, ALLOC, "cudaHostRegister")                                                                                   \
-    X(25, FREE, "cudaFree")                                                                                            \
-    X(26, FREE, "cudaFreeHost")                                                                                        \
-    X(27, EVENT, "cudaEventRecord")                                                                                    \
-    X(28, EVENT, "cudaStreamWaitEvent")                                                                                \
-    X(29, ALLOC, "cudaMallocAsync")                                                                                    \
-    X(30, COPY, "cudaMemcpy3DAsync")                                                                                   \
-    X(31, COPY, "cudaMemcpyPeerAsync")                                                                                 \
-    X(32, SYNC, "cuStreamSynchronize")                                                                                 \
-    X(33, SYNC, "cuEventSynchronize")                                                                                  \
-    X(34, SYNC, "cuCtxSynchronize")                                                                                    \
-    X(35, CREATE, "cuStreamCreate")                                                                                    \
-    X(36, CREATE, "cuEventCreate")                                                                                     \
-    X(37, ALLOC, "cuMemAlloc")                                                                                         \
-    X(38, ALLOC, "cuMemHostAlloc")                                                                                     \
-    X(39, ALLOC, "cuMemHostRegister")                                                                                  \
-    X(40, COPY, "cudaMemcpyWithAttributesAsync")                                                                       \
-    X(41, COPY, "cuMemcpy3DAsync")                                                                                     \
-    X(42, FREE, "cudaHostUnregister")                                                                                  \
-    X(43, FREE, "cuMemFree")                                                                                           \
-    X(44, FREE, "cuMemFreeHost")                                                                                       \
-    X(45, FREE, "cuMemHostUnregister")                                                                                 \
-    X(64, TRANSFER, "transfer") /* one engine or server transfer; src and dst hold its split, see kvp_record */
+    X(1, COPY, cudaMemcpyAsync)                                                                                        \
+    X(2, COPY, cudaMemcpy2DAsync)                                                                                      \
+    X(3, BATCH, cudaMemcpyBatchAsync)                                                                                  \
+    X(4, COPY, cuMemcpyAsync)                                                                                          \
+    X(5, COPY, cuMemcpyHtoDAsync)                                                                                      \
+    X(6, COPY, cuMemcpyDtoHAsync)                                                                                      \
+    X(7, COPY, cuMemcpyDtoDAsync)                                                                                      \
+    X(8, COPY, cuMemcpy2DAsync)                                                                                        \
+    X(9, BATCH, cuMemcpyBatchAsync)                                                                                    \
+    X(10, COPY_SYNC, cudaMemcpy)                                                                                       \
+    X(11, MEMSET, cudaMemsetAsync)                                                                                     \
+    X(12, LAUNCH, cudaLaunchKernel)                                                                                    \
+    X(13, LAUNCH, cudaLaunchKernelExC)                                                                                 \
+    X(14, LAUNCH, cuLaunchKernel)                                                                                      \
+    X(15, LAUNCH, cuLaunchKernelEx)                                                                                    \
+    X(16, GRAPH, cudaGraphLaunch)                                                                                      \
+    X(17, SYNC, cudaStreamSynchronize)                                                                                 \
+    X(18, SYNC, cudaEventSynchronize)                                                                                  \
+    X(19, SYNC, cudaDeviceSynchronize)                                                                                 \
+    X(20, CREATE, cudaStreamCreate)                                                                                    \
+    X(21, CREATE, cudaEventCreate)                                                                                     \
+    X(22, ALLOC, cudaMalloc)                                                                                           \
+    X(23, ALLOC, cudaHostAlloc)                                                                                        \
+    X(24, ALLOC, cudaHostRegister)                                                                                     \
+    X(25, FREE, cudaFree)                                                                                              \
+    X(26, FREE, cudaFreeHost)                                                                                          \
+    X(27, EVENT, cudaEventRecord)                                                                                      \
+    X(28, EVENT, cudaStreamWaitEvent)                                                                                  \
+    X(29, ALLOC, cudaMallocAsync)                                                                                      \
+    X(30, COPY, cudaMemcpy3DAsync)                                                                                     \
+    X(31, COPY, cudaMemcpyPeerAsync)                                                                                   \
+    X(32, SYNC, cuStreamSynchronize)                                                                                   \
+    X(33, SYNC, cuEventSynchronize)                                                                                    \
+    X(34, SYNC, cuCtxSynchronize)                                                                                      \
+    X(35, CREATE, cuStreamCreate)                                                                                      \
+    X(36, CREATE, cuEventCreate)                                                                                       \
+    X(37, ALLOC, cuMemAlloc)                                                                                           \
+    X(38, ALLOC, cuMemHostAlloc)                                                                                       \
+    X(39, ALLOC, cuMemHostRegister)                                                                                    \
+    X(40, COPY, cudaMemcpyWithAttributesAsync)                                                                         \
+    X(41, COPY, cuMemcpy3DAsync)                                                                                       \
+    X(42, FREE, cudaHostUnregister)                                                                                    \
+    X(43, FREE, cuMemFree)                                                                                             \
+    X(44, FREE, cuMemFreeHost)                                                                                         \
+    X(45, FREE, cuMemHostUnregister)                                                                                   \
+    X(64, TRANSFER, transfer) /* one engine or server transfer; src and dst hold its split, see kvp_record */
 
 enum kvp_call {
-#define X(id, kind, name) KVP_CALL_##id = id,
+#define X(id, kind, name) KVP_CALL_##name = id,
     KVP_CALLS(X)
 #undef X
 };
@@ -137,9 +140,9 @@ static inline unsigned kvp_bucket(uint64_t ns) {
     return b < KVP_BUCKETS ? b : KVP_BUCKETS - 1;
 }
 
-/* Totals of one (stream, call, direction) of one lane. A slot with call 0 is free; used slots are the first slots_used.
- * count and bytes are one 16-byte store, so that a kill between two instructions leaves them in step; the histogram and
- * the other sums may then be one call ahead. */
+/* Totals of one (stream, call, direction) of one section. A slot with call 0 is free; used slots are the first
+ * slots_used. count and bytes are one 16-byte store, so that a kill between two instructions leaves them in step; the
+ * histogram and the other sums may then be one call ahead. */
 typedef struct {
     uint64_t stream;
     uint8_t call;
@@ -180,13 +183,13 @@ typedef struct {
     uint32_t record_bytes;  /* 64 */
     uint32_t slot_bytes;    /* 1152 */
     uint32_t buckets;       /* KVP_BUCKETS */
-    uint32_t slot_count;    /* slots in a lane */
+    uint32_t slot_count;    /* slots in a section */
     uint64_t ring_capacity; /* records, a power of two */
     uint64_t slow_capacity; /* records, a power of two */
-    uint64_t lane_bytes;
-    uint32_t lanes_max;
-    volatile uint32_t lanes_used; /* grows only; one that could not be made is all zero, or beyond the file's end */
-    uint64_t slow_ns;             /* threshold of the slow ring */
+    uint64_t section_bytes;
+    uint32_t sections_max;
+    volatile uint32_t sections_used; /* grows only; one that could not be made is all zero, or beyond the file's end */
+    uint64_t slow_ns;                /* threshold of the slow ring */
     uint32_t pid;
     uint32_t ppid;
     uint64_t start_monotonic_ns;
@@ -196,7 +199,7 @@ typedef struct {
     volatile uint64_t end_monotonic_ns;
     char clock[16];
     char producer[32]; /* "engine", "interposer" */
-    /* What a lane could not take (more threads than lanes, a call inside a signal handler, more streams than
+    /* What a section could not take (more threads than sections, a call inside a signal handler, more streams than
      * slots, disk full): counted here with atomics, so that totals stay exact. Index: enum kvp_call. */
     volatile uint64_t over_count[128];
     volatile uint64_t over_bytes[128];
@@ -211,12 +214,12 @@ typedef struct {
     volatile uint64_t head;      /* records ever published */
     volatile uint64_t slow_head; /* likewise, slow ring */
     volatile uint32_t tid;       /* owner now; 0 = free for another thread */
-    volatile uint32_t owners;    /* threads that have owned this lane */
+    volatile uint32_t owners;    /* threads that have owned this section */
     volatile uint32_t busy;      /* 1 while the owner writes: a signal handler's call goes to over_* */
     uint32_t slots_used;
     char name[32]; /* thread name of the newest owner */
-    /* Records that this lane's rings hold: the file's capacities, or less in a later lane or where the disk was full.
-     * Record i lies at ring[i % ring_records]. */
+    /* Records that this section's rings hold: the file's capacities, or less in a later section or where the disk was
+     * full. Record i lies at ring[i % ring_records]. */
     volatile uint64_t ring_records;
     volatile uint64_t slow_records;
     /* The call that the owner is inside of now, for an observer that asks who has been blocked, and for how long. */
@@ -224,19 +227,19 @@ typedef struct {
     volatile uint32_t in_sequence; /* counts entries: the same value twice = the same call */
     volatile uint64_t in_since_ns; /* 0 = the call is counted, not timed */
     volatile uint64_t in_stream;
-} kvp_lane_header;
+} kvp_section_header;
 
 /* ---- ring: writing ------------------------------------------------------------------------------------------ */
 
-/* Only the first lanes hold ring_capacity records; a later one holds at most this many. */
-#define KVP_LARGE_LANES 8
+/* Only the first sections hold ring_capacity records; a later one holds at most this many. */
+#define KVP_LARGE_SECTIONS 8
 #define KVP_SMALL_RECORDS 16384
 
 typedef struct {
     uint64_t ring_capacity; /* 0 = default 16384; rounded up to a power of two */
     uint64_t slow_capacity; /* 0 = default 4096 */
     uint32_t slot_count;    /* 0 = default 128 */
-    uint32_t lanes_max;     /* 0 = default 256 */
+    uint32_t sections_max;  /* 0 = default 256 */
     uint64_t slow_ns;       /* 0 = default 20000 */
 } kvp_ring_options;
 
@@ -247,7 +250,7 @@ KVP_EXPORT int kvp_ring_open(const char *path, const char *producer, const kvp_r
 KVP_EXPORT void kvp_ring_close(void);
 /* After kvp_ring_close: gives the file's memory back; a late writer writes into memory of the process. */
 KVP_EXPORT void kvp_ring_release(void);
-/* on != 0: from now on no system call; the file keeps its size, threads without a lane are counted in over_*. For a
+/* on != 0: from now on no system call; the file keeps its size, threads without a section are counted in over_*. For a
  * process that puts itself under seccomp. */
 KVP_EXPORT void kvp_ring_seal(int on);
 /* Adds one call to over_*, from any context. */

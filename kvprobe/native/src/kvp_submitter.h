@@ -7,8 +7,8 @@
  * marker): whatever is outstanding is covered by something that will tell. Within a direction jobs start and end in the
  * order they came.
  *
- *   caller: kvp_job_new -> kvp_job_push ----> queue of its direction ----> the thread: step() ----> kvp_job.state
- *   caller, shared policy: kvp_job_new -> kvp_job_inline (submits in the caller's own thread, as a server does)
+ *   caller: kvp_job_request ----> queue of its direction ----> the thread: step() ----> kvp_job.state
+ *   caller, shared policy: kvp_job_request -> kvp_job_inline (submits in the caller's own thread, as a server does)
  *
  * On the host runtime with a virtual clock there is no thread: the runtime calls step() when its time has come.
  */
@@ -28,7 +28,8 @@ enum kvp_job_fault {
     KVP_FAULT_WAIT = 2,   /* cudaStreamWaitEvent */
     KVP_FAULT_DEVICE = 3, /* asking the device how far it is: it is lost */
     KVP_FAULT_CLOSED = 4, /* the submitter was closed or stopped first */
-    KVP_FAULT_STUCK = 5   /* it did not move for the time set */
+    KVP_FAULT_STUCK = 5,  /* it did not move for the time set */
+    KVP_FAULT_RESET = 6   /* the runtime was torn down under it */
 };
 
 /* What a caller may read of a job while it holds it (kvp_job_release gives it back). Times: the submitter's clock. */
@@ -50,6 +51,7 @@ typedef struct {
     uint64_t noticed_ns;
     uint64_t submitted_ns;           /* the last copy was submitted */
     uint64_t requested_ns, built_ns; /* asked for; put together, before it was handed over */
+    uint64_t tid;                    /* thread that asked */
 } kvp_job_status;
 
 typedef struct kvp_job kvp_job;
@@ -77,12 +79,8 @@ typedef struct {
     uint32_t streams; /* pooled streams of each direction */
     void *const *pooled[2];
     void *shared[2];
-    void *clock_stream, *clock_event;
-    uint32_t events; /* timing events for markers, both directions */
+    void *clock_stream;
     uint32_t lists;
-    void *const *event;
-    uint32_t fences; /* plain events for marks on compute streams; more are made when they run out */
-    void *const *fence;
     const kvp_copy_list *list;
     uint64_t burst_ns;            /* work that is submitted ahead of the device, each direction; 0: 400 us */
     uint64_t bytes_per_s[2];      /* cap on the rate; 0: none */
@@ -95,16 +93,24 @@ typedef struct {
     int (*actor_add)(uint64_t (*step)(void *, uint64_t), void *);
     void (*actor_wake)(int);
     void (*actor_remove)(int);
-    int (*run_until)(int (*condition)(void *), void *);
+    int (*run_until)(int (*condition)(void *), void *, uint64_t until_ns);
 } kvp_submitter_config;
 
-/* Starts the thread. The config's arrays of streams, events, lists, bases and bounds are copied; what they name must
- * live until kvp_submitter_close has returned. NULL: no memory, or no thread could be made. */
-KVP_EXPORT kvp_submitter *kvp_submitter_open(const kvp_submitter_config *config);
+/* Makes the first events and starts the thread. The config's arrays of streams, lists, bases and bounds are copied;
+ * what they name must live until kvp_submitter_close has returned. NULL: an event could not be made (cudaError_t in
+ * `why`), or no memory or no thread could be had (0). */
+KVP_EXPORT kvp_submitter *kvp_submitter_open(const kvp_submitter_config *config, int *why);
 /* Ends all jobs (those not submitted fail with KVP_FAULT_CLOSED unless `drain`) and stops the thread; every later call
  * refuses. In a forked child: does nothing. */
 KVP_EXPORT void kvp_submitter_close(kvp_submitter *s, int drain);
+/* Destroys its events, after kvp_submitter_close; all of them where one fails. 0, or the first error. */
+KVP_EXPORT int kvp_submitter_destroy_events(kvp_submitter *s);
+/* In place of kvp_submitter_close, once the runtime was torn down: its streams and events are gone, their handles may
+ * be somebody else's soon, so none of them is used any more. All jobs fail with KVP_FAULT_RESET. Nobody may be inside
+ * kvp_job_inline. */
+KVP_EXPORT void kvp_submitter_abandon(kvp_submitter *s);
 /* Frees it, once nobody is inside any call of it any more; jobs that are still held stay readable. */
+KVP_EXPORT void kvp_submitter_hold(kvp_submitter *s); /* one more kvp_submitter_free is to come */
 KVP_EXPORT void kvp_submitter_free(kvp_submitter *s);
 /* Whoever sleeps in kvp_wait_ended comes back with -1, and does so from now on. */
 KVP_EXPORT void kvp_submitter_stop(kvp_submitter *s);
@@ -112,30 +118,39 @@ KVP_EXPORT void kvp_submitter_stop(kvp_submitter *s);
 enum kvp_job_refusal { KVP_BAD_ID = -1, KVP_TWICE = -2, KVP_NO_MEMORY = -3, KVP_BROKEN = -4, KVP_FORKED = -5 };
 
 /* A job of `gpu_count` GPU block ids and `cpu_count` CPU block ids that cover the same number of pieces (`pieces`).
- * direction: KVP_H2D or KVP_D2H. `bad`: the id that is out of range. Returns the job's status, held once for the
- * caller and once for the submitter, or NULL and a refusal in `why`. */
-KVP_EXPORT kvp_job_status *kvp_job_new(kvp_submitter *s, int direction, uint64_t id, uint64_t pieces,
-                                       const int64_t *gpu, uint64_t gpu_count, const int64_t *cpu, uint64_t cpu_count,
-                                       int *why, int64_t *bad);
-/* All of it in one call: kvp_job_new, kvp_job_after (`marked`), kvp_job_times and, if `push`, kvp_job_push. NULL: a
- * refusal (below 0) or cudaEventRecord's code in `why`, and nothing was asked for. */
-KVP_EXPORT kvp_job_status *kvp_job_request(kvp_submitter *s, int direction, uint64_t id, uint64_t pieces,
+ * Returns the job's status, held once for the caller and once for the submitter; or NULL, a refusal (below 0) or
+ * cudaEventRecord's code in `refused`, and nothing was asked for. */
+enum kvp_request {
+    KVP_REQUEST_STORE = 1, /* else a load */
+    KVP_REQUEST_AFTER = 2, /* it waits for what the stream `after` holds now */
+    KVP_REQUEST_PUSH = 4   /* it is handed over */
+};
+typedef struct {
+    int64_t bad;   /* the id that is out of range; of a job that was made, its address */
+    uint64_t made; /* id of the newest job that was made */
+    int why;
+} kvp_job_refused;
+KVP_EXPORT kvp_job_status *kvp_job_request(kvp_submitter *s, uint32_t what, uint64_t id, uint64_t pieces,
                                            const int64_t *gpu, uint64_t gpu_count, const int64_t *cpu,
-                                           uint64_t cpu_count, void *after, int marked, int push, uint64_t requested_ns,
-                                           int *why, int64_t *bad);
-/* A job of `count` copies given by address; sizes NULL: `size` each. */
-KVP_EXPORT kvp_job_status *kvp_job_new_raw(kvp_submitter *s, int direction, uint64_t id, uint64_t count,
-                                           const uint64_t *dst, const uint64_t *src, const uint64_t *sizes,
-                                           uint64_t size, int *why);
-/* The job waits for what `stream` holds now. Records an event on it; where 128 of ours stand there already, those who
- * come within the same 0.2 ms share one that the thread records (a later mark covers all that an earlier one did).
- * Returns cudaEventRecord's code. */
-KVP_EXPORT int kvp_job_after(kvp_submitter *s, kvp_job_status *job, void *stream);
-/* When it was asked for and when it was put together, for the record. */
-KVP_EXPORT void kvp_job_times(kvp_job_status *job, uint64_t requested_ns, uint64_t built_ns);
+                                           uint64_t cpu_count, void *after, uint64_t requested_ns,
+                                           kvp_job_refused *refused);
+
+/* Copies given by address; all arrays are copied. */
+typedef struct {
+    uint64_t count;
+    const uint64_t *dst, *src, *sizes; /* sizes NULL: `size` each */
+    uint64_t size;
+    const uint64_t *bound; /* addresses, ascending, over which no two copies are merged */
+    uint32_t bounds;
+} kvp_addresses;
+/* The same with addresses, handed over at once. */
+KVP_EXPORT kvp_job_status *kvp_job_request_addresses(kvp_submitter *s, int direction, uint64_t id,
+                                                     const kvp_addresses *copies, void *after, int marked,
+                                                     uint64_t requested_ns, int *why);
 /* A job that is not handed over after all: the submitter's reference goes, the caller's stays. */
 KVP_EXPORT void kvp_job_unused(kvp_submitter *s, kvp_job_status *job);
-/* Hands the job to the thread, behind those of its direction that came before. Never blocks. 0 or a refusal. */
+/* Hands the job to the thread, behind those of its direction that came before; once, however often it is called. Never
+ * blocks. 0 or a refusal. */
 KVP_EXPORT int kvp_job_push(kvp_submitter *s, kvp_job_status *job);
 /* Submits (more of) the job in the calling thread to the shared stream, one cudaMemcpyAsync a piece, at most `max`
  * pieces, until it is all submitted or what `options` says stops it; `outstanding` receives the operations that stood
@@ -149,7 +164,8 @@ KVP_EXPORT int kvp_inline_free(kvp_submitter *s, int direction);
 KVP_EXPORT void kvp_job_release(kvp_job_status *job);
 
 /* Sleeps until the job has ended (NULL: all jobs have), or timeout_ns has passed (UINT64_MAX: no limit). 1: ended,
- * 0: time ran out, -1: the calling thread should look at signals (slept 100 ms or was interrupted). */
+ * 0: time ran out (of the submitter's clock), -1: the calling thread should look at signals (slept 100 ms or was
+ * interrupted). */
 KVP_EXPORT int kvp_job_wait(kvp_submitter *s, kvp_job_status *job, uint64_t timeout_ns);
 /* Makes later work of `stream` wait for the job: at once where it is submitted; else it goes to the front of what the
  * submitter does, with its waits on the device, and the call returns when it is submitted. 0, a cudaError_t, or a
@@ -178,6 +194,7 @@ typedef struct {
     uint32_t methods_off; /* bit i: method i failed and is not used any more */
     int32_t method_error; /* with what code */
     uint64_t stuck_job;
+    const char *wrong; /* virtual clock: the first invariant that was broken; NULL: none */
 } kvp_submitter_stats;
 KVP_EXPORT void kvp_submitter_read(kvp_submitter *s, kvp_submitter_stats *out);
 

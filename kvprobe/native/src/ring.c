@@ -1,8 +1,8 @@
-/* The ring file's writer: lanes, totals, histograms, detail, in memory that outlives the process.
+/* The ring file's writer: sections, totals, histograms, detail, in memory that outlives the process.
  *
  * Hazards this file is built around:
  *  - a page of a mapped file that has no disk block behind it raises SIGBUS when the disk is full: every piece of a
- *    lane is allocated before it is touched, and what cannot be allocated is counted in over_* or shortens the ring;
+ *    section is allocated before it is touched, and what cannot be allocated is counted in over_* or shortens the ring;
  *  - a program may close all descriptors, change its folder, or fork without telling anyone: no descriptor is kept, the
  *    path is absolute, and a page that the kernel wipes on fork tells a child that the file is not its own;
  *  - a signal handler may call in the middle of a write: `busy` sends it to over_*;
@@ -25,7 +25,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define LANES_LIMIT 1024
+#define SECTIONS_LIMIT 1024
 #define SLOTS_LIMIT 256
 #define INDEX_SIZE 512 /* twice SLOTS_LIMIT: probing stays short */
 #define FIRST_SLOTS 16
@@ -40,16 +40,16 @@
 _Static_assert(sizeof(kvp_record) == 64, "kvp_record");
 _Static_assert(sizeof(kvp_slot) == 1152, "kvp_slot");
 _Static_assert(sizeof(kvp_file_header) <= KVP_HEADER_BYTES, "kvp_file_header");
-_Static_assert(sizeof(kvp_lane_header) <= KVP_HEADER_BYTES, "kvp_lane_header");
+_Static_assert(sizeof(kvp_section_header) <= KVP_HEADER_BYTES, "kvp_section_header");
 _Static_assert(offsetof(kvp_slot, count) % 16 == 0 && offsetof(kvp_slot, bytes) == offsetof(kvp_slot, count) + 8,
                "count and bytes are one store");
 
 typedef uint64_t pair_of_u64 __attribute__((vector_size(16), may_alias));
 typedef uint64_t u64_of_chars __attribute__((may_alias));
 
-/* A lane as its owner sees it; only the mapping is shared with readers. */
-struct lane {
-    kvp_lane_header *header;
+/* A section as its owner sees it; only the mapping is shared with readers. */
+struct section {
+    kvp_section_header *header;
     kvp_slot *last;    /* newest call's */
     uint64_t *counter; /* of its histogram */
     kvp_record *ring;
@@ -66,13 +66,13 @@ struct lane {
 static struct {
     kvp_file_header *header;
     volatile uint32_t *alive; /* the epoch while open; the kernel makes it 0 in a child */
-    uint32_t epoch;           /* of this file; a thread's lane belongs to one epoch */
-    uint32_t lanes_max, slot_count;
-    uint64_t ring_capacity, slow_capacity, slow_ns, lane_bytes;
-    volatile uint32_t lanes_reserved, lanes_free;
-    volatile uint8_t free_lane[LANES_LIMIT]; /* 1 = made, and its owner has gone */
-    struct lane lanes[LANES_LIMIT];
-    void *header_memory; /* as lane.memory; of KVP_HEADER_BYTES */
+    uint32_t epoch;           /* of this file; a thread's section belongs to one epoch */
+    uint32_t sections_max, slot_count;
+    uint64_t ring_capacity, slow_capacity, slow_ns, section_bytes;
+    volatile uint32_t sections_reserved, sections_free;
+    volatile uint8_t free_section[SECTIONS_LIMIT]; /* 1 = made, and its owner has gone */
+    struct section sections[SECTIONS_LIMIT];
+    void *header_memory; /* as section.memory; of KVP_HEADER_BYTES */
     int sealed;          /* no system call any more */
     char path[4096];
 } ring __attribute__((aligned(64)));
@@ -94,15 +94,15 @@ static int allocate(int fd, uint64_t offset, uint64_t bytes) {
     return error;
 }
 
-static uint64_t lane_offset(uint32_t number) { return KVP_HEADER_BYTES + (uint64_t)number * ring.lane_bytes; }
+static uint64_t section_offset(uint32_t number) { return KVP_HEADER_BYTES + (uint64_t)number * ring.section_bytes; }
 
-/* Gives [address, address + bytes) of a lane disk space and, where the kernel can, present pages. */
-static int grow(const struct lane *lane, const void *address, uint64_t bytes) {
+/* Gives [address, address + bytes) of a section disk space and, where the kernel can, present pages. */
+static int grow(const struct section *section, const void *address, uint64_t bytes) {
     if (ring.sealed) return EPERM;
     int fd = open(ring.path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
     if (fd < 0) return errno;
-    uint64_t inside = (uint64_t)((const char *)address - (const char *)lane->header);
-    int error = allocate(fd, lane_offset(lane->number) + inside, bytes);
+    uint64_t inside = (uint64_t)((const char *)address - (const char *)section->header);
+    int error = allocate(fd, section_offset(section->number) + inside, bytes);
     close(fd);
 #ifdef MADV_POPULATE_WRITE
     if (!error) { /* one call now instead of a page fault inside every 64th record */
@@ -134,69 +134,71 @@ static int map(int fd, uint64_t at, uint64_t bytes, void **memory, uint64_t *map
     return 0;
 }
 
-/* ---- lanes -------------------------------------------------------------------------------------------------- */
+/* ---- sections -------------------------------------------------------------------------------------------------- */
 
-static int map_lane(struct lane *lane, uint32_t number) {
+static int map_section(struct section *section, uint32_t number) {
     int fd = open(ring.path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
     if (fd < 0) return errno;
-    uint64_t at = lane_offset(number);
+    uint64_t at = section_offset(number);
     /* the last block too: it sets the file's size, and never shrinks it as ftruncate could when two threads race */
     int error = allocate(fd, at, KVP_HEADER_BYTES + FIRST_SLOTS * sizeof(kvp_slot));
-    if (!error) error = allocate(fd, at + ring.lane_bytes - 64, 64);
-    void *memory = lane->memory;
-    uint64_t mapped = lane->mapped;
-    if (!error) error = map(fd, at, ring.lane_bytes, &memory, &mapped);
+    if (!error) error = allocate(fd, at + ring.section_bytes - 64, 64);
+    void *memory = section->memory;
+    uint64_t mapped = section->mapped;
+    if (!error) error = map(fd, at, ring.section_bytes, &memory, &mapped);
     close(fd);
     if (error) return error;
-    memset(lane, 0, sizeof *lane);
-    lane->memory = memory;
-    lane->mapped = mapped;
-    lane->number = number;
-    lane->slots_ready = FIRST_SLOTS < ring.slot_count ? FIRST_SLOTS : ring.slot_count;
-    lane->slots = (kvp_slot *)((char *)memory + KVP_HEADER_BYTES);
-    lane->ring = (kvp_record *)(lane->slots + ring.slot_count);
-    lane->slow = lane->ring + ring.ring_capacity;
-    lane->counter = lane->slots->histogram;
-    lane->header = memory;
-    int small = number >= KVP_LARGE_LANES && ring.ring_capacity > KVP_SMALL_RECORDS;
-    lane->header->ring_records = small ? KVP_SMALL_RECORDS : ring.ring_capacity;
-    lane->header->slow_records = ring.slow_capacity;
+    memset(section, 0, sizeof *section);
+    section->memory = memory;
+    section->mapped = mapped;
+    section->number = number;
+    section->slots_ready = FIRST_SLOTS < ring.slot_count ? FIRST_SLOTS : ring.slot_count;
+    section->slots = (kvp_slot *)((char *)memory + KVP_HEADER_BYTES);
+    section->ring = (kvp_record *)(section->slots + ring.slot_count);
+    section->slow = section->ring + ring.ring_capacity;
+    section->counter = section->slots->histogram;
+    section->header = memory;
+    int small = number >= KVP_LARGE_SECTIONS && ring.ring_capacity > KVP_SMALL_RECORDS;
+    section->header->ring_records = small ? KVP_SMALL_RECORDS : ring.ring_capacity;
+    section->header->slow_records = ring.slow_capacity;
     uint32_t used;
-    do used = ring.header->lanes_used;
-    while (used <= number && !__atomic_compare_exchange_n(&ring.header->lanes_used, &used, number + 1, 0,
+    used = __atomic_load_n(&ring.header->sections_used, __ATOMIC_RELAXED);
+    while (used <= number && !__atomic_compare_exchange_n(&ring.header->sections_used, &used, number + 1, 0,
                                                           __ATOMIC_RELEASE, __ATOMIC_RELAXED));
     return 0;
 }
 
-static struct lane *take_lane(void) {
-    if (ring.lanes_free)
-        for (uint32_t i = 0; i < ring.lanes_max; i++)
-            if (ring.free_lane[i] && __atomic_exchange_n(&ring.free_lane[i], 0, __ATOMIC_ACQUIRE)) {
-                __atomic_fetch_sub(&ring.lanes_free, 1, __ATOMIC_RELAXED);
-                return &ring.lanes[i];
+static struct section *take_section(void) {
+    if (__atomic_load_n(&ring.sections_free, __ATOMIC_RELAXED))
+        for (uint32_t i = 0; i < ring.sections_max; i++)
+            if (__atomic_load_n(&ring.free_section[i], __ATOMIC_RELAXED) &&
+                __atomic_exchange_n(&ring.free_section[i], 0, __ATOMIC_ACQUIRE)) {
+                __atomic_fetch_sub(&ring.sections_free, 1, __ATOMIC_RELAXED);
+                return &ring.sections[i];
             }
-    if (ring.lanes_reserved >= ring.lanes_max) return NULL;
-    uint32_t number = __atomic_fetch_add(&ring.lanes_reserved, 1, __ATOMIC_RELAXED);
-    if (number >= ring.lanes_max) return NULL;
-    if (!map_lane(&ring.lanes[number], number)) return &ring.lanes[number];
-    ring.lanes_reserved = ring.lanes_max; /* the disk is full or the path has gone: do not ask again at every call */
+    if (__atomic_load_n(&ring.sections_reserved, __ATOMIC_RELAXED) >= ring.sections_max) return NULL;
+    uint32_t number = __atomic_fetch_add(&ring.sections_reserved, 1, __ATOMIC_RELAXED);
+    if (number >= ring.sections_max) return NULL;
+    if (!map_section(&ring.sections[number], number)) return &ring.sections[number];
+    /* the disk is full or the path has gone: do not ask again at every call */
+    __atomic_store_n(&ring.sections_reserved, ring.sections_max, __ATOMIC_RELAXED);
     return NULL;
 }
 
-/* At thread exit: another thread may have the lane. */
-static void leave_lane(void *unused) {
+/* At thread exit: another thread may have the section. */
+static void leave_section(void *unused) {
     (void)unused;
-    struct lane *lane = kvp_thread.lane;
-    kvp_thread.lane = NULL;
-    if (!lane || kvp_thread.epoch != ring.epoch || *ring.alive != ring.epoch) return;
-    lane->header->in_call = 0;
-    lane->header->tid = 0;
-    __atomic_store_n(&ring.free_lane[lane->number], 1, __ATOMIC_RELEASE);
-    __atomic_fetch_add(&ring.lanes_free, 1, __ATOMIC_RELAXED);
+    struct section *section = kvp_thread.section;
+    kvp_thread.section = NULL;
+    if (!section || kvp_thread.epoch != ring.epoch || *ring.alive != ring.epoch) return;
+    section->header->in_call = 0;
+    section->header->tid = 0;
+    __atomic_store_n(&ring.free_section[section->number], 1, __ATOMIC_RELEASE);
+    __atomic_fetch_add(&ring.sections_free, 1, __ATOMIC_RELAXED);
 }
 
-/* This thread's lane, made or taken over now. NULL: none to be had, or the ring is not open. */
-static __attribute__((noinline)) struct lane *attach(void) {
+/* This thread's section, made or taken over now. NULL: none to be had, or the ring is not open. */
+static __attribute__((noinline)) struct section *attach(void) {
     uint32_t alive = *ring.alive;
     if (alive != ring.epoch || !alive) {
         if (ring.header && ring.header->pid != (uint32_t)getpid()) kvp_ring_after_fork();
@@ -206,27 +208,27 @@ static __attribute__((noinline)) struct lane *attach(void) {
     int was = errno;
     kvp_thread.attaching = 1;
     compiler_barrier();
-    struct lane *lane = take_lane();
-    if (lane) {
-        kvp_lane_header *header = lane->header;
+    struct section *section = take_section();
+    if (section) {
+        kvp_section_header *header = section->header;
         header->busy = 0;
         header->in_call = 0;
         prctl(PR_GET_NAME, header->name, 0, 0, 0);
         header->owners++;
         header->tid = (uint32_t)syscall(SYS_gettid);
         kvp_thread.epoch = alive;
-        kvp_thread.lane = lane;
-        pthread_setspecific(exit_key, lane);
+        kvp_thread.section = section;
+        pthread_setspecific(exit_key, section);
     }
     compiler_barrier();
     kvp_thread.attaching = 0;
     errno = was;
-    return lane;
+    return section;
 }
 
-static inline struct lane *my_lane(void) {
-    struct lane *lane = kvp_thread.lane;
-    if (likely(lane && kvp_thread.epoch == *ring.alive)) return lane;
+static inline struct section *my_section(void) {
+    struct section *section = kvp_thread.section;
+    if (likely(section && kvp_thread.epoch == *ring.alive)) return section;
     return attach();
 }
 
@@ -236,29 +238,29 @@ static inline int same_key(const kvp_slot *slot, const kvp_record *r) {
     return slot->stream == r->stream && slot->call == r->call && slot->direction == r->direction;
 }
 
-static __attribute__((noinline)) kvp_slot *find_slot(struct lane *lane, const kvp_record *r) {
+static __attribute__((noinline)) kvp_slot *find_slot(struct section *section, const kvp_record *r) {
     uint64_t key = (r->stream ^ ((uint64_t)r->call << 48) ^ ((uint64_t)r->direction << 56)) * 0x9E3779B97F4A7C15u;
     uint32_t at = (uint32_t)(key >> 55); /* 9 bits: INDEX_SIZE */
-    for (; lane->index[at]; at = (at + 1) % INDEX_SIZE) {
-        kvp_slot *slot = &lane->slots[lane->index[at] - 1];
-        if (same_key(slot, r)) return lane->last = slot;
+    for (; section->index[at]; at = (at + 1) % INDEX_SIZE) {
+        kvp_slot *slot = &section->slots[section->index[at] - 1];
+        if (same_key(slot, r)) return section->last = slot;
     }
-    uint32_t number = lane->header->slots_used;
-    if (number >= lane->slots_ready) {
+    uint32_t number = section->header->slots_used;
+    if (number >= section->slots_ready) {
         if (number >= ring.slot_count) return NULL;
         uint32_t more = number < ring.slot_count - number ? number : ring.slot_count - number;
-        int was = errno, error = grow(lane, &lane->slots[number], more * sizeof(kvp_slot));
+        int was = errno, error = grow(section, &section->slots[number], more * sizeof(kvp_slot));
         errno = was;
         if (error) return NULL;
-        lane->slots_ready += more;
+        section->slots_ready += more;
     }
-    kvp_slot *slot = &lane->slots[number];
+    kvp_slot *slot = &section->slots[number];
     slot->stream = r->stream;
     slot->direction = r->direction;
     __atomic_store_n(&slot->call, r->call, __ATOMIC_RELEASE);
-    __atomic_store_n(&lane->header->slots_used, number + 1, __ATOMIC_RELEASE);
-    lane->index[at] = (uint16_t)(number + 1);
-    return lane->last = slot;
+    __atomic_store_n(&section->header->slots_used, number + 1, __ATOMIC_RELEASE);
+    section->index[at] = (uint16_t)(number + 1);
+    return section->last = slot;
 }
 
 static void over(const kvp_record *r) {
@@ -273,35 +275,35 @@ static void over(const kvp_record *r) {
 /* ---- detail ------------------------------------------------------------------------------------------------- */
 
 /* More room for a ring that has filled what it has; where there is none, the ring stays this long. */
-static __attribute__((noinline)) void grow_ring(struct lane *lane, kvp_record *records, uint64_t *ready, uint64_t first,
-                                                volatile uint64_t *capacity) {
+static __attribute__((noinline)) void grow_ring(struct section *section, kvp_record *records, uint64_t *ready,
+                                                uint64_t first, volatile uint64_t *capacity) {
     uint64_t more = !*ready ? first : *ready < MORE_RECORDS ? *ready : MORE_RECORDS;
     if (more > *capacity - *ready) more = *capacity - *ready;
     int was = errno;
-    if (grow(lane, records + *ready, more * sizeof(kvp_record)))
+    if (grow(section, records + *ready, more * sizeof(kvp_record)))
         *capacity = *ready;
     else
         *ready += more;
     errno = was;
 }
 
-static inline void append(struct lane *lane, const kvp_record *r, kvp_record *records, uint64_t *at, uint64_t *ready,
-                          uint64_t first, volatile uint64_t *capacity, volatile uint64_t *head) {
+static inline void append(struct section *section, const kvp_record *r, kvp_record *records, uint64_t *at,
+                          uint64_t *ready, uint64_t first, volatile uint64_t *capacity, volatile uint64_t *head) {
     if (unlikely(*at >= *ready)) {
-        if (*ready < *capacity) grow_ring(lane, records, ready, first, capacity);
+        if (*ready < *capacity) grow_ring(section, records, ready, first, capacity);
         if (*at >= *ready) *at = 0;
         if (!*ready) return;
     }
     records[*at] = *r;
-    if (!r->tid) records[*at].tid = lane->header->tid;
+    if (!r->tid) records[*at].tid = section->header->tid;
     *at += 1;
     __atomic_store_n(head, *head + 1, __ATOMIC_RELEASE);
 }
 
 int kvp_ring_enter(uint32_t call, uint64_t stream, uint64_t now_ns) {
-    struct lane *lane = my_lane();
-    if (unlikely(!lane)) return 0;
-    kvp_lane_header *header = lane->header;
+    struct section *section = my_section();
+    if (unlikely(!section)) return 0;
+    kvp_section_header *header = section->header;
     header->in_since_ns = now_ns;
     header->in_stream = stream;
     header->in_sequence++;
@@ -309,39 +311,39 @@ int kvp_ring_enter(uint32_t call, uint64_t stream, uint64_t now_ns) {
     /* The call takes longer than they need to come. A store that misses costs even though nobody waits for it: the
      * driver's next locked instruction does. */
     __builtin_prefetch(header, 1);
-    if (likely(lane->ring_at < lane->ring_ready)) __builtin_prefetch(&lane->ring[lane->ring_at], 1);
-    if (likely(lane->last != NULL)) {
-        __builtin_prefetch(lane->last, 1);
-        __builtin_prefetch(lane->counter, 1);
+    if (likely(section->ring_at < section->ring_ready)) __builtin_prefetch(&section->ring[section->ring_at], 1);
+    if (likely(section->last != NULL)) {
+        __builtin_prefetch(section->last, 1);
+        __builtin_prefetch(section->counter, 1);
     }
     return 1;
 }
 
 void kvp_ring_write(const kvp_record *r, int detail) {
-    struct lane *lane = my_lane();
-    if (unlikely(!lane || lane->header->busy)) {
+    struct section *section = my_section();
+    if (unlikely(!section || section->header->busy)) {
         over(r);
         return;
     }
-    kvp_lane_header *header = lane->header;
+    kvp_section_header *header = section->header;
     header->in_call = 0;
     header->busy = 1;
     compiler_barrier();
     int timed = r->dur_ns != KVP_UNTIMED, slow = timed && r->dur_ns >= ring.slow_ns;
     /* detail first: whoever sees the totals move finds the record */
     if (detail && detail != KVP_KEEP_SLOW)
-        append(lane, r, lane->ring, &lane->ring_at, &lane->ring_ready, FIRST_RECORDS, &header->ring_records,
+        append(section, r, section->ring, &section->ring_at, &section->ring_ready, FIRST_RECORDS, &header->ring_records,
                &header->head);
     if (unlikely(slow && detail))
-        append(lane, r, lane->slow, &lane->slow_at, &lane->slow_ready, FIRST_SLOW, &header->slow_records,
+        append(section, r, section->slow, &section->slow_at, &section->slow_ready, FIRST_SLOW, &header->slow_records,
                &header->slow_head);
-    kvp_slot *slot = lane->last;
-    if (unlikely(!slot || !same_key(slot, r))) slot = find_slot(lane, r);
+    kvp_slot *slot = section->last;
+    if (unlikely(!slot || !same_key(slot, r))) slot = find_slot(section, r);
     if (likely(slot != NULL)) {
         if (timed) {
             uint64_t *counter = &slot->histogram[kvp_bucket(r->dur_ns)];
             ++*counter;
-            lane->counter = counter;
+            section->counter = counter;
             slot->dur_ns += r->dur_ns;
             slot->last_ns = r->start_ns + r->dur_ns;
             if (unlikely(r->dur_ns > slot->max_ns)) slot->max_ns = r->dur_ns;
@@ -369,7 +371,7 @@ static void forked_parent(void) {
 __attribute__((constructor)) static void start(void) {
     ring.alive = &not_alive;
     /* early: a low key needs no memory at pthread_setspecific, so a thread's first call may come from anywhere */
-    prepared = pthread_key_create(&exit_key, leave_lane) == 0;
+    prepared = pthread_key_create(&exit_key, leave_section) == 0;
 }
 
 static int prepare(void) {
@@ -455,14 +457,14 @@ static int open_file(const char *path, const char *producer, const kvp_ring_opti
     ring.ring_capacity = power_of_two(options && options->ring_capacity ? options->ring_capacity : 16384);
     ring.slow_capacity = power_of_two(options && options->slow_capacity ? options->slow_capacity : 4096);
     ring.slot_count = options && options->slot_count ? options->slot_count : 128;
-    ring.lanes_max = options && options->lanes_max ? options->lanes_max : 256;
+    ring.sections_max = options && options->sections_max ? options->sections_max : 256;
     ring.slow_ns = options && options->slow_ns ? options->slow_ns : 20000;
     if (ring.slot_count > SLOTS_LIMIT) ring.slot_count = SLOTS_LIMIT;
     if (ring.slot_count < FIRST_SLOTS) ring.slot_count = FIRST_SLOTS;
-    if (ring.lanes_max > LANES_LIMIT) ring.lanes_max = LANES_LIMIT;
-    ring.lane_bytes = KVP_HEADER_BYTES + ring.slot_count * sizeof(kvp_slot) +
-                      (ring.ring_capacity + ring.slow_capacity) * sizeof(kvp_record);
-    ring.lane_bytes = (ring.lane_bytes + 4095) & ~4095ull;
+    if (ring.sections_max > SECTIONS_LIMIT) ring.sections_max = SECTIONS_LIMIT;
+    ring.section_bytes = KVP_HEADER_BYTES + ring.slot_count * sizeof(kvp_slot) +
+                         (ring.ring_capacity + ring.slow_capacity) * sizeof(kvp_record);
+    ring.section_bytes = (ring.section_bytes + 4095) & ~4095ull;
 
     int fd = open(ring.path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (fd < 0) return -errno;
@@ -485,8 +487,8 @@ static int open_file(const char *path, const char *producer, const kvp_ring_opti
     header->slot_count = ring.slot_count;
     header->ring_capacity = ring.ring_capacity;
     header->slow_capacity = ring.slow_capacity;
-    header->lane_bytes = ring.lane_bytes;
-    header->lanes_max = ring.lanes_max;
+    header->section_bytes = ring.section_bytes;
+    header->sections_max = ring.sections_max;
     header->slow_ns = ring.slow_ns;
     header->pid = (uint32_t)getpid();
     header->ppid = (uint32_t)getppid();
@@ -504,8 +506,8 @@ static int open_file(const char *path, const char *producer, const kvp_ring_opti
     __atomic_store_n((u64_of_chars *)header->magic, magic, __ATOMIC_RELEASE); /* last: a file with the magic is whole */
 
     ring.header = header;
-    ring.lanes_reserved = ring.lanes_free = 0;
-    memset((void *)ring.free_lane, 0, sizeof ring.free_lane);
+    ring.sections_reserved = ring.sections_free = 0;
+    memset((void *)ring.free_section, 0, sizeof ring.free_section);
     if (!++ring.epoch) ring.epoch = 1;
     __atomic_store_n(ring.alive, ring.epoch, __ATOMIC_RELEASE);
     return 0;
@@ -534,8 +536,8 @@ void kvp_ring_close(void) {
 int kvp_ring_busy(void) {
     if (!kvp_ring_is_open()) return 0;
     uint32_t self = (uint32_t)syscall(SYS_gettid);
-    for (uint32_t i = 0; i < ring.lanes_reserved && i < ring.lanes_max; i++) {
-        const kvp_lane_header *header = ring.lanes[i].header;
+    for (uint32_t i = 0; i < ring.sections_reserved && i < ring.sections_max; i++) {
+        const kvp_section_header *header = ring.sections[i].header;
         if (header && header->tid && header->tid != self && (header->in_call || header->busy)) return 1;
     }
     return 0;
@@ -544,7 +546,7 @@ int kvp_ring_busy(void) {
 void kvp_ring_release(void) {
     if (kvp_ring_is_open() || ring.sealed) return;
     let_go(ring.header_memory, KVP_HEADER_BYTES);
-    for (uint32_t i = 0; i < LANES_LIMIT; i++) let_go(ring.lanes[i].memory, ring.lanes[i].mapped);
+    for (uint32_t i = 0; i < SECTIONS_LIMIT; i++) let_go(ring.sections[i].memory, ring.sections[i].mapped);
 }
 
 void kvp_ring_seal(int on) { ring.sealed = on; }
@@ -560,7 +562,7 @@ void kvp_ring_after_fork(void) {
     *ring.alive = 0;
     ring.header = NULL;
     ring.path[0] = 0;
-    kvp_thread.lane = NULL;
+    kvp_thread.section = NULL;
     kvp_thread.attaching = 0;
     opening = 0;
 }

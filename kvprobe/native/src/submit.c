@@ -12,12 +12,20 @@
 #define PREEMPTED_NS 5000 /* losing the CPU and getting it back takes longer than this */
 #define EVENT_FACTOR 4    /* recording an event may cost more than a copy; blocked_ns is a copy's */
 
+static uint32_t forks = 1; /* getpid() would be a system call, which costs up to a microsecond in a sandbox */
+
+static void forked_child(void) { forks++; }
+
+__attribute__((constructor)) static void count_forks(void) { pthread_atfork(NULL, NULL, forked_child); }
+
+uint32_t kvp_forks(void) { return __atomic_load_n(&forks, __ATOMIC_RELAXED); }
+
 uint32_t kvp_thread_id(void) {
     static __thread uint32_t tid __attribute__((tls_model("initial-exec")));
-    static __thread uint32_t pid __attribute__((tls_model("initial-exec")));
-    /* a forked child keeps the thread-local of its parent: the pid tells */
-    uint32_t now = (uint32_t)getpid();
-    if (pid != now) pid = now, tid = (uint32_t)syscall(SYS_gettid);
+    static __thread uint32_t of __attribute__((tls_model("initial-exec")));
+    /* a forked child keeps the thread-local of its parent */
+    uint32_t now = kvp_forks();
+    if (of != now) of = now, tid = (uint32_t)syscall(SYS_gettid);
     return tid;
 }
 
@@ -34,7 +42,7 @@ struct switches {
 
 static struct switches switches_now(void) {
     struct rusage usage;
-    if (getrusage(RUSAGE_THREAD, &usage)) return (struct switches){0, 0};
+    if (kvp_clock_is_given() || getrusage(RUSAGE_THREAD, &usage)) return (struct switches){0, 0};
     return (struct switches){usage.ru_nivcsw, usage.ru_nvcsw};
 }
 
@@ -83,7 +91,7 @@ int kvp_submit(const kvp_submit_options *o, size_t n, const uint64_t *dst, const
                          .tid = kvp_thread_id(),
                          .transfer = o->transfer,
                          .count = 1,
-                         .call = KVP_CALL_1,
+                         .call = KVP_CALL_cudaMemcpyAsync,
                          .direction = o->direction};
     int keep = o->detail >= KVP_COPIES;
     int ranges = keep && o->range_push != NULL;
@@ -188,7 +196,7 @@ int kvp_submit_batch(const kvp_submit_options *o, void *batch_fn, int fn_has_fai
                              .transfer = o->transfer,
                              .count = (uint32_t)count,
                              .result = (uint16_t)result,
-                             .call = KVP_CALL_3,
+                             .call = KVP_CALL_cudaMemcpyBatchAsync,
                              .direction = o->direction};
         if (o->detail != KVP_OFF) kvp_ring_write(&record, o->detail >= KVP_COPIES);
         r->result = result;

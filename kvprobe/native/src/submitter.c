@@ -10,7 +10,8 @@
 #define LAUNCHES 3            /* submissions that make up the work submitted ahead */
 #define BURST_NS 1200000
 #define KERNEL_LAUNCHES 2 /* by kernels fewer and longer: each begins and ends with the link half idle */
-#define KERNEL_BURST_NS 2000000
+#define KERNEL_BURST_NS 2400000
+#define COMPUTE_NS UINT64_C(1000000000) /* after compute was last seen in front of a copy it is thought to go on */
 #define HELD_UP_NS 1000000      /* a stream whose work starts so much later than it could is held up by others */
 #define LEAVE_NS 20000000       /* not more often than that */
 #define FIRST_LAUNCH (4u << 20) /* of the first one after a pause, bytes */
@@ -21,51 +22,27 @@
 #define SHARED_PAUSE_NS 60000
 #define RENEW_CLOCK_NS UINT64_C(10000000000)
 #define CLOCK_TRIES 8
-#define GOOD_CLOCK_NS 50000 /* the host was not interrupted between asking and hearing */
+#define CLOCK_TRY_NS 200000
+#define AGAIN_CLOCK_NS UINT64_C(50000000) /* after it could not be read */
+#define GOOD_CLOCK_NS 50000               /* the host was not interrupted between asking and hearing */
 #define BAD_QUERIES 3
-#define FORGET 0.005f /* of what is known of a method, each time another one is used */
-#define EXPLORE 64    /* submissions between two of another method, to see what it takes */
-#define EXPLORE_WORSE 1.6
+#define FORGET 0.005f         /* of what is known of a method, each time another one is used */
 #define RATE_BYTES (1u << 20) /* of a marker from which on its rate is believed */
 
-/* ---- events and fences ---------------------------------------------------------------------------------------- */
-
-void *kvp_event_take(kvp_submitter *s) {
-    pthread_mutex_lock(&s->lock);
-    void *event = s->events_free ? s->events[--s->events_free] : NULL;
-    pthread_mutex_unlock(&s->lock);
-    return event;
-}
-
-/* An event that somebody is about to wait for (pins) must not be recorded anew before they have. */
-void kvp_event_give(kvp_submitter *s, void *event) {
-    if (!event) return;
-    pthread_mutex_lock(&s->lock);
-    if (s->pins)
-        s->limbo[s->limbo_count++] = event;
-    else
-        s->events[s->events_free++] = event;
-    pthread_mutex_unlock(&s->lock);
-}
-
-uint32_t kvp_events_left(kvp_submitter *s) {
-    pthread_mutex_lock(&s->lock);
-    uint32_t left = s->events_free;
-    pthread_mutex_unlock(&s->lock);
-    return left;
-}
+/* ---- fences --------------------------------------------------------------------------------------------------- */
 
 /* How many marks of ours stand on a compute stream, and the one that is still to be made; with the lock. */
 static uint32_t *marks_on(kvp_submitter *s, void *stream, struct fence ***open) {
     int free = -1;
-    for (int i = 0; i < COMPUTE_STREAMS; i++) {
+    for (int i = 0; i < s->computes; i++) {
         bool used = s->compute[i].recorded || s->compute[i].open;
-        if (used && s->compute[i].stream == stream) {
+        if (s->compute[i].stream == stream) {
             *open = &s->compute[i].open;
             return &s->compute[i].recorded;
         }
         if (!used && free < 0) free = i;
     }
+    if (free < 0 && s->computes < COMPUTE_STREAMS) free = s->computes++;
     if (free < 0) { /* more compute streams than anybody has: their marks are not counted */
         *open = NULL;
         s->uncounted = 0;
@@ -74,13 +51,6 @@ static uint32_t *marks_on(kvp_submitter *s, void *stream, struct fence ***open) 
     s->compute[free].stream = stream;
     *open = &s->compute[free].open;
     return &s->compute[free].recorded;
-}
-
-/* Gives a fence back; with the lock. */
-static void fence_free(kvp_submitter *s, struct fence *f) {
-    f->next = s->fences_free;
-    s->fences_free = f;
-    s->fences_used--;
 }
 
 static void fence_passed(kvp_submitter *s, struct fence *f) {
@@ -102,33 +72,9 @@ void kvp_fence_drop(kvp_submitter *s, struct kvp_job *j) {
         marks_on(s, f->stream, &open);
         if (open && *open == f) *open = NULL;
         fence_passed(s, f);
-        fence_free(s, f);
+        kvp_fence_give(s, f);
     }
     pthread_mutex_unlock(&s->lock);
-}
-
-static struct fence *fence_take(kvp_submitter *s) {
-    pthread_mutex_lock(&s->lock);
-    struct fence *f = s->fences_free;
-    if (f) s->fences_free = f->next, s->fences_used++;
-    pthread_mutex_unlock(&s->lock);
-    if (f) return f;
-    void *event = NULL;
-    f = calloc(1, sizeof *f);
-    if (!f || !s->config.copier.cuda.event_create || CALL(s, event_create, create_fn)(&event, cudaEventDisableTiming)) {
-        kvp_clear_error(s);
-        free(f);
-        return NULL;
-    }
-    f->event = event;
-    f->made = 1;
-    pthread_mutex_lock(&s->lock);
-    f->all = s->fences_all;
-    s->fences_all = f;
-    s->fence_count++;
-    s->fences_used++;
-    pthread_mutex_unlock(&s->lock);
-    return f;
 }
 
 /* Records an open fence; whoever comes first does it. 0: it is recorded; NOT_READY: another thread is at it. */
@@ -152,49 +98,63 @@ int kvp_fence_record(kvp_submitter *s, struct fence *f) {
     f->code = code;
     if (--f->users == 0) {
         fence_passed(s, f);
-        fence_free(s, f);
+        kvp_fence_give(s, f);
     }
     pthread_mutex_unlock(&s->lock);
     return code;
 }
 
-int kvp_job_after(kvp_submitter *s, kvp_job_status *job, void *stream) {
-    struct kvp_job *j = (struct kvp_job *)job;
-    struct fence **open, *f = NULL;
+/* The job waits for what `stream` holds now. Records an event on it; where MARKS_EACH of ours stand there already,
+ * those who come within SHARED_MARK_NS share one that the thread records: a later mark covers all that an earlier one
+ * did. */
+int kvp_job_after(kvp_submitter *s, struct kvp_job *j, void *stream) {
+    struct fence **open, *f = NULL, *made = NULL;
+    bool later;
     pthread_mutex_lock(&s->lock);
-    uint32_t *marks = marks_on(s, stream, &open);
-    bool later = open && *marks >= MARKS_EACH && !j->inlined;
-    if (later && (f = *open)) f->users++;
-    pthread_mutex_unlock(&s->lock);
-    if (!f) {
-        f = fence_take(s);
-        if (!f) return cudaErrorMemoryAllocation;
-        f->stream = stream;
-        f->state = FENCE_OPEN;
-        f->code = 0;
-        f->users = 1;
-        f->opened_ns = kvp_now_ns();
-        pthread_mutex_lock(&s->lock);
-        marks_on(s, stream, &open);
-        if (later && open && !*open) *open = f;
-        pthread_mutex_unlock(&s->lock);
-        if (!later) {
-            int code = kvp_fence_record(s, f);
-            if (code) {
-                j->after = f;
-                kvp_fence_drop(s, j);
-                return code;
-            }
+    for (;;) {
+        uint32_t *marks = marks_on(s, stream, &open);
+        later = open && *marks >= MARKS_EACH && !j->inlined;
+        if (later && *open) { /* others wait for the same mark, which is still to be made */
+            f = *open;
+            f->users++;
+            if (made) kvp_fence_give(s, made);
+            pthread_mutex_unlock(&s->lock);
+            j->after = f;
+            return 0;
         }
+        f = made ? made : kvp_fence_take(s);
+        if (f) {
+            f->stream = stream;
+            f->state = later ? FENCE_OPEN : FENCE_RECORDED; /* nobody sees it before this call has returned */
+            f->code = 0;
+            f->users = 1;
+            if (later)
+                f->opened_ns = kvp_now_ns(), *open = f;
+            else
+                ++*marks;
+            break;
+        }
+        pthread_mutex_unlock(&s->lock);
+        made = kvp_fence_make(s);
+        if (!made) return cudaErrorMemoryAllocation;
+        pthread_mutex_lock(&s->lock);
     }
+    pthread_mutex_unlock(&s->lock);
     j->after = f;
-    return 0;
+    if (later) return 0;
+    f->code = CALL(s, event_record, event_stream_fn)(f->event, stream);
+    if (!f->code) return 0;
+    int code = f->code;
+    kvp_clear_error(s);
+    kvp_fence_drop(s, j);
+    return code;
 }
 
 /* Makes the marks that callers left to the thread; returns when the next of them is due. */
 static uint64_t make_marks(kvp_submitter *s, uint64_t now) {
     uint64_t next = UINT64_MAX;
     for (int i = 0; i < COMPUTE_STREAMS; i++) {
+        if (i >= __atomic_load_n(&s->computes, __ATOMIC_RELAXED)) break;
         pthread_mutex_lock(&s->lock);
         struct fence *f = s->compute[i].open;
         uint64_t due = f ? f->opened_ns + SHARED_MARK_NS : UINT64_MAX;
@@ -213,29 +173,43 @@ static uint64_t make_marks(kvp_submitter *s, uint64_t now) {
 
 /* ---- the device's clock ---------------------------------------------------------------------------------------- */
 
-/* Pairs the device's clock with the host's: right after an event on an idle stream is reached. */
+/* Whether an event on the clock's stream is reached soon. The stream is idle, but may share its hardware channel with
+ * one that is held back: nobody waits for that. */
+static bool reached_soon(kvp_submitter *s, void *event, uint64_t until) {
+    if (!s->threaded) return !CALL(s, event_synchronize, handle_fn)(event); /* virtual time goes on only so */
+    int code;
+    while ((code = CALL(s, event_query, handle_fn)(event)) == NOT_READY && kvp_now_ns() < until);
+    if (code) kvp_clear_error(s);
+    return !code;
+}
+
+/* Pairs the device's clock with the host's: right after an event on an idle stream is reached. Where it is not reached
+ * the pair before stays. */
 void kvp_renew_device_clock(kvp_submitter *s) {
-    void *event = s->config.clock_event;
-    if (!event) return;
     uint64_t best = UINT64_MAX;
     for (int tries = 0; tries < CLOCK_TRIES && best > GOOD_CLOCK_NS; tries++) {
+        void *event = s->clock_event[1];
         uint64_t before = kvp_now_ns();
-        if (CALL(s, event_record, event_stream_fn)(event, s->config.clock_stream) ||
-            CALL(s, event_synchronize, handle_fn)(event)) {
+        if (!event) return;
+        if (CALL(s, event_record, event_stream_fn)(event, s->config.clock_stream)) {
             kvp_clear_error(s);
             break;
         }
-        uint64_t after = kvp_now_ns();
-        if (after - before < best || tries == CLOCK_TRIES - 1) best = after - before, s->clock_ns = before + best / 2;
+        if (!reached_soon(s, event, before + CLOCK_TRY_NS)) break;
+        uint64_t took = kvp_now_ns() - before;
+        if (took >= best && tries < CLOCK_TRIES - 1) continue;
+        best = took;
+        s->clock_ns = before + took / 2;
+        s->clock_event[1] = s->clock_event[0];
+        s->clock_event[0] = event;
     }
-    if (best == UINT64_MAX) s->clock_ns = 0;
-    s->clock_at = kvp_now_ns();
+    s->clock_at = kvp_now_ns() - (best == UINT64_MAX ? RENEW_CLOCK_NS - AGAIN_CLOCK_NS : 0);
 }
 
 uint64_t kvp_device_ns(kvp_submitter *s, void *event) {
     float ms = 0;
     if (!event || !s->clock_ns) return 0;
-    if (CALL(s, event_elapsed, elapsed_fn)(&ms, s->config.clock_event, event)) {
+    if (CALL(s, event_elapsed, elapsed_fn)(&ms, s->clock_event[0], event)) {
         kvp_clear_error(s);
         return 0;
     }
@@ -260,11 +234,11 @@ static void record_transfer(kvp_submitter *s, struct kvp_job *j) {
                          .dur_ns = t->noticed_ns > j->status.requested_ns ? t->noticed_ns - j->status.requested_ns : 0,
                          .stream = t->stream,
                          .bytes = t->bytes,
-                         .tid = j->tid,
+                         .tid = (uint32_t)t->tid,
                          .transfer = (uint32_t)t->id,
                          .count = (uint32_t)t->pieces,
                          .result = t->fault != 0,
-                         .call = KVP_CALL_64,
+                         .call = KVP_CALL_transfer,
                          .direction = j->direction == STORE ? KVP_D2H : KVP_H2D};
     memcpy(&record.src, parts, 8);
     memcpy(&record.dst, parts + 2, 8);
@@ -342,8 +316,6 @@ static int reached(kvp_submitter *s, const struct marker *m) {
     return -second;
 }
 
-static void lose(kvp_submitter *s, int code, uint32_t fault);
-
 /* When its copies began: at once on an idle stream, else when those before them ended. */
 static uint64_t start_ns(kvp_submitter *s, const struct marker *m, const struct line *l) {
     uint64_t start = m->start ? kvp_device_ns(s, m->start) : m->idle ? m->submitted_ns : l->end_ns;
@@ -391,7 +363,7 @@ static void note_start(struct direction *dir, const struct marker *m, uint64_t s
 
 /* What a method took against what its row says; what is not used is forgotten, so that it is tried again. */
 static void note_method(kvp_submitter *s, struct direction *dir, const struct marker *m, uint64_t took) {
-    if (!m->expected_ns || m->bytes < RATE_BYTES) return;
+    if (!m->expected_ns || m->bytes < RATE_BYTES || m->idle) return; /* idle: submitting is part of what it took */
     float seen = (float)((double)took / (double)m->expected_ns);
     if (seen < 0.5f) seen = 0.5f;
     if (seen > 20) seen = 20;
@@ -406,7 +378,7 @@ static void retire(kvp_submitter *s, int d, uint64_t now) {
         struct marker *m = &dir->line.marker[dir->line.head % MARKERS];
         int is = reached(s, m);
         if (is < 0) {
-            lose(s, -is, KVP_FAULT_DEVICE);
+            kvp_lose(s, -is, KVP_FAULT_DEVICE);
             return;
         }
         if (!is) return;
@@ -488,8 +460,7 @@ static void drop_line(kvp_submitter *s, struct line *l) {
 
 static void take_incoming(kvp_submitter *s);
 
-/* Nothing on this device will complete any more, or may be believed: every job ends, nothing touches the device. */
-static void lose(kvp_submitter *s, int code, uint32_t fault) {
+void kvp_lose(kvp_submitter *s, int code, uint32_t fault) {
     atomic_store(&s->fault, fault);
     atomic_store(&s->broken, code ? code : -1);
     take_incoming(s);
@@ -588,7 +559,7 @@ static void fail_head(kvp_submitter *s, struct direction *dir, int code, uint32_
         if (!code_now || code_now == NOT_READY) return;
         kvp_clear_error(s);
     }
-    if (code_now) lose(s, code_now, KVP_FAULT_DEVICE);
+    if (code_now) kvp_lose(s, code_now, KVP_FAULT_DEVICE);
 }
 
 /* Whether the head may start: what it waits for is over, or it must be submitted before (hurry). 1 yes, 0 not yet. */
@@ -600,6 +571,7 @@ static int gate(kvp_submitter *s, struct direction *dir, uint64_t now) {
     if (code == NOT_READY) return 0;
     if (!code) code = CALL(s, event_query, handle_fn)(f->event);
     if (code == NOT_READY) {
+        s->computing_ns = now;
         if (j->sequence <= dir->hurry) return 2;
         if (!dir->gate_since) dir->gate_since = now;
         return 0;
@@ -706,7 +678,7 @@ static struct attempt try_method(kvp_submitter *s, struct direction *dir, int d,
                              .transfer = transfer,
                              .count = a.count,
                              .result = (uint16_t)a.code,
-                             .call = method == KVP_BATCH ? KVP_CALL_3 : KVP_CALL_14,
+                             .call = method == KVP_BATCH ? KVP_CALL_cudaMemcpyBatchAsync : KVP_CALL_cuLaunchKernel,
                              .direction = (uint8_t)(direction | KVP_MEM_PINNED << 4)};
         if (s->config.detail != KVP_OFF) kvp_ring_write(&record, s->config.detail >= KVP_COPIES);
         if (a.code) a.count = 0; /* submitted again by another method: the same bytes to the same place */
@@ -813,19 +785,6 @@ static uint64_t book(kvp_submitter *s, struct direction *dir, const struct attem
     return begun;
 }
 
-/* Now and then, and soon after the start, the next best method instead: tables are made on a quiet machine. */
-static int explore(kvp_submitter *s, struct direction *dir, int d, int row, uint64_t copy_bytes, uint32_t n) {
-    uint64_t at = ++dir->submissions;
-    if (row < 0 || (at != 3 && at != 7 && at % EXPLORE)) return row;
-    const kvp_method_row *best = &s->config.methods->row[d][row];
-    uint32_t others = ~(s->methods_off | 1u << KVP_STAGED | 1u << best->method);
-    int other = kvp_choose_row(s->config.methods, others, dir->factors, d == STORE ? KVP_D2H : KVP_H2D, copy_bytes, n);
-    if (other < 0) return row;
-    double ours = kvp_method_ns(best, copy_bytes, n) * (double)dir->factors[row];
-    double theirs = kvp_method_ns(&s->config.methods->row[d][other], copy_bytes, n) * (double)dir->factors[other];
-    return theirs <= EXPLORE_WORSE * ours ? other : row;
-}
-
 /* Submits once from the head of a direction. 1: it did; 0: nothing may be submitted now. */
 static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
     struct direction *dir = &s->direction[d];
@@ -851,7 +810,9 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
         dir->due_ns = now;
         dir->progress_ns = now;
     }
-    if (open == 2) { /* the stream is kept: begun */
+    bool many = !s->config.pageable && !head->dst;
+    if (many && !head->begun) kvp_job_conflicts(head, dir->stamp, UINT64_MAX); /* what it writes is noted */
+    if (open == 2) {                                                           /* the stream is kept: begun */
         int code = CALL(s, stream_wait_event, stream_event_fn)(dir->stream, head->after->event, 0);
         if (code) {
             kvp_clear_error(s);
@@ -864,11 +825,11 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
     if (s->config.ranges && !head->range)
         head->range = kvp_nvtx_range_start(head->direction == STORE, (uint32_t)head->status.id,
                                            (uint64_t)(uintptr_t)dir->stream, head->status.bytes);
-    bool many = !s->config.pageable && !head->dst;
-    if (many && !head->begun) kvp_job_conflicts(head, dir->stamp, UINT64_MAX);
     uint64_t largest = launch_bytes(s, dir, d, false, &launches), run_bytes = 0;
     launch = launch_bytes(s, dir, d, true, &launches);
-    if (line_empty(&dir->line) && launch > FIRST_LAUNCH) launch = FIRST_LAUNCH; /* the device begins at once */
+    if (line_empty(&dir->line)) dir->ramp = FIRST_LAUNCH; /* the device begins at once */
+    if (launch > dir->ramp) launch = dir->ramp;
+    dir->ramp = dir->ramp < MOST_LAUNCH ? 2 * dir->ramp : dir->ramp; /* put together while the one before is copied */
     if (largest > launch) largest = launch;
     uint64_t gathered = launch;
     uint32_t n = gather(s, dir, gathered, largest, many);
@@ -877,8 +838,8 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
     int method = KVP_LOOP, row = -1;
     if (!s->config.pageable && s->config.methods)
         row = kvp_choose_row(s->config.methods, ~(s->methods_off | 1u << KVP_STAGED), dir->factors,
+                             s->computing_ns && now - s->computing_ns < COMPUTE_NS ? KVP_BESIDE : KVP_QUIET,
                              d == STORE ? KVP_D2H : KVP_H2D, run_bytes / n, n);
-    row = explore(s, dir, d, row, run_bytes / n, n);
     const kvp_method_row *chosen = row < 0 ? NULL : &s->config.methods->row[d][row];
     if (chosen) method = (int)chosen->method, ctas = chosen->ctas;
     if (!by_kernel(method)) { /* shorter submissions: what others copy stands behind them */
@@ -983,14 +944,14 @@ static void watch(kvp_submitter *s, int d, uint64_t now) {
     struct kvp_job *j = dir->flying ? dir->flying : dir->first;
     if (!s->config.stuck_ns || !j || line_empty(&dir->line) || now < dir->progress_ns + s->config.stuck_ns) return;
     s->stuck_job = j->status.id;
-    lose(s, 0, KVP_FAULT_STUCK);
+    kvp_lose(s, 0, KVP_FAULT_STUCK);
 }
 
 uint64_t kvp_step(kvp_submitter *s, uint64_t now) {
     s->steps++;
     take_incoming(s);
     if (atomic_load(&s->broken)) {
-        lose(s, atomic_load(&s->broken), atomic_load(&s->fault) ? atomic_load(&s->fault) : KVP_FAULT_DEVICE);
+        kvp_lose(s, atomic_load(&s->broken), atomic_load(&s->fault) ? atomic_load(&s->fault) : KVP_FAULT_DEVICE);
         return UINT64_MAX;
     }
     if (atomic_load(&s->closing) == 2) {
@@ -1014,6 +975,7 @@ uint64_t kvp_step(kvp_submitter *s, uint64_t now) {
             while (s->limbo_count) s->events[s->events_free++] = s->limbo[--s->limbo_count];
         pthread_mutex_unlock(&s->lock);
     }
+    kvp_events_grow(s, now);
     for (int d = 0; d < 2; d++) {
         struct direction *loads = &s->direction[LOAD];
         bool others = d == STORE && (loads->flying || loads->first);
@@ -1026,4 +988,9 @@ uint64_t kvp_step(kvp_submitter *s, uint64_t now) {
     return a < c ? a : c;
 }
 
-uint64_t kvp_step_actor(void *s, uint64_t now) { return kvp_step(s, now); }
+uint64_t kvp_step_actor(void *ctx, uint64_t now) {
+    kvp_submitter *s = ctx;
+    uint64_t next = kvp_step(s, now);
+    if (!s->wrong && !atomic_load(&s->broken)) s->wrong = kvp_check(s, next);
+    return next;
+}

@@ -7,7 +7,6 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
-#include <sys/types.h>
 
 #define RUN_MAX 16384 /* copies that are looked at together */
 #define SPARE 64
@@ -15,6 +14,9 @@
 #define NOT_READY cudaErrorNotReady
 
 enum { LOAD = 0, STORE = 1 };
+
+/* A napping thread looks again so soon that no caller pays for waking it. */
+enum sleep { AWAKE = 0, ASLEEP = 1, NAPPING = 2 };
 
 /* Where a job's next copy begins. */
 struct cursor {
@@ -28,7 +30,7 @@ struct fence {
     struct fence *next, *all;
     void *event, *stream;
     uint64_t opened_ns;
-    uint32_t users, made;
+    uint32_t users;
     enum { FENCE_OPEN, FENCE_RECORDING, FENCE_RECORDED, FENCE_PASSED } state;
     int code;
 };
@@ -42,15 +44,16 @@ struct kvp_job {
     struct fence *after;
     void *end_event; /* in flight: the event behind its last copy */
     struct cursor at;
-    uint32_t tid;
     uint8_t direction, begun, inlined, busy /* a caller is inside with it; guarded by shared_lock */;
+    bool handed;       /* the thread has it, or has had it; the caller's own */
     atomic_uint hurry; /* somebody's stream waits for it: its waits go to the device */
     int failed;        /* CUDA's code of the submission that failed; what was submitted before still drains */
     void *range;
     /* pools: block ids of both sides; addresses: dst, src, sizes */
     uint64_t gpu_count, cpu_count, count, size;
     const int64_t *gpu, *cpu;
-    const uint64_t *dst, *src, *sizes;
+    const uint64_t *dst, *src, *sizes, *bound;
+    uint32_t bounds;
     int64_t *data;  /* what they point into; gone when the job has ended */
     uint64_t words; /* room in it */
 };
@@ -69,6 +72,7 @@ struct marker {
 };
 
 #define MARKERS 1024
+#define EVENTS_MOST 1024 /* timing events: launches in flight, both directions and policies */
 
 struct line { /* markers of one stream after another, first in, first out */
     struct marker marker[MARKERS];
@@ -89,21 +93,21 @@ struct direction {
     atomic_uint pushed, inlined_jobs; /* not ended: handed to the thread; on the shared stream */
     uint32_t at_stream;
     float factors[KVP_CHOOSE_ROWS]; /* what each row of the table took lately, against what it says */
-    uint64_t submissions;
-    int method;        /* of the newest submission */
-    bool leave;        /* the stream is held up by others: take another once it is empty */
-    uint64_t left_ns;  /* when one was left last */
-    uint32_t *held_up; /* by pooled stream: how often it was */
+    int method;                     /* of the newest submission */
+    bool leave;                     /* the stream is held up by others: take another once it is empty */
+    uint64_t left_ns;               /* when one was left last */
+    uint32_t *held_up;              /* by pooled stream: how often it was */
     void *stream;
     uint64_t due_ns, next_ns, rate, gate_since, progress_ns;
     uint32_t pause_ns;
+    uint64_t ramp;   /* most bytes of the next submission: doubles from the first one after a pause */
     uint32_t *stamp; /* by destination piece: sequence of the job that wrote it last */
     uint64_t hurry;  /* jobs up to this sequence are in a hurry, because one of them is */
 };
 
 struct kvp_submitter {
     kvp_submitter_config config;
-    pid_t pid;
+    uint32_t forks; /* kvp_forks() of the process that made it */
     pthread_t thread;
     int threaded, actor;
     pthread_mutex_t lock; /* incoming, ended, fences, events, pins; never held over a call of the runtime */
@@ -117,18 +121,24 @@ struct kvp_submitter {
         uint32_t recorded;
         struct fence *open; /* not yet recorded, for those who come while many are */
     } compute[COMPUTE_STREAMS];
+    int computes; /* entries of it that were ever used */
     uint32_t uncounted;
-    void **events, **limbo;
-    uint32_t events_free, limbo_count, pins;
+    void **made, **events, **limbo; /* all timing events; the free ones; those that somebody may still wait for */
+    uint32_t events_made, events_free, limbo_count, pins;
+    uint64_t make_again_ns;
+    void *clock_event[2]; /* the one in use, and the one that is recorded next */
     int32_t *lists;
     uint32_t lists_free;
     struct direction direction[2];
     uint64_t clock_ns, clock_at; /* host time of the clock event; when it was paired */
     kvp_copy run[RUN_MAX];
     uint64_t dst[RUN_MAX], src[RUN_MAX], sizes[RUN_MAX]; /* the same in columns, for the loop */
-    atomic_uint work, sleeping, changed, waiters;
+    atomic_uint work, changed, waiters;
+    atomic_uint sleeping;  /* enum sleep */
+    uint64_t busy_ns;      /* when the thread last had something to do */
+    uint64_t computing_ns; /* when compute was last seen in front of a copy; 0: never */
     atomic_uint hurrying;
-    atomic_uint closing, stopped;
+    atomic_uint closing, stopped, users;
     atomic_ullong pending;
     atomic_int broken;
     atomic_uint fault;
@@ -136,14 +146,31 @@ struct kvp_submitter {
         int64_t *data;
         uint64_t words;
     } spare[SPARE]; /* of jobs that ended, for those to come: fresh memory costs page faults */
+    uint32_t spares;
     uint32_t bad_queries;
     uint32_t methods_off;
     int32_t method_error;
     uint64_t launches[2][KVP_METHODS], moved[2][KVP_METHODS];
     uint64_t longest_ns, steps, stuck_job;
+    const char *wrong; /* in a simulation: the first invariant that a step broke */
 };
 
 #define KVP_INSIDE __attribute__((visibility("hidden")))
+
+/* invariants.c */
+KVP_INSIDE const char *kvp_check(kvp_submitter *s, uint64_t next); /* what is wrong, or NULL */
+
+/* events.c */
+KVP_INSIDE int kvp_events_open(kvp_submitter *s);                /* 0, or CUDA's code: none is left */
+KVP_INSIDE void kvp_events_grow(kvp_submitter *s, uint64_t now); /* on the thread: more, before they run out */
+KVP_INSIDE int kvp_events_close(kvp_submitter *s);
+KVP_INSIDE void kvp_events_free(kvp_submitter *s);
+KVP_INSIDE void *kvp_event_take(kvp_submitter *s);
+KVP_INSIDE uint32_t kvp_events_left(kvp_submitter *s);
+KVP_INSIDE void kvp_event_give(kvp_submitter *s, void *event);
+KVP_INSIDE struct fence *kvp_fence_take(kvp_submitter *s);
+KVP_INSIDE struct fence *kvp_fence_make(kvp_submitter *s);
+KVP_INSIDE void kvp_fence_give(kvp_submitter *s, struct fence *f); /* with the lock */
 
 /* jobs.c */
 KVP_INSIDE uint32_t kvp_job_copies(const struct kvp_job *j, struct cursor *at, kvp_copy *out, uint32_t max,
@@ -153,16 +180,17 @@ KVP_INSIDE bool kvp_job_all(const struct kvp_job *j, const struct cursor *at);
 KVP_INSIDE bool kvp_job_conflicts(struct kvp_job *j, uint32_t *stamp, uint64_t since);
 
 /* submitter.c */
+KVP_INSIDE int kvp_job_after(kvp_submitter *s, struct kvp_job *j, void *stream);
 KVP_INSIDE uint64_t kvp_step(kvp_submitter *s, uint64_t now);
 KVP_INSIDE uint64_t kvp_step_actor(void *s, uint64_t now);
+KVP_INSIDE void kvp_lose(kvp_submitter *s, int code, uint32_t fault);
 KVP_INSIDE void kvp_wake(kvp_submitter *s);
 KVP_INSIDE bool kvp_hungry(kvp_submitter *s, int d);
 KVP_INSIDE void kvp_retire_shared(kvp_submitter *s, int d);
 KVP_INSIDE void kvp_fence_drop(kvp_submitter *s, struct kvp_job *j);
 KVP_INSIDE int kvp_fence_record(kvp_submitter *s, struct fence *f);
-KVP_INSIDE void *kvp_event_take(kvp_submitter *s);
-KVP_INSIDE uint32_t kvp_events_left(kvp_submitter *s);
-KVP_INSIDE void kvp_event_give(kvp_submitter *s, void *event);
+/* Nothing on this device will complete any more, or may be believed: every job ends, nothing touches the device. */
+KVP_INSIDE void kvp_lose(kvp_submitter *s, int code, uint32_t fault);
 KVP_INSIDE void kvp_finish(kvp_submitter *s, struct kvp_job *j, int error, uint32_t fault);
 KVP_INSIDE void kvp_renew_device_clock(kvp_submitter *s);
 KVP_INSIDE uint64_t kvp_device_ns(kvp_submitter *s, void *event);
@@ -171,6 +199,7 @@ KVP_INSIDE uint64_t kvp_device_ns(kvp_submitter *s, void *event);
 KVP_INSIDE int kvp_refusal(kvp_submitter *s);
 KVP_INSIDE void kvp_changed(kvp_submitter *s);
 KVP_INSIDE uint32_t kvp_thread_id(void);
+KVP_INSIDE uint32_t kvp_forks(void);
 
 /* Typed calls of the runtime. */
 #define CALL(s, name, type) ((type)(s)->config.copier.cuda.name)

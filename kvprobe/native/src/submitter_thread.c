@@ -14,6 +14,8 @@
 #include <unistd.h>
 
 #define LOOK_AT_SIGNALS_NS 100000000 /* a waiter returns so often, so that Python sees a Ctrl-C */
+#define NAP_NS 50000                 /* between two looks for jobs while they come */
+#define NAPPING_NS 30000000          /* so long after the last one it takes naps: as long as a step of a model */
 #define LINK_BYTES_PER_S 20000000000u
 
 static void sleep_on(atomic_uint *word, uint32_t value, uint64_t ns) {
@@ -32,15 +34,17 @@ void kvp_wake(kvp_submitter *s) {
     if (atomic_load(&s->sleeping)) wake_all(&s->work);
 }
 
-/* A job came. A thread that looks again soon, and has enough to do till then, is not woken: that would cost the caller
- * more than all the rest of handing over. */
+/* A job came. A thread that naps, or has enough to do till it looks again, is not woken: that would cost the caller
+ * more than all the rest of handing over (5 to 50 us). Of several callers one wakes it. */
 static void wake_for(kvp_submitter *s, int d) {
     if (!s->threaded) {
         kvp_wake(s);
         return;
     }
     atomic_fetch_add(&s->work, 1);
-    if (atomic_load(&s->sleeping) && atomic_load(&s->direction[d].hungry)) wake_all(&s->work);
+    uint32_t asleep = ASLEEP;
+    if (atomic_load(&s->direction[d].hungry) && atomic_compare_exchange_strong(&s->sleeping, &asleep, AWAKE))
+        wake_all(&s->work);
 }
 
 void kvp_changed(kvp_submitter *s) {
@@ -58,29 +62,25 @@ static void *thread_main(void *arg) {
         uint32_t seen = atomic_load(&s->work);
         uint64_t now = kvp_now_ns(), next = kvp_step(s, now);
         for (int d = 0; d < 2; d++) atomic_store(&s->direction[d].hungry, kvp_hungry(s, d));
-        atomic_store(&s->sleeping, 1);
-        if (atomic_load(&s->work) == seen) {
-            now = kvp_now_ns();
-            if (next > now) sleep_on(&s->work, seen, next == UINT64_MAX ? UINT64_MAX : next - now);
-        }
-        atomic_store(&s->sleeping, 0);
+        now = kvp_now_ns();
+        if (atomic_load(&s->pending)) s->busy_ns = now;
+        if (now - s->busy_ns < NAPPING_NS && next > now + NAP_NS) next = now + NAP_NS;
+        atomic_store(&s->sleeping, next > now + NAP_NS ? ASLEEP : NAPPING);
+        if (atomic_load(&s->work) == seen && next > now)
+            sleep_on(&s->work, seen, next == UINT64_MAX ? UINT64_MAX : next - now);
+        atomic_store(&s->sleeping, AWAKE);
     }
     return NULL;
 }
 
 static void *copied(const void *from, size_t bytes) {
     void *to = malloc(bytes ? bytes : 1);
-    if (to && bytes) memcpy(to, from, bytes);
+    if (!to) return NULL;
+    if (bytes) memcpy(to, from, bytes);
     return to;
 }
 
 static void free_all(kvp_submitter *s) {
-    for (struct fence *f = s->fences_all; f;) {
-        struct fence *next = f->all;
-        if (f->made && s->config.copier.cuda.event_destroy) CALL(s, event_destroy, handle_fn)(f->event);
-        free(f);
-        f = next;
-    }
     for (int d = 0; d < 2; d++) {
         pthread_mutex_destroy(&s->direction[d].shared_lock);
         free(s->direction[d].stamp);
@@ -93,48 +93,37 @@ static void free_all(kvp_submitter *s) {
     free((void *)s->config.gpu.bound);
     free((void *)s->config.cpu.bound);
     free((void *)s->config.list);
-    for (int i = 0; i < SPARE; i++) free(s->spare[i].data);
-    free(s->events);
-    free(s->limbo);
+    for (uint32_t i = 0; i < s->spares; i++) free(s->spare[i].data);
+    kvp_events_free(s);
     free(s->lists);
     free(s->ended);
     free(s);
 }
 
-kvp_submitter *kvp_submitter_open(const kvp_submitter_config *config) {
+kvp_submitter *kvp_submitter_open(const kvp_submitter_config *config, int *why) {
+    *why = 0;
     kvp_submitter *s = calloc(1, sizeof *s);
     if (!s) return NULL;
     kvp_submitter_config *c = &s->config;
     *c = *config;
-    s->pid = getpid();
-    pthread_mutex_init(&s->lock, NULL);
+    s->forks = kvp_forks();
+    atomic_store(&s->users, 1);
+    pthread_mutexattr_t adaptive; /* it is held for some ten ns: whoever finds it taken had better not go to sleep */
+    pthread_mutexattr_init(&adaptive);
+    pthread_mutexattr_settype(&adaptive, PTHREAD_MUTEX_ADAPTIVE_NP);
+    pthread_mutex_init(&s->lock, &adaptive);
+    pthread_mutexattr_destroy(&adaptive);
     if (!c->every) c->every = c->depth / 8 ? c->depth / 8 : 1;
     c->gpu.bases = copied(config->gpu.bases, c->layers * sizeof(uint64_t));
     c->cpu.bases = copied(config->cpu.bases, c->layers * sizeof(uint64_t));
     c->gpu.bound = copied(config->gpu.bound, c->gpu.bounds * sizeof(uint64_t));
     c->cpu.bound = copied(config->cpu.bound, c->cpu.bounds * sizeof(uint64_t));
     c->list = copied(config->list, c->lists * sizeof *c->list);
-    s->events = copied(config->event, c->events * sizeof(void *));
-    s->limbo = malloc((c->events + 1) * sizeof(void *));
     s->lists = malloc((c->lists + 1) * sizeof *s->lists);
     s->ended_room = 1024;
     s->ended = malloc(s->ended_room * sizeof *s->ended);
-    bool whole = c->gpu.bases && c->cpu.bases && c->gpu.bound && c->cpu.bound && c->list && s->events && s->limbo &&
-                 s->lists && s->ended;
-    c->event = NULL;
-    s->events_free = c->events;
+    bool whole = c->gpu.bases && c->cpu.bases && c->gpu.bound && c->cpu.bound && c->list && s->lists && s->ended;
     for (uint32_t i = 0; whole && i < c->lists; i++) s->lists[s->lists_free++] = (int32_t)i;
-    for (uint32_t i = 0; whole && i < c->fences; i++) {
-        struct fence *f = calloc(1, sizeof *f);
-        whole = f != NULL;
-        if (!f) break;
-        f->event = config->fence[i];
-        f->all = s->fences_all;
-        s->fences_all = f;
-        f->next = s->fences_free;
-        s->fences_free = f;
-        s->fence_count++;
-    }
     for (int d = 0; d < 2; d++) {
         struct direction *dir = &s->direction[d];
         pthread_mutex_init(&dir->shared_lock, NULL);
@@ -148,7 +137,8 @@ kvp_submitter *kvp_submitter_open(const kvp_submitter_config *config) {
         if (stamps) dir->stamp = calloc(stamps, sizeof *dir->stamp);
         whole = whole && c->pooled[d] && dir->held_up && (!stamps || dir->stamp);
     }
-    if (!whole) {
+    if (whole) *why = kvp_events_open(s);
+    if (!whole || *why) {
         free_all(s);
         return NULL;
     }
@@ -165,19 +155,23 @@ kvp_submitter *kvp_submitter_open(const kvp_submitter_config *config) {
     int code = pthread_create(&s->thread, NULL, thread_main, s);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (code) {
+        kvp_events_close(s);
         free_all(s);
         return NULL;
     }
     return s;
 }
 
-static bool forked(const kvp_submitter *s) { return s->pid != getpid(); }
+static bool forked(const kvp_submitter *s) { return s->forks != kvp_forks(); }
 
 void kvp_submitter_close(kvp_submitter *s, int drain) {
-    if (forked(s)) return;
+    if (forked(s) || atomic_load(&s->closing) == 3) return;
     if (!drain) atomic_store(&s->closing, 2);
     kvp_wake(s);
-    while (atomic_load(&s->pending) && kvp_job_wait(s, NULL, UINT64_MAX) != 1);
+    while (atomic_load(&s->pending)) {
+        int is = kvp_job_wait(s, NULL, UINT64_MAX);
+        if (is == 1 || is == -2) break; /* -2: nothing can ever end them */
+    }
     atomic_store(&s->closing, 3);
     kvp_wake(s);
     if (s->threaded)
@@ -187,13 +181,27 @@ void kvp_submitter_close(kvp_submitter *s, int drain) {
     kvp_submitter_stop(s);
 }
 
+void kvp_submitter_abandon(kvp_submitter *s) {
+    if (forked(s) || atomic_load(&s->closing) == 3) return;
+    atomic_store(&s->closing, 3);
+    s->actor = -1; /* that number may be another simulation's actor */
+    kvp_wake(s);
+    if (s->threaded) pthread_join(s->thread, NULL);
+    kvp_lose(s, 0, KVP_FAULT_RESET);
+    kvp_submitter_stop(s);
+}
+
 void kvp_submitter_stop(kvp_submitter *s) {
     atomic_store(&s->stopped, 1);
     kvp_changed(s);
 }
 
+int kvp_submitter_destroy_events(kvp_submitter *s) { return forked(s) ? 0 : kvp_events_close(s); }
+
+void kvp_submitter_hold(kvp_submitter *s) { atomic_fetch_add(&s->users, 1); }
+
 void kvp_submitter_free(kvp_submitter *s) {
-    if (!forked(s)) free_all(s);
+    if (!forked(s) && atomic_fetch_sub(&s->users, 1) == 1) free_all(s);
 }
 
 /* ---- handing over ----------------------------------------------------------------------------------------------- */
@@ -201,12 +209,6 @@ void kvp_submitter_free(kvp_submitter *s) {
 int kvp_refusal(kvp_submitter *s) {
     if (forked(s)) return KVP_FORKED;
     return atomic_load(&s->broken) || atomic_load(&s->closing) ? KVP_BROKEN : 0;
-}
-
-void kvp_job_times(kvp_job_status *job, uint64_t requested_ns, uint64_t built_ns) {
-    struct kvp_job *j = (struct kvp_job *)job;
-    j->status.requested_ns = requested_ns;
-    j->status.built_ns = built_ns;
 }
 
 static void begin(kvp_submitter *s, struct kvp_job *j) {
@@ -226,14 +228,16 @@ static void lock_shared(kvp_submitter *s, struct direction *dir) {
     if (s->threaded)
         pthread_mutex_lock(&dir->shared_lock);
     else
-        while (pthread_mutex_trylock(&dir->shared_lock)) s->config.run_until(shared_is_free, dir);
+        while (pthread_mutex_trylock(&dir->shared_lock)) s->config.run_until(shared_is_free, dir, UINT64_MAX);
 }
 
 int kvp_job_push(kvp_submitter *s, kvp_job_status *job) {
     struct kvp_job *j = (struct kvp_job *)job;
     struct direction *dir = &s->direction[j->direction];
+    if (j->handed) return 0;
     int no = kvp_refusal(s);
     if (no && !j->inlined) return no;
+    j->handed = true;
     if (!j->inlined) {
         begin(s, j);
         atomic_fetch_add(&dir->pushed, 1);
@@ -243,8 +247,8 @@ int kvp_job_push(kvp_submitter *s, kvp_job_status *job) {
         while (*at && *at != j) before = *at, at = &(*at)->next;
         bool ended = !*at; /* the device was lost meanwhile */
         if (!ended) {
-            *at = NULL;
-            dir->inlined_last = before;
+            *at = j->next; /* the newest, as a rule */
+            if (!j->next) dir->inlined_last = before;
         }
         pthread_mutex_unlock(&dir->shared_lock);
         if (ended) return 0;
@@ -266,12 +270,20 @@ int kvp_job_push(kvp_submitter *s, kvp_job_status *job) {
 }
 
 void kvp_job_unused(kvp_submitter *s, kvp_job_status *job) {
-    kvp_fence_drop(s, (struct kvp_job *)job);
+    struct kvp_job *j = (struct kvp_job *)job;
+    if (j->handed) return;
+    j->handed = true;
+    kvp_fence_drop(s, j);
     kvp_job_release(job);
 }
 
 int kvp_inline_free(kvp_submitter *s, int direction) {
     return !atomic_load(&s->direction[direction == KVP_D2H ? STORE : LOAD].pushed);
+}
+
+static int some_event(void *submitter) {
+    kvp_submitter *s = submitter;
+    return kvp_events_left(s) || atomic_load(&s->broken);
 }
 
 /* Waits until an event is free. The queue is what a server's own thread would wait for. */
@@ -284,7 +296,7 @@ static void *event_wait(kvp_submitter *s, int d) {
         if (kvp_events_left(s)) continue;
         if (s->threaded)
             sleep_on(&s->changed, seen, 50000);
-        else if (s->config.run_until(NULL, NULL))
+        else if (s->config.run_until(some_event, s, UINT64_MAX))
             return NULL;
     }
 }
@@ -465,7 +477,11 @@ static int over(void *arg) {
 /* 1: over, 0: time ran out, -1: look at signals, -2: nothing can ever wake it (virtual clock). */
 static int wait_for(struct awaited *a, uint64_t timeout_ns) {
     kvp_submitter *s = a->s;
-    if (!s->threaded) return over(a) ? 1 : s->config.run_until(over, a) ? over(a) ? 1 : -2 : 1;
+    if (!s->threaded) {
+        uint64_t now = kvp_now_ns(), until = timeout_ns < UINT64_MAX - now ? now + timeout_ns : UINT64_MAX;
+        if (over(a) || s->config.run_until(over, a, until)) return over(a) ? 1 : -2;
+        return over(a);
+    }
     uint64_t begin = kvp_now_ns();
     int result = -1;
     atomic_fetch_add(&s->waiters, 1);
@@ -566,7 +582,7 @@ void kvp_submitter_read(kvp_submitter *s, kvp_submitter_stats *out) {
     }
     pthread_mutex_lock(&s->lock);
     out->events_free = s->events_free + s->limbo_count;
-    out->events = s->config.events;
+    out->events = s->events_made;
     out->fences_used = s->fences_used;
     out->fences = s->fence_count;
     pthread_mutex_unlock(&s->lock);
@@ -578,4 +594,5 @@ void kvp_submitter_read(kvp_submitter *s, kvp_submitter_stats *out) {
     out->methods_off = s->methods_off;
     out->method_error = s->method_error;
     out->stuck_job = s->stuck_job;
+    out->wrong = s->wrong;
 }

@@ -13,9 +13,9 @@
 
 struct kvp_thread {
     uint64_t ticks, ns, scale; /* the clock's base pair; scale: ns per tick, 32.32 fixed point */
-    void *lane;                /* ring.c: this thread's lane, and the epoch of the file it is in */
+    void *section;             /* ring.c: this thread's section, and the epoch of the file it is in */
     uint32_t epoch;
-    uint32_t attaching; /* ring.c: a signal handler's call while this thread makes its lane */
+    uint32_t attaching; /* ring.c: a signal handler's call while this thread makes its section */
     uint32_t node;      /* interposer: NUMA node of the host side of this copy, plus one; 0 where it is not known */
     uint64_t launches;  /* interposer: kernel launches that this thread has made */
     uint32_t inside;    /* interposer: the runtime's own calls to the driver belong to the call that made them */

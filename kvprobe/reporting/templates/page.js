@@ -93,7 +93,7 @@
       this.host = $(".plot", figure);
       this.readout = $(".readout", figure);
       this.strip = $(".strip", figure);
-      this.zoomable = spec.kind === "timeline" || spec.kind === "heat";
+      this.zoomable = spec.kind === "timeline" || spec.kind === "heat" || spec.kind === "rows";
       this.full = [0, (spec.x && spec.x.span) || 1];
       if (spec.x && spec.x.from) this.full = [spec.x.from, spec.x.from + spec.x.span];
       this.range = [...this.full];
@@ -118,6 +118,16 @@
         return;
       }
       const names = spec.kind === "bars" ? spec.parts.map((name, i) => ({ name, style: i })) : spec.series;
+      if (spec.kind === "rows") {
+        const list = html("ul", { class: "legend" }, this.strip);
+        const said = [["submitting", 0], ["waiting, allocating", 1], ["executing", 2]];
+        for (const [text, style] of said) {
+          const key = html("span", { class: "key" }, html("li", {}, list));
+          svg("rect", { x: 1, y: 1, width: 28, height: 10, class: `f${style}` }, svg("svg", { viewBox: "0 0 30 12", "aria-hidden": "true" }, key));
+          key.append(text);
+        }
+        return;
+      }
       if (!names || (names.length < 2 && spec.kind !== "timeline")) return;
       const list = html("ul", { class: "legend" }, this.strip);
       names.forEach((series, i) => {
@@ -173,6 +183,7 @@
       a = clamp((a + b - width) / 2, low, high - width);
       const peers = (this.spec.group && linked.get(this.spec.group)) || [this];
       for (const plot of peers) { plot.range = [a, a + width]; plot.draw(); }
+      peers.find((plot) => plot.remember)?.remember();
     }
     zoom(factor, around = null) {
       const [a, b] = this.range;
@@ -260,10 +271,11 @@
       const width = Math.max(this.host.clientWidth - 12, 240);
       const narrow = width < 480;
       const spec = this.spec;
-      const height = spec.kind === "bars" ? spec.rows.length * 44 + 44 : Math.round((spec.height || 250) * (narrow ? 0.84 : 1));
+      const height = spec.kind === "bars" ? spec.rows.length * 44 + 44 : spec.kind === "rows" ? spec.rows.length * 34 + 34 : Math.round((spec.height || 250) * (narrow ? 0.84 : 1));
       const named = (spec.spans || []).some((span) => span.label);
       Object.assign(this, { width, height, narrow, left: narrow ? 50 : 62, top: named ? 38 : 20, base: height - 26 });
       if (spec.kind === "bars") this.left = 4;
+      if (spec.kind === "rows" && narrow) this.left = 8;
       this.inner = width - this.left - 8;
       const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, "aria-hidden": "true" });
       this.root = root;
@@ -505,6 +517,7 @@
     }
     describe(x) {
       const { spec } = this, bold = (text) => html("b", {}, null, text);
+      if (spec.kind === "rows") return [show("ns", x), ": choose a call, or press Enter for the nearest"];
       if (spec.kind === "histogram") {
         const j = clamp(spec.edges.findIndex((e) => this.place(e) > x) - 1, 0, spec.edges.length - 2);
         const out = [`${show(spec.unit, spec.edges[j])} to ${show(spec.unit, spec.edges[j + 1])}`];
@@ -605,7 +618,7 @@
     const specs = JSON.parse($("#kvprobe-data").textContent);
     const draw = (figure) => {
       const spec = specs[figure.dataset.chart];
-      if (window.kvprobePlotly) { window.kvprobePlotly(figure, spec); return; }
+      if (window.kvprobePlotly && spec.kind !== "rows") { window.kvprobePlotly(figure, spec); return; }
       const plot = new Plot(figure, spec);
       all.push(plot);
       plot.draw();
@@ -614,6 +627,7 @@
       const closed = figure.closest("details.finding:not([open])");
       if (closed) closed.addEventListener("toggle", () => draw(figure), { once: true }); else draw(figure);
     }
+    for (const plot of all) if (plot.spec.kind === "rows") window.kvprobe.rows(plot); // now that its peers are there
     let pending = 0, width = innerWidth;
     addEventListener("resize", () => {
       if (innerWidth === width) return; // a phone's address bar changes the height alone
@@ -625,10 +639,12 @@
     addEventListener("beforeprint", () => $$("details:not([open])").forEach((d) => { d.open = true; shut.push(d); }));
     addEventListener("afterprint", () => shut.splice(0).forEach((d) => { d.open = false; }));
     $$("table").forEach(sortable);
+    $$("table").forEach(window.kvprobe.csv);
     theme();
     copies();
     contents();
     document.documentElement.dataset.ready = String(Math.round(performance.now()));
   }
-  start();
+  window.kvprobe = { Plot, all, svg, html, show, linearTicks, group };
+  document.addEventListener("DOMContentLoaded", start); // behind the scripts that add to it
 })();

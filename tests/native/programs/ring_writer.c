@@ -50,7 +50,7 @@ int main(int argc, char **argv) {
     calls = argc > 3 ? atol(argv[3]) : 1000;
     int threads = argc > 4 ? atoi(argv[4]) : 1;
     kvp_ring_options options = {0};
-    if (!strcmp(mode, "small")) options.ring_capacity = 1024, options.lanes_max = 4, options.slot_count = 16;
+    if (!strcmp(mode, "small")) options.ring_capacity = 1024, options.sections_max = 4, options.slot_count = 16;
     if (!strcmp(mode, "limit")) signal(SIGXFSZ, SIG_DFL);
     if (!strcmp(mode, "limit")) setrlimit(RLIMIT_FSIZE, &(struct rlimit){atol(argv[4]), atol(argv[4])}), threads = 1;
     printf("open %d\n", kvp_ring_open(path, "engine", &options));

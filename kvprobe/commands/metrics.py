@@ -1,0 +1,136 @@
+"""`kvprobe metrics`: watching for good, from beside: metrics, and a flight recorder."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvprobe.errors import KvprobeError, UsageError
+
+__all__ = ["command"]
+
+
+@click.command(short_help="Prometheus and OpenTelemetry metrics of watched processes, and a flight recorder.")
+@click.argument("target", required=False, metavar="[PID|NAME|FOLDER]")
+@click.option("--port", default=9464, show_default=True, type=click.IntRange(0, 65535), help="0: serve nothing.")
+@click.option(
+    "--listen", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Who may scrape: 0.0.0.0 all."
+)
+@click.option("--otlp", metavar="URL", help="Send to this OpenTelemetry endpoint as well: http://HOST:4318/v1/metrics.")
+@click.option("--interval", default=5.0, show_default=True, type=click.FloatRange(0.1, 3600), help="Seconds a look.")
+@click.option(
+    "--flight-recorder",
+    "flights",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Keep the newest calls here when a queue is suspected full.",
+)
+@click.option("--keep", default=8, show_default=True, type=click.IntRange(1, 1000), help="Copies of it that are kept.")
+@click.option("--once", is_flag=True, help="Print the metrics as Prometheus reads them, and end.")
+@click.option(
+    "--rules", type=click.Path(path_type=Path), metavar="DIR", help="Write the alert rules and dashboard here."
+)
+def command(
+    target: str | None,
+    port: int,
+    listen: str,
+    otlp: str | None,
+    interval: float,
+    flights: Path | None,
+    keep: int,
+    once: bool,
+    rules: Path | None,
+) -> None:
+    """Serve what `kvprobe run --detail totals -- COMMAND` counts, for as long as it runs.
+
+    Only the run's files are read: a scrape costs the watched processes nothing, and neither memory nor files grow. The
+    target is as for `kvprobe top`. With --flight-recorder the newest calls of each thread are kept as a recording when
+    submissions become slow as a full launch queue makes them (`kvprobe report DIR/flight-...`): every copy with
+    `kvprobe run --detail copies`, the slow calls with totals. Ends with the run, or by Ctrl-C.
+    """
+    if rules is not None:
+        _write_rules(rules)
+        if target is None and not once and flights is None and otlp is None:
+            return
+    from kvprobe.commands.top import find_target
+    from kvprobe.probe.exposed import Collector
+
+    run = None if target is None else find_target(target)
+    if once:
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        registry = CollectorRegistry()
+        registry.register(Collector(run))
+        click.echo(generate_latest(registry).decode(), nl=False)
+        return
+    _serve(run, port, listen, otlp, interval, flights, keep)
+
+
+def _write_rules(folder: Path) -> None:
+    import kvprobe.monitoring as monitoring
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in monitoring.FILES:
+            shutil.copyfile(Path(monitoring.__file__).with_name(name), folder / name)
+            click.echo(f"kvprobe: wrote {folder / name}", err=True)
+    except OSError as error:
+        raise UsageError(f"--rules {folder}: {error.strerror}") from None
+
+
+def _serve(
+    run: Path | None, port: int, listen: str, otlp: str | None, interval: float, flights: Path | None, keep: int
+) -> None:
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    from kvprobe.probe.exposed import Collector
+    from kvprobe.probe.flight import FlightRecorder
+    from kvprobe.probe.live import Live, over
+
+    sender: Any = None
+    if otlp is not None:
+        from kvprobe.probe.telemetry import provider
+
+        sender = provider(run, otlp, interval)
+    server = thread = None
+    if port:
+        registry = CollectorRegistry()
+        registry.register(Collector(run))
+        try:
+            server, thread = start_http_server(port, addr=listen, registry=registry)
+        except OSError as error:
+            raise KvprobeError(f"port {port} of {listen} cannot be used: {error.strerror}; choose another") from None
+        click.echo(f"kvprobe: http://{listen}:{port}/metrics", err=True)
+    recorder = FlightRecorder(flights, keep) if flights is not None else None
+    live = Live(run)
+    ended = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    try:
+        live.look()
+        while not ended.wait(interval):
+            views = live.look()
+            if recorder is not None:
+                try:
+                    written = recorder.look(views)
+                except OSError as error:
+                    click.echo(f"kvprobe: no flight was kept in {flights}: {error.strerror}", err=True)
+                    written = None
+                if written is not None:
+                    click.echo(f"kvprobe: submissions became slow; the newest calls are kept in {written}", err=True)
+            if run is not None and not views and over(run):
+                break
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if server is not None and thread is not None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+        if sender is not None:
+            sender.shutdown()

@@ -1,0 +1,103 @@
+"""Long calls with a short queue: under Confidential Computing copies of pinned memory hold their caller as well.
+
+Mechanism: the GPU cannot read a protected guest's memory, so the driver encrypts each copy into a buffer of its own,
+and `cudaMemcpyAsync` returns when that is done: as a copy of pageable memory does, whatever the memory is.
+
+Signature: the machine's GPUs run in Confidential Computing mode; copies of memory that is not pageable are long (60 us
+and more, at least eight) although their queue is not full, and they move at least half of the bytes of such copies.
+Where most of them return when their copy is over, it is certain.
+
+Needs: the mode, which the observer of `kvprobe run` asks the driver for (NVML). Without it the cause is not looked for:
+a full queue, pageable memory and pinning look alike.
+
+Time lost: what the calls took beyond a submission. Predicted saving: what the threads that launch compute lost, where
+another thread makes the copies; the copies themselves do not become faster.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, NotLookedFor
+from kvprobe.diagnosis.joined import SLOW_NS, JoinedRecording, ms
+from kvprobe.recordings.model import CallKind, Memory
+
+CAUSE = "confidential_computing"
+MANY, OVER_NS = 8, 20_000
+SUBMISSION_NS = 5_000  # of a launch, where the recording has none to compare with
+
+
+def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
+    """Needs the mode."""
+    if joined.recording.machine.get("confidential_computing") is not None:
+        return None
+    return NotLookedFor(
+        "the recording does not tell whether the GPU runs in Confidential Computing mode",
+        "kvprobe run, which asks the driver",
+    )
+
+
+def find(joined: JoinedRecording) -> Finding | None:
+    """Copies of pinned memory that held their caller."""
+    if not joined.recording.machine["confidential_computing"]:
+        return None
+    copies = (joined.kind == CallKind.COPY) | (joined.kind == CallKind.BATCH)
+    copies &= (joined.memory != Memory.PAGEABLE) & ~joined.queue_blocked
+    long = copies & (joined.dur >= SLOW_NS)
+    over = np.zeros(0, dtype=bool)
+    if joined.recording.has_executions:
+        known = joined.exec_end >= 0
+        late = np.abs(joined.end - joined.exec_end) < OVER_NS
+        over = (late | (joined.exec_end <= joined.end))[long & known]
+    rows = np.flatnonzero(long)
+    moved = int(joined.bytes[rows].sum())
+    if len(rows) < MANY or 2 * moved < int(joined.bytes[copies].sum()):
+        return None
+    launches = joined.dur[joined.kind == CallKind.LAUNCH]
+    usual = int(np.percentile(launches, 25)) if len(launches) >= MANY else SUBMISSION_NS
+    ns = np.maximum(joined.dur[rows] - usual, 0)
+    lost = int(ns.sum())
+    rate = moved / max(int(joined.dur[rows].sum()), 1) * 1e9
+    mine = int(ns[joined.on_launching_thread(rows)].sum())
+    return joined.host_finding(
+        CAUSE,
+        "{calls} copies of pinned memory held their caller for {lost}: the GPU runs in Confidential Computing mode",
+        "certain" if len(over) and 2 * int(over.sum()) > len(over) else "likely",
+        rows,
+        ns,
+        evidence=(
+            Evidence("the driver says that Confidential Computing is on", 1, "1", "asked of the driver (NVML)"),
+            Evidence(
+                f"{len(rows):,} copies of {moved / 1e6:.1f} MB together held their threads for {ms(lost)} while their "
+                f"queues had room: {rate / 1e9:.2f} GB/s",
+                lost,
+                "ns",
+                MEASURED,
+            ),
+            *(
+                (
+                    Evidence(
+                        f"{int(over.sum()):,} of {len(over):,} return when their copy is over",
+                        int(over.sum()),
+                        "calls",
+                        COUNTED,
+                    ),
+                )
+                if len(over)
+                else ()
+            ),
+            Evidence(f"{ms(mine)} of it on threads that launch compute", mine, "ns", MEASURED),
+        ),
+        cure=(
+            Change(
+                "Let another thread submit the copies, so that the model's thread does not wait for them (kvprobe's "
+                "engine: pooled; for servers `kvprobe run --fix auto`)",
+                "rung",
+                "pooled",
+                "auto",
+                share=mine / max(lost, 1),
+            ),
+            Change("Move fewer bytes: each is encrypted by the CPU, so a smaller KV type (fp8) saves as much time"),
+        ),
+        chart=joined.slow_calls_chart(rows, "Copies of pinned memory that held their caller"),
+    )

@@ -1,0 +1,118 @@
+"""What more room in a full launch queue would save: the recorded calls, played again against a deeper queue.
+
+A thread that submits to a queue of depth D waits, for each submission, until the one D before it has been executed. The
+recording tells when that was: by the execution itself, else by the return of the call that waited for its place. With
+a depth D' the same call waits for the one D' before it, and what is spared lets the thread go on earlier, up to its
+next wait for the device. The device's own schedule is taken as recorded: while a queue is full, it has work.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvprobe.diagnosis.finding import Change
+from kvprobe.diagnosis.intervals import distinct
+from kvprobe.recordings.model import CallKind, Memory
+
+if TYPE_CHECKING:
+    from kvprobe.diagnosis.joined import Array, JoinedRecording
+    from kvprobe.diagnosis.queue_full import Full
+
+__all__ = ["BATCHED", "SCALE", "deeper", "spared"]
+
+SCALE = 4  # CUDA_SCALE_LAUNCH_QUEUES=4x: 1,021 submissions become 4,093 (measured, H200)
+SCALED_ALREADY = 3_000  # a queue of one stream that is as deep has been scaled: 4x is the most
+BATCHED = 8  # a queue that takes 1,021 copies took 8,168 and more in batches (measured, H200)
+_LONG_AGO = -(1 << 62)
+
+
+def deeper(joined: JoinedRecording, found: Full, shape: str) -> Change:
+    """CUDA_SCALE_LAUNCH_QUEUES=4x, which deepens every queue, with what it alone saves of a shape of blocked calls."""
+    share = 0.0 if found.ceiling >= SCALED_ALREADY and shape != "channels" else spared(joined, found, shape, SCALE)
+    return Change(
+        "CUDA_SCALE_LAUNCH_QUEUES=4x before CUDA starts: four times the depth of every queue (not on Jetson: it has "
+        "hung there)",
+        "environment",
+        "CUDA_SCALE_LAUNCH_QUEUES",
+        "4x",
+        share=share,
+    )
+
+
+def spared(joined: JoinedRecording, found: Full, shape: str, factor: float) -> float:
+    """Share of the time lost by one shape of blocked calls that queues `factor` times as deep would save.
+
+    Args:
+        joined: the recording.
+        found: its blocked calls.
+        shape: "saturation", "fence", "alias" or "channels".
+        factor: new depth over old; of a channel, both counted over all streams that share it.
+    """
+    rows, ns = found.rows[shape], found.ns[shape]
+    total = int(ns.sum())
+    if not total:
+        return 0.0
+    if shape == "channels":
+        streams = np.union1d(list(found.crowded), distinct(joined.stream[rows])).astype(np.int64)
+        seen = joined.recording.has_executions
+        depth = _outstanding(joined, streams, rows) if seen else found.channel_total
+        return _replayed(joined, streams, rows, ns, depth, factor)
+    saved = 0.0
+    blocked = [found.rows[name] for name in ("saturation", "fence", "alias")]
+    waited = [found.ns[name] for name in ("saturation", "fence", "alias")]
+    all_rows, all_ns = np.concatenate(blocked), np.concatenate(waited)
+    for stream in distinct(joined.stream[rows]):
+        mine = joined.stream[all_rows] == stream
+        depth = int(np.median(joined.occupancy.depth[all_rows[mine]]))
+        share = _replayed(joined, np.array([stream]), all_rows[mine], all_ns[mine], depth, factor)
+        saved += share * int(ns[joined.stream[rows] == stream].sum())
+    return saved / total
+
+
+def _outstanding(joined: JoinedRecording, streams: Array, rows: Array) -> int:
+    """Median of what these streams together had outstanding when `rows` were entered; needs executions."""
+    mine = joined.submits & np.isin(joined.stream, streams) & (joined.exec_end >= 0)
+    done = np.sort(joined.exec_end[mine])
+    entered = np.sort(joined.start[mine])
+    at = joined.start[rows]
+    return max(int(np.median(np.searchsorted(entered, at) - np.searchsorted(done, at, "right"))), 1)
+
+
+def _replayed(joined: JoinedRecording, streams: Array, rows: Array, ns: Array, depth: int, factor: float) -> float:
+    """Share of `ns`, lost in the calls `rows`, that is saved where the queue of `streams` is `factor` times as deep."""
+    total = int(ns.sum())
+    if depth <= 0 or total <= 0:
+        return 0.0
+    room = max(int(depth * factor), depth)
+    members = np.flatnonzero(joined.submits & np.isin(joined.stream, streams))
+    members = members[np.argsort(joined.start[members], kind="stable")]
+    lost = np.zeros(len(joined.start), dtype=np.int64)
+    np.add.at(lost, rows, ns)
+    # When each had made room: the call `depth` later that waited for its place returned then, however late it woke.
+    done = np.where(joined.exec_end[members] >= 0, joined.exec_end[members], _LONG_AGO)
+    later = members[depth:]
+    waited = lost[later] > 0
+    done[: len(later)][waited] = np.maximum(done[: len(later)], joined.end[later])[waited]
+    needed = np.full(len(joined.start), _LONG_AGO, dtype=np.int64)  # by each call, before it can return
+    needed[members[room:]] = done[: max(len(members) - room, 0)]
+    # A wait for the device ends when the device is done, however early it begins.
+    waits = (joined.kind == CallKind.SYNC) | (joined.kind == CallKind.COPY_SYNC) | (joined.memory == Memory.PAGEABLE)
+    needed[waits] = joined.end[waits]
+    member = np.zeros(len(joined.start), dtype=bool)
+    member[members] = True
+    after = 0
+    order = joined.by_caller
+    order = order[~joined.nested[order]]
+    for caller in distinct(joined.caller[rows]):
+        calls = order[joined.caller[order] == caller]
+        own = joined.dur[calls] - lost[calls]
+        between = np.maximum(
+            np.diff(joined.start[calls], prepend=joined.start[calls[:1]])[1:] - joined.dur[calls[:-1]], 0
+        )
+        work = joined.start[calls[0]] + np.cumsum(own + np.append(0, between))
+        returned = work + np.maximum(np.maximum.accumulate(needed[calls] - work), 0)
+        unblocked = np.append(joined.start[calls[0]], returned[:-1]) + own + np.append(0, between)
+        after += int((returned - unblocked)[member[calls]].sum())
+    return min(max(1 - after / total, 0.0), 1.0)

@@ -1,0 +1,45 @@
+"""What is known of a cause, from its file's docstring: mechanism, signature, what its time is, what a cure saves."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import import_module
+
+from kvprobe.diagnosis import CAUSES
+from kvprobe.errors import UsageError
+
+__all__ = ["Description", "describe"]
+
+_HEADING = re.compile(r"(Mechanism|Signature|Needs|Time lost|Predicted saving|Source): +")
+
+
+@dataclass(frozen=True)
+class Description:
+    """One cause, in words.
+
+    Attributes:
+        cause: its name, as in `check --no NAME` and in every report.
+        summary: one sentence.
+        parts: (heading, text) pairs in the order of the docstring: Mechanism, Signature, Needs, Time lost, Predicted
+            saving, Source, as far as they are there. What has no heading stands under "".
+    """
+
+    cause: str
+    summary: str
+    parts: tuple[tuple[str, str], ...]
+
+
+def describe(cause: str) -> Description:
+    """What is known of a cause; a UsageError where there is none of that name."""
+    if cause not in CAUSES:
+        raise UsageError(f"no cause is called {cause!r}; `kvprobe causes` lists them")
+    summary, _, rest = (import_module(f"kvprobe.diagnosis.{cause}").__doc__ or "").partition("\n")
+    parts: list[tuple[str, str]] = []
+    for paragraph in filter(None, (one.strip() for one in rest.split("\n\n"))):
+        # headings begin a paragraph or a sentence of one
+        pieces = _HEADING.split(re.sub(r"\n(?![*|-])", " ", paragraph))
+        if pieces[0].strip():
+            parts.append(("", pieces[0].strip()))
+        parts += zip(pieces[1::2], (text.strip() for text in pieces[2::2]), strict=True)
+    return Description(cause, summary.strip(), tuple(parts))

@@ -1,0 +1,652 @@
+"""What the causes share: a recording's calls joined with their executions, and the ledger of time already explained.
+
+A cause reads columns, picks rows, and *claims* nanoseconds of them. The ledger gives each nanosecond once, so causes
+run from the best-evidenced to the least, and the sum of what they claim is never more than what was lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvprobe.diagnosis.finding import (
+    Call,
+    Change,
+    Chart,
+    Confidence,
+    Evidence,
+    Finding,
+    LostOn,
+    Severity,
+    Where,
+    best_first,
+    singular,
+)
+from kvprobe.diagnosis.intervals import Cover, distinct, group_starts, in_time, running_max_by_group
+from kvprobe.diagnosis.traced import longest
+from kvprobe.launchqueue.constants import LEAST_NS, NOTABLE_NS, NOTABLE_SHARE
+from kvprobe.recordings.assemble import codes
+from kvprobe.recordings.links import links_of
+from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Engine, Label, Memory, Recording
+from kvprobe.recordings.occupancy import Occupancy, occupancy
+from kvprobe.recordings.vocabulary import stream_title
+from kvprobe.recordings.window import serving_window
+
+Array: TypeAlias = npt.NDArray[Any]
+
+__all__ = ["SLOW_NS", "JoinedRecording", "Ledger", "ms", "share"]
+
+SLOW_NS = 60_000  # a submission this long is worth an explanation: ten times any recorder's cost per call
+CRITICAL, WARNING = 0.10, 0.01
+
+
+def ms(ns: float) -> str:
+    """A duration for a sentence: three significant digits with a unit a reader can picture."""
+    for unit, scale in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
+        if abs(ns) >= scale:
+            return f"{ns / scale:.3g} {unit}"
+    return f"{ns:.0f} ns"
+
+
+def between(values: Array) -> str:
+    """The least and the greatest of these counts for a sentence, as one where they are equal."""
+    low, high = int(values.min(initial=values[0])), int(values.max(initial=values[0]))
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def share(part: float, whole: float) -> str:
+    """A percentage for a sentence."""
+    return f"{100 * part / whole:.1f}%" if whole > 0 else "0%"
+
+
+class Ledger:
+    """Who has claimed how much of each row; a row is one caller's interval (a call, an execution)."""
+
+    def __init__(self, free_ns: Array) -> None:
+        """`free_ns`: what can be claimed of each row at most."""
+        self.free_ns = free_ns.astype(np.int64).copy()
+        self.owner = np.full(len(free_ns), -1, dtype=np.int16)
+        self.causes: list[str] = []
+
+    def claim(self, cause: str, rows: Array, ns: Array) -> Array:
+        """Gives a cause up to `ns` of each row (rows distinct); returns what it got."""
+        got: Array = np.clip(ns, 0, self.free_ns[rows]).astype(np.int64)
+        self.free_ns[rows] -= got
+        if cause not in self.causes:
+            self.causes.append(cause)
+        fresh = (got > 0) & (self.owner[rows] < 0)
+        self.owner[rows[fresh]] = self.causes.index(cause)
+        return got
+
+
+class JoinedRecording:
+    """A recording, joined once, for all causes.
+
+    Attributes (arrays of one entry a call unless said otherwise):
+        start, end, dur: ns. process, thread, kind, name, stream, direction, memory, bytes, count, src, dst: as in the
+            model, with what the call did not know filled in from its execution.
+        caller: number of the call's (process, thread) pair.
+        submits: the call submits work to a stream.
+        nested: the call runs inside another one of its thread: it owns no time of its own.
+        serving: the window that is judged; `outside` marks the calls that are not in it, of which nothing is claimed.
+        exec_start, exec_end: first start and last end of the executions the call caused; -1 where unknown.
+        host: the ledger of calls. device: the ledger of executions.
+    """
+
+    def __init__(self, recording: Recording, known: Occupancy | None = None) -> None:
+        """Joins calls with executions; costs a few sorts. `known`: the recording's occupancy, where it is at hand."""
+        self.recording = recording
+        if known is not None:
+            self.__dict__["occupancy"] = known
+        calls, executions = recording.calls, recording.executions
+        self.start, self.end = calls["start_ns"], calls["end_ns"]
+        self.dur = np.maximum(self.end - self.start, 0)
+        self.process, self.thread = calls["process"], calls["thread"]
+        self.kind, self.name, self.count = calls["kind"], calls["name"], calls["count"]
+        self.src, self.dst = calls["src"], calls["dst"]
+        self.transfer = calls["transfer"]
+        self.submits = np.isin(self.kind, np.array(SUBMITTING, dtype=np.uint8))
+        threads, place = codes(self.thread)
+        self.caller = self.process.astype(np.int32) * max(len(threads), 1) + place
+        self.x_start, self.x_end = executions["start_ns"], executions["end_ns"]
+        self._join()
+        self.serving = recording.window or serving_window(recording)
+        self.outside = ~self.serving.holds(self.process, self.start)
+        self.host = Ledger(np.where(self.nested | self.outside, 0, self.dur))
+
+    @cached_property
+    def x_dur(self) -> Array:
+        """Duration of each execution, ns."""
+        return np.asarray(np.maximum(self.x_end - self.x_start, 0))
+
+    @cached_property
+    def device(self) -> Ledger:
+        """The ledger of executions."""
+        table = self.recording.executions
+        inside = self.serving.holds(table["process"], self.x_start)
+        return Ledger(self.x_dur if inside.all() else np.where(inside, self.x_dur, 0))
+
+    # ---- joining ------------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        calls, executions = self.recording.calls, self.recording.executions
+        links = links_of(self.recording)
+        self.x_call, self.x_of_call = links.call, links.first
+        self.exec_start, self.exec_end = links.began, links.done
+        first_row = links.first
+
+        def filled(column: str, unknown: int) -> Array:
+            mine: Array = calls[column]
+            gap = (mine == unknown) & (first_row >= 0)
+            if not gap.any():
+                return mine
+            mine = mine.copy()
+            mine[gap] = executions[column][first_row[gap]]
+            return mine
+
+        self.stream = filled("stream", -1)
+        self.direction = filled("direction", Direction.UNKNOWN)
+        self.memory = filled("memory", Memory.UNKNOWN)
+        self.bytes = filled("bytes", 0)
+
+    @cached_property
+    def by_caller(self) -> Array:
+        """Rows sorted by caller, then start."""
+        order = np.arange(len(self.start))
+        if len(order) and (self.start[1:] < self.start[:-1]).any():
+            order = np.argsort(self.start, kind="stable")
+        callers: Array = order[np.argsort(self.caller[order], kind="stable")]
+        return callers.astype(np.int32)
+
+    @cached_property
+    def nested(self) -> Array:
+        """Calls that begin before an earlier call of their thread has ended."""
+        out = np.zeros(len(self.start), dtype=bool)
+        order = self.by_caller
+        if len(order) > 1:
+            caller, start, end = self.caller[order], self.start[order], self.end[order]
+            if ((start[1:] < end[:-1]) & (caller[1:] == caller[:-1])).any():  # else no call begins inside another
+                reach = running_max_by_group(end, caller)
+                out[order[1:]] = (caller[1:] == caller[:-1]) & (start[1:] < reach[:-1])
+        return out
+
+    # ---- what was usual -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def window(self) -> tuple[int, int]:
+        """First and last instant of what is judged."""
+        return self.serving.start_ns, self.serving.end_ns
+
+    @property
+    def span_ns(self) -> int:
+        """Length of the window."""
+        return self.window[1] - self.window[0]
+
+    @cached_property
+    def usual_ns(self) -> Array:
+        """What a call of its name and process usually takes when nothing is in its way, for each call.
+
+        The lower quartile, so that a recording in which most calls are slow still knows; a name that is seen fewer
+        than eight times takes its kind's, and all take at most the process's for submissions.
+        """
+        out = np.zeros(len(self.dur), dtype=np.int64)
+        for process in range(int(self.process.max()) + 1 if len(self.process) else 0):
+            mine = self.process == process
+            common = self.common_ns(process)
+            for name in np.flatnonzero(np.bincount(self.name[mine])):
+                rows = np.flatnonzero(mine & (self.name == name))
+                low = int(np.percentile(self.dur[rows[:: 1 + len(rows) // 100_000]], 25))
+                if self.kind[rows[0]] != CallKind.GRAPH:  # a graph launch costs by its nodes: only its own kind tells
+                    low = common if len(rows) < 8 else min(low, 4 * common) if self.submits[rows[0]] else low
+                out[rows] = low
+        return out
+
+    def common_ns(self, process: int) -> int:
+        """Lower quartile of a process's submissions, pageable copies left out; 5 us where there are hardly any."""
+        known: dict[int, int] = self.__dict__.setdefault("_common", {})
+        if process not in known:
+            quick = self.dur[(self.process == process) & self.submits & (self.memory != Memory.PAGEABLE)]
+            known[process] = int(np.percentile(quick[:: 1 + len(quick) // 100_000], 25)) if len(quick) >= 8 else 5_000
+        return known[process]
+
+    def link(self, direction: Direction) -> tuple[float, str]:
+        """Bytes per second that one copy of this direction can reach, and how that is known; 0 where unknown.
+
+        The machine's own figure where the recording has one; else the ninth decile of pinned copies of at least
+        1 MiB in this very recording (a lower bound of the link).
+        """
+        fact = self.recording.machine.get("link_bytes_per_s")
+        if isinstance(fact, dict):
+            fact = fact.get(direction.name.lower(), fact.get(direction.name))
+        if fact:
+            return float(fact), self.recording.machine_how.get("link_bytes_per_s", "fact of the machine")
+        table = self.recording.executions
+        rows = np.flatnonzero(
+            (table["engine"] == Engine.COPY)
+            & (table["direction"] == direction)
+            & (table["bytes"] >= 1 << 20)
+            & (table["memory"] != Memory.PAGEABLE)
+            & (self.x_dur > 0)
+        )
+        if not len(rows):
+            return 0.0, "unknown"
+        return float(np.percentile(table["bytes"][rows] / self.x_dur[rows], 90) * 1e9), "fastest large copies seen here"
+
+    def is_named(self, *parts: str) -> Array:
+        """Mask of calls whose name contains one of the parts, case aside."""
+        known = np.array([any(p in text.lower() for p in parts) for text in self.recording.names], dtype=bool)
+        inside = (self.name >= 0) & (self.name < len(known))
+        mask: Array = inside & known[np.where(inside, self.name, 0)]
+        return mask
+
+    def launches(self, process: int) -> Array:
+        """Rows of a process's kernel and graph launches, in the order of their start."""
+        known: dict[int, Array] = self.__dict__.setdefault("_launches", {})
+        if process not in known:
+            mine = (self.kind == CallKind.LAUNCH) | (self.kind == CallKind.GRAPH)
+            known[process] = in_time(np.flatnonzero(mine & (self.process == process)), self.start)
+        return known[process]
+
+    @cached_property
+    def kernel_streams(self) -> Array:
+        """Streams that carry kernels or graphs; -1 is never among them."""
+        table = self.recording.executions
+        ran = table["stream"][table["engine"] == Engine.KERNEL]
+        asked = self.stream[(self.kind == CallKind.LAUNCH) | (self.kind == CallKind.GRAPH)]
+        streams = np.union1d(distinct(ran), distinct(asked))
+        streams = streams[streams >= 0]
+        return np.asarray(streams)
+
+    @property
+    def excess_ns(self) -> Array:
+        """How much longer each call took than such a call usually takes."""
+        excess: Array = np.maximum(self.dur - self.usual_ns, 0)
+        return excess
+
+    @cached_property
+    def slow(self) -> Array:
+        """Mask of calls that took at least SLOW_NS, most of it more than such a call usually takes."""
+        mask: Array = (self.dur > SLOW_NS) & (2 * self.excess_ns > self.dur)
+        return mask
+
+    @cached_property
+    def launching_callers(self) -> Array:
+        """Callers that launch kernels or graphs: the threads a model runs on."""
+        return distinct(self.caller[(self.kind == CallKind.LAUNCH) | (self.kind == CallKind.GRAPH)])
+
+    def on_launching_thread(self, rows: Array) -> Array:
+        """Mask over `rows`: the call is made by a thread that launches compute."""
+        return np.isin(self.caller[rows], self.launching_callers)
+
+    def label_cover(self, *labels: Label, process: int | None = None) -> Cover:
+        """Instants that the recorder labelled so, on whatever thread (a flush on a worker delays others)."""
+        table = self.recording.labels
+        keep = np.isin(table["label"], np.array(labels, dtype=np.uint8))
+        if process is not None:
+            keep &= table["process"] == process
+        return Cover(table["start_ns"][keep], table["end_ns"][keep])
+
+    def busy(
+        self,
+        *engines: Engine,
+        process: int | None = None,
+        device: int | None = None,
+        direction: Direction | None = None,
+    ) -> Cover:
+        """Instants at which the device executed something of these kinds."""
+        table = self.recording.executions
+        keep = np.isin(table["engine"], np.array(engines, dtype=np.uint8))
+        if process is not None:
+            keep &= table["process"] == process
+        if device is not None:
+            keep &= table["device"] == device
+        if direction is not None:
+            keep &= table["direction"] == direction
+        return Cover(self.x_start[keep], self.x_end[keep])
+
+    # ---- the queue ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def occupancy(self) -> Occupancy:
+        """Depth, ceiling and blocked time of every queue."""
+        return occupancy(self.recording)
+
+    @cached_property
+    def queue_blocked(self) -> Array:
+        """Mask of calls that waited for room in a queue, whatever the shape."""
+        from kvprobe.diagnosis.queue_full import full
+
+        mask = np.zeros(len(self.start), dtype=bool)
+        for rows in full(self).rows.values():
+            mask[rows] = True
+        return mask
+
+    # ---- saying it ----------------------------------------------------------------------------------------------
+
+    def text(self, index: int) -> str:
+        """An interned name."""
+        return self.recording.text(int(index))
+
+    def pid(self, process: int) -> int:
+        """Process id of a process row, or the row where unknown."""
+        table = self.recording.processes
+        return int(table["pid"][process]) if 0 <= process < table.rows else int(process)
+
+    def rank(self, process: int) -> int:
+        """Rank of a process row, -1 where it has none."""
+        table = self.recording.processes
+        return int(table["rank"][process]) if 0 <= process < table.rows else -1
+
+    def stream_name(self, stream: int) -> str:
+        """How to call a stream in a sentence."""
+        table = self.recording.streams
+        if not 0 <= stream < table.rows:
+            return "unknown stream"
+        return stream_title(self.text(table["name"][stream]), int(table["handle"][stream]), stream)
+
+    def caller_span_ns(self, rows: Array) -> int:
+        """Summed recorded spans of the threads that made these calls."""
+        callers, spans = self._lane_spans
+        at = np.searchsorted(callers, distinct(self.caller[rows[~self.outside[rows]]]))
+        return int(spans[at].sum())
+
+    @cached_property
+    def _lane_spans(self) -> tuple[Array, Array]:
+        order = self.by_caller
+        order = order[~self.outside[order]]
+        edges = group_starts(self.caller[order])
+        last = np.maximum.reduceat(self.end[order], edges) if len(edges) else edges
+        last = np.minimum(last, self.serving.end_ns)
+        return self.caller[order][edges], np.maximum(last - self.start[order][edges], 1)
+
+    def notable(self, lost_ns: int, span_ns: int) -> bool:
+        """Whether a loss is worth a line: at least 200 us, and a millisecond or a hundredth of the span."""
+        return lost_ns >= LEAST_NS and (lost_ns >= NOTABLE_NS or lost_ns >= NOTABLE_SHARE * span_ns)
+
+    def severity(self, lost_ns: int, span_ns: int) -> Severity:
+        """By share of the caller's span."""
+        part = lost_ns / span_ns if span_ns > 0 else 0.0
+        return "critical" if part >= CRITICAL else "warning" if part >= WARNING else "info"
+
+    def innermost_range(self, process: int, thread: int, at: int) -> str:
+        """Name of the innermost range of a thread around an instant; "" where there is none."""
+        table = self.recording.ranges
+        if not table.rows:
+            return ""
+        rows = self._ranges_of(process, thread)
+        if not len(rows):
+            return ""
+        stop = int(np.searchsorted(table["start_ns"][rows], at, side="right"))
+        near = rows[max(0, stop - 512) : stop][::-1]  # nested ranges that still run began recently, or are outermost
+        inside = near[table["end_ns"][near] > at]
+        return self.text(table["name"][inside[0]]) if len(inside) else ""
+
+    def _ranges_of(self, process: int, thread: int) -> Array:
+        known: dict[tuple[int, int], Array] = self.__dict__.setdefault("_ranges", {})
+        if (process, thread) not in known:
+            table = self.recording.ranges
+            rows = np.flatnonzero((table["process"] == process) & (table["thread"] == thread))
+            known[process, thread] = rows[np.argsort(table["start_ns"][rows], kind="stable")]
+        return known[process, thread]
+
+    def places(self, rows: Array, lost: Array, most: int = 16) -> tuple[Where, ...]:
+        """Lost time of calls by process, thread and stream, most first."""
+        if not len(rows):
+            return ()
+        streams = self.stream[rows].astype(np.int64) + 1
+        key = self.caller[rows] * (int(streams.max()) + 1) + streams
+        order = np.argsort(key, kind="stable")
+        edges = group_starts(key[order])
+        sums = np.add.reduceat(lost[order], edges)
+        counts = np.diff(np.append(edges, len(order)))
+        out = []
+        for g in np.argsort(-sums, kind="stable")[:most]:
+            members = order[edges[g] : edges[g] + counts[g]]
+            worst = rows[members[np.argmax(lost[members])]]
+            process, thread = int(self.process[worst]), int(self.thread[worst])
+            out.append(
+                Where(
+                    process=process,
+                    pid=self.pid(process),
+                    rank=self.rank(process),
+                    thread=thread,
+                    stream=int(self.stream[worst]),
+                    stream_name=self.stream_name(int(self.stream[worst])) if self.stream[worst] >= 0 else "",
+                    range=self.innermost_range(process, thread, int(self.start[worst])),
+                    lost_ns=int(sums[g]),
+                    calls=int(counts[g]),
+                )
+            )
+        return tuple(out)
+
+    def device_places(self, rows: Array, lost: Array, most: int = 16) -> tuple[Where, ...]:
+        """Lost time of executions by process and stream, most first."""
+        if not len(rows):
+            return ()
+        table = self.recording.executions
+        streams = table["stream"][rows].astype(np.int64) + 1
+        key = table["process"][rows].astype(np.int64) * (int(streams.max()) + 1) + streams
+        order = np.argsort(key, kind="stable")
+        edges = group_starts(key[order])
+        sums = np.add.reduceat(lost[order], edges)
+        counts = np.diff(np.append(edges, len(order)))
+        out = []
+        for g in np.argsort(-sums, kind="stable")[:most]:
+            row = rows[order[edges[g]]]
+            process, stream = int(table["process"][row]), int(table["stream"][row])
+            out.append(
+                Where(
+                    process=process,
+                    pid=self.pid(process),
+                    rank=self.rank(process),
+                    stream=stream,
+                    stream_name=self.stream_name(stream) if stream >= 0 else "",
+                    lost_ns=int(sums[g]),
+                    calls=int(counts[g]),
+                )
+            )
+        return tuple(out)
+
+    def host_finding(
+        self,
+        cause: str,
+        title: str,
+        confidence: Confidence,
+        rows: Array,
+        ns: Array,
+        *,
+        evidence: Sequence[Evidence],
+        cure: Sequence[Change],
+        reason: str = "",
+        severity: Severity | None = None,
+        chart: Chart | None = None,
+        least_ns: int | None = None,
+    ) -> Finding | None:
+        """Claims `ns` of the calls `rows` and says so, or nothing where the loss is not worth a line.
+
+        Args:
+            cause: name of the cause's file.
+            title: heading; "{lost}" in it becomes the time lost, "{calls}" the number of calls.
+            confidence: as in Finding.
+            rows: rows of `calls`, distinct.
+            ns: what to claim of each.
+            evidence: figures, best first.
+            cure: what to change; the order is by what each saves.
+            reason: as in Finding.
+            severity: given where the share of the span does not decide.
+            chart: as in Finding.
+            least_ns: a floor of its own instead of `notable`.
+        """
+        if not len(rows):
+            return None
+        possible = np.clip(ns, 0, self.host.free_ns[rows])
+        span = self.caller_span_ns(rows[possible > 0]) if (possible > 0).any() else 0
+        total = int(possible.sum())
+        if total <= 0 or not (self.notable(total, span) if least_ns is None else total >= least_ns):
+            return None
+        got = self.host.claim(cause, rows, ns)
+        rows, got = rows[got > 0], got[got > 0]
+        return self._finding(
+            cause,
+            title,
+            confidence,
+            int(got.sum()),
+            len(rows),
+            lost_on="host",
+            evidence=evidence,
+            cure=cure,
+            places=self.places(rows, got),
+            calls=longest(self, rows, got),
+            window=(int(self.start[rows].min()), int(self.end[rows].max())),
+            span_ns=span,
+            reason=reason,
+            severity=severity,
+            chart=chart,
+        )
+
+    def device_finding(
+        self,
+        cause: str,
+        title: str,
+        confidence: Confidence,
+        rows: Array,
+        ns: Array,
+        *,
+        evidence: Sequence[Evidence],
+        cure: Sequence[Change],
+        reason: str = "",
+        severity: Severity | None = None,
+        chart: Chart | None = None,
+        lost_on: LostOn = "copy engine",
+    ) -> Finding | None:
+        """As `host_finding`, for executions: claims time of copy engines."""
+        if not len(rows):
+            return None
+        possible = int(np.clip(ns, 0, self.device.free_ns[rows]).sum())
+        span = self.span_ns * max(len(distinct(self.recording.executions["process"][rows])), 1)
+        if not self.notable(possible, span):
+            return None
+        got = self.device.claim(cause, rows, ns)
+        rows, got = rows[got > 0], got[got > 0]
+        return self._finding(
+            cause,
+            title,
+            confidence,
+            int(got.sum()),
+            len(rows),
+            lost_on=lost_on,
+            evidence=evidence,
+            cure=cure,
+            places=self.device_places(rows, got),
+            calls=self._calls_of(rows, got),
+            window=(int(self.x_start[rows].min()), int(self.x_end[rows].max())),
+            span_ns=span,
+            reason=reason,
+            severity=severity,
+            chart=chart,
+        )
+
+    def finding(
+        self,
+        cause: str,
+        title: str,
+        confidence: Confidence,
+        lost_ns: int,
+        count: int,
+        *,
+        lost_on: LostOn,
+        evidence: Sequence[Evidence],
+        cure: Sequence[Change],
+        places: tuple[Where, ...],
+        window: tuple[int, int],
+        span_ns: int | None = None,
+        reason: str = "",
+        severity: Severity | None = None,
+        chart: Chart | None = None,
+    ) -> Finding | None:
+        """As `host_finding`, for time that is neither a call's nor an engine's: waiting, idling, nothing at all."""
+        span = self.span_ns if span_ns is None else span_ns
+        if lost_on != "none" and not self.notable(lost_ns, span):
+            return None
+        return self._finding(
+            cause,
+            title,
+            confidence,
+            lost_ns,
+            count,
+            lost_on=lost_on,
+            evidence=evidence,
+            cure=cure,
+            places=places,
+            window=window,
+            span_ns=span,
+            reason=reason,
+            severity=severity,
+            chart=chart,
+        )
+
+    def _finding(
+        self,
+        cause: str,
+        title: str,
+        confidence: Confidence,
+        lost_ns: int,
+        count: int,
+        *,
+        lost_on: LostOn,
+        evidence: Sequence[Evidence],
+        cure: Sequence[Change],
+        places: tuple[Where, ...],
+        window: tuple[int, int],
+        span_ns: int,
+        reason: str,
+        severity: Severity | None,
+        chart: Chart | None,
+        calls: tuple[Call, ...] = (),
+    ) -> Finding:
+        line = next((call.line for call in calls if call.line), "")
+        return Finding(
+            cause=cause,
+            title=singular(title.format(lost=ms(lost_ns), calls=f"{count:,}")),
+            severity=severity or self.severity(lost_ns, span_ns),
+            confidence=confidence,
+            lost_ns=lost_ns,
+            evidence=tuple(replace(one, text=singular(one.text)) for one in evidence),
+            cure=best_first(replace(change.of(lost_ns), at=line if change.kind == "call" else "") for change in cure),
+            calls=calls,
+            where=places,
+            window=window,
+            lost_on=lost_on,
+            reason=reason,
+            chart=chart,
+            of_ns=span_ns,
+        )
+
+    def _calls_of(self, executions: Array, ns: Array) -> tuple[Call, ...]:
+        """The calls that submitted these executions, with what all executions of each lost."""
+        known = self.x_call[executions] >= 0
+        rows, place = np.unique(self.x_call[executions][known], return_inverse=True)
+        return longest(self, rows, np.bincount(place, weights=ns[known]).astype(np.int64))
+
+    def slow_calls_chart(self, rows: Array, title: str) -> Chart:
+        """The calls of a finding against time, thinned to the slowest 2,000."""
+        if len(rows) > 2_000:
+            rows = rows[np.argpartition(self.dur[rows], -2_000)[-2_000:]]
+        rows = rows[np.argsort(self.start[rows], kind="stable")]
+        return {
+            "title": title,
+            "x_label": "time in the recording (ms)",
+            "y_label": "time inside the call (us)",
+            "series": {
+                "calls": {
+                    "x": (self.start[rows] - self.serving.first_ns) / 1e6,
+                    "y": self.dur[rows] / 1e3,
+                    "style": "points",
+                }
+            },
+        }

@@ -1,0 +1,433 @@
+"""Copies given by address, submitted by the native thread: what adapters hand a server's copies to.
+
+A caller hands copies over and leaves; the submitter chooses the method by direction, size and count, merges neighbours,
+and never submits past the room of a launch queue. Within a direction transfers start and end in the order they came.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes as ct
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvprobe.cuda import Runtime
+from kvprobe.errors import KvprobeError, TransferError, UsageError
+from kvprobe.launchqueue import QueueLimits, calibrate
+from kvprobe.native.library import (
+    Addresses,
+    JobStatus,
+    MethodTable,
+    SubmitterConfig,
+    SubmitterStats,
+    core,
+    core_held,
+)
+from kvprobe.offload.methods import DEFAULT_MAX_SLOWDOWN, METHOD_NAMES, Methods, copier_for, measure_now, method_table
+from kvprobe.offload.resources import Resources, handles
+
+__all__ = ["Bounds", "Copies", "Submission", "Submitter", "open_native"]
+
+log = logging.getLogger("kvprobe")
+
+DIRECTION = {"load": 1, "store": 2}  # enum kvp_direction
+FAULT = {1: "cudaMemcpyAsync", 2: "cudaStreamWaitEvent", 3: "cudaEventQuery"}  # enum kvp_job_fault
+FORKED, SIGNALS, STUCK = -5, -6, -7
+_TAKE_EVERY = 256  # submissions between two times that the list of ended ones is emptied; nobody reads it
+_U64 = np.dtype(np.uint64)
+
+
+def open_native(runtime: Runtime, made: Resources, table: MethodTable, copier: Any, **fields: Any) -> int:
+    """Starts a native submitter over these resources; `fields` of `kvp_submitter_config` that are its owner's own.
+
+    The table must live until it is closed. Returns its handle.
+
+    Raises:
+        CudaError: an event could not be made.
+        KvprobeError: no memory, or no thread could be made.
+    """
+    pooled = [handles(list(pool.streams)) for pool in made.pooled]
+    lists = (type(made.lists[0]) * len(made.lists))(*made.lists) if made.lists else None
+    config = SubmitterConfig(
+        copier=copier,
+        methods=ct.addressof(table),
+        device=runtime.device(),
+        streams=len(pooled[0]),
+        pooled=(ct.c_void_p * 2)(*(ct.cast(each, ct.c_void_p) for each in pooled)),
+        shared=(ct.c_void_p * 2)(*made.shared),
+        clock_stream=made.clock_stream,
+        lists=len(made.lists),
+        list=ct.cast(lists, ct.c_void_p) if lists else None,
+        **fields,
+    )
+    if runtime.simulated:
+        config.actor_add = runtime.address("kvhostActorAdd")
+        config.actor_wake = runtime.address("kvhostActorWake")
+        config.actor_remove = runtime.address("kvhostActorRemove")
+        config.run_until = runtime.address("kvhostRunUntilTime")
+    why = ct.c_int32()
+    handle = core().kvp_submitter_open(ct.byref(config), ct.byref(why))
+    if why.value:
+        raise runtime.error("cudaEventCreateWithFlags", why.value)
+    if not handle:
+        raise KvprobeError("the submitter could not be started: not enough memory, or too many threads (ulimit -u)")
+    return int(handle)
+
+
+def table_rate(table: MethodTable, side: int) -> int:
+    """Bytes per second of large copies by a table's figures; 0: it has none."""
+    rows = table.row[side][: table.rows[side]]
+    known = [(4 << 20) / row.copy_ns[-1] * 1e9 for row in rows if row.copy_ns[-1] > 0]
+    return int(max(known, default=0))
+
+
+class Bounds:
+    """Addresses at which allocations or registrations begin: no copy may reach over one of them."""
+
+    def __init__(self, addresses: Sequence[int]) -> None:
+        """Takes them in any order."""
+        self._array = np.unique(np.array(list(addresses), dtype=np.uint64))
+        self.address = self._array.ctypes.data if len(self._array) else None
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+
+@dataclass(slots=True)
+class Copies:
+    """Copies by address, in the order in which neighbours are merged.
+
+    Attributes:
+        dst: where each goes, uint64 or int64.
+        src: where each comes from.
+        sizes: bytes of each, or one number for all.
+        bounds: over which nothing is merged.
+    """
+
+    dst: NDArray[Any]
+    src: NDArray[Any]
+    sizes: NDArray[Any] | int
+    bounds: Bounds | None = None
+
+
+class Submission:
+    """A transfer in the submitter's hands: how far it is, what it cost. Cheap to ask; nothing depends on asking."""
+
+    __slots__ = ("__weakref__", "_release", "_status", "copies", "direction", "submitter")
+
+    def __init__(self, submitter: Submitter, direction: str, address: int) -> None:
+        """Takes over one reference to the native job at `address`."""
+        self.submitter, self.direction = submitter, direction
+        self._status = JobStatus.from_address(address)
+        self._release = core().kvp_job_release
+        self.copies: int = self._status.pieces
+
+    def __del__(self) -> None:
+        """Gives the native job back."""
+        self._release(self.address)
+
+    @property
+    def address(self) -> int:
+        """Of the native job."""
+        return ct.addressof(self._status)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is over, either way."""
+        return bool(self._status.state >= 3)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended without all of its copies; the destination holds undefined bytes."""
+        return bool(self._status.state == 4)
+
+    @property
+    def error(self) -> Exception | None:
+        """Why it failed."""
+        status = self._status
+        if status.state != 4:
+            return None
+        if status.fault == 4:
+            return KvprobeError("the submitter was closed first")
+        if status.fault == 6:
+            return KvprobeError("the runtime was reset")
+        return self.submitter.runtime.error(FAULT.get(status.fault, "a CUDA call"), status.error)
+
+    @property
+    def bytes(self) -> int:
+        """Payload."""
+        return int(self._status.bytes)
+
+    @property
+    def stream(self) -> int:
+        """Handle of the stream of its newest submission; 0 before."""
+        return int(self._status.stream)
+
+    @property
+    def calls(self) -> int:
+        """Submitting calls made for it."""
+        return int(self._status.calls)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """How it was submitted: "loop", "batch", "kernel", or several of them."""
+        return tuple(name for bit, name in enumerate(METHOD_NAMES) if self._status.methods >> bit & 1)
+
+    @property
+    def copy_start_ns(self) -> int:
+        """When the device began with it, CLOCK_MONOTONIC; 0: not known."""
+        return int(self._status.copy_start_ns)
+
+    @property
+    def copy_end_ns(self) -> int:
+        """When the device was done with it; 0: not known."""
+        return int(self._status.copy_end_ns)
+
+    @property
+    def copy_ns(self) -> int:
+        """What the device took; where its times are not known, from the last submission to the notice; 0: not over."""
+        status = self._status
+        if status.state < 3:
+            return 0
+        if status.copy_end_ns > status.copy_start_ns > 0:
+            return int(status.copy_end_ns - status.copy_start_ns)
+        return max(1, int(status.noticed_ns - status.submitted_ns))
+
+    def wait(self) -> None:
+        """Sleeps until it is over, either way."""
+        self.submitter.wait(self)
+
+
+class Submitter:
+    """One native thread, its streams and events, for one device. All methods may be called from any thread.
+
+    Attributes:
+        runtime: the CUDA runtime.
+        limits: the launch queue as calibrated.
+        methods: what exists here, and why the rest does not.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        limits: QueueLimits | None = None,
+        method: str = "auto",
+        max_slowdown: float = DEFAULT_MAX_SLOWDOWN,
+        stuck_after_s: float = 0.0,
+    ) -> None:
+        """Creates streams and events and starts the thread; measures the methods where this machine's are not known.
+
+        Raises:
+            UsageError: no such method here.
+            CudaError: a stream or an event could not be made.
+            KvprobeError: the thread could not be started.
+        """
+        self.runtime, self.limits = runtime, limits or calibrate(runtime)
+        self.methods: Methods = copier_for(runtime)
+        if runtime.provider == "cuda" and self.methods.measured is None and method == "auto":
+            measure_now(runtime, self.methods)
+        self._native, self._held = core(), core_held() if runtime.provider == "cuda" else core()
+        self._table = method_table(self.methods, method, max_slowdown)
+        if runtime.provider == "host":
+            self._native.kvp_set_clock(runtime.address("kvhostNow") if runtime.simulated else None)
+        self._ids, self._pid = itertools.count(1), os.getpid()
+        self._handle: int | None = None
+        self._ending = threading.RLock()
+        self._memory: int | None = None
+        self._expected: dict[tuple[str, int, int], int] = {}
+        # the highest priority: the few CTAs of a copy kernel need not wait until the model's kernels have all begun
+        highest = runtime.priority_range()[1]
+        self._resources = Resources(runtime, self.limits.channels, highest, self.methods.has_kernel)
+        try:
+            self._memory = self._handle = open_native(
+                runtime,
+                self._resources,
+                self._table,
+                self.methods.native,
+                depth=self.limits.depth,
+                link_bytes_per_s=(ct.c_uint64 * 2)(*(table_rate(self._table, side) for side in range(2))),
+                stuck_ns=int(stuck_after_s * 1e9),
+            )
+        except BaseException:
+            self._resources.close()
+            raise
+        _open.add(self)
+        runtime.users.add(self)
+
+    def submit(self, copies: Copies, direction: str, *, after: int | None = None, since_ns: int = 0) -> Submission:
+        """Hands copies over and leaves.
+
+        Args:
+            copies: pinned memory on the CPU's side; nobody may touch either side until the submission has ended.
+            direction: "load" (CPU to GPU) or "store".
+            after: stream handle whose present work comes first; None: no wait.
+            since_ns: when the transfer was asked for (CLOCK_MONOTONIC); 0: now.
+
+        Raises:
+            UsageError: arrays of different lengths, none at all, an unknown direction.
+            TransferError: the submitter takes no more: it is closed, its device was lost, or the process is a fork.
+            CudaError: the stream could not be marked; nothing was asked for.
+        """
+        if direction not in DIRECTION:
+            raise UsageError(f"unknown direction {direction!r}: use load or store")
+        dst, src = _column(copies.dst), _column(copies.src)
+        sizes = None if isinstance(copies.sizes, int) else _column(copies.sizes)
+        if not len(dst) or len(dst) != len(src) or (sizes is not None and len(sizes) != len(dst)):
+            raise UsageError(f"{len(dst)} destinations, {len(src)} sources: a transfer needs as many, and at least one")
+        handle = self._handle
+        if handle is None:
+            raise TransferError("the submitter takes no more transfers: it is closed")
+        number, why, bounds = next(self._ids), ct.c_int32(), copies.bounds
+        given = Addresses(
+            count=len(dst),
+            dst=dst.ctypes.data,
+            src=src.ctypes.data,
+            sizes=None if sizes is None else sizes.ctypes.data,
+            size=copies.sizes if sizes is None else 0,
+            bound=bounds.address if bounds else None,
+            bounds=len(bounds) if bounds else 0,
+        )
+        job = self._held.kvp_job_request_addresses(
+            handle,
+            DIRECTION[direction],
+            number,
+            ct.byref(given),
+            after,
+            after is not None,
+            since_ns or self._native.kvp_now_ns(),
+            ct.byref(why),
+        )
+        if not job:
+            raise self._refused(why.value)
+        if number % _TAKE_EVERY == 0:
+            ids = (ct.c_uint64 * _TAKE_EVERY)()
+            while self._held.kvp_take_ended(handle, ids, _TAKE_EVERY) == _TAKE_EVERY:
+                pass
+        return Submission(self, direction, job)
+
+    def _refused(self, code: int) -> KvprobeError:
+        if code == FORKED:
+            return TransferError("this submitter belongs to the process that this one was forked from")
+        if code == -3:
+            return KvprobeError("no memory for a transfer")
+        if code > 0:
+            return self.runtime.error("cudaEventRecord", code)
+        broken = self.read().broken
+        return TransferError(
+            f"the submitter takes no more transfers: "
+            f"{self.runtime.error('cudaEventQuery', broken) if broken > 0 else 'it is closed'}"
+        )
+
+    def expected_ns(self, direction: str, copy_bytes: int, count: int) -> int:
+        """What the method that would be chosen takes for so many copies, by its calibration; 0: not known."""
+        key = direction, copy_bytes, count
+        known = self._expected.get(key)
+        if known is None:
+            if len(self._expected) >= 1024:
+                self._expected.clear()
+            known = self._expected[key] = self._ask_table(*key)
+        return known
+
+    def _ask_table(self, direction: str, copy_bytes: int, count: int) -> int:
+        table, ctas = self._table, ct.c_uint32()
+        side = DIRECTION[direction]
+        number = self._native.kvp_choose(ct.byref(table), side, copy_bytes, count, ct.byref(ctas))
+        for row in table.row[side - 1][: table.rows[side - 1]]:
+            if row.method == number and row.ctas == ctas.value:
+                return int(self._native.kvp_method_ns(ct.byref(row), copy_bytes, count))
+        return 0
+
+    def wait(self, submission: Submission | None = None) -> None:
+        """Sleeps until a submission is over, or all are."""
+        address = submission.address if submission else None
+        while self._handle is not None and self._native.kvp_job_wait(self._handle, address, 2**64 - 1) not in (1, -2):
+            pass
+
+    def fence(self, submission: Submission, stream: int) -> None:
+        """Makes later work of `stream` wait for a submission; returns once all of it is submitted.
+
+        Raises:
+            TransferError: it would never be submitted.
+            CudaError: the wait could not be made.
+        """
+        while self._handle is not None:
+            code = self._native.kvp_job_fence(self._handle, submission.address, stream)
+            if code == SIGNALS:
+                continue
+            if code > 0:
+                raise self.runtime.error("cudaStreamWaitEvent", code)
+            if code == STUCK:
+                raise TransferError("a transfer would never be submitted: nothing outstanding can make room for it")
+            return
+
+    def read(self) -> SubmitterStats:
+        """The native side's own counts."""
+        stats = SubmitterStats()
+        if self._handle is not None:
+            self._native.kvp_submitter_read(self._handle, ct.byref(stats))
+        return stats
+
+    def close(self, *, drain: bool = True) -> None:
+        """Ends everything (those not submitted fail unless `drain`), stops the thread, destroys streams and events."""
+        with self._ending:
+            handle, self._handle = self._handle, None
+        if handle is None or os.getpid() != self._pid:
+            return
+        if drain:
+            while self._native.kvp_job_wait(handle, None, 2**64 - 1) not in (1, -2):
+                pass
+        stats = SubmitterStats()
+        self._native.kvp_submitter_read(handle, ct.byref(stats))
+        lost = bool(stats.broken or stats.fault)
+        self._native.kvp_submitter_stop(handle)
+        self._native.kvp_submitter_close(handle, int(drain))
+        _open.discard(self)
+        if not lost:
+            self._native.kvp_submitter_destroy_events(handle)
+            self._resources.close()
+
+    def runtime_reset(self) -> None:
+        """The runtime was torn down: what is in flight fails, and no handle is used again."""
+        with self._ending:
+            if self._handle is not None and os.getpid() == self._pid:
+                self._native.kvp_submitter_abandon(self._handle)
+
+    def __del__(self) -> None:
+        """What was not submitted is not submitted any more."""
+        memory = getattr(self, "_memory", None)
+        if memory is not None:
+            try:
+                self.close(drain=False)
+            except Exception:
+                log.debug("a submitter that nobody closed could not be closed", exc_info=True)
+            self._native.kvp_submitter_free(memory)
+
+
+def _column(values: NDArray[Any]) -> NDArray[Any]:
+    """As contiguous 8-byte integers, without a copy where they are."""
+    if values.dtype.kind in "iu" and values.dtype.itemsize == 8 and values.flags.c_contiguous:
+        return values
+    return np.ascontiguousarray(values, dtype=_U64)
+
+
+_open: weakref.WeakSet[Submitter] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """The native threads leave before the CUDA runtime does."""
+    for submitter in list(_open):
+        try:
+            submitter.close(drain=False)
+        except Exception:
+            log.debug("a submitter could not be closed at exit", exc_info=True)

@@ -1,0 +1,128 @@
+"""Ranks compared: who lost most to full queues, and who came last to the collectives, so that the others waited."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvprobe.recordings.summary import Rank, Stat, Summary, percentile_ns
+
+__all__ = ["Comparison", "RankRow", "Waiting", "compare"]
+
+_SUBMISSIONS = ("copy", "batch", "launch", "graph", "memset")
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """One rank beside the others; times in ns.
+
+    Attributes:
+        verdict: found (a full queue), healthy or undecided.
+        lost_ns, share: host time lost to full queues, and of the time recorded.
+        p50_ns, p99_ns, max_ns: of its submissions.
+        made_wait_ns: what the others waited in collectives to which it came last; -1 where that is not known.
+        waited_ns: what it waited itself; -1 likewise.
+    """
+
+    rank: str
+    verdict: str
+    recorded_ns: int
+    lost_ns: int
+    share: float
+    submissions: int
+    p50_ns: int
+    p99_ns: int
+    max_ns: int
+    made_wait_ns: int
+    waited_ns: int
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Who waited for whom in collectives.
+
+    Attributes:
+        ranks: how many could be compared: those with the same number of collectives, recorded once each.
+        collectives: of each of them.
+        left_out: ranks that had another number, or several recordings.
+        missing: why nothing can be said; "" where something can.
+    """
+
+    ranks: int
+    collectives: int
+    left_out: int
+    missing: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All ranks, most time lost first."""
+
+    rows: list[RankRow]
+    waiting: Waiting
+
+
+def compare(summary: Summary) -> Comparison:
+    """Compares the ranks of a summary.
+
+    In a collective all ranks leave together, and whoever comes last waits least: the others' device time beyond the
+    least is what they waited for that rank. Collectives are compared by their order, no clock of two machines is.
+    """
+    waiting, made, waited = _waits(summary.ranks)
+    stats: dict[str, Stat] = {}
+    for (rank, _, kind, _, _), stat in summary.calls.items():
+        if kind in _SUBMISSIONS:
+            stats[rank] = stats[rank].merge(stat) if rank in stats else stat
+    words = {"saturated": "found", "healthy": "healthy", "cannot tell": "undecided"}
+    rows = []
+    for name, one in summary.ranks.items():
+        stat = stats.get(name, Stat())
+        # a recording without a submission proves nothing
+        verdict = "undecided" if one.verdict == "healthy" and not stat.count else words[one.verdict]
+        rows.append(
+            RankRow(
+                name,
+                verdict,
+                one.recorded_ns,
+                one.blocked_ns,
+                one.blocked_ns / one.recorded_ns if one.recorded_ns else 0.0,
+                stat.count,
+                min(percentile_ns(stat.histogram, 0.5), stat.max_ns),
+                min(percentile_ns(stat.histogram, 0.99), stat.max_ns),
+                stat.max_ns,
+                made.get(name, -1),
+                waited.get(name, -1),
+            )
+        )
+    rows.sort(key=lambda row: (-row.lost_ns, -row.made_wait_ns, _numbers(row.rank)))
+    return Comparison(rows, waiting)
+
+
+def _numbers(name: str) -> tuple[int, str]:
+    digits = "".join(char for char in name if char.isdigit())
+    return int(digits) if digits else -1, name
+
+
+def _waits(ranks: dict[str, Rank]) -> tuple[Waiting, dict[str, int], dict[str, int]]:
+    usable = {name: rank.collectives for name, rank in ranks.items() if rank.recordings == 1 and rank.collectives.count}
+    if len(usable) < 2:
+        missing = (
+            "no collective was recorded of two ranks: it takes recordings of Nsight Systems or PyTorch's profiler, in "
+            "which NCCL's kernels are"
+        )
+        return Waiting(len(usable), 0, len(ranks) - len(usable), missing), {}, {}
+    count = max(Counter(one.count for one in usable.values()).items(), key=lambda item: (item[1], item[0]))[0]
+    same = {name: one for name, one in sorted(usable.items()) if one.count == count}
+    if len(same) < 2:
+        return Waiting(len(same), 0, len(ranks), "the ranks made different numbers of collectives"), {}, {}
+    names = list(same)
+    sums = np.array([one.sums for one in same.values()], dtype=np.int64)
+    over = sums - sums.min(axis=0)
+    last = sums.argmin(axis=0)
+    made = dict.fromkeys(names, 0)
+    for piece, who in enumerate(last.tolist()):
+        made[names[who]] += int(over[:, piece].sum())
+    waited = dict(zip(names, over.sum(axis=1).tolist(), strict=True))
+    return Waiting(len(same), count, len(ranks) - len(same)), made, waited

@@ -1,0 +1,290 @@
+"""What is kept of many recordings: sums, maxima, histograms, the longest blocked calls, each rank's collectives.
+
+Its size does not grow with a recording, and merging is associative and commutative: whoever finishes first is merged
+first, and the bytes are the same.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+
+from kvprobe.recordings.buckets import BUCKETS, bucket_floor_ns
+from kvprobe.recordings.model import Array
+
+__all__ = ["Blocked", "Collectives", "Queue", "Rank", "Stat", "Summary", "percentile_ns"]
+
+FORMAT, VERSION = "kvprobe-summary", 1
+TOP = 100
+BINS = 256  # of a rank's collectives
+_VERDICTS = ("healthy", "cannot tell", "saturated")
+
+
+def percentile_ns(histogram: Sequence[int] | Array, share: float) -> int:
+    """The duration below which this share (0 to 1) of a histogram lies: the middle of its bucket; 0 if empty."""
+    counts = np.asarray(histogram, dtype=np.int64)
+    total = int(counts.sum())
+    if not total:
+        return 0
+    index = int(np.searchsorted(np.cumsum(counts), share * total))
+    index = min(index, BUCKETS - 1)
+    return int(bucket_floor_ns(index) + bucket_floor_ns(index + 1)) // 2
+
+
+@dataclass
+class Stat:
+    """Sums over calls or executions of one sort; `histogram` counts durations by bucket."""
+
+    count: int = 0
+    copies: int = 0
+    bytes: int = 0
+    dur_ns: int = 0
+    max_ns: int = 0
+    errors: int = 0
+    blocked: int = 0
+    blocked_ns: int = 0
+    histogram: tuple[int, ...] = (0,) * BUCKETS
+
+    def merge(self, other: Stat) -> Stat:
+        """Both together."""
+        return Stat(
+            self.count + other.count,
+            self.copies + other.copies,
+            self.bytes + other.bytes,
+            self.dur_ns + other.dur_ns,
+            max(self.max_ns, other.max_ns),
+            self.errors + other.errors,
+            self.blocked + other.blocked,
+            self.blocked_ns + other.blocked_ns,
+            tuple(a + b for a, b in zip(self.histogram, other.histogram, strict=True)),
+        )
+
+
+@dataclass
+class Queue:
+    """One stream of one rank: the deepest it was, its ceiling (-1 none found), what it cost, and the worst verdict."""
+
+    submissions: int = 0
+    deepest: int = 0
+    ceiling: int = -1
+    blocked: int = 0
+    blocked_ns: int = 0
+    labelled_ns: int = 0
+    verdict: str = "healthy"
+
+    def merge(self, other: Queue) -> Queue:
+        """Both together."""
+        return Queue(
+            self.submissions + other.submissions,
+            max(self.deepest, other.deepest),
+            max(self.ceiling, other.ceiling),
+            self.blocked + other.blocked,
+            self.blocked_ns + other.blocked_ns,
+            self.labelled_ns + other.labelled_ns,
+            _worst(self.verdict, other.verdict),
+        )
+
+
+@dataclass
+class Collectives:
+    """Device time that one process spent in collectives, by their order: whoever comes last waits least in each.
+
+    Attributes:
+        count: collectives.
+        shift: sums[i] is of those with numbers i << shift up to (i + 1) << shift, no more than 256 sums.
+        sums: device time in ns.
+    """
+
+    count: int = 0
+    shift: int = 0
+    sums: tuple[int, ...] = ()
+
+    def at(self, shift: int) -> Collectives:
+        """The same with wider sums."""
+        sums = self.sums
+        for _ in range(self.shift, shift):
+            even = sums + (0,) * (len(sums) % 2)
+            sums = tuple(a + b for a, b in zip(even[::2], even[1::2], strict=True))
+        return Collectives(self.count, max(shift, self.shift), sums)
+
+    def merge(self, other: Collectives) -> Collectives:
+        """Both together, collective by collective."""
+        shift = max(self.shift, other.shift)
+        pairs = itertools.zip_longest(self.at(shift).sums, other.at(shift).sums, fillvalue=0)
+        return Collectives(self.count + other.count, shift, tuple(a + b for a, b in pairs))
+
+
+@dataclass
+class Rank:
+    """One process: how long it was recorded, what its threads lost, what is missing of it, and its collectives.
+
+    `recordings` counts those that it is in: of one rank there should be one.
+    """
+
+    recorded_ns: int = 0
+    blocked_ns: int = 0
+    lost_records: int = 0
+    verdict: str = "healthy"
+    recordings: int = 0
+    collectives: Collectives = field(default_factory=Collectives)
+
+    def merge(self, other: Rank) -> Rank:
+        """Both together."""
+        return Rank(
+            self.recorded_ns + other.recorded_ns,
+            self.blocked_ns + other.blocked_ns,
+            self.lost_records + other.lost_records,
+            _worst(self.verdict, other.verdict),
+            self.recordings + other.recordings,
+            self.collectives.merge(other.collectives),
+        )
+
+
+def _worst(a: str, b: str) -> str:
+    return max(a, b, key=_VERDICTS.index)
+
+
+@dataclass(frozen=True, order=True)
+class Blocked:
+    """A blocked call; ordered by time lost, then by what tells calls apart."""
+
+    blocked_ns: int
+    rank: str
+    start_ns: int
+    thread: int
+    call: str
+    stream: int
+    depth: int
+    bytes: int
+
+
+@dataclass
+class Summary:
+    """What is kept of recordings.
+
+    Attributes:
+        inputs: how many recordings are in it.
+        calls: (rank, call, kind, direction, memory) -> Stat of the host-side calls.
+        executions: (rank, engine, direction, memory) -> Stat of what devices did.
+        queues: (rank, device, stream handle) -> Queue.
+        ranks: rank -> Rank.
+        top: the calls that lost most to full queues, longest first, at most `keep`.
+        keep: how many of them are kept; of two summaries the smaller number holds.
+        notes: remarks of the readers and how many inputs made each.
+        failed: inputs that could not be read, with the reason.
+    """
+
+    inputs: int = 0
+    calls: dict[tuple[str, str, str, str, str], Stat] = field(default_factory=dict)
+    executions: dict[tuple[str, str, str, str], Stat] = field(default_factory=dict)
+    queues: dict[tuple[str, int, int], Queue] = field(default_factory=dict)
+    ranks: dict[str, Rank] = field(default_factory=dict)
+    top: list[Blocked] = field(default_factory=list)
+    keep: int = TOP
+    notes: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        """The worst verdict of a queue."""
+        return max((queue.verdict for queue in self.queues.values()), key=_VERDICTS.index, default="healthy")
+
+    @property
+    def blocked_ns(self) -> int:
+        """Host time lost to full queues, over all ranks."""
+        return sum(queue.blocked_ns for queue in self.queues.values())
+
+    def merge(self, other: Summary) -> Summary:
+        """Both together; the order of merging makes no difference."""
+        return Summary(keep=self.keep).absorb(self).absorb(other)
+
+    def absorb(self, other: Summary) -> Summary:
+        """Adds another to this one, and returns it."""
+        self.inputs += other.inputs
+        for mine, theirs in (
+            (self.calls, other.calls),
+            (self.executions, other.executions),
+            (self.queues, other.queues),
+            (self.ranks, other.ranks),
+        ):
+            _add(cast("dict[Any, Any]", mine), theirs)
+        self.keep = min(self.keep, other.keep)
+        self.top = heapq.nlargest(self.keep, [*self.top, *other.top])
+        for note, count in other.notes.items():
+            self.notes[note] = self.notes.get(note, 0) + count
+        for path, reason in other.failed.items():
+            self.failed[path] = max(self.failed.get(path, ""), reason)
+        return self
+
+    def to_bytes(self) -> bytes:
+        """JSON in one order of its keys: of what holds the same, the same bytes."""
+
+        def rows(table: Mapping[Any, Any]) -> list[list[Any]]:
+            return [[*(key if isinstance(key, tuple) else (key,)), _fields(table[key])] for key in sorted(table)]
+
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "inputs": self.inputs,
+            "keep": self.keep,
+            "calls": rows(self.calls),
+            "executions": rows(self.executions),
+            "queues": rows(self.queues),
+            "ranks": rows(self.ranks),
+            "top": [_fields(one) for one in self.top],
+            "notes": self.notes,
+            "failed": self.failed,
+        }
+        return json.dumps(content, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Summary:
+        """What `to_bytes` wrote.
+
+        Raises:
+            ValueError: it is no summary, or of another version.
+        """
+        content = json.loads(data)
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise ValueError("not a summary")
+        if content.get("version") != VERSION:
+            raise ValueError(f"a summary of version {content.get('version')}; this kvprobe reads {VERSION}")
+        try:
+            return Summary(
+                content["inputs"],
+                {tuple(key): _stat(values) for *key, values in content["calls"]},
+                {tuple(key): _stat(values) for *key, values in content["executions"]},
+                {tuple(key): Queue(*values) for *key, values in content["queues"]},
+                {rank: _rank(values) for rank, values in content["ranks"]},
+                [Blocked(*values) for values in content["top"]],
+                content["keep"],
+                content["notes"],
+                content["failed"],
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"damaged summary ({error})") from None
+
+
+def _add(mine: dict[Any, Any], theirs: Mapping[Any, Any]) -> None:
+    for key, value in theirs.items():
+        mine[key] = mine[key].merge(value) if key in mine else value
+
+
+def _fields(one: object) -> list[Any]:
+    return [_fields(value) if isinstance(value, Collectives) else value for value in vars(one).values()]
+
+
+def _stat(values: list[Any]) -> Stat:
+    *numbers, histogram = values
+    return Stat(*[*numbers, tuple(histogram)])
+
+
+def _rank(values: list[Any]) -> Rank:
+    *numbers, (count, shift, sums) = values
+    return Rank(*[*numbers, Collectives(count, shift, tuple(sums))])

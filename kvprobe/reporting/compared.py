@@ -1,0 +1,134 @@
+"""Before and after as a page: what changed on top, then each recording's charts under its own name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from kvprobe.reporting import charts, recorded
+from kvprobe.reporting.compare import CallChange, FindingChange, Shift
+from kvprobe.reporting.units import NONE, TIMES_SIGN, change_text, duration, percent
+from kvprobe.reporting.verdict import Fact, Verdict
+from kvprobe.reporting.views import Section, table
+
+if TYPE_CHECKING:
+    from kvprobe.diagnosis.finding import Finding
+    from kvprobe.recordings.model import Recording
+
+__all__ = ["sections", "verdict"]
+
+WHAT = {
+    "undecided": "undecided",
+    "gone": "gone",
+    "new": "new",
+    "less": "less than before",
+    "more": "more than before",
+    "same": "as before",
+}
+SHOWN = ("overview", "distributions", "transfers", "streams")  # of each recording
+
+
+def sections(
+    changes: Sequence[FindingChange],
+    calls: Sequence[CallChange],
+    sides: Sequence[tuple[str, Recording, Sequence[Finding]]],
+) -> list[Section]:
+    """What changed, then the charts of each side; `sides` are (name, recording, findings), before first."""
+    out = [
+        charts.section(
+            "changes",
+            "What changed",
+            "Time lost is compared as a share of its threads' time, because recordings differ in length. A call is "
+            "faster or slower where the 95% interval of its change leaves 1 and the change is over 5%.",
+            [],
+            [_findings(changes), _calls(calls)],
+        )
+    ]
+    for which, (name, recording, findings) in zip(("before", "after"), sides, strict=True):
+        shown = recorded.view(recording, findings)
+        out += [_under(one, which, f"{which.capitalize()}, {name}") for one in shown.sections if one.id in SHOWN]
+    return out
+
+
+def _under(section: Section, which: str, name: str) -> Section:
+    """A section under the name of its recording; its charts zoom with each other, and not with the other side's."""
+    made = []
+    for chart in section.charts:
+        spec = dict(chart.spec)
+        if "group" in spec:
+            spec["group"] = f"{which}-{spec['group']}" if spec["group"] else ""
+        made.append(replace(chart, id=f"{which}-{chart.id}", spec=spec))
+    return Section(f"{which}-{section.id}", f"{name}: {section.title}", section.lead, made, section.tables)
+
+
+def _findings(changes: Sequence[FindingChange]) -> Any:
+    rows = [
+        [
+            WHAT[one.what],
+            one.title,
+            (_lost(one.lost_before_ns, one.share_before), one.lost_before_ns),
+            (_lost(one.lost_after_ns, one.share_after), one.lost_after_ns),
+        ]
+        for one in changes
+    ]
+    return table("Findings", ["Now", "Finding", "Lost before", "Lost after"], rows)
+
+
+def _lost(ns: int, share: float) -> str:
+    return f"{duration(ns)} ({percent(share)})" if ns else "nothing"
+
+
+def _calls(calls: Sequence[CallChange]) -> Any:
+    rows = []
+    for one in calls:
+        for figure, moved in (("median", one.median), ("p99", one.p99)):
+            rows.append(
+                [
+                    one.name,
+                    figure,
+                    (duration(moved.before), moved.before),
+                    (duration(moved.after), moved.after),
+                    (change_text(moved.ratio) if moved.ratio else NONE, moved.ratio),
+                    interval(moved),
+                    moved.verdict,
+                ]
+            )
+    columns = ["Call", "Figure", "Before", "After", "Change", "95% interval", "Verdict"]
+    return table("Host time of calls", columns, rows)
+
+
+def interval(moved: Shift) -> str:
+    """The interval of a change, in the same words as the change."""
+    low, high = (moved.low, moved.high) if moved.ratio >= 1 else (1 / moved.high, 1 / max(moved.low, 1e-9))
+    return f"{low:,.2f}{TIMES_SIGN} to {high:,.2f}{TIMES_SIGN}"
+
+
+def verdict(changes: Sequence[FindingChange], calls: Sequence[CallChange], missing: Sequence[str]) -> Verdict:
+    """Better, worse, unchanged or undecided; `missing` says what a recording lacks to prove anything."""
+    by = {what: [one for one in changes if one.what == what] for what in WHAT}
+    facts = [
+        Fact(WHAT[what].capitalize(), str(len(by[what])), by[what][0].title)
+        for what in ("gone", "less", "same", "more", "new", "undecided")
+        if by[what]
+    ]
+    slower = [one for one in calls if "slower" in (one.median.verdict, one.p99.verdict)]
+    faster = [one for one in calls if "faster" in (one.median.verdict, one.p99.verdict)]
+    for said, some in (("Calls slower", slower), ("Calls faster", faster)):
+        if some:
+            facts.append(Fact(said, str(len(some)), some[0].name))
+    detail = "; ".join(missing)
+    if missing or by["undecided"]:
+        return Verdict("unknown", "Undecided: a recording says too little to prove a change.", detail, facts)
+    worse, better = by["new"] + by["more"], by["gone"] + by["less"]
+    if worse:
+        more = f", and {len(worse) - 1} more" if len(worse) > 1 else ""
+        return Verdict("worse", f"{WHAT[worse[0].what].capitalize()}: {worse[0].title}{more}.", detail, facts)
+    if better:
+        more = f", and {len(better) - 1} more" if len(better) > 1 else ""
+        return Verdict("better", f"{WHAT[better[0].what].capitalize()}: {better[0].title}{more}.", detail, facts)
+    if slower and not faster:
+        return Verdict("worse", f"No finding changed; {slower[0].name} became slower.", detail, facts)
+    if faster and not slower:
+        return Verdict("better", f"No finding changed; {faster[0].name} became faster.", detail, facts)
+    return Verdict("same", "No finding changed.", detail, facts)

@@ -1,0 +1,48 @@
+"""The table "Is offload helping?": what each offload moved, hit, wasted, saved and made wait."""
+
+from __future__ import annotations
+
+from kvprobe.diagnosis.offload_benefit import Benefit
+from kvprobe.reporting.units import NONE, bytes_text, count_text, duration, percent
+from kvprobe.reporting.views import TableView, table
+
+__all__ = ["LEAD", "benefits_table"]
+
+LEAD = (
+    "As the servers' schedulers saw it since they began. A store is wasted when its block was evicted or overwritten "
+    "before anybody loaded it; prefill saved is the tokens that came from the offload, at what this server took to "
+    "compute a token of a prompt. A dash means that the server did not show it."
+)
+
+
+def benefits_table(found: list[Benefit]) -> TableView:
+    """One row for each offload."""
+    rows = []
+    for one in found:
+        wasted = percent(one.wasted_share) if one.wasted_share is not None else NONE
+        size = f" ({bytes_text(one.wasted_bytes)})" if one.wasted_bytes is not None else ""
+        rows.append(
+            [
+                f"{one.server} {one.source}",
+                one.conclusion,
+                (bytes_text(one.loaded_bytes), one.loaded_bytes),
+                (percent(one.hit_share) if one.hit_share is not None else NONE, one.hit_share),
+                (bytes_text(one.stored_bytes), one.stored_bytes),
+                (wasted + size, one.wasted_share),
+                (duration(one.saved_ns), one.saved_ns),
+                (duration(one.waited_ns), one.waited_ns),
+                (count_text(one.requests) if one.requests is not None else NONE, one.requests),
+            ]
+        )
+    columns = (
+        "Offload",
+        "Helps?",
+        "Loaded",
+        "Hit share",
+        "Stored",
+        "Stores wasted",
+        "Prefill saved",
+        "Waited",
+        "Requests",
+    )
+    return table("Is offload helping?", columns, rows)

@@ -1,0 +1,297 @@
+"""Threads and streams on one time axis: calls above, executions below, fences and waits drawn between them.
+
+However many calls there are, the page gets a row of digits a thread and stream (how busy each slice of time was) and
+the calls worth looking at one by one: the longest, and those that findings name with what lies around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvprobe.recordings.model import SUBMITTING, CallKind, Engine, Recording
+from kvprobe.reporting import streams
+from kvprobe.reporting.units import count_text, duration, percent
+from kvprobe.reporting.views import Chart, table
+
+if TYPE_CHECKING:
+    from kvprobe.diagnosis.finding import Finding
+    from kvprobe.reporting.recorded import Submissions
+
+__all__ = ["rows_chart"]
+
+Array = npt.NDArray[Any]
+
+SLICES = 16384  # of the whole time: a zoom of a hundred times still finds ten to a pixel's neighbourhood
+MOST_ROWS = 12  # threads, and streams; the busiest
+LONGEST = 4000  # calls, and half as many executions, that are kept one by one
+EACH = 150  # of them at least for each row
+AROUND = 150  # calls before and behind each that a finding names
+NAMED = 24  # calls of findings whose neighbourhood is kept
+FENCES = 1500
+WORK, WAIT = 0, 1
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A thread or a stream; the columns are those of its calls or executions, ascending by start."""
+
+    label: str
+    start: Array
+    end: Array
+    wait: Array  # bool: it waits, allocates or frees; else it submits, or executes
+    rows: Array  # in `calls` or `executions`
+    thread: bool
+
+
+def rows_chart(recording: Recording, found: Submissions, findings: Sequence[Finding]) -> Chart | None:
+    """The chart; None where no call was kept."""
+    if not recording.calls.rows:
+        return None
+    start, end = found.span
+    threads, more_threads = _threads(recording)
+    streams, more_streams = _streams(recording)
+    shown = [*threads, *streams]
+    edges = np.linspace(start, end, SLICES + 1)
+    names: dict[str, int] = {}
+    items, stacks = _items(recording, shown, findings, start, names)
+    spec = {
+        "kind": "rows",
+        "group": "time",
+        "x": {"unit": "ns", "span": end - start},
+        "slices": SLICES,
+        "rows": [
+            {
+                "label": row.label,
+                "thread": row.thread,
+                "work": _digits(row.start[~row.wait], row.end[~row.wait], edges),
+                **({"wait": _digits(row.start[row.wait], row.end[row.wait], edges)} if row.wait.any() else {}),
+            }
+            for row in shown
+        ],
+        "names": list(names),
+        "items": items,
+        "stacks": stacks,
+        "fences": _fences(recording, shown, findings, start),
+    }
+    more = [f"{count} more {what}" for count, what in ((more_threads, "threads"), (more_streams, "streams")) if count]
+    words = f"{len(threads)} threads and {len(streams)} streams" + (f"; {' and '.join(more)} did less" if more else "")
+    busiest = max(shown, key=lambda row: float((row.end - row.start).sum()))
+    share = float((busiest.end - busiest.start).sum()) / (end - start)
+    listed = [_listed(row, end - start) for row in shown]
+    columns = ["Row", "Calls or executions", "Work", "Of the time", "Waits and allocations", "Longest"]
+    return Chart(
+        "rows",
+        "Threads and streams",
+        f"{words}. Busiest: {busiest.label}, {percent(min(share, 1.0))} of the time.",
+        spec,
+        table("Threads and streams", columns, listed),
+        f"Taller is busier. {count_text(len(items['t']))} calls and executions are drawn one by one when they are wide "
+        "enough: the longest, and those around the findings. Lines lead from a fence or a wait to what it waits for. "
+        "Choose a call to see its stack; the page's address keeps zoom and call. All calls: kvprobe export.",
+    )
+
+
+def _listed(row: _Row, span: float) -> list[Any]:
+    spent = row.end - row.start
+    work, wait = float(spent[~row.wait].sum()), float(spent[row.wait].sum())
+    return [
+        row.label,
+        (count_text(len(spent)), len(spent)),
+        (duration(work), work),
+        (percent(work / span), work / span),
+        (duration(wait), wait),
+        (duration(float(spent.max(initial=0))), float(spent.max(initial=0))),
+    ]
+
+
+def _grouped(key: Array, spent: Array, most: int) -> tuple[list[Array], int]:
+    """Positions by key, the ones with most time first; how many keys were left out."""
+    order = np.argsort(key, kind="stable")
+    _, first = np.unique(key[order], return_index=True)
+    parts = np.split(order, first[1:]) if len(order) else []
+    parts.sort(key=lambda part: -float(spent[part].sum()))
+    return parts[:most], max(len(parts) - most, 0)
+
+
+def _threads(recording: Recording) -> tuple[list[_Row], int]:
+    calls = recording.calls
+    spent = calls["end_ns"] - calls["start_ns"]
+    key = (calls["process"].astype(np.int64) << 40) + (calls["thread"] & ((1 << 40) - 1))
+    parts, more = _grouped(key, spent, MOST_ROWS)
+    known = recording.threads
+    owners = zip(known["process"].tolist(), known["thread"].tolist(), strict=True)
+    named = dict(zip(owners, known["name"].tolist(), strict=True))
+    several = recording.processes.rows > 1
+    out = []
+    for part in parts:
+        process, thread = int(calls["process"][part[0]]), int(calls["thread"][part[0]])
+        name = recording.text(named.get((process, thread), 0))
+        label = f"thread {thread}" + (f" ({name})" if name else "")
+        label += f" of {streams.process_name(recording, process)}" if several else ""
+        wait = ~np.isin(calls["kind"][part], np.array([*SUBMITTING, CallKind.OTHER, CallKind.EVENT], np.uint8))
+        out.append(_Row(label, calls["start_ns"][part], calls["end_ns"][part], wait, part, True))
+    return out, more
+
+
+def _streams(recording: Recording) -> tuple[list[_Row], int]:
+    """What each stream executed; where the device was not recorded, the transfers on it."""
+    ran = recording.executions if recording.executions.rows else recording.transfers
+    rows = np.flatnonzero(ran["stream"] >= 0)
+    start, end = ran["start_ns"][rows], ran["end_ns"][rows]
+    if not recording.executions.rows:  # what a transfer did on the device; before it, it stood in a queue
+        end = end - np.maximum(ran["poll_ns"][rows], 0)
+        start = np.maximum(end - np.maximum(ran["copy_ns"][rows], 0), start)
+    parts, more = _grouped(ran["stream"][rows], end - start, MOST_ROWS)
+    out = []
+    for part in parts:
+        part = part[np.argsort(start[part], kind="stable")]
+        label = streams.stream_name(recording, int(ran["stream"][rows[part[0]]]))
+        wait = np.zeros(len(part), dtype=bool)
+        out.append(_Row(label, start[part], end[part], wait, rows[part], False))
+    return out, more
+
+
+def _digits(start: Array, end: Array, edges: Array) -> str:
+    """How busy each slice was, 0 to 9, as text; anything at all is at least 1."""
+    if not len(start):
+        return "0"
+    until = np.concatenate(([0], np.cumsum(np.maximum(end - start, 0))))
+    reach = np.maximum.accumulate(end)
+    begun = np.searchsorted(start, edges, side="left")  # those that began before each edge
+    last = np.maximum(begun - 1, 0)
+    spent = until[begun] - np.where(begun > 0, np.clip(reach[last] - edges, 0, end[last] - start[last]), 0)
+    busy = np.clip(np.diff(spent) / (edges[1] - edges[0]), 0, 1)
+    level = np.ceil(busy * 9).astype(np.uint8)
+    at = np.clip(np.searchsorted(edges, start, side="right") - 1, 0, SLICES - 1)
+    level[at] = np.maximum(level[at], 1)
+    return bytes(level + ord("0")).decode()
+
+
+def _items(
+    recording: Recording, shown: Sequence[_Row], findings: Sequence[Finding], origin: float, names: dict[str, int]
+) -> tuple[dict[str, list[Any]], list[str]]:
+    """Calls and executions that are kept one by one, as columns; `s` is the position of a stack, or -1."""
+    named = [call for finding in findings for call in finding.calls]
+    depth = {call.row: call.depth for call in named}
+    lost = {call.row: call.lost_ns for call in named}
+    told = np.array(sorted(depth), dtype=np.int64)
+    calls, executions = recording.calls, recording.executions
+    stacks: dict[str, int] = {}
+    of_call = {call.row: "\n".join(call.stack) for call in named if call.stack}
+    columns: dict[str, list[Any]] = {name: [] for name in ("row", "t", "d", "n", "w", "id", "on", "depth", "lost", "s")}
+    kept_calls: list[Array] = []
+    for number, row in enumerate(shown):
+        spent = row.end - row.start
+        budget = max((LONGEST if row.thread else LONGEST // 2) // max(len(shown), 1), EACH)
+        part = np.argpartition(-spent, budget)[:budget] if len(spent) > budget else np.arange(len(spent))
+        if row.thread:
+            mine = np.searchsorted(row.rows, told)
+            mine = mine[(mine < len(row.rows)) & (row.rows[np.minimum(mine, len(row.rows) - 1)] == told)]
+            near = (mine[:NAMED, None] + np.arange(-AROUND, AROUND + 1)).ravel()
+            part = np.union1d(part, np.concatenate((mine, near[(near >= 0) & (near < len(row.rows))])))
+            kept_calls.append(row.rows[part])
+        elif executions.rows and kept_calls:
+            asked = np.unique(calls["correlation"][np.concatenate(kept_calls)])
+            ids = executions["correlation"][row.rows]
+            at = np.minimum(np.searchsorted(asked, ids), len(asked) - 1)
+            part = np.union1d(part, np.flatnonzero((asked[at] == ids) & (ids >= 0)))
+        part = part[np.argsort(row.start[part], kind="stable")]
+        where = row.rows[part]
+        columns["row"] += [number] * len(part)
+        columns["t"] += np.round(row.start[part] - origin).astype(np.int64).tolist()
+        columns["d"] += spent[part].tolist()
+        columns["w"] += row.wait[part].astype(int).tolist()
+        columns["n"] += [names.setdefault(text, len(names)) for text in _texts(recording, row, where)]
+        columns["id"] += where.tolist() if row.thread else [-1] * len(part)
+        columns["on"] += _partner(recording, shown, row, where)
+        columns["depth"] += [depth.get(one, -1) if row.thread else -1 for one in where.tolist()]
+        columns["lost"] += [lost.get(one, 0) if row.thread else 0 for one in where.tolist()]
+        seen = _stacks(recording, row, part) if row.thread else {}
+        for position, one in zip(part.tolist(), where.tolist(), strict=True):
+            text = (of_call.get(one) or seen.get(position, "")) if row.thread else ""
+            columns["s"].append(stacks.setdefault(text, len(stacks)) if text else -1)
+    return columns, list(stacks)
+
+
+def _texts(recording: Recording, row: _Row, where: Array) -> list[str]:
+    if row.thread:
+        return [recording.text(one) or "call" for one in recording.calls["name"][where].tolist()]
+    if not recording.executions.rows:
+        return [f"transfer of {count} copies" for count in recording.transfers["count"][where].tolist()]
+    said = []
+    table_ = recording.executions
+    for engine, name in zip(table_["engine"][where].tolist(), table_["name"][where].tolist(), strict=True):
+        said.append(recording.text(name) or Engine(engine).name.lower())
+    return said
+
+
+def _partner(recording: Recording, shown: Sequence[_Row], row: _Row, where: Array) -> list[int]:
+    """The row of the stream that a call goes to; -1: none that is shown."""
+    if not row.thread:
+        return [-1] * len(where)
+    of = _places(recording, shown)
+    return [of.get(stream, -1) for stream in recording.calls["stream"][where].tolist()]
+
+
+def _stacks(recording: Recording, row: _Row, part: Array) -> dict[int, str]:
+    """Position -> the stack that was taken while that call was blocked."""
+    table_ = recording.stacks
+    if not table_.rows:
+        return {}
+    calls = recording.calls
+    process, thread = calls["process"][row.rows[0]], calls["thread"][row.rows[0]]
+    mine = np.flatnonzero((table_["process"] == process) & (table_["thread"] == thread))
+    at = np.searchsorted(row.start, table_["time_ns"][mine], side="right") - 1
+    wanted = set(part.tolist())
+    return {
+        position: recording.text(int(table_["stack"][one]))
+        for one, position in zip(mine.tolist(), at.tolist(), strict=True)
+        if position in wanted and table_["time_ns"][one] <= row.end[position]
+    }
+
+
+def _fences(
+    recording: Recording, shown: Sequence[_Row], findings: Sequence[Finding], origin: float
+) -> list[list[float]]:
+    """[when, stream that waits, stream it waits for], as positions among the rows that are shown."""
+    calls = recording.calls
+    recorded = np.array(["eventrecord" in name.lower() for name in recording.names], dtype=bool)
+    waited = np.array(["streamwaitevent" in name.lower() for name in recording.names], dtype=bool)
+    if not waited.any() or not recorded.any():
+        return []
+    asks = np.flatnonzero(waited[calls["name"]] & (calls["stream"] >= 0) & (calls["src"] > 0))
+    if len(asks) > FENCES:
+        times = [one.start_ns for finding in findings for one in finding.calls[:4]]
+        gap = np.full(len(asks), np.inf)
+        for time in times[:NAMED]:
+            gap = np.minimum(gap, np.abs(calls["start_ns"][asks] - time))
+        asks = np.sort(asks[np.argsort(gap, kind="stable")[:FENCES]])
+    marks = np.flatnonzero(recorded[calls["name"]] & (calls["stream"] >= 0) & (calls["src"] > 0))
+    if not len(asks) or not len(marks):
+        return []
+    events = np.unique(calls["src"][asks])
+    marks = marks[np.isin(calls["src"][marks], events)]
+    many = np.int64(calls.rows)
+    made = np.sort(np.searchsorted(events, calls["src"][marks]) * many + marks)  # by event, then by row
+    asked = np.searchsorted(events, calls["src"][asks]) * many + asks
+    before = np.searchsorted(made, asked) - 1
+    fits = (before >= 0) & (made[np.maximum(before, 0)] // many == asked // many) if len(made) else before >= 0
+    place = _places(recording, shown)
+    out: list[list[float]] = []
+    for one, mark in zip(asks[fits].tolist(), (made[before[fits]] % many).tolist(), strict=True):
+        to, of = place.get(int(calls["stream"][one]), -1), place.get(int(calls["stream"][mark]), -1)
+        if to >= 0 and of >= 0 and to != of:
+            out.append([float(calls["start_ns"][one] - origin), to, of])
+    return out
+
+
+def _places(recording: Recording, shown: Sequence[_Row]) -> dict[int, int]:
+    """Row of `streams` -> position of its row in the chart."""
+    named = {one.label: number for number, one in enumerate(shown) if not one.thread}
+    titles = {stream: streams.stream_name(recording, stream) for stream in range(recording.streams.rows)}
+    return {stream: named[title] for stream, title in titles.items() if title in named}

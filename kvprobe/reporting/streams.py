@@ -1,0 +1,353 @@
+"""Who did it: tables and charts by stream, thread and process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvprobe.recordings.assemble import codes, pairs
+from kvprobe.recordings.model import SUBMITTING, Engine, Recording
+from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, depth_series
+from kvprobe.recordings.vocabulary import stream_title
+from kvprobe.reporting import charts, series
+from kvprobe.reporting.charts import Mark, Points
+from kvprobe.reporting.units import NONE, bytes_text, duration, percent
+from kvprobe.reporting.views import Chart, TableView, numbers, table
+
+if TYPE_CHECKING:
+    from kvprobe.reporting.recorded import Submissions
+
+__all__ = ["occupancy_charts", "process_name", "processes", "stream_name", "stream_table", "thread_table"]
+
+Array = npt.NDArray[Any]
+
+
+def stream_name(recording: Recording, row: int) -> str:
+    """A stream as it is called everywhere; streams of several processes say whose they are."""
+    streams = recording.streams
+    if not 0 <= row < streams.rows:
+        return "unknown stream"
+    name = stream_title(recording.text(int(streams["name"][row])), int(streams["handle"][row]), row)
+    return (
+        f"{name} of {process_name(recording, int(streams['process'][row]))}" if recording.processes.rows > 1 else name
+    )
+
+
+def process_name(recording: Recording, row: int) -> str:
+    """A process: its rank where it has one, else its pid."""
+    processes = recording.processes
+    if not 0 <= row < processes.rows:
+        return "process" if row < 0 else f"process {row}"
+    rank, pid = int(processes["rank"][row]), int(processes["pid"][row])
+    return f"rank {rank}" if rank >= 0 else f"process {pid}"
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """The submissions that share a stream, a thread or a process.
+
+    Attributes:
+        key: values of the columns it was grouped by.
+        part: positions in `Submissions.rows` of the calls that were kept one by one.
+        calls, bytes: of all its calls, also of those that were only counted.
+        times: host time in all, median, p99, longest; nanoseconds, NaN where calls were counted and not timed.
+    """
+
+    key: tuple[int, ...]
+    part: Array
+    calls: int
+    bytes: float
+    times: tuple[float, float, float, float]
+
+
+def _lanes(recording: Recording, found: Submissions, *columns: str) -> list[_Lane]:
+    """Submissions grouped by columns of `calls`, most host time first; by exact totals where single calls were lost."""
+    calls = recording.calls
+    coded = [codes(calls[column][found.rows]) for column in columns]
+    key = np.zeros(len(found.rows), dtype=np.int64)
+    for values, code in coded:
+        key = key * max(len(values), 1) + code
+    order = np.argsort(key, kind="stable")
+    _, first = np.unique(key[order], return_index=True)
+    out: dict[tuple[int, ...], _Lane] = {}
+    for part in np.split(order, first[1:]) if len(order) else []:
+        durations = found.dur_ns[part]
+        half, high, top = charts.quantiles(durations, 0.5, 0.99, 1.0)
+        named = tuple(int(calls[column][found.rows[part[0]]]) for column in columns)
+        payload = float(calls["bytes"][found.rows[part]].sum())
+        out[named] = _Lane(named, part, len(part), payload, (float(durations.sum()), half, high, top))
+    if found.made > len(found.rows):
+        out |= _counted(recording, out, columns)
+    return sorted(out.values(), key=lambda lane: (math.isnan(lane.times[0]), -lane.times[0], -lane.calls))
+
+
+def _counted(
+    recording: Recording, kept: Mapping[tuple[int, ...], _Lane], columns: Sequence[str]
+) -> dict[tuple[int, ...], _Lane]:
+    """The same from the recording's totals; quantiles are the middle of a histogram bucket, a quarter octave wide."""
+    totals = recording.totals
+    rows = np.flatnonzero(np.isin(totals["kind"], np.array(SUBMITTING, dtype=np.uint8)))
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for row in rows.tolist():
+        groups.setdefault(tuple(int(totals[column][row]) for column in columns), []).append(row)
+    out = {}
+    for key, members in groups.items():
+        counts = np.cumsum(recording.histograms[members].sum(axis=0))
+        part = kept[key].part if key in kept else np.zeros(0, dtype=np.int64)
+        size = float(totals["bytes"][members].sum())
+        times = (math.nan,) * 4
+        if counts[-1]:
+            at = np.minimum(np.searchsorted(counts, np.array([0.5, 0.99]) * counts[-1]), 126)
+            half, high = (float(series.bucket_floor_ns(i) + series.bucket_floor_ns(i + 1)) / 2 for i in at)
+            top = float(totals["max_ns"][members].max())
+            times = (float(totals["dur_ns"][members].sum()), min(half, top), min(high, top), top)
+        out[key] = _Lane(key, part, int(totals["calls"][members].sum()), size, times)
+    return out
+
+
+def _timed(times: Sequence[float], span_ns: float, threads: int = 1) -> list[Any]:
+    total, *single = times
+    part = total / (span_ns * max(threads, 1))
+    return [(duration(total), total), (percent(part), part), *((duration(t), t) for t in single)]
+
+
+def _threads(recording: Recording, found: Submissions, lane: _Lane) -> int:
+    """How many threads made these calls: a share of time is one of theirs together."""
+    calls, rows = recording.calls, found.rows[lane.part]
+    return max(len(pairs(calls["process"][rows], calls["thread"][rows])[0]), 1)
+
+
+TIMED = ["Host time", "Of its threads' time", "Median", "p99", "Longest"]
+
+
+def stream_table(recording: Recording, found: Submissions, queues: Occupancy | None) -> tuple[TableView, str]:
+    """Submissions by stream, with the device's side where the recorder saw it."""
+    span_ns = found.span[1] - found.span[0]
+    busy: dict[int, float] = {}
+    moved: dict[int, float] = {}
+    executions = recording.executions
+    if executions.rows:
+        known = executions["stream"] >= 0
+        stream = executions["stream"][known]
+        spent = np.bincount(stream, weights=(executions["end_ns"] - executions["start_ns"])[known])
+        copied = np.where(executions["engine"] == Engine.COPY, executions["bytes"], 0)[known]
+        total = np.bincount(stream, weights=copied)
+        busy, moved = dict(enumerate(spent.tolist())), dict(enumerate(total.tolist()))
+    queue_of = {row: queue for queue in (queues.streams if queues else ()) for row in queue.streams}
+    rows: list[list[Any]] = []
+    for lane in _lanes(recording, found, "stream")[:200]:
+        row = lane.key[0]
+        payload = moved.get(row) or lane.bytes
+        name = stream_name(recording, row) if row >= 0 else "unknown"
+        queue = queue_of.get(row)
+        depth = int(queue.depth.max(initial=0)) if queue else -1
+        blocked = float(queue.blocked_ns.sum()) if queue else 0.0
+        channel = int(recording.streams["channel"][row]) if 0 <= row < recording.streams.rows else -1
+        rows.append(
+            [
+                name,
+                (str(channel) if channel >= 0 else NONE, channel),
+                (f"{lane.calls:,}", lane.calls),
+                *_timed(lane.times, span_ns, _threads(recording, found, lane)),
+                (f"{depth:,}" if depth >= 0 else NONE, depth),
+                (duration(blocked) if queue else NONE, blocked),
+                (bytes_text(payload), payload),
+                (percent(busy.get(row, 0) / span_ns) if busy else NONE, busy.get(row, 0)),
+            ]
+        )
+    lead = "" if recording.has_executions else "The recorder did not see the device, so device time is not known. "
+    if found.made > len(found.rows):
+        lead += (
+            f"Of {found.made:,} submissions {len(found.rows):,} were kept one by one; calls, host time, longest and "
+            "bytes are exact for all, medians and p99 come from histograms. Depth and blocked time are of those kept."
+        )
+    columns = ["Stream", "Channel", "Calls", *TIMED, "Deepest", "Blocked by full queue", "Bytes", "Device busy"]
+    return table("Submissions by stream", columns, rows), lead
+
+
+def thread_table(recording: Recording, found: Submissions, queues: Occupancy | None) -> TableView:
+    """Submissions by thread: who paid."""
+    span_ns = found.span[1] - found.span[0]
+    known = recording.threads
+    names = dict(
+        zip(zip(known["process"].tolist(), known["thread"].tolist(), strict=True), known["name"].tolist(), strict=True)
+    )
+    rows = []
+    for lane in _lanes(recording, found, "process", "thread")[:200]:
+        row, thread = lane.key
+        blocked = float(queues.blocked_ns[found.rows[lane.part]].sum()) if queues else 0.0
+        rows.append(
+            [
+                process_name(recording, row),
+                str(thread),
+                recording.text(names.get((row, thread), 0)) or NONE,
+                (f"{lane.calls:,}", lane.calls),
+                *_timed(lane.times, span_ns, _threads(recording, found, lane)),
+                (duration(blocked) if queues else NONE, blocked),
+            ]
+        )
+    columns = ["Process", "Thread", "Name", "Calls", *TIMED, "Blocked by full queue"]
+    return table("Submissions by thread", columns, rows)
+
+
+def processes(
+    recording: Recording, found: Submissions, queues: Occupancy | None
+) -> tuple[list[Chart | None], list[TableView | None]]:
+    """Processes side by side; nothing for a recording of one."""
+    if recording.processes.rows < 2:
+        return [], []
+    table_ = recording.processes
+    span_ns = found.span[1] - found.span[0]
+    rows: list[dict[str, Any]] = []
+    listed: list[list[Any]] = []
+    for lane in sorted(_lanes(recording, found, "process"), key=lambda one: one.key)[:128]:
+        row = lane.key[0]
+        total, _, high, _ = lane.times
+        total = 0.0 if math.isnan(total) else total
+        blocked = float(queues.blocked_ns[found.rows[lane.part]].sum()) if queues else 0.0
+        name = process_name(recording, row)
+        rows.append({"label": name, "values": [blocked, total - blocked], "note": f"p99 {duration(high)}"})
+        listed.append(
+            [
+                name,
+                str(int(table_["pid"][row])),
+                recording.text(int(table_["node"][row])) or NONE,
+                recording.text(int(table_["state"][row])) or NONE,
+                (f"{lane.calls:,}", lane.calls),
+                *_timed(lane.times, span_ns, _threads(recording, found, lane)),
+                (duration(blocked), blocked),
+            ]
+        )
+    if not rows:
+        return [], []
+    worst = max(rows, key=lambda one: float(one["values"][0]))
+    summary = (
+        f"Host time inside submitting calls. Blocked longest by a full queue: {worst['label']}, "
+        f"{duration(worst['values'][0])}."
+        if worst["values"][0]
+        else "Host time inside submitting calls; none was blocked by a full queue."
+    )
+    columns = ["Process", "pid", "Node", "State", "Calls", *TIMED, "Blocked by full queue"]
+    spec = {"kind": "bars", "unit": "ns", "parts": ["blocked by a full queue", "the rest"], "rows": rows[:32]}
+    return [Chart("ranks-chart", "Host time in submissions", summary, spec, table("Processes", columns, listed))], []
+
+
+def occupancy_charts(
+    recording: Recording, found: Submissions, queues: Occupancy | None, marks: Sequence[Mark]
+) -> tuple[Chart | None, Chart | None]:
+    """Outstanding submissions over time, and what a call costs at each depth; None where nothing was submitted."""
+    if queues is None or not queues.streams:
+        return None, None
+    deepest = sorted(queues.streams, key=lambda one: -int(one.depth.max(initial=0)))
+    lines, words = [], []
+    for one in deepest[:LANES]:
+        times, level = _until_idle(recording, one, *depth_series(recording, one))
+        lines.append(Points(_queue_name(recording, one), times, level, steps=True))
+    top = deepest[0]
+    words.append(f"{_queue_name(recording, top)} held up to {int(top.depth.max(initial=0)):,} submissions.")
+    if len(deepest) > LANES:
+        rest = max(int(one.depth.max(initial=0)) for one in deepest[LANES:])
+        words.append(f"{len(deepest) - LANES} more streams held {rest:,} at most and are not drawn.")
+    words.append(queues.reason[:1].upper() + queues.reason[1:] + ".")
+    ceilings = {one.ceiling for one in deepest[:LANES] if one.ceiling > 0}
+    known = recording.machine.get("queue_depth")
+    levels = [(float(c), f"full at {c:,}") for c in sorted(ceilings)]
+    if not levels and isinstance(known, (int, float)) and known > 0:
+        levels = [(float(known), f"depth {known:,.0f}")]
+    chart = charts.timeline(
+        "occupancy",
+        "Launch queue occupancy",
+        " ".join(words),
+        lines,
+        found.span,
+        unit="count",
+        log=False,
+        label="submissions outstanding",
+        short="outstanding",
+        marks=marks,
+        levels=levels,
+        how=_HOW[queues.how],
+    )
+    return chart, _cliff(recording, found, queues)
+
+
+LANES = 4  # streams drawn by themselves
+_HOW = {
+    "labels": "Counted from submissions and executions; calls that the recorder labels as blocked are taken as such.",
+    "plateau": "Counted from submissions and executions; a full queue is inferred from plateau, cost and wake-up.",
+    "inferred": "Inferred, because no device activity was recorded: from the ends of transfers, or the pace of calls.",
+}
+
+
+def _until_idle(recording: Recording, queue: StreamOccupancy, times: Array, level: Array) -> tuple[Array, Array]:
+    """A series that knows no end of a copy: it falls to nothing where the last transfer of its streams has ended."""
+    rows = recording.transfers
+    mine = np.isin(rows["stream"], np.array(queue.streams, dtype=np.int32))
+    if len(queue.ends) or not len(times) or not mine.any() or rows["end_ns"][mine].max() < times[-1]:
+        return times, level
+    return np.append(times, rows["end_ns"][mine].max()), np.append(level, level.dtype.type(0))
+
+
+def _queue_name(recording: Recording, queue: StreamOccupancy) -> str:
+    name = stream_name(recording, queue.stream)
+    return name if len(queue.streams) < 2 else f"{name} and {len(queue.streams) - 1} on its channel"
+
+
+_CLIFF_HOW = "Along the axis: submissions outstanding when the call was entered."
+
+
+def _cliff(recording: Recording, found: Submissions, queues: Occupancy) -> Chart | None:
+    """Cost of a call against the depth it met: flat where the queue is healthy, a step where it is full."""
+    queue = (
+        queues.streams[0]
+        if queues.streams[0].blocked.any()
+        else max(queues.streams, key=lambda one: int(one.depth.max(initial=0)))
+    )
+    top = int(queue.depth.max(initial=0))
+    if top < 16 or (queues.how == "inferred" and queue.ceiling < 0):
+        return None  # a depth that is only bounded from above would show a flat line whatever the queue did
+    calls = recording.calls
+    spent = np.maximum(calls["end_ns"][queue.calls] - calls["start_ns"][queue.calls], 0)
+    width = max(1, -(-(top + 1) // 180))
+    bins = queue.depth // width
+    order = np.lexsort((spent, bins))
+    keys, first, count = np.unique(bins[order], return_index=True, return_counts=True)
+    half = spent[order][first + (count - 1) // 2]
+    high = spent[order][first + count - 1]
+    depth = keys * width + (width - 1) / 2
+    shallow_ns = charts.quantiles(spent[bins < keys[-1] * 0.5], 0.5)[0]
+    if queue.blocked.any():
+        deep_ns = charts.quantiles(spent[queue.blocked], 0.5)[0]
+        low, high_ = queue.plateau
+        at = f"{low:,}" if low == high_ else f"{low:,} to {high_:,}"
+        where = f"for the {int(queue.blocked.sum()):,} calls blocked at {at}"
+    else:
+        deep_ns, where = charts.quantiles(spent[bins >= keys[-1] * 0.95], 0.5)[0], "at the deepest"
+    name = _queue_name(recording, queue)
+    summary = (
+        f"{name}: a call costs {duration(shallow_ns)} at the median while the queue is less than half as deep as it "
+        f"ever gets, and {duration(deep_ns)} {where}. A step there is a full queue; a flat line is a healthy one."
+    )
+    ceiling = [(float(queue.ceiling), f"full at {queue.ceiling:,}")] if queue.ceiling > 0 else []
+    spec = {
+        "kind": "timeline",
+        "height": 240,
+        "x": {"unit": "count", "span": top + 1, "label": "outstanding"},
+        "y": {"unit": "ns", "scale": "log", "label": "host time of one call, log scale", "short": "call took, log"},
+        "series": [
+            {"name": "median", "style": 0, "t": numbers(depth), "v": numbers(half), "line": True},
+            {"name": "longest", "style": 1, "t": numbers(depth), "v": numbers(high)},
+        ],
+        "marks": [{"t": value, "label": label} for value, label in ceiling],
+    }
+    rows = [
+        [(f"{int(key * width):,}", float(key)), (f"{int(n):,}", n), (duration(a), a), (duration(b), b)]
+        for key, n, a, b in zip(keys, count, half, high, strict=True)
+    ]
+    listed = table("Cost by depth", ["Outstanding, from", "Calls", "Median", "Longest"], rows)
+    return Chart("cliff", "What a call costs at each depth", summary, spec, listed, _CLIFF_HOW)

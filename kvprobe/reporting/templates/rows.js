@@ -1,0 +1,245 @@
+// Threads and streams on one time axis, the calls in them, search, and what leads from a finding to its call.
+//
+// A spec of kind "rows" (see reporting/rows.py): slices, rows: [{label, thread, work, wait}], where work and wait are a
+// digit a slice of time; names, items: columns of the calls and executions that are kept one by one; stacks: [text];
+// fences: [[when, row that waits, row it waits for]].
+(() => {
+  "use strict";
+  const { Plot, all, svg, html, show, linearTicks, group } = window.kvprobe;
+  const PITCH = 34, BAR = 17, HEAD = 13;
+
+  Plot.prototype.rows = function (root) {
+    const { spec, left, inner } = this, [a, b] = this.range, perPixel = (b - a) / inner;
+    const top = (this.top = 6), base = (this.base = top + spec.rows.length * PITCH);
+    this.axes(root, [], linearTicks("ns", a, b, inner / 92), "");
+    const layer = svg("g", this.clip, root), slice = spec.x.span / spec.slices;
+    spec.rows.forEach((row, i) => {
+      const y = top + i * PITCH, floor = y + HEAD + BAR;
+      svg("path", { class: "grid", d: `M${left} ${floor + 0.5}H${left + inner}` }, root);
+      for (const [digits, style] of [[row.work, row.thread ? 0 : 2], [row.wait, 1]]) {
+        if (!digits || digits.length < 2) continue;
+        const from = Math.max(0, Math.floor(a / slice)), to = Math.min(spec.slices, Math.ceil(b / slice));
+        const merge = Math.max(1, Math.floor((to - from) / inner));
+        let d = "";
+        for (let j = from; j < to; j += merge) {
+          let high = 0;
+          for (let k = j; k < j + merge && k < to; k++) high = Math.max(high, digits.charCodeAt(k) - 48);
+          if (high) d += `M${this.X(j * slice).toFixed(1)} ${floor}v${(-high * BAR / 9).toFixed(1)}h${Math.max((merge * slice) / perPixel, 0.8).toFixed(1)}V${floor}Z`;
+        }
+        if (d) svg("path", { d, class: `f${style} slices` }, layer);
+      }
+    });
+    this.single(layer, perPixel);
+    this.between(layer);
+    spec.rows.forEach((row, i) => svg("text", { x: left + 2, y: top + i * PITCH + 10, class: "halo strong" }, root, row.label));
+  };
+
+  // Calls and executions that are wide enough, or few enough, to be told apart.
+  Plot.prototype.single = function (layer, perPixel) {
+    const { items } = this.spec, [a, b] = this.range, paths = ["", "", "", ""];
+    for (let i = 0; i < items.t.length; i++) {
+      const start = items.t[i], width = items.d[i] / perPixel;
+      if (start > b || start + items.d[i] < a) continue;
+      const found = this.found && this.found.has(i);
+      if (width < 1.5 && !found) continue;
+      const x = Math.max(this.X(start), this.left - 2), x2 = Math.min(this.X(start + items.d[i]), this.left + this.inner + 2);
+      const y = this.top + items.row[i] * PITCH + HEAD;
+      paths[found ? 3 : items.w[i] ? 1 : this.spec.rows[items.row[i]].thread ? 0 : 2] +=
+        `M${x.toFixed(1)} ${y}h${Math.max(x2 - x, 1.5).toFixed(1)}v${BAR}h${(-Math.max(x2 - x, 1.5)).toFixed(1)}Z`;
+    }
+    paths.forEach((d, style) => { if (d) svg("path", { d, class: style === 3 ? "call found" : `call f${style}` }, layer); });
+    const i = this.chosen;
+    if (i === undefined) return;
+    const x = this.X(items.t[i]), width = Math.max(items.d[i] / perPixel, 2), y = this.top + items.row[i] * PITCH + HEAD;
+    svg("rect", { x: x - 1.5, y: y - 1.5, width: width + 3, height: BAR + 3, class: "chosen" }, layer);
+  };
+  Plot.prototype.middle = function (row) { return this.top + row * PITCH + HEAD + BAR / 2; };
+  // Fences between streams, and from the chosen call to its stream; only where they can be told apart.
+  Plot.prototype.between = function (layer) {
+    const { items, fences } = this.spec, [a, b] = this.range;
+    const seen = fences.filter(([t]) => t >= a && t <= b);
+    if (seen.length <= 80) {
+      let d = "";
+      for (const [t, to, of] of seen) {
+        const x = this.X(t).toFixed(1), y = this.middle(to), down = y > this.middle(of) ? -5 : 5;
+        d += `M${x} ${this.middle(of)}V${y}m-3 ${down}l3 ${-down}l3 ${down}`;
+      }
+      if (d) svg("path", { d, class: "fence" }, layer);
+    }
+    const i = this.chosen;
+    if (i === undefined || items.on[i] < 0) return;
+    const x = this.X(items.t[i] + items.d[i]);
+    svg("path", { d: `M${x} ${this.middle(items.row[i])}V${this.middle(items.on[i])}`, class: "fence strong" }, layer);
+  };
+
+  const rowOf = (plot, event) => {
+    const box = plot.host.querySelector("svg").getBoundingClientRect();
+    return Math.floor((event.clientY - box.top - plot.top) / PITCH);
+  };
+  // The call under the pointer, else the nearest within a finger.
+  function under(plot, row, time) {
+    const { items } = plot.spec, near = ((plot.range[1] - plot.range[0]) / plot.inner) * 6;
+    let best = -1, gap = near;
+    for (let i = 0; i < items.t.length; i++) {
+      if (items.row[i] !== row) continue;
+      const off = Math.max(items.t[i] - time, time - items.t[i] - items.d[i], 0);
+      if (off < gap || (off === gap && best >= 0 && items.d[i] < items.d[best])) { gap = off; best = i; }
+    }
+    return best;
+  }
+  function choose(plot, i, zoom = true) {
+    const { spec } = plot, { items } = spec;
+    plot.chosen = i;
+    const pane = plot.pane;
+    pane.replaceChildren();
+    html("h4", {}, pane, `${spec.names[items.n[i]]}: ${show("ns", items.d[i])}`);
+    const facts = [`${spec.rows[items.row[i]].label}, at ${show("ns", items.t[i])}`];
+    if (items.on[i] >= 0) facts.push(`on ${spec.rows[items.on[i]].label}`);
+    if (items.depth[i] >= 0) facts.push(`${group(items.depth[i], 0)} outstanding when it was entered`);
+    if (items.lost[i] > 0) facts.push(`${show("ns", items.lost[i])} of it lost`);
+    if (items.id[i] >= 0) facts.push(`row ${group(items.id[i], 0)} of the calls`);
+    html("p", {}, pane, `${facts.join(" · ")}.`);
+    if (items.s[i] >= 0) {
+      html("p", { class: "how" }, pane, "Python stack, innermost frame first:");
+      html("pre", { class: "stack", tabindex: "0" }, pane, spec.stacks[items.s[i]]);
+    } else if (items.id[i] >= 0) html("p", { class: "how" }, pane, "No Python stack was taken during this call. kvprobe run takes one of each call that blocks long enough.");
+    if (zoom) {
+      const width = Math.max(items.d[i] * 4, spec.x.span / 2000, 2e4), middle = items.t[i] + items.d[i] / 2;
+      plot.show([middle - width / 2, middle + width / 2]);
+    } else plot.draw();
+    plot.remember?.();
+  }
+  function remember(plot) {
+    const [a, b] = plot.range, whole = a <= plot.full[0] && b >= plot.full[1], bits = [];
+    if (!whole) bits.push(`t=${Math.round(a)}-${Math.round(b)}`);
+    const { items } = plot.spec;
+    if (plot.chosen !== undefined && items.id[plot.chosen] >= 0) bits.push(`call=${items.id[plot.chosen]}`);
+    try { history.replaceState(null, "", bits.length ? `#${bits.join("&")}` : location.pathname + location.search); } catch { /* a viewer without addresses */ }
+  }
+  function follow(plot) {
+    const call = location.hash.match(/\bcall=(\d+)/), time = location.hash.match(/\bt=(\d+)-(\d+)/);
+    if (!call && !time) return;
+    const i = call ? plot.spec.items.id.indexOf(Number(call[1])) : -1;
+    if (i >= 0) choose(plot, i, !time);
+    if (time) plot.show([Number(time[1]), Number(time[2])]);
+    plot.figure.scrollIntoView({ block: "start" });
+    if (i >= 0) plot.pane.focus({ preventScroll: true });
+  }
+  function save(name, type, text) {
+    const link = html("a", { download: name, href: URL.createObjectURL(new Blob([text], { type })) });
+    document.body.append(link);
+    link.click();
+    link.remove();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  }
+  // What is kept one by one, as Chrome's trace events; microseconds.
+  function perfetto(spec) {
+    const { items } = spec;
+    const events = spec.rows.flatMap((row, i) => [
+      { ph: "M", name: "thread_name", pid: row.thread ? 1 : 2, tid: i + 1, args: { name: row.label } },
+      { ph: "M", name: "thread_sort_index", pid: row.thread ? 1 : 2, tid: i + 1, args: { sort_index: i } },
+    ]);
+    events.push({ ph: "M", name: "process_name", pid: 1, args: { name: "threads" } }, { ph: "M", name: "process_name", pid: 2, args: { name: "streams" } });
+    for (let i = 0; i < items.t.length; i++) {
+      const args = {};
+      if (items.id[i] >= 0) args.row = items.id[i];
+      if (items.depth[i] >= 0) args.outstanding = items.depth[i];
+      if (items.s[i] >= 0) args.stack = spec.stacks[items.s[i]];
+      events.push({ ph: "X", name: spec.names[items.n[i]], ts: items.t[i] / 1e3, dur: items.d[i] / 1e3, pid: spec.rows[items.row[i]].thread ? 1 : 2, tid: items.row[i] + 1, args });
+    }
+    return JSON.stringify({ traceEvents: events, displayTimeUnit: "ns" });
+  }
+
+  function search(plot) {
+    const { spec } = plot, { items } = spec;
+    const box = html("form", { class: "search", role: "search" });
+    const field = html("input", { type: "search", placeholder: "Search calls and stacks", "aria-label": "Search calls and stacks" }, box);
+    const count = html("output", {}, box);
+    let hits = [], at = -1, last = "";
+    const look = () => {
+      const text = (last = field.value.trim().toLowerCase());
+      const named = new Set(), stacked = new Set();
+      if (text) {
+        spec.names.forEach((name, i) => { if (name.toLowerCase().includes(text)) named.add(i); });
+        spec.stacks.forEach((stack, i) => { if (stack.toLowerCase().includes(text)) stacked.add(i); });
+      }
+      hits = [];
+      if (text) for (let i = 0; i < items.t.length; i++) if (named.has(items.n[i]) || stacked.has(items.s[i])) hits.push(i);
+      hits.sort((p, q) => items.d[q] - items.d[p]);
+      at = -1;
+      plot.found = new Set(hits);
+      count.textContent = text ? `${group(hits.length, 0)} found; Enter: the next, longest first` : "";
+      plot.draw();
+    };
+    field.addEventListener("input", look);
+    box.addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (field.value.trim().toLowerCase() !== last) look();
+      if (!hits.length) return;
+      at = (at + 1) % hits.length;
+      choose(plot, hits[at]);
+      count.textContent = `${group(at + 1, 0)} of ${group(hits.length, 0)}`;
+    });
+    plot.strip.prepend(box);
+    const button = html("button", { type: "button", class: "copy" }, plot.strip.querySelector(".tools"), "For Perfetto");
+    button.title = "Saves what is kept one by one as a trace; open it at ui.perfetto.dev";
+    button.addEventListener("click", () => save("kvprobe-trace.json", "application/json", perfetto(spec)));
+  }
+
+  window.kvprobe.rows = (plot) => {
+    const { spec } = plot;
+    plot.pane = html("div", { class: "pane", tabindex: "-1", "aria-live": "polite" });
+    plot.readout.after(plot.pane);
+    search(plot);
+    let down = null;
+    plot.host.addEventListener("pointerdown", (event) => { down = [event.clientX, event.clientY]; });
+    plot.host.addEventListener("click", (event) => {
+      if (down && Math.hypot(event.clientX - down[0], event.clientY - down[1]) > 5) return; // that was a zoom
+      const i = under(plot, rowOf(plot, event), plot.at(event));
+      if (i >= 0) choose(plot, i, false);
+    });
+    plot.host.addEventListener("keydown", (event) => { // from call to call, in order of time; Enter: the one at the cursor
+      if (event.key !== "Enter" && event.key !== "n" && event.key !== "p") return;
+      event.preventDefault();
+      const { items } = plot.spec, row = plot.chosen === undefined ? 0 : items.row[plot.chosen];
+      if (event.key === "Enter") {
+        const time = plot.cursor ?? (plot.range[0] + plot.range[1]) / 2;
+        let best = -1;
+        for (let i = 0; i < items.t.length; i++)
+          if (items.id[i] >= 0 && (best < 0 || Math.abs(items.t[i] - time) < Math.abs(items.t[best] - time))) best = i;
+        if (best >= 0) choose(plot, best, false);
+        return;
+      }
+      const next = (plot.chosen ?? -1) + (event.key === "n" ? 1 : -1);
+      if (next >= 0 && next < items.t.length && (plot.chosen === undefined || items.row[next] === row)) choose(plot, next);
+    });
+    if (plot.figure.id !== "rows") return; // of two recordings on one page: an address names calls of one
+    plot.remember = () => remember(plot);
+    addEventListener("hashchange", () => follow(plot));
+    for (const link of document.querySelectorAll("a[href^='#call=']"))
+      link.addEventListener("click", (event) => {
+        event.preventDefault();
+        try { history.pushState(null, "", link.getAttribute("href")); } catch { /* a viewer without addresses */ }
+        const i = spec.items.id.indexOf(Number(link.getAttribute("href").slice(6)));
+        if (i < 0) return;
+        choose(plot, i);
+        plot.figure.scrollIntoView({ block: "start" });
+        plot.pane.focus({ preventScroll: true });
+      });
+    follow(plot);
+  };
+
+  // Every table as CSV: what its cells sort by where they are numbers.
+  window.kvprobe.csv = (table) => {
+    const caption = table.querySelector("caption");
+    const button = html("button", { type: "button", class: "copy csv", "aria-label": `Save as CSV: ${caption.textContent}` }, caption, "CSV");
+    const quote = (text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
+    button.addEventListener("click", () => {
+      const lines = [[...table.tHead.rows[0].cells].map((cell) => cell.textContent)];
+      const said = (cell) => (cell.textContent === "–" ? "" : cell.dataset.v === undefined ? cell.textContent : String(Number(cell.dataset.v)));
+      for (const row of table.tBodies[0].rows) lines.push([...row.cells].map(said));
+      const name = caption.firstChild.textContent.trim().replace(/[^\w]+/g, "-").toLowerCase();
+      save(`${name || "table"}.csv`, "text/csv", lines.map((cells) => cells.map(quote).join(",")).join("\n") + "\n");
+    });
+  };
+})();

@@ -1,0 +1,158 @@
+"""vLLM: whether an offload pays: hits, stores that nobody read, time waited, what prefill costs. Measured only.
+
+The scheduler asks its KV connector for every request, whichever connector it is; so the three calls of the
+connectors' common interface are watched on the scheduler's one connector. What is stored and evicted the managers of
+the OffloadingConnector say. vLLM's own objects are read, never changed.
+"""
+
+from __future__ import annotations
+
+import time
+from types import ModuleType
+from typing import Any
+
+from kvprobe.instrument import event_log, metrics
+from kvprobe.instrument.adapter import Adapter, Target
+from kvprobe.instrument.benefit import Account
+from kvprobe.instrument.hooks import Call, Patcher
+
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_MANAGERS = {
+    "vllm.v1.kv_offload.lru_manager": "LRUOffloadingManager",
+    "vllm.v1.kv_offload.arc_manager": "ARCOffloadingManager",
+    "vllm.v1.kv_offload.cpu.manager": "CPUOffloadingManager",
+}
+_ASKED = ("get_num_new_matched_tokens", "update_state_after_alloc", "update_connector_output")
+_MAX_ASKED = 100_000
+
+
+class Offload(Adapter):
+    """Every KV connector's scheduler side, and the block managers of the OffloadingConnector."""
+
+    name = "vllm.offload"
+    summary = "Counts hits, waits, stored and loaded blocks, evictions of unread blocks, and what prefill costs."
+    targets = (
+        Target(_SCHEDULER, "Scheduler.__init__"),
+        Target(_SCHEDULER, "Scheduler.schedule", ()),
+        Target(_SCHEDULER, "Scheduler.update_from_output", ("scheduler_output", "model_runner_output")),
+        Target(_CONNECTOR, "KVConnectorBase_V1.get_num_new_matched_tokens", ("request", "num_computed_tokens")),
+        Target(_CONNECTOR, "KVConnectorBase_V1.update_state_after_alloc", ("request", "blocks", "num_external_tokens")),
+        Target(_CONNECTOR, "KVConnectorBase_V1.update_connector_output", ("connector_output",)),
+        *(
+            Target(module, f"{name}.{method}", None)
+            for module, name in _MANAGERS.items()
+            for method in ("prepare_load", "prepare_store")
+        ),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.account: Account | None = None
+        self._computed: dict[str, tuple[int, bool]] = {}  # request -> tokens on the GPU, loads beside the model
+        self._began: dict[int, int] = {}  # scheduler output -> when it was made
+        self._ended_ns = 0
+
+    def _lists(self, path: str) -> bool:
+        """The interface's methods are replaced on the one connector of the scheduler, whatever its class."""
+        return super()._lists(path) or path.rpartition(".")[2] in _ASKED
+
+    def patch(self, patcher: Patcher, module: ModuleType) -> None:
+        """Wrap the scheduler or a manager; the interface itself stays."""
+        if module.__name__ == _SCHEDULER:
+            patcher.wrap(module.Scheduler, "__init__", self.made(patcher))
+            patcher.wrap(module.Scheduler, "schedule", self.scheduled)
+            patcher.wrap(module.Scheduler, "update_from_output", self.stepped)
+        elif module.__name__ in _MANAGERS:
+            manager = getattr(module, _MANAGERS[module.__name__])
+            patcher.wrap(manager, "prepare_load", self.loads)
+            patcher.wrap(manager, "prepare_store", self.stores)
+
+    def step_aside(self) -> None:
+        """The last figures."""
+        account, self.account = self.account, None
+        if account is not None:
+            account.tell()
+
+    def made(self, patcher: Patcher) -> Any:
+        """Around the scheduler's construction: its connector is known afterwards."""
+
+        def hook(call: Call, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            result = call()
+            connector = getattr(scheduler, "connector", None)
+            if connector is not None and (event_log.wanted() or metrics.exposed()):
+                self.account = Account(self.name, type(connector).__name__)
+                watching: tuple[Any, ...] = (self.asked, self.allocated, self.heard)
+                for method, watch in zip(_ASKED, watching, strict=True):
+                    own = getattr(connector, method)
+                    patcher.replace(connector, method, patcher.around(own, watch, f"connector.{method}"))
+            return result
+
+        return hook
+
+    def asked(self, call: Call, request: Any, num_computed_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        """Around `get_num_new_matched_tokens`: what lies on the GPU, and whether a load runs beside the model."""
+        answer = call()
+        if len(self._computed) >= _MAX_ASKED:
+            self._computed.clear()
+        self._computed[request.request_id] = num_computed_tokens, bool(answer[1])
+        return answer
+
+    def allocated(
+        self, call: Call, request: Any, blocks: Any, num_external_tokens: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Around `update_state_after_alloc`: the request is admitted, or waits for its load from now on."""
+        result = call()
+        account, asked = self.account, self._computed.pop(request.request_id, None)
+        if account is not None and asked is not None:
+            computed, beside = asked
+            account.admitted(request.request_id, request.num_tokens, computed, num_external_tokens)
+            if num_external_tokens and beside:
+                account.waits(request.request_id)
+        return result
+
+    def heard(self, call: Call, connector_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around `update_connector_output`: whose loads have ended."""
+        result = call()
+        if self.account is not None:
+            for request in getattr(connector_output, "finished_recving", None) or ():
+                self.account.arrived(request)
+        return result
+
+    def scheduled(self, call: Call, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around `schedule`: a step begins."""
+        output = call()
+        if self.account is not None:
+            if len(self._began) > 64:  # steps that were never answered
+                self._began.clear()
+            self._began[id(output)] = time.monotonic_ns()
+        return output
+
+    def stepped(self, call: Call, scheduler: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around `update_from_output`: a step has ended; several may be under way at a time."""
+        now_ns = time.monotonic_ns()
+        began_ns = self._began.pop(id(scheduler_output), None)
+        if self.account is not None and began_ns is not None:
+            tokens = scheduler_output.num_scheduled_tokens.values()
+            self.account.step(sum(n for n in tokens if n > 1), now_ns - max(began_ns, self._ended_ns))
+            self._ended_ns = now_ns
+        return call()
+
+    def loads(self, call: Call, manager: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around `prepare_load`: these blocks are read."""
+        if self.account is None:
+            return call()
+        keys = list(keys)
+        result = call.using(manager, keys, *args, **kwargs)
+        self.account.loaded(keys)
+        return result
+
+    def stores(self, call: Call, manager: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around `prepare_store`: what is stored, and what had to go for it."""
+        output = call()
+        if self.account is not None and output is not None:
+            stored = getattr(output, "keys_to_store", None)
+            evicted = getattr(output, "evicted_keys", None)
+            self.account.evicted(output.block_hashes_evicted if evicted is None else evicted)
+            self.account.stored(output.block_hashes_to_store if stored is None else stored)
+        return output

@@ -1,0 +1,42 @@
+"""`kvprobe reduce` over recordings of several ranks, and `kvprobe metrics` where it ends by itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import kvprobe.monitoring as monitoring
+
+
+def test_reduce_compares_ranks_and_writes_a_summary_that_merges(kvprobe, export: Path, tmp_path: Path) -> None:
+    ranks = tmp_path / "ranks"
+    for name in ("one", "two"):
+        (ranks / name).mkdir(parents=True)
+        shutil.copy(export, ranks / name / export.name)
+    whole = tmp_path / "all.kvsum"
+    code, out, err = kvprobe("reduce", ranks, "--workers", "1", "-o", whole)
+    assert code == 0, err
+    assert "of 2 recordings" in out and "Who made the others wait cannot be told" in out
+    again = tmp_path / "again.kvsum"
+    assert kvprobe("reduce", whole, "-o", again)[0] == 0
+    assert again.read_bytes() == whole.read_bytes()
+    said = json.loads(kvprobe("reduce", whole, "--json")[1])
+    assert said["inputs"] == 2 and said["ranks"] and not said["failed"]
+
+
+def test_reduce_names_what_it_cannot_read(kvprobe, export: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.json"
+    bad.write_text("{")
+    code, out, err = kvprobe("reduce", export, bad, "--workers", "1")
+    assert code == 1 and "of 1 recordings" in out and "bad.json" in err
+    code, _, err = kvprobe("reduce", export, "-o", tmp_path / "all.json")
+    assert code == 2 and "ends in .kvsum" in err
+
+
+def test_metrics_writes_its_rules_and_refuses_what_is_not_there(kvprobe, tmp_path: Path) -> None:
+    assert kvprobe("metrics", "--rules", tmp_path / "rules")[0] == 0
+    assert sorted(path.name for path in (tmp_path / "rules").iterdir()) == sorted(monitoring.FILES)
+    code, out, _ = kvprobe("metrics", tmp_path, "--once")
+    assert code == 0 and "kvprobe_watched_processes 0.0" in out
+    assert kvprobe("metrics", "/no/such/folder", "--once")[0] == 2

@@ -1,0 +1,85 @@
+"""What a program of the corpus is: its causes, and which recorder can show them; and what the programs share."""
+
+from __future__ import annotations
+
+import ctypes as ct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from device import Device
+
+KiB, MiB = 1 << 10, 1 << 20
+Truth = dict[str, int]
+
+EVERY = ("run", "kineto", "nsys")
+DEVICE = ("kineto", "nsys")
+# Recorders that can show a cause; EVERY where a cause is not named here.
+SHOWN: dict[str, tuple[str, ...]] = {
+    "redundant_loads": ("run",),  # needs addresses
+    "wasted_stores": ("run",),
+    "weights_not_overlapped": DEVICE,  # these need executions
+    "link_bound": DEVICE,
+    "small_copies": DEVICE,
+    "head_of_line_copies": DEVICE,
+    "gpu_starved": DEVICE,
+    "context_lock_stall": ("run", "nsys"),  # the PyTorch profiler leaves out the making of events
+    "pinning_stall": ("run", "nsys"),
+    "aliased_stream": DEVICE,  # needs to know whose submissions are outstanding
+    "load_not_ordered": ("nsys",),  # these also need the streams of waits
+    "store_not_ordered": ("nsys",),
+}
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program: what it does wrong; for a healthy one, what it could be taken for."""
+
+    name: str
+    body: Callable[[Device], Truth]
+    causes: tuple[str, ...]
+    like: tuple[str, ...]
+    also: tuple[str, ...] = ()  # true of it as well, by the way: may be named
+    forms: tuple[str, ...] = EVERY  # recorders that record all of it
+
+    def expected(self, form: str) -> set[str]:
+        """The causes that a recording of this format must name."""
+        return {cause for cause in self.causes if form in SHOWN.get(cause, EVERY)}
+
+
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(
+    *causes: str, like: tuple[str, ...] = (), also: tuple[str, ...] = (), forms: tuple[str, ...] = EVERY
+) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
+    def register(body: Callable[[Device], Truth]) -> Callable[[Device], Truth]:
+        PROGRAMS[body.__name__] = Program(body.__name__, body, causes, like, also, forms)
+        return body
+
+    return register
+
+
+def in_thread(body: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=body)
+    thread.start()
+    return thread
+
+
+def blocked(durations: list[int]) -> tuple[int, int]:
+    """What the longest call took beyond a quick one, and the other blocked calls together."""
+    quick = sorted(durations[:900])
+    usual = quick[len(quick) // 2]
+    late = durations[1_000:]
+    longest = max(late, default=usual) - usual
+    return longest, max(sum(late) - len(late) * usual - longest, 0)
+
+
+def pageable(size: int) -> tuple[ct.Array[ct.c_char], int]:
+    buffer = ct.create_string_buffer(size + 4096)
+    ct.memset(buffer, 1, size + 4096)
+    return buffer, (ct.addressof(buffer) + 4095) & ~4095
+
+
+def usual(durations: list[int]) -> int:
+    return sorted(durations)[len(durations) // 2]

@@ -1,0 +1,129 @@
+"""What adapters write survives forks and kills, and reads back as it was written."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvprobe.instrument import event_log
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVPROBE_RUN", str(tmp_path))
+    monkeypatch.setattr(event_log, "_file", event_log._File())
+    return tmp_path
+
+
+def test_events_read_back_as_written(folder):
+    event_log.emit("state", adapter="a", state="applied")
+    event_log.emit("transfer", id=7, bytes=1 << 40, direction="load")
+    event_log.flush()
+    events = event_log.read_events(folder / f"events-{os.getpid()}.jsonl")
+    assert [e["kind"] for e in events] == ["process", "state", "transfer"]
+    assert events[0]["pid"] == os.getpid()
+    assert (events[2]["id"], events[2]["bytes"]) == (7, 1 << 40)
+    assert events[1]["t_ns"] <= events[2]["t_ns"] <= time.monotonic_ns()
+
+
+def test_states_and_decisions_are_on_disk_at_once(folder):
+    for kind in ("state", "decision"):
+        event_log.emit(kind, what="x")
+        assert event_log.read_events(folder / f"events-{os.getpid()}.jsonl")[-1]["kind"] == kind
+
+
+def test_no_run_folder_no_file(tmp_path, monkeypatch):
+    monkeypatch.delenv("KVPROBE_RUN", raising=False)
+    monkeypatch.chdir(tmp_path)
+    event_log.emit("transfer", id=1)
+    event_log.flush()
+    assert list(tmp_path.iterdir()) == []
+    assert not event_log.wanted()
+
+
+def test_a_folder_that_cannot_be_written_is_no_obstacle(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(event_log, "_file", event_log._File())
+    monkeypatch.setenv("KVPROBE_RUN", str(tmp_path / "absent"))
+    for i in range(3):
+        event_log.emit("decision", i=i)
+    assert sum("cannot write" in r.message for r in caplog.records) == 1
+
+
+def test_a_line_that_was_cut_is_left_out(tmp_path):
+    path = tmp_path / "events-1.jsonl"
+    whole = {"t_ns": 1, "kind": "decision", "what": "switch"}
+    path.write_bytes(json.dumps(whole).encode() + b"\n[1]\n\xff\n{}\n" + b'{"t_ns": 2, "kind": "tra')
+    assert event_log.read_events(path) == [whole]
+
+
+def test_a_listener_sees_events_only_while_subscribed():
+    with event_log.subscribed() as events:
+        event_log.emit("call", call="f")
+    event_log.emit("call", call="g")
+    assert [e["call"] for e in events] == ["f"]
+
+
+def test_a_failing_listener_does_not_reach_the_caller():
+    def broken(event):
+        raise RuntimeError
+
+    stop = event_log.listening(broken)
+    try:
+        event_log.emit("call", call="f")
+    finally:
+        stop()
+
+
+CHILD = """
+import os, sys, time
+from kvprobe.instrument import event_log
+event_log.emit("transfer", id=0)
+pid = os.fork()
+event_log.emit("transfer", id=1 if pid else 2)
+if pid == 0:
+    event_log.flush(); os._exit(0)
+os.waitpid(pid, 0)
+print(pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_each_side_of_a_fork_writes_its_own_file_and_a_kill_loses_little(tmp_path):
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "KVPROBE_RUN": str(tmp_path)},
+    )
+    forked = int(child.stdout.readline())
+    path = tmp_path / f"events-{child.pid}.jsonl"
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and len(event_log.read_events(path) if path.exists() else []) < 3:
+        time.sleep(0.02)  # the flusher's own period is 100 ms
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    parent = event_log.read_events(path)
+    assert [e.get("id") for e in parent if e["kind"] == "transfer"] == [0, 1]
+    forked_events = event_log.read_events(tmp_path / f"events-{forked}.jsonl")
+    assert [e.get("id") for e in forked_events if e["kind"] == "transfer"] == [2]
+    assert forked_events[0]["pid"] == forked
+
+
+@pytest.mark.parametrize("detail", ["totals", "copies"])
+def test_a_run_that_keeps_totals_has_a_file_that_does_not_grow(folder, monkeypatch, detail):
+    monkeypatch.setenv("KVPROBE_DETAIL", detail)
+    monkeypatch.setattr(event_log, "_TOTALS_BYTES", 4000)
+    for number in range(10):
+        for _ in range(100):
+            event_log.emit("transfer", id=number, bytes=1, direction="load")
+        event_log.flush()
+    event_log.emit("decision", what="switch")
+    events = event_log.read_events(folder / f"events-{os.getpid()}.jsonl")
+    assert events[-1]["what"] == "switch", "decisions are written all the same"
+    assert sum(event["kind"] == "transfer" for event in events) == (100 if detail == "totals" else 1000)
+    assert sum("metrics go on" in event.get("why", "") for event in events) == (detail == "totals")

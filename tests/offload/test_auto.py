@@ -1,0 +1,275 @@
+"""Auto: measure, change the rung, compare like with like, keep it or go back."""
+
+from kvprobe.offload.auto import COOL_DOWN_NS, REST, TRIAL_LARGE, Auto, Rung, Sample, compare
+
+OWN, BATCH, POOLED = Rung("shared", "loop"), Rung("shared", "batch"), Rung("pooled", "auto")
+
+
+class Clock:
+    def __init__(self):
+        self.ns = 0
+
+    def __call__(self):
+        return self.ns
+
+
+def auto(rungs=(OWN, BATCH, POOLED), depth=1000, **more):
+    log, clock = [], Clock()
+
+    def decide(what, why, **evidence):
+        log.append((what, why, evidence))
+
+    made = Auto(rungs, decide, depth=depth, baseline_ns=1000, now=clock, **{"slow_ns": 100_000, **more})
+    return made, log, clock
+
+
+def feed(one, count, per_copy, copies=500, outstanding=0, copy_ns=None, size=1 << 20, expected_ns=0):
+    for _ in range(count):
+        sample = Sample(copies, int(per_copy * copies), size, one.rung, outstanding, expected_ns=expected_ns)
+        sample.copy_ns = copy_ns
+        one.submitted(sample)
+        if copy_ns:
+            one.completed(sample)
+
+
+def trial(one, per_copy, count=8, first=None, **work):
+    """Transfers on a new rung: the first one is not counted."""
+    feed(one, 1, first or per_copy, **work)
+    feed(one, count, per_copy, **work)
+
+
+def test_healthy_transfers_change_nothing():
+    one, log, _ = auto()
+    feed(one, 1000, per_copy=150, copies=400)
+    assert (one.rung, log) == (OWN, [])
+
+
+def test_slow_submissions_far_from_the_depth_are_not_called_saturation():
+    one, log, _ = auto()
+    feed(one, 100, per_copy=5000, copies=16, outstanding=0)
+    assert (one.rung, log) == (OWN, [])
+
+
+def test_a_full_queue_is_named_cured_and_kept():
+    one, log, _ = auto()
+    feed(one, 2, per_copy=20_000, outstanding=900)
+    assert one.rung == BATCH
+    assert log[0][0] == "switch"
+    assert log[0][2]["cause"] == "launch_queue_saturation"
+    trial(one, per_copy=300)
+    assert [entry[0] for entry in log] == ["switch", "keep"]
+    assert log[1][2]["gain"] > 60
+    feed(one, 1000, per_copy=300)
+    assert len(log) == 2
+    assert [(d.before, d.after) for d in one.decisions] == [(OWN, BATCH)]
+    assert one.decisions[0].gain == 20_000 / 300
+
+
+def test_no_gain_rolls_back_and_tries_the_next_rung_then_waits():
+    one, log, clock = auto()
+    feed(one, 2, per_copy=20_000, outstanding=900)
+    trial(one, per_copy=19_000)
+    assert one.rung == OWN
+    feed(one, 2, per_copy=20_000, outstanding=900)
+    assert one.rung == POOLED
+    trial(one, per_copy=19_000)
+    feed(one, 50, per_copy=20_000, outstanding=900)
+    assert [entry[0] for entry in log] == ["switch", "rollback"] * 2 + ["note"]
+    clock.ns += COOL_DOWN_NS
+    feed(one, 2, per_copy=20_000, outstanding=900)
+    assert one.rung == BATCH
+
+
+def test_cheaper_submission_with_slower_copies_is_rolled_back():
+    one, log, _ = auto()
+    feed(one, 8, per_copy=900, copy_ns=100_000)
+    assert log[0][2]["cause"] == "too_many_small_copies"
+    feed(one, 9, per_copy=300, copy_ns=200_000)
+    assert "rollback" in [entry[0] for entry in log]
+    assert "the copies themselves take" in next(w for what, w, _ in log if what == "rollback")
+
+
+def test_other_work_than_before_is_not_compared():
+    one, log, _ = auto()
+    feed(one, 2, per_copy=20_000, outstanding=900)
+    trial(one, per_copy=300, copies=40)
+    assert one.rung == OWN
+    assert [entry[0] for entry in log] == ["switch", "return"]
+    assert one.decisions[0].gain == 0
+
+
+def test_only_equal_sizes_are_compared_each_with_its_weight():
+    """Small transfers cost more a copy: a rung that merely met larger ones has gained nothing."""
+    one, _, _ = auto(slow_ns=0)
+    feed(one, 8, per_copy=150, copies=500)
+    feed(one, 8, per_copy=5000, copies=16)
+    feed(one, 2, per_copy=20_000, copies=500, outstanding=900)
+    before = [*one._before]
+    after = [Sample(500, 500 * 5000, 1 << 20, BATCH) for _ in range(8)]
+    mean = sum(s.submit_ns for s in before if s.copies == 500) / sum(s.copies for s in before if s.copies == 500)
+    assert compare(before, after).before_ns == mean
+    mixed = compare(before, [*after, Sample(16, 16 * 100, 1 << 20, BATCH)])
+    small = [s for s in before if s.copies == 16]
+    if small:
+        assert mixed.before_ns == (8 * 500 * mean + 16 * 5000) / (8 * 500 + 16)
+    assert mixed.transfers == (9 if small else 8)
+
+
+def test_one_blocked_call_among_many_is_weighed_with_all_of_them():
+    """A call of 30 ms among 4,000 of 1 us: what it gained is told of the mean of all, not of the blocked one alone."""
+    one, _, _ = auto((OWN, POOLED), depth=0, slow_ns=0)
+    feed(one, 63, per_copy=1000, copies=64, size=64 << 12)
+    one.submitted(Sample(64, 30_000_000, 64 << 12, OWN))
+    seen = compare(list(one._recent), [Sample(64, 64 * 100, 64 << 12, POOLED)] * 8)
+    assert 80 < seen.submit_gain < 90
+
+
+def test_copies_far_below_the_calibrated_rate_are_a_cause_of_their_own():
+    one, log, _ = auto((OWN, POOLED), slow_ns=0)
+    feed(one, 20, per_copy=100, copy_ns=120_000, expected_ns=100_000)
+    assert (one.rung, log) == (OWN, [])
+    feed(one, 6, per_copy=100, copy_ns=200_000, expected_ns=100_000)
+    assert one.rung == POOLED
+    assert log[0][2]["cause"] == "copies_below_calibrated_rate"
+    trial(one, per_copy=110, copy_ns=100_000)
+    assert log[-1][0] == "keep"
+    assert "copies are" in log[-1][1]
+
+
+def test_a_caller_that_does_nothing_but_submit_is_a_cause_where_asked_for():
+    one, log, clock = auto((OWN, POOLED), depth=0, slow_ns=0, busy_share=0.5)
+    while one.rung == OWN:
+        clock.ns += 64 * 2000
+        one.submitted(Sample(64, 64 * 1500, 64 << 12, one.rung, end_ns=clock.ns))
+    assert log[0][2]["cause"] == "submission_bound"
+
+
+def test_what_is_not_active_changes_nothing():
+    one, log, _ = auto(active=False)
+    feed(one, 20, per_copy=20_000, outstanding=900)
+    assert (one.rung, log) == (OWN, [])
+
+
+def test_a_kept_rung_is_left_only_when_it_stays_bad():
+    one, log, _ = auto()
+    feed(one, 2, per_copy=20_000, outstanding=900)
+    trial(one, per_copy=300)
+    assert log[-1][0] == "keep"
+    feed(one, 9, per_copy=60_000)
+    feed(one, 9, per_copy=300)
+    assert one.rung == BATCH
+    feed(one, 36, per_copy=60_000)
+    assert "rollback" in [entry[0] for entry in log]
+
+
+def test_a_refused_rung_is_never_tried_again():
+    one, _, _ = auto()
+    feed(one, 2, per_copy=20_000, outstanding=900)
+    one.refuse(BATCH, "not supported")
+    assert one.rung == OWN
+    feed(one, 2, per_copy=20_000, outstanding=900)
+    assert one.rung == POOLED
+
+
+def test_a_batch_is_not_blamed_on_the_launch_queue():
+    one, log, _ = auto((OWN, POOLED), depth=0)
+    feed(one, 8, per_copy=500, copies=10_000, outstanding=100_000)
+    assert log[0][2]["cause"] == "descriptor_bound_batch"
+
+
+def exhausted():
+    """A auto that tried everything for transfers of 500 copies, and rests."""
+    one, log, clock = auto()
+    for _ in range(2):
+        feed(one, 6, per_copy=2000)
+        trial(one, per_copy=2000)
+    feed(one, 6, per_copy=2000)
+    assert [entry[0] for entry in log] == ["switch", "rollback", "switch", "rollback", "note"]
+    assert (one.rung, one.resting) == (OWN, True)
+    return one, log, clock
+
+
+def serve(one, count, **work):
+    """As a path does it: hand over only what is to be watched; returns how many that were."""
+    watched = 0
+    for _ in range(count):
+        if one.watch():
+            watched += 1
+            feed(one, 1, **work)
+    return watched
+
+
+def test_every_transfer_is_watched_while_something_is_left_to_try():
+    one, _, _ = auto()
+    assert serve(one, 100, per_copy=150) == 100
+
+
+def test_with_nothing_left_to_try_one_transfer_in_sixteen_is_watched():
+    one, log, clock = exhausted()
+    known = len(log)
+    assert serve(one, 50 * REST, per_copy=2000) == 50
+    clock.ns += COOL_DOWN_NS - 1
+    assert serve(one, 10 * REST, per_copy=2000) == 10
+    assert len(log) == known
+
+
+def test_after_the_cool_down_a_resting_auto_tries_again():
+    one, log, clock = exhausted()
+    clock.ns += COOL_DOWN_NS
+    assert serve(one, REST + 5, per_copy=2000) == 6
+    assert (one.rung, log[-1][0]) == (BATCH, "switch")
+
+
+def test_a_resting_auto_wakes_for_slow_transfers_of_another_scale():
+    one, log, _ = exhausted()
+    assert serve(one, REST + 5, per_copy=2000, copies=8000) == 6
+    assert (one.rung, log[-1][0]) == (BATCH, "switch")
+
+
+def test_a_resting_auto_sleeps_through_transfers_of_another_scale_that_are_fine():
+    one, _, _ = exhausted()
+    assert serve(one, 20 * REST, per_copy=150, copies=40) == 20
+    assert one.resting
+
+
+def test_a_auto_whose_rungs_were_all_refused_rests_for_good():
+    one, _, clock = auto((OWN, BATCH))
+    one.refuse(BATCH, "not supported")
+    serve(one, 6, per_copy=2000)
+    for _ in range(3):
+        clock.ns += 1000 * COOL_DOWN_NS
+        assert serve(one, 10 * REST, per_copy=2000) == 10
+
+
+def test_resting_is_said_once_for_a_scale_of_work():
+    one, log, clock = exhausted()
+    for _ in range(4):
+        clock.ns += 1000 * COOL_DOWN_NS
+        serve(one, 200 * REST, per_copy=2000)
+    assert one.resting
+    assert [entry[0] for entry in log].count("note") == 1
+    assert [entry[0] for entry in log].count("rollback") == 10
+
+
+def test_a_rung_that_clearly_loses_is_left_after_three_transfers_that_count():
+    one, log, _ = auto()
+    feed(one, 6, per_copy=2000)
+    feed(one, TRIAL_LARGE, per_copy=4000)
+    assert one.rung == BATCH
+    feed(one, 1, per_copy=4000)
+    assert (one.rung, log[-1][0]) == (OWN, "rollback")
+    assert log[-1][2]["transfers"] == TRIAL_LARGE
+
+
+def test_the_first_transfer_on_a_rung_does_not_count():
+    one, log, _ = auto()
+    feed(one, 6, per_copy=2000)
+    trial(one, per_copy=300, first=400_000)
+    assert (one.rung, log[-1][0]) == (BATCH, "keep")
+
+
+def test_copies_that_are_clearly_slower_end_a_trial_early():
+    one, log, _ = auto()
+    feed(one, 6, per_copy=900, copy_ns=100_000)
+    feed(one, TRIAL_LARGE + 1, per_copy=300, copy_ns=300_000)
+    assert log[-1][0] == "rollback"

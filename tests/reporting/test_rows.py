@@ -1,0 +1,222 @@
+"""Threads and streams on one time axis: what is kept of a recording, and how a reader gets from a verdict to a call."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvprobe.diagnosis import diagnose
+from kvprobe.recordings.model import CallKind, Engine, Memory, Recording, Source, Table
+from kvprobe.reporting import write_report
+from kvprobe.reporting.recorded import submissions
+from kvprobe.reporting.rows import SLICES, rows_chart
+
+_SPEC = importlib.util.spec_from_file_location("conftest", Path(__file__).with_name("conftest.py"))
+browsers = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(browsers)
+
+MS = 1_000_000
+STACK = "copy_ (/usr/lib/site-packages/torch/x.py:5)\nload (/app/server.py:42)\nmain (/app/server.py:7)"
+
+
+def pageable(copies: int = 400) -> Recording:
+    """Quick copies on one thread, then one from pageable memory that takes 100 ms, of which a stack was taken."""
+    start = np.array([*(i * MS for i in range(copies)), copies * MS + 50 * MS])
+    took = np.array([*[1_000] * copies, 100 * MS])
+    many = copies + 1
+    tables = {
+        "calls": {
+            "start_ns": start,
+            "end_ns": start + took,
+            "process": np.zeros(many),
+            "kind": np.full(many, CallKind.COPY),
+            "memory": np.array([Memory.PINNED] * copies + [Memory.PAGEABLE]),
+            "thread": np.full(many, 7),
+            "stream": np.zeros(many),
+            "name": np.ones(many),
+            "correlation": np.arange(many) + 1,
+        },
+        "executions": {
+            "start_ns": start + 2_000,
+            "end_ns": start + took,
+            "process": np.zeros(many),
+            "stream": np.zeros(many),
+            "engine": np.full(many, Engine.COPY),
+            "correlation": np.arange(many) + 1,
+        },
+        "stacks": {
+            "time_ns": [int(start[-1]) + 60 * MS],
+            "thread": [7],
+            "process": [0],
+            "blocked_ns": [60 * MS],
+            "stack": [2],
+        },
+        "streams": {"handle": [0x7F00DEADBEEF], "process": [0], "name": [3]},
+        "processes": {"pid": [123]},
+    }
+    made = {kind: Table(kind, columns) for kind, columns in tables.items()}
+    return Recording([Source("run", "kvprobe")], made, ["", "cudaMemcpyAsync", STACK, "loads 1"], has_executions=True)
+
+
+def chart_of(recording: Recording) -> dict[str, Any]:
+    chart = rows_chart(recording, submissions(recording), diagnose(recording))
+    assert chart is not None
+    return dict(chart.spec)
+
+
+def test_a_thread_and_a_stream_are_rows_and_how_busy_they_were_is_kept() -> None:
+    spec = chart_of(pageable())
+    assert [(row["label"], row["thread"]) for row in spec["rows"]] == [
+        ("thread 7", True),
+        ("stream 1 (loads 1)", False),
+    ]
+    work = spec["rows"][0]["work"]
+    assert len(work) == SLICES
+    busy = np.frombuffer(work.encode(), np.uint8) - ord("0")
+    assert busy.max() == 9
+    # 100 of 550 ms without a pause; the quick ones are seen as well
+    assert np.count_nonzero(busy == 9) / SLICES == pytest.approx(100 / 550, rel=0.01)
+    assert np.count_nonzero((busy > 0) & (busy < 9)) >= 400
+
+
+def test_calls_that_a_finding_names_are_kept_with_their_stack_among_many() -> None:
+    recording = pageable(20_000)
+    spec = chart_of(recording)
+    items = spec["items"]
+    assert len(items["t"]) < 8_000
+    at = items["id"].index(20_000)
+    assert items["d"][at] == 100 * MS
+    assert spec["stacks"][items["s"][at]] == STACK
+    assert spec["rows"][items["on"][at]]["label"] == "stream 1 (loads 1)"
+
+
+def test_a_wait_for_an_event_leads_to_the_stream_that_recorded_it() -> None:
+    names = ["", "cudaEventRecord", "cudaStreamWaitEvent", "cudaMemcpyAsync"]
+    kinds = [CallKind.COPY, CallKind.EVENT, CallKind.EVENT, CallKind.EVENT, CallKind.COPY]
+    calls = {
+        "start_ns": np.arange(5) * 100,
+        "end_ns": np.arange(5) * 100 + 50,
+        "process": np.zeros(5),
+        "kind": kinds,
+        "name": [3, 1, 1, 2, 3],
+        "stream": [0, 0, 1, 1, 1],
+        "src": [0, 77, 88, 77, 0],
+        "thread": [7] * 5,
+    }
+    executions = {"start_ns": [60, 460], "end_ns": [90, 490], "process": [0, 0], "stream": [0, 1], "engine": [2, 2]}
+    tables = {
+        "calls": Table("calls", calls),
+        "executions": Table("executions", executions),
+        "streams": Table("streams", {"handle": [13, 14], "process": [0, 0]}),
+    }
+    spec = chart_of(Recording([Source("x", "kvprobe")], tables, names, has_executions=True))
+    labels = [row["label"] for row in spec["rows"]]
+    assert spec["fences"] == [[300.0, labels.index("stream 14"), labels.index("stream 13")]]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    recording = pageable()
+    return write_report(recording, tmp_path_factory.mktemp("rows") / "rows.html", findings=diagnose(recording))
+
+
+chromium = browsers.chromium
+
+
+def opened(chromium: Any, page: Path, width: int = 1200, fragment: str = "") -> Any:
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    chromium.get("about:blank")
+    chromium.get(page.as_uri() + fragment)
+    return chromium
+
+
+def pane(chromium: Any) -> str:
+    return str(chromium.find_element("css selector", "#rows .pane").text)
+
+
+@pytest.mark.parametrize("width", [1200, 390])
+def test_from_the_verdict_to_the_call_and_its_stack_in_three_clicks(chromium: Any, page: Path, width: int) -> None:
+    opened(chromium, page, width)
+    top = chromium.find_element("css selector", ".verdict")
+    for words in ("cudaMemcpyAsync", "100 ms", "stream 1 (loads 1)", "thread 7", "/app/server.py:42"):
+        assert words in top.text
+    top.find_element("css selector", "a[href^='#call=']").click()  # the first of three
+    said = pane(chromium)
+    assert "cudaMemcpyAsync: 100" in said
+    assert "load (/app/server.py:42)" in said
+    assert "stream 1 (loads 1)" in said
+    assert "call=400" in chromium.current_url
+
+
+def test_the_calls_of_a_finding_lead_to_the_same_place_by_keyboard(chromium: Any, page: Path) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    opened(chromium, page)
+    link = chromium.find_element("css selector", ".finding a[href='#call=400']")
+    link.send_keys(Keys.ENTER)
+    assert "load (/app/server.py:42)" in pane(chromium)
+
+
+def test_an_address_keeps_zoom_and_call(chromium: Any, page: Path) -> None:
+    opened(chromium, page, fragment=f"#t={400 * MS}-{600 * MS}&call=400")
+    assert "load (/app/server.py:42)" in pane(chromium)
+    ticks = [one.text for one in chromium.find_elements("css selector", "#rows svg text")]
+    assert "0 ms" not in ticks
+    kept = chromium.current_url
+    chromium.find_element("css selector", "#rows [aria-label='Show everything']").click()
+    assert "t=" not in chromium.current_url
+    assert kept.endswith("&call=400")
+
+
+def test_search_finds_calls_by_name_and_by_stack(chromium: Any, page: Path) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    opened(chromium, page)
+    field = chromium.find_element("css selector", "#rows input[type=search]")
+    field.send_keys("server.py:42")
+    assert chromium.find_element("css selector", "#rows .search output").text.startswith("1 found")
+    field.send_keys(Keys.ENTER)
+    assert "cudaMemcpyAsync: 100" in pane(chromium)
+
+
+SAVED = """
+const saved = [], make = URL.createObjectURL;
+URL.createObjectURL = (blob) => { saved.push(blob); return make(blob); };
+HTMLAnchorElement.prototype.click = function () {};
+document.querySelector(arguments[0]).click();
+saved[0].text().then(arguments[1]);
+"""
+
+
+def test_a_table_becomes_csv_and_the_chart_a_trace_for_perfetto(chromium: Any, page: Path) -> None:
+    opened(chromium, page)
+    lines = chromium.execute_async_script(SAVED, "#streams .csv").splitlines()
+    assert lines[0].startswith("Stream,Channel,Calls")
+    assert lines[1].startswith("stream 1 (loads 1),") and ",401," in lines[1]
+    trace = json.loads(chromium.execute_async_script(SAVED, "#rows .tools .copy"))
+    longest = max(
+        (one for one in trace["traceEvents"] if one["ph"] == "X" and one["pid"] == 1), key=lambda one: one["dur"]
+    )
+    assert (longest["name"], longest["dur"], longest["args"]["row"]) == ("cudaMemcpyAsync", 100_000, 400)
+    assert longest["args"]["stack"] == STACK
+
+
+def test_without_a_script_there_are_numbers_and_no_gaps(chromium: Any, page: Path) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    chromium.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        opened(chromium, page)
+        assert not any(one.is_displayed() for one in chromium.find_elements("css selector", ".plot"))
+        assert chromium.find_element("css selector", ".verdict h1").is_displayed()
+        table = chromium.find_element("css selector", "#rows details")
+        table.find_element("tag name", "summary").send_keys(Keys.ENTER)
+        assert "stream 1 (loads 1)" in table.text
+    finally:
+        chromium.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})

@@ -1,0 +1,38 @@
+"""A run of seeds, played in a process of its own."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from typing import Any
+
+from .history import Series, Violation
+
+
+def chunk(work: tuple[int, int, int, int]) -> dict[str, Any]:
+    """Plays a run of seeds in this process; what was counted."""
+    first, count, faults, length = work
+    logging.getLogger("kvprobe").disabled = True  # callbacks that raise are part of the histories
+    found: dict[str, Any] = {"digests": [], "wrong": [], "armed": Counter(), "came": Counter()}
+    found |= {"transfers": 0, "events": 0, "failed": 0}
+    began, series = time.process_time(), Series()
+    for seed in range(first, first + count):
+        try:
+            one = series.play(seed, faults, length)
+        except Exception as error:
+            what = "" if isinstance(error, Violation) else f"{type(error).__name__}: "
+            found["wrong"].append((seed, f"{what}{error}"))
+            continue
+        found["digests"].append(one["digest"])
+        found["transfers"] += one["transfers"]
+        found["failed"] += one["failed"]
+        found["events"] += one["events"]
+        found["armed"].update(one["armed"])
+        found["came"].update(one["came"])
+    try:
+        series.close()
+    except Exception as error:
+        found["wrong"].append((first, f"recording of {count} histories from this seed on: {error}"))
+    found["seconds"] = time.process_time() - began
+    return found

@@ -1,0 +1,45 @@
+"""Defects that histories found, each as short as it became, and the seeds that showed them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from kvprobe.cuda import device_region, host_region
+from kvprobe.cuda.hostruntime import host_runtime
+from kvprobe.offload import BlockPool, OffloadEngine
+
+from .history import play
+
+BLOCK, BLOCKS = 16384, 16
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(logging.getLogger("kvprobe"), "disabled", True)
+    yield
+    host_runtime().reset()
+
+
+@pytest.mark.parametrize("seed", [36931, 107575, 176451, 188462])
+def test_loads_into_the_same_blocks_end_in_their_order(seed: int) -> None:
+    """A load that somebody's fence hurried was joined with the next one into the same blocks, in one submission."""
+    play(seed, 1)
+
+
+def test_a_load_that_a_fence_hurries_stays_before_the_next_one() -> None:
+    for seed in range(1, 9):
+        runtime = host_runtime(virtual_clock=True, seed=seed)
+        gpu, cpu = device_region(runtime, BLOCKS * BLOCK), host_region(runtime, 2 * BLOCKS * BLOCK)
+        runtime.fill_pieces(cpu.address, BLOCK, range(1, 2 * BLOCKS + 1))
+        compute = runtime.stream_create()
+        pools = BlockPool(runtime, [gpu], BLOCK), BlockPool(runtime, [cpu], BLOCK)
+        with OffloadEngine(runtime, *pools, policy="pooled", method="batch", compute_stream=compute) as engine:
+            runtime.launch_delay(compute, 1_000_000)
+            first = engine.load(range(BLOCKS), range(BLOCKS))
+            engine.load(range(2 * BLOCKS - 1, BLOCKS - 1, -1), range(BLOCKS), after=None)
+            engine.fence(first, compute)
+            engine.wait()
+        assert runtime.compare_pieces(gpu.address, BLOCK, range(2 * BLOCKS, BLOCKS, -1)) == -1

@@ -1,0 +1,5 @@
+"""What a history raises."""
+
+
+class Violation(AssertionError):
+    """The engine broke a promise."""

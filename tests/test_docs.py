@@ -1,0 +1,49 @@
+"""The pages of the documentation are made from the code: nothing that a user meets is missing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvprobe.cli import COMMANDS
+from kvprobe.diagnosis import CAUSES
+from kvprobe.diagnosis.described import describe
+from kvprobe.environment import VARIABLES
+from kvprobe.errors import UsageError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("pages")
+    subprocess.run([sys.executable, ROOT / "docs" / "pages.py", folder], check=True, cwd=folder)
+    return {page.name: page.read_text() for page in folder.iterdir()}
+
+
+def test_every_command_cause_and_variable_has_its_place(pages):
+    assert set(re.findall(r"^## kvprobe (\w+)$", pages["commands.md"], re.M)) == set(COMMANDS)
+    assert set(re.findall(r"^## (\w+)$", pages["causes.md"], re.M)) == set(CAUSES)
+    assert all(f"`{one.name}`" in pages["environment.md"] for one in VARIABLES)
+
+
+def test_links_lead_to_pages_that_exist(pages):
+    for name, text in pages.items():
+        for target in re.findall(r"\]\(([\w.-]+\.md)", text):
+            assert target in pages, (name, target)
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_cause_says_what_it_is_and_how_it_is_told(cause):
+    found = describe(cause)
+    assert found.summary.endswith(".")
+    assert {"Mechanism", "Signature"} <= {heading for heading, _ in found.parts}
+
+
+def test_an_unknown_cause_is_refused():
+    with pytest.raises(UsageError, match="kvprobe causes"):
+        describe("nothing")

@@ -1,0 +1,54 @@
+"""The workload of the demo and the bench: what fails in it ends it in order."""
+
+from __future__ import annotations
+
+import threading
+import types
+
+import pytest
+
+from kvprobe.cuda.hostruntime import host_runtime
+from kvprobe.errors import CudaError, KvprobeError
+from kvprobe.launchqueue import calibrate
+from kvprobe.workload import Machine, Server, shape_for
+
+
+@pytest.fixture
+def machine():
+    runtime = host_runtime(depth=256, virtual_clock=1)
+    made = Machine(runtime, shape_for(runtime, calibrate(runtime)))
+    yield made
+    made.close()
+    runtime.reset()
+
+
+def test_memory_is_freed_when_nobody_compares_it_any_more(machine):
+    server = Server(machine, calibrate(machine.runtime), "pooled", "off")
+    inside, go, alive = threading.Event(), threading.Event(), []
+
+    def verify(*_):
+        inside.set()
+        assert go.wait(60)
+
+    machine.verify, free = verify, machine.model.close
+    machine.model.close = lambda: (alive.append(server._verifier.is_alive()), free())
+    server._verify.put((types.SimpleNamespace(blocks=[0], source=[0]), None))
+    assert inside.wait(60)
+    closing = threading.Thread(target=machine.close)
+    closing.start()  # as after an interrupt: nobody closed the server
+    go.set()
+    closing.join()
+    assert alive == [False]
+    machine.close = lambda: None
+
+
+@pytest.mark.parametrize("call", ["cudaStreamWaitEvent", "cudaMemcpyAsync", "cudaEventRecord"])
+def test_a_call_that_fails_ends_the_workload_with_its_error(machine, call):
+    server = Server(machine, calibrate(machine.runtime), "shared", "off")
+    machine.runtime.fail_call(call, 3, 700)
+    with pytest.raises((CudaError, KvprobeError)):
+        try:
+            server.run(2.0)
+        finally:
+            server.close()
+    assert not server._verifier.is_alive()
