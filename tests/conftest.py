@@ -1,10 +1,16 @@
-"""What all tests need: an interrupt reaches the programs that they start."""
+"""What all tests need: an interrupt reaches the programs that they start, and a hang ends the run."""
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import signal
+import sys
+from collections.abc import Iterator
 
 import pytest
+
+STDERR = pytest.StashKey[int]()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -12,3 +18,27 @@ def interrupts() -> None:
     """A shell starts what runs in its background with Ctrl-C ignored, and every child of such a run inherits that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where stacks go is kept: while a test runs, its own output is captured."""
+    config.stash[STDERR] = os.dup(sys.__stderr__.fileno()) if sys.__stderr__ else -1
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Once a test has failed, neither pytest's limit nor pytest-timeout's watches what it leaves behind."""
+    _end_after_limit(item.config)
+    return (yield)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """The interpreter waits for threads that a test left running: that ends, too."""
+    _end_after_limit(config)
+
+
+def _end_after_limit(config: pytest.Config) -> None:
+    seconds = float(config.getini("faulthandler_timeout"))
+    if seconds > 0 and config.stash[STDERR] >= 0:
+        faulthandler.dump_traceback_later(seconds, file=config.stash[STDERR], exit=True)
