@@ -60,8 +60,8 @@ class SubmissionEvent:
             return None
         submission, _, again = self.held
         if wait:
-            submission.wait()
-        if not submission.ended:
+            submission.owner.wait(submission)
+        if not submission.done:
             return False
         if not submission.failed:
             return True
@@ -90,12 +90,12 @@ class SubmissionEvent:
             self.own.wait(stream) if stream is not None else self.own.wait()
             return
         submission, path, _ = self.held
-        if path.handing or (submission.ended and not submission.failed):
+        if path.handing or (submission.done and not submission.failed):
             return
         if submission.failed or stream is None:
             self.synchronize()
             return
-        submission.submitter.fence(submission, stream.cuda_stream)
+        submission.owner.fence(submission, stream.cuda_stream)
 
     def elapsed_time(self, end: Any) -> float:
         """Milliseconds to another one: the device's time of the submission, or between the server's own events."""

@@ -178,13 +178,13 @@ class CopyPath:
     @property
     def pending(self) -> bool:
         """Whether the submitter still has something of this path."""
-        return self.newest is not None and not self.newest.ended
+        return self.newest is not None and not self.newest.done
 
     def behind(self, stream: int) -> None:
         """What comes on `stream` from now on runs after what the submitter has of this path."""
         newest, self.newest = self.newest, None
-        if newest is not None and not newest.ended:
-            newest.submitter.fence(newest, stream)
+        if newest is not None and not newest.done:
+            newest.owner.fence(newest, stream)
 
     def submitted(self, ok: bool = True, events: tuple[int, int] | None = None) -> None:
         """The server's submission returned.

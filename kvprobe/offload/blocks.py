@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvprobe.cuda import Region, Runtime, region_of
 from kvprobe.errors import KvprobeError, UsageError
 from kvprobe.native.library import Side
+from kvprobe.offload.job import Refusal
 
 INT64 = np.dtype(np.int64)
 U64 = npt.NDArray[np.uint64]
@@ -119,10 +120,10 @@ class Mapping:
         return gpu, cpu, min(gpu_pieces, cpu_pieces)
 
     def refused(self, direction: str, gpu: I64, cpu: I64, why: int, bad: int) -> KvprobeError:
-        """The error for what native code refused: an id out of range (-1), a destination twice (-2), no memory."""
-        if why == -2:
+        """The error for what native code refused: an id out of range, a destination twice, no memory."""
+        if why == Refusal.TWICE:
             return UsageError(f"a {direction} names the same destination block twice")
-        if why != -1:
+        if why != Refusal.BAD_ID:
             return KvprobeError("no memory for a transfer")
         side, pool = ("GPU", self.gpu) if ((gpu < 0) | (gpu >= self.gpu.blocks)).any() else ("CPU", self.cpu)
         return UsageError(f"{side} block {bad} is out of range: the pool has {pool.blocks} blocks")

@@ -30,7 +30,6 @@ from kvprobe.launchqueue import Detector, QueueLimits, calibrate
 from kvprobe.native.library import (
     DETAIL,
     JobRefused,
-    JobStatus,
     MethodTable,
     SubmitterStats,
     core,
@@ -38,6 +37,7 @@ from kvprobe.native.library import (
 )
 from kvprobe.offload.auto import Auto, Rung, Sample
 from kvprobe.offload.blocks import BlockPool, Mapping, pointer
+from kvprobe.offload.job import DIRECTION, Fault, Refusal, broken_by, fence, refused, wait_for
 from kvprobe.offload.methods import METHOD_NAMES, copier_for, measure_now, method_table
 from kvprobe.offload.resources import Resources
 from kvprobe.offload.shared import SharedSubmission
@@ -51,13 +51,9 @@ log = logging.getLogger("kvprobe")
 POLICIES = ("shared", "pooled", "auto")
 COMPUTE = object()  # `after`: the engine's compute stream
 BUSY_SHARE = 0.5  # of the caller's time: so much in submitting calls is worth a change of policy, full queue or not
-DIRECTION = {"load": 1, "store": 2}  # enum kvp_direction
 REQUEST = {"load": 0, "store": 1}  # enum kvp_request; with a wait for compute, and to be handed over:
 AFTER, PUSH = 2, 4
 LARGE = 1 << 20  # bytes of a piece from which on the link, and not the copy's own overhead, sets its rate
-RESET = 6  # enum kvp_job_fault: the runtime was torn down
-BAD_ID, TWICE, NO_MEMORY, BROKEN, FORKED, SIGNALS, STUCK = -1, -2, -3, -4, -5, -6, -7
-FAULT = {1: "cudaMemcpyAsync", 2: "cudaStreamWaitEvent", 3: "cudaEventQuery"}  # enum kvp_job_fault
 UNCLAIMED = 4096  # ended transfers that nobody asked for are taken along by requests from here on
 KEPT = 1 << 17  # ended transfers that wait for somebody to poll
 
@@ -153,7 +149,6 @@ class OffloadEngine:
         self._running_callbacks: int | None = None  # the thread that runs them
         self._teller: threading.Thread | None = None
         self._native, self._held = core(), core_held() if runtime.provider == "cuda" else core()
-        self._release = self._native.kvp_job_release
         self._job_refused = JobRefused()  # guarded by _delivering
         self._why = ct.addressof(self._job_refused)
         self._table: MethodTable
@@ -268,7 +263,7 @@ class OffloadEngine:
         requested = self._now()
         gpu, cpu, pieces = self.mapping.request(gpu_blocks, cpu_blocks)
         if self._handle is None:
-            raise TransferError(f"the engine takes no more transfers: {self.broken or 'it is closed'}")
+            raise self._refused(Refusal.BROKEN)
         stream = self.compute_stream if after is COMPUTE else after
         pooled = self.policy != "shared"
         what = REQUEST[direction] | (AFTER if stream is not None else 0) | (PUSH if pooled else 0)
@@ -290,7 +285,7 @@ class OffloadEngine:
                     self._why,
                 )
                 if job:
-                    transfer = Transfer(self, number, direction, tag, job)
+                    transfer = Transfer(self, direction, job, tag)
                     self._live[number] = transfer
                     if done:
                         self._add_callback(transfer, done)
@@ -318,26 +313,26 @@ class OffloadEngine:
         """A signal's exception came in between: what has begun goes on, what has not is forgotten."""
         if transfer is not None:
             if transfer._status.state < 2 and self._handle is not None:
-                self._held.kvp_job_push(self._handle, transfer._address)
+                self._held.kvp_job_push(self._handle, transfer.address)
         elif job and self._handle is not None:
             self._native.kvp_job_unused(self._handle, job)
 
     def _not_taken(self, direction: str, gpu: Any, cpu: Any, why: int, bad: int) -> KvprobeError:
-        if why in (BROKEN, FORKED):
+        if why in (Refusal.BROKEN, Refusal.FORKED):
             return self._refused(why)
         if why < 0:
             return self.mapping.refused(direction, gpu, cpu, why, bad)
         self._note_broken()
-        return self._refused(BROKEN) if self.broken else self.runtime.error("cudaEventRecord", why)
+        return self._refused(Refusal.BROKEN) if self.broken else self.runtime.error("cudaEventRecord", why)
 
     def _hand_over(self, transfer: Transfer) -> None:
         """Gives a transfer, or the rest of one, to the native thread."""
         begin = self._now()
         transfer.policy = "pooled"
-        code = self._held.kvp_job_push(self._handle, transfer._address)
+        code = self._held.kvp_job_push(self._handle, transfer.address)
         if code:
             self._live.pop(transfer.id, None)
-            self._native.kvp_job_unused(self._handle, transfer._address)
+            self._native.kvp_job_unused(self._handle, transfer.address)
             raise self._refused(code)
         if self.auto.active:
             self._cost(transfer, "pooled", transfer.copies - transfer.submitted, self._now() - begin)
@@ -355,30 +350,12 @@ class OffloadEngine:
             self.set_policy(after.policy, why)
 
     def _refused(self, code: int) -> TransferError:
-        if code == FORKED:
-            return TransferError("this engine belongs to the process that this one was forked from: make another here")
-        self._note_broken()
-        return TransferError(f"the engine takes no more transfers: {self.broken or 'it is closed'}")
-
-    def _error_of(self, status: JobStatus) -> Exception:
-        """Why a job failed."""
-        if status.fault == 4:
-            return KvprobeError("the engine was closed first")
-        if status.fault == RESET:
-            return KvprobeError("the runtime was reset")
-        if status.fault == 5:
-            return KvprobeError("the device did not move its copies for the time set (stuck_after_s)")
-        return self.runtime.error(FAULT.get(status.fault, "a CUDA call"), status.error)
+        if code != Refusal.FORKED:
+            self._note_broken()
+        return refused("engine", code, self.broken)
 
     def _note_broken(self) -> None:
-        stats = self.read()
-        if self.broken is None and (stats.broken or stats.fault):
-            if stats.fault == RESET:
-                self.broken = KvprobeError("the runtime was reset")
-            elif stats.fault == 5:
-                self.broken = KvprobeError(f"transfer {stats.stuck_job} did not move for the time set (stuck_after_s)")
-            else:
-                self.broken = self.runtime.error("cudaEventQuery", stats.broken)
+        self.broken = self.broken or broken_by(self.runtime, self.read())
 
     # -- completion ----------------------------------------------------------------------------------------------
 
@@ -417,9 +394,8 @@ class OffloadEngine:
 
     def _settle(self, transfer: Transfer) -> None:
         status = transfer._status
-        if status.state == 4:
-            transfer.error = transfer.error or self._error_of(status)
-            if status.fault in (3, 5, RESET):
+        if transfer.failed:
+            if status.fault in (Fault.DEVICE, Fault.STUCK, Fault.RESET):
                 self._note_broken()
         elif self.link_bytes_per_s and transfer.piece_bytes >= LARGE and status.copy_end_ns > status.copy_start_ns:
             rate = transfer.bytes / (status.copy_end_ns - status.copy_start_ns) * 1e9
@@ -475,20 +451,9 @@ class OffloadEngine:
         Raises:
             TransferError: the time ran out. A transfer's own failure is raised by `Transfer.result`.
         """
-        limit = None if timeout_s is None else self._now() + int(timeout_s * 1e9)
-        while True:
-            handle = self._handle
-            if handle is None:
-                return
-            left = 2**64 - 1 if limit is None else max(limit - self._now(), 0)
-            code = self._native.kvp_job_wait(handle, transfer._address if transfer else None, left)
-            if code == 1:
-                break
-            what = f"{transfer.direction} {transfer.id}" if transfer else "all transfers"
-            if code == 0:
-                raise TransferError(f"{what} did not end within {timeout_s} s")
-            if code == -2:
-                raise TransferError(f"{what} would never end: nothing outstanding can complete it")
+        wait_for(self, transfer, timeout_s)
+        if self._handle is None:
+            return
         self._deliver()
         if self._running_callbacks == threading.get_ident():
             return
@@ -512,19 +477,7 @@ class OffloadEngine:
             TransferError: the transfer failed.
             CudaError: the wait could not be made.
         """
-        while True:
-            handle = self._handle
-            code = self._native.kvp_job_fence(handle, transfer._address, stream) if handle else 0
-            if code != SIGNALS:
-                break
-        if code == FORKED:
-            raise self._refused(code)
-        if code == STUCK:
-            raise TransferError(
-                f"{transfer.direction} {transfer.id} would never be submitted: nothing outstanding can make room for it"
-            )
-        if code:
-            raise self.runtime.error("cudaStreamWaitEvent", code)
+        fence(self, transfer, stream)
         if transfer.done:
             transfer.result()
 

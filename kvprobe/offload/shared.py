@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvprobe.launchqueue import Slowness, SubmissionRun
 from kvprobe.native.library import DETAIL, SubmitOptions, SubmitResult, core
+from kvprobe.offload.job import DIRECTION
 from kvprobe.probe.nvtx_ranges import listening
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
 STOP_CALLS, STOP_NS = 16, 5_000_000  # auto looks up after this many blocked calls, or this much time in them
 RUN = 1024  # pieces of one run at most
-KIND = {"load": 1, "store": 2}  # cudaMemcpyKind, and enum kvp_direction
 PAGEABLE, PINNED = 1, 2  # enum kvp_memory
 NONE = 2**64 - 1
 
@@ -26,14 +26,14 @@ class SharedSubmission:
     def __init__(self, engine: OffloadEngine, direction: str, detail: str) -> None:
         """Belongs to `engine`."""
         self._engine = engine
-        self._direction = KIND[direction]
+        self._direction = DIRECTION[direction]
         self._lock = engine.runtime.lock()
         self._pageable = engine.mapping.cpu.kind == "pageable"
         # auto cannot judge what was not timed
         self._timed = detail != "off" or engine.auto.active
         self._options = SubmitOptions(
-            kind=KIND[direction],
-            direction=KIND[direction] | (PAGEABLE if self._pageable else PINNED) << 4,
+            kind=DIRECTION[direction],
+            direction=DIRECTION[direction] | (PAGEABLE if self._pageable else PINNED) << 4,
             detail=max(DETAIL[detail], int(self._timed)),
         )
         native = core()
@@ -63,11 +63,11 @@ class SharedSubmission:
                 watched = engine.auto.active and engine.policy == "shared"
                 options.stop_after, options.stop_after_ns = (STOP_CALLS, STOP_NS) if watched else (0, 0)
                 code = self._submit(
-                    handle, transfer._address, ct.byref(options), RUN, ct.byref(result), ct.byref(outstanding)
+                    handle, transfer.address, ct.byref(options), RUN, ct.byref(result), ct.byref(outstanding)
                 )
                 if -1000 < code < 0:
                     engine._live.pop(transfer.id, None)
-                    engine._native.kvp_job_unused(handle, transfer._address)
+                    engine._native.kvp_job_unused(handle, transfer.address)
                     raise engine._refused(code)
                 if self._timed and result.start_ns:
                     gap = result.start_ns - run_end_ns if run_end_ns else 0

@@ -25,23 +25,20 @@ from kvprobe.errors import KvprobeError, TransferError, UsageError
 from kvprobe.launchqueue import QueueLimits, calibrate
 from kvprobe.native.library import (
     Addresses,
-    JobStatus,
     MethodTable,
     SubmitterConfig,
     SubmitterStats,
     core,
     core_held,
 )
-from kvprobe.offload.methods import DEFAULT_MAX_SLOWDOWN, METHOD_NAMES, Methods, copier_for, measure_now, method_table
+from kvprobe.offload.job import DIRECTION, Job, Refusal, broken_by, fence, refused, wait_for
+from kvprobe.offload.methods import DEFAULT_MAX_SLOWDOWN, Methods, copier_for, measure_now, method_table
 from kvprobe.offload.resources import Resources, handles
 
 __all__ = ["Bounds", "Copies", "Submission", "Submitter", "open_native"]
 
 log = logging.getLogger("kvprobe")
 
-DIRECTION = {"load": 1, "store": 2}  # enum kvp_direction
-FAULT = {1: "cudaMemcpyAsync", 2: "cudaStreamWaitEvent", 3: "cudaEventQuery"}  # enum kvp_job_fault
-FORKED, SIGNALS, STUCK = -5, -6, -7
 _TAKE_EVERY = 256  # submissions between two times that the list of ended ones is emptied; nobody reads it
 _U64 = np.dtype(np.uint64)
 
@@ -119,92 +116,19 @@ class Copies:
     bounds: Bounds | None = None
 
 
-class Submission:
-    """A transfer in the submitter's hands: how far it is, what it cost. Cheap to ask; nothing depends on asking."""
+class Submission(Job["Submitter"]):
+    """A transfer of an adapter in the submitter's hands."""
 
-    __slots__ = ("__weakref__", "_release", "_status", "copies", "direction", "submitter")
-
-    def __init__(self, submitter: Submitter, direction: str, address: int) -> None:
-        """Takes over one reference to the native job at `address`."""
-        self.submitter, self.direction = submitter, direction
-        self._status = JobStatus.from_address(address)
-        self._release = core().kvp_job_release
-        self.copies: int = self._status.pieces
-
-    def __del__(self) -> None:
-        """Gives the native job back."""
-        self._release(self.address)
-
-    @property
-    def address(self) -> int:
-        """Of the native job."""
-        return ct.addressof(self._status)
-
-    @property
-    def ended(self) -> bool:
-        """Whether it is over, either way."""
-        return bool(self._status.state >= 3)
-
-    @property
-    def failed(self) -> bool:
-        """Whether it ended without all of its copies; the destination holds undefined bytes."""
-        return bool(self._status.state == 4)
-
-    @property
-    def error(self) -> Exception | None:
-        """Why it failed."""
-        status = self._status
-        if status.state != 4:
-            return None
-        if status.fault == 4:
-            return KvprobeError("the submitter was closed first")
-        if status.fault == 6:
-            return KvprobeError("the runtime was reset")
-        return self.submitter.runtime.error(FAULT.get(status.fault, "a CUDA call"), status.error)
-
-    @property
-    def bytes(self) -> int:
-        """Payload."""
-        return int(self._status.bytes)
-
-    @property
-    def stream(self) -> int:
-        """Handle of the stream of its newest submission; 0 before."""
-        return int(self._status.stream)
-
-    @property
-    def calls(self) -> int:
-        """Submitting calls made for it."""
-        return int(self._status.calls)
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """How it was submitted: "loop", "batch", "kernel", or several of them."""
-        return tuple(name for bit, name in enumerate(METHOD_NAMES) if self._status.methods >> bit & 1)
-
-    @property
-    def copy_start_ns(self) -> int:
-        """When the device began with it, CLOCK_MONOTONIC; 0: not known."""
-        return int(self._status.copy_start_ns)
-
-    @property
-    def copy_end_ns(self) -> int:
-        """When the device was done with it; 0: not known."""
-        return int(self._status.copy_end_ns)
+    __slots__ = ()
 
     @property
     def copy_ns(self) -> int:
         """What the device took; where its times are not known, from the last submission to the notice; 0: not over."""
-        status = self._status
-        if status.state < 3:
+        if not self.done:
             return 0
-        if status.copy_end_ns > status.copy_start_ns > 0:
-            return int(status.copy_end_ns - status.copy_start_ns)
-        return max(1, int(status.noticed_ns - status.submitted_ns))
-
-    def wait(self) -> None:
-        """Sleeps until it is over, either way."""
-        self.submitter.wait(self)
+        if self.copy_end_ns > self.copy_start_ns > 0:
+            return self.copy_end_ns - self.copy_start_ns
+        return max(1, self.noticed_ns - self.submitted_ns)
 
 
 class Submitter:
@@ -316,17 +240,11 @@ class Submitter:
         return Submission(self, direction, job)
 
     def _refused(self, code: int) -> KvprobeError:
-        if code == FORKED:
-            return TransferError("this submitter belongs to the process that this one was forked from")
-        if code == -3:
+        if code == Refusal.NO_MEMORY:
             return KvprobeError("no memory for a transfer")
         if code > 0:
             return self.runtime.error("cudaEventRecord", code)
-        broken = self.read().broken
-        return TransferError(
-            f"the submitter takes no more transfers: "
-            f"{self.runtime.error('cudaEventQuery', broken) if broken > 0 else 'it is closed'}"
-        )
+        return refused("submitter", code, broken_by(self.runtime, self.read()))
 
     def expected_ns(self, direction: str, copy_bytes: int, count: int) -> int:
         """What the method that would be chosen takes for so many copies, by its calibration; 0: not known."""
@@ -347,28 +265,22 @@ class Submitter:
                 return int(self._native.kvp_method_ns(ct.byref(row), copy_bytes, count))
         return 0
 
-    def wait(self, submission: Submission | None = None) -> None:
-        """Sleeps until a submission is over, or all are."""
-        address = submission.address if submission else None
-        while self._handle is not None and self._native.kvp_job_wait(self._handle, address, 2**64 - 1) not in (1, -2):
-            pass
+    def wait(self, submission: Submission | None = None, timeout_s: float | None = None) -> None:
+        """Sleeps until a submission has ended, or all have.
+
+        Raises:
+            TransferError: the time ran out, or it would never end; its own failure is raised by `Submission.result`.
+        """
+        wait_for(self, submission, timeout_s)
 
     def fence(self, submission: Submission, stream: int) -> None:
         """Makes later work of `stream` wait for a submission; returns once all of it is submitted.
 
         Raises:
-            TransferError: it would never be submitted.
+            TransferError: it would never be submitted, or the process is a fork.
             CudaError: the wait could not be made.
         """
-        while self._handle is not None:
-            code = self._native.kvp_job_fence(self._handle, submission.address, stream)
-            if code == SIGNALS:
-                continue
-            if code > 0:
-                raise self.runtime.error("cudaStreamWaitEvent", code)
-            if code == STUCK:
-                raise TransferError("a transfer would never be submitted: nothing outstanding can make room for it")
-            return
+        fence(self, submission, stream)
 
     def read(self) -> SubmitterStats:
         """The native side's own counts."""

@@ -46,7 +46,7 @@ def test_bytes_arrive_and_the_times_are_the_devices(made, direction, method):
     pairs = [(i, 63 - i) for i in range(64)]
     one = submitter.submit(copies(b, direction, pairs), direction)
     one.wait()
-    assert one.ended
+    assert one.done
     assert not one.failed
     assert one.error is None
     assert (b.bytes_of(there)[0] == np.arange(63, -1, -1, dtype=np.uint8)[:, None]).all()
@@ -80,10 +80,10 @@ def test_it_waits_for_the_stream_it_is_told_and_not_for_others(made):
         assert seen[0, 0] == 1
         held = submitter.submit(copies(b, "store", [(0, 0)]), "store", after=stream)
         behind = submitter.submit(copies(b, "store", [(1, 1)]), "store")
-        assert not held.ended
+        assert not held.done
         gate.open()
         behind.wait()
-        assert held.ended
+        assert held.done
     assert seen[0, 0] == 2
 
 
@@ -135,3 +135,26 @@ def test_thousands_of_submissions_leave_nothing_behind(made):
     newest.wait()
     assert submitter.read().pending == 0
     assert submitter.read().events_free == submitter.read().events
+
+
+def test_one_that_does_not_move_is_given_up_and_says_so(bench):
+    """On the virtual clock: a copy of 4 KiB takes 41 s there, and after 2 s without a move it is given up."""
+    b = bench(layers=1, virtual_clock=1, h2d_bytes_per_s=100.0)
+    submitter = Submitter(b.runtime, limits=b.limits, method="loop", stuck_after_s=2.0)
+    stuck = submitter.submit(copies(b, "load", [(0, 0)]), "load")
+    with pytest.raises(TransferError, match=r"load 1 of 4096 bytes failed: the device did not move .*stuck_after_s"):
+        stuck.wait()
+    assert stuck.failed
+    with pytest.raises(TransferError, match=r"takes no more transfers: transfer 1 did not move .*stuck_after_s"):
+        submitter.submit(copies(b, "load", [(1, 1)]), "load")
+    submitter.close(drain=False)
+
+
+def test_a_wait_ends_when_its_time_is_over(bench):
+    b = bench(layers=1, virtual_clock=1, h2d_bytes_per_s=1000.0)
+    submitter = Submitter(b.runtime, limits=b.limits, method="loop")
+    slow = submitter.submit(copies(b, "load", [(0, 0)]), "load")
+    with pytest.raises(TransferError, match=r"load 1 did not end within 0\.5 s"):
+        slow.wait(0.5)
+    assert slow.wait() is slow
+    submitter.close()
