@@ -135,6 +135,18 @@ def test_a_full_disk_never_kills_the_process_and_totals_stay_exact(writer: Path,
         subprocess.run(["umount", tmp_path], check=True)
 
 
+@pytest.mark.parametrize("mode", ["attaching", "writing"])
+def test_the_next_file_is_opened_when_no_thread_is_at_work_in_the_one_before(
+    compile_c: Callable[..., Path], tmp_path: Path, mode: str
+) -> None:
+    program = compile_c("ring_reopened", *(str(build.NATIVE / "src" / n) for n in ("ring.c", "clock.c", "secrets.c")))
+    run(program, mode, tmp_path, 1000)
+    opened = read_ring(tmp_path / "next.kvp")
+    slots = opened.slots()
+    assert {int(slot["stream"]): int(slot["count"]) for slot in slots} == {1: 1000, 2: 1000, 3: 1}
+    assert not opened.over_count.any()
+
+
 def test_a_file_is_readable_while_it_is_written_and_after_a_kill(writer: Path, tmp_path: Path) -> None:
     chance = random.Random(7)
     for turn in range(10):

@@ -7,12 +7,14 @@
  *    path is absolute, and a page that the kernel wipes on fork tells a child that the file is not its own;
  *  - a signal handler may call in the middle of a write: `busy` sends it to over_*;
  *  - growing past RLIMIT_FSIZE raises SIGXFSZ: the limit is asked first;
+ *  - the next file takes the addresses of the one before: it is opened when no thread is at work in that one any more;
  *  - a program that has put itself under seccomp may die of any system call: kvp_ring_seal ends all growing. */
 #include "secrets.h"
 #include "thread.h"
 
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/membarrier.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -49,9 +51,9 @@ typedef uint64_t u64_of_chars __attribute__((may_alias));
 
 /* A section as its owner sees it; only the mapping is shared with readers. */
 struct section {
-    kvp_section_header *header;
-    kvp_slot *last;    /* newest call's */
-    uint64_t *counter; /* of its histogram */
+    kvp_section_header *header; /* from its first file on never NULL again: a late writer may look */
+    kvp_slot *last;             /* newest call's */
+    uint64_t *counter;          /* of its histogram */
     kvp_record *ring;
     uint64_t ring_at, ring_ready; /* where the next record goes; records with disk space behind them */
     kvp_slot *slots;
@@ -63,10 +65,17 @@ struct section {
     uint16_t index[INDEX_SIZE]; /* hash of a slot's key -> its number + 1 */
 } __attribute__((aligned(64)));
 
+/* What the kernel makes 0 in a child. */
+struct alive {
+    uint32_t epoch;     /* of the file while it is open, else 0; a thread's section belongs to one epoch */
+    uint32_t attaching; /* threads that are making, taking over or leaving a section */
+};
+
 static struct {
     kvp_file_header *header;
-    volatile uint32_t *alive; /* the epoch while open; the kernel makes it 0 in a child */
-    uint32_t epoch;           /* of this file; a thread's section belongs to one epoch */
+    struct alive *alive;
+    uint32_t epoch; /* of the newest file */
+    uint32_t pid;   /* that opened it: the file's own copy may have been given back */
     uint32_t sections_max, slot_count;
     uint64_t ring_capacity, slow_capacity, slow_ns, section_bytes;
     volatile uint32_t sections_reserved, sections_free;
@@ -77,10 +86,12 @@ static struct {
     char path[4096];
 } ring __attribute__((aligned(64)));
 
-static uint32_t not_alive; /* what `alive` points to before the first open */
+static struct alive not_alive; /* what `alive` points to before the first open */
 static volatile int opening;
 static pthread_key_t exit_key;
 static int prepared; /* exit_key, fork handlers and the wiped page exist */
+
+static inline uint32_t open_epoch(void) { return __atomic_load_n(&ring.alive->epoch, __ATOMIC_ACQUIRE); }
 
 /* ---- disk space --------------------------------------------------------------------------------------------- */
 
@@ -125,10 +136,11 @@ static void let_go(void *memory, uint64_t bytes) {
  * one after another take no more addresses than one. */
 static int map(int fd, uint64_t at, uint64_t bytes, void **memory, uint64_t *mapped) {
     int again = *memory && *mapped >= bytes;
-    let_go(*memory, *mapped);
     void *found = mmap(again ? *memory : NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | (again ? MAP_FIXED : 0), fd,
                        (off_t)at);
-    if (found == MAP_FAILED) return errno;
+    int error = errno;
+    if (!again || found == MAP_FAILED) let_go(*memory, *mapped);
+    if (found == MAP_FAILED) return error;
     *memory = found;
     if (!again) *mapped = bytes;
     return 0;
@@ -148,7 +160,7 @@ static int map_section(struct section *section, uint32_t number) {
     if (!error) error = map(fd, at, ring.section_bytes, &memory, &mapped);
     close(fd);
     if (error) return error;
-    memset(section, 0, sizeof *section);
+    memset(&section->last, 0, sizeof *section - offsetof(struct section, last));
     section->memory = memory;
     section->mapped = mapped;
     section->number = number;
@@ -185,30 +197,46 @@ static struct section *take_section(void) {
     return NULL;
 }
 
+/* Between these two no file is opened. Of the signal handlers that come in between only a fork's child must not count
+ * down what it has not counted. */
+static void begin_attaching(void) {
+    kvp_thread.attaching = 1;
+    __atomic_fetch_add(&ring.alive->attaching, 1, __ATOMIC_SEQ_CST);
+}
+
+static void end_attaching(void) {
+    if (kvp_thread.attaching) __atomic_fetch_sub(&ring.alive->attaching, 1, __ATOMIC_RELEASE);
+    kvp_thread.attaching = 0;
+}
+
 /* At thread exit: another thread may have the section. */
 static void leave_section(void *unused) {
     (void)unused;
     struct section *section = kvp_thread.section;
     kvp_thread.section = NULL;
-    if (!section || kvp_thread.epoch != ring.epoch || *ring.alive != ring.epoch) return;
-    section->header->in_call = 0;
-    section->header->tid = 0;
-    __atomic_store_n(&ring.free_section[section->number], 1, __ATOMIC_RELEASE);
-    __atomic_fetch_add(&ring.sections_free, 1, __ATOMIC_RELAXED);
+    if (!section || kvp_thread.epoch != open_epoch()) return;
+    begin_attaching();
+    if (kvp_thread.epoch == open_epoch()) {
+        section->header->in_call = 0;
+        section->header->busy = 0;
+        section->header->tid = 0;
+        __atomic_store_n(&ring.free_section[section->number], 1, __ATOMIC_RELEASE);
+        __atomic_fetch_add(&ring.sections_free, 1, __ATOMIC_RELAXED);
+    }
+    end_attaching();
 }
 
 /* This thread's section, made or taken over now. NULL: none to be had, or the ring is not open. */
 static __attribute__((noinline)) struct section *attach(void) {
-    uint32_t alive = *ring.alive;
-    if (alive != ring.epoch || !alive) {
-        if (ring.header && ring.header->pid != (uint32_t)getpid()) kvp_ring_after_fork();
+    uint32_t epoch = open_epoch();
+    if (!epoch) {
+        if (ring.header && ring.pid != (uint32_t)getpid()) kvp_ring_after_fork();
         return NULL;
     }
     if (kvp_thread.attaching || ring.sealed) return NULL;
     int was = errno;
-    kvp_thread.attaching = 1;
-    compiler_barrier();
-    struct section *section = take_section();
+    begin_attaching();
+    struct section *section = open_epoch() == epoch ? take_section() : NULL;
     if (section) {
         kvp_section_header *header = section->header;
         header->busy = 0;
@@ -216,19 +244,18 @@ static __attribute__((noinline)) struct section *attach(void) {
         prctl(PR_GET_NAME, header->name, 0, 0, 0);
         header->owners++;
         header->tid = (uint32_t)syscall(SYS_gettid);
-        kvp_thread.epoch = alive;
+        kvp_thread.epoch = epoch;
         kvp_thread.section = section;
         pthread_setspecific(exit_key, section);
     }
-    compiler_barrier();
-    kvp_thread.attaching = 0;
+    end_attaching();
     errno = was;
     return section;
 }
 
 static inline struct section *my_section(void) {
     struct section *section = kvp_thread.section;
-    if (likely(section && kvp_thread.epoch == *ring.alive)) return section;
+    if (likely(section && kvp_thread.epoch == open_epoch())) return section;
     return attach();
 }
 
@@ -265,7 +292,7 @@ static __attribute__((noinline)) kvp_slot *find_slot(struct section *section, co
 
 static void over(const kvp_record *r) {
     kvp_file_header *header = ring.header;
-    if (!header || *ring.alive != ring.epoch) return;
+    if (!header || !open_epoch()) return;
     unsigned call = r->call < 128 ? r->call : 0;
     __atomic_fetch_add(&header->over_count[call], 1, __ATOMIC_RELAXED);
     __atomic_fetch_add(&header->over_bytes[call], r->bytes, __ATOMIC_RELAXED);
@@ -326,9 +353,14 @@ void kvp_ring_write(const kvp_record *r, int detail) {
         return;
     }
     kvp_section_header *header = section->header;
-    header->in_call = 0;
     header->busy = 1;
-    compiler_barrier();
+    compiler_barrier(); /* of a processor's own reordering wait_for_writers takes care */
+    if (unlikely(kvp_thread.epoch != open_epoch())) {
+        header->busy = 0; /* closed since, and the section may be another's: its own call meanwhile went to over_* */
+        over(r);
+        return;
+    }
+    __atomic_store_n(&header->in_call, 0, __ATOMIC_RELEASE);
     int timed = r->dur_ns != KVP_UNTIMED, slow = timed && r->dur_ns >= ring.slow_ns;
     /* detail first: whoever sees the totals move finds the record */
     if (detail && detail != KVP_KEEP_SLOW)
@@ -357,15 +389,14 @@ void kvp_ring_write(const kvp_record *r, int detail) {
         *(pair_of_u64 *)&slot->count += (pair_of_u64){1, r->bytes};
     } else
         over(r);
-    compiler_barrier();
-    header->busy = 0;
+    __atomic_store_n(&header->busy, 0, __ATOMIC_RELEASE);
 }
 
 /* ---- opening and closing ------------------------------------------------------------------------------------ */
 
 static void forked_parent(void) {
     kvp_file_header *header = ring.header;
-    if (header && *ring.alive == ring.epoch && ring.epoch) __atomic_fetch_add(&header->forks, 1, __ATOMIC_RELAXED);
+    if (header && open_epoch()) __atomic_fetch_add(&header->forks, 1, __ATOMIC_RELAXED);
 }
 
 __attribute__((constructor)) static void start(void) {
@@ -448,10 +479,35 @@ static int absolute(const char *path, char *out, size_t size) {
     return 0;
 }
 
+/* Whether a thread is making a section of the closed file, or writing into one. */
+static int in_use(void) {
+    if (__atomic_load_n(&ring.alive->attaching, __ATOMIC_ACQUIRE)) return 1;
+    for (uint32_t i = 0; i < ring.sections_reserved && i < ring.sections_max; i++) {
+        const kvp_section_header *header = ring.sections[i].header;
+        if (header && __atomic_load_n(&header->busy, __ATOMIC_ACQUIRE)) return 1;
+    }
+    return 0;
+}
+
+/* Until nobody is at work in the file before. A writer stores `busy` and then reads the epoch, with no fence between
+ * them at every call: every thread passes one here instead. */
+static int wait_for_writers(void) {
+    const struct timespec a_moment = {0, 1000000};
+    if (!ring.header || ring.pid != (uint32_t)getpid()) return 0; /* of a parent's threads none is here */
+    if (syscall(SYS_membarrier, MEMBARRIER_CMD_PRIVATE_EXPEDITED, 0, 0)) {
+        syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED, 0, 0);
+        if (syscall(SYS_membarrier, MEMBARRIER_CMD_PRIVATE_EXPEDITED, 0, 0)) nanosleep(&a_moment, NULL);
+    }
+    int tries = 5000;
+    for (; in_use() && tries; tries--) nanosleep(&a_moment, NULL);
+    return tries ? 0 : -EBUSY;
+}
+
 static int open_file(const char *path, const char *producer, const kvp_ring_options *options) {
     int error = prepare();
     if (error) return error;
-    if (*ring.alive && *ring.alive == ring.epoch) return -EALREADY;
+    if (open_epoch()) return -EALREADY;
+    if ((error = wait_for_writers())) return error;
     if ((error = absolute(path, ring.path, sizeof ring.path))) return error;
 
     ring.ring_capacity = power_of_two(options && options->ring_capacity ? options->ring_capacity : 16384);
@@ -490,7 +546,7 @@ static int open_file(const char *path, const char *producer, const kvp_ring_opti
     header->section_bytes = ring.section_bytes;
     header->sections_max = ring.sections_max;
     header->slow_ns = ring.slow_ns;
-    header->pid = (uint32_t)getpid();
+    header->pid = ring.pid = (uint32_t)getpid();
     header->ppid = (uint32_t)getppid();
     header->start_realtime_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -509,7 +565,7 @@ static int open_file(const char *path, const char *producer, const kvp_ring_opti
     ring.sections_reserved = ring.sections_free = 0;
     memset((void *)ring.free_section, 0, sizeof ring.free_section);
     if (!++ring.epoch) ring.epoch = 1;
-    __atomic_store_n(ring.alive, ring.epoch, __ATOMIC_RELEASE);
+    __atomic_store_n(&ring.alive->epoch, ring.epoch, __ATOMIC_RELEASE);
     return 0;
 }
 
@@ -525,12 +581,12 @@ int kvp_ring_open(const char *path, const char *producer, const kvp_ring_options
 
 void kvp_ring_close(void) {
     /* a child of vfork shares this memory and is somebody else */
-    if (!kvp_ring_is_open() || (!ring.sealed && ring.header->pid != (uint32_t)getpid())) return;
+    if (!kvp_ring_is_open() || (!ring.sealed && ring.pid != (uint32_t)getpid())) return;
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     ring.header->end_monotonic_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
     __atomic_store_n(&ring.header->state, KVP_CLOSED, __ATOMIC_RELEASE);
-    *ring.alive = 0;
+    __atomic_store_n(&ring.alive->epoch, 0, __ATOMIC_SEQ_CST);
 }
 
 int kvp_ring_busy(void) {
@@ -553,13 +609,13 @@ void kvp_ring_seal(int on) { ring.sealed = on; }
 
 void kvp_ring_count(const kvp_record *record) { over(record); }
 
-int kvp_ring_is_open(void) { return *ring.alive && *ring.alive == ring.epoch; }
+int kvp_ring_is_open(void) { return open_epoch() != 0; }
 
 const char *kvp_ring_path(void) { return ring.path; }
 
 void kvp_ring_after_fork(void) {
     /* the parent's mappings stay: a write that fork interrupted (in a signal handler) must not lose its memory */
-    *ring.alive = 0;
+    *ring.alive = (struct alive){0};
     ring.header = NULL;
     ring.path[0] = 0;
     kvp_thread.section = NULL;
