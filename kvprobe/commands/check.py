@@ -278,11 +278,12 @@ def _most_blocked(recording: Recording, named: Sequence[Finding], queues: Occupa
     """The longest that one thread was blocked: by full queues, or by all causes on the host together."""
     import numpy as np
 
+    from kvprobe.diagnosis import PROFILER
     from kvprobe.recordings.assemble import pairs
 
     lost: dict[tuple[int, int], float] = {}
     for one in named:
-        if one.lost_on == "host" and one.cause != "profiler_overhead":  # nobody's but the recorder's
+        if one.lost_on == "host" and one.cause != PROFILER:  # nobody's but the recorder's
             for where in one.where:
                 key = (where.process, where.thread)
                 lost[key] = lost.get(key, 0.0) + where.lost_ns
@@ -297,7 +298,7 @@ def _most_blocked(recording: Recording, named: Sequence[Finding], queues: Occupa
     if not lost:
         return 0.0, ""
     (process, thread), most = max(lost.items(), key=lambda item: item[1])
-    causes = ", ".join(one.cause for one in named if one.lost_on == "host" and one.cause != "profiler_overhead")
+    causes = ", ".join(one.cause for one in named if one.lost_on == "host" and one.cause != PROFILER)
     from kvprobe.reporting.streams import process_name
 
     return most, f"thread {thread} of {process_name(recording, process)}" + (f": {causes}" if causes else "")

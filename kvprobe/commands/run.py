@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 
 import click
 
+from kvprobe import environment
 from kvprobe.commands._speaking import Command, end_like, say_outcome
-from kvprobe.environment import killed
 from kvprobe.errors import KvprobeError, UsageError
 from kvprobe.runfolder.secrets import redact_text
 
@@ -137,17 +137,17 @@ def command(
         "program": program,
         "words": redact_text(" ".join(words)),
         "terminal": _terminal() if in_place else "",
-        "killed": killed(),
+        "killed": environment.killed(),
     }
     env = dict(os.environ)
     if options["killed"]:
         click.echo("kvprobe: KVPROBE=off is set: the command runs, and nothing is recorded", err=True)
     env |= {
-        "KVPROBE_RUN": str(folder),
-        "KVPROBE_DETAIL": detail,
-        "KVPROBE_FIX": fix,
-        "KVPROBE_MAX_BYTES": str(limit),
-        "KVPROBE_STACKS": how,
+        environment.RUN.name: str(folder),
+        environment.DETAIL.name: detail,
+        environment.FIX.name: fix,
+        environment.MAX_BYTES.name: str(limit),
+        environment.STACKS.name: how,
         **_carried(env),
         "LD_PRELOAD": f"{env['LD_PRELOAD']}:{library}" if env.get("LD_PRELOAD") else str(library),
     }
@@ -155,7 +155,7 @@ def command(
         program, words = launcher[0], (*launcher, "-o", str(folder / "nsys"), "--", program, *words[1:])
 
     def begin(observer: int) -> None:
-        _exec(program, list(words), {**env, "KVPROBE_OBSERVER": str(observer)})
+        _exec(program, list(words), {**env, environment.OBSERVER.name: str(observer)})
 
     if sys.stderr.isatty() or not in_place:
         click.echo(f"kvprobe: recording into {folder}", err=True)
@@ -267,7 +267,7 @@ def _carried(env: dict[str, str]) -> dict[str, str]:
         )
         return {}
     path = [start, env["PYTHONPATH"]] if env.get("PYTHONPATH") else [start]
-    return {"PYTHONPATH": os.pathsep.join(path), "KVPROBE_CARRY": os.pathsep.join(dict.fromkeys(folders))}
+    return {"PYTHONPATH": os.pathsep.join(path), environment.CARRY.name: os.pathsep.join(dict.fromkeys(folders))}
 
 
 def _how_stacks() -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvprobe.diagnosis.finding import Call, Change, Chart, Evidence, Finding, NotLookedFor, Series, Where, ranked
+from kvprobe.launchqueue.constants import COSTLY_BATCH, SATURATION
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -25,7 +26,9 @@ __all__ = [
     "Examination",
     "Finding",
     "NotLookedFor",
+    "PROFILER",
     "Series",
+    "UNEXPLAINED",
     "Where",
     "diagnose",
     "examine",
@@ -34,24 +37,26 @@ __all__ = [
     "ranked",
 ]
 
-# The order is the ledger's: the best-evidenced cause claims first, and what one has claimed no other gets.
+PROFILER, SERVER_CALL, UNEXPLAINED = "profiler_overhead", "blocking_server_call", "unexplained"
+_QUEUES = ("aliased_stream", "channels_exhausted", "fence_before_copies", SATURATION)
+_OTHER_THREADS = "context_lock_stall"
+
+# Every cause by the name of its file. The order is the ledger's: the best-evidenced cause claims first, and what one
+# has claimed no other gets.
 CAUSES: tuple[str, ...] = (
     # threads, inside calls
-    "profiler_overhead",
+    PROFILER,
     "pageable_memory",
     "confidential_computing",
-    "blocking_server_call",
+    SERVER_CALL,
     "synchronisation",
-    "aliased_stream",
-    "channels_exhausted",
-    "fence_before_copies",
-    "launch_queue_saturation",
+    *_QUEUES,
     "pinning_stall",
-    "context_lock_stall",
-    "descriptor_bound_batch",
+    _OTHER_THREADS,
+    COSTLY_BATCH,
     "first_calls",
     "allocation_on_hot_path",
-    "unexplained",
+    UNEXPLAINED,
     # copy engines and the device
     "redundant_loads",
     "wasted_stores",
@@ -70,13 +75,7 @@ CAUSES: tuple[str, ...] = (
 
 
 # Causes whose root is a full launch queue; the last one is what it does to other threads.
-FULL_QUEUE: tuple[str, ...] = (
-    "aliased_stream",
-    "channels_exhausted",
-    "fence_before_copies",
-    "launch_queue_saturation",
-    "context_lock_stall",
-)
+FULL_QUEUE: tuple[str, ...] = (*_QUEUES, _OTHER_THREADS)
 
 
 @dataclass(frozen=True)
@@ -87,21 +86,9 @@ class Examination:
     not_looked_for: list[NotLookedFor]
 
 
-# These are told by what the device executed; without it they are not looked for.
-_OF_EXECUTIONS = (
-    "aliased_stream",
-    "link_degraded",
-    "small_copies",
-    "weights_not_overlapped",
-    "link_bound",
-    "head_of_line_copies",
-    "gpu_starved",
-)
-
-
-def _not_shown(module: ModuleType, cause: str, joined: JoinedRecording) -> NotLookedFor | None:
+def _not_shown(module: ModuleType, joined: JoinedRecording) -> NotLookedFor | None:
     """Why this recording cannot show a cause, None where it can."""
-    if cause in _OF_EXECUTIONS and not joined.recording.has_executions:
+    if getattr(module, "OF_EXECUTIONS", False) and not joined.recording.has_executions:
         return NotLookedFor(
             "the recording does not show what the device executed",
             "Nsight Systems (kvprobe run --nsys) or the PyTorch profiler",
@@ -125,12 +112,12 @@ def examine_frame(joined: JoinedRecording, causes: Sequence[str] = CAUSES) -> Ex
     from importlib import import_module
 
     if not len(joined.start) and not len(joined.x_start):
-        causes = [cause for cause in causes if cause == "blocking_server_call" and joined.recording.server_calls.rows]
+        causes = [cause for cause in causes if cause == SERVER_CALL and joined.recording.server_calls.rows]
     found: list[Finding] = []
     blind: list[NotLookedFor] = []
     for cause in causes:
         module = import_module(f"kvprobe.diagnosis.{cause}")
-        lacks = _not_shown(module, cause, joined)
+        lacks = _not_shown(module, joined)
         if lacks is not None:
             blind.append(replace(lacks, cause=cause))
             continue

@@ -14,13 +14,14 @@ Predicted saving: all of the caller's blocked time with a stream of its own; of 
 from __future__ import annotations
 
 from kvprobe.diagnosis.deeper_queue import deeper
-from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding
+from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.intervals import distinct
 from kvprobe.diagnosis.joined import JoinedRecording, ms
 from kvprobe.diagnosis.launch_queue_saturation import cliff
 from kvprobe.diagnosis.queue_full import full
 
-CAUSE = "aliased_stream"
+CAUSE = cause_of(__name__)
+OF_EXECUTIONS = True  # told by what the device executed: without it, not looked for
 TORCH_POOL = 32
 
 

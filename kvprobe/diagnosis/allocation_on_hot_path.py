@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding
+from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.intervals import ascending
 from kvprobe.diagnosis.joined import JoinedRecording, ms
 from kvprobe.recordings.model import CallKind
+from kvprobe.recordings.window import WARM
 
-CAUSE = "allocation_on_hot_path"
-WARM = 32
+CAUSE = cause_of(__name__)
 
 
 def find(joined: JoinedRecording) -> Finding | None:

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, Where
+from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, Where, cause_of
 from kvprobe.diagnosis.intervals import Cover, distinct
 from kvprobe.diagnosis.joined import JoinedRecording, ms
 
-CAUSE = "blocking_server_call"
+CAUSE = cause_of(__name__)
 CURES = {
     "accelerate": "accelerate copies from pageable memory and waits, parameter by parameter: keep on the GPU what "
     "every step uses (device_map with max_memory), or use an offloading that prefetches on a stream "

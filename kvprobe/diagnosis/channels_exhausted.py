@@ -17,12 +17,12 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.deeper_queue import BATCHED, deeper, spared
-from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding
+from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import JoinedRecording, ms
 from kvprobe.diagnosis.launch_queue_saturation import cliff
 from kvprobe.diagnosis.queue_full import full
 
-CAUSE = "channels_exhausted"
+CAUSE = cause_of(__name__)
 MOST_CHANNELS = 32
 
 

@@ -18,18 +18,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, NotLookedFor
+from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, NotLookedFor, cause_of
 from kvprobe.diagnosis.joined import SLOW_NS, JoinedRecording, ms
 from kvprobe.recordings.model import CallKind, Memory
 
-CAUSE = "confidential_computing"
+CAUSE = cause_of(__name__)
 MANY, OVER_NS = 8, 20_000
 SUBMISSION_NS = 5_000  # of a launch, where the recording has none to compare with
 
 
 def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
     """Needs the mode."""
-    if joined.recording.machine.get("confidential_computing") is not None:
+    if joined.recording.machine.get(CAUSE) is not None:
         return None
     return NotLookedFor(
         "the recording does not tell whether the GPU runs in Confidential Computing mode",
@@ -39,7 +39,7 @@ def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
 
 def find(joined: JoinedRecording) -> Finding | None:
     """Copies of pinned memory that held their caller."""
-    if not joined.recording.machine["confidential_computing"]:
+    if not joined.recording.machine[CAUSE]:
         return None
     copies = (joined.kind == CallKind.COPY) | (joined.kind == CallKind.BATCH)
     copies &= (joined.memory != Memory.PAGEABLE) & ~joined.queue_blocked

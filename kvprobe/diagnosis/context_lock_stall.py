@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.held_up import STALL_NS, held_up, longest_of, said
 from kvprobe.diagnosis.joined import JoinedRecording, ms
+from kvprobe.diagnosis.pinning_stall import CAUSE as PINNING_STALL
 from kvprobe.recordings.model import CallKind, Memory
 
-CAUSE = "context_lock_stall"
+CAUSE = cause_of(__name__)
 
 
 def find(joined: JoinedRecording) -> Finding | None:
@@ -32,8 +33,8 @@ def find(joined: JoinedRecording) -> Finding | None:
     holds = joined.submits & (joined.dur > STALL_NS)
     if len(rows) and joined.recording.has_executions:
         holds &= joined.queue_blocked | (joined.memory == Memory.PAGEABLE)
-    if "pinning_stall" in joined.host.causes:
-        holds &= joined.host.owner != joined.host.causes.index("pinning_stall")
+    if PINNING_STALL in joined.host.causes:
+        holds &= joined.host.owner != joined.host.causes.index(PINNING_STALL)
     holders = np.flatnonzero(holds)
     rows, ns = held_up(joined, rows, holders)
     if not len(rows):

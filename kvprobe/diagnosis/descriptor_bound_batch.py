@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding
+from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import SLOW_NS, JoinedRecording, ms
 from kvprobe.recordings.model import CallKind, Memory
 
-CAUSE = "descriptor_bound_batch"
+CAUSE = cause_of(__name__)
 LONG_NS = 200_000
 EACH_NS = (300, 1_200)  # what a descriptor costs its caller
 

@@ -19,13 +19,13 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.deeper_queue import BATCHED, deeper, spared
-from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding
+from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import JoinedRecording, between, ms
 from kvprobe.diagnosis.launch_queue_saturation import cliff
 from kvprobe.diagnosis.queue_full import full
 from kvprobe.recordings.model import Engine
 
-CAUSE = "fence_before_copies"
+CAUSE = cause_of(__name__)
 
 
 def find(joined: JoinedRecording) -> Finding | None:

@@ -24,6 +24,7 @@ __all__ = [
     "Severity",
     "Where",
     "best_first",
+    "cause_of",
     "ranked",
 ]
 
@@ -227,6 +228,11 @@ class Call:
     def to_json(self) -> dict[str, Any]:
         """All fields."""
         return asdict(self)
+
+
+def cause_of(module: str) -> str:
+    """A cause's name is its file's."""
+    return module.rpartition(".")[2]
 
 
 @dataclass(frozen=True)

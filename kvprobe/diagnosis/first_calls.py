@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, LABELLED, MEASURED, Change, Evidence, Finding
+from kvprobe.diagnosis.finding import COUNTED, LABELLED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import SLOW_NS, Array, JoinedRecording, ms
 from kvprobe.recordings.model import CallKind, Label
 
-CAUSE = "first_calls"
+CAUSE = cause_of(__name__)
 LOADED_NS = 200_000
 LEAST_NS = 50_000_000  # without a label: less can be the scheduler, which also likes to strike at a beginning
 

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.gaps import idle_gaps
 from kvprobe.diagnosis.joined import JoinedRecording, ms, share
 from kvprobe.diagnosis.python_or_gil_bound import explained
 
-CAUSE = "gpu_starved"
+CAUSE = cause_of(__name__)
+OF_EXECUTIONS = True  # told by what the device executed: without it, not looked for
 LONG_NS, LEAST_SHARE, MANY = 200_000, 0.10, 5
 
 

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.intervals import Cover, ascending, distinct, in_time
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
 from kvprobe.recordings.model import Direction, Engine, Memory
 
-CAUSE = "head_of_line_copies"
+CAUSE = cause_of(__name__)
+OF_EXECUTIONS = True  # told by what the device executed: without it, not looked for
 SMALL_BYTES, WAIT_NS = 64 << 10, 100_000
 
 

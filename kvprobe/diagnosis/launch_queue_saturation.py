@@ -19,13 +19,13 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.deeper_queue import BATCHED, deeper, spared
-from kvprobe.diagnosis.finding import INFERRED, LABELLED, MEASURED, Change, Chart, Evidence, Finding
+from kvprobe.diagnosis.finding import INFERRED, LABELLED, MEASURED, Change, Chart, Evidence, Finding, cause_of
 from kvprobe.diagnosis.intervals import distinct
 from kvprobe.diagnosis.joined import Array, JoinedRecording, between, ms, share
 from kvprobe.diagnosis.queue_full import Full, full
 from kvprobe.recordings.model import CallKind
 
-CAUSE = "launch_queue_saturation"
+CAUSE = cause_of(__name__)
 
 
 def cliff(joined: JoinedRecording, rows: Array) -> Chart:

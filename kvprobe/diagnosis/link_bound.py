@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding
+from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.intervals import Cover, distinct
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.recordings.model import Direction, Engine, Memory
 
-CAUSE = "link_bound"
+CAUSE = cause_of(__name__)
+OF_EXECUTIONS = True  # told by what the device executed: without it, not looked for
 
 
 def find(joined: JoinedRecording) -> Finding | None:

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, NotLookedFor
+from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, NotLookedFor, cause_of
 from kvprobe.diagnosis.intervals import Cover
 from kvprobe.diagnosis.joined import JoinedRecording
 from kvprobe.diagnosis.ordering import LEAST, bursts, copies_apart, order_not_shown, waits
 from kvprobe.recordings.model import CallKind, Direction
 
-CAUSE = "load_not_ordered"
+CAUSE = cause_of(__name__)
 
 
 def not_shown(joined: JoinedRecording) -> NotLookedFor | None:

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, LABELLED, MEASURED, Change, Evidence, Finding
+from kvprobe.diagnosis.finding import COUNTED, LABELLED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.recordings.model import CallKind, Direction, Memory
 
-CAUSE = "pageable_memory"
+CAUSE = cause_of(__name__)
 SUBMISSION_NS = 2_000  # of a pinned copy, where the recording has none to compare with
 ENOUGH = 8  # submissions that tell what one costs
 

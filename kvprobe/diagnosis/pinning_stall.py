@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import INFERRED, Change, Evidence, Finding
+from kvprobe.diagnosis.finding import INFERRED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.held_up import STALL_NS, held_up, longest_of, said
 from kvprobe.diagnosis.joined import JoinedRecording, ms
 from kvprobe.recordings.model import CallKind, Memory
 
-CAUSE = "pinning_stall"
+CAUSE = cause_of(__name__)
 PINNING_NS = 500_000
 PINS = (
     "hostregister",

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import LABELLED, MEASURED, Change, Evidence, Finding
+from kvprobe.diagnosis.finding import LABELLED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import SLOW_NS, JoinedRecording, ms
 from kvprobe.recordings.model import CallKind, Label
 
-CAUSE = "profiler_overhead"
+CAUSE = cause_of(__name__)
 
 
 def find(joined: JoinedRecording) -> Finding | None:

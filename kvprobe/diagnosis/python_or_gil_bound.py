@@ -26,13 +26,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding
-from kvprobe.diagnosis.gaps import Gaps, idle_gaps
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
+from kvprobe.diagnosis.gaps import NO_WORK_NS, Gaps, idle_gaps
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 
-CAUSE = "python_or_gil_bound"
+CAUSE = cause_of(__name__)
 SHORT_NS, LEAST_SHARE, MANY = 200_000, 0.10, 64
-LONG_PAUSE_NS, MANY_PAUSES, NO_WORK_NS = 1_000_000, 16, 1_000_000_000
+LONG_PAUSE_NS, MANY_PAUSES = 1_000_000, 16
 SWITCH_NS = 5_000_000  # sys.getswitchinterval()
 
 

@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, NotLookedFor
+from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, NotLookedFor, cause_of
 from kvprobe.diagnosis.intervals import running_max_by_group
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.wasted_stores import no_addresses, waited_between
 from kvprobe.recordings.model import CallKind, Direction
 
-CAUSE = "redundant_loads"
+CAUSE = cause_of(__name__)
 FEW = 8  # kernels
 MANY = 32  # loads of what had arrived: fewer may be a block that a kernel had used up
 

@@ -12,10 +12,10 @@ Time lost: not known without executions. Predicted saving: none is stated.
 
 from __future__ import annotations
 
-from kvprobe.diagnosis.finding import COUNTED, Change, Evidence, Finding, NotLookedFor
+from kvprobe.diagnosis.finding import COUNTED, Change, Evidence, Finding, NotLookedFor, cause_of
 from kvprobe.diagnosis.joined import JoinedRecording, share
 
-CAUSE = "remote_numa_memory"
+CAUSE = cause_of(__name__)
 LEAST_BYTES, LEAST_SHARE = 64 << 20, 0.2
 
 

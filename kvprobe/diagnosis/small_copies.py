@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding
+from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
 from kvprobe.recordings.model import Direction, Engine, Memory
 
-CAUSE = "small_copies"
+CAUSE = cause_of(__name__)
+OF_EXECUTIONS = True  # told by what the device executed: without it, not looked for
 SMALL_BYTES, MANY = 64 << 10, 256
 FIXED_NS = 6_000
 BATCH_GAIN = 1 - 1 / 2.6

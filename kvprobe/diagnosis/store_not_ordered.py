@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, NotLookedFor
+from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, NotLookedFor, cause_of
 from kvprobe.diagnosis.joined import JoinedRecording, ms
 from kvprobe.diagnosis.ordering import LEAST, bursts, copies_apart, order_not_shown, waits
 from kvprobe.recordings.model import Direction
 
-CAUSE = "store_not_ordered"
+CAUSE = cause_of(__name__)
 
 
 def not_shown(joined: JoinedRecording) -> NotLookedFor | None:

@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding
+from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.intervals import Cover, ascending, distinct, running_max_by_group
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 
-CAUSE = "synchronisation"
+CAUSE = cause_of(__name__)
 SMALL_BYTES, MANY = 64 << 10, 8  # of a result that is read back, and how often that makes a habit
 WOKEN_NS = 50_000  # after the end of what it waits for, a thread goes on within this
 IDLE_NS = 2_000  # the device has nothing to do for so long after a wait

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvprobe.diagnosis import CAUSES, FULL_QUEUE, examine_frame
+from kvprobe.diagnosis import CAUSES, FULL_QUEUE, UNEXPLAINED, examine_frame
 from kvprobe.diagnosis.joined import JoinedRecording
 from kvprobe.diagnosis.queue_full import full
 from kvprobe.diagnosis.verdict import of_full_queue
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["triage", "whole_triage"]
 
-_UNTIL = CAUSES[: 1 + max(CAUSES.index(cause) for cause in (*FULL_QUEUE, "unexplained"))]
+_UNTIL = CAUSES[: 1 + max(CAUSES.index(cause) for cause in (*FULL_QUEUE, UNEXPLAINED))]
 
 
 def triage(path: str | os.PathLike[str]) -> Triage:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import JoinedRecording, ms
 
-CAUSE = "unexplained"
+CAUSE = cause_of(__name__)
 
 
 def find(joined: JoinedRecording) -> Finding | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from kvprobe.diagnosis import FULL_QUEUE
+from kvprobe.diagnosis import FULL_QUEUE, UNEXPLAINED
 from kvprobe.recordings.assemble import is_kind
 from kvprobe.recordings.buckets import bucket_floor_ns
 from kvprobe.recordings.model import SUBMITTING, CallKind, Recording
@@ -139,7 +139,7 @@ def of_full_queue(recording: Recording, findings: Sequence[Finding], window: Ser
     Where the device was not recorded, slow submissions that nothing explains may have met a full queue.
     """
     lacks = missing(recording, window)
-    open_causes = FULL_QUEUE if recording.has_executions else (*FULL_QUEUE, "unexplained")
+    open_causes = FULL_QUEUE if recording.has_executions else (*FULL_QUEUE, UNEXPLAINED)
     mine = [one for one in findings if one.cause in open_causes]
     named = [one for one in mine if not one.abstains]
     if named:

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, INFERRED, Change, Evidence, Finding, NotLookedFor
+from kvprobe.diagnosis.finding import COUNTED, INFERRED, Change, Evidence, Finding, NotLookedFor, cause_of
 from kvprobe.diagnosis.joined import Array, JoinedRecording, share
 from kvprobe.recordings.model import CallKind, Direction
 
-CAUSE = "wasted_stores"
+CAUSE = cause_of(__name__)
 MANY, LEAST_BYTES, LEAST_SHARE = 64, 16 << 20, 0.25
 
 

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.intervals import Cover, distinct, in_time
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.recordings.model import Direction, Engine, Memory
 
-CAUSE = "weights_not_overlapped"
+CAUSE = cause_of(__name__)
+OF_EXECUTIONS = True  # told by what the device executed: without it, not looked for
 WORDS = ("weight", "param", "layer", "offload", "prefetch", "fsdp", "onload", "all_gather", "allgather")
 
 

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvprobe.environment import DEBUG
+from kvprobe.environment import DEBUG, GDB
 from kvprobe.errors import KvprobeError, UsageError
 from kvprobe.probe import processes
 
@@ -186,7 +186,7 @@ def _call(pid: int, library: Path, function: str, words: list[Any]) -> int:
     env = {
         k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "DEBUGINFOD_URLS", "PYTHONHOME", "PYTHONPATH")
     }
-    env |= {"KVPROBE_GDB": json.dumps(request), "LC_ALL": "C"}
+    env |= {GDB.name: json.dumps(request), "LC_ALL": "C"}
     script = Path(__file__).with_name("in_gdb.py")
     # a session of its own: Ctrl-C here must not kill a debugger that has breakpoints in the process
     command = ["gdb", "-nx", "-q", "-batch", "-x", str(script)]

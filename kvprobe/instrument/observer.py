@@ -25,10 +25,12 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from kvprobe.environment import RUN
 from kvprobe.errors import KvprobeError, plain
 from kvprobe.probe import processes, stacks
 from kvprobe.probe.ring import CALLS, RingSnapshot, read_ring
 from kvprobe.runfolder import files
+from kvprobe.runfolder.folder import CONFIDENTIAL
 from kvprobe.runfolder.secrets import redact_text
 
 __all__ = ["Observer", "main"]
@@ -86,7 +88,7 @@ class Observer:
         if not key[1] or key in self.known or key in self.gone:
             return
         env = processes.environment(pid)
-        covered = bool(env) and env is not None and env.get("KVPROBE_RUN") == str(self.folder)
+        covered = bool(env) and env is not None and env.get(RUN.name) == str(self.folder)
         if not covered and not belongs:
             self.gone.add(key)  # nobody of ours: never look again
             return
@@ -352,7 +354,7 @@ class Observer:
             "t_ns": time.monotonic_ns(),
             "status": self.status,
             "warnings": warnings,
-            "confidential_computing": confidential_computing(),
+            CONFIDENTIAL: confidential_computing(),
         }
         files.write(self.folder / "end.json", json.dumps(end, indent=1).encode())
         for line in warnings:

@@ -49,6 +49,11 @@ LIVE_LOST_SHARE = 0.2  # of the wall time that a stream's submissions lose, wher
 LIVE_CALLS = 16  # calls in an interval below which its median says nothing
 LIVE_BLOCKED = 64  # slow calls in an interval below which they may be kernels that are launched for the first time
 
+# -- names of causes that auto gives as its reason, too ---------------------------------------------------------------
+
+SATURATION = "launch_queue_saturation"
+COSTLY_BATCH = "descriptor_bound_batch"
+
 # -- what is worth saying --------------------------------------------------------------------------------------------
 
 NOTABLE_NS, NOTABLE_SHARE, LEAST_NS = 1_000_000, 0.01, 200_000  # a millisecond, or a hundredth of the time

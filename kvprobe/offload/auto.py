@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from kvprobe.launchqueue.constants import FULL_SHARE, SLOWER_TIMES
+from kvprobe.launchqueue.constants import COSTLY_BATCH, FULL_SHARE, SATURATION, SLOWER_TIMES
 from kvprobe.launchqueue.detector import Saturation
 
 __all__ = ["REST", "Auto", "Decision", "Rung", "Sample"]
@@ -317,7 +317,7 @@ class Auto:
         if self.active and self.rung == self.base:
             with self._lock:
                 if self._candidates():
-                    self._change("launch_queue_saturation", f"launch queue full: {reason}", seen.noticed_ns)
+                    self._change(SATURATION, f"launch queue full: {reason}", seen.noticed_ns)
 
     # ---- measuring --------------------------------------------------------------------------------------------
 
@@ -354,9 +354,9 @@ class Auto:
         if self._is_slow(sample) or self._is_held_up(sample):
             full = [s for s in last if s.outstanding + s.copies >= FULL_SHARE * self.depth and self._is_held_up(s)]
             if self.depth and len(full) >= 2:
-                cause = "launch_queue_saturation"
+                cause = SATURATION
             elif sum(map(self._is_slow, last)) >= OFTEN:
-                cause = "too_many_small_copies" if self.depth else "descriptor_bound_batch"
+                cause = "too_many_small_copies" if self.depth else COSTLY_BATCH
             why = f"{cause}: a copy took {_mean(last) / 1e3:.2f} us to submit"
         if not cause and self.busy_share and self._copies >= BUSY_COPIES:
             first, spent = self._recent[0], sum(s.submit_ns for s in self._recent)

@@ -9,6 +9,7 @@ from kvprobe.launchqueue import Slowness, SubmissionRun
 from kvprobe.native.library import DETAIL, SubmitOptions, SubmitResult, core
 from kvprobe.offload.job import DIRECTION
 from kvprobe.probe.nvtx_ranges import listening
+from kvprobe.probe.ring import PAGEABLE, PINNED
 
 if TYPE_CHECKING:
     from kvprobe.offload.engine import OffloadEngine
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 STOP_CALLS, STOP_NS = 16, 5_000_000  # auto looks up after this many blocked calls, or this much time in them
 RUN = 1024  # pieces of one run at most
-PAGEABLE, PINNED = 1, 2  # enum kvp_memory
 NONE = 2**64 - 1
 
 

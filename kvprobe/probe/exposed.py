@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvprobe.probe.live import DIRECTIONS, TRANSFER, Live, Totals, find_rings, in_flight, snapshots, totals
-from kvprobe.probe.ring import CALLS, bucket_bounds
+from kvprobe.probe.live import DIRECTIONS, Live, Totals, find_rings, in_flight, snapshots, totals
+from kvprobe.probe.ring import CALLS, TRANSFER, bucket_bounds
 
 __all__ = ["COUNTERS", "GAUGES", "HISTOGRAM", "Collector", "Sample", "counts", "gauges"]
 

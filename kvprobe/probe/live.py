@@ -20,7 +20,7 @@ from kvprobe.environment import RUN
 from kvprobe.errors import RecordingError, UsageError
 from kvprobe.launchqueue.constants import BLOCKED_SHARE, JUMP_TIMES, LIVE_BLOCKED, LIVE_CALLS
 from kvprobe.launchqueue.window import held_up
-from kvprobe.probe.ring import BUCKETS, CALLS, RingSnapshot, bucket_bounds, percentile, read_ring
+from kvprobe.probe.ring import BUCKETS, CALLS, PAGEABLE, TRANSFER, RingSnapshot, bucket_bounds, percentile, read_ring
 from kvprobe.runfolder.files import temporary_folder
 from kvprobe.runfolder.identity import alive
 
@@ -29,8 +29,6 @@ __all__ = ["DIRECTIONS", "InFlight", "Live", "ProcessView", "StreamView", "Total
 DIRECTIONS = {0: "other", 1: "h2d", 2: "d2h", 3: "d2d", 4: "h2h"}
 SUBMITTING = frozenset(n for n, (kind, _) in CALLS.items() if kind in ("COPY", "BATCH", "MEMSET", "LAUNCH", "GRAPH"))
 COPYING = frozenset(n for n, (kind, _) in CALLS.items() if kind in ("COPY", "BATCH"))
-TRANSFER = 64
-PAGEABLE = 1  # kvp.h's KVP_MEM_PAGEABLE
 
 SUMS = ("count", "copies", "bytes", "dur_ns", "slow", "slow_ns", "errors")
 

@@ -33,6 +33,8 @@ __all__ = [
 Array = npt.NDArray[Any]
 
 BUCKETS = 128
+PAGEABLE, PINNED = 1, 2  # enum kvp_memory
+TRANSFER = 64  # the call that stands for a whole transfer of an engine
 HEADER_BYTES = 4096
 STATES = ("starting", "running", "closed")
 MAGIC = b"KVPRING1"
@@ -87,7 +89,7 @@ CALLS: dict[int, tuple[str, str]] = {
     43: ("FREE", "cuMemFree"),
     44: ("FREE", "cuMemFreeHost"),
     45: ("FREE", "cuMemHostUnregister"),
-    64: ("TRANSFER", "transfer"),
+    TRANSFER: ("TRANSFER", "transfer"),
 }
 
 FILE = np.dtype(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvprobe.probe.ring import BUCKETS
 from kvprobe.recordings.model import Array
 
 __all__ = ["BUCKETS", "bucket", "bucket_floor_ns"]
 
-BUCKETS = 128
 _PIECE = 1 << 17
 
 

@@ -20,18 +20,17 @@ import numpy as np
 
 from kvprobe.errors import RecordingError
 from kvprobe.probe.processes import alive
-from kvprobe.probe.ring import CALLS, RECORD, SANE, SLOT, UNTIMED, RingSnapshot, read_ring
+from kvprobe.probe.ring import CALLS, RECORD, SANE, SLOT, TRANSFER, UNTIMED, RingSnapshot, read_ring
 from kvprobe.recordings.assemble import sorted_table, stream_rows
 from kvprobe.recordings.model import SCHEMAS, Array, CallKind, Label, Recording, Source, Table
 from kvprobe.recordings.vocabulary import Names
-from kvprobe.runfolder.folder import RunFolder
+from kvprobe.runfolder.folder import CONFIDENTIAL, RunFolder
 from kvprobe.runfolder.secrets import redact_text
 
 __all__ = ["read"]
 
 Progress = Callable[[str, float], None]
 
-TRANSFER = 64
 APART_NS = 20_000  # two records of one copy, by the clocks of two libraries
 _NEVER = np.iinfo(np.int64).max
 # calls that name no stream; 0 there is not the default stream
@@ -149,10 +148,10 @@ def read(
         facts = {key: run[key] for key in ("host", "kernel", "cpus", "python", "gpu_nodes") if key in run}
         recording.machine.update(facts)
         recording.machine_how.update(dict.fromkeys(facts, f"run.json of {folder.name}"))
-        protected = ends.get(folder, {}).get("confidential_computing")
+        protected = ends.get(folder, {}).get(CONFIDENTIAL)
         if protected is not None:
-            recording.machine["confidential_computing"] = protected
-            recording.machine_how["confidential_computing"] = f"end.json of {folder.name}, asked of the driver"
+            recording.machine[CONFIDENTIAL] = protected
+            recording.machine_how[CONFIDENTIAL] = f"end.json of {folder.name}, asked of the driver"
     known = [(p.unix_offset_ns, by) for p, by in zip(processes, shifts, strict=True) if p.unix_offset_ns is not None]
     offset = next((offset - by for offset, by in known if offset is not None), None)
     if offset is None:

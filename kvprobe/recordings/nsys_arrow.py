@@ -15,14 +15,13 @@ import pyarrow.parquet
 from kvprobe.errors import RecordingError
 from kvprobe.recordings import vocabulary as words
 from kvprobe.recordings.model import Recording
-from kvprobe.recordings.nsys_sqlite import COLUMNS, Columns, columns_to_recording
+from kvprobe.recordings.nsys_sqlite import COLUMNS, DOMAIN_CREATE, Columns, columns_to_recording
 
 __all__ = ["read"]
 
 Progress = Callable[[str, float], None]
 _SUFFIXES = (".parquet", ".arrow", ".arrows", ".feather")
 _ROWS_PER_BYTE = 64  # run-length encoding can claim billions of rows in a few bytes; real tables stay far below
-_DOMAIN_CREATE = 75
 
 
 def read(path: Path, progress: Progress | None = None) -> Recording:
@@ -130,7 +129,7 @@ class _Folder:
         found = self.load("NVTX_EVENTS", ["globalTid", "domainId", "text", "eventType"])
         if len(found.column_names) < 4:
             return []
-        found = found.filter(pc.equal(pc.cast(found["eventType"], pa.int64(), safe=False), _DOMAIN_CREATE)).slice(
+        found = found.filter(pc.equal(pc.cast(found["eventType"], pa.int64(), safe=False), DOMAIN_CREATE)).slice(
             0, 10_000
         )
         return list(zip(*(found[column].to_pylist() for column in ("globalTid", "domainId", "text")), strict=True))

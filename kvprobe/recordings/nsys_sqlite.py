@@ -104,7 +104,7 @@ COLUMNS: dict[str, dict[str, int]] = {
     "ThreadNames": {"nameId": -1, "globalTid": 0},
 }
 _RANGE_STYLES = {59: RangeStyle.PUSH_POP, 60: RangeStyle.START_END, 70: RangeStyle.PUSH_POP, 71: RangeStyle.START_END}
-_DOMAIN_CREATE = 75
+DOMAIN_CREATE = 75
 _STREAM_NAMES = {1: "", 2: "non-blocking", 3: "null"}
 
 Columns = dict[str, Array]
@@ -267,7 +267,7 @@ class Export:
             islice(
                 self.db.execute(
                     "SELECT CAST(globalTid AS INTEGER), CAST(domainId AS INTEGER), CAST(text AS TEXT) FROM NVTX_EVENTS "
-                    f"WHERE eventType = {_DOMAIN_CREATE}"
+                    f"WHERE eventType = {DOMAIN_CREATE}"
                 ),
                 10_000,
             )

@@ -31,9 +31,10 @@ import msgspec
 from kvprobe.errors import RecordingError
 from kvprobe.runfolder import files
 
-__all__ = ["VERSION", "RunFolder"]
+__all__ = ["CONFIDENTIAL", "VERSION", "RunFolder"]
 
 VERSION = 1  # of the folder, in run.json; 0: none is named there. History: 1 first to name it, private files
+CONFIDENTIAL = "confidential_computing"  # in end.json: whether the GPUs run in that mode
 
 Int = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
 Pid = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]

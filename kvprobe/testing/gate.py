@@ -22,7 +22,7 @@ from typing import Any
 from kvprobe.errors import KvprobeError, UsageError
 from kvprobe.native.library import path_of
 from kvprobe.probe.ring import CALLS
-from kvprobe.testing.rules import RULES, rules_of
+from kvprobe.testing.rules import ALLOCATION, BLOCKING, FULL_QUEUE, PAGEABLE, PINNING, RULES, SYNCHRONISATION, rules_of
 
 __all__ = ["Frame", "Gate", "Seen", "Violation"]
 
@@ -180,7 +180,7 @@ class Gate:
         """
         forbidden = rules_of(rules)
         seen = Seen()
-        asks = "full-queue" in forbidden
+        asks = FULL_QUEUE in forbidden
         self._file.seek(0)
         self._file.truncate()
         slow_ns = SLOW_NS if asks and not queue_full else 0
@@ -214,10 +214,10 @@ def _table(forbidden: frozenset[str]) -> bytes:
     table = bytearray(128)
     for number, (kind, name) in CALLS.items():
         if kind in ("COPY", "BATCH", "COPY_SYNC"):
-            always = kind == "COPY_SYNC" and "blocking" in forbidden
-            table[number] = _COPIES | (_ALWAYS if always else _IF_PAGEABLE if "pageable" in forbidden else 0)
+            always = kind == "COPY_SYNC" and BLOCKING in forbidden
+            table[number] = _COPIES | (_ALWAYS if always else _IF_PAGEABLE if PAGEABLE in forbidden else 0)
         else:
-            rules = {"synchronisation", "blocking"} if kind == "SYNC" else _memory_rules(kind, name)
+            rules = {SYNCHRONISATION, BLOCKING} if kind == "SYNC" else _memory_rules(kind, name)
             table[number] = _ALWAYS if forbidden & rules else 0
     return bytes(table)
 
@@ -225,7 +225,7 @@ def _table(forbidden: frozenset[str]) -> bytes:
 def _memory_rules(kind: str, name: str) -> set[str]:
     if kind not in ("ALLOC", "FREE"):
         return set()
-    return {"pinning" if "Host" in name else "allocation"}
+    return {PINNING if "Host" in name else ALLOCATION}
 
 
 def _read(path: Path) -> Iterator[Violation]:
@@ -245,12 +245,12 @@ def _read(path: Path) -> Iterator[Violation]:
 def _violation(numbers: list[int], frames: tuple[Frame, ...]) -> Violation:
     call, direction, size, _, stream, start, took, thread, after_copy, full = numbers
     kind, name = CALLS.get(call, ("", f"call {call}"))
-    rules: list[str] = ["full-queue"] if full else []
+    rules: list[str] = [FULL_QUEUE] if full else []
     if kind in ("COPY", "BATCH", "COPY_SYNC"):
-        rules += ["pageable"] if direction >> 4 == _PAGEABLE else []
-        rules += ["blocking"] if kind == "COPY_SYNC" else []
+        rules += [PAGEABLE] if direction >> 4 == _PAGEABLE else []
+        rules += [BLOCKING] if kind == "COPY_SYNC" else []
     elif kind == "SYNC":
-        rules += ["blocking", "synchronisation"] if after_copy else ["synchronisation"]
+        rules += [BLOCKING, SYNCHRONISATION] if after_copy else [SYNCHRONISATION]
     rules += _memory_rules(kind, name)
     way = _DIRECTIONS.get(direction & 15, "")
     return Violation(tuple(rules), name, way, size, stream, start, took, thread, frames)
@@ -274,7 +274,7 @@ def _full_by_recording(folder: Path, found: list[Violation]) -> list[Violation]:
         zip(calls["thread"][rows].tolist(), (calls["end_ns"] - calls["start_ns"])[rows].tolist(), strict=True)
     )
     return [
-        Violation(("full-queue", *one.rules), *list(vars(one).values())[1:])
+        Violation((FULL_QUEUE, *one.rules), *list(vars(one).values())[1:])
         if (one.thread, one.dur_ns) in blocked
         else one
         for one in found

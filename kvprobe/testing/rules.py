@@ -9,14 +9,17 @@ from kvprobe.errors import UsageError
 
 __all__ = ["RULES", "rules_of"]
 
+PAGEABLE, BLOCKING, SYNCHRONISATION = "pageable", "blocking", "synchronisation"
+ALLOCATION, PINNING, FULL_QUEUE = "allocation", "pinning", "full-queue"
+
 # rule -> what broke it, what to do instead
 RULES = {
-    "pageable": ("a copy from or to pageable memory", "pin the host memory, once, before the hot path"),
-    "blocking": ("a copy that the host waits for", "copy with non_blocking=True and wait with an event"),
-    "synchronisation": ("the host waits for the GPU", "let a stream wait for an event instead"),
-    "allocation": ("device memory is allocated or freed", "allocate before the hot path and keep it"),
-    "pinning": ("host memory is pinned or unpinned", "pin before the hot path and keep it"),
-    "full-queue": ("a full launch queue holds the call up", "submit in larger pieces, or on more streams"),
+    PAGEABLE: ("a copy from or to pageable memory", "pin the host memory, once, before the hot path"),
+    BLOCKING: ("a copy that the host waits for", "copy with non_blocking=True and wait with an event"),
+    SYNCHRONISATION: ("the host waits for the GPU", "let a stream wait for an event instead"),
+    ALLOCATION: ("device memory is allocated or freed", "allocate before the hot path and keep it"),
+    PINNING: ("host memory is pinned or unpinned", "pin before the hot path and keep it"),
+    FULL_QUEUE: ("a full launch queue holds the call up", "submit in larger pieces, or on more streams"),
 }
 
 

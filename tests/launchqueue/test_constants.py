@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +36,33 @@ def test_nobody_else_defines_one_of_them() -> None:
             defined = set(own.findall(path.read_text())) if path.name != "constants.py" else set()
             # these two judge other things by names of their own
             assert not {line for line in defined if path.name not in ("first_calls.py", "window.py")}, path
+
+
+def numbers(tree: ast.Module) -> Iterator[tuple[str, float]]:
+    """Names that a module gives to numbers, with the number."""
+    for node in tree.body:
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(target.elts, node.value.elts, strict=True))
+            for name, value in pairs:
+                with contextlib.suppress(ValueError):
+                    number = ast.literal_eval(value)
+                    if isinstance(name, ast.Name) and type(number) in (int, float):
+                        yield name.id, number
+
+
+def test_a_number_that_modules_share_has_its_name_in_one_place() -> None:
+    """What one module takes from another, none gives the same value under the same name by itself."""
+    places: dict[tuple[str, float], list[str]] = {}
+    shared: set[str] = set()
+    for path in [*PACKAGE.rglob("*.py"), *PACKAGE.parent.glob("patches/*.py")]:
+        tree = ast.parse(path.read_text())
+        shared |= {one.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for one in node.names}
+        for named in numbers(tree):
+            places.setdefault(named, []).append(path.name)
+    assert not {named: where for named, where in places.items() if len(where) > 1 and named[0] in shared}
+    assert len([named for named in places if named[0] in shared]) > 30
 
 
 @pytest.mark.parametrize("taught_ns", [100, 1_700, 100_000])

@@ -22,11 +22,18 @@ ALONE = {
     "kvprobe/instrument/carried/kvprobe_startup.py",
     "kvprobe/instrument/in_gdb.py",
 }
+NAME = "KVPROBE(?:_[A-Z]+)*"
 DECLARED = {variable.name: variable for variable in environment.VARIABLES}
 
 
 def named(text: str) -> set[str]:
-    return set(re.findall(r"\bKVPROBE(?:_[A-Z]+)*\b", text))
+    return set(re.findall(rf"\b{NAME}\b", text))
+
+
+def variables(path: Path) -> list[str]:
+    """Texts of a file that are a variable's name, each time that they are written."""
+    constants = (one for one in ast.walk(ast.parse(path.read_text())) if isinstance(one, ast.Constant))
+    return [one.value for one in constants if isinstance(one.value, str) and re.fullmatch(NAME, one.value)]
 
 
 def environment_reads(path: Path) -> list[str]:
@@ -56,8 +63,19 @@ def test_nobody_else_reads_them() -> None:
 
 def test_whoever_cannot_import_it_reads_what_is_declared() -> None:
     for name in ALONE - {"kvprobe/environment.py"}:
-        read = environment_reads(ROOT / name)
-        assert read and set(read) <= set(DECLARED), name
+        named = variables(ROOT / name)
+        assert named and set(named) <= set(DECLARED), name
+
+
+def test_each_name_is_written_once() -> None:
+    """Once where it is declared; whoever cannot import the declaration writes it once, too."""
+    assert sorted(variables(ROOT / "kvprobe/environment.py")) == sorted({*DECLARED, *environment.OF_THE_TESTS})
+    for path in [*ROOT.glob("kvprobe/**/*.py"), *ROOT.glob("patches/*.py")]:
+        written = variables(path)
+        if str(path.relative_to(ROOT)) in ALONE:
+            assert len(written) == len(set(written)), path
+        else:
+            assert not written, path
 
 
 def test_the_native_part_reads_what_is_declared_as_native() -> None:

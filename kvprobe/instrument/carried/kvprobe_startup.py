@@ -27,6 +27,7 @@ SERVERS = {
     "diffusers": ("diffusers", ("diffusers",), ">=0.33,<1"),
     "kvbm": ("kvbm", ("kvbm",), ">=1.2,<2"),
 }
+_SWITCH, _RUN, _CARRY = "KVPROBE", "KVPROBE_RUN", "KVPROBE_CARRY"  # as environment.py declares them
 _PACKAGES = frozenset(row[0] for row in SERVERS.values())
 _CARRIED = ("kvprobe", "wrapt", "packaging")  # all that adapters need; each works as source on every Python
 _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "VLLM_DP_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "NODE_RANK")
@@ -36,9 +37,9 @@ def start() -> None:
     """Checks in with the run of the environment, once a process; never raises, prints nothing."""
     try:
         env = os.environ
-        folder = env.get("KVPROBE_RUN")
-        off = env.get("KVPROBE", "").strip().lower() in ("off", "0", "no", "false")
-        asked = folder or env.get("KVPROBE") or env.get("KVPROBE_FIX")
+        folder = env.get(_RUN)
+        off = env.get(_SWITCH, "").strip().lower() in ("off", "0", "no", "false")
+        asked = folder or env.get(_SWITCH) or env.get("KVPROBE_FIX")
         # a .pth line of a virtual environment is processed twice
         if not asked or off or getattr(sys, "_kvprobe_started", None) == os.getpid():
             return
@@ -160,7 +161,7 @@ class _WaitForServer:
             return None
         sys.meta_path.remove(self)
         try:
-            if os.environ.get("KVPROBE_CARRY"):
+            if os.environ.get(_CARRY):
                 sys.meta_path.append(_Carried())
             from kvprobe.instrument import activate
 
@@ -184,12 +185,12 @@ class _Carried:
             return None
         from importlib.machinery import PathFinder
 
-        return PathFinder.find_spec(name, os.environ.get("KVPROBE_CARRY", "").split(os.pathsep))
+        return PathFinder.find_spec(name, os.environ.get(_CARRY, "").split(os.pathsep))
 
 
 def _failed(server: str, reason: str) -> None:
     """The run's reader learns why no adapter is in this process."""
-    folder = os.environ.get("KVPROBE_RUN")
+    folder = os.environ.get(_RUN)
     if folder:
         _write(
             f"{folder}/events-{os.getpid()}.jsonl",
