@@ -11,6 +11,7 @@ relaxes that, and nothing relaxes a wait on compute.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import ctypes as ct
 import itertools
@@ -25,7 +26,7 @@ from typing import Any
 
 from kvprobe.cuda import Runtime
 from kvprobe.cuda.hostruntime import HostRuntime
-from kvprobe.errors import KvprobeError, TransferError, UsageError
+from kvprobe.errors import CudaError, KvprobeError, TransferError, UsageError
 from kvprobe.launchqueue import Detector, QueueLimits, calibrate
 from kvprobe.native.library import (
     DETAIL,
@@ -37,6 +38,7 @@ from kvprobe.native.library import (
 )
 from kvprobe.offload.auto import Auto, Rung, Sample
 from kvprobe.offload.blocks import BlockPool, Mapping, pointer
+from kvprobe.offload.callbacks import Callbacks, call_first
 from kvprobe.offload.job import DIRECTION, Fault, Refusal, broken_by, fence, refused, wait_for
 from kvprobe.offload.methods import METHOD_NAMES, copier_for, measure_now, method_table
 from kvprobe.offload.resources import Resources
@@ -140,21 +142,21 @@ class OffloadEngine:
             now=lambda: int(self._now()),
         )
         self.broken: Exception | None = None
+        self._closed = KvprobeError("it is closed")
         self._ids = itertools.count(1)
         self._live: dict[int, Transfer] = {}
         self._ended: deque[Transfer] = deque(maxlen=KEPT)
-        self._due: deque[Transfer] = deque()  # transfers whose callbacks are to run
         self._delivering = runtime.lock()
-        self._callbacks_ran = threading.Condition(threading.Lock())
-        self._running_callbacks: int | None = None  # the thread that runs them
-        self._teller: threading.Thread | None = None
+        self._callbacks = Callbacks(self._delivering)
+        self._telling = threading.RLock()  # held by the thread that calls back while nobody polls, as long as it lives
+        self._has_teller = False
         self._native, self._held = core(), core_held() if runtime.provider == "cuda" else core()
         self._job_refused = JobRefused()  # guarded by _delivering
         self._why = ct.addressof(self._job_refused)
         self._table: MethodTable
         self._handle: int | None = None  # None: closed
         self._ending = threading.RLock()
-        self._missed = False  # an exception came between taking what has ended and telling
+        self._missed = False  # what has ended was taken from the native side, and perhaps not told of
         self._memory: int | None = None
         copier = copier_for(runtime)
         if runtime.provider == "cuda" and copier.measured is None and method == "auto":
@@ -374,25 +376,22 @@ class OffloadEngine:
             return
         ids = (ct.c_uint64 * (most or 256))()
         with self._delivering:
-            if self._missed:
-                self._missed = False
-                for number in [number for number, transfer in self._live.items() if transfer.done]:
-                    self._settle(self._live.pop(number))
-            try:
-                while count := self._held.kvp_take_ended(handle, ids, len(ids)):
-                    for number in ids[:count]:
-                        transfer = self._live.pop(number, None)
-                        if transfer is not None:
-                            self._settle(transfer)
-                    if most:
-                        break
-            except BaseException:
-                self._missed = True  # taken from the native side, and not told of
-                raise
-        if self._due:
-            self._run_callbacks()
+            again, self._missed = self._missed, True
+            if again:  # an exception came in the last time
+                for transfer in [transfer for transfer in self._live.values() if transfer.done]:
+                    self._settle(transfer, again)
+            while count := self._held.kvp_take_ended(handle, ids, len(ids)):
+                for number in ids[:count]:
+                    found = self._live.get(number)
+                    if found is not None:
+                        self._settle(found)
+                if most:
+                    break
+            self._missed = False
+        self._callbacks.run()
 
-    def _settle(self, transfer: Transfer) -> None:
+    def _settle(self, transfer: Transfer, again: bool = False) -> None:
+        """Puts an ended transfer where it is told of; `again`: perhaps it is there already."""
         status = transfer._status
         if transfer.failed:
             if status.fault in (Fault.DEVICE, Fault.STUCK, Fault.RESET):
@@ -400,50 +399,25 @@ class OffloadEngine:
         elif self.link_bytes_per_s and transfer.piece_bytes >= LARGE and status.copy_end_ns > status.copy_start_ns:
             rate = transfer.bytes / (status.copy_end_ns - status.copy_start_ns) * 1e9
             self.detector.link(rate, self.link_bytes_per_s)
-        self._ended.append(transfer)
-        if transfer._callbacks:
-            self._due.append(transfer)
-        else:
+        if not again or transfer not in self._ended:
+            self._ended.append(transfer)
+        if not transfer._callbacks:
             transfer._callbacks = None
+        elif not again or transfer not in self._callbacks.due:
+            self._callbacks.due.append(transfer)
+        self._live.pop(transfer.id, None)
 
     def _add_callback(self, transfer: Transfer, callback: Callable[[Transfer], None]) -> None:
         with self._delivering:
             if transfer._callbacks is not None:
+                if not self._has_teller and not self.simulated and (handle := self._handle) is not None:
+                    self._native.kvp_submitter_hold(handle)
+                    # not a threading.Thread, whose start() leaves a lock taken where a signal's exception comes in
+                    _thread.start_new_thread(_tell, (weakref.ref(self), self._native, handle, self._telling))
+                    self._has_teller = True
                 transfer._callbacks.append(callback)
-                if self._teller is None and not self.simulated:
-                    self._teller = threading.Thread(
-                        target=_tell,
-                        args=(weakref.ref(self), self._native, self._handle),
-                        name="kvprobe-tell",
-                        daemon=True,
-                    )
-                    self._native.kvp_submitter_hold(self._handle)
-                    self._teller.start()
                 return
-        _call(callback, transfer)
-
-    def _run_callbacks(self) -> None:
-        """Runs what is due, in order, on one thread at a time and outside every lock."""
-        me = threading.get_ident()
-        with self._callbacks_ran:
-            if self._running_callbacks is not None:
-                return
-            self._running_callbacks = me
-        try:
-            while self._due:
-                transfer = self._due[0]
-                while True:
-                    with self._delivering:
-                        callback = transfer._callbacks.pop(0) if transfer._callbacks else None
-                        if callback is None:
-                            transfer._callbacks = None
-                            self._due.popleft()
-                            break
-                    _call(callback, transfer)
-        finally:
-            with self._callbacks_ran:
-                self._running_callbacks = None
-                self._callbacks_ran.notify_all()
+        call_first([callback], transfer)
 
     def wait(self, transfer: Transfer | None = None, timeout_s: float | None = None) -> None:
         """Sleeps until one transfer has ended, or all, and their callbacks have run (not inside a callback).
@@ -455,15 +429,12 @@ class OffloadEngine:
         if self._handle is None:
             return
         self._deliver()
-        if self._running_callbacks == threading.get_ident():
+        if self._callbacks.inside:
             return
-        while transfer._callbacks is not None if transfer else self._due:
-            self._run_callbacks()
+        while transfer._callbacks is not None if transfer else self._callbacks.due:
             if isinstance(self.runtime, HostRuntime) and self.simulated:
-                self.runtime.run_until(lambda: self._running_callbacks is None)
-            with self._callbacks_ran:
-                if self._running_callbacks is not None:
-                    self._callbacks_ran.wait(0.05)
+                self.runtime.run_until(lambda: self._callbacks.free)
+            self._callbacks.await_runner()
             self._deliver()
 
     def fence(self, transfer: Transfer, stream: int) -> None:
@@ -566,23 +537,27 @@ class OffloadEngine:
         if drain:
             self.wait()
         self._note_broken()
-        lost = self.broken is not None
-        self.broken = self.broken or KvprobeError("it is closed")
+        self.broken = self.broken or self._closed
         self._native.kvp_submitter_stop(handle)  # the thread that calls back leaves first
-        if self._teller is not None and self._teller is not threading.current_thread() and self._teller.is_alive():
-            self._teller.join()
+        with self._telling:  # it has left, unless it is the one that closes
+            pass
         with self._ending:
             self._native.kvp_submitter_close(handle, int(drain))
         self._deliver()
-        with self._ending:
-            self._handle = None
         _open_engines.discard(self)
         self.recorder.close()
-        if not lost:  # on a lost device nothing can be destroyed, and nothing need be
-            code = self._native.kvp_submitter_destroy_events(handle)
-            self._resources.close()
-            if code:
-                raise self.runtime.error("cudaEventDestroy", code)
+        code = 0
+        try:
+            if self.broken is self._closed:  # on a lost device nothing can be destroyed, and nothing need be
+                code = self._native.kvp_submitter_destroy_events(handle)
+                self._resources.close()
+        except CudaError:
+            self._handle = None
+            raise
+        with self._ending:
+            self._handle = None  # at the end: a close that an interrupt ended can be called again
+        if code:
+            raise self.runtime.error("cudaEventDestroy", code)
 
     def runtime_reset(self) -> None:
         """The runtime was torn down: what is in flight fails, and no handle is used again."""
@@ -612,22 +587,16 @@ class OffloadEngine:
         self.close()
 
 
-def _call(callback: Callable[[Transfer], None], transfer: Transfer) -> None:
-    try:
-        callback(transfer)
-    except Exception:
-        log.exception("a callback of %s %d raised", transfer.direction, transfer.id)
-
-
-def _tell(engine: weakref.ref[OffloadEngine], native: ct.CDLL, handle: int) -> None:
+def _tell(engine: weakref.ref[OffloadEngine], native: ct.CDLL, handle: int, telling: threading.RLock) -> None:
     """Runs callbacks while nobody polls; sleeps in the native library meanwhile."""
     try:
-        while native.kvp_wait_ended(handle) >= 0:
-            alive = engine()
-            if alive is None or alive._handle is None:
-                return
-            alive._deliver()
-            del alive
+        with telling:
+            while native.kvp_wait_ended(handle) >= 0:
+                alive = engine()
+                if alive is None or alive._handle is None:
+                    return
+                alive._deliver()
+                del alive
     finally:
         native.kvp_submitter_free(handle)
 

@@ -61,20 +61,29 @@ class Resources:
         """
         failed: CudaError | None = None
         runtime = self._runtime
-        steps: list[Callable[[], None]] = [functools.partial(runtime.stream_destroy, each) for each in self.shared]
-        if self.clock_stream:
-            steps.append(functools.partial(runtime.stream_destroy, self.clock_stream))
-        steps += [pool.close for pool in self.pooled]
-        steps += [functools.partial(runtime.free_host, int(one.host or 0)) for one in self.lists]
-        self.shared, self.pooled, self.lists = [], [], []
-        self.clock_stream = 0
-        for step in steps if runtime.generation == self._generation else ():
+        if runtime.generation != self._generation:
+            self.shared, self.pooled, self.lists, self.clock_stream = [], [], [], 0
+        while step := self._next_step():
             try:
                 step()
             except CudaError as error:
                 failed = failed or error
         if failed:
             raise failed
+
+    def _next_step(self) -> Callable[[], None] | None:
+        """Takes one of them out and says how it is destroyed; None: all are. So an interrupted `close` can go on."""
+        runtime = self._runtime
+        if self.shared:
+            return functools.partial(runtime.stream_destroy, self.shared.pop())
+        if self.clock_stream:
+            stream, self.clock_stream = self.clock_stream, 0
+            return functools.partial(runtime.stream_destroy, stream)
+        if self.pooled:
+            return self.pooled.pop().close
+        if self.lists:
+            return functools.partial(runtime.free_host, int(self.lists.pop().host or 0))
+        return None
 
 
 def handles(values: list[int]) -> ct.Array[ct.c_void_p]:

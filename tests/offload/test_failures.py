@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import random
 import signal
+import sys
 
 import numpy as np
 import pytest
@@ -220,25 +222,83 @@ def test_a_reset_ends_the_engines_of_the_runtime_and_their_handles_are_not_used_
         assert set(engine.held.values()) == {0}
 
 
+class Interrupt(BaseException):
+    pass
+
+
+INTERRUPTED = (
+    *(f"offload/{name}.py" for name in ("engine", "callbacks", "transfer", "job", "shared")),
+    "/threading.py",
+)
+
+
+class InterruptAfter:
+    """Raises in the main thread after so many calls of the engine's code, as a signal's handler does."""
+
+    def __init__(self, calls):
+        self.left, self.where = calls, ""
+
+    def __enter__(self):
+        sys.setprofile(self._profile)
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def _profile(self, frame, event, argument):
+        code = frame.f_code
+        if event not in ("call", "c_return") or not code.co_filename.endswith(INTERRUPTED):
+            return
+        if "__del__" in (code.co_name, frame.f_back and frame.f_back.f_code.co_name):
+            return  # what is raised in a destructor is only printed
+        self.left -= 1
+        if not self.left:
+            self.where = f"{code.co_filename}:{frame.f_lineno} {event}"
+            sys.setprofile(None)
+            raise Interrupt
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a transfer that was half made
+@pytest.mark.parametrize("policy", ["shared", "pooled", "auto"])
+def test_an_interrupt_after_any_call_of_the_engine_loses_nothing_and_holds_nothing(bench, policy):
+    b = bench(depth=64, channels=2)
+    for calls in itertools.count(1):
+        told, asked = [], []
+        interrupt = InterruptAfter(calls)
+        with b.engine(policy=policy) as engine:
+            with contextlib.suppress(Interrupt), interrupt:
+                for number in range(4):
+                    asked.append(engine.load(range(64), range(64), done=None if number % 2 else told.append))
+                    if number == 2:
+                        engine.poll()
+                asked[-1].wait()
+                engine.poll()
+            engine.wait()
+            assert all(transfer.done and transfer.error is None for transfer in asked), interrupt.where
+            assert set(asked[::2]) <= set(told) and len(set(told)) == len(told), interrupt.where
+            assert not engine._live and set(engine.held.values()) == {0}, interrupt.where
+            engine.load(range(64), range(64), done=told.append).wait()
+            assert told[-1].done
+        if not interrupt.where:
+            break
+    assert calls > 50  # as many were interrupted
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised inside a destructor: no effect
 @pytest.mark.parametrize("policy", ["shared", "pooled", "auto"])
 def test_an_exception_of_a_signal_handler_at_any_moment_loses_nothing(bench, policy):
-    class Stop(BaseException):
-        pass
-
     armed = False
 
     def stop(*_):
         if armed:
-            raise Stop
+            raise Interrupt
 
     b, chance = bench(depth=64, channels=2), random.Random(5)
     before = signal.signal(signal.SIGVTALRM, stop)
     try:
-        for _ in range(12):
+        for _ in range(3):
             told, asked = [], []
             with b.engine(policy=policy) as engine:
-                with pytest.raises(Stop):
+                with pytest.raises(Interrupt):
                     armed = True
                     signal.setitimer(signal.ITIMER_VIRTUAL, chance.uniform(1e-4, 1e-2), 0.1)
                     while True:
