@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -27,7 +28,10 @@ def union(start: Array, end: Array) -> tuple[Array, Array]:
         end = np.maximum.accumulate(end)
     first = np.ones(len(start), dtype=bool)
     first[1:] = start[1:] > end[:-1]
-    last = np.append(np.flatnonzero(first)[1:] - 1, len(start) - 1)
+    if first.all():
+        return start, end
+    last = np.ones(len(start), dtype=bool)
+    last[:-1] = first[1:]
     return start[first], end[last]
 
 
@@ -37,7 +41,13 @@ class Cover:
     def __init__(self, start: Array, end: Array) -> None:
         """Takes any intervals, overlapping or not, in any order; times in ns."""
         self.start, self.end = union(np.asarray(start, dtype=np.int64), np.asarray(end, dtype=np.int64))
-        self._before = np.concatenate(([0], np.cumsum(self.end - self.start))).astype(np.int64)
+
+    @cached_property
+    def _before(self) -> Array:
+        """Length covered before each interval, and in all of them; who asks for gaps alone does without."""
+        length = np.zeros(len(self.start) + 1, dtype=np.int64)
+        np.cumsum(self.end - self.start, out=length[1:])
+        return length
 
     @property
     def total_ns(self) -> int:

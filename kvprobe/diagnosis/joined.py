@@ -143,10 +143,11 @@ class JoinedRecording:
         def filled(column: str, unknown: int) -> Array:
             mine: Array = calls[column]
             gap = (mine == unknown) & (first_row >= 0)
-            if not gap.any():
+            theirs = executions[column][first_row[gap]]
+            if not (theirs != unknown).any():  # a kernel moves nothing anywhere
                 return mine
             mine = mine.copy()
-            mine[gap] = executions[column][first_row[gap]]
+            mine[gap] = theirs
             return mine
 
         self.stream = filled("stream", -1)

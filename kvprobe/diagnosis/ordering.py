@@ -66,6 +66,5 @@ def order_not_shown(joined: JoinedRecording) -> NotLookedFor | None:
 
 def bursts(joined: JoinedRecording, process: int, rows: Array) -> Array:
     """Number of the burst that each copy belongs to: a launch of the process between two copies begins a new one."""
-    launches = joined.start[joined.launches(process)]
-    at = np.searchsorted(launches, joined.start[rows])
+    at = np.searchsorted(joined.start[joined.launches(process)], joined.start[rows])
     return np.concatenate(([0], np.cumsum(at[1:] != at[:-1]))) if len(rows) else at

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from kvprobe.recordings.model import Array, Table
 
 __all__ = [
+    "Growing",
     "codes",
     "constant",
     "correlation_keys",
@@ -16,7 +18,9 @@ __all__ = [
     "is_kind",
     "join",
     "match",
+    "narrowed",
     "pairs",
+    "positions",
     "sorted_table",
     "spans",
     "stream_rows",
@@ -155,6 +159,16 @@ def pairs(first: Array, second: Array) -> tuple[list[tuple[int, int]], Array]:
     return [(int(a[key // len(b)]), int(b[key % len(b)])) for key in used.tolist()], place
 
 
+def positions(place: Array, many: int) -> list[Array]:
+    """Where each of the codes 0 to `many` - 1 stands, ascending, as `codes` and `pairs` number them."""
+    if many == 1:
+        return [np.arange(len(place))]
+    if many <= 16:  # a pass for each costs less than an order of all
+        return [np.flatnonzero(place == code) for code in range(many)]
+    order = np.argsort(place, kind="stable")
+    return np.split(order, np.cumsum(np.bincount(place, minlength=many))[:-1])
+
+
 def constant(column: Array) -> bool:
     """Whether all rows of a column that has some are one value."""
     if column.strides == (0,):
@@ -191,6 +205,50 @@ def join(parts: list[Array]) -> Array:
     out = np.concatenate(parts)
     parts.clear()
     return out
+
+
+class Growing:
+    """A column of int64 that arrives in parts: one value for as long as it is one, then one array.
+
+    Parts that are joined at the end need their room twice, and leave holes that no longer array fits into.
+    """
+
+    def __init__(self, expected: int) -> None:
+        """`expected` rows get room at once where they do not all hold one value; more may come."""
+        self.rows = 0
+        self._expected = expected
+        self._value: Array | None = None
+        self._all: Array | None = None
+
+    def add(self, values: Array) -> None:
+        """Appends a part, which is copied."""
+        if not len(values):
+            return
+        rows, self.rows = self.rows, self.rows + len(values)
+        if self._all is None:
+            if self._value is None:
+                self._value = values[:1].copy()
+            if values[0] == self._value[0] and constant(values):
+                return
+            self._all = np.empty(max(self._expected, self.rows), dtype=np.int64)
+            self._all[:rows] = self._value
+        elif self.rows > len(self._all):
+            self._all = np.concatenate([self._all[:rows], np.empty(max(rows, len(values)), dtype=np.int64)])
+        self._all[rows : self.rows] = values
+
+    def whole(self) -> Array:
+        """The column, (rows,) int64; read-only where one value is stored for all."""
+        if self._all is not None:
+            return self._all[: self.rows]
+        return np.broadcast_to(self._value[0] if self._value is not None else np.int64(0), (self.rows,))
+
+
+def narrowed(column: Array, dtype: npt.DTypeLike) -> Array:
+    """The column as integers of fewer bytes, cut to their range; one value throughout stays stored once."""
+    limits = np.iinfo(dtype)
+    if column.strides == (0,):
+        return np.broadcast_to(np.clip(column[:1], limits.min, limits.max).astype(dtype), (len(column),))
+    return np.asarray(np.clip(column, limits.min, limits.max).astype(dtype))
 
 
 def stream_rows(process: Array, device: Array, handle: Array) -> tuple[Array, dict[str, Array]]:

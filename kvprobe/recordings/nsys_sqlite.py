@@ -19,7 +19,7 @@ import numpy as np
 
 from kvprobe.errors import RecordingError
 from kvprobe.recordings import vocabulary as words
-from kvprobe.recordings.assemble import codes, constant, join, match, sorted_table, stream_rows
+from kvprobe.recordings.assemble import Growing, codes, join, match, narrowed, sorted_table, stream_rows
 from kvprobe.recordings.links import link
 from kvprobe.recordings.model import Array, CallKind, Engine, Label, RangeStyle, Recording, Source, Table
 from kvprobe.recordings.trace_library import native_library
@@ -153,40 +153,48 @@ class Export:
         present = [name for name in wanted if name in have]
         if not {"start", "end"} & set(wanted) <= have or not present:
             return {name: np.zeros(0, dtype=np.int64) for name in wanted}
-        parts = self._leaf_by_leaf(table, {name: wanted[name] for name in present}, tick)
-        if parts is None:
-            parts = self._row_by_row(table, {name: wanted[name] for name in present}, tick)
-        read = sum(len(part) for part in parts[0])
-        out: Columns = {name: join(parts[i]) for i, name in enumerate(present)}
+        asked = {name: wanted[name] for name in present}
+        found = self._leaf_by_leaf(table, asked, tick)
+        if found is None:
+            found = self._row_by_row(table, asked, tick)
+        read = len(found[0])
+        out: Columns = dict(zip(present, found, strict=True))
         for name in wanted:
             if name not in out:
                 out[name] = np.broadcast_to(np.int64(wanted[name]), (read,))
         return out
 
-    def _row_by_row(self, table: str, wanted: dict[str, int], tick: Callable[[], None] | None) -> list[list[Array]]:
-        """The columns as SQLite reads them, each in parts."""
+    def _rows_expected(self, table: str) -> int:
+        """About how many rows the table has, from the newest row's number; 0 where that cannot be told."""
+        try:
+            ((newest,),) = self.db.execute(f'SELECT max(rowid) FROM "{table}"').fetchall()
+        except (sqlite3.Error, ValueError):  # a table without row numbers, or a damaged one
+            return 0
+        return min(int(newest or 0), self.bytes // 4) if isinstance(newest, int) and newest > 0 else 0
+
+    def _row_by_row(self, table: str, wanted: dict[str, int], tick: Callable[[], None] | None) -> list[Array]:
+        """The columns as SQLite reads them."""
         picks = ", ".join(f'coalesce(CAST("{name}" AS INTEGER), {absent})' for name, absent in wanted.items())
         cursor = self.db.execute(f'SELECT {picks} FROM "{table}"')
         # A damaged b-tree can repeat a page for ever; a row cannot take less than four bytes.
         most = max(self.bytes // 4, 1)
-        parts: list[list[Array]] = [[] for _ in wanted]
+        expected = self._rows_expected(table)
+        found = [Growing(expected) for _ in wanted]
         read = 0
         while True:
             flat = np.fromiter(chain.from_iterable(islice(cursor, _BATCH)), dtype=np.int64)
             if not len(flat):
-                return parts
+                return [column.whole() for column in found]
             matrix = flat.reshape(-1, len(wanted))
-            for i, column in enumerate(parts):
-                column.append(matrix[:, i].copy())
+            for i, column in enumerate(found):
+                column.add(matrix[:, i])
             read += len(matrix)
             if read > most:
                 raise sqlite3.DatabaseError(f"{table} has more rows than the file has room for")
             if tick is not None:
                 tick()
 
-    def _leaf_by_leaf(
-        self, table: str, wanted: dict[str, int], tick: Callable[[], None] | None
-    ) -> list[list[Array]] | None:
+    def _leaf_by_leaf(self, table: str, wanted: dict[str, int], tick: Callable[[], None] | None) -> list[Array] | None:
         """The same, copied out of the file's pages by the native library; None where it cannot."""
         library = native_library()
         about = {
@@ -214,7 +222,8 @@ class Export:
                 len(order),
                 keys[0] if len(keys) == 1 else -1,
             )
-            parts: list[list[Array]] = [[] for _ in wanted]
+            expected = self._rows_expected(table)
+            found = [Growing(expected) for _ in wanted]
             part = np.empty((len(order), _BATCH), dtype=np.int64)
             rows = ctypes.c_uint64()
             while state:
@@ -222,16 +231,12 @@ class Export:
                 if ended > 1:
                     return None
                 read = int(rows.value)
-                for column, row in zip(parts, rank, strict=True):
-                    values = part[row, :read]
-                    # Most columns hold one value for long: stored once, for rows wait here for their last part.
-                    column.append(
-                        np.broadcast_to(values[:1].copy(), (read,)) if read and constant(values) else values.copy()
-                    )
+                for column, row in zip(found, rank, strict=True):
+                    column.add(part[row, :read])
                 if tick is not None:
                     tick()
                 if ended == 1:
-                    return parts
+                    return [column.whole() for column in found]
             return None
         finally:
             if state:
@@ -419,7 +424,7 @@ class _Builder:
             "direction": directions[inverse] if len(kinds) else np.zeros(0, np.uint8),
             "count": ((kind == CallKind.COPY) | (kind == CallKind.COPY_SYNC)).astype(np.int32),
             "correlation": raw.pop("correlationId"),
-            "result": np.clip(raw.pop("returnValue"), -(1 << 31), (1 << 31) - 1).astype(np.int32),
+            "result": narrowed(raw.pop("returnValue"), np.int32),
         }
         return sorted_table("calls", columns)
 
@@ -432,7 +437,7 @@ class _Builder:
         if not calls.rows or not streams.rows:
             return
         told = np.flatnonzero(np.isin(calls["kind"], np.array([CallKind.SYNC, CallKind.EVENT], dtype=np.uint8)))
-        stream, event = calls["stream"].copy(), calls["src"].copy()
+        stream = event = None
         row_of = {
             (int(process), int(handle)): row
             for row, (process, handle) in enumerate(zip(streams["process"], streams["handle"], strict=True))
@@ -445,13 +450,16 @@ class _Builder:
             _, owner = match(calls["process"][told], calls["correlation"][told], process, raw["correlationId"])
             theirs = np.flatnonzero(owner >= 0)
             rows = told[owner[theirs]]
+            if stream is None or event is None:
+                stream, event = calls["stream"].copy(), calls["src"].copy()
             known = [
                 row_of.get(key, -1)
                 for key in zip(process[theirs].tolist(), raw["streamId"][theirs].tolist(), strict=True)
             ]
             stream[rows] = known
             event[rows] = raw["eventId"][theirs].astype(np.uint64)
-        recording.tables["calls"] = Table("calls", {**calls.columns, "stream": stream, "src": event})
+        if stream is not None and event is not None:
+            recording.tables["calls"] = Table("calls", {**calls.columns, "stream": stream, "src": event})
 
     def executions(self) -> tuple[Table, Table]:
         parts: list[Columns] = []

@@ -85,7 +85,7 @@ class Occupancy:
         depth: of each call at entry, (calls,) int32; -1 where the call submits nothing.
         blocked: which calls were blocked by a full queue, (calls,) bool.
         blocked_ns: host time lost in each call, (calls,) int64.
-        baseline_ns: what each call would have cost at shallow depth, (calls,) int64; -1 unknown.
+        baseline_ns: what each call would have cost at shallow depth, (calls,) int32, 2.1 s at most; -1 unknown.
         verdict: "saturated" if one stream is; else "cannot tell" if one cannot be told; else "healthy".
         how: "labels", "plateau" or "inferred" (no device activity was recorded).
     """
@@ -115,7 +115,7 @@ def occupancy(recording: Recording, *, use_labels: bool = True, by_channel: bool
     depth = np.full(rows, -1, dtype=np.int32)
     blocked_ns = np.zeros(rows, dtype=np.int64)
     blocked = np.zeros(rows, dtype=bool)
-    baseline = np.full(rows, -1, dtype=np.int64)
+    baseline = np.full(rows, -1, dtype=np.int32)
     labelled = _labelled(recording)
     found: list[StreamOccupancy] = []
     for queue in _queues(recording, by_channel):
@@ -125,7 +125,7 @@ def occupancy(recording: Recording, *, use_labels: bool = True, by_channel: bool
         blocked_ns[queue.calls] = queue.blocked_ns
         names = calls["name"][queue.calls]
         for name, value in queue.baseline_ns.items():
-            baseline[queue.calls[names == name]] = value
+            baseline[queue.calls[names == name]] = min(value, np.iinfo(np.int32).max)
         found.append(queue)
     found.sort(key=lambda q: (-int(q.blocked_ns.sum()), q.stream))
     verdict, reason = overall([(q.verdict, q.reason, int(q.depth.max(initial=0))) for q in found])

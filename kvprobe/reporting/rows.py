@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvprobe.diagnosis.intervals import in_time
+from kvprobe.recordings.assemble import codes, is_kind, pairs, positions
 from kvprobe.recordings.model import SUBMITTING, CallKind, Engine, Recording
 from kvprobe.reporting import streams
 from kvprobe.reporting.units import count_text, duration, percent
@@ -68,8 +70,7 @@ def rows_chart(recording: Recording, found: Submissions, findings: Sequence[Find
             {
                 "label": row.label,
                 "thread": row.thread,
-                "work": _digits(row.start[~row.wait], row.end[~row.wait], edges),
-                **({"wait": _digits(row.start[row.wait], row.end[row.wait], edges)} if row.wait.any() else {}),
+                **_busy(row, edges),
             }
             for row in shown
         ],
@@ -96,6 +97,15 @@ def rows_chart(recording: Recording, found: Submissions, findings: Sequence[Find
     )
 
 
+def _busy(row: _Row, edges: Array) -> dict[str, str]:
+    """How busy each slice was: with work, and with waiting where the row waited at all."""
+    if not row.wait.any():
+        return {"work": _digits(row.start, row.end, edges)}
+    work = ~row.wait
+    waited = _digits(row.start[row.wait], row.end[row.wait], edges)
+    return {"work": _digits(row.start[work], row.end[work], edges), "wait": waited}
+
+
 def _listed(row: _Row, span: float) -> list[Any]:
     spent = row.end - row.start
     work, wait = float(spent[~row.wait].sum()), float(spent[row.wait].sum())
@@ -109,23 +119,22 @@ def _listed(row: _Row, span: float) -> list[Any]:
     ]
 
 
-def _grouped(key: Array, spent: Array, most: int) -> tuple[list[Array], int]:
-    """Positions by key, the ones with most time first; how many keys were left out."""
-    order = np.argsort(key, kind="stable")
-    _, first = np.unique(key[order], return_index=True)
-    parts = np.split(order, first[1:]) if len(order) else []
-    parts.sort(key=lambda part: -float(spent[part].sum()))
-    return parts[:most], max(len(parts) - most, 0)
+def _busiest(parts: list[Array], start: Array, end: Array) -> tuple[list[Array], int]:
+    """The parts with most time in them, these first; how many were left out."""
+    parts.sort(key=lambda part: -float((end[part] - start[part]).sum()))
+    return parts[:MOST_ROWS], max(len(parts) - MOST_ROWS, 0)
+
+
+_WORK = (*SUBMITTING, CallKind.OTHER, CallKind.EVENT)
 
 
 def _threads(recording: Recording) -> tuple[list[_Row], int]:
     calls = recording.calls
-    spent = calls["end_ns"] - calls["start_ns"]
-    key = (calls["process"].astype(np.int64) << 40) + (calls["thread"] & ((1 << 40) - 1))
-    parts, more = _grouped(key, spent, MOST_ROWS)
+    owners, place = pairs(calls["process"], calls["thread"])
+    parts, more = _busiest(positions(place, len(owners)), calls["start_ns"], calls["end_ns"])
     known = recording.threads
-    owners = zip(known["process"].tolist(), known["thread"].tolist(), strict=True)
-    named = dict(zip(owners, known["name"].tolist(), strict=True))
+    owned = zip(known["process"].tolist(), known["thread"].tolist(), strict=True)
+    named = dict(zip(owned, known["name"].tolist(), strict=True))
     several = recording.processes.rows > 1
     out = []
     for part in parts:
@@ -133,7 +142,7 @@ def _threads(recording: Recording) -> tuple[list[_Row], int]:
         name = recording.text(named.get((process, thread), 0))
         label = f"thread {thread}" + (f" ({name})" if name else "")
         label += f" of {streams.process_name(recording, process)}" if several else ""
-        wait = ~np.isin(calls["kind"][part], np.array([*SUBMITTING, CallKind.OTHER, CallKind.EVENT], np.uint8))
+        wait = ~is_kind(calls["kind"][part], _WORK)
         out.append(_Row(label, calls["start_ns"][part], calls["end_ns"][part], wait, part, True))
     return out, more
 
@@ -141,18 +150,18 @@ def _threads(recording: Recording) -> tuple[list[_Row], int]:
 def _streams(recording: Recording) -> tuple[list[_Row], int]:
     """What each stream executed; where the device was not recorded, the transfers on it."""
     ran = recording.executions if recording.executions.rows else recording.transfers
-    rows = np.flatnonzero(ran["stream"] >= 0)
-    start, end = ran["start_ns"][rows], ran["end_ns"][rows]
+    start, end, stream = ran["start_ns"], ran["end_ns"], ran["stream"]
     if not recording.executions.rows:  # what a transfer did on the device; before it, it stood in a queue
-        end = end - np.maximum(ran["poll_ns"][rows], 0)
-        start = np.maximum(end - np.maximum(ran["copy_ns"][rows], 0), start)
-    parts, more = _grouped(ran["stream"][rows], end - start, MOST_ROWS)
+        end = end - np.maximum(ran["poll_ns"], 0)
+        start = np.maximum(end - np.maximum(ran["copy_ns"], 0), start)
+    values, place = codes(stream)
+    known = [part for value, part in zip(values.tolist(), positions(place, len(values)), strict=True) if value >= 0]
+    parts, more = _busiest(known, start, end)
     out = []
     for part in parts:
-        part = part[np.argsort(start[part], kind="stable")]
-        label = streams.stream_name(recording, int(ran["stream"][rows[part[0]]]))
-        wait = np.zeros(len(part), dtype=bool)
-        out.append(_Row(label, start[part], end[part], wait, rows[part], False))
+        part = in_time(part, start)
+        label = streams.stream_name(recording, int(stream[part[0]]))
+        out.append(_Row(label, start[part], end[part], np.zeros(len(part), dtype=bool), part, False))
     return out, more
 
 
@@ -160,15 +169,18 @@ def _digits(start: Array, end: Array, edges: Array) -> str:
     """How busy each slice was, 0 to 9, as text; anything at all is at least 1."""
     if not len(start):
         return "0"
-    until = np.concatenate(([0], np.cumsum(np.maximum(end - start, 0))))
+    until = np.zeros(len(start) + 1, dtype=np.int64)
+    np.cumsum(np.maximum(end - start, 0), out=until[1:])
     reach = np.maximum.accumulate(end)
     begun = np.searchsorted(start, edges, side="left")  # those that began before each edge
     last = np.maximum(begun - 1, 0)
     spent = until[begun] - np.where(begun > 0, np.clip(reach[last] - edges, 0, end[last] - start[last]), 0)
     busy = np.clip(np.diff(spent) / (edges[1] - edges[0]), 0, 1)
     level = np.ceil(busy * 9).astype(np.uint8)
-    at = np.clip(np.searchsorted(edges, start, side="right") - 1, 0, SLICES - 1)
-    level[at] = np.maximum(level[at], 1)
+    some = np.diff(begun) > 0  # something begins in the slice; what begins outside counts for the slice beside it
+    some[0] |= begun[0] > 0
+    some[-1] |= begun[-1] < len(start)
+    level[some] = np.maximum(level[some], 1)
     return bytes(level + ord("0")).decode()
 
 
@@ -188,7 +200,7 @@ def _items(
     for number, row in enumerate(shown):
         spent = row.end - row.start
         budget = max((LONGEST if row.thread else LONGEST // 2) // max(len(shown), 1), EACH)
-        part = np.argpartition(-spent, budget)[:budget] if len(spent) > budget else np.arange(len(spent))
+        part = np.argpartition(spent, -budget)[-budget:] if len(spent) > budget else np.arange(len(spent))
         if row.thread:
             mine = np.searchsorted(row.rows, told)
             mine = mine[(mine < len(row.rows)) & (row.rows[np.minimum(mine, len(row.rows) - 1)] == told)]

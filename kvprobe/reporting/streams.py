@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvprobe.recordings.assemble import codes, pairs
+from kvprobe.recordings.assemble import codes, pairs, positions
 from kvprobe.recordings.model import SUBMITTING, Engine, Recording
 from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, depth_series
 from kvprobe.recordings.vocabulary import stream_title
@@ -68,14 +68,10 @@ class _Lane:
 def _lanes(recording: Recording, found: Submissions, *columns: str) -> list[_Lane]:
     """Submissions grouped by columns of `calls`, most host time first; by exact totals where single calls were lost."""
     calls = recording.calls
-    coded = [codes(calls[column][found.rows]) for column in columns]
-    key = np.zeros(len(found.rows), dtype=np.int64)
-    for values, code in coded:
-        key = key * max(len(values), 1) + code
-    order = np.argsort(key, kind="stable")
-    _, first = np.unique(key[order], return_index=True)
+    picked = [calls[column][found.rows] for column in columns]
+    kinds, place = codes(picked[0]) if len(picked) == 1 else pairs(*picked)
     out: dict[tuple[int, ...], _Lane] = {}
-    for part in np.split(order, first[1:]) if len(order) else []:
+    for part in positions(place, len(kinds)) if len(found.rows) else []:
         durations = found.dur_ns[part]
         half, high, top = charts.quantiles(durations, 0.5, 0.99, 1.0)
         named = tuple(int(calls[column][found.rows[part[0]]]) for column in columns)

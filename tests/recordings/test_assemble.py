@@ -1,0 +1,48 @@
+"""Columns as readers put them together: whatever the parts, the same rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvprobe.recordings.assemble import Growing, codes, narrowed, positions
+
+parts = st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=6)
+
+
+@given(parts, st.integers(0, 12))
+def test_a_column_holds_its_parts_in_order_whatever_was_expected(parts: list[list[int]], expected: int) -> None:
+    column = Growing(expected)
+    for part in parts:
+        column.add(np.array(part, dtype=np.int64))
+    assert column.whole().tolist() == [value for part in parts for value in part]
+
+
+def test_one_value_throughout_is_stored_once_and_a_part_that_is_used_again_leaves_no_trace() -> None:
+    column, part = Growing(10), np.full(4, 7)
+    column.add(part)
+    column.add(part)
+    assert column.whole().strides == (0,)
+    part[:] = 8
+    column.add(part)
+    part[:] = 9
+    assert column.whole().tolist() == [7] * 8 + [8] * 4
+
+
+@pytest.mark.parametrize("column", [np.broadcast_to(np.int64(1 << 40), (5,)), np.array([0, -(1 << 40), 1 << 40])])
+def test_fewer_bytes_cut_and_never_wrap(column: np.ndarray) -> None:
+    found = narrowed(column, np.int32)
+    assert found.dtype == np.int32
+    assert found.tolist() == np.clip(column, -(1 << 31), (1 << 31) - 1).tolist()
+    assert found.strides == ((0,) if column.strides == (0,) else (4,))
+
+
+@given(st.lists(st.integers(0, 40), max_size=60))
+def test_every_row_stands_at_the_position_of_its_code(values: list[int]) -> None:
+    found, place = codes(np.array(values, dtype=np.int64))
+    rows = positions(place, len(found))
+    assert sorted(int(row) for part in rows for row in part) == list(range(len(values)))
+    for value, part in zip(found.tolist(), rows, strict=True):
+        assert part.tolist() == [row for row, one in enumerate(values) if one == value]
