@@ -2,7 +2,7 @@
 
 Generates an Nsight Systems export (SQLite, the schema's own columns): decode steps that launch kernels on one stream
 while KV blocks are copied on another whose launch queue fills; then measures `kvprobe report` (wall time, peak memory,
-bytes of the page) and the page in headless Chromium (until its charts are drawn, and the answer to a zoom).
+bytes of the page) and the page in headless Chromium (until its first view and all charts are drawn, and a zoom).
 
     python benchmarks/report_scale.py [--keep FILE] [--scale 1.0]
 
@@ -21,10 +21,19 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-BOUNDS = {"report_s": 10.0, "peak_bytes": 1.5e9, "page_bytes": 6e6, "ready_ms": 1000.0, "zoom_ms": 200.0}
+BOUNDS = {
+    "report_s": 10.0,
+    "peak_bytes": 1.5e9,
+    "page_bytes": 6e6,
+    "ready_ms": 1000.0,
+    "drawn_ms": 2000.0,
+    "zoom_ms": 200.0,
+}
+ROUNDS = 5
 PID = 4242
 GLOBAL = PID << 24
 DEPTH = 1021
@@ -143,7 +152,10 @@ def measure_report(recording: Path, page: Path) -> dict[str, float]:
 
 
 def measure_page(page: Path) -> dict[str, float]:
-    """Milliseconds until every chart is drawn, and until a zoom by keyboard is drawn; empty without Chromium."""
+    """Milliseconds until the first view is drawn, until every chart is, and until a zoom is; empty without Chromium.
+
+    Each is the least of ROUNDS: what else the machine does is none of the page's.
+    """
     import shutil
 
     browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
@@ -168,19 +180,30 @@ def measure_page(page: Path) -> dict[str, float]:
         ):
             options.add_argument(flag)
         with webdriver.Chrome(options=options, service=Service(driver)) as window:
-            window.get("about:blank")
-            began = time.perf_counter()
-            window.get(page.resolve().as_uri())
-            ready = window.execute_script("return document.documentElement.dataset.ready")
-            opened = (time.perf_counter() - began) * 1e3
-            zoom = window.execute_async_script(
-                """const done = arguments[0], plot = document.querySelector("#submissions .plot");
-                const t0 = performance.now();
-                plot.focus();
-                plot.dispatchEvent(new KeyboardEvent("keydown", {key: "+", bubbles: true, cancelable: true}));
-                requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now() - t0)));"""
-            )
-    return {"ready_ms": opened if ready else float("inf"), "zoom_ms": float(zoom)}
+            rounds = [_opened(window, page) for _ in range(ROUNDS)]
+    return {name: min(one[name] for one in rounds) for name in rounds[0]}
+
+
+def _opened(window: Any, page: Path) -> dict[str, float]:
+    """One round, in a new document."""
+    window.get("about:blank")
+    began = time.perf_counter()
+    window.get(page.resolve().as_uri())
+    ready = window.execute_script("return document.documentElement.dataset.ready")
+    opened = (time.perf_counter() - began) * 1e3
+    times = window.execute_async_script(
+        """const done = arguments[0], root = document.documentElement;
+        const plot = document.querySelector("#submissions .plot");
+        const zoom = () => {
+          const t0 = performance.now(), said = () => done([Number(root.dataset.drawn), performance.now() - t0]);
+          plot.focus();
+          plot.dispatchEvent(new KeyboardEvent("keydown", {key: "+", bubbles: true, cancelable: true}));
+          requestAnimationFrame(() => requestAnimationFrame(said));
+        };
+        const wait = () => root.dataset.drawn ? zoom() : setTimeout(wait, 5);
+        wait();"""
+    )
+    return {"ready_ms": opened if ready else float("inf"), "drawn_ms": times[0], "zoom_ms": times[1]}
 
 
 def main() -> int:

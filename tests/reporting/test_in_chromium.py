@@ -58,7 +58,10 @@ def opened(chromium: Any, path: Path, width: int = 1200, height: int = 900, dark
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
     still = {"name": "prefers-reduced-motion", "value": "reduce"}
     chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme, still]})
+    from selenium.webdriver.support.wait import WebDriverWait
+
     chromium.get(path.as_uri())
+    WebDriverWait(chromium, 60).until(lambda one: one.execute_script("return document.documentElement.dataset.drawn"))
     return chromium
 
 
@@ -118,6 +121,38 @@ def test_every_chart_is_drawn_and_has_words_and_a_table(chromium: Any, pages: di
         assert found["rows"] > 0, figure
         assert found["label"], figure
         assert found["described"], figure
+
+
+HELD = "window.held = []; window.requestIdleCallback = (act) => window.held.push(act);"
+DRAWN = "return [...document.querySelectorAll('figure[data-chart]')].filter((f) => f.querySelector('.plot svg')).length"
+
+
+def test_what_lies_below_the_first_view_waits_until_the_browser_is_idle(chromium: Any, pages: dict[str, Path]) -> None:
+    added = chromium.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": HELD})
+    try:
+        chromium.get(pages["recording"].as_uri())
+        assert chromium.execute_script("return document.documentElement.dataset.ready")
+        above = chromium.execute_script(
+            """return [...document.querySelectorAll('figure[data-chart]')].filter((f) => {
+              const box = f.getBoundingClientRect(); return box.height && box.top < innerHeight; }).length"""
+        )
+        assert chromium.execute_script(DRAWN) == above < len(figures(chromium))
+        tall = "return [...document.querySelectorAll('figure[data-chart]')].map((f) => f.offsetHeight).join()"
+        before = chromium.execute_script(tall)
+        chromium.execute_script("document.querySelector('#submissions .plot').focus()")
+        chromium.find_element("css selector", "#submissions .plot").send_keys("+")
+        assert chromium.execute_script(DRAWN) == above + 1, (
+            "who is asked answers at once, its peers when it is their turn"
+        )
+        chromium.execute_script("while (window.held.length) window.held.shift()();")
+        assert chromium.execute_script("return document.documentElement.dataset.drawn")
+        assert chromium.execute_script(tall) == before, "nothing moves when it is drawn"
+        ticks = "return [...document.querySelectorAll(arguments[0] + ' svg text')].map((t) => t.textContent).join()"
+        zoomed = chromium.execute_script(ticks, "#occupancy")
+    finally:
+        chromium.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+    opened(chromium, pages["recording"])
+    assert chromium.execute_script(ticks, "#occupancy") != zoomed, "a peer that is drawn later shows the same time"
 
 
 @pytest.mark.parametrize("name", ["demo", "recording"])

@@ -182,7 +182,7 @@
       const width = clamp(b - a, Math.min(least, high - low), high - low);
       a = clamp((a + b - width) / 2, low, high - width);
       const peers = (this.spec.group && linked.get(this.spec.group)) || [this];
-      for (const plot of peers) { plot.range = [a, a + width]; plot.draw(); }
+      for (const plot of peers) { plot.range = [a, a + width]; if (plot.drawn || plot === this) plot.draw(); }
       peers.find((plot) => plot.remember)?.remember();
     }
     zoom(factor, around = null) {
@@ -215,6 +215,7 @@
       this.point(by === -Infinity ? a : by === Infinity ? b : clamp(now + by * unit, a, b));
     }
     at(event) {
+      if (!this.drawn) this.draw();
       const box = this.host.querySelector("svg").getBoundingClientRect();
       const x = clamp((event.clientX - box.left - this.left) / this.inner, 0, 1);
       return this.range[0] + x * (this.range[1] - this.range[0]);
@@ -267,11 +268,18 @@
     }
 
     // ---- drawing ----
+    tall(narrow) {
+      const { spec } = this;
+      return spec.kind === "bars" ? spec.rows.length * 44 + 44 : spec.kind === "rows" ? spec.rows.length * 34 + 34 : Math.round((spec.height || 250) * (narrow ? 0.84 : 1));
+    }
+    reserve() { this.host.style.minHeight = `${this.tall(innerWidth < 520)}px`; } // so that what is below stays where it is
     draw() {
       const width = Math.max(this.host.clientWidth - 12, 240);
       const narrow = width < 480;
       const spec = this.spec;
-      const height = spec.kind === "bars" ? spec.rows.length * 44 + 44 : spec.kind === "rows" ? spec.rows.length * 34 + 34 : Math.round((spec.height || 250) * (narrow ? 0.84 : 1));
+      const height = this.tall(narrow);
+      this.drawn = true;
+      this.host.style.minHeight = "";
       const named = (spec.spans || []).some((span) => span.label);
       Object.assign(this, { width, height, narrow, left: narrow ? 50 : 62, top: named ? 38 : 20, base: height - 26 });
       if (spec.kind === "bars") this.left = 4;
@@ -616,26 +624,37 @@
   }
   function start() {
     const specs = JSON.parse($("#kvprobe-data").textContent);
-    const draw = (figure) => {
+    const later = new Map(); // figure -> what draws it: everything below the first view, in the browser's idle time
+    const prepare = (figure) => {
       const spec = specs[figure.dataset.chart];
-      if (window.kvprobePlotly && spec.kind !== "rows") { window.kvprobePlotly(figure, spec); return; }
+      if (window.kvprobePlotly && spec.kind !== "rows") { later.set(figure, () => window.kvprobePlotly(figure, spec)); return; }
       const plot = new Plot(figure, spec);
       all.push(plot);
-      plot.draw();
+      plot.reserve();
+      later.set(figure, () => { if (!plot.drawn) plot.draw(); });
+    };
+    const draw = (figure) => { const act = later.get(figure); later.delete(figure); if (act) act(); };
+    const idle = window.requestIdleCallback || ((act) => setTimeout(act));
+    const next = () => {
+      if (later.size) { draw(later.keys().next().value); idle(next, { timeout: 100 }); }
+      else document.documentElement.dataset.drawn = String(Math.round(performance.now()));
     };
     for (const figure of $$("figure[data-chart]")) { // a closed finding has no width: it is drawn when it opens
       const closed = figure.closest("details.finding:not([open])");
-      if (closed) closed.addEventListener("toggle", () => draw(figure), { once: true }); else draw(figure);
+      if (closed) closed.addEventListener("toggle", () => { prepare(figure); draw(figure); }, { once: true }); else prepare(figure);
     }
     for (const plot of all) if (plot.spec.kind === "rows") window.kvprobe.rows(plot); // now that its peers are there
+    for (const [figure, box] of [...later.keys()].map((one) => [one, one.getBoundingClientRect()]))
+      if (box.top < innerHeight && box.bottom > 0) draw(figure);
     let pending = 0, width = innerWidth;
     addEventListener("resize", () => {
       if (innerWidth === width) return; // a phone's address bar changes the height alone
       width = innerWidth;
       cancelAnimationFrame(pending);
-      pending = requestAnimationFrame(() => all.forEach((plot) => plot.draw()));
+      pending = requestAnimationFrame(() => all.forEach((plot) => plot.drawn && plot.draw()));
     });
     const shut = [];
+    addEventListener("beforeprint", () => [...later.keys()].forEach(draw));
     addEventListener("beforeprint", () => $$("details:not([open])").forEach((d) => { d.open = true; shut.push(d); }));
     addEventListener("afterprint", () => shut.splice(0).forEach((d) => { d.open = false; }));
     $$("table").forEach(sortable);
@@ -644,6 +663,7 @@
     copies();
     contents();
     document.documentElement.dataset.ready = String(Math.round(performance.now()));
+    idle(next, { timeout: 100 });
   }
   window.kvprobe = { Plot, all, svg, html, show, linearTicks, group };
   document.addEventListener("DOMContentLoaded", start); // behind the scripts that add to it
