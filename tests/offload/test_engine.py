@@ -253,10 +253,11 @@ def test_a_lost_device_fails_what_is_in_flight_and_returns_everything(bench):
         engine.load([0], [0])
 
 
-def test_many_small_loads_at_once_finish_in_order_and_in_bounded_memory(bench):
-    count = 20_000
+@pytest.mark.parametrize("policy", ["shared", "pooled", "auto"])
+def test_many_small_loads_at_once_finish_and_are_told_of_in_order(bench, policy):
+    count = 10_000
     b = bench(layers=1, blocks=64, gpu_bytes=256, cpu_bytes=256, depth=1021, latency_ns=100.0)
-    with b.engine(policy="pooled", detail="totals") as engine:
+    with b.engine(policy=policy, detail="totals") as engine:
         ended: list[int] = []
         transfers = [
             engine.load([i % 64], [i % 64], done=lambda transfer: ended.append(transfer.id)) for i in range(count)

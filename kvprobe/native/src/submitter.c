@@ -410,7 +410,6 @@ void kvp_retire_shared(kvp_submitter *s, int d) {
     struct direction *dir = &s->direction[d];
     if (pthread_mutex_trylock(&dir->shared_lock)) return; /* whoever has it looks himself */
     int lost = 0;
-    struct kvp_job *over = NULL, **tail = &over;
     while (!line_empty(&dir->shared)) {
         struct marker *m = &dir->shared.marker[dir->shared.head % MARKERS];
         int is = reached(s, m);
@@ -423,20 +422,10 @@ void kvp_retire_shared(kvp_submitter *s, int d) {
         forget_event(s, dir->inlined, m->sequence);
         kvp_event_give(s, m->event);
         kvp_event_give(s, m->start);
-        struct kvp_job *j;
-        while ((j = ends_here(&dir->inlined, &dir->inlined_last, m->sequence))) {
-            j->status.copy_end_ns = end;
-            *tail = j;
-            tail = &j->next;
-            j->next = NULL;
-        }
+        struct kvp_job *j; /* with the lock: whoever retires the next ones tells of them after these */
+        while ((j = ends_here(&dir->inlined, &dir->inlined_last, m->sequence))) end_job(s, j, end);
     }
     pthread_mutex_unlock(&dir->shared_lock);
-    while (over) {
-        struct kvp_job *next = over->next;
-        end_job(s, over, over->status.copy_end_ns);
-        over = next;
-    }
     if (lost) atomic_store(&s->broken, lost); /* the thread ends everything at its next step */
 }
 
