@@ -5,12 +5,17 @@ from __future__ import annotations
 import shutil
 import signal
 import threading
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
-from kvprobe.errors import KvprobeError, UsageError
+from kvprobe.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvprobe.probe.flight import FlightRecorder
+    from kvprobe.probe.live import ProcessView
 
 __all__ = ["command"]
 
@@ -58,17 +63,22 @@ def command(
         if target is None and not once and flights is None and otlp is None:
             return
     from kvprobe.commands.top import find_target
-    from kvprobe.probe.exposed import Collector
+    from kvprobe.probe.exposed import as_text, served
+    from kvprobe.probe.flight import FlightRecorder
 
     run = None if target is None else find_target(target)
     if once:
-        from prometheus_client import CollectorRegistry, generate_latest
-
-        registry = CollectorRegistry()
-        registry.register(Collector(run))
-        click.echo(generate_latest(registry).decode(), nl=False)
+        click.echo(as_text(run), nl=False)
         return
-    _serve(run, port, listen, otlp, interval, flights, keep)
+    with ExitStack() as open_until_end:
+        if otlp is not None:
+            from kvprobe.probe.telemetry import provider
+
+            open_until_end.callback(provider(run, otlp, interval).shutdown)
+        if port:
+            url = open_until_end.enter_context(served(run, port, listen))
+            click.echo(f"kvprobe: {url}", err=True)
+        _watch(run, interval, FlightRecorder(flights, keep) if flights is not None else None)
 
 
 def _write_rules(folder: Path) -> None:
@@ -83,30 +93,10 @@ def _write_rules(folder: Path) -> None:
         raise UsageError(f"--rules {folder}: {error.strerror}") from None
 
 
-def _serve(
-    run: Path | None, port: int, listen: str, otlp: str | None, interval: float, flights: Path | None, keep: int
-) -> None:
-    from prometheus_client import CollectorRegistry, start_http_server
-
-    from kvprobe.probe.exposed import Collector
-    from kvprobe.probe.flight import FlightRecorder
+def _watch(run: Path | None, interval: float, recorder: FlightRecorder | None) -> None:
+    """Looks at the run until it has ended, or a signal says to end; keeps flights."""
     from kvprobe.probe.live import Live, over
 
-    sender: Any = None
-    if otlp is not None:
-        from kvprobe.probe.telemetry import provider
-
-        sender = provider(run, otlp, interval)
-    server = thread = None
-    if port:
-        registry = CollectorRegistry()
-        registry.register(Collector(run))
-        try:
-            server, thread = start_http_server(port, addr=listen, registry=registry)
-        except OSError as error:
-            raise KvprobeError(f"port {port} of {listen} cannot be used: {error.strerror}; choose another") from None
-        click.echo(f"kvprobe: http://{listen}:{port}/metrics", err=True)
-    recorder = FlightRecorder(flights, keep) if flights is not None else None
     live = Live(run)
     ended = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
@@ -115,22 +105,20 @@ def _serve(
         while not ended.wait(interval):
             views = live.look()
             if recorder is not None:
-                try:
-                    written = recorder.look(views)
-                except OSError as error:
-                    click.echo(f"kvprobe: no flight was kept in {flights}: {error.strerror}", err=True)
-                    written = None
-                if written is not None:
-                    click.echo(f"kvprobe: submissions became slow; the newest calls are kept in {written}", err=True)
+                _keep(recorder, views)
             if run is not None and not views and over(run):
                 break
     except KeyboardInterrupt:
         pass
     finally:
         signal.signal(signal.SIGTERM, before)
-        if server is not None and thread is not None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-        if sender is not None:
-            sender.shutdown()
+
+
+def _keep(recorder: FlightRecorder, views: list[ProcessView]) -> None:
+    try:
+        written = recorder.look(views)
+    except OSError as error:
+        click.echo(f"kvprobe: the newest calls could not be kept in {recorder.folder}: {error.strerror}", err=True)
+        return
+    if written is not None:
+        click.echo(f"kvprobe: submissions became slow; the newest calls are kept in {written}", err=True)

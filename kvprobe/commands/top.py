@@ -7,14 +7,14 @@ import select
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvprobe.errors import KvprobeError, UsageError
+from kvprobe.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -52,6 +52,7 @@ def command(target: str | None, interval: float, once: bool, as_json: bool, prom
     "suspected" means that submissions became several times slower than they were and hold their thread for a good part
     of the time, as a full launch queue makes them; what the device did is not seen live: `kvprobe report` decides.
     """
+    from kvprobe.probe.exposed import served
     from kvprobe.probe.live import Live
 
     if as_json and not once:
@@ -60,7 +61,7 @@ def command(target: str | None, interval: float, once: bool, as_json: bool, prom
     live, offloads = Live(run_folder), Offloads()
     live.look()
     _refuse_ended(run_folder)
-    with _served(live, prometheus):
+    with served(run_folder, prometheus) if prometheus else nullcontext():
         if once:
             time.sleep(interval)
             views = live.look()
@@ -294,29 +295,3 @@ def _single_keys(wanted: bool) -> Iterator[None]:
         yield
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-
-
-# -- Prometheus ----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _served(live: Any, port: int | None) -> Iterator[None]:
-    if port is None:
-        yield
-        return
-    from prometheus_client import CollectorRegistry, start_http_server
-
-    from kvprobe.probe.exposed import Collector
-
-    registry = CollectorRegistry()
-    registry.register(Collector(live.target))
-    try:
-        server, thread = start_http_server(port, addr="127.0.0.1", registry=registry)
-    except OSError as error:
-        raise KvprobeError(f"port {port} of 127.0.0.1 cannot be used: {error.strerror}; choose another") from None
-    try:
-        yield
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from kvprobe.errors import KvprobeError
 from kvprobe.probe.live import DIRECTIONS, Live, Totals, find_rings, in_flight, snapshots, totals
 from kvprobe.probe.ring import CALLS, TRANSFER, bucket_bounds
 
-__all__ = ["COUNTERS", "GAUGES", "HISTOGRAM", "Collector", "Sample", "counts", "gauges"]
+__all__ = ["COUNTERS", "GAUGES", "HISTOGRAM", "Collector", "Sample", "as_text", "counts", "gauges", "served"]
 
 # field of Totals -> (Prometheus, its text, OpenTelemetry, unit)
 COUNTERS = {
@@ -26,18 +28,32 @@ COUNTERS = {
     ),
     "errors": ("kvprobe_errors", "Calls whose return code was not 0.", "kvprobe.errors", "{error}"),
 }
+
+
+class Gauge(NamedTuple):
+    """A value that goes up and down: its text, OpenTelemetry's name and unit, and the labels of its samples."""
+
+    text: str
+    telemetry: str
+    unit: str
+    labels: tuple[str, ...]
+
+
 GAUGES = {
-    "kvprobe_call_in_flight_seconds": ("Time inside the longest call in progress.", "kvprobe.call.in_flight", "s"),
-    "kvprobe_watched_processes": ("Processes that run and are recorded.", "kvprobe.watched.processes", "{process}"),
-    "kvprobe_queue_suspected": (
+    "kvprobe_call_in_flight_seconds": Gauge(
+        "Time inside the longest call in progress.", "kvprobe.call.in_flight", "s", ("pid", "stream", "call")
+    ),
+    "kvprobe_watched_processes": Gauge(
+        "Processes that run and are recorded.", "kvprobe.watched.processes", "{process}", ()
+    ),
+    "kvprobe_queue_suspected": Gauge(
         "1: submissions became several times slower, as a full launch queue makes them.",
         "kvprobe.queue.suspected",
         "1",
+        ("pid", "stream"),
     ),
-    "kvprobe_blocked_share": (
-        "Part of the time since the last scrape lost in submissions.",
-        "kvprobe.blocked.share",
-        "1",
+    "kvprobe_blocked_share": Gauge(
+        "Part of the time since the last scrape lost in submissions.", "kvprobe.blocked.share", "1", ("pid", "stream")
     ),
 }
 HISTOGRAM = ("kvprobe_submit_seconds", "Host time of a call.")
@@ -70,20 +86,20 @@ def counts(target: Path | None) -> Iterator[Sample]:
                 yield Sample(snapshot.pid, f"{stream:#x}", name, DIRECTIONS.get(direction, "other"), total)
 
 
-def gauges(live: Live) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Name of GAUGES, labels, value: since the look before."""
+def gauges(live: Live) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """Name of GAUGES, values of its labels, value: since the look before."""
     running = 0
     for snapshot in snapshots(find_rings(live.target)):
         running += snapshot.state == "running" and snapshot.running() is not False
         for one in in_flight(snapshot, time.monotonic_ns())[:1]:
-            labels = {"pid": str(snapshot.pid), "stream": f"{one.stream:#x}", "call": one.call}
+            labels = str(snapshot.pid), f"{one.stream:#x}", one.call
             yield "kvprobe_call_in_flight_seconds", labels, one.age_ns / 1e9
-    yield "kvprobe_watched_processes", {}, running
+    yield "kvprobe_watched_processes", (), running
     for view in live.look():
         for stream in view.streams:
-            labels = {"pid": str(view.pid), "stream": f"{stream.stream:#x}"}
-            yield "kvprobe_queue_suspected", labels, float(stream.suspected)
-            yield "kvprobe_blocked_share", labels, stream.blocked_share
+            of_stream = str(view.pid), f"{stream.stream:#x}"
+            yield "kvprobe_queue_suspected", of_stream, float(stream.suspected)
+            yield "kvprobe_blocked_share", of_stream, stream.blocked_share
 
 
 class Collector:
@@ -113,15 +129,43 @@ class Collector:
             below = one.sums.histogram.cumsum()
             buckets = [(str(bounds[at] / 1e9), float(below[at - 1])) for at in _BOUNDS]
             durations.add_metric(one.labels, [*buckets, ("+Inf", float(below[-1]))], one.sums.dur_ns / 1e9)
-        found: dict[str, Any] = {}
-        names = {
-            "kvprobe_call_in_flight_seconds": ("pid", "stream", "call"),
-            "kvprobe_watched_processes": (),
-            "kvprobe_queue_suspected": ("pid", "stream"),
-            "kvprobe_blocked_share": ("pid", "stream"),
-        }
-        for name, (text, _, _) in GAUGES.items():
-            found[name] = GaugeMetricFamily(name, text, labels=names[name])
+        found = {name: GaugeMetricFamily(name, gauge.text, labels=gauge.labels) for name, gauge in GAUGES.items()}
         for name, labels, value in gauges(self._live):
-            found[name].add_metric(list(labels.values()), value)
+            found[name].add_metric(labels, value)
         yield from (*counters.values(), durations, *found.values())
+
+
+def as_text(target: Path | None) -> str:
+    """The metrics of one scrape, as Prometheus reads them; `target` as for `Live`."""
+    from prometheus_client import generate_latest
+
+    return generate_latest(_registry(target)).decode()
+
+
+@contextmanager
+def served(target: Path | None, port: int, address: str = "127.0.0.1") -> Iterator[str]:
+    """Serves the metrics of `target` (as for `Live`) at http://address:port/metrics, and yields this URL.
+
+    Raises:
+        KvprobeError: the port cannot be used.
+    """
+    from prometheus_client import start_http_server
+
+    try:
+        server, thread = start_http_server(port, addr=address, registry=_registry(target))
+    except OSError as error:
+        raise KvprobeError(f"port {port} of {address} cannot be used: {error.strerror}; choose another") from None
+    try:
+        yield f"http://{address}:{port}/metrics"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _registry(target: Path | None) -> Any:
+    from prometheus_client import CollectorRegistry
+
+    registry = CollectorRegistry()
+    registry.register(Collector(target))
+    return registry

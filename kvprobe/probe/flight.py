@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from kvprobe.probe.live import ProcessView
+from kvprobe.runfolder.files import make_folder
 
 __all__ = ["FlightRecorder"]
 
@@ -41,7 +42,8 @@ class FlightRecorder:
         name = f"flight-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{suspected[0].pid}"
         target = self.folder / name
         partial = self.folder / f".{name}"
-        partial.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(partial)
         try:
             for view in suspected:
                 _copy(Path(view.path), partial / Path(view.path).name)

@@ -55,11 +55,13 @@ def instruments(meter: Any, target: Path | None) -> None:
                 yield Observation(one.sums.errors, attributes)
 
     def gauge(name: str) -> Any:
+        keys = [f"kvprobe.{label}" for label in GAUGES[name].labels]
+
         def observe(_: Any) -> Iterator[Any]:
-            own = live if name in ("kvprobe_queue_suspected", "kvprobe_blocked_share") else Live(target)
+            own = live if name == "kvprobe_queue_suspected" else Live(target)
             for found, labels, value in gauges(own):
                 if found == name:
-                    yield Observation(value, {f"kvprobe.{key}": text for key, text in labels.items()})
+                    yield Observation(value, dict(zip(keys, labels, strict=True)))
 
         return observe
 
@@ -67,9 +69,9 @@ def instruments(meter: Any, target: Path | None) -> None:
         meter.create_observable_counter(name, [counter(field)], unit, text)
     for (name, (unit, text)), read in zip(CONVENTIONS.items(), (gpu_io, errors), strict=True):
         meter.create_observable_counter(name, [read], unit, text)
-    for found, (text, name, unit) in GAUGES.items():
-        if found != "kvprobe_blocked_share":  # a look takes the interval since the one before: one instrument has it
-            meter.create_observable_gauge(name, [gauge(found)], unit, text)
+    for name, one in GAUGES.items():
+        if name != "kvprobe_blocked_share":  # a look takes the interval since the one before: one instrument has it
+            meter.create_observable_gauge(one.telemetry, [gauge(name)], one.unit, one.text)
 
 
 def provider(target: Path | None, endpoint: str, interval_s: float) -> Any:
