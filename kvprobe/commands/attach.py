@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -10,36 +9,25 @@ from typing import Any
 
 import click
 
-from kvprobe.commands import run
+from kvprobe.commands._watching import (
+    how_stacks,
+    interposer,
+    new_folder,
+    recording_options,
+    start_observer,
+    terminal,
+    write_run,
+)
 from kvprobe.errors import KvprobeError
+from kvprobe.runfolder.secrets import redact_text
 
 __all__ = ["command"]
 
 
 @click.command(short_help="Record a process that runs already.")
 @click.argument("pid", type=click.IntRange(1), metavar="PID")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Run folder. Default: ./kvprobe-<command>-<time>.",
-)
-@click.option(
-    "--detail",
-    type=click.Choice(["totals", "copies", "launches"]),
-    default="copies",
-    show_default=True,
-    help="What is kept of single calls, as for `kvprobe run`.",
-)
-@click.option(
-    "--max-size",
-    default="1G",
-    show_default=True,
-    metavar="SIZE",
-    help="Bound of the recording's size, all processes together.",
-)
-def command(pid: int, output: Path | None, detail: str, max_size: str) -> None:
+@recording_options
+def command(pid: int, output: Path | None, detail: str, max_bytes: int) -> None:
     """Record every CUDA copy that the process PID makes from now on, and those of its children that use CUDA.
 
     A debugger (gdb) loads the interposer into the process and has it write its functions where the process's libraries
@@ -53,29 +41,22 @@ def command(pid: int, output: Path | None, detail: str, max_size: str) -> None:
     from kvprobe.probe import processes
 
     attach.refuse(pid)
-    limit = run._bytes(max_size)
-    library = run._interposer()
+    library = interposer()
     words = _words(pid)
-    folder = run._make_folder(output, words[0])
+    folder = new_folder(output, "kvprobe", words[0])
     options: dict[str, Any] = {
-        "report": "",
-        "fix": "off",
         "detail": detail,
-        "max_bytes": limit,
-        "stacks": True,
-        "stacks_how": run._how_stacks(),
-        "stacks_after_ms": 50,
-        "nvml": False,
-        "nsys": False,
+        "max_bytes": max_bytes,
+        "stacks_how": how_stacks(),
         "program": words[0],
-        "words": " ".join(words),
-        "terminal": run._terminal(),
+        "words": redact_text(" ".join(words)),
+        "terminal": terminal(),
         "attached": [pid],
     }
-    run.write_run(folder, words, options, pid)
+    write_run(folder, words, options, pid)
     others = [other for other in processes.descendants(pid) if attach.uses_cuda(other) and other != os.getpid()]
     try:
-        attach.attach(pid, library, folder, detail, limit)
+        attach.attach(pid, library, folder, detail, max_bytes)
     except KvprobeError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -83,13 +64,13 @@ def command(pid: int, output: Path | None, detail: str, max_size: str) -> None:
     for other in others:
         try:
             attach.refuse(other)
-            attach.attach(other, library, folder, detail, limit)
+            attach.attach(other, library, folder, detail, max_bytes)
             attached.append(other)
         except KvprobeError as error:
             click.echo(f"kvprobe: warning: {error}", err=True)
     options["attached"] = attached
-    run.write_run(folder, words, options, pid)
-    run.start_observer(folder, pid)
+    write_run(folder, words, options, pid)
+    start_observer(folder, pid)
     children = f" and {len(attached) - 1} of its children" if len(attached) > 1 else ""
     click.echo(f"recording process {pid}{children} into {folder}")
     if not attach.uses_cuda(pid) and len(attached) == 1:
@@ -100,11 +81,3 @@ def command(pid: int, output: Path | None, detail: str, max_size: str) -> None:
 def _words(pid: int) -> tuple[str, ...]:
     words = [os.fsdecode(word) for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]]
     return tuple(words) or (Path(f"/proc/{pid}/comm").read_text().strip(),)
-
-
-def attached_pids(folder: Path) -> list[int]:
-    """Processes that `attach` was told of or found, by run.json."""
-    try:
-        return [int(pid) for pid in json.loads((folder / "run.json").read_text())["options"]["attached"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 
-from kvprobe.commands.attach import attached_pids
 from kvprobe.errors import KvprobeError, UsageError
 
 __all__ = ["command"]
@@ -23,13 +22,14 @@ def command(target: str) -> None:
     """
     from kvprobe.instrument import attach
     from kvprobe.probe import processes
+    from kvprobe.runfolder.folder import RunFolder
 
     folder = attach.recorded_into(int(target)) if target.isdigit() else Path(target).absolute()
     if folder is None:
         raise UsageError(f"process {target} is not recorded: nothing to detach from")
     if not (folder / "run.json").exists():
         raise UsageError(f"{target} is neither a pid nor a run folder")
-    first = attached_pids(folder)
+    first = RunFolder(folder).run().get("options", {}).get("attached", [])
     if not first:
         raise UsageError(f"{folder} was recorded by `kvprobe run`, from the start: it ends with its command")
     todo = dict.fromkeys(first)

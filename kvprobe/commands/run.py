@@ -8,12 +8,10 @@ Signals are handed on, exit code, input and output are the command's own; at the
 from __future__ import annotations
 
 import os
-import platform
 import re
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,13 +19,19 @@ import click
 
 from kvprobe import environment
 from kvprobe.commands._speaking import Command, end_like, say_outcome
+from kvprobe.commands._watching import (
+    how_stacks,
+    interposer,
+    new_folder,
+    recording_options,
+    start_observer,
+    terminal,
+    write_run,
+)
 from kvprobe.errors import KvprobeError, UsageError
 from kvprobe.runfolder.secrets import redact_text
 
 __all__ = ["command"]
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 class CannotRunError(KvprobeError):
@@ -44,13 +48,7 @@ class CannotRunError(KvprobeError):
     context_settings={"allow_interspersed_args": False},
 )
 @click.argument("words", nargs=-1, metavar="[--] COMMAND [ARGUMENT...]", type=click.UNPROCESSED)
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Run folder. Default: ./kvprobe-<command>-<time>.",
-)
+@recording_options
 @click.option(
     "--report",
     type=click.Path(path_type=Path),
@@ -63,21 +61,6 @@ class CannotRunError(KvprobeError):
     default="off",
     show_default=True,
     help="Let adapters switch a saturated server to pooled streams and dedup.",
-)
-@click.option(
-    "--detail",
-    type=click.Choice(["totals", "copies", "launches"]),
-    default="copies",
-    show_default=True,
-    help="What is kept of single calls. Totals are exact with any; launches are timed, but "
-    "only the slow ones are kept; `launches` keeps all.",
-)
-@click.option(
-    "--max-size",
-    default="1G",
-    show_default=True,
-    metavar="SIZE",
-    help="Bound of the recording's size, all processes together.",
 )
 @click.option(
     "--stacks/--no-stacks", default=True, show_default=True, help="Take Python stacks of a process that a call blocks."
@@ -96,10 +79,10 @@ class CannotRunError(KvprobeError):
 def command(
     words: tuple[str, ...],
     output: Path | None,
+    detail: str,
+    max_bytes: int,
     report: Path | None,
     fix: str,
-    detail: str,
-    max_size: str,
     stacks: bool,
     stacks_after: int,
     nvml: bool,
@@ -115,20 +98,19 @@ def command(
     if not words:
         raise UsageError("no command was given: kvprobe run [OPTIONS] -- COMMAND [ARGUMENT...]")
     asked = words
-    limit = _bytes(max_size)
     program = _find_program(words[0])
     launcher = _nsys_launcher() if nsys else []
     if report is not None and str(report) != "none":
         report = _check_report(report)
-    library = _interposer()
-    folder = _make_folder(output, words[0])
+    library = interposer()
+    folder = new_folder(output, "kvprobe", words[0])
     library = _preloadable(library, folder)
-    how = _how_stacks() if stacks else "off"
+    how = how_stacks() if stacks else "off"
     options: dict[str, Any] = {
         "report": str(report) if report else "",
         "fix": fix,
         "detail": detail,
-        "max_bytes": limit,
+        "max_bytes": max_bytes,
         "stacks": stacks,
         "stacks_how": how,
         "stacks_after_ms": stacks_after,
@@ -136,7 +118,7 @@ def command(
         "nsys": nsys,
         "program": program,
         "words": redact_text(" ".join(words)),
-        "terminal": _terminal() if in_place else "",
+        "terminal": terminal() if in_place else "",
         "killed": environment.killed(),
     }
     env = dict(os.environ)
@@ -146,7 +128,7 @@ def command(
         environment.RUN.name: str(folder),
         environment.DETAIL.name: detail,
         environment.FIX.name: fix,
-        environment.MAX_BYTES.name: str(limit),
+        environment.MAX_BYTES.name: str(max_bytes),
         environment.STACKS.name: how,
         **_carried(env),
         "LD_PRELOAD": f"{env['LD_PRELOAD']}:{library}" if env.get("LD_PRELOAD") else str(library),
@@ -173,13 +155,6 @@ def command(
     return end_like(code)
 
 
-def _bytes(text: str) -> int:
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or not float(match[1]):
-        raise UsageError(f"--max-size {text}: not a size; write one like 500M or 2G")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
-
-
 def _find_program(word: str) -> str:
     found = shutil.which(word)
     if found:
@@ -198,42 +173,6 @@ def _check_report(report: Path) -> Path:
     if not os.access(report.parent, os.W_OK):
         raise UsageError(f"--report {report}: {report.parent} does not exist or may not be written")
     return report
-
-
-def _make_folder(output: Path | None, word: str) -> Path:
-    """The run folder, made now; never one that holds another run."""
-    name = re.sub(r"[^\w.-]+", "_", Path(word).name) or "command"
-    base = output if output is not None else Path(f"kvprobe-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    base = base.absolute()
-    for attempt in range(100):
-        folder = base if not attempt else base.with_name(f"{base.name}-{attempt + 1}")
-        try:
-            folder.mkdir(mode=0o700, parents=output is not None, exist_ok=output is not None)
-            if folder.stat().st_uid != os.geteuid():
-                raise UsageError(
-                    f"--output {folder} belongs to somebody else, who could swap what is written there; name another"
-                )
-            folder.chmod(0o700)
-            if any(folder.iterdir()):
-                raise UsageError(f"--output {folder} is not empty; name a folder that is, or does not exist")
-            if not os.access(folder, os.W_OK):
-                raise PermissionError(13, "Permission denied", str(folder))
-        except FileExistsError:
-            if output is not None:
-                raise UsageError(f"--output {folder} is a file") from None
-            continue
-        except OSError as error:
-            raise UsageError(
-                f"the run folder {folder} cannot be made ({error.strerror}); name another with --output"
-            ) from None
-        return folder
-    raise UsageError(f"too many run folders like {base}; name one with --output")
-
-
-def _interposer() -> Path:
-    from kvprobe.native.library import path_of
-
-    return path_of("libkvprobe_interpose.so")
 
 
 def _preloadable(library: Path, folder: Path) -> Path:
@@ -270,32 +209,6 @@ def _carried(env: dict[str, str]) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(path), environment.CARRY.name: os.pathsep.join(dict.fromkeys(folders))}
 
 
-def _how_stacks() -> str:
-    """How stacks are taken: "py-spy" where a process may look into its relatives here, else "in-process"."""
-    import ctypes
-
-    from kvprobe.probe.stacks import py_spy
-
-    if py_spy() is None:
-        return "in-process"
-    status = Path("/proc/self/status").read_text()
-    capabilities = int(next((line.split()[1] for line in status.splitlines() if line.startswith("CapEff")), "0"), 16)
-    try:
-        scope = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
-    except (OSError, ValueError):
-        scope = 0
-    # with scope 1 the interposer names the observer as one who may look (PR_SET_PTRACER)
-    if not capabilities >> 19 & 1 and scope > 1:
-        return "in-process"
-    word = ctypes.c_uint64()
-    here = (ctypes.c_uint64 * 2)(ctypes.addressof(word), 8)
-    read = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
-    # container sandboxes refuse the call itself
-    if read is None or read(os.getpid(), here, ctypes.c_ulong(1), here, ctypes.c_ulong(1), ctypes.c_ulong(0)) != 8:
-        return "in-process"
-    return "py-spy"
-
-
 def _nsys_launcher() -> list[str]:
     """The start of an nsys command line.
 
@@ -320,98 +233,6 @@ def _nsys_launcher() -> list[str]:
         "--trace-fork-before-exec=true",
         "--force-overwrite=true",
     ]
-
-
-def _terminal() -> str:
-    """Path of the user's terminal, "" without one. By its name: the observer's session has no /dev/tty."""
-    try:
-        return os.ttyname(2)
-    except OSError:
-        return ""
-
-
-def write_run(folder: Path, words: tuple[str, ...], options: dict[str, Any], pid: int) -> None:
-    """run.json: what is recorded, how, and where. `pid` is that of the command."""
-    from kvprobe.runfolder.folder import RunFolder
-    from kvprobe.runfolder.secrets import redact
-    from kvprobe.version import version
-
-    uname = platform.uname()
-    run = {
-        "command": redact(words),
-        "cwd": str(Path.cwd()),
-        "version": version(),
-        "host": uname.node,
-        "kernel": f"{uname.system} {uname.release} {uname.machine}",
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "pid": pid,
-        "realtime_ns": time.time_ns(),
-        "gpu_nodes": gpu_nodes(),
-        "monotonic_ns": time.monotonic_ns(),
-        "options": options,
-        "environment": {k: v for k, v in os.environ.items() if k.startswith(("CUDA_", "NVIDIA_", "KVHOST_"))},
-    }
-    RunFolder(folder).write_run(run)
-
-
-def gpu_nodes() -> list[int]:
-    """NUMA nodes of the machine's NVIDIA GPUs, ascending; empty where the kernel does not tell."""
-    nodes = set()
-    for device in Path("/sys/bus/pci/devices").glob("*"):
-        try:
-            if (device / "vendor").read_text().strip() == "0x10de" and (device / "class").read_text().startswith(
-                "0x03"
-            ):
-                nodes.add(int((device / "numa_node").read_text()))
-        except (OSError, ValueError):
-            continue
-    return sorted(node for node in nodes if node >= 0)
-
-
-def start_observer(folder: Path, command_pid: int) -> int:
-    """Starts the observer and returns its pid. Forked twice: the command must not find a child it never had."""
-    try:  # opened here, because a short command has ended before the observer is up, and its exit status with it
-        myself = os.pidfd_open(command_pid)
-    except OSError:
-        myself = -1
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child:
-        os.close(write_end)
-        with os.fdopen(read_end) as pipe:
-            answer = pipe.read()
-        os.waitpid(child, 0)
-        if myself >= 0:
-            os.close(myself)
-        return int(answer or 0)
-    try:  # from here on nothing may return: this is a copy of the user's process
-        os.setsid()
-        grandchild = os.fork()
-        if grandchild:
-            os.write(write_end, str(grandchild).encode())
-            os._exit(0)
-        if myself >= 0:
-            os.dup2(myself, 3)
-            os.set_inheritable(3, True)
-        os.closerange(4 if myself >= 0 else 3, 256)
-        null = os.open(os.devnull, os.O_RDWR)
-        log = os.open(folder / "observer.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-        for fd, source in ((0, null), (1, log), (2, log)):
-            os.dup2(source, fd)
-        env = {k: v for k, v in os.environ.items() if not k.startswith("KVPROBE_") and k != "LD_PRELOAD"}
-        os.nice(5)
-        arguments = [
-            sys.executable,
-            "-m",
-            "kvprobe.instrument.observer",
-            str(folder),
-            str(command_pid),
-            "3" if myself >= 0 else "-1",
-        ]
-        os.execve(sys.executable, arguments, env)
-    finally:
-        os._exit(127)
 
 
 def _exec(program: str, arguments: list[str], env: dict[str, str]) -> NoReturn:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvprobe.commands._watching import new_folder
 from kvprobe.errors import KvprobeError, UsageError
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def command(
         raise UsageError("no command was given: kvprobe try [OPTIONS] -- COMMAND [ARGUMENT...]")
     pattern = _pattern(figure)
     wanted = _given(given)
-    folder = _folder(output, words[0])
+    folder = new_folder(output, "kvprobe-try", words[0])
     say = _Said(quiet=as_json)
     if source is None:
         source = folder / "recorded"
@@ -157,18 +158,6 @@ def _given(given: Sequence[str]) -> list[Change]:
             raise UsageError(f"--env {text}: write it as NAME=VALUE")
     pairs = [text.split("=", 1) for text in given]
     return [Change(f"{name}={value}", "environment", name, value) for name, value in pairs]
-
-
-def _folder(output: Path | None, word: str) -> Path:
-    name = re.sub(r"[^\w.-]+", "_", Path(word).name) or "command"
-    folder = (output or Path(f"kvprobe-try-{name}-{time.strftime('%Y%m%d-%H%M%S')}")).absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise UsageError(f"--output {folder} is not empty; name a folder that is, or does not exist")
-    except OSError as error:
-        raise UsageError(f"the folder {folder} cannot be made ({error.strerror}); name another with --output") from None
-    return folder
 
 
 def _name(change: Change | None) -> str:
