@@ -193,6 +193,21 @@ def test_a_process_is_attached_to_once(copying: Callable[..., Copying], tmp_path
     program.end()
 
 
+@needs_gdb
+def test_secrets_of_the_attached_command_are_not_kept(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", "import time; time.sleep(60)", "--api-key", "hunter2"]
+    program = subprocess.Popen(words)
+    try:
+        attached = [*KVPROBE, "attach", str(program.pid), "-o", tmp_path / "run"]
+        subprocess.run(attached, check=True, capture_output=True)
+        kept = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+        assert b"--api-key" in kept["run.json"]
+        assert [name for name, data in kept.items() if b"hunter2" in data] == []
+    finally:
+        program.kill()
+        program.wait()
+
+
 def test_what_is_missing_is_said_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     me = os.getpid()
     with pytest.raises(UsageError, match="there is no process"):
