@@ -1,4 +1,4 @@
-"""Makes the scenario generator importable, and starts the embedded host runtime once."""
+"""Makes the scenario generator importable, and starts the embedded host runtime in virtual time."""
 
 import sys
 from pathlib import Path
@@ -8,11 +8,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def runtime():
     from hostruntime import Runtime
 
-    return Runtime()
+    yield Runtime()
+    Runtime().host.reset()  # whoever comes next finds real time
 
 
 @pytest.fixture(scope="session")

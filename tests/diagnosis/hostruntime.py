@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ctypes as ct
-import threading
-import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvprobe.cuda.hostruntime import host_runtime
+from kvprobe.cuda.hostruntime import HostRuntime, host_runtime
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory, Recording, Source, Table
 from kvprobe.recordings.vocabulary import Names, call_kind
 
@@ -35,6 +33,25 @@ class Attributes(ct.Structure):
         ("dst_id", ct.c_int),
         ("flags", ct.c_uint),
     ]
+
+
+class Thread:
+    """A simulated thread: it runs while the others wait."""
+
+    def __init__(self, host: HostRuntime, body: Callable[[], Any]) -> None:
+        self.over = False
+
+        def run() -> None:
+            try:
+                body()
+            finally:
+                self.over = True
+
+        self._host, self._actor = host, host.thread(run)
+
+    def join(self) -> None:
+        self._host.run_until(lambda: self.over)
+        self._actor.remove()
 
 
 class Runtime:
@@ -63,7 +80,19 @@ class Runtime:
             raise RuntimeError(f"runtime call failed: {code}")
 
     def reset(self, **config: Any) -> None:
-        self.host.reset(**config)
+        """Afresh, in virtual time: it passes as the model says, and never because the machine was busy."""
+        self.host.reset(virtual_clock=True, **config)
+
+    def sleep(self, ns: int) -> None:
+        """The calling thread does something else for so long."""
+        self.host.advance(ns)
+
+    def now_ns(self) -> int:
+        return self.host.now_ns()
+
+    def thread(self, body: Callable[[], Any]) -> Thread:
+        """Runs `body` in a thread of its own; `join` it."""
+        return Thread(self.host, body)
 
     def stream(self) -> int:
         out = vp()
@@ -139,22 +168,10 @@ class Runtime:
         result = body()
         self.host.trace_stop()
         self.synchronize()
-        time.sleep(0.002)
         return self.host.trace(), result
 
     def call_name(self, api: int) -> str:
         return self.host.call_name(api)
-
-
-def now_ns() -> int:
-    return time.clock_gettime_ns(time.CLOCK_MONOTONIC)
-
-
-def in_thread(body: Callable[[], Any]) -> threading.Thread:
-    """Runs `body` in a thread of its own; `join` it."""
-    thread = threading.Thread(target=body)
-    thread.start()
-    return thread
 
 
 def recording_of(runtime: Runtime, records: npt.NDArray[Any], channels: bool = False) -> Recording:
@@ -243,7 +260,5 @@ __all__ = [
     "Direction",
     "Memory",
     "Runtime",
-    "in_thread",
-    "now_ns",
     "recording_of",
 ]

@@ -22,14 +22,8 @@ NOT_PLAYED = {
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_is_diagnosed_as_what_the_runtime_says_it_was(runtime, name):
-    def play():
-        played = SCENARIOS[name](runtime)
-        return mistakes(played, diagnose(played.recording))
-
-    wrong = play()
-    if wrong:  # the machine may have taken a core away for long enough to make another story of it: two of three, then
-        again = [play(), play(), play()]
-        assert sum(map(bool, again)) < 2, [wrong, *again]
+    played = SCENARIOS[name](runtime)
+    assert not mistakes(played, diagnose(played.recording))
 
 
 def test_every_cause_is_played(runtime):
@@ -42,13 +36,7 @@ def test_every_cause_is_played(runtime):
 
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name.startswith("healthy")])
 def test_a_healthy_recording_gets_nothing_found(runtime, name):
-    # On a busy machine a thread loses its core inside a call now and then: abstained from with a reason, never named.
-    for _ in range(8):
-        found = diagnose(SCENARIOS[name](runtime).recording)
-        if not found:
-            return
-        assert {finding.cause for finding in found} <= {"unexplained", "launch_queue_saturation"}
-        assert all(finding.abstains and finding.reason for finding in found)
+    assert not diagnose(SCENARIOS[name](runtime).recording)
 
 
 def test_the_recording_does_not_tell_the_truth_it_is_tested_against(runtime):
