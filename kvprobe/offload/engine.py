@@ -269,10 +269,11 @@ class OffloadEngine:
         stream = self.compute_stream if after is COMPUTE else after
         pooled = self.policy != "shared"
         what = REQUEST[direction] | (AFTER if stream is not None else 0) | (PUSH if pooled else 0)
-        number = next(self._ids)
+        number = 0
         transfer: Transfer | None = None
         try:
             with self._delivering:  # what ends at once is not looked for before it is known here
+                number = next(self._ids)  # here: numbers and what is handed over are in one order
                 job = self._held.kvp_job_request(
                     self._handle,
                     what,
