@@ -154,7 +154,7 @@ int kvp_job_after(kvp_submitter *s, struct kvp_job *j, void *stream) {
 static uint64_t make_marks(kvp_submitter *s, uint64_t now) {
     uint64_t next = UINT64_MAX;
     for (int i = 0; i < COMPUTE_STREAMS; i++) {
-        if (i >= __atomic_load_n(&s->computes, __ATOMIC_RELAXED)) break;
+        if (i >= atomic_load(&s->computes)) break;
         pthread_mutex_lock(&s->lock);
         struct fence *f = s->compute[i].open;
         uint64_t due = f ? f->opened_ns + SHARED_MARK_NS : UINT64_MAX;
@@ -199,21 +199,32 @@ void kvp_renew_device_clock(kvp_submitter *s) {
         uint64_t took = kvp_now_ns() - before;
         if (took >= best && tries < CLOCK_TRIES - 1) continue;
         best = took;
+        pthread_mutex_lock(&s->lock);
         s->clock_ns = before + took / 2;
         s->clock_event[1] = s->clock_event[0];
         s->clock_event[0] = event;
+        atomic_fetch_add(&s->clock_pair, 1);
+        pthread_mutex_unlock(&s->lock);
     }
     s->clock_at = kvp_now_ns() - (best == UINT64_MAX ? RENEW_CLOCK_NS - AGAIN_CLOCK_NS : 0);
 }
 
+/* Of any thread: a caller that retires its own jobs asks while the submitter's thread may pair the clocks anew. */
 uint64_t kvp_device_ns(kvp_submitter *s, void *event) {
-    float ms = 0;
-    if (!event || !s->clock_ns) return 0;
-    if (CALL(s, event_elapsed, elapsed_fn)(&ms, s->clock_event[0], event)) {
-        kvp_clear_error(s);
-        return 0;
+    for (;;) {
+        float ms = 0;
+        pthread_mutex_lock(&s->lock);
+        uint64_t clock_ns = s->clock_ns;
+        void *at = s->clock_event[0];
+        uint32_t pair = atomic_load(&s->clock_pair);
+        pthread_mutex_unlock(&s->lock);
+        if (!event || !clock_ns) return 0;
+        if (CALL(s, event_elapsed, elapsed_fn)(&ms, at, event)) {
+            kvp_clear_error(s);
+            return 0;
+        }
+        if (pair == atomic_load(&s->clock_pair)) return clock_ns + (uint64_t)(int64_t)((double)ms * 1e6);
     }
-    return s->clock_ns + (uint64_t)(int64_t)((double)ms * 1e6);
 }
 
 /* ---- the end of a job ------------------------------------------------------------------------------------------ */
@@ -514,6 +525,7 @@ static void fly(struct direction *dir, struct kvp_job *j) {
 
 /* All of it is submitted, or will ever be: it ends at the newest marker of its direction. */
 static void submitted(kvp_submitter *s, struct direction *dir, struct kvp_job *j, void *end_event) {
+    uint64_t sequence = j->sequence; /* once it has ended, its memory may be gone */
     kvp_fence_drop(s, j);
     j->status.submitted_ns = kvp_now_ns();
     pthread_mutex_lock(&s->lock);
@@ -522,10 +534,10 @@ static void submitted(kvp_submitter *s, struct direction *dir, struct kvp_job *j
     pthread_mutex_unlock(&s->lock);
     if (line_empty(&dir->line)) { /* nothing of it, nor of its predecessors, is outstanding */
         struct kvp_job *each;
-        while ((each = ends_here(&dir->flying, &dir->flying_last, j->sequence))) end_job(s, each, 0);
+        while ((each = ends_here(&dir->flying, &dir->flying_last, sequence))) end_job(s, each, 0);
     } else {
         struct marker *newest = &dir->line.marker[(dir->line.tail - 1) % MARKERS];
-        if (newest->sequence < j->sequence) newest->sequence = j->sequence;
+        if (newest->sequence < sequence) newest->sequence = sequence;
     }
     kvp_changed(s);
 }
@@ -758,7 +770,7 @@ static uint64_t book(kvp_submitter *s, struct direction *dir, const struct attem
         struct kvp_job *j = dir->first;
         uint64_t pieces = 0;
         j->begun = 1;
-        j->status.state = KVP_SUBMITTING;
+        __atomic_store_n(&j->status.state, KVP_SUBMITTING, __ATOMIC_RELAXED);
         begun = j->sequence;
         left -= kvp_job_copies(j, &j->at, s->run, (uint32_t)left, most, largest, true, &bytes, &pieces);
         j->status.submitted += pieces;

@@ -97,8 +97,9 @@ struct direction {
     bool leave;                     /* the stream is held up by others: take another once it is empty */
     uint64_t left_ns;               /* when one was left last */
     uint32_t *held_up;              /* by pooled stream: how often it was */
-    void *stream;
-    uint64_t due_ns, next_ns, rate, gate_since, progress_ns;
+    void *_Atomic stream;
+    atomic_ullong rate; /* bytes per second, lately */
+    uint64_t due_ns, next_ns, gate_since, progress_ns;
     uint32_t pause_ns;
     uint64_t ramp;   /* most bytes of the next submission: doubles from the first one after a pause */
     uint32_t *stamp; /* by destination piece: sequence of the job that wrote it last */
@@ -121,16 +122,17 @@ struct kvp_submitter {
         uint32_t recorded;
         struct fence *open; /* not yet recorded, for those who come while many are */
     } compute[COMPUTE_STREAMS];
-    int computes; /* entries of it that were ever used */
+    atomic_int computes; /* entries of it that were ever used; grows with the lock */
     uint32_t uncounted;
     void **made, **events, **limbo; /* all timing events; the free ones; those that somebody may still wait for */
     uint32_t events_made, events_free, limbo_count, pins;
     uint64_t make_again_ns;
     void *clock_event[2]; /* the one in use, and the one that is recorded next */
     int32_t *lists;
-    uint32_t lists_free;
+    atomic_uint lists_free;
     struct direction direction[2];
     uint64_t clock_ns, clock_at; /* host time of the clock event; when it was paired */
+    atomic_uint clock_pair;      /* counts pairs: it moves before an event of the one before is recorded anew */
     kvp_copy run[RUN_MAX];
     uint64_t dst[RUN_MAX], src[RUN_MAX], sizes[RUN_MAX]; /* the same in columns, for the loop */
     atomic_uint work, changed, waiters;
@@ -147,11 +149,11 @@ struct kvp_submitter {
         uint64_t words;
     } spare[SPARE]; /* of jobs that ended, for those to come: fresh memory costs page faults */
     uint32_t spares;
-    uint32_t bad_queries;
-    uint32_t methods_off;
-    int32_t method_error;
-    uint64_t launches[2][KVP_METHODS], moved[2][KVP_METHODS];
-    uint64_t longest_ns, steps, stuck_job;
+    atomic_uint bad_queries;
+    atomic_uint methods_off;
+    atomic_int method_error;
+    atomic_ullong launches[2][KVP_METHODS], moved[2][KVP_METHODS];
+    atomic_ullong longest_ns, steps, stuck_job;
     const char *wrong; /* in a simulation: the first invariant that a step broke */
 };
 

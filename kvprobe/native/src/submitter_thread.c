@@ -383,7 +383,7 @@ int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_optio
         pthread_mutex_unlock(&dir->shared_lock);
         if (ended) return 1;
     }
-    job->state = KVP_SUBMITTING;
+    __atomic_store_n(&job->state, KVP_SUBMITTING, __ATOMIC_RELAXED);
     kvp_retire_shared(s, d);
     *outstanding = atomic_load(&dir->shared_places);
     kvp_copy run[CHUNK];
@@ -524,7 +524,7 @@ int kvp_job_fence(kvp_submitter *s, kvp_job_status *job, void *stream) {
     }
     for (;;) {
         pthread_mutex_lock(&s->lock);
-        uint32_t state = job->state;
+        uint32_t state = __atomic_load_n(&job->state, __ATOMIC_ACQUIRE);
         void *event = j->end_event;
         bool ask = state == KVP_IN_FLIGHT && event;
         if (ask) s->pins++;
@@ -573,11 +573,11 @@ void kvp_submitter_read(kvp_submitter *s, kvp_submitter_stats *out) {
         out->in_flight_bytes[d] = atomic_load(&dir->bytes);
         out->in_flight_places[d] = atomic_load(&dir->places);
         out->shared_places[d] = atomic_load(&dir->shared_places);
-        out->stream[d] = (uint64_t)(uintptr_t)__atomic_load_n(&dir->stream, __ATOMIC_RELAXED);
-        out->rate[d] = __atomic_load_n(&dir->rate, __ATOMIC_RELAXED);
+        out->stream[d] = (uint64_t)(uintptr_t)atomic_load(&dir->stream);
+        out->rate[d] = atomic_load(&dir->rate);
         for (int m = 0; m < KVP_METHODS; m++) {
-            out->launches[d][m] = __atomic_load_n(&s->launches[d][m], __ATOMIC_RELAXED);
-            out->bytes[d][m] = __atomic_load_n(&s->moved[d][m], __ATOMIC_RELAXED);
+            out->launches[d][m] = atomic_load(&s->launches[d][m]);
+            out->bytes[d][m] = atomic_load(&s->moved[d][m]);
         }
     }
     pthread_mutex_lock(&s->lock);
