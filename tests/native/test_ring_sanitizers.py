@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,29 +10,33 @@ import pytest
 from kvprobe.native import build
 from kvprobe.probe.ring import read_ring
 
-PROGRAM = Path(__file__).parent / "programs" / "ring_writer.c"
+PROGRAMS = Path(__file__).parent / "programs"
+SOURCES = [build.NATIVE / "src" / name for name in ("ring.c", "clock.c", "secrets.c")]
 
 
-@pytest.fixture(scope="module", params=["thread", "address,undefined"])
-def writer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    program = tmp_path_factory.mktemp("sanitized") / "ring_writer"
-    command = [*build.compiler(), "-std=gnu11", "-g", "-O1", "-pthread", f"-fsanitize={request.param}"]
-    command += ["-fno-sanitize-recover=undefined", f"-I{build.NATIVE / 'src'}", "-o", str(program)]
-    probe = program.with_name("probe.c")
-    probe.write_text("int main(void) { return 0; }\n")
-    if subprocess.run([*command[:-1], str(program), str(probe)], capture_output=True, check=False).returncode:
-        pytest.skip(f"the compiler has no -fsanitize={request.param}")
-    sources = [PROGRAM, *sorted((build.NATIVE / "src").glob("*.c"))]
-    done = subprocess.run([*command, *map(str, sources), "-ldl", "-lm"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return program
-
-
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 @pytest.mark.parametrize("mode", ["plain", "small", "sequence", "streams"])
-def test_no_report_while_threads_come_and_go(writer: Path, tmp_path: Path, mode: str) -> None:
-    options = {"TSAN_OPTIONS": "exitcode=66", "ASAN_OPTIONS": "detect_leaks=1:exitcode=67"}
-    command = [str(writer), mode, str(tmp_path / "a.kvp"), "2000", "12"]
-    done = subprocess.run(command, env=os.environ | options, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[:6000]
-    assert "WARNING" not in done.stderr and "runtime error" not in done.stderr, done.stderr[:6000]
+def test_no_report_while_threads_come_and_go(
+    compile_sanitized: Callable[..., Path],
+    without_report: Callable[..., str],
+    tmp_path: Path,
+    sanitizer: str,
+    mode: str,
+) -> None:
+    writer = compile_sanitized("ring_writer", sanitizer, [PROGRAMS / "ring_writer.c", *SOURCES])
+    without_report(writer, mode, tmp_path / "a.kvp", 2000, 12)
     assert read_ring(tmp_path / "a.kvp").calls()["cudaMemcpyAsync"][0] >= 2000
+
+
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+@pytest.mark.parametrize("mode", ["attaching", "writing"])
+def test_no_report_while_a_file_is_opened_again(
+    compile_sanitized: Callable[..., Path],
+    without_report: Callable[..., str],
+    tmp_path: Path,
+    sanitizer: str,
+    mode: str,
+) -> None:
+    program = compile_sanitized("ring_reopened", sanitizer, [PROGRAMS / "ring_reopened.c", *SOURCES])
+    without_report(program, mode, tmp_path, 1000)
+    assert read_ring(tmp_path / "next.kvp").calls()["cudaMemcpyAsync"][0] == 2001

@@ -37,6 +37,9 @@
 
 #define likely(x) __builtin_expect(!!(x), 1)
 #define unlikely(x) __builtin_expect(!!(x), 0)
+/* Words that a thread may still look at after its section has become another's. */
+#define get(word) __atomic_load_n(&(word), __ATOMIC_RELAXED)
+#define set(word, value) __atomic_store_n(&(word), (value), __ATOMIC_RELAXED)
 #define compiler_barrier() __asm__ volatile("" ::: "memory")
 
 _Static_assert(sizeof(kvp_record) == 64, "kvp_record");
@@ -169,7 +172,7 @@ static int map_section(struct section *section, uint32_t number) {
     section->ring = (kvp_record *)(section->slots + ring.slot_count);
     section->slow = section->ring + ring.ring_capacity;
     section->counter = section->slots->histogram;
-    section->header = memory;
+    set(section->header, memory);
     int small = number >= KVP_LARGE_SECTIONS && ring.ring_capacity > KVP_SMALL_RECORDS;
     section->header->ring_records = small ? KVP_SMALL_RECORDS : ring.ring_capacity;
     section->header->slow_records = ring.slow_capacity;
@@ -217,9 +220,9 @@ static void leave_section(void *unused) {
     if (!section || kvp_thread.epoch != open_epoch()) return;
     begin_attaching();
     if (kvp_thread.epoch == open_epoch()) {
-        section->header->in_call = 0;
-        section->header->busy = 0;
-        section->header->tid = 0;
+        set(section->header->in_call, 0);
+        set(section->header->busy, 0);
+        set(section->header->tid, 0);
         __atomic_store_n(&ring.free_section[section->number], 1, __ATOMIC_RELEASE);
         __atomic_fetch_add(&ring.sections_free, 1, __ATOMIC_RELAXED);
     }
@@ -230,7 +233,7 @@ static void leave_section(void *unused) {
 static __attribute__((noinline)) struct section *attach(void) {
     uint32_t epoch = open_epoch();
     if (!epoch) {
-        if (ring.header && ring.pid != (uint32_t)getpid()) kvp_ring_after_fork();
+        if (get(ring.header) && get(ring.pid) != (uint32_t)getpid()) kvp_ring_after_fork();
         return NULL;
     }
     if (kvp_thread.attaching || ring.sealed) return NULL;
@@ -239,11 +242,11 @@ static __attribute__((noinline)) struct section *attach(void) {
     struct section *section = open_epoch() == epoch ? take_section() : NULL;
     if (section) {
         kvp_section_header *header = section->header;
-        header->busy = 0;
-        header->in_call = 0;
+        set(header->busy, 0);
+        set(header->in_call, 0);
         prctl(PR_GET_NAME, header->name, 0, 0, 0);
         header->owners++;
-        header->tid = (uint32_t)syscall(SYS_gettid);
+        set(header->tid, (uint32_t)syscall(SYS_gettid));
         kvp_thread.epoch = epoch;
         kvp_thread.section = section;
         pthread_setspecific(exit_key, section);
@@ -291,7 +294,7 @@ static __attribute__((noinline)) kvp_slot *find_slot(struct section *section, co
 }
 
 static void over(const kvp_record *r) {
-    kvp_file_header *header = ring.header;
+    kvp_file_header *header = get(ring.header);
     if (!header || !open_epoch()) return;
     unsigned call = r->call < 128 ? r->call : 0;
     __atomic_fetch_add(&header->over_count[call], 1, __ATOMIC_RELAXED);
@@ -330,7 +333,7 @@ static inline void append(struct section *section, const kvp_record *r, kvp_reco
 int kvp_ring_enter(uint32_t call, uint64_t stream, uint64_t now_ns) {
     struct section *section = my_section();
     if (unlikely(!section)) return 0;
-    kvp_section_header *header = section->header;
+    kvp_section_header *header = get(section->header);
     header->in_since_ns = now_ns;
     header->in_stream = stream;
     header->in_sequence++;
@@ -348,15 +351,15 @@ int kvp_ring_enter(uint32_t call, uint64_t stream, uint64_t now_ns) {
 
 void kvp_ring_write(const kvp_record *r, int detail) {
     struct section *section = my_section();
-    if (unlikely(!section || section->header->busy)) {
+    kvp_section_header *header = likely(section != NULL) ? get(section->header) : NULL;
+    if (unlikely(!header || get(header->busy))) {
         over(r);
         return;
     }
-    kvp_section_header *header = section->header;
-    header->busy = 1;
+    set(header->busy, 1);
     compiler_barrier(); /* of a processor's own reordering wait_for_writers takes care */
     if (unlikely(kvp_thread.epoch != open_epoch())) {
-        header->busy = 0; /* closed since, and the section may be another's: its own call meanwhile went to over_* */
+        set(header->busy, 0); /* closed since; if the section is another's, that one's call now went to over_* */
         over(r);
         return;
     }
@@ -546,7 +549,8 @@ static int open_file(const char *path, const char *producer, const kvp_ring_opti
     header->section_bytes = ring.section_bytes;
     header->sections_max = ring.sections_max;
     header->slow_ns = ring.slow_ns;
-    header->pid = ring.pid = (uint32_t)getpid();
+    header->pid = (uint32_t)getpid();
+    set(ring.pid, header->pid);
     header->ppid = (uint32_t)getppid();
     header->start_realtime_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -561,7 +565,7 @@ static int open_file(const char *path, const char *producer, const kvp_ring_opti
     memcpy(&magic, KVP_MAGIC, sizeof magic);
     __atomic_store_n((u64_of_chars *)header->magic, magic, __ATOMIC_RELEASE); /* last: a file with the magic is whole */
 
-    ring.header = header;
+    set(ring.header, header);
     ring.sections_reserved = ring.sections_free = 0;
     memset((void *)ring.free_section, 0, sizeof ring.free_section);
     if (!++ring.epoch) ring.epoch = 1;
@@ -593,8 +597,9 @@ int kvp_ring_busy(void) {
     if (!kvp_ring_is_open()) return 0;
     uint32_t self = (uint32_t)syscall(SYS_gettid);
     for (uint32_t i = 0; i < ring.sections_reserved && i < ring.sections_max; i++) {
-        const kvp_section_header *header = ring.sections[i].header;
-        if (header && header->tid && header->tid != self && (header->in_call || header->busy)) return 1;
+        const kvp_section_header *header = get(ring.sections[i].header);
+        if (!header || !get(header->tid) || get(header->tid) == self) continue;
+        if (get(header->in_call) || get(header->busy)) return 1;
     }
     return 0;
 }
