@@ -11,7 +11,7 @@ less the bare arm's in the same round:
 * `observed`: written to a run folder;
 * `auto`: auto watches every transfer, nobody listens;
 * `auto, observed`: both;
-* `auto, at rest`: nothing is left to try, one transfer in 16 is watched.
+* `auto, at rest`: nothing is left to try, or nothing was slow for long: one transfer in 16 is watched.
 
 Floor: two clock reads and one append.
 """
@@ -31,7 +31,7 @@ from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-TRANSFERS = 150  # a turn
+TRANSFERS = 60  # a turn; after 64 that cost nothing auto watches one in 16
 ARMS = {
     "bare": ("", False),
     "off": ("off", False),

@@ -4,7 +4,7 @@ It watches what copies cost on the rung in force, changes to the next rung when 
 like, and keeps the rung or goes back. A rung is a pair (policy, copy method). Both sides of a comparison are means of
 all calls, at equal sizes: transfers are put in classes by the number and the size of their copies, powers of two each,
 and only classes seen on both rungs count. Where nothing is left to try for the work at hand it rests, and asks for one
-transfer in `REST` alone.
+transfer in `REST` alone; so it does where `CALM` transfers in a row cost nothing, until one does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ WINDOW = 8  # transfers that a cause is found in
 WINDOW_COPIES = 4096  # so many copies, or WINDOW transfers if those are more, are what a rung is judged by
 TRIAL = 8  # transfers on a new rung before it is judged, or TRIAL_LARGE of them where they come to WINDOW_COPIES
 TRIAL_LARGE = 3  # and a clear loss over so many ends a trial
-REST = 16  # one transfer in so many is watched when no rung is left to try
+REST = 16  # one transfer in so many is watched when no rung is left to try, or nothing has cost anything for long
+CALM = 64  # transfers in a row on the base, none of which was slow
 ENOUGH_COPIES = 8  # a transfer of fewer copies says nothing about the cost of one
 ENOUGH_BYTES = 256 << 10  # nor does one of fewer bytes about the rate of the link
 OFTEN = 6  # of WINDOW transfers: so many must show a cause that one alone could show by chance
@@ -248,6 +249,7 @@ class Auto:
         self._doubts = 0
         self._resting = False
         self._unwatched = 0  # since the last one that was watched
+        self._calm = 0  # transfers in a row on the base that showed no cause
         self._not_before: dict[tuple[Rung, int], int] = {}  # by rung and scale of the work that it did not help
         self._failures: dict[tuple[Rung, int], int] = {}
         self._rested: set[int] = set()  # scales of work for which resting was said
@@ -259,8 +261,8 @@ class Auto:
 
     @property
     def resting(self) -> bool:
-        """No rung is left to try for the work at hand."""
-        return self._resting
+        """Whether only one transfer in `REST` is asked for: no rung is left to try, or none was slow for long."""
+        return self._resting or self._calm >= CALM
 
     def refuse(self, rung: Rung, why: str) -> None:
         """This rung does not work here at all: never try it again."""
@@ -274,7 +276,7 @@ class Auto:
 
     def watch(self) -> bool:
         """Whether the next transfer is to be measured and handed to `submitted`; the others run on the base."""
-        if not self._resting:
+        if not self.resting:
             return True
         self._unwatched += 1
         if self._unwatched < REST:
@@ -284,7 +286,10 @@ class Auto:
 
     def submitted(self, sample: Sample) -> None:
         """Take in what was just submitted, and perhaps change the rung for the next one."""
-        if not self.active or sample.rung != self.rung or (sample.of or sample.copies) < ENOUGH_COPIES:
+        if not self.active or sample.rung != self.rung:
+            return
+        if (sample.of or sample.copies) < ENOUGH_COPIES:
+            self._calm += 1
             return
         with self._lock:
             if self._resting:
@@ -297,6 +302,7 @@ class Auto:
                 return
             self._take(sample)
             if self.rung == self.base:
+                self._calm = 0 if self._is_slow(sample) or self._is_held_up(sample) else self._calm + 1
                 self._look_for_a_cause(sample)
             else:
                 self._look_at_the_gain()
@@ -306,6 +312,7 @@ class Auto:
         if not self.active or self.rung != self.base or self._resting or not self._is_below_rate(sample):
             return
         with self._lock:
+            self._calm = 0
             below = [s for s in list(self._recent)[-2 * WINDOW :] if self._is_below_rate(s)]
             if len(below) >= OFTEN and self._candidates():
                 times = median((s.copy_ns or 0) / s.expected_ns for s in below)
@@ -473,5 +480,5 @@ class Auto:
     def stand_on(self, rung: Rung) -> None:
         """Take a rung without a verdict."""
         self._fresh = rung != self.base
-        self.rung, self._kept, self._doubts, self._resting = rung, False, 0, False
+        self.rung, self._kept, self._doubts, self._resting, self._calm = rung, False, 0, False, 0
         self._forget()

@@ -1,6 +1,6 @@
 """Auto: measure, change the rung, compare like with like, keep it or go back."""
 
-from kvprobe.offload.auto import COOL_DOWN_NS, REST, TRIAL_LARGE, Auto, Rung, Sample, compare
+from kvprobe.offload.auto import CALM, COOL_DOWN_NS, REST, TRIAL_LARGE, Auto, Rung, Sample, compare
 
 OWN, BATCH, POOLED = Rung("shared", "loop"), Rung("shared", "batch"), Rung("pooled", "auto")
 
@@ -199,11 +199,6 @@ def serve(one, count, **work):
     return watched
 
 
-def test_every_transfer_is_watched_while_something_is_left_to_try():
-    one, _, _ = auto()
-    assert serve(one, 100, per_copy=150) == 100
-
-
 def test_with_nothing_left_to_try_one_transfer_in_sixteen_is_watched():
     one, log, clock = exhausted()
     known = len(log)
@@ -273,3 +268,33 @@ def test_copies_that_are_clearly_slower_end_a_trial_early():
     feed(one, 6, per_copy=900, copy_ns=100_000)
     feed(one, TRIAL_LARGE + 1, per_copy=300, copy_ns=300_000)
     assert log[-1][0] == "rollback"
+
+
+def asked(one, count):
+    return sum(one.watch() for _ in range(count))
+
+
+def test_where_nothing_is_slow_for_long_one_transfer_in_sixteen_is_asked_for_until_one_is():
+    one, log, _ = auto()
+    feed(one, CALM - 1, per_copy=150)
+    assert asked(one, 10) == 10
+    feed(one, 1, per_copy=150)
+    assert (asked(one, 10 * REST), one.resting) == (10, True)
+    feed(one, 1, per_copy=20_000, outstanding=900)  # the queue is full: every one is asked for again
+    assert (asked(one, 10), log) == (10, [])
+    feed(one, 1, per_copy=20_000, outstanding=900)
+    assert (one.rung, log[0][2]["cause"]) == (BATCH, "launch_queue_saturation")
+
+
+def test_copies_below_the_calibrated_rate_end_the_calm_too():
+    one, _, _ = auto()
+    feed(one, CALM, per_copy=150, copy_ns=1000, expected_ns=1000)
+    assert asked(one, REST) == 1
+    feed(one, 1, per_copy=150, copy_ns=2000, expected_ns=1000)
+    assert asked(one, REST) == REST
+
+
+def test_transfers_too_small_to_judge_are_not_all_asked_for_either():
+    one, _, _ = auto()
+    feed(one, CALM, per_copy=150, copies=2)
+    assert asked(one, REST) == 1
