@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from kvprobe.recordings.model import Recording
     from kvprobe.recordings.occupancy import Occupancy
     from kvprobe.recordings.window import ServingWindow
+    from kvprobe.reporting.inputs import Input
 
-__all__ = ["Window", "cropped", "diagnosed", "opened", "plain", "progress_bar", "window_options"]
+__all__ = ["Window", "cropped", "diagnosed", "diagnosed_apart", "opened", "plain", "progress_bar", "window_options"]
 
 
 class Progress(Protocol):
@@ -114,20 +115,45 @@ def diagnosed(
     inputs: Sequence[Path], *, quiet: bool = False, window: Window | None = None
 ) -> tuple[Recording, list[Finding], Occupancy]:
     """The recordings as one, what is wrong in them within the window, and how full their queues were."""
-    from kvprobe.diagnosis import examine, notes_of
     from kvprobe.recordings import open_recording
-    from kvprobe.recordings.occupancy import occupancy
 
     reuse_memory()
     with progress_bar(quiet) as progress:
         recording = open_recording(inputs, progress=lambda what, fraction: progress(what, 0.8 * fraction))
-        recording.window = (window or Window()).of(recording)
-        progress("counting what was outstanding", 0.8)
-        queues = occupancy(recording)
-        progress("looking for causes", 0.9)
-        examined = examine(recording, queues)
-        recording.notes += notes_of(examined.not_looked_for)
+        progress("looking for causes", 0.8)
+        judged = _judged(recording, window or Window())
         progress("done", 1.0)
+    return judged
+
+
+def diagnosed_apart(
+    inputs: Sequence[Path], *, quiet: bool = False, window: Window | None = None
+) -> tuple[Recording, list[Finding], Occupancy, list[Input]]:
+    """As `diagnosed`, and each input by itself as well; no inputs where there is only one."""
+    from kvprobe.recordings import open_apart
+    from kvprobe.reporting.inputs import Input
+
+    reuse_memory()
+    with progress_bar(quiet) as progress:
+        recording, parts = open_apart(inputs, progress=lambda what, fraction: progress(what, 0.7 * fraction))
+        progress("looking for causes", 0.7)
+        whole = _judged(recording, window or Window())
+        apart = []
+        for i, (name, part) in enumerate(parts if len(parts) > 1 else ()):
+            progress(f"looking for causes in {name}", 0.8 + 0.2 * i / len(parts))
+            apart.append(Input(name, *_judged(part, window or Window())))
+        progress("done", 1.0)
+    return *whole, apart
+
+
+def _judged(recording: Recording, window: Window) -> tuple[Recording, list[Finding], Occupancy]:
+    from kvprobe.diagnosis import examine, notes_of
+    from kvprobe.recordings.occupancy import occupancy
+
+    recording.window = window.of(recording)
+    queues = occupancy(recording)
+    examined = examine(recording, queues)
+    recording.notes += notes_of(examined.not_looked_for)
     return recording, examined.findings, queues
 
 

@@ -34,20 +34,22 @@ def command(
 ) -> None:
     """Read recordings of Nsight Systems, the PyTorch profiler or kvprobe and write a page that says what is wrong.
 
-    Several inputs (or a folder with a file for each rank) are shown side by side. The page is one file that opens
-    without a network.
+    Several inputs (or a folder with a file for each rank) are judged together and shown side by side, then each under
+    its own name. The page is one file that opens without a network.
     """
     from kvprobe.reporting import check_writable, write_report
     from kvprobe.reporting.verdict import saving_text
 
     check_writable(output, force=force)
-    from kvprobe.commands._reading import diagnosed, plain
+    from kvprobe.commands._reading import diagnosed_apart, plain
     from kvprobe.diagnosis import offload_benefit
     from kvprobe.diagnosis.verdict import of_recording
 
-    recording, findings, queues = diagnosed(inputs, quiet=quiet, window=window)
+    recording, findings, queues, apart = diagnosed_apart(inputs, quiet=quiet, window=window)
     verdict = of_recording(recording, findings)
-    path = write_report(recording, output, findings=findings, queues=queues, title=title, interactive=interactive)
+    path = write_report(
+        recording, output, findings=findings, queues=queues, inputs=apart, title=title, interactive=interactive
+    )
     if as_json:
         import json
 

@@ -13,7 +13,7 @@ TYPE_CHECKING = False  # neither numpy nor typing is loaded by asking what a fil
 if TYPE_CHECKING:
     from kvprobe.recordings.model import Recording
 
-__all__ = ["open_recording", "expand", "expand_deeply", "sniff", "FORMATS"]
+__all__ = ["open_apart", "open_recording", "expand", "expand_deeply", "sniff", "FORMATS"]
 
 Progress = Callable[[str, float], None]
 
@@ -43,35 +43,84 @@ def open_recording(
         RecordingError: an input cannot be read; its text says why.
         UsageError: no input was given.
     """
-    if isinstance(inputs, (str, os.PathLike)):
-        inputs = [inputs]
-    found = [(path, sniff(path)) for given in inputs for path in expand(Path(given))]
-    if not found:
-        raise UsageError("no recording was given: name at least one file or folder")
     from kvprobe.recordings.merge import merge
 
+    found = _found(inputs)
     # kvprobe's own files of one run share a clock: its reader gets all of them at once.
     runs = [path for path, form in found if form == "kvprobe"]
     jobs: list[tuple[str, Path | list[Path]]] = [(form, path) for path, form in found if form != "kvprobe"]
     if runs:
         jobs.insert(0, ("kvprobe", runs))
-    recordings = []
-    for i, (form, what) in enumerate(jobs):
-        read = _reader(form)
+    return merge([_read(form, what, _part(progress, i, len(jobs))) for i, (form, what) in enumerate(jobs)])
 
-        def step(text: str, fraction: float, i: int = i) -> None:
-            if progress is not None:
-                progress(text if len(jobs) == 1 else f"{text} ({i + 1} of {len(jobs)})", (i + fraction) / len(jobs))
 
-        try:
-            recordings.append(read(what, step if progress is not None else None))
-        except (ValueError, LookupError, ArithmeticError, TypeError, RecursionError, MemoryError) as error:
-            if isinstance(error, KvprobeError):
-                raise
-            said = f"{type(error).__name__}: {error}"
-            where = what[0] if isinstance(what, list) else what
-            raise RecordingError(f"{where}: damaged {FORMATS[form][1]} ({said})") from error
-    return merge(recordings)
+def open_apart(
+    inputs: Sequence[str | os.PathLike[str]], *, progress: Progress | None = None
+) -> tuple[Recording, list[tuple[str, Recording]]]:
+    """As `open_recording`, and each input by itself as well, with the shortest name that tells it from the others.
+
+    Raises:
+        RecordingError: an input cannot be read; its text says why.
+        UsageError: no input was given.
+    """
+    from kvprobe.recordings.merge import merge
+
+    found = _found(inputs)
+    many = len(found) + 1
+    own = [_read(form, path, _part(progress, i, many)) for i, (path, form) in enumerate(found)]
+    runs = [path for path, form in found if form == "kvprobe"]
+    whole = [one for one, (_, form) in zip(own, found, strict=True) if form != "kvprobe"]
+    if len(runs) > 1:
+        whole.insert(0, _read("kvprobe", runs, _part(progress, many - 1, many)))
+    else:
+        whole = [*(one for one, (_, form) in zip(own, found, strict=True) if form == "kvprobe"), *whole]
+    names = _shortest([path for path, _ in found])
+    return merge(whole), list(zip(names, own, strict=True))
+
+
+def _found(inputs: Sequence[str | os.PathLike[str]] | str | os.PathLike[str]) -> list[tuple[Path, str]]:
+    """Every recording among the inputs, with its format."""
+    if isinstance(inputs, (str, os.PathLike)):
+        inputs = [inputs]
+    found = [(path, sniff(path)) for given in inputs for path in expand(Path(given))]
+    if not found:
+        raise UsageError("no recording was given: name at least one file or folder")
+    return found
+
+
+def _part(progress: Progress | None, i: int, many: int) -> Progress | None:
+    """The progress of one job of many."""
+    if progress is None:
+        return None
+
+    def step(text: str, fraction: float) -> None:
+        progress(text if many == 1 else f"{text} ({i + 1} of {many})", (i + fraction) / many)
+
+    return step
+
+
+def _read(form: str, what: Path | list[Path], progress: Progress | None) -> Recording:
+    read = _reader(form)
+    try:
+        return read(what, progress)
+    except (ValueError, LookupError, ArithmeticError, TypeError, RecursionError, MemoryError) as error:
+        if isinstance(error, KvprobeError):
+            raise
+        said = f"{type(error).__name__}: {error}"
+        where = what[0] if isinstance(what, list) else what
+        raise RecordingError(f"{where}: damaged {FORMATS[form][1]} ({said})") from error
+
+
+def _shortest(paths: Sequence[Path]) -> list[str]:
+    """The last parts of each path, as many as tell them all apart; equal paths are numbered."""
+    parts = [path.absolute().parts for path in paths]
+    last = 1
+    while last < max(map(len, parts)) and len({one[-last:] for one in parts}) < len(set(parts)):
+        last += 1
+    names = ["/".join(one[-last:]) for one in parts]
+    return [
+        name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})" for i, name in enumerate(names)
+    ]
 
 
 def sniff(path: str | os.PathLike[str]) -> str:

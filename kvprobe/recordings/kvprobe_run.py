@@ -22,6 +22,7 @@ from kvprobe.errors import RecordingError
 from kvprobe.probe.processes import alive
 from kvprobe.probe.ring import CALLS, RECORD, SANE, SLOT, TRANSFER, UNTIMED, RingSnapshot, read_ring
 from kvprobe.recordings.assemble import sorted_table, stream_rows
+from kvprobe.recordings.merge import ONE_BY_ONE, at_once
 from kvprobe.recordings.model import SCHEMAS, Array, CallKind, Label, Recording, Source, Table
 from kvprobe.recordings.vocabulary import Names
 from kvprobe.runfolder.folder import CONFIDENTIAL, RunFolder
@@ -129,6 +130,8 @@ def read(
     if progress is not None:
         progress("putting processes together", 0.85)
     shifts = _shifts(processes, runs)
+    if _recorded_one_by_one(processes, shifts):
+        notes.append(ONE_BY_ONE)
     ranks = [_rank(process) for process in processes]
     order = sorted(
         range(len(processes)),
@@ -257,6 +260,21 @@ def _shifts(processes: list[_Process], runs: dict[Path, dict[str, Any]]) -> list
         of_run = run["realtime_ns"] - run["monotonic_ns"] if {"realtime_ns", "monotonic_ns"} <= set(run) else 0
         offsets.append(of_run if process.unix_offset_ns is None else process.unix_offset_ns)
     return [offset - offsets[0] for offset in offsets]
+
+
+def _recorded_one_by_one(processes: list[_Process], shifts: list[int]) -> bool:
+    """Whether the runs do not overlap; their `shifts` are then changed so that all begin together."""
+    spans: dict[Path, tuple[int, int]] = {}
+    for process, by in zip(processes, shifts, strict=True):
+        start, end = process.start_ns + by, process.end_ns + by
+        first, last = spans.get(process.folder, (start, end))
+        spans[process.folder] = min(first, start), max(last, end)
+    if at_once(list(spans.values())):
+        return False
+    begin = next(iter(spans.values()))[0]
+    for i, process in enumerate(processes):
+        shifts[i] += begin - spans[process.folder][0]
+    return True
 
 
 _NOT_OVER = "the run is not over, or its observer was killed: what is here so far was read"

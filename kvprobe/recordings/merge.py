@@ -8,8 +8,11 @@ import numpy as np
 
 from kvprobe.recordings.model import SCHEMAS, Array, Recording, Table
 
-__all__ = ["merge", "shifted"]
+__all__ = ["NO_CLOCK", "ONE_BY_ONE", "at_once", "merge", "recorded", "shifted"]
 
+_SHIFTED = "each was shifted so that all begin together, times between them mean nothing"
+NO_CLOCK = f"the inputs share no clock: {_SHIFTED}"
+ONE_BY_ONE = f"the inputs were recorded one after another: {_SHIFTED}"
 _TIMES = ("start_ns", "end_ns", "time_ns")
 
 
@@ -17,23 +20,26 @@ def merge(recordings: Sequence[Recording]) -> Recording:
     """One recording of many, on the first one's clock.
 
     Each recording whose `machine["unix_offset_ns"]` is known (add it to a time to get UNIX time) is shifted by its
-    difference to the first one's. Where one is not known there is no common clock: each is shifted so that all begin
-    together, and a note says so. Facts of the machine are the first one's; others that differ are noted.
+    difference to the first one's. Where one is not known, or they were recorded one after another, times between them
+    mean nothing: each is shifted so that all begin together, and a note says so. Facts of the machine are the first
+    one's; others that differ are noted.
     """
     if len(recordings) == 1:
         return recordings[0]
     notes: list[str] = []
     offsets = [recording.machine.get("unix_offset_ns") for recording in recordings]
-    if all(isinstance(offset, int) for offset in offsets):
-        shifts = [int(offset) - int(offsets[0]) for offset in offsets]  # type: ignore[arg-type]
-        if any(shifts):
-            notes.append("several inputs, each with its own clock, were aligned by the wall-clock time they state")
+    spans = [recorded(recording) for recording in recordings]
+    shifts = [spans[0][0] - start for start, _ in spans]  # all begin together
+    if not all(isinstance(offset, int) for offset in offsets):
+        notes.append(NO_CLOCK)
     else:
-        starts = [_start(recording) for recording in recordings]
-        shifts = [starts[0] - start for start in starts]
-        notes.append(
-            "the inputs share no clock: each was shifted so that all begin together, times between them mean nothing"
-        )
+        stated = [int(offset) - int(offsets[0]) for offset in offsets]  # type: ignore[arg-type]
+        if at_once([(start + by, end + by) for (start, end), by in zip(spans, stated, strict=True)]):
+            shifts = stated
+            if any(shifts):
+                notes.append("several inputs, each with its own clock, were aligned by the wall-clock time they state")
+        else:
+            notes.append(ONE_BY_ONE)
     names, renames = _names(recordings)
     bases: dict[str, list[int]] = {
         kind: np.concatenate([[0], np.cumsum([r.tables[kind].rows for r in recordings])]).tolist()
@@ -115,15 +121,26 @@ def shifted(recording: Recording, by_ns: int) -> Recording:
     )
 
 
-def _start(recording: Recording) -> int:
-    starts = [
-        int(table[name].min())
-        for kind, table in recording.tables.items()
-        if kind != "processes" and table.rows
-        for name in ("start_ns", "time_ns")
-        if name in table.columns
+def at_once(spans: Sequence[tuple[int, int]]) -> bool:
+    """Whether no pause parts these (first, last) times: what was recorded together overlaps."""
+    reach = None
+    for start, end in sorted(spans):
+        if reach is not None and start > reach:
+            return False
+        reach = max(end, reach if reach is not None else end)
+    return True
+
+
+def recorded(recording: Recording) -> tuple[int, int]:
+    """First and last time in a recording, (0, 0) where there is none."""
+    times = [
+        recording.tables[kind][name]
+        for kind in recording.tables
+        if kind != "processes" and recording.tables[kind].rows
+        for name in _TIMES
+        if name in recording.tables[kind].columns
     ]
-    return min(starts, default=0)
+    return min((int(one.min()) for one in times), default=0), max((int(one.max()) for one in times), default=0)
 
 
 def _names(recordings: Sequence[Recording]) -> tuple[list[str], list[Array]]:

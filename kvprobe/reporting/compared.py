@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvprobe.reporting import charts, recorded
 from kvprobe.reporting.compare import CallChange, FindingChange, Shift
+from kvprobe.reporting.inputs import under
 from kvprobe.reporting.units import NONE, TIMES_SIGN, change_text, duration, percent
 from kvprobe.reporting.verdict import Fact, Verdict
 from kvprobe.reporting.views import Section, table
@@ -47,19 +47,9 @@ def sections(
     ]
     for which, (name, recording, findings) in zip(("before", "after"), sides, strict=True):
         shown = recorded.view(recording, findings)
-        out += [_under(one, which, f"{which.capitalize()}, {name}") for one in shown.sections if one.id in SHOWN]
+        title = f"{which.capitalize()}, {name}"
+        out += [under(one, which, f"{title}: {one.title}") for one in shown.sections if one.id in SHOWN]
     return out
-
-
-def _under(section: Section, which: str, name: str) -> Section:
-    """A section under the name of its recording; its charts zoom with each other, and not with the other side's."""
-    made = []
-    for chart in section.charts:
-        spec = dict(chart.spec)
-        if "group" in spec:
-            spec["group"] = f"{which}-{spec['group']}" if spec["group"] else ""
-        made.append(replace(chart, id=f"{which}-{chart.id}", spec=spec))
-    return Section(f"{which}-{section.id}", f"{name}: {section.title}", section.lead, made, section.tables)
 
 
 def _findings(changes: Sequence[FindingChange]) -> Any:

@@ -16,6 +16,8 @@ from markupsafe import Markup
 
 from kvprobe.errors import UsageError
 from kvprobe.reporting import verdict
+from kvprobe.reporting.inputs import Input
+from kvprobe.reporting.inputs import sections as apart
 from kvprobe.reporting.units import NONE, bytes_text, value_text
 from kvprobe.reporting.views import Chart, Section, table
 from kvprobe.version import version
@@ -39,6 +41,7 @@ def build_page(
     *,
     findings: Sequence[Finding] | None = None,
     queues: Occupancy | None = None,
+    inputs: Sequence[Input] = (),
     title: str | None = None,
     interactive: bool = False,
     extra: Sequence[Section] = (),
@@ -50,6 +53,7 @@ def build_page(
         recording: what was recorded; None for a page of `extra` sections with a verdict and a title of their own.
         findings: of `kvprobe.diagnosis.diagnose`; None leaves the section out, an empty list says "nothing found".
         queues: of `kvprobe.recordings.occupancy.occupancy`; worked out here where it is not given.
+        inputs: what the recording was put together from, where each is to be shown by itself as well.
         title: default: the recording's file.
         interactive: draw with plotly, which adds 4.6 MiB to the page.
         extra: sections before all others, for a command with measurements of its own.
@@ -69,6 +73,9 @@ def build_page(
         view = recorded.view(recording, findings, queues)
         found, shown, lead = view.verdict, view.findings, view.lead
         sections += view.sections
+    if inputs:
+        overview, own = apart(inputs, recording.notes if recording is not None else ())
+        sections = [overview, *sections, *own]
     sections = [one for one in (*extra, *sections) if one.charts or one.tables]
     provenance, commands, notes = _provenance(recording)
     drawn = [chart for one in sections for chart in one.charts] + [one["chart"] for one in shown or [] if one["chart"]]
@@ -92,6 +99,7 @@ def write_report(
     *,
     findings: Sequence[Finding] | None = None,
     queues: Occupancy | None = None,
+    inputs: Sequence[Input] = (),
     title: str | None = None,
     interactive: bool = False,
     extra: Sequence[Section] = (),
@@ -107,6 +115,7 @@ def write_report(
         recording,
         findings=findings,
         queues=queues,
+        inputs=inputs,
         title=title,
         interactive=interactive,
         extra=extra,

@@ -25,7 +25,7 @@ from kvprobe.reporting.views import Cell, Chart, Section, TableView, table
 if TYPE_CHECKING:
     from kvprobe.diagnosis.finding import Finding
 
-__all__ = ["Submissions", "View", "submissions", "view"]
+__all__ = ["Submissions", "View", "judged", "submissions", "view"]
 
 Array = npt.NDArray[Any]
 
@@ -87,16 +87,25 @@ def submissions(recording: Recording) -> Submissions:
     return Submissions(rows, start, spent, calls["kind"][rows], (float(low), float(max(high, low + 1))), made, host_ns)
 
 
+def judged(recording: Recording, findings: Sequence[Finding] | None, found: Submissions | None = None) -> Verdict:
+    """The sentence on top; `findings` None: no diagnosis was asked for."""
+    found = found or submissions(recording)
+    return verdict.of_recording(
+        recording,
+        findings or (),
+        found.made,
+        found.host_ns,
+        found.span[1] - found.span[0],
+        diagnosed=findings is not None,
+    )
+
+
 def view(recording: Recording, findings: Sequence[Finding] | None, queues: Occupancy | None = None) -> View:
     """Everything the page says about a recording; charts that would be empty are left out."""
     found = submissions(recording)
     marks = _marks(recording, found.span)
     span_ns = found.span[1] - found.span[0]
-    out = View(
-        verdict.of_recording(
-            recording, findings or (), found.made, found.host_ns, span_ns, diagnosed=findings is not None
-        )
-    )
+    out = View(judged(recording, findings, found))
     benefits = offload_benefit.of_recording(recording)
     out.verdict.detail = " ".join([out.verdict.detail, *(one.sentence for one in benefits)]).strip()
     if found.made > len(found.rows):

@@ -80,7 +80,8 @@ def rows_chart(recording: Recording, found: Submissions, findings: Sequence[Find
         "fences": _fences(recording, shown, findings, start),
     }
     more = [f"{count} more {what}" for count, what in ((more_threads, "threads"), (more_streams, "streams")) if count]
-    words = f"{len(threads)} threads and {len(streams)} streams" + (f"; {' and '.join(more)} did less" if more else "")
+    words = f"{_many(len(threads), 'thread')} and {_many(len(streams), 'stream')}"
+    words += f"; {' and '.join(more)} did less" if more else ""
     busiest = max(shown, key=lambda row: float((row.end - row.start).sum()))
     share = float((busiest.end - busiest.start).sum()) / (end - start)
     listed = [_listed(row, end - start) for row in shown]
@@ -95,6 +96,10 @@ def rows_chart(recording: Recording, found: Submissions, findings: Sequence[Find
         "enough: the longest, and those around the findings. Lines lead from a fence or a wait to what it waits for. "
         "Choose a call to see its stack; the page's address keeps zoom and call. All calls: kvprobe export.",
     )
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")
 
 
 def _busy(row: _Row, edges: Array) -> dict[str, str]:
@@ -140,7 +145,7 @@ def _threads(recording: Recording) -> tuple[list[_Row], int]:
     for part in parts:
         process, thread = int(calls["process"][part[0]]), int(calls["thread"][part[0]])
         name = recording.text(named.get((process, thread), 0))
-        label = f"thread {thread}" + (f" ({name})" if name else "")
+        label = name if name.startswith("thread ") else f"thread {thread}" + (f" ({name})" if name else "")
         label += f" of {streams.process_name(recording, process)}" if several else ""
         wait = ~is_kind(calls["kind"][part], _WORK)
         out.append(_Row(label, calls["start_ns"][part], calls["end_ns"][part], wait, part, True))

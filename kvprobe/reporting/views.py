@@ -16,12 +16,14 @@ __all__ = ["Cell", "Chart", "Section", "TableView", "numbers", "table"]
 class Cell:
     """One cell: what it says and what it sorts by; `value` None sorts as text and aligns left.
 
-    `call`, a row of the recording's calls, makes it a link to that call in the chart of threads and streams.
+    `call`, a row of the recording's calls, makes it a link to that call in the chart of threads and streams; `to`, the
+    id of a section, makes it a link to that.
     """
 
     text: str
     value: float | None = None
     call: int = -1
+    to: str = ""
 
 
 @dataclass(frozen=True)

@@ -83,3 +83,25 @@ def test_public_recordings_get_their_verdict(kvprobe, shared_data: Path, tmp_pat
     page = (tmp_path / "page.html").read_text()
     title = page[page.index("<h1>") : page.index("</h1>")]
     assert ("The launch queue was full" in title) == (headline is not None)
+
+
+def test_several_inputs_are_named_judged_together_and_each_by_itself(kvprobe, export: Path, tmp_path: Path) -> None:
+    other = tmp_path / "deeper" / "small.sqlite"
+    other.parent.mkdir()
+    other.write_bytes(export.read_bytes())
+    assert kvprobe("report", export, other, "-o", tmp_path / "page.html", "-q")[0] == 0
+    page = (tmp_path / "page.html").read_text()
+    names = [f"{one.parent.name}/small.sqlite" for one in (export, other)]
+    assert [page.index(f"<h2>{name}</h2>") for name in names] == sorted(
+        page.index(f"<h2>{name}</h2>") for name in names
+    )
+    assert page.index("<h2>Findings</h2>") < page.index("<h2>Inputs</h2>") < page.index("<h2>Over time</h2>")
+    assert page.index("<h2>Over time</h2>") < page.index(f"<h2>{names[0]}</h2>")
+    for i, name in enumerate(names, 1):
+        assert f'<a href="#input-{i}">{name}</a>' in page
+        assert f"Findings in {name}" in page
+
+
+def test_one_input_has_no_section_of_its_own(kvprobe, export: Path, tmp_path: Path) -> None:
+    assert kvprobe("report", export, "-o", tmp_path / "page.html", "-q")[0] == 0
+    assert "<h2>Inputs</h2>" not in (tmp_path / "page.html").read_text()

@@ -307,3 +307,55 @@ def test_a_saturated_public_recording_is_named_on_top(chromium: Any, shared_data
     assert "CUDA_SCALE_LAUNCH_QUEUES" in top.text
     assert chromium.execute_script("return document.querySelector('.do').getBoundingClientRect().bottom") < 812
     assert chromium.execute_script("return document.documentElement.scrollWidth") == 375
+
+
+def test_inputs_have_sections_of_their_own_whose_charts_zoom_apart(chromium: Any, tmp_path: Path) -> None:
+    from kvprobe.recordings.merge import merge
+    from kvprobe.reporting.inputs import Input
+
+    both = [recordings.recording(), recordings.recording(rows=9000)]
+    inputs = [Input(name, one, diagnose(one)) for name, one in zip(("calm.sqlite", "busy.sqlite"), both, strict=True)]
+    whole = merge(both)
+    page = write_report(whole, tmp_path / "two.html", findings=diagnose(whole), inputs=inputs)
+    opened(chromium, page)
+    toc = [link.get_property("textContent") for link in chromium.find_elements("css selector", ".toc a")]
+    assert toc.index("Inputs") < toc.index("Over time") < toc.index("calm.sqlite") < toc.index("busy.sqlite")
+    ids = figures(chromium)
+    assert len(ids) == len(set(ids))
+    for prefix in ("input-1", "input-2"):
+        own = [one for one in ids if one.startswith(f"{prefix}-")]
+        assert {f"{prefix}-rows", f"{prefix}-submissions", f"{prefix}-histogram"} <= set(own)
+        for one in own:
+            assert len(chromium.find_elements("css selector", f"#{one} .plot path[d], #{one} .plot rect")) > 3
+    ticks = "return [...document.querySelectorAll(arguments[0] + ' svg text')].map((t) => t.textContent).join()"
+    before = {one: chromium.execute_script(ticks, f"#{one}") for one in ids}
+    plot = chromium.find_element("css selector", "#input-1-submissions .plot")
+    chromium.execute_script("arguments[0].focus()", plot)
+    plot.send_keys("+", "+")
+    changed = {one for one in ids if chromium.execute_script(ticks, f"#{one}") != before[one]}
+    assert {"input-1-submissions", "input-1-rows"} <= changed
+    assert all(one.startswith("input-1-") for one in changed)
+    link = chromium.find_element("css selector", "#inputs a[href='#input-2']")
+    assert link.text == "busy.sqlite"
+    chromium.execute_script("arguments[0].scrollIntoView({block: 'center'})", link)
+    link.click()
+    assert chromium.execute_script("return location.hash") == "#input-2"
+    assert [entry for entry in chromium.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+def test_a_folded_section_draws_its_charts_when_it_opens(chromium: Any, tmp_path: Path) -> None:
+    from kvprobe.recordings.merge import merge
+    from kvprobe.reporting.inputs import UNFOLDED, Input
+
+    many = [recordings.recording(rows=700) for _ in range(UNFOLDED + 1)]
+    inputs = [Input(f"rank{i}.json", one, diagnose(one)) for i, one in enumerate(many)]
+    page = write_report(merge(many), tmp_path / "many.html", findings=[], inputs=inputs)
+    opened(chromium, page)
+    drawn = "return document.querySelectorAll('#input-2 .plot svg').length"
+    assert chromium.execute_script(drawn) == 0
+    summary = chromium.find_element("css selector", "#input-2 summary")
+    chromium.execute_script("arguments[0].scrollIntoView({block: 'center'})", summary)
+    summary.click()
+    chromium.execute_async_script("requestAnimationFrame(() => setTimeout(arguments[0]));")
+    charts = len(chromium.find_elements("css selector", "#input-2 figure[data-chart]"))
+    assert chromium.execute_script(drawn) == charts > 2

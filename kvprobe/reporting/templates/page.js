@@ -639,8 +639,8 @@
       if (later.size) { draw(later.keys().next().value); idle(next, { timeout: 100 }); }
       else document.documentElement.dataset.drawn = String(Math.round(performance.now()));
     };
-    for (const figure of $$("figure[data-chart]")) { // a closed finding has no width: it is drawn when it opens
-      const closed = figure.closest("details.finding:not([open])");
+    for (const figure of $$("figure[data-chart]")) { // what is folded has no width: it is drawn when it opens
+      const closed = figure.closest("details:not([open])");
       if (closed) closed.addEventListener("toggle", () => { prepare(figure); draw(figure); }, { once: true }); else prepare(figure);
     }
     for (const plot of all) if (plot.spec.kind === "rows") window.kvprobe.rows(plot); // now that its peers are there

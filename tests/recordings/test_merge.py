@@ -1,0 +1,58 @@
+"""Several recordings on one clock: what ran together keeps its distance, what ran apart begins together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from queue_model import simulate
+
+from kvprobe.recordings import open_apart, open_recording
+from kvprobe.recordings.merge import NO_CLOCK, ONE_BY_ONE, merge, recorded
+from kvprobe.recordings.model import Recording
+
+YEAR_NS = 365 * 24 * 3600 * 10**9
+
+
+def at(offset_ns: int | None, seed: int) -> Recording:
+    recording, _ = simulate(seed=seed, calls=600)
+    if offset_ns is not None:
+        recording.machine["unix_offset_ns"] = offset_ns
+    return recording
+
+
+def spans(*offsets_ns: int | None) -> tuple[list[int], Recording]:
+    """First call of each process in what these were merged to."""
+    whole = merge([at(offset_ns, seed) for seed, offset_ns in enumerate(offsets_ns)])
+    calls = whole.calls
+    return [int(calls["start_ns"][calls["process"] == i].min()) for i in range(len(offsets_ns))], whole
+
+
+def test_what_was_recorded_at_once_keeps_its_distance() -> None:
+    first, last = recorded(at(None, 0))
+    (one, two), whole = spans(0, (last - first) // 2)
+    alone, _ = spans(0, 0)
+    assert two - one == alone[1] - alone[0] + (last - first) // 2
+    assert ONE_BY_ONE not in whole.notes
+
+
+@pytest.mark.parametrize(("offset_ns", "note"), [(YEAR_NS, ONE_BY_ONE), (-YEAR_NS, ONE_BY_ONE), (None, NO_CLOCK)])
+def test_what_was_not_begins_together_and_says_so(offset_ns: int | None, note: str) -> None:
+    starts, whole = spans(0, offset_ns)
+    assert note in whole.notes
+    assert max(starts) - min(starts) < 10**9
+    first, last = recorded(whole)
+    assert last - first < 2 * max(end - start for start, end in (recorded(at(None, seed)) for seed in range(2)))
+
+
+def test_inputs_apart_are_what_each_is_alone_and_together_what_all_are(shared, tmp_path: Path) -> None:
+    paths = [shared.path("mfu_before"), shared.path("mfu_after")]
+    whole, parts = open_apart(paths)
+    assert whole.calls.rows == open_recording(paths).calls.rows == sum(part.calls.rows for _, part in parts)
+    assert [name for name, _ in parts] == [path.name for path in paths]
+    assert [part.calls.rows for _, part in parts] == [open_recording([path]).calls.rows for path in paths]
+
+
+def test_the_same_file_twice_is_told_apart(shared) -> None:
+    _, parts = open_apart([shared.path("mfu_before")] * 2)
+    assert len({name for name, _ in parts}) == 2
