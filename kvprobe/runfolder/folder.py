@@ -20,6 +20,7 @@ left out and named, what is larger than any recording is refused.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -157,6 +158,14 @@ _OF_A_LINE = {"processes": Ended, "stacks": Stacks, "device": Sample, "events": 
 _NOT_RECORDED = re.compile(r"not-recorded-(\d+)-(\d+)")
 
 
+def _encoded(value: Any) -> bytes:
+    """As JSON. Arguments and paths need not be UTF-8: what is not becomes a question mark."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return json.dumps(value, ensure_ascii=False).encode(errors="replace")
+
+
 class RunFolder:
     """One run folder, of this kvprobe or of anybody."""
 
@@ -173,23 +182,23 @@ class RunFolder:
         Raises:
             OSError: it cannot be written.
         """
-        files.write(self.path / "run.json", msgspec.json.format(msgspec.json.encode({"schema": VERSION, **run})))
+        files.write(self.path / "run.json", msgspec.json.format(_encoded({"schema": VERSION, **run})))
 
     def write_end(self, end: End) -> None:
         """Writes end.json; raises as `write_run`."""
-        files.write(self.path / "end.json", msgspec.json.format(msgspec.json.encode(end)))
+        files.write(self.path / "end.json", msgspec.json.format(_encoded(end)))
 
     def write_queue(self, pid: int, queue: dict[str, Any]) -> None:
         """Writes queue-<pid>.json; raises as `write_run`."""
-        files.write(self.path / f"queue-{pid}.json", msgspec.json.encode(queue))
+        files.write(self.path / f"queue-{pid}.json", _encoded(queue))
 
     def append_ended(self, line: Ended) -> None:
         """Adds a line to processes.jsonl; raises as `write_run`."""
-        files.append(self.path / "processes.jsonl", msgspec.json.encode(line))
+        files.append(self.path / "processes.jsonl", _encoded(line))
 
     def append_stacks(self, pid: int, line: dict[str, Any]) -> None:
         """Adds a line to stacks-<pid>.jsonl; raises as `write_run`."""
-        files.append(self.path / f"stacks-{pid}.jsonl", msgspec.json.encode(line))
+        files.append(self.path / f"stacks-{pid}.jsonl", _encoded(line))
 
     # ---- reading -----------------------------------------------------------------------------------------------
 

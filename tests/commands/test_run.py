@@ -296,7 +296,7 @@ def test_a_static_program_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["sh", "-c", "exit 0"], "no process of the command ever checked in"),
+        (["sh", "-c", "exit 0"], "no process of the command loaded kvprobe"),
         ([sys.executable, "-c", "pass"], "none of them made a CUDA call"),
     ],
 )

@@ -82,7 +82,7 @@ def test_a_python_that_cannot_be_reached_is_named(other: Path, tmp_path: Path) -
 def test_the_kill_switch_is_named_and_nothing_else_is_blamed(other: Path, tmp_path: Path) -> None:
     done, warnings, _ = run(tmp_path / "run", str(other), "-c", "print('fine')", KVPROBE="off")
     assert done.stdout == "fine\n"
-    assert warnings == ["KVPROBE=off is set in this environment: kvprobe acted in no process; unset it to record"]
+    assert warnings == ["KVPROBE=off is set in this environment, so kvprobe recorded nothing; unset it to record"]
 
 
 @pytest.mark.parametrize("env", [{"KVPROBE": "on"}, {"KVPROBE_FIX": "auto"}, {"KVPROBE": "off"}, {}])

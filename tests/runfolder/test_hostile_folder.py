@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvprobe.probe.processes import alive
+from kvprobe.runfolder.folder import RunFolder
 from tests.commands.watched import COPIES, KVPROBE, observer_of, run_watched, wait_for_end
 
 
@@ -48,6 +49,20 @@ def test_a_program_named_with_escapes_reaches_no_terminal_as_such(tmp_path):
     shown = run_shown(tmp_path / "run")
     for text in (done.stdout, done.stderr, shown, *end["warnings"], (tmp_path / "run" / "observer.log").read_text()):
         assert "\x1b" not in text and "\x07" not in text
+
+
+def test_arguments_that_are_not_utf8_are_written_as_far_as_they_are(tmp_path):
+    folder = tmp_path / "run"
+    done = run_watched(
+        folder, sys.executable, "-c", COPIES + "copies(3)\nprint(ascii(sys.argv[1]))", os.fsdecode(b"a\xff")
+    )
+    assert (done.returncode, done.stdout) == (0, "'a\\udcff'\n")
+    wait_for_end(folder)
+    run = RunFolder(folder)
+    assert run.run()["command"][-1] == "a?"
+    assert run.checkins()[0]["argv"][-1] == "a?"
+    assert "a?" in next(run.ended())["command"]
+    assert run.damaged == []
 
 
 def run_shown(folder: Path) -> str:

@@ -147,7 +147,7 @@ def _json(value: object) -> str:
     plain = str(value)[:4096]
     if plain.isascii() and plain.isprintable() and '"' not in plain and "\\" not in plain:
         return f'"{plain}"'
-    text = plain.encode("utf-16-le", "surrogatepass")
+    text = plain.encode(errors="replace").decode().encode("utf-16-le")  # an argument need not be UTF-8
     units = [text[i] | text[i + 1] << 8 for i in range(0, len(text), 2)]
     return '"' + "".join(chr(u) if 32 <= u < 127 and u not in (34, 92) else f"\\u{u:04x}" for u in units) + '"'
 
