@@ -152,14 +152,13 @@ class Offloads:
 
 
 def as_object(views: list[ProcessView], offloads: list[Benefit] | None = None) -> dict[str, Any]:
-    """What `--json` prints; stream handles as hexadecimal text."""
+    """What `--json` prints; a stream has its name, and its handle as hexadecimal text."""
     processes = []
     for view in views:
         one = asdict(view)
-        for stream in one["streams"]:
-            stream["stream"] = f"{stream['stream']:#x}"
-        if one["longest"]:
-            one["longest"]["stream"] = f"{one['longest']['stream']:#x}"
+        for told in [*one["streams"], *([one["longest"]] if one["longest"] else [])]:
+            told["name"] = _title(told.pop("number"), told["stream"])
+            told["stream"] = f"{told['stream']:#x}"
         processes.append(one)
     told = [{**asdict(one), "conclusion": one.conclusion, "sentence": one.sentence} for one in offloads or ()]
     return {"time_ns": time.monotonic_ns(), "processes": processes, "offload": told}
@@ -183,7 +182,7 @@ def render(
             call = view.longest
             parts.append(
                 Text(
-                    f"  in flight: {call.call} on stream {call.stream:#x}, thread {call.tid}, "
+                    f"  in flight: {call.call} on {_title(call.number, call.stream)}, thread {call.tid}, "
                     f"for {call.age_ns / 1e6:,.1f} ms"
                 )
             )
@@ -195,6 +194,11 @@ def render(
     return Group(*parts)
 
 
+def _title(number: int, handle: int) -> str:
+    return f"stream {number}" if number >= 0 else f"stream {handle:#x}"
+
+
+IDLE = 3  # streams without a submission that are listed; more are counted
 NARROW = 100  # columns of a terminal below which the table is cut to what one watches
 
 
@@ -202,32 +206,36 @@ def _process_table(view: ProcessView, width: int) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    ended = "" if view.state == "running" else f", {view.state}"
-    errors = f", {view.errors} calls failed" if view.errors else ""
     narrow = width < NARROW
-    title = f"{view.pid} {view.command[: 30 if narrow else 80]} ({view.producer}{ended}{errors})"
-    table = Table(title=Text(title), title_justify="left", padding=(0, 0) if narrow else (0, 1), box=_box(narrow))
+    table = Table(
+        title=Text(_heading(view, width)), title_justify="left", padding=(0, 0) if narrow else (0, 1), box=_box(narrow)
+    )
     names: tuple[str, ...] = ("stream", "subm/s", "p50", "p99", "baseline", "blocked", "outstanding", "h2d", "d2h")
     if narrow:
         names = ("stream", "subm/s", "p50 us", "p99 us", "blocked", "GB/s")
     names += ("queue",)
     for name in names:
         table.add_column(name, justify="left" if name in ("stream", "queue") else "right", no_wrap=narrow)
-    for one in sorted(view.streams, key=lambda stream: (-stream.blocked_share, -stream.submissions_per_s)):
+    ordered = sorted(view.streams, key=lambda stream: (-stream.blocked_share, -stream.submissions_per_s))
+    idle = [one for one in ordered if not one.submissions_per_s and not one.blocked_share]
+    if len(idle) > IDLE:
+        ordered = [one for one in ordered if one not in idle]
+        table.caption, table.caption_justify = Text(f"{len(idle)} more streams idle"), "left"
+    for one in ordered:
         if narrow:
             figures = ["-" if ns is None else f"{ns / 1e3:,.1f}" for ns in (one.p50_ns, one.p99_ns)]
             table.add_row(
-                f"{one.stream:#x}"[-10:],
+                _title(one.number, one.stream),
                 f"{one.submissions_per_s:,.0f}",
                 *figures,
                 f"{one.blocked_share:.0%}",
-                f"{sum(one.bytes_per_s.values()) / 1e9:.2f}",
+                _gigabytes(sum(one.bytes_per_s.values())),
                 "full?" if one.suspected else "",
             )
             continue
-        rates = {name: f"{rate / 1e9:.2f} GB/s" for name, rate in one.bytes_per_s.items()}
+        rates = {name: f"{_gigabytes(rate)} GB/s" for name, rate in one.bytes_per_s.items()}
         table.add_row(
-            f"{one.stream:#x}",
+            _title(one.number, one.stream),
             f"{one.submissions_per_s:,.0f}",
             _us(one.p50_ns),
             _us(one.p99_ns),
@@ -239,6 +247,22 @@ def _process_table(view: ProcessView, width: int) -> RenderableType:
             "full? suspected" if one.suspected else "",
         )
     return table
+
+
+def _heading(view: ProcessView, width: int) -> str:
+    """Pid and command of a process, on one line: a program's folder says less than its arguments."""
+    ended = "" if view.state == "running" else f", {view.state}"
+    errors = f", {view.errors} calls failed" if view.errors else ""
+    program, _, arguments = view.command.partition(" ")
+    command = f"{program.rpartition('/')[2]} {arguments}".strip()
+    about = f" ({view.producer}{ended}{errors})"
+    room = max(width - len(f"{view.pid} ") - len(about) - 1, 12)
+    return f"{view.pid} {command if len(command) <= room else command[: room - 3] + '...'}{about}"
+
+
+def _gigabytes(rate: float) -> str:
+    """Bytes per second in GB/s; what is little keeps a digit."""
+    return f"{rate / 1e9:.2f}" if rate >= 1e7 or not rate else f"{rate / 1e9:.4f}"
 
 
 def _box(narrow: bool) -> Any:

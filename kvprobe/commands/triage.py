@@ -10,7 +10,7 @@ import click
 from kvprobe.commands._reading import Window, window_options
 
 if TYPE_CHECKING:
-    from kvprobe.recordings.triage import QueueTriage, Triage
+    from kvprobe.recordings.triage import Triage
 
 __all__ = ["command"]
 
@@ -78,14 +78,8 @@ def _line(one: Triage) -> str:
     full = [queue for queue in one.queues if queue.verdict == "found"]
     shown = full or [queue for queue in one.queues if queue.verdict == "undecided"]
     lost, ceiling = (ms(one.lost_ns), f"ceiling {full[0].ceiling:,}") if full else ("-", "-")
-    stream = _name(shown[0]) + (f" and {len(shown) - 1} more" if len(shown) > 1 else "") if shown else "-"
+    stream = shown[0].title + (f" and {len(shown) - 1} more" if len(shown) > 1 else "") if shown else "-"
     return f"{one.verdict:11}  {lost:>12}  {ceiling:13}  {stream:21}  "
-
-
-def _name(queue: QueueTriage) -> str:
-    from kvprobe.recordings.vocabulary import handle_text
-
-    return f"stream {handle_text(queue.handle)}"
 
 
 def _json(one: Triage) -> dict[str, Any]:

@@ -34,7 +34,6 @@ from kvprobe.recordings.assemble import codes
 from kvprobe.recordings.links import links_of
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Engine, Label, Memory, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
-from kvprobe.recordings.vocabulary import stream_title
 from kvprobe.recordings.window import serving_window
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -345,10 +344,7 @@ class JoinedRecording:
 
     def stream_name(self, stream: int) -> str:
         """How to call a stream in a sentence."""
-        table = self.recording.streams
-        if not 0 <= stream < table.rows:
-            return "unknown stream"
-        return stream_title(self.text(table["name"][stream]), int(table["handle"][stream]), stream)
+        return self.recording.stream_title(stream)
 
     def caller_span_ns(self, rows: Array) -> int:
         """Summed recorded spans of the threads that made these calls."""

@@ -64,6 +64,7 @@ def whole_triage(path: str | os.PathLike[str], window: Callable[[Recording], Ser
             queue.reason,
             queue.ceiling if queue.stream in blocked else -1,
             int(queue.blocked_ns.sum()) if queue.stream in blocked else 0,
+            recording.stream_title(queue.stream),
         )
         for queue in found.streams
     ]

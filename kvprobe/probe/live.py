@@ -10,7 +10,7 @@ import json
 import platform
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,18 @@ from kvprobe.environment import RUN
 from kvprobe.errors import RecordingError, UsageError
 from kvprobe.launchqueue.constants import BLOCKED_SHARE, JUMP_TIMES, LIVE_BLOCKED, LIVE_CALLS
 from kvprobe.launchqueue.window import held_up
-from kvprobe.probe.ring import BUCKETS, CALLS, PAGEABLE, TRANSFER, RingSnapshot, bucket_bounds, percentile, read_ring
+from kvprobe.probe.ring import (
+    BUCKETS,
+    CALLS,
+    PAGEABLE,
+    TRANSFER,
+    RingSnapshot,
+    bucket_bounds,
+    percentile,
+    read_ring,
+    stream_handles,
+    stream_number,
+)
 from kvprobe.runfolder.files import temporary_folder
 from kvprobe.runfolder.identity import alive
 
@@ -81,6 +92,7 @@ class InFlight:
     call: str
     stream: int
     age_ns: int
+    number: int = -1
 
 
 @dataclass
@@ -89,6 +101,7 @@ class StreamView:
 
     Attributes:
         stream: handle; 0 is the legacy default stream.
+        number: what the stream is called by, as in a report of the same run: "stream 3".
         submissions_per_s: copies, memsets, launches: everything that takes a place in the launch queue.
         p50_ns: median host time of one; None where none was timed. `p99_ns` likewise.
         baseline_ns: what one costs with room in the queue: the lowest median seen of this kind of call.
@@ -110,6 +123,7 @@ class StreamView:
     outstanding: int | None
     bytes_per_s: dict[str, float]
     suspected: bool
+    number: int = -1
 
 
 @dataclass
@@ -256,9 +270,11 @@ class Live:
         `now_ns`: the time of the look on the clock of the ring files, where it is not now.
         """
         views = []
-        for snapshot in snapshots(find_rings(self.target)):
+        found = list(snapshots(find_rings(self.target)))
+        for snapshot in found:
             view = self._process(snapshot, time.monotonic_ns() if now_ns is None else now_ns)
             if view:
+                _number(view, snapshot, found)
                 views.append(view)
         return sorted(views, key=lambda view: view.pid)
 
@@ -315,6 +331,18 @@ class Live:
                     candidates.append(float(percentile(histogram, 50)))
             if np.isfinite(lowest := min(candidates)):
                 known.baseline_ns[call] = lowest
+
+
+def _number(view: ProcessView, snapshot: RingSnapshot, found: list[RingSnapshot]) -> None:
+    """Gives the streams their numbers; an engine's follow those that the interposer saw in the same process."""
+    watched = [one for one in found if one.producer == "interposer" and one.pid == snapshot.pid]
+    mine = [snapshot] if snapshot in watched else [*watched, snapshot]
+    handles = stream_handles(mine)
+    number_of = {handle: stream_number(handles, place) for place, handle in enumerate(handles)}
+    for stream in view.streams:
+        stream.number = number_of.get(stream.stream, -1)
+    if view.longest is not None:
+        view.longest = replace(view.longest, number=number_of.get(view.longest.stream, -1))
 
 
 def _outstanding(sums: dict[Key, Totals]) -> dict[int, int]:

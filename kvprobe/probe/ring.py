@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,11 @@ __all__ = [
     "ThreadSection",
     "RingSnapshot",
     "bucket_bounds",
+    "handles_of",
     "percentile",
     "read_ring",
+    "stream_handles",
+    "stream_number",
 ]
 
 Array = npt.NDArray[Any]
@@ -41,6 +45,11 @@ MAGIC = b"KVPRING1"
 UNTIMED = 2**64 - 1
 SECTIONS = 1024  # a file has no more
 SANE = 2**62  # no time and no count is as large; a damaged file's may be
+
+# calls that name no stream; 0 there is not the default stream
+NO_STREAM = np.array([19, 20, 21, 22, 23, 24, 25, 26, 34, 35, 36, 37, 38, 39, 42, 43, 44, 45])
+OF_EVENTS = np.array([18, 33])  # waits for an event: the stream on which it was recorded, 0 where that is not known
+FIRST_ADDRESS = 1 << 20  # a stream's handle from here on is an address; below, the number that CUDA or a recorder gave
 
 # number in the file -> (kind as in recordings.model.CallKind, name); kvp.h's KVP_CALLS, a test compares them
 CALLS: dict[int, tuple[str, str]] = {
@@ -453,3 +462,28 @@ def _read_open(fd: int, path: Path, detail: bool, slots: bool) -> RingSnapshot:
         pid_namespace=int(header["pid_namespace"]),
         start_ticks=int(header["start_ticks"]),
     )
+
+
+def handles_of(rows: Array) -> Array:
+    """The stream of each record or slot, (rows,) int64; -1 where its call names none."""
+    handles = rows["stream"].astype(np.int64)
+    unnamed = np.isin(rows["call"], NO_STREAM) | (np.isin(rows["call"], OF_EVENTS) & (handles == 0))
+    return np.where(unnamed | (handles < 0), np.int64(-1), handles)
+
+
+def stream_handles(rings: Iterable[RingSnapshot]) -> list[int]:
+    """The streams of one process in the order in which its threads began to use them, transfers left out."""
+    found: dict[int, None] = {}
+    for ring in rings:
+        for section in ring.sections:
+            slots = section.slots[(section.slots["call"] != TRANSFER) & (section.slots["call"] != 0)]
+            found.update(dict.fromkeys(handles_of(slots).tolist()))
+    found.pop(-1, None)
+    return list(found)
+
+
+def stream_number(handles: Sequence[int], place: int) -> int:
+    """The number by which people know the stream at this place among its process's: its own, or its turn from 1."""
+    if handles[place] < FIRST_ADDRESS:
+        return int(handles[place])
+    return 1 + sum(handle >= FIRST_ADDRESS for handle in handles[:place])

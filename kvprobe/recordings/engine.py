@@ -13,7 +13,7 @@ from kvprobe.errors import UsageError
 from kvprobe.recordings.assemble import sorted_table
 from kvprobe.recordings.kvprobe_run import read
 from kvprobe.recordings.model import Recording, Source, Table
-from kvprobe.recordings.vocabulary import Names, stream_title
+from kvprobe.recordings.vocabulary import Names
 
 __all__ = ["PHASES", "recording_of"]
 
@@ -54,7 +54,8 @@ def recording_of(*engines: _Engine, ring: Path | None = None, what: str = "engin
     recording.source = [Source(what, "kvprobe", tool=recording.source[0].tool, command=command)]
     names = Names(recording.names)
     _name_streams(recording, engines, names)
-    titles = _titles(recording, names)
+    recording.names = names.list  # which the streams' titles read
+    titles = _titles(recording)
 
     def titled(found: re.Match[str]) -> str:
         return titles.get(found[0], found[0])
@@ -103,10 +104,7 @@ def _common(uses: set[str]) -> str:
     return next(iter(uses)) if len(uses) == 1 else plain.pop() if len(plain) == 1 else ""
 
 
-def _titles(recording: Recording, names: Names) -> dict[str, str]:
+def _titles(recording: Recording) -> dict[str, str]:
     """What an engine calls a stream -> how it is called everywhere."""
-    streams = recording.streams
-    rows = zip(streams["handle"].tolist(), streams["name"].tolist(), strict=True)
-    return {
-        f"stream {handle:#x}": stream_title(names.list[name], handle, row) for row, (handle, name) in enumerate(rows)
-    }
+    handles = recording.streams["handle"].tolist()
+    return {f"stream {handle:#x}": recording.stream_title(row) for row, handle in enumerate(handles)}

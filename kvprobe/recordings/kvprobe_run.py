@@ -20,7 +20,18 @@ import numpy as np
 
 from kvprobe.errors import RecordingError
 from kvprobe.probe.processes import alive
-from kvprobe.probe.ring import CALLS, RECORD, SANE, SLOT, TRANSFER, UNTIMED, RingSnapshot, read_ring
+from kvprobe.probe.ring import (
+    CALLS,
+    RECORD,
+    SANE,
+    SLOT,
+    TRANSFER,
+    UNTIMED,
+    RingSnapshot,
+    handles_of,
+    read_ring,
+    stream_handles,
+)
 from kvprobe.recordings.assemble import sorted_table, stream_rows
 from kvprobe.recordings.merge import ONE_BY_ONE, at_once
 from kvprobe.recordings.model import SCHEMAS, Array, CallKind, Label, Recording, Source, Table
@@ -34,9 +45,6 @@ Progress = Callable[[str, float], None]
 
 APART_NS = 20_000  # two records of one copy, by the clocks of two libraries
 _NEVER = np.iinfo(np.int64).max
-# calls that name no stream; 0 there is not the default stream
-NO_STREAM = np.array([19, 20, 21, 22, 23, 24, 25, 26, 34, 35, 36, 37, 38, 39, 42, 43, 44, 45])
-OF_EVENTS = np.array([18, 33])  # waits for an event: the stream on which it was recorded, 0 where that is not known
 RANKS = ("RANK", "VLLM_DP_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "LOCAL_RANK")
 
 
@@ -375,8 +383,9 @@ def _fill(
 
     # one table of streams for calls and totals together
     both_process = np.concatenate([process_of, slot_process])
-    handles = np.concatenate([_handles(records), _handles(slots)])
+    handles = np.concatenate([handles_of(records), handles_of(slots)])
     rows, columns = stream_rows(both_process, np.zeros(len(both_process), np.int32), handles)
+    rows, columns = _in_order_of_use(rows, columns, processes)
     recording.tables["streams"] = Table("streams", columns)
     call_stream, slot_stream = rows[: len(records)], rows[len(records) :]
 
@@ -407,6 +416,23 @@ def _fill(
             "state": names.map([p.state for p in processes]),
         },
     )
+
+
+def _in_order_of_use(
+    rows: Array, columns: dict[str, Array], processes: list[_Process]
+) -> tuple[Array, dict[str, Array]]:
+    """The table of streams, a process's in the order of their first use: as `kvprobe top` numbers them."""
+    turn = {
+        (row, handle): place
+        for row, process in enumerate(processes)
+        for place, handle in enumerate(stream_handles([*process.counted(), *process.rings]))
+    }
+    owned = zip(columns["process"].tolist(), columns["handle"].tolist(), strict=True)
+    turns = np.array([turn.get(one, len(turn)) for one in owned], dtype=np.int64)
+    order = np.lexsort((columns["handle"], turns, columns["process"]))
+    moved = np.empty(len(order) + 1, dtype=np.int32)
+    moved[order], moved[-1] = np.arange(len(order)), -1  # the last place is for -1, no stream
+    return moved[rows], {name: column[order] for name, column in columns.items()}
 
 
 def _joined(parts: Sequence[Array]) -> Array:
@@ -453,12 +479,6 @@ def _with_engine(watched: Array, engine: Array) -> Array:
 def _only_thread(records: Array) -> int:
     threads = np.unique(records["tid"])
     return int(threads[0]) if len(threads) == 1 else -1
-
-
-def _handles(rows: Array) -> Array:
-    handles = rows["stream"].astype(np.int64)
-    unnamed = np.isin(rows["call"], NO_STREAM) | (np.isin(rows["call"], OF_EVENTS) & (handles == 0))
-    return np.where(unnamed | (handles < 0), np.int64(-1), handles)
 
 
 def _command(process: _Process) -> str:

@@ -327,6 +327,21 @@ class Recording:
             return self.tables[kind]
         raise AttributeError(kind)
 
+    def stream_title(self, row: int) -> str:
+        """How the stream in a row of `streams` is called everywhere; its number counts within its process."""
+        from kvprobe.probe.ring import stream_number
+        from kvprobe.recordings.vocabulary import stream_title
+
+        streams = self.streams
+        if not 0 <= row < streams.rows:
+            return "unknown stream"
+        owned = streams["process"]
+        first = row  # a process's rows stand together
+        while first and owned[first - 1] == owned[row]:
+            first -= 1
+        number = stream_number(streams["handle"][first : row + 1].tolist(), row - first)
+        return stream_title(self.text(int(streams["name"][row])), number)
+
     def text(self, index: int) -> str:
         """The interned text of a name column's value."""
         return self.names[index] if 0 <= index < len(self.names) else ""

@@ -175,15 +175,11 @@ class _Writer:
             )
         streams = recording.streams
         for row in range(streams.rows):
-            label = f"stream {self._handle(row)} (device {int(streams['device'][row])})"
+            label = f"{recording.stream_title(row)} (device {int(streams['device'][row])})"
             yield (
                 f'{{"ph":"M","name":"thread_name","pid":{_DEVICE_PID + int(streams["process"][row])},"tid":{row},'
                 f'"args":{{"name":{json.dumps(label)}}}}}'
             )
-
-    def _handle(self, row: int) -> str:
-        handle = int(self.recording.streams["handle"][row])
-        return str(handle) if handle < 1 << 16 else hex(handle)
 
     def slices(self, rows: Array) -> Iterator[str]:
         calls = self.recording.calls
@@ -235,7 +231,7 @@ class _Writer:
             left -= len(kept)
             self.left -= len(kept)
             label = json.dumps(
-                f"outstanding on stream {self._handle(queue.stream)}"
+                f"outstanding on {self.recording.stream_title(queue.stream)}"
                 if queue.stream < self.recording.streams.rows
                 else "outstanding"
             )

@@ -38,6 +38,7 @@ class QueueTriage:
         verdict, reason: what is concluded, and from what.
         ceiling: the deepest that a blocked call was entered at; -1 where no full queue was found.
         lost_ns: host time lost to the full queue.
+        title: how the stream is called.
     """
 
     def __init__(
@@ -51,7 +52,9 @@ class QueueTriage:
         reason: str,
         ceiling: int,
         lost_ns: int,
+        title: str = "",
     ) -> None:
+        self.title = title or f"stream {handle}"  # the PyTorch profiler numbers its streams
         self.stream, self.device, self.handle, self.calls, self.deepest = stream, device, handle, calls, deepest
         self.verdict, self.reason, self.ceiling, self.lost_ns = verdict, reason, ceiling, lost_ns
 

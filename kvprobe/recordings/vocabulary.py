@@ -20,7 +20,6 @@ __all__ = [
     "base_name",
     "call_direction",
     "call_kind",
-    "handle_text",
     "stream_title",
     "kineto_call",
     "kineto_copy",
@@ -106,17 +105,8 @@ _KINDS: Sequence[tuple[re.Pattern[str], CallKind]] = tuple(
 )
 
 
-def handle_text(handle: int) -> str:
-    """A stream's handle as people write it: the recorder's number, or an address where only that is known."""
-    return str(handle) if handle < 1 << 20 else f"{handle:#x}"
-
-
-def stream_title(name: str, handle: int, row: int) -> str:
-    """How a stream is called everywhere: by its number, and its name where it has one.
-
-    The number is the recorder's own; where only an address is known, the stream's place in the recording.
-    """
-    number = str(handle) if handle < 1 << 20 else str(row + 1)
+def stream_title(name: str, number: int) -> str:
+    """How a stream is called everywhere: by its number (`probe.ring.stream_number`), and its name where it has one."""
     said = f"stream {number}"
     return said if not name or name == said else f"{said} ({name.removesuffix(' stream')})"
 

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from kvprobe.recordings.assemble import codes, pairs, positions
 from kvprobe.recordings.model import SUBMITTING, Engine, Recording
 from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, depth_series
-from kvprobe.recordings.vocabulary import stream_title
 from kvprobe.reporting import charts, series
 from kvprobe.reporting.charts import Mark, Points
 from kvprobe.reporting.units import NONE, bytes_text, duration, percent
@@ -29,13 +28,10 @@ Array = npt.NDArray[Any]
 
 def stream_name(recording: Recording, row: int) -> str:
     """A stream as it is called everywhere; streams of several processes say whose they are."""
-    streams = recording.streams
-    if not 0 <= row < streams.rows:
-        return "unknown stream"
-    name = stream_title(recording.text(int(streams["name"][row])), int(streams["handle"][row]), row)
-    return (
-        f"{name} of {process_name(recording, int(streams['process'][row]))}" if recording.processes.rows > 1 else name
-    )
+    name = recording.stream_title(row)
+    if recording.processes.rows < 2 or not 0 <= row < recording.streams.rows:
+        return name
+    return f"{name} of {process_name(recording, int(recording.streams['process'][row]))}"
 
 
 def process_name(recording: Recording, row: int) -> str:

@@ -19,8 +19,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvprobe.commands.top import render
-from kvprobe.probe.live import ProcessView, StreamView
+from kvprobe.commands.top import as_object, render
+from kvprobe.diagnosis.triage import triage
+from kvprobe.probe.live import Live, ProcessView, StreamView
+from kvprobe.recordings import open_recording
 
 from .watched import COPIES, KVPROBE, clean_environment, run_watched, wait_for_end
 
@@ -99,16 +101,70 @@ def test_a_pid_or_name_that_is_not_recorded_is_refused() -> None:
         assert done.returncode == 2 and text in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_busy_streams_come_first() -> None:
-    def stream(handle: int, rate: float, blocked: float) -> StreamView:
-        return StreamView(handle, rate, 1e3, 2e3, 1e3, blocked, None, {"h2d": 1e9}, False)
+def _stream(handle: int, rate: float, blocked: float, number: int = -1) -> StreamView:
+    return StreamView(handle, rate, 1e3, 2e3, 1e3, blocked, None, {"h2d": 1e9}, False, number)
 
-    streams = [stream(1, 10, 0), stream(2, 5, 0.5), stream(3, 900, 0)]
-    view = ProcessView(1, "python server.py", "interposer", "", "running", 1.0, streams, None, 0)
-    console = Console(width=60, file=io.StringIO())
-    console.print(render([view], width=60))
-    text = console.file.getvalue()
-    assert text.index("0x2") < text.index("0x3") < text.index("0x1")
+
+def _text(streams: list[StreamView], width: int = 60, command: str = "python server.py") -> str:
+    view = ProcessView(1, command, "interposer", "", "running", 1.0, streams, None, 0)
+    console = Console(width=width, file=io.StringIO())
+    console.print(render([view], width=width))
+    return console.file.getvalue()
+
+
+def test_busy_streams_come_first_by_name() -> None:
+    text = _text([_stream(1 << 40, 10, 0, 1), _stream(2 << 40, 5, 0.5, 2), _stream(3 << 40, 900, 0, 3)])
+    assert text.index("stream 2") < text.index("stream 3") < text.index("stream 1")
+    assert "0x" not in text
+
+
+@pytest.mark.parametrize("width", [60, 130])
+def test_streams_that_do_nothing_are_counted_once_there_are_many(width: int) -> None:
+    text = _text([_stream(n, float(n == 7), 0, n) for n in range(32)], width)
+    assert "stream 7 " in text and "stream 8 " not in text
+    assert "31 more streams idle" in text
+    assert "stream 2 " in _text([_stream(n, 0, 0, n) for n in range(3)], width)
+
+
+def test_a_long_command_keeps_its_program_and_the_line_its_width() -> None:
+    text = _text([_stream(0, 1, 0, 0)], command=f"/opt/{'deep/' * 20}python3 server.py --model {'x' * 80}")
+    assert text.startswith("1 python3 server.py --model xxx")
+    assert max(map(len, text.splitlines())) <= 60 and "..." in text
+
+
+STREAMS = f"""
+{COPIES}
+import threading
+runtime, device, host, first = open_runtime()
+streams = [first, *(ctypes.c_void_p() for _ in range(4))]
+for one in streams[1:]:
+    assert not runtime.cudaStreamCreateWithPriority(ctypes.byref(one), 1, 0)
+def use(*order):
+    for one in order:
+        assert not runtime.cudaMemcpyAsync(device, host, ctypes.c_size_t(64), 1, one)
+use(streams[3], streams[1], None)
+thread = threading.Thread(target=use, args=(streams[4], streams[3], streams[0]))
+thread.start(); thread.join()
+print([one.value for one in (streams[3], streams[1], streams[4], streams[0])])
+"""
+
+
+def test_top_report_and_triage_call_a_stream_by_one_name(tmp_path: Path) -> None:
+    """In the order of first use, whatever their addresses are; CUDA's own numbers stay."""
+    run = tmp_path / "run"
+    done = run_watched(run, sys.executable, "-c", STREAMS)
+    assert done.returncode == 0
+    used = json.loads(done.stdout)
+    expected = {0: "stream 0", **{handle: f"stream {place}" for place, handle in enumerate(used, 1)}}
+    live = Live(run)
+    for ring in run.glob("*.kvp"):
+        live.begin(ring, 0)
+    (view,) = live.look()
+    assert {int(one["stream"], 16): one["name"] for one in as_object([view])["processes"][0]["streams"]} == expected
+    recording = open_recording([run])
+    titles = [recording.stream_title(row) for row in range(recording.streams.rows)]
+    assert dict(zip(recording.streams["handle"].tolist(), titles, strict=True)) == expected
+    assert {one.handle: one.title for one in triage(run).queues} == expected
 
 
 def test_nothing_to_watch_says_what_to_do(tmp_path: Path) -> None:
