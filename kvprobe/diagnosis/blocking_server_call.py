@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, Where, cause_of
+from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, Loss, Where, cause_of
 from kvprobe.diagnosis.intervals import Cover, distinct
 from kvprobe.diagnosis.joined import JoinedRecording, ms
 
@@ -92,12 +92,14 @@ def find(joined: JoinedRecording) -> Finding | None:
         CAUSE,
         "{calls} calls of server functions that move data held their threads for {lost}",
         "certain",
-        int(lost.sum()),
-        len(rows),
-        lost_on="host",
+        Loss(
+            int(lost.sum()),
+            len(rows),
+            on="host",
+            window=(int(table["start_ns"][rows].min()), int(table["end_ns"][rows].max())),
+            span_ns=span,
+            places=tuple(places),
+        ),
         evidence=evidence,
         cure=[Change(CURES[server], "setting") for server in dict.fromkeys(servers) if server in CURES],
-        places=tuple(places),
-        window=(int(table["start_ns"][rows].min()), int(table["end_ns"][rows].max())),
-        span_ns=span,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypedDict
 
@@ -17,7 +17,9 @@ __all__ = [
     "Chart",
     "Confidence",
     "Evidence",
+    "Explanation",
     "Finding",
+    "Loss",
     "LostOn",
     "NotLookedFor",
     "Series",
@@ -210,7 +212,7 @@ class Call:
         lost_ns: what the finding says it lost.
         depth: submissions outstanding on its stream when it was entered; -1 unknown.
         line: "file:line" of the program that made it, "" where no stack was taken while it was blocked.
-        stack: joined_recordings, innermost first.
+        stack: function (file:line), innermost first.
     """
 
     row: int
@@ -228,6 +230,41 @@ class Call:
     def to_json(self) -> dict[str, Any]:
         """All fields."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a cause lost.
+
+    Attributes:
+        ns: time, of all calls or gaps together.
+        count: how many these are.
+        on: as `Finding.lost_on`.
+        window: as in Finding.
+        span_ns: what `ns` is a share of; None: the serving window.
+        places, calls: as `where` and `calls` of Finding.
+    """
+
+    ns: int
+    count: int
+    on: LostOn
+    window: tuple[int, int]
+    span_ns: int | None = None
+    places: tuple[Where, ...] = ()
+    calls: tuple[Call, ...] = ()
+
+
+class _Evidence(TypedDict):
+    evidence: Sequence[Evidence]
+    cure: Sequence[Change]
+
+
+class Explanation(_Evidence, total=False):
+    """What a cause says about a loss; fields as in Finding. `severity` None: the share of the span decides."""
+
+    reason: str
+    severity: Severity | None
+    chart: Chart | None
 
 
 def cause_of(module: str) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
 from kvprobe.diagnosis.gaps import idle_gaps
 from kvprobe.diagnosis.joined import JoinedRecording, ms, share
 from kvprobe.diagnosis.python_or_gil_bound import explained
@@ -41,12 +41,14 @@ def find(joined: JoinedRecording) -> Finding | None:
         CAUSE,
         "The device was idle for {lost} while the host prepared, in {calls} gaps",
         "likely",
-        lost,
-        len(calls),
-        lost_on="device",
-        span_ns=span,
-        places=where,
-        window=(int(gaps.start[mine].min()), int(gaps.end[mine].max())),
+        Loss(
+            lost,
+            len(calls),
+            on="device",
+            window=(int(gaps.start[mine].min()), int(gaps.end[mine].max())),
+            span_ns=span,
+            places=where,
+        ),
         evidence=(
             Evidence(
                 f"{len(calls)} gaps of at least 200 us, {ms(lost)} or {share(lost, span)} of the recording, in "

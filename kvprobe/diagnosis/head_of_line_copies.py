@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
 from kvprobe.diagnosis.intervals import Cover, ascending, distinct, in_time
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
 from kvprobe.recordings.model import Direction, Engine, Memory
@@ -82,11 +82,13 @@ def find(joined: JoinedRecording) -> Finding | None:
         CAUSE,
         "{calls} small copies waited {lost} behind other streams' bursts",
         "likely",
-        lost,
-        len(rows),
-        lost_on="device",
-        places=joined.device_places(rows, each),
-        window=(int(wait[0].min()), int(wait[1].max())),
+        Loss(
+            lost,
+            len(rows),
+            on="device",
+            window=(int(wait[0].min()), int(wait[1].max())),
+            places=joined.device_places(rows, each),
+        ),
         evidence=(
             Evidence(
                 f"{len(rows):,} copies of at most 64 KiB could have started {ms(int(each.mean()))} earlier on "

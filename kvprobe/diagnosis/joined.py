@@ -6,21 +6,20 @@ run from the best-evidenced to the least, and the sum of what they claim is neve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvprobe.diagnosis.finding import (
     Call,
-    Change,
     Chart,
     Confidence,
-    Evidence,
+    Explanation,
     Finding,
+    Loss,
     LostOn,
     Severity,
     Where,
@@ -35,6 +34,9 @@ from kvprobe.recordings.links import links_of
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Engine, Label, Memory, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
 from kvprobe.recordings.window import serving_window
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -348,12 +350,12 @@ class JoinedRecording:
 
     def caller_span_ns(self, rows: Array) -> int:
         """Summed recorded spans of the threads that made these calls."""
-        callers, spans = self._lane_spans
+        callers, spans = self._caller_spans
         at = np.searchsorted(callers, distinct(self.caller[rows[~self.outside[rows]]]))
         return int(spans[at].sum())
 
     @cached_property
-    def _lane_spans(self) -> tuple[Array, Array]:
+    def _caller_spans(self) -> tuple[Array, Array]:
         order = self.by_caller
         order = order[~self.outside[order]]
         edges = group_starts(self.caller[order])
@@ -457,12 +459,8 @@ class JoinedRecording:
         rows: Array,
         ns: Array,
         *,
-        evidence: Sequence[Evidence],
-        cure: Sequence[Change],
-        reason: str = "",
-        severity: Severity | None = None,
-        chart: Chart | None = None,
         least_ns: int | None = None,
+        **explanation: Unpack[Explanation],
     ) -> Finding | None:
         """Claims `ns` of the calls `rows` and says so, or nothing where the loss is not worth a line.
 
@@ -472,12 +470,8 @@ class JoinedRecording:
             confidence: as in Finding.
             rows: rows of `calls`, distinct.
             ns: what to claim of each.
-            evidence: figures, best first.
-            cure: what to change; the order is by what each saves.
-            reason: as in Finding.
-            severity: given where the share of the span does not decide.
-            chart: as in Finding.
             least_ns: a floor of its own instead of `notable`.
+            explanation: `evidence` (best first) and `cure`; `reason`, `severity` and `chart` where there are any.
         """
         if not len(rows):
             return None
@@ -488,23 +482,10 @@ class JoinedRecording:
             return None
         got = self.host.claim(cause, rows, ns)
         rows, got = rows[got > 0], got[got > 0]
-        return self._finding(
-            cause,
-            title,
-            confidence,
-            int(got.sum()),
-            len(rows),
-            lost_on="host",
-            evidence=evidence,
-            cure=cure,
-            places=self.places(rows, got),
-            calls=longest(self, rows, got),
-            window=(int(self.start[rows].min()), int(self.end[rows].max())),
-            span_ns=span,
-            reason=reason,
-            severity=severity,
-            chart=chart,
-        )
+        window = int(self.start[rows].min()), int(self.end[rows].max())
+        places, calls = self.places(rows, got), longest(self, rows, got)
+        loss = Loss(int(got.sum()), len(rows), "host", window, span, places, calls)
+        return self._finding(cause, title, confidence, loss, explanation)
 
     def device_finding(
         self,
@@ -514,12 +495,8 @@ class JoinedRecording:
         rows: Array,
         ns: Array,
         *,
-        evidence: Sequence[Evidence],
-        cure: Sequence[Change],
-        reason: str = "",
-        severity: Severity | None = None,
-        chart: Chart | None = None,
         lost_on: LostOn = "copy engine",
+        **explanation: Unpack[Explanation],
     ) -> Finding | None:
         """As `host_finding`, for executions: claims time of copy engines."""
         if not len(rows):
@@ -530,98 +507,40 @@ class JoinedRecording:
             return None
         got = self.device.claim(cause, rows, ns)
         rows, got = rows[got > 0], got[got > 0]
-        return self._finding(
-            cause,
-            title,
-            confidence,
-            int(got.sum()),
-            len(rows),
-            lost_on=lost_on,
-            evidence=evidence,
-            cure=cure,
-            places=self.device_places(rows, got),
-            calls=self._calls_of(rows, got),
-            window=(int(self.x_start[rows].min()), int(self.x_end[rows].max())),
-            span_ns=span,
-            reason=reason,
-            severity=severity,
-            chart=chart,
-        )
+        window = int(self.x_start[rows].min()), int(self.x_end[rows].max())
+        places, calls = self.device_places(rows, got), self._calls_of(rows, got)
+        loss = Loss(int(got.sum()), len(rows), lost_on, window, span, places, calls)
+        return self._finding(cause, title, confidence, loss, explanation)
 
     def finding(
-        self,
-        cause: str,
-        title: str,
-        confidence: Confidence,
-        lost_ns: int,
-        count: int,
-        *,
-        lost_on: LostOn,
-        evidence: Sequence[Evidence],
-        cure: Sequence[Change],
-        places: tuple[Where, ...],
-        window: tuple[int, int],
-        span_ns: int | None = None,
-        reason: str = "",
-        severity: Severity | None = None,
-        chart: Chart | None = None,
+        self, cause: str, title: str, confidence: Confidence, loss: Loss, **explanation: Unpack[Explanation]
     ) -> Finding | None:
         """As `host_finding`, for time that is neither a call's nor an engine's: waiting, idling, nothing at all."""
-        span = self.span_ns if span_ns is None else span_ns
-        if lost_on != "none" and not self.notable(lost_ns, span):
+        if loss.on != "none" and not self.notable(loss.ns, self._span_of(loss)):
             return None
-        return self._finding(
-            cause,
-            title,
-            confidence,
-            lost_ns,
-            count,
-            lost_on=lost_on,
-            evidence=evidence,
-            cure=cure,
-            places=places,
-            window=window,
-            span_ns=span,
-            reason=reason,
-            severity=severity,
-            chart=chart,
-        )
+        return self._finding(cause, title, confidence, loss, explanation)
 
-    def _finding(
-        self,
-        cause: str,
-        title: str,
-        confidence: Confidence,
-        lost_ns: int,
-        count: int,
-        *,
-        lost_on: LostOn,
-        evidence: Sequence[Evidence],
-        cure: Sequence[Change],
-        places: tuple[Where, ...],
-        window: tuple[int, int],
-        span_ns: int,
-        reason: str,
-        severity: Severity | None,
-        chart: Chart | None,
-        calls: tuple[Call, ...] = (),
-    ) -> Finding:
-        line = next((call.line for call in calls if call.line), "")
+    def _span_of(self, loss: Loss) -> int:
+        return self.span_ns if loss.span_ns is None else loss.span_ns
+
+    def _finding(self, cause: str, title: str, confidence: Confidence, loss: Loss, more: Explanation) -> Finding:
+        line = next((call.line for call in loss.calls if call.line), "")
+        cure = (replace(change.of(loss.ns), at=line if change.kind == "call" else "") for change in more["cure"])
         return Finding(
             cause=cause,
-            title=singular(title.format(lost=ms(lost_ns), calls=f"{count:,}")),
-            severity=severity or self.severity(lost_ns, span_ns),
+            title=singular(title.format(lost=ms(loss.ns), calls=f"{loss.count:,}")),
+            severity=more.get("severity") or self.severity(loss.ns, self._span_of(loss)),
             confidence=confidence,
-            lost_ns=lost_ns,
-            evidence=tuple(replace(one, text=singular(one.text)) for one in evidence),
-            cure=best_first(replace(change.of(lost_ns), at=line if change.kind == "call" else "") for change in cure),
-            calls=calls,
-            where=places,
-            window=window,
-            lost_on=lost_on,
-            reason=reason,
-            chart=chart,
-            of_ns=span_ns,
+            lost_ns=loss.ns,
+            evidence=tuple(replace(one, text=singular(one.text)) for one in more["evidence"]),
+            cure=best_first(cure),
+            calls=loss.calls,
+            where=loss.places,
+            window=loss.window,
+            lost_on=loss.on,
+            reason=more.get("reason", ""),
+            chart=more.get("chart"),
+            of_ns=self._span_of(loss),
         )
 
     def _calls_of(self, executions: Array, ns: Array) -> tuple[Call, ...]:

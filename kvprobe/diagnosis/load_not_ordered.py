@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, NotLookedFor, cause_of
+from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, Loss, NotLookedFor, cause_of
 from kvprobe.diagnosis.intervals import Cover
 from kvprobe.diagnosis.joined import JoinedRecording
 from kvprobe.diagnosis.ordering import LEAST, bursts, copies_apart, order_not_shown, waits
@@ -85,12 +85,14 @@ def find(joined: JoinedRecording) -> Finding | None:
         CAUSE,
         "{calls} loads are not ordered before the compute that reads them",
         "likely",
-        0,
-        len(rows),
-        lost_on="none",
+        Loss(
+            0,
+            len(rows),
+            on="none",
+            window=(int(joined.start[rows].min()), int(joined.end[rows].max())),
+            places=joined.places(rows, np.zeros(len(rows), dtype=np.int64)),
+        ),
         severity="critical",
-        places=joined.places(rows, np.zeros(len(rows), dtype=np.int64)),
-        window=(int(joined.start[rows].min()), int(joined.end[rows].max())),
         evidence=evidence,
         reason="the recording does not say which bytes a kernel reads: a prefetch nobody used yet would be in order",
         cure=(

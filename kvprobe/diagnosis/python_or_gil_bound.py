@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
 from kvprobe.diagnosis.gaps import NO_WORK_NS, Gaps, idle_gaps
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 
@@ -117,12 +117,14 @@ def _by_submissions(joined: JoinedRecording) -> Finding | None:
         CAUSE,
         "A submitting thread waited {lost} for the interpreter's lock, between {calls} calls",
         "likely",
-        lost,
-        len(rows),
-        lost_on="host",
-        span_ns=span,
-        places=joined.places(rows, ns),
-        window=(int(joined.end[rows].min()), int(joined.start[after].max())),
+        Loss(
+            lost,
+            len(rows),
+            on="host",
+            window=(int(joined.end[rows].min()), int(joined.start[after].max())),
+            span_ns=span,
+            places=joined.places(rows, ns),
+        ),
         evidence=(
             Evidence(
                 f"{len(rows):,} pauses between calls, {ms(typical)} each (median), {calls:,} of them before a "
@@ -235,12 +237,14 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
         CAUSE,
         "The device was idle for {lost} because Python was slow to launch, in {calls} gaps",
         "likely",
-        lost,
-        int(mine.sum()),
-        lost_on="device",
-        span_ns=span,
-        places=joined.places(gaps.call[mine], ns),
-        window=(int(gaps.start[mine].min()), int(gaps.end[mine].max())),
+        Loss(
+            lost,
+            int(mine.sum()),
+            on="device",
+            window=(int(gaps.start[mine].min()), int(gaps.end[mine].max())),
+            span_ns=span,
+            places=joined.places(gaps.call[mine], ns),
+        ),
         evidence=evidence,
         cure=cure,
         chart={

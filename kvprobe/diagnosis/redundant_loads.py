@@ -22,7 +22,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, NotLookedFor, cause_of
+from kvprobe.diagnosis.finding import (
+    COUNTED,
+    INFERRED,
+    MEASURED,
+    Change,
+    Evidence,
+    Finding,
+    Loss,
+    NotLookedFor,
+    cause_of,
+)
 from kvprobe.diagnosis.intervals import running_max_by_group
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.wasted_stores import no_addresses, waited_between
@@ -157,14 +167,16 @@ def find(joined: JoinedRecording) -> Finding | None:
             CAUSE,
             "{calls} loads were redundant" + (": {lost}" if rate > 0 else ""),
             "likely",
-            int(ns.sum()),
-            len(rows),
-            lost_on="copy engine" if rate > 0 else "none",
+            Loss(
+                int(ns.sum()),
+                len(rows),
+                on="copy engine" if rate > 0 else "none",
+                window=(int(joined.start[rows].min()), int(joined.end[rows].max())),
+                places=joined.places(rows, ns),
+            ),
             severity=None if rate > 0 else "info",
-            places=joined.places(rows, ns),
             evidence=evidence,
             cure=cure,
-            window=(int(joined.start[rows].min()), int(joined.end[rows].max())),
         )
     mine = np.zeros(len(joined.start), dtype=bool)
     mine[rows] = True

@@ -12,7 +12,7 @@ Time lost: not known without executions. Predicted saving: none is stated.
 
 from __future__ import annotations
 
-from kvprobe.diagnosis.finding import COUNTED, Change, Evidence, Finding, NotLookedFor, cause_of
+from kvprobe.diagnosis.finding import COUNTED, Change, Evidence, Finding, Loss, NotLookedFor, cause_of
 from kvprobe.diagnosis.joined import JoinedRecording, share
 
 CAUSE = cause_of(__name__)
@@ -42,12 +42,8 @@ def find(joined: JoinedRecording) -> Finding | None:
         CAUSE,
         f"{far / 1e6:,.0f} MB were copied from or to memory on another NUMA node than the GPU",
         "likely",
-        0,
-        0,
-        lost_on="none",
+        Loss(0, 0, on="none", window=joined.window, places=()),
         severity="warning",
-        places=(),
-        window=joined.window,
         evidence=(
             Evidence(
                 f"{share(far, sum(nodes))} of the copied host memory is on a node without a GPU ({where}; GPUs on "

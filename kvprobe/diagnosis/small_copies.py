@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, cause_of
+from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
 from kvprobe.recordings.model import Direction, Engine, Memory
 
@@ -154,12 +154,14 @@ def find(joined: JoinedRecording) -> Finding | None:
         CAUSE,
         "{calls} small copies cost {lost} beyond their bytes",
         "certain" if certain else "likely",
-        int(got.sum()) + between,
-        len(rows),
-        lost_on="copy engine",
-        span_ns=span,
-        places=joined.device_places(rows, got),
-        window=(int(joined.x_start[rows].min()), int(joined.x_end[rows].max())),
+        Loss(
+            int(got.sum()) + between,
+            len(rows),
+            on="copy engine",
+            window=(int(joined.x_start[rows].min()), int(joined.x_end[rows].max())),
+            span_ns=span,
+            places=joined.device_places(rows, got),
+        ),
         evidence=evidence,
         cure=cure,
     )

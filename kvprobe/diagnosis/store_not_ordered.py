@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, NotLookedFor, cause_of
+from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, Loss, NotLookedFor, cause_of
 from kvprobe.diagnosis.joined import JoinedRecording, ms
 from kvprobe.diagnosis.ordering import LEAST, bursts, copies_apart, order_not_shown, waits
 from kvprobe.recordings.model import Direction
@@ -75,12 +75,14 @@ def find(joined: JoinedRecording) -> Finding | None:
         CAUSE,
         "{calls} stores are not ordered after the compute that writes what they read",
         "likely",
-        0,
-        len(rows),
-        lost_on="none",
+        Loss(
+            0,
+            len(rows),
+            on="none",
+            window=(int(joined.start[rows].min()), int(joined.end[rows].max())),
+            places=joined.places(rows, np.zeros(len(rows), dtype=np.int64)),
+        ),
         severity="critical",
-        places=joined.places(rows, np.zeros(len(rows), dtype=np.int64)),
-        window=(int(joined.start[rows].min()), int(joined.end[rows].max())),
         evidence=evidence,
         reason="the recording does not say which bytes a kernel writes: a store of older blocks would be in order",
         cure=(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, INFERRED, Change, Evidence, Finding, NotLookedFor, cause_of
+from kvprobe.diagnosis.finding import COUNTED, INFERRED, Change, Evidence, Finding, Loss, NotLookedFor, cause_of
 from kvprobe.diagnosis.joined import Array, JoinedRecording, share
 from kvprobe.recordings.model import CallKind, Direction
 
@@ -94,13 +94,15 @@ def find(joined: JoinedRecording) -> Finding | None:
         CAUSE,
         "{calls} stores were overwritten before anybody loaded them" + (": {lost}" if cost else ""),
         "likely" if read else "cannot tell",
-        int(ns.sum()),
-        len(wasted),
+        Loss(
+            int(ns.sum()),
+            len(wasted),
+            on="copy engine" if cost else "none",
+            window=(int(joined.start[wasted].min()), int(joined.end[wasted].max())),
+            places=joined.places(wasted, ns),
+        ),
         severity=None if read and cost else "info",
         reason="" if read else "cannot tell, because nothing was loaded from that memory: the host may have read it",
-        lost_on="copy engine" if cost else "none",
-        places=joined.places(wasted, ns),
-        window=(int(joined.start[wasted].min()), int(joined.end[wasted].max())),
         evidence=(
             Evidence(
                 f"{len(wasted):,} of {len(stores):,} stores, {size / 1e6:,.1f} MB, were overwritten unread: "

@@ -15,7 +15,7 @@ from typing import Any
 from kvprobe.errors import plain
 from kvprobe.probe import processes
 from kvprobe.probe.device import confidential_computing
-from kvprobe.runfolder.folder import RunFolder
+from kvprobe.runfolder.folder import CONFIDENTIAL, RunFolder
 
 __all__ = ["finish", "show"]
 
@@ -45,7 +45,7 @@ def finish(
             "t_ns": time.monotonic_ns(),
             "status": status,
             "warnings": warnings,
-            "confidential_computing": confidential_computing(),
+            CONFIDENTIAL: confidential_computing(),
         }
     )
     for line in warnings:

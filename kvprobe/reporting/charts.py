@@ -13,7 +13,7 @@ from kvprobe.reporting import series
 from kvprobe.reporting.units import bytes_text, count_text, duration, percent
 from kvprobe.reporting.views import Chart, Section, TableView, numbers, table
 
-__all__ = ["Mark", "Points", "heat_chart", "histogram_chart", "quantiles", "split_chart", "timeline"]
+__all__ = ["Axis", "Besides", "Mark", "Points", "heat_chart", "histogram_chart", "quantiles", "split_chart", "timeline"]
 
 Array = npt.NDArray[Any]
 
@@ -68,29 +68,57 @@ def _binned(one: Points, style: int, start: float, end: float, bins: int) -> dic
     return drawn
 
 
+@dataclass(frozen=True)
+class Axis:
+    """The vertical axis of a chart over time: its unit, its label, a shorter one for narrow pages, and its scale."""
+
+    label: str
+    short: str = ""
+    unit: str = "ns"
+    log: bool = False
+
+
+@dataclass(frozen=True)
+class Besides:
+    """What is drawn over a timeline besides its lines.
+
+    Attributes:
+        marks: moments.
+        spans: shaded (start, end, label, hot), in ns.
+        levels: horizontal lines (value, label).
+    """
+
+    marks: Sequence[Mark] = ()
+    spans: Sequence[tuple[float, float, str, bool]] = ()
+    levels: Sequence[tuple[float, str]] = ()
+
+
 def timeline(
-    identifier: str,
-    title: str,
-    summary: str,
+    caption: tuple[str, str, str],
     lines: Sequence[Points],
     span: tuple[float, float],
+    axis: Axis,
+    besides: Besides | None = None,
     *,
-    unit: str = "ns",
-    log: bool = True,
-    label: str,
-    short: str = "",
-    marks: Sequence[Mark] = (),
-    spans: Sequence[tuple[float, float, str, bool]] = (),
-    levels: Sequence[tuple[float, str]] = (),
     group: str = "time",
     height: int = 250,
     how: str = "",
     bins: int = BINS,
 ) -> Chart:
-    """A chart over time. `span` is (start, end) in nanoseconds; the page counts from its start.
+    """A chart over time.
 
-    `spans` are shaded (start, end, label, hot); `levels` are horizontal lines (value, label).
+    Args:
+        caption: identifier, title, summary.
+        lines: what is drawn, in time.
+        span: (start, end) in nanoseconds; the page counts from its start.
+        axis: the vertical one.
+        besides: marks, spans and levels.
+        group: charts of one group are zoomed together; "": by itself.
+        height: in pixels.
+        how: how the figures were obtained.
+        bins: to which long lines are reduced.
     """
+    besides = besides or Besides()
     start, end = span
     end = max(end, start + 1)
     drawn: list[dict[str, Any]] = []
@@ -105,15 +133,20 @@ def timeline(
         "kind": "timeline",
         "height": height,
         "x": {"unit": "ns", "span": end - start},
-        "y": {"unit": unit, "scale": "log" if log else "linear", "label": label, "short": short or label},
+        "y": {
+            "unit": axis.unit,
+            "scale": "log" if axis.log else "linear",
+            "label": axis.label,
+            "short": axis.short or axis.label,
+        },
         "series": drawn,
-        "marks": [{"t": mark.time_ns - start, "label": mark.label} for mark in marks],
-        "spans": [{"a": a - start, "b": b - start, "label": text, "hot": hot} for a, b, text, hot in spans],
-        "levels": [{"v": value, "label": text} for value, text in levels],
+        "marks": [{"t": mark.time_ns - start, "label": mark.label} for mark in besides.marks],
+        "spans": [{"a": a - start, "b": b - start, "label": text, "hot": hot} for a, b, text, hot in besides.spans],
+        "levels": [{"v": value, "label": text} for value, text in besides.levels],
     }
     if group:
         spec["group"] = group
-    return Chart(identifier, title, summary, spec, _time_table(title, lines, start, end, unit), how)
+    return Chart(*caption, spec, _time_table(caption[1], lines, start, end, axis.unit), how)
 
 
 def _time_table(title: str, lines: Sequence[Points], start: float, end: float, unit: str) -> TableView:

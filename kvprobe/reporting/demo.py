@@ -127,16 +127,15 @@ def _cost_chart(
     if outcome["switches"]:
         words.append(f"After that: {duration(auto['submit_p50_ns'])} and {duration(auto['submit_p99_ns'])}.")
     return charts.timeline(
-        "cost",
-        "What a copy cost the model's thread",
-        " ".join(words),
+        ("cost", "What a copy cost the model's thread", " ".join(words)),
         lines,
         (float(start), float(end)),
-        label="host time a copy, log scale",
-        short="a copy, log",
-        marks=marks,
-        spans=[(float(a), float(b), f"{name} phase", False) for name, (a, b) in spans.items()],
-        levels=[(outcome["baseline_submit_ns"], f"baseline {duration(outcome['baseline_submit_ns'])}")],
+        charts.Axis("host time a copy, log scale", "a copy, log", log=True),
+        charts.Besides(
+            marks=marks,
+            spans=[(float(a), float(b), f"{name} phase", False) for name, (a, b) in spans.items()],
+            levels=[(outcome["baseline_submit_ns"], f"baseline {duration(outcome['baseline_submit_ns'])}")],
+        ),
         group="",
         height=300,
         how=charts.HOW_BINNED,

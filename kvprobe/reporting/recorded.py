@@ -31,6 +31,7 @@ Array = npt.NDArray[Any]
 
 SLOWEST = 1200  # calls embedded one by one, so that zooming finds them with their names
 FEW = 3  # values: fewer make a table, and no chart
+_SUBMIT_TIME = charts.Axis("host time of one call, log scale", "call took, log", log=True)
 COPIES = (CallKind.COPY, CallKind.BATCH)
 KINDS = (
     ("copies", COPIES),
@@ -115,9 +116,9 @@ def view(recording: Recording, findings: Sequence[Finding] | None, queues: Occup
         out.findings = [_finding(i, one, recording, found) for i, one in enumerate(ranked(findings))]
         named = [one for one in findings if one.confidence != "cannot tell"]
         lost = {
-            lane: sum(one.lost_ns for one in named if one.lost_on == lane) for lane in ("host", "copy engine", "device")
+            what: sum(one.lost_ns for one in named if one.lost_on == what) for what in ("host", "copy engine", "device")
         }
-        spent = ", ".join(f"{lane} {duration(ns)}" for lane, ns in lost.items() if ns)
+        spent = ", ".join(f"{what} {duration(ns)}" for what, ns in lost.items() if ns)
         out.lead = (
             f"Ranked by severity, then by time lost, in {duration(span_ns)} recorded"
             + (f": {spent}." if spent else ".")
@@ -224,15 +225,11 @@ def _timeline(
     ]
     exact = series.slowest(found.dur_ns, SLOWEST) if len(found.rows) > charts.EXACT else None
     chart = charts.timeline(
-        "submissions",
-        "Submit time",
-        " ".join(words),
+        ("submissions", "Submit time", " ".join(words)),
         lines,
         found.span,
-        label="host time of one call, log scale",
-        short="call took, log",
-        marks=marks,
-        spans=spans,
+        _SUBMIT_TIME,
+        charts.Besides(marks=marks, spans=spans),
         height=300,
         how=charts.HOW_BINNED
         + (f" The {len(exact):,} longest calls are drawn one by one as well." if exact is not None else ""),
@@ -331,15 +328,11 @@ def _samples(recording: Recording, found: Submissions, marks: Sequence[Mark]) ->
         )
         out.append(
             charts.timeline(
-                f"sample-{metric}",
-                title,
-                summary,
+                (f"sample-{metric}", title, summary),
                 [Points(title.lower(), table_["time_ns"][rows], values)],
                 found.span,
-                unit=unit,
-                log=False,
-                label=title.lower(),
-                marks=marks,
+                charts.Axis(title.lower(), unit=unit),
+                charts.Besides(marks=marks),
                 height=190,
                 bins=900,
             )
@@ -454,7 +447,7 @@ def _decisions(recording: Recording, found: Submissions) -> TableView:
 
 def _finding(i: int, finding: Finding, recording: Recording, found: Submissions) -> dict[str, Any]:
     state = "unknown" if finding.confidence == "cannot tell" else finding.severity
-    lane = {"host": "host time", "copy engine": "copy engine time", "device": "device time"}.get(finding.lost_on, "")
+    what = {"host": "host time", "copy engine": "copy engine time", "device": "device time"}.get(finding.lost_on, "")
     meta = [
         finding.cause.replace("_", " "),
         {"certain": "certain", "likely": "likely", "cannot tell": "not proven"}[finding.confidence],
@@ -493,7 +486,7 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
         "word": verdict.WORDS[state],
         "title": finding.title,
         "meta": " · ".join(meta),
-        "lost": f"{duration(finding.lost_ns)} {lane} lost" if finding.lost_ns else "",
+        "lost": f"{duration(finding.lost_ns)} {what} lost" if finding.lost_ns else "",
         "evidence": evidence,
         "cures": [verdict.change_parts(one) for one in finding.cure],
         "calls": _calls_table(finding, found) if finding.calls else None,
@@ -543,14 +536,11 @@ def _zoom(i: int, finding: Finding, recording: Recording, found: Submissions) ->
     ]
     summary = f"{count_text(int(inside.sum()))} submissions around the {duration(end - start)} in which it happened."
     return charts.timeline(
-        f"finding-chart-{i}",
-        "Submissions in that window",
-        summary,
+        (f"finding-chart-{i}", "Submissions in that window", summary),
         lines,
         span,
-        label="host time of one call, log scale",
-        short="call took, log",
-        spans=[(float(start), float(end), "", True)],
+        _SUBMIT_TIME,
+        charts.Besides(spans=[(float(start), float(end), "", True)]),
         group="",
         height=210,
         bins=1200,

@@ -44,7 +44,7 @@ def process_name(recording: Recording, row: int) -> str:
 
 
 @dataclass(frozen=True)
-class _Lane:
+class _Group:
     """The submissions that share a stream, a thread or a process.
 
     Attributes:
@@ -61,26 +61,26 @@ class _Lane:
     times: tuple[float, float, float, float]
 
 
-def _lanes(recording: Recording, found: Submissions, *columns: str) -> list[_Lane]:
+def _grouped(recording: Recording, found: Submissions, *columns: str) -> list[_Group]:
     """Submissions grouped by columns of `calls`, most host time first; by exact totals where single calls were lost."""
     calls = recording.calls
     picked = [calls[column][found.rows] for column in columns]
     kinds, place = codes(picked[0]) if len(picked) == 1 else pairs(*picked)
-    out: dict[tuple[int, ...], _Lane] = {}
+    out: dict[tuple[int, ...], _Group] = {}
     for part in positions(place, len(kinds)) if len(found.rows) else []:
         durations = found.dur_ns[part]
         half, high, top = charts.quantiles(durations, 0.5, 0.99, 1.0)
         named = tuple(int(calls[column][found.rows[part[0]]]) for column in columns)
         payload = float(calls["bytes"][found.rows[part]].sum())
-        out[named] = _Lane(named, part, len(part), payload, (float(durations.sum()), half, high, top))
+        out[named] = _Group(named, part, len(part), payload, (float(durations.sum()), half, high, top))
     if found.made > len(found.rows):
         out |= _counted(recording, out, columns)
-    return sorted(out.values(), key=lambda lane: (math.isnan(lane.times[0]), -lane.times[0], -lane.calls))
+    return sorted(out.values(), key=lambda group: (math.isnan(group.times[0]), -group.times[0], -group.calls))
 
 
 def _counted(
-    recording: Recording, kept: Mapping[tuple[int, ...], _Lane], columns: Sequence[str]
-) -> dict[tuple[int, ...], _Lane]:
+    recording: Recording, kept: Mapping[tuple[int, ...], _Group], columns: Sequence[str]
+) -> dict[tuple[int, ...], _Group]:
     """The same from the recording's totals; quantiles are the middle of a histogram bucket, a quarter octave wide."""
     totals = recording.totals
     rows = np.flatnonzero(np.isin(totals["kind"], np.array(SUBMITTING, dtype=np.uint8)))
@@ -98,7 +98,7 @@ def _counted(
             half, high = (float(series.bucket_floor_ns(i) + series.bucket_floor_ns(i + 1)) / 2 for i in at)
             top = float(totals["max_ns"][members].max())
             times = (float(totals["dur_ns"][members].sum()), min(half, top), min(high, top), top)
-        out[key] = _Lane(key, part, int(totals["calls"][members].sum()), size, times)
+        out[key] = _Group(key, part, int(totals["calls"][members].sum()), size, times)
     return out
 
 
@@ -108,9 +108,9 @@ def _timed(times: Sequence[float], span_ns: float, threads: int = 1) -> list[Any
     return [(duration(total), total), (percent(part), part), *((duration(t), t) for t in single)]
 
 
-def _threads(recording: Recording, found: Submissions, lane: _Lane) -> int:
+def _threads(recording: Recording, found: Submissions, group: _Group) -> int:
     """How many threads made these calls: a share of time is one of theirs together."""
-    calls, rows = recording.calls, found.rows[lane.part]
+    calls, rows = recording.calls, found.rows[group.part]
     return max(len(pairs(calls["process"][rows], calls["thread"][rows])[0]), 1)
 
 
@@ -132,9 +132,9 @@ def stream_table(recording: Recording, found: Submissions, queues: Occupancy | N
         busy, moved = dict(enumerate(spent.tolist())), dict(enumerate(total.tolist()))
     queue_of = {row: queue for queue in (queues.streams if queues else ()) for row in queue.streams}
     rows: list[list[Any]] = []
-    for lane in _lanes(recording, found, "stream")[:200]:
-        row = lane.key[0]
-        payload = moved.get(row) or lane.bytes
+    for group in _grouped(recording, found, "stream")[:200]:
+        row = group.key[0]
+        payload = moved.get(row) or group.bytes
         name = stream_name(recording, row) if row >= 0 else "unknown"
         queue = queue_of.get(row)
         depth = int(queue.depth.max(initial=0)) if queue else -1
@@ -144,8 +144,8 @@ def stream_table(recording: Recording, found: Submissions, queues: Occupancy | N
             [
                 name,
                 (str(channel) if channel >= 0 else NONE, channel),
-                (f"{lane.calls:,}", lane.calls),
-                *_timed(lane.times, span_ns, _threads(recording, found, lane)),
+                (f"{group.calls:,}", group.calls),
+                *_timed(group.times, span_ns, _threads(recording, found, group)),
                 (f"{depth:,}" if depth >= 0 else NONE, depth),
                 (duration(blocked) if queue else NONE, blocked),
                 (bytes_text(payload), payload),
@@ -170,16 +170,16 @@ def thread_table(recording: Recording, found: Submissions, queues: Occupancy | N
         zip(zip(known["process"].tolist(), known["thread"].tolist(), strict=True), known["name"].tolist(), strict=True)
     )
     rows = []
-    for lane in _lanes(recording, found, "process", "thread")[:200]:
-        row, thread = lane.key
-        blocked = float(queues.blocked_ns[found.rows[lane.part]].sum()) if queues else 0.0
+    for group in _grouped(recording, found, "process", "thread")[:200]:
+        row, thread = group.key
+        blocked = float(queues.blocked_ns[found.rows[group.part]].sum()) if queues else 0.0
         rows.append(
             [
                 process_name(recording, row),
                 str(thread),
                 recording.text(names.get((row, thread), 0)) or NONE,
-                (f"{lane.calls:,}", lane.calls),
-                *_timed(lane.times, span_ns, _threads(recording, found, lane)),
+                (f"{group.calls:,}", group.calls),
+                *_timed(group.times, span_ns, _threads(recording, found, group)),
                 (duration(blocked) if queues else NONE, blocked),
             ]
         )
@@ -197,11 +197,11 @@ def processes(
     span_ns = found.span[1] - found.span[0]
     rows: list[dict[str, Any]] = []
     listed: list[list[Any]] = []
-    for lane in sorted(_lanes(recording, found, "process"), key=lambda one: one.key)[:128]:
-        row = lane.key[0]
-        total, _, high, _ = lane.times
+    for group in sorted(_grouped(recording, found, "process"), key=lambda one: one.key)[:128]:
+        row = group.key[0]
+        total, _, high, _ = group.times
         total = 0.0 if math.isnan(total) else total
-        blocked = float(queues.blocked_ns[found.rows[lane.part]].sum()) if queues else 0.0
+        blocked = float(queues.blocked_ns[found.rows[group.part]].sum()) if queues else 0.0
         name = process_name(recording, row)
         rows.append({"label": name, "values": [blocked, total - blocked], "note": f"p99 {duration(high)}"})
         listed.append(
@@ -210,8 +210,8 @@ def processes(
                 str(int(table_["pid"][row])),
                 recording.text(int(table_["node"][row])) or NONE,
                 recording.text(int(table_["state"][row])) or NONE,
-                (f"{lane.calls:,}", lane.calls),
-                *_timed(lane.times, span_ns, _threads(recording, found, lane)),
+                (f"{group.calls:,}", group.calls),
+                *_timed(group.times, span_ns, _threads(recording, found, group)),
                 (duration(blocked), blocked),
             ]
         )
@@ -237,38 +237,32 @@ def occupancy_charts(
         return None, None
     deepest = sorted(queues.streams, key=lambda one: -int(one.depth.max(initial=0)))
     lines, words = [], []
-    for one in deepest[:LANES]:
+    for one in deepest[:DRAWN]:
         times, level = _until_idle(recording, one, *depth_series(recording, one))
         lines.append(Points(_queue_name(recording, one), times, level, steps=True))
     top = deepest[0]
     words.append(f"{_queue_name(recording, top)} held up to {int(top.depth.max(initial=0)):,} submissions.")
-    if len(deepest) > LANES:
-        rest = max(int(one.depth.max(initial=0)) for one in deepest[LANES:])
-        words.append(f"{len(deepest) - LANES} more streams held {rest:,} at most and are not drawn.")
+    if len(deepest) > DRAWN:
+        rest = max(int(one.depth.max(initial=0)) for one in deepest[DRAWN:])
+        words.append(f"{len(deepest) - DRAWN} more streams held {rest:,} at most and are not drawn.")
     words.append(queues.reason[:1].upper() + queues.reason[1:] + ".")
-    ceilings = {one.ceiling for one in deepest[:LANES] if one.ceiling > 0}
+    ceilings = {one.ceiling for one in deepest[:DRAWN] if one.ceiling > 0}
     known = recording.machine.get("queue_depth")
     levels = [(float(c), f"full at {c:,}") for c in sorted(ceilings)]
     if not levels and isinstance(known, (int, float)) and known > 0:
         levels = [(float(known), f"depth {known:,.0f}")]
     chart = charts.timeline(
-        "occupancy",
-        "Launch queue occupancy",
-        " ".join(words),
+        ("occupancy", "Launch queue occupancy", " ".join(words)),
         lines,
         found.span,
-        unit="count",
-        log=False,
-        label="submissions outstanding",
-        short="outstanding",
-        marks=marks,
-        levels=levels,
+        charts.Axis("submissions outstanding", "outstanding", "count"),
+        charts.Besides(marks=marks, levels=levels),
         how=_HOW[queues.how],
     )
     return chart, _cliff(recording, found, queues)
 
 
-LANES = 4  # streams drawn by themselves
+DRAWN = 4  # streams drawn by themselves
 _HOW = {
     "labels": "Counted from submissions and executions; calls that the recorder labels as blocked are taken as such.",
     "plateau": "Counted from submissions and executions; a full queue is inferred from plateau, cost and wake-up.",

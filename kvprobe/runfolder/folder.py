@@ -25,7 +25,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, Final, TypedDict
 
 import msgspec
 
@@ -35,7 +35,7 @@ from kvprobe.runfolder import files
 __all__ = ["CONFIDENTIAL", "VERSION", "RunFolder"]
 
 VERSION = 1  # of the folder, in run.json; 0: none is named there. History: 1 first to name it, private files
-CONFIDENTIAL = "confidential_computing"  # in end.json: whether the GPUs run in that mode
+CONFIDENTIAL: Final = "confidential_computing"  # in end.json: whether the GPUs run in that mode
 
 Int = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
 Pid = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
