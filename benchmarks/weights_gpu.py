@@ -552,7 +552,7 @@ def _print(name: str, shape: dict[str, Any]) -> None:
 
 def _verdict(result: dict[str, Any]) -> Any:
     """What all arms together showed: how near to the floor, and how many gains were foretold."""
-    from kvprobe.reporting.verdict import Fact, Verdict
+    from kvprobe.reporting.verdict import Fact, PageHead
 
     shapes = [shape for entry in result["fractions"].values() for shape in entry["shapes"].values()]
     arms = {
@@ -565,7 +565,7 @@ def _verdict(result: dict[str, Any]) -> Any:
     best = arms.get("kvprobe, window 2") or [0.0]
     wrong = sum(len(shape["wrong_logits"]) for shape in shapes)
     facts = [Fact(arm, f"{min(ratios):.2f} to {max(ratios):.2f}", "times the floor") for arm, ratios in arms.items()]
-    return Verdict(
+    return PageHead(
         "info" if max(best) <= 1.05 and right == len(gains) and not wrong else "warning",
         f"With a window of 2 a forward takes {min(best):.2f} to {max(best):.2f} times the floor; "
         f"{right} of {len(gains)} gains were predicted.",

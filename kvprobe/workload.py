@@ -120,7 +120,7 @@ class _Request:
 
 
 @dataclass
-class Measured:
+class WorkloadFigures:
     """What a run of the workload measured.
 
     Attributes:
@@ -154,7 +154,7 @@ class Machine:
         self.gpu = BlockPool(runtime, self.model.layers(shape.gpu_blocks), shape.piece_bytes)
         self._cpu_layers = [host_region(runtime, shape.cpu_blocks * shape.piece_bytes) for _ in range(shape.layers)]
         self.cpu = BlockPool(runtime, self._cpu_layers, shape.piece_bytes)
-        self.servers: weakref.WeakSet[Server] = weakref.WeakSet()
+        self.servers: weakref.WeakSet[WorkloadServer] = weakref.WeakSet()
         words = shape.piece_bytes // 8
         ramp = np.arange(words, dtype=np.uint64)
         for layer, region in enumerate(self._cpu_layers):
@@ -180,7 +180,7 @@ class Machine:
             region.owner.close()
 
 
-class Server:
+class WorkloadServer:
     """One engine under load. `run` plays steps; `close` waits for the verifier and gives streams and events back."""
 
     def __init__(
@@ -217,7 +217,7 @@ class Server:
         self._dedup_mode = dedup
         first = "off" if policy == "auto" and dedup == "auto" else dedup
         self.dedup = LoadDedup(self._now, self._would_take, shape.block_bytes, first)
-        self.measured = Measured()
+        self.measured = WorkloadFigures()
         self._free = list(range(shape.gpu_blocks))
         self._resident: dict[int, int] = {}  # shared key -> GPU block
         self._own = deque(range(GROUPS * PREFIX, shape.cpu_blocks, UNIQUE))  # first own key of a request to come
@@ -241,7 +241,7 @@ class Server:
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
-    def run(self, seconds: float, tick: Callable[[float], None] | None = None, requests: int = 0) -> Measured:
+    def run(self, seconds: float, tick: Callable[[float], None] | None = None, requests: int = 0) -> WorkloadFigures:
         """Plays steps: admit, launch, poll, wait for the step before.
 
         Args:
@@ -407,7 +407,7 @@ def pattern(layer: int, block: int) -> int:
     return (layer << 56) | (block << 32)
 
 
-def recorded(servers: Mapping[str, Server], ring: Path, what: str, command: str = "") -> Recording:
+def recorded(servers: Mapping[str, WorkloadServer], ring: Path, what: str, command: str = "") -> Recording:
     """What servers did, one after another, as a recording.
 
     Each is a range by its name; its steps and what was outstanding are samples, its loads calls of a server.

@@ -118,6 +118,15 @@ def test_no_arrow_of_the_drawing_goes_against_the_order():
             assert place[target] < place[room], f"{room} imports {target}"
 
 
+def test_a_public_class_has_its_name_alone():
+    files: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                files.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: where for name, where in files.items() if len(where) > 1} == {}
+
+
 def test_the_readme_leads_to_what_is_there():
     text = (ROOT / "README.md").read_text()
     links = {link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link}

@@ -10,7 +10,7 @@ import pytest
 from kvprobe.cuda.hostruntime import host_runtime
 from kvprobe.errors import CudaError, KvprobeError
 from kvprobe.launchqueue import calibrate
-from kvprobe.workload import Machine, Server, shape_for
+from kvprobe.workload import Machine, WorkloadServer, shape_for
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def machine():
 
 
 def test_memory_is_freed_when_nobody_compares_it_any_more(machine):
-    server = Server(machine, calibrate(machine.runtime), "pooled", "off")
+    server = WorkloadServer(machine, calibrate(machine.runtime), "pooled", "off")
     inside, go, alive = threading.Event(), threading.Event(), []
 
     def verify(*_):
@@ -44,7 +44,7 @@ def test_memory_is_freed_when_nobody_compares_it_any_more(machine):
 
 @pytest.mark.parametrize("call", ["cudaStreamWaitEvent", "cudaMemcpyAsync", "cudaEventRecord"])
 def test_a_call_that_fails_ends_the_workload_with_its_error(machine, call):
-    server = Server(machine, calibrate(machine.runtime), "shared", "off")
+    server = WorkloadServer(machine, calibrate(machine.runtime), "shared", "off")
     machine.runtime.fail_call(call, 3, 700)
     with pytest.raises((CudaError, KvprobeError)):
         try:

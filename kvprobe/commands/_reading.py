@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     from kvprobe.recordings.window import ServingWindow
     from kvprobe.reporting.inputs import Input
 
-__all__ = ["Window", "cropped", "diagnosed", "diagnosed_apart", "opened", "plain", "progress_bar", "window_options"]
+__all__ = [
+    "WindowOptions",
+    "cropped",
+    "diagnosed",
+    "diagnosed_apart",
+    "opened",
+    "plain",
+    "progress_bar",
+    "window_options",
+]
 
 
 class Progress(Protocol):
@@ -75,7 +84,7 @@ def opened(inputs: Sequence[Path], *, quiet: bool = False) -> Recording:
 
 
 @dataclass(frozen=True)
-class Window:
+class WindowOptions:
     """What `--from`, `--to` and `--range` asked for."""
 
     begin: str | None = None
@@ -106,13 +115,13 @@ def window_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--range", "within", default="", metavar="NAME", help="Judge within the NVTX ranges of this name.")
     @functools.wraps(command)
     def with_window(*words: Any, begin: str | None, end: str | None, within: str, **options: Any) -> Any:
-        return command(*words, window=Window(begin, end, within), **options)
+        return command(*words, window=WindowOptions(begin, end, within), **options)
 
     return with_window
 
 
 def diagnosed(
-    inputs: Sequence[Path], *, quiet: bool = False, window: Window | None = None
+    inputs: Sequence[Path], *, quiet: bool = False, window: WindowOptions | None = None
 ) -> tuple[Recording, list[Finding], Occupancy]:
     """The recordings as one, what is wrong in them within the window, and how full their queues were."""
     from kvprobe.recordings import open_recording
@@ -121,13 +130,13 @@ def diagnosed(
     with progress_bar(quiet) as progress:
         recording = open_recording(inputs, progress=lambda what, fraction: progress(what, 0.8 * fraction))
         progress("looking for causes", 0.8)
-        judged = _judged(recording, window or Window())
+        judged = _judged(recording, window or WindowOptions())
         progress("done", 1.0)
     return judged
 
 
 def diagnosed_apart(
-    inputs: Sequence[Path], *, quiet: bool = False, window: Window | None = None
+    inputs: Sequence[Path], *, quiet: bool = False, window: WindowOptions | None = None
 ) -> tuple[Recording, list[Finding], Occupancy, list[Input]]:
     """As `diagnosed`, and each input by itself as well; no inputs where there is only one."""
     from kvprobe.recordings import open_apart
@@ -137,16 +146,16 @@ def diagnosed_apart(
     with progress_bar(quiet) as progress:
         recording, parts = open_apart(inputs, progress=lambda what, fraction: progress(what, 0.7 * fraction))
         progress("looking for causes", 0.7)
-        whole = _judged(recording, window or Window())
+        whole = _judged(recording, window or WindowOptions())
         apart = []
         for i, (name, part) in enumerate(parts if len(parts) > 1 else ()):
             progress(f"looking for causes in {name}", 0.8 + 0.2 * i / len(parts))
-            apart.append(Input(name, *_judged(part, window or Window())))
+            apart.append(Input(name, *_judged(part, window or WindowOptions())))
         progress("done", 1.0)
     return *whole, apart
 
 
-def _judged(recording: Recording, window: Window) -> tuple[Recording, list[Finding], Occupancy]:
+def _judged(recording: Recording, window: WindowOptions) -> tuple[Recording, list[Finding], Occupancy]:
     from kvprobe.diagnosis import examine, notes_of
     from kvprobe.recordings.occupancy import occupancy
 
@@ -157,9 +166,9 @@ def _judged(recording: Recording, window: Window) -> tuple[Recording, list[Findi
     return recording, examined.findings, queues
 
 
-def cropped(recording: Recording, window: Window) -> Recording:
+def cropped(recording: Recording, window: WindowOptions) -> Recording:
     """The recording with only the calls, executions and ranges that lie in the window that was asked for, if any."""
-    if window == Window():
+    if window == WindowOptions():
         return recording
     from dataclasses import replace
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvprobe.cuda import Runtime
     from kvprobe.launchqueue import QueueLimits
     from kvprobe.recordings.model import Recording
-    from kvprobe.workload import Measured
+    from kvprobe.workload import WorkloadFigures
 
 __all__ = ["command", "copy_methods", "policies"]
 
@@ -169,14 +169,14 @@ def policies(runtime: Runtime, limits: QueueLimits, seconds: float) -> tuple[dic
     And the recording that they come from, a range for each turn.
     """
     from kvprobe.probe.recorder import Recorder
-    from kvprobe.workload import Machine, Server, recorded, shape_for
+    from kvprobe.workload import Machine, WorkloadServer, recorded, shape_for
 
     shape = shape_for(runtime, limits)
     machine = Machine(runtime, shape)
     rounds = max(int(seconds / (len(POLICIES) * 1.5)), ROUNDS)
     length = seconds / rounds / len(POLICIES)
     figures: dict[str, dict[str, list[float]]] = {name: {policy: [] for policy in POLICIES} for name in FIGURES}
-    turns: dict[str, Server] = {}
+    turns: dict[str, WorkloadServer] = {}
     recorder = Recorder("copies", RECORDS)  # one ring file for all rounds: it stays while an engine goes
     try:
         if recorder.path is None:
@@ -184,7 +184,7 @@ def policies(runtime: Runtime, limits: QueueLimits, seconds: float) -> tuple[dic
         for number in range(rounds):
             for place in range(len(POLICIES)):  # ABC, BCA, CAB: nobody always comes after the same neighbour
                 policy = POLICIES[(number + place) % len(POLICIES)]
-                server = turns[f"{policy}, round {number + 1}"] = Server(machine, limits, policy, "off")
+                server = turns[f"{policy}, round {number + 1}"] = WorkloadServer(machine, limits, policy, "off")
                 try:
                     server.run(length)
                 finally:
@@ -205,7 +205,7 @@ def policies(runtime: Runtime, limits: QueueLimits, seconds: float) -> tuple[dic
     }, recording
 
 
-def _round(recording: Recording, measured: Measured) -> dict[str, float]:
+def _round(recording: Recording, measured: WorkloadFigures) -> dict[str, float]:
     """One policy's turn."""
     import numpy as np
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvprobe.commands._reading import Window, window_options
+from kvprobe.commands._reading import WindowOptions, window_options
 
 if TYPE_CHECKING:
     from kvprobe.diagnosis import Finding
@@ -22,7 +22,7 @@ __all__ = ["command"]
 
 
 @dataclass(frozen=True)
-class Limit:
+class CheckedLimit:
     """One limit and what the recording makes of it; `undecided` says why it is neither kept nor broken."""
 
     name: str
@@ -66,7 +66,7 @@ def command(
     junit: Path | None,
     as_json: bool,
     output_format: str,
-    window: Window,
+    window: WindowOptions,
 ) -> int:
     """Check recordings against limits: exit code 1 when one is broken or cannot be told, 0 when all hold.
 
@@ -101,7 +101,7 @@ def command(
         recording, findings, queues = diagnosed(inputs, quiet=as_json, window=window)
     except RecordingError as error:
         if junit is not None:
-            _write_junit(junit, [Limit("readable", "a recording", "", False, undecided=str(error))], inputs)
+            _write_junit(junit, [CheckedLimit("readable", "a recording", "", False, undecided=str(error))], inputs)
         raise
     verdict = of_recording(recording, findings)
     queue = of_full_queue(recording, findings)
@@ -133,7 +133,7 @@ def command(
     return 1 if failed else 0
 
 
-def _decided(limit: Limit, verdict: Verdict) -> Limit:
+def _decided(limit: CheckedLimit, verdict: Verdict) -> CheckedLimit:
     """A limit that is not broken holds only where the recording says enough."""
     if limit.broken or not verdict.missing:
         return limit
@@ -179,14 +179,14 @@ def _judge(
     shares: dict[str, tuple[str, float] | None],
     times: dict[str, float | None],
     wanted: dict[str, list[str]],
-) -> list[Limit]:
+) -> list[CheckedLimit]:
     from kvprobe.reporting.charts import quantiles
     from kvprobe.reporting.recorded import submissions
     from kvprobe.reporting.units import duration, percent
 
     found = submissions(recording)
     named = [one for one in findings if one.confidence != "cannot tell"]
-    out: list[Limit] = []
+    out: list[CheckedLimit] = []
 
     span_ns = max(recording.window.span_ns if recording.window else found.span[1] - found.span[0], 1)
 
@@ -196,7 +196,7 @@ def _judge(
             kind, most = limit
             allowed = percent(most) if kind == "share" else duration(most)
             text = f"{duration(lost_ns)}, {percent(share)} of the time"
-            out.append(Limit(name, allowed, text, (share if kind == "share" else lost_ns) > most, detail, at=at))
+            out.append(CheckedLimit(name, allowed, text, (share if kind == "share" else lost_ns) > most, detail, at=at))
 
     blocked_ns, who = _most_blocked(recording, named, queues)
     add_amount("max-blocked", blocked_ns, min(blocked_ns / span_ns, 1.0), who)
@@ -219,7 +219,9 @@ def _judge(
             value = measured[name]
             none = value != value
             detail = "" if none else f"of {len(found.dur_ns):,} submissions"
-            out.append(Limit(name, duration(most), "no submissions" if none else duration(value), value > most, detail))
+            out.append(
+                CheckedLimit(name, duration(most), "no submissions" if none else duration(value), value > most, detail)
+            )
     for name, causes in wanted.items():
         out.append(_absent(f"no {name}", [one for one in named if one.cause in causes]))
     if not out:
@@ -238,17 +240,17 @@ def _named(finding: Finding) -> str:
     return line
 
 
-def _absent(name: str, hits: Sequence[Finding]) -> Limit:
+def _absent(name: str, hits: Sequence[Finding]) -> CheckedLimit:
     detail = "; ".join(map(_named, hits))
     found = ", ".join(one.cause for one in hits) or "none found"
-    return Limit(name, "none", found, bool(hits), detail, at=_at(hits))
+    return CheckedLimit(name, "none", found, bool(hits), detail, at=_at(hits))
 
 
 def _at(findings: Iterable[Finding]) -> str:
     return next((change.at for one in findings for change in one.cure if change.at), "")
 
 
-def _annotation(limit: Limit, of_undecided: str) -> str:
+def _annotation(limit: CheckedLimit, of_undecided: str) -> str:
     """One workflow command of GitHub Actions: an error, or a notice of what holds."""
 
     def escaped(text: str, more: str = "") -> str:
@@ -304,7 +306,7 @@ def _most_blocked(recording: Recording, named: Sequence[Finding], queues: Occupa
     return most, f"thread {thread} of {process_name(recording, process)}" + (f": {causes}" if causes else "")
 
 
-def _write_junit(path: Path, limits: Sequence[Limit], inputs: Sequence[Path]) -> None:
+def _write_junit(path: Path, limits: Sequence[CheckedLimit], inputs: Sequence[Path]) -> None:
     """One test case a limit, as Jenkins, GitLab and GitHub actions read it."""
     from xml.etree import ElementTree
 

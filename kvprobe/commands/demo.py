@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kvprobe.cuda import Runtime
     from kvprobe.recordings.model import Recording
-    from kvprobe.workload import Server
+    from kvprobe.workload import WorkloadServer
 
 HOST_BYTES_PER_S = 1.5e9  # slow enough that two cores move and compare every byte beside the loop
 QUIET_S, SECONDS = 0.8, 8.5
@@ -75,7 +75,7 @@ def play(runtime: Runtime, seconds: float, progress: bool) -> tuple[dict[str, An
     from kvprobe.cuda.hostruntime import HostRuntime
     from kvprobe.launchqueue import calibrate
     from kvprobe.probe.recorder import Recorder
-    from kvprobe.workload import Machine, Server, recorded, shape_for
+    from kvprobe.workload import Machine, WorkloadServer, recorded, shape_for
 
     if isinstance(runtime, HostRuntime) and "KVHOST_H2D_GBPS" not in os.environ:
         runtime.configure(h2d_bytes_per_s=HOST_BYTES_PER_S, d2h_bytes_per_s=HOST_BYTES_PER_S)
@@ -87,12 +87,12 @@ def play(runtime: Runtime, seconds: float, progress: bool) -> tuple[dict[str, An
         if recorder.path is None:
             raise KvprobeError("the demo could not record itself: its ring file cannot be written")
         with _bar(progress, QUIET_S + seconds) as tick:
-            quiet = Server(machine, limits, "shared", "off", concurrency=1)
+            quiet = WorkloadServer(machine, limits, "shared", "off", concurrency=1)
             servers = {"quiet": _phase(quiet, QUIET_S, tick, "quiet: one request at a time")}
-            shared = Server(machine, limits, "shared", "off")
+            shared = WorkloadServer(machine, limits, "shared", "off")
             said = "shared: everything on one shared stream"
             servers["shared"] = _phase(shared, seconds / 2, tick, said)
-            auto = Server(machine, limits, "auto", "auto")
+            auto = WorkloadServer(machine, limits, "auto", "auto")
             said = "auto: the same requests, kvprobe may switch"
             servers["auto"] = _phase(auto, seconds / 2, tick, said, requests=shared.measured.requests)
         recording = recorded(servers, recorder.path, "kvprobe demo", shlex.join(["kvprobe", *sys.argv[1:]]))
@@ -104,7 +104,9 @@ def play(runtime: Runtime, seconds: float, progress: bool) -> tuple[dict[str, An
     return _outcome(recording, servers), recording
 
 
-def _phase(server: Server, seconds: float, tick: Callable[[float, str], None], text: str, requests: int = 0) -> Server:
+def _phase(
+    server: WorkloadServer, seconds: float, tick: Callable[[float, str], None], text: str, requests: int = 0
+) -> WorkloadServer:
     """One server's life."""
     try:
         server.run(seconds, lambda share: tick(share * seconds, text), requests)
@@ -114,7 +116,7 @@ def _phase(server: Server, seconds: float, tick: Callable[[float, str], None], t
     return server
 
 
-def _outcome(recording: Recording, servers: dict[str, Server]) -> dict[str, Any]:
+def _outcome(recording: Recording, servers: dict[str, WorkloadServer]) -> dict[str, Any]:
     """The figures, of the recording and of what the servers counted."""
     from kvprobe.reporting.demo import costs
 
@@ -149,7 +151,7 @@ def _outcome(recording: Recording, servers: dict[str, Server]) -> dict[str, Any]
     }
 
 
-def _figures(server: Server, cost_ns: np.ndarray) -> dict[str, Any]:
+def _figures(server: WorkloadServer, cost_ns: np.ndarray) -> dict[str, Any]:
     """The figures of one phase; of auto, those after its last switch, but what was moved is of all of it."""
     import numpy as np
 

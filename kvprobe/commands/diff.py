@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvprobe.commands._reading import Window, window_options
+from kvprobe.commands._reading import WindowOptions, window_options
 
 if TYPE_CHECKING:
     from kvprobe.reporting.compare import CallChange, FindingChange
@@ -22,7 +22,7 @@ __all__ = ["command"]
 @click.option("-f", "--force", is_flag=True, help="Overwrite a file that is not a report of kvprobe.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @window_options
-def command(before: Path, after: Path, output: Path | None, force: bool, as_json: bool, window: Window) -> int:
+def command(before: Path, after: Path, output: Path | None, force: bool, as_json: bool, window: WindowOptions) -> int:
     """Say what changed from BEFORE to AFTER: findings gone, new, less or more, and calls that became slower or faster.
 
     Time lost is compared as a share of the recorded time, because recordings differ in length. A call is called slower

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from kvprobe.recordings.ranks import Comparison, RankRow
+    from kvprobe.recordings.ranks import RankComparison, RankRow
     from kvprobe.recordings.summary import Summary
 
 __all__ = ["command"]
@@ -68,7 +68,7 @@ def command(
     return 1 if summary.failed else 0
 
 
-def _json(summary: Summary, found: Comparison) -> dict[str, Any]:
+def _json(summary: Summary, found: RankComparison) -> dict[str, Any]:
     return {
         "inputs": summary.inputs,
         "ranks": [vars(row) for row in found.rows],
@@ -78,7 +78,7 @@ def _json(summary: Summary, found: Comparison) -> dict[str, Any]:
     }
 
 
-def _lines(summary: Summary, found: Comparison, top: int) -> list[str]:
+def _lines(summary: Summary, found: RankComparison, top: int) -> list[str]:
     from collections import Counter
 
     from kvprobe.errors import plain

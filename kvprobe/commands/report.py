@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kvprobe.commands._reading import Window, window_options
+from kvprobe.commands._reading import WindowOptions, window_options
 
 __all__ = ["command"]
 
@@ -30,7 +30,7 @@ def command(
     as_json: bool,
     show: bool,
     quiet: bool,
-    window: Window,
+    window: WindowOptions,
 ) -> None:
     """Read recordings of Nsight Systems, the PyTorch profiler or kvprobe and write a page that says what is wrong.
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvprobe.commands._reading import Window, window_options
+from kvprobe.commands._reading import WindowOptions, window_options
 
 if TYPE_CHECKING:
     from kvprobe.diagnosis import Finding
     from kvprobe.recordings.model import Recording
-    from kvprobe.reporting.summaries import Summary
+    from kvprobe.reporting.summaries import SummaryTable
 
 __all__ = ["command"]
 
@@ -30,7 +30,7 @@ __all__ = ["command"]
 )
 @window_options
 def command(
-    inputs: tuple[Path, ...], reports: str | None, as_csv: bool, as_json: bool, rows: int, window: Window
+    inputs: tuple[Path, ...], reports: str | None, as_csv: bool, as_json: bool, rows: int, window: WindowOptions
 ) -> None:
     """Print what a recording holds, in numbers.
 
@@ -68,7 +68,7 @@ def command(
         click.echo(plain(f"Undecided: {one.what}; {one.how}"), err=True)
 
 
-def _csv(table: Summary, limit: int) -> str:
+def _csv(table: SummaryTable, limit: int) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([name for name, _ in table.columns])
@@ -76,7 +76,7 @@ def _csv(table: Summary, limit: int) -> str:
     return out.getvalue()
 
 
-def _print(tables: Sequence[Summary], limit: int) -> None:
+def _print(tables: Sequence[SummaryTable], limit: int) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -109,11 +109,11 @@ def _print(tables: Sequence[Summary], limit: int) -> None:
             console.print(Text(note, style="dim"))
 
 
-def _left_out(table: Summary, shown: int) -> str:
+def _left_out(table: SummaryTable, shown: int) -> str:
     return f"{len(table.rows) - shown:,} more rows" if shown < len(table.rows) else ""
 
 
-def _print_json(recording: Recording, findings: Sequence[Finding], tables: Sequence[Summary]) -> None:
+def _print_json(recording: Recording, findings: Sequence[Finding], tables: Sequence[SummaryTable]) -> None:
     import json
 
     from kvprobe.diagnosis.startup import startup

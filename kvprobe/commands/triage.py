@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvprobe.commands._reading import Window, window_options
+from kvprobe.commands._reading import WindowOptions, window_options
 
 if TYPE_CHECKING:
     from kvprobe.recordings.triage import Triage
@@ -21,7 +21,7 @@ _WORST = ("found", "undecided", "healthy")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: each recording, its queues, the reasons.")
 @window_options
-def command(inputs: tuple[Path, ...], as_json: bool, window: Window) -> int:
+def command(inputs: tuple[Path, ...], as_json: bool, window: WindowOptions) -> int:
     """Say of each recording whether a launch queue was full, worst first.
 
     The verdict is found, healthy, or undecided where the recording lacks what it takes to say so (cut off, empty,
@@ -36,7 +36,7 @@ def command(inputs: tuple[Path, ...], as_json: bool, window: Window) -> int:
     from kvprobe.recordings.triage import Triage, certain, quick_triages
 
     paths = [path for given in inputs for path in expand_deeply(given)]
-    quick = quick_triages(paths) if window == Window() else [None] * len(paths)
+    quick = quick_triages(paths) if window == WindowOptions() else [None] * len(paths)
     answers = [
         answer if isinstance(answer, Exception) or (answer is not None and certain(answer)) else _whole(path, window)
         for path, answer in zip(paths, quick, strict=True)
@@ -60,7 +60,7 @@ def command(inputs: tuple[Path, ...], as_json: bool, window: Window) -> int:
     return 1 if errors else 0
 
 
-def _whole(path: Path, window: Window) -> Triage | Exception:
+def _whole(path: Path, window: WindowOptions) -> Triage | Exception:
     from kvprobe.commands._reading import reuse_memory
     from kvprobe.diagnosis.triage import whole_triage
     from kvprobe.errors import RecordingError, UsageError

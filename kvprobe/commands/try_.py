@@ -27,7 +27,7 @@ from kvprobe.errors import KvprobeError, UsageError
 if TYPE_CHECKING:
     from kvprobe.diagnosis import Change, Finding
     from kvprobe.recordings.model import Recording
-    from kvprobe.reporting.trial import Compared, Measured, Tried
+    from kvprobe.reporting.trial import Compared, TrialRun, Tried
 
 __all__ = ["command"]
 
@@ -112,7 +112,7 @@ def command(
             run = _Run(folder / f"round-{number + 1}-{name}", words, change)
             usual = run.measure(usual, pattern)
             turns.append((number, which, run))
-    measured: list[list[Measured]] = [[] for _ in choices]
+    measured: list[list[TrialRun]] = [[] for _ in choices]
     for _, which, run in sorted(turns, key=lambda turn: turn[:2]):
         measured[which].append(run.measured(usual))
     tried = []
@@ -257,13 +257,13 @@ class _Run:
                 ) from None
         return blocked_ns(self.recording(), usual)[1]
 
-    def measured(self, usual: dict[str, float]) -> Measured:
-        from kvprobe.reporting.trial import Measured, blocked_ns
+    def measured(self, usual: dict[str, float]) -> TrialRun:
+        from kvprobe.reporting.trial import TrialRun, blocked_ns
 
-        return Measured(self.wall_ns, blocked_ns(self.recording(), usual)[0], self.figure)
+        return TrialRun(self.wall_ns, blocked_ns(self.recording(), usual)[0], self.figure)
 
 
-def _tried(change: Change, without: Sequence[Measured], given: Sequence[Measured], compare: Any) -> Tried:
+def _tried(change: Change, without: Sequence[TrialRun], given: Sequence[TrialRun], compare: Any) -> Tried:
     from kvprobe.reporting.trial import Tried
 
     def of(name: str) -> Compared:

@@ -12,7 +12,7 @@ import click
 
 if TYPE_CHECKING:
     from kvprobe.recordings.model import Recording
-    from kvprobe.reporting.verdict import Verdict
+    from kvprobe.reporting.verdict import PageHead
     from kvprobe.reporting.views import Section
     from kvprobe.weights import WeightOffload, WeightProfile
 
@@ -172,9 +172,9 @@ def _write(held: WeightOffload, profile: WeightProfile, outcome: dict[str, Any],
     )
 
 
-def verdict(profile: WeightProfile) -> Verdict:
+def verdict(profile: WeightProfile) -> PageHead:
     """Copying or computing, which window, and what it gives: the top of the report and of what is printed."""
-    from kvprobe.reporting.verdict import Fact, Verdict
+    from kvprobe.reporting.verdict import Fact, PageHead
 
     copying = profile.copy_ns > profile.compute_ns
     what = "copying weights" if copying else "computing"
@@ -221,7 +221,7 @@ def verdict(profile: WeightProfile) -> Verdict:
         Fact("Exposed wait for copies", _ms(profile.wait_ns), f"{profile.wait_ns / profile.forward_ns:.0%} of it"),
         Fact("Without any copy", _ms(without), "measured" if "all" in profile.measured else "predicted"),
     ]
-    return Verdict(state, headline, detail, facts)
+    return PageHead(state, headline, detail, facts)
 
 
 def section(profile: WeightProfile, outcome: dict[str, Any]) -> Section:

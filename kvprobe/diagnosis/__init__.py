@@ -6,7 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvprobe.diagnosis.finding import Call, Change, Chart, Evidence, Finding, NotLookedFor, Series, Where, ranked
+from kvprobe.diagnosis.finding import (
+    Change,
+    Evidence,
+    EvidenceChart,
+    Finding,
+    NotLookedFor,
+    Series,
+    TracedCall,
+    Where,
+    ranked,
+)
 from kvprobe.launchqueue.constants import COSTLY_BATCH, SATURATION
 
 if TYPE_CHECKING:
@@ -18,10 +28,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CAUSES",
-    "Call",
+    "TracedCall",
     "FULL_QUEUE",
     "Change",
-    "Chart",
+    "EvidenceChart",
     "Evidence",
     "Examination",
     "Finding",

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "Call",
+    "TracedCall",
     "Change",
     "ChangeKind",
-    "Chart",
+    "EvidenceChart",
     "Confidence",
     "Evidence",
     "Explanation",
@@ -50,7 +50,7 @@ class Series(TypedDict):
     style: Literal["points", "line", "steps", "bars"]
 
 
-class Chart(TypedDict):
+class EvidenceChart(TypedDict):
     """A zoomed chart of the evidence; whoever draws it decides how."""
 
     title: str
@@ -202,7 +202,7 @@ class Where:
 
 
 @dataclass(frozen=True)
-class Call:
+class TracedCall:
     """One call of a finding: where it is in the recording, and where it is in the program.
 
     Attributes:
@@ -251,7 +251,7 @@ class Loss:
     window: tuple[int, int]
     span_ns: int | None = None
     places: tuple[Where, ...] = ()
-    calls: tuple[Call, ...] = ()
+    calls: tuple[TracedCall, ...] = ()
 
 
 class _Evidence(TypedDict):
@@ -264,7 +264,7 @@ class Explanation(_Evidence, total=False):
 
     reason: str
     severity: Severity | None
-    chart: Chart | None
+    chart: EvidenceChart | None
 
 
 def cause_of(module: str) -> str:
@@ -309,8 +309,8 @@ class Finding:
     window: tuple[int, int] = (0, 0)
     lost_on: LostOn = "host"
     reason: str = ""
-    chart: Chart | None = None
-    calls: tuple[Call, ...] = ()
+    chart: EvidenceChart | None = None
+    calls: tuple[TracedCall, ...] = ()
     of_ns: int = 0
 
     @property

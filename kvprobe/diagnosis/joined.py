@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvprobe.diagnosis.finding import (
-    Call,
-    Chart,
     Confidence,
+    EvidenceChart,
     Explanation,
     Finding,
     Loss,
     LostOn,
     Severity,
+    TracedCall,
     Where,
     best_first,
     singular,
@@ -543,13 +543,13 @@ class JoinedRecording:
             of_ns=self._span_of(loss),
         )
 
-    def _calls_of(self, executions: Array, ns: Array) -> tuple[Call, ...]:
+    def _calls_of(self, executions: Array, ns: Array) -> tuple[TracedCall, ...]:
         """The calls that submitted these executions, with what all executions of each lost."""
         known = self.x_call[executions] >= 0
         rows, place = np.unique(self.x_call[executions][known], return_inverse=True)
         return longest(self, rows, np.bincount(place, weights=ns[known]).astype(np.int64))
 
-    def slow_calls_chart(self, rows: Array, title: str) -> Chart:
+    def slow_calls_chart(self, rows: Array, title: str) -> EvidenceChart:
         """The calls of a finding against time, thinned to the slowest 2,000."""
         if len(rows) > 2_000:
             rows = rows[np.argpartition(self.dur[rows], -2_000)[-2_000:]]

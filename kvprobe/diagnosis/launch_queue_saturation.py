@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.deeper_queue import BATCHED, deeper, spared
-from kvprobe.diagnosis.finding import INFERRED, LABELLED, MEASURED, Change, Chart, Evidence, Finding, cause_of
+from kvprobe.diagnosis.finding import INFERRED, LABELLED, MEASURED, Change, Evidence, EvidenceChart, Finding, cause_of
 from kvprobe.diagnosis.intervals import distinct
 from kvprobe.diagnosis.joined import Array, JoinedRecording, between, ms, share
 from kvprobe.diagnosis.queue_full import Full, full
@@ -28,7 +28,7 @@ from kvprobe.recordings.model import CallKind
 CAUSE = cause_of(__name__)
 
 
-def cliff(joined: JoinedRecording, rows: Array) -> Chart:
+def cliff(joined: JoinedRecording, rows: Array) -> EvidenceChart:
     """Time inside the call against what was outstanding at its entry: flat, and then a cliff."""
     streams = distinct(joined.stream[rows])
     every = np.flatnonzero(joined.submits & np.isin(joined.stream, streams) & (joined.occupancy.depth >= 0))

@@ -9,14 +9,14 @@ from kvprobe.diagnosis.intervals import distinct, in_time
 from kvprobe.diagnosis.joined import Array, JoinedRecording
 from kvprobe.recordings.model import CallKind, Direction, Memory
 
-__all__ = ["Copies", "bursts", "copies_apart", "order_not_shown", "waits"]
+__all__ = ["AsyncCopies", "bursts", "copies_apart", "order_not_shown", "waits"]
 
 LEAST = 3  # bursts; fewer prove nothing
 WAITS = ("streamwaitevent", "streamwaitvalue", "streambatchmemop")
 SHOWN_BY = "Nsight Systems (kvprobe run --nsys), which records the stream and the event of each wait"
 
 
-class Copies:
+class AsyncCopies:
     """Asynchronous copies of one process and direction on streams that carry no kernels, in order of submission."""
 
     def __init__(self, joined: JoinedRecording, process: int, direction: Direction) -> None:
@@ -34,11 +34,11 @@ class Copies:
         self.rows: Array = in_time(rows, joined.start)
 
 
-def copies_apart(joined: JoinedRecording, direction: Direction) -> list[tuple[int, Copies]]:
+def copies_apart(joined: JoinedRecording, direction: Direction) -> list[tuple[int, AsyncCopies]]:
     """For each process that has kernels: its copies on streams of their own; processes without any are left out."""
     found = []
     for process in distinct(joined.process[(joined.kind == CallKind.LAUNCH) | (joined.kind == CallKind.GRAPH)]):
-        copies = Copies(joined, int(process), direction)
+        copies = AsyncCopies(joined, int(process), direction)
         if len(copies.rows):
             found.append((int(process), copies))
     return found

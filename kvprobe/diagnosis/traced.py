@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import Call
+from kvprobe.diagnosis.finding import TracedCall
 
 if TYPE_CHECKING:
     from kvprobe.diagnosis.joined import Array, JoinedRecording
@@ -46,7 +46,7 @@ def _stack(joined: JoinedRecording, row: int) -> str:
     return joined.text(int(table["stack"][at[-1]])) if len(at) else ""
 
 
-def longest(joined: JoinedRecording, rows: Array, ns: Array) -> tuple[Call, ...]:
+def longest(joined: JoinedRecording, rows: Array, ns: Array) -> tuple[TracedCall, ...]:
     """The calls of a finding that lost most, those whose stack is known among them.
 
     Args:
@@ -72,7 +72,7 @@ def longest(joined: JoinedRecording, rows: Array, ns: Array) -> tuple[Call, ...]
         row = int(rows[i])
         stack = _stack(joined, row)
         out.append(
-            Call(
+            TracedCall(
                 row=row,
                 name=joined.text(int(joined.name[row])),
                 pid=joined.pid(int(joined.process[row])),

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from kvprobe.instrument.device import Device
     from kvprobe.offload.submitter import Submission
 
-__all__ = ["CopyPath", "Live"]
+__all__ = ["CopyPath", "WatchedTransfer"]
 
 _ASK_EVERY = 32  # looking into the environment costs as much as an event record
 _SLOW_NS = 100_000  # a transfer that holds the model's thread for so long is worth a change
 _MAX_LIVE = 100_000  # a server that never polls must not make the table grow without end
 
 
-class Live:
+class WatchedTransfer:
     """One transfer from its submission to the moment the server notices its end."""
 
     __slots__ = (
@@ -83,8 +83,8 @@ class CopyPath:
     ) -> None:
         """Starts on the first rung; `queued`: every copy takes a place in the launch queue."""
         self.adapter, self.direction, self.device = adapter, direction, device
-        self.current: Live | None = None
-        self.live: dict[Any, Live] = {}
+        self.current: WatchedTransfer | None = None
+        self.live: dict[Any, WatchedTransfer] = {}
         self.outstanding = 0
         self.last: Any = None
         self.newest: Submission | None = None
@@ -131,16 +131,16 @@ class CopyPath:
             self._told = metrics.exposed() or event_log.wanted()
         return self._told
 
-    def begin(self, job: Any) -> Live:
+    def begin(self, job: Any) -> WatchedTransfer:
         """The server starts to build a transfer."""
         ident = threading.get_ident()
         if ident != self._thread[0]:
             self._thread = (ident, threading.get_native_id())
         auto = self.auto
         if auto is None:
-            live = Live(job, self._rung, self.outstanding, self._thread[1], 1)
+            live = WatchedTransfer(job, self._rung, self.outstanding, self._thread[1], 1)
         else:
-            live = Live(job, auto.rung, self.outstanding, self._thread[1], REST if auto.resting else 1)
+            live = WatchedTransfer(job, auto.rung, self.outstanding, self._thread[1], REST if auto.resting else 1)
         self.current = live
         return live
 
@@ -265,7 +265,13 @@ class CopyPath:
             nvtx_marks.mark(f"{self.adapter.server} {self.direction} {live.job}: {live.bytes} bytes")
 
     def _tell(
-        self, live: Live, ok: bool, seen_ns: int, queue_ns: int | None, copy_ns: int | None, poll_ns: int | None
+        self,
+        live: WatchedTransfer,
+        ok: bool,
+        seen_ns: int,
+        queue_ns: int | None,
+        copy_ns: int | None,
+        poll_ns: int | None,
     ) -> None:
         """Metrics and the event; as a rule on the event file's thread."""
         size = live.bytes * live.one_in  # at rest one transfer stands for those that were not watched
@@ -297,7 +303,7 @@ class CopyPath:
             fields["one_in"] = live.one_in
         event_log.emit("transfer", **fields)
 
-    def _release(self, live: Live) -> None:
+    def _release(self, live: WatchedTransfer) -> None:
         device = self.device
         if device is None:
             return

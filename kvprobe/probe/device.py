@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["METRICS", "LinkState", "Sample", "Sampler", "devices", "link_state", "read_samples"]
+__all__ = ["METRICS", "LinkState", "DeviceSample", "Sampler", "devices", "link_state", "read_samples"]
 
 METRICS = (
     "pcie_gen",
@@ -54,7 +54,7 @@ Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Sample:
+class DeviceSample:
     """One value, as the model's table `samples` has it.
 
     Attributes:
@@ -261,7 +261,7 @@ class Sampler:
         return True
 
 
-def read_samples(path: str | os.PathLike[str]) -> Iterator[Sample]:
+def read_samples(path: str | os.PathLike[str]) -> Iterator[DeviceSample]:
     """The samples of a `device.jsonl`, in the order written; a last line that was cut off is left out.
 
     Raises:
@@ -277,7 +277,7 @@ def read_samples(path: str | os.PathLike[str]) -> Iterator[Sample]:
                 continue
             for metric, value in line.items():
                 if metric not in ("t_ns", "device") and isinstance(value, (int, float)) and not isinstance(value, bool):
-                    yield Sample(int(line.get("t_ns", 0)), line["device"], metric, float(value))
+                    yield DeviceSample(int(line.get("t_ns", 0)), line["device"], metric, float(value))
 
 
 def link_state(line: Line) -> LinkState:

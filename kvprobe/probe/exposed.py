@@ -13,7 +13,7 @@ from kvprobe.errors import KvprobeError
 from kvprobe.probe.live import DIRECTIONS, Live, Totals, find_rings, in_flight, snapshots, totals
 from kvprobe.probe.ring import CALLS, TRANSFER, bucket_bounds
 
-__all__ = ["COUNTERS", "GAUGES", "HISTOGRAM", "Collector", "Sample", "as_text", "counts", "gauges", "served"]
+__all__ = ["COUNTERS", "GAUGES", "HISTOGRAM", "Collector", "CallTotals", "as_text", "counts", "gauges", "served"]
 
 # field of Totals -> (Prometheus, its text, OpenTelemetry, unit)
 COUNTERS = {
@@ -62,7 +62,7 @@ _BOUNDS = range(28, 128, 4)  # histogram buckets whose lower bound is a power of
 
 
 @dataclass(frozen=True)
-class Sample:
+class CallTotals:
     """The sums of one stream, call and direction of one process."""
 
     pid: int
@@ -77,13 +77,13 @@ class Sample:
         return [str(self.pid), self.stream, self.call, self.direction]
 
 
-def counts(target: Path | None) -> Iterator[Sample]:
+def counts(target: Path | None) -> Iterator[CallTotals]:
     """Exact sums of all processes that the target's ring files are of, ended ones included."""
     for snapshot in snapshots(find_rings(target)):
         for (stream, call, direction), total in totals(snapshot).items():
             if call != TRANSFER:
                 name = CALLS[call][1] if call in CALLS else str(call)
-                yield Sample(snapshot.pid, f"{stream:#x}", name, DIRECTIONS.get(direction, "other"), total)
+                yield CallTotals(snapshot.pid, f"{stream:#x}", name, DIRECTIONS.get(direction, "other"), total)
 
 
 def gauges(live: Live) -> Iterator[tuple[str, tuple[str, ...], float]]:

@@ -8,7 +8,7 @@ from array import array
 from kvprobe.errors import RecordingError
 from kvprobe.recordings import vocabulary as words
 from kvprobe.recordings.kinds import SUBMITTING, CallKind, Engine, Label, Memory
-from kvprobe.recordings.trace_library import Queue, native_library, text_at
+from kvprobe.recordings.trace_library import TraceQueue, native_library, text_at
 from kvprobe.recordings.trace_text import MEMORY, MORE, UNFIT, TraceText
 
 __all__ = ["measure"]
@@ -18,7 +18,7 @@ _CALL, _EXECUTION, _COPY, _LABEL = range(1, 5)
 _SUBMITS, _GRAPH, _PAGEABLE = range(1, 4)
 
 
-def measure(trace: TraceText) -> list[Queue] | None:
+def measure(trace: TraceText) -> list[TraceQueue] | None:
     """What a verdict on each launch queue of a trace rests on, in order of device and handle.
 
     Args:
@@ -67,7 +67,7 @@ class _Scan:
             raise RecordingError("numbers beyond what a recorder writes")
         return state, done.value
 
-    def measure(self) -> list[Queue] | None:
+    def measure(self) -> list[TraceQueue] | None:
         """All queues that were submitted to; None where only the whole reader can tell."""
         library, state = self.library, self.state
         count = library.kvt_queues_words(state)
@@ -93,4 +93,4 @@ class _Scan:
         if done != MORE:
             return None
         found = library.kvt_queues_all(state)
-        return [Queue.from_buffer_copy(found[i]) for i in range(library.kvt_queues_count(state))]
+        return [TraceQueue.from_buffer_copy(found[i]) for i in range(library.kvt_queues_count(state))]

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvprobe.recordings.summary import Rank, Stat, Summary, percentile_ns
 
-__all__ = ["Comparison", "RankRow", "Waiting", "compare"]
+__all__ = ["RankComparison", "RankRow", "Waiting", "compare"]
 
 _SUBMISSIONS = ("copy", "batch", "launch", "graph", "memset")
 
@@ -57,14 +57,14 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RankComparison:
     """All ranks, most time lost first."""
 
     rows: list[RankRow]
     waiting: Waiting
 
 
-def compare(summary: Summary) -> Comparison:
+def compare(summary: Summary) -> RankComparison:
     """Compares the ranks of a summary.
 
     In a collective all ranks leave together, and whoever comes last waits least: the others' device time beyond the
@@ -97,7 +97,7 @@ def compare(summary: Summary) -> Comparison:
             )
         )
     rows.sort(key=lambda row: (-row.lost_ns, -row.made_wait_ns, _numbers(row.rank)))
-    return Comparison(rows, waiting)
+    return RankComparison(rows, waiting)
 
 
 def _numbers(name: str) -> tuple[int, str]:

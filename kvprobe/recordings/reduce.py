@@ -10,7 +10,7 @@ import numpy as np
 from kvprobe.recordings.buckets import BUCKETS, bucket
 from kvprobe.recordings.model import Array, CallKind, Direction, Engine, Memory, Recording
 from kvprobe.recordings.occupancy import occupancy
-from kvprobe.recordings.summary import BINS, TOP, Blocked, Collectives, Queue, Rank, Stat, Summary
+from kvprobe.recordings.summary import BINS, TOP, Blocked, Collectives, QueueSummary, Rank, Stat, Summary
 
 __all__ = ["summarize"]
 
@@ -185,7 +185,7 @@ class _Reduction:
                 int(streams["handle"][queue.stream]) if known else -1,
             )
             lost = int(queue.blocked_ns.sum())
-            one = Queue(
+            one = QueueSummary(
                 len(queue.calls),
                 int(queue.depth.max(initial=0)),
                 queue.ceiling,

@@ -18,7 +18,7 @@ import numpy as np
 from kvprobe.recordings.buckets import BUCKETS, bucket_floor_ns
 from kvprobe.recordings.model import Array
 
-__all__ = ["Blocked", "Collectives", "Queue", "Rank", "Stat", "Summary", "percentile_ns"]
+__all__ = ["Blocked", "Collectives", "QueueSummary", "Rank", "Stat", "Summary", "percentile_ns"]
 
 FORMAT, VERSION = "kvprobe-summary", 1
 TOP = 100
@@ -67,7 +67,7 @@ class Stat:
 
 
 @dataclass
-class Queue:
+class QueueSummary:
     """One stream of one rank: the deepest it was, its ceiling (-1 none found), what it cost, and the worst verdict."""
 
     submissions: int = 0
@@ -78,9 +78,9 @@ class Queue:
     labelled_ns: int = 0
     verdict: str = "healthy"
 
-    def merge(self, other: Queue) -> Queue:
+    def merge(self, other: QueueSummary) -> QueueSummary:
         """Both together."""
-        return Queue(
+        return QueueSummary(
             self.submissions + other.submissions,
             max(self.deepest, other.deepest),
             max(self.ceiling, other.ceiling),
@@ -172,7 +172,7 @@ class Summary:
         inputs: how many recordings are in it.
         calls: (rank, call, kind, direction, memory) -> Stat of the host-side calls.
         executions: (rank, engine, direction, memory) -> Stat of what devices did.
-        queues: (rank, device, stream handle) -> Queue.
+        queues: (rank, device, stream handle) -> QueueSummary.
         ranks: rank -> Rank.
         top: the calls that lost most to full queues, longest first, at most `keep`.
         keep: how many of them are kept; of two summaries the smaller number holds.
@@ -183,7 +183,7 @@ class Summary:
     inputs: int = 0
     calls: dict[tuple[str, str, str, str, str], Stat] = field(default_factory=dict)
     executions: dict[tuple[str, str, str, str], Stat] = field(default_factory=dict)
-    queues: dict[tuple[str, int, int], Queue] = field(default_factory=dict)
+    queues: dict[tuple[str, int, int], QueueSummary] = field(default_factory=dict)
     ranks: dict[str, Rank] = field(default_factory=dict)
     top: list[Blocked] = field(default_factory=list)
     keep: int = TOP
@@ -260,7 +260,7 @@ class Summary:
                 content["inputs"],
                 {tuple(key): _stat(values) for *key, values in content["calls"]},
                 {tuple(key): _stat(values) for *key, values in content["executions"]},
-                {tuple(key): Queue(*values) for *key, values in content["queues"]},
+                {tuple(key): QueueSummary(*values) for *key, values in content["queues"]},
                 {rank: _rank(values) for rank, values in content["ranks"]},
                 [Blocked(*values) for values in content["top"]],
                 content["keep"],

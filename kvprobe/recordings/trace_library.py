@@ -9,14 +9,14 @@ import ctypes
 import functools
 from pathlib import Path
 
-__all__ = ["ROW_BYTES", "Queue", "native_library", "text_at"]
+__all__ = ["ROW_BYTES", "TraceQueue", "native_library", "text_at"]
 
 ROW_BYTES = 88  # kvt_row of native/trace/kineto.h
 _LIBRARY = Path(__file__).parents[1] / "native" / "lib" / "libkvprobe_trace.so"
 _u8, _u32, _i32, _i64 = ctypes.c_uint8, ctypes.c_uint32, ctypes.c_int32, ctypes.c_int64
 
 
-class Queue(ctypes.Structure):
+class TraceQueue(ctypes.Structure):
     """`kvt_queue` of native/trace/queues.c: what was measured of one stream."""
 
     _fields_ = [
@@ -47,7 +47,7 @@ def native_library() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(_LIBRARY))
         size, pointer = ctypes.c_size_t, ctypes.c_void_p
         library.kvt_row_bytes.restype = library.kvt_queue_bytes.restype = size
-        if library.kvt_row_bytes() != ROW_BYTES or library.kvt_queue_bytes() != ctypes.sizeof(Queue):
+        if library.kvt_row_bytes() != ROW_BYTES or library.kvt_queue_bytes() != ctypes.sizeof(TraceQueue):
             return None
         length = ctypes.POINTER(_u32)
         for name, result, arguments in (
@@ -72,7 +72,7 @@ def native_library() -> ctypes.CDLL | None:
             ("kvt_queues_word", pointer, [pointer, _u32, length, length, ctypes.POINTER(_i32)]),
             ("kvt_queues_measure", ctypes.c_int, [pointer, ctypes.c_char_p, pointer, _u32]),
             ("kvt_queues_count", _u32, [pointer]),
-            ("kvt_queues_all", ctypes.POINTER(Queue), [pointer]),
+            ("kvt_queues_all", ctypes.POINTER(TraceQueue), [pointer]),
             ("kvt_table_open", pointer, [ctypes.c_int, _u32, pointer, pointer, ctypes.c_int, ctypes.c_int]),
             ("kvt_table_close", None, [pointer]),
             ("kvt_table_read", ctypes.c_int, [pointer, pointer, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64)]),

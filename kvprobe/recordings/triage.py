@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvprobe.launchqueue.judge import QueueVerdict
-    from kvprobe.recordings.trace_library import Queue
+    from kvprobe.recordings.trace_library import TraceQueue
 
 __all__ = ["QueueTriage", "Triage", "certain", "quick_triage", "quick_triages"]
 
@@ -144,7 +144,7 @@ def quick_triages(paths: Sequence[Path]) -> list[Triage | RecordingError | None]
         return list(pool.map(attempt, paths))
 
 
-def _concluded(queue: Queue) -> tuple[QueueVerdict, str]:
+def _concluded(queue: TraceQueue) -> tuple[QueueVerdict, str]:
     return conclude(
         Measured(
             queue.deepest,
@@ -160,7 +160,7 @@ def _concluded(queue: Queue) -> tuple[QueueVerdict, str]:
     )
 
 
-def _judged(queue: Queue, verdict: QueueVerdict, reason: str) -> QueueTriage:
+def _judged(queue: TraceQueue, verdict: QueueVerdict, reason: str) -> QueueTriage:
     full = verdict == "saturated"
     return QueueTriage(
         queue.row,

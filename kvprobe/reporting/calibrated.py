@@ -8,7 +8,7 @@ from typing import Any
 
 from kvprobe.reporting import charts
 from kvprobe.reporting.units import bytes_text, duration, percent
-from kvprobe.reporting.verdict import Fact, Verdict
+from kvprobe.reporting.verdict import Fact, PageHead
 from kvprobe.reporting.views import Section, TableView, table
 
 __all__ = ["sections", "title", "verdict", "way"]
@@ -26,7 +26,7 @@ def title(result: Mapping[str, Any]) -> str:
     return f"Calibration of {result['gpu'] or 'this GPU'}"
 
 
-def verdict(result: Mapping[str, Any]) -> Verdict:
+def verdict(result: Mapping[str, Any]) -> PageHead:
     """What the chooser takes, in a sentence."""
     link, queue = result["link_bytes_per_s"], result["queue"]
     least = min(result["choices"], key=lambda one: one["of_link"] if one["copy_bytes"] >= 8192 else math.inf)
@@ -35,7 +35,7 @@ def verdict(result: Mapping[str, Any]) -> Verdict:
         f"({way(least['method'], least['ctas'])} at {bytes_text(least['copy_bytes'])})."
     )
     missing = "; ".join(f"no {name}: {why}" for name, why in result["missing"].items() if name != "staged")
-    return Verdict(
+    return PageHead(
         "info",
         headline,
         missing,

@@ -9,7 +9,7 @@ from kvprobe.reporting import charts, recorded
 from kvprobe.reporting.compare import CallChange, FindingChange, Shift
 from kvprobe.reporting.inputs import under
 from kvprobe.reporting.units import NONE, TIMES_SIGN, change_text, duration, percent
-from kvprobe.reporting.verdict import Fact, Verdict
+from kvprobe.reporting.verdict import Fact, PageHead
 from kvprobe.reporting.views import Section, table
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def interval(moved: Shift) -> str:
     return f"{low:,.2f}{TIMES_SIGN} to {high:,.2f}{TIMES_SIGN}"
 
 
-def verdict(changes: Sequence[FindingChange], calls: Sequence[CallChange], missing: Sequence[str]) -> Verdict:
+def verdict(changes: Sequence[FindingChange], calls: Sequence[CallChange], missing: Sequence[str]) -> PageHead:
     """Better, worse, unchanged or undecided; `missing` says what a recording lacks to prove anything."""
     by = {what: [one for one in changes if one.what == what] for what in WHAT}
     facts = [
@@ -109,16 +109,16 @@ def verdict(changes: Sequence[FindingChange], calls: Sequence[CallChange], missi
             facts.append(Fact(said, str(len(some)), some[0].name))
     detail = "; ".join(missing)
     if missing or by["undecided"]:
-        return Verdict("unknown", "Undecided: a recording says too little to prove a change.", detail, facts)
+        return PageHead("unknown", "Undecided: a recording says too little to prove a change.", detail, facts)
     worse, better = by["new"] + by["more"], by["gone"] + by["less"]
     if worse:
         more = f", and {len(worse) - 1} more" if len(worse) > 1 else ""
-        return Verdict("worse", f"{WHAT[worse[0].what].capitalize()}: {worse[0].title}{more}.", detail, facts)
+        return PageHead("worse", f"{WHAT[worse[0].what].capitalize()}: {worse[0].title}{more}.", detail, facts)
     if better:
         more = f", and {len(better) - 1} more" if len(better) > 1 else ""
-        return Verdict("better", f"{WHAT[better[0].what].capitalize()}: {better[0].title}{more}.", detail, facts)
+        return PageHead("better", f"{WHAT[better[0].what].capitalize()}: {better[0].title}{more}.", detail, facts)
     if slower and not faster:
-        return Verdict("worse", f"No finding changed; {slower[0].name} became slower.", detail, facts)
+        return PageHead("worse", f"No finding changed; {slower[0].name} became slower.", detail, facts)
     if faster and not slower:
-        return Verdict("better", f"No finding changed; {faster[0].name} became faster.", detail, facts)
-    return Verdict("same", "No finding changed.", detail, facts)
+        return PageHead("better", f"No finding changed; {faster[0].name} became faster.", detail, facts)
+    return PageHead("same", "No finding changed.", detail, facts)

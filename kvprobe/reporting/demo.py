@@ -20,7 +20,7 @@ from kvprobe.reporting.units import (
     rate,
     ratio,
 )
-from kvprobe.reporting.verdict import Fact, Verdict, cure_parts, micro
+from kvprobe.reporting.verdict import Fact, PageHead, cure_parts, micro
 from kvprobe.reporting.views import Chart, Section, TableView, table
 
 __all__ = ["Cost", "costs", "sections", "verdict"]
@@ -216,7 +216,7 @@ def _table(outcome: Mapping[str, Any]) -> TableView:
     return table("The phases in numbers", ["Figure", "shared", "auto", "Change"], rows, said)
 
 
-def verdict(outcome: Mapping[str, Any]) -> Verdict:
+def verdict(outcome: Mapping[str, Any]) -> PageHead:
     """What was seen in the shared phase, what kvprobe did, and what that gave back."""
     shared, auto = outcome["shared"], outcome["auto"]
     p99, after, base = shared["submit_p99_ns"], auto["submit_p99_ns"], outcome["baseline_submit_ns"]
@@ -242,14 +242,14 @@ def verdict(outcome: Mapping[str, Any]) -> Verdict:
         headline = (
             f"No saturation: submitting a copy took {duration(p99)} at p99, beside a baseline of {duration(base)}."
         )
-        return Verdict("ok" if p99 else "unknown", headline, "", facts)
+        return PageHead("ok" if p99 else "unknown", headline, "", facts)
     times = f", {p99 / base:,.0f} times the baseline of {duration(base)}" if base else ""
     why = (
         f"The launch queue of the shared copy stream was full at {outcome['queue_depth']:,} submissions, so each "
         f"further copy waited in the submitting thread: {duration(p99)} at p99{times}."
     )
     if not outcome["switches"]:
-        return Verdict(
+        return PageHead(
             "critical",
             f"The launch queue was full: submitting one copy took {duration(p99)} instead of {duration(base)}.",
             why,
@@ -266,4 +266,4 @@ def verdict(outcome: Mapping[str, Any]) -> Verdict:
         for one in outcome["switch_log"][:4]
     ]
     saving = f"A copy at p99: {ratio(p99, after)}." if after else ""
-    return Verdict("cured", headline, why, facts, done, saving, "What kvprobe changed")
+    return PageHead("cured", headline, why, facts, done, saving, "What kvprobe changed")

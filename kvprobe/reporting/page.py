@@ -45,7 +45,7 @@ def build_page(
     title: str | None = None,
     interactive: bool = False,
     extra: Sequence[Section] = (),
-    lead_verdict: verdict.Verdict | None = None,
+    lead_verdict: verdict.PageHead | None = None,
 ) -> str:
     """The page as text.
 
@@ -103,7 +103,7 @@ def write_report(
     title: str | None = None,
     interactive: bool = False,
     extra: Sequence[Section] = (),
-    lead_verdict: verdict.Verdict | None = None,
+    lead_verdict: verdict.PageHead | None = None,
 ) -> Path:
     """Writes the page to `path` in one step: a reader sees the old file or the new one, never half of one.
 

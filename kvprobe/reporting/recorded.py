@@ -19,7 +19,7 @@ from kvprobe.reporting import charts, offloads, series, streams, verdict
 from kvprobe.reporting.charts import Mark, Points
 from kvprobe.reporting.rows import rows_chart
 from kvprobe.reporting.units import NONE, bytes_text, change_text, count_text, duration, percent, rate, value_text
-from kvprobe.reporting.verdict import Verdict
+from kvprobe.reporting.verdict import PageHead
 from kvprobe.reporting.views import Cell, Chart, Section, TableView, table
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ KINDS = (
 class View:
     """What the page shows of a recording; `findings` is None where no diagnosis was asked for."""
 
-    verdict: Verdict
+    verdict: PageHead
     sections: list[Section] = field(default_factory=list)
     findings: list[dict[str, Any]] | None = None
     lead: str = ""
@@ -88,7 +88,7 @@ def submissions(recording: Recording) -> Submissions:
     return Submissions(rows, start, spent, calls["kind"][rows], (float(low), float(max(high, low + 1))), made, host_ns)
 
 
-def judged(recording: Recording, findings: Sequence[Finding] | None, found: Submissions | None = None) -> Verdict:
+def judged(recording: Recording, findings: Sequence[Finding] | None, found: Submissions | None = None) -> PageHead:
     """The sentence on top; `findings` None: no diagnosis was asked for."""
     found = found or submissions(recording)
     return verdict.of_recording(

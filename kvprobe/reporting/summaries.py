@@ -22,7 +22,7 @@ from kvprobe.recordings.model import CallKind, Direction, Engine, RangeStyle, Re
 from kvprobe.reporting import series, streams
 from kvprobe.reporting.units import NONE, bytes_text
 
-__all__ = ["REPORTS", "Summary", "summary"]
+__all__ = ["REPORTS", "SummaryTable", "summary"]
 
 Array = npt.NDArray[Any]
 
@@ -37,7 +37,7 @@ _OPERATIONS = {
 
 
 @dataclass(frozen=True)
-class Summary:
+class SummaryTable:
     """One table.
 
     Attributes:
@@ -110,14 +110,14 @@ def _shares(rows: list[tuple[int, int, int, float, float, int, int, float]]) -> 
     return [row[1] * 100.0 / whole for row in rows]
 
 
-def api_sum(recording: Recording) -> Summary:
+def api_sum(recording: Recording) -> SummaryTable:
     """Host-side calls by name."""
     calls, totals = recording.calls, recording.totals
     columns = [("Time (%)", "share"), ("Total Time (ns)", "ns"), ("Num Calls", "count"), *TIMES, ("Name", "text")]
     if calls.rows >= int(totals["calls"].sum()):
         rows = _grouped(calls["name"], calls["end_ns"] - calls["start_ns"])
         named = [[share, *row[1:], recording.text(row[0])] for share, row in zip(_shares(rows), rows, strict=True)]
-        return Summary("cuda_api_sum", "CUDA API summary", columns, named)
+        return SummaryTable("cuda_api_sum", "CUDA API summary", columns, named)
     listed: list[list[Any]] = []
     whole, untimed = int(totals["dur_ns"].sum()) or 1, 0
     for name in np.unique(totals["name"]).tolist():
@@ -141,7 +141,7 @@ def api_sum(recording: Recording) -> Summary:
     note = "Totals, counts, averages and maxima are exact; medians and minima are read from histograms, up to 20% low."
     if untimed:
         note += f" {untimed:,} calls were counted and not timed: times are of the others."
-    return Summary("cuda_api_sum", "CUDA API summary", columns, listed, note)
+    return SummaryTable("cuda_api_sum", "CUDA API summary", columns, listed, note)
 
 
 def _operations(recording: Recording) -> tuple[Array, Array, Array, list[str]]:
@@ -168,21 +168,25 @@ def _operations(recording: Recording) -> tuple[Array, Array, Array, list[str]]:
     return (table["end_ns"] - table["start_ns"])[mine], table["bytes"][mine], chosen, names
 
 
-def mem_time_sum(recording: Recording) -> Summary:
+def mem_time_sum(recording: Recording) -> SummaryTable:
     """Device copies and memsets by time."""
     durations, _, operation, names = _operations(recording)
     rows = _grouped(operation, durations)
     listed = [[share, *row[1:], names[row[0]]] for share, row in zip(_shares(rows), rows, strict=True)]
     columns = [("Time (%)", "share"), ("Total Time (ns)", "ns"), ("Count", "count"), *TIMES, ("Operation", "text")]
-    return Summary("cuda_gpu_mem_time_sum", "CUDA GPU MemOps summary (by time)", columns, listed, _blind(recording))
+    return SummaryTable(
+        "cuda_gpu_mem_time_sum", "CUDA GPU MemOps summary (by time)", columns, listed, _blind(recording)
+    )
 
 
-def mem_size_sum(recording: Recording) -> Summary:
+def mem_size_sum(recording: Recording) -> SummaryTable:
     """Device copies and memsets by size."""
     _, size, operation, names = _operations(recording)
     listed = [[*row[1:], names[row[0]]] for row in _grouped(operation, size)]
     columns = [("Total (MB)", "mb"), ("Count", "count"), *SIZES, ("Operation", "text")]
-    return Summary("cuda_gpu_mem_size_sum", "CUDA GPU MemOps summary (by size)", columns, listed, _blind(recording))
+    return SummaryTable(
+        "cuda_gpu_mem_size_sum", "CUDA GPU MemOps summary (by size)", columns, listed, _blind(recording)
+    )
 
 
 def _blind(recording: Recording) -> str:
@@ -197,7 +201,7 @@ _STYLES = {
 }
 
 
-def nvtx_sum(recording: Recording) -> Summary:
+def nvtx_sum(recording: Recording) -> SummaryTable:
     """Ranges by domain, text and style."""
     table = recording.ranges
     width = max(len(recording.names), 1)
@@ -219,10 +223,10 @@ def nvtx_sum(recording: Recording) -> Summary:
         ("Style", "text"),
         ("Range", "text"),
     ]
-    return Summary("nvtx_sum", "NVTX range summary", columns, listed)
+    return SummaryTable("nvtx_sum", "NVTX range summary", columns, listed)
 
 
-def stream_sum(recording: Recording) -> Summary:
+def stream_sum(recording: Recording) -> SummaryTable:
     """Submitting calls by stream."""
     calls = recording.calls
     kinds = np.array([CallKind.COPY, CallKind.BATCH, CallKind.MEMSET, CallKind.LAUNCH, CallKind.GRAPH], dtype=np.uint8)
@@ -233,10 +237,10 @@ def stream_sum(recording: Recording) -> Summary:
         for share, row in zip(_shares(rows), rows, strict=True)
     ]
     columns = [("Time (%)", "share"), ("Total Time (ns)", "ns"), ("Num Calls", "count"), *TIMES, ("Stream", "text")]
-    return Summary("streams", "Submissions by stream (host time)", columns, listed)
+    return SummaryTable("streams", "Submissions by stream (host time)", columns, listed)
 
 
-def size_sum(recording: Recording) -> Summary:
+def size_sum(recording: Recording) -> SummaryTable:
     """Copies by size, a row for each power of two and operation."""
     _, size, operation, names = _operations(recording)
     copies = np.array([name != "[CUDA memset]" for name in names], dtype=bool)
@@ -250,10 +254,10 @@ def size_sum(recording: Recording) -> Summary:
         text = f"{bytes_text(low)} to {bytes_text(max(low, 1) * 2)}".replace("\u00a0", " ") if low else "0 B"
         listed.append([text, int(mine.sum()), int(size[mine].sum()), names[key % 64]])
     columns = [("Size", "text"), ("Count", "count"), ("Total (MB)", "mb"), ("Operation", "text")]
-    return Summary("sizes", "Copies by size", columns, listed, _blind(recording))
+    return SummaryTable("sizes", "Copies by size", columns, listed, _blind(recording))
 
 
-REPORTS: dict[str, Callable[[Recording], Summary]] = {
+REPORTS: dict[str, Callable[[Recording], SummaryTable]] = {
     "cuda_api_sum": api_sum,
     "cuda_gpu_mem_time_sum": mem_time_sum,
     "cuda_gpu_mem_size_sum": mem_size_sum,
@@ -263,6 +267,6 @@ REPORTS: dict[str, Callable[[Recording], Summary]] = {
 }
 
 
-def summary(recording: Recording, report: str) -> Summary:
+def summary(recording: Recording, report: str) -> SummaryTable:
     """One table by its name, a key of REPORTS."""
     return REPORTS[report](recording)

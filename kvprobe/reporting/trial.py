@@ -19,7 +19,7 @@ from kvprobe.recordings.model import SUBMITTING, Memory, Recording
 if TYPE_CHECKING:
     from kvprobe.diagnosis.finding import Change
 
-__all__ = ["LEAST_ROUNDS", "TEST", "Compared", "Measured", "Tried", "blocked_ns", "compared", "u_test"]
+__all__ = ["LEAST_ROUNDS", "TEST", "Compared", "TrialRun", "Tried", "blocked_ns", "compared", "u_test"]
 
 TEST = "Mann-Whitney U, exact, two-sided, at 5%"
 SURE = 0.05
@@ -28,7 +28,7 @@ EXACT = 8  # rounds a side up to which every way to deal them out is counted
 
 
 @dataclass(frozen=True)
-class Measured:
+class TrialRun:
     """One run of the command: its wall time, the host time lost in submissions, and a figure of its own."""
 
     wall_ns: int

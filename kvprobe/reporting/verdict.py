@@ -13,10 +13,10 @@ from kvprobe.recordings.window import recorded_span
 from kvprobe.reporting.units import count_text, duration, percent
 
 if TYPE_CHECKING:
-    from kvprobe.diagnosis.finding import Call, Change, Finding
+    from kvprobe.diagnosis.finding import Change, Finding, TracedCall
     from kvprobe.recordings.model import Recording
 
-__all__ = ["Fact", "Part", "Verdict", "change_parts", "cure_parts", "of_recording", "saving_text"]
+__all__ = ["Fact", "Part", "PageHead", "change_parts", "cure_parts", "of_recording", "saving_text"]
 
 WORDS = {
     "critical": "Critical",
@@ -51,8 +51,10 @@ class Part:
 
 
 @dataclass
-class Verdict:
-    """`state` is a key of WORDS; the template gives each a shape and a word.
+class PageHead:
+    """What stands at the head of the page: the verdict in a sentence, its figures, what to change, the worst call.
+
+    `state` is a key of WORDS; the template gives each a shape and a word.
 
     `call` says which call lost most, `call_row` is its row in the recording's calls, for a link; -1: none.
     """
@@ -175,7 +177,7 @@ def of_recording(
     blocked_ns: float,
     span_ns: float,
     diagnosed: bool = True,
-) -> Verdict:
+) -> PageHead:
     """The verdict on a recording: its costliest finding, that it is healthy, or what is missing to say so."""
     judged = diagnosis_verdict(recording, findings)
     real = [one for one in findings if one.confidence != "cannot tell"]
@@ -192,7 +194,7 @@ def of_recording(
             ),
         ]
         if not diagnosed:
-            return Verdict("info", f"{count_text(submissions)} submissions, not diagnosed.", "", facts)
+            return PageHead("info", f"{count_text(submissions)} submissions, not diagnosed.", "", facts)
         if judged.state == "undecided":
             lacks = judged.missing[0]
             cures = [[Part(f"{lacks.how[:1].upper()}{lacks.how[1:]}.")]]
@@ -200,11 +202,11 @@ def of_recording(
                 one = abstained[0]
                 detail = one.reason[:1].upper() + one.reason[1:] if one.reason else one.title
                 cures = [change_parts(change) for change in one.cure[:3]]
-                return Verdict("unknown", f"Undecided. {one.title}".rstrip(".") + ".", detail, facts, cures)
+                return PageHead("unknown", f"Undecided. {one.title}".rstrip(".") + ".", detail, facts, cures)
             also = "; ".join(one.what for one in judged.missing[1:3])
             detail = f"Also: {also}." if also else ""
-            return Verdict("unknown", f"Undecided: {lacks.what}.", detail, facts, cures, action="How to record it")
-        return Verdict("ok", "Nothing found: no submission waited for a reason that could be cured.", "", facts)
+            return PageHead("unknown", f"Undecided: {lacks.what}.", detail, facts, cures, action="How to record it")
+        return PageHead("ok", "Nothing found: no submission waited for a reason that could be cured.", "", facts)
     order = ranked(real)
     first = order[0]
     headline = first.title.rstrip(".") + "."
@@ -230,7 +232,7 @@ def of_recording(
     if rest:
         others = sum(one.lost_ns for one in order[1:])
         facts.append(Fact("Other findings", str(rest), f"{duration(others)} more lost" if others else ""))
-    out = Verdict(first.severity, headline, detail, facts, [change_parts(change) for change in first.cure[:3]])
+    out = PageHead(first.severity, headline, detail, facts, [change_parts(change) for change in first.cure[:3]])
     if first.calls:
         same = [one for one in first.where if one.thread == first.calls[0].thread]
         stream = first.calls[0].stream_name or (same[0].stream_name if same else "")
@@ -239,7 +241,7 @@ def of_recording(
     return out
 
 
-def _call(call: Call, stream: str, origin_ns: int) -> list[Part]:
+def _call(call: TracedCall, stream: str, origin_ns: int) -> list[Part]:
     """The call that lost most: what it took, on which stream and thread, when, and who made it."""
     where = f" on {stream}" if stream else ""
     thread = f", by thread {call.thread}" if call.thread >= 0 else ""

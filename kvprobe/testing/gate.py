@@ -24,7 +24,7 @@ from kvprobe.native.library import path_of
 from kvprobe.probe.ring import CALLS
 from kvprobe.testing.rules import ALLOCATION, BLOCKING, FULL_QUEUE, PAGEABLE, PINNING, RULES, SYNCHRONISATION, rules_of
 
-__all__ = ["Frame", "Gate", "Seen", "Violation"]
+__all__ = ["Frame", "HotPathGate", "Seen", "Violation"]
 
 ROOM = 1000  # forbidden calls of one block that are written down; the rest is counted
 SLOW_NS = 20_000  # on a GPU: copies of at least that have their stack taken, for whoever finds the queue full
@@ -123,7 +123,7 @@ class _Sigaction(ct.Structure):
     _fields_ = [("handler", ct.c_void_p), ("rest", ct.c_char * 256)]
 
 
-class Gate:
+class HotPathGate:
     """The interposer in this process. One is enough; it stays until the process ends.
 
     Raises:

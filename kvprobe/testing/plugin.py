@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from kvprobe.testing.gate import Gate, Seen
+    from kvprobe.testing.gate import HotPathGate, Seen
 
 _SESSION = pytest.StashKey["_Session"]()
 _FAILED_LIMIT = 40  # lines of what is said about one test
@@ -71,7 +71,7 @@ class _Session:
 
     def __init__(self, config: pytest.Config) -> None:
         from kvprobe.errors import KvprobeError
-        from kvprobe.testing.gate import Gate
+        from kvprobe.testing.gate import HotPathGate
         from kvprobe.testing.rules import rules_of
 
         self._undo = contextlib.ExitStack()
@@ -79,7 +79,7 @@ class _Session:
         try:
             self.everywhere = rules_of(forbid) if forbid is not None else None
             self.under = tuple(word for word in config.getoption("kvprobe_under").split(",") if word)
-            self.gate: Gate = Gate()
+            self.gate: HotPathGate = HotPathGate()
             self._undo.callback(self.gate.close)
             self.queue_full = 0
             self.what = self._device(config.getoption("kvprobe_device"))
@@ -111,7 +111,7 @@ class _Session:
 class HotPath:
     """What the fixture `kvprobe` gives: `with kvprobe.hot_path():`; `seen` is what the newest one did."""
 
-    def __init__(self, gate: Gate | None, queue_full: int) -> None:
+    def __init__(self, gate: HotPathGate | None, queue_full: int) -> None:
         self._gate, self._queue_full = gate, queue_full
         self.seen: Seen | None = None
 

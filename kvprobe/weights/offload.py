@@ -18,7 +18,7 @@ from kvprobe.weights.plan import Extent, Limit, Plan, make_plan
 from kvprobe.weights.profile import WeightProfile, profile
 from kvprobe.weights.timeline import RESIDENT, Forward
 from kvprobe.weights.watched import bind, unwatch, watch
-from kvprobe.weights.window import Compute, Placed, Window
+from kvprobe.weights.window import Compute, Placed, WeightWindow
 
 
 def offload(
@@ -110,7 +110,7 @@ class WeightOffload:
         self.active = False
         self.notes: list[str] = []
         self.load_ns = 0
-        self._window: Window | None = None
+        self._window: WeightWindow | None = None
         if runtime is None:
             return
         began = core().kvp_now_ns()
@@ -167,7 +167,7 @@ class WeightOffload:
                 kind = watch(tensor)
                 self._undo.append(lambda tensor=tensor, kind=kind: unwatch(tensor, kind))  # type: ignore[misc]
         detail = "transfers" if self._recorder.path else "totals"
-        self._window = Window(self.runtime, Compute(self.runtime, stream), units, detail)
+        self._window = WeightWindow(self.runtime, Compute(self.runtime, stream), units, detail)
         self._window.take_slots(plan.slots, window)
 
     def _at_home(self, extent: Extent) -> bool:
@@ -259,7 +259,7 @@ class WeightOffload:
                     module.register_forward_hook(off(leave), always_call=True, prepend=module is model),
                 ]
 
-    def _need(self) -> Window:
+    def _need(self) -> WeightWindow:
         if self._window is None:
             raise KvprobeError("this offload was removed: offload the model again")
         return self._window
@@ -447,7 +447,7 @@ class _Saved:
         self.placed, self.at, self.dtype, self.shape, self.stride = placed, at, dtype, shape, stride
         self.version = version
 
-    def tensor(self, window: Window) -> Any:
+    def tensor(self, window: WeightWindow) -> Any:
         """The bytes again, on the device that computes."""
         import torch
 

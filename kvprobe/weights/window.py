@@ -133,7 +133,7 @@ class Slot:
         self.copy: CopyTrace | None = None
 
 
-class Window:
+class WeightWindow:
     """Moves units through slots.
 
     Attributes:

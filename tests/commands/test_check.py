@@ -81,11 +81,13 @@ def test_annotations_for_github(kvprobe, export: Path) -> None:
 
 
 def test_an_annotation_stands_at_the_line_and_hides_no_text() -> None:
-    from kvprobe.commands.check import Limit, _annotation
+    from kvprobe.commands.check import CheckedLimit, _annotation
 
-    broken = Limit("no pageable", "none", "pageable_memory", True, "100% of\ncopies", at=f"{Path.cwd()}/a,b.py:7")
+    broken = CheckedLimit(
+        "no pageable", "none", "pageable_memory", True, "100% of\ncopies", at=f"{Path.cwd()}/a,b.py:7"
+    )
     assert _annotation(broken, "error") == (
         "::error file=a%2Cb.py,line=7,title=kvprobe%3A no pageable::pageable_memory (limit none)%0A100%25 of%0Acopies"
     )
-    undecided = Limit("no pageable", "none", "none found", False, undecided="the file is cut off")
+    undecided = CheckedLimit("no pageable", "none", "none found", False, undecided="the file is cut off")
     assert _annotation(undecided, "warning") == "::warning title=kvprobe%3A no pageable::undecided: the file is cut off"

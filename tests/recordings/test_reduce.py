@@ -20,7 +20,7 @@ from kvprobe.recordings.many import reduce_inputs, reduce_one
 from kvprobe.recordings.model import Table
 from kvprobe.recordings.ranks import compare
 from kvprobe.recordings.reduce import summarize
-from kvprobe.recordings.summary import Blocked, Collectives, Queue, Rank, Stat, Summary, percentile_ns
+from kvprobe.recordings.summary import Blocked, Collectives, QueueSummary, Rank, Stat, Summary, percentile_ns
 
 numbers = st.integers(0, 10**15)
 words = st.sampled_from(["rank 0", "rank 1", "node:7"])
@@ -37,7 +37,7 @@ stats = st.builds(
     numbers,
     st.lists(numbers, min_size=BUCKETS, max_size=BUCKETS).map(tuple),
 )
-queues = st.builds(Queue, numbers, numbers, st.integers(-1, 5000), numbers, numbers, numbers, verdicts)
+queues = st.builds(QueueSummary, numbers, numbers, st.integers(-1, 5000), numbers, numbers, numbers, verdicts)
 blocked = st.builds(
     Blocked,
     st.integers(0, 5),
