@@ -325,3 +325,13 @@ def test_why_a_process_could_not_be_recorded_is_left_in_the_folder(
     assert int(run(confined, environment(libraries, tmp_path), "descriptors", 1000)) == 1100
     (left,) = tmp_path.iterdir()
     assert re.fullmatch(rf"not-recorded-\d+-{errno.EMFILE}", left.name)
+
+
+def test_a_first_copy_while_a_library_is_being_loaded(
+    compile_c: Callable[..., Path], libraries: Path, tmp_path: Path
+) -> None:
+    runtime = (f"-L{libraries}", "-lkvprobe_hostrt", f"-Wl,-rpath,{libraries}")
+    program = compile_c("loading", "-rdynamic", "-ldl", *runtime)
+    plugin = compile_c("loading", "-DPLUGIN", "-shared", "-fPIC", output="plugin.so")
+    assert run(program, environment(libraries, tmp_path), plugin) == "asked 1\n"
+    assert recorded(tmp_path)[0]["H2D"] == (1, 1, 64)

@@ -16,9 +16,9 @@ extern const char _end[] __attribute__((visibility("hidden")));
 static int is_ours(const void *p) { return (const char *)p >= __ehdr_start && (const char *)p < _end; }
 
 /* glibc's dlsym, or that of another preloaded tool behind us. dlvsym, because dlsym is ours. */
-static dlsym_fn *volatile next_dlsym;
+static dlsym_fn *_Atomic next_dlsym;
 
-static __attribute__((noinline)) dlsym_fn *find_dlsym(void) {
+static NOT_SANITIZED __attribute__((noinline)) dlsym_fn *find_dlsym(void) {
     static const char *const versions[] = {"GLIBC_2.34", "GLIBC_2.17", "GLIBC_2.2.5"};
     void *found = NULL;
     for (unsigned i = 0; i < sizeof versions / sizeof *versions && !found; i++)
@@ -27,7 +27,7 @@ static __attribute__((noinline)) dlsym_fn *find_dlsym(void) {
     return next_dlsym;
 }
 
-static inline dlsym_fn *real_dlsym(void) {
+static inline NOT_SANITIZED dlsym_fn *real_dlsym(void) {
     dlsym_fn *found = next_dlsym;
     return likely(found != NULL) ? found : find_dlsym();
 }
@@ -55,46 +55,51 @@ void *kvp_symbol_beside(const void *address, const char *name) {
     return is_ours(found) ? NULL : found;
 }
 
-/* The last resort for a caller that depends on no runtime (code compiled at run time; a function that ends in a jump,
- * so that the return address is its own caller's): any loaded runtime. With two of them this may be the other one. */
+/* The path of the how manyth loaded library whose name begins so. Only the path: whoever asks for the loader's lock
+ * inside dl_iterate_phdr waits for a thread that holds it and wants to add its library to the list. */
 struct search {
-    const char *name, *prefix;
-    void *found;
+    const char *prefix;
+    int skip;
+    char path[4096];
 };
 
-static int search_object(struct dl_phdr_info *info, size_t size, void *data) {
+static int path_of(struct dl_phdr_info *info, size_t size, void *data) {
     (void)size;
     struct search *s = data;
     const char *path = info->dlpi_name, *base = path ? strrchr(path, '/') : NULL;
     base = base ? base + 1 : path;
-    if (!base || strncmp(base, s->prefix, strlen(s->prefix))) return 0;
-    void *handle = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
-    if (!handle) return 0;
-    s->found = real_dlsym()(handle, s->name);
-    dlclose(handle);
-    if (is_ours(s->found)) s->found = NULL;
-    return s->found != NULL;
+    if (!base || strncmp(base, s->prefix, strlen(s->prefix)) || strlen(path) >= sizeof s->path) return 0;
+    if (s->skip-- > 0) return 0;
+    strcpy(s->path, path);
+    return 1;
 }
 
+static void *search_libraries(const char *prefix, const char *name) {
+    for (int i = 0;; i++) {
+        struct search s = {.prefix = prefix, .skip = i};
+        if (!dl_iterate_phdr(path_of, &s)) return NULL;
+        void *handle = dlopen(s.path, RTLD_LAZY | RTLD_NOLOAD);
+        if (!handle) continue;
+        void *found = real_dlsym()(handle, name);
+        dlclose(handle);
+        if (found && !is_ours(found)) return found;
+    }
+}
+
+/* The last resort for a caller that depends on no runtime (code compiled at run time; a function that ends in a jump,
+ * so that the return address is its own caller's): any loaded runtime. With two of them this may be the other one. */
 static void *search_loaded(const char *name) {
     static const char *const prefixes[] = {"libcudart.so", "libcuda.so", "libkvprobe_hostrt.so"};
-    for (unsigned i = 0; i < sizeof prefixes / sizeof *prefixes; i++) {
-        struct search s = {name, prefixes[i], NULL};
-        dl_iterate_phdr(search_object, &s);
-        if (s.found) return s.found;
-    }
-    return NULL;
+    void *found = NULL;
+    for (unsigned i = 0; i < sizeof prefixes / sizeof *prefixes && !found; i++)
+        found = search_libraries(prefixes[i], name);
+    return found;
 }
 
 /* The embedded host runtime is its own driver. */
 void *kvp_driver_symbol(const char *name) {
-    struct search s = {name, "libcuda.so", NULL};
-    dl_iterate_phdr(search_object, &s);
-    if (!s.found) {
-        s.prefix = "libkvprobe_hostrt.so";
-        dl_iterate_phdr(search_object, &s);
-    }
-    return s.found;
+    void *found = search_libraries("libcuda.so", name);
+    return found ? found : search_libraries("libkvprobe_hostrt.so", name);
 }
 
 uintptr_t kvp_own_base(void) { return (uintptr_t)__ehdr_start; }
@@ -135,9 +140,8 @@ __attribute__((noinline)) any_fn *kvp_real(struct wrapped *w, void *caller) {
     for (unsigned i = 0; i < SITES; i++) {
         unsigned at = (start + i) % SITES;
         void *none = NULL;
-        if (__atomic_compare_exchange_n(&w->sites[at].caller, &none, caller, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE) ||
-            none == caller) {
-            __atomic_store_n(&w->sites[at].real, (any_fn *)found, __ATOMIC_RELEASE);
+        if (atomic_compare_exchange_strong(&w->sites[at].caller, &none, caller) || none == caller) {
+            w->sites[at].real = (any_fn *)found;
             break;
         }
     }
@@ -148,8 +152,7 @@ void *kvp_wrap_pointer(struct wrapped *w, void *found) {
     if (!kvp_watch.on || !found || is_ours(found)) return found;
     for (int i = 0; i < BOUND; i++) {
         any_fn *none = NULL;
-        if (w->real[i] == (any_fn *)found ||
-            __atomic_compare_exchange_n(&w->real[i], &none, (any_fn *)found, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE) ||
+        if (w->real[i] == (any_fn *)found || atomic_compare_exchange_strong(&w->real[i], &none, (any_fn *)found) ||
             none == (any_fn *)found)
             return (void *)w->bound[i];
     }
@@ -172,7 +175,7 @@ static __attribute__((noinline)) void *dlsym_of_ours(void *handle, struct wrappe
 /* Must end in a jump, not a call, wherever the name is not ours: glibc finds what RTLD_NEXT and RTLD_DEFAULT mean from
  * the return address. (A test holds it.) */
 CUDA_EXPORT void *dlsym(void *restrict handle, const char *restrict name);
-CUDA_EXPORT void *dlsym(void *restrict handle, const char *restrict name) {
+CUDA_EXPORT NOT_SANITIZED void *dlsym(void *restrict handle, const char *restrict name) {
     if (unlikely(kvp_watch.attached)) kvp_redirect_new();
     if (unlikely(name[0] == 'c' && name[1] == 'u' && handle != RTLD_NEXT)) {
         struct wrapped *w = kvp_find_wrapped(name);
