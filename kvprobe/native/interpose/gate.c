@@ -49,7 +49,7 @@ int kvprobe_gate_open(const uint8_t *rules, void (*write_stack)(int), int signal
     gate.queue_full = queue_full;
     gate.room = room, gate.left_out = 0;
     gate.opened++;
-    __atomic_store_n(&kvp_watch.gate, 1, __ATOMIC_RELEASE);
+    kvp_watch.gate = 1;
     return 0;
 }
 

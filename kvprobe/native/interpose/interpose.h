@@ -10,6 +10,7 @@
 
 #include "thread.h"
 
+#include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
 #include <strings.h>
@@ -24,15 +25,18 @@
 #define BOUND 3       /* functions fetched by pointer that one symbol can stand for, beside the linked one */
 typedef int any_fn(); /* a CUDA function of unknown parameters */
 
+/* A sanitizer's runtime that a program brings asks these for functions before it can be told of anything. */
+#define NOT_SANITIZED __attribute__((no_sanitize("address", "thread", "undefined")))
+
 /* One wrapped symbol. */
 struct wrapped {
     const char *name;
     any_fn *exported;     /* what callers are linked to: goes to the function that their own library would give them */
     any_fn *bound[BOUND]; /* each calls exactly the function in `real` beside it */
-    any_fn *volatile real[BOUND];
+    any_fn *_Atomic real[BOUND];
     struct {
-        void *volatile caller;
-        any_fn *volatile real;
+        void *_Atomic caller;
+        any_fn *_Atomic real;
     } sites[SITES]; /* return address -> function, so that two CUDA runtimes in one process stay apart */
 };
 
@@ -51,15 +55,15 @@ enum inside { OUTSIDE, IN_KVPROBE, IN_RUNTIME, IN_DRIVER };
 
 enum detail { DETAIL_TOTALS, DETAIL_COPIES, DETAIL_LAUNCHES };
 
-/* What every call asks, in one cache line. */
+/* What every call asks, in one cache line. Any thread may look while a debugger's attaches or detaches. */
 struct watch {
-    int on; /* 1 while this process is to be recorded: set once from the environment, before main */
-    enum detail detail;
-    int nvtx;                     /* a tool listens */
-    int attached;                 /* 1 while loaded libraries hold addresses of ours, 0 where we were preloaded */
-    int no_driver;                /* there is none to ask about a pointer */
-    volatile int gate;            /* 1: a test forbids calls */
-    volatile uint32_t generation; /* of what is known of memory: freeing or registering some makes it another */
+    atomic_int on;          /* 1 while this process is to be recorded; what else a call needs is there before it */
+    atomic_int detail;      /* enum detail */
+    atomic_int nvtx;        /* a tool listens */
+    atomic_int attached;    /* 1 while loaded libraries hold addresses of ours, 0 where we were preloaded */
+    atomic_int no_driver;   /* there is none to ask about a pointer */
+    atomic_int gate;        /* 1: a test forbids calls */
+    atomic_uint generation; /* of what is known of memory: freeing or registering some makes it another */
 } __attribute__((aligned(64)));
 extern struct watch kvp_watch;
 

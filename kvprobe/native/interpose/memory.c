@@ -18,8 +18,8 @@ enum { ATTRIBUTE_MEMORY_TYPE = 2, ATTRIBUTE_IS_MANAGED = 8, ATTRIBUTE_RANGE_STAR
 
 typedef int pointer_attributes_fn(unsigned count, int *attributes, void **data, uint64_t address);
 
-static pointer_attributes_fn *volatile ask;
-static volatile int looked;
+static pointer_attributes_fn *_Atomic ask;
+static atomic_int looked;
 
 static __thread struct {
     uint32_t generation, next, last; /* last: the range that answered, most often the one that will */
@@ -31,11 +31,11 @@ static __thread struct {
 
 void kvp_fetch_ranges(void) { __builtin_prefetch(&known.range[known.last]); }
 
-void kvp_forget_ranges(void) { __atomic_fetch_add(&kvp_watch.generation, 1, __ATOMIC_RELEASE); }
+void kvp_forget_ranges(void) { atomic_fetch_add(&kvp_watch.generation, 1); }
 
 /* NUMA node of a page, plus one. Only where there are several: one system call an allocation. */
 static uint8_t node_of(uint64_t address) {
-    static volatile int several; /* 1: no, 2: yes */
+    static atomic_int several; /* 1: no, 2: yes */
     if (!several) several = access("/sys/devices/system/node/node1", F_OK) ? 1 : 2;
     int node = -1;
     enum { NODE_OF_ADDRESS = 1 | 2 }; /* MPOL_F_NODE, MPOL_F_ADDR */
@@ -51,13 +51,14 @@ static __attribute__((noinline)) int ask_driver(uint64_t address) {
         looked = 1;
         if (!ask) kvp_watch.no_driver = 1;
     }
-    if (!ask) return KVP_MEM_UNKNOWN;
+    pointer_attributes_fn *function = ask;
+    if (!function) return KVP_MEM_UNKNOWN;
     uint32_t type = 0, managed = 0;
     uint64_t start = 0, size = 0;
     int attributes[] = {ATTRIBUTE_MEMORY_TYPE, ATTRIBUTE_IS_MANAGED, ATTRIBUTE_RANGE_START, ATTRIBUTE_RANGE_SIZE};
     void *data[] = {&type, &managed, &start, &size};
     int kind = KVP_MEM_UNKNOWN;
-    if (!ask(4, attributes, data, address))
+    if (!function(4, attributes, data, address))
         kind = managed ? KVP_MEM_MANAGED : type == 1 ? KVP_MEM_PINNED : type == 2 ? KVP_MEM_DEVICE : KVP_MEM_PAGEABLE;
     if (!size || address - start >= size) {
         start = address & ~(uint64_t)(PAGEABLE_BYTES - 1);

@@ -13,7 +13,7 @@
 typedef int prctl_fn(int, ...);
 typedef int load_fn(void *);
 
-static prctl_fn *next_prctl;
+static prctl_fn *_Atomic next_prctl;
 
 static prctl_fn *find_prctl(void) {
     static const char *const versions[] = {"GLIBC_2.2.5", "GLIBC_2.17"};

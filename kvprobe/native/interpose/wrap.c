@@ -378,8 +378,8 @@ static void fill_batch(kvp_record *r, uint8_t call, void *const *dsts, void *con
 
 int kvp_batch_has_fail_index(void *real) {
     static struct {
-        void *volatile real;
-        volatile int answer;
+        void *_Atomic real;
+        atomic_int answer;
     } known[4];
     for (int i = 0; i < 4; i++)
         if (known[i].real == real && known[i].answer) return known[i].answer == 2;
@@ -388,7 +388,7 @@ int kvp_batch_has_fail_index(void *real) {
     if (get_version && !get_version(&version)) answer = version < 13000 ? 2 : 1;
     for (int i = 0; i < 4; i++) {
         void *none = NULL;
-        if (__atomic_compare_exchange_n(&known[i].real, &none, real, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+        if (atomic_compare_exchange_strong(&known[i].real, &none, real)) {
             known[i].answer = answer;
             break;
         }

@@ -38,8 +38,8 @@
 #define likely(x) __builtin_expect(!!(x), 1)
 #define unlikely(x) __builtin_expect(!!(x), 0)
 /* Words that a thread may still look at after its section has become another's. */
-#define get(word) __atomic_load_n(&(word), __ATOMIC_RELAXED)
-#define set(word, value) __atomic_store_n(&(word), (value), __ATOMIC_RELAXED)
+#define get(word) __atomic_load_n(&(word), __ATOMIC_ACQUIRE)
+#define set(word, value) __atomic_store_n(&(word), (value), __ATOMIC_RELEASE)
 #define compiler_barrier() __asm__ volatile("" ::: "memory")
 
 _Static_assert(sizeof(kvp_record) == 64, "kvp_record");
@@ -94,7 +94,7 @@ static volatile int opening;
 static pthread_key_t exit_key;
 static int prepared; /* exit_key, fork handlers and the wiped page exist */
 
-static inline uint32_t open_epoch(void) { return __atomic_load_n(&ring.alive->epoch, __ATOMIC_ACQUIRE); }
+static inline uint32_t open_epoch(void) { return get(get(ring.alive)->epoch); }
 
 /* ---- disk space --------------------------------------------------------------------------------------------- */
 
@@ -421,7 +421,7 @@ static int prepare(void) {
             munmap(page, 4096);
             return -ENOMEM;
         }
-        ring.alive = page;
+        set(ring.alive, page);
         done = 1;
     }
     return 0;
@@ -596,7 +596,7 @@ void kvp_ring_close(void) {
 int kvp_ring_busy(void) {
     if (!kvp_ring_is_open()) return 0;
     uint32_t self = (uint32_t)syscall(SYS_gettid);
-    for (uint32_t i = 0; i < ring.sections_reserved && i < ring.sections_max; i++) {
+    for (uint32_t i = 0; i < get(ring.sections_reserved) && i < ring.sections_max; i++) {
         const kvp_section_header *header = get(ring.sections[i].header);
         if (!header || !get(header->tid) || get(header->tid) == self) continue;
         if (get(header->in_call) || get(header->busy)) return 1;

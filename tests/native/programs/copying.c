@@ -26,7 +26,7 @@ int cudaHostAlloc(void **, size_t, unsigned);
 
 typedef int copy_fn(void *, const void *, size_t, int, void *);
 enum { TODO, PAUSED, COPIES, BYTES, WRONG, CHILDREN, PLUGINS };
-static volatile uint64_t *words;
+static _Atomic uint64_t *words;
 static char **arguments;
 
 static void check(int error) {
@@ -45,9 +45,9 @@ static void some(copy_fn *copy, int n, int counter) {
         check(copy(device, host, bytes, 1, stream));
         check(copy(host + 4096, device, bytes, 2, stream));
         check(cudaStreamSynchronize(stream));
-        if (memcmp(host, host + 4096, bytes)) __atomic_fetch_add(&words[WRONG], 1, __ATOMIC_SEQ_CST);
-        __atomic_fetch_add(&words[BYTES], 2 * bytes, __ATOMIC_SEQ_CST);
-        __atomic_fetch_add(&words[counter], 2, __ATOMIC_SEQ_CST);
+        if (memcmp(host, host + 4096, bytes)) words[WRONG] += 1;
+        words[BYTES] += 2 * bytes;
+        words[counter] += 2;
     }
 }
 
@@ -59,13 +59,13 @@ static void *work(void *how) {
     check(cudaStreamCreateWithPriority(&stream, 1, 0));
     for (unsigned i = 0;; i++) {
         if (words[TODO] == 1) {
-            __atomic_fetch_add(&words[PAUSED], 1, __ATOMIC_SEQ_CST);
+            words[PAUSED] += 1;
             while (words[TODO] == 1) usleep(500);
-            __atomic_fetch_sub(&words[PAUSED], 1, __ATOMIC_SEQ_CST);
+            words[PAUSED] -= 1;
         }
         if (words[TODO] == 2) return NULL;
         if (how && words[PLUGINS]) {
-            __atomic_fetch_sub(&words[PLUGINS], 1, __ATOMIC_SEQ_CST);
+            words[PLUGINS] -= 1;
             void *plugin = dlopen(getenv("PLUGIN"), RTLD_NOW | RTLD_LOCAL);
             copy_fn *by_plugin = plugin ? (copy_fn *)dlsym(plugin, "copy_by_plugin") : NULL;
             copy_fn *fetched = (copy_fn *)dlsym(RTLD_DEFAULT, "cudaMemcpyAsync");
@@ -92,9 +92,9 @@ static void *work(void *how) {
         check(cudaMemcpyAsync(device, host, bytes, 1, stream));
         check(cudaMemcpyAsync(host + 4096, device, bytes, 2, stream));
         check(cudaStreamSynchronize(stream));
-        if (memcmp(host, host + 4096, bytes)) __atomic_fetch_add(&words[WRONG], 1, __ATOMIC_SEQ_CST);
-        __atomic_fetch_add(&words[BYTES], 2 * bytes, __ATOMIC_SEQ_CST);
-        __atomic_fetch_add(&words[COPIES], 2, __ATOMIC_SEQ_CST);
+        if (memcmp(host, host + 4096, bytes)) words[WRONG] += 1;
+        words[BYTES] += 2 * bytes;
+        words[COPIES] += 2;
     }
 }
 
@@ -124,11 +124,12 @@ int main(int argc, char **argv) {
         return 0;
     }
     int threads = atoi(argv[2]);
-    pthread_t ids[64];
+    pthread_t ids[64], attaching;
     char *how = argc == 4 ? argv[3] : "none";
-    if (argc > 5) pthread_create(&ids[63], NULL, in_and_out, NULL);
+    if (argc > 5) pthread_create(&attaching, NULL, in_and_out, NULL);
     for (int t = 1; t < threads; t++) pthread_create(&ids[t], NULL, work, NULL);
     work(how);
     for (int t = 1; t < threads; t++) pthread_join(ids[t], NULL);
+    if (argc > 5) pthread_join(attaching, NULL);
     return 0;
 }

@@ -1,0 +1,105 @@
+"""The interposer under the compiler's sanitizers, preloaded, and attached and detached under load: not one report."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvprobe.native import build
+from kvprobe.probe.ring import read_ring
+
+PROGRAMS = Path(__file__).parent / "programs"
+CORE = [build.NATIVE / "src" / name for name in ("clock.c", "ring.c", "secrets.c")]
+RUNTIME = {"thread": "libtsan.so", "address,undefined": "libasan.so"}
+TODO, PAUSED, COPIES, BYTES, WRONG, CHILDREN, PLUGINS = range(7)
+
+
+@dataclass
+class Sanitized:
+    """The copying program, its plug-in and the interposer, built with a sanitizer."""
+
+    program: Path
+    plugin: Path
+    interposer: Path
+    runtime: str  # has to come before the interposer
+
+
+@pytest.fixture(params=["thread", "address,undefined"])
+def sanitized(request: pytest.FixtureRequest, compile_sanitized: Callable[..., Path]) -> Sanitized:
+    kind = request.param
+    shared = ("-shared", "-fPIC", "-fvisibility=hidden", "-Wl,-Bsymbolic-functions")
+    hostrt = sorted((build.NATIVE / "hostrt").glob("*.c"))
+    runtime = compile_sanitized("libkvprobe_hostrt.so", kind, [*hostrt, CORE[0]], *shared)
+    linked = (f"-L{runtime.parent}", "-lkvprobe_hostrt", f"-Wl,-rpath,{runtime.parent}")
+    interposer = [*sorted((build.NATIVE / "interpose").glob("*.c")), *CORE]
+    asked = [*build.compiler(), f"-print-file-name={RUNTIME[kind]}"]
+    preloaded = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    if not Path(preloaded).is_absolute():
+        pytest.skip("the compiler's sanitizer cannot be preloaded")
+    return Sanitized(
+        compile_sanitized("copying", kind, [PROGRAMS / "copying.c"], *linked),
+        compile_sanitized("plugin.so", kind, [PROGRAMS / "copy_plugin.c"], "-shared", "-fPIC", *linked),
+        compile_sanitized("libinterpose.so", kind, interposer, *shared, "-DKVP_PRIVATE_CORE=1"),
+        preloaded,
+    )
+
+
+@pytest.fixture
+def counts(tmp_path: Path) -> np.ndarray:
+    """The words that the program counts in."""
+    (tmp_path / "counts").write_bytes(bytes(4096))
+    return np.memmap(tmp_path / "counts", "<u8", "r+")
+
+
+def copies_in(folder: Path) -> int:
+    return sum(read_ring(path).calls().get("cudaMemcpyAsync", (0, 0, 0))[0] for path in folder.glob("*.kvp"))
+
+
+@pytest.mark.parametrize("child", ["none", "fork", "exec"])
+def test_no_report_while_threads_copy_load_plugins_and_fork(
+    sanitized: Sanitized, without_report: Callable[..., str], counts: np.ndarray, tmp_path: Path, child: str
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    environment = {
+        "LD_PRELOAD": f"{sanitized.runtime}:{sanitized.interposer}",
+        "KVPROBE_RUN": str(run),
+        "PLUGIN": str(sanitized.plugin),
+        "KVHOST_LATENCY_US": "0.001",
+        # a child of several threads makes threads of its own: the host runtime's engines
+        "TSAN_OPTIONS": "exitcode=66:second_deadlock_stack=1:die_after_fork=0",
+    }
+    counts[PLUGINS] = 4
+
+    def end_it() -> None:
+        deadline = time.monotonic() + 60
+        while (counts[PLUGINS] or counts[COPIES] < 3000) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        counts[TODO] = 2
+
+    watcher = threading.Thread(target=end_it)
+    watcher.start()
+    try:
+        without_report(sanitized.program, tmp_path / "counts", 3, child, **environment)
+    finally:
+        watcher.join()
+    assert not counts[WRONG] and counts[CHILDREN] == (0 if child == "none" else 40)
+    assert copies_in(run) == counts[COPIES] + counts[CHILDREN]
+
+
+def test_no_report_while_it_is_attached_and_detached_under_load(
+    sanitized: Sanitized, without_report: Callable[..., str], counts: np.ndarray, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    environment = {"PLUGIN": os.devnull, "KVHOST_LATENCY_US": "0.001"}
+    without_report(sanitized.program, tmp_path / "counts", 3, sanitized.interposer, run, 20, **environment)
+    assert not counts[WRONG] and 0 < copies_in(run) <= counts[COPIES]
