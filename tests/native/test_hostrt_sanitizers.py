@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 RUNTIME = [*sorted((build.NATIVE / "hostrt").glob("*.c")), build.NATIVE / "src" / "clock.c"]
 
 
-@pytest.mark.parametrize(("sanitizer", "rounds"), [("thread", 100), ("address,undefined", 150)])
+@pytest.mark.parametrize(("sanitizer", "rounds"), [("thread", 40), ("address,undefined", 60)])
 def test_no_report_while_everything_happens_at_once(
     compile_sanitized: Callable[..., Path], without_report: Callable[..., str], sanitizer: str, rounds: int
 ) -> None:

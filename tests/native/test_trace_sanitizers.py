@@ -28,7 +28,7 @@ from kvprobe.recordings.triage import quick_triage
 assert trace_library.native_library() is not None
 path = Path(sys.argv[4])
 natively = saturated = 0
-for seed in range(160):
+for seed in range(64):
     kineto_text.random_trace(path, seed, 200)
     if seed % 2:
         path.write_bytes(mutate(path.read_bytes(), random.Random(seed)))
@@ -87,4 +87,4 @@ def test_no_report_for_random_and_damaged_traces(tmp_path):
         assert report not in done.stderr, done.stderr[-6000:]
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}{done.stderr[-6000:]}"
     _, natively, _, saturated = done.stdout.split()
-    assert int(natively) > 90 and int(saturated) > 5
+    assert int(natively) > 36 and int(saturated) > 1

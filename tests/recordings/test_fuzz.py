@@ -92,7 +92,7 @@ def test_sqlite_headers_that_lie(shared, tmp_path):
 @pytest.mark.parametrize("name", ["v100", "b200", "resnet50"])
 def test_damaged_traces(shared, tmp_path, either, name):
     whole = zlib.decompress(shared.path(name).read_bytes(), 31)
-    whole = whole[:400_000] + whole[-400_000:]  # its ends, with a wound between them
+    whole = whole[:100_000] + whole[-100_000:]  # its ends, with a wound between them
     rng = random.Random(name)
     path = tmp_path / "x.json"
     results = []

@@ -132,7 +132,7 @@ def test_recordings_of_the_host_runtime(tmp_path, name):
     agreed(kineto_text.of_recording(tmp_path / "t.json", played.recording))
 
 
-SEEDS = 400
+SEEDS = 150
 
 
 def test_random_traces(tmp_path):
@@ -143,7 +143,7 @@ def test_random_traces(tmp_path):
         for queue in found.queues:
             verdicts[queue.verdict] = verdicts.get(queue.verdict, 0) + 1
             words += queue.reason
-    assert verdicts["saturated"] > 30 and verdicts["cannot tell"] > 20 and verdicts["healthy"] > 30
+    assert min(verdicts[one] for one in ("saturated", "cannot tell", "healthy")) > 10
     for one in ("never more", "cost no more", "graphs were in it", "too few", "but only", "proves nothing"):
         assert one in words, one
 

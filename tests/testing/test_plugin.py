@@ -55,7 +55,7 @@ def test_pinning():
 
 @pytest.mark.kvprobe(forbid="full-queue")
 def test_full_queue(there):
-    big, host = torch.empty(1 << 20, device=GPU), torch.empty(1 << 20, pin_memory=True)
+    big, host = torch.empty(1 << 16, device=GPU), torch.empty(1 << 16, pin_memory=True)
     for _ in range(1100):
         big.copy_(host, non_blocking=True)                   # line: full-queue
 
