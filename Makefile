@@ -6,6 +6,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 TESTS  ?= tests
+WORKERS ?= $(shell nproc)
 
 # make simulate    random histories of the engine in virtual time; make soak    engines for an hour on the real clock
 .PHONY: demo test lint analyze fuzz format native-test simulate soak test-servers check-newest test-gpu docs clean
@@ -13,8 +14,9 @@ TESTS  ?= tests
 demo: $(VENV)/.installed
 	$(BIN)/kvprobe demo --report reports/demo.html
 
+# In as many processes as there are cores. Servers' own files come from the package index once (some 20 MB, cached).
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not servers and not gpu" $(TESTS)
+	KVPROBE_DOWNLOAD=1 $(BIN)/python -m pytest -rsfE -n $(WORKERS) --dist loadfile -m "not servers and not gpu" $(TESTS)
 
 # The servers' real packages, from the index (some GB): two environments, because they want different libraries.
 SERVERS := .venv-servers

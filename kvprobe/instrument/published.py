@@ -5,6 +5,8 @@ Which releases there are, and where their wheels lie, is pip's answer (its index
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
 import json
 import os
@@ -15,6 +17,7 @@ import sys
 import urllib.error
 import urllib.request
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvprobe.environment import WHEELS
@@ -125,15 +128,30 @@ def tree(distribution: str, version: str, *members: str, download: bool = True) 
     Raises:
         KvprobeError: the release has no wheel here, or cannot be read.
     """
-    cache, name = cache_folder(), distribution.replace("-", "_")
-    folder = cache / "trees" / f"{name}-{version}"
+    folder = cache_folder() / "trees" / f"{distribution.replace('-', '_')}-{version}"
+    with _alone(folder):
+        return folder if _unpacked(distribution, version, members, folder, download) else None
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Whoever else wants the same release waits, and finds it."""
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):  # a cache that cannot be written is read
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context(folder.with_name(f"{folder.name}.lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _unpacked(distribution: str, version: str, members: tuple[str, ...], folder: Path, download: bool) -> bool:
     done = folder / ".complete"
     held = done.read_text().split() if done.exists() else []
     if "all" in held or (members and all(member.startswith(tuple(held)) for member in members)):
-        return folder
-    whole = sorted(cache.glob(f"{name}-{version}-*.whl"))
+        return True
+    whole = sorted(folder.parents[1].glob(f"{folder.name}-*.whl"))
     if not whole and not download:
-        return None
+        return False
     source = whole[-1].open("rb") if whole else _opened(wheel_url(distribution, version))
     with source, zipfile.ZipFile(source) as wheel:
         for info in wheel.infolist():
@@ -142,4 +160,4 @@ def tree(distribution: str, version: str, *members: str, download: bool = True) 
             if about or (path.endswith(".py") and (not members or path.startswith(members))):
                 wheel.extract(info, folder)
     done.write_text(" ".join([*held, *members]) if members else "all")
-    return folder
+    return True

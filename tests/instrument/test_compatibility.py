@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import shutil
 import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,16 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(published, "wheel_url", lambda distribution, version: url)
     yield url
     server.shutdown()
+
+
+def test_who_else_wants_the_same_release_waits_for_it(wheel: str) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        folders = set(pool.map(lambda _: published.tree("server", "1.0", "server/"), range(8)))
+    fetched = Ranges.sent
+    shutil.rmtree(folders.pop())
+    assert not folders
+    published.tree("server", "1.0", "server/")
+    assert Ranges.sent == 2 * fetched
 
 
 def test_only_what_is_needed_of_a_wheel_is_fetched_and_only_once(wheel: str) -> None:

