@@ -17,6 +17,7 @@ from kvprobe.instrument.benefit import Account
 from kvprobe.instrument.hooks import Call, Patcher
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
+_FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _MANAGERS = {
     "vllm.v1.kv_offload.lru_manager": "LRUOffloadingManager",
@@ -33,7 +34,7 @@ class Offload(Adapter):
     name = "vllm.offload"
     summary = "Counts hits, waits, stored and loaded blocks, evictions of unread blocks, and what prefill costs."
     targets = (
-        Target(_SCHEDULER, "Scheduler.__init__"),
+        Target(_FACTORY, "KVConnectorFactory.create_connector", ("config", "role")),
         Target(_SCHEDULER, "Scheduler.schedule", ()),
         Target(_SCHEDULER, "Scheduler.update_from_output", ("scheduler_output", "model_runner_output")),
         Target(_CONNECTOR, "KVConnectorBase_V1.get_num_new_matched_tokens", ("request", "num_computed_tokens")),
@@ -58,9 +59,10 @@ class Offload(Adapter):
         return super()._lists(path) or path.rpartition(".")[2] in _ASKED
 
     def patch(self, patcher: Patcher, module: ModuleType) -> None:
-        """Wrap the scheduler or a manager; the interface itself stays."""
-        if module.__name__ == _SCHEDULER:
-            patcher.wrap(module.Scheduler, "__init__", self.made(patcher))
+        """Wrap the factory, the scheduler or a manager; the interface itself stays."""
+        if module.__name__ == _FACTORY:
+            patcher.wrap(module.KVConnectorFactory, "create_connector", self.made(patcher))
+        elif module.__name__ == _SCHEDULER:
             patcher.wrap(module.Scheduler, "schedule", self.scheduled)
             patcher.wrap(module.Scheduler, "update_from_output", self.stepped)
         elif module.__name__ in _MANAGERS:
@@ -75,18 +77,17 @@ class Offload(Adapter):
             account.tell()
 
     def made(self, patcher: Patcher) -> Any:
-        """Around the scheduler's construction: its connector is known afterwards."""
+        """Around the making of a connector: the scheduler's is watched, the worker's is not."""
 
-        def hook(call: Call, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            result = call()
-            connector = getattr(scheduler, "connector", None)
-            if connector is not None and (event_log.wanted() or metrics.exposed()):
+        def hook(call: Call, factory: Any, config: Any, role: Any, *args: Any, **kwargs: Any) -> Any:
+            connector = call()
+            if getattr(role, "name", "") == "SCHEDULER" and (event_log.wanted() or metrics.exposed()):
                 self.account = Account(self.name, type(connector).__name__)
                 watching: tuple[Any, ...] = (self.asked, self.allocated, self.heard)
                 for method, watch in zip(_ASKED, watching, strict=True):
                     own = getattr(connector, method)
                     patcher.replace(connector, method, patcher.around(own, watch, f"connector.{method}"))
-            return result
+            return connector
 
         return hook
 

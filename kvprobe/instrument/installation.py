@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kvprobe.instrument.adapter import Adapter
 
-__all__ = ["Observation", "activate", "install", "observe", "plugin", "table", "uninstall"]
+__all__ = ["Observation", "activate", "install", "observe", "table", "uninstall"]
 
 log = logging.getLogger("kvprobe")
 
@@ -182,11 +182,6 @@ def activate() -> None:
             install(fix=switches.fix_from_environment())
     except Exception:
         log.warning("kvprobe: could not be activated in this process; the server is left alone", exc_info=True)
-
-
-def plugin() -> None:
-    """Entry point of `vllm.general_plugins` and `sglang.srt.plugins`: does nothing unless the environment asks."""
-    activate()
 
 
 def table(servers: Iterable[str] | str | None = None, *, fix: str | None = None) -> list[dict[str, Any]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvprobe.errors import UsageError
@@ -21,15 +22,18 @@ class Server:
         package: its top-level package: the adapters come in when that is imported.
         distributions: names under which it is distributed; the first that is installed counts.
         versions: specifier of the versions that any adapter is for.
+        touched: what it touches only when it offloads: module -> functions whose first call tells it, none where the
+            module's import does. Empty: its adapters come in when the package is imported.
     """
 
     package: str
     distributions: tuple[str, ...]
     versions: str
+    touched: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 # The table stands in the start-up part, which can import nothing and needs the packages' names in every process.
-SERVERS = {name: Server(*row) for name, row in kvprobe_startup.SERVERS.items()}
+SERVERS = {name: Server(*row, kvprobe_startup.TOUCHED.get(name, {})) for name, row in kvprobe_startup.SERVERS.items()}
 
 # What servers move KV cache or weights with and no adapter watches -> what is seen of it all the same.
 _INTERPOSER = "its CUDA calls by the interposer, where it links the CUDA runtime dynamically"

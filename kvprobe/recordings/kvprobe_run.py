@@ -648,9 +648,11 @@ def _transfers(
                 version = f" on {event.get('distribution')} {event['version']}" if event.get("version") else ""
                 state = f"{event.get('state')} {event.get('reason') or ''}".strip()
                 if state == "waiting":
-                    state = "waiting: the server did not import what it watches"
+                    state = "waiting: the server did not use what it watches"
                 latest[f"{event.get('adapter')}{version}", one.pid] = f"{event.get('adapter')}{version}", state
-    states = Counter(latest.values())
+    # the start-up part speaks for a server until its adapters are there and speak for themselves
+    spoken = {(adapter.partition(".")[0], pid) for adapter, pid in latest if "." in adapter}
+    states = Counter(said for (adapter, pid), said in latest.items() if (adapter, pid) not in spoken)
     for (adapter, state), count in sorted(states.items()):
         recording.notes.append(f"adapter {adapter}: {state} ({count} process{'es' if count > 1 else ''})")
     if offloads:

@@ -18,6 +18,7 @@ INSTRUMENT = Path(kvprobe.instrument.__file__).parent
 SERVER = "def prefetch(layer): return layer\n"
 ADAPTER_STATES = """
 import sys, transformers, transformers.cache_utils
+transformers.cache_utils.Cache().prefetch(0)
 print(sorted(n for n in ("kvprobe.instrument", "wrapt") if n in sys.modules), end=" ")
 print([p for p in sys.path if "carried" in p], sys.modules["sitecustomize"].__name__)
 """
@@ -32,7 +33,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site / "transformers").mkdir()
     (site / "transformers" / "__init__.py").write_text("")
     (site / "transformers" / "cache_utils.py").write_text(
-        "class Cache:\n    def prefetch(self, layer_idx, only_non_sliding=True): pass\n"
+        "class Cache:\n    layers = ()\n    def prefetch(self, layer_idx, only_non_sliding=True): pass\n"
         "    def offload(self, layer_idx, only_non_sliding=True): pass\n"
     )
     (site / "transformers-5.1.0.dist-info").mkdir()
@@ -89,7 +90,8 @@ def test_the_kill_switch_is_named_and_nothing_else_is_blamed(other: Path, tmp_pa
 def test_the_environment_alone_reaches_every_server(other: Path, env: dict[str, str]) -> None:
     """As the start-up lines in site-packages do it; KVPROBE=on needs no run folder."""
     line = (INSTRUMENT / "zz_kvprobe.pth").read_text()
-    code = f"{line}\nimport sys, transformers.cache_utils as c\nprint(hasattr(c.Cache.prefetch, '__kvprobe__'))"
+    touch = "import transformers.cache_utils as c\nc.Cache().prefetch(0)"
+    code = f"{line}\n{touch}\nprint(hasattr(c.Cache.prefetch, '__kvprobe__'))"
     folders = {str(Path(__import__(name).__file__).parents[1]) for name in ("kvprobe", "wrapt", "packaging")}
     more = {**env, "PYTHONPATH": str(INSTRUMENT / "carried"), "KVPROBE_CARRY": os.pathsep.join(folders)}
     # -S: the start-up lines alone, not sitecustomize; so the server's place is named

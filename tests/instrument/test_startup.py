@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 import kvprobe.instrument
+from kvprobe.instrument import compatibility, published, registry
+from kvprobe.instrument.adapter import Target
 
 CARRIED = Path(kvprobe.instrument.__file__).parent / "carried"
 sys.path.insert(0, str(CARRIED))
@@ -67,6 +70,122 @@ def test_adapters_come_in_when_a_server_is_imported(tmp_path: Path) -> None:
     )
     done = run(code, KVPROBE_RUN=str(tmp_path), PYTHONPATH=str(package.parent))
     assert done.stdout == "False True stand-in\n"
+
+
+CACHE = """
+class Cache:
+    layers = ()
+    def prefetch(self, layer_idx, only_non_sliding=True): return ("prefetch", layer_idx)
+    def offload(self, layer_idx, only_non_sliding=True): return ("offload", layer_idx)
+"""
+OFFLOADS = """
+import inspect, json, sys
+from transformers import cache_utils
+from transformers.cache_utils import Cache
+def now():
+    here = "kvprobe.instrument.installation" in sys.modules
+    return [here, hasattr(Cache.prefetch, "__kvprobe__"), hasattr(Cache.offload, "__kvprobe__")]
+seen = {"imported": now(), "signature": str(inspect.signature(Cache.prefetch)), "name": Cache.prefetch.__qualname__,
+        "loader": type(cache_utils.__loader__).__name__ + type(cache_utils.__spec__.loader).__name__,
+        "source": inspect.getsource(cache_utils) == open(cache_utils.__file__).read()}
+from kvprobe.instrument import plugin
+plugin()
+seen["plugin"] = now()
+seen["answer"] = Cache().offload(3)
+seen["touched"] = now()
+seen["again"] = Cache().prefetch(4)
+seen["finder"] = [type(finder).__name__ for finder in sys.meta_path].count("_Waiting")
+print(json.dumps(seen))
+"""
+
+
+def server(folder: Path, version: str | None, source: str = CACHE) -> Path:
+    """A stand-in of transformers, with the one module that kvprobe watches there."""
+    package = folder / "packages" / "transformers"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "cache_utils.py").write_text(source)
+    if version is not None:
+        about = package.parent / f"transformers-{version}.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformers\nVersion: {version}\n")
+    return package.parent
+
+
+def states(folder: Path) -> dict[str, str]:
+    lines = [json.loads(line) for path in folder.glob("events-*.jsonl") for line in path.read_text().splitlines()]
+    return {line["adapter"]: line["state"] for line in lines if line["kind"] == "state"}
+
+
+def test_a_server_that_offloads_nothing_imports_nothing_of_kvprobe(tmp_path: Path) -> None:
+    code = "import sys, transformers.cache_utils; print([name for name in sys.modules if name.startswith('kvprobe')])"
+    done = run(code, KVPROBE_RUN=str(tmp_path), PYTHONPATH=str(server(tmp_path, "5.1.0")))
+    assert done.stdout == "['kvprobe_startup']\n"
+    assert states(tmp_path) == {"transformers": "waiting"}
+
+
+def test_the_first_touch_of_an_offload_lets_the_adapters_in(tmp_path: Path) -> None:
+    done = run(OFFLOADS, KVPROBE_RUN=str(tmp_path), PYTHONPATH=str(server(tmp_path, "5.1.0")))
+    seen = json.loads(done.stdout)
+    assert seen["imported"] == seen["plugin"] == [False, False, False]
+    assert seen["signature"] == "(self, layer_idx, only_non_sliding=True)" and seen["name"] == "Cache.prefetch"
+    assert seen["loader"] == 2 * "SourceFileLoader" and seen["source"]
+    assert seen["answer"] == ["offload", 3] and seen["again"] == ["prefetch", 4]
+    assert seen["touched"] == [True, True, True] and not seen["finder"]
+    assert states(tmp_path)["transformers.cache"] == "applied"
+    calls = [json.loads(line) for path in tmp_path.glob("events-*.jsonl") for line in path.read_text().splitlines()]
+    assert [one["call"] for one in calls if one["kind"] == "call"] == ["Cache.offload", "Cache.prefetch"], (
+        "none is lost"
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "source", "said"),
+    [
+        ("6.0.0", CACHE, "skipped"),  # a release that nobody knows
+        (None, CACHE, "skipped"),  # no release at all
+        ("5.1.0", CACHE.replace("prefetch", "fetch"), "skipped"),  # a release that does not have what it should
+    ],
+)
+def test_what_cannot_be_told_by_its_touch_is_told_at_its_import(
+    tmp_path: Path, version: str | None, source: str, said: str
+) -> None:
+    packages = server(tmp_path, version, source)
+    run("import transformers.cache_utils", KVPROBE_RUN=str(tmp_path), PYTHONPATH=str(packages))
+    assert states(tmp_path)["transformers.cache"] == said
+
+
+VERSIONS = ["0.10.2", "0.11", "0.11.0", "0.11.0+cpu", "0.33.0.post1", "0.33.1rc2", "0.34", "0.34.0rc1", "1.0", "0.9"]
+
+
+@pytest.mark.parametrize("version", [*VERSIONS, "5.0.0", "5.23.0", "6.0", "6.0.0.dev0", "10.0"])
+@pytest.mark.parametrize("versions", sorted({row[2] for row in startup.SERVERS.values()}))
+def test_it_reads_versions_as_packaging_does(version: str, versions: str) -> None:
+    assert startup._holds(versions, version) == SpecifierSet(versions).contains(version, prereleases=True)
+
+
+def test_what_is_watched_for_a_touch_is_what_adapters_touch() -> None:
+    for name, server in registry.SERVERS.items():
+        modules = {target.module for kind in registry.adapter_classes(name) for target in kind.targets}
+        assert server.touched and set(server.touched) <= modules
+
+
+@pytest.mark.parametrize("name", registry.SERVERS)
+def test_a_release_has_what_is_watched_for_a_touch(name: str) -> None:
+    """Of the releases whose files are here; a module that a release lacks nobody imports."""
+    server, found = registry.SERVERS[name], 0
+    for distribution in server.distributions:
+        for tree in published.cache_folder().glob(f"trees/{distribution.replace('-', '_')}-*"):
+            if not startup._holds(server.versions, tree.name.rpartition("-")[2]):
+                continue
+            for module, paths in server.touched.items():
+                if not tree.joinpath(*module.split(".")).with_suffix(".py").exists():
+                    continue
+                found += 1
+                for path in paths:
+                    assert compatibility.problem(Target(module, path), tree) is None
+    if not found:
+        pytest.skip(f"no release of {name} is in {published.cache_folder()} (KVPROBE_DOWNLOAD=1 fetches some)")
 
 
 @pytest.mark.parametrize(

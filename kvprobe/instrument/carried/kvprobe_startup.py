@@ -27,8 +27,45 @@ SERVERS = {
     "diffusers": ("diffusers", ("diffusers",), ">=0.33,<1"),
     "kvbm": ("kvbm", ("kvbm",), ">=1.2,<2"),
 }
+# What a server touches only when it offloads, whose first touch lets its adapters in: the import of a module, or, where
+# every server of the kind imports that, the first call of one of these functions. A server without a line pays for its
+# adapters when its package is imported.
+TOUCHED = {
+    "vllm": {
+        "vllm.distributed.kv_transfer.kv_connector.factory": ("KVConnectorFactory.create_connector",),
+        "vllm.v1.kv_offload.worker.cpu_gpu": (),
+        "vllm.v1.kv_offload.cpu.gpu_worker": (),
+        "vllm.v1.simple_kv_offload.worker": (),
+        "vllm.model_executor.offloader.prefetch": ("_ModuleOffloader.start_onload_to_static",),
+        "vllm.model_executor.offloader.uva": ("UVAOffloader._maybe_offload_to_cpu",),
+    },
+    "sglang": {
+        "sglang.srt.mem_cache.l2_transfer": ("L2TransferEngine.__init__",),
+        "sglang.srt.managers.cache_controller": ("HiCacheController.__init__",),
+    },
+    "lmcache": {
+        "lmcache.v1.gpu_connector.gpu_connectors": (),
+        "lmcache.v1.multiprocess.object_group_transfer": (),
+        "lmcache.v1.multiprocess.modules.engine_driven_transfer": (),
+        "lmcache.integration.vllm.vllm_multi_process_adapter": (),
+        "lmcache.v1.cache_engine": (),
+        "lmcache.v1.storage_backend.local_cpu_backend": (),
+    },
+    "transformers": {
+        "transformers.cache_utils": ("Cache.prefetch", "Cache.offload"),
+        "transformers.generation.continuous_batching.offloading_manager": ("OffloadingManager._offload_to_cpu",),
+    },
+    "accelerate": {
+        "accelerate.hooks": ("AlignDevicesHook.pre_forward", "CpuOffload.init_hook", "CpuOffload.pre_forward")
+    },
+    "diffusers": {"diffusers.hooks.group_offloading": ()},
+    "kvbm": {
+        "kvbm.vllm_integration.connector_worker": (),
+        "kvbm.trtllm_integration.connector.kvbm_connector_worker": (),
+    },
+}  # type: dict[str, dict[str, tuple[str, ...]]]
 _SWITCH, _RUN, _CARRY = "KVPROBE", "KVPROBE_RUN", "KVPROBE_CARRY"  # as environment.py declares them
-_PACKAGES = frozenset(row[0] for row in SERVERS.values())
+_SERVER_OF = {row[0]: name for name, row in SERVERS.items()}
 _CARRIED = ("kvprobe", "wrapt", "packaging")  # all that adapters need; each works as source on every Python
 _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "VLLM_DP_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "NODE_RANK")
 
@@ -47,7 +84,7 @@ def start() -> None:
         if folder:
             _check_in(folder)
         if sys.version_info >= (3, 10):  # noqa: UP036 - the Python may be any
-            sys.meta_path.insert(0, _WaitForServer())
+            _Waiting().begin()
         if folder and env.get("KVPROBE_STACKS") == "in-process":
             _start_sampler(folder)
     except Exception:  # a profiler's start-up must not be what breaks a server's
@@ -152,14 +189,89 @@ def _json(value: object) -> str:
     return '"' + "".join(chr(u) if 32 <= u < 127 and u not in (34, 92) else f"\\u{u:04x}" for u in units) + '"'
 
 
-class _WaitForServer:
-    """A meta path finder that lets the adapters in at the first import of a server, and goes."""
+def waiting() -> bool:
+    """Whether adapters come in by themselves as soon as a server offloads."""
+    return any(isinstance(finder, _Waiting) for finder in sys.meta_path)
+
+
+class _Waiting:
+    """A meta path finder that lets the adapters in at the first touch of what only offloading uses, and goes.
+
+    Until then a server pays for one look into a table at each import, and for the stand-ins of a few functions.
+    """
+
+    def __init__(self) -> None:
+        self.touched: dict[str, tuple[str, ...]] = {}  # of the servers that were imported
+        self.stand_ins: list[tuple[Any, str, Any, Any]] = []  # owner, name, stand-in, the server's own
+
+    def begin(self) -> None:
+        """Looks at every import from now on."""
+        sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "ModuleSpec | None":
         """Part of the import protocol."""
-        if name not in _PACKAGES or self not in sys.meta_path:
+        if name in _SERVER_OF:
+            return self._server(_SERVER_OF[name], name, path, target)
+        names = self.touched.get(name)
+        if names is None or self not in sys.meta_path:
             return None
-        sys.meta_path.remove(self)
+        if not names:
+            self.let_in(name)
+            return _found(name, path, target, self)
+        spec = _found(name, path, target, self)
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = _Loader(spec.loader, self, names)  # type: ignore[assignment]
+        return spec
+
+    def _server(self, server: str, name: str, path: "Any", target: "Any") -> "ModuleSpec | None":
+        """A server is about to be imported: only a release that is known can be told to offload by what it touches."""
+        if self not in sys.meta_path:
+            return None
+        _, distributions, versions = SERVERS[server]
+        spec = _found(name, path, target, self)
+        version = _version(spec, distributions)
+        if server in TOUCHED and version is not None and _holds(versions, version):
+            self.touched.update(TOUCHED[server])
+            _told(server, "waiting", "")
+            return spec
+        self.let_in(server)
+        return _found(name, path, target, self)
+
+    def put(self, module: "Any", names: "tuple[str, ...]") -> None:
+        """Puts stand-ins in the place of a module's functions."""
+        for path in names:
+            owner, last = module, path
+            while "." in last:
+                first, _, last = last.partition(".")
+                owner = getattr(owner, first)
+            raw = vars(owner)[last]
+            kind = type(raw) if isinstance(raw, (staticmethod, classmethod)) else None
+            stand_in = self._stand_in(owner, last, raw.__func__ if kind else raw)
+            placed = kind(stand_in) if kind else stand_in
+            setattr(owner, last, placed)
+            self.stand_ins.append((owner, last, placed, raw))
+
+    def _stand_in(self, owner: "Any", name: str, own: "Any") -> "Any":
+        def touched(*args: "Any", **kwargs: "Any") -> "Any":
+            self.let_in(name)
+            now = vars(owner).get(name, own)  # an adapter's, or the server's own again
+            return getattr(now, "__func__", now)(*args, **kwargs)
+
+        for attribute in ("__module__", "__name__", "__qualname__", "__doc__"):
+            if hasattr(own, attribute):
+                setattr(touched, attribute, getattr(own, attribute))
+        touched.__wrapped__ = own  # type: ignore[attr-defined]
+        return touched
+
+    def let_in(self, name: str) -> None:
+        """Takes everything of this back and lets the adapters in, once; nobody waits for another thread that does."""
+        try:
+            sys.meta_path.remove(self)
+        except ValueError:
+            return
+        for owner, last, stand_in, own in self.stand_ins:
+            if vars(owner).get(last) is stand_in:
+                setattr(owner, last, own)
         try:
             if os.environ.get(_CARRY):
                 sys.meta_path.append(_Carried())
@@ -167,13 +279,81 @@ class _WaitForServer:
 
             activate()
         except Exception as error:
-            _failed(name, f"kvprobe's adapters do not work in this environment ({type(error).__name__}: {error})")
-        # The adapters' own finder has just come in front of the one that this import looks at next: ask all again.
-        for finder in list(sys.meta_path):
-            spec = finder.find_spec(name, path, target)
-            if spec is not None:
-                return spec
+            reason = f"kvprobe's adapters do not work in this environment ({type(error).__name__}: {error})"
+            _told(name.partition(".")[0], "failed", reason)
+
+
+class _Loader:
+    """A module's own loader; once the module is there, stand-ins are put into it."""
+
+    def __init__(self, loader: "Any", waiting: _Waiting, names: "tuple[str, ...]") -> None:
+        self.loader, self.waiting, self.names = loader, waiting, names
+
+    def __getattr__(self, name: str) -> "Any":
+        return getattr(self.loader, name)
+
+    def create_module(self, spec: "ModuleSpec") -> "Any":
+        """Part of the import protocol."""
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: "Any") -> None:
+        """Part of the import protocol. The module sees its own loader, as if nobody had been here."""
+        module.__loader__ = module.__spec__.loader = self.loader
+        self.loader.exec_module(module)
+        if self.waiting not in sys.meta_path:
+            return
+        try:
+            self.waiting.put(module, self.names)
+        except Exception:  # a release that has no such function: its adapters say so
+            self.waiting.let_in(module.__name__)
+
+
+def _found(name: str, path: "Any", target: "Any", asking: _Waiting) -> "ModuleSpec | None":
+    """What the other finders say, those included that have come since this import began."""
+    for finder in list(sys.meta_path):
+        spec = None if finder is asking else finder.find_spec(name, path, target)
+        if spec is not None:
+            return spec
+    return None
+
+
+def _version(spec: "ModuleSpec | None", distributions: "tuple[str, ...]") -> "str | None":
+    """The version that lies beside the package, by the name of its folder; importlib.metadata takes 10 ms to import."""
+    origin = spec.origin if spec is not None else None
+    if not origin:
         return None
+    wanted = {name.replace("-", "_") for name in distributions}
+    for entry in os.listdir(os.path.dirname(os.path.dirname(origin))):  # noqa: PTH120, PTH208
+        name, dash, version = entry.removesuffix(".dist-info").partition("-")
+        if dash and entry.endswith(".dist-info") and name.lower().replace("-", "_") in wanted:
+            return version
+    return None
+
+
+def _release(text: str) -> "tuple[int, ...]":
+    """The numbers that a version begins with, without zeros at the end."""
+    numbers = []
+    for part in text.split("."):
+        digits = len(part) - len(part.lstrip("0123456789"))
+        if digits:
+            numbers.append(int(part[:digits]))
+        if digits < len(part) or not digits:
+            break
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def _holds(versions: str, version: str) -> bool:
+    """Whether a specifier of ">=" and "<" holds a version, by its numbers; packaging takes 10 ms to import."""
+    found = _release(version)
+    for one in versions.split(","):
+        if one.startswith(">="):
+            if found < _release(one[2:]):
+                return False
+        elif not one.startswith("<") or found >= _release(one[1:]):
+            return False
+    return True
 
 
 class _Carried:
@@ -188,8 +368,8 @@ class _Carried:
         return PathFinder.find_spec(name, os.environ.get(_CARRY, "").split(os.pathsep))
 
 
-def _failed(server: str, reason: str) -> None:
-    """The run's reader learns why no adapter is in this process."""
+def _told(server: str, state: str, reason: str) -> None:
+    """The run's reader learns where the adapters of a server stand."""
     folder = os.environ.get(_RUN)
     if folder:
         _write(
@@ -199,7 +379,7 @@ def _failed(server: str, reason: str) -> None:
                 "kind": "state",
                 "adapter": server,
                 "server": server,
-                "state": "failed",
+                "state": state,
                 "reason": reason,
             },
         )
