@@ -118,8 +118,17 @@ FIX = Variable(
     "off",
     _one_of(*FIXES),
     "off or auto",
-    "auto: adapters may change a server where that pays",
+    "auto: adapters and the interposer may change how a server copies, where that pays",
+    native=True,
     set_by_run=True,
+)
+LOCKED_BYTES = Variable(
+    "KVPROBE_LOCKED_BYTES",
+    16 << 20,
+    _number,
+    "a number",
+    "memory that KVPROBE_FIX=auto may lock in a process for staging pageable copies; below 4 MiB: none",
+    native=True,
 )
 RUN = Variable(
     "KVPROBE_RUN", None, str, "a folder", "the run folder that this process records into", native=True, set_by_run=True

@@ -60,7 +60,7 @@ class CannotRunError(KvprobeError):
     type=click.Choice(["off", "auto"]),
     default="off",
     show_default=True,
-    help="Let adapters switch a saturated server to pooled streams and dedup.",
+    help="Change how the command copies where that pays: adapters, and staging of pageable memory.",
 )
 @click.option(
     "--stacks/--no-stacks", default=True, show_default=True, help="Take Python stacks of a process that a call blocks."

@@ -49,7 +49,8 @@ class HostConfig(ct.Structure):
         ("submit_ns", _f),
         ("virtual_clock", _u64),
         ("seed", _u64),
-        ("reserved", _u64 * 4),
+        ("pageable_bytes_per_s", _f),
+        ("reserved", _u64 * 3),
     )
 
 

@@ -1,11 +1,13 @@
 """What adapters saw and decided, as JSON lines beside the ring files: one file a process, `events-<pid>.jsonl`.
 
+The interposer adds its own decisions, as adapter `kvprobe.staging` (`native/interpose/decisions.c`).
+
 Format, for readers. One JSON object a line, UTF-8, in the order of writing, which is not quite that
 of `t_ns`. Every object has
 
 * `t_ns`: CLOCK_MONOTONIC nanoseconds, the clock of the ring files; of transfers and calls their end;
 * `kind`: one of
-  * `"process"`: first line of a file: `pid`, `ppid`, `argv`, `rank` (of the environment, or null), `realtime_ns`;
+  * `"process"`: first line of the adapters: `pid`, `ppid`, `argv`, `rank` (of the environment, or null), `realtime_ns`;
   * `"state"`: an adapter's state changed: `adapter`, `server`, `distribution`, `version`, `state` (`applied`,
     `not needed`, `skipped`, `failed`, `waiting`, `removed`), `reason`, `targets` (list of `{target, state}`);
   * `"decision"`: auto mode switched, kept, rolled back or refused: `adapter`, `what` (`switch`, `keep`, `rollback`,

@@ -8,7 +8,7 @@
 | `stacks-<pid>.jsonl` | a line for each blocked call whose stacks were taken (`Stacks`) | the observer |
 | `device.jsonl` | a line a sample of the GPU's counters (`Sample`) | the observer |
 | `checkin-<pid>-<t>.json` | who a Python process is (`Checkin`) | the start-up hook |
-| `events-<pid>.jsonl` | what adapters saw and decided (`Event`) | adapters |
+| `events-<pid>.jsonl` | what adapters and the interposer saw and decided (`Event`) | adapters, interposer |
 | `queue-<pid>.json` | depth and channels as calibrated (`Queue`) | calibration |
 | `<pid>-<t>.kvp`, `engine-*.kvp` | every call: see `native/src/kvp.h` | interposer, engine |
 | `not-recorded-<pid>-<errno>` | an empty folder: that process could open no file | interposer |

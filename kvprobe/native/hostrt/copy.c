@@ -34,6 +34,7 @@ static cudaError_t stage(const route *r, size_t bytes, pageable *p) {
 /* Submits one copy behind the stream and waits as its memory asks for. */
 static cudaError_t submit_copy(call *c, cudaStream_t handle, op *o, const pageable *p, bool wait) {
     stream *s = kvh_stream(c->rt, handle);
+    o->pageable = p->wait || p->staging;
     cudaError_t error = s ? kvh_fault_copy(&o->fail) : cudaErrorInvalidResourceHandle;
     if (!error && p->staging) {
         o->copy.batch = calloc(1, sizeof(batch) + sizeof(piece));

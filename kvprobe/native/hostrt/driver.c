@@ -97,6 +97,64 @@ KVP_EXPORT int cuEventCreate(cudaEvent_t *event, unsigned flags) {
     KVH_LEAVE(kvh_event_create(c, event, flags));
 }
 
+KVP_EXPORT int cuEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    KVH_ENTER(cuEventRecord, stream);
+    KVH_LEAVE(kvh_event_record(c, event, stream));
+}
+
+KVP_EXPORT int cuEventQuery(cudaEvent_t event) {
+    KVH_ENTER(cuEventQuery, 0);
+    KVH_LEAVE(kvh_event_query(c, event));
+}
+
+KVP_EXPORT int cuMemHostRegister_v2(void *p, size_t bytes, unsigned flags) {
+    (void)flags;
+    KVH_ENTER(cuMemHostRegister_v2, 0);
+    KVH_LEAVE(kvh_host_register(c, p, bytes));
+}
+
+/* There is one context, current in every thread, and nothing is ever captured. */
+static const char the_context;
+
+KVP_EXPORT int cuCtxGetCurrent(const void **context) {
+    *context = &the_context;
+    return cudaSuccess;
+}
+
+KVP_EXPORT int cuCtxSetCurrent(void *context) {
+    (void)context;
+    return cudaSuccess;
+}
+
+KVP_EXPORT int cuCtxGetId(void *context, uint64_t *id) {
+    (void)context;
+    *id = 1;
+    return cudaSuccess;
+}
+
+KVP_EXPORT int cuCtxGetDevice(int *device) {
+    *device = 0;
+    return cudaSuccess;
+}
+
+KVP_EXPORT int cuStreamGetCtx(cudaStream_t stream, const void **context) {
+    *context = &the_context;
+    return kvh_stream(kvh_runtime(), stream) ? cudaSuccess : cudaErrorInvalidResourceHandle;
+}
+
+KVP_EXPORT int cuStreamIsCapturing(cudaStream_t stream, int *capturing) {
+    *capturing = 0;
+    return kvh_stream(kvh_runtime(), stream) ? cudaSuccess : cudaErrorInvalidResourceHandle;
+}
+
+KVP_EXPORT int cuThreadExchangeStreamCaptureMode(int *mode) {
+    static __thread int of_thread;
+    int was = of_thread;
+    of_thread = *mode;
+    *mode = was;
+    return cudaSuccess;
+}
+
 /* The function handle is the kernel's address, as for cudaLaunchKernel, or one of cuModuleGetFunction. */
 KVP_EXPORT int cuLaunchKernel(void *fn, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                               unsigned shared_bytes, cudaStream_t stream, void **params, void **extra) {

@@ -43,6 +43,8 @@ static uint64_t service(const kvhost_config *config, const op *o) {
     if (o->direction == KVP_H2D) rate = config->h2d_bytes_per_s;
     if (o->direction == KVP_D2H) rate = config->d2h_bytes_per_s;
     double ns = latency + (double)(o->count - 1) * latency / 5;
+    double pageable = config->pageable_bytes_per_s;
+    if (o->pageable && pageable > 0 && pageable < rate) rate = pageable;
     if (rate > 0) ns += (double)o->bytes * 1e9 / rate;
     return (uint64_t)ns;
 }

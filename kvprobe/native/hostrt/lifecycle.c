@@ -62,6 +62,7 @@ static kvhost_config resolve(const kvhost_config *given) {
     c.copy_channels = pick(c.copy_channels, 1, MAX_CHANNELS, copies);
     if (!(c.h2d_bytes_per_s > 0)) c.h2d_bytes_per_s = env_number("KVHOST_H2D_GBPS", 1e-6, 1e6, 4) * 1e9;
     if (!(c.d2h_bytes_per_s > 0)) c.d2h_bytes_per_s = env_number("KVHOST_D2H_GBPS", 1e-6, 1e6, 4) * 1e9;
+    if (!(c.pageable_bytes_per_s > 0)) c.pageable_bytes_per_s = env_number("KVHOST_PAGEABLE_GBPS", 1e-6, 1e6, 0) * 1e9;
     if (c.submit_ns == 0) c.submit_ns = env_number("KVHOST_SUBMIT_NS", 0, 1e9, 1000);
     if (c.latency_ns == 0) c.latency_ns = env_number("KVHOST_LATENCY_US", 0, 1e6, 2) * 1e3;
     if (!c.memory_bytes) c.memory_bytes = (uint64_t)env_number("KVHOST_MEMORY_BYTES", 1, 1e15, 8589934592.0);

@@ -460,15 +460,13 @@ KVP_EXPORT cudaError_t cudaFreeHost(void *p) {
     KVH_LEAVE(error);
 }
 
-KVP_EXPORT cudaError_t cudaHostRegister(void *p, size_t bytes, unsigned flags) {
-    (void)flags;
-    KVH_ENTER(cudaHostRegister, 0);
+cudaError_t kvh_host_register(call *c, void *p, size_t bytes) {
     kvh_trace_about(c, NULL, p, bytes, 1, 0, 0);
     uintptr_t base = (uintptr_t)p;
-    if (!p || !bytes || base + bytes < base) KVH_LEAVE(cudaErrorInvalidValue);
+    if (!p || !bytes || base + bytes < base) return cudaErrorInvalidValue;
     memory *m = c->rt->memory;
     cudaError_t error = kvh_ctx_lock(c);
-    if (error) KVH_LEAVE(error);
+    if (error) return error;
     pthread_rwlock_wrlock(&m->lock);
     error = cudaErrorMemoryAllocation;
     size_t i = above(m, base + bytes - 1);
@@ -479,7 +477,13 @@ KVP_EXPORT cudaError_t cudaHostRegister(void *p, size_t bytes, unsigned flags) {
         m->pinned_bytes += bytes, error = cudaSuccess;
     pthread_rwlock_unlock(&m->lock);
     kvh_ctx_unlock(c);
-    KVH_LEAVE(error);
+    return error;
+}
+
+KVP_EXPORT cudaError_t cudaHostRegister(void *p, size_t bytes, unsigned flags) {
+    (void)flags;
+    KVH_ENTER(cudaHostRegister, 0);
+    KVH_LEAVE(kvh_host_register(c, p, bytes));
 }
 
 KVP_EXPORT cudaError_t cudaHostUnregister(void *p) {
@@ -519,13 +523,15 @@ KVP_EXPORT cudaError_t cudaPointerGetAttributes(pointer_attributes *attributes, 
 
 /* The attributes that a tool asks of an address without a call of the runtime's: memory type, managed, range. */
 KVP_EXPORT int cuPointerGetAttributes(unsigned count, const int *attributes, void **data, uint64_t address) {
-    enum { MEMORY_TYPE = 2, IS_MANAGED = 8, RANGE_START = 11, RANGE_SIZE = 12 };
+    enum { MEMORY_TYPE = 2, IS_MANAGED = 8, DEVICE_ORDINAL = 9, RANGE_START = 11, RANGE_SIZE = 12 };
     memory *m = kvh_runtime()->memory;
     pthread_rwlock_rdlock(&m->lock);
     const range *r = find(m, (uintptr_t)address);
     for (unsigned i = 0; i < count; i++) {
         if (attributes[i] == MEMORY_TYPE)
             *(uint32_t *)data[i] = !r ? 0 : r->kind == RANGE_DEVICE ? 2 : 1;
+        else if (attributes[i] == DEVICE_ORDINAL)
+            *(int *)data[i] = r ? 0 : -2;
         else if (attributes[i] == IS_MANAGED)
             *(uint32_t *)data[i] = 0;
         else if (attributes[i] == RANGE_START)

@@ -94,7 +94,10 @@ enum {
     X(cuLaunchKernel, 14)                                                                                              \
     X(cuModuleLoadData, 0)                                                                                             \
     X(cuModuleGetFunction, 0)                                                                                          \
-    X(cuFuncSetAttribute, 0)
+    X(cuFuncSetAttribute, 0)                                                                                           \
+    X(cuEventRecord, 27)                                                                                               \
+    X(cuEventQuery, 0)                                                                                                 \
+    X(cuMemHostRegister_v2, 39)
 
 enum kvh_api {
 #define X(name, call) API_##name,
@@ -162,7 +165,8 @@ typedef struct op {
     channel *channel; /* NULL: OP_WAIT */
     uint8_t kind, class, direction;
     bool started, holds_slot;
-    int fail; /* error to raise when executed */
+    bool pageable; /* a copy of which one side is: it moves at its own rate */
+    int fail;      /* error to raise when executed */
     uint64_t submit_ns, ready_ns, start_ns, finish_ns;
     uint64_t order;       /* among compute work that ends at the same time */
     uint64_t trace_index; /* 1 + index; 0: not traced */
@@ -445,6 +449,9 @@ cudaError_t kvh_launch(call *c, const void *fn, void **args, cudaStream_t stream
 cudaError_t kvh_stream_create(call *c, cudaStream_t *out, unsigned flags, int priority);
 cudaError_t kvh_stream_sync(call *c, cudaStream_t stream);
 cudaError_t kvh_event_create(call *c, cudaEvent_t *out, unsigned flags);
+cudaError_t kvh_event_record(call *c, cudaEvent_t event, cudaStream_t stream);
+cudaError_t kvh_event_query(call *c, cudaEvent_t event);
+cudaError_t kvh_host_register(call *c, void *p, size_t bytes);
 void kvh_release_handles(runtime *rt); /* at teardown */
 void kvh_handles_in_child(void);
 stream *kvh_stream(runtime *rt, cudaStream_t handle); /* NULL: invalid */

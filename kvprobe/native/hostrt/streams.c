@@ -310,14 +310,13 @@ KVP_EXPORT cudaError_t cudaEventDestroy(cudaEvent_t handle) {
     KVH_LEAVE(first ? first : e ? cudaSuccess : cudaErrorInvalidResourceHandle);
 }
 
-KVP_EXPORT cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle) {
-    KVH_ENTER(cudaEventRecord, stream_handle);
+cudaError_t kvh_event_record(call *c, cudaEvent_t handle, cudaStream_t stream_handle) {
     runtime *rt = c->rt;
     event *e = find_event(rt, handle);
     stream *s = kvh_stream(rt, stream_handle);
-    if (!e || !s) KVH_LEAVE(cudaErrorInvalidResourceHandle);
+    if (!e || !s) return cudaErrorInvalidResourceHandle;
     cudaError_t error = kvh_lock_stream(c, s);
-    if (error) KVH_LEAVE(error);
+    if (error) return error;
     kvh_lock(rt);
     marker *m = kvh_marker(rt); /* one reference for the operation, one for the event */
     if (m) m->refs++;
@@ -340,7 +339,12 @@ KVP_EXPORT cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_h
         error = cudaErrorMemoryAllocation;
     }
     kvh_unlock_stream(c->rt, s);
-    KVH_LEAVE(error);
+    return error;
+}
+
+KVP_EXPORT cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle) {
+    KVH_ENTER(cudaEventRecord, stream_handle);
+    KVH_LEAVE(kvh_event_record(c, handle, stream_handle));
 }
 
 KVP_EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent_t handle, unsigned flags) {
@@ -370,15 +374,19 @@ KVP_EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent
     KVH_LEAVE(error);
 }
 
-KVP_EXPORT cudaError_t cudaEventQuery(cudaEvent_t handle) {
-    KVH_ENTER(cudaEventQuery, 0);
+cudaError_t kvh_event_query(call *c, cudaEvent_t handle) {
     kvh_lock(c->rt);
     event *e = find_event(c->rt, handle);
     bool done = e && (!e->marker || e->marker->done);
     kvh_unlock(c->rt);
     spend_query(c->rt);
     cudaError_t error = atomic_load(&c->rt->sticky);
-    KVH_LEAVE(error ? error : !e ? cudaErrorInvalidResourceHandle : done ? cudaSuccess : cudaErrorNotReady);
+    return error ? error : !e ? cudaErrorInvalidResourceHandle : done ? cudaSuccess : cudaErrorNotReady;
+}
+
+KVP_EXPORT cudaError_t cudaEventQuery(cudaEvent_t handle) {
+    KVH_ENTER(cudaEventQuery, 0);
+    KVH_LEAVE(kvh_event_query(c, handle));
 }
 
 KVP_EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t handle) {

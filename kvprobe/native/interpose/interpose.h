@@ -4,7 +4,8 @@
  *
  * Rules it keeps: results, errno and argument registers pass through; no lock and no allocation on the way of a call;
  * no CUDA call that the program did not make, but for a question about a pointer (memory.c), asked after the fact;
- * anything it does not know goes through untouched. */
+ * anything it does not know goes through untouched. Under KVPROBE_FIX=auto, and only there, large pageable copies are
+ * made another way where that pays: cures.c says with what care. */
 #ifndef KVP_INTERPOSE_H
 #define KVP_INTERPOSE_H
 
@@ -63,6 +64,7 @@ struct watch {
     atomic_int attached;    /* 1 while loaded libraries hold addresses of ours, 0 where we were preloaded */
     atomic_int no_driver;   /* there is none to ask about a pointer */
     atomic_int gate;        /* 1: a test forbids calls */
+    atomic_int cures;       /* 1: pageable copies may go another way (cures.c) */
     atomic_uint generation; /* of what is known of memory: freeing or registering some makes it another */
 } __attribute__((aligned(64)));
 extern struct watch kvp_watch;

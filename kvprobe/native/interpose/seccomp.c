@@ -2,7 +2,7 @@
  * makes none: calls go on being counted, in the room that is there (in strict mode they are not). Seen are prctl and
  * libseccomp's seccomp_load; who calls the kernel directly is not. */
 #define _GNU_SOURCE
-#include "interpose.h"
+#include "cures.h"
 
 #include <dlfcn.h>
 #include <errno.h>
@@ -24,6 +24,7 @@ static prctl_fn *find_prctl(void) {
 
 /* Before the filter is there: another thread may be about to grow its ring. */
 static void seal(void) {
+    kvp_cures_stop();
     if (!kvp_ring_is_open()) kvp_watch.on = 0;
     kvp_ring_seal(1);
 }

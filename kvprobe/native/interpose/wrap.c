@@ -1,6 +1,6 @@
 /* The wrapped calls: what is recorded of each, and the table of their symbols. */
 #define _GNU_SOURCE
-#include "interpose.h"
+#include "cures.h"
 
 #include <errno.h>
 #include <stdatomic.h>
@@ -156,10 +156,12 @@ __attribute__((constructor)) static void start(void) {
     set_detail(level);
     max_bytes = number_from("KVPROBE_MAX_BYTES");
     kvp_watch.on = 1;
+    kvp_cures_start(run_folder);
 }
 
 static void finish(void) {
     kvp_watch.on = 0;
+    kvp_cures_close();
     kvp_ring_close();
 }
 
@@ -170,6 +172,7 @@ __attribute__((destructor)) static void at_exit(void) { finish(); }
 static void (*next_exit)(int);
 
 static __attribute__((noreturn)) void leave(int status) {
+    kvp_cures_close();
     kvp_ring_close();
     if (next_exit) next_exit(status);
     for (;;) syscall(SYS_exit_group, status);
@@ -286,7 +289,8 @@ static inline uint8_t direction_of(int kind) {
 
 /* NAME_P and NAME_A are a call's parameters and arguments; the rest says what to record. Every parameter is passed on
  * as it came. */
-#define CALL(NAME, WHAT, ...)                                                                                          \
+#define CALL(NAME, WHAT, ...) CALL_BY(NAME, WHAT, real(NAME##_A), __VA_ARGS__)
+#define CALL_BY(NAME, WHAT, MADE, ...)                                                                                 \
     typedef int NAME##_fn(NAME##_P);                                                                                   \
     static inline __attribute__((always_inline)) int NAME##_via(any_fn *function, const int per_thread, NAME##_P) {    \
         NAME##_fn *real = (NAME##_fn *)function;                                                                       \
@@ -308,7 +312,7 @@ static inline uint8_t direction_of(int kind) {
         }                                                                                                              \
         begin(&r, WHAT);                                                                                               \
         kvp_thread.inside = level;                                                                                     \
-        int result = real(NAME##_A);                                                                                   \
+        int result = MADE;                                                                                             \
         kvp_thread.inside = IN_KVPROBE;                                                                                \
         end(&r, WHAT, result);                                                                                         \
         return result;                                                                                                 \
@@ -320,7 +324,9 @@ static inline uint8_t direction_of(int kind) {
 
 #define cudaMemcpyAsync_P void *dst, const void *src, size_t bytes, int kind, void *stream
 #define cudaMemcpyAsync_A dst, src, bytes, kind, stream
-CALL(cudaMemcpyAsync, A_COPY, COPY_IS(1, dst, src, bytes, direction_of(kind), stream))
+#define CURED(NAME, KIND, ON, TO_END) KVP_CURED(real(NAME##_A), WORD(dst), WORD(src), bytes, KIND, STREAM(ON), TO_END)
+CALL_BY(cudaMemcpyAsync, A_COPY, CURED(cudaMemcpyAsync, kind, stream, 0),
+        COPY_IS(1, dst, src, bytes, direction_of(kind), stream))
 
 #define cudaMemcpy2DAsync_P                                                                                            \
     void *dst, size_t dpitch, const void *src, size_t spitch, size_t width, size_t height, int kind, void *stream
@@ -347,7 +353,8 @@ CALL(cudaMemcpyWithAttributesAsync, A_COPY, COPY_IS(40, dst, src, bytes, KVP_DIR
 
 #define cudaMemcpy_P void *dst, const void *src, size_t bytes, int kind
 #define cudaMemcpy_A dst, src, bytes, kind
-CALL(cudaMemcpy, A_COPY, COPY_IS(10, dst, src, bytes, direction_of(kind), (void *)0))
+CALL_BY(cudaMemcpy, A_COPY, CURED(cudaMemcpy, kind, (void *)0, 1),
+        COPY_IS(10, dst, src, bytes, direction_of(kind), (void *)0))
 
 #define cudaMemsetAsync_P void *dst, int value, size_t bytes, void *stream
 #define cudaMemsetAsync_A dst, value, bytes, stream
@@ -419,10 +426,10 @@ CALL(cuMemcpyBatchAsync_v2, A_COPY, BATCH_IS(9, eighth))
 CALL(cuMemcpyAsync, A_COPY, COPY_IS(4, dst, src, bytes, KVP_DIR_UNKNOWN, stream))
 #define cuMemcpyHtoDAsync_P uint64_t dst, const void *src, size_t bytes, void *stream
 #define cuMemcpyHtoDAsync_A dst, src, bytes, stream
-CALL(cuMemcpyHtoDAsync, A_COPY, COPY_IS(5, dst, src, bytes, KVP_H2D, stream))
+CALL_BY(cuMemcpyHtoDAsync, A_COPY, CURED(cuMemcpyHtoDAsync, 1, stream, 0), COPY_IS(5, dst, src, bytes, KVP_H2D, stream))
 #define cuMemcpyDtoHAsync_P void *dst, uint64_t src, size_t bytes, void *stream
 #define cuMemcpyDtoHAsync_A dst, src, bytes, stream
-CALL(cuMemcpyDtoHAsync, A_COPY, COPY_IS(6, dst, src, bytes, KVP_D2H, stream))
+CALL_BY(cuMemcpyDtoHAsync, A_COPY, CURED(cuMemcpyDtoHAsync, 2, stream, 0), COPY_IS(6, dst, src, bytes, KVP_D2H, stream))
 #define cuMemcpyDtoDAsync_P uint64_t dst, uint64_t src, size_t bytes, void *stream
 #define cuMemcpyDtoDAsync_A dst, src, bytes, stream
 CALL(cuMemcpyDtoDAsync, A_COPY, COPY_IS(7, dst, src, bytes, KVP_D2D, stream))

@@ -1,0 +1,408 @@
+/* The cure of pageable copies: by way of pinned memory of kvprobe's own, which several threads fill (`staged`).
+ *
+ * A driver moves pageable memory through a small pinned buffer that one thread fills: 8 to 10 GB/s over a link of 55.
+ * Here the same is done with several threads (staged_copy.c). The program's memory is never registered, so nothing has
+ * to be noticed when it is freed, unmapped, remapped, forked or registered by the program itself: it is read and
+ * written by the CPU within the call, as the driver does it. Mapped files and the heap are served like anything else.
+ *
+ * WHAT A PROGRAM MAY RELY ON, and does with this (CUDA's "API synchronization behavior"; copies above 64 KiB)
+ * - Host to device: the work in front of it in the stream is over before the source is read (the stream is waited for),
+ *   and the source may be changed as soon as the call has returned (all of it is in the slots by then). cudaMemcpy
+ *   waits for the device, too.
+ * - Device to host: all bytes have arrived when the call returns.
+ * - Order in the stream, and what an event recorded behind the call covers, are those of one copy.
+ * - An error: nothing is reported from here. The program's own call is made, over the same bytes, and its result is the
+ *   result; staging is not used again in this process. A call that would be refused is not touched: destination or
+ *   source that leaves its allocation, a stream or memory of another context, a kind that the memory contradicts.
+ * - A stream that is being captured: untouched. The thread's capture mode is relaxed around what is called here, so
+ * that a capture elsewhere goes on.
+ * - The runtime's last error: only the driver is called.
+ *
+ * WHAT IS NOT DONE, and why
+ * - Registering the program's pageable memory (cudaHostRegister behind its back). Freeing it would have to be seen, and
+ *   cannot: glibc's free, realloc and malloc_trim unmap by calls of their own that nothing can interpose. The driver
+ *   would go on copying the pages that were there before: wrong bytes without an error. After fork, before Linux 5.12,
+ *   the same follows from the parent's first write. And the program's own cudaHostRegister, cudaPointerGetAttributes
+ *   and torch's is_pinned would answer otherwise.
+ * - Merging neighbouring calls. A copy that is held back has to be submitted before whatever could observe it: an event
+ *   recorded by another thread, a launch through a function that nobody wraps, a graph, the CPU polling the destination
+ *   without any call. Its error would be another call's.
+ * - Registering in chunks what the program registers. Copies may not cross the border of two registrations, the range
+ *   that cuPointerGetAttributes names would be the chunk's, and cudaHostUnregister takes the one pointer.
+ *
+ * Each direction and size class is measured for itself, both ways in turn, kept where a call gets at least a quarter
+ * shorter, looked at again, and taken back where that is no longer so (cure_account.c). The slots are made by a thread
+ * of their own. One copy at a time: a second thread's goes as it is. A forked child cures nothing. */
+#define _GNU_SOURCE
+#include "cures.h"
+
+#include "cure_account.h"
+#include "staging.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#define SMALLEST (128u << 10) /* up to 64 KiB a copy neither waits for its stream nor for its thread */
+#define FIRST_CLASS 17        /* of sizes: log2(SMALLEST) */
+#define CLASSES 18            /* the last one takes everything from 16 GiB up */
+#define DEFAULT_BYTES (16u << 20)
+#define CONTEXTS 16
+#define OF_MEMORY_LEFT 8 /* locked is at most one part in so many of what the machine has left */
+enum { TO_DEVICE = 1, TO_HOST = 2, UNKNOWN_KIND = 4 }; /* cudaMemcpyKind */
+enum { MEMORY_TYPE = 2, IS_MANAGED = 8, DEVICE_ORDINAL = 9, RANGE_START = 11, RANGE_SIZE = 12 };
+enum { HOST = 1, DEVICE = 2 };
+enum { RELAXED = 2, DISABLE_TIMING = 2, PORTABLE = 1 };
+
+struct staging_driver kvp_driver;
+
+static const char *volatile folder;
+static size_t allowed = DEFAULT_BYTES;
+
+static struct {
+    _Atomic int busy;    /* 1: a thread has the right to copy, and holds the accounts */
+    _Atomic int setting; /* a thread makes slots or events */
+    _Atomic int pid;     /* of the process that began; 0: none has */
+    uint8_t *memory;
+    size_t locked;
+    int failed;
+    staging_events contexts[CONTEXTS];
+    _Atomic uint32_t context_count;
+    kvp_account accounts[2][CLASSES];
+    uint64_t copies[2], bytes[2]; /* staged */
+    double ns[2][2];              /* what they took, by the accounts, by enum kvp_way: what they would have taken */
+} cure;
+
+/* ---- start and end --------------------------------------------------------------------------------------------- */
+
+static void in_child(void) {
+    if (atomic_load(&cure.pid)) kvp_watch.cures = 0;
+}
+
+void kvp_cures_start(const char *run_folder) {
+    const char *fix = getenv("KVPROBE_FIX"), *bytes = getenv("KVPROBE_LOCKED_BYTES");
+    char *end;
+    while (fix && *fix == ' ') fix++;
+    if (!fix || strncasecmp(fix, "auto", 4) || fix[4 + strspn(fix + 4, " ")]) return;
+    unsigned long long value = bytes ? strtoull(bytes, &end, 10) : 0;
+    if (bytes && *bytes && *bytes != '-' && !*end) allowed = (size_t)value;
+    folder = run_folder;
+    if (!pthread_atfork(NULL, NULL, in_child)) kvp_watch.cures = 1;
+}
+
+void kvp_cures_stop(void) {
+    kvp_watch.cures = 0;
+    folder = NULL; /* nothing is written, either */
+}
+
+void kvp_cures_close(void) {
+    if (!folder || atomic_load(&cure.pid) != (int)getpid()) return;
+    kvp_watch.cures = 0;
+    atomic_store(&cure.pid, 0);
+    if (!(cure.copies[0] + cure.copies[1])) return;
+    char text[2][160] = {"", ""};
+    for (int store = 0; store < 2; store++)
+        if (cure.copies[store])
+            snprintf(text[store], sizeof text[store], "%s%llu %s of %.3f GB in about %.3f s, %.3f s as they were",
+                     store && cure.copies[0] ? "; " : "", (unsigned long long)cure.copies[store],
+                     store ? "stores" : "loads", (double)cure.bytes[store] / 1e9, cure.ns[store][KVP_CURED] / 1e9,
+                     cure.ns[store][KVP_AS_IT_IS] / 1e9);
+    kvp_decision(folder, "note", NULL, NULL, 0,
+                 "pageable copies went through %.0f MiB of pinned memory, moved by %u threads: %s%s",
+                 (double)cure.locked / (1 << 20), kvp_staging_threads(), text[0], text[1]);
+}
+
+/* ---- the slots ------------------------------------------------------------------------------------------------- */
+
+static int open_driver(void) {
+    int missing = 0;
+#define X(NAME, PARAMETERS)                                                                                            \
+    kvp_driver.NAME = (int(*) PARAMETERS)(uintptr_t)kvp_driver_symbol(#NAME);                                          \
+    missing |= !kvp_driver.NAME;
+    KVP_STAGING_CALLS(X)
+#undef X
+    return !missing;
+}
+
+static size_t memory_left(void) {
+    char line[128];
+    unsigned long long kib = 0;
+    FILE *file = fopen("/proc/meminfo", "re");
+    if (!file) return 0;
+    while (fgets(line, sizeof line, file))
+        if (sscanf(line, "MemAvailable: %llu", &kib) == 1) break;
+    fclose(file);
+    return (size_t)kib << 10;
+}
+
+/* A third of the processors that this process may use; the caller is one more. */
+static unsigned helpers(void) {
+    cpu_set_t set;
+    unsigned cores = sched_getaffinity(0, sizeof set, &set) ? 1 : (unsigned)CPU_COUNT(&set);
+    unsigned long long quota, period;
+    FILE *file = fopen("/sys/fs/cgroup/cpu.max", "re");
+    if (file) {
+        if (fscanf(file, "%llu %llu", &quota, &period) == 2 && period && quota / period < cores)
+            cores = (unsigned)(quota / period);
+        fclose(file);
+    }
+    return cores / 3 < 1 ? 1 : cores / 3;
+}
+
+static void refuse(const char *why, size_t bytes, int error) {
+    cure.failed = 1;
+    kvp_watch.cures = 0;
+    if (error)
+        kvp_decision(folder, "refuse", NULL, NULL, 0, "%s (%zu bytes, error %d): copies go as they are", why, bytes,
+                     error);
+    else
+        kvp_decision(folder, "refuse", NULL, NULL, 0, "%s (%zu bytes): copies go as they are", why, bytes);
+}
+
+static int make_slots(void) {
+    size_t bytes = allowed / STAGING_SLOT_BYTES * STAGING_SLOT_BYTES, most = (size_t)STAGING_SLOTS * STAGING_SLOT_BYTES;
+    if (bytes > most) bytes = most;
+    if (bytes < STAGING_FEWEST * STAGING_SLOT_BYTES) {
+        refuse("KVPROBE_LOCKED_BYTES leaves less than the 4 MiB that staging takes", allowed, 0);
+        return 0;
+    }
+    size_t left = memory_left();
+    if (left / OF_MEMORY_LEFT < bytes) {
+        refuse("too little memory is left on this machine to lock a part of it", left, 0);
+        return 0;
+    }
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) {
+        refuse("no memory for staging", bytes, errno);
+        return 0;
+    }
+    /* pinned pages and copy-on-write do not go together: a child does not get them */
+    int error = madvise(memory, bytes, MADV_DONTFORK) ? errno : 0;
+    if (!error) {
+        memset(memory, 0, bytes);
+        error = kvp_driver.cuMemHostRegister_v2(memory, bytes, PORTABLE);
+    }
+    if (error) {
+        munmap(memory, bytes);
+        refuse("memory for staging could not be locked", bytes, error);
+        return 0;
+    }
+    if (kvp_staging_open(memory, (uint32_t)(bytes / STAGING_SLOT_BYTES), helpers())) {
+        refuse("no threads for staging", bytes, EAGAIN); /* the memory stays: threads that were made may look at it */
+        return 0;
+    }
+    cure.locked = bytes;
+    cure.memory = memory;
+    return 1;
+}
+
+/* On a thread of its own: registering takes milliseconds, and holds the context's lock. */
+static void *set_up(void *context) {
+    int mode = RELAXED, error;
+    uint64_t id = 0;
+    prctl(PR_SET_NAME, "kvprobe-staging");
+    kvp_driver.cuThreadExchangeStreamCaptureMode(&mode);
+    error = kvp_driver.cuCtxSetCurrent(context);
+    if (!error) error = kvp_driver.cuCtxGetId(context, &id);
+    uint32_t at = atomic_load(&cure.context_count);
+    if (error)
+        refuse("the context cannot be used by another thread", 0, error);
+    else if (cure.memory || make_slots()) {
+        staging_events *of = &cure.contexts[at];
+        for (uint32_t i = 0; !error && i < cure.locked / STAGING_SLOT_BYTES; i++)
+            error = kvp_driver.cuEventCreate(&of->events[i], DISABLE_TIMING);
+        of->context = id;
+        if (error)
+            refuse("no events for staging", 0, error);
+        else
+            atomic_store(&cure.context_count, at + 1);
+    }
+    kvp_driver.cuCtxSetCurrent(NULL);
+    atomic_store(&cure.setting, 0);
+    return NULL;
+}
+
+/* The driver's own exit handlers, which are older and so run later, are not to meet that thread. */
+static void wait_for_set_up(void) {
+    for (int tries = 0; atomic_load(&cure.pid) == (int)getpid() && atomic_load(&cure.setting) && tries < 2000; tries++)
+        usleep(1000);
+}
+
+static void ask_for_slots(void *context) {
+    static int told;
+    int no = 0;
+    if (cure.failed || atomic_load(&cure.context_count) == CONTEXTS) return;
+    if (!atomic_compare_exchange_strong(&cure.setting, &no, 1)) return;
+    if (!told++) atexit(wait_for_set_up);
+    sigset_t all, were;
+    pthread_t thread;
+    pthread_attr_t attributes;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &were);
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    int error = pthread_create(&thread, &attributes, set_up, context);
+    pthread_attr_destroy(&attributes);
+    pthread_sigmask(SIG_SETMASK, &were, NULL);
+    if (error) refuse("no thread for staging", 0, error);
+}
+
+static const staging_events *events_of(uint64_t context) {
+    for (uint32_t i = 0, n = atomic_load(&cure.context_count); i < n; i++)
+        if (cure.contexts[i].context == context) return &cure.contexts[i];
+    return NULL;
+}
+
+/* ---- one copy -------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    uint32_t type, managed;
+    int ordinal;
+    uint64_t start, size;
+} place;
+
+static int look(uint64_t address, place *p) {
+    *p = (place){.ordinal = -1};
+    int attributes[] = {MEMORY_TYPE, IS_MANAGED, DEVICE_ORDINAL, RANGE_START, RANGE_SIZE};
+    void *data[] = {&p->type, &p->managed, &p->ordinal, &p->start, &p->size};
+    return !kvp_driver.cuPointerGetAttributes(5, attributes, data, address);
+}
+
+static int is_pageable(uint64_t address, size_t bytes) {
+    place first, last;
+    return address + bytes > address && look(address, &first) && look(address + bytes - 1, &last) && !first.type &&
+           !last.type && !first.managed && !last.managed;
+}
+
+static int is_inside(const place *p, uint64_t address, size_t bytes) {
+    return p->type == DEVICE && !p->managed && p->size >= bytes && address - p->start <= p->size - bytes;
+}
+
+static int class_of(size_t bytes) {
+    int class = 63 - __builtin_clzll(bytes) - FIRST_CLASS;
+    return class < CLASSES ? class : CLASSES - 1;
+}
+
+/* The events for this copy where it can be staged, else NULL. */
+static const staging_events *events_for(const place *p, void *stream) {
+    void *current = NULL, *of_stream = NULL;
+    uint64_t id = 0;
+    int ordinal = -1, capturing = 0;
+    if (kvp_driver.cuCtxGetCurrent(&current) || !current) return NULL;
+    if (kvp_driver.cuStreamIsCapturing(stream, &capturing) || capturing) return NULL;
+    if (kvp_driver.cuStreamGetCtx(stream, &of_stream) || of_stream != current) return NULL;
+    if (kvp_driver.cuCtxGetDevice(&ordinal) || ordinal != p->ordinal || kvp_driver.cuCtxGetId(current, &id))
+        return NULL;
+    const staging_events *events = events_of(id);
+    if (!events) ask_for_slots(current);
+    return events;
+}
+
+static void tell(enum kvp_verdict verdict, const kvp_account *account, int to_device, int class) {
+    static const char *const what[] = {[KVP_KEEP] = "keep", [KVP_REFUSE] = "refuse", [KVP_TAKE_BACK] = "rollback"};
+    if (verdict == KVP_NOTHING_NEW) return;
+    int kept = verdict == KVP_KEEP;
+    double from_kib = (double)(1ull << (FIRST_CLASS + class)) / 1024;
+    kvp_decision(folder, what[verdict], kept ? "as it is" : "staged", kept ? "staged" : "as it is",
+                 kvp_account_gain(account), "pageable %s from %.0f KiB, below %.0f: %.1f GB/s as it is, %.1f staged",
+                 to_device ? "loads" : "stores", from_kib, 2 * from_kib, 1 / kvp_account_cost(account, KVP_AS_IT_IS),
+                 1 / kvp_account_cost(account, KVP_CURED));
+}
+
+/* A call costs what it takes until the device has it all: a load may return before. */
+static void add(kvp_account *account, enum kvp_way way, uint64_t ns, size_t bytes) {
+    ptrdiff_t at = account - &cure.accounts[0][0];
+    enum kvp_verdict verdict = kvp_account_add(account, way, (double)ns / (double)bytes);
+    tell(verdict, account, at < CLASSES, (int)(at % CLASSES));
+}
+
+static int stage(kvp_account *account, const staging_events *events, uint64_t dst, uint64_t src, size_t bytes, int load,
+                 void *stream, int to_end) {
+    uint64_t start = kvp_clock(); /* CUDA's own call waits for its stream, too */
+    int ask = kvp_account_asks(account, KVP_CURED);
+    if (kvp_driver.cuStreamSynchronize(stream)) return 0; /* the program's own call is to find that error */
+    int error =
+        kvp_staged_copy(events, load, load ? dst : src, (uint8_t *)(uintptr_t)(load ? src : dst), bytes, stream);
+    if (!error && load && (to_end || ask)) error = kvp_driver.cuStreamSynchronize(stream);
+    if (error) {
+        refuse("a staged copy failed", bytes, error);
+        return 0;
+    }
+    if (ask)
+        add(account, KVP_CURED, kvp_clock() - start, bytes);
+    else
+        kvp_account_pass(account);
+    cure.copies[!load]++;
+    cure.bytes[!load] += bytes;
+    for (int way = 0; way < 2; way++) cure.ns[!load][way] += kvp_account_cost(account, way) * (double)bytes;
+    return 1;
+}
+
+static int try_copy(kvp_watched *watched, uint64_t dst, uint64_t src, size_t bytes, int kind, void *stream,
+                    int to_end) {
+    int class = class_of(bytes), no = 0, load = kind != TO_HOST;
+    place p;
+    if (kind == UNKNOWN_KIND) {
+        if (!look(dst, &p)) return 0;
+        load = p.type == DEVICE;
+    }
+    kvp_account *account = &cure.accounts[!load][class];
+    uint64_t device = load ? dst : src;
+    if (account->state == KVP_LEFT) {
+        if (!atomic_compare_exchange_strong(&cure.busy, &no, 1)) return 0;
+        if (account->state == KVP_LEFT) kvp_account_rest(account);
+        atomic_store(&cure.busy, 0);
+        return 0;
+    }
+    if (!look(device, &p) || !is_inside(&p, device, bytes) || !is_pageable(load ? src : dst, bytes)) return 0;
+    const staging_events *events = events_for(&p, stream);
+    if (!events) return 0;
+    if (!atomic_compare_exchange_strong(&cure.busy, &no, 1)) return 0;
+    int made = 0;
+    if (kvp_watch.cures && kvp_staging_is_free()) {
+        if (kvp_account_way(account) == KVP_CURED)
+            made = stage(account, events, dst, src, bytes, load, stream, to_end);
+        else if (account->state != KVP_LEFT)
+            *watched = (kvp_watched){account, stream, kvp_clock(), bytes};
+    }
+    if (!watched->account) atomic_store(&cure.busy, 0);
+    return made;
+}
+
+int kvp_copy_cured(kvp_watched *watched, uint64_t dst, uint64_t src, size_t bytes, int kind, uint64_t stream,
+                   int to_end) {
+    if (bytes < SMALLEST || (kind != TO_DEVICE && kind != TO_HOST && kind != UNKNOWN_KIND)) return 0;
+    int was = errno, made = 0, me = (int)getpid(), began = atomic_load(&cure.pid), mode = RELAXED;
+    if (began != me) {
+        if (began || !open_driver()) { /* a child, or no driver that can do it: CUDA 12 can */
+            kvp_watch.cures = 0;
+            errno = was;
+            return 0;
+        }
+        atomic_store(&cure.pid, me);
+    }
+    if (!kvp_driver.cuThreadExchangeStreamCaptureMode(&mode)) {
+        made = try_copy(watched, dst, src, bytes, kind, (void *)(uintptr_t)stream, to_end);
+        kvp_driver.cuThreadExchangeStreamCaptureMode(&mode);
+    }
+    errno = was;
+    return made;
+}
+
+void kvp_copy_made(kvp_watched *watched, int result) {
+    int was = errno, mode = RELAXED;
+    if (!result && !kvp_driver.cuThreadExchangeStreamCaptureMode(&mode)) {
+        if (!kvp_driver.cuStreamSynchronize(watched->stream))
+            add(watched->account, KVP_AS_IT_IS, kvp_clock() - watched->start_ns, watched->bytes);
+        kvp_driver.cuThreadExchangeStreamCaptureMode(&mode);
+    }
+    atomic_store(&cure.busy, 0);
+    errno = was;
+}

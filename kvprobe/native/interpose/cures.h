@@ -1,0 +1,35 @@
+/* Cures that need no adapter, under KVPROBE_FIX=auto: what wrap.c calls around a call that can be cured. */
+#ifndef KVP_CURES_H
+#define KVP_CURES_H
+
+#include "interpose.h"
+
+/* Looks at the environment. `folder` stays valid. */
+void kvp_cures_start(const char *folder);
+void kvp_cures_stop(void);  /* from now on every call goes as it is */
+void kvp_cures_close(void); /* and the run folder is told what was done */
+
+/* One copy between host and device memory, on its way through kvp_cured_copy. */
+typedef struct {
+    void *account; /* NULL: this copy is not measured */
+    void *stream;
+    uint64_t start_ns;
+    size_t bytes;
+} kvp_watched;
+
+/* 1: the copy has been made, and its call would have returned 0. 0: the caller makes it, and then calls
+ * kvp_copy_made if `watched->account` is set. `kind` as in cudaMemcpyKind, `stream` as the driver names it; `to_end`:
+ * the call returns when the device has it all. */
+int kvp_copy_cured(kvp_watched *watched, uint64_t dst, uint64_t src, size_t bytes, int kind, uint64_t stream,
+                   int to_end);
+void kvp_copy_made(kvp_watched *watched, int result);
+
+#define KVP_CURED(NATIVE, ...)                                                                                         \
+    ({                                                                                                                 \
+        kvp_watched watched = {0};                                                                                     \
+        int made = unlikely(kvp_watch.cures) && kvp_copy_cured(&watched, __VA_ARGS__) ? 0 : (NATIVE);                  \
+        if (unlikely(watched.account != NULL)) kvp_copy_made(&watched, made);                                          \
+        made;                                                                                                          \
+    })
+
+#endif

@@ -1,0 +1,218 @@
+/* One pageable copy by way of pinned slots: several threads move its chunks between the program's memory and the slots,
+ * the caller has the device move them between the slots and its own.
+ *
+ * Only the caller calls CUDA. It takes chunks, too, so that a copy ends even where no helper comes: in a child of a
+ * raw clone(2), on a machine without a core to spare. A helper touches the program's memory only between the beginning
+ * and the end of the caller's call. */
+#define _GNU_SOURCE
+#include "staging.h"
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define SMALLEST_CHUNK (64u << 10)
+#define HELPERS 8
+#define NOT_READY 600 /* CUDA_ERROR_NOT_READY */
+
+static uint8_t *slots_at;
+static uint32_t slot_count;
+static unsigned helper_count;
+static void *pending[STAGING_SLOTS]; /* the event behind the slot's last copy; NULL: it is over. The caller's alone */
+
+/* The copy that is being made. Set while `open` is 0 and no helper is inside. */
+static struct {
+    _Atomic uint32_t turn; /* counts copies; helpers sleep on it */
+    _Atomic uint32_t open, inside;
+    uint8_t *host;
+    size_t bytes, chunk;
+    uint32_t chunks;
+    int to_device;
+    _Atomic uint32_t next, limit;          /* chunks below `limit` may be moved, those below `next` are taken */
+    _Atomic uint32_t moved[STAGING_SLOTS]; /* 1 + the chunk that was moved from or to this slot last */
+} job;
+
+static inline uint8_t *slot(uint32_t chunk) { return slots_at + (size_t)(chunk % slot_count) * STAGING_SLOT_BYTES; }
+
+static inline size_t size_of(uint32_t chunk) {
+    size_t left = job.bytes - (size_t)chunk * job.chunk;
+    return left < job.chunk ? left : job.chunk;
+}
+
+/* 1: a chunk was moved. 0: there is none to be had. */
+static int move_one(void) {
+    uint32_t n = atomic_load(&job.next);
+    do
+        if (n >= atomic_load(&job.limit)) return 0;
+    while (!atomic_compare_exchange_weak(&job.next, &n, n + 1));
+    uint8_t *theirs = job.host + (size_t)n * job.chunk;
+    if (job.to_device)
+        memcpy(slot(n), theirs, size_of(n));
+    else
+        memcpy(theirs, slot(n), size_of(n));
+    atomic_store_explicit(&job.moved[n % slot_count], n + 1, memory_order_release);
+    return 1;
+}
+
+static inline void relax(unsigned *spins) {
+    if (++*spins % 128 == 0)
+        sched_yield();
+    else
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#else
+        __asm__ volatile("" ::: "memory");
+#endif
+}
+
+/* ---- helpers --------------------------------------------------------------------------------------------------- */
+
+static void *help(void *unused) {
+    (void)unused;
+    prctl(PR_SET_NAME, "kvprobe-staging");
+    for (;;) {
+        uint32_t seen = atomic_load(&job.turn);
+        unsigned spins = 0;
+        atomic_fetch_add(&job.inside, 1);
+        while (atomic_load(&job.open) && atomic_load(&job.next) < job.chunks)
+            if (!move_one()) relax(&spins);
+        atomic_fetch_sub(&job.inside, 1);
+        syscall(SYS_futex, &job.turn, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+    }
+    return NULL;
+}
+
+int kvp_staging_open(uint8_t *memory, uint32_t slots, unsigned helpers) {
+    slots_at = memory;
+    slot_count = slots < STAGING_SLOTS ? slots : STAGING_SLOTS;
+    if (helpers > HELPERS) helpers = HELPERS;
+    /* Signals that are sent go to the program's threads. A fault is the thread's own: where the program has a handler
+     * for its memory (one that maps pages when they are touched), it runs here as it would in the caller. */
+    sigset_t all, were;
+    sigfillset(&all);
+    static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS};
+    for (unsigned i = 0; i < sizeof faults / sizeof *faults; i++) sigdelset(&all, faults[i]);
+    pthread_sigmask(SIG_SETMASK, &all, &were);
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_attr_setstacksize(&attributes, 256 << 10);
+    for (unsigned i = 0; i < helpers; i++) {
+        pthread_t thread;
+        helper_count += !pthread_create(&thread, &attributes, help, NULL);
+    }
+    pthread_attr_destroy(&attributes);
+    pthread_sigmask(SIG_SETMASK, &were, NULL);
+    return helper_count == helpers ? 0 : -1;
+}
+
+unsigned kvp_staging_threads(void) { return helper_count + 1; }
+
+int kvp_staging_is_free(void) { return !atomic_load(&job.inside); }
+
+static void begin(int to_device, uint8_t *host, size_t bytes) {
+    size_t chunk = bytes / (2 * kvp_staging_threads()) + 1;
+    chunk = (chunk + SMALLEST_CHUNK - 1) & ~(size_t)(SMALLEST_CHUNK - 1);
+    job.chunk = chunk < STAGING_SLOT_BYTES ? chunk : STAGING_SLOT_BYTES;
+    job.host = host;
+    job.bytes = bytes;
+    job.to_device = to_device;
+    job.chunks = (uint32_t)((bytes + job.chunk - 1) / job.chunk);
+    for (uint32_t i = 0; i < slot_count; i++) atomic_store(&job.moved[i], 0);
+    atomic_store(&job.next, 0);
+    atomic_store(&job.limit, 0);
+    atomic_store(&job.open, 1);
+    atomic_fetch_add(&job.turn, 1);
+    unsigned wanted = job.chunks - 1 < helper_count ? job.chunks - 1 : helper_count;
+    if (wanted) syscall(SYS_futex, &job.turn, FUTEX_WAKE_PRIVATE, wanted, NULL, NULL, 0);
+}
+
+/* After an error: nothing of the program's memory is touched from here on. */
+static void abandon(void) {
+    unsigned spins = 0;
+    atomic_store(&job.limit, 0);
+    atomic_store(&job.open, 0);
+    while (atomic_load(&job.inside)) relax(&spins);
+}
+
+/* ---- the caller ------------------------------------------------------------------------------------------------ */
+
+/* 0: the device is done with the slot's last copy. */
+static int slot_state(uint32_t chunk) {
+    void **last = &pending[chunk % slot_count];
+    int error = *last ? kvp_driver.cuEventQuery(*last) : 0;
+    if (!error) *last = NULL;
+    return error;
+}
+
+static int moved(uint32_t chunk) {
+    return atomic_load_explicit(&job.moved[chunk % slot_count], memory_order_acquire) == chunk + 1;
+}
+
+static int submit(const staging_events *events, uint64_t device, uint32_t chunk, void *stream) {
+    device += (uint64_t)chunk * job.chunk;
+    int error = job.to_device ? kvp_driver.cuMemcpyHtoDAsync_v2(device, slot(chunk), size_of(chunk), stream)
+                              : kvp_driver.cuMemcpyDtoHAsync_v2(slot(chunk), device, size_of(chunk), stream);
+    if (!error) error = kvp_driver.cuEventRecord(events->events[chunk % slot_count], stream);
+    pending[chunk % slot_count] = events->events[chunk % slot_count];
+    return error;
+}
+
+/* Returns when the last chunk is in its slot and submitted: the program may change its memory. */
+static int load(const staging_events *events, uint64_t device, void *stream) {
+    uint32_t submitted = 0, limit = 0;
+    unsigned spins = 0;
+    while (submitted < job.chunks) {
+        while (limit < job.chunks && limit < submitted + slot_count) {
+            int error = slot_state(limit);
+            if (error == NOT_READY) break;
+            if (error) return error;
+            atomic_store(&job.limit, ++limit);
+        }
+        if (moved(submitted)) {
+            int error = submit(events, device, submitted++, stream);
+            if (error) return error;
+        } else if (!move_one())
+            relax(&spins);
+    }
+    return 0;
+}
+
+/* Returns when all bytes have arrived in the program's memory. */
+static int store(const staging_events *events, uint64_t device, void *stream) {
+    uint32_t submitted = 0, limit = 0, finished = 0;
+    unsigned spins = 0;
+    while (finished < job.chunks) {
+        while (submitted < job.chunks && submitted < finished + slot_count) {
+            int error = slot_state(submitted);
+            if (error == NOT_READY) break;
+            if (!error) error = submit(events, device, submitted++, stream);
+            if (error) return error;
+        }
+        while (limit < submitted) {
+            int error = slot_state(limit);
+            if (error == NOT_READY) break;
+            if (error) return error;
+            atomic_store(&job.limit, ++limit);
+        }
+        while (finished < job.chunks && moved(finished)) finished++;
+        if (finished < job.chunks && !move_one()) relax(&spins);
+    }
+    return 0;
+}
+
+int kvp_staged_copy(const staging_events *events, int to_device, uint64_t device, uint8_t *host, size_t bytes,
+                    void *stream) {
+    begin(to_device, host, bytes);
+    int error = to_device ? load(events, device, stream) : store(events, device, stream);
+    if (error)
+        abandon();
+    else
+        atomic_store(&job.open, 0);
+    return error;
+}

@@ -1,0 +1,57 @@
+/* What the files of the cure of pageable copies share; see cures.c for what it is. */
+#ifndef KVP_STAGING_H
+#define KVP_STAGING_H
+
+#include "interpose.h"
+
+/* The driver's functions that staging calls, past every wrapper. They leave the runtime's last error alone. */
+#define KVP_STAGING_CALLS(X)                                                                                           \
+    X(cuPointerGetAttributes, (unsigned, int *, void **, uint64_t))                                                    \
+    X(cuCtxGetCurrent, (void **))                                                                                      \
+    X(cuCtxSetCurrent, (void *))                                                                                       \
+    X(cuCtxGetId, (void *, uint64_t *))                                                                                \
+    X(cuCtxGetDevice, (int *))                                                                                         \
+    X(cuStreamGetCtx, (void *, void **))                                                                               \
+    X(cuStreamIsCapturing, (void *, int *))                                                                            \
+    X(cuStreamSynchronize, (void *))                                                                                   \
+    X(cuThreadExchangeStreamCaptureMode, (int *))                                                                      \
+    X(cuMemHostRegister_v2, (void *, size_t, unsigned))                                                                \
+    X(cuMemcpyHtoDAsync_v2, (uint64_t, const void *, size_t, void *))                                                  \
+    X(cuMemcpyDtoHAsync_v2, (void *, uint64_t, size_t, void *))                                                        \
+    X(cuEventCreate, (void **, unsigned))                                                                              \
+    X(cuEventRecord, (void *, void *))                                                                                 \
+    X(cuEventQuery, (void *))
+
+struct staging_driver {
+#define X(NAME, PARAMETERS) int(*NAME) PARAMETERS;
+    KVP_STAGING_CALLS(X)
+#undef X
+};
+extern struct staging_driver kvp_driver;
+
+#define STAGING_SLOT_BYTES (1u << 20)
+#define STAGING_SLOTS 64 /* at most */
+#define STAGING_FEWEST 4
+
+/* staged_copy.c: one copy, in chunks, by way of pinned slots. One at a time: the caller holds the right to copy. */
+typedef struct {
+    uint64_t context; /* its id, unique in the process's life; 0: none */
+    void *events[STAGING_SLOTS];
+} staging_events;
+
+/* Memory of `slots` slots that the caller has registered, and so many threads that help. */
+int kvp_staging_open(uint8_t *memory, uint32_t slots, unsigned helpers);
+/* 0, or the error of the call that failed; then the copy is to be made as if nothing had happened, and staging never
+ * to be used again. Does not wait for what is in front of it in the stream. */
+int kvp_staged_copy(const staging_events *events, int to_device, uint64_t device, uint8_t *host, size_t bytes,
+                    void *stream);
+/* 0: helpers of the copy before are still about. */
+int kvp_staging_is_free(void);
+unsigned kvp_staging_threads(void);
+
+/* decisions.c: a line in the run folder, as adapters write them (kvprobe/instrument/event_log.py). `why` is made from
+ * `format` and holds nothing of the program's. Gain 0: not known. */
+void kvp_decision(const char *folder, const char *what, const char *from, const char *to, double gain,
+                  const char *format, ...) __attribute__((format(printf, 6, 7)));
+
+#endif

@@ -1,0 +1,303 @@
+/* A program that copies pageable memory and does with it what programs do.
+ *
+ *   pageable PLAY [SECONDS]
+ *
+ * It prints, and that must be the same whoever watches, each result and how many bytes were wrong. A play that repeats
+ * goes on until the interposer has made up its mind about loads and stores (a line in $KVPROBE_RUN says so), or for so
+ * many seconds; how often it repeated goes to stderr. */
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "kvhost.h"
+
+int cudaMemcpyAsync(void *, const void *, size_t, int, cudaStream_t);
+int cudaMemcpy(void *, const void *, size_t, int);
+int cuMemcpyHtoDAsync_v2(uint64_t, const void *, size_t, cudaStream_t);
+int cuMemcpyDtoHAsync_v2(void *, uint64_t, size_t, cudaStream_t);
+int cudaStreamCreateWithFlags(cudaStream_t *, unsigned);
+int cudaStreamSynchronize(cudaStream_t);
+int cudaMalloc(void **, size_t);
+int cudaFree(void *);
+int cudaHostRegister(void *, size_t, unsigned);
+int cudaHostUnregister(void *);
+int cudaPointerGetAttributes(void *, const void *);
+
+enum { MIB = 1 << 20, ROOM = 8 * MIB };
+
+static _Thread_local cudaStream_t stream;
+static _Thread_local uint8_t *device;
+static long wrong, repeated;
+static double until;
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec / 1e9;
+}
+
+static void check(int error) {
+    if (!error) return;
+    printf("error %d\n", error);
+    exit(3);
+}
+
+/* The n-th byte of the `turn`-th pattern. */
+static inline uint8_t byte_of(unsigned turn, size_t n) { return (uint8_t)(turn * 31 + n * 7 + (n >> 12)); }
+
+static void fill(uint8_t *at, size_t bytes, unsigned turn) {
+    for (size_t i = 0; i < bytes; i++) at[i] = byte_of(turn, i);
+}
+
+static long differing(const uint8_t *at, size_t bytes, unsigned turn) {
+    long count = 0;
+    for (size_t i = 0; i < bytes; i++) count += at[i] != byte_of(turn, i);
+    return count;
+}
+
+static void prepare(void) {
+    check(cudaMalloc((void **)&device, ROOM));
+    check(cudaStreamCreateWithFlags(&stream, 1));
+}
+
+static int decided(void) {
+    static char text[1 << 16];
+    char path[4096];
+    const char *folder = getenv("KVPROBE_RUN");
+    if (!folder) return 1;
+    snprintf(path, sizeof path, "%s/events-%d.jsonl", folder, (int)getpid());
+    int file = open(path, O_RDONLY);
+    if (file < 0) return 0;
+    ssize_t length = read(file, text, sizeof text - 1);
+    close(file);
+    text[length > 0 ? length : 0] = 0;
+    return strstr(text, "failed") || (strstr(text, "pageable loads") && strstr(text, "pageable stores"));
+}
+
+static int again(void) {
+    repeated++;
+    return now() < until && (repeated < 60 || repeated % 8 || !decided());
+}
+
+/* Loads and stores `bytes` from `at`, which is changed the moment each call returns. */
+static void there_and_back(uint8_t *at, uint8_t *back, size_t bytes, unsigned turn) {
+    fill(at, bytes, turn);
+    switch (turn % 3) {
+    case 0:
+        check(cudaMemcpyAsync(device, at, bytes, 1, stream));
+        break;
+    case 1:
+        check(cuMemcpyHtoDAsync_v2((uint64_t)(uintptr_t)device, at, bytes, stream));
+        break;
+    default:
+        check(cudaMemcpyAsync(device, at, bytes, 4, stream));
+        break;
+    }
+    memset(at, 0xee, bytes);
+    memset(back, 0xdd, bytes);
+    if (turn % 2)
+        check(cudaMemcpyAsync(back, device, bytes, 2, stream));
+    else
+        check(cuMemcpyDtoHAsync_v2(back, (uint64_t)(uintptr_t)device, bytes, stream));
+    __atomic_fetch_add(&wrong, differing(back, bytes, turn), __ATOMIC_SEQ_CST);
+}
+
+static size_t some_bytes(unsigned turn) { return MIB + (size_t)(turn * 7919) % (MIB - 16); }
+
+static void overwrites(void) {
+    uint8_t *at = malloc(4 * MIB), *back = malloc(4 * MIB);
+    for (unsigned turn = 0; again(); turn++) there_and_back(at + turn % 61, back + turn % 13, some_bytes(turn), turn);
+    free(at);
+    free(back);
+}
+
+/* The same addresses are other memory each time: anonymous, of a file, cut out and put back. */
+static void remaps(void) {
+    char name[] = "/tmp/kvprobe-pageable-XXXXXX";
+    int file = mkstemp(name);
+    unlink(name);
+    check(ftruncate(file, 4 * MIB) ? 4 : 0);
+    uint8_t *back = malloc(4 * MIB), *at = mmap(NULL, 4 * MIB, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    for (unsigned turn = 0; again(); turn++) {
+        int kind = turn % 4 ? MAP_PRIVATE | MAP_ANONYMOUS : turn % 8 ? MAP_SHARED : MAP_PRIVATE;
+        mmap(at, 4 * MIB, PROT_READ | PROT_WRITE, kind | MAP_FIXED, turn % 4 ? -1 : file, 0);
+        there_and_back(at, back, some_bytes(turn), turn);
+        if (turn % 3 == 0) madvise(at, 2 * MIB, MADV_DONTNEED);
+        munmap(at, 4 * MIB);
+        uint8_t *other = malloc(some_bytes(turn)); /* often takes the place */
+        memset(other, 1, some_bytes(turn));
+        other = realloc(other, 2 * some_bytes(turn));
+        check(cudaMemcpyAsync(device, other, some_bytes(turn), 1, stream));
+        free(other);
+    }
+}
+
+/* The source is written by work that stands in front of the copy in its stream. */
+static void write_source(void *at) { fill(at, 2 * MIB, 77); }
+static void behind_work(void) {
+    uint8_t *at = malloc(2 * MIB), *back = malloc(2 * MIB);
+    while (again()) {
+        memset(at, 0, 2 * MIB);
+        check(kvhostLaunchWork(stream, write_source, at, 100000));
+        check(cudaMemcpyAsync(device, at, 2 * MIB, 1, stream));
+        check(cudaMemcpyAsync(back, device, 2 * MIB, 2, stream));
+        wrong += differing(back, 2 * MIB, 77);
+    }
+}
+
+static void synchronous(void) {
+    uint8_t *at = malloc(4 * MIB), *back = malloc(4 * MIB);
+    for (unsigned turn = 0; again(); turn++) {
+        size_t bytes = some_bytes(turn);
+        fill(at, bytes, turn);
+        check(cudaMemcpy(device, at, bytes, 1));
+        wrong += differing(device, bytes, turn); /* the host runtime's device memory can be read: it must be there */
+        memset(back, 0, bytes);
+        check(cudaMemcpy(back, device, bytes, 2));
+        wrong += differing(back, bytes, turn);
+    }
+}
+
+static void forks(void) {
+    overwrites();
+    until = 0;
+    uint8_t *at = malloc(4 * MIB), *back = malloc(4 * MIB);
+    fill(at, 2 * MIB, 5);
+    fflush(stdout);
+    pid_t child = fork();
+    if (!child) {
+        prepare(); /* the host runtime starts afresh in a child */
+        wrong = 0;
+        for (unsigned turn = 0; turn < 40; turn++) there_and_back(at, back, some_bytes(turn), turn);
+        printf("child: %ld wrong\n", wrong);
+        exit(0);
+    }
+    for (unsigned turn = 0; turn < 40; turn++) there_and_back(at, back, some_bytes(turn), turn);
+    int status;
+    waitpid(child, &status, 0);
+    printf("child ended with %d\n", status);
+}
+
+/* What the program registers is its own: calls and answers are as ever, before, between and after staged copies. */
+static void registers(void) {
+    struct {
+        int type, device;
+        void *a, *b;
+        long reserved[8];
+    } what;
+    uint8_t *at = mmap(NULL, 4 * MIB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    uint8_t *back = malloc(4 * MIB);
+    int results[5] = {0};
+    for (unsigned turn = 0; again(); turn++) {
+        there_and_back(at, back, some_bytes(turn), turn);
+        check(cudaPointerGetAttributes(&what, at));
+        results[0] += what.type;
+        results[1] += cudaHostUnregister(at) != 713;
+        results[2] += cudaHostRegister(at, 4 * MIB, 0);
+        check(cudaPointerGetAttributes(&what, at + MIB));
+        results[3] += what.type != 1;
+        fill(at, 2 * MIB, turn + 1);
+        check(cudaMemcpyAsync(device, at, 2 * MIB, 1, stream));
+        check(cudaMemcpyAsync(back, device, 2 * MIB, 2, stream));
+        wrong += differing(back, 2 * MIB, turn + 1);
+        results[4] += cudaHostUnregister(at);
+    }
+    for (int i = 0; i < 5; i++) printf("%d ", results[i]);
+    printf("\n");
+}
+
+/* Refused calls are refused, and change nothing. */
+static void refusals(void) {
+    overwrites();
+    uint8_t *at = malloc(4 * MIB), *small;
+    check(cudaMalloc((void **)&small, MIB));
+    memset(small, 3, MIB);
+    memset(at, 9, 4 * MIB);
+    for (int i = 0; i < 20; i++) {
+        int beyond = cudaMemcpyAsync(small, at, MIB + 1, 1, stream);
+        int kind = cudaMemcpyAsync(small, at, MIB, 2, stream);
+        int no_stream = cudaMemcpyAsync(small, at, MIB, 1, (cudaStream_t)at);
+        int nothing = cudaMemcpyAsync(small, at, 0, 1, stream);
+        if (i == 19) printf("%d %d %d %d\n", beyond, kind, no_stream, nothing);
+    }
+    check(cudaStreamSynchronize(stream));
+    for (size_t i = 0; i < MIB; i++) wrong += small[i] != 3;
+}
+
+/* A device that fails in the middle: the program's calls say so, and go on saying so. */
+static void loses_device(void) {
+    overwrites();
+    uint8_t *at = malloc(4 * MIB);
+    kvhostLoseDevice();
+    for (int i = 0; i < 3; i++) printf("%d ", cudaMemcpyAsync(device, at, 4 * MIB, 1, stream));
+    printf("%d\n", cudaMemcpyAsync(at, device, 4 * MIB, 2, stream));
+}
+
+/* One of the calls that staging makes fails, which the program never made: it must not hear of it. */
+static void fails_inside(const char *name) {
+    uint8_t *at = malloc(4 * MIB), *back = malloc(4 * MIB);
+    check(kvhostFailCall(name, 3, 999));
+    for (unsigned turn = 0; again(); turn++) { /* by cudaMemcpyAsync alone */
+        fill(at, 2 * MIB, turn);
+        check(cudaMemcpyAsync(device, at, 2 * MIB, 1, stream));
+        memset(at, 0xee, 2 * MIB);
+        check(cudaMemcpyAsync(back, device, 2 * MIB, 2, stream));
+        wrong += differing(back, 2 * MIB, turn);
+    }
+}
+static void record_fails(void) { fails_inside("cuEventRecord"); }
+static void query_fails(void) { fails_inside("cuEventQuery"); }
+static void load_fails(void) { fails_inside("cuMemcpyHtoDAsync_v2"); }
+static void store_fails(void) { fails_inside("cuMemcpyDtoHAsync_v2"); }
+
+static void *of_a_thread(void *which) {
+    prepare();
+    uint8_t *at = malloc(4 * MIB), *back = malloc(4 * MIB);
+    for (unsigned turn = 0; turn < 60 || now() < until; turn++) {
+        there_and_back(at, back, some_bytes(turn), turn + (unsigned)(uintptr_t)which);
+        if (turn % 8 == 0 && turn > 60 && decided()) break;
+    }
+    return NULL;
+}
+
+static void threads(void) {
+    pthread_t all[4];
+    for (uintptr_t i = 0; i < 4; i++) pthread_create(&all[i], NULL, of_a_thread, (void *)i);
+    for (int i = 0; i < 4; i++) pthread_join(all[i], NULL);
+}
+
+int main(int argc, char **argv) {
+    static const struct {
+        const char *name;
+        void (*play)(void);
+    } plays[] = {{"overwrites", overwrites},
+                 {"remaps", remaps},
+                 {"behind-work", behind_work},
+                 {"synchronous", synchronous},
+                 {"forks", forks},
+                 {"registers", registers},
+                 {"refusals", refusals},
+                 {"device", loses_device},
+                 {"threads", threads},
+                 {"record-fails", record_fails},
+                 {"query-fails", query_fails},
+                 {"load-fails", load_fails},
+                 {"store-fails", store_fails}};
+    until = now() + (argc > 2 ? atof(argv[2]) : 60);
+    prepare();
+    for (unsigned i = 0; i < sizeof plays / sizeof *plays; i++)
+        if (!strcmp(argv[1], plays[i].name)) plays[i].play();
+    printf("%ld wrong\n", wrong);
+    kvhost_stats stats;
+    kvhostStats(&stats);
+    fprintf(stderr, "repeated %ld times, %llu bytes pinned\n", repeated, (unsigned long long)stats.pinned_bytes);
+    return 0;
+}

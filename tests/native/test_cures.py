@@ -1,0 +1,167 @@
+"""Pageable copies under `--fix auto` without an adapter: staged where that pays; only the clock can tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvprobe.recordings import open_recording
+
+MIB = 1 << 20
+PLAYS = [
+    "overwrites",
+    "remaps",
+    "behind-work",
+    "synchronous",
+    "forks",
+    "registers",
+    "refusals",
+    "device",
+    "threads",
+]
+
+
+@pytest.fixture(scope="module")
+def program(compile_c: Callable[..., Path], libraries: Path) -> Path:
+    include = Path(__file__).parents[2] / "kvprobe" / "native" / "hostrt"
+    return compile_c("pageable", f"-I{include}", f"-L{libraries}", "-lkvprobe_hostrt", f"-Wl,-rpath,{libraries}")
+
+
+@pytest.fixture(scope="module")
+def account(compile_c: Callable[..., Path]) -> Path:
+    return compile_c("cure_account")
+
+
+def play(program: Path, *arguments: object, **environment: str) -> tuple[str, str]:
+    """What the program printed, and what it said of itself. A pageable copy is 8 times slower than the link."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KVPROBE")}
+    env |= {"KVHOST_PAGEABLE_GBPS": "0.5", **environment}
+    done = subprocess.run([program, *map(str, arguments)], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
+    return done.stdout, done.stderr
+
+
+def watched(libraries: Path, folder: Path, **more: str) -> dict[str, str]:
+    preload = str(libraries / "libkvprobe_interpose.so")
+    return {"LD_PRELOAD": preload, "KVPROBE_RUN": str(folder), "KVPROBE_FIX": "auto", **more}
+
+
+def decisions(folder: Path) -> list[dict[str, Any]]:
+    lines = [line for path in folder.glob("events-*.jsonl") for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in lines]
+
+
+def staged(folder: Path) -> tuple[int, int]:
+    """Loads and stores that were, as the interposer says at the process's end."""
+    (note,) = [one["why"] for one in decisions(folder) if one["what"] == "note"]
+    loads, stores = re.search(r"(\d+) loads", note), re.search(r"(\d+) stores", note)
+    return int(loads[1]) if loads else 0, int(stores[1]) if stores else 0
+
+
+@pytest.mark.parametrize("what", PLAYS)
+def test_a_program_sees_the_same_with_staged_copies(program: Path, libraries: Path, tmp_path: Path, what: str) -> None:
+    alone, _ = play(program, what, 1)
+    assert alone.endswith("\n0 wrong\n") or alone == "0 wrong\n"
+    seen, _ = play(program, what, 60, **watched(libraries, tmp_path))
+    assert seen == alone
+    loads, stores = staged(tmp_path)
+    assert loads >= 5 and stores >= 5
+    assert len(list(tmp_path.glob("events-*.jsonl"))) == 1, "a forked child decides nothing"
+
+
+@pytest.mark.parametrize("what", ["record-fails", "query-fails", "load-fails", "store-fails"])
+def test_a_failure_inside_is_not_the_program_s(program: Path, libraries: Path, tmp_path: Path, what: str) -> None:
+    seen, _ = play(program, what, 60, **watched(libraries, tmp_path))
+    assert seen == "0 wrong\n"
+    (failure,) = [one for one in decisions(tmp_path) if "error 999" in one["why"]]
+    assert failure["what"] == "refuse" and failure["why"].startswith("a staged copy failed")
+
+
+def test_off_unless_asked_for(program: Path, libraries: Path, tmp_path: Path) -> None:
+    for given in ({"KVPROBE_FIX": "off"}, {"KVPROBE_FIX": ""}, {"KVPROBE": "off"}):
+        _, said = play(program, "overwrites", 0.2, **watched(libraries, tmp_path, **given))
+        assert said.endswith(" 0 bytes pinned\n")
+    assert not decisions(tmp_path)
+
+
+@pytest.mark.parametrize("limit", [4 * MIB, 7 * MIB, 200 * MIB])
+def test_no_more_is_locked_than_allowed(program: Path, libraries: Path, tmp_path: Path, limit: int) -> None:
+    _, said = play(program, "overwrites", 60, **watched(libraries, tmp_path, KVPROBE_LOCKED_BYTES=str(limit)))
+    pinned = int(said.split()[3])
+    assert pinned == min(limit // MIB, 64) * MIB
+    assert staged(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"KVPROBE_LOCKED_BYTES": "1000000"}, "KVPROBE_LOCKED_BYTES leaves less than the 4 MiB"),
+        ({"KVHOST_PINNED_BYTES": "1000000"}, "could not be locked .* error 2"),
+    ],
+)
+def test_what_cannot_be_done_is_named_and_changes_nothing(
+    program: Path, libraries: Path, tmp_path: Path, given: dict[str, str], why: str
+) -> None:
+    seen, said = play(program, "overwrites", 2, **watched(libraries, tmp_path, **given))
+    assert seen == "0 wrong\n" and said.endswith(" 0 bytes pinned\n")
+    (refusal,) = decisions(tmp_path)
+    assert refusal["what"] == "refuse" and re.search(why, refusal["why"])
+
+
+def test_the_recording_says_what_was_decided(program: Path, libraries: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "kvprobe", "run", "--fix", "auto", "--report", "none", "--no-stacks"]
+    command += ["-o", str(folder), "--", str(program), "overwrites"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KVPROBE")}
+    done = subprocess.run(
+        command, env=env | {"KVHOST_PAGEABLE_GBPS": "0.5"}, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "0 wrong\n" and done.returncode == 0, done.stderr
+    recording = open_recording(folder)
+    whats = [recording.text(int(what)) for what in recording.decisions["what"]]
+    assert whats[-1] == "kvprobe.staging: note" and len(whats) >= 3
+    assert all(what.startswith(("kvprobe.staging: keep", "kvprobe.staging: refuse")) for what in whats[:-1])
+
+
+# ---- whether it pays -------------------------------------------------------------------------------------------------
+
+
+def course(account: Path, costs: list[tuple[float, float]]) -> list[str]:
+    """Which way each of these calls goes, and what is concluded from it."""
+    text = "\n".join(f"{before} {after}" for before, after in costs)
+    done = subprocess.run([account], input=text, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_both_ways_take_turns_and_a_gain_of_a_quarter_is_kept(account: Path) -> None:
+    assert course(account, [(5.0, 4.0)] * 11) == ["a", "c"] * 4 + ["a", "c keep"] + ["c"]
+
+
+def test_less_is_refused_and_tried_again_later_each_time_later(account: Path) -> None:
+    ways = course(account, [(4.9, 4.0)] * (10 + 1024 + 10 + 2048 + 1))
+    tried = ["a", "c"] * 4 + ["a", "c refuse"]
+    assert ways == tried + ["r"] * 1024 + tried + ["r"] * 2048 + ["a"]
+
+
+def test_one_call_in_65_goes_as_it_is_and_what_no_longer_pays_is_taken_back(account: Path) -> None:
+    ways = course(account, [(5.0, 1.0)] * 400 + [(5.0, 5.0)] * 400)
+    kept = ways[10:]
+    assert kept[:130] == (["c"] * 64 + ["a"]) * 2
+    changed = kept.index("a rollback")
+    assert 390 < changed < 390 + 4 * 65, "three of the five newest samples decide"
+    assert kept[changed + 1] == "r"
+
+
+def test_a_call_that_was_held_up_decides_nothing(account: Path) -> None:
+    costs = [(5.0, 1.0)] * 11
+    costs[3] = (5.0, 500.0)
+    costs[7] = (5.0, 300.0)
+    assert course(account, costs)[9] == "c keep"
