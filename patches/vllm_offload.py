@@ -34,7 +34,12 @@ class Offload(Adapter):
     name = "vllm.offload"
     summary = "Counts hits, waits, stored and loaded blocks, evictions of unread blocks, and what prefill costs."
     targets = (
-        Target(_FACTORY, "KVConnectorFactory.create_connector", ("config", "role")),
+        Target(
+            _FACTORY,
+            "KVConnectorFactory.create_connector",
+            ("config", "role"),
+            otherwise=(("config", "role", "kv_cache_config"),),
+        ),
         Target(_SCHEDULER, "Scheduler.schedule", ()),
         Target(_SCHEDULER, "Scheduler.update_from_output", ("scheduler_output", "model_runner_output")),
         Target(_CONNECTOR, "KVConnectorBase_V1.get_num_new_matched_tokens", ("request", "num_computed_tokens")),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvprobe.errors import KvprobeError
-from kvprobe.instrument import compatibility, published
+from kvprobe.instrument import compatibility, published, registry
 from kvprobe.instrument.adapter import Target
 
 SOURCE = """
@@ -145,3 +145,20 @@ def test_an_index_that_sends_no_parts_is_an_error_and_leaves_nothing(wheel: str)
     with pytest.raises(KvprobeError, match="does not support range requests"):
         published.tree("server", "1.0", "server/")
     assert published.tree("server", "1.0", "server/", download=False) is None
+
+
+@pytest.mark.parametrize("server", registry.SERVERS)
+def test_adapters_fit_the_releases_that_are_here(server: str) -> None:
+    """Whole packages of the cache, as `kvprobe patches --versions` judges those on the index."""
+    line, looked = registry.SERVERS[server], 0
+    for distribution in line.distributions:
+        for tree in published.cache_folder().glob(f"trees/{distribution.replace('-', '_')}-*"):
+            done = tree / ".complete"
+            if not done.exists() or not {"all", f"{line.package}/"} & set(done.read_text().split()):
+                continue
+            looked += 1
+            version = tree.name.rpartition("-")[2]
+            fits = {kind.name: compatibility._fit(kind, version, tree) for kind in registry.adapter_classes(server)}
+            assert not {name: why for name, why in fits.items() if why.startswith("does not fit")}, tree.name
+    if not looked:
+        pytest.skip(f"no whole release of {server} is in {published.cache_folder()}")
