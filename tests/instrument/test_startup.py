@@ -118,10 +118,13 @@ def states(folder: Path) -> dict[str, str]:
 
 
 def test_a_server_that_offloads_nothing_imports_nothing_of_kvprobe(tmp_path: Path) -> None:
-    code = "import sys, transformers.cache_utils; print([name for name in sys.modules if name.startswith('kvprobe')])"
+    code = "import importlib.util; importlib.util.find_spec('transformers')\n"  # as other servers ask for it
+    code += "import sys, transformers.cache_utils; print([name for name in sys.modules if name.startswith('kvprobe')])"
     done = run(code, KVPROBE_RUN=str(tmp_path), PYTHONPATH=str(server(tmp_path, "5.1.0")))
     assert done.stdout == "['kvprobe_startup']\n"
-    assert states(tmp_path) == {"transformers": "waiting"}
+    (events,) = tmp_path.glob("events-*.jsonl")
+    (told,) = map(json.loads, events.read_text().splitlines())
+    assert (told["kind"], told["adapter"], told["state"]) == ("state", "transformers", "waiting")
 
 
 def test_the_first_touch_of_an_offload_lets_the_adapters_in(tmp_path: Path) -> None:

@@ -201,7 +201,8 @@ class _Waiting:
     """
 
     def __init__(self) -> None:
-        self.touched: dict[str, tuple[str, ...]] = {}  # of the servers that were imported
+        self.touched: dict[str, tuple[str, ...]] = {}  # of the servers that were looked for
+        self.known: set[str] = set()
         self.stand_ins: list[tuple[Any, str, Any, Any]] = []  # owner, name, stand-in, the server's own
 
     def begin(self) -> None:
@@ -210,7 +211,8 @@ class _Waiting:
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "ModuleSpec | None":
         """Part of the import protocol."""
-        if name in _SERVER_OF:
+        if name in _SERVER_OF and name not in self.known:
+            self.known.add(name)  # others ask whether there is such a package before it is imported
             return self._server(_SERVER_OF[name], name, path, target)
         names = self.touched.get(name)
         if names is None or self not in sys.meta_path:
