@@ -20,6 +20,15 @@ def interrupts() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def real_time() -> Iterator[None]:
+    """What a module played in virtual time, the next one does not find: each may be the first of its process."""
+    yield
+    runtimes = sys.modules.get("kvprobe.cuda.runtime")
+    if runtimes and runtimes._host_runtime.cache_info().currsize and runtimes.find_runtime("host").simulated:
+        runtimes.find_runtime("host").reset()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Where stacks go is kept: while a test runs, its own output is captured."""
     config.stash[STDERR] = os.dup(sys.__stderr__.fileno()) if sys.__stderr__ else -1

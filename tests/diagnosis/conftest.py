@@ -12,8 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 def runtime():
     from hostruntime import Runtime
 
-    yield Runtime()
-    Runtime().host.reset()  # whoever comes next finds real time
+    return Runtime()
 
 
 @pytest.fixture(scope="session")

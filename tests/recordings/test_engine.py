@@ -17,7 +17,7 @@ from kvprobe.reporting import build_page
 
 @pytest.fixture
 def engine():
-    runtime = host_runtime()  # on the real clock, whatever the tests before had
+    runtime = host_runtime()
     gpu = kvprobe.BlockPool(runtime, [device_region(runtime, 64 * 4096)], 4096)
     cpu = kvprobe.BlockPool(runtime, [host_region(runtime, 64 * 4096)], 4096)
     limits = kvprobe.QueueLimits(64, 4, 256, 1000, 2000)

@@ -126,7 +126,6 @@ def scenarios():
     ],
 )
 def test_recordings_of_the_host_runtime(tmp_path, name):
-    """What the verdict is depends on how busy this machine is; that both agree does not."""
     runtime, known = scenarios()
     played = known[name](runtime)
     agreed(kineto_text.of_recording(tmp_path / "t.json", played.recording))
