@@ -97,6 +97,11 @@ KVP_EXPORT int cuEventCreate(cudaEvent_t *event, unsigned flags) {
     KVH_LEAVE(kvh_event_create(c, event, flags));
 }
 
+KVP_EXPORT int cuStreamQuery(cudaStream_t stream) {
+    KVH_ENTER(cuStreamQuery, stream);
+    KVH_LEAVE(kvh_stream_query(c, stream));
+}
+
 KVP_EXPORT int cuEventRecord(cudaEvent_t event, cudaStream_t stream) {
     KVH_ENTER(cuEventRecord, stream);
     KVH_LEAVE(kvh_event_record(c, event, stream));

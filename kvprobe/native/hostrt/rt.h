@@ -96,6 +96,7 @@ enum {
     X(cuModuleGetFunction, 0)                                                                                          \
     X(cuFuncSetAttribute, 0)                                                                                           \
     X(cuEventRecord, 27)                                                                                               \
+    X(cuStreamQuery, 0)                                                                                                \
     X(cuEventQuery, 0)                                                                                                 \
     X(cuMemHostRegister_v2, 39)
 
@@ -449,6 +450,7 @@ cudaError_t kvh_launch(call *c, const void *fn, void **args, cudaStream_t stream
 cudaError_t kvh_stream_create(call *c, cudaStream_t *out, unsigned flags, int priority);
 cudaError_t kvh_stream_sync(call *c, cudaStream_t stream);
 cudaError_t kvh_event_create(call *c, cudaEvent_t *out, unsigned flags);
+cudaError_t kvh_stream_query(call *c, cudaStream_t stream);
 cudaError_t kvh_event_record(call *c, cudaEvent_t event, cudaStream_t stream);
 cudaError_t kvh_event_query(call *c, cudaEvent_t event);
 cudaError_t kvh_host_register(call *c, void *p, size_t bytes);

@@ -214,19 +214,23 @@ static void spend_query(runtime *rt) {
     if (rt->simulation) rt->time->spend(rt, kvh_now(rt) + QUERY_NS);
 }
 
-KVP_EXPORT cudaError_t cudaStreamQuery(cudaStream_t handle) {
-    KVH_ENTER(cudaStreamQuery, handle);
+cudaError_t kvh_stream_query(call *c, cudaStream_t handle) {
     stream *s = kvh_stream(c->rt, handle);
-    if (!s) KVH_LEAVE(cudaErrorInvalidResourceHandle);
+    if (!s) return cudaErrorInvalidResourceHandle;
     cudaError_t error = kvh_lock_stream(c, s);
-    if (error) KVH_LEAVE(error);
+    if (error) return error;
     kvh_lock(c->rt);
     bool done = s->completed == s->submitted;
     kvh_unlock(c->rt);
     kvh_unlock_stream(c->rt, s);
     spend_query(c->rt);
     error = atomic_load(&c->rt->sticky);
-    KVH_LEAVE(error ? error : done ? cudaSuccess : cudaErrorNotReady);
+    return error ? error : done ? cudaSuccess : cudaErrorNotReady;
+}
+
+KVP_EXPORT cudaError_t cudaStreamQuery(cudaStream_t handle) {
+    KVH_ENTER(cudaStreamQuery, handle);
+    KVH_LEAVE(kvh_stream_query(c, handle));
 }
 
 cudaError_t kvh_stream_sync(call *c, cudaStream_t handle) {

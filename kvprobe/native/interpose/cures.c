@@ -6,10 +6,11 @@
  * written by the CPU within the call, as the driver does it. Mapped files and the heap are served like anything else.
  *
  * WHAT A PROGRAM MAY RELY ON, and does with this (CUDA's "API synchronization behavior"; copies above 64 KiB)
- * - Host to device: the work in front of it in the stream is over before the source is read (the stream is waited for),
- *   and the source may be changed as soon as the call has returned (all of it is in the slots by then). cudaMemcpy
- *   waits for the device, too.
- * - Device to host: all bytes have arrived when the call returns.
+ * - Host to device: the source may be changed as soon as the call has returned, because all of it is in the slots by
+ *   then. Only where nothing is in front of it in its stream: behind work, "the driver may synchronize with the
+ * stream", or read the source at once. One program may count on work that writes the source, another on a call that
+ * returns while that work waits for it; whoever guesses is wrong for one of them. cudaMemcpy waits for the device, too.
+ * - Device to host: all bytes have arrived when the call returns, whatever was in front of it.
  * - Order in the stream, and what an event recorded behind the call covers, are those of one copy.
  * - An error: nothing is reported from here. The program's own call is made, over the same bytes, and its result is the
  *   result; staging is not used again in this process. A call that would be refused is not touched: destination or
@@ -76,8 +77,9 @@ static struct {
     staging_events contexts[CONTEXTS];
     _Atomic uint32_t context_count;
     kvp_account accounts[2][CLASSES];
-    uint64_t copies[2], bytes[2]; /* staged */
-    double ns[2][2];              /* what they took, by the accounts, by enum kvp_way: what they would have taken */
+    _Atomic uint64_t behind_work, beside_another; /* copies that went as they are */
+    uint64_t copies[2], bytes[2];                 /* staged */
+    double ns[2][2]; /* what they took, by the accounts, by enum kvp_way: what they would have taken */
 } cure;
 
 /* ---- start and end --------------------------------------------------------------------------------------------- */
@@ -106,8 +108,13 @@ void kvp_cures_close(void) {
     if (!folder || atomic_load(&cure.pid) != (int)getpid()) return;
     kvp_watch.cures = 0;
     atomic_store(&cure.pid, 0);
-    if (!(cure.copies[0] + cure.copies[1])) return;
-    char text[2][160] = {"", ""};
+    unsigned long long behind = atomic_load(&cure.behind_work), beside = atomic_load(&cure.beside_another);
+    if (!(cure.copies[0] + cure.copies[1] + behind + beside)) return;
+    char text[2][160] = {"", ""}, left[160] = "";
+    if (behind + beside)
+        snprintf(left, sizeof left,
+                 "; as they are went %llu loads behind work in their stream, %llu copies beside another", behind,
+                 beside);
     for (int store = 0; store < 2; store++)
         if (cure.copies[store])
             snprintf(text[store], sizeof text[store], "%s%llu %s of %.3f GB in about %.3f s, %.3f s as they were",
@@ -115,8 +122,8 @@ void kvp_cures_close(void) {
                      store ? "stores" : "loads", (double)cure.bytes[store] / 1e9, cure.ns[store][KVP_CURED] / 1e9,
                      cure.ns[store][KVP_AS_IT_IS] / 1e9);
     kvp_decision(folder, "note", NULL, NULL, 0,
-                 "pageable copies went through %.0f MiB of pinned memory, moved by %u threads: %s%s",
-                 (double)cure.locked / (1 << 20), kvp_staging_threads(), text[0], text[1]);
+                 "pageable copies went through %.0f MiB of pinned memory, moved by %u threads: %s%s%s",
+                 (double)cure.locked / (1 << 20), kvp_staging_threads(), text[0], text[1], left);
 }
 
 /* ---- the slots ------------------------------------------------------------------------------------------------- */
@@ -325,9 +332,8 @@ static void add(kvp_account *account, enum kvp_way way, uint64_t ns, size_t byte
 
 static int stage(kvp_account *account, const staging_events *events, uint64_t dst, uint64_t src, size_t bytes, int load,
                  void *stream, int to_end) {
-    uint64_t start = kvp_clock(); /* CUDA's own call waits for its stream, too */
+    uint64_t start = kvp_clock();
     int ask = kvp_account_asks(account, KVP_CURED);
-    if (kvp_driver.cuStreamSynchronize(stream)) return 0; /* the program's own call is to find that error */
     int error =
         kvp_staged_copy(events, load, load ? dst : src, (uint8_t *)(uintptr_t)(load ? src : dst), bytes, stream);
     if (!error && load && (to_end || ask)) error = kvp_driver.cuStreamSynchronize(stream);
@@ -364,7 +370,12 @@ static int try_copy(kvp_watched *watched, uint64_t dst, uint64_t src, size_t byt
     if (!look(device, &p) || !is_inside(&p, device, bytes) || !is_pageable(load ? src : dst, bytes)) return 0;
     const staging_events *events = events_for(&p, stream);
     if (!events) return 0;
-    if (!atomic_compare_exchange_strong(&cure.busy, &no, 1)) return 0;
+    /* a store's own call would wait for its stream, too; an error is that call's to find */
+    int state = load ? kvp_driver.cuStreamQuery(stream) : kvp_driver.cuStreamSynchronize(stream);
+    if (state || !atomic_compare_exchange_strong(&cure.busy, &no, 1)) {
+        atomic_fetch_add(state ? &cure.behind_work : &cure.beside_another, 1);
+        return 0;
+    }
     int made = 0;
     if (kvp_watch.cures && kvp_staging_is_free()) {
         if (kvp_account_way(account) == KVP_CURED)

@@ -13,6 +13,7 @@
     X(cuCtxGetDevice, (int *))                                                                                         \
     X(cuStreamGetCtx, (void *, void **))                                                                               \
     X(cuStreamIsCapturing, (void *, int *))                                                                            \
+    X(cuStreamQuery, (void *))                                                                                         \
     X(cuStreamSynchronize, (void *))                                                                                   \
     X(cuThreadExchangeStreamCaptureMode, (int *))                                                                      \
     X(cuMemHostRegister_v2, (void *, size_t, unsigned))                                                                \
