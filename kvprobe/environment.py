@@ -118,7 +118,7 @@ FIX = Variable(
     "off",
     _one_of(*FIXES),
     "off or auto",
-    "auto: adapters and the interposer may change how a server copies, where that pays",
+    "auto: adapters and the interposer may change how a server copies, where that helps",
     native=True,
     set_by_run=True,
 )
@@ -138,15 +138,21 @@ DETAIL = Variable(
     "copies",
     _one_of("totals", "copies", "launches"),
     "totals, copies or launches",
-    "what is kept of single calls; totals are exact with any",
+    "which single calls are kept; totals are exact in any case",
     native=True,
     set_by_run=True,
 )
 MAX_BYTES = Variable(
-    "KVPROBE_MAX_BYTES", 0, _number, "a number", "bound of the run folder's size; 0: none", native=True, set_by_run=True
+    "KVPROBE_MAX_BYTES",
+    0,
+    _number,
+    "a number",
+    "upper limit of the run folder's size; 0: none",
+    native=True,
+    set_by_run=True,
 )
 OBSERVER = Variable(
-    "KVPROBE_OBSERVER", 0, _number, "a pid", "the process that may look into this one", native=True, set_by_run=True
+    "KVPROBE_OBSERVER", 0, _number, "a pid", "the process that may read this one's memory", native=True, set_by_run=True
 )
 STACKS = Variable(
     "KVPROBE_STACKS",

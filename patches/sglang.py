@@ -208,7 +208,7 @@ class Transfers(Adapter):
         unified = any(getattr(t.device_pool, "host_transfer_translate", None) is not None for t in transfers)
         if not unified and not self.module.shared_host_layout_domains(t.host_pool for t in transfers):
             return True
-        path.auto.refuse(path.auto.rung, "these pools rely on one stream a direction: streams are left alone")
+        path.auto.refuse(path.auto.rung, "these pools rely on one stream a direction: streams are not changed")
         return False
 
     def take(self, path: CopyPath, count: int, taken: list[int]) -> list[Any]:

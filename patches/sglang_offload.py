@@ -56,7 +56,7 @@ class Offload(Adapter):
 
     name, versions = "sglang.offload", ">=0.5.21,<0.6"
     option = "--enable-hierarchical-cache"
-    summary = "Counts HiCache's hits, tokens written, loaded, and written over before anybody loaded them."
+    summary = "Counts HiCache's hits, tokens written, loaded, and overwritten before they were loaded."
     targets = (
         Target(_CONTROLLER, "HiCacheController.write", ("device_indices", "priority", "node_id")),
         Target(_CONTROLLER, "HiCacheController.load", ("host_indices", "priority", "node_id")),

@@ -58,7 +58,7 @@ def test_a_cause(recording, monkeypatch):
     kinds[:] = CallKind.MEMSET
     found = diagnosis.examine_frame(JoinedRecording(recording), diagnosis.CAUSES).findings
     assert [(one.cause, len(one.calls)) for one in found] == [("slow_memsets", 10)]
-    assert found[0].title.startswith("10 memsets held their caller for ")
+    assert found[0].title.startswith("10 memsets blocked their caller for ")
     assert found[0].cure[0].predicted_saving_ns == found[0].lost_ns
 
 

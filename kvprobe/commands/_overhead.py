@@ -53,7 +53,7 @@ def overhead(runtime: Runtime, rounds: int) -> dict[str, Any]:
                     run.mkdir()
                     result = library.kvprobe_attach(bytes(path), bytes(run), level.encode(), 1 << 28)
                     if result == -114:
-                        raise UsageError("this process is recorded already: start bench without kvprobe run")
+                        raise UsageError("this process is already being recorded: start bench without kvprobe run")
                     if result < 0:
                         raise KvprobeError(f"the interposer could not be attached: {os.strerror(-result)}")
                 try:

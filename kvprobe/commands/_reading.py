@@ -110,9 +110,13 @@ def window_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     import click
 
-    @click.option("--from", "begin", metavar="TIME", help="Judge from here on: 1.5s after the recording began.")
-    @click.option("--to", "end", metavar="TIME", help="Judge until here, counted likewise.")
-    @click.option("--range", "within", default="", metavar="NAME", help="Judge within the NVTX ranges of this name.")
+    @click.option(
+        "--from", "begin", metavar="TIME", help="Start of the part that is judged: 1.5s after the recording began."
+    )
+    @click.option("--to", "end", metavar="TIME", help="End of that part, counted likewise.")
+    @click.option(
+        "--range", "within", default="", metavar="NAME", help="Judge only what lies in NVTX ranges of this name."
+    )
     @functools.wraps(command)
     def with_window(*words: Any, begin: str | None, end: str | None, within: str, **options: Any) -> Any:
         return command(*words, window=WindowOptions(begin, end, within), **options)

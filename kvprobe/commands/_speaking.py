@@ -86,7 +86,7 @@ def say_outcome(folder: Path, observer: int) -> None:
         for line in said.read_text(errors="replace").splitlines():
             click.echo(f"kvprobe: {line}", err=True)
     elif not (folder / "end.json").exists():
-        click.echo(f"kvprobe: the report follows in {folder}, when all processes of the command have ended", err=True)
+        click.echo(f"kvprobe: the report will be in {folder} when all processes of the command have ended", err=True)
     else:
         click.echo(f"kvprobe: the report is being written in {folder}", err=True)
 

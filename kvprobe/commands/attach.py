@@ -24,18 +24,18 @@ from kvprobe.runfolder.secrets import redact_text
 __all__ = ["command"]
 
 
-@click.command(short_help="Record a process that runs already.")
+@click.command(short_help="Record a process that is already running.")
 @click.argument("pid", type=click.IntRange(1), metavar="PID")
 @recording_options
 def command(pid: int, output: Path | None, detail: str, max_bytes: int) -> None:
     """Record every CUDA copy that the process PID makes from now on, and those of its children that use CUDA.
 
-    A debugger (gdb) loads the interposer into the process and has it write its functions where the process's libraries
-    keep the CUDA functions' addresses; results do not change. `kvprobe detach PID` puts the addresses back and leaves
-    a report. What these processes start from now on is recorded, too.
+    A debugger (gdb) loads the interposer into the process, which replaces the addresses of the CUDA functions in the
+    process's libraries; results do not change. `kvprobe detach PID` puts the addresses back and writes a report. What
+    these processes start from now on is recorded, too.
 
-    Not seen: calls through a pointer that a library had fetched before (dlsym, cuGetProcAddress), and a CUDA runtime
-    that is linked statically. The process needs the same user and no container between it and kvprobe.
+    Not recorded are calls through a pointer that a library fetched earlier (dlsym, cuGetProcAddress), and those of a
+    statically linked CUDA runtime. The process must belong to the same user, and be in the same container.
     """
     from kvprobe.instrument import attach
     from kvprobe.probe import processes
@@ -74,8 +74,10 @@ def command(pid: int, output: Path | None, detail: str, max_bytes: int) -> None:
     children = f" and {len(attached) - 1} of its children" if len(attached) > 1 else ""
     click.echo(f"recording process {pid}{children} into {folder}")
     if not attach.uses_cuda(pid) and len(attached) == 1:
-        click.echo(f"kvprobe: process {pid} has no CUDA library loaded: nothing is recorded before it has", err=True)
-    click.echo(f"watch it: kvprobe top {pid}; end it with a report: kvprobe detach {pid}")
+        click.echo(
+            f"kvprobe: process {pid} has no CUDA library loaded: nothing is recorded until it loads one", err=True
+        )
+    click.echo(f"watch it: kvprobe top {pid}; end it and get a report: kvprobe detach {pid}")
 
 
 def _words(pid: int) -> tuple[str, ...]:

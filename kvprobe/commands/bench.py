@@ -43,9 +43,7 @@ RECORDS = 1 << 19  # of a thread, over all rounds
 ROUNDS = 3  # at least: a spread needs them
 
 
-@click.group(
-    short_help="Compare the stream policies and copy methods of this machine, interleaved.", invoke_without_command=True
-)
+@click.group(short_help="Compare stream policies and copy methods on this machine.", invoke_without_command=True)
 @click.option(
     "--device",
     type=click.Choice(["auto", "host", "cuda"]),
@@ -60,10 +58,10 @@ ROUNDS = 3  # at least: a spread needs them
 )
 @click.pass_context
 def command(context: click.Context, device: str, seconds: float, as_json: bool, report: Path | None) -> None:
-    """Run the workload of `kvprobe demo` under shared, pooled and auto by turns, and copies in a loop and in batches.
+    """Run the workload of `kvprobe demo` under shared, pooled and auto in turn, and copies in a loop and in batches.
 
     Every figure is a median over rounds; ratios are taken within a round, so that what slows the machine for a while
-    slows both sides. The spread is that of the rounds' ratios, lowest to highest.
+    slows both sides. The range is from the lowest to the highest ratio of a round.
     """
     from kvprobe.launchqueue import calibrate
 
@@ -84,7 +82,7 @@ def command(context: click.Context, device: str, seconds: float, as_json: bool, 
     click.echo(json.dumps(outcome, indent=1)) if as_json else _show(outcome)
 
 
-@command.command("overhead", short_help="What watching costs on this machine, at each level of detail.")
+@command.command("overhead", short_help="Measure what recording costs on this machine, at each level of detail.")
 @click.option(
     "--device",
     type=click.Choice(["auto", "host", "cuda"]),
@@ -97,10 +95,10 @@ def command(context: click.Context, device: str, seconds: float, as_json: bool, 
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def overhead_command(device: str, rounds: int, as_json: bool) -> None:
-    """Measure a copy, a transfer and a step unwatched and at each level of `kvprobe run --detail`.
+    """Measure a copy, a transfer and a step without recording, and at each level of `kvprobe run --detail`.
 
-    The interposer is attached to this process and detached by turns. A ratio is taken within a round; the spread is
-    that of the rounds' ratios, lowest to highest.
+    The interposer is attached to this process and detached in turn. A ratio is taken within a round; the range is from
+    the lowest to the highest ratio of a round.
     """
     from kvprobe.commands._overhead import overhead
 
@@ -124,7 +122,7 @@ def _show_overhead(outcome: dict[str, Any]) -> None:
 
     from kvprobe.commands._overhead import LEVELS, WORK
 
-    table = Table(title=f"cost of watching, {outcome['rounds']} rounds: times unwatched (range)")
+    table = Table(title=f"cost of recording, {outcome['rounds']} rounds: times without recording (range)")
     table.add_column("")
     table.add_column("unwatched", justify="right")
     for level in LEVELS[1:]:
@@ -240,7 +238,7 @@ def _write(outcome: dict[str, Any], recording: Recording, path: Path) -> None:
         cells = [(_amount(name, figures[policy]["median"]), _ratio(figures[policy])) for policy in POLICIES]
         rows.append([text, cells[0][0], *cells[1], *cells[2]])
     columns = ["Figure, median", "shared", "pooled", "of shared (range)", "auto", "of shared (range)"]
-    said = f"{outcome['policies']['rounds']} rounds, each policy by turns; ratios are taken within a round."
+    said = f"{outcome['policies']['rounds']} rounds of all policies in turn; ratios are taken within a round."
     shown = Section("policies", "Policies compared", said, [], [table("Policies", columns, rows)])
     write_report(recording, path, findings=diagnose(recording), title="kvprobe bench", extra=[shown])
 

@@ -29,9 +29,9 @@ __all__ = ["command"]
 @click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Write the curves as an HTML page.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def command(device: str, quick: bool, use_cached: bool, report: Path | None, as_json: bool) -> None:
-    """Measure depth and channels of the launch queue, and the bandwidth, submission cost and price of every method.
+    """Measure depth and channels of the launch queue, and bandwidth, submission cost and slowdown of each method.
 
-    The result is kept for this GPU, driver, CUDA version and link: engines on this machine choose by it. It takes well
+    The result is kept for this GPU, driver, CUDA version and link; engines on this machine choose by it. It takes well
     under a minute; nothing else should use the GPU or the link meanwhile.
     """
     from kvprobe.cuda import find_runtime

@@ -36,13 +36,13 @@ class CheckedLimit:
 
 @click.command(short_help="Fail with an exit code when a recording breaks a limit.")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.Path(path_type=Path))
-@click.option("--max-blocked", metavar="SHARE", help="Recorded time one thread may lose in blocked calls: 1% or 20ms.")
+@click.option("--max-blocked", metavar="SHARE", help="Time that one thread may lose in blocked calls: 1% or 20ms.")
 @click.option("--max-submit-p50", metavar="TIME", help="Median host time of a submission: 5us.")
 @click.option("--max-submit-p99", metavar="TIME", help="99th percentile of the same: 50us.")
 @click.option("--max-call", metavar="TIME", help="Longest submission: 1ms.")
 @click.option("--max-lost", metavar="SHARE", help="Time that any one finding may lose: 5% or 100ms.")
 @click.option("--no", "banned", multiple=True, metavar="CAUSE", help="A cause that must not be found; may repeat.")
-@click.option("--allow-undecided", is_flag=True, help="Exit with 0 also where the recording is too poor to tell.")
+@click.option("--allow-undecided", is_flag=True, help="Exit with 0 even where a limit cannot be decided.")
 @click.option("--junit", type=click.Path(path_type=Path), help="Write the outcome as JUnit XML.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
 @click.option(
@@ -51,7 +51,7 @@ class CheckedLimit:
     type=click.Choice(["text", "github"]),
     default="text",
     show_default=True,
-    help="github: annotations at the Python line where a stack tells it.",
+    help="github: annotations, at the Python line where a stack names it.",
 )
 @window_options
 def command(
@@ -68,7 +68,7 @@ def command(
     output_format: str,
     window: WindowOptions,
 ) -> int:
-    """Check recordings against limits: exit code 1 when one is broken or cannot be told, 0 when all hold.
+    """Check recordings against limits: exit code 1 if one is exceeded or cannot be decided, 0 if all are kept.
 
     Without a limit, the check is that there is no critical finding. CAUSE is the name of a cause or a part of it
     ("saturation" stands for every cause whose root is a full launch queue, "pageable"). A recording that is cut off,

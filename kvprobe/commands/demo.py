@@ -51,10 +51,10 @@ RECORDS = 1 << 19  # of a thread, over all phases
     help="About how long both phases take together.",
 )
 def command(device: str, as_json: bool, report: Path, seconds: float) -> None:
-    """Fill a launch queue, watch kvprobe notice and switch, get a report.
+    """Fill a launch queue, see how kvprobe notices it and switches, and write a report.
 
-    Hundreds of requests with shared prefixes load their KV blocks from CPU memory beside a model-like loop whose step
-    time is the victim: first over one shared stream, then the same number of requests under auto.
+    Hundreds of requests with shared prefixes load their KV blocks from CPU memory while a loop runs that is like a
+    model's, and whose steps become slower: first over one shared stream, then the same number of requests under auto.
     """
     from kvprobe.reporting import check_writable
 
@@ -85,7 +85,7 @@ def play(runtime: Runtime, seconds: float, progress: bool) -> tuple[dict[str, An
     recorder = Recorder("copies", RECORDS)  # one ring file for all phases: it stays while an engine goes
     try:
         if recorder.path is None:
-            raise KvprobeError("the demo could not record itself: its ring file cannot be written")
+            raise KvprobeError("the demo could not be recorded: its ring file cannot be written")
         with _bar(progress, QUIET_S + seconds) as tick:
             quiet = WorkloadServer(machine, limits, "shared", "off", concurrency=1)
             servers = {"quiet": _phase(quiet, QUIET_S, tick, "quiet: one request at a time")}

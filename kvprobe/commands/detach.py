@@ -12,13 +12,13 @@ from kvprobe.errors import KvprobeError, UsageError
 __all__ = ["command"]
 
 
-@click.command(short_help="End a recording that attach began.")
+@click.command(short_help="End a recording that `kvprobe attach` began.")
 @click.argument("target", metavar="PID|FOLDER")
 def command(target: str) -> None:
     """Put the addresses back in the process PID and its children, and write the report.
 
-    FOLDER, the run folder that `kvprobe attach` named, does the same for all that is recorded into it. Processes go on
-    undisturbed; a program that one of them has become by exec stays recorded until it ends.
+    With FOLDER, the run folder that `kvprobe attach` printed, the same is done for all processes that are recorded into
+    it. The processes go on undisturbed; one that has called exec since is recorded until it ends.
     """
     from kvprobe.instrument import attach
     from kvprobe.probe import processes
@@ -26,12 +26,12 @@ def command(target: str) -> None:
 
     folder = attach.recorded_into(int(target)) if target.isdigit() else Path(target).absolute()
     if folder is None:
-        raise UsageError(f"process {target} is not recorded: nothing to detach from")
+        raise UsageError(f"process {target} is not being recorded: there is nothing to detach from")
     if not (folder / "run.json").exists():
         raise UsageError(f"{target} is neither a pid nor a run folder")
     first = RunFolder(folder).run().get("options", {}).get("attached", [])
     if not first:
-        raise UsageError(f"{folder} was recorded by `kvprobe run`, from the start: it ends with its command")
+        raise UsageError(f"{folder} was recorded by `kvprobe run`: the recording ends when its command ends")
     todo = dict.fromkeys(first)
     for pid in first:
         todo |= dict.fromkeys(processes.descendants(pid))
@@ -53,7 +53,7 @@ def command(target: str) -> None:
     click.echo(f"detached from {len(done)} process{'es' if len(done) != 1 else ''}", err=True)
     if left:
         click.echo(
-            f"kvprobe: {len(left)} processes that called exec meanwhile are recorded until they end: "
+            f"kvprobe: {len(left)} processes that have called exec since are recorded until they end: "
             f"{', '.join(map(str, left[:8]))}",
             err=True,
         )

@@ -52,17 +52,17 @@ class Line:
     todo: str = ""
 
 
-@click.command(short_help="What this machine and environment would do to offload.")
+@click.command(short_help="Check this machine and environment for what slows offload.")
 @click.option(
     "--device",
     type=click.Choice(["auto", "host", "cuda"]),
     default="auto",
     show_default=True,
-    help="Measure the GPU, the embedded host runtime, or what there is; cuda imports torch.",
+    help="Measure the GPU, the embedded host runtime, or whichever there is; cuda imports torch.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(device: str, as_json: bool) -> None:
-    """Look at GPU, driver, link, memory limits, environment, launch queue, tools and installed servers.
+    """Check GPU, driver, link, memory limits, environment, launch queue, tools and installed servers.
 
     The launch queue and the link are measured in this process, in this environment: start it as the server is started
     (same variables, same container, same numactl). Exits with 1 where something is bad.
@@ -100,7 +100,13 @@ def _guarded(topic: str, name: str, look: Callable[[], Iterator[Line]]) -> Itera
     try:
         yield from look()
     except (KvprobeError, OSError) as error:
-        yield Line(topic, name, f"failed: {error}", BAD, "try again on a calmer machine, or `kvprobe --debug doctor`")
+        yield Line(
+            topic,
+            name,
+            f"failed: {error}",
+            BAD,
+            "try again while the machine is less busy, or run `kvprobe --debug doctor`",
+        )
 
 
 # -- device ----------------------------------------------------------------------------------------------------------
@@ -118,7 +124,7 @@ def _gpu(gpus: list[dict[str, Any]], reason: str) -> Iterator[Line]:
 
     if not gpus:
         if gpu_present():
-            yield Line("device", "GPU", f"the kernel shows one, {reason}", BAD, "repair the driver or its libraries")
+            yield Line("device", "GPU", f"present, but {reason}", BAD, "repair the driver or its libraries")
         else:
             yield Line("device", "GPU", "none", UNKNOWN, "kvprobe runs on its embedded host runtime: --device host")
         return
@@ -135,9 +141,9 @@ def _gpu(gpus: list[dict[str, Any]], reason: str) -> Iterator[Line]:
             yield Line(
                 "device",
                 f"{name} clocks",
-                f"held down by {', '.join(gpu['throttle'])}",
+                f"throttled by {', '.join(gpu['throttle'])}",
                 BAD,
-                "look at power and cooling: nvidia-smi -q -d PERFORMANCE",
+                "check power and cooling: nvidia-smi -q -d PERFORMANCE",
             )
 
 
@@ -186,7 +192,7 @@ def _runtime(device: str) -> tuple[Runtime | None, Line]:
             "CUDA runtime",
             f"the embedded host runtime ({version})",
             UNKNOWN,
-            "what is measured below is the stand-in, not a GPU",
+            "what follows is measured on the host runtime, not on a GPU",
         )
     value = f"{version} at {runtime.path}; the driver takes up to {driver // 1000}.{driver % 1000 // 10}"
     newer = runtime.version // 1000 > driver // 1000
@@ -210,11 +216,15 @@ def _queue(runtime: Runtime) -> Iterator[Line]:
         GOOD if limits.depth >= 1000 else BAD,
         "" if limits.depth >= 1000 else "CUDA_SCALE_LAUNCH_QUEUES makes the queue small: unset it",
     )
-    todo = "" if limits.channels >= 8 else "CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts gives streams room apart"
+    todo = (
+        ""
+        if limits.channels >= 8
+        else "set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts, so that streams share fewer channels"
+    )
     yield Line(
         "launch queue",
         "channels",
-        f"{limits.channels} that streams share; they hold {limits.capacity:,}",
+        f"{limits.channels}, shared by all streams; together they hold {limits.capacity:,}",
         GOOD if limits.channels >= 4 else BAD,
         todo,
     )
@@ -225,7 +235,7 @@ def _queue(runtime: Runtime) -> Iterator[Line]:
         "submission",
         value,
         GOOD if quick else BAD,
-        "" if quick else "a profiler attached, a busy CPU, or a virtual machine",
+        "" if quick else "check for an attached profiler, a busy CPU, or a virtual machine",
     )
 
 
@@ -242,11 +252,13 @@ def _bandwidth(runtime: Runtime, gpus: list[dict[str, Any]]) -> Iterator[Line]:
             rate = _rate(runtime, dst.address, src.address, size, kind)
             value = f"{rate / 1e9:.1f} GB/s for {size >> 20} MiB, pinned"
             if not limit:
-                yield Line("link", kind.upper(), value, UNKNOWN, "no link of known speed to compare with")
+                yield Line(
+                    "link", kind.upper(), value, UNKNOWN, "the link's speed is not known, so this is not compared"
+                )
                 continue
             enough = rate >= NEAR_LINK * limit
-            value += f"; the link could carry {limit / 1e9:.1f}"
-            todo = "" if enough else "look at NUMA placement below, lanes above, and other users of the switch"
+            value += f"; the link can carry {limit / 1e9:.1f}"
+            todo = "" if enough else "check NUMA placement below, PCIe lanes above, and other users of the switch"
             yield Line("link", kind.upper(), value, GOOD if enough else BAD, todo)
     finally:
         device.close()
@@ -276,7 +288,7 @@ def _environment() -> Iterator[Line]:
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"):
         value = os.environ.get(name)
         if value is None:
-            yield Line("environment", name, "not set", GOOD, "the channels above are what that gives; up to 32")
+            yield Line("environment", name, "not set", GOOD, "the channels above are the default; 32 at most")
         elif not value.isdigit() or not 1 <= int(value) <= 32:
             yield Line("environment", name, value, BAD, "not a number from 1 to 32: the driver ignores it")
         else:
@@ -302,12 +314,12 @@ def _environment() -> Iterator[Line]:
     if missing:
         yield Line("environment", "LD_PRELOAD", preload, BAD, f"{missing[0]} does not exist")
     elif ours:
-        yield Line("environment", "LD_PRELOAD", preload, GOOD, "this process is being watched")
+        yield Line("environment", "LD_PRELOAD", preload, GOOD, "this process is being recorded")
     else:
         yield Line("environment", "LD_PRELOAD", preload or "not set", GOOD)
     for name in ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH"):
         if os.environ.get(name):
-            yield Line("environment", name, os.environ[name], GOOD, "a profiler's: its cost is in every figure")
+            yield Line("environment", name, os.environ[name], GOOD, "set by a profiler, whose cost is in every figure")
     for variable in VARIABLES:
         text, problem = variable.text, variable.problem()
         value = f"{_shown(variable.default)} (default)" if text is None else f"{text} (environment)"
@@ -365,7 +377,7 @@ def _memory() -> Iterator[Line]:
             "cgroup limit",
             f"{limit / 1e9:.1f} GB ({where}); {room}",
             UNKNOWN,
-            "pinned pools count against it: keep the CPU cache well below",
+            "pinned pools count against it: keep the CPU cache well below it",
         )
 
 
@@ -458,7 +470,7 @@ def _tools() -> Iterator[Line]:
             yield Line(
                 "tools",
                 "nsys",
-                f"{nsys}: records, but its QdstrmImporter lacks {', '.join(lacks)}",
+                f"{nsys}: it can record, but its QdstrmImporter lacks {', '.join(lacks)}",
                 BAD,
                 f"install {package}; then .qdstrm files become .nsys-rep",
             )
@@ -468,7 +480,7 @@ def _tools() -> Iterator[Line]:
                 "nsys",
                 f"{nsys} (Nsight Compute's): no QdstrmImporter beside it",
                 BAD,
-                "it records and cannot make a report of it: install Nsight Systems",
+                "it can record, but not make a report: install Nsight Systems",
             )
         else:
             yield Line("tools", "nsys", f"{nsys} (of Nsight Compute)" if compute else str(nsys), GOOD)
@@ -496,7 +508,7 @@ def _py_spy() -> Line:
     from kvprobe.probe.stacks import py_spy, usable
 
     if py_spy() is None:
-        return Line("tools", "py-spy", "not installed", BAD, "pip install py-spy: it names the Python line that waits")
+        return Line("tools", "py-spy", "not installed", BAD, "pip install py-spy: it shows which Python line waits")
     scope = "?"
     with contextlib.suppress(OSError):
         scope = Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip()
@@ -516,14 +528,14 @@ def _py_spy() -> Line:
         target.kill()
         target.communicate()
     if not reason:
-        return Line("tools", "py-spy", f"looks into other processes ({state})", GOOD)
+        return Line("tools", "py-spy", f"can read other processes ({state})", GOOD)
     return Line(
         "tools",
         "py-spy",
         f"{reason} ({state})",
         BAD,
-        "sysctl kernel.yama.ptrace_scope=0, or docker run --cap-add SYS_PTRACE; until then stacks come from "
-        "inside the process",
+        "sysctl kernel.yama.ptrace_scope=0, or docker run --cap-add SYS_PTRACE; until then each process takes its "
+        "own stacks",
     )
 
 
@@ -557,7 +569,7 @@ def _native() -> Iterator[Line]:
         "clock",
         clock,
         UNKNOWN if clock == "clock_gettime" else GOOD,
-        "the CPU's counter is not invariant here: a reading costs 23 ns instead of 10"
+        "the CPU's counter is not invariant here: reading the clock takes 23 ns instead of 10"
         if clock == "clock_gettime"
         else "",
     )

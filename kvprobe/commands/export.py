@@ -16,7 +16,9 @@ __all__ = ["command"]
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Folder (parquet) or file.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite what is there.")
 @click.option(
-    "--limit", type=click.IntRange(10_000), help="Most events of a Perfetto trace; blocked calls are kept first."
+    "--limit",
+    type=click.IntRange(10_000),
+    help="Maximum number of events in a Perfetto trace; blocked calls are kept first.",
 )
 def command(inputs: tuple[Path, ...], form: str, output: Path, force: bool, limit: int | None) -> None:
     """Write recordings for other tools.

@@ -20,14 +20,26 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
-@click.command(short_help="Prometheus and OpenTelemetry metrics of watched processes, and a flight recorder.")
+@click.command(
+    short_help="Serve metrics of recorded processes to Prometheus and OpenTelemetry, with a flight recorder."
+)
 @click.argument("target", required=False, metavar="[PID|NAME|FOLDER]")
 @click.option("--port", default=9464, show_default=True, type=click.IntRange(0, 65535), help="0: serve nothing.")
 @click.option(
-    "--listen", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Who may scrape: 0.0.0.0 all."
+    "--listen",
+    default="127.0.0.1",
+    show_default=True,
+    metavar="ADDRESS",
+    help="Address to serve on; 0.0.0.0: all interfaces.",
 )
 @click.option("--otlp", metavar="URL", help="Send to this OpenTelemetry endpoint as well: http://HOST:4318/v1/metrics.")
-@click.option("--interval", default=5.0, show_default=True, type=click.FloatRange(0.1, 3600), help="Seconds a look.")
+@click.option(
+    "--interval",
+    default=5.0,
+    show_default=True,
+    type=click.FloatRange(0.1, 3600),
+    help="Seconds between looks at the run.",
+)
 @click.option(
     "--flight-recorder",
     "flights",
@@ -35,8 +47,10 @@ __all__ = ["command"]
     metavar="DIR",
     help="Keep the newest calls here when a queue is suspected full.",
 )
-@click.option("--keep", default=8, show_default=True, type=click.IntRange(1, 1000), help="Copies of it that are kept.")
-@click.option("--once", is_flag=True, help="Print the metrics as Prometheus reads them, and end.")
+@click.option(
+    "--keep", default=8, show_default=True, type=click.IntRange(1, 1000), help="How many of these recordings are kept."
+)
+@click.option("--once", is_flag=True, help="Print the metrics once, as Prometheus reads them, and exit.")
 @click.option(
     "--rules", type=click.Path(path_type=Path), metavar="DIR", help="Write the alert rules and dashboard here."
 )
@@ -54,9 +68,9 @@ def command(
     """Serve what `kvprobe run --detail totals -- COMMAND` counts, for as long as it runs.
 
     Only the run's files are read: a scrape costs the watched processes nothing, and neither memory nor files grow. The
-    target is as for `kvprobe top`. With --flight-recorder the newest calls of each thread are kept as a recording when
-    submissions become slow as a full launch queue makes them (`kvprobe report DIR/flight-...`): every copy with
-    `kvprobe run --detail copies`, the slow calls with totals. Ends with the run, or by Ctrl-C.
+    target is the same as for `kvprobe top`. With --flight-recorder the newest calls of each thread are kept as a
+    recording when submissions become slow, as they do when a launch queue is full (`kvprobe report DIR/flight-...`):
+    every copy with `kvprobe run --detail copies`, the slow calls with totals. Ends with the run, or by Ctrl-C.
     """
     if rules is not None:
         _write_rules(rules)

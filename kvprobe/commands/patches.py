@@ -45,7 +45,7 @@ def _versions(servers: tuple[str, ...]) -> int:
 )
 @click.option("-v", "--verbose", is_flag=True, help="Also say what each does and which functions it touches.")
 def command(as_json: bool, servers: tuple[str, ...], check_newest: bool, versions: bool, verbose: bool) -> None:
-    """Which server adapters apply in this environment, and why. Imports no server."""
+    """List the server adapters that apply in this environment, and why. No server is imported."""
     from kvprobe.instrument import registry, table
 
     if check_newest or versions:

@@ -18,12 +18,12 @@ __all__ = ["command"]
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
 @click.option("--ray", "ray_address", metavar="ADDRESS", help="A Ray cluster: auto, ray://HOST:10001, or local.")
 @click.option(
-    "--workers", type=click.IntRange(1), metavar="N", help="Processes to use without Ray. Default: the cores."
+    "--workers", type=click.IntRange(1), metavar="N", help="Processes to use without Ray. Default: one a core."
 )
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Write the summary; NAME.kvsum can be merged again."
 )
-@click.option("--top", default=10, show_default=True, type=click.IntRange(1), help="Ranks that are listed.")
+@click.option("--top", default=10, show_default=True, type=click.IntRange(1), help="How many ranks to list.")
 @click.option("--json", "as_json", is_flag=True, help="Print every rank as one JSON object.")
 def command(
     inputs: tuple[str, ...], ray_address: str | None, workers: int | None, output: Path | None, top: int, as_json: bool
@@ -134,7 +134,7 @@ def _lines(summary: Summary, found: RankComparison, top: int) -> list[str]:
     lines.append("")
     waiting = found.waiting
     if waiting.missing:
-        lines.append(f"Who made the others wait cannot be told: {waiting.missing}")
+        lines.append(f"It is not known which rank made the others wait: {waiting.missing}")
         return lines
     blamed = sorted((row for row in found.rows if row.made_wait_ns > 0), key=lambda row: -row.made_wait_ns)
     left = f"; {waiting.left_out:,} ranks are left out: another number of collectives" if waiting.left_out else ""

@@ -11,7 +11,7 @@ from kvprobe.commands._reading import WindowOptions, window_options
 __all__ = ["command"]
 
 
-@click.command(short_help="Say what is wrong in recordings, as one HTML page.")
+@click.command(short_help="Write an HTML page that says what is wrong in recordings.")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.Path(path_type=Path))
 @click.option("-o", "--output", default="kvprobe.html", show_default=True, type=click.Path(path_type=Path))
 @click.option("-f", "--force", is_flag=True, help="Overwrite a file that is not a report of kvprobe.")

@@ -63,7 +63,10 @@ class CannotRunError(KvprobeError):
     help="Change how the command copies where that pays: adapters, and staging of pageable memory.",
 )
 @click.option(
-    "--stacks/--no-stacks", default=True, show_default=True, help="Take Python stacks of a process that a call blocks."
+    "--stacks/--no-stacks",
+    default=True,
+    show_default=True,
+    help="Take Python stacks of a process while a call blocks it.",
 )
 @click.option(
     "--stacks-after",
@@ -74,8 +77,8 @@ class CannotRunError(KvprobeError):
     help="How long a call has to block for that, in ms.",
 )
 @click.option("--nvml", is_flag=True, help="Sample the GPU's counters while it runs.")
-@click.option("--exec", "in_place", is_flag=True, help="COMMAND takes kvprobe's place and pid: for supervisors.")
-@click.option("--nsys", is_flag=True, help="Run under Nsight Systems, too: one .nsys-rep with kvprobe's ranges in it.")
+@click.option("--exec", "in_place", is_flag=True, help="COMMAND replaces kvprobe and keeps its pid, for supervisors.")
+@click.option("--nsys", is_flag=True, help="Also run under Nsight Systems: one .nsys-rep with kvprobe's ranges in it.")
 def command(
     words: tuple[str, ...],
     output: Path | None,
@@ -91,9 +94,9 @@ def command(
 ) -> int:
     """Run COMMAND and record every CUDA copy of every process it starts.
 
-    Works on servers as they are (vllm, sglang, lmcache, torchrun, python app.py) through fork, spawn, shells and other
-    virtual environments. When all of it has ended, the run folder holds one recording and one report; `kvprobe report
-    DIR` makes the report of a run that is going on or was cut off.
+    Works with unmodified servers (vllm, sglang, lmcache, torchrun, python app.py) and follows them through fork, spawn,
+    shells and other virtual environments. When all processes have ended, the run folder holds one recording and one
+    report; `kvprobe report DIR` makes the report of a run that still goes on or was cut off.
     """
     if not words:
         raise UsageError("no command was given: kvprobe run [OPTIONS] -- COMMAND [ARGUMENT...]")
@@ -201,7 +204,7 @@ def _carried(env: dict[str, str]) -> dict[str, str]:
     start = str(Path(kvprobe.instrument.__file__).parent / "carried")
     if any(os.pathsep in path for path in (start, *folders)):
         click.echo(
-            f"kvprobe: adapters act in this environment only: a path contains {os.pathsep!r} ({start})",
+            f"kvprobe: adapters work in this environment only, because a path contains {os.pathsep!r} ({start})",
             err=True,
         )
         return {}

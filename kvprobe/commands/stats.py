@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
-@click.command(short_help="Tables of a recording: calls, copies, sizes, ranges, streams.")
+@click.command(short_help="Print tables of a recording: calls, copies, sizes, ranges, streams.")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.Path(path_type=Path))
 @click.option("-r", "--report", "reports", help="Tables to print, comma-separated; default: all. `help` lists them.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV with the columns of `nsys stats --format csv`.")
@@ -87,7 +87,7 @@ def _print(tables: Sequence[SummaryTable], limit: int) -> None:
     for one in tables:
         console.print(Text(f"\n{one.title} ({one.report})", style="bold"))
         if not one.rows:
-            console.print(Text(one.note or "nothing of the kind in this recording", style="dim"))
+            console.print(Text(one.note or "nothing of this kind in this recording", style="dim"))
             continue
         shown = one.rows[: limit or None]
         texts = [[plain(cell) for cell in one.text(row, ",")] for row in shown]

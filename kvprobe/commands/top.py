@@ -25,32 +25,34 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 NOTHING = (
-    "no watched process found: start one with `kvprobe run -- COMMAND`, or name its run folder (`kvprobe top FOLDER`)"
+    "no recorded process found: start one with `kvprobe run -- COMMAND`, or name its run folder (`kvprobe top FOLDER`)"
 )
-ENDED = "{run} has ended, and top shows what runs: look at it with `kvprobe report {run}` or `kvprobe stats {run}`"
+ENDED = "{run} has ended, and top shows running processes only: see `kvprobe report {run}` or `kvprobe stats {run}`"
 
 
-@click.command(short_help="Live view of running, watched processes.")
+@click.command(short_help="Show recorded processes live.")
 @click.argument("target", required=False, metavar="[PID|NAME|FOLDER]")
-@click.option("--interval", default=1.0, show_default=True, type=click.FloatRange(0.05, 3600), help="Seconds a look.")
-@click.option("--once", is_flag=True, help="Look for one interval, print, and end.")
+@click.option(
+    "--interval", default=1.0, show_default=True, type=click.FloatRange(0.05, 3600), help="Seconds between updates."
+)
+@click.option("--once", is_flag=True, help="Measure for one interval, print, and exit.")
 @click.option("--json", "as_json", is_flag=True, help="With --once: one JSON object instead of a table.")
 @click.option(
     "--prometheus",
     type=click.IntRange(1, 65535),
     metavar="PORT",
-    help="Serve http://127.0.0.1:PORT/metrics meanwhile; this machine alone can reach it.",
+    help="Serve http://127.0.0.1:PORT/metrics meanwhile; only this machine can reach it.",
 )
 def command(target: str | None, interval: float, once: bool, as_json: bool, prometheus: int | None) -> None:
     """Watch submissions while they happen: rate, p50 and p99, blocked time, GB/s, the longest call in flight.
 
     FOLDER is what `kvprobe run` or `kvprobe attach` printed; PID is a process that they record, NAME a part of its
-    command line. Without any: the newest ./kvprobe-*/, $KVPROBE_RUN, and processes that use kvprobe's engine. The
-    streams that hold their threads longest come first. Only files are read: it may be started and ended at any time.
-    `q` or Ctrl-C ends it. A run that has ended is refused (exit code 2): `kvprobe report` and `kvprobe stats` show it.
+    command line. Without any of them: the newest ./kvprobe-*/, $KVPROBE_RUN, and processes that use kvprobe's engine.
+    The streams that block their threads longest come first. Only files are read, so it may be started and ended at any
+    time. `q` or Ctrl-C ends it. A run that has ended is refused (exit code 2): use `kvprobe report` or `kvprobe stats`.
 
-    "suspected" means that submissions became several times slower than they were and hold their thread for a good part
-    of the time, as a full launch queue makes them; what the device did is not seen live: `kvprobe report` decides.
+    "suspected" means that submissions became several times slower and block their thread for a good part of the time,
+    as they do when a launch queue is full. What the device does is not seen live; `kvprobe report` decides.
     """
     from kvprobe.probe.exposed import served
     from kvprobe.probe.live import Live
@@ -92,7 +94,7 @@ def find_target(target: str) -> Path:
     if target.isdigit():
         shown = _shown(rings_of(int(target)))
         if shown is None:
-            raise UsageError(f"process {target} is not recorded: `kvprobe attach {target}` begins to")
+            raise UsageError(f"process {target} is not being recorded: `kvprobe attach {target}` records it")
         return shown
     if "/" in target:
         raise UsageError(f"{target} does not exist")

@@ -17,19 +17,19 @@ __all__ = ["command"]
 _WORST = ("found", "undecided", "healthy")
 
 
-@click.command(short_help="One line a recording: was a launch queue full, where, what did it cost.")
+@click.command(short_help="Say of each recording in one line whether a launch queue was full, where, and what it cost.")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: each recording, its queues, the reasons.")
 @window_options
 def command(inputs: tuple[Path, ...], as_json: bool, window: WindowOptions) -> int:
     """Say of each recording whether a launch queue was full, worst first.
 
-    The verdict is found, healthy, or undecided where the recording lacks what it takes to say so (cut off, empty,
-    no submissions); it is what `kvprobe report` and `kvprobe check --no saturation` say of the same recording.
+    The verdict is found, healthy, or undecided (the recording is cut off, empty, or has no submissions). `kvprobe
+    report` and `kvprobe check --no saturation` give the same verdict on the same recording.
 
-    A line has the verdict, the host time lost, the depth at which the queue was full, the stream, and the file. Folders
-    stand for the recordings in them and in their folders, run folders for themselves. PyTorch profiler traces are the
-    quickest; `kvprobe report` finds other causes as well. --from, --to and --range judge a part of each recording, as
+    A line has the verdict, the host time lost, the depth at which the queue was full, the stream, and the file. A
+    folder stands for all recordings below it; a run folder is one recording. PyTorch profiler traces are read most
+    quickly; `kvprobe report` finds other causes as well. --from, --to and --range judge a part of each recording, as
     in `kvprobe check`. Exit code 1: an input could not be read, or has nothing in that part.
     """
     from kvprobe.recordings import expand_deeply

@@ -65,7 +65,7 @@ class CommandFailedError(KvprobeError):
     "source",
     type=click.Path(path_type=Path),
     metavar="INPUT",
-    help="Take the changes from this recording of the same command, by whichever tool.",
+    help="Take the changes from this recording of the same command, made by any tool.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
@@ -77,11 +77,12 @@ def command(
     source: Path | None,
     as_json: bool,
 ) -> None:
-    """Record COMMAND, then run it with and without each change that can be made from outside, by turns.
+    """Record COMMAND, then run it alternately with and without each change that can be made from outside.
 
-    COMMAND has to end by itself, and gets no input. Measured are the host time that submissions lost, the wall time,
-    and the figure that the command prints. What the Mann-Whitney U test cannot tell from noise at 5% is not called a
-    gain. The output and exit code of every run are kept in the folder. Exit code 1: a run of the command failed.
+    COMMAND has to end by itself and gets no input. The host time that submissions lost, the wall time, and the figure
+    that the command prints are measured. A difference that the Mann-Whitney U test cannot tell from noise at 5% is not
+    called a gain. The output and exit code of every run are kept in the folder. Exit code 1: a run of the command
+    failed.
     """
     from kvprobe.commands._reading import diagnosed
     from kvprobe.reporting.trial import compared
@@ -224,7 +225,7 @@ class _Run:
         ended = time.monotonic_ns()
         folder.with_suffix(".code").write_text(f"{code}\n")
         if code:
-            said = (err.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+            said = (err.read_text(errors="replace").strip().splitlines() or ["it printed no message"])[-1]
             raise CommandFailedError(f"the command ended with {code} ({_name(change)}): {said} (all of it: {err})")
         self.wall_ns = ended - int(json.loads((folder / "run.json").read_text())["monotonic_ns"])
         self.figure: float | None = None
@@ -315,7 +316,8 @@ def _print(findings: Sequence[Finding], tried: Sequence[Tried], rounds: int) -> 
             if found is not None:
                 click.echo(_line(what, found, more))
     click.echo(
-        f"\nMedians of {rounds} rounds, by turns, with the range. A gain is what the test tells from noise: {TEST}."
+        f"\nMedians of {rounds} alternating rounds, with their range. A difference counts if the test tells it from "
+        f"noise: {TEST}."
     )
 
 

@@ -31,8 +31,10 @@ MEASURED = (0, 1, 2, 4)  # windows that are run, where the memory allowed holds 
     show_default=True,
     help="The GPU, the embedded host runtime, or whichever there is.",
 )
-@click.option("--tokens", type=click.IntRange(1), default=128, show_default=True, help="Tokens of a forward.")
-@click.option("--forwards", type=click.IntRange(2, 1000), default=6, show_default=True, help="Forwards a window.")
+@click.option("--tokens", type=click.IntRange(1), default=128, show_default=True, help="Tokens of a forward pass.")
+@click.option(
+    "--forwards", type=click.IntRange(2, 1000), default=6, show_default=True, help="Forward passes with each window."
+)
 @click.option(
     "--report",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -54,8 +56,8 @@ def command(
 ) -> None:
     """Run a local transformers checkpoint with its weights partly in CPU memory, and profile it.
 
-    Prints the time that loading weights took beside the computation, layer by layer, and what other windows give. Given
-    a recording of any tool in place of MODEL_DIR, prints its load time beside its computation.
+    Prints, layer by layer, how long loading weights took and how long computing, and what other windows give. Given a
+    recording of any tool in place of MODEL_DIR, prints its load time and its computation time.
     """
     from kvprobe.reporting import check_writable
 
@@ -212,8 +214,8 @@ def verdict(profile: WeightProfile) -> PageHead:
     beyond = [name for name, ns in unknown.items() if ns < 0.99 * least]
     if known == "measured" and beyond:
         detail += (
-            f" A window of {beyond[0]} is predicted to take {_ms(unknown[beyond[0]])}; it was not run: the GPU memory "
-            "allowed does not hold it."
+            f" A window of {beyond[0]} is predicted to take {_ms(unknown[beyond[0]])}; it was not run, because it does "
+            "not fit into the GPU memory allowed."
         )
     facts = [
         Fact("Window", f"{profile.window}", f"{_ms(profile.forward_ns)} a forward"),

@@ -159,7 +159,7 @@ class HostRuntime(Runtime):
         if code != LAUNCH_TIMEOUT:
             return super().error(name, code)
         self._lib.cudaGetLastError()
-        return CudaError(name, code, f"it would wait for ever: {self.stuck}")
+        return CudaError(name, code, f"it would wait forever: {self.stuck}")
 
     # -- configuration -------------------------------------------------------------------------------------------
 

@@ -101,7 +101,9 @@ def region_of(runtime: Runtime, thing: Any) -> Region:
         return _of_interface(runtime, thing, interface)
     if hasattr(thing, "__dlpack__"):
         return _of_dlpack(runtime, thing)
-    raise UsageError(f"{type(thing).__name__} has no memory kvprobe knows: pass a tensor, DLPack or (address, bytes)")
+    raise UsageError(
+        f"{type(thing).__name__} has no memory that kvprobe can use: pass a tensor, DLPack or (address, bytes)"
+    )
 
 
 def _of_interface(runtime: Runtime, thing: Any, interface: dict[str, Any]) -> Region:
@@ -142,7 +144,7 @@ def _of_dlpack(runtime: Runtime, thing: Any) -> Region:
     try:
         tensor = _DLTensor.from_address(get(capsule, b"dltensor"))
     except ValueError:
-        raise UsageError(f"{type(thing).__name__} gives a DLPack capsule that kvprobe does not know") from None
+        raise UsageError(f"{type(thing).__name__} gives a DLPack capsule of an unknown form") from None
     size = tensor.bits * tensor.lanes // 8
     for axis in reversed(range(tensor.ndim)):
         if tensor.strides and tensor.shape[axis] > 1 and tensor.strides[axis] * tensor.bits * tensor.lanes // 8 != size:

@@ -1,4 +1,4 @@
-"""A "new" stream that is one already in use: its user waits for another thread's copies.
+"""A "new" stream is one that is already in use, so its user waits for another thread's copies.
 
 Mechanism: `torch.cuda.Stream()` hands out 32 streams for each priority, round robin. The 33rd is the first again. A
 thread that asks for a stream of its own can so get the one that the offload thread has filled, and blocks in it.

@@ -1,4 +1,4 @@
-"""A server's own function holds its thread while it moves data: the adapters that only measure saw it.
+"""A server's own function blocks its thread while it moves data, as measured by an adapter.
 
 Mechanism: weights or KV blocks are moved by a function that returns when the bytes have arrived: from or to pageable
 memory, by a blocking copy, or with a wait of the host in it (LMCache's connectors, accelerate's hooks, diffusers' group
@@ -69,7 +69,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         why = counts if pageable or blocking else joined.text(table["reason"][mine[0]])
         evidence.append(
             Evidence(
-                f"{server} {name}: {len(mine):,} calls held their thread for {ms(spent)} and moved "
+                f"{server} {name}: {len(mine):,} calls blocked their thread for {ms(spent)} and moved "
                 f"{moved / 1e6:.3g} MB: {why}",
                 spent,
                 "ns",
@@ -90,7 +90,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         )
     return joined.finding(
         CAUSE,
-        "{calls} calls of server functions that move data held their threads for {lost}",
+        "{calls} calls of server functions that move data blocked their threads for {lost}",
         "certain",
         Loss(
             int(lost.sum()),

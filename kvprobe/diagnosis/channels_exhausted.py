@@ -1,4 +1,4 @@
-"""Many streams, none of them full, and yet submissions block: the hardware channels behind them are.
+"""Submissions block although no stream is full: the hardware channels that the streams share are full.
 
 Mechanism: N streams hold min(N, channels) x depth submissions. With 4 channels (nothing set) 2,000 streams block at the
 same operation as 4 do: streams beyond the channels add nothing but false dependencies.
@@ -87,6 +87,6 @@ def find(joined: JoinedRecording) -> Finding | None:
                 "Submit fewer, larger pieces: one cudaMemcpyBatchAsync for a transfer",
                 share=spared(joined, found, "channels", BATCHED),
             ),
-            Change("Bound the number of outstanding copies by channels x depth: more streams do not add room"),
+            Change("Limit the number of outstanding copies to channels x depth: more streams do not add room"),
         ),
     )

@@ -1,4 +1,4 @@
-"""Long calls with a short queue: under Confidential Computing copies of pinned memory hold their caller as well.
+"""Under Confidential Computing copies of pinned memory block their caller, too, although the queue is short.
 
 Mechanism: the GPU cannot read a protected guest's memory, so the driver encrypts each copy into a buffer of its own,
 and `cudaMemcpyAsync` returns when that is done: as a copy of pageable memory does, whatever the memory is.
@@ -38,7 +38,7 @@ def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
 
 
 def find(joined: JoinedRecording) -> Finding | None:
-    """Copies of pinned memory that held their caller."""
+    """Copies of pinned memory that blocked their caller."""
     if not joined.recording.machine[CAUSE]:
         return None
     copies = (joined.kind == CallKind.COPY) | (joined.kind == CallKind.BATCH)
@@ -61,14 +61,15 @@ def find(joined: JoinedRecording) -> Finding | None:
     mine = int(ns[joined.on_launching_thread(rows)].sum())
     return joined.host_finding(
         CAUSE,
-        "{calls} copies of pinned memory held their caller for {lost}: the GPU runs in Confidential Computing mode",
+        "{calls} copies of pinned memory blocked their caller for {lost}: the GPU runs in Confidential Computing mode",
         "certain" if len(over) and 2 * int(over.sum()) > len(over) else "likely",
         rows,
         ns,
         evidence=(
-            Evidence("the driver says that Confidential Computing is on", 1, "1", "asked of the driver (NVML)"),
+            Evidence("the driver says that Confidential Computing is on", 1, "1", "reported by the driver (NVML)"),
             Evidence(
-                f"{len(rows):,} copies of {moved / 1e6:.1f} MB together held their threads for {ms(lost)} while their "
+                f"{len(rows):,} copies of {moved / 1e6:.1f} MB together blocked their threads for {ms(lost)} while "
+                f"their "
                 f"queues had room: {rate / 1e9:.2f} GB/s",
                 lost,
                 "ns",
@@ -99,5 +100,5 @@ def find(joined: JoinedRecording) -> Finding | None:
             ),
             Change("Move fewer bytes: each is encrypted by the CPU, so a smaller KV type (fp8) saves as much time"),
         ),
-        chart=joined.slow_calls_chart(rows, "Copies of pinned memory that held their caller"),
+        chart=joined.slow_calls_chart(rows, "Copies of pinned memory that blocked their caller"),
     )

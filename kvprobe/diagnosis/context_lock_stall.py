@@ -65,7 +65,7 @@ def find(joined: JoinedRecording) -> Finding | None:
             ),
         ),
         cure=(
-            Change("Cure the queue that blocks the other thread: see its finding", share=1.0),
+            Change("Fix the queue that blocks the other thread: see its finding", share=1.0),
             *(
                 (
                     Change(

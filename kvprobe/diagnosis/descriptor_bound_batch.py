@@ -1,4 +1,4 @@
-"""Batch copy calls that hold their caller because of how many descriptors they carry.
+"""Batch copy calls block their caller because they carry many descriptors.
 
 Mechanism: `cudaMemcpyBatchAsync` costs its caller 0.3 to 1.2 us for each descriptor, and the driver never merges
 neighbours. 12,288 descriptors of 8 KiB took 6.3 ms to submit and 1.9 ms to execute.
@@ -80,12 +80,12 @@ def find(joined: JoinedRecording) -> Finding | None:
         chart["series"] = {"batch calls": {"x": joined.count[some], "y": joined.dur[some] / 1e3, "style": "points"}}
     return joined.host_finding(
         CAUSE,
-        "{calls} batch calls spent {lost} on descriptors",
+        "{calls} batch calls took {lost} for their descriptors",
         "certain" if known.all() and counted.all() else "likely",
         rows,
         ns,
         evidence=(
-            Evidence(f"{many} held their callers for {ms(int(ns.sum()))}", int(ns.sum()), "ns", MEASURED),
+            Evidence(f"{many} blocked their callers for {ms(int(ns.sum()))}", int(ns.sum()), "ns", MEASURED),
             *details,
         ),
         cure=(

@@ -1,4 +1,4 @@
-"""A stream is told to wait for a forward first, and is then given more copies than its queue takes.
+"""A stream is told to wait for a forward pass, and is then given more copies than its queue holds.
 
 Mechanism: the store waits for the compute stream (it must), and is then submitted while the forward still runs. Nothing
 drains, so the first call past the depth blocks for all that is left of the forward, on the thread that should launch

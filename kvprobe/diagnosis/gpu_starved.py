@@ -1,4 +1,4 @@
-"""The device stands idle while the host prepares the next step.
+"""The device is idle while the host prepares the next step.
 
 Mechanism: scheduling, tokenising, data loading or building of descriptors takes longer than what was queued on the
 device, so it runs dry; nothing in CUDA is slow.

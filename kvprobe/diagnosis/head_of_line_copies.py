@@ -1,4 +1,4 @@
-"""Small copies that wait behind another stream's burst on the same copy engine.
+"""Small copies wait behind another stream's burst on the same copy engine.
 
 Mechanism: a copy engine serves what its streams hand it in order. A few bytes that the next step needs (sequence
 lengths, sampled tokens) queue behind hundreds of megabytes of blocks, although their own stream is empty. Stream

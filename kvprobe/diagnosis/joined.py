@@ -226,7 +226,7 @@ class JoinedRecording:
         if isinstance(fact, dict):
             fact = fact.get(direction.name.lower(), fact.get(direction.name))
         if fact:
-            return float(fact), self.recording.machine_how.get("link_bytes_per_s", "fact of the machine")
+            return float(fact), self.recording.machine_how.get("link_bytes_per_s", "stated for this machine")
         table = self.recording.executions
         rows = np.flatnonzero(
             (table["engine"] == Engine.COPY)

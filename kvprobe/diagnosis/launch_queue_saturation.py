@@ -198,6 +198,6 @@ def find(joined: JoinedRecording) -> Finding | None:
         ns,
         evidence=evidence,
         cure=cure,
-        reason="depth is a soft count while graphs are in the queue" if graphs else "",
+        reason="the depth is approximate while CUDA graphs are in the queue" if graphs else "",
         chart=cliff(joined, rows),
     )

@@ -1,4 +1,4 @@
-"""The link is busy at its full rate and the device waits for it: nothing to fix but bytes.
+"""The link runs at its full rate and the device waits for it: only moving fewer bytes helps.
 
 Mechanism: the bytes that must move take longer than the compute beside them.
 

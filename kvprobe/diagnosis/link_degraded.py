@@ -1,4 +1,4 @@
-"""Large copies that run far below what the link can do, or below what it did earlier in the same recording.
+"""Large copies run far below what the link can do, or below what it did earlier in the same recording.
 
 Mechanism: a PCIe link that trained down (fewer callers, an older generation), a throttled or shared switch, host memory
 on the far NUMA node, power management.
@@ -102,7 +102,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         evidence=evidence,
         cure=(
             Change(
-                "Look at the link: nvidia-smi -q -d PCIE (current against maximum generation and width) under load",
+                "Check the link: nvidia-smi -q -d PCIE (current against maximum generation and width) under load",
                 "setting",
             ),
             Change(

@@ -1,4 +1,4 @@
-"""A load (CPU to GPU) that nothing orders before the compute that reads it: silent corruption.
+"""Nothing orders a load (CPU to GPU) before the compute that reads it: silent corruption.
 
 Mechanism: the load runs on a stream of its own; unless the compute stream waits for the load's event, or the host does
 before it launches, the kernels may read blocks that have not arrived.
@@ -94,7 +94,8 @@ def find(joined: JoinedRecording) -> Finding | None:
         ),
         severity="critical",
         evidence=evidence,
-        reason="the recording does not say which bytes a kernel reads: a prefetch nobody used yet would be in order",
+        reason="the recording does not say which bytes a kernel reads: a prefetch of blocks that are not used yet "
+        "would be in order",
         cure=(
             Change(
                 "Record an event behind the load and let the compute stream wait for it before the first kernel "

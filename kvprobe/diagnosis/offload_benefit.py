@@ -92,7 +92,7 @@ class Benefit:
         name = f"{self.server}'s {self.source}"
         wasted = ""
         if self.wasted_share:
-            wasted = f" {self.wasted_share:.0%} of what was stored was evicted before anybody loaded it."
+            wasted = f" {self.wasted_share:.0%} of what was stored was evicted before it was loaded."
         if self.hit_tokens == 0 and self.prompt_tokens:
             whole = f"none of {self.prompt_tokens:,} prompt tokens came from it"
             return f"Offload by {name} does not help: {whole}.{wasted}"
@@ -104,9 +104,10 @@ class Benefit:
                 lacks.append("what prefill costs (too few steps with a prompt)")
             if self.waited_ns is None:
                 lacks.append("how long loads were waited for")
-            return f"Whether offload by {name} helps is undecided: not seen is {' and '.join(lacks)}.{wasted}"
+            untold = " and ".join(lacks)
+            return f"Whether offload by {name} helps is undecided: the server does not tell {untold}.{wasted}"
         share = f"{self.hit_share:.0%} of the prompt tokens that the GPU lacked came from it" if self.hit_share else ""
-        figures = f"about {_s(self.saved_ns)} of prefill saved, {_s(self.waited_ns)} waited for loads"
+        figures = f"about {_s(self.saved_ns)} of prefill saved, {_s(self.waited_ns)} spent waiting for loads"
         return f"Offload by {name} {self.conclusion}: {share + ', ' if share else ''}{figures}.{wasted}"
 
 

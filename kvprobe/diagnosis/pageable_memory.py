@@ -1,4 +1,4 @@
-"""Copies from or to pageable host memory: "asynchronous" by name, they hold their caller.
+"""Copies from or to pageable host memory block their caller, although they are called asynchronous.
 
 Mechanism: the driver stages pageable memory through a pinned buffer of its own. A host-to-device copy first waits for
 the stream, then stages; a device-to-host copy returns only when the bytes have arrived (CUDA's API synchronisation
@@ -74,7 +74,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     rate_here = moved / max(int(joined.dur[rows].sum()), 1) * 1e9
     evidence = [
         Evidence(
-            f"{len(rows):,} copies of pageable host memory held their threads for {ms(lost)} beyond the cost of a "
+            f"{len(rows):,} copies of pageable host memory blocked their threads for {ms(lost)} beyond the cost of a "
             f"submission; the longest took {ms(int(joined.dur[rows].max()))}",
             lost,
             "ns",
@@ -113,7 +113,7 @@ def find(joined: JoinedRecording) -> Finding | None:
             )
     return joined.host_finding(
         CAUSE,
-        "{calls} copies of pageable memory held their caller for {lost}",
+        "{calls} copies of pageable memory blocked their caller for {lost}",
         "certain",
         rows,
         excess,

@@ -1,4 +1,4 @@
-"""Calls that were slow because the profiler was at work: buffer flushes, buffer requests, instrumentation.
+"""Calls are slow because of the profiler: buffer flushes, buffer requests, instrumentation.
 
 Mechanism: CUPTI and Nsight Systems write their own buffers, often on a worker thread, and hold locks that every CUDA
 call needs meanwhile. The program without the profiler does not pay this.
@@ -33,7 +33,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     ns = np.where(overlap * 5 >= excess[rows], excess[rows], overlap)
     return joined.host_finding(
         CAUSE,
-        "The profiler itself held {calls} calls for {lost}",
+        "The profiler itself delayed {calls} calls by {lost}",
         "likely",
         rows,
         ns,
@@ -50,7 +50,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         ),
         cure=(
             Change(
-                "Nothing in the program: leave these calls out of the count, or record with kvprobe's own interposer",
+                "Change nothing in the program: ignore these calls, or record with kvprobe's own interposer",
                 "recording",
             ),
             Change("With Nsight Systems: a shorter capture window or a larger --cuda-flush-interval", "recording"),

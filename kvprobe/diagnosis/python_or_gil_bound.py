@@ -134,8 +134,8 @@ def _by_submissions(joined: JoinedRecording) -> Finding | None:
                 INFERRED,
             ),
             Evidence(
-                f"inside its calls the thread spent {ms(inside)} of {ms(span)}: neither a full queue nor the "
-                "driver held it",
+                f"inside its calls the thread spent {ms(inside)} of {ms(span)}: neither a full queue nor the driver "
+                f"blocked it",
                 lost,
                 "ns",
                 MEASURED,

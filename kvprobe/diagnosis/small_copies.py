@@ -1,4 +1,4 @@
-"""Many copies so small that their fixed cost, not their bytes, is what the copy engine spends its time on.
+"""Copies are so small that the copy engine spends its time on their fixed cost, not on their bytes.
 
 Mechanism: a copy costs the engine about 2 us before the first byte moves, and the host 1 us to submit. At 4 KiB a loop
 of copies reaches 1.3 GB/s on a link of 55.
@@ -64,7 +64,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         if rate <= 0:
             if float(np.median(joined.x_dur[rows])) > FIXED_NS:
                 continue  # slow for their size on a link of unknown speed: cannot tell a fixed cost from a slow link
-            rate, how, certain = 25e9, "assumed: no large copy in the recording shows the link", False
+            rate, how, certain = 25e9, "assumed: no large copy in the recording shows the link's rate", False
         excess = np.maximum(joined.x_dur[rows] - table["bytes"][rows] / rate * 1e9, 0).astype(np.int64)
         between += _between(joined, rows)
         if 2 * int(excess.sum()) < int(joined.x_dur[rows].sum()):

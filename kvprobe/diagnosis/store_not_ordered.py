@@ -1,4 +1,4 @@
-"""A store (GPU to CPU) that nothing orders after the compute that writes what it reads: silent corruption.
+"""Nothing orders a store (GPU to CPU) after the compute that writes what it reads: silent corruption.
 
 Mechanism: the store runs on a stream of its own; without `cudaStreamWaitEvent` on that stream (or a wait by the host)
 it may read KV that the forward is still writing. vLLM up to 0.12 had it (fixed by its pull request 31341).

@@ -1,4 +1,4 @@
-"""Slow submissions that no cause accounts for: said, with the reason, instead of guessed.
+"""Slow submissions that no known cause explains, with the reason why none does.
 
 Mechanism: unknown by definition. The usual suspects that a recording does not show are the scheduler taking the thread
 away, a lock inside the driver that another process or thread holds, and page faults.

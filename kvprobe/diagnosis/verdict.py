@@ -118,7 +118,12 @@ def _unseen(recording: Recording) -> list[Missing]:
     threads = max(len(np.unique(totals["thread"][rows])), 1)
     if lost <= UNSEEN_SHARE * max(span * threads, 1.0):
         return []
-    return [Missing(f"calls that took {lost / 1e6:,.0f} ms longer than quick ones were counted and not kept", _DETAIL)]
+    return [
+        Missing(
+            f"calls that took {lost / 1e6:,.0f} ms longer than quick ones were counted, but not kept one by one",
+            _DETAIL,
+        )
+    ]
 
 
 def of_recording(recording: Recording, findings: Sequence[Finding], window: ServingWindow | None = None) -> Verdict:
@@ -130,7 +135,7 @@ def of_recording(recording: Recording, findings: Sequence[Finding], window: Serv
     lacks += _open(findings)
     if lacks:
         return Verdict("undecided", lacks[0].what, tuple(lacks))
-    return Verdict("healthy", "no submission waited for a reason that could be cured")
+    return Verdict("healthy", "no submission waited for a reason that can be fixed")
 
 
 def of_full_queue(recording: Recording, findings: Sequence[Finding], window: ServingWindow | None = None) -> Verdict:

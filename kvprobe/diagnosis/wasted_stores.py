@@ -1,4 +1,4 @@
-"""Blocks are stored to CPU memory and overwritten there before anybody loads them.
+"""Blocks are stored to CPU memory and overwritten there before they are loaded.
 
 Mechanism: every finished block is stored although few prefixes come back; the pool in CPU memory evicts them unread.
 The bytes took the link from loads, and memory bandwidth from the model.
@@ -92,7 +92,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         ns, cost = (joined.bytes[wasted] / rate * 1e9).astype(np.int64), f"their bytes at the link's rate ({how})"
     return joined.finding(
         CAUSE,
-        "{calls} stores were overwritten before anybody loaded them" + (": {lost}" if cost else ""),
+        "{calls} stores were overwritten before they were loaded" + (": {lost}" if cost else ""),
         "likely" if read else "cannot tell",
         Loss(
             int(ns.sum()),
@@ -112,7 +112,7 @@ def find(joined: JoinedRecording) -> Finding | None:
                 COUNTED,
             ),
             Evidence(
-                f"of the places that were written again {share(size, all_bytes)} had not been loaded from",
+                f"of the addresses that were written again {share(size, all_bytes)} had not been loaded from",
                 size / max(all_bytes, 1),
                 "1",
                 COUNTED,
@@ -121,11 +121,12 @@ def find(joined: JoinedRecording) -> Finding | None:
         ),
         cure=(
             Change(
-                "Store a block only when it is likely to come back: from its second use on, or above a prefix length",
+                "Store a block only when it is likely to be loaded again: from its second use on, or above a prefix "
+                "length",
                 share=1.0,
             ),
-            Change("A larger pool in CPU memory, so that blocks live until they are asked for"),
-            Change("Switch the store path off where hardly anything is ever loaded", share=1.0),
+            Change("A larger pool in CPU memory, so that blocks stay until they are asked for"),
+            Change("Switch storing off where hardly anything is ever loaded", share=1.0),
         ),
     )
 

@@ -1,4 +1,4 @@
-"""Weights are brought in while nothing computes, although there is compute they could hide behind.
+"""Weights are copied to the GPU while nothing computes, although compute could have hidden the copies.
 
 Mechanism: offloaded weights are copied to the GPU on the compute stream, or just before they are needed, so each layer
 first waits for its bytes and then computes. With a prefetch of one layer the two run side by side.
@@ -114,7 +114,8 @@ def find(joined: JoinedRecording) -> Finding | None:
         lost_on="device",
         evidence=(
             Evidence(
-                f"{len(rows):,} weight copies took {ms(copy_ns)}; compute took {ms(compute_ns)} in the same stretch",
+                f"{len(rows):,} weight copies took {ms(copy_ns)}; compute took {ms(compute_ns)} in the same part of "
+                f"the recording",
                 copy_ns,
                 "ns",
                 MEASURED,
@@ -123,12 +124,12 @@ def find(joined: JoinedRecording) -> Finding | None:
                 f"only {share(both_ns, min(copy_ns, compute_ns))} of what could overlap did", both_ns, "ns", MEASURED
             ),
             Evidence(
-                f"perfectly prefetched the stretch takes max(copy, compute) = {ms(max(copy_ns, compute_ns))}",
+                f"with perfect prefetching this part takes max(copy, compute) = {ms(max(copy_ns, compute_ns))}",
                 max(copy_ns, compute_ns),
                 "ns",
                 INFERRED,
             ),
-            Evidence(f"these copies are taken for weights because {reason}", len(rows), "calls", INFERRED),
+            Evidence(f"these copies are considered weights because {reason}", len(rows), "calls", INFERRED),
         ),
         cure=(
             Change(

@@ -251,7 +251,7 @@ class Adapter:
             try:
                 self.step_aside()
             except Exception:
-                log.debug("kvprobe: %s could not tidy up", self.name, exc_info=True)
+                log.debug("kvprobe: %s could not give back what it held", self.name, exc_info=True)
             patcher.undo()
         self._modules.clear()
         self._set(state)

@@ -90,7 +90,7 @@ def refuse(pid: int) -> None:
         raise AttachError(f"process {pid} cannot load the interposer: {reason}")
     folder = recorded_into(pid)
     if folder is not None:
-        raise UsageError(f"process {pid} is recorded already, into {folder}")
+        raise UsageError(f"process {pid} is already being recorded into {folder}")
     tracer = int(status.get("TracerPid", "0"))
     if tracer:
         raise AttachError(f"process {pid} is being debugged by process {tracer}: end that first")
@@ -138,13 +138,13 @@ def _refuse_scope(pid: int) -> None:
         scope = 0
     if scope == 1:
         raise AttachError(
-            "the system lets only parents look into a process (kernel.yama.ptrace_scope is 1): run as "
+            "the system lets only a parent process trace a process (kernel.yama.ptrace_scope is 1): run as "
             f"root (sudo kvprobe attach {pid} works for processes of root alone), or allow it with "
             "`sudo sysctl kernel.yama.ptrace_scope=0`"
         )
     if scope > 1:
         raise AttachError(
-            f"the system lets no ordinary process look into another (kernel.yama.ptrace_scope is {scope}"
+            f"the system lets no ordinary process trace another (kernel.yama.ptrace_scope is {scope}"
             "): add the capability SYS_PTRACE (docker run --cap-add SYS_PTRACE)"
         )
 
@@ -158,7 +158,7 @@ def attach(pid: int, library: Path, folder: Path, detail: str, max_bytes: int) -
     words = [str(library), str(folder), detail, max_bytes]
     result = _call(pid, library, "kvprobe_attach", words)
     if result == -errno.EALREADY:
-        raise UsageError(f"process {pid} is recorded already")
+        raise UsageError(f"process {pid} is already being recorded")
     if result < 0:
         raise AttachError(f"process {pid} could not begin a recording in {folder}: {os.strerror(-result)}")
     return result
@@ -209,7 +209,7 @@ def _call(pid: int, library: Path, function: str, words: list[Any]) -> int:
     if "result" in answer:
         return int(answer["result"])
     lines = [line for line in output.splitlines() if line.strip()]
-    reason = str(answer.get("error") or (lines[-1] if lines else "it said nothing"))
+    reason = str(answer.get("error") or (lines[-1] if lines else "it printed no message"))
     if "ptrace" in reason.lower() or "not permitted" in reason:
         reason += "; in a container, add the capability SYS_PTRACE (docker run --cap-add SYS_PTRACE)"
     elif "ython" in reason:

@@ -153,5 +153,8 @@ def device_of() -> Device | None:
         except Exception as error:
             if (0, 0) not in _devices:
                 _devices[0, 0] = None
-                log.info("kvprobe: no CUDA runtime to work with (%s): host times only, nothing is cured", error)
+                log.info(
+                    "kvprobe: no CUDA runtime to work with (%s): only host times are measured, and nothing is cured",
+                    error,
+                )
             return None

@@ -106,7 +106,7 @@ class _File:
             self.fd = files.open_append(path)
         except OSError as error:
             self.dead = True
-            log.warning("kvprobe: cannot write %s (%s); adapters go on and write no events", path, error.strerror)
+            log.warning("kvprobe: cannot write %s (%s); adapters continue without writing events", path, error.strerror)
             return False
         self._append([_process_event()])
         return True
@@ -150,7 +150,7 @@ class _File:
 
 
 def _full_event() -> Event:
-    why = f"a run that keeps totals writes {_TOTALS_BYTES >> 20} MiB of transfers and calls a process; metrics go on"
+    why = f"a process of a run with --detail totals writes {_TOTALS_BYTES >> 20} MiB of events; its metrics continue"
     return {"t_ns": time.monotonic_ns(), "kind": "decision", "adapter": "kvprobe", "what": "note", "why": why}
 
 

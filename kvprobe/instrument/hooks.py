@@ -93,11 +93,11 @@ class CircuitBreaker:
             return
         self.active = False
         reason = f"{where}: {type(error).__name__}: {error}"
-        log.warning("kvprobe: %s steps aside: %s", self.name, reason, exc_info=log.isEnabledFor(logging.DEBUG))
+        log.warning("kvprobe: %s is switched off: %s", self.name, reason, exc_info=log.isEnabledFor(logging.DEBUG))
         try:
             self._on_failure(reason)
         except Exception:
-            log.debug("kvprobe: %s: stepping aside failed", self.name, exc_info=True)
+            log.debug("kvprobe: %s could not be switched off", self.name, exc_info=True)
 
 
 def _place(owner: Any, name: str) -> tuple[str, str]:

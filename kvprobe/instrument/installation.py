@@ -36,7 +36,7 @@ def _hook(name: str, action: Any) -> None:
         try:
             action(module)
         except Exception:  # an exception here would make the server's own import fail
-            log.warning("kvprobe: the hook on %s failed; %s is left alone", name, name, exc_info=True)
+            log.warning("kvprobe: the hook on %s failed; %s runs unchanged", name, name, exc_info=True)
 
     if name in sys.modules:
         guarded(sys.modules[name])
@@ -181,7 +181,7 @@ def activate() -> None:
             logs.appear()
             install(fix=switches.fix_from_environment())
     except Exception:
-        log.warning("kvprobe: could not be activated in this process; the server is left alone", exc_info=True)
+        log.warning("kvprobe: could not be activated in this process; the server runs unchanged", exc_info=True)
 
 
 def table(servers: Iterable[str] | str | None = None, *, fix: str | None = None) -> list[dict[str, Any]]:

@@ -82,7 +82,7 @@ _METRICS = {
     "stored_blocks": _Metric("counter", "kvprobe_offload_stored_blocks", "Blocks that were offloaded.", ("server",)),
     "loaded_blocks": _Metric("counter", "kvprobe_offload_loaded_blocks", "Blocks that were loaded back.", ("server",)),
     "unread_blocks": _Metric(
-        "counter", "kvprobe_offload_unread_blocks", "Offloaded blocks evicted before anybody loaded them.", ("server",)
+        "counter", "kvprobe_offload_unread_blocks", "Offloaded blocks evicted before they were loaded.", ("server",)
     ),
     "waited_ns": _Metric(
         "counter", "kvprobe_offload_wait_seconds", "Time that requests waited for their loads.", ("server",)

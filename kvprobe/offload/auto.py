@@ -370,7 +370,7 @@ class Auto:
             span = sample.end_ns - (first.end_ns - first.submit_ns)
             if spent >= BUSY_NS and spent >= self.busy_share * span:
                 cause = "submission_bound"
-                why = f"{self._copies} submissions took {spent / 1e6:.1f} of {span / 1e6:.1f} ms of their caller"
+                why = f"{self._copies} submissions took {spent / 1e6:.1f} ms of their caller's {span / 1e6:.1f} ms"
         if cause and self._candidates():
             self._change(cause, why)
         elif cause:
@@ -397,7 +397,9 @@ class Auto:
         scale = _scale(list(self._recent)[-WINDOW:])
         if scale not in self._rested:
             self._rested.add(scale)
-            why = f"{cause}, and nothing is left to try for such transfers: from now on one in {REST} is watched"
+            why = (
+                f"{cause}, and no other method is left to try for such transfers: from now on one in {REST} is measured"
+            )
             self._decide("note", why, before=self.base, after=self.base, cause=cause)
         self.stand_on(self.base)
         self._resting, self._unwatched = True, 0
@@ -432,7 +434,11 @@ class Auto:
     def _return(self) -> None:
         """Back on the base without a verdict."""
         last = self.decisions[-1]
-        self._add(Decision(self._now(), last.after, last.before, "other work came: the two cannot be compared"))
+        self._add(
+            Decision(
+                self._now(), last.after, last.before, "the transfers before and after differ too much to be compared"
+            )
+        )
         self._decide("return", self.decisions[-1].reason, before=last.after, after=last.before)
 
     def _gains(self, seen: Comparison) -> bool:

@@ -578,7 +578,7 @@ class OffloadEngine:
             try:
                 self._close(drain=False)
             except Exception:
-                log.debug("an engine that nobody closed could not be closed", exc_info=True)
+                log.debug("an engine that was not closed could not be closed at its end", exc_info=True)
             self._native.kvp_submitter_free(memory)
 
     def __enter__(self) -> OffloadEngine:

@@ -273,7 +273,7 @@ def job_error(runtime: Runtime, status: JobStatus) -> Exception:
     if status.fault == Fault.CLOSED:
         return KvprobeError("it was closed before all copies were submitted")
     if status.fault == Fault.STUCK:
-        return KvprobeError("the device did not move its copies for the time set (stuck_after_s)")
+        return KvprobeError("the device did not go on with its copies within the time set (stuck_after_s)")
     if status.fault == Fault.RESET:
         return KvprobeError("the runtime was reset")
     return runtime.error(_CALLS.get(status.fault, "a CUDA call"), status.error)
@@ -284,7 +284,7 @@ def broken_by(runtime: Runtime, stats: SubmitterStats) -> Exception | None:
     if stats.fault == Fault.RESET:
         return KvprobeError("the runtime was reset")
     if stats.fault == Fault.STUCK:
-        return KvprobeError(f"transfer {stats.stuck_job} did not move for the time set (stuck_after_s)")
+        return KvprobeError(f"transfer {stats.stuck_job} did not go on within the time set (stuck_after_s)")
     if stats.broken > 0:
         return runtime.error("cudaEventQuery", stats.broken)
     return None

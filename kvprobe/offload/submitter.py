@@ -321,7 +321,7 @@ class Submitter:
             try:
                 self.close(drain=False)
             except Exception:
-                log.debug("a submitter that nobody closed could not be closed", exc_info=True)
+                log.debug("a submitter that was not closed could not be closed at its end", exc_info=True)
             self._native.kvp_submitter_free(memory)
 
 

@@ -289,7 +289,7 @@ def link_state(line: Line) -> LinkState:
     narrow, slow = 0 < width < max_width, 0 < gen < max_gen
     notes = []
     if narrow:
-        notes.append(f"{width} of {max_width} lanes: reseat the card, or look at the slot and its bifurcation")
+        notes.append(f"{width} of {max_width} lanes: reseat the card, or check the slot and its bifurcation")
     if slow:
         notes.append(f"generation {gen} of {max_gen}" + (" under load" if busy else f"; {IDLE_NOTE}"))
     return LinkState(

@@ -177,7 +177,7 @@ def _sniff_folder(path: Path) -> str:
     if any(name.startswith(("StringIds", "CUPTI_ACTIVITY_KIND_", "NVTX_EVENTS", "META_DATA_EXPORT")) for name in names):
         return "nsys-arrow"
     raise RecordingError(
-        f"{path}: no recording in this folder (looked for .kvp files, PyTorch traces, and the tables of an export)"
+        f"{path}: no recording in this folder (neither .kvp files, nor PyTorch traces, nor the tables of an export)"
     )
 
 

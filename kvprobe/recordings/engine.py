@@ -75,7 +75,7 @@ def recording_of(*engines: _Engine, ring: Path | None = None, what: str = "engin
     recording.names = names.list
     limits = engines[-1].limits
     how = {
-        "calibrated": "counted in this process: small copies behind a closed gate until one blocked",
+        "calibrated": "measured in this process: small copies were submitted behind a waiting kernel until one blocked",
         "cached": "counted by an earlier process in this environment",
     }.get(limits.how, "given to the engine")
     for name, value in (("queue_depth", limits.depth), ("channels", limits.channels)):

@@ -130,9 +130,9 @@ def _infer(recording: Recording, queue: StreamOccupancy) -> None:
         queue.reason = f"never more than {deepest} of {known} submissions outstanding ({how})"
     elif other > max(1_000_000, 0.01 * (int(end.max()) - int(start[0]))):
         queue.verdict = "cannot tell"
-        queue.reason = f"slow calls took {ms(other)} more than others, in no pattern that shows a full queue ({how})"
+        queue.reason = f"slow calls took {ms(other)} more than others, not in the pattern of a full queue ({how})"
     else:
-        queue.reason = f"no calls that become slow at one depth and stay so, among up to {deepest} outstanding ({how})"
+        queue.reason = f"no calls became and stayed slow from one depth on, with up to {deepest} outstanding ({how})"
 
 
 def _launches(recording: Recording, queue: StreamOccupancy, numbered: Array, base: Array) -> None:

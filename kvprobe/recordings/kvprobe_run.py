@@ -153,7 +153,8 @@ def read(
     for process in processes:
         if not (process.state in ("closed", "running", "replaced") or process.state.startswith("exit code")):
             notes.append(
-                f"process {process.pid} {process.state}; its totals are complete, of single calls the newest are kept"
+                f"process {process.pid} {process.state}; its totals are complete, only the newest single calls were "
+                f"kept"
             )
     for folder, run in runs.items():
         facts = {key: run[key] for key in ("host", "kernel", "cpus", "python", "gpu_nodes") if key in run}
@@ -162,7 +163,7 @@ def read(
         protected = ends.get(folder, {}).get(CONFIDENTIAL)
         if protected is not None:
             recording.machine[CONFIDENTIAL] = protected
-            recording.machine_how[CONFIDENTIAL] = f"end.json of {folder.name}, asked of the driver"
+            recording.machine_how[CONFIDENTIAL] = f"end.json of {folder.name}, reported by the driver"
     known = [(p.unix_offset_ns, by) for p, by in zip(processes, shifts, strict=True) if p.unix_offset_ns is not None]
     offset = next((offset - by for offset, by in known if offset is not None), None)
     if offset is None:
@@ -285,7 +286,7 @@ def _recorded_one_by_one(processes: list[_Process], shifts: list[int]) -> bool:
     return True
 
 
-_NOT_OVER = "the run is not over, or its observer was killed: what is here so far was read"
+_NOT_OVER = "the run is not over, or its observer was killed: what has been recorded so far was read"
 
 
 def _notes(run: dict[str, Any], end: dict[str, Any], rings: list[RingSnapshot], path: Path) -> list[str]:
@@ -296,7 +297,7 @@ def _notes(run: dict[str, Any], end: dict[str, Any], rings: list[RingSnapshot], 
     if run and not end:
         notes.append(_NOT_OVER)
     if not rings and path.is_dir() and not notes:
-        notes.append("no process of this run made a CUDA call that kvprobe watches")
+        notes.append("no process of this run made a CUDA call that kvprobe records")
     over = sum(int(ring.over_count.sum()) for ring in rings)
     if over:
         notes.append(
@@ -339,7 +340,8 @@ def _launch_queue(recording: Recording, processes: list[_Process], shifts: list[
             earlier = "an earlier process in the environment of " if told[pid].get("how") == "cached" else ""
             recording.machine[name] = values[pid]
             recording.machine_how[name] = (
-                f"counted in {earlier}process {pid}: small copies behind a closed gate until one blocked"
+                f"counted in {earlier}process {pid}: small copies were submitted behind a waiting kernel until one "
+                f"blocked"
             )
     return notes
 

@@ -169,7 +169,7 @@ def _over_cores(inputs: list[str], workers: int, keep: int) -> Iterator[tuple[in
 
 
 def _given_up(path: str, keep: int) -> Summary:
-    said = f"its worker was killed {TRIES} times, perhaps for want of memory: reduce it by itself"
+    said = f"its worker was killed {TRIES} times, perhaps for lack of memory: reduce it by itself"
     return Summary(keep=keep, failed={path: said})
 
 
@@ -202,7 +202,7 @@ def _over_ray(paths: list[str], address: str, keep: int) -> Iterator[tuple[int, 
         try:
             ray.init(address=None if address == "local" else address, log_to_driver=False, configure_logging=False)
         except Exception as error:  # whatever Ray raises, plain Exception among it
-            what = "a cluster could not be started here" if address == "local" else "no cluster answers there"
+            what = "a cluster could not be started here" if address == "local" else "no cluster answers at that address"
             raise UsageError(f"--ray {address}: {what} ({error})") from error
     try:
         on_node = importlib.import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy

@@ -10,7 +10,7 @@ from kvprobe.recordings.model import SCHEMAS, Array, Recording, Table
 
 __all__ = ["NO_CLOCK", "ONE_BY_ONE", "at_once", "merge", "recorded", "shifted"]
 
-_SHIFTED = "each was shifted so that all begin together, times between them mean nothing"
+_SHIFTED = "they were shifted to begin together, so times between them mean nothing"
 NO_CLOCK = f"the inputs share no clock: {_SHIFTED}"
 ONE_BY_ONE = f"the inputs were recorded one after another: {_SHIFTED}"
 _TIMES = ("start_ns", "end_ns", "time_ns")

@@ -142,5 +142,5 @@ def _run(path: Path, command: list[str], result: Path, progress: Progress | None
         package = _PACKAGES.get(library, f"the package that has {library}")
         raise RecordingError(f"{path}: {command[0]} lacks {library}: install {package}, then try again")
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    last = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "it said nothing")
+    last = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "it printed no message")
     raise RecordingError(f"{path}: {Path(command[0]).name} failed with exit code {done.returncode} ({last[:300]})")

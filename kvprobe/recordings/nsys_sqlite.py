@@ -325,7 +325,7 @@ class _Builder:
             bytes=getattr(export, "bytes", 0),
         )
         if not schema:
-            self.notes.append("the export names no schema version: read by the columns it has")
+            self.notes.append("the export names no schema version; it was read by the columns that it has")
         self.progress = progress
         self.pids = np.zeros(0, dtype=np.int64)
         self.done = 0
@@ -595,7 +595,9 @@ class _Builder:
         wanted = np.flatnonzero(np.isin(raw["eventType"], list(_RANGE_STYLES)))
         opened = int((raw["end"][wanted] < 0).sum())
         if opened:
-            self.notes.append(f"{opened} NVTX ranges never end in the recording: they are taken to its last NVTX event")
+            self.notes.append(
+                f"{opened} NVTX ranges never end in the recording: they are taken to end at its last NVTX event"
+            )
         name = self._range_texts(wanted, raw["textId"])
         domains = self._domains()
         domain_keys = (

@@ -326,7 +326,7 @@ def _judge(recording: Recording, queue: StreamOccupancy, labelled: Array, use_la
         queue.reason = (
             f"the recorder labels {int(queue.blocked.sum()):,} calls as blocked by a full command buffer, with "
             f"{least}{queue.plateau[1]:,} submissions outstanding"
-            + (" (a soft count: graphs are among them)" if queue.graphs else "")
+            + (" (approximate: CUDA graphs are among them)" if queue.graphs else "")
         )
 
 

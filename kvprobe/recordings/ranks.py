@@ -109,8 +109,8 @@ def _waits(ranks: dict[str, Rank]) -> tuple[Waiting, dict[str, int], dict[str, i
     usable = {name: rank.collectives for name, rank in ranks.items() if rank.recordings == 1 and rank.collectives.count}
     if len(usable) < 2:
         missing = (
-            "no collective was recorded of two ranks: it takes recordings of Nsight Systems or PyTorch's profiler, in "
-            "which NCCL's kernels are"
+            "no collective was recorded of two ranks: record with Nsight Systems or PyTorch's profiler, which record "
+            "NCCL's kernels"
         )
         return Waiting(len(usable), 0, len(ranks) - len(usable), missing), {}, {}
     count = max(Counter(one.count for one in usable.values()).items(), key=lambda item: (item[1], item[0]))[0]

@@ -19,7 +19,8 @@ Array = npt.NDArray[Any]
 
 BINS = 2400  # of a timeline: five to the pixel column of a phone, two to the column of a wide screen
 HOW_BINNED = (
-    "Each step is the longest call in its slice of time, the shade reaches down to the shortest; no mean is taken."
+    "Each step is the longest call in its slice of time, and the shade reaches down to the shortest; nothing is "
+    "averaged."
 )
 TABLE_ROWS = 24
 EXACT = 1200  # up to here every value is drawn as it is

@@ -76,7 +76,7 @@ def sections(inputs: Sequence[Input], notes: Sequence[str] = ()) -> tuple[Sectio
         if view is not None:
             own.append(_own(prefix, one, view, folded=len(inputs) > UNFOLDED))
     left = len(inputs) - len(own)
-    lead = "Each is judged by itself here; verdict and findings above are of all together."
+    lead = "Here each input is judged by itself; the verdict and findings above are of all inputs together."
     if left:
         lead += (
             f" The {len(own)} that lost most have a section of their own; kvprobe reduce compares all {len(inputs)}."

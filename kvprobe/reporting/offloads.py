@@ -9,9 +9,9 @@ from kvprobe.reporting.views import TableView, table
 __all__ = ["LEAD", "benefits_table"]
 
 LEAD = (
-    "As the servers' schedulers saw it since they began. A store is wasted when its block was evicted or overwritten "
-    "before anybody loaded it; prefill saved is the tokens that came from the offload, at what this server took to "
-    "compute a token of a prompt. A dash means that the server did not show it."
+    "As counted by the servers' schedulers since they started. A store is wasted when its block was evicted or "
+    "overwritten before it was loaded; prefill saved is the tokens that came from the offload, at what this server "
+    "took to compute a token of a prompt. A dash means that the server does not tell it."
 )
 
 

@@ -181,7 +181,7 @@ def _provenance(recording: Recording | None) -> tuple[list[Any], list[str], list
     if recording is None:
         return [], [], []
     facts = [
-        [name, value_text(name, value), recording.machine_how.get(name, "not said by the recording")]
+        [name, value_text(name, value), recording.machine_how.get(name, "not in the recording")]
         for name, value in recording.machine.items()
     ]
     files = [

@@ -123,7 +123,7 @@ def view(recording: Recording, findings: Sequence[Finding] | None, queues: Occup
             f"Ranked by severity, then by time lost, in {duration(span_ns)} recorded"
             + (f": {spent}." if spent else ".")
             if findings
-            else f"kvprobe looked at {count_text(found.made)} submissions in {duration(span_ns)} for every known cause."
+            else f"kvprobe examined {count_text(found.made)} submissions in {duration(span_ns)} for every known cause."
         )
     queues = queues or (occupancy(recording) if len(found.rows) else None)
     outstanding, cliff = streams.occupancy_charts(recording, found, queues, marks)
@@ -156,7 +156,7 @@ def view(recording: Recording, findings: Sequence[Finding] | None, queues: Occup
         ),
         charts.section("stacks", "Python code that was waiting", _STACKS, [], [_stacks(recording)]),
         charts.section("startup", "Start-up, before the serving window", *_startup(recording)),
-        charts.section("decisions", "What was switched, and why", "", [], [_decisions(recording, found)]),
+        charts.section("decisions", "What kvprobe switched, and why", "", [], [_decisions(recording, found)]),
     ]
     for one in out.sections:
         one.folded = one.id == "startup"
@@ -171,7 +171,7 @@ def _startup(recording: Recording) -> tuple[str, list[Chart | None], list[TableV
         return "", [], []
     lead = (
         f"{duration(before.length_ns)} before the serving window ({window.how}); {count_text(before.submissions)} "
-        "submissions in it. A process does this once; no finding and no share above counts it."
+        "submissions in it. A process does this once, so the findings and shares above leave it out."
     )
     rows = [
         [
@@ -189,8 +189,8 @@ def _startup(recording: Recording) -> tuple[str, list[Chart | None], list[TableV
     return lead, [], [table("Start-up by kind of work", columns, rows)]
 
 
-_SERVED = "As kvprobe's adapters saw them; calls inside a call of this table are part of it and left out."
-_STACKS = "Stacks taken while a call was blocked, innermost frame first; the ones that waited longest lead."
+_SERVED = "As measured by kvprobe's adapters; calls made inside another call of this table are counted with that call."
+_STACKS = "Stacks taken while a call was blocked, innermost frame first, longest waits at the top."
 
 
 def _marks(recording: Recording, span: tuple[float, float]) -> list[Mark]:
@@ -282,7 +282,7 @@ def _histogram(recording: Recording, found: Submissions) -> Chart | None:
         how = "Counted while recording, in buckets of a quarter octave: exact also where single calls were not kept."
         untimed = [name for name, one in counts.items() if not one.any()]
         if untimed:
-            how += f" Counted and not timed: {', '.join(untimed)}."
+            how += f" Counted, but not timed: {', '.join(untimed)}."
     counts = {name: one for name, one in counts.items() if one.any()}
     if not counts:
         return None
@@ -295,8 +295,8 @@ def _heat(found: Submissions, marks: Sequence[Mark]) -> Chart | None:
     if len(found.rows) < 5000:
         return None
     summary = (
-        "How many calls took how long, when: a stronger cell holds more calls. "
-        "Calls that a full queue holds up form a band of their own above the others."
+        "How many calls took how long, and when: a darker cell holds more calls. Calls blocked by a full queue form a "
+        "band of their own above the others."
     )
     return charts.heat_chart(
         "heat", "Submit time, all calls", summary, found.start_ns, found.dur_ns, found.span, marks=marks
@@ -367,7 +367,7 @@ def _split(recording: Recording) -> Chart | None:
         )
     watched = int(rows["one_in"].max())
     how = (
-        f"Estimated: adapters at rest watch one transfer in {watched}, which counts for {watched} here; "
+        f"Estimated: resting adapters measure one transfer in {watched}, which counts for {watched} here; "
         f"{rows.rows:,} were watched."
         if watched > 1
         else ""

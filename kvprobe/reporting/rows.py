@@ -94,7 +94,7 @@ def rows_chart(recording: Recording, found: Submissions, findings: Sequence[Find
         table("Threads and streams", columns, listed),
         f"Taller is busier. {count_text(len(items['t']))} calls and executions are drawn one by one when they are wide "
         "enough: the longest, and those around the findings. Lines lead from a fence or a wait to what it waits for. "
-        "Choose a call to see its stack; the page's address keeps zoom and call. All calls: kvprobe export.",
+        "Click a call to see its stack; the page's address keeps zoom and call. All calls: kvprobe export.",
     )
 
 

@@ -152,7 +152,7 @@ def stream_table(recording: Recording, found: Submissions, queues: Occupancy | N
                 (percent(busy.get(row, 0) / span_ns) if busy else NONE, busy.get(row, 0)),
             ]
         )
-    lead = "" if recording.has_executions else "The recorder did not see the device, so device time is not known. "
+    lead = "" if recording.has_executions else "The recorder did not record the device, so device time is not known. "
     if found.made > len(found.rows):
         lead += (
             f"Of {found.made:,} submissions {len(found.rows):,} were kept one by one; calls, host time, longest and "
@@ -317,7 +317,7 @@ def _cliff(recording: Recording, found: Submissions, queues: Occupancy) -> Chart
     name = _queue_name(recording, queue)
     summary = (
         f"{name}: a call costs {duration(shallow_ns)} at the median while the queue is less than half as deep as it "
-        f"ever gets, and {duration(deep_ns)} {where}. A step there is a full queue; a flat line is a healthy one."
+        f"ever gets, and {duration(deep_ns)} {where}. A step means a full queue; a flat line means a healthy one."
     )
     ceiling = [(float(queue.ceiling), f"full at {queue.ceiling:,}")] if queue.ceiling > 0 else []
     spec = {

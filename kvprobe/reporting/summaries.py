@@ -140,7 +140,7 @@ def api_sum(recording: Recording) -> SummaryTable:
     listed.sort(key=lambda row: (math.isnan(row[1]), -row[1], -row[2]))
     note = "Totals, counts, averages and maxima are exact; medians and minima are read from histograms, up to 20% low."
     if untimed:
-        note += f" {untimed:,} calls were counted and not timed: times are of the others."
+        note += f" {untimed:,} calls were counted, but not timed: times are of the others."
     return SummaryTable("cuda_api_sum", "CUDA API summary", columns, listed, note)
 
 
@@ -190,7 +190,7 @@ def mem_size_sum(recording: Recording) -> SummaryTable:
 
 
 def _blind(recording: Recording) -> str:
-    return "" if recording.has_executions else "The recorder did not see the device."
+    return "" if recording.has_executions else "The recorder did not record the device."
 
 
 _STYLES = {

@@ -185,7 +185,7 @@ def of_recording(
     if judged.state != "found" or not diagnosed:
         abstained = [one for one in findings if one.confidence == "cannot tell"]
         facts = [
-            Fact("Submissions looked at", count_text(submissions)),
+            Fact("Submissions examined", count_text(submissions)),
             Fact("Recorded time", duration(span_ns)),
             Fact(
                 "Host time in submissions",
@@ -206,7 +206,7 @@ def of_recording(
             also = "; ".join(one.what for one in judged.missing[1:3])
             detail = f"Also: {also}." if also else ""
             return PageHead("unknown", f"Undecided: {lacks.what}.", detail, facts, cures, action="How to record it")
-        return PageHead("ok", "Nothing found: no submission waited for a reason that could be cured.", "", facts)
+        return PageHead("ok", "Nothing found: no submission waited for a reason that can be fixed.", "", facts)
     order = ranked(real)
     first = order[0]
     headline = first.title.rstrip(".") + "."
@@ -227,7 +227,7 @@ def of_recording(
         facts.append(Fact("The first change saves", duration(first.predicted_saving_ns), "predicted"))
     facts.append(Fact("How sure", first.confidence.capitalize(), first.evidence[0].how if first.evidence else ""))
     if judged.missing:
-        facts.append(Fact("Not all was seen", judged.missing[0].what))
+        facts.append(Fact("The recording is incomplete", judged.missing[0].what))
     rest = len(real) - 1
     if rest:
         others = sum(one.lost_ns for one in order[1:])

@@ -160,7 +160,7 @@ class WeightOffload:
         if self._host.pageable_bytes:
             self.notes.append(
                 f"{self._host.pageable_bytes / 2**20:,.0f} MiB of CPU memory could not be pinned "
-                f"({self._host.refusal}): copies from it are slower and hold their caller"
+                f"({self._host.refusal}): copies from it are slower and block their caller"
             )
         for placed in units:
             for tensor in placed.tensors:

@@ -35,7 +35,7 @@ def test_the_queue_is_measured_in_this_environment() -> None:
     lines = _lines(CUDA_SCALE_LAUNCH_QUEUES="0.5x", CUDA_DEVICE_MAX_CONNECTIONS="2", CUDA_MODULE_LOADING="EAGER")
     assert lines["depth"]["value"].startswith("510 operations") or lines["depth"]["value"].startswith("509 operations")
     assert lines["depth"]["verdict"] == "bad"
-    assert lines["channels"]["value"].startswith("2 that streams share")
+    assert lines["channels"]["value"].startswith("2, shared by all streams")
     assert lines["CUDA_SCALE_LAUNCH_QUEUES"]["verdict"] == "bad"
     assert lines["CUDA_DEVICE_MAX_CONNECTIONS"]["verdict"] == "bad"
     assert lines["CUDA_MODULE_LOADING"]["verdict"] == "good"
@@ -47,7 +47,7 @@ def test_values_that_the_driver_ignores_are_called_so() -> None:
     assert "counts as 1x" in lines["CUDA_SCALE_LAUNCH_QUEUES"]["todo"]
     assert "ignores it" in lines["CUDA_DEVICE_MAX_CONNECTIONS"]["todo"]
     assert lines["LD_PRELOAD"]["todo"] == "/absent/lib.so does not exist"
-    assert lines["channels"]["value"].startswith("4 that streams share")
+    assert lines["channels"]["value"].startswith("4, shared by all streams")
 
 
 def test_a_larger_queue_comes_with_the_jetson_warning() -> None:
@@ -85,7 +85,10 @@ def test_an_nsys_without_libdw_is_told_from_one_that_works(tmp_path: Path, monke
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     line = next(line for line in doctor._tools() if line.name == "nsys")
-    assert (line.verdict, line.value) == ("bad", f"{tmp_path}/nsys: records, but its QdstrmImporter lacks libdw.so.1")
+    assert (line.verdict, line.value) == (
+        "bad",
+        f"{tmp_path}/nsys: it can record, but its QdstrmImporter lacks libdw.so.1",
+    )
     assert "libdw1" in line.todo
     (tmp_path / "ldd").write_text("#!/bin/sh\n")
     assert next(line for line in doctor._tools() if line.name == "nsys").verdict == "good"

@@ -86,7 +86,7 @@ def test_what_the_command_leaves_running_is_not_waited_for(tmp_path: Path) -> No
     done = run(tmp_path / "run", "sh", program)
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
     assert done.returncode == 0
-    assert f"the report follows in {tmp_path / 'run'}" in done.stderr
+    assert f"the report will be in {tmp_path / 'run'}" in done.stderr
     while not (tmp_path / "run" / "outcome.txt").exists():
         time.sleep(0.1)
 

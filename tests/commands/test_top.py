@@ -96,7 +96,10 @@ def test_a_pid_is_enough_and_sixty_columns_are(server: subprocess.Popen[str]) ->
 
 
 def test_a_pid_or_name_that_is_not_recorded_is_refused() -> None:
-    for target, text in ((str(os.getpid()), "is not recorded: `kvprobe attach"), ("no-such-program-%", "no recorded")):
+    for target, text in (
+        (str(os.getpid()), "is not being recorded: `kvprobe attach"),
+        ("no-such-program-%", "no recorded"),
+    ):
         done = subprocess.run(_top(target, "--once"), capture_output=True, text=True, check=False)
         assert done.returncode == 2 and text in done.stderr and done.stderr.count("\n") == 1
 
@@ -203,7 +206,7 @@ def test_a_run_that_has_not_made_a_call_yet_is_not_called_ended(tmp_path: Path) 
         process.kill()
         process.wait()
     assert json.loads(done.stdout)["processes"] == []
-    assert "no watched process found" in done.stderr
+    assert "no recorded process found" in done.stderr
     wait_for_end(run)
 
 

@@ -37,7 +37,8 @@ def test_it_helps_where_prefill_saved_exceeds_what_was_waited() -> None:
     assert (found.hit_share, found.wasted_share, found.saved_ns) == (0.5, 0.2, 1.5e9)
     assert found.sentence == (
         "Offload by vllm's OffloadingConnector helps: 50% of the prompt tokens that the GPU lacked came from it, about "
-        "1.5 s of prefill saved, 400 ms waited for loads. 20% of what was stored was evicted before anybody loaded it."
+        "1.5 s of prefill saved, 400 ms spent waiting for loads. 20% of what was stored was evicted before it was "
+        "loaded."
     )
     assert one(waited_ns=2_000_000_000).conclusion == "does not help"
 
@@ -46,7 +47,7 @@ def test_without_a_hit_it_does_not_help() -> None:
     found = one(hit_tokens=0, loaded_blocks=None, unread_blocks=100, waits=None, waited_ns=None)
     assert found.sentence == (
         "Offload by vllm's OffloadingConnector does not help: none of 4,000 prompt tokens came from it. 100% of what "
-        "was stored was evicted before anybody loaded it."
+        "was stored was evicted before it was loaded."
     )
 
 

@@ -188,7 +188,7 @@ def test_a_process_is_attached_to_once(copying: Callable[..., Copying], tmp_path
     again = subprocess.run(
         [*KVPROBE, "attach", str(program.pid), "-o", tmp_path / "b"], capture_output=True, text=True, check=False
     )
-    assert again.returncode == 2 and again.stderr.strip().endswith(f"is recorded already, into {tmp_path / 'a'}")
+    assert again.returncode == 2 and again.stderr.strip().endswith(f"is already being recorded into {tmp_path / 'a'}")
     assert not (tmp_path / "b").exists()
     program.end()
 

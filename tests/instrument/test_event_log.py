@@ -126,4 +126,4 @@ def test_a_run_that_keeps_totals_has_a_file_that_does_not_grow(folder, monkeypat
     events = event_log.read_events(folder / f"events-{os.getpid()}.jsonl")
     assert events[-1]["what"] == "switch", "decisions are written all the same"
     assert sum(event["kind"] == "transfer" for event in events) == (100 if detail == "totals" else 1000)
-    assert sum("metrics go on" in event.get("why", "") for event in events) == (detail == "totals")
+    assert sum("metrics continue" in event.get("why", "") for event in events) == (detail == "totals")

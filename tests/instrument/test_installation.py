@@ -130,7 +130,7 @@ def test_a_wrapper_that_always_fails_changes_nothing_and_says_so_once(toyserver,
         assert results(module) == EXPECTED
     assert originals(module) == before
     assert str(adapter().state).startswith("failed: Engine.make: RuntimeError: kvprobe's own mistake")
-    assert sum("steps aside" in record.message for record in caplog.records) == 1
+    assert sum("is switched off" in record.message for record in caplog.records) == 1
 
 
 def test_a_wrapper_of_somebody_else_above_ours_survives_uninstall(toyserver):

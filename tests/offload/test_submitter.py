@@ -142,10 +142,10 @@ def test_one_that_does_not_move_is_given_up_and_says_so(bench):
     b = bench(layers=1, virtual_clock=1, h2d_bytes_per_s=100.0)
     submitter = Submitter(b.runtime, limits=b.limits, method="loop", stuck_after_s=2.0)
     stuck = submitter.submit(copies(b, "load", [(0, 0)]), "load")
-    with pytest.raises(TransferError, match=r"load 1 of 4096 bytes failed: the device did not move .*stuck_after_s"):
+    with pytest.raises(TransferError, match=r"load 1 of 4096 bytes failed: the device did not go on .*stuck_after_s"):
         stuck.wait()
     assert stuck.failed
-    with pytest.raises(TransferError, match=r"takes no more transfers: transfer 1 did not move .*stuck_after_s"):
+    with pytest.raises(TransferError, match=r"takes no more transfers: transfer 1 did not go on .*stuck_after_s"):
         submitter.submit(copies(b, "load", [(1, 1)]), "load")
     submitter.close(drain=False)
 
