@@ -7,8 +7,11 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+from tests import public_recordings
 
 STDERR = pytest.StashKey[int]()
 
@@ -18,6 +21,12 @@ def interrupts() -> None:
     """A shell starts what runs in its background with Ctrl-C ignored, and every child of such a run inherits that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of public recordings, `<project>/<file>`."""
+    return public_recordings.folder()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,12 +33,3 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("export") / "small.sqlite"
     module.generate(made, 0.01)
     return made
-
-
-@pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """The folder of public recordings beside the repository."""
-    folder = Path(os.environ.get("KVPROBE_SHARED_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
-    if not folder.is_dir():
-        pytest.skip("public recordings are not here (KVPROBE_SHARED_DATA)")
-    return folder

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import subprocess
 import sys
 import tarfile
@@ -20,13 +19,13 @@ from kvprobe.native import build
 from kvprobe.probe.live import Live, find_rings
 from kvprobe.recordings import open_recording
 from kvprobe.recordings.window import serving_window
+from tests import public_recordings
 
 GPU_DATA = Path(__file__).parents[1] / "gpu" / "data"
-SHARED = Path(os.environ.get("KVPROBE_SHARED_DATA", "absent"))
 RECORDINGS = [
     *sorted(GPU_DATA.glob("*.json.gz")),
     *sorted(GPU_DATA.glob("*.sqlite.gz")),
-    *sorted(path for suffix in ("*.json.gz", "*.sqlite") for path in SHARED.glob(f"*/{suffix}")),
+    *sorted(path for suffix in ("*.json.gz", "*.sqlite") for path in public_recordings.folder().glob(f"*/{suffix}")),
 ]
 
 

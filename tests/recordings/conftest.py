@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import public_recordings
+
 sys.path.insert(0, str(Path(__file__).parent))  # queue_model: under importlib mode tests see no siblings
-DATA = Path(os.environ.get("KVPROBE_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
 FILES = {
     "v100": "hta/ns_resolution_rank0_v100.pt.trace.json.gz",
     "trace_diff": "hta/trace_diff_test_v100.json.gz",
@@ -23,7 +23,7 @@ FILES = {
 
 
 class Shared:
-    """The public recordings beside the repository, read once each."""
+    """The public recordings, read once each."""
 
     files = FILES
 
@@ -31,10 +31,7 @@ class Shared:
         self.opened = {}
 
     def path(self, name: str) -> Path:
-        path = DATA / FILES[name]
-        if not path.exists():
-            pytest.skip(f"no public recordings at {DATA}")
-        return path
+        return public_recordings.folder() / FILES[name]
 
     def open(self, name: str):
         from kvprobe.recordings import open_recording

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,16 +24,6 @@ FLAGS = (
     "--disable-dev-shm-usage",
     "--hide-scrollbars",
 )
-
-
-@pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """The folder of public recordings beside the repository."""
-    default = Path(__file__).resolve().parents[3] / "shared" / "data"
-    folder = Path(os.environ.get("KVPROBE_SHARED_DATA", default))
-    if not folder.is_dir():
-        pytest.skip("public recordings are not here (KVPROBE_SHARED_DATA)")
-    return folder
 
 
 @pytest.fixture(scope="session")
