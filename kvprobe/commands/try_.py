@@ -1,8 +1,8 @@
 """`kvprobe try -- COMMAND`: tries the changes that a diagnosis names, and prints what they save beside the prediction.
 
 The command is recorded once. Of the changes that its findings name, those that can be made from outside are tried:
-environment variables, and `--fix` where an adapter of kvprobe is in use. The command then runs with and without each,
-by turns, every run under `kvprobe run` and with a folder of its own.
+environment variables, and `--fix` where an adapter of kvprobe is in use or pageable copies can be staged. The command
+then runs with and without each, by turns, every run under `kvprobe run` and with a folder of its own.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _from_outside(
                     left[f"not tried: {_name(change)} is set already"] = None
                     continue
             elif change.kind == "rung" and change.value == "auto":
-                if not fixable:
+                if not fixable and change.name != "staged":  # the interposer does that by itself
                     left["not tried: --fix auto, because no adapter of kvprobe is in use in this command"] = None
                     continue
             else:

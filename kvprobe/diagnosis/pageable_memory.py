@@ -24,6 +24,14 @@ from kvprobe.recordings.model import CallKind, Direction, Memory
 
 CAUSE = cause_of(__name__)
 SUBMISSION_NS = 2_000  # of a pinned copy, where the recording has none to compare with
+STAGED_BYTES = 128 << 10  # from here on `--fix auto` stages a copy (native/interpose/cures.c)
+STAGED = Change(
+    f"Without a change of code: kvprobe run --fix auto, which moves copies from {STAGED_BYTES >> 10} KiB on through "
+    "pinned memory of its own with several threads, where that pays",
+    "rung",
+    "staged",
+    "auto",
+)
 ENOUGH = 8  # submissions that tell what one costs
 
 
@@ -127,5 +135,6 @@ def find(joined: JoinedRecording) -> Finding | None:
             ),
             Change("In data loaders: DataLoader(pin_memory=True) and .to(device, non_blocking=True)"),
             Change("For results read back every step: copy into a pinned buffer, and wait for an event when needed"),
+            *((STAGED,) if 2 * int(excess[joined.bytes[rows] >= STAGED_BYTES].sum()) > lost else ()),
         ),
     )

@@ -11,6 +11,7 @@ import pytest
 from kvprobe.cli import main
 from kvprobe.commands.try_ import _from_outside
 from kvprobe.diagnosis import Change, Finding
+from kvprobe.diagnosis.pageable_memory import STAGED
 from kvprobe.native import build
 from kvprobe.recordings.model import Recording, Source
 
@@ -68,6 +69,8 @@ def test_what_cannot_be_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     changes, _ = _from_outside([finding(POOLED)], recording("adapter vllm: applied (1 process)"), [])
     assert [change.value for change in changes] == ["auto"]
+    changes, left = _from_outside([finding(STAGED)], recording(), [])
+    assert [change.name for change in changes] == ["staged"] and not left, "it needs no adapter"
 
 
 def test_the_figure_of_the_command_is_compared_by_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

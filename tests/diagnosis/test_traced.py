@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kvprobe.diagnosis import diagnose
+from kvprobe.diagnosis.pageable_memory import STAGED, STAGED_BYTES
 from kvprobe.diagnosis.traced import line_of
 from kvprobe.recordings.model import CallKind, Memory, Recording, Source, Table
 from kvprobe.reporting import build_page
@@ -28,7 +29,7 @@ def test_the_line_is_the_programs_own(stack, line):
     assert line_of(stack) == line
 
 
-def recording(copy_stack_ns):
+def recording(copy_stack_ns, copy_bytes=1 << 20):
     """Pinning for 300 ms at the start, 40 quick copies, one pageable copy of 100 ms; a stack of each long call."""
     start = [0, *(400 * MS + i * 10_000 for i in range(40)), 500 * MS]
     took = [300 * MS, *[1_000] * 40, 100 * MS]
@@ -43,6 +44,7 @@ def recording(copy_stack_ns):
                 "end_ns": np.add(start, took),
                 "kind": kind,
                 "memory": memory,
+                "bytes": [0, *[4096] * 40, copy_bytes],
                 "thread": [7] * 42,
                 "stream": [-1] + [0] * 41,
                 "name": [1] + [2] * 41,
@@ -75,6 +77,12 @@ def test_a_finding_shows_its_own_calls_and_their_line_not_that_of_start_up():
     assert call.stack[-1] == "main (/app/server.py:7)"
     assert {change.at for change in found.cure if change.kind == "call"} == {"/app/server.py:42"}
     assert found.to_json()["calls"][0]["line"] == "/app/server.py:42"
+
+
+def test_large_pageable_copies_can_be_tried_staged_small_ones_not():
+    for copy_bytes, staged in ((STAGED_BYTES, True), (STAGED_BYTES - 1, False)):
+        cures = [change.name for change in pageable(recording(560 * MS, copy_bytes)).cure]
+        assert (STAGED.name in cures) is staged
 
 
 def test_a_stack_that_came_after_the_call_is_not_its_stack():
