@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvprobe.cuda import Runtime, device_region, host_region
+from kvprobe.cuda.copies import copy_rate
 from kvprobe.errors import KvprobeError
 from kvprobe.launchqueue import QueueLimits
 from kvprobe.native.library import core
@@ -91,18 +92,7 @@ def _link(runtime: Runtime) -> float:
     """Bytes per second of one large copy to the device, best of three."""
     size = 32 << 20 if runtime.provider == "host" else 256 << 20
     device, host = device_region(runtime, size), host_region(runtime, size)
-    stream, start, end = runtime.stream_create(), runtime.event_create(True), runtime.event_create(True)
-    best = 0.0
-    for _ in range(3):
-        runtime.event_record(start, stream)
-        runtime.memcpy_async(device.address, host.address, size, "h2d", stream)
-        runtime.event_record(end, stream)
-        runtime.event_synchronize(end)
-        best = max(best, size / (runtime.event_elapsed_ms(start, end) * 1e-3))
-    for event in (start, end):
-        runtime.event_destroy(event)
-    runtime.stream_destroy(stream)
-    return best
+    return copy_rate(runtime, device.address, host.address, size, "h2d")
 
 
 @dataclass

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvprobe.commands._device import device_option
 from kvprobe.errors import KvprobeError
 
 if TYPE_CHECKING:
@@ -44,13 +45,7 @@ ROUNDS = 3  # at least: a spread needs them
 
 
 @click.group(short_help="Compare stream policies and copy methods on this machine.", invoke_without_command=True)
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "host", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="The GPU, the embedded host runtime, or whichever there is.",
-)
+@device_option
 @click.option("--seconds", default=20.0, show_default=True, type=click.FloatRange(2, 3600), help="About how long.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.option(
@@ -83,13 +78,7 @@ def command(context: click.Context, device: str, seconds: float, as_json: bool, 
 
 
 @command.command("overhead", short_help="Measure what recording costs on this machine, at each level of detail.")
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "host", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="The GPU, the embedded host runtime, or whichever there is.",
-)
+@device_option
 @click.option(
     "--rounds", default=15, show_default=True, type=click.IntRange(ROUNDS), help="How often each is measured."
 )

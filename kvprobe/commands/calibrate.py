@@ -9,19 +9,14 @@ from typing import Any
 
 import click
 
+from kvprobe.commands._device import device_option
 from kvprobe.commands._reading import progress_bar
 
 __all__ = ["command"]
 
 
 @click.command(short_help="Measure the launch queue and every method of copying on this machine.")
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "host", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="The GPU, the embedded host runtime, or whichever there is.",
-)
+@device_option
 @click.option("--quick", is_flag=True, help="Only what the engine's chooser needs: about two seconds on a GPU.")
 @click.option(
     "--cached", "use_cached", is_flag=True, help="Show what was measured before on this machine, if anything."

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvprobe.commands._device import device_option
 from kvprobe.errors import KvprobeError
 
 if TYPE_CHECKING:
@@ -28,13 +29,7 @@ RECORDS = 1 << 19  # of a thread, over all phases
 
 
 @click.command()
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "host", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="The GPU, the embedded host runtime, or whichever there is.",
-)
+@device_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.option(
     "--report",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvprobe.commands._device import device_option
 from kvprobe.environment import VARIABLES, unknown
 from kvprobe.errors import KvprobeError
 
@@ -53,19 +54,13 @@ class Line:
 
 
 @click.command(short_help="Check this machine and environment for what slows offload.")
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "host", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="Measure the GPU, the embedded host runtime, or whichever there is; cuda imports torch.",
-)
+@device_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(device: str, as_json: bool) -> None:
     """Check GPU, driver, link, memory limits, environment, launch queue, tools and installed servers.
 
     The launch queue and the link are measured in this process, in this environment: start it as the server is started
-    (same variables, same container, same numactl). Exits with 1 where something is bad.
+    (same variables, same container, same numactl). --device cuda imports torch. Exit code 1: something is bad.
     """
     lines = list(examine(device))
     if as_json:
@@ -240,6 +235,7 @@ def _queue(runtime: Runtime) -> Iterator[Line]:
 
 
 def _bandwidth(runtime: Runtime, gpus: list[dict[str, Any]]) -> Iterator[Line]:
+    from kvprobe.cuda.copies import copy_rate
     from kvprobe.cuda.memory import Buffer
 
     # CUDA counts the devices that it was given, NVML all of them: the pair is known where there is but one
@@ -249,7 +245,7 @@ def _bandwidth(runtime: Runtime, gpus: list[dict[str, Any]]) -> Iterator[Line]:
     device, host = Buffer(runtime, size, "device"), Buffer(runtime, size, "pinned")
     try:
         for kind, (dst, src) in {"h2d": (device, host), "d2h": (host, device)}.items():
-            rate = _rate(runtime, dst.address, src.address, size, kind)
+            rate = copy_rate(runtime, dst.address, src.address, size, kind)
             value = f"{rate / 1e9:.1f} GB/s for {size >> 20} MiB, pinned"
             if not limit:
                 yield Line(
@@ -263,22 +259,6 @@ def _bandwidth(runtime: Runtime, gpus: list[dict[str, Any]]) -> Iterator[Line]:
     finally:
         device.close()
         host.close()
-
-
-def _rate(runtime: Runtime, dst: int, src: int, size: int, kind: str) -> float:
-    """Bytes per second of one copy, best of three; the first one wakes the link."""
-    stream, start, end = runtime.stream_create(), runtime.event_create(True), runtime.event_create(True)
-    best = 0.0
-    for _ in range(3):
-        runtime.event_record(start, stream)
-        runtime.memcpy_async(dst, src, size, kind, stream)
-        runtime.event_record(end, stream)
-        runtime.event_synchronize(end)
-        best = max(best, size / (runtime.event_elapsed_ms(start, end) * 1e-3))
-    for event in (start, end):
-        runtime.event_destroy(event)
-    runtime.stream_destroy(stream)
-    return best
 
 
 # -- environment and memory --------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvprobe.commands._device import device_option
+
 if TYPE_CHECKING:
     from kvprobe.recordings.model import Recording
     from kvprobe.reporting.verdict import PageHead
@@ -24,13 +26,7 @@ MEASURED = (0, 1, 2, 4)  # windows that are run, where the memory allowed holds 
 @click.option("--gpu-fraction", type=float, help="Share of the weights' bytes on the GPU; 1: no offload.")
 @click.option("--gpu-bytes", type=int, help="The same in bytes.")
 @click.option("--window", default="auto", show_default=True, help="Layers copied ahead: auto, a number, or 512MiB.")
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "host", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="The GPU, the embedded host runtime, or whichever there is.",
-)
+@device_option
 @click.option("--tokens", type=click.IntRange(1), default=128, show_default=True, help="Tokens of a forward pass.")
 @click.option(
     "--forwards", type=click.IntRange(2, 1000), default=6, show_default=True, help="Forward passes with each window."

@@ -12,7 +12,7 @@ from kvprobe.cuda.runtime import Runtime
 from kvprobe.errors import CudaError, UsageError
 from kvprobe.native.library import Copier, CopyList, core
 
-__all__ = ["COPY", "DIRECTIONS", "METHOD_NAMES", "PinnedList", "columns", "submit_copies"]
+__all__ = ["COPY", "DIRECTIONS", "METHOD_NAMES", "PinnedList", "columns", "copy_rate", "submit_copies"]
 
 COPY = np.dtype([("dst", "u8"), ("src", "u8"), ("bytes", "u8")])  # kvp_copy
 METHOD_NAMES = ("loop", "batch", "kernel", "staged")  # enum kvp_method
@@ -44,6 +44,22 @@ def columns(dst: Any, src: Any, size: Any) -> np.ndarray[Any, Any]:
     made = np.zeros(np.broadcast(dst, src, size).shape, COPY)
     made["dst"], made["src"], made["bytes"] = dst, src, size
     return made
+
+
+def copy_rate(runtime: Runtime, dst: int, src: int, size_bytes: int, kind: str) -> float:
+    """Bytes per second of one copy, best of three: the first one wakes the link. `kind` as for `memcpy_async`."""
+    stream, start, end = runtime.stream_create(), runtime.event_create(True), runtime.event_create(True)
+    best = 0.0
+    for _ in range(3):
+        runtime.event_record(start, stream)
+        runtime.memcpy_async(dst, src, size_bytes, kind, stream)
+        runtime.event_record(end, stream)
+        runtime.event_synchronize(end)
+        best = max(best, size_bytes / (runtime.event_elapsed_ms(start, end) * 1e-3))
+    for event in (start, end):
+        runtime.event_destroy(event)
+    runtime.stream_destroy(stream)
+    return best
 
 
 def submit_copies(

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvprobe.diagnosis.finding import EvidenceChart
 from kvprobe.diagnosis.intervals import Cover, distinct, in_time
 from kvprobe.diagnosis.joined import Array, JoinedRecording
 from kvprobe.recordings.model import Label
 
-__all__ = ["Gaps", "idle_gaps"]
+__all__ = ["Gaps", "gaps_chart", "idle_gaps"]
 
 NO_WORK_NS = 1_000_000_000  # longer pauses: the server had no requests, or the recording cannot say
 
@@ -34,11 +35,28 @@ class Gaps:
     gc_ns: Array
 
 
+def gaps_chart(joined: JoinedRecording, gaps: Gaps, mine: Array) -> EvidenceChart:
+    """The first 2,000 of the gaps that `mine` selects, by when they began and the host's part of them."""
+    return {
+        "title": "Idle gaps of the device",
+        "x_label": "time in the recording (ms)",
+        "y_label": "gap (us)",
+        "series": {
+            "gaps": {
+                "x": (gaps.start[mine] - joined.window[0])[:2000] / 1e6,
+                "y": gaps.host_ns[mine][:2000] / 1e3,
+                "style": "points",
+            }
+        },
+    }
+
+
 def idle_gaps(joined: JoinedRecording) -> Gaps:
     """Gaps between executions that ended with an operation submitted only after they had begun."""
-    known = joined.__dict__.get("_gaps")
-    if isinstance(known, Gaps):
-        return known
+    return joined.once(_idle_gaps)
+
+
+def _idle_gaps(joined: JoinedRecording) -> Gaps:
     parts: list[tuple[Array, ...]] = []
     table = joined.recording.executions
     garbage = joined.label_cover(Label.GC)
@@ -71,6 +89,4 @@ def idle_gaps(joined: JoinedRecording) -> Gaps:
             host[theirs] = (upto - start[theirs]) - inside.within(start[theirs], upto)
         parts.append((np.full(len(start), process), start, end, call, host, garbage.within(start, end)))
     columns = [np.concatenate([part[i] for part in parts]) if parts else np.zeros(0, dtype=np.int64) for i in range(6)]
-    found = Gaps(*columns)
-    joined.__dict__["_gaps"] = found
-    return found
+    return Gaps(*columns)

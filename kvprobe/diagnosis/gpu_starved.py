@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
-from kvprobe.diagnosis.gaps import idle_gaps
+from kvprobe.diagnosis.gaps import gaps_chart, idle_gaps
 from kvprobe.diagnosis.joined import JoinedRecording, ms, share
 from kvprobe.diagnosis.python_or_gil_bound import explained
 
@@ -79,16 +79,5 @@ def find(joined: JoinedRecording) -> Finding | None:
             Change("Launch ahead: do not read results back before the next step has been launched"),
             Change("See what the thread does in the gaps: py-spy dump --pid, or the ranges named here", "recording"),
         ),
-        chart={
-            "title": "Idle gaps of the device",
-            "x_label": "time in the recording (ms)",
-            "y_label": "gap (us)",
-            "series": {
-                "gaps": {
-                    "x": (gaps.start[mine] - joined.window[0])[:2000] / 1e6,
-                    "y": ns[:2000] / 1e3,
-                    "style": "points",
-                }
-            },
-        },
+        chart=gaps_chart(joined, gaps, mine),
     )

@@ -6,9 +6,10 @@ run from the best-evidenced to the least, and the sum of what they claim is neve
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Array: TypeAlias = npt.NDArray[Any]
+T = TypeVar("T")
 
 __all__ = ["SLOW_NS", "JoinedRecording", "Ledger", "ms", "share"]
 
@@ -102,8 +104,12 @@ class JoinedRecording:
     def __init__(self, recording: Recording, known: Occupancy | None = None) -> None:
         """Joins calls with executions; costs a few sorts. `known`: the recording's occupancy, where it is at hand."""
         self.recording = recording
+        self._made: dict[Callable[[JoinedRecording], Any], Any] = {}
+        self._common: dict[int, int] = {}
+        self._launches: dict[int, Array] = {}
+        self._ranges: dict[tuple[int, int], Array] = {}
         if known is not None:
-            self.__dict__["occupancy"] = known
+            self.occupancy = known
         calls, executions = recording.calls, recording.executions
         self.start, self.end = calls["start_ns"], calls["end_ns"]
         self.dur = np.maximum(self.end - self.start, 0)
@@ -208,9 +214,16 @@ class JoinedRecording:
                 out[rows] = low
         return out
 
+    def once(self, make: Callable[[JoinedRecording], T]) -> T:
+        """What `make` says of this recording, made at the first call: several causes ask for the same."""
+        if make not in self._made:
+            self._made[make] = make(self)
+        made: T = self._made[make]
+        return made
+
     def common_ns(self, process: int) -> int:
         """Lower quartile of a process's submissions, pageable copies left out; 5 us where there are hardly any."""
-        known: dict[int, int] = self.__dict__.setdefault("_common", {})
+        known = self._common
         if process not in known:
             quick = self.dur[(self.process == process) & self.submits & (self.memory != Memory.PAGEABLE)]
             known[process] = int(np.percentile(quick[:: 1 + len(quick) // 100_000], 25)) if len(quick) >= 8 else 5_000
@@ -248,7 +261,7 @@ class JoinedRecording:
 
     def launches(self, process: int) -> Array:
         """Rows of a process's kernel and graph launches, in the order of their start."""
-        known: dict[int, Array] = self.__dict__.setdefault("_launches", {})
+        known = self._launches
         if process not in known:
             mine = (self.kind == CallKind.LAUNCH) | (self.kind == CallKind.GRAPH)
             known[process] = in_time(np.flatnonzero(mine & (self.process == process)), self.start)
@@ -386,7 +399,7 @@ class JoinedRecording:
         return self.text(table["name"][inside[0]]) if len(inside) else ""
 
     def _ranges_of(self, process: int, thread: int) -> Array:
-        known: dict[tuple[int, int], Array] = self.__dict__.setdefault("_ranges", {})
+        known = self._ranges
         if (process, thread) not in known:
             table = self.recording.ranges
             rows = np.flatnonzero((table["process"] == process) & (table["thread"] == thread))

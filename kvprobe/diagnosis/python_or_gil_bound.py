@@ -27,7 +27,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
-from kvprobe.diagnosis.gaps import NO_WORK_NS, Gaps, idle_gaps
+from kvprobe.diagnosis.gaps import NO_WORK_NS, Gaps, gaps_chart, idle_gaps
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 
 CAUSE = cause_of(__name__)
@@ -72,10 +72,7 @@ def explained(joined: JoinedRecording, gaps: Gaps) -> Array:
 
 def _submission_pauses(joined: JoinedRecording) -> Array:
     """Rows of calls after which their thread paused for switch intervals, of threads that do so habitually."""
-    known: Array | None = joined.__dict__.get("_pauses")
-    if known is None:
-        known = joined.__dict__["_pauses"] = _pauses(joined)
-    return known
+    return joined.once(_pauses)
 
 
 def _pauses(joined: JoinedRecording) -> Array:
@@ -247,16 +244,5 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
         ),
         evidence=evidence,
         cure=cure,
-        chart={
-            "title": "Idle gaps of the device",
-            "x_label": "time in the recording (ms)",
-            "y_label": "gap (us)",
-            "series": {
-                "gaps": {
-                    "x": (gaps.start[mine] - joined.window[0])[:2000] / 1e6,
-                    "y": ns[:2000] / 1e3,
-                    "style": "points",
-                }
-            },
-        },
+        chart=gaps_chart(joined, gaps, mine),
     )

@@ -179,10 +179,11 @@ def _standing_still(joined: JoinedRecording, queue: StreamOccupancy, rows: Array
 
 
 def full(joined: JoinedRecording) -> Full:
-    """Splits all blocked calls of a recording; computed once a joined."""
-    known = joined.__dict__.get("_full")
-    if isinstance(known, Full):
-        return known
+    """Splits all blocked calls of a recording."""
+    return joined.once(_split)
+
+
+def _split(joined: JoinedRecording) -> Full:
     own = joined.occupancy
     none = np.zeros(0, dtype=np.int64)
     result = Full(dict.fromkeys(SHAPES, none), dict.fromkeys(SHAPES, none), [], own.how)
@@ -248,7 +249,6 @@ def full(joined: JoinedRecording) -> Full:
         result.rows[shape] = np.concatenate([none, *rows_of[shape]])
         result.ns[shape] = np.concatenate([none, *ns_of[shape]])
     result.ceiling = max((q.ceiling if q.ceiling > 0 else int(q.depth.max()) for q in result.queues), default=-1)
-    joined.__dict__["_full"] = result
     return result
 
 

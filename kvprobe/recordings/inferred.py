@@ -27,7 +27,7 @@ from kvprobe.launchqueue.judge import ms
 from kvprobe.recordings.assemble import distinct
 from kvprobe.recordings.buckets import bucket_floor_ns
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording, Table
-from kvprobe.recordings.numbered import partial, places, told_to_wait
+from kvprobe.recordings.numbered import emptying_waits, partial, places, told_to_wait
 
 if TYPE_CHECKING:
     from kvprobe.recordings.occupancy import StreamOccupancy
@@ -446,12 +446,7 @@ def _emptied(recording: Recording, queue: StreamOccupancy) -> Array:
     when all earlier calls had returned. A wait for an event or for another stream says nothing of this one.
     """
     calls, rows = recording.calls, queue.calls
-    names = [text.lower() for text in recording.names] or [""]
-    whole = np.array(["devicesynchronize" in text or "ctxsynchronize" in text for text in names])
-    one = np.array(["streamsynchronize" in text for text in names])
-    waits = np.flatnonzero((calls["kind"] == CallKind.SYNC) & (calls["process"] == calls["process"][rows[0]]))
-    name = calls["name"][waits]
-    waits = waits[whole[name] | one[name] & np.isin(calls["stream"][waits], queue.streams)]
+    waits = emptying_waits(recording, queue)
     waits = waits[np.argsort(calls["start_ns"][waits], kind="stable")]
     # Of the waits that begin after an instant, the first to end: then everything before is done.
     ends = np.append(np.minimum.accumulate(calls["end_ns"][waits][::-1])[::-1], _NEVER)

@@ -34,6 +34,18 @@ def partial(recording: Recording, queue: StreamOccupancy) -> Array:
     return np.zeros(len(rows), dtype=bool)
 
 
+def emptying_waits(recording: Recording, queue: StreamOccupancy) -> Array:
+    """Rows of the calls that waited for the queue's stream or for its whole device, in no order."""
+    calls = recording.calls
+    names = [text.lower() for text in recording.names] or [""]
+    whole = np.array(["devicesynchronize" in text or "ctxsynchronize" in text for text in names])
+    one = np.array(["streamsynchronize" in text for text in names])
+    waits = np.flatnonzero((calls["kind"] == CallKind.SYNC) & (calls["process"] == calls["process"][queue.calls[0]]))
+    name = calls["name"][waits]
+    found: Array = waits[whole[name] | one[name] & np.isin(calls["stream"][waits], queue.streams)]
+    return found
+
+
 def places(recording: Recording, queue: StreamOccupancy, mine: Array) -> Array:
     """Launches that the thread of each of `mine` had made since its stream was known to be empty, itself not counted.
 
@@ -50,12 +62,7 @@ def places(recording: Recording, queue: StreamOccupancy, mine: Array) -> Array:
     """
     calls = recording.calls
     rows = queue.calls[mine]
-    names = [text.lower() for text in recording.names] or [""]
-    whole = np.array(["devicesynchronize" in text or "ctxsynchronize" in text for text in names])
-    one = np.array(["streamsynchronize" in text for text in names])
-    waits = np.flatnonzero((calls["kind"] == CallKind.SYNC) & (calls["process"] == calls["process"][rows[0]]))
-    name = calls["name"][waits]
-    waits = waits[whole[name] | one[name] & np.isin(calls["stream"][waits], queue.streams)]
+    waits = emptying_waits(recording, queue)
     out = np.zeros(len(rows), dtype=np.int64)
     for thread in np.unique(calls["thread"][rows]):
         theirs = np.flatnonzero(calls["thread"][rows] == thread)
