@@ -22,7 +22,8 @@ def plugin() -> None:
     Where the start-up part waits for the server to offload, that lets the adapters in.
     """
     startup = sys.modules.get("kvprobe_startup")
-    if startup is not None and startup.waiting():
+    waiting = getattr(startup, "waiting", None)  # beside an editable install it may be an older one's
+    if waiting is not None and waiting():
         return
     from kvprobe.instrument.installation import activate
 

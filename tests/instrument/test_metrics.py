@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 
 import pytest
@@ -59,20 +60,22 @@ if __name__ == "__main__":
 @pytest.fixture
 def program(tmp_path):
     """`program(body, **environment)`: the server's process does `body`; returns its output."""
-    (tmp_path / "tmp").mkdir()
+    short = tempfile.TemporaryDirectory(prefix="kvp-")  # multiprocessing's sockets lie in it: 108 characters at most
+    (tmp_path / "tmp").symlink_to(short.name)
 
     def run(body, **environment):
         code = PROGRAM.replace("    BODY", textwrap.indent(textwrap.dedent(body), "    "))
         (tmp_path / "program.py").write_text(code)
         env = {k: v for k, v in os.environ.items() if not k.startswith(("KVPROBE", "PROMETHEUS_"))}
-        env |= {"TMPDIR": str(tmp_path / "tmp"), **environment}
+        env |= {"TMPDIR": short.name, **environment}
         done = subprocess.run(
             [sys.executable, "program.py"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
         return done
 
-    return run
+    with short:
+        yield run
 
 
 def figures(path):

@@ -102,4 +102,4 @@ def test_no_report_while_it_is_attached_and_detached_under_load(
     run.mkdir()
     environment = {"PLUGIN": os.devnull, "KVHOST_LATENCY_US": "0.001"}
     without_report(sanitized.program, tmp_path / "counts", 3, sanitized.interposer, run, 20, **environment)
-    assert not counts[WRONG] and 0 < copies_in(run) <= counts[COPIES]
+    assert not counts[WRONG] and copies_in(run) <= counts[COPIES]

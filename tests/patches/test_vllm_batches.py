@@ -296,5 +296,6 @@ def test_the_spec_passes_on_what_it_does_not_know(worker, monkeypatch):
         one.worker.wait({one.job})
         one.drain(2)
     assert len(one.worker._expedited_load_handler._stream_pool) == 1  # it ran there
-    assert [t["direction"] for t in seen.transfers if t["adapter"] == "vllm.spec"] == ["store", "load"]
+    # they may end in one poll, which begins with the expedited ones
+    assert sorted(t["direction"] for t in seen.transfers if t["adapter"] == "vllm.spec") == ["load", "store"]
     del sys.modules["kvprobe.patches.vllm_spec"]
