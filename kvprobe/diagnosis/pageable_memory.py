@@ -20,6 +20,7 @@ import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, LABELLED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
+from kvprobe.diagnosis.llama_cpp import LLAMA_CPP, changes, programs
 from kvprobe.recordings.model import CallKind, Direction, Memory
 
 CAUSE = cause_of(__name__)
@@ -32,6 +33,7 @@ STAGED = Change(
     "staged",
     "auto",
 )
+WEIGHTS_BYTES = 1 << 20  # what llama.cpp copies at once: below are activations and tables
 ENOUGH = 8  # submissions that tell what one costs
 
 
@@ -128,6 +130,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         evidence=evidence,
         chart=joined.slow_calls_chart(rows, "Calls that copied pageable memory"),
         cure=(
+            *_of_programs(joined, rows, excess, saving),
             Change(
                 "Allocate the host side pinned, once: torch.empty(..., pin_memory=True), cudaHostAlloc, or "
                 "cudaHostRegister on the existing pool",
@@ -138,3 +141,13 @@ def find(joined: JoinedRecording) -> Finding | None:
             *((STAGED,) if 2 * int(excess[joined.bytes[rows] >= STAGED_BYTES].sum()) > lost else ()),
         ),
     )
+
+
+def _of_programs(joined: JoinedRecording, rows: Array, excess: Array, saving: float) -> list[Change]:
+    """Changes of llama.cpp's and Ollama's settings, where these copies are theirs; nobody changes their code."""
+    theirs = [one for one in programs(joined.recording) if (joined.process[rows] == one.process).any()]
+    mapped = [one.process for one in theirs if one.name == LLAMA_CPP and not one.no_mmap]
+    weights = np.isin(joined.process[rows], mapped) & (joined.direction[rows] == Direction.H2D)
+    weights &= joined.bytes[rows] >= WEIGHTS_BYTES
+    lost = int(excess.sum())
+    return changes(theirs, saving * int(excess[weights].sum()) / lost if lost and weights.any() else None)

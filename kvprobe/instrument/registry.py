@@ -46,7 +46,7 @@ NOT_COVERED = {
     "LMCache: disk, remote and peer-to-peer back ends": "loads and stores on the GPU's side",
     "TensorRT-LLM: host cache (compiled; not on the package index)": _INTERPOSER,
     "Dynamo: copies of the block manager's core (compiled)": _INTERPOSER,
-    "llama.cpp and Ollama (no Python)": _INTERPOSER,
+    "llama.cpp and Ollama (no Python)": f"{_INTERPOSER}; their pageable copies have a section in the page",
 }
 
 

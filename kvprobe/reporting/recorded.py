@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvprobe.diagnosis import offload_benefit
+from kvprobe.diagnosis import llama_cpp, offload_benefit
 from kvprobe.diagnosis.finding import ranked
 from kvprobe.diagnosis.startup import startup
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Recording
@@ -145,6 +145,7 @@ def view(recording: Recording, findings: Sequence[Finding] | None, queues: Occup
         ),
         charts.section("transfers", "Transfers", "", [_split(recording)]),
         charts.section("server_calls", "What the server's own functions moved", _SERVED, [], [_served(recording)]),
+        charts.section("llama_cpp", "llama.cpp and Ollama", _LLAMA_CPP, [], [_llama_cpp(recording)]),
         charts.section("offload", "Is offload helping?", offloads.LEAD, [], [offloads.benefits_table(benefits)]),
         charts.section("ranks", "Processes side by side", "", *streams.processes(recording, found, queues)),
         charts.section(
@@ -190,6 +191,10 @@ def _startup(recording: Recording) -> tuple[str, list[Chart | None], list[TableV
 
 
 _SERVED = "As measured by kvprobe's adapters; calls made inside another call of this table are counted with that call."
+_LLAMA_CPP = (
+    "Told by the program's name, from its CUDA calls alone. Copies from pageable memory hold their thread: --no-mmap "
+    "pins llama.cpp's weights on the CPU, GGML_CUDA_NO_PINNED in its environment unpins its staging buffers."
+)
 _STACKS = "Stacks taken while a call was blocked, innermost frame first, longest waits at the top."
 
 
@@ -426,6 +431,26 @@ def _served(recording: Recording) -> TableView:
         )
     columns = ["Function", "Direction", "Calls", "Moved", "Time of its thread", "Copies", "Pageable", "Blocking"]
     return table("What the server's own functions moved", columns, listed)
+
+
+def _llama_cpp(recording: Recording) -> TableView:
+    listed = [
+        [
+            streams.process_name(recording, one.process),
+            one.name,
+            (count_text(one.copies), one.copies),
+            (bytes_text(one.size_bytes), one.size_bytes),
+            (duration(one.held_ns), one.held_ns),
+            (count_text(one.pageable), one.pageable),
+            (percent(one.pageable_bytes / one.size_bytes) if one.size_bytes else NONE, one.pageable_bytes),
+            (duration(one.pageable_ns), one.pageable_ns),
+            "yes" if one.no_mmap else NONE,
+        ]
+        for one in llama_cpp.programs(recording)
+        if one.copies
+    ]
+    columns = ["Process", "Program", "Copies to the GPU", "Bytes", "Host time", "Pageable", "Of the bytes"]
+    return table("Copies to the GPU", [*columns, "Host time in pageable", "--no-mmap"], listed)
 
 
 def _decisions(recording: Recording, found: Submissions) -> TableView:
