@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 import click
 
+from kvprobe import environment
 from kvprobe.errors import UsageError
 
 __all__ = ["how_stacks", "interposer", "new_folder", "recording_options", "start_observer", "terminal", "write_run"]
@@ -142,7 +144,7 @@ def terminal() -> str:
 
 
 def write_run(folder: Path, words: tuple[str, ...], options: dict[str, Any], pid: int) -> None:
-    """run.json: what is recorded, how, and where. `pid` is that of the command."""
+    """run.json: what is recorded, how, and where. `pid` is that of the command. A run around this one is told of it."""
     from kvprobe.runfolder.folder import RunFolder
     from kvprobe.runfolder.secrets import redact
     from kvprobe.version import version
@@ -164,6 +166,9 @@ def write_run(folder: Path, words: tuple[str, ...], options: dict[str, Any], pid
         "environment": {k: v for k, v in os.environ.items() if k.startswith(("CUDA_", "NVIDIA_", "KVHOST_"))},
     }
     RunFolder(folder).write_run(run)
+    if environment.RUN.text:
+        with contextlib.suppress(OSError):  # it has gone, or may not be written
+            RunFolder(Path(environment.RUN.text)).write_inner(pid, folder)
 
 
 def _gpu_nodes() -> list[int]:

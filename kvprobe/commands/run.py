@@ -135,6 +135,8 @@ def command(
         environment.STACKS.name: how,
         **_carried(env),
         "LD_PRELOAD": f"{env['LD_PRELOAD']}:{library}" if env.get("LD_PRELOAD") else str(library),
+        # a program with a shared AddressSanitizer would end at once, because something was loaded before its runtime
+        "ASAN_OPTIONS": ":".join(filter(None, (env.get("ASAN_OPTIONS"), "verify_asan_link_order=0"))),
     }
     if launcher:
         program, words = launcher[0], (*launcher, "-o", str(folder / "nsys"), "--", program, *words[1:])

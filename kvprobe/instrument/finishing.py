@@ -91,9 +91,20 @@ def _warnings(folder: RunFolder, options: dict[str, Any], unseen: dict[str, dict
     if options.get("killed"):
         return ["KVPROBE=off is set in this environment, so kvprobe recorded nothing; unset it to record"]
     found = [_not_recorded(reason, commands) for reason, commands in unseen.items()]
+    reasons: dict[str, dict[int, str]] = {}
+    for pid, reason in folder.not_recorded():
+        reasons.setdefault(f"it could not make its ring file ({reason})", {})[pid] = ""
+    refused = [_not_recorded(reason, commands) for reason, commands in reasons.items()]
+    inner = folder.inner()
+    if inner:
+        refused.append(
+            f"a `kvprobe run` inside this one recorded what it started, into {' and '.join(inner[:_SHOWN])};"
+            " kvprobe report takes several folders"
+        )
+    found = refused + found
     program = str(options.get("program", ""))
     checkins = folder.checkins()
-    if not any(folder.path.glob("*.kvp")):
+    if not any(folder.path.glob("*.kvp")) and not refused:
         found.insert(0, _why_nothing(program, bool(checkins)))
     if not checkins and _runs_python(program):
         found.append(

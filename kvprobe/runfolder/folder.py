@@ -12,6 +12,7 @@
 | `queue-<pid>.json` | depth and channels as calibrated (`Queue`) | calibration |
 | `<pid>-<t>.kvp`, `engine-*.kvp` | every call: see `native/src/kvp.h` | interposer, engine |
 | `not-recorded-<pid>-<errno>` | an empty folder: that process could open no file | interposer |
+| `inner-<pid>.json` | where a `kvprobe run` inside this one recorded (`Inner`) | that `kvprobe run` |
 
 Times are CLOCK_MONOTONIC nanoseconds. A reader takes the folder as anybody's work: what does not have these types is
 left out and named, what is larger than any recording is refused.
@@ -67,6 +68,12 @@ class End(TypedDict, total=False):
     status: Int | None
     warnings: list[str]
     confidential_computing: bool | None
+
+
+class Inner(TypedDict, total=False):
+    """inner-<pid>.json."""
+
+    folder: str
 
 
 class Ended(TypedDict, total=False):
@@ -192,6 +199,10 @@ class RunFolder:
         """Writes queue-<pid>.json; raises as `write_run`."""
         files.write(self.path / f"queue-{pid}.json", _encoded(queue))
 
+    def write_inner(self, pid: int, folder: Path) -> None:
+        """Writes inner-<pid>.json; raises as `write_run`."""
+        files.write(self.path / f"inner-{pid}.json", _encoded(Inner(folder=str(folder))))
+
     def append_ended(self, line: Ended) -> None:
         """Adds a line to processes.jsonl; raises as `write_run`."""
         files.append(self.path / "processes.jsonl", _encoded(line))
@@ -244,6 +255,11 @@ class RunFolder:
         """All checkin-*.json that say which process, and when."""
         found = (self._object(path.name, Checkin) for path in sorted(self.path.glob("checkin-*.json")))
         return [checkin for checkin in found if {"pid", "t_ns"} <= set(checkin)]
+
+    def inner(self) -> list[str]:
+        """The folders of runs inside this one: what they recorded is missing here."""
+        found = (self._object(path.name, Inner) for path in sorted(self.path.glob("inner-*.json")))
+        return [str(inner["folder"]) for inner in found if inner.get("folder")]
 
     def not_recorded(self) -> list[tuple[int, str]]:
         """Processes that could write no ring file, and why."""

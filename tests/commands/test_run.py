@@ -21,7 +21,7 @@ from kvprobe.recordings import open_recording
 from kvprobe.recordings.model import Recording
 from kvprobe.recordings.occupancy import occupancy
 
-from .watched import COPIES, KVPROBE, clean_environment, run_watched, wait_for_end
+from .watched import COPIES, HOSTRT, KVPROBE, clean_environment, run_watched, wait_for_end
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -59,6 +59,43 @@ def test_pid_input_output_and_exit_code_are_the_commands_own(tmp_path: Path) -> 
     out, err = process.communicate("hello\n")
     assert (out, err, process.returncode) == (f"{process.pid}\nhello\n", "oops\n", 7)
     assert wait_for_end(folder)["status"] == 7
+
+
+def test_a_program_with_a_shared_address_sanitizer_runs_and_is_counted(tmp_path: Path) -> None:
+    source, program = tmp_path / "some.c", tmp_path / "some"
+    source.write_text(
+        "#include <stddef.h>\nint cudaMemcpyAsync(void *, const void *, size_t, int, void *);\n"
+        "int cudaMalloc(void **, size_t), cudaHostAlloc(void **, size_t, unsigned);\n"
+        "int main(void) {\n    void *gpu, *cpu;\n"
+        "    if (cudaMalloc(&gpu, 64) || cudaHostAlloc(&cpu, 64, 0)) return 1;\n"
+        "    for (int i = 0; i < 50; i++)\n        if (cudaMemcpyAsync(gpu, cpu, 64, 1, NULL)) return 1;\n"
+        "    return 7;\n}\n"
+    )
+    runtime = [f"-L{build.LIB}", "-lkvprobe_hostrt", f"-Wl,-rpath,{build.LIB}"]
+    command = [*build.compiler(), "-fsanitize=address", "-o", str(program), str(source), *runtime]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("the compiler has no -fsanitize=address")
+    quiet = {"ASAN_OPTIONS": "detect_leaks=0"}  # its own options stay
+    done = run_watched(tmp_path / "run", str(program), **quiet)
+    assert (done.returncode, done.stdout) == (7, ""), done.stderr
+    assert copies_of(open_recording(tmp_path / "run")) == (50, 3200)
+
+
+def test_a_run_inside_a_run_and_a_process_without_descriptors_are_named(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(COPIES + "copies(11)\n")
+    inner = [*KVPROBE, "run", "-o", str(tmp_path / "inner"), "--", sys.executable, str(program)]
+    done = run_watched(tmp_path / "outer", *inner)
+    assert copies_of(open_recording(tmp_path / "inner"))[0] == 11
+    (warning,) = (line for line in wait_for_end(tmp_path / "outer")["warnings"] if "inside this one" in line)
+    assert f"recorded what it started, into {tmp_path / 'inner'};" in warning and "loaded kvprobe" not in done.stderr
+    program.write_text(
+        COPIES + f"import resource\nctypes.CDLL({str(HOSTRT)!r})\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))\ncopies(11)\n"
+    )
+    run_watched(tmp_path / "few", sys.executable, str(program))
+    (warning,) = wait_for_end(tmp_path / "few")["warnings"]
+    assert "it could not make its ring file (Too many open files)" in warning
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV])
