@@ -147,7 +147,7 @@ class _Copies(Adapter):
 
         def again() -> None:
             log.warning(
-                "kvprobe: %s: transfer %s is copied again by vLLM's own: %s", self.name, job_id, submission.error
+                "kvprobe: %s: transfer %s is copied again by vLLM's own code: %s", self.name, job_id, submission.error
             )
             if path.auto is not None:
                 path.auto.refuse(POOLED, f"a transfer failed: {submission.error}")

@@ -151,7 +151,7 @@ def _torch(device: str) -> Iterator[Line]:
             "torch",
             "not installed here",
             UNKNOWN,
-            "the server's own environment counts: run its `python -m kvprobe doctor`",
+            "run `python -m kvprobe doctor` in the server's own environment",
         )
         return
     built = ""

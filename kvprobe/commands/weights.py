@@ -78,7 +78,7 @@ def command(
             click.echo(json.dumps(outcome))
         elif not held.active:
             click.echo(
-                f"Nothing is offloaded: all weights fit. A forward of {tokens} tokens takes "
+                f"Nothing is offloaded: all weights fit. A forward pass of {tokens} tokens takes "
                 f"{_ms(outcome['forward_ns'])}."
             )
         else:
@@ -110,7 +110,7 @@ def _run(held: WeightOffload, tokens: int, forwards: int) -> dict[str, Any]:
             if cuda:
                 torch.cuda.synchronize()
         except RuntimeError as error:
-            raise KvprobeError(f"the forward failed: {str(error).splitlines()[0]}") from None
+            raise KvprobeError(f"the forward pass failed: {str(error).splitlines()[0]}") from None
         return time.perf_counter_ns() - began
 
     plan = held.plan
@@ -196,12 +196,12 @@ def verdict(profile: WeightProfile) -> PageHead:
     without = profile.measured.get("all", profile.predicted["all"])
     left = max(times[best] - without, 0.0)
     detail = (
-        f"Copies take {_ms(profile.copy_ns)} and computation {_ms(profile.compute_ns)} of a forward, "
+        f"Copies take {_ms(profile.copy_ns)} and computation {_ms(profile.compute_ns)} of a forward pass, "
         f"{profile.hidden:.0%} of the copies hidden. "
     )
     detail += (
         "A window can hide no more than the computation is long: fewer bytes (a higher --gpu-fraction) or more "
-        "tokens a forward would help."
+        "tokens a forward pass would help."
         if copying
         else f"The computation is long enough to hide all copies; with a window of {best}, {_ms(left)} more than "
         "without any copy remain."
@@ -214,8 +214,8 @@ def verdict(profile: WeightProfile) -> PageHead:
             "not fit into the GPU memory allowed."
         )
     facts = [
-        Fact("Window", f"{profile.window}", f"{_ms(profile.forward_ns)} a forward"),
-        Fact("Best window", best, f"{_ms(times[best])} a forward, {known}: {action}"),
+        Fact("Window", f"{profile.window}", f"{_ms(profile.forward_ns)} a forward pass"),
+        Fact("Best window", best, f"{_ms(times[best])} a forward pass, {known}: {action}"),
         Fact("Exposed wait for copies", _ms(profile.wait_ns), f"{profile.wait_ns / profile.forward_ns:.0%} of it"),
         Fact("Without any copy", _ms(without), "measured" if "all" in profile.measured else "predicted"),
     ]
@@ -248,7 +248,7 @@ def section(profile: WeightProfile, outcome: dict[str, Any]) -> Section:
         "Weights",
         lead,
         tables=[
-            table("A forward", ["", "Time", "Of the forward"], _summary(profile)),
+            table("A forward pass", ["", "Time", "Of the forward pass"], _summary(profile)),
             table(
                 "Windows",
                 ["Layers ahead", "Predicted", "Measured"],
@@ -356,11 +356,11 @@ def _show(outcome: dict[str, Any], profile: WeightProfile) -> None:
     found = verdict(profile)
     console.print(found.headline, found.detail, sep="\n", highlight=False)
     table = Table(
-        title=f"A forward of {outcome['tokens']} tokens, window {profile.window}: "
+        title=f"A forward pass of {outcome['tokens']} tokens, window {profile.window}: "
         f"{_mib(profile.bytes)} copied at {profile.link_bytes_per_s / 1e9:.1f} GB/s, "
         f"{profile.hidden:.0%} of the copy time hidden"
     )
-    for name in ("", "time", "of the forward"):
+    for name in ("", "time", "of the forward pass"):
         table.add_column(name, justify="left" if not name else "right")
     for text, (time, _), (share, _) in _summary(profile):
         table.add_row(text, time, share)

@@ -734,7 +734,7 @@ def _totals(
     nodes = slots["node_bytes"].sum(axis=0)
     if nodes.any():
         recording.machine["host_bytes_by_node"] = nodes.tolist()
-        recording.machine_how["host_bytes_by_node"] = "one page of each allocation asked for its NUMA node"
+        recording.machine_how["host_bytes_by_node"] = "the NUMA node of one page of each allocation"
     recording.histograms = np.concatenate([slots["histogram"].astype(np.int64), np.zeros((len(extra), 128), np.int64)])
 
 

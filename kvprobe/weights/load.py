@@ -176,6 +176,6 @@ def _fill(model: Any, files: list[Path]) -> None:
     if missing:
         first = next(iter(missing.values()))
         raise KvprobeError(
-            f"the checkpoint lacks {len(missing)} tensors of this model, {first} the first: fetch it "
+            f"the checkpoint lacks {len(missing)} tensors of this model, the first is {first}: fetch it "
             "again, or load it with from_pretrained and use offload()"
         )

@@ -267,7 +267,9 @@ class WeightOffload:
     def _begin(self, module: Any, arguments: Any) -> None:
         """A forward of the model begins."""
         if self._depth and self._thread != threading.get_ident():
-            raise KvprobeError("two threads run this model at once: with offloaded weights one at a time can")
+            raise KvprobeError(
+                "two threads run this model at once: with offloaded weights only one thread at a time can"
+            )
         self._depth += 1
         if self._depth == 1:
             self._thread = threading.get_ident()
