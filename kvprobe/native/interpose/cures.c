@@ -7,16 +7,18 @@
  *
  * WHAT A PROGRAM MAY RELY ON, and does with this (CUDA's "API synchronization behavior"; copies above 64 KiB)
  * - Host to device: the source may be changed as soon as the call has returned, because all of it is in the slots by
- *   then. Only where nothing is in front of it in its stream: behind work, "the driver may synchronize with the
- * stream", or read the source at once. One program may count on work that writes the source, another on a call that
- * returns while that work waits for it; whoever guesses is wrong for one of them. cudaMemcpy waits for the device, too.
+ *   then; cudaMemcpy waits for the device, too. Behind work "the driver may synchronize with the stream", or take the
+ *   source at once, and somebody may count on a call that returns while that work waits for what its caller does next.
+ *   So it is looked at first: once a call of the size has returned before the work in front of it was over, such copies
+ *   go as they are for good. Where each of the first ones waited (WATCHED_BEHIND), staged ones wait, too, but not for
+ *   longer than MOST_WAIT_NS.
  * - Device to host: all bytes have arrived when the call returns, whatever was in front of it.
  * - Order in the stream, and what an event recorded behind the call covers, are those of one copy.
  * - An error: nothing is reported from here. The program's own call is made, over the same bytes, and its result is the
  *   result; staging is not used again in this process. A call that would be refused is not touched: destination or
  *   source that leaves its allocation, a stream or memory of another context, a kind that the memory contradicts.
- * - A stream that is being captured: untouched. The thread's capture mode is relaxed around what is called here, so
- * that a capture elsewhere goes on.
+ * - A stream that is being captured: untouched. The thread's capture mode is relaxed around what is called here, and a
+ *   capture elsewhere goes on.
  * - The runtime's last error: only the driver is called.
  *
  * WHAT IS NOT DONE, and why
@@ -56,7 +58,11 @@
 #define CLASSES 18            /* the last one takes everything from 16 GiB up */
 #define DEFAULT_BYTES (16u << 20)
 #define CONTEXTS 16
-#define OF_MEMORY_LEFT 8 /* locked is at most one part in so many of what the machine has left */
+#define WATCHED_BEHIND 3        /* calls behind work that all waited for it, before one is staged behind work */
+#define MOST_WAIT_NS 100000000u /* then the copy goes as it is, and its call is looked at again */
+#define OF_MEMORY_LEFT 8        /* locked is at most one part in so many of what the machine has left */
+#define NOT_READY 600           /* CUDA_ERROR_NOT_READY */
+
 enum { TO_DEVICE = 1, TO_HOST = 2, UNKNOWN_KIND = 4 }; /* cudaMemcpyKind */
 enum { MEMORY_TYPE = 2, IS_MANAGED = 8, DEVICE_ORDINAL = 9, RANGE_START = 11, RANGE_SIZE = 12 };
 enum { HOST = 1, DEVICE = 2 };
@@ -77,6 +83,10 @@ static struct {
     staging_events contexts[CONTEXTS];
     _Atomic uint32_t context_count;
     kvp_account accounts[2][CLASSES];
+    struct {
+        uint8_t waited; /* loads behind work whose call waited for it */
+        uint8_t early;  /* 1: one did not */
+    } behind[CLASSES];
     _Atomic uint64_t behind_work, beside_another; /* copies that went as they are */
     uint64_t copies[2], bytes[2];                 /* staged */
     double ns[2][2]; /* what they took, by the accounts, by enum kvp_way: what they would have taken */
@@ -225,6 +235,7 @@ static void *set_up(void *context) {
         staging_events *of = &cure.contexts[at];
         for (uint32_t i = 0; !error && i < cure.locked / STAGING_SLOT_BYTES; i++)
             error = kvp_driver.cuEventCreate(&of->events[i], DISABLE_TIMING);
+        if (!error) error = kvp_driver.cuEventCreate(&of->probe, DISABLE_TIMING);
         of->context = id;
         if (error)
             refuse("no events for staging", 0, error);
@@ -330,13 +341,45 @@ static void add(kvp_account *account, enum kvp_way way, uint64_t ns, size_t byte
     tell(verdict, account, at < CLASSES, (int)(at % CLASSES));
 }
 
+/* Until what is in the stream now is over, whatever others put behind it; the holder of `busy` alone. */
+static int wait_here(const staging_events *events, void *stream) {
+    int error = kvp_driver.cuEventRecord(events->probe, stream);
+    while (!error && (error = kvp_driver.cuEventQuery(events->probe)) == NOT_READY) error = sched_yield();
+    return error;
+}
+
+/* 1: nothing is in front of a load any more. 0: it is to go as it is, *watched says whether somebody looks at it. */
+static int nothing_in_front(kvp_watched *watched, int class, const staging_events *events, void *stream) {
+    int state = kvp_driver.cuStreamQuery(stream);
+    if (state != NOT_READY) return !state; /* an error is the program's own call's to find */
+    uint64_t until = kvp_clock() + MOST_WAIT_NS;
+    if (!cure.behind[class].early && cure.behind[class].waited >= WATCHED_BEHIND)
+        while ((state = kvp_driver.cuStreamQuery(stream)) == NOT_READY && kvp_clock() < until) sched_yield();
+    if (state != NOT_READY) return !state;
+    atomic_fetch_add(&cure.behind_work, 1);
+    if (!cure.behind[class].early && !kvp_driver.cuEventRecord(events->probe, stream))
+        *watched = (kvp_watched){&cure.accounts[0][class], events, stream, 1, 0, 0};
+    return 0;
+}
+
+/* One that lost its processor at the end of the copy before may be about for a while. */
+static int helpers_have_left(void) {
+    uint64_t until = kvp_clock() + 200000;
+    while (!kvp_staging_is_free())
+        if (kvp_clock() > until)
+            return atomic_fetch_add(&cure.beside_another, 1), 0;
+        else
+            sched_yield();
+    return 1;
+}
+
 static int stage(kvp_account *account, const staging_events *events, uint64_t dst, uint64_t src, size_t bytes, int load,
                  void *stream, int to_end) {
     uint64_t start = kvp_clock();
     int ask = kvp_account_asks(account, KVP_CURED);
     int error =
         kvp_staged_copy(events, load, load ? dst : src, (uint8_t *)(uintptr_t)(load ? src : dst), bytes, stream);
-    if (!error && load && (to_end || ask)) error = kvp_driver.cuStreamSynchronize(stream);
+    if (!error && load && (to_end || ask)) error = wait_here(events, stream);
     if (error) {
         refuse("a staged copy failed", bytes, error);
         return 0;
@@ -371,17 +414,17 @@ static int try_copy(kvp_watched *watched, uint64_t dst, uint64_t src, size_t byt
     const staging_events *events = events_for(&p, stream);
     if (!events) return 0;
     /* a store's own call would wait for its stream, too; an error is that call's to find */
-    int state = load ? kvp_driver.cuStreamQuery(stream) : kvp_driver.cuStreamSynchronize(stream);
-    if (state || !atomic_compare_exchange_strong(&cure.busy, &no, 1)) {
-        atomic_fetch_add(state ? &cure.behind_work : &cure.beside_another, 1);
+    if (!load && kvp_driver.cuStreamSynchronize(stream)) return 0;
+    if (!atomic_compare_exchange_strong(&cure.busy, &no, 1)) {
+        atomic_fetch_add(&cure.beside_another, 1);
         return 0;
     }
     int made = 0;
-    if (kvp_watch.cures && kvp_staging_is_free()) {
+    if (kvp_watch.cures && (!load || nothing_in_front(watched, class, events, stream)) && helpers_have_left()) {
         if (kvp_account_way(account) == KVP_CURED)
             made = stage(account, events, dst, src, bytes, load, stream, to_end);
         else if (account->state != KVP_LEFT)
-            *watched = (kvp_watched){account, stream, kvp_clock(), bytes};
+            *watched = (kvp_watched){account, events, stream, 0, kvp_clock(), bytes};
     }
     if (!watched->account) atomic_store(&cure.busy, 0);
     return made;
@@ -408,9 +451,15 @@ int kvp_copy_cured(kvp_watched *watched, uint64_t dst, uint64_t src, size_t byte
 }
 
 void kvp_copy_made(kvp_watched *watched, int result) {
-    int was = errno, mode = RELAXED;
+    int was = errno, mode = RELAXED, class = (int)(((kvp_account *)watched->account - &cure.accounts[0][0]) % CLASSES);
+    const staging_events *events = watched->events;
     if (!result && !kvp_driver.cuThreadExchangeStreamCaptureMode(&mode)) {
-        if (!kvp_driver.cuStreamSynchronize(watched->stream))
+        if (watched->behind_work) {
+            if (kvp_driver.cuEventQuery(events->probe) == NOT_READY)
+                cure.behind[class].early = 1;
+            else if (cure.behind[class].waited < WATCHED_BEHIND)
+                cure.behind[class].waited++;
+        } else if (!wait_here(events, watched->stream))
             add(watched->account, KVP_AS_IT_IS, kvp_clock() - watched->start_ns, watched->bytes);
         kvp_driver.cuThreadExchangeStreamCaptureMode(&mode);
     }

@@ -12,7 +12,9 @@ void kvp_cures_close(void); /* and the run folder is told what was done */
 /* One copy between host and device memory, on its way through kvp_cured_copy. */
 typedef struct {
     void *account; /* NULL: this copy is not measured */
+    const void *events;
     void *stream;
+    int behind_work; /* 1: looked at is only whether its call waits */
     uint64_t start_ns;
     size_t bytes;
 } kvp_watched;

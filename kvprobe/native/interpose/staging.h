@@ -38,6 +38,7 @@ extern struct staging_driver kvp_driver;
 typedef struct {
     uint64_t context; /* its id, unique in the process's life; 0: none */
     void *events[STAGING_SLOTS];
+    void *probe; /* says when what stands in a stream is over */
 } staging_events;
 
 /* Memory of `slots` slots that the caller has registered, and so many threads that help. */

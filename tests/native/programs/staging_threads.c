@@ -54,6 +54,7 @@ int main(int argc, char **argv) {
     pthread_t threads[THREADS];
     for (uintptr_t i = 0; i < THREADS; i++) pthread_create(&threads[i], NULL, caller, (void *)(i + 1));
     for (int i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
+    OK(kvhostReset(NULL));
     printf("%d copies\n", 2 * THREADS * copies);
     return 0;
 }
