@@ -18,7 +18,7 @@ def test_ratios_are_taken_within_a_round() -> None:
 
 
 def test_a_short_run_compares_all_policies_and_methods() -> None:
-    command = [sys.executable, "-m", "kvprobe", "bench", "--device", "host", "--seconds", "3", "--json"]
+    command = [sys.executable, "-m", "kvprobe", "bench", "--device", "host", "--seconds", "2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -35,8 +35,8 @@ def test_no_alarm_among_healthy_copies_with_pauses_and_pageable_memory(truth: Mo
 
 
 def test_every_seeded_saturation_is_named(truth: ModuleType) -> None:
-    outcome = truth.saturations(40, seed=11)
-    assert outcome["saturations"] == 40
+    outcome = truth.saturations(15, seed=11)
+    assert outcome["saturations"] == 15
     assert outcome["misses"] == []
     assert set(outcome["kinds"]) == {"draining", "gate", "gate, then draining"}
 
