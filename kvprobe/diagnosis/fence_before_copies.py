@@ -69,7 +69,11 @@ def find(joined: JoinedRecording) -> Finding | None:
                 "ns",
                 MEASURED,
             ),
-            Evidence(f"their streams had been told {told:,} times to wait for an event", told, "calls", COUNTED),
+            *(
+                (Evidence(f"their streams had been told {told:,} times to wait for an event", told, "calls", COUNTED),)
+                if told
+                else ()
+            ),
             *(
                 (
                     Evidence(

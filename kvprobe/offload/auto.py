@@ -324,7 +324,7 @@ class Auto:
         if self.active and self.rung == self.base:
             with self._lock:
                 if self._candidates():
-                    self._change(SATURATION, f"launch queue full: {reason}", seen.noticed_ns)
+                    self._change(SATURATION, f"the launch queue was full: {reason}", seen.noticed_ns)
 
     # ---- measuring --------------------------------------------------------------------------------------------
 

@@ -102,7 +102,7 @@ def _infer(recording: Recording, queue: StreamOccupancy) -> None:
         queue.blocked, queue.blocked_ns, queue.inferred_ns = blocked, lost, int(lost.sum())
         queue.ceiling, queue.plateau = _deepest(at), (int(at.min()), int(at.max()))
         queue.reason = (
-            f"{int(blocked.sum())} calls with {queue.plateau[0]} or more outstanding took {ms(lost.sum())} more "
+            f"{int(blocked.sum()):,} calls with {queue.plateau[0]:,} or more outstanding took {ms(lost.sum())} more "
             f"than others; {share:.0%} of the calls there are slow, {elsewhere:.1%} of those with room ({how})"
         )
         return
