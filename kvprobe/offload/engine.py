@@ -198,7 +198,7 @@ class OffloadEngine:
             copier,
             gpu=mapping.gpu.side(mapping.gpu_factor),
             cpu=mapping.cpu.side(mapping.cpu_factor),
-            piece_bytes=mapping.piece_bytes,
+            copy_bytes=mapping.piece_bytes,
             layers=mapping.gpu.layers,
             pageable=mapping.cpu.kind == "pageable",
             depth=self.limits.depth,

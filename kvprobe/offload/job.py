@@ -92,7 +92,7 @@ class Job(Generic[OwnerT]):
         self._status = JobStatus.from_address(address)
         self._release = owner._native.kvp_job_release
         self.id: int = self._status.id
-        self.copies: int = self._status.pieces
+        self.copies: int = self._status.copies
 
     def __del__(self) -> None:
         """Gives the native job back."""

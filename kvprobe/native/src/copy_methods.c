@@ -136,7 +136,7 @@ static int submit_batch(const kvp_copier *c, const kvp_copy *copies, uint32_t co
 typedef int (*launch_fn)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
                          void **);
 
-static uint64_t pieces(uint64_t bytes, uint64_t unit) { return (bytes + unit - 1) / unit; }
+static uint64_t units_in(uint64_t bytes, uint64_t unit) { return (bytes + unit - 1) / unit; }
 
 /* Launches a copy kernel on the list's first `count` entries. Copies that all have the same number of units are cut
  * into them by the kernel; else the longest are cut here, as far as the list has room. */
@@ -155,22 +155,22 @@ static int launch(const kvp_copier *c, const kvp_copy_kernel *k, uint32_t count,
     if (ctas > most) ctas = most;
     uint64_t unit = UNIT_BYTES;
     while (unit > UNIT_LEAST && sum / unit < 4ull * ctas * warps) unit /= 2;
-    while (pieces(longest, unit) > (UINT32_MAX >> 1) / count) unit *= 2; /* their number has 32 bits */
-    uint64_t units = pieces(longest, unit);
-    if (units != pieces(shortest, unit)) {
+    while (units_in(longest, unit) > (UINT32_MAX >> 1) / count) unit *= 2; /* their number has 32 bits */
+    uint64_t units = units_in(longest, unit);
+    if (units != units_in(shortest, unit)) {
         /* Entries of unlike length: one warp takes an entry, so none may be much longer than the rest. */
         units = 1;
         for (uint64_t longest_entry = 4 * unit; longest > longest_entry; longest_entry *= 2) {
             uint64_t entries = 0;
             for (uint32_t i = 0; i < count; i++) {
-                uint64_t of_one = pieces(list->host[i].bytes, longest_entry);
+                uint64_t of_one = units_in(list->host[i].bytes, longest_entry);
                 entries += of_one ? of_one : 1;
             }
             if (entries > list->capacity) continue;
             uint32_t to = (uint32_t)entries;
             for (uint32_t i = count; i--;) { /* from the back: an entry never overwrites one not yet read */
                 kvp_copy whole = list->host[i];
-                uint64_t of_one = pieces(whole.bytes, longest_entry);
+                uint64_t of_one = units_in(whole.bytes, longest_entry);
                 for (uint64_t p = of_one ? of_one : 1; p--;) {
                     uint64_t at = p * longest_entry, left = whole.bytes - at;
                     list->host[--to] =
@@ -181,7 +181,7 @@ static int launch(const kvp_copier *c, const kvp_copy_kernel *k, uint32_t count,
             break;
         }
         unit = UINT32_MAX & ~(uint64_t)15; /* an entry is not cut again; the kernel loops over its stages */
-        units = pieces(longest, unit);
+        units = units_in(longest, unit);
     }
     uint64_t total = units * count, per_cta = (total + warps - 1) / warps;
     if (ctas > per_cta) ctas = (uint32_t)per_cta;

@@ -6,7 +6,7 @@
 #define EVENTS_FIRST 48  /* timing events, for markers */
 #define EVENTS_AHEAD 24  /* free ones below which more are made */
 #define EVENTS_STEP 16   /* as many at a time */
-#define FENCES_FIRST 128 /* as many as marks stand on a stream before they are shared: no caller makes one */
+#define FENCES_FIRST 128 /* as many as stand on a stream before they are shared: no caller makes one */
 #define FENCES_VIRTUAL 8
 #define FENCES_AHEAD 16
 #define FENCES_STEP 16

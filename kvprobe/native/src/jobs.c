@@ -1,4 +1,4 @@
-/* Jobs: what one transfer copies, made into copies piece by piece; neighbours become one copy. */
+/* Jobs: what one transfer copies, in its order; neighbours become one copy. */
 #include "submitter.h"
 
 #include <stdlib.h>
@@ -97,7 +97,7 @@ static int twice(const int64_t *ids, uint64_t count, uint64_t blocks) {
     return found != 0;
 }
 
-static kvp_job_status *job_of_blocks(kvp_submitter *s, int direction, uint64_t id, uint64_t pieces, const int64_t *gpu,
+static kvp_job_status *job_of_blocks(kvp_submitter *s, int direction, uint64_t id, uint64_t copies, const int64_t *gpu,
                                      uint64_t gpu_count, const int64_t *cpu, uint64_t cpu_count, int *why,
                                      int64_t *bad) {
     struct kvp_job *j = job_alloc(s, direction, id, gpu_count + cpu_count);
@@ -108,9 +108,9 @@ static kvp_job_status *job_of_blocks(kvp_submitter *s, int direction, uint64_t i
     j->cpu = j->data + gpu_count;
     j->gpu_count = gpu_count;
     j->cpu_count = cpu_count;
-    j->count = pieces;
-    j->status.pieces = pieces * s->config.layers;
-    j->status.bytes = j->status.pieces * s->config.piece_bytes;
+    j->count = copies;
+    j->status.copies = copies * s->config.layers;
+    j->status.bytes = j->status.copies * s->config.copy_bytes;
     if (!take_ids(j->data, gpu, gpu_count, s->config.gpu.blocks, bad) ||
         !take_ids(j->data + gpu_count, cpu, cpu_count, s->config.cpu.blocks, bad)) {
         *why = KVP_BAD_ID;
@@ -136,16 +136,16 @@ static struct kvp_job *job_of_addresses(kvp_submitter *s, int direction, uint64_
     if (copies->bounds) j->bound = memcpy(data + 2 * n + sized, copies->bound, copies->bounds * 8);
     j->bounds = copies->bounds;
     j->size = copies->size;
-    j->count = j->status.pieces = n;
+    j->count = j->status.copies = n;
     for (uint64_t i = 0; i < sized; i++) j->status.bytes += j->sizes[i];
     if (!sized) j->status.bytes = copies->size * n;
     return j;
 }
 
 /* The rest of a request: what the job waits for, its times, and into the queue. */
-static kvp_job_status *requested(kvp_submitter *s, kvp_job_status *job, void *after, bool marked, bool push,
+static kvp_job_status *requested(kvp_submitter *s, kvp_job_status *job, void *after, bool waits, bool push,
                                  uint64_t requested_ns, int *why) {
-    *why = marked ? kvp_job_after(s, (struct kvp_job *)job, after) : 0;
+    *why = waits ? kvp_job_after(s, (struct kvp_job *)job, after) : 0;
     if (!*why) {
         job->built_ns = kvp_now_ns();
         job->requested_ns = requested_ns < job->built_ns ? requested_ns : job->built_ns;
@@ -157,23 +157,23 @@ static kvp_job_status *requested(kvp_submitter *s, kvp_job_status *job, void *af
     return NULL;
 }
 
-kvp_job_status *kvp_job_request(kvp_submitter *s, uint32_t what, uint64_t id, uint64_t pieces, const int64_t *gpu,
+kvp_job_status *kvp_job_request(kvp_submitter *s, uint32_t what, uint64_t id, uint64_t copies, const int64_t *gpu,
                                 uint64_t gpu_count, const int64_t *cpu, uint64_t cpu_count, void *after,
                                 uint64_t requested_ns, kvp_job_refused *refused) {
     int *why = &refused->why, direction = what & KVP_REQUEST_STORE ? KVP_D2H : KVP_H2D;
     if ((*why = kvp_refusal(s))) return NULL;
-    kvp_job_status *job = job_of_blocks(s, direction, id, pieces, gpu, gpu_count, cpu, cpu_count, why, &refused->bad);
-    bool marked = what & KVP_REQUEST_AFTER, push = what & KVP_REQUEST_PUSH;
-    job = job ? requested(s, job, after, marked, push, requested_ns, why) : NULL;
+    kvp_job_status *job = job_of_blocks(s, direction, id, copies, gpu, gpu_count, cpu, cpu_count, why, &refused->bad);
+    bool waits = what & KVP_REQUEST_AFTER, push = what & KVP_REQUEST_PUSH;
+    job = job ? requested(s, job, after, waits, push, requested_ns, why) : NULL;
     if (job) refused->made = id, refused->bad = (int64_t)(uintptr_t)job;
     return job;
 }
 
 kvp_job_status *kvp_job_request_addresses(kvp_submitter *s, int direction, uint64_t id, const kvp_addresses *copies,
-                                          void *after, int marked, uint64_t requested_ns, int *why) {
+                                          void *after, int waits, uint64_t requested_ns, int *why) {
     if ((*why = kvp_refusal(s))) return NULL;
     struct kvp_job *j = job_of_addresses(s, direction, id, copies);
-    if (j) return requested(s, &j->status, after, marked, 1, requested_ns, why);
+    if (j) return requested(s, &j->status, after, waits, 1, requested_ns, why);
     *why = KVP_NO_MEMORY;
     return NULL;
 }
@@ -198,19 +198,19 @@ static uint64_t next_bound(const uint64_t *bound, uint32_t bounds, uint64_t from
     return low < bounds ? bound[low] : UINT64_MAX;
 }
 
-static inline kvp_copy piece_at(const struct kvp_job *j, const struct cursor *at) {
+static inline kvp_copy copy_at(const struct kvp_job *j, const struct cursor *at) {
     const kvp_submitter_config *c = &j->owner->config;
     kvp_copy copy;
     if (j->dst) {
-        copy = (kvp_copy){j->dst[at->piece], j->src[at->piece], j->sizes ? j->sizes[at->piece] : j->size};
+        copy = (kvp_copy){j->dst[at->copy], j->src[at->copy], j->sizes ? j->sizes[at->copy] : j->size};
     } else {
         uint32_t gf = c->gpu.factor, cf = c->cpu.factor;
-        uint64_t p = at->piece;
+        uint64_t p = at->copy;
         uint64_t g = gf == 1 ? (uint64_t)j->gpu[p] : (uint64_t)j->gpu[p / gf] * gf + p % gf;
         uint64_t h = cf == 1 ? (uint64_t)j->cpu[p] : (uint64_t)j->cpu[p / cf] * cf + p % cf;
-        g = c->gpu.bases[at->layer] + g * c->piece_bytes;
-        h = c->cpu.bases[at->layer] + h * c->piece_bytes;
-        copy = j->direction == STORE ? (kvp_copy){h, g, c->piece_bytes} : (kvp_copy){g, h, c->piece_bytes};
+        g = c->gpu.bases[at->layer] + g * c->copy_bytes;
+        h = c->cpu.bases[at->layer] + h * c->copy_bytes;
+        copy = j->direction == STORE ? (kvp_copy){h, g, c->copy_bytes} : (kvp_copy){g, h, c->copy_bytes};
     }
     copy.dst += at->offset;
     copy.src += at->offset;
@@ -219,19 +219,20 @@ static inline kvp_copy piece_at(const struct kvp_job *j, const struct cursor *at
 }
 
 bool kvp_job_all(const struct kvp_job *j, const struct cursor *at) {
-    return j->dst ? at->piece >= j->count : at->layer >= j->owner->config.layers;
+    return j->dst ? at->copy >= j->count : at->layer >= j->owner->config.layers;
 }
 
 /* Writes the job's next copies, at most `max` of them and until they come to `budget` bytes, none larger than
- * `largest`; moves the cursor. `bytes` and `pieces` are added to: a piece counts when its last byte is in a copy. */
+ * `largest`; moves the cursor. `bytes` and `asked` are added to: a copy as it was asked for counts when its last byte
+ * is written down. */
 uint32_t kvp_job_copies(const struct kvp_job *j, struct cursor *at, kvp_copy *out, uint32_t max, uint64_t budget,
-                        uint64_t largest, bool merge, uint64_t *bytes, uint64_t *pieces) {
+                        uint64_t largest, bool merge, uint64_t *bytes, uint64_t *asked) {
     const kvp_submitter_config *c = &j->owner->config;
     uint32_t n = 0;
     uint64_t dst_bound = 0, src_bound = 0;
     bool bounded = j->dst ? j->bounds > 0 : c->gpu.bounds || c->cpu.bounds;
     while (!kvp_job_all(j, at)) {
-        kvp_copy p = piece_at(j, at);
+        kvp_copy p = copy_at(j, at);
         bool cut = p.bytes > largest;
         if (cut) p.bytes = largest;
         kvp_copy *before = n ? &out[n - 1] : NULL;
@@ -259,13 +260,13 @@ uint32_t kvp_job_copies(const struct kvp_job *j, struct cursor *at, kvp_copy *ou
             continue;
         }
         at->offset = 0;
-        ++*pieces;
-        if (++at->piece == j->count && !j->dst) at->piece = 0, at->layer++;
+        ++*asked;
+        if (++at->copy == j->count && !j->dst) at->copy = 0, at->layer++;
     }
     return n;
 }
 
-/* Whether the job writes a piece that a job from sequence `since` on wrote; notes what it writes. Jobs with addresses
+/* Whether the job writes where a job from sequence `since` on wrote; notes what it writes. Jobs with addresses
  * always do: nobody knows what they write. */
 bool kvp_job_conflicts(struct kvp_job *j, uint32_t *stamp, uint64_t since) {
     if (j->dst || !stamp) return true;
@@ -274,9 +275,9 @@ bool kvp_job_conflicts(struct kvp_job *j, uint32_t *stamp, uint64_t since) {
     uint64_t f = j->direction == STORE ? c->cpu.factor : c->gpu.factor;
     bool found = false;
     for (uint64_t p = 0; p < j->count; p++) {
-        uint32_t *mark = &stamp[(uint64_t)ids[p / f] * f + p % f];
-        found |= *mark >= (uint32_t)since;
-        *mark = (uint32_t)j->sequence;
+        uint32_t *writer = &stamp[(uint64_t)ids[p / f] * f + p % f];
+        found |= *writer >= (uint32_t)since;
+        *writer = (uint32_t)j->sequence;
     }
     return found;
 }

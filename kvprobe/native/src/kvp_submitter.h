@@ -40,7 +40,7 @@ typedef struct {
     uint32_t methods; /* bit i: enum kvp_method i was used */
     uint64_t id;
     uint64_t stream;    /* the stream of its newest submission */
-    uint64_t pieces;    /* copies asked for */
+    uint64_t copies;    /* asked for */
     uint64_t submitted; /* of them, how many were submitted */
     uint64_t bytes;
     uint64_t calls;      /* submitting calls made for it; one that carried several jobs counts for each */
@@ -57,7 +57,7 @@ typedef struct {
 typedef struct kvp_job kvp_job;
 typedef struct kvp_submitter kvp_submitter;
 
-/* Block ids of both sides; piece p of a side with factor f is piece p % f of block ids[p / f]. */
+/* Block ids of both sides; a block of a side with factor f holds f copies: copy c is part c % f of block ids[c / f]. */
 typedef struct {
     const uint64_t *bases; /* address of every layer */
     uint64_t blocks;
@@ -70,7 +70,7 @@ typedef struct {
     kvp_copier copier;
     kvp_method_table *methods; /* which method carries what; read at every submission */
     kvp_side gpu, cpu;
-    uint64_t piece_bytes; /* 0: there are no pools, only jobs with addresses */
+    uint64_t copy_bytes; /* of each copy of a job of blocks; 0: there are no pools, only jobs with addresses */
     uint32_t layers;
     uint32_t pageable; /* the CPU side is not pinned: one cudaMemcpyAsync a copy */
     int32_t device;
@@ -117,9 +117,9 @@ KVP_EXPORT void kvp_submitter_stop(kvp_submitter *s);
 
 enum kvp_job_refusal { KVP_BAD_ID = -1, KVP_TWICE = -2, KVP_NO_MEMORY = -3, KVP_BROKEN = -4, KVP_FORKED = -5 };
 
-/* A job of `gpu_count` GPU block ids and `cpu_count` CPU block ids that cover the same number of pieces (`pieces`).
- * Returns the job's status, held once for the caller and once for the submitter; or NULL, a refusal (below 0) or
- * cudaEventRecord's code in `refused`, and nothing was asked for. */
+/* A job of `gpu_count` GPU block ids and `cpu_count` CPU block ids that cover the same number of copies (`copies`, of
+ * one layer). Returns the job's status, held once for the caller and once for the submitter; or NULL, a refusal (below
+ * 0) or cudaEventRecord's code in `refused`, and nothing was asked for. */
 enum kvp_request {
     KVP_REQUEST_STORE = 1, /* else a load */
     KVP_REQUEST_AFTER = 2, /* it waits for what the stream `after` holds now */
@@ -130,7 +130,7 @@ typedef struct {
     uint64_t made; /* id of the newest job that was made */
     int why;
 } kvp_job_refused;
-KVP_EXPORT kvp_job_status *kvp_job_request(kvp_submitter *s, uint32_t what, uint64_t id, uint64_t pieces,
+KVP_EXPORT kvp_job_status *kvp_job_request(kvp_submitter *s, uint32_t what, uint64_t id, uint64_t copies,
                                            const int64_t *gpu, uint64_t gpu_count, const int64_t *cpu,
                                            uint64_t cpu_count, void *after, uint64_t requested_ns,
                                            kvp_job_refused *refused);
@@ -145,15 +145,15 @@ typedef struct {
 } kvp_addresses;
 /* The same with addresses, handed over at once. */
 KVP_EXPORT kvp_job_status *kvp_job_request_addresses(kvp_submitter *s, int direction, uint64_t id,
-                                                     const kvp_addresses *copies, void *after, int marked,
+                                                     const kvp_addresses *copies, void *after, int waits,
                                                      uint64_t requested_ns, int *why);
 /* A job that is not handed over after all: the submitter's reference goes, the caller's stays. */
 KVP_EXPORT void kvp_job_unused(kvp_submitter *s, kvp_job_status *job);
 /* Hands the job to the thread, behind those of its direction that came before; once, however often it is called. Never
  * blocks. 0 or a refusal. */
 KVP_EXPORT int kvp_job_push(kvp_submitter *s, kvp_job_status *job);
-/* Submits (more of) the job in the calling thread to the shared stream, one cudaMemcpyAsync a piece, at most `max`
- * pieces, until it is all submitted or what `options` says stops it; `outstanding` receives the operations that stood
+/* Submits (more of) the job in the calling thread to the shared stream, one cudaMemcpyAsync a copy, at most `max`
+ * copies, until it is all submitted or what `options` says stops it; `outstanding` receives the operations that stood
  * in the stream when the run began. 1: all of it is submitted; 0: more is left; a refusal; or CUDA's code * -1000.
  * Only while kvp_inline_free(): else push. */
 KVP_EXPORT int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_options *options, uint64_t max,

@@ -163,12 +163,12 @@ int kvp_submit_batch(const kvp_submit_options *o, void *batch_fn, int fn_has_fai
     memset(r, 0, sizeof *r);
     r->first_blocked = UINT64_MAX;
     if (!n) return 0;
-    enum { PIECE = 4096 };
-    size_t same[PIECE];
+    enum { CHUNK = 4096 };
+    size_t same[CHUNK];
     /* A cap on descriptors a call: drivers were seen to crash or hang past 50,000 (vLLM issue 49276). */
     r->start_ns = kvp_now_ns();
-    for (size_t at = 0; at < n && !r->result; at += PIECE) {
-        size_t count = n - at < PIECE ? n - at : PIECE, fail = SIZE_MAX, zero = 0;
+    for (size_t at = 0; at < n && !r->result; at += CHUNK) {
+        size_t count = n - at < CHUNK ? n - at : CHUNK, fail = SIZE_MAX, zero = 0;
         uint64_t bytes = 0;
         const size_t *each = (const size_t *)(sizes ? sizes + at : NULL);
         if (!each) {

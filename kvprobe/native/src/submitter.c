@@ -5,9 +5,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define MARKS_EACH 128        /* marks of ours on one compute stream that callers record themselves */
-#define SHARED_MARK_NS 200000 /* those who come within this time share one */
-#define LAUNCHES 3            /* submissions that make up the work submitted ahead */
+#define FENCES_EACH 128        /* events of ours on one compute stream that callers record themselves */
+#define SHARED_FENCE_NS 200000 /* those who come within this time share one */
+#define LAUNCHES 3             /* submissions that make up the work submitted ahead */
 #define BURST_NS 1200000
 #define KERNEL_LAUNCHES 2 /* by kernels fewer and longer: each begins and ends with the link half idle */
 #define KERNEL_BURST_NS 2400000
@@ -31,8 +31,8 @@
 
 /* ---- fences --------------------------------------------------------------------------------------------------- */
 
-/* How many marks of ours stand on a compute stream, and the one that is still to be made; with the lock. */
-static uint32_t *marks_on(kvp_submitter *s, void *stream, struct fence ***open) {
+/* How many events of ours stand on a compute stream, and the fence that is still to be recorded; with the lock. */
+static uint32_t *fences_on(kvp_submitter *s, void *stream, struct fence ***open) {
     int free = -1;
     for (int i = 0; i < s->computes; i++) {
         bool used = s->compute[i].recorded || s->compute[i].open;
@@ -43,7 +43,7 @@ static uint32_t *marks_on(kvp_submitter *s, void *stream, struct fence ***open) 
         if (!used && free < 0) free = i;
     }
     if (free < 0 && s->computes < COMPUTE_STREAMS) free = s->computes++;
-    if (free < 0) { /* more compute streams than anybody has: their marks are not counted */
+    if (free < 0) { /* more compute streams than anybody has: their events are not counted */
         *open = NULL;
         s->uncounted = 0;
         return &s->uncounted;
@@ -56,8 +56,8 @@ static uint32_t *marks_on(kvp_submitter *s, void *stream, struct fence ***open) 
 static void fence_passed(kvp_submitter *s, struct fence *f) {
     struct fence **open;
     if (f->state == FENCE_RECORDED) {
-        uint32_t *marks = marks_on(s, f->stream, &open);
-        if (*marks) --*marks;
+        uint32_t *standing = fences_on(s, f->stream, &open);
+        if (*standing) --*standing;
     }
     f->state = FENCE_PASSED;
 }
@@ -69,7 +69,7 @@ void kvp_fence_drop(kvp_submitter *s, struct kvp_job *j) {
     pthread_mutex_lock(&s->lock);
     if (--f->users == 0) {
         struct fence **open;
-        marks_on(s, f->stream, &open);
+        fences_on(s, f->stream, &open);
         if (open && *open == f) *open = NULL;
         fence_passed(s, f);
         kvp_fence_give(s, f);
@@ -84,9 +84,9 @@ int kvp_fence_record(kvp_submitter *s, struct fence *f) {
     int state = f->state, code = f->code;
     if (state == FENCE_OPEN) {
         f->state = FENCE_RECORDING;
-        uint32_t *marks = marks_on(s, f->stream, &open);
+        uint32_t *standing = fences_on(s, f->stream, &open);
         if (open && *open == f) *open = NULL;
-        ++*marks;
+        ++*standing;
         f->users++;
     }
     pthread_mutex_unlock(&s->lock);
@@ -104,17 +104,17 @@ int kvp_fence_record(kvp_submitter *s, struct fence *f) {
     return code;
 }
 
-/* The job waits for what `stream` holds now. Records an event on it; where MARKS_EACH of ours stand there already,
- * those who come within SHARED_MARK_NS share one that the thread records: a later mark covers all that an earlier one
+/* The job waits for what `stream` holds now. Records an event on it; where FENCES_EACH of ours stand there already,
+ * those who come within SHARED_FENCE_NS share one that the thread records: a later one covers all that an earlier one
  * did. */
 int kvp_job_after(kvp_submitter *s, struct kvp_job *j, void *stream) {
     struct fence **open, *f = NULL, *made = NULL;
     bool later;
     pthread_mutex_lock(&s->lock);
     for (;;) {
-        uint32_t *marks = marks_on(s, stream, &open);
-        later = open && *marks >= MARKS_EACH && !j->inlined;
-        if (later && *open) { /* others wait for the same mark, which is still to be made */
+        uint32_t *standing = fences_on(s, stream, &open);
+        later = open && *standing >= FENCES_EACH && !j->inlined;
+        if (later && *open) { /* others wait for the same one, which is still to be recorded */
             f = *open;
             f->users++;
             if (made) kvp_fence_give(s, made);
@@ -131,7 +131,7 @@ int kvp_job_after(kvp_submitter *s, struct kvp_job *j, void *stream) {
             if (later)
                 f->opened_ns = kvp_now_ns(), *open = f;
             else
-                ++*marks;
+                ++*standing;
             break;
         }
         pthread_mutex_unlock(&s->lock);
@@ -150,14 +150,14 @@ int kvp_job_after(kvp_submitter *s, struct kvp_job *j, void *stream) {
     return code;
 }
 
-/* Makes the marks that callers left to the thread; returns when the next of them is due. */
-static uint64_t make_marks(kvp_submitter *s, uint64_t now) {
+/* Records the fences that callers left to the thread; returns when the next of them is due. */
+static uint64_t record_fences(kvp_submitter *s, uint64_t now) {
     uint64_t next = UINT64_MAX;
     for (int i = 0; i < COMPUTE_STREAMS; i++) {
         if (i >= atomic_load(&s->computes)) break;
         pthread_mutex_lock(&s->lock);
         struct fence *f = s->compute[i].open;
-        uint64_t due = f ? f->opened_ns + SHARED_MARK_NS : UINT64_MAX;
+        uint64_t due = f ? f->opened_ns + SHARED_FENCE_NS : UINT64_MAX;
         if (f && due <= now) f->users++;
         pthread_mutex_unlock(&s->lock);
         if (due <= now) {
@@ -247,7 +247,7 @@ static void record_transfer(kvp_submitter *s, struct kvp_job *j) {
                          .bytes = t->bytes,
                          .tid = (uint32_t)t->tid,
                          .transfer = (uint32_t)t->id,
-                         .count = (uint32_t)t->pieces,
+                         .count = (uint32_t)t->copies,
                          .result = t->fault != 0,
                          .call = KVP_CALL_transfer,
                          .direction = j->direction == STORE ? KVP_D2H : KVP_H2D};
@@ -698,8 +698,8 @@ static int lower_method(const kvp_submitter *s, int method) {
 }
 
 /* Puts an event behind what was just submitted; where that fails the stream itself is asked. */
-static void mark(kvp_submitter *s, struct direction *dir, const struct attempt *a, void *start, int32_t list,
-                 uint64_t begun, uint64_t now, bool idle) {
+static void add_marker(kvp_submitter *s, struct direction *dir, const struct attempt *a, void *start, int32_t list,
+                       uint64_t begun, uint64_t now, bool idle) {
     void *event = kvp_event_take(s);
     if (event && CALL(s, event_record, event_stream_fn)(event, dir->stream)) {
         kvp_clear_error(s);
@@ -748,7 +748,7 @@ static bool passed(kvp_submitter *s, struct kvp_job *j) {
 
 /* Jobs whose copies may stand in one submission with the head's: ready, and writing other blocks. */
 static uint32_t gather(kvp_submitter *s, struct direction *dir, uint64_t most, uint64_t largest, bool many) {
-    uint64_t bytes = 0, pieces = 0;
+    uint64_t bytes = 0, asked = 0;
     uint32_t n = 0;
     for (struct kvp_job *j = dir->first; j; j = j->next) {
         if (j != dir->first) {
@@ -756,7 +756,7 @@ static uint32_t gather(kvp_submitter *s, struct direction *dir, uint64_t most, u
             if (kvp_job_conflicts(j, dir->stamp, dir->first->sequence)) break;
         }
         struct cursor at = j->at;
-        n += kvp_job_copies(j, &at, s->run + n, RUN_MAX - n, most, largest, true, &bytes, &pieces);
+        n += kvp_job_copies(j, &at, s->run + n, RUN_MAX - n, most, largest, true, &bytes, &asked);
         if (n == RUN_MAX || bytes >= most || !kvp_job_all(j, &at)) break;
     }
     return n;
@@ -768,12 +768,12 @@ static uint64_t book(kvp_submitter *s, struct direction *dir, const struct attem
     uint64_t left = a->count, bytes = 0, begun = 0;
     while (left && dir->first) {
         struct kvp_job *j = dir->first;
-        uint64_t pieces = 0;
+        uint64_t asked = 0;
         j->begun = 1;
         __atomic_store_n(&j->status.state, KVP_SUBMITTING, __ATOMIC_RELAXED);
         begun = j->sequence;
-        left -= kvp_job_copies(j, &j->at, s->run, (uint32_t)left, most, largest, true, &bytes, &pieces);
-        j->status.submitted += pieces;
+        left -= kvp_job_copies(j, &j->at, s->run, (uint32_t)left, most, largest, true, &bytes, &asked);
+        j->status.submitted += asked;
         j->status.stream = (uint64_t)(uintptr_t)dir->stream;
         j->status.calls += method == KVP_LOOP ? a->count : 1;
         j->status.submit_ns += a->ns;
@@ -889,7 +889,7 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
     dir->method = method;
     uint64_t expected = chosen ? (uint64_t)kvp_method_ns(chosen, a.bytes / a.count, a.count) : 0;
     uint64_t begun = book(s, dir, &a, gathered, largest, method);
-    mark(s, dir, &a, start, list, begun, now, idle);
+    add_marker(s, dir, &a, start, list, begun, now, idle);
     dir->line.marker[(dir->line.tail - 1) % MARKERS].expected_ns = expected;
     dir->line.marker[(dir->line.tail - 1) % MARKERS].row = row;
     if (s->config.bytes_per_s[d])
@@ -984,7 +984,7 @@ uint64_t kvp_step(kvp_submitter *s, uint64_t now) {
         if (atomic_load(&s->broken)) return now;
         watch(s, d, now);
     }
-    uint64_t a = next_look(s, LOAD, now), b = next_look(s, STORE, now), c = make_marks(s, now);
+    uint64_t a = next_look(s, LOAD, now), b = next_look(s, STORE, now), c = record_fences(s, now);
     a = a < b ? a : b;
     return a < c ? a : c;
 }

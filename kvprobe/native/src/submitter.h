@@ -20,12 +20,12 @@ enum sleep { AWAKE = 0, ASLEEP = 1, NAPPING = 2 };
 
 /* Where a job's next copy begins. */
 struct cursor {
-    uint64_t piece; /* pools: within the layer; addresses: index */
+    uint64_t copy; /* pools: within the layer; addresses: index */
     uint64_t offset;
     uint32_t layer;
 };
 
-/* A mark on a compute stream: what a job waits for. Guarded by the submitter's lock. */
+/* An event on a compute stream: what a job waits for. Guarded by the submitter's lock. */
 struct fence {
     struct fence *next, *all;
     void *event, *stream;
@@ -102,7 +102,7 @@ struct direction {
     uint64_t due_ns, next_ns, gate_since, progress_ns;
     uint32_t pause_ns;
     uint64_t ramp;   /* most bytes of the next submission: doubles from the first one after a pause */
-    uint32_t *stamp; /* by destination piece: sequence of the job that wrote it last */
+    uint32_t *stamp; /* by destination, in copies: sequence of the job that wrote it last */
     uint64_t hurry;  /* jobs up to this sequence are in a hurry, because one of them is */
 };
 
@@ -176,7 +176,7 @@ KVP_INSIDE void kvp_fence_give(kvp_submitter *s, struct fence *f); /* with the l
 
 /* jobs.c */
 KVP_INSIDE uint32_t kvp_job_copies(const struct kvp_job *j, struct cursor *at, kvp_copy *out, uint32_t max,
-                                   uint64_t budget, uint64_t largest, bool merge, uint64_t *bytes, uint64_t *pieces);
+                                   uint64_t budget, uint64_t largest, bool merge, uint64_t *bytes, uint64_t *asked);
 KVP_INSIDE void kvp_job_spare(struct kvp_job *j);
 KVP_INSIDE bool kvp_job_all(const struct kvp_job *j, const struct cursor *at);
 KVP_INSIDE bool kvp_job_conflicts(struct kvp_job *j, uint32_t *stamp, uint64_t since);

@@ -133,7 +133,7 @@ kvp_submitter *kvp_submitter_open(const kvp_submitter_config *config, int *why) 
         dir->held_up = calloc(c->streams, sizeof *dir->held_up);
         c->pooled[d] = copied(config->pooled[d], c->streams * sizeof(void *));
         const kvp_side *to = d == STORE ? &c->cpu : &c->gpu;
-        uint64_t stamps = c->piece_bytes ? to->blocks * to->factor : 0;
+        uint64_t stamps = c->copy_bytes ? to->blocks * to->factor : 0;
         if (stamps) dir->stamp = calloc(stamps, sizeof *dir->stamp);
         whole = whole && c->pooled[d] && dir->held_up && (!stamps || dir->stamp);
     }
@@ -301,8 +301,8 @@ static void *event_wait(kvp_submitter *s, int d) {
     }
 }
 
-static void mark_shared(struct direction *dir, struct kvp_job *j, void *event, void *start, void *stream,
-                        uint32_t places, bool all, uint64_t idle_ns) {
+static void add_shared_marker(struct direction *dir, struct kvp_job *j, void *event, void *start, void *stream,
+                              uint32_t places, bool all, uint64_t idle_ns) {
     struct marker *m = &dir->shared.marker[dir->shared.tail % MARKERS];
     *m = (struct marker){.event = event,
                          .start = start,
@@ -387,13 +387,13 @@ int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_optio
     kvp_retire_shared(s, d);
     *outstanding = atomic_load(&dir->shared_places);
     kvp_copy run[CHUNK];
-    uint64_t dst[CHUNK], src[CHUNK], sizes[CHUNK], bytes = 0, pieces = 0;
+    uint64_t dst[CHUNK], src[CHUNK], sizes[CHUNK], bytes = 0, asked = 0;
     if (*outstanding < s->config.ceiling && max > s->config.ceiling - *outstanding)
         max = s->config.ceiling - *outstanding;
     struct cursor at = j->at;
     uint32_t n = code || max == 0 ? 0
                                   : kvp_job_copies(j, &at, run, max < CHUNK ? (uint32_t)max : CHUNK, UINT64_MAX,
-                                                   UINT64_MAX, false, &bytes, &pieces);
+                                                   UINT64_MAX, false, &bytes, &asked);
     for (uint32_t i = 0; i < n; i++) dst[i] = run[i].dst, src[i] = run[i].src, sizes[i] = run[i].bytes;
     void *events[EVENTS];
     uint32_t taken = 0, wanted = n / s->config.every;
@@ -407,10 +407,10 @@ int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_optio
     o.events_max = taken;
     if (n) code = kvp_submit(&o, n, dst, src, sizes, 0, r);
     /* the cursor goes on by what was taken */
-    bytes = pieces = 0;
+    bytes = asked = 0;
     if (r->submitted)
-        kvp_job_copies(j, &j->at, run, (uint32_t)r->submitted, UINT64_MAX, UINT64_MAX, false, &bytes, &pieces);
-    job->submitted += pieces;
+        kvp_job_copies(j, &j->at, run, (uint32_t)r->submitted, UINT64_MAX, UINT64_MAX, false, &bytes, &asked);
+    job->submitted += asked;
     job->calls += r->submitted;
     job->submit_ns += r->end_ns - r->start_ns;
     job->blocked += r->blocked;
@@ -438,8 +438,8 @@ int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_optio
     if (all) leave_shared(s, dir, j, last);
     for (uint32_t i = 0; i < taken; i++) {
         if (i < r->events) {
-            mark_shared(dir, j, events[i], start, stream, s->config.every + 1 + (start != NULL), false,
-                        idle ? begin_ns : 0);
+            add_shared_marker(dir, j, events[i], start, stream, s->config.every + 1 + (start != NULL), false,
+                              idle ? begin_ns : 0);
             idle = false;
             atomic_fetch_add(&dir->shared_places, s->config.every + 1 + (start != NULL));
             start = NULL;
@@ -450,7 +450,7 @@ int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_optio
     if (cover) {
         uint32_t places = (uint32_t)rest + (last != NULL) + (start != NULL);
         atomic_fetch_add(&dir->shared_places, places);
-        mark_shared(dir, j, last, start, stream, places, all, idle ? begin_ns : 0);
+        add_shared_marker(dir, j, last, start, stream, places, all, idle ? begin_ns : 0);
     }
     j->busy = 0;
     pthread_mutex_unlock(&dir->shared_lock);
@@ -512,7 +512,7 @@ int kvp_job_wait(kvp_submitter *s, kvp_job_status *job, uint64_t timeout_ns) {
 int kvp_job_fence(kvp_submitter *s, kvp_job_status *job, void *stream) {
     struct kvp_job *j = (struct kvp_job *)job;
     if (forked(s)) return KVP_FORKED;
-    /* A mark that is still to be made on a compute stream must stand there before anything waits for this job. */
+    /* An event that is still to be recorded on a compute stream must stand there before anything waits for this job. */
     pthread_mutex_lock(&s->lock);
     struct fence *f = j->after && j->after->state == FENCE_OPEN ? j->after : NULL;
     if (f) f->users++;

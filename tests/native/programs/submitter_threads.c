@@ -168,7 +168,7 @@ int main(int argc, char **argv) {
                                    .methods = &methods,
                                    .gpu = {.bases = &gpu_base, .blocks = ALL, .factor = 1},
                                    .cpu = {.bases = &cpu_base, .blocks = ALL, .factor = 1},
-                                   .piece_bytes = BLOCK,
+                                   .copy_bytes = BLOCK,
                                    .layers = 1,
                                    .depth = 40,
                                    .detail = KVP_COPIES,
