@@ -92,6 +92,14 @@ def test_a_failure_inside_is_not_the_program_s(program: Path, libraries: Path, t
     assert failure["what"] == "refuse" and failure["why"].startswith("a staged copy failed")
 
 
+def test_a_program_that_confines_itself_is_left_alone_from_then_on(
+    program: Path, libraries: Path, tmp_path: Path
+) -> None:
+    seen, _ = play(program, "confined", 60, **watched(libraries, tmp_path))
+    assert seen == "0 wrong\n"
+    assert "note" not in {one["what"] for one in decisions(tmp_path)}, "a file that is opened at the end would kill it"
+
+
 def test_off_unless_asked_for(program: Path, libraries: Path, tmp_path: Path) -> None:
     for given in ({"KVPROBE_FIX": "off"}, {"KVPROBE_FIX": ""}, {"KVPROBE": "off"}):
         _, said = play(program, "overwrites", 0.2, **watched(libraries, tmp_path, **given))

@@ -31,7 +31,8 @@
  *   recorded by another thread, a launch through a function that nobody wraps, a graph, the CPU polling the destination
  *   without any call. Its error would be another call's.
  * - Registering in chunks what the program registers. Copies may not cross the border of two registrations, the range
- *   that cuPointerGetAttributes names would be the chunk's, and cudaHostUnregister takes the one pointer.
+ *   that cuPointerGetAttributes names would be the chunk's, and cudaHostUnregister takes the one pointer. Its pages are
+ *   not touched first by several threads, either: they would lie on those threads' NUMA nodes, not on the caller's.
  *
  * Each direction and size class is measured for itself, both ways in turn, kept where a call gets at least a quarter
  * shorter, looked at again, and taken back where that is no longer so (cure_account.c). The slots are made by a thread

@@ -7,12 +7,17 @@
  * many seconds; how often it repeated goes to stderr. */
 #define _GNU_SOURCE
 #include <fcntl.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <pthread.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -278,6 +283,24 @@ static void query_fails(void) { fails_inside("cuEventQuery"); }
 static void load_fails(void) { fails_inside("cuMemcpyHtoDAsync_v2"); }
 static void store_fails(void) { fails_inside("cuMemcpyDtoHAsync_v2"); }
 
+/* From here on it is killed for opening a file or starting a thread. */
+static void confined(void) {
+    overwrites();
+    until = 0;
+    struct sock_filter rules[] = {
+        {BPF_LD | BPF_W | BPF_ABS, 0, 0, offsetof(struct seccomp_data, nr)},
+        {BPF_JMP | BPF_JEQ | BPF_K, 2, 0, SYS_openat},
+        {BPF_JMP | BPF_JEQ | BPF_K, 1, 0, SYS_clone},
+        {BPF_JMP | BPF_JEQ | BPF_K, 0, 1, SYS_clone3},
+        {BPF_RET | BPF_K, 0, 0, SECCOMP_RET_KILL_PROCESS},
+        {BPF_RET | BPF_K, 0, 0, SECCOMP_RET_ALLOW},
+    };
+    struct sock_fprog filter = {sizeof rules / sizeof *rules, rules};
+    check(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) || prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) ? 9 : 0);
+    uint8_t *at = malloc(4 * MIB), *back = malloc(4 * MIB);
+    for (unsigned turn = 0; turn < 40; turn++) there_and_back(at, back, some_bytes(turn), turn);
+}
+
 static void *of_a_thread(void *which) {
     prepare();
     uint8_t *at = malloc(4 * MIB), *back = malloc(4 * MIB);
@@ -302,7 +325,7 @@ int main(int argc, char **argv) {
                  {"behind-work", behind_work},   {"gated", gated},
                  {"synchronous", synchronous},   {"forks", forks},
                  {"registers", registers},       {"refusals", refusals},
-                 {"device", loses_device},       {"threads", threads},
+                 {"device", loses_device},       {"threads", threads}, {"confined", confined},
                  {"record-fails", record_fails}, {"query-fails", query_fails},
                  {"load-fails", load_fails},     {"store-fails", store_fails}};
     until = now() + (argc > 2 ? atof(argv[2]) : 60);
