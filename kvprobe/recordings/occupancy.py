@@ -125,7 +125,7 @@ def occupancy(recording: Recording, *, use_labels: bool = True, by_channel: bool
         blocked_ns[queue.calls] = queue.blocked_ns
         names = calls["name"][queue.calls]
         for name, value in queue.baseline_ns.items():
-            baseline[queue.calls[names == name]] = min(value, np.iinfo(np.int32).max)
+            baseline[queue.calls[names == name]] = np.clip(value, -1, np.iinfo(np.int32).max)  # a damaged file's times
         found.append(queue)
     found.sort(key=lambda q: (-int(q.blocked_ns.sum()), q.stream))
     verdict, reason = overall([(q.verdict, q.reason, int(q.depth.max(initial=0))) for q in found])
