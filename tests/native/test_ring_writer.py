@@ -60,7 +60,7 @@ def test_threads_one_after_another_share_a_section(writer: Path, tmp_path: Path)
     assert snapshot.calls()["cudaMemcpyAsync"][0] == said["written"]
 
 
-def test_more_threads_than_lanes_and_more_streams_than_slots_are_counted(writer: Path, tmp_path: Path) -> None:
+def test_more_threads_than_sections_and_more_streams_than_slots_are_counted(writer: Path, tmp_path: Path) -> None:
     said = run(writer, "small", tmp_path / "threads.kvp", 1000, 40)
     snapshot = read_ring(tmp_path / "threads.kvp")
     assert len(snapshot.sections) == 4
@@ -126,11 +126,11 @@ def test_a_full_disk_never_kills_the_process_and_totals_stay_exact(writer: Path,
         for section in snapshot.sections:
             assert (section.records["bytes"] == 100).all() and len(section.records) <= 16384
         if size_kib == 256:  # some detail fitted, and it is the newest
-            kept = [lane for lane in snapshot.sections if len(lane.records)]
+            kept = [section for section in snapshot.sections if len(section.records)]
             assert kept
-            for lane in kept:
-                ends_ns = lane.records["start_ns"] + lane.records["dur_ns"]
-                assert ends_ns.max() == lane.slots["last_ns"].max()
+            for section in kept:
+                ends_ns = section.records["start_ns"] + section.records["dur_ns"]
+                assert ends_ns.max() == section.slots["last_ns"].max()
     finally:
         subprocess.run(["umount", tmp_path], check=True)
 
