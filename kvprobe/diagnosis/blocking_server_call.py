@@ -26,7 +26,8 @@ CURES = {
     "every step uses (device_map with max_memory), or use an offloading that prefetches on a stream "
     "(diffusers' group offloading, vLLM's --offload-backend prefetch)",
     "diffusers": "Group offloading: use_stream=True with pinned memory, record_stream=True, low_cpu_mem_usage=False",
-    "lmcache": "LMCache: a larger chunk_size makes fewer waits; its multi-process mode moves them to another process",
+    "lmcache": "LMCache: a larger chunk_size makes fewer waits; inside an engine, its multi-process mode moves them to "
+    "another process; for several engines, lmcache server --max-gpu-workers serves them side by side",
     "transformers": 'Offload the KV cache only when it does not fit: cache_implementation="dynamic" keeps it',
     "sglang": "SGLang: --hicache-io-backend kernel and --page-size 64 make fewer and larger operations",
     "vllm": "vLLM: --offload-backend prefetch copies weights ahead of their use",

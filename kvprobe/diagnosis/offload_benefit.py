@@ -101,19 +101,31 @@ class Benefit:
             if self.hit_tokens is None:
                 lacks.append("which requests it served")
             elif self.prefill_ns_per_token is None:
-                lacks.append("what prefill costs (too few steps with a prompt)")
+                lacks.append("what prefill costs (no step with a prompt, or too few)")
             if self.waited_ns is None:
                 lacks.append("how long loads were waited for")
-            untold = " and ".join(lacks)
-            return f"Whether offload by {name} helps is undecided: the server does not tell {untold}.{wasted}"
-        share = f"{self.hit_share:.0%} of the prompt tokens that the GPU lacked came from it" if self.hit_share else ""
+            untold, known = " and ".join(lacks), self._share
+            if known and self.prefill_ns_per_token is None and self.waits and self.waited_ns is not None:
+                each = _s(self.waited_ns / (self.hit_tokens or 1))
+                known += f", {each} waited for each: it pays where prefill takes longer"
+            known = f" {known}." if known else ""
+            return f"Whether offload by {name} helps is undecided: the server does not tell {untold}.{known}{wasted}"
+        share = self._share
         figures = f"about {_s(self.saved_ns)} of prefill saved, {_s(self.waited_ns)} spent waiting for loads"
         return f"Offload by {name} {self.conclusion}: {share + ', ' if share else ''}{figures}.{wasted}"
 
+    @property
+    def _share(self) -> str:
+        """The hit share in words; empty where nothing was hit, or seen."""
+        whose = " that the GPU lacked" if self.gpu_hit_tokens is not None else ""
+        return f"{self.hit_share:.0%} of the prompt tokens{whose} came from it" if self.hit_share else ""
+
 
 def _s(ns: float | None) -> str:
-    """Seconds or milliseconds in two or three digits."""
+    """Seconds, milliseconds or microseconds in two or three digits."""
     ns = ns or 0.0
+    if 0 < ns < 100_000:
+        return f"{ns / 1e3:,.3g} µs"
     return f"{ns / 1e9:,.1f} s" if ns >= 1e9 else f"{ns / 1e6:,.3g} ms"
 
 

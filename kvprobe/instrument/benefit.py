@@ -73,8 +73,11 @@ class Account:
             self._due = True
             event_log.later(self._tell)
 
-    def admitted(self, request: Hashable, prompt_tokens: int, gpu_hit_tokens: int, hit_tokens: int) -> None:
-        """A request was admitted: its prompt, what lay on the GPU already, what the offload has beyond that."""
+    def admitted(self, request: Hashable, prompt_tokens: int, gpu_hit_tokens: int | None, hit_tokens: int) -> None:
+        """A request was admitted: its prompt, what lay on the GPU already, what the offload has beyond that.
+
+        `gpu_hit_tokens` is None where nobody here knows it.
+        """
         if request in self._requests:
             return
         self._requests[request] = None
@@ -82,7 +85,8 @@ class Account:
             del self._requests[next(iter(self._requests))]
         self.add("requests", 1)
         self.add("prompt_tokens", prompt_tokens)
-        self.add("gpu_hit_tokens", gpu_hit_tokens)
+        if gpu_hit_tokens is not None:
+            self.add("gpu_hit_tokens", gpu_hit_tokens)
         self.add("hit_tokens", hit_tokens)
 
     def waits(self, request: Hashable) -> None:

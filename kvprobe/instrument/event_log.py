@@ -21,7 +21,7 @@ of `t_ns`. Every object has
     `cause` (in words), and fields of the adapter;
   * `"offload"`: what an offload has brought since its process began, as sums: `adapter`, `server`, `source` (the
     server's name of it), and the fields of `benefit.Account.sums`, null where the server does not show it;
-    `prefill_ns_per_token` (null: too few steps), `held_unread_blocks`.
+    `prefill_ns_per_token` (null: no steps, or too few), `held_unread_blocks`.
 
 States and decisions are written at once; transfers and calls at most 100 ms late, so a killed process loses at most
 that much. A last line that is cut (the process was killed while writing) is skipped by the reader.

@@ -64,6 +64,16 @@ def test_what_was_not_seen_leaves_it_undecided(unseen: str, words: str) -> None:
     assert found.conclusion == "undecided" and words in found.sentence
 
 
+def test_a_cache_server_knows_no_prefill_and_says_where_a_load_pays() -> None:
+    found = one(gpu_hit_tokens=None, prefill_ns_per_token=None, unread_blocks=None, waited_ns=60_000_000)
+    assert found.conclusion == "undecided" and found.hit_share == 0.375
+    assert found.sentence.endswith(
+        "(no step with a prompt, or too few). 38% of the prompt tokens came from it, 40 µs waited for each: it pays "
+        "where prefill takes longer."
+    )
+    assert "waited for each" not in one(prefill_ns_per_token=None, waits=None, waited_ns=None).sentence
+
+
 def test_processes_are_added_and_damaged_figures_are_not_seen() -> None:
     events = [{"server": "vllm", "source": "C", **SEEN} for _ in range(2)]
     events.append({"server": "vllm", "source": "C", "hit_tokens": "many", "waited_ns": -5})
