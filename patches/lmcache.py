@@ -1,4 +1,4 @@
-"""LMCache: the connectors inside a server's worker, and the separate `lmcache server`. Measured, never changed.
+"""LMCache in a server's worker: its connectors, and vLLM's side of the separate process. Measured, never changed.
 
 Its streams share a staging buffer and a table of block ids (`_temp_buffer`, `block_ids_buffer`): a transfer moved to
 another stream would overwrite what the one before it still reads. So no stream is swapped here.
@@ -13,12 +13,14 @@ from typing import Any
 from kvprobe.instrument import event_log, metrics
 from kvprobe.instrument.adapter import Adapter, Target
 from kvprobe.instrument.benefit import Account
-from kvprobe.instrument.calls import Timed, TimedCalls, timed
+from kvprobe.instrument.calls import Timed, TimedCalls, tensor_bytes, timed
 from kvprobe.instrument.hooks import Call, Patcher
 
+from .lmcache_server import EngineDriven, Server, ServerOffload, object_bytes
+
 _CONNECTORS = "lmcache.v1.gpu_connector.gpu_connectors"
-_GROUPS = "lmcache.v1.multiprocess.object_group_transfer"
 _LOAD_SYNC = "ends with load_stream.synchronize(): the thread waits for the whole transfer"
+_ENGINE = "EngineDrivenTransferContext"
 _STORE_SYNC = "store_stream.synchronize() after every chunk that goes to host memory"
 
 
@@ -63,84 +65,17 @@ class Connectors(TimedCalls):
         return {"copies": len(starts[0]) if starts else 0, "bytes": object_bytes(objects)}
 
 
-class Server(TimedCalls):
-    """`lmcache server`: copies in a process of its own, over the worker's memory. Start that command under kvprobe."""
-
-    name, versions = "lmcache.server", ">=0.5.6,<0.6"
-    summary = "Times transfers of the separate lmcache server, whose one stream serves loads and stores in turn."
-    _cause = "one stream for loads and stores of all requests: waits for earlier ones"
-    timed = (
-        timed(
-            _GROUPS,
-            "transfer_kv_per_object_group",
-            (
-                "cache_context",
-                "block_ids_gpu",
-                "memory_objs",
-                "object_group_id",
-                "batch_size",
-                "skip_first_n_tokens",
-                "direction",
-                "transfer_key",
-            ),
-            "both",
-            _cause,
-        ),
-        timed(
-            _GROUPS,
-            "run_direct_transfer",
-            ("cache_context", "block_ids_host", "memory_objs", "object_group_id", "skip_first_n_tokens", "direction"),
-            "both",
-            _cause,
-        ),
-    )
-
-    def describe(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
-        """Chunks, bytes and the direction that was asked for."""
-        objects = kwargs.get("memory_objs", args[2] if len(args) > 2 else None)
-        way = str(kwargs.get("direction", args[-1] if len(args) > 5 else "")).upper()
-        direction = "load" if "H2D" in way else "store" if "D2H" in way else "both"
-        return {"copies": len(objects or ()), "bytes": object_bytes(objects), "direction": direction}
-
-
-class EngineDriven(TimedCalls):
-    """`lmcache server` where the engine copies for itself: the server takes and hands out buffers in CPU memory."""
-
-    name, versions = "lmcache.engine_driven", ">=0.5.6,<0.6"
-    summary = "Times the server's side of engine-driven transfers: what it takes over and hands out, serialised."
-    _module = "lmcache.v1.multiprocess.modules.engine_driven_transfer"
-    timed = (
-        timed(
-            _module,
-            "EngineDrivenTransferModule.commit_store",
-            ("key", "instance_id", "cpu_data"),
-            "store",
-            "one blocking handler takes the chunks over",
-        ),
-        timed(
-            _module,
-            "EngineDrivenTransferModule.prepare_retrieve",
-            ("key", "instance_id"),
-            "load",
-            "one blocking handler hands the chunks out",
-        ),
-    )
-
-    def describe(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
-        """Bytes that went through the message itself; those in shared memory are not told here."""
-        data = kwargs.get("cpu_data", args[3] if len(args) > 3 else b"")
-        return {"bytes": len(data if entry.direction == "store" else result.data)}
-
-
 class MultiProcessWorker(TimedCalls):
     """vLLM's side of LMCache's separate process: what `--kv-offloading-backend lmcache` selects.
 
-    The worker hands requests over and copies nothing; the copies are `lmcache.server`'s, in the server's process.
+    In the lmcache-driven mode the worker hands requests over and the server copies (`lmcache.server`); in the
+    engine-driven one the worker copies for itself, to and from what the server reserved.
     """
 
     name, versions = "lmcache.mp_worker", ">=0.5.6,<0.6"
-    summary = "Times the hand-over of loads and stores from vLLM's worker to the separate lmcache server."
+    summary = "Times the hand-over of loads and stores from vLLM's worker to the separate server, and its own copies."
     _module = "lmcache.integration.vllm.vllm_multi_process_adapter"
+    _copies = "lmcache.v1.multiprocess.transfer_context.base"
     timed = (
         timed(
             _module, "LMCacheMPWorkerAdapter.batched_submit_retrieve_requests", ("request_ids", "ops", "event"), "load"
@@ -148,12 +83,30 @@ class MultiProcessWorker(TimedCalls):
         timed(
             _module, "LMCacheMPWorkerAdapter.batched_submit_store_requests", ("request_ids", "ops", "event"), "store"
         ),
+        timed(_copies, "gather_paged_kv_to_cpu", ("kv_caches", "block_ids", "blocks_per_chunk"), "store"),
+        timed(_copies, "scatter_cpu_to_paged_kv", ("kv_caches", "block_ids", "chunks", "blocks_per_chunk"), "load"),
     )
 
     def describe(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
-        """Requests and blocks that were handed over."""
+        """Requests and blocks that were handed over; bytes of what the worker copied."""
+        if entry.target.module == self._copies:
+            chunks = result if entry.direction == "store" else kwargs.get("chunks", args[2] if len(args) > 2 else ())
+            skipped = kwargs.get("skip_first_n_tokens", args[4] if len(args) > 4 else 0)
+            return {"copies": len(chunks), "bytes": chunk_bytes(chunks, skipped if entry.direction == "load" else 0)}
         ops = kwargs["ops"] if "ops" in kwargs else args[2]
-        return {"requests": len(ops), "copies": sum(len(one.flat_block_ids) for one in ops)}
+        told: dict[str, Any] = {"requests": len(ops), "copies": sum(len(one.flat_block_ids) for one in ops)}
+        context = type(getattr(args[0], "transfer_ctx", None)).__name__
+        # the asynchronous one makes its stores on a thread of its own, but not its loads
+        if context == _ENGINE or (context.endswith(_ENGINE) and entry.direction == "load"):
+            told["cause"] = "engine-driven: this thread asks the server, copies and waits until it has answered"
+        return told
+
+
+def chunk_bytes(chunks: Any, skipped_tokens: int) -> int:
+    """Bytes of chunks whose last dimension but one counts tokens, less those of the tokens that are left out."""
+    total = tensor_bytes(*chunks)
+    tokens = sum(int(one.shape[-2]) for one in chunks)
+    return total - total // tokens * min(skipped_tokens, tokens) if tokens else total
 
 
 class Offload(Adapter):
@@ -232,16 +185,4 @@ class Offload(Adapter):
         return result
 
 
-def object_bytes(objects: Any) -> int:
-    """Bytes of LMCache memory objects; those it cannot size count 0."""
-    total = 0
-    for one in objects or ():
-        size = getattr(one, "get_size", None)
-        try:
-            total += int(size()) if size is not None else 0
-        except Exception:
-            continue
-    return total
-
-
-ADAPTERS = (Connectors, Server, EngineDriven, MultiProcessWorker, Offload)
+ADAPTERS = (Connectors, Server, EngineDriven, ServerOffload, MultiProcessWorker, Offload)
