@@ -159,7 +159,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         if mine.any():
             evidence.append(
                 Evidence(
-                    f"{name}: {int(mine.sum())} calls, {share(int(ns[mine].sum()), lost)} of the time",
+                    f"{name}: {int(mine.sum()):,} calls, {share(int(ns[mine].sum()), lost)} of the time",
                     int(ns[mine].sum()),
                     "ns",
                     MEASURED,

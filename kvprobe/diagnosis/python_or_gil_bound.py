@@ -14,9 +14,9 @@ Gaps as in `gpu_starved`, which keeps those without such evidence.
 
 A thread that submits loses its time in the same way where the device is never idle, or was not recorded: between its
 calls. Signature: of the pauses between its calls at least half of the long ones, and no fewer than 16, last one or a
-few switch intervals of the interpreter (5 ms each, up to a fifth more), hardly any lies between 1 ms and the first,
-and another thread exists that could hold the lock. A driver's lock, a full queue and pageable memory hold a thread
-inside calls; a lost CPU has no such period.
+few switch intervals of the interpreter (5 ms each, up to a fifth more), hardly any lies between 1 ms and the first.
+Pauses that all last the same three intervals or more are a timer's. A driver's lock, a full queue and pageable memory
+hold a thread inside calls; a lost CPU has no such period.
 
 Time lost: the host's part of these gaps. Predicted saving: the same for short gaps (a CUDA graph launches them as one);
 for the lock and the collector, likewise, with the other work moved out of the process.
@@ -34,6 +34,7 @@ CAUSE = cause_of(__name__)
 SHORT_NS, LEAST_SHARE, MANY = 200_000, 0.10, 64
 LONG_PAUSE_NS, MANY_PAUSES = 1_000_000, 16
 SWITCH_NS = 5_000_000  # sys.getswitchinterval()
+TIMER = 3  # switch intervals: a thread whose pauses all last so many, or one higher number, sleeps
 
 
 def _by_lock(gaps: Gaps) -> Array:
@@ -89,6 +90,9 @@ def _pauses(joined: JoinedRecording) -> Array:
         # A thread wakes late, never early, and each holder in turn keeps the lock for an interval.
         fits = (whole <= 8) & (times >= 0.97 * whole) & (times <= whole + 0.2 * np.sqrt(whole))
         early = times < 0.9
+        usual = np.bincount(whole[fits].astype(np.int64), minlength=9)
+        if usual.argmax() >= TIMER and 10 * usual.max() >= 9 * fits.sum():
+            continue  # three holders and more do not always come in turn; a thread that sleeps does
         if fits.sum() >= MANY_PAUSES and 2 * fits.sum() >= len(mine) and 10 * early.sum() <= fits.sum():
             found.append(order[mine[~early]])  # whoever waits long waits for several holders
     return np.concatenate([order[:0], *found])

@@ -633,6 +633,20 @@ def another_thread_holds_the_interpreter(rt: Runtime) -> Played:
     return stage.play(body, truth)
 
 
+@scenario
+def healthy_thread_that_sleeps_between_its_calls(rt: Runtime) -> Played:
+    """Twenty milliseconds are four switch intervals, and a timer's."""
+    stage = Stage(rt)
+
+    def body() -> None:
+        for step in range(40):
+            stage.store(step, 64 * KiB, stage.streams[0])
+            rt.sync(stage.streams[0])
+            rt.sleep(20_000_000 + step % 7 * 20_000)
+
+    return stage.play(body, lambda *_: named())
+
+
 # ---- results at stake -----------------------------------------------------------------------------------------------
 
 
