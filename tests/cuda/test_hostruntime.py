@@ -116,11 +116,11 @@ def test_what_can_never_be_is_said(runtime: HostRuntime):
         gate.launch(stream)
         runtime.event_record(event, stream)
         runtime.stream_wait_event(other, event)
-        with pytest.raises(CudaError, match="would wait for ever") as error:
+        with pytest.raises(CudaError, match="would wait forever") as error:
             runtime.stream_synchronize(other)
         assert error.value.code == 702
         assert "stream 2: 1 operations, the first is a wait for an event recorded on stream 1" in str(error.value)
-        with pytest.raises(CudaError, match=r"kvhostRunUntil.*would wait for ever"):
+        with pytest.raises(CudaError, match=r"kvhostRunUntil.*would wait forever"):
             runtime.run_until(lambda: False)
         gate.open()
         runtime.run_until(lambda: runtime.stream_query(other))
