@@ -137,7 +137,8 @@ def make_run(folder: Path) -> None:
     native, pid = core(), os.getpid()
     start = native.kvp_now_ns()
     small = RingOptions(ring_capacity=256, slow_capacity=64, slot_count=16, lanes_max=4)
-    assert not native.kvp_ring_open(os.fsencode(folder / f"{pid}-1.kvp"), b"interposer", ct.byref(small))
+    code = native.kvp_ring_open(os.fsencode(folder / f"{pid}-1.kvp"), b"interposer", ct.byref(small))
+    assert not code, os.strerror(-code)
     for i in range(60):
         record = Record(
             start_ns=native.kvp_now_ns(),
