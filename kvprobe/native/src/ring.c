@@ -55,6 +55,7 @@ typedef uint64_t u64_of_chars __attribute__((may_alias));
 /* A section as its owner sees it; only the mapping is shared with readers. */
 struct section {
     kvp_section_header *header; /* from its first file on never NULL again: a late writer may look */
+    uint32_t epoch;             /* of the file that it is mapped for, once it is */
     kvp_slot *last;             /* newest call's */
     uint64_t *counter;          /* of its histogram */
     kvp_record *ring;
@@ -180,6 +181,7 @@ static int map_section(struct section *section, uint32_t number) {
     used = __atomic_load_n(&ring.header->sections_used, __ATOMIC_RELAXED);
     while (used <= number && !__atomic_compare_exchange_n(&ring.header->sections_used, &used, number + 1, 0,
                                                           __ATOMIC_RELEASE, __ATOMIC_RELAXED));
+    set(section->epoch, open_epoch());
     return 0;
 }
 
@@ -594,9 +596,11 @@ void kvp_ring_close(void) {
 }
 
 int kvp_ring_busy(void) {
-    if (!kvp_ring_is_open()) return 0;
+    uint32_t epoch = open_epoch();
+    if (!epoch) return 0;
     uint32_t self = (uint32_t)syscall(SYS_gettid);
     for (uint32_t i = 0; i < get(ring.sections_reserved) && i < ring.sections_max; i++) {
+        if (get(ring.sections[i].epoch) != epoch) continue; /* a thread is mapping it */
         const kvp_section_header *header = get(ring.sections[i].header);
         if (!header || !get(header->tid) || get(header->tid) == self) continue;
         if (get(header->in_call) || get(header->busy)) return 1;
