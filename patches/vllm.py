@@ -1,16 +1,18 @@
 """vLLM: the OffloadingConnector of 0.11 to 0.33 and the SimpleCPUOffloadConnector.
 
-Carried into every process by the entry point `vllm.general_plugins` or the start-up hook. `vllm_copies.py` holds the
-worker side, `vllm_loads.py` the scheduler side and the simple connector, `vllm_weights.py` the weight offloaders,
+Carried into every process by the entry point `vllm.general_plugins` or the start-up hook. `vllm_copies.py`
+holds what worker sides have in common, `vllm_loops.py` those that copy block by block, `vllm_batches.py` those that
+copy in batches, `vllm_loads.py` the scheduler side and the simple connector, `vllm_weights.py` the weight offloaders,
 `vllm_offload.py` whether an offload pays, `vllm_connectors.py` transfers that other libraries make; `vllm_spec.py` is
 the way without patches.
 """
 
 from __future__ import annotations
 
+from .vllm_batches import DescriptorBatches
 from .vllm_connectors import CONNECTORS
-from .vllm_copies import DescriptorBatches, PooledLoop, SharedStreams
 from .vllm_loads import LoadDedup, SimpleConnector, SimpleLoadDedup
+from .vllm_loops import PooledLoop, SharedStreams
 from .vllm_offload import Offload
 from .vllm_weights import WeightPrefetch, WeightUva
 

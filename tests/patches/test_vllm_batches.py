@@ -202,12 +202,12 @@ def test_install_uninstall_install_again(worker):
 
 @pytest.mark.parametrize("hook", ["transfer", "swap", "finished", "made", "worker_made", "copies", "ends", "tell_ends"])
 def test_a_hook_that_fails_changes_no_result(worker, hook, monkeypatch):
-    import kvprobe.patches.vllm_copies as copies
+    import kvprobe.patches.vllm_batches as batches
 
     def broken(*args, **kwargs):
         raise RuntimeError("kvprobe's own mistake")
 
-    monkeypatch.setattr(copies.DescriptorBatches, hook, broken)
+    monkeypatch.setattr(batches.DescriptorBatches, hook, broken)
     one = worker()
     instrument.install("vllm", fix="auto")
     one.make()

@@ -99,12 +99,12 @@ def test_a_hook_that_fails_changes_no_result(vllm_handlers, install, version, ho
     def broken(*args, **kwargs):
         raise RuntimeError("kvprobe's own mistake")
 
-    import kvprobe.patches.vllm_copies as copies
+    import kvprobe.patches.vllm_loops as copies
 
     instrument.uninstall()
-    owner = copies.SharedStreams if version == "0.12.0" and hook == "transfer" else copies._Copies
+    owner = copies.SharedStreams if version == "0.12.0" and hook == "transfer" else copies.CopyHandlers
     owner = {"swap": copies._Loop, "transfer": copies.SharedStreams if version == "0.12.0" else copies.PooledLoop}.get(
-        hook, copies._Copies
+        hook, copies.CopyHandlers
     )
     monkeypatch.setattr(owner, hook, broken)
     install()
@@ -240,7 +240,7 @@ def test_a_mistake_in_handing_over_loses_no_copy(vllm_handlers, version, monkeyp
 @pytest.mark.parametrize("version", LOOPS)
 @pytest.mark.parametrize("hook", ["copies", "ends", "tell_ends", "hand_over"])
 def test_a_hook_of_handing_over_that_fails_changes_no_result(vllm_handlers, version, hook, monkeypatch):
-    import kvprobe.patches.vllm_copies as copies
+    import kvprobe.patches.vllm_loops as copies
 
     def broken(*args, **kwargs):
         raise RuntimeError("kvprobe's own mistake")
