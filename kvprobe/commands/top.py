@@ -63,8 +63,8 @@ def command(target: str | None, interval: float, once: bool, as_json: bool, prom
     live, offloads = Live(run_folder), Offloads()
     live.look()
     _refuse_ended(run_folder)
-    with served(run_folder, prometheus) if prometheus else nullcontext():
-        if once:
+    if once:
+        with served(run_folder, prometheus) if prometheus else nullcontext():
             time.sleep(interval)
             views = live.look()
             if not views:  # it may have ended meanwhile, all its calls seen by the first look
@@ -75,9 +75,9 @@ def command(target: str | None, interval: float, once: bool, as_json: bool, prom
                     click.echo(f"kvprobe: {NOTHING}", err=True)
             else:
                 _print(views, offloads.look(views))
-            return
-        with suppress(KeyboardInterrupt):
-            _watch(live, interval, offloads)
+        return
+    with suppress(KeyboardInterrupt), served(run_folder, prometheus) if prometheus else nullcontext():
+        _watch(live, interval, offloads)
 
 
 def find_target(target: str) -> Path:

@@ -61,7 +61,7 @@ class Recorder:
 def _join(records: int) -> bool:
     global _users, _file
     with _lock:
-        if not _users and not core().kvp_ring_is_open():
+        if not core().kvp_ring_is_open():
             try:
                 folder = Path(RUN.text) if RUN.text else files.temporary_folder()
             except OSError as error:

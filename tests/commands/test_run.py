@@ -317,9 +317,14 @@ def test_a_child_with_an_empty_environment_is_named(tmp_path: Path) -> None:
 copies(3)
 import glob, subprocess, time
 child = subprocess.Popen(["sleep", "1000"], env={})
-met = lambda: any(f"Pid:\\t{child.pid}\\n" in open(one).read() for one in glob.glob(fds))
-fds = f"/proc/{os.environ['KVPROBE_OBSERVER']}/fdinfo/*"
-while not met():  # the observer holds a descriptor of whom it has met
+def met():  # the observer holds a descriptor of whom it has met
+    for one in glob.glob(f"/proc/{os.environ['KVPROBE_OBSERVER']}/fdinfo/*"):
+        try:
+            if f"Pid:\\t{child.pid}\\n" in open(one).read():
+                return True
+        except OSError:  # it was closed meanwhile
+            pass
+while not met():
     time.sleep(0.01)
 child.kill()
 child.wait()

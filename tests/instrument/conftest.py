@@ -30,13 +30,13 @@ def helper(x, *, scale=1):
 
 
 class Recorder(Adapter):
-    name, versions = "toyserver.copies", ">=1.0,<2.0"
+    name, versions = "toyengine.copies", ">=1.0,<2.0"
     upstream = (">=2.0", "since 2.0")
     targets = (
-        Target("toyserver.engine", "Engine.copy", ("job", "blocks")),
-        Target("toyserver.engine", "Engine.size", ("blocks",)),
-        Target("toyserver.engine", "Engine.make", ()),
-        Target("toyserver.engine", "helper", ("x",)),
+        Target("toyengine.engine", "Engine.copy", ("job", "blocks")),
+        Target("toyengine.engine", "Engine.size", ("blocks",)),
+        Target("toyengine.engine", "Engine.make", ()),
+        Target("toyengine.engine", "helper", ("x",)),
     )
     fail = False
     fail_after = False
@@ -68,28 +68,28 @@ def quiet_environment(monkeypatch):
 
 
 @pytest.fixture
-def toyserver(tmp_path, monkeypatch):
+def toyengine(tmp_path, monkeypatch):
     """Write the package in a version and register its adapter; yields a function `(version, source) -> None`."""
 
     def write(version="1.5", source=SOURCE):
-        package = tmp_path / "toyserver"
+        package = tmp_path / "toyengine"
         package.mkdir(exist_ok=True)
         (package / "__init__.py").write_text("")
         (package / "engine.py").write_text(source)
-        info = tmp_path / f"toyserver-{version}.dist-info"
+        info = tmp_path / f"toyengine-{version}.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: toyserver\nVersion: {version}\n")
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: toyengine\nVersion: {version}\n")
         importlib.invalidate_caches()
 
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(registry.SERVERS, "toyserver", registry.Server("toyserver", ("toyserver",), ">=1.0,<3.0"))
-    adapters = type(sys)("toyserver_adapters")
+    monkeypatch.setitem(registry.SERVERS, "toyengine", registry.Server("toyengine", ("toyengine",), ">=1.0,<3.0"))
+    adapters = type(sys)("toyengine_adapters")
     adapters.ADAPTERS = (Recorder,)
-    monkeypatch.setitem(sys.modules, "kvprobe.patches.toyserver", adapters)
+    monkeypatch.setitem(sys.modules, "kvprobe.patches.toyengine", adapters)
     monkeypatch.setattr(Recorder, "fail", False)
     monkeypatch.setattr(Recorder, "fail_after", False)
     write.source = SOURCE
     yield write
-    installation.uninstall("toyserver")
-    for name in [n for n in sys.modules if n == "toyserver" or n.startswith("toyserver.")]:
+    installation.uninstall("toyengine")
+    for name in [n for n in sys.modules if n == "toyengine" or n.startswith("toyengine.")]:
         del sys.modules[name]

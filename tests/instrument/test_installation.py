@@ -13,7 +13,7 @@ from kvprobe.instrument import installation
 
 
 def engine():
-    return importlib.import_module("toyserver.engine")
+    return importlib.import_module("toyengine.engine")
 
 
 def results(module):
@@ -33,12 +33,12 @@ def originals(module):
 
 
 def adapter():
-    return installation._adapters["toyserver.copies"]
+    return installation._adapters["toyengine.copies"]
 
 
-def test_installed_before_the_server_is_imported(toyserver):
-    toyserver()
-    assert instrument.install("toyserver") == {}
+def test_installed_before_the_server_is_imported(toyengine):
+    toyengine()
+    assert instrument.install("toyengine") == {}
     module = engine()
     assert str(adapter().state) == "applied"
     assert results(module) == EXPECTED
@@ -46,52 +46,52 @@ def test_installed_before_the_server_is_imported(toyserver):
     assert adapter().seen[1:] == [8, 10, 30, 21]
 
 
-def test_installed_after_the_server_was_imported(toyserver):
-    toyserver()
+def test_installed_after_the_server_was_imported(toyengine):
+    toyengine()
     module = engine()
-    assert instrument.install("toyserver") == {"toyserver.copies": "applied"}
+    assert instrument.install("toyengine") == {"toyengine.copies": "applied"}
     assert results(module) == EXPECTED
 
 
-def test_uninstall_restores_every_function_and_install_works_again(toyserver):
-    toyserver()
+def test_uninstall_restores_every_function_and_install_works_again(toyengine):
+    toyengine()
     module = engine()
     before = originals(module)
     for _ in range(3):
-        instrument.install("toyserver")
+        instrument.install("toyengine")
         assert all(originals(module)[name] is not before[name] for name in before)
         assert results(module) == EXPECTED
-        instrument.uninstall("toyserver")
+        instrument.uninstall("toyengine")
         assert originals(module) == before
         assert results(module) == EXPECTED
 
 
-def test_installing_twice_wraps_once(toyserver):
-    toyserver()
+def test_installing_twice_wraps_once(toyengine):
+    toyengine()
     module = engine()
-    instrument.install("toyserver")
+    instrument.install("toyengine")
     once = originals(module)
-    instrument.install("toyserver")
+    instrument.install("toyengine")
     assert originals(module) == once
 
 
-def test_signatures_stay_what_they_were(toyserver):
-    toyserver()
+def test_signatures_stay_what_they_were(toyengine):
+    toyengine()
     module = engine()
     before = {name: inspect.signature(getattr(module.Engine, name)) for name in ("copy", "size", "make")}
-    instrument.install("toyserver")
+    instrument.install("toyengine")
     assert before == {name: inspect.signature(getattr(module.Engine, name)) for name in ("copy", "size", "make")}
 
 
 @pytest.mark.parametrize(
     ("version", "state"),
-    [("0.9", "skipped: toyserver 0.9 is outside >=1.0,<2.0"), ("2.1", "not needed: already upstream: since 2.0")],
+    [("0.9", "skipped: toyengine 0.9 is outside >=1.0,<2.0"), ("2.1", "not needed: already upstream: since 2.0")],
 )
-def test_a_version_outside_the_range_is_left_alone(toyserver, version, state):
-    toyserver(version)
+def test_a_version_outside_the_range_is_left_alone(toyengine, version, state):
+    toyengine(version)
     module = engine()
     before = originals(module)
-    assert instrument.install("toyserver") == {"toyserver.copies": state}
+    assert instrument.install("toyengine") == {"toyengine.copies": state}
     assert originals(module) == before
     assert results(module) == EXPECTED
 
@@ -104,27 +104,27 @@ def test_a_version_outside_the_range_is_left_alone(toyserver, version, state):
         ("def helper(x, *, scale=1)", "def assistant(x, *, scale=1)"),
     ],
 )
-def test_a_changed_signature_is_refused_before_anything_is_touched(toyserver, change):
-    toyserver(source=toyserver.source.replace(*change))
+def test_a_changed_signature_is_refused_before_anything_is_touched(toyengine, change):
+    toyengine(source=toyengine.source.replace(*change))
     module = engine()
     before = dict(vars(module.Engine))
-    (state,) = instrument.install("toyserver").values()
-    assert state.startswith("skipped: toyserver.engine:")
+    (state,) = instrument.install("toyengine").values()
+    assert state.startswith("skipped: toyengine.engine:")
     assert dict(vars(module.Engine)) == before
 
 
-def test_a_new_parameter_with_a_default_is_accepted(toyserver):
-    toyserver(source=toyserver.source.replace("def copy(self, job, blocks)", "def copy(self, job, blocks, priority=0)"))
+def test_a_new_parameter_with_a_default_is_accepted(toyengine):
+    toyengine(source=toyengine.source.replace("def copy(self, job, blocks)", "def copy(self, job, blocks, priority=0)"))
     engine()
-    assert instrument.install("toyserver") == {"toyserver.copies": "applied"}
+    assert instrument.install("toyengine") == {"toyengine.copies": "applied"}
 
 
 @pytest.mark.parametrize("moment", ["fail", "fail_after"])
-def test_a_wrapper_that_always_fails_changes_nothing_and_says_so_once(toyserver, moment, monkeypatch, caplog):
-    toyserver()
+def test_a_wrapper_that_always_fails_changes_nothing_and_says_so_once(toyengine, moment, monkeypatch, caplog):
+    toyengine()
     module = engine()
     before = originals(module)
-    instrument.install("toyserver")
+    instrument.install("toyengine")
     monkeypatch.setattr(type(adapter()), moment, True)
     for _ in range(5):
         assert results(module) == EXPECTED
@@ -133,57 +133,57 @@ def test_a_wrapper_that_always_fails_changes_nothing_and_says_so_once(toyserver,
     assert sum("is switched off" in record.message for record in caplog.records) == 1
 
 
-def test_a_wrapper_of_somebody_else_above_ours_survives_uninstall(toyserver):
-    toyserver()
+def test_a_wrapper_of_somebody_else_above_ours_survives_uninstall(toyengine):
+    toyengine()
     module = engine()
-    instrument.install("toyserver")
+    instrument.install("toyengine")
     ours = module.helper
     module.helper = lambda x, *, scale=1: ours(x, scale=scale) + 1
     theirs = module.helper
-    instrument.uninstall("toyserver")
+    instrument.uninstall("toyengine")
     assert module.helper is theirs
     assert module.helper(3, scale=7) == 22
 
 
-def test_kvprobe_off_beats_everything(toyserver, monkeypatch, tmp_path):
-    toyserver()
+def test_kvprobe_off_beats_everything(toyengine, monkeypatch, tmp_path):
+    toyengine()
     module = engine()
     before = originals(module)
     monkeypatch.setenv("KVPROBE", "off")
     monkeypatch.setenv("KVPROBE_FIX", "auto")
     monkeypatch.setenv("KVPROBE_RUN", str(tmp_path))
     instrument.activate()
-    assert instrument.install("toyserver") == {}
-    with instrument.observe("toyserver") as seen:
+    assert instrument.install("toyengine") == {}
+    with instrument.observe("toyengine") as seen:
         assert results(module) == EXPECTED
     assert originals(module) == before
     assert seen.events == []
-    assert {row["reason"] for row in instrument.table("toyserver")} == {"KVPROBE=off"}
+    assert {row["reason"] for row in instrument.table("toyengine")} == {"KVPROBE=off"}
 
 
-def test_observe_leaves_what_was_there_before(toyserver):
-    toyserver()
+def test_observe_leaves_what_was_there_before(toyengine):
+    toyengine()
     module = engine()
     before = originals(module)
-    with instrument.observe("toyserver") as seen:
+    with instrument.observe("toyengine") as seen:
         assert results(module) == EXPECTED
-    assert seen.states == {"toyserver.copies": "removed"}
+    assert seen.states == {"toyengine.copies": "removed"}
     assert originals(module) == before
-    instrument.install("toyserver")
-    with instrument.observe("toyserver"):
+    instrument.install("toyengine")
+    with instrument.observe("toyengine"):
         pass
     assert results(module) == EXPECTED
     assert str(adapter().state) == "applied"
 
 
-def test_a_failing_hook_of_ours_does_not_break_the_servers_import(toyserver, monkeypatch):
-    toyserver()
+def test_a_failing_hook_of_ours_does_not_break_the_servers_import(toyengine, monkeypatch):
+    toyengine()
 
     def broken(module):
         raise RuntimeError("mistake")
 
     monkeypatch.setattr(installation, "_server_imported", broken)
-    instrument.install("toyserver")
+    instrument.install("toyengine")
     assert results(engine()) == EXPECTED
 
 

@@ -15,6 +15,7 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -25,6 +26,7 @@ HERE = Path(__file__).parent
 CORPUS = HERE / "corpus"
 GPU_DATA = HERE.parents[0] / "gpu" / "data"
 SECONDS = 20
+RUN_FOLDER = "--run-folder"
 MEMORY_BYTES = 200 << 20  # above what an untouched seed takes, or twenty times the input
 ODD = [
     "null",
@@ -120,7 +122,8 @@ def seeds(folder: Path) -> dict[str, list[Path]]:
     recording, _ = simulate(calls=200)
     parquet.write(recording, folder / "parquet")
     found["parquet"].append(folder / "parquet")
-    make_run(run := folder / "run")
+    # in a process of its own, which has no ring file open yet
+    subprocess.run([sys.executable, __file__, RUN_FOLDER, run := folder / "run"], check=True)
     found["run"].append(run)
     found["ring"] += [path for path in run.glob("*.kvp") if path.stat().st_size]
     return found
@@ -136,7 +139,7 @@ def make_run(folder: Path) -> None:
     folder.mkdir()
     native, pid = core(), os.getpid()
     start = native.kvp_now_ns()
-    small = RingOptions(ring_capacity=256, slow_capacity=64, slot_count=16, lanes_max=4)
+    small = RingOptions(ring_capacity=256, slow_capacity=64, slot_count=16, sections_max=4)
     code = native.kvp_ring_open(os.fsencode(folder / f"{pid}-1.kvp"), b"interposer", ct.byref(small))
     assert not code, os.strerror(-code)
     for i in range(60):
@@ -334,6 +337,9 @@ def _keep(path: Path, wrong: str) -> None:
 
 def main(arguments: list[str]) -> int:
     """Reads mutants of each format; exit status 1 if one failed."""
+    if arguments[:1] == [RUN_FOLDER]:
+        make_run(Path(arguments[1]))
+        return 0
     count = int(arguments[0]) if arguments else 2000
     failed = 0
     for form in arguments[1:] or ("kineto", "sqlite", "parquet", "run", "ring"):

@@ -129,10 +129,14 @@ chromium = browsers.chromium
 
 
 def opened(chromium: Any, page: Path, width: int = 1200, fragment: str = "") -> Any:
+    from selenium.webdriver.support.wait import WebDriverWait
+
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
     chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     chromium.get("about:blank")
     chromium.get(page.as_uri() + fragment)
+    # charts below the first view are drawn when the browser is idle
+    WebDriverWait(chromium, 60).until(lambda one: one.execute_script("return document.documentElement.dataset.drawn"))
     return chromium
 
 
@@ -212,7 +216,7 @@ def test_without_a_script_there_are_numbers_and_no_gaps(chromium: Any, page: Pat
 
     chromium.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
-        opened(chromium, page)
+        chromium.get(page.as_uri())
         assert not any(one.is_displayed() for one in chromium.find_elements("css selector", ".plot"))
         assert chromium.find_element("css selector", ".verdict h1").is_displayed()
         table = chromium.find_element("css selector", "#rows details")
