@@ -41,7 +41,7 @@ check-newest: $(VENV)/.installed
 # With a Python that has torch for the GPU, pytest and kvprobe's dependencies: PYTHON=... make test-gpu
 test-gpu:
 	$(PYTHON) -m kvprobe.native.build >/dev/null
-	$(PYTHON) -m pytest -m gpu tests/gpu
+	$(PYTHON) -m pytest -m gpu tests/gpu tests/commands/test_stats.py
 	KVPROBE_TEST_DEVICE=cuda CUDA_DEVICE_MAX_CONNECTIONS=32 $(PYTHON) -m pytest \
 		tests/patches/test_store_race.py tests/patches/test_sglang.py -k "race or no_order_is_lost"
 

@@ -107,6 +107,7 @@ def test_ranges_are_named_with_their_domain_and_style(kvprobe, export: Path) -> 
     assert row[0] == "100.0"
 
 
+@pytest.mark.gpu  # Nsight Systems comes with CUDA's tools
 @pytest.mark.skipif(shutil.which("nsys") is None, reason="nsys is not installed")
 def test_every_figure_equals_that_of_nsys_stats(kvprobe, export: Path, tmp_path: Path) -> None:
     copy = tmp_path / export.name

@@ -190,6 +190,7 @@ def test_without_ray_the_way_out_is_named(ranks):
         reduce_inputs(ranks, "local")
 
 
+@pytest.mark.servers  # Ray is one of the packages that `make test-servers` installs
 @pytest.mark.slow
 def test_a_real_ray_cluster_gives_what_one_process_gives(ranks):
     pytest.importorskip("ray")
