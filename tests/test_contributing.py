@@ -53,10 +53,10 @@ def test_a_reader(recording):
 def test_a_cause(recording, monkeypatch):
     put(monkeypatch, "kvprobe.diagnosis.slow_memsets", BLOCKS["cause"])
     monkeypatch.setattr(diagnosis, "CAUSES", ("slow_memsets",))
-    assert not diagnosis.examine_frame(JoinedRecording(recording), diagnosis.CAUSES).findings
+    assert not diagnosis.examine_joined(JoinedRecording(recording), diagnosis.CAUSES).findings
     kinds = recording.calls.columns["kind"] = recording.calls["kind"].copy()
     kinds[:] = CallKind.MEMSET
-    found = diagnosis.examine_frame(JoinedRecording(recording), diagnosis.CAUSES).findings
+    found = diagnosis.examine_joined(JoinedRecording(recording), diagnosis.CAUSES).findings
     assert [(one.cause, len(one.calls)) for one in found] == [("slow_memsets", 10)]
     assert found[0].title.startswith("10 memsets blocked their caller for ")
     assert found[0].cure[0].predicted_saving_ns == found[0].lost_ns

@@ -42,7 +42,7 @@ __all__ = [
     "Where",
     "diagnose",
     "examine",
-    "examine_frame",
+    "examine_joined",
     "notes_of",
     "ranked",
 ]
@@ -114,10 +114,10 @@ def examine(recording: Recording, occupancy: Occupancy | None = None) -> Examina
     """
     from kvprobe.diagnosis.joined import JoinedRecording
 
-    return examine_frame(JoinedRecording(recording, occupancy))
+    return examine_joined(JoinedRecording(recording, occupancy))
 
 
-def examine_frame(joined: JoinedRecording, causes: Sequence[str] = CAUSES) -> Examination:
+def examine_joined(joined: JoinedRecording, causes: Sequence[str] = CAUSES) -> Examination:
     """As `examine`, of a recording whose calls and executions are joined already; `causes` in the ledger's order."""
     from importlib import import_module
 

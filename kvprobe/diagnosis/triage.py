@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvprobe.diagnosis import CAUSES, FULL_QUEUE, UNEXPLAINED, examine_frame
+from kvprobe.diagnosis import CAUSES, FULL_QUEUE, UNEXPLAINED, examine_joined
 from kvprobe.diagnosis.joined import JoinedRecording
 from kvprobe.diagnosis.queue_full import full
 from kvprobe.diagnosis.verdict import of_full_queue
@@ -48,7 +48,7 @@ def whole_triage(path: str | os.PathLike[str], window: Callable[[Recording], Ser
     if window is not None:
         recording.window = window(recording)
     joined = JoinedRecording(recording)
-    findings = examine_frame(joined, _UNTIL).findings
+    findings = examine_joined(joined, _UNTIL).findings
     verdict = of_full_queue(recording, findings, joined.serving)
     found = joined.occupancy
     device, handle = recording.streams["device"], recording.streams["handle"]
