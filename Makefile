@@ -9,30 +9,43 @@ TESTS  ?= tests
 WORKERS ?= $(shell nproc)
 
 # make simulate    random histories of the engine in virtual time; make soak    engines for an hour on the real clock
-.PHONY: demo test lint analyze fuzz format native-test simulate soak test-servers check-newest test-gpu docs clean
+.PHONY: demo test lint analyze fuzz fuzz-native format native-test simulate soak test-servers check-newest test-gpu docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/kvprobe demo --report reports/demo.html
 
 # In as many processes as there are cores. Servers' own files come from the package index once (some 20 MB, cached).
 test: $(VENV)/.test
-	KVPROBE_DOWNLOAD=1 $(BIN)/python -m pytest -rsfE -n $(WORKERS) --dist loadfile -m "not servers and not gpu" $(TESTS)
+	KVPROBE_DOWNLOAD=1 $(BIN)/python -m pytest -rsfE -n $(WORKERS) --dist loadfile --max-worker-restart=0 -m "not servers and not gpu" $(TESTS)
 
-# The servers' real packages, from the index (some GB): two environments, because they want different libraries.
+# The servers' real packages, from the index (some GB): three environments, because they want different libraries, and
+# another with vLLM 0.33's Python files over the second (tests/servers/vllm33.py).
 SERVERS := .venv-servers
 VLLM    := .venv-vllm
+VLLM33  := .venv-vllm33
+# One test may start a whole engine several times, on a busy machine.
+WHOLE   := -o faulthandler_timeout=1500
+SGLANG  := .venv-sglang
+OWN     := $(wildcard tests/servers/test_vllm_*.py tests/servers/test_sglang_*.py)
 test-servers:
 	$(PYTHON) -m venv $(SERVERS)
 	$(SERVERS)/bin/pip install -q torch==2.13.0
 	$(SERVERS)/bin/pip install -q -e . -r tests/servers/requirements.txt
 	$(SERVERS)/bin/pip install -q --no-deps lmcache==0.5.6
 	KVPROBE_DOWNLOAD=1 $(SERVERS)/bin/python -m pytest tests/patches tests/weights/test_load.py \
-		tests/recordings/test_reduce.py $(filter-out $(wildcard tests/servers/test_vllm_*.py),$(wildcard tests/servers/test_*.py))
+		tests/recordings/test_reduce.py $(filter-out $(OWN),$(wildcard tests/servers/test_*.py))
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install -q torch==2.13.0
 	$(VLLM)/bin/pip install -q -e . -r tests/servers/requirements-vllm.txt
 	$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pytest tests/servers/test_vllm_*.py
+	$(VLLM)/bin/python -m pytest $(WHOLE) tests/servers/test_vllm_*.py
+	$(VLLM)/bin/python tests/servers/vllm33.py $(VLLM33)
+	$(VLLM33)/bin/python -m pytest $(WHOLE) tests/servers/test_vllm_*.py
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/pip install -q torch==2.13.0
+	$(SGLANG)/bin/pip install -q -e . -r tests/servers/requirements-sglang.txt
+	$(SGLANG)/bin/pip install -q --no-deps sglang==0.5.23
+	$(SGLANG)/bin/python -m pytest $(WHOLE) tests/servers/test_sglang_*.py
 
 # Which adapters no longer fit the newest release of each server (from the package index; some MB); for a weekly job.
 check-newest: $(VENV)/.installed
@@ -43,7 +56,8 @@ test-gpu:
 	$(PYTHON) -m kvprobe.native.build >/dev/null
 	$(PYTHON) -m pytest -m gpu tests/gpu tests/commands/test_stats.py
 	KVPROBE_TEST_DEVICE=cuda CUDA_DEVICE_MAX_CONNECTIONS=32 $(PYTHON) -m pytest \
-		tests/patches/test_store_race.py tests/patches/test_sglang.py -k "race or no_order_is_lost"
+		tests/patches/test_store_race.py tests/patches/test_sglang.py tests/patches/test_sglang_copies.py \
+		-k "race or no_order_is_lost"
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
@@ -55,10 +69,15 @@ format: $(VENV)/.lint
 	$(BIN)/ruff check --fix -q . ; $(BIN)/ruff format -q .
 	$(BIN)/clang-format -i $$(find kvprobe/native -name '*.[ch]')
 
-# Mutants of recordings of every format: N each, the first one's number FIRST.
-N ?= 2000
+# N mutants of recordings, over all formats, from number FIRST on; a million takes some 35 minutes of one core.
+N ?= 20000
 fuzz: $(VENV)/.test
 	$(BIN)/python tests/recordings/fuzz.py $(N)
+
+# libFuzzer over the native readers of recordings, RUNS times for traces and as often for SQLite files; needs clang.
+RUNS ?= 200000
+fuzz-native: $(VENV)/.test
+	$(BIN)/python tests/native/fuzz_trace.py $(RUNS)
 
 # Random histories of the engine in virtual time, from seed FIRST on, with FAULTS calls that fail in each.
 HISTORIES ?= 10000
@@ -106,4 +125,4 @@ docs: $(VENV)/.installed
 	$(BIN)/sphinx-build -q -W -c docs build/docs-source build/docs
 
 clean:
-	rm -rf $(VENV) $(SERVERS) $(VLLM) kvprobe/native/lib build dist
+	rm -rf $(VENV) $(SERVERS) $(VLLM) $(VLLM33) $(SGLANG) kvprobe/native/lib build dist

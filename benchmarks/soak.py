@@ -4,15 +4,23 @@ Rounds follow one another: a round opens an engine, has threads load and store b
 with fences, callbacks, some of which raise, and waits that are given up), compares every byte that came back, and
 closes it. Between rounds nothing of it may be left. Prints a line every tenth of the time; exits with 1 where memory,
 descriptors, threads, streams or events grew, a byte was wrong, or a transfer did not end.
+
+`--faults N` plays N episodes instead, each in a process of its own, in turn: `poison` has a kernel break the device
+while transfers are under way (torch reads beyond a tensor; the host runtime fails an execution): each transfer ends,
+the engine says one reason, refuses the next transfer and closes. `memory` takes the device's memory up to the last
+MiB: what cannot be had is refused in one line, and once it is there again the bytes arrive.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
+import json
 import logging
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -23,7 +31,7 @@ import numpy as np
 
 from kvprobe.cuda import Runtime, device_region, find_runtime, host_region
 from kvprobe.cuda.hostruntime import HostRuntime
-from kvprobe.errors import TransferError
+from kvprobe.errors import CudaError, KvprobeError, TransferError
 from kvprobe.offload import BlockPool, OffloadEngine
 
 BLOCKS, BLOCK = 256, 16384
@@ -152,14 +160,117 @@ def grown(first: Held, last: Held) -> list[str]:
     return found
 
 
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+EPISODE_S = 120.0
+
+
+def _poison(runtime: Runtime) -> None:
+    """From its next work on the device is lost."""
+    if isinstance(runtime, HostRuntime):
+        runtime.fail_execution(1, 700)
+        return
+    import torch
+
+    beyond = torch.full((1,), 1 << 40, dtype=torch.int64, device="cuda")
+    torch.zeros(16, device="cuda")[beyond]
+
+
+def poison(runtime: Runtime, number: int) -> dict[str, object]:
+    """Transfers under way while the device is lost."""
+    soak, rng = Soak(runtime), np.random.default_rng(number)
+    engine = OffloadEngine(runtime, *soak.pools, policy=POLICIES[number % len(POLICIES)])
+    transfers, refused = [], ""
+    try:
+        for turn in range(200):
+            blocks = rng.choice(BLOCKS, 64, replace=False)
+            transfers.append(engine.load(blocks, blocks, after=None))
+            if turn == 50:
+                _poison(runtime)
+            if turn > 50:
+                time.sleep(0.001)
+    except KvprobeError as error:
+        refused = str(error)
+    for transfer in transfers:
+        with contextlib.suppress(TransferError):
+            transfer.wait(30)
+    ended, failed = sum(one.done for one in transfers), sum(one.failed for one in transfers)
+    engine.wait(timeout_s=30)
+    reason = str(engine.broken)
+    with contextlib.suppress(KvprobeError):
+        engine.close()
+    assert ended == len(transfers) and failed, f"{ended} of {len(transfers)} ended, {failed} failed"
+    assert refused and reason != "None", f"refused: {refused!r}, broken: {reason!r}"
+    return {"transfers": len(transfers), "failed": failed, "reason": reason, "refused": refused}
+
+
+def memory(runtime: Runtime, number: int) -> dict[str, object]:
+    """No device memory is left, and then there is some again."""
+    taken, refused = [], ""
+    for size in (1 << 30, 1 << 24, 1 << 20):
+        with contextlib.suppress(CudaError):
+            while True:
+                taken.append(runtime.malloc(size))
+    try:
+        Soak(runtime)
+    except KvprobeError as error:
+        refused = str(error)
+    for pointer in taken:
+        runtime.free(pointer)
+    assert refused and "\n" not in refused, f"refused: {refused!r}"
+    soak = Soak(runtime)
+    soak.round(number)
+    assert not soak.wrong, soak.wrong
+    return {"refused": refused, "transfers": soak.transfers}
+
+
+FAULTS = {"poison": poison, "memory": memory}
+
+
+def play_faults(count: int, device: str) -> int:
+    """Episodes one after another; 1 where one of them hung, or did not end as it should."""
+    wrong = 0
+    for number in range(count):
+        name = list(FAULTS)[number % len(FAULTS)]
+        command = [sys.executable, __file__, "--device", device, "--episode", f"{name} {number}"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=EPISODE_S)
+            said = (done.stdout.splitlines() or [""])[-1]
+            if done.returncode:
+                said = f"WRONG: exit code {done.returncode}: {done.stderr[-600:]}"
+        except subprocess.TimeoutExpired:
+            said = f"WRONG: it hung for {EPISODE_S:.0f} s"
+        wrong += said.startswith("WRONG")
+        print(f"{number:<5} {name:7} {said}", flush=True)
+    print(f"{count} episodes, {wrong} things wrong")
+    return bool(wrong)
+
+
+def play_episode(runtime: Runtime, which: str) -> int:
+    """One of them, in this process."""
+    name, number = which.split()
+    print(json.dumps(FAULTS[name](runtime, int(number))))
+    return 0
+
+
 def main() -> int:
     """Soaks; 1 where something was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("host", "cuda"), default="host")
     parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--faults", type=int, default=0, help="so many episodes with faults instead")
+    parser.add_argument("--episode", help=argparse.SUPPRESS)
     options = parser.parse_args()
     logging.getLogger("kvprobe").disabled = True  # callbacks that raise are part of it
+    if options.faults:
+        return play_faults(options.faults, options.device)
+    if options.device == "cuda":
+        import torch  # its CUDA runtime is the one to use, and poisons
+
+        torch.cuda.init()
     runtime = find_runtime(options.device)
+    if options.episode:
+        return play_episode(runtime, options.episode)
     soak, shown, first = Soak(runtime), 0, None
     print("s       rounds transfers  MiB  descriptors threads streams events  median store us")
     for number in itertools.count():

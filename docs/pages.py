@@ -72,7 +72,7 @@ def environment() -> str:
     out = [
         "# Environment variables",
         "",
-        "`kvprobe doctor` prints each, with its source.",
+        "`kvprobe doctor` prints those that are set, `kvprobe doctor --json` each, with its source.",
         "",
         "| name | values | |",
     ]

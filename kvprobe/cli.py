@@ -80,6 +80,18 @@ class _Commands(click.Group):
         found: click.Command = module.command
         return found
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does; an unknown command's error names the one that was probably meant."""
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            import difflib
+
+            near = difflib.get_close_matches(args[0], COMMANDS, 1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            ctx.fail(f"no command is called {args[0]!r}; {meant}`kvprobe --help` lists them")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The table itself: no command is imported for it."""
         with formatter.section("Commands"):
@@ -150,4 +162,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def entry() -> None:
     """Console script: `main` as an exit code."""
-    sys.exit(main())
+    code = main()
+    # Ctrl-C while text is compiled and run, as for data classes, is remembered by Python as unhandled, caught or not,
+    # and `python -m kvprobe` would end by the signal. What is run next forgets it.
+    exec("")
+    sys.exit(code)

@@ -1,11 +1,14 @@
 """SGLang: whether HiCache pays, and its storage layer (files, Mooncake, 3FS, Nixl ...). Measured only.
 
-A token of the host pool is a block here, whatever the page size. Loads run layer by layer beside the forward, so how
-long one waited for them does not show on the scheduler: that stays unknown.
+A token of the host pool is a block here, whatever the page size. Loads run layer by layer beside the forward, and what
+is waited for them is waited on the GPU. Counted as waiting is what a step with a load took beyond what its own prompt
+tokens cost: a little too much, as every step costs something.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,6 +25,8 @@ from kvprobe.instrument.hooks import Call, Patcher
 _CONTROLLER = "sglang.srt.managers.cache_controller"
 _HYBRID = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller"
 _POLICY = "sglang.srt.managers.schedule_policy"
+_SCHEDULER = "sglang.srt.managers.scheduler"
+_MAX_STEPS = 64  # of those that are under way, and of those with a load while nobody knows what prefill costs
 
 
 class Storage(TimedCalls):
@@ -44,8 +49,10 @@ class Storage(TimedCalls):
         """Pages and bytes that were moved."""
         controller, operation, done = remembered
         tokens = max(0, int(operation.completed_tokens) - done)
-        each = int(controller.mem_pool_host.get_size_per_token())
-        return {"copies": tokens // max(1, int(controller.page_size)), "bytes": tokens * each}
+        return {
+            "copies": tokens // max(1, int(controller.page_size)),
+            "bytes": tokens * (_token_bytes(controller) or 0),
+        }
 
 
 class Offload(Adapter):
@@ -63,17 +70,25 @@ class Offload(Adapter):
         Target(_HYBRID, "HybridCacheController.write", ("device_indices", "priority", "node_id")),
         Target(_HYBRID, "HybridCacheController.load", ("host_indices", "priority", "node_id")),
         Target(_POLICY, "PrefillAdder.add_one_req", ("req", "has_chunked_req", "truncation_align_size")),
+        Target(_SCHEDULER, "Scheduler.run_batch", ("batch",), optional=True),
+        Target(_SCHEDULER, "Scheduler.process_batch_result", ("batch", "result"), optional=True),
     )
 
     def __init__(self) -> None:
         super().__init__()
         self._account: Account | None = None
         self._unread: WeakKeyDictionary[Any, npt.NDArray[np.bool_]] = WeakKeyDictionary()
+        self._steps: deque[tuple[Any, int, int, bool]] = deque(maxlen=_MAX_STEPS)  # result, begin, prompt tokens, load?
+        self._loads: deque[tuple[int, int]] = deque(maxlen=_MAX_STEPS)  # prompt tokens, ns
+        self._ended_ns = 0  # the step before
 
     def patch(self, patcher: Patcher, module: ModuleType) -> None:
         """Wrap the controller, and the place where requests are admitted."""
         if module.__name__ == _POLICY:
             patcher.wrap(module.PrefillAdder, "add_one_req", self.admitted)
+        elif module.__name__ == _SCHEDULER:
+            patcher.wrap(module.Scheduler, "run_batch", self.launched)
+            patcher.wrap(module.Scheduler, "process_batch_result", self.finished)
         elif module.__name__ == _HYBRID:  # its own, beside the base class's
             patcher.wrap(module.HybridCacheController, "write", self.written)
             patcher.wrap(module.HybridCacheController, "load", self.loaded)
@@ -106,10 +121,10 @@ class Offload(Adapter):
     @staticmethod
     def moved(account: Account, way: str, controller: Any, tokens: int) -> None:
         """Count tokens, and their bytes where the pool says what one takes."""
-        each = getattr(controller.mem_pool_host, "get_size_per_token", None)
+        each = _token_bytes(controller)
         account.add(f"{way}_blocks", tokens)
         if each is not None:
-            account.add(f"{way}_bytes", tokens * int(each()))
+            account.add(f"{way}_bytes", tokens * each)
 
     def account(self) -> Account | None:
         """Where to count; None while nobody would hear of it."""
@@ -125,7 +140,9 @@ class Offload(Adapter):
             known = self.unread(controller, indices)
             if known is not None:
                 held, found = known
-                account.add("unread_blocks", int(held[found].sum()))  # their places were given away
+                unread = int(held[found].sum())  # their places were given away
+                account.add("unread_blocks", unread)
+                account.held_unread += len(found) - unread
                 held[found] = True
         return indices
 
@@ -137,14 +154,60 @@ class Offload(Adapter):
             known = self.unread(controller, host_indices)
             if known is not None:
                 held, found = known
+                account.held_unread -= int(held[found].sum())
                 held[found] = False
         return result
 
     def admitted(self, call: Call, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
         """Around `add_one_req`: what the prompt finds on the GPU and in host memory, before it is loaded back."""
-        on_gpu, on_host = len(req.prefix_indices), int(getattr(req, "host_hit_length", 0) or 0)
+        on_gpu, on_host = _on_gpu(req), int(getattr(req, "host_hit_length", 0) or 0)
         account, before = self.account(), len(adder.can_run_list)
         result = call()
         if account is not None and len(adder.can_run_list) > before:
             account.admitted(req.rid, len(req.origin_input_ids), on_gpu, on_host)
         return result
+
+    def launched(self, call: Call, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around `run_batch`: a step begins; under overlap its result is looked at while the next one runs."""
+        if self._account is None:
+            return call()
+        began_ns = time.monotonic_ns()
+        tokens = int(batch.extend_num_tokens or 0) if batch.forward_mode.is_extend() else 0
+        load = tokens > 0 and int(getattr(batch, "hicache_consumer_index", -1)) >= 0  # decoding steps keep the index
+        result = call()
+        self._steps.append((result, began_ns, tokens, load))
+        return result
+
+    def finished(self, call: Call, scheduler: Any, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around `process_batch_result`, which waits for the step's end."""
+        done = call()
+        account, ended_ns = self._account, time.monotonic_ns()
+        while account is not None and self._steps:
+            known, began_ns, tokens, load = self._steps.popleft()
+            if known is not result:
+                continue  # its result was never looked at
+            took_ns = ended_ns - max(began_ns, self._ended_ns)
+            if load:
+                self._loads.append((tokens, took_ns))
+            else:
+                account.step(tokens, took_ns)
+            each = account.prefill_ns() if self._loads else None
+            while each is not None and self._loads:
+                own, whole_ns = self._loads.popleft()
+                account.waited(max(0, round(whole_ns - own * each)))
+            break
+        self._ended_ns = ended_ns
+        return done
+
+
+def _on_gpu(req: Any) -> int:
+    """Tokens of the prompt that lie on the GPU; 0.5.21 has their indices, 0.5.22 on only their number."""
+    return len(req.prefix_indices) if hasattr(req, "prefix_indices") else int(req.prefix_len)
+
+
+def _token_bytes(controller: Any) -> int | None:
+    """What a token takes in the host pool; of a group of pools in the one whose places are counted."""
+    pool = controller.mem_pool_host
+    anchor = getattr(pool, "anchor_entry", None)
+    size = getattr(anchor.host_pool if anchor is not None else pool, "size_per_token", None)
+    return None if size is None else int(size)

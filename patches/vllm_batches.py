@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from kvprobe.errors import KvprobeError
 from kvprobe.instrument.adapter import Target
+from kvprobe.instrument.handover import Ends
 from kvprobe.instrument.hooks import Call, Patcher
 from kvprobe.instrument.submissions import POOLED, Copies, Rung
 from kvprobe.instrument.transfers import CopyPath
@@ -81,7 +82,7 @@ class DescriptorBatches(CopyHandlers):
             self._expedited.add(expedited)
         return result
 
-    def rungs_of(self, handler: Any) -> tuple[Rung, ...]:
+    def rungs_of(self, handler: Any, direction: str) -> tuple[Rung, ...]:
         """Expedited loads have none but vLLM's own."""
         return self.rungs[:1] if handler in self._expedited else self.rungs
 
@@ -106,20 +107,7 @@ class DescriptorBatches(CopyHandlers):
             return call()
         self._own_swap(handler)
         path.begin(job_id)
-        self.path, self._taken = path, []
-        path.handing = path.current is not None and path.current.rung == POOLED
-        try:
-            ok = call()
-            if path.handing:
-                self.hand_over(handler, path, job_id)
-        except BaseException:
-            if call.error is not None:  # vLLM's own; after one of ours `step_aside` sees to what was taken
-                self._end(path)
-                path.abandon()
-            raise
-        self._end(path)
-        path.submitted(bool(ok))
-        return ok
+        return self.submit(call, handler, path, job_id)
 
     def swap(self, call: Call, src: Any, dst: Any, sizes: Any, *args: Any, **kwargs: Any) -> Any:
         """Around `swap_blocks_batch(src, dst, sizes, ...)`: three int64 tensors in host memory."""
@@ -145,7 +133,7 @@ class DescriptorBatches(CopyHandlers):
     def _is_dma(self, func: Any) -> bool:
         return func is getattr(self.module.ops, "swap_blocks_batch", None) or not hasattr(func, "keywords")
 
-    def copies(self, handler: Any, path: CopyPath) -> Copies:
+    def copies(self, handler: Any, path: CopyPath) -> list[Copies]:
         """The batch's descriptors as they are.
 
         Raises:
@@ -162,16 +150,17 @@ class DescriptorBatches(CopyHandlers):
             tensors = [t.data_ptr() for t in (*handler.src_tensors, *handler.dst_tensors)]
             return tensors + self._registrations.get(handler, [])
 
-        return Copies(dst, src, sizes, self.bounds(handler, path.direction, starts))
+        return [Copies(dst, src, sizes, self.bounds(handler, path.direction, starts))]
 
-    def ends(self, handler: Any, job_id: int) -> tuple[Any, Any, Any]:
+    def ends(self, handler: Any, job_id: int, result: Any) -> Ends:
         """Of the newest transfer."""
         newest = handler._transfers[-1]
-        return newest.stream, newest.start_event, newest.end_event
+        return Ends(newest.stream, newest.start_event, newest.end_event)
 
-    def tell_ends(self, handler: Any, job_id: int, start: Any, end: Any) -> None:
+    def tell_ends(self, handler: Any, job_id: int, result: Any, start: Any, end: Any) -> Any:
         """In the queue and in the table of `wait`."""
         newest = handler._transfers[-1]
         newest.start_event, newest.end_event = start, end
         if job_id in getattr(handler, "_transfer_events", ()):
             handler._transfer_events[job_id] = end
+        return result

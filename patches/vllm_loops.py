@@ -9,6 +9,7 @@ import numpy as np
 
 from kvprobe.errors import KvprobeError
 from kvprobe.instrument.adapter import Target
+from kvprobe.instrument.handover import Ends
 from kvprobe.instrument.hooks import Call, Patcher
 from kvprobe.instrument.submissions import POOLED, Copies, Rung
 from kvprobe.instrument.transfers import CopyPath
@@ -67,26 +68,14 @@ class _Loop(CopyHandlers):
         call.done = True
         return None
 
-    def submit(self, call: Call, handler: Any, path: CopyPath, job_id: int, swaps: int, stream: int = 0) -> Any:
-        """Run vLLM's own `transfer_async` while `swap` sees its copies."""
-        self.path, self._expected, self._seen, self._row_bytes, self._stream = path, swaps, 0, 0, stream
-        self._taken = []
-        path.handing = path.current is not None and path.current.rung == POOLED
+    def watched(self, path: CopyPath, call: Call, handler: Any, job_id: int, swaps: int, stream: int = 0) -> Any:
+        """Run vLLM's own `transfer_async` while `swap` sees its copies, or `_take` takes them."""
+        self._expected, self._seen, self._row_bytes, self._stream = swaps, 0, 0, stream
         self._ops.swap_blocks = self._take if path.handing else self._hook
         try:
-            ok = call()
-            if path.handing:
-                self.hand_over(handler, path, job_id)
-        except BaseException:
-            if call.error is not None:  # vLLM's own; after one of ours `step_aside` sees to what was taken
-                self._end(path)
-                path.abandon()
-            raise
+            return self._checked(path, job_id, self.submit(call, handler, path, job_id))
         finally:
             self._ops.swap_blocks = self._own
-        self._end(path)
-        path.submitted(bool(ok))
-        return self._checked(path, job_id, ok)
 
     def unwatched(self, call: Call, path: CopyPath, job_id: int) -> Any:
         """Run vLLM's own `transfer_async` with nothing around its copies."""
@@ -146,25 +135,25 @@ class _Loop(CopyHandlers):
             path.behind(self._stream)
         path.first(self._stream)
 
-    def copies(self, handler: Any, path: CopyPath) -> Copies:
-        """All tensors' copies; those of neighbouring blocks stand behind each other."""
+    def copies(self, handler: Any, path: CopyPath) -> list[Copies]:
+        """A mapping that the tensors share, and where each begins; tensors of one block size go together."""
         calls = [one.args for one in self._taken]
         if any(one.kwargs for one in self._taken) or any(args[-1] is not calls[0][-1] for args in calls):
             raise KvprobeError("swap_blocks was called in another way than in any version known")
         mapping = calls[0][-1].numpy()
-        size = np.array([_block_bytes(*args) for args in calls], dtype=np.int64)[:, None]
-        src = np.array([args[0].data_ptr() for args in calls], dtype=np.int64)[:, None]
-        dst = np.array([args[1].data_ptr() for args in calls], dtype=np.int64)[:, None]
+        bases: dict[int, list[tuple[int, int]]] = {}
+        for args in calls:
+            bases.setdefault(_block_bytes(*args), []).append((args[1].data_ptr(), args[0].data_ptr()))
 
         def starts() -> list[int]:
-            self.need_pinned(path, int((src if path.direction == "load" else dst)[0, 0]))
-            return [*src[:, 0].tolist(), *dst[:, 0].tolist()]
+            pairs = [pair for some in bases.values() for pair in some]
+            self.need_pinned(path, pairs[0][path.direction == "load"])
+            return [address for pair in pairs for address in pair]
 
         bounds = self.bounds(handler, path.direction, starts)
-        sources, targets = src + mapping[:, 0] * size, dst + mapping[:, 1] * size
-        same = bool((size == size[0, 0]).all())
-        sizes = int(size[0, 0]) if same else np.repeat(size[:, 0], len(mapping))
-        return Copies(targets.reshape(-1), sources.reshape(-1), sizes, bounds)
+        return [
+            Copies(mapping[:, 1] * size, mapping[:, 0] * size, size, bounds, pairs) for size, pairs in bases.items()
+        ]
 
 
 _EXPAND = Target(
@@ -213,16 +202,17 @@ class SharedStreams(_Loop):
             return self.unwatched(call, path, job_id)
         path.begin(job_id)
         swaps = sum(handler.kv_dim_before_num_blocks) + len(handler.kv_dim_before_num_blocks)
-        return self.submit(call, handler, path, job_id, swaps, own.cuda_stream)
+        return self.watched(path, call, handler, job_id, swaps, own.cuda_stream)
 
-    def ends(self, handler: Any, job_id: int) -> tuple[Any, Any, Any]:
+    def ends(self, handler: Any, job_id: int, result: Any) -> Ends:
         """Of the shared stream."""
         load = self.path is not None and self.path.direction == "load"
-        return handler.h2d_stream if load else handler.d2h_stream, None, handler.transfer_events[job_id]
+        return Ends(handler.h2d_stream if load else handler.d2h_stream, None, handler.transfer_events[job_id])
 
-    def tell_ends(self, handler: Any, job_id: int, start: Any, end: Any) -> None:
+    def tell_ends(self, handler: Any, job_id: int, result: Any, start: Any, end: Any) -> Any:
         """One event a transfer."""
         handler.transfer_events[job_id] = end
+        return result
 
     def step_aside(self) -> None:
         """What follows on the shared streams comes after what the submitter has."""
@@ -269,16 +259,16 @@ class PooledLoop(_Loop):
         self._compute = self.module.torch.cuda.current_stream() if unordered else None
         split = getattr(handler, "kv_dim_before_num_blocks", None)
         swaps = sum(2 if kv else 1 for kv in split) if split is not None else len(handler.src_tensors)
-        return self.submit(call, handler, path, job_id, swaps)
+        return self.watched(path, call, handler, job_id, swaps)
 
-    def ends(self, handler: Any, job_id: int) -> tuple[Any, Any, Any]:
+    def ends(self, handler: Any, job_id: int, result: Any) -> Ends:
         """A tuple up to 0.15 or so, an object with a start event after that."""
         newest = handler._transfers[-1]
         if isinstance(newest, tuple):
-            return newest[1], None, newest[2]
-        return newest.stream, newest.start_event, newest.end_event
+            return Ends(newest[1], None, newest[2])
+        return Ends(newest.stream, newest.start_event, newest.end_event)
 
-    def tell_ends(self, handler: Any, job_id: int, start: Any, end: Any) -> None:
+    def tell_ends(self, handler: Any, job_id: int, result: Any, start: Any, end: Any) -> Any:
         """In the queue and in the table of `wait`."""
         newest = handler._transfers[-1]
         if isinstance(newest, tuple):
@@ -287,3 +277,4 @@ class PooledLoop(_Loop):
             newest.start_event, newest.end_event = start, end
         if job_id in getattr(handler, "_transfer_events", ()):
             handler._transfer_events[job_id] = end
+        return result

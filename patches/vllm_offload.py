@@ -2,7 +2,8 @@
 
 The scheduler asks its KV connector for every request, whichever connector it is; so the three calls of the
 connectors' common interface are watched on the scheduler's one connector. What is stored and evicted the managers of
-the OffloadingConnector say. vLLM's own objects are read, never changed.
+the OffloadingConnector say; how long a step waits for loads of its own (0.33's `sync_load_budget_bytes`) its worker,
+often in another process. vLLM's own objects are read, never changed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kvprobe.instrument.hooks import Call, Patcher
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_WORKER = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker"
 _MANAGERS = {
     "vllm.v1.kv_offload.lru_manager": "LRUOffloadingManager",
     "vllm.v1.kv_offload.arc_manager": "ARCOffloadingManager",
@@ -29,7 +31,7 @@ _MAX_ASKED = 100_000
 
 
 class Offload(Adapter):
-    """Every KV connector's scheduler side, and the block managers of the OffloadingConnector."""
+    """Every KV connector's scheduler side; the block managers and the worker of the OffloadingConnector."""
 
     name = "vllm.offload"
     summary = "Counts hits, waits, stored and loaded blocks, evictions of unread blocks, and what prefill costs."
@@ -45,6 +47,7 @@ class Offload(Adapter):
         Target(_CONNECTOR, "KVConnectorBase_V1.get_num_new_matched_tokens", ("request", "num_computed_tokens")),
         Target(_CONNECTOR, "KVConnectorBase_V1.update_state_after_alloc", ("request", "blocks", "num_external_tokens")),
         Target(_CONNECTOR, "KVConnectorBase_V1.update_connector_output", ("connector_output",)),
+        Target(_WORKER, "OffloadingConnectorWorker.start_kv_transfers", ("metadata",), optional=True),
         *(
             Target(module, f"{name}.{method}", None)
             for module, name in _MANAGERS.items()
@@ -55,6 +58,7 @@ class Offload(Adapter):
     def __init__(self) -> None:
         super().__init__()
         self.account: Account | None = None
+        self.of_worker: Account | None = None  # of the first rank: the others wait at the same time
         self._computed: dict[str, tuple[int, bool]] = {}  # request -> tokens on the GPU, loads beside the model
         self._began: dict[int, int] = {}  # scheduler output -> when it was made
         self._ended_ns = 0
@@ -70,6 +74,8 @@ class Offload(Adapter):
         elif module.__name__ == _SCHEDULER:
             patcher.wrap(module.Scheduler, "schedule", self.scheduled)
             patcher.wrap(module.Scheduler, "update_from_output", self.stepped)
+        elif module.__name__ == _WORKER and hasattr(module.OffloadingConnectorWorker, "start_kv_transfers"):
+            patcher.wrap(module.OffloadingConnectorWorker, "start_kv_transfers", self.started)
         elif module.__name__ in _MANAGERS:
             manager = getattr(module, _MANAGERS[module.__name__])
             patcher.wrap(manager, "prepare_load", self.loads)
@@ -77,21 +83,27 @@ class Offload(Adapter):
 
     def step_aside(self) -> None:
         """The last figures."""
-        account, self.account = self.account, None
-        if account is not None:
-            account.tell()
+        for account in (self.account, self.of_worker):
+            if account is not None:
+                account.tell()
+        self.account = self.of_worker = None
 
     def made(self, patcher: Patcher) -> Any:
-        """Around the making of a connector: the scheduler's is watched, the worker's is not."""
+        """Around the making of a connector: the scheduler's is watched, of the worker's only the name is wanted."""
 
         def hook(call: Call, factory: Any, config: Any, role: Any, *args: Any, **kwargs: Any) -> Any:
             connector = call()
-            if getattr(role, "name", "") == "SCHEDULER" and (event_log.wanted() or metrics.exposed()):
-                self.account = Account(self.name, type(connector).__name__)
-                watching: tuple[Any, ...] = (self.asked, self.allocated, self.heard)
-                for method, watch in zip(_ASKED, watching, strict=True):
-                    own = getattr(connector, method)
-                    patcher.replace(connector, method, patcher.around(own, watch, f"connector.{method}"))
+            name = getattr(role, "name", "")
+            if event_log.wanted() or metrics.exposed():
+                account = Account(self.name, type(connector).__name__)
+                if name == "SCHEDULER":
+                    self.account = account
+                    watching: tuple[Any, ...] = (self.asked, self.allocated, self.heard)
+                    for method, watch in zip(_ASKED, watching, strict=True):
+                        own = getattr(connector, method)
+                        patcher.replace(connector, method, patcher.around(own, watch, f"connector.{method}"))
+                elif name == "WORKER" and getattr(getattr(config, "parallel_config", None), "rank", 0) == 0:
+                    self.of_worker = account
             return connector
 
         return hook
@@ -134,13 +146,29 @@ class Offload(Adapter):
             self._began[id(output)] = time.monotonic_ns()
         return output
 
+    def started(self, call: Call, worker: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around `start_kv_transfers`: a step makes loads of its own there, and waits for them before its forward."""
+        account = self.account or self.of_worker  # where one process is both, one account
+        jobs = getattr(metadata, "load_jobs", None)
+        own = isinstance(jobs, dict) and any(getattr(job, "sync", False) for job in jobs.values())
+        if account is None or not own:
+            return call()
+        start_ns = time.monotonic_ns()
+        result = call()
+        account.waited(time.monotonic_ns() - start_ns)
+        return result
+
     def stepped(self, call: Call, scheduler: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around `update_from_output`: a step has ended; several may be under way at a time."""
+        """Around `update_from_output`: a step has ended; several may be under way at a time.
+
+        One that waited for loads of its own does not tell what prefill costs.
+        """
         now_ns = time.monotonic_ns()
         began_ns = self._began.pop(id(scheduler_output), None)
         if self.account is not None and began_ns is not None:
-            tokens = scheduler_output.num_scheduled_tokens.values()
-            self.account.step(sum(n for n in tokens if n > 1), now_ns - max(began_ns, self._ended_ns))
+            if not getattr(scheduler_output, "has_sync_kv_loads", False):
+                tokens = scheduler_output.num_scheduled_tokens.values()
+                self.account.step(sum(n for n in tokens if n > 1), now_ns - max(began_ns, self._ended_ns))
             self._ended_ns = now_ns
         return call()
 

@@ -1,7 +1,8 @@
-"""What all tests need: an interrupt reaches the programs that they start, and a hang ends the run."""
+"""What all tests need: an interrupt reaches the programs that they start, a hang ends the run, no test is hurried."""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -41,6 +42,13 @@ def real_time() -> Iterator[None]:
 def pytest_configure(config: pytest.Config) -> None:
     """Where stacks go is kept: while a test runs, its own output is captured."""
     config.stash[STDERR] = os.dup(sys.__stderr__.fileno()) if sys.__stderr__ else -1
+    with contextlib.suppress(ImportError):  # where a server's packages alone are installed
+        from hypothesis import HealthCheck, settings
+
+        # as Hypothesis' own profile for CI: the same examples everywhere, however long they take
+        unhurried = [HealthCheck.too_slow]
+        settings.register_profile("kvprobe", deadline=None, derandomize=True, suppress_health_check=unhurried)
+        settings.load_profile("kvprobe")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

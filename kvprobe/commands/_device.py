@@ -1,15 +1,31 @@
-"""The option of the commands that measure: on which device."""
+"""What the commands that measure share: on which device, and for how long."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-__all__ = ["device_option"]
+if TYPE_CHECKING:
+    from kvprobe.cuda import Runtime
+
+__all__ = ["Seconds", "device_option", "runtime_of"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Seconds(click.FloatRange):
+    """A number of seconds; "nan", which is below and above no limit, is none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number, within its limits."""
+        seconds = float(super().convert(value, param, ctx))
+        if math.isnan(seconds):
+            self.fail(f"{value} is not a number.", param, ctx)
+        return seconds
 
 
 def device_option(command: F) -> F:
@@ -21,3 +37,13 @@ def device_option(command: F) -> F:
         show_default=True,
         help="The GPU, the embedded host runtime, or whichever there is.",
     )(command)
+
+
+def runtime_of(device: str) -> Runtime:
+    """The runtime that --device asks for: on a GPU the one that torch loads, where there is a torch."""
+    from kvprobe.cuda import find_runtime
+
+    if device != "host":
+        with contextlib.suppress(ImportError, OSError):  # a torch that cannot be loaded is none
+            import torch  # noqa: F401
+    return find_runtime(device)

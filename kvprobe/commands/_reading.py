@@ -97,11 +97,20 @@ class WindowOptions:
         Raises:
             UsageError: it means nothing, or nothing of the recording lies in it.
         """
-        from kvprobe.recordings.window import parse_time, serving_window
+        from kvprobe.recordings.window import serving_window
+
+        return serving_window(recording, *self.check(), self.within)
+
+    def check(self) -> tuple[int | None, int | None]:
+        """What `--from` and `--to` asked for, nanoseconds.
+
+        Raises:
+            UsageError: it is no time.
+        """
+        from kvprobe.recordings.window import parse_time
 
         begin = parse_time(self.begin, "--from") if self.begin is not None else None
-        end = parse_time(self.end, "--to") if self.end is not None else None
-        return serving_window(recording, begin, end, self.within)
+        return begin, parse_time(self.end, "--to") if self.end is not None else None
 
 
 def window_options(command: Callable[..., Any]) -> Callable[..., Any]:

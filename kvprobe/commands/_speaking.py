@@ -19,6 +19,7 @@ __all__ = ["Command", "end_like", "say_outcome"]
 _HANDED_ON = {signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 _SI_USER, _SI_QUEUE, _SI_TKILL = 0, -1, -6
 LEFT_RUNNING_S = 5.0  # after the command, for the processes that it started
+LATE_S = 25.0  # more where none of them is seen: on a busy machine the observer may be late
 REPORT_S = 900.0
 
 
@@ -76,8 +77,12 @@ class Command:
 
 def say_outcome(folder: Path, observer: int) -> None:
     """Waits for the observer and prints what it found, on stderr; what has been left running is not waited for."""
+    end = folder / "end.json"
     try:
-        if not _ended(observer, LEFT_RUNNING_S, lambda: (folder / "end.json").exists()):
+        _ended(observer, LEFT_RUNNING_S, end.exists)
+        if not end.exists() and not _left_running(folder):
+            _ended(observer, LATE_S, end.exists)
+        if end.exists():
             _ended(observer, REPORT_S)
     except KeyboardInterrupt:  # the report goes on without a listener
         pass
@@ -85,28 +90,33 @@ def say_outcome(folder: Path, observer: int) -> None:
     if said.exists():
         for line in said.read_text(errors="replace").splitlines():
             click.echo(f"kvprobe: {line}", err=True)
-    elif not (folder / "end.json").exists():
+    elif not end.exists():
         click.echo(f"kvprobe: the report will be in {folder} when all processes of the command have ended", err=True)
     else:
         click.echo(f"kvprobe: the report is being written in {folder}", err=True)
 
 
-def _ended(pid: int, seconds: float, enough: Callable[[], bool] | None = None) -> bool:
-    """Waits for a process to end; with `enough`, whether to give up after `seconds`: False means wait on."""
+def _left_running(folder: Path) -> bool:
+    """Whether a process that the command started can be seen to run."""
+    from kvprobe.environment import RUN
+    from kvprobe.probe import processes
+
+    return any((processes.environment(pid) or {}).get(RUN.name) == str(folder) for pid in processes.children())
+
+
+def _ended(pid: int, seconds: float, enough: Callable[[], bool] = lambda: False) -> None:
+    """Waits for a process to end, but no longer than `seconds`, nor once `enough` holds."""
     try:
         fd = os.pidfd_open(pid)
     except OSError:
-        return True
+        return
     try:
         poll = select.poll()
         poll.register(fd, select.POLLIN)
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            if poll.poll(200):
-                return True
-            if enough is not None and enough():
-                return False
-        return True
+            if poll.poll(200) or enough():
+                return
     finally:
         os.close(fd)
 

@@ -19,7 +19,7 @@ from kvprobe.errors import UsageError
 
 __all__ = ["how_stacks", "interposer", "new_folder", "recording_options", "start_observer", "terminal", "write_run"]
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)i?b?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -1,4 +1,4 @@
-"""`kvprobe attach PID`: records the copies of a process that runs already, without a restart."""
+"""`kvprobe attach PID|NAME`: records the copies of a process that runs already, without a restart."""
 
 from __future__ import annotations
 
@@ -18,17 +18,26 @@ from kvprobe.commands._watching import (
     terminal,
     write_run,
 )
-from kvprobe.errors import KvprobeError
+from kvprobe.errors import KvprobeError, UsageError
 from kvprobe.runfolder.secrets import redact_text
 
-__all__ = ["command"]
+__all__ = ["command", "find_process"]
+
+LOOKED_UP = (
+    "nothing in it is linked to CUDA's functions: it looks their addresses up (dlsym, cuGetProcAddress), and calls "
+    "through those that it has looked up already are not recorded; `kvprobe run -- COMMAND` records them"
+)
+LISTED = 8  # processes that fit a name, in an error
+SHOWN = 80  # characters of a command line there
 
 
 @click.command(short_help="Record a process that is already running.")
-@click.argument("pid", type=click.IntRange(1), metavar="PID")
+@click.argument("target", metavar="PID|NAME")
 @recording_options
-def command(pid: int, output: Path | None, detail: str, max_bytes: int) -> None:
+def command(target: str, output: Path | None, detail: str, max_bytes: int) -> None:
     """Record every CUDA copy that the process PID makes from now on, and those of its children that use CUDA.
+
+    NAME is a part of the command line of one process; of several, the one that uses CUDA is meant.
 
     A debugger (gdb) loads the interposer into the process, which replaces the addresses of the CUDA functions in the
     process's libraries; results do not change. `kvprobe detach PID` puts the addresses back and writes a report. What
@@ -40,6 +49,7 @@ def command(pid: int, output: Path | None, detail: str, max_bytes: int) -> None:
     from kvprobe.instrument import attach
     from kvprobe.probe import processes
 
+    pid = find_process(target)
     attach.refuse(pid)
     library = interposer()
     words = _words(pid)
@@ -55,20 +65,19 @@ def command(pid: int, output: Path | None, detail: str, max_bytes: int) -> None:
     }
     write_run(folder, words, options, pid)
     others = [other for other in processes.descendants(pid) if attach.uses_cuda(other) and other != os.getpid()]
+    led: dict[int, int] = {}
     try:
-        attach.attach(pid, library, folder, detail, max_bytes)
+        led[pid] = attach.attach(pid, library, folder, detail, max_bytes)
     except KvprobeError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    attached = [pid]
     for other in others:
         try:
             attach.refuse(other)
-            attach.attach(other, library, folder, detail, max_bytes)
-            attached.append(other)
+            led[other] = attach.attach(other, library, folder, detail, max_bytes)
         except KvprobeError as error:
             click.echo(f"kvprobe: warning: {error}", err=True)
-    options["attached"] = attached
+    options["attached"] = attached = list(led)
     write_run(folder, words, options, pid)
     start_observer(folder, pid)
     children = f" and {len(attached) - 1} of its children" if len(attached) > 1 else ""
@@ -77,7 +86,45 @@ def command(pid: int, output: Path | None, detail: str, max_bytes: int) -> None:
         click.echo(
             f"kvprobe: process {pid} has no CUDA library loaded: nothing is recorded until it loads one", err=True
         )
+    unseen = [str(one) for one, calls in led.items() if not calls and attach.uses_cuda(one)]
+    if unseen:
+        click.echo(f"kvprobe: warning: process {', '.join(unseen)}: {LOOKED_UP}", err=True)
     click.echo(f"watch it: kvprobe top {pid}; end it and get a report: kvprobe detach {pid}")
+
+
+def find_process(target: str) -> int:
+    """The process that a pid or a part of a command line stands for.
+
+    A descendant of a process that fits as well is not counted: it is recorded with that one.
+
+    Raises:
+        UsageError: there is none, or there are several.
+    """
+    from kvprobe.instrument.attach import uses_cuda
+    from kvprobe.probe import processes
+
+    pid = processes.pid_in(target)
+    if pid:
+        return pid
+    if pid == 0 or not target.strip():
+        raise UsageError(f"{target or 'an empty text'} is neither a process id nor a part of a command line")
+    fit = processes.named(target)
+    if not fit:
+        raise UsageError(f"no process has {target} in its command line")
+    fit = [one for one in fit if uses_cuda(one)] or fit
+    below = {child for one in fit for child in processes.descendants(one)}
+    found = [one for one in fit if one not in below]
+    if len(found) == 1:
+        return found[0]
+    listed = [f"{one} ({_shortened(redact_text(processes.command_line(one)))})" for one in found[:LISTED]]
+    more = [f"{len(found) - LISTED} more"] if len(found) > LISTED else []
+    raise UsageError(
+        f"{len(found)} processes have {target} in their command lines, name one: {', '.join(listed + more)}"
+    )
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
 def _words(pid: int) -> tuple[str, ...]:

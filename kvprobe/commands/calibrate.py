@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvprobe.commands._device import device_option
+from kvprobe.commands._device import device_option, runtime_of
 from kvprobe.commands._reading import progress_bar
 
 __all__ = ["command"]
@@ -29,7 +28,6 @@ def command(device: str, quick: bool, use_cached: bool, report: Path | None, as_
     The result is kept for this GPU, driver, CUDA version and link; engines on this machine choose by it. It takes well
     under a minute; nothing else should use the GPU or the link meanwhile.
     """
-    from kvprobe.cuda import find_runtime
     from kvprobe.offload import method_cache, method_calibration
     from kvprobe.offload.methods import copier_for
 
@@ -37,10 +35,7 @@ def command(device: str, quick: bool, use_cached: bool, report: Path | None, as_
         from kvprobe.reporting.page import check_writable
 
         check_writable(report)
-    if device != "host":
-        with contextlib.suppress(ImportError):  # the runtime must be the one that torch has loaded
-            import torch  # noqa: F401
-    runtime = find_runtime(device)
+    runtime = runtime_of(device)
     result = method_cache.cached(runtime) if use_cached else None
     if result is None:
         with progress_bar(as_json) as progress:

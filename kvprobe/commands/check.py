@@ -33,6 +33,11 @@ class CheckedLimit:
     undecided: str = ""
     at: str = ""  # "file:line" of the call to change, where a stack tells it
 
+    @property
+    def said(self) -> str:
+        """What was found, beside its limit where that is a figure."""
+        return self.found if self.allowed == "none" else f"{self.found} (limit {self.allowed})"
+
 
 @click.command(short_help="Fail with an exit code when a recording breaks a limit.")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.Path(path_type=Path))
@@ -87,7 +92,7 @@ def command(
     }
     wanted: dict[str, list[str]] = {}
     for name in banned:
-        wanted[name] = [cause for cause in CAUSES if name.replace("-", "_").lower() in cause]
+        wanted[name] = [cause for cause in CAUSES if name.strip() and name.replace("-", "_").lower() in cause]
         if any(cause in FULL_QUEUE for cause in wanted[name]) and "saturation" in name.lower():
             wanted[name] = list(dict.fromkeys([*wanted[name], *FULL_QUEUE]))
         if not wanted[name]:
@@ -125,9 +130,9 @@ def command(
 
         for one in limits:
             word = "FAIL" if one.broken else "skip" if one.undecided else "ok  "
-            click.echo(f"{word}  {one.name}: {one.found} (limit {one.allowed})")
+            click.echo(plain(f"{word}  {one.name}: {one.said}"))
             if one.broken and one.detail:
-                click.echo(f"      {one.detail}")
+                click.echo(plain(f"      {one.detail}"))
         if open_:
             click.echo(plain(f"Undecided: {open_[0].undecided}"))
     return 1 if failed else 0
@@ -150,7 +155,7 @@ def _time(text: str | None, option: str) -> float | None:
 
     if text is None:
         return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ns|us|µs|ms|s)", text.strip())
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*(ns|us|µs|ms|s)", text.strip())
     if not match:
         raise UsageError(f"{option} {text}: not a time; write it like 50us, 1.5ms or 2s")
     return float(match.group(1)) * _UNITS[match.group(2)]
@@ -162,7 +167,7 @@ def _amount(text: str | None, option: str) -> tuple[str, float] | None:
 
     if text is None:
         return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*%", text.strip())
     if match:
         return "share", float(match.group(1)) / 100
     try:
@@ -213,12 +218,13 @@ def _judge(
         _at([first]) if first else "",
     )
     inside = recording.window.holds(recording.calls["process"][found.rows], found.start_ns) if recording.window else ...
-    measured = dict(zip(times, quantiles(found.dur_ns[inside], 0.5, 0.99, 1.0), strict=True))
+    took = found.dur_ns[inside]
+    measured = dict(zip(times, quantiles(took, 0.5, 0.99, 1.0), strict=True))
     for name, most in times.items():
         if most is not None:
             value = measured[name]
             none = value != value
-            detail = "" if none else f"of {len(found.dur_ns):,} submissions"
+            detail = "" if none else f"of {len(took):,} submissions"
             out.append(
                 CheckedLimit(name, duration(most), "no submissions" if none else duration(value), value > most, detail)
             )
@@ -252,12 +258,14 @@ def _at(findings: Iterable[Finding]) -> str:
 
 def _annotation(limit: CheckedLimit, of_undecided: str) -> str:
     """One workflow command of GitHub Actions: an error, or a notice of what holds."""
+    from kvprobe.errors import plain
 
     def escaped(text: str, more: str = "") -> str:
+        text = "\n".join(map(plain, text.split("\n")))
         return "".join(f"%{ord(char):02X}" if char in f"%\r\n{more}" else char for char in text)
 
     level = "error" if limit.broken else of_undecided if limit.undecided else "notice"
-    said = f"{limit.found} (limit {limit.allowed})"
+    said = limit.said
     if limit.broken and limit.detail:
         said += f"\n{limit.detail}"
     elif limit.undecided:
@@ -325,13 +333,13 @@ def _write_junit(path: Path, limits: Sequence[CheckedLimit], inputs: Sequence[Pa
     for one in limits:
         case = ElementTree.SubElement(suite, "testcase", classname=where, name=_xml(one.name))
         if one.broken:
-            said = f"{one.found} (limit {one.allowed})"
+            said = one.said
             failure = ElementTree.SubElement(case, "failure", message=_xml(said), type="limit")
             failure.text = _xml(one.detail)
         elif one.undecided:
             ElementTree.SubElement(case, "skipped", message=_xml(f"undecided: {one.undecided}"))
         else:
-            ElementTree.SubElement(case, "system-out").text = _xml(f"{one.found} (limit {one.allowed})")
+            ElementTree.SubElement(case, "system-out").text = _xml(one.said)
     root = ElementTree.Element("testsuites")
     root.append(suite)
     write_whole(path, ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n")

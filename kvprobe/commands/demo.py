@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvprobe.commands._device import device_option
+from kvprobe.commands._device import Seconds, device_option, runtime_of
 from kvprobe.errors import KvprobeError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ RECORDS = 1 << 19  # of a thread, over all phases
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(1, 600),
+    type=Seconds(1, 600),
     default=SECONDS,
     show_default=True,
     help="About how long both phases take together.",
@@ -54,12 +54,7 @@ def command(device: str, as_json: bool, report: Path, seconds: float) -> None:
     from kvprobe.reporting import check_writable
 
     check_writable(report)
-    if device != "host":
-        with contextlib.suppress(ImportError):  # the runtime must be the one that torch has loaded
-            import torch  # noqa: F401
-    from kvprobe.cuda import find_runtime
-
-    outcome, recording = play(find_runtime(device), seconds, progress=not as_json)
+    outcome, recording = play(runtime_of(device), seconds, progress=not as_json)
     outcome["report"] = str(report)
     write(outcome, recording, report)
     click.echo(json.dumps(outcome, indent=1)) if as_json else show(outcome)
@@ -67,6 +62,7 @@ def command(device: str, as_json: bool, report: Path, seconds: float) -> None:
 
 def play(runtime: Runtime, seconds: float, progress: bool) -> tuple[dict[str, Any], Recording]:
     """Runs the phases; the figures, and the recording that they come from."""
+    from kvprobe.commands._own_waits import own_waits
     from kvprobe.cuda.hostruntime import HostRuntime
     from kvprobe.launchqueue import calibrate
     from kvprobe.probe.recorder import Recorder
@@ -81,7 +77,7 @@ def play(runtime: Runtime, seconds: float, progress: bool) -> tuple[dict[str, An
     try:
         if recorder.path is None:
             raise KvprobeError("the demo could not be recorded: its ring file cannot be written")
-        with _bar(progress, QUIET_S + seconds) as tick:
+        with own_waits(recorder.path) as waits, _bar(progress, QUIET_S + seconds) as tick:
             quiet = WorkloadServer(machine, limits, "shared", "off", concurrency=1)
             servers = {"quiet": _phase(quiet, QUIET_S, tick, "quiet: one request at a time")}
             shared = WorkloadServer(machine, limits, "shared", "off")
@@ -91,6 +87,7 @@ def play(runtime: Runtime, seconds: float, progress: bool) -> tuple[dict[str, An
             said = "auto: the same requests, kvprobe may switch"
             servers["auto"] = _phase(auto, seconds / 2, tick, said, requests=shared.measured.requests)
         recording = recorded(servers, recorder.path, "kvprobe demo", shlex.join(["kvprobe", *sys.argv[1:]]))
+        waits.add_to(recording)
     finally:
         recorder.close()
         machine.close()
@@ -177,13 +174,14 @@ def write(outcome: dict[str, Any], recording: Recording, path: Path) -> None:
     from kvprobe.diagnosis import diagnose
     from kvprobe.reporting import demo, write_report
 
+    findings = diagnose(recording)
     write_report(
         recording,
         path,
-        findings=diagnose(recording),
+        findings=findings,
         title=f"kvprobe demo on {outcome['device']}",
         extra=demo.sections(recording, outcome),
-        lead_verdict=demo.verdict(outcome),
+        lead_verdict=demo.verdict(outcome, findings),
     )
 
 
@@ -199,10 +197,8 @@ def show(outcome: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from kvprobe.reporting.units import change_text
-
-    def us(ns: float) -> str:
-        return f"{ns / 1e3:,.2f} us" if ns < 10_000 else f"{ns / 1e3:,.1f} us"
+    from kvprobe.diagnosis.finding import singular
+    from kvprobe.reporting.units import change_text, duration, link_share
 
     shared, auto = outcome["shared"], outcome["auto"]
     table = Table(
@@ -211,32 +207,32 @@ def show(outcome: dict[str, Any]) -> None:
     )
     for name, side in (("", "left"), ("shared stream", "right"), ("auto, after the switch", "right")):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
-    table.add_row("submission, quiet", us(outcome["baseline_submit_ns"]), "")
+    table.add_row("submitting a copy, empty queue", duration(outcome["baseline_submit_ns"]), "")
     for text, key in (
-        ("a copy costs the model's thread, p50", "submit_p50_ns"),
-        ("p99", "submit_p99_ns"),
-        ("longest load() of the model's thread", "longest_call_ns"),
-        ("step p50", "step_p50_ns"),
-        ("step p99", "step_p99_ns"),
+        ("a copy costs its thread, p50", "submit_p50_ns"),
+        ("a copy costs its thread, p99", "submit_p99_ns"),
+        ("longest load() of that thread", "longest_call_ns"),
+        ("model step, p50", "step_p50_ns"),
+        ("model step, p99", "step_p99_ns"),
     ):
-        table.add_row(text, us(shared[key]), us(auto[key]))
+        table.add_row(text, duration(shared[key]), duration(auto[key]))
     link = outcome["link_bytes_per_s"]
     table.add_row(
         "GB/s (of the link)",
-        *(f"{one['bytes_per_s'] / 1e9:.2f} ({one['bytes_per_s'] / link:.0%})" for one in (shared, auto)),
+        *(f"{one['bytes_per_s'] / 1e9:.2f} ({link_share(one['bytes_per_s'] / link)})" for one in (shared, auto)),
     )
     table.add_row("GB moved", *(f"{one['bytes'] / 1e9:.2f}" for one in (shared, auto)))
     table.add_row("GB loaded twice", *(f"{one['redundant_bytes'] / 1e9:.2f}" for one in (shared, auto)))
-    table.add_row("redundant loads avoided (GB)", "", f"{outcome['redundant_bytes_avoided'] / 1e9:.2f}")
+    table.add_row("GB that dedup did not load", "", f"{outcome['redundant_bytes_avoided'] / 1e9:.2f}")
     console = Console()
     console.print(table)
     for one in outcome["switch_log"]:
-        gain = f"; a copy costs the model's thread {change_text(1 / one['gain'])}" if one["gain"] else ""
+        gain = f"; a copy costs the model's thread {change_text(1 / one['gain'])} on average" if one["gain"] else ""
         console.print(f"{one['before']} -> {one['after']}: {one['reason']}{gain}", highlight=False)
     if outcome["onset_ms"] is not None:
         console.print(
             f"noticed {outcome['onset_ms']:.1f} ms after the first blocked call, "
-            f"{outcome['blocked_calls_before_switch']} blocked calls",
+            + singular(f"{outcome['blocked_calls_before_switch']:,} blocked calls"),
             highlight=False,
         )
     console.print(f"{outcome['bytes_verified'] / 1e9:.2f} GB compared on both sides, all equal", highlight=False)

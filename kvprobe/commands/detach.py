@@ -24,7 +24,8 @@ def command(target: str) -> None:
     from kvprobe.probe import processes
     from kvprobe.runfolder.folder import RunFolder
 
-    folder = attach.recorded_into(int(target)) if target.isdigit() else Path(target).absolute()
+    pid = processes.pid_in(target)
+    folder = attach.recorded_into(pid) if pid is not None else Path(target).absolute()
     if folder is None:
         raise UsageError(f"process {target} is not being recorded: there is nothing to detach from")
     if not (folder / "run.json").exists():
@@ -58,9 +59,12 @@ def command(target: str) -> None:
             err=True,
         )
     deadline = time.monotonic() + 120
-    while not (folder / "report.html").exists() and not _ended(folder) and time.monotonic() < deadline:
+    said = folder / "outcome.txt"
+    while not said.exists() and not _ended(folder) and time.monotonic() < deadline:
         time.sleep(0.05)
     report = folder / "report.html"
+    for line in said.read_text(errors="replace").splitlines()[:-1] if said.exists() else ():
+        click.echo(f"kvprobe: {line}", err=True)
     click.echo(str(report) if report.exists() else f"no report yet: kvprobe report {folder}")
 
 

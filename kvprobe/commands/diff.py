@@ -11,6 +11,7 @@ from kvprobe.commands._reading import WindowOptions, window_options
 
 if TYPE_CHECKING:
     from kvprobe.reporting.compare import CallChange, FindingChange
+    from kvprobe.reporting.conclusion import Conclusion
 
 __all__ = ["command"]
 
@@ -23,7 +24,10 @@ __all__ = ["command"]
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @window_options
 def command(before: Path, after: Path, output: Path | None, force: bool, as_json: bool, window: WindowOptions) -> int:
-    """Say what changed from BEFORE to AFTER: findings gone, new, less or more, and calls that became slower or faster.
+    """Say whether AFTER is better than BEFORE, and what changed: findings gone or new, calls slower or faster.
+
+    What changed decides by the share of the recorded time that it is, from 1% on: findings, and what the submissions
+    that both recordings hold usually cost.
 
     Time lost is compared as a share of the recorded time, because recordings differ in length. A call is called slower
     or faster when the 95% interval of the ratio leaves 1 and the change is over 5%; the interval is a block bootstrap.
@@ -34,7 +38,8 @@ def command(before: Path, after: Path, output: Path | None, force: bool, as_json
     from kvprobe.commands._reading import cropped, diagnosed
     from kvprobe.diagnosis.verdict import of_recording
     from kvprobe.reporting import check_writable
-    from kvprobe.reporting.compare import compare_calls, compare_findings
+    from kvprobe.reporting.compare import compare_calls, compare_findings, submission_cost
+    from kvprobe.reporting.conclusion import conclude
 
     if output is not None:
         check_writable(output, force=force)
@@ -43,22 +48,21 @@ def command(before: Path, after: Path, output: Path | None, force: bool, as_json
     lengths = [recording.window.span_ns if recording.window else 0 for recording in (one, two)]
     verdicts = [of_recording(one, found_before), of_recording(two, found_after)]
     changes = compare_findings(found_before, found_after, not verdicts[0].missing, not verdicts[1].missing)
-    calls = compare_calls(cropped(one, window), cropped(two, window))
+    parts = cropped(one, window), cropped(two, window)
+    calls = compare_calls(*parts)
+    names = _names(before, after)
+    missing = {name: verdict.missing[0] for name, verdict in zip(names, verdicts, strict=True) if verdict.missing}
+    conclusion = conclude(*names, changes, submission_cost(*parts, (lengths[0], lengths[1])), missing)
     if output is not None:
         from kvprobe.reporting import compared, write_report
 
-        missing = [
-            f"{path.name}: {verdict.missing[0].what}"
-            for path, verdict in zip((before, after), verdicts, strict=True)
-            if verdict.missing
-        ]
-        sides = [(before.name, one, found_before), (after.name, two, found_after)]
+        sides = [(names[0], one, found_before), (names[1], two, found_after)]
         write_report(
             None,
             output,
-            title=f"{before.name} and {after.name}",
+            title=" and ".join(names),
             extra=compared.sections(changes, calls, sides),
-            lead_verdict=compared.verdict(changes, calls, missing),
+            lead_verdict=compared.verdict(conclusion, changes, calls),
         )
     if as_json:
         import json
@@ -70,6 +74,7 @@ def command(before: Path, after: Path, output: Path | None, force: bool, as_json
                     "after": str(after),
                     "span_before_ns": int(lengths[0]),
                     "span_after_ns": int(lengths[1]),
+                    "conclusion": conclusion.to_json(),
                     "verdict_before": verdicts[0].to_json(),
                     "verdict_after": verdicts[1].to_json(),
                     "findings": [change.to_json() for change in changes],
@@ -78,37 +83,41 @@ def command(before: Path, after: Path, output: Path | None, force: bool, as_json
             )
         )
     else:
-        _print(changes, calls)
+        _print(conclusion, changes, calls)
         if output is not None:
             click.echo(f"{output}")
-        from kvprobe.commands._reading import plain
+    return 1 if conclusion.state == "undecided" else 0
 
-        for path, verdict in zip((before, after), verdicts, strict=True):
-            for lacks in verdict.missing[:1]:
-                click.echo(plain(f"Undecided: {path}: {lacks.what}; {lacks.how}"))
-    return 1 if any(verdict.missing for verdict in verdicts) else 0
+
+def _names(before: Path, after: Path) -> tuple[str, str]:
+    """The names of two recordings, and where they are called the same, their paths."""
+    names = before.resolve().name, after.resolve().name
+    return names if names[0] != names[1] else (str(before), str(after))
 
 
 _SIGNS = {"undecided": "?", "gone": "-", "new": "+", "less": "v", "more": "^", "same": "="}
 
 
-def _print(changes: list[FindingChange], calls: list[CallChange]) -> None:
+def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[CallChange]) -> None:
     from rich.console import Console
+    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
     from kvprobe.commands._reading import plain
-    from kvprobe.reporting.compared import interval
+    from kvprobe.reporting.compare import interval
     from kvprobe.reporting.units import change_text, duration, percent
 
     console = Console(highlight=False)
+    console.print(Text(plain(conclusion.sentence), "bold"))
+    if conclusion.detail:
+        console.print(Text(plain(conclusion.detail), "dim"))
+    console.print()
     styles = {"gone": "green", "less": "green", "faster": "green", "new": "red", "more": "red", "slower": "red"}
     if not changes:
         console.print("Findings: nothing found in either recording.")
     else:
-        grid = Table(title="Findings", title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for name in ("", "Cause", "Lost before", "Lost after", "Now"):
-            grid.add_column(name, justify="right" if name.startswith("Lost") else "left")
+        console.print(Text("Findings, and the time that each lost", style="italic"))
         for change in changes:
             lost = [
                 f"{duration(ns)} ({percent(share)})" if ns else "nothing"
@@ -118,18 +127,22 @@ def _print(changes: list[FindingChange], calls: list[CallChange]) -> None:
                 )
             ]
             word = f"{_SIGNS[change.what]} {change.what}"
-            grid.add_row(Text(word, style=styles.get(change.what, "")), change.cause, *lost, Text(plain(change.title)))
-        console.print(grid)
+            said = Text(f"{word:13}", styles.get(change.what, ""))
+            console.print(said.append(f"{change.cause}: {lost[0]} -> {lost[1]}", "default"))
+            console.print(Padding(Text(plain(change.title), "dim"), (0, 0, 0, 13)))
     if not calls:
         console.print("Calls: no call occurs often enough in both recordings to be compared.")
         return
     grid = Table(title="Host time of calls", title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("Call", "Figure", "Before", "After", "Change", "95% interval", ""):
-        grid.add_column(name, justify="left" if name in ("Call", "Figure", "") else "right", no_wrap=name != "Call")
+    wide = console.width >= 78
+    for name in ("Call", "Before", "After", "Change", *(["95% interval"] if wide else []), ""):
+        grid.add_column(
+            name, justify="left" if name in ("Call", "") else "right", no_wrap=name != "Call", overflow="fold"
+        )
     for one in calls:
-        grid.add_row(Text(plain(one.name)), "calls", f"{one.calls_before:,}", f"{one.calls_after:,}")
+        grid.add_row(Text(plain(one.name)), f"{one.calls_before:,}", f"{one.calls_after:,}")
         for figure, moved in (("median", one.median), ("p99", one.p99)):
             verdict = Text(moved.verdict, style=styles.get(moved.verdict, "dim"))
             times = duration(moved.before), duration(moved.after)
-            grid.add_row("", figure, *times, change_text(moved.ratio), interval(moved), verdict)
+            grid.add_row(f"  {figure}", *times, change_text(moved.ratio), *([interval(moved)] if wide else []), verdict)
     console.print(grid)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["command", "examine"]
 
-GOOD, BAD, UNKNOWN = "good", "bad", "unknown"
-MARKS = {GOOD: "+", BAD: "x", UNKNOWN: "?"}
+GOOD, BAD, NOTE, UNKNOWN = "good", "bad", "note", "unknown"
+COLOURS = {GOOD: "green", BAD: "red", NOTE: "cyan", UNKNOWN: "yellow"}
 LIBRARIES = ("libkvprobe.so", "libkvprobe_interpose.so", "libkvprobe_hostrt.so")
 PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.56e9}  # bytes/s of a lane, after encoding
 NEAR_LINK = 0.7  # of that; headers take a tenth and more, an H200 in a Gen5 slot reaches 0.88
@@ -42,7 +42,7 @@ class Line:
         topic: what it belongs to.
         name: what it is.
         value: what was found, in words.
-        verdict: "good", "bad" or "unknown".
+        verdict: "good", "bad", "note" (known, and neither of the two) or "unknown".
         todo: what to do; empty where there is nothing to do.
     """
 
@@ -64,7 +64,7 @@ def command(device: str, as_json: bool) -> None:
     """
     lines = list(examine(device))
     if as_json:
-        counts = {verdict: sum(line.verdict == verdict for line in lines) for verdict in MARKS}
+        counts = {verdict: sum(line.verdict == verdict for line in lines) for verdict in COLOURS}
         click.echo(json.dumps({"checks": [asdict(line) for line in lines], **counts}, indent=1))
     else:
         _print(lines)
@@ -121,7 +121,7 @@ def _gpu(gpus: list[dict[str, Any]], reason: str) -> Iterator[Line]:
         if gpu_present():
             yield Line("device", "GPU", f"present, but {reason}", BAD, "repair the driver or its libraries")
         else:
-            yield Line("device", "GPU", "none", UNKNOWN, "kvprobe runs on its embedded host runtime: --device host")
+            yield Line("device", "GPU", "none", NOTE, "kvprobe runs on its embedded host runtime: --device host")
         return
     yield Line("device", "driver", str(gpus[0].get("driver", "?")), GOOD)
     for gpu in gpus:
@@ -150,7 +150,7 @@ def _torch(device: str) -> Iterator[Line]:
             "device",
             "torch",
             "not installed here",
-            UNKNOWN,
+            NOTE,
             "run `python -m kvprobe doctor` in the server's own environment",
         )
         return
@@ -160,7 +160,7 @@ def _torch(device: str) -> Iterator[Line]:
             if text.startswith("cuda"):
                 built = text.rsplit("=", 1)[1].strip().strip("'\"")
     if built in ("", "None"):
-        yield Line("device", "torch", f"{found.version}, built without CUDA", UNKNOWN, "a GPU needs a CUDA build")
+        yield Line("device", "torch", f"{found.version}, built without CUDA", NOTE, "a GPU needs a CUDA build")
     else:
         yield Line("device", "torch", f"{found.version}, built for CUDA {built}", GOOD)
     if device == "cuda":
@@ -186,7 +186,7 @@ def _runtime(device: str) -> tuple[Runtime | None, Line]:
             "device",
             "CUDA runtime",
             f"the embedded host runtime ({version})",
-            UNKNOWN,
+            NOTE,
             "what follows is measured on the host runtime, not on a GPU",
         )
     value = f"{version} at {runtime.path}; the driver takes up to {driver // 1000}.{driver % 1000 // 10}"
@@ -342,8 +342,8 @@ def _memory() -> Iterator[Line]:
         yield Line(
             "memory",
             "locked memory (ulimit -l)",
-            f"{locked >> 10:,} KiB",
-            UNKNOWN,
+            f"{locked / (1 << 20):,.0f} MiB",
+            NOTE,
             "cudaHostAlloc does not count against it, RDMA and mlock do: ulimit -l unlimited",
         )
     limit, where = _cgroup_limit()
@@ -356,7 +356,7 @@ def _memory() -> Iterator[Line]:
             "memory",
             "cgroup limit",
             f"{limit / 1e9:.1f} GB ({where}); {room}",
-            UNKNOWN,
+            NOTE,
             "pinned pools count against it: keep the CPU cache well below it",
         )
 
@@ -441,7 +441,7 @@ def _tools() -> Iterator[Line]:
 
     nsys, importer = find_nsys(), find_importer()
     if nsys is None:
-        yield Line("tools", "nsys", "not found", UNKNOWN, "install Nsight Systems for `kvprobe run --nsys`")
+        yield Line("tools", "nsys", "not found", NOTE, "install Nsight Systems for `kvprobe run --nsys`")
     else:
         compute = "nsight-compute" in str(nsys)
         lacks = _missing_libraries(importer) if importer else []
@@ -489,7 +489,7 @@ def _py_spy() -> Line:
 
     if py_spy() is None:
         return Line("tools", "py-spy", "not installed", BAD, "pip install py-spy: it shows which Python line waits")
-    scope = "?"
+    scope = "not readable"
     with contextlib.suppress(OSError):
         scope = Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip()
     capable = _has_capability(19)  # CAP_SYS_PTRACE
@@ -548,7 +548,7 @@ def _native() -> Iterator[Line]:
         "kvprobe",
         "clock",
         clock,
-        UNKNOWN if clock == "clock_gettime" else GOOD,
+        NOTE if clock == "clock_gettime" else GOOD,
         "the CPU's counter is not invariant here: reading the clock takes 23 ns instead of 10"
         if clock == "clock_gettime"
         else "",
@@ -567,29 +567,32 @@ def _servers() -> Iterator[Line]:
             "servers",
             "servers",
             "none of " + ", ".join(registry.SERVERS),
-            UNKNOWN,
+            NOTE,
             "run doctor in the server's own environment to see its version",
         )
 
 
 def _print(lines: list[Line]) -> None:
+    """Topic by topic: a verdict, what it is of, and below it what to do; a variable that nobody set is only counted."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for ratio in (None, 3, None, 4):
-        table.add_column(ratio=ratio, overflow="fold")
-    topic = ""
-    for line in lines:
+    console, topic = Console(), ""
+    unset = {variable.name for variable in VARIABLES if variable.text is None}
+    shown = [line for line in lines if line.name not in unset]
+    for line in shown:
         if line.topic != topic:
             topic = line.topic
-            table.add_row(Text(topic, style="bold"))
-        colour = {GOOD: "green", BAD: "red", UNKNOWN: "yellow"}[line.verdict]
-        table.add_row(
-            Text(f"  {line.name}"),
-            Text(line.value),
-            Text(f"{MARKS[line.verdict]} {line.verdict}", colour),
-            Text(line.todo),
-        )
-    Console().print(table)
+            console.print(Text(topic, "bold"))
+        row = Table.grid()
+        row.add_column(width=11)
+        row.add_column(overflow="fold")
+        row.add_row(Text(f"  {line.verdict}", COLOURS[line.verdict]), Text(f"{line.name}: {line.value}"))
+        if line.todo:
+            row.add_row("", Text(line.todo, "italic"))
+        console.print(row)
+    counts = ", ".join(f"{sum(line.verdict == word for line in shown)} {word}" for word in COLOURS)
+    console.print(f"{counts}; {len(unset)} variables of kvprobe are not set (--json lists them)", highlight=False)
+    bad = ", ".join(f"{line.name} ({line.topic})" for line in shown if line.verdict == BAD)
+    console.print(f"Bad: {bad}." if bad else "Nothing is bad.", highlight=False, style="bold")

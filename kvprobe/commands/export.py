@@ -17,7 +17,7 @@ __all__ = ["command"]
 @click.option("-f", "--force", is_flag=True, help="Overwrite what is there.")
 @click.option(
     "--limit",
-    type=click.IntRange(10_000),
+    type=click.IntRange(10_000, 1_000_000_000),
     help="Maximum number of events in a Perfetto trace; blocked calls are kept first.",
 )
 def command(inputs: tuple[Path, ...], form: str, output: Path, force: bool, limit: int | None) -> None:
@@ -36,6 +36,8 @@ def command(inputs: tuple[Path, ...], form: str, output: Path, force: bool, limi
         from kvprobe.reporting import check_writable
 
         check_writable(output)
+    elif output.exists() and not output.is_dir():
+        raise UsageError(f"{output} is not a folder; name one for the Parquet files")
     if output.exists() and not force and (output.is_file() or any(output.iterdir())):
         raise UsageError(f"{output} exists; use -f to overwrite it")
     with progress_bar() as progress:

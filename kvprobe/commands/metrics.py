@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvprobe.commands._device import Seconds
 from kvprobe.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ __all__ = ["command"]
     "--interval",
     default=5.0,
     show_default=True,
-    type=click.FloatRange(0.1, 3600),
+    type=Seconds(0.1, 3600),
     help="Seconds between looks at the run.",
 )
 @click.option(
@@ -91,7 +92,11 @@ def command(
             open_until_end.callback(provider(run, otlp, interval).shutdown)
         if port:
             url = open_until_end.enter_context(served(run, port, listen))
-            click.echo(f"kvprobe: {url}", err=True)
+            click.echo(f"kvprobe: serving {url}; Ctrl-C ends it", err=True)
+        if flights is not None:
+            click.echo(
+                f"kvprobe: flight recorder on; when submissions become slow, recordings go to {flights}", err=True
+            )
         _watch(run, interval, FlightRecorder(flights, keep) if flights is not None else None)
 
 

@@ -52,6 +52,8 @@ def command(as_json: bool, servers: tuple[str, ...], check_newest: bool, version
         names = registry.check_servers(servers or None)
         raise SystemExit(_check_newest(names) if check_newest else _versions(names))
     rows = table(servers or None)
+    everything = as_json or verbose or bool(servers)
+    absent = {} if everything else {row["server"]: None for row in rows if not row["version"]}
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
@@ -63,10 +65,19 @@ def command(as_json: bool, servers: tuple[str, ...], check_newest: bool, version
     for name in ("adapter", "installed", "for", "state"):
         grid.add_column(name, no_wrap=name == "adapter", overflow="fold")
     for row in rows:
+        if row["server"] in absent:
+            continue
         installed = f"{row['distribution']} {row['version']}" if row["version"] else "-"
         state = f"{row['state']}: {row['reason']}" if row["reason"] else row["state"]
         grid.add_row(row["adapter"], installed, row["versions"], state)
-    console.print(grid)
+    if grid.row_count:
+        console.print(grid)
+    if absent:
+        console.print(
+            f"not installed in this environment: {', '.join(absent)} (-v lists their adapters). A server of another "
+            "environment gets them by `kvprobe run`; `python -m kvprobe patches` there says which.",
+            highlight=False,
+        )
     if not servers:
         console.print("\n[bold]no adapter for[/bold]")
         for what, seen in registry.NOT_COVERED.items():

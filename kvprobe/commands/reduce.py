@@ -39,6 +39,7 @@ def command(
     from kvprobe.recordings.many import SUMMARY_SUFFIX, reduce_inputs
     from kvprobe.recordings.ranks import compare
     from kvprobe.reporting import check_writable
+    from kvprobe.reporting.page import write_whole
 
     if output is not None:
         if output.suffix != SUMMARY_SUFFIX:
@@ -48,9 +49,7 @@ def command(
         check_writable(output)
     summary = reduce_inputs(inputs, ray_address, workers=workers)
     if output is not None:
-        partial = output.with_name(f".{output.name}.partial")
-        partial.write_bytes(summary.to_bytes())
-        partial.replace(output)
+        write_whole(output, summary.to_bytes())
     found = compare(summary)
     if as_json:
         import json

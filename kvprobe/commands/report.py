@@ -62,7 +62,12 @@ def command(
     elif not quiet:
         named = [one for one in findings if one.confidence != "cannot tell"]
         if verdict.state == "undecided":
+            lacks = [one for one in verdict.missing if one.what == verdict.reason]
             click.echo(plain(f"Undecided: {verdict.reason}"))
+            click.echo(plain(f"to decide it: {lacks[0].how}")) if lacks else None
+            unproven = [one for one in findings if one.abstains]
+            if unproven:
+                click.echo(plain(f"seen, but not proven: {max(unproven, key=lambda one: one.lost_ns).title}"))
         elif named:
             click.echo(plain(named[0].title))
             for first in named[0].cure[:1]:
@@ -70,7 +75,7 @@ def command(
                 at, saves = f", at {first.at}" if first.at else "", f" ({saving})" if saving else ""
                 click.echo(plain(f"first change: {first.text}{at}{saves}"))
             if len(named) > 1:
-                click.echo(f"and {len(named) - 1} more")
+                click.echo(f"{len(named) - 1} more finding{'s' if len(named) > 2 else ''} on the page")
         else:
             click.echo("Nothing found.")
         for benefit in offload_benefit.of_recording(recording):

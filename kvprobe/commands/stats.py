@@ -69,10 +69,12 @@ def command(
 
 
 def _csv(table: SummaryTable, limit: int) -> str:
+    from kvprobe.commands._reading import plain
+
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([name for name, _ in table.columns])
-    writer.writerows(table.text(row) for row in table.rows[: limit or None])
+    writer.writerows(map(plain, table.text(row)) for row in table.rows[: limit or None])
     return out.getvalue()
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvprobe.errors import UsageError
+from kvprobe.commands._device import Seconds
+from kvprobe.errors import UsageError, plain
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -27,14 +28,17 @@ __all__ = ["command"]
 NOTHING = (
     "no recorded process found: start one with `kvprobe run -- COMMAND`, or name its run folder (`kvprobe top FOLDER`)"
 )
+NO_CALL = (
+    "no call was seen yet. Not seen: a statically linked CUDA runtime, and after `kvprobe attach` calls whose address "
+    "a library had fetched before"
+)
+EVENTS_BYTES = 4 << 20  # of a process's events, read at most in one look: the newest
 ENDED = "{run} has ended, and top shows running processes only: see `kvprobe report {run}` or `kvprobe stats {run}`"
 
 
 @click.command(short_help="Show recorded processes live.")
 @click.argument("target", required=False, metavar="[PID|NAME|FOLDER]")
-@click.option(
-    "--interval", default=1.0, show_default=True, type=click.FloatRange(0.05, 3600), help="Seconds between updates."
-)
+@click.option("--interval", default=1.0, show_default=True, type=Seconds(0.05, 3600), help="Seconds between updates.")
 @click.option("--once", is_flag=True, help="Measure for one interval, print, and exit.")
 @click.option("--json", "as_json", is_flag=True, help="With --once: one JSON object instead of a table.")
 @click.option(
@@ -87,24 +91,27 @@ def find_target(target: str) -> Path:
         UsageError: it stands for none, or for several.
     """
     from kvprobe.instrument.attach import rings_of
-    from kvprobe.probe.processes import children, command_line
+    from kvprobe.probe.processes import named, pid_in
 
+    if not target:
+        raise UsageError("the text after `kvprobe top` is empty: name a pid, a part of a command line, or a run folder")
     if Path(target).exists():
         return Path(target)
-    if target.isdigit():
-        shown = _shown(rings_of(int(target)))
+    pid = pid_in(target)
+    if pid is not None:
+        shown = _shown(rings_of(pid))
         if shown is None:
             raise UsageError(f"process {target} is not being recorded: `kvprobe attach {target}` records it")
         return shown
     if "/" in target:
         raise UsageError(f"{target} does not exist")
     found: dict[Path, int] = {}
-    for pid in children():
-        if target in command_line(pid) and (shown := _shown(rings_of(pid))) is not None:
-            found[shown] = pid
+    for other in named(target):
+        if (shown := _shown(rings_of(other))) is not None:
+            found[shown] = other
     if not found:
         raise UsageError(
-            f"no recorded process has {target} in its command line: `kvprobe attach PID` records one that runs"
+            f"no recorded process has {target} in its command line: `kvprobe attach {target}` records one that runs"
         )
     if len(found) > 1:
         several = ", ".join(f"{pid} ({folder})" for folder, pid in found.items())
@@ -125,7 +132,10 @@ def _refuse_ended(run: Path | None) -> None:
 
 
 class Offloads:
-    """What offloads have brought so far, from the events that a run's adapters write."""
+    """What offloads have brought so far, from the events that a run's adapters write.
+
+    An event holds the sums since the server began, so of many the newest are enough.
+    """
 
     def __init__(self) -> None:
         self._read: dict[Path, int] = {}  # bytes of each file that were read
@@ -134,22 +144,22 @@ class Offloads:
     def look(self, views: list[ProcessView]) -> list[Benefit]:
         """Reads what is new in the run folders of these processes."""
         from kvprobe.diagnosis.offload_benefit import of_events
+        from kvprobe.runfolder import files
 
         folders = {Path(view.path).parent for view in views}
         for path in sorted(path for folder in folders for path in folder.glob("events-*.jsonl")):
             try:
-                with path.open("rb") as file:
-                    file.seek(self._read.get(path, 0))
-                    new = file.read()
+                begin, new = files.read_new(path, self._read.get(path, 0), EVENTS_BYTES)
             except OSError:
                 continue
             whole = new[: new.rfind(b"\n") + 1]
-            self._read[path] = self._read.get(path, 0) + len(whole)
+            self._read[path] = begin + len(whole)
             for line in whole.splitlines():
                 if b'"kind":"offload"' in line:
-                    with suppress(ValueError):
+                    with suppress(ValueError, RecursionError):
                         event = json.loads(line)
-                        self._last[path, str(event.get("source"))] = event
+                        if isinstance(event, dict):
+                            self._last[path, str(event.get("source"))] = event
         return of_events(self._last.values())
 
 
@@ -179,7 +189,7 @@ def render(
 
     parts: list[RenderableType] = []
     for view in views:
-        parts.append(_process_table(view, width))
+        parts.append(_process_table(view, width) if view.streams else Text(f"{_heading(view, width)}\n  {NO_CALL}"))
         if view.longest and view.longest.age_ns > 1_000_000:
             call = view.longest
             parts.append(
@@ -188,7 +198,7 @@ def render(
                     f"for {call.age_ns / 1e6:,.1f} ms"
                 )
             )
-    parts += [Text(one.sentence) for one in offloads or ()]
+    parts += [Text(plain(one.sentence)) for one in offloads or ()]
     if not views:
         parts.append(Text(nothing))
     if note:
@@ -209,9 +219,8 @@ def _process_table(view: ProcessView, width: int) -> RenderableType:
     from rich.text import Text
 
     narrow = width < NARROW
-    table = Table(
-        title=Text(_heading(view, width)), title_justify="left", padding=(0, 0) if narrow else (0, 1), box=_box(narrow)
-    )
+    title = Text(plain(_heading(view, width)))
+    table = Table(title=title, title_justify="left", padding=(0, 0) if narrow else (0, 1), box=_box(narrow))
     names: tuple[str, ...] = ("stream", "subm/s", "p50", "p99", "baseline", "blocked", "outstanding", "h2d", "d2h")
     if narrow:
         names = ("stream", "subm/s", "p50 us", "p99 us", "blocked", "GB/s")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvprobe.commands._reading import WindowOptions, window_options
+from kvprobe.commands._reading import WindowOptions, plain, window_options
 
 if TYPE_CHECKING:
     from kvprobe.recordings.triage import Triage
@@ -27,14 +27,16 @@ def command(inputs: tuple[Path, ...], as_json: bool, window: WindowOptions) -> i
     The verdict is found, healthy, or undecided (the recording is cut off, empty, or has no submissions). `kvprobe
     report` and `kvprobe check --no saturation` give the same verdict on the same recording.
 
-    A line has the verdict, the host time lost, the depth at which the queue was full, the stream, and the file. A
-    folder stands for all recordings below it; a run folder is one recording. PyTorch profiler traces are read most
-    quickly; `kvprobe report` finds other causes as well. --from, --to and --range judge a part of each recording, as
-    in `kvprobe check`. Exit code 1: an input could not be read, or has nothing in that part.
+    A line has the verdict, the host time lost, how many submissions the queue held when it was full, the stream, and
+    the file. A folder stands for all recordings below it; a run folder is one recording. PyTorch profiler traces are
+    read most quickly; `kvprobe report` finds other causes as well. --from, --to and --range judge a part of each
+    recording, as in `kvprobe check`. Exit code 1: an input could not be read, or has nothing in that part.
     """
     from kvprobe.recordings import expand_deeply
     from kvprobe.recordings.triage import Triage, certain, quick_triages
 
+    if window != WindowOptions():
+        window.check()
     paths = [path for given in inputs for path in expand_deeply(given)]
     quick = quick_triages(paths) if window == WindowOptions() else [None] * len(paths)
     answers = [
@@ -49,12 +51,12 @@ def command(inputs: tuple[Path, ...], as_json: bool, window: WindowOptions) -> i
 
         click.echo(json.dumps({"recordings": [_json(one) for one in found], "errors": errors}))
     else:
-        from kvprobe.commands._reading import plain
-
+        if found:
+            click.echo(_row("verdict", "time lost", "full at", "stream", "recording"))
         for one in found:
-            click.echo(_line(one) + plain(str(one.path)))
+            click.echo(_line(one))
             for what, how in one.missing[:1] if one.verdict == "undecided" else ():
-                click.echo(plain(f"             undecided, because {what}; {how}"))
+                click.echo(plain(f"             {what}; {how}"))
     for error in errors:
         click.echo(f"kvprobe: {error}", err=True)
     return 1 if errors else 0
@@ -77,9 +79,14 @@ def _line(one: Triage) -> str:
 
     full = [queue for queue in one.queues if queue.verdict == "found"]
     shown = full or [queue for queue in one.queues if queue.verdict == "undecided"]
-    lost, ceiling = (ms(one.lost_ns), f"ceiling {full[0].ceiling:,}") if full else ("-", "-")
+    lost = ms(one.lost_ns) if one.lost_ns and one.verdict == "found" else "-"
+    ceiling = f"{full[0].ceiling:,}" if full else "-"  # a channel's is of no one stream
     stream = shown[0].title + (f" and {len(shown) - 1} more" if len(shown) > 1 else "") if shown else "-"
-    return f"{one.verdict:11}  {lost:>12}  {ceiling:13}  {stream:21}  "
+    return _row(one.verdict, lost, ceiling, stream, plain(str(one.path)))
+
+
+def _row(verdict: str, lost: str, full_at: str, stream: str, path: str) -> str:
+    return f"{verdict:11}  {lost:>12}  {full_at:>7}  {stream:21}  {path}"
 
 
 def _json(one: Triage) -> dict[str, Any]:

@@ -8,6 +8,7 @@ then runs with and without each, by turns, every run under `kvprobe run` and wit
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -188,10 +189,11 @@ def _from_outside(
                     continue
             else:
                 continue
-            known = total.get(change.key)
+            key = ("rung", "", change.value) if change.kind == "rung" else change.key  # --fix auto is one run for all
+            known = total.get(key)
             savings = [one.predicted_saving_ns for one in (known, change) if one is not None]
             modelled = [one for one in savings if one is not None]
-            total[change.key] = replace(change, predicted_saving_ns=sum(modelled) if modelled else None)
+            total[key] = replace(change, predicted_saving_ns=sum(modelled) if modelled else None)
     for change in wanted:
         total.setdefault(change.key, change)
     if not total:
@@ -252,10 +254,12 @@ class _Run:
             try:
                 self.figure = float(last.replace(",", ""))
             except ValueError:
+                self.figure = None
+            if self.figure is None or not math.isfinite(self.figure):
                 raise CommandFailedError(
                     f"--figure {pattern.pattern}: no number matches it in the output of "
                     f"{self.folder.with_suffix('.out')}"
-                ) from None
+                )
         return blocked_ns(self.recording(), usual)[1]
 
     def measured(self, usual: dict[str, float]) -> TrialRun:
@@ -329,10 +333,12 @@ def _line(what: str, found: Compared, more: str) -> str:
     def show(value: float) -> str:
         return f"{value:,.4g}" if what == "figure" else duration(value)
 
-    words = {"less": "a gain", "more": "a loss"} if what != "figure" else {"less": "lower", "more": "higher"}
-    verdict = words.get(found.verdict, found.verdict)
+    words = {"less": "a gain", "more": "a loss"}
+    moved = f"saves {show(found.saved)} ({show(found.low)} to {show(found.high)})"
+    if what == "figure":  # whether more of it is better only its owner knows
+        words = {"less": "lower", "more": "higher"}
+        moved = f"changes by {-found.saved:+,.4g} ({-found.high:+,.4g} to {-found.low:+,.4g})"
     return (
         f"  {what:12}  {show(median(found.without))} as it is, {show(median(found.given))} with it\n"
-        f"  {'':12}  saves {show(found.saved)} ({show(found.low)} to {show(found.high)}){more}: {verdict} "
-        f"(p = {found.p:.2g})"
+        f"  {'':12}  {moved}{more}: {words.get(found.verdict, found.verdict)} (p = {found.p:.2g})"
     )

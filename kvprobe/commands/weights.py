@@ -57,13 +57,16 @@ def command(
     """
     from kvprobe.reporting import check_writable
 
-    if model.is_file():
+    if model.is_file() or (model.is_dir() and not (model / "config.json").exists() and _is_recording(model)):
         from kvprobe.recordings import open_recording
 
         _show_recorded(load_times(open_recording(model)), as_json)
         return
-    check_writable(report)
     from kvprobe.errors import UsageError
+
+    if not model.exists():
+        raise UsageError(f"{model}: no such folder or file")
+    check_writable(report)
     from kvprobe.weights import load
 
     if gpu_fraction is None and gpu_bytes is None:
@@ -83,6 +86,17 @@ def command(
             )
         else:
             _show(outcome, profile)
+
+
+def _is_recording(folder: Path) -> bool:
+    """Whether a folder holds one, or the traces of several ranks."""
+    from kvprobe.errors import RecordingError
+    from kvprobe.recordings import expand, sniff
+
+    try:
+        return all(sniff(path) for path in expand(folder))
+    except (RecordingError, OSError):
+        return False
 
 
 def _run(held: WeightOffload, tokens: int, forwards: int) -> dict[str, Any]:

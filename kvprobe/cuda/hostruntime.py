@@ -74,6 +74,7 @@ class HostStats(ct.Structure):
         ("pinned_bytes", _u64),
         ("host_functions", _u64),
         ("sticky", _u64),
+        ("pointers_asked", _u64),
     )
 
 
@@ -121,6 +122,8 @@ _CONTROLS: dict[str, tuple[list[Any], Any]] = {
     "kvhostGateOpen": ([_p], None),
     "kvhostGateReached": ([_p], _i),
     "kvhostGateDestroy": ([_p], None),
+    "cudaStreamBeginCapture": ([_p, _i], _i),
+    "cudaStreamEndCapture": ([_p, _p], _i),
     "kvhostFailCopy": ([_u64, _i], _i),
     "kvhostFailExecution": ([_u64, _i], _i),
     "kvhostFailCall": ([ct.c_char_p, _u64, _i], _i),

@@ -36,7 +36,7 @@ BULK_RING_BYTES = 16384  # of a warp, beside RING_HEADER of copy_methods.c
 RING_HEADER_BYTES = 512
 BULK, REGISTERS = 1, 2  # kvp_copy_kernel.kind
 
-_MAJOR, _MINOR, _SHARED_OPTIN = 75, 76, 97  # enum cudaDeviceAttr
+_MAJOR, _MINOR, _SHARED_OPTIN, _HOST_POINTERS = 75, 76, 97, 91  # enum cudaDeviceAttr
 _MAX_DYNAMIC_SHARED = 8  # enum CUfunction_attribute
 
 
@@ -88,6 +88,8 @@ def _load(runtime: Runtime, bulk: bool | None) -> CopyKernels:
     driver = _driver(runtime)
     device = runtime.device()
     runtime.set_device(device)  # makes the context current on this thread
+    if not _attribute(runtime, _HOST_POINTERS, device):  # a kernel would fault on it, and the context with it
+        raise _Unavailable("the GPU has other addresses for registered memory than the CPU (Windows, WSL)")
     if runtime.provider == "host":
         capability, module, how = 90, _module(driver, HOST_IMAGE), "host"
     else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvprobe.diagnosis.finding import (
+    DEVICE_BY_NSYS,
     Change,
     Evidence,
     EvidenceChart,
@@ -15,6 +16,7 @@ from kvprobe.diagnosis.finding import (
     Series,
     TracedCall,
     Where,
+    is_of_nsys,
     ranked,
 )
 from kvprobe.launchqueue.constants import COSTLY_BATCH, SATURATION
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CAUSES",
+    "CPU_STARVED",
     "TracedCall",
     "FULL_QUEUE",
     "Change",
@@ -48,6 +51,7 @@ __all__ = [
 ]
 
 PROFILER, SERVER_CALL, UNEXPLAINED = "profiler_overhead", "blocking_server_call", "unexplained"
+CPU_STARVED = "cpu_starved"
 _QUEUES = ("aliased_stream", "channels_exhausted", "fence_before_copies", SATURATION)
 _OTHER_THREADS = "context_lock_stall"
 
@@ -62,10 +66,12 @@ CAUSES: tuple[str, ...] = (
     "synchronisation",
     *_QUEUES,
     "pinning_stall",
+    CPU_STARVED,
     _OTHER_THREADS,
     COSTLY_BATCH,
     "first_calls",
     "allocation_on_hot_path",
+    "unmerged_neighbours",
     UNEXPLAINED,
     # copy engines and the device
     "redundant_loads",
@@ -101,7 +107,9 @@ def _not_shown(module: ModuleType, joined: JoinedRecording) -> NotLookedFor | No
     if getattr(module, "OF_EXECUTIONS", False) and not joined.recording.has_executions:
         return NotLookedFor(
             "the recording does not show what the device executed",
-            "Nsight Systems (kvprobe run --nsys) or the PyTorch profiler",
+            DEVICE_BY_NSYS
+            if is_of_nsys(joined.recording)
+            else "Nsight Systems (kvprobe run --nsys) or the PyTorch profiler",
         )
     lacks: NotLookedFor | None = module.not_shown(joined) if hasattr(module, "not_shown") else None
     return lacks
@@ -131,10 +139,21 @@ def examine_joined(joined: JoinedRecording, causes: Sequence[str] = CAUSES) -> E
         if lacks is not None:
             blind.append(replace(lacks, cause=cause))
             continue
+        if cause == UNEXPLAINED:
+            found += _open_questions(joined, causes)
         finding = module.find(joined)
         if finding is not None:
             found.append(finding)
     return Examination(ranked(found), blind)
+
+
+def _open_questions(joined: JoinedRecording, causes: Sequence[str]) -> list[Finding]:
+    """What causes cannot tell of calls that nothing else explains either."""
+    from importlib import import_module
+
+    modules = [import_module(f"kvprobe.diagnosis.{cause}") for cause in causes]
+    asked = [module.open_question(joined) for module in modules if hasattr(module, "open_question")]
+    return [finding for finding in asked if finding is not None]
 
 
 def diagnose(recording: Recording, occupancy: Occupancy | None = None) -> list[Finding]:

@@ -20,6 +20,7 @@ from kvprobe.diagnosis.deeper_queue import BATCHED, deeper, spared
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import JoinedRecording, ms
 from kvprobe.diagnosis.launch_queue_saturation import cliff
+from kvprobe.diagnosis.merging import merged
 from kvprobe.diagnosis.queue_full import full
 
 CAUSE = cause_of(__name__)
@@ -76,7 +77,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         cure=(
             Change(
                 "CUDA_DEVICE_MAX_CONNECTIONS=32 (or CUDA_DEVICE_MAX_COPY_CONNECTIONS=32, for copies) before CUDA "
-                f"starts: {channels} channels become 32, for these {users} streams",
+                f"starts: {channels} channel{'s become' if channels > 1 else ' becomes'} 32, for these {users} streams",
                 "environment",
                 "CUDA_DEVICE_MAX_CONNECTIONS",
                 "32",
@@ -87,6 +88,7 @@ def find(joined: JoinedRecording) -> Finding | None:
                 "Submit fewer, larger pieces: one cudaMemcpyBatchAsync for a transfer",
                 share=spared(joined, found, "channels", BATCHED),
             ),
+            *merged(joined, found, "channels"),
             Change("Limit the number of outstanding copies to channels x depth: more streams do not add room"),
         ),
     )

@@ -25,6 +25,7 @@ __all__ = ["BATCHED", "SCALE", "deeper", "spared"]
 SCALE = 4  # CUDA_SCALE_LAUNCH_QUEUES=4x: 1,021 submissions become 4,093 (measured, H200)
 SCALED_ALREADY = 3_000  # a queue of one stream that is as deep has been scaled: 4x is the most
 BATCHED = 8  # a queue that takes 1,021 copies took 8,168 and more in batches (measured, H200)
+STAGED_NS, STAGED_BYTES_PER_NS = 50_000, 2.0  # staging runs at 8 to 10 GB/s (H200)
 _LONG_AGO = -(1 << 62)
 
 
@@ -97,8 +98,11 @@ def _replayed(joined: JoinedRecording, streams: Array, rows: Array, ns: Array, d
     done[: len(later)][waited] = np.maximum(done[: len(later)], joined.end[later])[waited]
     needed = np.full(len(joined.start), _LONG_AGO, dtype=np.int64)  # by each call, before it can return
     needed[members[room:]] = done[: max(len(members) - room, 0)]
-    # A wait for the device ends when the device is done, however early it begins.
-    waits = (joined.kind == CallKind.SYNC) | (joined.kind == CallKind.COPY_SYNC) | (joined.memory == Memory.PAGEABLE)
+    # A wait for the device ends when the device is done, however early it begins. A pageable copy is one where it took
+    # longer than to stage its bytes; else it went past whatever was in front of it.
+    staged = (joined.memory == Memory.PAGEABLE) & (joined.dur <= STAGED_NS + joined.bytes / STAGED_BYTES_PER_NS)
+    waits = (joined.kind == CallKind.SYNC) | (joined.kind == CallKind.COPY_SYNC)
+    waits |= (joined.memory == Memory.PAGEABLE) & ~staged
     needed[waits] = joined.end[waits]
     member = np.zeros(len(joined.start), dtype=bool)
     member[members] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass
 from importlib import import_module
@@ -33,7 +34,9 @@ class Description:
 def describe(cause: str) -> Description:
     """What is known of a cause; a UsageError where there is none of that name."""
     if cause not in CAUSES:
-        raise UsageError(f"no cause is called {cause!r}; `kvprobe causes` lists them")
+        near = [name for name in CAUSES if cause in name] or difflib.get_close_matches(cause, CAUSES, 1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise UsageError(f"no cause is called {cause!r}; {meant}`kvprobe causes` lists them")
     summary, _, rest = (import_module(f"kvprobe.diagnosis.{cause}").__doc__ or "").partition("\n")
     parts: list[tuple[str, str]] = []
     for paragraph in filter(None, (one.strip() for one in rest.split("\n\n"))):

@@ -4,9 +4,9 @@ Mechanism: `cudaMemcpyBatchAsync` costs its caller 0.3 to 1.2 us for each descri
 neighbours. 12,288 descriptors of 8 KiB took 6.3 ms to submit and 1.9 ms to execute.
 
 Signature: the time inside batch calls grows with the number of descriptors, is long (at least 200 us in some call, and
-60 us in each that counts), and is at least half of what the device needs for the copies; the queue is not full, so it
-is not saturation, and host memory is pinned. Kineto does not write how many descriptors a batch has: there the same is
-concluded from three calls and more, as likely.
+60 us in each that counts, 5 us a descriptor at most), and is at least half of what the device needs for the copies; the
+queue is not full, so it is not saturation, and host memory is pinned. Kineto does not write how many descriptors a
+batch has: there the same is concluded from three calls and more, as likely.
 
 Predicted saving: of one gather kernel instead of a batch (one launch), all but the launch. What merging saves depends
 on the runs in the block lists, which recordings do not have: not modelled.
@@ -23,6 +23,7 @@ from kvprobe.recordings.model import CallKind, Memory
 CAUSE = cause_of(__name__)
 LONG_NS = 200_000
 EACH_NS = (300, 1_200)  # what a descriptor costs its caller
+MOST_NS = 5_000  # a call that took longer for each of them waited for something else
 
 
 def find(joined: JoinedRecording) -> Finding | None:
@@ -36,6 +37,8 @@ def find(joined: JoinedRecording) -> Finding | None:
     known = joined.exec_end[rows] >= 0
     executing = np.where(known, joined.exec_end[rows] - joined.exec_start[rows], 0)
     rows = rows[~known | (2 * joined.dur[rows] >= executing)]
+    counted = joined.count[rows] > 0
+    rows = rows[~counted | (joined.dur[rows] <= MOST_NS * joined.count[rows].astype(np.int64))]
     counted = joined.count[rows] > 0
     if not counted.all() and len(rows) < 3:
         rows = rows[counted]

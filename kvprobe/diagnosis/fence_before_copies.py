@@ -22,8 +22,9 @@ from kvprobe.diagnosis.deeper_queue import BATCHED, deeper, spared
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import JoinedRecording, between, ms
 from kvprobe.diagnosis.launch_queue_saturation import cliff
-from kvprobe.diagnosis.queue_full import full
-from kvprobe.recordings.model import Engine
+from kvprobe.diagnosis.merging import merged
+from kvprobe.diagnosis.queue_full import Full, full
+from kvprobe.recordings.model import CallKind, Direction, Engine
 
 CAUSE = cause_of(__name__)
 
@@ -41,6 +42,11 @@ def find(joined: JoinedRecording) -> Finding | None:
     told = int((waits & np.isin(joined.stream, streams)).sum())
     busy = joined.busy(Engine.KERNEL).within(joined.start[rows], joined.end[rows])
     behind = int((2 * busy > ns).sum())
+    copying = joined.busy(Engine.COPY).within(joined.start[rows], joined.end[rows])
+    copied = int((2 * copying > ns).sum()) if not behind else 0
+    launching = np.isin(joined.kind[rows], [CallKind.LAUNCH, CallKind.GRAPH, CallKind.MEMSET])
+    of_launches = 2 * int(ns[launching].sum()) > int(ns.sum())
+    of_loads = 2 * int(ns[joined.direction[rows] == Direction.H2D].sum()) > int(ns.sum())
     behind_what = (
         "while nothing of their stream executed"
         if joined.recording.has_executions
@@ -83,13 +89,29 @@ def find(joined: JoinedRecording) -> Finding | None:
                         INFERRED,
                     ),
                 )
-                if joined.recording.has_executions
+                if behind
+                else ()
+            ),
+            *(
+                (
+                    Evidence(
+                        f"copies of other streams ran during most of {copied} of them: what the fence waits for",
+                        copied,
+                        "calls",
+                        INFERRED,
+                    ),
+                )
+                if copied
                 else ()
             ),
         ),
-        cure=(
+        cure=_of_launches(joined, found)
+        if of_launches
+        else (
             Change(
-                "Submit the store when the forward it waits for has ended, or at the start of the next step (vLLM "
+                "Submit the loads when what they wait for has ended"
+                if of_loads
+                else "Submit the store when the forward it waits for has ended, or at the start of the next step (vLLM "
                 "0.14)",
                 share=1.0,
             ),
@@ -106,5 +128,15 @@ def find(joined: JoinedRecording) -> Finding | None:
                 "auto",
                 share=spared(joined, found, "fence", channels),
             ),
+            *merged(joined, found, "fence"),
         ),
+    )
+
+
+def _of_launches(joined: JoinedRecording, found: Full) -> tuple[Change, ...]:
+    """What helps where it is launches that wait."""
+    return (
+        Change("Launch when what the stream waits for has ended: the thread is free until then", share=1.0),
+        deeper(joined, found, "fence"),
+        Change("Launch fewer, larger pieces of work behind the wait: CUDA graphs, fused kernels"),
     )

@@ -12,8 +12,9 @@ __all__ = ["pooled_behind_fence", "still_by_waits"]
 
 STILL_NS = 1_000_000  # a wait for more than a copy
 TIMES = 10  # how much longer the fence holds a call than the queue does that drains afterwards
-CHANNELS, OF_EACH, SHARED = (4, 8, 16, 32), 1_000, 21  # places for copies by channels (measured on an H200)
+CHANNELS, OF_EACH, SHARED = (1, 2, 4, 8, 16, 32), 1_000, 21  # places for copies by channels (measured on an H200)
 FILLED, ROOMY = 0.9, 0.7  # of all places taken, and of one stream's, where the channels are what is full
+EARLY = 1.05  # of all places: what the burst had begun with may have run before the fence
 IDLE_NS = 2_000_000  # between two bursts
 POOL = 5
 
@@ -48,8 +49,8 @@ def pooled_behind_fence(joined: JoinedRecording) -> tuple[Array, Array, int, int
     """Copies over many streams, all told to wait, that blocked when the channels together were full.
 
     In a burst of one direction over at least five streams the first call that blocks comes when nine tenths of the
-    places of 4, 8, 16 or 32 channels are taken, while its own stream holds far less than a stream does, and its stream
-    had been told to wait for an event. Counted with it are the later calls of the burst that were slow.
+    places of 1, 2, 4, 8, 16 or 32 channels are taken, while its own stream holds far less than a stream does, and its
+    stream had been told to wait for an event. Counted with it are the later calls of the burst that were slow.
 
     Returns:
         Rows of `calls`; ns lost in each; submissions outstanding when the first blocked; streams in use.
@@ -87,7 +88,7 @@ def _fits(joined: JoinedRecording, burst: Array, first: int, counts: tuple[int, 
     """Whether the first long call of a burst met full channels behind a fence."""
     stream = joined.stream[burst[first]]
     own = int((joined.stream[burst[:first]] == stream).sum())
-    places = [(FILLED * n * OF_EACH, n * OF_EACH + SHARED) for n in counts]
+    places = [(FILLED * n * OF_EACH, EARLY * (n * OF_EACH + SHARED)) for n in counts]
     if own > ROOMY * OF_EACH or not any(low <= first <= high for low, high in places):
         return False
     before = told & (joined.stream == stream) & (joined.start < joined.start[burst[first]])

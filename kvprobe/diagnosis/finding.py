@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from kvprobe.recordings.model import Recording
 
 __all__ = [
     "TracedCall",
@@ -23,6 +26,7 @@ __all__ = [
     "LostOn",
     "NotLookedFor",
     "Series",
+    "SEVERITIES",
     "Severity",
     "Where",
     "best_first",
@@ -97,6 +101,18 @@ class NotLookedFor:
     def to_json(self) -> dict[str, str]:
         """The three fields."""
         return {"cause": self.cause, "because": self.because, "shown_by": self.shown_by}
+
+
+# What shows the device's activity where a recording by Nsight Systems holds none.
+DEVICE_BY_NSYS = (
+    "Nsight Systems with device activity: nsys profile -t cuda (kvprobe run --nsys) while no other tool traces CUDA, "
+    "and all tables exported"
+)
+
+
+def is_of_nsys(recording: Recording) -> bool:
+    """Whether all of a recording was made by Nsight Systems, so that the advice to use it leads in a circle."""
+    return bool(recording.source) and all(one.format.startswith("nsys") for one in recording.source)
 
 
 @dataclass(frozen=True)
@@ -359,7 +375,7 @@ class Finding:
         return out
 
 
-_SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
+SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:
@@ -369,5 +385,5 @@ def ranked(findings: Iterable[Finding]) -> list[Finding]:
     beat any delay. Then by time lost.
     """
     return sorted(
-        findings, key=lambda one: (one.abstains, _SEVERITIES.index(one.severity), one.lost_on != "none", -one.lost_ns)
+        findings, key=lambda one: (one.abstains, SEVERITIES.index(one.severity), one.lost_on != "none", -one.lost_ns)
     )

@@ -6,7 +6,8 @@ priorities do not help: they have no effect on copies.
 
 Signature: a pinned copy of at most 64 KiB that could have started (submitted, its stream's previous operation over) at
 least 100 us before it did, while the engine of its direction worked for other streams for at least 80% of that time,
-on copies that are together at least 16 times larger. A full queue holds the caller; here the call returns at once.
+on copies that are together at least 16 times larger than it, and than what its own stream goes on to move. A full queue
+holds the caller; here the call returns at once.
 
 Time lost: the waiting time, each instant of one process and direction once. Predicted saving: all but one copy of the
 burst, the one being served: waiting - n x median copy of the burst.
@@ -58,13 +59,21 @@ def find(joined: JoinedRecording) -> Finding | None:
                 mine = (table["process"][small] == process) & (table["stream"][small] == stream)
                 rows, since = small[mine], ready[mine]
                 others = np.flatnonzero(copies & (table["process"] == process) & (table["stream"] != stream))
+                if not len(others):
+                    continue
                 busy = Cover(joined.x_start[others], joined.x_end[others])
                 until = joined.x_start[rows]
                 covered = busy.within(since, until)
                 big = np.concatenate(([0], np.cumsum(table["bytes"][others][np.argsort(joined.x_end[others])])))
                 ends = ascending(joined.x_end[others])
                 ahead = big[np.searchsorted(ends, until, "right")] - big[np.searchsorted(ends, since, "right")]
-                hit = (10 * covered >= 8 * (until - since)) & (ahead >= 16 * table["bytes"][rows])
+                own = np.flatnonzero(copies & (table["process"] == process) & (table["stream"] == stream))
+                moved = np.concatenate(([0], np.cumsum(table["bytes"][own][np.argsort(joined.x_end[own])])))
+                over = ascending(joined.x_end[own])
+                # what its stream goes on to move in as long a time as it waited: a burst's first copy is no small one
+                follows = moved[np.searchsorted(over, 2 * until - since, "right")]
+                follows = follows - moved[np.searchsorted(over, until, "right")]
+                hit = (covered >= 0.8 * (until - since)) & (ahead >= 16 * np.maximum(table["bytes"][rows], follows))
                 if hit.any():
                     caught.append(rows[hit])
                     waits.append(np.stack((since[hit], until[hit])))

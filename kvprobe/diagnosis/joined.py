@@ -31,6 +31,7 @@ from kvprobe.diagnosis.intervals import Cover, distinct, group_starts, in_time, 
 from kvprobe.diagnosis.traced import longest
 from kvprobe.launchqueue.constants import LEAST_NS, NOTABLE_NS, NOTABLE_SHARE
 from kvprobe.recordings.assemble import codes
+from kvprobe.recordings.link_rate import link_rate
 from kvprobe.recordings.links import links_of
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Engine, Label, Memory, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
@@ -230,27 +231,8 @@ class JoinedRecording:
         return known[process]
 
     def link(self, direction: Direction) -> tuple[float, str]:
-        """Bytes per second that one copy of this direction can reach, and how that is known; 0 where unknown.
-
-        The machine's own figure where the recording has one; else the ninth decile of pinned copies of at least
-        1 MiB in this very recording (a lower bound of the link).
-        """
-        fact = self.recording.machine.get("link_bytes_per_s")
-        if isinstance(fact, dict):
-            fact = fact.get(direction.name.lower(), fact.get(direction.name))
-        if fact:
-            return float(fact), self.recording.machine_how.get("link_bytes_per_s", "stated for this machine")
-        table = self.recording.executions
-        rows = np.flatnonzero(
-            (table["engine"] == Engine.COPY)
-            & (table["direction"] == direction)
-            & (table["bytes"] >= 1 << 20)
-            & (table["memory"] != Memory.PAGEABLE)
-            & (self.x_dur > 0)
-        )
-        if not len(rows):
-            return 0.0, "unknown"
-        return float(np.percentile(table["bytes"][rows] / self.x_dur[rows], 90) * 1e9), "fastest large copies seen here"
+        """Bytes per second that one copy of this direction can reach, and how that is known; 0 where unknown."""
+        return link_rate(self.recording, direction)
 
     def is_named(self, *parts: str) -> Array:
         """Mask of calls whose name contains one of the parts, case aside."""

@@ -22,7 +22,8 @@ from kvprobe.diagnosis.deeper_queue import BATCHED, deeper, spared
 from kvprobe.diagnosis.finding import INFERRED, LABELLED, MEASURED, Change, Evidence, EvidenceChart, Finding, cause_of
 from kvprobe.diagnosis.intervals import distinct
 from kvprobe.diagnosis.joined import Array, JoinedRecording, between, ms, share
-from kvprobe.diagnosis.queue_full import Full, full
+from kvprobe.diagnosis.merging import merged
+from kvprobe.diagnosis.queue_full import full
 from kvprobe.recordings.model import CallKind
 
 CAUSE = cause_of(__name__)
@@ -49,8 +50,13 @@ def cliff(joined: JoinedRecording, rows: Array) -> EvidenceChart:
     }
 
 
-def _abstain(joined: JoinedRecording, found: Full) -> Finding | None:
-    rows = found.open_rows[joined.host.free_ns[found.open_rows] > 0]
+def open_question(joined: JoinedRecording) -> Finding | None:
+    """Slow calls with most outstanding, where one of the three signs is missing."""
+    found = full(joined)
+    if not found.open_reason or len(found.rows["saturation"]):
+        return None
+    free = joined.host.free_ns[found.open_rows] > 0
+    rows, ns = found.open_rows[free], found.open_ns[free]
     if len(rows) < 3:
         return None
     return joined.host_finding(
@@ -58,7 +64,7 @@ def _abstain(joined: JoinedRecording, found: Full) -> Finding | None:
         "The launch queue may have been full: {calls} calls took {lost} longer with most outstanding",
         "cannot tell",
         rows,
-        joined.excess_ns[rows],
+        ns,
         severity="info",
         chart=cliff(joined, rows) if len(rows) else None,
         evidence=(
@@ -88,12 +94,13 @@ def find(joined: JoinedRecording) -> Finding | None:
     found = full(joined)
     rows, ns = found.rows["saturation"], found.ns["saturation"]
     if not len(rows):
-        return _abstain(joined, found) if found.open_reason else None
+        return None
     queues = found.queues
     lost = int(ns.sum())
     kinds = joined.kind[rows]
     launches = np.isin(kinds, [CallKind.LAUNCH, CallKind.GRAPH])
     of_launches = 2 * int(ns[launches].sum()) > lost
+    of_batches = 2 * int(ns[kinds == CallKind.BATCH].sum()) > lost
     depth = joined.occupancy.depth[rows]
     at = between(depth)
     baseline = float(np.median(joined.occupancy.baseline_ns[rows]))
@@ -141,8 +148,8 @@ def find(joined: JoinedRecording) -> Finding | None:
     if first.before or first.after:
         evidence.append(
             Evidence(
-                f"{sum(q.before for q in queues)} operations were in flight when the recording began "
-                f"and {sum(q.after for q in queues)} after it ended; both are counted",
+                f"{sum(q.before for q in queues):,} operations were in flight when the recording began "
+                f"and {sum(q.after for q in queues):,} when it ended; both are counted",
                 sum(q.before for q in queues),
                 "1",
                 INFERRED,
@@ -159,7 +166,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         if mine.any():
             evidence.append(
                 Evidence(
-                    f"{name}: {int(mine.sum()):,} calls, {share(int(ns[mine].sum()), lost)} of the time",
+                    f"{int(mine.sum()):,} of them are {name}: {share(int(ns[mine].sum()), lost)} of the time lost",
                     int(ns[mine].sum()),
                     "ns",
                     MEASURED,
@@ -176,7 +183,9 @@ def find(joined: JoinedRecording) -> Finding | None:
         ]
     else:
         cure += [
-            Change(
+            Change("Submit each transfer as one gather kernel, which takes one place: a batch takes one for 25 copies")
+            if of_batches
+            else Change(
                 "Submit fewer, larger pieces: one cudaMemcpyBatchAsync or one gather kernel for a transfer: a batch "
                 "takes few places, however many copies it has",
                 share=spared(joined, found, "saturation", BATCHED),
@@ -189,6 +198,7 @@ def find(joined: JoinedRecording) -> Finding | None:
                 "auto",
                 share=spared(joined, found, "saturation", float(channels)),
             ),
+            *merged(joined, found, "saturation"),
         ]
     return joined.host_finding(
         CAUSE,

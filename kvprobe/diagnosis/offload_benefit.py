@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvprobe.recordings.assemble import LARGEST
 from kvprobe.recordings.model import Direction, Recording
 
 __all__ = ["Benefit", "of_events", "of_recording"]
@@ -26,7 +27,8 @@ class Benefit:
         prompt_tokens: of all requests that were admitted; `gpu_hit_tokens` of them lay on the GPU already,
             `hit_tokens` came from the offload.
         unread_blocks: evicted or overwritten before anybody loaded them; `held_unread_blocks` still may be loaded.
-        waited_ns: sum over requests, from the decision to load until the blocks were there.
+        waited_ns: sum over requests, from the decision to load until the blocks were there, and over steps that waited
+            for loads of their own.
         prefill_ns_per_token: what the server took to compute a token of a prompt.
     """
 
@@ -150,7 +152,7 @@ def _sum(server: str, source: str, group: list[Mapping[str, Any]]) -> Benefit:
 
 
 def _known(value: object) -> bool:
-    return isinstance(value, int | float) and value >= 0
+    return isinstance(value, int | float) and 0 <= value <= LARGEST
 
 
 def of_recording(recording: Recording) -> list[Benefit]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import NotLookedFor
+from kvprobe.diagnosis.finding import DEVICE_BY_NSYS, NotLookedFor, is_of_nsys
 from kvprobe.diagnosis.intervals import distinct, in_time
 from kvprobe.diagnosis.joined import Array, JoinedRecording
 from kvprobe.recordings.model import CallKind, Direction, Memory
@@ -14,6 +14,10 @@ __all__ = ["AsyncCopies", "bursts", "copies_apart", "order_not_shown", "waits"]
 LEAST = 3  # bursts; fewer prove nothing
 WAITS = ("streamwaitevent", "streamwaitvalue", "streambatchmemop")
 SHOWN_BY = "Nsight Systems (kvprobe run --nsys), which records the stream and the event of each wait"
+EXPORTED_WHOLE = (
+    "the table CUPTI_ACTIVITY_KIND_SYNCHRONIZATION, which this export lacks rows of: export the report again with all "
+    "its tables (nsys export --type sqlite), or record with Nsight Systems 2025.3 or newer (kvprobe run --nsys)"
+)
 
 
 class AsyncCopies:
@@ -56,11 +60,15 @@ def order_not_shown(joined: JoinedRecording) -> NotLookedFor | None:
 
     To say that nothing orders them needs every execution, and of every wait the stream that waits.
     """
+    by_nsys = is_of_nsys(joined.recording)
     if not joined.recording.has_executions:
-        return NotLookedFor("the recording does not show when copies and kernels executed", SHOWN_BY)
+        what = "the recording does not show when copies and kernels executed"
+        return NotLookedFor(what, DEVICE_BY_NSYS if by_nsys else SHOWN_BY)
     untold = int((joined.is_named(*WAITS) & (joined.stream < 0)).sum())
     if untold:
-        return NotLookedFor(f"the recorder does not tell which streams {untold:,} waits for events belong to", SHOWN_BY)
+        who = "export" if by_nsys else "recorder"
+        what = f"the {who} does not tell which streams {untold:,} waits for events belong to"
+        return NotLookedFor(what, EXPORTED_WHOLE if by_nsys else SHOWN_BY)
     return None
 
 

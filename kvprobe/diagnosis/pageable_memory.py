@@ -115,7 +115,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         if mine.any():
             evidence.append(
                 Evidence(
-                    f"{name}: {int(mine.sum()):,} calls, {share(int(excess[mine].sum()), lost)} of the time",
+                    f"{name}: {int(mine.sum()):,} calls, {share(int(excess[mine].sum()), lost)} of the time lost",
                     int(mine.sum()),
                     "calls",
                     COUNTED,

@@ -6,17 +6,21 @@ switch interval, 5 ms), or garbage is collected.
 
 Signature: any of
  - many short gaps (each launch pays): at least 64 gaps below 200 us that take a tenth of the span or more;
- - long gaps that have the interpreter's switch interval for a floor: none shorter than 4.8 ms, some at it, a quarter
-   below 8 ms: another thread holds the lock, and gives it up 5 ms after it was asked to;
+ - long gaps that have the interpreter's switch interval for a floor (none shorter than 4.8 ms, some at it, a quarter
+   below 8 ms) and come in several multiples of it: other threads hold the lock, and each gives it up 5 ms after it was
+   asked to;
  - long gaps that overlap intervals labelled garbage collection for most of their length;
  - stacks taken in the gaps that show the thread waiting for the lock or in Python code.
 Gaps as in `gpu_starved`, which keeps those without such evidence.
 
 A thread that submits loses its time in the same way where the device is never idle, or was not recorded: between its
 calls. Signature: of the pauses between its calls at least half of the long ones, and no fewer than 16, last one or a
-few switch intervals of the interpreter (5 ms each, up to a fifth more), hardly any lies between 1 ms and the first.
-Pauses that all last the same three intervals or more are a timer's. A driver's lock, a full queue and pageable memory
-hold a thread inside calls; a lost CPU has no such period.
+few switch intervals of the interpreter (5 ms each, up to a fifth more), hardly any lies between 1 ms and the first. A
+poller's timer has such a period, too. So an eighth of these pauses at least last another number of intervals than most
+do, for the holders do not always come in turn; or nearly every call, of two functions and more, is followed by one, for
+each gives the lock up: who sleeps on purpose does so once a round. A driver's lock, a full queue and pageable memory
+hold a thread inside calls. Pauses in which the thread waited for a CPU, by the kernel's count, are left out: the
+scheduler's slices last some milliseconds each, too (`cpu_starved`).
 
 Time lost: the host's part of these gaps. Predicted saving: the same for short gaps (a CUDA graph launches them as one);
 for the lock and the collector, likewise, with the other work moved out of the process.
@@ -29,23 +33,51 @@ import numpy as np
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
 from kvprobe.diagnosis.gaps import NO_WORK_NS, Gaps, gaps_chart, idle_gaps
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
+from kvprobe.diagnosis.pauses import long_pauses, waited_within
 
 CAUSE = cause_of(__name__)
 SHORT_NS, LEAST_SHARE, MANY = 200_000, 0.10, 64
-LONG_PAUSE_NS, MANY_PAUSES = 1_000_000, 16
+MANY_PAUSES = 16
 SWITCH_NS = 5_000_000  # sys.getswitchinterval()
 TIMER = 3  # switch intervals: a thread whose pauses all last so many, or one higher number, sleeps
+OTHERS = 8  # one in so many pauses lasts another number of intervals than most do, where threads take turns
 
 
-def _by_lock(gaps: Gaps) -> Array:
+def _by_lock(joined: JoinedRecording, gaps: Gaps) -> Array:
     """Mask of the long gaps, where they have the switch interval for a floor."""
-    long = gaps.host_ns >= 1_000_000
+    waited_ns = waited_within(joined, joined.caller[gaps.call], gaps.start, gaps.end)
+    long = (gaps.host_ns >= 1_000_000) & (2 * waited_ns < gaps.host_ns)
     if long.sum() < 5:
         return np.zeros(len(long), dtype=bool)
     shortest, lower = np.percentile(gaps.host_ns[long], (2, 25))
     floor = bool(SWITCH_NS * 0.96 <= shortest <= SWITCH_NS * 1.14 and lower <= SWITCH_NS * 1.6)
-    mask: Array = long & floor
+    mask: Array = long & (floor and _taking_turns(gaps.host_ns[long] / SWITCH_NS))
     return mask
+
+
+def _intervals(times: Array) -> tuple[Array, Array]:
+    """How many switch intervals each pause lasts, and which pauses last so many and not some other time.
+
+    A thread wakes late, never early, and each holder in turn keeps the lock for an interval.
+    """
+    whole = np.maximum(np.round(times), 1)
+    return whole, (whole <= 8) & (times >= 0.97 * whole) & (times <= whole + 0.2 * np.sqrt(whole))
+
+
+def _taking_turns(times: Array) -> bool:
+    """Whether pauses, counted in switch intervals, last now one number of them and now another, as no timer does."""
+    whole, fits = _intervals(times)
+    most = int(np.bincount(whole[fits].astype(np.int64), minlength=9).max())
+    others = int(fits.sum()) - most
+    return OTHERS * others >= int(fits.sum()) > 0 and 2 * others >= int((~fits).sum())
+
+
+def _after_every_call(joined: JoinedRecording, rows: Array, calls: Array) -> bool:
+    """Whether these pauses (after the calls `rows`) follow nearly all `calls` of their thread, of several functions."""
+    begins = joined.start[rows]
+    between = (joined.start[calls] >= begins.min()) & (joined.start[calls] <= begins.max())
+    names = np.bincount(joined.name[rows])
+    return 5 * len(rows) >= 4 * int(between.sum()) and int((OTHERS * names >= len(rows)).sum()) > 1
 
 
 def _by_stacks(joined: JoinedRecording, gaps: Gaps) -> Array:
@@ -65,7 +97,7 @@ def _by_stacks(joined: JoinedRecording, gaps: Gaps) -> Array:
 
 def explained(joined: JoinedRecording, gaps: Gaps) -> Array:
     """Mask of gaps for which there is evidence of the interpreter."""
-    mask: Array = (2 * gaps.gc_ns > gaps.host_ns) | _by_lock(gaps) | _by_stacks(joined, gaps)
+    mask: Array = (2 * gaps.gc_ns > gaps.host_ns) | _by_lock(joined, gaps) | _by_stacks(joined, gaps)
     if len(gaps.call) and len(paused := _submission_pauses(joined)):
         mask |= np.isin(joined.caller[gaps.call], joined.caller[paused])
     return mask
@@ -77,25 +109,24 @@ def _submission_pauses(joined: JoinedRecording) -> Array:
 
 
 def _pauses(joined: JoinedRecording) -> Array:
-    order = joined.by_caller
-    if len(order) < MANY_PAUSES:
-        return order[:0]
-    same = joined.caller[order[1:]] == joined.caller[order[:-1]]
-    pause = np.where(same, joined.start[order[1:]] - joined.end[order[:-1]], 0)
-    found = []
-    for caller in np.unique(joined.caller[order[:-1]][pause > LONG_PAUSE_NS]):
-        mine = np.flatnonzero((joined.caller[order[:-1]] == caller) & (pause > LONG_PAUSE_NS) & (pause < NO_WORK_NS))
-        times = pause[mine] / SWITCH_NS
-        whole = np.maximum(np.round(times), 1)
-        # A thread wakes late, never early, and each holder in turn keeps the lock for an interval.
-        fits = (whole <= 8) & (times >= 0.97 * whole) & (times <= whole + 0.2 * np.sqrt(whole))
+    found = [joined.by_caller[:0]]
+    pauses = long_pauses(joined)
+    # with a CPU that others use the scheduler's slices last some milliseconds each, too
+    wanted = (pauses.ns < NO_WORK_NS) & (2 * pauses.waited_ns < pauses.ns)
+    for caller in np.unique(pauses.caller[wanted]):
+        mine = np.flatnonzero((pauses.caller == caller) & wanted)
+        times, before = pauses.ns[mine] / SWITCH_NS, pauses.before[mine]
+        whole, fits = _intervals(times)
         early = times < 0.9
-        usual = np.bincount(whole[fits].astype(np.int64), minlength=9)
-        if usual.argmax() >= TIMER and 10 * usual.max() >= 9 * fits.sum():
-            continue  # three holders and more do not always come in turn; a thread that sleeps does
+        if not _taking_turns(times):
+            usual = int(np.bincount(whole[fits].astype(np.int64), minlength=9).argmax())
+            if usual >= TIMER or not fits.any():
+                continue
+            if not _after_every_call(joined, before[fits], np.flatnonzero(joined.caller == caller)):
+                continue
         if fits.sum() >= MANY_PAUSES and 2 * fits.sum() >= len(mine) and 10 * early.sum() <= fits.sum():
-            found.append(order[mine[~early]])  # whoever waits long waits for several holders
-    return np.concatenate([order[:0], *found])
+            found.append(before[~early])  # whoever waits long waits for several holders
+    return np.concatenate(found)
 
 
 def _by_submissions(joined: JoinedRecording) -> Finding | None:
@@ -103,11 +134,9 @@ def _by_submissions(joined: JoinedRecording) -> Finding | None:
     rows = _submission_pauses(joined)
     if not len(rows):
         return None
-    order = joined.by_caller
-    place = np.empty(len(order), dtype=np.int64)
-    place[order] = np.arange(len(order))
-    after = order[place[rows] + 1]
-    ns = joined.start[after] - joined.end[rows]
+    pauses = long_pauses(joined)
+    mine = np.isin(pauses.before, rows)
+    rows, after, ns = pauses.before[mine], pauses.after[mine], pauses.ns[mine]
     lost, typical = int(ns.sum()), float(np.median(ns))
     span = joined.caller_span_ns(rows)
     if lost < LEAST_SHARE * span:
@@ -147,7 +176,7 @@ def _by_submissions(joined: JoinedRecording) -> Finding | None:
             Change("Submit from native code, one call for many copies (cudaMemcpyBatchAsync, kvprobe's engine)"),
             Change("sys.setswitchinterval(0.0005) as a stopgap", share=0.9),
         ),
-        reason="a thread that sleeps 5 ms between its calls on purpose looks the same",
+        reason="a thread that sleeps now 5, now 10 ms between its calls on purpose looks the same",
     )
 
 
@@ -165,7 +194,7 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
     short = (gaps.host_ns > 0) & (gaps.host_ns < SHORT_NS)
     if short.sum() < MANY or int(gaps.host_ns[short].sum()) < LEAST_SHARE * span:
         short[:] = False
-    collected, locked, sampled = 2 * gaps.gc_ns > gaps.host_ns, _by_lock(gaps), _by_stacks(joined, gaps)
+    collected, locked, sampled = 2 * gaps.gc_ns > gaps.host_ns, _by_lock(joined, gaps), _by_stacks(joined, gaps)
     mine = short | collected | locked | sampled
     lost = int(gaps.host_ns[mine].sum())
     if not mine.any() or lost < (LEAST_SHARE if not collected.any() else 0.01) * span:

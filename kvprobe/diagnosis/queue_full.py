@@ -17,13 +17,16 @@ import numpy as np
 from kvprobe.diagnosis.fences import pooled_behind_fence, still_by_waits
 from kvprobe.diagnosis.intervals import Cover, ascending, distinct
 from kvprobe.diagnosis.joined import Array, JoinedRecording
-from kvprobe.launchqueue.constants import BAND_SHARE, LEAST_BAND, REAL_DEPTH, STANDING_NS
+from kvprobe.launchqueue.constants import ALIGNED_NS, BAND_SHARE, LEAST_BAND, REAL_DEPTH, STANDING_NS
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory, Recording, Table
+from kvprobe.recordings.numbered import places_each
 from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, occupancy
 
 __all__ = ["Full", "full"]
 
 SHAPES = ("saturation", "fence", "alias", "channels")
+DEEP = 900  # outstanding, where a single blocked call is to be told by what it stood behind
+UNSETTLED_SHARE = 0.05  # of the threads' time: slow calls too short to be looked at one by one
 POOLED_MANY = 5  # streams in use at once, more than the four channels that CUDA makes by default
 
 
@@ -40,7 +43,8 @@ class Full:
         channel_total: deepest that streams sharing a channel were together; 0 where that was not needed.
         channels_how: how sharing is known.
         open_reason: why a queue that might have been full could not be told; "" where none.
-        open_rows: its slow calls at the top.
+        open_rows: its slow calls at the top; `open_ns`: how much longer each took than with room.
+        open_ns: see there.
     """
 
     rows: dict[str, Array]
@@ -55,6 +59,7 @@ class Full:
     crowded: dict[int, int] = field(default_factory=dict)
     open_reason: str = ""
     open_rows: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    open_ns: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
 def _replaced(recording: Recording, channel: Array) -> Recording:
@@ -211,13 +216,10 @@ def _split(joined: JoinedRecording) -> Full:
             if not len(rows):
                 rows, ns = _lonely(joined, queue)
             if queue.verdict == "cannot tell" and not result.open_reason and not len(rows):
-                slow = queue.calls[
-                    (joined.slow[queue.calls])
-                    & (queue.depth > 0.9 * queue.depth.max())
-                    & (joined.memory[queue.calls] != Memory.PAGEABLE)
-                    & (joined.kind[queue.calls] != CallKind.GRAPH)
-                ]
-                result.open_reason, result.open_rows = queue.reason, slow[~np.isin(slow, rows)]
+                slow, excess = _unsettled(joined, queue)
+                fresh = ~np.isin(slow, rows)
+                result.open_reason = queue.reason
+                result.open_rows, result.open_ns = slow[fresh], excess[fresh]
         keep = ~taken[rows]
         rows, ns = rows[keep], ns[keep]
         if not len(rows):
@@ -250,6 +252,32 @@ def _split(joined: JoinedRecording) -> Full:
         result.ns[shape] = np.concatenate([none, *ns_of[shape]])
     result.ceiling = max((q.ceiling if q.ceiling > 0 else int(q.depth.max()) for q in result.queues), default=-1)
     return result
+
+
+def _unsettled(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Array]:
+    """Slow calls of a queue of which nobody can tell whether it was full.
+
+    With most outstanding, where that is known and each is long; all, where those too short to be looked at one by one
+    take a good part of the time together.
+
+    Returns:
+        Rows of `calls`; how much longer each took than one that finds room, ns.
+    """
+    judged = (joined.memory[queue.calls] != Memory.PAGEABLE) & (joined.kind[queue.calls] != CallKind.GRAPH)
+    top = queue.depth[judged] > 0.9 * queue.depth.max()
+    rows = queue.calls[judged]
+    quick = joined.usual_ns[rows].copy()
+    for name, baseline_ns in queue.baseline_ns.items():
+        mine = joined.name[rows] == name
+        quick[mine] = np.minimum(quick[mine], baseline_ns)
+    excess = np.maximum(joined.dur[rows] - quick, 0)
+    costly = excess > 2 * quick + 1_000
+    if joined.recording.has_executions:  # else the depth is what cannot be told
+        costly &= top
+    short = int(excess[costly & ~joined.slow[rows]].sum())
+    if short < UNSETTLED_SHARE * joined.caller_span_ns(rows):
+        costly = joined.slow[rows] & top
+    return rows[costly], excess[costly]
 
 
 def _near_the_top(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Array]:
@@ -298,8 +326,22 @@ def _lonely(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Arr
         busy = joined.busy(Engine.KERNEL).within(joined.start[top], joined.end[top])
         seen = (np.searchsorted(told, joined.start[top]) > 0) & (10 * busy > 8 * joined.dur[top])
         still = np.where(seen, still, 0)
-    top = top[still > 0]
-    return top, joined.excess_ns[top]
+    held = still > 0
+    if deepest >= DEEP:
+        held |= _behind_one(joined, queue, top)
+    return top[held], joined.excess_ns[top[held]]
+
+
+def _behind_one(joined: JoinedRecording, queue: StreamOccupancy, rows: Array) -> Array:
+    """Mask over blocked calls: one operation of their queue ran for most of the call, which returned as it ended."""
+    table = joined.recording.executions
+    theirs = np.flatnonzero(np.isin(table["stream"], queue.streams or [queue.stream]))
+    theirs = theirs[np.argsort(joined.x_start[theirs], kind="stable")]
+    start, end = joined.start[rows], joined.end[rows]
+    at = np.searchsorted(joined.x_start[theirs], start + (end - start) // 5, "right") - 1
+    late = end - joined.x_end[theirs[np.maximum(at, 0)]]
+    mask: Array = (at >= 0) & (late >= 0) & (late <= ALIGNED_NS)
+    return mask
 
 
 def _regular(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Array]:
@@ -313,8 +355,9 @@ def _regular(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Ar
     """
     none = np.zeros(0, dtype=np.int64)
     deepest = int(queue.depth.max(initial=0))
-    fact = joined.recording.machine.get("queue_depth") or None
-    if queue.graphs or len(queue.ends) < 16 or deepest < (0.9 * float(fact) if fact else REAL_DEPTH):
+    each = places_each(joined.recording, queue)
+    fact = (joined.recording.machine.get("queue_depth") or 0) / each or None
+    if queue.graphs or len(queue.ends) < 16 or deepest < (0.9 * float(fact) if fact else REAL_DEPTH / each):
         return none, none
     excess, usual = joined.excess_ns[queue.calls], joined.usual_ns[queue.calls]
     judged = joined.memory[queue.calls] != Memory.PAGEABLE

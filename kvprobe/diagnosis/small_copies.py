@@ -7,9 +7,10 @@ Signature: at least 256 copies of one direction below 64 KiB in which at least h
 bytes / link rate. Bursts of small copies behind large ones of other streams are `head_of_line_copies`.
 
 Time lost: the engine's time beyond what the same bytes take at link rate, and its pauses of a few us between two copies
-of a stream of which the second waited already. The link rate is the machine's, else the one
-of the largest copies in the recording; else (no large copy was seen) 25 GB/s where half of the copies take less than
-6 us, and the finding is then only likely. Copies that take longer on a link of unknown speed are left alone.
+of a stream of which the second waited already. The link rate is the machine's, else the one of the largest copies in
+the recording; else what more bytes cost more, where there are copies of sizes four times apart; else 25 GB/s where half
+of the copies take less than 6 us, and the finding is then only likely. Copies that take longer on a link of unknown
+speed are left alone.
 
 Predicted saving: with addresses in the recording, the excess of the copies that continue their predecessor (source
 and destination both contiguous): (n - runs) x mean excess. Where there are no runs, or no addresses: 62% of the excess,
@@ -28,6 +29,7 @@ CAUSE = cause_of(__name__)
 OF_EXECUTIONS = True  # told by what the device executed: without it, not looked for
 SMALL_BYTES, MANY = 64 << 10, 256
 FIXED_NS = 6_000
+ALIKE = 16  # copies of one size, to know what such a copy takes
 BATCH_GAIN = 1 - 1 / 2.6
 
 
@@ -40,6 +42,25 @@ def _between(joined: JoinedRecording, rows: Array) -> int:
     streams = joined.recording.executions["stream"][order]
     counts = (streams[1:] == streams[:-1]) & (given <= joined.x_end[order[:-1]]) & (idle > 0) & (idle < FIXED_NS)
     return int(idle[counts].sum())
+
+
+def _rate_of_sizes(joined: JoinedRecording, direction: Direction) -> tuple[float, str]:
+    """Bytes per second by which larger copies take longer than smaller ones; 0 where sizes are too much alike."""
+    table = joined.recording.executions
+    rows = np.flatnonzero(
+        (table["engine"] == Engine.COPY)
+        & (table["direction"] == direction)
+        & (table["bytes"] > 0)
+        & (table["count"] <= 1)
+        & (table["memory"] != Memory.PAGEABLE)
+    )
+    sizes, counts = np.unique(table["bytes"][rows], return_counts=True)
+    sizes = sizes[counts >= ALIKE]
+    if not len(sizes) or sizes[-1] < 4 * sizes[0]:
+        return 0.0, ""
+    low, high = (float(np.median(joined.x_dur[rows[table["bytes"][rows] == size]])) for size in (sizes[0], sizes[-1]))
+    rate = float(sizes[-1] - sizes[0]) / (high - low) * 1e9 if high > low else 0.0
+    return rate, f"from what copies of {sizes[-1] / 1024:,.3g} KiB take longer than those of {sizes[0] / 1024:,.3g} KiB"
 
 
 def find(joined: JoinedRecording) -> Finding | None:
@@ -61,6 +82,8 @@ def find(joined: JoinedRecording) -> Finding | None:
         if len(rows) < MANY:
             continue
         rate, how = joined.link(direction)
+        if rate <= 0:
+            rate, how = _rate_of_sizes(joined, direction)
         if rate <= 0:
             if float(np.median(joined.x_dur[rows])) > FIXED_NS:
                 continue  # slow for their size on a link of unknown speed: cannot tell a fixed cost from a slow link
@@ -84,7 +107,8 @@ def find(joined: JoinedRecording) -> Finding | None:
                 MEASURED,
             )
         )
-        evidence.append(Evidence(f"the link gives {rate / 1e9:.1f} GB/s", rate, "bytes/s", how))
+        gives = "gives" if certain else "is taken to give"
+        evidence.append(Evidence(f"the link {gives} {rate / 1e9:.1f} GB/s", rate, "bytes/s", how))
         calls = joined.x_call[rows]
         mergeable = calls >= 0
         mergeable[mergeable] = (joined.src[calls[mergeable]] != 0) & (joined.dst[calls[mergeable]] != 0)

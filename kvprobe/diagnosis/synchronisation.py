@@ -31,6 +31,7 @@ CAUSE = cause_of(__name__)
 SMALL_BYTES, MANY = 64 << 10, 8  # of a result that is read back, and how often that makes a habit
 WOKEN_NS = 50_000  # after the end of what it waits for, a thread goes on within this
 IDLE_NS = 2_000  # the device has nothing to do for so long after a wait
+LAUNCHES = 10  # copies to one launch, from which on a stream is one of copies
 QUICK_NS = 10_000  # a synchronising call that found nothing to wait for
 
 
@@ -94,7 +95,10 @@ def _ends_with_copy(joined: JoinedRecording, process: int, end: Array) -> Array:
 
 
 def _streams_of_kernels(joined: JoinedRecording) -> Array:
-    """Streams that were given at least as many launches as copies, in the recording's detail or in its totals."""
+    """Streams that were given a launch for ten copies or more, in the recording's detail or in its totals.
+
+    A wait for one of them may be for its kernels; a stream of copies was given a few to begin with at most.
+    """
     calls, totals = joined.recording.calls, joined.recording.totals
     streams = joined.recording.streams.rows
     counts = []
@@ -105,7 +109,7 @@ def _streams_of_kernels(joined: JoinedRecording) -> Array:
         detail = np.bincount(calls["stream"][kept], minlength=streams)
         whole = np.bincount(totals["stream"][made], weights=totals["calls"][made], minlength=streams)
         counts.append(np.maximum(detail, whole))
-    return np.flatnonzero((counts[0] > 0) & (counts[0] >= counts[1]))
+    return np.flatnonzero((counts[0] > 0) & (LAUNCHES * counts[0] >= counts[1]))
 
 
 def _goes_on(joined: JoinedRecording, rows: Array) -> Array:

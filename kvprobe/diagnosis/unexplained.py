@@ -3,7 +3,8 @@
 Mechanism: unknown by definition. The usual suspects that a recording does not show are the scheduler taking the thread
 away, a lock inside the driver that another process or thread holds, and page faults.
 
-Signature: a submission longer than 60 us, at a depth below the ceiling, that overlaps nothing labelled.
+Signature: submissions longer than 60 us, at a depth below the ceiling, that overlap nothing labelled: two at least, or
+one that took a tenth of its thread's time.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
-from kvprobe.diagnosis.joined import JoinedRecording, ms
+from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms
 
 CAUSE = cause_of(__name__)
 
@@ -20,9 +21,9 @@ def find(joined: JoinedRecording) -> Finding | None:
     """What is left of slow submissions."""
     left = np.minimum(joined.host.free_ns, joined.excess_ns)
     rows = np.flatnonzero(joined.submits & joined.slow & (joined.host.owner < 0))
-    if len(rows) < 2:  # one slow call in a recording is an accident
-        return None
     lost = int(left[rows].sum())
+    if not len(rows) or (len(rows) < 2 and lost < CRITICAL * joined.caller_span_ns(rows)):
+        return None  # one slow call in a recording is an accident, unless its thread did little else
     deep = joined.occupancy.depth[rows]
     known = (deep >= 0) & joined.recording.has_executions  # without executions depth is inferred where a queue was full
     evidence = [
@@ -43,6 +44,8 @@ def find(joined: JoinedRecording) -> Finding | None:
                 INFERRED,
             )
         )
+    ours = any(one.format == "kvprobe" for one in joined.recording.source)
+    again = "--stacks-after 5 " if ours else ""  # by default a stack is taken of what blocks for 50 ms
     return joined.host_finding(
         CAUSE,
         "{calls} slow submissions without a known cause: {lost}",
@@ -57,7 +60,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         else "cannot tell, because the recording does not show how full the launch queues were",
         cure=(
             Change(
-                "Record again with Python stacks (`kvprobe run`), or with Nsight Systems' "
+                f"Record again with Python stacks (`kvprobe run {again}-- COMMAND`), or with Nsight Systems' "
                 "scheduling trace, to see where the thread was",
                 "recording",
             ),

@@ -35,6 +35,7 @@ _COPIES = (
     "with ProfilerActivity.CUDA"
 )
 _DEVICE = "record with device activity: `kvprobe run --nsys`, `nsys profile -t cuda`, or torch.profiler with CUDA"
+_LAUNCHES = "keep each launch: `kvprobe run --detail launches`"
 _DETAIL = "keep more calls: `kvprobe run --max-size`, or a shorter run"
 
 
@@ -89,8 +90,11 @@ def missing(recording: Recording, window: ServingWindow | None = None) -> list[M
         seen = "device activity and no call that submits" if recording.executions.rows else "no submission"
         out.append(Missing(f"it holds {seen}" + (" in that window" if window.given else ""), _COPIES))
     elif made < ENOUGH:
-        what = f"it holds {made} submission{'s' if made > 1 else ''}, too few to tell a full queue from chance"
-        out.append(Missing(what, _COPIES))
+        few = "too few to tell a full queue from chance"
+        if counted >= ENOUGH and not window.given:
+            out.append(Missing(f"of {counted:,} submissions it holds {made} one by one, {few}", _LAUNCHES))
+        else:
+            out.append(Missing(f"it holds {made} submission{'s' if made > 1 else ''}, {few}", _COPIES))
     out += _unseen(recording)
     return out
 
@@ -135,6 +139,8 @@ def of_recording(recording: Recording, findings: Sequence[Finding], window: Serv
     lacks += _open(findings)
     if lacks:
         return Verdict("undecided", lacks[0].what, tuple(lacks))
+    if any(not one.abstains and one.lost_ns for one in findings):
+        return Verdict("healthy", "what was found is for information: it lost little, or cannot be helped")
     return Verdict("healthy", "no submission waited for a reason that can be fixed")
 
 

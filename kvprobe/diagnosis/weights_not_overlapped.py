@@ -121,10 +121,14 @@ def find(joined: JoinedRecording) -> Finding | None:
                 MEASURED,
             ),
             Evidence(
-                f"only {share(both_ns, min(copy_ns, compute_ns))} of what could overlap did", both_ns, "ns", MEASURED
+                f"of the time that copies and compute could share, they shared "
+                f"{share(both_ns, min(copy_ns, compute_ns))}",
+                both_ns,
+                "ns",
+                MEASURED,
             ),
             Evidence(
-                f"with perfect prefetching this part takes max(copy, compute) = {ms(max(copy_ns, compute_ns))}",
+                f"with perfect prefetching this part takes as long as the longer: {ms(max(copy_ns, compute_ns))}",
                 max(copy_ns, compute_ns),
                 "ns",
                 INFERRED,

@@ -150,7 +150,9 @@ def _refuse_scope(pid: int) -> None:
 
 
 def attach(pid: int, library: Path, folder: Path, detail: str, max_bytes: int) -> int:
-    """Begins to record a process into `folder`; returns how many words of its libraries lead to the interposer now.
+    """Begins to record a process into `folder`; returns how many words that lead to CUDA calls were written.
+
+    None were where the process is not linked to them, but looks their addresses up.
 
     Raises:
         AttachError: it did not work, and the process is as it was.
@@ -209,7 +211,7 @@ def _call(pid: int, library: Path, function: str, words: list[Any]) -> int:
     if "result" in answer:
         return int(answer["result"])
     lines = [line for line in output.splitlines() if line.strip()]
-    reason = str(answer.get("error") or (lines[-1] if lines else "it printed no message"))
+    reason = str(answer.get("error") or (lines[-1] if lines else "it printed no message")).rstrip(".")
     if "ptrace" in reason.lower() or "not permitted" in reason:
         reason += "; in a container, add the capability SYS_PTRACE (docker run --cap-add SYS_PTRACE)"
     elif "ython" in reason:

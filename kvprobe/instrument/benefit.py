@@ -36,6 +36,7 @@ class Account:
         adapter, server: who counts.
         source: the server's own name of what it counts: a connector, a cache.
         sums: counts since the start, by the names of the event's fields; None where the server does not show it.
+        held_unread: of the blocks that are held now, those that nobody has loaded so far.
     """
 
     def __init__(self, adapter: str, source: str) -> None:
@@ -57,7 +58,7 @@ class Account:
             )
         )
         self._blocks: dict[Hashable, list[int]] = {}  # key -> [bytes, 1 once it was loaded], of what is held
-        self._unread = 0  # of these, not loaded so far
+        self.held_unread = 0
         self._requests: dict[Hashable, None] = {}  # counted already: a scheduler asks again and again
         self._waiting: dict[Hashable, int] = {}
         self._steps: deque[tuple[int, int]] = deque(maxlen=_STEPS)  # tokens of prefill, ns
@@ -114,7 +115,7 @@ class Account:
                 self.evicted((key,))
             if len(self._blocks) < _MAX_BLOCKS:
                 self._blocks[key] = [size_bytes, 0]
-                self._unread += 1
+                self.held_unread += 1
         self.add("stored_blocks", count)
         self.add("unread_blocks", 0)  # what is evicted is seen, too
         if size_bytes:
@@ -127,7 +128,7 @@ class Account:
             held = self._blocks.get(key)
             if held is not None and not held[1]:
                 held[1] = 1
-                self._unread -= 1
+                self.held_unread -= 1
             count += 1
         self.add("loaded_blocks", count)
         if size_bytes:
@@ -138,7 +139,7 @@ class Account:
         for key in keys:
             held = self._blocks.pop(key, None)
             if held is not None and not held[1]:
-                self._unread -= 1
+                self.held_unread -= 1
                 self.add("unread_blocks", 1)
                 if held[0]:
                     self.add("unread_bytes", held[0])
@@ -176,7 +177,7 @@ class Account:
         self._told = dict(seen)
         fields: dict[str, Any] = {**self.sums, "prefill_ns_per_token": self.prefill_ns()}
         if self.sums["stored_blocks"] is not None:
-            fields["held_unread_blocks"] = self._unread
+            fields["held_unread_blocks"] = self.held_unread
         event_log.emit("offload", adapter=self.adapter, server=self.server, source=self.source, **fields)
 
 

@@ -14,7 +14,9 @@ from kvprobe.instrument import event_log, metrics, nvtx_marks
 from kvprobe.instrument.adapter import Adapter, Target
 from kvprobe.instrument.hooks import Call, Patcher
 
-__all__ = ["Timed", "TimedCalls"]
+__all__ = ["NOTHING", "Timed", "TimedCalls"]
+
+NOTHING = object()  # what `before` returns of a call that is going to move nothing: it is no event
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class TimedCalls(Adapter):
         return {}
 
     def before(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Something to remember from before the call; handed to `after`."""
+        """Something to remember from before the call, handed to `after`; or NOTHING."""
 
     def after(self, entry: Timed, remembered: Any) -> dict[str, Any]:
         """Fields for the event out of what `before` returned."""
@@ -95,6 +97,8 @@ class TimedCalls(Adapter):
             if not (event_log.wanted() or nvtx_marks.listening() or metrics.exposed()):
                 return call()
             remembered = self.before(entry, args, kwargs)
+            if remembered is NOTHING:
+                return call()
             outer: _Open | None = getattr(self._thread, "open", None)
             mine = self._thread.open = _Open(entry.target.path, remembered)
             with nvtx_marks.Range(f"{self.server} {entry.target.path}"):

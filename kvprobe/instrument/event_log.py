@@ -16,7 +16,8 @@ of `t_ns`. Every object has
     (API calls they became), `bytes`, `policy`, `stream`, `build_ns`, `submit_ns`, `queue_ns`, `copy_ns`, `poll_ns`
     (null where it was not measured), `outstanding` (copies submitted earlier on this path and not known to be
     complete when this transfer was submitted), `thread` (kernel id), `ok`; `one_in` where auto mode rests and watches
-    only one transfer in so many: a sum over transfers counts this one so often; adapters may add fields of their own;
+    only one transfer in so many: a sum over transfers counts this one so often; `methods` and `descriptors` (copies
+    that were left when neighbours were merged) where kvprobe's submitter had it; adapters may add fields of their own;
   * `"call"`: one call of a server function that blocks or copies: `adapter`, `server`, `call`, `dur_ns`, `thread`,
     `cause` (in words), and fields of the adapter;
   * `"offload"`: what an offload has brought since its process began, as sums: `adapter`, `server`, `source` (the
@@ -68,6 +69,9 @@ class _File:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        # Of whoever flushes. Else one that finds nothing left returns, and the process ends, while another still makes
+        # what it took. To be taken again: a signal's handler may flush, too.
+        self.flushing = threading.RLock()
         self.later: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque(maxlen=_MAX_LATER)
         self.events: list[Event] = []
         self.fd: int | None = None
@@ -126,19 +130,20 @@ class _File:
             self.dead = True
 
     def flush(self) -> None:
-        for _ in range(len(self.later)):
-            try:
-                function, arguments = self.later.popleft()
-            except IndexError:  # another thread flushes, too
-                break
-            try:
-                function(*arguments)
-            except Exception:
-                log.debug("kvprobe: an event was lost", exc_info=True)
-            time.sleep(0)  # let go of the GIL: a server's thread may be about to submit
-        with self.lock:
-            events, self.events = self.events, []
-            self._append(events)
+        with self.flushing:
+            for _ in range(len(self.later)):
+                try:
+                    function, arguments = self.later.popleft()
+                except IndexError:  # a signal's handler flushed meanwhile
+                    break
+                try:
+                    function(*arguments)
+                except Exception:
+                    log.debug("kvprobe: an event was lost", exc_info=True)
+                time.sleep(0)  # let go of the GIL: a server's thread may be about to submit
+            with self.lock:
+                events, self.events = self.events, []
+                self._append(events)
 
     def _keep_flushing(self) -> None:
         while True:

@@ -103,12 +103,26 @@ def in_loader(loader: tuple[int, int]) -> bool:
     return changing != 0 or loader[0] <= caller < loader[1] or loader[0] <= number("(unsigned long)$pc") < loader[1]
 
 
-def stop_after(seconds: float) -> threading.Timer:
-    """Interrupts the process when it has run for so long."""
-    timer = threading.Timer(seconds, lambda: gdb.post_event(lambda: gdb.execute("interrupt")))
-    timer.daemon = True
-    timer.start()
-    return timer
+class Interruption:
+    """Interrupts the process once it has run for so long; not when it runs to do what it is called for."""
+
+    def __init__(self, seconds: float) -> None:
+        """The time begins."""
+        self.made = self.late = False
+        self.timer = threading.Timer(seconds, lambda: gdb.post_event(self.make))
+        self.timer.daemon = True
+        self.timer.start()
+
+    def make(self) -> None:
+        """In gdb's own thread, while the process runs: an event that waits until then may come after `cancel`."""
+        if not self.late:
+            self.made = True
+            gdb.execute("interrupt")
+
+    def cancel(self) -> None:
+        """Not any more."""
+        self.late = True
+        self.timer.cancel()
 
 
 def waits_in_a_system_call() -> bool:
@@ -121,24 +135,25 @@ def waits_in_a_system_call() -> bool:
 def reach_safe_moment(pid: int, seconds: float) -> bool:
     """Stops the process with a thread selected that may call dlopen."""
     loader = loader_range(pid)
-    points = []
+    points, addresses = [], set()
     for name in PASSED:
         try:
             points.append(gdb.Breakpoint(f"*(long)&{name}", internal=True))
+            addresses.add(number(f"(unsigned long)&{name}"))
         except (gdb.error, RuntimeError):
             continue
     hit = False
-    timer = stop_after(seconds)
+    interruption = Interruption(seconds)
     try:
         for _ in range(200):
             execute("continue")
-            if not timer.is_alive():
-                break
-            if not in_loader(loader):
+            if number("(unsigned long)$pc") in addresses and not in_loader(loader):
                 hit = True
                 break
+            if interruption.made:
+                break
     finally:
-        timer.cancel()
+        interruption.cancel()
         for point in points:
             point.delete()
     if hit:

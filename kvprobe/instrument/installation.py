@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kvprobe.instrument.adapter import Adapter
 
-__all__ = ["Observation", "activate", "install", "observe", "table", "uninstall"]
+__all__ = ["Observation", "activate", "adapter_of", "install", "observe", "table", "uninstall"]
 
 log = logging.getLogger("kvprobe")
 
@@ -51,6 +51,11 @@ def _server_imported(module: ModuleType) -> None:
     for name, server in registry.SERVERS.items():
         if server.package == module.__name__ and name in _servers:
             _prepare(name)
+
+
+def adapter_of(name: str) -> Adapter | None:
+    """The adapter of that name, if it is in this process."""
+    return _adapters.get(name)
 
 
 def _module_imported(module: ModuleType) -> None:

@@ -1,8 +1,9 @@
-"""The process beside a watched command: follows its processes, takes stacks of blocked calls, has the report written.
+"""The process beside a watched command: follows its processes, looks at blocked calls, has the report written.
 
 Started by `kvprobe run` before the command, in a session of its own: it holds none of the command's streams, is not its
-child, and looks at it only from outside (ring files, /proc, py-spy). `kvprobe/runfolder/folder.py` describes what it
-writes into the run folder; besides, `observer.log` is its log, and `outcome.txt` what `kvprobe run` prints at the end.
+child, and looks at it only from outside: ring files, /proc (how processes end, who waits for a CPU), py-spy (stacks).
+`kvprobe/runfolder/folder.py` describes what it writes into the run folder; besides, `observer.log` is its log, and
+`outcome.txt` what `kvprobe run` prints at the end.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvprobe.instrument.cpu_waits import CpuWaits
 from kvprobe.instrument.finishing import finish, show
 from kvprobe.instrument.process_tracking import ProcessTracker
+from kvprobe.instrument.ring_files import RingFiles
 from kvprobe.instrument.stack_capture import MOST_OF_TOTALS, StackCapture
 from kvprobe.runfolder.folder import RunFolder
 
@@ -32,8 +35,11 @@ SCAN_FIRST_S = 0.05  # the same in the first two seconds: short commands are met
 DUTY = 0.02  # of one core, at most
 
 
-def watch(folder: RunFolder, tracker: ProcessTracker, capture: StackCapture | None, attached: bool) -> None:
+def watch(
+    folder: RunFolder, tracker: ProcessTracker, watchers: Sequence[StackCapture | CpuWaits], attached: bool
+) -> None:
     """Returns when the command and all processes of the run have ended; `attached`: or when kvprobe was detached."""
+    rings = RingFiles(folder)
     scan_at, began = 0.0, time.monotonic()
     while True:
         start = time.monotonic()
@@ -47,8 +53,9 @@ def watch(folder: RunFolder, tracker: ProcessTracker, capture: StackCapture | No
             tracker.scan()
             if not tracker.running:
                 return
-        if capture is not None:
-            capture.look()
+        for path, ring in rings.look() if watchers else ():
+            for watcher in watchers:
+                watcher.look_at(path, ring)
         spent = time.monotonic() - start
         # a look that waited (for stacks that never came) must not be paid back with minutes of sleep
         time.sleep(min(max(POLL_S, spent / DUTY - spent), SCAN_S))
@@ -86,25 +93,32 @@ def main(arguments: list[str]) -> int:
         (folder.path / "observer.pid").write_text(str(os.getpid()))
     pidfd = int(arguments[2]) if arguments[2:] else -1
     tracker = ProcessTracker(folder, pid, attached=attached, command=str(options.get("words", "")), pidfd=pidfd)
-    capture = None
+    totals = options.get("detail") == "totals"
+    # of a run that keeps totals alone no file may grow, and there is no slow call that a wait could explain
+    waits = None if totals else CpuWaits(folder.append_cpu_wait)
+    watchers: list[StackCapture | CpuWaits] = [waits] if waits else []
     if options.get("stacks", True):
-        capture = StackCapture(
-            folder,
-            after_ns=int(options.get("stacks_after_ms", 50)) * 1_000_000,
-            inside=options.get("stacks_how") == "in-process",
-            most=MOST_OF_TOTALS if options.get("detail") == "totals" else None,
+        watchers.append(
+            StackCapture(
+                folder,
+                after_ns=int(options.get("stacks_after_ms", 50)) * 1_000_000,
+                inside=options.get("stacks_how") == "in-process",
+                most=MOST_OF_TOTALS if totals else None,
+            )
         )
     failure = ""
     try:
         with _device_counters(folder, bool(options.get("nvml"))):
-            watch(folder, tracker, capture, attached)
+            watch(folder, tracker, watchers, attached)
+            if waits:
+                waits.close()
     except Exception as error:  # what was recorded is worth reading all the same
         log.exception("the observer failed")
         failure = repr(error)
     lines = finish(folder, options, tracker.status, tracker.unseen, failure)
     log.info("%s", lines[-1])
-    if not (folder.path / "detached").exists():  # else `kvprobe detach` prints where the report is
-        show(folder, lines, str(options.get("terminal", "")))
+    detached = (folder.path / "detached").exists()  # then `kvprobe detach` prints them
+    show(folder, lines, "" if detached else str(options.get("terminal", "")))
     return 0
 
 

@@ -26,6 +26,7 @@ class _Process:
     command: str
     pidfd: int = -1
     ended_s: float | None = None
+    program: str = ""  # that it ran when it was looked at; empty: it has to be looked at again
 
 
 class ProcessTracker:
@@ -69,16 +70,23 @@ class ProcessTracker:
 
     def _meet(self, pid: int, descends: bool) -> None:
         key = (pid, processes.start_ticks(pid))
-        if not key[1] or key in self._known or key in self._done:
+        if not key[1] or key in self._done:
+            return
+        process = self._known.get(key)
+        program = processes.program(pid)
+        if process is not None and (process.program == program or pid == self._pid):
             return
         env = processes.environment(pid)
         covered = env is not None and env.get(RUN.name) == str(self._folder.path)
-        if not covered and not descends:
-            self._done.add(key)
-            return
-        process = self._known[key] = _Process(_command(pid))
-        with contextlib.suppress(OSError):
-            process.pidfd = os.pidfd_open(pid)
+        if process is None:
+            if not covered and not descends:
+                self._done.add(key)
+                return
+            process = self._known[key] = _Process("")
+            with contextlib.suppress(OSError):
+                process.pidfd = os.pidfd_open(pid)
+        process.command = _command(pid) or process.command  # another than before, where it has called exec since
+        process.program = program if env is not None else ""
         reason = ""
         if env is not None and pid != self._pid and not self._attached:
             if not covered:

@@ -14,6 +14,7 @@ import re
 import ssl
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 import zipfile
@@ -144,6 +145,15 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
+def _extract(wheel: zipfile.ZipFile, info: zipfile.ZipInfo, folder: Path) -> None:
+    """A file whole or not at all: others may be reading what an earlier call put into this folder."""
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as making:
+        made = Path(wheel.extract(info, making))
+        place = folder / made.relative_to(making)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        made.replace(place)
+
+
 def _unpacked(distribution: str, version: str, members: tuple[str, ...], folder: Path, download: bool) -> bool:
     done = folder / ".complete"
     held = done.read_text().split() if done.exists() else []
@@ -158,6 +168,6 @@ def _unpacked(distribution: str, version: str, members: tuple[str, ...], folder:
             path = info.filename
             about = ".dist-info/" in path and path.endswith(("METADATA", "entry_points.txt"))
             if about or (path.endswith(".py") and (not members or path.startswith(members))):
-                wheel.extract(info, folder)
+                _extract(wheel, info, folder)
     done.write_text(" ".join([*held, *members]) if members else "all")
     return True

@@ -41,7 +41,6 @@ NOT_COVERED = {
     "vLLM: FlexKV, MoRI-IO, HF3FS and P2P connectors": "hits and waits by vllm.offload; CUDA calls by the interposer",
     "vLLM: object store, KVCR and P2P tiers of tiering": "hits and waits by vllm.offload",
     "vLLM: blocks of SimpleCPUOffloadConnector that were never loaded": "its hits, waits and copies are measured",
-    "SGLang: waits for HiCache's loads, which run beside the forward": "the loads themselves by sglang.l2_transfer",
     "SGLang: FlexKV and LMCache radix caches, HiSparse": _INTERPOSER,
     "LMCache: disk, remote and peer-to-peer back ends": "loads and stores on the GPU's side",
     "TensorRT-LLM: host cache (compiled; not on the package index)": _INTERPOSER,

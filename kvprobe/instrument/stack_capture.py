@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
+import math
 import time
 from pathlib import Path
 
 from kvprobe.errors import KvprobeError
-from kvprobe.probe import processes, stacks
+from kvprobe.probe import stacks
 from kvprobe.probe.ring import CALLS, RingSnapshot, ThreadSection, read_ring
 from kvprobe.runfolder.folder import RunFolder
 
@@ -17,7 +16,6 @@ __all__ = ["StackCapture"]
 
 log = logging.getLogger("kvprobe")
 
-FIND_S = 0.1  # between two looks for new ring files
 EVERY_S = 5.0  # between two stacks of one process
 MOST_OF_TOTALS = 1000  # of a run that keeps totals only: it may last for months
 
@@ -35,35 +33,12 @@ class StackCapture:
             most: of the whole run; None: no limit.
         """
         self._folder, self._after_ns, self._inside, self._most = folder, after_ns, inside, most
-        self._rings: dict[Path, bool] = {}  # ring file -> its process still runs
         self._entered: dict[tuple[Path, int], tuple[int, int]] = {}  # section -> (sequence, first seen ns)
         self._last_s: dict[tuple[int, bool], float] = {}
         self._taken: set[tuple[Path, int, int]] = set()  # section and sequence of calls whose stacks were taken
-        self._find_at = 0.0
 
-    def look(self) -> None:
-        """One look at every thread of every process that runs."""
-        if time.monotonic() >= self._find_at:
-            self._find_at = time.monotonic() + FIND_S
-            self._find()
-        for path, running in list(self._rings.items()):
-            if running:
-                self._look_at(path)
-
-    def _find(self) -> None:
-        with contextlib.suppress(OSError):
-            for entry in os.scandir(self._folder.path):
-                if entry.name.endswith(".kvp"):
-                    self._rings.setdefault(Path(entry.path), True)
-
-    def _look_at(self, path: Path) -> None:
-        try:
-            ring = read_ring(path, detail=False, slots=False)
-        except KvprobeError:
-            return
-        if ring.state == "closed" or not processes.alive(ring.pid):
-            self._rings[path] = False
-            return
+    def look_at(self, path: Path, ring: RingSnapshot) -> None:
+        """One look at every thread of a process: its ring file, and what that holds now."""
         now = time.monotonic_ns()
         for section in ring.sections:
             if not section.in_call or not section.tid:
@@ -88,7 +63,11 @@ class StackCapture:
         self._last_s[of] = time.monotonic()
         self._taken.add((path, section.number, section.in_sequence))
         asked_ns = time.monotonic_ns()
-        taken = stacks.take(self._folder.path, ring.pid, section.tid, inside=self._inside)
+        try:
+            taken = stacks.take(self._folder.path, ring.pid, section.tid, inside=self._inside)
+        except stacks.NoPythonError:
+            self._last_s[of] = math.inf
+            return
         # only a stack whose call had not returned by the time it was there is known to be the call's
         t_ns = asked_ns if _still_inside(path, section) else time.monotonic_ns()
         if taken["how"] == "failed" and not self._inside:

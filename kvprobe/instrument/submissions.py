@@ -2,42 +2,144 @@
 
 A server asks its events whether a transfer is over, waits for them, and makes streams wait for them. Copies that the
 submitter carries run on other streams, and later: an event that the server recorded on its own stream says nothing of
-them. So another takes its place, which is the submission's until it is recorded anew.
+them. So another takes its place, which is the submitter's until it is recorded anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvprobe.offload.auto import Rung
 from kvprobe.offload.submitter import Bounds, Copies
 
 if TYPE_CHECKING:
-    from kvprobe.instrument.transfers import CopyPath
+    from kvprobe.instrument.transfers import CopyPath, WatchedTransfer
     from kvprobe.offload.submitter import Submission
 
-__all__ = ["POOLED", "Bounds", "Copies", "Rung", "SubmissionEvent", "submission_event"]
+__all__ = ["POOLED", "Bounds", "Copies", "Handed", "Rung", "SubmissionEvent", "submission_event"]
 
 POOLED = Rung("pooled", "auto")
 
 
-def submission_event(event: Any, submission: Submission, path: CopyPath, again: Callable[[], None]) -> SubmissionEvent:
-    """An event in the place of `event` that is reached when the submission has ended.
+class Handed:
+    """Submissions that together are one transfer of a server, or a part of one, in their order."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Sequence[Submission]) -> None:
+        """Takes at least one."""
+        self.parts = tuple(parts)
+
+    @property
+    def done(self) -> bool:
+        """Whether all have ended, either way."""
+        return self.parts[-1].done and (len(self.parts) == 1 or all(part.done for part in self.parts))
+
+    @property
+    def failed(self) -> bool:
+        """Whether one ended without all of its copies."""
+        return self.parts[-1].failed or (len(self.parts) > 1 and any(part.failed for part in self.parts))
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the first of those failed."""
+        return next((part.error for part in self.parts if part.failed), None)
+
+    @property
+    def copies(self) -> int:
+        """As they were asked for."""
+        return sum(part.copies for part in self.parts)
+
+    @property
+    def bytes(self) -> int:
+        """Payload."""
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def calls(self) -> int:
+        """Submitting calls made so far."""
+        return sum(part.calls for part in self.parts)
+
+    @property
+    def descriptors(self) -> int:
+        """As how many pieces they were submitted: neighbours are merged."""
+        return sum(part.descriptors for part in self.parts)
+
+    @property
+    def methods(self) -> list[str]:
+        """How they were submitted."""
+        return list(dict.fromkeys(method for part in self.parts for method in part.methods))
+
+    @property
+    def stream(self) -> int:
+        """Handle of the stream of the newest submission; 0 before."""
+        return self.parts[-1].stream
+
+    @property
+    def copy_start_ns(self) -> int:
+        """When the device began with the first; 0: not known."""
+        return self.parts[0].copy_start_ns
+
+    @property
+    def copy_end_ns(self) -> int:
+        """When the device was done with the last; 0: not known."""
+        return self.parts[-1].copy_end_ns
+
+    @property
+    def copy_ns(self) -> int:
+        """What the device took; where its times are not known, an upper bound by the host's; 0: not over."""
+        if not self.done:
+            return 0
+        if self.copy_end_ns > self.copy_start_ns > 0:
+            return self.copy_end_ns - self.copy_start_ns
+        return sum(part.copy_ns for part in self.parts)
+
+    def wait(self) -> None:
+        """Sleeps until all have ended; that one failed is no error here."""
+        for part in self.parts:
+            part.owner.wait(part)
+
+    def fence(self, stream: int) -> bool:
+        """Makes later work of `stream` wait for them. False: one of them has failed or will, and nothing waits for it.
+
+        The last one's end implies the others': in a direction submissions end in the order they came.
+
+        Raises:
+            TransferError: one would never be submitted, or the process is a fork.
+            CudaError: the wait could not be made.
+        """
+        last = self.parts[-1]
+        last.owner.fence(last, stream)
+        return not any(part.faulty for part in self.parts)
+
+
+class _Held(NamedTuple):
+    """What an event stands for."""
+
+    handed: Handed
+    path: CopyPath
+    transfer: WatchedTransfer | None
+    again: Callable[[], None]
+
+
+def submission_event(event: Any, handed: Handed, path: CopyPath, again: Callable[[], None]) -> SubmissionEvent:
+    """An event in the place of `event` that is reached when the submissions have ended.
 
     Args:
         event: the server's own; one made here before serves again.
-        submission: what it stands for.
+        handed: what it stands for.
         path: of the transfer; while it hands over, nothing need wait: the submitter keeps the order.
-        again: makes the copies in the server's own way and records the events, should the submission have failed.
+        again: makes the copies in the server's own way and records the events, should a submission have failed.
     """
     made = event if isinstance(event, SubmissionEvent) else SubmissionEvent(event)
-    made.held = submission, path, again
+    made.held = _Held(handed, path, path.current, again)
     return made
 
 
 class SubmissionEvent:
-    """The submission's end, until it is recorded anew: then the server's own event again, which it holds.
+    """The submissions' end, until it is recorded anew: then the server's own event again, which it holds.
 
     No subclass of torch's: `torch.Event.elapsed_time` takes nothing but a `torch.Event` itself. A server that keeps
     events in a pool keeps those of a transfer's start and end together, so one of these never meets one of torch's.
@@ -48,25 +150,25 @@ class SubmissionEvent:
     def __init__(self, own: Any) -> None:
         """Stands in front of `own`."""
         self.own = own
-        self.held: tuple[Submission, CopyPath, Callable[[], None]] | None = None
+        self.held: _Held | None = None
 
     def __getattr__(self, name: str) -> Any:
         """What else the server asks of its event."""
         return getattr(self.own, name)
 
     def _ended(self, *, wait: bool) -> bool | None:
-        """None: it is the server's own event again; else whether the submission has ended."""
-        if self.held is None:
+        """None: it is the server's own event again; else whether the submissions have ended."""
+        held = self.held
+        if held is None:
             return None
-        submission, _, again = self.held
         if wait:
-            submission.owner.wait(submission)
-        if not submission.done:
+            held.handed.wait()
+        if not held.handed.done:
             return False
-        if not submission.failed:
+        if not held.handed.failed:
             return True
         self.held = None
-        again()
+        held.again()
         return None
 
     def record(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,20 +187,22 @@ class SubmissionEvent:
             self.own.synchronize()
 
     def wait(self, stream: Any = None) -> None:
-        """Make a stream wait for it."""
-        if self.held is None:
+        """Make a stream wait for it. What that costs the caller counts as the transfer's submission."""
+        held = self.held
+        if held is None:
             self.own.wait(stream) if stream is not None else self.own.wait()
             return
-        submission, path, _ = self.held
-        if path.handing or (submission.done and not submission.failed):
+        handed, path = held.handed, held.path
+        if path.handing or (handed.done and not handed.failed):
             return
-        if submission.failed or stream is None:
+        begin_ns = time.monotonic_ns()
+        if handed.failed or stream is None or not handed.fence(stream.cuda_stream):
             self.synchronize()
-            return
-        submission.owner.fence(submission, stream.cuda_stream)
+        if held.transfer is not None:
+            held.transfer.waited(time.monotonic_ns() - begin_ns)
 
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds to another one: the device's time of the submission, or between the server's own events."""
+        """Milliseconds to another one: the device's time of the submissions, or between the server's own events."""
         if self.held is not None:
-            return float(self.held[0].copy_ns) / 1e6
+            return float(self.held.handed.copy_ns) / 1e6
         return float(self.own.elapsed_time(end.own if isinstance(end, SubmissionEvent) else end))

@@ -12,12 +12,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kvprobe.instrument import event_log, metrics, nvtx_marks
+from kvprobe.instrument.submissions import POOLED
 from kvprobe.offload.auto import REST, Auto, Rung, Sample
 
 if TYPE_CHECKING:
     from kvprobe.instrument.adapter import Adapter
     from kvprobe.instrument.device import Device
-    from kvprobe.offload.submitter import Submission
+    from kvprobe.instrument.submissions import Handed
 
 __all__ = ["CopyPath", "WatchedTransfer"]
 
@@ -38,6 +39,7 @@ class WatchedTransfer:
         "end",
         "extra",
         "first_ns",
+        "handed",
         "job",
         "one_in",
         "outstanding",
@@ -45,7 +47,6 @@ class WatchedTransfer:
         "sample",
         "start",
         "stream",
-        "submission",
         "submit_ns",
         "taken",
         "thread",
@@ -57,11 +58,17 @@ class WatchedTransfer:
         self.start: int | None = None
         self.end: int | None = None
         self.borrowed = False  # start and end are the server's own events
-        self.taken: int | None = None  # stream of kvprobe's pool that goes back when the transfer ends
+        self.taken: list[int] = []  # streams of kvprobe's pool that go back when the transfer ends
         self.sample: Sample | None = None
-        self.submission: Submission | None = None  # in the submitter's hands: its times are the transfer's
+        self.handed: Handed | None = None  # in the submitter's hands: its times are the transfer's
         self.extra: dict[str, Any] = {}
         self.begin_ns = time.monotonic_ns()
+
+    def waited(self, ns: int) -> None:
+        """The server's thread spent so long on making a stream wait for it: auto counts that as submission."""
+        self.extra["fence_ns"] = self.extra.get("fence_ns", 0) + ns
+        if self.sample is not None:
+            self.sample.submit_ns += ns
 
 
 class CopyPath:
@@ -74,7 +81,6 @@ class CopyPath:
         outstanding: their copies.
         last: id of the newest one; an adapter that lets a transfer go unwatched sets it.
         newest: the newest one that the submitter has, or had.
-        handing: the transfer that is being submitted goes to the submitter.
         row_bytes: what one row of a block mapping moves over all tensors, once an adapter knows it.
     """
 
@@ -87,8 +93,7 @@ class CopyPath:
         self.live: dict[Any, WatchedTransfer] = {}
         self.outstanding = 0
         self.last: Any = None
-        self.newest: Submission | None = None
-        self.handing = False
+        self.newest: Handed | None = None
         self.row_bytes = 0
         self.auto: Auto | None = None
         self._rung = rungs[0]
@@ -169,11 +174,21 @@ class CopyPath:
             live.bytes += size_bytes
             live.calls += calls
 
-    def handed(self, submission: Submission) -> None:
-        """The submitter took the transfer that is being submitted."""
-        self.newest = submission
+    @property
+    def handing(self) -> bool:
+        """Whether the transfer that is being submitted goes to the submitter."""
+        return self.current is not None and self.current.rung == POOLED
+
+    def stay(self) -> None:
+        """The transfer that is being submitted stays with the server."""
         if self.current is not None:
-            self.current.submission = submission
+            self.current.rung = self.auto.base if self.auto is not None else self._rung
+
+    def handed(self, handed: Handed) -> None:
+        """The submitter took the transfer that is being submitted."""
+        self.newest = handed
+        if self.current is not None:
+            self.current.handed = handed
 
     @property
     def pending(self) -> bool:
@@ -184,7 +199,7 @@ class CopyPath:
         """What comes on `stream` from now on runs after what the submitter has of this path."""
         newest, self.newest = self.newest, None
         if newest is not None and not newest.done:
-            newest.owner.fence(newest, stream)
+            newest.fence(stream)
 
     def submitted(self, ok: bool = True, events: tuple[int, int] | None = None) -> None:
         """The server's submission returned.
@@ -244,13 +259,13 @@ class CopyPath:
                 started = device.clock.host_ns(start) if told else None
                 if started is not None:
                     queue_ns, poll_ns = max(0, started - live.first_ns), max(0, seen_ns - started - copy_ns)
-        if live.submission is not None:
-            copy_ns = live.submission.copy_ns
-            started, ended = live.submission.copy_start_ns, live.submission.copy_end_ns
+        if live.handed is not None:
+            copy_ns = live.handed.copy_ns
+            started, ended = live.handed.copy_start_ns, live.handed.copy_end_ns
             if started and ended:
                 queue_ns, poll_ns = max(0, started - live.first_ns), max(0, seen_ns - ended)
-            live.stream, live.calls = live.submission.stream, live.submission.calls
-            live.extra["methods"] = list(live.submission.methods)
+            live.stream, live.calls = live.handed.stream, live.handed.calls
+            live.extra |= {"methods": live.handed.methods, "descriptors": live.handed.descriptors}
         if live.sample is not None and copy_ns is not None:
             live.sample.copy_ns = copy_ns
             if self.auto is not None:
@@ -311,13 +326,13 @@ class CopyPath:
             device.timing.give(live.start)
         if live.end is not None and not live.borrowed:
             device.timing.give(live.end)
-        if live.taken is not None:
-            device.streams.give(live.taken)
-        live.start = live.end = live.taken = None
+        while live.taken:
+            device.streams.give(live.taken.pop())
+        live.start = live.end = None
 
     def forget(self) -> None:
         """Give everything back without waiting; for stepping aside."""
-        self.current = None
+        self.abandon()
         for live in self.live.values():
             self._release(live)
         self.live.clear()

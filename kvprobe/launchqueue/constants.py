@@ -27,6 +27,7 @@ ROOM_SHARE = 0.5  # of the depth: below it there is room, by whatever count
 LEAST_DEPTH = 16  # no known queue is full with fewer outstanding
 REAL_DEPTH = 200  # the smallest queue of a real GPU takes 253 (CUDA_SCALE_LAUNCH_QUEUES=0.25x)
 SHALLOW_SHARE = 0.9  # of the deepest in a recording: below it a call is taken to be unaffected by the queue
+BATCH_PLACES = 0.041  # that one copy of a batch takes: a stream took 8,168 in batches of 8, 25,000 of 1,000 (H200)
 BAND_SHARE, LEAST_BAND = 0.015, 4  # of the deepest: a queue frees room in chunks (1,135 to 1,141 H100, 1,012 to 1,022)
 
 # -- when slow calls at the top are more than chance -----------------------------------------------------------------
@@ -37,6 +38,7 @@ WINDOW_BLOCKED = 8  # blocked calls in it at least
 ELSEWHERE_TIMES = 3  # a full queue blocks this many times as many of the calls at the top as of those with room
 STEADY_CALLS, STEADY_SHARE = 4, 0.25  # fewer calls suffice where they lose this share of the time at the top
 OFTEN_CALLS, OFTEN_NS = 32, 200_000  # or this many, one in so much time: no scheduler takes a CPU away that often
+STARVED_SHARE = 0.10  # of the time: a thread that waited so long for a CPU proves no full queue by its calls' pace
 LEAST_BLOCKED = 5  # in a recording: fewer slow calls at the top are chance
 
 # -- what else a slow call can be ------------------------------------------------------------------------------------

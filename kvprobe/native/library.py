@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as ct
 import functools
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,7 @@ class CudaCalls(ct.Structure):
         ("event_synchronize", ct.c_void_p),
         ("event_create", ct.c_void_p),
         ("event_destroy", ct.c_void_p),
+        ("capture_mode", ct.c_void_p),
     ]
 
 
@@ -141,7 +143,7 @@ class CopyKernel(ct.Structure):
 class CopyList(ct.Structure):
     """`kvp_copy_list`: pinned memory from which a kernel reads its copies."""
 
-    _fields_ = [("host", ct.c_void_p), ("device", u64), ("capacity", u32)]
+    _fields_ = [("host", ct.c_void_p), ("device", u64), ("capacity", u32), ("used", u32)]
 
 
 class Copier(ct.Structure):
@@ -199,6 +201,7 @@ class JobStatus(ct.Structure):
         ("stream", u64),
         ("copies", u64),
         ("submitted", u64),
+        ("descriptors", u64),
         ("bytes", u64),
         ("calls", u64),
         ("submit_ns", u64),
@@ -214,24 +217,17 @@ class JobStatus(ct.Structure):
     ]
 
 
-class Addresses(ct.Structure):
-    """`kvp_addresses`: copies given by address."""
-
-    _fields_ = [
-        ("count", u64),
-        ("dst", ct.c_void_p),
-        ("src", ct.c_void_p),
-        ("sizes", ct.c_void_p),
-        ("size", u64),
-        ("bound", ct.c_void_p),
-        ("bounds", u32),
-    ]
-
-
 class JobRefused(ct.Structure):
     """`kvp_job_refused`: why a job was not made; where the newest one that was made lies."""
 
     _fields_ = [("bad", ct.c_int64), ("made", u64), ("why", i32)]
+
+
+# `kvp_request`: the submitter, where a refusal goes, the stream; id, copies, GPU blocks, CPU blocks, ns; what. Packed,
+# since ctypes takes longer to convert so many arguments than the call itself takes.
+REQUEST = struct.Struct("@PPPQQQQQI0P")
+# `kvp_addresses`: offsets, bases, ends, bounds; how many lists of offsets, jobs, bounds.
+ADDRESSES = struct.Struct("@PPPPIII0P")
 
 
 class Side(ct.Structure):
@@ -258,8 +254,7 @@ class SubmitterConfig(ct.Structure):
         ("pooled", ct.c_void_p * 2),
         ("shared", ct.c_void_p * 2),
         ("clock_stream", ct.c_void_p),
-        ("lists", u32),
-        ("list", ct.c_void_p),
+        ("list", CopyList * 2),
         ("burst_ns", u64),
         ("bytes_per_s", u64 * 2),
         ("link_bytes_per_s", u64 * 2),
@@ -289,7 +284,7 @@ class SubmitterStats(ct.Structure):
         ("rate", u64 * 2),
         ("events_free", u64),
         ("events", u64),
-        ("lists_free", u64),
+        ("listed", u64 * 2),
         ("fences_used", u64),
         ("fences", u64),
         ("longest_call_ns", u64),
@@ -375,8 +370,8 @@ def core_held() -> ct.PyDLL:
 
 
 def _declare_submitter(lib: ct.CDLL) -> None:
-    pointer, status, why = ct.c_void_p, ct.c_void_p, ct.POINTER(i32)
-    declared: dict[str, tuple[Any, list[Any]]] = {
+    pointer, status = ct.c_void_p, ct.c_void_p
+    declared: dict[str, tuple[Any, list[Any] | None]] = {
         "kvp_submitter_open": (pointer, [ct.POINTER(SubmitterConfig), ct.POINTER(i32)]),
         "kvp_submitter_close": (None, [pointer, i32]),
         "kvp_submitter_destroy_events": (i32, [pointer]),
@@ -384,25 +379,10 @@ def _declare_submitter(lib: ct.CDLL) -> None:
         "kvp_submitter_hold": (None, [pointer]),
         "kvp_submitter_free": (None, [pointer]),
         "kvp_submitter_stop": (None, [pointer]),
-        "kvp_job_request": (
-            status,
-            [
-                pointer,
-                u32,
-                u64,
-                u64,
-                pointer,
-                u64,
-                pointer,
-                u64,
-                pointer,
-                u64,
-                pointer,
-            ],
-        ),
+        "kvp_job_request": (status, None),  # REQUEST.pack(...), block ids, block ids, each as bytes or an array
         "kvp_job_request_addresses": (
-            status,
-            [pointer, i32, u64, ct.POINTER(Addresses), pointer, i32, u64, why],
+            i32,
+            [pointer, i32, u64, pointer, pointer, i32, u64, pointer],
         ),
         "kvp_job_unused": (None, [pointer, status]),
         "kvp_job_push": (i32, [pointer, status]),

@@ -164,34 +164,59 @@ class Comparison:
         }
 
 
-def compare(before: Sequence[Sample], after: Sequence[Sample]) -> Comparison:
+@dataclass(slots=True)
+class _Sums:
+    """Of samples of one size; those whose device time is known apart."""
+
+    transfers: int = 0
+    copies: int = 0
+    submit_ns: int = 0
+    timed: int = 0
+    timed_bytes: int = 0
+    copy_ns: int = 0
+
+
+def _by_size(samples: Iterable[Sample]) -> dict[tuple[int, int], _Sums]:
+    found: dict[tuple[int, int], _Sums] = {}
+    for sample in samples:
+        size = sample.size
+        sums = found.get(size)
+        if sums is None:
+            sums = found[size] = _Sums()
+        sums.transfers += 1
+        sums.copies += sample.copies
+        sums.submit_ns += sample.submit_ns
+        if sample.copy_ns:
+            sums.timed += 1
+            sums.timed_bytes += sample.bytes
+            sums.copy_ns += sample.copy_ns
+    return found
+
+
+def compare(before: Iterable[Sample], after: Iterable[Sample]) -> Comparison:
     """Costs of two groups of samples at the sizes that both have; no transfers: there are none."""
-    groups: dict[tuple[int, int], tuple[list[Sample], list[Sample]]] = {}
-    for side, samples in enumerate((before, after)):
-        for sample in samples:
-            groups.setdefault(sample.size, ([], []))[side].append(sample)
-    common = [pair for pair in groups.values() if pair[0] and pair[1]]
-    made = Comparison(transfers=sum(len(right) for _, right in common))
-    made.copies = sum(s.copies for _, right in common for s in right)
+    return _compared(_by_size(before), _by_size(after))
+
+
+def _compared(before: dict[tuple[int, int], _Sums], after: dict[tuple[int, int], _Sums]) -> Comparison:
+    common = [(left, after[size]) for size, left in before.items() if size in after]
+    made = Comparison(transfers=sum(right.transfers for _, right in common))
+    made.copies = sum(right.copies for _, right in common)
     if not made.copies:
         return Comparison()
-    made.before_ns = sum(_mean(left) * sum(s.copies for s in right) for left, right in common) / made.copies
-    made.after_ns = sum(s.submit_ns for _, right in common for s in right) / made.copies
-    timed = [([s for s in left if s.copy_ns], [s for s in right if s.copy_ns]) for left, right in common]
-    timed = [(left, right) for left, right in timed if left and right]
-    if sum(len(left) for left, _ in timed) >= 3 and sum(len(right) for _, right in timed) >= 3:
-        size = sum(s.bytes for _, right in timed for s in right)
-        made.copy_before = sum(_rate(left) * sum(s.bytes for s in right) for left, right in timed) / max(size, 1)
-        made.copy_after = sum(s.copy_ns or 0 for _, right in timed for s in right) / max(size, 1)
+    made.before_ns = sum(left.submit_ns / max(1, left.copies) * right.copies for left, right in common) / made.copies
+    made.after_ns = sum(right.submit_ns for _, right in common) / made.copies
+    timed = [(left, right) for left, right in common if left.timed and right.timed]
+    if sum(left.timed for left, _ in timed) >= 3 and sum(right.timed for _, right in timed) >= 3:
+        size = max(1, sum(right.timed_bytes for _, right in timed))
+        made.copy_before = sum(left.copy_ns / max(1, left.timed_bytes) * right.timed_bytes for left, right in timed)
+        made.copy_before /= size
+        made.copy_after = sum(right.copy_ns for _, right in timed) / size
     return made
 
 
 def _mean(samples: Sequence[Sample]) -> float:
     return sum(s.submit_ns for s in samples) / max(1, sum(s.copies for s in samples))
-
-
-def _rate(samples: Sequence[Sample]) -> float:
-    return sum(s.copy_ns or 0 for s in samples) / max(1, sum(s.bytes for s in samples))
 
 
 def _scale(samples: Iterable[Sample]) -> int:
@@ -243,6 +268,7 @@ class Auto:
         self._recent: deque[Sample] = deque()
         self._copies = 0
         self._before: list[Sample] = []
+        self._summed: tuple[int, dict[tuple[int, int], _Sums]] | None = None  # of those, and how many were timed
         self._cause = ""
         self._fresh = False  # nothing was submitted on this rung yet
         self._kept = False
@@ -378,7 +404,7 @@ class Auto:
 
     def _change(self, cause: str, why: str, time_ns: int = 0) -> None:
         after, before = self._candidates()[0], self.rung
-        self._before, self._cause = list(self._recent), cause
+        self._before, self._summed, self._cause = list(self._recent), None, cause
         mean = _mean(self._before) if self._before else 0.0
         self._add(Decision(time_ns or self._now(), before, after, why, mean))
         evidence: dict[str, Any] = {"cause": cause, "transfers": len(self._before), "depth": self.depth}
@@ -411,7 +437,7 @@ class Auto:
         done = count >= TRIAL or (count >= TRIAL_LARGE and self._copies >= WINDOW_COPIES)
         if not done and (self._kept or count < TRIAL_LARGE):
             return
-        seen = compare(self._before, list(self._recent))
+        seen = _compared(self._sums_before(), _by_size(self._recent))
         if not done:
             if seen.transfers >= TRIAL_LARGE and self._loses(seen, MAX_COPY_COST**2):
                 self._roll_back(seen)
@@ -430,6 +456,16 @@ class Auto:
             self._forget()
         else:
             self._roll_back(seen)
+
+    def _sums_before(self) -> dict[tuple[int, int], _Sums]:
+        """Of what came before the change; made anew only where the device's time of more of it has become known.
+
+        The model's thread asks in every eighth request or so.
+        """
+        timed = sum(1 for sample in self._before if sample.copy_ns)
+        if self._summed is None or self._summed[0] != timed:
+            self._summed = timed, _by_size(self._before)
+        return self._summed[1]
 
     def _return(self) -> None:
         """Back on the base without a verdict."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes as ct
 import itertools
+import struct
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,7 +21,9 @@ INT64 = np.dtype(np.int64)
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 
-COPIED_IDS = 4096
+MOST_BLOCKS = 1 << 32
+COPIED_IDS = 4096  # up to so many are copied to be passed on, which is faster than asking for their address
+_Memory = ct.c_char * 0
 
 
 class BlockPool:
@@ -35,7 +40,8 @@ class BlockPool:
         """Takes one object with memory for each layer (see `region_of`).
 
         Raises:
-            UsageError: no layers, layers of different lengths or kinds, a block size that does not divide a layer.
+            UsageError: no layers, layers of different lengths or kinds, a block size that does not divide a layer, more
+                than 2^32 blocks.
         """
         if not layers:
             raise UsageError("a block pool needs at least one layer")
@@ -52,6 +58,8 @@ class BlockPool:
             raise UsageError(f"block size {block_bytes} does not divide a layer of {size} bytes")
         _refuse_overlap(self.regions)
         self.layers, self.block_bytes, self.blocks = len(self.regions), block_bytes, size // block_bytes
+        if self.blocks > MOST_BLOCKS:
+            raise UsageError(f"{self.blocks} blocks of {block_bytes} bytes: a pool has at most {MOST_BLOCKS}")
         self.kind = kinds.pop()
         self._bases = np.array([region.address for region in self.regions], dtype=np.uint64)
 
@@ -129,28 +137,43 @@ class Mapping:
         return UsageError(f"{side} block {bad} is out of range: the pool has {pool.blocks} blocks")
 
 
-def pointer(ids: I64) -> bytes | int:
-    """Contiguous ids as native code takes them, as long as the array lives; asking numpy for an address takes 2 us."""
-    return ids.tobytes() if len(ids) <= COPIED_IDS else int(ids.__array_interface__["data"][0])
+def passed(ids: I64) -> Any:
+    """Ids as native code takes them; asking numpy for an address takes longer than all the rest of a small request."""
+    if len(ids) > COPIED_IDS:
+        try:
+            return _Memory.from_buffer(ids)  # type: ignore[arg-type]
+        except TypeError:  # read-only, or not contiguous
+            pass
+    return ids.tobytes()
 
 
 def _ids(side: str, blocks: Iterable[int]) -> I64:
-    if type(blocks) is np.ndarray and blocks.dtype is INT64 and blocks.ndim == 1 and blocks.flags.c_contiguous:
-        if not len(blocks):
-            raise UsageError(f"a transfer needs at least one {side} block")
-        return blocks
-    try:
-        if isinstance(blocks, np.ndarray):
-            ids = np.ascontiguousarray(blocks, dtype=np.int64).reshape(-1)
-        elif isinstance(blocks, Sequence):
-            ids = np.fromiter(blocks, dtype=np.int64, count=len(blocks))
-        else:
-            ids = np.fromiter(blocks, dtype=np.int64)
-    except (TypeError, ValueError, OverflowError):
-        raise UsageError(f"{side} block ids must be whole numbers") from None
+    if type(blocks) is np.ndarray and blocks.dtype is INT64 and blocks.ndim == 1:
+        ids = blocks
+    else:
+        try:
+            ids = _converted(blocks)
+        except (TypeError, ValueError, OverflowError):
+            raise UsageError(f"{side} block ids must be whole numbers") from None
     if not len(ids):
         raise UsageError(f"a transfer needs at least one {side} block")
     return ids
+
+
+def _converted(blocks: Iterable[int]) -> I64:
+    if isinstance(blocks, range):
+        return np.arange(blocks.start, blocks.stop, blocks.step, dtype=np.int64)
+    if isinstance(blocks, list) and blocks:
+        try:
+            return np.frombuffer(struct.pack(f"{len(blocks)}q", *blocks), dtype=np.int64)  # in half of numpy's time
+        except struct.error:  # other numbers than whole ones, or too large: numpy decides
+            pass
+    if type(blocks).__module__ == "torch" and getattr(blocks, "ndim", 0) == 1:
+        with contextlib.suppress(TypeError, RuntimeError):  # on a GPU, or with a gradient: number by number
+            blocks = np.asarray(blocks)
+    if isinstance(blocks, np.ndarray):
+        return np.ascontiguousarray(blocks, dtype=np.int64).reshape(-1)
+    return np.fromiter(blocks, dtype=np.int64, count=len(blocks) if isinstance(blocks, Sequence) else -1)
 
 
 def _refuse_overlap(regions: Sequence[Region]) -> None:

@@ -30,6 +30,7 @@ from kvprobe.errors import CudaError, KvprobeError, TransferError, UsageError
 from kvprobe.launchqueue import Detector, QueueLimits, calibrate
 from kvprobe.native.library import (
     DETAIL,
+    REQUEST,
     JobRefused,
     MethodTable,
     SubmitterStats,
@@ -37,7 +38,7 @@ from kvprobe.native.library import (
     core_held,
 )
 from kvprobe.offload.auto import Auto, Rung, Sample
-from kvprobe.offload.blocks import BlockPool, Mapping, pointer
+from kvprobe.offload.blocks import BlockPool, Mapping, passed
 from kvprobe.offload.callbacks import Callbacks, call_first
 from kvprobe.offload.job import DIRECTION, Fault, Refusal, broken_by, fence, refused, wait_for
 from kvprobe.offload.methods import METHOD_NAMES, copier_for, measure_now, method_table
@@ -53,7 +54,7 @@ log = logging.getLogger("kvprobe")
 POLICIES = ("shared", "pooled", "auto")
 COMPUTE = object()  # `after`: the engine's compute stream
 BUSY_SHARE = 0.5  # of the caller's time: so much in submitting calls is worth a change of policy, full queue or not
-REQUEST = {"load": 0, "store": 1}  # enum kvp_request; with a wait for compute, and to be handed over:
+ASKED = {"load": 0, "store": 1}  # enum kvp_request_what; with a wait for compute, and to be handed over:
 AFTER, PUSH = 2, 4
 LARGE = 1 << 20  # bytes of a piece from which on the link, and not the copy's own overhead, sets its rate
 UNCLAIMED = 4096  # ended transfers that nobody asked for are taken along by requests from here on
@@ -128,6 +129,7 @@ class OffloadEngine:
         if bound is not None and bound < 1:
             raise UsageError(f"the stream bound must be at least 1, not {bound}")
         self.runtime, self.mapping, self.compute_stream = runtime, Mapping(gpu, cpu), compute_stream
+        self._layers = gpu.layers
         self.limits = limits or calibrate(runtime)
         self.link_bytes_per_s = link_bytes_per_s
         self.detector = Detector(self.limits)
@@ -264,31 +266,25 @@ class OffloadEngine:
     ) -> Transfer:
         requested = self._now()
         gpu, cpu, pieces = self.mapping.request(gpu_blocks, cpu_blocks)
-        if self._handle is None:
+        handle = self._handle
+        if handle is None:
             raise self._refused(Refusal.BROKEN)
         stream = self.compute_stream if after is COMPUTE else after
         pooled = self.policy != "shared"
-        what = REQUEST[direction] | (AFTER if stream is not None else 0) | (PUSH if pooled else 0)
+        policy = "pooled" if pooled else ""  # of shared ones it is known when they are submitted
+        what = ASKED[direction] | (AFTER if stream is not None else 0) | (PUSH if pooled else 0)
         number = 0
         transfer: Transfer | None = None
         try:
             with self._delivering:  # what ends at once is not looked for before it is known here
                 number = next(self._ids)  # here: numbers and what is handed over are in one order
                 job = self._held.kvp_job_request(
-                    self._handle,
-                    what,
-                    number,
-                    pieces,
-                    pointer(gpu),
-                    len(gpu),
-                    pointer(cpu),
-                    len(cpu),
-                    stream,
-                    requested,
-                    self._why,
+                    REQUEST.pack(handle, self._why, stream or 0, number, pieces, len(gpu), len(cpu), requested, what),
+                    passed(gpu),
+                    passed(cpu),
                 )
                 if job:
-                    transfer = Transfer(self, direction, job, tag)
+                    transfer = Transfer(self, direction, job, number, pieces * self._layers, policy, tag)
                     self._live[number] = transfer
                     if done:
                         self._add_callback(transfer, done)
@@ -297,7 +293,6 @@ class OffloadEngine:
             if transfer is None:
                 raise self._not_taken(direction, gpu, cpu, why, bad)
             if pooled:
-                transfer.policy = "pooled"
                 if self.auto.active:
                     self._cost(transfer, "pooled", transfer.copies, self._now() - requested)
             elif not self._shared[direction].submit(transfer):
@@ -416,6 +411,8 @@ class OffloadEngine:
                     # not a threading.Thread, whose start() leaves a lock taken where a signal's exception comes in
                     _thread.start_new_thread(_tell, (weakref.ref(self), self._native, handle, self._telling))
                     self._has_teller = True
+                if not isinstance(transfer._callbacks, list):
+                    transfer._callbacks = []
                 transfer._callbacks.append(callback)
                 return
         call_first([callback], transfer)

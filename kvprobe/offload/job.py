@@ -56,6 +56,7 @@ class Owner(Protocol):
 
     runtime: Runtime
     _native: ct.CDLL
+    _held: ct.CDLL  # for calls that are shorter than giving up the GIL
     _handle: int | None  # None: closed
 
     def wait(self, job: Any = None, /, timeout_s: float | None = None) -> None:
@@ -79,32 +80,34 @@ class Job(Generic[OwnerT]):
 
     Attributes:
         owner: what it was asked of.
+        address: of the native job.
         id: counts from 1 in one owner.
         direction: "load" (CPU to GPU) or "store" (GPU to CPU).
         copies: how many were asked for; neighbours may be copied as one.
     """
 
-    __slots__ = ("__weakref__", "_release", "_status", "copies", "direction", "id", "owner")
+    __slots__ = ("__weakref__", "_read", "address", "copies", "direction", "id", "owner")
 
-    def __init__(self, owner: OwnerT, direction: str, address: int) -> None:
+    def __init__(self, owner: OwnerT, direction: str, address: int, number: int, copies: int) -> None:
         """Takes over one reference to the native job at `address`."""
-        self.owner, self.direction = owner, direction
-        self._status = JobStatus.from_address(address)
-        self._release = owner._native.kvp_job_release
-        self.id: int = self._status.id
-        self.copies: int = self._status.copies
+        self.owner, self.direction, self.id, self.copies = owner, direction, number, copies
+        self._read: JobStatus | None = None  # made when asked for: who hands over does not wait for ctypes to make it
+        self.address = address
+
+    @property
+    def _status(self) -> JobStatus:
+        read = self._read
+        if read is None:
+            read = self._read = JobStatus.from_address(self.address)
+        return read
 
     def __del__(self) -> None:
-        """Gives the native job back."""
-        self._release(self.address)
+        """Gives the native job back; an interrupted constructor may have taken none."""
+        if hasattr(self, "address"):
+            self.owner._held.kvp_job_release(self.address)
 
     def __repr__(self) -> str:
         return f"<{self.direction} {self.id}: {self.copies} copies of {self.bytes} bytes, {self.state}>"
-
-    @property
-    def address(self) -> int:
-        """Of the native job."""
-        return ct.addressof(self._status)
 
     @property
     def state(self) -> str:
@@ -120,6 +123,11 @@ class Job(Generic[OwnerT]):
     def failed(self) -> bool:
         """Whether it ended without all of its copies; its destination holds undefined bytes."""
         return bool(self._status.state == _FAILED)
+
+    @property
+    def faulty(self) -> bool:
+        """Whether it failed, or will: one of its copies was refused, and what went before still runs."""
+        return self.failed or bool(self._status.fault)
 
     @property
     def error(self) -> Exception | None:
@@ -145,6 +153,11 @@ class Job(Generic[OwnerT]):
     def submitted(self) -> int:
         """Copies submitted so far."""
         return int(self._status.submitted)
+
+    @property
+    def descriptors(self) -> int:
+        """As how many pieces they were submitted: neighbours are merged, large copies may be cut."""
+        return int(self._status.descriptors)
 
     @property
     def calls(self) -> int:

@@ -43,9 +43,11 @@ Progress = Callable[[str, float], None]
 class _Bench:
     """Streams, events and memory that all measurements share."""
 
-    def __init__(self, runtime: Runtime, methods: Methods, effort: str) -> None:
-        self.runtime, self.methods, self.effort = runtime, methods, effort
-        self.rounds = 2 if effort == "quick" else 5
+    def __init__(self, runtime: Runtime, methods: Methods, quick: bool) -> None:
+        self.runtime, self.methods = runtime, methods
+        self.quick = quick
+        self.rounds = 2 if quick else 5
+        self.ways = _ways(methods, quick)
         free = runtime.mem_info()[0]
         host = runtime.provider == "host"
         # large, as a server's are: blocks scattered over more than the GPU has translations for take longer
@@ -117,7 +119,7 @@ class _Bench:
                 (self.random.permutation(slots // 8)[:, None] * 8 + np.arange(8)).ravel()[:count] for _ in range(2)
             ]
         else:
-            order = [self.random.permutation(slots)[:count] for _ in range(2)]
+            order = [self.random.choice(slots, count, replace=False) for _ in range(2)]
         least = min(len(each) for each in order)
         at = [each[:least].astype(np.uint64) * np.uint64(size) for each in order]
         return columns(np.uint64(dst) + at[0], np.uint64(src) + at[1], size)
@@ -196,18 +198,16 @@ def measure(
         "missing": dict(methods.missing),
         "kernels": methods.kernels,
     }
-    bench = _Bench(runtime, methods, "quick" if quick else "full")
+    bench = _Bench(runtime, methods, quick)
     try:
         result["link_bytes_per_s"] = bench.link
-        ways = [(kind, method, ctas) for kind in ("h2d", "d2h") for method, ctas in _ways(methods)]
-        if quick:  # so many CTAs are never worth their price
-            ways = [way for way in ways if way[2] < CTAS[-1]]
+        ways = [(kind, method, ctas) for kind in ("h2d", "d2h") for method, ctas in bench.ways]
         result["rows"] = []
         for number, (kind, method, ctas) in enumerate(ways):
             progress(f"{method}, {kind}", 0.05 + 0.6 * number / len(ways))
             result["rows"].append(_row(bench, kind, method, ctas))
         progress("what copies cost other work", 0.65)
-        result["beside"] = _beside(bench, quick)
+        result["beside"] = _beside(bench)
         _add_price(result, methods)
         if not quick:
             progress("patterns", 0.75)
@@ -223,16 +223,17 @@ def measure(
     return result
 
 
-def _ways(methods: Methods) -> list[tuple[str, int]]:
+def _ways(methods: Methods, quick: bool) -> list[tuple[str, int]]:
     """The rows of a table: methods, kernels with several numbers of CTAs."""
     plain = [(name, 0) for name in ("loop", "batch") if name not in methods.missing]
     if not methods.has_kernel:
         return plain
-    return plain + [("kernel", ctas) for ctas in CTAS if ctas <= methods.native.load_kernel.max_ctas]
+    numbers = CTAS[:-1] if quick else CTAS  # so many are never worth their price
+    return plain + [("kernel", ctas) for ctas in numbers if ctas <= methods.native.load_kernel.max_ctas]
 
 
 def _row(bench: _Bench, kind: str, method: str, ctas: int) -> dict[str, Any]:
-    sizes = QUICK_SIZES if bench.effort == "quick" else SIZES
+    sizes = QUICK_SIZES if bench.quick else SIZES
     each: list[float] = []
     fixed, submit, rate, counts = [], [], [], []
     for size in sizes:
@@ -273,12 +274,12 @@ def _row(bench: _Bench, kind: str, method: str, ctas: int) -> dict[str, Any]:
 # -- the price --------------------------------------------------------------------------------
 
 
-def _beside(bench: _Bench, quick: bool) -> list[dict[str, Any]]:
+def _beside(bench: _Bench) -> list[dict[str, Any]]:
     """How much longer a memory-bound kernel, and a matrix product where torch has one, take while copies run."""
     work: dict[str, Callable[[], None]] = {}
     if bench.methods.read_kernel:
         work["read"] = _reader(bench)
-    if not quick and bench.runtime.provider == "cuda":
+    if not bench.quick and bench.runtime.provider == "cuda":
         with contextlib.suppress(ImportError, RuntimeError):
             work["matmul"] = _matmul(bench, 4096, 25)
             work["decode"] = _matmul(bench, 64, 100)
@@ -287,7 +288,7 @@ def _beside(bench: _Bench, quick: bool) -> list[dict[str, Any]]:
         bench.on_device(launch)
         alone = min(bench.on_device(launch) for _ in range(3))
         for kind in ("h2d", "d2h"):
-            for method, ctas in [("loop", 0), *(way for way in _ways(bench.methods) if way[1])]:
+            for method, ctas in [("loop", 0), *(way for way in bench.ways if way[1])]:
                 size = (4 << 20) if method == "loop" else 16384
                 found.append(
                     {
@@ -307,11 +308,12 @@ def _while_copying(
 ) -> float:
     """Ns of the work on the device while copies of `size` cover all of it."""
     share = 16 if bench.runtime.provider == "host" else 1
-    copies = bench.copies(kind, size, max(min(bench.pool, 256 << 20) // size // share, 1))
+    burst = min(bench.pool, (64 << 20) if bench.quick else 256 << 20) // share
+    copies = bench.copies(kind, size, max(burst // size, 1))
     submit = bench.submitter(kind, method, ctas, copies, bench.streams[0])
     one = bench.timed(submit)
     best = float("inf")
-    for _ in range(3):
+    for _ in range(2 if bench.quick else 3):
         for _ in range(int(1.6 * alone / one) + 2):
             submit()  # the same list again and again: its contents stay the same
         best = min(best, bench.on_device(launch))
@@ -326,7 +328,7 @@ def _reader(bench: _Bench) -> Callable[[], None]:
     function = ct.CFUNCTYPE(ct.c_int, ct.c_void_p, *[ct.c_uint] * 7, ct.c_void_p, ct.c_void_p, ct.c_void_p)(
         bench.methods.native.cuda.launch_kernel
     )
-    times = 1 if bench.runtime.provider == "host" else max(1, (24 << 30) // bench.weights_bytes)
+    times = 1 if bench.runtime.provider == "host" else max(1, ((8 if bench.quick else 24) << 30) // bench.weights_bytes)
 
     def launch() -> None:
         for _ in range(times):
@@ -392,7 +394,7 @@ def _add_price(result: dict[str, Any], methods: Methods) -> None:
 def _patterns(bench: _Bench) -> list[dict[str, Any]]:
     found = []
     for kind in ("h2d", "d2h"):
-        for method, ctas in [way for way in _ways(bench.methods) if way[1] in (0, 2)]:
+        for method, ctas in [way for way in bench.ways if way[1] in (0, 2)]:
             for size in PATTERN_SIZES:
                 speeds = {}
                 for pattern in ("contiguous", "runs", "scattered"):
@@ -408,7 +410,7 @@ def _patterns(bench: _Bench) -> list[dict[str, Any]]:
 def _both(bench: _Bench) -> list[dict[str, Any]]:
     """Loads and stores at once: bytes per second of each while both run."""
     found = []
-    for method, ctas in [way for way in _ways(bench.methods) if way[1] in (0, 2, 4)]:
+    for method, ctas in [way for way in bench.ways if way[1] in (0, 2, 4)]:
         for size in PATTERN_SIZES:
             best, total = float("inf"), 0
             submits = []
@@ -432,7 +434,7 @@ def _behind_burst(bench: _Bench) -> list[dict[str, Any]]:
     found = []
     for kind in ("h2d", "d2h"):
         dst, src = bench.sides(kind)
-        for method, ctas in [way for way in _ways(bench.methods) if way[1] in (0, 2)]:
+        for method, ctas in [way for way in bench.ways if way[1] in (0, 2)]:
             copies = bench.copies(kind, BURST_BYTES, LOOP_COPIES)
             burst = bench.submitter(kind, method, ctas, copies, bench.streams[0])
             burst_ns = bench.timed(burst)

@@ -42,6 +42,7 @@ _CALLS = {
     "event_synchronize": "cudaEventSynchronize",
     "event_create": "cudaEventCreateWithFlags",
     "event_destroy": "cudaEventDestroy",
+    "capture_mode": "cudaThreadExchangeStreamCaptureMode",
 }
 
 

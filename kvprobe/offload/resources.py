@@ -14,7 +14,7 @@ from kvprobe.errors import CudaError
 from kvprobe.native.library import CopyList
 from kvprobe.offload.streams import StreamPool
 
-LISTS, LIST_COPIES = 8, 16384  # pinned lists that copy kernels read, and copies in each
+LIST_COPIES = 65536  # of the ring of each direction, which copy kernels read: a few of the largest launches
 
 
 class Resources:
@@ -23,7 +23,7 @@ class Resources:
     Attributes:
         pooled: streams of loads and of stores.
         shared: the shared stream of loads and of stores.
-        lists: what copy kernels read; empty where there is no kernel.
+        lists: what copy kernels read, of loads and of stores; empty where there is no kernel.
     """
 
     def __init__(self, runtime: Runtime, streams: int, priority: int, lists: bool) -> None:
@@ -44,7 +44,7 @@ class Resources:
             for _ in range(2):
                 self.shared.append(runtime.stream_create())
             self.clock_stream = runtime.stream_create()
-            for _ in range(LISTS if lists else 0):
+            for _ in range(2 if lists else 0):
                 host = runtime.host_alloc(LIST_COPIES * 24)
                 self.lists.append(CopyList(host=host, device=host, capacity=LIST_COPIES))
         except BaseException:

@@ -13,9 +13,10 @@ import logging
 import os
 import threading
 import weakref
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,8 @@ from kvprobe.cuda import Runtime
 from kvprobe.errors import KvprobeError, TransferError, UsageError
 from kvprobe.launchqueue import QueueLimits, calibrate
 from kvprobe.native.library import (
-    Addresses,
+    ADDRESSES,
+    CopyList,
     MethodTable,
     SubmitterConfig,
     SubmitterStats,
@@ -41,6 +43,7 @@ log = logging.getLogger("kvprobe")
 
 _TAKE_EVERY = 256  # submissions between two times that the list of ended ones is emptied; nobody reads it
 _U64 = np.dtype(np.uint64)
+_Memory = ct.c_char * 0
 
 
 def open_native(runtime: Runtime, made: Resources, table: MethodTable, copier: Any, **fields: Any) -> int:
@@ -53,7 +56,6 @@ def open_native(runtime: Runtime, made: Resources, table: MethodTable, copier: A
         KvprobeError: no memory, or no thread could be made.
     """
     pooled = [handles(list(pool.streams)) for pool in made.pooled]
-    lists = (type(made.lists[0]) * len(made.lists))(*made.lists) if made.lists else None
     config = SubmitterConfig(
         copier=copier,
         methods=ct.addressof(table),
@@ -62,8 +64,7 @@ def open_native(runtime: Runtime, made: Resources, table: MethodTable, copier: A
         pooled=(ct.c_void_p * 2)(*(ct.cast(each, ct.c_void_p) for each in pooled)),
         shared=(ct.c_void_p * 2)(*made.shared),
         clock_stream=made.clock_stream,
-        lists=len(made.lists),
-        list=ct.cast(lists, ct.c_void_p) if lists else None,
+        list=(CopyList * 2)(*made.lists),
         **fields,
     )
     if runtime.simulated:
@@ -104,16 +105,68 @@ class Copies:
     """Copies by address, in the order in which neighbours are merged.
 
     Attributes:
-        dst: where each goes, uint64 or int64.
-        src: where each comes from.
+        dst: where each goes, uint64 or int64, counted from a base.
+        src: where each comes from, likewise.
         sizes: bytes of each, or one number for all.
         bounds: over which nothing is merged.
+        bases: pairs of a destination and a source; from each pair all of them are copied.
     """
 
     dst: NDArray[Any]
     src: NDArray[Any]
     sizes: NDArray[Any] | int
     bounds: Bounds | None = None
+    bases: Sequence[tuple[int, int]] = ((0, 0),)
+
+
+class _Given:
+    """The native side's view of what submissions copy, and the memory that it points into."""
+
+    def __init__(self, parts: Sequence[Sequence[Copies]]) -> None:
+        """Looks at each array once, however many share it.
+
+        Raises:
+            UsageError: arrays of different lengths, or nothing to copy.
+        """
+        known: dict[tuple[int, int, int], int] = {}
+        lists: list[tuple[int, int, int, int, int]] = []  # of kvp_offsets
+        self._columns: list[Any] = []
+        bases: list[int] = []
+        ends: list[int] = []
+        self.copies: list[int] = []  # of each
+        for part in parts:
+            count = 0
+            for copies in part:
+                key = id(copies.dst), id(copies.src), id(copies.sizes)
+                number = known.get(key)
+                if number is None:
+                    number = known[key] = len(lists)
+                    lists.append(self._offsets(copies))
+                count += lists[number][0] * len(copies.bases)
+                for dst, src in copies.bases:
+                    bases += (dst, src, number)
+            if not count:
+                raise UsageError("no copies: a transfer needs at least one")
+            self.copies.append(count)
+            ends.append(len(bases) // 3)
+        if not ends:
+            raise UsageError("no transfers: a request needs at least one")
+        bounds = parts[0][0].bounds
+        self._words = array("Q", [*itertools.chain.from_iterable(lists), *bases, *ends])
+        at = self._words.buffer_info()[0]
+        at_bases, at_ends = at + 8 * 5 * len(lists), at + 8 * (5 * len(lists) + len(bases))
+        bound = (bounds.address or 0, len(bounds)) if bounds else (0, 0)
+        self.native = ADDRESSES.pack(at, at_bases, at_ends, bound[0], len(lists), len(ends), bound[1])
+
+    def _offsets(self, copies: Copies) -> tuple[int, int, int, int, int]:
+        dst, src = _column(copies.dst), _column(copies.src)
+        sizes = None if isinstance(copies.sizes, int) else _column(copies.sizes)
+        if not len(dst) or len(dst) != len(src) or (sizes is not None and len(sizes) != len(dst)):
+            raise UsageError(f"{len(dst)} destinations, {len(src)} sources: a transfer needs as many, and at least one")
+        self._columns += dst, src, sizes
+        if sizes is None:
+            return len(dst), _address(dst), _address(src), 0, cast(int, copies.sizes)
+        return len(dst), _address(dst), _address(src), _address(sizes), 0
 
 
 class Submission(Job["Submitter"]):
@@ -164,7 +217,7 @@ class Submitter:
         self._table = method_table(self.methods, method, max_slowdown)
         if runtime.provider == "host":
             self._native.kvp_set_clock(runtime.address("kvhostNow") if runtime.simulated else None)
-        self._ids, self._pid = itertools.count(1), os.getpid()
+        self._number, self._numbering, self._pid = 1, threading.Lock(), os.getpid()
         self._handle: int | None = None
         self._ending = threading.RLock()
         self._memory: int | None = None
@@ -189,10 +242,19 @@ class Submitter:
         runtime.users.add(self)
 
     def submit(self, copies: Copies, direction: str, *, after: int | None = None, since_ns: int = 0) -> Submission:
-        """Hands copies over and leaves.
+        """Hands copies over and leaves: as `submit_all`, of one submission."""
+        return self.submit_all([[copies]], direction, after=after, since_ns=since_ns)[0]
+
+    def submit_all(
+        self, parts: Sequence[Sequence[Copies]], direction: str, *, after: int | None = None, since_ns: int = 0
+    ) -> list[Submission]:
+        """Hands over several submissions at once, all or none of them, that start and end in this order.
+
+        That costs little more than one where they share their arrays and differ in their bases.
 
         Args:
-            copies: pinned memory on the CPU's side; nobody may touch either side until the submission has ended.
+            parts: what each copies, under the bounds of the first: pinned memory on the CPU's side; nobody may touch
+                either side until the submission has ended.
             direction: "load" (CPU to GPU) or "store".
             after: stream handle whose present work comes first; None: no wait.
             since_ns: when the transfer was asked for (CLOCK_MONOTONIC); 0: now.
@@ -204,40 +266,33 @@ class Submitter:
         """
         if direction not in DIRECTION:
             raise UsageError(f"unknown direction {direction!r}: use load or store")
-        dst, src = _column(copies.dst), _column(copies.src)
-        sizes = None if isinstance(copies.sizes, int) else _column(copies.sizes)
-        if not len(dst) or len(dst) != len(src) or (sizes is not None and len(sizes) != len(dst)):
-            raise UsageError(f"{len(dst)} destinations, {len(src)} sources: a transfer needs as many, and at least one")
+        given = _Given(parts)
         handle = self._handle
         if handle is None:
             raise TransferError("the submitter takes no more transfers: it is closed")
-        number, why, bounds = next(self._ids), ct.c_int32(), copies.bounds
-        given = Addresses(
-            count=len(dst),
-            dst=dst.ctypes.data,
-            src=src.ctypes.data,
-            sizes=None if sizes is None else sizes.ctypes.data,
-            size=copies.sizes if sizes is None else 0,
-            bound=bounds.address if bounds else None,
-            bounds=len(bounds) if bounds else 0,
-        )
-        job = self._held.kvp_job_request_addresses(
+        with self._numbering:
+            number, self._number = self._number, self._number + len(parts)
+        jobs = (ct.c_void_p * len(parts))()
+        code = self._held.kvp_job_request_addresses(
             handle,
             DIRECTION[direction],
             number,
-            ct.byref(given),
+            given.native,
             after,
             after is not None,
             since_ns or self._native.kvp_now_ns(),
-            ct.byref(why),
+            jobs,
         )
-        if not job:
-            raise self._refused(why.value)
-        if number % _TAKE_EVERY == 0:
+        if code:
+            raise self._refused(code)
+        submissions = [
+            Submission(self, direction, int(job or 0), number + i, given.copies[i]) for i, job in enumerate(jobs)
+        ]
+        if number // _TAKE_EVERY != (number + len(parts)) // _TAKE_EVERY:
             ids = (ct.c_uint64 * _TAKE_EVERY)()
             while self._held.kvp_take_ended(handle, ids, _TAKE_EVERY) == _TAKE_EVERY:
                 pass
-        return Submission(self, direction, job)
+        return submissions
 
     def _refused(self, code: int) -> KvprobeError:
         if code == Refusal.NO_MEMORY:
@@ -327,9 +382,18 @@ class Submitter:
 
 def _column(values: NDArray[Any]) -> NDArray[Any]:
     """As contiguous 8-byte integers, without a copy where they are."""
-    if values.dtype.kind in "iu" and values.dtype.itemsize == 8 and values.flags.c_contiguous:
+    kind = values.dtype
+    if (kind is _U64 or (kind.kind in "iu" and kind.itemsize == 8)) and values.flags.c_contiguous:
         return values
     return np.ascontiguousarray(values, dtype=_U64)
+
+
+def _address(values: NDArray[Any]) -> int:
+    """Where they lie; numpy's own way takes longer than making the job."""
+    try:
+        return ct.addressof(_Memory.from_buffer(values))  # type: ignore[arg-type]
+    except TypeError:  # read-only
+        return int(values.ctypes.data)
 
 
 _open: weakref.WeakSet[Submitter] = weakref.WeakSet()

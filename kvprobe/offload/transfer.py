@@ -43,19 +43,23 @@ class Transfer(Job["OffloadEngine"]):
 
     Attributes:
         tag: whatever the caller gave, for its own use.
-        piece_bytes: size of each of its copies.
         policy: under which it was submitted, "shared" or "pooled".
     """
 
-    __slots__ = ("_callbacks", "piece_bytes", "policy", "tag")
+    __slots__ = ("_callbacks", "policy", "tag")
 
-    def __init__(self, owner: OffloadEngine, direction: str, address: int, tag: Any) -> None:
+    def __init__(
+        self, owner: OffloadEngine, direction: str, address: int, number: int, copies: int, policy: str, tag: Any
+    ) -> None:
         """Takes over one reference to the native job at `address`."""
-        super().__init__(owner, direction, address)
-        self.tag = tag
-        self.piece_bytes: int = owner.mapping.piece_bytes
-        self.policy = ""
-        self._callbacks: list[Callable[[Transfer], None]] | None = []
+        super().__init__(owner, direction, address, number, copies)
+        self.policy, self.tag = policy, tag
+        self._callbacks: list[Callable[[Transfer], None]] | tuple[()] | None = ()  # None: called
+
+    @property
+    def piece_bytes(self) -> int:
+        """Size of each of its copies."""
+        return self.owner.mapping.piece_bytes
 
     @property
     def blocked(self) -> int:

@@ -16,20 +16,37 @@ __all__ = [
     "environment",
     "exit_status",
     "mapped_files",
+    "named",
+    "pid_in",
+    "program",
     "start_ticks",
     "why_not_preloaded",
 ]
 
+_ENV_END = 48  # of /proc/<pid>/stat behind the command: where the environment ends
+
 
 def environment(pid: int) -> dict[str, str] | None:
-    """The environment that a process was started with; None where it may not be read."""
+    """The environment that a process was started with; None where it may not be read, or there is none (see below)."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
             data = file.read()
-    except OSError:
+        if not data:  # it was emptied; or the process has ended, or is in the middle of calling exec: then its end is 0
+            with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+                if file.read().rpartition(b") ")[2].split()[_ENV_END] == b"0":
+                    return None
+    except (OSError, IndexError):
         return None
     pairs = (os.fsdecode(item).partition("=") for item in data.split(b"\0") if b"=" in item)
     return {name: value for name, _, value in pairs}
+
+
+def program(pid: int) -> str:
+    """Path of the program that a process runs; empty where it may not be asked or has gone."""
+    try:
+        return str(Path(f"/proc/{pid}/exe").readlink()).removesuffix(" (deleted)")
+    except OSError:
+        return ""
 
 
 def children() -> dict[int, int]:
@@ -51,6 +68,20 @@ def command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
         return ""
+
+
+def pid_in(text: str) -> int | None:
+    """The process id that a text is, None where it is none."""
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def named(name: str) -> list[int]:
+    """Processes with `name` in their command line, without this process and those that it came from."""
+    parents, mine, one = children(), set(), os.getpid()
+    while one and one not in mine:
+        mine.add(one)
+        one = parents.get(one, 0)
+    return [pid for pid in sorted(parents) if pid not in mine and name in command_line(pid)]
 
 
 def descendants(pid: int) -> list[int]:

@@ -396,7 +396,7 @@ def _read_open(fd: int, path: Path, detail: bool, slots: bool) -> RingSnapshot:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise RecordingError(f"{path}: not a regular file")
     start = os.pread(fd, 28, 0)
-    if start[:8] != MAGIC:
+    if start[:8] != MAGIC or len(start) < 28:
         raise RecordingError(f"{path} is not a ring file of kvprobe (or its process was killed while it made it)")
     version, header_bytes, record_bytes, slot_bytes, buckets = struct.unpack_from("<5I", start, 8)
     if (version, header_bytes, record_bytes, slot_bytes, buckets) != (1, HEADER_BYTES, 64, SLOT.itemsize, BUCKETS):

@@ -16,9 +16,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["py_spy", "take", "usable"]
+__all__ = ["NoPythonError", "py_spy", "take", "usable"]
 
 THREADS = 16  # kept of one occasion: the blocked one, the GIL's holder, then active ones
+
+
+class NoPythonError(RuntimeError):
+    """The process runs no Python: there is nothing to take, and nothing is missing."""
+
+    def __init__(self) -> None:
+        super().__init__("the process runs no Python")
 
 
 def py_spy() -> str | None:
@@ -46,8 +53,10 @@ def _dump(pid: int, timeout_s: float) -> list[dict[str, Any]]:
         raise RuntimeError(f"py-spy does not start: {error.strerror}") from None
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        reason = next((line for line in lines if "ermission" in line), lines[-1] if lines else "no message")
-        raise RuntimeError(f"py-spy: {reason.removeprefix('Error: ')}")
+        if any("find python version" in line for line in lines):
+            raise NoPythonError
+        said = [line for line in lines if "ermission" in line or line.startswith("Error: ")] or lines or ["no message"]
+        raise RuntimeError(f"py-spy: {said[0].removeprefix('Error: ')}")
     try:
         found: list[dict[str, Any]] = json.loads(done.stdout)
     except ValueError:
@@ -94,12 +103,17 @@ def take(folder: Path, pid: int, thread: int, *, inside: bool, timeout_s: float 
 
     Returns:
         `how`, `error` and `threads` as in the file's lines.
+
+    Raises:
+        NoPythonError: it runs none.
     """
     try:
         if inside:
             threads = _ask_inside(folder, pid, timeout_s)
         else:
             threads = [_thread(found) for found in _dump(pid, timeout_s)]
+    except NoPythonError:
+        raise
     except (RuntimeError, OSError) as error:
         return {"how": "failed", "error": str(error), "threads": []}
     threads.sort(key=lambda t: (t["thread"] != thread, not t["gil"], not t.get("active", False)))

@@ -102,7 +102,10 @@ def _part(progress: Progress | None, i: int, many: int) -> Progress | None:
 def _read(form: str, what: Path | list[Path], progress: Progress | None) -> Recording:
     read = _reader(form)
     try:
-        return read(what, progress)
+        recording = read(what, progress)
+        from kvprobe.recordings.assemble import bounded
+
+        return bounded(recording)
     except (ValueError, LookupError, ArithmeticError, TypeError, RecursionError, MemoryError) as error:
         if isinstance(error, KvprobeError):
             raise
@@ -147,8 +150,10 @@ def sniff(path: str | os.PathLike[str]) -> str:
         return "kvprobe"
     if path.name.endswith((".nsys-rep", ".qdstrm", ".qdrep")):
         return "nsys-rep"
-    if start.startswith(b"\x1f\x8b") and _unpacked(start).startswith(b"SQLite format 3\0"):
+    unpacked = _unpacked(start) if start.startswith(b"\x1f\x8b") else b""
+    if unpacked.startswith(b"SQLite format 3\0"):
         return "nsys-sqlite-gz"
+    _refuse_packed(path, start, unpacked)
     if start.startswith(b"\x1f\x8b") or start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"["):
         return "kineto-json"
     if not start:
@@ -158,12 +163,34 @@ def sniff(path: str | os.PathLike[str]) -> str:
     raise RecordingError(f"{path}: unknown format; kvprobe reads: {', '.join(what for _, what in FORMATS.values())}")
 
 
+_PACKED = {b"PK\x03\x04": "unzip", b"\x28\xb5\x2f\xfd": "unzstd", b"\xfd7zXZ\0": "unxz", b"BZh": "bunzip2"}
+
+
+def _refuse_packed(path: Path, start: bytes, unpacked: bytes) -> None:
+    """Raises a RecordingError that says how to unpack what kvprobe does not unpack itself."""
+    tool = next((tool for magic, tool in _PACKED.items() if start.startswith(magic)), None)
+    if (
+        path.suffixes[-2:-1] == [".tar"]
+        or path.suffix in (".tgz", ".tar")
+        or b"ustar"
+        in (
+            start[257:262],
+            unpacked[257:262],
+        )
+    ):
+        tool = "tar -xf"
+    elif unpacked.startswith(b"KVPRING1"):
+        tool = "gunzip"
+    if tool is not None:
+        raise RecordingError(f"{path}: packed, and not read as it is: unpack it ({tool}) and name what was in it")
+
+
 def _unpacked(start: bytes) -> bytes:
     """The first bytes of what is compressed; empty where that is damaged."""
     import zlib
 
     try:
-        return zlib.decompressobj(31).decompress(start, 16)
+        return zlib.decompressobj(31).decompress(start, 512)
     except zlib.error:
         return b""
 

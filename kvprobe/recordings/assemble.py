@@ -7,10 +7,13 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from kvprobe.recordings.model import Array, Table
+from kvprobe.errors import plain
+from kvprobe.recordings.model import Array, Recording, Table
+from kvprobe.recordings.vocabulary import as_text
 
 __all__ = [
     "Growing",
+    "bounded",
     "codes",
     "constant",
     "correlation_keys",
@@ -287,3 +290,49 @@ def sorted_table(kind: str, columns: dict[str, Array], by: str = "start_ns") -> 
             if column.strides != (0,):
                 columns[name] = column[order]
     return Table(kind, columns)
+
+
+_MOST_CALLS = 2**40  # in a bucket of a histogram: sums over all of them fit
+LARGEST = 2**61  # of a time (in the year 2043), a size, a count or a number of something
+
+
+def bounded(recording: Recording) -> Recording:
+    """The recording, with numbers that no recorder writes cut so that what is computed of them fits into 64 bits.
+
+    Of its texts, those that are no Unicode (JSON can write half a surrogate pair) are made such.
+    """
+    cut = 0
+    for kind, table in recording.tables.items():
+        changed: dict[str, Array] = {}
+        for name, column in table.columns.items() if table.rows else ():
+            some = column[:1] if column.strides == (0,) else column
+            if column.dtype == np.int64 and (some.min() < -LARGEST or some.max() > LARGEST):
+                changed[name] = np.clip(column, -LARGEST, LARGEST)
+            elif column.dtype == np.float64 and not np.abs(some).max() <= LARGEST:  # or it is no number
+                changed[name] = np.clip(np.nan_to_num(column), -LARGEST, LARGEST)
+            else:
+                continue
+            cut += int((changed[name] != column).sum())
+        if {"start_ns", "end_ns"} & set(changed):  # nor are durations compared beyond what fits
+            starts, ends = (changed.get(name, table.columns[name]) for name in ("start_ns", "end_ns"))
+            changed["end_ns"] = np.maximum(starts, ends)
+        if changed:
+            recording.tables[kind] = Table(kind, {**table.columns, **changed})
+    counts = recording.histograms
+    if counts.size and (counts.min() < 0 or counts.max() > _MOST_CALLS):
+        recording.histograms = np.clip(counts, 0, _MOST_CALLS)
+        cut += int((recording.histograms != counts).sum())
+    if not -LARGEST <= recording.machine.get("unix_offset_ns", 0) <= LARGEST:
+        del recording.machine["unix_offset_ns"]
+        cut += 1
+    for part in (recording.machine, recording.machine_how):
+        part.update({name: as_text(value) for name, value in part.items() if isinstance(value, str)})
+    for lines in (recording.notes, recording.incomplete):
+        lines[:] = map(plain, lines)  # they quote what a damaged file holds
+    for source in recording.source:
+        source.tool, source.command = as_text(source.tool), as_text(source.command)
+    if cut:
+        said = f"{cut:,} times or sizes are beyond what any recorder writes and were cut: the recording is damaged"
+        recording.notes.append(said)
+        recording.incomplete.append(said)
+    return recording

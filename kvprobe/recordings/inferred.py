@@ -21,13 +21,15 @@ from kvprobe.launchqueue.constants import (
     ROOM_SHARE,
     SLOW_AT_LEAST_NS,
     SLOW_TIMES,
+    STARVED_SHARE,
     STEADY_SHARE,
 )
 from kvprobe.launchqueue.judge import ms
 from kvprobe.recordings.assemble import distinct
 from kvprobe.recordings.buckets import bucket_floor_ns
+from kvprobe.recordings.held_locks import first_of_threads, held_lock
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording, Table
-from kvprobe.recordings.numbered import emptying_waits, partial, places, told_to_wait
+from kvprobe.recordings.numbered import emptying_waits, partial, places, places_each, told_to_wait
 
 if TYPE_CHECKING:
     from kvprobe.recordings.occupancy import StreamOccupancy
@@ -44,6 +46,42 @@ _LONG_NS = 1_000_000  # a wait for more than a copy: for what the copies stand b
 _FLOOD = 2_500  # submissions in a row that no queue of CUDA's own size holds: twice the deepest
 _EXACTLY = (1_000, 1_026)  # submissions that copies find a queue to take where no depth was calibrated: V100 to H200
 _NEVER = np.iinfo(np.int64).max
+
+
+class _Depths(NamedTuple):
+    """How deep queues may be, where none was calibrated.
+
+    Attributes:
+        least: that is believed, where all else fits; `usual` the least and most that GPUs have.
+        usual: see there.
+        exactly: least and most submissions that copies find a queue to take.
+        drained: that the deepest queue holds.
+        flood: submissions in a row that none holds.
+        about: that queues take, in words.
+    """
+
+    least: float = REAL_DEPTH
+    usual: tuple[float, float] = _USUAL
+    exactly: tuple[float, float] = _EXACTLY
+    drained: float = _DRAINED
+    flood: int = _FLOOD
+    about: int = 1_021
+
+
+def _depths(recording: Recording, each: float = 1.0) -> _Depths:
+    """How deep queues are where the environment scales them, in submissions that take `each` places.
+
+    CUDA_SCALE_LAUNCH_QUEUES makes of 1,021 places 253 or 4,093.
+    """
+    scale = float(recording.machine.get("queue_scale") or 0)
+    if scale <= 0:
+        scale, drained = 1.0, float(_DRAINED)
+    else:
+        drained = _EXACTLY[1] * scale
+    low, high = (((some + 3) * scale - 3) / each for some in _EXACTLY)
+    usual = _USUAL[0] * scale / each, _USUAL[1] * scale / each
+    about = round(((1_024 * scale) - 3) / each)
+    return _Depths(REAL_DEPTH / each, usual, (low, high), drained / each, round(_FLOOD * scale / each), about)
 
 
 def infer(recording: Recording, queue: StreamOccupancy) -> None:
@@ -77,16 +115,18 @@ def _infer(recording: Recording, queue: StreamOccupancy) -> None:
     whole = _whole_from(recording, queue, slow)
     judged[:whole] = False
     fact = recording.machine.get("queue_depth")
-    known = int(fact) if isinstance(fact, (int, float)) and fact > 0 else 0
+    each = places_each(recording, queue)
+    known = round(fact / each) if isinstance(fact, (int, float)) and fact > 0 else 0
+    depths = _depths(recording, each)
     emptied = _emptied(recording, queue)
     counted = _by_transfers(recording, queue)
     if counted is not None:
         depth, source = counted, "what was outstanding is counted from the ends of transfers"
         full = known or _deepest(depth[slow & judged])
-        full = full if known or full >= REAL_DEPTH else 0
+        full = full if known or full >= depths.least else 0
     else:
         depth = np.zeros(len(rows))
-        depth[whole:], full, source = _by_pace(start[whole:], end[whole:], slow[whole:], emptied[whole:], known)
+        depth[whole:], full, source = _by_pace(start[whole:], end[whole:], slow[whole:], emptied[whole:], known, depths)
     queue.after = 0  # of none is it known when it was executed
     queue.depth = np.minimum(depth, full or np.iinfo(np.int32).max).astype(np.int32)
     top, below = judged & (depth >= _TOP * full), judged & (depth < _BELOW * full)
@@ -107,9 +147,14 @@ def _infer(recording: Recording, queue: StreamOccupancy) -> None:
         )
         return
     if counted is None:
-        held, place, exact = _behind_fences(
-            start, end, judged & (duration > 100 * base), slow & judged, emptied, told_to_wait(recording, queue), known
-        )
+        held, place, exact = np.zeros(len(rows), dtype=bool), np.zeros(len(rows), dtype=np.int32), ""
+        long = judged & (duration > 100 * base) & (duration > _LONG_NS)
+        if long.any():
+            begun, locked = emptied | told_to_wait(recording, queue), held_lock(recording, rows, long, slow)
+            long &= ~first_of_threads(recording, rows)
+            held_by = (0.98 * known, 1.005 * known + 2) if known else depths.exactly
+            queues = f"the queue takes {known:,}" if known else f"queues take about {round(depths.about, -1):,}"
+            held, place, exact = _behind_fences(start, end, long, slow & judged, begun, locked, held_by, queues)
         if held.any():
             queue.depth = place
             queue.verdict, queue.ceiling_how, queue.blocked = "saturated", "inferred", held
@@ -122,15 +167,19 @@ def _infer(recording: Recording, queue: StreamOccupancy) -> None:
                 "the stream was empty; no device activity was recorded)"
             )
             return
-        if _flooded(recording, queue, start, end, judged, emptied, whole, known):
+        if _flooded(recording, queue, start, end, judged, emptied, whole, known, depths):
             return
     deepest = int(queue.depth.max(initial=0))
     other = int((duration - base)[slow].sum())
     if counted is not None and known and not top.any():
         queue.reason = f"never more than {deepest} of {known} submissions outstanding ({how})"
-    elif other > max(1_000_000, 0.01 * (int(end.max()) - int(start[0]))):
-        queue.verdict = "cannot tell"
+    elif other > (least := max(1_000_000, 0.01 * (int(end.max()) - int(start[0])))):
+        without_cpu = _without_cpu(recording, rows[slow], (duration - base)[slow])
         queue.reason = f"slow calls took {ms(other)} more than others, not in the pattern of a full queue ({how})"
+        if other - without_cpu > least:
+            queue.verdict = "cannot tell"
+        else:
+            queue.reason += f"; their threads waited {ms(without_cpu)} of it for a CPU"
     else:
         queue.reason = f"no calls became and stayed slow from one depth on, with up to {deepest} outstanding ({how})"
 
@@ -148,13 +197,14 @@ def _launches(recording: Recording, queue: StreamOccupancy, numbered: Array, bas
     long = lost > 3 * base[at]
     fact = recording.machine.get("queue_depth")
     known = int(fact) if isinstance(fact, (int, float)) and fact > 0 else 0
-    low = 0.98 * known if known else _USUAL[0]
+    depths = _depths(recording)
+    low = 0.98 * known if known else depths.usual[0]
     top, early = long & (place >= low), long & (place < low)
     past = int(place[top].max(initial=0)) - int(place[top].min(initial=0)) + 1
     few = int(top.sum()) < LEAST_BLOCKED or int(top.sum()) < _OFTEN * past
     if few or not lost[top].sum() > 4 * lost[early].sum():
         return
-    full = known or _held(calls, rows[at], place, top)
+    full = known or _held(calls, rows[at], place, top, depths)
     if not full:
         queue.verdict = "cannot tell"
         queue.reason = (
@@ -179,14 +229,14 @@ def _launches(recording: Recording, queue: StreamOccupancy, numbered: Array, bas
     )
 
 
-def _held(calls: Table, rows: Array, place: Array, top: Array) -> int:
+def _held(calls: Table, rows: Array, place: Array, top: Array, depths: _Depths) -> int:
     """How many launches the queue held when the first of the long ones met it; 0 where that is no depth of a queue.
 
     The device runs launches while others are made: as many as it takes places free afterwards, one for each launch that
     waits. Their number is reckoned from the earliest launch that was kept.
     """
     least = int(place[top].min())
-    if least <= _USUAL[1]:
+    if least <= depths.usual[1]:
         return least
     order = np.argsort(calls["start_ns"][rows], kind="stable")
     rows, place, top = rows[order], place[order], top[order]
@@ -200,7 +250,7 @@ def _held(calls: Table, rows: Array, place: Array, top: Array) -> int:
     if not len(earlier) or pace <= 0:
         return 0
     held = round(place[first] - float(calls["start_ns"][rows[first]] - calls["start_ns"][rows[earlier[0]]]) / pace)
-    return held if _USUAL[0] <= held <= _USUAL[1] else 0
+    return held if depths.usual[0] <= held <= depths.usual[1] else 0
 
 
 def _flooded(
@@ -212,6 +262,7 @@ def _flooded(
     emptied: Array,
     whole: int,
     known: int,
+    depths: _Depths,
 ) -> bool:
     """Whether a stream was given far more than a queue holds without a pause, and its calls waited for it.
 
@@ -225,7 +276,7 @@ def _flooded(
     """
     calls, rows = recording.calls, queue.calls
     duration = end - start
-    held = known or _EXACTLY[1]
+    held = known or int(depths.exactly[1])
     base = np.zeros(len(rows))
     for name in distinct(calls["name"][rows]):
         mine = calls["name"][rows] == name
@@ -233,14 +284,15 @@ def _flooded(
     slow = judged & (duration >= np.maximum(SLOW_TIMES * base, base + SLOW_AT_LEAST_NS))
     count = np.arange(len(rows))
     returned = np.r_[start[0], np.maximum.accumulate(end)[:-1]]
-    if len(rows) - whole <= _FLOOD:
+    if len(rows) - whole <= depths.flood:
         return False
-    pace = _quantile(end[whole + _FLOOD :] - end[whole:-_FLOOD], 0.5) / _FLOOD  # what the device needs for one
+    flood = depths.flood
+    pace = _quantile(end[whole + flood :] - end[whole:-flood], 0.5) / flood  # what the device needs for one
     fresh = emptied | (start - returned > 64 * pace) | (count == whole)
     first = np.maximum.accumulate(np.where(fresh, count, 0))
     length = np.bincount(first, minlength=len(rows))[first]
     place = count - first
-    top = judged & (length >= _FLOOD) & (place > 1.25 * held) & (count >= whole)
+    top = judged & (length >= depths.flood) & (place > 1.25 * held) & (count >= whole)
     if int(top.sum()) < held:
         return False
     lost = np.where(top & slow, duration - base, 0).astype(np.int64)
@@ -251,7 +303,7 @@ def _flooded(
     often = waits * OFTEN_NS >= spent and share >= _OFTEN
     if not often or lost.sum() < STEADY_SHARE * spent:
         return False
-    if not _steady(end[top], first[top]) or not _room_after_pauses(start, returned, slow, top, pace):
+    if not _steady(end[top], first[top], depths.flood) or not _room_after_pauses(start, returned, slow, top, pace):
         return False
     if not all(_filled(start, slow, int(at), share, pace, held) for at in np.unique(first[top]) if emptied[at]):
         return False
@@ -261,6 +313,10 @@ def _flooded(
             return False
     elif not _alone(recording, queue, int(start[top].min()), int(end[top].max())):
         return False
+    if _starved(recording, queue, int(start[top].min()), int(end[top].max())):
+        queue.verdict = "cannot tell"
+        queue.reason = "cannot tell, because its threads waited for a CPU while their calls were slow"
+        return True
     queue.depth = np.minimum(place, held).astype(np.int32)
     queue.verdict, queue.ceiling_how, queue.blocked = "saturated", "inferred", top & slow
     queue.blocked_ns, queue.inferred_ns = lost, int(lost.sum())
@@ -276,7 +332,7 @@ def _flooded(
     return True
 
 
-def _steady(end: Array, first: Array) -> bool:
+def _steady(end: Array, first: Array, flood: int) -> bool:
     """Whether calls return at one pace over stretches longer than a queue, as those do that a device paces.
 
     A queue takes up what a thread gains or loses on the way; calls that are slow for a reason of the host have none.
@@ -284,9 +340,10 @@ def _steady(end: Array, first: Array) -> bool:
     Args:
         end: when each call returned; `first` the number of the first call of its stretch.
         first: see there.
+        flood: submissions in a row that no queue holds.
     """
-    whole = first[_FLOOD:] == first[:-_FLOOD]
-    took = (end[_FLOOD:] - end[:-_FLOOD])[whole]
+    whole = first[flood:] == first[:-flood]
+    took = (end[flood:] - end[:-flood])[whole]
     return len(took) == 0 or _quantile(took, 0.95) - _quantile(took, 0.05) <= 0.5 * _quantile(took, 0.5)
 
 
@@ -329,8 +386,47 @@ def _alone(recording: Recording, queue: StreamOccupancy, begin: int, end: int) -
     return bool((threads == threads[0]).all())
 
 
+def _starved(recording: Recording, queue: StreamOccupancy, begin: int, end: int) -> bool:
+    """Whether the stream's threads waited for a CPU for a good part of this time.
+
+    Their calls are slow then for that, and a queue drains in a call, so that no pause is seen.
+    """
+    waits, calls = recording.cpu_waits, recording.calls
+    mine = waits["process"] == calls["process"][queue.calls[0]]
+    mine &= np.isin(waits["thread"], distinct(calls["thread"][queue.calls]))
+    length = np.maximum(waits["end_ns"] - waits["start_ns"], 1)
+    inside = np.clip(np.minimum(waits["end_ns"], end) - np.maximum(waits["start_ns"], begin), 0, None)
+    return bool((waits["waited_ns"] * (inside / length))[mine].sum() > STARVED_SHARE * (end - begin))
+
+
+def _without_cpu(recording: Recording, rows: Array, excess: Array) -> int:
+    """How much of the excess of these calls their threads waited for a CPU, at most; ns."""
+    waits, calls = recording.cpu_waits, recording.calls
+    total = 0
+    for process, thread in np.unique(np.column_stack((calls["process"][rows], calls["thread"][rows])), axis=0).tolist():
+        notes = np.flatnonzero((waits["process"] == process) & (waits["thread"] == thread))
+        mine = (calls["process"][rows] == process) & (calls["thread"][rows] == thread)
+        first = np.searchsorted(waits["end_ns"][notes], calls["start_ns"][rows[mine]], side="right")
+        last = np.searchsorted(waits["start_ns"][notes], calls["end_ns"][rows[mine]], side="left")
+        waited = np.concatenate(([0], np.cumsum(waits["waited_ns"][notes])))
+        around = np.where(last > first, waited[np.maximum(last, first)] - waited[first], 0)
+        touched = np.zeros(len(notes) + 1, dtype=np.int64)  # notes that any call touches count once
+        np.add.at(touched, first[last > first], 1)
+        np.add.at(touched, last[last > first], -1)
+        all_waited = int(waits["waited_ns"][notes][np.cumsum(touched)[:-1] > 0].sum())
+        total += min(int(np.minimum(around, excess[mine]).sum()), all_waited)
+    return total
+
+
 def _behind_fences(
-    start: Array, end: Array, long: Array, slow: Array, emptied: Array, told: Array, known: int
+    start: Array,
+    end: Array,
+    long: Array,
+    slow: Array,
+    begun: Array,
+    locked: Array,
+    held_by: tuple[float, float],
+    queues: str,
 ) -> tuple[Array, Array, str]:
     """Calls that waited at a full queue for what their copies stand behind: one long wait, then all go on.
 
@@ -338,30 +434,31 @@ def _behind_fences(
     in its burst is the depth. A stall of another kind hits that number by chance once in a hundred, as calls in a burst
     are thousands. So one such call is enough where no burst's first long call has another number and either a wait of
     the host proved the stream empty before the burst, or calls wait again and again behind the long one and hardly ever
-    before it; else it takes three, and two thirds of all.
+    before it, or another thread waited for the lock that the call held; else it takes three, and two thirds of all.
 
     Args:
         start: entry of each call of the queue, ns, ascending; `end` and the others likewise, (calls,).
         end: see there.
-        long: calls that may have waited.
+        long: calls of a millisecond and more that may have waited; a thread's first call is long by itself.
         slow: calls that took longer than with room; behind the one that waited, they wait for one copy each.
-        emptied: before which calls the stream was known to be empty.
-        told: before which calls the stream, given nothing for 0.1 ms, was told to wait for an event.
-        known: the calibrated depth, 0 if there is none.
+        begun: before which calls a burst is known to begin: the stream was empty, or was told to wait for an event when
+            it had been given nothing for 0.1 ms.
+        locked: calls that held the context's lock, as another thread's wait shows.
+        held_by: the least and the most submissions that a queue may hold; `queues` says so in words.
+        queues: see there.
 
     Returns:
         Which calls waited; submissions outstanding at each, int32; what is special about them, in words.
     """
     count = np.arange(len(start))
-    long = long & (end - start > _LONG_NS)
-    low, high = (0.98 * known, 1.005 * known + 2) if known else _EXACTLY
-    fresh = emptied | told | np.r_[True, start[1:] - np.maximum.accumulate(end)[:-1] > _LONG_NS]
+    low, high = held_by
+    fresh = begun | np.r_[True, start[1:] - np.maximum.accumulate(end)[:-1] > _LONG_NS]
     begin = np.maximum.accumulate(np.where(fresh, count, 0))  # of the burst that a call is in
     place = count - begin
     waits = np.flatnonzero(long)
     first = waits[np.r_[True, begin[waits][1:] != begin[waits][:-1]]] if len(waits) else waits
     fits = first[(low <= place[first]) & (place[first] <= high)]
-    proven = bool((emptied | told)[begin[fits]].any()) or _drained_after(fits, begin, slow)
+    proven = bool(begun[begin[fits]].any() or locked[fits].any()) or _drained_after(fits, begin, slow)
     proven &= len(fits) == len(first)
     if not len(fits) or not (proven or (len(fits) >= 3 and 3 * len(fits) >= 2 * len(first))):
         return np.zeros(len(start), dtype=bool), np.zeros(len(start), dtype=np.int32), ""
@@ -371,7 +468,6 @@ def _behind_fences(
         held |= slow & (begin == begin[one]) & (count > one)
     numbers = sorted({int(number) + 1 for number in place[fits]})
     which = f"number {numbers[0]:,}" + (f" to {numbers[-1]:,}" if len(numbers) > 1 else "")
-    queues = f"the queue takes {known:,}" if known else "queues take about 1,020"
     depth = np.minimum(place, int(place[fits].max())).astype(np.int32)
     return held, depth, f"the first of a burst being its {which}: {queues}"
 
@@ -496,7 +592,9 @@ def _by_transfers(recording: Recording, queue: StreamOccupancy) -> Array | None:
     return outstanding
 
 
-def _by_pace(start: Array, end: Array, slow: Array, emptied: Array, known: int) -> tuple[Array, int, str]:
+def _by_pace(
+    start: Array, end: Array, slow: Array, emptied: Array, known: int, depths: _Depths
+) -> tuple[Array, int, str]:
     """What was outstanding at each call, reckoned from the calls alone.
 
     A call that waits for room returns when a place is freed, so where slow calls follow one another the time from one
@@ -520,15 +618,16 @@ def _by_pace(start: Array, end: Array, slow: Array, emptied: Array, known: int) 
         fresh = emptied | (start - returned > 1_000_000)
         return place - np.maximum.accumulate(np.where(fresh, place, 0)), known, "it is counted in each burst of calls"
     between = np.concatenate([np.diff(end[first : last + 1]) for first, last in runs])
-    pace = float(np.minimum(between, 8 * np.median((end - start)[slow])).mean())
+    pace = max(float(np.minimum(between, 8 * np.median((end - start)[slow])).mean()), 1.0)
     source = f"what was outstanding is reckoned at {pace / 1e3:.1f} us a submission, as blocked calls return"
-    emptied = emptied | (start - returned > _DRAINED * pace)
+    emptied = emptied | (start - returned > depths.drained * pace)
     full = known
     if not known:
         met = [onset.depth for onset in _follow(start, end, runs, emptied, pace, np.inf)[1] if onset.filled]
         low, middle, high = np.percentile(met, (25, 50, 75)) if met else (0.0, 0.0, 0.0)
         same = len(met) > 1 and high - low <= 0.2 * middle
-        full = int(middle) if middle >= REAL_DEPTH and (same or _USUAL[0] <= middle <= _USUAL[1]) else 0
+        fits = depths.usual[0] <= middle <= depths.usual[1]
+        full = int(middle) if middle >= depths.least and (same or fits) else 0
     depth, onsets = _follow(start, end, runs, emptied, pace, full or np.inf)
     told = [onset for onset in onsets if onset.room > 0]
     fit = [onset for onset in told if abs(full - onset.depth) <= min(0.15 * full, max(20, 0.5 * onset.room))]
@@ -577,7 +676,6 @@ def _follow(
     depth = np.zeros(len(start))
     onsets: list[_Onset] = []
     at, level, since = 0, 0.0, float(start[0])
-    told, filled, least = bool(emptied[0]), False, 0.0
     told, filled, least = bool(emptied[0]), False, 0.0  # known at all; from empty on; the least since the last run
     for first, last in sorted([(int(i), -1) for i in np.flatnonzero(emptied)] + [*runs, (len(start), -1)]):
         if first > at:

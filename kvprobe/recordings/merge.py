@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvprobe.recordings.assemble import bounded
 from kvprobe.recordings.model import SCHEMAS, Array, Recording, Table
 
 __all__ = ["NO_CLOCK", "ONE_BY_ONE", "at_once", "merge", "recorded", "shifted"]
@@ -85,7 +86,7 @@ def merge(recordings: Sequence[Recording]) -> Recording:
     lost = {
         process + bases["processes"][i]: count for i, r in enumerate(recordings) for process, count in r.lost.items()
     }
-    return Recording(
+    merged = Recording(
         [source for r in recordings for source in r.source],
         tables,
         names,
@@ -97,6 +98,7 @@ def merge(recordings: Sequence[Recording]) -> Recording:
         lost=lost,
         incomplete=list(dict.fromkeys(line for r in recordings for line in r.incomplete)),
     )
+    return bounded(merged)
 
 
 def shifted(recording: Recording, by_ns: int) -> Recording:

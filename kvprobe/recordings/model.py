@@ -7,6 +7,7 @@ is interned: a column of type "name" holds indexes into `Recording.names`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -116,6 +117,19 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "ok": "uint8",
         "one_in": "int64",  # transfers that this one was picked from: a sum over transfers counts it so often
     },
+    # What kvprobe's submitters made of the copies that they were given: sums by stream and direction.
+    "submitters": {
+        "process": "int32",
+        "stream": "int32",  # -1: several, which cannot be told apart
+        "server": "name",  # "" for an engine of the process's own
+        "direction": "uint8",
+        "transfers": "int64",
+        "copies": "int64",  # asked for
+        "descriptors": "int64",  # submitted: neighbours merged, large ones cut; -1 where not all of them are over
+        "calls": "int64",
+        "bytes": "int64",
+        "dur_ns": "int64",  # in these calls, on whichever thread made them
+    },
     # Calls of a server's own functions that move data, as adapters saw them.
     "server_calls": {
         "start_ns": "int64",
@@ -163,6 +177,16 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "blocked_ns": "int64",
         "gil": "uint8",
         "stack": "name",
+    },
+    # Spans in which a thread with slow calls waited for a CPU, and had one, of each span's length.
+    "cpu_waits": {
+        "start_ns": "int64",
+        "end_ns": "int64",
+        "process": "int32",
+        "thread": "int64",
+        "waited_ns": "int64",
+        "ran_ns": "int64",
+        "throttled_ns": "int64",  # the process's control group had used up its quota of CPU
     },
     # What a controller or adapter did or said: policy switches, states, errors.
     "decisions": {"time_ns": "int64", "process": "int32", "what": "name", "reason": "name", "gain": "float64"},
@@ -230,7 +254,7 @@ class Table(Mapping[str, Array]):
                     raise ValueError(f"{kind}.{name} has {len(column)} rows, others {length}")
             else:
                 # One stored value, however many rows: wide tables cost memory only for the columns a reader fills.
-                column = np.broadcast_to(np.array(_default(name), dtype=dtype), (length,))
+                column = np.ndarray((length,), dtype, _stored_default(name, dtype), strides=(0,))
             self.columns[name] = column
 
     def __getitem__(self, name: str) -> Array:
@@ -251,6 +275,12 @@ class Table(Mapping[str, Array]):
     def where(self, mask: Array) -> Table:
         """The rows that a boolean mask or an index array selects."""
         return Table(self.kind, {name: column[mask] for name, column in self.columns.items()})
+
+
+@functools.cache
+def _stored_default(column: str, dtype: str) -> bytes:
+    """What an absent column holds in every row, as one value of its type; bytes, so that a view cannot be written."""
+    return np.array(_default(column), dtype=dtype).tobytes()
 
 
 def _default(column: str) -> int:

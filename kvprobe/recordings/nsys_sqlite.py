@@ -29,10 +29,12 @@ __all__ = ["MAGIC", "columns_to_recording", "read"]
 MAGIC = b"SQLite format 3\0"
 Progress = Callable[[str, float], None]
 _BATCH = 1 << 17
+_NO_STREAM = 0xFFFFFFFF  # CUPTI's stream of what names none
 _PID_SHIFT, _ID_MASK = 24, 0xFFFFFF  # globalTid = ... pid << 24 | tid
 _DIRECTIONS, _MEMORY = np.array(words.NSYS_DIRECTIONS, np.uint8), np.array(words.NSYS_MEMORY, np.uint8)
 
 # What is read of each table: column -> default where the schema lacks it or the cell is NULL.
+_OF_EVENTS = {"streamId": -1, "correlationId": -1, "globalPid": 0, "eventId": 0}
 COLUMNS: dict[str, dict[str, int]] = {
     "CUPTI_ACTIVITY_KIND_RUNTIME": {
         "start": 0,
@@ -88,8 +90,8 @@ COLUMNS: dict[str, dict[str, int]] = {
         "globalPid": 0,
         "graphId": -1,
     },
-    "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION": {"streamId": -1, "correlationId": -1, "globalPid": 0, "eventId": 0},
-    "CUPTI_ACTIVITY_KIND_CUDA_EVENT": {"streamId": -1, "correlationId": -1, "globalPid": 0, "eventId": 0},
+    "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION": _OF_EVENTS,
+    "CUPTI_ACTIVITY_KIND_CUDA_EVENT": _OF_EVENTS,
     "CUPTI_ACTIVITY_KIND_OVERHEAD": {
         "start": 0,
         "end": 0,
@@ -287,12 +289,13 @@ def read(path: Path, progress: Progress | None = None) -> Recording:
     """
     try:
         export = Export(path)
-    except (sqlite3.Error, OSError) as error:
-        raise RecordingError(f"{path}: cannot be opened as an SQLite export ({error})") from error
+    except (sqlite3.Error, OSError, MemoryError) as error:  # a cell that SQLite cannot make sense of is a MemoryError
+        said = str(error) or "its list of tables is damaged"
+        raise RecordingError(f"{path}: cannot be opened as an SQLite export ({said})") from error
     try:
         return columns_to_recording(export, path, "nsys-sqlite", progress)
     except (sqlite3.Error, ValueError, OverflowError, MemoryError) as error:
-        raise RecordingError(f"{path}: damaged SQLite export ({error})") from error
+        raise RecordingError(f"{path}: damaged SQLite export ({str(error) or 'a row cannot be read'})") from error
     finally:
         export.db.close()
 
@@ -431,13 +434,17 @@ class _Builder:
     def waits(self, recording: Recording) -> None:
         """Gives synchronising calls, waits and event records their stream, and events as `src`, where the export knows.
 
-        A stream that executed nothing has no row in `streams` and stays unknown.
+        A stream that only waits or records gets a row in `streams`; one that is only synchronised stays unknown.
         """
         calls, streams = recording.calls, recording.streams
         if not calls.rows or not streams.rows:
             return
         told = np.flatnonzero(np.isin(calls["kind"], np.array([CallKind.SYNC, CallKind.EVENT], dtype=np.uint8)))
         stream = event = None
+        idle: list[tuple[int, int, int]] = []  # process, device, handle
+        pairs = set(zip(streams["process"].tolist(), streams["device"].tolist(), strict=True))
+        used = [process for process, _ in pairs]
+        device_of = {process: device for process, device in pairs if used.count(process) == 1}  # these tables say 0
         row_of = {
             (int(process), int(handle)): row
             for row, (process, handle) in enumerate(zip(streams["process"], streams["handle"], strict=True))
@@ -452,14 +459,21 @@ class _Builder:
             rows = told[owner[theirs]]
             if stream is None or event is None:
                 stream, event = calls["stream"].copy(), calls["src"].copy()
-            known = [
-                row_of.get(key, -1)
-                for key in zip(process[theirs].tolist(), raw["streamId"][theirs].tolist(), strict=True)
-            ]
+            keys = list(zip(process[theirs].tolist(), raw["streamId"][theirs].tolist(), strict=True))
+            for key, kind in zip(keys, calls["kind"][rows].tolist(), strict=True):
+                if kind == CallKind.EVENT and key not in row_of and 0 <= key[1] < _NO_STREAM:
+                    row_of[key] = streams.rows + len(idle)
+                    idle.append((key[0], device_of.get(key[0], -1), key[1]))
+            known = [row_of.get(key, -1) for key in keys]
             stream[rows] = known
             event[rows] = raw["eventId"][theirs].astype(np.uint64)
         if stream is not None and event is not None:
             recording.tables["calls"] = Table("calls", {**calls.columns, "stream": stream, "src": event})
+        if idle:
+            found = dict(zip(("process", "device", "handle"), np.array(idle, dtype=np.int64).T, strict=True))
+            more = self.streams(found)
+            both = {name: join([streams[name], more[name]]) for name in streams.columns}
+            recording.tables["streams"] = Table("streams", both)
 
     def executions(self) -> tuple[Table, Table]:
         parts: list[Columns] = []
@@ -508,11 +522,11 @@ class _Builder:
         columns: Columns = {}
         for name in list(parts[0]) if parts else []:
             columns[name] = join([part.pop(name) for part in parts])
-        info = self.read_columns("TARGET_INFO_CUDA_STREAM")
+        self.stream_info = self.read_columns("TARGET_INFO_CUDA_STREAM")
         if not columns:
             return Table("executions"), Table("streams")
         columns["stream"], found = stream_rows(columns["process"], columns["device"], columns.pop("handle"))
-        return sorted_table("executions", columns), self.streams(found, info)
+        return sorted_table("executions", columns), self.streams(found)
 
     def _copy_names(self) -> Array:
         labels = {
@@ -533,8 +547,9 @@ class _Builder:
         }
         return self.names.map([f"memcpy {labels[i]}" for i in range(len(labels))])
 
-    def streams(self, found: Columns, info: Columns) -> Table:
+    def streams(self, found: Columns) -> Table:
         """Adds priority and flags where the export knows them (a default stream may have no row there)."""
+        info = self.stream_info
         known: dict[tuple[int, int], tuple[int, int]] = {}
         for stream, process, priority, flag in zip(
             info["streamId"].tolist(),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvprobe.launchqueue.constants import BATCH_PLACES
 from kvprobe.recordings.model import Array, CallKind, Recording
 
 if TYPE_CHECKING:
@@ -18,7 +19,16 @@ if TYPE_CHECKING:
 
 IDLE_NS = 100_000
 
-__all__ = ["partial", "places", "told_to_wait"]
+__all__ = ["partial", "places", "places_each", "told_to_wait"]
+
+
+def places_each(recording: Recording, queue: StreamOccupancy) -> float:
+    """Places of the queue that one of its submissions takes: 1, or more where nearly all are batches of many copies."""
+    calls, rows = recording.calls, queue.calls
+    batches = rows[calls["kind"][rows] == CallKind.BATCH]
+    if 10 * len(batches) < 9 * len(rows):
+        return 1.0
+    return max(float(np.median(np.ceil(BATCH_PLACES * calls["count"][batches]))), 1.0)
 
 
 def partial(recording: Recording, queue: StreamOccupancy) -> Array:

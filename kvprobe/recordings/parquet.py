@@ -20,6 +20,7 @@ import pyarrow.parquet
 
 from kvprobe.errors import RecordingError, UsageError
 from kvprobe.recordings.assemble import join
+from kvprobe.recordings.buckets import BUCKETS
 from kvprobe.recordings.model import (
     SCHEMAS,
     Array,
@@ -46,10 +47,10 @@ _ENUMS: dict[tuple[str, str], type[IntEnum]] = {
     ("executions", "engine"): Engine,
     ("labels", "label"): Label,
     ("ranges", "style"): RangeStyle,
-    **{(table, "direction"): Direction for table in ("calls", "executions", "transfers", "totals")},
+    **{(table, "direction"): Direction for table in ("calls", "executions", "transfers", "totals", "submitters")},
     **{(table, "memory"): Memory for table in ("calls", "executions", "totals")},
 }
-_ROWS_PER_BYTE = 4096  # a column of one value takes next to nothing; a claim beyond this is no recording
+_ROWS_PER_BYTE = 64  # times that differ take a byte or more; a claim beyond this is no recording
 
 
 class _Meta(msgspec.Struct):
@@ -74,6 +75,7 @@ def write(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not overwrite:
         raise UsageError(f"{folder} exists and is not empty: name another folder, or force overwriting it")
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / _META).unlink(missing_ok=True)  # of an earlier export: what is written half is no recording
     files: list[Path] = []
     tables = [kind for kind in SCHEMAS if recording.tables[kind].rows]
     for i, kind in enumerate(tables):
@@ -172,8 +174,9 @@ def _read(path: Path, progress: Progress | None) -> Recording:
             },
         )
         if kind == "totals" and "histogram" in have:
-            flat = opened.read(columns=["histogram"])["histogram"].combine_chunks().flatten()
-            histograms = flat.to_numpy(zero_copy_only=False).reshape(tables[kind].rows, -1).astype(np.int64)
+            lists = pc.cast(opened.read(columns=["histogram"])["histogram"], pa.list_(pa.int64()))
+            flat = pc.fill_null(lists.combine_chunks().flatten(), 0)
+            histograms = flat.to_numpy(zero_copy_only=False).reshape(tables[kind].rows, BUCKETS)
     _check_rows(tables)
     return Recording(
         meta.source,
@@ -202,7 +205,8 @@ def _from_arrow(names: Names, kind: str, name: str, column: pa.ChunkedArray) -> 
             values = names.map([str(text or "") for text in texts] or [""])
         index = pc.fill_null(encoded.indices, 0).to_numpy(zero_copy_only=False)
         return join([values[index]])
-    return join([pc.fill_null(column, 0).to_numpy()])
+    stored = pc.cast(column, pa.from_numpy_dtype(np.dtype(SCHEMAS[kind][name])))  # refuses what does not fit
+    return join([pc.fill_null(stored, 0).to_numpy()])
 
 
 def _check_rows(tables: dict[str, Table]) -> None:

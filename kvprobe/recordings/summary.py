@@ -11,8 +11,9 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Annotated, Any, Literal, cast
 
+import msgspec
 import numpy as np
 
 from kvprobe.recordings.buckets import BUCKETS, bucket_floor_ns
@@ -250,25 +251,26 @@ class Summary:
         Raises:
             ValueError: it is no summary, or of another version.
         """
-        content = json.loads(data)
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ValueError("not a summary")
-        if content.get("version") != VERSION:
-            raise ValueError(f"a summary of version {content.get('version')}; this kvprobe reads {VERSION}")
         try:
-            return Summary(
-                content["inputs"],
-                {tuple(key): _stat(values) for *key, values in content["calls"]},
-                {tuple(key): _stat(values) for *key, values in content["executions"]},
-                {tuple(key): QueueSummary(*values) for *key, values in content["queues"]},
-                {rank: _rank(values) for rank, values in content["ranks"]},
-                [Blocked(*values) for values in content["top"]],
-                content["keep"],
-                content["notes"],
-                content["failed"],
-            )
-        except (KeyError, TypeError) as error:
+            head = msgspec.json.decode(data, type=_Head)
+            if head.format != FORMAT:
+                raise ValueError("not a summary")
+            if head.version != VERSION:
+                raise ValueError(f"a summary of version {head.version}; this kvprobe reads {VERSION}")
+            content = msgspec.json.decode(data, type=_Content)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise ValueError(f"damaged summary ({error})") from None
+        return Summary(
+            content.inputs,
+            {(a, b, c, d, e): _stat(values) for a, b, c, d, e, values in content.calls},
+            {(a, b, c, d): _stat(values) for a, b, c, d, values in content.executions},
+            {(rank, device, stream): QueueSummary(*values) for rank, device, stream, values in content.queues},
+            {rank: _rank(values) for rank, values in content.ranks},
+            [Blocked(*values) for values in content.top],
+            content.keep,
+            content.notes,
+            content.failed,
+        )
 
 
 def _add(mine: dict[Any, Any], theirs: Mapping[Any, Any]) -> None:
@@ -280,11 +282,43 @@ def _fields(one: object) -> list[Any]:
     return [_fields(value) if isinstance(value, Collectives) else value for value in vars(one).values()]
 
 
-def _stat(values: list[Any]) -> Stat:
-    *numbers, histogram = values
-    return Stat(*[*numbers, tuple(histogram)])
+def _stat(values: _Stat) -> Stat:
+    return Stat(*values)
 
 
-def _rank(values: list[Any]) -> Rank:
-    *numbers, (count, shift, sums) = values
-    return Rank(*[*numbers, Collectives(count, shift, tuple(sums))])
+def _rank(values: _Rank) -> Rank:
+    return Rank(*values[:5], Collectives(*values[5]))
+
+
+# ---- as it lies in a file, which may be anybody's work ---------------------------------------------------------------
+
+_Int = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
+_Sum = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_Verdict = Literal["healthy", "cannot tell", "saturated"]
+_Histogram = Annotated[tuple[_Sum, ...], msgspec.Meta(min_length=BUCKETS, max_length=BUCKETS)]
+_Stat = tuple[_Int, _Int, _Int, _Int, _Int, _Int, _Int, _Int, _Histogram]
+_Queue = tuple[_Int, _Int, _Int, _Int, _Int, _Int, _Verdict]
+_Shift = Annotated[int, msgspec.Meta(ge=0, le=63)]
+_Sums = Annotated[tuple[_Int, ...], msgspec.Meta(max_length=BINS)]
+_Rank = tuple[_Int, _Int, _Int, _Verdict, _Int, tuple[_Int, _Shift, _Sums]]
+
+
+class _Head(msgspec.Struct):
+    """What every version begins with."""
+
+    format: str = ""
+    version: int = 0
+
+
+class _Content(msgspec.Struct):
+    """This version's rows: keys, then values in the order of the classes above."""
+
+    inputs: _Sum
+    keep: _Sum
+    calls: list[tuple[str, str, str, str, str, _Stat]]
+    executions: list[tuple[str, str, str, str, _Stat]]
+    queues: list[tuple[str, _Int, _Int, _Queue]]
+    ranks: list[tuple[str, _Rank]]
+    top: list[tuple[_Int, str, _Int, _Int, str, _Int, _Int, _Int]]
+    notes: dict[str, _Sum]
+    failed: dict[str, str]

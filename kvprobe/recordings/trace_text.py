@@ -59,7 +59,20 @@ def text_chunks(path: Path, progress: Progress | None) -> Iterator[bytes]:
 
 
 def read_ahead(source: Iterator[bytes]) -> Iterator[bytes]:
-    """The same pieces, made by a thread that runs a little ahead (zlib releases the interpreter lock)."""
+    """The same pieces, from the third on made by a thread that runs a little ahead: a small file needs none.
+
+    zlib releases the interpreter lock.
+    """
+    for _ in range(2):
+        piece = next(source, None)
+        if piece is None:
+            return
+        yield piece
+    yield from _made_ahead(source)
+
+
+def _made_ahead(source: Iterator[bytes]) -> Iterator[bytes]:
+    """The same pieces, made by a thread."""
     pieces: queue.Queue[bytes | BaseException | None] = queue.Queue(maxsize=6)
     stopped = threading.Event()
 

@@ -19,6 +19,7 @@ __all__ = [
     "Names",
     "base_name",
     "call_direction",
+    "as_text",
     "call_kind",
     "stream_title",
     "kineto_call",
@@ -180,6 +181,11 @@ def kineto_copy(name: str) -> tuple[Direction, Memory]:
     return direction, _MEMORY_WORDS.get((word or "").lower(), Memory.UNKNOWN)
 
 
+def as_text(text: str) -> str:
+    """The text, with question marks for halves of surrogate pairs: JSON can write one, and no file can hold it."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
 class _Index(dict[str, int]):
     """Text -> index; an unknown text is appended to the list."""
 
@@ -193,7 +199,7 @@ class _Index(dict[str, int]):
         if len(name) > self.LONGEST:
             return self[name[: self.LONGEST]]
         index = self[name] = len(self.names)
-        self.names.append(name)
+        self.names.append(as_text(name))
         return index
 
 

@@ -104,7 +104,7 @@ def parse_time(text: str, option: str) -> int:
     Raises:
         UsageError: it is no time.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ns|us|ms|s)", text.strip())
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*(ns|us|ms|s)", text.strip())
     if match is None:
         raise UsageError(f"{option} {text}: not a time; write it like 1.5s, 20ms or 300us, counted from the start")
     return int(float(match[1]) * {"ns": 1, "us": 1e3, "ms": 1e6, "s": 1e9}[match[2]])

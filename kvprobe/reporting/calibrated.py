@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvprobe.reporting import charts
-from kvprobe.reporting.units import bytes_text, duration, percent
+from kvprobe.reporting.units import bytes_text, duration, link_share, percent
 from kvprobe.reporting.verdict import Fact, PageHead
 from kvprobe.reporting.views import Section, TableView, table
 
@@ -31,7 +31,7 @@ def verdict(result: Mapping[str, Any]) -> PageHead:
     link, queue = result["link_bytes_per_s"], result["queue"]
     least = min(result["choices"], key=lambda one: one["of_link"] if one["copy_bytes"] >= 8192 else math.inf)
     headline = (
-        f"From 8 KiB on the chosen methods reach at least {percent(least['of_link'])} of the link "
+        f"From 8 KiB on the chosen methods reach at least {percent(min(least['of_link'], 1.0))} of the link "
         f"({way(least['method'], least['ctas'])} at {bytes_text(least['copy_bytes'])})."
     )
     missing = "; ".join(f"no {name}: {why}" for name, why in result["missing"].items() if name != "staged")
@@ -134,7 +134,7 @@ def _choices(result: Mapping[str, Any]) -> TableView:
                 (bytes_text(one["copy_bytes"]), one["copy_bytes"]),
                 way(one["method"], one["ctas"]),
                 (f"{one['bytes_per_s'] / 1e9:.1f}", one["bytes_per_s"]),
-                (percent(one["of_link"]), one["of_link"]),
+                (link_share(one["of_link"]), one["of_link"]),
             ]
             for one in result["choices"]
         ],

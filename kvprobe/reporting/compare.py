@@ -14,13 +14,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvprobe.diagnosis.finding import SEVERITIES
 from kvprobe.recordings.model import SUBMITTING, CallKind, Recording
 from kvprobe.reporting.charts import quantiles
+from kvprobe.reporting.units import TIMES_SIGN
 
 if TYPE_CHECKING:
     from kvprobe.diagnosis.finding import Finding
 
-__all__ = ["FindingChange", "Shift", "compare_calls", "compare_findings", "shift"]
+__all__ = [
+    "FindingChange",
+    "Shift",
+    "SubmissionCost",
+    "compare_calls",
+    "compare_findings",
+    "interval",
+    "shift",
+    "submission_cost",
+]
 
 Array = npt.NDArray[Any]
 
@@ -28,7 +39,7 @@ BLOCKS = 40
 DRAWS = 400
 LEAST = 40  # calls on each side: below, a quantile says nothing
 NOTABLE = 0.05  # smaller changes are not called a change, however certain
-_WAITING = (CallKind.COPY_SYNC, CallKind.SYNC, CallKind.ALLOC)
+_COMPARED = (*SUBMITTING, CallKind.COPY_SYNC, CallKind.SYNC, CallKind.ALLOC)
 
 
 @dataclass(frozen=True)
@@ -59,10 +70,19 @@ class CallChange:
 
 
 @dataclass(frozen=True)
+class SubmissionCost:
+    """How the usual cost of a submission moved, and what share of the recorded time the difference is."""
+
+    moved: Shift
+    share: float
+
+
+@dataclass(frozen=True)
 class FindingChange:
     """One cause: "gone", "new", "less", "more" or "same", by the share of its threads' time that it lost.
 
-    "undecided" where the recording that should prove it less or more is too poor to prove anything.
+    "undecided" where the recording that should prove it less or more is too poor to prove anything. `severity` is the
+    worse and `confidence` the weaker of the two findings'.
     """
 
     cause: str
@@ -72,6 +92,8 @@ class FindingChange:
     lost_after_ns: int
     share_before: float
     share_after: float
+    severity: str = "info"
+    confidence: str = "likely"
 
     def to_json(self) -> dict[str, Any]:
         """All fields."""
@@ -106,15 +128,48 @@ def compare_findings(
             what = "less" if shares[1] < shares[0] else "more"
         if (what in ("gone", "less") and not after_tells) or (what in ("new", "more") and not before_tells):
             what = "undecided"
-        shown = two or one
-        title = shown.title if shown else ""
-        out.append(FindingChange(cause, what, title, one.lost_ns if one else 0, two.lost_ns if two else 0, *shares))
+        sides = [side for side in (two, one) if side]
+        worst = min((side.severity for side in sides), key=SEVERITIES.index)
+        sure = "certain" if all(side.confidence == "certain" for side in sides) else "likely"
+        lost = one.lost_ns if one else 0, two.lost_ns if two else 0
+        out.append(FindingChange(cause, what, sides[0].title, *lost, *shares, worst, sure))
     return sorted(out, key=lambda change: -max(change.share_before, change.share_after))
+
+
+def submission_cost(before: Recording, after: Recording, spans_ns: tuple[int, int]) -> SubmissionCost | None:
+    """What the submissions that both make usually cost: medians by call, in the numbers that both hold together.
+
+    None where no submitting call occurs often enough in both. `spans_ns` is the time that each recording covers; the
+    share is one of the time of all threads that submit.
+    """
+    one, two = _durations(before, SUBMITTING), _durations(after, SUBMITTING)
+    names = [name for name in one if name in two and min(len(one[name]), len(two[name])) >= LEAST]
+    if not names:
+        return None
+    rng = np.random.default_rng(0)
+    made = {name: len(one[name]) + len(two[name]) for name in names}
+    sums, drawn = [0.0, 0.0], [np.zeros(DRAWS), np.zeros(DRAWS)]
+    for name in names:
+        low_ns = float(min(one[name].min(), two[name].min()))
+        for side, sample in enumerate((one[name], two[name])):
+            sums[side] += made[name] * quantiles(sample, 0.5)[0]
+            drawn[side] += made[name] * _draw(sample, 0.5, low_ns, rng)
+    calls = sum(made.values())
+    moved = _shift(sums[0] / calls, sums[1] / calls, drawn[1] / drawn[0])
+    time_ns = sum(span * _submitters(one) for span, one in zip(spans_ns, (before, after), strict=True))
+    return SubmissionCost(moved, abs(sums[1] - sums[0]) / max(time_ns, 1))
+
+
+def _submitters(recording: Recording) -> int:
+    """How many threads submit."""
+    calls = recording.calls
+    rows = np.isin(calls["kind"], np.array(SUBMITTING, dtype=np.uint8))
+    return len(np.unique(np.stack([calls["process"][rows], calls["thread"][rows]]), axis=1).T)
 
 
 def compare_calls(before: Recording, after: Recording, seed: int = 0) -> list[CallChange]:
     """Host time of every submitting, waiting and allocating call that both recordings hold often enough."""
-    one, two = _durations(before), _durations(after)
+    one, two = _durations(before, _COMPARED), _durations(after, _COMPARED)
     out = []
     for name in one:
         if name in two and min(len(one[name]), len(two[name])) >= LEAST:
@@ -124,9 +179,9 @@ def compare_calls(before: Recording, after: Recording, seed: int = 0) -> list[Ca
     return sorted(out, key=lambda change: -change.calls_before * change.median.before)
 
 
-def _durations(recording: Recording) -> dict[str, Array]:
+def _durations(recording: Recording, kinds: Sequence[CallKind]) -> dict[str, Array]:
     calls = recording.calls
-    rows = np.flatnonzero(np.isin(calls["kind"], np.array([*SUBMITTING, *_WAITING], dtype=np.uint8)))
+    rows = np.flatnonzero(np.isin(calls["kind"], np.array(kinds, dtype=np.uint8)))
     name = calls["name"][rows]
     spent = np.maximum(calls["end_ns"][rows] - calls["start_ns"][rows], 1)
     return {recording.text(one): spent[name == one] for one in np.unique(name).tolist()}
@@ -137,7 +192,17 @@ def shift(before: Array, after: Array, at: float, rng: np.random.Generator) -> S
     one, two = quantiles(before, at)[0], quantiles(after, at)[0]
     low_ns = float(min(before.min(), after.min()))
     drawn = [_draw(sample, at, low_ns, rng) for sample in (before, after)]
-    ratios = drawn[1] / drawn[0]
+    return _shift(one, two, drawn[1] / drawn[0])
+
+
+def interval(moved: Shift) -> str:
+    """The interval of a change, in the same words as the change."""
+    low, high = (moved.low, moved.high) if moved.ratio >= 1 else (1 / moved.high, 1 / max(moved.low, 1e-9))
+    return f"{low:,.2f}{TIMES_SIGN} to {high:,.2f}{TIMES_SIGN}"
+
+
+def _shift(one: float, two: float, ratios: Array) -> Shift:
+    """The verdict on a figure that moved from `one` to `two`, by the ratios of drawn samples."""
     low, high = (float(value) for value in np.quantile(ratios, (0.025, 0.975)))
     ratio = two / max(one, 1.0)
     if low > 1 and ratio > 1 + NOTABLE:

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvprobe.reporting import charts, recorded
-from kvprobe.reporting.compare import CallChange, FindingChange, Shift
+from kvprobe.reporting.compare import CallChange, FindingChange, interval
 from kvprobe.reporting.inputs import under
-from kvprobe.reporting.units import NONE, TIMES_SIGN, change_text, duration, percent
+from kvprobe.reporting.units import NONE, change_text, duration, percent
 from kvprobe.reporting.verdict import Fact, PageHead
 from kvprobe.reporting.views import Section, table
 
 if TYPE_CHECKING:
     from kvprobe.diagnosis.finding import Finding
     from kvprobe.recordings.model import Recording
+    from kvprobe.reporting.conclusion import Conclusion
 
 __all__ = ["sections", "verdict"]
 
@@ -88,37 +89,19 @@ def _calls(calls: Sequence[CallChange]) -> Any:
     return table("Host time of calls", columns, rows)
 
 
-def interval(moved: Shift) -> str:
-    """The interval of a change, in the same words as the change."""
-    low, high = (moved.low, moved.high) if moved.ratio >= 1 else (1 / moved.high, 1 / max(moved.low, 1e-9))
-    return f"{low:,.2f}{TIMES_SIGN} to {high:,.2f}{TIMES_SIGN}"
-
-
-def verdict(changes: Sequence[FindingChange], calls: Sequence[CallChange], missing: Sequence[str]) -> PageHead:
-    """Better, worse, unchanged or undecided; `missing` says what a recording lacks to prove anything."""
+def verdict(conclusion: Conclusion, changes: Sequence[FindingChange], calls: Sequence[CallChange]) -> PageHead:
+    """The conclusion, and how many findings and calls moved."""
     by = {what: [one for one in changes if one.what == what] for what in WHAT}
     facts = [
         Fact(WHAT[what].capitalize(), str(len(by[what])), by[what][0].title)
         for what in ("gone", "less", "same", "more", "new", "undecided")
         if by[what]
     ]
-    slower = [one for one in calls if "slower" in (one.median.verdict, one.p99.verdict)]
-    faster = [one for one in calls if "faster" in (one.median.verdict, one.p99.verdict)]
-    for said, some in (("Calls slower", slower), ("Calls faster", faster)):
+    for said, word in (("Calls slower", "slower"), ("Calls faster", "faster")):
+        some = [one for one in calls if word in (one.median.verdict, one.p99.verdict)]
         if some:
             facts.append(Fact(said, str(len(some)), some[0].name))
-    detail = "; ".join(missing)
-    if missing or by["undecided"]:
-        return PageHead("unknown", "Undecided: a recording says too little to prove a change.", detail, facts)
-    worse, better = by["new"] + by["more"], by["gone"] + by["less"]
-    if worse:
-        more = f", and {len(worse) - 1} more" if len(worse) > 1 else ""
-        return PageHead("worse", f"{WHAT[worse[0].what].capitalize()}: {worse[0].title}{more}.", detail, facts)
-    if better:
-        more = f", and {len(better) - 1} more" if len(better) > 1 else ""
-        return PageHead("better", f"{WHAT[better[0].what].capitalize()}: {better[0].title}{more}.", detail, facts)
-    if slower and not faster:
-        return PageHead("worse", f"No finding changed; {slower[0].name} became slower.", detail, facts)
-    if faster and not slower:
-        return PageHead("better", f"No finding changed; {faster[0].name} became faster.", detail, facts)
-    return PageHead("same", "No finding changed.", detail, facts)
+    state = "unknown" if conclusion.state == "undecided" else conclusion.state
+    beside = conclusion.beside.removeprefix("and ").removeprefix("though ")
+    below = [f"{beside[:1].upper()}{beside[1:]}." if beside else "", conclusion.detail]
+    return PageHead(state, conclusion.headline, " ".join(filter(None, below)), facts)

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvprobe.diagnosis import CPU_STARVED
+from kvprobe.diagnosis.finding import singular
 from kvprobe.recordings.engine import PHASES
 from kvprobe.recordings.model import CallKind, Recording
 from kvprobe.reporting import charts, series
 from kvprobe.reporting.charts import Mark, Points
 from kvprobe.reporting.units import (
+    ABOVE_LINK,
     bytes_text,
     count_text,
     duration,
-    percent,
+    link_share,
     rate,
     ratio,
 )
 from kvprobe.reporting.verdict import Fact, PageHead, cure_parts, micro
 from kvprobe.reporting.views import Chart, Section, TableView, table
+
+if TYPE_CHECKING:
+    from kvprobe.diagnosis.finding import Finding
 
 __all__ = ["Cost", "costs", "sections", "verdict"]
 
@@ -216,8 +222,18 @@ def _table(outcome: Mapping[str, Any]) -> TableView:
     return table("The phases in numbers", ["Figure", "shared", "auto", "Change"], rows, said)
 
 
-def verdict(outcome: Mapping[str, Any]) -> PageHead:
-    """What was seen in the shared phase, what kvprobe did, and what that gave back."""
+def verdict(outcome: Mapping[str, Any], findings: Sequence[Finding] = ()) -> PageHead:
+    """What was seen in the shared phase, what kvprobe did, what that gave back, and whether the CPUs were busy."""
+    head = _played(outcome)
+    for one in findings:
+        if one.cause == CPU_STARVED and one.severity != "info" and not one.abstains:
+            said = f"{one.title[:1].lower()}{one.title[1:].rstrip('.')}"
+            busy = f"The CPUs were busy with other work, which times of both phases hold: {said}."
+            head.detail = f"{head.detail} {busy}".strip()
+    return head
+
+
+def _played(outcome: Mapping[str, Any]) -> PageHead:
     shared, auto = outcome["shared"], outcome["auto"]
     p99, after, base = shared["submit_p99_ns"], auto["submit_p99_ns"], outcome["baseline_submit_ns"]
     facts = [
@@ -229,11 +245,14 @@ def verdict(outcome: Mapping[str, Any]) -> PageHead:
         )
     ]
     if outcome["onset_ms"] is not None:
-        calls = f"after {count_text(outcome['blocked_calls_before_switch'])} blocked calls"
+        calls = singular(f"after {count_text(outcome['blocked_calls_before_switch'])} blocked calls")
         facts.append(Fact("Noticed within", duration(outcome["onset_ms"] * 1e6), calls))
     facts.append(Fact("Launch queue", f"{outcome['queue_depth']:,} deep", f"{outcome['channels']} hardware channels"))
     speed, link = auto["bytes_per_s"], outcome["link_bytes_per_s"]
-    facts.append(Fact("Copied at", rate(speed), f"{percent(speed / link)} of the link's {rate(link)}"))
+    of_link = f"{link_share(speed / link)} of the link's {rate(link)}"
+    if speed > ABOVE_LINK * link:
+        of_link = f"more than the {rate(link)} of one large copy: the link carries more than that showed"
+    facts.append(Fact("Copied at", rate(speed), of_link))
     if outcome["redundant_bytes_avoided"]:
         facts.append(Fact("Redundant loads avoided", bytes_text(outcome["redundant_bytes_avoided"]), outcome["dedup"]))
     if outcome["bytes_verified"]:

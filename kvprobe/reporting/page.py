@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Sequence
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import jinja2
 from markupsafe import Markup
 
 from kvprobe.errors import UsageError
+from kvprobe.recordings.window import recorded_span
 from kvprobe.reporting import verdict
 from kvprobe.reporting.inputs import Input
 from kvprobe.reporting.inputs import sections as apart
+from kvprobe.reporting.streams import process_name
 from kvprobe.reporting.units import NONE, bytes_text, value_text
 from kvprobe.reporting.views import Chart, Section, table
 from kvprobe.version import version
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from kvprobe.diagnosis.finding import Finding
     from kvprobe.recordings.model import Recording
     from kvprobe.recordings.occupancy import Occupancy
@@ -36,21 +43,10 @@ _FIRST_SCRIPT = (
 )
 
 
-def build_page(
-    recording: Recording | None = None,
-    *,
-    findings: Sequence[Finding] | None = None,
-    queues: Occupancy | None = None,
-    inputs: Sequence[Input] = (),
-    title: str | None = None,
-    interactive: bool = False,
-    extra: Sequence[Section] = (),
-    lead_verdict: verdict.PageHead | None = None,
-) -> str:
-    """The page as text.
+class Page(TypedDict, total=False):
+    """What a page is made of, beside its recording.
 
-    Args:
-        recording: what was recorded; None for a page of `extra` sections with a verdict and a title of their own.
+    Attributes:
         findings: of `kvprobe.diagnosis.diagnose`; None leaves the section out, an empty list says "nothing found".
         queues: of `kvprobe.recordings.occupancy.occupancy`; worked out here where it is not given.
         inputs: what the recording was put together from, where each is to be shown by itself as well.
@@ -58,10 +54,29 @@ def build_page(
         interactive: draw with plotly, which adds 4.6 MiB to the page.
         extra: sections before all others, for a command with measurements of its own.
         lead_verdict: what the page says first; default: worked out from the findings.
+    """
+
+    findings: Sequence[Finding] | None
+    queues: Occupancy | None
+    inputs: Sequence[Input]
+    title: str | None
+    interactive: bool
+    extra: Sequence[Section]
+    lead_verdict: verdict.PageHead | None
+
+
+def build_page(recording: Recording | None = None, **page: Unpack[Page]) -> str:
+    """The page as text.
+
+    Args:
+        recording: what was recorded; None for a page of `extra` sections with a verdict and a title of their own.
+        page: see `Page`.
 
     Raises:
         UsageError: there is neither a recording nor sections with a verdict and a title.
     """
+    findings, title, inputs = page.get("findings"), page.get("title"), page.get("inputs", ())
+    extra, lead_verdict = page.get("extra", ()), page.get("lead_verdict")
     if recording is None and not (extra and lead_verdict and title):
         raise UsageError("a report needs a recording")
     sections: list[Section] = []
@@ -70,7 +85,7 @@ def build_page(
     if recording is not None:
         from kvprobe.reporting import recorded
 
-        view = recorded.view(recording, findings, queues)
+        view = recorded.view(recording, findings, page.get("queues"))
         found, shown, lead = view.verdict, view.findings, view.lead
         sections += view.sections
     if inputs:
@@ -89,48 +104,29 @@ def build_page(
         provenance=provenance,
         commands=commands,
         notes=notes,
-        interactive=interactive,
+        interactive=page.get("interactive", False),
     )
 
 
-def write_report(
-    recording: Recording | None,
-    path: str | os.PathLike[str],
-    *,
-    findings: Sequence[Finding] | None = None,
-    queues: Occupancy | None = None,
-    inputs: Sequence[Input] = (),
-    title: str | None = None,
-    interactive: bool = False,
-    extra: Sequence[Section] = (),
-    lead_verdict: verdict.PageHead | None = None,
-) -> Path:
+def write_report(recording: Recording | None, path: str | os.PathLike[str], **page: Unpack[Page]) -> Path:
     """Writes the page to `path` in one step: a reader sees the old file or the new one, never half of one.
 
     Raises:
         UsageError: `path` cannot be written (see `check_writable`, which a command calls before its work).
     """
     target = check_writable(path)
-    page = build_page(
-        recording,
-        findings=findings,
-        queues=queues,
-        inputs=inputs,
-        title=title,
-        interactive=interactive,
-        extra=extra,
-        lead_verdict=lead_verdict,
-    )
-    write_whole(target, page)
+    write_whole(target, build_page(recording, **page))
     return target
 
 
-def write_whole(target: Path, text: str) -> None:
-    """Writes a text file in one step: a reader sees the old file or the new one, never half of one."""
+def write_whole(target: Path, data: str | bytes) -> None:
+    """Writes a file in one step: a reader sees the old file or the new one, never half of one."""
+    if isinstance(data, str):
+        data = data.encode("utf-8", "replace")  # a path need not be UTF-8
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
         mask = os.umask(0)
         os.umask(mask)
         Path(name).chmod(0o666 & ~mask)  # mkstemp's 0600 would keep a web server from reading the page
@@ -181,7 +177,11 @@ def _provenance(recording: Recording | None) -> tuple[list[Any], list[str], list
     if recording is None:
         return [], [], []
     facts = [
-        [name, value_text(name, value), recording.machine_how.get(name, "not in the recording")]
+        [
+            _fact(name),
+            _moment(recording) if name == _CLOCK else value_text(name, value),
+            recording.machine_how.get(name) or "not told",
+        ]
         for name, value in recording.machine.items()
     ]
     files = [
@@ -199,12 +199,31 @@ def _provenance(recording: Recording | None) -> tuple[list[Any], list[str], list
         table("Files read", ["File", "Format", "Recorded by", "Size", "sha256 of the first MiB"], files),
     ]
     lost = [
-        f"{count:,} detail records of process row {row} were lost; its totals are exact"
+        f"{count:,} single calls of {process_name(recording, row)} were lost; its totals are exact"
         for row, count in recording.lost.items()
         if count
     ]
     commands = list(dict.fromkeys(one.command for one in recording.source if one.command))
     return [one for one in tables if one.rows], commands, [*recording.notes, *lost]
+
+
+_CLOCK = "unix_offset_ns"
+
+
+def _fact(name: str) -> str:
+    """A fact's name in words; its unit stands with the value."""
+    return "recording began" if name == _CLOCK else re.sub(r"_(ns|ms|bytes)$", "", name).replace("_", " ")
+
+
+def _moment(recording: Recording) -> str:
+    """When the recording began, as a date."""
+    began = recorded_span(recording)[0] + int(recording.machine[_CLOCK])
+    try:
+        return (
+            f"{datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(microseconds=began // 1000):%Y-%m-%d %H:%M:%S} UTC"
+        )
+    except OverflowError:
+        return "not a date"
 
 
 def _asset(name: str) -> str:
@@ -221,6 +240,16 @@ def _json(value: Any) -> Markup:
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
     return Markup(text)
+
+
+@functools.cache
+def _templates() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
 
 
 def _render(*, drawn: Sequence[Chart], interactive: bool, **values: Any) -> str:
@@ -243,20 +272,18 @@ def _render(*, drawn: Sequence[Chart], interactive: bool, **values: Any) -> str:
     if values["findings"] is not None:
         contents.append(("findings", "Findings"))
     contents += [(one.id, one.title) for one in values["sections"]] + [("provenance", "Where this comes from")]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        trim_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    return environment.get_template("page.html").render(
-        css=Markup(css),
-        first_script=Markup(_FIRST_SCRIPT),
-        unscripted=Markup(_UNSCRIPTED),
-        scripts=[Markup(text) for text in scripts],
-        csp=csp,
-        version=version(),
-        contents=contents,
-        data=_json({one.id: one.spec for one in drawn}),
-        **values,
+    return (
+        _templates()
+        .get_template("page.html")
+        .render(
+            css=Markup(css),
+            first_script=Markup(_FIRST_SCRIPT),
+            unscripted=Markup(_UNSCRIPTED),
+            scripts=[Markup(text) for text in scripts],
+            csp=csp,
+            version=version(),
+            contents=contents,
+            data=_json({one.id: one.spec for one in drawn}),
+            **values,
+        )
     )

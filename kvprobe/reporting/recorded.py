@@ -14,8 +14,8 @@ from kvprobe.diagnosis.finding import ranked
 from kvprobe.diagnosis.startup import startup
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
-from kvprobe.recordings.window import serving_window
-from kvprobe.reporting import charts, offloads, series, streams, verdict
+from kvprobe.recordings.window import ServingWindow, serving_window
+from kvprobe.reporting import charts, descriptors, offloads, series, streams, verdict
 from kvprobe.reporting.charts import Mark, Points
 from kvprobe.reporting.rows import rows_chart
 from kvprobe.reporting.units import NONE, bytes_text, change_text, count_text, duration, percent, rate, value_text
@@ -121,13 +121,15 @@ def view(recording: Recording, findings: Sequence[Finding] | None, queues: Occup
         spent = ", ".join(f"{what} {duration(ns)}" for what, ns in lost.items() if ns)
         out.lead = (
             f"Ranked by severity, then by time lost, in {duration(span_ns)} recorded"
-            + (f": {spent}." if spent else ".")
+            + (f"; lost, all threads and devices together: {spent}." if spent else ".")
             if findings
             else f"kvprobe examined {count_text(found.made)} submissions in {duration(span_ns)} for every known cause."
         )
     queues = queues or (occupancy(recording) if len(found.rows) else None)
     outstanding, cliff = streams.occupancy_charts(recording, found, queues, marks)
     stream_table, stream_lead = streams.stream_table(recording, found, queues)
+    window = recording.window or serving_window(recording)
+    by_descriptor, copies = descriptors.descriptor_table(recording, window)
     out.sections = [
         charts.section(
             "overview",
@@ -144,6 +146,13 @@ def view(recording: Recording, findings: Sequence[Finding] | None, queues: Occup
             "distributions", "How long calls took", "", [_histogram(recording, found), _heat(found, marks), cliff]
         ),
         charts.section("transfers", "Transfers", "", [_split(recording)]),
+        charts.section(
+            "descriptors",
+            "Transfers by descriptor",
+            by_descriptor,
+            [],
+            [copies, descriptors.submitters_table(recording)],
+        ),
         charts.section("server_calls", "What the server's own functions moved", _SERVED, [], [_served(recording)]),
         charts.section("llama_cpp", "llama.cpp and Ollama", _LLAMA_CPP, [], [_llama_cpp(recording)]),
         charts.section("offload", "Is offload helping?", offloads.LEAD, [], [offloads.benefits_table(benefits)]),
@@ -156,7 +165,7 @@ def view(recording: Recording, findings: Sequence[Finding] | None, queues: Occup
             [stream_table, streams.thread_table(recording, found, queues)],
         ),
         charts.section("stacks", "Python code that was waiting", _STACKS, [], [_stacks(recording)]),
-        charts.section("startup", "Start-up, before the serving window", *_startup(recording)),
+        charts.section("startup", "Start-up, before the serving window", *_startup(recording, window)),
         charts.section("decisions", "What kvprobe switched, and why", "", [], [_decisions(recording, found)]),
     ]
     for one in out.sections:
@@ -164,9 +173,8 @@ def view(recording: Recording, findings: Sequence[Finding] | None, queues: Occup
     return out
 
 
-def _startup(recording: Recording) -> tuple[str, list[Chart | None], list[TableView | None]]:
+def _startup(recording: Recording, window: ServingWindow) -> tuple[str, list[Chart | None], list[TableView | None]]:
     """What lies before the serving window: told apart, because no finding counts it."""
-    window = recording.window or serving_window(recording)
     before = startup(recording, window)
     if not before.parts:
         return "", [], []
@@ -486,7 +494,10 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
     values = table(
         "Figures",
         ["Figure", "Value", "Unit", "How it was obtained"],
-        [[one.text, (f"{one.value:,.6g}", one.value), one.unit, one.how] for one in finding.evidence],
+        [
+            [one.text, (f"{one.value:,.6g}", one.value), NONE if one.unit == "1" else one.unit, one.how]
+            for one in finding.evidence
+        ],
     )
     if len(finding.where) > 1:
         values = table(
@@ -522,6 +533,11 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
 
 def _calls_table(finding: Finding, found: Submissions) -> TableView:
     """The calls that lost most: where in the recording, and where in the program."""
+    places: dict[tuple[int, int], set[str]] = {}
+    for where in finding.where:
+        if where.stream_name:
+            places.setdefault((where.pid, where.thread), set()).add(where.stream_name)
+    streams_of = {thread: min(names) for thread, names in places.items() if len(names) == 1}
     listed = [
         [
             Cell(duration(one.start_ns - found.span[0]), one.start_ns - found.span[0], call=one.row),
@@ -529,7 +545,7 @@ def _calls_table(finding: Finding, found: Submissions) -> TableView:
             (duration(one.dur_ns), one.dur_ns),
             (duration(one.lost_ns), one.lost_ns),
             (f"{one.depth:,}", one.depth) if one.depth >= 0 else NONE,
-            one.stream_name or NONE,
+            one.stream_name or streams_of.get((one.pid, one.thread)) or NONE,
             str(one.thread) if one.thread >= 0 else NONE,
             str(one.pid) if one.pid > 0 else NONE,
             (f"{one.row:,}", one.row),

@@ -55,6 +55,7 @@ def rows_chart(recording: Recording, found: Submissions, findings: Sequence[Find
     if not recording.calls.rows:
         return None
     start, end = found.span
+    span = max(end - start, 1.0)
     threads, more_threads = _threads(recording)
     streams, more_streams = _streams(recording)
     shown = [*threads, *streams]
@@ -64,7 +65,7 @@ def rows_chart(recording: Recording, found: Submissions, findings: Sequence[Find
     spec = {
         "kind": "rows",
         "group": "time",
-        "x": {"unit": "ns", "span": end - start},
+        "x": {"unit": "ns", "span": span},
         "slices": SLICES,
         "rows": [
             {
@@ -83,8 +84,8 @@ def rows_chart(recording: Recording, found: Submissions, findings: Sequence[Find
     words = f"{_many(len(threads), 'thread')} and {_many(len(streams), 'stream')}"
     words += f"; {' and '.join(more)} did less" if more else ""
     busiest = max(shown, key=lambda row: float((row.end - row.start).sum()))
-    share = float((busiest.end - busiest.start).sum()) / (end - start)
-    listed = [_listed(row, end - start) for row in shown]
+    share = float((busiest.end - busiest.start).sum()) / span
+    listed = [_listed(row, span) for row in shown]
     columns = ["Row", "Calls or executions", "Work", "Of the time", "Waits and allocations", "Longest"]
     return Chart(
         "rows",
@@ -180,7 +181,7 @@ def _digits(start: Array, end: Array, edges: Array) -> str:
     begun = np.searchsorted(start, edges, side="left")  # those that began before each edge
     last = np.maximum(begun - 1, 0)
     spent = until[begun] - np.where(begun > 0, np.clip(reach[last] - edges, 0, end[last] - start[last]), 0)
-    busy = np.clip(np.diff(spent) / (edges[1] - edges[0]), 0, 1)
+    busy = np.clip(np.diff(spent) / max(edges[1] - edges[0], 1), 0, 1)
     level = np.ceil(busy * 9).astype(np.uint8)
     some = np.diff(begun) > 0  # something begins in the slice; what begins outside counts for the slice beside it
     some[0] |= begun[0] > 0

@@ -83,6 +83,8 @@ def _counted(
 ) -> dict[tuple[int, ...], _Group]:
     """The same from the recording's totals; quantiles are the middle of a histogram bucket, a quarter octave wide."""
     totals = recording.totals
+    if len(recording.histograms) != totals.rows:
+        return {}
     rows = np.flatnonzero(np.isin(totals["kind"], np.array(SUBMITTING, dtype=np.uint8)))
     groups: dict[tuple[int, ...], list[int]] = {}
     for row in rows.tolist():
@@ -119,7 +121,7 @@ TIMED = ["Host time", "Of its threads' time", "Median", "p99", "Longest"]
 
 def stream_table(recording: Recording, found: Submissions, queues: Occupancy | None) -> tuple[TableView, str]:
     """Submissions by stream, with the device's side where the recorder saw it."""
-    span_ns = found.span[1] - found.span[0]
+    span_ns = max(found.span[1] - found.span[0], 1.0)
     busy: dict[int, float] = {}
     moved: dict[int, float] = {}
     executions = recording.executions
@@ -164,7 +166,7 @@ def stream_table(recording: Recording, found: Submissions, queues: Occupancy | N
 
 def thread_table(recording: Recording, found: Submissions, queues: Occupancy | None) -> TableView:
     """Submissions by thread: who paid."""
-    span_ns = found.span[1] - found.span[0]
+    span_ns = max(found.span[1] - found.span[0], 1.0)
     known = recording.threads
     names = dict(
         zip(zip(known["process"].tolist(), known["thread"].tolist(), strict=True), known["name"].tolist(), strict=True)
@@ -194,7 +196,7 @@ def processes(
     if recording.processes.rows < 2:
         return [], []
     table_ = recording.processes
-    span_ns = found.span[1] - found.span[0]
+    span_ns = max(found.span[1] - found.span[0], 1.0)
     rows: list[dict[str, Any]] = []
     listed: list[list[Any]] = []
     for group in sorted(_grouped(recording, found, "process"), key=lambda one: one.key)[:128]:
@@ -323,7 +325,7 @@ def _cliff(recording: Recording, found: Submissions, queues: Occupancy) -> Chart
     spec = {
         "kind": "timeline",
         "height": 240,
-        "x": {"unit": "count", "span": top + 1, "label": "outstanding"},
+        "x": {"unit": "count", "span": top + 1, "label": "submissions outstanding"},
         "y": {"unit": "ns", "scale": "log", "label": "host time of one call, log scale", "short": "call took, log"},
         "series": [
             {"name": "median", "style": 0, "t": numbers(depth), "v": numbers(half), "line": True},

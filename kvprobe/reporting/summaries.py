@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvprobe.recordings.descriptors import copies_by_stream, has_addresses
 from kvprobe.recordings.model import CallKind, Direction, Engine, RangeStyle, Recording
 from kvprobe.reporting import series, streams
 from kvprobe.reporting.units import NONE, bytes_text
@@ -257,6 +258,36 @@ def size_sum(recording: Recording) -> SummaryTable:
     return SummaryTable("sizes", "Copies by size", columns, listed, _blind(recording))
 
 
+def descriptor_sum(recording: Recording) -> SummaryTable:
+    """Copies by stream and direction: their descriptors, and what merging neighbours would save."""
+    found = copies_by_stream(recording)
+    whole = sum(one.host_ns for one in found) or 1
+    listed: list[list[Any]] = []
+    for one in found:
+        known = [math.nan if count < 0 else count for count in (one.descriptors, *one.sizes, one.bursts, one.runs)]
+        name = streams.stream_name(recording, one.stream) if one.stream >= 0 else "unknown"
+        saved = one.saved_ns if one.runs >= 0 else math.nan
+        times = [one.host_ns * 100.0 / whole, one.host_ns, one.calls, one.call_ns]
+        listed.append(
+            [*times, *known, saved, _OPERATIONS[one.direction], f"{name}, in batches" if one.batches else name]
+        )
+    columns = [
+        ("Time (%)", "share"),
+        ("Total Time (ns)", "ns"),
+        ("Num Calls", "count"),
+        ("Med (ns)", "ns1"),
+        ("Copies", "count"),
+        *((f"{which} Bytes", "count") for which in ("P10", "Med", "P90", "Max")),
+        ("Bursts", "count"),
+        ("Runs", "count"),
+        ("Merging Saves (ns)", "ns"),
+        ("Operation", "text"),
+        ("Stream", "text"),
+    ]
+    note = "" if has_addresses(recording) else "The recorder does not tell the addresses of copies: runs are not known."
+    return SummaryTable("descriptors", "Copies by descriptor (host time)", columns, listed, note)
+
+
 REPORTS: dict[str, Callable[[Recording], SummaryTable]] = {
     "cuda_api_sum": api_sum,
     "cuda_gpu_mem_time_sum": mem_time_sum,
@@ -264,6 +295,7 @@ REPORTS: dict[str, Callable[[Recording], SummaryTable]] = {
     "nvtx_sum": nvtx_sum,
     "streams": stream_sum,
     "sizes": size_sum,
+    "descriptors": descriptor_sum,
 }
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 
 __all__ = [
+    "ABOVE_LINK",
     "NONE",
     "TIMES_SIGN",
     "bytes_text",
     "change_text",
     "count_text",
     "duration",
+    "link_share",
     "percent",
     "rate",
     "ratio",
@@ -19,6 +21,7 @@ __all__ = [
 
 NONE = "\u2013"  # a dash: not known, or not there
 TIMES_SIGN = "\u00d7"
+ABOVE_LINK = 1.05  # of the link's rate; less beyond it is what two measurements differ by
 
 _TIMES = ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1.0, "ns"))
 _BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
@@ -83,6 +86,13 @@ def percent(share: float | None) -> str:
         return NONE
     value = share * 100
     return f"{value:.0f}%" if abs(value) >= 9.95 else f"{value:.1f}%" if abs(value) >= 0.05 or value == 0 else "<0.1%"
+
+
+def link_share(share: float | None) -> str:
+    """A rate as a share of the link's; one well above it is no share: the link carries more than was measured."""
+    if share is None:
+        return percent(share)
+    return percent(min(share, 1.0)) if share <= ABOVE_LINK else "above it"
 
 
 def ratio(before: float | None, after: float | None) -> str:

@@ -27,6 +27,7 @@ WORDS = {
     "cured": "Cured while running",
     "better": "Better",
     "worse": "Worse",
+    "mixed": "Better and worse",
     "same": "No change",
 }
 
@@ -216,7 +217,7 @@ def of_recording(
         label = {"host": "Host time lost", "copy engine": "Copy engine time lost", "device": "Device time lost"}.get(
             first.lost_on, "Time lost"
         )
-        whose = "their threads' time" if first.lost_on == "host" else "the window"
+        whose = "the time of the threads it held up" if first.lost_on == "host" else "the window"
         note = f"{percent(first.share)} of {whose}" if first.of_ns else ""
         facts.append(Fact(label, lost, note))
     if first.where:

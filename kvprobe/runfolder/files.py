@@ -11,9 +11,11 @@ import contextlib
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
-__all__ = ["append", "check_owner", "make_folder", "open_append", "read", "temporary_folder", "write"]
+__all__ = ["append", "check_owner", "make_folder", "open_append", "read", "read_new", "temporary_folder", "write"]
 
 READ_LIMIT = 256 << 20  # bytes of one text file; a run folder's are far smaller
 
@@ -71,14 +73,32 @@ def read(path: str | os.PathLike[str], limit: int = READ_LIMIT) -> bytes:
     Raises:
         OSError: it cannot be read, is not a regular file (a pipe would wait for ever), or is larger than `limit`.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with os.fdopen(fd, "rb") as file:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(22, "not a regular file", str(path))
-        if found.st_size > limit:
+    with _opened(path) as file:
+        if os.fstat(file.fileno()).st_size > limit:
             raise OSError(27, f"larger than {limit >> 20} MiB", str(path))
         return file.read(limit)
+
+
+def read_new(path: str | os.PathLike[str], since: int, most: int) -> tuple[int, bytes]:
+    """What was appended to a file since that offset, of more than `most` bytes the last; and where this begins.
+
+    Raises:
+        OSError: it cannot be read, or is not a regular file.
+    """
+    with _opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        begin = max(since if since <= size else 0, size - most)
+        file.seek(begin)
+        return begin, file.read(size - begin)
+
+
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(22, "not a regular file", str(path))
+        yield file
 
 
 def make_folder(path: str | os.PathLike[str]) -> None:

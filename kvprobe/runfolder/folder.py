@@ -6,6 +6,7 @@
 | `end.json` | how it ended, what was not seen (`End`) | the observer |
 | `processes.jsonl` | a line for each process that ended (`Ended`) | the observer |
 | `stacks-<pid>.jsonl` | a line for each blocked call whose stacks were taken (`Stacks`) | the observer |
+| `cpu-waits-<pid>.jsonl` | a line for each time in which a thread waited for a CPU (`CpuWait`) | the observer |
 | `device.jsonl` | a line a sample of the GPU's counters (`Sample`) | the observer |
 | `checkin-<pid>-<t>.json` | who a Python process is (`Checkin`) | the start-up hook |
 | `events-<pid>.jsonl` | what adapters and the interposer saw and decided (`Event`) | adapters, interposer |
@@ -109,6 +110,17 @@ class Stacks(TypedDict, total=False):
     threads: list[Thread] | None
 
 
+class CpuWait(TypedDict, total=False):
+    """Between two looks at a thread: its time waiting for a CPU and on one, and for its group's quota to be renewed."""
+
+    begin_ns: Int
+    end_ns: Int
+    thread: Int
+    waited_ns: Int
+    ran_ns: Int
+    throttled_ns: Int
+
+
 class Checkin(TypedDict, total=False):
     """A Python process at its start."""
 
@@ -161,7 +173,7 @@ class Event(TypedDict, total=False):
 
 
 Sample = dict[str, Number | str | bool | None]
-_OF_A_LINE = {"processes": Ended, "stacks": Stacks, "device": Sample, "events": Event}
+_OF_A_LINE = {"processes": Ended, "stacks": Stacks, "cpu": CpuWait, "device": Sample, "events": Event}
 _NOT_RECORDED = re.compile(r"not-recorded-(\d+)-(\d+)")
 
 
@@ -211,6 +223,10 @@ class RunFolder:
         """Adds a line to stacks-<pid>.jsonl; raises as `write_run`."""
         files.append(self.path / f"stacks-{pid}.jsonl", _encoded(line))
 
+    def append_cpu_wait(self, pid: int, line: CpuWait) -> None:
+        """Adds a line to cpu-waits-<pid>.jsonl; raises as `write_run`."""
+        files.append(self.path / f"cpu-waits-{pid}.jsonl", _encoded(line))
+
     # ---- reading -----------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
@@ -238,6 +254,10 @@ class RunFolder:
     def stacks(self, pid: int) -> Iterator[dict[str, Any]]:
         """Lines of stacks-<pid>.jsonl."""
         return self._lines(f"stacks-{pid}.jsonl")
+
+    def cpu_waits(self, pid: int) -> Iterator[dict[str, Any]]:
+        """Lines of cpu-waits-<pid>.jsonl."""
+        return self._lines(f"cpu-waits-{pid}.jsonl")
 
     def samples(self) -> Iterator[dict[str, Any]]:
         """Lines of device.jsonl."""

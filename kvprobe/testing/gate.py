@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes as ct
 import faulthandler
+import itertools
 import os
 import re
 import shutil
@@ -86,6 +87,7 @@ class Violation:
         )
 
 
+_RUNNER = re.compile(r"/(_pytest|pluggy)/")
 _INTERNAL = re.compile(r"/torch/|/kvprobe/(testing|cuda|native)/|/ctypes/|<frozen|/contextlib\.py$")
 
 
@@ -111,8 +113,9 @@ class Seen:
             lines.append(
                 f"    {calls}, {len(ones)} time{'s' if len(ones) > 1 else ''}{sizes}{', ' if ways else ''}{ways}"
             )
-            outer = [frame for frame in ones[0].frames if not _INTERNAL.search(frame.file)][1:4]
-            lines += [f"    called by {frame}" for frame in outer if "/_pytest/" not in frame.file]
+            outer = [frame for frame in ones[0].frames if not _INTERNAL.search(frame.file)][1:]
+            outer = list(itertools.takewhile(lambda frame: not _RUNNER.search(frame.file), outer))[:3]
+            lines += [f"    called by {frame}" for frame in outer]
             lines.append(f"    instead: {instead}")
         if self.left_out:
             lines.append(f"and {self.left_out:,} more calls that broke a rule")

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from kvprobe.commands import bench
 from kvprobe.commands.bench import BLOCKS, FIGURES, POLICIES, summary
 
 
@@ -33,10 +34,11 @@ def test_a_short_run_compares_all_policies_and_methods() -> None:
     assert [(row["direction"], row["block_bytes"]) for row in blocks] == [
         (kind, block) for kind in ("h2d", "d2h") for block in BLOCKS
     ]
+    link = outcome["copy_methods"]["link_bytes_per_s"]
     for row in blocks:
         for method in ("loop", "batch"):
             one = row["bytes_per_s"][method]
-            assert one["median"] > 0
+            assert 0 < one["median"] <= link[row["direction"]]
             assert one["ratio_low"] <= one["ratio"] <= one["ratio_high"]
 
 
@@ -60,3 +62,21 @@ def test_overhead_compares_every_level_with_the_unwatched() -> None:
         assert set(levels) == {"off", "totals", "copies", "launches"}
         for one in levels.values():
             assert one["median"] > 0 and one["ratio_low"] <= one["ratio"] <= one["ratio_high"]
+
+
+def test_what_was_not_measured_is_a_dash_and_a_time_has_its_unit() -> None:
+    said = [bench._amount("step_p50_ns", ns).replace("\u00a0", " ") for ns in (0, 1_500, 1.2e9)]
+    assert said == ["-", "1.50 \u00b5s", "1.20 s"]
+    assert bench._ratio({"median": 0, "ratio": 0, "ratio_low": 0, "ratio_high": 0}) == "-"
+    small = {"median": 1, "ratio": 0.0413, "ratio_low": 0.0146, "ratio_high": 1.5}
+    assert bench._ratio(small) == "0.041 (0.015 to 1.50)"
+
+
+def test_copies_faster_than_one_large_copy_show_that_the_link_is_faster() -> None:
+    row = {"direction": "h2d", "block_bytes": 1 << 20, "bytes_per_s": {"loop": {"median": 3.9e9}}}
+    slow = {"link_bytes_per_s": {"h2d": 2.7e9}, "blocks": [row]}
+    assert bench._raise_link(slow, "h2d") == "copies of 1,024 KiB, loop; one large copy: 2.7"
+    assert slow["link_bytes_per_s"] == {"h2d": 3.9e9}
+    right = {"link_bytes_per_s": {"h2d": 4e9}, "blocks": [row]}
+    assert bench._raise_link(right, "h2d") == "one large copy"
+    assert right["link_bytes_per_s"] == {"h2d": 4e9}

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+
+from kvprobe.recordings import open_recording
+from kvprobe.recordings.model import SUBMITTING
 
 
 def test_a_saturated_recording_breaks_its_limits(kvprobe, shared_data: Path, tmp_path: Path) -> None:
@@ -59,7 +64,14 @@ def test_a_time_and_a_share_say_the_same(kvprobe, export: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [("--max-blocked", "much"), ("--max-submit-p99", "50"), ("--no", "weather"), ("--junit", "missing/x.xml")]
+    "wrong",
+    [
+        ("--max-blocked", "much"),
+        ("--max-submit-p99", "50"),
+        ("--no", "weather"),
+        ("--no", ""),
+        ("--junit", "missing/x.xml"),
+    ],
 )
 def test_a_limit_that_means_nothing_is_one_line_and_exit_code_2(
     kvprobe, export: Path, tmp_path, monkeypatch, wrong
@@ -69,6 +81,21 @@ def test_a_limit_that_means_nothing_is_one_line_and_exit_code_2(
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_percentile_is_said_to_be_of_the_submissions_in_the_window(kvprobe, shared_data: Path) -> None:
+    recording = shared_data / "nsys-ai/mfu_2gpu_after.sqlite"
+    counts = []
+    for words in ((), ("--from", "0.15s")):
+        code, out, _ = kvprobe("check", recording, "--max-submit-p99", "1ns", *words)
+        assert code == 1
+        counts.append(int(re.search(r"of ([\d,]+) submissions", out)[1].replace(",", "")))
+    calls = open_recording(recording).calls
+    submits = np.isin(calls["kind"], np.array(SUBMITTING))
+    late = calls["start_ns"] >= calls["start_ns"].min() + 150_000_000
+    assert counts[0] == submits.sum()
+    assert 0 < counts[1] < counts[0]
+    assert counts[1] == pytest.approx((submits & late).sum(), rel=0.1)  # the recording begins with whatever came first
 
 
 def test_annotations_for_github(kvprobe, export: Path) -> None:
@@ -87,7 +114,7 @@ def test_an_annotation_stands_at_the_line_and_hides_no_text() -> None:
         "no pageable", "none", "pageable_memory", True, "100% of\ncopies", at=f"{Path.cwd()}/a,b.py:7"
     )
     assert _annotation(broken, "error") == (
-        "::error file=a%2Cb.py,line=7,title=kvprobe%3A no pageable::pageable_memory (limit none)%0A100%25 of%0Acopies"
+        "::error file=a%2Cb.py,line=7,title=kvprobe%3A no pageable::pageable_memory%0A100%25 of%0Acopies"
     )
     undecided = CheckedLimit("no pageable", "none", "none found", False, undecided="the file is cut off")
     assert _annotation(undecided, "warning") == "::warning title=kvprobe%3A no pageable::undecided: the file is cut off"

@@ -24,9 +24,26 @@ def kvprobe(*arguments, **environment):
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (["nosuch"], 2, "No such command 'nosuch'"),
+        (["nosuch"], 2, "no command is called 'nosuch'; `kvprobe --help` lists them"),
+        (["repot"], 2, "did you mean report?"),
+        (["attach", "no-such-server"], 2, "no process has no-such-server in its command line"),
+        (["attach", "0"], 2, "0 is neither a process id nor a part of a command line"),
+        (["attach", ""], 2, "is neither a process id nor a part of a command line"),
+        (["top", "\u00b2"], 2, "no recorded process has \u00b2 in its command line"),
+        (["detach", "\u00b2"], 2, "\u00b2 is neither a pid nor a run folder"),
+        (["weights", "/nowhere/model"], 2, "/nowhere/model: no such folder or file"),
+        (["causes", "saturation"], 2, "did you mean launch_queue_saturation?"),
         (["demo", "--device", "tpu"], 2, "Invalid value for '--device'"),
         (["demo", "--seconds", "-3"], 2, "Invalid value for '--seconds'"),
+        (["demo", "--seconds", "nan"], 2, "nan is not a number"),
+        (["bench", "--seconds", "nan"], 2, "nan is not a number"),
+        (["top", "--once", "--interval", "nan"], 2, "nan is not a number"),
+        (["metrics", "--interval", "nan"], 2, "nan is not a number"),
+        (["top", "", "--once"], 2, "is empty: name a pid"),
+        (["run", "--max-size", "9" * 400, "--", "true"], 2, "not a size"),
+        (["triage", ".", "--from", "soon"], 2, "--from soon: not a time"),
+        (["triage", ".", "--to", "9" * 400 + "s"], 2, "not a time"),
+        (["export", ".", "--to", "perfetto", "-o", "x", "--limit", "9" * 30], 2, "Invalid value for '--limit'"),
         (["demo", "--report", "/proc/nowhere/x.html"], 2, "/proc/nowhere"),
         (["demo", "--report", "/proc/x.html", "--device", "host"], 2, "/proc"),
     ],
@@ -99,3 +116,29 @@ def test_a_terminal_that_knows_ascii_alone_gets_words_and_no_question_marks(tmp_
         check=True,
     )
     assert done.stdout.splitlines()[1] == '5 us, 3x less -> "x" ?'
+
+
+def test_a_torch_that_cannot_be_loaded_is_none(tmp_path):
+    (tmp_path / "torch.py").write_text("raise OSError('libtorch_cuda.so: cannot open shared object file')")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from kvprobe.commands import _device\n"
+    code += "print(_device.runtime_of('auto').provider)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() in ("host", "cuda"), done.stderr
+
+
+def test_ctrl_c_that_was_handled_in_the_middle_of_an_import_leaves_the_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("""
+import contextlib
+from kvprobe import cli
+def main():
+    with contextlib.suppress(KeyboardInterrupt):
+        exec("import os, signal\\nos.kill(os.getpid(), signal.SIGINT)\\nwhile True: pass")
+    return 3
+cli.main = main
+cli.entry()
+""")
+    command, path = [sys.executable, "-m", "program"], f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert (done.returncode, done.stderr) == (3, "")

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from kvprobe.reporting.compare import shift
 
@@ -38,13 +39,36 @@ def test_a_finding_that_went_is_gone_and_one_that_came_is_new(kvprobe, export: P
         assert found["launch_queue_saturation"] == word
     code, out, _ = kvprobe("diff", export, healthy)
     assert code == 0
-    assert "gone" in out
+    said = " ".join(out.split())
+    assert said.startswith("mfu_2gpu_before.sqlite is better than small.sqlite: “3,002 loads are not ordered")
+    assert "is gone (results at stake, " in said
+    assert said.index("is better than") < said.index("Findings, and the time that each lost")
+
+
+def test_usual_costs_that_rose_make_a_recording_worse(kvprobe, shared_data: Path) -> None:
+    pair = (shared_data / f"nsys-ai/mfu_2gpu_{side}.sqlite" for side in ("before", "after"))
+    _, out, _ = kvprobe("diff", *pair)
+    said = " ".join(out.split())
+    assert said.startswith(
+        "mfu_2gpu_after.sqlite is worse than mfu_2gpu_before.sqlite: no finding changed by much, and"
+    )
+    assert "a submission usually takes its thread 1.49" in said
+    assert "2.5% of the time)." in said
 
 
 def walk(rng: np.random.Generator, rows: int, scale: float = 1.0) -> np.ndarray:
     """Durations whose level wanders, as those of a real server do: neighbours resemble each other."""
     level = np.repeat(np.exp(rng.normal(0, 0.1, rows // 50 + 1)), 50)[:rows]
     return (rng.lognormal(np.log(5000 * scale), 0.3, rows) * level).astype(np.int64)
+
+
+@pytest.mark.parametrize("columns", ["60", "80"])
+def test_names_of_causes_and_calls_stay_whole(kvprobe, shared_data: Path, monkeypatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    folder = shared_data / "nsys-ai"
+    _, out, _ = kvprobe("diff", folder / "h100_2gpu_1s.sqlite", folder / "mfu_2gpu_after.sqlite")
+    assert "launch_queue_saturation: 913 ms (47%) -> nothing" in " ".join(out.split())
+    assert {"cudaLaunchKernel", "cudaMemcpyAsync"} <= set(out.split())
 
 
 def test_equal_distributions_are_rarely_called_different() -> None:
@@ -72,8 +96,8 @@ def test_before_and_after_are_one_page_each_under_its_name(kvprobe, export: Path
     assert code == 0
     assert out.rstrip().endswith(str(page))
     html = page.read_text()
-    assert "<h1>No finding changed.</h1>" in html
-    for words in (f"Before, {export.name}: Over time", f"After, {export.name}: Over time", "Host time of calls"):
+    assert f"<h1>{export} is neither better nor worse than {export}: no finding changed by much" in html
+    for words in (f"Before, {export}: Over time", f"After, {export}: Over time", "Host time of calls"):
         assert words in html
     assert html.count('id="before-rows"') == html.count('id="after-rows"') == 1
     assert kvprobe("diff", export, export, "-o", tmp_path / "no" / "diff.html")[0] == 2

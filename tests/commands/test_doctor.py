@@ -14,7 +14,8 @@ import pytest
 
 
 def _doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "KVHOST_", "NVTX_"))}
+    others = ("CUDA_", "KVHOST_", "KVPROBE", "NVTX_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     return subprocess.run(
         [sys.executable, "-m", "kvprobe", "doctor", "--device", "host", *arguments],
         capture_output=True,
@@ -57,11 +58,20 @@ def test_a_larger_queue_comes_with_the_jetson_warning() -> None:
 
 def test_every_line_has_a_verdict_as_a_word_and_bad_ones_say_what_to_do() -> None:
     lines = _lines(CUDA_SCALE_LAUNCH_QUEUES="0.25x")
-    assert {line["verdict"] for line in lines.values()} <= {"good", "bad", "unknown"}
+    assert {line["verdict"] for line in lines.values()} <= {"good", "bad", "note", "unknown"}
     assert all(line["todo"] for line in lines.values() if line["verdict"] == "bad")
-    done = _doctor(COLUMNS="160")
-    assert done.returncode in (0, 1)
-    assert "+ good" in done.stdout
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "160"])
+def test_names_stay_whole_and_the_last_line_says_what_is_bad(columns: str) -> None:
+    done = _doctor(COLUMNS=columns, CUDA_SCALE_LAUNCH_QUEUES="0.25x", KVPROBE_NVTX="off")
+    assert done.returncode == 1
+    for name in ("CUDA_DEVICE_MAX_COPY_CONNECTIONS", "CUDA_SCALE_LAUNCH_QUEUES", "KVPROBE_NVTX"):
+        assert f"{name}: " in done.stdout
+    assert "KVPROBE_METRICS" not in done.stdout, "a variable that nobody set says nothing"
+    assert max(map(len, done.stdout.splitlines())) <= int(columns)
+    last = done.stdout[done.stdout.rindex("Bad: ") :].split()
+    assert "depth" in last and "CUDA_SCALE_LAUNCH_QUEUES" in last and last[-1] == "(environment)."
 
 
 def test_every_variable_of_kvprobe_comes_with_its_value_and_source() -> None:

@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from kvprobe.recordings import open_recording
+from kvprobe.errors import RecordingError
+from kvprobe.recordings import open_recording, parquet
 
 
 def test_parquet_reads_back_as_the_same_recording(kvprobe, export: Path, tmp_path: Path) -> None:
@@ -44,3 +46,25 @@ def test_a_limit_on_parquet_means_nothing(kvprobe, export: Path, tmp_path: Path)
     code, _, err = kvprobe("export", export, "--to", "parquet", "-o", tmp_path / "out", "--limit", "20000")
     assert code == 2
     assert err.count("\n") == 1
+
+
+def test_an_export_that_breaks_off_over_an_earlier_one_is_no_recording(export: Path, tmp_path: Path) -> None:
+    recording = open_recording(export)
+    parquet.write(recording, tmp_path / "out")
+
+    def break_off(what: str, share: float) -> None:
+        if share:
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        parquet.write(recording, tmp_path / "out", overwrite=True, progress=break_off)
+    with pytest.raises(RecordingError):
+        open_recording(tmp_path / "out")
+
+
+@pytest.mark.parametrize("force", [(), ("-f",)])
+def test_a_file_is_no_folder_for_parquet(kvprobe, export: Path, tmp_path: Path, force: tuple[str, ...]) -> None:
+    (tmp_path / "mine").write_text("mine")
+    code, _, err = kvprobe("export", export, "--to", "parquet", "-o", tmp_path / "mine", *force)
+    assert (code, err) == (2, f"kvprobe: {tmp_path / 'mine'} is not a folder; name one for the Parquet files\n")
+    assert (tmp_path / "mine").read_text() == "mine"

@@ -25,6 +25,14 @@ def test_reduce_compares_ranks_and_writes_a_summary_that_merges(kvprobe, export:
     assert said["inputs"] == 2 and said["ranks"] and not said["failed"]
 
 
+def test_a_summary_is_not_written_through_a_link(kvprobe, export: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / ".out.kvsum.partial").symlink_to(tmp_path / "mine")
+    assert kvprobe("reduce", export, "--workers", "1", "-o", tmp_path / "out.kvsum")[0] == 0
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert not (tmp_path / "out.kvsum").is_symlink()
+
+
 def test_reduce_names_what_it_cannot_read(kvprobe, export: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.json"
     bad.write_text("{")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -105,3 +106,14 @@ def test_several_inputs_are_named_judged_together_and_each_by_itself(kvprobe, ex
 def test_one_input_has_no_section_of_its_own(kvprobe, export: Path, tmp_path: Path) -> None:
     assert kvprobe("report", export, "-o", tmp_path / "page.html", "-q")[0] == 0
     assert "<h2>Inputs</h2>" not in (tmp_path / "page.html").read_text()
+
+
+def test_what_was_proven_is_not_called_unproven_in_an_undecided_recording(kvprobe, tmp_path: Path) -> None:
+    """A trace that is cut off, in which the profiler's own delays are certain."""
+    packed = Path(__file__).parents[1] / "gpu/data/corpus/kineto/a_short_recording.json.gz"
+    text = gzip.decompress(packed.read_bytes())
+    (tmp_path / "cut.json").write_bytes(text[: len(text) * 9 // 10])
+    _, out, _ = kvprobe("report", tmp_path / "cut.json", "-o", tmp_path / "page.html")
+    assert out.startswith("Undecided: ")
+    assert "not proven" not in out
+    assert "The profiler itself" in (tmp_path / "page.html").read_text()

@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvprobe.commands import _speaking
 from kvprobe.native import build
 
 from .watched import COPIES, KVPROBE, clean_environment
@@ -89,6 +92,50 @@ def test_what_the_command_leaves_running_is_not_waited_for(tmp_path: Path) -> No
     assert f"the report will be in {tmp_path / 'run'}" in done.stderr
     while not (tmp_path / "run" / "outcome.txt").exists():
         time.sleep(0.1)
+
+
+@pytest.fixture
+def observer() -> Iterator[subprocess.Popen[str]]:
+    """Stands for the observer: it writes its files into the folder that it is told, and ends."""
+    script = "read folder; echo report > $folder/outcome.txt; echo {} > $folder/end.json; exec sleep 0.1"
+    process = subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_an_observer_that_is_late_is_waited_for(
+    tmp_path: Path, observer: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a busy machine: it has not seen the command's end yet, and nothing is left running."""
+    monkeypatch.setattr(_speaking, "LEFT_RUNNING_S", 0.0)
+    monkeypatch.setattr(_speaking, "LATE_S", 120.0)
+    looked, own = threading.Event(), _speaking._left_running
+    monkeypatch.setattr(_speaking, "_left_running", lambda folder: (own(folder), looked.set())[0])
+    saying = threading.Thread(target=_speaking.say_outcome, args=(tmp_path, observer.pid))
+    saying.start()
+    assert looked.wait(60)
+    assert observer.stdin is not None
+    observer.stdin.write(f"{tmp_path}\n")
+    observer.stdin.flush()
+    saying.join(120)
+    assert capsys.readouterr().err == "kvprobe: report\n"
+
+
+def test_an_observer_of_what_was_left_running_is_not(
+    tmp_path: Path, observer: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_speaking, "LEFT_RUNNING_S", 0.0)
+    monkeypatch.setattr(_speaking, "LATE_S", 3600.0)
+    left = subprocess.Popen(["sleep", "1000"], env=clean_environment(KVPROBE_RUN=str(tmp_path)))
+    try:
+        while not _speaking._left_running(tmp_path):  # it is still in the middle of its exec
+            assert left.poll() is None
+        _speaking.say_outcome(tmp_path, observer.pid)
+    finally:
+        left.kill()
+        left.wait()
+    assert "the report will be in" in capsys.readouterr().err
 
 
 def test_in_place_the_command_has_the_pid_that_was_started(tmp_path: Path) -> None:

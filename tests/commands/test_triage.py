@@ -33,17 +33,18 @@ def trace(path: Path, cap: int = 1 << 30, calls: int = 400, stream: int = 7) -> 
     return path
 
 
-def test_worst_first_with_time_ceiling_stream_and_file(kvprobe, tmp_path: Path) -> None:
+def test_worst_first_with_time_depth_stream_and_file(kvprobe, tmp_path: Path) -> None:
     trace(tmp_path / "a_healthy.json", calls=50)
     trace(tmp_path / "b_some.json", cap=200, stream=9)
     trace(tmp_path / "c_more.json", cap=100)
     code, out, err = kvprobe("triage", tmp_path)
     assert (code, err) == (0, "")
     lines = [line.split("  ") for line in out.splitlines()]
-    lines = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+    head, *lines = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+    assert head == ["verdict", "time lost", "full at", "stream", "recording"]
     assert [Path(line[-1]).name for line in lines] == ["c_more.json", "b_some.json", "a_healthy.json"]
     assert [line[0] for line in lines] == ["found", "found", "healthy"]
-    assert [line[2] for line in lines] == ["ceiling 100", "ceiling 200", "-"]
+    assert [line[2] for line in lines] == ["100", "200", "-"]
     assert [line[3] for line in lines] == ["stream 7", "stream 9", "-"]
     # 300 calls wait for a copy of 300 us each, 200 in the other
     lost = [float(line[1].removesuffix(" ms")) for line in lines[:2]]
@@ -75,7 +76,7 @@ def test_what_cannot_be_read_is_a_line_each_and_exit_1(kvprobe, tmp_path: Path) 
     bad = tmp_path / "bad.json"
     bad.write_text("{}")
     code, out, err = kvprobe("triage", tmp_path / "absent", good, bad)
-    assert code == 1 and len(out.splitlines()) == 1 and "good.json" in out
+    assert code == 1 and len(out.splitlines()) == 2 and "good.json" in out
     assert (
         len(err.splitlines()) == 2
         and "absent: no such file" in err

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from kvprobe.cli import main
-from kvprobe.commands.try_ import _from_outside
+from kvprobe.commands.try_ import _from_outside, _line
 from kvprobe.diagnosis import Change, Finding
 from kvprobe.diagnosis.pageable_memory import STAGED
 from kvprobe.native import build
 from kvprobe.recordings.model import Recording, Source
+from kvprobe.reporting.trial import compared
 
 from .watched import COPIES
 
@@ -55,6 +56,13 @@ def test_a_change_that_cures_two_findings_is_tried_once_for_the_sum(monkeypatch:
     other = finding(Change("x", "environment", "OTHER", "1", share=0.9), Change("move it", share=1.0))
     changes, left = _from_outside([one, two, other], recording(), [])
     assert [(c.name, c.predicted_saving_ns) for c in changes] == [("OTHER", 900), (SCALE.name, 750)]
+    assert not left
+
+
+def test_fix_auto_is_tried_once_for_all_that_it_cures() -> None:
+    found = [finding(with_share(POOLED, 0.5)), finding(with_share(STAGED, 0.25))]
+    changes, left = _from_outside(found, recording("adapter vllm: applied (1 process)"), [])
+    assert [(change.value, change.predicted_saving_ns) for change in changes] == [("auto", 750)]
     assert not left
 
 
@@ -113,3 +121,17 @@ def test_wrong_usage(arguments: list[str], tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     assert main(["try", *arguments]) == 2
     assert not any(tmp_path.iterdir())
+
+
+def test_a_figure_that_is_no_number_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["try", "-o", str(tmp_path / "try"), "--env", "X=1", "--figure", "rate (.*)"]
+    assert main([*words, *program(tmp_path, "print('rate nan')\n")]) == 1
+    assert "no number matches it" in capsys.readouterr().err
+
+
+def test_a_figure_changes_and_time_is_saved() -> None:
+    rounds = compared([100.0, 101.0, 99.0, 100.0], [130.0, 131.0, 131.0, 130.0])
+    said = _line("figure", rounds, "")
+    assert "saves" not in said
+    assert "changes by +30 (+30 to +32): higher" in said
+    assert "saves -" in _line("wall time", rounds, "")

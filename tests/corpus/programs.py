@@ -232,10 +232,10 @@ def loads_ordered_by_events(d: Device) -> Truth:
 
 @program("synchronisation")
 def a_result_read_back_in_every_step(d: Device) -> Truth:
-    waited = 0
+    waited, kernel_ns = 0, 60_000 if d.gpu else 300_000  # many times a launch, on a slow machine as well
     for _ in range(80):
         for _ in range(6):
-            d.launch(60_000)
+            d.launch(kernel_ns)
         d.store(1, 256, d.compute)
         waited += d.sync(d.compute)
     d.launch(30_000)
@@ -509,6 +509,28 @@ def thousands_of_small_stores(d: Device) -> Truth:
         d.drain()
         lost += d.between(first, last) - int(700 * 4 * KiB / per_ns)
     return {"small_copies": lost}
+
+
+def blocks_one_by_one(d: Device, stride: int) -> int:
+    """Loads of 4 KiB, every `stride`-th block, in bursts that fit the queue: ns in all calls but each burst's first."""
+    nothing = usual([d.load(i, 0, d.copies[3]) for i in range(200)])  # what Python and ctypes take of a call
+    durations: list[int] = []
+    for burst in range(20):
+        first = 800 * burst if stride == 1 else 37 * burst
+        durations += [d.load(first + stride * i, 4 * KiB, d.copies[0]) for i in range(800)][1:]
+        d.drain()
+    return (usual(durations) - nothing) * len(durations)
+
+
+@program("unmerged_neighbours", also=("small_copies",))
+def neighbours_copied_one_by_one(d: Device) -> Truth:
+    return {"unmerged_neighbours": blocks_one_by_one(d, 1)}
+
+
+@program(like=("unmerged_neighbours",), also=("small_copies", "redundant_loads"))  # of a small pool they come again
+def scattered_blocks_copied_one_by_one(d: Device) -> Truth:
+    blocks_one_by_one(d, 2_048 + 3)
+    return {}
 
 
 @program(like=("small_copies",))

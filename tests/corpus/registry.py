@@ -18,6 +18,7 @@ DEVICE = ("kineto", "nsys")
 SHOWN: dict[str, tuple[str, ...]] = {
     "redundant_loads": ("run",),  # needs addresses
     "wasted_stores": ("run",),
+    "unmerged_neighbours": ("run",),
     "weights_not_overlapped": DEVICE,  # these need executions
     "link_bound": DEVICE,
     "small_copies": DEVICE,

@@ -613,14 +613,14 @@ def python_work_before_every_launch(rt: Runtime) -> Played:
 
 @scenario
 def another_thread_holds_the_interpreter(rt: Runtime) -> Played:
-    """Who waited for the GPU without the lock gets it back after the interpreter's switch interval."""
+    """Who waited for the GPU without the lock gets it back after the interpreter's switch interval, or two of them."""
     stage = Stage(rt)
 
     def body() -> None:
         for step in range(40):
             rt.launch(stage.compute, 300_000)
             rt.sync(stage.compute)
-            rt.sleep(5_000_000 + step % 7 * 20_000)
+            rt.sleep((1 + (step % 5 == 4)) * 5_000_000 + step % 7 * 20_000)
 
     def truth(records: Records, _: Any) -> dict[str, int]:
         busy = ran(records, kernels(records))
@@ -631,6 +631,48 @@ def another_thread_holds_the_interpreter(rt: Runtime) -> Played:
         return named(python_or_gil_bound=lost[lost > 1_000_000].sum())
 
     return stage.play(body, truth)
+
+
+@scenario
+def one_thread_holds_the_interpreter_at_every_call(rt: Runtime) -> Played:
+    """Each call gives the lock up, and each time it takes one switch interval to get it back."""
+    stage = Stage(rt)
+
+    def body() -> None:
+        for step in range(40):
+            stage.load(step, 4 * KiB, stage.streams[0])
+            rt.sleep(5_000_000 + step % 7 * 20_000)
+            rt.record(stage.events[0], stage.streams[0])
+            rt.sleep(5_000_000 + step % 5 * 20_000)
+
+    def truth(records: Records, _: Any) -> dict[str, int]:
+        order = np.argsort(records["start_ns"])
+        begin, end = (records[key][order].astype(np.int64) for key in ("start_ns", "end_ns"))
+        lost = begin[1:] - end[:-1]
+        return named(python_or_gil_bound=lost[lost > 1_000_000].sum())
+
+    return stage.play(body, truth)
+
+
+@scenario
+def healthy_poller_with_the_interpreters_period(rt: Runtime) -> Played:
+    """Sleeps of 5 and of 10 ms are as long as switch intervals, and two timers'."""
+    stage = Stage(rt)
+
+    def body() -> None:
+        def every_ten() -> None:
+            for round_ in range(60):
+                for i in range(3):
+                    stage.store(3 * round_ + i, 64 * KiB, stage.streams[1])
+                rt.sleep(10_000_000 + round_ % 3 * 30_000)
+
+        thread = rt.thread(every_ten)
+        for round_ in range(120):
+            stage.load(round_, 64 * KiB, stage.streams[0])
+            rt.sleep(5_000_000 + round_ % 7 * 30_000)
+        thread.join()
+
+    return stage.play(body, lambda *_: named())
 
 
 @scenario

@@ -5,7 +5,7 @@ import pytest
 from scenarios import SCENARIOS
 
 from kvprobe.diagnosis import examine, notes_of
-from kvprobe.recordings.model import Memory, Table
+from kvprobe.recordings.model import Memory, Source, Table
 
 
 def without_streams_of_waits(recording):
@@ -28,6 +28,18 @@ def test_waits_of_unknown_streams_are_no_evidence_of_corruption(runtime, scenari
     assert "does not tell which streams" in lacks.because
     assert "Nsight Systems" in lacks.shown_by
     assert any(cause in note and "because" in note for note in notes_of(examined.not_looked_for))
+
+
+def test_of_an_nsight_export_nsight_itself_is_not_the_advice(runtime):
+    recording = without_streams_of_waits(SCENARIOS["healthy_loads_with_a_wait"](runtime).recording)
+    recording.source = [Source("old.sqlite", "nsys-sqlite")]
+    lacks = {one.cause: one for one in examine(recording).not_looked_for}["load_not_ordered"]
+    assert lacks.because.startswith("the export does not tell which streams")
+    assert "nsys export" in lacks.shown_by and "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION" in lacks.shown_by
+    recording.tables["executions"], recording.has_executions = Table("executions"), False
+    lacking = {one.cause: one.shown_by for one in examine(recording).not_looked_for}
+    for cause in ("load_not_ordered", "link_bound"):
+        assert "with device activity" in lacking[cause] and "PyTorch" not in lacking[cause]
 
 
 def test_with_their_streams_the_causes_are_looked_for(runtime):

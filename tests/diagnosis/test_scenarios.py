@@ -15,8 +15,10 @@ NOT_PLAYED = {
     "blocking_server_call",
     "pinning_stall",
     "wasted_stores",
+    "unmerged_neighbours",
     "remote_numa_memory",
     "confidential_computing",
+    "cpu_starved",
 }
 
 

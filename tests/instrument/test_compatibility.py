@@ -140,6 +140,26 @@ def test_only_what_is_needed_of_a_wheel_is_fetched_and_only_once(wheel: str) -> 
     assert published.tree("server", "2.0", "server/", download=False) is None
 
 
+def test_whoever_reads_a_file_finds_it_whole_while_more_of_its_release_is_fetched(
+    wheel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = published.tree("server", "1.0", "server/module.py")
+    assert folder is not None
+    seen, extract = [], zipfile.ZipFile.extract
+
+    def looking(wheel: zipfile.ZipFile, *arguments: object) -> str:
+        made = Path(extract(wheel, *arguments))
+        whole = made.read_bytes()
+        made.write_bytes(b"")  # as while it is being written
+        seen.append((folder / "server" / "module.py").read_text())
+        made.write_bytes(whole)
+        return str(made)
+
+    monkeypatch.setattr(zipfile.ZipFile, "extract", looking)
+    assert published.tree("server", "1.0", "server/") == folder
+    assert seen == ["x = 1\n"] * 2
+
+
 def test_an_index_that_sends_no_parts_is_an_error_and_leaves_nothing(wheel: str) -> None:
     Ranges.partial = False
     with pytest.raises(KvprobeError, match="does not support range requests"):

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -78,6 +79,29 @@ def test_a_failing_listener_does_not_reach_the_caller():
         stop()
 
 
+def test_a_flush_waits_for_what_another_thread_is_making(folder):
+    begun, go, found = threading.Event(), threading.Event(), []
+
+    def slow():
+        begun.set()
+        assert go.wait(60)
+        event_log.emit("transfer", id=1)
+
+    def flush():
+        event_log.flush()
+        found.extend(event_log.read_events(folder / f"events-{os.getpid()}.jsonl"))
+
+    event_log.later(slow)
+    assert begun.wait(60)  # on the writer's own thread
+    flushing = threading.Thread(target=flush)
+    flushing.start()
+    flushing.join(0.2)
+    assert not found
+    go.set()
+    flushing.join(60)
+    assert [event.get("id") for event in found] == [None, 1]
+
+
 CHILD = """
 import os, sys, time
 from kvprobe.instrument import event_log
@@ -101,7 +125,7 @@ def test_each_side_of_a_fork_writes_its_own_file_and_a_kill_loses_little(tmp_pat
     )
     forked = int(child.stdout.readline())
     path = tmp_path / f"events-{child.pid}.jsonl"
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and len(event_log.read_events(path) if path.exists() else []) < 3:
         time.sleep(0.02)  # the flusher's own period is 100 ms
     child.send_signal(signal.SIGKILL)

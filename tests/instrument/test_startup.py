@@ -158,6 +158,30 @@ def test_what_cannot_be_told_by_its_touch_is_told_at_its_import(
     assert states(tmp_path)["transformers.cache"] == said
 
 
+def test_what_a_release_cannot_have_lets_nothing_in(tmp_path: Path) -> None:
+    """Another server that asks whether there is accelerate, and a transformers older than one of its functions."""
+    packages = server(tmp_path, "5.19.0")
+    module = packages.joinpath("transformers", "generation", "continuous_batching", "offloading_manager.py")
+    module.parent.mkdir(parents=True)
+    for folder in (module.parent, module.parent.parent):
+        folder.joinpath("__init__.py").touch()
+    module.write_text("class OffloadingManager:\n    pass\n")
+    code = "import importlib.util, sys; print(importlib.util.find_spec('kvbm'))\n"
+    code += "import transformers.generation.continuous_batching.offloading_manager\n"
+    code += "print([name for name in sys.modules if name.startswith('kvprobe')])"
+    done = run(code, KVPROBE_RUN=str(tmp_path), PYTHONPATH=f"{CARRIED}:{packages}")
+    assert done.stdout == "None\n['kvprobe_startup']\n"
+    assert states(tmp_path) == {"transformers": "waiting"}
+
+
+def test_a_server_that_is_asked_for_before_it_can_be_found_is_watched(tmp_path: Path) -> None:
+    packages = server(tmp_path, "5.1.0")
+    code = "import importlib.util, sys; print(importlib.util.find_spec('transformers'))\n"
+    code += f"sys.path.append({str(packages)!r}); importlib.invalidate_caches(); import transformers.cache_utils"
+    assert run(code, KVPROBE_RUN=str(tmp_path), PYTHONPATH=str(CARRIED)).stdout == "None\n"
+    assert states(tmp_path) == {"transformers": "waiting"}
+
+
 VERSIONS = ["0.10.2", "0.11", "0.11.0", "0.11.0+cpu", "0.33.0.post1", "0.33.1rc2", "0.34", "0.34.0rc1", "1.0", "0.9"]
 
 
@@ -185,7 +209,10 @@ def test_a_release_has_what_is_watched_for_a_touch() -> None:
         for tree in trees:
             if not startup._holds(server.versions, tree.name.rpartition("-")[2]):
                 continue
+            version = tree.name.rpartition("-")[2]
             for module, paths in server.touched.items():
+                if not startup._holds(startup.SINCE.get(module, server.versions), version):
+                    continue
                 if not tree.joinpath(*module.split(".")).with_suffix(".py").exists():
                     continue
                 found += 1

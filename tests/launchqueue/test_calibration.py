@@ -13,12 +13,14 @@ import pytest
 from kvprobe import environment
 from kvprobe.cuda import find_runtime
 from kvprobe.cuda.hostruntime import host_runtime
-from kvprobe.launchqueue import calibrate
+from kvprobe.errors import KvprobeError
+from kvprobe.launchqueue import calibrate, calibration
 
 PROGRAM = """
 import json, sys
 from kvprobe.cuda import find_runtime
-from kvprobe.launchqueue import calibrate
+from kvprobe.errors import KvprobeError
+from kvprobe.launchqueue import calibrate, calibration
 limits = [calibrate(find_runtime("host"), cache=sys.argv[1] == "cache") for _ in range(2)]
 print(json.dumps([[each.depth, each.channels, each.capacity, each.how] for each in limits]))
 """
@@ -75,6 +77,40 @@ def test_a_simulated_queue_is_what_it_is_configured_to_be():
     runtime = host_runtime(virtual_clock=True, depth=64, copy_channels=2)
     limits = calibrate(runtime)
     assert (limits.depth, limits.channels, limits.capacity, limits.baseline_ns) == (64, 2, 120, 1000)
+    runtime.reset()
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_a_count_that_a_busy_machine_made_too_low_is_made_again(monkeypatch, streams):
+    """Whoever waits for a lock whose holder lost its core looks like one that waits for a place in the queue."""
+    count, wrong = calibration._capacity, [streams]
+
+    def too_low(runtime, of, *rest):
+        found = count(runtime, of, *rest)
+        if len(of) in wrong:
+            wrong.remove(len(of))
+            found.accepted = 1
+        return found
+
+    monkeypatch.setattr(calibration, "_capacity", too_low)
+    runtime = host_runtime(depth=64)
+    limits = calibrate(runtime, cache=False)
+    assert (limits.depth, limits.channels, limits.capacity, wrong) == (64, 4, 232, [])
+    runtime.reset()
+
+
+def test_counts_that_never_fit_are_refused_in_one_line(monkeypatch):
+    count = calibration._capacity
+
+    def too_low(runtime, of, *rest):
+        found = count(runtime, of, *rest)
+        found.accepted = 1 if len(of) == 1 else found.accepted
+        return found
+
+    monkeypatch.setattr(calibration, "_capacity", too_low)
+    runtime = host_runtime(depth=64)
+    with pytest.raises(KvprobeError, match="too busy; try again"):
+        calibrate(runtime, cache=False)
     runtime.reset()
 
 

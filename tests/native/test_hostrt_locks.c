@@ -175,15 +175,16 @@ static void frees_wait(int argc, char **argv) {
 }
 
 /* A full queue that drains does not starve who creates an event: each gets its turn while the flood goes on. */
+enum { FLOOD = 1 << 18 }; /* bytes of a copy: it takes far longer than its submission, on a slow machine too */
 static _Atomic bool enough;
 static void *flood(void *arg) {
     (void)arg;
-    while (!enough && !t.error) t.error = cudaMemcpyAsync(t.device, t.host, 4096, cudaMemcpyHostToDevice, t.full);
+    while (!enough && !t.error) t.error = cudaMemcpyAsync(t.device, t.host, FLOOD, cudaMemcpyHostToDevice, t.full);
     return NULL;
 }
 static void creation_gets_its_turn(int argc, char **argv) {
     (void)argc, (void)argv;
-    t.host = pinned(4096), t.device = device(4096), t.full = new_stream();
+    t.host = pinned(FLOOD), t.device = device(FLOOD), t.full = new_stream();
     pthread_create(&submitter, NULL, flood, NULL);
     UNTIL(stats().blocked_calls > 10);
     for (int i = 0; i < 50; i++) OK(cudaEventDestroy(new_event()));

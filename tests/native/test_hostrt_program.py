@@ -118,6 +118,7 @@ def test_blocked_submitter_and_other_threads(program, case):
         "work_then_copy",
         "events",
         "pageable",
+        "capture",
         "memory",
         "errors",
         "reset",

@@ -15,12 +15,15 @@ static void work_then_copy(int argc, char **argv) {
     char *dev = device(64), *host = pinned(64);
     cudaStream_t compute = new_stream(), store = new_stream();
     cudaEvent_t written = new_event();
+    kvhost_gate *gate = kvhostGateCreate(); /* so that the work is not over before the look at it */
     OK(cudaMemsetAsync(dev, 'm', 64, compute));
+    OK(kvhostGateLaunch(gate, compute));
     OK(kvhostLaunchWork(compute, set_byte, dev, 2000000));
     OK(cudaEventRecord(written, compute));
     OK(cudaStreamWaitEvent(store, written, 0));
     OK(cudaMemcpyAsync(host, dev, 64, D2H, store));
     IS(cudaStreamQuery(store), cudaErrorNotReady);
+    kvhostGateOpen(gate);
     OK(cudaStreamSynchronize(store));
     CHECK(host[0] == 'w' && host[1] == 'm' && host[63] == 'm');
 }
@@ -61,10 +64,13 @@ static void events(int argc, char **argv) {
     kvhostGateOpen(third);
     OK(cudaStreamSynchronize(c));
     /* timing */
+    kvhost_gate *timed = kvhostGateCreate();
     OK(cudaEventRecord(from, a));
+    OK(kvhostGateLaunch(timed, a));
     OK(kvhostLaunchDelay(a, 3000000));
     OK(cudaEventRecord(to, a));
     IS(cudaEventElapsedTime(&ms, from, to), cudaErrorNotReady);
+    kvhostGateOpen(timed);
     OK(cudaEventSynchronize(to));
     OK(cudaEventElapsedTime(&ms, from, to));
     CHECK(ms >= 3.0f);
@@ -280,7 +286,7 @@ static void reset(int argc, char **argv) {
         OK(kvhostReset(NULL));
         s = new_stream();
     }
-    CHECK(threads() == running);
+    UNTIL(threads() == running); /* one that was joined may still be listed */
 }
 
 static void *block_for_ever(void *arg) {
@@ -434,6 +440,74 @@ static void trace(int argc, char **argv) {
     CHECK(r[1].exec_start_ns >= r[0].exec_end_ns);
 }
 
+int cudaStreamBeginCapture(cudaStream_t, int), cudaStreamEndCapture(cudaStream_t, void **),
+    cudaStreamIsCapturing(cudaStream_t, int *), cudaThreadExchangeStreamCaptureMode(int *);
+
+static void *ask(void *event) { return (void *)(intptr_t)cudaEventQuery(event); }
+static void *ask_relaxed(void *event) {
+    int mode = 2;
+    OK(cudaThreadExchangeStreamCaptureMode(&mode));
+    CHECK(mode == 0);
+    return ask(event);
+}
+static int from_thread(void *(*function)(void *), void *event) {
+    pthread_t thread;
+    void *result;
+    pthread_create(&thread, NULL, function, event);
+    pthread_join(thread, &result);
+    return (int)(intptr_t)result;
+}
+
+static void capture(int argc, char **argv) {
+    (void)argc, (void)argv;
+    enum { GLOBAL, THREAD_LOCAL, RELAXED };
+    char *dev = device(64), *host = pinned(64);
+    cudaStream_t s = new_stream(), blocking;
+    cudaEvent_t e = new_event(), inside = new_event();
+    void *graph, *memory;
+    int is;
+    OK(cudaStreamCreateWithFlags(&blocking, 0));
+    memset(dev, 'a', 64);
+    memset(host, 'b', 64);
+    OK(cudaEventRecord(e, blocking));
+    OK(cudaStreamBeginCapture(s, GLOBAL));
+    IS(cudaStreamBeginCapture(s, GLOBAL), 401);
+    OK(cudaMemcpyAsync(dev, host, 64, H2D, s)); /* not executed */
+    OK(cudaEventRecord(inside, s));
+    OK(cudaStreamIsCapturing(NULL, &is));
+    CHECK(!is && !from_thread(ask_relaxed, e) && from_thread(ask_relaxed, inside) == 907);
+    OK(cudaStreamEndCapture(s, &graph));
+    OK(cudaDeviceSynchronize());
+    CHECK(graph && dev[0] == 'a');
+    /* global: nobody may */
+    OK(cudaStreamBeginCapture(s, GLOBAL));
+    CHECK(from_thread(ask, e) == 900);
+    OK(cudaStreamIsCapturing(s, &is));
+    CHECK(is == 2);
+    IS(cudaMemcpyAsync(dev, host, 64, H2D, s), 901);
+    IS(cudaStreamEndCapture(s, &graph), 901);
+    /* the thread's own: others may */
+    OK(cudaStreamBeginCapture(s, THREAD_LOCAL));
+    CHECK(!from_thread(ask, e));
+    IS(cudaMalloc(&memory, 64), 900);
+    IS(cudaStreamEndCapture(s, &graph), 901);
+    OK(cudaStreamBeginCapture(s, RELAXED));
+    OK(cudaMalloc(&memory, 64));
+    IS(cudaStreamSynchronize(s), 900); /* what cannot be */
+    IS(cudaStreamEndCapture(s, &graph), 901);
+    OK(cudaStreamBeginCapture(s, RELAXED));
+    IS(cudaStreamWaitEvent(s, e, 0), 905);
+    IS(cudaStreamEndCapture(s, &graph), 901);
+    /* the legacy default stream waits for a blocking one */
+    OK(cudaStreamBeginCapture(blocking, RELAXED));
+    IS(cudaStreamIsCapturing(NULL, &is), 906);
+    IS(cudaMemcpyAsync(dev, host, 64, H2D, NULL), 906);
+    IS(cudaStreamEndCapture(blocking, &graph), 901);
+    OK(cudaStreamBeginCapture(s, GLOBAL));
+    OK(cudaStreamDestroy(s));
+    OK(cudaDeviceSynchronize());
+}
+
 static const test_case cases[] = {
     {"work_then_copy", work_then_copy},
     {"events", events},
@@ -446,6 +520,7 @@ static const test_case cases[] = {
     {"host_functions", host_functions},
     {"driver", driver},
     {"trace", trace},
+    {"capture", capture},
     {0},
 };
 

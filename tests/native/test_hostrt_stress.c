@@ -128,9 +128,9 @@ int main(int argc, char **argv) {
         CHECK(s.operations_pending == 0 && s.streams == 0 && s.events == 1 && s.device_bytes == 0);
         CHECK(s.copies_done == s.copies_submitted);
     }
-    /* the device is lost, or torn down, under threads that submit, block and create */
+    /* the device is lost under threads that submit, block and create */
     for (int i = 0; i < 4; i++) {
-        kvhost_config config = {.depth = 8};
+        kvhost_config config = {.depth = 8, .latency_ns = 50000}; /* slower than any submission */
         OK(kvhostReset(&config));
         pthread_t t[THREADS];
         lost_host = pinned(64), lost_device = device(64);
@@ -146,6 +146,18 @@ int main(int argc, char **argv) {
             pthread_join(t[k], &error);
             CHECK((intptr_t)error == (i % 2 ? cudaErrorDevicesUnavailable : cudaErrorLaunchFailure));
         }
+    }
+    /* it is torn down while their calls are anywhere */
+    for (int i = 0; i < 15 * rounds; i++) {
+        kvhost_config config = {.latency_ns = 1000};
+        OK(kvhostReset(&config));
+        pthread_t t[THREADS];
+        lost_host = pinned(64), lost_device = device(64);
+        for (int k = 0; k < THREADS; k++) lost_stream[k] = new_stream();
+        for (intptr_t k = 0; k < THREADS; k++) pthread_create(&t[k], NULL, until_error, (void *)k);
+        usleep((useconds_t)(i * 37 % 500));
+        OK(kvhostReset(&config));
+        for (int k = 0; k < THREADS; k++) pthread_join(t[k], NULL);
     }
     OK(kvhostReset(NULL));
     puts("done");

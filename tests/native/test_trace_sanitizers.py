@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvprobe.native import build
+from tests.native import fuzz_trace
 
 HERE = Path(__file__).parent
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")
@@ -88,3 +89,16 @@ def test_no_report_for_random_and_damaged_traces(tmp_path):
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}{done.stderr[-6000:]}"
     _, natively, _, saturated = done.stdout.split()
     assert int(natively) > 36 and int(saturated) > 1
+
+
+def test_no_report_for_what_libfuzzer_makes_of_small_recordings(tmp_path):
+    """A short form of `make fuzz-native`."""
+    said = fuzz_trace.build(program := tmp_path / "fuzz_trace")
+    if "no clang" in said or "sanitize" in said or "clang_rt" in said:
+        pytest.skip(said.splitlines()[0])
+    assert not said
+    for kind, start in fuzz_trace.seeds(tmp_path).items():
+        done = fuzz_trace.run(program, tmp_path, 1000, fuzz_trace.LIMITS[kind], start, seed=1)
+        assert done.returncode == 0, done.stderr[-6000:]
+        (runs,) = [line.split()[-1] for line in done.stderr.splitlines() if "number_of_executed_units" in line]
+        assert int(runs) >= 1000

@@ -162,6 +162,18 @@ def test_a_kept_rung_is_left_only_when_it_stays_bad():
     assert "rollback" in [entry[0] for entry in log]
 
 
+def test_device_times_that_become_known_after_the_change_count_in_what_came_before():
+    one, log, _ = auto()
+    feed(one, 4, per_copy=20_000, outstanding=100)
+    feed(one, 2, per_copy=20_000, outstanding=900)
+    trial(one, per_copy=300, copy_ns=500_000)
+    assert [entry[0] for entry in log] == ["switch", "keep"]
+    for sample in one._before:  # their events were not reached before the next ones were submitted
+        sample.copy_ns = 100_000
+    feed(one, 36, per_copy=300, copy_ns=500_000)
+    assert "rollback" in [entry[0] for entry in log]
+
+
 def test_a_refused_rung_is_never_tried_again():
     one, _, _ = auto()
     feed(one, 2, per_copy=20_000, outstanding=900)

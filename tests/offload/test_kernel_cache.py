@@ -88,3 +88,10 @@ def test_the_host_runtime_has_both_kinds_of_kernels() -> None:
     assert (bulk.load.kind, registers.load.kind) == (kernels.BULK, kernels.REGISTERS)
     assert bulk.load.shared_bytes <= 227 << 10  # of a Hopper multiprocessor
     assert registers.load.shared_bytes == 0
+
+
+def test_there_are_none_where_registered_memory_has_another_address_for_the_gpu(host, monkeypatch):
+    monkeypatch.setenv("KVHOST_ATTRIBUTES", "16=2,91=0")
+    assert "other addresses for registered memory" in kernels.load_copy_kernels(host()).reason
+    monkeypatch.delenv("KVHOST_ATTRIBUTES")
+    assert not kernels.load_copy_kernels(host()).reason

@@ -183,11 +183,13 @@ def test_a_launch_reads_its_list_when_it_runs(place: Place) -> None:
     runtime, (dst, src) = place.runtime, place.sides("h2d")
     np.frombuffer(dst.view(), np.uint8)[:] = 0
     np.frombuffer(src.view(), np.uint8)[:] = 7
-    runtime.launch_delay(place.stream, 20_000_000)
     copies = columns([dst.address], src.address, 4096)
-    submit_copies(runtime, place.methods.native, "kernel", "h2d", copies, place.stream, pinned=place.pinned)
-    ct.memset(place.pinned.native.host, 0, 24)
-    runtime.stream_synchronize(place.stream)
+    with runtime.gate() as gate:
+        gate.launch(place.stream)
+        submit_copies(runtime, place.methods.native, "kernel", "h2d", copies, place.stream, pinned=place.pinned)
+        ct.memset(place.pinned.native.host, 0, 24)
+        gate.open()
+        runtime.stream_synchronize(place.stream)
     assert not np.frombuffer(dst.view(), np.uint8).any()
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes as ct
+import dataclasses
 import os
+import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -97,6 +102,19 @@ def test_a_fence_makes_a_stream_wait_for_it(made):
     assert (b.bytes_of(b.gpu)[0] == 7).all()
 
 
+def test_what_the_thread_asks_breaks_no_capture_of_a_graph(made):
+    b, submitter = made()
+    runtime = b.runtime
+    stream = runtime.stream_create()
+    b.bytes_of(b.cpu)[0][:] = 7
+    runtime.call("cudaStreamBeginCapture", stream, 0)  # cudaStreamCaptureModeGlobal, as torch.cuda.graph begins it
+    one = submitter.submit(copies(b, "load", [(i, i) for i in range(64)]), "load")
+    one.wait()
+    runtime.call("cudaStreamEndCapture", stream, ct.byref(ct.c_void_p()))
+    one.result()
+    assert (b.bytes_of(b.gpu)[0] == 7).all()
+
+
 def test_a_failing_copy_fails_its_submission_alone(made):
     b, submitter = made()
     b.runtime.fail_copy(2, 1)
@@ -137,6 +155,15 @@ def test_thousands_of_submissions_leave_nothing_behind(made):
     assert submitter.read().events_free == submitter.read().events
 
 
+def test_whoever_has_seen_an_end_finds_it_counted(made):
+    b, submitter = made()
+    for _ in range(300):
+        one = submitter.submit(copies(b, "load", [(0, 0)]), "load")
+        while not one.done:  # without a wait, which would be woken later
+            pass
+        assert submitter.read().pending == 0
+
+
 def test_one_that_does_not_move_is_given_up_and_says_so(bench):
     """On the virtual clock: a copy of 4 KiB takes 41 s there, and after 2 s without a move it is given up."""
     b = bench(layers=1, virtual_clock=1, h2d_bytes_per_s=100.0)
@@ -158,3 +185,175 @@ def test_a_wait_ends_when_its_time_is_over(bench):
         slow.wait(0.5)
     assert slow.wait() is slow
     submitter.close()
+
+
+def layered(b, direction, count, each=2):
+    """Parts of a transfer that share their arrays: part i copies blocks i * each and on, to the same places."""
+    gpu, cpu = b.gpu.regions[0].address, b.cpu.regions[0].address
+    to, of = (gpu, cpu) if direction == "load" else (cpu, gpu)
+    at = np.arange(each) * BLOCK
+    return [[Copies(at, at, BLOCK, None, [(to + i * each * BLOCK, of + i * each * BLOCK)])] for i in range(count)]
+
+
+@pytest.mark.parametrize("method", ["loop", "batch", "kernel"])
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_parts_of_a_request_end_one_by_one_in_their_order(bench, direction, method):
+    """On the virtual clock: 8 KiB a part take 82 us; the first is there, and readable, while the last is not."""
+    b = bench(layers=1, virtual_clock=1, h2d_bytes_per_s=1e8, d2h_bytes_per_s=1e8)
+    there, here = (b.gpu, b.cpu) if direction == "load" else (b.cpu, b.gpu)
+    b.bytes_of(here)[0][:], b.bytes_of(there)[0][:] = 7, 1
+    submitter = Submitter(b.runtime, limits=b.limits, method=method)
+    parts = submitter.submit_all(layered(b, direction, 32), direction)
+    assert [part.id for part in parts] == list(range(1, 33))
+    assert [(part.copies, part.bytes) for part in parts] == [(2, 2 * BLOCK)] * 32
+    for i, part in enumerate(parts):
+        part.wait()
+        assert (b.bytes_of(there)[0][: 2 * i + 2] == 7).all()
+        assert i == 31 or (not parts[-1].done and (b.bytes_of(there)[0][-1] == 1).all())
+    assert [one.noticed_ns for one in parts] == sorted(one.noticed_ns for one in parts)
+    submitter.close()
+
+
+def test_parts_that_share_nothing_copy_what_each_says(made):
+    b, submitter = made()
+    b.bytes_of(b.cpu)[0][:] = np.arange(64, dtype=np.uint8)[:, None]
+    one, two = copies(b, "load", [(0, 63), (2, 61)]), copies(b, "load", [(1, 62)])
+    first, second = submitter.submit_all([[one, two], [copies(b, "load", [(9, 9)])]], "load")
+    second.wait()
+    assert first.done and (first.copies, second.copies) == (3, 1)
+    assert b.bytes_of(b.gpu)[0][[61, 62, 63, 9], 0].tolist() == [2, 1, 0, 9]
+
+
+def test_of_a_request_that_is_refused_nothing_is_asked_for(made):
+    b, submitter = made()
+    with pytest.raises(UsageError, match="at least one"):
+        submitter.submit_all([*layered(b, "load", 2), []], "load")
+    with pytest.raises(UsageError, match="at least one"):
+        submitter.submit_all([], "load")
+    assert submitter.read().pending == 0
+    submitter.close()
+    with pytest.raises(TransferError, match="closed"):
+        submitter.submit_all(layered(b, "load", 2), "load")
+
+
+@pytest.mark.parametrize("number", [1, 4, 5])
+def test_a_part_that_fails_takes_no_other_with_it(made, number):
+    b, submitter = made()
+    b.bytes_of(b.cpu)[0][:] = 7
+    b.runtime.fail_copy(number, 1)
+    parts = [[Copies(c.dst[::-1], c.src[::-1], BLOCK, None, c.bases) for c in part] for part in layered(b, "load", 8)]
+    given = submitter.submit_all(parts, "load")
+    given[-1].wait()
+    failed = (number - 1) // 2
+    assert [part.failed for part in given] == [i == failed for i in range(8)]
+    there = b.bytes_of(b.gpu)[0][:16].reshape(8, -1)
+    assert all((there[i] == 7).all() for i in range(8) if i != failed)
+
+
+@pytest.mark.parametrize("method", ["batch", "kernel"])
+def test_a_stream_waits_for_every_part_while_the_compute_before_runs(bench, method):
+    """On the virtual clock, where a wait that nothing can end is refused: all are submitted behind the gate."""
+    b = bench(layers=1, virtual_clock=1)
+    b.bytes_of(b.cpu)[0][:] = 7
+    compute, forward = b.runtime.stream_create(), b.runtime.stream_create()
+    submitter = Submitter(b.runtime, limits=b.limits, method=method)
+    with b.runtime.gate() as gate:
+        gate.launch(compute)
+        parts = submitter.submit_all(layered(b, "load", 32), "load", after=compute)
+        for part in parts:
+            submitter.fence(part, forward)
+        assert not any(part.done for part in parts)
+        gate.open()
+    b.runtime.stream_synchronize(forward)
+    assert (b.bytes_of(b.gpu)[0] == 7).all()
+    submitter.close()
+
+
+def test_whoever_waits_for_one_part_finds_the_others_submitted(bench):
+    """80 MB, more than is submitted ahead of the device else; what another request has stays where it is."""
+    b = bench(layers=1, blocks=512, virtual_clock=1)
+    compute, forward = b.runtime.stream_create(), b.runtime.stream_create()
+    submitter = Submitter(b.runtime, limits=b.limits, method="loop")
+    whole, places = np.zeros(1, dtype=np.uint64), [(b.gpu.regions[0].address, b.cpu.regions[0].address)]
+    with b.runtime.gate() as gate:
+        gate.launch(compute)
+        parts = submitter.submit_all(40 * [[Copies(whole, whole, 512 * BLOCK, None, places)]], "load", after=compute)
+        another = submitter.submit(copies(b, "load", [(0, 0)]), "load")
+        submitter.fence(parts[0], forward)
+        assert {part.state for part in parts} == {"in flight"}
+        assert another.state == "waiting"
+        gate.open()
+    submitter.wait()
+    submitter.close()
+
+
+@pytest.mark.parametrize("method", ["batch", "kernel"])
+def test_stores_behind_a_forward_hold_no_load_back(bench, method):
+    """Another stream's forward waits for the load, which has nothing to do with the stores."""
+    b = bench(layers=1, virtual_clock=1, channels=32, compute_channels=32)
+    few = dataclasses.replace(b.limits, channels=4)  # so few streams that none shares a channel: it would hold it back
+    compute, other = b.runtime.stream_create(), b.runtime.stream_create()
+    submitter = Submitter(b.runtime, limits=few, method=method)
+    with b.runtime.gate() as gate:
+        gate.launch(compute)
+        stores = [submitter.submit(copies(b, "store", [(i, i)]), "store", after=compute) for i in range(12)]
+        for store in stores[:8]:
+            submitter.fence(store, compute)
+        load = submitter.submit(copies(b, "load", [(20, 20)]), "load")
+        submitter.fence(load, other)
+        load.wait()
+        assert not any(store.done for store in stores)
+        gate.open()
+    submitter.wait()
+    submitter.close()
+
+
+def test_no_launch_reads_what_a_later_one_wrote_into_the_ring(bench, monkeypatch):
+    """Launches that stand behind a forward keep their entries while the ring of 64 goes round."""
+    monkeypatch.setattr("kvprobe.offload.resources.LIST_COPIES", 64)
+    b = bench(layers=1, virtual_clock=1, h2d_bytes_per_s=1e8)
+    submitter = Submitter(b.runtime, limits=b.limits, method="kernel")
+    compute, forward = b.runtime.stream_create(), b.runtime.stream_create()
+    rng, used = np.random.default_rng(3), []
+    for number in range(60):
+        b.bytes_of(b.cpu)[0][:] = rng.integers(0, 256, (64, BLOCK), dtype=np.uint8)
+        before, to = b.bytes_of(b.gpu)[0].copy(), rng.permutation(64)
+        ends = np.cumsum(rng.integers(1, 9, 5))
+        with b.runtime.gate() as gate:
+            gate.launch(compute)
+            for first, end in zip([0, *ends], ends, strict=False):
+                pairs = [(i, int(to[i])) for i in range(first, end)]
+                submitter.fence(submitter.submit(copies(b, "load", pairs), "load", after=compute), forward)
+            used.append(submitter.read().listed[0])
+            gate.open()
+        b.runtime.stream_synchronize(forward)
+        submitter.wait()
+        before[to[: ends[-1]]] = b.bytes_of(b.cpu)[0][: ends[-1]]
+        assert (b.bytes_of(b.gpu)[0] == before).all(), number
+    now, given = b.bytes_of(b.gpu)[0].copy(), []
+    for _ in range(100):  # more than the ring takes
+        pairs = list(zip(*(rng.permutation(64)[:5].tolist() for _ in range(2)), strict=True))
+        given.append(submitter.submit(copies(b, "load", pairs), "load"))
+        for of, to in pairs:
+            now[to] = b.bytes_of(b.cpu)[0][of]
+    submitter.wait()
+    assert (b.bytes_of(b.gpu)[0] == now).all() and all(one.methods == ("kernel",) for one in given)
+    stats = submitter.read()
+    assert stats.wrong is None and list(stats.listed) == [0, 0]
+    assert max(used) > 30 and sum(used) > 10 * 64  # many side by side, and the ring went round
+    submitter.close()
+
+
+def test_a_fault_of_the_submitters_thread_reaches_the_programs_handler_and_no_other_signal_does(made):
+    """A blocked fault ends the process without a word: no crash handler's stack, no core's cause."""
+    made()
+    masks: list[str] = []
+    while not masks:  # the thread gives itself its name once it runs; others may end meanwhile
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):
+                status = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+                masks += [status["SigBlk"]] * (status["Name"].strip() == "kvprobe-submit")
+    for mask in masks:
+        blocked = {number for number in range(1, 32) if int(mask, 16) >> (number - 1) & 1}
+        assert not blocked & {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
+        assert blocked >= {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR1, signal.SIGALRM}

@@ -30,7 +30,7 @@ def test_a_caller_that_waits_for_its_turn_loses_nothing_when_the_policy_changes(
         monkeypatch.setattr(engine, "_hand_over", late)
         first = engine.load(range(512), range(512))
         other.join()
-        engine.wait(timeout_s=10)
+        engine.wait(timeout_s=60)
         assert first.state == "done"
     for gpu, cpu in zip(b.bytes_of(b.gpu), b.bytes_of(b.cpu), strict=True):
         assert np.array_equal(gpu, cpu)

@@ -433,6 +433,22 @@ def vllm_handlers(host, clean_modules):
 
 
 @pytest.fixture
+def engine(host, clean_modules, wheel_tree, monkeypatch):
+    """Factory of SGLang's controller with its engine: `engine(backend="direct", KVHOST_DEPTH=64)`."""
+    pytest.importorskip("torch")
+    from tests.patches import sglang_host
+
+    def make(
+        tokens=512, backend="kernel", page_size=1, layout="", mla=False, version=sglang_host.VERSION, **environment
+    ):
+        root = wheel_tree("sglang", version, *sglang_host.FILES)
+        settings = host(**environment), root, monkeypatch, tokens, backend, page_size, layout, mla, version
+        return sglang_host.Engine(*settings)
+
+    return make
+
+
+@pytest.fixture
 def install():
     """Install for vLLM and return the states."""
     return lambda fix="auto", server="vllm": instrument.install(server, fix=fix)

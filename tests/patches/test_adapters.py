@@ -51,7 +51,7 @@ def test_the_command_prints_every_adapter_as_text_and_as_json():
 
     from kvprobe.commands.patches import command
 
-    text = CliRunner().invoke(command, [])
+    text = CliRunner().invoke(command, ["-v"])
     found = json.loads(CliRunner().invoke(command, ["--json"]).output)
     assert text.exit_code == 0
     assert all(kind.name in text.output for kind in ADAPTERS)

@@ -149,7 +149,7 @@ def test_transfers_of_a_direction_end_in_order(vllm_handlers, version, rungs, mo
                 broken.setattr(CopyPath, "behind", lambda self, stream: None)
                 broken.setattr(handlers.host.waiting, "wait_event", lambda self, event: None)
             else:
-                broken.setattr(Submitter, "submit", without_after(Submitter.submit))
+                broken.setattr(Submitter, "submit_all", without_after(Submitter.submit_all))
             assert any(wrong(1, ns) for ns in HELD_NS), "no race is seen: nothing is proved"
 
 

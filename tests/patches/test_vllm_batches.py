@@ -147,6 +147,7 @@ def on_the_submitter(one):
         for direction, handler in (("store", one.worker._store_handler), ("load", one.worker._load_handler))
     ]
     for path in paths:
+        path.auto.active = False
         path.auto.stand_on(POOLED)
     return paths
 

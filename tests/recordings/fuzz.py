@@ -1,356 +1,480 @@
 """Mutants of recordings of every format: `python tests/recordings/fuzz.py [MUTANTS] [FORMAT...]`, as `make fuzz` does.
 
-Each mutant is read, its queues are judged and its causes looked for, in a process with bounded memory. What is told:
-anything but a recording or an error of one line, whatever takes too long, whatever takes more memory than allowed. A
-mutant that fails is kept in `tests/recordings/corpus/`, which the tests read from then on.
+Each mutant is read; of one in `JUDGED` the queues are judged and the causes looked for, of one in `SHOWN` the page is
+made, one in `DECODED` is read without the native scanner. What is told: anything but a recording or an error of one
+line, a warning of numpy's, whatever takes too long or more memory than allowed, a crash. A mutant that fails is kept in
+`tests/recordings/corpus/`, which the tests read from then on.
+
+A worker reads thousands of mutants before another takes its place, so that starting and importing cost nothing; what
+was read before is not read again; and a mutant whose reading ended as none before becomes a seed of its batch, which
+leads deeper. Of the same seeds a number makes the same mutant.
 """
 
 from __future__ import annotations
 
-import gzip
+import contextlib
+import ctypes
+import gc
 import hashlib
 import json
+import mmap
 import os
 import random
+import re
 import resource
+import select
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
+import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).parent
 CORPUS = HERE / "corpus"
-GPU_DATA = HERE.parents[0] / "gpu" / "data"
 SECONDS = 20
-RUN_FOLDER = "--run-folder"
-MEMORY_BYTES = 200 << 20  # above what an untouched seed takes, or twenty times the input
-ODD = [
-    "null",
-    "-1",
-    "1e999",
-    "9" * 30,
-    '"x"',
-    "[]",
-    "{}",
-    "[[]]",
-    "true",
-    '"\\ud800"',
-    '"\\u001b[31m<b>"',
-    "0.5",
-    '{"a":1}',
-    "1e300",
-    '"' + "A" * 5000 + '"',
-]
+MEMORY_BYTES = 200 << 20  # what reading one may take, or twenty times the input
+ADDRESS_BYTES = 2 << 30  # beyond it a worker gets no more: asking for so much at once is a failure, too
+JUDGED, SHOWN, DECODED = 20, 500, 50
+BATCH = 10_000
+SEEDS_GROWN = 300  # mutants that a batch takes as seeds at most
+
+Files = dict[str, bytes]
+# How many of a million mutants are of each format.
+SHARES = {
+    "kineto": 0.27,
+    "kineto-gz": 0.06,
+    "sqlite": 0.20,
+    "sqlite-gz": 0.02,
+    "nsys-rep": 0.002,
+    "parquet": 0.07,
+    "arrow": 0.06,
+    "run": 0.12,
+    "ring": 0.13,
+    "summary": 0.04,
+    "several": 0.028,
+}
 
 
-def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
-    """Bits flipped, pieces deleted, doubled, replaced, cut."""
-    out = bytearray(data)
-    for _ in range(rng.choice((1, 3, 30))):
-        if not out:
-            break
-        at, what = rng.randrange(len(out)), rng.randrange(7)
-        size = rng.choice((1, 2, 4, 8, 64, 500))
-        if what == 0:
-            out[at] ^= 1 << rng.randrange(8)
-        elif what == 1:
-            out[at : at + size] = rng.randbytes(size)
-        elif what == 2:
-            del out[at : at + size]
-        elif what == 3:
-            out[at:at] = out[at : at + size]
-        elif what == 4:
-            out[at : at + 4] = b"\xff\xff\xff\x7f"
-        elif what == 5:
-            out[at : at + 8] = bytes(8)
-        else:
-            out[at : at + 8] = b"\xff" * 8
-    return bytes(out[: rng.randrange(len(out))]) if out and rng.random() < 0.15 else bytes(out)
+class Late(BaseException):
+    """A mutant took too long; no reader catches it."""
 
 
-def mutate_json(data: bytes, rng: random.Random) -> bytes:
-    """A value replaced by one of another kind, a key left out, in one line of the file."""
-    if rng.random() < 0.3:
-        return mutate_bytes(data, rng)
-    lines = data.split(b"\n") if data.lstrip()[:1] == b"{" and b"\n{" in data else [data]
-    at = rng.randrange(len(lines))
+def mutant(form: str, files: Files, rng: random.Random) -> Files:
+    """One mutant of a seed: one file of it changed, or two."""
+    import fuzz_mutators as mutators
+
+    by_suffix = {
+        ".json": mutators.mutate_json,
+        ".jsonl": mutators.mutate_json,
+        ".kvsum": mutators.mutate_json,
+        ".kvp": mutators.mutate_ring,
+        ".sqlite": mutators.mutate_sqlite,
+        ".nsys-rep": mutators.mutate_sqlite,
+        ".parquet": mutators.mutate_parquet,
+        ".arrow": mutators.mutate_arrow,
+    }
+    out = dict(files)
+    names = [name for name, data in files.items() if data]
+    for name in rng.sample(names, min(len(names), rng.choice((1, 1, 1, 2)))):
+        if len(out) > 1 and rng.random() < 0.03:
+            del out[name]
+            continue
+        suffix = Path(name.removesuffix(".gz")).suffix
+        out[name] = by_suffix.get(suffix, mutators.mutate_bytes)(files[name], rng)
+    return out
+
+
+def _stored(files: Files, rng: random.Random) -> Files:
+    """As they lie on the disk: what is called .gz is compressed."""
+    import fuzz_mutators as mutators
+
+    return {
+        name: mutators.zipped(data, rng) if name.endswith(".gz") and data[:2] != b"\x1f\x8b" else data
+        for name, data in files.items()
+    }
+
+
+class Folder:
+    """A folder whose files become those of one mutant after another; only what differs is written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.lies = path, Files()
+        path.mkdir()
+
+    def put(self, files: Files) -> list[Path]:
+        """Writes them; returns what lies at the top, the inputs of a reader."""
+        for name in self.lies.keys() - files.keys():
+            (self.path / name).unlink()
+            if "/" in name:
+                with contextlib.suppress(OSError):  # the last file of a folder takes the folder with it
+                    (self.path / name).parent.rmdir()
+        for name, data in files.items():
+            if self.lies.get(name) is not data:
+                path = self.path / name
+                if name not in self.lies:
+                    path.parent.mkdir(exist_ok=True)
+                with path.open("wb") as file:
+                    if name.endswith(".kvp"):
+                        self._with_holes(file, data)
+                    else:
+                        file.write(data)
+        self.lies = files
+        return [self.path / name for name in sorted({name.split("/")[0] for name in files})]
+
+    @staticmethod
+    def _with_holes(file: object, data: bytes) -> None:
+        """Pages of zeros become holes, as a ring file has them."""
+        for at in range(0, len(data), 4096):
+            page = data[at : at + 4096]
+            if page.count(0) == len(page):
+                file.seek(len(page), 1)
+            else:
+                file.write(page)
+        file.truncate(len(data))
+
+
+def read(inputs: list[Path], fallback: bool = False) -> object:
+    """Reads one mutant as the commands do; `fallback`: without the native scanner. Raises what reading raises."""
+    from kvprobe.recordings import kineto, many, open_recording
+
+    if inputs[0].name.endswith(".kvsum"):
+        return many.reduce_one(str(inputs[0]))
+    if not fallback:
+        return open_recording(inputs)
+    scanner, kineto.scanner = kineto.scanner, lambda categories: None
     try:
-        value = json.loads(lines[at])
-    except ValueError:
-        return mutate_bytes(data, rng)
-    places: list[tuple[dict | list, object]] = []
-
-    def walk(node: object) -> None:
-        for key, inner in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
-            places.append((node, key))
-            walk(inner)
-
-    walk(value)
-    for _ in range(rng.choice((1, 1, 3))):
-        if places:
-            node, key = rng.choice(places)
-            if isinstance(node, dict) and key in node and rng.random() < 0.15:
-                del node[key]
-            elif isinstance(node, list) or key in node:
-                node[key] = f"@{rng.randrange(len(ODD))}@"
-    text = json.dumps(value)
-    for number, odd in enumerate(ODD):
-        text = text.replace(f'"@{number}@"', odd)
-    lines[at] = text.encode()
-    return b"\n".join(lines)
+        return open_recording(inputs)
+    finally:
+        kineto.scanner = scanner
 
 
-def seeds(folder: Path) -> dict[str, list[Path]]:
-    """A few small recordings of each format, made or copied into `folder`."""
-    sys.path[:0] = [str(HERE)]
-    from kineto_text import random_trace
-    from queue_model import simulate
-
-    from kvprobe.recordings import parquet
-
-    found: dict[str, list[Path]] = {"kineto": [], "sqlite": [], "parquet": [], "run": [], "ring": []}
-    for seed in range(6):
-        random_trace(path := folder / f"trace{seed}.json", seed, 60)
-        found["kineto"].append(path)
-    for seed in GPU_DATA.glob("nsys_*.sqlite.gz"):
-        (path := folder / seed.name.removesuffix(".gz")).write_bytes(gzip.decompress(seed.read_bytes()))
-        found["sqlite"].append(path)
-    recording, _ = simulate(calls=200)
-    parquet.write(recording, folder / "parquet")
-    found["parquet"].append(folder / "parquet")
-    # in a process of its own, which has no ring file open yet
-    subprocess.run([sys.executable, __file__, RUN_FOLDER, run := folder / "run"], check=True)
-    found["run"].append(run)
-    found["ring"] += [path for path in run.glob("*.kvp") if path.stat().st_size]
-    return found
-
-
-def make_run(folder: Path) -> None:
-    """A run folder with every file that there is."""
-    import ctypes as ct
-
-    from kvprobe.native.library import Record, RingOptions, core
-    from kvprobe.runfolder.folder import RunFolder
-
-    folder.mkdir()
-    native, pid = core(), os.getpid()
-    start = native.kvp_now_ns()
-    small = RingOptions(ring_capacity=256, slow_capacity=64, slot_count=16, sections_max=4)
-    code = native.kvp_ring_open(os.fsencode(folder / f"{pid}-1.kvp"), b"interposer", ct.byref(small))
-    assert not code, os.strerror(-code)
-    for i in range(60):
-        record = Record(
-            start_ns=native.kvp_now_ns(),
-            dur_ns=1000 + 60_000 * (i % 7 == 0),
-            stream=16,
-            src=4096 + i,
-            dst=9,
-            bytes=64,
-            count=1,
-            call=(1, 17, 64)[i % 3],
-            direction=1,
-        )
-        native.kvp_ring_write(ct.byref(record), 1)
-    native.kvp_ring_close()
-    native.kvp_ring_release()
-    end = native.kvp_now_ns()
-    run = RunFolder(folder)
-    run.write_run(
-        {
-            "command": ["python", "x.py"],
-            "cwd": "/",
-            "version": "1",
-            "host": "h",
-            "kernel": "k",
-            "cpus": 2,
-            "python": "3.11",
-            "pid": pid,
-            "realtime_ns": 10**18,
-            "monotonic_ns": start,
-            "options": {"report": ""},
-            "environment": {"CUDA_X": "1"},
-        }
-    )
-    run.write_end({"t_ns": end, "status": 3, "warnings": ["a warning"]})
-    run.append_ended({"pid": pid, "t_ns": end, "status": -9, "command": "python x.py"})
-    run.append_stacks(
-        pid,
-        {
-            "t_ns": start,
-            "pid": pid,
-            "thread": pid,
-            "call": "cudaMemcpyAsync",
-            "stream": 16,
-            "blocked_ns": 5,
-            "how": "py-spy",
-            "error": "",
-            "threads": [{"thread": pid, "name": "t", "gil": True, "frames": ["f (x.py:1)"]}],
-        },
-    )
-    run.write_queue(
-        pid,
-        {
-            "start_ns": start,
-            "end_ns": end,
-            "depth": 1021,
-            "channels": 4,
-            "capacity": 4084,
-            "baseline_ns": 900,
-            "p99_ns": 2000,
-            "how": "calibrated",
-        },
-    )
-    checkin = {
-        "pid": pid,
-        "ppid": 1,
-        "t_ns": start,
-        "argv": ["python", "x.py"],
-        "executable": "python",
-        "prefix": "/",
-        "python": "3.11.1",
-        "preloaded": True,
-        "ld_preload": "",
-        "rank": {"RANK": "0"},
-    }
-    (folder / f"checkin-{pid}-1.json").write_text(json.dumps(checkin))
-    transfer = {
-        "adapter": "a",
-        "server": "vllm",
-        "id": 1,
-        "direction": "load",
-        "copies": 4,
-        "bytes": 256,
-        "stream": 1,
-        "build_ns": 1,
-        "submit_ns": 2,
-        "queue_ns": 3,
-        "copy_ns": 4,
-        "poll_ns": 5,
-        "thread": pid,
-        "ok": True,
-    }
-    events = [
-        {"kind": "process", "pid": pid},
-        {"kind": "transfer", **transfer},
-        {"kind": "transfer", **transfer, "one_in": 3, "begin_ns": start},
-        {
-            "kind": "decision",
-            "adapter": "a",
-            "what": "switch",
-            "from": "x",
-            "to": "y",
-            "why": "z",
-            "evidence": {"gain": 2.0},
-        },
-        {"kind": "call", "adapter": "a", "server": "s", "call": "f", "dur_ns": 5, "thread": pid, "cause": "c"},
-        {"kind": "state", "adapter": "a", "distribution": "d", "version": "1", "state": "applied", "reason": ""},
-    ]
-    (folder / f"events-{pid}.jsonl").write_text("".join(json.dumps({"t_ns": end, **e}) + "\n" for e in events))
-    (folder / "device.jsonl").write_text(json.dumps({"t_ns": end, "device": 0, "power_w": 70.5}) + "\n")
-
-
-def mutant(form: str, seed: Path, folder: Path, rng: random.Random) -> Path:
-    """One mutant of a seed, in an empty folder."""
-    folder.mkdir()
-    if seed.is_dir():
-        shutil.copytree(seed, path := folder / "x")
-        hurt = rng.choice(sorted(p for p in path.iterdir() if p.stat().st_size))
-        text = hurt.suffix in (".json", ".jsonl")
-        hurt.write_bytes((mutate_json if text else mutate_bytes)(hurt.read_bytes(), rng))
-        return path
-    path = folder / f"x{seed.suffix}"
-    data = seed.read_bytes()
-    path.write_bytes(mutate_json(data, rng) if form == "kineto" else mutate_bytes(data, rng))
-    return path
-
-
-def judge(path: Path) -> str:
-    """Reads, judges and diagnoses; "" where all is well, else what was wrong."""
-    from kvprobe.diagnosis import diagnose
+def judge(inputs: Path | list[Path], deeply: int = 2, fallback: bool = False) -> tuple[str, str]:
+    """Reads; `deeply` 1 judges and diagnoses, too; 2 makes the page. What was wrong ("" nothing), and how it ended."""
     from kvprobe.errors import KvprobeError
-    from kvprobe.recordings import open_recording
-    from kvprobe.recordings.occupancy import occupancy
+
+    if isinstance(inputs, Path):
+        inputs = sorted(inputs.iterdir()) if inputs.name.startswith("several-") else [inputs]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)  # numpy's, about numbers that do not fit
+            found = read(inputs, fallback)
+            ended = _shape(found)
+            if deeply:
+                _look_through(found, inputs, deeply)
+    except KvprobeError as error:
+        if "\n" in str(error) or len(str(error)) > 2000:
+            return f"an error of more than one line: {str(error)[:300]}", ""
+        if isinstance(error.__cause__, MemoryError) and not _of_a_cell(error.__cause__):
+            return f"asked for more than {ADDRESS_BYTES >> 20} MiB: {str(error)[-200:]}", ""
+        return "", re.sub(r"[0-9a-f]*\d[0-9a-f]*|'[^']*'", "", str(error)[-120:])
+    except Late:
+        return f"took more than {SECONDS} s: {traceback.format_exc()[-1500:]}", ""
+    except Exception:
+        return traceback.format_exc(), ""
+    return "", ended
+
+
+def _of_a_cell(error: MemoryError) -> bool:
+    """Whether it is what Python's SQLite says of a damaged cell, which has nothing to do with memory."""
+    return not str(error) and traceback.extract_tb(error.__traceback__)[-1].filename.endswith("nsys_sqlite.py")
+
+
+def _shape(found: object) -> str:
+    """A recording in a few words, the same for those that went the same way."""
+    tables = getattr(found, "tables", None)
+    if tables is None:
+        kinds = len(found.calls), len(found.queues), len(found.ranks), sorted(found.failed)
+        return f"{'' if found.failed else 'read '}{kinds}"
+    rows = [table.rows.bit_length() for table in tables.values()]
+    said = re.sub(r"\d+", "", "|".join([*found.notes[:6], *found.incomplete[:3]]))[:400]
+    return f"read {rows}{said}{sorted(found.machine)}"
+
+
+def _look_through(found: object, inputs: list[Path], deeply: int) -> None:
     from kvprobe.recordings.triage import quick_triage
 
-    def read() -> None:
-        recording = open_recording([path])
-        diagnose(recording, occupancy(recording))
+    if not hasattr(found, "tables"):
+        return _summarised(found)
+    from kvprobe.diagnosis import diagnose
+    from kvprobe.recordings.occupancy import occupancy
 
-    for step in (read, lambda: quick_triage(path)):
-        try:
-            step()
-        except KvprobeError as error:
-            if "\n" in str(error) or len(str(error)) > 2000:
-                return f"an error of more than one line: {str(error)[:300]}"
-        except TimeoutError:
-            return f"took more than {SECONDS} s"
-        except Exception:
-            return traceback.format_exc()
-    return ""
+    queues = occupancy(found)
+    findings = diagnose(found, queues)
+    for path in inputs:
+        quick_triage(path)
+        if path.suffix == ".kvp" or list(path.glob("*.kvp")):
+            _looked_at_live(path)
+    if deeply > 1:
+        from fuzz_outputs import check_outputs
+
+        check_outputs(found, findings, queues)
+    return None
 
 
-def run(form: str, count: int, first: int = 0, keep: Callable[[Path, str], None] | None = None) -> Iterator[str]:
-    """Reads `count` mutants of a format, numbered from `first`; yields what was wrong with each that failed."""
+def _looked_at_live(path: Path) -> None:
+    """What `kvprobe top` and `kvprobe metrics` do with the files of a run."""
+    from kvprobe.commands.top import Offloads
+    from kvprobe.probe.exposed import as_text
+    from kvprobe.probe.live import Live
 
-    def late(*_: object) -> None:
-        raise TimeoutError
+    live = Live(path)
+    Offloads().look([*live.look(), *live.look()])
+    as_text(path)
 
-    signal.signal(signal.SIGALRM, late)
-    with tempfile.TemporaryDirectory() as text:
-        base = Path(text)
-        (base / "seeds").mkdir()
-        found = seeds(base / "seeds")[form]
-        for seed in found:
-            judge(seed)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        for number in range(first, first + count):
-            rng = random.Random(f"{form} {number}")
-            path = mutant(form, rng.choice(found), folder := base / str(number), rng)
-            size = sum(p.stat().st_size for p in folder.rglob("*"))
-            signal.alarm(SECONDS)
+
+def _summarised(summary: object) -> None:
+    """What `kvprobe reduce` does with it."""
+    from kvprobe.recordings.ranks import compare
+    from kvprobe.recordings.summary import Summary
+
+    merged = Summary().merge(summary)
+    merged.merge(merged)
+    compare(merged)
+    merged.to_bytes()
+
+
+@dataclass
+class Tally:
+    """What a format's mutants came to."""
+
+    asked: int = 0
+    different: int = 0
+    read: int = 0
+    judged: int = 0
+    longest_s: float = 0.0
+    memory_bytes: int = 0
+    cpu_s: float = 0.0
+    seconds: float = 0.0
+    wrong: list[tuple[int, str]] = field(default_factory=list)
+
+
+class _Shared(ctypes.Structure):
+    """What a worker and who watches it share."""
+
+    _fields_ = (
+        ("number", ctypes.c_int64),  # being read now
+        ("different", ctypes.c_int64),
+        ("read", ctypes.c_int64),
+        ("judged", ctypes.c_int64),
+        ("memory_bytes", ctypes.c_int64),
+        ("longest_s", ctypes.c_double),
+        ("cpu_s", ctypes.c_double),  # of the batches that are over
+    )
+
+
+class _Fuzz:
+    """One format's mutants, read by one worker after another."""
+
+    def __init__(self, form: str, base: Path, keep: Callable[[Path, str], None] | None) -> None:
+        from fuzz_seeds import seeds
+
+        self.form, self.base, self.keep = form, base, keep
+        self.seeds = seeds()[form]
+        self.shared = _Shared.from_buffer(mmap.mmap(-1, ctypes.sizeof(_Shared)))
+        self.seen = mmap.mmap(-1, 1 << 24)  # a bit for each hash: a mutant that was read is not read again
+        self.folder = base / "mutant"
+
+    def run(self, first: int, count: int) -> Tally:
+        """Reads mutants `first` up to `first + count`."""
+        tally, begin = Tally(count), time.monotonic()
+        for start in range(first, first + count, BATCH):
+            at, stop = start, min(start + BATCH, first + count)
+            while at < stop:
+                at = self._watched(start, at, stop, tally)
+        shared = self.shared
+        tally.different, tally.read, tally.judged = shared.different, shared.read, shared.judged
+        tally.longest_s, tally.memory_bytes, tally.cpu_s = shared.longest_s, shared.memory_bytes, shared.cpu_s
+        tally.seconds = time.monotonic() - begin
+        return tally
+
+    def _watched(self, start: int, at: int, stop: int, tally: Tally) -> int:
+        """Has a worker read a batch from `at` on; the number to go on from."""
+        told, tell = os.pipe()
+        self.shared.number = at
+        shutil.rmtree(self.folder, ignore_errors=True)
+        pid = os.fork()
+        if not pid:
+            status = 70
             try:
-                wrong = judge(path)
+                os.close(told)
+                self._work(start, at, stop, tell)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
-                signal.alarm(0)
-            grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-            if not wrong and grown > max(MEMORY_BYTES, 20 * size):
-                wrong = f"took {grown >> 20} MiB for {size} bytes"
-                before += grown
+                os._exit(status)
+        os.close(tell)
+        number, since = at, time.monotonic()
+        said = b""
+        with os.fdopen(told, "rb", buffering=0) as pipe:
+            while True:
+                if select.select([pipe], [], [], 1.0)[0]:
+                    piece = pipe.read(1 << 16)
+                    if not piece:
+                        break
+                    said += piece
+                if self.shared.number != number:
+                    number, since = self.shared.number, time.monotonic()
+                elif time.monotonic() - since > SECONDS + 20:  # inside a call that no alarm interrupts
+                    os.kill(pid, signal.SIGKILL)
+        _, status, used = os.wait4(pid, 0)
+        self.shared.cpu_s += used.ru_utime + used.ru_stime
+        tally.wrong += [tuple(json.loads(line)) for line in said.splitlines()]
+        if not status:
+            return stop
+        number = self.shared.number
+        how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit status {os.WEXITSTATUS(status)}"
+        wrong = f"the reader ended with {how}"
+        tally.wrong.append((number, wrong))
+        if self.keep is not None:
+            self.keep(self.folder, f"{wrong} {self.form} {number}")
+        return number + 1
+
+    def _work(self, start: int, at: int, stop: int, tell: int) -> None:
+        """In the worker: reads the mutants of a batch, those before `at` only made."""
+        shared, seen, folder = self.shared, self.seen, Folder(self.folder)
+        signal.signal(signal.SIGALRM, _late)
+        pool = list(self.seeds)
+        ways: set[str] = set()
+        for files in self.seeds:  # also loads what reading them loads
+            ways.add(judge(folder.put(_stored(files, random.Random(0))))[1])
+        _limit_address_space()
+        gc.collect()
+        gc.freeze()
+        clear = os.open("/proc/self/clear_refs", os.O_WRONLY)
+        grown = 0
+        for number in range(start, stop):
+            rng = random.Random(f"{self.form} {number}")
+            grown_from = pool[rng.randrange(len(self.seeds), len(pool))] if grown and rng.random() < 0.4 else None
+            made = mutant(self.form, grown_from or rng.choice(self.seeds), rng)
+            files = _stored(made, rng)
+            depth = 2 if not number % SHOWN else 1 if not number % JUDGED else 0
+            if number < at:
+                continue
+            shared.number = number
+            bit = hash(tuple(files.items())) & ((1 << 27) - 1)
+            if seen[bit >> 3] & 1 << (bit & 7):
+                continue
+            seen[bit >> 3] |= 1 << (bit & 7)
+            shared.different += 1
+            inputs = folder.put(files)
+            os.pwrite(clear, b"5", 0)  # the peak of memory begins anew
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            signal.setitimer(signal.ITIMER_REAL, SECONDS)
+            begin = time.perf_counter()
+            try:
+                wrong, ended = judge(inputs, depth, fallback=not number % DECODED)
+            except Late:  # between two instructions of ours
+                wrong, ended = f"took more than {SECONDS} s", ""
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            took = time.perf_counter() - begin
+            memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+            shared.longest_s = max(shared.longest_s, took)
+            shared.memory_bytes = max(shared.memory_bytes, memory)
+            shared.judged += depth > 0
+            shared.read += ended.startswith("read")
+            size = sum(map(len, files.values()))
+            if not wrong and memory > max(MEMORY_BYTES, 20 * size):
+                wrong = f"took {memory >> 20} MiB for {size} bytes"
             if wrong:
-                if keep is not None:
-                    keep(path, wrong)
-                yield f"{form} {number}: {wrong}"
-            shutil.rmtree(folder)
+                if self.keep is not None:
+                    self.keep(self.folder, wrong)
+                os.write(tell, json.dumps([number, wrong[-3000:]]).encode() + b"\n")
+            elif ended not in ways and grown < SEEDS_GROWN and size < 200_000:
+                ways.add(ended)
+                pool.append(made)
+                grown += 1
 
 
-def _keep(path: Path, wrong: str) -> None:
-    name = hashlib.sha256(wrong.encode()).hexdigest()[:12]
-    target = CORPUS / f"{name}{path.suffix}"
+def _late(*_: object) -> None:
+    raise Late
+
+
+def _limit_address_space() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * mmap.PAGESIZE + ADDRESS_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def run(form: str, count: int, first: int = 0, keep: Callable[[Path, str], None] | None = None) -> Tally:
+    """Reads `count` mutants of a format, numbered from `first`."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as base, _nsys(Path(base)):
+        return _Fuzz(form, Path(base), keep).run(first, count)
+
+
+@contextlib.contextmanager
+def _nsys(folder: Path) -> Iterator[None]:
+    """On PATH an `nsys` that exports a report by copying it: what kvprobe does around NVIDIA's tool is what is read."""
+    (bin_folder := folder / "bin").mkdir()
+    tool = bin_folder / "nsys"
+    tool.write_text('#!/bin/sh\nwhile [ "$1" != --output ]; do shift; done\nexec cp "$3" "$2"\n')
+    tool.chmod(0o755)
+    path = os.environ["PATH"]
+    os.environ["PATH"] = f"{bin_folder}:{path}"
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = path
+
+
+def _keep(folder: Path, wrong: str) -> None:
+    """Keeps a mutant under a name that follows from what was wrong: one of each is enough."""
+    last = wrong.strip().splitlines()
+    place = next((line for line in reversed(last) if line.lstrip().startswith("File ")), "")
+    name = hashlib.sha256((place + re.sub(r"\d+", "", last[-1])).encode()).hexdigest()[:12]
+    inputs, size = sorted(folder.iterdir()), sum(p.stat().st_size for p in folder.rglob("*"))
+    if not inputs or size > 100_000 or list(CORPUS.glob(f"*{name}*")):
+        return
     CORPUS.mkdir(exist_ok=True)
-    if not target.exists() and sum(p.stat().st_size for p in path.parent.rglob("*")) < 100_000:
-        (shutil.copytree if path.is_dir() else shutil.copy)(path, target)
+    if len(inputs) > 1:
+        shutil.copytree(folder, CORPUS / f"several-{name}")
+    elif inputs[0].is_dir():
+        shutil.copytree(inputs[0], CORPUS / name)
+    else:
+        shutil.copy(inputs[0], CORPUS / f"{name}{''.join(inputs[0].suffixes)}")
+
+
+def report(form: str, tally: Tally) -> str:
+    """A line of figures, and one for each kind of failure."""
+    kinds: dict[str, list[int]] = {}
+    for number, wrong in tally.wrong:
+        lines = wrong.strip().splitlines()
+        place = next((line.strip() for line in reversed(lines) if line.lstrip().startswith("File ")), "")
+        kinds.setdefault(f"{lines[-1][:200]} | {place}", []).append(number)
+    line = (
+        f"{form:10} {tally.asked:9,} mutants, {tally.different:9,} different, {tally.read:9,} readable, "
+        f"{tally.judged:8,} judged; longest {tally.longest_s:6.2f} s, memory {tally.memory_bytes >> 20:4} MiB, "
+        f"{tally.cpu_s:6.0f} s of CPU, {tally.seconds:6.0f} s; {len(tally.wrong)} failures"
+    )
+    return "\n".join([line, *(f"  {len(numbers)} x (first: {numbers[0]}) {kind}" for kind, numbers in kinds.items())])
 
 
 def main(arguments: list[str]) -> int:
-    """Reads mutants of each format; exit status 1 if one failed."""
-    if arguments[:1] == [RUN_FOLDER]:
-        make_run(Path(arguments[1]))
-        return 0
-    count = int(arguments[0]) if arguments else 2000
-    failed = 0
-    for form in arguments[1:] or ("kineto", "sqlite", "parquet", "run", "ring"):
-        wrongs: dict[str, int] = {}
-        for wrong in run(form, count, int(os.environ.get("FIRST", "0")), _keep):
-            failed += 1
-            wrongs[wrong.strip().splitlines()[-1] + " | " + "".join(wrong.splitlines()[-3:-2]).strip()] = (
-                1 + wrongs.get(wrong, 0)
-            )
-        print(f"{form}: {count} mutants, {sum(wrongs.values())} failures", *wrongs, sep="\n  ", flush=True)
-    return 1 if failed else 0
+    """Reads mutants, by default of all formats in the shares of `SHARES`; exit status 1 if one failed."""
+    count = int(arguments[0]) if arguments else 20_000
+    forms = arguments[1:] or list(SHARES)
+    whole = sum(SHARES[form] for form in forms)
+    tallies = []
+    for form in forms:
+        tallies.append(run(form, max(round(count * SHARES[form] / whole), 1), int(os.environ.get("FIRST", "0")), _keep))
+        print(report(form, tallies[-1]), flush=True)
+    every = Tally(
+        *(sum(getattr(one, name) for one in tallies) for name in ("asked", "different", "read", "judged")),
+        max(one.longest_s for one in tallies),
+        max(one.memory_bytes for one in tallies),
+        sum(one.cpu_s for one in tallies),
+        sum(one.seconds for one in tallies),
+        [wrong for one in tallies for wrong in one.wrong],
+    )
+    print(report("all", every).splitlines()[0])
+    return 1 if every.wrong else 0
 
 
 if __name__ == "__main__":

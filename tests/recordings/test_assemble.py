@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvprobe.recordings.assemble import Growing, codes, narrowed, positions
+from kvprobe.recordings.assemble import LARGEST, Growing, bounded, codes, narrowed, positions
+from kvprobe.recordings.model import Recording, Table
 
 parts = st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=6)
 
@@ -46,3 +47,30 @@ def test_every_row_stands_at_the_position_of_its_code(values: list[int]) -> None
     assert sorted(int(row) for part in rows for row in part) == list(range(len(values)))
     for value, part in zip(found.tolist(), rows, strict=True):
         assert part.tolist() == [row for row, one in enumerate(values) if one == value]
+
+
+def test_numbers_that_no_recorder_writes_are_cut_and_the_recording_is_called_damaged():
+    far = np.array([1, -(2**63), 2**63 - 1])
+    recording = Recording(
+        [],
+        {"calls": Table("calls", {"start_ns": far, "end_ns": far[::-1], "bytes": far})},
+        machine={"unix_offset_ns": 10**30},
+    )
+    calls = bounded(recording).calls
+    durations = calls["end_ns"] - calls["start_ns"]
+    assert (durations >= 0).all() and int(durations.max()) - int(durations.min()) < 2**63
+    assert calls["bytes"].tolist() == [1, -LARGEST, LARGEST]
+    assert "unix_offset_ns" not in recording.machine
+    assert recording.incomplete == recording.notes and "the recording is damaged" in recording.incomplete[0]
+
+
+def test_what_recorders_write_is_left_as_it_is():
+    now = 1_790_000_000 * 10**9
+    table = Table("calls", {"start_ns": np.array([now]), "end_ns": np.array([-1]), "bytes": np.array([1 << 40])})
+    recording = bounded(Recording([], {"calls": table}))
+    assert recording.calls is table and not recording.incomplete
+
+
+def test_columns_that_a_reader_left_out_take_no_room_and_cannot_be_written():
+    column = Table("calls", {"start_ns": np.arange(5)})["stream"]
+    assert column.tolist() == [-1] * 5 and column.strides == (0,) and not column.flags.writeable

@@ -21,12 +21,12 @@ from kvprobe.errors import KvprobeError
 from kvprobe.recordings import kineto, open_recording, parquet
 from kvprobe.recordings.occupancy import occupancy
 
-SECONDS = 20  # far above what any of these takes; a hang is what is looked for
+SECONDS = 60  # of CPU, far above what any of these takes; what hangs without using it meets the limit of a test
 
 
 def attempt(path):
     """Reads and judges; anything but a RecordingError of one line is a failure."""
-    begin = time.monotonic()
+    begin = time.process_time()
     try:
         r = open_recording([path])
         occupancy(r)
@@ -34,7 +34,7 @@ def attempt(path):
     except KvprobeError as error:
         assert "\n" not in str(error) and len(str(error)) < 2000
         read = False
-    assert time.monotonic() - begin < SECONDS
+    assert time.process_time() - begin < SECONDS
     return read
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import bz2
+import ctypes
 import gzip
 import json
+import lzma
+import mmap
+import os
+import signal
 import sqlite3
+import tarfile
+import zipfile
 from pathlib import Path
 
 import fuzz
 import pytest
+from fuzz_run_folder import make_run
 
 from kvprobe.errors import RecordingError, plain
 from kvprobe.recordings import expand_deeply, open_recording, sniff
@@ -17,19 +26,21 @@ from kvprobe.runfolder.folder import VERSION
 GPU_DATA = Path(__file__).parents[1] / "gpu" / "data"
 
 
-@pytest.mark.parametrize("form", ["kineto", "sqlite", "parquet", "run", "ring"])
+@pytest.mark.parametrize("form", fuzz.SHARES)
 def test_mutants_are_read_or_refused_in_one_line(form: str) -> None:
-    assert not list(fuzz.run(form, 60 if form == "run" else 25))
+    tally = fuzz.run(form, 60)
+    assert not tally.wrong
+    assert tally.different > 30 and tally.judged >= 2
 
 
 @pytest.mark.parametrize("path", sorted(fuzz.CORPUS.iterdir()) if fuzz.CORPUS.is_dir() else [], ids=lambda p: p.name)
 def test_what_failed_once_is_read_or_refused_in_one_line(path: Path) -> None:
-    assert not fuzz.judge(path)
+    assert not fuzz.judge(path)[0]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    fuzz.make_run(folder := tmp_path / "run")
+    make_run(folder := tmp_path / "run")
     return folder
 
 
@@ -122,7 +133,7 @@ def test_a_compressed_bomb_is_refused_and_nothing_is_left(tmp_path: Path, monkey
 
 def test_folders_are_looked_through_deeply(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    fuzz.make_run(tmp_path / "a" / "run")
+    make_run(tmp_path / "a" / "run")
     (tmp_path / "b" / "c").mkdir(parents=True)
     for name in ("b/t.json", "b/c/x.sqlite.gz", "b/c/notes.txt"):
         (tmp_path / name).touch()
@@ -162,9 +173,66 @@ def test_executions_without_a_single_call_are_diagnosed(tmp_path: Path) -> None:
         for i in range(40)
     ]
     (path := tmp_path / "x.json").write_text(json.dumps({"traceEvents": events}))
-    assert not fuzz.judge(path)
+    assert not fuzz.judge(path)[0]
 
 
-def test_the_program_itself_reads_mutants(tmp_path: Path, capsys) -> None:
+def test_the_program_itself_reads_mutants(capsys) -> None:
     assert fuzz.main(["3", "ring"]) == 0
-    assert capsys.readouterr().out == "ring: 3 mutants, 0 failures\n"
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in said] == [["ring", "3", "mutants,"], ["all", "3", "mutants,"]]
+    assert all(line.endswith("0 failures") for line in said)
+
+
+def test_a_crash_a_hang_and_an_unexpected_error_are_told_and_reading_goes_on(monkeypatch) -> None:
+    """The fuzzer itself."""
+    real = fuzz.read
+    reads = ctypes.c_int64.from_buffer(mmap.mmap(-1, 8))  # also by the worker that follows one that crashed
+
+    def read(inputs: list[Path], fallback: bool = False) -> object:
+        reads.value += 1
+        if reads.value == 20:
+            raise KeyError("nobody caught it")
+        if reads.value == 25:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while reads.value == 35:
+            signal.pause()
+        return real(inputs, fallback)
+
+    monkeypatch.setattr(fuzz, "read", read)
+    monkeypatch.setattr(fuzz, "SECONDS", 1)
+    tally = fuzz.run("summary", 60)
+    said = [wrong.splitlines()[-1] for _, wrong in tally.wrong]
+    assert any("KeyError" in line for line in said) and any("signal 9" in line for line in said)
+    assert any("took more than 1 s" in wrong for _, wrong in tally.wrong)
+    assert tally.different > 50
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("run.tar.gz", "tar -xf"),
+        ("run.tgz", "tar -xf"),
+        ("run.tar", "tar -xf"),
+        ("run.tar.xz", "tar -xf"),
+        ("packed", "tar -xf"),
+        ("run.zip", "unzip"),
+        ("1.kvp.gz", "gunzip"),
+        ("trace.json.xz", "unxz"),
+        ("trace.json.bz2", "bunzip2"),
+    ],
+)
+def test_what_is_packed_is_refused_with_how_to_unpack_it(run: Path, tmp_path: Path, name: str, how: str) -> None:
+    path = tmp_path / name
+    if how == "tar -xf":
+        form = {".gz": "w:gz", ".tgz": "w:gz", ".xz": "w:xz"}.get(path.suffix, "w:gz" if name == "packed" else "w")
+        with tarfile.open(path, form) as archive:
+            archive.add(run, "run")
+    elif how == "unzip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.write(run / "run.json")
+    else:
+        (ring,) = run.glob("*.kvp")
+        compress = {"gunzip": gzip, "unxz": lzma, "bunzip2": bz2}[how].compress
+        path.write_bytes(compress(ring.read_bytes() if how == "gunzip" else b'{"traceEvents":[]}'))
+    with pytest.raises(RecordingError, match=rf": packed, and not read as it is: unpack it \({how}\)"):
+        sniff(path)

@@ -123,6 +123,36 @@ def test_small_blocks_that_flood_a_stream_are_a_full_queue():
     assert queue.blocked_ns.sum() == pytest.approx(60_000 * 1_450, rel=0.1)
 
 
+def test_a_thread_that_waits_for_a_cpu_proves_no_full_queue_by_its_pace():
+    rng = np.random.default_rng(3)
+    took = rng.integers(950, 1_150, 60_000)
+    took[2_000:] = rng.integers(2_300, 2_700, 58_000)
+    recording = flood(60_000, took)
+    start, end = int(recording.calls["start_ns"][0]), int(recording.calls["end_ns"][-1])
+    assert occupancy(recording).verdict == "saturated"
+    for share, verdict in ((0.05, "saturated"), (0.3, "cannot tell")):
+        waits = {"start_ns": [start], "end_ns": [end], "waited_ns": [int(share * (end - start))]}
+        thread = {"process": [0], "thread": recording.calls["thread"][:1]}
+        recording.tables["cpu_waits"] = Table("cpu_waits", waits | thread)
+        assert occupancy(recording).verdict == verdict
+
+
+def test_slow_calls_whose_threads_waited_for_a_cpu_leave_a_queue_healthy():
+    took = np.full(20_000, 1_000)
+    took[::500] = 4_000_000
+    recording = flood(20_000, took)
+    start, end = (recording.calls[name][::500] for name in ("start_ns", "end_ns"))
+
+    def verdict(waited_ns, later_ns=0):
+        waits = {"start_ns": start - 1_000_000 + later_ns, "end_ns": end + 1_000_000 + later_ns}
+        same = {"process": np.zeros(40), "thread": recording.calls["thread"][:40]}
+        recording.tables["cpu_waits"] = Table("cpu_waits", waits | same | {"waited_ns": np.full(40, waited_ns)})
+        return occupancy(recording).verdict
+
+    assert verdict(4_000_000) == "healthy" and "for a CPU" in occupancy(recording).reason
+    assert verdict(2_000_000) == verdict(4_000_000, later_ns=12_000_000) == "cannot tell"
+
+
 def test_calls_that_are_as_slow_with_room_are_no_full_queue():
     rng = np.random.default_rng(4)
     took = np.where(rng.random(60_000) < 0.2, 9_000, 1_000) + rng.integers(0, 100, 60_000)
@@ -230,6 +260,60 @@ def test_one_wait_a_burst_behind_a_fence_is_a_full_queue(depth, waits):
 
 def test_one_wait_is_enough_where_the_stream_was_known_to_be_empty():
     assert occupancy(fenced(lambda burst: DEPTH, bursts=1)).verdict == "saturated"
+
+
+def one_wait(place, *, first_ns=1_100_000, meanwhile=None, other=CallKind.ALLOC):
+    """100 quick copies, then a burst by a new thread: its first call is slow, and one at a place waits for 50 ms.
+
+    The call behind it waits for 1 ms. `meanwhile`: a call of another thread, as (begin, end) from the wait's own.
+    """
+    duration = np.full(1_300, 1_500, dtype=np.int64)
+    duration[[100, 100 + place, 101 + place]] = first_ns, 50_000_000, 1_000_000
+    gap = np.full(1_300, 200)
+    gap[99] = 5_000_000
+    start = np.r_[0, np.cumsum(duration + gap)[:-1]]
+    zero = np.zeros(1_300, int)
+    columns = {
+        "start_ns": start,
+        "end_ns": start + duration,
+        "process": zero,
+        "thread": 100 + (np.arange(1_300) >= 100),
+    }
+    columns |= {"name": zero + 1, "kind": zero + CallKind.COPY, "stream": zero, "count": zero + 1}
+    if meanwhile:
+        begin, end = start[100 + place] + meanwhile[0], start[100 + place] + 50_000_000 + meanwhile[1]
+        more = {"start_ns": begin, "end_ns": end, "process": 0, "thread": 7, "name": 2, "kind": other, "stream": -1}
+        columns = {name: np.append(column, more.get(name, 0)) for name, column in columns.items()}
+    tables = {
+        "calls": Table("calls", {name: column[np.argsort(columns["start_ns"])] for name, column in columns.items()}),
+        "streams": Table("streams", {"process": [0], "handle": [7]}),
+        "processes": Table("processes", {"pid": [1]}),
+    }
+    return Recording([Source("made", "test")], tables, ["", "cudaMemcpyAsync", "cudaMalloc"])
+
+
+@pytest.mark.parametrize("end", [-10_000, 990_000])
+def test_one_wait_is_enough_where_another_thread_waited_for_the_lock_that_it_held(end):
+    """It went on with the call that waited, or with the one that waited right behind it."""
+    occ = occupancy(one_wait(DEPTH, meanwhile=(20_000_000, end)))
+    assert occ.verdict == "saturated" and int(occ.blocked.sum()) == 2
+    assert occ.blocked_ns.sum() == pytest.approx(51_000_000, rel=0.01)
+    assert "number 1,022" in occ.reason
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        {"place": DEPTH},  # nobody tells that it held the lock
+        {"place": DEPTH, "meanwhile": (-1_000_000, 0)},  # began before: it may be what the copy waits for
+        {"place": DEPTH, "meanwhile": (20_000_000, -5_000_000)},  # ended by itself
+        {"place": DEPTH, "meanwhile": (20_000_000, 0), "other": CallKind.SYNC},  # wants no lock
+        {"place": 600, "meanwhile": (20_000_000, 0)},  # where no queue is full
+    ],
+)
+def test_one_wait_alone_is_not(made):
+    occ = occupancy(one_wait(**made))
+    assert occ.verdict != "saturated" and not occ.blocked.any()
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -298,3 +298,19 @@ def test_every_truncation_of_a_file_is_read_or_refused(tmp_path: Path) -> None:
         except RecordingError:
             continue
         assert recording.calls.rows <= 20480 * 256
+
+
+@pytest.mark.parametrize(
+    "environment, scale, channels",
+    [
+        ({"CUDA_SCALE_LAUNCH_QUEUES": "4x", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}, 4.0, 1),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_DEVICE_MAX_COPY_CONNECTIONS": "32"}, None, 32),
+        ({"CUDA_SCALE_LAUNCH_QUEUES": "3x", "CUDA_DEVICE_MAX_CONNECTIONS": "64"}, None, None),  # as the driver: ignored
+        ({}, None, None),
+    ],
+)
+def test_what_the_environment_says_of_launch_queues_is_a_fact(tmp_path: Path, environment, scale, channels) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"command": ["x"], "environment": environment}))
+    write(tmp_path / "ring-1.kvp", "interposer", [copy(1_000)])
+    machine = open_recording(tmp_path).machine
+    assert (machine.get("queue_scale"), machine.get("channels")) == (scale, channels)

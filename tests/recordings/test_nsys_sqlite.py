@@ -33,9 +33,20 @@ def test_newest_schema_gives_calls_copies_labels_and_ranges(shared):
     assert ((kinds[0] == Direction.H2D) & (kinds[1] == Memory.PAGEABLE)).sum() == 4
     assert (kinds[0] == Direction.D2D).sum() == 450 and (kinds[0] == Direction.D2H).sum() == 4
     assert r.processes["pid"].tolist() == [111, 112]
-    assert sorted(r.streams["handle"].tolist()) == [7, 15]
+    assert sorted(r.streams["handle"].tolist()) == [7, 15, 22, 26, 30, 34]
     assert "pytest" in r.source[0].command and r.source[0].tool.endswith("(schema 3.25.0)")
     assert r.machine["driver"] == "580.95.05" and r.has_executions
+
+
+def test_streams_that_only_wait_for_events_are_told(shared):
+    """In h100 all waits are of streams that execute nothing, in the others some."""
+    for name, waits in (("h100", 236), ("mfu_before", 200), ("mfu_after", 180)):
+        r = shared.open(name)
+        rows = r.calls["name"] == r.names.index("cudaStreamWaitEvent")
+        assert rows.sum() == waits and (r.calls["stream"][rows] >= 0).all()
+        executed = set(r.executions["stream"].tolist())
+        assert not all(stream in executed for stream in r.calls["stream"][rows].tolist())
+        assert r.streams["device"].tolist() == r.streams["process"].tolist()  # each rank has a GPU of its own
 
 
 def test_oldest_schema_with_a_byte_that_is_no_utf8_is_read(shared):

@@ -270,3 +270,24 @@ def test_a_killed_worker_loses_nothing(ranks, tmp_path, monkeypatch):
     total = reduce_inputs(ranks, workers=2)
     assert list(total.failed) == [str(ranks[2])] and f"killed {many.TRIES} times" in total.failed[str(ranks[2])]
     assert set(total.ranks) == {"rank 0", "rank 1"}
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("inputs", "one"),
+        ("keep", -1),
+        ("failed", 7),
+        ("notes", {"a": "b"}),
+        ("top", [[1, 2]]),
+        ("ranks", [["rank 0", [0, 0, 0, "unheard of", 1, [0, 0, []]]]]),
+        ("ranks", [["rank 0", [0, 0, 0, "healthy", 1, [0, 1 << 40, []]]]]),
+        ("calls", [["a", "b", "c", "d", "e", [0] * 8 + [[0] * 3]]]),
+        ("queues", [["rank 0", 0, 0, [10**30, 0, 0, 0, 0, 0, "healthy"]]]),
+    ],
+)
+def test_a_summary_of_other_contents_is_refused_in_one_line(tmp_path, where, value):
+    path = tmp_path / "x.kvsum"
+    path.write_text(json.dumps({**json.loads(Summary().to_bytes()), where: value}))
+    (said,) = reduce_one(str(path)).failed.values()
+    assert "not a summary that this kvprobe reads (damaged summary (" in said and "\n" not in said

@@ -131,3 +131,29 @@ def test_time_in_recorded_cuda_calls_is_not_claimed_twice(folder: Path) -> None:
     )
     lost = {finding.cause: finding.lost_ns for finding in diagnose(recording)}
     assert lost["blocking_server_call"] == 35 * MS and lost["pageable_memory"] <= 15 * MS
+
+
+def test_transfers_through_the_submitter_tell_copies_before_and_after_merging(folder: Path) -> None:
+    given = {"kind": "transfer", "server": "vllm", "direction": "load", "copies": 64, "bytes": 1 << 20, "submit_ns": 50}
+    events = [
+        {**given, "t_ns": 400 * MS, "submissions": 2, "descriptors": 4},
+        {**given, "t_ns": 410 * MS, "submissions": 1, "descriptors": 8, "one_in": 10},
+        {**given, "t_ns": 420 * MS, "submissions": 64},  # the server's own copies
+        {**given, "t_ns": 430 * MS, "submissions": 1, "descriptors": "many"},
+    ]
+    with (folder / "events-7.jsonl").open("a") as file:
+        file.write("".join(json.dumps(event) + "\n" for event in events))
+    recording = open_recording(folder)
+    found = recording.submitters
+    told = {name: found[name].tolist() for name in ("transfers", "copies", "descriptors", "calls", "bytes", "dur_ns")}
+    assert told == {
+        "transfers": [11],
+        "copies": [11 * 64],
+        "descriptors": [84],
+        "calls": [12],
+        "bytes": [11 << 20],
+        "dur_ns": [550],
+    }
+    assert recording.text(int(found["server"][0])) == "vllm"
+    section = next(one for one in view(recording, ()).sections if one.id == "descriptors")
+    assert "vllm" in section.tables[0].rows[0][0].text

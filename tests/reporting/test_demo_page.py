@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvprobe.diagnosis import diagnose
+from kvprobe.diagnosis.finding import Finding
 from kvprobe.errors import UsageError
 from kvprobe.reporting import build_page, demo, write_report
 
@@ -42,6 +44,27 @@ def test_a_run_without_saturation_is_not_called_saturated() -> None:
     said = demo.verdict({**figures, "shared": calm, "auto": calm, "switches": 0, "switch_log": []})
     assert "No saturation" in said.headline
     assert said.state == "ok"
+
+
+def test_a_rate_above_the_links_is_no_share_of_it() -> None:
+    figures = played.played()[1]
+    link = figures["auto"]["bytes_per_s"] / 1.87
+    said = {fact.label: fact.note for fact in demo.verdict({**figures, "link_bytes_per_s": link}).facts}
+    assert "the link carries more than that showed" in said["Copied at"]
+    assert "%" not in said["Copied at"]
+
+
+def test_busy_cpus_are_said_beside_the_verdict() -> None:
+    figures = played.played()[1]
+    title = "Threads that submit waited 3.3 s for a CPU between their calls"
+    starved = Finding("cpu_starved", title, "critical", "likely", 3_300_000_000)
+    said = demo.verdict(figures, [starved])
+    assert said.headline == demo.verdict(figures).headline
+    assert said.detail.endswith("of both phases hold: threads that submit waited 3.3 s for a CPU between their calls.")
+    calm = {**figures, "shared": figures["auto"], "switches": 0, "switch_log": []}
+    assert demo.verdict(calm, [starved]).detail.startswith("The CPUs were busy")
+    little = replace(starved, severity="info")
+    assert demo.verdict(figures, [little]).detail == demo.verdict(figures).detail
 
 
 def test_times_of_the_phases_are_for_one_copy_and_come_from_the_recording() -> None:

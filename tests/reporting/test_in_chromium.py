@@ -49,6 +49,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+def until(chromium: Any, script: str) -> None:
+    """Waits until the script's answer is true."""
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    WebDriverWait(chromium, 60).until(lambda one: one.execute_script(script))
+
+
 def opened(chromium: Any, path: Path, width: int = 1200, height: int = 900, dark: bool = False) -> Any:
     chromium.get_log("browser"), chromium.get_log("performance")
     chromium.execute_cdp_cmd(
@@ -58,10 +65,8 @@ def opened(chromium: Any, path: Path, width: int = 1200, height: int = 900, dark
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
     still = {"name": "prefers-reduced-motion", "value": "reduce"}
     chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme, still]})
-    from selenium.webdriver.support.wait import WebDriverWait
-
     chromium.get(path.as_uri())
-    WebDriverWait(chromium, 60).until(lambda one: one.execute_script("return document.documentElement.dataset.drawn"))
+    until(chromium, "return document.documentElement.dataset.drawn")
     return chromium
 
 
@@ -71,9 +76,11 @@ def figures(chromium: Any) -> list[str]:
 
 def open_findings(chromium: Any) -> None:
     """A closed finding's chart is drawn once it opens, by an event of its own."""
-    chromium.execute_async_script(
-        """document.querySelectorAll("details.finding").forEach((d) => { d.open = true; });
-        requestAnimationFrame(() => setTimeout(arguments[0]));"""
+    chromium.execute_script('document.querySelectorAll("details.finding").forEach((d) => { d.open = true; });')
+    until(
+        chromium,
+        """return [...document.querySelectorAll("details.finding figure[data-chart]")].every(
+            (figure) => figure.querySelector(".plot svg, .js-plotly-plot"))""",
     )
 
 
@@ -168,6 +175,32 @@ def test_a_phone_shows_verdict_and_what_to_do_first_and_nothing_overflows(
     assert chromium.find_element("css selector", "h1").is_displayed()
     if name == "demo":
         assert bottom["bottom"] < 812
+
+
+LONG = "a thread of the server's own scheduler, whose name is as long as a name of a thread can be made by anybody"
+OUTSIDE = """
+const bad = [];
+document.querySelectorAll("details").forEach((d) => { d.open = true; });
+for (const drawing of document.querySelectorAll(".plot > svg")) {
+  const box = drawing.getBoundingClientRect();
+  for (const text of drawing.querySelectorAll("text")) {
+    const at = text.getBoundingClientRect();
+    if (at.width && (at.left < box.left - 1 || at.right > box.right + 1)) bad.push(text.textContent);
+  }
+}
+return bad;
+"""
+
+
+@pytest.mark.parametrize("width", [390, 768, 1200])
+def test_no_text_of_a_chart_is_cut_off(chromium: Any, pages: dict[str, Path], tmp_path: Path, width: int) -> None:
+    long = recordings.recording((*recordings.recording().names[1:3], LONG, "why"))
+    long.decisions["time_ns"][:] = 1_900_000_000
+    for path in (pages["demo"], write_report(long, tmp_path / "long.html", findings=diagnose(long))):
+        opened(chromium, path, width)
+        assert chromium.execute_script(OUTSIDE) == []
+    whole = chromium.execute_script("return [...document.querySelectorAll('svg text title')].map((t) => t.textContent)")
+    assert any(LONG in one for one in whole) or width > 390
 
 
 CONTRAST = """
@@ -309,6 +342,30 @@ def test_a_saturated_public_recording_is_named_on_top(chromium: Any, shared_data
     assert chromium.execute_script("return document.documentElement.scrollWidth") == 375
 
 
+AXIS_LABELS_THAT_MEET = """
+return [...document.querySelectorAll(".plot > svg")].filter((drawing) => {
+  const [a, b] = [...drawing.querySelectorAll(".axislabel")].map((label) => label.getBoundingClientRect());
+  return b && a.width && a.right > b.left && a.bottom - 3 > b.top && b.bottom > a.top;
+}).map((drawing) => drawing.textContent);
+"""
+
+
+def test_both_axes_are_named_on_a_phone_and_each_call_has_its_stream(
+    chromium: Any, shared_data: Path, tmp_path: Path
+) -> None:
+    recording = open_recording(shared_data / "nsys-ai" / "h100_2gpu_1s.sqlite")
+    page = write_report(recording, tmp_path / "r.html", findings=diagnose(recording))
+    opened(chromium, page, 390)
+    open_findings(chromium)
+    chart = chromium.find_element("id", "finding-chart-0").get_attribute("textContent")
+    assert "time inside the call" in chart and "across: outstanding submissions at entry" in chart
+    assert chromium.execute_script(AXIS_LABELS_THAT_MEET) == []
+    streams = (
+        "return [...document.querySelectorAll('.finding tbody tr td:nth-child(6)')].map((cell) => cell.textContent)"
+    )
+    assert {one[:7] for one in chromium.execute_script(streams)[:10]} == {"stream "}
+
+
 def test_inputs_have_sections_of_their_own_whose_charts_zoom_apart(chromium: Any, tmp_path: Path) -> None:
     from kvprobe.recordings.merge import merge
     from kvprobe.reporting.inputs import Input
@@ -351,11 +408,11 @@ def test_a_folded_section_draws_its_charts_when_it_opens(chromium: Any, tmp_path
     inputs = [Input(f"rank{i}.json", one, diagnose(one)) for i, one in enumerate(many)]
     page = write_report(merge(many), tmp_path / "many.html", findings=[], inputs=inputs)
     opened(chromium, page)
-    drawn = "return document.querySelectorAll('#input-2 .plot svg').length"
-    assert chromium.execute_script(drawn) == 0
+    drawn = "document.querySelectorAll('#input-2 .plot svg').length"
+    assert chromium.execute_script(f"return {drawn}") == 0
     summary = chromium.find_element("css selector", "#input-2 summary")
     chromium.execute_script("arguments[0].scrollIntoView({block: 'center'})", summary)
     summary.click()
-    chromium.execute_async_script("requestAnimationFrame(() => setTimeout(arguments[0]));")
     charts = len(chromium.find_elements("css selector", "#input-2 figure[data-chart]"))
-    assert chromium.execute_script(drawn) == charts > 2
+    until(chromium, f"return {drawn} >= {charts}")
+    assert chromium.execute_script(f"return {drawn}") == charts > 2

@@ -9,7 +9,7 @@ from kvprobe.diagnosis import Change, Evidence, Finding, Where
 from kvprobe.recordings.model import CallKind, Recording, Source, Table
 from kvprobe.reporting import build_page, series, streams
 from kvprobe.reporting.recorded import submissions
-from kvprobe.reporting.units import bytes_text, duration, percent, rate, ratio
+from kvprobe.reporting.units import bytes_text, duration, link_share, percent, rate, ratio
 from kvprobe.reporting.verdict import cure_parts
 
 
@@ -134,3 +134,17 @@ def test_totals_stand_in_where_single_calls_were_lost() -> None:
     page = build_page(kept, findings=[])
     assert "Calls kept in detail" in page and "&lt;0.1% of all; the rest is in the totals" in page
     assert "1,000,000 submissions 2 were kept" in streams.stream_table(kept, found, None)[1]
+
+
+def test_facts_of_the_machine_are_words_and_dates(small_recording: Recording) -> None:
+    small_recording.machine |= {"unix_offset_ns": 1_700_000_000_000_000_000}
+    small_recording.lost = {0: 5}
+    page = build_page(small_recording, findings=[])
+    assert "2023-11-14 22:13:20 UTC" in page
+    assert "queue depth" in page and "queue_depth" not in page and "unix_offset" not in page
+    assert "5 single calls of " in page and "row 0" not in page
+
+
+def test_a_rate_a_little_above_the_links_is_all_of_it_and_one_well_above_is_no_share():
+    assert [link_share(share) for share in (0.9, 1.0, 1.013, 1.05)] == ["90%", "100%", "100%", "100%"]
+    assert link_share(1.2) == "above it"

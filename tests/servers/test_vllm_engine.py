@@ -1,4 +1,4 @@
-"""vLLM 0.32's whole engine on a CPU, offload store and reload included, with and without kvprobe: the same tokens."""
+"""vLLM's whole engine on a CPU, offload store and reload included, with and without kvprobe: the same tokens."""
 
 import json
 import os
@@ -17,7 +17,8 @@ HERE = Path(__file__).resolve().parent
 def run(folder, **environment):
     pytest.importorskip("vllm")
     env = {k: v for k, v in os.environ.items() if not k.startswith("KVPROBE")}
-    env |= {"PYTHONPATH": str(HERE), "KVPROBE_DEVICE": "host", **environment}
+    path = os.pathsep.join([str(HERE), *filter(None, [env.get("PYTHONPATH")])])
+    env |= {"PYTHONPATH": path, "KVPROBE_DEVICE": "host", **environment}
     done = subprocess.run(
         [sys.executable, str(HERE / "vllm_engine.py"), str(folder)], env=env, capture_output=True, text=True
     )
@@ -30,8 +31,12 @@ def events(folder):
     return [event for path in sorted(folder.glob("events-*.jsonl")) for event in read_events(path)]
 
 
-def test_the_whole_engine_gives_the_same_tokens_and_every_transfer_is_seen(tmp_path):
-    plain = run(tmp_path)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("plain"))
+
+
+def test_the_whole_engine_gives_the_same_tokens_and_every_transfer_is_seen(plain, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     probed = run(tmp_path, KVPROBE_RUN=str(folder), KVPROBE_FIX="auto")
@@ -52,10 +57,25 @@ def test_the_whole_engine_gives_the_same_tokens_and_every_transfer_is_seen(tmp_p
     assert probed["metrics"]["vllm:kv_offload_load_bytes"] == sum(t["bytes"] for t in loads)
 
 
-def test_the_spec_without_patches_sees_the_same_transfers(tmp_path):
+def test_the_submitter_moves_the_whole_engines_blocks(plain, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    probed = run(tmp_path, KVPROBE_RUN=str(folder), VLLM_PLUGINS="", TEST_SPEC="probed_spec.ProbedHostSpec")
+    spec = {"TEST_SPEC": "host_runtime_spec.PooledSpec"}
+    probed = run(tmp_path, KVPROBE_RUN=str(folder), KVPROBE_FIX="auto", **spec)
+    assert {k: v for k, v in probed.items() if k != "metrics"} == {k: v for k, v in plain.items() if k != "metrics"}
+    transfers = [e for e in events(folder) if e["kind"] == "transfer"]
+    assert {t["direction"] for t in transfers} == {"load", "store"}
+    assert {t["policy"] for t in transfers} == {"pooled"}
+    assert all(t["ok"] for t in transfers)
+
+
+@pytest.mark.parametrize("budget_bytes", [0, 1 << 30], ids=["beside the model", "a step waits for its loads"])
+def test_the_spec_without_patches_sees_the_same_transfers(tmp_path, budget_bytes):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    extra = json.dumps({"sync_load_budget_bytes": budget_bytes})  # since 0.33, whose loads are then expedited
+    spec = {"TEST_SPEC": "probed_spec.ProbedHostSpec", "TEST_EXTRA": extra}
+    probed = run(tmp_path, KVPROBE_RUN=str(folder), VLLM_PLUGINS="", **spec)
     assert probed["reloaded"]["cached"] == [768]
     transfers = [e for e in events(folder) if e["kind"] == "transfer" and e["adapter"] == "vllm.spec"]
     assert sum(t["direction"] == "load" for t in transfers) == 2

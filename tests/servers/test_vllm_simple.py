@@ -1,4 +1,4 @@
-"""vLLM 0.32's SimpleCPUOffloadConnector: its real copy thread over the host runtime, its real classes' signatures."""
+"""vLLM's SimpleCPUOffloadConnector: its real copy thread over the host runtime, its real classes' signatures."""
 
 import ctypes
 import importlib.util
@@ -153,6 +153,8 @@ def scheduler():
     made.block_size = made.hash_block_size = 16
     made.group_block_sizes, made.prefix_cacheable_group_ids, made._lazy_mode = [16], {0}, True
     made.cpu_block_pool, made._gpu_block_pool = Blocks(8), Blocks(64)
+    group = types.SimpleNamespace(kv_cache_spec=None)  # asked since 0.33
+    made.cpu_kv_cache_config = types.SimpleNamespace(kv_cache_groups=[group])
     hit = (made.cpu_block_pool.blocks[:4],)
     found = types.SimpleNamespace(find_longest_cache_hit=lambda hashes, most: (hit, 64, None))
     made.cpu_coordinator = found
@@ -178,13 +180,15 @@ def ended(scheduler, *names):
     scheduler.update_connector_output(types.SimpleNamespace(finished_recving=set(names), kv_connector_worker_meta=None))
 
 
-def test_followers_of_a_load_in_flight_wait_and_their_pins_are_dropped(scheduler):
+def test_followers_of_a_load_in_flight_wait_and_their_pins_are_dropped(scheduler, monkeypatch):
+    now_ns = [10**15]  # it goes on only when told
+    monkeypatch.setattr("kvprobe.instrument.dedup.time", types.SimpleNamespace(monotonic_ns=lambda: now_ns[0]))
     with instrument.observe("vllm", fix="auto") as seen:
         a, b = request("a"), request("b")
         for at, one in ((0, a), (5, b)):  # by itself the connector loads the same blocks twice
             assert ask(scheduler, one) == (64, True)
             load(scheduler, one, at)
-        time.sleep(0.02)
+        now_ns[0] += 20_000_000
         ended(scheduler, "a", "b")
         assert "dedup on" in [d["to"] for d in seen.decisions]
         leader, follower = request("c"), request("d")

@@ -122,6 +122,10 @@ def test_each_rule_names_its_line(gated, rule):
     assert rules == [(rule, str(line_of(rule)))], said
 
 
+def test_who_called_ends_at_the_test(gated):
+    assert not re.findall(r"^    called by .*(?:/pluggy/|/_pytest/).*$", gated.stdout, re.MULTILINE)
+
+
 def test_the_fixture_judges_its_block_only(gated):
     assert outcomes(gated)["test_fixture"] == "FAILED"
     assert (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,6 +92,7 @@ class Account:
 
 @pytest.fixture
 def account(runtime: HostRuntime) -> Account:
+    gc.collect()  # what tests of other modules left is not given back in the middle of this one
     return Account(runtime)
 
 

@@ -64,6 +64,8 @@ TOUCHED = {
         "kvbm.trtllm_integration.connector.kvbm_connector_worker": (),
     },
 }  # type: dict[str, dict[str, tuple[str, ...]]]
+# Where only newer releases have these functions, and there is an adapter only for those: others need not say so.
+SINCE = {"transformers.generation.continuous_batching.offloading_manager": ">=5.20"}
 _SWITCH, _RUN, _CARRY = "KVPROBE", "KVPROBE_RUN", "KVPROBE_CARRY"  # as environment.py declares them
 _SERVER_OF = {row[0]: name for name, row in SERVERS.items()}
 _CARRIED = ("kvprobe", "wrapt", "packaging")  # all that adapters need; each works as source on every Python
@@ -231,9 +233,14 @@ class _Waiting:
             return None
         _, distributions, versions = SERVERS[server]
         spec = _found(name, path, target, self)
+        if spec is None:  # others ask for what is not installed
+            self.known.discard(name)
+            return None
         version = _version(spec, distributions)
         if server in TOUCHED and version is not None and _holds(versions, version):
-            self.touched.update(TOUCHED[server])
+            for module, names in TOUCHED[server].items():
+                if _holds(SINCE.get(module, versions), version):
+                    self.touched[module] = names
             _told(server, "waiting", "")
             return spec
         self.let_in(server)

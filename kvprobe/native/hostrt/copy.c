@@ -67,12 +67,14 @@ static cudaError_t submit_copy(call *c, cudaStream_t handle, op *o, const pageab
     return target ? kvh_wait_stream(c, s, target, p->wait ? KVHOST_PAGEABLE : KVHOST_SYNC) : error;
 }
 
-cudaError_t kvh_copy(call *c, void *dst, const void *src, size_t bytes, int kind, cudaStream_t stream, bool wait) {
+cudaError_t kvh_copy(call *c, void *dst, const void *src, size_t bytes, int kind, cudaStream_t stream_handle,
+                     bool wait) {
     if (kind < cudaMemcpyHostToHost || kind > cudaMemcpyDefault) return cudaErrorInvalidValue;
-    if (!bytes) return kvh_stream(c->rt, stream) ? cudaSuccess : cudaErrorInvalidResourceHandle;
+    if (!bytes) return kvh_stream(c->rt, stream_handle) ? cudaSuccess : cudaErrorInvalidResourceHandle;
     route r;
     cudaError_t error = kvh_route(c->rt, dst, src, bytes, kind, &r);
-    if (error) return error;
+    stream *s = error ? NULL : kvh_stream(c->rt, stream_handle);
+    if (error || (s && kvh_captured(c->rt, s, &error))) return error;
     if (c->tracing) kvh_trace_about(c, dst, src, bytes, 1, r.direction, r.memory);
     pageable p = {0};
     error = stage(&r, bytes, &p);
@@ -83,7 +85,7 @@ cudaError_t kvh_copy(call *c, void *dst, const void *src, size_t bytes, int kind
     }
     op o = {.kind = OP_COPY, .class = r.class, .direction = r.direction, .count = 1, .bytes = bytes};
     o.copy.one = (piece){dst, src, bytes};
-    return submit_copy(c, stream, &o, &p, wait);
+    return submit_copy(c, stream_handle, &o, &p, wait);
 }
 
 static cudaError_t copy_2d(call *c, void *dst, size_t dst_pitch, const void *src, size_t src_pitch, size_t width,
@@ -99,7 +101,8 @@ static cudaError_t copy_2d(call *c, void *dst, size_t dst_pitch, const void *src
     cudaError_t error = kvh_route(c->rt, dst, src, width, kind, &r);
     /* the last row too must lie inside, and in the same memory */
     if (!error) error = kvh_route(c->rt, (char *)dst + dst_span, (const char *)src + src_span, width, kind, &unused);
-    if (error) return error;
+    struct stream *s = error ? NULL : kvh_stream(c->rt, stream);
+    if (error || (s && kvh_captured(c->rt, s, &error))) return error;
     if (c->tracing) kvh_trace_about(c, dst, src, bytes, 1, r.direction, r.memory);
     pageable p = {0};
     error = stage(&r, bytes, &p);
@@ -186,7 +189,9 @@ cudaError_t kvh_batch(call *c, void *const *dsts, const void *const *srcs, const
     if ((uintptr_t)handle <= 2) return cudaErrorInvalidValue; /* measured: refused on the default stream */
     stream *s = kvh_stream(c->rt, handle);
     if (!s) return cudaErrorInvalidResourceHandle;
-    cudaError_t error = batch_arguments(dsts, srcs, sizes, count, attrs, attr_indices, attr_count);
+    cudaError_t error;
+    if (kvh_captured(c->rt, s, &error)) return error;
+    error = batch_arguments(dsts, srcs, sizes, count, attrs, attr_indices, attr_count);
     int fail = 0;
     bool wait = false;
     batch *b = NULL;

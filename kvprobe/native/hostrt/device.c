@@ -1,6 +1,8 @@
 /* The device: there is one, and it says what it is; the names of errors. */
 #include "rt.h"
 
+#include <stdlib.h>
+
 KVP_EXPORT cudaError_t cudaGetDeviceCount(int *count) {
     KVH_ENTER(cudaGetDeviceCount, 0);
     if (!count) KVH_LEAVE(cudaErrorInvalidValue);
@@ -21,10 +23,24 @@ KVP_EXPORT cudaError_t cudaGetDevice(int *device) {
 }
 
 /* Numbers of enum cudaDeviceAttr. What has no meaning here is 0, compute capability among it. */
-KVP_EXPORT cudaError_t cudaDeviceGetAttribute(int *value, int attribute, int device) {
-    KVH_ENTER(cudaDeviceGetAttribute, 0);
-    if (!value || attribute < 1 || attribute > 1000) KVH_LEAVE(cudaErrorInvalidValue);
-    if (device) KVH_LEAVE(cudaErrorInvalidDevice);
+/* One that $KVHOST_ATTRIBUTES gives, "NUMBER=VALUE,...". */
+static bool is_given(int attribute, int *value) {
+    const char *text = getenv("KVHOST_ATTRIBUTES");
+    while (text && *text) {
+        char *end;
+        long number = strtol(text, &end, 10);
+        if (*end != '=') return false;
+        long given = strtol(end + 1, &end, 10);
+        if (number == attribute) return *value = (int)given, true;
+        text = *end ? end + 1 : end;
+    }
+    return false;
+}
+
+static cudaError_t get_attribute(int *value, int attribute, int device) {
+    if (!value || attribute < 1 || attribute > 1000) return cudaErrorInvalidValue;
+    if (device) return cudaErrorInvalidDevice;
+    if (is_given(attribute, value)) return cudaSuccess;
     switch (attribute) {
     case 15: /* can overlap copies and kernels */
     case 16: /* multiprocessors */
@@ -32,6 +48,7 @@ KVP_EXPORT cudaError_t cudaDeviceGetAttribute(int *value, int attribute, int dev
     case 31: /* concurrent kernels */
     case 41: /* unified addressing */
     case 78: /* stream priorities */
+    case 91: /* registered memory has one address for both */
         *value = 1;
         break;
     case 40: /* copy engines */
@@ -40,7 +57,16 @@ KVP_EXPORT cudaError_t cudaDeviceGetAttribute(int *value, int attribute, int dev
     default:
         *value = 0;
     }
-    KVH_LEAVE(cudaSuccess);
+    return cudaSuccess;
+}
+
+KVP_EXPORT cudaError_t cudaDeviceGetAttribute(int *value, int attribute, int device) {
+    KVH_ENTER(cudaDeviceGetAttribute, 0);
+    KVH_LEAVE(get_attribute(value, attribute, device));
+}
+
+KVP_EXPORT int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    return get_attribute(value, attribute, device);
 }
 
 KVP_EXPORT cudaError_t cudaRuntimeGetVersion(int *version) {
@@ -65,6 +91,7 @@ static const struct {
     {100, "cudaErrorNoDevice", "no CUDA-capable device is detected"},
     {101, "cudaErrorInvalidDevice", "invalid device ordinal"},
     {400, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
+    {401, "cudaErrorIllegalState", "the operation cannot be performed in the present state"},
     {500, "cudaErrorSymbolNotFound", "named symbol not found"},
     {600, "cudaErrorNotReady", "device not ready"},
     {700, "cudaErrorIllegalAddress", "an illegal memory access was encountered"},
@@ -73,6 +100,14 @@ static const struct {
     {713, "cudaErrorHostMemoryNotRegistered", "pointer does not correspond to a registered memory region"},
     {719, "cudaErrorLaunchFailure", "unspecified launch failure"},
     {801, "cudaErrorNotSupported", "operation not supported"},
+    {900, "cudaErrorStreamCaptureUnsupported", "operation not permitted when stream is capturing"},
+    {901, "cudaErrorStreamCaptureInvalidated", "operation failed due to a previous error during capture"},
+    {905, "cudaErrorStreamCaptureIsolation", "dependency created on uncaptured work in another stream"},
+    {906, "cudaErrorStreamCaptureImplicit",
+     "operation would make the legacy stream depend on a capturing blocking stream"},
+    {907, "cudaErrorCapturedEvent", "operation not permitted on an event last recorded in a capturing stream"},
+    {908, "cudaErrorStreamCaptureWrongThread",
+     "attempt to terminate a thread-local capture sequence from another thread"},
     {999, "cudaErrorUnknown", "unknown error"},
 };
 

@@ -118,7 +118,7 @@ KVP_EXPORT int cuMemHostRegister_v2(void *p, size_t bytes, unsigned flags) {
     KVH_LEAVE(kvh_host_register(c, p, bytes));
 }
 
-/* There is one context, current in every thread, and nothing is ever captured. */
+/* There is one context, current in every thread. */
 static const char the_context;
 
 KVP_EXPORT int cuCtxGetCurrent(const void **context) {
@@ -133,7 +133,7 @@ KVP_EXPORT int cuCtxSetCurrent(void *context) {
 
 KVP_EXPORT int cuCtxGetId(void *context, uint64_t *id) {
     (void)context;
-    *id = 1;
+    *id = kvh_runtime()->context_id;
     return cudaSuccess;
 }
 
@@ -145,19 +145,6 @@ KVP_EXPORT int cuCtxGetDevice(int *device) {
 KVP_EXPORT int cuStreamGetCtx(cudaStream_t stream, const void **context) {
     *context = &the_context;
     return kvh_stream(kvh_runtime(), stream) ? cudaSuccess : cudaErrorInvalidResourceHandle;
-}
-
-KVP_EXPORT int cuStreamIsCapturing(cudaStream_t stream, int *capturing) {
-    *capturing = 0;
-    return kvh_stream(kvh_runtime(), stream) ? cudaSuccess : cudaErrorInvalidResourceHandle;
-}
-
-KVP_EXPORT int cuThreadExchangeStreamCaptureMode(int *mode) {
-    static __thread int of_thread;
-    int was = of_thread;
-    of_thread = *mode;
-    *mode = was;
-    return cudaSuccess;
 }
 
 /* The function handle is the kernel's address, as for cudaLaunchKernel, or one of cuModuleGetFunction. */

@@ -47,7 +47,13 @@
  * KVHOST_H2D_GBPS, KVHOST_D2H_GBPS, KVHOST_PAGEABLE_GBPS, KVHOST_LATENCY_US, KVHOST_MEMORY_BYTES, KVHOST_PINNED_BYTES,
  * KVHOST_RUNTIME_VERSION, KVHOST_SUBMIT_NS, KVHOST_CLOCK (virtual or real), KVHOST_SEED; CUDA_DEVICE_MAX_CONNECTIONS
  * (all classes) and CUDA_DEVICE_MAX_COPY_CONNECTIONS (copies), 1 to 32; CUDA_SCALE_LAUNCH_QUEUES 0.25x, 0.5x, 2x, 4x.
- * Values out of range are ignored, as the driver ignores them.
+ * Values out of range are ignored, as the driver ignores them. KVHOST_ATTRIBUTES,
+ * "NUMBER=VALUE,..." of enum cudaDeviceAttr, is read at each question: another machine's device, such as Grace's.
+ *
+ * CAPTURE. What a capturing stream takes is not executed and no graph is kept; cudaStreamEndCapture says whether the
+ * capture is whole. As in CUDA a call of any thread that may be unsafe (allocating, registering, querying and waiting
+ * for events and streams, synchronous copies) is refused with 900 and spoils captures in global mode, unless the
+ * thread's own mode is another (cudaThreadExchangeStreamCaptureMode).
  *
  * FORK. A child starts afresh at its first call; its parent's streams, events and device pointers are invalid there.
  */
@@ -244,6 +250,7 @@ typedef struct {
     uint64_t device_bytes, pinned_bytes;    /* allocated (registered memory included) */
     uint64_t host_functions;                /* called so far */
     uint64_t sticky;                        /* error that every call returns; 0: none */
+    uint64_t pointers_asked;                /* addresses that cuPointerGetAttributes was asked about */
 } kvhost_stats;
 KVP_EXPORT cudaError_t kvhostStats(kvhost_stats *stats);
 /* Calls of this thread that waited for a slot so far. */

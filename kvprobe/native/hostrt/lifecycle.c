@@ -109,8 +109,10 @@ static void once_per_process(void) {
 }
 
 static runtime *create(const kvhost_config *config) {
+    static uint64_t contexts;
     runtime *rt = calloc(1, sizeof *rt);
     if (!rt) abort();
+    rt->context_id = ++contexts;
     pthread_mutexattr_t adaptive;
     pthread_mutexattr_init(&adaptive);
     pthread_mutexattr_settype(&adaptive, PTHREAD_MUTEX_ADAPTIVE_NP);
@@ -147,12 +149,14 @@ runtime *kvh_start(void) {
 
 static void destroy(runtime *rt) {
     parker p = {0};
+    atomic_store(&rt->closed, true);
     kvh_lock(rt);
     kvh_fail(rt, cudaErrorDevicesUnavailable);
     rt->leaving = &p;
     kvh_let_leave(rt);
     kvh_unlock(rt);
     rt->time->wait(rt, &p);
+    while (atomic_load(&rt->calls)) usleep(50); /* one that has begun would find what is freed now */
     rt->time->stop(rt);
     free(rt->compute.heap);
     kvh_release_handles(rt);
@@ -182,6 +186,15 @@ cudaError_t kvhostReset(const kvhost_config *config) {
     pthread_mutex_unlock(&start_lock);
     self.last_error = cudaSuccess;
     return cudaSuccess;
+}
+
+/* What kvhostReset does, once all work is done; the configuration stays. */
+KVP_EXPORT cudaError_t cudaDeviceReset(void) {
+    KVH_ENTER(cudaDeviceReset, 0);
+    cudaError_t error = kvh_wait_all(c);
+    kvhost_config config = c->rt->config;
+    kvh_end(c, error);
+    return error ? error : kvhostReset(&config);
 }
 
 cudaError_t kvhostConfigure(const kvhost_config *config) {
@@ -241,11 +254,15 @@ cudaError_t kvh_begin(call *c, enum kvh_api api, uint64_t stream_handle) {
     c->blocked_ns = c->longest_ns = c->queue_ns = c->correlation = c->trace_index = 0;
     c->chunks = 0;
     c->owns = rt->simulation && kvh_simulation_enter(rt);
+    c->counted = !rt->simulation;
+    if (c->counted) atomic_fetch_add(&rt->calls, 1);
     c->tracing = atomic_load_explicit(&rt->tracing, memory_order_relaxed);
     if (c->tracing) kvh_trace_begin(c, stream_handle);
-    cudaError_t error = cudaSuccess;
-    if (atomic_load_explicit(&rt->faults, memory_order_relaxed)) error = kvh_fault(api);
-    return error ? error : atomic_load_explicit(&rt->sticky, memory_order_relaxed);
+    cudaError_t error = atomic_load(&rt->closed) ? cudaErrorDevicesUnavailable : cudaSuccess;
+    if (!error && atomic_load_explicit(&rt->faults, memory_order_relaxed)) error = kvh_fault(api);
+    if (!error) error = atomic_load_explicit(&rt->sticky, memory_order_relaxed);
+    if (!error && atomic_load_explicit(&rt->captures, memory_order_relaxed)) error = kvh_capture_forbids(rt, api);
+    return error;
 }
 
 cudaError_t kvh_end(call *c, cudaError_t error) {
@@ -253,6 +270,7 @@ cudaError_t kvh_end(call *c, cudaError_t error) {
     if (c->tracing) kvh_trace_end(c, error);
     if (__builtin_expect(error != 0, 0)) kvh_set_last_error(error);
     if (c->owns) kvh_simulation_leave(c->rt);
+    if (c->counted) atomic_fetch_sub(&c->rt->calls, 1);
     return error;
 }
 

@@ -28,6 +28,7 @@ struct memory {
     size_t page;
     bool kept; /* resident memory outlives what it was allocated for */
     uint64_t device_bytes, pinned_bytes, device_limit, pinned_limit;
+    _Atomic uint64_t asked;
 };
 
 /* ---- memory that is kept ----------------------------------------------------------------------------------------
@@ -525,6 +526,7 @@ KVP_EXPORT cudaError_t cudaPointerGetAttributes(pointer_attributes *attributes, 
 KVP_EXPORT int cuPointerGetAttributes(unsigned count, const int *attributes, void **data, uint64_t address) {
     enum { MEMORY_TYPE = 2, IS_MANAGED = 8, DEVICE_ORDINAL = 9, RANGE_START = 11, RANGE_SIZE = 12 };
     memory *m = kvh_runtime()->memory;
+    atomic_fetch_add(&m->asked, 1);
     pthread_rwlock_rdlock(&m->lock);
     const range *r = find(m, (uintptr_t)address);
     for (unsigned i = 0; i < count; i++) {
@@ -548,6 +550,7 @@ void kvh_memory_stats(runtime *rt, kvhost_stats *stats) {
     pthread_rwlock_rdlock(&m->lock);
     stats->device_bytes = m->device_bytes;
     stats->pinned_bytes = m->pinned_bytes;
+    stats->pointers_asked = atomic_load(&m->asked);
     pthread_rwlock_unlock(&m->lock);
 }
 #pragma GCC diagnostic pop

@@ -1,4 +1,5 @@
 /* Time that passes by itself: a thread for each copy engine, one for the compute engine, some for host functions. */
+#include "../src/kvp_signals.h"
 #include "rt.h"
 
 #include <errno.h>
@@ -41,9 +42,8 @@ static void thread_setup(const char *name) {
 
 /* The program's signals are for the program's threads. */
 static void spawn(pthread_t *thread, void *(*fn)(void *), void *arg) {
-    sigset_t all, old;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old);
+    sigset_t old;
+    kvp_block_signals(&old);
     int failed = pthread_create(thread, NULL, fn, arg);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     if (failed) abort(); /* no threads: neither a GPU nor its stand-in could work */

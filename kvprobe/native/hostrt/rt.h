@@ -25,9 +25,16 @@
 
 enum {
     cudaErrorInvalidDeviceFunction = 98,
+    cudaErrorIllegalState = 401,
     cudaErrorLaunchTimeout = 702,
     cudaErrorHostMemoryAlreadyRegistered = 712,
-    cudaErrorHostMemoryNotRegistered = 713
+    cudaErrorHostMemoryNotRegistered = 713,
+    cudaErrorStreamCaptureUnsupported = 900,
+    cudaErrorStreamCaptureInvalidated = 901,
+    cudaErrorStreamCaptureIsolation = 905,
+    cudaErrorStreamCaptureImplicit = 906,
+    cudaErrorCapturedEvent = 907,
+    cudaErrorStreamCaptureWrongThread = 908
 };
 
 /* Every exported call: its name and its number in the record format (0: none). */
@@ -98,7 +105,12 @@ enum {
     X(cuEventRecord, 27)                                                                                               \
     X(cuStreamQuery, 0)                                                                                                \
     X(cuEventQuery, 0)                                                                                                 \
-    X(cuMemHostRegister_v2, 39)
+    X(cuMemHostRegister_v2, 39)                                                                                        \
+    X(cudaStreamBeginCapture, 0)                                                                                       \
+    X(cudaStreamEndCapture, 0)                                                                                         \
+    X(cuStreamBeginCapture_v2, 0)                                                                                      \
+    X(cudaDeviceReset, 0)                                                                                              \
+    X(cuStreamEndCapture, 0)
 
 enum kvh_api {
 #define X(name, call) API_##name,
@@ -218,14 +230,18 @@ struct stream {
     parkers waiters;
     int priority;
     uint8_t last_class;
-    bool destroyed; /* pending work keeps it */
+    bool destroyed;                /* pending work keeps it */
+    bool blocking;                 /* the legacy default stream waits for it */
+    uint8_t capture, capture_mode; /* enum cudaStreamCaptureStatus, enum cudaStreamCaptureMode */
+    uint32_t capture_tid;          /* who began it */
 };
 
 struct event {
     _Atomic uint32_t alive;
     unsigned flags;
     _Atomic(runtime *) rt;
-    marker *marker; /* newest record */
+    marker *marker;        /* newest record */
+    _Atomic bool captured; /* that one was on a stream that was being captured */
     event *next, *prev;
 };
 
@@ -286,6 +302,7 @@ struct runtime {
     uint32_t channels_of[CLASSES], room, slack;
     _Atomic int sticky;
     bool stop;
+    uint64_t context_id;
     bool used;       /* something was created or submitted: kvhostConfigure refuses */
     uint32_t inside; /* threads parked */
     parker *leaving; /* kvhostReset, waiting for them and for pending operations */
@@ -323,6 +340,9 @@ struct runtime {
     memory *memory;
     _Atomic bool tracing;
     _Atomic bool faults;
+    _Atomic uint32_t captures; /* streams that are being captured */
+    _Atomic uint32_t calls;    /* threads in a call; where the clock is virtual they take turns anyway */
+    _Atomic bool closed;       /* kvhostReset has begun: nothing begins any more */
     runtime *graveyard;
 };
 
@@ -334,7 +354,8 @@ typedef struct {
     uint16_t api;
     uint8_t reason;
     bool tracing;
-    bool owns; /* the simulation, until it returns */
+    bool owns;    /* the simulation, until it returns */
+    bool counted; /* in runtime.calls */
     uint32_t trace_epoch;
     uint64_t trace_index; /* 1 + index; 0: none */
     uint64_t blocked_ns, longest_ns, queue_ns;
@@ -459,6 +480,12 @@ void kvh_handles_in_child(void);
 stream *kvh_stream(runtime *rt, cudaStream_t handle); /* NULL: invalid */
 stream *kvh_stream_new(runtime *rt, int priority);
 void kvh_stream_retire(runtime *rt, stream *s);
+
+/* capture.c */
+cudaError_t kvh_capture_forbids(runtime *rt, uint16_t api);    /* what the call must return, or 0 */
+bool kvh_captured(runtime *rt, stream *s, cudaError_t *error); /* true: what was to be submitted is not executed */
+bool kvh_capture_conflicts(runtime *rt, stream *s);            /* true: it was captured, and can no longer be */
+void kvh_capture_leave(runtime *rt, stream *s);
 
 /* faults.c, trace.c */
 cudaError_t kvh_fault(enum kvh_api api);

@@ -63,6 +63,8 @@ stream *kvh_stream_new(runtime *rt, int priority) {
     s->priority = priority;
     s->last_class = KVHOST_COMPUTE;
     s->destroyed = false;
+    s->blocking = false;
+    s->capture = 0;
     s->number = rt->next_stream++;
     s->prev = NULL;
     s->next = rt->streams;
@@ -148,6 +150,7 @@ cudaError_t kvh_stream_create(call *c, cudaStream_t *out, unsigned flags, int pr
     stream *s = kvh_stream_new(c->rt, priority);
     if (s) {
         kvh_lock(c->rt);
+        s->blocking = !(flags & cudaStreamNonBlocking);
         c->rt->stats.streams++;
         kvh_unlock(c->rt);
     }
@@ -199,6 +202,7 @@ KVP_EXPORT cudaError_t cudaStreamDestroy(cudaStream_t handle) {
     if (error) KVH_LEAVE(first ? first : error);
     kvh_lock(c->rt);
     atomic_store(&s->alive, 0);
+    kvh_capture_leave(c->rt, s);
     c->rt->stats.streams--;
     kvh_unlock_stream_held(c->rt, s); /* before it can be reused */
     if (s->head)
@@ -217,6 +221,7 @@ static void spend_query(runtime *rt) {
 cudaError_t kvh_stream_query(call *c, cudaStream_t handle) {
     stream *s = kvh_stream(c->rt, handle);
     if (!s) return cudaErrorInvalidResourceHandle;
+    if (kvh_capture_conflicts(c->rt, s)) return cudaErrorStreamCaptureUnsupported;
     cudaError_t error = kvh_lock_stream(c, s);
     if (error) return error;
     kvh_lock(c->rt);
@@ -236,6 +241,7 @@ KVP_EXPORT cudaError_t cudaStreamQuery(cudaStream_t handle) {
 cudaError_t kvh_stream_sync(call *c, cudaStream_t handle) {
     stream *s = kvh_stream(c->rt, handle);
     if (!s) return cudaErrorInvalidResourceHandle;
+    if (kvh_capture_conflicts(c->rt, s)) return cudaErrorStreamCaptureUnsupported;
     cudaError_t error = kvh_lock_stream(c, s);
     if (error) return error;
     kvh_lock(c->rt);
@@ -274,6 +280,7 @@ cudaError_t kvh_event_create(call *c, cudaEvent_t *out, unsigned flags) {
     if (e) {
         kvh_lock(rt);
         e->flags = flags;
+        e->captured = false;
         e->marker = NULL;
         e->prev = NULL;
         e->next = rt->events;
@@ -318,8 +325,12 @@ cudaError_t kvh_event_record(call *c, cudaEvent_t handle, cudaStream_t stream_ha
     runtime *rt = c->rt;
     event *e = find_event(rt, handle);
     stream *s = kvh_stream(rt, stream_handle);
+    cudaError_t error;
     if (!e || !s) return cudaErrorInvalidResourceHandle;
-    cudaError_t error = kvh_lock_stream(c, s);
+    bool captured = kvh_captured(rt, s, &error);
+    e->captured = captured;
+    if (captured) return error;
+    error = kvh_lock_stream(c, s);
     if (error) return error;
     kvh_lock(rt);
     marker *m = kvh_marker(rt); /* one reference for the operation, one for the event */
@@ -358,7 +369,13 @@ KVP_EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent
     stream *s = kvh_stream(rt, stream_handle);
     if (!e || !s) KVH_LEAVE(cudaErrorInvalidResourceHandle);
     if (flags > 1) KVH_LEAVE(cudaErrorInvalidValue);
-    cudaError_t error = kvh_lock_stream(c, s);
+    cudaError_t error;
+    if (kvh_captured(rt, s, &error)) { /* what is outside cannot be waited for inside */
+        if (!error && !e->captured && kvh_capture_conflicts(rt, s)) error = cudaErrorStreamCaptureIsolation;
+        KVH_LEAVE(error);
+    }
+    if (e->captured) KVH_LEAVE(cudaErrorNotSupported); /* it would join the capture */
+    error = kvh_lock_stream(c, s);
     if (error) KVH_LEAVE(error);
     kvh_lock(rt);
     marker *m = find_event(rt, handle) == e ? e->marker : NULL;
@@ -381,10 +398,11 @@ KVP_EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent
 cudaError_t kvh_event_query(call *c, cudaEvent_t handle) {
     kvh_lock(c->rt);
     event *e = find_event(c->rt, handle);
-    bool done = e && (!e->marker || e->marker->done);
+    bool done = e && (!e->marker || e->marker->done), captured = e && e->captured;
     kvh_unlock(c->rt);
     spend_query(c->rt);
     cudaError_t error = atomic_load(&c->rt->sticky);
+    if (captured) return cudaErrorCapturedEvent;
     return error ? error : !e ? cudaErrorInvalidResourceHandle : done ? cudaSuccess : cudaErrorNotReady;
 }
 

@@ -225,8 +225,10 @@ cudaError_t kvh_submit(call *c, stream *s, const op *proto) {
 
 cudaError_t kvh_submit_one(call *c, cudaStream_t handle, const op *proto) {
     stream *s = kvh_stream(c->rt, handle);
+    cudaError_t error;
     if (!s) return cudaErrorInvalidResourceHandle;
-    cudaError_t error = kvh_lock_stream(c, s);
+    if (kvh_captured(c->rt, s, &error)) return error;
+    error = kvh_lock_stream(c, s);
     if (error) return error;
     error = kvh_submit(c, s, proto);
     kvh_unlock_stream(c->rt, s);

@@ -11,15 +11,17 @@
  *   source at once, and somebody may count on a call that returns while that work waits for what its caller does next.
  *   So it is looked at first: once a call of the size has returned before the work in front of it was over, such copies
  *   go as they are for good. Where each of the first ones waited (WATCHED_BEHIND), staged ones wait, too, but not for
- *   longer than MOST_WAIT_NS.
+ *   longer than STAGING_MOST_WAIT_NS. No longer is waited for the device anywhere where the program's call might
+ * return: a stream without work may share its channel with one that waits for this caller. Then the copy goes as it is.
  * - Device to host: all bytes have arrived when the call returns, whatever was in front of it.
  * - Order in the stream, and what an event recorded behind the call covers, are those of one copy.
  * - An error: nothing is reported from here. The program's own call is made, over the same bytes, and its result is the
  *   result; staging is not used again in this process. A call that would be refused is not touched: destination or
  *   source that leaves its allocation, a stream or memory of another context, a kind that the memory contradicts.
- * - A stream that is being captured: untouched. The thread's capture mode is relaxed around what is called here, and a
- *   capture elsewhere goes on.
+ * - While any stream is being captured: untouched, so that what CUDA refuses meanwhile is refused. A capture that
+ * nobody saw begin goes on: the thread's capture mode is relaxed around what is called here.
  * - The runtime's last error: only the driver is called.
+ * - A context that is destroyed: before that the device is done with every slot, and no event of it is asked for again.
  *
  * WHAT IS NOT DONE, and why
  * - Registering the program's pageable memory (cudaHostRegister behind its back). Freeing it would have to be seen, and
@@ -40,6 +42,7 @@
 #define _GNU_SOURCE
 #include "cures.h"
 
+#include "../src/kvp_signals.h"
 #include "cure_account.h"
 #include "staging.h"
 
@@ -59,12 +62,14 @@
 #define CLASSES 18            /* the last one takes everything from 16 GiB up */
 #define DEFAULT_BYTES (16u << 20)
 #define CONTEXTS 16
-#define WATCHED_BEHIND 3        /* calls behind work that all waited for it, before one is staged behind work */
-#define MOST_WAIT_NS 100000000u /* then the copy goes as it is, and its call is looked at again */
-#define OF_MEMORY_LEFT 8        /* locked is at most one part in so many of what the machine has left */
-#define NOT_READY 600           /* CUDA_ERROR_NOT_READY */
+#define WATCHED_BEHIND 3      /* calls behind work that all waited for it, before one is staged behind work */
+#define REST_NS 20000000u     /* how long the rest of a copy that has returned is waited for, to know what it took */
+#define TO_END_NS 1000000000u /* how long the rest of a synchronous load is waited for */
+#define GIVE_UPS 3            /* copies in a row that the device did not take in time, until there are no more */
+#define OF_MEMORY_LEFT 8      /* locked is at most one part in so many of what the machine has left */
 
 enum { TO_DEVICE = 1, TO_HOST = 2, UNKNOWN_KIND = 4 }; /* cudaMemcpyKind */
+enum { HOST_PAGE_TABLES = 100 }; /* CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES */
 enum { MEMORY_TYPE = 2, IS_MANAGED = 8, DEVICE_ORDINAL = 9, RANGE_START = 11, RANGE_SIZE = 12 };
 enum { HOST = 1, DEVICE = 2 };
 enum { RELAXED = 2, DISABLE_TIMING = 2, PORTABLE = 1 };
@@ -90,6 +95,7 @@ static struct {
     } behind[CLASSES];
     _Atomic uint64_t behind_work, beside_another; /* copies that went as they are */
     uint64_t copies[2], bytes[2];                 /* staged */
+    uint32_t given_up;
     double ns[2][2]; /* what they took, by the accounts, by enum kvp_way: what they would have taken */
 } cure;
 
@@ -139,14 +145,18 @@ void kvp_cures_close(void) {
 
 /* ---- the slots ------------------------------------------------------------------------------------------------- */
 
+/* 1: it can do it. 0: it is not loaded yet. -1: it lacks a function. */
 static int open_driver(void) {
-    int missing = 0;
+    const char *missing = NULL;
+    if (!kvp_driver_symbol("cuInit")) return 0;
 #define X(NAME, PARAMETERS)                                                                                            \
     kvp_driver.NAME = (int(*) PARAMETERS)(uintptr_t)kvp_driver_symbol(#NAME);                                          \
-    missing |= !kvp_driver.NAME;
+    if (!kvp_driver.NAME) missing = #NAME;
     KVP_STAGING_CALLS(X)
 #undef X
-    return !missing;
+    if (!missing) return 1;
+    kvp_decision(folder, "refuse", NULL, NULL, 0, "this driver has no %s, CUDA 12 has: copies go as they are", missing);
+    return -1;
 }
 
 static size_t memory_left(void) {
@@ -180,8 +190,30 @@ static void refuse(const char *why, size_t bytes, int error) {
     if (error)
         kvp_decision(folder, "refuse", NULL, NULL, 0, "%s (%zu bytes, error %d): copies go as they are", why, bytes,
                      error);
-    else
+    else if (bytes)
         kvp_decision(folder, "refuse", NULL, NULL, 0, "%s (%zu bytes): copies go as they are", why, bytes);
+    else
+        kvp_decision(folder, "refuse", NULL, NULL, 0, "%s: copies go as they are", why);
+}
+
+typedef struct {
+    uint32_t type, managed;
+    int ordinal;
+    uint64_t start, size;
+} place;
+
+static int look(uint64_t address, place *p) {
+    *p = (place){.ordinal = -1};
+    int attributes[] = {MEMORY_TYPE, IS_MANAGED, DEVICE_ORDINAL, RANGE_START, RANGE_SIZE};
+    void *data[] = {&p->type, &p->managed, &p->ordinal, &p->start, &p->size};
+    return !kvp_driver.cuPointerGetAttributes(5, attributes, data, address);
+}
+
+/* Registered by a context that was destroyed since, it no longer is. */
+static int pin(void *memory, size_t bytes) {
+    place p;
+    if (look((uint64_t)(uintptr_t)memory, &p) && p.type == HOST) return 0;
+    return kvp_driver.cuMemHostRegister_v2(memory, bytes, PORTABLE);
 }
 
 static int make_slots(void) {
@@ -205,7 +237,7 @@ static int make_slots(void) {
     int error = madvise(memory, bytes, MADV_DONTFORK) ? errno : 0;
     if (!error) {
         memset(memory, 0, bytes);
-        error = kvp_driver.cuMemHostRegister_v2(memory, bytes, PORTABLE);
+        error = pin(memory, bytes);
     }
     if (error) {
         munmap(memory, bytes);
@@ -223,15 +255,21 @@ static int make_slots(void) {
 
 /* On a thread of its own: registering takes milliseconds, and holds the context's lock. */
 static void *set_up(void *context) {
-    int mode = RELAXED, error;
+    int mode = RELAXED, error, device = 0, by_itself = 0;
     uint64_t id = 0;
     prctl(PR_SET_NAME, "kvprobe-staging");
     kvp_driver.cuThreadExchangeStreamCaptureMode(&mode);
     error = kvp_driver.cuCtxSetCurrent(context);
     if (!error) error = kvp_driver.cuCtxGetId(context, &id);
+    if (!error) error = kvp_driver.cuCtxGetDevice(&device);
+    if (!error) error = kvp_driver.cuDeviceGetAttribute(&by_itself, HOST_PAGE_TABLES, device);
     uint32_t at = atomic_load(&cure.context_count);
     if (error)
         refuse("the context cannot be used by another thread", 0, error);
+    else if (by_itself)
+        refuse("the GPU reads this machine's pageable memory by itself, and pins none", 0, 0);
+    else if (cure.memory && (error = pin(cure.memory, cure.locked)))
+        refuse("memory for staging could not be locked again", cure.locked, error);
     else if (cure.memory || make_slots()) {
         staging_events *of = &cure.contexts[at];
         for (uint32_t i = 0; !error && i < cure.locked / STAGING_SLOT_BYTES; i++)
@@ -260,11 +298,10 @@ static void ask_for_slots(void *context) {
     if (cure.failed || atomic_load(&cure.context_count) == CONTEXTS) return;
     if (!atomic_compare_exchange_strong(&cure.setting, &no, 1)) return;
     if (!told++) atexit(wait_for_set_up);
-    sigset_t all, were;
+    sigset_t were;
     pthread_t thread;
     pthread_attr_t attributes;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &were);
+    kvp_block_signals(&were);
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     int error = pthread_create(&thread, &attributes, set_up, context);
@@ -279,20 +316,23 @@ static const staging_events *events_of(uint64_t context) {
     return NULL;
 }
 
-/* ---- one copy -------------------------------------------------------------------------------------------------- */
-
-typedef struct {
-    uint32_t type, managed;
-    int ordinal;
-    uint64_t start, size;
-} place;
-
-static int look(uint64_t address, place *p) {
-    *p = (place){.ordinal = -1};
-    int attributes[] = {MEMORY_TYPE, IS_MANAGED, DEVICE_ORDINAL, RANGE_START, RANGE_SIZE};
-    void *data[] = {&p->type, &p->managed, &p->ordinal, &p->start, &p->size};
-    return !kvp_driver.cuPointerGetAttributes(5, attributes, data, address);
+void kvp_context_ends(void) {
+    if (!kvp_watch.cures || atomic_load(&cure.pid) != (int)getpid()) return;
+    int was = errno, no = 0, mode = RELAXED, held = 0;
+    uint64_t until = kvp_clock() + TO_END_NS;
+    while (!(held = !atomic_load(&cure.setting) && atomic_compare_exchange_strong(&cure.busy, &no, 1)) &&
+           kvp_clock() < until)
+        usleep(100), no = 0;
+    if (held && !kvp_driver.cuThreadExchangeStreamCaptureMode(&mode)) {
+        held = !kvp_staging_drain(until);
+        kvp_driver.cuThreadExchangeStreamCaptureMode(&mode);
+        atomic_store(&cure.busy, 0);
+    }
+    if (!held) refuse("a context was destroyed while copies were under way", 0, 0);
+    errno = was;
 }
+
+/* ---- one copy -------------------------------------------------------------------------------------------------- */
 
 static int is_pageable(uint64_t address, size_t bytes) {
     place first, last;
@@ -342,21 +382,26 @@ static void add(kvp_account *account, enum kvp_way way, uint64_t ns, size_t byte
     tell(verdict, account, at < CLASSES, (int)(at % CLASSES));
 }
 
-/* Until what is in the stream now is over, whatever others put behind it; the holder of `busy` alone. */
-static int wait_here(const staging_events *events, void *stream) {
+/* Until what is in the stream now is over, whatever others put behind it, and no longer than `most_ns`: the copy itself
+ * has returned, and the stream may share its channel with one that waits for its caller. The holder of `busy` alone. */
+static int wait_here(const staging_events *events, void *stream, uint64_t most_ns) {
+    uint64_t until = kvp_clock() + most_ns;
     int error = kvp_driver.cuEventRecord(events->probe, stream);
-    while (!error && (error = kvp_driver.cuEventQuery(events->probe)) == NOT_READY) error = sched_yield();
+    if (error) return error;
+    while ((error = kvp_driver.cuEventQuery(events->probe)) == STAGING_NOT_READY && kvp_clock() < until)
+        kvp_staging_pause();
     return error;
 }
 
 /* 1: nothing is in front of a load any more. 0: it is to go as it is, *watched says whether somebody looks at it. */
 static int nothing_in_front(kvp_watched *watched, int class, const staging_events *events, void *stream) {
     int state = kvp_driver.cuStreamQuery(stream);
-    if (state != NOT_READY) return !state; /* an error is the program's own call's to find */
-    uint64_t until = kvp_clock() + MOST_WAIT_NS;
+    if (state != STAGING_NOT_READY) return !state; /* an error is the program's own call's to find */
+    uint64_t until = kvp_clock() + STAGING_MOST_WAIT_NS;
     if (!cure.behind[class].early && cure.behind[class].waited >= WATCHED_BEHIND)
-        while ((state = kvp_driver.cuStreamQuery(stream)) == NOT_READY && kvp_clock() < until) sched_yield();
-    if (state != NOT_READY) return !state;
+        while ((state = kvp_driver.cuStreamQuery(stream)) == STAGING_NOT_READY && kvp_clock() < until)
+            kvp_staging_pause();
+    if (state != STAGING_NOT_READY) return !state;
     atomic_fetch_add(&cure.behind_work, 1);
     if (!cure.behind[class].early && !kvp_driver.cuEventRecord(events->probe, stream))
         *watched = (kvp_watched){&cure.accounts[0][class], events, stream, 1, 0, 0};
@@ -380,8 +425,12 @@ static int stage(kvp_account *account, const staging_events *events, uint64_t ds
     int ask = kvp_account_asks(account, KVP_CURED);
     int error =
         kvp_staged_copy(events, load, load ? dst : src, (uint8_t *)(uintptr_t)(load ? src : dst), bytes, stream);
-    if (!error && load && (to_end || ask)) error = wait_here(events, stream);
-    if (error) {
+    if (error == STAGING_NOT_READY) {
+        if (++cure.given_up == GIVE_UPS) refuse("the device took nothing for 100 ms, three times", bytes, 0);
+        return 0;
+    }
+    if (!error && load && (to_end || ask)) error = wait_here(events, stream, to_end ? TO_END_NS : REST_NS);
+    if (error && error != STAGING_NOT_READY) {
         refuse("a staged copy failed", bytes, error);
         return 0;
     }
@@ -389,6 +438,7 @@ static int stage(kvp_account *account, const staging_events *events, uint64_t ds
         add(account, KVP_CURED, kvp_clock() - start, bytes);
     else
         kvp_account_pass(account);
+    cure.given_up = 0;
     cure.copies[!load]++;
     cure.bytes[!load] += bytes;
     for (int way = 0; way < 2; way++) cure.ns[!load][way] += kvp_account_cost(account, way) * (double)bytes;
@@ -433,15 +483,17 @@ static int try_copy(kvp_watched *watched, uint64_t dst, uint64_t src, size_t byt
 
 int kvp_copy_cured(kvp_watched *watched, uint64_t dst, uint64_t src, size_t bytes, int kind, uint64_t stream,
                    int to_end) {
-    if (bytes < SMALLEST || (kind != TO_DEVICE && kind != TO_HOST && kind != UNKNOWN_KIND)) return 0;
+    if (bytes < SMALLEST || atomic_load(&kvp_watch.captures) ||
+        (kind != TO_DEVICE && kind != TO_HOST && kind != UNKNOWN_KIND))
+        return 0;
+    if (kvp_known_pinned(kind == TO_HOST ? dst : src) || (kind == UNKNOWN_KIND && kvp_known_pinned(dst))) return 0;
     int was = errno, made = 0, me = (int)getpid(), began = atomic_load(&cure.pid), mode = RELAXED;
     if (began != me) {
-        if (began || !open_driver()) { /* a child, or no driver that can do it: CUDA 12 can */
-            kvp_watch.cures = 0;
-            errno = was;
-            return 0;
-        }
-        atomic_store(&cure.pid, me);
+        int able = began ? -1 : open_driver(); /* began: in a child */
+        if (able < 0) kvp_watch.cures = 0;
+        if (able > 0) atomic_store(&cure.pid, me);
+        errno = was;
+        if (able <= 0) return 0;
     }
     if (!kvp_driver.cuThreadExchangeStreamCaptureMode(&mode)) {
         made = try_copy(watched, dst, src, bytes, kind, (void *)(uintptr_t)stream, to_end);
@@ -456,12 +508,15 @@ void kvp_copy_made(kvp_watched *watched, int result) {
     const staging_events *events = watched->events;
     if (!result && !kvp_driver.cuThreadExchangeStreamCaptureMode(&mode)) {
         if (watched->behind_work) {
-            if (kvp_driver.cuEventQuery(events->probe) == NOT_READY)
+            if (kvp_driver.cuEventQuery(events->probe) == STAGING_NOT_READY)
                 cure.behind[class].early = 1;
             else if (cure.behind[class].waited < WATCHED_BEHIND)
                 cure.behind[class].waited++;
-        } else if (!wait_here(events, watched->stream))
-            add(watched->account, KVP_AS_IT_IS, kvp_clock() - watched->start_ns, watched->bytes);
+        } else {
+            int error = wait_here(events, watched->stream, REST_NS);
+            if (!error || error == STAGING_NOT_READY)
+                add(watched->account, KVP_AS_IT_IS, kvp_clock() - watched->start_ns, watched->bytes);
+        }
         kvp_driver.cuThreadExchangeStreamCaptureMode(&mode);
     }
     atomic_store(&cure.busy, 0);

@@ -6,8 +6,9 @@
 
 /* Looks at the environment. `folder` stays valid. */
 void kvp_cures_start(const char *folder);
-void kvp_cures_stop(void);  /* from now on every call goes as it is */
-void kvp_cures_close(void); /* and the run folder is told what was done */
+void kvp_cures_stop(void);   /* from now on every call goes as it is */
+void kvp_cures_close(void);  /* and the run folder is told what was done */
+void kvp_context_ends(void); /* the program is about to destroy a context: nothing of it is asked for afterwards */
 
 /* One copy between host and device memory, on its way through kvp_cured_copy. */
 typedef struct {

@@ -65,6 +65,7 @@ struct watch {
     atomic_int no_driver;   /* there is none to ask about a pointer */
     atomic_int gate;        /* 1: a test forbids calls */
     atomic_int cures;       /* 1: pageable copies may go another way (cures.c) */
+    atomic_int captures;    /* streams that are being captured */
     atomic_uint generation; /* of what is known of memory: freeing or registering some makes it another */
 } __attribute__((aligned(64)));
 extern struct watch kvp_watch;
@@ -94,7 +95,8 @@ void *kvp_symbol_of(void *handle, const char *name);
 uintptr_t kvp_own_base(void);
 void *kvp_dlopen(const char *file, int mode);
 
-/* relocate.c: attaching to a running process. The number of words written, or a negative errno. */
+/* relocate.c: attaching to a running process. The number of words written that lead to recorded calls, or a negative
+ * errno. */
 int kvp_redirect_all(void);
 int kvp_restore_all(void);
 void kvp_redirect_new(void); /* in libraries that were loaded since */
@@ -113,6 +115,8 @@ int kvp_hand_on(const char *library, const char *folder, const char *detail, uin
 void kvp_classify(kvp_record *record);
 void kvp_fetch_ranges(void);  /* into the cache, for kvp_classify */
 void kvp_forget_ranges(void); /* memory was freed or registered */
+/* 1: an earlier copy of this thread showed that it is. No question is asked: 0 says nothing. */
+int kvp_known_pinned(uint64_t address);
 
 /* gate.c */
 void kvp_gate(const kvp_record *record); /* of every call while kvp_watch.gate is set */

@@ -97,6 +97,13 @@ static inline int kind_of(uint64_t address) {
     return ask_driver(address);
 }
 
+int kvp_known_pinned(uint64_t address) {
+    if (known.generation != kvp_watch.generation) return 0;
+    for (uint32_t i = 0; i < RANGES; i++)
+        if (address - known.range[i].start < known.range[i].size) return known.range[i].kind == KVP_MEM_PINNED;
+    return 0;
+}
+
 void kvp_classify(kvp_record *r) {
     int direction = r->direction & 15, memory = 0;
     if (kvp_watch.no_driver) return;

@@ -57,7 +57,7 @@ static size_t name_bytes;
 static volatile int scanning, scan_again;
 static struct changes {
     unsigned long long adds, subs;
-} seen; /* loaded and unloaded libraries that the newest scan knew of */
+} seen; /* loaded and unloaded libraries that the newest scan knew of; read by threads that do not scan */
 
 /* ---- gathering ----------------------------------------------------------------------------------------------- */
 
@@ -155,8 +155,9 @@ static struct changes changes_now(void) {
 
 /* ---- one object ---------------------------------------------------------------------------------------------- */
 
-/* Keeps an object loaded; NULL: it has gone. The main program stays by itself. */
-static void *hold(const struct object *o) {
+/* Keeps an object loaded; NULL: it has gone. The main program stays by itself.
+ * The loader wrote what is read here under its own lock, which dlopen takes and the sanitizer does not see. */
+__attribute__((no_sanitize("thread"))) static void *hold(const struct object *o) {
     struct link_map *map = dlopen(o->name[0] ? o->name : NULL, RTLD_LAZY | RTLD_NOLOAD);
     if (map && (uintptr_t)map->l_addr != o->base) {
         dlclose(map);
@@ -213,7 +214,8 @@ static void scan(int all) {
             write_wrappers(&objects[i], handle);
             dlclose(handle);
         }
-        seen = now;
+        __atomic_store_n(&seen.adds, now.adds, __ATOMIC_RELEASE);
+        __atomic_store_n(&seen.subs, now.subs, __ATOMIC_RELEASE);
     } while (__atomic_load_n(&scan_again, __ATOMIC_SEQ_CST));
 }
 
@@ -231,7 +233,9 @@ void kvp_redirect_new(void) {
     if (!kvp_watch.attached) return;
     int was = errno;
     struct changes now = changes_now();
-    if (now.adds != seen.adds || now.subs != seen.subs) {
+    /* each count tells on its own that a scan has begun since: no need to see both of one scan */
+    if (now.adds != __atomic_load_n(&seen.adds, __ATOMIC_ACQUIRE) ||
+        now.subs != __atomic_load_n(&seen.subs, __ATOMIC_ACQUIRE)) {
         if (begin_scan()) {
             if (kvp_watch.attached) scan(0);
             end_scan();
@@ -241,12 +245,20 @@ void kvp_redirect_new(void) {
     errno = was;
 }
 
+/* Whether a word leads to a call that is recorded: not to what hands out addresses, nor to dlopen, exec and the like.
+ */
+static int leads_to_call(const struct word *w) {
+    if (w->wrapped >= kvp_wrapped_count) return 0;
+    const char *name = kvp_wrapped[w->wrapped].name;
+    return strncmp(name, "cuGetProcAddress", 16) && strncmp(name, "cudaGetDriverEntryPoint", 23);
+}
+
 int kvp_redirect_all(void) {
     if (!begin_scan()) return -EBUSY;
     scan(1);
     scan(1); /* a binder that was at work may have written over a word */
     int written = 0;
-    for (int i = 0; i < word_count; i++) written += words[i].now != NULL;
+    for (int i = 0; i < word_count; i++) written += words[i].now && leads_to_call(&words[i]);
     end_scan();
     return written;
 }
@@ -264,7 +276,7 @@ int kvp_restore_all(void) {
         struct object *o = &objects[i];
         void *handle = o->word_count && o->seen == scan_number ? hold(o) : NULL;
         for (struct word *w = &words[o->words], *end = w + o->word_count; w < end; w++) {
-            if (w->now && handle) restored += store(o, w->at, w->now, w->was);
+            if (w->now && handle && store(o, w->at, w->now, w->was)) restored += leads_to_call(w);
             w->now = w->was = NULL;
         }
         if (handle) dlclose(handle);

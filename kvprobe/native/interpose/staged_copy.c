@@ -7,10 +7,11 @@
 #define _GNU_SOURCE
 #include "staging.h"
 
+#include "../src/kvp_signals.h"
+
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
@@ -18,7 +19,6 @@
 
 #define SMALLEST_CHUNK (64u << 10)
 #define HELPERS 8
-#define NOT_READY 600 /* CUDA_ERROR_NOT_READY */
 
 static uint8_t *slots_at;
 static uint32_t slot_count;
@@ -59,15 +59,24 @@ static int move_one(void) {
     return 1;
 }
 
+static inline void pause_once(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#else
+    __asm__ volatile("" ::: "memory");
+#endif
+}
+
 static inline void relax(unsigned *spins) {
     if (++*spins % 128 == 0)
         sched_yield();
     else
-#if defined(__x86_64__)
-        __builtin_ia32_pause();
-#else
-        __asm__ volatile("" ::: "memory");
-#endif
+        pause_once();
+}
+
+void kvp_staging_pause(void) {
+    for (int i = 0; i < 32; i++) pause_once();
+    sched_yield();
 }
 
 /* ---- helpers --------------------------------------------------------------------------------------------------- */
@@ -91,13 +100,8 @@ int kvp_staging_open(uint8_t *memory, uint32_t slots, unsigned helpers) {
     slots_at = memory;
     slot_count = slots < STAGING_SLOTS ? slots : STAGING_SLOTS;
     if (helpers > HELPERS) helpers = HELPERS;
-    /* Signals that are sent go to the program's threads. A fault is the thread's own: where the program has a handler
-     * for its memory (one that maps pages when they are touched), it runs here as it would in the caller. */
-    sigset_t all, were;
-    sigfillset(&all);
-    static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS};
-    for (unsigned i = 0; i < sizeof faults / sizeof *faults; i++) sigdelset(&all, faults[i]);
-    pthread_sigmask(SIG_SETMASK, &all, &were);
+    sigset_t were;
+    kvp_block_signals(&were);
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
@@ -132,6 +136,14 @@ static void begin(int to_device, uint8_t *host, size_t bytes) {
     if (wanted) syscall(SYS_futex, &job.turn, FUTEX_WAKE_PRIVATE, wanted, NULL, NULL, 0);
 }
 
+/* The device is all that is waited for, and somebody may hold it up until this call has returned. 1: it goes on. */
+static int wait_for_device(uint64_t *since) {
+    uint64_t now = kvp_clock();
+    if (!*since) *since = now;
+    kvp_staging_pause();
+    return now - *since < STAGING_MOST_WAIT_NS;
+}
+
 /* After an error: nothing of the program's memory is touched from here on. */
 static void abandon(void) {
     unsigned spins = 0;
@@ -150,6 +162,19 @@ static int slot_state(uint32_t chunk) {
     return error;
 }
 
+int kvp_staging_drain(uint64_t until_ns) {
+    for (uint32_t i = 0; i < slot_count; i++) {
+        int error;
+        while ((error = slot_state(i)) == STAGING_NOT_READY)
+            if (kvp_clock() < until_ns)
+                kvp_staging_pause();
+            else
+                return error;
+        pending[i] = NULL; /* an error: the next copy finds it, too */
+    }
+    return 0;
+}
+
 static int moved(uint32_t chunk) {
     return atomic_load_explicit(&job.moved[chunk % slot_count], memory_order_acquire) == chunk + 1;
 }
@@ -166,17 +191,21 @@ static int submit(const staging_events *events, uint64_t device, uint32_t chunk,
 /* Returns when the last chunk is in its slot and submitted: the program may change its memory. */
 static int load(const staging_events *events, uint64_t device, void *stream) {
     uint32_t submitted = 0, limit = 0;
+    uint64_t since = 0;
     unsigned spins = 0;
     while (submitted < job.chunks) {
         while (limit < job.chunks && limit < submitted + slot_count) {
             int error = slot_state(limit);
-            if (error == NOT_READY) break;
+            if (error == STAGING_NOT_READY) break;
             if (error) return error;
             atomic_store(&job.limit, ++limit);
         }
         if (moved(submitted)) {
             int error = submit(events, device, submitted++, stream);
             if (error) return error;
+            since = 0;
+        } else if (submitted == limit) {
+            if (!wait_for_device(&since)) return STAGING_NOT_READY;
         } else if (!move_one())
             relax(&spins);
     }
@@ -186,22 +215,27 @@ static int load(const staging_events *events, uint64_t device, void *stream) {
 /* Returns when all bytes have arrived in the program's memory. */
 static int store(const staging_events *events, uint64_t device, void *stream) {
     uint32_t submitted = 0, limit = 0, finished = 0;
+    uint64_t since = 0;
     unsigned spins = 0;
     while (finished < job.chunks) {
         while (submitted < job.chunks && submitted < finished + slot_count) {
             int error = slot_state(submitted);
-            if (error == NOT_READY) break;
+            if (error == STAGING_NOT_READY) break;
             if (!error) error = submit(events, device, submitted++, stream);
             if (error) return error;
         }
         while (limit < submitted) {
             int error = slot_state(limit);
-            if (error == NOT_READY) break;
+            if (error == STAGING_NOT_READY) break;
             if (error) return error;
             atomic_store(&job.limit, ++limit);
+            since = 0;
         }
-        while (finished < job.chunks && moved(finished)) finished++;
-        if (finished < job.chunks && !move_one()) relax(&spins);
+        while (finished < limit && moved(finished)) finished++;
+        if (finished == limit && finished < job.chunks) {
+            if (!wait_for_device(&since)) return STAGING_NOT_READY;
+        } else if (finished < job.chunks && !move_one())
+            relax(&spins);
     }
     return 0;
 }

@@ -190,8 +190,8 @@ __attribute__((constructor)) static void find_exit(void) {
 }
 
 /* ---- attaching ------------------------------------------------------------------------------------------------
- * Called by a debugger in a thread of the process, the others running on. Both return a number of words written, or a
- * negative errno. */
+ * Called by a debugger in a thread of the process, the others running on. Both return a number of words written that
+ * lead to recorded calls, or a negative errno. */
 
 CUDA_EXPORT int kvprobe_attach(const char *library, const char *folder, const char *detail, uint64_t limit_bytes);
 int kvprobe_attach(const char *library, const char *folder, const char *detail, uint64_t limit_bytes) {
@@ -629,10 +629,21 @@ static struct wrapped *driver_symbol(const char *name, int version, uint64_t fla
     static const struct {
         const char *name;
         int since, oldest;
-    } v2[] = {{"cuMemcpyHtoDAsync", 3020, 3020}, {"cuMemcpyDtoHAsync", 3020, 3020}, {"cuMemcpyDtoDAsync", 3020, 3020},
-              {"cuMemcpy2DAsync", 3020, 3020},   {"cuMemcpy3DAsync", 3020, 3020},   {"cuMemAlloc", 3020, 3020},
-              {"cuMemFree", 3020, 3020},         {"cuMemAllocHost", 3020, 3020},    {"cuMemHostRegister", 6050, 4000},
-              {"cuMemcpyBatchAsync", 13000, 1},  {"cuGetProcAddress", 12000, 1}};
+    } v2[] = {{"cuMemcpyHtoDAsync", 3020, 3020},
+              {"cuMemcpyDtoHAsync", 3020, 3020},
+              {"cuMemcpyDtoDAsync", 3020, 3020},
+              {"cuMemcpy2DAsync", 3020, 3020},
+              {"cuMemcpy3DAsync", 3020, 3020},
+              {"cuMemAlloc", 3020, 3020},
+              {"cuMemFree", 3020, 3020},
+              {"cuMemAllocHost", 3020, 3020},
+              {"cuMemHostRegister", 6050, 4000},
+              {"cuMemcpyBatchAsync", 13000, 1},
+              {"cuGetProcAddress", 12000, 1},
+              {"cuStreamBeginCapture", 10010, 10010},
+              {"cuCtxDestroy", 4000, 4000},
+              {"cuDevicePrimaryCtxReset", 11000, 11000},
+              {"cuDevicePrimaryCtxRelease", 11000, 11000}};
     char symbol[64];
     const char *suffix = "";
     for (unsigned i = 0; i < sizeof v2 / sizeof *v2; i++)
@@ -656,16 +667,19 @@ static void wrap_driver(const char *name, void **pointer, int version, uint64_t 
     if (w) *pointer = kvp_wrap_pointer(w, *pointer);
 }
 
-#define RESOLVER(NAME, AFTER)                                                                                          \
+/* A call that is not recorded. AFTER may look at `result`. */
+#define UNRECORDED(NAME, BEFORE, AFTER)                                                                                \
     typedef int NAME##_fn(NAME##_P);                                                                                   \
     static inline int NAME##_via(any_fn *function, const int per_thread, NAME##_P) {                                   \
         NAME##_fn *real = (NAME##_fn *)function;                                                                       \
         (void)per_thread;                                                                                              \
         if (!real) return SYMBOL_NOT_FOUND;                                                                            \
+        BEFORE;                                                                                                        \
         int result = real(NAME##_A);                                                                                   \
-        if (!result) AFTER;                                                                                            \
+        AFTER;                                                                                                         \
         return result;                                                                                                 \
     }
+#define RESOLVER(NAME, AFTER) UNRECORDED(NAME, (void)0, if (!result) AFTER)
 
 #define cuGetProcAddress_P const char *name, void **pointer, int version, uint64_t flags
 #define cuGetProcAddress_A name, pointer, version, flags
@@ -689,6 +703,62 @@ RESOLVER(cudaGetDriverEntryPoint, wrap_driver(name, pointer, version_beside((voi
     const char *name, void **pointer, unsigned version, uint64_t flags, void *status
 #define cudaGetDriverEntryPointByVersion_A name, pointer, version, flags, status
 RESOLVER(cudaGetDriverEntryPointByVersion, wrap_driver(name, pointer, (int)version, STREAM_FLAGS))
+
+/* ---- captures of graphs: what is being captured is only counted (cures.c) -------------------------------------- */
+
+enum { CAPTURES = 900, WRONG_THREAD = 908 }; /* the errors that end a capture lie between */
+static __thread int in_capture_call
+    __attribute__((tls_model("initial-exec"))); /* the runtime's call makes the driver's */
+
+static void capture_began(int result) {
+    if (!--in_capture_call && !result) atomic_fetch_add(&kvp_watch.captures, 1);
+}
+
+static void capture_ended(int result) {
+    if (--in_capture_call || (result && (result < CAPTURES || result >= WRONG_THREAD))) return;
+    int now = atomic_load(&kvp_watch.captures);
+    while (now > 0 && !atomic_compare_exchange_weak(&kvp_watch.captures, &now, now - 1)) {
+    }
+}
+
+#define BEGINS_CAPTURE(NAME) UNRECORDED(NAME, in_capture_call++, capture_began(result))
+#define ENDS_CAPTURE(NAME) UNRECORDED(NAME, in_capture_call++, capture_ended(result))
+#define cudaStreamBeginCapture_P void *stream, int mode
+#define cudaStreamBeginCapture_A stream, mode
+BEGINS_CAPTURE(cudaStreamBeginCapture)
+#define TO_GRAPH_P void *stream, void *graph, const void *dependencies, const void *data, size_t count, int mode
+#define TO_GRAPH_A stream, graph, dependencies, data, count, mode
+#define cudaStreamBeginCaptureToGraph_P TO_GRAPH_P
+#define cudaStreamBeginCaptureToGraph_A TO_GRAPH_A
+BEGINS_CAPTURE(cudaStreamBeginCaptureToGraph)
+#define cudaStreamEndCapture_P void *stream, void **graph
+#define cudaStreamEndCapture_A stream, graph
+ENDS_CAPTURE(cudaStreamEndCapture)
+#define cuStreamBeginCapture_v2_P void *stream, int mode
+#define cuStreamBeginCapture_v2_A stream, mode
+BEGINS_CAPTURE(cuStreamBeginCapture_v2)
+#define cuStreamBeginCaptureToGraph_P TO_GRAPH_P
+#define cuStreamBeginCaptureToGraph_A TO_GRAPH_A
+BEGINS_CAPTURE(cuStreamBeginCaptureToGraph)
+#define cuStreamEndCapture_P void *stream, void **graph
+#define cuStreamEndCapture_A stream, graph
+ENDS_CAPTURE(cuStreamEndCapture)
+
+/* ---- contexts that end (cures.c) -------------------------------------------------------------------------------- */
+
+#define ENDS_CONTEXT(NAME) UNRECORDED(NAME, kvp_context_ends(), (void)0)
+#define cudaDeviceReset_P void *unused
+#define cudaDeviceReset_A unused
+ENDS_CONTEXT(cudaDeviceReset)
+#define cuCtxDestroy_P void *context
+#define cuCtxDestroy_A context
+ENDS_CONTEXT(cuCtxDestroy)
+#define cuDevicePrimaryCtxReset_P int device
+#define cuDevicePrimaryCtxReset_A device
+ENDS_CONTEXT(cuDevicePrimaryCtxReset)
+#define cuDevicePrimaryCtxRelease_P int device
+#define cuDevicePrimaryCtxRelease_A device
+ENDS_CONTEXT(cuDevicePrimaryCtxRelease)
 
 /* ---- symbols: X(call, exported symbol, per-thread default stream) --------------------------------------------- */
 
@@ -723,7 +793,12 @@ RESOLVER(cudaGetDriverEntryPointByVersion, wrap_driver(name, pointer, (int)versi
     X(cuMemFree, cuMemFree_v2, 0) X(cuMemFreeHost, cuMemFreeHost, 0) \
     X(cuMemHostUnregister, cuMemHostUnregister, 0) X(cuGetProcAddress, cuGetProcAddress, 0) \
     X(cuGetProcAddress_v2, cuGetProcAddress_v2, 0) BOTH(X, cudaGetDriverEntryPoint) \
-    BOTH(X, cudaGetDriverEntryPointByVersion)
+    BOTH(X, cudaGetDriverEntryPointByVersion) \
+    BOTH(X, cudaStreamBeginCapture) BOTH(X, cudaStreamBeginCaptureToGraph) BOTH(X, cudaStreamEndCapture) \
+    BOTH(X, cuStreamBeginCapture_v2) BOTH(X, cuStreamBeginCaptureToGraph) BOTH(X, cuStreamEndCapture) \
+    X(cudaDeviceReset, cudaDeviceReset, 0) X(cuCtxDestroy, cuCtxDestroy_v2, 0) \
+    X(cuDevicePrimaryCtxReset, cuDevicePrimaryCtxReset_v2, 0) \
+    X(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2, 0)
 /* clang-format on */
 
 enum {

@@ -149,6 +149,7 @@ static int launch(const kvp_copier *c, const kvp_copy_kernel *k, uint32_t count,
         if (bytes > longest) longest = bytes;
         if (bytes < shortest) shortest = bytes;
     }
+    list->used = count;
     if (!sum) return cudaSuccess;
     uint32_t most = k->max_ctas ? k->max_ctas : 1, warps = k->threads / WARP;
     if (!ctas) ctas = 1;
@@ -177,7 +178,7 @@ static int launch(const kvp_copier *c, const kvp_copy_kernel *k, uint32_t count,
                         (kvp_copy){whole.dst + at, whole.src + at, left < longest_entry ? left : longest_entry};
                 }
             }
-            count = (uint32_t)entries;
+            list->used = count = (uint32_t)entries;
             break;
         }
         unit = UINT32_MAX & ~(uint64_t)15; /* an entry is not cut again; the kernel loops over its stages */

@@ -32,8 +32,14 @@ static int add_event(kvp_submitter *s) {
     return 0;
 }
 
-/* A fence that is in use already, or NULL. */
-static struct fence *new_fence(kvp_submitter *s, int *code) {
+static void give_fence(kvp_submitter *s, struct fence *f) {
+    f->next = s->fences_free;
+    s->fences_free = f;
+    s->fences_used--;
+}
+
+/* A fence more, in use already or (`spare`) free, or NULL. A spare one is in use at no moment that others see. */
+static struct fence *new_fence(kvp_submitter *s, int *code, bool spare) {
     struct fence *f = calloc(1, sizeof *f);
     if (!f) return NULL;
     *code = make(s, cudaEventDisableTiming, &f->event);
@@ -46,24 +52,14 @@ static struct fence *new_fence(kvp_submitter *s, int *code) {
     s->fences_all = f;
     s->fence_count++;
     s->fences_used++;
+    if (spare) give_fence(s, f);
     pthread_mutex_unlock(&s->lock);
     return f;
 }
 
-static void give_fence(kvp_submitter *s, struct fence *f) {
-    f->next = s->fences_free;
-    s->fences_free = f;
-    s->fences_used--;
-}
-
 static int add_fence(kvp_submitter *s) {
     int code = cudaErrorMemoryAllocation;
-    struct fence *f = new_fence(s, &code);
-    if (!f) return code;
-    pthread_mutex_lock(&s->lock);
-    give_fence(s, f);
-    pthread_mutex_unlock(&s->lock);
-    return 0;
+    return new_fence(s, &code, true) ? 0 : code;
 }
 
 int kvp_events_open(kvp_submitter *s) {
@@ -164,7 +160,7 @@ struct fence *kvp_fence_take(kvp_submitter *s) {
 /* A fence more, in use, or NULL; without the lock. */
 struct fence *kvp_fence_make(kvp_submitter *s) {
     int code;
-    return new_fence(s, &code);
+    return new_fence(s, &code, false);
 }
 
 /* With the lock. */

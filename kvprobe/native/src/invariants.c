@@ -3,12 +3,12 @@
  * enough. */
 #include "submitter.h"
 
-static const char *check_line(const struct line *l, uint64_t places, uint64_t *lists) {
+static const char *check_line(const struct line *l, uint64_t places, uint64_t *entries) {
     uint64_t sum = 0;
     for (uint32_t i = l->head; i != l->tail; i++) {
         const struct marker *m = &l->marker[i % MARKERS];
         sum += m->places;
-        *lists += m->list >= 0;
+        *entries += m->entries;
         if (!m->event && !m->stream) return "a marker without an event or a stream";
     }
     return sum == places ? NULL : "the places of the markers are not those that are taken";
@@ -22,9 +22,11 @@ static uint64_t covered(const struct line *l) {
     return newest;
 }
 
-static const char *check_pooled(struct direction *dir, uint64_t next, uint64_t *jobs, uint64_t *lists) {
-    const char *wrong = check_line(&dir->line, atomic_load(&dir->places), lists);
+static const char *check_pooled(struct direction *dir, uint64_t next, uint64_t *jobs) {
+    uint64_t entries = 0;
+    const char *wrong = check_line(&dir->line, atomic_load(&dir->places), &entries);
     if (wrong) return wrong;
+    if (entries != dir->listed) return "a list of copies that nobody holds";
     uint64_t before = 0;
     for (struct kvp_job *j = dir->flying; j; j = j->next, ++*jobs) {
         if (j->sequence <= before) return "transfers in flight out of order";
@@ -56,14 +58,13 @@ static const char *check_shared(struct direction *dir, uint64_t next, uint64_t *
 }
 
 const char *kvp_check(kvp_submitter *s, uint64_t next) {
-    uint64_t jobs = 0, lists = 0;
+    uint64_t jobs = 0;
     for (int d = 0; d < 2; d++) {
         struct direction *dir = &s->direction[d];
-        const char *wrong = check_pooled(dir, next, &jobs, &lists);
+        const char *wrong = check_pooled(dir, next, &jobs);
         if (!wrong) wrong = check_shared(dir, next, &jobs);
         if (wrong) return wrong;
     }
-    if (lists + s->lists_free != s->config.lists) return "a list of copies that nobody holds";
     pthread_mutex_lock(&s->lock);
     for (struct kvp_job *j = s->incoming; j; j = j->next) jobs++;
     bool short_of = s->events_free + s->limbo_count > s->events_made;

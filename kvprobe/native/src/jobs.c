@@ -5,49 +5,91 @@
 #include <string.h>
 #include <unistd.h>
 
-#define SPARE_WORDS (1u << 20) /* larger ones are not kept */
+/* The analyzer knows a job by the pointer that job_alloc returned, and thinks it leaked where `made` alone holds it. */
+#pragma GCC diagnostic ignored "-Wpragmas"
+#pragma GCC diagnostic ignored "-Wunknown-warning-option"
+#pragma GCC diagnostic ignored "-Wanalyzer-malloc-leak"
 
-/* Room for a job's ids: what an ended job left, or fresh. */
-static bool data_alloc(struct kvp_job *j, uint64_t words) {
-    kvp_submitter *s = j->owner;
-    pthread_mutex_lock(&s->lock);
-    for (uint32_t i = s->spares; i-- > 0;) {
-        if (s->spare[i].words < words || s->spare[i].words > 4 * words + 64) continue;
-        j->data = s->spare[i].data;
-        j->words = s->spare[i].words;
-        s->spare[i] = s->spare[--s->spares];
-        break;
-    }
-    pthread_mutex_unlock(&s->lock);
-    if (!j->data) {
-        j->words = words < 64 ? 64 : words;
-        j->data = malloc(j->words * sizeof *j->data);
-    }
-    return j->data != NULL;
+#define LEAST_WORDS 64
+#define KEPT_BYTES (4u << 20)    /* of each class */
+#define STOCKED_BYTES (1u << 18) /* of each class, from the beginning; larger ones are not */
+
+/* Memory for what requests copy, in classes of twice as many words each: 0 holds LEAST_WORDS. */
+static uint32_t class_of(uint64_t words) {
+    uint32_t class = 0;
+    while ((uint64_t)LEAST_WORDS << class < words) class ++;
+    return class;
 }
 
-/* The job has ended: its ids' room goes to another. */
-void kvp_job_spare(struct kvp_job *j) {
-    kvp_submitter *s = j->owner;
-    int64_t *data = j->data;
-    j->data = NULL;
-    if (data && j->words <= SPARE_WORDS) {
+/* At least so many words; `words` is then what there are. */
+static void *take_spare(kvp_submitter *s, uint64_t *words) {
+    uint32_t class = class_of(*words);
+    struct spare *spare = NULL;
+    *words = (uint64_t)LEAST_WORDS << class;
+    if (class < CLASSES) {
         pthread_mutex_lock(&s->lock);
-        if (s->spares < SPARE) {
-            s->spare[s->spares].data = data;
-            s->spare[s->spares++].words = j->words;
-            data = NULL;
+        spare = s->spare[class];
+        if (spare) s->spare[class] = spare->next, s->spares[class]--;
+        pthread_mutex_unlock(&s->lock);
+    }
+    return spare ? spare : malloc(*words * 8);
+}
+
+/* What nobody needs any more goes to the next request of its class: fresh memory costs its caller page faults. */
+static void give_spare(kvp_submitter *s, void *data, uint64_t words) {
+    uint32_t class = class_of(words);
+    struct spare *spare = data;
+    if (spare && class < CLASSES) {
+        pthread_mutex_lock(&s->lock);
+        if (s->spares[class] < KEPT_BYTES / (8 * words)) {
+            spare->next = s->spare[class];
+            s->spare[class] = spare;
+            s->spares[class]++;
+            spare = NULL;
         }
         pthread_mutex_unlock(&s->lock);
     }
-    free(data);
+    free(spare);
+}
+
+/* The request's memory, once none of its jobs needs it any more. */
+static struct addresses *last_of(struct kvp_job *j) {
+    struct addresses *of = j->of;
+    j->of = NULL;
+    return of && atomic_fetch_sub_explicit(&of->jobs, 1, memory_order_acq_rel) == 1 ? of : NULL;
+}
+
+void kvp_job_spare(struct kvp_job *j) {
+    struct addresses *of = last_of(j);
+    if (of) give_spare(j->owner, of, of->words);
+    give_spare(j->owner, j->data, j->words);
+    j->data = NULL;
+}
+
+void kvp_spares_open(kvp_submitter *s) {
+    for (uint32_t class = 0; class < CLASSES; class ++) {
+        uint64_t words = (uint64_t)LEAST_WORDS << class;
+        for (uint64_t i = 0; i < STOCKED_BYTES / (8 * words); i++) {
+            void *data = malloc(words * 8);
+            if (data) give_spare(s, memset(data, 1, words * 8), words); /* 1: zeros could be had without touching it */
+        }
+    }
+}
+
+void kvp_spares_free(kvp_submitter *s) {
+    for (uint32_t class = 0; class < CLASSES; class ++)
+        for (struct spare *spare = s->spare[class], *next; spare; spare = next) {
+            next = spare->next;
+            free(spare);
+        }
 }
 
 static struct kvp_job *job_alloc(kvp_submitter *s, int direction, uint64_t id, uint64_t words) {
     struct kvp_job *j = calloc(1, sizeof *j);
     if (!j) return NULL;
     j->owner = s;
-    if (!data_alloc(j, words)) {
+    j->words = words;
+    if (words && !(j->data = take_spare(s, &j->words))) {
         free(j);
         return NULL;
     }
@@ -59,11 +101,12 @@ static struct kvp_job *job_alloc(kvp_submitter *s, int direction, uint64_t id, u
 }
 
 /* Copies block ids and looks whether each lies in the pool (in one loop that the compiler makes SIMD of). */
-static bool take_ids(int64_t *to, const int64_t *ids, uint64_t count, uint64_t blocks, int64_t *bad) {
+static bool take_ids(uint32_t *restrict to, const int64_t *restrict ids, uint64_t count, uint64_t blocks,
+                     int64_t *bad) {
     int64_t signs = 0, last = (int64_t)blocks - 1;
     for (uint64_t i = 0; i < count; i++) {
         int64_t id = ids[i];
-        to[i] = id;
+        to[i] = (uint32_t)id;
         signs |= id | (int64_t)((uint64_t)last - (uint64_t)id); /* one of them is negative where it does not */
     }
     for (uint64_t i = 0; signs < 0 && i < count; i++) {
@@ -74,72 +117,111 @@ static bool take_ids(int64_t *to, const int64_t *ids, uint64_t count, uint64_t b
     return true;
 }
 
-/* Whether an id stands twice; a bit a block, on the stack where that suffices. */
-static int twice(const int64_t *ids, uint64_t count, uint64_t blocks) {
-    enum { SMALL = 1024 };
-    uint64_t small[SMALL], *seen = small, words = (blocks + 63) / 64;
-    if (count <= 16 || (count <= 64 && words > SMALL)) {
-        for (uint64_t i = 1; i < count; i++)
-            for (uint64_t k = 0; k < i; k++)
-                if (ids[i] == ids[k]) return 1;
-        return 0;
+static inline uint64_t name_block(uint64_t *bits, uint64_t id) {
+    uint64_t *word = &bits[id / 64], bit = UINT64_C(1) << id % 64, before = *word & bit;
+    *word |= bit;
+    return before;
+}
+
+/* Whether a destination stands twice. Four quarters in turn: neighbours share a word, and each would wait for what the
+ * one before has stored. The bits are clear again afterwards, at a cost that does not grow with the pool. */
+static bool twice(struct named *named, const uint32_t *ids, uint64_t count) {
+    uint64_t *bits = named->bits, found = 0, quarter = count / 4;
+    pthread_mutex_lock(&named->lock);
+    for (uint64_t i = 0; i < quarter; i++)
+        for (uint64_t k = 0; k < 4; k++) found |= name_block(bits, ids[i + k * quarter]);
+    for (uint64_t i = 4 * quarter; i < count; i++) found |= name_block(bits, ids[i]);
+    if (named->words <= 4 * count) {
+        memset(bits, 0, named->words * sizeof *bits);
+    } else {
+        for (uint64_t i = 0; i < count; i++) bits[ids[i] / 64] = 0;
     }
-    if (words > SMALL) seen = malloc(words * 8);
-    if (!seen) return -1;
-    memset(seen, 0, words * 8);
-    uint64_t found = 0;
-    for (uint64_t i = 0; i < count; i++) {
-        uint64_t *word = &seen[(uint64_t)ids[i] >> 6], bit = UINT64_C(1) << (ids[i] & 63);
-        found |= *word & bit;
-        *word |= bit;
-    }
-    if (seen != small) free(seen);
+    pthread_mutex_unlock(&named->lock);
     return found != 0;
 }
 
-static kvp_job_status *job_of_blocks(kvp_submitter *s, int direction, uint64_t id, uint64_t copies, const int64_t *gpu,
-                                     uint64_t gpu_count, const int64_t *cpu, uint64_t cpu_count, int *why,
-                                     int64_t *bad) {
-    struct kvp_job *j = job_alloc(s, direction, id, gpu_count + cpu_count);
-    *why = j ? 0 : KVP_NO_MEMORY;
-    *bad = INT64_MIN;
+static struct kvp_job *job_of_blocks(const kvp_request *r, const int64_t *gpu, const int64_t *cpu) {
+    kvp_submitter *s = r->submitter;
+    bool store = r->what & KVP_REQUEST_STORE;
+    struct kvp_job *j = job_alloc(s, store ? KVP_D2H : KVP_H2D, r->id, (r->gpu_count + r->cpu_count + 1) / 2);
+    r->refused->why = KVP_NO_MEMORY;
     if (!j) return NULL;
-    j->gpu = j->data;
-    j->cpu = j->data + gpu_count;
-    j->gpu_count = gpu_count;
-    j->cpu_count = cpu_count;
-    j->count = copies;
-    j->status.copies = copies * s->config.layers;
+    uint32_t *ids = (uint32_t *)j->data;
+    j->gpu = ids;
+    j->cpu = ids + r->gpu_count;
+    j->count = r->copies;
+    j->status.copies = r->copies * s->config.layers;
     j->status.bytes = j->status.copies * s->config.copy_bytes;
-    if (!take_ids(j->data, gpu, gpu_count, s->config.gpu.blocks, bad) ||
-        !take_ids(j->data + gpu_count, cpu, cpu_count, s->config.cpu.blocks, bad)) {
-        *why = KVP_BAD_ID;
-    } else {
-        int repeated = direction == KVP_D2H ? twice(j->cpu, cpu_count, s->config.cpu.blocks)
-                                            : twice(j->gpu, gpu_count, s->config.gpu.blocks);
-        if (repeated) *why = repeated > 0 ? KVP_TWICE : KVP_NO_MEMORY;
+    r->refused->why = KVP_BAD_ID;
+    if (take_ids(ids, gpu, r->gpu_count, s->config.gpu.blocks, &r->refused->bad) &&
+        take_ids(ids + r->gpu_count, cpu, r->cpu_count, s->config.cpu.blocks, &r->refused->bad)) {
+        if (!twice(&s->named[j->direction], store ? j->cpu : j->gpu, store ? r->cpu_count : r->gpu_count)) return j;
+        r->refused->why = KVP_TWICE;
     }
-    if (!*why) return &j->status;
     kvp_job_spare(j);
     free(j);
     return NULL;
 }
 
-static struct kvp_job *job_of_addresses(kvp_submitter *s, int direction, uint64_t id, const kvp_addresses *copies) {
-    uint64_t n = copies->count, sized = copies->sizes ? n : 0;
-    struct kvp_job *j = job_alloc(s, direction, id, 2 * n + sized + copies->bounds);
-    if (!j) return NULL;
-    uint64_t *data = (uint64_t *)j->data;
-    j->dst = memcpy(data, copies->dst, n * 8);
-    j->src = memcpy(data + n, copies->src, n * 8);
-    if (sized) j->sizes = memcpy(data + 2 * n, copies->sizes, n * 8);
-    if (copies->bounds) j->bound = memcpy(data + 2 * n + sized, copies->bound, copies->bounds * 8);
-    j->bounds = copies->bounds;
-    j->size = copies->size;
-    j->count = j->status.copies = n;
-    for (uint64_t i = 0; i < sized; i++) j->status.bytes += j->sizes[i];
-    if (!sized) j->status.bytes = copies->size * n;
-    return j;
+static const uint64_t *put(uint64_t **to, const void *from, uint64_t words) {
+    uint64_t *at = *to;
+    *to += words;
+    return words ? memcpy(at, from, words * 8) : at;
+}
+
+static struct addresses *addresses_of(kvp_submitter *s, const kvp_addresses *given, const kvp_bases **bases) {
+    const uint64_t of_list = sizeof(kvp_offsets) / 8, of_pair = sizeof(kvp_bases) / 8;
+    uint64_t pairs = given->ends[given->jobs - 1], words = (sizeof(struct addresses) + 7) / 8 + given->bounds;
+    words += given->lists * of_list + pairs * of_pair;
+    for (uint32_t i = 0; i < given->lists; i++) words += given->offsets[i].count * (given->offsets[i].sizes ? 3 : 2);
+    struct addresses *of = take_spare(s, &words);
+    if (!of) return NULL;
+    of->words = words;
+    uint64_t *at = of->data;
+    kvp_offsets *lists = (kvp_offsets *)at;
+    at += given->lists * of_list;
+    *bases = (const kvp_bases *)put(&at, given->bases, pairs * of_pair);
+    for (uint32_t i = 0; i < given->lists; i++) {
+        const kvp_offsets *from = &given->offsets[i];
+        kvp_offsets *list = &lists[i];
+        *list = *from;
+        list->dst = put(&at, from->dst, from->count);
+        list->src = put(&at, from->src, from->count);
+        if (!from->sizes) continue;
+        list->sizes = put(&at, from->sizes, from->count);
+        list->size = 0; /* of all of them, from here on */
+        for (uint64_t c = 0; c < list->count; c++) list->size += list->sizes[c];
+    }
+    of->offsets = lists;
+    of->bound = put(&at, given->bound, given->bounds);
+    of->bounds = given->bounds;
+    atomic_init(&of->jobs, 0);
+    return of;
+}
+
+/* Makes a request's jobs; returns how many of them. */
+static uint32_t jobs_of_addresses(kvp_submitter *s, int direction, uint64_t id, const kvp_addresses *given,
+                                  kvp_job_status **made) {
+    const kvp_bases *bases;
+    struct addresses *of = addresses_of(s, given, &bases);
+    uint64_t pair = 0;
+    uint32_t n = 0;
+    for (; of && n < given->jobs; n++) {
+        struct kvp_job *j = job_alloc(s, direction, id + n, 0);
+        if (!j) break;
+        j->of = of;
+        j->bases = bases + pair;
+        j->pairs = (uint32_t)(given->ends[n] - pair);
+        for (; pair < given->ends[n]; pair++) {
+            const kvp_offsets *list = &of->offsets[bases[pair].list];
+            j->status.copies += list->count;
+            j->status.bytes += list->sizes ? list->size : list->size * list->count;
+        }
+        atomic_fetch_add(&of->jobs, 1);
+        made[n] = &j->status;
+    }
+    if (!n) free(of);
+    return n;
 }
 
 /* The rest of a request: what the job waits for, its times, and into the queue. */
@@ -157,30 +239,42 @@ static kvp_job_status *requested(kvp_submitter *s, kvp_job_status *job, void *af
     return NULL;
 }
 
-kvp_job_status *kvp_job_request(kvp_submitter *s, uint32_t what, uint64_t id, uint64_t copies, const int64_t *gpu,
-                                uint64_t gpu_count, const int64_t *cpu, uint64_t cpu_count, void *after,
-                                uint64_t requested_ns, kvp_job_refused *refused) {
-    int *why = &refused->why, direction = what & KVP_REQUEST_STORE ? KVP_D2H : KVP_H2D;
+kvp_job_status *kvp_job_request(const kvp_request *r, const int64_t *gpu, const int64_t *cpu) {
+    kvp_submitter *s = r->submitter;
+    int *why = &r->refused->why;
     if ((*why = kvp_refusal(s))) return NULL;
-    kvp_job_status *job = job_of_blocks(s, direction, id, copies, gpu, gpu_count, cpu, cpu_count, why, &refused->bad);
-    bool waits = what & KVP_REQUEST_AFTER, push = what & KVP_REQUEST_PUSH;
-    job = job ? requested(s, job, after, waits, push, requested_ns, why) : NULL;
-    if (job) refused->made = id, refused->bad = (int64_t)(uintptr_t)job;
+    struct kvp_job *j = job_of_blocks(r, gpu, cpu);
+    bool waits = r->what & KVP_REQUEST_AFTER, push = r->what & KVP_REQUEST_PUSH;
+    kvp_job_status *job = j ? requested(s, &j->status, r->after, waits, push, r->requested_ns, why) : NULL;
+    if (job) r->refused->made = r->id, r->refused->bad = (int64_t)(uintptr_t)job;
     return job;
 }
 
-kvp_job_status *kvp_job_request_addresses(kvp_submitter *s, int direction, uint64_t id, const kvp_addresses *copies,
-                                          void *after, int waits, uint64_t requested_ns, int *why) {
-    if ((*why = kvp_refusal(s))) return NULL;
-    struct kvp_job *j = job_of_addresses(s, direction, id, copies);
-    if (j) return requested(s, &j->status, after, waits, 1, requested_ns, why);
-    *why = KVP_NO_MEMORY;
-    return NULL;
+int kvp_job_request_addresses(kvp_submitter *s, int direction, uint64_t id, const kvp_addresses *copies, void *after,
+                              int waits, uint64_t requested_ns, kvp_job_status **made) {
+    int why = kvp_refusal(s);
+    if (why) return why;
+    uint32_t n = jobs_of_addresses(s, direction, id, copies, made);
+    why = n < copies->jobs ? KVP_NO_MEMORY : waits ? kvp_job_after(s, (struct kvp_job *)made[0], after) : 0;
+    if (!why) {
+        uint64_t now = kvp_now_ns();
+        for (uint32_t i = 0; i < n; i++) {
+            made[i]->built_ns = now;
+            made[i]->requested_ns = requested_ns < now ? requested_ns : now;
+        }
+        if (!(why = kvp_jobs_push(s, made, n))) return 0;
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        kvp_job_unused(s, made[i]);
+        kvp_job_release(made[i]);
+    }
+    return why;
 }
 
 void kvp_job_release(kvp_job_status *job) {
     struct kvp_job *j = (struct kvp_job *)job;
     if (atomic_fetch_sub_explicit(&j->holders, 1, memory_order_acq_rel) != 1) return;
+    free(last_of(j));
     free(j->data);
     free(j);
 }
@@ -201,8 +295,11 @@ static uint64_t next_bound(const uint64_t *bound, uint32_t bounds, uint64_t from
 static inline kvp_copy copy_at(const struct kvp_job *j, const struct cursor *at) {
     const kvp_submitter_config *c = &j->owner->config;
     kvp_copy copy;
-    if (j->dst) {
-        copy = (kvp_copy){j->dst[at->copy], j->src[at->copy], j->sizes ? j->sizes[at->copy] : j->size};
+    if (j->of) {
+        const kvp_bases *b = &j->bases[at->layer];
+        const kvp_offsets *list = &j->of->offsets[b->list];
+        copy = (kvp_copy){b->dst + list->dst[at->copy], b->src + list->src[at->copy],
+                          list->sizes ? list->sizes[at->copy] : list->size};
     } else {
         uint32_t gf = c->gpu.factor, cf = c->cpu.factor;
         uint64_t p = at->copy;
@@ -219,7 +316,7 @@ static inline kvp_copy copy_at(const struct kvp_job *j, const struct cursor *at)
 }
 
 bool kvp_job_all(const struct kvp_job *j, const struct cursor *at) {
-    return j->dst ? at->copy >= j->count : at->layer >= j->owner->config.layers;
+    return at->layer >= (j->of ? j->pairs : j->owner->config.layers);
 }
 
 /* Writes the job's next copies, at most `max` of them and until they come to `budget` bytes, none larger than
@@ -230,7 +327,7 @@ uint32_t kvp_job_copies(const struct kvp_job *j, struct cursor *at, kvp_copy *ou
     const kvp_submitter_config *c = &j->owner->config;
     uint32_t n = 0;
     uint64_t dst_bound = 0, src_bound = 0;
-    bool bounded = j->dst ? j->bounds > 0 : c->gpu.bounds || c->cpu.bounds;
+    bool bounded = j->of ? j->of->bounds > 0 : c->gpu.bounds || c->cpu.bounds;
     while (!kvp_job_all(j, at)) {
         kvp_copy p = copy_at(j, at);
         bool cut = p.bytes > largest;
@@ -244,9 +341,9 @@ uint32_t kvp_job_copies(const struct kvp_job *j, struct cursor *at, kvp_copy *ou
         } else {
             if (n == max || *bytes >= budget) break;
             out[n++] = p;
-            if (bounded && j->dst) {
-                dst_bound = next_bound(j->bound, j->bounds, p.dst);
-                src_bound = next_bound(j->bound, j->bounds, p.src);
+            if (bounded && j->of) {
+                dst_bound = next_bound(j->of->bound, j->of->bounds, p.dst);
+                src_bound = next_bound(j->of->bound, j->of->bounds, p.src);
             } else if (bounded) {
                 const kvp_side *to = j->direction == STORE ? &c->cpu : &c->gpu;
                 const kvp_side *from = j->direction == STORE ? &c->gpu : &c->cpu;
@@ -261,7 +358,8 @@ uint32_t kvp_job_copies(const struct kvp_job *j, struct cursor *at, kvp_copy *ou
         }
         at->offset = 0;
         ++*asked;
-        if (++at->copy == j->count && !j->dst) at->copy = 0, at->layer++;
+        if (++at->copy == (j->of ? j->of->offsets[j->bases[at->layer].list].count : j->count))
+            at->copy = 0, at->layer++;
     }
     return n;
 }
@@ -269,9 +367,9 @@ uint32_t kvp_job_copies(const struct kvp_job *j, struct cursor *at, kvp_copy *ou
 /* Whether the job writes where a job from sequence `since` on wrote; notes what it writes. Jobs with addresses
  * always do: nobody knows what they write. */
 bool kvp_job_conflicts(struct kvp_job *j, uint32_t *stamp, uint64_t since) {
-    if (j->dst || !stamp) return true;
+    if (j->of || !stamp) return true;
     const kvp_submitter_config *c = &j->owner->config;
-    const int64_t *ids = j->direction == STORE ? j->cpu : j->gpu;
+    const uint32_t *ids = j->direction == STORE ? j->cpu : j->gpu;
     uint64_t f = j->direction == STORE ? c->cpu.factor : c->gpu.factor;
     bool found = false;
     for (uint64_t p = 0; p < j->count; p++) {

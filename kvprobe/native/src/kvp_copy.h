@@ -39,6 +39,7 @@ typedef struct {
     void *event_synchronize;  /* cudaEventSynchronize */
     void *event_create;       /* cudaEventCreateWithFlags */
     void *event_destroy;      /* cudaEventDestroy */
+    void *capture_mode;       /* cudaThreadExchangeStreamCaptureMode */
 } kvp_cuda_calls;
 
 /* A copy kernel that was compiled and loaded: void kernel(const kvp_copy *list, uint32_t count, ...). */
@@ -51,11 +52,12 @@ typedef struct {
 } kvp_copy_kernel;
 
 /* Pinned memory that the GPU sees, from which a kernel reads its copies. It belongs to one launch until that launch has
- * completed; the submitter keeps a ring of them. */
+ * completed; the submitter has a ring of it for each direction. */
 typedef struct {
     kvp_copy *host;
     uint64_t device; /* the same memory as the GPU addresses it */
     uint32_t capacity;
+    uint32_t used; /* entries that the newest launch reads */
 } kvp_copy_list;
 
 typedef struct {

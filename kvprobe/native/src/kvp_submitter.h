@@ -39,9 +39,10 @@ typedef struct {
     uint32_t fault;   /* enum kvp_job_fault */
     uint32_t methods; /* bit i: enum kvp_method i was used */
     uint64_t id;
-    uint64_t stream;    /* the stream of its newest submission */
-    uint64_t copies;    /* asked for */
-    uint64_t submitted; /* of them, how many were submitted */
+    uint64_t stream;      /* the stream of its newest submission */
+    uint64_t copies;      /* asked for */
+    uint64_t submitted;   /* of them, how many were submitted */
+    uint64_t descriptors; /* as how many: neighbours are merged, large ones cut */
     uint64_t bytes;
     uint64_t calls;      /* submitting calls made for it; one that carried several jobs counts for each */
     uint64_t submit_ns;  /* host time in them, on the submitting thread */
@@ -60,7 +61,7 @@ typedef struct kvp_submitter kvp_submitter;
 /* Block ids of both sides; a block of a side with factor f holds f copies: copy c is part c % f of block ids[c / f]. */
 typedef struct {
     const uint64_t *bases; /* address of every layer */
-    uint64_t blocks;
+    uint64_t blocks;       /* at most 2^32 */
     uint32_t factor;
     uint32_t bounds; /* entries of `bound`: addresses, ascending, over which no two copies are merged */
     const uint64_t *bound;
@@ -80,8 +81,7 @@ typedef struct {
     void *const *pooled[2];
     void *shared[2];
     void *clock_stream;
-    uint32_t lists;
-    const kvp_copy_list *list;
+    kvp_copy_list list[2];        /* of loads and of stores, a ring; capacity 0: there is no copy kernel */
     uint64_t burst_ns;            /* work that is submitted ahead of the device, each direction; 0: 400 us */
     uint64_t bytes_per_s[2];      /* cap on the rate; 0: none */
     uint64_t link_bytes_per_s[2]; /* first guess of the rate; 0: 20 GB/s */
@@ -96,7 +96,7 @@ typedef struct {
     int (*run_until)(int (*condition)(void *), void *, uint64_t until_ns);
 } kvp_submitter_config;
 
-/* Makes the first events and starts the thread. The config's arrays of streams, lists, bases and bounds are copied;
+/* Makes the first events and starts the thread. The config's arrays of streams, bases and bounds are copied;
  * what they name must live until kvp_submitter_close has returned. NULL: an event could not be made (cudaError_t in
  * `why`), or no memory or no thread could be had (0). */
 KVP_EXPORT kvp_submitter *kvp_submitter_open(const kvp_submitter_config *config, int *why);
@@ -117,10 +117,7 @@ KVP_EXPORT void kvp_submitter_stop(kvp_submitter *s);
 
 enum kvp_job_refusal { KVP_BAD_ID = -1, KVP_TWICE = -2, KVP_NO_MEMORY = -3, KVP_BROKEN = -4, KVP_FORKED = -5 };
 
-/* A job of `gpu_count` GPU block ids and `cpu_count` CPU block ids that cover the same number of copies (`copies`, of
- * one layer). Returns the job's status, held once for the caller and once for the submitter; or NULL, a refusal (below
- * 0) or cudaEventRecord's code in `refused`, and nothing was asked for. */
-enum kvp_request {
+enum kvp_request_what {
     KVP_REQUEST_STORE = 1, /* else a load */
     KVP_REQUEST_AFTER = 2, /* it waits for what the stream `after` holds now */
     KVP_REQUEST_PUSH = 4   /* it is handed over */
@@ -130,23 +127,41 @@ typedef struct {
     uint64_t made; /* id of the newest job that was made */
     int why;
 } kvp_job_refused;
-KVP_EXPORT kvp_job_status *kvp_job_request(kvp_submitter *s, uint32_t what, uint64_t id, uint64_t copies,
-                                           const int64_t *gpu, uint64_t gpu_count, const int64_t *cpu,
-                                           uint64_t cpu_count, void *after, uint64_t requested_ns,
-                                           kvp_job_refused *refused);
+typedef struct {
+    kvp_submitter *submitter;
+    kvp_job_refused *refused;
+    void *after; /* a stream */
+    uint64_t id, copies /* of one layer */, gpu_count, cpu_count, requested_ns;
+    uint32_t what; /* enum kvp_request_what */
+} kvp_request;
+/* A job of GPU block ids and CPU block ids that cover the same copies; both are copied. Returns the job's status, held
+ * once for the caller and once for the submitter; or NULL, a refusal (below 0) or cudaEventRecord's code in `refused`,
+ * and nothing was asked for. */
+KVP_EXPORT kvp_job_status *kvp_job_request(const kvp_request *request, const int64_t *gpu, const int64_t *cpu);
 
-/* Copies given by address; all arrays are copied. */
+/* Copies whose addresses count from a pair of bases. */
 typedef struct {
     uint64_t count;
     const uint64_t *dst, *src, *sizes; /* sizes NULL: `size` each */
     uint64_t size;
+} kvp_offsets;
+/* Copies given by address, of one job or of several that follow one another; all arrays are copied, once for all jobs:
+ * layers of a model differ in their bases alone. */
+typedef struct {
+    uint64_t dst, src;
+    uint64_t list; /* which of `offsets` is copied from here */
+} kvp_bases;
+typedef struct {
+    const kvp_offsets *offsets;
+    const kvp_bases *bases;
+    const uint64_t *ends;  /* of each job: where its bases end and the next one's begin */
     const uint64_t *bound; /* addresses, ascending, over which no two copies are merged */
-    uint32_t bounds;
+    uint32_t lists, jobs, bounds;
 } kvp_addresses;
-/* The same with addresses, handed over at once. */
-KVP_EXPORT kvp_job_status *kvp_job_request_addresses(kvp_submitter *s, int direction, uint64_t id,
-                                                     const kvp_addresses *copies, void *after, int waits,
-                                                     uint64_t requested_ns, int *why);
+/* The same with addresses, handed over at once: jobs `id` and on, of which the first waits for `after`. All of them
+ * are in `made` then; else none was asked for, and a refusal or cudaEventRecord's code is returned. */
+KVP_EXPORT int kvp_job_request_addresses(kvp_submitter *s, int direction, uint64_t id, const kvp_addresses *copies,
+                                         void *after, int waits, uint64_t requested_ns, kvp_job_status **made);
 /* A job that is not handed over after all: the submitter's reference goes, the caller's stays. */
 KVP_EXPORT void kvp_job_unused(kvp_submitter *s, kvp_job_status *job);
 /* Hands the job to the thread, behind those of its direction that came before; once, however often it is called. Never
@@ -186,7 +201,7 @@ typedef struct {
     uint64_t launches[2][KVP_METHODS]; /* submitting calls by method */
     uint64_t bytes[2][KVP_METHODS];
     uint64_t rate[2]; /* bytes per second, lately */
-    uint64_t events_free, events, lists_free, fences_used, fences;
+    uint64_t events_free, events, listed[2] /* entries of the rings in use */, fences_used, fences;
     uint64_t longest_call_ns; /* of the thread's submitting calls */
     uint64_t steps;
     int32_t broken; /* cudaError_t or fault that ended it; 0: works */

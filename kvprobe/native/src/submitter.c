@@ -5,496 +5,27 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define FENCES_EACH 128        /* events of ours on one compute stream that callers record themselves */
-#define SHARED_FENCE_NS 200000 /* those who come within this time share one */
-#define LAUNCHES 3             /* submissions that make up the work submitted ahead */
+#define LAUNCHES 3 /* submissions that make up the work submitted ahead */
 #define BURST_NS 1200000
 #define KERNEL_LAUNCHES 2 /* by kernels fewer and longer: each begins and ends with the link half idle */
 #define KERNEL_BURST_NS 2400000
 #define COMPUTE_NS UINT64_C(1000000000) /* after compute was last seen in front of a copy it is thought to go on */
-#define HELD_UP_NS 1000000      /* a stream whose work starts so much later than it could is held up by others */
-#define LEAVE_NS 20000000       /* not more often than that */
-#define FIRST_LAUNCH (4u << 20) /* of the first one after a pause, bytes */
-#define LEAST_LAUNCH 262144     /* bytes */
-#define MOST_LAUNCH (64u << 20) /* bytes */
-#define LEAST_PAUSE_NS 15000    /* between two looks at the device */
+#define FIRST_LAUNCH (4u << 20)         /* of the first one after a pause, bytes */
+#define LEAST_LAUNCH 262144             /* bytes */
+#define LEAST_LIST 16                   /* part of a ring of copies that a launch is begun with */
+#define MOST_LAUNCH (64u << 20)         /* bytes */
 #define MOST_PAUSE_NS 250000
 #define SHARED_PAUSE_NS 60000
-#define RENEW_CLOCK_NS UINT64_C(10000000000)
-#define CLOCK_TRIES 8
-#define CLOCK_TRY_NS 200000
-#define AGAIN_CLOCK_NS UINT64_C(50000000) /* after it could not be read */
-#define GOOD_CLOCK_NS 50000               /* the host was not interrupted between asking and hearing */
-#define BAD_QUERIES 3
-#define FORGET 0.005f         /* of what is known of a method, each time another one is used */
-#define RATE_BYTES (1u << 20) /* of a marker from which on its rate is believed */
 
-/* ---- fences --------------------------------------------------------------------------------------------------- */
-
-/* How many events of ours stand on a compute stream, and the fence that is still to be recorded; with the lock. */
-static uint32_t *fences_on(kvp_submitter *s, void *stream, struct fence ***open) {
-    int free = -1;
-    for (int i = 0; i < s->computes; i++) {
-        bool used = s->compute[i].recorded || s->compute[i].open;
-        if (s->compute[i].stream == stream) {
-            *open = &s->compute[i].open;
-            return &s->compute[i].recorded;
-        }
-        if (!used && free < 0) free = i;
+/* Jobs that were handed over come behind those that wait. */
+void kvp_take_incoming(kvp_submitter *s) {
+    struct kvp_job *newest = atomic_load(&s->incoming) ? atomic_exchange(&s->incoming, NULL) : NULL, *j = NULL;
+    while (newest) { /* the oldest first */
+        struct kvp_job *before = newest->next;
+        newest->next = j;
+        j = newest;
+        newest = before;
     }
-    if (free < 0 && s->computes < COMPUTE_STREAMS) free = s->computes++;
-    if (free < 0) { /* more compute streams than anybody has: their events are not counted */
-        *open = NULL;
-        s->uncounted = 0;
-        return &s->uncounted;
-    }
-    s->compute[free].stream = stream;
-    *open = &s->compute[free].open;
-    return &s->compute[free].recorded;
-}
-
-static void fence_passed(kvp_submitter *s, struct fence *f) {
-    struct fence **open;
-    if (f->state == FENCE_RECORDED) {
-        uint32_t *standing = fences_on(s, f->stream, &open);
-        if (*standing) --*standing;
-    }
-    f->state = FENCE_PASSED;
-}
-
-void kvp_fence_drop(kvp_submitter *s, struct kvp_job *j) {
-    struct fence *f = j->after;
-    if (!f) return;
-    j->after = NULL;
-    pthread_mutex_lock(&s->lock);
-    if (--f->users == 0) {
-        struct fence **open;
-        fences_on(s, f->stream, &open);
-        if (open && *open == f) *open = NULL;
-        fence_passed(s, f);
-        kvp_fence_give(s, f);
-    }
-    pthread_mutex_unlock(&s->lock);
-}
-
-/* Records an open fence; whoever comes first does it. 0: it is recorded; NOT_READY: another thread is at it. */
-int kvp_fence_record(kvp_submitter *s, struct fence *f) {
-    struct fence **open;
-    pthread_mutex_lock(&s->lock);
-    int state = f->state, code = f->code;
-    if (state == FENCE_OPEN) {
-        f->state = FENCE_RECORDING;
-        uint32_t *standing = fences_on(s, f->stream, &open);
-        if (open && *open == f) *open = NULL;
-        ++*standing;
-        f->users++;
-    }
-    pthread_mutex_unlock(&s->lock);
-    if (state != FENCE_OPEN) return state == FENCE_RECORDING ? NOT_READY : code;
-    code = CALL(s, event_record, event_stream_fn)(f->event, f->stream);
-    if (code) kvp_clear_error(s);
-    pthread_mutex_lock(&s->lock);
-    f->state = FENCE_RECORDED;
-    f->code = code;
-    if (--f->users == 0) {
-        fence_passed(s, f);
-        kvp_fence_give(s, f);
-    }
-    pthread_mutex_unlock(&s->lock);
-    return code;
-}
-
-/* The job waits for what `stream` holds now. Records an event on it; where FENCES_EACH of ours stand there already,
- * those who come within SHARED_FENCE_NS share one that the thread records: a later one covers all that an earlier one
- * did. */
-int kvp_job_after(kvp_submitter *s, struct kvp_job *j, void *stream) {
-    struct fence **open, *f = NULL, *made = NULL;
-    bool later;
-    pthread_mutex_lock(&s->lock);
-    for (;;) {
-        uint32_t *standing = fences_on(s, stream, &open);
-        later = open && *standing >= FENCES_EACH && !j->inlined;
-        if (later && *open) { /* others wait for the same one, which is still to be recorded */
-            f = *open;
-            f->users++;
-            if (made) kvp_fence_give(s, made);
-            pthread_mutex_unlock(&s->lock);
-            j->after = f;
-            return 0;
-        }
-        f = made ? made : kvp_fence_take(s);
-        if (f) {
-            f->stream = stream;
-            f->state = later ? FENCE_OPEN : FENCE_RECORDED; /* nobody sees it before this call has returned */
-            f->code = 0;
-            f->users = 1;
-            if (later)
-                f->opened_ns = kvp_now_ns(), *open = f;
-            else
-                ++*standing;
-            break;
-        }
-        pthread_mutex_unlock(&s->lock);
-        made = kvp_fence_make(s);
-        if (!made) return cudaErrorMemoryAllocation;
-        pthread_mutex_lock(&s->lock);
-    }
-    pthread_mutex_unlock(&s->lock);
-    j->after = f;
-    if (later) return 0;
-    f->code = CALL(s, event_record, event_stream_fn)(f->event, stream);
-    if (!f->code) return 0;
-    int code = f->code;
-    kvp_clear_error(s);
-    kvp_fence_drop(s, j);
-    return code;
-}
-
-/* Records the fences that callers left to the thread; returns when the next of them is due. */
-static uint64_t record_fences(kvp_submitter *s, uint64_t now) {
-    uint64_t next = UINT64_MAX;
-    for (int i = 0; i < COMPUTE_STREAMS; i++) {
-        if (i >= atomic_load(&s->computes)) break;
-        pthread_mutex_lock(&s->lock);
-        struct fence *f = s->compute[i].open;
-        uint64_t due = f ? f->opened_ns + SHARED_FENCE_NS : UINT64_MAX;
-        if (f && due <= now) f->users++;
-        pthread_mutex_unlock(&s->lock);
-        if (due <= now) {
-            struct kvp_job borrowed = {.after = f};
-            kvp_fence_record(s, f);
-            kvp_fence_drop(s, &borrowed);
-        } else if (due < next) {
-            next = due;
-        }
-    }
-    return next;
-}
-
-/* ---- the device's clock ---------------------------------------------------------------------------------------- */
-
-/* Whether an event on the clock's stream is reached soon. The stream is idle, but may share its hardware channel with
- * one that is held back: nobody waits for that. */
-static bool reached_soon(kvp_submitter *s, void *event, uint64_t until) {
-    if (!s->threaded) return !CALL(s, event_synchronize, handle_fn)(event); /* virtual time goes on only so */
-    int code;
-    while ((code = CALL(s, event_query, handle_fn)(event)) == NOT_READY && kvp_now_ns() < until);
-    if (code) kvp_clear_error(s);
-    return !code;
-}
-
-/* Pairs the device's clock with the host's: right after an event on an idle stream is reached. Where it is not reached
- * the pair before stays. */
-void kvp_renew_device_clock(kvp_submitter *s) {
-    uint64_t best = UINT64_MAX;
-    for (int tries = 0; tries < CLOCK_TRIES && best > GOOD_CLOCK_NS; tries++) {
-        void *event = s->clock_event[1];
-        uint64_t before = kvp_now_ns();
-        if (!event) return;
-        if (CALL(s, event_record, event_stream_fn)(event, s->config.clock_stream)) {
-            kvp_clear_error(s);
-            break;
-        }
-        if (!reached_soon(s, event, before + CLOCK_TRY_NS)) break;
-        uint64_t took = kvp_now_ns() - before;
-        if (took >= best && tries < CLOCK_TRIES - 1) continue;
-        best = took;
-        pthread_mutex_lock(&s->lock);
-        s->clock_ns = before + took / 2;
-        s->clock_event[1] = s->clock_event[0];
-        s->clock_event[0] = event;
-        atomic_fetch_add(&s->clock_pair, 1);
-        pthread_mutex_unlock(&s->lock);
-    }
-    s->clock_at = kvp_now_ns() - (best == UINT64_MAX ? RENEW_CLOCK_NS - AGAIN_CLOCK_NS : 0);
-}
-
-/* Of any thread: a caller that retires its own jobs asks while the submitter's thread may pair the clocks anew. */
-uint64_t kvp_device_ns(kvp_submitter *s, void *event) {
-    for (;;) {
-        float ms = 0;
-        pthread_mutex_lock(&s->lock);
-        uint64_t clock_ns = s->clock_ns;
-        void *at = s->clock_event[0];
-        uint32_t pair = atomic_load(&s->clock_pair);
-        pthread_mutex_unlock(&s->lock);
-        if (!event || !clock_ns) return 0;
-        if (CALL(s, event_elapsed, elapsed_fn)(&ms, at, event)) {
-            kvp_clear_error(s);
-            return 0;
-        }
-        if (pair == atomic_load(&s->clock_pair)) return clock_ns + (uint64_t)(int64_t)((double)ms * 1e6);
-    }
-}
-
-/* ---- the end of a job ------------------------------------------------------------------------------------------ */
-
-static void record_transfer(kvp_submitter *s, struct kvp_job *j) {
-    if (s->config.detail == KVP_OFF) return;
-    const kvp_job_status *t = &j->status;
-    uint64_t end = t->copy_end_ns ? t->copy_end_ns : t->noticed_ns, start = t->copy_start_ns ? t->copy_start_ns : end;
-    if (end > t->noticed_ns) end = t->noticed_ns;
-    if (end < j->status.built_ns) end = j->status.built_ns;
-    if (start < j->status.built_ns) start = j->status.built_ns;
-    if (start > end) start = end;
-    uint64_t submit = t->submit_ns < end - j->status.built_ns ? t->submit_ns : end - j->status.built_ns;
-    uint64_t wait = start - j->status.built_ns > submit ? start - j->status.built_ns - submit : 0;
-    float parts[4] = {(float)(j->status.built_ns - j->status.requested_ns) / 1e3f, (float)submit / 1e3f,
-                      (float)wait / 1e3f, (float)(end - j->status.built_ns - submit - wait) / 1e3f};
-    kvp_record record = {.start_ns = j->status.requested_ns,
-                         .dur_ns = t->noticed_ns > j->status.requested_ns ? t->noticed_ns - j->status.requested_ns : 0,
-                         .stream = t->stream,
-                         .bytes = t->bytes,
-                         .tid = (uint32_t)t->tid,
-                         .transfer = (uint32_t)t->id,
-                         .count = (uint32_t)t->copies,
-                         .result = t->fault != 0,
-                         .call = KVP_CALL_transfer,
-                         .direction = j->direction == STORE ? KVP_D2H : KVP_H2D};
-    memcpy(&record.src, parts, 8);
-    memcpy(&record.dst, parts + 2, 8);
-    kvp_ring_write(&record, s->config.detail >= KVP_TRANSFERS);
-}
-
-void kvp_finish(kvp_submitter *s, struct kvp_job *j, int error, uint32_t fault) {
-    kvp_job_status *t = &j->status;
-    struct direction *dir = &s->direction[j->direction];
-    kvp_fence_drop(s, j);
-    t->noticed_ns = kvp_now_ns();
-    if (fault && !t->fault) {
-        t->error = error;
-        t->fault = fault;
-    }
-    record_transfer(s, j);
-    if (j->range) kvp_nvtx_range_end(j->range);
-    kvp_job_spare(j);
-    atomic_fetch_sub(&dir->pending_bytes, t->bytes);
-    atomic_fetch_sub(j->inlined ? &dir->inlined_jobs : &dir->pushed, 1);
-    pthread_mutex_lock(&s->lock);
-    if (s->ended_count == s->ended_room) {
-        uint64_t room = s->ended_room * 2, *grown = malloc(room * sizeof *grown);
-        if (grown) {
-            for (uint64_t i = 0; i < s->ended_count; i++) grown[i] = s->ended[(s->ended_first + i) % s->ended_room];
-            free(s->ended);
-            s->ended = grown;
-            s->ended_first = 0;
-            s->ended_room = room;
-        } else { /* the oldest is not told of; its status says so all the same */
-            s->ended_first = (s->ended_first + 1) % s->ended_room;
-            s->ended_count--;
-        }
-    }
-    s->ended[(s->ended_first + s->ended_count++) % s->ended_room] = t->id;
-    __atomic_store_n(&t->state, t->fault ? KVP_FAILED : KVP_DONE, __ATOMIC_RELEASE);
-    pthread_mutex_unlock(&s->lock);
-    atomic_fetch_sub(&s->pending, 1);
-    kvp_job_release(t);
-    kvp_changed(s);
-}
-
-uint64_t kvp_take_ended(kvp_submitter *s, uint64_t *ids, uint64_t max) {
-    pthread_mutex_lock(&s->lock);
-    uint64_t n = s->ended_count < max ? s->ended_count : max;
-    for (uint64_t i = 0; i < n; i++) ids[i] = s->ended[(s->ended_first + i) % s->ended_room];
-    s->ended_first = (s->ended_first + n) % s->ended_room;
-    s->ended_count -= n;
-    pthread_mutex_unlock(&s->lock);
-    return n;
-}
-
-/* ---- markers --------------------------------------------------------------------------------------------------- */
-
-static bool line_empty(const struct line *l) { return l->head == l->tail; }
-
-/* 1: reached, 0: not yet, below 0: the device does not answer. */
-static int reached(kvp_submitter *s, const struct marker *m) {
-    int code = m->event ? CALL(s, event_query, handle_fn)(m->event) : NOT_READY + 1;
-    if (code == NOT_READY) return 0;
-    if (!code) {
-        s->bad_queries = 0;
-        return 1;
-    }
-    /* One failing query says nothing about the copies: ask the stream itself, and ask again. */
-    if (m->event) kvp_clear_error(s);
-    int second = CALL(s, stream_query, handle_fn)(m->stream);
-    if (second == NOT_READY) return 0;
-    if (!second) {
-        s->bad_queries = 0;
-        return 1;
-    }
-    kvp_clear_error(s);
-    if (++s->bad_queries < BAD_QUERIES) return 0;
-    return -second;
-}
-
-/* When its copies began: at once on an idle stream, else when those before them ended. */
-static uint64_t start_ns(kvp_submitter *s, const struct marker *m, const struct line *l) {
-    uint64_t start = m->start ? kvp_device_ns(s, m->start) : m->idle ? m->submitted_ns : l->end_ns;
-    return start > l->end_ns ? start : l->end_ns;
-}
-
-static void start_of(const struct marker *m, struct line *l, struct kvp_job *jobs, uint64_t start, uint64_t end) {
-    for (struct kvp_job *j = jobs; j && j->sequence <= m->begun; j = j->next)
-        if (!j->status.copy_start_ns) j->status.copy_start_ns = start;
-    l->end_ns = end;
-}
-
-static struct kvp_job *ends_here(struct kvp_job **first, struct kvp_job **last, uint64_t sequence) {
-    struct kvp_job *j = *first;
-    if (!j || j->sequence > sequence || j->status.state != KVP_IN_FLIGHT) return NULL;
-    *first = j->next;
-    if (!*first) *last = NULL;
-    return j;
-}
-
-/* Nobody asks these jobs for their event any more: it may be recorded anew. */
-static void forget_event(kvp_submitter *s, struct kvp_job *first, uint64_t sequence) {
-    pthread_mutex_lock(&s->lock);
-    for (struct kvp_job *j = first; j && j->sequence <= sequence && j->status.state == KVP_IN_FLIGHT; j = j->next)
-        j->end_event = NULL;
-    pthread_mutex_unlock(&s->lock);
-}
-
-static void end_job(kvp_submitter *s, struct kvp_job *j, uint64_t end_ns) {
-    j->status.copy_end_ns = end_ns;
-    if (!end_ns) j->status.copy_start_ns = 0;
-    kvp_finish(s, j, j->failed, j->failed ? j->status.fault : 0);
-}
-
-/* Work that starts long after it could stands behind somebody else's in the hardware's channel: streams share those. */
-static void note_start(struct direction *dir, const struct marker *m, uint64_t start, uint64_t end, uint64_t now) {
-    uint64_t could = m->idle ? m->submitted_ns : start,
-             expected = (uint64_t)((double)m->bytes / (double)dir->rate * 1e9);
-    uint64_t took = end > could ? end - could : 0;
-    if (!could || took < 3 * expected + HELD_UP_NS || now < dir->left_ns + LEAVE_NS) return;
-    dir->held_up[dir->at_stream]++;
-    dir->leave = true;
-    dir->left_ns = now;
-}
-
-/* What a method took against what its row says; what is not used is forgotten, so that it is tried again. */
-static void note_method(kvp_submitter *s, struct direction *dir, const struct marker *m, uint64_t took) {
-    if (!m->expected_ns || m->bytes < RATE_BYTES || m->idle) return; /* idle: submitting is part of what it took */
-    float seen = (float)((double)took / (double)m->expected_ns);
-    if (seen < 0.5f) seen = 0.5f;
-    if (seen > 20) seen = 20;
-    for (uint32_t i = 0; i < KVP_CHOOSE_ROWS; i++)
-        dir->factors[i] += (i == (uint32_t)m->row) ? (seen - dir->factors[i]) * 0.5f : (1 - dir->factors[i]) * FORGET;
-    (void)s;
-}
-
-static void retire(kvp_submitter *s, int d, uint64_t now) {
-    struct direction *dir = &s->direction[d];
-    while (!line_empty(&dir->line)) {
-        struct marker *m = &dir->line.marker[dir->line.head % MARKERS];
-        int is = reached(s, m);
-        if (is < 0) {
-            kvp_lose(s, -is, KVP_FAULT_DEVICE);
-            return;
-        }
-        if (!is) return;
-        uint64_t end = kvp_device_ns(s, m->event), start = start_ns(s, m, &dir->line);
-        if (end && dir->rate) note_start(dir, m, start, end, now);
-        if (end > start && start) note_method(s, dir, m, end - start);
-        if (m->bytes >= RATE_BYTES && end > start && start) {
-            uint64_t rate = (uint64_t)((double)m->bytes / (double)(end - start) * 1e9);
-            dir->rate = dir->rate ? (dir->rate * 3 + rate) / 4 : rate;
-        }
-        start_of(m, &dir->line, dir->flying, start, end);
-        if (dir->first && dir->first->begun && !dir->first->status.copy_start_ns)
-            dir->first->status.copy_start_ns = start;
-        if (m->list >= 0) s->lists[s->lists_free++] = m->list;
-        atomic_fetch_sub(&dir->places, m->places);
-        atomic_fetch_sub(&dir->bytes, m->bytes);
-        dir->line.head++;
-        dir->pause_ns = LEAST_PAUSE_NS;
-        dir->progress_ns = now;
-        forget_event(s, dir->flying, m->sequence);
-        kvp_event_give(s, m->event);
-        kvp_event_give(s, m->start);
-        struct kvp_job *j;
-        while ((j = ends_here(&dir->flying, &dir->flying_last, m->sequence))) end_job(s, j, end);
-    }
-}
-
-void kvp_retire_shared(kvp_submitter *s, int d) {
-    struct direction *dir = &s->direction[d];
-    if (pthread_mutex_trylock(&dir->shared_lock)) return; /* whoever has it looks himself */
-    int lost = 0;
-    while (!line_empty(&dir->shared)) {
-        struct marker *m = &dir->shared.marker[dir->shared.head % MARKERS];
-        int is = reached(s, m);
-        if (is < 0) lost = -is;
-        if (is <= 0) break;
-        uint64_t end = kvp_device_ns(s, m->event);
-        start_of(m, &dir->shared, dir->inlined, start_ns(s, m, &dir->shared), end);
-        atomic_fetch_sub(&dir->shared_places, m->places);
-        dir->shared.head++;
-        forget_event(s, dir->inlined, m->sequence);
-        kvp_event_give(s, m->event);
-        kvp_event_give(s, m->start);
-        struct kvp_job *j; /* with the lock: whoever retires the next ones tells of them after these */
-        while ((j = ends_here(&dir->inlined, &dir->inlined_last, m->sequence))) end_job(s, j, end);
-    }
-    pthread_mutex_unlock(&dir->shared_lock);
-    if (lost) atomic_store(&s->broken, lost); /* the thread ends everything at its next step */
-}
-
-static void fail_all(kvp_submitter *s, struct kvp_job **first, struct kvp_job **last, int code, uint32_t fault) {
-    while (*first) {
-        struct kvp_job *j = *first;
-        *first = j->next;
-        kvp_finish(s, j, code, fault);
-    }
-    *last = NULL;
-}
-
-static void drop_line(kvp_submitter *s, struct line *l) {
-    for (; !line_empty(l); l->head++) {
-        struct marker *m = &l->marker[l->head % MARKERS];
-        kvp_event_give(s, m->event);
-        kvp_event_give(s, m->start);
-        if (m->list >= 0) s->lists[s->lists_free++] = m->list;
-    }
-}
-
-static void take_incoming(kvp_submitter *s);
-
-void kvp_lose(kvp_submitter *s, int code, uint32_t fault) {
-    atomic_store(&s->fault, fault);
-    atomic_store(&s->broken, code ? code : -1);
-    take_incoming(s);
-    for (int d = 0; d < 2; d++) {
-        struct direction *dir = &s->direction[d];
-        drop_line(s, &dir->line);
-        atomic_store(&dir->places, 0);
-        atomic_store(&dir->bytes, 0);
-        fail_all(s, &dir->flying, &dir->flying_last, code, fault);
-        fail_all(s, &dir->first, &dir->last, code, fault);
-        if (pthread_mutex_trylock(&dir->shared_lock)) continue; /* the caller inside sees `broken` and comes back */
-        drop_line(s, &dir->shared);
-        atomic_store(&dir->shared_places, 0);
-        struct kvp_job *inlined = dir->inlined, *last = dir->inlined_last;
-        if (last && last->busy) { /* its caller is inside: it ends at the step after that */
-            struct kvp_job **at = &inlined;
-            while (*at != last) at = &(*at)->next;
-            *at = NULL;
-            dir->inlined = last;
-        } else {
-            dir->inlined = dir->inlined_last = NULL;
-        }
-        pthread_mutex_unlock(&dir->shared_lock);
-        fail_all(s, &inlined, &last, code, fault);
-    }
-}
-
-/* ---- submitting ------------------------------------------------------------------------------------------------ */
-
-static void take_incoming(kvp_submitter *s) {
-    pthread_mutex_lock(&s->lock);
-    struct kvp_job *j = s->incoming;
-    s->incoming = s->incoming_last = NULL;
-    pthread_mutex_unlock(&s->lock);
     while (j) {
         struct kvp_job *next = j->next;
         struct direction *dir = &s->direction[j->direction];
@@ -533,8 +64,7 @@ static void submitted(kvp_submitter *s, struct direction *dir, struct kvp_job *j
     __atomic_store_n(&j->status.state, KVP_IN_FLIGHT, __ATOMIC_RELEASE);
     pthread_mutex_unlock(&s->lock);
     if (line_empty(&dir->line)) { /* nothing of it, nor of its predecessors, is outstanding */
-        struct kvp_job *each;
-        while ((each = ends_here(&dir->flying, &dir->flying_last, sequence))) end_job(s, each, 0);
+        kvp_end_flying(s, dir, sequence, 0);
     } else {
         struct marker *newest = &dir->line.marker[(dir->line.tail - 1) % MARKERS];
         if (newest->sequence < sequence) newest->sequence = sequence;
@@ -583,10 +113,7 @@ static int gate(kvp_submitter *s, struct direction *dir, uint64_t now) {
         return -1;
     }
     dir->gate_since = 0;
-    pthread_mutex_lock(&s->lock);
-    fence_passed(s, f);
-    pthread_mutex_unlock(&s->lock);
-    kvp_fence_drop(s, j);
+    kvp_fence_over(s, j);
     return 1;
 }
 
@@ -631,9 +158,8 @@ struct attempt {
 
 /* One submission by one method; `taken` of the run's copies. */
 static struct attempt try_method(kvp_submitter *s, struct direction *dir, int d, int method, uint32_t ctas, uint32_t n,
-                                 uint32_t room, uint64_t most, int32_t list) {
+                                 uint32_t room, uint64_t most, kvp_copy_list *list) {
     struct attempt a = {0};
-    kvp_copy_list *where = list >= 0 ? (kvp_copy_list *)&s->config.list[list] : NULL;
     int direction = d == STORE ? KVP_D2H : KVP_H2D;
     uint32_t transfer = (uint32_t)dir->first->status.id;
     if (method == KVP_LOOP) {
@@ -660,13 +186,12 @@ static struct attempt try_method(kvp_submitter *s, struct direction *dir, int d,
         if (r.max_ns > s->longest_ns) s->longest_ns = r.max_ns;
     } else {
         uint32_t calls = 0, taken = 0;
-        a.count = kvp_copy_plan(&s->config.copier, method, s->run, n, direction, room, most,
-                                where ? where->capacity : 0, &a.places);
+        a.count = kvp_copy_plan(&s->config.copier, method, s->run, n, direction, room, most, list->capacity, &a.places);
         if (!a.count) return a;
         uint64_t bytes = 0, begin = kvp_now_ns();
         for (uint32_t i = 0; i < a.count; i++) bytes += s->run[i].bytes;
-        a.code = kvp_copy_submit(&s->config.copier, method, s->run, a.count, direction, ctas, dir->stream, where,
-                                 &taken, &calls);
+        a.code = kvp_copy_submit(&s->config.copier, method, s->run, a.count, direction, ctas, dir->stream, list, &taken,
+                                 &calls);
         a.ns = kvp_now_ns() - begin;
         if (a.ns > s->longest_ns) s->longest_ns = a.ns;
         kvp_record record = {.start_ns = begin,
@@ -698,8 +223,10 @@ static int lower_method(const kvp_submitter *s, int method) {
 }
 
 /* Puts an event behind what was just submitted; where that fails the stream itself is asked. */
-static void add_marker(kvp_submitter *s, struct direction *dir, const struct attempt *a, void *start, int32_t list,
-                       uint64_t begun, uint64_t now, bool idle) {
+static void add_marker(kvp_submitter *s, struct direction *dir, const struct attempt *a, int method, void *start,
+                       uint32_t entries, uint64_t begun, uint64_t now, bool idle) {
+    /* the first copy of a loop begins while the others are submitted, all of a batch or kernel after its call */
+    uint64_t after = kvp_now_ns(), ready = method == KVP_LOOP ? now : after;
     void *event = kvp_event_take(s);
     if (event && CALL(s, event_record, event_stream_fn)(event, dir->stream)) {
         kvp_clear_error(s);
@@ -714,36 +241,29 @@ static void add_marker(kvp_submitter *s, struct direction *dir, const struct att
                                                                  .stream = dir->stream,
                                                                  .bytes = a->bytes,
                                                                  .begun = begun,
-                                                                 .submitted_ns = now,
+                                                                 .ready_ns = ready,
+                                                                 .called_ns = after - a->ns,
                                                                  .idle = idle,
                                                                  .due_ns = dir->due_ns,
                                                                  .places = places,
-                                                                 .list = list};
+                                                                 .entries = entries};
     dir->line.tail++;
     dir->pause_ns = LEAST_PAUSE_NS;
     atomic_fetch_add(&dir->places, places);
     atomic_fetch_add(&dir->bytes, a->bytes);
 }
 
-/* Whether what a job waits for is over. */
-static bool passed(kvp_submitter *s, struct kvp_job *j) {
-    struct fence *f = j->after;
-    if (!f) return true;
-    pthread_mutex_lock(&s->lock);
-    int state = f->state, code = f->code;
-    pthread_mutex_unlock(&s->lock);
-    if (state == FENCE_RECORDED && !code) {
-        code = CALL(s, event_query, handle_fn)(f->event);
-        if (code && code != NOT_READY) kvp_clear_error(s); /* when it comes first it is asked again */
-        if (code) return false;
-        pthread_mutex_lock(&s->lock);
-        fence_passed(s, f);
-        pthread_mutex_unlock(&s->lock);
-        state = FENCE_PASSED;
-    }
-    if (state != FENCE_PASSED) return false;
-    kvp_fence_drop(s, j);
-    return true;
+/* Entries of the direction's ring for a launch of `wanted` copies: fewer where there are no more side by side, none
+ * where waiting for those in use gives a better launch. `over`: those at the ring's end that it does not take. */
+static kvp_copy_list entries_for(const kvp_submitter *s, const struct direction *dir, int d, uint32_t wanted,
+                                 uint32_t *over) {
+    const kvp_copy_list *ring = &s->config.list[d];
+    uint32_t at = dir->list_at, left = ring->capacity - dir->listed, here = ring->capacity - at;
+    *over = 0;
+    if (here > left) here = left;
+    if (here < wanted && left - here > here) *over = here, here = left - here, at = 0;
+    if (here < wanted && here < ring->capacity / LEAST_LIST) here = 0;
+    return (kvp_copy_list){ring->host + at, ring->device + at * sizeof(kvp_copy), here, 0};
 }
 
 /* Jobs whose copies may stand in one submission with the head's: ready, and writing other blocks. */
@@ -752,7 +272,7 @@ static uint32_t gather(kvp_submitter *s, struct direction *dir, uint64_t most, u
     uint32_t n = 0;
     for (struct kvp_job *j = dir->first; j; j = j->next) {
         if (j != dir->first) {
-            if (!many || !passed(s, j)) break;
+            if (!many || !kvp_fence_passed(s, j)) break;
             if (kvp_job_conflicts(j, dir->stamp, dir->first->sequence)) break;
         }
         struct cursor at = j->at;
@@ -772,8 +292,10 @@ static uint64_t book(kvp_submitter *s, struct direction *dir, const struct attem
         j->begun = 1;
         __atomic_store_n(&j->status.state, KVP_SUBMITTING, __ATOMIC_RELAXED);
         begun = j->sequence;
-        left -= kvp_job_copies(j, &j->at, s->run, (uint32_t)left, most, largest, true, &bytes, &asked);
+        uint32_t pieces = kvp_job_copies(j, &j->at, s->run, (uint32_t)left, most, largest, true, &bytes, &asked);
+        left -= pieces;
         j->status.submitted += asked;
+        j->status.descriptors += pieces;
         j->status.stream = (uint64_t)(uintptr_t)dir->stream;
         j->status.calls += method == KVP_LOOP ? a->count : 1;
         j->status.submit_ns += a->ns;
@@ -803,15 +325,13 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
     if (dir->leave && in_flight && !hurry) return 0;
     if (s->config.bytes_per_s[d] && dir->next_ns > now) return 0;
     uint32_t room = room_for(s, dir);
-    if (!room || kvp_events_left(s) < 4 || (s->config.lists && !s->lists_free) ||
-        dir->line.tail - dir->line.head >= MARKERS - 1)
-        return 0;
+    if (!room || kvp_events_left(s) < 4 || dir->line.tail - dir->line.head >= MARKERS - 1) return 0;
     if (line_empty(&dir->line) && !head->begun) { /* nothing is outstanding: any stream keeps the order */
         take_stream(s, dir, d);
         dir->due_ns = now;
         dir->progress_ns = now;
     }
-    bool many = !s->config.pageable && !head->dst;
+    bool many = !s->config.pageable && !head->of;
     if (many && !head->begun) kvp_job_conflicts(head, dir->stamp, UINT64_MAX); /* what it writes is noted */
     if (open == 2) {                                                           /* the stream is kept: begun */
         int code = CALL(s, stream_wait_event, stream_event_fn)(dir->stream, head->after->event, 0);
@@ -857,17 +377,17 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
         start = NULL;
     }
     struct attempt a;
-    int32_t list;
+    uint32_t entries;
     for (;;) {
-        bool listed = by_kernel(method);
-        if (listed && !s->lists_free) {
+        kvp_copy_list list = {0};
+        uint32_t passed_over = 0;
+        if (by_kernel(method) && !(list = entries_for(s, dir, d, n, &passed_over)).capacity) {
             kvp_event_give(s, start);
             return 0;
         }
-        list = listed ? s->lists[--s->lists_free] : -1;
-        a = try_method(s, dir, d, method, ctas, n, room, launch, list);
+        a = try_method(s, dir, d, method, ctas, n, room, launch, &list);
+        entries = list.used ? list.used + passed_over : 0;
         if (a.count) break;
-        if (list >= 0) s->lists[s->lists_free++] = list;
         if (method == KVP_LOOP) break;
         if (a.code) { /* it failed, not just did not fit: it is not asked again */
             s->methods_off |= 1u << method;
@@ -889,7 +409,9 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
     dir->method = method;
     uint64_t expected = chosen ? (uint64_t)kvp_method_ns(chosen, a.bytes / a.count, a.count) : 0;
     uint64_t begun = book(s, dir, &a, gathered, largest, method);
-    add_marker(s, dir, &a, start, list, begun, now, idle);
+    dir->listed += entries;
+    if (entries) dir->list_at = (dir->list_at + entries) % s->config.list[d].capacity;
+    add_marker(s, dir, &a, method, start, entries, begun, now, idle);
     dir->line.marker[(dir->line.tail - 1) % MARKERS].expected_ns = expected;
     dir->line.marker[(dir->line.tail - 1) % MARKERS].row = row;
     if (s->config.bytes_per_s[d])
@@ -934,7 +456,7 @@ static uint64_t next_look(kvp_submitter *s, int d, uint64_t now) {
             if (now + pause < at) at = now + pause;
         }
         if (s->config.bytes_per_s[d] && dir->next_ns > now && dir->next_ns < at) at = dir->next_ns;
-        if (at == UINT64_MAX) at = now + MOST_PAUSE_NS; /* short of events or lists, which the other direction holds */
+        if (at == UINT64_MAX) at = now + MOST_PAUSE_NS; /* short of events, which the other direction holds */
     }
     return at;
 }
@@ -950,24 +472,27 @@ static void watch(kvp_submitter *s, int d, uint64_t now) {
 
 uint64_t kvp_step(kvp_submitter *s, uint64_t now) {
     s->steps++;
-    take_incoming(s);
+    kvp_take_incoming(s);
     if (atomic_load(&s->broken)) {
         kvp_lose(s, atomic_load(&s->broken), atomic_load(&s->fault) ? atomic_load(&s->fault) : KVP_FAULT_DEVICE);
         return UINT64_MAX;
     }
     if (atomic_load(&s->closing) == 2) {
-        for (int d = 0; d < 2; d++) fail_all(s, &s->direction[d].first, &s->direction[d].last, 0, KVP_FAULT_CLOSED);
+        for (int d = 0; d < 2; d++) kvp_fail_all(s, &s->direction[d].first, &s->direction[d].last, 0, KVP_FAULT_CLOSED);
     }
     if (atomic_exchange(&s->hurrying, 0)) {
         for (int d = 0; d < 2; d++)
-            for (struct kvp_job *j = s->direction[d].first; j; j = j->next)
-                if (atomic_load(&j->hurry)) s->direction[d].hurry = j->sequence;
+            for (struct kvp_job *j = s->direction[d].first; j; j = j->next) {
+                if (!atomic_load(&j->hurry)) continue;
+                while (j->of && j->next && j->next->of == j->of) j = j->next; /* whoever waits for one, waits for all */
+                s->direction[d].hurry = j->sequence;
+            }
     }
     bool idle = !s->direction[LOAD].flying && !s->direction[STORE].flying;
     if (idle && now - s->clock_at > RENEW_CLOCK_NS && atomic_load(&s->pending)) kvp_renew_device_clock(s);
     for (int d = 0; d < 2; d++) {
         kvp_retire_shared(s, d);
-        retire(s, d, now);
+        kvp_retire(s, d, now);
         if (atomic_load(&s->broken)) return now;
     }
     if (s->limbo_count) {
@@ -984,7 +509,7 @@ uint64_t kvp_step(kvp_submitter *s, uint64_t now) {
         if (atomic_load(&s->broken)) return now;
         watch(s, d, now);
     }
-    uint64_t a = next_look(s, LOAD, now), b = next_look(s, STORE, now), c = record_fences(s, now);
+    uint64_t a = next_look(s, LOAD, now), b = next_look(s, STORE, now), c = kvp_fences_record(s, now);
     a = a < b ? a : b;
     return a < c ? a : c;
 }

@@ -9,9 +9,12 @@
 #include <stdbool.h>
 
 #define RUN_MAX 16384 /* copies that are looked at together */
-#define SPARE 64
+#define CLASSES 15    /* of spare memory; the last one holds 8 MiB */
 #define COMPUTE_STREAMS 64
 #define NOT_READY cudaErrorNotReady
+#define BAD_QUERIES 3        /* in a row: the device does not answer */
+#define LEAST_PAUSE_NS 15000 /* between two looks at the device */
+#define RENEW_CLOCK_NS UINT64_C(10000000000)
 
 enum { LOAD = 0, STORE = 1 };
 
@@ -20,9 +23,9 @@ enum sleep { AWAKE = 0, ASLEEP = 1, NAPPING = 2 };
 
 /* Where a job's next copy begins. */
 struct cursor {
-    uint64_t copy; /* pools: within the layer; addresses: index */
+    uint64_t copy; /* within the layer */
     uint64_t offset;
-    uint32_t layer;
+    uint32_t layer; /* addresses: pair of bases */
 };
 
 /* An event on a compute stream: what a job waits for. Guarded by the submitter's lock. */
@@ -49,13 +52,25 @@ struct kvp_job {
     atomic_uint hurry; /* somebody's stream waits for it: its waits go to the device */
     int failed;        /* CUDA's code of the submission that failed; what was submitted before still drains */
     void *range;
-    /* pools: block ids of both sides; addresses: dst, src, sizes */
-    uint64_t gpu_count, cpu_count, count, size;
-    const int64_t *gpu, *cpu;
-    const uint64_t *dst, *src, *sizes, *bound;
-    uint32_t bounds;
+    /* pools: block ids of both sides */
+    uint64_t count;
+    const uint32_t *gpu, *cpu;
     int64_t *data;  /* what they point into; gone when the job has ended */
     uint64_t words; /* room in it */
+    /* addresses: what all jobs of a request share, until they have ended; and this one's part of its bases */
+    struct addresses *of;
+    const kvp_bases *bases;
+    uint32_t pairs;
+};
+
+/* What the jobs of a request copy: its own copy of a kvp_addresses. */
+struct addresses {
+    atomic_uint jobs; /* that have not ended */
+    uint32_t bounds;
+    const kvp_offsets *offsets;
+    const uint64_t *bound;
+    uint64_t words; /* of all of it */
+    uint64_t data[];
 };
 
 /* An event behind copies of one stream: when it is reached they are done. */
@@ -64,10 +79,13 @@ struct marker {
     void *start; /* recorded in front of the copies, where they wait for compute on the device */
     void *stream;
     uint64_t bytes, sequence /* jobs up to it end here */, begun /* jobs up to it have begun */;
-    uint64_t submitted_ns, due_ns; /* when it should be reached */
-    uint64_t expected_ns;          /* by the table of methods; 0: not known */
+    uint64_t ready_ns;    /* the device could begin with it, as far as this thread was concerned; 0: not known */
+    uint64_t called_ns;   /* its submission began */
+    uint64_t due_ns;      /* when it should be reached */
+    uint64_t expected_ns; /* by the table of methods; 0: not known */
     uint32_t places;
-    int32_t list, row;
+    uint32_t entries; /* of the direction's ring of copies, with those that were passed over at its end */
+    int32_t row;
     bool idle; /* nothing of ours stood in front of them */
 };
 
@@ -101,9 +119,22 @@ struct direction {
     atomic_ullong rate; /* bytes per second, lately */
     uint64_t due_ns, next_ns, gate_since, progress_ns;
     uint32_t pause_ns;
-    uint64_t ramp;   /* most bytes of the next submission: doubles from the first one after a pause */
-    uint32_t *stamp; /* by destination, in copies: sequence of the job that wrote it last */
-    uint64_t hurry;  /* jobs up to this sequence are in a hurry, because one of them is */
+    uint64_t ramp;      /* most bytes of the next submission: doubles from the first one after a pause */
+    uint32_t *stamp;    /* by destination, in copies: sequence of the job that wrote it last */
+    atomic_uint listed; /* entries of the ring of copies in use */
+    uint32_t list_at;   /* where the next ones begin */
+    uint64_t hurry;     /* jobs up to this sequence are in a hurry, because one of them is */
+};
+
+/* The first bytes of memory that no job has. */
+struct spare {
+    struct spare *next;
+};
+
+/* Destinations that the request in hand has named so far, a bit a block; all clear between two. */
+struct named {
+    pthread_mutex_t lock;
+    uint64_t *bits, words;
 };
 
 struct kvp_submitter {
@@ -111,8 +142,9 @@ struct kvp_submitter {
     uint32_t forks; /* kvp_forks() of the process that made it */
     pthread_t thread;
     int threaded, actor;
-    pthread_mutex_t lock; /* incoming, ended, fences, events, pins; never held over a call of the runtime */
-    struct kvp_job *incoming, *incoming_last;
+    pthread_mutex_t lock;             /* spare, ended, fences, events, pins; never held over a call of the runtime */
+    struct kvp_job *_Atomic incoming; /* the newest first */
+    struct named named[2];
     uint64_t *ended;
     uint64_t ended_first, ended_count, ended_room;
     struct fence *fences_free, *fences_all;
@@ -128,8 +160,6 @@ struct kvp_submitter {
     uint32_t events_made, events_free, limbo_count, pins;
     uint64_t make_again_ns;
     void *clock_event[2]; /* the one in use, and the one that is recorded next */
-    int32_t *lists;
-    atomic_uint lists_free;
     struct direction direction[2];
     uint64_t clock_ns, clock_at; /* host time of the clock event; when it was paired */
     atomic_uint clock_pair;      /* counts pairs: it moves before an event of the one before is recorded anew */
@@ -144,11 +174,8 @@ struct kvp_submitter {
     atomic_ullong pending;
     atomic_int broken;
     atomic_uint fault;
-    struct {
-        int64_t *data;
-        uint64_t words;
-    } spare[SPARE]; /* of jobs that ended, for those to come: fresh memory costs page faults */
-    uint32_t spares;
+    struct spare *spare[CLASSES]; /* memory of jobs that ended, for those to come */
+    uint32_t spares[CLASSES];
     atomic_uint bad_queries;
     atomic_uint methods_off;
     atomic_int method_error;
@@ -177,28 +204,42 @@ KVP_INSIDE void kvp_fence_give(kvp_submitter *s, struct fence *f); /* with the l
 /* jobs.c */
 KVP_INSIDE uint32_t kvp_job_copies(const struct kvp_job *j, struct cursor *at, kvp_copy *out, uint32_t max,
                                    uint64_t budget, uint64_t largest, bool merge, uint64_t *bytes, uint64_t *asked);
-KVP_INSIDE void kvp_job_spare(struct kvp_job *j);
+KVP_INSIDE void kvp_job_spare(struct kvp_job *j);  /* it has ended: its memory goes to another */
+KVP_INSIDE void kvp_spares_open(kvp_submitter *s); /* no early caller meets page faults either */
+KVP_INSIDE void kvp_spares_free(kvp_submitter *s);
 KVP_INSIDE bool kvp_job_all(const struct kvp_job *j, const struct cursor *at);
 KVP_INSIDE bool kvp_job_conflicts(struct kvp_job *j, uint32_t *stamp, uint64_t since);
 
-/* submitter.c */
+/* fences.c */
 KVP_INSIDE int kvp_job_after(kvp_submitter *s, struct kvp_job *j, void *stream);
-KVP_INSIDE uint64_t kvp_step(kvp_submitter *s, uint64_t now);
-KVP_INSIDE uint64_t kvp_step_actor(void *s, uint64_t now);
-KVP_INSIDE void kvp_lose(kvp_submitter *s, int code, uint32_t fault);
-KVP_INSIDE void kvp_wake(kvp_submitter *s);
-KVP_INSIDE bool kvp_hungry(kvp_submitter *s, int d);
-KVP_INSIDE void kvp_retire_shared(kvp_submitter *s, int d);
-KVP_INSIDE void kvp_fence_drop(kvp_submitter *s, struct kvp_job *j);
 KVP_INSIDE int kvp_fence_record(kvp_submitter *s, struct fence *f);
-/* Nothing on this device will complete any more, or may be believed: every job ends, nothing touches the device. */
-KVP_INSIDE void kvp_lose(kvp_submitter *s, int code, uint32_t fault);
-KVP_INSIDE void kvp_finish(kvp_submitter *s, struct kvp_job *j, int error, uint32_t fault);
+KVP_INSIDE uint64_t kvp_fences_record(kvp_submitter *s, uint64_t now);
+KVP_INSIDE bool kvp_fence_passed(kvp_submitter *s, struct kvp_job *j);
+KVP_INSIDE void kvp_fence_over(kvp_submitter *s, struct kvp_job *j);
+KVP_INSIDE void kvp_fence_drop(kvp_submitter *s, struct kvp_job *j);
+
+/* device_clock.c */
 KVP_INSIDE void kvp_renew_device_clock(kvp_submitter *s);
 KVP_INSIDE uint64_t kvp_device_ns(kvp_submitter *s, void *event);
 
+/* completion.c */
+KVP_INSIDE void kvp_retire(kvp_submitter *s, int d, uint64_t now);
+KVP_INSIDE void kvp_retire_shared(kvp_submitter *s, int d);
+KVP_INSIDE void kvp_finish(kvp_submitter *s, struct kvp_job *j, int error, uint32_t fault);
+KVP_INSIDE void kvp_end_flying(kvp_submitter *s, struct direction *dir, uint64_t sequence, uint64_t end_ns);
+KVP_INSIDE void kvp_fail_all(kvp_submitter *s, struct kvp_job **first, struct kvp_job **last, int code, uint32_t fault);
+/* Nothing on this device will complete any more, or may be believed: every job ends, nothing touches the device. */
+KVP_INSIDE void kvp_lose(kvp_submitter *s, int code, uint32_t fault);
+
+/* submitter.c */
+KVP_INSIDE uint64_t kvp_step(kvp_submitter *s, uint64_t now);
+KVP_INSIDE uint64_t kvp_step_actor(void *s, uint64_t now);
+KVP_INSIDE void kvp_take_incoming(kvp_submitter *s);
+KVP_INSIDE bool kvp_hungry(kvp_submitter *s, int d);
+
 /* submitter_thread.c */
 KVP_INSIDE int kvp_refusal(kvp_submitter *s);
+KVP_INSIDE int kvp_jobs_push(kvp_submitter *s, kvp_job_status **jobs, uint32_t count);
 KVP_INSIDE void kvp_changed(kvp_submitter *s);
 KVP_INSIDE uint32_t kvp_thread_id(void);
 KVP_INSIDE uint32_t kvp_forks(void);
@@ -212,6 +253,9 @@ typedef cudaError_t (*elapsed_fn)(float *, void *, void *);
 typedef cudaError_t (*create_fn)(void **, unsigned);
 typedef cudaError_t (*none_fn)(void);
 typedef cudaError_t (*device_fn)(int);
+typedef cudaError_t (*mode_fn)(int *);
+
+static inline bool line_empty(const struct line *l) { return l->head == l->tail; }
 
 static inline void kvp_clear_error(kvp_submitter *s) {
     if (s->config.copier.cuda.get_last_error) CALL(s, get_last_error, none_fn)();

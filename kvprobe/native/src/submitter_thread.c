@@ -1,5 +1,6 @@
 /* The submitter's thread, who sleeps and who is woken, and what a caller may ask. */
 #define _GNU_SOURCE
+#include "kvp_signals.h"
 #include "submitter.h"
 
 #include <errno.h>
@@ -17,6 +18,7 @@
 #define NAP_NS 50000                 /* between two looks for jobs while they come */
 #define NAPPING_NS 30000000          /* so long after the last one it takes naps: as long as a step of a model */
 #define LINK_BYTES_PER_S 20000000000u
+#define RELAXED_CAPTURE 2 /* cudaStreamCaptureModeRelaxed */
 
 static void sleep_on(atomic_uint *word, uint32_t value, uint64_t ns) {
     struct timespec t = {(time_t)(ns / 1000000000u), (long)(ns % 1000000000u)};
@@ -25,7 +27,7 @@ static void sleep_on(atomic_uint *word, uint32_t value, uint64_t ns) {
 
 static void wake_all(atomic_uint *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 0x7fffffff, NULL, NULL, 0); }
 
-void kvp_wake(kvp_submitter *s) {
+static void wake_up(kvp_submitter *s) {
     if (!s->threaded) {
         s->config.actor_wake(s->actor);
         return;
@@ -38,7 +40,7 @@ void kvp_wake(kvp_submitter *s) {
  * more than all the rest of handing over (5 to 50 us). Of several callers one wakes it. */
 static void wake_for(kvp_submitter *s, int d) {
     if (!s->threaded) {
-        kvp_wake(s);
+        wake_up(s);
         return;
     }
     atomic_fetch_add(&s->work, 1);
@@ -57,6 +59,9 @@ static void *thread_main(void *arg) {
     prctl(PR_SET_NAME, "kvprobe-submit");
     prctl(PR_SET_TIMERSLACK, 1);
     if (s->config.copier.cuda.set_device && s->config.device >= 0) CALL(s, set_device, device_fn)(s->config.device);
+    /* While any thread captures a graph in global mode, as torch does, a thread that asks for an event breaks it. */
+    int mode = RELAXED_CAPTURE;
+    if (s->config.copier.cuda.capture_mode) CALL(s, capture_mode, mode_fn)(&mode);
     kvp_renew_device_clock(s);
     while (atomic_load(&s->closing) != 3) {
         uint32_t seen = atomic_load(&s->work);
@@ -83,6 +88,8 @@ static void *copied(const void *from, size_t bytes) {
 static void free_all(kvp_submitter *s) {
     for (int d = 0; d < 2; d++) {
         pthread_mutex_destroy(&s->direction[d].shared_lock);
+        pthread_mutex_destroy(&s->named[d].lock);
+        free(s->named[d].bits);
         free(s->direction[d].stamp);
         free(s->direction[d].held_up);
         free((void *)s->config.pooled[d]);
@@ -92,10 +99,8 @@ static void free_all(kvp_submitter *s) {
     free((void *)s->config.cpu.bases);
     free((void *)s->config.gpu.bound);
     free((void *)s->config.cpu.bound);
-    free((void *)s->config.list);
-    for (uint32_t i = 0; i < s->spares; i++) free(s->spare[i].data);
+    kvp_spares_free(s);
     kvp_events_free(s);
-    free(s->lists);
     free(s->ended);
     free(s);
 }
@@ -118,12 +123,9 @@ kvp_submitter *kvp_submitter_open(const kvp_submitter_config *config, int *why) 
     c->cpu.bases = copied(config->cpu.bases, c->layers * sizeof(uint64_t));
     c->gpu.bound = copied(config->gpu.bound, c->gpu.bounds * sizeof(uint64_t));
     c->cpu.bound = copied(config->cpu.bound, c->cpu.bounds * sizeof(uint64_t));
-    c->list = copied(config->list, c->lists * sizeof *c->list);
-    s->lists = malloc((c->lists + 1) * sizeof *s->lists);
     s->ended_room = 1024;
     s->ended = malloc(s->ended_room * sizeof *s->ended);
-    bool whole = c->gpu.bases && c->cpu.bases && c->gpu.bound && c->cpu.bound && c->list && s->lists && s->ended;
-    for (uint32_t i = 0; whole && i < c->lists; i++) s->lists[s->lists_free++] = (int32_t)i;
+    bool whole = c->gpu.bases && c->cpu.bases && c->gpu.bound && c->cpu.bound && s->ended;
     for (int d = 0; d < 2; d++) {
         struct direction *dir = &s->direction[d];
         pthread_mutex_init(&dir->shared_lock, NULL);
@@ -135,7 +137,13 @@ kvp_submitter *kvp_submitter_open(const kvp_submitter_config *config, int *why) 
         const kvp_side *to = d == STORE ? &c->cpu : &c->gpu;
         uint64_t stamps = c->copy_bytes ? to->blocks * to->factor : 0;
         if (stamps) dir->stamp = calloc(stamps, sizeof *dir->stamp);
-        whole = whole && c->pooled[d] && dir->held_up && (!stamps || dir->stamp);
+        struct named *named = &s->named[d];
+        pthread_mutex_init(&named->lock, NULL);
+        named->words = c->copy_bytes ? (to->blocks + 63) / 64 : 0;
+        named->bits = calloc(named->words + 1, sizeof *named->bits);
+        for (uint64_t i = 0; named->bits && i < named->words; i += 512) /* no caller meets a page fault here */
+            *(volatile uint64_t *)&named->bits[i] = 0;
+        whole = whole && c->pooled[d] && dir->held_up && named->bits && (!stamps || dir->stamp);
     }
     if (whole) *why = kvp_events_open(s);
     if (!whole || *why) {
@@ -147,10 +155,10 @@ kvp_submitter *kvp_submitter_open(const kvp_submitter_config *config, int *why) 
         s->actor = c->actor_add(kvp_step_actor, s);
         return s;
     }
+    kvp_spares_open(s);
     /* The server's signals are the server's: none of them is handled on this thread. */
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    sigset_t before;
+    kvp_block_signals(&before);
     s->threaded = 1;
     int code = pthread_create(&s->thread, NULL, thread_main, s);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -167,13 +175,13 @@ static bool forked(const kvp_submitter *s) { return s->forks != kvp_forks(); }
 void kvp_submitter_close(kvp_submitter *s, int drain) {
     if (forked(s) || atomic_load(&s->closing) == 3) return;
     if (!drain) atomic_store(&s->closing, 2);
-    kvp_wake(s);
+    wake_up(s);
     while (atomic_load(&s->pending)) {
         int is = kvp_job_wait(s, NULL, UINT64_MAX);
         if (is == 1 || is == -2) break; /* -2: nothing can ever end them */
     }
     atomic_store(&s->closing, 3);
-    kvp_wake(s);
+    wake_up(s);
     if (s->threaded)
         pthread_join(s->thread, NULL);
     else
@@ -185,7 +193,7 @@ void kvp_submitter_abandon(kvp_submitter *s) {
     if (forked(s) || atomic_load(&s->closing) == 3) return;
     atomic_store(&s->closing, 3);
     s->actor = -1; /* that number may be another simulation's actor */
-    kvp_wake(s);
+    wake_up(s);
     if (s->threaded) pthread_join(s->thread, NULL);
     kvp_lose(s, 0, KVP_FAULT_RESET);
     kvp_submitter_stop(s);
@@ -231,6 +239,13 @@ static void lock_shared(kvp_submitter *s, struct direction *dir) {
         while (pthread_mutex_trylock(&dir->shared_lock)) s->config.run_until(shared_is_free, dir, UINT64_MAX);
 }
 
+/* Jobs of one direction that follow one another, the newest at the head of their chain: one wake for all. */
+static void hand_over(kvp_submitter *s, struct kvp_job *oldest, struct kvp_job *newest) {
+    oldest->next = atomic_load(&s->incoming);
+    while (!atomic_compare_exchange_weak(&s->incoming, &oldest->next, newest)) continue;
+    wake_for(s, newest->direction);
+}
+
 int kvp_job_push(kvp_submitter *s, kvp_job_status *job) {
     struct kvp_job *j = (struct kvp_job *)job;
     struct direction *dir = &s->direction[j->direction];
@@ -257,15 +272,22 @@ int kvp_job_push(kvp_submitter *s, kvp_job_status *job) {
         atomic_fetch_add(&dir->pushed, 1);
         atomic_fetch_sub(&dir->inlined_jobs, 1);
     }
-    j->next = NULL;
-    pthread_mutex_lock(&s->lock);
-    if (s->incoming_last)
-        s->incoming_last->next = j;
-    else
-        s->incoming = j;
-    s->incoming_last = j;
-    pthread_mutex_unlock(&s->lock);
-    wake_for(s, j->direction);
+    hand_over(s, j, j);
+    return 0;
+}
+
+int kvp_jobs_push(kvp_submitter *s, kvp_job_status **jobs, uint32_t count) {
+    int no = kvp_refusal(s);
+    if (no) return no;
+    for (uint32_t i = 0; i < count; i++) {
+        struct kvp_job *j = (struct kvp_job *)jobs[i];
+        j->handed = true;
+        j->next = i ? (struct kvp_job *)jobs[i - 1] : NULL;
+        begin(s, j);
+    }
+    struct kvp_job *oldest = (struct kvp_job *)jobs[0];
+    atomic_fetch_add(&s->direction[oldest->direction].pushed, count);
+    hand_over(s, oldest, (struct kvp_job *)jobs[count - 1]);
     return 0;
 }
 
@@ -310,9 +332,8 @@ static void add_shared_marker(struct direction *dir, struct kvp_job *j, void *ev
                          .begun = j->sequence,
                          .sequence = all ? j->sequence : j->sequence - 1,
                          .places = places,
-                         .list = -1,
                          .idle = idle_ns != 0,
-                         .submitted_ns = idle_ns};
+                         .ready_ns = idle_ns};
     dir->shared.tail++;
 }
 
@@ -411,6 +432,7 @@ int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_optio
     if (r->submitted)
         kvp_job_copies(j, &j->at, run, (uint32_t)r->submitted, UINT64_MAX, UINT64_MAX, false, &bytes, &asked);
     job->submitted += asked;
+    job->descriptors += r->submitted;
     job->calls += r->submitted;
     job->submit_ns += r->end_ns - r->start_ns;
     job->blocked += r->blocked;
@@ -454,7 +476,7 @@ int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_optio
     }
     j->busy = 0;
     pthread_mutex_unlock(&dir->shared_lock);
-    kvp_wake(s);
+    wake_up(s);
     return code ? -1000 * code : all;
 }
 
@@ -542,7 +564,7 @@ int kvp_job_fence(kvp_submitter *s, kvp_job_status *job, void *stream) {
         if (state != KVP_IN_FLIGHT) {
             atomic_store(&j->hurry, 1);
             atomic_store(&s->hurrying, 1);
-            kvp_wake(s);
+            wake_up(s);
         }
         int is = wait_for(&a, UINT64_MAX);
         if (is < 0) return is == -1 ? -6 : -7;
@@ -566,13 +588,13 @@ int kvp_wait_ended(kvp_submitter *s) {
 
 void kvp_submitter_read(kvp_submitter *s, kvp_submitter_stats *out) {
     memset(out, 0, sizeof *out);
-    out->pending = atomic_load(&s->pending);
     for (int d = 0; d < 2; d++) {
         struct direction *dir = &s->direction[d];
         out->pending_bytes[d] = atomic_load(&dir->pending_bytes);
         out->in_flight_bytes[d] = atomic_load(&dir->bytes);
         out->in_flight_places[d] = atomic_load(&dir->places);
         out->shared_places[d] = atomic_load(&dir->shared_places);
+        out->listed[d] = dir->listed;
         out->stream[d] = (uint64_t)(uintptr_t)atomic_load(&dir->stream);
         out->rate[d] = atomic_load(&dir->rate);
         for (int m = 0; m < KVP_METHODS; m++) {
@@ -581,12 +603,12 @@ void kvp_submitter_read(kvp_submitter *s, kvp_submitter_stats *out) {
         }
     }
     pthread_mutex_lock(&s->lock);
+    out->pending = atomic_load(&s->pending);
     out->events_free = s->events_free + s->limbo_count;
     out->events = s->events_made;
     out->fences_used = s->fences_used;
     out->fences = s->fence_count;
     pthread_mutex_unlock(&s->lock);
-    out->lists_free = s->lists_free;
     out->longest_call_ns = s->longest_ns;
     out->steps = s->steps;
     out->broken = atomic_load(&s->broken);

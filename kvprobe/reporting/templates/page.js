@@ -298,11 +298,34 @@
         this.line = svg("path", { class: "cursor" }, root);
       }
       this.host.replaceChildren(root);
+      this.fit();
       if (this.resetButton) {
         const whole = this.range[0] <= this.full[0] && this.range[1] >= this.full[1];
         this.resetButton.disabled = this.outButton.disabled = whole;
       }
       if (this.cursor !== null) this.point(this.cursor);
+    }
+    // Text stays inside the drawing and off the text of a level: it is moved, and cut (its whole in a tooltip) where it is too long.
+    fit() {
+      const texts = [...this.root.querySelectorAll("text")].map((node) => ({ node, box: node.getBBox() }));
+      const levels = texts.filter(({ node }) => node.matches(".halo:not(.strong)")).map(({ box }) => box);
+      for (const { node, box } of texts) {
+        if (!box.width) continue; // folded away: drawn again when it opens
+        const pair = this.spec.kind === "bars" && texts.find((one) => one.node !== node && Math.abs(one.box.y - box.y) < 4 && one.box.x > box.x);
+        const room = (pair ? pair.box.x - 8 - box.x : this.width - 2), whole = node.textContent;
+        let long = box.width;
+        if (long > room && room > 0) {
+          node.textContent = `${whole.slice(0, Math.max(Math.floor((whole.length * room) / long) - 2, 1))}…`;
+          svg("title", {}, node, whole);
+          long = node.getComputedTextLength();
+        }
+        const x = Number(node.getAttribute("x")), anchor = node.getAttribute("text-anchor");
+        const from = anchor === "end" ? x - long : anchor === "middle" ? x - long / 2 : x;
+        const to = clamp(from, 1, Math.max(this.width - 1 - long, 1));
+        if (Math.abs(to - from) > 0.5) node.setAttribute("x", x + to - from);
+        if (node.matches(".halo.strong") && levels.some((one) => one.x < to + long && one.x + one.width > to && Math.abs(one.y - box.y) < 13))
+          node.setAttribute("y", Number(node.getAttribute("y")) + 16);
+      }
     }
     X(v) { return this.left + ((v - this.range[0]) / (this.range[1] - this.range[0])) * this.inner; }
     axes(root, yTicks, xTicks, label) {
@@ -358,6 +381,10 @@
       }
       const yTicks = log ? logTicks(spec.y.unit, low, high, (base - top) / 30) : linearTicks(spec.y.unit, low, high, (base - top) / 42);
       this.axes(root, yTicks, linearTicks(spec.x.unit, a, b, this.inner / 92), this.narrow ? spec.y.short || spec.y.label : spec.y.label);
+      if (spec.x.label) {
+        const beside = (spec.x.label.length + spec.y.label.length + 12) * 6.2 < this.inner; // else below the other label
+        svg("text", { x: this.left + this.inner, y: beside ? 11 : top + 8, class: "axislabel halo", "text-anchor": "end" }, root, `across: ${spec.x.label}`);
+      }
       for (const level of spec.levels || []) {
         const y = Math.round(this.Y(level.v)) + 0.5;
         svg("path", { class: "level", d: `M${this.left} ${y}H${this.left + this.inner}` }, root);

@@ -101,6 +101,8 @@ static void work(long from, long to, char *device, char *host, cudaStream_t stre
     }
 }
 
+static pthread_barrier_t together; /* all threads copy before any ends: none takes over another's place in the file */
+
 static void *thread(void *unused) {
     (void)unused;
     void *device, *host;
@@ -108,6 +110,7 @@ static void *thread(void *unused) {
     check(cudaMalloc(&device, 4096), "malloc");
     check(cudaHostAlloc(&host, 4096, 0), "host");
     check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, 0), "stream");
+    pthread_barrier_wait(&together);
     if (kills) {
         printf("ready\n");
         fflush(stdout);
@@ -132,6 +135,7 @@ static void *thread(void *unused) {
     }
     check(cudaStreamSynchronize(stream), "wait");
     did(WAIT, 1, 0);
+    pthread_barrier_wait(&together);
     return NULL;
 }
 
@@ -149,6 +153,7 @@ int main(int argc, char **argv) {
     for (int p = 0; p < processes; p++) {
         if (processes > 1 && fork()) continue;
         pthread_t ids[512];
+        pthread_barrier_init(&together, NULL, (unsigned)threads);
         for (int t = 1; t < threads; t++) pthread_create(&ids[t], NULL, thread, NULL);
         if (argc > 5 && !strcmp(argv[5], "closeall"))
             for (int i = 3; i < 1024; i++) close(i);

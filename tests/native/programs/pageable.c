@@ -32,9 +32,13 @@ int cudaStreamCreateWithFlags(cudaStream_t *, unsigned);
 int cudaStreamSynchronize(cudaStream_t);
 int cudaMalloc(void **, size_t);
 int cudaFree(void *);
+int cudaDeviceReset(void);
+int cudaHostAlloc(void **, size_t, unsigned);
 int cudaHostRegister(void *, size_t, unsigned);
 int cudaHostUnregister(void *);
 int cudaPointerGetAttributes(void *, const void *);
+int cudaStreamBeginCapture(cudaStream_t, int);
+int cudaStreamEndCapture(cudaStream_t, void **);
 
 enum { MIB = 1 << 20, ROOM = 8 * MIB };
 
@@ -178,6 +182,40 @@ static void gated(void) {
     }
 }
 
+/* Streams without work of their own share their channel with one that is held back until these calls have returned.
+ * Small sources are taken at once, as in `gated`. */
+static void held_up(void) {
+    enum { SMALL = 512 << 10, STREAMS = 12 };
+    uint8_t *at = malloc(SMALL), *back = malloc(SMALL), *in_front, *of[STREAMS];
+    cudaStream_t held, streams[STREAMS];
+    void *pinned;
+    overwrites();
+    check(cudaHostAlloc(&pinned, 64, 0));
+    check(cudaMalloc((void **)&in_front, 64));
+    check(cudaStreamCreateWithFlags(&held, 1));
+    for (int i = 0; i < STREAMS; i++) {
+        check(cudaMalloc((void **)&of[i], SMALL));
+        check(cudaStreamCreateWithFlags(&streams[i], 1));
+    }
+    for (unsigned round = 0; round < 4; round++) {
+        kvhost_gate *gate = kvhostGateCreate();
+        check(kvhostGateLaunch(gate, held));
+        check(cudaMemcpyAsync(in_front, pinned, 64, 1, held));
+        for (unsigned i = 0; i < STREAMS; i++) {
+            fill(at, SMALL, round * STREAMS + i);
+            check(cudaMemcpyAsync(of[i], at, SMALL, 1, streams[i]));
+            memset(at, 0xee, SMALL);
+        }
+        kvhostGateOpen(gate);
+        for (unsigned i = 0; i < STREAMS; i++) {
+            check(cudaMemcpyAsync(back, of[i], SMALL, 2, streams[i]));
+            wrong += differing(back, SMALL, round * STREAMS + i);
+        }
+        check(cudaStreamSynchronize(held));
+        kvhostGateDestroy(gate);
+    }
+}
+
 static void synchronous(void) {
     uint8_t *at = malloc(4 * MIB), *back = malloc(4 * MIB);
     for (unsigned turn = 0; again(); turn++) {
@@ -257,6 +295,60 @@ static void refusals(void) {
     for (size_t i = 0; i < MIB; i++) wrong += small[i] != 3;
 }
 
+/* A healthy program: its large copies are pinned, and the driver need not be asked about each of them. */
+static void pinned_copies(void) {
+    void *at;
+    kvhost_stats before, after;
+    check(cudaHostAlloc(&at, 4 * MIB, 0));
+    for (unsigned turn = 0; turn < 110; turn++) {
+        if (turn == 10) kvhostStats(&before);
+        check(cudaMemcpyAsync(device, at, MIB, turn % 2 ? 4 : 1, stream));
+        check(cudaMemcpyAsync((uint8_t *)at + MIB, device, MIB, turn % 2 ? 4 : 2, stream));
+    }
+    check(cudaStreamSynchronize(stream));
+    kvhostStats(&after);
+    printf("%d questions\n", (int)(after.pointers_asked - before.pointers_asked));
+}
+
+/* While another stream is being captured a synchronous copy is refused and spoils the capture, another one is not. */
+static void captures(void) {
+    overwrites();
+    cudaStream_t captured;
+    void *graph;
+    check(cudaStreamCreateWithFlags(&captured, 1));
+    uint8_t *at = malloc(4 * MIB), *back = malloc(4 * MIB);
+    int refused = 0, spoilt = 0;
+    for (unsigned turn = 0; turn < 60; turn++) {
+        check(cudaStreamBeginCapture(captured, 0));
+        there_and_back(at, back, some_bytes(turn), turn);
+        check(cudaStreamEndCapture(captured, &graph));
+        check(cudaStreamBeginCapture(captured, 0));
+        refused += cudaMemcpy(device, at, some_bytes(turn), 1) == 900;
+        spoilt += cudaStreamEndCapture(captured, &graph) == 901;
+        there_and_back(at, back, some_bytes(turn), turn);
+    }
+    printf("%d refused, %d spoilt\n", refused, spoilt);
+}
+
+/* The device is reset again and again: streams, events and memory of before are gone. */
+static void resets(void) {
+    overwrites();
+    uint8_t *at = malloc(4 * MIB), *back = malloc(4 * MIB);
+    for (unsigned turn = 0; turn < 6; turn++) {
+        check(cudaMemcpyAsync(device, at, 4 * MIB, 1, stream));
+        check(cudaDeviceReset());
+        prepare();
+        for (unsigned i = 0; i < 40; i++) there_and_back(at, back, some_bytes(i), i);
+        usleep(20000); /* for slots to be made anew */
+    }
+    /* A busy machine makes them later. Of a size that was not tried yet: what does not pay on a busy machine rests. */
+    kvhost_stats stats = {0};
+    for (unsigned i = 0; stats.pinned_bytes < 16 * MIB && now() < until; i++) {
+        there_and_back(at, back, MIB / 4, i);
+        kvhostStats(&stats);
+    }
+}
+
 /* A device that fails in the middle: the program's calls say so, and go on saying so. */
 static void loses_device(void) {
     overwrites();
@@ -323,8 +415,11 @@ int main(int argc, char **argv) {
         void (*play)(void);
     } plays[] = {{"overwrites", overwrites},     {"remaps", remaps},
                  {"behind-work", behind_work},   {"gated", gated},
-                 {"synchronous", synchronous},   {"forks", forks},
-                 {"registers", registers},       {"refusals", refusals},
+                 {"held-up", held_up},           {"synchronous", synchronous},
+                 {"forks", forks},               {"registers", registers},
+                 {"refusals", refusals},         {"captures", captures},
+                 {"resets", resets},
+                 {"pinned", pinned_copies},
                  {"device", loses_device},       {"threads", threads}, {"confined", confined},
                  {"record-fails", record_fails}, {"query-fails", query_fails},
                  {"load-fails", load_fails},     {"store-fails", store_fails}};

@@ -16,8 +16,12 @@ static int copies;
 
 static void copy(int load, unsigned char *device, unsigned char *host, size_t bytes, cudaStream_t stream) {
     pthread_mutex_lock(&right_to_copy);
-    while (!kvp_staging_is_free()) sched_yield();
-    if (kvp_staged_copy(&events, load, (uint64_t)(uintptr_t)device, host, bytes, stream)) abort();
+    int error;
+    do { /* given up where this machine's device got no processor for long: once more, over the same bytes */
+        while (!kvp_staging_is_free()) sched_yield();
+        error = kvp_staged_copy(&events, load, (uint64_t)(uintptr_t)device, host, bytes, stream);
+    } while (error == STAGING_NOT_READY);
+    if (error) abort();
     pthread_mutex_unlock(&right_to_copy);
 }
 

@@ -43,30 +43,42 @@ out:
 }
 
 static kvp_job_status *request(int direction, int64_t gpu_first, int64_t cpu_first, cudaStream_t after, unsigned how) {
-    uint64_t id = ++ids;
-    int why = 0;
-    if (how % 4 == 0) {
-        uint64_t dst[BLOCKS], src[BLOCKS];
-        for (int i = 0; i < BLOCKS; i++) {
-            uint64_t g = (uintptr_t)gpu + (uint64_t)(gpu_first + i) * BLOCK;
-            uint64_t c = (uintptr_t)cpu + (uint64_t)(cpu_first + i) * BLOCK;
-            dst[i] = direction == KVP_H2D ? g : c;
-            src[i] = direction == KVP_H2D ? c : g;
+    uint64_t id = ids += 2;
+    if (how % 4 == 0) { /* two jobs, of which the second's end implies the first's */
+        enum { HALF = BLOCKS / 2 };
+        uint64_t at[HALF], ends[] = {1, 2};
+        kvp_bases bases[2] = {{0}};
+        for (int i = 0; i < HALF; i++) at[i] = (uint64_t)i * BLOCK;
+        for (int i = 0; i < 2; i++) {
+            uint64_t g = (uintptr_t)gpu + (uint64_t)(gpu_first + i * HALF) * BLOCK;
+            uint64_t c = (uintptr_t)cpu + (uint64_t)(cpu_first + i * HALF) * BLOCK;
+            bases[i].dst = direction == KVP_H2D ? g : c;
+            bases[i].src = direction == KVP_H2D ? c : g;
         }
-        kvp_addresses copies = {.count = BLOCKS, .dst = dst, .src = src, .size = BLOCK};
-        kvp_job_status *job =
-            kvp_job_request_addresses(submitter, direction, id, &copies, after, 1, kvp_now_ns(), &why);
-        CHECK(job || !drains());
-        return job;
+        kvp_offsets offsets = {.count = HALF, .dst = at, .src = at, .size = BLOCK};
+        kvp_addresses copies = {.offsets = &offsets, .bases = bases, .ends = ends, .lists = 1, .jobs = 2};
+        kvp_job_status *jobs[2];
+        int no = kvp_job_request_addresses(submitter, direction, id, &copies, after, 1, kvp_now_ns(), jobs);
+        CHECK(!no || !drains());
+        if (no) return NULL;
+        kvp_job_release(jobs[0]);
+        return jobs[1];
     }
     int64_t g[BLOCKS], c[BLOCKS];
     for (int i = 0; i < BLOCKS; i++) g[i] = gpu_first + i, c[i] = cpu_first + (how % 4 == 1 ? i : (i * 5) % BLOCKS);
     if (how % 4 != 1)
         for (int i = 0; i < BLOCKS; i++) g[i] = gpu_first + (i * 5) % BLOCKS; /* the same blocks, neighbours apart */
     kvp_job_refused refused;
-    uint32_t what = KVP_REQUEST_AFTER | (direction == KVP_D2H ? KVP_REQUEST_STORE : 0);
-    kvp_job_status *job =
-        kvp_job_request(submitter, what, id, BLOCKS, g, BLOCKS, c, BLOCKS, after, kvp_now_ns(), &refused);
+    kvp_request asked = {.submitter = submitter,
+                         .refused = &refused,
+                         .after = after,
+                         .id = id,
+                         .copies = BLOCKS,
+                         .gpu_count = BLOCKS,
+                         .cpu_count = BLOCKS,
+                         .requested_ns = kvp_now_ns(),
+                         .what = KVP_REQUEST_AFTER | (direction == KVP_D2H ? KVP_REQUEST_STORE : 0)};
+    kvp_job_status *job = kvp_job_request(&asked, g, c);
     CHECK(job || !drains());
     if (job && submit(job, direction, how / 4 % 4)) {
         CHECK(!drains());

@@ -1,0 +1,242 @@
+"""A thread that submits has no CPU: others run on it, or the container's quota is used up.
+
+Mechanism: the kernel takes the CPU from a thread, in a call or between two, and gives it back some milliseconds later,
+or, where a control group has used up its quota, at the next period (100 ms). The thread does nothing in between.
+
+Signature: either of
+ - slow submissions: in the spans between two looks at the thread (some 20 ms each) the kernel counted at least half as
+   much time waiting for a CPU as they took longer than usual. Where the thread slept for that long in the same spans (a
+   lock makes it sleep), all of the excess has to be covered. What a full queue, pageable memory or a label explains is
+   not looked at: a thread that waits there uses its CPU, and may lose it besides;
+ - pauses between calls: the kernel counted a tenth of the thread's time as waiting for a CPU in pauses of a millisecond
+   and more. The larger loss gives the finding its name, the other one is evidence.
+
+Predicted saving: the time waited, with a CPU for the thread; as much of it as the quota took, with a larger quota.
+Source: `/proc/<pid>/task/<tid>/schedstat` (Documentation/scheduler/sched-stats.rst), `cpu.stat` of the control group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvprobe.diagnosis.finding import Change, Evidence, Finding, Loss, NotLookedFor, cause_of
+from kvprobe.diagnosis.intervals import distinct
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
+from kvprobe.diagnosis.pauses import long_pauses
+
+CAUSE = cause_of(__name__)
+KERNEL = "counted by the kernel"
+LEAST_SHARE = 0.10  # of a thread's time, waited between its calls
+
+
+def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
+    """Needs the kernel's count, of which a run's observer notes what is worth it."""
+    watched = any(source.format == "kvprobe" and source.command for source in joined.recording.source)
+    if watched or joined.recording.cpu_waits.rows:
+        return None
+    return NotLookedFor("the recording does not tell how long threads waited for a CPU", "kvprobe run")
+
+
+@dataclass
+class _Waited:
+    """Calls, what is lost in each (or in the pause after it), and the rows of `cpu_waits` that say so."""
+
+    rows: Array
+    ns: Array
+    notes: Array
+    sure: bool = True
+
+    @property
+    def lost_ns(self) -> int:
+        """In all."""
+        return int(self.ns.sum())
+
+
+def find(joined: JoinedRecording) -> Finding | None:
+    """Slow submissions of threads that waited for a CPU, or pauses between their calls."""
+    if not joined.recording.cpu_waits.rows:
+        return None
+    inside = _slow_submissions(joined)
+    between = _pauses(joined, inside.lost_ns if inside else 0)
+    if between and (not inside or between.lost_ns > inside.lost_ns):
+        return _between_calls(joined, between, inside)
+    return _inside_calls(joined, inside, between) if inside else None
+
+
+def _notes_of(joined: JoinedRecording, row: int) -> Array:
+    """Rows of `cpu_waits` of the thread that made a call."""
+    waits = joined.recording.cpu_waits
+    return np.flatnonzero((waits["process"] == joined.process[row]) & (waits["thread"] == joined.thread[row]))
+
+
+def _slow_submissions(joined: JoinedRecording) -> _Waited | None:
+    """Slow submissions in whose time their thread waited for a CPU."""
+    waits = joined.recording.cpu_waits
+    left = np.minimum(joined.host.free_ns, joined.excess_ns)
+    slow = np.flatnonzero(joined.submits & joined.slow & (joined.host.owner < 0) & (left > 0))
+    claimed: list[Array] = []
+    ns: list[Array] = []
+    notes: list[Array] = []
+    sure = True
+    for caller in distinct(joined.caller[slow]):
+        rows = slow[joined.caller[slow] == caller]
+        mine = _notes_of(joined, rows[0])
+        if not len(mine):
+            continue
+        rows = rows[np.argsort(joined.start[rows], kind="stable")]
+        # rows of one group lie in the same spans: a long call joins all it touches
+        first = np.searchsorted(waits["end_ns"][mine], joined.start[rows], side="right")
+        last = np.searchsorted(waits["start_ns"][mine], joined.end[rows], side="left") - 1
+        touches = last >= first
+        rows, first, last = rows[touches], first[touches], last[touches]
+        if not len(rows):
+            continue
+        group = np.cumsum(np.append(True, first[1:] > np.maximum.accumulate(last)[:-1])) - 1
+        for number in range(int(group[-1]) + 1):
+            these = group == number
+            inside = mine[first[these].min() : last[these].max() + 1]
+            excess = left[rows[these]]
+            lost, waited = int(excess.sum()), int(waits["waited_ns"][inside].sum())
+            length = int((waits["end_ns"] - waits["start_ns"])[inside].sum())
+            slept = length - waited - int(waits["ran_ns"][inside].sum())
+            may_have_slept = 2 * slept >= lost
+            if waited < (lost if may_have_slept else lost / 2):
+                continue
+            sure &= not may_have_slept
+            claimed.append(rows[these])
+            ns.append((excess * min(1.0, waited / lost)).astype(np.int64))
+            notes.append(inside)
+    if not claimed:
+        return None
+    return _Waited(np.concatenate(claimed), np.concatenate(ns), distinct(np.concatenate(notes)), sure)
+
+
+def _pauses(joined: JoinedRecording, inside_ns: int) -> _Waited | None:
+    """Pauses of submitting threads that waited for a CPU for a good part of their time; `inside_ns` of it in calls."""
+    pauses = long_pauses(joined)
+    waited = np.flatnonzero((pauses.waited_ns > 0) & ~joined.outside[pauses.before])
+    rows: list[Array] = []
+    ns: list[Array] = []
+    notes: list[Array] = []
+    for caller in distinct(pauses.caller[waited]):
+        mine = waited[pauses.caller[waited] == caller]
+        before, lost = pauses.before[mine], pauses.waited_ns[mine]
+        if int(lost.sum()) < LEAST_SHARE * joined.caller_span_ns(before):
+            continue
+        if joined.submits[joined.caller == caller].any():
+            rows.append(before)
+            ns.append(lost)
+            notes.append(_notes_of(joined, before[0]))
+    if not rows:
+        return None
+    found = _Waited(np.concatenate(rows), np.concatenate(ns), np.concatenate(notes))
+    outside_ns = int(joined.recording.cpu_waits["waited_ns"][found.notes].sum()) - inside_ns
+    found.ns = (found.ns * min(1.0, max(outside_ns, 0) / found.lost_ns)).astype(np.int64)
+    return found if found.lost_ns else None
+
+
+def _by_quota(joined: JoinedRecording, notes: Array) -> tuple[int, float]:
+    """What the quota took of the time waited, at most, and its share."""
+    waits = joined.recording.cpu_waits
+    throttled = int(np.minimum(waits["throttled_ns"], waits["waited_ns"])[notes].sum())  # of each thread's own wait
+    return throttled, min(1.0, throttled / max(int(waits["waited_ns"][notes].sum()), 1))
+
+
+def _quota_evidence(throttled: int) -> list[Evidence]:
+    if not throttled:
+        return []
+    text = f"up to {ms(throttled)} of it while the control group's CPU quota was used up"
+    return [Evidence(text, throttled, "ns", KERNEL)]
+
+
+def _cure(by_quota: float) -> list[Change]:
+    changes = [
+        Change(
+            "Give the process more CPUs than it has busy threads: stop what else runs on them, pin it to its own "
+            "(taskset, cpuset), start fewer threads (OMP_NUM_THREADS, tokenizer and data loader workers)",
+            "setting",
+            "CPUs",
+            share=1 - by_quota,
+        ),
+        Change(
+            "Raise the CPU quota of the container (Kubernetes: resources.limits.cpu; docker: --cpus), or set none",
+            "setting",
+            "CPU quota",
+            share=by_quota,
+        ),
+    ]
+    return [change for change in changes if change.share]
+
+
+def _inside_calls(joined: JoinedRecording, inside: _Waited, between: _Waited | None) -> Finding | None:
+    waits, rows = joined.recording.cpu_waits, inside.rows
+    left = np.minimum(joined.host.free_ns, joined.excess_ns)[rows]
+    waited = int(waits["waited_ns"][inside.notes].sum())
+    length = int((waits["end_ns"] - waits["start_ns"])[inside.notes].sum())
+    throttled, by_quota = _by_quota(joined, inside.notes)
+    evidence = [
+        Evidence(
+            f"their threads waited {ms(waited)} for a CPU in the {ms(length)} around them, in which {len(rows):,} "
+            f"submissions took {ms(int(left.sum()))} longer than usual",
+            waited,
+            "ns",
+            KERNEL,
+        ),
+        *_quota_evidence(throttled),
+    ]
+    if between:
+        evidence.append(
+            Evidence(
+                f"another {ms(between.lost_ns)} were lost to it between their calls", between.lost_ns, "ns", KERNEL
+            )
+        )
+    return joined.host_finding(
+        CAUSE,
+        "{calls} submissions took {lost} too long because their thread had no CPU",
+        "certain" if inside.sure else "likely",
+        rows,
+        inside.ns,
+        evidence=evidence,
+        cure=_cure(by_quota),
+        chart=joined.slow_calls_chart(rows, "Submissions of threads that waited for a CPU"),
+    )
+
+
+def _between_calls(joined: JoinedRecording, between: _Waited, inside: _Waited | None) -> Finding | None:
+    rows, lost = between.rows, between.lost_ns
+    pauses = long_pauses(joined)
+    mine = np.isin(pauses.before, rows)
+    span = joined.caller_span_ns(rows)
+    throttled, by_quota = _by_quota(joined, between.notes)
+    evidence = [
+        Evidence(
+            f"for {share(lost, span)} of their time submitting threads waited for a CPU outside any CUDA call, in "
+            f"{len(rows):,} pauses of a millisecond and more",
+            lost,
+            "ns",
+            KERNEL,
+        ),
+        *_quota_evidence(throttled),
+    ]
+    if inside:
+        text = f"{len(inside.rows):,} submissions lost another {ms(inside.lost_ns)} to it inside the call"
+        evidence.append(Evidence(text, inside.lost_ns, "ns", KERNEL))
+        joined.host.claim(CAUSE, inside.rows, inside.ns)
+    return joined.finding(
+        CAUSE,
+        "Submitting threads waited {lost} for a CPU between their calls",
+        "likely",
+        Loss(
+            lost,
+            len(rows),
+            on="host",
+            window=(int(pauses.start[mine].min()), int(pauses.end[mine].max())),
+            span_ns=span,
+            places=joined.places(rows, between.ns),
+        ),
+        evidence=evidence,
+        cure=_cure(by_quota),
+        reason="what the thread would have done in that time is not recorded: one that only polls loses nothing",
+    )

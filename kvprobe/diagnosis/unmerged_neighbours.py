@@ -1,0 +1,156 @@
+"""Neighbouring copies that could have been one: their caller pays a call for each, and the calls limit the copying.
+
+Mechanism: a copy costs its caller about 1 us (H200) to 3 us, however small it is. Blocks that lie side by side in CPU
+memory and on the GPU, as those of a long prefix often do, are one piece of memory on both sides, and are copied one by
+one all the same. A call for 16 KiB cannot fill a link of 55 GB/s.
+
+Signature: copies of one thread, stream and direction, one right after the other, of which source and destination both
+begin where those of the copy before end; the thread waited for nothing in between, and the stream was given nothing
+else. The calls take longer than their bytes on the link; where its rate is not known, longer than the copies executed,
+else longer than at 25 GB/s. Calls for larger copies are hidden behind the bytes. A millisecond and a fiftieth of the
+caller's time at least. Streams with a full launch queue are left to the causes that name it, where merging is one of
+the changes. Needs addresses: kvprobe's own recordings; of a batch only the first one is known.
+
+Time lost: what the calls cost that continue the copy before them, at most the median of their stream and direction.
+Predicted saving: the same. What kvprobe's own rung saves beyond that, by leaving the caller, is not modelled.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, NotLookedFor, cause_of
+from kvprobe.diagnosis.intervals import distinct
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
+from kvprobe.diagnosis.merging import near
+from kvprobe.diagnosis.wasted_stores import no_addresses
+from kvprobe.launchqueue.constants import NOTABLE_NS
+from kvprobe.recordings.assemble import codes, positions
+from kvprobe.recordings.descriptors import call_costs
+from kvprobe.recordings.model import CallKind, Direction, Memory
+
+CAUSE = cause_of(__name__)
+ASSUMED_LINK = 25e9  # bytes per second
+LEAST_SHARE, WORTH_A_CHANGE = 0.02, 0.10  # of the caller's time; nothing is broken, so it is never critical
+
+
+def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
+    """Needs addresses."""
+    return no_addresses(joined)
+
+
+def find(joined: JoinedRecording) -> Finding | None:
+    """Copies that continue the one before them, where calls limit the copying."""
+    more = near(joined).continues
+    rows = np.flatnonzero(more & (joined.host.free_ns > 0) & (joined.memory != Memory.PAGEABLE))
+    if not len(rows):
+        return None
+    crowded = distinct(joined.stream[joined.queue_blocked])
+    if len(crowded):
+        rows = rows[~np.isin(joined.stream[rows], crowded)]
+    ns = call_costs(joined.recording, rows)
+    limited = _limited(joined, rows, ns)
+    if not limited.all():
+        rows, ns = rows[limited], ns[limited]
+    total = int(np.clip(ns, 0, joined.host.free_ns[rows]).sum())
+    span = joined.caller_span_ns(rows)
+    if total < NOTABLE_NS or total < LEAST_SHARE * span:
+        return None
+    copies = _all_copies(joined, rows)
+    pieces = copies - len(rows)
+    moved, each = int(joined.bytes[rows].sum()), float(np.median(joined.dur[rows]))
+    limit = moved / max(int(ns.sum()), 1) * 1e9
+    evidence = [
+        Evidence(
+            f"{len(rows):,} of {copies:,} copies continue the copy before them, source and destination alike: "
+            f"{pieces:,} runs, {copies / pieces:.3g} copies to a run",
+            len(rows),
+            "calls",
+            COUNTED,
+        ),
+        Evidence(
+            f"a call takes {ms(each)} (median) and moves {np.median(joined.bytes[rows]) / 1024:.3g} KiB, so the calls "
+            f"alone limit copying to {limit / 1e9:.1f} GB/s",
+            limit,
+            "bytes/s",
+            MEASURED,
+        ),
+        Evidence(
+            f"between two of them passed {ms(float(np.median(near(joined).gap_ns[rows])))} (median), in which the "
+            "thread waited for nothing",
+            float(np.median(near(joined).gap_ns[rows])),
+            "ns",
+            MEASURED,
+        ),
+    ]
+    for direction in (Direction.H2D, Direction.D2H):
+        rate, how = joined.link(direction)
+        mine = joined.direction[rows] == direction
+        if rate > 0 and mine.any():
+            needed = int(joined.bytes[rows[mine]].sum()) / rate * 1e9
+            evidence.append(
+                Evidence(
+                    f"the link carries the bytes of these {'loads' if direction == Direction.H2D else 'stores'} in "
+                    f"{ms(needed)}; their calls took {ms(int(joined.dur[rows[mine]].sum()))}",
+                    needed,
+                    "ns",
+                    how,
+                )
+            )
+    return joined.host_finding(
+        CAUSE,
+        "{calls} copies continued the copy before them and could have been part of it: their calls took {lost}",
+        "likely",
+        rows,
+        ns,
+        severity="warning" if total >= WORTH_A_CHANGE * span else "info",
+        evidence=evidence,
+        reason="where an allocation or a registration ends is not recorded, and no copy may reach over it; nor is what "
+        "the thread did between two calls: a source that it filled only then would be copied later",
+        cure=(
+            Change(
+                "Merge neighbours before the call: where source and destination both continue, one copy of the sum, up "
+                "to the end of the allocation or registration",
+                share=1.0,
+            ),
+            Change(
+                "Keep all layers of a block together, so that one copy moves them (vLLM: VLLM_KV_CACHE_LAYOUT=BLHNC)",
+                "setting",
+                "VLLM_KV_CACHE_LAYOUT",
+                "BLHNC",
+            ),
+            Change(
+                "Let kvprobe submit: it merges neighbours, on a thread of its own (kvprobe's engine: pooled; for "
+                "servers with an adapter `kvprobe run --fix auto`)",
+                "rung",
+                "pooled",
+                "auto",
+            ),
+        ),
+    )
+
+
+def _group(joined: JoinedRecording, rows: Array) -> Array:
+    """A number of each call's caller, stream and direction."""
+    streams = joined.recording.streams.rows + 1
+    return (joined.caller[rows].astype(np.int64) * streams + joined.stream[rows]) * 8 + joined.direction[rows]
+
+
+def _limited(joined: JoinedRecording, rows: Array, costs: Array) -> Array:
+    """Mask over `rows`: on their caller's stream and direction the calls take longer than the bytes on the link."""
+    mask = np.zeros(len(rows), dtype=bool)
+    groups, place = codes(_group(joined, rows))
+    for group, mine in zip(groups.tolist(), positions(place, len(groups)), strict=True):
+        rate, size = joined.link(Direction(group % 8))[0], int(joined.bytes[rows[mine]].sum())
+        ran = np.maximum(joined.exec_end[rows[mine]] - joined.exec_start[rows[mine]], 0)
+        needed = size / rate * 1e9 if rate else int(ran.sum()) if ran.all() else size / ASSUMED_LINK * 1e9
+        mask[mine] = int(costs[mine].sum()) > needed
+    return mask
+
+
+def _all_copies(joined: JoinedRecording, rows: Array) -> int:
+    """Single copies in the window by the callers of `rows`, on their streams in their direction."""
+    copies = np.flatnonzero((joined.kind == CallKind.COPY) & (joined.bytes > 0) & ~joined.outside)
+    groups, place = codes(_group(joined, copies))
+    wanted = codes(_group(joined, rows))[0]
+    return int(np.bincount(place, minlength=len(groups))[np.isin(groups, wanted)].sum())

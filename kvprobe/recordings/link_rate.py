@@ -1,0 +1,36 @@
+"""What the link between CPU and GPU carries, as far as a recording tells it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvprobe.recordings.model import Direction, Engine, Memory, Recording
+
+__all__ = ["LARGE_BYTES", "link_rate"]
+
+LARGE_BYTES = 1 << 20  # a copy this large runs at nearly the link's rate
+
+
+def link_rate(recording: Recording, direction: Direction) -> tuple[float, str]:
+    """Bytes per second that one copy of this direction can reach, and how that is known; 0 where unknown.
+
+    The machine's own figure where the recording has one; else the ninth decile of pinned copies of at least
+    1 MiB in this very recording (a lower bound of the link).
+    """
+    fact = recording.machine.get("link_bytes_per_s")
+    if isinstance(fact, dict):
+        fact = fact.get(direction.name.lower(), fact.get(direction.name))
+    if fact:
+        return float(fact), recording.machine_how.get("link_bytes_per_s", "stated for this machine")
+    table = recording.executions
+    took = table["end_ns"] - table["start_ns"]
+    rows = np.flatnonzero(
+        (table["engine"] == Engine.COPY)
+        & (table["direction"] == direction)
+        & (table["bytes"] >= LARGE_BYTES)
+        & (table["memory"] != Memory.PAGEABLE)
+        & (took > 0)
+    )
+    if not len(rows):
+        return 0.0, "unknown"
+    return float(np.percentile(table["bytes"][rows] / took[rows], 90) * 1e9), "fastest large copies seen here"

@@ -1,0 +1,88 @@
+"""Whether the second of two recordings is better: the sentence that `kvprobe diff` opens with."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvprobe.diagnosis.verdict import Missing
+from kvprobe.reporting.compare import FindingChange, Shift, SubmissionCost
+from kvprobe.reporting.compared import verdict
+from kvprobe.reporting.conclusion import Conclusion, conclude
+from kvprobe.reporting.units import TIMES_SIGN
+
+
+def change(what: str, before: float, after: float, cause: str = "pageable_memory", severity: str = "warning"):
+    lost = int(before * 1e9), int(after * 1e9)
+    return FindingChange(cause, what, "200 copies blocked.", *lost, before, after, severity, "certain")
+
+
+def cost(ratio: float, verdict: str, share: float) -> SubmissionCost:
+    return SubmissionCost(Shift(2000.0, 2000.0 * ratio, ratio, ratio * 0.9, ratio * 1.1, verdict), share)
+
+
+def said(*changes: FindingChange, at: SubmissionCost | None = None, **missing: Missing) -> Conclusion:
+    return conclude("a", "b", changes, at, missing)
+
+
+AS_BEFORE = cost(1.0, "same", 0.0)
+
+
+def test_what_is_better_by_how_much_and_how_sure() -> None:
+    one = said(change("gone", 0.47, 0.0), change("less", 0.05, 0.01, "unexplained"), at=cost(0.5, "faster", 0.02))
+    assert one.state == "better"
+    assert one.sentence.replace(TIMES_SIGN, "x") == (
+        "b is better than a: “200 copies blocked” is gone (it lost 47% of the time, certain), with 1 more finding, "
+        "and a submission usually takes its thread 2.00x less time (95% interval 1.82x to 2.22x; 2.0% of the time)."
+    )
+    assert said(change("more", 0.05, 0.3), at=AS_BEFORE).sentence.startswith(
+        "b is worse than a: “200 copies blocked” loses 30% of the time instead of 5.0% (certain), and a submission "
+    )
+
+
+def test_a_page_sets_what_submissions_cost_below_the_headline() -> None:
+    one = said(change("gone", 0.47, 0.0), at=cost(1.5, "slower", 0.001))
+    head = verdict(one, [], [])
+    assert head.headline == "b is better than a: “200 copies blocked” is gone (it lost 47% of the time, certain)."
+    assert head.detail.startswith("A submission usually takes its thread 1.50")
+    assert "One recording of each" in head.detail
+    alone = said(at=cost(1.5, "slower", 0.1))
+    assert verdict(alone, [], []).headline == alone.sentence
+
+
+def test_what_is_small_beside_the_gain_is_told_and_not_held_against_it() -> None:
+    one = said(change("gone", 0.9, 0.0), change("new", 0.0, 0.02, "unexplained"), at=cost(1.5, "slower", 0.03))
+    assert one.state == "better"
+    assert "though a submission usually takes its thread 1.50x more time" in one.sentence.replace(TIMES_SIGN, "x")
+    assert said(change("gone", 0.9, 0.0), change("new", 0.0, 0.2, "unexplained"), at=AS_BEFORE).state == "mixed"
+    assert said(change("gone", 0.1, 0.0), at=cost(3.0, "slower", 0.1)).state == "mixed"
+
+
+def test_wrong_results_weigh_more_than_any_time() -> None:
+    wrong = change("new", 0.0, 0.0, "load_not_ordered", "critical")
+    one = said(wrong, change("gone", 0.05, 0.0), at=AS_BEFORE)
+    assert one.state == "worse"
+    assert "results at stake" in one.sentence
+
+
+def test_less_than_a_hundredth_of_the_time_decides_nothing_nor_does_the_profiler() -> None:
+    for one in (change("new", 0.0, 0.009), change("new", 0.0, 0.5, "profiler_overhead")):
+        assert said(one, at=AS_BEFORE).state == "same"
+    assert said(at=cost(2.0, "slower", 0.001)).state == "same"
+    assert said(at=cost(2.0, "slower", 0.02)).state == "worse"
+
+
+@pytest.mark.parametrize(
+    ("one", "why"),
+    [
+        (
+            said(change("undecided", 0.4, 0.0), at=AS_BEFORE, b=Missing("it is cut off", "record again")),
+            "of b, it is cut",
+        ),
+        (said(), "no submitting call occurs 40 times in both"),
+        (said(at=cost(1.4, "unsure", 0.1)), "which may be chance"),
+    ],
+)
+def test_what_cannot_be_compared_is_undecided(one: Conclusion, why: str) -> None:
+    assert one.state == "undecided"
+    assert one.sentence.startswith("Whether b is better than a is undecided: ")
+    assert why in one.sentence
