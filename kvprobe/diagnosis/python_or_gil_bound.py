@@ -20,7 +20,8 @@ poller's timer has such a period, too. So an eighth of these pauses at least las
 do, for the holders do not always come in turn; or nearly every call, of two functions and more, is followed by one, for
 each gives the lock up: who sleeps on purpose does so once a round. A driver's lock, a full queue and pageable memory
 hold a thread inside calls. Pauses in which the thread waited for a CPU, by the kernel's count, are left out: the
-scheduler's slices last some milliseconds each, too (`cpu_starved`).
+scheduler's slices last some milliseconds each, too (`cpu_starved`). Where they are a third of all or more, so are the
+others: the kernel's count is not noted for every moment.
 
 Time lost: the host's part of these gaps. Predicted saving: the same for short gaps (a CUDA graph launches them as one);
 for the lock and the collector, likewise, with the other work moved out of the process.
@@ -46,8 +47,10 @@ OTHERS = 8  # one in so many pauses lasts another number of intervals than most 
 def _by_lock(joined: JoinedRecording, gaps: Gaps) -> Array:
     """Mask of the long gaps, where they have the switch interval for a floor."""
     waited_ns = waited_within(joined, joined.caller[gaps.call], gaps.start, gaps.end)
-    long = (gaps.host_ns >= 1_000_000) & (2 * waited_ns < gaps.host_ns)
-    if long.sum() < 5:
+    long = gaps.host_ns >= 1_000_000
+    starved = long & (2 * waited_ns >= gaps.host_ns)
+    long &= ~starved
+    if long.sum() < 5 or 2 * starved.sum() >= long.sum():
         return np.zeros(len(long), dtype=bool)
     shortest, lower = np.percentile(gaps.host_ns[long], (2, 25))
     floor = bool(SWITCH_NS * 0.96 <= shortest <= SWITCH_NS * 1.14 and lower <= SWITCH_NS * 1.6)
@@ -111,10 +114,12 @@ def _submission_pauses(joined: JoinedRecording) -> Array:
 def _pauses(joined: JoinedRecording) -> Array:
     found = [joined.by_caller[:0]]
     pauses = long_pauses(joined)
-    # with a CPU that others use the scheduler's slices last some milliseconds each, too
-    wanted = (pauses.ns < NO_WORK_NS) & (2 * pauses.waited_ns < pauses.ns)
+    wanted, starved = pauses.ns < NO_WORK_NS, 2 * pauses.waited_ns >= pauses.ns
     for caller in np.unique(pauses.caller[wanted]):
-        mine = np.flatnonzero((pauses.caller == caller) & wanted)
+        theirs = (pauses.caller == caller) & wanted
+        mine = np.flatnonzero(theirs & ~starved)
+        if not len(mine) or 2 * (theirs & starved).sum() >= len(mine):
+            continue  # others have its CPU, for slices of some milliseconds each
         times, before = pauses.ns[mine] / SWITCH_NS, pauses.before[mine]
         whole, fits = _intervals(times)
         early = times < 0.9

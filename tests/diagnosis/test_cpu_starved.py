@@ -137,6 +137,14 @@ def test_slices_of_a_scheduler_between_calls_are_not_the_interpreters_lock() -> 
     assert found.cure[0].predicted_saving_ns == found.lost_ns
 
 
+def test_slices_for_which_no_count_was_noted_are_not_the_lock_beside_those_for_which_it_was() -> None:
+    made = slices(waited=9 * MS, note_ns=100 * MS)
+    half = made.tables["cpu_waits"]
+    made.tables["cpu_waits"] = Table("cpu_waits", {name: column[::2] for name, column in half.columns.items()})
+    (found,) = diagnose(made)
+    assert found.cause == "cpu_starved"
+
+
 def test_pauses_without_waits_for_a_cpu_remain_the_interpreters_lock() -> None:
     assert {found.cause for found in diagnose(slices(waited=MS // 2))} == {"python_or_gil_bound"}
 

@@ -495,12 +495,10 @@ uint64_t kvp_step(kvp_submitter *s, uint64_t now) {
         kvp_retire(s, d, now);
         if (atomic_load(&s->broken)) return now;
     }
-    if (s->limbo_count) {
-        pthread_mutex_lock(&s->lock);
-        if (!s->pins)
-            while (s->limbo_count) s->events[s->events_free++] = s->limbo[--s->limbo_count];
-        pthread_mutex_unlock(&s->lock);
-    }
+    pthread_mutex_lock(&s->lock);
+    if (!s->pins)
+        while (s->limbo_count) s->events[s->events_free++] = s->limbo[--s->limbo_count];
+    pthread_mutex_unlock(&s->lock);
     kvp_events_grow(s, now);
     for (int d = 0; d < 2; d++) {
         struct direction *loads = &s->direction[LOAD];
