@@ -116,6 +116,12 @@ class _Stream:
     standing: bool = False  # it stood still over the last stretch
 
 
+def _kept(seen: SubmissionRun) -> tuple[int, int, int]:
+    """Calls in which the thread kept its CPU or waited, how many of them were slow, and what they took."""
+    slow = seen.blocked - seen.preempted
+    return seen.fast + slow, slow, seen.fast_ns + seen.blocked_ns - seen.preempted_ns
+
+
 @dataclass
 class Detector:
     """Watches runs of submissions; one per engine, called by the thread that submitted.
@@ -162,14 +168,14 @@ class Detector:
         if not full:
             self._baseline.learn(seen.fast, seen.fast_ns)
         if seen.outstanding + seen.submitted < ROOM_SHARE * self.limits.depth:
-            state.with_room.add(seen.fast + seen.blocked - seen.preempted, seen.blocked - seen.preempted)
+            state.with_room.add(*_kept(seen))
             state.window = None
         elif full and state.window is not None:
             window = state.window
             window.span_ns += seen.end_ns - seen.start_ns - seen.preempted_ns
             window.whole_ns += seen.end_ns - seen.start_ns
             if not seen.blocked and window.top is not None:
-                window.top.add(seen.fast, 0)
+                window.top.add(*_kept(seen))
         if not seen.blocked:
             if seen.gap_ns > PAUSE_NS:
                 return self._blame(Slowness.PAUSE, seen.gap_ns, "the time passed between calls, not inside one")
@@ -219,11 +225,15 @@ class Detector:
         window.kept_lost_ns += max(kept_ns - kept * self._baseline.ns, 0.0)
         window.longest_ns = max(window.longest_ns, seen.longest_ns)
         if window.top is not None:
-            window.top.add(seen.fast + kept, kept)
-        if not window.full(state.with_room, min(seen.longest_ns, kept_ns)):
+            window.top.add(*_kept(seen))
+        if not window.full(state.with_room, self._baseline.ns, min(seen.longest_ns, kept_ns)):
             if 2 * seen.preempted_ns >= seen.blocked_ns:
                 return self._blame(Slowness.PREEMPTED, lost, "the kernel took the CPU away during the slow calls")
-            self.reason = f"{window.blocked} slow calls at {state.depth} outstanding are too few to name a cause"
+            self.reason = (
+                f"{window.blocked:,} slow calls at {state.depth:,} outstanding are too few to name a cause: "
+                f"{window.top.share if window.top else 0.0:.0%} of the calls there, "
+                f"{state.with_room.share:.0%} of those with room"
+            )
             return Slowness.NONE
         self.saturations.append(
             Saturation(

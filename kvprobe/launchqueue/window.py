@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvprobe.launchqueue.constants import (
     BLOCKED_SHARE,
+    DEARER_TIMES,
     ELSEWHERE_TIMES,
     FENCE_NS,
     LIVE_LOST_SHARE,
@@ -26,18 +27,31 @@ class Counted:
 
     calls: float = 0.0
     slow: float = 0.0
+    ns: float = 0.0  # of all of them
 
     @property
     def share(self) -> float:
         """Slow ones among them; 0 without calls."""
         return self.slow / self.calls if self.calls else 0.0
 
-    def add(self, calls: int, slow: int) -> None:
+    @property
+    def odds(self) -> float:
+        """Slow ones for each fast one."""
+        fast = self.calls - self.slow
+        return self.slow / fast if fast > 0 else float("inf") if self.slow else 0.0
+
+    @property
+    def mean_ns(self) -> float:
+        """What a call took; 0 without calls."""
+        return self.ns / self.calls if self.calls else 0.0
+
+    def add(self, calls: int, slow: int, ns: int) -> None:
         """Takes in a run; beyond a window's worth, what was there before counts half."""
         if self.calls >= WINDOW_CALLS:
-            self.calls, self.slow = self.calls / 2, self.slow / 2
+            self.calls, self.slow, self.ns = self.calls / 2, self.slow / 2, self.ns / 2
         self.calls += calls
         self.slow += slow
+        self.ns += ns
 
 
 @dataclass(slots=True)
@@ -60,11 +74,12 @@ class Window:
     whole_ns: int = 0
     top: Counted | None = None
 
-    def full(self, with_room: Counted, longest_kept_ns: int) -> bool:
+    def full(self, with_room: Counted, baseline_ns: float, longest_kept_ns: int) -> bool:
         """Whether the slow calls here are a full queue's doing.
 
         Args:
             with_room: the same stream's calls while its queue had room: what is slow there as well is not the queue's.
+            baseline_ns: what a call costs with room.
             longest_kept_ns: the longest call of the newest run that did not lose the CPU.
         """
         if longest_kept_ns >= FENCE_NS:  # the stream itself waits for something
@@ -74,12 +89,27 @@ class Window:
             return True
         if self.blocked >= max(OFTEN_CALLS, self.whole_ns / OFTEN_NS) and self.lost_ns >= STEADY_SHARE * self.whole_ns:
             return True
-        return self.top is not None and self.top.slow >= WINDOW_BLOCKED and often(self.top, with_room)
+        if self.top is None or self.top.slow < WINDOW_BLOCKED:
+            return False
+        return often(self.top, with_room) or dearer(self.top, with_room, baseline_ns)
 
 
 def often(top: Counted, with_room: Counted) -> bool:
-    """Whether a full queue's share of the calls at the top is slow, and far more of them than of those with room."""
-    return top.share >= max(BLOCKED_SHARE, ELSEWHERE_TIMES * with_room.share)
+    """Whether a full queue's share of the calls at the top is slow, and far more of them than of those with room.
+
+    Odds are compared, for a share cannot be several times a third: the first calls of a stream, which have room, are
+    slow for reasons of their own.
+    """
+    return top.share >= BLOCKED_SHARE and top.odds >= ELSEWHERE_TIMES * with_room.odds
+
+
+def dearer(top: Counted, with_room: Counted, baseline_ns: float) -> bool:
+    """Whether the count has stood at the top for many calls that cost more than those with room, as a mean.
+
+    The count of a stream whose device is the quicker one falls, however slow its calls are.
+    """
+    usual = max(baseline_ns, with_room.mean_ns)
+    return top.calls >= WINDOW_CALLS and top.mean_ns >= DEARER_TIMES * usual
 
 
 def held_up(lost_ns: float, passed_ns: float, jumped: bool) -> bool:

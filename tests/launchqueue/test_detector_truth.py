@@ -173,6 +173,32 @@ def test_calls_as_slow_with_room_as_at_the_top_are_not_the_queues() -> None:
     assert not detector.saturations
 
 
+def _costly(outstanding: int, at_ns: int, fast_ns: int, slow: int, slow_ns: int, of: int = 64) -> SubmissionRun:
+    took = (of - slow) * fast_ns + slow * slow_ns
+    seen = {"fast": of - slow, "fast_ns": (of - slow) * fast_ns, "blocked": slow, "blocked_ns": slow * slow_ns}
+    seen |= {"first_blocked": 0, "first_blocked_ns": at_ns, "longest_ns": slow_ns}
+    return SubmissionRun(0x10, 1, outstanding, of, at_ns, at_ns + took, **seen)
+
+
+@pytest.mark.parametrize(("fast_ns", "named"), [(1_700, False), (1_900, True)])
+def test_calls_with_room_that_are_slow_at_times_do_not_hide_a_full_queue(fast_ns: int, named: bool) -> None:
+    detector, now = Detector(LIMITS), 0
+    for outstanding in range(0, 256, 64):
+        detector.observe(_costly(outstanding, now, 1_200, 13, 2_000))  # 1,360 ns as a mean
+    while now < 50_000_000 and not detector.saturations:  # those at the top lose less than a quarter of their time
+        detector.observe(_costly(1015, now, fast_ns, 20, 2_400))
+        now += 200_000
+    assert bool(detector.saturations) is named
+
+
+def test_calls_that_are_dearer_everywhere_fill_no_queue() -> None:
+    detector, now = Detector(LIMITS), 0
+    for number in range(2_000):
+        detector.observe(_costly(64 * (number % 16), now, 1_700, 16, 2_400))
+        now += 200_000
+    assert not detector.saturations
+
+
 def test_a_queue_that_is_being_filled_has_room() -> None:
     detector, now = Detector(LIMITS), 0
     for number in range(1_600):
