@@ -73,6 +73,8 @@ def command(target: str | None, interval: float, once: bool, as_json: bool, prom
             views = live.look()
             if not views:  # it may have ended meanwhile, all its calls seen by the first look
                 _refuse_ended(run_folder)
+                if run_folder is not None and run_folder.is_dir() and not (run_folder / "run.json").exists():
+                    raise UsageError(f"nothing is recorded in {run_folder}: name a folder that `kvprobe run` printed")
             if as_json:
                 click.echo(json.dumps(as_object(views, offloads.look(views)), indent=1))
                 if not views:

@@ -137,10 +137,10 @@ def write_whole(target: Path, data: str | bytes) -> None:
 
 
 def check_writable(path: str | os.PathLike[str], force: bool = True) -> Path:
-    """The path, if a report can be written there.
+    """The path, if a report or another file for the user can be written there.
 
     Args:
-        path: of the HTML file.
+        path: of the file.
         force: overwrite whatever file is there; else only an earlier report of kvprobe's.
 
     Raises:
@@ -148,19 +148,17 @@ def check_writable(path: str | os.PathLike[str], force: bool = True) -> Path:
     """
     target = Path(path)
     if target.is_dir():
-        raise UsageError(f"cannot write the report to {target}: it is a folder; name a file in it")
+        raise UsageError(f"cannot write {target}: it is a folder; name a file in it")
     folder = target.parent
     if not folder.is_dir():
-        raise UsageError(
-            f"cannot write the report to {target}: there is no folder {folder}; create it or choose another path"
-        )
+        raise UsageError(f"cannot write {target}: there is no folder {folder}; create it or choose another path")
     try:  # asking for permission is not enough: a full or a virtual file system says yes and then refuses
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise UsageError(f"cannot write the report to {target}: {folder}: {error.strerror}") from None
+        raise UsageError(f"cannot write {target}: {folder}: {error.strerror}") from None
     if target.exists() and not target.is_file():
-        raise UsageError(f"cannot write the report to {target}: it is not a regular file")
+        raise UsageError(f"cannot write {target}: it is not a regular file")
     if target.exists() and not force:
         with target.open("rb") as file:
             if GENERATOR not in file.read(4096):

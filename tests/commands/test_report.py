@@ -42,7 +42,7 @@ def test_a_foreign_file_is_not_overwritten_without_force(kvprobe, export: Path, 
 def test_a_path_that_cannot_be_written_fails_before_anything_is_read(kvprobe, tmp_path: Path, where: str) -> None:
     code, out, err = kvprobe("report", tmp_path / "no such recording", "-o", tmp_path / where)
     assert (code, out) == (2, "")
-    assert "cannot write the report" in err
+    assert "cannot write " in err
     assert err.count("\n") == 1
 
 

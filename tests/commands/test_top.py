@@ -219,6 +219,14 @@ def test_a_run_that_has_not_made_a_call_yet_is_not_called_ended(tmp_path: Path) 
     wait_for_end(run)
 
 
+def test_a_folder_that_is_no_run_is_wrong_usage(tmp_path: Path) -> None:
+    done = subprocess.run(
+        _top(str(tmp_path), "--once", "--interval", "0.05"), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"kvprobe: nothing is recorded in {tmp_path}") and done.stderr.count("\n") == 1
+
+
 def test_json_without_once_is_wrong_usage() -> None:
     done = subprocess.run(_top("--json"), capture_output=True, text=True, check=False)
     assert done.returncode == 2
