@@ -103,7 +103,7 @@ native-test: $(VENV)/.test
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV) || { echo "kvprobe: $(PYTHON) cannot make a virtual environment (Debian: apt-get install python3-venv)" >&2; exit 1; }
 
-SOURCES := pyproject.toml $(shell find kvprobe/native -name '*.[ch]' -o -name build.py)
+SOURCES := pyproject.toml $(wildcard kvprobe/instrument/carried/*.py) $(shell find kvprobe/native -name '*.[ch]' -o -name build.py)
 $(VENV)/.installed: $(VENV)/bin/python $(SOURCES)
 	@command -v $${CC:-cc} >/dev/null || { echo "kvprobe: no C compiler: install one (Debian: apt-get install gcc) or set CC" >&2; exit 1; }
 	$(PIP) install -e .

@@ -191,7 +191,7 @@ METRICS = Variable(
     None,
     str,
     "a folder",
-    "where the processes of one server keep their metrics; set by its first process",
+    "where the processes of one server keep their metrics; named by its first process",
 )
 DEVICE = Variable(
     "KVPROBE_DEVICE",

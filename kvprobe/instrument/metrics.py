@@ -6,8 +6,9 @@ counted stays in them. They lie
 * in `PROMETHEUS_MULTIPROC_DIR` where the server has set it by the time the process imports prometheus_client (vLLM with
   several API servers, SGLang): the server's endpoint adds up every file there;
 * else in a private folder, which a collector in prometheus_client's default registry adds up at a scrape. A program's
-  first process makes and removes it, and hands it on in `KVPROBE_METRICS` to the processes that multiprocessing starts
-  (vLLM's API server to its engine).
+  first process names it, in `KVPROBE_METRICS`, when it imports a server, so that the processes that multiprocessing
+  starts know it (vLLM's engine, whose API server lets adapters in after it). Whichever counts first makes it; the
+  first process removes it.
 
 Nothing happens before the server itself imports prometheus_client. kvprobe opens no port here.
 """
@@ -18,6 +19,7 @@ import atexit
 import logging
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import threading
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from kvprobe.environment import METRICS
+from kvprobe.instrument.carried.kvprobe_startup import spawned
 from kvprobe.runfolder import identity, leftovers
 
 log = logging.getLogger("kvprobe")
@@ -207,6 +210,16 @@ def _remove(folder: str, pid: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _make(folder: str) -> None:
+    """Makes it, or finds it made by another process of this program: no other user can have put it there."""
+    try:
+        Path(folder).mkdir(mode=0o700)
+    except FileExistsError:
+        found = Path(folder).lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise
+
+
 def expose(_: object = None) -> None:
     """Let the server's endpoint show this program's metrics, once prometheus_client is imported. Never raises."""
     global _folder
@@ -221,16 +234,16 @@ def expose(_: object = None) -> None:
             _folder = os.environ.get(_SERVERS_OWN) or None
             if _folder is not None:
                 return
-            inherited = METRICS.take()
-            # Any other program that an observed one starts is one by itself, with an endpoint of its own.
-            if inherited and any(argument.startswith("from multiprocessing.") for argument in sys.orig_argv):
-                _folder = inherited
-                METRICS.set(inherited)
-                return
-            leftovers.sweep()
-            folder = tempfile.mkdtemp(prefix=f"{leftovers.METRICS}-{identity.of(os.getpid())}-")
-            atexit.register(_remove, folder, os.getpid())
-            REGISTRY.register(_Collector(folder))
+            me, given = str(identity.of(os.getpid())), METRICS.take()
+            if given and not (spawned() or f"-{me}-" in given):
+                given = None  # another program's: an observed one started this one
+            folder = given or tempfile.mkdtemp(prefix=f"{leftovers.METRICS}-{me}-")
+            if given:
+                _make(folder)
+            if f"-{me}-" in folder:
+                leftovers.sweep()
+                atexit.register(_remove, folder, os.getpid())
+                REGISTRY.register(_Collector(folder))
             _folder = folder
             METRICS.set(folder)
     except Exception as error:  # no folder, or a registry that refuses: neither must reach the server

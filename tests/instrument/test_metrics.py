@@ -136,6 +136,64 @@ def test_a_scrape_adds_up_the_processes_of_a_server(program, tmp_path, method, i
     assert not list((tmp_path / "tmp").iterdir()), "the folder is removed by the process that made it"
 
 
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_an_engine_that_offloads_before_its_server_touches_the_offload_is_at_the_servers_endpoint(
+    program, tmp_path, method
+):
+    package = tmp_path / "packages" / "transformers"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    about = package.parent / "transformers-5.19.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.19.0\n")
+    other = "import os, transformers; print(os.environ['KVPROBE_METRICS'] != os.environ['OTHERS_METRICS'])"
+    done = program(
+        f"""
+        import subprocess
+        import kvprobe_startup
+        import prometheus_client
+        import transformers  # adapters wait for a touch
+        handed = os.environ["KVPROBE_METRICS"]
+        print("waiting" if kvprobe_startup.waiting() else "let in", os.listdir("tmp"))
+        run(3, {method!r})
+        environment = dict(os.environ, OTHERS_METRICS=handed)
+        subprocess.run([sys.executable, "-c", {other!r}], env=environment, check=True)
+        activate()
+        metrics.transfer("vllm", "load", 1000, 2_000, None, None)
+        scrape("all")
+        """,
+        KVPROBE="on",
+        PYTHONPATH=str(package.parent),
+    )
+    assert done.stdout == "waiting []\nTrue\n"
+    assert figures(tmp_path / "all")["transfer_bytes_total", LOAD] == 1300
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+@pytest.mark.parametrize("kind", ["a file", "a link", "open to others"])
+def test_a_folder_that_may_be_another_users_is_not_used(program, tmp_path, kind):
+    put = {
+        "a file": "open(folder, 'w').close()",
+        "a link": "os.mkdir('elsewhere', 0o700); os.symlink(os.path.abspath('elsewhere'), folder)",
+        "open to others": "os.mkdir(folder); os.chmod(folder, 0o777)",
+    }[kind]
+    done = program(
+        f"""
+        import prometheus_client
+        from kvprobe.runfolder import identity
+        folder = os.path.abspath(f"kvprobe-metrics-{{identity.of(os.getpid())}}-0")
+        os.environ["KVPROBE_METRICS"] = folder
+        {put}
+        activate()
+        metrics.transfer("vllm", "load", 1000, 2_000, None, None)
+        print(os.listdir(folder) if os.path.isdir(folder) else [], b"kvprobe" in prometheus_client.generate_latest())
+        """,
+        KVPROBE="on",
+    )
+    assert done.stdout == "[] False\n"
+    assert done.stderr.count("kvprobe: no metrics") == 1
+
+
 def test_a_value_on_a_bound_is_in_its_bucket(program, tmp_path):
     program(
         """

@@ -66,7 +66,7 @@ TOUCHED = {
 }  # type: dict[str, dict[str, tuple[str, ...]]]
 # Where only newer releases have these functions, and there is an adapter only for those: others need not say so.
 SINCE = {"transformers.generation.continuous_batching.offloading_manager": ">=5.20"}
-_SWITCH, _RUN, _CARRY = "KVPROBE", "KVPROBE_RUN", "KVPROBE_CARRY"  # as environment.py declares them
+_SWITCH, _RUN, _CARRY, _METRICS = "KVPROBE", "KVPROBE_RUN", "KVPROBE_CARRY", "KVPROBE_METRICS"  # see environment.py
 _SERVER_OF = {row[0]: name for name, row in SERVERS.items()}
 _CARRIED = ("kvprobe", "wrapt", "packaging")  # all that adapters need; each works as source on every Python
 _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "VLLM_DP_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "NODE_RANK")
@@ -242,6 +242,7 @@ class _Waiting:
                 if _holds(SINCE.get(module, versions), version):
                     self.touched[module] = names
             _told(server, "waiting", "")
+            _name_metrics()
             return spec
         self.let_in(server)
         return _found(name, path, target, self)
@@ -392,6 +393,33 @@ def _told(server: str, state: str, reason: str) -> None:
                 "reason": reason,
             },
         )
+
+
+def spawned() -> bool:
+    """Whether this process is one of a program's own, started by multiprocessing or forked, not a program by itself."""
+    started = getattr(sys, "_kvprobe_started", os.getpid())
+    return started != os.getpid() or any(
+        one.startswith("from multiprocessing.") for one in getattr(sys, "orig_argv", [])
+    )
+
+
+def _name_metrics() -> None:
+    """Names the folder of this program's metrics for the processes that it starts before anything lets adapters in.
+
+    Whichever counts first makes it (kvprobe/instrument/metrics.py).
+    """
+    env = os.environ
+    if env.get(_METRICS) and spawned():
+        return
+    try:
+        with open("/proc/self/stat", "rb") as stat:  # noqa: PTH123
+            began = stat.read().rpartition(b") ")[2].split()[19].decode()
+        who = f"{os.getpid()}-{os.stat('/proc/self/ns/pid').st_ino}-{began}"  # noqa: PTH116
+        env[_METRICS] = os.path.abspath(  # noqa: PTH100
+            f"{env.get('TMPDIR') or '/tmp'}/kvprobe-metrics-{who}-{os.urandom(4).hex()}"
+        )
+    except (OSError, IndexError):  # each process has a folder of its own then
+        pass
 
 
 def _start_sampler(folder: str) -> None:
