@@ -199,9 +199,17 @@ static struct addresses *addresses_of(kvp_submitter *s, const kvp_addresses *giv
     return of;
 }
 
-/* Makes a request's jobs; returns how many of them. */
-static uint32_t jobs_of_addresses(kvp_submitter *s, int direction, uint64_t id, const kvp_addresses *given,
-                                  kvp_job_status **made) {
+/* These jobs are not carried out. */
+static void undo(kvp_submitter *s, kvp_job_status **jobs, uint32_t count) {
+    for (uint32_t i = 0; i < count; i++) {
+        kvp_job_unused(s, jobs[i]);
+        kvp_job_release(jobs[i]);
+    }
+}
+
+/* Makes a request's jobs: all or none. */
+static bool jobs_of_addresses(kvp_submitter *s, int direction, uint64_t id, const kvp_addresses *given,
+                              kvp_job_status **made) {
     const kvp_bases *bases;
     struct addresses *of = addresses_of(s, given, &bases);
     uint64_t pair = 0;
@@ -220,23 +228,26 @@ static uint32_t jobs_of_addresses(kvp_submitter *s, int direction, uint64_t id, 
         atomic_fetch_add(&of->jobs, 1);
         made[n] = &j->status;
     }
+    if (n == given->jobs) return true;
     if (!n) free(of);
-    return n;
+    undo(s, made, n);
+    return false;
 }
 
-/* The rest of a request: what the job waits for, its times, and into the queue. */
-static kvp_job_status *requested(kvp_submitter *s, kvp_job_status *job, void *after, bool waits, bool push,
-                                 uint64_t requested_ns, int *why) {
-    *why = waits ? kvp_job_after(s, (struct kvp_job *)job, after) : 0;
-    if (!*why) {
-        job->built_ns = kvp_now_ns();
-        job->requested_ns = requested_ns < job->built_ns ? requested_ns : job->built_ns;
-        if (push) *why = kvp_job_push(s, job);
-        if (!*why) return job;
+/* The rest of a request: what its jobs wait for, their times, and into the queue. 0, or why not: they are gone then. */
+static int requested(kvp_submitter *s, kvp_job_status **jobs, uint32_t count, void *after, bool waits, bool push,
+                     uint64_t requested_ns) {
+    int why = waits ? kvp_job_after(s, (struct kvp_job *)jobs[0], after) : 0;
+    if (!why) {
+        uint64_t now = kvp_now_ns();
+        for (uint32_t i = 0; i < count; i++) {
+            jobs[i]->built_ns = now;
+            jobs[i]->requested_ns = requested_ns < now ? requested_ns : now;
+        }
+        if (push) why = kvp_jobs_push(s, jobs, count);
     }
-    kvp_job_unused(s, job);
-    kvp_job_release(job);
-    return NULL;
+    if (why) undo(s, jobs, count);
+    return why;
 }
 
 kvp_job_status *kvp_job_request(const kvp_request *r, const int64_t *gpu, const int64_t *cpu) {
@@ -244,9 +255,12 @@ kvp_job_status *kvp_job_request(const kvp_request *r, const int64_t *gpu, const 
     int *why = &r->refused->why;
     if ((*why = kvp_refusal(s))) return NULL;
     struct kvp_job *j = job_of_blocks(r, gpu, cpu);
-    bool waits = r->what & KVP_REQUEST_AFTER, push = r->what & KVP_REQUEST_PUSH;
-    kvp_job_status *job = j ? requested(s, &j->status, r->after, waits, push, r->requested_ns, why) : NULL;
-    if (job) r->refused->made = r->id, r->refused->bad = (int64_t)(uintptr_t)job;
+    if (!j) return NULL;
+    kvp_job_status *job = &j->status;
+    *why = requested(s, &job, 1, r->after, r->what & KVP_REQUEST_AFTER, r->what & KVP_REQUEST_PUSH, r->requested_ns);
+    if (*why) return NULL;
+    r->refused->made = r->id;
+    r->refused->bad = (int64_t)(uintptr_t)job;
     return job;
 }
 
@@ -254,21 +268,8 @@ int kvp_job_request_addresses(kvp_submitter *s, int direction, uint64_t id, cons
                               int waits, uint64_t requested_ns, kvp_job_status **made) {
     int why = kvp_refusal(s);
     if (why) return why;
-    uint32_t n = jobs_of_addresses(s, direction, id, copies, made);
-    why = n < copies->jobs ? KVP_NO_MEMORY : waits ? kvp_job_after(s, (struct kvp_job *)made[0], after) : 0;
-    if (!why) {
-        uint64_t now = kvp_now_ns();
-        for (uint32_t i = 0; i < n; i++) {
-            made[i]->built_ns = now;
-            made[i]->requested_ns = requested_ns < now ? requested_ns : now;
-        }
-        if (!(why = kvp_jobs_push(s, made, n))) return 0;
-    }
-    for (uint32_t i = 0; i < n; i++) {
-        kvp_job_unused(s, made[i]);
-        kvp_job_release(made[i]);
-    }
-    return why;
+    if (!jobs_of_addresses(s, direction, id, copies, made)) return KVP_NO_MEMORY;
+    return requested(s, made, copies->jobs, after, waits, true, requested_ns);
 }
 
 void kvp_job_release(kvp_job_status *job) {
