@@ -43,7 +43,7 @@ def gaps_chart(joined: JoinedRecording, gaps: Gaps, mine: Array) -> EvidenceChar
         "y_label": "gap (us)",
         "series": {
             "gaps": {
-                "x": (gaps.start[mine] - joined.window[0])[:2000] / 1e6,
+                "x": (gaps.start[mine] - joined.serving.first_ns)[:2000] / 1e6,
                 "y": gaps.host_ns[mine][:2000] / 1e3,
                 "style": "points",
             }

@@ -130,7 +130,11 @@ def find(joined: JoinedRecording) -> Finding | None:
             "x_label": "time in the recording (ms)",
             "y_label": "waited (us)",
             "series": {
-                "copies": {"x": (wait[0] - joined.window[0])[:2000] / 1e6, "y": each[:2000] / 1e3, "style": "points"}
+                "copies": {
+                    "x": (wait[0] - joined.serving.first_ns)[:2000] / 1e6,
+                    "y": each[:2000] / 1e3,
+                    "style": "points",
+                }
             },
         },
     )

@@ -119,9 +119,7 @@ def _curves(result: Mapping[str, Any], kind: str) -> Section:
             for row in rows
         ],
     )
-    return charts.section(
-        kind, WORDS[kind].capitalize(), "", [charts.plain(f"rate-{kind}", chart, (0, 12))], [listed, submit]
-    )
+    return charts.section(kind, WORDS[kind].capitalize(), "", [charts.plain(f"rate-{kind}", chart)], [listed, submit])
 
 
 def _choices(result: Mapping[str, Any]) -> TableView:

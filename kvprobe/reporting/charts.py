@@ -54,13 +54,13 @@ def quantiles(values: Array, *at: float) -> list[float]:
     return [float(part[rank]) for rank in ranks]
 
 
-def _binned(one: Points, style: int, start: float, end: float, bins: int) -> dict[str, Any]:
+def _binned(one: Points, style: int, start: float, end: float, bins: int, zero: float) -> dict[str, Any]:
     make = series.bin_step if one.steps else series.bin_max
     found = make(one.time_ns, one.value, bins, start, end)
     drawn: dict[str, Any] = {
         "name": one.name,
         "style": style,
-        "t0": 0,
+        "t0": start - zero,
         "dt": round(found.width_ns, 3),
         "hi": numbers(found.high),
     }
@@ -105,35 +105,38 @@ def timeline(
     height: int = 250,
     how: str = "",
     bins: int = BINS,
+    zero: float | None = None,
 ) -> Chart:
     """A chart over time.
 
     Args:
         caption: identifier, title, summary.
         lines: what is drawn, in time.
-        span: (start, end) in nanoseconds; the page counts from its start.
+        span: (start, end) in nanoseconds.
         axis: the vertical one.
         besides: marks, spans and levels.
         group: charts of one group are zoomed together; "": by itself.
         height: in pixels.
         how: how the figures were obtained.
         bins: to which long lines are reduced.
+        zero: the instant from which the axis and the table count; None: the start of `span`.
     """
     besides = besides or Besides()
     start, end = span
+    zero = start if zero is None else zero
     end = max(end, start + 1)
     drawn: list[dict[str, Any]] = []
     for style, one in enumerate(lines):
         if not one.steps and len(one.time_ns) <= EXACT:
             drawn.append(
-                {"name": one.name, "style": style, "t": numbers(one.time_ns - start, 9), "v": numbers(one.value)}
+                {"name": one.name, "style": style, "t": numbers(one.time_ns - zero, 12), "v": numbers(one.value)}
             )
         else:
-            drawn.append(_binned(one, style, start, end, bins))
+            drawn.append(_binned(one, style, start, end, bins, zero))
     spec: dict[str, Any] = {
         "kind": "timeline",
         "height": height,
-        "x": {"unit": "ns", "span": end - start},
+        "x": {"unit": "ns", "span": end - start, "from": start - zero},
         "y": {
             "unit": axis.unit,
             "scale": "log" if axis.log else "linear",
@@ -141,16 +144,17 @@ def timeline(
             "short": axis.short or axis.label,
         },
         "series": drawn,
-        "marks": [{"t": mark.time_ns - start, "label": mark.label} for mark in besides.marks],
-        "spans": [{"a": a - start, "b": b - start, "label": text, "hot": hot} for a, b, text, hot in besides.spans],
+        "marks": [{"t": mark.time_ns - zero, "label": mark.label} for mark in besides.marks],
+        "spans": [{"a": a - zero, "b": b - zero, "label": text, "hot": hot} for a, b, text, hot in besides.spans],
         "levels": [{"v": value, "label": text} for value, text in besides.levels],
     }
     if group:
         spec["group"] = group
-    return Chart(*caption, spec, _time_table(caption[1], lines, start, end, axis.unit), how)
+    return Chart(*caption, spec, _time_table(caption[1], lines, (start, end), axis.unit, zero), how)
 
 
-def _time_table(title: str, lines: Sequence[Points], start: float, end: float, unit: str) -> TableView:
+def _time_table(title: str, lines: Sequence[Points], span: tuple[float, float], unit: str, zero: float) -> TableView:
+    start, end = span
     text = {"ns": duration, "bytes": bytes_text, "share": percent}.get(unit, count_text)
     found = [
         (series.bin_step if one.steps else series.bin_max)(one.time_ns, one.value, TABLE_ROWS, start, end)
@@ -159,7 +163,8 @@ def _time_table(title: str, lines: Sequence[Points], start: float, end: float, u
     width = (end - start) / TABLE_ROWS
     rows = []
     for i in range(TABLE_ROWS):
-        row: list[Any] = [(duration(i * width), i * width), (duration((i + 1) * width), (i + 1) * width)]
+        edges = [start - zero + j * width for j in (i, i + 1)]
+        row: list[Any] = [(duration(edge), edge) for edge in edges]
         for one in found:
             row += [(text(one.high[i]), one.high[i]), (f"{one.count[i]:,}", float(one.count[i]))]
         rows.append(row)
@@ -272,8 +277,11 @@ def split_chart(
     return Chart(identifier, title, summary, spec, table(title, ["Of", "Part", "Time", "Share"], listed), how)
 
 
-def plain(identifier: str, chart: Mapping[str, Any], span: tuple[float, float]) -> Chart:
-    """A diagnosis' own chart: named series of x and y with axis labels that end in the unit, "host time (ns)"."""
+def plain(identifier: str, chart: Mapping[str, Any]) -> Chart:
+    """A diagnosis' own chart: named series of x and y with axis labels that end in the unit, "host time (ns)".
+
+    An x with a unit of time counts from the beginning of the recording, as every other time on the page does.
+    """
     x_unit, x_scale, x_label = _unit(chart["x_label"])
     y_unit, y_scale, y_label = _unit(chart["y_label"])
     named = {
@@ -288,8 +296,7 @@ def plain(identifier: str, chart: Mapping[str, Any], span: tuple[float, float]) 
     low = min((float(x.min()) for x, _, _ in named.values()), default=0.0)
     high = max((float(x.max()) for x, _, _ in named.values()), default=1.0)
     edge = (high - low) * 0.02 or 1.0
-    start = max(low - edge, span[0]) if x_unit == "ns" and low >= span[0] else low - edge
-    offset = start if x_unit == "ns" else 0.0
+    start = max(low - edge, min(low, 0.0)) if x_unit == "ns" else low - edge
     drawn = []
     for style, (name, (x, y, kind)) in enumerate(named.items()):
         if len(x) > 3 * EXACT and kind == "points":
@@ -300,13 +307,13 @@ def plain(identifier: str, chart: Mapping[str, Any], span: tuple[float, float]) 
                 {
                     "name": name,
                     "style": style % 6,
-                    "t": numbers(x - offset, 12),
+                    "t": numbers(x, 12),
                     "v": numbers(y),
                     "line": kind != "points",
                 }
             )
         else:
-            drawn.append(_binned(Points(name, x, y, kind == "steps"), style % 6, start, high + edge, BINS))
+            drawn.append(_binned(Points(name, x, y, kind == "steps"), style % 6, start, high + edge, BINS, 0.0))
     positive = [y[y > 0] for _, y, _ in named.values()]
     known = np.concatenate(positive) if positive else np.zeros(0)
     log = bool(len(known)) and y_unit in ("ns", "bytes") and float(known.max()) / float(known.min()) > 50
@@ -316,7 +323,7 @@ def plain(identifier: str, chart: Mapping[str, Any], span: tuple[float, float]) 
         "x": {
             "unit": x_unit,
             "span": high + edge - start,
-            "from": start - offset,
+            "from": start,
             "label": "" if x_unit == "ns" else x_label,
         },
         "y": {"unit": y_unit, "scale": "log" if log else "linear", "label": y_label + (", log scale" if log else "")},
@@ -325,7 +332,7 @@ def plain(identifier: str, chart: Mapping[str, Any], span: tuple[float, float]) 
     rows = []
     for name, (x, y, _) in named.items():
         shown = series.slowest(y, 40)
-        rows += [[name, (_shown(x_unit, x[i] - offset), x[i]), (_shown(y_unit, y[i]), y[i])] for i in shown.tolist()]
+        rows += [[name, (_shown(x_unit, x[i]), x[i]), (_shown(y_unit, y[i]), y[i])] for i in shown.tolist()]
     words = "; ".join(
         f"{name}: {len(x):,} points, highest {_shown(y_unit, y.max())}" for name, (x, y, _) in named.items()
     )

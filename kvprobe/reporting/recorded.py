@@ -560,7 +560,7 @@ def _calls_table(finding: Finding, found: Submissions) -> TableView:
 def _zoom(i: int, finding: Finding, recording: Recording, found: Submissions) -> Chart | None:
     """The finding's own series where it has some, else the submissions around its window."""
     if finding.chart is not None and any(len(one["x"]) >= FEW for one in finding.chart["series"].values()):
-        return charts.plain(f"finding-chart-{i}", finding.chart, found.span)
+        return charts.plain(f"finding-chart-{i}", finding.chart)
     start, end = finding.window
     whole = found.span[1] - found.span[0]
     if end <= start or end - start > 0.8 * whole or not len(found.rows):
@@ -585,4 +585,5 @@ def _zoom(i: int, finding: Finding, recording: Recording, found: Submissions) ->
         group="",
         height=210,
         bins=1200,
+        zero=found.span[0],
     )

@@ -1,0 +1,63 @@
+"""Charts of a recording: the drawing, the words and the table beside it say the same."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvprobe.diagnosis import diagnose
+from kvprobe.recordings import open_recording
+from kvprobe.recordings.window import recorded_span
+from kvprobe.reporting.charts import Axis, Points, plain, timeline
+from kvprobe.reporting.recorded import view
+
+_SPEC = importlib.util.spec_from_file_location("conftest", Path(__file__).with_name("conftest.py"))
+recordings = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(recordings)
+
+
+def drawn_times(spec: Any) -> np.ndarray:
+    """Every time at which a chart draws a value, nanoseconds."""
+    times = []
+    for one in spec["series"]:
+        held = np.array([value is not None for value in one.get("hi", ())], dtype=bool)
+        times.append(np.array(one["t"]) if "t" in one else one["t0"] + np.flatnonzero(held) * one["dt"])
+    return np.concatenate(times)
+
+
+@pytest.mark.parametrize("name", ["param/resnet_kineto.json.gz", "extrap/concurrent_profile16.sqlite"])
+def test_a_finding_counts_time_from_the_beginning_of_the_recording_everywhere(shared_data: Path, name: str) -> None:
+    recording = open_recording(shared_data / name)
+    shown = [one for one in view(recording, diagnose(recording)).findings or [] if one["chart"] and one["calls"]]
+    shown = [one for one in shown if one["chart"].spec["series"][0]["name"] == "calls"]
+    assert shown
+    for one in shown:
+        times, axis = drawn_times(one["chart"].spec), one["chart"].spec["x"]
+        assert axis["from"] <= times.min() and times.max() <= axis["from"] + axis["span"]
+        written = np.array([row[1].value for row in one["chart"].table.rows])
+        for row in one["calls"].rows:
+            assert np.abs(times - row[0].value).min() < 1_000, "a call of its table lies where the chart draws it"
+            assert np.abs(written - row[0].value).min() < 1_000
+
+
+def test_idle_gaps_lie_where_the_device_was_idle(shared_data: Path) -> None:
+    recording = open_recording(shared_data / "param/resnet_kineto.json.gz")
+    began = recorded_span(recording)[0]
+    (gaps,) = (one for one in diagnose(recording) if one.cause == "gpu_starved")
+    chart = plain("gaps", gaps.chart)
+    ends = recording.executions["end_ns"] - began
+    for time in drawn_times(chart.spec):
+        assert np.abs(ends - time).min() < 1_000, "a gap begins where an execution ended"
+
+
+def test_a_window_of_a_long_recording_keeps_its_times() -> None:
+    time = np.arange(3000) * 1_000_000
+    points = Points("copies", time, np.full(3000, 5_000))
+    chart = timeline(("x", "x", "x"), [points], (1e9, 2e9), Axis("took"), zero=0.0)
+    assert chart.spec["x"] == {"unit": "ns", "span": 1e9, "from": 1e9}
+    assert drawn_times(chart.spec).min() == 1e9
+    assert (chart.table.rows[0][0].value, chart.table.rows[-1][1].value) == (1e9, 2e9)
