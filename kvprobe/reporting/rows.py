@@ -83,14 +83,13 @@ def rows_chart(recording: Recording, found: Submissions, findings: Sequence[Find
     more = [f"{count} more {what}" for count, what in ((more_threads, "threads"), (more_streams, "streams")) if count]
     words = f"{_many(len(threads), 'thread')} and {_many(len(streams), 'stream')}"
     words += f"; {' and '.join(more)} did less" if more else ""
-    busiest = max(shown, key=lambda row: float((row.end - row.start).sum()))
-    share = float((busiest.end - busiest.start).sum()) / span
     listed = [_listed(row, span) for row in shown]
+    busiest, _, work, share, *_ = max(listed, key=lambda row: float(row[2][1]))
     columns = ["Row", "Calls or executions", "Work", "Of the time", "Waits and allocations", "Longest"]
     return Chart(
         "rows",
         "Threads and streams",
-        f"{words}. Busiest: {busiest.label}, {percent(min(share, 1.0))} of the time.",
+        f"{words}. Busiest: {busiest}, at work for {work[0]}, {share[0]} of the time.",
         spec,
         table("Threads and streams", columns, listed),
         f"Taller is busier. {count_text(len(items['t']))} calls and executions are drawn one by one when they are wide "
@@ -112,9 +111,17 @@ def _busy(row: _Row, edges: Array) -> dict[str, str]:
     return {"work": _digits(row.start[work], row.end[work], edges), "wait": waited}
 
 
+def _covered(start: Array, end: Array) -> float:
+    """Time in which at least one was under way: calls nest, and transfers of a stream overlap."""
+    if not len(start):
+        return 0.0
+    before = np.concatenate((start[:1], np.maximum.accumulate(end)[:-1]))
+    return float(np.maximum(end - np.maximum(start, before), 0).sum())
+
+
 def _listed(row: _Row, span: float) -> list[Any]:
     spent = row.end - row.start
-    work, wait = float(spent[~row.wait].sum()), float(spent[row.wait].sum())
+    work, wait = (_covered(row.start[mask], row.end[mask]) for mask in (~row.wait, row.wait))
     return [
         row.label,
         (count_text(len(spent)), len(spent)),

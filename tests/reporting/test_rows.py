@@ -119,6 +119,29 @@ def test_a_wait_for_an_event_leads_to_the_stream_that_recorded_it() -> None:
     assert spec["fences"] == [[300.0, labels.index("stream 14"), labels.index("stream 13")]]
 
 
+def two_threads() -> Recording:
+    """One thread that submits for 30 of 100 ms, in calls of which one lies in the other, and one that waits for 99."""
+    calls = {
+        "start_ns": np.array([0, 0, 10 * MS, 1 * MS]),
+        "end_ns": np.array([20 * MS, 10 * MS, 30 * MS, 100 * MS]),
+        "process": np.zeros(4),
+        "kind": [CallKind.COPY, CallKind.COPY, CallKind.COPY, CallKind.SYNC],
+        "thread": [1, 1, 1, 2],
+        "name": np.ones(4),
+    }
+    tables = {"calls": Table("calls", calls), "processes": Table("processes", {"pid": [123]})}
+    return Recording([Source("run", "kvprobe")], tables, ["", "call"])
+
+
+def test_who_waits_is_not_the_busiest_and_no_time_is_counted_twice() -> None:
+    recording = two_threads()
+    chart = rows_chart(recording, submissions(recording), [])
+    assert chart is not None
+    listed = {row[0].text: [cell.value for cell in row[2:5]] for row in chart.table.rows}
+    assert listed == {"thread 1": [30 * MS, 0.3, 0], "thread 2": [0, 0, 99 * MS]}
+    assert "Busiest: thread 1, at work for 30.0\u00a0ms, 30% of the time." in chart.summary
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recording = pageable()
