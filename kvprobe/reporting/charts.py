@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -174,6 +175,12 @@ def _time_table(title: str, lines: Sequence[Points], span: tuple[float, float], 
     return table(f"{title}, in {TABLE_ROWS} equal parts of time", columns, rows)
 
 
+def _ends(edges: Sequence[float], last: int) -> list[tuple[str, float]]:
+    """Where each bucket between `edges` ends, as a cell; the last bucket of kvp.h, if that is `last`, has no end."""
+    ends = [(duration(edge), edge) for edge in edges[1:]]
+    return ends if last < series.BUCKETS - 1 else [*ends[:-1], ("or longer", math.inf)]
+
+
 def histogram_chart(
     identifier: str,
     title: str,
@@ -187,12 +194,14 @@ def histogram_chart(
     stacked = np.array(list(counts.values()))
     used = np.flatnonzero(stacked.sum(axis=0))
     low, high = (int(used[0]), int(used[-1])) if len(used) else (10, 30)
-    low, high = max(low - 2, 1), min(high + 2, series.BUCKETS - 2)
+    low, high = max(low - 2, 0), min(high + 2, series.BUCKETS - 1)
     edges = series.bucket_floor_ns(np.arange(low, high + 2)).tolist()
+    ends = _ends(edges, high)
     spec = {
         "kind": "histogram",
         "unit": "ns",
         "edges": edges,
+        "open": ends[-1][1] == math.inf,
         "height": 230,
         "series": [
             {"name": name, "style": i, "counts": one[low : high + 1].tolist()}
@@ -201,10 +210,9 @@ def histogram_chart(
         "marks": [{"v": value, "label": text} for value, text in marks if edges[0] <= value <= edges[-1]],
     }
     rows = [
-        [(duration(edges[j - low]), edges[j - low]), (duration(edges[j - low + 1]), edges[j - low + 1])]
+        [(duration(edges[j - low]), edges[j - low]), ends[j - low]]
         + [(f"{int(one[j]):,}", float(one[j])) for one in counts.values()]
         for j in used.tolist()
-        if low <= j <= high
     ]
     return Chart(identifier, title, summary, spec, table(title, ["From", "To", *counts], rows), how)
 
@@ -227,7 +235,7 @@ def heat_chart(
     counts, width, floor = series.heat(time_ns, dur_ns, columns, start, max(end, start + 1))
     rows = counts.shape[1]
     edges = series.bucket_floor_ns(floor + 2 * np.arange(rows + 1)).tolist()
-    edges[0] = max(edges[0], 1)
+    ends = _ends(edges, floor + 2 * rows - 1)
     column, row = np.nonzero(counts)
     cells = np.stack([column, row, counts[column, row]], axis=1).ravel().tolist()
     spec = {
@@ -236,6 +244,7 @@ def heat_chart(
         "x": {"unit": "ns", "span": max(end - start, 1)},
         "dt": round(width, 3),
         "edges": edges,
+        "open": ends[-1][1] == math.inf,
         "cells": cells,
         "most": int(counts.max(initial=1)),
         "height": 230,
@@ -246,7 +255,7 @@ def heat_chart(
     listed = [
         [
             (duration(edges[i]), edges[i]),
-            (duration(edges[i + 1]), edges[i + 1]),
+            ends[i],
             (f"{int(per_row[i]):,}", float(per_row[i])),
             (count_text(int(np.count_nonzero(counts[:, i]))), float(np.count_nonzero(counts[:, i]))),
         ]

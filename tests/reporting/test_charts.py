@@ -12,7 +12,8 @@ import pytest
 from kvprobe.diagnosis import diagnose
 from kvprobe.recordings import open_recording
 from kvprobe.recordings.window import recorded_span
-from kvprobe.reporting.charts import Axis, Points, plain, timeline
+from kvprobe.reporting import series
+from kvprobe.reporting.charts import Axis, Points, heat_chart, histogram_chart, plain, timeline
 from kvprobe.reporting.recorded import view
 
 _SPEC = importlib.util.spec_from_file_location("conftest", Path(__file__).with_name("conftest.py"))
@@ -61,3 +62,17 @@ def test_a_window_of_a_long_recording_keeps_its_times() -> None:
     assert chart.spec["x"] == {"unit": "ns", "span": 1e9, "from": 1e9}
     assert drawn_times(chart.spec).min() == 1e9
     assert (chart.table.rows[0][0].value, chart.table.rows[-1][1].value) == (1e9, 2e9)
+
+
+@pytest.mark.parametrize("longest_ns", [400, 9_000_000_000, 2**50])
+def test_every_call_is_in_the_distribution_however_short_or_long(longest_ns: int) -> None:
+    took = np.array([0, 0, 0, 1, 2, 5, 300, longest_ns])
+    chart = histogram_chart("x", "x", "x", {"copies": series.histogram(took)})
+    assert sum(row[2].value or 0 for row in chart.table.rows) == sum(chart.spec["series"][0]["counts"]) == len(took)
+    assert [cell.text.replace("\u00a0", " ") for cell in chart.table.rows[0]] == ["0 ns", "1.00 ns", "3"]
+    heat = heat_chart("x", "x", "x", np.arange(len(took)), took, (0, 10))
+    assert sum(row[2].value or 0 for row in heat.table.rows) == len(took)
+    assert [cell.text.replace("\u00a0", " ") for cell in heat.table.rows[0][:3]] == ["0 ns", "2.00 ns", "4"]
+    for one in (chart, heat):  # the last row does not end below the longest call
+        last = one.table.rows[-1][1]
+        assert last.text == "or longer" if last.value is None else last.value > longest_ns

@@ -273,6 +273,30 @@ def test_a_chart_zooms_pans_and_reads_values_by_keyboard(chromium: Any, pages: d
     assert chromium.execute_script(ticks, "#submissions") == whole
 
 
+@pytest.mark.parametrize("key", ["END", "HOME"])
+def test_the_ends_of_a_distribution_and_of_a_heat_map_are_read_as_they_are(
+    chromium: Any, tmp_path: Path, key: str
+) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    recording = recordings.recording()
+    calls = recording.calls
+    calls["end_ns"][0], calls["end_ns"][-1] = calls["start_ns"][0], calls["start_ns"][-1] + 9_000_000_000
+    opened(chromium, write_report(recording, tmp_path / "ends.html", findings=[]))
+    said = {}
+    for chart in ("histogram", "heat"):
+        plot = chromium.find_element("css selector", f"#{chart} .plot")
+        chromium.execute_script("arguments[0].focus()", plot)
+        plot.send_keys(getattr(Keys, key))
+        said[chart] = chromium.find_element("css selector", f"#{chart} .readout").text.replace("\u00a0", " ")
+    assert said["histogram"].startswith({"END": "7.52 s or longer ·", "HOME": "0 ns to 1.00 ns ·"}[key])
+    assert " 1" in said["histogram"]
+    if key == "END":  # the long call began 9 s before the end: nothing was submitted there
+        assert said["heat"].endswith("no calls")
+    else:
+        assert "calls, the longest" in said["heat"]
+
+
 def test_a_chart_zooms_to_what_the_mouse_drags_over(chromium: Any, pages: dict[str, Path]) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
 

@@ -3,8 +3,8 @@
 // kinds of chart (see reporting/charts.py for who makes them):
 //   timeline   x: {unit, span, label}, y: {unit, scale, label, max?}, series: [{name, style, t0, dt, hi, lo} |
 //              {name, style, t, v, label?}], marks: [{t, label}], spans: [{a, b, label, hot}], levels: [{v, label}]
-//   histogram  unit, edges, series: [{name, style, counts}], marks: [{v, label}]
-//   heat       x: {unit, span}, dt, edges, unit, cells: [column, row, count, ...]
+//   histogram  unit, edges, open: the last bucket has no end, series: [{name, style, counts}], marks: [{v, label}]
+//   heat       x: {unit, span}, dt, edges, open, unit, cells: [column, row, count, ...]
 //   bars       unit, parts: [names], rows: [{label, values}]
 (() => {
   "use strict";
@@ -73,6 +73,14 @@
       }
     return ticks;
   }
+
+  // Durations of buckets on a logarithmic axis: the bucket of 0 ns stands left of 1 ns.
+  const logOf = (v) => Math.log(Math.max(v, 0.5));
+  const bucketTicks = (unit, edges, room) =>
+    logTicks(unit, Math.max(edges[0], 0.5), edges[edges.length - 1], room).map(([v, text]) => [v, v < 1 ? show(unit, 0) : text]);
+
+  const bucketText = ({ unit, edges, open }, i) =>
+    show(unit, edges[i]) + (open && i === edges.length - 2 ? " or longer" : ` to ${show(unit, edges[i + 1])}`);
 
   const glyphs = [ // a shape a style, drawn around x, y
     (x, y) => `M${x - 2.5} ${y}a2.5 2.5 0 1 0 5 0a2.5 2.5 0 1 0 -5 0`,
@@ -455,9 +463,9 @@
     }
     histogram(root) {
       const { spec, base, top } = this, edges = spec.edges;
-      const low = Math.log(edges[0]), high = Math.log(edges[edges.length - 1]);
+      const low = logOf(edges[0]), high = logOf(edges[edges.length - 1]);
       this.range = this.full = [0, 1];
-      const place = (v) => (Math.log(v) - low) / (high - low);
+      const place = (v) => (logOf(v) - low) / (high - low);
       this.place = place;
       let most = 1;
       spec.series.forEach((s, i) => { if (!this.hidden.has(i)) most = Math.max(most, ...s.counts); });
@@ -465,7 +473,7 @@
       this.Y = (count) => base - ((count > 0 ? Math.log10(count) + 0.3 : 0) / ceiling) * (base - top);
       const yTicks = [];
       for (let e = 0; 10 ** e <= most * 1.6; e++) yTicks.push([10 ** e, group(10 ** e, 0)]);
-      const xTicks = logTicks(spec.unit, edges[0], edges[edges.length - 1], this.inner / 80).map(([v, t]) => [place(v), t]);
+      const xTicks = bucketTicks(spec.unit, edges, this.inner / 80).map(([v, t]) => [place(v), t]);
       this.axes(root, yTicks, xTicks, this.narrow ? "calls, log scale" : "calls in a bucket, log scale");
       spec.series.forEach((s, i) => {
         if (this.hidden.has(i)) return;
@@ -489,10 +497,10 @@
     }
     heat(root) {
       const { spec, base, top } = this, edges = spec.edges, rows = edges.length - 1;
-      const low = Math.log(edges[0]), high = Math.log(edges[rows]);
-      this.Y = (v) => base - ((Math.log(v) - low) / (high - low)) * (base - top);
+      const low = logOf(edges[0]), high = logOf(edges[rows]);
+      this.Y = (v) => base - ((logOf(v) - low) / (high - low)) * (base - top);
       const xTicks = linearTicks(spec.x.unit, ...this.range, this.inner / 92);
-      this.axes(root, logTicks(spec.unit, edges[0], edges[rows], (base - top) / 30), xTicks, this.narrow ? "call took, log" : "call took, log scale");
+      this.axes(root, bucketTicks(spec.unit, edges, (base - top) / 30), xTicks, this.narrow ? "call took, log" : "call took, log scale");
       const paths = Array(7).fill("");
       const scale = 6.999 / Math.log(Math.max(spec.most, 2));
       for (let i = 0; i < spec.cells.length; i += 3) {
@@ -554,18 +562,19 @@
       const { spec } = this, bold = (text) => html("b", {}, null, text);
       if (spec.kind === "rows") return [show("ns", x), ": choose a call, or press Enter for the nearest"];
       if (spec.kind === "histogram") {
-        const j = clamp(spec.edges.findIndex((e) => this.place(e) > x) - 1, 0, spec.edges.length - 2);
-        const out = [`${show(spec.unit, spec.edges[j])} to ${show(spec.unit, spec.edges[j + 1])}`];
+        const last = spec.edges.length - 2, above = spec.edges.findIndex((e) => this.place(e) > x);
+        const j = above < 0 ? last : Math.max(above - 1, 0); // beyond the last edge there is no other
+        const out = [bucketText(spec, j)];
         spec.series.forEach((s) => out.push(` · ${s.name} `, bold(group(s.counts[j], 0))));
         return out;
       }
       if (spec.kind === "heat") {
-        const column = Math.floor(x / spec.dt);
+        const column = Math.min(Math.floor(x / spec.dt), Math.round(spec.x.span / spec.dt) - 1);
         let calls = 0, top = -1;
         for (let i = 0; i < spec.cells.length; i += 3)
           if (spec.cells[i] === column) { calls += spec.cells[i + 2]; top = Math.max(top, spec.cells[i + 1]); }
         return top < 0 ? [`${show("ns", x)} · no calls`]
-          : [`${show("ns", x)} · `, bold(group(calls, 0)), " calls, the longest up to ", bold(show(spec.unit, spec.edges[top + 1]))];
+          : [`${show("ns", x)} · `, bold(group(calls, 0)), " calls, the longest ", bold(bucketText(spec, top))];
       }
       const out = [show(spec.x.unit, spec.x.unit === "count" ? Math.round(x) : x) + (spec.x.label ? ` ${spec.x.label}` : "")];
       const near = (this.range[1] - this.range[0]) / this.inner * 8;

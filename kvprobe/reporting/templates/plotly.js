@@ -5,6 +5,7 @@
   const SYMBOL = ["circle-open", "x-thin-open", "triangle-up-open", "square-open", "diamond-open", "cross-thin-open"];
   const PATTERN = ["", "/", ".", "x", "|", "-"];
   const seconds = (v) => (v === null ? null : v / 1e9);
+  const edgesOf = (spec) => spec.edges.map((edge) => seconds(Math.max(edge, 0.5))); // 0 ns has no place on a logarithmic axis
 
   function colours() {
     const style = getComputedStyle(document.documentElement);
@@ -36,17 +37,20 @@
         return trace;
       });
     if (spec.kind === "histogram")
-      return spec.series.map((s) => ({
-        type: "bar", name: s.name, y: s.counts, x: s.counts.map((_, i) => seconds(Math.sqrt(spec.edges[i] * spec.edges[i + 1]))),
-        width: s.counts.map((_, i) => seconds(spec.edges[i + 1] - spec.edges[i])), opacity: 0.75,
-        marker: { color: c.series[s.style % 6], pattern: { shape: PATTERN[s.style % 6] } },
-      }));
+      return spec.series.map((s) => {
+        const edges = edgesOf(spec);
+        return {
+          type: "bar", name: s.name, y: s.counts, x: s.counts.map((_, i) => Math.sqrt(edges[i] * edges[i + 1])),
+          width: s.counts.map((_, i) => edges[i + 1] - edges[i]), opacity: 0.75,
+          marker: { color: c.series[s.style % 6], pattern: { shape: PATTERN[s.style % 6] } },
+        };
+      });
     if (spec.kind === "heat") {
       const rows = spec.edges.length - 1, columns = Math.round(spec.x.span / spec.dt);
       const z = Array.from({ length: rows }, () => Array(columns).fill(null));
       for (let i = 0; i < spec.cells.length; i += 3) z[spec.cells[i + 1]][spec.cells[i]] = Math.log10(spec.cells[i + 2]);
       return [{
-        type: "heatmap", z, x: Array.from({ length: columns + 1 }, (_, i) => seconds(i * spec.dt)), y: spec.edges.map(seconds),
+        type: "heatmap", z, x: Array.from({ length: columns + 1 }, (_, i) => seconds(i * spec.dt)), y: edgesOf(spec),
         colorscale: c.heat.map((colour, i) => [i / 6, colour]), colorbar: { title: { text: "log10 calls" } }, hoverongaps: false,
       }];
     }
