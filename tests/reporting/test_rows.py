@@ -234,6 +234,28 @@ def test_a_table_becomes_csv_and_the_chart_a_trace_for_perfetto(chromium: Any, p
     assert longest["args"]["stack"] == STACK
 
 
+def test_buttons_that_save_do_nothing_else(chromium: Any, page: Path) -> None:
+    opened(chromium, page)
+    chromium.get_log("browser")
+    chromium.execute_async_script(SAVED, "#streams .csv")
+    chromium.execute_async_script(SAVED, "#rows .tools .copy")
+    assert [entry for entry in chromium.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+PRESSED = """
+const event = new KeyboardEvent("keydown", {key: arguments[0], ctrlKey: true, bubbles: true, cancelable: true});
+document.querySelector("#rows .plot").dispatchEvent(event);
+return event.defaultPrevented;
+"""
+
+
+@pytest.mark.parametrize("key", ["p", "n", "Enter"])
+def test_keys_of_the_browser_stay_the_browsers(chromium: Any, page: Path, key: str) -> None:
+    opened(chromium, page)
+    assert chromium.execute_script(PRESSED, key) is False
+    assert pane(chromium) == ""
+
+
 def test_without_a_script_there_are_numbers_and_no_gaps(chromium: Any, page: Path) -> None:
     from selenium.webdriver.common.keys import Keys
 

@@ -636,7 +636,7 @@
     button.setAttribute("aria-pressed", String(dark()));
   }
   function copies() {
-    for (const button of $$(".copy"))
+    for (const button of $$(".cmd .copy"))
       button.addEventListener("click", async () => {
         const code = $("code", button.parentElement);
         try { await navigator.clipboard.writeText(code.textContent); } catch {

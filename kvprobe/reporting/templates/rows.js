@@ -199,7 +199,7 @@
       if (i >= 0) choose(plot, i, false);
     });
     plot.host.addEventListener("keydown", (event) => { // from call to call, in order of time; Enter: the one at the cursor
-      if (event.key !== "Enter" && event.key !== "n" && event.key !== "p") return;
+      if (event.ctrlKey || event.metaKey || event.altKey || !["Enter", "n", "p"].includes(event.key)) return;
       event.preventDefault();
       const { items } = plot.spec, row = plot.chosen === undefined ? 0 : items.row[plot.chosen];
       if (event.key === "Enter") {
