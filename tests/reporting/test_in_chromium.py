@@ -425,6 +425,8 @@ def test_inputs_have_sections_of_their_own_whose_charts_zoom_apart(chromium: Any
 
 
 def test_a_folded_section_draws_its_charts_when_it_opens(chromium: Any, tmp_path: Path) -> None:
+    from selenium.webdriver.common.keys import Keys
+
     from kvprobe.recordings.merge import merge
     from kvprobe.reporting.inputs import UNFOLDED, Input
 
@@ -440,3 +442,6 @@ def test_a_folded_section_draws_its_charts_when_it_opens(chromium: Any, tmp_path
     charts = len(chromium.find_elements("css selector", "#input-2 figure[data-chart]"))
     until(chromium, f"return {drawn} >= {charts}")
     assert chromium.execute_script(f"return {drawn}") == charts > 2
+    field = chromium.find_element("css selector", "#input-2-rows input[type=search]")
+    field.send_keys("cudaMemcpyAsync", Keys.ENTER)
+    assert chromium.find_element("css selector", "#input-2-rows .pane").text.startswith("cudaMemcpyAsync: ")

@@ -668,7 +668,9 @@
       all.push(plot);
       plot.reserve();
       later.set(figure, () => { if (!plot.drawn) plot.draw(); });
+      return plot;
     };
+    const enrich = (plot) => { if (plot?.spec.kind === "rows") window.kvprobe.rows(plot); };
     const draw = (figure) => { const act = later.get(figure); later.delete(figure); if (act) act(); };
     const idle = window.requestIdleCallback || ((act) => setTimeout(act));
     const next = () => {
@@ -677,9 +679,9 @@
     };
     for (const figure of $$("figure[data-chart]")) { // what is folded has no width: it is drawn when it opens
       const closed = figure.closest("details:not([open])");
-      if (closed) closed.addEventListener("toggle", () => { prepare(figure); draw(figure); }, { once: true }); else prepare(figure);
+      if (closed) closed.addEventListener("toggle", () => { enrich(prepare(figure)); draw(figure); }, { once: true }); else prepare(figure);
     }
-    for (const plot of all) if (plot.spec.kind === "rows") window.kvprobe.rows(plot); // now that its peers are there
+    all.forEach(enrich); // now that their peers are there
     for (const [figure, box] of [...later.keys()].map((one) => [one, one.getBoundingClientRect()]))
       if (box.top < innerHeight && box.bottom > 0) draw(figure);
     let pending = 0, width = innerWidth;
