@@ -6,7 +6,7 @@ the calls worth looking at one by one: the longest, and those that findings name
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,7 @@ def rows_chart(recording: Recording, found: Submissions, findings: Sequence[Find
         return None
     start, end = found.span
     span = max(end - start, 1.0)
-    threads, more_threads = _threads(recording)
+    threads, more_threads = _threads(recording, findings)
     streams, more_streams = _streams(recording)
     shown = [*threads, *streams]
     edges = np.linspace(start, end, SLICES + 1)
@@ -82,7 +82,7 @@ def rows_chart(recording: Recording, found: Submissions, findings: Sequence[Find
     }
     more = [f"{count} more {what}" for count, what in ((more_threads, "threads"), (more_streams, "streams")) if count]
     words = f"{_many(len(threads), 'thread')} and {_many(len(streams), 'stream')}"
-    words += f"; {' and '.join(more)} did less" if more else ""
+    words += f"; {' and '.join(more)} not shown" if more else ""
     listed = [_listed(row, span) for row in shown]
     busiest, _, work, share, *_ = max(listed, key=lambda row: float(row[2][1]))
     columns = ["Row", "Calls or executions", "Work", "Of the time", "Waits and allocations", "Longest"]
@@ -132,19 +132,25 @@ def _listed(row: _Row, span: float) -> list[Any]:
     ]
 
 
-def _busiest(parts: list[Array], start: Array, end: Array) -> tuple[list[Array], int]:
-    """The parts with most time in them, these first; how many were left out."""
-    parts.sort(key=lambda part: -float((end[part] - start[part]).sum()))
+def _busiest(
+    parts: list[Array], start: Array, end: Array, wanted: Callable[[Array], bool] = lambda _: False
+) -> tuple[list[Array], int]:
+    """The parts that are wanted, then those with most time in them; how many were left out."""
+    parts.sort(key=lambda part: (not wanted(part), -float((end[part] - start[part]).sum())))
     return parts[:MOST_ROWS], max(len(parts) - MOST_ROWS, 0)
 
 
 _WORK = (*SUBMITTING, CallKind.OTHER, CallKind.EVENT)
 
 
-def _threads(recording: Recording) -> tuple[list[_Row], int]:
+def _threads(recording: Recording, findings: Sequence[Finding]) -> tuple[list[_Row], int]:
+    """Threads whose calls findings name come before busier ones: links lead to those calls."""
     calls = recording.calls
     owners, place = pairs(calls["process"], calls["thread"])
-    parts, more = _busiest(positions(place, len(owners)), calls["start_ns"], calls["end_ns"])
+    named = set(place[[call.row for finding in findings for call in finding.calls]].tolist())
+    parts, more = _busiest(
+        positions(place, len(owners)), calls["start_ns"], calls["end_ns"], lambda part: int(place[part[0]]) in named
+    )
     known = recording.threads
     owned = zip(known["process"].tolist(), known["thread"].tolist(), strict=True)
     named = dict(zip(owned, known["name"].tolist(), strict=True))

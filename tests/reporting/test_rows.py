@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvprobe.diagnosis import diagnose
+from kvprobe.diagnosis import Finding, TracedCall, diagnose
 from kvprobe.recordings.model import CallKind, Engine, Memory, Recording, Source, Table
 from kvprobe.reporting import write_report
 from kvprobe.reporting.recorded import submissions
@@ -142,6 +142,41 @@ def test_who_waits_is_not_the_busiest_and_no_time_is_counted_twice() -> None:
     assert "Busiest: thread 1, at work for 30.0\u00a0ms, 30% of the time." in chart.summary
 
 
+def many_threads(slow: int) -> Recording:
+    """Thirty threads that submit all the time, and `slow` that do next to nothing but one slow pageable copy each."""
+    busy = [(i * 10_000, 8_000, 100 + i % 30, Memory.PINNED) for i in range(3000)]
+    rare = [(5_000 + i * 1_000_000, 400_000, 7 + i, Memory.PAGEABLE) for i in range(slow)]
+    start, took, thread, memory = map(np.array, zip(*sorted(busy + rare), strict=True))
+    calls = {
+        "start_ns": start,
+        "end_ns": start + took,
+        "process": np.zeros(len(start)),
+        "kind": np.full(len(start), CallKind.COPY),
+        "thread": thread,
+        "memory": memory,
+        "name": np.ones(len(start)),
+        "stream": np.zeros(len(start)),
+    }
+    streams = Table("streams", {"handle": [7], "process": [0]})
+    tables = {"calls": Table("calls", calls), "processes": Table("processes", {"pid": [123]}), "streams": streams}
+    return Recording([Source("run", "kvprobe")], tables, ["", "cudaMemcpyAsync"])
+
+
+def named(row: int) -> Finding:
+    call = TracedCall(row, "cudaMemcpyAsync", 123, 7, "", 0, 400_000, 400_000)
+    return Finding("pageable_memory", "One", "warning", "certain", 400_000, calls=(call,))
+
+
+def test_the_thread_of_a_finding_is_shown_though_others_are_busier(tmp_path: Path) -> None:
+    recording = many_threads(1)
+    (row,) = np.flatnonzero(recording.calls["thread"] == 7).tolist()
+    chart = rows_chart(recording, submissions(recording), [named(row)])
+    assert chart is not None
+    assert chart.spec["rows"][0]["label"] == "thread 7"
+    assert row in chart.spec["items"]["id"]
+    assert chart.summary.startswith("12 threads and 0 streams; 19 more threads not shown. Busiest: thread 1")
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recording = pageable()
@@ -232,6 +267,19 @@ def test_a_table_becomes_csv_and_the_chart_a_trace_for_perfetto(chromium: Any, p
     )
     assert (longest["name"], longest["dur"], longest["args"]["row"]) == ("cudaMemcpyAsync", 100_000, 400)
     assert longest["args"]["stack"] == STACK
+
+
+def test_a_link_to_a_call_that_is_not_shown_says_so(chromium: Any, tmp_path: Path) -> None:
+    recording = many_threads(20)
+    rows = np.flatnonzero(recording.calls["memory"] == Memory.PAGEABLE).tolist()
+    page = write_report(recording, tmp_path / "many.html", findings=[named(row) for row in rows])
+    opened(chromium, page)
+    kept = json.loads(chromium.find_element("id", "kvprobe-data").get_property("textContent"))["rows"]["items"]["id"]
+    (gone, *_) = (row for row in rows if row not in kept)
+    chromium.execute_script("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+    link = chromium.find_element("css selector", f".finding a[href='#call={gone}']")
+    chromium.execute_script("arguments[0].click()", link)
+    assert pane(chromium).startswith(f"Row {gone:,} of the calls is of a thread that is not shown here.")
 
 
 def test_buttons_that_save_do_nothing_else(chromium: Any, page: Path) -> None:

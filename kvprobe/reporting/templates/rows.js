@@ -121,9 +121,16 @@
     if (!call && !time) return;
     const i = call ? plot.spec.items.id.indexOf(Number(call[1])) : -1;
     if (i >= 0) choose(plot, i, !time);
+    else if (call) missing(plot, Number(call[1]));
     if (time) plot.show([Number(time[1]), Number(time[2])]);
     plot.figure.scrollIntoView({ block: "start" });
-    if (i >= 0) plot.pane.focus({ preventScroll: true });
+    if (call) plot.pane.focus({ preventScroll: true });
+  }
+  // A link leads to a call of a thread that the chart has no row for.
+  function missing(plot, id) {
+    plot.chosen = undefined;
+    plot.draw();
+    plot.pane.replaceChildren(html("p", {}, null, `Row ${group(id, 0)} of the calls is of a thread that is not shown here. kvprobe export writes all calls.`));
   }
   function save(name, type, text) {
     const link = html("a", { download: name, href: URL.createObjectURL(new Blob([text], { type })) });
@@ -220,9 +227,8 @@
       link.addEventListener("click", (event) => {
         event.preventDefault();
         try { history.pushState(null, "", link.getAttribute("href")); } catch { /* a viewer without addresses */ }
-        const i = spec.items.id.indexOf(Number(link.getAttribute("href").slice(6)));
-        if (i < 0) return;
-        choose(plot, i);
+        const id = Number(link.getAttribute("href").slice(6)), i = spec.items.id.indexOf(id);
+        if (i < 0) missing(plot, id); else choose(plot, i);
         plot.figure.scrollIntoView({ block: "start" });
         plot.pane.focus({ preventScroll: true });
       });
