@@ -303,15 +303,16 @@ def _fences(
             gap = np.minimum(gap, np.abs(calls["start_ns"][asks] - time))
         asks = np.sort(asks[np.argsort(gap, kind="stable")[:FENCES]])
     marks = np.flatnonzero(recorded[calls["name"]] & (calls["stream"] >= 0) & (calls["src"] > 0))
-    if not len(asks) or not len(marks):
+    marks = marks[np.isin(calls["src"][marks], calls["src"][asks])]
+    if not len(marks):
         return []
-    events = np.unique(calls["src"][asks])
-    marks = marks[np.isin(calls["src"][marks], events)]
+    both = np.concatenate((asks, marks))
+    _, event = pairs(calls["process"][both], calls["src"][both])  # a handle is another event in another process
     many = np.int64(calls.rows)
-    made = np.sort(np.searchsorted(events, calls["src"][marks]) * many + marks)  # by event, then by row
-    asked = np.searchsorted(events, calls["src"][asks]) * many + asks
+    asked, made = np.split(event.astype(np.int64) * many + both, [len(asks)])
+    made = np.sort(made)  # by event, then by row
     before = np.searchsorted(made, asked) - 1
-    fits = (before >= 0) & (made[np.maximum(before, 0)] // many == asked // many) if len(made) else before >= 0
+    fits = (before >= 0) & (made[np.maximum(before, 0)] // many == asked // many)
     place = _places(recording, shown)
     out: list[list[float]] = []
     for one, mark in zip(asks[fits].tolist(), (made[before[fits]] % many).tolist(), strict=True):

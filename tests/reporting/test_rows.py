@@ -119,6 +119,35 @@ def test_a_wait_for_an_event_leads_to_the_stream_that_recorded_it() -> None:
     assert spec["fences"] == [[300.0, labels.index("stream 14"), labels.index("stream 13")]]
 
 
+def test_an_event_of_another_process_with_the_same_handle_is_another_event() -> None:
+    calls = {
+        "start_ns": np.arange(4) * 100,
+        "end_ns": np.arange(4) * 100 + 50,
+        "process": [0, 1, 0, 1],
+        "kind": np.full(4, CallKind.EVENT),
+        "name": [1, 1, 2, 2],
+        "stream": [0, 2, 1, 3],
+        "src": np.full(4, 77),
+        "thread": [7, 8, 7, 8],
+    }
+    ran = np.arange(4)
+    executions = {"start_ns": ran * 10, "end_ns": ran * 10 + 5, "process": ran // 2, "stream": ran, "engine": [2] * 4}
+    tables = {
+        "calls": Table("calls", calls),
+        "executions": Table("executions", executions),
+        "streams": Table("streams", {"handle": [13, 14, 13, 14], "process": [0, 0, 1, 1]}),
+        "processes": Table("processes", {"pid": [100, 101]}),
+    }
+    names = ["", "cudaEventRecord", "cudaStreamWaitEvent"]
+    spec = chart_of(Recording([Source("x", "kvprobe")], tables, names, has_executions=True))
+    labels = [row["label"] for row in spec["rows"]]
+    said = [(at, labels[to], labels[of]) for at, to, of in spec["fences"]]
+    assert said == [
+        (200.0, "stream 14 of process 100", "stream 13 of process 100"),
+        (300.0, "stream 14 of process 101", "stream 13 of process 101"),
+    ]
+
+
 def two_threads() -> Recording:
     """One thread that submits for 30 of 100 ms, in calls of which one lies in the other, and one that waits for 99."""
     calls = {
