@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvprobe.reporting import series
-from kvprobe.reporting.units import bytes_text, count_text, duration, percent
+from kvprobe.reporting.units import bytes_text, count_text, duration, number_text, percent, rate
 from kvprobe.reporting.views import Chart, Section, TableView, numbers, table
 
 __all__ = ["Axis", "Besides", "Mark", "Points", "heat_chart", "histogram_chart", "quantiles", "split_chart", "timeline"]
@@ -24,6 +24,7 @@ HOW_BINNED = (
     "averaged."
 )
 TABLE_ROWS = 24
+_TEXT = {"ns": duration, "bytes": bytes_text, "rate": rate, "share": percent}
 EXACT = 1200  # up to here every value is drawn as it is
 
 
@@ -156,7 +157,7 @@ def timeline(
 
 def _time_table(title: str, lines: Sequence[Points], span: tuple[float, float], unit: str, zero: float) -> TableView:
     start, end = span
-    text = {"ns": duration, "bytes": bytes_text, "share": percent}.get(unit, count_text)
+    text = _TEXT.get(unit, number_text)
     found = [
         (series.bin_step if one.steps else series.bin_max)(one.time_ns, one.value, TABLE_ROWS, start, end)
         for one in lines
@@ -372,7 +373,7 @@ def _unit(label: str) -> tuple[str, float, str]:
 
 
 def _shown(unit: str, value: float) -> str:
-    return duration(value) if unit == "ns" else bytes_text(value) if unit == "bytes" else f"{value:,.6g}"
+    return _TEXT.get(unit, number_text)(value)
 
 
 def section(

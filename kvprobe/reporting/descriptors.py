@@ -11,7 +11,7 @@ from kvprobe.recordings.descriptors import StreamCopies, copies_by_stream, has_a
 from kvprobe.recordings.model import Direction, Recording
 from kvprobe.recordings.window import ServingWindow
 from kvprobe.reporting import streams
-from kvprobe.reporting.units import NONE, bytes_text, count_text, duration, rate
+from kvprobe.reporting.units import NONE, bytes_text, count_text, duration, number_text, rate
 from kvprobe.reporting.views import TableView, table
 
 __all__ = ["DIRECTIONS", "costly", "descriptor_table", "submitters_table"]
@@ -92,7 +92,7 @@ def submitters_table(recording: Recording) -> TableView:
                 (count_text(int(found["transfers"][row])), int(found["transfers"][row])),
                 (count_text(asked), asked),
                 _known(made),
-                (f"{asked / made:.3g}", asked / made) if made > 0 else NONE,
+                (number_text(asked / made), asked / made) if made > 0 else NONE,
                 (count_text(calls), calls),
                 (duration(spent / calls), spent / calls) if calls else NONE,
                 (duration(spent), spent),

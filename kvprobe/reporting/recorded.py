@@ -18,7 +18,17 @@ from kvprobe.recordings.window import ServingWindow, serving_window
 from kvprobe.reporting import charts, descriptors, offloads, series, streams, verdict
 from kvprobe.reporting.charts import Mark, Points
 from kvprobe.reporting.rows import rows_chart
-from kvprobe.reporting.units import NONE, bytes_text, change_text, count_text, duration, percent, rate, value_text
+from kvprobe.reporting.units import (
+    NONE,
+    bytes_text,
+    change_text,
+    count_text,
+    duration,
+    number_text,
+    percent,
+    rate,
+    value_text,
+)
 from kvprobe.reporting.verdict import PageHead
 from kvprobe.reporting.views import Cell, Chart, Section, TableView, table
 
@@ -495,7 +505,7 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
         "Figures",
         ["Figure", "Value", "Unit", "How it was obtained"],
         [
-            [one.text, (f"{one.value:,.6g}", one.value), NONE if one.unit == "1" else one.unit, one.how]
+            [one.text, (number_text(one.value), one.value), NONE if one.unit == "1" else one.unit, one.how]
             for one in finding.evidence
         ],
     )

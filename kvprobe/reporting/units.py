@@ -13,6 +13,7 @@ __all__ = [
     "count_text",
     "duration",
     "link_share",
+    "number_text",
     "percent",
     "rate",
     "ratio",
@@ -109,6 +110,13 @@ def change_text(ratio: float) -> str:
     return f"{_three(1 / ratio)}{TIMES_SIGN} less"
 
 
+def number_text(value: float | None) -> str:
+    """A number without a unit, never with an exponent: whole where it is whole, else three significant digits."""
+    if value is None or not _finite(value):
+        return NONE
+    return f"{value:,.0f}" if value == int(value) else _three(value)
+
+
 def value_text(name: str, value: object) -> str:
     """A value of an evidence or machine table, its unit taken from the end of its name (`_ns`, `_bytes`, ...)."""
     if isinstance(value, bool):
@@ -127,7 +135,7 @@ def value_text(name: str, value: object) -> str:
             return percent(number)
         if name in ("pid", "rank", "thread", "tid", "stream", "device") or name.endswith(("_id", "handle")):
             return f"{number:.0f}"
-        return f"{number:,.0f}" if number == int(number) else f"{number:,.3g}"
+        return number_text(number)
     if isinstance(value, (list, tuple)):
         return ", ".join(value_text(name, item) for item in list(value)[:12]) + (" …" if len(value) > 12 else "")
     return str(value)

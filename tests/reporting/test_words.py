@@ -8,8 +8,9 @@ import pytest
 from kvprobe.diagnosis import Change, Evidence, Finding, Where
 from kvprobe.recordings.model import CallKind, Recording, Source, Table
 from kvprobe.reporting import build_page, series, streams
-from kvprobe.reporting.recorded import submissions
-from kvprobe.reporting.units import bytes_text, duration, link_share, percent, rate, ratio
+from kvprobe.reporting.charts import Axis, Points, timeline
+from kvprobe.reporting.recorded import submissions, view
+from kvprobe.reporting.units import bytes_text, duration, link_share, number_text, percent, rate, ratio, value_text
 from kvprobe.reporting.verdict import cure_parts
 
 
@@ -39,6 +40,37 @@ def test_other_units() -> None:
     assert (percent(0.47), percent(0.0123), percent(1e-5), percent(0)) == ("47%", "1.2%", "<0.1%", "0.0%")
     assert ratio(180, 1.4) == "129\u00d7 less"
     assert ratio(100, 101) == "unchanged"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (2_009_200_000, "2,009,200,000"),
+        (1_230_456.5, "1,230,456"),
+        (37.25, "37.2"),
+        (0.5, "0.500"),
+        (float("nan"), "\u2013"),
+    ],
+)
+def test_a_number_without_a_unit_has_no_exponent(value, text: str) -> None:
+    assert number_text(value) == text
+    assert value_text("a fact", value) == text
+
+
+def test_the_numbers_of_a_finding_and_of_a_chart_can_be_read() -> None:
+    evidence = [Evidence("they moved 2.3 GB", 2_312_123_456, "bytes", "measured")]
+    (finding,) = view(EMPTY, [Finding("one", "One", "warning", "certain", 5, tuple(evidence))]).findings or []
+    assert [cell.text for cell in finding["figures"].rows[0]] == [
+        "they moved 2.3 GB",
+        "2,312,123,456",
+        "bytes",
+        "measured",
+    ]
+    values = np.array([0.25, 12_345_678.5])
+    for unit, text in (("rate", "12.3\u00a0MB/s"), ("count", "12,345,678"), ("bytes", "11.8\u00a0MiB")):
+        chart = timeline(("x", "x", "x"), [Points("x", np.array([0, 9]), values)], (0, 10), Axis("x", unit=unit))
+        assert chart.table.rows[-3][2].text == text
+        assert chart.table.rows[0][2].text != "0"
 
 
 def codes(text: str) -> list[str]:
