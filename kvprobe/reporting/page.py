@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
 __all__ = ["build_page", "check_writable", "write_report", "write_whole"]
 
-_UNSCRIPTED = ".plot,.strip,.readout,.seen,.how{display:none}"  # a chart without its script is its table
+_UNSCRIPTED = (  # a chart without its script is its table; what only a script does is not offered
+    ".plot,.strip,.readout,.seen,.theme,.copy{display:none}th[aria-sort] button::after{content:none}"
+    "a[href^='#call=']{color:inherit;text-decoration:none}"
+)
 GENERATOR = b'name="generator" content="kvprobe '
 _FIRST_SCRIPT = (
     'try{const t=localStorage.getItem("kvprobe-theme");if(t)document.documentElement.dataset.theme=t}catch{}'

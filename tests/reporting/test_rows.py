@@ -341,6 +341,12 @@ def test_without_a_script_there_are_numbers_and_no_gaps(chromium: Any, page: Pat
         chromium.get(page.as_uri())
         assert not any(one.is_displayed() for one in chromium.find_elements("css selector", ".plot"))
         assert chromium.find_element("css selector", ".verdict h1").is_displayed()
+        how = chromium.find_elements("css selector", ".finding[open] .evidence .how, #split .how, #histogram .how")
+        assert len(how) > 1
+        assert all(one.is_displayed() for one in how), "how a figure was obtained is said without a script as well"
+        dead = chromium.find_elements("css selector", ".copy, .theme")
+        assert dead
+        assert not any(one.is_displayed() for one in dead), "what only a script does is not offered"
         table = chromium.find_element("css selector", "#rows details")
         table.find_element("tag name", "summary").send_keys(Keys.ENTER)
         assert "stream 1 (loads 1)" in table.text
