@@ -89,13 +89,13 @@ def submissions(recording: Recording) -> Submissions:
     shown = (recording.calls, recording.executions, recording.transfers, recording.server_calls)
     tables = [one for one in shown if one.rows]
     low = min((int(one["start_ns"].min()) for one in tables), default=0)
-    high = max((int(one["end_ns"].max()) for one in tables), default=1)
+    high = max((*(int(one["end_ns"].max()) for one in tables), low + bool(tables)))
     spent = np.maximum(calls["end_ns"][rows] - start, 0)
     counted = np.isin(recording.totals["kind"], np.array(SUBMITTING, dtype=np.uint8))
     made, host_ns = int(recording.totals["calls"][counted].sum()), float(recording.totals["dur_ns"][counted].sum())
     if made <= len(rows):
         made, host_ns = len(rows), float(spent.sum())
-    return Submissions(rows, start, spent, calls["kind"][rows], (float(low), float(max(high, low + 1))), made, host_ns)
+    return Submissions(rows, start, spent, calls["kind"][rows], (float(low), float(high)), made, host_ns)
 
 
 def judged(recording: Recording, findings: Sequence[Finding] | None, found: Submissions | None = None) -> PageHead:
@@ -129,12 +129,14 @@ def view(recording: Recording, findings: Sequence[Finding] | None, queues: Occup
             what: sum(one.lost_ns for one in named if one.lost_on == what) for what in ("host", "copy engine", "device")
         }
         spent = ", ".join(f"{what} {duration(ns)}" for what, ns in lost.items() if ns)
-        out.lead = (
-            f"Ranked by severity, then by time lost, in {duration(span_ns)} recorded"
-            + (f"; lost, all threads and devices together: {spent}." if spent else ".")
-            if findings
-            else f"kvprobe examined {count_text(found.made)} submissions in {duration(span_ns)} for every known cause."
-        )
+        examined = f"kvprobe examined {count_text(found.made)} submissions in {duration(span_ns)}"
+        if findings:
+            out.lead = f"Ranked by severity, then by time lost, in {duration(span_ns)} recorded"
+            out.lead += f"; lost, all threads and devices together: {spent}." if spent else "."
+        elif out.verdict.state == "ok":
+            out.lead = f"Nothing found: {examined} for every known cause."
+        else:
+            out.lead = f"Not enough was recorded to tell: {examined}."
     queues = queues or (occupancy(recording) if len(found.rows) else None)
     outstanding, cliff = streams.occupancy_charts(recording, found, queues, marks)
     stream_table, stream_lead = streams.stream_table(recording, found, queues)

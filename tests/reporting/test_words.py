@@ -73,6 +73,13 @@ def test_the_numbers_of_a_finding_and_of_a_chart_can_be_read() -> None:
         assert chart.table.rows[0][2].text != "0"
 
 
+def test_a_recording_of_nothing_is_not_said_to_be_healthy() -> None:
+    page = build_page(EMPTY, findings=[])
+    assert "Nothing found" not in page
+    assert "Not enough was recorded to tell: kvprobe examined 0 submissions in 0\u00a0ns." in page
+    assert "1.00\u00a0ns" not in page
+
+
 def codes(text: str) -> list[str]:
     return [part.text for part in cure_parts(text) if part.code]
 
