@@ -198,7 +198,7 @@ def of_recording(
             return PageHead("info", f"{count_text(submissions)} submissions, not diagnosed.", "", facts)
         if judged.state == "undecided":
             lacks = judged.missing[0]
-            cures = [[Part(f"{lacks.how[:1].upper()}{lacks.how[1:]}.")]]
+            cures = [cure_parts(f"{lacks.how[:1].upper()}{lacks.how[1:]}.")]
             if abstained and abstained[0].reason.endswith(lacks.what):
                 one = abstained[0]
                 detail = one.reason[:1].upper() + one.reason[1:] if one.reason else one.title

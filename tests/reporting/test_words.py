@@ -80,6 +80,13 @@ def test_a_recording_of_nothing_is_not_said_to_be_healthy() -> None:
     assert "1.00\u00a0ns" not in page
 
 
+def test_how_to_record_is_set_as_code() -> None:
+    page = build_page(EMPTY, findings=[])
+    top = page[page.index('id="verdict"') : page.index("</section>")]
+    assert "<code>kvprobe run -- COMMAND</code>" in top
+    assert "`" not in top
+
+
 def codes(text: str) -> list[str]:
     return [part.text for part in cure_parts(text) if part.code]
 
