@@ -40,6 +40,7 @@ __all__ = ["Submissions", "View", "judged", "submissions", "view"]
 Array = npt.NDArray[Any]
 
 SLOWEST = 1200  # calls embedded one by one, so that zooming finds them with their names
+SAMPLED = 16  # charts of samples: the device's counters are fifteen
 FEW = 3  # values: fewer make a table, and no chart
 _SUBMIT_TIME = charts.Axis("host time of one call, log scale", "call took, log", log=True)
 COPIES = (CallKind.COPY, CallKind.BATCH)
@@ -141,6 +142,7 @@ def view(recording: Recording, findings: Sequence[Finding] | None, queues: Occup
     outstanding, cliff = streams.occupancy_charts(recording, found, queues, marks)
     stream_table, stream_lead = streams.stream_table(recording, found, queues)
     window = recording.window or serving_window(recording)
+    sampled, same = _samples(recording, found, marks)
     by_descriptor, copies = descriptors.descriptor_table(recording, window)
     out.sections = [
         charts.section(
@@ -151,8 +153,9 @@ def view(recording: Recording, findings: Sequence[Finding] | None, queues: Occup
                 rows_chart(recording, found, findings or ()),
                 outstanding,
                 _timeline(recording, found, marks, findings or ()),
-                *_samples(recording, found, marks),
+                *sampled,
             ],
+            [same],
         ),
         charts.section(
             "distributions", "How long calls took", "", [_histogram(recording, found), _heat(found, marks), cliff]
@@ -328,33 +331,42 @@ def _heat(found: Submissions, marks: Sequence[Mark]) -> Chart | None:
     )
 
 
-def _samples(recording: Recording, found: Submissions, marks: Sequence[Mark]) -> list[Chart]:
+def _samples(recording: Recording, found: Submissions, marks: Sequence[Mark]) -> tuple[list[Chart], TableView]:
+    """Charts of what was sampled, a line a device; what did not change needs none, and is a row of the table."""
     table_ = recording.samples
+    several = len(np.unique(table_["device"])) > 1
     out: list[Chart] = []
-    for metric in np.unique(table_["metric"]).tolist()[:6]:
+    same: list[list[Any]] = []
+    for metric in np.unique(table_["metric"]).tolist():
         name = recording.text(metric)
         rows = np.flatnonzero(table_["metric"] == metric)
+        title = name.removesuffix("_ns").removesuffix("_bytes").replace("_", " ").capitalize()
+        lines, words = [], []
+        for device in np.unique(table_["device"][rows]).tolist():
+            mine = rows[table_["device"][rows] == device]
+            values = table_["value"][mine]
+            least, most = value_text(name, float(values.min())), value_text(name, float(values.max()))
+            if len(values) < FEW or values.min() == values.max():
+                same.append([title, str(device), least if least == most else f"{least} to {most}", str(len(values))])
+                continue
+            what = f"GPU {device}" if several else title.lower()
+            words.append(f"{what}: {len(values):,} samples, from {least} to {most}.")
+            lines.append(Points(what, table_["time_ns"][mine], values))
+        if not lines or len(out) == SAMPLED:
+            continue
         unit = (
             "ns"
             if name.endswith("_ns")
             else "bytes"
             if name.endswith("_bytes")
             else "rate"
-            if name.endswith("_per_s")
+            if name.endswith("bytes_per_s")
             else "count"
-        )
-        values = table_["value"][rows]
-        if np.isfinite(values).sum() < FEW:
-            continue
-        title = name.removesuffix("_ns").removesuffix("_bytes").replace("_", " ").capitalize()
-        summary = (
-            f"{len(rows):,} samples, from {value_text(name, float(np.nanmin(values)))} "
-            f"to {value_text(name, float(np.nanmax(values)))}."
         )
         out.append(
             charts.timeline(
-                (f"sample-{metric}", title, summary),
-                [Points(title.lower(), table_["time_ns"][rows], values)],
+                (f"sample-{metric}", title, " ".join(words)),
+                lines,
                 found.span,
                 charts.Axis(title.lower(), unit=unit),
                 charts.Besides(marks=marks),
@@ -362,7 +374,7 @@ def _samples(recording: Recording, found: Submissions, marks: Sequence[Mark]) ->
                 bins=900,
             )
         )
-    return out
+    return out, table("Samples that did not change, or are few", ["Metric", "Device", "Value", "Samples"], same[:200])
 
 
 def _split(recording: Recording) -> Chart | None:

@@ -11,6 +11,7 @@ import pytest
 
 from kvprobe.diagnosis import diagnose
 from kvprobe.recordings import open_recording
+from kvprobe.recordings.model import Table
 from kvprobe.recordings.window import recorded_span
 from kvprobe.reporting import series
 from kvprobe.reporting.charts import Axis, Points, heat_chart, histogram_chart, plain, timeline
@@ -76,3 +77,27 @@ def test_every_call_is_in_the_distribution_however_short_or_long(longest_ns: int
     for one in (chart, heat):  # the last row does not end below the longest call
         last = one.table.rows[-1][1]
         assert last.text == "or longer" if last.value is None else last.value > longest_ns
+
+
+def test_what_was_sampled_of_two_devices_is_two_lines_and_no_metric_is_left_out() -> None:
+    recording = recordings.recording()
+    metrics = ["pcie_gen", "pcie_rx_bytes_per_s", *(f"metric_{i}" for i in range(9)), "power_w"]
+    first = len(recording.names)
+    recording.names.extend(metrics)
+    many = 20 * 2 * len(metrics)
+    row = np.arange(many)
+    device, metric = row % 2, row // 2 % len(metrics)
+    value = np.where(metric == 0, 5, 1000.0 * (1 + device) + row / many)
+    columns = {"time_ns": row * 1_000_000, "process": row * 0, "device": device, "metric": first + metric}
+    recording.tables["samples"] = Table("samples", {**columns, "value": value})
+    overview = view(recording, []).sections[0]
+    shown = {chart.title: chart for chart in overview.charts if chart.id.startswith("sample-")}
+    assert list(shown) == [name.replace("_", " ").capitalize() for name in metrics[1:]]
+    rates = shown["Pcie rx bytes per s"]
+    assert [line["name"] for line in rates.spec["series"]] == ["GPU 0", "GPU 1"]
+    assert max(rates.spec["series"][0]["v"]) < 1_001.5 < 2_000 <= min(rates.spec["series"][1]["v"])
+    assert "kB/s" in rates.table.rows[0][2].text
+    assert [[cell.text for cell in one] for one in overview.tables[0].rows] == [
+        ["Pcie gen", "0", "5", "20"],
+        ["Pcie gen", "1", "5", "20"],
+    ]
