@@ -111,7 +111,7 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("where", ["missing/out.html", "."])
 def test_a_path_that_cannot_be_written_is_one_line(tmp_path: Path, where: str) -> None:
-    with pytest.raises(UsageError, match="cannot write the report") as caught:
+    with pytest.raises(UsageError, match="cannot write ") as caught:
         write_report(played.played()[0], tmp_path / where)
     assert "\n" not in str(caught.value)
 
