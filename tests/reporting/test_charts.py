@@ -17,9 +17,15 @@ from kvprobe.reporting import series
 from kvprobe.reporting.charts import Axis, Points, heat_chart, histogram_chart, plain, timeline
 from kvprobe.reporting.recorded import view
 
-_SPEC = importlib.util.spec_from_file_location("conftest", Path(__file__).with_name("conftest.py"))
-recordings = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(recordings)
+
+def _beside(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+recordings, played = _beside("conftest"), _beside("played")
 
 
 def drawn_times(spec: Any) -> np.ndarray:
@@ -101,3 +107,13 @@ def test_what_was_sampled_of_two_devices_is_two_lines_and_no_metric_is_left_out(
         ["Pcie gen", "0", "5", "20"],
         ["Pcie gen", "1", "5", "20"],
     ]
+
+
+def test_the_slowest_blocked_call_is_in_its_chart_however_many_there_are() -> None:
+    recording = played.played()[0]
+    found = [one for one in diagnose(recording) if one.chart and "blocked" in one.chart["series"]]
+    assert found
+    for finding in found:
+        blocked = finding.chart["series"]["blocked"]
+        assert 1_200 <= len(blocked["x"]) <= 1_500, "there are more than are drawn"
+        assert blocked["y"].max() * 1e3 == max(call.dur_ns for call in finding.calls)
