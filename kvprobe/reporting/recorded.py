@@ -474,7 +474,9 @@ def _llama_cpp(recording: Recording) -> TableView:
             (bytes_text(one.size_bytes), one.size_bytes),
             (duration(one.held_ns), one.held_ns),
             (count_text(one.pageable), one.pageable),
-            (percent(one.pageable_bytes / one.size_bytes) if one.size_bytes else NONE, one.pageable_bytes),
+            (percent(one.pageable_bytes / one.size_bytes), one.pageable_bytes / one.size_bytes)
+            if one.size_bytes
+            else NONE,
             (duration(one.pageable_ns), one.pageable_ns),
             "yes" if one.no_mmap else NONE,
         ]

@@ -151,7 +151,7 @@ def stream_table(recording: Recording, found: Submissions, queues: Occupancy | N
                 (f"{depth:,}" if depth >= 0 else NONE, depth),
                 (duration(blocked) if queue else NONE, blocked),
                 (bytes_text(payload), payload),
-                (percent(busy.get(row, 0) / span_ns) if busy else NONE, busy.get(row, 0)),
+                (percent(busy.get(row, 0) / span_ns) if busy else NONE, busy.get(row, 0) / span_ns),
             ]
         )
     lead = "" if recording.has_executions else "The recorder did not record the device, so device time is not known. "

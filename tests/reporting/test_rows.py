@@ -290,6 +290,13 @@ def test_a_table_becomes_csv_and_the_chart_a_trace_for_perfetto(chromium: Any, p
     lines = chromium.execute_async_script(SAVED, "#streams .csv").splitlines()
     assert lines[0].startswith("Stream,Channel,Calls")
     assert lines[1].startswith("stream 1 (loads 1),") and ",401," in lines[1]
+    units = dict(one.rstrip(")").split(" (") for one in lines[0].split(",") if one.endswith(")"))
+    assert (
+        units["Host time"] == units["Longest"] == "ns"
+        and units["Device busy"] == units["Of its threads' time"] == "of 1"
+    )
+    busy = float(lines[1].split(",")[-1])
+    assert 0 < busy <= 1
     trace = json.loads(chromium.execute_async_script(SAVED, "#rows .tools .copy"))
     longest = max(
         (one for one in trace["traceEvents"] if one["ph"] == "X" and one["pid"] == 1), key=lambda one: one["dur"]
@@ -309,6 +316,16 @@ def test_a_link_to_a_call_that_is_not_shown_says_so(chromium: Any, tmp_path: Pat
     link = chromium.find_element("css selector", f".finding a[href='#call={gone}']")
     chromium.execute_script("arguments[0].click()", link)
     assert pane(chromium).startswith(f"Row {gone:,} of the calls is of a thread that is not shown here.")
+
+
+def test_a_name_that_a_spreadsheet_would_compute_is_text(chromium: Any, tmp_path: Path) -> None:
+    recording = pageable(20)
+    recording.names[3] = "=HYPERLINK(x)"
+    table = Table("threads", {"process": [0], "thread": [7], "name": [3]})
+    recording.tables["threads"] = table
+    opened(chromium, write_report(recording, tmp_path / "names.html", findings=[]))
+    text = chromium.execute_async_script(SAVED, "#streams .scroll:last-child .csv")
+    assert ",7,'=HYPERLINK(x),21," in text
 
 
 def test_buttons_that_save_do_nothing_else(chromium: Any, page: Path) -> None:

@@ -235,15 +235,23 @@
     follow(plot);
   };
 
-  // Every table as CSV: what its cells sort by where they are numbers.
+  // Every table as CSV: what its cells sort by where they are numbers, with the unit in the head of the column.
+  const UNITS = [["ns", /\d\s(ns|µs|ms|s)$/], ["bytes", /\d\s([KMGT]i)?B$/], ["bytes/s", /B\/s$/], ["of 1", /\d%$/]];
+  const unitOf = (text) => UNITS.find(([, pattern]) => pattern.test(text))?.[0];
   window.kvprobe.csv = (table) => {
     const caption = table.querySelector("caption");
     const button = html("button", { type: "button", class: "copy csv", "aria-label": `Save as CSV: ${caption.textContent}` }, caption, "CSV");
-    const quote = (text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
+    const inert = (text) => (/^[=+\-@\t\r]/.test(text) && isNaN(text) ? `'${text}` : text); // a spreadsheet would compute it
+    const quote = (text) => (/[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
     button.addEventListener("click", () => {
-      const lines = [[...table.tHead.rows[0].cells].map((cell) => cell.textContent)];
-      const said = (cell) => (cell.textContent === "–" ? "" : cell.dataset.v === undefined ? cell.textContent : String(Number(cell.dataset.v)));
-      for (const row of table.tBodies[0].rows) lines.push([...row.cells].map(said));
+      const rows = [...table.tBodies[0].rows];
+      const lines = [[...table.tHead.rows[0].cells].map((cell, column) => {
+        const units = new Set(rows.map((row) => row.cells[column]).filter((one) => one.dataset.v !== undefined && one.textContent !== "–").map((one) => unitOf(one.textContent)));
+        const [unit] = units;
+        return cell.textContent + (units.size === 1 && unit ? ` (${unit})` : "");
+      })];
+      const said = (cell) => (cell.textContent === "–" ? "" : cell.dataset.v === undefined ? inert(cell.textContent) : String(Number(cell.dataset.v)));
+      for (const row of rows) lines.push([...row.cells].map(said));
       const name = caption.firstChild.textContent.trim().replace(/[^\w]+/g, "-").toLowerCase();
       save(`${name || "table"}.csv`, "text/csv", lines.map((cells) => cells.map(quote).join(",")).join("\n") + "\n");
     });
