@@ -80,8 +80,11 @@ def rows_chart(recording: Recording, found: Submissions, findings: Sequence[Find
         "stacks": stacks,
         "fences": _fences(recording, shown, findings, start),
     }
-    more = [f"{count} more {what}" for count, what in ((more_threads, "threads"), (more_streams, "streams")) if count]
-    words = f"{_many(len(threads), 'thread')} and {_many(len(streams), 'stream')}"
+    more = [
+        _many(count, what) for count, what in ((more_threads, "more thread"), (more_streams, "more stream")) if count
+    ]
+    words = _many(len(threads), "thread")
+    words += f" and {_many(len(streams), 'stream')}" if streams else "; what streams executed was not recorded"
     words += f"; {' and '.join(more)} not shown" if more else ""
     listed = [_listed(row, span) for row in shown]
     busiest, _, work, share, *_ = max(listed, key=lambda row: float(row[2][1]))

@@ -65,8 +65,8 @@ def bin_max(
     used = np.flatnonzero(count)
     first = bounds[:-1][used]
     high, low = np.full(bins, np.nan), np.full(bins, np.nan)
-    high[used] = np.maximum.reduceat(value, first)
-    low[used] = np.minimum.reduceat(value, first)
+    high[used] = np.fmax.reduceat(value, first)  # a NaN, from which on a level is not known, hides no other value
+    low[used] = np.fmin.reduceat(value, first)
     return Binned(start, width, high, low, count)
 
 

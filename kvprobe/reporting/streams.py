@@ -273,11 +273,16 @@ _HOW = {
 
 
 def _until_idle(recording: Recording, queue: StreamOccupancy, times: Array, level: Array) -> tuple[Array, Array]:
-    """A series that knows no end of a copy: it falls to nothing where the last transfer of its streams has ended."""
+    """A series that knows no end of a copy: it falls to nothing where the last transfer of its streams has ended.
+
+    Without such transfers, what was outstanding behind the last call is not known.
+    """
     rows = recording.transfers
     mine = np.isin(rows["stream"], np.array(queue.streams, dtype=np.int32))
-    if len(queue.ends) or not len(times) or not mine.any() or rows["end_ns"][mine].max() < times[-1]:
+    if len(queue.ends) or not len(times):
         return times, level
+    if not mine.any() or rows["end_ns"][mine].max() < times[-1]:
+        return np.append(times, times[-1] + 1), np.append(level.astype(np.float64), np.nan)
     return np.append(times, rows["end_ns"][mine].max()), np.append(level, level.dtype.type(0))
 
 

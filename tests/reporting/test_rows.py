@@ -203,7 +203,9 @@ def test_the_thread_of_a_finding_is_shown_though_others_are_busier(tmp_path: Pat
     assert chart is not None
     assert chart.spec["rows"][0]["label"] == "thread 7"
     assert row in chart.spec["items"]["id"]
-    assert chart.summary.startswith("12 threads and 0 streams; 19 more threads not shown. Busiest: thread 1")
+    assert chart.summary.startswith(
+        "12 threads; what streams executed was not recorded; 19 more threads not shown. Busiest: thread 1"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,12 @@ def test_a_level_holds_until_the_next_step_and_is_nothing_before_the_first() -> 
     assert found.high.tolist() == [0, 0, 3, 3, 3, 3, 3, 0, 0, 0]
 
 
+def test_a_level_that_is_not_known_any_more_is_no_level() -> None:
+    found = series.bin_step(np.array([250, 650, 651]), np.array([3.0, 5.0, np.nan]), 10, 0, 1000)
+    assert found.high[:7].tolist() == [0, 0, 3, 3, 3, 3, 5]
+    assert np.isnan(found.high[7:]).all() and np.isnan(found.low[7:]).all()
+
+
 @settings(deadline=None)
 @given(st.integers(0, 2**53 - 1))
 def test_buckets_are_those_of_the_native_histogram(ns: int) -> None:
