@@ -14,7 +14,18 @@ from kvprobe.reporting import series
 from kvprobe.reporting.units import bytes_text, count_text, duration, number_text, percent, rate
 from kvprobe.reporting.views import Chart, Section, TableView, numbers, table
 
-__all__ = ["Axis", "Besides", "Mark", "Points", "heat_chart", "histogram_chart", "quantiles", "split_chart", "timeline"]
+__all__ = [
+    "Axis",
+    "Besides",
+    "Mark",
+    "Points",
+    "heat_chart",
+    "histogram_chart",
+    "how_drawn",
+    "quantiles",
+    "split_chart",
+    "timeline",
+]
 
 Array = npt.NDArray[Any]
 
@@ -44,6 +55,11 @@ class Points:
     time_ns: Array
     value: Array
     steps: bool = False
+
+
+def how_drawn(lines: Sequence[Points]) -> str:
+    """How the calls of a timeline are drawn: those of a long line are binned."""
+    return HOW_BINNED if any(len(one.time_ns) > EXACT for one in lines) else "Every call is drawn by itself."
 
 
 def quantiles(values: Array, *at: float) -> list[float]:

@@ -144,7 +144,7 @@ def _cost_chart(
         ),
         group="",
         height=300,
-        how=charts.HOW_BINNED,
+        how=charts.how_drawn(lines),
     )
 
 

@@ -259,8 +259,9 @@ def _timeline(
         _SUBMIT_TIME,
         charts.Besides(marks=marks, spans=spans),
         height=300,
-        how=charts.HOW_BINNED
-        + (f" The {len(exact):,} longest calls are drawn one by one as well." if exact is not None else ""),
+        how=charts.how_drawn(lines)
+        + (f" Zoomed in, the {len(exact):,} longest calls are drawn one by one as well." if exact is not None else "")
+        + (" Shaded: when the findings above lost their time." if spans else ""),
     )
     if exact is None:
         return chart

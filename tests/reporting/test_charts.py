@@ -11,7 +11,7 @@ import pytest
 
 from kvprobe.diagnosis import diagnose
 from kvprobe.recordings import open_recording
-from kvprobe.recordings.model import Table
+from kvprobe.recordings.model import CallKind, Recording, Source, Table
 from kvprobe.recordings.window import recorded_span
 from kvprobe.reporting import series
 from kvprobe.reporting.charts import Axis, Points, heat_chart, histogram_chart, plain, timeline
@@ -117,3 +117,36 @@ def test_the_slowest_blocked_call_is_in_its_chart_however_many_there_are() -> No
         blocked = finding.chart["series"]["blocked"]
         assert 1_200 <= len(blocked["x"]) <= 1_500, "there are more than are drawn"
         assert blocked["y"].max() * 1e3 == max(call.dur_ns for call in finding.calls)
+
+
+def calls_alone(rows: int = 3000) -> Recording:
+    """Copies of one thread, one each microsecond, then a wait as long as all of them: no device, no transfers."""
+    start = np.arange(rows + 1) * 1_000
+    columns = {
+        "start_ns": start,
+        "end_ns": start + np.append(np.full(rows, 900), rows * 1_000),
+        "process": start * 0,
+        "thread": start * 0 + 7,
+        "kind": np.append(np.full(rows, CallKind.COPY), CallKind.SYNC),
+        "stream": start * 0,
+        "name": start * 0 + 1,
+    }
+    streams = Table("streams", {"handle": [7], "process": [0]})
+    tables = {"calls": Table("calls", columns), "streams": streams, "processes": Table("processes", {"pid": [123]})}
+    return Recording([Source("run", "kvprobe")], tables, ["", "cudaMemcpyAsync"])
+
+
+def test_what_is_outstanding_behind_the_last_call_is_not_drawn_where_no_end_was_recorded() -> None:
+    charts = {chart.id: chart for one in view(calls_alone(), []).sections for chart in one.charts}
+    (line,) = charts["occupancy"].spec["series"]
+    half = len(line["hi"]) // 2
+    assert max(one for one in line["hi"][: half - 1] if one is not None) > 0
+    assert set(line["hi"][half + 1 :]) == {None}
+    assert charts["occupancy"].table.rows[-1][2].text == "\u2013"
+
+
+def test_how_calls_are_drawn_is_said_of_the_calls_that_there_are() -> None:
+    charts = {rows: view(calls_alone(rows), []).sections[0].charts for rows in (100, 3000)}
+    said = {rows: next(one.how for one in all_ if one.id == "submissions") for rows, all_ in charts.items()}
+    assert said[100] == "Every call is drawn by itself."
+    assert said[3000].startswith("Each step is the longest call in its slice")
