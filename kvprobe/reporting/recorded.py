@@ -30,7 +30,7 @@ from kvprobe.reporting.units import (
     value_text,
 )
 from kvprobe.reporting.verdict import PageHead
-from kvprobe.reporting.views import Cell, Chart, Section, TableView, table
+from kvprobe.reporting.views import Cell, Chart, Section, TableView, left_out, table
 
 if TYPE_CHECKING:
     from kvprobe.diagnosis.finding import Finding
@@ -375,7 +375,12 @@ def _samples(recording: Recording, found: Submissions, marks: Sequence[Mark]) ->
                 bins=900,
             )
         )
-    return out, table("Samples that did not change, or are few", ["Metric", "Device", "Value", "Samples"], same[:200])
+    return out, table(
+        "Samples that did not change, or are few",
+        ["Metric", "Device", "Value", "Samples"],
+        same[:200],
+        left_out(200, len(same)),
+    )
 
 
 def _split(recording: Recording) -> Chart | None:
@@ -431,7 +436,7 @@ def _stacks(recording: Recording) -> TableView:
         ]
         for i in order
     ]
-    return table("By stack", ["Waited", "Stacks", "Held the GIL", "Frames"], listed)
+    return table("By stack", ["Waited", "Stacks", "Held the GIL", "Frames"], listed, left_out(30, len(names)))
 
 
 def _served(recording: Recording) -> TableView:
@@ -463,7 +468,7 @@ def _served(recording: Recording) -> TableView:
             ]
         )
     columns = ["Function", "Direction", "Calls", "Moved", "Time of its thread", "Copies", "Pageable", "Blocking"]
-    return table("What the server's own functions moved", columns, listed)
+    return table("What the server's own functions moved", columns, listed, left_out(200, len(kinds)))
 
 
 def _llama_cpp(recording: Recording) -> TableView:
@@ -499,7 +504,9 @@ def _decisions(recording: Recording, found: Submissions) -> TableView:
         ]
         for t, what, reason, gain in zip(rows["time_ns"], rows["what"], rows["reason"], rows["gain"], strict=True)
     ][:200]
-    return table("Decisions and states", ["At", "What", "Why", "A copy costs its caller"], listed)
+    return table(
+        "Decisions and states", ["At", "What", "Why", "A copy costs its caller"], listed, left_out(200, rows.rows)
+    )
 
 
 # ---- findings ------------------------------------------------------------------------------------------------------
@@ -542,6 +549,7 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
                 ]
                 for one in finding.where[:50]
             ],
+            left_out(50, len(finding.where)),
         )
     return {
         "state": state,

@@ -16,7 +16,7 @@ from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, depth_serie
 from kvprobe.reporting import charts, series
 from kvprobe.reporting.charts import Mark, Points
 from kvprobe.reporting.units import NONE, bytes_text, duration, percent
-from kvprobe.reporting.views import Chart, TableView, numbers, table
+from kvprobe.reporting.views import Chart, TableView, left_out, numbers, table
 
 if TYPE_CHECKING:
     from kvprobe.reporting.recorded import Submissions
@@ -134,7 +134,8 @@ def stream_table(recording: Recording, found: Submissions, queues: Occupancy | N
         busy, moved = dict(enumerate(spent.tolist())), dict(enumerate(total.tolist()))
     queue_of = {row: queue for queue in (queues.streams if queues else ()) for row in queue.streams}
     rows: list[list[Any]] = []
-    for group in _grouped(recording, found, "stream")[:200]:
+    groups = _grouped(recording, found, "stream")
+    for group in groups[:200]:
         row = group.key[0]
         payload = moved.get(row) or group.bytes
         name = stream_name(recording, row) if row >= 0 else "unknown"
@@ -161,7 +162,7 @@ def stream_table(recording: Recording, found: Submissions, queues: Occupancy | N
             "bytes are exact for all, medians and p99 come from histograms. Depth and blocked time are of those kept."
         )
     columns = ["Stream", "Channel", "Calls", *TIMED, "Deepest", "Blocked by full queue", "Bytes", "Device busy"]
-    return table("Submissions by stream", columns, rows), lead
+    return table("Submissions by stream", columns, rows, left_out(200, len(groups))), lead
 
 
 def thread_table(recording: Recording, found: Submissions, queues: Occupancy | None) -> TableView:
@@ -172,7 +173,8 @@ def thread_table(recording: Recording, found: Submissions, queues: Occupancy | N
         zip(zip(known["process"].tolist(), known["thread"].tolist(), strict=True), known["name"].tolist(), strict=True)
     )
     rows = []
-    for group in _grouped(recording, found, "process", "thread")[:200]:
+    groups = _grouped(recording, found, "process", "thread")
+    for group in groups[:200]:
         row, thread = group.key
         blocked = float(queues.blocked_ns[found.rows[group.part]].sum()) if queues else 0.0
         rows.append(
@@ -186,7 +188,10 @@ def thread_table(recording: Recording, found: Submissions, queues: Occupancy | N
             ]
         )
     columns = ["Process", "Thread", "Name", "Calls", *TIMED, "Blocked by full queue"]
-    return table("Submissions by thread", columns, rows)
+    return table("Submissions by thread", columns, rows, left_out(200, len(groups)))
+
+
+BARS = 32  # processes that are drawn
 
 
 def processes(
@@ -199,7 +204,7 @@ def processes(
     span_ns = max(found.span[1] - found.span[0], 1.0)
     rows: list[dict[str, Any]] = []
     listed: list[list[Any]] = []
-    for group in sorted(_grouped(recording, found, "process"), key=lambda one: one.key)[:128]:
+    for group in sorted(_grouped(recording, found, "process"), key=lambda one: one.key):
         row = group.key[0]
         total, _, high, _ = group.times
         total = 0.0 if math.isnan(total) else total
@@ -214,7 +219,7 @@ def processes(
                 recording.text(int(table_["state"][row])) or NONE,
                 (f"{group.calls:,}", group.calls),
                 *_timed(group.times, span_ns, _threads(recording, found, group)),
-                (duration(blocked), blocked),
+                (duration(blocked) if queues else NONE, blocked),
             ]
         )
     if not rows:
@@ -224,11 +229,17 @@ def processes(
         f"Host time inside submitting calls. Blocked longest by a full queue: {worst['label']}, "
         f"{duration(worst['values'][0])}."
         if worst["values"][0]
-        else "Host time inside submitting calls; none was blocked by a full queue."
+        else "Host time inside submitting calls"
+        + ("; none was blocked by a full queue." if queues else "; how full the queues were is not known.")
     )
     columns = ["Process", "pid", "Node", "State", "Calls", *TIMED, "Blocked by full queue"]
-    spec = {"kind": "bars", "unit": "ns", "parts": ["blocked by a full queue", "the rest"], "rows": rows[:32]}
-    return [Chart("ranks-chart", "Host time in submissions", summary, spec, table("Processes", columns, listed))], []
+    if len(rows) > BARS:
+        least = sorted((one["values"] for one in rows), reverse=True)[BARS - 1]
+        rows = [one for one in rows if one["values"] >= least][:BARS]
+        summary += f" Drawn are the {BARS} of {len(listed):,} that were blocked longest or else took most."
+    spec = {"kind": "bars", "unit": "ns", "parts": ["blocked by a full queue", "the rest"], "rows": rows}
+    made = table("Processes", columns, listed[:1024], left_out(1024, len(listed)))
+    return [Chart("ranks-chart", "Host time in submissions", summary, spec, made)], []
 
 
 def occupancy_charts(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Cell", "Chart", "Section", "TableView", "numbers", "table"]
+__all__ = ["Cell", "Chart", "Section", "TableView", "left_out", "numbers", "table"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,11 @@ class Section:
     charts: list[Chart] = field(default_factory=list)
     tables: list[TableView] = field(default_factory=list)
     folded: bool = False
+
+
+def left_out(shown: int, of: int) -> str:
+    """The note of a table that has the first `shown` of so many rows; "" where it has all."""
+    return f"The first {shown:,} of {of:,} rows." if of > shown else ""
 
 
 def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], note: str = "") -> TableView:

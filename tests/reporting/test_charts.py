@@ -15,7 +15,8 @@ from kvprobe.recordings.model import CallKind, Recording, Source, Table
 from kvprobe.recordings.window import recorded_span
 from kvprobe.reporting import series
 from kvprobe.reporting.charts import Axis, Points, heat_chart, histogram_chart, plain, timeline
-from kvprobe.reporting.recorded import view
+from kvprobe.reporting.recorded import submissions, view
+from kvprobe.reporting.streams import processes
 
 
 def _beside(name: str) -> Any:
@@ -150,3 +151,33 @@ def test_how_calls_are_drawn_is_said_of_the_calls_that_there_are() -> None:
     said = {rows: next(one.how for one in all_ if one.id == "submissions") for rows, all_ in charts.items()}
     assert said[100] == "Every call is drawn by itself."
     assert said[3000].startswith("Each step is the longest call in its slice")
+
+
+def test_the_process_that_a_chart_names_is_drawn_however_many_there_are() -> None:
+    many = 200
+    rows = many * 4
+    process = np.arange(rows) % many
+    took = np.where(process == 150, 9_000, 1_000 + process)
+    start = np.arange(rows) * 10_000
+    kind = np.full(rows, CallKind.COPY)
+    columns = {"start_ns": start, "end_ns": start + took, "process": process, "thread": process, "kind": kind}
+    tables = {"calls": Table("calls", columns), "processes": Table("processes", {"pid": np.arange(many) + 1})}
+    recording = Recording([Source("run", "kvprobe")], tables, [""])
+    (chart,), _ = processes(recording, submissions(recording), None)
+    assert "not known" in chart.summary and "none was blocked" not in chart.summary
+    labels = [row["label"] for row in chart.spec["rows"]]
+    assert len(labels) == 32 and "process 151" in labels and labels == sorted(labels, key=lambda one: int(one[8:]))
+    assert len(chart.table.rows) == many
+    assert chart.summary.endswith("Drawn are the 32 of 200 that were blocked longest or else took most.")
+
+
+def test_a_table_that_is_cut_says_so() -> None:
+    recording = recordings.recording()
+    many = 300
+    columns = {"time_ns": np.arange(many), "process": np.zeros(many), "what": np.full(many, 3), "gain": np.ones(many)}
+    recording.tables["decisions"] = Table("decisions", columns)
+    (decisions,) = (
+        one for section in view(recording, []).sections for one in section.tables if "Decisions" in one.caption
+    )
+    assert len(decisions.rows) == 200
+    assert decisions.note == "The first 200 of 300 rows."
