@@ -338,6 +338,16 @@ def test_buttons_that_save_do_nothing_else(chromium: Any, page: Path) -> None:
     assert [entry for entry in chromium.get_log("browser") if entry["level"] == "SEVERE"] == []
 
 
+def test_enter_chooses_the_call_that_is_under_way_at_the_cursor(chromium: Any, tmp_path: Path) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    opened(chromium, write_report(two_threads(), tmp_path / "two.html", findings=[]))
+    plot = chromium.find_element("css selector", "#rows .plot")
+    chromium.execute_script("arguments[0].focus()", plot)
+    plot.send_keys(Keys.END, Keys.ENTER)  # at 100 ms: a wait since 1 ms is under way, others began later and have ended
+    assert pane(chromium).startswith("call: 99")
+
+
 PRESSED = """
 const event = new KeyboardEvent("keydown", {key: arguments[0], ctrlKey: true, bubbles: true, cancelable: true});
 document.querySelector("#rows .plot").dispatchEvent(event);

@@ -76,12 +76,12 @@
     const box = plot.host.querySelector("svg").getBoundingClientRect();
     return Math.floor((event.clientY - box.top - plot.top) / PITCH);
   };
-  // The call under the pointer, else the nearest within a finger.
-  function under(plot, row, time) {
-    const { items } = plot.spec, near = ((plot.range[1] - plot.range[0]) / plot.inner) * 6;
-    let best = -1, gap = near;
+  // The call at a time, the innermost where they nest, else the nearest within reach.
+  function nearest(plot, time, wanted, reach = Infinity) {
+    const { items } = plot.spec;
+    let best = -1, gap = reach;
     for (let i = 0; i < items.t.length; i++) {
-      if (items.row[i] !== row) continue;
+      if (!wanted(i)) continue;
       const off = Math.max(items.t[i] - time, time - items.t[i] - items.d[i], 0);
       if (off < gap || (off === gap && best >= 0 && items.d[i] < items.d[best])) { gap = off; best = i; }
     }
@@ -202,7 +202,8 @@
     plot.host.addEventListener("pointerdown", (event) => { down = [event.clientX, event.clientY]; });
     plot.host.addEventListener("click", (event) => {
       if (down && Math.hypot(event.clientX - down[0], event.clientY - down[1]) > 5) return; // that was a zoom
-      const i = under(plot, rowOf(plot, event), plot.at(event));
+      const row = rowOf(plot, event), finger = ((plot.range[1] - plot.range[0]) / plot.inner) * 6;
+      const i = nearest(plot, plot.at(event), (one) => plot.spec.items.row[one] === row, finger);
       if (i >= 0) choose(plot, i, false);
     });
     plot.host.addEventListener("keydown", (event) => { // from call to call, in order of time; Enter: the one at the cursor
@@ -210,10 +211,7 @@
       event.preventDefault();
       const { items } = plot.spec, row = plot.chosen === undefined ? 0 : items.row[plot.chosen];
       if (event.key === "Enter") {
-        const time = plot.cursor ?? (plot.range[0] + plot.range[1]) / 2;
-        let best = -1;
-        for (let i = 0; i < items.t.length; i++)
-          if (items.id[i] >= 0 && (best < 0 || Math.abs(items.t[i] - time) < Math.abs(items.t[best] - time))) best = i;
+        const best = nearest(plot, plot.cursor ?? (plot.range[0] + plot.range[1]) / 2, (i) => items.id[i] >= 0);
         if (best >= 0) choose(plot, best, false);
         return;
       }
