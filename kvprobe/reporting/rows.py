@@ -150,9 +150,9 @@ def _threads(recording: Recording, findings: Sequence[Finding]) -> tuple[list[_R
     """Threads whose calls findings name come before busier ones: links lead to those calls."""
     calls = recording.calls
     owners, place = pairs(calls["process"], calls["thread"])
-    named = set(place[[call.row for finding in findings for call in finding.calls]].tolist())
+    told = set(place[[call.row for finding in findings for call in finding.calls]].tolist())
     parts, more = _busiest(
-        positions(place, len(owners)), calls["start_ns"], calls["end_ns"], lambda part: int(place[part[0]]) in named
+        positions(place, len(owners)), calls["start_ns"], calls["end_ns"], lambda part: int(place[part[0]]) in told
     )
     known = recording.threads
     owned = zip(known["process"].tolist(), known["thread"].tolist(), strict=True)
