@@ -21,12 +21,12 @@ from kvprobe.reporting.rows import rows_chart
 from kvprobe.reporting.units import (
     NONE,
     bytes_text,
-    change_text,
     count_text,
     duration,
     number_text,
     percent,
     rate,
+    ratio,
     value_text,
 )
 from kvprobe.reporting.verdict import PageHead
@@ -500,7 +500,7 @@ def _decisions(recording: Recording, found: Submissions) -> TableView:
             (duration(t - found.span[0]), float(t - found.span[0])),
             recording.text(int(what)),
             recording.text(int(reason)),
-            (change_text(1 / gain) if gain else NONE, float(gain)),
+            (ratio(float(gain), 1.0) or NONE, float(gain)),
         ]
         for t, what, reason, gain in zip(rows["time_ns"], rows["what"], rows["reason"], rows["gain"], strict=True)
     ][:200]

@@ -17,6 +17,7 @@ from kvprobe.reporting import series
 from kvprobe.reporting.charts import Axis, Points, heat_chart, histogram_chart, plain, timeline
 from kvprobe.reporting.recorded import submissions, view
 from kvprobe.reporting.streams import processes
+from kvprobe.reporting.units import NONE, TIMES_SIGN
 
 
 def _beside(name: str) -> Any:
@@ -181,3 +182,22 @@ def test_a_table_that_is_cut_says_so() -> None:
     )
     assert len(decisions.rows) == 200
     assert decisions.note == "The first 200 of 300 rows."
+
+
+@pytest.mark.parametrize(
+    ("gain", "text"),
+    [
+        (220.0, f"220{TIMES_SIGN} less"),
+        (0.5, f"2.00{TIMES_SIGN} more"),
+        (1.0, "unchanged"),
+        (0.0, NONE),
+        (-2.0, NONE),
+        (np.nan, NONE),
+        (np.inf, NONE),
+    ],
+)
+def test_what_a_decision_gained_is_said_in_words_or_not_at_all(gain: float, text: str) -> None:
+    recording = recordings.recording()
+    recording.decisions["gain"][:] = gain
+    (made,) = (one for section in view(recording, []).sections for one in section.tables if "Decisions" in one.caption)
+    assert made.rows[0][-1].text == text
