@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvprobe.diagnosis import diagnose
+from kvprobe.diagnosis import Finding, diagnose
 from kvprobe.recordings import open_recording
 from kvprobe.reporting import demo, write_report
 
@@ -273,6 +273,14 @@ def test_a_chart_zooms_pans_and_reads_values_by_keyboard(chromium: Any, pages: d
     assert chromium.execute_script(ticks, "#submissions") == whole
 
 
+def test_a_legend_shows_a_line_as_a_line_and_points_as_points(chromium: Any, pages: dict[str, Path]) -> None:
+    opened(chromium, pages["demo"])
+    keys = """return [...document.querySelectorAll("#cliff .legend button")].map(
+        (one) => [one.textContent, one.querySelector("path").getAttribute("d")])"""
+    said = dict(chromium.execute_script(keys))
+    assert said["median"] == "M1 6H29" != said["longest"]
+
+
 @pytest.mark.parametrize("key", ["END", "HOME"])
 def test_the_ends_of_a_distribution_and_of_a_heat_map_are_read_as_they_are(
     chromium: Any, tmp_path: Path, key: str
@@ -351,6 +359,15 @@ def test_plotly_draws_the_same_charts_without_a_request(chromium: Any, tmp_path:
     drawn = [one for one in figures(chromium) if one != "rows"]  # which the page's own script draws
     assert len(chromium.find_elements("css selector", ".js-plotly-plot")) == len(drawn) > 4
     assert [entry for entry in chromium.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+def test_plotly_shades_when_a_finding_lost_its_time(chromium: Any, tmp_path: Path) -> None:
+    one = Finding("one", "One", "warning", "certain", 5_000, window=(500_000_000, 900_000_000))
+    page = write_report(recordings.recording(), tmp_path / "p.html", findings=[one], interactive=True)
+    opened(chromium, page)
+    shapes = chromium.execute_script("return document.querySelector('#submissions .plot').layout.shapes")
+    (shaded,) = (shape for shape in shapes if shape["type"] == "rect")
+    assert (shaded["x0"], shaded["x1"]) == (0.5, 0.9)
 
 
 def test_a_saturated_public_recording_is_named_on_top(chromium: Any, shared_data: Path, tmp_path: Path) -> None:

@@ -146,7 +146,7 @@
         const sample = svg("svg", { viewBox: "0 0 30 12", "aria-hidden": "true" }, button);
         if (spec.kind === "bars" || spec.kind === "histogram")
           svg("rect", { x: 1, y: 1, width: 28, height: 10, ...fillOf(series.style) }, sample);
-        else if (series.t) svg("path", { d: glyphs[series.style % 6](15, 6), class: `l p l${series.style % 6}` }, sample);
+        else if (series.t && !series.line) svg("path", { d: glyphs[series.style % 6](15, 6), class: `l p l${series.style % 6}` }, sample);
         else svg("path", { d: "M1 6H29", class: `l l${series.style % 6}` }, sample);
         button.append(series.name);
         if (fixed) return;

@@ -13,7 +13,7 @@
     document.body.append(probe);
     const get = (name) => { probe.style.color = `var(${name})`; return getComputedStyle(probe).color; };
     const out = {
-      ink: get("--ink"), soft: get("--soft"), grid: get("--grid"), card: get("--card"),
+      ink: get("--ink"), soft: get("--soft"), grid: get("--grid"), card: get("--card"), hot: get("--critical"),
       series: [0, 1, 2, 3, 4, 5].map((i) => get(`--s${i}`)), heat: [0, 1, 2, 3, 4, 5, 6].map((i) => get(`--h${i}`)),
       font: style.getPropertyValue("--sans"),
     };
@@ -81,6 +81,8 @@
         layout.shapes.push({ type: "line", x0: at, x1: at, yref: "paper", y0: 0, y1: 1, line: { color: c.ink, width: 1.5 } });
         layout.annotations.push({ x: shown, yref: "paper", y: 1, text: mark.label.replace(/</g, "&lt;"), showarrow: false, xanchor: "left" });
       }
+      for (const span of (spec.spans || []).filter((one) => one.hot))
+          layout.shapes.push({ type: "rect", x0: x(span.a), x1: x(span.b), yref: "paper", y0: 0, y1: 1, fillcolor: c.hot, opacity: 0.09, line: { width: 0 } });
       for (const level of spec.levels || []) {
         const at = spec.y.unit === "ns" ? seconds(level.v) : level.v;
         layout.shapes.push({ type: "line", y0: at, y1: at, xref: "paper", x0: 0, x1: 1, line: { color: c.soft, width: 1, dash: "dash" } });
