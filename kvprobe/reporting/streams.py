@@ -254,10 +254,12 @@ def occupancy_charts(
         times, level = _until_idle(recording, one, *depth_series(recording, one))
         lines.append(Points(_queue_name(recording, one), times, level, steps=True))
     top = deepest[0]
-    words.append(f"{_queue_name(recording, top)} held up to {int(top.depth.max(initial=0)):,} submissions.")
+    words.append(
+        f"Calls on {_queue_name(recording, top)} met up to {int(top.depth.max(initial=0)):,} others outstanding."
+    )
     if len(deepest) > DRAWN:
         rest = max(int(one.depth.max(initial=0)) for one in deepest[DRAWN:])
-        words.append(f"{len(deepest) - DRAWN} more streams held {rest:,} at most and are not drawn.")
+        words.append(f"{len(deepest) - DRAWN} more streams, whose calls met {rest:,} at most, are not drawn.")
     words.append(queues.reason[:1].upper() + queues.reason[1:] + ".")
     ceilings = {one.ceiling for one in deepest[:DRAWN] if one.ceiling > 0}
     known = recording.machine.get("queue_depth")
@@ -270,7 +272,7 @@ def occupancy_charts(
         found.span,
         charts.Axis("submissions outstanding", "outstanding", "count"),
         charts.Besides(marks=marks, levels=levels),
-        how=_HOW[queues.how],
+        how=f"{_HOW[queues.how]} From its entry on, a call counts as one more.",
     )
     return chart, _cliff(recording, found, queues)
 

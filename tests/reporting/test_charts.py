@@ -201,3 +201,12 @@ def test_what_a_decision_gained_is_said_in_words_or_not_at_all(gain: float, text
     recording.decisions["gain"][:] = gain
     (made,) = (one for section in view(recording, []).sections for one in section.tables if "Decisions" in one.caption)
     assert made.rows[0][-1].text == text
+
+
+def test_the_words_and_the_line_of_outstanding_submissions_agree(shared_data: Path) -> None:
+    recording = open_recording(shared_data / "nsys-ai/h100_2gpu_1s.sqlite")
+    charts = {chart.id: chart for one in view(recording, []).sections for chart in one.charts}
+    chart = charts["occupancy"]
+    assert "met up to 1,141 others outstanding." in chart.summary
+    assert max(max(filter(None, line["hi"])) for line in chart.spec["series"]) == 1_142
+    assert chart.how.endswith("From its entry on, a call counts as one more.")
