@@ -123,9 +123,20 @@ def cli(ctx: click.Context, debug: bool) -> None:
     ctx.obj = {"debug": debug}
 
 
+def _stand_in_for_closed_streams() -> None:
+    """Opens what was closed before the start (`>&-`), so that no other file gets its number; a command finds it closed.
+
+    The lowest free number is given out first, so each gets its own; none of them outlives an exec.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, PTH123
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a command and returns its exit code: 0, 1 for a failure, 2 for wrong usage, 130 when interrupted."""
     arguments = sys.argv[1:] if argv is None else argv
+    _stand_in_for_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="kvprobe")

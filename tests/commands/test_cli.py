@@ -142,3 +142,33 @@ cli.entry()
         command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False, cwd=tmp_path
     )
     assert (done.returncode, done.stderr) == (3, "")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_stream_that_was_closed_before_the_start_is_no_error(tmp_path: Path, closed: str) -> None:
+    command = f'"$0" -m kvprobe "$@" {closed}'
+    done = subprocess.run(["sh", "-c", command, sys.executable, "causes"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = subprocess.run(["sh", "-c", command, sys.executable, "nosuch"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("in_place", [[], ["--exec"]])
+def test_a_watched_command_runs_and_finds_closed_what_was_closed(
+    tmp_path: Path, closed: str, in_place: list[str]
+) -> None:
+    look = "import os, sys\nfor fd in range(3):\n"
+    look += "    try: print(fd, os.fstat(fd).st_ino, file=open(sys.argv[1], 'a'))\n    except OSError: pass\nos._exit(7)"
+    watched = [sys.executable, "-S", "-c", look]
+    before, seen = tmp_path / "before", tmp_path / "seen"
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        for words in (
+            [*watched, before],
+            [sys.executable, "-m", "kvprobe", "run", *in_place, "-o", tmp_path / "run", "--", *watched, seen],
+        ):
+            shell = ["sh", "-c", f'"$0" "$@" {closed}', *map(str, words)]
+            done = subprocess.run(shell, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+            assert done.returncode == 7, (tmp_path / "err").read_text()
+    assert (seen.read_text() if seen.exists() else "") == (before.read_text() if before.exists() else "")
