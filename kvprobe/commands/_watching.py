@@ -81,9 +81,9 @@ def new_folder(output: Path | None, prefix: str, program: str) -> Path:
                 raise UsageError(
                     f"--output {folder} belongs to somebody else, who could swap what is written there; name another"
                 )
+            _refuse_filled(folder)
             folder.chmod(0o700)
-            if any(folder.iterdir()):
-                raise UsageError(f"--output {folder} is not empty; name a folder that is, or does not exist")
+            _refuse_filled(folder)  # whoever could write to it before may have done so meanwhile
             if not os.access(folder, os.W_OK):
                 raise PermissionError(13, "Permission denied", str(folder))
         except FileExistsError:
@@ -96,6 +96,11 @@ def new_folder(output: Path | None, prefix: str, program: str) -> Path:
             ) from None
         return folder
     raise UsageError(f"too many folders like {base}; name one with --output")
+
+
+def _refuse_filled(folder: Path) -> None:
+    if any(folder.iterdir()):
+        raise UsageError(f"--output {folder} is not empty; name a folder that is, or does not exist")
 
 
 def interposer() -> Path:

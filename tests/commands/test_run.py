@@ -225,6 +225,15 @@ def test_it_neither_overwrites_nor_mixes_runs(tmp_path: Path) -> None:
     wait_for_end(tmp_path / "run")
 
 
+def test_a_folder_that_is_refused_keeps_its_permissions(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    (shared / "file").touch()
+    assert run_watched(shared, "true").returncode == 2
+    assert shared.stat().st_mode & 0o7777 == 0o1777
+
+
 # ---- everything is counted -------------------------------------------------------------------------------------------
 
 
