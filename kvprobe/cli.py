@@ -169,6 +169,11 @@ def main(argv: list[str] | None = None) -> int:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else "out of memory"
         click.echo(plain(f"kvprobe: {reason}{where}"), err=True)
         return 1
+    except Exception as error:
+        if debug or not isinstance(error.__cause__, KeyboardInterrupt):
+            raise
+        click.echo("kvprobe: interrupted", err=True)  # inside __set_name__ Python makes another error of it, up to 3.11
+        return 130
 
 
 def entry() -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from kvprobe import cli
+from kvprobe.commands import causes
+
 
 def kvprobe(*arguments, **environment):
     return subprocess.run(
@@ -172,3 +175,14 @@ def test_a_watched_command_runs_and_finds_closed_what_was_closed(
             done = subprocess.run(shell, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
             assert done.returncode == 7, (tmp_path / "err").read_text()
     assert (seen.read_text() if seen.exists() else "") == (before.read_text() if before.exists() else "")
+
+
+def test_ctrl_c_that_python_made_another_error_of_is_an_interrupt(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """As it does, up to 3.11, while a class is made: an interrupt in the middle of the import of a command."""
+
+    def interrupted(name: object) -> None:
+        raise RuntimeError("Error calling __set_name__ on 'Field' instance") from KeyboardInterrupt()
+
+    monkeypatch.setattr(causes.command, "callback", interrupted)
+    assert cli.main(["causes"]) == 130
+    assert capsys.readouterr().err == "kvprobe: interrupted\n"
