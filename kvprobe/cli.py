@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import importlib
 import io
 import os
 import sys
+from collections.abc import Iterator
 from keyword import iskeyword
+from typing import Any
 
 import click
 
@@ -65,8 +68,31 @@ def _plainly(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error("kvprobe", _plainly)
 
 
+class _ReaderGoneError(Exception):
+    """Whoever read the output wants no more of it (`| head`)."""
+
+
+@contextlib.contextmanager
+def _reader_told_apart() -> Iterator[None]:
+    """Keeps from click that a reader has gone: it would end the process with 1, the code of a failure."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise _ReaderGoneError from error
+
+
 class _Commands(click.Group):
     """A group whose commands are imported when asked for."""
+
+    @_reader_told_apart()
+    def make_context(self, *words: Any, **more: Any) -> click.Context:
+        """As click does; `--help` and `--version` print here."""
+        return super().make_context(*words, **more)
+
+    @_reader_told_apart()
+    def invoke(self, ctx: click.Context) -> Any:
+        """As click does."""
+        return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All commands in the order of the table."""
@@ -134,7 +160,10 @@ def _stand_in_for_closed_streams() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command and returns its exit code: 0, 1 for a failure, 2 for wrong usage, 130 when interrupted."""
+    """Runs a command and returns its exit code.
+
+    0, 1 for a failure, 2 for wrong usage, 130 when interrupted, 141 when nobody reads the output any more.
+    """
     arguments = sys.argv[1:] if argv is None else argv
     _stand_in_for_closed_streams()
     for stream in (sys.stdout, sys.stderr):
@@ -154,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     except click.exceptions.Abort:
         click.echo("kvprobe: interrupted", err=True)
         return 130
-    except BrokenPipeError:
+    except (BrokenPipeError, _ReaderGoneError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KvprobeError as error:

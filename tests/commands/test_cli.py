@@ -163,7 +163,8 @@ def test_a_watched_command_runs_and_finds_closed_what_was_closed(
     tmp_path: Path, closed: str, in_place: list[str]
 ) -> None:
     look = "import os, sys\nfor fd in range(3):\n"
-    look += "    try: print(fd, os.fstat(fd).st_ino, file=open(sys.argv[1], 'a'))\n    except OSError: pass\nos._exit(7)"
+    look += "    try: print(fd, os.fstat(fd).st_ino, file=open(sys.argv[1], 'a'))\n"
+    look += "    except OSError: pass\nos._exit(7)"
     watched = [sys.executable, "-S", "-c", look]
     before, seen = tmp_path / "before", tmp_path / "seen"
     with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
@@ -186,3 +187,13 @@ def test_ctrl_c_that_python_made_another_error_of_is_an_interrupt(monkeypatch: p
     monkeypatch.setattr(causes.command, "callback", interrupted)
     assert cli.main(["causes"]) == 130
     assert capsys.readouterr().err == "kvprobe: interrupted\n"
+
+
+@pytest.mark.parametrize("arguments", [["causes"], ["patches", "--json"], ["--version"], ["run", "--help"]])
+def test_a_reader_that_has_gone_is_no_failure_of_a_check(arguments: list[str]) -> None:
+    """It ends as a program that SIGPIPE kills does for a shell, quietly; 1 would be a limit that is broken."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as gone:
+        done = subprocess.run([sys.executable, "-m", "kvprobe", *arguments], stdout=gone, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (141, b"")
