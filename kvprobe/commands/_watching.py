@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import click
 
 from kvprobe import environment
+from kvprobe.commands._paths import GivenPath
 from kvprobe.errors import UsageError
 
 __all__ = ["how_stacks", "interposer", "new_folder", "recording_options", "start_observer", "terminal", "write_run"]
@@ -48,7 +49,7 @@ def recording_options(command: F) -> F:
         click.option(
             "-o",
             "--output",
-            type=click.Path(path_type=Path),
+            type=GivenPath(),
             metavar="DIR",
             help="Run folder. Default: ./kvprobe-<command>-<time>.",
         ),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvprobe.commands._device import Seconds, device_option, runtime_of
+from kvprobe.commands._paths import GivenPath
 from kvprobe.errors import KvprobeError
 
 if TYPE_CHECKING:
@@ -48,9 +49,7 @@ ROUNDS = 3  # at least: a spread needs them
 @device_option
 @click.option("--seconds", default=20.0, show_default=True, type=Seconds(2, 3600), help="About how long.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-@click.option(
-    "--report", type=click.Path(dir_okay=False, path_type=Path), help="Write what the policies did as one HTML page."
-)
+@click.option("--report", type=GivenPath(dir_okay=False), help="Write what the policies did as one HTML page.")
 @click.pass_context
 def command(context: click.Context, device: str, seconds: float, as_json: bool, report: Path | None) -> None:
     """Run the workload of `kvprobe demo` under shared, pooled and auto in turn, and copies in a loop and in batches.

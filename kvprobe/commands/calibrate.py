@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from kvprobe.commands._device import device_option, runtime_of
+from kvprobe.commands._paths import GivenPath
 from kvprobe.commands._reading import progress_bar
 
 __all__ = ["command"]
@@ -20,7 +21,7 @@ __all__ = ["command"]
 @click.option(
     "--cached", "use_cached", is_flag=True, help="Show what was measured before on this machine, if anything."
 )
-@click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Write the curves as an HTML page.")
+@click.option("--report", type=GivenPath(), metavar="FILE", help="Write the curves as an HTML page.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def command(device: str, quick: bool, use_cached: bool, report: Path | None, as_json: bool) -> None:
     """Measure depth and channels of the launch queue, and bandwidth, submission cost and slowdown of each method.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvprobe.commands._paths import GivenPath
 from kvprobe.commands._reading import WindowOptions, window_options
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class CheckedLimit:
 
 
 @click.command(short_help="Fail with an exit code when a recording breaks a limit.")
-@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.Path(path_type=Path))
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=GivenPath())
 @click.option("--max-blocked", metavar="SHARE", help="Time that one thread may lose in blocked calls: 1% or 20ms.")
 @click.option("--max-submit-p50", metavar="TIME", help="Median host time of a submission: 5us.")
 @click.option("--max-submit-p99", metavar="TIME", help="99th percentile of the same: 50us.")
@@ -50,7 +51,7 @@ class CheckedLimit:
 )
 @click.option("--no", "banned", multiple=True, metavar="CAUSE", help="A cause that must not be found; may repeat.")
 @click.option("--allow-undecided", is_flag=True, help="Exit with 0 even where a limit cannot be decided.")
-@click.option("--junit", type=click.Path(path_type=Path), help="Write the outcome as JUnit XML.")
+@click.option("--junit", type=GivenPath(), help="Write the outcome as JUnit XML.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
 @click.option(
     "--format",

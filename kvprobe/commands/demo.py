@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvprobe.commands._device import Seconds, device_option, runtime_of
+from kvprobe.commands._paths import GivenPath
 from kvprobe.errors import KvprobeError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ RECORDS = 1 << 19  # of a thread, over all phases
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.option(
     "--report",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=GivenPath(dir_okay=False),
     default=Path("kvprobe-demo.html"),
     show_default=True,
     help="Where the HTML report goes.",

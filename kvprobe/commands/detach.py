@@ -28,8 +28,8 @@ def command(target: str) -> None:
     folder = attach.recorded_into(pid) if pid is not None else Path(target).absolute()
     if folder is None:
         raise UsageError(f"process {target} is not being recorded: there is nothing to detach from")
-    if not (folder / "run.json").exists():
-        raise UsageError(f"{target} is neither a pid nor a run folder")
+    if not target or not (folder / "run.json").exists():
+        raise UsageError(f"{target or 'an empty text'} is neither a pid nor a run folder")
     first = RunFolder(folder).run().get("options", {}).get("attached", [])
     if not first:
         raise UsageError(f"{folder} was recorded by `kvprobe run`: the recording ends when its command ends")

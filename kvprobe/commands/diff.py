@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvprobe.commands._paths import GivenPath
 from kvprobe.commands._reading import WindowOptions, window_options
 
 if TYPE_CHECKING:
@@ -17,9 +18,9 @@ __all__ = ["command"]
 
 
 @click.command(short_help="Compare two recordings, finding by finding.")
-@click.argument("before", type=click.Path(path_type=Path))
-@click.argument("after", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write before and after as one HTML page.")
+@click.argument("before", type=GivenPath())
+@click.argument("after", type=GivenPath())
+@click.option("-o", "--output", type=GivenPath(), help="Write before and after as one HTML page.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite a file that is not a report of kvprobe.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @window_options

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import click
 
+from kvprobe.commands._paths import GivenPath
+
 __all__ = ["command"]
 
 
 @click.command(short_help="Write a recording as Parquet or Perfetto.")
-@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.Path(path_type=Path))
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=GivenPath())
 @click.option("--to", "form", required=True, type=click.Choice(["parquet", "perfetto"]))
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Folder (parquet) or file.")
+@click.option("-o", "--output", required=True, type=GivenPath(), help="Folder (parquet) or file.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite what is there.")
 @click.option(
     "--limit",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvprobe.commands._device import Seconds
+from kvprobe.commands._paths import GivenPath
 from kvprobe.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ __all__ = ["command"]
 @click.option(
     "--flight-recorder",
     "flights",
-    type=click.Path(path_type=Path),
+    type=GivenPath(),
     metavar="DIR",
     help="Keep the newest calls here when a queue is suspected full.",
 )
@@ -52,9 +53,7 @@ __all__ = ["command"]
     "--keep", default=8, show_default=True, type=click.IntRange(1, 1000), help="How many of these recordings are kept."
 )
 @click.option("--once", is_flag=True, help="Print the metrics once, as Prometheus reads them, and exit.")
-@click.option(
-    "--rules", type=click.Path(path_type=Path), metavar="DIR", help="Write the alert rules and dashboard here."
-)
+@click.option("--rules", type=GivenPath(), metavar="DIR", help="Write the alert rules and dashboard here.")
 def command(
     target: str | None,
     port: int,

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvprobe.commands._paths import GivenPath
+
 if TYPE_CHECKING:
     from kvprobe.recordings.ranks import RankComparison, RankRow
     from kvprobe.recordings.summary import Summary
@@ -20,9 +22,7 @@ __all__ = ["command"]
 @click.option(
     "--workers", type=click.IntRange(1), metavar="N", help="Processes to use without Ray. Default: one a core."
 )
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="Write the summary; NAME.kvsum can be merged again."
-)
+@click.option("-o", "--output", type=GivenPath(), help="Write the summary; NAME.kvsum can be merged again.")
 @click.option("--top", default=10, show_default=True, type=click.IntRange(1), help="How many ranks to list.")
 @click.option("--json", "as_json", is_flag=True, help="Print every rank as one JSON object.")
 def command(
@@ -41,6 +41,8 @@ def command(
     from kvprobe.reporting import check_writable
     from kvprobe.reporting.page import write_whole
 
+    if "" in inputs:
+        raise UsageError("an INPUT is empty; name a recording, a folder or a summary")
     if output is not None:
         if output.suffix != SUMMARY_SUFFIX:
             raise UsageError(

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import click
 
+from kvprobe.commands._paths import GivenPath
 from kvprobe.commands._reading import WindowOptions, window_options
 
 __all__ = ["command"]
 
 
 @click.command(short_help="Write an HTML page that says what is wrong in recordings.")
-@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.Path(path_type=Path))
-@click.option("-o", "--output", default="kvprobe.html", show_default=True, type=click.Path(path_type=Path))
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=GivenPath())
+@click.option("-o", "--output", default="kvprobe.html", show_default=True, type=GivenPath())
 @click.option("-f", "--force", is_flag=True, help="Overwrite a file that is not a report of kvprobe.")
 @click.option("--interactive", is_flag=True, help="Draw with plotly: adds 4.6 MiB and its menus.")
 @click.option("--title", help="Title of the page; default: the recording's file name.")

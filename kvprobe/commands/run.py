@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import click
 
 from kvprobe import environment
+from kvprobe.commands._paths import GivenPath
 from kvprobe.commands._speaking import Command, end_like, say_outcome
 from kvprobe.commands._watching import (
     how_stacks,
@@ -51,7 +52,7 @@ class CannotRunError(KvprobeError):
 @recording_options
 @click.option(
     "--report",
-    type=click.Path(path_type=Path),
+    type=GivenPath(),
     metavar="PATH",
     help="Where the report goes; `none` makes none. Default: report.html in the run folder.",
 )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvprobe.commands._paths import GivenPath
 from kvprobe.commands._reading import WindowOptions, window_options
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ __all__ = ["command"]
 
 
 @click.command(short_help="Print tables of a recording: calls, copies, sizes, ranges, streams.")
-@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.Path(path_type=Path))
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=GivenPath())
 @click.option("-r", "--report", "reports", help="Tables to print, comma-separated; default: all. `help` lists them.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV with the columns of `nsys stats --format csv`.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: tables, findings, machine.")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvprobe.commands._paths import GivenPath
 from kvprobe.commands._reading import WindowOptions, plain, window_options
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ _WORST = ("found", "undecided", "healthy")
 
 
 @click.command(short_help="Say of each recording in one line whether a launch queue was full, where, and what it cost.")
-@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.Path(path_type=Path))
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=GivenPath())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: each recording, its queues, the reasons.")
 @window_options
 def command(inputs: tuple[Path, ...], as_json: bool, window: WindowOptions) -> int:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvprobe.commands._paths import GivenPath
 from kvprobe.commands._watching import new_folder
 from kvprobe.errors import KvprobeError, UsageError
 
@@ -48,7 +49,7 @@ class CommandFailedError(KvprobeError):
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path),
+    type=GivenPath(),
     metavar="DIR",
     help="Folder for all runs. Default: ./kvprobe-try-<command>-<time>.",
 )
@@ -64,7 +65,7 @@ class CommandFailedError(KvprobeError):
 @click.option(
     "--recording",
     "source",
-    type=click.Path(path_type=Path),
+    type=GivenPath(),
     metavar="INPUT",
     help="Take the changes from this recording of the same command, made by any tool.",
 )

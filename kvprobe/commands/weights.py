@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvprobe.commands._device import device_option
+from kvprobe.commands._paths import GivenPath
 
 if TYPE_CHECKING:
     from kvprobe.recordings.model import Recording
@@ -22,7 +23,7 @@ MEASURED = (0, 1, 2, 4)  # windows that are run, where the memory allowed holds 
 
 
 @click.command(short_help="Run a model with its weights partly in CPU memory, and profile it.")
-@click.argument("model", metavar="MODEL_DIR", type=click.Path(path_type=Path))
+@click.argument("model", metavar="MODEL_DIR", type=GivenPath())
 @click.option("--gpu-fraction", type=float, help="Share of the weights' bytes on the GPU; 1: no offload.")
 @click.option("--gpu-bytes", type=int, help="The same in bytes.")
 @click.option("--window", default="auto", show_default=True, help="Layers copied ahead: auto, a number, or 512MiB.")
@@ -33,7 +34,7 @@ MEASURED = (0, 1, 2, 4)  # windows that are run, where the memory allowed holds 
 )
 @click.option(
     "--report",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=GivenPath(dir_okay=False),
     default=Path("kvprobe-weights.html"),
     show_default=True,
     help="Where the HTML report goes.",
