@@ -1,13 +1,17 @@
-"""Paths that commands are given: an empty one is none."""
+"""Paths that commands are given: an empty one is none, and what is written never takes the place of what is read."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-__all__ = ["GivenPath"]
+from kvprobe.errors import UsageError
+
+__all__ = ["GivenPath", "refuse_input"]
 
 
 class GivenPath(click.Path):
@@ -22,3 +26,15 @@ class GivenPath(click.Path):
         if value == "":
             self.fail("it is empty; name a file or a folder", param, ctx)
         return super().convert(value, param, ctx)
+
+
+def refuse_input(output: Path, inputs: Sequence[Path]) -> None:
+    """What is written would take the place of a recording that is read.
+
+    Raises:
+        UsageError: `output` is one of `inputs`.
+    """
+    for one in inputs:
+        with contextlib.suppress(OSError):  # one of them does not exist
+            if output.samefile(one):
+                raise UsageError(f"{output} is a recording that is read; name another path for what is written")

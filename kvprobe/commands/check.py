@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvprobe.commands._paths import GivenPath
+from kvprobe.commands._paths import GivenPath, refuse_input
 from kvprobe.commands._reading import WindowOptions, window_options
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ def command(
             raise UsageError(f"--no {name}: unknown cause; use one of {', '.join(CAUSES)}")
     if junit is not None:
         check_writable(junit)
+        refuse_input(junit, inputs)
     from kvprobe.commands._reading import diagnosed
     from kvprobe.diagnosis.verdict import of_full_queue, of_recording
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvprobe.commands._paths import GivenPath
+from kvprobe.commands._paths import GivenPath, refuse_input
 from kvprobe.commands._reading import WindowOptions, window_options
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def command(before: Path, after: Path, output: Path | None, force: bool, as_json
 
     if output is not None:
         check_writable(output, force=force)
+        refuse_input(output, (before, after))
     one, found_before, _ = diagnosed([before], quiet=as_json, window=window)
     two, found_after, _ = diagnosed([after], quiet=as_json, window=window)
     lengths = [recording.window.span_ns if recording.window else 0 for recording in (one, two)]

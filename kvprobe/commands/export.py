@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from kvprobe.commands._paths import GivenPath
+from kvprobe.commands._paths import GivenPath, refuse_input
 
 __all__ = ["command"]
 
@@ -40,6 +40,7 @@ def command(inputs: tuple[Path, ...], form: str, output: Path, force: bool, limi
         check_writable(output)
     elif output.exists() and not output.is_dir():
         raise UsageError(f"{output} is not a folder; name one for the Parquet files")
+    refuse_input(output, inputs)
     if output.exists() and not force and (output.is_file() or any(output.iterdir())):
         raise UsageError(f"{output} exists; use -f to overwrite it")
     with progress_bar() as progress:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kvprobe.commands._paths import GivenPath
+from kvprobe.commands._paths import GivenPath, refuse_input
 from kvprobe.commands._reading import WindowOptions, window_options
 
 __all__ = ["command"]
@@ -42,6 +42,7 @@ def command(
     from kvprobe.reporting.verdict import saving_text
 
     check_writable(output, force=force)
+    refuse_input(output, inputs)
     from kvprobe.commands._reading import diagnosed_apart, plain
     from kvprobe.diagnosis import offload_benefit
     from kvprobe.diagnosis.verdict import of_recording

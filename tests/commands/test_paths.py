@@ -1,4 +1,4 @@
-"""Paths that commands are given: an empty one is none."""
+"""Paths that commands are given: an empty one is none, and a recording that is read is never written over."""
 
 from __future__ import annotations
 
@@ -37,3 +37,33 @@ def test_an_empty_path_is_not_the_current_folder(
     assert (code, out) == (2, "")
     assert "empty" in err and err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["a.sqlite"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check", "a.sqlite", "--junit", "a.sqlite"],
+        ["check", "a.sqlite", "--junit", "link.sqlite"],
+        ["report", "a.sqlite", "-f", "-o", "./a.sqlite"],
+        ["diff", "other.sqlite", "a.sqlite", "-f", "-o", "a.sqlite"],
+        ["export", "a.sqlite", "--to", "perfetto", "-f", "-o", "a.sqlite"],
+    ],
+)
+def test_a_recording_that_is_read_is_not_written_over(
+    kvprobe, export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    for name in ("a.sqlite", "other.sqlite"):
+        shutil.copy(export, tmp_path / name)
+    (tmp_path / "link.sqlite").symlink_to("a.sqlite")
+    monkeypatch.chdir(tmp_path)
+    code, out, err = kvprobe(*arguments)
+    assert (code, out) == (2, "")
+    assert "is a recording that is read" in err and err.count("\n") == 1
+    assert (tmp_path / "a.sqlite").read_bytes() == export.read_bytes()
+
+
+def test_a_parquet_folder_is_not_exported_onto_itself(kvprobe, export: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    assert kvprobe("export", export, "--to", "parquet", "-o", folder)[0] == 0
+    assert kvprobe("export", folder, "--to", "parquet", "-f", "-o", folder)[0] == 2
+    assert kvprobe("stats", folder)[0] == 0
