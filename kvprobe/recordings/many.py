@@ -52,7 +52,8 @@ class _local:
 
     def __init__(self, path: str) -> None:
         self.given = path
-        self.label = Path(path.rstrip("/")).name.split(".")[0]
+        name = Path(path.rstrip("/")).name.split(".")[0]
+        self.label = os.fsencode(name).decode(errors="backslashreplace")  # so that two that are not UTF-8 stay two
         self.path = Path(path)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ class _Folder:
         file = self.files[table]
         most = file.stat().st_size * _ROWS_PER_BYTE + 1_000_000
         if file.suffix == ".parquet":
-            opened = pyarrow.parquet.ParquetFile(file)
+            opened = pyarrow.parquet.ParquetFile(pa.OSFile(os.fsencode(file)))
             if opened.metadata.num_rows > most:
                 raise pa.ArrowInvalid(f"{file.name} claims {opened.metadata.num_rows} rows")
             have = set(opened.schema_arrow.names)

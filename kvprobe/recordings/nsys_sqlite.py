@@ -118,7 +118,9 @@ class Export:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.bytes = path.stat().st_size
-        self.db = sqlite3.connect(f"file:{quote(str(path))}?mode=ro&immutable=1", uri=True, check_same_thread=False)
+        self.db = sqlite3.connect(
+            f"file:{quote(os.fsencode(path))}?mode=ro&immutable=1", uri=True, check_same_thread=False
+        )
         # An attacker's view or virtual table could compute for ever: only plain tables are read.
         self.db.text_factory = lambda raw: raw.decode("utf-8", "replace")
         if hasattr(self.db, "setlimit"):  # Python 3.11

@@ -7,7 +7,9 @@ no table (source, machine, notes) lies in `kvprobe.json`.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -87,13 +89,14 @@ def write(
             flat = pa.array(np.ascontiguousarray(recording.histograms).ravel())
             columns["histogram"] = pa.FixedSizeListArray.from_arrays(flat, recording.histograms.shape[1])
         files.append(folder / f"{kind}.parquet")
-        pyarrow.parquet.write_table(pa.table(columns), files[-1], compression="zstd")
+        with pa.OSFile(os.fsencode(files[-1]), "wb") as file:  # a path that is not UTF-8 it takes as bytes alone
+            pyarrow.parquet.write_table(pa.table(columns), file, compression="zstd")
     for kind in SCHEMAS:
         if kind not in tables:
             (folder / f"{kind}.parquet").unlink(missing_ok=True)  # of an earlier export
     meta = _Meta(
         _VERSION,
-        recording.source,
+        [replace(one, path=one.path.encode(errors="replace").decode()) for one in recording.source],
         recording.machine,
         recording.machine_how,
         recording.has_executions,
@@ -160,7 +163,7 @@ def _read(path: Path, progress: Progress | None) -> Recording:
             continue
         if progress is not None:
             progress(f"reading {kind}", i / len(SCHEMAS))
-        opened = pyarrow.parquet.ParquetFile(file)
+        opened = pyarrow.parquet.ParquetFile(pa.OSFile(os.fsencode(file)))
         if opened.metadata.num_rows > file.stat().st_size * _ROWS_PER_BYTE:
             raise ValueError(f"{file.name} claims {opened.metadata.num_rows} rows")
         have = set(opened.schema_arrow.names)

@@ -242,7 +242,8 @@ class Summary:
             "notes": self.notes,
             "failed": self.failed,
         }
-        return json.dumps(content, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return text.encode(errors="replace") + b"\n"  # a path need not be UTF-8
 
     @staticmethod
     def from_bytes(data: bytes) -> Summary:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from pathlib import Path
 
@@ -67,3 +69,18 @@ def test_a_parquet_folder_is_not_exported_onto_itself(kvprobe, export: Path, tmp
     assert kvprobe("export", export, "--to", "parquet", "-o", folder)[0] == 0
     assert kvprobe("export", folder, "--to", "parquet", "-f", "-o", folder)[0] == 2
     assert kvprobe("stats", folder)[0] == 0
+
+
+@pytest.mark.parametrize("name", [b"na\xffme", b"-o a\n name"])
+def test_a_path_may_hold_any_bytes(kvprobe, export: Path, tmp_path: Path, name: bytes) -> None:
+    folder = tmp_path / os.fsdecode(name)
+    folder.mkdir()
+    given = Path(shutil.copy(export, folder / os.fsdecode(name + b".sqlite")))
+    table, summary = folder / os.fsdecode(name), folder / os.fsdecode(name + b".kvsum")
+    counted = kvprobe("stats", "--csv", "-r", "streams", export)[1]
+    assert kvprobe("stats", "--csv", "-r", "streams", given)[:2] == (0, counted)
+    assert kvprobe("export", given, "--to", "parquet", "-o", table)[0] == 0
+    assert kvprobe("stats", "--csv", "-r", "streams", table)[:2] == (0, counted)
+    assert kvprobe("reduce", given, folder / "nothing", "-o", summary)[0] == 1
+    ranks = json.loads(kvprobe("reduce", given, "--json")[1])["ranks"]
+    assert json.loads(kvprobe("reduce", summary, "--json")[1])["ranks"] == ranks
