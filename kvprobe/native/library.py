@@ -8,9 +8,10 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from kvprobe.environment import NATIVE_LIB
 from kvprobe.errors import NativeError
 
-LIB = Path(__file__).resolve().parent / "lib"
+LIB = Path(NATIVE_LIB.value() or Path(__file__).parent / "lib").resolve()  # as in build.py, which imports nothing
 u8, u16, u32, u64, i32 = ct.c_uint8, ct.c_uint16, ct.c_uint32, ct.c_uint64, ct.c_int32
 
 # enum kvp_detail: how much is recorded of a submission

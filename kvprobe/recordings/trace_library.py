@@ -9,10 +9,12 @@ import ctypes
 import functools
 from pathlib import Path
 
+from kvprobe.environment import NATIVE_LIB
+
 __all__ = ["ROW_BYTES", "TraceQueue", "native_library", "text_at"]
 
 ROW_BYTES = 88  # kvt_row of native/trace/kineto.h
-_LIBRARY = Path(__file__).parents[1] / "native" / "lib" / "libkvprobe_trace.so"
+_LIBRARY = Path(NATIVE_LIB.value() or Path(__file__).parents[1] / "native" / "lib") / "libkvprobe_trace.so"
 _u8, _u32, _i32, _i64 = ctypes.c_uint8, ctypes.c_uint32, ctypes.c_int32, ctypes.c_int64
 
 

@@ -1,0 +1,25 @@
+"""The native libraries are found where they are built."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from kvprobe.native import build
+
+
+def test_the_libraries_are_found_in_the_folder_that_they_were_built_in(tmp_path: Path) -> None:
+    for library in build.build():
+        (tmp_path / library.name).symlink_to(library)
+    program = "from kvprobe.native import library; from kvprobe.recordings import trace_library\n"
+    program += "print(library.path_of('libkvprobe.so'), trace_library._LIBRARY, sep='\\n'); library.core()"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "KVPROBE_NATIVE_LIB": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [str(tmp_path / "libkvprobe.so"), str(tmp_path / "libkvprobe_trace.so")]
