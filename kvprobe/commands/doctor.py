@@ -269,7 +269,7 @@ def _environment() -> Iterator[Line]:
         value = os.environ.get(name)
         if value is None:
             yield Line("environment", name, "not set", GOOD, "the channels above are the default; 32 at most")
-        elif not value.isdigit() or not 1 <= int(value) <= 32:
+        elif not (value.isascii() and value.isdigit() and 1 <= int(value) <= 32):
             yield Line("environment", name, value, BAD, "not a number from 1 to 32: the driver ignores it")
         else:
             few = int(value) < 4

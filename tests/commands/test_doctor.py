@@ -51,6 +51,12 @@ def test_values_that_the_driver_ignores_are_called_so() -> None:
     assert lines["channels"]["value"].startswith("4, shared by all streams")
 
 
+@pytest.mark.parametrize("value", ["\u00b2", "\u0663", "+8", "8 "])
+def test_what_is_no_plain_number_of_connections_is_called_so(value: str) -> None:
+    line = _lines(CUDA_DEVICE_MAX_CONNECTIONS=value)["CUDA_DEVICE_MAX_CONNECTIONS"]
+    assert (line["verdict"], line["value"]) == ("bad", value)
+
+
 def test_a_larger_queue_comes_with_the_jetson_warning() -> None:
     line = _lines(CUDA_SCALE_LAUNCH_QUEUES="4x")["CUDA_SCALE_LAUNCH_QUEUES"]
     assert "Jetson" in line["todo"]
