@@ -19,7 +19,7 @@ import click
 
 from kvprobe.commands._device import device_option
 from kvprobe.environment import VARIABLES, unknown
-from kvprobe.errors import KvprobeError
+from kvprobe.errors import KvprobeError, plain
 
 if TYPE_CHECKING:
     from kvprobe.cuda import Runtime
@@ -85,7 +85,7 @@ def examine(device: str) -> Iterator[Line]:
     yield from _environment()
     yield from _memory()
     yield from _guarded("memory", "NUMA", lambda: _numa(gpus))
-    yield from _tools()
+    yield from _guarded("tools", "tools", _tools)
     yield from _native()
     yield from _servers()
 
@@ -156,7 +156,7 @@ def _torch(device: str) -> Iterator[Line]:
         return
     built = ""
     with contextlib.suppress(OSError):  # read, not imported: that takes seconds and starts CUDA
-        for text in Path(str(found.locate_file("torch/version.py"))).read_text().splitlines():
+        for text in Path(str(found.locate_file("torch/version.py"))).read_text(errors="replace").splitlines():
             if text.startswith("cuda"):
                 built = text.rsplit("=", 1)[1].strip().strip("'\"")
     if built in ("", "None"):
@@ -164,8 +164,12 @@ def _torch(device: str) -> Iterator[Line]:
     else:
         yield Line("device", "torch", f"{found.version}, built for CUDA {built}", GOOD)
     if device == "cuda":
-        import torch
-
+        try:
+            import torch
+        except Exception as error:  # whatever a broken one raises
+            said = str(error) or type(error).__name__
+            yield Line("device", "torch.cuda", f"torch cannot be imported: {said}", BAD, "install torch again")
+            return
         if torch.cuda.is_available():
             yield Line("device", "torch.cuda", f"sees {torch.cuda.device_count()} device(s)", GOOD)
         else:
@@ -588,11 +592,11 @@ def _print(lines: list[Line]) -> None:
         row = Table.grid()
         row.add_column(width=11)
         row.add_column(overflow="fold")
-        row.add_row(Text(f"  {line.verdict}", COLOURS[line.verdict]), Text(f"{line.name}: {line.value}"))
+        row.add_row(Text(f"  {line.verdict}", COLOURS[line.verdict]), Text(plain(f"{line.name}: {line.value}")))
         if line.todo:
-            row.add_row("", Text(line.todo, "italic"))
+            row.add_row("", Text(plain(line.todo), "italic"))
         console.print(row)
     counts = ", ".join(f"{sum(line.verdict == word for line in shown)} {word}" for word in COLOURS)
     console.print(f"{counts}; {len(unset)} variables of kvprobe are not set (--json lists them)", highlight=False)
-    bad = ", ".join(f"{line.name} ({line.topic})" for line in shown if line.verdict == BAD)
-    console.print(f"Bad: {bad}." if bad else "Nothing is bad.", highlight=False, style="bold")
+    bad = plain(", ".join(f"{line.name} ({line.topic})" for line in shown if line.verdict == BAD))
+    console.print(f"Bad: {bad}." if bad else "Nothing is bad.", highlight=False, markup=False, style="bold")

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from kvprobe.commands import doctor
+
 
 def _doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     others = ("CUDA_", "KVHOST_", "KVPROBE", "NVTX_")
@@ -25,8 +27,8 @@ def _doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     )
 
 
-def _lines(**environment: str) -> dict[str, dict[str, Any]]:
-    done = _doctor("--json", **environment)
+def _lines(*arguments: str, **environment: str) -> dict[str, dict[str, Any]]:
+    done = _doctor("--json", *arguments, **environment)
     found = json.loads(done.stdout)
     assert done.returncode == (1 if found["bad"] else 0), done.stderr
     return {line["name"]: line for line in found["checks"]}
@@ -92,8 +94,6 @@ def test_every_variable_of_kvprobe_comes_with_its_value_and_source() -> None:
 
 
 def test_an_nsys_without_libdw_is_told_from_one_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvprobe.commands import doctor
-
     for name in ("nsys", "QdstrmImporter", "ldd"):
         program = tmp_path / name
         text = '#!/bin/sh\necho "	libdw.so.1 => not found"\n' if name == "ldd" else "#!/bin/sh\n"
@@ -140,3 +140,34 @@ def test_without_a_gpu_cuda_is_a_line_and_no_error() -> None:
     lines = {line["name"]: line for line in json.loads(done.stdout)["checks"]}
     assert lines["CUDA runtime"]["verdict"] == "bad"
     assert "depth" not in lines
+
+
+def test_a_torch_that_cannot_be_imported_is_a_line_among_the_others(tmp_path: Path) -> None:
+    folder = tmp_path / "torch-9.9.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9.0\n")
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+    (tmp_path / "torch" / "version.py").write_bytes(b"# \xff\ncuda = '12.8'\n")
+    lines = _lines("--device", "cuda", PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    assert lines["torch"]["value"] == "9.9.0, built for CUDA 12.8"
+    assert lines["torch.cuda"]["verdict"] == "bad"
+    assert "libcudart.so.12" in lines["torch.cuda"]["value"]
+    assert lines["native libraries"]["verdict"] == "good"
+
+
+def test_a_process_that_cannot_be_started_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(doctor.subprocess, "Popen", refused)
+    lines = list(doctor.examine("host"))
+    assert any(line.topic == "tools" and "temporarily unavailable" in line.value for line in lines)
+    assert lines[-1].topic == "servers"
+
+
+def test_no_value_of_the_environment_steers_the_terminal() -> None:
+    done = _doctor(KVPROBE_METRICS="/x\x1b[31m[bold]\n  good     forged: line", KVPROBE_NO_SUCH_VARIABLE="1")
+    assert "\x1b" not in done.stdout
+    assert "\n  good     forged" not in done.stdout
+    assert "[bold]" in done.stdout
