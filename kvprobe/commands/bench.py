@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from kvprobe.commands._device import Seconds, device_option, runtime_of
 from kvprobe.commands._paths import GivenPath
-from kvprobe.errors import KvprobeError
+from kvprobe.errors import KvprobeError, UsageError
 
 if TYPE_CHECKING:
     from kvprobe.cuda import Runtime
@@ -60,6 +61,9 @@ def command(context: click.Context, device: str, seconds: float, as_json: bool, 
     from kvprobe.launchqueue import calibrate
 
     if context.invoked_subcommand:
+        given = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+        if given:
+            raise UsageError(f"options of `bench {context.invoked_subcommand}` come after its name")
         return
     if report is not None:
         from kvprobe.reporting import check_writable
@@ -91,7 +95,8 @@ def overhead_command(device: str, rounds: int, as_json: bool) -> None:
     from kvprobe.commands._overhead import overhead
 
     with _quiet():
-        outcome = {"device": device, **overhead(runtime_of(device), rounds)}
+        runtime = runtime_of(device)
+        outcome = {"device": device, "provider": runtime.provider, **overhead(runtime, rounds)}
     click.echo(json.dumps(outcome, indent=1)) if as_json else _show_overhead(outcome)
 
 
@@ -102,7 +107,10 @@ def _show_overhead(outcome: dict[str, Any]) -> None:
     from kvprobe.commands._overhead import LEVELS, WORK
     from kvprobe.reporting.units import duration
 
-    table = Table(title=f"cost of recording, {outcome['rounds']} rounds: multiples of the unwatched time (range)")
+    where = "the embedded host runtime" if outcome["provider"] == "host" else "the GPU"
+    table = Table(
+        title=f"cost of recording on {where}, {outcome['rounds']} rounds: multiples of the unwatched time (range)"
+    )
     table.add_column("")
     table.add_column("unwatched", justify="right")
     for level in LEVELS[1:]:

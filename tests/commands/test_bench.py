@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvprobe.commands import bench
+from kvprobe.commands import _overhead, bench
 from kvprobe.commands.bench import BLOCKS, FIGURES, POLICIES, summary
 
 
@@ -56,12 +56,29 @@ def test_overhead_compares_every_level_with_the_unwatched() -> None:
     command = [sys.executable, "-m", "kvprobe", "bench", "overhead", "--device", "host", "--rounds", "3", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stderr == "", done.stderr
-    figures = json.loads(done.stdout)["figures"]
+    outcome = json.loads(done.stdout)
+    assert outcome["provider"] == "host"
+    figures = outcome["figures"]
     assert set(figures) == {"copy_ns", "transfer_ns", "step_ns"}
     for levels in figures.values():
         assert set(levels) == {"off", "totals", "copies", "launches"}
         for one in levels.values():
             assert one["median"] > 0 and one["ratio_low"] <= one["ratio"] <= one["ratio_high"]
+
+
+@pytest.mark.parametrize("given", [["--device", "cuda"], ["--report", "x.html"], ["--json"]])
+def test_an_option_in_front_of_overhead_is_not_passed_over(kvprobe, tmp_path, monkeypatch, given: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = kvprobe("bench", *given, "overhead", "--rounds", "3", "--device", "host")
+    assert (code, out, err) == (2, "", "kvprobe: options of `bench overhead` come after its name\n")
+
+
+def test_overhead_says_on_which_runtime_it_was_measured(capsys) -> None:
+    one = {"median": 1.0, "ratio": 1.0, "ratio_low": 1.0, "ratio_high": 1.0}
+    figures = {name: dict.fromkeys(_overhead.LEVELS, one) for name in _overhead.WORK}
+    for provider, words in (("host", "the embedded host runtime"), ("cuda", "the GPU")):
+        bench._show_overhead({"provider": provider, "rounds": 3, "figures": figures})
+        assert words in " ".join(capsys.readouterr().out.split())
 
 
 def test_what_was_not_measured_is_a_dash_and_a_time_has_its_unit() -> None:
