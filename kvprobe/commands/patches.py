@@ -46,8 +46,11 @@ def _versions(servers: tuple[str, ...]) -> int:
 @click.option("-v", "--verbose", is_flag=True, help="Also say what each does and which functions it touches.")
 def command(as_json: bool, servers: tuple[str, ...], check_newest: bool, versions: bool, verbose: bool) -> None:
     """List the server adapters that apply in this environment, and why. No server is imported."""
+    from kvprobe.errors import UsageError
     from kvprobe.instrument import registry, table
 
+    if as_json + check_newest + versions > 1:
+        raise UsageError("choose one of --json, --check-newest and --versions")
     if check_newest or versions:
         names = registry.check_servers(servers or None)
         raise SystemExit(_check_newest(names) if check_newest else _versions(names))
