@@ -22,7 +22,7 @@ __all__ = ["command"]
 
 
 @click.command(short_help="Print tables of a recording: calls, copies, sizes, ranges, streams.")
-@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=GivenPath())
+@click.argument("inputs", nargs=-1, metavar="INPUT...", type=GivenPath())
 @click.option("-r", "--report", "reports", help="Tables to print, comma-separated; default: all. `help` lists them.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV with the columns of `nsys stats --format csv`.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: tables, findings, machine.")
@@ -45,7 +45,11 @@ def command(
     if wanted == ["help"]:
         click.echo("\n".join(f"{name:24}{(make.__doc__ or '').splitlines()[0]}" for name, make in REPORTS.items()))
         return
+    if not inputs:
+        raise UsageError("no INPUT was given: name a recording, or a folder with one")
     unknown = [one for one in wanted if one not in REPORTS]
+    if not wanted:
+        raise UsageError(f"--report {reports}: no table is named; there are {', '.join(REPORTS)}")
     if unknown:
         raise UsageError(f"no table {unknown[0]!r}; there are {', '.join(REPORTS)}")
     if as_csv and as_json:
@@ -55,7 +59,7 @@ def command(
     if as_json:
         recording, findings, _ = diagnosed(inputs, window=window)
         recording = cropped(recording, window)
-        _print_json(recording, findings, [summary(recording, one) for one in wanted])
+        _print_json(recording, findings, [summary(recording, one) for one in wanted], rows)
         return
     recording = cropped(opened(inputs), window)
     made = [summary(recording, one) for one in wanted]
@@ -116,7 +120,7 @@ def _left_out(table: SummaryTable, shown: int) -> str:
     return f"{len(table.rows) - shown:,} more rows" if shown < len(table.rows) else ""
 
 
-def _print_json(recording: Recording, findings: Sequence[Finding], tables: Sequence[SummaryTable]) -> None:
+def _print_json(recording: Recording, findings: Sequence[Finding], tables: Sequence[SummaryTable], limit: int) -> None:
     import json
 
     from kvprobe.diagnosis.startup import startup
@@ -131,7 +135,7 @@ def _print_json(recording: Recording, findings: Sequence[Finding], tables: Seque
         "machine": {name: _json(value) for name, value in recording.machine.items()},
         "machine_how": recording.machine_how,
         "findings": [one.to_json() for one in findings],
-        "tables": {one.report: one.to_json() for one in tables},
+        "tables": {one.report: one.to_json(limit) for one in tables},
         "verdict": of_recording(recording, findings).to_json(),
         "startup": startup(recording, recording.window or serving_window(recording)).to_json(),
         "notes": recording.notes,

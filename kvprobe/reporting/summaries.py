@@ -59,11 +59,13 @@ class SummaryTable:
         """The row as text, for a person with a `separator` between thousands: a dash is what is not known."""
         return [_text(kind, value, separator) for (_, kind), value in zip(self.columns, row, strict=True)]
 
-    def to_json(self) -> dict[str, Any]:
-        """The table as JSON types, numbers unrounded, a key for each column."""
+    def to_json(self, limit: int = 0) -> dict[str, Any]:
+        """The table as JSON types, numbers unrounded, a key for each column; at most `limit` rows, 0: all."""
         keys = [_key(name) for name, _ in self.columns]
-        known = [[None if isinstance(v, float) and math.isnan(v) else v for v in row] for row in self.rows]
-        return {"title": self.title, "rows": [dict(zip(keys, row, strict=True)) for row in known], "note": self.note}
+        shown = self.rows[: limit or None]
+        known = [[None if isinstance(v, float) and math.isnan(v) else v for v in row] for row in shown]
+        rows = [dict(zip(keys, row, strict=True)) for row in known]
+        return {"title": self.title, "rows": rows, "left_out": len(self.rows) - len(shown), "note": self.note}
 
 
 def _key(name: str) -> str:

@@ -202,3 +202,19 @@ def test_an_unknown_table_is_one_line(kvprobe, export: Path) -> None:
     assert (code, out) == (2, "")
     assert "cuda_api_sum" in err
     assert err.count("\n") == 1
+
+
+def test_as_many_rows_as_were_asked_for_are_in_json_too(kvprobe, export: Path) -> None:
+    asked = ("stats", export, "--json", "-r", "cuda_api_sum")
+    whole = json.loads(kvprobe(*asked)[1])["tables"]["cuda_api_sum"]
+    cut = json.loads(kvprobe(*asked, "--rows", "1")[1])["tables"]["cuda_api_sum"]
+    assert len(whole["rows"]) > 1 and whole["left_out"] == 0
+    assert cut["rows"] == whole["rows"][:1] and cut["left_out"] == len(whole["rows"]) - 1
+
+
+def test_the_tables_are_listed_without_a_recording_and_none_is_no_table(kvprobe, export: Path) -> None:
+    code, out, err = kvprobe("stats", "-r", "help")
+    assert (code, err) == (0, "") and "cuda_api_sum" in out
+    assert kvprobe("stats")[0] == 2
+    code, out, err = kvprobe("stats", export, "-r", ",")
+    assert (code, out) == (2, "") and "no table is named" in err
