@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import platform
 import re
@@ -82,6 +83,7 @@ def new_folder(output: Path | None, prefix: str, program: str) -> Path:
                 raise UsageError(
                     f"--output {folder} belongs to somebody else, who could swap what is written there; name another"
                 )
+            _claim(folder)
             _refuse_filled(folder)
             folder.chmod(0o700)
             _refuse_filled(folder)  # whoever could write to it before may have done so meanwhile
@@ -97,6 +99,18 @@ def new_folder(output: Path | None, prefix: str, program: str) -> Path:
             ) from None
         return folder
     raise UsageError(f"too many folders like {base}; name one with --output")
+
+
+def _claim(folder: Path) -> None:
+    """Locks an empty folder for as long as this process lives: two runs that begin at once would both find it empty."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise UsageError(f"--output {folder} is the folder of another run that has just begun; name another") from None
+    except OSError:  # a file system without locks
+        os.close(fd)
 
 
 def _refuse_filled(folder: Path) -> None:

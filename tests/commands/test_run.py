@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from kvprobe.commands import _watching
 from kvprobe.diagnosis import FULL_QUEUE, diagnose
+from kvprobe.errors import UsageError
 from kvprobe.native import build
 from kvprobe.probe import stacks
 from kvprobe.recordings import open_recording
@@ -223,6 +225,15 @@ def test_it_neither_overwrites_nor_mixes_runs(tmp_path: Path) -> None:
     again = run_watched(tmp_path / "run", "true")
     assert again.returncode == 2 and "not empty" in again.stderr
     wait_for_end(tmp_path / "run")
+
+
+def test_two_runs_that_begin_at_once_do_not_share_a_folder(tmp_path: Path) -> None:
+    for folder in (tmp_path / "made", tmp_path / "there"):
+        if folder.name == "there":
+            folder.mkdir()
+        assert _watching.new_folder(folder, "kvprobe", "one") == folder
+        with pytest.raises(UsageError, match="another run"):
+            _watching.new_folder(folder, "kvprobe", "two")
 
 
 def test_a_folder_that_is_refused_keeps_its_permissions(tmp_path: Path) -> None:
