@@ -314,7 +314,10 @@ def _watch(live: Any, interval: float, offloads: Offloads) -> None:
             views = live.look()
             ended = live.target is not None and not views and over(live.target)
             nothing = ENDED.format(run=live.target) if ended else NOTHING
-            screen.update(render(views, note, nothing, console.width, offloads.look(views)), refresh=True)
+            shown = render(views, note, nothing, console.width, offloads.look(views))
+            screen.update(shown, refresh=True)
+            if console.is_dumb_terminal:  # it cannot draw over what it showed, so nothing was drawn
+                console.print(shown)
 
 
 @contextmanager

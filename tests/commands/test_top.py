@@ -233,10 +233,11 @@ def test_json_without_once_is_wrong_usage() -> None:
     assert "--json needs --once" in done.stderr
 
 
-def test_q_ends_the_live_view_with_exit_code_0(server: subprocess.Popen[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["xterm", "dumb"])
+def test_q_ends_the_live_view_with_exit_code_0(server: subprocess.Popen[str], tmp_path: Path, kind: str) -> None:
     pid, terminal = pty.fork()
     if not pid:
-        os.execv(sys.executable, _top(str(tmp_path), "--interval", "0.1"))
+        os.execve(sys.executable, _top(str(tmp_path), "--interval", "0.1"), {**os.environ, "TERM": kind})
     shown, asked = b"", False
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
