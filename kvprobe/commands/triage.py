@@ -59,7 +59,7 @@ def command(inputs: tuple[Path, ...], as_json: bool, window: WindowOptions) -> i
             for what, how in one.missing[:1] if one.verdict == "undecided" else ():
                 click.echo(plain(f"             {what}; {how}"))
     for error in errors:
-        click.echo(f"kvprobe: {error}", err=True)
+        click.echo(plain(f"kvprobe: {error}"), err=True)
     return 1 if errors else 0
 
 

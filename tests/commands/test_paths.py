@@ -84,3 +84,11 @@ def test_a_path_may_hold_any_bytes(kvprobe, export: Path, tmp_path: Path, name: 
     assert kvprobe("reduce", given, folder / "nothing", "-o", summary)[0] == 1
     ranks = json.loads(kvprobe("reduce", given, "--json")[1])["ranks"]
     assert json.loads(kvprobe("reduce", summary, "--json")[1])["ranks"] == ranks
+
+
+def test_triage_says_in_one_line_what_it_cannot_read_whatever_it_is_called(kvprobe, tmp_path: Path) -> None:
+    damaged = tmp_path / "a\x1b[31m\nb.sqlite"
+    damaged.write_bytes(b"SQLite format 3\0")
+    code, out, err = kvprobe("triage", damaged)
+    assert (code, out) == (1, "")
+    assert err.count("\n") == 1 and "\x1b" not in err
