@@ -74,7 +74,12 @@ def new_folder(output: Path | None, prefix: str, program: str) -> Path:
     """
     name = re.sub(r"[^\w.-]+", "_", Path(program).name) or "command"
     base = output if output is not None else Path(f"{prefix}-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    base = base.absolute()
+    try:
+        base = base.absolute()
+    except FileNotFoundError:
+        raise UsageError(
+            "the current folder has been deleted; name a run folder by its whole path (--output)"
+        ) from None
     for attempt in range(100):
         folder = base if not attempt else base.with_name(f"{base.name}-{attempt + 1}")
         try:
@@ -172,7 +177,7 @@ def write_run(folder: Path, words: tuple[str, ...], options: dict[str, Any], pid
     uname = platform.uname()
     run = {
         "command": redact(words),
-        "cwd": str(Path.cwd()),
+        "cwd": _current_folder(),
         "version": version(),
         "host": uname.node,
         "kernel": f"{uname.system} {uname.release} {uname.machine}",
@@ -189,6 +194,14 @@ def write_run(folder: Path, words: tuple[str, ...], options: dict[str, Any], pid
     if environment.RUN.text:
         with contextlib.suppress(OSError):  # it has gone, or may not be written
             RunFolder(Path(environment.RUN.text)).write_inner(pid, folder)
+
+
+def _current_folder() -> str:
+    """Path of the current folder, "" where it has been deleted: the command can do without it."""
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        return ""
 
 
 def _gpu_nodes() -> list[int]:

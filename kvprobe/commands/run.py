@@ -176,6 +176,8 @@ def _check_report(report: Path) -> Path:
     report = report.absolute()
     if report.is_dir():
         raise UsageError(f"--report {report} is a folder; name a file")
+    if report.exists() and not report.is_file():
+        raise UsageError(f"--report {report} is not a regular file; name one")
     if not os.access(report.parent, os.W_OK):
         raise UsageError(f"--report {report}: {report.parent} does not exist or may not be written")
     return report

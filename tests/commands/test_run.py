@@ -202,6 +202,7 @@ def test_what_is_in_ld_preload_stays_first(tmp_path: Path) -> None:
         ([], 2, "no command was given"),
         (["--max-size", "lots", "--", "true"], 2, "not a size"),
         (["--report", "/no/such/folder/x.html", "--", "true"], 2, "does not exist"),
+        (["--report", "/dev/null", "--", "true"], 2, "not a regular file"),
         (["-o", "/proc/nothing", "--", "true"], 2, "cannot be made"),
         (["--fix", "maybe", "--", "true"], 2, "maybe"),
     ],
@@ -225,6 +226,19 @@ def test_it_neither_overwrites_nor_mixes_runs(tmp_path: Path) -> None:
     again = run_watched(tmp_path / "run", "true")
     assert again.returncode == 2 and "not empty" in again.stderr
     wait_for_end(tmp_path / "run")
+
+
+def test_in_a_folder_that_was_deleted_a_command_runs_as_without_it(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    script = 'mkdir "$1"; cd "$1"; rmdir "$1"; shift; exec "$@"'
+    shell = ["sh", "-c", script, "sh", str(gone), *KVPROBE, "run"]
+    command = ["--exec", "-o", str(tmp_path / "run"), "--", "sh", "-c", "exit 7"]
+    done = subprocess.run([*shell, *command], env=clean_environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 7, done.stderr
+    wait_for_end(tmp_path / "run")
+    done = subprocess.run([*shell, "--", "true"], env=clean_environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "has been deleted" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_two_runs_that_begin_at_once_do_not_share_a_folder(tmp_path: Path) -> None:
