@@ -10,7 +10,7 @@ import click
 
 from kvprobe.commands._device import device_option, runtime_of
 from kvprobe.commands._paths import GivenPath
-from kvprobe.commands._reading import progress_bar
+from kvprobe.commands._reading import plain, progress_bar
 
 __all__ = ["command"]
 
@@ -41,7 +41,9 @@ def command(device: str, quick: bool, use_cached: bool, report: Path | None, as_
     if result is None:
         with progress_bar(as_json) as progress:
             result = method_calibration.measure(runtime, copier_for(runtime), quick=quick, progress=progress)
-        method_cache.store(runtime, result)
+        why = method_cache.store(runtime, result)
+        if why:
+            click.echo(plain(f"kvprobe: not kept for engines on this machine: {why}; set XDG_CACHE_HOME"), err=True)
     if report is not None:
         from kvprobe.reporting import calibrated
         from kvprobe.reporting.page import write_report

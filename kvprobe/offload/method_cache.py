@@ -79,14 +79,19 @@ def _path(runtime: Runtime) -> Path:
     return caches() / f"methods-{key}.json"
 
 
-def store(runtime: Runtime, result: dict[str, Any]) -> None:
-    """Keeps a measurement for later processes on this GPU, driver, CUDA and link; where it cannot, it is not kept."""
+def store(runtime: Runtime, result: dict[str, Any]) -> str:
+    """Keeps a measurement for later processes on this GPU, driver, CUDA and link; returns why it cannot, or ""."""
     path = _path(runtime)
-    with contextlib.suppress(OSError):
+    partial = path.with_suffix(f".{os.getpid()}")
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps(result))
         partial.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        return f"{path.parent}: {error.strerror}"
+    return ""
 
 
 def cached(runtime: Runtime) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ import pytest
 
 from kvprobe.errors import KvprobeError
 from kvprobe.native.library import MethodTable
+from kvprobe.offload import method_calibration
 from kvprobe.offload.method_cache import table_of
 from kvprobe.offload.methods import SIZES
 
@@ -87,3 +88,19 @@ def test_a_page_that_cannot_be_written_is_said_before_anything_is_measured(
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
     assert "none" in err
+
+
+def test_a_measurement_that_cannot_be_kept_is_said_to_be_lost(
+    kvprobe: Callable[..., tuple[int, str, str]],
+    measured: tuple[dict, Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(method_calibration, "measure", lambda *_, **__: measured[0])
+    for cache, kept in ((tmp_path / "file", False), (tmp_path / "cache", True)):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+        code, out, err = kvprobe("calibrate", "--device", "host", "--json")
+        assert (code, json.loads(out)) == (0, measured[0])
+        assert (err == "") == kept and err.count("\n") == (not kept)
+        assert kept or err.startswith(f"kvprobe: not kept for engines on this machine: {cache}")
