@@ -7,6 +7,7 @@ then runs with and without each, by turns, every run under `kvprobe run` and wit
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -202,6 +203,20 @@ def _from_outside(
     return list(best_first(total.values())), list(left)
 
 
+@contextlib.contextmanager
+def _ends_by_sigterm() -> Iterator[None]:
+    """SIGTERM is an exception, so that the command that is running is ended, too (`timeout`, a pipeline's cancel)."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 class _Run:
     """One run of the command under `kvprobe run`, in a folder of its own, to its end."""
 
@@ -217,7 +232,7 @@ class _Run:
         options = ["--exec", "-o", str(folder), "--fix", fix, "--report", "none"]
         arguments = [sys.executable, "-m", "kvprobe", "run", *options, "--", *words]
         out, err = (folder.with_suffix(suffix) for suffix in (".out", ".err"))
-        with out.open("wb") as stdout, err.open("wb") as stderr:
+        with out.open("wb") as stdout, err.open("wb") as stderr, _ends_by_sigterm():
             process = subprocess.Popen(arguments, env=env, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
             try:
                 code = process.wait()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,10 +16,11 @@ from kvprobe.commands.try_ import _from_outside, _line
 from kvprobe.diagnosis import Change, Finding
 from kvprobe.diagnosis.pageable_memory import STAGED
 from kvprobe.native import build
+from kvprobe.probe import processes
 from kvprobe.recordings.model import Recording, Source
 from kvprobe.reporting.trial import compared
 
-from .watched import COPIES
+from .watched import COPIES, KVPROBE, clean_environment
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -135,3 +139,17 @@ def test_a_figure_changes_and_time_is_saved() -> None:
     assert "saves" not in said
     assert "changes by +30 (+30 to +32): higher" in said
     assert "saves -" in _line("wall time", rounds, "")
+
+
+def test_sigterm_ends_the_command_as_well(tmp_path: Path) -> None:
+    """Sent to kvprobe alone, as `timeout` and pipelines do."""
+    pid = tmp_path / "pid"
+    script = 'echo $$ > "$0.part"; mv "$0.part" "$0"; exec sleep 100'
+    command = [*KVPROBE, "try", "-o", str(tmp_path / "try"), "--", "sh", "-c", script, str(pid)]
+    process = subprocess.Popen(command, env=clean_environment(), stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not pid.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait() == 128 + signal.SIGTERM
+    assert not processes.alive(int(pid.read_text()))
