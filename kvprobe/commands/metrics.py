@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import threading
 from contextlib import ExitStack
@@ -101,11 +100,12 @@ def command(
 
 def _write_rules(folder: Path) -> None:
     import kvprobe.monitoring as monitoring
+    from kvprobe.reporting.page import write_whole
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in monitoring.FILES:
-            shutil.copyfile(Path(monitoring.__file__).with_name(name), folder / name)
+            write_whole(folder / name, Path(monitoring.__file__).with_name(name).read_bytes())
             click.echo(f"kvprobe: wrote {folder / name}", err=True)
     except OSError as error:
         raise UsageError(f"--rules {folder}: {error.strerror}") from None

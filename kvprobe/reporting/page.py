@@ -134,8 +134,10 @@ def write_whole(target: Path, data: str | bytes) -> None:
         os.umask(mask)
         Path(name).chmod(0o666 & ~mask)  # mkstemp's 0600 would keep a web server from reading the page
         Path(name).replace(target)
-    except BaseException:
+    except BaseException as error:
         Path(name).unlink(missing_ok=True)
+        if isinstance(error, OSError) and not error.filename:  # a full disk says of which file nothing
+            error.filename = str(target)
         raise
 
 

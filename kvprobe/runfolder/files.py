@@ -61,9 +61,11 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
         with os.fdopen(fd, "wb") as file:
             file.write(data)
         Path(partial).replace(path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             Path(partial).unlink()
+        if isinstance(error, OSError) and not error.filename:  # a full disk says of which file nothing
+            error.filename = str(path)
         raise
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,3 +94,24 @@ def test_triage_says_in_one_line_what_it_cannot_read_whatever_it_is_called(kvpro
     code, out, err = kvprobe("triage", damaged)
     assert (code, out) == (1, "")
     assert err.count("\n") == 1 and "\x1b" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["report", "{export}", "-o", "page.html"], "page.html"),
+        (["reduce", "{export}", "-o", "rank.kvsum"], "rank.kvsum"),
+        (["run", "-o", "run", "--", "true"], "run.json"),
+        (["metrics", "--rules", "rules"], "rules"),
+    ],
+)
+def test_where_a_disk_is_full_the_file_is_named_and_no_half_of_it_is_left(
+    export: Path, tmp_path: Path, arguments: list[str], named: str
+) -> None:
+    """No file may be larger than a block here, which ends a write as a full disk does."""
+    words = [one.format(export=export) for one in arguments]
+    limited = ["sh", "-c", 'ulimit -f 1; exec "$0" -m kvprobe "$@"', sys.executable, *words]
+    done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode in (1, 2)
+    assert named in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
