@@ -136,7 +136,7 @@ def write_whole(target: Path, data: str | bytes) -> None:
         Path(name).replace(target)
     except BaseException as error:
         Path(name).unlink(missing_ok=True)
-        if isinstance(error, OSError) and not error.filename:  # a full disk says of which file nothing
+        if isinstance(error, OSError) and error.errno and not error.filename:  # a full disk says of which file nothing
             error.filename = str(target)
         raise
 
