@@ -6,7 +6,8 @@ before it launches, the kernels may read blocks that have not arrived.
 Signature: host-to-device copies on streams without kernels, kernels launched after a load was submitted run before it
 has ended, and fewer than half of the bursts of loads are followed by anything that could order them: an event that a
 compute stream waits for, or a synchronising or querying call of the host. Prefetching for a later step looks alike and
-is in order; it has one wait for each burst. In at least three bursts.
+is in order; it has one wait for each burst, or one a step for the bursts of all its layers, so the next wait is taken
+to order as many bursts before it as a model has layers. In at least three bursts.
 
 A finding needs positive evidence: where the recording does not tell which streams wait for events, nothing is said.
 
@@ -18,10 +19,10 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, Loss, NotLookedFor, cause_of
-from kvprobe.diagnosis.intervals import Cover
-from kvprobe.diagnosis.joined import JoinedRecording
-from kvprobe.diagnosis.ordering import LEAST, bursts, copies_apart, order_not_shown, waits
-from kvprobe.recordings.model import CallKind, Direction
+from kvprobe.diagnosis.intervals import Cover, ascending
+from kvprobe.diagnosis.joined import Array, JoinedRecording
+from kvprobe.diagnosis.ordering import LEAST, asks, bursts, copies_apart, may_order, order_not_shown, waits
+from kvprobe.recordings.model import Direction
 
 CAUSE = cause_of(__name__)
 
@@ -29,6 +30,15 @@ CAUSE = cause_of(__name__)
 def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
     """Where the recording does not tell who waits for whom, nothing is said of order."""
     return order_not_shown(joined)
+
+
+def _burst_before_next(burst: Array, start: Array, ordered_at: Array) -> Array:
+    """Of each load, the last burst that begins before the next of these instants; -1 where none follows it."""
+    after = np.searchsorted(ordered_at, start)
+    follows = after < len(ordered_at)
+    out = np.full(len(burst), -1, dtype=np.int64)
+    out[follows] = burst[np.searchsorted(start, ordered_at[after[follows]]) - 1]
+    return out
 
 
 def find(joined: JoinedRecording) -> Finding | None:
@@ -45,20 +55,19 @@ def find(joined: JoinedRecording) -> Finding | None:
         burst = bursts(joined, process, rows)
         count = int(burst[-1]) + 1
         times, streams = waits(joined, process)
+        host = asks(joined, process)
         first, last = int(joined.start[rows[0]]), int(launched[-1])
         device_side = times[np.isin(streams, joined.kernel_streams) & (times > first)]
-        host_side = np.flatnonzero(
-            (joined.process == process)
-            & (joined.start > first)
-            & (joined.start < last)
-            & ((joined.kind == CallKind.SYNC) | joined.is_named("eventquery", "streamquery"))
-        )
+        host_side = joined.start[host]
+        host_side = host_side[(host_side > first) & (host_side < last)]
         ordering = len(device_side) + len(host_side)
         if 2 * ordering >= count:
             continue
         kernels = Cover(joined.exec_start[launches], joined.exec_end[launches])
         followed = np.searchsorted(launched, joined.exec_end[rows]) > np.searchsorted(launched, joined.end[rows])
         under = followed & (kernels.within(joined.end[rows], joined.exec_end[rows]) > 0)
+        ordered_at = ascending(np.concatenate((device_side[device_side < last], host_side)))
+        under &= ~may_order(burst, _burst_before_next(burst, joined.start[rows], ordered_at))
         bad = np.unique(burst[under])
         if len(bad) < LEAST or 2 * len(bad) < count:
             continue

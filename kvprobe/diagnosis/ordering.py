@@ -9,9 +9,10 @@ from kvprobe.diagnosis.intervals import distinct, in_time
 from kvprobe.diagnosis.joined import Array, JoinedRecording
 from kvprobe.recordings.model import CallKind, Direction, Memory
 
-__all__ = ["AsyncCopies", "bursts", "copies_apart", "order_not_shown", "waits"]
+__all__ = ["AsyncCopies", "asks", "bursts", "copies_apart", "may_order", "order_not_shown", "waits"]
 
 LEAST = 3  # bursts; fewer prove nothing
+LAYERS = 128  # bursts that one wait may order: a step's layers are often copied one by one, and the largest has 126
 WAITS = ("streamwaitevent", "streamwaitvalue", "streambatchmemop")
 SHOWN_BY = "Nsight Systems (kvprobe run --nsys), which records the stream and the event of each wait"
 EXPORTED_WHOLE = (
@@ -53,6 +54,25 @@ def waits(joined: JoinedRecording, process: int) -> tuple[Array, Array]:
     rows = np.flatnonzero((joined.process == process) & joined.is_named(*WAITS))
     rows = in_time(rows, joined.start)
     return joined.start[rows], joined.stream[rows]
+
+
+def asks(joined: JoinedRecording, process: int) -> Array:
+    """Rows of the calls by which the host of a process waits for the device, or asks whether it is done; by time."""
+    mine = (joined.kind == CallKind.SYNC) | joined.is_named("eventquery", "streamquery")
+    return in_time(np.flatnonzero(mine & (joined.process == process)), joined.start)
+
+
+def may_order(burst: Array, wait_at: Array) -> Array:
+    """Which copies a wait may order, (rows,) bool.
+
+    Layers that are copied between the launches of one step are a burst each, and one wait orders all of them.
+
+    Args:
+        burst: number of the burst of each copy, (rows,).
+        wait_at: number of the burst before or after which the nearest wait stands; negative where none does.
+    """
+    ordered: Array = (wait_at >= 0) & (np.abs(burst - wait_at) <= LAYERS)
+    return ordered
 
 
 def order_not_shown(joined: JoinedRecording) -> NotLookedFor | None:

@@ -6,9 +6,11 @@ it may read KV that the forward is still writing. vLLM up to 0.12 had it (fixed 
 Signature: device-to-host copies on a stream without kernels begin to execute while a kernel that was launched before
 the store was submitted is still running, and the store's stream was told to wait for an event in fewer than half of
 the bursts of stores, in at least three bursts. A store that is ordered never begins under an older kernel; one of an
-earlier step's blocks may, which is why waits are counted too; where the recording does not tell which streams wait,
-nothing is said. Event identities and addresses are not in recordings,
-so that the bytes were really wrong cannot be told: likely, never certain.
+earlier step's blocks may, which is why waits are counted too: one that the stream was told up to as many bursts before
+as a model has layers, for the layers of a step are stored one by one between the launches of the next; and one of the
+host, which waits or asks for the earlier step after its last launch and then stores. Where the recording does not tell
+which streams wait, nothing is said. Event identities and addresses are not in recordings, so that the bytes were really
+wrong cannot be told: likely, never certain.
 
 Time lost: none. Predicted saving: none; results are at stake.
 """
@@ -18,8 +20,9 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, Loss, NotLookedFor, cause_of
-from kvprobe.diagnosis.joined import JoinedRecording, ms
-from kvprobe.diagnosis.ordering import LEAST, bursts, copies_apart, order_not_shown, waits
+from kvprobe.diagnosis.intervals import distinct
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
+from kvprobe.diagnosis.ordering import LEAST, asks, bursts, copies_apart, may_order, order_not_shown, waits
 from kvprobe.recordings.model import Direction
 
 CAUSE = cause_of(__name__)
@@ -28,6 +31,33 @@ CAUSE = cause_of(__name__)
 def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
     """Where the recording does not tell who waits for whom, nothing is said of order."""
     return order_not_shown(joined)
+
+
+def _burst_after_last(burst: Array, start: Array, ordered_at: Array) -> Array:
+    """Of each store, the first burst behind the last of these instants before it; -1 where there is none."""
+    before = np.searchsorted(ordered_at, start) - 1
+    out = np.full(len(burst), -1, dtype=np.int64)
+    out[before >= 0] = burst[np.searchsorted(start, ordered_at[before[before >= 0]])]
+    return out
+
+
+def _asked(joined: JoinedRecording, process: int, rows: Array, burst: Array) -> Array:
+    """Mask over stores: since its last launch their thread waited for the device, or asked, about something else."""
+    mask = np.zeros(len(rows), dtype=bool)
+    host = asks(joined, process)
+    host = host[~np.isin(joined.stream[host], joined.stream[rows])]
+    launches = joined.launches(process)
+    for caller in distinct(joined.caller[rows]):
+        mine = np.flatnonzero(joined.caller[rows] == caller)
+        asked_at = joined.start[host[joined.caller[host] == caller]]
+        launched = joined.start[launches[joined.caller[launches] == caller]]
+        start = joined.start[rows[mine]]
+        asked, made = (np.searchsorted(times, start) - 1 for times in (asked_at, launched))
+        since = asked >= 0
+        since[since] = (made[since] < 0) | (asked_at[asked[since]] > launched[np.maximum(made[since], 0)])
+        since &= may_order(burst[mine], _burst_after_last(burst[mine], start, asked_at))
+        mask[mine] = since
+    return mask
 
 
 def find(joined: JoinedRecording) -> Finding | None:
@@ -45,9 +75,11 @@ def find(joined: JoinedRecording) -> Finding | None:
         under = (before >= 0) & (latest_end[np.maximum(before, 0)] > joined.exec_start[rows])
         burst = bursts(joined, process, rows)
         count = int(burst[-1]) + 1
-        bad = np.unique(burst[under])
         times, streams = waits(joined, process)
         on_stores = times[np.isin(streams, joined.stream[rows])]
+        under &= ~may_order(burst, _burst_after_last(burst, joined.start[rows], on_stores))
+        under &= ~_asked(joined, process, rows, burst)
+        bad = np.unique(burst[under])
         if len(bad) < LEAST or 2 * len(bad) < count or 2 * len(on_stores) >= count:
             continue
         rows = rows[under]
