@@ -6,8 +6,9 @@ priorities do not help: they have no effect on copies.
 
 Signature: a pinned copy of at most 64 KiB that could have started (submitted, its stream's previous operation over) at
 least 100 us before it did, while the engine of its direction worked for other streams for at least 80% of that time,
-on copies that are together at least 16 times larger than it, and than what its own stream goes on to move. A full queue
-holds the caller; here the call returns at once.
+and one of these streams moved at least 16 times as much meanwhile as it, and as what its own stream goes on to move:
+streams that are given a burst each wait for one another as well, and are no small copies. A full queue holds the
+caller; here the call returns at once.
 
 Time lost: the waiting time, each instant of one process and direction once. Predicted saving: all but one copy of the
 burst, the one being served: waiting - n x median copy of the burst.
@@ -18,13 +19,22 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
-from kvprobe.diagnosis.intervals import Cover, ascending, distinct, in_time
+from kvprobe.diagnosis.intervals import Cover, distinct, in_time
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
 from kvprobe.recordings.model import Direction, Engine, Memory
 
 CAUSE = cause_of(__name__)
 OF_EXECUTIONS = True  # told by what the device executed: without it, not looked for
 SMALL_BYTES, WAIT_NS = 64 << 10, 100_000
+
+
+def _moved(joined: JoinedRecording, rows: Array, since: Array, until: Array) -> Array:
+    """Bytes of these executions that ended in each of the times since < t <= until."""
+    rows = rows[np.argsort(joined.x_end[rows], kind="stable")]
+    moved = np.concatenate(([0], np.cumsum(joined.recording.executions["bytes"][rows])))
+    ends = joined.x_end[rows]
+    out: Array = moved[np.searchsorted(ends, until, "right")] - moved[np.searchsorted(ends, since, "right")]
+    return out
 
 
 def find(joined: JoinedRecording) -> Finding | None:
@@ -64,16 +74,13 @@ def find(joined: JoinedRecording) -> Finding | None:
                 busy = Cover(joined.x_start[others], joined.x_end[others])
                 until = joined.x_start[rows]
                 covered = busy.within(since, until)
-                big = np.concatenate(([0], np.cumsum(table["bytes"][others][np.argsort(joined.x_end[others])])))
-                ends = ascending(joined.x_end[others])
-                ahead = big[np.searchsorted(ends, until, "right")] - big[np.searchsorted(ends, since, "right")]
+                by_stream = [others[table["stream"][others] == one] for one in distinct(table["stream"][others])]
+                moved_by = np.stack([_moved(joined, one, since, until) for one in by_stream])
+                ahead, most = moved_by.sum(axis=0), moved_by.max(axis=0)
                 own = np.flatnonzero(copies & (table["process"] == process) & (table["stream"] == stream))
-                moved = np.concatenate(([0], np.cumsum(table["bytes"][own][np.argsort(joined.x_end[own])])))
-                over = ascending(joined.x_end[own])
                 # what its stream goes on to move in as long a time as it waited: a burst's first copy is no small one
-                follows = moved[np.searchsorted(over, 2 * until - since, "right")]
-                follows = follows - moved[np.searchsorted(over, until, "right")]
-                hit = (covered >= 0.8 * (until - since)) & (ahead >= 16 * np.maximum(table["bytes"][rows], follows))
+                follows = _moved(joined, own, until, 2 * until - since)
+                hit = (covered >= 0.8 * (until - since)) & (most >= 16 * np.maximum(table["bytes"][rows], follows))
                 if hit.any():
                     caught.append(rows[hit])
                     waits.append(np.stack((since[hit], until[hit])))

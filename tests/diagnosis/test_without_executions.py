@@ -202,6 +202,25 @@ def test_the_first_copies_of_a_burst_are_no_small_copies_behind_one(runtime):
     assert "head_of_line_copies" not in lost
 
 
+@pytest.mark.parametrize("streams, named", [(24, False), (1, True)])
+def test_many_streams_with_a_burst_each_are_no_small_copies_behind_one(runtime, streams, named):
+    """The last of 25 streams waits for 24 others together, of which each has as much to move as itself."""
+    program = Program(runtime, streams=25)
+
+    def body():
+        for _ in range(4):
+            for stream in program.streams[: streams if named else -1]:
+                for i in range(2_400 // streams):
+                    program.load(i, 16 * KiB, stream)
+            for i in range(1 if named else 100):
+                program.load(i, 16 * KiB, program.streams[-1])
+            program.rt.launch(program.compute, 1_000_000)
+            program.rt.sleep(30_000_000)
+
+    *_, lost, _ = program.examined(body, executions=True, queue_depth=1_021)
+    assert ("head_of_line_copies" in lost) == named
+
+
 def test_copies_of_two_sizes_tell_the_rate_of_their_link(runtime):
     """A link of 4 GB/s, which no large copy shows, is not taken for one of 25: 8 KiB take 2 us each of its own time."""
     program = Program(runtime)
