@@ -3,7 +3,8 @@
 A thread that submits to a queue of depth D waits, for each submission, until the one D before it has been executed. The
 recording tells when that was: by the execution itself, else by the return of the call that waited for its place. With
 a depth D' the same call waits for the one D' before it, and what is spared lets the thread go on earlier, up to its
-next wait for the device. The device's own schedule is taken as recorded: while a queue is full, it has work.
+next wait for the device. The device's own schedule is taken as recorded: while a queue is full, it has work. Where a
+queue was found empty the device goes on with the thread, so the burst that begins there is played for itself.
 """
 
 from __future__ import annotations
@@ -106,6 +107,10 @@ def _replayed(joined: JoinedRecording, streams: Array, rows: Array, ns: Array, d
     needed[waits] = joined.end[waits]
     member = np.zeros(len(joined.start), dtype=bool)
     member[members] = True
+    # A burst that began with nothing outstanding begins as early as its thread comes, and the device with it.
+    fresh = members[joined.occupancy.depth[members] == 0]
+    needed[fresh] = joined.end[fresh]
+    member[fresh] = False
     after = 0
     order = joined.by_caller
     order = order[~joined.nested[order]]

@@ -65,6 +65,31 @@ def test_pooled_streams_save_what_was_predicted(runtime, play, cause):
     assert predicted(finding, "pooled") == pytest.approx(saved, rel=0.15)
 
 
+def bursts(runtime, depth):
+    """Four bursts of loads; between two of them the thread has something else to do until all is done."""
+    stage = Stage(runtime, depth=depth)
+
+    def body():
+        for burst in range(4):
+            for i in range(400):
+                stage.load(400 * burst + i, 64 * KiB, stage.streams[0])
+            runtime.sleep(100_000_000)
+
+    return stage.play(body, blocked, queue_depth=depth)
+
+
+@pytest.mark.parametrize("executions", [True, False])
+def test_a_burst_saves_by_itself_however_early_the_pause_before_it_ended(runtime, executions):
+    """The device begins a burst when the thread does: what an earlier one saved is not waited for in the next."""
+    before = bursts(runtime, 64)
+    if not executions:
+        before.recording.tables["executions"] = Table("executions")
+        before.recording.has_executions = False
+    saved = before.truth["blocked"] - bursts(runtime, 256).truth["blocked"]
+    finding = found(before, "launch_queue_saturation")
+    assert predicted(finding, "CUDA_SCALE_LAUNCH_QUEUES") == pytest.approx(saved, rel=0.15)
+
+
 DEPTH = 1021
 
 
