@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvprobe.diagnosis.joined import Array, JoinedRecording
     from kvprobe.diagnosis.queue_full import Full
 
-__all__ = ["BATCHED", "SCALE", "deeper", "spared"]
+__all__ = ["BATCHED", "SCALE", "counted_records", "deeper", "spared"]
 
 SCALE = 4  # CUDA_SCALE_LAUNCH_QUEUES=4x: 1,021 submissions become 4,093 (measured, H200)
 SCALED_ALREADY = 3_000  # a queue of one stream that is as deep has been scaled: 4x is the most
@@ -82,18 +82,28 @@ def _outstanding(joined: JoinedRecording, streams: Array, rows: Array) -> int:
     return max(int(np.median(np.searchsorted(entered, at) - np.searchsorted(done, at, "right"))), 1)
 
 
+def counted_records(joined: JoinedRecording, streams: Array) -> Array:
+    """Rows of the records of events that were counted as outstanding on these streams; few, or none, mostly."""
+    known = (joined.kind == CallKind.EVENT) & (joined.occupancy.depth >= 0)
+    records: Array = np.flatnonzero(known & np.isin(joined.stream, streams))
+    return records
+
+
 def _replayed(joined: JoinedRecording, streams: Array, rows: Array, ns: Array, depth: int, factor: float) -> float:
     """Share of `ns`, lost in the calls `rows`, that is saved where the queue of `streams` is `factor` times as deep."""
     total = int(ns.sum())
     if depth <= 0 or total <= 0:
         return 0.0
     room = max(int(depth * factor), depth)
-    members = np.flatnonzero(joined.submits & np.isin(joined.stream, streams))
+    records = counted_records(joined, streams)
+    members = np.append(np.flatnonzero(joined.submits & np.isin(joined.stream, streams)), records)
     members = members[np.argsort(joined.start[members], kind="stable")]
     lost = np.zeros(len(joined.start), dtype=np.int64)
     np.add.at(lost, rows, ns)
     # When each had made room: the call `depth` later that waited for its place returned then, however late it woke.
     done = np.where(joined.exec_end[members] >= 0, joined.exec_end[members], _LONG_AGO)
+    if len(records) and len(streams) == 1:  # a record of an event is done with all that its stream was given before
+        done = np.maximum.accumulate(done)
     later = members[depth:]
     waited = lost[later] > 0
     done[: len(later)][waited] = np.maximum(done[: len(later)], joined.end[later])[waited]

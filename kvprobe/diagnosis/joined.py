@@ -201,7 +201,7 @@ class JoinedRecording:
         """What a call of its name and process usually takes when nothing is in its way, for each call.
 
         The lower quartile, so that a recording in which most calls are slow still knows; a name that is seen fewer
-        than eight times takes its kind's, and all take at most the process's for submissions.
+        than eight times takes its kind's, and all take at most the process's for submissions, as records of events do.
         """
         out = np.zeros(len(self.dur), dtype=np.int64)
         for process in range(int(self.process.max()) + 1 if len(self.process) else 0):
@@ -211,7 +211,8 @@ class JoinedRecording:
                 rows = np.flatnonzero(mine & (self.name == name))
                 low = int(np.percentile(self.dur[rows[:: 1 + len(rows) // 100_000]], 25))
                 if self.kind[rows[0]] != CallKind.GRAPH:  # a graph launch costs by its nodes: only its own kind tells
-                    low = common if len(rows) < 8 else min(low, 4 * common) if self.submits[rows[0]] else low
+                    alike = self.submits[rows[0]] or self.kind[rows[0]] == CallKind.EVENT
+                    low = common if len(rows) < 8 else min(low, 4 * common) if alike else low
                 out[rows] = low
         return out
 
@@ -229,6 +230,13 @@ class JoinedRecording:
             quick = self.dur[(self.process == process) & self.submits & (self.memory != Memory.PAGEABLE)]
             known[process] = int(np.percentile(quick[:: 1 + len(quick) // 100_000], 25)) if len(quick) >= 8 else 5_000
         return known[process]
+
+    def common_ns_of(self, rows: Array) -> Array:
+        """The same of the process of each of these calls."""
+        out: Array = np.zeros(len(rows), dtype=np.int64)
+        for process in distinct(self.process[rows]).tolist():
+            out[self.process[rows] == process] = self.common_ns(process)
+        return out
 
     def link(self, direction: Direction) -> tuple[float, str]:
         """Bytes per second that one copy of this direction can reach, and how that is known; 0 where unknown."""

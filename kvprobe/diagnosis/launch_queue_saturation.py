@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.deeper_queue import BATCHED, deeper, spared
+from kvprobe.diagnosis.deeper_queue import BATCHED, counted_records, deeper, spared
 from kvprobe.diagnosis.finding import INFERRED, LABELLED, MEASURED, Change, Evidence, EvidenceChart, Finding, cause_of
 from kvprobe.diagnosis.intervals import distinct
-from kvprobe.diagnosis.joined import Array, JoinedRecording, between, ms, share
+from kvprobe.diagnosis.joined import SLOW_NS, Array, JoinedRecording, between, ms, share
 from kvprobe.diagnosis.merging import merged
-from kvprobe.diagnosis.queue_full import full
+from kvprobe.diagnosis.queue_full import UNSETTLED_SHARE, full
+from kvprobe.launchqueue.constants import LEAST_NS, REAL_DEPTH
+from kvprobe.recordings.inferred import without_cpu
 from kvprobe.recordings.model import CallKind
 
 CAUSE = cause_of(__name__)
@@ -54,11 +56,64 @@ def cliff(joined: JoinedRecording, rows: Array) -> EvidenceChart:
     }
 
 
+def _slow_records(joined: JoinedRecording) -> Finding | None:
+    """Records of events that took long: each takes a place, and waits for one, but whose queue it was is not told.
+
+    Where the device was recorded and no queue was anywhere near full of submissions, they are `unexplained`.
+    """
+    if joined.recording.has_executions and int(joined.occupancy.depth.max(initial=0)) < REAL_DEPTH:
+        return None
+    rows = np.flatnonzero(joined.is_named("eventrecord") & (joined.host.owner < 0) & (joined.host.free_ns > 0))
+    quick = np.minimum(joined.usual_ns[rows], joined.common_ns_of(rows))
+    ns = np.maximum(joined.dur[rows] - quick, 0)
+    costly = ns > 2 * quick + 1_000
+    if int(ns[costly & (joined.dur[rows] < SLOW_NS)].sum()) < UNSETTLED_SHARE * joined.caller_span_ns(rows):
+        costly = joined.dur[rows] >= SLOW_NS
+    rows, ns = rows[costly], ns[costly]
+    if int(ns.sum()) <= without_cpu(joined.recording, rows, ns) + LEAST_NS:
+        return None
+    told = bool((joined.stream[rows] >= 0).all()) and joined.recording.has_executions
+    ours = any(one.format == "kvprobe" for one in joined.recording.source)
+    return joined.host_finding(
+        CAUSE,
+        "The launch queue may have been full: {calls} records of events took {lost} longer than others",
+        "cannot tell",
+        rows,
+        ns,
+        severity="info",
+        evidence=(
+            Evidence(
+                f"{len(rows):,} calls that record an event took {ms(int(ns.sum()))} longer than such calls do, the "
+                f"longest {ms(int(joined.dur[rows].max()))}: a record takes a place of its stream's queue",
+                int(ns.sum()),
+                "ns",
+                MEASURED,
+            ),
+        ),
+        reason="cannot tell, because the records of events that took long found room in their queues, by what was "
+        "counted"
+        if told
+        else "cannot tell, because records of events waited, and the recording does not hold every record with its "
+        "stream",
+        cure=(
+            Change(
+                "Keep each record of an event: kvprobe run --detail launches"
+                if ours
+                else "Record again with Python stacks (kvprobe run), to see where the thread was"
+                if told
+                else "Record with Nsight Systems (kvprobe run --nsys), which tells the stream of each record",
+                "recording",
+            ),
+        ),
+        chart=joined.slow_calls_chart(rows, "Records of events that took long"),
+    )
+
+
 def open_question(joined: JoinedRecording) -> Finding | None:
     """Slow calls with most outstanding, where one of the three signs is missing."""
     found = full(joined)
     if not found.open_reason or len(found.rows["saturation"]):
-        return None
+        return _slow_records(joined)
     free = joined.host.free_ns[found.open_rows] > 0
     rows, ns = found.open_rows[free], found.open_ns[free]
     if len(rows) < 3:
@@ -165,6 +220,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         (CallKind.BATCH, "batches"),
         (CallKind.MEMSET, "memsets"),
         (CallKind.GRAPH, "graph launches"),
+        (CallKind.EVENT, "records of events"),
     ):
         mine = kinds == kind
         if mine.any():
@@ -204,6 +260,17 @@ def find(joined: JoinedRecording) -> Finding | None:
             ),
             *merged(joined, found, "saturation"),
         ]
+    records = len(counted_records(joined, distinct(joined.stream[rows])))
+    if records:
+        submitted = int((joined.submits & np.isin(joined.stream, joined.stream[rows])).sum())
+        cure.insert(
+            1,
+            Change(
+                f"Record one event behind a transfer or a step, not behind each piece: {records:,} records took "
+                "places of the queue as well",
+                share=spared(joined, found, "saturation", 1 + records / max(submitted, 1)),
+            ),
+        )
     return joined.host_finding(
         CAUSE,
         "The launch queue was full: {calls} submissions blocked for {lost}",

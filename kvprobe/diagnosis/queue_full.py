@@ -22,7 +22,7 @@ from kvprobe.recordings.model import CallKind, Direction, Engine, Memory, Record
 from kvprobe.recordings.numbered import places_each
 from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, occupancy
 
-__all__ = ["Full", "full"]
+__all__ = ["UNSETTLED_SHARE", "Full", "full"]
 
 SHAPES = ("saturation", "fence", "alias", "channels")
 DEEP = 900  # outstanding, where a single blocked call is to be told by what it stood behind
@@ -158,6 +158,7 @@ def _by_other_thread(joined: JoinedRecording, queue: StreamOccupancy, rows: Arra
         here = queue.calls[joined.caller[queue.calls] == caller]
         elsewhere = int((joined.submits & (joined.caller == caller) & (joined.stream != queue.stream)).sum())
         others = queue.calls[joined.caller[queue.calls] != caller]
+        others = others[joined.submits[others]]
         copies = np.isin(joined.direction[others], [Direction.H2D, Direction.D2H]).mean()
         if elsewhere <= len(here) or copies < 0.9:
             continue

@@ -3,8 +3,8 @@
 Mechanism: unknown by definition. The usual suspects that a recording does not show are the scheduler taking the thread
 away, a lock inside the driver that another process or thread holds, and page faults.
 
-Signature: submissions longer than 60 us, at a depth below the ceiling, that overlap nothing labelled: two at least, or
-one that took a tenth of its thread's time.
+Signature: submissions, and records of events, longer than 60 us, at a depth below the ceiling, that overlap nothing
+labelled: two at least, or one that took a tenth of its thread's time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ CAUSE = cause_of(__name__)
 def find(joined: JoinedRecording) -> Finding | None:
     """What is left of slow submissions."""
     left = np.minimum(joined.host.free_ns, joined.excess_ns)
-    rows = np.flatnonzero(joined.submits & joined.slow & (joined.host.owner < 0))
+    asked = joined.submits | joined.is_named("eventrecord")
+    rows = np.flatnonzero(asked & joined.slow & (joined.host.owner < 0))
     lost = int(left[rows].sum())
     if not len(rows) or (len(rows) < 2 and lost < CRITICAL * joined.caller_span_ns(rows)):
         return None  # one slow call in a recording is an accident, unless its thread did little else

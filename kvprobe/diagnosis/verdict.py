@@ -15,7 +15,7 @@ import numpy as np
 from kvprobe.diagnosis import FULL_QUEUE, UNEXPLAINED
 from kvprobe.recordings.assemble import is_kind
 from kvprobe.recordings.buckets import bucket_floor_ns
-from kvprobe.recordings.model import SUBMITTING, CallKind, Recording
+from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Recording
 from kvprobe.recordings.window import ServingWindow, serving_window
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _COPIES = (
     "with ProfilerActivity.CUDA"
 )
 _DEVICE = "record with device activity: `kvprobe run --nsys`, `nsys profile -t cuda`, or torch.profiler with CUDA"
-_LAUNCHES = "keep each launch: `kvprobe run --detail launches`"
+_LAUNCHES = "keep each launch and event: `kvprobe run --detail launches`"
 _DETAIL = "keep more calls: `kvprobe run --max-size`, or a shorter run"
 
 
@@ -96,7 +96,35 @@ def missing(recording: Recording, window: ServingWindow | None = None) -> list[M
         else:
             out.append(Missing(f"it holds {made} submission{'s' if made > 1 else ''}, {few}", _COPIES))
     out += _unseen(recording)
+    out += _unseen_records(recording)
     return out
+
+
+def _unseen_records(recording: Recording) -> list[Missing]:
+    """Records of events that waited, each too short to be kept: they take places of a queue as submissions do."""
+    totals, calls = recording.totals, recording.calls
+    named = np.array(["eventrecord" in name.lower() for name in recording.names] or [False])
+    rows = np.flatnonzero(named[totals["name"]]) if len(recording.histograms) == totals.rows else np.zeros(0, np.int64)
+    kept = named[calls["name"]] if calls.rows else np.zeros(0, dtype=bool)
+    if not len(rows) or int(kept.sum()) >= int(totals["calls"][rows].sum()):
+        return []
+    lost, quick = _slower(recording.histograms[rows].sum(axis=0))
+    took = np.maximum(calls["end_ns"] - calls["start_ns"], 0)[kept]
+    lost -= float(np.maximum(took[took > 3 * quick] - quick, 0).sum())
+    span = float(calls["end_ns"].max() - calls["start_ns"].min()) if calls.rows else 0.0
+    threads = max(len(np.unique(totals["thread"][rows])), 1)
+    if lost <= UNSEEN_SHARE * max(span * threads, 1.0):
+        return []
+    said = f"calls that record an event took {lost / 1e6:,.0f} ms longer than quick ones; they were not kept one by one"
+    return [Missing(said, _LAUNCHES)]
+
+
+def _slower(counts: Array) -> tuple[float, float]:
+    """How much longer than quick calls those of a histogram took that are thrice as long; what a quick one takes."""
+    floors = np.array([bucket_floor_ns(bucket) for bucket in range(len(counts))], dtype=np.float64)
+    quick = max(float(floors[int(np.searchsorted(np.cumsum(counts), 0.02 * counts.sum()))]), 200.0)
+    slow = floors > 3 * quick
+    return float((counts[slow] * (floors[slow] - quick)).sum()), quick
 
 
 def _unseen(recording: Recording) -> list[Missing]:
@@ -111,13 +139,10 @@ def _unseen(recording: Recording) -> list[Missing]:
     counts = recording.histograms[rows].sum(axis=0) if len(rows) else np.zeros(0, np.int64)
     if not counts.sum():
         return []
-    floors = np.array([bucket_floor_ns(bucket) for bucket in range(len(counts))], dtype=np.float64)
-    quick = floors[int(np.searchsorted(np.cumsum(counts), 0.02 * counts.sum()))]
-    slow = floors > 3 * max(quick, 200)
-    lost = float((counts[slow] * (floors[slow] - quick)).sum())
+    lost, quick = _slower(counts)
     calls = recording.calls
     detail = np.maximum(calls["end_ns"] - calls["start_ns"], 0)[is_kind(calls["kind"], SUBMITTING)]
-    lost -= float(np.maximum(detail[detail > 3 * max(quick, 200)] - quick, 0).sum())
+    lost -= float(np.maximum(detail[detail > 3 * quick] - quick, 0).sum())
     span = float(calls["end_ns"].max() - calls["start_ns"].min()) if calls.rows else 0.0
     threads = max(len(np.unique(totals["thread"][rows])), 1)
     if lost <= UNSEEN_SHARE * max(span * threads, 1.0):

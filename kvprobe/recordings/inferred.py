@@ -34,7 +34,7 @@ from kvprobe.recordings.numbered import emptying_waits, partial, places, places_
 if TYPE_CHECKING:
     from kvprobe.recordings.occupancy import StreamOccupancy
 
-__all__ = ["infer"]
+__all__ = ["infer", "without_cpu"]
 
 _TOP, _BELOW = 0.9, 0.8  # of the full depth: where a queue counts as full, and where it has room
 _NEARLY, _OVER = 0.75, 1.25  # of the full depth: how far a reckoned depth may be off
@@ -174,12 +174,12 @@ def _infer(recording: Recording, queue: StreamOccupancy) -> None:
     if counted is not None and known and not top.any():
         queue.reason = f"never more than {deepest} of {known} submissions outstanding ({how})"
     elif other > (least := max(1_000_000, 0.01 * (int(end.max()) - int(start[0])))):
-        without_cpu = _without_cpu(recording, rows[slow], (duration - base)[slow])
+        unserved = without_cpu(recording, rows[slow], (duration - base)[slow])
         queue.reason = f"slow calls took {ms(other)} more than others, not in the pattern of a full queue ({how})"
-        if other - without_cpu > least:
+        if other - unserved > least:
             queue.verdict = "cannot tell"
         else:
-            queue.reason += f"; their threads waited {ms(without_cpu)} of it for a CPU"
+            queue.reason += f"; their threads waited {ms(unserved)} of it for a CPU"
     else:
         queue.reason = f"no calls became and stayed slow from one depth on, with up to {deepest} outstanding ({how})"
 
@@ -196,13 +196,15 @@ def _launches(recording: Recording, queue: StreamOccupancy, numbered: Array, bas
     lost = np.maximum(calls["end_ns"][rows[at]] - calls["start_ns"][rows[at]] - base[at], 0).astype(np.int64)
     long = lost > 3 * base[at]
     fact = recording.machine.get("queue_depth")
-    known = int(fact) if isinstance(fact, (int, float)) and fact > 0 else 0
-    depths = _depths(recording)
+    each = places_each(recording, queue)
+    known = round(fact / each) if isinstance(fact, (int, float)) and fact > 0 else 0
+    depths = _depths(recording, each)
     low = 0.98 * known if known else depths.usual[0]
     top, early = long & (place >= low), long & (place < low)
     past = int(place[top].max(initial=0)) - int(place[top].min(initial=0)) + 1
     few = int(top.sum()) < LEAST_BLOCKED or int(top.sum()) < _OFTEN * past
     if few or not lost[top].sum() > 4 * lost[early].sum():
+        _unexplained(recording, queue, rows[at[long]], lost[long])
         return
     full = known or _held(calls, rows[at], place, top, depths)
     if not full:
@@ -226,6 +228,21 @@ def _launches(recording: Recording, queue: StreamOccupancy, numbered: Array, bas
         f"{int(top.sum())} kernel launches took {ms(int(lost[top].sum()))} more than others, the first after "
         f"{int(place[top].min()):,} launches since the stream was last known to be empty (inferred: launches are "
         "counted by their thread; no device activity was recorded)"
+    )
+
+
+def _unexplained(recording: Recording, queue: StreamOccupancy, rows: Array, lost: Array) -> None:
+    """A queue is not called healthy where its launches took much longer than others, for no reason that is seen."""
+    calls = recording.calls
+    mine = calls["process"] == calls["process"][queue.calls[0]]
+    span = int(calls["end_ns"][mine].max()) - int(calls["start_ns"][mine].min())
+    spent = int(lost.sum())
+    if queue.verdict != "healthy" or spent - without_cpu(recording, rows, lost) <= max(1_000_000, 0.01 * span):
+        return
+    queue.verdict = "cannot tell"
+    queue.reason = (
+        f"{len(rows):,} kernel launches took {ms(spent)} more than others, not in the pattern of a full queue "
+        "(inferred: launches are counted by their thread; no device activity was recorded)"
     )
 
 
@@ -399,7 +416,7 @@ def _starved(recording: Recording, queue: StreamOccupancy, begin: int, end: int)
     return bool((waits["waited_ns"] * (inside / length))[mine].sum() > STARVED_SHARE * (end - begin))
 
 
-def _without_cpu(recording: Recording, rows: Array, excess: Array) -> int:
+def without_cpu(recording: Recording, rows: Array, excess: Array) -> int:
     """How much of the excess of these calls their threads waited for a CPU, at most; ns."""
     waits, calls = recording.cpu_waits, recording.calls
     total = 0

@@ -12,23 +12,55 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvprobe.launchqueue.constants import BATCH_PLACES
-from kvprobe.recordings.model import Array, CallKind, Recording
+from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Recording
 
 if TYPE_CHECKING:
     from kvprobe.recordings.occupancy import StreamOccupancy
 
 IDLE_NS = 100_000
 
-__all__ = ["partial", "places", "places_each", "told_to_wait"]
+FEW_RECORDS = 0.1  # records of events to a submission: fewer hardly change what a queue takes
+
+__all__ = ["event_records", "partial", "places", "places_each", "told_to_wait"]
 
 
 def places_each(recording: Recording, queue: StreamOccupancy) -> float:
-    """Places of the queue that one of its submissions takes: 1, or more where nearly all are batches of many copies."""
+    """Places of the queue that one of its submissions takes.
+
+    One, or more where nearly all are batches of many copies, and where an event is recorded behind nearly each.
+    """
     calls, rows = recording.calls, queue.calls
     batches = rows[calls["kind"][rows] == CallKind.BATCH]
-    if 10 * len(batches) < 9 * len(rows):
-        return 1.0
-    return max(float(np.median(np.ceil(BATCH_PLACES * calls["count"][batches]))), 1.0)
+    places = 1.0
+    if 10 * len(batches) >= 9 * len(rows):
+        places = max(float(np.median(np.ceil(BATCH_PLACES * calls["count"][batches]))), 1.0)
+    counted = (calls["kind"][rows] == CallKind.EVENT).any()
+    return places if counted else places + _records_each(recording, queue)
+
+
+def _are_records(recording: Recording) -> Array:
+    """Which of the recording's names are of calls that record an event, (names,) bool."""
+    return np.array(["eventrecord" in text.lower() for text in recording.names] or [False])
+
+
+def _records_each(recording: Recording, queue: StreamOccupancy) -> float:
+    """Events recorded on the queue's streams for each of its submissions, by the totals; 0 where they are few."""
+    totals = recording.totals
+    mine = np.isin(totals["stream"], queue.streams)
+    made = int(totals["calls"][mine & np.isin(totals["kind"], SUBMITTING)].sum())
+    records = int(totals["calls"][mine & _are_records(recording)[totals["name"]]].sum())
+    return records / made if made and records >= FEW_RECORDS * made else 0.0
+
+
+def event_records(recording: Recording, streams: list[int]) -> Array:
+    """Rows of the calls that record an event on these streams, none where they are few or some of them are missing."""
+    calls, totals = recording.calls, recording.totals
+    named = _are_records(recording)
+    rows = np.flatnonzero((calls["kind"] == CallKind.EVENT) & np.isin(calls["stream"], streams) & named[calls["name"]])
+    submits = np.isin(calls["kind"], np.array(SUBMITTING, dtype=np.uint8)) & np.isin(calls["stream"], streams)
+    counted = int(totals["calls"][np.isin(totals["stream"], streams) & named[totals["name"]]].sum())
+    few = len(rows) < FEW_RECORDS * int(submits.sum()) or len(rows) < counted
+    return rows[:0] if few else rows
 
 
 def partial(recording: Recording, queue: StreamOccupancy) -> Array:

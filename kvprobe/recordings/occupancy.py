@@ -3,6 +3,9 @@
 Depth at a call's entry = operations in flight when the recording began + submissions before it - completions before
 it, one submission per correlation id, done at the end of its last operation. What is measured here of a queue is judged
 in launchqueue/judge.py; native/trace/queues.c measures the same of a Kineto trace (a test compares them).
+
+The record of an event takes a place, too, until all before it is done. Where a recording holds every record with its
+stream, and they are no few, they are counted if a full queue is found or suspected so, and cost more than without.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from kvprobe.recordings.assemble import correlation_keys, distinct, is_kind, pai
 from kvprobe.recordings.inferred import infer
 from kvprobe.recordings.links import links_of
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording
+from kvprobe.recordings.numbered import event_records
 
 if TYPE_CHECKING:
     from kvprobe.launchqueue.judge import QueueVerdict
@@ -118,8 +122,11 @@ def occupancy(recording: Recording, *, use_labels: bool = True, by_channel: bool
     baseline = np.full(rows, -1, dtype=np.int32)
     labelled = _labelled(recording)
     found: list[StreamOccupancy] = []
-    for queue in _queues(recording, by_channel):
+    for queue, with_records in _queues(recording, by_channel):
         _judge(recording, queue, labelled, use_labels)
+        if with_records is not None:
+            _judge(recording, with_records, labelled, use_labels)
+            queue = max(queue, with_records, key=_weight)
         depth[queue.calls] = queue.depth
         blocked[queue.calls] = queue.blocked
         blocked_ns[queue.calls] = queue.blocked_ns
@@ -147,7 +154,13 @@ def occupancy(recording: Recording, *, use_labels: bool = True, by_channel: bool
 # ---- depth ----------------------------------------------------------------------------------------------------------
 
 
-def _queues(recording: Recording, by_channel: bool) -> Iterator[StreamOccupancy]:
+def _weight(queue: StreamOccupancy) -> tuple[int, int]:
+    """What was found of a queue, to be compared: the verdict, then the time lost."""
+    return ("healthy", "cannot tell", "saturated").index(queue.verdict), int(queue.blocked_ns.sum())
+
+
+def _queues(recording: Recording, by_channel: bool) -> Iterator[tuple[StreamOccupancy, StreamOccupancy | None]]:
+    """Each queue by its submissions, and by its records of events as well where these are worth counting."""
     calls, streams = recording.calls, recording.streams
     rows = np.flatnonzero(is_kind(calls["kind"], SUBMITTING))
     if not len(rows):
@@ -175,16 +188,28 @@ def _queues(recording: Recording, by_channel: bool) -> Iterator[StreamOccupancy]
     for queue, members in call_groups.items():
         if queue >= 0:
             early = orphan_groups.get(queue, nothing)
-            yield _queue(
-                recording,
-                queue,
-                np.flatnonzero(queue_of[: streams.rows] == queue).tolist(),
-                rows[members],
-                done[members],
-                began[members],
-                orphans[1][early],
-                orphans[2][early],
+            shared = np.flatnonzero(queue_of[: streams.rows] == queue).tolist()
+            before = orphans[1][early], orphans[2][early]
+            mine = rows[members], done[members], began[members]
+            records = event_records(recording, shared) if len(shared) == 1 else nothing
+            yield (
+                _queue(recording, queue, shared, *mine, *before),
+                _queue(recording, queue, shared, *_among(recording, records, *mine), *before) if len(records) else None,
             )
+
+
+def _among(recording: Recording, records: Array, rows: Array, done: Array, began: Array) -> tuple[Array, Array, Array]:
+    """Submissions of one stream and its records of events in order of time; a record is done with all before it."""
+    none = np.full(len(records), _NEVER, dtype=np.int64)
+    rows, done, began = np.append(rows, records), np.append(done, none), np.append(began, none)
+    order = np.argsort(recording.calls["start_ns"][rows], kind="stable")
+    rows, done, began = rows[order], done[order], began[order]
+    if recording.has_executions:
+        own = np.isin(rows, records)
+        reached = np.maximum.accumulate(np.where(done != _NEVER, done, 0))
+        done[own] = np.maximum(reached, recording.calls["start_ns"][rows])[own]
+        began[own] = done[own]
+    return rows, done, began
 
 
 def _completions(recording: Recording, rows: Array) -> tuple[Array, Array, tuple[Array, Array, Array]]:
