@@ -7,7 +7,8 @@ again and again.
 Signature: a host-to-device copy with the source address and size of an earlier one of its process that has not ended
 when the later one is submitted; or, after it has ended, one with its destination as well, where between the two no
 copy wrote to the source and none from elsewhere to the destination, and something was waited for. A load of another
-kind repeated after the first has ended is not counted: the block may have been evicted since. A kernel may have
+kind repeated after the first has ended is not counted: the block may have been evicted since. Where the device was not
+recorded, a load has not ended before its stream's bytes can have come over the fastest link there is. A kernel may have
 overwritten the bytes, which no recording tells: then the finding is only likely. Needs addresses (kvprobe's own
 recordings have them; Nsight Systems and Kineto do not, and then nothing is said). A load of which the destination was
 given another source in between is needed (weights that pass through a few buffers are loaded again and again), and is
@@ -40,7 +41,25 @@ from kvprobe.recordings.model import CallKind, Direction
 
 CAUSE = cause_of(__name__)
 FEW = 8  # kernels
+FASTEST = 450e9  # bytes per second of any link between CPU and GPU, one way: NVLink-C2C of a Grace Hopper
 MANY = 32  # loads of what had arrived: fewer may be a block that a kernel had used up
+
+
+def _ends(joined: JoinedRecording, loads: Array) -> Array:
+    """When each load had ended, or the earliest that it can have, where its execution was not recorded."""
+    rate = joined.link(Direction.H2D)[0] or FASTEST
+    order = np.lexsort((joined.start[loads], joined.stream[loads], joined.process[loads]))
+    rows = loads[order]
+    new = np.ones(len(rows), dtype=bool)
+    new[1:] = (joined.stream[rows[1:]] != joined.stream[rows[:-1]]) | (
+        joined.process[rows[1:]] != joined.process[rows[:-1]]
+    )
+    took = (joined.bytes[rows] / rate * 1e9).astype(np.int64)
+    sums = np.cumsum(took)
+    begins = running_max_by_group(joined.start[rows] - (sums - took), np.cumsum(new))  # a stream runs in order
+    out = np.empty(len(rows), dtype=np.int64)
+    out[order] = np.maximum(begins + sums, joined.end[rows])
+    return np.where(joined.exec_end[loads] >= 0, joined.exec_end[loads], out)
 
 
 def _overwritten(joined: JoinedRecording, loads: Array) -> Array:
@@ -104,7 +123,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     new = np.ones(len(loads), dtype=bool)
     new[1:] = np.any([column[loads[1:]] != column[loads[:-1]] for column in columns], axis=0)
     group = np.cumsum(new) - 1
-    ends = np.where(joined.exec_end[loads] >= 0, joined.exec_end[loads], joined.end[loads])
+    ends = _ends(joined, loads)
     reach = running_max_by_group(ends, group)
     again = np.zeros(len(loads), dtype=bool)
     again[1:] = ~new[1:] & (joined.start[loads[1:]] < reach[:-1])

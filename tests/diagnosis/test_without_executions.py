@@ -250,6 +250,28 @@ def test_a_healthy_verdict_beside_a_small_finding_does_not_deny_it(runtime):
     assert verdict.reason.startswith("what was found is for information")
 
 
+@pytest.mark.parametrize("facts", [{}, {"link_bytes_per_s": RATE}])
+@pytest.mark.parametrize("blocks", ["the same", "others"])
+def test_blocks_that_are_on_their_way_are_known_by_what_a_link_can_carry(runtime, blocks, facts):
+    """Eight requests load 16 MiB each, at once: the first bytes take 37 us on the fastest link there is."""
+    program = Program(runtime, size=128 * MiB)
+
+    def body():
+        for request in range(8):
+            for i in range(16):
+                source = i * MiB + (0 if blocks == "the same" else 8 * request * KiB)
+                target = (16 * (request % 7) + i) * MiB
+                program.rt.copy(program.device + target, program.host + source, MiB, H2D, program.streams[0])
+        for _ in range(8):
+            program.rt.launch(program.compute, 1_000)
+        program.rt.sync(program.streams[0])
+
+    _, _, lost, _ = program.examined(body, **facts)
+    assert ("redundant_loads" in lost) == (blocks == "the same")
+    if blocks == "the same" and facts:
+        assert lost["redundant_loads"] == pytest.approx(7 * 16 * MiB / RATE * 1e9, rel=0.1)
+
+
 def test_launches_that_were_only_counted_are_not_said_to_be_missing(runtime):
     """`kvprobe run` keeps the slow ones of a thousand launches."""
     program = Program(runtime)
