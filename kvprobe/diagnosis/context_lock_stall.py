@@ -1,8 +1,10 @@
-"""A thread that creates an event or stream, or allocates, waits because another thread is blocked while submitting.
+"""A thread that creates an event, allocates, or names a full stream waits for another thread's blocked submission.
 
 Mechanism: a submitter that finds the queue full waits inside the driver with the context lock held in shared mode;
 `cudaEventCreate`, `cudaStreamCreate`, `cudaMalloc`, `cudaHostAlloc` and `cudaFree` want it exclusively and wait until
-the stall is over, although they name another stream or none. Measured on an H200: about 90 ms for a 120 ms gate.
+the stall is over, although they name another stream or none. Measured on an H200: about 90 ms for a 120 ms gate. It
+holds its stream's lock, too: every call of another thread that names that stream waits, one that records an event on it
+or tells it to wait for one, too.
 
 Signature: such a call, at least 100 us beyond what it usually takes, lies inside a slow submission of another thread of
 its process for most of its length, and ends with it. An allocation that is slow by itself ends by itself. Where the
@@ -10,7 +12,8 @@ device was recorded, that submission was blocked by a full queue or staged pagea
 reason may itself be the one that waits.
 
 Predicted saving: all of it with the other thread's queue cured; the share of creations with events and streams made up
-front, the share of allocations with memory from a pool.
+front, the share of allocations with memory from a pool, the share of calls that name the stream with these left to the
+thread that submits.
 """
 
 from __future__ import annotations
@@ -19,11 +22,23 @@ import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.held_up import STALL_NS, held_up, longest_of, said
-from kvprobe.diagnosis.joined import JoinedRecording, ms
+from kvprobe.diagnosis.intervals import distinct
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
 from kvprobe.diagnosis.pinning_stall import CAUSE as PINNING_STALL
 from kvprobe.recordings.model import CallKind, Memory
 
 CAUSE = cause_of(__name__)
+
+
+def _naming(joined: JoinedRecording, holders: Array) -> tuple[Array, Array]:
+    """Records of events and waits for them that another thread's submission to the same stream held up, ns of each."""
+    events = (joined.kind == CallKind.EVENT) & (joined.dur > STALL_NS) & (joined.stream >= 0) & ~joined.queue_blocked
+    found = [
+        held_up(joined, np.flatnonzero(events & (joined.stream == stream)), holders[joined.stream[holders] == stream])
+        for stream in distinct(joined.stream[events])
+    ]
+    none = np.zeros(0, dtype=np.int64)
+    return np.concatenate([none, *(rows for rows, _ in found)]), np.concatenate([none, *(ns for _, ns in found)])
 
 
 def find(joined: JoinedRecording) -> Finding | None:
@@ -37,11 +52,15 @@ def find(joined: JoinedRecording) -> Finding | None:
         holds &= joined.host.owner != joined.host.causes.index(PINNING_STALL)
     holders = np.flatnonzero(holds)
     rows, ns = held_up(joined, rows, holders)
+    naming, naming_ns = _naming(joined, holders)
+    rows, ns = np.append(rows, naming), np.append(ns, naming_ns)
     if not len(rows):
         return None
     holding, worst = longest_of(joined, rows, holders)
     whole = int((10 * ns > 8 * joined.dur[rows]).sum())
-    created = int(ns[joined.kind[rows] == CallKind.CREATE].sum()) / int(ns.sum())
+    created, named = (
+        int(ns[joined.kind[rows] == kind].sum()) / int(ns.sum()) for kind in (CallKind.CREATE, CallKind.EVENT)
+    )
     return joined.host_finding(
         CAUSE,
         "{calls} calls waited {lost} for another thread's blocked submission",
@@ -78,8 +97,22 @@ def find(joined: JoinedRecording) -> Finding | None:
                 else ()
             ),
             *(
-                (Change("Allocate and pin before serving; inside it take memory from a pool", share=1 - created),)
-                if created < 1
+                (
+                    Change(
+                        "Allocate and pin before serving; inside it take memory from a pool", share=1 - created - named
+                    ),
+                )
+                if created + named < 1
+                else ()
+            ),
+            *(
+                (
+                    Change(
+                        "Let the thread that submits to a stream record its events and tell it what to wait for",
+                        share=named,
+                    ),
+                )
+                if named
                 else ()
             ),
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hostruntime import QUEUE_FULL, Runtime, recording_of
+from hostruntime import D2H, QUEUE_FULL, STREAM_LOCK, Runtime, recording_of
 from scenarios import KiB, Stage
 
 from kvprobe.diagnosis import examine
@@ -157,3 +157,35 @@ def test_events_that_found_room_are_healthy(runtime):
     for seen in (whole, without_executions, as_kept_by_default, without_streams_of_events):
         found, verdicts, truth = examined(runtime, body, seen)
         assert (truth, verdicts, set(found)) == (0, ("healthy", "healthy"), set())
+
+
+@pytest.mark.parametrize("seen", [whole, without_executions, as_kept_by_default])
+@pytest.mark.parametrize("call", ["records an event", "waits for an event"])
+def test_a_call_that_names_a_stream_which_another_thread_fills_waits_for_its_submission(runtime, call, seen):
+    """One thread is blocked behind a forward; the other names its stream, and is held for as long."""
+
+    def body(stage: Stage) -> None:
+        def store() -> None:
+            for i in range(1_060):
+                at = i * 16 * KiB
+                runtime.copy(stage.host + at, stage.device + at, 16 * KiB, D2H, stage.streams[0])
+
+        for step in range(4):
+            runtime.launch(stage.compute, 30_000_000)
+            stage.after(stage.streams[0], stage.compute, step)
+            thread = runtime.thread(store)
+            runtime.sleep(4_000_000)
+            if call == "records an event":
+                runtime.record(stage.events[40], stage.streams[0])
+            else:
+                runtime.wait(stage.streams[0], stage.events[40])
+            runtime.launch(stage.compute, 100_000)
+            thread.join()
+            runtime.sleep(20_000_000)
+
+    stage = Stage(runtime, depth=1_021, d2h=4e9)
+    records, _ = runtime.trace(lambda: body(stage))
+    held = int(records["blocked_ns"][records["reason"] == STREAM_LOCK].sum())
+    found = {one.cause: one for one in examine(seen(recording_of(runtime, records))).findings if not one.abstains}
+    assert found["context_lock_stall"].lost_ns == pytest.approx(held, rel=0.1)
+    assert not any("Allocate" in change.text for change in found["context_lock_stall"].cure)
