@@ -26,7 +26,7 @@ from kvprobe.diagnosis.merging import merged
 from kvprobe.diagnosis.queue_full import UNSETTLED_SHARE, full
 from kvprobe.launchqueue.constants import LEAST_NS, REAL_DEPTH
 from kvprobe.recordings.inferred import without_cpu
-from kvprobe.recordings.model import CallKind
+from kvprobe.recordings.model import CallKind, Direction, Memory
 
 CAUSE = cause_of(__name__)
 
@@ -109,11 +109,57 @@ def _slow_records(joined: JoinedRecording) -> Finding | None:
     )
 
 
+def _crowded(joined: JoinedRecording) -> Finding | None:
+    """Slow copies whose own stream had room while those of their direction together held what a channel takes."""
+    seen = joined.submits & np.isin(joined.direction, (Direction.H2D, Direction.D2H)) & (joined.exec_end >= 0)
+    left = np.minimum(joined.host.free_ns, joined.excess_ns)
+    slow = seen & joined.slow & (joined.host.owner < 0) & (joined.memory != Memory.PAGEABLE)
+    takes = 0.9 * float(joined.recording.machine.get("queue_depth") or 1_000)
+    parts = [np.zeros(0, dtype=np.int64)]
+    most = 0
+    for process, direction in set(zip(joined.process[slow].tolist(), joined.direction[slow].tolist(), strict=True)):
+        mine = (joined.process == process) & (joined.direction == direction)
+        rows = np.flatnonzero(slow & mine)
+        entered, done = np.sort(joined.start[seen & mine]), np.sort(joined.exec_end[seen & mine])
+        at = joined.start[rows]
+        together = np.searchsorted(entered, at) - np.searchsorted(done, at, "right")
+        crowded = (together >= takes) & (joined.occupancy.depth[rows] < takes)
+        parts.append(rows[crowded])
+        most = max(most, int(together[crowded].max(initial=0)))
+    rows = np.concatenate(parts)
+    return joined.host_finding(
+        CAUSE,
+        "A channel of several streams may have been full: {calls} submissions took {lost} longer than others",
+        "cannot tell",
+        rows,
+        left[rows],
+        severity="info",
+        evidence=(
+            Evidence(
+                f"the copies of their direction, of all streams together, were up to {most:,} outstanding",
+                most,
+                "1",
+                MEASURED,
+            ),
+        ),
+        reason="cannot tell, because the recording does not say which streams share a channel, and streams that had "
+        "room themselves held together what a channel takes",
+        cure=(
+            Change(
+                "Record with the PyTorch profiler of June 2026 or later, which tells channels; or run once with "
+                "CUDA_DEVICE_MAX_CONNECTIONS=32 and compare",
+                "recording",
+            ),
+        ),
+        chart=joined.slow_calls_chart(rows, "Slow submissions of streams with room"),
+    )
+
+
 def open_question(joined: JoinedRecording) -> Finding | None:
     """Slow calls with most outstanding, where one of the three signs is missing."""
     found = full(joined)
     if not found.open_reason or len(found.rows["saturation"]):
-        return _slow_records(joined)
+        return _slow_records(joined) or _crowded(joined)
     free = joined.host.free_ns[found.open_rows] > 0
     rows, ns = found.open_rows[free], found.open_ns[free]
     if len(rows) < 3:

@@ -131,7 +131,9 @@ def _shared_channels(joined: JoinedRecording, own: Occupancy, result: Full) -> t
             continue
         rows, ns = _near_the_top(joined, queue) if queue.verdict == "saturated" else _regular(joined, queue)
         users = distinct(joined.stream[rows])
-        if len(users) < 2:
+        if not len(rows) or (
+            len(users) < 2 and not known
+        ):  # of a known channel one stream may find what another put in
             continue
         limit = int(queue.depth.max()) if known else int(full_depth or 1_000)
         roomy = own.depth[rows] < 0.9 * limit

@@ -284,3 +284,30 @@ def test_launches_that_were_only_counted_are_not_said_to_be_missing(runtime):
     (lacks,) = of_recording(recording, examine(recording).findings).missing
     assert lacks.what.startswith("of 1,000 submissions it holds 8 one by one")
     assert "--detail launches" in lacks.how
+
+
+@pytest.mark.parametrize("channels", [True, False])
+def test_a_stream_that_finds_its_channel_full_of_another_ones_copies(runtime, channels):
+    """One of two streams holds nearly all that their channel takes; the few copies of the other wait for a forward."""
+    program = Program(runtime, copy_channels=1)
+
+    def body():
+        for _ in range(6):
+            program.rt.launch(program.compute, 30_000_000)
+            program.rt.record(program.event, program.compute)
+            program.rt.wait(program.streams[0], program.event)
+            for i in range(1_000):
+                program.load(i, 16 * KiB, program.streams[0])
+            for i in range(40):
+                program.load(1_000 + i, 16 * KiB, program.streams[1])
+            program.rt.sleep(30_000_000)
+
+    records, _ = program.rt.trace(body)
+    recording = recording_of(program.rt, records, channels)
+    findings = examine(recording).findings
+    waited = int((records["end_ns"] - records["start_ns"])[records["reason"] == QUEUE_FULL].sum())
+    lost = {one.cause: one.lost_ns for one in findings if not one.abstains}
+    assert of_full_queue(recording, findings).state == ("found" if channels else "undecided")
+    assert ("channels_exhausted" in lost) == channels
+    if channels:
+        assert lost["channels_exhausted"] == pytest.approx(waited, rel=0.1)
