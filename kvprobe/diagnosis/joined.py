@@ -528,7 +528,9 @@ class JoinedRecording:
 
     def _finding(self, cause: str, title: str, confidence: Confidence, loss: Loss, more: Explanation) -> Finding:
         line = next((call.line for call in loss.calls if call.line), "")
-        cure = (replace(change.of(loss.ns), at=line if change.kind == "call" else "") for change in more["cure"])
+        # Where no time is known, none is predicted to be saved: 0 would put the change behind all others.
+        saved = (change if loss.on == "none" else change.of(loss.ns) for change in more["cure"])
+        cure = (replace(change, at=line if change.kind == "call" else "") for change in saved)
         return Finding(
             cause=cause,
             title=singular(title.format(lost=ms(loss.ns), calls=f"{loss.count:,}")),
