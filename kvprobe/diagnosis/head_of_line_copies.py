@@ -74,9 +74,10 @@ def find(joined: JoinedRecording) -> Finding | None:
                 busy = Cover(joined.x_start[others], joined.x_end[others])
                 until = joined.x_start[rows]
                 covered = busy.within(since, until)
-                by_stream = [others[table["stream"][others] == one] for one in distinct(table["stream"][others])]
-                moved_by = np.stack([_moved(joined, one, since, until) for one in by_stream])
-                ahead, most = moved_by.sum(axis=0), moved_by.max(axis=0)
+                ahead = _moved(joined, others, since, until)
+                most = np.zeros_like(ahead)  # of one stream
+                for one in distinct(table["stream"][others]):
+                    np.maximum(most, _moved(joined, others[table["stream"][others] == one], since, until), out=most)
                 own = np.flatnonzero(copies & (table["process"] == process) & (table["stream"] == stream))
                 # what its stream goes on to move in as long a time as it waited: a burst's first copy is no small one
                 follows = _moved(joined, own, until, 2 * until - since)

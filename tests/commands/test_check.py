@@ -51,9 +51,9 @@ def test_a_healthy_recording_keeps_them(kvprobe, shared_data: Path, tmp_path: Pa
     assert ElementTree.parse(junit).getroot().find("testsuite").get("failures") == "0"
 
 
-def test_what_the_profiler_costs_is_no_loss_of_the_programs(kvprobe, shared_data: Path) -> None:
+def test_what_the_profiler_costs_is_no_loss_of_the_programs(kvprobe, shared_data: Path, tmp_path: Path) -> None:
     recording = shared_data / "nsys-ai/mfu_2gpu_before.sqlite"
-    findings = json.loads(kvprobe("report", recording, "--json")[1])["findings"]
+    findings = json.loads(kvprobe("report", recording, "--json", "-o", tmp_path / "page.html")[1])["findings"]
     (named,) = (one for one in findings if one["confidence"] != "cannot tell")
     assert named["cause"] == "profiler_overhead" and named["lost_ns"] > 100_000
     code, out, _ = kvprobe("check", recording, "--max-lost", "0.1ms", "--json")
