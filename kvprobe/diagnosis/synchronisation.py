@@ -12,7 +12,9 @@ Signature: a synchronising call on a thread that launches compute and goes on la
    and when it returns the device has nothing left to do; at least eight times.
 Waiting for kernels alone (the end of a step) is not counted: the thread has nothing else to do then. Neither is a wait
 on the compute stream for large copies there: the stream would have waited anyway. Without executions the first and the
-last are told by the stream that the wait names and the copy before it, and the finding is only likely.
+last are told by the stream that the wait names and the copy before it, and the finding is only likely. A wait for an
+event may then be for an earlier copy, as of a ring of buffers: where the thread has launched since its last copy, by
+the launches that were counted between its waits, it cannot be told whether the copies or the launches were late.
 
 Time lost: all of these waits, which is what the thread would have had for launching. Predicted saving: all of it when
 the wait becomes an event on the stream.
@@ -130,6 +132,60 @@ def _goes_on(joined: JoinedRecording, rows: Array) -> Array:
     return mask
 
 
+def _after_launches(joined: JoinedRecording, rows: Array, last: Array) -> Array:
+    """Mask over waits for events: since the copy `last` their thread may have launched what was only counted.
+
+    It is known how many launches lie between two waits of a thread, not on which side of a copy between them: not
+    behind it where the pause before it is by far the longer one.
+    """
+    counted = joined.recording.calls["launches"]
+    order = joined.by_caller
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.arange(len(order))
+    mask = np.zeros(len(rows), dtype=bool)
+    for caller in distinct(joined.caller[rows]):
+        mine = np.flatnonzero((joined.caller[rows] == caller) & (last >= 0) & (counted[rows] > 0))
+        waits = order[(joined.caller[order] == caller) & (joined.kind[order] == CallKind.SYNC) & (counted[order] >= 0)]
+        at = np.searchsorted(joined.start[waits], joined.start[rows[mine]]) - 1
+        made = counted[rows[mine]] - np.where(at >= 0, counted[waits[np.maximum(at, 0)]], 0)
+        copy = last[mine]
+        before = order[np.maximum(place[copy] - 1, 0)]
+        begin = np.where(joined.caller[before] == caller, joined.end[before], joined.start[copy])
+        mask[mine] = (made > 0) & (2 * (joined.start[rows[mine]] - joined.end[copy]) >= joined.start[copy] - begin)
+    return mask & joined.is_named("event")[rows]
+
+
+def _open_question(joined: JoinedRecording, rows: Array, ns: Array) -> Finding | None:
+    """Waits for events that may be for copies of a step before, or for the newest."""
+    return joined.host_finding(
+        CAUSE,
+        "The launching thread may have waited for copies: {lost} in {calls} waits for events",
+        "cannot tell",
+        rows,
+        ns,
+        severity="info",
+        evidence=(
+            Evidence(
+                f"{len(rows):,} waits for events behind copies, {ms(int(ns.sum()))} together, on threads that had "
+                "launched compute since their last copy and went on with it afterwards",
+                int(ns.sum()),
+                "ns",
+                MEASURED,
+            ),
+        ),
+        reason="cannot tell, because which copy an event stands behind was not recorded, nor whether the device had "
+        "compute left meanwhile: a thread that waits until a buffer of an earlier step is free loses nothing",
+        cure=(
+            Change(
+                "Record what the device executed: kvprobe run --nsys, or the PyTorch profiler with kvprobe run "
+                "--detail launches",
+                "recording",
+            ),
+        ),
+        chart=joined.slow_calls_chart(rows, "Waits for events on the launching thread"),
+    )
+
+
 def find(joined: JoinedRecording) -> Finding | None:
     """Waits for copies on launching threads."""
     implicit = (joined.kind == CallKind.COPY_SYNC) & (joined.memory != Memory.PAGEABLE)
@@ -143,7 +199,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     back = _read_back(joined, rows, last, kernels)
     named = joined.stream[rows]
     apart = (named >= 0) & ~np.isin(named, kernels)
-    wanted = implicit[rows] | back
+    wanted, unclear = implicit[rows] | back, rows[:0]
     if seen:
         table = joined.recording.executions
         wanted |= apart & _for_copies(joined, rows)
@@ -170,13 +226,21 @@ def find(joined: JoinedRecording) -> Finding | None:
     else:
         at = np.maximum(last, 0)
         copy = (last >= 0) & ((joined.kind[at] == CallKind.COPY) | (joined.kind[at] == CallKind.BATCH))
-        wanted |= apart & copy & (joined.stream[at] == named)
+        behind = apart & copy & (joined.stream[at] == named)
+        doubtful = behind & ~wanted & _after_launches(joined, rows, last)
+        wanted |= behind & ~doubtful
+        unclear = rows[doubtful]
     ns = np.where(wanted, joined.dur[rows], 0)
     ns = np.where(ns > QUICK_NS, ns, 0)
-    back = back[ns > 0]
-    rows, ns = rows[ns > 0], ns[ns > 0]
+    found = _waited(joined, rows[ns > 0], ns[ns > 0], back[ns > 0])
+    return found or _open_question(joined, unclear, joined.dur[unclear])
+
+
+def _waited(joined: JoinedRecording, rows: Array, ns: Array, back: Array) -> Finding | None:
+    """The finding: these waits were for copies, `back` of them for a result that is read back."""
     if not len(rows):
         return None
+    seen, implicit = joined.recording.has_executions, joined.kind == CallKind.COPY_SYNC
     names = {joined.text(i): int(ns[joined.name[rows] == i].sum()) for i in np.unique(joined.name[rows])}
     worst = max(names, key=lambda name: names[name])
     return joined.host_finding(

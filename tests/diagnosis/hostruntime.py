@@ -158,6 +158,9 @@ class Runtime:
     def sync(self, stream: int) -> None:
         self.check(self.lib.cudaStreamSynchronize(stream))
 
+    def synchronize_event(self, event: int) -> None:
+        self.check(self.lib.cudaEventSynchronize(event))
+
     def synchronize(self) -> None:
         self.check(self.lib.cudaDeviceSynchronize())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as ct
 
+import numpy as np
 import pytest
 from hostruntime import D2H, H2D, QUEUE_FULL, Runtime, recording_of
 
@@ -313,3 +314,44 @@ def test_a_stream_that_finds_its_channel_full_of_another_ones_copies(runtime, ch
     assert ("channels_exhausted" in lost) == channels
     if channels:
         assert lost["channels_exhausted"] == pytest.approx(waited, rel=0.1)
+
+
+def only_counted(recording):
+    """The recording without its short launches, as `kvprobe run` keeps it: waits say how many came before them."""
+    calls = dict(recording.tables["calls"].columns)
+    launches = calls["kind"] == CallKind.LAUNCH
+    calls["launches"] = np.where(calls["kind"] == CallKind.SYNC, np.cumsum(launches), -1)
+    kept = ~launches & (calls["kind"] != CallKind.EVENT)
+    recording.tables["calls"] = Table("calls", {name: column[kept] for name, column in calls.items()})
+
+
+@pytest.mark.parametrize("ring", [True, False], ids=["a buffer of an earlier step", "this step's copy"])
+def test_a_wait_for_an_event_is_for_copies_where_nothing_was_launched_since_the_last(runtime, ring):
+    """Without the launches a ring of buffers on a busy link was critical, though it kept the device in work."""
+    program = Program(runtime)
+    rt, events = program.rt, [program.rt.event() for _ in range(4)]
+
+    def body():
+        for step in range(40):
+            event = events[step % 4]
+            if ring and step >= 4:
+                rt.synchronize_event(event)  # its buffer is free again
+            program.load(step, 8 * MiB, program.streams[0])
+            rt.record(event, program.streams[0])
+            if not ring:
+                rt.synchronize_event(event)
+            for _ in range(20):
+                rt.launch(program.compute, 100_000)
+        rt.launch(program.compute, 1_000)
+
+    records, _ = rt.trace(body)
+    recording = recording_of(rt, records)
+    calls = recording.tables["calls"]
+    waits = calls["name"] == recording.names.index("cudaEventSynchronize")
+    calls["stream"][waits] = calls["stream"][calls["bytes"] == 8 * MiB][0]  # the interposer knows where it was recorded
+    recording.tables["executions"] = Table("executions")
+    recording.has_executions = False
+    only_counted(recording)
+    findings = {one.cause: one for one in examine(recording).findings}
+    assert findings["synchronisation"].abstains is ring
+    assert of_recording(recording, list(findings.values())).state == ("undecided" if ring else "found")
