@@ -158,7 +158,9 @@ def _crowded(joined: JoinedRecording) -> Finding | None:
 def open_question(joined: JoinedRecording) -> Finding | None:
     """Slow calls with most outstanding, where one of the three signs is missing."""
     found = full(joined)
-    if not found.open_reason or len(found.rows["saturation"]):
+    if len(found.rows["saturation"]):
+        return _crowded(joined)  # slow records of events beside a full queue are no question of their own
+    if not found.open_reason:
         return _slow_records(joined) or _crowded(joined)
     free = joined.host.free_ns[found.open_rows] > 0
     rows, ns = found.open_rows[free], found.open_ns[free]
