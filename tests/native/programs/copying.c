@@ -108,7 +108,8 @@ static void *in_and_out(void *unused) {
         int in = attach(arguments[3], arguments[4], "copies", 1u << 30);
         usleep(1000);
         int out = detach();
-        if (in < 1 || in != out) fprintf(stderr, "turn %d: %d in, %d out\n", i, in, out), exit(12);
+        /* a plug-in that another thread loads meanwhile comes out as well */
+        if (in < 1 || out < in || (out > in && !words[PLUGINS])) fprintf(stderr, "turn %d: %d in, %d out\n", i, in, out), exit(12);
     }
     words[TODO] = 2;
     return NULL;
