@@ -6,7 +6,7 @@ run from the best-evidenced to the least, and the sum of what they claim is neve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -15,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvprobe.diagnosis.finding import (
+    Change,
     Confidence,
+    Evidence,
     EvidenceChart,
     Explanation,
     Finding,
@@ -489,6 +491,32 @@ class JoinedRecording:
         places, calls = self.places(rows, got), longest(self, rows, got)
         loss = Loss(int(got.sum()), len(rows), "host", window, span, places, calls)
         return self._finding(cause, title, confidence, loss, explanation)
+
+    def open_question(
+        self,
+        cause: str,
+        title: str,
+        rows: Array,
+        ns: Array,
+        *,
+        evidence: Sequence[Evidence],
+        because: str,
+        record: str,
+        chart: EvidenceChart,
+    ) -> Finding | None:
+        """As `host_finding`, where the recording cannot tell: `because` of what; how to `record` what is missing."""
+        return self.host_finding(
+            cause,
+            title,
+            "cannot tell",
+            rows,
+            ns,
+            severity="info",
+            evidence=evidence,
+            reason=f"cannot tell, because {because}",
+            cure=(Change(record, "recording"),),
+            chart=chart,
+        )
 
     def device_finding(
         self,

@@ -74,13 +74,11 @@ def _slow_records(joined: JoinedRecording) -> Finding | None:
         return None
     told = bool((joined.stream[rows] >= 0).all()) and joined.recording.has_executions
     ours = any(one.format == "kvprobe" for one in joined.recording.source)
-    return joined.host_finding(
+    return joined.open_question(
         CAUSE,
         "The launch queue may have been full: {calls} records of events took {lost} longer than others",
-        "cannot tell",
         rows,
         ns,
-        severity="info",
         evidence=(
             Evidence(
                 f"{len(rows):,} calls that record an event took {ms(int(ns.sum()))} longer than such calls do, the "
@@ -90,21 +88,14 @@ def _slow_records(joined: JoinedRecording) -> Finding | None:
                 MEASURED,
             ),
         ),
-        reason="cannot tell, because the records of events that took long found room in their queues, by what was "
-        "counted"
+        because="the records of events that took long found room in their queues, by what was counted"
         if told
-        else "cannot tell, because records of events waited, and the recording does not hold every record with its "
-        "stream",
-        cure=(
-            Change(
-                "Keep each record of an event: kvprobe run --detail launches"
-                if ours
-                else "Record again with Python stacks (kvprobe run), to see where the thread was"
-                if told
-                else "Record with Nsight Systems (kvprobe run --nsys), which tells the stream of each record",
-                "recording",
-            ),
-        ),
+        else "records of events waited, and the recording does not hold every record with its stream",
+        record="Keep each record of an event: kvprobe run --detail launches"
+        if ours
+        else "Record again with Python stacks (kvprobe run), to see where the thread was"
+        if told
+        else "Record with Nsight Systems (kvprobe run --nsys), which tells the stream of each record",
         chart=joined.slow_calls_chart(rows, "Records of events that took long"),
     )
 
@@ -127,13 +118,11 @@ def _crowded(joined: JoinedRecording) -> Finding | None:
         parts.append(rows[crowded])
         most = max(most, int(together[crowded].max(initial=0)))
     rows = np.concatenate(parts)
-    return joined.host_finding(
+    return joined.open_question(
         CAUSE,
         "A channel of several streams may have been full: {calls} submissions took {lost} longer than others",
-        "cannot tell",
         rows,
         left[rows],
-        severity="info",
         evidence=(
             Evidence(
                 f"the copies of their direction, of all streams together, were up to {most:,} outstanding",
@@ -142,15 +131,10 @@ def _crowded(joined: JoinedRecording) -> Finding | None:
                 MEASURED,
             ),
         ),
-        reason="cannot tell, because the recording does not say which streams share a channel, and streams that had "
-        "room themselves held together what a channel takes",
-        cure=(
-            Change(
-                "Record with the PyTorch profiler of June 2026 or later, which tells channels; or run once with "
-                "CUDA_DEVICE_MAX_CONNECTIONS=32 and compare",
-                "recording",
-            ),
-        ),
+        because="the recording does not say which streams share a channel, and streams that had room themselves held "
+        "together what a channel takes",
+        record="Record with the PyTorch profiler of June 2026 or later, which tells channels; or run once with "
+        "CUDA_DEVICE_MAX_CONNECTIONS=32 and compare",
         chart=joined.slow_calls_chart(rows, "Slow submissions of streams with room"),
     )
 
@@ -166,14 +150,11 @@ def open_question(joined: JoinedRecording) -> Finding | None:
     rows, ns = found.open_rows[free], found.open_ns[free]
     if len(rows) < 3:
         return None
-    return joined.host_finding(
+    return joined.open_question(
         CAUSE,
         "The launch queue may have been full: {calls} calls took {lost} longer with most outstanding",
-        "cannot tell",
         rows,
         ns,
-        severity="info",
-        chart=cliff(joined, rows) if len(rows) else None,
         evidence=(
             Evidence(
                 f"{len(rows):,} slow calls were entered with "
@@ -182,17 +163,11 @@ def open_question(joined: JoinedRecording) -> Finding | None:
                 "calls",
                 INFERRED,
             ),
-        )
-        if len(rows)
-        else (),
-        reason=f"cannot tell, because {found.open_reason}",
-        cure=(
-            Change(
-                "Record again with a recorder that labels full command buffers: Nsight Systems 2025.5.2 or later, "
-                "or PyTorch 2.6 or later with CUDA 12.4",
-                "recording",
-            ),
         ),
+        because=found.open_reason,
+        record="Record again with a recorder that labels full command buffers: Nsight Systems 2025.5.2 or later, or "
+        "PyTorch 2.6 or later with CUDA 12.4",
+        chart=cliff(joined, rows),
     )
 
 

@@ -157,33 +157,48 @@ def _after_launches(joined: JoinedRecording, rows: Array, last: Array) -> Array:
 
 def _open_question(joined: JoinedRecording, rows: Array, ns: Array) -> Finding | None:
     """Waits for events that may be for copies of a step before, or for the newest."""
-    return joined.host_finding(
+    return joined.open_question(
         CAUSE,
         "The launching thread may have waited for copies: {lost} in {calls} waits for events",
-        "cannot tell",
         rows,
         ns,
-        severity="info",
         evidence=(
             Evidence(
-                f"{len(rows):,} waits for events behind copies, {ms(int(ns.sum()))} together, on threads that had "
+                f"{len(rows):,} waits for events behind copies, {ms(int(ns.sum()))} together, on threads that may have "
                 "launched compute since their last copy and went on with it afterwards",
                 int(ns.sum()),
                 "ns",
                 MEASURED,
             ),
         ),
-        reason="cannot tell, because which copy an event stands behind was not recorded, nor whether the device had "
-        "compute left meanwhile: a thread that waits until a buffer of an earlier step is free loses nothing",
-        cure=(
-            Change(
-                "Record what the device executed: kvprobe run --nsys, or the PyTorch profiler with kvprobe run "
-                "--detail launches",
-                "recording",
-            ),
-        ),
+        because="which copy an event stands behind was not recorded, nor whether the device had compute left "
+        "meanwhile: a thread that waits until a buffer of an earlier step is free loses nothing",
+        record="Record what the device executed: kvprobe run --nsys, or the PyTorch profiler with kvprobe run "
+        "--detail launches",
         chart=joined.slow_calls_chart(rows, "Waits for events on the launching thread"),
     )
+
+
+def _by_executions(joined: JoinedRecording, rows: Array, last: Array, copy: Array, apart: Array) -> Array:
+    """Mask over waits that are for copies, by the executions; `copy`: `last` is one, on a stream of copies."""
+    table, named, at = joined.recording.executions, joined.stream[rows], np.maximum(last, 0)
+    wanted = apart & _for_copies(joined, rows)
+    # A wait for a stream that is not told, which begins after a copy was submitted and ends with that copy.
+    late = joined.end[rows] - joined.exec_end[at]
+    wanted |= copy & (named < 0) & (late >= 0) & (late < WOKEN_NS) & (joined.exec_end[at] > joined.start[rows])
+    moves = (table["direction"] == Direction.H2D) | (table["direction"] == Direction.D2H)
+    copies = (table["engine"] == Engine.COPY) & moves & ~np.isin(table["stream"], joined.kernel_streams)
+    for process in distinct(joined.process[rows]):
+        mine = np.flatnonzero((joined.process[rows] == process) & (named < 0) & ~wanted)
+        start, end = joined.start[rows[mine]], joined.end[rows[mine]]
+        theirs = table["process"] == process
+        copying = Cover(joined.x_start[copies & theirs], joined.x_end[copies & theirs])
+        theirs &= table["engine"] == Engine.KERNEL
+        computing = Cover(joined.x_start[theirs], joined.x_end[theirs])
+        either = Cover(np.concatenate((copying.start, computing.start)), np.concatenate((copying.end, computing.end)))
+        alone = either.within(start, end) - computing.within(start, end)
+        wanted[mine] |= (10 * alone >= end - start) & (alone > 0) & _ends_with_copy(joined, int(process), end)
+    return wanted
 
 
 def find(joined: JoinedRecording) -> Finding | None:
@@ -197,35 +212,14 @@ def find(joined: JoinedRecording) -> Finding | None:
     last = _before(joined, rows)
     kernels = joined.kernel_streams if seen else _streams_of_kernels(joined)
     back = _read_back(joined, rows, last, kernels)
-    named = joined.stream[rows]
+    named, at = joined.stream[rows], np.maximum(last, 0)
     apart = (named >= 0) & ~np.isin(named, kernels)
+    copy = (last >= 0) & ((joined.kind[at] == CallKind.COPY) | (joined.kind[at] == CallKind.BATCH))
+    copy &= (joined.stream[at] >= 0) & ~np.isin(joined.stream[at], kernels)
     wanted, unclear = implicit[rows] | back, rows[:0]
     if seen:
-        table = joined.recording.executions
-        wanted |= apart & _for_copies(joined, rows)
-        # A wait for a stream that is not told, which begins after a copy was submitted and ends with that copy.
-        at = np.maximum(last, 0)
-        copy = (last >= 0) & ((joined.kind[at] == CallKind.COPY) | (joined.kind[at] == CallKind.BATCH))
-        copy &= (named < 0) & (joined.stream[at] >= 0) & ~np.isin(joined.stream[at], kernels)
-        late = joined.end[rows] - joined.exec_end[at]
-        wanted |= copy & (late >= 0) & (late < WOKEN_NS) & (joined.exec_end[at] > joined.start[rows])
-        moves = (table["direction"] == Direction.H2D) | (table["direction"] == Direction.D2H)
-        copies = (table["engine"] == Engine.COPY) & moves & ~np.isin(table["stream"], joined.kernel_streams)
-        for process in distinct(joined.process[rows]):
-            mine = np.flatnonzero((joined.process[rows] == process) & (named < 0) & ~wanted)
-            start, end = joined.start[rows[mine]], joined.end[rows[mine]]
-            theirs = table["process"] == process
-            copying = Cover(joined.x_start[copies & theirs], joined.x_end[copies & theirs])
-            theirs &= table["engine"] == Engine.KERNEL
-            computing = Cover(joined.x_start[theirs], joined.x_end[theirs])
-            either = Cover(
-                np.concatenate((copying.start, computing.start)), np.concatenate((copying.end, computing.end))
-            )
-            alone = either.within(start, end) - computing.within(start, end)
-            wanted[mine] |= (10 * alone >= end - start) & (alone > 0) & _ends_with_copy(joined, int(process), end)
+        wanted |= _by_executions(joined, rows, last, copy, apart)
     else:
-        at = np.maximum(last, 0)
-        copy = (last >= 0) & ((joined.kind[at] == CallKind.COPY) | (joined.kind[at] == CallKind.BATCH))
         behind = apart & copy & (joined.stream[at] == named)
         doubtful = behind & ~wanted & _after_launches(joined, rows, last)
         wanted |= behind & ~doubtful

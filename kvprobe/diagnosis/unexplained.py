@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms
 
 CAUSE = cause_of(__name__)
@@ -47,24 +47,17 @@ def find(joined: JoinedRecording) -> Finding | None:
         )
     ours = any(one.format == "kvprobe" for one in joined.recording.source)
     again = "--stacks-after 5 " if ours else ""  # by default a stack is taken of what blocks for 50 ms
-    return joined.host_finding(
+    return joined.open_question(
         CAUSE,
         "{calls} slow submissions without a known cause: {lost}",
-        "cannot tell",
         rows,
         left[rows],
-        severity="info",
         evidence=evidence,
-        reason="cannot tell, because these calls overlap nothing that the recorder labelled, copy no pageable memory, "
-        "are not first calls, and were made while their queues had room"
+        because="these calls overlap nothing that the recorder labelled, copy no pageable memory, are not first calls, "
+        "and were made while their queues had room"
         if known.any()
-        else "cannot tell, because the recording does not show how full the launch queues were",
-        cure=(
-            Change(
-                f"Record again with Python stacks (`kvprobe run {again}-- COMMAND`), or with Nsight Systems' "
-                "scheduling trace, to see where the thread was",
-                "recording",
-            ),
-        ),
+        else "the recording does not show how full the launch queues were",
+        record=f"Record again with Python stacks (`kvprobe run {again}-- COMMAND`), or with Nsight Systems' scheduling "
+        "trace, to see where the thread was",
         chart=joined.slow_calls_chart(rows, "Slow submissions without a known cause"),
     )

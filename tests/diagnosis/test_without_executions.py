@@ -34,6 +34,15 @@ class Program:
         places = [(number * copies + i) * 7919 * size % (self.size - size + 1) & ~255 for i in range(copies)]
         self.rt.batch([self.device + at for at in places], [self.host + at for at in places], size, H2D, stream)
 
+    def a_burst_each(self) -> None:
+        """To every stream, behind one fence."""
+        self.rt.launch(self.compute, 20_000_000)
+        self.rt.record(self.event, self.compute)
+        for stream in self.streams:
+            self.rt.wait(stream, self.event)
+            for i in range(300):
+                self.load(i, 32 * KiB, stream)
+
     def examined(self, body, executions=False, **machine):
         """Verdict, verdict on full queues, time lost by cause; and what calls waited for room in truth."""
         records, _ = self.rt.trace(body)
@@ -71,15 +80,7 @@ def test_streams_that_share_one_channel_are_known_by_their_copies_together(runti
     """As with CUDA_DEVICE_MAX_CONNECTIONS=1; the calls are not taken for many that could have been one."""
     program = Program(runtime, copy_channels=1)
 
-    def body():
-        program.rt.launch(program.compute, 20_000_000)
-        program.rt.record(program.event, program.compute)
-        for stream in program.streams:
-            program.rt.wait(stream, program.event)
-            for i in range(300):
-                program.load(i, 32 * KiB, stream)
-
-    verdict, queues, lost, truth = program.examined(body, **facts)
+    verdict, queues, lost, truth = program.examined(program.a_burst_each, **facts)
     assert verdict.state == queues.state == "found"
     assert set(lost) == {"channels_exhausted"}
     assert lost["channels_exhausted"] == pytest.approx(truth, rel=0.1)
@@ -191,15 +192,7 @@ def test_the_first_copies_of_a_burst_are_no_small_copies_behind_one(runtime):
     """Eight streams are given a burst each behind one fence; what waits for its turn is a burst itself."""
     program = Program(runtime, copy_channels=1)
 
-    def body():
-        program.rt.launch(program.compute, 20_000_000)
-        program.rt.record(program.event, program.compute)
-        for stream in program.streams:
-            program.rt.wait(stream, program.event)
-            for i in range(300):
-                program.load(i, 32 * KiB, stream)
-
-    *_, lost, _ = program.examined(body, executions=True)
+    *_, lost, _ = program.examined(program.a_burst_each, executions=True)
     assert "head_of_line_copies" not in lost
 
 
