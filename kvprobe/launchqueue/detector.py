@@ -174,7 +174,7 @@ class Detector:
             window = state.window
             window.span_ns += seen.end_ns - seen.start_ns - seen.preempted_ns
             window.whole_ns += seen.end_ns - seen.start_ns
-            if not seen.blocked and window.top is not None:
+            if not seen.blocked:
                 window.top.add(*_kept(seen))
         if not seen.blocked:
             if seen.gap_ns > PAUSE_NS:
@@ -214,7 +214,6 @@ class Detector:
             window = state.window = Window(
                 span_ns=seen.end_ns - seen.first_blocked_ns - seen.preempted_ns,
                 whole_ns=seen.end_ns - seen.first_blocked_ns,
-                top=Counted(),
             )
             state.onset_ns = seen.first_blocked_ns
             state.depth = min(seen.outstanding + seen.first_blocked, self.limits.depth)
@@ -224,14 +223,13 @@ class Detector:
         window.lost_ns += lost
         window.kept_lost_ns += max(kept_ns - kept * self._baseline.ns, 0.0)
         window.longest_ns = max(window.longest_ns, seen.longest_ns)
-        if window.top is not None:
-            window.top.add(*_kept(seen))
+        window.top.add(*_kept(seen))
         if not window.full(state.with_room, self._baseline.ns, min(seen.longest_ns, kept_ns)):
             if 2 * seen.preempted_ns >= seen.blocked_ns:
                 return self._blame(Slowness.PREEMPTED, lost, "the kernel took the CPU away during the slow calls")
             self.reason = (
                 f"{window.blocked:,} slow calls at {state.depth:,} outstanding are too few to name a cause: "
-                f"{window.top.share if window.top else 0.0:.0%} of the calls there, "
+                f"{window.top.share:.0%} of the calls there, "
                 f"{state.with_room.share:.0%} of those with room"
             )
             return Slowness.NONE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvprobe.launchqueue.constants import (
     BLOCKED_SHARE,
@@ -72,7 +72,7 @@ class Window:
     kept_lost_ns: float = 0.0
     span_ns: int = 0
     whole_ns: int = 0
-    top: Counted | None = None
+    top: Counted = field(default_factory=Counted)
 
     def full(self, with_room: Counted, baseline_ns: float, longest_kept_ns: int) -> bool:
         """Whether the slow calls here are a full queue's doing.
@@ -89,9 +89,8 @@ class Window:
             return True
         if self.blocked >= max(OFTEN_CALLS, self.whole_ns / OFTEN_NS) and self.lost_ns >= STEADY_SHARE * self.whole_ns:
             return True
-        if self.top is None or self.top.slow < WINDOW_BLOCKED:
-            return False
-        return often(self.top, with_room) or dearer(self.top, with_room, baseline_ns)
+        several = self.top.slow >= WINDOW_BLOCKED
+        return several and (often(self.top, with_room) or dearer(self.top, with_room, baseline_ns))
 
 
 def often(top: Counted, with_room: Counted) -> bool:
