@@ -352,7 +352,7 @@ def small_blocks(count: int, seed: int) -> dict[str, Any]:
 
 
 FULL_FROM = 2.0  # times the baseline
-SMALL = (16_384, 32_768, 65_536)  # bytes; which of them fill a queue depends on the machine's baseline
+SMALL = tuple(1 << shift for shift in range(14, 19))  # bytes; which fill a queue depends on the machine's baseline
 
 
 def small_blocks_on_a_gpu(runtime: Runtime, count: int, seed: int) -> dict[str, Any]:

@@ -234,7 +234,7 @@ class CopyPath:
             choice = any(rung.method == "auto" for rung in self.auto.rungs)
             if choice and live.rung == self.auto.base and live.copies and device is not None:
                 each = live.bytes // live.copies
-                sample.expected_ns = device.submitter.expected_ns(self.direction, each, live.copies)
+                sample.expected_ns = device.submitter.expected.ns(self.direction, each, live.copies)
             self.auto.submitted(sample)
 
     def abandon(self) -> None:

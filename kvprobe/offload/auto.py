@@ -37,7 +37,7 @@ DOUBTS = 2
 MAX_COPY_COST = 1.15  # a rung may not make the copies themselves slower than this
 MAX_SUBMIT_COST = 1.5  # nor submission, where it is for the copies' sake
 BELOW_RATE = 1.3  # copies that take so many times what calibration says of another method are worth a change
-BUSY_COPIES = 3072  # submissions of the window from which on their share of the caller's time is judged
+BUSY_COPIES = 3072  # submissions from which on their share of the caller's time is judged; fewer where it is clear
 BUSY_NS = 1_000_000  # and the least time that is worth a change
 COOL_DOWN_NS = 60_000_000_000  # until a rung that gained nothing is tried again for such work; doubles each time
 MOST_DECISIONS = 1000
@@ -373,6 +373,11 @@ class Auto:
         enough = sample.bytes >= ENOUGH_BYTES and sample.expected_ns > 0
         return enough and sample.copy_ns is not None and sample.copy_ns >= BELOW_RATE * sample.expected_ns
 
+    @staticmethod
+    def _outlasts(sample: Sample) -> bool:
+        """Whether submitting alone took longer than another method's copies, all of them, take by calibration."""
+        return sample.bytes >= ENOUGH_BYTES and 0 < BELOW_RATE * sample.expected_ns <= sample.submit_ns
+
     def _candidates(self, work: Sequence[Sample] = ()) -> list[Rung]:
         """Rungs that may be tried now for this kind of work, the latest where none is named."""
         work = work or list(self._recent)[-WINDOW:]
@@ -391,16 +396,33 @@ class Auto:
             elif sum(map(self._is_slow, last)) >= OFTEN:
                 cause = "too_many_small_copies" if self.depth else COSTLY_BATCH
             why = f"{cause}: a copy took {_mean(last) / 1e3:.2f} us to submit"
-        if not cause and self.busy_share and self._copies >= BUSY_COPIES:
-            first, spent = self._recent[0], sum(s.submit_ns for s in self._recent)
-            span = sample.end_ns - (first.end_ns - first.submit_ns)
-            if spent >= BUSY_NS and spent >= self.busy_share * span:
-                cause = "submission_bound"
-                why = f"{self._copies} submissions took {spent / 1e6:.1f} ms of their caller's {span / 1e6:.1f} ms"
+        if not cause and self.busy_share:
+            why = self._why_bound(last)
+            cause = "submission_bound" if why else ""
         if cause and self._candidates():
             self._change(cause, why)
         elif cause:
             self._rest(cause)
+
+    def _why_bound(self, last: Sequence[Sample]) -> str:
+        """How submitting takes the caller's time; "": it does not, or not enough was seen."""
+        if sum(map(self._outlasts, last)) >= OFTEN:  # clear from a few: the latest that took BUSY_NS
+            judged, left = deque[Sample](), BUSY_NS
+            for sample in reversed(self._recent):
+                judged.appendleft(sample)
+                left -= sample.submit_ns
+                if left <= 0:
+                    break
+        elif self._copies >= BUSY_COPIES:
+            judged = self._recent
+        else:
+            return ""
+        spent = sum(s.submit_ns for s in judged)
+        span = judged[-1].end_ns - (judged[0].end_ns - judged[0].submit_ns)
+        if spent < BUSY_NS or spent < self.busy_share * span:
+            return ""
+        copies = sum(s.copies for s in judged)
+        return f"{copies} submissions took {spent / 1e6:.1f} ms of their caller's {span / 1e6:.1f} ms"
 
     def _change(self, cause: str, why: str, time_ns: int = 0) -> None:
         after, before = self._candidates()[0], self.rung

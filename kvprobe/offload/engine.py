@@ -41,7 +41,7 @@ from kvprobe.offload.auto import Auto, Rung, Sample
 from kvprobe.offload.blocks import BlockPool, Mapping, passed
 from kvprobe.offload.callbacks import Callbacks, call_first
 from kvprobe.offload.job import DIRECTION, Fault, Refusal, broken_by, fence, refused, wait_for
-from kvprobe.offload.methods import METHOD_NAMES, copier_for, measure_now, method_table
+from kvprobe.offload.methods import METHOD_NAMES, ExpectedTimes, copier_for, measure_now, method_table
 from kvprobe.offload.resources import Resources
 from kvprobe.offload.shared import SharedSubmission
 from kvprobe.offload.submitter import open_native, table_rate
@@ -175,6 +175,7 @@ class OffloadEngine:
             self._resources = Resources(runtime, streams, chosen, copier.has_kernel)
             try:
                 self._table = method_table(copier, method, max_slowdown)
+                self._expected = ExpectedTimes(self._table)
                 self._memory = self._handle = self._open(copier.native, detail, max_bytes_per_s, stuck_after_s)
             except BaseException:
                 self._resources.close()
@@ -338,8 +339,11 @@ class OffloadEngine:
     def _cost(self, transfer: Transfer, policy: str, copies: int, host_ns: int) -> None:
         """Tells auto what copies cost their caller: submitting them, or handing them over."""
         if copies > 0:
-            size, rung = copies * transfer.piece_bytes, self._rungs[policy]
-            self.auto.submitted(Sample(copies, host_ns, size, rung, end_ns=self._now(), of=transfer.copies))
+            each = transfer.piece_bytes
+            sample = Sample(copies, host_ns, copies * each, self._rungs[policy], end_ns=self._now(), of=transfer.copies)
+            if policy == "shared":
+                sample.expected_ns = self._expected.ns(transfer.direction, each, copies)
+            self.auto.submitted(sample)
 
     def _decided(self, what: str, why: str, *, before: Rung, after: Rung, **_: Any) -> None:
         """Auto changed its mind: the policy follows, and the log says so."""

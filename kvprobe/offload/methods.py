@@ -20,6 +20,7 @@ from kvprobe.cuda.kernels import load_copy_kernels
 from kvprobe.cuda.memory import Buffer
 from kvprobe.errors import CudaError, KvprobeError, UsageError
 from kvprobe.native.library import Copier, CudaCalls, MethodRow, MethodTable, core
+from kvprobe.offload.job import DIRECTION
 from kvprobe.offload.method_cache import cached, table_of
 
 __all__ = ["DEFAULT_MAX_SLOWDOWN", "METHOD_NAMES", "Methods", "choose", "copier_for", "default_table", "method_table"]
@@ -217,3 +218,30 @@ def choose(table: MethodTable, direction: str, copy_bytes: int, count: int) -> t
     ctas = ct.c_uint32()
     number = core().kvp_choose(ct.byref(table), DIRECTIONS[direction], copy_bytes, count, ct.byref(ctas))
     return METHOD_NAMES[number], ctas.value
+
+
+class ExpectedTimes:
+    """What the method that a table chooses takes for so many copies, by its calibration."""
+
+    def __init__(self, table: MethodTable) -> None:
+        """Of one table, which may change under it no more."""
+        self._table = table
+        self._known: dict[tuple[str, int, int], int] = {}
+
+    def ns(self, direction: str, copy_bytes: int, count: int) -> int:
+        """Device time in ns of `count` scattered copies of `copy_bytes`; 0: not known."""
+        key = direction, copy_bytes, count
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= 1024:
+                self._known.clear()
+            known = self._known[key] = self._ask(*key)
+        return known
+
+    def _ask(self, direction: str, copy_bytes: int, count: int) -> int:
+        table, ctas, side = self._table, ct.c_uint32(), DIRECTION[direction]
+        number = core().kvp_choose(ct.byref(table), side, copy_bytes, count, ct.byref(ctas))
+        for row in table.row[side - 1][: table.rows[side - 1]]:
+            if row.method == number and row.ctas == ctas.value:
+                return int(core().kvp_method_ns(ct.byref(row), copy_bytes, count))
+        return 0

@@ -34,7 +34,7 @@ from kvprobe.native.library import (
     core_held,
 )
 from kvprobe.offload.job import DIRECTION, Job, Refusal, broken_by, fence, refused, wait_for
-from kvprobe.offload.methods import DEFAULT_MAX_SLOWDOWN, Methods, copier_for, measure_now, method_table
+from kvprobe.offload.methods import DEFAULT_MAX_SLOWDOWN, ExpectedTimes, Methods, copier_for, measure_now, method_table
 from kvprobe.offload.resources import Resources, handles
 
 __all__ = ["Bounds", "Copies", "Submission", "Submitter", "open_native"]
@@ -221,7 +221,7 @@ class Submitter:
         self._handle: int | None = None
         self._ending = threading.RLock()
         self._memory: int | None = None
-        self._expected: dict[tuple[str, int, int], int] = {}
+        self.expected = ExpectedTimes(self._table)
         # the highest priority: the few CTAs of a copy kernel need not wait until the model's kernels have all begun
         highest = runtime.priority_range()[1]
         self._resources = Resources(runtime, self.limits.channels, highest, self.methods.has_kernel)
@@ -300,25 +300,6 @@ class Submitter:
         if code > 0:
             return self.runtime.error("cudaEventRecord", code)
         return refused("submitter", code, broken_by(self.runtime, self.read()))
-
-    def expected_ns(self, direction: str, copy_bytes: int, count: int) -> int:
-        """What the method that would be chosen takes for so many copies, by its calibration; 0: not known."""
-        key = direction, copy_bytes, count
-        known = self._expected.get(key)
-        if known is None:
-            if len(self._expected) >= 1024:
-                self._expected.clear()
-            known = self._expected[key] = self._ask_table(*key)
-        return known
-
-    def _ask_table(self, direction: str, copy_bytes: int, count: int) -> int:
-        table, ctas = self._table, ct.c_uint32()
-        side = DIRECTION[direction]
-        number = self._native.kvp_choose(ct.byref(table), side, copy_bytes, count, ct.byref(ctas))
-        for row in table.row[side - 1][: table.rows[side - 1]]:
-            if row.method == number and row.ctas == ctas.value:
-                return int(self._native.kvp_method_ns(ct.byref(row), copy_bytes, count))
-        return 0
 
     def wait(self, submission: Submission | None = None, timeout_s: float | None = None) -> None:
         """Sleeps until a submission has ended, or all have.

@@ -144,6 +144,25 @@ def test_a_caller_that_does_nothing_but_submit_is_a_cause_where_asked_for():
     assert log[0][2]["cause"] == "submission_bound"
 
 
+def test_submissions_that_outlast_another_methods_copies_are_a_cause_after_a_few_transfers():
+    """64 copies of 16 KiB that cost 200 us to submit and that another method moves in 20 us: 1 ms of it is enough."""
+    one, log, clock = auto((OWN, POOLED), depth=0, slow_ns=0, busy_share=0.5)
+    for _ in range(8):
+        clock.ns += 230_000
+        one.submitted(Sample(64, 200_000, 64 << 14, OWN, end_ns=clock.ns, expected_ns=20_000))
+    assert one.rung == POOLED
+    assert log[0][2]["cause"] == "submission_bound"
+
+
+def test_submissions_that_outlast_another_method_between_long_steps_change_nothing():
+    """One such transfer in a step of 10 ms takes a fiftieth of the caller's time."""
+    one, log, clock = auto((OWN, POOLED), depth=0, slow_ns=0, busy_share=0.5)
+    for _ in range(1000):
+        clock.ns += 10_000_000
+        one.submitted(Sample(64, 200_000, 64 << 14, one.rung, end_ns=clock.ns, expected_ns=20_000))
+    assert (one.rung, log) == (OWN, [])
+
+
 def test_what_is_not_active_changes_nothing():
     one, log, _ = auto(active=False)
     feed(one, 20, per_copy=20_000, outstanding=900)

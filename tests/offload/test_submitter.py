@@ -58,7 +58,7 @@ def test_bytes_arrive_and_the_times_are_the_devices(made, direction, method):
     assert one.bytes == 64 * BLOCK
     assert one.copy_end_ns > one.copy_start_ns > 0
     assert one.copy_ns == one.copy_end_ns - one.copy_start_ns
-    assert submitter.expected_ns(direction, BLOCK, 64) > 0 or method == "loop"
+    assert submitter.expected.ns(direction, BLOCK, 64) > 0 or method == "loop"
 
 
 def test_neighbours_become_one_copy_but_never_over_a_bound(made):
