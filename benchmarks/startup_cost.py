@@ -50,7 +50,7 @@ USUAL = {
     "accelerate": "accelerate.hooks",
     "diffusers": "diffusers.models.modeling_utils",
     "vllm": "vllm.v1.engine.llm_engine",
-    "sglang": "sglang.srt.managers.scheduler",
+    "sglang": "sglang.srt.server_args",
     "lmcache": "lmcache",
 }
 SERVER = """
@@ -70,7 +70,7 @@ def timed(func, counts):
     return wrapper
 own, find = part._Waiting.find_spec, timed(part._Waiting.find_spec, True)
 def find_spec(self, name, path=None, target=None):
-    if name in part._SERVER_OF or name in self.touched:
+    if name in self.awaited:
         return find(self, name, path, target)
     looked[0] += 1  # too quick for the clock: counted, and measured below
     return own(self, name, path, target)

@@ -1,10 +1,11 @@
 """Measures what each method of copying does on this machine: the chooser's table, and what `kvprobe calibrate` shows.
 
-One copy, one submission of many and several such behind one another, of the same size and scattered, give a line: a
-fixed time, and the time that each copy adds while submissions follow one another, as the submitter keeps them. (A batch
-is begun when its call returns: alone it takes its submit time and its copies' time, behind another one the longer of
-the two.) All times are host times from the first submitting call to completion, the best of a few rounds: what other
-users of the machine add is not the method's.
+One copy, and fewer and more submissions of many behind one another, of the same size and scattered, give a line: a
+fixed time, and the time that each copy adds while submissions follow one another, as the submitter keeps them. No two
+submissions move the same blocks: the GPU would still know where those lie. (A batch is begun when its call returns:
+alone it takes its submit time and its copies' time, behind another one the longer of the two.) All times are host times
+from the first submitting call to completion, the best of a few rounds: what other users of the machine add is not the
+method's.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ CTAS = (1, 2, 4, 8, 16)
 QUICK_SIZES = tuple(1024 << i for i in (0, 2, 3, 4, 5, 6, 8, 10, 12))  # the others lie between their neighbours
 SUBMISSION_S = {"loop": 0.4e-3, "batch": 0.4e-3, "kernel": 0.8e-3}  # of the link: as large as the submitter's
 SUBMISSIONS = 4  # behind one another
+FEWER_MORE = {"loop": (1, 4), "batch": (3, 9), "kernel": (1, 4)}  # the first batch is not overlapped
 MOST_COPIES = {"loop": 200, "batch": 2048, "kernel": 8192}  # of one
 LOOP_COPIES, MANY_COPIES = 512, 8192
 PATTERN_SIZES = (4096, 16384, 65536, 1 << 20)
@@ -166,10 +168,13 @@ class _Bench:
     def transfer(
         self, kind: str, method: str, ctas: int, copies: np.ndarray[Any, Any], times: int = 1
     ) -> tuple[float, float]:
-        """(ns to completion, ns in the submitting calls) of so many submissions, the best of the rounds each."""
-        submit = self.submitter(kind, method, ctas, copies, self.streams[0])
+        """(ns to completion, ns in the submitting calls) of copies in so many submissions, the best of the rounds."""
+        each = len(copies) // times
+        submits = [
+            self.submitter(kind, method, ctas, copies[i * each : (i + 1) * each], self.streams[0]) for i in range(times)
+        ]
         spent: list[float] = []
-        took = [self.timed(lambda: spent.append(sum(submit() for _ in range(times)))) for _ in range(self.rounds)]
+        took = [self.timed(lambda: spent.append(sum(submit() for submit in submits))) for _ in range(self.rounds)]
         return min(took), min(spent)
 
 
@@ -237,20 +242,25 @@ def _row(bench: _Bench, kind: str, method: str, ctas: int) -> dict[str, Any]:
     each: list[float] = []
     fixed, submit, rate, counts = [], [], [], []
     for size in sizes:
-        count = bench.many(kind, method, size)
-        many = bench.copies(kind, size, count)
+        few_times, times = FEWER_MORE[method]
+        many = bench.copies(kind, size, times * bench.many(kind, method, size))
+        times = min(times, len(many))
+        few_times = min(few_times, times)
+        few = many[: len(many) // times * few_times]
         one_ns, _ = bench.transfer(kind, method, ctas, many[:1])
-        alone_ns, _ = bench.transfer(kind, method, ctas, many)
-        all_ns, spent = bench.transfer(kind, method, ctas, many, SUBMISSIONS)
-        count = SUBMISSIONS * len(many)
-        a_copy = (all_ns - alone_ns) / (count - len(many))
-        if method != "batch":  # whose first call alone is not overlapped
+        alone_ns, _ = bench.transfer(kind, method, ctas, few, few_times)
+        all_ns, spent = bench.transfer(kind, method, ctas, many, times)
+        count = len(many) // times * times
+        a_copy = (all_ns - alone_ns) / (count - len(few))
+        if method != "batch":
             a_copy = max(a_copy, (all_ns - one_ns) / (count - 1))
         a_copy = min(max(a_copy, size / bench.link[kind] * 1e9), all_ns / count)
         if each and not ctas:  # larger copies by DMA are never slower a byte: something else used the link just then
             a_copy = min(a_copy, each[-1] * size / sizes[len(each) - 1])
         each.append(a_copy)
-        fixed.append(max(min(one_ns, alone_ns / 2) - a_copy, 0.0))  # half: of a machine that was busy just then
+        fixed.append(
+            max(min(one_ns, alone_ns / (2 * few_times)) - a_copy, 0.0)
+        )  # half: of a machine that was busy just then
         submit.append(spent / count)
         rate.append(size / a_copy * 1e9)
         counts.append(count)
@@ -398,9 +408,10 @@ def _patterns(bench: _Bench) -> list[dict[str, Any]]:
             for size in PATTERN_SIZES:
                 speeds = {}
                 for pattern in ("contiguous", "runs", "scattered"):
-                    copies = bench.copies(kind, size, bench.many(kind, method, size), pattern)
+                    copies = bench.copies(kind, size, SUBMISSIONS * bench.many(kind, method, size), pattern)
+                    copies = copies[: len(copies) // SUBMISSIONS * SUBMISSIONS]
                     took = bench.transfer(kind, method, ctas, copies, SUBMISSIONS)[0]
-                    speeds[pattern] = SUBMISSIONS * int(copies["bytes"].sum()) / took * 1e9
+                    speeds[pattern] = int(copies["bytes"].sum()) / took * 1e9
                 found.append(
                     {"direction": kind, "method": method, "ctas": ctas, "copy_bytes": size, "bytes_per_s": speeds}
                 )

@@ -357,3 +357,18 @@ def test_a_fault_of_the_submitters_thread_reaches_the_programs_handler_and_no_ot
         blocked = {number for number in range(1, 32) if int(mask, 16) >> (number - 1) & 1}
         assert not blocked & {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
         assert blocked >= {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR1, signal.SIGALRM}
+
+
+def test_what_was_gathered_and_not_submitted_is_gathered_again(bench):
+    """1,024 loads of 4 blocks that one batch could hold more of than it may: not a batch a load from then on."""
+    b = bench(layers=1, blocks=4096, depth=1024, virtual_clock=1, h2d_bytes_per_s=1e9)
+    compute, order = b.runtime.stream_create(), np.random.default_rng(1).permutation(4096)
+    with b.engine(policy="pooled", method="batch", compute_stream=compute, link_bytes_per_s=1e9) as engine:
+        with b.runtime.gate() as gate:
+            gate.launch(compute)
+            for at in range(0, 4096, 4):
+                engine.load(order[at : at + 4], order[at : at + 4])
+            gate.open()
+        engine.wait()
+        assert engine.read().launches[0][1] < 100
+    assert np.array_equal(b.bytes_of(b.gpu)[0], b.bytes_of(b.cpu)[0])

@@ -203,8 +203,10 @@ class _Waiting:
     """
 
     def __init__(self) -> None:
-        self.touched: dict[str, tuple[str, ...]] = {}  # of the servers that were looked for
-        self.known: set[str] = set()
+        # module -> its functions that get a stand-in; None: the package of a server
+        self.awaited: dict[str, tuple[str, ...] | None] = dict.fromkeys(_SERVER_OF)
+        self.beside: dict[str, list[str]] = {}  # folder -> the metadata in it
+        self.named = False
         self.stand_ins: list[tuple[Any, str, Any, Any]] = []  # owner, name, stand-in, the server's own
 
     def begin(self) -> None:
@@ -212,13 +214,18 @@ class _Waiting:
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "ModuleSpec | None":
-        """Part of the import protocol."""
-        if name in _SERVER_OF and name not in self.known:
-            self.known.add(name)  # others ask whether there is such a package before it is imported
-            return self._server(_SERVER_OF[name], name, path, target)
-        names = self.touched.get(name)
-        if names is None or self not in sys.meta_path:
+        """Part of the import protocol; a server imports thousands of modules that nobody waits for."""
+        if name in self.awaited:
+            return self._awaited(name, path, target)
+        return None
+
+    def _awaited(self, name: str, path: "Any", target: "Any") -> "ModuleSpec | None":
+        if self not in sys.meta_path:
             return None
+        names = self.awaited[name]
+        if names is None:
+            self.awaited.pop(name, None)  # others ask whether there is such a package before it is imported
+            return self._server(_SERVER_OF[name], name, path, target)
         if not names:
             self.let_in(name)
             return _found(name, path, target, self)
@@ -229,23 +236,37 @@ class _Waiting:
 
     def _server(self, server: str, name: str, path: "Any", target: "Any") -> "ModuleSpec | None":
         """A server is about to be imported: only a release that is known can be told to offload by what it touches."""
-        if self not in sys.meta_path:
-            return None
         _, distributions, versions = SERVERS[server]
         spec = _found(name, path, target, self)
         if spec is None:  # others ask for what is not installed
-            self.known.discard(name)
+            self.awaited[name] = None
             return None
-        version = _version(spec, distributions)
+        version = self._version(spec, distributions)
         if server in TOUCHED and version is not None and _holds(versions, version):
             for module, names in TOUCHED[server].items():
-                if _holds(SINCE.get(module, versions), version):
-                    self.touched[module] = names
+                if module not in SINCE or _holds(SINCE[module], version):
+                    self.awaited[module] = names
             _told(server, "waiting", "")
-            _name_metrics()
+            if not self.named:
+                _name_metrics()
+                self.named = True
             return spec
         self.let_in(server)
         return _found(name, path, target, self)
+
+    def _version(self, spec: "ModuleSpec", distributions: "tuple[str, ...]") -> "str | None":
+        """The version that lies beside the package, by a folder's name; importlib.metadata takes 10 ms to import."""
+        if not spec.origin:
+            return None
+        folder = os.path.dirname(os.path.dirname(spec.origin))  # noqa: PTH120
+        if folder not in self.beside:
+            self.beside[folder] = [one for one in os.listdir(folder) if one.endswith(".dist-info")]  # noqa: PTH208
+        wanted = [name.replace("-", "_") for name in distributions]
+        for entry in self.beside[folder]:
+            name, dash, version = entry.removesuffix(".dist-info").partition("-")
+            if dash and name.lower().replace("-", "_") in wanted:
+                return version
+        return None
 
     def put(self, module: "Any", names: "tuple[str, ...]") -> None:
         """Puts stand-ins in the place of a module's functions."""
@@ -327,19 +348,6 @@ def _found(name: str, path: "Any", target: "Any", asking: _Waiting) -> "ModuleSp
     return None
 
 
-def _version(spec: "ModuleSpec | None", distributions: "tuple[str, ...]") -> "str | None":
-    """The version that lies beside the package, by the name of its folder; importlib.metadata takes 10 ms to import."""
-    origin = spec.origin if spec is not None else None
-    if not origin:
-        return None
-    wanted = {name.replace("-", "_") for name in distributions}
-    for entry in os.listdir(os.path.dirname(os.path.dirname(origin))):  # noqa: PTH120, PTH208
-        name, dash, version = entry.removesuffix(".dist-info").partition("-")
-        if dash and entry.endswith(".dist-info") and name.lower().replace("-", "_") in wanted:
-            return version
-    return None
-
-
 def _release(text: str) -> "tuple[int, ...]":
     """The numbers that a version begins with, without zeros at the end."""
     numbers = []
@@ -412,9 +420,8 @@ def _name_metrics() -> None:
     if env.get(_METRICS) and spawned():
         return
     try:
-        stat = os.open(
-            "/proc/self/stat", os.O_RDONLY | os.O_CLOEXEC
-        )  # a file object would cost as much as all the rest
+        # a file object would cost as much as all the rest
+        stat = os.open("/proc/self/stat", os.O_RDONLY | os.O_CLOEXEC)
         began = os.read(stat, 4096).rpartition(b") ")[2].split()[19].decode()
         os.close(stat)
         who = f"{os.getpid()}-{os.stat('/proc/self/ns/pid').st_ino}-{began}"  # noqa: PTH116

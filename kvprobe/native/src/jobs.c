@@ -375,7 +375,7 @@ bool kvp_job_conflicts(struct kvp_job *j, uint32_t *stamp, uint64_t since) {
     bool found = false;
     for (uint64_t p = 0; p < j->count; p++) {
         uint32_t *writer = &stamp[(uint64_t)ids[p / f] * f + p % f];
-        found |= *writer >= (uint32_t)since;
+        found |= *writer >= (uint32_t)since && *writer != (uint32_t)j->sequence; /* it was looked at before */
         *writer = (uint32_t)j->sequence;
     }
     return found;

@@ -10,6 +10,7 @@
 #define KERNEL_LAUNCHES 2 /* by kernels fewer and longer: each begins and ends with the link half idle */
 #define KERNEL_BURST_NS 2400000
 #define COMPUTE_NS UINT64_C(1000000000) /* after compute was last seen in front of a copy it is thought to go on */
+#define WAITED_NS 50000                 /* so long a copy waits for compute: an idle stream's mark is reached sooner */
 #define FIRST_LAUNCH (4u << 20)         /* of the first one after a pause, bytes */
 #define LEAST_LAUNCH 262144             /* bytes */
 #define LEAST_LIST 16                   /* part of a ring of copies that a launch is begun with */
@@ -102,10 +103,10 @@ static int gate(kvp_submitter *s, struct direction *dir, uint64_t now) {
     if (code == NOT_READY) return 0;
     if (!code) code = CALL(s, event_query, handle_fn)(f->event);
     if (code == NOT_READY) {
-        s->computing_ns = now;
-        if (j->sequence <= dir->hurry) return 2;
+        bool hurry = j->sequence <= dir->hurry;
         if (!dir->gate_since) dir->gate_since = now;
-        return 0;
+        if (hurry || now - dir->gate_since >= WAITED_NS) s->computing_ns = now;
+        return hurry ? 2 : 0;
     }
     if (code) {
         kvp_clear_error(s);
@@ -273,6 +274,7 @@ static uint32_t gather(kvp_submitter *s, struct direction *dir, uint64_t most, u
     for (struct kvp_job *j = dir->first; j; j = j->next) {
         if (j != dir->first) {
             if (!many || !kvp_fence_passed(s, j)) break;
+            if (j == dir->first->next) kvp_job_conflicts(dir->first, dir->stamp, UINT64_MAX); /* what it writes */
             if (kvp_job_conflicts(j, dir->stamp, dir->first->sequence)) break;
         }
         struct cursor at = j->at;
@@ -332,8 +334,7 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
         dir->progress_ns = now;
     }
     bool many = !s->config.pageable && !head->of;
-    if (many && !head->begun) kvp_job_conflicts(head, dir->stamp, UINT64_MAX); /* what it writes is noted */
-    if (open == 2) {                                                           /* the stream is kept: begun */
+    if (open == 2) { /* the stream is kept: begun */
         int code = CALL(s, stream_wait_event, stream_event_fn)(dir->stream, head->after->event, 0);
         if (code) {
             kvp_clear_error(s);
