@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes as ct
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -121,10 +122,17 @@ class _Bench:
                 (self.random.permutation(slots // 8)[:, None] * 8 + np.arange(8)).ravel()[:count] for _ in range(2)
             ]
         else:
-            order = [self.random.choice(slots, count, replace=False) for _ in range(2)]
+            order = [self._scattered(slots, count) for _ in range(2)]
         least = min(len(each) for each in order)
         at = [each[:least].astype(np.uint64) * np.uint64(size) for each in order]
         return columns(np.uint64(dst) + at[0], np.uint64(src) + at[1], size)
+
+    def _scattered(self, slots: int, count: int) -> np.ndarray[Any, Any]:
+        """So many different slots, far from one another; a permutation of all of them would take longer than copies."""
+        step = int(self.random.integers(slots // 2, slots)) | 1
+        while math.gcd(step, slots) != 1:
+            step += 2
+        return (int(self.random.integers(slots)) + np.arange(count) * step) % slots
 
     def many(self, kind: str, method: str, size: int) -> int:
         """How many copies make a submission that shows a rate."""
@@ -166,16 +174,21 @@ class _Bench:
         return other
 
     def transfer(
-        self, kind: str, method: str, ctas: int, copies: np.ndarray[Any, Any], times: int = 1
-    ) -> tuple[float, float]:
-        """(ns to completion, ns in the submitting calls) of copies in so many submissions, the best of the rounds."""
-        each = len(copies) // times
-        submits = [
-            self.submitter(kind, method, ctas, copies[i * each : (i + 1) * each], self.streams[0]) for i in range(times)
-        ]
-        spent: list[float] = []
-        took = [self.timed(lambda: spent.append(sum(submit() for submit in submits))) for _ in range(self.rounds)]
-        return min(took), min(spent)
+        self, way: tuple[str, str, int], size: int, each: int, times: int, pattern: str = "scattered"
+    ) -> tuple[float, float, int]:
+        """`times` submissions of `each` copies, none of which moves what another one did; the best of the rounds.
+
+        Returns ns to completion, ns in the submitting calls, copies.
+        """
+        kind, method, ctas = way
+        times = min(times, max(self.pool // size // each, 1))
+        took, spent = [], []
+        for _ in range(self.rounds):
+            copies = self.copies(kind, size, times * each, pattern)
+            parts = [copies[i * each : (i + 1) * each] for i in range(times)]
+            submits = [self.submitter(kind, method, ctas, part, self.streams[0]) for part in parts]
+            took.append(self.timed(lambda: spent.append(sum(submit() for submit in submits))))  # noqa: B023
+        return min(took), min(spent), times * each
 
 
 def measure(
@@ -242,28 +255,24 @@ def _row(bench: _Bench, kind: str, method: str, ctas: int) -> dict[str, Any]:
     each: list[float] = []
     fixed, submit, rate, counts = [], [], [], []
     for size in sizes:
-        few_times, times = FEWER_MORE[method]
-        many = bench.copies(kind, size, times * bench.many(kind, method, size))
-        times = min(times, len(many))
-        few_times = min(few_times, times)
-        few = many[: len(many) // times * few_times]
-        one_ns, _ = bench.transfer(kind, method, ctas, many[:1])
-        alone_ns, _ = bench.transfer(kind, method, ctas, few, few_times)
-        all_ns, spent = bench.transfer(kind, method, ctas, many, times)
-        count = len(many) // times * times
-        a_copy = (all_ns - alone_ns) / (count - len(few))
-        if method != "batch":
-            a_copy = max(a_copy, (all_ns - one_ns) / (count - 1))
-        a_copy = min(max(a_copy, size / bench.link[kind] * 1e9), all_ns / count)
+        count, (fewer, more) = bench.many(kind, method, size), FEWER_MORE[method]
+        one_ns, _, _ = bench.transfer((kind, method, ctas), size, 1, 1)
+        few_ns, _, few = bench.transfer((kind, method, ctas), size, count, fewer)
+        all_ns, spent, all_count = bench.transfer((kind, method, ctas), size, count, more)
+        a_copy = (all_ns - few_ns) / max(all_count - few, 1)
+        if method == "batch":
+            a_copy = max(a_copy, spent / all_count)
+        else:
+            a_copy = max(a_copy, (all_ns - one_ns) / max(all_count - 1, 1))
+        a_copy = min(max(a_copy, size / bench.link[kind] * 1e9), all_ns / all_count)
         if each and not ctas:  # larger copies by DMA are never slower a byte: something else used the link just then
             a_copy = min(a_copy, each[-1] * size / sizes[len(each) - 1])
         each.append(a_copy)
-        fixed.append(
-            max(min(one_ns, alone_ns / (2 * few_times)) - a_copy, 0.0)
-        )  # half: of a machine that was busy just then
-        submit.append(spent / count)
+        # half: of a machine that was busy just then
+        fixed.append(max(min(one_ns, few_ns * count / (2 * few)) - a_copy, 0.0))
+        submit.append(spent / all_count)
         rate.append(size / a_copy * 1e9)
-        counts.append(count)
+        counts.append(all_count)
     filled = {
         name: np.interp(SIZES, sizes, values).tolist()
         for name, values in (("fixed_ns", fixed), ("copy_ns", each), ("submit_ns", submit))
@@ -408,10 +417,9 @@ def _patterns(bench: _Bench) -> list[dict[str, Any]]:
             for size in PATTERN_SIZES:
                 speeds = {}
                 for pattern in ("contiguous", "runs", "scattered"):
-                    copies = bench.copies(kind, size, SUBMISSIONS * bench.many(kind, method, size), pattern)
-                    copies = copies[: len(copies) // SUBMISSIONS * SUBMISSIONS]
-                    took = bench.transfer(kind, method, ctas, copies, SUBMISSIONS)[0]
-                    speeds[pattern] = int(copies["bytes"].sum()) / took * 1e9
+                    way, count = (kind, method, ctas), bench.many(kind, method, size)
+                    took, _, copies = bench.transfer(way, size, count, SUBMISSIONS, pattern)
+                    speeds[pattern] = copies * size / took * 1e9
                 found.append(
                     {"direction": kind, "method": method, "ctas": ctas, "copy_bytes": size, "bytes_per_s": speeds}
                 )

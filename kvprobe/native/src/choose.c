@@ -37,7 +37,7 @@ int kvp_choose_row(const kvp_method_table *table, uint32_t methods, const float 
     }
     double best = INFINITY;
     for (uint32_t i = 0; i < rows; i++) {
-        if (!(ns[i] <= first * (compute == KVP_QUIET ? 1.0 : NEAR)) || isinf(ns[i])) continue;
+        if (!(ns[i] <= first * NEAR) || isinf(ns[i])) continue;
         if (chosen < 0 || row[i].ctas < row[chosen].ctas || (row[i].ctas == row[chosen].ctas && ns[i] < best))
             chosen = (int)i, best = ns[i];
     }

@@ -7,6 +7,7 @@
 #define HELD_UP_NS 1000000    /* a stream whose work starts so much later than it could is held up by others */
 #define LEAVE_NS 20000000     /* not more often than that */
 #define FORGET 0.005f         /* of what is known of a method, each time another one is used */
+#define HINDERED 1.12f        /* times what they take alone: so much slower are large copies beside compute */
 #define RATE_BYTES (1u << 20) /* of a marker from which on its rate is believed */
 
 /* ---- the end of a job ------------------------------------------------------------------------------------------ */
@@ -158,7 +159,8 @@ static void note_start(struct direction *dir, const struct marker *m, uint64_t s
 
 /* What a method took against what its row says, its own submission counted; what is not used is forgotten, so that it
  * is tried again. Where the device had run dry before the submission began, somebody else was late. */
-static void note_method(struct direction *dir, const struct marker *m, uint64_t end) {
+static void note_method(kvp_submitter *s, int d, const struct marker *m, uint64_t end, uint64_t now) {
+    struct direction *dir = &s->direction[d];
     if (!m->expected_ns || m->bytes < RATE_BYTES || m->idle || dir->line.end_ns < m->called_ns) return;
     uint64_t took = end - dir->line.end_ns;
     float seen = (float)((double)took / (double)m->expected_ns);
@@ -166,6 +168,8 @@ static void note_method(struct direction *dir, const struct marker *m, uint64_t 
     if (seen > 20) seen = 20;
     for (uint32_t i = 0; i < KVP_CHOOSE_ROWS; i++)
         dir->factors[i] += (i == (uint32_t)m->row) ? (seen - dir->factors[i]) * 0.5f : (1 - dir->factors[i]) * FORGET;
+    bool other = atomic_load(&s->direction[!d].bytes) != 0; /* the other direction may use what they need */
+    if (m->unhindered && !other && m->row >= 0 && dir->factors[m->row] > HINDERED) s->computing_ns = now;
 }
 
 void kvp_retire(kvp_submitter *s, int d, uint64_t now) {
@@ -181,7 +185,7 @@ void kvp_retire(kvp_submitter *s, int d, uint64_t now) {
         uint64_t end = kvp_device_ns(s, m->event), start = start_ns(s, m, &dir->line);
         if (end && start > end) start = end; /* this thread lost its CPU behind the call */
         if (end && dir->rate) note_start(dir, m, start, end, now);
-        if (end > dir->line.end_ns) note_method(dir, m, end);
+        if (end > dir->line.end_ns) note_method(s, d, m, end, now);
         if (m->bytes >= RATE_BYTES && end > start && start) {
             uint64_t rate = (uint64_t)((double)m->bytes / (double)(end - start) * 1e9);
             dir->rate = dir->rate ? (dir->rate * 3 + rate) / 4 : rate;

@@ -9,8 +9,9 @@
 #define BURST_NS 1200000
 #define KERNEL_LAUNCHES 2 /* by kernels fewer and longer: each begins and ends with the link half idle */
 #define KERNEL_BURST_NS 2400000
-#define COMPUTE_NS UINT64_C(1000000000) /* after compute was last seen in front of a copy it is thought to go on */
+#define COMPUTE_NS UINT64_C(1000000000) /* after compute was last seen it is thought to go on */
 #define WAITED_NS 50000                 /* so long a copy waits for compute: an idle stream's mark is reached sooner */
+#define LARGE_COPY 65536                /* bytes: from here on a batch goes at the link's rate */
 #define FIRST_LAUNCH (4u << 20)         /* of the first one after a pause, bytes */
 #define LEAST_LAUNCH 262144             /* bytes */
 #define LEAST_LIST 16                   /* part of a ring of copies that a launch is begun with */
@@ -104,8 +105,11 @@ static int gate(kvp_submitter *s, struct direction *dir, uint64_t now) {
     if (!code) code = CALL(s, event_query, handle_fn)(f->event);
     if (code == NOT_READY) {
         bool hurry = j->sequence <= dir->hurry;
+        bool alone = !atomic_load(&s->direction[0].bytes) && !atomic_load(&s->direction[1].bytes);
         if (!dir->gate_since) dir->gate_since = now;
-        if (hurry || now - dir->gate_since >= WAITED_NS) s->computing_ns = now;
+        if (!alone) dir->alone_since = 0;
+        if (alone && !dir->alone_since) dir->alone_since = now;
+        if (hurry || (alone && now - dir->alone_since >= WAITED_NS)) s->computing_ns = now;
         return hurry ? 2 : 0;
     }
     if (code) {
@@ -113,7 +117,7 @@ static int gate(kvp_submitter *s, struct direction *dir, uint64_t now) {
         fail_head(s, dir, code, KVP_FAULT_WAIT);
         return -1;
     }
-    dir->gate_since = 0;
+    dir->gate_since = dir->alone_since = 0;
     kvp_fence_over(s, j);
     return 1;
 }
@@ -413,12 +417,13 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
     dir->listed += entries;
     if (entries) dir->list_at = (dir->list_at + entries) % s->config.list[d].capacity;
     add_marker(s, dir, &a, method, start, entries, begun, now, idle);
-    dir->line.marker[(dir->line.tail - 1) % MARKERS].expected_ns = expected;
-    dir->line.marker[(dir->line.tail - 1) % MARKERS].row = row;
+    struct marker *newest = &dir->line.marker[(dir->line.tail - 1) % MARKERS];
+    newest->expected_ns = expected;
+    newest->row = row;
+    newest->unhindered = method == KVP_BATCH && a.bytes / a.count >= LARGE_COPY;
     if (s->config.bytes_per_s[d])
         dir->next_ns = (dir->next_ns > now ? dir->next_ns : now) +
                        (uint64_t)((double)a.bytes / (double)s->config.bytes_per_s[d] * 1e9);
-    struct marker *newest = &dir->line.marker[(dir->line.tail - 1) % MARKERS];
     for (struct kvp_job *j = before ? before->next : dir->flying; j; j = j->next) {
         newest->sequence = j->sequence;
         submitted(s, dir, j, newest->event);

@@ -86,7 +86,8 @@ struct marker {
     uint32_t places;
     uint32_t entries; /* of the direction's ring of copies, with those that were passed over at its end */
     int32_t row;
-    bool idle; /* nothing of ours stood in front of them */
+    bool idle;       /* nothing of ours stood in front of them */
+    bool unhindered; /* a batch of copies so large that only what else uses the device can make it slower */
 };
 
 #define MARKERS 1024
@@ -117,7 +118,9 @@ struct direction {
     uint32_t *held_up;              /* by pooled stream: how often it was */
     void *_Atomic stream;
     atomic_ullong rate; /* bytes per second, lately */
-    uint64_t due_ns, next_ns, gate_since, progress_ns;
+    uint64_t due_ns, next_ns, progress_ns;
+    uint64_t gate_since;  /* the head waits for compute; 0: it does not */
+    uint64_t alone_since; /* and nothing of ours is in flight, which may hold up the mark that it waits for */
     uint32_t pause_ns;
     uint64_t ramp;      /* most bytes of the next submission: doubles from the first one after a pause */
     uint32_t *stamp;    /* by destination, in copies: sequence of the job that wrote it last */
@@ -168,7 +171,7 @@ struct kvp_submitter {
     atomic_uint work, changed, waiters;
     atomic_uint sleeping;  /* enum sleep */
     uint64_t busy_ns;      /* when the thread last had something to do */
-    uint64_t computing_ns; /* when compute was last seen in front of a copy; 0: never */
+    uint64_t computing_ns; /* when compute was last seen in front of a copy or beside one; 0: never */
     atomic_uint hurrying;
     atomic_uint closing, stopped, users;
     atomic_ullong pending;
