@@ -31,10 +31,10 @@ from kvprobe.offload.methods import SIZES, Methods, choose, default_table, metho
 __all__ = ["measure"]
 
 CTAS = (1, 2, 4, 8, 16)
-QUICK_SIZES = tuple(1024 << i for i in (0, 2, 3, 4, 5, 6, 8, 10, 12))  # the others lie between their neighbours
+QUICK_SIZES = tuple(1024 << i for i in (0, 2, 3, 4, 5, 6, 10, 12))  # the others lie between their neighbours
 SUBMISSION_S = {"loop": 0.4e-3, "batch": 0.4e-3, "kernel": 0.8e-3}  # of the link: as large as the submitter's
 SUBMISSIONS = 4  # behind one another
-FEWER_MORE = {"loop": (1, 4), "batch": (3, 9), "kernel": (1, 4)}  # the first batch is not overlapped
+FEWER_MORE = {"loop": (1, 4), "batch": (2, 5), "kernel": (1, 4)}  # the first batch is not overlapped
 MOST_COPIES = {"loop": 200, "batch": 2048, "kernel": 8192}  # of one
 LOOP_COPIES, MANY_COPIES = 512, 8192
 PATTERN_SIZES = (4096, 16384, 65536, 1 << 20)

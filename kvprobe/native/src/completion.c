@@ -157,6 +157,11 @@ static void note_start(struct direction *dir, const struct marker *m, uint64_t s
     dir->left_ns = now;
 }
 
+void kvp_computes(kvp_submitter *s, uint64_t now, uint64_t for_ns) {
+    uint64_t until = now + (for_ns < COMPUTE_NS ? for_ns : COMPUTE_NS);
+    if (until > s->computing_until_ns) s->computing_until_ns = until;
+}
+
 /* What a method took against what its row says, its own submission counted; what is not used is forgotten, so that it
  * is tried again. Where the device had run dry before the submission began, somebody else was late. */
 static void note_method(kvp_submitter *s, int d, const struct marker *m, uint64_t end, uint64_t now) {
@@ -169,7 +174,7 @@ static void note_method(kvp_submitter *s, int d, const struct marker *m, uint64_
     for (uint32_t i = 0; i < KVP_CHOOSE_ROWS; i++)
         dir->factors[i] += (i == (uint32_t)m->row) ? (seen - dir->factors[i]) * 0.5f : (1 - dir->factors[i]) * FORGET;
     bool other = atomic_load(&s->direction[!d].bytes) != 0; /* the other direction may use what they need */
-    if (m->unhindered && !other && m->row >= 0 && dir->factors[m->row] > HINDERED) s->computing_ns = now;
+    if (m->unhindered && !other && m->row >= 0 && dir->factors[m->row] > HINDERED) kvp_computes(s, now, COMPUTE_NS);
 }
 
 void kvp_retire(kvp_submitter *s, int d, uint64_t now) {

@@ -9,13 +9,13 @@
 #define BURST_NS 1200000
 #define KERNEL_LAUNCHES 2 /* by kernels fewer and longer: each begins and ends with the link half idle */
 #define KERNEL_BURST_NS 2400000
-#define COMPUTE_NS UINT64_C(1000000000) /* after compute was last seen it is thought to go on */
-#define WAITED_NS 50000                 /* so long a copy waits for compute: an idle stream's mark is reached sooner */
-#define LARGE_COPY 65536                /* bytes: from here on a batch goes at the link's rate */
-#define FIRST_LAUNCH (4u << 20)         /* of the first one after a pause, bytes */
-#define LEAST_LAUNCH 262144             /* bytes */
-#define LEAST_LIST 16                   /* part of a ring of copies that a launch is begun with */
-#define MOST_LAUNCH (64u << 20)         /* bytes */
+#define WAITED_NS 50000         /* so long a copy waits for compute: an idle stream's mark is reached sooner */
+#define GOES_ON 50              /* times as long as that it is thought to go on, at most COMPUTE_NS */
+#define LARGE_COPY 65536        /* bytes: from here on a batch goes at the link's rate */
+#define FIRST_LAUNCH (4u << 20) /* of the first one after a pause, bytes */
+#define LEAST_LAUNCH 262144     /* bytes */
+#define LEAST_LIST 16           /* part of a ring of copies that a launch is begun with */
+#define MOST_LAUNCH (64u << 20) /* bytes */
 #define MOST_PAUSE_NS 250000
 #define SHARED_PAUSE_NS 60000
 
@@ -109,7 +109,8 @@ static int gate(kvp_submitter *s, struct direction *dir, uint64_t now) {
         if (!dir->gate_since) dir->gate_since = now;
         if (!alone) dir->alone_since = 0;
         if (alone && !dir->alone_since) dir->alone_since = now;
-        if (hurry || (alone && now - dir->alone_since >= WAITED_NS)) s->computing_ns = now;
+        uint64_t waited = alone ? now - dir->alone_since : 0;
+        if (hurry || waited >= WAITED_NS) kvp_computes(s, now, hurry ? COMPUTE_NS : GOES_ON * waited);
         return hurry ? 2 : 0;
     }
     if (code) {
@@ -364,8 +365,8 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
     int method = KVP_LOOP, row = -1;
     if (!s->config.pageable && s->config.methods)
         row = kvp_choose_row(s->config.methods, ~(s->methods_off | 1u << KVP_STAGED), dir->factors,
-                             s->computing_ns && now - s->computing_ns < COMPUTE_NS ? KVP_BESIDE : KVP_QUIET,
-                             d == STORE ? KVP_D2H : KVP_H2D, run_bytes / n, n);
+                             now < s->computing_until_ns ? KVP_BESIDE : KVP_QUIET, d == STORE ? KVP_D2H : KVP_H2D,
+                             run_bytes / n, n);
     const kvp_method_row *chosen = row < 0 ? NULL : &s->config.methods->row[d][row];
     if (chosen) method = (int)chosen->method, ctas = chosen->ctas;
     if (!by_kernel(method)) { /* shorter submissions: what others copy stands behind them */

@@ -90,6 +90,7 @@ struct marker {
     bool unhindered; /* a batch of copies so large that only what else uses the device can make it slower */
 };
 
+#define COMPUTE_NS UINT64_C(1000000000) /* so long compute that was seen is thought to go on, at most */
 #define MARKERS 1024
 #define EVENTS_MOST 1024 /* timing events: launches in flight, both directions and policies */
 
@@ -169,9 +170,9 @@ struct kvp_submitter {
     kvp_copy run[RUN_MAX];
     uint64_t dst[RUN_MAX], src[RUN_MAX], sizes[RUN_MAX]; /* the same in columns, for the loop */
     atomic_uint work, changed, waiters;
-    atomic_uint sleeping;  /* enum sleep */
-    uint64_t busy_ns;      /* when the thread last had something to do */
-    uint64_t computing_ns; /* when compute was last seen in front of a copy or beside one; 0: never */
+    atomic_uint sleeping;        /* enum sleep */
+    uint64_t busy_ns;            /* when the thread last had something to do */
+    uint64_t computing_until_ns; /* compute was seen in front of a copy or beside one, and is thought to go on */
     atomic_uint hurrying;
     atomic_uint closing, stopped, users;
     atomic_ullong pending;
@@ -226,6 +227,7 @@ KVP_INSIDE void kvp_renew_device_clock(kvp_submitter *s);
 KVP_INSIDE uint64_t kvp_device_ns(kvp_submitter *s, void *event);
 
 /* completion.c */
+KVP_INSIDE void kvp_computes(kvp_submitter *s, uint64_t now, uint64_t for_ns); /* it was seen just now */
 KVP_INSIDE void kvp_retire(kvp_submitter *s, int d, uint64_t now);
 KVP_INSIDE void kvp_retire_shared(kvp_submitter *s, int d);
 KVP_INSIDE void kvp_finish(kvp_submitter *s, struct kvp_job *j, int error, uint32_t fault);
