@@ -7,12 +7,13 @@ the embedded host runtime they are timed operations.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes as ct
 import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,14 +135,31 @@ class WorkloadFigures:
     end_ns: int = 0
 
 
+@contextlib.contextmanager
+def _memory_told(runtime: Runtime) -> Iterator[None]:
+    """Says in one line that torch found too little memory on the device: others may have taken it since it was asked.
+
+    Raises:
+        KvprobeError: that line.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":
+            raise
+        free = runtime.mem_info()[0] >> 20
+        raise KvprobeError(f"this workload needs more memory of the device than the {free} MiB that are free") from None
+
+
 class Machine:
     """The model and the memory of a workload: made once, used by one server after another."""
 
     def __init__(self, runtime: Runtime, shape: Shape) -> None:
         """Allocates both pools and fills the CPU side with a pattern that names block, layer and offset."""
         self.runtime, self.shape = runtime, shape
-        self.model = _CudaModel(runtime, shape) if runtime.provider == "cuda" else _HostModel(runtime, shape)
-        self.gpu = BlockPool(runtime, self.model.layers(shape.gpu_blocks), shape.piece_bytes)
+        with _memory_told(runtime):
+            self.model = _CudaModel(runtime, shape) if runtime.provider == "cuda" else _HostModel(runtime, shape)
+            self.gpu = BlockPool(runtime, self.model.layers(shape.gpu_blocks), shape.piece_bytes)
         self._cpu_layers = [host_region(runtime, shape.cpu_blocks * shape.piece_bytes) for _ in range(shape.layers)]
         self.cpu = BlockPool(runtime, self._cpu_layers, shape.piece_bytes)
         self.servers: weakref.WeakSet[WorkloadServer] = weakref.WeakSet()

@@ -10,7 +10,7 @@ import pytest
 from kvprobe.cuda.hostruntime import host_runtime
 from kvprobe.errors import CudaError, KvprobeError
 from kvprobe.launchqueue import calibrate
-from kvprobe.workload import Machine, WorkloadServer, shape_for
+from kvprobe.workload import Machine, WorkloadServer, _memory_told, shape_for
 
 
 @pytest.fixture
@@ -52,3 +52,13 @@ def test_a_call_that_fails_ends_the_workload_with_its_error(machine, call):
         finally:
             server.close()
     assert not server._verifier.is_alive()
+
+
+def test_memory_of_the_device_that_torch_cannot_have_is_told_in_one_line():
+    torch = pytest.importorskip("torch")
+    line = r"needs more memory of the device than the \d+ MiB that are free$"
+    with pytest.raises(KvprobeError, match=line) as told, _memory_told(host_runtime()):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate ...")
+    assert "\n" not in str(told.value)
+    with pytest.raises(RuntimeError, match="another"), _memory_told(host_runtime()):
+        raise RuntimeError("another")
