@@ -220,11 +220,14 @@ def choose(table: MethodTable, direction: str, copy_bytes: int, count: int) -> t
     return METHOD_NAMES[number], ctas.value
 
 
+_SCATTERED = sum(1 << i for i, name in enumerate(METHOD_NAMES) if name != "staged")  # as kvp_choose: bits of methods
+
+
 class ExpectedTimes:
     """What the method that a table chooses takes for so many copies, by its calibration."""
 
     def __init__(self, table: MethodTable) -> None:
-        """Of one table, which may change under it no more."""
+        """Of one table, which stays as it is."""
         self._table = table
         self._known: dict[tuple[str, int, int], int] = {}
 
@@ -239,9 +242,6 @@ class ExpectedTimes:
         return known
 
     def _ask(self, direction: str, copy_bytes: int, count: int) -> int:
-        table, ctas, side = self._table, ct.c_uint32(), DIRECTION[direction]
-        number = core().kvp_choose(ct.byref(table), side, copy_bytes, count, ct.byref(ctas))
-        for row in table.row[side - 1][: table.rows[side - 1]]:
-            if row.method == number and row.ctas == ctas.value:
-                return int(core().kvp_method_ns(ct.byref(row), copy_bytes, count))
-        return 0
+        table, side = self._table, DIRECTION[direction]
+        row = core().kvp_choose_row(ct.byref(table), _SCATTERED, None, 0, side, copy_bytes, count)
+        return int(core().kvp_method_ns(ct.byref(table.row[side - 1][row]), copy_bytes, count)) if row >= 0 else 0
