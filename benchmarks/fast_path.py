@@ -8,7 +8,8 @@ what the machine does besides falls on all alike; the middle of the rounds is pr
 
 * work: beside a model loop of 10 ms steps, through the public API alone; "polled": `poll()` once a step, "not at all":
   never. One large copy of the same bytes at the same place is what the machine allows there. `held`: time inside
-  `load`/`store`. `step`: p99 of the loop's steps, over the p99 of the loop alone.
+  `load`/`store`; under auto the longest call of those after the switch is told apart. `step`: p99 of the loop's steps,
+  over the p99 of the loop alone; where copies go by kernel, beside what the calibration made at the start predicts.
 * parts: what a request of 64 and of 8,192 blocks consists of, each alone: the floor of handing over.
 * sizes: scattered blocks from 4 KiB to 4 MiB, both directions, what the engine chooses beside each single method; three
   transfers that are asked for one after another.
@@ -30,10 +31,12 @@ from typing import Any
 import numpy as np
 
 from kvprobe.cuda import Runtime, device_region, find_runtime, host_region
+from kvprobe.cuda.copies import DIRECTIONS
 from kvprobe.launchqueue import calibrate
 from kvprobe.native.library import REQUEST, core
-from kvprobe.offload import BlockPool, OffloadEngine
+from kvprobe.offload import BlockPool, OffloadEngine, method_cache, method_calibration
 from kvprobe.offload.blocks import passed
+from kvprobe.offload.methods import copier_for
 
 STEP_NS, FORWARD_NS = 10_000_000, 30_000_000
 now = core().kvp_now_ns
@@ -156,6 +159,35 @@ class Memory:
         return link(self.runtime, self.device.address, self.host.address, self.size, direction)
 
 
+class Calibrated:
+    """What the engine goes by on this machine, and what `kvprobe calibrate` says of the price; both measured now."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        copier = copier_for(runtime)
+        quick = method_calibration.measure(runtime, copier, quick=True)
+        self.table = copier.measured = method_cache.table_of(quick)
+        self.result = method_calibration.measure(runtime, copier)
+
+    def _longer(self, work: str, kind: str, ctas: int) -> tuple[float, float]:
+        """How much longer work takes beside copies: as a share, and ns a kernel."""
+        for one in self.result["beside"]:
+            if (one["work"], one["direction"], one["ctas"]) == (work, kind, ctas):
+                more = max(one["beside_ns"] - one["alone_ns"], 0.0)
+                return more / one["alone_ns"], more / one["kernels"]
+        return 0.0, 0.0
+
+    def step(self, model: Model, direction: str, block: int) -> float:
+        """How many times as long a step takes, with copies all the time and compute seen."""
+        kind = "h2d" if direction == "load" else "d2h"
+        scattered, beside = 0b111, 1  # loop, batch, kernel; KVP_BESIDE
+        row = core().kvp_choose_row(self.table, scattered, None, beside, DIRECTIONS[kind], block, 2048)
+        ctas = self.table.row[DIRECTIONS[kind] - 1][row].ctas
+        if model.kind == "matmul":
+            return 1 + self._longer("matmul", kind, ctas)[0]
+        ends = self._longer("short", kind, ctas)[1] / model.unit_ns
+        return 1 + ends + (self._longer("read", kind, ctas)[0] if model.kind == "memory" else 0)
+
+
 def p99(values: list[int]) -> float:
     return float(np.quantile(values, 0.99)) if values else 0.0
 
@@ -179,6 +211,8 @@ def work(memory: Memory, model: Model, limits: Any, what: dict[str, Any], policy
             requests.append(tuple(next(each) for each in blocks))
         for _ in range(8):  # as a server that has been running: of a store's size auto has decided by then
             (engine.load if what["direction"] == "load" else engine.store)(*requests[0], after=None).wait()
+        gc.collect()  # the engines of other rows
+        gc.freeze()
         held: list[int] = []
         each = engine.poll if polled else (lambda: None)
         runtime.stream_synchronize(model.stream)
@@ -196,11 +230,13 @@ def work(memory: Memory, model: Model, limits: Any, what: dict[str, Any], policy
         methods = sorted({name for transfer in transfers for name in transfer.methods})
         longest = engine.read().longest_call_ns
         switched = [(each.time_ns - begin) / 1e6 for each in engine.auto.decisions[:1]]
+        handed = [took for took, each in zip(held, transfers, strict=True) if each.policy == "pooled"]
     return {
         "done_ms": (end - begin) / 1e6,
         "held_ms": sum(held) / 1e6,
         "hand_over_p99_us": p99(held) / 1e3,
         "longest_call_us": max(held) / 1e3,
+        "longest_handed_over_us": max(handed, default=0) / 1e3,
         "step_p99_ms": p99(steps) / 1e6,
         "methods": methods,
         "switched_after_ms": switched[0] if switched else None,
@@ -281,7 +317,7 @@ LARGE = "one large copy"
 HOW = [("shared", True), ("pooled", True), ("pooled", False), ("auto", True)]
 
 
-def run_work(memory: Memory, model: Model, limits: Any, repeat: int) -> dict[str, Any]:
+def run_work(memory: Memory, model: Model, limits: Any, repeat: int, calibrated: Calibrated) -> dict[str, Any]:
     rounds: list[dict[str, Any]] = []
     alone: list[float] = []
     for _ in range(repeat):
@@ -297,7 +333,8 @@ def run_work(memory: Memory, model: Model, limits: Any, repeat: int) -> dict[str
                 key = f"{policy}, {'polled once a step' if polled else 'not polled'}"
                 played[what["name"]][key] = work(memory, model, limits, what, policy, polled)
         rounds.append(played)
-    return {"rounds": rounds, "alone_step_p99_ms": alone}
+    predicted = {what["name"]: calibrated.step(model, what["direction"], what["block"]) for what in WORK}
+    return {"rounds": rounds, "alone_step_p99_ms": alone, "predicted_step": predicted, "kernel_ns": model.unit_ns}
 
 
 def rate_of(memory: Memory, limits: Any, block: int, direction: str, method: str, total: int) -> dict[str, Any]:
@@ -407,7 +444,7 @@ def show(result: dict[str, Any]) -> str:
         lines.append(f"{name:50} p50 {half:7.2f} us, p99 {most:7.2f} us")
     for kind, played_with in result.get("work", {}).items():
         rounds = played_with["rounds"]
-        alone = middle(played_with["alone_step_p99_ms"])
+        alone, predicted = middle(played_with["alone_step_p99_ms"]), played_with["predicted_step"]
         lines.append(f"beside a model loop of {MODELS[kind]}: alone its step p99 is {alone:.2f} ms")
         for what in WORK:
             floors = [played[what["name"]]["floor_ms"] for played in rounds]
@@ -436,10 +473,13 @@ def show(result: dict[str, Any]) -> str:
                 lines.append(
                     f"  {key:28} done {mid['done_ms']:7.1f} ms = {over:4.2f} x floor; held {mid['held_ms']:6.2f} ms, "
                     f"hand-over p99 {mid['hand_over_p99_us']:8.1f} us, longest {mid['longest_call_us']:8.1f} us; "
-                    f"step p99 {mid['step_p99_ms']:5.2f} ms = {mid['step_p99_ms'] / alone:4.2f}; "
+                    f"step p99 {mid['step_p99_ms']:5.2f} ms = {mid['step_p99_ms'] / alone:4.2f}"
+                    + (f" of {predicted[what['name']]:4.2f} predicted" if "kernel" in rows[0]["methods"] else "")
+                    + "; "
                     + ", ".join(rows[0]["methods"])
                     + (
-                        f"; switched after {mid['switched_after_ms']:.1f} ms"
+                        f"; switched after {mid['switched_after_ms']:.1f} ms, longest then "
+                        f"{mid['longest_handed_over_us']:.1f} us"
                         if mid.get("switched_after_ms", -1) > 0
                         else ""
                     )
@@ -487,7 +527,10 @@ def main() -> int:
     if given.only in (None, "parts"):
         result["parts"] = run_parts(memory, limits)
     if given.only in (None, "work"):
-        result["work"] = {kind: run_work(memory, Model(runtime, kind), limits, given.repeat) for kind in given.model}
+        calibrated = Calibrated(runtime)
+        result["work"] = {
+            kind: run_work(memory, Model(runtime, kind), limits, given.repeat, calibrated) for kind in given.model
+        }
     if given.only in (None, "sizes"):
         result["sizes"] = run_sizes(memory, limits, given.repeat)
     print(show(result))

@@ -3,8 +3,10 @@
 It watches what copies cost on the rung in force, changes to the next rung when a cause is found, compares like with
 like, and keeps the rung or goes back. A rung is a pair (policy, copy method). Both sides of a comparison are means of
 all calls, at equal sizes: transfers are put in classes by the number and the size of their copies, powers of two each,
-and only classes seen on both rungs count. Where nothing is left to try for the work at hand it rests, and asks for one
-transfer in `REST` alone; so it does where `CALM` transfers in a row cost nothing, until one does.
+and only classes seen on both rungs count. What was measured before a rung was kept says little once the work has
+changed: where a kept rung looks bad, the base is measured anew. Where nothing is left to try for the work at hand it
+rests, and asks for one transfer in `REST` alone; so it does where `CALM` transfers in a row cost nothing, until one
+does.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ ENOUGH_COPIES = 8  # a transfer of fewer copies says nothing about the cost of o
 ENOUGH_BYTES = 256 << 10  # nor does one of fewer bytes about the rate of the link
 OFTEN = 6  # of WINDOW transfers: so many must show a cause that one alone could show by chance
 MIN_GAIN = 1.2  # a rung stays only if submission or the copies themselves became so many times cheaper
-STAY = 0.8  # a kept rung is left when it costs this much more than the base did, in DOUBTS + 1 windows
-DOUBTS = 2
+STAY = 0.8  # a kept rung is doubted when it costs this much more than the base did
+DOUBTS = 2  # and left for the base when the next so many windows say so too; twice as many each time
+MOST_DOUBTS = 512
 MAX_COPY_COST = 1.15  # a rung may not make the copies themselves slower than this
 MAX_SUBMIT_COST = 1.5  # nor submission, where it is for the copies' sake
 BELOW_RATE = 1.3  # copies that take so many times what calibration says of another method are worth a change
@@ -273,6 +276,7 @@ class Auto:
         self._fresh = False  # nothing was submitted on this rung yet
         self._kept = False
         self._doubts = 0
+        self._allowed = DOUBTS  # before the base is measured anew
         self._resting = False
         self._unwatched = 0  # since the last one that was watched
         self._calm = 0  # transfers in a row on the base that showed no cause
@@ -465,19 +469,21 @@ class Auto:
                 self._roll_back(seen)
         elif seen.transfers < TRIAL_LARGE:  # other work than before: the two cannot be compared
             if not self._kept:
-                self.stand_on(self.base)
-                self._return()
+                self._return("the transfers before and after differ too much to be compared")
             self._forget()
         elif self._gains(seen):
             self._doubts = 0
             if not self._kept:
                 self._keep(seen)
             self._forget()
-        elif self._kept and self._doubts < DOUBTS:  # one bad window of a rung that proved itself is no reason to leave
+        elif not self._kept:
+            self._roll_back(seen)
+        elif self._doubts < self._allowed:  # one bad window of a rung that proved itself is no reason to leave
             self._doubts += 1
             self._forget()
         else:
-            self._roll_back(seen)
+            self._allowed = min(2 * self._allowed, MOST_DOUBTS)
+            self._return(f"{self._loss(seen)}, and the work may have changed: the base is measured anew")
 
     def _sums_before(self) -> dict[tuple[int, int], _Sums]:
         """Of what came before the change; made anew only where the device's time of more of it has become known.
@@ -489,15 +495,18 @@ class Auto:
             self._summed = timed, _by_size(self._before)
         return self._summed[1]
 
-    def _return(self) -> None:
+    def _return(self, why: str) -> None:
         """Back on the base without a verdict."""
-        last = self.decisions[-1]
-        self._add(
-            Decision(
-                self._now(), last.after, last.before, "the transfers before and after differ too much to be compared"
-            )
-        )
-        self._decide("return", self.decisions[-1].reason, before=last.after, after=last.before)
+        rung = self.rung
+        self.stand_on(self.base)
+        self._add(Decision(self._now(), rung, self.base, why))
+        self._decide("return", why, before=rung, after=self.base)
+
+    @staticmethod
+    def _loss(seen: Comparison) -> str:
+        if seen.copy_gain < 1 / MAX_COPY_COST:
+            return f"the copies themselves take {1 / seen.copy_gain:.2f} times as long"
+        return f"no gain: {seen.after_ns / 1e3:.2f} us a copy, {seen.before_ns / 1e3:.2f} us before"
 
     def _gains(self, seen: Comparison) -> bool:
         least = STAY if self._kept else MIN_GAIN
@@ -524,10 +533,7 @@ class Auto:
             decision.before_ns, decision.after_ns = seen.before_ns, max(seen.after_ns, 1e-3)
 
     def _roll_back(self, seen: Comparison) -> None:
-        if seen.copy_gain < 1 / MAX_COPY_COST:
-            why = f"the copies themselves take {1 / seen.copy_gain:.2f} times as long"
-        else:
-            why = f"no gain: {seen.after_ns / 1e3:.2f} us a copy, {seen.before_ns / 1e3:.2f} us before"
+        why = self._loss(seen)
         self._note_gain(seen)
         rung, key = self.rung, (self.rung, _scale(self._before))
         failures = self._failures[key] = self._failures.get(key, 0) + 1

@@ -39,6 +39,7 @@ MOST_COPIES = {"loop": 200, "batch": 2048, "kernel": 8192}  # of one
 LOOP_COPIES, MANY_COPIES = 512, 8192
 PATTERN_SIZES = (4096, 16384, 65536, 1 << 20)
 BURST_BYTES = 64 << 10
+SHORT_KERNELS = 200  # one after another, each of some us
 
 Progress = Callable[[str, float], None]
 
@@ -293,39 +294,60 @@ def _row(bench: _Bench, kind: str, method: str, ctas: int) -> dict[str, Any]:
 # -- the price --------------------------------------------------------------------------------
 
 
+class _Work:
+    """Kernels of a model, of one kind, on the second stream."""
+
+    def __init__(self, bench: _Bench, name: str, launch: Callable[[], None], kernels: int, cover: _Work | None) -> None:
+        """`cover`: runs first, so that these stand in the queue by then: else the host's launching is measured."""
+        self._bench, self._launch, self._cover = bench, launch, cover
+        self.name, self.kernels = name, kernels
+        self.took()
+        self.alone_ns = min(self.took() for _ in range(3))
+        self.whole_ns = self.alone_ns + (cover.alone_ns if cover else 0.0)
+
+    def run(self) -> None:
+        """Launches them."""
+        self._launch()
+
+    def took(self) -> float:
+        """Ns on the device."""
+        if self._cover:
+            self._cover.run()
+        return self._bench.on_device(self._launch)
+
+
 def _beside(bench: _Bench) -> list[dict[str, Any]]:
-    """How much longer a memory-bound kernel, and a matrix product where torch has one, take while copies run."""
-    work: dict[str, Callable[[], None]] = {}
+    """How much longer work takes while copies run: a memory-bound kernel, short kernels, torch's products."""
+    works: list[_Work] = []
+    read = None
     if bench.methods.read_kernel:
-        work["read"] = _reader(bench)
+        read = _Work(bench, "read", *_reader(bench), None)
+        works.append(read)
+        if not bench.quick:
+            works.append(_Work(bench, "short", *_reader(bench, of=1 << 20, times=SHORT_KERNELS), read))
     if not bench.quick and bench.runtime.provider == "cuda":
         with contextlib.suppress(ImportError, RuntimeError):
-            work["matmul"] = _matmul(bench, 4096, 25)
-            work["decode"] = _matmul(bench, 64, 100)
-    found = []
-    for name, launch in work.items():
-        bench.on_device(launch)
-        alone = min(bench.on_device(launch) for _ in range(3))
-        for kind in ("h2d", "d2h"):
-            for method, ctas in [("loop", 0), *(way for way in bench.ways if way[1])]:
-                size = (4 << 20) if method == "loop" else 16384
-                found.append(
-                    {
-                        "work": name,
-                        "direction": kind,
-                        "method": "dma" if method == "loop" else method,
-                        "ctas": ctas,
-                        "alone_ns": alone,
-                        "beside_ns": _while_copying(bench, kind, method, ctas, size, launch, alone),
-                    }
-                )
-    return found
+            works.append(_Work(bench, "matmul", _matmul(bench, 4096, 25), 25, read))
+            works.append(_Work(bench, "decode", _matmul(bench, 64, 100), 100, read))
+    return [
+        {
+            "work": work.name,
+            "kernels": work.kernels,
+            "direction": kind,
+            "method": "dma" if method == "loop" else method,
+            "ctas": ctas,
+            "alone_ns": work.alone_ns,
+            "beside_ns": _while_copying(bench, work, kind, method, ctas),
+        }
+        for work in works
+        for kind in ("h2d", "d2h")
+        for method, ctas in [("loop", 0), *(way for way in bench.ways if way[1])]
+    ]
 
 
-def _while_copying(
-    bench: _Bench, kind: str, method: str, ctas: int, size: int, launch: Callable[[], None], alone: float
-) -> float:
-    """Ns of the work on the device while copies of `size` cover all of it."""
+def _while_copying(bench: _Bench, work: _Work, kind: str, method: str, ctas: int) -> float:
+    """Ns of the work on the device while copies run from before its beginning until after its end."""
+    size = (4 << 20) if method == "loop" else 16384
     share = 16 if bench.runtime.provider == "host" else 1
     burst = min(bench.pool, (64 << 20) if bench.quick else 256 << 20) // share
     copies = bench.copies(kind, size, max(burst // size, 1))
@@ -333,21 +355,24 @@ def _while_copying(
     one = bench.timed(submit)
     best = float("inf")
     for _ in range(2 if bench.quick else 3):
-        for _ in range(int(1.6 * alone / one) + 2):
+        for _ in range(int(1.6 * work.whole_ns / one) + 2):
             submit()  # the same list again and again: its contents stay the same
-        best = min(best, bench.on_device(launch))
+        best = min(best, work.took())
         bench.runtime.stream_synchronize(bench.streams[0])
     return best
 
 
-def _reader(bench: _Bench) -> Callable[[], None]:
-    ctas = bench.weights_bytes // 16384
+def _reader(bench: _Bench, of: int = 0, times: int = 0) -> tuple[Callable[[], None], int]:
+    """A function that launches kernels that read so many bytes of memory each, and how many those are."""
+    size = of or bench.weights_bytes
+    ctas = size // 16384
     pointer, never = ct.c_void_p(bench.weights.address), ct.c_void_p(bench.device.address)
     parameters = (ct.c_void_p * 2)(*(ct.cast(ct.byref(value), ct.c_void_p) for value in (pointer, never)))
     function = ct.CFUNCTYPE(ct.c_int, ct.c_void_p, *[ct.c_uint] * 7, ct.c_void_p, ct.c_void_p, ct.c_void_p)(
         bench.methods.native.cuda.launch_kernel
     )
-    times = 1 if bench.runtime.provider == "host" else max(1, ((8 if bench.quick else 24) << 30) // bench.weights_bytes)
+    if not times:
+        times = 1 if bench.runtime.provider == "host" else max(1, ((8 if bench.quick else 24) << 30) // size)
 
     def launch() -> None:
         for _ in range(times):
@@ -356,7 +381,7 @@ def _reader(bench: _Bench) -> Callable[[], None]:
                 raise bench.runtime.error("cuLaunchKernel", code)
 
     launch.keeps = (pointer, never, parameters)  # type: ignore[attr-defined]
-    return launch
+    return launch, times
 
 
 def _matmul(bench: _Bench, rows: int, times: int) -> Callable[[], None]:
@@ -380,7 +405,8 @@ def _add_price(result: dict[str, Any], methods: Methods) -> None:
     """To each row what its kernel costs other work beyond what DMA costs it.
 
     `slowdown`: a memory-bound kernel; `product`: the matrix product that loses most. Without torch, and where it has to
-    be quick, the products' price is an H100's.
+    be quick, the products' price is the default's. `kernel_end_ns`, DMA's share included: what each kernel loses that
+    ends meanwhile, however short it is; its end waits for what is under way on the link.
     """
     default = default_table(methods)
     known = {
@@ -395,13 +421,20 @@ def _add_price(result: dict[str, Any], methods: Methods) -> None:
         for one in result["beside"]
         if one["method"] == "dma"
     }
+    ends = {
+        (one["direction"], one["ctas"]): max(one["beside_ns"] - one["alone_ns"], 0.0) / one["kernels"]
+        for one in result["beside"]
+        if one["work"] == "short"
+    }
     for one in result["beside"]:
-        if one["ctas"]:
+        if one["ctas"] and one["work"] != "short":
             work = "slowdown" if one["work"] == "read" else "product"
             key = (work, one["direction"], one["ctas"])
             more = one["beside_ns"] / one["alone_ns"] - dma[one["work"], one["direction"]]
             price[key] = max(price.get(key, 0.0), more)
     for row in result["rows"]:
+        if ends:
+            row["kernel_end_ns"] = ends.get((row["direction"], row["ctas"]))
         row["slowdown"] = price.get(("slowdown", row["direction"], row["ctas"]), 0.0)
         fallback = known.get((row["direction"], row["ctas"]), 0.0)
         row["product"] = price.get(("product", row["direction"], row["ctas"]), fallback)

@@ -58,7 +58,8 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
         charts.section(
             "price",
             "What copying costs other work",
-            "Time that work on another stream took while copies ran, against alone.",
+            "Time that work on another stream took while copies ran, against alone. Each end of a kernel waits until "
+            "the link has carried what copy kernels have under way: short kernels lose most.",
             (),
             [_beside(result)],
         )
@@ -142,12 +143,17 @@ def _choices(result: Mapping[str, Any]) -> TableView:
 def _beside(result: Mapping[str, Any]) -> TableView:
     names = {
         "read": "memory-bound kernel",
+        "short": "short kernels, one after another",
         "matmul": "products of 4096 x 4096 matrices, bfloat16",
         "decode": "products of 64 rows and 4096 x 4096 weights",
     }
+
+    def each(one: Mapping[str, Any]) -> float:
+        return max(float(one["beside_ns"] - one["alone_ns"]), 0.0) / int(one["kernels"])
+
     return table(
         "Time beside copies",
-        ["Work", "Direction", "Copies by", "Alone", "Beside", "Longer by"],
+        ["Work", "Direction", "Copies by", "Alone", "Beside", "Longer by", "A kernel longer by"],
         [
             [
                 names[one["work"]],
@@ -156,6 +162,7 @@ def _beside(result: Mapping[str, Any]) -> TableView:
                 (duration(one["alone_ns"]), one["alone_ns"]),
                 (duration(one["beside_ns"]), one["beside_ns"]),
                 (percent(one["beside_ns"] / one["alone_ns"] - 1), one["beside_ns"] / one["alone_ns"] - 1),
+                (duration(each(one)), each(one)),
             ]
             for one in result["beside"]
         ],
