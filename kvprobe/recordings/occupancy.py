@@ -340,7 +340,8 @@ def _judge(recording: Recording, queue: StreamOccupancy, labelled: Array, use_la
     _infer(recording, queue, duration)
     queue.inferred_ns = int(queue.blocked_ns.sum())
     if use_labels and queue.labelled_ns:
-        queue.blocked = labelled[rows] > 0
+        known = labelled[rows] > 0
+        queue.blocked = known | (queue.blocked & _beside(recording, rows, known))
         # A label covers the driver's wait; what led to it and came after it was lost as well.
         queue.blocked_ns = np.where(queue.blocked, np.maximum(labelled[rows], queue.blocked_ns), 0)
         queue.ceiling_how = "labels"
@@ -349,7 +350,7 @@ def _judge(recording: Recording, queue: StreamOccupancy, labelled: Array, use_la
         queue.verdict = "saturated"
         least = "" if at.min() == at.max() else f"{queue.plateau[0]:,} to "
         queue.reason = (
-            f"the recorder labels {int(queue.blocked.sum()):,} calls as blocked by a full command buffer, with "
+            f"the recorder labels {int(known.sum()):,} calls as blocked by a full command buffer, with "
             f"{least}{queue.plateau[1]:,} submissions outstanding"
             + (" (approximate: CUDA graphs are among them)" if queue.graphs else "")
         )
@@ -505,6 +506,20 @@ def _labelled(recording: Recording) -> Array:
     known = rows >= 0
     np.add.at(out, rows[known], length[known])
     return cast(Array, np.minimum(out, calls["end_ns"] - calls["start_ns"]))
+
+
+def _beside(recording: Recording, rows: Array, known: Array) -> Array:
+    """Which of these calls run while a labelled one of another thread does, where labels say no more than when.
+
+    Of two threads that wait for room in one queue at once, one has the label.
+    """
+    labels = recording.labels
+    if (labels["correlation"][labels["label"] == Label.COMMAND_BUFFER_FULL] >= 0).any():
+        return np.zeros(len(rows), dtype=bool)
+    start, end = recording.calls["start_ns"][rows], recording.calls["end_ns"][rows]
+    latest = np.maximum.accumulate(end[known])  # the rows are in order of their start
+    before = np.searchsorted(start[known], end, "left") - 1
+    return (before >= 0) & (latest[np.maximum(before, 0)] > start)
 
 
 # ---- views ----------------------------------------------------------------------------------------------------------

@@ -144,6 +144,28 @@ def test_labels_without_an_id_are_matched_by_time():
     assert occ.labelled_ns == int((calls["end_ns"] - calls["start_ns"])[slow].sum()) - 7 * 1000
 
 
+def test_of_two_threads_that_wait_at_once_both_are_blocked_though_only_one_has_the_label():
+    r, _ = simulate(calls=2400)
+    calls = r.calls
+    slow = np.flatnonzero(calls["end_ns"] - calls["start_ns"] > 10_000)
+    other = slow[50::7]  # another thread's, each inside the call that came before it
+    calls.columns["thread"][other] = 77
+    calls.columns["start_ns"][other] = calls["start_ns"][other - 1] + 100
+    mine = np.setdiff1d(slow[:-1], other)
+    label = {"start_ns": calls["start_ns"][mine] + 500, "end_ns": calls["end_ns"][mine] - 500}
+    size = len(mine)
+    r.tables["labels"] = Table(
+        "labels",
+        {**label, "process": np.zeros(size, int), "label": np.full(size, Label.COMMAND_BUFFER_FULL)},
+    )
+    occ = occupancy(r)
+    assert occ.how == "labels" and occ.blocked[mine].all() and occ.blocked[other].all()
+    assert not occ.blocked[slow[-1]], "what no labelled call runs beside has no label because nothing blocked it"
+    r.tables["labels"].columns["correlation"] = calls["correlation"][mine]
+    named = occupancy(r)
+    assert named.blocked[mine].all() and not named.blocked[other].any()
+
+
 def test_streams_that_share_a_channel_are_one_queue():
     r, _ = simulate(streams=2, calls=100)
     r.streams.columns["channel"] = np.array([3, 3], dtype=np.int32)
