@@ -6,16 +6,19 @@ again and again.
 
 Signature: a host-to-device copy with the source address and size of an earlier one of its process that has not ended
 when the later one is submitted; or, after it has ended, one with its destination as well, where between the two no
-copy wrote to the source and none from elsewhere to the destination, and something was waited for. A load of another
-kind repeated after the first has ended is not counted: the block may have been evicted since. Where the device was not
-recorded, a load has not ended before its stream's bytes can have come over the fastest link there is. A kernel may have
-overwritten the bytes, which no recording tells: then the finding is only likely. Needs addresses (kvprobe's own
+copy wrote to the source and none from elsewhere to the destination, and something was waited for. So is one to another
+place before the host waited for anything, so that nobody there has seen the first one end: where its source is loaded
+several times within a tenth of a second and never again, and other sources are at other times (a staging buffer, which
+the host fills anew, comes again and again). A load of another kind repeated after the first has ended is not counted:
+the block may have been evicted since. Where the device was not recorded, a load has not ended before its stream's bytes
+can have come over the fastest link there is. A kernel may have overwritten the bytes, which no recording tells: then
+the finding is only likely. Needs addresses (kvprobe's own
 recordings have them; Nsight Systems and Kineto do not, and then nothing is said). A load of which the destination was
 given another source in between is needed (weights that pass through a few buffers are loaded again and again), and is
 not counted. Of a batch only the first address is known: equal first address, size and count make it likely.
 
 Time lost: what the copy engine spent on the repeated copies; where the recording has no executions, their bytes at the
-link's rate where that is known, else the bytes are said, and no time.
+link's rate where that is known, else what the calls took their callers, which is less.
 Predicted saving: the same; a follower then waits for the load in flight, never longer than its own load would take.
 """
 
@@ -37,12 +40,14 @@ from kvprobe.diagnosis.finding import (
 from kvprobe.diagnosis.intervals import running_max_by_group
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.wasted_stores import no_addresses, waited_between
-from kvprobe.recordings.model import CallKind, Direction
+from kvprobe.recordings.model import CallKind, Direction, Memory
 
 CAUSE = cause_of(__name__)
 FEW = 8  # kernels
 FASTEST = 450e9  # bytes per second of any link between CPU and GPU, one way: NVLink-C2C of a Grace Hopper
 MANY = 32  # loads of what had arrived: fewer may be a block that a kernel had used up
+BURST_NS = 100_000_000  # requests that share a prefix come within
+SPREAD = 0.3  # of the time of all loads: so far apart are the bursts
 
 
 def _ends(joined: JoinedRecording, loads: Array) -> Array:
@@ -96,6 +101,35 @@ def _stored_between(joined: JoinedRecording, loads: Array) -> Array:
     return out
 
 
+def _unseen(joined: JoinedRecording, loads: Array) -> Array:
+    """Mask over neighbours in `loads` (all but the first): the host waited for nothing between the two."""
+    earlier, later = loads[:-1], loads[1:]
+    out: Array = (joined.memory[earlier] != Memory.PAGEABLE) & (joined.memory[later] != Memory.PAGEABLE)
+    out &= ~np.isin(joined.stream[earlier], joined.kernel_streams)
+    for process in np.unique(joined.process[earlier]):
+        mine = np.flatnonzero(out & (joined.process[earlier] == process))
+        times = np.sort(joined.start[(joined.kind == CallKind.SYNC) & (joined.process == process)])
+        before, after = (np.searchsorted(times, joined.start[pair[mine]]) for pair in (earlier, later))
+        out[mine] = before == after
+    return out
+
+
+def _in_bursts(joined: JoinedRecording, loads: Array, group: Array, pairs: Array) -> Array:
+    """Of `pairs` (positions of the later one in `loads`) those whose source came within one burst and never again.
+
+    None of them where the bursts are not spread over the time of all loads.
+    """
+    start = joined.start[loads]
+    cuts = np.flatnonzero(np.diff(group, prepend=-1))
+    first, last = np.minimum.reduceat(start, cuts), np.maximum.reduceat(start, cuts)
+    kept: Array = pairs[(last - first <= BURST_NS)[group[pairs]]]
+    span = int(start.max() - start.min())
+    if not len(kept) or span < 10 * BURST_NS:
+        return kept[:0]
+    low, high = np.quantile(first[np.unique(group[kept])], (0.1, 0.9))
+    return kept if high - low >= SPREAD * span else kept[:0]
+
+
 def _computes(joined: JoinedRecording) -> bool:
     """Whether the recording has kernels that could have used what was loaded, in its detail or in its totals."""
     totals = joined.recording.totals
@@ -134,7 +168,13 @@ def find(joined: JoinedRecording) -> Finding | None:
     again_bytes = 10 * int(joined.bytes[loads[1:]][later].sum())
     if int(later.sum()) < MANY or again_bytes < int(joined.bytes[loads].sum()) or not _computes(joined):
         later[:] = False
+    pairs = np.flatnonzero(~new[1:] & ~again[1:] & ~later & still_there & ~_stored_between(joined, loads))
+    pairs = pairs[_unseen(joined, loads)[pairs]] + 1
+    pairs = _in_bursts(joined, loads, group, pairs)
+    if len(pairs) < MANY or 10 * int(joined.bytes[loads[pairs]].sum()) < int(joined.bytes[loads].sum()):
+        pairs = pairs[:0]
     again[1:] = (again[1:] & still_there) | later
+    again[pairs] = True
     rows = loads[again]
     if not len(rows):
         return None
@@ -153,6 +193,12 @@ def find(joined: JoinedRecording) -> Finding | None:
             f"{arrived:,} of them went to where the same bytes had been loaded to, with no copy to either place "
             "in between",
             arrived,
+            "calls",
+            COUNTED,
+        ),
+        Evidence(
+            f"{len(pairs):,} of them came before the host had waited for the load of the same bytes before them",
+            len(pairs),
             "calls",
             COUNTED,
         ),
@@ -182,6 +228,20 @@ def find(joined: JoinedRecording) -> Finding | None:
             evidence.append(
                 Evidence(f"their cost is their bytes at the link's rate ({how})", float(ns.sum()), "ns", INFERRED)
             )
+        elif len(pairs):
+            spent = joined.dur[rows]
+            took = Evidence(f"their calls alone took {ms(int(spent.sum()))}", int(spent.sum()), "ns", MEASURED)
+            of_calls = joined.host_finding(
+                CAUSE,
+                "{calls} loads were redundant: their calls alone took {lost}",
+                "likely",
+                rows,
+                spent,
+                evidence=[*evidence, took],
+                cure=cure,
+            )
+            if of_calls is not None:
+                return of_calls
         return joined.finding(
             CAUSE,
             "{calls} loads were redundant" + (": {lost}" if rate > 0 else ""),
@@ -205,7 +265,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     return joined.device_finding(
         CAUSE,
         "{calls} redundant loads kept the copy engine busy for {lost}",
-        "likely" if batches or arrived else "certain",
+        "likely" if batches or arrived or len(pairs) else "certain",
         executions,
         spent,
         evidence=evidence,

@@ -12,7 +12,8 @@ caller's time at least. Streams with a full launch queue are left to the causes 
 the changes. Needs addresses: kvprobe's own recordings; of a batch only the first one is known.
 
 Time lost: what the calls cost that continue the copy before them, at most the median of their stream and direction.
-Predicted saving: the same. What kvprobe's own rung saves beyond that, by leaving the caller, is not modelled.
+Whether that is worth a change is decided with what passes between them: a loop that is not run saves that, too.
+Predicted saving: the calls alone. What kvprobe's own rung saves beyond that, by leaving the caller, is not modelled.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from kvprobe.diagnosis.intervals import distinct
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
 from kvprobe.diagnosis.merging import near
 from kvprobe.diagnosis.wasted_stores import no_addresses
-from kvprobe.launchqueue.constants import NOTABLE_NS
+from kvprobe.launchqueue.constants import NOTABLE_NS, PAUSE_NS
 from kvprobe.recordings.assemble import codes, positions
 from kvprobe.recordings.descriptors import call_costs
 from kvprobe.recordings.model import CallKind, Direction, Memory
 
 CAUSE = cause_of(__name__)
 ASSUMED_LINK = 25e9  # bytes per second
-LEAST_SHARE, WORTH_A_CHANGE = 0.02, 0.10  # of the caller's time; nothing is broken, so it is never critical
+LEAST_SHARE, WORTH_A_CHANGE = 0.02, 0.05  # of the caller's time; nothing is broken, so it is never critical
 
 
 def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
@@ -58,6 +59,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         return None
     copies = _all_copies(joined, rows)
     pieces = copies - len(rows)
+    between = near(joined).gap_ns[rows]
     moved, each = int(joined.bytes[rows].sum()), float(np.median(joined.dur[rows]))
     limit = moved / max(int(ns.sum()), 1) * 1e9
     evidence = [
@@ -76,9 +78,9 @@ def find(joined: JoinedRecording) -> Finding | None:
             MEASURED,
         ),
         Evidence(
-            f"between two of them passed {ms(float(np.median(near(joined).gap_ns[rows])))} (median), in which the "
+            f"between two of them passed {ms(float(np.median(between)))} (median), in which the "
             "thread waited for nothing",
-            float(np.median(near(joined).gap_ns[rows])),
+            float(np.median(between)),
             "ns",
             MEASURED,
         ),
@@ -103,7 +105,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         "likely",
         rows,
         ns,
-        severity="warning" if total >= WORTH_A_CHANGE * span else "info",
+        severity="warning" if total + int(between[between < PAUSE_NS].sum()) >= WORTH_A_CHANGE * span else "info",
         evidence=evidence,
         reason="where an allocation or a registration ends is not recorded, and no copy may reach over it; nor is what "
         "the thread did between two calls: a source that it filled only then would be copied later",

@@ -6,8 +6,11 @@ first waits for its bytes and then computes. With a prefetch of one layer the tw
 Signature: host-to-device copies that are weights, of which most of the time runs without a kernel of the same process
 beside it, while that process has kernels to hide them. What makes a copy a weight: the same source is loaded again and
 again (a forward after a forward), not redundantly, and at least 1 MiB a round; or, where a recording has no addresses,
-ranges around the calls that say so (weight, param, layer, offload, prefetch, fsdp), or a repeating sequence of
-sizes of at least 1 MiB.
+ranges around the calls that say so (weight, param, layer, offload, prefetch, fsdp), a repeating sequence of sizes of at
+least 1 MiB, or copies of one such size between the kernels of their own stream, which cannot run beside them.
+
+Where the device was not recorded, large loads on the stream that computes are seen, and not what computes meanwhile
+elsewhere: an open question where their bytes take a tenth of the time.
 
 Time lost: min(copy time, compute time) - time both already run together, over the stretch of the weight copies: the
 bound of a perfect prefetch is max(copy, compute). Predicted saving: the same.
@@ -17,13 +20,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
-from kvprobe.diagnosis.intervals import Cover, distinct, in_time
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
+from kvprobe.diagnosis.intervals import Cover, ascending, distinct, in_time
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
-from kvprobe.recordings.model import Direction, Engine, Memory
+from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 
 CAUSE = cause_of(__name__)
 OF_EXECUTIONS = True  # told by what the device executed: without it, not looked for
+MANY = 16  # copies of one size
+LARGE = 1 << 20  # bytes
+PCIE_5 = 64e9  # bytes per second, where nothing tells the link
+ASKED_SHARE = 0.1  # of the time
 WORDS = ("weight", "param", "layer", "offload", "prefetch", "fsdp", "onload", "all_gather", "allgather")
 
 
@@ -70,7 +77,61 @@ def _weights(joined: JoinedRecording, rows: Array) -> tuple[Array, str]:
     for period in range(2, min(len(big) // 3, 512) + 1):
         if len(np.unique(big[:period])) > 1 and (big[period:] == big[:-period]).mean() > 0.95:
             return rows[large], "a sequence of sizes repeats"
+    between = _between_kernels(joined, rows[large])
+    if len(between):
+        return between, "copies of one size stand between the kernels of their own stream, again and again"
     return rows[:0], ""
+
+
+def _between_kernels(joined: JoinedRecording, rows: Array) -> Array:
+    """Of large loads those of the most frequent size that have a kernel of their own stream before and after each."""
+    table = joined.recording.executions
+    rows = rows[np.isin(table["stream"][rows], joined.kernel_streams)]
+    if len(rows) < MANY:
+        return rows[:0]
+    sizes, counts = np.unique(table["bytes"][rows], return_counts=True)
+    rows = rows[table["bytes"][rows] == sizes[np.argmax(counts)]]
+    mask = np.zeros(len(rows), dtype=bool)
+    for stream in distinct(table["stream"][rows]):
+        mine = np.flatnonzero(table["stream"][rows] == stream)
+        kernels = (table["engine"] == Engine.KERNEL) & (table["stream"] == stream)
+        begun = np.searchsorted(ascending(joined.x_start[kernels]), joined.x_start[rows[mine]])
+        mask[mine] = np.diff(begun, prepend=-1) > 0  # one at least since the copy before
+    alternate = rows[mask]
+    return alternate if len(alternate) >= MANY and 10 * len(alternate) > 8 * len(rows) else rows[:0]
+
+
+def open_question(joined: JoinedRecording) -> Finding | None:
+    """Large loads on the stream that computes, where the device was not recorded: none of its kernels runs beside."""
+    if joined.recording.has_executions:
+        return None
+    mask = (joined.kind == CallKind.COPY) & (joined.direction == Direction.H2D) & (joined.memory != Memory.PAGEABLE)
+    rows = np.flatnonzero(mask & (joined.bytes >= LARGE) & np.isin(joined.stream, joined.kernel_streams))
+    known, how = joined.link(Direction.H2D)
+    ns = (joined.bytes[rows] / (known or PCIE_5) * 1e9).astype(np.int64)
+    if len(rows) < MANY or int(ns.sum()) < ASKED_SHARE * joined.span_ns:
+        return None
+    moved = int(joined.bytes[rows].sum())
+    return joined.finding(
+        CAUSE,
+        "{calls} large loads on the stream that computes take about {lost}, and none of its kernels runs meanwhile",
+        "cannot tell",
+        Loss(
+            int(ns.sum()),
+            len(rows),
+            on="device",
+            window=(int(joined.start[rows].min()), int(joined.end[rows].max())),
+            places=joined.places(rows, ns),
+        ),
+        severity="info",
+        evidence=(
+            Evidence(f"they move {moved / 1e9:.1f} GB", moved, "bytes", MEASURED),
+            Evidence(f"at {how if known else 'the rate of PCIe 5.0 x16'}", float(ns.sum()), "ns", INFERRED),
+        ),
+        reason="cannot tell, because the recording does not show what the device executed while large loads ran on the "
+        "stream that computes",
+        cure=(Change("Record what the device executes: `kvprobe run --nsys -- COMMAND`", "recording"),),
+    )
 
 
 def find(joined: JoinedRecording) -> Finding | None:

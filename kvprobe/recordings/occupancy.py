@@ -336,11 +336,13 @@ def _judge(recording: Recording, queue: StreamOccupancy, labelled: Array, use_la
         infer(recording, queue)
         return
     duration = calls["end_ns"][rows] - calls["start_ns"][rows]
-    queue.labelled_ns = int(labelled[rows].sum())
+    # A batch that found the queue (almost) empty and filled it waits for its own descriptors.
+    alone = (calls["kind"][rows] == CallKind.BATCH) & (queue.depth < LEAST_DEPTH)
+    known = (labelled[rows] > 0) & ~alone
+    queue.labelled_ns = int(labelled[rows[known]].sum())
     _infer(recording, queue, duration)
     queue.inferred_ns = int(queue.blocked_ns.sum())
     if use_labels and queue.labelled_ns:
-        known = labelled[rows] > 0
         queue.blocked = known | (queue.blocked & _beside(recording, rows, known))
         # A label covers the driver's wait; what led to it and came after it was lost as well.
         queue.blocked_ns = np.where(queue.blocked, np.maximum(labelled[rows], queue.blocked_ns), 0)

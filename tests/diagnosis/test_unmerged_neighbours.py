@@ -43,8 +43,8 @@ def test_their_calls_are_named_with_what_merging_alone_saves():
     assert (rung.name, rung.value, rung.predicted_saving_ns) == ("pooled", "auto", None)
 
 
-@pytest.mark.parametrize("pause_ns, severity", [(200_000, "warning"), (2_000_000, "info")])
-def test_below_a_tenth_of_the_callers_time_it_is_a_remark(pause_ns, severity):
+@pytest.mark.parametrize("pause_ns, severity", [(200_000, "warning"), (3_000_000, "warning"), (4_500_000, "info")])
+def test_below_a_twentieth_of_the_callers_time_with_what_passes_between_the_calls_it_is_a_remark(pause_ns, severity):
     assert named(examine(recording(bursts(range(100), pause_ns=pause_ns)))).severity == severity
 
 

@@ -234,3 +234,24 @@ def test_an_empty_recording_is_healthy():
     r, _ = simulate(calls=0)
     occ = occupancy(r)
     assert occ.verdict == "healthy" and occ.reason == "nothing was submitted to a stream"
+
+
+def test_a_batch_that_fills_an_empty_queue_alone_waits_for_its_own_descriptors():
+    def judged(kind):
+        r, _ = simulate(calls=40, api_ns=10_000_000, gpu_ns=9_000_000)
+        calls = r.calls
+        calls.columns["kind"] = np.full(calls.rows, kind, dtype=np.uint8)
+        r.tables["labels"] = Table(
+            "labels",
+            {
+                "start_ns": calls["start_ns"] + 6_000_000,
+                "end_ns": calls["end_ns"] - 1_000,
+                "process": np.zeros(calls.rows, int),
+                "label": np.full(calls.rows, Label.COMMAND_BUFFER_FULL),
+            },
+        )
+        return occupancy(r)
+
+    assert deepest(judged(CallKind.BATCH)) <= 1
+    assert judged(CallKind.BATCH).verdict == "healthy" and not judged(CallKind.BATCH).blocked.any()
+    assert judged(CallKind.COPY).verdict == "saturated", "a label of any other call is believed"

@@ -1,0 +1,131 @@
+"""What the host side alone tells of loads by their addresses: loaded again, and loaded where the device computes."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recordings"))
+
+from copies import GPU, HOST, KiB, recording
+
+from kvprobe.diagnosis import examine
+from kvprobe.diagnosis.verdict import of_recording
+from kvprobe.recordings.model import CallKind, Engine, Memory, Table
+
+SIZE, MiB = 64 * KiB, 1 << 20
+
+
+def load(source, target, size=SIZE, **more):
+    return {"src": HOST + source * size, "dst": GPU + target * size, "bytes": size, "kind": CallKind.COPY, **more}
+
+
+def waves(requests=6, blocks=40, waves=8, pause_ns=200_000_000, prefix=lambda wave: wave, between=lambda: [], **more):
+    """Requests that come together and load the same prefix, each into blocks of its own; a wait after each wave."""
+    made = []
+    for wave in range(waves):
+        first = {"gap_ns": pause_ns}
+        for request in range(requests):
+            for block in range(blocks):
+                made.append(
+                    load(prefix(wave) * blocks + block, request * blocks + block, dur_ns=3_000, **first, **more)
+                )
+                first = {}
+            made += between()
+        made.append({"kind": CallKind.SYNC, "stream": 1, "dur_ns": 5_000})
+    return made + [{"kind": CallKind.LAUNCH, "stream": 1} for _ in range(8)]
+
+
+def finding(calls, cause, **machine):
+    return {one.cause: one for one in examine(recording(calls, **machine)).findings}.get(cause)
+
+
+def test_requests_that_load_one_prefix_before_the_host_has_waited_load_it_again():
+    found = finding(waves(), "redundant_loads")
+    assert found.lost_ns == 8 * 5 * 40 * 3_000, "what the calls took their caller, where the link is not known"
+    assert found.lost_on == "host" and found.confidence == "likely"
+    assert any(one.text.startswith("1,600 of them came before the host had waited") for one in found.evidence)
+    known = finding(waves(), "redundant_loads", link_bytes_per_s=55e9)
+    assert known.lost_ns == pytest.approx(1_600 * SIZE / 55e9 * 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        waves(between=lambda: [{"kind": CallKind.SYNC, "stream": 0, "dur_ns": 5_000}]),  # it may have been evicted
+        waves(prefix=lambda wave: 0),  # a staging buffer comes again and again
+        waves(waves=1),  # so does one at the start
+        waves(waves=20, pause_ns=1_000),  # one burst of everything
+        waves(stream=1),  # kernels of that stream may have changed it
+        waves(memory=Memory.PAGEABLE),  # a call that copies at once
+    ],
+)
+def test_what_may_have_been_needed_is_not_called_redundant(calls):
+    assert finding(calls, "redundant_loads") is None
+
+
+def layers(steps=12, many=6, size=32 * MiB, stream=1, **more):
+    calls = []
+    for _ in range(steps):
+        for layer in range(many):
+            calls.append(load(layer, 0, size, stream=stream, **more))
+            calls += [{"kind": CallKind.LAUNCH, "stream": 1} for _ in range(4)]
+        calls.append({"kind": CallKind.SYNC, "stream": 1, "dur_ns": 6_000_000})
+    return calls
+
+
+def verdict(calls):
+    made = recording(calls)
+    return of_recording(made, examine(made).findings)
+
+
+def test_without_the_device_large_loads_where_it_computes_are_an_open_question_and_never_green():
+    said = verdict(layers())
+    assert said.state == "undecided" and "--nsys" in said.missing[0].how
+    assert "large loads ran on the stream that computes" in said.reason
+    asked = finding(layers(), "weights_not_overlapped")
+    assert asked.abstains and asked.lost_ns == pytest.approx(72 * 32 * MiB / 64, rel=0.01)
+
+
+@pytest.mark.parametrize("calls", [layers(stream=0), layers(size=256 * KiB), layers(many=1)])
+def test_loads_that_may_run_beside_or_take_little_leave_it_healthy(calls):
+    assert verdict(calls).state == "healthy"
+
+
+def executed(beside=False, sizes=(32 * MiB,), steps=40):
+    """Each load right before a kernel of the same length; `beside`: on a stream of its own, while the kernel runs."""
+    begin, end, engine, size, stream = [], [], [], [], []
+    at = 1_000_000
+    for step in range(steps):
+        for kind in (Engine.COPY, Engine.KERNEL):
+            begin.append(at)
+            at += 600_000
+            end.append(at)
+            engine.append(kind)
+            size.append(sizes[step % len(sizes)] if kind == Engine.COPY else 0)
+            stream.append(0 if beside and kind == Engine.COPY else 1)
+            if beside and kind == Engine.COPY:
+                at -= 600_000
+    made = recording([load(i, i, dur_ns=1_000) for i in range(64)])
+    columns = {"start_ns": begin, "end_ns": end, "engine": engine, "bytes": size, "stream": stream}
+    rows = len(begin)
+    made.tables["executions"] = Table(
+        "executions",
+        {
+            **{name: np.array(values) for name, values in columns.items()},
+            "process": np.zeros(rows, int),
+            "direction": np.array([1 if one == Engine.COPY else 0 for one in engine]),
+            "memory": np.full(rows, Memory.PINNED),
+            "correlation": np.full(rows, -1),
+        },
+    )
+    made.has_executions = True
+    return {one.cause: one for one in examine(made).findings}.get("weights_not_overlapped")
+
+
+def test_equal_layers_without_addresses_are_known_by_where_they_stand():
+    found = executed()
+    assert found.lost_ns == pytest.approx(40 * 600_000, rel=0.05)
+    assert any("between the kernels of their own stream" in one.text for one in found.evidence)
+    assert executed(beside=True) is None and executed(steps=8) is None
