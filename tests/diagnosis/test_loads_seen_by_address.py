@@ -21,7 +21,7 @@ def load(source, target, size=SIZE, **more):
     return {"src": HOST + source * size, "dst": GPU + target * size, "bytes": size, "kind": CallKind.COPY, **more}
 
 
-def waves(requests=6, blocks=40, waves=8, pause_ns=200_000_000, prefix=lambda wave: wave, between=lambda: [], **more):
+def waves(requests=6, blocks=40, waves=8, pause_ns=200_000_000, prefix=lambda wave: wave, between=list, **more):
     """Requests that come together and load the same prefix, each into blocks of its own; a wait after each wave."""
     made = []
     for wave in range(waves):
