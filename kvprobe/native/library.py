@@ -158,7 +158,7 @@ class Copier(ct.Structure):
         ("batch_max", u32),
         ("staging", u64),
         ("staging_bytes", u64),
-        ("reserved", u64 * 4),
+        ("store_bytes_per_s", u64),
     ]
 
 
@@ -186,6 +186,7 @@ class MethodTable(ct.Structure):
         ("rows", u32 * 2),
         ("measured", u32),
         ("max_slowdown", ct.c_float),
+        ("paced_store", u64),
         ("row", MethodRow * CHOOSE_ROWS * 2),
     ]
 

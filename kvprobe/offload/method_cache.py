@@ -59,6 +59,7 @@ def table_of(result: dict[str, Any]) -> MethodTable:
     try:
         if result["format"] != FORMAT:
             raise ValueError(result["format"])
+        table.paced_store = int(result["paced_store_bytes_per_s"])
         for row in result["rows"]:
             side = ("h2d", "d2h").index(row["direction"])
             into = table.row[side][table.rows[side]]

@@ -22,6 +22,7 @@ import numpy as np
 
 from kvprobe.cuda import MEMCPY_KIND, Runtime
 from kvprobe.cuda.copies import PinnedList, columns, submit_copies
+from kvprobe.cuda.kernels import BULK
 from kvprobe.cuda.memory import Buffer
 from kvprobe.launchqueue import calibration
 from kvprobe.native.library import SubmitOptions, SubmitResult, core
@@ -39,6 +40,8 @@ MOST_COPIES = {"loop": 200, "batch": 2048, "kernel": 8192}  # of one
 LOOP_COPIES, MANY_COPIES = 512, 8192
 PATTERN_SIZES = (4096, 16384, 65536, 1 << 20)
 BURST_BYTES = 64 << 10
+PACED_SHARE = 0.89  # of the link: where store kernels beside compute neither saturate it nor lose much
+PACED_PRODUCTS = {1: 0.26, 2: 0.28, 4: 0.58}  # what products lose by CTAs of such stores (an H200)
 SHORT_KERNELS = 200  # one after another, each of some us
 
 Progress = Callable[[str, float], None]
@@ -225,8 +228,11 @@ def measure(
         for number, (kind, method, ctas) in enumerate(ways):
             progress(f"{method}, {kind}", 0.05 + 0.6 * number / len(ways))
             result["rows"].append(_row(bench, kind, method, ctas))
+        result["paced_store_bytes_per_s"] = _paced(bench)
         progress("what copies cost other work", 0.65)
+        methods.native.store_bytes_per_s = result["paced_store_bytes_per_s"]
         result["beside"] = _beside(bench)
+        methods.native.store_bytes_per_s = 0
         _add_price(result, methods)
         if not quick:
             progress("patterns", 0.75)
@@ -236,6 +242,7 @@ def measure(
             progress("a small copy behind a burst", 0.95)
             result["behind_burst"] = _behind_burst(bench)
     finally:
+        methods.native.store_bytes_per_s = 0
         bench.close()
     result["choices"] = _choices(result, methods)
     result["seconds"] = round(time.perf_counter() - began, 3)
@@ -289,6 +296,21 @@ def _row(bench: _Bench, kind: str, method: str, ctas: int) -> dict[str, Any]:
             for size, count, speed in zip(sizes, counts, rate, strict=True)
         ],
     }
+
+
+def _paced(bench: _Bench) -> int:
+    """Bytes per second at which store kernels spare the kernels beside them; 0 where they do not keep to it here."""
+    kernel = bench.methods.native.store_kernel
+    if not bench.methods.has_kernel or kernel.kind != BULK:
+        return 0
+    asked, size, native = int(PACED_SHARE * bench.link["d2h"]), 16384, bench.methods.native
+    native.store_bytes_per_s = asked
+    way, count = ("d2h", "kernel", 2), bench.many("d2h", "kernel", size)
+    few_ns, _, few = bench.transfer(way, size, count, 1)
+    all_ns, _, copies = bench.transfer(way, size, count, SUBMISSIONS)
+    native.store_bytes_per_s = 0
+    reached = (copies - few) * size / max(all_ns - few_ns, 1.0) * 1e9
+    return asked if copies > few and 0.9 * asked <= reached <= 1.1 * asked else 0
 
 
 # -- the price --------------------------------------------------------------------------------
@@ -415,6 +437,8 @@ def _add_price(result: dict[str, Any], methods: Methods) -> None:
         for row in default.row[side][: default.rows[side]]
         if row.ctas
     }
+    if result["paced_store_bytes_per_s"]:
+        known.update({("d2h", ctas): lost for ctas, lost in PACED_PRODUCTS.items()})
     price: dict[tuple[str, str, int], float] = {}
     dma = {
         (one["work"], one["direction"]): one["beside_ns"] / one["alone_ns"]

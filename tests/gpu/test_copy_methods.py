@@ -70,7 +70,8 @@ def test_every_byte_arrives_and_none_beside_it_changes(runtime, method, bulk, di
     for a, b, n in zip(at.astype(int), begin.astype(int), size.astype(int), strict=True):
         wanted[a : a + n] = source[b : b + n]
     seen = np.frombuffer(back.view(), np.uint8)
-    for ctas in (1, 3, 8):
+    for ctas, paced in ((1, 0), (3, 0), (8, 0), (1, 5e9), (2, 40e9)):
+        found.native.store_bytes_per_s = int(paced)
         seen[:] = source if direction == "d2h" else start
         runtime.memcpy(device.address, back.address, POOL, "h2d")
         np.frombuffer(host.view(), np.uint8)[:] = source if direction == "h2d" else start

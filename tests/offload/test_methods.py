@@ -91,6 +91,13 @@ def test_bytes_are_right_for_any_size_and_alignment(place: Place, method: str, d
     check()
 
 
+def test_paced_stores_have_the_same_bytes(place: Place) -> None:
+    place.methods.native.store_bytes_per_s = 2_000_000_000
+    sizes = [16384, 1000, 70_000, 40, 2048, 5] * 8
+    place.moved("kernel", "d2h", scattered(sizes, [0, 3, 16]))
+    place.moved("kernel", "d2h", scattered([16384] * 60, [0]), ctas=8)
+
+
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 def test_staged_copies_need_a_contiguous_host_side(place: Place, direction: str) -> None:
     size, count = 5000, 20

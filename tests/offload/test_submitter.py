@@ -389,3 +389,22 @@ def test_compute_in_front_of_copies_is_spared_and_forgotten_in_proportion(bench)
             b.runtime.launch_delay(compute, before_ns)
             used += engine.store(ids, ids).wait().methods
         assert used == ["kernel", "batch", "batch", "kernel"]
+
+
+def test_stores_by_kernel_are_paced_while_compute_is_seen_and_never_loads(bench):
+    """The rate of the table is a quarter of the link's: beside compute 4 MiB take four times as long."""
+    b = bench(layers=1, blocks=256, gpu_bytes=16384, cpu_bytes=16384, depth=1024, virtual_clock=1, d2h_bytes_per_s=4e9)
+    compute, ids = b.runtime.stream_create(), np.random.default_rng(1).permutation(256)
+    with b.engine(policy="pooled", method="kernel", compute_stream=compute) as engine:
+        engine._table.paced_store = 1_000_000_000
+
+        def took(ask, before_ns):
+            b.runtime.launch_delay(compute, before_ns)
+            status = ask(ids, ids).wait()._status
+            return status.copy_end_ns - status.copy_start_ns
+
+        quiet, beside = (took(engine.store, before_ns) for before_ns in (0, 1_000_000))
+        assert 3 < beside / quiet < 4.5
+        assert abs(beside - 256 * 16384) < 0.02 * beside
+        assert took(engine.load, 1_000_000) < beside / 2
+    assert np.array_equal(b.bytes_of(b.gpu)[0], b.bytes_of(b.cpu)[0])

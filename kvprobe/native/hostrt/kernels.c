@@ -7,7 +7,8 @@
  *
  * TIME (figures: an H100 behind PCIe 5.0 x16, scaled to the configured link). Multiprocessors reach 90% of the link
  * when they read host memory and 93% when they write it; one CTA reaches 84%, and moves a piece below 2 KiB no faster
- * than one of 2 KiB. Launches of different streams share the link. Within device memory one CTA moves twice the link.
+ * than one of 2 KiB. Each warp keeps to its pace. Launches of different streams share the link. Within device memory
+ * one CTA moves twice the link.
  */
 #include "rt.h"
 
@@ -18,6 +19,7 @@
 #define START_NS 4000                /* a launch: scheduling it, reading its list */
 #define PIECE_LEAST 2048
 #define ONE_CTA 0.84
+#define WARPS 8 /* of a CTA */
 
 typedef struct {
     uint64_t dst, src, bytes;
@@ -25,7 +27,7 @@ typedef struct {
 
 typedef struct {
     uint64_t list;
-    uint32_t total, units, unit, chunk, stage, stages;
+    uint32_t total, units, unit, chunk, stage, stages, pace;
 } work; /* launch() in copy_methods.c, copy.cu */
 
 static const char *const names[] = {"kvp_copy_load", "kvp_copy_store", "kvp_copy_registers", "kvp_read"};
@@ -104,6 +106,8 @@ static cudaError_t launch_copies(call *c, unsigned ctas, const work *w, cudaStre
     double ns = (double)of_ctas / (ctas * rate * (inside ? 2 : ONE_CTA)),
            link = inside ? 0 : (double)bytes / (rate * most);
     op o = {.kind = OP_WORK, .class = KVHOST_COMPUTE, .direction = r.direction, .bytes = (uint64_t)link};
+    double paced = (double)bytes * w->pace / ((double)ctas * WARPS * (1 << 20));
+    if (link < paced) link = paced;
     o.work.ns = START_NS + (uint64_t)(ns > link ? ns : link);
     o.work.fn = execute;
     o.work.arg = l;

@@ -9,6 +9,10 @@
 //
 // Bulk: lane 0 of each warp drives a ring of stages in shared memory. A piece is loaded into a stage and, once it has
 // come, stored from there; `keep` stores may still be reading their stages while all other stages are being loaded.
+//
+// Paced: stores that saturate the link stand in a queue behind the GPU's memory, and the end of every kernel beside them
+// waits until that queue is empty (13 us; H200). Each warp keeps to its share of a rate a little below the link's: then
+// it waits 2 us. Most stages are left to the reads of device memory, which are slow while the model reads it.
 // What is no multiple of 16 bytes at the ends is moved by bytes; what is not aligned alike on both sides, by registers.
 
 typedef unsigned long long u64;
@@ -28,9 +32,11 @@ struct kvp_work { // launch() in copy_methods.c
     u32 chunk;  // units that a warp takes at a time, at most 32
     u32 stage;  // bytes of one stage, a multiple of 16
     u32 stages; // of one warp: 2, 4, 8 or 16
+    u32 pace;   // least ns in which one warp stores 1 MiB; 0: as fast as it can
 };
 
 #define KVP_FULL 0xffffffffu
+#define KVP_SLACK_NS 4000u // of a rate that a warp may make up for
 #define KVP_RING_HEADER 512 // barriers, then what each stage holds; RING_HEADER in copy_methods.c
 
 __device__ __forceinline__ uint4 kvp_read16(u64 p) {
@@ -154,10 +160,18 @@ __device__ __forceinline__ void kvp_stores_read(u32 n) {
     }
 }
 
+__device__ __forceinline__ u32 kvp_now_ns() {
+    u32 t;
+    asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(t));
+    return t;
+}
+
 struct kvp_ring { // lane 0's
     u32 base;     // shared address of the warp's header; the stages follow it
     u32 stage, mask, keep;
+    u32 pace;
     u32 loaded, stored;
+    u32 due; // when the next store may go, ns
 
     __device__ __forceinline__ u32 barrier(u32 s) const { return base + 8 * s; }
     __device__ __forceinline__ u32 to(u32 s) const { return base + 128 + 8 * s; }
@@ -171,6 +185,13 @@ struct kvp_ring { // lane 0's
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
 
+    __device__ __forceinline__ void await_turn(u32 bytes) {
+        u32 t = kvp_now_ns();
+        if ((int)(t - due) > (int)KVP_SLACK_NS) due = t - KVP_SLACK_NS;
+        while ((int)(due - t) > 0) t = kvp_now_ns();
+        due += (u32)((u64)bytes * pace >> 20);
+    }
+
     __device__ __forceinline__ void store_oldest() {
         u32 s = stored & mask, parity = stored / (mask + 1) & 1, done = 0, bytes;
         u64 dst;
@@ -181,6 +202,7 @@ struct kvp_ring { // lane 0's
                          : "memory");
         asm volatile("ld.shared.u64 %0, [%1];" : "=l"(dst) : "r"(to(s)) : "memory");
         asm volatile("ld.shared.u32 %0, [%1];" : "=r"(bytes) : "r"(size(s)) : "memory");
+        if (pace) await_turn(bytes);
         asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(data(s)), "r"(bytes)
                      : "memory");
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -230,16 +252,19 @@ __device__ __forceinline__ void kvp_bulk(const kvp_work &w, u32 keep) {
     extern __shared__ __align__(128) u8 shared[];
     u32 bytes, all = (u32)__cvta_generic_to_shared(shared);
     asm volatile("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
-    kvp_ring ring = {all + threadIdx.x / 32 * (bytes / (blockDim.x / 32)), w.stage, w.stages - 1, keep, 0, 0};
+    u32 base = all + threadIdx.x / 32 * (bytes / (blockDim.x / 32));
+    kvp_ring ring = {base, w.stage, w.stages - 1, keep, w.pace, 0, 0, kvp_now_ns()};
     if (threadIdx.x % 32 == 0) ring.open();
     __syncwarp();
     kvp_walk(w, ring);
     if (threadIdx.x % 32 == 0) ring.close();
 }
 
-// Loads wait for the link at their reads: all stages but one are being read. Stores wait at their writes.
+// Loads wait for the link at their reads: all stages but one are being read. Stores wait at their writes, or their turn.
 extern "C" __global__ void __launch_bounds__(256) kvp_copy_load(const kvp_work w) { kvp_bulk(w, 1); }
-extern "C" __global__ void __launch_bounds__(256) kvp_copy_store(const kvp_work w) { kvp_bulk(w, w.stages / 2); }
+extern "C" __global__ void __launch_bounds__(256) kvp_copy_store(const kvp_work w) {
+    kvp_bulk(w, w.pace ? (w.stages + 3) / 4 : w.stages / 2);
+}
 
 #else
 

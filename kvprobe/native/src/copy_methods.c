@@ -10,6 +10,9 @@
 #define RING_HEADER 512
 #define WARP 32
 #define STAGES_MAX 16
+#define STAGES 4 /* that a ring has at least */
+#define PACED_STAGES 8
+#define LEAST_PACE 1000000000u /* bytes per second */
 #define STAGE_LEAST 1024
 #define UNIT_BYTES 16384 /* what one warp moves at a time; smaller where there would be too few for all warps */
 #define UNIT_LEAST 4096
@@ -190,17 +193,20 @@ static int launch(const kvp_copier *c, const kvp_copy_kernel *k, uint32_t count,
     uint64_t all_warps = (uint64_t)ctas * warps, rounds = (total + WARP * all_warps - 1) / (WARP * all_warps);
     if (rounds < 4) rounds = 4;
     uint64_t chunk = (total + rounds * all_warps - 1) / (rounds * all_warps);
-    uint32_t ring = k->shared_bytes / warps, stage = 0, stages = 0;
+    uint32_t ring = k->shared_bytes / warps, stage = 0, stages = 0, pace = 0;
     if (ring > RING_HEADER) {
         ring -= RING_HEADER;
+        if (k == &c->store_kernel && c->store_bytes_per_s >= LEAST_PACE)
+            pace = (uint32_t)((double)ctas * warps * (1 << 20) * 1e9 / (double)c->store_bytes_per_s);
+        uint32_t largest = ring / (pace ? PACED_STAGES : STAGES);
         uint64_t wanted = longest < unit ? longest : unit;
-        stage = wanted < STAGE_LEAST ? STAGE_LEAST : wanted < ring / 4 ? (uint32_t)(wanted + 15) & ~15u : ring / 4;
+        stage = wanted < STAGE_LEAST ? STAGE_LEAST : wanted < largest ? (uint32_t)(wanted + 15) & ~15u : largest;
         for (stages = STAGES_MAX; stages > 2 && stages * stage > ring;) stages /= 2;
     }
     struct {
         uint64_t list;
-        uint32_t total, units, unit, chunk, stage, stages;
-    } work = {list->device, (uint32_t)total, (uint32_t)units, (uint32_t)unit, (uint32_t)chunk, stage, stages};
+        uint32_t total, units, unit, chunk, stage, stages, pace;
+    } work = {list->device, (uint32_t)total, (uint32_t)units, (uint32_t)unit, (uint32_t)chunk, stage, stages, pace};
     void *parameters[] = {&work};
     return ((launch_fn)c->cuda.launch_kernel)(k->function, ctas, 1, 1, k->threads, 1, 1, k->shared_bytes, stream,
                                               parameters, NULL);

@@ -25,9 +25,10 @@ typedef struct {
 } kvp_method_row;
 
 typedef struct {
-    uint32_t rows[2];   /* of loads, of stores */
-    uint32_t measured;  /* 0: the figures of an H100, 1: this machine's */
-    float max_slowdown; /* rows above it are not chosen; 0.03 */
+    uint32_t rows[2];     /* of loads, of stores */
+    uint32_t measured;    /* 0: the figures of an H100, 1: this machine's */
+    float max_slowdown;   /* rows above it are not chosen; 0.03 */
+    uint64_t paced_store; /* bytes per second of store kernels while compute is seen; 0: as fast as they can */
     kvp_method_row row[2][KVP_CHOOSE_ROWS];
 } kvp_method_table;
 

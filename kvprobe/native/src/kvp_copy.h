@@ -67,7 +67,7 @@ typedef struct {
     uint32_t batch_max;                        /* copies of one batch call; 0: 4,096 */
     uint64_t staging;                          /* device address of the staging buffer; 0: none */
     uint64_t staging_bytes;
-    uint64_t reserved[4];
+    uint64_t store_bytes_per_s; /* bulk kernels store no faster, so that kernels beside them end soon; 0: as they can */
 } kvp_copier;
 
 /* How many of the first `count` copies one kvp_copy_submit may take, given `room` places, at most `max_bytes` of

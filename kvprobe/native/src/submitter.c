@@ -368,6 +368,8 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
                              now < s->computing_until_ns ? KVP_BESIDE : KVP_QUIET, d == STORE ? KVP_D2H : KVP_H2D,
                              run_bytes / n, n);
     const kvp_method_row *chosen = row < 0 ? NULL : &s->config.methods->row[d][row];
+    bool beside = now < s->computing_until_ns && s->config.methods;
+    s->config.copier.store_bytes_per_s = beside ? s->config.methods->paced_store : 0;
     if (chosen) method = (int)chosen->method, ctas = chosen->ctas;
     if (!by_kernel(method)) { /* shorter submissions: what others copy stands behind them */
         launch = largest;
