@@ -50,6 +50,12 @@ BURST_NS = 100_000_000  # requests that share a prefix come within
 SPREAD = 0.3  # of the time of all loads: so far apart are the bursts
 
 
+def _device(joined: JoinedRecording) -> Array:
+    """Of each call's stream: what one GPU has, another may lack; -1 where it is not known."""
+    devices = np.append(joined.recording.streams["device"], -1)
+    return np.asarray(devices[joined.stream])
+
+
 def _ends(joined: JoinedRecording, loads: Array) -> Array:
     """When each load had ended, or the earliest that it can have, where its execution was not recorded."""
     rate = joined.link(Direction.H2D)[0] or FASTEST
@@ -105,6 +111,7 @@ def _unseen(joined: JoinedRecording, loads: Array) -> Array:
     """Mask over neighbours in `loads` (all but the first): the host waited for nothing between the two."""
     earlier, later = loads[:-1], loads[1:]
     out: Array = (joined.memory[earlier] != Memory.PAGEABLE) & (joined.memory[later] != Memory.PAGEABLE)
+    out &= joined.kind[later] == CallKind.COPY  # of a batch only the first address is known
     out &= ~np.isin(joined.stream[earlier], joined.kernel_streams)
     for process in np.unique(joined.process[earlier]):
         mine = np.flatnonzero(out & (joined.process[earlier] == process))
@@ -149,11 +156,8 @@ def find(joined: JoinedRecording) -> Finding | None:
     loads = np.flatnonzero(kinds & (joined.direction == Direction.H2D) & (joined.src != 0) & (joined.bytes > 0))
     if len(loads) < 2:
         return None
-    order = np.lexsort(
-        (joined.start[loads], joined.count[loads], joined.bytes[loads], joined.src[loads], joined.process[loads])
-    )
-    loads = loads[order]
-    columns = (joined.process, joined.src, joined.bytes, joined.count)
+    columns = (joined.count, joined.bytes, joined.src, _device(joined), joined.process)
+    loads = loads[np.lexsort((joined.start[loads], *(column[loads] for column in columns)))]
     new = np.ones(len(loads), dtype=bool)
     new[1:] = np.any([column[loads[1:]] != column[loads[:-1]] for column in columns], axis=0)
     group = np.cumsum(new) - 1
@@ -163,12 +167,13 @@ def find(joined: JoinedRecording) -> Finding | None:
     again[1:] = ~new[1:] & (joined.start[loads[1:]] < reach[:-1])
     still_there = _overwritten(joined, loads)[:-1] > joined.start[loads[1:]]
     to_the_same = ~new[1:] & (joined.dst[loads[1:]] == joined.dst[loads[:-1]]) & (joined.dst[loads[1:]] != 0)
-    to_the_same &= ~_stored_between(joined, loads)
+    stored = _stored_between(joined, loads)
+    to_the_same &= ~stored
     later = to_the_same & ~again[1:] & still_there & waited_between(joined, loads[:-1], loads[1:])
     again_bytes = 10 * int(joined.bytes[loads[1:]][later].sum())
     if int(later.sum()) < MANY or again_bytes < int(joined.bytes[loads].sum()) or not _computes(joined):
         later[:] = False
-    pairs = np.flatnonzero(~new[1:] & ~again[1:] & ~later & still_there & ~_stored_between(joined, loads))
+    pairs = np.flatnonzero(~new[1:] & ~again[1:] & ~later & still_there & ~stored)
     pairs = pairs[_unseen(joined, loads)[pairs]] + 1
     pairs = _in_bursts(joined, loads, group, pairs)
     if len(pairs) < MANY or 10 * int(joined.bytes[loads[pairs]].sum()) < int(joined.bytes[loads].sum()):

@@ -50,6 +50,14 @@ def test_requests_that_load_one_prefix_before_the_host_has_waited_load_it_again(
     assert known.lost_ns == pytest.approx(1_600 * SIZE / 55e9 * 1e9, rel=0.01)
 
 
+def test_what_one_gpu_has_another_may_lack():
+    calls = [{**call, "stream": call.get("stream", 2 * (number // 40 % 2))} for number, call in enumerate(waves(2))]
+    for devices, named in (([0, 0, 1], False), ([0, 0, 0], True)):
+        made = recording(calls)
+        made.tables["streams"] = Table("streams", {"handle": [9, 10, 11], "device": devices})
+        assert any(one.cause == "redundant_loads" for one in examine(made).findings) == named
+
+
 @pytest.mark.parametrize(
     "calls",
     [
