@@ -31,6 +31,10 @@ MANY = 16  # copies of one size
 LARGE = 1 << 20  # bytes
 PCIE_5 = 64e9  # bytes per second, where nothing tells the link
 ASKED_SHARE = 0.1  # of the time
+PREFETCH = (
+    "Prefetch: copy layer i+1 on a stream of its own while layer i computes, ordered by events (kvprobe weights "
+    "--window 1; vLLM: offload_prefetch_step at least offload_num_in_group; diffusers: use_stream)"
+)
 WORDS = ("weight", "param", "layer", "offload", "prefetch", "fsdp", "onload", "all_gather", "allgather")
 
 
@@ -126,11 +130,20 @@ def open_question(joined: JoinedRecording) -> Finding | None:
         severity="info",
         evidence=(
             Evidence(f"they move {moved / 1e9:.1f} GB", moved, "bytes", MEASURED),
-            Evidence(f"at {how if known else 'the rate of PCIe 5.0 x16'}", float(ns.sum()), "ns", INFERRED),
+            Evidence(
+                f"at {(known or PCIE_5) / 1e9:.1f} GB/s ({how if known else 'PCIe 5.0 x16'}) that takes "
+                f"{ms(int(ns.sum()))}",
+                float(ns.sum()),
+                "ns",
+                INFERRED,
+            ),
         ),
         reason="cannot tell, because the recording does not show what the device executed while large loads ran on the "
         "stream that computes",
-        cure=(Change("Record what the device executes: `kvprobe run --nsys -- COMMAND`", "recording"),),
+        cure=(
+            Change("Record what the device executes: `kvprobe run --nsys -- COMMAND`", "recording"),
+            Change("If they are weights: " + PREFETCH[:1].lower() + PREFETCH[1:]),
+        ),
     )
 
 
@@ -197,12 +210,7 @@ def find(joined: JoinedRecording) -> Finding | None:
             Evidence(f"these copies are considered weights because {reason}", len(rows), "calls", INFERRED),
         ),
         cure=(
-            Change(
-                "Prefetch: copy layer i+1 on a stream of its own while layer i computes, ordered by events (kvprobe "
-                "weights --window 1; vLLM: offload_prefetch_step at least offload_num_in_group; diffusers: "
-                "use_stream)",
-                share=1.0,
-            ),
+            Change(PREFETCH, share=1.0),
             Change("Keep fewer layers in CPU memory, spread evenly, so that each copy has compute to hide behind"),
         ),
     )
