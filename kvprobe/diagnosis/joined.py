@@ -269,6 +269,17 @@ class JoinedRecording:
         streams = streams[streams >= 0]
         return np.asarray(streams)
 
+    def made(self, kinds: Sequence[CallKind]) -> Array:
+        """Calls of these kinds by stream, (streams,) float64: those in the recording, or in its totals where more."""
+        calls, totals, streams = self.recording.calls, self.recording.totals, self.recording.streams.rows
+        kind = np.array(kinds, dtype=np.uint8)
+        kept = (calls["stream"] >= 0) & np.isin(calls["kind"], kind)
+        counted = (totals["stream"] >= 0) & np.isin(totals["kind"], kind)
+        detail = np.bincount(calls["stream"][kept], minlength=streams)
+        whole = np.bincount(totals["stream"][counted], weights=totals["calls"][counted], minlength=streams)
+        more: Array = np.maximum(detail, whole)
+        return more
+
     @property
     def excess_ns(self) -> Array:
         """How much longer each call took than such a call usually takes."""

@@ -233,7 +233,7 @@ def find(joined: JoinedRecording) -> Finding | None:
             evidence.append(
                 Evidence(f"their cost is their bytes at the link's rate ({how})", float(ns.sum()), "ns", INFERRED)
             )
-        elif len(pairs):
+        else:
             spent = joined.dur[rows]
             took = Evidence(f"their calls alone took {ms(int(spent.sum()))}", int(spent.sum()), "ns", MEASURED)
             of_calls = joined.host_finding(

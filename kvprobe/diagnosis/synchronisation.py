@@ -101,16 +101,7 @@ def _streams_of_kernels(joined: JoinedRecording) -> Array:
 
     A wait for one of them may be for its kernels; a stream of copies was given a few to begin with at most.
     """
-    calls, totals = joined.recording.calls, joined.recording.totals
-    streams = joined.recording.streams.rows
-    counts = []
-    for kinds in ((CallKind.LAUNCH, CallKind.GRAPH), (CallKind.COPY, CallKind.BATCH)):
-        kind = np.array(kinds, dtype=np.uint8)
-        kept = (calls["stream"] >= 0) & np.isin(calls["kind"], kind)
-        made = (totals["stream"] >= 0) & np.isin(totals["kind"], kind)
-        detail = np.bincount(calls["stream"][kept], minlength=streams)
-        whole = np.bincount(totals["stream"][made], weights=totals["calls"][made], minlength=streams)
-        counts.append(np.maximum(detail, whole))
+    counts = [joined.made((CallKind.LAUNCH, CallKind.GRAPH)), joined.made((CallKind.COPY, CallKind.BATCH))]
     return np.flatnonzero((counts[0] > 0) & (LAUNCHES * counts[0] >= counts[1]))
 
 

@@ -9,8 +9,8 @@ again (a forward after a forward), not redundantly, and at least 1 MiB a round; 
 ranges around the calls that say so (weight, param, layer, offload, prefetch, fsdp), a repeating sequence of sizes of at
 least 1 MiB, or copies of one such size between the kernels of their own stream, which cannot run beside them.
 
-Where the device was not recorded, large loads on the stream that computes are seen, and not what computes meanwhile
-elsewhere: an open question where their bytes take a tenth of the time.
+Where the device was not recorded, large loads on a stream with as many launches are seen, and not what computes
+meanwhile elsewhere: an open question where their bytes take a tenth of the time.
 
 Time lost: min(copy time, compute time) - time both already run together, over the stretch of the weight copies: the
 bound of a perfect prefetch is max(copy, compute). Predicted saving: the same.
@@ -110,7 +110,10 @@ def open_question(joined: JoinedRecording) -> Finding | None:
     if joined.recording.has_executions:
         return None
     mask = (joined.kind == CallKind.COPY) & (joined.direction == Direction.H2D) & (joined.memory != Memory.PAGEABLE)
-    rows = np.flatnonzero(mask & (joined.bytes >= LARGE) & np.isin(joined.stream, joined.kernel_streams))
+    rows = np.flatnonzero(mask & (joined.bytes >= LARGE) & (joined.stream >= 0))
+    launches = joined.made((CallKind.LAUNCH, CallKind.GRAPH))
+    loads = np.bincount(joined.stream[rows], minlength=len(launches))
+    rows = rows[(launches >= loads)[joined.stream[rows]]]  # a stream of copies has few launches, to begin with
     known, how = joined.link(Direction.H2D)
     ns = (joined.bytes[rows] / (known or PCIE_5) * 1e9).astype(np.int64)
     if len(rows) < MANY or int(ns.sum()) < ASKED_SHARE * joined.span_ns:
