@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from kvprobe.cuda import Runtime, device_region, find_runtime, host_region
-from kvprobe.cuda.copies import DIRECTIONS
+from kvprobe.cuda.copies import DIRECTIONS, METHOD_NAMES
 from kvprobe.launchqueue import calibrate
 from kvprobe.native.library import REQUEST, core
 from kvprobe.offload import BlockPool, OffloadEngine, method_cache, method_calibration
@@ -177,10 +177,13 @@ class Calibrated:
         return 0.0, 0.0
 
     def step(self, model: Model, direction: str, block: int) -> float:
-        """How many times as long a step takes, with copies all the time and compute seen."""
-        kind = "h2d" if direction == "load" else "d2h"
-        scattered, beside = 0b111, 1  # loop, batch, kernel; KVP_BESIDE
-        row = core().kvp_choose_row(self.table, scattered, None, beside, DIRECTIONS[kind], block, 2048)
+        """How many times as long a step takes that copy kernels run beside all the time.
+
+        Stores wait for a forward, so compute is seen in front of them; of the loads all are asked for before a step.
+        """
+        kind, seen = ("h2d", -1) if direction == "load" else ("d2h", 1)  # KVP_QUIET, KVP_BESIDE
+        kernels = 1 << METHOD_NAMES.index("kernel")
+        row = core().kvp_choose_row(self.table, kernels, None, seen, DIRECTIONS[kind], block, 2048)
         ctas = self.table.row[DIRECTIONS[kind] - 1][row].ctas
         if model.kind == "matmul":
             return 1 + self._longer("matmul", kind, ctas)[0]
