@@ -186,33 +186,21 @@ def find(joined: JoinedRecording) -> Finding | None:
     arrived = int(later.sum())
     wasted, moved = int(joined.bytes[rows].sum()), int(joined.bytes[loads].sum())
     batches = bool((joined.kind[rows] == CallKind.BATCH).any())
+    most = int(np.bincount(group).max())
+    kinds_of = (
+        (arrived, "went to where the same bytes had been loaded to, with no copy to either place in between"),
+        (len(pairs), "came before the host had waited for the load of the same bytes before them"),
+    )
     evidence = [
         Evidence(
-            f"{len(rows):,} of {len(loads)} loads copied bytes that were already there or on their way: "
-            f"{wasted / 1e6:.1f} MB, {share(wasted, moved)} of all loaded bytes",
+            f"{len(rows):,} of {len(loads):,} loads copied bytes that were already there or on their way: "
+            f"{wasted / 1e6:,.1f} MB, {share(wasted, moved)} of all loaded bytes",
             wasted,
             "bytes",
             COUNTED,
         ),
-        Evidence(
-            f"{arrived:,} of them went to where the same bytes had been loaded to, with no copy to either place "
-            "in between",
-            arrived,
-            "calls",
-            COUNTED,
-        ),
-        Evidence(
-            f"{len(pairs):,} of them came before the host had waited for the load of the same bytes before them",
-            len(pairs),
-            "calls",
-            COUNTED,
-        ),
-        Evidence(
-            f"the block loaded most often was loaded {int(np.bincount(group).max()):,} times",
-            int(np.bincount(group).max()),
-            "1",
-            COUNTED,
-        ),
+        *(Evidence(f"{count:,} of them {what}", count, "calls", COUNTED) for count, what in kinds_of if count),
+        Evidence(f"the block loaded most often was loaded {most:,} times", most, "1", COUNTED),
     ]
     cure = (
         Change(
