@@ -173,9 +173,11 @@ def find(joined: JoinedRecording) -> Finding | None:
     again_bytes = 10 * int(joined.bytes[loads[1:]][later].sum())
     if int(later.sum()) < MANY or again_bytes < int(joined.bytes[loads].sum()) or not _computes(joined):
         later[:] = False
-    pairs = np.flatnonzero(~new[1:] & ~again[1:] & ~later & still_there & ~stored)
-    pairs = pairs[_unseen(joined, loads)[pairs]] + 1
-    pairs = _in_bursts(joined, loads, group, pairs)
+    soon = ~new[1:] & (joined.start[loads[1:]] - joined.start[loads[:-1]] <= BURST_NS)
+    pairs = np.flatnonzero(soon & ~again[1:] & ~later & still_there & ~stored)
+    if len(pairs) >= MANY:
+        pairs = pairs[_unseen(joined, loads)[pairs]] + 1
+        pairs = _in_bursts(joined, loads, group, pairs)
     if len(pairs) < MANY or 10 * int(joined.bytes[loads[pairs]].sum()) < int(joined.bytes[loads].sum()):
         pairs = pairs[:0]
     again[1:] = (again[1:] & still_there) | later
