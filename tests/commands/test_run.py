@@ -613,7 +613,8 @@ int main() {
     wait_for_end(tmp_path / "run")
     recording = open_recording(tmp_path / "run")
     assert recording.cpu_waits.rows
-    found = {finding.cause: finding for finding in diagnose(recording)}
+    # where others use this machine's CPUs besides, that the queue may have been full is an open question, no finding
+    found = {finding.cause: finding for finding in diagnose(recording) if not finding.abstains}
     assert "cpu_starved" in found and not set(found) & {*FULL_QUEUE, "python_or_gil_bound"}
     assert 0 < found["cpu_starved"].lost_ns <= int(recording.cpu_waits["waited_ns"].sum())
 
