@@ -38,8 +38,8 @@ static void fence_passed(kvp_submitter *s, struct fence *f) {
 void kvp_fence_drop(kvp_submitter *s, struct kvp_job *j) {
     struct fence *f = j->after;
     if (!f) return;
-    j->after = NULL;
     pthread_mutex_lock(&s->lock);
+    j->after = NULL; /* with the lock: kvp_job_fence may be looking */
     if (--f->users == 0) {
         struct fence **open;
         fences_on(s, f->stream, &open);

@@ -536,7 +536,8 @@ int kvp_job_fence(kvp_submitter *s, kvp_job_status *job, void *stream) {
     if (forked(s)) return KVP_FORKED;
     /* An event that is still to be recorded on a compute stream must stand there before anything waits for this job. */
     pthread_mutex_lock(&s->lock);
-    struct fence *f = j->after && j->after->state == FENCE_OPEN ? j->after : NULL;
+    struct fence *f = j->after;
+    if (f && f->state != FENCE_OPEN) f = NULL;
     if (f) f->users++;
     pthread_mutex_unlock(&s->lock);
     if (f) {
