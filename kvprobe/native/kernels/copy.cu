@@ -11,8 +11,9 @@
 // come, stored from there; `keep` stores may still be reading their stages while all other stages are being loaded.
 //
 // Paced: stores that saturate the link stand in a queue behind the GPU's memory, and the end of every kernel beside them
-// waits until that queue is empty (13 us; H200). Each warp keeps to its share of a rate a little below the link's: then
-// it waits 2 us. Most stages are left to the reads of device memory, which are slow while the model reads it.
+// waits until that queue is empty (`kvprobe calibrate` measures it: work "short"). Each warp keeps to its share of a rate
+// a little below the link's, where none builds up. Most stages are left to the reads of device memory, which are slow
+// while the model reads it.
 // What is no multiple of 16 bytes at the ends is moved by bytes; what is not aligned alike on both sides, by registers.
 
 typedef unsigned long long u64;
