@@ -88,7 +88,7 @@ def _weights(joined: JoinedRecording, rows: Array) -> tuple[Array, str]:
 
 
 def _between_kernels(joined: JoinedRecording, rows: Array) -> Array:
-    """Of large loads those of the most frequent size that have a kernel of their own stream before and after each."""
+    """Of large loads on streams of kernels those of the most frequent size, where kernels stand between them."""
     table = joined.recording.executions
     rows = rows[np.isin(table["stream"][rows], joined.kernel_streams)]
     if len(rows) < MANY:
