@@ -259,13 +259,15 @@ class CopyPath:
                 started = device.clock.host_ns(start) if told else None
                 if started is not None:
                     queue_ns, poll_ns = max(0, started - live.first_ns), max(0, seen_ns - started - copy_ns)
-        if live.handed is not None:
-            copy_ns = live.handed.copy_ns
-            started, ended = live.handed.copy_start_ns, live.handed.copy_end_ns
-            if started and ended:
-                queue_ns, poll_ns = max(0, started - live.first_ns), max(0, seen_ns - ended)
-            live.stream, live.calls = live.handed.stream, live.handed.calls
-            live.extra |= {"methods": live.handed.methods, "descriptors": live.handed.descriptors}
+        handed = live.handed
+        if handed is not None:
+            started, ended = handed.copy_start_ns, handed.copy_end_ns
+            copy_ns = ended - started if ended > started > 0 else handed.copy_ns
+            if told:
+                if started and ended:
+                    queue_ns, poll_ns = max(0, started - live.first_ns), max(0, seen_ns - ended)
+                live.stream, live.calls = handed.stream, handed.calls
+                live.extra |= {"methods": handed.methods, "descriptors": handed.descriptors}
         if live.sample is not None and copy_ns is not None:
             live.sample.copy_ns = copy_ns
             if self.auto is not None:

@@ -40,8 +40,9 @@ MOST_DOUBTS = 512
 MAX_COPY_COST = 1.15  # a rung may not make the copies themselves slower than this
 MAX_SUBMIT_COST = 1.5  # nor submission, where it is for the copies' sake
 BELOW_RATE = 1.3  # copies that take so many times what calibration says of another method are worth a change
+SLOW_COPIES = "copies_below_calibrated_rate"
 BUSY_COPIES = 3072  # submissions from which on their share of the caller's time is judged; fewer where it is clear
-BUSY_NS = 1_000_000  # and the least time that is worth a change
+BUSY_NS = 500_000  # and the least time that is worth a change
 COOL_DOWN_NS = 60_000_000_000  # until a rung that gained nothing is tried again for such work; doubles each time
 MOST_DECISIONS = 1000
 
@@ -75,6 +76,7 @@ class Sample:
         of: pieces of the whole transfer; 0: these are all.
         copy_ns: time on the device from first to last copy, None until known.
         expected_ns: what calibration says of the device's time by the best other method; 0: not known.
+        own_ns: what it says of the rung's own method; 0: not known.
     """
 
     copies: int
@@ -86,6 +88,7 @@ class Sample:
     of: int = 0
     copy_ns: int | None = None
     expected_ns: int = 0
+    own_ns: int = 0
 
     @property
     def per_copy(self) -> float:
@@ -346,8 +349,7 @@ class Auto:
             below = [s for s in list(self._recent)[-2 * WINDOW :] if self._is_below_rate(s)]
             if len(below) >= OFTEN and self._candidates():
                 times = median((s.copy_ns or 0) / s.expected_ns for s in below)
-                cause = "copies_below_calibrated_rate"
-                self._change(cause, f"{cause}: they take {times:.1f} times what another method takes by calibration")
+                self._change(SLOW_COPIES, f"{SLOW_COPIES}: they take {times:.1f} times what another method takes")
 
     def saturated(self, seen: Saturation, reason: str) -> None:
         """A detector called a full queue: on the base rung that is a reason to change."""
@@ -382,6 +384,12 @@ class Auto:
         """Whether submitting alone took longer than another method's copies, all of them, take by calibration."""
         return sample.bytes >= ENOUGH_BYTES and 0 < BELOW_RATE * sample.expected_ns <= sample.submit_ns
 
+    @staticmethod
+    def _waits_for_copies(sample: Sample) -> bool:
+        """Whether it stood behind others on the device, by a method that calibration knows a much faster one for."""
+        slower = 0 < BELOW_RATE * sample.expected_ns <= sample.own_ns
+        return slower and sample.outstanding > 0 and sample.bytes >= ENOUGH_BYTES
+
     def _candidates(self, work: Sequence[Sample] = ()) -> list[Rung]:
         """Rungs that may be tried now for this kind of work, the latest where none is named."""
         work = work or list(self._recent)[-WINDOW:]
@@ -403,6 +411,11 @@ class Auto:
         if not cause and self.busy_share:
             why = self._why_bound(last)
             cause = "submission_bound" if why else ""
+        if not cause:
+            waiting = [s for s in last if self._waits_for_copies(s)]
+            if len(waiting) >= OFTEN and sum(s.own_ns - s.expected_ns for s in waiting) >= BUSY_NS:
+                cause, times = SLOW_COPIES, median(s.own_ns / s.expected_ns for s in waiting)
+                why = f"{cause}: they wait for one another, and take {times:.1f} times what another method takes"
         if cause and self._candidates():
             self._change(cause, why)
         elif cause:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import contextlib
 import ctypes as ct
 import itertools
 import logging
@@ -148,6 +149,7 @@ class OffloadEngine:
         self._ids = itertools.count(1)
         self._live: dict[int, Transfer] = {}
         self._ended: deque[Transfer] = deque(maxlen=KEPT)
+        self._to_say: deque[tuple[str, Rung, Rung, str]] = deque()  # lines for the log: 100 us each
         self._delivering = runtime.lock()
         self._callbacks = Callbacks(self._delivering)
         self._telling = threading.RLock()  # held by the thread that calls back while nobody polls, as long as it lives
@@ -265,6 +267,8 @@ class OffloadEngine:
         tag: Any,
         done: Callable[[Transfer], None] | None,
     ) -> Transfer:
+        if self._to_say:
+            self._say()
         requested = self._now()
         gpu, cpu, pieces = self.mapping.request(gpu_blocks, cpu_blocks)
         handle = self._handle
@@ -336,20 +340,28 @@ class OffloadEngine:
         if self.auto.active:
             self._cost(transfer, "pooled", transfer.copies - transfer.submitted, self._now() - begin)
 
-    def _cost(self, transfer: Transfer, policy: str, copies: int, host_ns: int) -> None:
+    def _cost(self, transfer: Transfer, policy: str, copies: int, host_ns: int, outstanding: int = 0) -> None:
         """Tells auto what copies cost their caller: submitting them, or handing them over."""
         if copies > 0:
-            each = transfer.piece_bytes
-            sample = Sample(copies, host_ns, copies * each, self._rungs[policy], end_ns=self._now(), of=transfer.copies)
+            each, end = transfer.piece_bytes, self._now()
+            sample = Sample(
+                copies, host_ns, copies * each, self._rungs[policy], outstanding, end_ns=end, of=transfer.copies
+            )
             if policy == "shared":
                 sample.expected_ns = self._expected.ns(transfer.direction, each, copies)
+                sample.own_ns = self._expected.loop_ns(transfer.direction, each, copies)
             self.auto.submitted(sample)
 
     def _decided(self, what: str, why: str, *, before: Rung, after: Rung, **_: Any) -> None:
-        """Auto changed its mind: the policy follows, and the log says so."""
-        log.warning("auto: %s %s -> %s: %s", what, before, after, why)
+        """Auto changed its mind: the policy follows; the log says so in the next call, this one was long enough."""
+        self._to_say.append((what, before, after, why))
         if what != "keep":
             self.set_policy(after.policy, why)
+
+    def _say(self) -> None:
+        with contextlib.suppress(IndexError):  # another thread said it
+            while self._to_say:
+                log.warning("auto: %s %s -> %s: %s", *self._to_say.popleft())
 
     def _refused(self, code: int) -> TransferError:
         if code != Refusal.FORKED:
@@ -363,6 +375,8 @@ class OffloadEngine:
 
     def poll(self) -> list[Transfer]:
         """The transfers that ended since the last poll. Nothing depends on how often it is called."""
+        if self._to_say:
+            self._say()
         self._deliver()
         ended: list[Transfer] = []
         while self._ended:
@@ -427,6 +441,7 @@ class OffloadEngine:
         Raises:
             TransferError: the time ran out. A transfer's own failure is raised by `Transfer.result`.
         """
+        self._say()
         wait_for(self, transfer, timeout_s)
         if self._handle is None:
             return
@@ -536,6 +551,7 @@ class OffloadEngine:
         if os.getpid() != self._pid:  # a forked child: everything belongs to its parent
             self._handle, self.broken = None, KvprobeError("it belongs to the parent process")
             return
+        self._say()
         if drain:
             self.wait()
         self._note_broken()

@@ -221,19 +221,26 @@ def choose(table: MethodTable, direction: str, copy_bytes: int, count: int) -> t
 
 
 _SCATTERED = sum(1 << i for i, name in enumerate(METHOD_NAMES) if name != "staged")  # as kvp_choose: bits of methods
+_LOOP = 1 << METHOD_NAMES.index("loop")
 
 
 class ExpectedTimes:
-    """What the method that a table chooses takes for so many copies, by its calibration."""
+    """What copies take by a table's calibration: by the method that it chooses, or by single copies."""
 
     def __init__(self, table: MethodTable) -> None:
         """Of one table, which stays as it is."""
         self._table = table
-        self._known: dict[tuple[str, int, int], int] = {}
+        self._known: dict[tuple[int, str, int, int], int] = {}
 
     def ns(self, direction: str, copy_bytes: int, count: int) -> int:
-        """Device time in ns of `count` scattered copies of `copy_bytes`; 0: not known."""
-        key = direction, copy_bytes, count
+        """Device time in ns of `count` scattered copies of `copy_bytes` by what is chosen; 0: not known."""
+        return self._of(_SCATTERED, direction, copy_bytes, count)
+
+    def loop_ns(self, direction: str, copy_bytes: int, count: int) -> int:
+        """The same of single copies."""
+        return self._of(_LOOP, direction, copy_bytes, count)
+
+    def _of(self, *key: Any) -> int:
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= 1024:
@@ -241,7 +248,7 @@ class ExpectedTimes:
             known = self._known[key] = self._ask(*key)
         return known
 
-    def _ask(self, direction: str, copy_bytes: int, count: int) -> int:
+    def _ask(self, methods: int, direction: str, copy_bytes: int, count: int) -> int:
         table, side = self._table, DIRECTION[direction]
-        row = core().kvp_choose_row(ct.byref(table), _SCATTERED, None, 0, side, copy_bytes, count)
+        row = core().kvp_choose_row(ct.byref(table), methods, None, 0, side, copy_bytes, count)
         return int(core().kvp_method_ns(ct.byref(table.row[side - 1][row]), copy_bytes, count)) if row >= 0 else 0

@@ -105,6 +105,6 @@ class SharedSubmission:
             )
         )
         if engine.auto.active:
-            engine._cost(transfer, "shared", run.submitted, run.end_ns - run.start_ns)
+            engine._cost(transfer, "shared", run.submitted, run.end_ns - run.start_ns, outstanding)
             if verdict is Slowness.SATURATION:
                 engine.auto.saturated(engine.detector.saturations[-1], engine.detector.reason)

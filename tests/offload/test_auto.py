@@ -163,6 +163,32 @@ def test_submissions_that_outlast_another_method_between_long_steps_change_nothi
     assert (one.rung, log) == (OWN, [])
 
 
+def submit_behind_others(one, clock, count, outstanding, own_ns=260_000):
+    """64 copies of 64 KiB: submitted in 90 us, and another method moves them in 85 us."""
+    for _ in range(count):
+        clock.ns += 10_000_000
+        one.submitted(
+            Sample(64, 90_000, 4 << 20, OWN, outstanding, end_ns=clock.ns, expected_ns=85_000, own_ns=own_ns)
+        )
+
+
+def test_copies_that_wait_for_one_another_by_a_slow_method_are_a_cause_before_the_queue_is_full():
+    one, log, clock = auto((OWN, POOLED), depth=0, slow_ns=0, busy_share=0.5)
+    submit_behind_others(one, clock, 1, outstanding=0)
+    submit_behind_others(one, clock, 5, outstanding=64)
+    assert one.rung == OWN
+    submit_behind_others(one, clock, 1, outstanding=64)
+    assert one.rung == POOLED
+    assert log[0][2]["cause"] == "copies_below_calibrated_rate"
+
+
+def test_copies_of_a_slow_method_that_nothing_waits_for_change_nothing():
+    one, log, clock = auto((OWN, POOLED), depth=0, slow_ns=0, busy_share=0.5)
+    submit_behind_others(one, clock, 1000, outstanding=0)
+    submit_behind_others(one, clock, 1000, outstanding=64, own_ns=100_000)
+    assert (one.rung, log) == (OWN, [])
+
+
 def test_what_is_not_active_changes_nothing():
     one, log, _ = auto(active=False)
     feed(one, 20, per_copy=20_000, outstanding=900)

@@ -212,6 +212,18 @@ def test_auto_switches_when_the_shared_queue_fills_and_says_why(bench):
         assert np.array_equal(cpu, gpu)
 
 
+def test_auto_says_what_it_did_in_the_call_after_the_slow_one(bench, caplog):
+    """A line of the log costs as much as some ten transfers: it does not come on top of the call that was slow."""
+    b = bench(layers=4, blocks=64, depth=128, h2d_bytes_per_s=1e9, submit_ns=1000, virtual_clock=1)
+    with b.engine(policy="auto") as engine:
+        while engine.policy == "shared":
+            engine.load(range(64), range(64))
+        assert caplog.messages == []
+        engine.load(range(64), range(64))
+        assert [line.split(":")[0] for line in caplog.messages] == ["auto"]
+        engine.wait()
+
+
 def test_streams_and_events_go_back_when_a_copy_fails(bench):
     b = bench(layers=2, blocks=32)
     with b.engine(policy="pooled", method="loop") as engine:
