@@ -167,9 +167,7 @@ def submit_behind_others(one, clock, count, outstanding, own_ns=260_000):
     """64 copies of 64 KiB: submitted in 90 us, and another method moves them in 85 us."""
     for _ in range(count):
         clock.ns += 10_000_000
-        one.submitted(
-            Sample(64, 90_000, 4 << 20, OWN, outstanding, end_ns=clock.ns, expected_ns=85_000, own_ns=own_ns)
-        )
+        one.submitted(Sample(64, 90_000, 4 << 20, OWN, outstanding, end_ns=clock.ns, expected_ns=85_000, own_ns=own_ns))
 
 
 def test_copies_that_wait_for_one_another_by_a_slow_method_are_a_cause_before_the_queue_is_full():

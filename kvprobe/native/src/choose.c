@@ -4,7 +4,7 @@
 #include <math.h>
 #include <string.h>
 
-#define NEAR 1.015 /* rows within 1.5% of the first one count as equally fast */
+#define NEAR 1.03 /* rows within 3% of the first one count as equally fast: more CTAs cost the model more */
 #define MAX_SLOWDOWN 0.03f
 
 /* ---- asking ------------------------------------------------------------------------------------------------------ */
