@@ -37,7 +37,8 @@ MIN_GAIN = 1.2  # a rung stays only if submission or the copies themselves becam
 STAY = 0.8  # a kept rung is doubted when it costs this much more than the base did
 DOUBTS = 2  # and left for the base when the next so many windows say so too; twice as many each time
 MOST_DOUBTS = 512
-MAX_COPY_COST = 1.15  # a rung may not make the copies themselves slower than this
+MAX_COPY_COST = 1.15  # a rung may not make the copies themselves slower than this, unless submission gains more:
+MOST_COPY_COST = 1.5  # then this is the limit
 MAX_SUBMIT_COST = 1.5  # nor submission, where it is for the copies' sake
 BELOW_RATE = 1.3  # copies that take so many times what calibration says of another method are worth a change
 SLOW_COPIES = "copies_below_calibrated_rate"
@@ -136,6 +137,8 @@ class Comparison:
         after_ns: the same afterwards.
         copy_before: device time in ns a byte; None where fewer than three transfers of a side are known.
         copy_after: the same afterwards.
+        whole_before: host time of a transfer and its device time together, mean in ns; 0 where the latter is not known.
+        whole_after: the same afterwards.
         transfers: that were compared, afterwards.
         copies: of them.
     """
@@ -144,6 +147,8 @@ class Comparison:
     after_ns: float = 0.0
     copy_before: float | None = None
     copy_after: float | None = None
+    whole_before: float = 0.0
+    whole_after: float = 0.0
     transfers: int = 0
     copies: int = 0
 
@@ -156,6 +161,11 @@ class Comparison:
     def copy_gain(self) -> float:
         """Times that the copies became faster; 1 where it is not known."""
         return self.copy_before / max(self.copy_after, 1e-9) if self.copy_before and self.copy_after else 1.0
+
+    def copies_suffer(self, allowed: float) -> bool:
+        """Whether the copies take more than `allowed` times as long, and submission has not gained more than that."""
+        worse = self.whole_after > self.whole_before or self.copy_gain < 1 / MOST_COPY_COST
+        return self.copy_gain < 1 / allowed and worse
 
     def evidence(self) -> dict[str, Any]:
         """Figures for the decision's event."""
@@ -218,6 +228,13 @@ def _compared(before: dict[tuple[int, int], _Sums], after: dict[tuple[int, int],
         made.copy_before = sum(left.copy_ns / max(1, left.timed_bytes) * right.timed_bytes for left, right in timed)
         made.copy_before /= size
         made.copy_after = sum(right.copy_ns for _, right in timed) / size
+        count = sum(right.timed for _, right in timed)
+        made.whole_after = sum(right.submit_ns / right.transfers * right.timed for _, right in timed)
+        made.whole_after = (made.whole_after + made.copy_after * size) / count
+        of_copy = [
+            (left.submit_ns / left.copies, right.copies / right.transfers * right.timed) for left, right in timed
+        ]
+        made.whole_before = (sum(ns * copies for ns, copies in of_copy) + made.copy_before * size) / count
     return made
 
 
@@ -523,13 +540,13 @@ class Auto:
 
     def _gains(self, seen: Comparison) -> bool:
         least = STAY if self._kept else MIN_GAIN
-        cheaper = seen.submit_gain >= least and seen.copy_gain >= 1 / MAX_COPY_COST
+        cheaper = seen.submit_gain >= least and not seen.copies_suffer(MAX_COPY_COST)
         faster = seen.copy_gain >= least and seen.submit_gain >= 1 / MAX_SUBMIT_COST
         return cheaper or faster
 
     @staticmethod
     def _loses(seen: Comparison, allowed: float) -> bool:
-        return seen.copy_gain < 1 / allowed or (seen.submit_gain < 1 / MIN_GAIN and seen.copy_gain < MIN_GAIN)
+        return seen.copies_suffer(allowed) or (seen.submit_gain < 1 / MIN_GAIN and seen.copy_gain < MIN_GAIN)
 
     def _keep(self, seen: Comparison) -> None:
         self._kept = True

@@ -89,6 +89,20 @@ def test_cheaper_submission_with_slower_copies_is_rolled_back():
     assert "the copies themselves take" in next(w for what, w, _ in log if what == "rollback")
 
 
+def test_copies_that_are_a_little_slower_count_together_with_their_submission():
+    """vLLM 0.32, loads beside stores: 360 us to submit and 645 us on the device; 80 us and 775 us by the submitter."""
+    one, log, _ = auto((OWN, POOLED), depth=0)
+    feed(one, 8, per_copy=720, copy_ns=645_000)
+    trial(one, per_copy=160, copy_ns=775_000)
+    assert [entry[0] for entry in log] == ["switch", "keep"]
+    feed(one, 100, per_copy=160, copy_ns=775_000)
+    assert one.rung == POOLED
+    slow, log, _ = auto((OWN, POOLED), depth=0)
+    feed(slow, 8, per_copy=720, copy_ns=645_000)
+    trial(slow, per_copy=160, copy_ns=945_000)  # more than submission has gained
+    assert [entry[0] for entry in log] == ["switch", "rollback"]
+
+
 def test_other_work_than_before_is_not_compared():
     one, log, _ = auto()
     feed(one, 2, per_copy=20_000, outstanding=900)
