@@ -36,17 +36,18 @@ static void wake_up(kvp_submitter *s) {
     if (atomic_load(&s->sleeping)) wake_all(&s->work);
 }
 
-/* A job came. A thread that naps, or has enough to do till it looks again, is not woken: that would cost the caller
- * more than all the rest of handing over (5 to 50 us). Of several callers one wakes it. */
-static void wake_for(kvp_submitter *s, int d) {
+/* A job came. A thread that naps is not woken, nor one that has enough to do till it looks again (`hungry`, NULL: not
+ * asked): that would cost the caller more than all the rest of handing over (5 to 50 us). Of several callers one wakes
+ * it. */
+static void wake_sleeper(kvp_submitter *s, atomic_uint *hungry) {
     if (!s->threaded) {
         wake_up(s);
         return;
     }
-    atomic_fetch_add(&s->work, 1);
+    atomic_fetch_add(&s->work, 1); /* first: who goes to sleep looks at them in the other order */
     uint32_t asleep = ASLEEP;
-    if (atomic_load(&s->direction[d].hungry) && atomic_compare_exchange_strong(&s->sleeping, &asleep, AWAKE))
-        wake_all(&s->work);
+    if (hungry && !atomic_load(hungry)) return;
+    if (atomic_compare_exchange_strong(&s->sleeping, &asleep, AWAKE)) wake_all(&s->work);
 }
 
 void kvp_changed(kvp_submitter *s) {
@@ -243,7 +244,7 @@ static void lock_shared(kvp_submitter *s, struct direction *dir) {
 static void hand_over(kvp_submitter *s, struct kvp_job *oldest, struct kvp_job *newest) {
     oldest->next = atomic_load(&s->incoming);
     while (!atomic_compare_exchange_weak(&s->incoming, &oldest->next, newest)) continue;
-    wake_for(s, newest->direction);
+    wake_sleeper(s, &s->direction[newest->direction].hungry);
 }
 
 int kvp_job_push(kvp_submitter *s, kvp_job_status *job) {
@@ -476,7 +477,7 @@ int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_optio
     }
     j->busy = 0;
     pthread_mutex_unlock(&dir->shared_lock);
-    wake_up(s);
+    wake_sleeper(s, NULL);
     return code ? -1000 * code : all;
 }
 
