@@ -33,6 +33,7 @@ CALM = 64  # transfers in a row on the base, none of which was slow
 ENOUGH_COPIES = 8  # a transfer of fewer copies says nothing about the cost of one
 ENOUGH_BYTES = 256 << 10  # nor does one of fewer bytes about the rate of the link
 OFTEN = 6  # of WINDOW transfers: so many must show a cause that one alone could show by chance
+PLAIN, FEW = 3.0, 3  # or so many, if each shows it by so many times what another method takes
 MIN_GAIN = 1.2  # a rung stays only if submission or the copies themselves became so many times cheaper
 STAY = 0.8  # a kept rung is doubted when it costs this much more than the base did
 DOUBTS = 2  # and left for the base when the next so many windows say so too; twice as many each time
@@ -43,7 +44,7 @@ MAX_SUBMIT_COST = 1.5  # nor submission, where it is for the copies' sake
 BELOW_RATE = 1.3  # copies that take so many times what calibration says of another method are worth a change
 SLOW_COPIES = "copies_below_calibrated_rate"
 BUSY_COPIES = 3072  # submissions from which on their share of the caller's time is judged; fewer where it is clear
-BUSY_NS = 500_000  # and the least time that is worth a change
+BUSY_NS = 300_000  # and the least time that is worth a change
 COOL_DOWN_NS = 60_000_000_000  # until a rung that gained nothing is tried again for such work; doubles each time
 MOST_DECISIONS = 1000
 
@@ -397,15 +398,21 @@ class Auto:
         return enough and sample.copy_ns is not None and sample.copy_ns >= BELOW_RATE * sample.expected_ns
 
     @staticmethod
-    def _outlasts(sample: Sample) -> bool:
-        """Whether submitting alone took longer than another method's copies, all of them, take by calibration."""
-        return sample.bytes >= ENOUGH_BYTES and 0 < BELOW_RATE * sample.expected_ns <= sample.submit_ns
+    def _times_submitted(sample: Sample) -> float:
+        """How many times as long submitting alone took as another method's copies, all of them, by calibration."""
+        known = sample.bytes >= ENOUGH_BYTES and sample.expected_ns > 0
+        return sample.submit_ns / sample.expected_ns if known else 0.0
 
     @staticmethod
-    def _waits_for_copies(sample: Sample) -> bool:
-        """Whether it stood behind others on the device, by a method that calibration knows a much faster one for."""
-        slower = 0 < BELOW_RATE * sample.expected_ns <= sample.own_ns
-        return slower and sample.outstanding > 0 and sample.bytes >= ENOUGH_BYTES
+    def _times_waiting(sample: Sample) -> float:
+        """Where it stood behind others on the device: how many times another method's time it takes by calibration."""
+        known = sample.bytes >= ENOUGH_BYTES and sample.expected_ns > 0 and sample.outstanding > 0
+        return sample.own_ns / sample.expected_ns if known else 0.0
+
+    @staticmethod
+    def _is_clear(times: Sequence[float]) -> bool:
+        often = sum(each >= BELOW_RATE for each in times) >= OFTEN
+        return often or sum(each >= PLAIN for each in times) >= FEW
 
     def _candidates(self, work: Sequence[Sample] = ()) -> list[Rung]:
         """Rungs that may be tried now for this kind of work, the latest where none is named."""
@@ -429,10 +436,11 @@ class Auto:
             why = self._why_bound(last)
             cause = "submission_bound" if why else ""
         if not cause:
-            waiting = [s for s in last if self._waits_for_copies(s)]
-            if len(waiting) >= OFTEN and sum(s.own_ns - s.expected_ns for s in waiting) >= BUSY_NS:
-                cause, times = SLOW_COPIES, median(s.own_ns / s.expected_ns for s in waiting)
-                why = f"{cause}: they wait for one another, and take {times:.1f} times what another method takes"
+            times = [self._times_waiting(s) for s in last]
+            lost = sum(s.own_ns - s.expected_ns for s, slower in zip(last, times, strict=True) if slower >= BELOW_RATE)
+            if lost >= BUSY_NS and self._is_clear(times):
+                cause, slower = SLOW_COPIES, max(times)
+                why = f"{cause}: they wait for one another, and take {slower:.1f} times what another method takes"
         if cause and self._candidates():
             self._change(cause, why)
         elif cause:
@@ -440,7 +448,7 @@ class Auto:
 
     def _why_bound(self, last: Sequence[Sample]) -> str:
         """How submitting takes the caller's time; "": it does not, or not enough was seen."""
-        if sum(map(self._outlasts, last)) >= OFTEN:  # clear from a few: the latest that took BUSY_NS
+        if self._is_clear([self._times_submitted(s) for s in last]):  # from a few: the latest that took BUSY_NS
             judged, left = deque[Sample](), BUSY_NS
             for sample in reversed(self._recent):
                 judged.appendleft(sample)

@@ -159,9 +159,9 @@ def test_a_caller_that_does_nothing_but_submit_is_a_cause_where_asked_for():
 
 
 def test_submissions_that_outlast_another_methods_copies_are_a_cause_after_a_few_transfers():
-    """64 copies of 16 KiB that cost 200 us to submit and that another method moves in 20 us: 1 ms of it is enough."""
+    """64 copies of 16 KiB that cost 200 us to submit and that another method moves in 20 us: 0.3 ms of it is enough."""
     one, log, clock = auto((OWN, POOLED), depth=0, slow_ns=0, busy_share=0.5)
-    for _ in range(8):
+    for _ in range(3):
         clock.ns += 230_000
         one.submitted(Sample(64, 200_000, 64 << 14, OWN, end_ns=clock.ns, expected_ns=20_000))
     assert one.rung == POOLED
@@ -177,7 +177,7 @@ def test_submissions_that_outlast_another_method_between_long_steps_change_nothi
     assert (one.rung, log) == (OWN, [])
 
 
-def submit_behind_others(one, clock, count, outstanding, own_ns=260_000):
+def submit_behind_others(one, clock, count, outstanding, own_ns=240_000):
     """64 copies of 64 KiB: submitted in 90 us, and another method moves them in 85 us."""
     for _ in range(count):
         clock.ns += 10_000_000
@@ -190,6 +190,13 @@ def test_copies_that_wait_for_one_another_by_a_slow_method_are_a_cause_before_th
     submit_behind_others(one, clock, 5, outstanding=64)
     assert one.rung == OWN
     submit_behind_others(one, clock, 1, outstanding=64)
+    assert one.rung == POOLED
+    assert log[0][2]["cause"] == "copies_below_calibrated_rate"
+
+
+def test_copies_that_wait_by_a_method_three_times_as_slow_are_a_cause_after_three_transfers():
+    one, log, clock = auto((OWN, POOLED), depth=0, slow_ns=0, busy_share=0.5)
+    submit_behind_others(one, clock, 3, outstanding=64, own_ns=260_000)
     assert one.rung == POOLED
     assert log[0][2]["cause"] == "copies_below_calibrated_rate"
 
