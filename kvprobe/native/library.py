@@ -65,7 +65,6 @@ class SubmitOptions(ct.Structure):
         ("stop_after_ns", u64),
         ("event_record", ct.c_void_p),
         ("events", ct.c_void_p),
-        ("ceiling", u32),
         ("every", u32),
         ("events_max", u32),
         ("range_push", ct.c_void_p),
@@ -300,6 +299,12 @@ class SubmitterStats(ct.Structure):
     ]
 
 
+SHARED = (  # as kvp_layout counts them
+    *(Record, RingOptions, SubmitOptions, SubmitResult, CalibrateCalls, Calibration, CudaCalls, CopyKernel, CopyList),
+    *(Copier, MethodRow, MethodTable, JobStatus, JobRefused, REQUEST, ADDRESSES, Side, SubmitterConfig, SubmitterStats),
+)
+
+
 def path_of(name: str) -> Path:
     """Path of a native library, built on the spot in a source tree that has none yet.
 
@@ -324,12 +329,13 @@ def core() -> ct.CDLL:
     """`libkvprobe.so`, typed.
 
     Raises:
-        NativeError: absent, or of another processor.
+        NativeError: absent, of another processor, or of other sources.
     """
     try:
         lib = ct.CDLL(str(path_of("libkvprobe.so")))
     except OSError as error:
         raise NativeError(f"native library does not load: {error}; run `python -m kvprobe.native.build`") from None
+    _check_layout(lib)
     lib.kvp_now_ns.restype = u64
     lib.kvp_now_ns.argtypes = []
     lib.kvp_clock_name.restype = ct.c_char_p
@@ -356,6 +362,15 @@ def core() -> ct.CDLL:
     ]
     _declare_submitter(lib)
     return lib
+
+
+def _check_layout(lib: ct.CDLL) -> None:
+    """A library that was built before the source tree changed would read and write past what Python gives it."""
+    found = (u32 * len(SHARED))()
+    expected = [one.size if isinstance(one, struct.Struct) else ct.sizeof(one) for one in SHARED]
+    known = getattr(lib, "kvp_layout", None)
+    if known is None or known(found, len(found)) != len(expected) or list(found) != expected:
+        raise NativeError("native library of other sources than this Python code: run `python -m kvprobe.native.build`")
 
 
 @functools.cache

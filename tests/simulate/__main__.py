@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 
 from .history import LENGTH, Violation, play
 from .many import chunk
@@ -29,8 +30,8 @@ def _many(options: argparse.Namespace) -> int:
     came: Counter[str] = Counter()
     wrong: list[tuple[int, str]] = []
     digest, digests = hashlib.sha256(), 0
-    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        for found in pool.imap(chunk, work, chunksize=4):
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+        for found in pool.map(chunk, work, chunksize=4):  # raises where a process dies
             for name in ("transfers", "failed", "events", "seconds"):
                 total[name] += found[name]
             armed.update(found["armed"])
@@ -39,7 +40,7 @@ def _many(options: argparse.Namespace) -> int:
             digests += len(found["digests"])
             digest.update("".join(found["digests"]).encode())
             if time.monotonic() - began > options.seconds:
-                pool.terminate()
+                pool.shutdown(cancel_futures=True)
                 break
     took = time.monotonic() - began
     last = options.seed + digests + len(wrong) - 1
