@@ -6,6 +6,9 @@ Signature: over the recording one direction of the link is busy for at least 80%
 the link's rate or more, and for at least 30% of the time it is busy no kernel of the process runs, although the process
 has kernels. Small, redundant, degraded and unhidden copies claim first: what is left really is bytes.
 
+Where the device was not recorded, copies on streams of copies that carry 80% of the link's rate over the whole time are
+an open question: whether the model waits for them is not seen.
+
 Time lost: the engine's time beside which nothing computes. Predicted saving: none is modelled: only fewer
 bytes help.
 """
@@ -14,13 +17,75 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding, cause_of
+from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding, Loss, cause_of
 from kvprobe.diagnosis.intervals import Cover, distinct
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
-from kvprobe.recordings.model import Direction, Engine, Memory
+from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 
 CAUSE = cause_of(__name__)
 OF_EXECUTIONS = True  # told by what the device executed: without it, not looked for
+FULL = 0.8  # of the link's rate, or of the time
+PCIE_5 = 55e9  # bytes per second of large copies over PCIe 5.0 x16, where nothing tells the link
+FEWER = Change(
+    "Move fewer bytes: a smaller KV type (fp8), more reuse on the GPU, a larger GPU share for weights", "setting"
+)
+
+
+def open_question(joined: JoinedRecording) -> Finding | None:
+    """As many bytes as the link can carry, where the device was not recorded: whether anything waits is not seen."""
+    if joined.recording.has_executions:
+        return None
+    copies = joined.kind == CallKind.COPY
+    copies &= (joined.memory != Memory.PAGEABLE) & (joined.stream >= 0) & (joined.bytes > 0)
+    launches = joined.made((CallKind.LAUNCH, CallKind.GRAPH))
+    chosen: list[Array] = []
+    taken: list[Array] = []
+    evidence: list[Evidence] = []
+    for process in distinct(joined.process):
+        for direction in (Direction.H2D, Direction.D2H):
+            rows = np.flatnonzero(copies & (joined.process == process) & (joined.direction == direction))
+            own = np.bincount(joined.stream[rows], minlength=len(launches))
+            rows = rows[(own > launches)[joined.stream[rows]]]  # the others wait in the model's own stream
+            if len(rows) < 8 or not len(joined.launches(process)):
+                continue
+            known, how = joined.link(direction)
+            rate, moved = known or PCIE_5, int(joined.bytes[rows].sum())
+            if moved / rate * 1e9 < FULL * joined.span_ns:
+                continue
+            chosen.append(rows)
+            taken.append((joined.bytes[rows] / rate * 1e9).astype(np.int64))
+            name = "host to device" if direction == Direction.H2D else "device to host"
+            reached = moved / joined.span_ns * 1e9
+            evidence += [
+                Evidence(
+                    f"{name}: {moved / 1e9:.3g} GB, {reached / 1e9:.1f} GB/s all the time", reached, "bytes/s", MEASURED
+                ),
+                Evidence(
+                    f"the link gives {rate / 1e9:.1f} GB/s", rate, "bytes/s", how if known else "assumed: PCIe 5.0 x16"
+                ),
+            ]
+    if not chosen:
+        return None
+    rows, ns = np.concatenate(chosen), np.concatenate(taken)
+    return joined.finding(
+        CAUSE,
+        "{calls} copies keep the link busy for about {lost}, nearly all of the time",
+        "cannot tell",
+        Loss(
+            int(ns.sum()),
+            len(rows),
+            on="copy engine",
+            window=(int(joined.start[rows].min()), int(joined.end[rows].max())),
+            places=joined.places(rows, ns),
+        ),
+        severity="info",
+        evidence=evidence,
+        reason="cannot tell, because the recording does not show whether the device had something to compute meanwhile",
+        cure=(
+            Change("Record what the device executes: `kvprobe run --nsys -- COMMAND`", "recording"),
+            Change(f"If the model waits for them: {FEWER.text[:1].lower()}{FEWER.text[1:]}", "setting"),
+        ),
+    )
 
 
 def find(joined: JoinedRecording) -> Finding | None:
@@ -46,7 +111,7 @@ def find(joined: JoinedRecording) -> Finding | None:
             copying = Cover(joined.x_start[rows], joined.x_end[rows])
             moved = int(table["bytes"][rows].sum())
             reached = moved / max(copying.total_ns, 1) * 1e9
-            if rate <= 0 or reached < 0.8 * rate or copying.total_ns < 0.8 * joined.span_ns:
+            if rate <= 0 or reached < FULL * rate or copying.total_ns < FULL * joined.span_ns:
                 continue
             compute = Cover(joined.x_start[mine], joined.x_end[mine])
             exposed = copying.total_ns - copying.intersect_ns(compute)
@@ -78,10 +143,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         evidence=evidence,
         severity="info",
         cure=(
-            Change(
-                "Move fewer bytes: a smaller KV type (fp8), more reuse on the GPU, a larger GPU share for weights",
-                "setting",
-            ),
+            FEWER,
             Change("Recompute short prefixes instead of loading them where that is faster"),
             Change("A faster link, or both directions and several GPUs' links at once", "setting"),
         ),

@@ -1,12 +1,16 @@
 """Programs whose authors had not seen the diagnosis, recorded on an H200, against what each of them measured itself.
 
-In tests/gpu/data/others. Every one is a torch program in steps, with one thing wrong:
+In tests/gpu/data/others. These are torch programs in steps, each with one thing wrong:
 
 * shared_prefix_loaded_by_ten_requests: waves of ten requests load the same 336 blocks of 64 KiB, each into blocks of
   its own, on a stream and a thread of their own; the host waits for nothing in between.
 * equal_layers_copied_where_they_compute: 14 layers of 75 MB a step, each copied on the model's own stream right before
   the product that needs it.
 * batches_of_small_scattered_blocks: 16 batches of 6,100 descriptors of 6 KiB on an empty stream.
+* experts_fetched_over_a_full_link: 1.8 GB a step, fetched two layers ahead on a stream of their own, take 33 ms; the
+  compute beside them takes 7 ms.
+
+And one with nothing wrong: weights_fetched_a_layer_ahead, where copies at 42 GB/s hide behind compute.
 """
 
 from __future__ import annotations
@@ -63,3 +67,14 @@ def test_without_the_device_layers_on_the_computing_stream_are_undecided(tmp_pat
     assert verdict.state == "undecided"
     assert [one.cause for one in found] == ["weights_not_overlapped"]
     assert found[0].abstains and "--nsys" in found[0].cure[0].text
+
+
+def test_without_the_device_a_full_link_is_undecided_and_one_with_room_is_not(tmp_path):
+    found, verdict = examined("experts_fetched_over_a_full_link", "run", tmp_path)
+    assert verdict.state == "undecided"
+    assert [one.cause for one in found] == ["link_bound"]
+    assert found[0].abstains and "--nsys" in found[0].cure[0].text
+    assert found[0].evidence[0].value == pytest.approx(47.1e9, rel=0.01)
+    found, verdict = examined("weights_fetched_a_layer_ahead", "run", tmp_path)
+    assert verdict.state == "healthy"
+    assert "link_bound" not in [one.cause for one in found]
