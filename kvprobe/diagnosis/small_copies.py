@@ -7,10 +7,11 @@ Signature: at least 256 copies of one direction below 64 KiB in which at least h
 bytes / link rate. Bursts of small copies behind large ones of other streams are `head_of_line_copies`.
 
 Time lost: the engine's time beyond what the same bytes take at link rate, and its pauses of a few us between two copies
-of a stream of which the second waited already. The link rate is the machine's, else the one of the largest copies in
-the recording; else what more bytes cost more, where there are copies of sizes four times apart; else 25 GB/s where half
-of the copies take less than 6 us, and the finding is then only likely. Copies that take longer on a link of unknown
-speed are left alone.
+of a stream of which the second waited already; of stores only where no kernel of the process runs beside them: nobody
+waits for a store that compute hides, a load somebody waits for even then. The link rate is the machine's, else the one
+of the largest copies in the recording; else what more bytes cost more, where there are copies of sizes four times
+apart; else 25 GB/s where half of the copies take less than 6 us, and the finding is then only likely. Copies that take
+longer on a link of unknown speed are left alone.
 
 Predicted saving: with addresses in the recording, the excess of the copies that continue their predecessor (source
 and destination both contiguous): (n - runs) x mean excess. Where there are no runs, or no addresses: 62% of the excess,
@@ -22,6 +23,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
+from kvprobe.diagnosis.intervals import Cover, distinct
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
 from kvprobe.recordings.model import Direction, Engine, Memory
 
@@ -33,15 +35,29 @@ ALIKE = 16  # copies of one size, to know what such a copy takes
 BATCH_GAIN = 1 - 1 / 2.6
 
 
-def _between(joined: JoinedRecording, rows: Array) -> int:
-    """Ns that the engine spent between small copies of one stream although the next one waited already."""
+def _between(joined: JoinedRecording, rows: Array, compute: Cover | None) -> int:
+    """Ns that the engine spent between small copies of one stream although the next one waited already.
+
+    `compute`: not beside it.
+    """
     order = rows[np.lexsort((joined.x_start[rows], joined.recording.executions["stream"][rows]))]
     calls = joined.x_call[order[1:]]
     given = np.where(calls >= 0, joined.end[np.maximum(calls, 0)], joined.x_start[order[1:]])
     idle = joined.x_start[order[1:]] - joined.x_end[order[:-1]]
     streams = joined.recording.executions["stream"][order]
     counts = (streams[1:] == streams[:-1]) & (given <= joined.x_end[order[:-1]]) & (idle > 0) & (idle < FIXED_NS)
+    if compute is not None:
+        idle = idle - compute.within(
+            joined.x_end[order[:-1]], np.maximum(joined.x_start[order[1:]], joined.x_end[order[:-1]])
+        )
     return int(idle[counts].sum())
+
+
+def _compute(joined: JoinedRecording, rows: Array) -> Cover:
+    """When kernels of the copies' processes ran."""
+    table = joined.recording.executions
+    kernels = (table["engine"] == Engine.KERNEL) & np.isin(table["process"], distinct(table["process"][rows]))
+    return Cover(joined.x_start[kernels], joined.x_end[kernels])
 
 
 def _rate_of_sizes(joined: JoinedRecording, direction: Direction) -> tuple[float, str]:
@@ -89,9 +105,13 @@ def find(joined: JoinedRecording) -> Finding | None:
                 continue  # slow for their size on a link of unknown speed: cannot tell a fixed cost from a slow link
             rate, how, certain = 25e9, "assumed: no large copy in the recording shows the link's rate", False
         excess = np.maximum(joined.x_dur[rows] - table["bytes"][rows] / rate * 1e9, 0).astype(np.int64)
-        between += _between(joined, rows)
         if 2 * int(excess.sum()) < int(joined.x_dur[rows].sum()):
             continue
+        compute = _compute(joined, rows) if direction == Direction.D2H else None
+        between += _between(joined, rows, compute)
+        if compute is not None:
+            beside = compute.within(joined.x_start[rows], joined.x_end[rows])
+            excess = np.maximum(excess - beside, 0)
         chosen.append(rows)
         losses.append(excess)
         parts.append(direction)

@@ -689,6 +689,38 @@ def healthy_thread_that_sleeps_between_its_calls(rt: Runtime) -> Played:
     return stage.play(body, lambda *_: named())
 
 
+def _small_copies_beside_compute(rt: Runtime, copy: str) -> Played:
+    """Of 4 KiB, scattered, and all of them behind a forward that runs for longer."""
+    stage = Stage(rt, depth=4096, d2h=4e9, h2d=4e9)
+    order = np.random.default_rng(2).permutation(500)
+
+    def body() -> None:
+        rt.launch(stage.compute, 40_000_000)
+        for block in order:
+            getattr(stage, copy)(4096 + 2 * int(block), 4 * KiB, stage.streams[0])
+        rt.sync(stage.compute)
+
+    def truth(records: Records, _: Any) -> dict[str, int]:
+        if copy == "store":
+            return named()
+        small = records["bytes"] == 4 * KiB
+        took = (records["exec_end_ns"] - records["exec_start_ns"])[small].astype(np.int64)
+        return named(small_copies=(took - int(4 * KiB / 4e9 * 1e9)).sum())
+
+    return stage.play(body, truth, link_bytes_per_s=4e9)
+
+
+@scenario
+def healthy_small_stores_that_compute_hides(rt: Runtime) -> Played:
+    return _small_copies_beside_compute(rt, "store")
+
+
+@scenario
+def small_loads_beside_compute(rt: Runtime) -> Played:
+    """Somebody waits for a load, whatever else the device computes meanwhile."""
+    return _small_copies_beside_compute(rt, "load")
+
+
 # ---- results at stake -----------------------------------------------------------------------------------------------
 
 
