@@ -20,12 +20,12 @@ import numpy as np
 from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding, Loss, cause_of
 from kvprobe.diagnosis.intervals import Cover, distinct
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
+from kvprobe.recordings.link_rate import PCIE_5
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 
 CAUSE = cause_of(__name__)
 OF_EXECUTIONS = True  # told by what the device executed: without it, not looked for
 FULL = 0.8  # of the link's rate, or of the time
-PCIE_5 = 55e9  # bytes per second of large copies over PCIe 5.0 x16, where nothing tells the link
 FEWER = Change(
     "Move fewer bytes: a smaller KV type (fp8), more reuse on the GPU, a larger GPU share for weights", "setting"
 )

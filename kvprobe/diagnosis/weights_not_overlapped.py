@@ -23,13 +23,13 @@ import numpy as np
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
 from kvprobe.diagnosis.intervals import Cover, ascending, distinct, in_time
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
+from kvprobe.recordings.link_rate import PCIE_5
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 
 CAUSE = cause_of(__name__)
 OF_EXECUTIONS = True  # told by what the device executed: without it, not looked for
 MANY = 16  # copies of one size
 LARGE = 1 << 20  # bytes
-PCIE_5 = 64e9  # bytes per second, where nothing tells the link
 ASKED_SHARE = 0.1  # of the time
 PREFETCH = (
     "Prefetch: copy layer i+1 on a stream of its own while layer i computes, ordered by events (kvprobe weights "

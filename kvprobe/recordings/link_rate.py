@@ -6,9 +6,10 @@ import numpy as np
 
 from kvprobe.recordings.model import Direction, Engine, Memory, Recording
 
-__all__ = ["LARGE_BYTES", "link_rate"]
+__all__ = ["LARGE_BYTES", "PCIE_5", "link_rate"]
 
 LARGE_BYTES = 1 << 20  # a copy this large runs at nearly the link's rate
+PCIE_5 = 55e9  # bytes per second of large copies over PCIe 5.0 x16 (H100, H200), where nothing tells the link
 
 
 def link_rate(recording: Recording, direction: Direction) -> tuple[float, str]:
