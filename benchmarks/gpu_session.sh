@@ -6,7 +6,7 @@
 set -u
 usage() {
     echo "usage: sh benchmarks/gpu_session.sh OUT PART...; parts: calibrate demo bench fast-path sizes handlers pageable"
-    echo "pageable-healthy cures weights small-blocks soak faults corpus interposer tests races"
+    echo "pageable-healthy cures weights small-blocks soak faults corpus interposer tests sanitizer races"
     exit 2
 }
 [ $# -ge 2 ] || usage
@@ -78,6 +78,12 @@ for part in "$@"; do
         ;;
     interposer) run $part sh benchmarks/gpu_interposer.sh "$out" ;;
     tests) run $part "$python" -m pytest -q -m gpu tests/gpu tests/commands/test_stats.py ;;
+    sanitizer) # the copy kernels under compute-sanitizer, which comes with CUDA
+        for tool in memcheck racecheck synccheck; do
+            run $part-$tool compute-sanitizer --tool $tool --error-exitcode 9 "$python" -m pytest -q -m gpu -x \
+                tests/gpu/test_copy_methods.py
+        done
+        ;;
     races)
         KVPROBE_TEST_DEVICE=$device CUDA_DEVICE_MAX_CONNECTIONS=32 run $part "$python" -m pytest -q \
             tests/patches/test_store_race.py tests/patches/test_sglang.py -k "race or no_order_is_lost"

@@ -42,7 +42,7 @@ PATTERN_SIZES = (4096, 16384, 65536, 1 << 20)
 BURST_BYTES = 64 << 10
 PACED_SHARE = 0.89  # of the link: where store kernels beside compute neither saturate it nor lose much
 PACED_PRODUCTS = {1: 0.26, 2: 0.28, 4: 0.58}  # what products lose by CTAs of such stores (an H200)
-SHORT_KERNELS = 200  # one after another, each of some us
+SHORT_KERNELS, SHORT_BYTES = 50, 64 << 20  # one after another, each as long as what copy kernels have under way takes
 
 Progress = Callable[[str, float], None]
 
@@ -346,7 +346,8 @@ def _beside(bench: _Bench) -> list[dict[str, Any]]:
         read = _Work(bench, "read", *_reader(bench), None)
         works.append(read)
         if not bench.quick:
-            works.append(_Work(bench, "short", *_reader(bench, of=1 << 20, times=SHORT_KERNELS), read))
+            short = min(SHORT_BYTES, bench.weights_bytes)
+            works.append(_Work(bench, "short", *_reader(bench, of=short, times=SHORT_KERNELS), read))
     if not bench.quick and bench.runtime.provider == "cuda":
         with contextlib.suppress(ImportError, RuntimeError):
             works.append(_Work(bench, "matmul", _matmul(bench, 4096, 25), 25, read))
