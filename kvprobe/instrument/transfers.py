@@ -261,9 +261,9 @@ class CopyPath:
                     queue_ns, poll_ns = max(0, started - live.first_ns), max(0, seen_ns - started - copy_ns)
         handed = live.handed
         if handed is not None:
-            started, ended = handed.copy_start_ns, handed.copy_end_ns
-            copy_ns = ended - started if ended > started > 0 else handed.copy_ns
+            copy_ns = handed.copy_ns
             if told:
+                started, ended = handed.copy_start_ns, handed.copy_end_ns
                 if started and ended:
                     queue_ns, poll_ns = max(0, started - live.first_ns), max(0, seen_ns - ended)
                 live.stream, live.calls = handed.stream, handed.calls

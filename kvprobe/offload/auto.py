@@ -230,17 +230,21 @@ def _compared(before: dict[tuple[int, int], _Sums], after: dict[tuple[int, int],
         made.copy_before /= size
         made.copy_after = sum(right.copy_ns for _, right in timed) / size
         count = sum(right.timed for _, right in timed)
-        made.whole_after = sum(right.submit_ns / right.transfers * right.timed for _, right in timed)
-        made.whole_after = (made.whole_after + made.copy_after * size) / count
-        of_copy = [
-            (left.submit_ns / left.copies, right.copies / right.transfers * right.timed) for left, right in timed
-        ]
-        made.whole_before = (sum(ns * copies for ns, copies in of_copy) + made.copy_before * size) / count
+        made.whole_before = made.copy_before * size / count
+        made.whole_after = made.copy_after * size / count
+        for left, right in timed:
+            copies, weight = right.copies / right.transfers, right.timed / count
+            made.whole_before += left.submit_ns / max(1, left.copies) * copies * weight
+            made.whole_after += right.submit_ns / right.transfers * weight
     return made
 
 
 def _mean(samples: Sequence[Sample]) -> float:
     return sum(s.submit_ns for s in samples) / max(1, sum(s.copies for s in samples))
+
+
+def _by_calibration(times: Sequence[float]) -> str:
+    return f"{median(times):.1f} times what another method takes by calibration"
 
 
 def _scale(samples: Iterable[Sample]) -> int:
@@ -360,14 +364,16 @@ class Auto:
 
     def completed(self, sample: Sample) -> None:
         """The device's time of a sample handed in before is known."""
-        if not self.active or self.rung != self.base or self._resting or not self._is_below_rate(sample):
+        if not self.active or self.rung != self.base or self._resting:
+            return
+        if self._times(sample, sample.copy_ns) < BELOW_RATE:
             return
         with self._lock:
             self._calm = 0
-            below = [s for s in list(self._recent)[-2 * WINDOW :] if self._is_below_rate(s)]
+            times = [self._times(s, s.copy_ns) for s in list(self._recent)[-2 * WINDOW :]]
+            below = [each for each in times if each >= BELOW_RATE]
             if len(below) >= OFTEN and self._candidates():
-                times = median((s.copy_ns or 0) / s.expected_ns for s in below)
-                self._change(SLOW_COPIES, f"{SLOW_COPIES}: they take {times:.1f} times what another method takes")
+                self._change(SLOW_COPIES, f"{SLOW_COPIES}: they take {_by_calibration(below)}")
 
     def saturated(self, seen: Saturation, reason: str) -> None:
         """A detector called a full queue: on the base rung that is a reason to change."""
@@ -393,21 +399,10 @@ class Auto:
         return 0 < SLOWER_TIMES * self.baseline_ns * sample.copies <= sample.submit_ns
 
     @staticmethod
-    def _is_below_rate(sample: Sample) -> bool:
-        enough = sample.bytes >= ENOUGH_BYTES and sample.expected_ns > 0
-        return enough and sample.copy_ns is not None and sample.copy_ns >= BELOW_RATE * sample.expected_ns
-
-    @staticmethod
-    def _times_submitted(sample: Sample) -> float:
-        """How many times as long submitting alone took as another method's copies, all of them, by calibration."""
-        known = sample.bytes >= ENOUGH_BYTES and sample.expected_ns > 0
-        return sample.submit_ns / sample.expected_ns if known else 0.0
-
-    @staticmethod
-    def _times_waiting(sample: Sample) -> float:
-        """Where it stood behind others on the device: how many times another method's time it takes by calibration."""
-        known = sample.bytes >= ENOUGH_BYTES and sample.expected_ns > 0 and sample.outstanding > 0
-        return sample.own_ns / sample.expected_ns if known else 0.0
+    def _times(sample: Sample, ns: int | None) -> float:
+        """How many times what another method takes for it by calibration; 0: not known, or of too few bytes."""
+        known = ns and sample.expected_ns > 0 and sample.bytes >= ENOUGH_BYTES
+        return ns / sample.expected_ns if ns and known else 0.0
 
     @staticmethod
     def _is_clear(times: Sequence[float]) -> bool:
@@ -436,11 +431,8 @@ class Auto:
             why = self._why_bound(last)
             cause = "submission_bound" if why else ""
         if not cause:
-            times = [self._times_waiting(s) for s in last]
-            lost = sum(s.own_ns - s.expected_ns for s, slower in zip(last, times, strict=True) if slower >= BELOW_RATE)
-            if lost >= BUSY_NS and self._is_clear(times):
-                cause, slower = SLOW_COPIES, max(times)
-                why = f"{cause}: they wait for one another, and take {slower:.1f} times what another method takes"
+            why = self._why_waiting(last)
+            cause = SLOW_COPIES if why else ""
         if cause and self._candidates():
             self._change(cause, why)
         elif cause:
@@ -448,7 +440,7 @@ class Auto:
 
     def _why_bound(self, last: Sequence[Sample]) -> str:
         """How submitting takes the caller's time; "": it does not, or not enough was seen."""
-        if self._is_clear([self._times_submitted(s) for s in last]):  # from a few: the latest that took BUSY_NS
+        if self._is_clear([self._times(s, s.submit_ns) for s in last]):  # from a few: the latest that took BUSY_NS
             judged, left = deque[Sample](), BUSY_NS
             for sample in reversed(self._recent):
                 judged.appendleft(sample)
@@ -465,6 +457,14 @@ class Auto:
             return ""
         copies = sum(s.copies for s in judged)
         return f"{copies} submissions took {spent / 1e6:.1f} ms of their caller's {span / 1e6:.1f} ms"
+
+    def _why_waiting(self, last: Sequence[Sample]) -> str:
+        """How transfers wait for others on the device, by a method that calibration knows a faster one for; or ""."""
+        waiting = [s for s in last if s.outstanding > 0 and self._times(s, s.own_ns) >= BELOW_RATE]
+        times = [self._times(s, s.own_ns) for s in waiting]
+        if sum(s.own_ns - s.expected_ns for s in waiting) < BUSY_NS or not self._is_clear(times):
+            return ""
+        return f"{SLOW_COPIES}: they wait for one another, and take {_by_calibration(times)}"
 
     def _change(self, cause: str, why: str, time_ns: int = 0) -> None:
         after, before = self._candidates()[0], self.rung

@@ -44,6 +44,15 @@ def compile_c(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
+def nvtx_tool(compile_c: Callable[..., Path]) -> Path:
+    """A tool for NVTX_INJECTION64_PATH that writes ranges of the domain `kvprobe` to the file NVTX_SEEN."""
+    include = build.nvtx_include()
+    if include is None:
+        pytest.skip("the package nvidia-nvtx is not installed")
+    return compile_c("nvtx_tool", "-shared", "-fPIC", "-isystem", str(include), output="libtool.so")
+
+
+@pytest.fixture(scope="session")
 def compile_sanitized(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Returns `compile(name, sanitizer, sources, *flags)`: built once a session; skips where the compiler cannot."""
     made: dict[tuple[str, str], Path] = {}

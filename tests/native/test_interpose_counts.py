@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvprobe.native import build
 from kvprobe.probe.ring import RingSnapshot, read_ring
 
 # what the program calls its calls -> (call numbers of the ring file, direction, None: found out from the addresses)
@@ -262,14 +261,12 @@ def test_two_runtimes_in_one_process_stay_apart(
 
 @pytest.mark.parametrize("switch", ["1", "0"])
 def test_a_listening_nvtx_tool_gets_a_range_for_each_copy(
-    program: Path, compile_c: Callable[..., Path], libraries: Path, tmp_path: Path, switch: str
+    program: Path, nvtx_tool: Path, libraries: Path, tmp_path: Path, switch: str
 ) -> None:
-    include = build.nvtx_include()
-    if include is None:
-        pytest.skip("the package nvidia-nvtx is not installed")
-    tool = compile_c("nvtx_tool", "-shared", "-fPIC", "-isystem", str(include), output="libtool.so")
     seen = tmp_path / "seen"
-    env = environment(libraries, tmp_path, NVTX_INJECTION64_PATH=str(tool), NVTX_SEEN=str(seen), KVPROBE_NVTX=switch)
+    env = environment(
+        libraries, tmp_path, NVTX_INJECTION64_PATH=str(nvtx_tool), NVTX_SEEN=str(seen), KVPROBE_NVTX=switch
+    )
     own = said(run(program, env, "link", 100, 1, 1))
     lines = seen.read_text().splitlines() if seen.exists() else []
     assert recorded(tmp_path)[0] == own

@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from kvprobe.native import build
 
 PROGRAM = """
 import sys
@@ -30,14 +27,10 @@ with OffloadEngine(runtime, *pools, **how) as engine:
 @pytest.mark.parametrize(("detail", "ranges"), [("copies", 48), ("transfers", 0)])
 @pytest.mark.parametrize("policy", ["shared", "pooled"])
 def test_each_copy_of_the_engine_has_a_range_with_its_bytes(
-    compile_c: Callable[..., Path], tmp_path: Path, policy: str, detail: str, ranges: int
+    nvtx_tool: Path, tmp_path: Path, policy: str, detail: str, ranges: int
 ) -> None:
-    include = build.nvtx_include()
-    if include is None:
-        pytest.skip("the package nvidia-nvtx is not installed")
-    tool = compile_c("nvtx_tool", "-shared", "-fPIC", "-isystem", str(include), output="libtool.so")
     seen = tmp_path / "seen"
-    env = {**os.environ, "NVTX_INJECTION64_PATH": str(tool), "NVTX_SEEN": str(seen)}
+    env = {**os.environ, "NVTX_INJECTION64_PATH": str(nvtx_tool), "NVTX_SEEN": str(seen)}
     subprocess.run([sys.executable, "-c", PROGRAM, policy, detail], env=env, check=True)
     lines = seen.read_text().splitlines() if seen.exists() else []
     copies = [line for line in lines if line.startswith(("H2D", "D2H"))]
