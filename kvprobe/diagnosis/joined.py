@@ -529,6 +529,31 @@ class JoinedRecording:
             chart=chart,
         )
 
+    def device_question(
+        self,
+        cause: str,
+        title: str,
+        rows: Array,
+        ns: Array,
+        *,
+        evidence: Sequence[Evidence],
+        because: str,
+        cure: Sequence[Change],
+        lost_on: LostOn = "copy engine",
+    ) -> Finding | None:
+        """As `open_question`, of what the device did with these calls, where it was not recorded."""
+        window = int(self.start[rows].min()), int(self.end[rows].max())
+        return self.finding(
+            cause,
+            title,
+            "cannot tell",
+            Loss(int(ns.sum()), len(rows), on=lost_on, window=window, places=self.places(rows, ns)),
+            severity="info",
+            evidence=evidence,
+            reason=f"cannot tell, because the recording does not show {because}",
+            cure=(Change("Record what the device executes: `kvprobe run --nsys -- COMMAND`", "recording"), *cure),
+        )
+
     def device_finding(
         self,
         cause: str,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding, Loss, cause_of
+from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.intervals import Cover, distinct
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.recordings.link_rate import PCIE_5
@@ -66,25 +66,14 @@ def open_question(joined: JoinedRecording) -> Finding | None:
             ]
     if not chosen:
         return None
-    rows, ns = np.concatenate(chosen), np.concatenate(taken)
-    return joined.finding(
+    return joined.device_question(
         CAUSE,
         "{calls} copies keep the link busy for about {lost}, nearly all of the time",
-        "cannot tell",
-        Loss(
-            int(ns.sum()),
-            len(rows),
-            on="copy engine",
-            window=(int(joined.start[rows].min()), int(joined.end[rows].max())),
-            places=joined.places(rows, ns),
-        ),
-        severity="info",
+        np.concatenate(chosen),
+        np.concatenate(taken),
         evidence=evidence,
-        reason="cannot tell, because the recording does not show whether the device had something to compute meanwhile",
-        cure=(
-            Change("Record what the device executes: `kvprobe run --nsys -- COMMAND`", "recording"),
-            Change(f"If the model waits for them: {FEWER.text[:1].lower()}{FEWER.text[1:]}", "setting"),
-        ),
+        because="whether the device had something to compute meanwhile",
+        cure=(Change(f"If the model waits for them: {FEWER.text[:1].lower()}{FEWER.text[1:]}", "setting"),),
     )
 
 

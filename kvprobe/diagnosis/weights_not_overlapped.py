@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.intervals import Cover, ascending, distinct, in_time
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.recordings.link_rate import PCIE_5
@@ -119,18 +119,12 @@ def open_question(joined: JoinedRecording) -> Finding | None:
     if len(rows) < MANY or int(ns.sum()) < ASKED_SHARE * joined.span_ns:
         return None
     moved = int(joined.bytes[rows].sum())
-    return joined.finding(
+    return joined.device_question(
         CAUSE,
         "{calls} large loads on the stream that computes take about {lost}, and none of its kernels runs meanwhile",
-        "cannot tell",
-        Loss(
-            int(ns.sum()),
-            len(rows),
-            on="device",
-            window=(int(joined.start[rows].min()), int(joined.end[rows].max())),
-            places=joined.places(rows, ns),
-        ),
-        severity="info",
+        rows,
+        ns,
+        lost_on="device",
         evidence=(
             Evidence(f"they move {moved / 1e9:.1f} GB", moved, "bytes", MEASURED),
             Evidence(
@@ -141,12 +135,8 @@ def open_question(joined: JoinedRecording) -> Finding | None:
                 INFERRED,
             ),
         ),
-        reason="cannot tell, because the recording does not show what the device executed while large loads ran on the "
-        "stream that computes",
-        cure=(
-            Change("Record what the device executes: `kvprobe run --nsys -- COMMAND`", "recording"),
-            Change("If they are weights: " + PREFETCH[:1].lower() + PREFETCH[1:]),
-        ),
+        because="what the device executed while large loads ran on the stream that computes",
+        cure=(Change("If they are weights: " + PREFETCH[:1].lower() + PREFETCH[1:]),),
     )
 
 

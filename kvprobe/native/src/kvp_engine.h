@@ -87,4 +87,8 @@ KVP_EXPORT int kvp_calibrate(const kvp_calibrate_calls *calls, size_t streams, v
                              void *dst, const void *src, size_t bytes, int kind, uint64_t limit, uint64_t stall_ns,
                              kvp_calibration *result);
 
+/* The sizes of the structures that Python shares with this library, in the order of `SHARED` in library.py, at most
+ * `room` of them; returns how many there are. */
+KVP_EXPORT uint32_t kvp_layout(uint32_t *sizes, uint32_t room);
+
 #endif

@@ -5,9 +5,6 @@
 #include "kvp_engine.h"
 #include "kvp_submitter.h"
 
-KVP_EXPORT uint32_t kvp_layout(uint32_t *sizes, uint32_t room);
-
-/* Fills in the sizes, in the order of `SHARED` in library.py; returns how many there are. */
 uint32_t kvp_layout(uint32_t *sizes, uint32_t room) {
     static const uint32_t all[] = {sizeof(kvp_record),
                                    sizeof(kvp_ring_options),
