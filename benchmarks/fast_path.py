@@ -169,15 +169,15 @@ class Calibrated:
         self.result = method_calibration.measure(runtime, copier)
 
     def _longer(self, work: str, kind: str, ctas: int) -> tuple[float, float]:
-        """How much longer work takes beside copies: as a share, and ns a kernel."""
+        """How much longer work takes beside copies, in the worst round: as a share, and ns a kernel."""
         for one in self.result["beside"]:
             if (one["work"], one["direction"], one["ctas"]) == (work, kind, ctas):
-                more = max(one["beside_ns"] - one["alone_ns"], 0.0)
+                more = max(one["beside_most_ns"] - one["alone_ns"], 0.0)
                 return more / one["alone_ns"], more / one["kernels"]
         return 0.0, 0.0
 
     def step(self, model: Model, direction: str, block: int) -> float:
-        """How many times as long a step takes that copy kernels run beside all the time.
+        """How many times as long a step takes at most that copy kernels run beside all the time.
 
         Stores wait for a forward, so compute is seen in front of them; of the loads all are asked for before a step.
         """

@@ -36,6 +36,7 @@ OFTEN = 6  # of WINDOW transfers: so many must show a cause that one alone could
 PLAIN, FEW = 3.0, 3  # or so many, if each shows it by so many times what another method takes
 MIN_GAIN = 1.2  # a rung stays only if submission or the copies themselves became so many times cheaper
 STAY = 0.8  # a kept rung is doubted when it costs this much more than the base did
+LOOK_NS = 100_000_000  # a kept rung that shows no harm is judged again after so long
 DOUBTS = 2  # and left for the base when the next so many windows say so too; twice as many each time
 MOST_DOUBTS = 512
 MAX_COPY_COST = 1.15  # a rung may not make the copies themselves slower than this, unless submission gains more:
@@ -300,6 +301,7 @@ class Auto:
         self._cause = ""
         self._fresh = False  # nothing was submitted on this rung yet
         self._kept = False
+        self._look_ns = 0  # when the kept rung is judged again
         self._doubts = 0
         self._allowed = DOUBTS  # before the base is measured anew
         self._resting = False
@@ -339,9 +341,14 @@ class Auto:
         self._unwatched = 0
         return True
 
+    @property
+    def looks(self) -> bool:
+        """Whether what is submitted now is judged; of what stands on a kept rung only some of it is."""
+        return self.active and not (self._kept and self._now() < self._look_ns)
+
     def submitted(self, sample: Sample) -> None:
         """Take in what was just submitted, and perhaps change the rung for the next one."""
-        if not self.active or sample.rung != self.rung:
+        if not self.looks or sample.rung != self.rung:
             return
         if (sample.of or sample.copies) < ENOUGH_COPIES:
             self._calm += 1
@@ -508,12 +515,12 @@ class Auto:
         elif seen.transfers < TRIAL_LARGE:  # other work than before: the two cannot be compared
             if not self._kept:
                 self._return("the transfers before and after differ too much to be compared")
-            self._forget()
+            self._look_later()
         elif self._gains(seen):
             self._doubts = 0
             if not self._kept:
                 self._keep(seen)
-            self._forget()
+            self._look_later()
         elif not self._kept:
             self._roll_back(seen)
         elif self._doubts < self._allowed:  # one bad window of a rung that proved itself is no reason to leave
@@ -526,7 +533,6 @@ class Auto:
     def _sums_before(self) -> dict[tuple[int, int], _Sums]:
         """Of what came before the change; made anew only where the device's time of more of it has become known.
 
-        The model's thread asks in every eighth request or so.
         """
         timed = sum(1 for sample in self._before if sample.copy_ns)
         if self._summed is None or self._summed[0] != timed:
@@ -580,6 +586,10 @@ class Auto:
         cause = self._cause
         self.stand_on(self.base)
         self._decide("rollback", why, before=rung, after=self.base, cause=cause, **seen.evidence())
+
+    def _look_later(self) -> None:
+        self._look_ns = self._now() + LOOK_NS
+        self._forget()
 
     def _forget(self) -> None:
         self._recent.clear()

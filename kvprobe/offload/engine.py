@@ -298,7 +298,7 @@ class OffloadEngine:
             if transfer is None:
                 raise self._not_taken(direction, gpu, cpu, why, bad)
             if pooled:
-                if self.auto.active:
+                if self.auto.looks:
                     self._cost(transfer, "pooled", transfer.copies, self._now() - requested)
             elif not self._shared[direction].submit(transfer):
                 self._hand_over(transfer)
@@ -337,7 +337,7 @@ class OffloadEngine:
             self._live.pop(transfer.id, None)
             self._native.kvp_job_unused(self._handle, transfer.address)
             raise self._refused(code)
-        if self.auto.active:
+        if self.auto.looks:
             self._cost(transfer, "pooled", transfer.copies - transfer.submitted, self._now() - begin)
 
     def _cost(self, transfer: Transfer, policy: str, copies: int, host_ns: int, outstanding: int = 0) -> None:

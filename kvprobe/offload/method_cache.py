@@ -18,7 +18,7 @@ from kvprobe.native.library import CHOOSE_SIZES, MethodTable
 
 __all__ = ["FORMAT", "cached", "identity", "store", "table_of"]
 
-FORMAT = "kvprobe-calibration 4"
+FORMAT = "kvprobe-calibration 5"
 
 
 def identity(runtime: Runtime) -> dict[str, Any]:

@@ -360,7 +360,7 @@ def _beside(bench: _Bench) -> list[dict[str, Any]]:
             "method": "dma" if method == "loop" else method,
             "ctas": ctas,
             "alone_ns": work.alone_ns,
-            "beside_ns": _while_copying(bench, work, kind, method, ctas),
+            **_while_copying(bench, work, kind, method, ctas),
         }
         for work in works
         for kind in ("h2d", "d2h")
@@ -368,21 +368,24 @@ def _beside(bench: _Bench) -> list[dict[str, Any]]:
     ]
 
 
-def _while_copying(bench: _Bench, work: _Work, kind: str, method: str, ctas: int) -> float:
-    """Ns of the work on the device while copies run from before its beginning until after its end."""
+def _while_copying(bench: _Bench, work: _Work, kind: str, method: str, ctas: int) -> dict[str, float]:
+    """Ns of the work on the device, in the best and the worst of a few rounds.
+
+    Copies run from before its beginning until after its end.
+    """
     size = (4 << 20) if method == "loop" else 16384
     share = 16 if bench.runtime.provider == "host" else 1
     burst = min(bench.pool, (64 << 20) if bench.quick else 256 << 20) // share
     copies = bench.copies(kind, size, max(burst // size, 1))
     submit = bench.submitter(kind, method, ctas, copies, bench.streams[0])
     one = bench.timed(submit)
-    best = float("inf")
-    for _ in range(2 if bench.quick else 3):
+    took = []
+    for _ in range(bench.rounds):
         for _ in range(int(1.6 * work.whole_ns / one) + 2):
             submit()  # the same list again and again: its contents stay the same
-        best = min(best, work.took())
+        took.append(work.took())
         bench.runtime.stream_synchronize(bench.streams[0])
-    return best
+    return {"beside_ns": min(took), "beside_most_ns": max(took)}
 
 
 def _reader(bench: _Bench, of: int = 0, times: int = 0) -> tuple[Callable[[], None], int]:

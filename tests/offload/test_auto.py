@@ -1,6 +1,6 @@
 """Auto: measure, change the rung, compare like with like, keep it or go back."""
 
-from kvprobe.offload.auto import CALM, COOL_DOWN_NS, REST, TRIAL_LARGE, Auto, Rung, Sample, compare
+from kvprobe.offload.auto import CALM, COOL_DOWN_NS, LOOK_NS, REST, TRIAL_LARGE, Auto, Rung, Sample, compare
 
 OWN, BATCH, POOLED = Rung("shared", "loop"), Rung("shared", "batch"), Rung("pooled", "auto")
 
@@ -215,13 +215,14 @@ def test_what_is_not_active_changes_nothing():
 
 
 def kept():
-    """An auto that stands on a rung that proved itself."""
-    one, log, _ = auto()
+    """An auto that stands on a rung that proved itself, and judges it again."""
+    one, log, clock = auto()
     feed(one, 4, per_copy=20_000, outstanding=100, copy_ns=100_000)
     feed(one, 2, per_copy=20_000, outstanding=900, copy_ns=100_000)
     trial(one, per_copy=300, copy_ns=100_000)
     assert [entry[0] for entry in log] == ["switch", "keep"]
-    return one, log
+    clock.ns += LOOK_NS
+    return one, log, clock
 
 
 def bad_windows(one, **work):
@@ -234,11 +235,12 @@ def bad_windows(one, **work):
 
 
 def test_a_kept_rung_is_left_only_when_it_stays_bad():
-    one, log = kept()
+    one, log, clock = kept()
     feed(one, 9, per_copy=60_000)
-    feed(one, 9, per_copy=300)
+    feed(one, 7, per_copy=300)
     assert one.rung == BATCH
-    assert bad_windows(one, per_copy=60_000) == 3 * 8 - 2  # two of them came with the last of the others
+    clock.ns += LOOK_NS
+    assert bad_windows(one, per_copy=60_000) == 3 * 8
     assert log[-1][0] == "return"
     feed(one, 6, per_copy=60_000)
     trial(one, per_copy=60_000)
@@ -246,7 +248,7 @@ def test_a_kept_rung_is_left_only_when_it_stays_bad():
 
 
 def test_a_kept_rung_whose_copies_are_slowed_by_other_work_is_measured_against_the_base_under_that_work():
-    one, log = kept()
+    one, log, _ = kept()
     bad_windows(one, per_copy=300, copy_ns=170_000)  # loads, since stores run at once
     feed(one, 6, per_copy=20_000, copy_ns=170_000)  # the server's own are as slow now
     trial(one, per_copy=300, copy_ns=170_000)
@@ -255,21 +257,34 @@ def test_a_kept_rung_whose_copies_are_slowed_by_other_work_is_measured_against_t
 
 
 def test_a_kept_rung_is_left_for_a_new_measurement_less_and_less_often():
-    one, _ = kept()
+    one, _, clock = kept()
     took = []
     for slower in range(4):
         took.append(bad_windows(one, per_copy=300, copy_ns=100_000 * 2 ** (slower + 1)))
         feed(one, 6, per_copy=20_000, copy_ns=100_000 * 2 ** (slower + 1))
         trial(one, per_copy=300, copy_ns=100_000 * 2 ** (slower + 1))
+        clock.ns += LOOK_NS
     assert took == [24, 40, 72, 136]
 
 
+def test_a_kept_rung_is_judged_for_one_window_in_a_while():
+    one, log, clock = kept()
+    for _ in range(100):
+        feed(one, 8, per_copy=300, copy_ns=100_000)
+        assert not one.looks
+        feed(one, 100, per_copy=60_000)  # nobody looks
+        clock.ns += LOOK_NS
+    assert one.looks
+    assert (one.rung, [entry[0] for entry in log]) == (BATCH, ["switch", "keep"])
+
+
 def test_device_times_that_become_known_after_the_change_count_in_what_came_before():
-    one, log, _ = auto()
+    one, log, clock = auto()
     feed(one, 4, per_copy=20_000, outstanding=100)
     feed(one, 2, per_copy=20_000, outstanding=900)
     trial(one, per_copy=300, copy_ns=500_000)
     assert [entry[0] for entry in log] == ["switch", "keep"]
+    clock.ns += LOOK_NS
     for sample in one._before:  # their events were not reached before the next ones were submitted
         sample.copy_ns = 100_000
     feed(one, 24, per_copy=300, copy_ns=500_000)

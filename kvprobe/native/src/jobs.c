@@ -13,6 +13,7 @@
 #define LEAST_WORDS 64
 #define KEPT_BYTES (4u << 20)    /* of each class */
 #define STOCKED_BYTES (1u << 18) /* of each class, from the beginning; larger ones are not */
+#define STOCKED_LEAST (1u << 21) /* of the smallest class, which jobs come from and the block ids of small requests */
 
 /* Memory for what requests copy, in classes of twice as many words each: 0 holds LEAST_WORDS. */
 static uint32_t class_of(uint64_t words) {
@@ -68,8 +69,8 @@ void kvp_job_spare(struct kvp_job *j) {
 
 void kvp_spares_open(kvp_submitter *s) {
     for (uint32_t class = 0; class < CLASSES; class ++) {
-        uint64_t words = (uint64_t)LEAST_WORDS << class;
-        for (uint64_t i = 0; i < STOCKED_BYTES / (8 * words); i++) {
+        uint64_t words = (uint64_t)LEAST_WORDS << class, bytes = class ? STOCKED_BYTES : STOCKED_LEAST;
+        for (uint64_t i = 0; i < bytes / (8 * words); i++) {
             void *data = malloc(words * 8);
             if (data) give_spare(s, memset(data, 1, words * 8), words); /* 1: zeros could be had without touching it */
         }
@@ -85,8 +86,10 @@ void kvp_spares_free(kvp_submitter *s) {
 }
 
 static struct kvp_job *job_alloc(kvp_submitter *s, int direction, uint64_t id, uint64_t words) {
-    struct kvp_job *j = calloc(1, sizeof *j);
+    uint64_t own = (sizeof(struct kvp_job) + 7) / 8;
+    struct kvp_job *j = take_spare(s, &own);
     if (!j) return NULL;
+    memset(j, 0, sizeof *j);
     j->owner = s;
     j->words = words;
     if (words && !(j->data = take_spare(s, &j->words))) {
