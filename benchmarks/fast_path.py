@@ -185,10 +185,10 @@ class Calibrated:
         kernels = 1 << METHOD_NAMES.index("kernel")
         row = core().kvp_choose_row(self.table, kernels, None, seen, DIRECTIONS[kind], block, 2048)
         ctas = self.table.row[DIRECTIONS[kind] - 1][row].ctas
-        if model.kind == "matmul":
-            return 1 + self._longer("matmul", kind, ctas)[0]
-        ends = self._longer("short", kind, ctas)[1] / model.unit_ns
-        return 1 + ends + (self._longer("read", kind, ctas)[0] if model.kind == "memory" else 0)
+        like = {"matmul": "matmul", "memory": "sum"}.get(model.kind)
+        if like:
+            return 1 + self._longer(like, kind, ctas)[0]
+        return 1 + self._longer("short", kind, ctas)[1] / model.unit_ns
 
 
 def p99(values: list[int]) -> float:

@@ -227,7 +227,7 @@ class CopyPath:
         self.last = live.job
         self.live[live.job] = live
         self.outstanding += live.copies
-        if self.auto is not None and ok:
+        if self.auto is not None and self.auto.looks and ok:
             sample = live.sample = Sample(
                 live.copies, live.submit_ns, live.bytes, live.rung, live.outstanding, end_ns=now_ns
             )
@@ -260,7 +260,7 @@ class CopyPath:
                 if started is not None:
                     queue_ns, poll_ns = max(0, started - live.first_ns), max(0, seen_ns - started - copy_ns)
         handed = live.handed
-        if handed is not None:
+        if handed is not None and (told or live.sample is not None):
             copy_ns = handed.copy_ns
             if told:
                 started, ended = handed.copy_start_ns, handed.copy_end_ns

@@ -531,9 +531,7 @@ class Auto:
             self._return(f"{self._loss(seen)}, and the work may have changed: the base is measured anew")
 
     def _sums_before(self) -> dict[tuple[int, int], _Sums]:
-        """Of what came before the change; made anew only where the device's time of more of it has become known.
-
-        """
+        """Of what came before the change; made anew only where the device's time of more of it has become known."""
         timed = sum(1 for sample in self._before if sample.copy_ns)
         if self._summed is None or self._summed[0] != timed:
             self._summed = timed, _by_size(self._before)

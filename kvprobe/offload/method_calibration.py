@@ -339,7 +339,7 @@ class _Work:
 
 
 def _beside(bench: _Bench) -> list[dict[str, Any]]:
-    """How much longer work takes while copies run: a memory-bound kernel, short kernels, torch's products."""
+    """How much longer work takes while copies run: a memory-bound kernel, short kernels, torch's products and sums."""
     works: list[_Work] = []
     read = None
     if bench.methods.read_kernel:
@@ -352,6 +352,7 @@ def _beside(bench: _Bench) -> list[dict[str, Any]]:
         with contextlib.suppress(ImportError, RuntimeError):
             works.append(_Work(bench, "matmul", _matmul(bench, 4096, 25), 25, read))
             works.append(_Work(bench, "decode", _matmul(bench, 64, 100), 100, read))
+            works.append(_Work(bench, "sum", _sum(bench, 50), 50, read))
     return [
         {
             "work": work.name,
@@ -427,6 +428,21 @@ def _matmul(bench: _Bench, rows: int, times: int) -> Callable[[], None]:
     return launch
 
 
+def _sum(bench: _Bench, times: int) -> Callable[[], None]:
+    """Sums of 64 Mi numbers, which read and write 128 MiB each: element-wise work between a model's products."""
+    import torch
+
+    a = torch.zeros(64 << 20, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty_like(a)
+
+    def launch() -> None:
+        with torch.cuda.stream(torch.cuda.ExternalStream(bench.streams[1])):
+            for _ in range(times):
+                torch.add(a, 1, out=out)
+
+    return launch
+
+
 def _add_price(result: dict[str, Any], methods: Methods) -> None:
     """To each row what its kernel costs other work beyond what DMA costs it.
 
@@ -455,8 +471,8 @@ def _add_price(result: dict[str, Any], methods: Methods) -> None:
         if one["work"] == "short"
     }
     for one in result["beside"]:
-        if one["ctas"] and one["work"] != "short":
-            work = "slowdown" if one["work"] == "read" else "product"
+        work = {"read": "slowdown", "matmul": "product", "decode": "product"}.get(one["work"])
+        if one["ctas"] and work:
             key = (work, one["direction"], one["ctas"])
             more = one["beside_ns"] / one["alone_ns"] - dma[one["work"], one["direction"]]
             price[key] = max(price.get(key, 0.0), more)
