@@ -9,7 +9,8 @@ what the machine does besides falls on all alike; the middle of the rounds is pr
 * work: beside a model loop of 10 ms steps, through the public API alone; "polled": `poll()` once a step, "not at all":
   never. One large copy of the same bytes at the same place is what the machine allows there. `held`: time inside
   `load`/`store`; under auto the longest call of those after the switch is told apart. `step`: p99 of the loop's steps,
-  over the p99 of the loop alone; where copies go by kernel, beside what the calibration made at the start predicts.
+  over the p99 of the loop alone; where copies go by kernel, beside what the calibration made at the start predicts of
+  as many CTAs as they took.
 * parts: what a request of 64 and of 8,192 blocks consists of, each alone: the floor of handing over.
 * sizes: scattered blocks from 4 KiB to 4 MiB, both directions, what the engine chooses beside each single method; three
   transfers that are asked for one after another.
@@ -31,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from kvprobe.cuda import Runtime, device_region, find_runtime, host_region
-from kvprobe.cuda.copies import DIRECTIONS, METHOD_NAMES
+from kvprobe.cuda.copies import METHOD_NAMES
 from kvprobe.launchqueue import calibrate
 from kvprobe.native.library import REQUEST, core
 from kvprobe.offload import BlockPool, OffloadEngine, method_cache, method_calibration
@@ -165,7 +166,7 @@ class Calibrated:
     def __init__(self, runtime: Runtime) -> None:
         copier = copier_for(runtime)
         quick = method_calibration.measure(runtime, copier, quick=True)
-        self.table = copier.measured = method_cache.table_of(quick)
+        copier.measured = method_cache.table_of(quick)
         self.result = method_calibration.measure(runtime, copier)
 
     def _longer(self, work: str, kind: str, ctas: int) -> tuple[float, float]:
@@ -176,15 +177,10 @@ class Calibrated:
                 return more / one["alone_ns"], more / one["kernels"]
         return 0.0, 0.0
 
-    def step(self, model: Model, direction: str, block: int) -> float:
-        """How many times as long a step takes at most that copy kernels run beside all the time.
-
-        Stores wait for a forward, so compute is seen in front of them; of the loads all are asked for before a step.
-        """
-        kind, seen = ("h2d", -1) if direction == "load" else ("d2h", 1)  # KVP_QUIET, KVP_BESIDE
-        kernels = 1 << METHOD_NAMES.index("kernel")
-        row = core().kvp_choose_row(self.table, kernels, None, seen, DIRECTIONS[kind], block, 2048)
-        ctas = self.table.row[DIRECTIONS[kind] - 1][row].ctas
+    def step(self, model: Model, direction: str, mean_ctas: float) -> float:
+        """How many times as long a step takes at most that copy kernels of so many CTAs run beside all the time."""
+        kind = "h2d" if direction == "load" else "d2h"
+        ctas = min(each for each in method_calibration.CTAS if each >= mean_ctas - 0.1)
         like = {"matmul": "matmul", "memory": "sum"}.get(model.kind)
         if like:
             return 1 + self._longer(like, kind, ctas)[0]
@@ -217,6 +213,7 @@ def work(memory: Memory, model: Model, limits: Any, what: dict[str, Any], policy
         gc.collect()  # the engines of other rows
         gc.freeze()
         held: list[int] = []
+        before = engine.read()
         each = engine.poll if polled else (lambda: None)
         runtime.stream_synchronize(model.stream)
         begin = now()
@@ -231,7 +228,8 @@ def work(memory: Memory, model: Model, limits: Any, what: dict[str, Any], policy
         steps = model.steps(lambda: transfers[-1].done, each)
         end = max(each.noticed_ns for each in transfers)
         methods = sorted({name for transfer in transfers for name in transfer.methods})
-        longest = engine.read().longest_call_ns
+        read, side, kernel = engine.read(), int(what["direction"] == "store"), METHOD_NAMES.index("kernel")
+        by_kernel = read.bytes[side][kernel] - before.bytes[side][kernel]
         switched = [(each.time_ns - begin) / 1e6 for each in engine.auto.decisions[:1]]
         handed = [took for took, each in zip(held, transfers, strict=True) if each.policy == "pooled"]
     return {
@@ -242,8 +240,9 @@ def work(memory: Memory, model: Model, limits: Any, what: dict[str, Any], policy
         "longest_handed_over_us": max(handed, default=0) / 1e3,
         "step_p99_ms": p99(steps) / 1e6,
         "methods": methods,
+        "mean_ctas": (read.cta_bytes[side] - before.cta_bytes[side]) / max(by_kernel, 1),
         "switched_after_ms": switched[0] if switched else None,
-        "submitter_longest_call_us": longest / 1e3,
+        "submitter_longest_call_us": read.longest_call_ns / 1e3,
     }
 
 
@@ -334,10 +333,10 @@ def run_work(memory: Memory, model: Model, limits: Any, repeat: int, calibrated:
             played[what["name"]] = {"floor_ms": floor, LARGE: one_large_copy(memory, model, what)}
             for policy, polled in HOW:
                 key = f"{policy}, {'polled once a step' if polled else 'not polled'}"
-                played[what["name"]][key] = work(memory, model, limits, what, policy, polled)
+                row = played[what["name"]][key] = work(memory, model, limits, what, policy, polled)
+                row["predicted_step"] = calibrated.step(model, what["direction"], row["mean_ctas"])
         rounds.append(played)
-    predicted = {what["name"]: calibrated.step(model, what["direction"], what["block"]) for what in WORK}
-    return {"rounds": rounds, "alone_step_p99_ms": alone, "predicted_step": predicted, "kernel_ns": model.unit_ns}
+    return {"rounds": rounds, "alone_step_p99_ms": alone, "kernel_ns": model.unit_ns}
 
 
 def rate_of(memory: Memory, limits: Any, block: int, direction: str, method: str, total: int) -> dict[str, Any]:
@@ -447,7 +446,7 @@ def show(result: dict[str, Any]) -> str:
         lines.append(f"{name:50} p50 {half:7.2f} us, p99 {most:7.2f} us")
     for kind, played_with in result.get("work", {}).items():
         rounds = played_with["rounds"]
-        alone, predicted = middle(played_with["alone_step_p99_ms"]), played_with["predicted_step"]
+        alone = middle(played_with["alone_step_p99_ms"])
         lines.append(f"beside a model loop of {MODELS[kind]}: alone its step p99 is {alone:.2f} ms")
         for what in WORK:
             floors = [played[what["name"]]["floor_ms"] for played in rounds]
@@ -462,6 +461,7 @@ def show(result: dict[str, Any]) -> str:
             for policy, polled in HOW:
                 key = f"{policy}, {'polled once a step' if polled else 'not polled'}"
                 rows = [played[what["name"]][key] for played in rounds]
+                ctas = middle([row["mean_ctas"] for row in rows])
                 mid = {
                     name: middle([row[name] for row in rows if row[name] is not None])
                     for name in rows[0]
@@ -477,9 +477,10 @@ def show(result: dict[str, Any]) -> str:
                     f"  {key:28} done {mid['done_ms']:7.1f} ms = {over:4.2f} x floor; held {mid['held_ms']:6.2f} ms, "
                     f"hand-over p99 {mid['hand_over_p99_us']:8.1f} us, longest {mid['longest_call_us']:8.1f} us; "
                     f"step p99 {mid['step_p99_ms']:5.2f} ms = {mid['step_p99_ms'] / alone:4.2f}"
-                    + (f" of {predicted[what['name']]:4.2f} predicted" if "kernel" in rows[0]["methods"] else "")
+                    + (f" of {middle([row['predicted_step'] for row in rows]):4.2f} predicted" if ctas else "")
                     + "; "
                     + ", ".join(rows[0]["methods"])
+                    + (f" ({ctas:.1f} CTAs)" if ctas else "")
                     + (
                         f"; switched after {mid['switched_after_ms']:.1f} ms, longest then "
                         f"{mid['longest_handed_over_us']:.1f} us"

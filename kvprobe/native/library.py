@@ -282,6 +282,7 @@ class SubmitterStats(ct.Structure):
         ("stream", u64 * 2),
         ("launches", u64 * METHODS * 2),
         ("bytes", u64 * METHODS * 2),
+        ("cta_bytes", u64 * 2),
         ("rate", u64 * 2),
         ("events_free", u64),
         ("events", u64),

@@ -506,7 +506,7 @@ class Auto:
     def _look_at_the_gain(self) -> None:
         count = len(self._recent)
         done = count >= TRIAL or (count >= TRIAL_LARGE and self._copies >= WINDOW_COPIES)
-        if not done and (self._kept or count < TRIAL_LARGE):
+        if not done and (self._kept or count != TRIAL_LARGE):
             return
         seen = _compared(self._sums_before(), _by_size(self._recent))
         if not done:

@@ -200,7 +200,8 @@ typedef struct {
     uint64_t stream[2];                /* the pooled stream in use */
     uint64_t launches[2][KVP_METHODS]; /* submitting calls by method */
     uint64_t bytes[2][KVP_METHODS];
-    uint64_t rate[2]; /* bytes per second, lately */
+    uint64_t cta_bytes[2]; /* bytes by kernel, each as often as there were CTAs in its launch */
+    uint64_t rate[2];      /* bytes per second, lately */
     uint64_t events_free, events, listed[2] /* entries of the rings in use */, fences_used, fences;
     uint64_t longest_call_ns; /* of the thread's submitting calls */
     uint64_t steps;

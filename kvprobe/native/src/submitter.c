@@ -413,6 +413,7 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
     for (uint32_t i = 0; i < a.count; i++) a.bytes += s->run[i].bytes;
     s->launches[d][method] += method == KVP_LOOP ? a.count : 1;
     s->moved[d][method] += a.bytes;
+    if (by_kernel(method)) s->cta_bytes[d] += a.bytes * ctas;
     struct kvp_job *before = dir->flying_last;
     dir->method = method;
     uint64_t expected = chosen ? (uint64_t)kvp_method_ns(chosen, a.bytes / a.count, a.count) : 0;

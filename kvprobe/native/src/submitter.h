@@ -184,6 +184,7 @@ struct kvp_submitter {
     atomic_uint methods_off;
     atomic_int method_error;
     atomic_ullong launches[2][KVP_METHODS], moved[2][KVP_METHODS];
+    atomic_ullong cta_bytes[2];
     atomic_ullong longest_ns, steps, stuck_job;
     const char *wrong; /* in a simulation: the first invariant that a step broke */
 };

@@ -599,6 +599,7 @@ void kvp_submitter_read(kvp_submitter *s, kvp_submitter_stats *out) {
         out->listed[d] = dir->listed;
         out->stream[d] = (uint64_t)(uintptr_t)atomic_load(&dir->stream);
         out->rate[d] = atomic_load(&dir->rate);
+        out->cta_bytes[d] = atomic_load(&s->cta_bytes[d]);
         for (int m = 0; m < KVP_METHODS; m++) {
             out->launches[d][m] = atomic_load(&s->launches[d][m]);
             out->bytes[d][m] = atomic_load(&s->moved[d][m]);
