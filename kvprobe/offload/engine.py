@@ -149,6 +149,7 @@ class OffloadEngine:
         self._ids = itertools.count(1)
         self._live: dict[int, Transfer] = {}
         self._ended: deque[Transfer] = deque(maxlen=KEPT)
+        self._unjudged: deque[Sample] = deque()  # what shared transfers cost their callers: a call pays for one thing
         self._to_say: deque[tuple[str, Rung, Rung, str]] = deque()  # lines for the log: 100 us each
         self._delivering = runtime.lock()
         self._callbacks = Callbacks(self._delivering)
@@ -267,8 +268,8 @@ class OffloadEngine:
         tag: Any,
         done: Callable[[Transfer], None] | None,
     ) -> Transfer:
-        if self._to_say:
-            self._say()
+        if self._to_say or self._unjudged:
+            self._catch_up()
         requested = self._now()
         gpu, cpu, pieces = self.mapping.request(gpu_blocks, cpu_blocks)
         handle = self._handle
@@ -340,8 +341,10 @@ class OffloadEngine:
         if self.auto.looks:
             self._cost(transfer, "pooled", transfer.copies - transfer.submitted, self._now() - begin)
 
-    def _cost(self, transfer: Transfer, policy: str, copies: int, host_ns: int, outstanding: int = 0) -> None:
-        """Tells auto what copies cost their caller: submitting them, or handing them over."""
+    def _cost(
+        self, transfer: Transfer, policy: str, copies: int, host_ns: int, outstanding: int = 0, later: bool = False
+    ) -> None:
+        """Tells auto what copies cost their caller, submitting them or handing them over; `later`: in the next call."""
         if copies > 0:
             each, end = transfer.piece_bytes, self._now()
             sample = Sample(
@@ -350,7 +353,14 @@ class OffloadEngine:
             if policy == "shared":
                 sample.expected_ns = self._expected.ns(transfer.direction, each, copies)
                 sample.own_ns = self._expected.loop_ns(transfer.direction, each, copies)
-            self.auto.submitted(sample)
+            self._unjudged.append(sample)
+            if not later:
+                self._judge()
+
+    def _judge(self) -> None:
+        with contextlib.suppress(IndexError):  # another thread did it
+            while self._unjudged:
+                self.auto.submitted(self._unjudged.popleft())
 
     def _decided(self, what: str, why: str, *, before: Rung, after: Rung, **_: Any) -> None:
         """Auto changed its mind: the policy follows; the log says so in the next call, this one was long enough."""
@@ -358,10 +368,12 @@ class OffloadEngine:
         if what != "keep":
             self.set_policy(after.policy, why)
 
-    def _say(self) -> None:
+    def _catch_up(self) -> None:
+        """What earlier calls left to this one: lines for the log, or else auto's verdict."""
         with contextlib.suppress(IndexError):  # another thread said it
             while self._to_say:
                 log.warning("auto: %s %s -> %s: %s", *self._to_say.popleft())
+        self._judge()
 
     def _refused(self, code: int) -> TransferError:
         if code != Refusal.FORKED:
@@ -375,8 +387,8 @@ class OffloadEngine:
 
     def poll(self) -> list[Transfer]:
         """The transfers that ended since the last poll. Nothing depends on how often it is called."""
-        if self._to_say:
-            self._say()
+        if self._to_say or self._unjudged:
+            self._catch_up()
         self._deliver()
         ended: list[Transfer] = []
         while self._ended:
@@ -441,7 +453,7 @@ class OffloadEngine:
         Raises:
             TransferError: the time ran out. A transfer's own failure is raised by `Transfer.result`.
         """
-        self._say()
+        self._catch_up()
         wait_for(self, transfer, timeout_s)
         if self._handle is None:
             return
@@ -551,7 +563,7 @@ class OffloadEngine:
         if os.getpid() != self._pid:  # a forked child: everything belongs to its parent
             self._handle, self.broken = None, KvprobeError("it belongs to the parent process")
             return
-        self._say()
+        self._catch_up()
         if drain:
             self.wait()
         self._note_broken()

@@ -71,7 +71,7 @@ class SharedSubmission:
                     raise engine._refused(code)
                 if self._timed and result.start_ns:
                     gap = result.start_ns - run_end_ns if run_end_ns else 0
-                    self._judge(transfer, result, outstanding.value, gap)
+                    self._judge(transfer, result, outstanding.value, gap, bool(code))
                 run_end_ns = result.end_ns
                 if code:  # all of it, or it failed: the transfer says so
                     return True
@@ -80,7 +80,7 @@ class SharedSubmission:
             engine._hand_over(transfer)  # with the lock: nobody may begin on the shared stream behind the rest of it
         return True
 
-    def _judge(self, transfer: Transfer, run: SubmitResult, outstanding: int, gap_ns: int) -> None:
+    def _judge(self, transfer: Transfer, run: SubmitResult, outstanding: int, gap_ns: int, last: bool) -> None:
         engine = self._engine
         blocked = run.first_blocked != NONE
         verdict = engine.detector.observe(
@@ -105,6 +105,8 @@ class SharedSubmission:
             )
         )
         if engine.auto.active:
-            engine._cost(transfer, "shared", run.submitted, run.end_ns - run.start_ns, outstanding)
-            if verdict is Slowness.SATURATION:
+            full = verdict is Slowness.SATURATION
+            took = run.end_ns - run.start_ns
+            engine._cost(transfer, "shared", run.submitted, took, outstanding, later=last and not full)
+            if full:
                 engine.auto.saturated(engine.detector.saturations[-1], engine.detector.reason)
