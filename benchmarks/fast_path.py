@@ -8,9 +8,9 @@ what the machine does besides falls on all alike; the middle of the rounds is pr
 
 * work: beside a model loop of 10 ms steps, through the public API alone; "polled": `poll()` once a step, "not at all":
   never. One large copy of the same bytes at the same place is what the machine allows there. `held`: time inside
-  `load`/`store`; under auto the longest call of those after the switch is told apart. `step`: p99 of the loop's steps,
-  over the p99 of the loop alone; where copies go by kernel, beside what the calibration made at the start predicts of
-  as many CTAs as they took.
+  `load`/`store`; auto is played twice: as it is in a server that has been running, and with the burst in which it
+  decides, whose longest call after the switch is told apart. `step`: p99 of the loop's steps, over the p99 of the loop
+  alone; where copies go by kernel, beside what the calibration made at the start predicts of as many CTAs as they took.
 * parts: what a request of 64 and of 8,192 blocks consists of, each alone: the floor of handing over.
 * sizes: scattered blocks from 4 KiB to 4 MiB, both directions, what the engine chooses beside each single method; three
   transfers that are asked for one after another.
@@ -199,8 +199,9 @@ def scattered(rng: np.random.Generator, blocks: int, count: int) -> Iterator[np.
             yield order[at : at + count].copy()
 
 
-def work(memory: Memory, model: Model, limits: Any, what: dict[str, Any], policy: str, polled: bool) -> dict[str, Any]:
+def work(memory: Memory, model: Model, limits: Any, what: dict[str, Any], how: str) -> dict[str, Any]:
     """One play of one row."""
+    policy, polled, burst = HOW[how]
     runtime, block, rng = memory.runtime, what["block"], np.random.default_rng(1)
     gpu, cpu = memory.pools(block)
     with OffloadEngine(runtime, gpu, cpu, policy=policy, limits=limits, compute_stream=model.stream) as engine:
@@ -208,8 +209,13 @@ def work(memory: Memory, model: Model, limits: Any, what: dict[str, Any], policy
         blocks = [scattered(rng, gpu.blocks, what["copies"]) for _ in range(2)]
         for _ in range(what["transfers"]):
             requests.append(tuple(next(each) for each in blocks))
-        for _ in range(8):  # as a server that has been running: of a store's size auto has decided by then
-            (engine.load if what["direction"] == "load" else engine.store)(*requests[0], after=None).wait()
+        ask = engine.store if what["direction"] == "store" else engine.load
+        for _ in range(8):  # of a store's size auto has decided by then
+            ask(*requests[0], after=None).wait()
+        if burst:  # as a server that has been running
+            for left, right in requests[:64]:
+                ask(left, right, after=None)
+            engine.wait()
         gc.collect()  # the engines of other rows
         gc.freeze()
         held: list[int] = []
@@ -219,7 +225,6 @@ def work(memory: Memory, model: Model, limits: Any, what: dict[str, Any], policy
         begin = now()
         if what["direction"] == "store":
             model.run(FORWARD_NS)
-        ask = engine.store if what["direction"] == "store" else engine.load
         transfers = []
         for left, right in requests:
             start = now()
@@ -316,7 +321,13 @@ WORK = [
     },
 ]
 LARGE = "one large copy"
-HOW = [("shared", True), ("pooled", True), ("pooled", False), ("auto", True)]
+HOW = {  # policy, whether it is polled, whether a burst came before
+    "shared, polled once a step": ("shared", True, False),
+    "pooled, polled once a step": ("pooled", True, False),
+    "pooled, not polled": ("pooled", False, False),
+    "auto, polled once a step": ("auto", True, True),
+    "auto, its first burst": ("auto", True, False),
+}
 
 
 def run_work(memory: Memory, model: Model, limits: Any, repeat: int, calibrated: Calibrated) -> dict[str, Any]:
@@ -331,9 +342,8 @@ def run_work(memory: Memory, model: Model, limits: Any, repeat: int, calibrated:
             size = what["block"] * what["copies"] * what["transfers"]
             floor = size / rates[what["direction"]] * 1e3 + (forward if what["direction"] == "store" else 0)
             played[what["name"]] = {"floor_ms": floor, LARGE: one_large_copy(memory, model, what)}
-            for policy, polled in HOW:
-                key = f"{policy}, {'polled once a step' if polled else 'not polled'}"
-                row = played[what["name"]][key] = work(memory, model, limits, what, policy, polled)
+            for key in HOW:
+                row = played[what["name"]][key] = work(memory, model, limits, what, key)
                 row["predicted_step"] = calibrated.step(model, what["direction"], row["mean_ctas"])
         rounds.append(played)
     return {"rounds": rounds, "alone_step_p99_ms": alone, "kernel_ns": model.unit_ns}
@@ -458,8 +468,7 @@ def show(result: dict[str, Any]) -> str:
                 f"  {LARGE:28} done {middle([row['done_ms'] for row in allowed]):7.1f} ms = {ratio:4.2f} x floor; "
                 f"step p99 {middle([row['step_p99_ms'] for row in allowed]):5.2f} ms"
             )
-            for policy, polled in HOW:
-                key = f"{policy}, {'polled once a step' if polled else 'not polled'}"
+            for key in HOW:
                 rows = [played[what["name"]][key] for played in rounds]
                 ctas = middle([row["mean_ctas"] for row in rows])
                 mid = {
