@@ -369,7 +369,7 @@ class OffloadEngine:
             self.set_policy(after.policy, why)
 
     def _catch_up(self) -> None:
-        """What earlier calls left to this one: lines for the log, or else auto's verdict."""
+        """What the call before left to this one: lines for the log, and what auto is to judge."""
         with contextlib.suppress(IndexError):  # another thread said it
             while self._to_say:
                 log.warning("auto: %s %s -> %s: %s", *self._to_say.popleft())
