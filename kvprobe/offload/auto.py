@@ -5,9 +5,8 @@ like, and keeps the rung or goes back. A rung is a pair (policy, copy method). B
 all calls, at equal sizes: transfers are put in classes by the number and the size of their copies, powers of two each,
 and only classes seen on both rungs count. A kept rung is judged for one window in `LOOK_NS`: its callers pay for no
 more. What was measured before it was kept says little once the work has changed: where it looks bad, the base is
-measured anew. Where nothing is left to try for the work at hand it
-rests, and asks for one transfer in `REST` alone; so it does where `CALM` transfers in a row cost nothing, until one
-does.
+measured anew. Where nothing is left to try for the work at hand it rests, and asks for one transfer in `REST` alone; so
+it does where `CALM` transfers in a row cost nothing, until one does.
 """
 
 from __future__ import annotations
