@@ -344,7 +344,8 @@ def run_work(memory: Memory, model: Model, limits: Any, repeat: int, calibrated:
             played[what["name"]] = {"floor_ms": floor, LARGE: one_large_copy(memory, model, what)}
             for key in HOW:
                 row = played[what["name"]][key] = work(memory, model, limits, what, key)
-                row["predicted_step"] = calibrated.step(model, what["direction"], row["mean_ctas"])
+                ctas = row["mean_ctas"]
+                row["predicted_step"] = calibrated.step(model, what["direction"], ctas) if ctas else None
         rounds.append(played)
     return {"rounds": rounds, "alone_step_p99_ms": alone, "kernel_ns": model.unit_ns}
 
@@ -471,6 +472,7 @@ def show(result: dict[str, Any]) -> str:
             for key in HOW:
                 rows = [played[what["name"]][key] for played in rounds]
                 ctas = middle([row["mean_ctas"] for row in rows])
+                predicted = middle([row["predicted_step"] or 1.0 for row in rows])
                 mid = {
                     name: middle([row[name] for row in rows if row[name] is not None])
                     for name in rows[0]
@@ -486,7 +488,7 @@ def show(result: dict[str, Any]) -> str:
                     f"  {key:28} done {mid['done_ms']:7.1f} ms = {over:4.2f} x floor; held {mid['held_ms']:6.2f} ms, "
                     f"hand-over p99 {mid['hand_over_p99_us']:8.1f} us, longest {mid['longest_call_us']:8.1f} us; "
                     f"step p99 {mid['step_p99_ms']:5.2f} ms = {mid['step_p99_ms'] / alone:4.2f}"
-                    + (f" of {middle([row['predicted_step'] for row in rows]):4.2f} predicted" if ctas else "")
+                    + (f" of {predicted:4.2f} predicted" if ctas else "")
                     + "; "
                     + ", ".join(rows[0]["methods"])
                     + (f" ({ctas:.1f} CTAs)" if ctas else "")
