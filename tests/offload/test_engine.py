@@ -224,6 +224,18 @@ def test_auto_says_what_it_did_in_the_call_after_the_slow_one(bench, caplog):
         engine.wait()
 
 
+@pytest.mark.parametrize("then", ["load", "poll"])
+def test_what_a_shared_transfer_cost_is_judged_in_the_next_call(bench, monkeypatch, then):
+    b = bench(layers=2, blocks=32, virtual_clock=1)
+    with b.engine(policy="auto") as engine:
+        seen = []
+        monkeypatch.setattr(engine.auto, "submitted", seen.append)
+        engine.load(range(16), range(16))
+        assert seen == []
+        engine.poll() if then == "poll" else engine.load(range(16, 32), range(16, 32))
+        assert [sample.copies for sample in seen] == [32]
+
+
 def test_streams_and_events_go_back_when_a_copy_fails(bench):
     b = bench(layers=2, blocks=32)
     with b.engine(policy="pooled", method="loop") as engine:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvprobe.cuda.copies import METHOD_NAMES
 from kvprobe.errors import TransferError, UsageError
 from kvprobe.offload import Bounds, Copies, Submitter
 
@@ -408,3 +409,15 @@ def test_stores_by_kernel_are_paced_while_compute_is_seen_and_never_loads(bench)
         assert abs(beside - 256 * 16384) < 0.02 * beside
         assert took(engine.load, 1_000_000) < beside / 2
     assert np.array_equal(b.bytes_of(b.gpu)[0], b.bytes_of(b.cpu)[0])
+
+
+def test_the_ctas_that_moved_the_bytes_are_counted(bench):
+    b = bench(layers=1, blocks=256, gpu_bytes=16384, cpu_bytes=16384, depth=1024, virtual_clock=1)
+    ids = np.random.default_rng(1).permutation(256)
+    with b.engine(policy="pooled", method="kernel") as engine:
+        for row in range(engine._table.rows[0]):
+            engine._table.row[0][row].ctas = 3
+        engine.load(ids, ids).wait()
+        read, kernel = engine.read(), METHOD_NAMES.index("kernel")
+        assert read.bytes[0][kernel] == 256 * 16384
+        assert list(read.cta_bytes) == [3 * 256 * 16384, 0]
