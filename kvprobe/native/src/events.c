@@ -6,11 +6,11 @@
 #define EVENTS_FIRST 48  /* timing events, for markers */
 #define EVENTS_AHEAD 24  /* free ones below which more are made */
 #define EVENTS_STEP 16   /* as many at a time */
-#define FENCES_FIRST 128 /* as many as stand on a stream before they are shared: no caller makes one */
+#define FENCES_FIRST 192 /* more than stand on a stream before they are shared (FENCES_EACH), and shared ones */
 #define FENCES_VIRTUAL 8
-#define FENCES_AHEAD 16
+#define FENCES_AHEAD 32
 #define FENCES_STEP 16
-#define FENCES_MOST 128             /* that the thread makes; callers who find none make their own */
+#define FENCES_MOST 1024            /* that the thread makes; a caller who finds none makes one: 40 to 400 us */
 #define AGAIN_NS UINT64_C(10000000) /* after one could not be made */
 
 static int make(kvp_submitter *s, unsigned flags, void **event) {
