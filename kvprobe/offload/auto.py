@@ -11,6 +11,7 @@ it does where `CALM` transfers in a row cost nothing, until one does.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -33,7 +34,7 @@ CALM = 64  # transfers in a row on the base, none of which was slow
 ENOUGH_COPIES = 8  # a transfer of fewer copies says nothing about the cost of one
 ENOUGH_BYTES = 256 << 10  # nor does one of fewer bytes about the rate of the link
 OFTEN = 6  # of WINDOW transfers: so many must show a cause that one alone could show by chance
-PLAIN, FEW = 3.0, 3  # or so many, if each shows it by so many times what another method takes
+PLAIN, FEW = 3.0, 3  # or so many that each took so many times what another method takes, or more of less: as plain
 MIN_GAIN = 1.2  # a rung stays only if submission or the copies themselves became so many times cheaper
 STAY = 0.8  # a kept rung is doubted when it costs this much more than the base did
 LOOK_NS = 100_000_000  # a kept rung that shows no harm is judged again after so long
@@ -413,8 +414,9 @@ class Auto:
 
     @staticmethod
     def _is_clear(times: Sequence[float]) -> bool:
-        often = sum(each >= BELOW_RATE for each in times) >= OFTEN
-        return often or sum(each >= PLAIN for each in times) >= FEW
+        """Whether they took too long so often, or by so much, that it is not by chance; none counts for more than PLAIN."""
+        below = [min(each, PLAIN) for each in times if each >= BELOW_RATE]
+        return len(below) >= OFTEN or math.prod(below) >= PLAIN**FEW
 
     def _candidates(self, work: Sequence[Sample] = ()) -> list[Rung]:
         """Rungs that may be tried now for this kind of work, the latest where none is named."""

@@ -58,6 +58,7 @@ BUSY_SHARE = 0.5  # of the caller's time: so much in submitting calls is worth a
 ASKED = {"load": 0, "store": 1}  # enum kvp_request_what; with a wait for compute, and to be handed over:
 AFTER, PUSH = 2, 4
 LARGE = 1 << 20  # bytes of a piece from which on the link, and not the copy's own overhead, sets its rate
+SAID_AFTER_NS = 100_000_000  # a line for the log waits for somebody who polls or waits; after so long a request says it
 UNCLAIMED = 4096  # ended transfers that nobody asked for are taken along by requests from here on
 KEPT = 1 << 17  # ended transfers that wait for somebody to poll
 
@@ -149,13 +150,13 @@ class OffloadEngine:
         self._ids = itertools.count(1)
         self._live: dict[int, Transfer] = {}
         self._ended: deque[Transfer] = deque(maxlen=KEPT)
-        self._unjudged: deque[Sample] = deque()  # what shared transfers cost their callers: a call pays for one thing
-        self._to_say: deque[tuple[str, Rung, Rung, str]] = deque()  # lines for the log: 100 us each
+        self._unjudged: deque[Sample] = deque()  # what shared transfers cost their callers, for the next request to judge
+        self._to_say: deque[tuple[int, str, Rung, Rung, str]] = deque()  # lines for the log, since when: 100 us each
         self._delivering = runtime.lock()
         self._callbacks = Callbacks(self._delivering)
         self._telling = threading.RLock()  # held by the thread that calls back while nobody polls, as long as it lives
         self._has_teller = False
-        self._native, self._held = core(), core_held() if runtime.provider == "cuda" else core()
+        self._native, self._held = core(), core_held() if not runtime.simulated else core()
         self._job_refused = JobRefused()  # guarded by _delivering
         self._why = ct.addressof(self._job_refused)
         self._table: MethodTable
@@ -268,8 +269,10 @@ class OffloadEngine:
         tag: Any,
         done: Callable[[Transfer], None] | None,
     ) -> Transfer:
-        if self._to_say or self._unjudged:
-            self._catch_up()
+        if self._unjudged:
+            self._judge()
+        if self._to_say and self._now() > self._to_say[0][0] + SAID_AFTER_NS:
+            self._say()
         requested = self._now()
         gpu, cpu, pieces = self.mapping.request(gpu_blocks, cpu_blocks)
         handle = self._handle
@@ -363,17 +366,22 @@ class OffloadEngine:
                 self.auto.submitted(self._unjudged.popleft())
 
     def _decided(self, what: str, why: str, *, before: Rung, after: Rung, **_: Any) -> None:
-        """Auto changed its mind: the policy follows; the log says so in the next call, this one was long enough."""
-        self._to_say.append((what, before, after, why))
+        """Auto changed its mind: the policy follows. A line in the log takes longer than the request: it comes later."""
+        self._to_say.append((self._now(), what, before, after, why))
         if what != "keep":
             self.set_policy(after.policy, why)
 
-    def _catch_up(self) -> None:
-        """What the call before left to this one: lines for the log, and what auto is to judge."""
+    def _say(self) -> None:
         with contextlib.suppress(IndexError):  # another thread said it
             while self._to_say:
-                log.warning("auto: %s %s -> %s: %s", *self._to_say.popleft())
-        self._judge()
+                log.warning("auto: %s %s -> %s: %s", *self._to_say.popleft()[1:])
+
+    def _catch_up(self) -> None:
+        """What requests left undone: auto's judgement of the last ones, and lines for the log."""
+        if self._unjudged:
+            self._judge()
+        if self._to_say:
+            self._say()
 
     def _refused(self, code: int) -> TransferError:
         if code != Refusal.FORKED:
@@ -387,8 +395,7 @@ class OffloadEngine:
 
     def poll(self) -> list[Transfer]:
         """The transfers that ended since the last poll. Nothing depends on how often it is called."""
-        if self._to_say or self._unjudged:
-            self._catch_up()
+        self._catch_up()
         self._deliver()
         ended: list[Transfer] = []
         while self._ended:

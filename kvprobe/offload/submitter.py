@@ -213,7 +213,7 @@ class Submitter:
         self.methods: Methods = copier_for(runtime)
         if runtime.provider == "cuda" and self.methods.measured is None and method == "auto":
             measure_now(runtime, self.methods)
-        self._native, self._held = core(), core_held() if runtime.provider == "cuda" else core()
+        self._native, self._held = core(), core_held() if not runtime.simulated else core()
         self._table = method_table(self.methods, method, max_slowdown)
         if runtime.provider == "host":
             self._native.kvp_set_clock(runtime.address("kvhostNow") if runtime.simulated else None)

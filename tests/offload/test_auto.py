@@ -1,5 +1,7 @@
 """Auto: measure, change the rung, compare like with like, keep it or go back."""
 
+import pytest
+
 from kvprobe.offload.auto import CALM, COOL_DOWN_NS, LOOK_NS, REST, TRIAL_LARGE, Auto, Rung, Sample, compare
 
 OWN, BATCH, POOLED = Rung("shared", "loop"), Rung("shared", "batch"), Rung("pooled", "auto")
@@ -186,17 +188,20 @@ def submit_behind_others(one, clock, count, outstanding, own_ns=240_000):
 
 def test_copies_that_wait_for_one_another_by_a_slow_method_are_a_cause_before_the_queue_is_full():
     one, log, clock = auto((OWN, POOLED), depth=0, slow_ns=0, busy_share=0.5)
-    submit_behind_others(one, clock, 1, outstanding=0)
-    submit_behind_others(one, clock, 5, outstanding=64)
+    submit_behind_others(one, clock, 1, outstanding=0, own_ns=145_000)
+    submit_behind_others(one, clock, 5, outstanding=64, own_ns=145_000)
     assert one.rung == OWN
-    submit_behind_others(one, clock, 1, outstanding=64)
+    submit_behind_others(one, clock, 1, outstanding=64, own_ns=145_000)
     assert one.rung == POOLED
     assert log[0][2]["cause"] == "copies_below_calibrated_rate"
 
 
-def test_copies_that_wait_by_a_method_three_times_as_slow_are_a_cause_after_three_transfers():
+@pytest.mark.parametrize(("times", "enough"), [(50, 3), (3.1, 3), (2.5, 4), (2, 5), (1.7, 6)])
+def test_the_slower_the_copies_wait_the_fewer_transfers_are_enough(times, enough):
     one, log, clock = auto((OWN, POOLED), depth=0, slow_ns=0, busy_share=0.5)
-    submit_behind_others(one, clock, 3, outstanding=64, own_ns=260_000)
+    submit_behind_others(one, clock, enough - 1, outstanding=64, own_ns=int(times * 85_000))
+    assert one.rung == OWN
+    submit_behind_others(one, clock, 1, outstanding=64, own_ns=int(times * 85_000))
     assert one.rung == POOLED
     assert log[0][2]["cause"] == "copies_below_calibrated_rate"
 

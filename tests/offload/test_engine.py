@@ -212,15 +212,21 @@ def test_auto_switches_when_the_shared_queue_fills_and_says_why(bench):
         assert np.array_equal(cpu, gpu)
 
 
-def test_auto_says_what_it_did_in_the_call_after_the_slow_one(bench, caplog):
-    """A line of the log costs as much as some ten transfers: it does not come on top of the call that was slow."""
+@pytest.mark.parametrize("then", ["poll", "wait", "load"])
+def test_auto_says_what_it_did_where_somebody_polls_or_waits(bench, caplog, then):
+    """A line of the log costs as much as some ten requests: only where nobody else says it a later one does."""
     b = bench(layers=4, blocks=64, depth=128, h2d_bytes_per_s=1e9, submit_ns=1000, virtual_clock=1)
     with b.engine(policy="auto") as engine:
         while engine.policy == "shared":
             engine.load(range(64), range(64))
-        assert caplog.messages == []
         engine.load(range(64), range(64))
-        assert [line.split(":")[0] for line in caplog.messages] == ["auto"]
+        assert caplog.messages == []
+        if then == "load":
+            b.runtime.advance(110_000_000)
+            engine.load(range(64), range(64))
+        else:
+            getattr(engine, then)()
+        assert caplog.messages[0].startswith("auto: switch shared/loop -> pooled/auto")
         engine.wait()
 
 
