@@ -603,7 +603,7 @@ NOISE = 0.03  # two runs of one arm differ by that
 def bandwidth_row(contenders, page, store, rng, arguments):
     """One direction at one size: every arm's GB/s, interleaved; auto's are those after it made up its mind."""
     per = min(64, arguments.blocks // 4)
-    transfers = max(8, min(64, (256 << 20) // (per * arguments.layers * page)))
+    transfers = max(8, min(64, (1 << 30) // (per * arguments.layers * page)))
     rates = {arm.name: [] for arm in contenders}
     for arm in contenders:
         for _ in range(4):

@@ -414,7 +414,7 @@ class Auto:
 
     @staticmethod
     def _is_clear(times: Sequence[float]) -> bool:
-        """Whether they took too long so often, or by so much, that it is not by chance; none counts for more than PLAIN."""
+        """Whether they were slow so often, or by so much, that it is not by chance; none counts for more than PLAIN."""
         below = [min(each, PLAIN) for each in times if each >= BELOW_RATE]
         return len(below) >= OFTEN or math.prod(below) >= PLAIN**FEW
 

@@ -150,7 +150,7 @@ class OffloadEngine:
         self._ids = itertools.count(1)
         self._live: dict[int, Transfer] = {}
         self._ended: deque[Transfer] = deque(maxlen=KEPT)
-        self._unjudged: deque[Sample] = deque()  # what shared transfers cost their callers, for the next request to judge
+        self._unjudged: deque[Sample] = deque()  # what transfers cost their callers, for the next request to judge
         self._to_say: deque[tuple[int, str, Rung, Rung, str]] = deque()  # lines for the log, since when: 100 us each
         self._delivering = runtime.lock()
         self._callbacks = Callbacks(self._delivering)
@@ -366,7 +366,7 @@ class OffloadEngine:
                 self.auto.submitted(self._unjudged.popleft())
 
     def _decided(self, what: str, why: str, *, before: Rung, after: Rung, **_: Any) -> None:
-        """Auto changed its mind: the policy follows. A line in the log takes longer than the request: it comes later."""
+        """Auto changed its mind: the policy follows. The line in the log takes longer than a request: it comes later."""
         self._to_say.append((self._now(), what, before, after, why))
         if what != "keep":
             self.set_policy(after.policy, why)
