@@ -366,7 +366,7 @@ class OffloadEngine:
                 self.auto.submitted(self._unjudged.popleft())
 
     def _decided(self, what: str, why: str, *, before: Rung, after: Rung, **_: Any) -> None:
-        """Auto changed its mind: the policy follows. The line in the log takes longer than a request: it comes later."""
+        """Auto changed its mind: the policy follows. A line of the log takes longer than a request: it comes later."""
         self._to_say.append((self._now(), what, before, after, why))
         if what != "keep":
             self.set_policy(after.policy, why)
