@@ -58,7 +58,9 @@ BUSY_SHARE = 0.5  # of the caller's time: so much in submitting calls is worth a
 ASKED = {"load": 0, "store": 1}  # enum kvp_request_what; with a wait for compute, and to be handed over:
 AFTER, PUSH = 2, 4
 LARGE = 1 << 20  # bytes of a piece from which on the link, and not the copy's own overhead, sets its rate
-SAID_AFTER_NS = 100_000_000  # a line for the log waits for somebody who polls or waits; after so long a request says it
+LEFT_NS = 100_000_000  # what requests leave to whoever polls or waits, a request does after so long
+MOST_LEFT = 16  # samples of the pooled policy: more than a trial takes
+NEVER = 1 << 63
 UNCLAIMED = 4096  # ended transfers that nobody asked for are taken along by requests from here on
 KEPT = 1 << 17  # ended transfers that wait for somebody to poll
 
@@ -150,8 +152,9 @@ class OffloadEngine:
         self._ids = itertools.count(1)
         self._live: dict[int, Transfer] = {}
         self._ended: deque[Transfer] = deque(maxlen=KEPT)
-        self._unjudged: deque[Sample] = deque()  # what transfers cost their callers, for the next request to judge
-        self._to_say: deque[tuple[int, str, Rung, Rung, str]] = deque()  # lines for the log, since when: 100 us each
+        self._unjudged: deque[Sample] = deque()  # what transfers cost their callers: comparing costs 20 to 60 us
+        self._to_say: deque[tuple[str, Rung, Rung, str]] = deque()  # lines for the log: 100 us each
+        self._due_ns = NEVER  # when a request must see to those
         self._delivering = runtime.lock()
         self._callbacks = Callbacks(self._delivering)
         self._telling = threading.RLock()  # held by the thread that calls back while nobody polls, as long as it lives
@@ -269,11 +272,10 @@ class OffloadEngine:
         tag: Any,
         done: Callable[[Transfer], None] | None,
     ) -> Transfer:
-        if self._unjudged:
-            self._judge()
-        if self._to_say and self._now() > self._to_say[0][0] + SAID_AFTER_NS:
-            self._say()
         requested = self._now()
+        if requested >= self._due_ns:
+            self._catch_up(lines=self._due_ns > 0)
+            requested = self._now()
         gpu, cpu, pieces = self.mapping.request(gpu_blocks, cpu_blocks)
         handle = self._handle
         if handle is None:
@@ -348,40 +350,48 @@ class OffloadEngine:
         self, transfer: Transfer, policy: str, copies: int, host_ns: int, outstanding: int = 0, later: bool = False
     ) -> None:
         """Tells auto what copies cost their caller, submitting them or handing them over; `later`: in the next call."""
-        if copies > 0:
-            each, end = transfer.piece_bytes, self._now()
-            sample = Sample(
-                copies, host_ns, copies * each, self._rungs[policy], outstanding, end_ns=end, of=transfer.copies
-            )
-            if policy == "shared":
-                sample.expected_ns = self._expected.ns(transfer.direction, each, copies)
-                sample.own_ns = self._expected.loop_ns(transfer.direction, each, copies)
-            self._unjudged.append(sample)
-            if not later:
-                self._judge()
+        if copies <= 0 or (policy == "pooled" and len(self._unjudged) >= MOST_LEFT):
+            return
+        each, end = transfer.piece_bytes, self._now()
+        sample = Sample(
+            copies, host_ns, copies * each, self._rungs[policy], outstanding, end_ns=end, of=transfer.copies
+        )
+        self._unjudged.append(sample)
+        if policy == "pooled":
+            self._leave()
+            return
+        sample.expected_ns = self._expected.ns(transfer.direction, each, copies)
+        sample.own_ns = self._expected.loop_ns(transfer.direction, each, copies)
+        if later:
+            self._due_ns = 0
+        else:
+            self._judge()
 
     def _judge(self) -> None:
         with contextlib.suppress(IndexError):  # another thread did it
             while self._unjudged:
                 self.auto.submitted(self._unjudged.popleft())
 
+    def _leave(self) -> None:
+        """To whoever polls or waits; to a request only if nobody does."""
+        self._due_ns = min(self._due_ns, self._now() + LEFT_NS)
+
     def _decided(self, what: str, why: str, *, before: Rung, after: Rung, **_: Any) -> None:
         """Auto changed its mind: the policy follows. A line of the log takes longer than a request: it comes later."""
-        self._to_say.append((self._now(), what, before, after, why))
+        self._to_say.append((what, before, after, why))
+        self._leave()
         if what != "keep":
             self.set_policy(after.policy, why)
 
-    def _say(self) -> None:
+    def _catch_up(self, lines: bool = True) -> None:
+        """What requests left undone: auto's judgement of what they cost, and lines for the log."""
+        self._due_ns = NEVER
+        self._judge()
         with contextlib.suppress(IndexError):  # another thread said it
-            while self._to_say:
-                log.warning("auto: %s %s -> %s: %s", *self._to_say.popleft()[1:])
-
-    def _catch_up(self) -> None:
-        """What requests left undone: auto's judgement of the last ones, and lines for the log."""
-        if self._unjudged:
-            self._judge()
+            while lines and self._to_say:
+                log.warning("auto: %s %s -> %s: %s", *self._to_say.popleft())
         if self._to_say:
-            self._say()
+            self._leave()
 
     def _refused(self, code: int) -> TransferError:
         if code != Refusal.FORKED:
@@ -395,7 +405,8 @@ class OffloadEngine:
 
     def poll(self) -> list[Transfer]:
         """The transfers that ended since the last poll. Nothing depends on how often it is called."""
-        self._catch_up()
+        if self._due_ns != NEVER:
+            self._catch_up()
         self._deliver()
         ended: list[Transfer] = []
         while self._ended:

@@ -242,6 +242,25 @@ def test_what_a_shared_transfer_cost_is_judged_in_the_next_call(bench, monkeypat
         assert [sample.copies for sample in seen] == [32]
 
 
+@pytest.mark.parametrize("then", ["poll", "wait", "load"])
+def test_a_trial_is_judged_where_somebody_polls_or_waits(bench, then):
+    """Comparing costs more than handing over does."""
+    b = bench(layers=4, blocks=64, depth=128, h2d_bytes_per_s=1e9, submit_ns=1000, virtual_clock=1)
+    with b.engine(policy="auto") as engine:
+        while engine.policy == "shared":
+            engine.load(range(64), range(64))
+        for _ in range(100):
+            engine.load(range(64), range(64))
+        assert engine.auto.decisions[0].gain == 0
+        if then == "load":
+            b.runtime.advance(110_000_000)
+            engine.load(range(64), range(64))
+        else:
+            getattr(engine, then)()
+        assert engine.auto.decisions[0].gain > 1
+        engine.wait()
+
+
 def test_streams_and_events_go_back_when_a_copy_fails(bench):
     b = bench(layers=2, blocks=32)
     with b.engine(policy="pooled", method="loop") as engine:
