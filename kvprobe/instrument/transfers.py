@@ -227,7 +227,7 @@ class CopyPath:
         self.last = live.job
         self.live[live.job] = live
         self.outstanding += live.copies
-        if self.auto is not None and self.auto.looks and ok:
+        if self.auto is not None and ok and self.auto.looks(now_ns):
             sample = live.sample = Sample(
                 live.copies, live.submit_ns, live.bytes, live.rung, live.outstanding, end_ns=now_ns
             )

@@ -342,14 +342,13 @@ class Auto:
         self._unwatched = 0
         return True
 
-    @property
-    def looks(self) -> bool:
-        """Whether what is submitted now is judged; of what stands on a kept rung only some of it is."""
-        return self.active and not (self._kept and self._now() < self._look_ns)
+    def looks(self, now_ns: int) -> bool:
+        """Whether what is submitted at that time is judged; of what stands on a kept rung only some of it is."""
+        return self.active and not (self._kept and now_ns < self._look_ns)
 
     def submitted(self, sample: Sample) -> None:
         """Take in what was just submitted, and perhaps change the rung for the next one."""
-        if not self.looks or sample.rung != self.rung:
+        if not self.looks(self._now()) or sample.rung != self.rung:
             return
         if (sample.of or sample.copies) < ENOUGH_COPIES:
             self._calm += 1

@@ -304,7 +304,7 @@ class OffloadEngine:
             if transfer is None:
                 raise self._not_taken(direction, gpu, cpu, why, bad)
             if pooled:
-                if self.auto.looks:
+                if self.auto.looks(requested):
                     self._cost(transfer, "pooled", transfer.copies, self._now() - requested)
             elif not self._shared[direction].submit(transfer):
                 self._hand_over(transfer)
@@ -343,7 +343,7 @@ class OffloadEngine:
             self._live.pop(transfer.id, None)
             self._native.kvp_job_unused(self._handle, transfer.address)
             raise self._refused(code)
-        if self.auto.looks:
+        if self.auto.looks(begin):
             self._cost(transfer, "pooled", transfer.copies - transfer.submitted, self._now() - begin)
 
     def _cost(

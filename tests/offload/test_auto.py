@@ -276,10 +276,10 @@ def test_a_kept_rung_is_judged_for_one_window_in_a_while():
     one, log, clock = kept()
     for _ in range(100):
         feed(one, 8, per_copy=300, copy_ns=100_000)
-        assert not one.looks
+        assert not one.looks(clock.ns)
         feed(one, 100, per_copy=60_000)  # nobody looks
         clock.ns += LOOK_NS
-    assert one.looks
+    assert one.looks(clock.ns)
     assert (one.rung, [entry[0] for entry in log]) == (BATCH, ["switch", "keep"])
 
 
