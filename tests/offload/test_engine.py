@@ -242,6 +242,22 @@ def test_what_a_shared_transfer_cost_is_judged_in_the_next_call(bench, monkeypat
         assert [sample.copies for sample in seen] == [32]
 
 
+def test_a_burst_behind_compute_makes_no_events(bench):
+    """Making one takes its caller up to 400 us: more are there than stand on a stream before requests share them."""
+    b = bench(layers=1, blocks=8)
+    compute = b.runtime.stream_create()
+    with b.engine(policy="pooled", method="loop", compute_stream=compute) as engine, b.runtime.gate() as gate:
+        gate.launch(compute)
+        b.runtime.fail_call("cudaEventCreateWithFlags")
+        transfers = [engine.load(range(8), range(8)) for _ in range(150)]
+        assert b.runtime.failed("cudaEventCreateWithFlags") == 0
+        b.runtime.fail_call("cudaEventCreateWithFlags", 0)
+        gate.open()
+        engine.wait()
+        assert {transfer.state for transfer in transfers} == {"done"}
+    b.runtime.stream_destroy(compute)
+
+
 @pytest.mark.parametrize("then", ["poll", "wait", "load"])
 def test_a_trial_is_judged_where_somebody_polls_or_waits(bench, then):
     """Comparing costs more than handing over does."""
