@@ -153,7 +153,7 @@ class OffloadEngine:
         self._live: dict[int, Transfer] = {}
         self._ended: deque[Transfer] = deque(maxlen=KEPT)
         self._unjudged: deque[Sample] = deque()  # what transfers cost their callers: comparing costs 20 to 60 us
-        self._to_say: deque[tuple[str, Rung, Rung, str]] = deque()  # lines for the log: 100 us each
+        self._to_say: deque[tuple[int, str, Rung, Rung, str]] = deque()  # lines for the log (100 us each), when due
         self._due_ns = NEVER  # when a request must see to those
         self._delivering = runtime.lock()
         self._callbacks = Callbacks(self._delivering)
@@ -274,7 +274,7 @@ class OffloadEngine:
     ) -> Transfer:
         requested = self._now()
         if requested >= self._due_ns:
-            self._catch_up(lines=self._due_ns > 0)
+            self._catch_up(requested)
             requested = self._now()
         gpu, cpu, pieces = self.mapping.request(gpu_blocks, cpu_blocks)
         handle = self._handle
@@ -378,20 +378,20 @@ class OffloadEngine:
 
     def _decided(self, what: str, why: str, *, before: Rung, after: Rung, **_: Any) -> None:
         """Auto changed its mind: the policy follows. A line of the log takes longer than a request: it comes later."""
-        self._to_say.append((what, before, after, why))
+        self._to_say.append((self._now() + LEFT_NS, what, before, after, why))
         self._leave()
         if what != "keep":
             self.set_policy(after.policy, why)
 
-    def _catch_up(self, lines: bool = True) -> None:
-        """What requests left undone: auto's judgement of what they cost, and lines for the log."""
+    def _catch_up(self, now_ns: int = NEVER) -> None:
+        """What requests left undone: auto's judgement of what they cost, and lines for the log that are due by then."""
         self._due_ns = NEVER
         self._judge()
         with contextlib.suppress(IndexError):  # another thread said it
-            while lines and self._to_say:
-                log.warning("auto: %s %s -> %s: %s", *self._to_say.popleft())
-        if self._to_say:
-            self._leave()
+            while self._to_say and self._to_say[0][0] <= now_ns:
+                log.warning("auto: %s %s -> %s: %s", *self._to_say.popleft()[1:])
+            if self._to_say:
+                self._due_ns = min(self._due_ns, self._to_say[0][0])
 
     def _refused(self, code: int) -> TransferError:
         if code != Refusal.FORKED:

@@ -230,6 +230,19 @@ def test_auto_says_what_it_did_where_somebody_polls_or_waits(bench, caplog, then
         engine.wait()
 
 
+def test_requests_under_the_shared_policy_say_a_line_in_time(bench, caplog):
+    """Each of them leaves something to the next one, which must not put the line off."""
+    b = bench(layers=2, blocks=32, virtual_clock=1)
+    with b.engine(policy="auto") as engine:
+        base = engine.auto.base
+        engine._decided("note", "nothing is left to try", before=base, after=base)
+        for _ in range(12):
+            engine.load(range(16), range(16))
+            assert engine.policy == "shared"
+            b.runtime.advance(10_000_000)
+        assert caplog.messages == [f"auto: note {base} -> {base}: nothing is left to try"]
+
+
 @pytest.mark.parametrize("then", ["load", "poll"])
 def test_what_a_shared_transfer_cost_is_judged_in_the_next_call(bench, monkeypatch, then):
     b = bench(layers=2, blocks=32, virtual_clock=1)
@@ -243,7 +256,7 @@ def test_what_a_shared_transfer_cost_is_judged_in_the_next_call(bench, monkeypat
 
 
 def test_a_burst_behind_compute_makes_no_events(bench):
-    """Making one takes its caller up to 400 us: more are there than stand on a stream before requests share them."""
+    """More are there than stand on a stream before requests share them."""
     b = bench(layers=1, blocks=8)
     compute = b.runtime.stream_create()
     with b.engine(policy="pooled", method="loop", compute_stream=compute) as engine, b.runtime.gate() as gate:
