@@ -378,7 +378,7 @@ def _check_layout(lib: ct.CDLL) -> None:
 def core_held() -> ct.PyDLL:
     """`libkvprobe.so` again, called with the GIL held: for calls shorter than giving it up and getting it back.
 
-    Who gives it up in a request may wait 5 ms for another Python thread. On a virtual clock such a call may run others.
+    Who gives it up may wait for `sys.getswitchinterval()`. On a virtual clock such a call may run other threads.
 
     Raises:
         NativeError: as `core`.

@@ -375,7 +375,7 @@ def _while_copying(bench: _Bench, work: _Work, kind: str, method: str, ctas: int
     """Ns of the work on the device, in the best and the worst of a few rounds.
 
     Copies run from before its beginning until after its end, and submissions begin meanwhile, as the submitter's do:
-    CTAs that are placed among a kernel's own cost it more than those that were there before it (1.23 for 1.16 times).
+    CTAs that are placed among a kernel's own cost it more than those that were there before it.
     """
     size = (4 << 20) if method == "loop" else 16384
     burst = min(bench.pool, BESIDE_BYTES // (16 if bench.runtime.provider == "host" else 1))

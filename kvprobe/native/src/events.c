@@ -10,7 +10,7 @@
 #define FENCES_VIRTUAL 8
 #define FENCES_AHEAD 32
 #define FENCES_STEP 16
-#define FENCES_MOST 1024            /* that the thread makes; a caller who finds none makes one: 40 to 400 us */
+#define FENCES_MOST 1024            /* that the thread makes; a caller who finds none makes its own */
 #define AGAIN_NS UINT64_C(10000000) /* after one could not be made */
 
 static int make(kvp_submitter *s, unsigned flags, void **event) {
