@@ -8,8 +8,9 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 TESTS  ?= tests
 WORKERS ?= $(shell nproc)
 
+# make interleave    real threads under a scheduler; make mutants    deliberate bugs: which live?
 # make simulate    random histories of the engine in virtual time; make soak    engines for an hour on the real clock
-.PHONY: demo test lint analyze fuzz fuzz-native format native-test simulate soak test-servers check-newest test-gpu docs clean
+.PHONY: demo test lint analyze fuzz fuzz-native format native-test simulate interleave mutants soak test-servers check-newest test-gpu docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/kvprobe demo --report reports/demo.html
@@ -84,6 +85,18 @@ HISTORIES ?= 10000
 FAULTS    ?= 1
 simulate: $(VENV)/.test
 	$(BIN)/python -m tests.simulate $(or $(FIRST),0) --count $(HISTORIES) --faults $(FAULTS)
+
+# Interleavings of the engine's real threads, from FIRST on.
+INTERLEAVINGS ?= 100000
+interleave: $(VENV)/.test
+	$(BIN)/python -m tests.simulate $(or $(FIRST),0) --threads --count $(INTERLEAVINGS)
+
+# Deliberate bugs, one at a time, of the C and the Python: each must be caught or stand in tests/mutants/explained.txt.
+MUTANTS_C      ?= 200
+MUTANTS_PYTHON ?= 100
+mutants: $(VENV)/.test
+	$(PIP) install -e '.[mutants]'
+	$(BIN)/python -m tests.mutants --c $(MUTANTS_C) --python $(MUTANTS_PYTHON) --seed $(or $(FIRST),0)
 
 # Engines used for SECONDS on the real clock (DEVICE=cuda: on a GPU): does anything grow?
 SECONDS ?= 3600

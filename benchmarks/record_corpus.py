@@ -1,11 +1,12 @@
 """Records every program of the corpus in every format, and what each says it lost.
 
-    python benchmarks/record_corpus.py OUT [--formats run,kineto,nsys] [--only TEXT] [--device-check]
+    python benchmarks/record_corpus.py OUT [--formats run,kineto,nsys,totals] [--only TEXT] [--accounts]
 
 Writes OUT/FORMAT/PROGRAM.{kvprobe.tar.gz | json.gz | sqlite.gz} and PROGRAM.truth.json beside it. `run` starts each
-program under `kvprobe run`; `kineto` runs them one after another in one process, a PyTorch profile each; `nsys` records
-one process of all and cuts its export by the programs' NVTX ranges. On a machine without a GPU only `run` is there.
-`benchmarks/diagnosis_truth.py --corpus OUT` grades them.
+program under `kvprobe run`, `totals` with its `--detail totals`; `kineto` runs them one after another in one process, a
+PyTorch profile each; `nsys` records one process of all and cuts its export by the programs' NVTX ranges. With
+`--accounts` only the programs are recorded that know their line of the account, and nsys sees into their CUDA graphs.
+On a machine without a GPU only `run` is there. `benchmarks/diagnosis_truth.py --corpus OUT` grades them.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ import sys
 import tarfile
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "corpus"))
 
-from programs import PROGRAMS, run
+from programs import PROGRAMS, prepare, run
 
 CORPUS = Path(__file__).resolve().parents[1] / "tests" / "corpus"
 NSYS = (
@@ -59,7 +61,12 @@ def truth(folder: Path, said: dict[str, object]) -> None:
     (folder / f"{said['program']}.truth.json").write_text(json.dumps(said) + "\n")
 
 
-def record_run(out: Path, names: list[str]) -> None:
+def record_totals(out: Path, names: list[str]) -> None:
+    """As `record_run`, slow calls and sums only."""
+    record_run(out, names, "totals")
+
+
+def record_run(out: Path, names: list[str], detail: str = "copies") -> None:
     """Each program under `kvprobe run`, its folder packed."""
     out.mkdir(parents=True, exist_ok=True)
     for name in names:
@@ -70,8 +77,10 @@ def record_run(out: Path, names: list[str]) -> None:
             "kvprobe",
             "run",
             "--no-stacks",
+            "--detail",
+            detail,
             "--report",
-            str(folder) + ".html",
+            "none",
             "-o",
             str(folder),
             "--",
@@ -109,8 +118,13 @@ def record_kineto(out: Path, names: list[str]) -> None:
         device.launch(1_000)
         device.synchronize()
     for name in names:
-        with torch.profiler.profile(activities=activities) as profile:
-            said = run(name, device)
+        try:
+            prepare(name, device)
+            with torch.profiler.profile(activities=activities) as profile:
+                said = run(name, device)
+        except Exception as error:  # the other programs are worth having alone
+            print(f"kineto: {name} failed: {error!r}", file=sys.stderr)
+            continue
         profile.export_chrome_trace(str(out / f"{name}.json"))
         with (out / f"{name}.json").open("rb") as plain, gzip.open(out / f"{name}.json.gz", "wb", 6) as packed:
             shutil.copyfileobj(plain, packed)
@@ -125,10 +139,14 @@ def everything(out: Path, names: list[str]) -> None:
 
     device = Device()
     for name in names:
-        time.sleep(0.01)
-        with nvtx.annotate(name, domain="corpus"):
-            truth(out, run(name, device))
-            time.sleep(0.002)
+        try:
+            prepare(name, device)
+            time.sleep(0.01)
+            with nvtx.annotate(name, domain="corpus"):
+                truth(out, run(name, device))
+                time.sleep(0.002)
+        except Exception as error:  # the other programs are worth having alone
+            print(f"nsys: {name} failed: {error!r}", file=sys.stderr, flush=True)
 
 
 def found(patterns: tuple[str, ...]) -> str:
@@ -150,6 +168,7 @@ def record_nsys(out: Path, names: list[str]) -> None:
         "cuda,nvtx",
         "--sample=none",
         "--cpuctxsw=none",
+        "--cuda-graph-trace=node" if all(PROGRAMS[name].line for name in names) else "--cuda-graph-trace=graph",
         "-o",
         str(work / "all"),
         sys.executable,
@@ -175,8 +194,13 @@ def record_nsys(out: Path, names: list[str]) -> None:
     )
     if not (work / "all.sqlite").exists():
         raise SystemExit(f"nsys: {done.stderr[-500:]} {exported.stderr[-500:]} {sorted(work.iterdir())}")
-    for name in names:
-        cut(work / "all.sqlite", out, name)
+    for line in done.stderr.splitlines():
+        if line.startswith("nsys: "):
+            print(line, file=sys.stderr)
+    names = [name for name in names if (out / f"{name}.truth.json").exists()]
+    with ThreadPoolExecutor() as pool:  # copying, deleting and packing: sqlite3 and zlib give the lock up
+        for _ in pool.map(lambda name: cut(work / "all.sqlite", out, name), names):
+            pass
     shutil.rmtree(work, ignore_errors=True)
 
 
@@ -203,7 +227,8 @@ def cut(whole: Path, out: Path, name: str) -> None:
             "(select correlationId from CUPTI_ACTIVITY_KIND_RUNTIME)"
         )
     if "META_DATA_CAPTURE" in tables:
-        db.execute("delete from META_DATA_CAPTURE where name like '%ENVIRONMENT%'")
+        for private in ("ENVIRONMENT", "WORKING_DIR", "USER_NAME", "ARGUMENT"):
+            db.execute("delete from META_DATA_CAPTURE where name like ?", (f"%{private}%",))
     used = "select nameId from CUPTI_ACTIVITY_KIND_RUNTIME union select textId from NVTX_EVENTS"
     if "CUPTI_ACTIVITY_KIND_KERNEL" in tables:
         used += " union select shortName from CUPTI_ACTIVITY_KIND_KERNEL"
@@ -222,18 +247,27 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--formats", default="")
     parser.add_argument("--only", default="", help="programs whose name contains one of these, separated by commas")
+    parser.add_argument("--accounts", action="store_true", help="programs that know their line of the account")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
         everything(options.out, options.inside.split(","))
         return
-    names = [name for name in PROGRAMS if any(part in name for part in options.only.split(","))]
+    names = [
+        name
+        for name, one in PROGRAMS.items()
+        if any(part in name for part in options.only.split(",")) and bool(one.line) == options.accounts
+    ]
+    names.sort(key=lambda name: PROGRAMS[name].needs_gpu)  # torch comes late into the one process of nsys
+    if not Path("/dev/nvidiactl").exists():
+        names = [name for name in names if not PROGRAMS[name].needs_gpu]
     formats = options.formats or ("run,kineto,nsys" if Path("/dev/nvidiactl").exists() else "run")
     for form in formats.split(","):
         begin = time.monotonic()
-        record = {"run": record_run, "kineto": record_kineto, "nsys": record_nsys}[form]
+        record = {"run": record_run, "totals": record_totals, "kineto": record_kineto, "nsys": record_nsys}[form]
+        like = "run" if form == "totals" else form
         try:
-            record(options.out / form, [name for name in names if form in PROGRAMS[name].forms])
+            record(options.out / form, [name for name in names if like in PROGRAMS[name].forms])
         except (Exception, SystemExit) as error:  # the other formats are worth having alone
             print(f"{form}: {error!r}", file=sys.stderr)
         files = [path for path in (options.out / form).glob("*") if not path.name.endswith(".truth.json")]

@@ -28,6 +28,7 @@ ORDER = (
     "instrument",
     "patches",
     "recordings",
+    "account",
     "diagnosis",
     "reporting",
     "weights",
@@ -38,7 +39,7 @@ ORDER = (
     "cli",
 )
 SMALL = ("errors", "version", "environment")  # single files that every room may import: left out of the drawing
-JUDGE = ("launchqueue.constants", "launchqueue.judge", "launchqueue.window")
+JUDGE = ("launchqueue.constants", "launchqueue.evidence", "launchqueue.judge", "launchqueue.window")
 ENTRANCES = ("__init__", "__main__")  # re-export and start; nothing imports them
 
 

@@ -1,8 +1,8 @@
 """Every environment variable of kvprobe: declared, typed, parsed and described here, and read nowhere else.
 
-Three parts cannot import this and read what they need themselves: the start-up hook (`instrument/carried/`), the
-build (`native/build.py`), what runs inside gdb (`instrument/in_gdb.py`). The interposer, which is C, reads those marked
-as native. A test holds all of them to this list.
+Two parts cannot import this and read what they need themselves: the start-up hook (`instrument/carried/`) and the
+build (`native/build.py`). The interposer, which is C, reads those marked as native. A test holds all of them to this
+list.
 A value that cannot be parsed counts as not set, and `kvprobe doctor` says so.
 """
 
@@ -154,6 +154,14 @@ MAX_BYTES = Variable(
 OBSERVER = Variable(
     "KVPROBE_OBSERVER", 0, _number, "a pid", "the process that may read this one's memory", native=True, set_by_run=True
 )
+INTERPOSER = Variable(
+    "KVPROBE_INTERPOSER",
+    None,
+    str,
+    "a file",
+    "the library that records a process's calls: the start-up hook loads it where LD_PRELOAD was taken away",
+    set_by_run=True,
+)
 STACKS = Variable(
     "KVPROBE_STACKS",
     "off",
@@ -186,6 +194,22 @@ NVTX = Variable(
     "off: no NVTX ranges, even where a tool asks for them (NVTX_INJECTION64_PATH)",
     native=True,
 )
+MARKS = Variable(
+    "KVPROBE_MARKS",
+    False,
+    _on,
+    "on or off",
+    "on (an experiment): timing events in the program's streams tell what the device did, without a profiler",
+    native=True,
+)
+CONTENTS = Variable(
+    "KVPROBE_CONTENTS",
+    True,
+    _on,
+    "on or off",
+    "off: no hash of what copies carry is taken, so that loads of the same bytes are told by their addresses alone",
+    native=True,
+)
 METRICS = Variable(
     "KVPROBE_METRICS",
     None,
@@ -203,7 +227,6 @@ DEVICE = Variable(
 HOSTRT = Variable("KVPROBE_HOSTRT", None, str, "a file", "another build of the embedded host runtime")
 NATIVE_LIB = Variable("KVPROBE_NATIVE_LIB", None, str, "a folder", "where the native libraries are built and found")
 DEBUG = Variable("KVPROBE_DEBUG", False, _on, "on or off", "on: errors of the command line show their traceback")
-GDB = Variable("KVPROBE_GDB", None, str, "JSON", "what `kvprobe attach` asks its debugger to do", set_by_run=True)
 CARRY = Variable(
     "KVPROBE_CARRY", None, str, "folders", "where an environment without kvprobe finds the adapters", set_by_run=True
 )

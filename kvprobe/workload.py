@@ -25,7 +25,7 @@ from kvprobe.cuda.copies import copy_rate
 from kvprobe.errors import KvprobeError
 from kvprobe.launchqueue import QueueLimits
 from kvprobe.native.library import core
-from kvprobe.offload import BlockCache, BlockPool, LoadDedup, OffloadEngine, Transfer
+from kvprobe.offload import BlockCache, BlockPool, LoadDedup, OffloadEngine
 from kvprobe.recordings.assemble import sorted_table
 from kvprobe.recordings.engine import PHASES, recording_of
 from kvprobe.recordings.model import Direction, RangeStyle, Recording, Table
@@ -236,12 +236,14 @@ class WorkloadServer:
         self._ids = 0
         self._step = 0
         self._marks = [runtime.event_create(), runtime.event_create()]
-        self._verify: queue.SimpleQueue[tuple[_Request, Transfer] | None] = queue.SimpleQueue()
+        self._verify: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._verified: deque[_Request] = deque()
         self._fault: Exception | None = None
         self._stop = False
         self._verifier = threading.Thread(target=self._verify_loop, name="kvprobe-verify", daemon=True)
         self._verifier.start()
+        # in virtual time the loop compares: a run is then the same on every machine
+        self._hand_to_verifier = self._compare if runtime.simulated else self._verify.put
         machine.servers.add(self)
 
     def _would_take(self, size: int) -> int:
@@ -331,7 +333,7 @@ class WorkloadServer:
             self.measured.bytes_loaded += transfer.bytes
             self.cache.end(request.fresh)
             self.dedup.ended(request.fresh)
-            self._verify.put((request, transfer))
+            self._hand_to_verifier(request)
             self._loaded(request)
         while self._running and self._running[0].until_step <= self._step:
             request = self._running.popleft()
@@ -370,15 +372,17 @@ class WorkloadServer:
     # -- comparing bytes -----------------------------------------------------------------------------------------
 
     def _verify_loop(self) -> None:
-        while (item := self._verify.get()) is not None and not self._stop:
-            request, _ = item
-            try:
-                self._machine.verify(request.blocks, request.source)
-                self.measured.bytes_verified += len(request.blocks) * self.shape.block_bytes
-            except Exception as error:
-                self._fault = error
-                return
-            self._verified.append(request)
+        while (request := self._verify.get()) is not None and not self._stop and not self._fault:
+            self._compare(request)
+
+    def _compare(self, request: _Request) -> None:
+        try:
+            self._machine.verify(request.blocks, request.source)
+        except Exception as error:
+            self._fault = error
+            return
+        self.measured.bytes_verified += len(request.blocks) * self.shape.block_bytes
+        self._verified.append(request)
 
     def close(self) -> None:
         """Drains, compares what is left, and gives back streams and events.

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvprobe.instrument import event_log, metrics
 from kvprobe.instrument.adapter import Adapter, Target
-from kvprobe.instrument.benefit import Account
+from kvprobe.instrument.benefit import BenefitTotals
 from kvprobe.instrument.calls import Timed, TimedCalls, tensor_bytes, timed
 from kvprobe.instrument.hooks import Call, Patcher
 
@@ -124,7 +124,7 @@ class Offload(Adapter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._account: Account | None = None
+        self._account: BenefitTotals | None = None
         self._asked = 0
 
     def patch(self, patcher: Patcher, module: ModuleType) -> None:
@@ -141,10 +141,10 @@ class Offload(Adapter):
         if self._account is not None:
             self._account.tell()
 
-    def account(self) -> Account | None:
+    def account(self) -> BenefitTotals | None:
         """Where to count; None while nobody would hear of it."""
         if self._account is None and (event_log.wanted() or metrics.exposed()):
-            self._account = Account(self.name, "LMCache in CPU memory")
+            self._account = BenefitTotals(self.name, "LMCache in CPU memory")
         return self._account
 
     def retrieve(self, call: Call, engine: Any, tokens: Any, mask: Any = None, *args: Any, **kwargs: Any) -> Any:

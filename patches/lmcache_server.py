@@ -16,7 +16,7 @@ from typing import Any
 
 from kvprobe.instrument import event_log, metrics
 from kvprobe.instrument.adapter import Adapter, Target
-from kvprobe.instrument.benefit import Account
+from kvprobe.instrument.benefit import BenefitTotals
 from kvprobe.instrument.calls import Timed, TimedCalls, timed
 from kvprobe.instrument.hooks import Call, Patcher
 
@@ -146,7 +146,7 @@ class ServerOffload(Adapter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._account: Account | None = None
+        self._account: BenefitTotals | None = None
         self._lock = threading.Lock()  # handlers, the eviction and the device's callbacks have threads of their own
         self._found: dict[str, None] = {}  # requests whose chunks were found, and that have loaded nothing since
         self._loading = threading.local()  # `.load`: the load that this thread submits
@@ -175,11 +175,11 @@ class ServerOffload(Adapter):
             self._account.tell()
 
     @contextmanager
-    def counting(self) -> Iterator[Account | None]:
+    def counting(self) -> Iterator[BenefitTotals | None]:
         """The account, for this thread alone; None while nobody would hear of it."""
         with self._lock:
             if self._account is None and (event_log.wanted() or metrics.exposed()):
-                self._account = Account(self.name, "server")
+                self._account = BenefitTotals(self.name, "server")
             yield self._account
 
     def looked_up(self, call: Call, module: Any, job: Any, *args: Any, **kwargs: Any) -> Any:
@@ -235,7 +235,7 @@ class ServerOffload(Adapter):
                     account.loaded((key,), object_bytes((found,)))
         return result
 
-    def begins(self, account: Account, module: Any, key: Any, instance_id: int) -> Any:
+    def begins(self, account: BenefitTotals, module: Any, key: Any, instance_id: int) -> Any:
         """The load of a request that a look-up found; None for the other ranks of it, which load at the same time."""
         if key.request_id not in self._found:
             return None

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvprobe.instrument import event_log, metrics
 from kvprobe.instrument.adapter import Adapter, Target
-from kvprobe.instrument.benefit import Account
+from kvprobe.instrument.benefit import BenefitTotals
 from kvprobe.instrument.calls import Timed, TimedCalls, timed
 from kvprobe.instrument.hooks import Call, Patcher
 
@@ -76,7 +76,7 @@ class Offload(Adapter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._account: Account | None = None
+        self._account: BenefitTotals | None = None
         self._unread: WeakKeyDictionary[Any, npt.NDArray[np.bool_]] = WeakKeyDictionary()
         self._steps: deque[tuple[Any, int, int, bool]] = deque(maxlen=_MAX_STEPS)  # result, begin, prompt tokens, load?
         self._loads: deque[tuple[int, int]] = deque(maxlen=_MAX_STEPS)  # prompt tokens, ns
@@ -119,17 +119,17 @@ class Offload(Adapter):
         return held, found
 
     @staticmethod
-    def moved(account: Account, way: str, controller: Any, tokens: int) -> None:
+    def moved(account: BenefitTotals, way: str, controller: Any, tokens: int) -> None:
         """Count tokens, and their bytes where the pool says what one takes."""
         each = _token_bytes(controller)
         account.add(f"{way}_blocks", tokens)
         if each is not None:
             account.add(f"{way}_bytes", tokens * each)
 
-    def account(self) -> Account | None:
+    def account(self) -> BenefitTotals | None:
         """Where to count; None while nobody would hear of it."""
         if self._account is None and (event_log.wanted() or metrics.exposed()):
-            self._account = Account(self.name, "HiCache")
+            self._account = BenefitTotals(self.name, "HiCache")
         return self._account
 
     def written(self, call: Call, controller: Any, *args: Any, **kwargs: Any) -> Any:

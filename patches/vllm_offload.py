@@ -14,7 +14,7 @@ from typing import Any
 
 from kvprobe.instrument import event_log, metrics
 from kvprobe.instrument.adapter import Adapter, Target
-from kvprobe.instrument.benefit import Account
+from kvprobe.instrument.benefit import BenefitTotals
 from kvprobe.instrument.hooks import Call, Patcher
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
@@ -57,8 +57,8 @@ class Offload(Adapter):
 
     def __init__(self) -> None:
         super().__init__()
-        self.account: Account | None = None
-        self.of_worker: Account | None = None  # of the first rank: the others wait at the same time
+        self.account: BenefitTotals | None = None
+        self.of_worker: BenefitTotals | None = None  # of the first rank: the others wait at the same time
         self._computed: dict[str, tuple[int, bool]] = {}  # request -> tokens on the GPU, loads beside the model
         self._began: dict[int, int] = {}  # scheduler output -> when it was made
         self._ended_ns = 0
@@ -95,7 +95,7 @@ class Offload(Adapter):
             connector = call()
             name = getattr(role, "name", "")
             if event_log.wanted() or metrics.exposed():
-                account = Account(self.name, type(connector).__name__)
+                account = BenefitTotals(self.name, type(connector).__name__)
                 if name == "SCHEDULER":
                     self.account = account
                     watching: tuple[Any, ...] = (self.asked, self.allocated, self.heard)

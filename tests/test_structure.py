@@ -18,9 +18,9 @@ import kvprobe
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "kvprobe"
 ORDER = ["errors", "native", "runfolder", "cuda", "probe", "launchqueue", "offload", "weights"]
-PAPER = ["recordings", "diagnosis", "reporting"]  # read and show; need no GPU, no torch, no native library
+PAPER = ["recordings", "account", "diagnosis", "reporting"]  # read and show; need no GPU, no torch, no native library
 # pure: neither numpy nor the native library comes with them
-JUDGE = {"launchqueue.constants", "launchqueue.judge", "launchqueue.window"}
+JUDGE = {"launchqueue.constants", "launchqueue.evidence", "launchqueue.judge", "launchqueue.window"}
 ALONE = ("errors", "version", "environment")  # files, which every room may import
 MAY_IMPORT = {
     "errors": set(),
@@ -32,8 +32,9 @@ MAY_IMPORT = {
     "weights": {*ORDER, "recordings"},  # it hands its measurements on as a recording
     # probe: the readers of its files, which are pure; a test below holds that no native library comes with them
     "recordings": {"errors", "recordings", "probe", "runfolder", "instrument.event_log", *JUDGE},
-    "diagnosis": {"errors", "recordings", "diagnosis", *JUDGE},
-    "reporting": {"errors", "version", "recordings", "diagnosis", "reporting"},
+    "account": {"errors", "recordings", "account"},
+    "diagnosis": {"errors", "recordings", "account", "diagnosis", *JUDGE},
+    "reporting": {"errors", "version", "recordings", "account", "diagnosis", "reporting"},
 }
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvprobe.errors import plain
 
 if TYPE_CHECKING:
-    from kvprobe.diagnosis import Finding
+    from kvprobe.diagnosis import Examination
     from kvprobe.recordings.model import Recording
     from kvprobe.recordings.occupancy import Occupancy
     from kvprobe.recordings.window import ServingWindow
@@ -135,7 +135,7 @@ def window_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def diagnosed(
     inputs: Sequence[Path], *, quiet: bool = False, window: WindowOptions | None = None
-) -> tuple[Recording, list[Finding], Occupancy]:
+) -> tuple[Recording, Examination, Occupancy]:
     """The recordings as one, what is wrong in them within the window, and how full their queues were."""
     from kvprobe.recordings import open_recording
 
@@ -150,7 +150,7 @@ def diagnosed(
 
 def diagnosed_apart(
     inputs: Sequence[Path], *, quiet: bool = False, window: WindowOptions | None = None
-) -> tuple[Recording, list[Finding], Occupancy, list[Input]]:
+) -> tuple[Recording, Examination, Occupancy, list[Input]]:
     """As `diagnosed`, and each input by itself as well; no inputs where there is only one."""
     from kvprobe.recordings import open_apart
     from kvprobe.reporting.inputs import Input
@@ -168,7 +168,7 @@ def diagnosed_apart(
     return *whole, apart
 
 
-def _judged(recording: Recording, window: WindowOptions) -> tuple[Recording, list[Finding], Occupancy]:
+def _judged(recording: Recording, window: WindowOptions) -> tuple[Recording, Examination, Occupancy]:
     from kvprobe.diagnosis import examine, notes_of
     from kvprobe.recordings.occupancy import occupancy
 
@@ -176,7 +176,7 @@ def _judged(recording: Recording, window: WindowOptions) -> tuple[Recording, lis
     queues = occupancy(recording)
     examined = examine(recording, queues)
     recording.notes += notes_of(examined.not_looked_for)
-    return recording, examined.findings, queues
+    return recording, examined, queues
 
 
 def cropped(recording: Recording, window: WindowOptions) -> Recording:

@@ -42,6 +42,8 @@ class Command:
             os.close(self._write_end)
             with os.fdopen(read_end) as pipe:
                 observer = pipe.read()
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)  # from here on it is the command that is interrupted
             signal.pthread_sigmask(signal.SIG_SETMASK, self.before)
             if observer:
                 begin(int(observer))
@@ -77,6 +79,9 @@ class Command:
 
 def say_outcome(folder: Path, observer: int) -> None:
     """Waits for the observer and prints what it found, on stderr; what has been left running is not waited for."""
+    from kvprobe.runfolder.files import full, is_full
+    from kvprobe.runfolder.folder import RunFolder
+
     end = folder / "end.json"
     try:
         _ended(observer, LEFT_RUNNING_S, end.exists)
@@ -86,10 +91,13 @@ def say_outcome(folder: Path, observer: int) -> None:
             _ended(observer, REPORT_S)
     except KeyboardInterrupt:  # the report goes on without a listener
         pass
-    said = folder / "outcome.txt"
-    if said.exists():
-        for line in said.read_text(errors="replace").splitlines():
-            click.echo(f"kvprobe: {line}", err=True)
+    said = RunFolder(folder).outcome()
+    for line in said:
+        click.echo(f"kvprobe: {line}", err=True)
+    if said:
+        return
+    if is_full(folder):
+        click.echo(f"kvprobe: {full(folder)}; no report was made", err=True)
     elif not end.exists():
         click.echo(f"kvprobe: the report will be in {folder} when all processes of the command have ended", err=True)
     else:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import platform
 import re
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,10 +21,21 @@ from kvprobe import environment
 from kvprobe.commands._paths import GivenPath
 from kvprobe.errors import UsageError
 
-__all__ = ["how_stacks", "interposer", "new_folder", "recording_options", "start_observer", "terminal", "write_run"]
+__all__ = [
+    "ends_by_sigterm",
+    "how_stacks",
+    "interposer",
+    "new_folder",
+    "recording_options",
+    "start_observer",
+    "terminal",
+    "write_run",
+]
 
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)i?b?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+_NOT_HERE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT})
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -99,11 +112,28 @@ def new_folder(output: Path | None, prefix: str, program: str) -> Path:
                 raise UsageError(f"--output {folder} is a file") from None
             continue
         except OSError as error:
+            if output is None and error.errno in _NOT_HERE and base.parent != (elsewhere := _elsewhere()):
+                click.echo(
+                    f"kvprobe: {base.parent} cannot be written ({error.strerror}): recording under {elsewhere}",
+                    err=True,
+                )
+                return new_folder(elsewhere / base.name, prefix, program)
             raise UsageError(
                 f"the folder {folder} cannot be made ({error.strerror}); name another with --output"
             ) from None
         return folder
     raise UsageError(f"too many folders like {base}; name one with --output")
+
+
+def _elsewhere() -> Path:
+    from kvprobe.runfolder.files import temporary_folder
+
+    try:
+        return temporary_folder()
+    except OSError as error:
+        raise UsageError(
+            f"neither this folder nor the temporary one can be written ({error.strerror}); name one with --output"
+        ) from None
 
 
 def _claim(folder: Path) -> None:
@@ -249,6 +279,7 @@ def start_observer(folder: Path, command_pid: int) -> int:
         for fd, source in ((0, null), (1, log), (2, log)):
             os.dup2(source, fd)
         env = {k: v for k, v in os.environ.items() if not k.startswith("KVPROBE_") and k != "LD_PRELOAD"}
+        env[environment.RUN.name] = ""  # a run around this one is not to complete it
         os.nice(5)
         arguments = [
             sys.executable,
@@ -261,3 +292,17 @@ def start_observer(folder: Path, command_pid: int) -> int:
         os.execve(sys.executable, arguments, env)
     finally:
         os._exit(127)
+
+
+@contextlib.contextmanager
+def ends_by_sigterm() -> Iterator[None]:
+    """SIGTERM is an exception, so that the command that is running is ended, too (`timeout`, a pipeline's cancel)."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

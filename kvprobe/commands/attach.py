@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvprobe.commands._watching import (
+    ends_by_sigterm,
     how_stacks,
     interposer,
     new_folder,
@@ -19,7 +23,11 @@ from kvprobe.commands._watching import (
     write_run,
 )
 from kvprobe.errors import KvprobeError, UsageError
+from kvprobe.runfolder.folder import RunFolder
 from kvprobe.runfolder.secrets import redact_text
+
+if TYPE_CHECKING:
+    from kvprobe.instrument.attach import Attachment
 
 __all__ = ["command", "find_process"]
 
@@ -39,9 +47,9 @@ def command(target: str, output: Path | None, detail: str, max_bytes: int) -> No
 
     NAME is a part of the command line of one process; of several, the one that uses CUDA is meant.
 
-    A debugger (gdb) loads the interposer into the process, which replaces the addresses of the CUDA functions in the
-    process's libraries; results do not change. `kvprobe detach PID` puts the addresses back and writes a report. What
-    these processes start from now on is recorded, too.
+    A thread that is made in the process loads the interposer, which replaces the addresses of the CUDA functions in the
+    process's libraries; results do not change, and the process runs on meanwhile. `kvprobe detach PID` puts the
+    addresses back and writes a report. What these processes start from now on is recorded, too.
 
     Not recorded are calls through a pointer that a library fetched earlier (dlsym, cuGetProcAddress), and those of a
     statically linked CUDA runtime. The process must belong to the same user, and be in the same container.
@@ -65,21 +73,25 @@ def command(target: str, output: Path | None, detail: str, max_bytes: int) -> No
     }
     write_run(folder, words, options, pid)
     others = [other for other in processes.descendants(pid) if attach.uses_cuda(other) and other != os.getpid()]
-    led: dict[int, int] = {}
-    try:
-        led[pid] = attach.attach(pid, library, folder, detail, max_bytes)
-    except KvprobeError:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    for other in others:
-        try:
-            attach.refuse(other)
-            led[other] = attach.attach(other, library, folder, detail, max_bytes)
-        except KvprobeError as error:
-            click.echo(f"kvprobe: warning: {error}", err=True)
-    options["attached"] = attached = list(led)
-    write_run(folder, words, options, pid)
-    start_observer(folder, pid)
+    with (
+        ends_by_sigterm(),
+        ExitStack() as undone,
+    ):  # undoes it all where this command ends early
+        undone.callback(shutil.rmtree, folder, ignore_errors=True)
+
+        def begin(one: int) -> attach.Attachment:
+            return undone.enter_context(closing(attach.Attachment(one, library, folder, detail, max_bytes)))
+
+        begun, led = _attach_to(pid, others, begin)
+        options["attached"] = attached = list(led)
+        write_run(folder, words, options, pid)
+        observer = start_observer(folder, pid)
+        undone.callback(os.kill, observer, signal.SIGKILL)
+        RunFolder(folder).write_observer(observer)
+        for attachment in begun:
+            attachment.keep()
+            attachment.close()
+        undone.pop_all()
     children = f" and {len(attached) - 1} of its children" if len(attached) > 1 else ""
     click.echo(f"recording process {pid}{children} into {folder}")
     if not attach.uses_cuda(pid) and len(attached) == 1:
@@ -90,6 +102,35 @@ def command(target: str, output: Path | None, detail: str, max_bytes: int) -> No
     if unseen:
         click.echo(f"kvprobe: warning: process {', '.join(unseen)}: {LOOKED_UP}", err=True)
     click.echo(f"watch it: kvprobe top {pid}; end it and get a report: kvprobe detach {pid}")
+
+
+def _attach_to(
+    pid: int, others: list[int], begin: Callable[[int], Attachment]
+) -> tuple[list[Attachment], dict[int, int]]:
+    """All at once; the words written by process, of those where it worked. An error is raised for `pid` alone."""
+    from kvprobe.instrument import attach
+
+    begun: list[Attachment] = []
+    led: dict[int, int] = {}
+
+    def warn(one: int, error: KvprobeError) -> None:
+        if one == pid:
+            raise error
+        click.echo(f"kvprobe: warning: {error}", err=True)
+
+    for one in [pid, *others]:
+        try:
+            if one != pid:
+                attach.refuse(one)
+            begun.append(begin(one))
+        except KvprobeError as error:
+            warn(one, error)
+    for attachment in begun:
+        try:
+            led[attachment.pid] = attachment.result()
+        except KvprobeError as error:
+            warn(attachment.pid, error)
+    return begun, led
 
 
 def find_process(target: str) -> int:

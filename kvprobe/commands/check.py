@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvprobe.commands._account_limits import AccountLimits, account_limits
 from kvprobe.commands._paths import GivenPath, refuse_input
 from kvprobe.commands._reading import WindowOptions, window_options
 
 if TYPE_CHECKING:
-    from kvprobe.diagnosis import Finding
+    from kvprobe.diagnosis import Examination, Finding
     from kvprobe.diagnosis.verdict import Verdict
     from kvprobe.recordings.model import Recording
     from kvprobe.recordings.occupancy import Occupancy
@@ -49,6 +50,7 @@ class CheckedLimit:
 @click.option(
     "--max-lost", metavar="SHARE", help="Time that one finding may lose (not the profiler's own): 5% or 100ms."
 )
+@account_limits
 @click.option("--no", "banned", multiple=True, metavar="CAUSE", help="A cause that must not be found; may repeat.")
 @click.option("--allow-undecided", is_flag=True, help="Exit with 0 even where a limit cannot be decided.")
 @click.option("--junit", type=GivenPath(), help="Write the outcome as JUnit XML.")
@@ -74,6 +76,7 @@ def command(
     junit: Path | None,
     as_json: bool,
     output_format: str,
+    of_account: AccountLimits,
     window: WindowOptions,
 ) -> int:
     """Check recordings against limits: exit code 1 if one is exceeded or cannot be decided, 0 if all are kept.
@@ -93,6 +96,7 @@ def command(
         "max-submit-p99": _time(max_submit_p99, "--max-submit-p99"),
         "max-call": _time(max_call, "--max-call"),
     }
+    account_shares = of_account.shares()
     wanted: dict[str, list[str]] = {}
     for name in banned:
         wanted[name] = [cause for cause in CAUSES if name.strip() and name.replace("-", "_").lower() in cause]
@@ -114,9 +118,13 @@ def command(
         raise
     verdict = of_recording(recording, findings)
     queue = of_full_queue(recording, findings)
-    limits = _judge(recording, findings, queues, shares, times, wanted)
+    limits = [_of_account(findings, *one) for one in account_shares.items()]
+    limits += _judge(recording, findings, queues, shares, times, wanted, bool(limits))
     full_only = [f"no {name}" for name, causes in wanted.items() if set(causes) <= set(FULL_QUEUE)]
-    limits = [_decided(one, queue if one.name in full_only else verdict) for one in limits]
+    by_account = set(account_shares)
+    limits = [
+        one if one.name in by_account else _decided(one, queue if one.name in full_only else verdict) for one in limits
+    ]
     if junit is not None:
         _write_junit(junit, limits, inputs)
     broken, open_ = [one for one in limits if one.broken], [one for one in limits if one.undecided]
@@ -124,14 +132,22 @@ def command(
     if as_json:
         import json
 
-        out = {"ok": not failed, "verdict": verdict.to_json(), "limits": [vars(one) for one in limits]}
+        out = {
+            "ok": not failed,
+            "verdict": verdict.to_json(),
+            "limits": [vars(one) for one in limits],
+            "account": findings.account.to_json(),
+        }
         click.echo(json.dumps(out))
     elif output_format == "github":
         for one in limits:
             click.echo(_annotation(one, "warning" if allow_undecided else "error"))
     else:
         from kvprobe.commands._reading import plain
+        from kvprobe.reporting.account import account_lines
 
+        for line in account_lines(findings.account):
+            click.echo(plain(line))
         for one in limits:
             word = "FAIL" if one.broken else "skip" if one.undecided else "ok  "
             click.echo(plain(f"{word}  {one.name}: {one.said}"))
@@ -140,6 +156,19 @@ def command(
         if open_:
             click.echo(plain(f"Undecided: {open_[0].undecided}"))
     return 1 if failed else 0
+
+
+def _of_account(found: Examination, name: str, most: float) -> CheckedLimit:
+    """A limit of a line of the account, on the GPU that is worst by it."""
+    from kvprobe.commands._account_limits import worst_share
+    from kvprobe.reporting.units import duration, percent
+
+    worst = worst_share(found.account, name)
+    if worst.share is None:
+        lacks = "it does not show what the GPU did; record with device activity"
+        return CheckedLimit(name, percent(most), "not known", False, undecided=lacks)
+    broken = worst.share < most if name.startswith("min") else worst.share > most
+    return CheckedLimit(name, percent(most), f"{percent(worst.share)}, {duration(worst.ns)}", broken, worst.gpu)
 
 
 def _decided(limit: CheckedLimit, verdict: Verdict) -> CheckedLimit:
@@ -183,11 +212,12 @@ def _amount(text: str | None, option: str) -> tuple[str, float] | None:
 
 def _judge(
     recording: Recording,
-    findings: Sequence[Finding],
+    findings: Examination,
     queues: Occupancy,
     shares: dict[str, tuple[str, float] | None],
     times: dict[str, float | None],
     wanted: dict[str, list[str]],
+    limited: bool,
 ) -> list[CheckedLimit]:
     from kvprobe.diagnosis import PROFILER
     from kvprobe.reporting.charts import quantiles
@@ -235,7 +265,7 @@ def _judge(
             )
     for name, causes in wanted.items():
         out.append(_absent(f"no {name}", [one for one in named if one.cause in causes]))
-    if not out:
+    if not out and not limited:
         out.append(_absent("no critical finding", [one for one in named if one.severity == "critical"]))
     return out
 

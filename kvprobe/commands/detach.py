@@ -50,7 +50,7 @@ def command(target: str) -> None:
     if failed:
         raise KvprobeError(f"{len(failed)} processes are still attached; try `kvprobe detach {folder}` again")
     left = [pid for pid in left if attach.recorded_into(pid) == folder]
-    (folder / "detached").touch()
+    RunFolder(folder).mark_detached()
     click.echo(f"detached from {len(done)} process{'es' if len(done) != 1 else ''}", err=True)
     if left:
         click.echo(

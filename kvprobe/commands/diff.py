@@ -36,11 +36,13 @@ def command(before: Path, after: Path, output: Path | None, force: bool, as_json
     A recording that is cut off, empty or says too little proves no finding gone: what it does not show is undecided,
     and the exit code is 1. --from, --to and --range compare a part of each.
     """
-    from kvprobe.commands._reading import cropped, diagnosed
+    from kvprobe.commands._reading import cropped, diagnosed, plain
     from kvprobe.diagnosis.verdict import of_recording
     from kvprobe.reporting import check_writable
+    from kvprobe.reporting.alike import compare_accounts, unlike
     from kvprobe.reporting.compare import compare_calls, compare_findings, submission_cost
     from kvprobe.reporting.conclusion import conclude
+    from kvprobe.reporting.units import percent
 
     if output is not None:
         check_writable(output, force=force)
@@ -54,6 +56,7 @@ def command(before: Path, after: Path, output: Path | None, force: bool, as_json
     calls = compare_calls(*parts)
     names = _names(before, after)
     missing = {name: verdict.missing[0] for name, verdict in zip(names, verdicts, strict=True) if verdict.missing}
+    lines, apart = compare_accounts(found_before.account, found_after.account), unlike(one, two)
     conclusion = conclude(*names, changes, submission_cost(*parts, (lengths[0], lengths[1])), missing)
     if output is not None:
         from kvprobe.reporting import compared, write_report
@@ -63,7 +66,7 @@ def command(before: Path, after: Path, output: Path | None, force: bool, as_json
             None,
             output,
             title=" and ".join(names),
-            extra=compared.sections(changes, calls, sides),
+            extra=compared.sections(changes, calls, sides, lines),
             lead_verdict=compared.verdict(conclusion, changes, calls),
         )
     if as_json:
@@ -79,12 +82,19 @@ def command(before: Path, after: Path, output: Path | None, force: bool, as_json
                     "conclusion": conclusion.to_json(),
                     "verdict_before": verdicts[0].to_json(),
                     "verdict_after": verdicts[1].to_json(),
+                    "unlike": apart,
+                    "account": [line.to_json() for line in lines],
                     "findings": [change.to_json() for change in changes],
                     "calls": [change.to_json() for change in calls],
                 }
             )
         )
     else:
+        for reason in apart:
+            click.echo(plain(f"Not alike: {reason}."))
+        for line in lines:
+            shares = f"{percent(line.share_before):>6} -> {percent(line.share_after):>6}"
+            click.echo(plain(f"  {shares}  {line.title}"))
         _print(conclusion, changes, calls)
         if output is not None:
             click.echo(f"{output}")

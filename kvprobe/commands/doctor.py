@@ -35,7 +35,7 @@ SCALES = ("0.25x", "0.5x", "2x", "4x")  # other values of CUDA_SCALE_LAUNCH_QUEU
 
 
 @dataclass(frozen=True)
-class Line:
+class Checked:
     """One thing that was looked at.
 
     Attributes:
@@ -72,7 +72,7 @@ def command(device: str, as_json: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-def examine(device: str) -> Iterator[Line]:
+def examine(device: str) -> Iterator[Checked]:
     """All lines; what cannot be looked at is a line too."""
     gpus, reason = _devices()
     yield from _gpu(gpus, reason)
@@ -90,12 +90,12 @@ def examine(device: str) -> Iterator[Line]:
     yield from _servers()
 
 
-def _guarded(topic: str, name: str, look: Callable[[], Iterator[Line]]) -> Iterator[Line]:
+def _guarded(topic: str, name: str, look: Callable[[], Iterator[Checked]]) -> Iterator[Checked]:
     """A look that fails is a line, not the end."""
     try:
         yield from look()
     except (KvprobeError, OSError) as error:
-        yield Line(
+        yield Checked(
             topic,
             name,
             f"failed: {error}",
@@ -113,27 +113,27 @@ def _devices() -> tuple[list[dict[str, Any]], str]:
     return devices()
 
 
-def _gpu(gpus: list[dict[str, Any]], reason: str) -> Iterator[Line]:
+def _gpu(gpus: list[dict[str, Any]], reason: str) -> Iterator[Checked]:
     from kvprobe.cuda.runtime import gpu_present
     from kvprobe.probe.device import link_state
 
     if not gpus:
         if gpu_present():
-            yield Line("device", "GPU", f"present, but {reason}", BAD, "repair the driver or its libraries")
+            yield Checked("device", "GPU", f"present, but {reason}", BAD, "repair the driver or its libraries")
         else:
-            yield Line("device", "GPU", "none", NOTE, "kvprobe runs on its embedded host runtime: --device host")
+            yield Checked("device", "GPU", "none", NOTE, "kvprobe runs on its embedded host runtime: --device host")
         return
-    yield Line("device", "driver", str(gpus[0].get("driver", "?")), GOOD)
+    yield Checked("device", "driver", str(gpus[0].get("driver", "?")), GOOD)
     for gpu in gpus:
         link, name = link_state(gpu), f"GPU {gpu['device']}"
         total = gpu.get("memory_total_bytes", 0) / 1e9
-        yield Line("device", name, f"{gpu.get('name', '?')}, {total:.0f} GB, {gpu.get('pci', '')}", GOOD)
+        yield Checked("device", name, f"{gpu.get('name', '?')}, {total:.0f} GB, {gpu.get('pci', '')}", GOOD)
         if link.max_gen and link.max_width:
             verdict = BAD if link.degraded else GOOD
             text = f"Gen{link.gen} x{link.width} of Gen{link.max_gen} x{link.max_width}"
-            yield Line("link", f"{name} PCIe", text, verdict, link.note)
+            yield Checked("link", f"{name} PCIe", text, verdict, link.note)
         if gpu.get("throttle"):
-            yield Line(
+            yield Checked(
                 "device",
                 f"{name} clocks",
                 f"throttled by {', '.join(gpu['throttle'])}",
@@ -142,11 +142,11 @@ def _gpu(gpus: list[dict[str, Any]], reason: str) -> Iterator[Line]:
             )
 
 
-def _torch(device: str) -> Iterator[Line]:
+def _torch(device: str) -> Iterator[Checked]:
     try:
         found = metadata.distribution("torch")
     except metadata.PackageNotFoundError:
-        yield Line(
+        yield Checked(
             "device",
             "torch",
             "not installed here",
@@ -160,33 +160,35 @@ def _torch(device: str) -> Iterator[Line]:
             if text.startswith("cuda"):
                 built = text.rsplit("=", 1)[1].strip().strip("'\"")
     if built in ("", "None"):
-        yield Line("device", "torch", f"{found.version}, built without CUDA", NOTE, "a GPU needs a CUDA build")
+        yield Checked("device", "torch", f"{found.version}, built without CUDA", NOTE, "a GPU needs a CUDA build")
     else:
-        yield Line("device", "torch", f"{found.version}, built for CUDA {built}", GOOD)
+        yield Checked("device", "torch", f"{found.version}, built for CUDA {built}", GOOD)
     if device == "cuda":
         try:
             import torch
         except Exception as error:  # whatever a broken one raises
             said = str(error) or type(error).__name__
-            yield Line("device", "torch.cuda", f"torch cannot be imported: {said}", BAD, "install torch again")
+            yield Checked("device", "torch.cuda", f"torch cannot be imported: {said}", BAD, "install torch again")
             return
         if torch.cuda.is_available():
-            yield Line("device", "torch.cuda", f"sees {torch.cuda.device_count()} device(s)", GOOD)
+            yield Checked("device", "torch.cuda", f"sees {torch.cuda.device_count()} device(s)", GOOD)
         else:
-            yield Line("device", "torch.cuda", "sees no device", BAD, "driver too old for this build, or a CPU build")
+            yield Checked(
+                "device", "torch.cuda", "sees no device", BAD, "driver too old for this build, or a CPU build"
+            )
 
 
-def _runtime(device: str) -> tuple[Runtime | None, Line]:
+def _runtime(device: str) -> tuple[Runtime | None, Checked]:
     from kvprobe.cuda import find_runtime
 
     try:
         runtime = find_runtime(device)
         driver = runtime.driver_version()
     except KvprobeError as error:
-        return None, Line("device", "CUDA runtime", str(error), BAD, "nothing can be measured without a runtime")
+        return None, Checked("device", "CUDA runtime", str(error), BAD, "nothing can be measured without a runtime")
     version = f"{runtime.version // 1000}.{runtime.version % 1000 // 10}"
     if runtime.provider == "host":
-        return runtime, Line(
+        return runtime, Checked(
             "device",
             "CUDA runtime",
             f"the embedded host runtime ({version})",
@@ -195,7 +197,7 @@ def _runtime(device: str) -> tuple[Runtime | None, Line]:
         )
     value = f"{version} at {runtime.path}; the driver takes up to {driver // 1000}.{driver % 1000 // 10}"
     newer = runtime.version // 1000 > driver // 1000
-    return runtime, Line(
+    return runtime, Checked(
         "device",
         "CUDA runtime",
         value,
@@ -204,11 +206,11 @@ def _runtime(device: str) -> tuple[Runtime | None, Line]:
     )
 
 
-def _queue(runtime: Runtime) -> Iterator[Line]:
+def _queue(runtime: Runtime) -> Iterator[Checked]:
     from kvprobe.launchqueue import calibrate
 
     limits = calibrate(runtime, cache=False)
-    yield Line(
+    yield Checked(
         "launch queue",
         "depth",
         f"{limits.depth:,} operations a stream, then the caller waits",
@@ -220,7 +222,7 @@ def _queue(runtime: Runtime) -> Iterator[Line]:
         if limits.channels >= 8
         else "set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts, so that streams share fewer channels"
     )
-    yield Line(
+    yield Checked(
         "launch queue",
         "channels",
         f"{limits.channels}, shared by all streams; together they hold {limits.capacity:,}",
@@ -229,7 +231,7 @@ def _queue(runtime: Runtime) -> Iterator[Line]:
     )
     value = f"{limits.baseline_ns / 1e3:.2f} us with room in the queue, p99 {limits.p99_ns / 1e3:.2f} us"
     quick = limits.baseline_ns < 5_000
-    yield Line(
+    yield Checked(
         "launch queue",
         "submission",
         value,
@@ -238,7 +240,7 @@ def _queue(runtime: Runtime) -> Iterator[Line]:
     )
 
 
-def _bandwidth(runtime: Runtime, gpus: list[dict[str, Any]]) -> Iterator[Line]:
+def _bandwidth(runtime: Runtime, gpus: list[dict[str, Any]]) -> Iterator[Checked]:
     from kvprobe.cuda.copies import copy_rate
     from kvprobe.cuda.memory import Buffer
 
@@ -252,14 +254,14 @@ def _bandwidth(runtime: Runtime, gpus: list[dict[str, Any]]) -> Iterator[Line]:
             rate = copy_rate(runtime, dst.address, src.address, size, kind)
             value = f"{rate / 1e9:.1f} GB/s for {size >> 20} MiB, pinned"
             if not limit:
-                yield Line(
+                yield Checked(
                     "link", kind.upper(), value, UNKNOWN, "the link's speed is not known, so this is not compared"
                 )
                 continue
             enough = rate >= NEAR_LINK * limit
             value += f"; the link can carry {limit / 1e9:.1f}"
             todo = "" if enough else "check NUMA placement below, PCIe lanes above, and other users of the switch"
-            yield Line("link", kind.upper(), value, GOOD if enough else BAD, todo)
+            yield Checked("link", kind.upper(), value, GOOD if enough else BAD, todo)
     finally:
         device.close()
         host.close()
@@ -268,23 +270,23 @@ def _bandwidth(runtime: Runtime, gpus: list[dict[str, Any]]) -> Iterator[Line]:
 # -- environment and memory --------------------------------------------------------------------------------------------
 
 
-def _environment() -> Iterator[Line]:
+def _environment() -> Iterator[Checked]:
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"):
         value = os.environ.get(name)
         if value is None:
-            yield Line("environment", name, "not set", GOOD, "the channels above are the default; 32 at most")
+            yield Checked("environment", name, "not set", GOOD, "the channels above are the default; 32 at most")
         elif not (value.isascii() and value.isdigit() and 1 <= int(value) <= 32):
-            yield Line("environment", name, value, BAD, "not a number from 1 to 32: the driver ignores it")
+            yield Checked("environment", name, value, BAD, "not a number from 1 to 32: the driver ignores it")
         else:
             few = int(value) < 4
             todo = "with so few channels streams wait for each other; raise it unless something needs it" if few else ""
-            yield Line("environment", name, value, BAD if few else GOOD, todo)
+            yield Checked("environment", name, value, BAD if few else GOOD, todo)
     yield _scale(os.environ.get("CUDA_SCALE_LAUNCH_QUEUES"))
     loading = os.environ.get("CUDA_MODULE_LOADING")
     if loading == "EAGER":
-        yield Line("environment", "CUDA_MODULE_LOADING", loading, GOOD)
+        yield Checked("environment", "CUDA_MODULE_LOADING", loading, GOOD)
     else:
-        yield Line(
+        yield Checked(
             "environment",
             "CUDA_MODULE_LOADING",
             loading or "not set (lazy)",
@@ -296,20 +298,22 @@ def _environment() -> Iterator[Line]:
     rest = [part for part in preload.replace(":", " ").split() if part not in ours]
     missing = [part for part in rest if "/" in part and not Path(part).exists()]
     if missing:
-        yield Line("environment", "LD_PRELOAD", preload, BAD, f"{missing[0]} does not exist")
+        yield Checked("environment", "LD_PRELOAD", preload, BAD, f"{missing[0]} does not exist")
     elif ours:
-        yield Line("environment", "LD_PRELOAD", preload, GOOD, "this process is being recorded")
+        yield Checked("environment", "LD_PRELOAD", preload, GOOD, "this process is being recorded")
     else:
-        yield Line("environment", "LD_PRELOAD", preload or "not set", GOOD)
+        yield Checked("environment", "LD_PRELOAD", preload or "not set", GOOD)
     for name in ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH"):
         if os.environ.get(name):
-            yield Line("environment", name, os.environ[name], GOOD, "set by a profiler, whose cost is in every figure")
+            yield Checked(
+                "environment", name, os.environ[name], GOOD, "set by a profiler, whose cost is in every figure"
+            )
     for variable in VARIABLES:
         text, problem = variable.text, variable.problem()
         value = f"{_shown(variable.default)} (default)" if text is None else f"{text} (environment)"
-        yield Line("environment", variable.name, value, BAD if problem else GOOD, problem)
+        yield Checked("environment", variable.name, value, BAD if problem else GOOD, problem)
     for name in unknown():
-        yield Line("environment", name, os.environ[name], BAD, "kvprobe has no such variable: a typing error?")
+        yield Checked("environment", name, os.environ[name], BAD, "kvprobe has no such variable: a typing error?")
 
 
 def _shown(value: Any) -> str:
@@ -318,15 +322,15 @@ def _shown(value: Any) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
-def _scale(value: str | None) -> Line:
+def _scale(value: str | None) -> Checked:
     name = "CUDA_SCALE_LAUNCH_QUEUES"
     if value is None:
-        return Line("environment", name, "not set (1x)", GOOD)
+        return Checked("environment", name, "not set (1x)", GOOD)
     if value not in SCALES:
-        return Line("environment", name, value, BAD, f"counts as 1x: it must be one of {', '.join(SCALES)}")
+        return Checked("environment", name, value, BAD, f"counts as 1x: it must be one of {', '.join(SCALES)}")
     if value in ("2x", "4x"):
         jetson = platform.machine() == "aarch64" and Path("/etc/nv_tegra_release").exists()
-        return Line(
+        return Checked(
             "environment",
             name,
             value,
@@ -335,15 +339,15 @@ def _scale(value: str | None) -> Line:
             if jetson
             else "never on a Jetson: anything over 1x hung there (llama.cpp issues 19219, 19230)",
         )
-    return Line("environment", name, value, BAD, "the queue is smaller than it could be: unset it")
+    return Checked("environment", name, value, BAD, "the queue is smaller than it could be: unset it")
 
 
-def _memory() -> Iterator[Line]:
+def _memory() -> Iterator[Checked]:
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if locked == resource.RLIM_INFINITY:
-        yield Line("memory", "locked memory (ulimit -l)", "unlimited", GOOD)
+        yield Checked("memory", "locked memory (ulimit -l)", "unlimited", GOOD)
     else:
-        yield Line(
+        yield Checked(
             "memory",
             "locked memory (ulimit -l)",
             f"{locked / (1 << 20):,.0f} MiB",
@@ -354,9 +358,9 @@ def _memory() -> Iterator[Line]:
     available = _meminfo("MemAvailable")
     room = f"{available / 1e9:.1f} GB of host memory available" if available else "unknown"
     if limit is None:
-        yield Line("memory", "cgroup limit", f"none; {room}", GOOD)
+        yield Checked("memory", "cgroup limit", f"none; {room}", GOOD)
     else:
-        yield Line(
+        yield Checked(
             "memory",
             "cgroup limit",
             f"{limit / 1e9:.1f} GB ({where}); {room}",
@@ -396,21 +400,21 @@ def _meminfo(name: str) -> int:
     return 0
 
 
-def _numa(gpus: list[dict[str, Any]]) -> Iterator[Line]:
+def _numa(gpus: list[dict[str, Any]]) -> Iterator[Checked]:
     nodes = sorted(int(path.name[4:]) for path in Path("/sys/devices/system/node").glob("node[0-9]*"))
     mine = os.sched_getaffinity(0)
     if len(nodes) < 2:
-        yield Line("memory", "NUMA", f"{len(nodes) or 1} node, {len(mine)} CPUs for this process", GOOD)
+        yield Checked("memory", "NUMA", f"{len(nodes) or 1} node, {len(mine)} CPUs for this process", GOOD)
         return
     for gpu in gpus:
         pci = str(gpu.get("pci", "")).lower()[-12:]
         node = int(Path(f"/sys/bus/pci/devices/{pci}/numa_node").read_text())
         if node < 0:
-            yield Line("memory", f"GPU {gpu['device']} NUMA", "not known", UNKNOWN, "ask nvidia-smi topo -m")
+            yield Checked("memory", f"GPU {gpu['device']} NUMA", "not known", UNKNOWN, "ask nvidia-smi topo -m")
             continue
         near = _cpus(Path(f"/sys/devices/system/node/node{node}/cpulist").read_text())
         share = len(mine & near) / len(mine)
-        yield Line(
+        yield Checked(
             "memory",
             f"GPU {gpu['device']} NUMA",
             f"node {node}; {share:.0%} of this process's CPUs are there",
@@ -418,7 +422,7 @@ def _numa(gpus: list[dict[str, Any]]) -> Iterator[Line]:
             "" if share > 0.99 else f"numactl --cpunodebind={node} --membind={node} COMMAND",
         )
     if not gpus:
-        yield Line(
+        yield Checked(
             "memory",
             "NUMA",
             f"{len(nodes)} nodes, {len(mine)} CPUs for this process",
@@ -440,18 +444,18 @@ def _cpus(text: str) -> set[int]:
 # -- tools -------------------------------------------------------------------------------------------------------------
 
 
-def _tools() -> Iterator[Line]:
+def _tools() -> Iterator[Checked]:
     from kvprobe.recordings.nsys_rep import find_importer, find_nsys
 
     nsys, importer = find_nsys(), find_importer()
     if nsys is None:
-        yield Line("tools", "nsys", "not found", NOTE, "install Nsight Systems for `kvprobe run --nsys`")
+        yield Checked("tools", "nsys", "not found", NOTE, "install Nsight Systems for `kvprobe run --nsys`")
     else:
         compute = "nsight-compute" in str(nsys)
         lacks = _missing_libraries(importer) if importer else []
         if lacks:
             package = "libdw1 (Debian, Ubuntu) or elfutils-libs" if "libdw.so.1" in lacks else "the package that has it"
-            yield Line(
+            yield Checked(
                 "tools",
                 "nsys",
                 f"{nsys}: it can record, but its QdstrmImporter lacks {', '.join(lacks)}",
@@ -459,7 +463,7 @@ def _tools() -> Iterator[Line]:
                 f"install {package}; then .qdstrm files become .nsys-rep",
             )
         elif importer is None and compute:
-            yield Line(
+            yield Checked(
                 "tools",
                 "nsys",
                 f"{nsys} (Nsight Compute's): no QdstrmImporter beside it",
@@ -467,7 +471,7 @@ def _tools() -> Iterator[Line]:
                 "it can record, but not make a report: install Nsight Systems",
             )
         else:
-            yield Line("tools", "nsys", f"{nsys} (of Nsight Compute)" if compute else str(nsys), GOOD)
+            yield Checked("tools", "nsys", f"{nsys} (of Nsight Compute)" if compute else str(nsys), GOOD)
     yield _py_spy()
 
 
@@ -488,11 +492,11 @@ def _missing_libraries(program: Path) -> list[str]:
     return [line.split()[0] for line in done.stdout.splitlines() if "not found" in line]
 
 
-def _py_spy() -> Line:
+def _py_spy() -> Checked:
     from kvprobe.probe.stacks import py_spy, usable
 
     if py_spy() is None:
-        return Line("tools", "py-spy", "not installed", BAD, "pip install py-spy: it shows which Python line waits")
+        return Checked("tools", "py-spy", "not installed", BAD, "pip install py-spy: it shows which Python line waits")
     scope = "not readable"
     with contextlib.suppress(OSError):
         scope = Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip()
@@ -512,8 +516,8 @@ def _py_spy() -> Line:
         target.kill()
         target.communicate()
     if not reason:
-        return Line("tools", "py-spy", f"can read other processes ({state})", GOOD)
-    return Line(
+        return Checked("tools", "py-spy", f"can read other processes ({state})", GOOD)
+    return Checked(
         "tools",
         "py-spy",
         f"{reason} ({state})",
@@ -530,25 +534,25 @@ def _has_capability(number: int) -> bool:
     return False
 
 
-def _native() -> Iterator[Line]:
+def _native() -> Iterator[Checked]:
     from kvprobe.native.library import LIB, core
 
     missing = [name for name in LIBRARIES if not (LIB / name).exists()]
     try:
         clock = core().kvp_clock_name().decode()
     except KvprobeError as error:
-        yield Line(
+        yield Checked(
             "kvprobe", "native libraries", str(error), BAD, "install a C compiler, then python -m kvprobe.native.build"
         )
         return
-    yield Line(
+    yield Checked(
         "kvprobe",
         "native libraries",
         f"{', '.join(missing)} missing" if missing else "built",
         BAD if missing else GOOD,
         "python -m kvprobe.native.build" if missing else "",
     )
-    yield Line(
+    yield Checked(
         "kvprobe",
         "clock",
         clock,
@@ -559,15 +563,15 @@ def _native() -> Iterator[Line]:
     )
 
 
-def _servers() -> Iterator[Line]:
+def _servers() -> Iterator[Checked]:
     from kvprobe.instrument import registry
     from kvprobe.instrument.adapter import installed_version
 
     found = [installed_version(server.distributions) for server in registry.SERVERS.values()]
     for name, version in filter(None, found):
-        yield Line("servers", name, version, GOOD, "`kvprobe patches` says which adapters apply")
+        yield Checked("servers", name, version, GOOD, "`kvprobe patches` says which adapters apply")
     if not any(found):
-        yield Line(
+        yield Checked(
             "servers",
             "servers",
             "none of " + ", ".join(registry.SERVERS),
@@ -576,7 +580,7 @@ def _servers() -> Iterator[Line]:
         )
 
 
-def _print(lines: list[Line]) -> None:
+def _print(lines: list[Checked]) -> None:
     """Topic by topic: a verdict, what it is of, and below it what to do; a variable that nobody set is only counted."""
     from rich.console import Console
     from rich.table import Table

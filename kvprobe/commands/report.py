@@ -46,6 +46,7 @@ def command(
     from kvprobe.commands._reading import diagnosed_apart, plain
     from kvprobe.diagnosis import offload_benefit
     from kvprobe.diagnosis.verdict import of_recording
+    from kvprobe.reporting.account import account_lines
 
     recording, findings, queues, apart = diagnosed_apart(inputs, quiet=quiet, window=window)
     verdict = of_recording(recording, findings)
@@ -56,13 +57,18 @@ def command(
         import json
 
         found = [one.to_json() for one in findings]
-        click.echo(
-            json.dumps(
-                {"report": str(path), "bytes": path.stat().st_size, "findings": found, "verdict": verdict.to_json()}
-            )
-        )
+        out = {
+            "report": str(path),
+            "bytes": path.stat().st_size,
+            "verdict": verdict.to_json(),
+            "account": findings.account.to_json(),
+            "findings": found,
+        }
+        click.echo(json.dumps(out))
     elif not quiet:
-        named = [one for one in findings if one.confidence != "cannot tell"]
+        for line in account_lines(findings.account):
+            click.echo(plain(line))
+        named = [one for one in findings if one.confidence != "cannot tell" and one.severity != "info"]
         if verdict.state == "undecided":
             lacks = [one for one in verdict.missing if one.what == verdict.reason]
             click.echo(plain(f"Undecided: {verdict.reason}"))
@@ -79,7 +85,7 @@ def command(
             if len(named) > 1:
                 click.echo(f"{len(named) - 1} more finding{'s' if len(named) > 2 else ''} on the page")
         else:
-            click.echo("Nothing found.")
+            click.echo(plain(f"Healthy: {verdict.reason}."))
         for benefit in offload_benefit.of_recording(recording):
             click.echo(plain(benefit.sentence))
         click.echo(f"{path}")

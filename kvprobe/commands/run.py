@@ -134,6 +134,7 @@ def command(
         environment.FIX.name: fix,
         environment.MAX_BYTES.name: str(max_bytes),
         environment.STACKS.name: how,
+        environment.INTERPOSER.name: str(library),
         **_carried(env),
         "LD_PRELOAD": f"{env['LD_PRELOAD']}:{library}" if env.get("LD_PRELOAD") else str(library),
         # a program with a shared AddressSanitizer would end at once, because something was loaded before its runtime

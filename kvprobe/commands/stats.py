@@ -14,7 +14,7 @@ from kvprobe.commands._paths import GivenPath
 from kvprobe.commands._reading import WindowOptions, window_options
 
 if TYPE_CHECKING:
-    from kvprobe.diagnosis import Finding
+    from kvprobe.diagnosis import Examination
     from kvprobe.recordings.model import Recording
     from kvprobe.reporting.summaries import SummaryTable
 
@@ -67,8 +67,11 @@ def command(
         click.echo("\n".join(_csv(one, rows) for one in made), nl=False)
     else:
         _print(made, rows)
+    from kvprobe.diagnosis.failed_calls import failures
     from kvprobe.diagnosis.verdict import missing
 
+    for failed in failures(recording)[:3]:
+        click.echo(plain(f"Failed: {failed.said}"), err=True)
     for one in missing(recording)[:3]:
         click.echo(plain(f"Undecided: {one.what}; {one.how}"), err=True)
 
@@ -120,7 +123,7 @@ def _left_out(table: SummaryTable, shown: int) -> str:
     return f"{len(table.rows) - shown:,} more rows" if shown < len(table.rows) else ""
 
 
-def _print_json(recording: Recording, findings: Sequence[Finding], tables: Sequence[SummaryTable], limit: int) -> None:
+def _print_json(recording: Recording, findings: Examination, tables: Sequence[SummaryTable], limit: int) -> None:
     import json
 
     from kvprobe.diagnosis.startup import startup
@@ -134,6 +137,7 @@ def _print_json(recording: Recording, findings: Sequence[Finding], tables: Seque
         ],
         "machine": {name: _json(value) for name, value in recording.machine.items()},
         "machine_how": recording.machine_how,
+        "account": findings.account.to_json(),
         "findings": [one.to_json() for one in findings],
         "tables": {one.report: one.to_json(limit) for one in tables},
         "verdict": of_recording(recording, findings).to_json(),

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvprobe.commands._device import Seconds
-from kvprobe.errors import UsageError, plain
+from kvprobe.environment import RUN
+from kvprobe.errors import KvprobeError, UsageError, plain
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -28,10 +29,8 @@ __all__ = ["command"]
 NOTHING = (
     "no recorded process found: start one with `kvprobe run -- COMMAND`, or name its run folder (`kvprobe top FOLDER`)"
 )
-NO_CALL = (
-    "no call was seen yet. Not seen: a statically linked CUDA runtime, and after `kvprobe attach` calls whose address "
-    "a library had fetched before"
-)
+NO_CALL = "no call was seen yet. Not seen, after `kvprobe attach`: calls whose address a library had fetched before"
+WAITING = "{run} is being recorded: {processes}, and none has made a CUDA call that kvprobe records yet"
 EVENTS_BYTES = 4 << 20  # of a process's events, read at most in one look: the newest
 ENDED = "{run} has ended, and top shows running processes only: see `kvprobe report {run}` or `kvprobe stats {run}`"
 
@@ -71,17 +70,23 @@ def command(target: str | None, interval: float, once: bool, as_json: bool, prom
         with served(run_folder, prometheus) if prometheus else nullcontext():
             time.sleep(interval)
             views = live.look()
+            nothing = ""
             if not views:  # it may have ended meanwhile, all its calls seen by the first look
                 _refuse_ended(run_folder)
                 if run_folder is not None and run_folder.is_dir() and not (run_folder / "run.json").exists():
                     raise UsageError(f"nothing is recorded in {run_folder}: name a folder that `kvprobe run` printed")
+                nothing = _waiting(run_folder)
+                if not nothing:
+                    raise KvprobeError(NOTHING)
             if as_json:
                 click.echo(json.dumps(as_object(views, offloads.look(views)), indent=1))
-                if not views:
-                    click.echo(f"kvprobe: {NOTHING}", err=True)
+                if nothing:
+                    click.echo(f"kvprobe: {nothing}", err=True)
             else:
-                _print(views, offloads.look(views))
+                _print(views, offloads.look(views), nothing)
         return
+    if not sys.stdout.isatty() and not prometheus and not live.look() and not _waiting(run_folder):
+        raise KvprobeError(NOTHING)  # whoever reads a pipe would wait for ever
     with suppress(KeyboardInterrupt), served(run_folder, prometheus) if prometheus else nullcontext():
         _watch(live, interval, offloads)
 
@@ -124,6 +129,25 @@ def find_target(target: str) -> Path:
 def _shown(rings: dict[str, Path]) -> Path | None:
     """What to look at of a process's ring files: the run folder, or its engine's file alone."""
     return rings["interposer"].parent if "interposer" in rings else rings.get("engine")
+
+
+def _waiting(target: Path | None) -> str:
+    """What to say of a run whose processes have made no call yet; "" where none goes on."""
+    from kvprobe.probe import processes
+    from kvprobe.probe.live import over
+    from kvprobe.runfolder.folder import RunFolder
+
+    folders = [target] if target is not None else [Path(RUN.text or "."), *Path().glob("kvprobe-*/")]
+    runs = [folder for folder in folders if (folder / "run.json").exists() and not over(folder)]
+    if not runs:
+        return ""
+    newest = max(runs, key=lambda folder: (folder / "run.json").stat().st_mtime)
+    first = RunFolder(newest).run().get("pid", 0)
+    named = str(newest.absolute())
+    pids = {pid for pid in processes.children() if (processes.environment(pid) or {}).get(RUN.name) == named}
+    pids |= {first} if first and processes.alive(first) else set()
+    number = f"{len(pids)} processes run" if len(pids) != 1 else "1 process runs"
+    return WAITING.format(run=newest, processes=number)
 
 
 def _refuse_ended(run: Path | None) -> None:
@@ -265,7 +289,8 @@ def _process_table(view: ProcessView, width: int) -> RenderableType:
 def _heading(view: ProcessView, width: int) -> str:
     """Pid and command of a process, on one line: a program's folder says less than its arguments."""
     ended = "" if view.state == "running" else f", {view.state}"
-    errors = f", {view.errors} calls failed" if view.errors else ""
+    which = f" ({view.first_error})" if view.first_error else ""
+    errors = f", {view.errors} calls failed{which}" if view.errors else ""
     program, _, arguments = view.command.partition(" ")
     command = f"{program.rpartition('/')[2]} {arguments}".strip()
     about = f" ({view.producer}{ended}{errors})"
@@ -288,11 +313,11 @@ def _us(ns: float | None) -> str:
     return "-" if ns is None else f"{ns / 1e3:,.1f} us"
 
 
-def _print(views: list[ProcessView], offloads: list[Benefit]) -> None:
+def _print(views: list[ProcessView], offloads: list[Benefit], nothing: str) -> None:
     from rich.console import Console
 
     console = Console()
-    console.print(render(views, width=console.width, offloads=offloads))
+    console.print(render(views, nothing=nothing, width=console.width, offloads=offloads), soft_wrap=not views)
 
 
 def _watch(live: Any, interval: float, offloads: Offloads) -> None:
@@ -313,9 +338,11 @@ def _watch(live: Any, interval: float, offloads: Offloads) -> None:
                 time.sleep(interval)
             views = live.look()
             ended = live.target is not None and not views and over(live.target)
-            nothing = ENDED.format(run=live.target) if ended else NOTHING
+            nothing = ENDED.format(run=live.target) if ended else "" if views else _waiting(live.target) or NOTHING
             shown = render(views, note, nothing, console.width, offloads.look(views))
             screen.update(shown, refresh=True)
+            if not views and not console.is_terminal and nothing in (NOTHING, ENDED.format(run=live.target)):
+                return
             if console.is_dumb_terminal:  # it cannot draw over what it showed, so nothing was drawn
                 console.print(shown)
 

@@ -7,7 +7,6 @@ then runs with and without each, by turns, every run under `kvprobe run` and wit
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -16,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvprobe.commands._paths import GivenPath
-from kvprobe.commands._watching import new_folder
+from kvprobe.commands._watching import ends_by_sigterm, new_folder
 from kvprobe.errors import KvprobeError, UsageError
 
 if TYPE_CHECKING:
@@ -170,6 +169,11 @@ def _name(change: Change | None) -> str:
     return f"{change.name}={change.value}" if change.kind == "environment" else f"--fix {change.value}"
 
 
+def _blocked_less(change: Change) -> int | None:
+    """What a change is predicted to spare the threads: it is measured by how long they are blocked."""
+    return change.predicted_saving_ns if change.thread_saving_ns is None else change.thread_saving_ns
+
+
 def _from_outside(
     findings: Sequence[Finding], recording: Recording, wanted: list[Change]
 ) -> tuple[list[Change], list[str]]:
@@ -193,28 +197,14 @@ def _from_outside(
                 continue
             key = ("rung", "", change.value) if change.kind == "rung" else change.key  # --fix auto is one run for all
             known = total.get(key)
-            savings = [one.predicted_saving_ns for one in (known, change) if one is not None]
+            savings = [_blocked_less(one) for one in (known, change) if one is not None]
             modelled = [one for one in savings if one is not None]
-            total[key] = replace(change, predicted_saving_ns=sum(modelled) if modelled else None)
+            total[key] = replace(change, thread_saving_ns=sum(modelled) if modelled else None)
     for change in wanted:
         total.setdefault(change.key, change)
     if not total:
         left["nothing to try: no finding names a change that can be made from outside"] = None
     return list(best_first(total.values())), list(left)
-
-
-@contextlib.contextmanager
-def _ends_by_sigterm() -> Iterator[None]:
-    """SIGTERM is an exception, so that the command that is running is ended, too (`timeout`, a pipeline's cancel)."""
-
-    def end(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 class _Run:
@@ -232,7 +222,7 @@ class _Run:
         options = ["--exec", "-o", str(folder), "--fix", fix, "--report", "none"]
         arguments = [sys.executable, "-m", "kvprobe", "run", *options, "--", *words]
         out, err = (folder.with_suffix(suffix) for suffix in (".out", ".err"))
-        with out.open("wb") as stdout, err.open("wb") as stderr, _ends_by_sigterm():
+        with out.open("wb") as stdout, err.open("wb") as stderr, ends_by_sigterm():
             process = subprocess.Popen(arguments, env=env, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
             try:
                 code = process.wait()
@@ -292,7 +282,7 @@ def _tried(change: Change, without: Sequence[TrialRun], given: Sequence[TrialRun
         return found
 
     figure = of("figure") if without and without[0].figure is not None else None
-    return Tried(change, change.predicted_saving_ns, of("blocked_ns"), of("wall_ns"), figure)
+    return Tried(change, _blocked_less(change), of("blocked_ns"), of("wall_ns"), figure)
 
 
 def _outcome(

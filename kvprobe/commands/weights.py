@@ -287,8 +287,8 @@ def load_times(recording: Recording) -> list[dict[str, Any]]:
     """
     import numpy as np
 
-    from kvprobe.diagnosis.intervals import Cover
     from kvprobe.errors import RecordingError
+    from kvprobe.recordings.intervals import Cover
     from kvprobe.recordings.model import Direction, Engine
 
     table, out = recording.executions, []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from kvprobe.diagnosis.finding import (
     DEVICE_BY_NSYS,
@@ -19,14 +19,16 @@ from kvprobe.diagnosis.finding import (
     is_of_nsys,
     ranked,
 )
-from kvprobe.launchqueue.constants import COSTLY_BATCH, SATURATION
+from kvprobe.launchqueue.constants import COSTLY_BATCH, SATURATION, SMALL_COPIES
 
 if TYPE_CHECKING:
     from types import ModuleType
 
+    from kvprobe.account import Account
     from kvprobe.diagnosis.joined import JoinedRecording
     from kvprobe.recordings.model import Recording
     from kvprobe.recordings.occupancy import Occupancy
+    from kvprobe.recordings.window import ServingWindow
 
 __all__ = [
     "CAUSES",
@@ -77,14 +79,19 @@ CAUSES: tuple[str, ...] = (
     "redundant_loads",
     "wasted_stores",
     "link_degraded",
-    "small_copies",
+    SMALL_COPIES,
     "weights_not_overlapped",
     "link_bound",
     "head_of_line_copies",
     "python_or_gil_bound",
     "gpu_starved",
     "remote_numa_memory",
+    "unexplained_traffic",
+    # what is left of the account
+    "waiting_for_copies",
+    "waiting_for_host",
     # results at stake
+    "failed_calls",
     "store_not_ordered",
     "load_not_ordered",
 )
@@ -95,11 +102,32 @@ FULL_QUEUE: tuple[str, ...] = (*_QUEUES, _OTHER_THREADS)
 
 
 @dataclass(frozen=True)
-class Examination:
-    """What a diagnosis found, ranked, and which causes this recording cannot show."""
+class Examination(Sequence[Finding]):
+    """What a diagnosis found: a sequence of its findings, with what they were found in.
+
+    Attributes:
+        findings: as `ranked` orders them.
+        not_looked_for: the causes that this recording cannot show, with the reason.
+        account: where every instant of the window went, as far as causes have explained it.
+        serving: the window.
+    """
 
     findings: list[Finding]
     not_looked_for: list[NotLookedFor]
+    account: Account
+    serving: ServingWindow
+
+    @overload
+    def __getitem__(self, at: int) -> Finding: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[Finding]: ...
+
+    def __getitem__(self, at: int | slice) -> Finding | list[Finding]:
+        return self.findings[at]
+
+    def __len__(self) -> int:
+        return len(self.findings)
 
 
 def _not_shown(module: ModuleType, joined: JoinedRecording) -> NotLookedFor | None:
@@ -125,9 +153,17 @@ def examine(recording: Recording, occupancy: Occupancy | None = None) -> Examina
     return examine_joined(JoinedRecording(recording, occupancy))
 
 
-def examine_joined(joined: JoinedRecording, causes: Sequence[str] = CAUSES) -> Examination:
-    """As `examine`, of a recording whose calls and executions are joined already; `causes` in the ledger's order."""
+def examine_joined(joined: JoinedRecording, causes: Sequence[str] = CAUSES, *, accounted: bool = True) -> Examination:
+    """As `examine`, of a recording whose calls and executions are joined already.
+
+    Args:
+        joined: the recording.
+        causes: those to look for, in the ledger's order.
+        accounted: whether the account is asked for; else it is empty where no finding needed it.
+    """
     from importlib import import_module
+
+    from kvprobe.account import Account
 
     if not len(joined.start) and not len(joined.x_start):
         causes = [cause for cause in causes if cause == SERVER_CALL and joined.recording.server_calls.rows]
@@ -144,7 +180,8 @@ def examine_joined(joined: JoinedRecording, causes: Sequence[str] = CAUSES) -> E
         finding = module.find(joined)
         if finding is not None:
             found.append(finding)
-    return Examination(ranked(found), blind)
+    account = joined.account if accounted or "account" in vars(joined) else Account([], [])
+    return Examination(ranked(found), blind, account, joined.serving)
 
 
 def _open_questions(joined: JoinedRecording, causes: Sequence[str]) -> list[Finding]:
@@ -156,9 +193,9 @@ def _open_questions(joined: JoinedRecording, causes: Sequence[str]) -> list[Find
     return [finding for finding in asked if finding is not None]
 
 
-def diagnose(recording: Recording, occupancy: Occupancy | None = None) -> list[Finding]:
-    """All findings of a recording, as `ranked` orders them; an empty list means that nothing was found."""
-    return examine(recording, occupancy).findings
+def diagnose(recording: Recording) -> Examination:
+    """What is wrong in a recording: a sequence of findings, the worst first, with the account they were found in."""
+    return examine(recording)
 
 
 def notes_of(not_looked_for: Sequence[NotLookedFor]) -> list[str]:

@@ -13,14 +13,16 @@ Predicted saving: all of the caller's blocked time with a stream of its own; of 
 
 from __future__ import annotations
 
+from kvprobe.account import Line
 from kvprobe.diagnosis.deeper_queue import deeper
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, cause_of
-from kvprobe.diagnosis.intervals import distinct
 from kvprobe.diagnosis.joined import JoinedRecording, ms
 from kvprobe.diagnosis.launch_queue_saturation import cliff
 from kvprobe.diagnosis.queue_full import full
+from kvprobe.recordings.intervals import distinct
 
 CAUSE = cause_of(__name__)
+PROVES = Line.FULL_QUEUE
 OF_EXECUTIONS = True  # told by what the device executed: without it, not looked for
 TORCH_POOL = 32
 

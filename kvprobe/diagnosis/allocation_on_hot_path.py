@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvprobe.account import Line
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, cause_of
-from kvprobe.diagnosis.intervals import ascending
 from kvprobe.diagnosis.joined import JoinedRecording, ms
+from kvprobe.recordings.intervals import ascending
 from kvprobe.recordings.model import CallKind
 from kvprobe.recordings.window import WARM
 
 CAUSE = cause_of(__name__)
+PROVES = Line.ALLOCATING
 
 
 def find(joined: JoinedRecording) -> Finding | None:

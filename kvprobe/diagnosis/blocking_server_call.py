@@ -17,8 +17,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, Loss, Where, cause_of
-from kvprobe.diagnosis.intervals import Cover, distinct
 from kvprobe.diagnosis.joined import JoinedRecording, ms
+from kvprobe.recordings.intervals import Cover, distinct
 
 CAUSE = cause_of(__name__)
 CURES = {

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvprobe.account import Line
 from kvprobe.diagnosis.deeper_queue import BATCHED, deeper, spared
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import JoinedRecording, ms
@@ -24,6 +25,7 @@ from kvprobe.diagnosis.merging import merged
 from kvprobe.diagnosis.queue_full import full
 
 CAUSE = cause_of(__name__)
+PROVES = Line.FULL_QUEUE
 MOST_CHANNELS = 32
 
 
@@ -40,7 +42,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     more = min(users, MOST_CHANNELS) / min(users, channels)  # channels in use, with 32 and as it is
     return joined.host_finding(
         CAUSE,
-        "Hardware channels were full: {calls} submissions blocked for {lost} although their streams had room",
+        "Hardware channels were full: {calls} submissions blocked for {lost} although their streams had free slots",
         "certain" if known else "likely",
         rows,
         ns,
@@ -89,6 +91,6 @@ def find(joined: JoinedRecording) -> Finding | None:
                 share=spared(joined, found, "channels", BATCHED),
             ),
             *merged(joined, found, "channels"),
-            Change("Limit the number of outstanding copies to channels x depth: more streams do not add room"),
+            Change("Limit the number of outstanding copies to channels x depth: more streams do not add slots"),
         ),
     )

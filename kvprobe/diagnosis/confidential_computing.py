@@ -20,6 +20,7 @@ import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, NotLookedFor, cause_of
 from kvprobe.diagnosis.joined import SLOW_NS, JoinedRecording, ms
+from kvprobe.diagnosis.queue_full import queue_blocked
 from kvprobe.recordings.model import CallKind, Memory
 
 CAUSE = cause_of(__name__)
@@ -42,7 +43,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     if not joined.recording.machine[CAUSE]:
         return None
     copies = (joined.kind == CallKind.COPY) | (joined.kind == CallKind.BATCH)
-    copies &= (joined.memory != Memory.PAGEABLE) & ~joined.queue_blocked
+    copies &= (joined.memory != Memory.PAGEABLE) & ~queue_blocked(joined)
     long = copies & (joined.dur >= SLOW_NS)
     over = np.zeros(0, dtype=bool)
     if joined.recording.has_executions:

@@ -22,9 +22,10 @@ import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.held_up import STALL_NS, held_up, longest_of, said
-from kvprobe.diagnosis.intervals import distinct
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
 from kvprobe.diagnosis.pinning_stall import CAUSE as PINNING_STALL
+from kvprobe.diagnosis.queue_full import queue_blocked
+from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.model import CallKind, Memory
 
 CAUSE = cause_of(__name__)
@@ -32,7 +33,7 @@ CAUSE = cause_of(__name__)
 
 def _naming(joined: JoinedRecording, holders: Array) -> tuple[Array, Array]:
     """Records of events and waits for them that another thread's submission to the same stream held up, ns of each."""
-    events = (joined.kind == CallKind.EVENT) & (joined.dur > STALL_NS) & (joined.stream >= 0) & ~joined.queue_blocked
+    events = (joined.kind == CallKind.EVENT) & (joined.dur > STALL_NS) & (joined.stream >= 0) & ~queue_blocked(joined)
     found = [
         held_up(joined, np.flatnonzero(events & (joined.stream == stream)), holders[joined.stream[holders] == stream])
         for stream in distinct(joined.stream[events])
@@ -47,7 +48,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     rows = np.flatnonzero(wants & (joined.dur > STALL_NS))
     holds = joined.submits & (joined.dur > STALL_NS)
     if len(rows) and joined.recording.has_executions:
-        holds &= joined.queue_blocked | (joined.memory == Memory.PAGEABLE)
+        holds &= queue_blocked(joined) | (joined.memory == Memory.PAGEABLE)
     if PINNING_STALL in joined.host.causes:
         holds &= joined.host.owner != joined.host.causes.index(PINNING_STALL)
     holders = np.flatnonzero(holds)

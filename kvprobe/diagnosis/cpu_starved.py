@@ -21,12 +21,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvprobe.account import Line
 from kvprobe.diagnosis.finding import Change, Evidence, Finding, Loss, NotLookedFor, cause_of
-from kvprobe.diagnosis.intervals import distinct
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.pauses import long_pauses
+from kvprobe.recordings.intervals import distinct
 
 CAUSE = cause_of(__name__)
+PROVES = Line.NO_CPU
 KERNEL = "counted by the kernel"
 LEAST_SHARE = 0.10  # of a thread's time, waited between its calls
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvprobe.diagnosis.finding import Change
-from kvprobe.diagnosis.intervals import distinct
+from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.model import CallKind, Memory
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import SLOW_NS, JoinedRecording, ms
+from kvprobe.diagnosis.queue_full import queue_blocked
 from kvprobe.recordings.model import CallKind, Memory
 
 CAUSE = cause_of(__name__)
@@ -32,7 +33,10 @@ def find(joined: JoinedRecording) -> Finding | None:
     if not (long & (joined.dur >= LONG_NS)).any():
         return None
     rows = np.flatnonzero(
-        long & ((joined.count >= 64) | (joined.count == 0)) & (joined.memory != Memory.PAGEABLE) & ~joined.queue_blocked
+        long
+        & ((joined.count >= 64) | (joined.count == 0))
+        & (joined.memory != Memory.PAGEABLE)
+        & ~queue_blocked(joined)
     )
     known = joined.exec_end[rows] >= 0
     executing = np.where(known, joined.exec_end[rows] - joined.exec_start[rows], 0)

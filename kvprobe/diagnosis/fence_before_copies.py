@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvprobe.account import Line
 from kvprobe.diagnosis.deeper_queue import BATCHED, deeper, spared
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import JoinedRecording, between, ms
@@ -27,6 +28,7 @@ from kvprobe.diagnosis.queue_full import Full, full
 from kvprobe.recordings.model import CallKind, Direction, Engine
 
 CAUSE = cause_of(__name__)
+PROVES = Line.FULL_QUEUE
 
 
 def find(joined: JoinedRecording) -> Finding | None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.intervals import ascending, distinct, in_time
 from kvprobe.diagnosis.joined import Array, JoinedRecording
+from kvprobe.launchqueue.constants import CHANNEL_SLOTS, FULL_SHARE
+from kvprobe.launchqueue.evidence import OverStreams
+from kvprobe.launchqueue.judge import conclude
+from kvprobe.recordings.intervals import ascending, distinct, in_time
 from kvprobe.recordings.model import CallKind, Direction, Memory
 
 __all__ = ["pooled_behind_fence", "still_by_waits"]
 
 STILL_NS = 1_000_000  # a wait for more than a copy
 TIMES = 10  # how much longer the fence holds a call than the queue does that drains afterwards
-CHANNELS, OF_EACH, SHARED = (1, 2, 4, 8, 16, 32), 1_000, 21  # places for copies by channels (measured on an H200)
-FILLED, ROOMY = 0.9, 0.7  # of all places taken, and of one stream's, where the channels are what is full
-EARLY = 1.05  # of all places: what the burst had begun with may have run before the fence
+CHANNELS = 1, 2, 4, 8, 16, 32  # that the environment may have made
 IDLE_NS = 2_000_000  # between two bursts
 POOL = 5
 
@@ -48,9 +49,8 @@ def still_by_waits(joined: JoinedRecording, stream: int, rows: Array, ns: Array)
 def pooled_behind_fence(joined: JoinedRecording) -> tuple[Array, Array, int, int]:
     """Copies over many streams, all told to wait, that blocked when the channels together were full.
 
-    In a burst of one direction over at least five streams the first call that blocks comes when nine tenths of the
-    places of 1, 2, 4, 8, 16 or 32 channels are taken, while its own stream holds far less than a stream does, and its
-    stream had been told to wait for an event. Counted with it are the later calls of the burst that were slow.
+    Of a burst of one direction over at least five streams the judge is told when the first call blocks. Counted with it
+    are the later calls of the burst that were slow.
 
     Returns:
         Rows of `calls`; ns lost in each; submissions outstanding when the first blocked; streams in use.
@@ -69,7 +69,7 @@ def pooled_behind_fence(joined: JoinedRecording) -> tuple[Array, Array, int, int
                 & (joined.memory != Memory.PAGEABLE)
                 & (joined.stream >= 0)
             )
-            if len(mine) < FILLED * counts[0] * OF_EACH or len(distinct(joined.stream[mine])) < POOL:
+            if len(mine) < FULL_SHARE * counts[0] * CHANNEL_SLOTS or len(distinct(joined.stream[mine])) < POOL:
                 continue
             begin = np.concatenate(([True], joined.start[mine[1:]] - joined.end[mine[:-1]] > IDLE_NS))
             for burst in np.split(mine, np.flatnonzero(begin)[1:]):
@@ -87,9 +87,7 @@ def pooled_behind_fence(joined: JoinedRecording) -> tuple[Array, Array, int, int
 def _fits(joined: JoinedRecording, burst: Array, first: int, counts: tuple[int, ...], told: Array) -> bool:
     """Whether the first long call of a burst met full channels behind a fence."""
     stream = joined.stream[burst[first]]
-    own = int((joined.stream[burst[:first]] == stream).sum())
-    places = [(FILLED * n * OF_EACH, EARLY * (n * OF_EACH + SHARED)) for n in counts]
-    if own > ROOMY * OF_EACH or not any(low <= first <= high for low, high in places):
-        return False
     before = told & (joined.stream == stream) & (joined.start < joined.start[burst[first]])
-    return bool((before & (joined.start > joined.start[burst[0]] - IDLE_NS)).any())
+    told_to_wait = bool((before & (joined.start > joined.start[burst[0]] - IDLE_NS)).any())
+    own = int((joined.stream[burst[:first]] == stream).sum())
+    return conclude(OverStreams(first, own, counts, told_to_wait)).full

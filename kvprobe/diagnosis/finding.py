@@ -129,7 +129,9 @@ class Change:
         at: "file:line" of the call to change, where a stack of the finding's calls tells it.
         share: share of the finding's lost time that this change alone saves, 0 to 1, by a model of the mechanism; None
             where it was not modelled.
-        predicted_saving_ns: the same in ns; filled in when the time lost is known, None where it was not modelled.
+        predicted_saving_ns: wall time that it saves: of the time that a GPU waits, and where no GPU was seen or none
+            computes, of the thread's; filled in when the loss is known, None where it was not modelled.
+        thread_saving_ns: time that threads are held up less, whether or not a GPU waits for them; None likewise.
     """
 
     text: str
@@ -139,17 +141,19 @@ class Change:
     at: str = ""
     share: float | None = None
     predicted_saving_ns: int | None = None
+    thread_saving_ns: int | None = None
 
     @property
     def key(self) -> tuple[str, str, str]:
         """What is the same change in two findings."""
         return self.kind, self.name or self.text, self.value
 
-    def of(self, lost_ns: int) -> Change:
-        """This change for a finding that lost `lost_ns`."""
+    def of(self, wall_ns: int, thread_ns: int) -> Change:
+        """This change for a finding without which `wall_ns` would be saved, and threads held up less by `thread_ns`."""
         if self.share is None:
             return self
-        return replace(self, predicted_saving_ns=int(lost_ns * min(max(self.share, 0.0), 1.0)))
+        share = min(max(self.share, 0.0), 1.0)
+        return replace(self, predicted_saving_ns=int(wall_ns * share), thread_saving_ns=int(thread_ns * share))
 
     def to_json(self) -> dict[str, Any]:
         """The fields that a program needs; `predicted_saving_ns` is null where it was not modelled."""
@@ -160,15 +164,16 @@ class Change:
             "value": self.value,
             "at": self.at,
             "predicted_saving_ns": self.predicted_saving_ns,
+            "thread_saving_ns": self.thread_saving_ns,
         }
 
 
 def best_first(changes: Iterable[Change]) -> tuple[Change, ...]:
     """Changes by predicted saving; then those that were not modelled, in their order; last what saves nothing."""
 
-    def place(change: Change) -> tuple[int, int]:
-        saving = change.predicted_saving_ns
-        return (1, 0) if saving is None else (0, -saving) if saving > 0 else (2, 0)
+    def place(change: Change) -> tuple[int, int, int]:
+        saving, spared = change.predicted_saving_ns, change.thread_saving_ns or 0
+        return (1, 0, 0) if saving is None else (0, -saving, -spared) if saving or spared else (2, 0, 0)
 
     return tuple(sorted(changes, key=place))
 
@@ -259,6 +264,10 @@ class Loss:
         window: as in Finding.
         span_ns: what `ns` is a share of; None: the serving window.
         places, calls: as `where` and `calls` of Finding.
+        gaps: of a loss that is not one of calls or copies, the stretches in which a device stood idle, as arrays of
+            where they begin and end; None: none is known.
+        copies: of a loss of copy engines, the rows of the executions; None: none is known.
+        spans: the same where timing events tell of stretches of copies alone: where they begin and end.
     """
 
     ns: int
@@ -268,6 +277,9 @@ class Loss:
     span_ns: int | None = None
     places: tuple[Where, ...] = ()
     calls: tuple[TracedCall, ...] = ()
+    gaps: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None
+    copies: npt.NDArray[Any] | None = None
+    spans: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None
 
 
 class _Evidence(TypedDict):
@@ -312,6 +324,9 @@ class Finding:
         chart: named series with axis labels for a zoomed chart, or None.
         of_ns: what `lost_ns` is a share of: the time that the threads which lost it spent in the serving window, added
             up; of engines and devices, the window itself for each process.
+        device_ns: of the time in which a GPU ran no kernel, what this explains (`kvprobe.account`); None where the
+            recording does not show what the GPUs did.
+        window_ns: length of the window of that GPU; 0 where none was seen.
     """
 
     cause: str
@@ -328,6 +343,15 @@ class Finding:
     chart: EvidenceChart | None = None
     calls: tuple[TracedCall, ...] = ()
     of_ns: int = 0
+    device_ns: int | None = None
+    window_ns: int = 0
+
+    @property
+    def device_share(self) -> float | None:
+        """Part of the window in which a GPU ran no kernel for this reason, 0 to 1; None where no GPU was seen."""
+        if self.device_ns is None or self.window_ns <= 0:
+            return None
+        return min(self.device_ns / self.window_ns, 1.0)
 
     @property
     def share(self) -> float:
@@ -354,6 +378,8 @@ class Finding:
             "lost_ns": int(self.lost_ns),
             "lost_on": self.lost_on,
             "share": self.share,
+            "device_ns": self.device_ns,
+            "device_share": self.device_share,
             "evidence": [one.to_json() for one in self.evidence],
             "cure": [one.to_json() for one in self.cure],
             "predicted_saving_ns": self.predicted_saving_ns,

@@ -18,6 +18,7 @@ import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, LABELLED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import SLOW_NS, Array, JoinedRecording, ms
+from kvprobe.diagnosis.queue_full import queue_blocked
 from kvprobe.recordings.model import CallKind, Label
 
 CAUSE = cause_of(__name__)
@@ -84,7 +85,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     labelled = np.flatnonzero(slow)
     labelled = labelled[2 * cover.within(joined.start[labelled], joined.end[labelled]) > excess[labelled]]
     rows = np.union1d(first, labelled)
-    rows = rows[~joined.queue_blocked[rows] & (joined.host.free_ns[rows] > 0)]
+    rows = rows[~queue_blocked(joined)[rows] & (joined.host.free_ns[rows] > 0)]
     if not len(rows):
         return None
     lost = excess[rows]

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvprobe.account import Line
 from kvprobe.diagnosis.finding import EvidenceChart
-from kvprobe.diagnosis.intervals import Cover, distinct, in_time
 from kvprobe.diagnosis.joined import Array, JoinedRecording
+from kvprobe.recordings.intervals import Cover, distinct, in_time
 from kvprobe.recordings.model import Label
 
-__all__ = ["Gaps", "gaps_chart", "idle_gaps"]
+__all__ = ["Gaps", "gaps_chart", "idle_gaps", "nothing_to_do"]
 
 NO_WORK_NS = 1_000_000_000  # longer pauses: the server had no requests, or the recording cannot say
 
@@ -33,6 +34,19 @@ class Gaps:
     call: Array
     host_ns: Array
     gc_ns: Array
+
+
+def nothing_to_do(joined: JoinedRecording, gaps: Gaps) -> Array:
+    """Mask of gaps in which, for most of the time, nobody asked for anything, as the account has it."""
+    parts = [
+        (cut.start[idle], cut.end[idle])
+        for cut in (gpu.stretches for gpu in joined.account.gpus)
+        for idle in (cut.line == Line.NOTHING_TO_DO,)
+    ]
+    if not parts:
+        return np.zeros(len(gaps.start), dtype=bool)
+    idle = Cover(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    return np.asarray(2 * idle.within(gaps.start, gaps.end) > gaps.end - gaps.start)
 
 
 def gaps_chart(joined: JoinedRecording, gaps: Gaps, mine: Array) -> EvidenceChart:

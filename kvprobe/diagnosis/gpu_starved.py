@@ -7,7 +7,7 @@ Signature: the device executes nothing, the launch that ends the gap was made af
 empty, which is the opposite of a full one: a long time between launch and start of a kernel is not starvation), and the
 launching thread was in no CUDA call meanwhile. Gaps of at least 200 us; shorter ones, one for each launch, belong to
 `python_or_gil_bound`, as do gaps with evidence of the interpreter. Named from five gaps and a tenth of the span on:
-every program has some. Gaps of more than a second are left out: a server without requests is idle too.
+every program has some. Gaps in which nobody asked for anything, as far as the account can tell, are left out.
 
 Time lost: the part of these gaps in which the thread was in no CUDA call. Predicted saving: the same, with the next
 step prepared while the last one runs.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
-from kvprobe.diagnosis.gaps import gaps_chart, idle_gaps
+from kvprobe.diagnosis.gaps import gaps_chart, idle_gaps, nothing_to_do
 from kvprobe.diagnosis.joined import JoinedRecording, ms, share
 from kvprobe.diagnosis.python_or_gil_bound import explained
 
@@ -30,7 +30,7 @@ LONG_NS, LEAST_SHARE, MANY = 200_000, 0.10, 5
 def find(joined: JoinedRecording) -> Finding | None:
     """Long idle gaps in which the host was elsewhere."""
     gaps = idle_gaps(joined)
-    mine = (gaps.host_ns >= LONG_NS) & ~explained(joined, gaps)
+    mine = (gaps.host_ns >= LONG_NS) & ~explained(joined, gaps) & ~nothing_to_do(joined, gaps)
     lost = int(gaps.host_ns[mine].sum())
     span = joined.span_ns * max(len(np.unique(gaps.process)), 1)
     if mine.sum() < MANY or lost < LEAST_SHARE * span:
@@ -48,6 +48,7 @@ def find(joined: JoinedRecording) -> Finding | None:
             window=(int(gaps.start[mine].min()), int(gaps.end[mine].max())),
             span_ns=span,
             places=where,
+            gaps=(gaps.start[mine], gaps.end[mine]),
         ),
         evidence=(
             Evidence(

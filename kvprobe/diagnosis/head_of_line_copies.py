@@ -19,8 +19,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
-from kvprobe.diagnosis.intervals import Cover, distinct, in_time
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
+from kvprobe.recordings.intervals import Cover, distinct, in_time
 from kvprobe.recordings.model import Direction, Engine, Memory
 
 CAUSE = cause_of(__name__)

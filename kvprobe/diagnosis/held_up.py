@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import MEASURED, Evidence
-from kvprobe.diagnosis.intervals import Cover, ascending, distinct
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
+from kvprobe.recordings.intervals import Cover, ascending, distinct
 
 __all__ = ["STALL_NS", "held_up", "longest_of", "said"]
 

@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvprobe.account import Account, GpuAccount, account_of
+from kvprobe.diagnosis.explaining import Explained, Explainer
 from kvprobe.diagnosis.finding import (
+    SEVERITIES,
     Change,
     Confidence,
     Evidence,
@@ -29,15 +32,13 @@ from kvprobe.diagnosis.finding import (
     best_first,
     singular,
 )
-from kvprobe.diagnosis.intervals import Cover, distinct, group_starts, in_time, running_max_by_group
 from kvprobe.diagnosis.traced import longest
 from kvprobe.launchqueue.constants import LEAST_NS, NOTABLE_NS, NOTABLE_SHARE
-from kvprobe.recordings.assemble import codes
-from kvprobe.recordings.link_rate import link_rate
-from kvprobe.recordings.links import links_of
-from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Engine, Label, Memory, Recording
+from kvprobe.recordings.assemble import pairs, positions
+from kvprobe.recordings.intervals import Cover, distinct, group_starts, in_time
+from kvprobe.recordings.joined import Joined
+from kvprobe.recordings.model import CallKind, Direction, Engine, Label, Memory, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
-from kvprobe.recordings.window import serving_window
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -49,6 +50,8 @@ __all__ = ["SLOW_NS", "JoinedRecording", "Ledger", "ms", "share"]
 
 SLOW_NS = 60_000  # a submission this long is worth an explanation: ten times any recorder's cost per call
 CRITICAL, WARNING = 0.10, 0.01
+LOUD = 0.3  # of a GPU's window: what no cause explains is critical from here, a warning from CRITICAL
+NOTHING_COMPUTES = "cannot tell, because no kernel follows in the recording, so nothing shows whether a model waited"
 
 
 def ms(ns: float) -> str:
@@ -90,49 +93,25 @@ class Ledger:
         return got
 
 
-class JoinedRecording:
+class JoinedRecording(Joined):
     """A recording, joined once, for all causes.
 
-    Attributes (arrays of one entry a call unless said otherwise):
-        start, end, dur: ns. process, thread, kind, name, stream, direction, memory, bytes, count, src, dst: as in the
-            model, with what the call did not know filled in from its execution.
-        caller: number of the call's (process, thread) pair.
-        submits: the call submits work to a stream.
-        nested: the call runs inside another one of its thread: it owns no time of its own.
-        serving: the window that is judged; `outside` marks the calls that are not in it, of which nothing is claimed.
-        exec_start, exec_end: first start and last end of the executions the call caused; -1 where unknown.
+    Attributes, beyond those of `Joined`:
+        outside: mask of the calls that are not in the serving window, of which nothing is claimed.
         host: the ledger of calls. device: the ledger of executions.
     """
 
     def __init__(self, recording: Recording, known: Occupancy | None = None) -> None:
         """Joins calls with executions; costs a few sorts. `known`: the recording's occupancy, where it is at hand."""
-        self.recording = recording
         self._made: dict[Callable[[JoinedRecording], Any], Any] = {}
         self._common: dict[int, int] = {}
         self._launches: dict[int, Array] = {}
         self._ranges: dict[tuple[int, int], Array] = {}
         if known is not None:
             self.occupancy = known
-        calls, executions = recording.calls, recording.executions
-        self.start, self.end = calls["start_ns"], calls["end_ns"]
-        self.dur = np.maximum(self.end - self.start, 0)
-        self.process, self.thread = calls["process"], calls["thread"]
-        self.kind, self.name, self.count = calls["kind"], calls["name"], calls["count"]
-        self.src, self.dst = calls["src"], calls["dst"]
-        self.transfer = calls["transfer"]
-        self.submits = np.isin(self.kind, np.array(SUBMITTING, dtype=np.uint8))
-        threads, place = codes(self.thread)
-        self.caller = self.process.astype(np.int32) * max(len(threads), 1) + place
-        self.x_start, self.x_end = executions["start_ns"], executions["end_ns"]
-        self._join()
-        self.serving = recording.window or serving_window(recording)
+        super().__init__(recording)
         self.outside = ~self.serving.holds(self.process, self.start)
         self.host = Ledger(np.where(self.nested | self.outside, 0, self.dur))
-
-    @cached_property
-    def x_dur(self) -> Array:
-        """Duration of each execution, ns."""
-        return np.asarray(np.maximum(self.x_end - self.x_start, 0))
 
     @cached_property
     def device(self) -> Ledger:
@@ -141,62 +120,19 @@ class JoinedRecording:
         inside = self.serving.holds(table["process"], self.x_start)
         return Ledger(self.x_dur if inside.all() else np.where(inside, self.x_dur, 0))
 
-    # ---- joining ------------------------------------------------------------------------------------------------
-
-    def _join(self) -> None:
-        calls, executions = self.recording.calls, self.recording.executions
-        links = links_of(self.recording)
-        self.x_call, self.x_of_call = links.call, links.first
-        self.exec_start, self.exec_end = links.began, links.done
-        first_row = links.first
-
-        def filled(column: str, unknown: int) -> Array:
-            mine: Array = calls[column]
-            gap = (mine == unknown) & (first_row >= 0)
-            theirs = executions[column][first_row[gap]]
-            if not (theirs != unknown).any():  # a kernel moves nothing anywhere
-                return mine
-            mine = mine.copy()
-            mine[gap] = theirs
-            return mine
-
-        self.stream = filled("stream", -1)
-        self.direction = filled("direction", Direction.UNKNOWN)
-        self.memory = filled("memory", Memory.UNKNOWN)
-        self.bytes = filled("bytes", 0)
+    # ---- where the time went ------------------------------------------------------------------------------------
 
     @cached_property
-    def by_caller(self) -> Array:
-        """Rows sorted by caller, then start."""
-        order = np.arange(len(self.start))
-        if len(order) and (self.start[1:] < self.start[:-1]).any():
-            order = np.argsort(self.start, kind="stable")
-        callers: Array = order[np.argsort(self.caller[order], kind="stable")]
-        return callers.astype(np.int32)
+    def account(self) -> Account:
+        """Where every instant went; what causes have claimed of it by now is marked in it."""
+        return account_of(self)
 
     @cached_property
-    def nested(self) -> Array:
-        """Calls that begin before an earlier call of their thread has ended."""
-        out = np.zeros(len(self.start), dtype=bool)
-        order = self.by_caller
-        if len(order) > 1:
-            caller, start, end = self.caller[order], self.start[order], self.end[order]
-            if ((start[1:] < end[:-1]) & (caller[1:] == caller[:-1])).any():  # else no call begins inside another
-                reach = running_max_by_group(end, caller)
-                out[order[1:]] = (caller[1:] == caller[:-1]) & (start[1:] < reach[:-1])
-        return out
+    def explainer(self) -> Explainer:
+        """Gives causes their part of the account."""
+        return Explainer(self.account)
 
     # ---- what was usual -----------------------------------------------------------------------------------------
-
-    @cached_property
-    def window(self) -> tuple[int, int]:
-        """First and last instant of what is judged."""
-        return self.serving.start_ns, self.serving.end_ns
-
-    @property
-    def span_ns(self) -> int:
-        """Length of the window."""
-        return self.window[1] - self.window[0]
 
     @cached_property
     def usual_ns(self) -> Array:
@@ -206,16 +142,19 @@ class JoinedRecording:
         than eight times takes its kind's, and all take at most the process's for submissions, as records of events do.
         """
         out = np.zeros(len(self.dur), dtype=np.int64)
-        for process in range(int(self.process.max()) + 1 if len(self.process) else 0):
-            mine = self.process == process
-            common = self.common_ns(process)
-            for name in np.flatnonzero(np.bincount(self.name[mine])):
-                rows = np.flatnonzero(mine & (self.name == name))
-                low = int(np.percentile(self.dur[rows[:: 1 + len(rows) // 100_000]], 25))
-                if self.kind[rows[0]] != CallKind.GRAPH:  # a graph launch costs by its nodes: only its own kind tells
-                    alike = self.submits[rows[0]] or self.kind[rows[0]] == CallKind.EVENT
-                    low = common if len(rows) < 8 else min(low, 4 * common) if alike else low
-                out[rows] = low
+        groups, place = pairs(self.process, self.name)  # there may be as many names as calls
+        for (process, _), rows in zip(groups, positions(place, len(groups)), strict=True):
+            if process < 0:
+                continue
+            common, kind = self.common_ns(process), self.kind[rows[0]]
+            if len(rows) < 8 and kind != CallKind.GRAPH:
+                out[rows] = common
+                continue
+            low = int(np.percentile(self.dur[rows[:: 1 + len(rows) // 100_000]], 25))
+            if kind != CallKind.GRAPH:  # a graph launch costs by its nodes: only its own kind tells
+                alike = self.submits[rows[0]] or kind == CallKind.EVENT
+                low = min(low, 4 * common) if alike else low
+            out[rows] = low
         return out
 
     def once(self, make: Callable[[JoinedRecording], T]) -> T:
@@ -240,17 +179,6 @@ class JoinedRecording:
             out[self.process[rows] == process] = self.common_ns(process)
         return out
 
-    def link(self, direction: Direction) -> tuple[float, str]:
-        """Bytes per second that one copy of this direction can reach, and how that is known; 0 where unknown."""
-        return link_rate(self.recording, direction)
-
-    def is_named(self, *parts: str) -> Array:
-        """Mask of calls whose name contains one of the parts, case aside."""
-        known = np.array([any(p in text.lower() for p in parts) for text in self.recording.names], dtype=bool)
-        inside = (self.name >= 0) & (self.name < len(known))
-        mask: Array = inside & known[np.where(inside, self.name, 0)]
-        return mask
-
     def launches(self, process: int) -> Array:
         """Rows of a process's kernel and graph launches, in the order of their start."""
         known = self._launches
@@ -258,16 +186,6 @@ class JoinedRecording:
             mine = (self.kind == CallKind.LAUNCH) | (self.kind == CallKind.GRAPH)
             known[process] = in_time(np.flatnonzero(mine & (self.process == process)), self.start)
         return known[process]
-
-    @cached_property
-    def kernel_streams(self) -> Array:
-        """Streams that carry kernels or graphs; -1 is never among them."""
-        table = self.recording.executions
-        ran = table["stream"][table["engine"] == Engine.KERNEL]
-        asked = self.stream[(self.kind == CallKind.LAUNCH) | (self.kind == CallKind.GRAPH)]
-        streams = np.union1d(distinct(ran), distinct(asked))
-        streams = streams[streams >= 0]
-        return np.asarray(streams)
 
     def made(self, kinds: Sequence[CallKind]) -> Array:
         """Calls of these kinds by stream, (streams,) float64: those in the recording, or in its totals where more."""
@@ -291,11 +209,6 @@ class JoinedRecording:
         """Mask of calls that took at least SLOW_NS, most of it more than such a call usually takes."""
         mask: Array = (self.dur > SLOW_NS) & (2 * self.excess_ns > self.dur)
         return mask
-
-    @cached_property
-    def launching_callers(self) -> Array:
-        """Callers that launch kernels or graphs: the threads a model runs on."""
-        return distinct(self.caller[(self.kind == CallKind.LAUNCH) | (self.kind == CallKind.GRAPH)])
 
     def on_launching_thread(self, rows: Array) -> Array:
         """Mask over `rows`: the call is made by a thread that launches compute."""
@@ -334,35 +247,7 @@ class JoinedRecording:
         """Depth, ceiling and blocked time of every queue."""
         return occupancy(self.recording)
 
-    @cached_property
-    def queue_blocked(self) -> Array:
-        """Mask of calls that waited for room in a queue, whatever the shape."""
-        from kvprobe.diagnosis.queue_full import full
-
-        mask = np.zeros(len(self.start), dtype=bool)
-        for rows in full(self).rows.values():
-            mask[rows] = True
-        return mask
-
     # ---- saying it ----------------------------------------------------------------------------------------------
-
-    def text(self, index: int) -> str:
-        """An interned name."""
-        return self.recording.text(int(index))
-
-    def pid(self, process: int) -> int:
-        """Process id of a process row, or the row where unknown."""
-        table = self.recording.processes
-        return int(table["pid"][process]) if 0 <= process < table.rows else int(process)
-
-    def rank(self, process: int) -> int:
-        """Rank of a process row, -1 where it has none."""
-        table = self.recording.processes
-        return int(table["rank"][process]) if 0 <= process < table.rows else -1
-
-    def stream_name(self, stream: int) -> str:
-        """How to call a stream in a sentence."""
-        return self.recording.stream_title(stream)
 
     def caller_span_ns(self, rows: Array) -> int:
         """Summed recorded spans of the threads that made these calls."""
@@ -501,7 +386,10 @@ class JoinedRecording:
         window = int(self.start[rows].min()), int(self.end[rows].max())
         places, calls = self.places(rows, got), longest(self, rows, got)
         loss = Loss(int(got.sum()), len(rows), "host", window, span, places, calls)
-        return self._finding(cause, title, confidence, loss, explanation)
+        explained = Explained()
+        if confidence != "cannot tell":
+            explained = self.explainer.host(cause, self.start[rows], self.end[rows], self.caller[rows], got)
+        return self._finding(cause, title, confidence, loss, explanation, explained)
 
     def open_question(
         self,
@@ -577,7 +465,8 @@ class JoinedRecording:
         window = int(self.x_start[rows].min()), int(self.x_end[rows].max())
         places, calls = self.device_places(rows, got), self._calls_of(rows, got)
         loss = Loss(int(got.sum()), len(rows), lost_on, window, span, places, calls)
-        return self._finding(cause, title, confidence, loss, explanation)
+        explained = self.explainer.copies(cause, self.x_start[rows], self.x_end[rows], loss.ns)
+        return self._finding(cause, title, confidence, loss, explanation, explained)
 
     def finding(
         self, cause: str, title: str, confidence: Confidence, loss: Loss, **explanation: Unpack[Explanation]
@@ -585,20 +474,76 @@ class JoinedRecording:
         """As `host_finding`, for time that is neither a call's nor an engine's: waiting, idling, nothing at all."""
         if loss.on != "none" and not self.notable(loss.ns, self._span_of(loss)):
             return None
-        return self._finding(cause, title, confidence, loss, explanation)
+        explained = Explained()
+        if loss.gaps is not None and confidence != "cannot tell":
+            explained = self.explainer.gaps(cause, *loss.gaps)
+        elif loss.copies is not None and confidence != "cannot tell":
+            rows = loss.copies
+            explained = self.explainer.copies(cause, self.x_start[rows], self.x_end[rows], loss.ns)
+        elif loss.spans is not None and confidence != "cannot tell":
+            explained = self.explainer.copies(cause, *loss.spans, loss.ns)
+        return self._finding(cause, title, confidence, loss, explanation, explained)
+
+    def line_finding(
+        self, cause: str, title: str, gpu: GpuAccount, loss: Loss, **explanation: Unpack[Explanation]
+    ) -> Finding | None:
+        """What is left of lines of a GPU's account, under the lines' own name; less than a tenth stays in the account.
+
+        It is as loud as its share of the window.
+        """
+        part = loss.ns / gpu.window_ns if gpu.window_ns > 0 else 0.0
+        if part < CRITICAL:
+            return None
+        few = loss.ns < LEAST_NS
+        explanation["severity"] = "info" if few else "critical" if part >= LOUD else "warning"
+        return self._finding(
+            cause,
+            title,
+            "certain",
+            loss,
+            explanation,
+            Explained(loss.ns, gpu.window_ns, 0, self.explainer.take(loss.ns)),
+        )
+
+    def line_question(
+        self, cause: str, title: str, gpu: GpuAccount, loss: Loss, evidence: Sequence[Evidence]
+    ) -> Finding | None:
+        """As `line_finding`, where no kernel follows: nothing shows that a model waited, which is an open question."""
+        if loss.ns < CRITICAL * gpu.window_ns:
+            return None
+        explanation: Explanation = {
+            "severity": "info",
+            "evidence": evidence,
+            "reason": NOTHING_COMPUTES,
+            "cure": (Change("Record a run in which the model computes until the end", "recording"),),
+        }
+        return self._finding(cause, title, "cannot tell", loss, explanation, Explained(loss.ns, gpu.window_ns))
+
+    def _severity(self, loss: Loss, explained: Explained) -> Severity:
+        """By what the device, and so the program, lost; by the caller's own loss where that cannot be seen."""
+        if explained.saved_ns is None or explained.window_ns <= 0 or loss.on == "none":
+            return self.severity(loss.ns, self._span_of(loss))
+        lost = max(explained.saved_ns, explained.device_ns or 0)
+        by_device = self.severity(lost, explained.window_ns)
+        by_caller = self.severity(min(explained.open_ns, loss.ns), self._span_of(loss))
+        return min(by_device, by_caller, key=SEVERITIES.index)
 
     def _span_of(self, loss: Loss) -> int:
         return self.span_ns if loss.span_ns is None else loss.span_ns
 
-    def _finding(self, cause: str, title: str, confidence: Confidence, loss: Loss, more: Explanation) -> Finding:
+    def _finding(
+        self, cause: str, title: str, confidence: Confidence, loss: Loss, more: Explanation, explained: Explained
+    ) -> Finding:
         line = next((call.line for call in loss.calls if call.line), "")
+        possible = loss.ns if explained.saved_ns is None else min(loss.ns, explained.saved_ns)
         # Where no time is known, none is predicted to be saved: 0 would put the change behind all others.
-        saved = (change if loss.on == "none" else change.of(loss.ns) for change in more["cure"])
+        spared = loss.ns if loss.on == "host" else 0
+        saved = (change if loss.on == "none" else change.of(possible, spared) for change in more["cure"])
         cure = (replace(change, at=line if change.kind == "call" else "") for change in saved)
         return Finding(
             cause=cause,
             title=singular(title.format(lost=ms(loss.ns), calls=f"{loss.count:,}")),
-            severity=more.get("severity") or self.severity(loss.ns, self._span_of(loss)),
+            severity=more.get("severity") or self._severity(loss, explained),
             confidence=confidence,
             lost_ns=loss.ns,
             evidence=tuple(replace(one, text=singular(one.text)) for one in more["evidence"]),
@@ -610,6 +555,8 @@ class JoinedRecording:
             reason=more.get("reason", ""),
             chart=more.get("chart"),
             of_ns=self._span_of(loss),
+            device_ns=explained.device_ns,
+            window_ns=explained.window_ns,
         )
 
     def _calls_of(self, executions: Array, ns: Array) -> tuple[TracedCall, ...]:

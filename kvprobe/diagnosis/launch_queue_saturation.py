@@ -18,17 +18,19 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvprobe.account import Line
 from kvprobe.diagnosis.deeper_queue import BATCHED, counted_records, deeper, spared
 from kvprobe.diagnosis.finding import INFERRED, LABELLED, MEASURED, Change, Evidence, EvidenceChart, Finding, cause_of
-from kvprobe.diagnosis.intervals import distinct
 from kvprobe.diagnosis.joined import SLOW_NS, Array, JoinedRecording, between, ms, share
 from kvprobe.diagnosis.merging import merged
 from kvprobe.diagnosis.queue_full import UNSETTLED_SHARE, full
-from kvprobe.launchqueue.constants import LEAST_NS, REAL_DEPTH
+from kvprobe.launchqueue.constants import CHANNEL_SLOTS, FULL_SHARE, LEAST_NS, REAL_DEPTH
 from kvprobe.recordings.inferred import without_cpu
+from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.model import CallKind, Direction, Memory
 
 CAUSE = cause_of(__name__)
+PROVES = Line.FULL_QUEUE
 
 
 def cliff(joined: JoinedRecording, rows: Array) -> EvidenceChart:
@@ -57,7 +59,7 @@ def cliff(joined: JoinedRecording, rows: Array) -> EvidenceChart:
 
 
 def _slow_records(joined: JoinedRecording) -> Finding | None:
-    """Records of events that took long: each takes a place, and waits for one, but whose queue it was is not told.
+    """Records of events that took long: each takes a slot, and waits for one, but whose queue it was is not told.
 
     Where the device was recorded and no queue was anywhere near full of submissions, they are `unexplained`.
     """
@@ -82,13 +84,13 @@ def _slow_records(joined: JoinedRecording) -> Finding | None:
         evidence=(
             Evidence(
                 f"{len(rows):,} calls that record an event took {ms(int(ns.sum()))} longer than such calls do, the "
-                f"longest {ms(int(joined.dur[rows].max()))}: a record takes a place of its stream's queue",
+                f"longest {ms(int(joined.dur[rows].max()))}: a record takes a slot of its stream's queue",
                 int(ns.sum()),
                 "ns",
                 MEASURED,
             ),
         ),
-        because="the records of events that took long found room in their queues, by what was counted"
+        because="the records of events that took long found slots in their queues, by what was counted"
         if told
         else "records of events waited, and the recording does not hold every record with its stream",
         record="Keep each record of an event: kvprobe run --detail launches"
@@ -105,7 +107,7 @@ def _crowded(joined: JoinedRecording) -> Finding | None:
     seen = joined.submits & np.isin(joined.direction, (Direction.H2D, Direction.D2H)) & (joined.exec_end >= 0)
     left = np.minimum(joined.host.free_ns, joined.excess_ns)
     slow = seen & joined.slow & (joined.host.owner < 0) & (joined.memory != Memory.PAGEABLE)
-    takes = 0.9 * float(joined.recording.machine.get("queue_depth") or 1_000)
+    takes = FULL_SHARE * float(joined.recording.machine.get("queue_depth") or CHANNEL_SLOTS)
     parts = [np.zeros(0, dtype=np.int64)]
     most = 0
     for process, direction in set(zip(joined.process[slow].tolist(), joined.direction[slow].tolist(), strict=True)):
@@ -131,7 +133,7 @@ def _crowded(joined: JoinedRecording) -> Finding | None:
                 MEASURED,
             ),
         ),
-        because="the recording does not say which streams share a channel, and streams that had room themselves held "
+        because="the recording does not say which streams share a channel, and streams that had slots themselves held "
         "together what a channel takes",
         record="Record with the PyTorch profiler of June 2026 or later, which tells channels; or run once with "
         "CUDA_DEVICE_MAX_CONNECTIONS=32 and compare",
@@ -198,7 +200,7 @@ def find(joined: JoinedRecording) -> Finding | None:
             LABELLED if labelled else MEASURED if found.how == "plateau" else INFERRED,
         ),
         Evidence(
-            f"the same calls take {ms(baseline)} when the queue has room; here the median is "
+            f"the same calls take {ms(baseline)} when the queue has a slot; here the median is "
             f"{ms(float(np.median(joined.dur[rows])))}, the longest {ms(int(joined.dur[rows].max()))}",
             float(np.median(joined.dur[rows])),
             "ns",
@@ -266,11 +268,11 @@ def find(joined: JoinedRecording) -> Finding | None:
         ]
     else:
         cure += [
-            Change("Submit each transfer as one gather kernel, which takes one place: a batch takes one for 25 copies")
+            Change("Submit each transfer as one gather kernel, which takes one slot: a batch takes one for 25 copies")
             if of_batches
             else Change(
                 "Submit fewer, larger pieces: one cudaMemcpyBatchAsync or one gather kernel for a transfer: a batch "
-                "takes few places, however many copies it has",
+                "takes few slots, however many copies it has",
                 share=spared(joined, found, "saturation", BATCHED),
             ),
             Change(
@@ -290,7 +292,7 @@ def find(joined: JoinedRecording) -> Finding | None:
             1,
             Change(
                 f"Record one event behind a transfer or a step, not behind each piece: {records:,} records took "
-                "places of the queue as well",
+                "slots of the queue as well",
                 share=spared(joined, found, "saturation", 1 + records / max(submitted, 1)),
             ),
         )

@@ -18,8 +18,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding, cause_of
-from kvprobe.diagnosis.intervals import Cover, distinct
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
+from kvprobe.recordings.intervals import Cover, distinct
 from kvprobe.recordings.link_rate import PCIE_5
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 
@@ -130,7 +130,6 @@ def find(joined: JoinedRecording) -> Finding | None:
         np.concatenate(chosen),
         np.concatenate(losses),
         evidence=evidence,
-        severity="info",
         cure=(
             FEWER,
             Change("Recompute short prefixes instead of loading them where that is faster"),

@@ -18,8 +18,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding, cause_of
-from kvprobe.diagnosis.intervals import Cover, in_time
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
+from kvprobe.recordings.intervals import Cover, in_time
 from kvprobe.recordings.model import Direction, Engine, Memory
 
 CAUSE = cause_of(__name__)

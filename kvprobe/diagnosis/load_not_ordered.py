@@ -19,9 +19,9 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, Loss, NotLookedFor, cause_of
-from kvprobe.diagnosis.intervals import Cover, ascending
 from kvprobe.diagnosis.joined import Array, JoinedRecording
 from kvprobe.diagnosis.ordering import LEAST, asks, bursts, copies_apart, may_order, order_not_shown, waits
+from kvprobe.recordings.intervals import Cover, ascending
 from kvprobe.recordings.model import Direction
 
 CAUSE = cause_of(__name__)

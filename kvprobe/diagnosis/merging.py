@@ -6,10 +6,10 @@ import numpy as np
 
 from kvprobe.diagnosis.deeper_queue import spared
 from kvprobe.diagnosis.finding import Change
-from kvprobe.diagnosis.intervals import distinct
 from kvprobe.diagnosis.joined import JoinedRecording
 from kvprobe.diagnosis.queue_full import Full
 from kvprobe.recordings.descriptors import Neighbours, neighbours
+from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.model import Memory
 
 __all__ = ["merged", "near"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import DEVICE_BY_NSYS, NotLookedFor, is_of_nsys
-from kvprobe.diagnosis.intervals import distinct, in_time
 from kvprobe.diagnosis.joined import Array, JoinedRecording
+from kvprobe.recordings.intervals import distinct, in_time
 from kvprobe.recordings.model import CallKind, Direction, Memory
 
 __all__ = ["AsyncCopies", "asks", "bursts", "copies_apart", "may_order", "order_not_shown", "waits"]

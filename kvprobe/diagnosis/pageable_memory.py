@@ -18,12 +18,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvprobe.account import Line
 from kvprobe.diagnosis.finding import COUNTED, LABELLED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.llama_cpp import LLAMA_CPP, changes, programs
+from kvprobe.diagnosis.queue_full import queue_blocked
 from kvprobe.recordings.model import CallKind, Direction, Memory
 
 CAUSE = cause_of(__name__)
+PROVES = Line.PAGEABLE
 SUBMISSION_NS = 2_000  # of a pinned copy, where the recording has none to compare with
 STAGED_BYTES = 128 << 10  # from here on `--fix auto` stages a copy (native/interpose/cures.c)
 STAGED = Change(
@@ -43,7 +46,7 @@ def _pinned_ns(joined: JoinedRecording, copies: Array) -> Array:
     By process: the lower quartile of its other copies, where there are any, else of its other submissions, those that
     waited for a full queue left out.
     """
-    quick = joined.submits & (joined.memory != Memory.PAGEABLE) & ~joined.queue_blocked
+    quick = joined.submits & (joined.memory != Memory.PAGEABLE) & ~queue_blocked(joined)
     out = np.full(int(joined.process.max()) + 1, SUBMISSION_NS, dtype=np.int64)
     for process in range(len(out)):
         mine = quick & (joined.process == process)

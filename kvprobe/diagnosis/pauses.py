@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvprobe.diagnosis.intervals import Cover, running_max_by_group
 from kvprobe.diagnosis.joined import Array, JoinedRecording
+from kvprobe.recordings.intervals import Cover, running_max_by_group
 
 __all__ = ["Pauses", "long_pauses", "waited_within"]
 

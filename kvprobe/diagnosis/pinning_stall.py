@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvprobe.account import Line
 from kvprobe.diagnosis.finding import INFERRED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.held_up import STALL_NS, held_up, longest_of, said
 from kvprobe.diagnosis.joined import JoinedRecording, ms
+from kvprobe.diagnosis.queue_full import queue_blocked
 from kvprobe.recordings.model import CallKind, Memory
 
 CAUSE = cause_of(__name__)
+PROVES = Line.ALLOCATING
 PINNING_NS = 500_000
 PINS = (
     "hostregister",
@@ -43,7 +46,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         joined.dur > STALL_NS
     )
     waits = joined.kind != CallKind.SYNC
-    rows = np.flatnonzero(held & waits & ~pins & (joined.memory != Memory.PAGEABLE) & ~joined.queue_blocked)
+    rows = np.flatnonzero(held & waits & ~pins & (joined.memory != Memory.PAGEABLE) & ~queue_blocked(joined))
     rows, ns = held_up(joined, rows, holders)
     if not len(rows):
         return None

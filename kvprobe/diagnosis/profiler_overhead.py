@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvprobe.account import Line
 from kvprobe.diagnosis.finding import LABELLED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import SLOW_NS, JoinedRecording, ms
 from kvprobe.recordings.model import CallKind, Label
 
 CAUSE = cause_of(__name__)
+PROVES = Line.NOT_KNOWN
 
 
 def find(joined: JoinedRecording) -> Finding | None:

@@ -31,12 +31,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvprobe.account import Line
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
 from kvprobe.diagnosis.gaps import NO_WORK_NS, Gaps, gaps_chart, idle_gaps
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.pauses import long_pauses, waited_within
 
 CAUSE = cause_of(__name__)
+PROVES = Line.PYTHON
 SHORT_NS, LEAST_SHARE, MANY = 200_000, 0.10, 64
 MANY_PAUSES = 16
 SWITCH_NS = 5_000_000  # sys.getswitchinterval()
@@ -159,6 +161,7 @@ def _by_submissions(joined: JoinedRecording) -> Finding | None:
             window=(int(joined.end[rows].min()), int(joined.start[after].max())),
             span_ns=span,
             places=joined.places(rows, ns),
+            gaps=(pauses.start[mine], pauses.end[mine]),
         ),
         evidence=(
             Evidence(
@@ -279,6 +282,7 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
             window=(int(gaps.start[mine].min()), int(gaps.end[mine].max())),
             span_ns=span,
             places=joined.places(gaps.call[mine], ns),
+            gaps=(gaps.start[mine], gaps.end[mine]),
         ),
         evidence=evidence,
         cure=cure,

@@ -15,17 +15,30 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvprobe.diagnosis.fences import pooled_behind_fence, still_by_waits
-from kvprobe.diagnosis.intervals import Cover, ascending, distinct
 from kvprobe.diagnosis.joined import Array, JoinedRecording
-from kvprobe.launchqueue.constants import ALIGNED_NS, BAND_SHARE, LEAST_BAND, REAL_DEPTH, STANDING_NS
+from kvprobe.launchqueue.constants import (
+    ALIGNED_NS,
+    BAND_SHARE,
+    BELOW_SHARE,
+    CHANNEL_SLOTS,
+    FULL_SHARE,
+    LATE_SHARE,
+    LEAST_BAND,
+    LEAST_DELAYS,
+    LEAST_DEPTH,
+    REAL_DEPTH,
+    STANDING_NS,
+)
+from kvprobe.launchqueue.evidence import Regular, StoodStill
+from kvprobe.launchqueue.judge import conclude
+from kvprobe.recordings.intervals import Cover, ascending, distinct
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory, Recording, Table
 from kvprobe.recordings.numbered import places_each
 from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, occupancy
 
-__all__ = ["UNSETTLED_SHARE", "Full", "full"]
+__all__ = ["UNSETTLED_SHARE", "Full", "full", "queue_blocked"]
 
 SHAPES = ("saturation", "fence", "alias", "channels")
-DEEP = 900  # outstanding, where a single blocked call is to be told by what it stood behind
 UNSETTLED_SHARE = 0.05  # of the threads' time: slow calls too short to be looked at one by one
 POOLED_MANY = 5  # streams in use at once, more than the four channels that CUDA makes by default
 
@@ -129,14 +142,14 @@ def _shared_channels(joined: JoinedRecording, own: Occupancy, result: Full) -> t
     for queue in shared.streams:
         if len(queue.streams) < 2:
             continue
-        rows, ns = _near_the_top(joined, queue) if queue.verdict == "saturated" else _regular(joined, queue)
+        rows, ns = _near_the_top(joined, queue) if queue.conclusion.full else _regular(joined, queue)
         users = distinct(joined.stream[rows])
         if not len(rows) or (
             len(users) < 2 and not known
         ):  # of a known channel one stream may find what another put in
             continue
-        limit = int(queue.depth.max()) if known else int(full_depth or 1_000)
-        roomy = own.depth[rows] < 0.9 * limit
+        limit = int(queue.depth.max()) if known else int(full_depth or CHANNEL_SLOTS)
+        roomy = own.depth[rows] < FULL_SHARE * limit
         if not known and 2 * roomy.sum() < len(roomy):
             continue
         if known or roomy.any():
@@ -191,6 +204,18 @@ def full(joined: JoinedRecording) -> Full:
     return joined.once(_split)
 
 
+def queue_blocked(joined: JoinedRecording) -> Array:
+    """Which calls waited for a slot in a queue, whatever the shape, (calls,) bool."""
+    return joined.once(_all_blocked)
+
+
+def _all_blocked(joined: JoinedRecording) -> Array:
+    mask = np.zeros(len(joined.start), dtype=bool)
+    for rows in full(joined).rows.values():
+        mask[rows] = True
+    return mask
+
+
 def _split(joined: JoinedRecording) -> Full:
     own = joined.occupancy
     none = np.zeros(0, dtype=np.int64)
@@ -211,7 +236,7 @@ def _split(joined: JoinedRecording) -> Full:
     rows_of["channels"].append(channel_rows)
     ns_of["channels"].append(channel_ns)
     for queue in own.streams:
-        if queue.verdict == "saturated":
+        if queue.conclusion.full:
             rows, ns = _near_the_top(joined, queue)
         else:
             rows, ns = _regular(joined, queue)
@@ -230,7 +255,7 @@ def _split(joined: JoinedRecording) -> Full:
         result.queues.append(queue)
         # What blocked in a crowded channel with room on its own stream, by whichever analysis, is the channel's.
         if queue.stream in result.crowded:
-            roomy = own.depth[rows] < 0.9 * result.crowded[queue.stream]
+            roomy = own.depth[rows] < FULL_SHARE * result.crowded[queue.stream]
             rows_of["channels"].append(rows[roomy])
             ns_of["channels"].append(ns[roomy])
             taken[rows[roomy]] = True
@@ -267,7 +292,7 @@ def _unsettled(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, 
         Rows of `calls`; how much longer each took than one that finds room, ns.
     """
     judged = (joined.memory[queue.calls] != Memory.PAGEABLE) & (joined.kind[queue.calls] != CallKind.GRAPH)
-    top = queue.depth[judged] > 0.9 * queue.depth.max()
+    top = queue.depth[judged] > FULL_SHARE * queue.depth.max()
     rows = queue.calls[judged]
     quick = joined.usual_ns[rows].copy()
     for name, baseline_ns in queue.baseline_ns.items():
@@ -300,7 +325,7 @@ def _with_late_room(
 ) -> tuple[Array, Array]:
     """Adds the slow calls a little below the plateau, between the first and the last that were blocked at it."""
     usual, dur = joined.usual_ns[queue.calls], joined.dur[queue.calls]
-    below = (queue.depth >= 0.85 * deepest) & (dur > 5 * usual + 20_000)
+    below = (queue.depth >= LATE_SHARE * deepest) & (dur > 5 * usual + 20_000)
     below &= (joined.memory[queue.calls] != Memory.PAGEABLE) & ~np.isin(queue.calls, rows)
     more = queue.calls[below]
     starts = ascending(joined.start[rows])
@@ -313,25 +338,26 @@ def _lonely(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Arr
     """A few calls at the stream's deepest while it stood still: too few for a plateau, but its stop explains them."""
     none = np.zeros(0, dtype=np.int64)
     deepest = int(queue.depth.max(initial=0))
-    fact = joined.recording.machine.get("queue_depth")
-    least = 0.95 * float(fact) if fact else REAL_DEPTH
-    if deepest < least or not joined.recording.has_executions:
+    if deepest < LEAST_DEPTH or not joined.recording.has_executions:
         return none, none
+    depth = float(joined.recording.machine.get("queue_depth") or 0)
     excess = joined.excess_ns[queue.calls]
     top = queue.calls[
         (queue.depth >= deepest - max(LEAST_BAND, round(BAND_SHARE * deepest)))
         & (excess > STANDING_NS)
         & (joined.memory[queue.calls] != Memory.PAGEABLE)
     ]
-    still = _standing_still(joined, queue, top)
-    if not fact:  # then the fence itself must be seen: a wait, and the kernel that is waited for
+    fenced = _standing_still(joined, queue, top) > 0
+    if not depth:  # then the fence itself must be seen: a wait, and the kernel that is waited for
         told = ascending(joined.start[joined.is_named("streamwaitevent") & (joined.stream == queue.stream)])
         busy = joined.busy(Engine.KERNEL).within(joined.start[top], joined.end[top])
-        seen = (np.searchsorted(told, joined.start[top]) > 0) & (10 * busy > 8 * joined.dur[top])
-        still = np.where(seen, still, 0)
-    held = still > 0
-    if deepest >= DEEP:
-        held |= _behind_one(joined, queue, top)
+        fenced &= (np.searchsorted(told, joined.start[top]) > 0) & (10 * busy > 8 * joined.dur[top])
+    behind = _behind_one(joined, queue, top)
+    held = np.zeros(len(top), dtype=bool)
+    if conclude(StoodStill(deepest, depth, fenced=int(fenced.sum()))).full:
+        held |= fenced
+    if conclude(StoodStill(deepest, depth, behind=int(behind.sum()))).full:
+        held |= behind
     return top[held], joined.excess_ns[top[held]]
 
 
@@ -350,39 +376,33 @@ def _behind_one(joined: JoinedRecording, queue: StreamOccupancy, rows: Array) ->
 def _regular(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Array]:
     """Slow calls at the top whose alignment is not at once, but is otherwise borne out.
 
-    A queue whose room is handed on by a software scheduler returns tens of microseconds after the device moved on,
-    which a fixed tolerance takes for chance. Accepted is a step (most calls at the top are slow, few below it are)
-    where either the top is the depth that was calibrated on this machine (a multiple of it, for several channels taken
-    together), or the delays after the last end gather at
-    one value: chance would spread them over the whole time between two ends.
+    A queue whose slots are handed on by a software scheduler returns tens of microseconds after the device moved on,
+    which a fixed tolerance takes for chance. The judge is told how they lie to the calibrated depth and how much their
+    delays gather: chance would spread them over the whole time between two ends.
     """
     none = np.zeros(0, dtype=np.int64)
     deepest = int(queue.depth.max(initial=0))
     each = places_each(joined.recording, queue)
-    fact = (joined.recording.machine.get("queue_depth") or 0) / each or None
-    if queue.graphs or len(queue.ends) < 16 or deepest < (0.9 * float(fact) if fact else REAL_DEPTH / each):
+    depth = float(joined.recording.machine.get("queue_depth") or 0) / each
+    if queue.graphs or len(queue.ends) < LEAST_DELAYS:
         return none, none
     excess, usual = joined.excess_ns[queue.calls], joined.usual_ns[queue.calls]
     judged = joined.memory[queue.calls] != Memory.PAGEABLE
     top = judged & (queue.depth >= deepest - max(LEAST_BAND, round(BAND_SHARE * deepest)))
     slow = excess > 3 * usual + 10_000
     rows = queue.calls[top & slow]
-    below = judged & (queue.depth < 0.8 * deepest)
-    if len(rows) < 4 or slow[below].mean() * 5 > slow[top].mean():
-        return none, none
-    channels = max(1, round(deepest / float(fact))) if fact else 0
-    near = fact is not None and abs(deepest - channels * float(fact)) <= 0.1 * channels * float(fact)
-    if near and (channels == 1 or len(queue.streams) > 1):
-        # Room may be freed in chunks: then most calls at the top go through, and each one in so many waits long.
-        return _with_late_room(joined, queue, rows, joined.excess_ns[rows], deepest)
-    if len(rows) < 16 or 2 * len(rows) < top.sum():
+    below = judged & (queue.depth < BELOW_SHARE * deepest)
+    if not len(rows):
         return none, none
     at = np.searchsorted(queue.ends, joined.end[rows], "right")
     inside = (at > 0) & (at < len(queue.ends))
     delay = joined.end[rows][inside] - queue.ends[at[inside] - 1]
     between = queue.ends[at[inside]] - queue.ends[at[inside] - 1]
-    if len(delay) < 16:
-        return none, none
     phase = delay / np.maximum(between, 1) * 2 * np.pi
-    gathered = float(np.hypot(np.cos(phase).mean(), np.sin(phase).mean()))  # 0 by chance, 1 for one constant delay
-    return (rows, joined.excess_ns[rows]) if gathered > 0.5 else (none, none)
+    gathered = float(np.hypot(np.cos(phase).mean(), np.sin(phase).mean())) if len(phase) else 0.0
+    slow_below = float(slow[below].mean()) if below.any() else 0.0
+    counts = len(rows), int(top.sum()), slow_below, len(delay)
+    if not conclude(Regular(deepest, depth, REAL_DEPTH / each, len(queue.streams), *counts, gathered)).full:
+        return none, none
+    # Slots may be freed in chunks: then most calls at the top go through, and each one in so many waits long.
+    return _with_late_room(joined, queue, rows, joined.excess_ns[rows], deepest)

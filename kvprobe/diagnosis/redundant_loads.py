@@ -4,28 +4,40 @@ Mechanism: two requests share a prefix; both find it in CPU memory and both load
 visible until it has completed. Or whoever loads does not know what is there: the same blocks go to the same place
 again and again.
 
-Signature: a host-to-device copy with the source address and size of an earlier one of its process that has not ended
-when the later one is submitted; or, after it has ended, one with its destination as well, where between the two no
-copy wrote to the source and none from elsewhere to the destination, and something was waited for. So is one to another
-place before the host waited for anything, so that nobody there has seen the first one end: where its source is loaded
-several times within a tenth of a second and never again, and other sources are at other times (a staging buffer, which
-the host fills anew, comes again and again). A load of another kind repeated after the first has ended is not counted:
-the block may have been evicted since. Where the device was not recorded, a load has not ended before its stream's bytes
-can have come over the fastest link there is. A kernel may have overwritten the bytes, which no recording tells: then
-the finding is only likely. Needs addresses (kvprobe's own
-recordings have them; Nsight Systems and Kineto do not, and then nothing is said). A load of which the destination was
-given another source in between is needed (weights that pass through a few buffers are loaded again and again), and is
-not counted. Of a batch only the first address is known: equal first address, size and count make it likely.
+Signature: where the recorder looked at the bytes of a sample of sources (`kvprobe run`), the same source and size
+again, with the bytes of the load before, while no copy from elsewhere has written over where that load put them; to
+another place within a tenth of a second. A buffer whose bytes are others at a look is rewritten, and never counted.
+
+By addresses alone, in recordings without such looks, a host-to-device copy with the source address and size
+of an earlier one of its process that has not ended when the later one is submitted; or, after it has ended, one with
+its destination as well, where between the two no copy wrote to the source and none from elsewhere to the destination,
+and something was waited for. So is one to another place before the host waited for anything, so that nobody there has
+seen the first one end: where its source is loaded several times within a tenth of a second and never again, and other
+sources are at other times (a staging buffer, which the host fills anew, comes again and again). A load of another kind
+repeated after the first has ended is not counted: the block may have been evicted since. Nor are buffers of less than
+64 KiB that go to one place again and again: a program rewrites its small inputs in place. Where the device was not
+recorded, a load has not ended before its stream's bytes can have come over the fastest link there is.
+
+A kernel may have overwritten the bytes, which no recording tells: then the finding is only likely. Needs addresses
+(kvprobe's own recordings have them; Nsight Systems and Kineto do not, and then nothing is said). A load of which the
+destination was given another source in between is needed (weights that pass through a few buffers are loaded again and
+again), and is not counted. Of a batch only the first address is known: equal first address, size and count make it
+likely. Where looks were taken and none at these buffers, this abstains.
 
 Time lost: what the copy engine spent on the repeated copies; where the recording has no executions, their bytes at the
-link's rate where that is known, else what the calls took their callers, which is less.
+link's rate where that is known, else what the calls took their callers or the fastest link there is would need for the
+bytes, both of which are less.
 Predicted saving: the same; a follower then waits for the load in flight, never longer than its own load would take.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
+from kvprobe.account import Line
+from kvprobe.diagnosis.equal_bytes import EQUAL, NOT_KNOWN, OTHER, Looks, looks_of
 from kvprobe.diagnosis.finding import (
     COUNTED,
     INFERRED,
@@ -37,16 +49,17 @@ from kvprobe.diagnosis.finding import (
     NotLookedFor,
     cause_of,
 )
-from kvprobe.diagnosis.intervals import running_max_by_group
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
-from kvprobe.diagnosis.wasted_stores import no_addresses, waited_between
+from kvprobe.diagnosis.wasted_stores import FASTEST_LINK, cost_of, no_addresses, spent_in_spans, waited_between
+from kvprobe.recordings.intervals import running_max_by_group
 from kvprobe.recordings.model import CallKind, Direction, Memory
 
 CAUSE = cause_of(__name__)
+PROVES = Line.NOT_NEEDED
 FEW = 8  # kernels
-FASTEST = 450e9  # bytes per second of any link between CPU and GPU, one way: NVLink-C2C of a Grace Hopper
 MANY = 32  # loads of what had arrived: fewer may be a block that a kernel had used up
 BURST_NS = 100_000_000  # requests that share a prefix come within
+SMALL = 64 << 10  # a program rewrites smaller buffers in place at each step: nobody knows without a look at the bytes
 SPREAD = 0.3  # of the time of all loads: so far apart are the bursts
 
 
@@ -58,7 +71,7 @@ def _device(joined: JoinedRecording) -> Array:
 
 def _ends(joined: JoinedRecording, loads: Array) -> Array:
     """When each load had ended, or the earliest that it can have, where its execution was not recorded."""
-    rate = joined.link(Direction.H2D)[0] or FASTEST
+    rate = joined.link(Direction.H2D)[0] or FASTEST_LINK
     order = np.lexsort((joined.start[loads], joined.stream[loads], joined.process[loads]))
     rows = loads[order]
     new = np.ones(len(rows), dtype=bool)
@@ -150,50 +163,102 @@ def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
     return no_addresses(joined)
 
 
-def find(joined: JoinedRecording) -> Finding | None:
-    """Loads of a source that is already being loaded."""
-    kinds = (joined.kind == CallKind.COPY) | (joined.kind == CallKind.BATCH)
-    loads = np.flatnonzero(kinds & (joined.direction == Direction.H2D) & (joined.src != 0) & (joined.bytes > 0))
-    if len(loads) < 2:
-        return None
+@dataclass(frozen=True)
+class _Repeated:
+    """Loads in the order of source and time, and which of them bring what was there; masks over `loads`.
+
+    Attributes:
+        most: how often the block loaded most often was loaded.
+        on_their_way: an earlier load of the same source had not ended. arrived: its bytes were at the same place.
+        unseen: they were at another, and the host had waited for nothing meanwhile. held: looks found equal bytes.
+        proven: looks speak for it. looks: at the sources.
+    """
+
+    loads: Array
+    most: int
+    on_their_way: Array
+    arrived: Array
+    unseen: Array
+    held: Array
+    proven: Array
+    looks: Looks
+
+    @property
+    def chosen(self) -> Array:
+        """Mask of those that a finding names; where looks were taken, what they do not prove only if they prove none.
+
+        A place of which nobody knows whether the program rewrites it is only as good as a guess then.
+        """
+        every: Array = self.on_their_way | self.arrived | self.unseen | self.held
+        return every & self.proven if self.looks.taken and (every & self.proven).any() else every
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether looks were taken, and none at what is named."""
+        return self.looks.taken and not (self.chosen & self.proven).any()
+
+
+def _repeated(joined: JoinedRecording, loads: Array) -> _Repeated:
     columns = (joined.count, joined.bytes, joined.src, _device(joined), joined.process)
     loads = loads[np.lexsort((joined.start[loads], *(column[loads] for column in columns)))]
     new = np.ones(len(loads), dtype=bool)
     new[1:] = np.any([column[loads[1:]] != column[loads[:-1]] for column in columns], axis=0)
     group = np.cumsum(new) - 1
-    ends = _ends(joined, loads)
-    reach = running_max_by_group(ends, group)
-    again = np.zeros(len(loads), dtype=bool)
-    again[1:] = ~new[1:] & (joined.start[loads[1:]] < reach[:-1])
-    still_there = _overwritten(joined, loads)[:-1] > joined.start[loads[1:]]
-    to_the_same = ~new[1:] & (joined.dst[loads[1:]] == joined.dst[loads[:-1]]) & (joined.dst[loads[1:]] != 0)
+    looks = looks_of(joined, loads, Direction.H2D)
+    verdict = np.where(joined.kind[loads] == CallKind.COPY, looks.verdict, NOT_KNOWN)[1:]
+    earlier, after = loads[:-1], loads[1:]
+    intact = _overwritten(joined, loads)[:-1] > joined.start[after]
+    same_place = (joined.dst[after] == joined.dst[earlier]) & (joined.dst[after] != 0)
+    soon = joined.start[after] - joined.start[earlier] <= BURST_NS
+    rewritable = same_place & (joined.bytes[after] < SMALL) & (verdict == NOT_KNOWN)
+    able = ~new[1:] & intact & (verdict != OTHER) & ~rewritable
+    on_their_way = able & (joined.start[after] < running_max_by_group(_ends(joined, loads), group)[:-1])
+    held = able & ~on_their_way & (verdict == EQUAL) & (same_place | soon)
     stored = _stored_between(joined, loads)
-    to_the_same &= ~stored
-    later = to_the_same & ~again[1:] & still_there & waited_between(joined, loads[:-1], loads[1:])
-    again_bytes = 10 * int(joined.bytes[loads[1:]][later].sum())
-    if int(later.sum()) < MANY or again_bytes < int(joined.bytes[loads].sum()) or not _computes(joined):
-        later[:] = False
-    soon = ~new[1:] & (joined.start[loads[1:]] - joined.start[loads[:-1]] <= BURST_NS)
-    pairs = np.flatnonzero(soon & ~again[1:] & ~later & still_there & ~stored)
+    left = able & ~on_their_way & ~held & ~stored
+    arrived = left & same_place & waited_between(joined, earlier, after)
+    unseen = left & ~arrived & soon & (verdict == NOT_KNOWN)
+    all_bytes = int(joined.bytes[loads].sum())
+
+    def matters(mask: Array) -> Array:
+        many = int(mask.sum()) >= MANY and 10 * int(joined.bytes[after][mask].sum()) >= all_bytes
+        return mask & many
+
+    held_or_arrived = matters(held | arrived) if _computes(joined) else np.zeros(len(after), dtype=bool)
+    pairs = np.flatnonzero(unseen)
     if len(pairs) >= MANY:
-        pairs = pairs[_unseen(joined, loads)[pairs]] + 1
-        pairs = _in_bursts(joined, loads, group, pairs)
-    if len(pairs) < MANY or 10 * int(joined.bytes[loads[pairs]].sum()) < int(joined.bytes[loads].sum()):
-        pairs = pairs[:0]
-    again[1:] = (again[1:] & still_there) | later
-    again[pairs] = True
-    rows = loads[again]
-    if not len(rows):
-        return None
-    arrived = int(later.sum())
-    wasted, moved = int(joined.bytes[rows].sum()), int(joined.bytes[loads].sum())
-    batches = bool((joined.kind[rows] == CallKind.BATCH).any())
-    most = int(np.bincount(group).max())
-    kinds_of = (
-        (arrived, "went to where the same bytes had been loaded to, with no copy to either place in between"),
-        (len(pairs), "came before the host had waited for the load of the same bytes before them"),
+        pairs = pairs[_unseen(joined, loads)[pairs]]
+        pairs = _in_bursts(joined, loads, group, pairs + 1) - 1
+    unseen = np.zeros(len(after), dtype=bool)
+    unseen[pairs] = True
+
+    def whole(mask: Array) -> Array:
+        return np.concatenate(([False], mask))
+
+    return _Repeated(
+        loads,
+        int(np.bincount(group).max()),
+        whole(on_their_way),
+        whole(arrived & held_or_arrived),
+        whole(matters(unseen)),
+        whole(held & held_or_arrived),
+        whole(verdict == EQUAL),
+        looks,
     )
-    evidence = [
+
+
+def _evidence(joined: JoinedRecording, found: _Repeated) -> list[Evidence]:
+    chosen = found.chosen
+    rows, loads = found.loads[chosen], found.loads
+    wasted, moved = int(joined.bytes[rows].sum()), int(joined.bytes[loads].sum())
+    kinds_of = (
+        (found.held, "brought bytes that an earlier load had brought, and no copy had written over them since"),
+        (found.arrived, "went to where the same bytes had been loaded to, with no copy to either place in between"),
+        (found.unseen, "came before the host had waited for the load of the same bytes before them"),
+    )
+    counts = [(int((mask & chosen).sum()), what) for mask, what in kinds_of]
+    compared, equal = found.looks.compared, found.looks.equal
+    return [
         Evidence(
             f"{len(rows):,} of {len(loads):,} loads copied bytes that were already there or on their way: "
             f"{wasted / 1e6:,.1f} MB, {share(wasted, moved)} of all loaded bytes",
@@ -201,68 +266,125 @@ def find(joined: JoinedRecording) -> Finding | None:
             "bytes",
             COUNTED,
         ),
-        *(Evidence(f"{count:,} of them {what}", count, "calls", COUNTED) for count, what in kinds_of if count),
-        Evidence(f"the block loaded most often was loaded {most:,} times", most, "1", COUNTED),
-    ]
-    cure = (
-        Change(
-            "Remember what is being loaded, and let a request for the same blocks wait for that load (vLLM 0.15 and "
-            "later do; kvprobe's engine: dedup=True)",
-            "rung",
-            "dedup",
-            "on",
-            share=1.0,
+        *(Evidence(f"{count:,} of them {what}", count, "calls", COUNTED) for count, what in counts if count),
+        *(
+            (
+                Evidence(
+                    f"of {compared:,} looks at a source's bytes {equal:,} found those of the load before", equal, "1"
+                ),
+            )
+            if compared
+            else ()
         ),
-        Change("Limit the wait: load again where waiting would take longer than a load of its own"),
-    )
+        Evidence(f"the block loaded most often was loaded {found.most:,} times", found.most, "1", COUNTED),
+    ]
+
+
+CURE = (
+    Change(
+        "Remember what is being loaded, and let a request for the same blocks wait for that load (vLLM 0.15 and "
+        "later do; kvprobe's engine: dedup=True)",
+        "rung",
+        "dedup",
+        "on",
+        share=1.0,
+    ),
+    Change("Limit the wait: load again where waiting would take longer than a load of its own"),
+)
+SHARED = Change(
+    "Keep blocks that several requests use once on the GPU, and let their block tables point there", share=1.0
+)
+GUESS = "cannot tell, because nobody looked at the bytes of these buffers: the program may have rewritten them"
+
+
+def find(joined: JoinedRecording) -> Finding | None:
+    """Loads of bytes that are there, or are being loaded."""
+    kinds = (joined.kind == CallKind.COPY) | (joined.kind == CallKind.BATCH)
+    kinds &= joined.recording.calls["result"] == 0
+    loads = np.flatnonzero(kinds & (joined.direction == Direction.H2D) & (joined.src != 0) & (joined.bytes > 0))
+    if len(loads) < 2:
+        return None
+    found = _repeated(joined, loads)
+    rows = found.loads[found.chosen]
+    if not len(rows):
+        return None
+    evidence = _evidence(joined, found)
+    cure = (SHARED, *CURE) if (found.held & found.chosen).any() else CURE
+    if found.is_guess:
+        return _guess(joined, rows, evidence, cure)
     if not joined.recording.has_executions:
-        rate, how = joined.link(Direction.H2D)
-        ns = np.zeros(len(rows), dtype=np.int64)
-        if rate > 0:
-            ns = (joined.bytes[rows] / rate * 1e9).astype(np.int64)
-            evidence.append(
-                Evidence(f"their cost is their bytes at the link's rate ({how})", float(ns.sum()), "ns", INFERRED)
-            )
-        else:
-            spent = joined.dur[rows]
-            took = Evidence(f"their calls alone took {ms(int(spent.sum()))}", int(spent.sum()), "ns", MEASURED)
-            of_calls = joined.host_finding(
-                CAUSE,
-                "{calls} loads were redundant: their calls alone took {lost}",
-                "likely",
-                rows,
-                spent,
-                evidence=[*evidence, took],
-                cure=cure,
-            )
-            if of_calls is not None:
-                return of_calls
-        return joined.finding(
-            CAUSE,
-            "{calls} loads were redundant" + (": {lost}" if rate > 0 else ""),
-            "likely",
-            Loss(
-                int(ns.sum()),
-                len(rows),
-                on="copy engine" if rate > 0 else "none",
-                window=(int(joined.start[rows].min()), int(joined.end[rows].max())),
-                places=joined.places(rows, ns),
-            ),
-            severity=None if rate > 0 else "info",
-            evidence=evidence,
-            cure=cure,
-        )
+        return _without_executions(joined, rows, evidence, cure)
     mine = np.zeros(len(joined.start), dtype=bool)
     mine[rows] = True
     executions = np.flatnonzero((joined.x_call >= 0) & mine[np.maximum(joined.x_call, 0)])
     spent = joined.x_dur[executions]
     evidence.append(Evidence(f"the copy engine spent {ms(int(spent.sum()))} on them", int(spent.sum()), "ns", MEASURED))
+    certain = not (joined.kind[rows] == CallKind.BATCH).any() and bool((found.on_their_way | ~found.chosen).all())
     return joined.device_finding(
         CAUSE,
         "{calls} redundant loads kept the copy engine busy for {lost}",
-        "likely" if batches or arrived or len(pairs) else "certain",
+        "certain" if certain else "likely",
         executions,
         spent,
         evidence=evidence,
+        cure=cure,
+    )
+
+
+def _guess(joined: JoinedRecording, rows: Array, evidence: list[Evidence], cure: tuple[Change, ...]) -> Finding | None:
+    window = int(joined.start[rows].min()), int(joined.end[rows].max())
+    return joined.finding(
+        CAUSE,
+        "{calls} loads may have been redundant",
+        "cannot tell",
+        Loss(0, len(rows), on="none", window=window, places=joined.places(rows, np.zeros(len(rows), dtype=np.int64))),
+        severity="info",
+        reason=GUESS,
+        evidence=evidence,
+        cure=cure,
+    )
+
+
+def _without_executions(
+    joined: JoinedRecording, rows: Array, evidence: list[Evidence], cure: tuple[Change, ...]
+) -> Finding | None:
+    """What they cost by the link's rate; where that is not known, by what their calls took, or at least."""
+    ns, at_least, how = cost_of(joined, rows, Direction.H2D)
+    seen = spent_in_spans(joined, rows, Direction.H2D)
+    if seen is not None:
+        how = "what timing events saw of loads, by their part of the bytes"
+        loss = Loss(
+            seen[0],
+            len(rows),
+            on="copy engine",
+            window=(int(joined.start[rows].min()), int(joined.end[rows].max())),
+            places=joined.places(rows, ns),
+            spans=seen[1],
+        )
+        said = Evidence(f"{ms(seen[0])}: {how}", seen[0], "ns", INFERRED)
+        title = "{calls} redundant loads kept the copy engine busy for {lost}"
+        return joined.finding(CAUSE, title, "likely", loss, evidence=[*evidence, said], cure=cure)
+    spent = joined.dur[rows]
+    if at_least and int(spent.sum()) > int(ns.sum()):
+        took = Evidence(f"their calls alone took {ms(int(spent.sum()))}", int(spent.sum()), "ns", MEASURED)
+        title = "{calls} loads were redundant: their calls alone took {lost}"
+        of_calls = joined.host_finding(CAUSE, title, "likely", rows, spent, evidence=[*evidence, took], cure=cure)
+        if of_calls is not None:
+            return of_calls
+    cost = Evidence(f"their cost is {'at least ' * at_least}{how}", float(ns.sum()), "ns", INFERRED)
+    small = at_least and not joined.notable(int(ns.sum()), joined.span_ns)
+    return joined.finding(
+        CAUSE,
+        "{calls} loads were redundant" + ("" if small else ": at least {lost}" if at_least else ": {lost}"),
+        "likely",
+        Loss(
+            int(ns.sum()),
+            len(rows),
+            on="none" if small else "copy engine",
+            window=(int(joined.start[rows].min()), int(joined.end[rows].max())),
+            places=joined.places(rows, ns),
+        ),
+        severity="info" if small else None,
+        evidence=[*evidence, cost],
         cure=cure,
     )

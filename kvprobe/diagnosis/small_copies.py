@@ -23,8 +23,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
-from kvprobe.diagnosis.intervals import Cover, distinct
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
+from kvprobe.recordings.intervals import Cover, distinct
 from kvprobe.recordings.model import Direction, Engine, Memory
 
 CAUSE = cause_of(__name__)
@@ -42,7 +42,8 @@ def _between(joined: JoinedRecording, rows: Array, compute: Cover | None) -> int
     """
     order = rows[np.lexsort((joined.x_start[rows], joined.recording.executions["stream"][rows]))]
     calls = joined.x_call[order[1:]]
-    given = np.where(calls >= 0, joined.end[np.maximum(calls, 0)], joined.x_start[order[1:]])
+    given = joined.x_start[order[1:]].copy()
+    given[calls >= 0] = joined.end[calls[calls >= 0]]  # there may be no call at all
     idle = joined.x_start[order[1:]] - joined.x_end[order[:-1]]
     streams = joined.recording.executions["stream"][order]
     counts = (streams[1:] == streams[:-1]) & (given <= joined.x_end[order[:-1]]) & (idle > 0) & (idle < FIXED_NS)
@@ -205,6 +206,7 @@ def find(joined: JoinedRecording) -> Finding | None:
             window=(int(joined.x_start[rows].min()), int(joined.x_end[rows].max())),
             span_ns=span,
             places=joined.device_places(rows, got),
+            copies=rows,
         ),
         evidence=evidence,
         cure=cure,

@@ -20,9 +20,9 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, Loss, NotLookedFor, cause_of
-from kvprobe.diagnosis.intervals import distinct
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
 from kvprobe.diagnosis.ordering import LEAST, asks, bursts, copies_apart, may_order, order_not_shown, waits
+from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.model import Direction
 
 CAUSE = cause_of(__name__)
@@ -51,6 +51,8 @@ def _asked(joined: JoinedRecording, process: int, rows: Array, burst: Array) -> 
         mine = np.flatnonzero(joined.caller[rows] == caller)
         asked_at = joined.start[host[joined.caller[host] == caller]]
         launched = joined.start[launches[joined.caller[launches] == caller]]
+        if not len(launched):  # nothing that it stores can be of its own
+            launched = np.array([np.iinfo(np.int64).max])
         start = joined.start[rows[mine]]
         asked, made = (np.searchsorted(times, start) - 1 for times in (asked_at, launched))
         since = asked >= 0

@@ -24,12 +24,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvprobe.account import Line
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, cause_of
-from kvprobe.diagnosis.intervals import Cover, ascending, distinct, running_max_by_group
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
+from kvprobe.recordings.intervals import Cover, ascending, distinct, running_max_by_group
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 
 CAUSE = cause_of(__name__)
+PROVES = Line.WAITING_FOR_DEVICE
 SMALL_BYTES, MANY = 64 << 10, 8  # of a result that is read back, and how often that makes a habit
 WOKEN_NS = 50_000  # after the end of what it waits for, a thread goes on within this
 IDLE_NS = 2_000  # the device has nothing to do for so long after a wait
@@ -109,18 +111,19 @@ def _goes_on(joined: JoinedRecording, rows: Array) -> Array:
     """Mask over waits: their thread launches compute, and does so again after them."""
     launches = np.flatnonzero((joined.kind == CallKind.LAUNCH) | (joined.kind == CallKind.GRAPH))
     counted = joined.recording.calls["launches"]
-    mask = np.zeros(len(rows), dtype=bool)
-    for caller in distinct(joined.caller[rows]):
-        mine = np.flatnonzero(joined.caller[rows] == caller)
-        own = launches[joined.caller[launches] == caller]
-        if len(own):
-            mask[mine] = joined.end[rows[mine]] < joined.start[own].max()
-        most = int(counted[joined.caller == caller].max(initial=-1))
-        if most > 0:  # launches that were counted and are not in the recording
-            reached = int(joined.start[(joined.caller == caller) & (counted == most)].min())
-            unknown = counted[rows[mine]] < 0
-            mask[mine] |= np.where(unknown, joined.start[rows[mine]] < reached, counted[rows[mine]] < most)
-    return mask
+    callers = int(joined.caller.max(initial=-1)) + 1  # there may be as many as calls
+    newest = np.full(callers, np.iinfo(np.int64).min)
+    np.maximum.at(newest, joined.caller[launches], joined.start[launches])
+    most = np.full(callers, -1, dtype=np.int64)
+    np.maximum.at(most, joined.caller, counted)
+    reached = np.full(callers, np.iinfo(np.int64).max)  # when a thread had made all of its launches
+    last = counted == most[joined.caller]
+    np.minimum.at(reached, joined.caller[last], joined.start[last])
+    own = joined.caller[rows]
+    mask: Array = joined.end[rows] < newest[own]
+    # launches that were counted and are not in the recording
+    goes_on = np.where(counted[rows] < 0, joined.start[rows] < reached[own], counted[rows] < most[own])
+    return mask | ((most[own] > 0) & goes_on)
 
 
 def _after_launches(joined: JoinedRecording, rows: Array, last: Array) -> Array:

@@ -12,7 +12,7 @@ from kvprobe.diagnosis.joined import JoinedRecording
 from kvprobe.diagnosis.queue_full import full
 from kvprobe.diagnosis.verdict import of_full_queue
 from kvprobe.recordings import open_recording
-from kvprobe.recordings.triage import QueueTriage, Triage, certain, quick_triage
+from kvprobe.recordings.triage import WORDS, QueueTriage, Triage, certain, quick_triage
 
 if TYPE_CHECKING:
     from kvprobe.recordings.model import Recording
@@ -48,8 +48,8 @@ def whole_triage(path: str | os.PathLike[str], window: Callable[[Recording], Ser
     if window is not None:
         recording.window = window(recording)
     joined = JoinedRecording(recording)
-    findings = examine_joined(joined, _UNTIL).findings
-    verdict = of_full_queue(recording, findings, joined.serving)
+    findings = examine_joined(joined, _UNTIL, accounted=False)
+    verdict = of_full_queue(recording, findings)
     found = joined.occupancy
     device, handle = recording.streams["device"], recording.streams["handle"]
     blocked = {queue.stream for queue in full(joined).queues} if verdict.state == "found" else set()
@@ -60,7 +60,7 @@ def whole_triage(path: str | os.PathLike[str], window: Callable[[Recording], Ser
             int(handle[queue.stream]),
             len(queue.calls),
             int(queue.depth.max(initial=0)),
-            "found" if queue.stream in blocked else "undecided" if queue.verdict == "cannot tell" else "healthy",
+            "found" if queue.stream in blocked else WORDS[queue.verdict] if not queue.conclusion.full else "healthy",
             queue.reason,
             queue.ceiling if queue.stream in blocked else -1,
             int(queue.blocked_ns.sum()) if queue.stream in blocked else 0,
@@ -69,9 +69,9 @@ def whole_triage(path: str | os.PathLike[str], window: Callable[[Recording], Ser
         for queue in found.streams
     ]
     lost = sum(one.lost_ns for one in findings if one.cause in FULL_QUEUE and not one.abstains)
-    reason = found.reason if verdict.state == "found" and found.verdict == "saturated" else verdict.reason
+    reason = found.reason if verdict.state == "found" and found.conclusion.full else verdict.reason
     if verdict.state == "healthy":
-        reason = found.reason if found.verdict == "healthy" else verdict.reason
+        reason = found.reason if found.verdict == "not full" else verdict.reason
     return Triage(
         Path(path),
         verdict.state,

@@ -21,13 +21,14 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, NotLookedFor, cause_of
-from kvprobe.diagnosis.intervals import distinct
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
 from kvprobe.diagnosis.merging import near
+from kvprobe.diagnosis.queue_full import queue_blocked
 from kvprobe.diagnosis.wasted_stores import no_addresses
 from kvprobe.launchqueue.constants import NOTABLE_NS, PAUSE_NS
 from kvprobe.recordings.assemble import codes, positions
 from kvprobe.recordings.descriptors import call_costs
+from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.model import CallKind, Direction, Memory
 
 CAUSE = cause_of(__name__)
@@ -46,7 +47,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     rows = np.flatnonzero(more & (joined.host.free_ns > 0) & (joined.memory != Memory.PAGEABLE))
     if not len(rows):
         return None
-    crowded = distinct(joined.stream[joined.queue_blocked])
+    crowded = distinct(joined.stream[queue_blocked(joined)])
     if len(crowded):
         rows = rows[~np.isin(joined.stream[rows], crowded)]
     ns = call_costs(joined.recording, rows)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from kvprobe.account import COPIES, HOST, Account, GpuAccount, Line
 from kvprobe.diagnosis import FULL_QUEUE, UNEXPLAINED
 from kvprobe.recordings.assemble import is_kind
 from kvprobe.recordings.buckets import bucket_floor_ns
@@ -19,15 +20,18 @@ from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Recording
 from kvprobe.recordings.window import ServingWindow, serving_window
 
 if TYPE_CHECKING:
+    from kvprobe.diagnosis import Examination
     from kvprobe.diagnosis.finding import Finding
 
-__all__ = ["Missing", "Verdict", "missing", "of_full_queue", "of_recording"]
+__all__ = ["Missing", "Verdict", "missing", "of_full_queue", "of_recording", "statement"]
 
 State = Literal["found", "healthy", "undecided"]
 
 ENOUGH = 32  # submissions in the window; a queue cannot be full with fewer
 OPEN_SHARE = 0.01  # of a thread's time: more that nobody can explain, and a recording is not called healthy
 UNSEEN_SHARE = 0.05  # the same, of slow calls that were only counted
+UNKNOWN_SHARE = 0.10  # of a GPU's window: where more is not known, it is not called healthy
+WAITED_SHARE = 0.10  # the same of what it waited, for copies or for the host
 
 _AGAIN = "record again and let the recorder end by itself"
 _COPIES = (
@@ -155,28 +159,75 @@ def _unseen(recording: Recording) -> list[Missing]:
     ]
 
 
-def of_recording(recording: Recording, findings: Sequence[Finding], window: ServingWindow | None = None) -> Verdict:
-    """The verdict on all that was looked for: found from one finding on that is more than information."""
-    lacks = missing(recording, window)
-    named = [one for one in findings if not one.abstains and one.severity != "info"]
+def of_recording(recording: Recording, found: Examination) -> Verdict:
+    """The verdict on all that was looked for: found from one finding on that is more than information.
+
+    Healthy is a statement about the account: the GPUs compute, or nobody asked for anything, and what is not known is
+    too little to matter.
+    """
+    lacks = missing(recording, found.serving)
+    named = [one for one in found if not one.abstains and one.severity != "info"]
     if named:
         return Verdict("found", named[0].title.rstrip("."), tuple(lacks))
-    lacks += _open(findings)
+    waited = [_waited(gpu) for gpu in found.account.gpus if gpu.seen and gpu.waiting_share >= WAITED_SHARE]
+    if waited and any(not one.abstains and one.device_ns for one in found):
+        return Verdict("found", waited[0], tuple(lacks))
+    lacks += _open(found)
+    lacks += [lack for gpu in found.account.gpus for lack in _not_computing(gpu)]
     if lacks:
         return Verdict("undecided", lacks[0].what, tuple(lacks))
-    if any(not one.abstains and one.lost_ns for one in findings):
-        return Verdict("healthy", "what was found is for information: it lost little, or cannot be helped")
-    return Verdict("healthy", "no submission waited for a reason that can be fixed")
+    return Verdict("healthy", statement(found.account))
 
 
-def of_full_queue(recording: Recording, findings: Sequence[Finding], window: ServingWindow | None = None) -> Verdict:
+def _waited(gpu: GpuAccount) -> str:
+    """What a GPU waited for, in a clause."""
+    return (
+        f"the GPU waited {gpu.waiting_share:.0%} of {gpu.window_ns / 1e6:,.4g} ms: "
+        f"{gpu.share(*COPIES):.0%} for copies, {gpu.share(*HOST):.0%} for the host"
+    )
+
+
+def _not_computing(gpu: GpuAccount) -> list[Missing]:
+    """What keeps a GPU's account from being a healthy one."""
+    if not gpu.seen:
+        return [Missing("it does not show what the GPU did", _DEVICE)]
+    out = []
+    unknown = gpu.matters_ns()
+    share = sum(unknown.values()) / gpu.window_ns
+    if share >= UNKNOWN_SHARE:
+        why = max(unknown, key=lambda reason: unknown[reason])
+        out.append(Missing(f"of {share:.0%} of the time it is not known what the GPU did, because {why.text}", _DEVICE))
+    waited = gpu.waiting_share
+    if waited >= WAITED_SHARE:
+        out.append(Missing(f"the GPU waited {waited:.0%} of the time, and nothing shows whether a model did", _COPIES))
+    return out
+
+
+def statement(account: Account) -> str:
+    """How the GPUs spent the window, in one sentence without its full stop."""
+    seen = [gpu for gpu in account.gpus if gpu.seen]
+    if not seen:
+        return "no submission waited for a reason that can be fixed"
+    gpu = min(seen, key=lambda one: one.share(Line.COMPUTING))
+    name = "the GPU" if len(seen) == 1 else f"GPU {gpu.device}, which did so least,"
+    parts = [f"{name} computed {gpu.share(Line.COMPUTING):.0%} of {gpu.window_ns / 1e6:,.4g} ms"]
+    shares = {
+        "waited {} for copies": gpu.share(*COPIES),
+        "{} for the host": gpu.share(*HOST),
+        "had nothing to do for {}": gpu.share(Line.NOTHING_TO_DO),
+    }
+    parts += [text.format(f"{share:.0%}") for text, share in shares.items() if share >= 0.005]
+    return ", ".join(parts)
+
+
+def of_full_queue(recording: Recording, found: Examination) -> Verdict:
     """The verdict on full launch queues alone: what `kvprobe triage` says, and `kvprobe check --no saturation`.
 
     Where the device was not recorded, slow submissions that nothing explains may have met a full queue.
     """
-    lacks = missing(recording, window)
+    lacks = missing(recording, found.serving)
     open_causes = FULL_QUEUE if recording.has_executions else (*FULL_QUEUE, UNEXPLAINED)
-    mine = [one for one in findings if one.cause in open_causes]
+    mine = [one for one in found if one.cause in open_causes]
     named = [one for one in mine if not one.abstains]
     if named:
         return Verdict("found", named[0].title.rstrip("."), tuple(lacks))

@@ -1,13 +1,18 @@
-"""Blocks are stored to CPU memory and overwritten there before they are loaded.
+"""Blocks are stored to CPU memory that has their bytes already, or overwritten there before they are loaded.
 
 Mechanism: every finished block is stored although few prefixes come back; the pool in CPU memory evicts them unread.
-The bytes took the link from loads, and memory bandwidth from the model.
+Or whoever stores does not know what is there: the same blocks go to the same place at each step. The bytes took the
+link from loads, and memory bandwidth from the model.
 
 Signature: a device-to-host copy whose destination is written again, by a store of the same address and size, and no
 host-to-device copy read that address in between. At least 64 stores and 16 MB, a quarter of all that could be judged;
 between a store and the one over it the process waited for something. Stores that are not overwritten before the
 recording ends are not judged. Memory that nothing is ever loaded from may be a staging buffer that the host reads (on
-its way to a disk, a network): then this abstains. Needs addresses: kvprobe's own recordings.
+its way to a disk, a network): then this abstains.
+
+Or, where the recorder looked at the bytes of a sample of destinations (`kvprobe run`): as many stores, of blocks of at
+least 64 KiB, whose destination held the same bytes before and after. Bytes that are one word over and over, as in
+memory that nobody has filled, tell nothing. Needs addresses: kvprobe's own recordings.
 
 Time lost: their bytes at the link's rate, where that is known; else the bytes are said, and no time.
 Predicted saving: the same.
@@ -17,18 +22,53 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvprobe.account import Line
+from kvprobe.diagnosis.equal_bytes import EQUAL, looks_of
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, Change, Evidence, Finding, Loss, NotLookedFor, cause_of
 from kvprobe.diagnosis.joined import Array, JoinedRecording, share
-from kvprobe.recordings.model import CallKind, Direction
+from kvprobe.recordings.model import CallKind, Direction, Engine
 
 CAUSE = cause_of(__name__)
+PROVES = Line.NOT_NEEDED
 MANY, LEAST_BYTES, LEAST_SHARE = 64, 16 << 20, 0.25
+LEAST_BLOCK = 64 << 10  # what a step reads back is smaller
+FASTEST_LINK = 450e9  # bytes per second of any link between CPU and GPU, one way: NVLink-C2C of a Grace Hopper
+
+
+def spent_in_spans(
+    joined: JoinedRecording, rows: Array, direction: Direction
+) -> tuple[int, tuple[Array, Array]] | None:
+    """What timing events saw of copies of these calls, ns, by their part of the bytes; and where all such copies ran.
+
+    None where no timing events were recorded around them.
+    """
+    spans = joined.recording.spans
+    mine = np.flatnonzero((spans["engine"] == Engine.COPY) & (spans["direction"] == direction))
+    mine = mine[np.isin(spans["process"][mine], joined.process[rows])]
+    start, end = spans["start_ns"][mine], spans["end_ns"][mine]
+    inside = (start >= int(joined.start[rows].min())) & (start < joined.serving.end_ns)
+    start, end = start[inside], end[inside]
+    every = joined.direction == direction
+    moved = int(joined.bytes[every & (joined.start >= joined.start[rows].min())].sum())
+    if not len(start) or moved <= 0:
+        return None
+    ns = int((end - start).sum() * min(int(joined.bytes[rows].sum()) / moved, 1.0))
+    return ns, (start, end)
+
+
+def cost_of(joined: JoinedRecording, rows: Array, direction: Direction) -> tuple[Array, bool, str]:
+    """What the link needs for the bytes of copies, ns; whether it is at least that; and by what it is known."""
+    rate, how = joined.link(direction)
+    ns = (joined.bytes[rows] / (rate or FASTEST_LINK) * 1e9).astype(np.int64)
+    if rate > 0:
+        return ns, False, f"their bytes at the link's rate ({how})"
+    return ns, True, f"their bytes at {FASTEST_LINK / 1e9:.0f} GB/s, the fastest link there is"
 
 
 def copies_with_addresses(joined: JoinedRecording, direction: Direction) -> Array:
     """Rows of single copies of a direction of which both addresses are known."""
     mask = (joined.kind == CallKind.COPY) & (joined.direction == direction) & (joined.src != 0) & (joined.dst != 0)
-    return np.flatnonzero(mask & (joined.bytes > 0))
+    return np.flatnonzero(mask & (joined.bytes > 0) & (joined.recording.calls["result"] == 0))
 
 
 def waited_between(joined: JoinedRecording, earlier: Array, later: Array) -> Array:
@@ -57,10 +97,63 @@ def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
 
 
 def find(joined: JoinedRecording) -> Finding | None:
-    """Stores that were overwritten unread."""
+    """Stores of bytes that the host has, else those that were overwritten unread."""
     stores = copies_with_addresses(joined, Direction.D2H)
     if len(stores) < MANY:
         return None
+    return _there_already(joined, stores) or _unread(joined, stores)
+
+
+def _there_already(joined: JoinedRecording, stores: Array) -> Finding | None:
+    looks = looks_of(joined, stores, Direction.D2H, blank=False)
+    wasted = stores[(looks.verdict == EQUAL) & (joined.bytes[stores] >= LEAST_BLOCK)]
+    size, stored = int(joined.bytes[wasted].sum()), int(joined.bytes[stores].sum())
+    if len(wasted) < MANY or size < LEAST_BYTES or size < LEAST_SHARE * stored:
+        return None
+    ns, at_least, how = cost_of(joined, wasted, Direction.D2H)
+    seen = spent_in_spans(joined, wasted, Direction.D2H)
+    lost = seen[0] if seen else int(ns.sum())
+    at_least = at_least and not seen
+    how = "what timing events saw of stores, by their part of the bytes" if seen else how
+    small = at_least and not joined.notable(lost, joined.span_ns)
+    return joined.finding(
+        CAUSE,
+        "{calls} stores brought bytes that the host had"
+        + ("" if small else ": at least {lost}" if at_least else ": {lost}"),
+        "likely",
+        Loss(
+            lost,
+            len(wasted),
+            on="none" if small else "copy engine",
+            window=(int(joined.start[wasted].min()), int(joined.end[wasted].max())),
+            places=joined.places(wasted, ns),
+            copies=None if seen else joined.x_of_call[wasted][joined.x_of_call[wasted] >= 0],
+            spans=seen[1] if seen else None,
+        ),
+        severity="info" if small else None,
+        evidence=(
+            Evidence(
+                f"{len(wasted):,} of {len(stores):,} stores, {size / 1e6:,.1f} MB, brought what was there: "
+                f"{share(size, stored)} of all stored bytes",
+                size,
+                "bytes",
+                INFERRED,
+            ),
+            Evidence(
+                f"of {looks.compared:,} looks at a destination {looks.equal:,} found the bytes of the look before",
+                looks.equal,
+                "1",
+            ),
+            Evidence(f"their cost is {'at least ' * at_least}{how}", float(lost), "ns", INFERRED),
+        ),
+        cure=(
+            Change("Store a block once, when it is finished, and remember that the host has it", share=1.0),
+            Change("Store only what is new since the last store", share=1.0),
+        ),
+    )
+
+
+def _unread(joined: JoinedRecording, stores: Array) -> Finding | None:
     loads = copies_with_addresses(joined, Direction.H2D)
     # One list of all that touches host memory, by place and time; a load of any size from a place reads it.
     rows = np.concatenate((stores, loads))
@@ -100,6 +193,7 @@ def find(joined: JoinedRecording) -> Finding | None:
             on="copy engine" if cost else "none",
             window=(int(joined.start[wasted].min()), int(joined.end[wasted].max())),
             places=joined.places(wasted, ns),
+            copies=joined.x_of_call[wasted][joined.x_of_call[wasted] >= 0],
         ),
         severity=None if read and cost else "info",
         reason="" if read else "cannot tell, because nothing was loaded from that memory: the host may have read it",

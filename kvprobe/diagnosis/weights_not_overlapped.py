@@ -21,8 +21,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
-from kvprobe.diagnosis.intervals import Cover, ascending, distinct, in_time
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
+from kvprobe.recordings.intervals import Cover, ascending, distinct, in_time
 from kvprobe.recordings.link_rate import PCIE_5
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 

@@ -1,30 +1,28 @@
 """Loads the interposer into a running process, and has it put everything back: what stands against it, and how.
 
-A debugger (gdb) has a thread of the process load the library; see `in_gdb.py` for the moment and the interposer's
-`relocate.c` for what it writes. The process is stopped for the time of the call only.
+The injector (`native/inject`) has the process make a thread that loads the library; the interposer's `relocate.c` says
+what it writes. One thread of the process is held for a few system calls; the others run on.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes as ct
 import errno
-import json
 import os
 import pwd
-import shutil
-import subprocess
-import sys
+import socket
 from pathlib import Path
-from typing import Any
 
-from kvprobe.environment import DEBUG, GDB
 from kvprobe.errors import KvprobeError, UsageError
 from kvprobe.probe import processes
 
-__all__ = ["AttachError", "attach", "detach", "holding", "recorded_into", "refuse", "rings_of", "uses_cuda"]
+__all__ = ["AttachError", "Attachment", "detach", "holding", "recorded_into", "refuse", "rings_of", "uses_cuda"]
 
 LIBRARY = "libkvprobe_interpose.so"
-SAFE_MOMENT_S = 2.0
-GIVE_UP_S = 90.0
+INJECTOR = "libkvprobe_inject.so"
+IN_TIME_S = 3.0  # for the process to have done it
+ANSWER_S = 1.8  # more, for the injector to say so: until the process has let go of everything
 _RUNTIMES = ("libcudart.so", "libcuda.so", "libkvprobe_hostrt.so")
 
 
@@ -39,7 +37,8 @@ def uses_cuda(pid: int) -> bool:
 
 def holding(pid: int) -> str:
     """Path of the interposer that a process has loaded, "" where it has none."""
-    return next((path for path in processes.mapped_files(pid) if Path(path).name == LIBRARY), "")
+    mapped = (path.removesuffix(" (deleted)") for path in processes.mapped_files(pid))
+    return next((path for path in mapped if Path(path).name == LIBRARY), "")
 
 
 def rings_of(pid: int) -> dict[str, Path]:
@@ -69,7 +68,7 @@ def refuse(pid: int) -> None:
 
     Raises:
         UsageError: there is no such process, or it is recorded already.
-        AttachError: a permission or a tool is missing, or the process cannot take the library.
+        AttachError: a permission is missing, or the process cannot take the library.
     """
     status = _status(pid)
     if not status or not processes.alive(pid):
@@ -94,12 +93,13 @@ def refuse(pid: int) -> None:
     tracer = int(status.get("TracerPid", "0"))
     if tracer:
         raise AttachError(f"process {pid} is being debugged by process {tracer}: end that first")
+    if status.get("State", "").startswith("T"):
+        raise AttachError(f"process {pid} is stopped by a signal: let it go on first (kill -CONT {pid})")
+    if status.get("Seccomp") == "1":
+        raise AttachError(f"process {pid} is in seccomp's strict mode: it may not load a library any more")
+    if "shstk" in status.get("x86_Thread_features", ""):
+        raise AttachError(f"process {pid} runs with a shadow stack (GLIBC_TUNABLES): use kvprobe run")
     _refuse_scope(pid)
-    if shutil.which("gdb") is None:
-        raise AttachError(
-            "attaching needs gdb, which is not on PATH: install it (Debian: apt-get install gdb; "
-            "Fedora: dnf install gdb)"
-        )
 
 
 def _status(pid: int) -> dict[str, str]:
@@ -125,7 +125,7 @@ def _elsewhere(pid: int) -> bool:
         )
         return not same or not Path(f"/proc/{pid}/root").samefile("/proc/self/root")
     except OSError:
-        return False  # not told: the debugger will say
+        return False  # not told: the injector will say
 
 
 def _refuse_scope(pid: int) -> None:
@@ -149,21 +149,109 @@ def _refuse_scope(pid: int) -> None:
         )
 
 
-def attach(pid: int, library: Path, folder: Path, detail: str, max_bytes: int) -> int:
-    """Begins to record a process into `folder`; returns how many words that lead to CUDA calls were written.
+class _Wanted(ct.Structure):
+    """`struct kvp_injection`."""
 
-    None were where the process is not linked to them, but looks their addresses up.
+    _fields_ = [
+        ("library", ct.c_char_p),
+        ("function", ct.c_char_p),
+        ("undo", ct.c_char_p),
+        ("folder", ct.c_char_p),
+        ("detail", ct.c_char_p),
+        ("max_bytes", ct.c_uint64),
+        ("deadline_ms", ct.c_uint32),
+    ]
 
-    Raises:
-        AttachError: it did not work, and the process is as it was.
+
+class _Injection:
+    """A function of the interposer, called in a process: begun by making one, over with `close`.
+
+    The injector is a process of its own. When this one goes away, by whatever cause, it has everything undone.
     """
-    words = [str(library), str(folder), detail, max_bytes]
-    result = _call(pid, library, "kvprobe_attach", words)
-    if result == -errno.EALREADY:
-        raise UsageError(f"process {pid} is already being recorded")
-    if result < 0:
-        raise AttachError(f"process {pid} could not begin a recording in {folder}: {os.strerror(-result)}")
-    return result
+
+    def __init__(self, pid: int, library: str, function: str, undo: str = "", *words: str, max_bytes: int = 0) -> None:
+        from kvprobe.native.library import path_of
+
+        self.pid = pid
+        self.held_ns = 0
+        inject = ct.CDLL(str(path_of(INJECTOR))).kvp_inject
+        folder, detail = words or ("", "")
+        texts = [os.fsencode(text) for text in (library, function, undo, folder, detail)]
+        wanted = _Wanted(*texts, max_bytes, int(IN_TIME_S * 1000))
+        self._socket, other = socket.socketpair()
+        with other:
+            self._injector = inject(pid, ct.byref(wanted), other.fileno())
+        if self._injector == -errno.ENOTSUP:
+            raise AttachError("attaching is built for x86-64 alone so far: use kvprobe run")
+        if self._injector < 0:
+            raise AttachError(f"no process could be made to attach with: {os.strerror(-self._injector)}")
+        self._socket.settimeout(IN_TIME_S + ANSWER_S)
+
+    def result(self) -> int:
+        """What the function returned: negative where it did nothing.
+
+        Raises:
+            AttachError: it was not called, or what it did is undone.
+        """
+        kind, _, text = self._line().partition(" ")
+        if kind == "ok":
+            result, self.held_ns = map(int, text.split())
+            return result
+        reason = text or "the process that attaches has ended before it was done"
+        if "static TLS" in reason:
+            reason += "; start the process with GLIBC_TUNABLES=glibc.rtld.optional_static_tls=4096, or use kvprobe run"
+        raise AttachError(f"the interposer could not be loaded into process {self.pid}: {reason}")
+
+    def keep(self) -> None:
+        """What was done stays."""
+        with contextlib.suppress(OSError):
+            self._socket.send(b"k")
+            self._line()
+
+    def close(self) -> None:
+        """Undoes what is not to stay, and waits until nothing of it is left in the process."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+            while self._line():
+                pass
+        self._socket.close()
+        if self._injector > 0:
+            os.waitpid(self._injector, 0)
+            self._injector = 0
+
+    def _line(self) -> str:
+        """The injector's next line; empty at its end, or where it takes too long."""
+        said = b""
+        with contextlib.suppress(OSError):
+            while not said.endswith(b"\n") and (more := self._socket.recv(1024)):
+                said += more
+        return said.decode(errors="replace").strip()
+
+
+class Attachment(_Injection):
+    """Begins to record a process into `folder`; until `keep` is called that is undone by `close`, or when we die."""
+
+    def __init__(self, pid: int, library: Path, folder: Path, detail: str, max_bytes: int) -> None:
+        words = str(folder), detail
+        super().__init__(pid, str(library), "kvprobe_attach", "kvprobe_detach", *words, max_bytes=max_bytes)
+        self._folder = folder
+
+    def result(self) -> int:
+        """How many words that lead to CUDA calls were written.
+
+        None were where the process is not linked to them, but looks their addresses up.
+
+        Raises:
+            AttachError: it did not work, and the process is as it was.
+        """
+        result = super().result()
+        if result == -errno.EALREADY:
+            raise UsageError(f"process {self.pid} is already being recorded")
+        if result < 0:
+            raise AttachError(
+                f"process {self.pid} could not begin a recording in {self._folder}: {os.strerror(-result)}"
+            )
+        return result
 
 
 def detach(pid: int) -> int | None:
@@ -175,49 +263,13 @@ def detach(pid: int) -> int | None:
     library = holding(pid)
     if not library:
         return None
-    result = _call(pid, Path(library), "kvprobe_detach", [])
+    injection = _Injection(pid, library, "kvprobe_detach")
+    try:
+        result = injection.result()
+    finally:
+        injection.close()
     if result == -errno.ENOENT:
         return None
     if result < 0:
         raise AttachError(f"process {pid} could not be detached from: {os.strerror(-result)}; try again")
     return result
-
-
-def _call(pid: int, library: Path, function: str, words: list[Any]) -> int:
-    request = {"pid": pid, "library": str(library), "function": function, "arguments": words, "seconds": SAFE_MOMENT_S}
-    env = {
-        k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "DEBUGINFOD_URLS", "PYTHONHOME", "PYTHONPATH")
-    }
-    env |= {GDB.name: json.dumps(request), "LC_ALL": "C"}
-    script = Path(__file__).with_name("in_gdb.py")
-    # a session of its own: Ctrl-C here must not kill a debugger that has breakpoints in the process
-    command = ["gdb", "-nx", "-q", "-batch", "-x", str(script)]
-    with subprocess.Popen(
-        command,
-        env=env,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    ) as gdb:
-        try:
-            output = gdb.communicate(timeout=GIVE_UP_S)[0]
-        except subprocess.TimeoutExpired:
-            gdb.terminate()  # gdb detaches before it ends; a kill would leave its breakpoints behind
-            output = gdb.communicate()[0]
-    answers = [line.removeprefix("kvprobe: ") for line in output.splitlines() if line.startswith("kvprobe: ")]
-    answer: dict[str, Any] = json.loads(answers[-1]) if answers else {}
-    if "result" in answer:
-        return int(answer["result"])
-    lines = [line for line in output.splitlines() if line.strip()]
-    reason = str(answer.get("error") or (lines[-1] if lines else "it printed no message")).rstrip(".")
-    if "ptrace" in reason.lower() or "not permitted" in reason:
-        reason += "; in a container, add the capability SYS_PTRACE (docker run --cap-add SYS_PTRACE)"
-    elif "ython" in reason:
-        reason += "; install a gdb that is built with Python (Debian: apt-get install gdb)"
-    elif "static TLS" in reason:
-        reason += "; start the process with GLIBC_TUNABLES=glibc.rtld.optional_static_tls=4096, or use kvprobe run"
-    if DEBUG.value():
-        print(output, file=sys.stderr)
-    raise AttachError(f"gdb could not load the interposer into process {pid}: {reason}")

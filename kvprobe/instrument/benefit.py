@@ -1,7 +1,7 @@
 """Counts what an offload brings: blocks stored and loaded, hits, stores that nobody read, waits, what prefill costs.
 
 A server's scheduler knows which request found what where, and its cache which block was evicted; the copies themselves
-may run in another process. Each `Account` counts one offload of one process and writes the sums as they stand, as
+may run in another process. Each `BenefitTotals` counts one offload of one process and writes the sums as they stand, as
 events of kind `offload`, at most one a second and one at the end. What a server does not show stays None: it is not
 judged (`kvprobe/diagnosis/offload_benefit.py`).
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 from kvprobe.instrument import event_log, metrics
 
-__all__ = ["Account"]
+__all__ = ["BenefitTotals"]
 
 _EVERY_NS = 1_000_000_000
 _MAX_BLOCKS = 4_000_000  # a cache that never says what it evicts must not make the table grow without end
@@ -26,10 +26,10 @@ _MAX_REQUESTS = 100_000
 _STEPS = 1024
 _ENOUGH_STEPS = 3
 
-_all: weakref.WeakSet[Account] = weakref.WeakSet()
+_all: weakref.WeakSet[BenefitTotals] = weakref.WeakSet()
 
 
-class Account:
+class BenefitTotals:
     """One offload of this process. Its methods are called on the scheduler's thread; none of them raises.
 
     Attributes:

@@ -46,20 +46,22 @@ class _Thread(NamedTuple):
 class CpuWaits:
     """Looks at each thread that calls CUDA and says where it waited for a CPU."""
 
-    def __init__(self, write: Callable[[int, CpuWait], None], producer: str = "interposer") -> None:
+    def __init__(self, write: Callable[[int, CpuWait], None], producer: str = "interposer", most: int = MOST) -> None:
         """Nothing is looked at yet.
 
         Args:
             write: takes a process id and what is said of one of its threads.
+            most: lines of a run.
             producer: whose ring files tell the threads. The interposer sees those of engines, too: once is enough.
         """
         self._write, self._producer = write, producer
+        self._most = most
         self._threads: dict[tuple[Path, int, int], _Thread] = {}
         self._lines = 0
 
     def look_at(self, path: Path, ring: RingSnapshot) -> None:
         """One look at every thread of a process: its ring file, and what that holds now."""
-        if self._lines >= MOST or ring.producer != self._producer:
+        if self._lines >= self._most or ring.producer != self._producer:
             return
         throttled = throttled_ns(ring.pid)
         for section in ring.sections:
@@ -96,7 +98,7 @@ class CpuWaits:
     def _tell(self, thread: _Thread, first: _Look, last: _Look, least_ns: int) -> None:
         """A line where the thread waited at least so long between two looks."""
         waited_ns = last.time.waited_ns - first.time.waited_ns
-        if self._lines >= MOST or last.t_ns <= first.t_ns or waited_ns < max(least_ns, WAITED_NS):
+        if self._lines >= self._most or last.t_ns <= first.t_ns or waited_ns < max(least_ns, WAITED_NS):
             return
         known = first.throttled_ns is not None and last.throttled_ns is not None
         line = CpuWait(
@@ -109,5 +111,5 @@ class CpuWaits:
         )
         self._write(thread.pid, line)
         self._lines += 1
-        if self._lines == MOST:
-            log.warning("waits for a CPU are no longer noted: %s lines are enough", f"{MOST:,}")
+        if self._lines == self._most:
+            log.warning("waits for a CPU are no longer noted: %s lines are enough", f"{self._most:,}")

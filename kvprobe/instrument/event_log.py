@@ -21,7 +21,7 @@ of `t_ns`. Every object has
   * `"call"`: one call of a server function that blocks or copies: `adapter`, `server`, `call`, `dur_ns`, `thread`,
     `cause` (in words), and fields of the adapter;
   * `"offload"`: what an offload has brought since its process began, as sums: `adapter`, `server`, `source` (the
-    server's name of it), and the fields of `benefit.Account.sums`, null where the server does not show it;
+    server's name of it), and the fields of `benefit.BenefitTotals.sums`, null where the server does not show it;
     `prefill_ns_per_token` (null: no steps, or too few), `held_unread_blocks`.
 
 States and decisions are written at once; transfers and calls at most 100 ms late, so a killed process loses at most

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from kvprobe.errors import plain
+from kvprobe.instrument.process_tracking import ProcessTracker
 from kvprobe.probe import processes
 from kvprobe.probe.device import confidential_computing
+from kvprobe.runfolder import files
 from kvprobe.runfolder.folder import CONFIDENTIAL, RunFolder
 
 __all__ = ["finish", "show"]
@@ -26,31 +28,39 @@ _SHOWN = 3  # warnings that the user is shown; all are in end.json and in the re
 
 
 def finish(
-    folder: RunFolder, options: dict[str, Any], status: int | None, unseen: dict[str, dict[int, str]], failure: str = ""
+    folder: RunFolder, options: dict[str, Any], tracker: ProcessTracker, rings: dict[str, int], failure: str = ""
 ) -> list[str]:
     """Writes end.json and the report; returns the lines for the user, the last one says where the report is.
 
     Args:
         folder: the run's; it may be read-only or full by now: then the log says so, if it can.
         options: run.json's.
-        status: the command's exit status.
-        unseen: see `ProcessTracker`.
+        tracker: of the run's processes.
+        rings: the ring files that there were, see `End`.
         failure: why the observer could not go on; "" where it did.
     """
-    warnings = _warnings(folder, options, unseen)
+    warnings = _warnings(folder, options, tracker.unseen)
     if failure:
         warnings.append(f"the observer failed ({failure}): later stacks and exit codes are missing")
-    folder.write_end(
-        {
-            "t_ns": time.monotonic_ns(),
-            "status": status,
-            "warnings": warnings,
-            CONFIDENTIAL: confidential_computing(),
-        }
-    )
+    if files.is_full(folder.path):
+        warnings.insert(0, files.full(folder.path))
+    try:
+        folder.write_end(
+            {
+                "t_ns": time.monotonic_ns(),
+                "status": tracker.status,
+                "warnings": warnings,
+                "rings": rings,
+                CONFIDENTIAL: confidential_computing(),
+            }
+        )
+    except OSError as error:
+        reason = f"{folder.path} cannot be written any more ({error.strerror})"
+        log.error("%s", reason)
+        return [*_as_warnings(warnings), f"no report: {reason}"]
     for line in warnings:
         log.warning("warning: %s", line)
-    if not any(folder.path.glob("*.kvp")) and not any(folder.path.glob("events-*.jsonl")):
+    if not folder.rings() and not any(folder.path.glob("events-*.jsonl")):
         why = f": {warnings[0]}" if warnings else ""
         return [*_as_warnings(warnings[1:]), f"nothing was recorded{why}"]
     if options.get("report") == "none":
@@ -70,10 +80,8 @@ def finish(
 
 def show(folder: RunFolder, lines: list[str], terminal: str) -> None:
     """Leaves the lines for `kvprobe run`, which waits for them; writes them on the terminal, too, if one is named."""
-    with contextlib.suppress(OSError):  # whole, or not at all
-        whole = folder.path / "outcome.txt.part"
-        whole.write_text("\n".join(lines) + "\n")
-        whole.rename(folder.path / "outcome.txt")
+    with contextlib.suppress(OSError):  # a full disk, which `kvprobe run` sees for itself
+        folder.write_outcome(lines)
     if terminal:
         with contextlib.suppress(OSError):
             fd = os.open(terminal, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
@@ -90,7 +98,10 @@ def _warnings(folder: RunFolder, options: dict[str, Any], unseen: dict[str, dict
     """What was not seen, and why: one line each."""
     if options.get("killed"):
         return ["KVPROBE=off is set in this environment, so kvprobe recorded nothing; unset it to record"]
-    found = [_not_recorded(reason, commands) for reason, commands in unseen.items()]
+    recorded = {int(path.name.split("-")[0]) for path in folder.path.glob("[0-9]*-*.kvp")}
+    recorded |= {checkin["pid"] for checkin in folder.checkins() if checkin.get("preloaded")}
+    unseen = {reason: {p: name for p, name in of.items() if p not in recorded} for reason, of in unseen.items()}
+    found = [_not_recorded(reason, commands) for reason, commands in unseen.items() if commands]
     reasons: dict[str, dict[int, str]] = {}
     for pid, reason in folder.not_recorded():
         reasons.setdefault(f"it could not make its ring file ({reason})", {})[pid] = ""
@@ -104,7 +115,7 @@ def _warnings(folder: RunFolder, options: dict[str, Any], unseen: dict[str, dict
     found = refused + found
     program = str(options.get("program", ""))
     checkins = folder.checkins()
-    if not any(folder.path.glob("*.kvp")) and not refused:
+    if not folder.rings() and not refused:
         found.insert(0, _why_nothing(program, bool(checkins)))
     if not checkins and _runs_python(program):
         found.append(

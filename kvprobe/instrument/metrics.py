@@ -299,7 +299,7 @@ def call(server: str, direction: str, took_ns: int, pageable: int, blocking: int
 
 
 def offload(server: str, more: dict[str, int]) -> None:
-    """Count what an offload brought since the last call, by the names of `benefit.Account.sums`."""
+    """Count what an offload brought since the last call, by the names of `benefit.BenefitTotals.sums`."""
     values = {name: value / 1e9 if name.endswith("_ns") else value for name, value in more.items() if name in _METRICS}
     _add(values, (server,))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import signal
 import sys
 import time
@@ -18,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvprobe.instrument.cpu_waits import MOST as MOST_WAITS
 from kvprobe.instrument.cpu_waits import CpuWaits
 from kvprobe.instrument.finishing import finish, show
 from kvprobe.instrument.process_tracking import ProcessTracker
@@ -27,6 +27,7 @@ from kvprobe.runfolder.folder import RunFolder
 
 __all__ = ["main", "watch"]
 
+WAITS_OF_TOTALS = 200  # notes of waits for a CPU, some 30 KB
 log = logging.getLogger("kvprobe")
 
 POLL_S = 0.02
@@ -36,10 +37,17 @@ DUTY = 0.02  # of one core, at most
 
 
 def watch(
-    folder: RunFolder, tracker: ProcessTracker, watchers: Sequence[StackCapture | CpuWaits], attached: bool
+    folder: RunFolder,
+    rings: RingFiles,
+    tracker: ProcessTracker,
+    watchers: Sequence[StackCapture | CpuWaits],
+    options: dict[str, Any],
 ) -> None:
-    """Returns when the command and all processes of the run have ended; `attached`: or when kvprobe was detached."""
-    rings = RingFiles(folder)
+    """Returns when the command and all processes of the run have ended, or when kvprobe was detached from them.
+
+    `options`: run.json's.
+    """
+    attached, limit_bytes = bool(options.get("attached")), int(options.get("max_bytes") or 0)
     scan_at, began = 0.0, time.monotonic()
     while True:
         start = time.monotonic()
@@ -47,12 +55,16 @@ def watch(
             tracker.scan()
             scan_at = time.monotonic() + (SCAN_S if start - began > 2 else SCAN_FIRST_S)
         tracker.reap()
-        if attached and (folder.path / "detached").exists():
+        if attached and folder.detached:
             return
         if not tracker.running:
             tracker.scan()
             if not tracker.running:
+                rings.find()
+                rings.pack(limit_bytes)
                 return
+        rings.find()
+        rings.pack(limit_bytes)
         for path, ring in rings.look() if watchers else ():
             for watcher in watchers:
                 watcher.look_at(path, ring)
@@ -89,14 +101,12 @@ def main(arguments: list[str]) -> int:
     folder, pid = RunFolder(Path(arguments[0])), int(arguments[1])
     options: dict[str, Any] = folder.run().get("options", {})
     attached = bool(options.get("attached"))
-    if attached:
-        (folder.path / "observer.pid").write_text(str(os.getpid()))
     pidfd = int(arguments[2]) if arguments[2:] else -1
     tracker = ProcessTracker(folder, pid, attached=attached, command=str(options.get("words", "")), pidfd=pidfd)
     totals = options.get("detail") == "totals"
-    # of a run that keeps totals alone no file may grow, and there is no slow call that a wait could explain
-    waits = None if totals else CpuWaits(folder.append_cpu_wait)
-    watchers: list[StackCapture | CpuWaits] = [waits] if waits else []
+    # of a run that keeps totals alone no file may grow for good; without any, a starved thread looks like a full queue
+    waits = CpuWaits(folder.append_cpu_wait, most=WAITS_OF_TOTALS if totals else MOST_WAITS)
+    watchers: list[StackCapture | CpuWaits] = [waits]
     if options.get("stacks", True):
         watchers.append(
             StackCapture(
@@ -106,19 +116,18 @@ def main(arguments: list[str]) -> int:
                 most=MOST_OF_TOTALS if totals else None,
             )
         )
-    failure = ""
+    failure, rings = "", RingFiles(folder)
     try:
         with _device_counters(folder, bool(options.get("nvml"))):
-            watch(folder, tracker, watchers, attached)
-            if waits:
-                waits.close()
+            watch(folder, rings, tracker, watchers, options)
+            waits.close()
     except Exception as error:  # what was recorded is worth reading all the same
         log.exception("the observer failed")
         failure = repr(error)
-    lines = finish(folder, options, tracker.status, tracker.unseen, failure)
+    lines = finish(folder, options, tracker, rings.sizes(), failure)
     log.info("%s", lines[-1])
-    detached = (folder.path / "detached").exists()  # then `kvprobe detach` prints them
-    show(folder, lines, "" if detached else str(options.get("terminal", "")))
+    # `kvprobe detach` prints them
+    show(folder, lines, "" if folder.detached else str(options.get("terminal", "")))
     return 0
 
 

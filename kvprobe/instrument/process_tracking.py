@@ -7,11 +7,12 @@ import os
 import re
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvprobe.environment import RUN
 from kvprobe.probe import processes
 from kvprobe.runfolder.folder import RunFolder
-from kvprobe.runfolder.secrets import redact_text
+from kvprobe.runfolder.secrets import redact
 
 __all__ = ["ProcessTracker"]
 
@@ -74,8 +75,10 @@ class ProcessTracker:
             return
         process = self._known.get(key)
         program = processes.program(pid)
-        if process is not None and (process.program == program or pid == self._pid):
-            return
+        if process is not None:
+            process.command = _command(pid) or process.command  # workers name themselves while they run
+            if process.program == program or pid == self._pid:
+                return
         env = processes.environment(pid)
         covered = env is not None and env.get(RUN.name) == str(self._folder.path)
         if process is None:
@@ -85,7 +88,7 @@ class ProcessTracker:
             process = self._known[key] = _Process("")
             with contextlib.suppress(OSError):
                 process.pidfd = os.pidfd_open(pid)
-        process.command = _command(pid) or process.command  # another than before, where it has called exec since
+            process.command = _command(pid)
         process.program = program if env is not None else ""
         reason = ""
         if env is not None and pid != self._pid and not self._attached:
@@ -93,9 +96,22 @@ class ProcessTracker:
                 reason = "their environment was emptied or replaced"
             elif "libkvprobe_interpose" not in env.get("LD_PRELOAD", ""):
                 reason = "LD_PRELOAD was taken out of their environment"
-        reason = reason or processes.why_not_preloaded(f"/proc/{pid}/exe")
+        reason = reason or processes.why_not_preloaded(f"/proc/{pid}/exe") or self._why_not_writable(pid)
         if reason:
             self.unseen.setdefault(reason, {})[pid] = process.command[:60]
+
+    def _why_not_writable(self, pid: int) -> str:
+        """Why a process cannot write into the run folder: another user, or a sandbox with file systems of its own."""
+        try:
+            user = os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116
+            ours = self._folder.path.stat().st_uid
+            same = Path(f"/proc/{pid}/ns/mnt").readlink() == Path("/proc/self/ns/mnt").readlink()
+            writable = same or os.access(f"/proc/{pid}/root{self._folder.path}", os.W_OK)
+        except OSError:
+            return ""
+        if user not in (0, ours):
+            return "they run as another user, who may not write into the run folder"
+        return "" if writable or not processes.alive(pid) else "the run folder cannot be written where they run"
 
     def reap(self) -> None:
         """Writes down who has ended; a pidfd says so without a race with pids that are given out again."""
@@ -129,4 +145,4 @@ class ProcessTracker:
 
 
 def _command(pid: int) -> str:
-    return redact_text(processes.command_line(pid))[:400]
+    return " ".join(redact(processes.words(pid)))[:400]

@@ -26,6 +26,7 @@ from kvprobe.cuda.memory import Buffer
 from kvprobe.environment import RUN, caches
 from kvprobe.errors import KvprobeError
 from kvprobe.native.library import CalibrateCalls, Calibration, core
+from kvprobe.runfolder import files
 
 STALL_NS = 4_000_000
 TRIES = 8
@@ -105,12 +106,8 @@ def _cached(runtime: Runtime) -> QueueLimits | None:
 
 def _write(path: Path, value: dict[str, Any]) -> None:
     """Whole or not at all; where it cannot be written, what it would have told is measured again or not known."""
-    try:
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(value))
-        partial.replace(path)
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        files.write(path, json.dumps(value).encode())
 
 
 def _measure(runtime: Runtime) -> QueueLimits:

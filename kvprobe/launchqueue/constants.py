@@ -27,6 +27,15 @@ ROOM_SHARE = 0.5  # of the depth: below it there is room, by whatever count
 LEAST_DEPTH = 16  # no known queue is full with fewer outstanding
 REAL_DEPTH = 200  # the smallest queue of a real GPU takes 253 (CUDA_SCALE_LAUNCH_QUEUES=0.25x)
 SHALLOW_SHARE = 0.9  # of the deepest in a recording: below it a call is taken to be unaffected by the queue
+BELOW_SHARE = 0.8  # of the full depth: below it calls have a slot, where a count is reckoned
+LATE_SHARE = 0.85  # of the deepest: a slow call entered there met a full queue whose freed slots were handed on late
+REACHED_SHARE, OVER_TIMES = 0.75, 1.25  # of the full depth: how far a reckoned depth may be off
+USUAL_DEPTHS = 900, 1_250  # that GPUs have where nothing scales them: 1,021 (H200), 1,022 (V100), 1,135 to 1,141 (H100)
+COPY_DEPTHS = 1_000, 1_026  # that copies find a queue to take: V100 to H200
+SCALED_DEPTH = 4_100  # submissions that the deepest queue known holds (CUDA_SCALE_LAUNCH_QUEUES=4x)
+FLOOD_CALLS = 2_500  # submissions in a row that no queue of CUDA's own size holds: twice the deepest
+CHANNEL_SLOTS, SHARED_SLOTS = 1_000, 21  # for copies, of each channel and of all together (H200)
+OWN_SHARE, EARLY_TIMES = 0.7, 1.05  # of a channel's slots that one stream fills at most; the first copies may have run
 BATCH_PLACES = 0.041  # that one copy of a batch takes: a stream took 8,168 in batches of 8, 25,000 of 1,000 (H200)
 BAND_SHARE, LEAST_BAND = 0.015, 4  # of the deepest: a queue frees room in chunks (1,135 to 1,141 H100, 1,012 to 1,022)
 
@@ -37,10 +46,22 @@ WINDOW_CALLS = 512  # the window: older calls count half
 WINDOW_BLOCKED = 8  # blocked calls in it at least
 ELSEWHERE_TIMES = 3  # slow calls for each fast one are this many times as many at the top as with room
 DEARER_TIMES = 1.5  # what a window's calls at the top cost, as a mean, of what those with room do
+DEARER_IN_FLOOD = 1.25  # of a flood: a full queue of 16 KiB copies makes calls of 2.0 us 2.9 (H200, kvprobe in between)
 STEADY_CALLS, STEADY_SHARE = 4, 0.25  # fewer calls suffice where they lose this share of the time at the top
 OFTEN_CALLS, OFTEN_NS = 32, 200_000  # or this many, one in so much time: no scheduler takes a CPU away that often
 STARVED_SHARE = 0.10  # of the time: a thread that waited so long for a CPU proves no full queue by its calls' pace
 LEAST_BLOCKED = 5  # in a recording: fewer slow calls at the top are chance
+
+LEAST_SEEN = 20  # calls to compare with
+CHUNK_SHARE = 0.03  # of the calls at a full queue that wait at least: slots may be freed thirty at a time
+STEP_TIMES = 5  # times as often as with a slot are calls slow where they are so by a full queue
+TELLING_CHANCE, ALIGNED_MORE = 0.6, 0.2  # instants near an end of an operation: where more are, returning with one
+DRAINED_SHARE = 0.8  # tells nothing, and an operation must end in so many blocked calls; else so many more must return
+IN_GRAPHS = 0.5  # of the blocked calls with a graph outstanding: more, and their depth is no count
+LEAST_DELAYS, GATHERED = 16, 0.5  # late returns; how much they gather at one delay (0 by chance, 1 for one value)
+PACE_SPREAD = 0.5  # of the time that more calls than a queue holds take: a queue takes up what a thread gains or loses
+FILLED_SHARE = 0.5  # of the time that calls a little dearer than quick ones take: less, and the host is what is slow
+FULL_TRANSFERS = 2  # of an engine's newest: one may be slow by chance
 
 # -- what else a slow call can be ------------------------------------------------------------------------------------
 
@@ -56,6 +77,7 @@ LIVE_BLOCKED = 64  # slow calls in an interval below which they may be kernels t
 
 SATURATION = "launch_queue_saturation"
 COSTLY_BATCH = "descriptor_bound_batch"
+SMALL_COPIES = "small_copies"
 
 # -- what is worth saying --------------------------------------------------------------------------------------------
 

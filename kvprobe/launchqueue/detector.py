@@ -19,6 +19,7 @@ from enum import Enum
 from kvprobe.launchqueue.baseline import Baseline
 from kvprobe.launchqueue.calibration import QueueLimits
 from kvprobe.launchqueue.constants import PAUSE_NS, ROOM_SHARE, SLACK
+from kvprobe.launchqueue.judge import conclude
 from kvprobe.launchqueue.window import Counted, Window
 
 
@@ -224,7 +225,8 @@ class Detector:
         window.kept_lost_ns += max(kept_ns - kept * self._baseline.ns, 0.0)
         window.longest_ns = max(window.longest_ns, seen.longest_ns)
         window.top.add(*_kept(seen))
-        if not window.full(state.with_room, self._baseline.ns, min(seen.longest_ns, kept_ns)):
+        evidence = window.evidence(state.with_room, self._baseline.ns, min(seen.longest_ns, kept_ns))
+        if not conclude(evidence).full:
             if 2 * seen.preempted_ns >= seen.blocked_ns:
                 return self._blame(Slowness.PREEMPTED, lost, "the kernel took the CPU away during the slow calls")
             self.reason = (

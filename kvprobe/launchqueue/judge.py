@@ -1,101 +1,283 @@
-"""What is concluded of a launch queue from what was measured of it in a recording: the words of every verdict.
+"""The one judge of a full launch queue: evidence in, conclusion out. Nobody else sets one, and a test holds that.
 
-A full queue is named only where three things meet: depths that stop at a plateau, calls that cost more there than
-below it, and returns that follow the stream's progress more closely than chance would. Needs no numpy.
+A queue is called full only where its being full is what explains the slow calls best: depths that stop at a plateau and
+returns that follow the stream; a step in what calls cost at the depth that queues have; a stream that is given more
+than a queue holds. What each rule asks for is beside it; the figures are in `constants.py`. Needs neither numpy nor the
+native library.
 """
 
 from __future__ import annotations
 
-from kvprobe.launchqueue.constants import LEAST_BLOCKED, LEAST_DEPTH, NOTABLE_NS
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvprobe.launchqueue import constants as c
+from kvprobe.launchqueue import evidence as seen
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Literal
+    from collections.abc import Iterable, Sequence
 
-    QueueVerdict = Literal["saturated", "healthy", "cannot tell"]
+    from kvprobe.launchqueue.evidence import Evidence
 
-__all__ = ["LEAST_BLOCKED", "LEAST_DEPTH", "Measured", "conclude", "ms", "overall"]
+__all__ = ["STATES", "QueueConclusion", "conclude", "many", "ms", "overall"]
 
-
-class Measured:
-    """The numbers that a verdict on one queue rests on.
-
-    Attributes:
-        deepest: submissions outstanding at a call's entry, at most.
-        slow: calls at the deepest depths that cost more than shallow ones do.
-        shallowest: the least that one of them was entered at.
-        lost_ns: what they cost more, together.
-        at_pin: calls that were entered at `shallowest` or deeper.
-        aligned: share of the slow ones that return when an operation of the stream ends.
-        chance: share of instants nearby that would.
-        drained: share of the slow ones during which an operation of the stream ended.
-        in_graphs: share of the slow ones that were entered while a graph was outstanding.
-    """
-
-    __slots__ = ("aligned", "at_pin", "chance", "deepest", "drained", "in_graphs", "lost_ns", "shallowest", "slow")
-
-    def __init__(
-        self,
-        deepest: int,
-        slow: int = 0,
-        shallowest: int = -1,
-        lost_ns: int = 0,
-        at_pin: int = 0,
-        aligned: float = 0.0,
-        chance: float = 0.0,
-        drained: float = 0.0,
-        in_graphs: float = 0.0,
-    ) -> None:
-        self.deepest, self.slow, self.shallowest, self.lost_ns, self.at_pin = deepest, slow, shallowest, lost_ns, at_pin
-        self.aligned, self.chance, self.drained, self.in_graphs = aligned, chance, drained, in_graphs
+State = Literal["not full", "cannot tell", "full"]
+STATES: tuple[State, ...] = ("not full", "cannot tell", "full")  # the worse, the later
 
 
-def conclude(m: Measured) -> tuple[QueueVerdict, str]:
-    """The verdict on one queue, and from what."""
-    if m.deepest < LEAST_DEPTH:
-        return "healthy", f"never more than {m.deepest:,} submissions outstanding"
-    if not m.slow:
-        return (
-            "healthy",
-            f"{m.deepest:,} submissions outstanding at most, and calls cost no more there than with few outstanding",
-        )
-    least = "" if m.shallowest == m.deepest else f"{m.shallowest:,} to "
-    what = f"{m.slow:,} calls with {least}{m.deepest:,} outstanding took {ms(m.lost_ns)} more than with few outstanding"
-    if m.in_graphs > 0.5:
-        return "cannot tell", (
-            f"{what}; a full queue is likely, but CUDA graphs were in it: a graph launch takes an unknown "
-            "number of places, so the depth cannot be counted in submissions"
-        )
-    if m.slow < LEAST_BLOCKED:
-        few = f"{what}: too few to tell a full queue from chance"
-        return ("cannot tell", few) if m.lost_ns > NOTABLE_NS else ("healthy", few)
-    informative = m.chance < 0.6
-    if informative and m.aligned < m.chance + 0.2:
-        return "cannot tell", (
-            f"{what}, but only {m.aligned:.0%} return when the stream moves on ({m.chance:.0%} would by chance)"
-        )
-    if not informative and (m.drained < 0.8 or m.at_pin < 20):
-        return "cannot tell", (
-            f"{what}; operations end so often that returning with one proves nothing "
-            f"({m.aligned:.0%}, by chance {m.chance:.0%}), and the depth did not stay at its maximum"
-        )
-    return "saturated", (
-        f"{what}; {m.aligned:.0%} of them return when the stream moves on ({m.chance:.0%} would by chance)"
+@dataclass(frozen=True, slots=True)
+class QueueConclusion:
+    """What is concluded of a launch queue, and from what, as a sentence without its full stop."""
+
+    state: State
+    because: str
+
+    @property
+    def full(self) -> bool:
+        """Whether it was full."""
+        return self.state == "full"
+
+
+def conclude(evidence: Evidence) -> QueueConclusion:
+    """The conclusion from one way of looking at a queue."""
+    return _RULES[type(evidence)](evidence)
+
+
+def overall(queues: Sequence[tuple[QueueConclusion, int]]) -> QueueConclusion:
+    """The conclusion on a recording of these queues, most time lost first; each with the deepest that it was."""
+    for wanted in ("full", "cannot tell"):
+        for conclusion, _ in queues:
+            if conclusion.state == wanted:
+                return conclusion
+    if not queues:
+        return QueueConclusion("not full", "nothing was submitted to a stream")
+    return max(queues, key=lambda queue: queue[1])[0]
+
+
+def many(states: Iterable[State]) -> State:
+    """The worst of these; that no queue was full where there are none."""
+    return max(states, key=STATES.index, default="not full")
+
+
+def ms(ns: float) -> str:
+    """Milliseconds as a conclusion states them."""
+    return f"{ns / 1e6:.1f} ms"
+
+
+def _said(full: bool, because: str, otherwise: State = "not full") -> QueueConclusion:
+    return QueueConclusion("full" if full else otherwise, because)
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+_HOST_ONLY = "no device activity was recorded"
+
+# ---- where the device was recorded -----------------------------------------------------------------------------------
+
+
+def _labels(e: seen.Labels) -> QueueConclusion:
+    least = "" if e.shallowest == e.deepest else f"{e.shallowest:,} to "
+    return _said(
+        e.calls > 0,
+        f"the recorder labels {e.calls:,} calls as blocked by a full command buffer, with {least}{e.deepest:,} "
+        "submissions outstanding" + (" (approximate: CUDA graphs are among them)" if e.graphs else ""),
     )
 
 
-def overall(queues: Sequence[tuple[QueueVerdict, str, int]]) -> tuple[QueueVerdict, str]:
-    """The verdict on a recording of these queues, most time lost first: verdict, reason and deepest depth of each."""
-    for wanted in ("saturated", "cannot tell"):
-        for verdict, reason, _ in queues:
-            if verdict == wanted:
-                return verdict, reason
-    if not queues:
-        return "healthy", "nothing was submitted to a stream"
-    return "healthy", max(queues, key=lambda queue: queue[2])[1]
+def _plateau(e: seen.Plateau) -> QueueConclusion:
+    if e.deepest < c.LEAST_DEPTH:
+        return QueueConclusion("not full", f"never more than {e.deepest:,} submissions outstanding")
+    if not e.slow:
+        return QueueConclusion(
+            "not full",
+            f"{e.deepest:,} submissions outstanding at most, and calls cost no more there than with few outstanding",
+        )
+    least = "" if e.shallowest == e.deepest else f"{e.shallowest:,} to "
+    what = f"{e.slow:,} calls with {least}{e.deepest:,} outstanding took {ms(e.lost_ns)} more than with few outstanding"
+    if e.in_graphs > c.IN_GRAPHS:
+        return QueueConclusion(
+            "cannot tell",
+            f"{what}; a full queue is likely, but CUDA graphs were in it: a graph launch takes an unknown number of "
+            "slots, so the depth cannot be counted in submissions",
+        )
+    if e.slow < c.LEAST_BLOCKED:
+        few = f"{what}: too few to tell a full queue from chance"
+        return QueueConclusion("cannot tell" if e.lost_ns > c.NOTABLE_NS else "not full", few)
+    by_chance = f"({e.chance:.0%} would by chance)"
+    if e.chance >= c.TELLING_CHANCE:
+        return _said(
+            e.drained >= c.DRAINED_SHARE and e.at_pin >= c.LEAST_SEEN,
+            f"{what}; {e.aligned:.0%} of them return when the stream moves on {by_chance}"
+            if e.drained >= c.DRAINED_SHARE and e.at_pin >= c.LEAST_SEEN
+            else f"{what}; operations end so often that returning with one proves nothing "
+            f"({e.aligned:.0%}, by chance {e.chance:.0%}), and the depth did not stay at its maximum",
+            "cannot tell",
+        )
+    if e.aligned < e.chance + c.ALIGNED_MORE:
+        return QueueConclusion(
+            "cannot tell", f"{what}, but only {e.aligned:.0%} return when the stream moves on {by_chance}"
+        )
+    return QueueConclusion("full", f"{what}; {e.aligned:.0%} of them return when the stream moves on {by_chance}")
 
 
-def ms(ns: int) -> str:
-    """Milliseconds as a verdict states them."""
-    return f"{ns / 1e6:.1f} ms"
+def _regular(e: seen.Regular) -> QueueConclusion:
+    """A step at the calibrated depth (a multiple of it, for a channel of several streams), or one constant delay."""
+    what = f"{e.slow:,} of {e.top:,} calls with up to {e.deepest:,} outstanding were slow"
+    deep = e.deepest >= (c.FULL_SHARE * e.depth if e.depth else e.least)
+    if not deep or e.slow < c.STEADY_CALLS or e.slow_below * c.STEP_TIMES > _share(e.slow, e.top):
+        return QueueConclusion("not full", what)
+    channels = max(1, round(e.deepest / e.depth)) if e.depth else 0
+    near = channels > 0 and abs(e.deepest - channels * e.depth) <= (1 - c.FULL_SHARE) * channels * e.depth
+    if near and (channels == 1 or e.streams > 1):
+        return QueueConclusion("full", f"{what}, which is the depth of the queue as it was counted")
+    return _said(
+        2 * e.slow >= e.top and min(e.slow, e.delays) >= c.LEAST_DELAYS and e.gathered > c.GATHERED,
+        f"{what}, and the delay of their return after the stream moved on is one value",
+    )
+
+
+def _stood_still(e: seen.StoodStill) -> QueueConclusion:
+    what = f"{e.fenced + e.behind:,} long calls with {e.deepest:,} outstanding, while their stream stood still"
+    deep = e.deepest >= (c.FULL_SHARE * e.depth if e.depth else c.REAL_DEPTH)
+    return _said(deep and (e.fenced > 0 or (e.behind > 0 and e.deepest >= c.USUAL_DEPTHS[0])), what)
+
+
+# ---- from the host alone ---------------------------------------------------------------------------------------------
+
+
+def _step(e: seen.DepthStep) -> QueueConclusion:
+    share, elsewhere = _share(e.slow, e.top), _share(e.slow_below, e.below)
+    enough = e.below >= c.LEAST_SEEN and share >= max(c.CHUNK_SHARE, c.STEP_TIMES * elsewhere)
+    return _said(
+        e.depth >= c.LEAST_DEPTH and enough and e.slow >= max(c.LEAST_BLOCKED, 4 * e.passed),
+        f"{e.slow:,} calls with {e.shallowest:,} or more outstanding took {ms(e.lost_ns)} more than others; "
+        f"{share:.0%} of the calls there are slow, {elsewhere:.1%} of those with a slot (inferred: {e.how}; "
+        f"{_HOST_ONLY})",
+    )
+
+
+def _in_burst(e: seen.InBurst) -> QueueConclusion:
+    """One such call suffices where all bursts agree and something else proves it; else three, and two thirds of all."""
+    which = f"number {e.first + 1:,}" + (f" to {e.last + 1:,}" if e.last > e.first else "")
+    all_fit = e.proven and e.fits == e.bursts
+    return _said(
+        e.fits > 0 and (all_fit or (e.fits >= 3 and 3 * e.fits >= 2 * e.bursts)),
+        f"{e.calls:,} calls took {ms(e.lost_ns)} more than others, the first of a burst being its {which}: {e.queues} "
+        f"(inferred: counted from where the stream was empty; {_HOST_ONLY})",
+    )
+
+
+def _flood(e: seen.Flood) -> QueueConclusion:
+    share = _share(e.waits, e.calls)
+    often = e.waits * c.OFTEN_NS >= e.spent_ns and share >= c.CHUNK_SHARE
+    steady = e.spread <= c.PACE_SPREAD and (e.pauses < c.LEAST_BLOCKED or 3 * e.slow_after <= e.pauses)
+    before_or_alone = e.alone
+    if e.before >= c.LEAST_SEEN:
+        before_or_alone = share >= c.ELSEWHERE_TIMES * _share(e.slow_before, e.before)
+    costs = e.lost_ns >= c.STEADY_SHARE * e.spent_ns
+    begins = 2 * e.misfits <= e.onsets if e.onsets else e.seen_waiting  # where the queue is full, as far as is known
+    if not (often and costs and steady and before_or_alone and begins):
+        return QueueConclusion(
+            "not full", f"{e.longest:,} submissions followed each other, at no pace of a full queue's"
+        )
+    if e.no_cpu > c.STARVED_SHARE:
+        why = "cannot tell, because its threads waited for a CPU while their calls were slow"
+        return QueueConclusion("cannot tell", why)
+    return QueueConclusion(
+        "full",
+        f"{e.longest:,} submissions followed each other without a pause, more than a queue holds, and {share:.0%} of "
+        f"them took {e.times:.2g} times as long as the quickest or longer, {ms(e.lost_ns)} more together (inferred: "
+        f"{_HOST_ONLY})",
+    )
+
+
+def _numbered(e: seen.Numbered) -> QueueConclusion:
+    what = f"{e.slow} kernel launches took {ms(e.lost_ns)} more than others, the first after {e.first:,} launches"
+    few = e.slow < c.LEAST_BLOCKED or e.slow < c.CHUNK_SHARE * e.over
+    if few or e.lost_ns <= 4 * e.early_ns:
+        return QueueConclusion("not full", what)
+    if not e.held:
+        return QueueConclusion("cannot tell", f"{what}, which is no depth of a queue ({_HOST_ONLY})")
+    return QueueConclusion(
+        "full",
+        f"{what} since the stream was last known to be empty (inferred: launches are counted by their thread; "
+        f"{_HOST_ONLY})",
+    )
+
+
+def _rest(e: seen.Rest) -> QueueConclusion:
+    least = max(c.NOTABLE_NS, c.NOTABLE_SHARE * e.span_ns)
+    how = f"(inferred: {e.how}; {_HOST_ONLY})"
+    if e.depth and not e.top:
+        return QueueConclusion("not full", f"never more than {e.deepest} of {e.depth} submissions outstanding {how}")
+    if e.slow_ns <= least:
+        up_to = f"no calls became and stayed slow from one depth on, with up to {e.deepest} outstanding {how}"
+        return QueueConclusion("not full", up_to)
+    what = f"{e.what} took {ms(e.slow_ns)} more than others, not in the pattern of a full queue {how}"
+    if e.slow_ns - e.no_cpu_ns > least:
+        return QueueConclusion("cannot tell", what)
+    return QueueConclusion("not full", f"{what}; their threads waited {ms(e.no_cpu_ns)} of it for a CPU")
+
+
+def _over_streams(e: seen.OverStreams) -> QueueConclusion:
+    filled = (
+        c.FULL_SHARE * n * c.CHANNEL_SLOTS <= e.submitted <= c.EARLY_TIMES * (n * c.CHANNEL_SLOTS + c.SHARED_SLOTS)
+        for n in e.channels
+    )
+    what = f"a copy waited after {e.submitted:,} of its burst, {e.own:,} of them on its own stream"
+    return _said(e.told and e.own <= c.OWN_SHARE * c.CHANNEL_SLOTS and any(filled), what)
+
+
+# ---- of a running process --------------------------------------------------------------------------------------------
+
+
+def _live_window(e: seen.LiveWindow) -> QueueConclusion:
+    """Odds are compared, for a share cannot be several times a third: a stream's first calls are slow by themselves.
+
+    The count of a stream whose device is the quicker one falls, however slow its calls are; so where it has stood at
+    the top for a whole window of calls that cost more as a mean, the queue is full.
+    """
+    share, fast = _share(e.top_slow, e.top_calls), e.top_calls - e.top_slow
+    odds = e.top_slow / fast if fast > 0 else float("inf") if e.top_slow else 0.0
+    waits_itself = e.longest_kept_ns >= c.FENCE_NS
+    steady = e.kept >= c.STEADY_CALLS and e.kept_lost_ns >= c.STEADY_SHARE * e.kept_span_ns
+    often = e.blocked >= max(c.OFTEN_CALLS, e.span_ns / c.OFTEN_NS) and e.lost_ns >= c.STEADY_SHARE * e.span_ns
+    likely = share >= c.BLOCKED_SHARE and odds >= c.ELSEWHERE_TIMES * e.room_odds
+    usual_ns = max(e.baseline_ns, e.room_mean_ns)
+    dearer = e.top_calls >= c.WINDOW_CALLS and e.top_mean_ns >= c.DEARER_TIMES * usual_ns
+    several = e.top_slow >= c.WINDOW_BLOCKED and (likely or dearer)
+    return _said(waits_itself or steady or often or several, f"{e.blocked:,} slow calls, {share:.0%} of those there")
+
+
+def _live_sums(e: seen.LiveSums) -> QueueConclusion:
+    """A suspicion alone: executions are not seen."""
+    jumped = e.slow >= max(c.LIVE_BLOCKED, c.BLOCKED_SHARE * e.timed)
+    what = f"calls lost {_share(e.lost_ns, e.passed_ns):.0%} of the time"
+    return _said(False, what, "cannot tell" if jumped and e.lost_ns >= c.LIVE_LOST_SHARE * e.passed_ns else "not full")
+
+
+def _transfers(e: seen.Transfers) -> QueueConclusion:
+    full = [one for one in e.outstanding if e.depth and one >= c.FULL_SHARE * e.depth]
+    what = f"{len(full)} slow transfers had up to {max(full, default=0):,} of {e.depth:,} outstanding"
+    return _said(len(full) >= c.FULL_TRANSFERS, what)
+
+
+_RULES: dict[type, Callable[[Any], QueueConclusion]] = {
+    seen.Labels: _labels,
+    seen.Plateau: _plateau,
+    seen.Regular: _regular,
+    seen.StoodStill: _stood_still,
+    seen.DepthStep: _step,
+    seen.InBurst: _in_burst,
+    seen.Flood: _flood,
+    seen.Numbered: _numbered,
+    seen.Rest: _rest,
+    seen.OverStreams: _over_streams,
+    seen.LiveWindow: _live_window,
+    seen.LiveSums: _live_sums,
+    seen.Transfers: _transfers,
+}

@@ -1,24 +1,13 @@
-"""The classifier of a running stream: from runs of calls, whether its launch queue is full."""
+"""What is counted of a running stream's calls: those at the top of its launch queue, and those with room."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvprobe.launchqueue.constants import (
-    BLOCKED_SHARE,
-    DEARER_TIMES,
-    ELSEWHERE_TIMES,
-    FENCE_NS,
-    LIVE_LOST_SHARE,
-    OFTEN_CALLS,
-    OFTEN_NS,
-    STEADY_CALLS,
-    STEADY_SHARE,
-    WINDOW_BLOCKED,
-    WINDOW_CALLS,
-)
+from kvprobe.launchqueue.constants import WINDOW_CALLS
+from kvprobe.launchqueue.evidence import LiveWindow
 
-__all__ = ["Counted", "Window", "held_up"]
+__all__ = ["Counted", "Window"]
 
 
 @dataclass(slots=True)
@@ -74,43 +63,26 @@ class Window:
     whole_ns: int = 0
     top: Counted = field(default_factory=Counted)
 
-    def full(self, with_room: Counted, baseline_ns: float, longest_kept_ns: int) -> bool:
-        """Whether the slow calls here are a full queue's doing.
+    def evidence(self, with_room: Counted, baseline_ns: float, longest_kept_ns: int) -> LiveWindow:
+        """What the judge asks for.
 
         Args:
             with_room: the same stream's calls while its queue had room: what is slow there as well is not the queue's.
             baseline_ns: what a call costs with room.
             longest_kept_ns: the longest call of the newest run that did not lose the CPU.
         """
-        if longest_kept_ns >= FENCE_NS:  # the stream itself waits for something
-            return True
-        lost_share = STEADY_SHARE * self.span_ns
-        if self.kept >= STEADY_CALLS and self.kept_lost_ns >= lost_share:
-            return True
-        if self.blocked >= max(OFTEN_CALLS, self.whole_ns / OFTEN_NS) and self.lost_ns >= STEADY_SHARE * self.whole_ns:
-            return True
-        several = self.top.slow >= WINDOW_BLOCKED
-        return several and (often(self.top, with_room) or dearer(self.top, with_room, baseline_ns))
-
-
-def often(top: Counted, with_room: Counted) -> bool:
-    """Whether a full queue's share of the calls at the top is slow, and far more of them than of those with room.
-
-    Odds are compared, for a share cannot be several times a third: the first calls of a stream, which have room, are
-    slow for reasons of their own.
-    """
-    return top.share >= BLOCKED_SHARE and top.odds >= ELSEWHERE_TIMES * with_room.odds
-
-
-def dearer(top: Counted, with_room: Counted, baseline_ns: float) -> bool:
-    """Whether the count has stood at the top for many calls that cost more than those with room, as a mean.
-
-    The count of a stream whose device is the quicker one falls, however slow its calls are.
-    """
-    usual = max(baseline_ns, with_room.mean_ns)
-    return top.calls >= WINDOW_CALLS and top.mean_ns >= DEARER_TIMES * usual
-
-
-def held_up(lost_ns: float, passed_ns: float, jumped: bool) -> bool:
-    """Whether sums alone let one suspect a full queue: calls became several times slower and hold their thread up."""
-    return jumped and lost_ns >= LIVE_LOST_SHARE * passed_ns
+        return LiveWindow(
+            longest_kept_ns=longest_kept_ns,
+            blocked=self.blocked,
+            lost_ns=self.lost_ns,
+            span_ns=self.whole_ns,
+            kept=self.kept,
+            kept_lost_ns=self.kept_lost_ns,
+            kept_span_ns=self.span_ns,
+            top_calls=self.top.calls,
+            top_slow=self.top.slow,
+            top_mean_ns=self.top.mean_ns,
+            room_odds=with_room.odds,
+            room_mean_ns=with_room.mean_ns,
+            baseline_ns=baseline_ns,
+        )

@@ -1,11 +1,12 @@
 """Builds the native libraries with the system's C compiler, for `pip install` and for `python -m kvprobe.native.build`.
 
-Four libraries, none of which knows Python, so that one wheel serves every Python version:
+Five libraries, none of which knows Python, so that one wheel serves every Python version:
 
 * ``libkvprobe.so``            clock, ring, submission loop, calibration
 * ``libkvprobe_hostrt.so``     the embedded host runtime: the CUDA runtime's symbols without a GPU
 * ``libkvprobe_interpose.so``  the interposer that `kvprobe run` preloads
 * ``libkvprobe_trace.so``      a fast scanner of PyTorch profiler traces; readers work without it
+* ``libkvprobe_inject.so``    has the interposer loaded into a process that runs already
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "libkvprobe_hostrt.so": ("hostrt/*.c", "src/clock.c"),
     "libkvprobe_interpose.so": ("interpose/*.c", "src/clock.c", "src/ring.c", "src/secrets.c"),
     "libkvprobe_trace.so": ("trace/*.c",),
+    "libkvprobe_inject.so": ("inject/*.c",),
 }
 
 

@@ -267,6 +267,7 @@ class SubmitterConfig(ct.Structure):
         ("actor_wake", ct.c_void_p),
         ("actor_remove", ct.c_void_p),
         ("run_until", ct.c_void_p),
+        ("slots", ct.c_void_p),
     ]
 
 
@@ -341,6 +342,7 @@ def core() -> ct.CDLL:
     lib.kvp_now_ns.argtypes = []
     lib.kvp_clock_name.restype = ct.c_char_p
     lib.kvp_ring_open.argtypes = [ct.c_char_p, ct.c_char_p, ct.POINTER(RingOptions)]
+    lib.kvp_ring_open_shared.argtypes = [ct.c_char_p, ct.c_char_p]
     lib.kvp_ring_path.restype = ct.c_char_p
     lib.kvp_ring_write.argtypes = [ct.POINTER(Record), ct.c_int]
     lib.kvp_ring_write.restype = None

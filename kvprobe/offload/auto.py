@@ -20,8 +20,15 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from kvprobe.launchqueue.constants import COSTLY_BATCH, FULL_SHARE, SATURATION, SLOWER_TIMES
+from kvprobe.launchqueue.constants import (
+    COSTLY_BATCH,
+    SATURATION,
+    SLOWER_TIMES,
+    SMALL_COPIES,
+)
 from kvprobe.launchqueue.detector import Saturation
+from kvprobe.launchqueue.evidence import Transfers
+from kvprobe.launchqueue.judge import conclude
 
 __all__ = ["REST", "Auto", "Decision", "Rung", "Sample"]
 
@@ -44,7 +51,6 @@ MAX_COPY_COST = 1.15  # a rung may not make the copies themselves slower than th
 MOST_COPY_COST = 1.5  # then this is the limit
 MAX_SUBMIT_COST = 1.5  # nor submission, where it is for the copies' sake
 BELOW_RATE = 1.3  # copies that take so many times what calibration says of another method are worth a change
-SLOW_COPIES = "copies_below_calibrated_rate"
 BUSY_COPIES = 3072  # submissions from which on their share of the caller's time is judged; fewer where it is clear
 BUSY_NS = 300_000  # and the least time that is worth a change
 COOL_DOWN_NS = 60_000_000_000  # until a rung that gained nothing is tried again for such work; doubles each time
@@ -380,7 +386,7 @@ class Auto:
             times = [self._times(s, s.copy_ns) for s in list(self._recent)[-2 * WINDOW :]]
             below = [each for each in times if each >= BELOW_RATE]
             if len(below) >= OFTEN and self._candidates():
-                self._change(SLOW_COPIES, f"{SLOW_COPIES}: they take {_by_calibration(below)}")
+                self._change(SMALL_COPIES, f"{SMALL_COPIES}: they take {_by_calibration(below)}")
 
     def saturated(self, seen: Saturation, reason: str) -> None:
         """A detector called a full queue: on the base rung that is a reason to change."""
@@ -429,18 +435,18 @@ class Auto:
         last = list(self._recent)[-WINDOW:]
         cause = why = ""
         if self._is_slow(sample) or self._is_held_up(sample):
-            full = [s for s in last if s.outstanding + s.copies >= FULL_SHARE * self.depth and self._is_held_up(s)]
-            if self.depth and len(full) >= 2:
+            outstanding = tuple(s.outstanding + s.copies for s in last if self._is_held_up(s))
+            if conclude(Transfers(outstanding, self.depth)).full:
                 cause = SATURATION
             elif sum(map(self._is_slow, last)) >= OFTEN:
-                cause = "too_many_small_copies" if self.depth else COSTLY_BATCH
+                cause = SMALL_COPIES if self.depth else COSTLY_BATCH
             why = f"{cause}: a copy took {_mean(last) / 1e3:.2f} us to submit"
         if not cause and self.busy_share:
             why = self._why_bound(last)
-            cause = "submission_bound" if why else ""
+            cause = SMALL_COPIES if why else ""
         if not cause:
             why = self._why_waiting(last)
-            cause = SLOW_COPIES if why else ""
+            cause = SMALL_COPIES if why else ""
         if cause and self._candidates():
             self._change(cause, why)
         elif cause:
@@ -472,7 +478,7 @@ class Auto:
         times = [self._times(s, s.own_ns) for s in waiting]
         if sum(s.own_ns - s.expected_ns for s in waiting) < BUSY_NS or not self._is_clear(times):
             return ""
-        return f"{SLOW_COPIES}: they wait for one another, and take {_by_calibration(times)}"
+        return f"{SMALL_COPIES}: they wait for one another, and take {_by_calibration(times)}"
 
     def _change(self, cause: str, why: str, time_ns: int = 0) -> None:
         after, before = self._candidates()[0], self.rung

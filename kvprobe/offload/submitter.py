@@ -72,6 +72,7 @@ def open_native(runtime: Runtime, made: Resources, table: MethodTable, copier: A
         config.actor_wake = runtime.address("kvhostActorWake")
         config.actor_remove = runtime.address("kvhostActorRemove")
         config.run_until = runtime.address("kvhostRunUntilTime")
+        config.slots = runtime.address("kvhostSlots")
     why = ct.c_int32()
     handle = core().kvp_submitter_open(ct.byref(config), ct.byref(why))
     if why.value:

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvprobe.runfolder import files
+
 __all__ = ["METRICS", "LinkState", "DeviceSample", "Sampler", "devices", "link_state", "read_samples"]
 
 METRICS = (
@@ -253,8 +255,8 @@ class Sampler:
                 self._sink(line)
             return True
         try:
-            with Path(self._sink).open("a") as file:
-                file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+            for line in lines:
+                files.append(self._sink, json.dumps(line, separators=(",", ":")).encode())
         except OSError as error:  # a full disk ends the sampling, not the observer
             self.reason = f"{self._sink}: {error.strerror}"
             return False

@@ -78,7 +78,7 @@ class CallTotals:
 
 
 def counts(target: Path | None) -> Iterator[CallTotals]:
-    """Exact sums of all processes that the target's ring files are of, ended ones included."""
+    """Exact sums of all processes that the target's ring files are of, ended ones included until they are packed."""
     for snapshot in snapshots(find_rings(target)):
         for (stream, call, direction), total in totals(snapshot).items():
             if call != TRANSFER:
@@ -149,14 +149,16 @@ def served(target: Path | None, port: int, address: str = "127.0.0.1") -> Iterat
     Raises:
         KvprobeError: the port cannot be used.
     """
-    from prometheus_client import start_http_server
+    from prometheus_client import make_wsgi_app
+
+    from kvprobe.probe.metrics_server import serve
 
     try:
-        server, thread = start_http_server(port, addr=address, registry=_registry(target))
+        server, thread = serve(make_wsgi_app(_registry(target)), port, address)
     except OSError as error:
         raise KvprobeError(f"port {port} of {address} cannot be used: {error.strerror}; choose another") from None
     try:
-        yield f"http://{address}:{port}/metrics"
+        yield f"http://{address}:{server.server_port}/metrics"
     finally:
         server.shutdown()
         server.server_close()

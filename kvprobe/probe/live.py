@@ -18,8 +18,10 @@ import numpy as np
 
 from kvprobe.environment import RUN
 from kvprobe.errors import RecordingError, UsageError
-from kvprobe.launchqueue.constants import BLOCKED_SHARE, JUMP_TIMES, LIVE_BLOCKED, LIVE_CALLS
-from kvprobe.launchqueue.window import held_up
+from kvprobe.launchqueue.constants import JUMP_TIMES, LIVE_CALLS
+from kvprobe.launchqueue.evidence import LiveSums
+from kvprobe.launchqueue.judge import conclude
+from kvprobe.probe.errors_of_cuda import first_error
 from kvprobe.probe.ring import (
     BUCKETS,
     CALLS,
@@ -135,7 +137,8 @@ class ProcessView:
         state: "running", "closed" (it ended in order) or "killed".
         interval_s: time between the two looks.
         longest: the longest call that a thread is inside of; None if none.
-        errors: calls so far whose return code was not 0.
+        errors: calls so far that failed.
+        first_error: the call that failed first and its error, "" where none did.
     """
 
     pid: int
@@ -147,6 +150,7 @@ class ProcessView:
     streams: list[StreamView]
     longest: InFlight | None
     errors: int
+    first_error: str = ""
 
 
 def find_rings(target: Path | None = None) -> list[Path]:
@@ -311,6 +315,7 @@ class Live:
             streams,
             inside[0] if inside else None,
             errors,
+            first_error(snapshot) if errors else "",
         )
 
     @staticmethod
@@ -366,7 +371,8 @@ def _stream(
     outstanding: int | None,
 ) -> StreamView:
     seconds = max(passed_ns / 1e9, 1e-9)
-    together, lost_ns, jumped = Totals(), 0.0, False
+    together, lost_ns = Totals(), 0.0
+    jumps: list[tuple[int, int]] = []  # of each kind of call: those several times as long as the baseline, and all
     rates: dict[str, float] = {}
     bounds = bucket_bounds()[:-1]
     for (_, call, where), total in moved.items():
@@ -377,7 +383,7 @@ def _stream(
         base = baseline_ns.get(call, 0.0)
         lost_ns += max(total.dur_ns - total.timed * base, 0.0) if base else 0.0
         slow = int(total.histogram[bounds >= JUMP_TIMES * base].sum()) if base and not pageable else 0
-        jumped |= slow >= max(LIVE_BLOCKED, BLOCKED_SHARE * total.timed)
+        jumps.append((slow, total.timed))
         if call in COPYING and total.bytes:
             name = DIRECTIONS.get(direction, "other")
             rates[name] = rates.get(name, 0.0) + total.bytes / seconds
@@ -395,5 +401,5 @@ def _stream(
         blocked_share=share,
         outstanding=outstanding,
         bytes_per_s=rates,
-        suspected=held_up(share * passed_ns, passed_ns, jumped),
+        suspected=any(conclude(LiveSums(share * passed_ns, passed_ns, *one)).state != "not full" for one in jumps),
     )

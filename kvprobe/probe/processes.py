@@ -21,6 +21,7 @@ __all__ = [
     "program",
     "start_ticks",
     "why_not_preloaded",
+    "words",
 ]
 
 _ENV_END = 48  # of /proc/<pid>/stat behind the command: where the environment ends
@@ -62,12 +63,18 @@ def children() -> dict[int, int]:
     return parents
 
 
+def words(pid: int) -> list[str]:
+    """A process's arguments; empty where there are none or they may not be read."""
+    try:
+        data = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return data.rstrip(b"\0").decode(errors="replace").split("\0") if data else []
+
+
 def command_line(pid: int) -> str:
     """A process's arguments, joined by spaces; empty where there are none or they may not be read."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        return ""
+    return " ".join(words(pid)).strip()
 
 
 def pid_in(text: str) -> int | None:

@@ -15,178 +15,66 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvprobe.errors import RecordingError
+from kvprobe.probe.ring_layout import (
+    BUCKETS,
+    CALLS,
+    CONTENTS,
+    COVERAGE,
+    FILE,
+    FIRST_ADDRESS,
+    GRAPH,
+    HEADER_BYTES,
+    MAGIC,
+    NO_STREAM,
+    NOTES,
+    OF_EVENTS,
+    PAGEABLE,
+    PINNED,
+    RECORD,
+    SANE,
+    SECTION,
+    SECTIONS,
+    SEVERAL,
+    SEVERAL_MOST,
+    SLOT,
+    SPAN,
+    STATES,
+    TRANSFER,
+    UNTIMED,
+    Array,
+)
 from kvprobe.runfolder.identity import Identity
 
 __all__ = [
     "BUCKETS",
     "CALLS",
+    "CONTENTS",
+    "COVERAGE",
+    "FILE",
+    "GRAPH",
+    "HEADER_BYTES",
+    "PAGEABLE",
+    "PINNED",
+    "RECORD",
+    "SANE",
+    "SECTION",
+    "SLOT",
+    "SPAN",
     "STATES",
-    "ThreadSection",
+    "TRANSFER",
+    "UNTIMED",
     "RingSnapshot",
+    "ThreadSection",
     "bucket_bounds",
     "handles_of",
     "percentile",
     "read_ring",
+    "read_ring_fd",
     "stream_handles",
     "stream_number",
 ]
-
-Array = npt.NDArray[Any]
-
-BUCKETS = 128
-PAGEABLE, PINNED = 1, 2  # enum kvp_memory
-TRANSFER = 64  # the call that stands for a whole transfer of an engine
-HEADER_BYTES = 4096
-STATES = ("starting", "running", "closed")
-MAGIC = b"KVPRING1"
-UNTIMED = 2**64 - 1
-SECTIONS = 1024  # a file has no more
-SANE = 2**62  # no time and no count is as large; a damaged file's may be
-
-# calls that name no stream; 0 there is not the default stream
-NO_STREAM = np.array([19, 20, 21, 22, 23, 24, 25, 26, 34, 35, 36, 37, 38, 39, 42, 43, 44, 45])
-OF_EVENTS = np.array([18, 33])  # waits for an event: the stream on which it was recorded, 0 where that is not known
-FIRST_ADDRESS = 1 << 20  # a stream's handle from here on is an address; below, the number that CUDA or a recorder gave
-
-# number in the file -> (kind as in recordings.model.CallKind, name); kvp.h's KVP_CALLS, a test compares them
-CALLS: dict[int, tuple[str, str]] = {
-    1: ("COPY", "cudaMemcpyAsync"),
-    2: ("COPY", "cudaMemcpy2DAsync"),
-    3: ("BATCH", "cudaMemcpyBatchAsync"),
-    4: ("COPY", "cuMemcpyAsync"),
-    5: ("COPY", "cuMemcpyHtoDAsync"),
-    6: ("COPY", "cuMemcpyDtoHAsync"),
-    7: ("COPY", "cuMemcpyDtoDAsync"),
-    8: ("COPY", "cuMemcpy2DAsync"),
-    9: ("BATCH", "cuMemcpyBatchAsync"),
-    10: ("COPY_SYNC", "cudaMemcpy"),
-    11: ("MEMSET", "cudaMemsetAsync"),
-    12: ("LAUNCH", "cudaLaunchKernel"),
-    13: ("LAUNCH", "cudaLaunchKernelExC"),
-    14: ("LAUNCH", "cuLaunchKernel"),
-    15: ("LAUNCH", "cuLaunchKernelEx"),
-    16: ("GRAPH", "cudaGraphLaunch"),
-    17: ("SYNC", "cudaStreamSynchronize"),
-    18: ("SYNC", "cudaEventSynchronize"),
-    19: ("SYNC", "cudaDeviceSynchronize"),
-    20: ("CREATE", "cudaStreamCreate"),
-    21: ("CREATE", "cudaEventCreate"),
-    22: ("ALLOC", "cudaMalloc"),
-    23: ("ALLOC", "cudaHostAlloc"),
-    24: ("ALLOC", "cudaHostRegister"),
-    25: ("FREE", "cudaFree"),
-    26: ("FREE", "cudaFreeHost"),
-    27: ("EVENT", "cudaEventRecord"),
-    28: ("EVENT", "cudaStreamWaitEvent"),
-    29: ("ALLOC", "cudaMallocAsync"),
-    30: ("COPY", "cudaMemcpy3DAsync"),
-    31: ("COPY", "cudaMemcpyPeerAsync"),
-    32: ("SYNC", "cuStreamSynchronize"),
-    33: ("SYNC", "cuEventSynchronize"),
-    34: ("SYNC", "cuCtxSynchronize"),
-    35: ("CREATE", "cuStreamCreate"),
-    36: ("CREATE", "cuEventCreate"),
-    37: ("ALLOC", "cuMemAlloc"),
-    38: ("ALLOC", "cuMemHostAlloc"),
-    39: ("ALLOC", "cuMemHostRegister"),
-    40: ("COPY", "cudaMemcpyWithAttributesAsync"),
-    41: ("COPY", "cuMemcpy3DAsync"),
-    42: ("FREE", "cudaHostUnregister"),
-    43: ("FREE", "cuMemFree"),
-    44: ("FREE", "cuMemFreeHost"),
-    45: ("FREE", "cuMemHostUnregister"),
-    TRANSFER: ("TRANSFER", "transfer"),
-}
-
-FILE = np.dtype(
-    [
-        ("magic", "S8"),
-        ("version", "<u4"),
-        ("header_bytes", "<u4"),
-        ("record_bytes", "<u4"),
-        ("slot_bytes", "<u4"),
-        ("buckets", "<u4"),
-        ("slot_count", "<u4"),
-        ("ring_capacity", "<u8"),
-        ("slow_capacity", "<u8"),
-        ("section_bytes", "<u8"),
-        ("sections_max", "<u4"),
-        ("sections_used", "<u4"),
-        ("slow_ns", "<u8"),
-        ("pid", "<u4"),
-        ("ppid", "<u4"),
-        ("start_monotonic_ns", "<u8"),
-        ("start_realtime_ns", "<u8"),
-        ("state", "<u4"),
-        ("forks", "<u4"),
-        ("end_monotonic_ns", "<u8"),
-        ("clock", "S16"),
-        ("producer", "S32"),
-        ("over_count", "<u8", 128),
-        ("over_bytes", "<u8", 128),
-        ("over_dur_ns", "<u8", 128),
-        ("command", "S512"),
-        ("rank", "S16"),
-        ("pid_namespace", "<u8"),  # 0 in files of earlier versions, and so is start_ticks
-        ("start_ticks", "<u8"),
-    ]
-)
-SECTION = np.dtype(
-    [
-        ("head", "<u8"),
-        ("slow_head", "<u8"),
-        ("tid", "<u4"),
-        ("owners", "<u4"),
-        ("busy", "<u4"),
-        ("slots_used", "<u4"),
-        ("name", "S32"),
-        ("ring_records", "<u8"),
-        ("slow_records", "<u8"),
-        ("in_call", "<u4"),
-        ("in_sequence", "<u4"),
-        ("in_since_ns", "<u8"),
-        ("in_stream", "<u8"),
-    ]
-)
-SLOT = np.dtype(
-    [
-        ("stream", "<u8"),
-        ("call", "u1"),
-        ("direction", "u1"),
-        ("pad", "V6"),
-        ("count", "<u8"),
-        ("bytes", "<u8"),
-        ("copies", "<u8"),
-        ("dur_ns", "<u8"),
-        ("last_ns", "<u8"),
-        ("max_ns", "<u8"),
-        ("slow", "<u8"),
-        ("slow_ns", "<u8"),
-        ("errors", "<u8"),
-        ("untimed", "<u8"),
-        ("node_bytes", "<u8", 4),
-        ("histogram", "<u8", BUCKETS),
-    ]
-)
-RECORD = np.dtype(
-    [
-        ("start_ns", "<u8"),
-        ("dur_ns", "<u8"),
-        ("stream", "<u8"),
-        ("src", "<u8"),
-        ("dst", "<u8"),
-        ("bytes", "<u8"),
-        ("tid", "<u4"),
-        ("transfer", "<u4"),
-        ("count", "<u4"),
-        ("result", "<u2"),
-        ("call", "u1"),
-        ("direction", "u1"),
-    ]
-)
 
 
 @dataclass
@@ -207,6 +95,8 @@ class ThreadSection:
         slots: structured array SLOT, one row per (stream, call, direction).
         records: structured array RECORD, oldest first.
         slow: structured array RECORD of the calls of at least `slow_ns`, oldest first.
+        notes: of `head`, records that are no calls.
+        failed: structured array RECORD of the first calls that failed, oldest first.
     """
 
     number: int
@@ -222,6 +112,8 @@ class ThreadSection:
     slots: Array = field(default_factory=lambda: np.zeros(0, SLOT))
     records: Array = field(default_factory=lambda: np.zeros(0, RECORD))
     slow: Array = field(default_factory=lambda: np.zeros(0, RECORD))
+    notes: int = 0
+    failed: Array = field(default_factory=lambda: np.zeros(0, RECORD))
 
 
 @dataclass
@@ -249,6 +141,8 @@ class RingSnapshot:
     over_bytes: Array
     over_dur_ns: Array
     sections: list[ThreadSection]
+    damage: str = ""  # what is missing of it, half a sentence; empty of a whole one
+    sharers: int = 0  # processes that share this file, whose calls over_count has; 0: it is one process's
     pid_namespace: int = 0  # inode of the namespace that `pid` is of; 0: not known
     start_ticks: int = 0  # when the process began, as in /proc/<pid>/stat; 0: not known
 
@@ -260,14 +154,45 @@ class RingSnapshot:
         """The slots of all sections, one after another."""
         return np.concatenate([section.slots for section in self.sections] or [np.zeros(0, SLOT)])
 
-    def records(self) -> Array:
-        """All detail in order of start: both rings of every section, each call once."""
-        parts = []
+    def _kept(self) -> list[tuple[ThreadSection, Array]]:
+        """Of each section that is not of marks alone the records of both its rings, each once."""
+        out = []
         for section in self.sections:
             # a slow call is in both rings for as long as the large one holds it
-            parts += [section.slow[~np.isin(_keys(section.slow), _keys(section.records))], section.records]
-        together = np.concatenate(parts or [np.zeros(0, RECORD)])
+            alone = section.slow[~np.isin(_keys(section.slow), _keys(section.records))]
+            if not len(section.records) or not _of_marks(section.records).all():
+                out.append((section, np.concatenate((alone, section.records))))
+        return out
+
+    def records(self) -> Array:
+        """All calls kept, in order of start: both rings of every section and its first failures, each call once.
+
+        Those of a record of several follow one another evenly.
+        """
+        together = np.concatenate([np.zeros(0, RECORD), *(records for _, records in self._kept())])
+        together = _one_by_one(together[~_no_calls(together)])
+        failed = np.concatenate([np.zeros(0, RECORD), *(section.failed for section in self.sections)])
+        together = np.concatenate([failed[~np.isin(_keys(failed), _keys(together))], together])
         return together[np.argsort(together["start_ns"], kind="stable")]
+
+    def marks(self) -> Array:
+        """What marks told of the device (SPAN, COVERAGE, GRAPH), as it was written."""
+        return np.concatenate(
+            [np.zeros(0, RECORD), *(section.records[_of_marks(section.records)] for section in self.sections)]
+        )
+
+    def overwritten(self) -> int:
+        """Records of calls that were published and are gone."""
+        gone = 0
+        for section, records in self._kept():
+            notes = int(_no_calls(records).sum())  # of what was written before they were counted: those that are left
+            gone += section.head - max(section.notes, notes) - (len(records) - notes)
+        return max(gone, 0)
+
+    def notes(self, call: int) -> Array:
+        """Records of this number, which are no calls (kvp.h), by section."""
+        kept = [section.records[section.records["call"] == call] for section in self.sections]
+        return np.concatenate([np.zeros(0, RECORD), *kept])
 
     def calls(self) -> dict[str, tuple[int, int, int]]:
         """Exact totals by call name: (calls, copies, bytes), whatever the stream; calls in over_* count one copy."""
@@ -282,6 +207,41 @@ class RingSnapshot:
             row[1] += int(self.over_count[call])
             row[2] += int(self.over_bytes[call])
         return {name: (row[0], row[1], row[2]) for name, row in totals.items()}
+
+
+def _no_calls(records: Array) -> Array:
+    rows: Array = (records["call"] >= NOTES) & (records["call"] < SEVERAL)
+    return rows
+
+
+def _of_marks(records: Array) -> Array:
+    rows: Array = (records["call"] >= SPAN) & (records["call"] <= GRAPH)
+    return rows
+
+
+def _one_by_one(records: Array) -> Array:
+    """The calls that these records stand for; of several in one record each takes what they took as a mean.
+
+    Their addresses are not known.
+    """
+    several = (records["call"] & SEVERAL) != 0
+    if not several.any():
+        return records
+    one = records.copy()
+    count = np.clip(records["count"][several].astype(np.int64), 1, SEVERAL_MOST)
+    mean = records["src"][several] // count.astype(np.uint64)
+    room = np.maximum(records["dur_ns"][several], mean) - mean  # between the first one's entry and the last one's
+    one["call"][several] &= SEVERAL - 1
+    one["bytes"][several] //= count.astype(np.uint64)
+    one["dur_ns"][several], one["src"][several], one["count"][several] = mean, 0, 1
+    times = np.ones(len(records), dtype=np.int64)
+    times[several] = count
+    out = np.repeat(one, times)
+    number = np.arange(len(out)) - np.repeat(np.cumsum(times) - times, times)
+    gap = np.zeros(len(records), dtype=np.float64)
+    gap[several] = room / np.maximum(count - 1, 1)
+    out["start_ns"] += (number * np.repeat(gap, times)).astype(np.uint64)
+    return out
 
 
 def _keys(records: Array) -> Array:
@@ -349,24 +309,32 @@ def _read(fd: int, dtype: np.dtype[Any], count: int, offset: int) -> Array:
     return np.frombuffer(data, dtype, count)
 
 
-def _newest(fd: int, section_at: int, at: int, head_name: str, capacity_name: str, room: int) -> tuple[int, Array]:
-    """The records of one ring that are whole: copied, then checked against how far the writer got meanwhile."""
+def _newest(
+    fd: int, section_at: int, at: int, head_name: str, capacity_name: str, room: int
+) -> tuple[int, Array, bool]:
+    """The records of one ring that are whole: copied, then checked against how far the writer got meanwhile.
+
+    Returns:
+        How many were ever published; the records, oldest first; whether none is missing that should be there.
+    """
     before = _read(fd, SECTION, 1, section_at)[0]
     head, capacity = int(before[head_name]), int(before[capacity_name])
     if not capacity or capacity > room or head >= SANE:
-        return 0 if head >= SANE else head, np.zeros(0, RECORD)
+        return 0 if head >= SANE else head, np.zeros(0, RECORD), not (head and capacity)
     claimed = min(head, capacity)
     held = _held(fd, RECORD, claimed, at)
     records = _read(fd, RECORD, held, at)
     if held < claimed:  # the file was cut off
-        return head, records
+        return head, records, False
     after = _read(fd, SECTION, 1, section_at)[0]
     first = head - held  # record i lies at i % capacity
     order = np.arange(first, head) % capacity
     records = records[order]
     # the record being written now replaces the oldest
     lost = int(after[head_name]) - int(after[capacity_name]) + (1 if after["busy"] else 0)
-    return head, records[max(0, lost - first) :]
+    records = records[max(0, lost - first) :]
+    # every record has the thread that wrote it: one of zeros was never written, or wiped
+    return head, records, bool((records["tid"] != 0).all() or records["start_ns"].all())
 
 
 def read_ring(path: str | os.PathLike[str], detail: bool = True, slots: bool = True) -> RingSnapshot:
@@ -385,68 +353,44 @@ def read_ring(path: str | os.PathLike[str], detail: bool = True, slots: bool = T
     except OSError as error:
         raise RecordingError(f"{path}: {error.strerror}") from None
     try:
-        return _read_open(fd, Path(path), detail, slots)
+        return read_ring_fd(fd, Path(path), detail, slots)
     except OSError as error:
         raise RecordingError(f"{path}: {error.strerror}") from None
     finally:
         os.close(fd)
 
 
-def _read_open(fd: int, path: Path, detail: bool, slots: bool) -> RingSnapshot:
+def read_ring_fd(fd: int, path: Path, detail: bool = True, slots: bool = True) -> RingSnapshot:
+    """As `read_ring`, of an open file; `path` is what it is called.
+
+    Raises:
+        RecordingError: as `read_ring`.
+        OSError: it cannot be read.
+    """
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise RecordingError(f"{path}: not a regular file")
-    start = os.pread(fd, 28, 0)
-    if start[:8] != MAGIC or len(start) < 28:
-        raise RecordingError(f"{path} is not a ring file of kvprobe (or its process was killed while it made it)")
-    version, header_bytes, record_bytes, slot_bytes, buckets = struct.unpack_from("<5I", start, 8)
-    if (version, header_bytes, record_bytes, slot_bytes, buckets) != (1, HEADER_BYTES, 64, SLOT.itemsize, BUCKETS):
-        raise RecordingError(f"{path} is a ring file of version {version}; this kvprobe reads version 1")
-    header = _read(fd, FILE, 1, 0)[0]
-    slot_count, ring_capacity = int(header["slot_count"]), int(header["ring_capacity"])
-    section_bytes = int(header["section_bytes"])
-    size = HEADER_BYTES + slot_count * SLOT.itemsize + (ring_capacity + int(header["slow_capacity"])) * RECORD.itemsize
-    times = [int(header[name]) for name in ("start_monotonic_ns", "start_realtime_ns", "end_monotonic_ns")]
-    sections_used = int(header["sections_used"])
-    too_large = (
-        slot_count > 65536 or max(ring_capacity, int(header["slow_capacity"])) > 2**32 or sections_used > SECTIONS
-    )
-    if section_bytes < size or section_bytes > 2**44 or too_large or max(times) >= SANE:
-        raise RecordingError(f"{path}: its header contradicts itself; the file is damaged")
-    sections = []
-    for number in range(min(sections_used, int(header["sections_max"]))):
-        at = HEADER_BYTES + number * section_bytes
-        head = _read(fd, SECTION, 1, at)[0]
-        section = ThreadSection(
-            number=number,
-            tid=int(head["tid"]),
-            owners=int(head["owners"]),
-            name=_text(head["name"]),
-            head=int(head["head"]),
-            slow_head=int(head["slow_head"]),
-            in_call=int(head["in_call"]),
-            in_sequence=int(head["in_sequence"]),
-            in_since_ns=int(head["in_since_ns"]),
-            in_stream=int(head["in_stream"]),
-        )
-        slots_at = at + HEADER_BYTES
-        if slots:
-            used = min(int(head["slots_used"]), slot_count)
-            # a slot whose end no call has touched yet lies partly in a hole
-            section.slots = _read(fd, SLOT, _held(fd, SLOT, used, slots_at, partly=True), slots_at)
-        if detail:
-            ring_at = slots_at + slot_count * SLOT.itemsize
-            slow_at = ring_at + ring_capacity * RECORD.itemsize
-            section.head, section.records = _newest(fd, at, ring_at, "head", "ring_records", ring_capacity)
-            slow_room = int(header["slow_capacity"])
-            section.slow_head, section.slow = _newest(fd, at, slow_at, "slow_head", "slow_records", slow_room)
+    header = _header(fd, path)
+    section_bytes, used = int(header["section_bytes"]), min(int(header["sections_used"]), int(header["sections_max"]))
+    sections, broken = [], []
+    for number in range(used):
+        section, whole = _section(fd, header, number, detail, slots)
         sections.append(section)
-    state = int(header["state"])
+        if not whole:
+            broken.append(number)
+    state, sharers = int(header["state"]), int(header["sharers"])
+    # the writer makes a section's last block before it counts the section
+    size, whole_size = os.fstat(fd).st_size, HEADER_BYTES + used * section_bytes
+    damage = ""
+    if size < whole_size:
+        damage = f"it was cut off: {size:,} of {whole_size:,} bytes are left"
+    elif broken:
+        damage = f"what {len(broken)} of its {used} threads wrote is missing or wiped"
     return RingSnapshot(
         path=str(path),
         pid=int(header["pid"]),
         ppid=int(header["ppid"]),
         producer=_text(header["producer"]),
-        command=_text(header["command"]),
+        command=f"{sharers:,} processes without room for files" if sharers else _text(header["command"]),
         rank=_text(header["rank"]),
         state=STATES[state] if state < len(STATES) else "running",
         clock=_text(header["clock"]),
@@ -459,9 +403,71 @@ def _read_open(fd: int, path: Path, detail: bool, slots: bool) -> RingSnapshot:
         over_bytes=np.minimum(header["over_bytes"], SANE),
         over_dur_ns=np.minimum(header["over_dur_ns"], SANE),
         sections=sections,
+        damage=damage,
+        sharers=sharers,
         pid_namespace=int(header["pid_namespace"]),
         start_ticks=int(header["start_ticks"]),
     )
+
+
+def _header(fd: int, path: Path) -> Any:
+    """The file's header, of a version that is known and without contradictions."""
+    start = os.pread(fd, 28, 0)
+    if start[:8] != MAGIC or len(start) < 28:
+        raise RecordingError(f"{path} is not a ring file of kvprobe (or its process was killed while it made it)")
+    version, header_bytes, record_bytes, slot_bytes, buckets = struct.unpack_from("<5I", start, 8)
+    if (version, header_bytes, record_bytes, slot_bytes, buckets) != (1, HEADER_BYTES, 64, SLOT.itemsize, BUCKETS):
+        raise RecordingError(f"{path} is a ring file of version {version}; this kvprobe reads version 1")
+    if os.fstat(fd).st_size < HEADER_BYTES:
+        raise RecordingError(f"{path} ends inside its header; the file was cut off")
+    header = _read(fd, FILE, 1, 0)[0]
+    slot_count, ring_capacity = int(header["slot_count"]), int(header["ring_capacity"])
+    slow_capacity, section_bytes = int(header["slow_capacity"]), int(header["section_bytes"])
+    size = HEADER_BYTES + slot_count * SLOT.itemsize + (ring_capacity + slow_capacity) * RECORD.itemsize
+    times = [int(header[name]) for name in ("start_monotonic_ns", "start_realtime_ns", "end_monotonic_ns")]
+    too_large = (
+        slot_count > 65536 or max(ring_capacity, slow_capacity) > 2**32 or int(header["sections_used"]) > SECTIONS
+    )
+    if section_bytes < size or section_bytes > 2**44 or too_large or max(times) >= SANE:
+        raise RecordingError(f"{path}: its header contradicts itself; the file is damaged")
+    return header
+
+
+def _section(fd: int, header: Any, number: int, detail: bool, slots: bool) -> tuple[ThreadSection, bool]:
+    """One section, and whether all that its header tells of is there; asked of what is read alone."""
+    slot_count, ring_capacity = int(header["slot_count"]), int(header["ring_capacity"])
+    at = HEADER_BYTES + number * int(header["section_bytes"])
+    head = _read(fd, SECTION, 1, at)[0]
+    section = ThreadSection(
+        number=number,
+        tid=int(head["tid"]),
+        owners=int(head["owners"]),
+        name=_text(head["name"]),
+        head=int(head["head"]),
+        slow_head=int(head["slow_head"]),
+        in_call=int(head["in_call"]),
+        in_sequence=int(head["in_sequence"]),
+        in_since_ns=int(head["in_since_ns"]),
+        in_stream=int(head["in_stream"]),
+        notes=min(int(head["notes"]), int(head["head"])),
+        failed=head["failed"][: int(head["failed_used"])].copy(),
+    )
+    whole = bool(head["ring_records"] or head["slow_records"] or head["owners"])  # else it was wiped, or never made
+    slots_at = at + HEADER_BYTES
+    if slots:
+        used = min(int(head["slots_used"]), slot_count)
+        # a slot whose end no call has touched yet lies partly in a hole
+        section.slots = _read(fd, SLOT, _held(fd, SLOT, used, slots_at, partly=True), slots_at)
+        # a slot is counted when its call is in it
+        whole = whole and len(section.slots) == used and bool((section.slots["call"] != 0).all())
+    if detail:
+        ring_at = slots_at + slot_count * SLOT.itemsize
+        slow_at = ring_at + ring_capacity * RECORD.itemsize
+        section.head, section.records, first = _newest(fd, at, ring_at, "head", "ring_records", ring_capacity)
+        slow_room = int(header["slow_capacity"])
+        section.slow_head, section.slow, second = _newest(fd, at, slow_at, "slow_head", "slow_records", slow_room)
+        whole = whole and first and second
+    return section, whole
 
 
 def handles_of(rows: Array) -> Array:

@@ -23,6 +23,7 @@ __all__ = [
     "match",
     "narrowed",
     "pairs",
+    "quantile",
     "positions",
     "sorted_table",
     "spans",
@@ -336,3 +337,9 @@ def bounded(recording: Recording) -> Recording:
         recording.notes.append(said)
         recording.incomplete.append(said)
     return recording
+
+
+def quantile(values: Array, share: float) -> float:
+    """The value below which this share of the values lies."""
+    at = round(share * (len(values) - 1))
+    return float(np.partition(values, at)[at])

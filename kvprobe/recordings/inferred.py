@@ -8,25 +8,30 @@ burst waits for long, and its number in the burst is that depth (`_behind_fences
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from kvprobe.launchqueue.constants import (
+    BELOW_SHARE,
+    COPY_DEPTHS,
     ELSEWHERE_TIMES,
+    FLOOD_CALLS,
+    FULL_SHARE,
     LEAST_BLOCKED,
-    LEAST_DEPTH,
-    OFTEN_NS,
+    LEAST_SEEN,
+    OVER_TIMES,
+    REACHED_SHARE,
     REAL_DEPTH,
-    ROOM_SHARE,
-    SLOW_AT_LEAST_NS,
-    SLOW_TIMES,
-    STARVED_SHARE,
-    STEADY_SHARE,
+    SCALED_DEPTH,
+    USUAL_DEPTHS,
 )
-from kvprobe.launchqueue.judge import ms
-from kvprobe.recordings.assemble import distinct
+from kvprobe.launchqueue.evidence import DepthStep, InBurst, Numbered, Rest
+from kvprobe.launchqueue.judge import conclude
+from kvprobe.recordings.assemble import distinct, quantile
 from kvprobe.recordings.buckets import bucket_floor_ns
+from kvprobe.recordings.flooded import flooded
 from kvprobe.recordings.held_locks import first_of_threads, held_lock
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording, Table
 from kvprobe.recordings.numbered import emptying_waits, partial, places, places_each, told_to_wait
@@ -36,15 +41,8 @@ if TYPE_CHECKING:
 
 __all__ = ["infer", "without_cpu"]
 
-_TOP, _BELOW = 0.9, 0.8  # of the full depth: where a queue counts as full, and where it has room
-_NEARLY, _OVER = 0.75, 1.25  # of the full depth: how far a reckoned depth may be off
-_OFTEN, _LEAST_SEEN = 0.03, 20  # how many of the calls at the top are slow (one in a chunk); calls to compare with
-_USUAL = 900, 1_250  # what GPUs have, where no depth was calibrated; REAL_DEPTH is then the least believed
-_DRAINED = 4_100  # submissions that the deepest queue known holds (CUDA_SCALE_LAUNCH_QUEUES=4x)
 _AFTERWARDS = 0.1  # how many calls wait behind the one that met the full queue, where it drains
 _LONG_NS = 1_000_000  # a wait for more than a copy: for what the copies stand behind
-_FLOOD = 2_500  # submissions in a row that no queue of CUDA's own size holds: twice the deepest
-_EXACTLY = (1_000, 1_026)  # submissions that copies find a queue to take where no depth was calibrated: V100 to H200
 _NEVER = np.iinfo(np.int64).max
 
 
@@ -60,12 +58,12 @@ class _Depths(NamedTuple):
         about: that queues take, in words.
     """
 
-    least: float = REAL_DEPTH
-    usual: tuple[float, float] = _USUAL
-    exactly: tuple[float, float] = _EXACTLY
-    drained: float = _DRAINED
-    flood: int = _FLOOD
-    about: int = 1_021
+    least: float
+    usual: tuple[float, float]
+    exactly: tuple[float, float]
+    drained: float
+    flood: int
+    about: int
 
 
 def _depths(recording: Recording, each: float = 1.0) -> _Depths:
@@ -74,14 +72,18 @@ def _depths(recording: Recording, each: float = 1.0) -> _Depths:
     CUDA_SCALE_LAUNCH_QUEUES makes of 1,021 places 253 or 4,093.
     """
     scale = float(recording.machine.get("queue_scale") or 0)
-    if scale <= 0:
-        scale, drained = 1.0, float(_DRAINED)
-    else:
-        drained = _EXACTLY[1] * scale
-    low, high = (((some + 3) * scale - 3) / each for some in _EXACTLY)
-    usual = _USUAL[0] * scale / each, _USUAL[1] * scale / each
+    drained = COPY_DEPTHS[1] * scale if scale > 0 else SCALED_DEPTH
+    scale = scale if scale > 0 else 1.0
+    low, high = (((some + 3) * scale - 3) / each for some in COPY_DEPTHS)
+    usual = USUAL_DEPTHS[0] * scale / each, USUAL_DEPTHS[1] * scale / each
     about = round(((1_024 * scale) - 3) / each)
-    return _Depths(REAL_DEPTH / each, usual, (low, high), drained / each, round(_FLOOD * scale / each), about)
+    return _Depths(REAL_DEPTH / each, usual, (low, high), drained / each, round(FLOOD_CALLS * scale / each), about)
+
+
+def _counted(recording: Recording, each: float) -> int:
+    """What a queue takes by calibration, in submissions of so many slots each; 0 where none was."""
+    fact = recording.machine.get("queue_depth")
+    return round(fact / each) if isinstance(fact, (int, float)) and fact > 0 else 0
 
 
 def infer(recording: Recording, queue: StreamOccupancy) -> None:
@@ -114,10 +116,8 @@ def _infer(recording: Recording, queue: StreamOccupancy) -> None:
     slow = judged & (duration > np.maximum(3 * base, base + 1000))
     whole = _whole_from(recording, queue, slow)
     judged[:whole] = False
-    fact = recording.machine.get("queue_depth")
     each = places_each(recording, queue)
-    known = round(fact / each) if isinstance(fact, (int, float)) and fact > 0 else 0
-    depths = _depths(recording, each)
+    known, depths = _counted(recording, each), _depths(recording, each)
     emptied = _emptied(recording, queue)
     counted = _by_transfers(recording, queue)
     if counted is not None:
@@ -129,59 +129,74 @@ def _infer(recording: Recording, queue: StreamOccupancy) -> None:
         depth[whole:], full, source = _by_pace(start[whole:], end[whole:], slow[whole:], emptied[whole:], known, depths)
     queue.after = 0  # of none is it known when it was executed
     queue.depth = np.minimum(depth, full or np.iinfo(np.int32).max).astype(np.int32)
-    top, below = judged & (depth >= _TOP * full), judged & (depth < _BELOW * full)
+    top, below = judged & (depth >= FULL_SHARE * full), judged & (depth < BELOW_SHARE * full)
     blocked = top & slow
-    share, elsewhere = (float(slow[mask].mean()) if mask.any() else 0.0 for mask in (top, below))
     lost = np.where(blocked, duration - base, 0).astype(np.int64)
-    how = f"inferred: {source}; no device activity was recorded"
-    passed = int((judged & ~slow & (depth >= _OVER * full)).sum())  # quick where no queue has room
-    step = below.sum() >= _LEAST_SEEN and share >= max(_OFTEN, 5 * elsewhere)
-    if full >= LEAST_DEPTH and step and int(blocked.sum()) >= max(LEAST_BLOCKED, 4 * passed):
-        at = queue.depth[blocked]
-        queue.verdict, queue.ceiling_how = "saturated", "inferred"
-        queue.blocked, queue.blocked_ns, queue.inferred_ns = blocked, lost, int(lost.sum())
-        queue.ceiling, queue.plateau = _deepest(at), (int(at.min()), int(at.max()))
-        queue.reason = (
-            f"{int(blocked.sum()):,} calls with {queue.plateau[0]:,} or more outstanding took {ms(lost.sum())} more "
-            f"than others; {share:.0%} of the calls there are slow, {elsewhere:.1%} of those with room ({how})"
+    concluded = conclude(
+        DepthStep(
+            int(full),
+            int(blocked.sum()),
+            int(top.sum()),
+            int(slow[below].sum()),
+            int(below.sum()),
+            int((judged & ~slow & (depth >= OVER_TIMES * full)).sum()),
+            int(lost.sum()),
+            int(queue.depth[blocked].min(initial=np.iinfo(np.int32).max)),
+            source,
         )
+    )
+    if concluded.full:
+        queue.blocked_by(concluded, blocked, lost, "inferred")
+        queue.ceiling = _deepest(queue.depth[blocked])
+    elif counted is None:
+        _by_bursts(recording, queue, base, slow, judged, emptied, whole, known, depths)
+    queue.inferred_ns = int(queue.blocked_ns.sum())
+    if queue.conclusion.because:
         return
-    if counted is None:
-        held, place, exact = np.zeros(len(rows), dtype=bool), np.zeros(len(rows), dtype=np.int32), ""
-        long = judged & (duration > 100 * base) & (duration > _LONG_NS)
-        if long.any():
-            begun, locked = emptied | told_to_wait(recording, queue), held_lock(recording, rows, long, slow)
-            long &= ~first_of_threads(recording, rows)
-            held_by = (0.98 * known, 1.005 * known + 2) if known else depths.exactly
-            queues = f"the queue takes {known:,}" if known else f"queues take about {round(depths.about, -1):,}"
-            held, place, exact = _behind_fences(start, end, long, slow & judged, begun, locked, held_by, queues)
-        if held.any():
+    excess = (duration - base)[slow]
+    queue.conclusion = conclude(
+        Rest(
+            int(excess.sum()),
+            without_cpu(recording, rows[slow], excess) if len(excess) else 0,
+            int(end.max()) - int(start[0]),
+            "slow calls",
+            source,
+            int(queue.depth.max(initial=0)),
+            known if counted is not None else 0,
+            int(top.sum()),
+        )
+    )
+
+
+def _by_bursts(
+    recording: Recording,
+    queue: StreamOccupancy,
+    base: Array,
+    slow: Array,
+    judged: Array,
+    emptied: Array,
+    whole: int,
+    known: int,
+    depths: _Depths,
+) -> None:
+    """Asks by the number in its burst of the one call that waits, else by floods; nothing where neither tells."""
+    calls, rows = recording.calls, queue.calls
+    start, end = calls["start_ns"][rows], calls["end_ns"][rows]
+    duration = end - start
+    long = judged & (duration > 100 * base) & (duration > _LONG_NS)
+    if long.any():
+        begun, locked = emptied | told_to_wait(recording, queue), held_lock(recording, rows, long, slow)
+        long &= ~first_of_threads(recording, rows)
+        held_by = (0.98 * known, 1.005 * known + 2) if known else depths.exactly
+        queues = f"the queue takes {known:,}" if known else f"queues take about {round(depths.about, -1):,}"
+        held, place, first = _behind_fences(start, end, long, slow & judged, begun, locked, held_by)
+        lost = np.where(held, duration - base, 0).astype(np.int64)
+        concluded = conclude(replace(first, lost_ns=int(lost.sum()), queues=queues))
+        if concluded.full:
             queue.depth = place
-            queue.verdict, queue.ceiling_how, queue.blocked = "saturated", "inferred", held
-            queue.blocked_ns = np.where(held, duration - base, 0).astype(np.int64)
-            queue.inferred_ns = int(queue.blocked_ns.sum())
-            at = place[held]
-            queue.ceiling, queue.plateau = int(at.max()), (int(at.min()), int(at.max()))
-            queue.reason = (
-                f"{len(at)} calls took {ms(queue.inferred_ns)} more than others, {exact} (inferred: counted from where "
-                "the stream was empty; no device activity was recorded)"
-            )
+            queue.blocked_by(concluded, held, lost, "inferred")
             return
-        if _flooded(recording, queue, start, end, judged, emptied, whole, known, depths):
-            return
-    deepest = int(queue.depth.max(initial=0))
-    other = int((duration - base)[slow].sum())
-    if counted is not None and known and not top.any():
-        queue.reason = f"never more than {deepest} of {known} submissions outstanding ({how})"
-    elif other > (least := max(1_000_000, 0.01 * (int(end.max()) - int(start[0])))):
-        unserved = without_cpu(recording, rows[slow], (duration - base)[slow])
-        queue.reason = f"slow calls took {ms(other)} more than others, not in the pattern of a full queue ({how})"
-        if other - unserved > least:
-            queue.verdict = "cannot tell"
-        else:
-            queue.reason += f"; their threads waited {ms(unserved)} of it for a CPU"
-    else:
-        queue.reason = f"no calls became and stayed slow from one depth on, with up to {deepest} outstanding ({how})"
+    flooded(recording, queue, judged, emptied, whole, known or int(depths.exactly[1]), depths.flood)
 
 
 def _launches(recording: Recording, queue: StreamOccupancy, numbered: Array, base: Array) -> None:
@@ -195,40 +210,34 @@ def _launches(recording: Recording, queue: StreamOccupancy, numbered: Array, bas
     place = places(recording, queue, numbered)
     lost = np.maximum(calls["end_ns"][rows[at]] - calls["start_ns"][rows[at]] - base[at], 0).astype(np.int64)
     long = lost > 3 * base[at]
-    fact = recording.machine.get("queue_depth")
     each = places_each(recording, queue)
-    known = round(fact / each) if isinstance(fact, (int, float)) and fact > 0 else 0
-    depths = _depths(recording, each)
+    known, depths = _counted(recording, each), _depths(recording, each)
     low = 0.98 * known if known else depths.usual[0]
     top, early = long & (place >= low), long & (place < low)
-    past = int(place[top].max(initial=0)) - int(place[top].min(initial=0)) + 1
-    few = int(top.sum()) < LEAST_BLOCKED or int(top.sum()) < _OFTEN * past
-    if few or not lost[top].sum() > 4 * lost[early].sum():
+    held = known or (_held(calls, rows[at], place, top, depths) if top.any() else 0)
+    concluded = conclude(
+        Numbered(
+            int(top.sum()),
+            int(lost[top].sum()),
+            int(lost[early].sum()),
+            int(place[top].max(initial=0)) - int(place[top].min(initial=0)) + 1,
+            int(place[top].min(initial=np.iinfo(np.int64).max)),
+            held,
+        )
+    )
+    if concluded.state == "not full":
         _unexplained(recording, queue, rows[at[long]], lost[long])
         return
-    full = known or _held(calls, rows[at], place, top, depths)
-    if not full:
-        queue.verdict = "cannot tell"
-        queue.reason = (
-            f"{int(top.sum())} kernel launches took {ms(int(lost[top].sum()))} more than others, the first after "
-            f"{int(place[top].min()):,} launches, which is no depth of a queue (no device activity was recorded)"
-        )
+    if not concluded.full:
+        queue.conclusion = concluded
         return
-    depth = queue.depth.copy()
-    depth[at] = np.minimum(place, full)
-    blocked = queue.blocked.copy() if len(queue.blocked) == len(rows) else np.zeros(len(rows), dtype=bool)
-    spent = queue.blocked_ns.copy() if len(queue.blocked_ns) == len(rows) else np.zeros(len(rows), dtype=np.int64)
+    queue.depth = queue.depth.copy()
+    queue.depth[at] = np.minimum(place, held)
+    blocked, spent = queue.blocked.copy(), queue.blocked_ns.copy()
     blocked[at[top]] = True
     spent[at[top]] = lost[top]
-    queue.depth, queue.blocked, queue.blocked_ns = depth, blocked, spent
-    queue.verdict, queue.ceiling_how = "saturated", "inferred"
-    queue.inferred_ns = int(spent.sum())
-    queue.ceiling, queue.plateau = full, (int(depth[blocked].min()), int(depth[blocked].max()))
-    queue.reason = (
-        f"{int(top.sum())} kernel launches took {ms(int(lost[top].sum()))} more than others, the first after "
-        f"{int(place[top].min()):,} launches since the stream was last known to be empty (inferred: launches are "
-        "counted by their thread; no device activity was recorded)"
-    )
+    queue.blocked_by(concluded, blocked, spent, "inferred")
+    queue.inferred_ns, queue.ceiling = int(spent.sum()), held
 
 
 def _unexplained(recording: Recording, queue: StreamOccupancy, rows: Array, lost: Array) -> None:
@@ -236,14 +245,10 @@ def _unexplained(recording: Recording, queue: StreamOccupancy, rows: Array, lost
     calls = recording.calls
     mine = calls["process"] == calls["process"][queue.calls[0]]
     span = int(calls["end_ns"][mine].max()) - int(calls["start_ns"][mine].min())
-    spent = int(lost.sum())
-    if queue.verdict != "healthy" or spent - without_cpu(recording, rows, lost) <= max(1_000_000, 0.01 * span):
-        return
-    queue.verdict = "cannot tell"
-    queue.reason = (
-        f"{len(rows):,} kernel launches took {ms(spent)} more than others, not in the pattern of a full queue "
-        "(inferred: launches are counted by their thread; no device activity was recorded)"
-    )
+    what, how = f"{len(rows):,} kernel launches", "launches are counted by their thread"
+    concluded = conclude(Rest(int(lost.sum()), without_cpu(recording, rows, lost), span, what, how))
+    if queue.verdict == "not full" and concluded.state == "cannot tell":
+        queue.conclusion = concluded
 
 
 def _held(calls: Table, rows: Array, place: Array, top: Array, depths: _Depths) -> int:
@@ -268,152 +273,6 @@ def _held(calls: Table, rows: Array, place: Array, top: Array, depths: _Depths) 
         return 0
     held = round(place[first] - float(calls["start_ns"][rows[first]] - calls["start_ns"][rows[earlier[0]]]) / pace)
     return held if depths.usual[0] <= held <= depths.usual[1] else 0
-
-
-def _flooded(
-    recording: Recording,
-    queue: StreamOccupancy,
-    start: Array,
-    end: Array,
-    judged: Array,
-    emptied: Array,
-    whole: int,
-    known: int,
-    depths: _Depths,
-) -> bool:
-    """Whether a stream was given far more than a queue holds without a pause, and its calls waited for it.
-
-    Small blocks make a call at a full queue two to three times as long as one that finds room, and rooms freed in
-    chunks make one call in so many long. Named are both where, beyond the first of such a stretch, slow calls come
-    more often than a scheduler takes a CPU away and lose a quarter of the time, while the quickest calls of the stream
-    show what one costs with room. Where calls that had room are in the detail, they must be slow far less often; where
-    they are not, no other thread may use CUDA meanwhile, or a lock could be what the calls waited for.
-
-    Fills the queue's verdict where it is true.
-    """
-    calls, rows = recording.calls, queue.calls
-    duration = end - start
-    held = known or int(depths.exactly[1])
-    base = np.zeros(len(rows))
-    for name in distinct(calls["name"][rows]):
-        mine = calls["name"][rows] == name
-        base[mine] = min(queue.baseline_ns[name], _quickest_ns(recording, queue, name, duration[mine & judged]))
-    slow = judged & (duration >= np.maximum(SLOW_TIMES * base, base + SLOW_AT_LEAST_NS))
-    count = np.arange(len(rows))
-    returned = np.r_[start[0], np.maximum.accumulate(end)[:-1]]
-    if len(rows) - whole <= depths.flood:
-        return False
-    flood = depths.flood
-    pace = _quantile(end[whole + flood :] - end[whole:-flood], 0.5) / flood  # what the device needs for one
-    fresh = emptied | (start - returned > 64 * pace) | (count == whole)
-    first = np.maximum.accumulate(np.where(fresh, count, 0))
-    length = np.bincount(first, minlength=len(rows))[first]
-    place = count - first
-    top = judged & (length >= depths.flood) & (place > 1.25 * held) & (count >= whole)
-    if int(top.sum()) < held:
-        return False
-    lost = np.where(top & slow, duration - base, 0).astype(np.int64)
-    # From the end of the call before to that of this one, for as long as nothing was drained between.
-    spent = int((end - np.minimum(returned, start))[top].sum())
-    waits = int((top & slow).sum())
-    share = waits / int(top.sum())
-    often = waits * OFTEN_NS >= spent and share >= _OFTEN
-    if not often or lost.sum() < STEADY_SHARE * spent:
-        return False
-    if not _steady(end[top], first[top], depths.flood) or not _room_after_pauses(start, returned, slow, top, pace):
-        return False
-    if not all(_filled(start, slow, int(at), share, pace, held) for at in np.unique(first[top]) if emptied[at]):
-        return False
-    room = judged & emptied[first] & (place < ROOM_SHARE * held) & (count >= whole) & (place > 0)
-    if int(room.sum()) >= _LEAST_SEEN:
-        if share < ELSEWHERE_TIMES * float(slow[room].mean()):
-            return False
-    elif not _alone(recording, queue, int(start[top].min()), int(end[top].max())):
-        return False
-    if _starved(recording, queue, int(start[top].min()), int(end[top].max())):
-        queue.verdict = "cannot tell"
-        queue.reason = "cannot tell, because its threads waited for a CPU while their calls were slow"
-        return True
-    queue.depth = np.minimum(place, held).astype(np.int32)
-    queue.verdict, queue.ceiling_how, queue.blocked = "saturated", "inferred", top & slow
-    queue.blocked_ns, queue.inferred_ns = lost, int(lost.sum())
-    queue.ceiling, queue.plateau = held, (held, held)
-    for name in queue.baseline_ns:
-        mine = calls["name"][rows] == name
-        queue.baseline_ns[name] = int(base[mine][0])
-    queue.reason = (
-        f"{int(length[top].max()):,} submissions followed each other without a pause, more than a queue holds, and "
-        f"{share:.0%} of them took {SLOW_TIMES:g} times as long as the quickest or longer, "
-        f"{ms(queue.inferred_ns)} more together (inferred: no device activity was recorded)"
-    )
-    return True
-
-
-def _steady(end: Array, first: Array, flood: int) -> bool:
-    """Whether calls return at one pace over stretches longer than a queue, as those do that a device paces.
-
-    A queue takes up what a thread gains or loses on the way; calls that are slow for a reason of the host have none.
-
-    Args:
-        end: when each call returned; `first` the number of the first call of its stretch.
-        first: see there.
-        flood: submissions in a row that no queue holds.
-    """
-    whole = first[flood:] == first[:-flood]
-    took = (end[flood:] - end[:-flood])[whole]
-    return len(took) == 0 or _quantile(took, 0.95) - _quantile(took, 0.05) <= 0.5 * _quantile(took, 0.5)
-
-
-def _room_after_pauses(start: Array, returned: Array, slow: Array, top: Array, pace: float) -> bool:
-    """Whether calls find room after pauses in which a full queue would have freed some; True without such pauses."""
-    paused = np.flatnonzero(top & (start - returned > 16 * pace))
-    return len(paused) < LEAST_BLOCKED or 3 * int(slow[paused].sum()) <= len(paused)
-
-
-def _filled(start: Array, slow: Array, first: int, share: float, pace: float, held: int) -> bool:
-    """Whether slow calls begin where a queue that was empty at call `first` is full, at this pace."""
-    near = np.convolve(slow[first : first + 8 * held], np.ones(64) / 64, "valid")
-    onsets = np.flatnonzero(near >= 0.5 * share)
-    if not len(onsets):
-        return True  # later than can be reckoned
-    at = first + int(onsets[0])
-    outstanding = at - first - (start[at] - start[first]) / max(pace, 1.0)
-    return bool(abs(outstanding - held) <= 0.25 * held)
-
-
-def _quickest_ns(recording: Recording, queue: StreamOccupancy, name: int, duration: Array) -> float:
-    """What the quickest few hundred calls of this name take: those that a queue takes before it is first full."""
-    few = REAL_DEPTH
-    totals = recording.totals
-    if len(recording.histograms) == totals.rows:
-        process = recording.calls["process"][queue.calls[0]]
-        mine = (totals["process"] == process) & (totals["name"] == name) & np.isin(totals["stream"], queue.streams)
-        counts = np.cumsum(recording.histograms[mine].sum(axis=0))
-        if len(counts) and counts[-1] >= 4 * few:
-            return float(bucket_floor_ns(int(np.searchsorted(counts, few)) + 1))
-    return _quantile(duration, min(few / len(duration), 0.25)) if len(duration) else np.inf
-
-
-def _alone(recording: Recording, queue: StreamOccupancy, begin: int, end: int) -> bool:
-    """Whether one thread alone of the queue's process called CUDA in this time."""
-    calls = recording.calls
-    inside = (calls["process"] == calls["process"][queue.calls[0]]) & (calls["end_ns"] > begin)
-    inside &= calls["start_ns"] < end
-    threads = calls["thread"][inside]
-    return bool((threads == threads[0]).all())
-
-
-def _starved(recording: Recording, queue: StreamOccupancy, begin: int, end: int) -> bool:
-    """Whether the stream's threads waited for a CPU for a good part of this time.
-
-    Their calls are slow then for that, and a queue drains in a call, so that no pause is seen.
-    """
-    waits, calls = recording.cpu_waits, recording.calls
-    mine = waits["process"] == calls["process"][queue.calls[0]]
-    mine &= np.isin(waits["thread"], distinct(calls["thread"][queue.calls]))
-    length = np.maximum(waits["end_ns"] - waits["start_ns"], 1)
-    inside = np.clip(np.minimum(waits["end_ns"], end) - np.maximum(waits["start_ns"], begin), 0, None)
-    return bool((waits["waited_ns"] * (inside / length))[mine].sum() > STARVED_SHARE * (end - begin))
 
 
 def without_cpu(recording: Recording, rows: Array, excess: Array) -> int:
@@ -443,15 +302,14 @@ def _behind_fences(
     begun: Array,
     locked: Array,
     held_by: tuple[float, float],
-    queues: str,
-) -> tuple[Array, Array, str]:
+) -> tuple[Array, Array, InBurst]:
     """Calls that waited at a full queue for what their copies stand behind: one long wait, then all go on.
 
     Nothing leaves the queue while it stands behind a forward pass, so the submission that waits is the one whose number
     in its burst is the depth. A stall of another kind hits that number by chance once in a hundred, as calls in a burst
-    are thousands. So one such call is enough where no burst's first long call has another number and either a wait of
-    the host proved the stream empty before the burst, or calls wait again and again behind the long one and hardly ever
-    before it, or another thread waited for the lock that the call held; else it takes three, and two thirds of all.
+    are thousands. What proves it beside its number: a wait of the host showed the stream empty before the burst, or
+    calls wait again and again behind the long one and hardly ever before it, or another thread waited for the lock that
+    the call held.
 
     Args:
         start: entry of each call of the queue, ns, ascending; `end` and the others likewise, (calls,).
@@ -461,11 +319,10 @@ def _behind_fences(
         begun: before which calls a burst is known to begin: the stream was empty, or was told to wait for an event when
             it had been given nothing for 0.1 ms.
         locked: calls that held the context's lock, as another thread's wait shows.
-        held_by: the least and the most submissions that a queue may hold; `queues` says so in words.
-        queues: see there.
+        held_by: the least and the most submissions that a queue may hold.
 
     Returns:
-        Which calls waited; submissions outstanding at each, int32; what is special about them, in words.
+        Which calls waited; submissions outstanding at each, int32; what is to be concluded from, its sums left out.
     """
     count = np.arange(len(start))
     low, high = held_by
@@ -476,17 +333,14 @@ def _behind_fences(
     first = waits[np.r_[True, begin[waits][1:] != begin[waits][:-1]]] if len(waits) else waits
     fits = first[(low <= place[first]) & (place[first] <= high)]
     proven = bool(begun[begin[fits]].any() or locked[fits].any()) or _drained_after(fits, begin, slow)
-    proven &= len(fits) == len(first)
-    if not len(fits) or not (proven or (len(fits) >= 3 and 3 * len(fits) >= 2 * len(first))):
-        return np.zeros(len(start), dtype=bool), np.zeros(len(start), dtype=np.int32), ""
     held = np.zeros(len(start), dtype=bool)
     held[waits[np.isin(begin[waits], begin[fits])]] = True
     for one in fits:
         held |= slow & (begin == begin[one]) & (count > one)
-    numbers = sorted({int(number) + 1 for number in place[fits]})
-    which = f"number {numbers[0]:,}" + (f" to {numbers[-1]:,}" if len(numbers) > 1 else "")
-    depth = np.minimum(place, int(place[fits].max())).astype(np.int32)
-    return held, depth, f"the first of a burst being its {which}: {queues}"
+    at = place[fits]
+    numbers = (int(at.min()), int(at.max())) if len(fits) else (0, 0)
+    evidence = InBurst(len(first), len(fits), proven, int(held.sum()), 0, *numbers, "")
+    return held, np.minimum(place, numbers[1]).astype(np.int32), evidence
 
 
 def _drained_after(fits: Array, begin: Array, slow: Array) -> bool:
@@ -494,7 +348,7 @@ def _drained_after(fits: Array, begin: Array, slow: Array) -> bool:
     for one in fits.tolist():
         after = slow[one + 1 : int(np.searchsorted(begin, begin[one], "right"))]
         before = slow[int(begin[one]) : one]
-        often = float(after.mean()) if len(after) >= _LEAST_SEEN else 0.0
+        often = float(after.mean()) if len(after) >= LEAST_SEEN else 0.0
         if often < max(_AFTERWARDS, ELSEWHERE_TIMES * float(before.mean())):
             return False
     return len(fits) > 0
@@ -521,7 +375,7 @@ def _whole_from(recording: Recording, queue: StreamOccupancy, slow: Array) -> in
 
 def _deepest(depth: Array) -> int:
     """The depth that all but one in two hundred stay within; 0 where there are none."""
-    return int(_quantile(depth, 0.995)) if len(depth) else 0
+    return int(quantile(depth, 0.995)) if len(depth) else 0
 
 
 def _quick_ns(recording: Recording, queue: StreamOccupancy, name: int, duration: Array) -> int:
@@ -530,7 +384,7 @@ def _quick_ns(recording: Recording, queue: StreamOccupancy, name: int, duration:
     The median of those within three times of the quickest tenth; where nine in ten are many times slower than the
     quickest, of those. The detail that was kept may hold blocked calls alone: the process's totals know quick ones.
     """
-    quickest, tenth = (_quantile(duration, share) for share in (0.02, 0.1))
+    quickest, tenth = (quantile(duration, share) for share in (0.02, 0.1))
     totals = recording.totals
     if len(recording.histograms) == totals.rows:
         process = recording.calls["process"][queue.calls[0]]
@@ -538,7 +392,7 @@ def _quick_ns(recording: Recording, queue: StreamOccupancy, name: int, duration:
         if counts.sum():
             quickest = float(bucket_floor_ns(int(np.searchsorted(np.cumsum(counts), 0.02 * counts.sum())) + 1))
     quick = duration[duration <= 3 * (tenth if tenth <= 4 * quickest else quickest)]
-    return int(_quantile(quick, 0.5) if len(quick) else quickest)
+    return int(quantile(quick, 0.5) if len(quick) else quickest)
 
 
 def _recorders(recording: Recording, queue: StreamOccupancy) -> Array:
@@ -697,9 +551,9 @@ def _follow(
     for first, last in sorted([(int(i), -1) for i in np.flatnonzero(emptied)] + [*runs, (len(start), -1)]):
         if first > at:
             here = level + np.arange(first - at) - (start[at:first] - since) / pace
-            depth[at:first] = np.minimum(here - np.minimum(np.minimum.accumulate(here), 0), _OVER * full)
+            depth[at:first] = np.minimum(here - np.minimum(np.minimum.accumulate(here), 0), OVER_TIMES * full)
             least = min(least, float(depth[at:first].min()))
-            at, level, since = first, float(min(depth[first - 1] + 1, _OVER * full)), float(start[first - 1])
+            at, level, since = first, float(min(depth[first - 1] + 1, OVER_TIMES * full)), float(start[first - 1])
         if first == len(start):
             break
         if last < 0:
@@ -708,14 +562,8 @@ def _follow(
         expected = max(level - (start[first] - since) / pace, 0.0)
         least = min(least, expected)
         onsets.append(_Onset(expected, full - least if told else 0.0, filled, last + 1 - first))
-        if not told or expected >= _NEARLY * full or full == np.inf:
+        if not told or expected >= REACHED_SHARE * full or full == np.inf:
             level = expected if full == np.inf else full
             depth[first : last + 1] = level
             at, since, told, filled, least = last + 1, float(end[last]), True, False, level
     return depth, onsets
-
-
-def _quantile(values: Array, share: float) -> float:
-    """The value below which this share of the values lies."""
-    at = round(share * (len(values) - 1))
-    return float(np.partition(values, at)[at])

@@ -54,6 +54,7 @@ class Engine(IntEnum):
     KERNEL = 1
     COPY = 2
     MEMSET = 3
+    WAIT = 4  # for another stream
 
 
 class Label(IntEnum):

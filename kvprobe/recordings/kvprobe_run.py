@@ -8,7 +8,7 @@ the same pid. `processes.state` is "closed" (it ended in order), "running", "rep
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,29 @@ import numpy as np
 from kvprobe.errors import RecordingError
 from kvprobe.probe.ring import (
     CALLS,
+    CONTENTS,
     RECORD,
     SLOT,
+    SPAN,
     TRANSFER,
     UNTIMED,
     RingSnapshot,
     handles_of,
     read_ring,
+    read_ring_fd,
     stream_handles,
 )
 from kvprobe.recordings.assemble import sorted_table, stream_rows
 from kvprobe.recordings.merge import ONE_BY_ONE
 from kvprobe.recordings.model import Array, CallKind, Direction, Label, Memory, Recording, Source, Table
-from kvprobe.recordings.run_events import cpu_waits, known_codes, ns_of, samples, stacks, transfers
+from kvprobe.recordings.run_events import contents, cpu_waits, known_codes, ns_of, samples, stacks, transfers
+from kvprobe.recordings.run_marks import marks
 from kvprobe.recordings.run_processes import (
+    OF_ANOTHER_NAMESPACE,
+    UNTOLD,
     Process,
     ended,
+    missing_of,
     node_of,
     processes_of,
     rank_of,
@@ -41,6 +48,7 @@ from kvprobe.recordings.run_processes import (
 )
 from kvprobe.recordings.submitters import Submitters
 from kvprobe.recordings.vocabulary import Names
+from kvprobe.runfolder import packed
 from kvprobe.runfolder.folder import CONFIDENTIAL, RunFolder
 from kvprobe.runfolder.secrets import redact_text
 
@@ -77,30 +85,36 @@ def read(
     ends: dict[Path, dict[str, Any]] = {}
     for path in given:
         folder = path if path.is_dir() else path.parent
-        files = sorted(path.glob("*.kvp")) if path.is_dir() else [path]
+        files = run_folder(path).rings() if path.is_dir() else [path]
         if path.is_dir():
             runs[folder] = run_folder(folder).run()
             ends[folder] = run_folder(folder).end()
-        rings = []
+        rings, unreadable = list[RingSnapshot](), list[str]()
         for i, file in enumerate(files):
             if progress is not None:
                 progress(f"reading {file.name}", i / max(1, len(files)) * 0.8)
             try:
-                rings.append(read_ring(file))
+                rings += _packed(file, rings) if file.name == packed.NAME else [read_ring(file)]
             except RecordingError as error:
                 if not path.is_dir():
                     raise
+                unreadable.append(file.name)
                 notes.append(f"not read: {error}")
                 unread.append(f"not read: {error}")
+        unread += missing_of(run_folder(folder), ends.get(folder), rings, unreadable)
         run, over = runs.get(folder, {}), bool(ends.get(folder))
         processes += processes_of(run_folder(folder), rings, run, path.is_dir(), over)
         command = redact_text(" ".join(runs.get(folder, {}).get("command", [])))
         tool = f"kvprobe {runs.get(folder, {}).get('version', '')}".strip()
-        size = sum(file.stat().st_blocks * 512 for file in files)  # they have holes
+        size = sum(file.stat().st_blocks * 512 for file in files if file.exists())  # they have holes
         source.append(Source(str(path), "kvprobe", tool=tool, command=command, bytes=size))
         notes += _notes(runs.get(folder, {}), ends.get(folder, {}), rings, path)
         if runs.get(folder) and not ends.get(folder):
             unread.append(_NOT_OVER)
+        unread += [
+            f"process {pid}: at least {number} functions were not led to the recorder, so calls are missing"
+            for pid, number in (run_folder(folder).not_wrapped().items() if path.is_dir() else ())
+        ]
     if progress is not None:
         progress("putting processes together", 0.85)
     shifts = shifts_of(processes, runs)
@@ -116,6 +130,11 @@ def read(
     recording = Recording(source=source, has_executions=False)
     _fill(recording, processes, shifts, runs, names)
     notes += _launch_queue(recording, processes, shifts, names)
+    unread += [
+        f"how process {process.pid} ended is not known, so what is here of it may not be all"
+        for process in processes
+        if process.state in (UNTOLD, OF_ANOTHER_NAMESPACE)
+    ]
     for process in processes:
         if not (process.state in ("closed", "running", "replaced") or process.state.startswith("exit code")):
             notes.append(
@@ -147,6 +166,17 @@ def read(
     if progress is not None:
         progress("read", 1.0)
     return recording
+
+
+def _packed(pack: Path, rings: list[RingSnapshot]) -> Iterator[RingSnapshot]:
+    """The rings in a pack, without those that lie beside it, too: the observer was killed between two steps."""
+    beside = {Path(ring.path).name for ring in rings}
+    try:
+        for name, fd in packed.opened(pack):
+            if name not in beside:
+                yield read_ring_fd(fd, pack.parent / name)
+    except OSError as error:
+        raise RecordingError(f"{pack}: {error.strerror or error}") from None
 
 
 def _queue_settings(recording: Recording, run: dict[str, Any], folder: Path) -> None:
@@ -232,18 +262,21 @@ def _fill(
     recording: Recording, processes: list[Process], shifts: list[int], runs: dict[Path, dict[str, Any]], names: Names
 ) -> None:
     detail: list[tuple[int, int, Array]] = []
+    told: list[tuple[int, int, Array]] = []  # of marks
+    looked: list[tuple[int, int, Array]] = []  # at what copies carried
     totals: list[tuple[int, Array, Array]] = []  # process, slots, owner threads
     over: list[tuple[int, int, int, int, int]] = []
     for row, process in enumerate(processes):
         counted = process.counted()
         records = _joined([ring.records() for ring in counted])
-        published = sum(section.head for ring in counted for section in ring.sections)
-        published -= int((records["call"] == TRANSFER).sum())
+        told.append((row, shifts[row], _joined([ring.marks() for ring in counted])))
+        looked.append((row, shifts[row], _joined([ring.notes(CONTENTS) for ring in counted])))
+        missing = sum(ring.overwritten() for ring in counted) + int((records["call"] != TRANSFER).sum())
         for ring in process.rings:
             if ring not in counted:
                 records = _with_engine(records, ring.records())
         detail.append((row, shifts[row], records))
-        lost = published - int((records["call"] != TRANSFER).sum())
+        lost = missing - int((records["call"] != TRANSFER).sum())  # less what the engines' files had of it
         if lost > 0:
             recording.lost[row] = lost
         for ring in process.counted():
@@ -255,21 +288,24 @@ def _fill(
                 (row, int(c), int(ring.over_count[c]), int(ring.over_bytes[c]), int(ring.over_dur_ns[c]))
                 for c in np.flatnonzero(ring.over_count)
             ]
-    records = np.concatenate([part for _, _, part in detail] or [np.zeros(0, RECORD)])
-    lengths = [len(part) for _, _, part in detail]
-    process_of = np.repeat(np.array([row for row, _, _ in detail], dtype=np.int32), lengths)
-    shift_of = np.repeat(np.array([shift for _, shift, _ in detail], dtype=np.int64), lengths)
+    records, process_of, shift_of = _together(detail)
+    marked, marked_process, marked_shift = _together(told)
+    looks, look_process, look_shift = _together(looked)
     slots = np.concatenate([part for _, part, _ in totals] or [np.zeros(0, SLOT)])
     slot_process = np.repeat(np.array([row for row, _, _ in totals], dtype=np.int32), [len(p) for _, p, _ in totals])
     slot_thread = np.concatenate([owners for _, _, owners in totals] or [np.zeros(0, np.int64)])
 
     # one table of streams for calls and totals together
-    both_process = np.concatenate([process_of, slot_process])
-    handles = np.concatenate([handles_of(records), handles_of(slots)])
+    both_process = np.concatenate([process_of, slot_process, marked_process, look_process])
+    on = np.where(marked["call"] == SPAN, handles_of(marked), np.int64(-1))
+    handles = np.concatenate([handles_of(records), handles_of(slots), on, handles_of(looks)])
     rows, columns = stream_rows(both_process, np.zeros(len(both_process), np.int32), handles)
     rows, columns = _in_order_of_use(rows, columns, processes)
     recording.tables["streams"] = Table("streams", columns)
-    call_stream, slot_stream = rows[: len(records)], rows[len(records) :]
+    edges = np.cumsum([len(records), len(slots), len(marked)])
+    call_stream, slot_stream, mark_stream, look_stream = np.split(rows, edges)
+    marks(recording, marked, marked_process, marked_shift, mark_stream, names)
+    contents(recording, looks, look_process, look_shift, look_stream)
 
     kinds = np.zeros(256, dtype=np.uint8)
     name_of = np.zeros(256, dtype=np.int32)
@@ -307,6 +343,14 @@ def _fill(
             "state": names.map([p.state for p in processes]),
         },
     )
+
+
+def _together(parts: list[tuple[int, int, Array]]) -> tuple[Array, Array, Array]:
+    """Records of all processes, with each one's process and what its clock is shifted by."""
+    lengths = [len(part) for _, _, part in parts]
+    process = np.repeat(np.array([row for row, _, _ in parts], dtype=np.int32), lengths)
+    shift = np.repeat(np.array([by for _, by, _ in parts], dtype=np.int64), lengths)
+    return _joined([part for _, _, part in parts]), process, shift
 
 
 def _in_order_of_use(
@@ -373,8 +417,11 @@ def _only_thread(records: Array) -> int:
 
 
 def _command(process: Process) -> str:
+    """As it was started; what a process has called itself since (setproctitle) is its name."""
     argv = process.checkin.get("argv")
-    return redact_text(" ".join(argv) if argv else next((ring.command for ring in process.rings), ""))
+    started = " ".join(argv) if argv else ""
+    later = process.named or next((ring.command for ring in process.rings), "")
+    return redact_text(later if later and later.split()[:1] != started.split()[:1] else started)
 
 
 def _process_name(process: Process) -> str:
@@ -382,8 +429,14 @@ def _process_name(process: Process) -> str:
     if not words:
         return str(process.pid)
     name = Path(words[0]).name
-    if name.startswith("python"):
-        return next((Path(word).name for word in words[1:] if not word.startswith("-")), name)
+    if not name.startswith("python"):
+        return name
+    for word in words[1:]:
+        if word == "-c":
+            ours = any(one.startswith("multiprocessing.") for one in words)
+            return "multiprocessing worker" if ours else f"{name} -c"
+        if not word.startswith("-"):
+            return Path(word).name
     return name
 
 

@@ -130,22 +130,36 @@ def reduce_inputs(
         results = _over_ray(given, ray_address, keep)
     else:
         results = _over_cores(_expand(given), workers or len(os.sched_getaffinity(0)), keep)
-    total, done = Summary(keep=keep), 0
-    for count, summary in results:
-        total.absorb(summary)
+    total, done, held = Summary(keep=keep), 0, list[tuple[str, Summary]]()
+    for count, path, summary in results:
+        if path.endswith(SUMMARY_SUFFIX):
+            held.append((path, summary))
+        else:
+            _absorb(total, path, summary)
         done += 1
         if progress is not None:
             progress("reducing recordings", done / count)
+    # the largest first, so that what it has of the others is known whatever the order in which they came
+    for path, summary in sorted(held, key=lambda one: (-len(one[1].parts), sorted(one[1].parts), one[0])):
+        _absorb(total, path, summary)
     if not total.inputs:
         path, reason = next(iter(total.failed.items()))
-        raise RecordingError(reason if done == 1 else f"none of {done} inputs could be read; {path}: {reason}")
+        said = reason if path in reason else f"{path}: {reason}"
+        raise RecordingError(reason if done == 1 else f"none of {done} inputs could be read; {said}")
     return total
 
 
-def _over_cores(inputs: list[str], workers: int, keep: int) -> Iterator[tuple[int, Summary]]:
-    """How many there are, and the summary of one after another as they come."""
+def _absorb(total: Summary, path: str, summary: Summary) -> None:
+    try:
+        total.absorb(summary)
+    except ValueError as error:
+        total.failed[path] = f"{path}: not counted: {error}"
+
+
+def _over_cores(inputs: list[str], workers: int, keep: int) -> Iterator[tuple[int, str, Summary]]:
+    """How many there are, and path and summary of one after another as they come."""
     if min(workers, len(inputs)) == 1:
-        yield from ((len(inputs), reduce_one(path, keep)) for path in inputs)
+        yield from ((len(inputs), path, reduce_one(path, keep)) for path in inputs)
         return
     left = dict.fromkeys(inputs, 0)
     while left:
@@ -166,7 +180,7 @@ def _over_cores(inputs: list[str], workers: int, keep: int) -> Iterator[tuple[in
                         continue
                     summary = _given_up(path, keep)
                 del left[path]
-                yield len(inputs), summary
+                yield len(inputs), path, summary
 
 
 def _given_up(path: str, keep: int) -> Summary:
@@ -193,7 +207,7 @@ def _reduce_named(path: str, keep: int) -> Summary:
     return summary
 
 
-def _over_ray(paths: list[str], address: str, keep: int) -> Iterator[tuple[int, Summary]]:
+def _over_ray(paths: list[str], address: str, keep: int) -> Iterator[tuple[int, str, Summary]]:
     try:
         ray = importlib.import_module("ray")
     except ImportError as error:
@@ -218,7 +232,7 @@ def _over_ray(paths: list[str], address: str, keep: int) -> Iterator[tuple[int, 
         absent = [path for path in paths if not any(_within(one, path) for _, one in seen.values())]
         count = len(seen) + len(absent)
         for path in absent:
-            yield count, Summary(keep=keep, failed={path: f"{path}: no machine of the cluster has it"})
+            yield count, path, Summary(keep=keep, failed={path: f"{path}: no machine of the cluster has it"})
         task = ray.remote(num_cpus=1, max_retries=TRIES - 1)(_reduce_named)
         waiting = list(seen.values())[::-1]
         running: dict[Any, str] = {}
@@ -231,10 +245,10 @@ def _over_ray(paths: list[str], address: str, keep: int) -> Iterator[tuple[int, 
             ready, _ = ray.wait(list(running), num_returns=1)
             path = running.pop(ready[0])
             try:
-                yield count, ray.get(ready[0])
+                yield count, path, ray.get(ready[0])
             except ray.exceptions.RayError as error:
                 said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                yield count, Summary(keep=keep, failed={path: f"its worker was lost {TRIES} times ({said})"})
+                yield count, path, Summary(keep=keep, failed={path: f"its worker was lost {TRIES} times ({said})"})
     finally:
         if started:
             ray.shutdown()

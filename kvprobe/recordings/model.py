@@ -77,6 +77,48 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "graph": "int64",  # graph node or launch id; -1 not from a graph
         "name": "name",
     },
+    # What a stream was busy with, as timing events in it say: runs of submissions of one kind, without a profiler.
+    "spans": {
+        "start_ns": "int64",
+        "end_ns": "int64",
+        "process": "int32",
+        "device": "int32",
+        "stream": "int32",
+        "engine": "uint8",
+        "direction": "uint8",
+        "bytes": "int64",
+        "count": "int32",  # submissions in it
+        "graph": "int64",  # row of `graphs`' id; -1 not a graph
+    },
+    # Intervals in which `spans` are complete, and others with the reason why they are not; "" where they are.
+    "coverage": {"start_ns": "int64", "end_ns": "int64", "process": "int32", "device": "int32", "reason": "name"},
+    # What CUDA graphs hold, read when they were instantiated.
+    "graphs": {
+        "process": "int32",
+        "graph": "int64",
+        "kernels": "int64",
+        "copies": "int64",
+        "copy_bytes_h2d": "int64",
+        "copy_bytes_d2h": "int64",
+        "memsets": "int64",
+        "host_nodes": "int64",
+        "launches": "int64",
+    },
+    # What lay in host memory when a sampled copy was submitted: the source of one to the device, the place where one
+    # from the device will go. Equal hashes of one place at two times: equal bytes, as far as was looked.
+    "contents": {
+        "time_ns": "int64",  # when the copy's call began
+        "process": "int32",
+        "thread": "int64",
+        "stream": "int32",
+        "direction": "uint8",
+        "src": "uint64",
+        "dst": "uint64",
+        "bytes": "int64",  # of the copy
+        "looked": "int64",  # bytes of them
+        "hash": "uint64",
+        "blank": "uint8",  # 1: one word over and over, as in memory that nobody has filled
+    },
     # NVTX ranges, profiler annotations, framework operators.
     "ranges": {
         "start_ns": "int64",
@@ -331,6 +373,7 @@ class Recording:
             proves nothing to be healthy.
         window: the part that is judged, where somebody gave it (`recordings.window.ServingWindow`).
         known_links: what `recordings.links.links_of` worked out, kept for whoever asks next.
+        known_names: likewise, what `are_named` worked out.
     """
 
     source: list[Source]
@@ -345,6 +388,7 @@ class Recording:
     incomplete: list[str] = field(default_factory=list)
     window: ServingWindow | None = None
     known_links: Links | None = field(default=None, repr=False, compare=False)
+    known_names: dict[tuple[str, int], Array] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Gives every schema a table."""
@@ -371,6 +415,16 @@ class Recording:
             first -= 1
         number = stream_number(streams["handle"][first : row + 1].tolist(), row - first)
         return stream_title(self.text(int(streams["name"][row])), number)
+
+    def are_named(self, part: str) -> Array:
+        """Which of the names contain a text of small letters, case aside, (names,) bool.
+
+        Worked out once: it is asked for each stream, and there may be as many names as calls.
+        """
+        key = part, len(self.names)
+        if key not in self.known_names:
+            self.known_names[key] = np.array([part in text.lower() for text in self.names] or [False])
+        return self.known_names[key]
 
     def text(self, index: int) -> str:
         """The interned text of a name column's value."""

@@ -38,9 +38,7 @@ def places_each(recording: Recording, queue: StreamOccupancy) -> float:
     return places if counted else places + _records_each(recording, queue)
 
 
-def _are_records(recording: Recording) -> Array:
-    """Which of the recording's names are of calls that record an event, (names,) bool."""
-    return np.array(["eventrecord" in text.lower() for text in recording.names] or [False])
+_RECORDS = "eventrecord"  # in the names of calls that record an event
 
 
 def _records_each(recording: Recording, queue: StreamOccupancy) -> float:
@@ -48,14 +46,14 @@ def _records_each(recording: Recording, queue: StreamOccupancy) -> float:
     totals = recording.totals
     mine = np.isin(totals["stream"], queue.streams)
     made = int(totals["calls"][mine & np.isin(totals["kind"], SUBMITTING)].sum())
-    records = int(totals["calls"][mine & _are_records(recording)[totals["name"]]].sum())
+    records = int(totals["calls"][mine & recording.are_named(_RECORDS)[totals["name"]]].sum())
     return records / made if made and records >= FEW_RECORDS * made else 0.0
 
 
 def event_records(recording: Recording, streams: list[int]) -> Array:
     """Rows of the calls that record an event on these streams, none where they are few or some of them are missing."""
     calls, totals = recording.calls, recording.totals
-    named = _are_records(recording)
+    named = recording.are_named(_RECORDS)
     rows = np.flatnonzero((calls["kind"] == CallKind.EVENT) & np.isin(calls["stream"], streams) & named[calls["name"]])
     submits = np.isin(calls["kind"], np.array(SUBMITTING, dtype=np.uint8)) & np.isin(calls["stream"], streams)
     counted = int(totals["calls"][np.isin(totals["stream"], streams) & named[totals["name"]]].sum())

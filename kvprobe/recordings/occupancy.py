@@ -17,19 +17,21 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from kvprobe.launchqueue.constants import ALIGNED_NS, BAND_SHARE, LEAST_BAND, LEAST_DEPTH, SHALLOW_SHARE
-from kvprobe.launchqueue.judge import Measured, conclude, overall
-from kvprobe.recordings.assemble import correlation_keys, distinct, is_kind, pairs
+from kvprobe.launchqueue.evidence import Labels, Plateau
+from kvprobe.launchqueue.judge import STATES, QueueConclusion, conclude, overall
+from kvprobe.recordings.assemble import correlation_keys, distinct, is_kind, pairs, quantile
 from kvprobe.recordings.inferred import infer
 from kvprobe.recordings.links import links_of
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording
 from kvprobe.recordings.numbered import event_records
 
 if TYPE_CHECKING:
-    from kvprobe.launchqueue.judge import QueueVerdict
+    from kvprobe.launchqueue.judge import State
 
 __all__ = ["Occupancy", "StreamOccupancy", "depth_series", "group_ns", "innermost_range", "occupancy"]
 
 _NEVER = np.iinfo(np.int64).max
+_NOT_ASKED = QueueConclusion("not full", "")
 
 
 @dataclass
@@ -47,7 +49,7 @@ class StreamOccupancy:
         plateau: shallowest and deepest depth of blocked calls.
         ceiling_how: "labels", "plateau" or "inferred"; empty without a ceiling.
         baseline_ns: median duration of a call at shallow depth, by name index.
-        verdict, reason: what is concluded, and from what.
+        conclusion: full, not full or cannot tell, and from what; `verdict` and `reason` are its parts.
         before, after: submissions in flight when the recording began; submissions that execute after it ended.
         graphs: graph launches among the submissions: depth is then a soft count.
         aligned, chance: share of blocked calls that return within ALIGNED_NS of an operation's end, and the share of
@@ -67,8 +69,7 @@ class StreamOccupancy:
     plateau: tuple[int, int] = (-1, -1)
     ceiling_how: str = ""
     baseline_ns: dict[int, int] = field(default_factory=dict)
-    verdict: QueueVerdict = "healthy"
-    reason: str = ""
+    conclusion: QueueConclusion = _NOT_ASKED
     before: int = 0
     after: int = 0
     graphs: int = 0
@@ -78,6 +79,22 @@ class StreamOccupancy:
     inferred_ns: int = 0
     ends: Array = field(default_factory=lambda: np.zeros(0, np.int64), repr=False)
     done: Array = field(default_factory=lambda: np.zeros(0, np.int64), repr=False)
+
+    @property
+    def verdict(self) -> State:
+        """What is concluded."""
+        return self.conclusion.state
+
+    @property
+    def reason(self) -> str:
+        """From what."""
+        return self.conclusion.because
+
+    def blocked_by(self, conclusion: QueueConclusion, blocked: Array, ns: Array, how: str) -> None:
+        """Takes in calls that a full queue blocked, (calls,) bool, and the time that each lost, (calls,) int64."""
+        at = self.depth[blocked]
+        self.conclusion, self.ceiling_how, self.blocked, self.blocked_ns = conclusion, how, blocked, ns
+        self.ceiling, self.plateau = int(at.max()), (int(at.min()), int(at.max()))
 
 
 @dataclass
@@ -90,7 +107,8 @@ class Occupancy:
         blocked: which calls were blocked by a full queue, (calls,) bool.
         blocked_ns: host time lost in each call, (calls,) int64.
         baseline_ns: what each call would have cost at shallow depth, (calls,) int32, 2.1 s at most; -1 unknown.
-        verdict: "saturated" if one stream is; else "cannot tell" if one cannot be told; else "healthy".
+        conclusion: "full" if one queue was; else "cannot tell" if one cannot be told; else "not full"; `verdict` and
+            `reason` are its parts.
         how: "labels", "plateau" or "inferred" (no device activity was recorded).
     """
 
@@ -99,11 +117,20 @@ class Occupancy:
     blocked: Array
     blocked_ns: Array
     baseline_ns: Array
-    verdict: QueueVerdict
-    reason: str
+    conclusion: QueueConclusion
     how: str
     labelled_ns: int
     inferred_ns: int
+
+    @property
+    def verdict(self) -> State:
+        """What is concluded."""
+        return self.conclusion.state
+
+    @property
+    def reason(self) -> str:
+        """From what."""
+        return self.conclusion.because
 
 
 def occupancy(recording: Recording, *, use_labels: bool = True, by_channel: bool = False) -> Occupancy:
@@ -135,7 +162,7 @@ def occupancy(recording: Recording, *, use_labels: bool = True, by_channel: bool
             baseline[queue.calls[names == name]] = np.clip(value, -1, np.iinfo(np.int32).max)  # a damaged file's times
         found.append(queue)
     found.sort(key=lambda q: (-int(q.blocked_ns.sum()), q.stream))
-    verdict, reason = overall([(q.verdict, q.reason, int(q.depth.max(initial=0))) for q in found])
+    conclusion = overall([(q.conclusion, int(q.depth.max(initial=0))) for q in found])
     how = "inferred" if not recording.has_executions else "labels" if use_labels and labelled.any() else "plateau"
     return Occupancy(
         found,
@@ -143,8 +170,7 @@ def occupancy(recording: Recording, *, use_labels: bool = True, by_channel: bool
         blocked,
         blocked_ns,
         baseline,
-        verdict,
-        reason,
+        conclusion,
         how,
         sum(q.labelled_ns for q in found),
         sum(q.inferred_ns for q in found),
@@ -156,7 +182,7 @@ def occupancy(recording: Recording, *, use_labels: bool = True, by_channel: bool
 
 def _weight(queue: StreamOccupancy) -> tuple[int, int]:
     """What was found of a queue, to be compared: the verdict, then the time lost."""
-    return ("healthy", "cannot tell", "saturated").index(queue.verdict), int(queue.blocked_ns.sum())
+    return STATES.index(queue.verdict), int(queue.blocked_ns.sum())
 
 
 def _queues(recording: Recording, by_channel: bool) -> Iterator[tuple[StreamOccupancy, StreamOccupancy | None]]:
@@ -343,19 +369,12 @@ def _judge(recording: Recording, queue: StreamOccupancy, labelled: Array, use_la
     _infer(recording, queue, duration)
     queue.inferred_ns = int(queue.blocked_ns.sum())
     if use_labels and queue.labelled_ns:
-        queue.blocked = known | (queue.blocked & _beside(recording, rows, known))
+        blocked = known | (queue.blocked & _beside(recording, rows, known))
+        at = queue.depth[blocked]
+        evidence = Labels(int(known.sum()), int(at.min()), int(at.max()), queue.graphs > 0)
         # A label covers the driver's wait; what led to it and came after it was lost as well.
-        queue.blocked_ns = np.where(queue.blocked, np.maximum(labelled[rows], queue.blocked_ns), 0)
-        queue.ceiling_how = "labels"
-        at = queue.depth[queue.blocked]
-        queue.ceiling, queue.plateau = int(at.max()), (int(at.min()), int(at.max()))
-        queue.verdict = "saturated"
-        least = "" if at.min() == at.max() else f"{queue.plateau[0]:,} to "
-        queue.reason = (
-            f"the recorder labels {int(known.sum()):,} calls as blocked by a full command buffer, with "
-            f"{least}{queue.plateau[1]:,} submissions outstanding"
-            + (" (approximate: CUDA graphs are among them)" if queue.graphs else "")
-        )
+        ns = np.where(blocked, np.maximum(labelled[rows], queue.blocked_ns), 0)
+        queue.blocked_by(conclude(evidence), blocked, ns, "labels")
 
 
 def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> None:
@@ -376,10 +395,10 @@ def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> Non
                 if len(sample)
                 else (every[: max(1, len(every) // 10)])
             )
-        queue.baseline_ns[name] = int(_quantile(sample, 0.5))
-        floor[name] = _quantile(sample, 0.95)
+        queue.baseline_ns[name] = int(quantile(sample, 0.5))
+        floor[name] = quantile(sample, 0.95)
     if deepest < LEAST_DEPTH:
-        queue.verdict, queue.reason = conclude(Measured(deepest))
+        queue.conclusion = conclude(Plateau(deepest))
         return
     # The plateau is a band, for a queue may free room in chunks: 1,135 to 1,141 on one H100, 1,012 to 1,022 on a V100.
     band = max(LEAST_BAND, round(BAND_SHARE * deepest))
@@ -397,35 +416,27 @@ def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> Non
             slow |= top & (duration > limit)
     lost = np.where(slow, duration - baseline, 0).astype(np.int64)
     if not slow.any():
-        queue.verdict, queue.reason = conclude(Measured(deepest))
+        queue.conclusion = conclude(Plateau(deepest))
         return
     # What is slow by chance at the top carries little; what a full queue costs stands out of everything slow below.
     # (Calls that a graph makes slow further down, or pageable ones, are somebody else's finding.)
-    depths = depth[slow]
-    plateau = int(depths.min()), int(depths.max())
+    shallowest = int(depth[slow].min())
     queue.aligned, queue.chance = _alignment(queue.ends, calls["end_ns"][rows[slow]], duration[slow])
-    queue.verdict, queue.reason = conclude(
-        Measured(
+    queue.conclusion = conclude(
+        Plateau(
             deepest,
             slow=int(slow.sum()),
-            shallowest=plateau[0],
+            shallowest=shallowest,
             lost_ns=int(lost.sum()),
-            at_pin=int((judged & (depth >= plateau[0])).sum()),
+            at_pin=int((judged & (depth >= shallowest)).sum()),
             aligned=queue.aligned,
             chance=queue.chance,
             drained=_drained(queue.ends, calls["start_ns"][rows[slow]], calls["end_ns"][rows[slow]]),
             in_graphs=float(_graphs_outstanding(recording, queue)[slow].mean()) if queue.graphs else 0.0,
         )
     )
-    if queue.verdict == "saturated":
-        queue.ceiling_how, queue.ceiling, queue.plateau = "plateau", plateau[1], plateau
-        queue.blocked, queue.blocked_ns = slow, lost
-
-
-def _quantile(values: Array, share: float) -> float:
-    """The value below which this share of the values lies."""
-    at = round(share * (len(values) - 1))
-    return float(np.partition(values, at)[at])
+    if queue.conclusion.full:
+        queue.blocked_by(queue.conclusion, slow, lost, "plateau")
 
 
 def _lookup(names: Array, table: dict[int, int] | dict[int, float]) -> Array:

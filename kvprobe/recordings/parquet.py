@@ -216,10 +216,12 @@ def _check_rows(tables: dict[str, Table]) -> None:
     """Rows that point outside their table would break whoever follows them."""
     for column, target in (("process", "processes"), ("stream", "streams")):
         limit = tables[target].rows if target in tables else 0
+        if target == "processes":  # without a row of its own, what there is belongs to one process
+            limit = max(limit, 1)
         for kind, table in tables.items():
             if (
                 column in SCHEMAS[kind]
                 and table.rows
-                and (int(table[column].max()) >= max(limit, 1) or int(table[column].min()) < -1)
+                and (int(table[column].max()) >= limit or int(table[column].min()) < -1)
             ):
                 raise ValueError(f"{kind}.{column} points outside {target}")

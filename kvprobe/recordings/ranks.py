@@ -115,6 +115,8 @@ def _waits(ranks: dict[str, Rank]) -> tuple[Waiting, dict[str, int], dict[str, i
         return Waiting(len(usable), 0, len(ranks) - len(usable), missing), {}, {}
     count = max(Counter(one.count for one in usable.values()).items(), key=lambda item: (item[1], item[0]))[0]
     same = {name: one for name, one in sorted(usable.items()) if one.count == count}
+    pieces = Counter(len(one.sums) for one in same.values()).most_common(1)[0][0]  # of a file that lies, others
+    same = {name: one for name, one in same.items() if len(one.sums) == pieces}
     if len(same) < 2:
         return Waiting(len(same), 0, len(ranks), "the ranks made different numbers of collectives"), {}, {}
     names = list(same)

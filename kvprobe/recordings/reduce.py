@@ -10,7 +10,7 @@ import numpy as np
 from kvprobe.recordings.buckets import BUCKETS, bucket
 from kvprobe.recordings.model import Array, CallKind, Direction, Engine, Memory, Recording
 from kvprobe.recordings.occupancy import occupancy
-from kvprobe.recordings.summary import BINS, TOP, Blocked, Collectives, QueueSummary, Rank, Stat, Summary
+from kvprobe.recordings.summary import BINS, IN_FILES, TOP, Blocked, Collectives, QueueSummary, Rank, Stat, Summary
 
 __all__ = ["summarize"]
 
@@ -19,7 +19,7 @@ _COLLECTIVE = ("nccl", "rccl")
 
 def summarize(recording: Recording, name: str = "", keep: int = TOP) -> Summary:
     """Reduces one recording; `name` tells its processes apart where they have no rank."""
-    return _Reduction(recording, name, keep).summary()
+    return _Reduction(recording, name, keep).summary().identified()
 
 
 class _Reduction:
@@ -53,7 +53,8 @@ class _Reduction:
         shift = 0
         while (len(rows) - 1) >> shift >= BINS:
             shift += 1
-        sums = np.bincount(np.arange(len(rows)) >> shift, (table["end_ns"] - table["start_ns"])[rows])
+        took = np.maximum(table["end_ns"] - table["start_ns"], 0)[rows]
+        sums = np.bincount(np.arange(len(rows)) >> shift, took)
         return Collectives(len(rows), shift, tuple(map(int, sums.tolist())))
 
     def summary(self) -> Summary:
@@ -99,7 +100,7 @@ class _Reduction:
         exact = np.unique(totals["process"]) if totals.rows else np.zeros(0, np.int32)
         rows = np.flatnonzero(~np.isin(calls["process"], exact)) if len(exact) else np.arange(calls.rows)
         for key, mine in _groups(calls, rows, ("process", "name", "kind", "direction", "memory")):
-            duration = calls["end_ns"][mine] - calls["start_ns"][mine]
+            duration = np.maximum(calls["end_ns"][mine] - calls["start_ns"][mine], 0)
             self._add(
                 out,
                 key,
@@ -161,7 +162,7 @@ class _Reduction:
     def executions(self, out: Summary) -> None:
         table = self.recording.executions
         for key, mine in _groups(table, np.arange(table.rows), ("process", "engine", "direction", "memory")):
-            duration = table["end_ns"][mine] - table["start_ns"][mine]
+            duration = np.maximum(table["end_ns"][mine] - table["start_ns"][mine], 0)
             process, engine, direction, memory = key
             words = self.rank(process), _word(Engine, engine), _word(Direction, direction), _word(Memory, memory)
             stat = Stat(
@@ -192,10 +193,10 @@ class _Reduction:
                 int(queue.blocked.sum()),
                 lost,
                 queue.labelled_ns,
-                queue.verdict,
+                IN_FILES[queue.verdict],
             )
             out.queues[key] = out.queues[key].merge(one) if key in out.queues else one
-            out.ranks[rank] = out.ranks.get(rank, Rank()).merge(Rank(0, lost, 0, queue.verdict))
+            out.ranks[rank] = out.ranks.get(rank, Rank()).merge(Rank(0, lost, 0, IN_FILES[queue.verdict]))
 
 
 def _word(enum: Any, value: int) -> str:

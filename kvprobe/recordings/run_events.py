@@ -1,4 +1,4 @@
-"""What a run folder holds beside calls: transfers, adapters' events, stacks, waits for a CPU, samples of the device."""
+"""What a run folder holds beside calls: transfers, looks at bytes, adapters' events, stacks, waits, device samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvprobe.recordings.run_processes import Process
 from kvprobe.recordings.submitters import Submitters
 from kvprobe.recordings.vocabulary import Names
 
-__all__ = ["cpu_waits", "cpu_waits_table", "known_codes", "ns_of", "samples", "stacks", "transfers"]
+__all__ = ["contents", "cpu_waits", "cpu_waits_table", "known_codes", "ns_of", "samples", "stacks", "transfers"]
 
 
 def known_codes(codes: Array, words: type[Direction] | type[Memory]) -> Array:
@@ -189,6 +189,27 @@ def _count(event: dict[str, Any], field: str) -> int:
 def ns_of(value: object) -> int:
     """A time or duration as somebody wrote it; -1 for what is none."""
     return int(value) if isinstance(value, (int, float)) and -SANE <= value <= SANE else -1
+
+
+def contents(recording: Recording, records: Array, process: Array, shift: Array, stream: Array) -> None:
+    """What sampled copies carried, from notes of ring files: RECORD, (rows,) as kvp.h says, with their processes."""
+    recording.tables["contents"] = sorted_table(
+        "contents",
+        {
+            "time_ns": records["start_ns"].astype(np.int64) + shift,
+            "process": process,
+            "thread": records["tid"].astype(np.int64),
+            "stream": stream,
+            "direction": known_codes(records["direction"] & 15, Direction),
+            "src": records["src"],
+            "dst": records["dst"],
+            "bytes": np.minimum(records["bytes"], SANE).astype(np.int64),
+            "looked": records["count"].astype(np.int64),
+            "hash": records["dur_ns"],
+            "blank": (records["result"] != 0).astype(np.uint8),
+        },
+        by="time_ns",
+    )
 
 
 def stacks(recording: Recording, processes: list[Process], shifts: list[int], names: Names) -> None:

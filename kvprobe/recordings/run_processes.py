@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,20 @@ from kvprobe.probe.ring import RingSnapshot
 from kvprobe.recordings.merge import at_once
 from kvprobe.runfolder.folder import RunFolder
 
-__all__ = ["Process", "ended", "node_of", "processes_of", "rank_of", "recorded_one_by_one", "shifts_of"]
+__all__ = [
+    "OF_ANOTHER_NAMESPACE",
+    "UNTOLD",
+    "Process",
+    "ended",
+    "missing_of",
+    "node_of",
+    "processes_of",
+    "rank_of",
+    "recorded_one_by_one",
+    "shifts_of",
+]
 
+UNTOLD, OF_ANOTHER_NAMESPACE = "ended without its exit handlers", "not known: of another pid namespace"
 RANKS = ("RANK", "VLLM_DP_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "LOCAL_RANK")
 
 
@@ -27,6 +40,7 @@ class Process:
     rings: list[RingSnapshot] = field(default_factory=list)
     checkin: dict[str, Any] = field(default_factory=dict)
     state: str = "running"
+    named: str = ""  # its command line when it was last looked at: it may have named itself
 
     @property
     def folder(self) -> Path:
@@ -96,7 +110,7 @@ def processes_of(
     for same in by_pid.values():
         same.sort(key=lambda p: p.start_ns)
         for i, process in enumerate(same):
-            if any(ring.state == "closed" for ring in process.counted()):
+            if any(ring.state == "closed" for ring in process.counted()):  # a shared file is always so
                 process.state = "closed"
             elif i + 1 < len(same):
                 process.state = "replaced"
@@ -105,9 +119,11 @@ def processes_of(
             elif process.pid in statuses:
                 process.state = ended(statuses[process.pid].get("status"))
             elif over or not here or (running := _running(process)) is False:
-                process.state = "ended without its exit handlers"
+                process.state = UNTOLD
             elif running is None:
-                process.state = "not known: of another pid namespace"
+                process.state = OF_ANOTHER_NAMESPACE
+            if i + 1 == len(same):
+                process.named = str(statuses.get(process.pid, {}).get("command", ""))
             mine = [c for c in checkins_of.get(process.pid, ()) if c["t_ns"] <= process.end_ns]
             process.checkin = max(mine, key=lambda c: int(c["t_ns"]), default={})
     return found
@@ -121,13 +137,40 @@ def _running(process: Process) -> bool | None:
 def ended(status: object) -> str:
     """How a process ended, by its status as in `Ended`."""
     if not isinstance(status, int):
-        return "ended without its exit handlers"
+        return UNTOLD
     if status >= 0:  # with 0, too: it may have left without its handlers
         return f"exit code {status}"
     try:
         return f"killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"killed by signal {-status}"
+
+
+def missing_of(
+    folder: RunFolder, end: dict[str, Any] | None, rings: list[RingSnapshot], unread: Iterable[str]
+) -> list[str]:
+    """One line for each ring file that is not there, or not all of it.
+
+    Args:
+        folder: where they lie.
+        end: end.json, which names them; None where only single files were given.
+        rings: those that were read.
+        unread: names of those that cannot be.
+    """
+    found = [f"the ring file {Path(ring.path).name}: {ring.damage}" for ring in rings if ring.damage]
+    named = {Path(ring.path).name for ring in rings if ring.damage} | set(unread)
+    if end is None:
+        return found
+    expected = end.get("rings", {})  # none before the run is over, while files still come and go
+    there = {path.name: path.stat().st_size for path in folder.rings()} if expected else {}
+    for name, size in expected.items():
+        if name not in named and there.get(name, -1) < size:
+            was = "cut off" if name in there else "gone"
+            found.append(f"the ring file {name[:100]} is {was}: what its process did is not all here")
+    for ring in rings:
+        if ring.sharers:
+            found.append(f"{ring.command} under --max-size were only counted, all together")
+    return found + [f"process {pid} could make no ring file: {reason}" for pid, reason in folder.not_recorded()]
 
 
 def rank_of(process: Process) -> int:

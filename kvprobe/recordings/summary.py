@@ -1,21 +1,24 @@
 """What is kept of many recordings: sums, maxima, histograms, the longest blocked calls, each rank's collectives.
 
 Its size does not grow with a recording, and merging is associative and commutative: whoever finishes first is merged
-first, and the bytes are the same.
+first, and the bytes are the same. Each summary has an identity, and a merged one those of its parts, so that none is
+counted twice.
 """
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
 import numpy as np
 
+from kvprobe.launchqueue.judge import STATES
 from kvprobe.recordings.buckets import BUCKETS, bucket_floor_ns
 from kvprobe.recordings.model import Array
 
@@ -25,12 +28,13 @@ FORMAT, VERSION = "kvprobe-summary", 1
 TOP = 100
 BINS = 256  # of a rank's collectives
 _VERDICTS = ("healthy", "cannot tell", "saturated")
+IN_FILES = dict(zip(STATES, _VERDICTS, strict=True))  # what a judge concludes, in this version's words
 
 
 def percentile_ns(histogram: Sequence[int] | Array, share: float) -> int:
     """The duration below which this share (0 to 1) of a histogram lies: the middle of its bucket; 0 if empty."""
-    counts = np.asarray(histogram, dtype=np.int64)
-    total = int(counts.sum())
+    counts = np.asarray(histogram, dtype=np.float64)
+    total = float(counts.sum())
     if not total:
         return 0
     index = int(np.searchsorted(np.cumsum(counts), share * total))
@@ -179,6 +183,7 @@ class Summary:
         keep: how many of them are kept; of two summaries the smaller number holds.
         notes: remarks of the readers and how many inputs made each.
         failed: inputs that could not be read, with the reason.
+        parts: the identities of the recordings in it; of one that is put together by hand, none.
     """
 
     inputs: int = 0
@@ -190,6 +195,7 @@ class Summary:
     keep: int = TOP
     notes: dict[str, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    parts: frozenset[str] = frozenset()
 
     @property
     def verdict(self) -> str:
@@ -206,15 +212,33 @@ class Summary:
         return Summary(keep=self.keep).absorb(self).absorb(other)
 
     def absorb(self, other: Summary) -> Summary:
-        """Adds another to this one, and returns it."""
+        """Adds another to this one, unless it is in it already, and returns it.
+
+        Raises:
+            ValueError: they have recordings in common, and others not; or their sums are larger than any recorder's.
+        """
+        common = self.parts & other.parts
+        if common and common == other.parts:
+            other = Summary(keep=other.keep, failed=other.failed)
+        elif common and common != self.parts:
+            raise ValueError(f"{len(common):,} of its {len(other.parts):,} recordings are in another input, too")
+        elif common:  # all of this one is in the other
+            self.inputs, self.top, self.notes, self.parts = 0, [], {}, frozenset()
+            for table in (self.calls, self.executions, self.queues, self.ranks):
+                table.clear()
+        tables = [
+            (cast("dict[Any, Any]", mine), _added(mine, theirs))
+            for mine, theirs in (
+                (self.calls, other.calls),
+                (self.executions, other.executions),
+                (self.queues, other.queues),
+                (self.ranks, other.ranks),
+            )
+        ]
+        for mine, added in tables:
+            mine.update(added)
         self.inputs += other.inputs
-        for mine, theirs in (
-            (self.calls, other.calls),
-            (self.executions, other.executions),
-            (self.queues, other.queues),
-            (self.ranks, other.ranks),
-        ):
-            _add(cast("dict[Any, Any]", mine), theirs)
+        self.parts |= other.parts
         self.keep = min(self.keep, other.keep)
         self.top = heapq.nlargest(self.keep, [*self.top, *other.top])
         for note, count in other.notes.items():
@@ -222,6 +246,13 @@ class Summary:
         for path, reason in other.failed.items():
             self.failed[path] = max(self.failed.get(path, ""), reason)
         return self
+
+    def identified(self) -> Summary:
+        """The same with the identity of what is in it, for one that has none: equal sums are the same recording's."""
+        if self.parts or not self.inputs:
+            return self
+        content = replace(self, top=[], keep=0, failed={}).to_bytes()
+        return replace(self, parts=frozenset([hashlib.blake2b(content, digest_size=12).hexdigest()]))
 
     def to_bytes(self) -> bytes:
         """JSON in one order of its keys: of what holds the same, the same bytes."""
@@ -241,6 +272,7 @@ class Summary:
             "top": [_fields(one) for one in self.top],
             "notes": self.notes,
             "failed": self.failed,
+            **({"parts": sorted(self.parts)} if self.parts else {}),
         }
         text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return text.encode(errors="replace") + b"\n"  # a path need not be UTF-8
@@ -271,12 +303,20 @@ class Summary:
             content.keep,
             content.notes,
             content.failed,
-        )
+            frozenset(content.parts),
+        ).identified()
 
 
-def _add(mine: dict[Any, Any], theirs: Mapping[Any, Any]) -> None:
-    for key, value in theirs.items():
-        mine[key] = mine[key].merge(value) if key in mine else value
+def _added(mine: Mapping[Any, Any], theirs: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The rows of `mine` that `theirs` change; raises ValueError where one would not fit into a file."""
+    out = {key: mine[key].merge(value) if key in mine else value for key, value in theirs.items()}
+    for key in out.keys() & mine.keys():
+        for value in _fields(out[key]):
+            numbers = value if isinstance(value, (tuple, list)) else (value,)
+            for one in numbers:
+                if max((0, *one) if isinstance(one, tuple) else (0, one) if isinstance(one, int) else (0,)) > _LARGEST:
+                    raise ValueError("together with another input's its sums are larger than any recorder's")
+    return out
 
 
 def _fields(one: object) -> list[Any]:
@@ -293,15 +333,19 @@ def _rank(values: _Rank) -> Rank:
 
 # ---- as it lies in a file, which may be anybody's work ---------------------------------------------------------------
 
-_Int = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
-_Sum = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_LARGEST = 2**60  # of a time or a size: 36 years in nanoseconds, an exabyte
+_Int = Annotated[int, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
+_Sum = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_Ceiling = Annotated[int, msgspec.Meta(ge=-1, le=_LARGEST)]
 _Verdict = Literal["healthy", "cannot tell", "saturated"]
-_Histogram = Annotated[tuple[_Sum, ...], msgspec.Meta(min_length=BUCKETS, max_length=BUCKETS)]
-_Stat = tuple[_Int, _Int, _Int, _Int, _Int, _Int, _Int, _Int, _Histogram]
-_Queue = tuple[_Int, _Int, _Int, _Int, _Int, _Int, _Verdict]
+_Histogram = Annotated[tuple[_Count, ...], msgspec.Meta(min_length=BUCKETS, max_length=BUCKETS)]
+_Stat = tuple[_Sum, _Sum, _Sum, _Sum, _Sum, _Sum, _Sum, _Sum, _Histogram]
+_Queue = tuple[_Sum, _Sum, _Ceiling, _Sum, _Sum, _Sum, _Verdict]
 _Shift = Annotated[int, msgspec.Meta(ge=0, le=63)]
-_Sums = Annotated[tuple[_Int, ...], msgspec.Meta(max_length=BINS)]
-_Rank = tuple[_Int, _Int, _Int, _Verdict, _Int, tuple[_Int, _Shift, _Sums]]
+_Sums = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=BINS)]
+_Rank = tuple[_Sum, _Sum, _Sum, _Verdict, _Sum, tuple[_Sum, _Shift, _Sums]]
+_Part = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{24}$")]
 
 
 class _Head(msgspec.Struct):
@@ -320,6 +364,7 @@ class _Content(msgspec.Struct):
     executions: list[tuple[str, str, str, str, _Stat]]
     queues: list[tuple[str, _Int, _Int, _Queue]]
     ranks: list[tuple[str, _Rank]]
-    top: list[tuple[_Int, str, _Int, _Int, str, _Int, _Int, _Int]]
+    top: list[tuple[_Sum, str, _Int, _Int, str, _Int, _Sum, _Sum]]
     notes: dict[str, _Sum]
     failed: dict[str, str]
+    parts: list[_Part] = []

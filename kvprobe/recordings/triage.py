@@ -12,7 +12,8 @@ from pathlib import Path
 
 from kvprobe.errors import RecordingError
 from kvprobe.launchqueue.constants import LEAST_DEPTH, REAL_DEPTH
-from kvprobe.launchqueue.judge import Measured, conclude, overall
+from kvprobe.launchqueue.evidence import Plateau
+from kvprobe.launchqueue.judge import QueueConclusion, conclude, overall
 from kvprobe.recordings import sniff
 from kvprobe.recordings.trace_text import TraceText, read_ahead, text_chunks
 
@@ -20,11 +21,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvprobe.launchqueue.judge import QueueVerdict
     from kvprobe.recordings.trace_library import TraceQueue
 
-__all__ = ["QueueTriage", "Triage", "certain", "quick_triage", "quick_triages"]
+__all__ = ["WORDS", "QueueTriage", "Triage", "certain", "quick_triage", "quick_triages"]
 
+WORDS = {"full": "found", "cannot tell": "undecided", "not full": "healthy"}  # a conclusion as a reader is told it
 _ENOUGH = 64  # submissions: half of them may be start-up
 _MANY = 5  # streams that may fill a channel together, each of them far from full
 
@@ -64,7 +65,7 @@ class Triage:
 
     Attributes:
         path: what was read.
-        verdict, reason: "found", "healthy" or "undecided"; natively measured "saturated", "healthy" or "cannot tell".
+        verdict, reason: "found", "healthy" or "undecided".
         how: "plateau", "labels" or "inferred", as `Occupancy.how`.
         lost_ns: host time lost to full queues.
         queues: one for each stream that was submitted to, most time lost first.
@@ -120,11 +121,11 @@ def quick_triage(path: str | os.PathLike[str], *, on_a_thread: bool = True) -> T
         return None
     if measured is None:
         return None
-    judged = [(_judged(queue, *concluded), concluded) for queue in measured for concluded in (_concluded(queue),)]
+    judged = [(_judged(queue, concluded), concluded) for queue in measured for concluded in (_concluded(queue),)]
     judged.sort(key=lambda one: (-one[0].lost_ns, one[0].stream))
-    verdict, reason = overall([(*concluded, queue.deepest) for queue, concluded in judged])
+    concluded = overall([(one, queue.deepest) for queue, one in judged])
     queues = [queue for queue, _ in judged]
-    return Triage(path, verdict, reason, "plateau", queues, native=True)
+    return Triage(path, WORDS[concluded.state], concluded.because, "plateau", queues, native=True)
 
 
 def quick_triages(paths: Sequence[Path]) -> list[Triage | RecordingError | None]:
@@ -144,9 +145,9 @@ def quick_triages(paths: Sequence[Path]) -> list[Triage | RecordingError | None]
         return list(pool.map(attempt, paths))
 
 
-def _concluded(queue: TraceQueue) -> tuple[QueueVerdict, str]:
+def _concluded(queue: TraceQueue) -> QueueConclusion:
     return conclude(
-        Measured(
+        Plateau(
             queue.deepest,
             slow=queue.slow,
             shallowest=queue.shallowest,
@@ -160,16 +161,16 @@ def _concluded(queue: TraceQueue) -> tuple[QueueVerdict, str]:
     )
 
 
-def _judged(queue: TraceQueue, verdict: QueueVerdict, reason: str) -> QueueTriage:
-    full = verdict == "saturated"
+def _judged(queue: TraceQueue, concluded: QueueConclusion) -> QueueTriage:
+    full = concluded.full
     return QueueTriage(
         queue.row,
         queue.device,
         queue.handle,
         queue.calls,
         queue.deepest,
-        verdict,
-        reason,
+        WORDS[concluded.state],
+        concluded.because,
         ceiling=queue.ceiling if full else -1,
         lost_ns=queue.lost_ns if full else 0,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from kvprobe.probe.errors_of_cuda import error_name
 from kvprobe.recordings.kinds import CallKind, Direction, Engine, Label, Memory, RangeStyle
 
 TYPE_CHECKING = False  # nothing here loads numpy or typing, which take longer than a small trace
@@ -21,6 +22,7 @@ __all__ = [
     "call_direction",
     "as_text",
     "call_kind",
+    "error_name",
     "stream_title",
     "kineto_call",
     "kineto_copy",

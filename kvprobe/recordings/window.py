@@ -215,11 +215,30 @@ def _set_up(calls: Table, rows: Array, submits: Array, last: int) -> int:
     passed = np.maximum(ends - start[rows[0]], 1)
     rate = spent / passed
     after = (spent[-1] - spent) / np.maximum(last - ends, 1)
-    over = (before < len(made)) & (
-        (before <= min(WARM, len(made) // 2)) | ((before <= FEW * len(made)) & (after <= GOES_ON * rate))
+    warm = before <= min(WARM, len(made) // 2)
+    over = (
+        (before == 0)
+        | (warm & _alike_ended(calls, rows, ends, last))
+        | (before <= FEW * len(made)) & (after <= GOES_ON * rate)
     )
+    over &= before < len(made)
     at = np.flatnonzero(over)
     return int(ends[at[-1]]) if len(at) else 0
+
+
+def _alike_ended(calls: Table, rows: Array, ends: Array, last: int) -> Array:
+    """Mask over set-up calls: those of its name do not go on behind it at their rate; else they are work."""
+    name = calls["name"][rows]
+    spent = calls["end_ns"][rows] - calls["start_ns"][rows]
+    begin = int(calls["start_ns"][rows[0]])
+    mask = np.zeros(len(rows), dtype=bool)
+    for one in np.unique(name).tolist():
+        mine = name == one
+        passed = np.cumsum(np.where(mine, spent, 0))
+        before = passed / np.maximum(ends - begin, 1)
+        after = (passed[-1] - passed) / np.maximum(last - ends, 1)
+        mask |= mine & (after <= GOES_ON * before)
+    return mask
 
 
 def _first_step(recording: Recording) -> int:

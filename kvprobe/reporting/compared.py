@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvprobe.reporting import charts, recorded
+from kvprobe.reporting.alike import LineChange, account_table
 from kvprobe.reporting.compare import CallChange, FindingChange, interval
 from kvprobe.reporting.inputs import under
 from kvprobe.reporting.units import NONE, change_text, duration, percent
@@ -13,7 +14,7 @@ from kvprobe.reporting.verdict import Fact, PageHead
 from kvprobe.reporting.views import Section, table
 
 if TYPE_CHECKING:
-    from kvprobe.diagnosis.finding import Finding
+    from kvprobe.diagnosis import Examination
     from kvprobe.recordings.model import Recording
     from kvprobe.reporting.conclusion import Conclusion
 
@@ -33,17 +34,18 @@ SHOWN = ("overview", "distributions", "transfers", "streams")  # of each recordi
 def sections(
     changes: Sequence[FindingChange],
     calls: Sequence[CallChange],
-    sides: Sequence[tuple[str, Recording, Sequence[Finding]]],
+    sides: Sequence[tuple[str, Recording, Examination]],
+    lines: list[LineChange],
 ) -> list[Section]:
     """What changed, then the charts of each side; `sides` are (name, recording, findings), before first."""
     out = [
         charts.section(
             "changes",
             "What changed",
-            "Time lost is compared as a share of its threads' time, because recordings differ in length. A call is "
+            "Time lost is compared as a share of the window, because recordings differ in length. A call is "
             "faster or slower where the 95% interval of its change leaves 1 and the change is over 5%.",
             [],
-            [_findings(changes), _calls(calls)],
+            [account_table(lines), _findings(changes), _calls(calls)],
         )
     ]
     for which, (name, recording, findings) in zip(("before", "after"), sides, strict=True):

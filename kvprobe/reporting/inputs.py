@@ -12,7 +12,7 @@ from kvprobe.reporting.units import NONE, count_text, duration, percent
 from kvprobe.reporting.views import Cell, Section, TableView, table
 
 if TYPE_CHECKING:
-    from kvprobe.diagnosis.finding import Finding
+    from kvprobe.diagnosis import Examination
     from kvprobe.recordings.model import Recording
     from kvprobe.recordings.occupancy import Occupancy
 
@@ -29,7 +29,7 @@ class Input:
 
     name: str
     recording: Recording
-    findings: Sequence[Finding]
+    findings: Examination
     queues: Occupancy | None = None
 
     @property

@@ -30,7 +30,7 @@ from kvprobe.version import version
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from kvprobe.diagnosis.finding import Finding
+    from kvprobe.diagnosis import Examination
     from kvprobe.recordings.model import Recording
     from kvprobe.recordings.occupancy import Occupancy
 
@@ -50,7 +50,7 @@ class Page(TypedDict, total=False):
     """What a page is made of, beside its recording.
 
     Attributes:
-        findings: of `kvprobe.diagnosis.diagnose`; None leaves the section out, an empty list says "nothing found".
+        findings: of `kvprobe.diagnosis.diagnose`; None leaves out the section, and the account.
         queues: of `kvprobe.recordings.occupancy.occupancy`; worked out here where it is not given.
         inputs: what the recording was put together from, where each is to be shown by itself as well.
         title: default: the recording's file.
@@ -59,7 +59,7 @@ class Page(TypedDict, total=False):
         lead_verdict: what the page says first; default: worked out from the findings.
     """
 
-    findings: Sequence[Finding] | None
+    findings: Examination | None
     queues: Occupancy | None
     inputs: Sequence[Input]
     title: str | None
@@ -94,7 +94,8 @@ def build_page(recording: Recording | None = None, **page: Unpack[Page]) -> str:
     if inputs:
         overview, own = apart(inputs, recording.notes if recording is not None else ())
         sections = [overview, *sections, *own]
-    sections = [one for one in (*extra, *sections) if one.charts or one.tables]
+    first = [one for one in sections if one.id == "account"]
+    sections = [one for one in (*extra, *sections) if (one.charts or one.tables or one.bars) and one not in first]
     provenance, commands, notes = _provenance(recording)
     drawn = [chart for one in sections for chart in one.charts] + [one["chart"] for one in shown or [] if one["chart"]]
     return _render(
@@ -102,6 +103,7 @@ def build_page(recording: Recording | None = None, **page: Unpack[Page]) -> str:
         verdict=lead_verdict or found,
         findings=shown,
         findings_lead=lead,
+        first=first,
         sections=sections,
         drawn=drawn,
         provenance=provenance,
@@ -130,9 +132,10 @@ def write_whole(target: Path, data: str | bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-        mask = os.umask(0)
-        os.umask(mask)
-        Path(name).chmod(0o666 & ~mask)  # mkstemp's 0600 would keep a web server from reading the page
+        if not (target.parent / "run.json").exists():  # a run folder's files are for their user alone
+            mask = os.umask(0)
+            os.umask(mask)
+            Path(name).chmod(0o666 & ~mask)  # mkstemp's 0600 would keep a web server from reading the page
         Path(name).replace(target)
     except BaseException as error:
         Path(name).unlink(missing_ok=True)
@@ -271,7 +274,7 @@ def _render(*, drawn: Sequence[Chart], interactive: bool, **values: Any) -> str:
         f"default-src 'none'; script-src {hashes}; style-src {styles}; img-src {images}; "
         "base-uri 'none'; form-action 'none'"
     )
-    contents = [("verdict", "Verdict")]
+    contents = [("verdict", "Verdict"), *((one.id, one.title) for one in values["first"])]
     if values["findings"] is not None:
         contents.append(("findings", "Findings"))
     contents += [(one.id, one.title) for one in values["sections"]] + [("provenance", "Where this comes from")]

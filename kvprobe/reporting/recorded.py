@@ -16,6 +16,7 @@ from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
 from kvprobe.recordings.window import ServingWindow, serving_window
 from kvprobe.reporting import charts, descriptors, offloads, series, streams, verdict
+from kvprobe.reporting.account import account_section
 from kvprobe.reporting.charts import Mark, Points
 from kvprobe.reporting.rows import rows_chart
 from kvprobe.reporting.units import (
@@ -33,6 +34,7 @@ from kvprobe.reporting.verdict import PageHead
 from kvprobe.reporting.views import Cell, Chart, Section, TableView, left_out, table
 
 if TYPE_CHECKING:
+    from kvprobe.diagnosis import Examination
     from kvprobe.diagnosis.finding import Finding
 
 __all__ = ["Submissions", "View", "judged", "submissions", "view"]
@@ -99,20 +101,19 @@ def submissions(recording: Recording) -> Submissions:
     return Submissions(rows, start, spent, calls["kind"][rows], (float(low), float(high)), made, host_ns)
 
 
-def judged(recording: Recording, findings: Sequence[Finding] | None, found: Submissions | None = None) -> PageHead:
+def judged(recording: Recording, findings: Examination | None, found: Submissions | None = None) -> PageHead:
     """The sentence on top; `findings` None: no diagnosis was asked for."""
     found = found or submissions(recording)
     return verdict.of_recording(
         recording,
-        findings or (),
+        findings,
         found.made,
         found.host_ns,
         found.span[1] - found.span[0],
-        diagnosed=findings is not None,
     )
 
 
-def view(recording: Recording, findings: Sequence[Finding] | None, queues: Occupancy | None = None) -> View:
+def view(recording: Recording, findings: Examination | None, queues: Occupancy | None = None) -> View:
     """Everything the page says about a recording; charts that would be empty are left out."""
     found = submissions(recording)
     marks = _marks(recording, found.span)
@@ -145,6 +146,7 @@ def view(recording: Recording, findings: Sequence[Finding] | None, queues: Occup
     sampled, same = _samples(recording, found, marks)
     by_descriptor, copies = descriptors.descriptor_table(recording, window)
     out.sections = [
+        *([account_section(findings.account)] if findings is not None else []),
         charts.section(
             "overview",
             "Over time",
@@ -557,13 +559,25 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
         "word": verdict.WORDS[state],
         "title": finding.title,
         "meta": " · ".join(meta),
-        "lost": f"{duration(finding.lost_ns)} {what} lost" if finding.lost_ns else "",
+        "lost": _lost(finding, what),
         "evidence": evidence,
         "cures": [verdict.change_parts(one) for one in finding.cure],
         "calls": _calls_table(finding, found) if finding.calls else None,
         "figures": values if values.rows else None,
         "chart": _zoom(i, finding, recording, found),
     }
+
+
+def _lost(finding: Finding, what: str) -> str:
+    """What a finding cost: the threads or engines that lost time, and the GPU."""
+    said = [f"{duration(finding.lost_ns)} {what} lost"] if finding.lost_ns and finding.lost_on != "device" else []
+    if finding.device_share is None or finding.device_ns is None:
+        return "; ".join(said) or (f"{duration(finding.lost_ns)} lost" if finding.lost_ns else "")
+    if finding.device_ns:
+        said.append(f"the GPU waited {duration(finding.device_ns)}, {percent(finding.device_share)} of the window")
+    elif finding.lost_ns:
+        said.append("it cost the GPU nothing")
+    return "; ".join(said)
 
 
 def _calls_table(finding: Finding, found: Submissions) -> TableView:

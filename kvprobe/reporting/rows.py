@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvprobe.diagnosis.intervals import in_time
 from kvprobe.recordings.assemble import codes, is_kind, pairs, positions
+from kvprobe.recordings.intervals import in_time
 from kvprobe.recordings.model import SUBMITTING, CallKind, Engine, Recording
 from kvprobe.reporting import streams
 from kvprobe.reporting.units import count_text, duration, percent

@@ -13,6 +13,7 @@ from kvprobe.recordings.window import recorded_span
 from kvprobe.reporting.units import count_text, duration, percent
 
 if TYPE_CHECKING:
+    from kvprobe.diagnosis import Examination
     from kvprobe.diagnosis.finding import Change, Finding, TracedCall
     from kvprobe.recordings.model import Recording
 
@@ -124,6 +125,9 @@ def saving_text(change: Change) -> str:
     if change.predicted_saving_ns is None:
         return "saving not predicted"
     if change.predicted_saving_ns <= 0:
+        spared = change.thread_saving_ns
+        if spared:
+            return f"spares its thread {duration(spared)}, predicted; the GPU does not wait for it"
         return "saves nothing here, predicted"
     return f"saves {duration(change.predicted_saving_ns)}, predicted"
 
@@ -173,29 +177,27 @@ def _sentences(texts: Sequence[str], headline: str) -> str:
 
 def of_recording(
     recording: Recording,
-    findings: Sequence[Finding],
+    findings: Examination | None,
     submissions: int,
     blocked_ns: float,
     span_ns: float,
-    diagnosed: bool = True,
 ) -> PageHead:
     """The verdict on a recording: its costliest finding, that it is healthy, or what is missing to say so."""
+    facts = [
+        Fact("Submissions examined", count_text(submissions)),
+        Fact("Recorded time", duration(span_ns)),
+        Fact(
+            "Host time in submissions",
+            duration(blocked_ns),
+            "of all threads together",
+        ),
+    ]
+    if findings is None:
+        return PageHead("info", f"{count_text(submissions)} submissions, not diagnosed.", "", facts)
     judged = diagnosis_verdict(recording, findings)
     real = [one for one in findings if one.confidence != "cannot tell"]
-    facts: list[Fact] = []
-    if judged.state != "found" or not diagnosed:
+    if judged.state != "found":
         abstained = [one for one in findings if one.confidence == "cannot tell"]
-        facts = [
-            Fact("Submissions examined", count_text(submissions)),
-            Fact("Recorded time", duration(span_ns)),
-            Fact(
-                "Host time in submissions",
-                duration(blocked_ns),
-                "of all threads together",
-            ),
-        ]
-        if not diagnosed:
-            return PageHead("info", f"{count_text(submissions)} submissions, not diagnosed.", "", facts)
         if judged.state == "undecided":
             lacks = judged.missing[0]
             cures = [cure_parts(f"{lacks.how[:1].upper()}{lacks.how[1:]}.")]
@@ -207,13 +209,17 @@ def of_recording(
             also = "; ".join(one.what for one in judged.missing[1:3])
             detail = f"Also: {also}." if also else ""
             return PageHead("unknown", f"Undecided: {lacks.what}.", detail, facts, cures, action="How to record it")
-        return PageHead("ok", "Nothing found: no submission waited for a reason that can be fixed.", "", facts)
+        return PageHead("ok", f"Healthy: {judged.reason}.", "", facts)
+    facts = []
     order = ranked(real)
     first = order[0]
     headline = first.title.rstrip(".") + "."
     lost = duration(first.lost_ns)
+    if first.device_share is not None and first.device_ns is not None:
+        of_window = f"{percent(first.device_share)} of the window, without a kernel for this reason"
+        facts.append(Fact("The GPU waited", duration(first.device_ns), of_window))
     detail = _sentences([one.text for one in first.evidence[:3]], headline)
-    if first.lost_ns:
+    if first.lost_ns and first.lost_on != "device":
         label = {"host": "Host time lost", "copy engine": "Copy engine time lost", "device": "Device time lost"}.get(
             first.lost_on, "Time lost"
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Cell", "Chart", "Section", "TableView", "left_out", "numbers", "table"]
+__all__ = ["Bar", "BarPart", "Cell", "Chart", "Section", "TableView", "left_out", "numbers", "table"]
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,30 @@ class Chart:
     how: str = ""
 
 
+@dataclass(frozen=True)
+class BarPart:
+    """A part of a bar: its CSS class, where it begins and how wide it is, in thousandths, and its words."""
+
+    kind: str
+    at: float
+    width: float
+    title: str
+    value: str
+    share: str
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A whole, drawn as one bar without a script, with a legend of its parts."""
+
+    title: str
+    note: str
+    parts: Sequence[BarPart]
+
+
 @dataclass
 class Section:
-    """A headed part of the page: paragraphs, then charts, then tables; `folded` opens when it is asked for."""
+    """A headed part of the page: paragraphs, bars, charts, tables; `folded` opens when it is asked for."""
 
     id: str
     title: str
@@ -62,6 +83,7 @@ class Section:
     charts: list[Chart] = field(default_factory=list)
     tables: list[TableView] = field(default_factory=list)
     folded: bool = False
+    bars: Sequence[Bar] = ()
 
 
 def left_out(shown: int, of: int) -> str:

@@ -15,8 +15,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["append", "check_owner", "make_folder", "open_append", "read", "read_new", "temporary_folder", "write"]
+__all__ = [
+    "append",
+    "check_owner",
+    "full",
+    "is_full",
+    "make_folder",
+    "open_append",
+    "read",
+    "read_new",
+    "temporary_folder",
+    "write",
+]
 
+LEAST_ROOM = 64 << 10  # bytes; a process's first piece of a ring file, end.json and the lines for the user
 READ_LIMIT = 256 << 20  # bytes of one text file; a run folder's are far smaller
 
 
@@ -111,6 +123,24 @@ def make_folder(path: str | os.PathLike[str]) -> None:
         OSError: it cannot be made.
     """
     Path(path).mkdir(mode=0o700)
+
+
+def is_full(folder: str | os.PathLike[str]) -> bool:
+    """Whether the disk that holds a folder has no room left for a file of any use; False where it does not tell."""
+    try:
+        room = os.statvfs(folder)
+    except OSError:
+        return False
+    return room.f_blocks > 0 and (
+        room.f_bavail * room.f_frsize < LEAST_ROOM or (room.f_files > 0 and not room.f_favail)
+    )
+
+
+def full(folder: str | os.PathLike[str]) -> str:
+    """The words for it."""
+    return (
+        f"the disk of {folder} is full: sums are exact for processes that had room to begin, single calls are missing"
+    )
 
 
 def check_owner(path: str | os.PathLike[str]) -> None:

@@ -12,7 +12,12 @@
 | `events-<pid>.jsonl` | what adapters and the interposer saw and decided (`Event`) | adapters, interposer |
 | `queue-<pid>.json` | depth and channels as calibrated (`Queue`) | calibration |
 | `<pid>-<t>.kvp`, `engine-*.kvp` | every call: see `native/src/kvp.h` | interposer, engine |
+| `ended.pack` | such files of short processes that have ended: see `packed.py` | the observer |
+| `no-room.kvp` | the calls of processes for whose files --max-size had no room, together | interposer |
 | `not-recorded-<pid>-<errno>` | an empty folder: that process could open no file | interposer |
+| `outcome.txt` | the lines that `kvprobe run` prints at the end | the observer |
+| `observer.pid`, `detached` | who observes an attached process; that it is to end | `kvprobe attach`, `detach` |
+| `not-wrapped-<pid>-<n>` | an empty folder: n functions of that process were not led to the recorder | interposer |
 | `inner-<pid>.json` | where a `kvprobe run` inside this one recorded (`Inner`) | that `kvprobe run` |
 
 Times are CLOCK_MONOTONIC nanoseconds. A reader takes the folder as anybody's work: what does not have these types is
@@ -32,7 +37,7 @@ from typing import Annotated, Any, Final, TypedDict
 import msgspec
 
 from kvprobe.errors import RecordingError
-from kvprobe.runfolder import files
+from kvprobe.runfolder import files, packed
 
 __all__ = ["CONFIDENTIAL", "VERSION", "RunFolder"]
 
@@ -63,11 +68,16 @@ class Run(TypedDict, total=False):
 
 
 class End(TypedDict, total=False):
-    """end.json: `status` of the command, as `Ended.status`; null where nobody could tell."""
+    """end.json: `status` of the command, as `Ended.status`; null where nobody could tell.
+
+    `rings`: the ring files that there were, seen at any time, and how many bytes each had at the end; 0 of one that had
+    gone by then.
+    """
 
     t_ns: Int
     status: Int | None
     warnings: list[str]
+    rings: dict[str, Int]
     confidential_computing: bool | None
 
 
@@ -175,6 +185,7 @@ class Event(TypedDict, total=False):
 Sample = dict[str, Number | str | bool | None]
 _OF_A_LINE = {"processes": Ended, "stacks": Stacks, "cpu": CpuWait, "device": Sample, "events": Event}
 _NOT_RECORDED = re.compile(r"not-recorded-(\d+)-(\d+)")
+_NOT_WRAPPED = re.compile(r"not-wrapped-(\d{1,10})-(\d{1,10})")
 
 
 def _encoded(value: Any) -> bytes:
@@ -215,6 +226,18 @@ class RunFolder:
         """Writes inner-<pid>.json; raises as `write_run`."""
         files.write(self.path / f"inner-{pid}.json", _encoded(Inner(folder=str(folder))))
 
+    def write_outcome(self, lines: list[str]) -> None:
+        """Writes outcome.txt; raises as `write_run`."""
+        files.write(self.path / "outcome.txt", ("\n".join(lines) + "\n").encode(errors="replace"))
+
+    def write_observer(self, pid: int) -> None:
+        """Writes observer.pid; raises as `write_run`."""
+        files.write(self.path / "observer.pid", str(pid).encode())
+
+    def mark_detached(self) -> None:
+        """Tells the observer that kvprobe was detached; raises as `write_run`."""
+        os.close(files.open_append(self.path / "detached"))
+
     def append_ended(self, line: Ended) -> None:
         """Adds a line to processes.jsonl; raises as `write_run`."""
         files.append(self.path / "processes.jsonl", _encoded(line))
@@ -226,6 +249,11 @@ class RunFolder:
     def append_cpu_wait(self, pid: int, line: CpuWait) -> None:
         """Adds a line to cpu-waits-<pid>.jsonl; raises as `write_run`."""
         files.append(self.path / f"cpu-waits-{pid}.jsonl", _encoded(line))
+
+    @property
+    def detached(self) -> bool:
+        """Whether kvprobe was detached from the process."""
+        return (self.path / "detached").exists()
 
     # ---- reading -----------------------------------------------------------------------------------------------
 
@@ -246,6 +274,13 @@ class RunFolder:
     def end(self) -> dict[str, Any]:
         """end.json; empty where there is none yet."""
         return self._object("end.json", End)
+
+    def outcome(self) -> list[str]:
+        """Lines of outcome.txt; empty where there is none yet."""
+        try:
+            return files.read(self.path / "outcome.txt").decode(errors="replace").splitlines()
+        except OSError:
+            return []
 
     def ended(self) -> Iterator[dict[str, Any]]:
         """Lines of processes.jsonl that name a process."""
@@ -281,10 +316,22 @@ class RunFolder:
         found = (self._object(path.name, Inner) for path in sorted(self.path.glob("inner-*.json")))
         return [str(inner["folder"]) for inner in found if inner.get("folder")]
 
+    def rings(self) -> list[Path]:
+        """What has calls: the ring files, and the pack of those of short processes."""
+        return [*sorted(self.path.glob("*.kvp")), *self.path.glob(packed.NAME)]
+
     def not_recorded(self) -> list[tuple[int, str]]:
         """Processes that could write no ring file, and why."""
         found = (_NOT_RECORDED.fullmatch(path.name) for path in sorted(self.path.glob("not-recorded-*")))
         return [(int(m[1]), os.strerror(int(m[2]))) for m in found if m and int(m[2]) in errno.errorcode]
+
+    def not_wrapped(self) -> dict[int, int]:
+        """How many functions or words that lead to one a process has at least that are not recorded: pid -> number."""
+        most: dict[int, int] = {}
+        for path in self.path.glob("not-wrapped-*"):
+            if match := _NOT_WRAPPED.fullmatch(path.name):
+                most[int(match[1])] = max(int(match[2]), most.get(int(match[1]), 0))
+        return dict(sorted(most.items()))
 
     def _object(self, name: str, schema: Any) -> dict[str, Any]:
         try:

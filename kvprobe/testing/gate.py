@@ -16,7 +16,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,55 @@ from kvprobe.testing.rules import ALLOCATION, BLOCKING, FULL_QUEUE, PAGEABLE, PI
 
 __all__ = ["Frame", "HotPathGate", "Seen", "Violation"]
 
-ROOM = 1000  # forbidden calls of one block that are written down; the rest is counted
+ROOM = 1000  # forbidden calls of one block that are written down, and slow ones; the rest is counted
 SLOW_NS = 20_000  # on a GPU: copies of at least that have their stack taken, for whoever finds the queue full
 _ALWAYS, _IF_PAGEABLE, _COPIES = 1, 2, 128  # gate.c
 _PAGEABLE = 1
 _DIRECTIONS = {1: "CPU to GPU", 2: "GPU to CPU", 3: "GPU to GPU", 4: "CPU to CPU"}
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
-_OPEN_ARGUMENTS: Any = [ct.c_char_p, ct.c_void_p, ct.c_int, ct.c_int, ct.c_uint64, ct.c_void_p, ct.c_uint64]
+_CUT = re.compile(r"  (\.\.\.|<trunc.*)")  # faulthandler left the rest out; gate.c writes all frames behind it
+_EBUSY = -16
+# frames.c's functions of Python, in its order
+_PYTHON = (
+    "PyGILState_GetThisThreadState",
+    "PyGILState_Check",
+    "PyGILState_Ensure",
+    "PyGILState_Release",
+    "PyGC_Disable",
+    "PyGC_Enable",
+    "PyThreadState_GetFrame",
+    "PyFrame_GetBack",
+    "PyFrame_GetCode",
+    "PyFrame_GetLineNumber",
+    "PyObject_GetAttrString",
+    "PyUnicode_AsEncodedString",
+    "PyBytes_AsString",
+    "Py_DecRef",
+    "PyErr_Clear",
+)
+
+
+class _Options(ct.Structure):
+    """gate.c's kvp_gate_options."""
+
+    _fields_ = [
+        ("rules", ct.c_char_p),
+        ("write_stack", ct.c_void_p),
+        ("signal", ct.c_int32),
+        ("fd", ct.c_int32),
+        ("slow_ns", ct.c_uint64),
+        ("queue_full", ct.c_void_p),
+        ("room", ct.c_uint64),
+        ("slow_room", ct.c_uint64),
+        ("below", ct.c_char_p),
+        ("python", ct.c_void_p * len(_PYTHON)),
+    ]
+
+
+class _Counted(ct.Structure):
+    """gate.c's kvp_gate_seen."""
+
+    _fields_ = [("left_out", ct.c_uint64), ("slow_left_out", ct.c_uint64), ("blind", ct.c_int32)]
 
 
 @dataclass(frozen=True)
@@ -60,6 +102,7 @@ class Violation:
         stream: its handle.
         dur_ns: host time inside the call.
         frames: the thread's Python stack, innermost first; empty for a thread that runs no Python.
+        cut: frames at its end may be missing.
     """
 
     rules: tuple[str, ...]
@@ -71,6 +114,7 @@ class Violation:
     dur_ns: int
     thread: int
     frames: tuple[Frame, ...]
+    cut: bool = False
 
     @property
     def place(self) -> Frame | None:
@@ -78,13 +122,15 @@ class Violation:
         return next((frame for frame in self.frames if not _INTERNAL.search(frame.file)), None)
 
     def below(self, modules: Sequence[str]) -> bool:
-        """Whether one of these modules is on its stack; without any: True."""
-        paths = [module.replace(".", "/") for module in modules]
-        return not paths or any(
-            f"/{path}.py" in f"/{frame.file}" or f"/{path}/" in f"/{frame.file}"
-            for frame in self.frames
-            for path in paths
-        )
+        """Whether one of these modules is on its stack, or may be where that is cut; without any: True."""
+        paths = [path for module in modules for path in _paths(module)]
+        return not paths or self.cut or any(path in f"/{frame.file}" for frame in self.frames for path in paths)
+
+
+def _paths(module: str) -> tuple[str, str]:
+    """What a name of a file of this module has in it, as faulthandler writes names of files."""
+    path = module.replace(".", "/").encode("ascii", "backslashreplace").decode()
+    return f"/{path}.py", f"/{path}/"
 
 
 _RUNNER = re.compile(r"/(_pytest|pluggy)/")
@@ -96,7 +142,7 @@ class Seen:
     """What a block did, filled when it has ended."""
 
     violations: list[Violation] = field(default_factory=list)
-    left_out: int = 0  # calls that found no room
+    left_out: int = 0  # calls that broke a rule, or may have broken one, and that nothing more is known of
 
     def text(self) -> str:
         """A paragraph for each rule and place, with its line; "" where nothing was broken."""
@@ -136,12 +182,15 @@ class HotPathGate:
     def __init__(self, folder: Path | None = None) -> None:
         """Loads the interposer; the process's calls are recorded into `folder` (None: a temporary one)."""
         self._temporary = folder is None
-        self.folder = folder or Path(tempfile.mkdtemp(prefix="kvprobe-gate-"))
         library = path_of("libkvprobe_interpose.so")
         self._library: Any = ct.CDLL(str(library))
         self._library.kvprobe_attach.argtypes = [ct.c_char_p, ct.c_char_p, ct.c_char_p, ct.c_uint64]
-        self._library.kvprobe_gate_open.argtypes = _OPEN_ARGUMENTS
-        self._library.kvprobe_gate_close.restype = ct.c_uint64
+        try:
+            self.folder = folder or Path(tempfile.mkdtemp(prefix="kvprobe-gate-"))
+            # in memory: a full disk must not let a test pass
+            self._file = os.fdopen(os.memfd_create("kvprobe-gate"), "w+b", buffering=0)
+        except OSError as error:
+            raise KvprobeError(f"CUDA calls of this process cannot be watched: {error}") from None
         written = self._library.kvprobe_attach(
             os.fsencode(library), os.fsencode(self.folder), b"copies", ct.c_uint64(64 << 20)
         )
@@ -151,8 +200,6 @@ class HotPathGate:
             raise KvprobeError(f"CUDA calls of this process cannot be watched: {os.strerror(-written)}")
         else:
             self._attached = True
-        self._path = self.folder / f"gate-{os.getpid()}"
-        self._file = self._path.open("w+b", buffering=0)
         self.signal = _free_signal()
         faulthandler.register(self.signal, self._file, all_threads=False)
         action = _Sigaction()
@@ -182,27 +229,43 @@ class HotPathGate:
             UsageError: a gate is open already: they cannot be nested.
         """
         forbidden = rules_of(rules)
-        seen = Seen()
-        asks = FULL_QUEUE in forbidden
+        seen, counted = Seen(), _Counted()
+        judged = FULL_QUEUE in forbidden and not queue_full  # by the recording
         self._file.seek(0)
         self._file.truncate()
-        slow_ns = SLOW_NS if asks and not queue_full else 0
-        full = queue_full if asks and queue_full else None
-        if self._library.kvprobe_gate_open(
-            _table(forbidden), self._handler, self.signal, self._file.fileno(), slow_ns, full, ROOM
-        ):
+        options = _Options(
+            rules=_table(forbidden),
+            write_stack=self._handler,
+            signal=self.signal,
+            fd=self._file.fileno(),
+            slow_ns=SLOW_NS if judged else 0,
+            queue_full=queue_full if FULL_QUEUE in forbidden and queue_full else None,
+            room=ROOM,
+            slow_room=ROOM,
+            below=_texts(under),
+            python=_python(),
+        )
+        code = self._library.kvprobe_gate_open(ct.byref(options))
+        if code == _EBUSY:
             raise UsageError("a hot path is being watched already: hot paths cannot be nested")
+        if code:
+            raise KvprobeError(f"CUDA calls of this process are not seen any more: is {self.folder} on a full disk?")
         try:
             yield seen
         finally:
-            seen.left_out = self._library.kvprobe_gate_close()
-            found = list(_read(self._path))
-            if slow_ns:
-                found = _full_by_recording(self.folder, found)
+            self._library.kvprobe_gate_close(ct.byref(counted))
+            seen.left_out = counted.left_out
+            self._file.seek(0)
+            found = list(_read(self._file.read().decode(errors="replace")))
+            if judged:
+                found, unseen = _full_by_recording(self.folder, found, counted.slow_left_out)
+                seen.left_out += unseen
             for one in found:
                 broken = tuple(rule for rule in one.rules if rule in forbidden)
                 if broken and one.below(under):
-                    seen.violations.append(Violation(broken, *list(vars(one).values())[1:]))
+                    seen.violations.append(replace(one, rules=broken))
+        if counted.blind:
+            raise KvprobeError("CUDA calls of this process were not seen to the end of the hot path")
 
 
 def _free_signal() -> int:
@@ -231,21 +294,37 @@ def _memory_rules(kind: str, name: str) -> set[str]:
     return {PINNING if "Host" in name else ALLOCATION}
 
 
-def _read(path: Path) -> Iterator[Violation]:
+def _texts(modules: Sequence[str]) -> bytes | None:
+    """What stacks of calls below these modules have in them, for gate.c."""
+    if not modules:
+        return None
+    texts = [text for module in modules for path in _paths(module) for text in (path, f'  File "{path[1:]}')]
+    return b"".join(text.encode() + b"\0" for text in texts) + b"\0"
+
+
+def _python() -> Any:
+    addresses = [ct.cast(getattr(ct.pythonapi, name), ct.c_void_p).value for name in _PYTHON]
+    return (ct.c_void_p * len(_PYTHON))(*addresses)
+
+
+def _read(text: str) -> Iterator[Violation]:
     numbers: list[int] = []
     frames: list[Frame] = []
-    for line in path.read_text(errors="replace").splitlines():
+    cut: list[Frame] = []  # the frames that were written first, where all of them follow
+    for line in text.splitlines():
         if line == ".":
             if numbers:
-                yield _violation(numbers, tuple(frames))
+                yield _violation(numbers, tuple(frames or cut), cut=bool(cut) and not frames)
             numbers = []
         elif not numbers:
-            numbers, frames = [int(word) for word in line.split()], []
+            numbers, frames, cut = [int(word) for word in line.split()], [], []
+        elif _CUT.fullmatch(line):
+            cut, frames = cut or frames, []
         elif match := _FRAME.fullmatch(line):
             frames.append(Frame(match[1], int(match[2]) if match[2].isdigit() else 0, match[3]))
 
 
-def _violation(numbers: list[int], frames: tuple[Frame, ...]) -> Violation:
+def _violation(numbers: list[int], frames: tuple[Frame, ...], cut: bool) -> Violation:
     call, direction, size, _, stream, start, took, thread, after_copy, full = numbers
     kind, name = CALLS.get(call, ("", f"call {call}"))
     rules: list[str] = [FULL_QUEUE] if full else []
@@ -256,29 +335,33 @@ def _violation(numbers: list[int], frames: tuple[Frame, ...]) -> Violation:
         rules += [BLOCKING, SYNCHRONISATION] if after_copy else [SYNCHRONISATION]
     rules += _memory_rules(kind, name)
     way = _DIRECTIONS.get(direction & 15, "")
-    return Violation(tuple(rules), name, way, size, stream, start, took, thread, frames)
+    return Violation(tuple(rules), name, way, size, stream, start, took, thread, frames, cut)
 
 
-def _full_by_recording(folder: Path, found: list[Violation]) -> list[Violation]:
-    """Slow copies among these that the judge of a full queue holds against one: they break that rule, too."""
+def _full_by_recording(folder: Path, found: list[Violation], left_out: int) -> tuple[list[Violation], int]:
+    """Slow copies that the judge of a full queue holds against one break that rule, too.
+
+    Returns:
+        The calls, and how many of the `left_out` slow copies that are not among them broke it, or may have.
+    """
     import numpy as np
 
     from kvprobe.recordings import open_recording
     from kvprobe.recordings.occupancy import occupancy
 
-    slow = [one for one in found if one.dur_ns >= SLOW_NS and one.direction]
+    slow = {(one.thread, one.dur_ns) for one in found if one.dur_ns >= SLOW_NS and one.direction}
     if not slow:
-        return found
+        return found, left_out
     recording = open_recording([folder])
-    queues = occupancy(recording)
-    rows = np.flatnonzero(queues.blocked)
-    calls = recording.calls
-    blocked = set(
-        zip(calls["thread"][rows].tolist(), (calls["end_ns"] - calls["start_ns"])[rows].tolist(), strict=True)
-    )
-    return [
-        Violation((FULL_QUEUE, *one.rules), *list(vars(one).values())[1:])
-        if (one.thread, one.dur_ns) in blocked
-        else one
-        for one in found
+    calls, blocked = recording.calls, occupancy(recording).blocked
+    keys = list(zip(calls["thread"].tolist(), (calls["end_ns"] - calls["start_ns"]).tolist(), strict=True))
+    full = slow & {keys[row] for row in np.flatnonzero(blocked)}
+    judged = [
+        replace(one, rules=(FULL_QUEUE, *one.rules)) if (one.thread, one.dur_ns) in full else one for one in found
     ]
+    if left_out:
+        of_block = [start for start, key in zip(calls["start_ns"].tolist(), keys, strict=True) if key in slow]
+        later = blocked & (calls["start_ns"] >= min(of_block)) if of_block else blocked
+        unseen = sum(keys[row] not in slow for row in np.flatnonzero(later))
+        left_out = min(left_out, unseen) if of_block else left_out
+    return judged, left_out

@@ -5,7 +5,8 @@ copies between CPU and GPU are its cudaMemcpyAsync on torch's current stream, an
 events are its own. Only arithmetic is not the device's: torch's CPU kernels do it, at once, after every copy that is
 outstanding has ended, so its results are those of a program whose order is right. Time is virtual.
 
-Not played: CUDA graphs, custom kernels, random generators of the device, peer and multi-device copies.
+Not played: backward passes, CUDA graphs, compiled code (torch.compile gives back what it was given), custom kernels,
+random generators of the device, peer and multi-device copies.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import ctypes as ct
 import threading
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 from kvprobe.cuda.hostruntime import HostRuntime
 from kvprobe.errors import UsageError
+from kvprobe.testing.played_cuda import cuda_names
+from kvprobe.testing.played_tensor import data_property, tensor_class
 
 __all__ = ["PlayedTorch"]
 
@@ -38,6 +40,21 @@ _FACTORIES = (
     "as_tensor",
 )
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
+# one operation of the device each: torch would take it apart, ask for the CUDA build's choice of a kernel, or give a
+# tensor its shape afterwards
+_WHOLE = (
+    "scaled_dot_product_attention",
+    "arange",
+    "arange.start",
+    "arange.start_step",
+    "linspace",
+    "logspace",
+    "range",
+    "range.step",
+    "eye",
+    "eye.m",
+    "randperm",
+)
 # torch's CUDA kernels of these read a size back from the device
 _SIZED_BY_DATA = ("nonzero", "masked_select", "unique_consecutive", "_unique2", "unique_dim")
 
@@ -100,7 +117,7 @@ class PlayedTorch:
         self._kept: list[Any] = []  # of copies that may still be outstanding
         self._undo: list[Callable[[], None]] = []
         self._kernels: Any = None
-        self.Tensor = self._tensor_class()
+        self.Tensor = tensor_class(self)
 
     # ---- memory ------------------------------------------------------------------------------------------------
 
@@ -159,35 +176,6 @@ class PlayedTorch:
 
     # ---- operations --------------------------------------------------------------------------------------------
 
-    def _tensor_class(self) -> Any:
-        play, torch = self, self.torch
-
-        class PlayedTensor(torch.Tensor):  # type: ignore[misc, name-defined]
-            """A tensor on the played GPU; `inner` is the CPU's view of its memory."""
-
-            @staticmethod
-            def __new__(cls: Any, inner: Any) -> Any:
-                made = torch.Tensor._make_subclass(
-                    cls, inner, False, dispatch_device=True, device_for_backend_keys=play.device
-                )
-                made.inner = inner
-                return made
-
-            __torch_function__ = torch._C._disabled_torch_function_impl
-
-            def __repr__(self, **_: Any) -> str:
-                play._drain()
-                return f"{repr(self.inner)[:-1]}, device='{play.device}')"
-
-            def __format__(self, spec: str) -> str:
-                return format(self.item(), spec) if self.dim() == 0 else format(repr(self), spec)
-
-            @classmethod
-            def __torch_dispatch__(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                return play.run(func, args, kwargs or {})
-
-        return PlayedTensor
-
     def _inner(self, value: Any) -> Any:
         torch = self.torch
         if isinstance(value, self.Tensor):
@@ -221,7 +209,7 @@ class PlayedTorch:
         if not isinstance(out, (torch.Tensor, list, tuple)) and out is not None:
             self._read_back(8)
             return out
-        for one in given.values() if name.endswith("_") else ():
+        for one in given.values() if func._schema.is_mutable else ():
             _take_shape(one)
         return self._wrapped(out, given)
 
@@ -310,10 +298,9 @@ class PlayedTorch:
         self._kernels = torch.library.Library("_", "IMPL", "CUDA")
         self._kernels.fallback(lambda op, *args, **kwargs: self.run(op, args, kwargs), "CUDA")
         self._own = torch.library.Library("aten", "IMPL")
-        attention = "scaled_dot_product_attention"  # else it asks for the CUDA build's choice of a kernel
-        overload = torch.ops.aten.scaled_dot_product_attention.default
-        self._own.impl(attention, lambda *args, **kwargs: self.run(overload, args, kwargs), "CUDA")
-        cuda = self._cuda()
+        for name in _WHOLE:
+            self._own.impl(name, self._whole(name), "CUDA")
+        cuda = cuda_names(self)
         for name, value in cuda.items():
             self._set(torch.cuda, name, value)
         self._set(torch, "Stream", cuda["Stream"])
@@ -351,6 +338,8 @@ class PlayedTorch:
         def to_cpu(tensor: Any, memory_format: Any = None) -> Any:
             return to(tensor, "cpu")
 
+        self._set(torch.Tensor, "data", data_property(self))
+        self._set(torch, "compile", lambda model=None, **_: model if model is not None else lambda made: made)
         self._set(torch.Tensor, "to", moved)
         self._set(torch.Tensor, "cuda", to_cuda)
         self._set(torch.Tensor, "cpu", to_cpu)
@@ -365,6 +354,11 @@ class PlayedTorch:
             lambda tensor, device=None: not isinstance(tensor, play.Tensor) and play.is_pinned(tensor),
         )
         return self
+
+    def _whole(self, name: str) -> Callable[..., Any]:
+        operation, _, overload = name.partition(".")
+        func = getattr(getattr(self.torch.ops.aten, operation), overload or "default")
+        return lambda *args, **kwargs: self.run(func, args, kwargs)
 
     def remove(self) -> None:
         """Takes the device out of torch; its tensors must not be used any more."""
@@ -395,142 +389,6 @@ class PlayedTorch:
 
         make.__name__ = function.__name__
         return make
-
-    def _cuda(self) -> dict[str, Any]:
-        """Names of torch.cuda, played."""
-        runtime, local, play = self.runtime, self._local, self
-
-        class Stream:
-            """torch.cuda.Stream."""
-
-            def __init__(self, device: Any = None, priority: int = 0, **given: Any) -> None:
-                self.cuda_stream = given["stream_ptr"] if "stream_ptr" in given else runtime.stream_create()
-                self.device, self.device_index, self.device_type = play.device, 0, 1
-                self.stream_id = self.cuda_stream
-
-            def wait_event(self, event: Any) -> None:
-                event.wait(self)
-
-            def wait_stream(self, other: Any) -> None:
-                other.record_event().wait(self)
-
-            def record_event(self, event: Any = None) -> Any:
-                event = event or Event()
-                event.record(self)
-                return event
-
-            def synchronize(self) -> None:
-                runtime.stream_synchronize(self.cuda_stream)
-
-            def query(self) -> bool:
-                return runtime.stream_query(self.cuda_stream)
-
-            def __eq__(self, other: object) -> bool:
-                return isinstance(other, Stream) and other.cuda_stream == self.cuda_stream
-
-            def __hash__(self) -> int:
-                return hash(self.cuda_stream)
-
-            def __enter__(self) -> Any:
-                self._before = play.stream
-                local.stream = self.cuda_stream
-                return self
-
-            def __exit__(self, *_: object) -> None:
-                local.stream = self._before
-
-        class ExternalStream(Stream):
-            """torch.cuda.ExternalStream."""
-
-            def __init__(self, stream_ptr: int, device: Any = None, **_: Any) -> None:
-                super().__init__(stream_ptr=stream_ptr)
-
-        class Event:
-            """torch.cuda.Event."""
-
-            def __init__(self, enable_timing: bool = False, **_: Any) -> None:
-                self._timing, self.cuda_event = enable_timing, 0
-                self.device = play.device
-
-            def record(self, stream: Any = None) -> None:
-                if not self.cuda_event:
-                    self.cuda_event = runtime.event_create(timing=self._timing)
-                runtime.event_record(self.cuda_event, play.stream if stream is None else stream.cuda_stream)
-
-            def wait(self, stream: Any = None) -> None:
-                if self.cuda_event:
-                    runtime.stream_wait_event(play.stream if stream is None else stream.cuda_stream, self.cuda_event)
-
-            def query(self) -> bool:
-                return not self.cuda_event or runtime.event_query(self.cuda_event)
-
-            def synchronize(self) -> None:
-                if self.cuda_event:
-                    runtime.event_synchronize(self.cuda_event)
-
-            def elapsed_time(self, end: Any) -> float:
-                return runtime.event_elapsed_ms(self.cuda_event, end.cuda_event)
-
-        class Device:
-            """torch.cuda.device: there is one."""
-
-            def __init__(self, device: Any) -> None:
-                self.idx = 0
-
-            def __enter__(self) -> None:
-                pass
-
-            def __exit__(self, *_: object) -> None:
-                pass
-
-        class StreamContext:
-            """torch.cuda.stream(...): None changes nothing."""
-
-            def __init__(self, stream: Any) -> None:
-                self.stream = stream
-
-            def __enter__(self) -> None:
-                if self.stream is not None:
-                    self.stream.__enter__()
-
-            def __exit__(self, *_: object) -> None:
-                if self.stream is not None:
-                    self.stream.__exit__()
-
-        def set_stream(stream: Any) -> None:
-            local.stream = stream.cuda_stream
-
-        def always(answer: Any) -> Any:  # a function for each name: torch's compiler wants them apart
-            return lambda *_, **__: answer
-
-        properties = SimpleNamespace(
-            name="kvprobe's host runtime", major=9, minor=0, total_memory=8 << 30, multi_processor_count=1, warp_size=32
-        )
-        nothing = ["_lazy_init", "init", "set_device", "empty_cache", "ipc_collect", "manual_seed", "manual_seed_all"]
-        nothing += ["reset_peak_memory_stats", "reset_max_memory_allocated"]
-        return {
-            **{name: always(None) for name in nothing},
-            **{name: always(True) for name in ("is_available", "is_initialized")},
-            **{name: always(0) for name in ("current_device", "memory_reserved", "max_memory_reserved")},
-            "device_count": lambda: 1,
-            "memory_allocated": lambda *_: play.memory.bytes,
-            "max_memory_allocated": lambda *_: play.memory.bytes,
-            "mem_get_info": lambda *_: runtime.mem_info(),
-            "get_device_properties": lambda *_: properties,
-            "get_device_capability": lambda *_: (9, 0),
-            "get_device_name": lambda *_: properties.name,
-            "is_current_stream_capturing": lambda: False,
-            "synchronize": lambda *_: runtime.synchronize(),
-            "Stream": Stream,
-            "ExternalStream": ExternalStream,
-            "Event": Event,
-            "device": Device,
-            "stream": StreamContext,
-            "StreamContext": StreamContext,
-            "set_stream": set_stream,
-            "current_stream": lambda *_, **__: Stream(stream_ptr=play.stream),
-            "default_stream": lambda *_, **__: Stream(stream_ptr=0),
-        }
 
 
 def _set_guard() -> None:

@@ -72,8 +72,8 @@ def test_the_recording_itself_is_never_changed(kvprobe, export: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("path", "headline"),
     [
-        ("nsys-ai/h100_2gpu_1s.sqlite", "The launch queue was full"),
-        ("hta/ns_resolution_rank0_v100.pt.trace.json.gz", "The launch queue was full"),
+        ("nsys-ai/h100_2gpu_1s.sqlite", "The link is the limit"),
+        ("hta/ns_resolution_rank0_v100.pt.trace.json.gz", None),
         ("param/resnet_kineto.json.gz", None),
         ("extrap/concurrent_profile16.sqlite", None),
     ],
@@ -83,7 +83,8 @@ def test_public_recordings_get_their_verdict(kvprobe, shared_data: Path, tmp_pat
     assert code == 0
     page = (tmp_path / "page.html").read_text()
     title = page[page.index("<h1>") : page.index("</h1>")]
-    assert ("The launch queue was full" in title) == (headline is not None)
+    assert headline is None or headline in title
+    assert "The launch queue was full" not in title
 
 
 def test_several_inputs_are_named_judged_together_and_each_by_itself(kvprobe, export: Path, tmp_path: Path) -> None:
@@ -114,6 +115,6 @@ def test_what_was_proven_is_not_called_unproven_in_an_undecided_recording(kvprob
     text = gzip.decompress(packed.read_bytes())
     (tmp_path / "cut.json").write_bytes(text[: len(text) * 9 // 10])
     _, out, _ = kvprobe("report", tmp_path / "cut.json", "-o", tmp_path / "page.html")
-    assert out.startswith("Undecided: ")
+    assert "\nUndecided: " in out
     assert "not proven" not in out
     assert "The profiler itself" in (tmp_path / "page.html").read_text()

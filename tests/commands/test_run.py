@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvprobe.commands import _watching
-from kvprobe.diagnosis import FULL_QUEUE, diagnose
+from kvprobe.diagnosis import FULL_QUEUE, diagnose, examine
 from kvprobe.errors import UsageError
 from kvprobe.native import build
 from kvprobe.probe import stacks
@@ -296,6 +296,27 @@ if __name__ == "__main__":
     assert len(list(folder.glob("checkin-*.json"))) >= 6  # all but -S, which runs no start-up hook
 
 
+def test_processes_have_their_own_names(tmp_path: Path) -> None:
+    """The name that a worker gave itself, and of what multiprocessing started no word of its code."""
+    folder = tmp_path / "run"
+    (tmp_path / "worker.py").write_text(COPIES)
+    (tmp_path / "program.py").write_text(
+        "import multiprocessing, worker\nif __name__ == '__main__':\n    worker.copies(1)\n"
+        "    p = multiprocessing.get_context('spawn').Process(target=worker.copies, args=(2,))\n"
+        "    p.start(); p.join()\n"
+    )
+    assert run_watched(folder, sys.executable, tmp_path / "program.py").returncode == 0
+    wait_for_end(folder)
+    recording = open_recording(folder)
+    assert sorted(map(recording.text, recording.processes["name"])) == ["multiprocessing worker", "program.py"]
+    with (folder / "processes.jsonl").open("w") as file:  # as the observer writes it once workers have named themselves
+        for pid in recording.processes["pid"].tolist():
+            file.write(json.dumps({"pid": pid, "t_ns": 1, "status": 0, "command": f"VLLM::Worker_{pid}"}) + "\n")
+    recording = open_recording(folder)
+    named = [f"VLLM::Worker_{pid}" for pid in recording.processes["pid"]]
+    assert [recording.text(int(i)) for i in recording.processes["name"]] == named
+
+
 def test_another_interpreter_without_kvprobe_is_counted(tmp_path: Path) -> None:
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
@@ -348,13 +369,27 @@ def test_a_recording_is_read_while_it_grows(tmp_path: Path) -> None:
 # ---- what was not seen is said ---------------------------------------------------------------------------------------
 
 
-def test_a_child_with_an_empty_environment_is_named(tmp_path: Path) -> None:
+def test_a_child_that_the_kernel_alone_gave_an_empty_environment_is_named(tmp_path: Path) -> None:
     program = (
         COPIES
         + """
 copies(3)
-import glob, subprocess, time
-children = [subprocess.Popen(["sleep", "1000"], env={})]
+import glob, platform, subprocess, time
+class Child(int):
+    pid = property(int)
+    def kill(self):
+        os.kill(self, 9)
+    def wait(self):
+        os.waitpid(self, 0)
+def without_the_c_library():
+    pid = os.fork()
+    if pid:
+        return Child(pid)
+    number = {"x86_64": 59, "aarch64": 221}[platform.machine()]
+    words = (ctypes.c_char_p * 3)(b"sleep", b"1000", None)
+    ctypes.CDLL(None).syscall(number, b"/bin/sleep", words, (ctypes.c_char_p * 1)(None))
+    os._exit(9)
+children = [without_the_c_library()]
 def met(child):  # the observer holds a descriptor of whom it has met
     for one in glob.glob(f"/proc/{os.environ['KVPROBE_OBSERVER']}/fdinfo/*"):
         try:
@@ -549,10 +584,10 @@ with OffloadEngine(runtime, gpu, cpu, policy="shared", detail="copies") as engin
     recording = open_recording(tmp_path / "run")
     assert recording.machine["queue_depth"] == 1021 and "counted in process" in recording.machine_how["queue_depth"]
     queues = occupancy(recording)
-    assert queues.verdict == "saturated" and queues.how == "inferred"
+    assert queues.verdict == "full" and queues.how == "inferred"
     full = max(queues.streams, key=lambda queue: int(queue.blocked_ns.sum()))
     assert full.ceiling == pytest.approx(1021, rel=0.05)
-    said = {finding.cause: finding for finding in diagnose(recording, queues)}
+    said = {finding.cause: finding for finding in examine(recording, queues)}
     assert said["launch_queue_saturation"].confidence == "likely"
     blocked_ns = full.blocked_ns.sum()  # with whatever other programs took of the CPU meanwhile
     # where they took it from the device's thread, one call waits for long, as behind a fence: the queue's time as well

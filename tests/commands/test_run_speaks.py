@@ -155,3 +155,85 @@ def test_a_command_that_cannot_be_started_has_a_shells_exit_code(tmp_path: Path)
     done = run(tmp_path / "run", bad)
     assert done.returncode == 126
     assert "kvprobe: " in done.stderr and "Traceback" not in done.stderr
+
+
+INTERRUPTED = """
+import os, signal, sys
+from kvprobe.commands._speaking import Command
+command = Command(lambda observer: os.execvp("sleep", ["sleep", "0"]))
+os.kill(command.pid, signal.SIGINT)  # it waits for its observer, with signals held back
+command.go(1)
+sys.stderr.write(f"{command.wait()}\\n")
+"""
+
+
+def test_an_interrupt_between_fork_and_exec_ends_the_command_as_one_later() -> None:
+    words = [sys.executable, "-c", INTERRUPTED]
+    done = subprocess.run(words, env=clean_environment(), capture_output=True, text=True, check=True)
+    assert done.stderr == f"{-signal.SIGINT}\n"
+
+
+def test_no_file_of_a_run_folder_is_open_to_others(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    engine = """
+from kvprobe.cuda import device_region, find_runtime, host_region
+from kvprobe.offload import BlockPool, OffloadEngine
+runtime = find_runtime("host")
+gpu = BlockPool(runtime, [device_region(runtime, 4 * 4096)], 4096)
+cpu = BlockPool(runtime, [host_region(runtime, 4 * 4096)], 4096)
+with OffloadEngine(runtime, gpu, cpu) as engine:
+    engine.load(range(4), range(4)).wait()
+"""
+    command = [*KVPROBE, "run", "--nvml", "-o", str(folder), "--", sys.executable, "-c", engine]
+    environment = clean_environment(XDG_CACHE_HOME=str(tmp_path))
+    before = os.umask(0o022)
+    try:
+        subprocess.run(command, env=environment, capture_output=True, check=True)
+    finally:
+        os.umask(before)
+    there = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    assert {"run.json", "end.json", "outcome.txt", "report.html", "observer.log", "device.jsonl"} <= set(there)
+    assert any(name.startswith("queue-") for name in there)
+    assert {name: oct(mode) for name, mode in there.items() if mode != 0o600} == {}
+
+
+mounts = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+
+
+@mounts
+def test_in_a_folder_that_cannot_be_written_it_records_into_the_temporary_one(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "temporary"
+    elsewhere.mkdir()
+    here = tmp_path / "here"
+    here.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", here], check=False).returncode:
+        pytest.skip("mounting is not permitted here")
+    try:
+        done = subprocess.run(
+            [*KVPROBE, "run", "--", "sh", "-c", "exit 7"],
+            cwd=here,
+            env=clean_environment(TMPDIR=str(elsewhere)),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        subprocess.run(["umount", "-l", here], check=False)
+    assert done.returncode == 7
+    under = elsewhere / f".kvprobe-{os.geteuid()}"
+    first, second = done.stderr.splitlines()[:2]
+    assert first == f"kvprobe: {here} cannot be written (Read-only file system): recording under {under}"
+    assert second.startswith(f"kvprobe: recording into {under}/kvprobe-sh-")
+
+
+@mounts
+def test_a_full_disk_is_named_at_the_end(tmp_path: Path) -> None:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", tmp_path], check=False).returncode:
+        pytest.skip("mounting is not permitted here")
+    fill = f"try: open({str(tmp_path / 'fill')!r}, 'wb', 0).write(bytes(1 << 20))\nexcept OSError: pass\n"
+    try:
+        done = run(tmp_path / "run", sys.executable, "-c", COPIES + "copies(30)\n" + fill)
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=False)
+    assert done.returncode == 0
+    assert f"the disk of {tmp_path / 'run'} is full" in done.stderr and "Traceback" not in done.stderr

@@ -121,7 +121,8 @@ def _text(streams: list[StreamView], width: int = 60, command: str = "python ser
 @pytest.mark.parametrize("width", [60, 120])
 def test_a_process_without_a_call_says_why_that_may_be(width: int) -> None:
     text = " ".join(_text([], width).split())
-    assert "python server.py" in text and "no call was seen yet" in text and "statically linked" in text
+    assert "python server.py" in text and "no call was seen yet" in text and "kvprobe attach" in text
+    assert "static" not in text  # a program linked to the static runtime is recorded, too
 
 
 def test_busy_streams_come_first_by_name() -> None:
@@ -179,15 +180,6 @@ def test_top_report_and_triage_call_a_stream_by_one_name(tmp_path: Path) -> None
     assert {one.handle: one.title for one in triage(run).queues} == expected
 
 
-def test_nothing_to_watch_says_what_to_do(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "KVPROBE_RUN"}
-    environment["TMPDIR"] = str(tmp_path)
-    done = subprocess.run(
-        _top("--once", "--interval", "0.05"), capture_output=True, text=True, check=True, cwd=tmp_path, env=environment
-    )
-    assert "kvprobe run -- COMMAND" in done.stdout
-
-
 @pytest.mark.parametrize("how", [["--once", "--json"], ["--once"], []])
 def test_a_run_that_has_ended_is_refused_in_one_line_that_says_what_shows_it(tmp_path: Path, how: list[str]) -> None:
     run = tmp_path / "run"
@@ -215,7 +207,7 @@ def test_a_run_that_has_not_made_a_call_yet_is_not_called_ended(tmp_path: Path) 
         process.kill()
         process.wait()
     assert json.loads(done.stdout)["processes"] == []
-    assert "no recorded process found" in done.stderr
+    assert "is being recorded: 1 process runs" in done.stderr
     wait_for_end(run)
 
 
@@ -353,3 +345,38 @@ def test_a_pipe_that_is_called_like_an_event_file_does_not_stop_the_view(tmp_pat
     os.mkfifo(tmp_path / "events-1.jsonl")
     offloads, views = _offloads(tmp_path)
     assert offloads.look(views) == []
+
+
+SILENT = "import sys; print('ready', flush=True); sys.stdin.read()"
+
+
+def test_a_run_without_a_call_is_known(tmp_path: Path) -> None:
+    folder = tmp_path / "kvprobe-silent"
+    words = [*KVPROBE, "run", "--exec", "-o", str(folder), "--", sys.executable, "-c", SILENT]
+    ends = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": clean_environment()}
+    with subprocess.Popen(words, text=True, **ends) as process:
+        assert process.stdout and process.stdin and process.stdout.readline() == "ready\n"
+        for target in ([str(folder)], []):
+            done = subprocess.run(
+                _top(*target, "--once", "--interval", "0.1"),
+                cwd=tmp_path,
+                env=clean_environment(),
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, done.stderr
+            said = f"{folder.name} is being recorded: 1 process runs, and none has made a CUDA call"
+            assert said in done.stdout and "no recorded process" not in done.stdout
+        process.stdin.close()
+        process.wait()
+    wait_for_end(folder)
+
+
+@pytest.mark.parametrize("options", [["--once", "--interval", "0.1"], ["--once", "--json", "--interval", "0.1"], []])
+def test_with_nothing_to_show_it_ends_and_says_so(tmp_path: Path, options: list[str]) -> None:
+    environment = clean_environment(TMPDIR=str(tmp_path))
+    done = subprocess.run(_top(*options), cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("kvprobe: no recorded process found: start one with `kvprobe run")

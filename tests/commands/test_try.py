@@ -42,7 +42,7 @@ def program(tmp_path: Path, last: str) -> list[str]:
 
 def finding(*changes: Change, lost_ns: int = 1_000) -> Finding:
     return Finding(
-        "fence_before_copies", "t", "warning", "certain", lost_ns, cure=tuple(c.of(lost_ns) for c in changes)
+        "fence_before_copies", "t", "warning", "certain", lost_ns, cure=tuple(c.of(lost_ns, lost_ns) for c in changes)
     )
 
 
@@ -59,14 +59,14 @@ def test_a_change_that_cures_two_findings_is_tried_once_for_the_sum(monkeypatch:
     one, two = finding(with_share(SCALE, 0.5)), finding(with_share(SCALE, 0.25))
     other = finding(Change("x", "environment", "OTHER", "1", share=0.9), Change("move it", share=1.0))
     changes, left = _from_outside([one, two, other], recording(), [])
-    assert [(c.name, c.predicted_saving_ns) for c in changes] == [("OTHER", 900), (SCALE.name, 750)]
+    assert [(c.name, c.thread_saving_ns) for c in changes] == [("OTHER", 900), (SCALE.name, 750)]
     assert not left
 
 
 def test_fix_auto_is_tried_once_for_all_that_it_cures() -> None:
     found = [finding(with_share(POOLED, 0.5)), finding(with_share(STAGED, 0.25))]
     changes, left = _from_outside(found, recording("adapter vllm: applied (1 process)"), [])
-    assert [(change.value, change.predicted_saving_ns) for change in changes] == [("auto", 750)]
+    assert [(change.value, change.thread_saving_ns) for change in changes] == [("auto", 750)]
     assert not left
 
 

@@ -17,16 +17,17 @@ from kvprobe.recordings import open_recording
 
 GPU_DATA = Path(__file__).parents[1] / "gpu" / "data"
 CALL = (
-    '{"ph":"X","cat":"cuda_runtime","name":"cudaMemcpyAsync","pid":1,"tid":1,"ts":%d,"dur":2,"args":{"correlation":%d}}'
+    '{"ph":"X","cat":"cuda_runtime","name":"cudaLaunchKernel","pid":1,"tid":1,"ts":%d,"dur":2,'
+    '"args":{"correlation":%d}}'
 )
 COPY = (
-    '{"ph":"X","cat":"gpu_memcpy","name":"Memcpy HtoD (Pinned -> Device)","pid":0,"tid":7,"ts":%d,"dur":3,'
+    '{"ph":"X","cat":"kernel","name":"work","pid":0,"tid":7,"ts":%d,"dur":19,'
     '"args":{"correlation":%d,"stream":7,"device":0}}'
 )
 
 
 def healthy_trace(calls: int = 400) -> str:
-    """A healthy PyTorch trace: calls of 2 us whose copies run at once."""
+    """A healthy PyTorch trace: launches of 2 us whose kernels follow one another."""
     events = [line for i in range(calls) for line in (CALL % (20 * i, i + 1), COPY % (20 * i + 4, i + 1))]
     return '{"traceEvents":[' + ",\n".join(events) + "]}"
 
@@ -89,8 +90,11 @@ BROKEN: dict[str, Callable[[Path], Path]] = {
     "trace-cut-at-its-last-bracket": lambda t: a_file(t / "a.json", healthy_trace()[:-2]),
     "trace-gzip-cut": lambda t: a_file(t / "a.json.gz", gzip.compress(healthy_trace().encode())[:-200]),
     "trace-gzip-of-nothing": lambda t: a_file(t / "a.json.gz", gzip.compress(b"")),
-    "trace-scrambled": lambda t: a_file(t / "a.json", scrambled(healthy_trace().encode(), 1)),
+    "trace-scrambled": lambda t: a_file(t / "a.json", scrambled(healthy_trace().encode(), 6)),
     "trace-a-few-calls": lambda t: a_file(t / "a.json", healthy_trace(5)),
+    "trace-of-the-device-alone": lambda t: a_file(
+        t / "a.json", '{"traceEvents":[' + ",".join(COPY % (3 * i, i) for i in range(300)) + "]}"
+    ),
     "trace-another-document": lambda t: a_file(t / "a.json", '{"hello": "world"}'),
     # Nsight Systems
     "export-empty-base": lambda t: (

@@ -9,7 +9,9 @@ import ctypes as ct
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 H2D, D2H = 1, 2
 NON_BLOCKING, DISABLE_TIMING = 1, 2
@@ -71,6 +73,8 @@ class Device:
         bytes_per_us: of one large copy; measured on a GPU.
     """
 
+    spent: Any  # where a program's time goes, by itself: `accounts.Spent`
+
     def __init__(self, size: int = 0, streams: int = 32, events: int = 256) -> None:
         self.lib, self.gpu = _library()
         lib = self.lib
@@ -108,6 +112,7 @@ class Device:
         self.events = [self.event() for _ in range(events)]
         self.timing = [self.made("cudaEventCreateWithFlags", 0) for _ in range(512)]
         self.timed = 0
+        self.kernel_ns = 0  # of all kernels launched so far
         for stream in (*self.copies[:4], self.compute):  # every path once: nothing later is a first call
             self.copy(self.device, self.host, 4096, H2D, stream)
             self.copy(self.host, self.device, 4096, D2H, stream)
@@ -134,6 +139,10 @@ class Device:
         self.check(self.lib.cudaLibraryLoadData(ct.byref(library), SPIN, None, None, 0, None, None, 0))
         self.check(self.lib.cudaLibraryGetKernel(ct.byref(kernel), library, b"spin"))
         return kernel
+
+    def another_module(self) -> None:
+        """Loads the kernel's module once more, as a lazy first use does."""
+        self._kernel()
 
     def check(self, code: int) -> None:
         if code:
@@ -180,6 +189,7 @@ class Device:
 
     def launch(self, ns: int, stream: int = 0) -> int:
         """A kernel of `ns` on the compute stream, or on another."""
+        self.kernel_ns += ns
         duration = ct.c_uint64(ns)
         arguments = (p * 1)(ct.addressof(duration))
         begin = now()
@@ -187,6 +197,34 @@ class Device:
         took = now() - begin
         self.check(code)
         return took
+
+    def rapid(self, places: list[tuple[int, int]], size: int, kind: int, stream: int) -> int:
+        """Copies of `size` from place to place as fast as Python can: how long all took, ns."""
+        copy, begin = self.lib.cudaMemcpyAsync, now()
+        code = 0
+        for dst, src in places:
+            code |= copy(dst, src, size, kind, stream)
+        took = now() - begin
+        self.check(code)
+        return took
+
+    def graph(self, body: Callable[[], object]) -> int:
+        """What `body` gives the compute stream, as a graph that can be launched (not on the host runtime)."""
+        graph, launchable = p(), p()
+        self.lib.cudaStreamBeginCapture.argtypes = [p, ct.c_int]
+        self.lib.cudaStreamEndCapture.argtypes = [p, p]
+        self.lib.cudaGraphInstantiate.argtypes = [p, p, ct.c_ulonglong]
+        self.lib.cudaGraphLaunch.argtypes = [p, p]
+        self.check(self.lib.cudaStreamBeginCapture(self.compute, 2))
+        body()
+        self.check(self.lib.cudaStreamEndCapture(self.compute, ct.byref(graph)))
+        self.check(self.lib.cudaGraphInstantiate(ct.byref(launchable), graph, 0))
+        return int(launchable.value or 0)
+
+    def replay(self, graph: int, kernel_ns: int) -> None:
+        """Launches a graph, whose kernels take `kernel_ns`, on the compute stream."""
+        self.kernel_ns += kernel_ns
+        self.check(self.lib.cudaGraphLaunch(graph, self.compute))
 
     def order(self, later: int, earlier: int, event: int) -> None:
         """`later` waits for all that `earlier` has been given."""

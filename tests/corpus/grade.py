@@ -23,6 +23,8 @@ SLACK_NS = 1_000_000
 TOGETHER = ({"fence_before_copies", "launch_queue_saturation", "channels_exhausted", "aliased_stream"},)
 # Said of how the program began, not of what it does; never a false name while it is for information.
 EXPLAINING = {"first_calls", "profiler_overhead"}
+# What no cause explains, under the account's own name: true whatever else is named.
+EXPLAINING |= {"waiting_for_copies", "waiting_for_host"}
 
 
 # Without executions a recording does not show how long the copy engine worked.

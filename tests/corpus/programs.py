@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from accounts import Spent, fill
 from device import D2H, H2D, Device, beyond, now
 from registry import PROGRAMS, KiB, MiB, Truth, blocked, in_thread, pageable, program, usual
 
@@ -839,16 +840,37 @@ def wasted_stores_and_waits_for_them(d: Device) -> Truth:
     return {"wasted_stores": lost, "synchronisation": waited}
 
 
-import other_shapes  # noqa: E402, F401 - it registers its programs
+import later_shapes  # noqa: E402, F401 - they register their programs
+import other_shapes  # noqa: E402, F401
+
+
+def prepare(name: str, device: Device) -> None:
+    """What a program wants done before its recording begins, where the recorder can wait for it."""
+    one = PROGRAMS[name]
+    if one.line:
+        fill(device)
+        device.spent = Spent(device)
+    if one.prepare:
+        one.prepare(device)
 
 
 def run(name: str, device: Device | None = None) -> dict[str, object]:
-    """Runs one program and returns what it says of itself."""
-    device = device or Device()
+    """Runs one program, prepared already if a device is given, and returns what it says of itself."""
+    one = PROGRAMS[name]
+    if device is None:
+        device = Device()
+        prepare(name, device)
+    said: dict[str, object] = {"program": name, "device": "gpu" if device.gpu else "host"}
+    if one.line:
+        device.spent.restart()
     begin = now()
-    lost = PROGRAMS[name].body(device)
+    lost = one.body(device)
     device.synchronize()
-    return {"program": name, "device": "gpu" if device.gpu else "host", "lost_ns": lost, "span_ns": now() - begin}
+    said |= {"lost_ns": lost, "span_ns": now() - begin}
+    if one.line:
+        lines = {"line": one.line, "or_lines": one.or_lines}
+        said |= {**lines, "healthy": one.healthy, "why": one.why, "account": device.spent.account()}
+    return said
 
 
 def main() -> None:
@@ -858,7 +880,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.list or not options.name:
         for one in PROGRAMS.values():
-            print(f"{one.name:60} {', '.join(one.causes) or 'healthy, like ' + ', '.join(one.like)}")
+            faults = ", ".join(filter(None, (*one.causes, one.line)))
+            said = "healthy, like " + ", ".join(one.like) if one.healthy else faults
+            print(f"{one.name:60} {said}")
         return
     print(json.dumps(run(options.name)))
 

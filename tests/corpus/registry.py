@@ -6,6 +6,7 @@ import ctypes as ct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from device import Device
 
@@ -24,6 +25,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "small_copies": DEVICE,
     "head_of_line_copies": DEVICE,
     "gpu_starved": DEVICE,
+    "failed_calls": ("run", "nsys"),  # the PyTorch profiler keeps no return codes
     "context_lock_stall": ("run", "nsys"),  # the PyTorch profiler leaves out the making of events
     "pinning_stall": ("run", "nsys"),
     "aliased_stream": DEVICE,  # needs to know whose submissions are outstanding
@@ -32,9 +34,32 @@ SHOWN: dict[str, tuple[str, ...]] = {
 }
 
 
+# Lines of the account, as programs of the later shapes name them.
+AT_LINK_RATE = "waiting_for_copies.at_link_rate"
+BELOW_LINK_RATE = "waiting_for_copies.below_link_rate"
+NOT_NEEDED = "waiting_for_copies.not_needed"
+HOST = "waiting_for_host."
+FULL_QUEUE, WAITING, ALLOCATING = HOST + "full_queue", HOST + "waiting_for_device", HOST + "allocating"
+PAGEABLE, SUBMITTING, PYTHON = HOST + "pageable", HOST + "submitting", HOST + "python"
+NO_CPU, ELSEWHERE = HOST + "no_cpu", HOST + "elsewhere"
+NOTHING_TO_DO, COMPUTING = "nothing_to_do", "computing"
+LINES = (
+    *(AT_LINK_RATE, BELOW_LINK_RATE, NOT_NEEDED),
+    *(FULL_QUEUE, WAITING, ALLOCATING, PAGEABLE, SUBMITTING, PYTHON, NO_CPU, ELSEWHERE),
+    *(NOTHING_TO_DO, COMPUTING),
+)
+
+
 @dataclass(frozen=True)
 class Program:
-    """One program: what it does wrong; for a healthy one, what it could be taken for."""
+    """One program: what it does wrong; for a healthy one, what it could be taken for.
+
+    Attributes:
+        line: the largest line of its account, computing aside where it loses time; "" where it does not know.
+        or_lines: lines that a sound account may show as the largest instead, where the border is a matter of wording.
+        prepare: done before the recording's window, where the recorder has one: imports, first calls.
+        needs_gpu: the host runtime lacks what it uses.
+    """
 
     name: str
     body: Callable[[Device], Truth]
@@ -42,6 +67,20 @@ class Program:
     like: tuple[str, ...]
     also: tuple[str, ...] = ()  # true of it as well, by the way: may be named
     forms: tuple[str, ...] = EVERY  # recorders that record all of it
+    line: str = ""
+    or_lines: tuple[str, ...] = ()
+    prepare: Callable[[Device], None] | None = None
+    needs_gpu: bool = False
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing is to be found."""
+        return not self.causes and self.line in ("", COMPUTING, NOTHING_TO_DO)
+
+    @property
+    def why(self) -> str:
+        """Its truth as a sentence."""
+        return (self.body.__doc__ or "").split("\n\n")[0].strip()
 
     def expected(self, form: str) -> set[str]:
         """The causes that a recording of this format must name."""
@@ -51,11 +90,11 @@ class Program:
 PROGRAMS: dict[str, Program] = {}
 
 
-def program(
-    *causes: str, like: tuple[str, ...] = (), also: tuple[str, ...] = (), forms: tuple[str, ...] = EVERY
-) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
+def program(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
+    """Registers a body under its name; `what` are fields of `Program`."""
+
     def register(body: Callable[[Device], Truth]) -> Callable[[Device], Truth]:
-        PROGRAMS[body.__name__] = Program(body.__name__, body, causes, like, also, forms)
+        PROGRAMS[body.__name__] = Program(body.__name__, body, causes, **{"like": (), **what})
         return body
 
     return register

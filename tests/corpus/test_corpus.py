@@ -13,7 +13,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from grade import FORMATS, grade, unpack
+from later_shapes import LATER
 from programs import PROGRAMS
+from registry import LINES
 
 from kvprobe.diagnosis import CAUSES, examine
 from kvprobe.native import build
@@ -40,20 +42,44 @@ def test_every_cause_that_the_format_can_show_is_named_and_none_is_made_up(form,
 def test_launches_that_the_device_partly_kept_up_with_are_named(tmp_path):
     """2,500 launches of 37 us each made at 9 us: the queue is full after 1,320, not after a thousand."""
     folder = unpack(DATA.parent / "run_launches_drained_meanwhile.kvprobe.tar.gz", tmp_path)
-    (finding,) = (one for one in examine(open_recording(folder)).findings if not one.abstains)
+    (finding,) = (one for one in examine(open_recording(folder)) if not one.abstains)
     assert finding.cause == "launch_queue_saturation"
     assert 35_000_000 < finding.lost_ns < 42_000_000
 
 
 def test_the_corpus_has_causes_alone_in_pairs_and_healthy_look_alikes():
     alone = {program.causes[0] for program in PROGRAMS.values() if len(program.causes) == 1}
-    healthy = [program for program in PROGRAMS.values() if not program.causes]
+    healthy = [program for program in PROGRAMS.values() if program.healthy]
     assert len(PROGRAMS) >= 40 and len(healthy) >= 15
     assert sum(len(program.causes) > 1 for program in PROGRAMS.values()) >= 7
     assert {cause for program in PROGRAMS.values() for cause in (*program.causes, *program.like)} <= set(CAUSES)
     paired = {cause for program in PROGRAMS.values() for cause in program.causes if len(program.causes) > 1}
     alike = {cause for program in healthy for cause in program.like}
-    assert alone - paired <= alike | {"link_bound"}
+    assert alone - paired <= alike | {"link_bound", "failed_calls"}
+
+
+def test_later_programs_know_their_line_and_say_why():
+    assert len(LATER) >= 33 and sum(program.healthy for program in LATER.values()) >= 9
+    assert {line for program in LATER.values() for line in (program.line, *program.or_lines)} <= set(LINES)
+    assert {program.line for program in LATER.values()} == set(LINES)
+    assert all(program.why.endswith(".") for program in LATER.values())
+    assert not [program.name for program in LATER.values() if program.healthy and not program.like]
+    named = {cause for program in LATER.values() for cause in (*program.causes, *program.also, *program.like)}
+    assert named <= set(CAUSES)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "program", ["a_scheduler_in_python_between_steps", "a_server_that_sleeps_because_nobody_asked"]
+)
+def test_a_later_program_s_own_account_shows_its_line(program):
+    build.build()
+    source = Path(__file__).with_name("programs.py")
+    done = subprocess.run([sys.executable, source, program], capture_output=True, text=True, check=True)
+    said = json.loads(done.stdout.splitlines()[-1])
+    shares = said["account"]
+    assert said["line"] == PROGRAMS[program].line and said["healthy"] == PROGRAMS[program].healthy
+    assert max((line for line in shares if line not in ("window_ns", "computing")), key=shares.get) == said["line"]
 
 
 def recorded(program, tmp_path):

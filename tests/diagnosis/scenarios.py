@@ -27,7 +27,7 @@ from hostruntime import (
 )
 
 from kvprobe.diagnosis.finding import Finding
-from kvprobe.diagnosis.intervals import Cover
+from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Recording
 
 Records = npt.NDArray[Any]
@@ -889,7 +889,9 @@ def mistakes(played: Played, findings: list[Finding]) -> list[str]:
 
     A cause that really lost less than 0.5 ms may be named or not.
     """
-    named_ns = {finding.cause: finding.lost_ns for finding in findings if not finding.abstains}
+    # What is left of the account is true whatever else is named: tests/account.
+    left = ("waiting_for_copies", "waiting_for_host")
+    named_ns = {one.cause: one.lost_ns for one in findings if not one.abstains and one.cause not in left}
     wrong = []
     for cause, ns in played.truth.items():
         if cause not in named_ns:

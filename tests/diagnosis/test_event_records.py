@@ -87,7 +87,7 @@ def examined(runtime: Runtime, body, seen):
     waited = records["reason"] == QUEUE_FULL
     truth = int((records["end_ns"] - records["start_ns"])[waited].sum())
     recording = seen(recording_of(runtime, records))
-    findings = examine(recording).findings
+    findings = examine(recording)
     verdicts = of_recording(recording, findings).state, of_full_queue(recording, findings).state
     return {one.cause: one for one in findings if not one.abstains}, verdicts, truth
 
@@ -106,7 +106,9 @@ def examined(runtime: Runtime, body, seen):
 )
 def test_a_queue_that_records_helped_to_fill_is_named_with_what_it_cost(runtime, body, seen):
     found, verdicts, truth = examined(runtime, body, seen)
-    assert verdicts == ("found", "found")
+    assert verdicts[1] == "found"
+    # where the device computes meanwhile, the GPU loses nothing
+    assert verdicts[0] == ("healthy" if body is launches_with_an_event_each and seen is whole else "found")
     assert set(found) - {"gpu_starved", "load_not_ordered"} == {"launch_queue_saturation"}
     assert found["launch_queue_saturation"].lost_ns == pytest.approx(truth, rel=0.1)
 
@@ -116,7 +118,7 @@ def test_fewer_events_are_a_cure_where_they_took_half_of_the_places(runtime, see
     found, _, _ = examined(runtime, copies_with_an_event_each, seen)
     finding = found["launch_queue_saturation"]
     (change,) = (one for one in finding.cure if one.text.startswith("Record one event"))
-    assert 0.6 * finding.lost_ns <= change.predicted_saving_ns < finding.lost_ns
+    assert 0.6 * finding.lost_ns <= change.thread_saving_ns < finding.lost_ns
 
 
 @pytest.mark.parametrize("body", [copies_with_an_event_each, records_behind_a_forward])
@@ -141,7 +143,7 @@ def test_launches_that_are_slow_from_no_known_depth_on_are_not_called_healthy(ru
     stage = Stage(runtime, depth=511)
     records, _ = runtime.trace(lambda: body(stage))
     recording = as_kept_by_default(recording_of(runtime, records))
-    findings = examine(recording).findings
+    findings = examine(recording)
     states = of_recording(recording, findings).state, of_full_queue(recording, findings).state
     assert states == ("undecided", "undecided")
 
@@ -156,7 +158,7 @@ def test_events_that_found_room_are_healthy(runtime):
 
     for seen in (whole, without_executions, as_kept_by_default, without_streams_of_events):
         found, verdicts, truth = examined(runtime, body, seen)
-        assert (truth, verdicts, set(found)) == (0, ("healthy", "healthy"), set())
+        assert (truth, verdicts, set(found)) == (0, ("undecided", "healthy"), set())  # nothing computes in it
 
 
 @pytest.mark.parametrize("seen", [whole, without_executions, as_kept_by_default])
@@ -186,6 +188,6 @@ def test_a_call_that_names_a_stream_which_another_thread_fills_waits_for_its_sub
     stage = Stage(runtime, depth=1_021, d2h=4e9)
     records, _ = runtime.trace(lambda: body(stage))
     held = int(records["blocked_ns"][records["reason"] == STREAM_LOCK].sum())
-    found = {one.cause: one for one in examine(seen(recording_of(runtime, records))).findings if not one.abstains}
+    found = {one.cause: one for one in examine(seen(recording_of(runtime, records))) if not one.abstains}
     assert found["context_lock_stall"].lost_ns == pytest.approx(held, rel=0.1)
     assert not any("Allocate" in change.text for change in found["context_lock_stall"].cure)

@@ -52,7 +52,7 @@ def test_memory_on_another_node_than_the_gpu_is_named_where_both_are_known(runti
     recording = SCENARIOS["healthy_loads_with_a_wait"](runtime).recording
     assert "remote_numa_memory" in {one.cause for one in examine(recording).not_looked_for}
     recording.machine.update(host_bytes_by_node=[0, 256 << 20, 0, 0], gpu_nodes=gpus)
-    found = {finding.cause for finding in examine(recording).findings}
+    found = {finding.cause for finding in examine(recording)}
     assert ("remote_numa_memory" in found) == named
 
 

@@ -11,6 +11,7 @@ from kvprobe.diagnosis import offload_benefit
 from kvprobe.diagnosis.offload_benefit import Benefit, of_events
 from kvprobe.recordings.model import Direction, Recording, Table
 from kvprobe.reporting.recorded import view
+from tests.examining import examination
 
 SEEN = {
     "requests": 4,
@@ -98,14 +99,14 @@ def test_bytes_come_from_the_transfers_where_the_scheduler_does_not_know_them() 
 
 
 def test_the_page_has_one_table_and_the_verdict_a_sentence() -> None:
-    shown = view(recording(waited_ns=-1), [])
+    shown = view(recording(waited_ns=-1), examination(recording(waited_ns=-1)))
     (section,) = [section for section in shown.sections if section.id == "offload"]
     (row,) = section.tables[0].rows
     assert [cell.text for cell in row][:2] == ["vllm OffloadingConnector", "undecided"]
     assert "Whether offload by vllm's OffloadingConnector helps is undecided" in shown.verdict.detail
     assert not [
         section
-        for section in view(Recording([], names=[""]), []).sections
+        for section in view(Recording([], names=[""]), None).sections
         if section.id == "offload" and section.tables
     ]
 

@@ -16,7 +16,7 @@ STEPS, LAYERS = 20, 8
 
 def wrong(recording: Recording) -> set[str]:
     """Causes that are named although nothing was slow: results at stake."""
-    return {one.cause for one in examine(recording).findings if one.lost_on == "none"}
+    return {one.cause for one in examine(recording) if one.lost_on == "none"}
 
 
 def played(runtime: Runtime, body) -> Recording:

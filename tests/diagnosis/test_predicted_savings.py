@@ -22,7 +22,8 @@ def found(played, cause):
 
 def predicted(finding, name):
     """What the change of this name (or of a text with these words) alone is predicted to save."""
-    return next(c.predicted_saving_ns for c in finding.cure if c.name == name or name in c.text)
+    change = next(c for c in finding.cure if c.name == name or name in c.text)
+    return change.thread_saving_ns or change.predicted_saving_ns
 
 
 def blocked(records, _):
@@ -173,7 +174,7 @@ def test_more_connections_are_no_cure_for_one_stream(runtime):
 
 def test_what_is_printed_first_saves_most_and_no_saving_is_printed_that_was_not_modelled():
     changes = (Change("a"), Change("b", share=0.5), Change("c", share=0.0), Change("d", share=0.9))
-    ordered = best_first(change.of(1_000) for change in changes)
+    ordered = best_first(change.of(1_000, 1_000) for change in changes)
     assert [(c.text, c.predicted_saving_ns) for c in ordered] == [("d", 900), ("b", 500), ("a", None), ("c", 0)]
     assert saving_text(ordered[2]) == "saving not predicted"
 

@@ -34,7 +34,8 @@ RESNET = "kineto/resnet50_num_workers_0_worker0.1623143089861.pt.trace.json.gz"
 
 def test_v100_is_saturated_at_1022_and_lost_233_ms(found):
     finding = found(V100)["launch_queue_saturation"]
-    assert finding.confidence == "certain" and finding.severity == "critical"
+    assert finding.confidence == "certain" and finding.severity == "info"  # the GPU computed all the time
+    assert finding.device_ns < 3e6 and finding.predicted_saving_ns < 1e6
     assert finding.lost_ns == pytest.approx(233e6, rel=0.1)
     assert any("1,022 submissions" in evidence.text for evidence in finding.evidence)
     assert len({place.thread for place in finding.where}) == 2
@@ -42,7 +43,8 @@ def test_v100_is_saturated_at_1022_and_lost_233_ms(found):
 
 def test_h100_lost_what_cupti_labels_in_each_process(found):
     finding = found(H100)["launch_queue_saturation"]
-    assert finding.confidence == "certain" and finding.severity == "critical"
+    assert finding.confidence == "certain" and finding.severity == "info"  # copies ran 97% of the time all the same
+    assert finding.predicted_saving_ns < 1e6
     for process, labelled in ((0, 455.9e6), (1, 456.1e6)):
         lost = sum(place.lost_ns for place in finding.where if place.process == process)
         assert lost == pytest.approx(labelled, rel=0.1)

@@ -9,6 +9,8 @@ from kvprobe.diagnosis import CAUSES, diagnose
 # are tested on public recordings (blocking_server_call: on events of adapters). Or they need what only `kvprobe run`
 # records, or a GPU's locks: tests/corpus.
 NOT_PLAYED = {
+    "waiting_for_copies",  # what is left of the account
+    "waiting_for_host",
     "profiler_overhead",
     "first_calls",
     "unexplained",
@@ -19,6 +21,8 @@ NOT_PLAYED = {
     "remote_numa_memory",
     "confidential_computing",
     "cpu_starved",
+    "failed_calls",  # the runtime's calls succeed; test_failed_calls.py
+    "unexplained_traffic",  # NVML's counters; test_unexplained_traffic.py
 }
 
 
@@ -38,7 +42,7 @@ def test_every_cause_is_played(runtime):
 
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name.startswith("healthy")])
 def test_a_healthy_recording_gets_nothing_found(runtime, name):
-    assert not diagnose(SCENARIOS[name](runtime).recording)
+    assert not [one for one in diagnose(SCENARIOS[name](runtime).recording) if not one.abstains]
 
 
 def test_the_recording_does_not_tell_the_truth_it_is_tested_against(runtime):

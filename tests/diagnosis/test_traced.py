@@ -8,6 +8,7 @@ from kvprobe.diagnosis.pageable_memory import STAGED, STAGED_BYTES
 from kvprobe.diagnosis.traced import line_of
 from kvprobe.recordings.model import CallKind, Memory, Recording, Source, Table
 from kvprobe.reporting import build_page
+from tests.examining import examination
 
 MS = 1_000_000
 SETUP = "allocate (/app/server.py:10)\nmain (/app/server.py:3)"
@@ -92,6 +93,6 @@ def test_a_stack_that_came_after_the_call_is_not_its_stack():
 
 def test_the_page_leads_from_the_finding_to_the_line():
     made = recording(560 * MS)
-    page = build_page(made, findings=[pageable(made)])
+    page = build_page(made, findings=examination(made, [pageable(made)]))
     assert "at /app/server.py:42" in page
     assert "load (/app/server.py:42)" in page

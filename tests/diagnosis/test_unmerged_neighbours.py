@@ -111,13 +111,13 @@ def full_queue(places):
 
 
 def test_a_full_queue_is_named_first_and_merging_is_one_of_its_changes():
-    found = {one.cause: one for one in examine(full_queue(range(3_000))).findings}
+    found = {one.cause: one for one in examine(full_queue(range(3_000)))}
     assert CAUSE not in found
     full = found["launch_queue_saturation"]
     merge = next(one for one in full.cure if one.text.startswith("Merge neighbouring copies"))
     assert "2,999 of 3,000 submissions" in merge.text
-    assert merge.predicted_saving_ns > 0.99 * full.lost_ns
-    apart = {one.cause: one for one in examine(full_queue(range(0, 6_000, 2))).findings}["launch_queue_saturation"]
+    assert merge.thread_saving_ns > 0.99 * full.lost_ns
+    apart = {one.cause: one for one in examine(full_queue(range(0, 6_000, 2)))}["launch_queue_saturation"]
     assert not any(one.text.startswith("Merge neighbouring copies") for one in apart.cure)
     assert apart.lost_ns == full.lost_ns
 
@@ -125,10 +125,10 @@ def test_a_full_queue_is_named_first_and_merging_is_one_of_its_changes():
 def test_merging_is_predicted_by_the_places_that_it_frees():
     """In pairs 3,000 copies take 1,500 places of 1,021: some calls wait all the same."""
     pairs = [3 * (i // 2) + i % 2 for i in range(3_000)]
-    full = {one.cause: one for one in examine(full_queue(pairs)).findings}["launch_queue_saturation"]
+    full = {one.cause: one for one in examine(full_queue(pairs))}["launch_queue_saturation"]
     merge = next(one for one in full.cure if one.text.startswith("Merge neighbouring copies"))
     assert "1,500 places would do" in merge.text
-    assert 0.3 * full.lost_ns < merge.predicted_saving_ns < 0.9 * full.lost_ns
+    assert 0.3 * full.lost_ns < merge.thread_saving_ns < 0.9 * full.lost_ns
 
 
 def test_the_calls_of_the_finding_are_copies():

@@ -51,7 +51,7 @@ class Program:
             recording.tables["executions"] = Table("executions")
             recording.has_executions = False
         recording.machine.update(machine)
-        findings = examine(recording).findings
+        findings = examine(recording)
         waited = records["reason"] == QUEUE_FULL
         truth = int((records["end_ns"] - records["start_ns"])[waited].sum()) - 1_000 * int(waited.sum())
         lost = {one.cause: one.lost_ns for one in findings if not one.abstains}
@@ -107,7 +107,7 @@ def test_a_deep_queue_that_had_room_is_healthy(runtime):
     verdict, queues, lost, truth = program.examined(
         lambda: [program.load(i, 64 * KiB, program.streams[0]) for i in range(4_000)], queue_scale=4.0
     )
-    assert (verdict.state, queues.state, lost, truth) == ("healthy", "healthy", {}, 0)
+    assert (verdict.state, queues.state, lost, truth) == ("undecided", "healthy", {}, 0)
 
 
 def test_a_scaled_queue_whose_depth_nobody_knows_is_not_called_healthy(runtime):
@@ -129,7 +129,8 @@ def test_one_launch_that_waits_at_a_full_queue_is_named_by_what_it_stood_behind(
             program.rt.launch(program.compute, 0)
 
     verdict, queues, lost, truth = program.examined(body, executions)
-    assert verdict.state == queues.state == "found"
+    assert queues.state == "found"
+    assert verdict.state == ("healthy" if executions else "found")  # the device computes all the time
     (cause,) = lost
     assert cause in ("launch_queue_saturation", "fence_before_copies")
     assert lost[cause] == pytest.approx(truth, rel=0.1)
@@ -142,7 +143,7 @@ def test_one_call_that_took_most_of_the_time_is_not_passed_over(runtime):
     verdict, *_ = program.examined(
         lambda: [program.load(i, 4 * KiB, program.streams[0]) for i in range(200)],
     )
-    assert verdict.state == "healthy"
+    assert verdict.state == "undecided"
     records, _ = program.rt.trace(lambda: [program.load(i, 4 * KiB, program.streams[0]) for i in range(200)])
     recording = recording_of(program.rt, records)
     calls = recording.calls.columns
@@ -151,7 +152,7 @@ def test_one_call_that_took_most_of_the_time_is_not_passed_over(runtime):
     calls["end_ns"][101:] += 30_000_000
     recording.tables["executions"] = Table("executions")
     recording.has_executions = False
-    assert of_recording(recording, examine(recording).findings).state == "undecided"
+    assert of_recording(recording, examine(recording)).state == "undecided"
 
 
 def test_a_pageable_copy_that_went_past_the_queue_does_not_undo_what_depth_saves(runtime):
@@ -168,7 +169,7 @@ def test_a_pageable_copy_that_went_past_the_queue_does_not_undo_what_depth_saves
     *_, truth = program.examined(body)
     finding = program.findings["launch_queue_saturation"]
     assert finding.lost_ns == pytest.approx(truth, rel=0.1)
-    assert finding.cure[0].predicted_saving_ns > 0.9 * truth
+    assert finding.cure[0].thread_saving_ns > 0.9 * truth
 
 
 def test_a_wait_for_a_stream_of_kernels_is_not_for_the_copies_among_them(runtime):
@@ -185,7 +186,7 @@ def test_a_wait_for_a_stream_of_kernels_is_not_for_the_copies_among_them(runtime
                 program.rt.sync(program.compute)
 
     verdict, _, lost, _ = program.examined(body)
-    assert (verdict.state, lost) == ("healthy", {})
+    assert (verdict.state, lost) == ("undecided", {})
 
 
 def test_the_first_copies_of_a_burst_are_no_small_copies_behind_one(runtime):
@@ -240,8 +241,8 @@ def test_a_healthy_verdict_beside_a_small_finding_does_not_deny_it(runtime):
             program.rt.sleep(20_000_000)
 
     verdict, queues, lost, _ = program.examined(body)
-    assert (verdict.state, queues.state) == ("healthy", "found") and lost["launch_queue_saturation"]
-    assert verdict.reason.startswith("what was found is for information")
+    assert (verdict.state, queues.state) == ("undecided", "found") and lost["launch_queue_saturation"]
+    assert verdict.reason == "it does not show what the GPU did"
 
 
 @pytest.mark.parametrize("facts", [{}, {"link_bytes_per_s": RATE}])
@@ -277,7 +278,7 @@ def test_launches_that_were_only_counted_are_not_said_to_be_missing(runtime):
     recording.has_executions = False
     columns = {"process": [0], "stream": [0], "kind": [CallKind.LAUNCH], "calls": [1_000]}
     recording.tables["totals"] = Table("totals", columns)
-    (lacks,) = of_recording(recording, examine(recording).findings).missing
+    lacks, _ = of_recording(recording, examine(recording)).missing
     assert lacks.what.startswith("of 1,000 submissions it holds 8 one by one")
     assert "--detail launches" in lacks.how
 
@@ -300,7 +301,7 @@ def test_a_stream_that_finds_its_channel_full_of_another_ones_copies(runtime, ch
 
     records, _ = program.rt.trace(body)
     recording = recording_of(program.rt, records, channels)
-    findings = examine(recording).findings
+    findings = examine(recording)
     waited = int((records["end_ns"] - records["start_ns"])[records["reason"] == QUEUE_FULL].sum())
     lost = {one.cause: one.lost_ns for one in findings if not one.abstains}
     assert of_full_queue(recording, findings).state == ("found" if channels else "undecided")
@@ -345,6 +346,7 @@ def test_a_wait_for_an_event_is_for_copies_where_nothing_was_launched_since_the_
     recording.tables["executions"] = Table("executions")
     recording.has_executions = False
     only_counted(recording)
-    findings = {one.cause: one for one in examine(recording).findings}
+    examined = examine(recording)
+    findings = {one.cause: one for one in examined}
     assert findings["synchronisation"].abstains is ring
-    assert of_recording(recording, list(findings.values())).state == ("undecided" if ring else "found")
+    assert of_recording(recording, examined).state == ("undecided" if ring else "found")

@@ -28,7 +28,6 @@ KVPROBE = [sys.executable, "-m", "kvprobe"]
 relocated = runpy.run_path(str(Path(__file__).with_name("relocations.py")))["relocated"]
 PROGRAMS = Path(__file__).parents[1] / "native" / "programs"
 TODO, PAUSED, COPIES, BYTES, WRONG, CHILDREN, PLUGINS = range(7)
-needs_gdb = pytest.mark.skipif(shutil.which("gdb") is None, reason="gdb is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +113,6 @@ def recorded(folder: Path, pid: int) -> tuple[int, int]:
     return count, size
 
 
-@needs_gdb
 @pytest.mark.parametrize("binding", ["lazy", "now"])
 def test_from_attaching_on_every_copy_is_counted_and_detaching_leaves_no_trace(
     copying: Callable[..., Copying], tmp_path: Path, binding: str
@@ -156,13 +154,14 @@ def test_from_attaching_on_every_copy_is_counted_and_detaching_leaves_no_trace(
     for word, _ in after.values():
         assert not any(a <= word < b for a, b in bounds)
     if binding == "now":
-        assert {key: after[key] for key in known} == {key: before[key] for key in known}
+        # but for the C library's, which is bound lazily: a thread that ends is the first to call some of the loader
+        bound = [key for key in known if after[key] != before[key] and Path(key[0]).name != "libc.so.6"]
+        assert not bound
     assert recorded(run, program.pid) == last
     assert json.loads((run / "end.json").read_text())
     program.end()
 
 
-@needs_gdb
 @pytest.mark.parametrize("how", ["fork", "exec"])
 def test_what_an_attached_process_starts_is_recorded(copying: Callable[..., Copying], tmp_path: Path, how: str) -> None:
     program = copying("2", how)
@@ -186,7 +185,6 @@ def test_a_hundred_times_in_and_out_under_load(program: Path, tmp_path: Path) ->
     assert 0 < recorded(run, copying.pid)[0] <= int(copying.words[COPIES])
 
 
-@needs_gdb
 def test_a_process_is_attached_to_once(copying: Callable[..., Copying], tmp_path: Path) -> None:
     program = copying("1")
     subprocess.run([*KVPROBE, "attach", str(program.pid), "-o", tmp_path / "a"], check=True, capture_output=True)
@@ -225,7 +223,6 @@ def looking_up() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         one.communicate()
 
 
-@needs_gdb
 def test_a_program_that_looks_its_functions_up_is_warned_of(
     looking_up: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
@@ -264,7 +261,6 @@ def test_a_name_means_the_process_that_uses_cuda(looking_up: Callable[..., subpr
         sleeping.wait()
 
 
-@needs_gdb
 def test_secrets_of_the_attached_command_are_not_kept(tmp_path: Path) -> None:
     words = [sys.executable, "-c", "import time; time.sleep(600)", "--api-key", "hunter2"]
     program = subprocess.Popen(words)
@@ -282,14 +278,17 @@ def test_secrets_of_the_attached_command_are_not_kept(tmp_path: Path) -> None:
         program.wait()
 
 
-def test_what_is_missing_is_said_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stands_against_it_is_said_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     me = os.getpid()
     with pytest.raises(UsageError, match="there is no process"):
         attach.refuse(2**22 + 5)
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(KvprobeError, match=r"needs gdb.*apt-get install gdb|ptrace_scope"):
-        attach.refuse(me)
     real = attach._status
+    monkeypatch.setattr(attach, "_status", lambda pid: real(pid) | {"State": "T (stopped)"})
+    with pytest.raises(KvprobeError, match="is stopped by a signal: let it go on first"):
+        attach.refuse(me)
+    monkeypatch.setattr(attach, "_status", lambda pid: real(pid) | {"Seccomp": "1"})
+    with pytest.raises(KvprobeError, match="is in seccomp's strict mode"):
+        attach.refuse(me)
     monkeypatch.setattr(attach, "_status", lambda pid: real(pid) | {"TracerPid": "77"})
     with pytest.raises(KvprobeError, match="is being debugged by process 77"):
         attach.refuse(me)

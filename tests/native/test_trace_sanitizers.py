@@ -43,7 +43,7 @@ for seed in range(64):
     told = [one and (one.verdict, one.reason, one.lost_ns) for one in found]
     assert told[0] == told[1], seed
     natively += told[0] is not None
-    saturated += told[0] is not None and told[0][0] == "saturated"
+    saturated += told[0] is not None and told[0][0] == "found"
 for text in (
     '{"traceEvents":[{"ph":"X","cat":"cuda_runtime","name":"INVALID","ts":1,"args":{"correlation":1}}' + "]" * 9,
     '{"traceEvents":[' + '{"ph":"X","cat":"kernel","ts":1e30,"dur":-1,"args":{"stream":99999999999,"device":-7}},' * 9,

@@ -452,7 +452,7 @@ class Request22(types.SimpleNamespace):
 @pytest.mark.parametrize("kind", [Request21, Request22])
 def test_what_a_prompt_finds_is_counted_once_admitted(kind):
     hooks, adder = sglang_offload.Offload(), types.SimpleNamespace(can_run_list=[])
-    hooks._account = benefit.Account("sglang.offload", "HiCache")
+    hooks._account = benefit.BenefitTotals("sglang.offload", "HiCache")
     request = kind(rid="r", origin_input_ids=[0] * 100, host_hit_length=32)
     hooks.admitted(lambda: None, adder, request, False, None)  # there was no room for it
     assert hooks._account.sums["requests"] is None
@@ -464,7 +464,7 @@ def test_what_a_prompt_finds_is_counted_once_admitted(kind):
 
 def test_what_steps_with_a_load_took_beyond_their_prompts_is_waiting(monkeypatch):
     hooks, now = sglang_offload.Offload(), [0]
-    hooks._account = benefit.Account("sglang.offload", "HiCache")
+    hooks._account = benefit.BenefitTotals("sglang.offload", "HiCache")
     monkeypatch.setattr(sglang_offload, "time", types.SimpleNamespace(monotonic_ns=lambda: now[0]))
 
     def step(begin_ns, end_ns, tokens, load=False):

@@ -4,7 +4,7 @@ import enum
 import types
 
 from kvprobe.instrument import event_log
-from kvprobe.instrument.benefit import Account
+from kvprobe.instrument.benefit import BenefitTotals
 from kvprobe.patches.vllm_offload import Offload
 
 
@@ -92,7 +92,7 @@ def test_steps_that_wait_for_loads_of_their_own_are_counted_by_the_worker_of_the
 
 def test_a_step_that_waited_for_loads_of_its_own_does_not_tell_what_prefill_costs():
     adapter = Offload()
-    adapter.account = Account("vllm.offload", "connector")
+    adapter.account = BenefitTotals("vllm.offload", "connector")
     scheduler = object()
     for own in (False, True, False):
         output = types.SimpleNamespace(num_scheduled_tokens={"a": 100}, has_sync_kv_loads=own)

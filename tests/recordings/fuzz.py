@@ -1,9 +1,10 @@
 """Mutants of recordings of every format: `python tests/recordings/fuzz.py [MUTANTS] [FORMAT...]`, as `make fuzz` does.
 
 Each mutant is read; of one in `JUDGED` the queues are judged and the causes looked for, of one in `SHOWN` the page is
-made, one in `DECODED` is read without the native scanner. What is told: anything but a recording or an error of one
-line, a warning of numpy's, whatever takes too long or more memory than allowed, a crash. A mutant that fails is kept in
-`tests/recordings/corpus/`, which the tests read from then on.
+made, one in `DECODED` is read without the native scanner, one in `MEANT` is a sound file whose contents cannot be true.
+What is told: anything but a recording or an error of one line, a warning of numpy's, whatever takes too long or more
+memory than allowed, a crash. A mutant that fails is kept in `tests/recordings/corpus/`, which the tests read from then
+on.
 
 A worker reads thousands of mutants before another takes its place, so that starting and importing cost nothing; what
 was read before is not read again; and a mutant whose reading ended as none before becomes a seed of its batch, which
@@ -40,6 +41,7 @@ SECONDS = 20
 MEMORY_BYTES = 200 << 20  # what reading one may take, or twenty times the input
 ADDRESS_BYTES = 2 << 30  # beyond it a worker gets no more: asking for so much at once is a failure, too
 JUDGED, SHOWN, DECODED = 20, 500, 50
+MEANT = 16  # one in so many is sound and tells of what cannot be; its causes are looked for, too
 BATCH = 10_000
 SEEDS_GROWN = 300  # mutants that a batch takes as seeds at most
 
@@ -64,8 +66,9 @@ class Late(BaseException):
     """A mutant took too long; no reader catches it."""
 
 
-def mutant(form: str, files: Files, rng: random.Random) -> Files:
-    """One mutant of a seed: one file of it changed, or two."""
+def mutant(form: str, files: Files, rng: random.Random, meant: bool = False) -> Files:
+    """One mutant of a seed: one file of it changed, or two; `meant`: sound files that tell of what cannot be."""
+    import fuzz_meaning
     import fuzz_mutators as mutators
 
     by_suffix = {
@@ -85,6 +88,9 @@ def mutant(form: str, files: Files, rng: random.Random) -> Files:
             del out[name]
             continue
         suffix = Path(name.removesuffix(".gz")).suffix
+        if meant:
+            out[name] = fuzz_meaning.BY_SUFFIX.get(suffix, lambda data, _: data)(files[name], rng)
+            continue
         out[name] = by_suffix.get(suffix, mutators.mutate_bytes)(files[name], rng)
     return out
 
@@ -200,11 +206,11 @@ def _look_through(found: object, inputs: list[Path], deeply: int) -> None:
 
     if not hasattr(found, "tables"):
         return _summarised(found)
-    from kvprobe.diagnosis import diagnose
+    from kvprobe.diagnosis import examine
     from kvprobe.recordings.occupancy import occupancy
 
     queues = occupancy(found)
-    findings = diagnose(found, queues)
+    findings = examine(found, queues)
     for path in inputs:
         quick_triage(path)
         if path.suffix == ".kvp" or list(path.glob("*.kvp")):
@@ -351,9 +357,10 @@ class _Fuzz:
         for number in range(start, stop):
             rng = random.Random(f"{self.form} {number}")
             grown_from = pool[rng.randrange(len(self.seeds), len(pool))] if grown and rng.random() < 0.4 else None
-            made = mutant(self.form, grown_from or rng.choice(self.seeds), rng)
+            meant = not number % MEANT
+            made = mutant(self.form, grown_from or rng.choice(self.seeds), rng, meant)
             files = _stored(made, rng)
-            depth = 2 if not number % SHOWN else 1 if not number % JUDGED else 0
+            depth = 2 if not number % SHOWN else 1 if meant or not number % JUDGED else 0
             if number < at:
                 continue
             shared.number = number

@@ -269,7 +269,7 @@ def _by_sql(data: bytes, rng: random.Random) -> bytes:
                 db.execute(f'ALTER TABLE "{table}" RENAME TO "old"')
                 db.execute(f'CREATE {rng.choice(("VIEW", "TEMP VIEW"))} "{table}" AS SELECT * FROM "old"')
         return db.serialize()
-    except (sqlite3.Error, IndexError, OverflowError, UnicodeError):
+    except (sqlite3.Error, IndexError, OverflowError, UnicodeError, MemoryError):  # the last of a damaged cell, too
         return mutate_bytes(data, rng)
 
 

@@ -158,7 +158,12 @@ def _seeds(folder: Path) -> dict[str, list[Files]]:
         "nsys-rep": [{"x.nsys-rep": data} for data in exports],
         "parquet": list(parquet_exports(folder, recordings)),
         "arrow": list(arrow_exports(exports)),
-        "run": [run, {name: data for name, data in run.items() if not name.endswith("run.json")}, _two_files(run)],
+        "run": [
+            run,
+            {name: data for name, data in run.items() if not name.endswith("run.json")},
+            _two_files(run),
+            _packed(folder / "x", run),
+        ],
         "ring": [{"x.kvp": data} for name, data in run.items() if name.endswith(".kvp")],
         "summary": [{"x.kvsum": one.to_bytes()} for one in (*summaries, several)],
         "several": [
@@ -174,3 +179,12 @@ def _two_files(run: Files) -> Files:
     """A process that has replaced itself by another program: a second ring file under the same pid."""
     name = next(name for name in run if name.endswith("-1.kvp"))
     return {**run, name.replace("-1.kvp", "-2.kvp"): run[name]}
+
+
+def _packed(folder: Path, run: Files) -> Files:
+    """A run whose short processes share a file."""
+    from kvprobe.runfolder import packed
+
+    packed.add(folder / packed.NAME, sorted(folder.glob("*.kvp")))
+    kept = {name: data for name, data in run.items() if not name.endswith(".kvp")}
+    return {**kept, f"x/{packed.NAME}": (folder / packed.NAME).read_bytes()}

@@ -83,7 +83,7 @@ def test_perfetto_has_blocked_calls_and_occupancy_counters(shared, tmp_path):
     assert {e["name"] for e in counters} == {"outstanding on stream 7", "outstanding on stream 15"}
     assert max(e["args"]["outstanding"] for e in counters) in (1141, 1142)
     assert len([e for e in events if e.get("cat") == "execution"]) == r.executions.rows
-    assert trace["otherData"]["verdict"] == "saturated"
+    assert trace["otherData"]["verdict"] == "full"
 
 
 def test_perfetto_thins_all_but_blocked_calls_and_says_so(tmp_path):

@@ -52,11 +52,11 @@ def test_a_full_queue_is_named_through_pauses_and_waits_for_events(burst, pause_
     events_meanwhile(r).machine["queue_depth"] = DEPTH
     occ = occupancy(r)
     if lost:
-        assert occ.verdict == "saturated" and occ.how == "inferred" and "inferred" in occ.reason
+        assert occ.verdict == "full" and occ.how == "inferred" and "inferred" in occ.reason
         assert occ.blocked_ns.sum() == pytest.approx(lost, rel=0.1)
         assert occ.streams[0].ceiling == pytest.approx(DEPTH, rel=0.05) and occ.streams[0].plateau[0] > 0.89 * DEPTH
     else:
-        assert occ.verdict == "healthy" and not occ.blocked.any()
+        assert occ.verdict == "not full" and not occ.blocked.any()
 
 
 def test_a_wait_for_the_stream_empties_it_and_a_wait_for_an_event_does_not():
@@ -77,7 +77,7 @@ def test_a_wait_for_the_stream_empties_it_and_a_wait_for_an_event_does_not():
         waited.machine["queue_depth"] = DEPTH
         (queue,) = occupancy(waited).streams
         found[name, stream] = queue.depth[after[:-1] + 1].tolist()
-        assert queue.verdict == "saturated"
+        assert queue.verdict == "full"
     assert found["cudaStreamSynchronize", 0] == found["cudaDeviceSynchronize", -1] == [0, 0]
     drained = found["cudaEventSynchronize", 0]
     assert drained == found["cudaStreamSynchronize", -1] and all(0 <= depth < 300 for depth in drained)
@@ -91,7 +91,7 @@ def test_a_recording_that_begins_with_a_full_queue_tells_by_what_follows():
     occ = occupancy(r)
     spent = r.calls["end_ns"] - r.calls["start_ns"]
     spent = spent[np.argmax(spent < 5000) :]  # before the first quick call, quick ones may be missing
-    assert occ.verdict == "saturated" and occ.blocked_ns.sum() == pytest.approx(spent[spent > 5000].sum(), rel=0.1)
+    assert occ.verdict == "full" and occ.blocked_ns.sum() == pytest.approx(spent[spent > 5000].sum(), rel=0.1)
 
 
 def test_without_a_calibrated_depth_the_bursts_must_agree_on_one_that_queues_have():
@@ -99,8 +99,8 @@ def test_without_a_calibrated_depth_the_bursts_must_agree_on_one_that_queues_hav
         r, _ = simulate(calls=9000, executions=False, **how)
         return occupancy(r).verdict
 
-    assert verdict(burst=3000, pause_ns=60_000_000) == "saturated"  # 1,021
-    assert verdict(burst=3000, pause_ns=200_000_000, cap=500) == "saturated"  # three times the same
+    assert verdict(burst=3000, pause_ns=60_000_000) == "full"  # 1,021
+    assert verdict(burst=3000, pause_ns=200_000_000, cap=500) == "full"  # three times the same
     assert verdict(burst=3000, pause_ns=200_000_000, cap=64) == "cannot tell"  # no GPU's queue is so short
     assert verdict(cap=500) == "cannot tell"  # once is chance
 
@@ -119,7 +119,7 @@ def test_small_blocks_that_flood_a_stream_are_a_full_queue():
     full = round(1_021 / (1 - 1_350 / 2_800))  # meanwhile a good half of them is copied
     took[full:] = rng.integers(2_300, 2_700, 60_000 - full)  # 4 KiB blocks: 2.4 times the baseline
     (queue,) = occupancy(flood(60_000, took)).streams
-    assert queue.verdict == "saturated" and "without a pause" in queue.reason
+    assert queue.verdict == "full" and "without a pause" in queue.reason
     assert queue.blocked_ns.sum() == pytest.approx(60_000 * 1_450, rel=0.1)
 
 
@@ -129,8 +129,8 @@ def test_a_thread_that_waits_for_a_cpu_proves_no_full_queue_by_its_pace():
     took[2_000:] = rng.integers(2_300, 2_700, 58_000)
     recording = flood(60_000, took)
     start, end = int(recording.calls["start_ns"][0]), int(recording.calls["end_ns"][-1])
-    assert occupancy(recording).verdict == "saturated"
-    for share, verdict in ((0.05, "saturated"), (0.3, "cannot tell")):
+    assert occupancy(recording).verdict == "full"
+    for share, verdict in ((0.05, "full"), (0.3, "cannot tell")):
         waits = {"start_ns": [start], "end_ns": [end], "waited_ns": [int(share * (end - start))]}
         thread = {"process": [0], "thread": recording.calls["thread"][:1]}
         recording.tables["cpu_waits"] = Table("cpu_waits", waits | thread)
@@ -149,26 +149,26 @@ def test_slow_calls_whose_threads_waited_for_a_cpu_leave_a_queue_healthy():
         recording.tables["cpu_waits"] = Table("cpu_waits", waits | same | {"waited_ns": np.full(40, waited_ns)})
         return occupancy(recording).verdict
 
-    assert verdict(4_000_000) == "healthy" and "for a CPU" in occupancy(recording).reason
+    assert verdict(4_000_000) == "not full" and "for a CPU" in occupancy(recording).reason
     assert verdict(2_000_000) == verdict(4_000_000, later_ns=12_000_000) == "cannot tell"
 
 
 def test_calls_that_are_as_slow_with_room_are_no_full_queue():
     rng = np.random.default_rng(4)
     took = np.where(rng.random(60_000) < 0.2, 9_000, 1_000) + rng.integers(0, 100, 60_000)
-    assert occupancy(flood(60_000, took)).verdict != "saturated"  # a fifth is slow from the first call on
-    assert occupancy(flood(60_000, rng.integers(950, 1_250, 60_000))).verdict == "healthy"
+    assert occupancy(flood(60_000, took)).verdict != "full"  # a fifth is slow from the first call on
+    assert occupancy(flood(60_000, rng.integers(950, 1_250, 60_000))).verdict == "not full"
 
 
 def test_the_recorders_own_calls_are_not_judged():
     r, lost = simulate(calls=3000, executions=False)
     r.machine["queue_depth"] = DEPTH
-    assert lost and occupancy(r).verdict == "saturated"
+    assert lost and occupancy(r).verdict == "full"
     start, end = submissions(r)
     r.tables["labels"] = Table(
         "labels", {"start_ns": [start[0]], "end_ns": [end[-1]], "process": [0], "label": [Label.INSTRUMENTATION]}
     )
-    assert occupancy(r).verdict == "healthy"
+    assert occupancy(r).verdict == "not full"
 
 
 def with_transfers(recording, size=64):
@@ -202,7 +202,7 @@ def test_what_is_outstanding_is_counted_from_transfers_where_an_engine_tells_the
     if depth:
         r.machine["queue_depth"] = depth
     occ = occupancy(with_transfers(r))
-    assert occ.verdict == "saturated" and "ends of transfers" in occ.reason
+    assert occ.verdict == "full" and "ends of transfers" in occ.reason
     assert occ.blocked_ns.sum() == pytest.approx(lost, rel=0.1)
     assert occ.streams[0].ceiling == pytest.approx(DEPTH, rel=0.05)
 
@@ -211,7 +211,7 @@ def test_an_engine_whose_queue_has_room_is_healthy():
     r, lost = simulate(calls=9000, burst=600, pause_ns=60_000_000)
     r.machine["queue_depth"] = DEPTH
     occ = occupancy(with_transfers(r))
-    assert not lost and occ.verdict == "healthy" and "ends of transfers" in occ.reason
+    assert not lost and occ.verdict == "not full" and "ends of transfers" in occ.reason
 
 
 def fenced(at, bursts=4, per=3000, waits=True, ns=90_000_000):
@@ -253,13 +253,13 @@ def test_one_wait_a_burst_behind_a_fence_is_a_full_queue(depth, waits):
     if depth:
         r.machine["queue_depth"] = depth
     occ = occupancy(r)
-    assert occ.verdict == "saturated" and int(occ.blocked.sum()) == 4
+    assert occ.verdict == "full" and int(occ.blocked.sum()) == 4
     assert occ.blocked_ns.sum() == pytest.approx(4 * 90_000_000, rel=0.01)
     assert "number 1,021 to 1,022" in occ.reason and occ.streams[0].ceiling == DEPTH
 
 
 def test_one_wait_is_enough_where_the_stream_was_known_to_be_empty():
-    assert occupancy(fenced(lambda burst: DEPTH, bursts=1)).verdict == "saturated"
+    assert occupancy(fenced(lambda burst: DEPTH, bursts=1)).verdict == "full"
 
 
 def one_wait(place, *, first_ns=1_100_000, meanwhile=None, other=CallKind.ALLOC):
@@ -296,7 +296,7 @@ def one_wait(place, *, first_ns=1_100_000, meanwhile=None, other=CallKind.ALLOC)
 def test_one_wait_is_enough_where_another_thread_waited_for_the_lock_that_it_held(end):
     """It went on with the call that waited, or with the one that waited right behind it."""
     occ = occupancy(one_wait(DEPTH, meanwhile=(20_000_000, end)))
-    assert occ.verdict == "saturated" and int(occ.blocked.sum()) == 2
+    assert occ.verdict == "full" and int(occ.blocked.sum()) == 2
     assert occ.blocked_ns.sum() == pytest.approx(51_000_000, rel=0.01)
     assert "number 1,022" in occ.reason
 
@@ -313,7 +313,7 @@ def test_one_wait_is_enough_where_another_thread_waited_for_the_lock_that_it_hel
 )
 def test_one_wait_alone_is_not(made):
     occ = occupancy(one_wait(**made))
-    assert occ.verdict != "saturated" and not occ.blocked.any()
+    assert occ.verdict != "full" and not occ.blocked.any()
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -327,7 +327,7 @@ def test_one_wait_a_burst_somewhere_else_is_not(bursts, depth, waits):
         if depth:
             r.machine["queue_depth"] = depth
         occ = occupancy(r)
-        assert occ.verdict != "saturated" and not occ.blocked.any(), (seed, occ.reason)
+        assert occ.verdict != "full" and not occ.blocked.any(), (seed, occ.reason)
 
 
 # ---- slow calls of other causes --------------------------------------------------------------------------------------
@@ -415,4 +415,4 @@ def test_calls_that_are_slow_for_another_reason_are_not_taken_for_a_full_queue(s
         if lost:
             r.lost[0] = lost
         occ = occupancy(r)
-        assert occ.verdict != "saturated" and not occ.blocked.any(), (seed, occ.reason)
+        assert occ.verdict != "full" and not occ.blocked.any(), (seed, occ.reason)

@@ -24,7 +24,7 @@ def test_v100_ceiling_and_loss_are_found_without_labels(shared):
     r = shared.open("v100")
     occ = occupancy(r)
     (queue,) = occ.streams
-    assert occ.verdict == "saturated" and occ.how == "plateau"
+    assert occ.verdict == "full" and occ.how == "plateau"
     assert queue.ceiling == 1022 and queue.plateau[0] >= 1005
     executed = r.calls["stream"][queue.calls] >= 0  # 235 memsets leave no record
     assert (queue.depth[executed] == 1022).sum() == 1271
@@ -43,7 +43,7 @@ def test_h100_loss_in_each_process_agrees_with_cuptis_labels(shared, labels):
     r = shared.open("h100") if labels else without_labels(shared.open("h100"))
     truth = shared.open("h100").labels
     occ = occupancy(r)
-    assert occ.verdict == "saturated" and occ.how == ("labels" if labels else "plateau")
+    assert occ.verdict == "full" and occ.how == ("labels" if labels else "plateau")
     for process in (0, 1):
         mine = truth["process"] == process
         label_ns = (truth["end_ns"] - truth["start_ns"])[mine].sum()
@@ -75,7 +75,7 @@ def test_h100_loss_in_each_process_agrees_with_cuptis_labels(shared, labels):
 def test_a_queue_that_is_only_deep_or_only_slow_is_not_saturated(shared, name, depth):
     occ = occupancy(shared.open(name))
     assert deepest(occ) == depth
-    assert occ.verdict == "healthy" and not occ.blocked.any() and occ.reason
+    assert occ.verdict == "not full" and not occ.blocked.any() and occ.reason
 
 
 def test_graphs_in_the_queue_make_its_count_soft(shared):
@@ -93,7 +93,7 @@ def test_memsets_without_a_record_are_not_outstanding_for_ever(shared):
 def test_two_saturated_streams_are_two():
     r, lost = simulate(streams=2, calls=2500)
     occ = occupancy(r)
-    assert [q.verdict for q in occ.streams] == ["saturated", "saturated"]
+    assert [q.verdict for q in occ.streams] == ["full", "full"]
     assert [q.ceiling for q in occ.streams] == [1021, 1021]
     assert occ.blocked_ns.sum() == pytest.approx(lost, rel=0.05)
 
@@ -108,13 +108,13 @@ def test_the_ceiling_is_learned(cap):
 def test_small_copies_that_end_every_two_microseconds_still_show_a_full_queue():
     r, lost = simulate(calls=20_000, api_ns=1040, gpu_ns=2500, wake_ns=300)
     occ = occupancy(r)
-    assert occ.verdict == "saturated" and occ.blocked_ns.sum() == pytest.approx(lost, rel=0.15)
+    assert occ.verdict == "full" and occ.blocked_ns.sum() == pytest.approx(lost, rel=0.15)
 
 
 def test_a_fence_that_holds_the_stream_is_one_long_block_then_many_short_ones():
     r, lost = simulate(calls=3000, gate_ns=30_000_000, gpu_ns=3500)
     occ = occupancy(r)
-    assert occ.verdict == "saturated" and occ.blocked_ns.sum() == pytest.approx(lost, rel=0.1)
+    assert occ.verdict == "full" and occ.blocked_ns.sum() == pytest.approx(lost, rel=0.1)
     assert occ.blocked_ns.max() > 25_000_000
 
 
@@ -122,7 +122,7 @@ def test_a_queue_below_its_ceiling_is_healthy_however_deep():
     r, lost = simulate(calls=900)
     assert lost == 0
     occ = occupancy(r)
-    assert occ.verdict == "healthy" and deepest(occ) > 800
+    assert occ.verdict == "not full" and deepest(occ) > 800
 
 
 def test_labels_without_an_id_are_matched_by_time():
@@ -179,7 +179,7 @@ def test_without_device_activity_it_is_inferred_and_says_so():
     r, lost = simulate(calls=3000, executions=False)
     r.machine["queue_depth"] = 1021
     occ = occupancy(r)
-    assert occ.how == "inferred" and occ.verdict == "saturated" and "inferred" in occ.reason
+    assert occ.how == "inferred" and occ.verdict == "full" and "inferred" in occ.reason
     # Work drains while the queue fills: the jump comes a little after the ceiling.
     assert occ.streams[0].ceiling == pytest.approx(1021, rel=0.1)
     assert occ.blocked_ns.sum() == pytest.approx(lost, rel=0.1)
@@ -187,7 +187,7 @@ def test_without_device_activity_it_is_inferred_and_says_so():
 
 def test_without_device_activity_fast_calls_are_healthy():
     r, _ = simulate(calls=900, executions=False)
-    assert occupancy(r).verdict == "healthy"
+    assert occupancy(r).verdict == "not full"
 
 
 def test_the_series_of_depth_never_falls_below_zero_and_ends_where_counted(shared):
@@ -233,7 +233,7 @@ def test_the_innermost_range_is_found_by_brute_force_too(shared):
 def test_an_empty_recording_is_healthy():
     r, _ = simulate(calls=0)
     occ = occupancy(r)
-    assert occ.verdict == "healthy" and occ.reason == "nothing was submitted to a stream"
+    assert occ.verdict == "not full" and occ.reason == "nothing was submitted to a stream"
 
 
 def test_a_batch_that_fills_an_empty_queue_alone_waits_for_its_own_descriptors():
@@ -253,5 +253,5 @@ def test_a_batch_that_fills_an_empty_queue_alone_waits_for_its_own_descriptors()
         return occupancy(r)
 
     assert deepest(judged(CallKind.BATCH)) <= 1
-    assert judged(CallKind.BATCH).verdict == "healthy" and not judged(CallKind.BATCH).blocked.any()
-    assert judged(CallKind.COPY).verdict == "saturated", "a label of any other call is believed"
+    assert judged(CallKind.BATCH).verdict == "not full" and not judged(CallKind.BATCH).blocked.any()
+    assert judged(CallKind.COPY).verdict == "full", "a label of any other call is believed"

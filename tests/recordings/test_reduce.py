@@ -6,6 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -73,7 +76,7 @@ def test_merging_is_associative_and_commutative(a, b, c):
     assert a.merge(b).merge(c) == a.merge(b.merge(c))
     assert a.merge(Summary(keep=10**9)) == a
     assert a.merge(b).merge(c).to_bytes() == c.merge(a.merge(b)).to_bytes() == b.merge(c).merge(a).to_bytes()
-    assert Summary.from_bytes(a.to_bytes()) == a
+    assert Summary.from_bytes(a.to_bytes()) == a.identified()
 
 
 @settings(max_examples=200, deadline=None)
@@ -291,3 +294,74 @@ def test_a_summary_of_other_contents_is_refused_in_one_line(tmp_path, where, val
     path.write_text(json.dumps({**json.loads(Summary().to_bytes()), where: value}))
     (said,) = reduce_one(str(path)).failed.values()
     assert "not a summary that this kvprobe reads (damaged summary (" in said and "\n" not in said
+
+
+# ---- each recording is counted once ----------------------------------------------------------------------------------
+
+
+def reduced(folder: Path, name: str, calls: int) -> Path:
+    """A summary's file."""
+    path = folder / f"{name}.kvsum"
+    path.write_bytes(summarize(simulate(calls=calls)[0], name).to_bytes())
+    return path
+
+
+def test_a_summary_its_copy_and_what_it_was_merged_into_are_counted_once(tmp_path: Path) -> None:
+    one, two = reduced(tmp_path, "one", 50), reduced(tmp_path, "two", 60)
+    copy, link, merged = tmp_path / "copy.kvsum", tmp_path / "link.kvsum", tmp_path / "merged.kvsum"
+    copy.write_bytes(one.read_bytes())
+    link.hardlink_to(one)
+    both = reduce_inputs([one, two], workers=1)
+    merged.write_bytes(both.to_bytes())
+    assert both.inputs == 2 and len(both.parts) == 2
+    for order in permutations([one, copy, link, merged, two]):
+        assert reduce_inputs(order, workers=1).to_bytes() == both.to_bytes()
+    assert reduce_inputs([one, copy], workers=1).to_bytes() == one.read_bytes()
+
+
+def test_a_summary_of_an_earlier_kvprobe_has_an_identity_too(tmp_path: Path) -> None:
+    old = json.loads(reduced(tmp_path, "one", 50).read_bytes())
+    del old["parts"]
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.kvsum").write_text(json.dumps(old))
+    assert reduce_inputs([tmp_path / "a.kvsum", tmp_path / "b.kvsum"], workers=1).inputs == 1
+
+
+def test_merged_summaries_that_share_a_recording_cannot_be_told_apart(tmp_path: Path) -> None:
+    files = [reduced(tmp_path, name, 40 + i) for i, name in enumerate("abc")]
+    for name, parts in (("ab", files[:2]), ("bc", files[1:])):
+        (tmp_path / f"{name}.kvsum").write_bytes(reduce_inputs(parts, workers=1).to_bytes())
+    total = reduce_inputs([tmp_path / "ab.kvsum", tmp_path / "bc.kvsum"], workers=1)
+    assert total.inputs == 2 and len(total.failed) == 1
+    assert "are in another input, too" in next(iter(total.failed.values()))
+
+
+@pytest.mark.parametrize("table", ["calls", "executions", "queues", "ranks", "top"])
+@pytest.mark.parametrize("number", [-1, 2**61, 2**62, 2**63, 2**200])
+def test_figures_that_no_recorder_writes_are_refused_with_the_files_name(
+    tmp_path: Path, table: str, number: int
+) -> None:
+    summary = summarize(simulate(calls=300, cap=8)[0], "n")
+    summary.top = summary.top or [Blocked(1, "n", 1, 1, "c", 1, 1, 1)]
+    content = json.loads(summary.to_bytes())
+    assert content[table]
+    row = content[table][0][-1] if table != "top" else content[table][0]
+    row[0] = number
+    path = tmp_path / "evil.kvsum"
+    path.write_text(json.dumps(content))
+    found = reduce_one(str(path))
+    assert not found.inputs and str(path) in found.failed[str(path)] and "\n" not in found.failed[str(path)]
+
+
+def test_sums_that_grow_beyond_what_a_file_takes_are_refused(tmp_path: Path) -> None:
+    paths = []
+    for i in range(3):
+        summary = summarize(simulate(calls=50 + i)[0], "n")
+        for stat in summary.calls.values():
+            stat.bytes, stat.histogram = 2**59 + 2**58, (2**53,) * BUCKETS
+        paths.append(tmp_path / f"{i}.kvsum")
+        paths[-1].write_bytes(replace(summary, parts=frozenset()).to_bytes())
+    total = reduce_inputs(paths, workers=1)
+    assert total.inputs == 1 and len(total.failed) == 2
+    compare(total)
+    assert Summary.from_bytes(total.to_bytes()).inputs == 1

@@ -12,6 +12,7 @@ from kvprobe.commands.check import command as check
 from kvprobe.diagnosis import diagnose
 from kvprobe.recordings import open_recording
 from kvprobe.reporting.recorded import view
+from tests.examining import examination
 
 MS = 1_000_000
 
@@ -155,5 +156,5 @@ def test_transfers_through_the_submitter_tell_copies_before_and_after_merging(fo
         "dur_ns": [550],
     }
     assert recording.text(int(found["server"][0])) == "vllm"
-    section = next(one for one in view(recording, ()).sections if one.id == "descriptors")
+    section = next(one for one in view(recording, examination(recording)).sections if one.id == "descriptors")
     assert "vllm" in section.tables[0].rows[0][0].text

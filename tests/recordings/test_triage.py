@@ -21,7 +21,7 @@ from kvprobe.errors import RecordingError
 from kvprobe.recordings import kineto_queues, kineto_scan, open_recording
 from kvprobe.recordings.occupancy import occupancy
 from kvprobe.recordings.trace_library import native_library
-from kvprobe.recordings.triage import QueueTriage, Triage, certain, quick_triage, quick_triages
+from kvprobe.recordings.triage import WORDS, QueueTriage, Triage, certain, quick_triage, quick_triages
 
 TRACES = ("v100", "trace_diff", "owlv2", "b200", "param", "resnet50")
 TESTS = Path(__file__).parents[1]
@@ -48,14 +48,14 @@ def measured(path):
             int(streams["handle"][q.stream]),
             len(q.calls),
             int(q.depth.max(initial=0)),
-            q.verdict,
+            WORDS[q.verdict],
             q.reason,
             q.ceiling,
             int(q.blocked_ns.sum()),
         )
         for q in found.streams
     ]
-    return Triage(path, found.verdict, found.reason, found.how, queues, native=False)
+    return Triage(path, WORDS[found.verdict], found.reason, found.how, queues, native=False)
 
 
 def agreed(path):
@@ -72,9 +72,9 @@ def agreed(path):
 def test_public_traces(shared, name):
     found = agreed(shared.path(name))
     if name == "v100":
-        assert found.verdict == "saturated" and found.queues[0].ceiling == 1022
+        assert found.verdict == "found" and found.queues[0].ceiling == 1022
     if name == "trace_diff":
-        assert found.verdict == "cannot tell" and "graphs" in found.reason
+        assert found.verdict == "undecided" and "graphs" in found.reason
 
 
 @pytest.mark.parametrize("events", [20_000, 70_000])
@@ -85,7 +85,7 @@ def test_traces_as_the_race_generates_them(tmp_path, events):
     path = tmp_path / "t.json.gz"
     lost = race.generate(path, events, streams=2)
     found = agreed(path)
-    assert found.verdict == "saturated" and len(found.queues) == 2
+    assert found.verdict == "found" and len(found.queues) == 2
     assert {queue.ceiling for queue in found.queues} == {1022}
     assert found.lost_ns == pytest.approx(lost, rel=0.01)
 
@@ -142,7 +142,7 @@ def test_random_traces(tmp_path):
         for queue in found.queues:
             verdicts[queue.verdict] = verdicts.get(queue.verdict, 0) + 1
             words += queue.reason
-    assert min(verdicts[one] for one in ("saturated", "cannot tell", "healthy")) > 10
+    assert min(verdicts[one] for one in ("found", "undecided", "healthy")) > 10
     for one in ("never more", "cost no more", "graphs were in it", "too few", "but only", "proves nothing"):
         assert one in words, one
 

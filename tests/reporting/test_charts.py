@@ -18,6 +18,7 @@ from kvprobe.reporting.charts import Axis, Points, heat_chart, histogram_chart, 
 from kvprobe.reporting.recorded import submissions, view
 from kvprobe.reporting.streams import processes
 from kvprobe.reporting.units import NONE, TIMES_SIGN
+from tests.examining import examination
 
 
 def _beside(name: str) -> Any:
@@ -98,7 +99,7 @@ def test_what_was_sampled_of_two_devices_is_two_lines_and_no_metric_is_left_out(
     value = np.where(metric == 0, 5, 1000.0 * (1 + device) + row / many)
     columns = {"time_ns": row * 1_000_000, "process": row * 0, "device": device, "metric": first + metric}
     recording.tables["samples"] = Table("samples", {**columns, "value": value})
-    overview = view(recording, []).sections[0]
+    overview = view(recording, examination(recording)).sections[1]
     shown = {chart.title: chart for chart in overview.charts if chart.id.startswith("sample-")}
     assert list(shown) == [name.replace("_", " ").capitalize() for name in metrics[1:]]
     rates = shown["Pcie rx bytes per s"]
@@ -139,7 +140,9 @@ def calls_alone(rows: int = 3000) -> Recording:
 
 
 def test_what_is_outstanding_behind_the_last_call_is_not_drawn_where_no_end_was_recorded() -> None:
-    charts = {chart.id: chart for one in view(calls_alone(), []).sections for chart in one.charts}
+    charts = {
+        chart.id: chart for one in view(calls_alone(), examination(calls_alone())).sections for chart in one.charts
+    }
     (line,) = charts["occupancy"].spec["series"]
     half = len(line["hi"]) // 2
     assert max(one for one in line["hi"][: half - 1] if one is not None) > 0
@@ -148,7 +151,7 @@ def test_what_is_outstanding_behind_the_last_call_is_not_drawn_where_no_end_was_
 
 
 def test_how_calls_are_drawn_is_said_of_the_calls_that_there_are() -> None:
-    charts = {rows: view(calls_alone(rows), []).sections[0].charts for rows in (100, 3000)}
+    charts = {rows: view(calls_alone(rows), examination(calls_alone(rows))).sections[1].charts for rows in (100, 3000)}
     said = {rows: next(one.how for one in all_ if one.id == "submissions") for rows, all_ in charts.items()}
     assert said[100] == "Every call is drawn by itself."
     assert said[3000].startswith("Each step is the longest call in its slice")
@@ -178,7 +181,10 @@ def test_a_table_that_is_cut_says_so() -> None:
     columns = {"time_ns": np.arange(many), "process": np.zeros(many), "what": np.full(many, 3), "gain": np.ones(many)}
     recording.tables["decisions"] = Table("decisions", columns)
     (decisions,) = (
-        one for section in view(recording, []).sections for one in section.tables if "Decisions" in one.caption
+        one
+        for section in view(recording, examination(recording)).sections
+        for one in section.tables
+        if "Decisions" in one.caption
     )
     assert len(decisions.rows) == 200
     assert decisions.note == "The first 200 of 300 rows."
@@ -199,13 +205,18 @@ def test_a_table_that_is_cut_says_so() -> None:
 def test_what_a_decision_gained_is_said_in_words_or_not_at_all(gain: float, text: str) -> None:
     recording = recordings.recording()
     recording.decisions["gain"][:] = gain
-    (made,) = (one for section in view(recording, []).sections for one in section.tables if "Decisions" in one.caption)
+    (made,) = (
+        one
+        for section in view(recording, examination(recording)).sections
+        for one in section.tables
+        if "Decisions" in one.caption
+    )
     assert made.rows[0][-1].text == text
 
 
 def test_the_words_and_the_line_of_outstanding_submissions_agree(shared_data: Path) -> None:
     recording = open_recording(shared_data / "nsys-ai/h100_2gpu_1s.sqlite")
-    charts = {chart.id: chart for one in view(recording, []).sections for chart in one.charts}
+    charts = {chart.id: chart for one in view(recording, examination(recording)).sections for chart in one.charts}
     chart = charts["occupancy"]
     assert "met up to 1,141 others outstanding." in chart.summary
     assert max(max(filter(None, line["hi"])) for line in chart.spec["series"]) == 1_142

@@ -14,10 +14,11 @@ from kvprobe.reporting import build_page
 from kvprobe.reporting.recorded import view
 from kvprobe.reporting.summaries import summary
 from kvprobe.reporting.units import NONE
+from tests.examining import examination
 
 
 def section(made):
-    return next(one for one in view(made, ()).sections if one.id == "descriptors")
+    return next(one for one in view(made, examination(made)).sections if one.id == "descriptors")
 
 
 def cells(shown, row=0, which=0):
@@ -59,7 +60,7 @@ def test_a_recording_without_addresses_says_so_once_and_guesses_nothing():
     loads = cells(shown, 1)
     assert (loads["Copies"], loads["Size, median"]) == ("100", "16.0 KiB")
     assert {loads["Bursts"], loads["Runs"], loads["Merging saves"]} == {NONE}
-    assert build_page(made, findings=()).count("is not recorded there") == 1
+    assert build_page(made, findings=examination(made)).count("is not recorded there") == 1
     table = summary(made, "descriptors")
     assert "not known" in table.note
     assert table.to_json()["rows"][0]["runs"] is None

@@ -15,6 +15,7 @@ from kvprobe.recordings.model import CallKind, Engine, Memory, Recording, Source
 from kvprobe.reporting import write_report
 from kvprobe.reporting.recorded import submissions
 from kvprobe.reporting.rows import SLICES, rows_chart
+from tests.examining import examination
 
 _SPEC = importlib.util.spec_from_file_location("conftest", Path(__file__).with_name("conftest.py"))
 browsers = importlib.util.module_from_spec(_SPEC)
@@ -310,7 +311,7 @@ def test_a_table_becomes_csv_and_the_chart_a_trace_for_perfetto(chromium: Any, p
 def test_a_link_to_a_call_that_is_not_shown_says_so(chromium: Any, tmp_path: Path) -> None:
     recording = many_threads(20)
     rows = np.flatnonzero(recording.calls["memory"] == Memory.PAGEABLE).tolist()
-    page = write_report(recording, tmp_path / "many.html", findings=[named(row) for row in rows])
+    page = write_report(recording, tmp_path / "many.html", findings=examination(recording, map(named, rows)))
     opened(chromium, page)
     kept = json.loads(chromium.find_element("id", "kvprobe-data").get_property("textContent"))["rows"]["items"]["id"]
     (gone, *_) = (row for row in rows if row not in kept)
@@ -325,7 +326,7 @@ def test_a_name_that_a_spreadsheet_would_compute_is_text(chromium: Any, tmp_path
     recording.names[3] = "=HYPERLINK(x)"
     table = Table("threads", {"process": [0], "thread": [7], "name": [3]})
     recording.tables["threads"] = table
-    opened(chromium, write_report(recording, tmp_path / "names.html", findings=[]))
+    opened(chromium, write_report(recording, tmp_path / "names.html", findings=examination(recording)))
     text = chromium.execute_async_script(SAVED, "#streams .scroll:last-child .csv")
     assert ",7,'=HYPERLINK(x),21," in text
 
@@ -341,7 +342,7 @@ def test_buttons_that_save_do_nothing_else(chromium: Any, page: Path) -> None:
 def test_enter_chooses_the_call_that_is_under_way_at_the_cursor(chromium: Any, tmp_path: Path) -> None:
     from selenium.webdriver.common.keys import Keys
 
-    opened(chromium, write_report(two_threads(), tmp_path / "two.html", findings=[]))
+    opened(chromium, write_report(two_threads(), tmp_path / "two.html", findings=examination(two_threads())))
     plot = chromium.find_element("css selector", "#rows .plot")
     chromium.execute_script("arguments[0].focus()", plot)
     plot.send_keys(Keys.END, Keys.ENTER)  # at 100 ms: a wait since 1 ms is under way, others began later and have ended

@@ -12,6 +12,7 @@ from kvprobe.reporting.charts import Axis, Points, timeline
 from kvprobe.reporting.recorded import submissions, view
 from kvprobe.reporting.units import bytes_text, duration, link_share, number_text, percent, rate, ratio, value_text
 from kvprobe.reporting.verdict import cure_parts
+from tests.examining import examination
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,10 @@ def test_a_number_without_a_unit_has_no_exponent(value, text: str) -> None:
 
 def test_the_numbers_of_a_finding_and_of_a_chart_can_be_read() -> None:
     evidence = [Evidence("they moved 2.3 GB", 2_312_123_456, "bytes", "measured")]
-    (finding,) = view(EMPTY, [Finding("one", "One", "warning", "certain", 5, tuple(evidence))]).findings or []
+    (finding,) = (
+        view(EMPTY, examination(EMPTY, [Finding("one", "One", "warning", "certain", 5, tuple(evidence))])).findings
+        or []
+    )
     assert [cell.text for cell in finding["figures"].rows[0]] == [
         "they moved 2.3 GB",
         "2,312,123,456",
@@ -74,14 +78,14 @@ def test_the_numbers_of_a_finding_and_of_a_chart_can_be_read() -> None:
 
 
 def test_a_recording_of_nothing_is_not_said_to_be_healthy() -> None:
-    page = build_page(EMPTY, findings=[])
+    page = build_page(EMPTY, findings=examination(EMPTY))
     assert "Nothing found" not in page
     assert "Not enough was recorded to tell: kvprobe examined 0 submissions in 0\u00a0ns." in page
     assert "1.00\u00a0ns" not in page
 
 
 def test_how_to_record_is_set_as_code() -> None:
-    page = build_page(EMPTY, findings=[])
+    page = build_page(EMPTY, findings=examination(EMPTY))
     top = page[page.index('id="verdict"') : page.index("</section>")]
     assert "<code>kvprobe run -- COMMAND</code>" in top
     assert "`" not in top
@@ -126,7 +130,7 @@ EMPTY = Recording([Source("trace.json", "kineto-json")])
 
 
 def headline(*findings: Finding) -> str:
-    page = build_page(EMPTY, findings=findings)
+    page = build_page(EMPTY, findings=examination(EMPTY, findings))
     return page[page.index("<h1>") + 4 : page.index("</h1>")]
 
 
@@ -177,7 +181,7 @@ def test_totals_stand_in_where_single_calls_were_lost() -> None:
     assert texts[2] == "1,000,000"
     assert "2.99 s" in texts
     assert "3.00 ms" in texts
-    page = build_page(kept, findings=[])
+    page = build_page(kept, findings=examination(kept))
     assert "Calls kept in detail" in page and "&lt;0.1% of all; the rest is in the totals" in page
     assert "1,000,000 submissions 2 were kept" in streams.stream_table(kept, found, None)[1]
 
@@ -185,7 +189,7 @@ def test_totals_stand_in_where_single_calls_were_lost() -> None:
 def test_facts_of_the_machine_are_words_and_dates(small_recording: Recording) -> None:
     small_recording.machine |= {"unix_offset_ns": 1_700_000_000_000_000_000}
     small_recording.lost = {0: 5}
-    page = build_page(small_recording, findings=[])
+    page = build_page(small_recording, findings=examination(small_recording))
     assert "2023-11-14 22:13:20 UTC" in page
     assert "queue depth" in page and "queue_depth" not in page and "unix_offset" not in page
     assert "5 single calls of " in page and "row 0" not in page

@@ -20,7 +20,6 @@ ALONE = {
     "kvprobe/environment.py",
     "kvprobe/native/build.py",
     "kvprobe/instrument/carried/kvprobe_startup.py",
-    "kvprobe/instrument/in_gdb.py",
 }
 NAME = "KVPROBE(?:_[A-Z]+)*"
 DECLARED = {variable.name: variable for variable in environment.VARIABLES}

@@ -26,6 +26,19 @@ CASES = {
         "x --max-num-batched-tokens 8192 --tokenizer t --ssl-keyfile f"
     ),
     "x --auth --port 1": "x --auth --port 1",
+    """x --cfg {"api_key":"abc","n":1} {"token": "ab cd", "n": 2} -v""": (
+        """x --cfg {"api_key":"***","n":1} {"token": *** *** "n": 2} -v"""
+    ),
+    'x {\\"password\\":\\"p q\\"} y': 'x {\\"password\\":\\"*** *** y',
+    'KEY="a b c" x': 'KEY="*** *** *** x',
+    "mysql -ppw1919 -p mypassword -p 8080 -pthread -p /a": "mysql -p*** -p *** -p 8080 -pthread -p /a",
+    "curl -u me:pw -uyou:pw --user me --proxy-user a:b": "curl -u *** -u*** --user me --proxy-user ***",
+    "a http://h/p?token=abc&x=1&key=z": "a http://h/p?token=***&x=1&key=***",
+    "X-Api-Key:abc --header=X-Api-Key: abc": "X-Api-Key:*** --header=X-Api-Key: ***",
+    "--header=Authorization:Bearer abc -v": "--header=Authorization:*** *** -v",
+    "http://a:b@c,http://d:e@f --url=redis://:pw@h": "http://***@c,http://***@f --url=redis://***@h",
+    "x --private-key -----BEGIN PRIVATE KEY-----abc -v": "x --private-key *** *** *** -v",
+    "x -----BEGIN RSA abc": "x *** *** ***",
     "": "",
 }
 
@@ -40,7 +53,8 @@ def native(tmp_path_factory: pytest.TempPathFactory):
     library = tmp_path_factory.mktemp("secrets") / "secrets.so"
     source = build.NATIVE / "src" / "secrets.c"
     export = tmp_path_factory.mktemp("export") / "export.c"
-    export.write_text(f'#include "{source}"\nvoid hide(const char *t, char *o, size_t n) {{ kvp_redact(t, o, n); }}\n')
+    signature = "void hide(const char *t, size_t b, char *o, size_t n)"
+    export.write_text(f'#include "{source}"\n{signature} {{ kvp_redact(t, b, o, n); }}\n')
     subprocess.run(
         [
             *build.compiler(),
@@ -60,7 +74,8 @@ def native(tmp_path_factory: pytest.TempPathFactory):
 
     def call(text: str, size: int = 4096) -> str:
         out = ct.create_string_buffer(size)
-        hide(text.encode(errors="surrogateescape"), out, ct.c_size_t(size))
+        data = text.encode(errors="surrogateescape")
+        hide(data, ct.c_size_t(len(data)), out, ct.c_size_t(size))
         return out.value.decode(errors="surrogateescape")
 
     return call
@@ -89,6 +104,22 @@ pieces = st.sampled_from(
         "x_API-KEY=1=2",
         "é",
         "PASSWORD:",
+        '{"token":',
+        '"password":"x"',
+        'KEY="a',
+        "b'",
+        "-p",
+        "-p1x",
+        "-px",
+        "-u",
+        "a:b",
+        "8080",
+        "?key=1&",
+        "\\",
+        "&",
+        "-----BEGIN",
+        "X-Api-Key:Bearer",
+        "://u:p@h,",
     ]
 )
 
@@ -99,6 +130,29 @@ def test_all_three_hide_the_same(native, parts) -> None:
     text = "".join(piece + gap for piece, gap in parts)
     assert native(text).replace("\t", " ").replace("\n", " ") == redact_text(text)
     assert startup._redact(text.split(" ")) == redact(text.split(" "))
+
+
+ARGUMENTS = (
+    (["x", "--private-key", "-----BEGIN PRIVATE KEY-----\nabc", "-v"], "x --private-key *** *** *** *** -v"),
+    (["x", "KEY=a b c", "y"], "x KEY=*** *** *** y"),
+    (["x", "--password", "two words", "three", "-v"], "x --password *** *** *** -v"),
+    (["x", "-H", "X-Api-Key: a b", "y"], "x -H X-Api-Key: *** *** ***"),
+    (["x"], "x"),
+)
+
+
+@pytest.mark.parametrize(("words", "shown"), ARGUMENTS)
+def test_a_value_of_several_words_is_hidden_to_its_end(native, words: list[str], shown: str) -> None:
+    assert " ".join(redact(words)) == " ".join(startup._redact(words)) == native("\0".join(words)) == shown
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.lists(pieces, max_size=4).map(" ".join), min_size=2, max_size=6))
+def test_all_three_hide_the_same_of_words(native, words) -> None:
+    shown = " ".join(redact(words))
+    assert " ".join(startup._redact(words)) == shown
+    if words[-1]:  # the kernel's list of words ends with the last one
+        assert native("\0".join(words)).replace("\t", " ") == shown
 
 
 def test_what_is_cut_is_cut_after_the_secret_is_gone(native) -> None:

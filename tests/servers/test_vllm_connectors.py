@@ -8,7 +8,7 @@ import pytest
 
 import kvprobe.instrument as instrument
 from kvprobe.instrument import installation
-from kvprobe.instrument.benefit import Account
+from kvprobe.instrument.benefit import BenefitTotals
 
 pytestmark = pytest.mark.servers
 pytest.importorskip("vllm")
@@ -86,7 +86,7 @@ def test_the_block_manager_tells_what_nobody_loaded():
     with instrument.observe("vllm"):
         instrument.install("vllm")
         adapter = installation._adapters["vllm.offload"]
-        adapter.account = account = Account("vllm.offload", "OffloadingConnector")
+        adapter.account = account = BenefitTotals("vllm.offload", "OffloadingConnector")
         manager, context = CPUOffloadingManager(num_chunks=4), ReqContext(req_id="r")
         keys = [bytes([n]) * 32 + b"\0\0\0\0" for n in range(6)]
         manager.on_new_request(context)

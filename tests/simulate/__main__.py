@@ -1,4 +1,4 @@
-"""`python -m tests.simulate SEED [--count N] [--faults N] [--jobs N]`: plays histories; prints events and digests."""
+"""`python -m tests.simulate SEED [--count N] [--faults N] [--threads]`: plays histories; prints events and digests."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 from .history import LENGTH, Violation, play
 from .many import chunk
+from .threads import explore
 
 CHUNK = 64
 
@@ -37,6 +38,8 @@ def _many(options: argparse.Namespace) -> int:
             armed.update(found["armed"])
             came.update(found["came"])
             wrong += found["wrong"]
+            if wrong and options.first:
+                options.seconds = 0
             digests += len(found["digests"])
             digest.update("".join(found["digests"]).encode())
             if time.monotonic() - began > options.seconds:
@@ -68,9 +71,15 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=LENGTH, help=f"about so many requests; default: {LENGTH}")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes; default: one a core")
     parser.add_argument("--seconds", type=float, default=1e9, help="no new histories after that")
+    parser.add_argument("--first", action="store_true", help="end at the first violation")
+    parser.add_argument("--threads", action="store_true", help="interleavings of real threads in place of histories")
     parser.add_argument("--digests", action="store_true", help="only each seed's digest")
     options = parser.parse_args()
     logging.getLogger("kvprobe").disabled = True
+    if options.threads:
+        code, said = explore(options.seed, options.count)
+        print(said)
+        return int(code != 0)
     if options.digests:
         for seed in range(options.seed, options.seed + options.count):
             print(seed, play(seed, options.faults, length=options.length)["digest"])

@@ -92,9 +92,10 @@ class Caller:
         history = self.history
         engine = history.engine
         assert engine is not None
-        for _ in range(requests):
+        for number in range(requests):
             history.strike()
-            kind = KINDS[self.below(len(KINDS))]
+            crowd = history.crowded and number == requests // 2
+            kind = "crowd" if crowd else KINDS[self.below(len(KINDS))]
             try:
                 getattr(self, kind)(engine)
             except (CudaError, TransferError) as error:
@@ -226,6 +227,18 @@ class Caller:
         history.runtime.launch_work(self.compute, run, self.below(50_000))
         self.steps.append(step)
         self.note(f"kernel reads {pieces}")
+
+    def crowd(self, engine: OffloadEngine) -> None:
+        """Hundreds of requests on one stream behind a long kernel: more fences stand there than are recorded singly."""
+        direction = ("load", "store")[self.below(2)]
+        self.history.runtime.launch_delay(self.compute, 20_000_000)
+        self.note("a crowd")
+        for _ in range(140 + self.below(160)):
+            gpu, gpu_pieces = self._blocks("gpu", 1)
+            cpu, cpu_pieces = self._blocks("cpu", 1)
+            self.transfer(engine, direction, gpu, gpu_pieces, cpu, cpu_pieces)
+            if self.below(20) == 0:
+                self.history.runtime.advance(PAUSES_NS[self.below(6)])
 
     # -- the rest ------------------------------------------------------------------------------------------------
 

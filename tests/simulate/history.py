@@ -37,6 +37,7 @@ PIECES = (1024,) * 24 + (4096,) * 36 + (16384,) * 24 + (65536,) * 12 + (262144,)
 WORD = 8
 TRANSFER = 64  # enum kvp_call
 LENGTH = 40
+CROWDED, CROWD = 29, 7  # one history of so many has a crowd: those whose seed leaves that remainder
 _methods: Methods | None = None  # of a machine on which nothing failed; the same on all of them
 _tables: list[tuple[str, MethodTable]] = []
 
@@ -57,6 +58,7 @@ class History:
         self.asked = 0
         self.faults = [Fault(self.dice, (seed // len(KINDS) ** i) % len(KINDS)) for i in range(faults)]
         self.callers: list[Caller] = []
+        self.crowded = seed % CROWDED == CROWD  # hundreds of its requests come at once
 
     def choose(self, options: Any) -> Any:
         """One of them."""

@@ -67,6 +67,7 @@ TOUCHED = {
 # Where only newer releases have these functions, and there is an adapter only for those: others need not say so.
 SINCE = {"transformers.generation.continuous_batching.offloading_manager": ">=5.20"}
 _SWITCH, _RUN, _CARRY, _METRICS = "KVPROBE", "KVPROBE_RUN", "KVPROBE_CARRY", "KVPROBE_METRICS"  # see environment.py
+_INTERPOSER = "KVPROBE_INTERPOSER"
 _SERVER_OF = {row[0]: name for name, row in SERVERS.items()}
 _CARRIED = ("kvprobe", "wrapt", "packaging")  # all that adapters need; each works as source on every Python
 _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "VLLM_DP_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "NODE_RANK")
@@ -84,7 +85,7 @@ def start() -> None:
             return
         sys.__dict__["_kvprobe_started"] = os.getpid()
         if folder:
-            _check_in(folder)
+            _check_in(folder, _load_interposer())
         if sys.version_info >= (3, 10):  # noqa: UP036 - the Python may be any
             _Waiting().begin()
         if folder and env.get("KVPROBE_STACKS") == "in-process":
@@ -93,11 +94,30 @@ def start() -> None:
         pass
 
 
-def _check_in(folder: str) -> None:
+def _load_interposer() -> bool:
+    """Whether the interposer is in this process; where something took it out of LD_PRELOAD it is loaded now."""
+
+    def loaded() -> bool:
+        with open("/proc/self/maps", "rb") as maps:  # noqa: PTH123
+            return b"libkvprobe_interpose.so" in maps.read()
+
+    path = os.environ.get(_INTERPOSER)
+    if loaded() or not path:
+        return loaded()
+    try:
+        found = os.stat(path)  # noqa: PTH116
+        # who became another user (sudo) runs nothing that others could have put there
+        if found.st_uid in (0, os.geteuid()) and not found.st_mode & 0o022 and os.getuid() == os.geteuid():
+            import _ctypes
+
+            _ctypes.dlopen(path, os.RTLD_NOW | os.RTLD_NODELETE)
+    except Exception:  # as without it, and the run says so
+        pass
+    return loaded()
+
+
+def _check_in(folder: str, preloaded: bool) -> None:
     """Writes `checkin-<pid>-<start>.json`: who this process is, and whether the interposer is loaded in it."""
-    preloaded = False
-    with open("/proc/self/maps", "rb") as maps:  # noqa: PTH123
-        preloaded = b"libkvprobe_interpose.so" in maps.read()
     _write(
         f"{folder}/checkin-{os.getpid()}-{time.monotonic_ns()}.json",
         {
@@ -115,7 +135,7 @@ def _check_in(folder: str) -> None:
     )
 
 
-_WHOLE = ("key", "keys", "auth", "pwd", "cookie")
+_WHOLE = ("key", "keys", "auth", "pass", "pwd", "cookie")
 _ENDINGS = (
     "token",
     "secret",
@@ -127,42 +147,131 @@ _ENDINGS = (
     "credentials",
     "authorization",
 )
-_PREFIXES = ("sk-", "hf_", "nvapi-", "ghp_", "gho_", "github_pat_", "xoxb-", "glpat-")
+_PREFIXES = ("sk-", "hf_", "nvapi-", "ghp_", "gho_", "github_pat_", "xoxb-", "xoxp-", "glpat-", "AKIA", "eyJhbGciOi")
+_NOT_PASSWORDS = ("thread", "ipe", "rint", "rint0", "refix", "ath", "arallel", "rofile", "rogress", "lugin", "ort")
+_SCHEMES = ("bearer", "basic", "digest", "token")
+_QUOTES = "'\""
+_NAME = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-"
 
 
 def _redact(words: "list[str]") -> "list[str]":
-    """As kvprobe/runfolder/secrets.py, which says the rules."""
-
-    def secret(name: str) -> bool:
-        parts = name.lstrip("-").lower().replace("_", "-").replace(".", "-").split("-")
-        return any(part in _WHOLE or part.endswith(_ENDINGS) for part in parts)
-
-    found, hiding = [], False
-    for word in words:
+    """As kvprobe/runfolder/secrets.py, which says the rules; so do the functions that follow."""
+    given, found, hiding = words, [], ""
+    for word in given:
         pieces = []
+        whole = len(given) > 1 and hiding == "-" and not _option(word.strip(_QUOTES))  # the word is a secret
         for piece in word.replace("\t", " ").replace("\n", " ").split(" "):
-            bare = piece.strip("'\"")
-            name, equals, _ = bare.partition("=")
-            scheme, there, rest = bare.partition("://")
-            host, slash, path = rest.partition("/")
-            if not bare:
-                pieces.append(piece)
+            if whole:
+                pieces.append("***" if piece else "")
                 continue
-            hiding = hiding and not bare.startswith("-")
-            if hiding:
-                pieces.append("***")
-            elif equals and secret(name):
-                pieces.append(f"{name}=***")
-            elif there and "@" in host:
-                pieces.append(f"{scheme}://***@{host.rpartition('@')[2]}{slash}{path}")
-            elif len(bare.encode(errors="surrogateescape")) >= 16 and bare.startswith(_PREFIXES):
-                pieces.append("***")
-            else:
-                named = (bare.endswith(":") or bare.startswith("-")) and not equals and secret(bare.rstrip(":"))
-                hiding = named or bare.lower() == "bearer"
-                pieces.append(piece)
+            shown, hiding = _piece(piece, hiding)
+            pieces.append(shown)
+            whole = len(given) > 1 and shown.endswith("=***")
         found.append(" ".join(pieces))
     return found
+
+
+def _option(bare: str) -> bool:
+    return bare.startswith("-") and not bare.startswith("---")
+
+
+def _piece(piece: str, hiding: str) -> "tuple[str, str]":
+    """What is shown of one piece, and what is hidden of those after it.
+
+    "-": all up to the next option, "p" and "u": the next one, if it can be a password, or a user with one; a quote: all
+    to the piece in which it stands again.
+    """
+    bare = piece.strip(_QUOTES)
+    if hiding and hiding in _QUOTES:
+        return "***", "" if hiding in piece else hiding
+    if not bare:
+        return piece, hiding
+    if hiding == "-" and piece[0] in _QUOTES:
+        return "***", "-" if piece[0] in piece[1:] else piece[0]
+    if not _option(bare):
+        if hiding == "-" or bare.startswith("-----BEGIN"):
+            return "***", "-"
+        if (hiding == "p" and not _number(bare)) or (hiding == "u" and ":" in bare):
+            return "***", ""
+    shown, hiding = _values(bare, piece[len(piece.rstrip(_QUOTES)) :])
+    shown = _addresses(shown)
+    if shown != bare or hiding:
+        return (piece if shown == bare else shown), hiding
+    if len(bare.encode(errors="surrogateescape")) >= 16 and bare.startswith(_PREFIXES):
+        return "***", ""
+    if _option(bare) and "=" not in bare:
+        return _of_option(piece, bare)
+    return piece, "-" if bare.lower() == "bearer" else ""
+
+
+def _of_option(piece: str, bare: str) -> "tuple[str, str]":
+    if _secret(bare):
+        return piece, "-"
+    if bare == "-p":
+        return piece, "p"
+    if bare in ("-u", "--user", "--proxy-user"):
+        return piece, "u"
+    if bare.startswith("-p") and bare[2:] not in _NOT_PASSWORDS and not _number(bare[2:]):
+        return "-p***", ""
+    if bare.startswith("-u") and ":" in bare:
+        return "-u***", ""
+    return piece, ""
+
+
+def _number(text: str) -> bool:
+    """Whether it is a port, ports or a path: what `-p` means to other programs."""
+    return not text.strip("0123456789:.-") or text.startswith(("/", "./"))
+
+
+def _values(bare: str, closed: str) -> "tuple[str, str]":
+    """A piece without the values of secret names, and what is hidden after it; `closed`: the quotes at its end."""
+    shown, start, at = "", 0, 0
+    while at < len(bare):
+        end = at
+        while end > start and bare[end - 1] in "\"'\\":
+            end -= 1
+        begin = end
+        while begin > start and bare[begin - 1] in _NAME:
+            begin -= 1
+        value = at + 1
+        if bare[at] not in ":=" or bare[value : value + 2] == "//" or not _secret(bare[begin:end]):
+            at += 1
+            continue
+        if value == len(bare):
+            return shown + bare[start:] + ("***" if bare[at] == "=" else ""), "" if bare[at] == "=" else "-"
+        quote = value
+        while bare[quote : quote + 1] == "\\":
+            quote += 1
+        if bare[quote : quote + 1] and bare[quote] in _QUOTES:
+            until = bare.find(bare[quote], quote + 1)
+            shown += bare[start : quote + 1] + "***"
+            if until < 0:
+                return shown, "" if bare[quote] in closed else bare[quote]
+        else:
+            until = bare.find("&", value) if "?" in bare[:begin] else -1
+            shown += bare[start:value] + "***"
+            if until < 0:
+                return shown, "-" if bare[value:].lower() in _SCHEMES else ""
+        start, at = until, until + 1
+    return shown + bare[start:], ""
+
+
+def _addresses(text: str) -> str:
+    """Without user and password of addresses."""
+    shown, rest = "", text
+    while True:
+        before, there, rest = rest.partition("://")
+        shown += before + there
+        if not there:
+            return shown
+        host = rest.partition("/")[0]
+        if "@" in host:
+            shown, rest = shown + "***", rest[host.rindex("@") :]
+
+
+def _secret(name: str) -> bool:
+    parts = name.lstrip("-").rstrip(":").lower().replace("_", "-").replace(".", "-").split("-")
+    return any(part in _WHOLE or part.endswith(_ENDINGS) for part in parts)
 
 
 def _write(path: str, value: object) -> None:

@@ -112,6 +112,18 @@ KVP_EXPORT int cuEventQuery(cudaEvent_t event) {
     KVH_LEAVE(kvh_event_query(c, event));
 }
 
+KVP_EXPORT int cuEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {
+    KVH_ENTER(cuEventElapsedTime, 0);
+    KVH_LEAVE(kvh_event_elapsed(c, ms, from, to));
+}
+
+KVP_EXPORT int cuStreamDestroy_v2(cudaStream_t stream) { return kvh_stream_destroy(API_cuStreamDestroy_v2, stream); }
+
+KVP_EXPORT int cuDeviceGetCount(int *count) {
+    *count = 1;
+    return cudaSuccess;
+}
+
 KVP_EXPORT int cuMemHostRegister_v2(void *p, size_t bytes, unsigned flags) {
     (void)flags;
     KVH_ENTER(cuMemHostRegister_v2, 0);

@@ -255,5 +255,7 @@ typedef struct {
 KVP_EXPORT cudaError_t kvhostStats(kvhost_stats *stats);
 /* Calls of this thread that waited for a slot so far. */
 KVP_EXPORT uint64_t kvhostQueueFull(void);
+/* Slots that a stream's operations hold. */
+KVP_EXPORT uint64_t kvhostSlots(cudaStream_t stream);
 
 #endif

@@ -105,6 +105,8 @@ enum {
     X(cuEventRecord, 27)                                                                                               \
     X(cuStreamQuery, 0)                                                                                                \
     X(cuEventQuery, 0)                                                                                                 \
+    X(cuEventElapsedTime, 0)                                                                                           \
+    X(cuStreamDestroy_v2, 0)                                                                                           \
     X(cuMemHostRegister_v2, 39)                                                                                        \
     X(cudaStreamBeginCapture, 0)                                                                                       \
     X(cudaStreamEndCapture, 0)                                                                                         \
@@ -474,6 +476,8 @@ cudaError_t kvh_event_create(call *c, cudaEvent_t *out, unsigned flags);
 cudaError_t kvh_stream_query(call *c, cudaStream_t stream);
 cudaError_t kvh_event_record(call *c, cudaEvent_t event, cudaStream_t stream);
 cudaError_t kvh_event_query(call *c, cudaEvent_t event);
+cudaError_t kvh_event_elapsed(call *c, float *ms, cudaEvent_t from, cudaEvent_t to);
+cudaError_t kvh_stream_destroy(enum kvh_api api, cudaStream_t handle);
 cudaError_t kvh_host_register(call *c, void *p, size_t bytes);
 void kvh_release_handles(runtime *rt); /* at teardown */
 void kvh_handles_in_child(void);

@@ -192,9 +192,9 @@ KVP_EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greates
 
 /* The handle is invalid at once, what is pending still takes place. Works on a lost device too, so that pools can be
  * taken down; it then still returns the device's error. */
-KVP_EXPORT cudaError_t cudaStreamDestroy(cudaStream_t handle) {
+cudaError_t kvh_stream_destroy(enum kvh_api api, cudaStream_t handle) {
     call frame, *c = &frame;
-    cudaError_t first = kvh_begin(c, API_cudaStreamDestroy, (uint64_t)(uintptr_t)handle);
+    cudaError_t first = kvh_begin(c, api, (uint64_t)(uintptr_t)handle);
     if (first && first != atomic_load(&c->rt->sticky)) KVH_LEAVE(first);
     stream *s = kvh_stream(c->rt, handle);
     if (!s || s == c->rt->zero) KVH_LEAVE(first ? first : cudaErrorInvalidResourceHandle);
@@ -211,6 +211,10 @@ KVP_EXPORT cudaError_t cudaStreamDestroy(cudaStream_t handle) {
         kvh_stream_retire(c->rt, s);
     kvh_unlock(c->rt);
     KVH_LEAVE(first);
+}
+
+KVP_EXPORT cudaError_t cudaStreamDestroy(cudaStream_t handle) {
+    return kvh_stream_destroy(API_cudaStreamDestroy, handle);
 }
 
 /* So that who asks again and again gets on; where time is real it passes by itself. */
@@ -416,9 +420,8 @@ KVP_EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
     KVH_LEAVE(kvh_wait_event(c, find_event(c->rt, handle)));
 }
 
-KVP_EXPORT cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {
-    KVH_ENTER(cudaEventElapsedTime, 0);
-    if (!ms) KVH_LEAVE(cudaErrorInvalidValue);
+cudaError_t kvh_event_elapsed(call *c, float *ms, cudaEvent_t from, cudaEvent_t to) {
+    if (!ms) return cudaErrorInvalidValue;
     cudaError_t error = cudaErrorInvalidResourceHandle;
     kvh_lock(c->rt);
     event *a = find_event(c->rt, from), *b = find_event(c->rt, to);
@@ -427,5 +430,10 @@ KVP_EXPORT cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEve
         if (!error) *ms = (float)((double)(int64_t)(b->marker->time_ns - a->marker->time_ns) / 1e6);
     }
     kvh_unlock(c->rt);
-    KVH_LEAVE(error);
+    return error;
+}
+
+KVP_EXPORT cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {
+    KVH_ENTER(cudaEventElapsedTime, 0);
+    KVH_LEAVE(kvh_event_elapsed(c, ms, from, to));
 }

@@ -159,6 +159,17 @@ static cudaError_t take_or_wait(call *c, stream *s, channel *ch) {
     return error;
 }
 
+uint64_t kvhostSlots(cudaStream_t handle) {
+    stream *s = (stream *)handle;
+    runtime *rt = s ? atomic_load(&s->rt) : NULL;
+    uint64_t slots = 0;
+    if (!rt) return 0;
+    kvh_lock(rt);
+    for (const op *o = s->head; o; o = o->next) slots += o->holds_slot;
+    kvh_unlock(rt);
+    return slots;
+}
+
 /* ---- submission ------------------------------------------------------------------------------------------------ */
 
 /* Puts a copy of `proto` behind the stream, whose lock is held. On an error nothing was submitted. */

@@ -1,6 +1,6 @@
 /* What the interposer's files share. libkvprobe_interpose.so is preloaded by `kvprobe run`, or loaded into a
- * running process by `kvprobe attach`: it defines the CUDA calls that it watches, calls the function that the caller
- * would have reached without it, and writes one record a call.
+ * running process by `kvprobe attach`: wherever a program keeps the address of a CUDA function it puts a wrapper's,
+ * which calls that function and writes one record a call. It exports no name of CUDA's.
  *
  * Rules it keeps: results, errno and argument registers pass through; no lock and no allocation on the way of a call;
  * no CUDA call that the program did not make, but for a question about a pointer (memory.c), asked after the fact;
@@ -19,26 +19,27 @@
 #define likely(x) __builtin_expect(!!(x), 1)
 #define unlikely(x) __builtin_expect(!!(x), 0)
 
-/* Of the calls that are wrapped; the core's own functions stay inside (kvp.h). */
+/* What the C library has, too, and what a debugger calls; the core's own functions stay inside (kvp.h). */
 #define CUDA_EXPORT __attribute__((visibility("default")))
 
-#define SITES 32      /* call sites of one wrapped symbol that are remembered */
-#define BOUND 3       /* functions fetched by pointer that one symbol can stand for, beside the linked one */
+#define BOUND 16      /* functions of one name that are wrapped at a time: runtimes, their drivers, other tools */
 typedef int any_fn(); /* a CUDA function of unknown parameters */
 
 /* A sanitizer's runtime that a program brings asks these for functions before it can be told of anything. */
 #define NOT_SANITIZED __attribute__((no_sanitize("address", "thread", "undefined")))
 
+/* Which function a wrapper stands for: given up when the function's library has gone, and then another's. */
+struct binding {
+    _Atomic uint64_t state;          /* resolve.c */
+    _Atomic uintptr_t base, dynamic; /* of the library; 0: in none */
+};
+
 /* One wrapped symbol. */
 struct wrapped {
     const char *name;
-    any_fn *exported;     /* what callers are linked to: goes to the function that their own library would give them */
     any_fn *bound[BOUND]; /* each calls exactly the function in `real` beside it */
     any_fn *_Atomic real[BOUND];
-    struct {
-        void *_Atomic caller;
-        any_fn *_Atomic real;
-    } sites[SITES]; /* return address -> function, so that two CUDA runtimes in one process stay apart */
+    struct binding binding[BOUND];
 };
 
 extern struct wrapped kvp_wrapped[];
@@ -56,59 +57,75 @@ enum inside { OUTSIDE, IN_KVPROBE, IN_RUNTIME, IN_DRIVER };
 
 enum detail { DETAIL_TOTALS, DETAIL_COPIES, DETAIL_LAUNCHES };
 
-/* What every call asks, in one cache line. Any thread may look while a debugger's attaches or detaches. */
+/* What every call asks, in one cache line. Any thread may look while another attaches or detaches. */
 struct watch {
     atomic_int on;          /* 1 while this process is to be recorded; what else a call needs is there before it */
     atomic_int detail;      /* enum detail */
     atomic_int nvtx;        /* a tool listens */
-    atomic_int attached;    /* 1 while loaded libraries hold addresses of ours, 0 where we were preloaded */
+    atomic_int redirects;   /* 1 while loaded libraries hold addresses of ours */
+    atomic_int attached;    /* 1: because of an attach, which can be taken back; 0 where we were there from the start */
     atomic_int no_driver;   /* there is none to ask about a pointer */
     atomic_int gate;        /* 1: a test forbids calls */
     atomic_int cures;       /* 1: pageable copies may go another way (cures.c) */
     atomic_int captures;    /* streams that are being captured */
+    atomic_int marks;       /* 1: marks are recorded in the program's streams (marks.c) */
+    atomic_int blocking;    /* 1: there may be streams that the legacy default stream waits for */
     atomic_uint generation; /* of what is known of memory: freeing or registering some makes it another */
+    atomic_uint contents_mask;         /* contents.c: which places of the host are looked at */
+    _Atomic uint64_t contents_from_ns; /* from when on; the largest number: never */
 } __attribute__((aligned(64)));
 extern struct watch kvp_watch;
 
 /* wrap.c */
 int kvp_batch_has_fail_index(void *real); /* of cudaMemcpyBatchAsync: CUDA 12.8's signature */
+void kvp_forget_signatures(void);         /* of functions whose library may have gone */
+/* A function or a word that leads to one finds no room here: the run folder is told, so that the recording does not
+ * pass for a whole one. */
+void kvp_not_wrapped(void);
 
-/* resolve.c: the function that `caller` would have called, NULL where there is none. */
-any_fn *kvp_real(struct wrapped *w, void *caller);
+/* resolve.c */
 struct wrapped *kvp_find_wrapped(const char *name);
 /* A pointer that behaves as `found`, and is recorded; `found` itself where that cannot be. */
 void *kvp_wrap_pointer(struct wrapped *w, void *found);
-/* A symbol of a library that is loaded already, past any wrapper of ours. */
+void kvp_give_up_wrappers(void); /* of functions whose library has gone */
+int kvp_is_given_up(const struct wrapped *w, const void *wrapper);
+int kvp_is_call_entry(const void *address);
+/* A symbol of a library that is loaded already. */
 void *kvp_symbol_beside(const void *address, const char *name);
 void *kvp_driver_symbol(const char *name);
-/* The next definition behind this library. */
-void *kvp_next_symbol(const char *name);
-
-static inline any_fn *kvp_real_for(struct wrapped *w, void *caller) {
-    unsigned at = (unsigned)(((uintptr_t)caller >> 2) ^ ((uintptr_t)caller >> 9)) % SITES;
-    if (likely(w->sites[at].caller == caller && w->sites[at].real)) return w->sites[at].real;
-    return kvp_real(w, caller);
-}
-
-/* As a library that `handle` stands for would be bound to it: the global scope first. RTLD_NEXT: behind us. */
-void *kvp_symbol_of(void *handle, const char *name);
+/* As a library that `handle` stands for would be bound to it: the global scope first. version: NULL for any. */
+void *kvp_symbol_of(void *handle, const char *name, const char *version);
+void *kvp_reached(const char *name); /* by a call from here */
 uintptr_t kvp_own_base(void);
+void *kvp_loaded(const char *path); /* a handle that keeps a loaded library; "" is the program */
+void kvp_let_go(void *handle);
+void kvp_note_libraries(void); /* at the start of a program */
 void *kvp_dlopen(const char *file, int mode);
+void *kvp_dlvsym(void *restrict handle, const char *restrict name, const char *restrict version);
 
-/* relocate.c: attaching to a running process. The number of words written that lead to recorded calls, or a negative
+/* relocate.c: the words of loaded libraries. The number of words written that lead to recorded calls, or a negative
  * errno. */
 int kvp_redirect_all(void);
 int kvp_restore_all(void);
 void kvp_redirect_new(void); /* in libraries that were loaded since */
 
-/* Functions that are no CUDA calls and lead to us all the same while we are attached. children.c */
+/* Functions that are no CUDA calls and lead to us all the same. */
 struct redirected {
     const char *name;
     any_fn *ours;
+    any_fn *_Atomic *real; /* NULL: the C library's, which `ours` reaches by name. Else what was found is put here */
 };
-extern const struct redirected kvp_redirected[];
+extern const struct redirected kvp_redirected[]; /* children.c */
 extern const int kvp_redirected_count;
+
+/* children.c: what this process starts is recorded, too. */
 int kvp_hand_on(const char *library, const char *folder, const char *detail, uint64_t max_bytes);
+void kvp_hand_on_environment(const char *library, const char *folder); /* as it is, of a run */
+void kvp_hand_on_nothing(void);
+
+/* seccomp.c */
+int kvp_seccomp_load(void *filter);
+extern any_fn *_Atomic kvp_real_seccomp_load;
 
 /* memory.c: `record->direction` completed with what is known of its addresses. `asked` is a direction, or
  * KVP_DIR_UNKNOWN to find out. */
@@ -118,8 +135,48 @@ void kvp_forget_ranges(void); /* memory was freed or registered */
 /* 1: an earlier copy of this thread showed that it is. No question is asked: 0 says nothing. */
 int kvp_known_pinned(uint64_t address);
 
-/* gate.c */
-void kvp_gate(const kvp_record *record); /* of every call while kvp_watch.gate is set */
+/* marks.c, mark_reader.c: what the device did, by events of ours. `before`: of a call that begins now; 1: time has
+ * passed. `after`: of one that has returned. */
+void kvp_marks_start(void);
+void kvp_marks_stop(void);
+int kvp_mark_before(const kvp_record *record);
+void kvp_mark_after(const kvp_record *record);
+void kvp_marks_stream_ends(uint64_t stream);
+void kvp_marks_context_ends(void);
+void kvp_marks_hold(void); /* until kvp_marks_go_on nothing is marked: a capture is about to begin */
+void kvp_marks_go_on(void);
+
+/* contents.c: what copies carry, of a sample. `due`: whether the copy that has just returned is to be looked at. */
+void kvp_contents_start(void);
+void kvp_contents_stop(void);
+void kvp_contents_look(const kvp_record *record);
+static inline int kvp_contents_due(const kvp_record *r) {
+    uint64_t place = (r->direction & 15) == KVP_D2H ? r->dst : r->src;
+    return r->start_ns >= atomic_load_explicit(&kvp_watch.contents_from_ns, memory_order_relaxed) &&
+           !((place >> 6) * 0x9e3779b97f4a7c15u >> 40 &
+             atomic_load_explicit(&kvp_watch.contents_mask, memory_order_relaxed));
+}
+
+/* gate.c: of every call while kvp_watch.gate is set */
+void kvp_gate_begin(void);
+void kvp_gate(const kvp_record *record);
+
+/* frames.c: Python's functions, from whoever runs in it; kvprobe/testing/gate.py names them. */
+typedef struct {
+    void *(*this_thread)(void);
+    int (*gil_held)(void), (*gil_ensure)(void);
+    void (*gil_release)(int);
+    int (*gc_disable)(void), (*gc_enable)(void);
+    void *(*thread_frame)(void *thread), *(*frame_back)(void *frame), *(*frame_code)(void *frame);
+    int (*frame_line)(void *frame);
+    void *(*attribute)(void *object, const char *name);
+    void *(*encode)(void *text, const char *encoding, const char *errors);
+    const char *(*text)(void *bytes);
+    void (*release)(void *object);
+    void (*clear)(void);
+} kvp_python;
+/* The calling thread's frames, innermost first, a line each as faulthandler writes them. 0: it could not be had. */
+int kvp_write_whole_stack(const kvp_python *python, int fd);
 
 /* nvtx.c */
 void kvp_nvtx_start(void);

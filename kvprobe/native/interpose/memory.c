@@ -1,7 +1,8 @@
 /* What kind of memory an address is: remembered per thread as ranges, so that a copy costs a few compares.
  *
  * The driver is asked once per allocation (cuPointerGetAttributes: it leaves the runtime's last error alone), after the
- * copy's own call has returned. Freeing or registering memory makes every thread forget. */
+ * copy's own call has returned; of pageable memory, which it knows no ranges of, once per address. Freeing or
+ * registering memory makes every thread forget. */
 #define _GNU_SOURCE
 #include "interpose.h"
 
@@ -12,7 +13,6 @@
 #include <unistd.h>
 
 #define RANGES 8
-#define PAGEABLE_BYTES (2u << 20) /* what one answer "not CUDA's" is taken to cover; registering makes us forget it */
 
 enum { ATTRIBUTE_MEMORY_TYPE = 2, ATTRIBUTE_IS_MANAGED = 8, ATTRIBUTE_RANGE_START = 11, ATTRIBUTE_RANGE_SIZE = 12 };
 
@@ -60,12 +60,12 @@ static __attribute__((noinline)) int ask_driver(uint64_t address) {
     int kind = KVP_MEM_UNKNOWN;
     if (!function(4, attributes, data, address))
         kind = managed ? KVP_MEM_MANAGED : type == 1 ? KVP_MEM_PINNED : type == 2 ? KVP_MEM_DEVICE : KVP_MEM_PAGEABLE;
-    if (!size || address - start >= size) {
-        start = address & ~(uint64_t)(PAGEABLE_BYTES - 1);
-        size = kind == KVP_MEM_PAGEABLE || kind == KVP_MEM_UNKNOWN ? PAGEABLE_BYTES : 0;
+    if (!size || address - start >= size) { /* the answer holds for this address alone: its neighbour may be pinned */
+        start = address;
+        size = kind == KVP_MEM_PAGEABLE || kind == KVP_MEM_UNKNOWN;
     }
     if (size) {
-        unsigned at = known.next++ % RANGES;
+        unsigned at = size == 1 ? RANGES - 1 : known.next++ % (RANGES - 1); /* single addresses crowd out no range */
         known.range[at].start = start;
         known.range[at].size = size;
         known.range[at].kind = (uint8_t)kind;

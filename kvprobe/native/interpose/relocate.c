@@ -1,5 +1,5 @@
 /* Puts wrappers where loaded libraries keep the addresses of the functions they are linked to, and puts the addresses
- * back: what preloading does before a program starts, done to one that runs.
+ * back: at the start of a program, whenever it has loaded libraries, and in one that runs.
  *
  * Only relocated words are written (PLT and GOT entries, tables of function pointers), each by one aligned store, so a
  * thread in the middle of a call reads either address. Hazards:
@@ -8,14 +8,17 @@
  *    for whoever is inside dlopen, so no library is met before the loader has finished its relocations;
  *  - two threads that scan would wait for each other through the loader's lock: the second leaves its wish to the
  * first;
- *  - a word that was not bound yet leads to the loader's binder: the function is looked up as the binder would do it.
- */
+ *  - a word that was not bound yet leads to the loader's binder: the function is looked up as the binder would do it,
+ *    in the version that the library was linked to;
+ *  - a word in a table of the program's own may hold something else by now: it is left alone;
+ *  - a library that was looked up for a word may be unloaded: the word is the binder's again. */
 #define _GNU_SOURCE
 #include "interpose.h"
 
 #include <dlfcn.h>
 #include <errno.h>
 #include <link.h>
+#include <pthread.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -34,9 +37,12 @@ enum { RELOC_ABSOLUTE = -1, RELOC_GOT = -2, RELOC_PLT = -3 };
 
 struct word {
     void *volatile *at;
-    void *was, *now; /* now: NULL while the word is as it was */
-    int wrapped;     /* index of kvp_wrapped, or kvp_wrapped_count + index of kvp_redirected */
-    int own;         /* the object itself defines the symbol: its own address is no binder's */
+    void *was, *now;     /* now: NULL while the word is as it was */
+    int wrapped;         /* index of kvp_wrapped, or kvp_wrapped_count + index of kvp_redirected */
+    int own;             /* the object itself defines the symbol: its own address is no binder's */
+    int table;           /* it lies among the program's data, not in the linker's tables */
+    int refused;         /* it could not be written, and that was said */
+    const char *version; /* of the symbol that the object was linked to; NULL: none */
 };
 
 struct object {
@@ -51,9 +57,10 @@ struct object {
 
 static struct word words[WORDS];
 static struct object objects[OBJECTS];
-static int word_count, object_count, scan_number;
+static int word_count, object_count, scan_number, no_room;
 static char names[NAME_BYTES];
 static size_t name_bytes;
+static int expected; /* the object that comes next in most scans */
 static volatile int scanning, scan_again;
 static struct changes {
     unsigned long long adds, subs;
@@ -64,24 +71,61 @@ static struct changes {
 static int find_function(const char *name) {
     struct wrapped *w = kvp_find_wrapped(name);
     if (w) return (int)(w - kvp_wrapped);
-    if (!strchr("depE_", name[0])) return -1;
+    if (!strchr("depfs_", name[0]) || (name[0] == '_' && name[1] != 'e' && name[1] != 'E')) return -1;
     for (int i = 0; i < kvp_redirected_count; i++)
         if (!strcmp(name, kvp_redirected[i].name)) return kvp_wrapped_count + i;
     return -1;
 }
 
+static const char *name_of(const struct word *w) {
+    return w->wrapped < kvp_wrapped_count ? kvp_wrapped[w->wrapped].name
+                                          : kvp_redirected[w->wrapped - kvp_wrapped_count].name;
+}
+
+/* Where an object keeps its symbols. */
+struct tables {
+    const ElfW(Sym) * symbols;
+    const char *strings;
+    const ElfW(Half) * versions; /* of each symbol, an index of what follows; NULL: it has none */
+    const ElfW(Verneed) * needed;
+};
+
+static const char *version_of(const struct tables *t, size_t symbol) {
+    if (!t->versions || !t->needed) return NULL;
+    unsigned index = t->versions[symbol] & 0x7fff;
+    const ElfW(Verneed) *library = t->needed;
+    for (;;) {
+        const ElfW(Vernaux) *one = (const ElfW(Vernaux) *)((const char *)library + library->vn_aux);
+        for (;;) {
+            if (one->vna_other == index) return t->strings + one->vna_name;
+            if (!one->vna_next) break;
+            one = (const ElfW(Vernaux) *)((const char *)one + one->vna_next);
+        }
+        if (!library->vn_next) return NULL;
+        library = (const ElfW(Verneed) *)((const char *)library + library->vn_next);
+    }
+}
+
 static void gather_table(struct object *o, const ElfW(Rela) * table, size_t bytes, size_t skip,
-                         const ElfW(Sym) * symbols, const char *strings) {
-    for (size_t i = skip; i < bytes / sizeof *table && word_count < WORDS; i++) {
+                         const struct tables *t) {
+    for (size_t i = skip; i < bytes / sizeof *table; i++) {
         int kind = (int)ELF64_R_TYPE(table[i].r_info);
         if (kind != RELOC_PLT && kind != RELOC_GOT && (kind != RELOC_ABSOLUTE || table[i].r_addend)) continue;
         uintptr_t at = o->base + table[i].r_offset;
         if (at % sizeof(void *) || at < o->first || at >= o->last) continue;
-        const ElfW(Sym) *symbol = &symbols[ELF64_R_SYM(table[i].r_info)];
-        int function = find_function(strings + symbol->st_name);
+        size_t number = ELF64_R_SYM(table[i].r_info);
+        const ElfW(Sym) *symbol = &t->symbols[number];
+        int function = find_function(t->strings + symbol->st_name);
         if (function < 0) continue;
-        words[word_count++] =
-            (struct word){.at = (void *volatile *)at, .wrapped = function, .own = symbol->st_shndx != SHN_UNDEF};
+        if (word_count == WORDS) {
+            no_room = 1;
+            return;
+        }
+        words[word_count++] = (struct word){.at = (void *volatile *)at,
+                                            .wrapped = function,
+                                            .own = symbol->st_shndx != SHN_UNDEF,
+                                            .table = kind == RELOC_ABSOLUTE,
+                                            .version = version_of(t, number)};
         o->word_count++;
     }
 }
@@ -92,7 +136,7 @@ static uintptr_t loaded(const struct object *o, ElfW(Addr) address) {
 
 static int gather(struct dl_phdr_info *info, size_t size, void *ours) {
     (void)size;
-    if (info->dlpi_addr == *(uintptr_t *)ours || object_count >= OBJECTS) return 0;
+    if (info->dlpi_addr == *(uintptr_t *)ours) return 0;
     const char *name = info->dlpi_name ? info->dlpi_name : "";
     struct object o = {.base = info->dlpi_addr, .first = UINTPTR_MAX, .words = word_count, .seen = scan_number};
     const ElfW(Dyn) *dynamic = NULL;
@@ -108,11 +152,13 @@ static int gather(struct dl_phdr_info *info, size_t size, void *ours) {
             o.sealed_first = from, o.sealed_last = to;
     }
     if (!dynamic) return 0;
-    uintptr_t symbols = 0, strings = 0, plt = 0, table = 0;
+    uintptr_t symbols = 0, strings = 0, plt = 0, table = 0, versions = 0, needed = 0;
     size_t plt_bytes = 0, table_bytes = 0, relative = 0;
     for (const ElfW(Dyn) *d = dynamic; d->d_tag != DT_NULL; d++) {
         if (d->d_tag == DT_SYMTAB) symbols = loaded(&o, d->d_un.d_ptr);
         if (d->d_tag == DT_STRTAB) strings = loaded(&o, d->d_un.d_ptr);
+        if (d->d_tag == DT_VERSYM) versions = loaded(&o, d->d_un.d_ptr);
+        if (d->d_tag == DT_VERNEED) needed = loaded(&o, d->d_un.d_ptr);
         if (d->d_tag == DT_JMPREL) plt = loaded(&o, d->d_un.d_ptr);
         if (d->d_tag == DT_RELA) table = loaded(&o, d->d_un.d_ptr);
         if (d->d_tag == DT_PLTRELSZ) plt_bytes = d->d_un.d_val;
@@ -121,24 +167,46 @@ static int gather(struct dl_phdr_info *info, size_t size, void *ours) {
     }
     o.dynamic = dynamic;
     o.relocations = plt_bytes + table_bytes;
-    for (int i = 0; i < object_count; i++) {
+    for (int n = 0, i = expected; n < object_count; n++, i = i + 1 < object_count ? i + 1 : 0) {
         struct object *k = &objects[i];
         if (k->base != o.base || k->dynamic != o.dynamic || k->relocations != o.relocations || strcmp(k->name, name))
             continue;
         k->seen = scan_number;
+        expected = i + 1 < object_count ? i + 1 : 0;
         return 0;
     }
     size_t length = strlen(name) + 1;
-    if (name_bytes + length > NAME_BYTES) return 0;
-    if (symbols && strings && plt)
-        gather_table(&o, (const ElfW(Rela) *)plt, plt_bytes, 0, (const ElfW(Sym) *)symbols, (const char *)strings);
-    if (symbols && strings && table)
-        gather_table(&o, (const ElfW(Rela) *)table, table_bytes, relative, (const ElfW(Sym) *)symbols,
-                     (const char *)strings);
+    if (object_count == OBJECTS || name_bytes + length > NAME_BYTES) {
+        no_room = 1;
+        return 0;
+    }
+    struct tables t = {.symbols = (const ElfW(Sym) *)symbols,
+                       .strings = (const char *)strings,
+                       .versions = (const ElfW(Half) *)versions,
+                       .needed = (const ElfW(Verneed) *)needed};
+    if (symbols && strings && plt) gather_table(&o, (const ElfW(Rela) *)plt, plt_bytes, 0, &t);
+    if (symbols && strings && table) gather_table(&o, (const ElfW(Rela) *)table, table_bytes, relative, &t);
     o.name = memcpy(names + name_bytes, name, length);
     name_bytes += length;
     objects[object_count++] = o;
     return 0;
+}
+
+/* Gives up what is known of libraries that have gone: their words, and their place in the tables. */
+static void forget_unloaded(void) {
+    int to = 0, words_to = 0;
+    size_t names_to = 0;
+    for (int i = 0; i < object_count; i++) {
+        struct object o = objects[i];
+        if (o.seen != scan_number) continue;
+        size_t length = strlen(o.name) + 1;
+        memmove(words + words_to, words + o.words, (size_t)o.word_count * sizeof *words);
+        o.name = memmove(names + names_to, o.name, length);
+        o.words = words_to;
+        words_to += o.word_count, names_to += length;
+        objects[to++] = o;
+    }
+    object_count = to, word_count = words_to, name_bytes = names_to;
 }
 
 static int read_changes(struct dl_phdr_info *info, size_t size, void *changes) {
@@ -158,9 +226,9 @@ static struct changes changes_now(void) {
 /* Keeps an object loaded; NULL: it has gone. The main program stays by itself.
  * The loader wrote what is read here under its own lock, which dlopen takes and the sanitizer does not see. */
 __attribute__((no_sanitize("thread"))) static void *hold(const struct object *o) {
-    struct link_map *map = dlopen(o->name[0] ? o->name : NULL, RTLD_LAZY | RTLD_NOLOAD);
+    struct link_map *map = kvp_loaded(o->name);
     if (map && (uintptr_t)map->l_addr != o->base) {
-        dlclose(map);
+        kvp_let_go(map);
         return NULL;
     }
     return map;
@@ -177,21 +245,39 @@ static int store(const struct object *o, void *volatile *at, void *expected, voi
     return stored;
 }
 
+/* The function that a word leads to, or will once the loader has bound it; NULL: to none that is known. */
+static void *function_of(const struct object *o, const struct word *w, void *handle, void *is) {
+    if (!w->own && (uintptr_t)is >= o->first && (uintptr_t)is < o->last)
+        return kvp_symbol_of(handle, name_of(w), w->version);
+    if (w->table && is != kvp_symbol_of(handle, name_of(w), w->version)) return NULL;
+    return kvp_is_call_entry(is) ? NULL : is;
+}
+
+static void *replacement_of(const struct word *w, void *function) {
+    if (w->wrapped < kvp_wrapped_count) return kvp_wrap_pointer(&kvp_wrapped[w->wrapped], function);
+    const struct redirected *r = &kvp_redirected[w->wrapped - kvp_wrapped_count];
+    if (!r->real) return function == kvp_reached(r->name) ? (void *)r->ours : function;
+    any_fn *none = NULL;
+    int known = atomic_compare_exchange_strong(r->real, &none, (any_fn *)function) || none == (any_fn *)function;
+    return known ? (void *)r->ours : function;
+}
+
 static void write_wrappers(struct object *o, void *handle) {
     for (struct word *w = &words[o->words], *end = w + o->word_count; w < end; w++) {
-        void *is = *w->at, *function = is, *now;
-        if (!is || is == w->now) continue;
-        const char *name = w->wrapped < kvp_wrapped_count ? kvp_wrapped[w->wrapped].name
-                                                          : kvp_redirected[w->wrapped - kvp_wrapped_count].name;
-        if (!w->own && (uintptr_t)is >= o->first && (uintptr_t)is < o->last) function = kvp_symbol_of(handle, name);
-        if (!function) continue;
-        if (w->wrapped < kvp_wrapped_count)
-            now = kvp_wrap_pointer(&kvp_wrapped[w->wrapped], function);
-        else {
-            const struct redirected *r = &kvp_redirected[w->wrapped - kvp_wrapped_count];
-            now = function == kvp_symbol_of(RTLD_NEXT, name) ? (void *)r->ours : function;
+        void *is = *w->at;
+        if (is && is == w->now) {
+            if (w->wrapped >= kvp_wrapped_count || !kvp_is_given_up(&kvp_wrapped[w->wrapped], w->now)) continue;
+            if (!store(o, w->at, w->now, w->was)) continue;
+            is = w->was, w->now = NULL;
         }
-        if (now == function || !store(o, w->at, is, now)) continue;
+        void *function = is ? function_of(o, w, handle, is) : NULL;
+        if (!function) continue;
+        void *now = replacement_of(w, function);
+        if (now == function) continue;
+        if (!store(o, w->at, is, now)) {
+            if (*w->at == is && !w->refused++) kvp_not_wrapped();
+            continue;
+        }
         w->was = is;
         w->now = now;
     }
@@ -202,17 +288,20 @@ static void scan(int all) {
     do {
         __atomic_store_n(&scan_again, 0, __ATOMIC_SEQ_CST);
         struct changes now = changes_now();
-        /* one that was unloaded may have come back, its words as the loader made them */
-        int from = all || now.subs != seen.subs ? 0 : object_count;
+        int unloaded = now.subs != seen.subs, had_room = !no_room, from = object_count;
         scan_number++;
         uintptr_t ours = kvp_own_base();
+        if (unloaded && object_count) kvp_forget_signatures(), kvp_give_up_wrappers();
         dl_iterate_phdr(gather, &ours);
-        for (int i = from; i < object_count; i++) {
+        if (unloaded) forget_unloaded();
+        if (no_room && had_room) kvp_not_wrapped();
+        /* one that was unloaded may have come back, its words as the loader made them */
+        for (int i = all || unloaded ? 0 : from; i < object_count; i++) {
             if (objects[i].seen != scan_number || !objects[i].word_count) continue;
             void *handle = hold(&objects[i]);
             if (!handle) continue;
             write_wrappers(&objects[i], handle);
-            dlclose(handle);
+            kvp_let_go(handle);
         }
         __atomic_store_n(&seen.adds, now.adds, __ATOMIC_RELEASE);
         __atomic_store_n(&seen.subs, now.subs, __ATOMIC_RELEASE);
@@ -227,17 +316,53 @@ static int begin_scan(void) {
     return owner != me && __atomic_compare_exchange_n(&scanning, &owner, me, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 
+/* 1: it has begun. */
+static int wait_for_scan(int ms) {
+    int begun = begin_scan();
+    for (int tries = 0; !begun && tries < ms * 10; tries++) {
+        usleep(100);
+        begun = begin_scan();
+    }
+    return begun;
+}
+
 static void end_scan(void) { __atomic_store_n(&scanning, 0, __ATOMIC_SEQ_CST); }
 
+/* ---- forks: a child has the loader's locks as they were, and not the threads that would give them up ------------- */
+
+enum { FORK_WAIT_MS = 100, ATTACH_WAIT_MS = 2000 };
+static int stays_away; /* of a child: the loader may be locked for good, so nothing is asked of it */
+static __thread int held_for_fork __attribute__((tls_model("initial-exec")));
+
+/* No scan while the process forks. A scan that waits for the forking thread, which a library's constructor may be, is
+ * not waited for without end. */
+static void before_fork(void) { held_for_fork = wait_for_scan(FORK_WAIT_MS); }
+
+static void in_parent(void) {
+    if (!held_for_fork) return;
+    end_scan();
+    if (__atomic_load_n(&scan_again, __ATOMIC_SEQ_CST)) kvp_redirect_new();
+}
+
+static void in_child(void) {
+    end_scan();
+    stays_away |= !held_for_fork || _r_debug.r_state != RT_CONSISTENT;
+}
+
+static void watch_forks(void) {
+    static int watched;
+    if (!watched) watched = !pthread_atfork(before_fork, in_parent, in_child);
+}
+
 void kvp_redirect_new(void) {
-    if (!kvp_watch.attached) return;
+    if (!kvp_watch.redirects || stays_away) return;
     int was = errno;
     struct changes now = changes_now();
     /* each count tells on its own that a scan has begun since: no need to see both of one scan */
     if (now.adds != __atomic_load_n(&seen.adds, __ATOMIC_ACQUIRE) ||
         now.subs != __atomic_load_n(&seen.subs, __ATOMIC_ACQUIRE)) {
         if (begin_scan()) {
-            if (kvp_watch.attached) scan(0);
+            if (kvp_watch.redirects) scan(0);
             end_scan();
         } else
             __atomic_store_n(&scan_again, 1, __ATOMIC_SEQ_CST);
@@ -254,7 +379,8 @@ static int leads_to_call(const struct word *w) {
 }
 
 int kvp_redirect_all(void) {
-    if (!begin_scan()) return -EBUSY;
+    watch_forks();
+    if (!wait_for_scan(ATTACH_WAIT_MS)) return -EBUSY;
     scan(1);
     scan(1); /* a binder that was at work may have written over a word */
     int written = 0;
@@ -264,10 +390,8 @@ int kvp_redirect_all(void) {
 }
 
 int kvp_restore_all(void) {
-    for (int tries = 0; !begin_scan(); tries++) {
-        if (tries == 2000) return -EBUSY;
-        usleep(1000);
-    }
+    if (stays_away) return -EBUSY;
+    if (!wait_for_scan(ATTACH_WAIT_MS)) return -EBUSY;
     int restored = 0;
     scan_number++;
     uintptr_t ours = kvp_own_base();
@@ -279,9 +403,9 @@ int kvp_restore_all(void) {
             if (w->now && handle && store(o, w->at, w->now, w->was)) restored += leads_to_call(w);
             w->now = w->was = NULL;
         }
-        if (handle) dlclose(handle);
+        if (handle) kvp_let_go(handle);
     }
-    word_count = object_count = 0;
+    word_count = object_count = expected = no_room = 0;
     name_bytes = 0;
     end_scan();
     return restored;

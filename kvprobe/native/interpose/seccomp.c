@@ -25,6 +25,8 @@ static prctl_fn *find_prctl(void) {
 /* Before the filter is there: another thread may be about to grow its ring. */
 static void seal(void) {
     kvp_cures_stop();
+    kvp_marks_stop();
+    kvp_contents_stop();
     if (!kvp_ring_is_open()) kvp_watch.on = 0;
     kvp_ring_seal(1);
 }
@@ -54,10 +56,11 @@ int prctl(int option, ...) {
     return result;
 }
 
-CUDA_EXPORT int seccomp_load(void *filter);
-int seccomp_load(void *filter) {
-    load_fn *real = (load_fn *)kvp_next_symbol("seccomp_load");
-    if (!real) return -ENOSYS;
+any_fn *_Atomic kvp_real_seccomp_load;
+
+/* In place of libseccomp's function, where a library is linked to it. */
+int kvp_seccomp_load(void *filter) {
+    load_fn *real = (load_fn *)kvp_real_seccomp_load;
     int was = kvp_watch.on;
     seal();
     int result = real(filter);

@@ -20,9 +20,11 @@
 /* Detail of one thread, at most: 2 MiB, taken as it is needed. A cause needs the calls that filled a queue, not only
  * those that it blocked; a ring that outgrows the processor's caches makes every call dearer. */
 #define RECORDS 32768
-#define SYMBOL_NOT_FOUND 302 /* cudaErrorSharedObjectSymbolNotFound, CUDA_ERROR_SHARED_OBJECT_SYMBOL_NOT_FOUND */
+#define SEVERAL_RECORDS 8192   /* the same where most are of several calls: half a million calls */
+#define LEAST_BYTES (48 << 10) /* that a file takes, with a thread that makes a few calls */
+#define SYMBOL_NOT_FOUND 302   /* cudaErrorSharedObjectSymbolNotFound, CUDA_ERROR_SHARED_OBJECT_SYMBOL_NOT_FOUND */
 
-struct watch kvp_watch = {.detail = DETAIL_COPIES, .generation = 1};
+struct watch kvp_watch = {.detail = DETAIL_COPIES, .generation = 1, .contents_from_ns = UINT64_MAX};
 static char run_folder[3072];
 static uint64_t max_bytes;
 
@@ -45,14 +47,14 @@ static uint64_t folder_bytes(void) {
     return total;
 }
 
-/* Half of what is left for each process: so any number of them stays within the limit, the last ones with totals only.
- * Half of that for the detail of the process's first threads; those that find no room are counted. */
-static void limit(kvp_ring_options *options) {
-    if (!options->ring_capacity) options->ring_capacity = RECORDS;
+/* Half of what is left for each process, and half of that for the detail of its first threads; those that find no room
+ * are counted. 0: there is no room for another file. The observer packs those of short processes that have ended. */
+static int limit(kvp_ring_options *options) {
+    if (!options->ring_capacity) options->ring_capacity = kvp_watch.detail == DETAIL_TOTALS ? SEVERAL_RECORDS : RECORDS;
     if (!options->slow_capacity) options->slow_capacity = RECORDS / 8;
-    if (!max_bytes) return;
+    if (!max_bytes) return 1;
     uint64_t used = folder_bytes(), budget = used < max_bytes ? (max_bytes - used) / 2 : 0;
-    uint64_t records = RECORDS;
+    uint64_t records = options->ring_capacity;
     while (records > 16 && records * 80 * KVP_LARGE_SECTIONS > budget / 2) records /= 2;
     if (options->ring_capacity > records) options->ring_capacity = records;
     if (options->slow_capacity > records / 4) options->slow_capacity = records / 4;
@@ -60,6 +62,7 @@ static void limit(kvp_ring_options *options) {
     uint64_t small = 24576 + (records < KVP_SMALL_RECORDS ? records : KVP_SMALL_RECORDS) * 80;
     if (sections > KVP_LARGE_SECTIONS) sections = KVP_LARGE_SECTIONS + (budget - KVP_LARGE_SECTIONS * large) / small;
     options->sections_max = sections < 256 ? (uint32_t)sections : 256;
+    return used + LEAST_BYTES <= max_bytes;
 }
 
 /* Yama lets only ancestors look into a process; the observer that takes its stacks is none. A child inherits nothing of
@@ -118,8 +121,9 @@ static __attribute__((noinline)) int open_ring(void) {
                  (unsigned long long)now.tv_sec * 1000000000u + (unsigned long long)now.tv_nsec);
         kvp_ring_options options = {.ring_capacity = number_from("KVPROBE_RING_RECORDS"),
                                     .slow_ns = number_from("KVPROBE_SLOW_NS")};
-        limit(&options);
-        int error = kvp_ring_open(path, "interposer", &options);
+        int room = limit(&options), error;
+        if (!room) snprintf(path, sizeof path, "%s/no-room.kvp", run_folder);
+        error = room ? kvp_ring_open(path, "interposer", &options) : kvp_ring_open_shared(path, "interposer");
         if (error < 0) { /* no disk, no folder: leave it alone */
             kvp_watch.on = 0;
             step_aside(-error);
@@ -148,6 +152,29 @@ static void set_detail(const char *level) {
     if (level && !strcmp(level, "launches")) kvp_watch.detail = DETAIL_LAUNCHES;
 }
 
+/* Each number of them that is a power of two leaves a name in the run folder, which takes no descriptor: so much is
+ * known of a process that is killed, too. */
+void kvp_not_wrapped(void) {
+    static atomic_uint before;
+    unsigned n = atomic_fetch_add(&before, 1) + 1;
+    if (n & (n - 1)) return;
+    char path[sizeof run_folder + 64];
+    int was = errno;
+    snprintf(path, sizeof path, "%s/not-wrapped-%d-%u", run_folder, (int)getpid(), n);
+    mkdir(path, 0700);
+    errno = was;
+}
+
+/* From the start of a program on, or from where its environment's run was joined: a library that Python loads. */
+static void begin_run(void) {
+    Dl_info us;
+    if (dladdr(run_folder, &us) && us.dli_fname[0] == '/') kvp_hand_on_environment(us.dli_fname, run_folder);
+    const char *preloaded = getenv("LD_PRELOAD");
+    if (preloaded && strstr(preloaded, "libkvprobe_interpose")) kvp_note_libraries();
+    kvp_watch.redirects = 1;
+    kvp_redirect_all();
+}
+
 __attribute__((constructor)) static void start(void) {
     const char *run = getenv("KVPROBE_RUN"), *asked = getenv("KVPROBE"), *level = getenv("KVPROBE_DETAIL");
     if (!run || !*run || strlen(run) >= sizeof run_folder || getauxval(AT_SECURE)) return;
@@ -156,11 +183,16 @@ __attribute__((constructor)) static void start(void) {
     set_detail(level);
     max_bytes = number_from("KVPROBE_MAX_BYTES");
     kvp_watch.on = 1;
+    kvp_marks_start();
+    kvp_contents_start();
     kvp_cures_start(run_folder);
+    begin_run();
 }
 
 static void finish(void) {
+    kvp_marks_stop();
     kvp_watch.on = 0;
+    kvp_contents_stop();
     kvp_cures_close();
     kvp_ring_close();
 }
@@ -190,8 +222,8 @@ __attribute__((constructor)) static void find_exit(void) {
 }
 
 /* ---- attaching ------------------------------------------------------------------------------------------------
- * Called by a debugger in a thread of the process, the others running on. Both return a number of words written that
- * lead to recorded calls, or a negative errno. */
+ * Called by a thread that the injector made (inject/stub.c), the others running on. Both return a number of words
+ * written that lead to recorded calls, or a negative errno. */
 
 CUDA_EXPORT int kvprobe_attach(const char *library, const char *folder, const char *detail, uint64_t limit_bytes);
 int kvprobe_attach(const char *library, const char *folder, const char *detail, uint64_t limit_bytes) {
@@ -205,12 +237,16 @@ int kvprobe_attach(const char *library, const char *folder, const char *detail, 
     kvp_watch.on = 1;
     if (!open_ring()) {
         kvp_watch.on = 0;
+        kvp_hand_on_nothing();
         return -EACCES;
     }
-    kvp_watch.attached = 1;
+    kvp_watch.attached = kvp_watch.redirects = 1;
+    kvp_marks_start();
+    kvp_contents_start();
     int written = kvp_redirect_all();
     if (written < 0) {
-        kvp_watch.attached = 0;
+        kvp_watch.attached = kvp_watch.redirects = 0;
+        kvp_hand_on_nothing();
         finish();
     }
     errno = was;
@@ -221,7 +257,9 @@ CUDA_EXPORT int kvprobe_detach(void);
 int kvprobe_detach(void) {
     if (!kvp_watch.attached) return -ENOENT;
     int was = errno, restored;
-    kvp_watch.attached = 0; /* nobody scans again; calls are recorded until no library leads here */
+    kvp_watch.attached = kvp_watch.redirects =
+        0; /* nobody scans again; calls are recorded until no library leads here */
+    kvp_hand_on_nothing();
     restored = kvp_restore_all();
     kvp_watch.on = 0;
     /* calls that are inside are recorded at their end; one that waits for long is not waited for */
@@ -256,7 +294,9 @@ static inline __attribute__((always_inline)) void begin(kvp_record *r, enum what
     else
         r->dur_ns = KVP_UNTIMED;
     if (unlikely(!kvp_ring_enter(r->call, r->stream, r->start_ns))) begin_first(r);
+    if (what != A_EVENT && kvp_watch.marks && kvp_mark_before(r) && timed) r->start_ns = kvp_clock();
     if (what == A_COPY) kvp_fetch_ranges();
+    if (unlikely(kvp_watch.gate)) kvp_gate_begin();
     if (unlikely(kvp_watch.nvtx) && what != A_LAUNCH && what != A_EVENT && what != A_WAIT) kvp_nvtx_range_push(r);
 }
 
@@ -268,11 +308,14 @@ static inline __attribute__((always_inline)) void end(kvp_record *r, enum what w
     if (what == A_COPY && likely(!result)) kvp_classify(r);
     if (what == A_FREE) kvp_forget_ranges();
     int rare = what != A_EVENT && what != A_LAUNCH; /* the others would wash copies out of the ring */
-    int keep = kvp_watch.detail == DETAIL_LAUNCHES          ? KVP_KEEP_ALL
-               : !timed                                     ? KVP_KEEP_NONE
-               : kvp_watch.detail == DETAIL_TOTALS || !rare ? KVP_KEEP_SLOW
-                                                            : KVP_KEEP_ALL;
+    int keep = kvp_watch.detail == DETAIL_LAUNCHES ? KVP_KEEP_ALL
+               : !timed                            ? KVP_KEEP_NONE
+               : !rare                             ? KVP_KEEP_SLOW
+               : kvp_watch.detail == DETAIL_TOTALS ? KVP_KEEP_SEVERAL
+                                                   : KVP_KEEP_ALL;
     kvp_ring_write(r, keep);
+    if (what != A_EVENT && unlikely(kvp_thread.mark)) kvp_mark_after(r);
+    if (what == A_COPY && kvp_contents_due(r)) kvp_contents_look(r);
     if (unlikely(kvp_watch.gate)) kvp_gate(r);
     kvp_thread.node = 0;
     kvp_thread.inside = OUTSIDE;
@@ -383,20 +426,28 @@ static void fill_batch(kvp_record *r, uint8_t call, void *const *dsts, void *con
     r->direction = hinted(attributes, attribute_count);
 }
 
+static struct {
+    void *_Atomic real;
+    atomic_int answer; /* 0: none yet, 1: no, 2: yes */
+} signatures[4];
+
+void kvp_forget_signatures(void) {
+    for (int i = 0; i < 4; i++) {
+        signatures[i].answer = 0;
+        signatures[i].real = NULL;
+    }
+}
+
 int kvp_batch_has_fail_index(void *real) {
-    static struct {
-        void *_Atomic real;
-        atomic_int answer;
-    } known[4];
     for (int i = 0; i < 4; i++)
-        if (known[i].real == real && known[i].answer) return known[i].answer == 2;
+        if (signatures[i].real == real && signatures[i].answer) return signatures[i].answer == 2;
     int version = 0, answer = 1;
     int (*get_version)(int *) = (int (*)(int *))kvp_symbol_beside(real, "cudaRuntimeGetVersion");
     if (get_version && !get_version(&version)) answer = version < 13000 ? 2 : 1;
     for (int i = 0; i < 4; i++) {
         void *none = NULL;
-        if (atomic_compare_exchange_strong(&known[i].real, &none, real)) {
-            known[i].answer = answer;
+        if (atomic_compare_exchange_strong(&signatures[i].real, &none, real)) {
+            signatures[i].answer = answer;
             break;
         }
     }
@@ -484,7 +535,7 @@ CALL(cuLaunchKernelEx, A_LAUNCH, r.call = KVP_CALL_cuLaunchKernelEx;
      if (config) r.stream = STREAM(AT(void *, config, 32)))
 #define cudaGraphLaunch_P void *graph, void *stream
 #define cudaGraphLaunch_A graph, stream
-CALL(cudaGraphLaunch, A_CALL, r.call = KVP_CALL_cudaGraphLaunch; r.stream = STREAM(stream))
+CALL(cudaGraphLaunch, A_CALL, r.call = KVP_CALL_cudaGraphLaunch; r.stream = STREAM(stream); r.src = WORD(graph))
 
 /* Says how many launches a wait came after: those that a queue had taken since the wait before are counted so. */
 #define AFTER_LAUNCHES r.dst = kvp_thread.launches
@@ -552,13 +603,15 @@ CALL(cudaStreamWaitEvent, A_WAIT, r.call = KVP_CALL_cudaStreamWaitEvent; r.strea
 
 #define cudaStreamCreate_P void **stream
 #define cudaStreamCreate_A stream
-CALL(cudaStreamCreate, A_CALL, r.call = KVP_CALL_cudaStreamCreate)
+#define BLOCKS_UNLESS(NON_BLOCKING)                                                                                    \
+    if (!(NON_BLOCKING)) kvp_watch.blocking = 1
+CALL(cudaStreamCreate, A_CALL, r.call = KVP_CALL_cudaStreamCreate; BLOCKS_UNLESS(0))
 #define cudaStreamCreateWithFlags_P void **stream, unsigned flags
 #define cudaStreamCreateWithFlags_A stream, flags
-CALL(cudaStreamCreateWithFlags, A_CALL, r.call = KVP_CALL_cudaStreamCreate)
+CALL(cudaStreamCreateWithFlags, A_CALL, r.call = KVP_CALL_cudaStreamCreate; BLOCKS_UNLESS(flags & 1))
 #define cudaStreamCreateWithPriority_P void **stream, unsigned flags, int priority
 #define cudaStreamCreateWithPriority_A stream, flags, priority
-CALL(cudaStreamCreateWithPriority, A_CALL, r.call = KVP_CALL_cudaStreamCreate)
+CALL(cudaStreamCreateWithPriority, A_CALL, r.call = KVP_CALL_cudaStreamCreate; BLOCKS_UNLESS(flags & 1))
 #define cudaEventCreate_P void **event
 #define cudaEventCreate_A event
 CALL(cudaEventCreate, A_CALL, r.call = KVP_CALL_cudaEventCreate)
@@ -567,10 +620,10 @@ CALL(cudaEventCreate, A_CALL, r.call = KVP_CALL_cudaEventCreate)
 CALL(cudaEventCreateWithFlags, A_CALL, r.call = KVP_CALL_cudaEventCreate)
 #define cuStreamCreate_P void **stream, unsigned flags
 #define cuStreamCreate_A stream, flags
-CALL(cuStreamCreate, A_CALL, r.call = KVP_CALL_cuStreamCreate)
+CALL(cuStreamCreate, A_CALL, r.call = KVP_CALL_cuStreamCreate; BLOCKS_UNLESS(flags & 1))
 #define cuStreamCreateWithPriority_P void **stream, unsigned flags, int priority
 #define cuStreamCreateWithPriority_A stream, flags, priority
-CALL(cuStreamCreateWithPriority, A_CALL, r.call = KVP_CALL_cuStreamCreate)
+CALL(cuStreamCreateWithPriority, A_CALL, r.call = KVP_CALL_cuStreamCreate; BLOCKS_UNLESS(flags & 1))
 #define cuEventCreate_P void **event, unsigned flags
 #define cuEventCreate_A event, flags
 CALL(cuEventCreate, A_CALL, r.call = KVP_CALL_cuEventCreate)
@@ -623,7 +676,7 @@ CALL(cuMemHostUnregister, A_FREE, r.call = KVP_CALL_cuMemHostUnregister)
 
 /* ---- functions that hand out functions ----------------------------------------------------------------------- */
 
-/* The exported symbol that has the interface which cuGetProcAddress gives for a name and a version, or NULL for one
+/* The symbol that has the interface which cuGetProcAddress gives for a name and a version, or NULL for one
  * that we do not watch. From version `since` on a name means its _v2 form; before CUDA 3.2 addresses had 32 bits. */
 static struct wrapped *driver_symbol(const char *name, int version, uint64_t flags) {
     static const struct {
@@ -642,6 +695,7 @@ static struct wrapped *driver_symbol(const char *name, int version, uint64_t fla
               {"cuGetProcAddress", 12000, 1},
               {"cuStreamBeginCapture", 10010, 10010},
               {"cuCtxDestroy", 4000, 4000},
+              {"cuStreamDestroy", 4000, 4000},
               {"cuDevicePrimaryCtxReset", 11000, 11000},
               {"cuDevicePrimaryCtxRelease", 11000, 11000}};
     char symbol[64];
@@ -710,8 +764,14 @@ enum { CAPTURES = 900, WRONG_THREAD = 908 }; /* the errors that end a capture li
 static __thread int in_capture_call
     __attribute__((tls_model("initial-exec"))); /* the runtime's call makes the driver's */
 
+static void capture_begins(void) {
+    if (!in_capture_call++) kvp_marks_hold();
+}
+
 static void capture_began(int result) {
-    if (!--in_capture_call && !result) atomic_fetch_add(&kvp_watch.captures, 1);
+    if (--in_capture_call) return;
+    if (!result) atomic_fetch_add(&kvp_watch.captures, 1);
+    kvp_marks_go_on();
 }
 
 static void capture_ended(int result) {
@@ -721,7 +781,7 @@ static void capture_ended(int result) {
     }
 }
 
-#define BEGINS_CAPTURE(NAME) UNRECORDED(NAME, in_capture_call++, capture_began(result))
+#define BEGINS_CAPTURE(NAME) UNRECORDED(NAME, capture_begins(), capture_began(result))
 #define ENDS_CAPTURE(NAME) UNRECORDED(NAME, in_capture_call++, capture_ended(result))
 #define cudaStreamBeginCapture_P void *stream, int mode
 #define cudaStreamBeginCapture_A stream, mode
@@ -746,7 +806,7 @@ ENDS_CAPTURE(cuStreamEndCapture)
 
 /* ---- contexts that end (cures.c) -------------------------------------------------------------------------------- */
 
-#define ENDS_CONTEXT(NAME) UNRECORDED(NAME, kvp_context_ends(), (void)0)
+#define ENDS_CONTEXT(NAME) UNRECORDED(NAME, (kvp_context_ends(), kvp_marks_context_ends()), (void)0)
 #define cudaDeviceReset_P void *unused
 #define cudaDeviceReset_A unused
 ENDS_CONTEXT(cudaDeviceReset)
@@ -760,7 +820,17 @@ ENDS_CONTEXT(cuDevicePrimaryCtxReset)
 #define cuDevicePrimaryCtxRelease_A device
 ENDS_CONTEXT(cuDevicePrimaryCtxRelease)
 
-/* ---- symbols: X(call, exported symbol, per-thread default stream) --------------------------------------------- */
+/* ---- streams that end (marks.c) --------------------------------------------------------------------------------- */
+
+#define ENDS_STREAM(NAME) UNRECORDED(NAME, kvp_marks_stream_ends(WORD(stream)), (void)0)
+#define cudaStreamDestroy_P void *stream
+#define cudaStreamDestroy_A stream
+ENDS_STREAM(cudaStreamDestroy)
+#define cuStreamDestroy_P void *stream
+#define cuStreamDestroy_A stream
+ENDS_STREAM(cuStreamDestroy)
+
+/* ---- symbols: X(call, symbol, per-thread default stream) --------------------------------------------- */
 
 #define BOTH(X, NAME) X(NAME, NAME, 0) X(NAME, NAME##_ptsz, 1)
 /* By hand: clang-format moves this table at every pass. */
@@ -796,6 +866,7 @@ ENDS_CONTEXT(cuDevicePrimaryCtxRelease)
     BOTH(X, cudaGetDriverEntryPointByVersion) \
     BOTH(X, cudaStreamBeginCapture) BOTH(X, cudaStreamBeginCaptureToGraph) BOTH(X, cudaStreamEndCapture) \
     BOTH(X, cuStreamBeginCapture_v2) BOTH(X, cuStreamBeginCaptureToGraph) BOTH(X, cuStreamEndCapture) \
+    X(cudaStreamDestroy, cudaStreamDestroy, 0) X(cuStreamDestroy, cuStreamDestroy_v2, 0) \
     X(cudaDeviceReset, cudaDeviceReset, 0) X(cuCtxDestroy, cuCtxDestroy_v2, 0) \
     X(cuDevicePrimaryCtxReset, cuDevicePrimaryCtxReset_v2, 0) \
     X(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2, 0)
@@ -808,28 +879,33 @@ enum {
         INDEX_COUNT
 };
 
-#define BOUND_WRAPPER(CALL_NAME, SYMBOL, PER_THREAD, I)                                                                \
-    static int SYMBOL##_bound_##I(CALL_NAME##_P) {                                                                     \
-        return CALL_NAME##_via(kvp_wrapped[INDEX_##SYMBOL].real[I], PER_THREAD, CALL_NAME##_A);                        \
-    }
+/* Several functions can have one name: those of other runtimes, and what tools put before them. Each has a wrapper of
+ * its own, which knows its function. The first one, as good as always the only one, has its call to itself. */
+#define REAL(SYMBOL, I) kvp_wrapped[INDEX_##SYMBOL].real[I]
+#define FURTHER(CALL_NAME, SYMBOL, I)                                                                                  \
+    static int SYMBOL##_bound_##I(CALL_NAME##_P) { return SYMBOL##_through(REAL(SYMBOL, I), CALL_NAME##_A); }
+#define FURTHER_4(C, S, I, J, K, L) FURTHER(C, S, I) FURTHER(C, S, J) FURTHER(C, S, K) FURTHER(C, S, L)
 #define X(CALL_NAME, SYMBOL, PER_THREAD)                                                                               \
-    CUDA_EXPORT int SYMBOL(CALL_NAME##_P);                                                                             \
-    int SYMBOL(CALL_NAME##_P) {                                                                                        \
-        return CALL_NAME##_via(kvp_real_for(&kvp_wrapped[INDEX_##SYMBOL], __builtin_return_address(0)), PER_THREAD,    \
-                               CALL_NAME##_A);                                                                         \
+    static int SYMBOL##_bound_0(CALL_NAME##_P) { return CALL_NAME##_via(REAL(SYMBOL, 0), PER_THREAD, CALL_NAME##_A); } \
+    static __attribute__((noinline)) int SYMBOL##_through(any_fn *function, CALL_NAME##_P) {                           \
+        return CALL_NAME##_via(function, PER_THREAD, CALL_NAME##_A);                                                   \
     }                                                                                                                  \
-    BOUND_WRAPPER(CALL_NAME, SYMBOL, PER_THREAD, 0)                                                                    \
-    BOUND_WRAPPER(CALL_NAME, SYMBOL, PER_THREAD, 1)                                                                    \
-    BOUND_WRAPPER(CALL_NAME, SYMBOL, PER_THREAD, 2)
+    FURTHER(CALL_NAME, SYMBOL, 1)                                                                                      \
+    FURTHER(CALL_NAME, SYMBOL, 2)                                                                                      \
+    FURTHER(CALL_NAME, SYMBOL, 3)                                                                                      \
+    FURTHER_4(CALL_NAME, SYMBOL, 4, 5, 6, 7)                                                                           \
+    FURTHER_4(CALL_NAME, SYMBOL, 8, 9, 10, 11)                                                                         \
+    FURTHER_4(CALL_NAME, SYMBOL, 12, 13, 14, 15)
 SYMBOLS(X)
 #undef X
 
+#define TO(S, I) (any_fn *)S##_bound_##I
+#define TO_4(S, I, J, K, L) TO(S, I), TO(S, J), TO(S, K), TO(S, L)
 struct wrapped kvp_wrapped[] = {
 #define X(CALL_NAME, SYMBOL, PER_THREAD)                                                                               \
-    [INDEX_##                                                                                                          \
-        SYMBOL] = {.name = #SYMBOL,                                                                                    \
-                   .exported = (any_fn *)SYMBOL,                                                                       \
-                   .bound = {(any_fn *)SYMBOL##_bound_0, (any_fn *)SYMBOL##_bound_1, (any_fn *)SYMBOL##_bound_2}},
+    [INDEX_##SYMBOL] = {.name = #SYMBOL,                                                                               \
+                        .bound = {TO_4(SYMBOL, 0, 1, 2, 3), TO_4(SYMBOL, 4, 5, 6, 7), TO_4(SYMBOL, 8, 9, 10, 11),      \
+                                  TO_4(SYMBOL, 12, 13, 14, 15)}},
     SYMBOLS(X)
 #undef X
 };

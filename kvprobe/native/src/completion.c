@@ -71,6 +71,7 @@ void kvp_finish(kvp_submitter *s, struct kvp_job *j, int error, uint32_t fault) 
     __atomic_store_n(&t->state, t->fault ? KVP_FAILED : KVP_DONE, __ATOMIC_RELEASE);
     atomic_fetch_sub(&s->pending, 1); /* with the lock: who has seen the end and reads the counts, finds it counted */
     pthread_mutex_unlock(&s->lock);
+    YIELD();
     kvp_job_release(t);
     kvp_changed(s);
 }
@@ -205,6 +206,7 @@ void kvp_retire(kvp_submitter *s, int d, uint64_t now) {
         dir->pause_ns = LEAST_PAUSE_NS;
         dir->progress_ns = now;
         forget_event(s, dir->flying, m->sequence);
+        YIELD();
         kvp_event_give(s, m->event);
         kvp_event_give(s, m->start);
         kvp_end_flying(s, dir, m->sequence, end);
@@ -243,7 +245,8 @@ void kvp_fail_all(kvp_submitter *s, struct kvp_job **first, struct kvp_job **las
     *last = NULL;
 }
 
-static void drop_line(kvp_submitter *s, struct line *l) {
+static void drop_line(kvp_submitter *s, struct line *l, struct kvp_job *jobs) {
+    forget_event(s, jobs, UINT64_MAX);
     for (; !line_empty(l); l->head++) {
         struct marker *m = &l->marker[l->head % MARKERS];
         kvp_event_give(s, m->event);
@@ -257,14 +260,14 @@ void kvp_lose(kvp_submitter *s, int code, uint32_t fault) {
     kvp_take_incoming(s);
     for (int d = 0; d < 2; d++) {
         struct direction *dir = &s->direction[d];
-        drop_line(s, &dir->line);
+        drop_line(s, &dir->line, dir->flying);
         dir->listed = 0;
         atomic_store(&dir->places, 0);
         atomic_store(&dir->bytes, 0);
         kvp_fail_all(s, &dir->flying, &dir->flying_last, code, fault);
         kvp_fail_all(s, &dir->first, &dir->last, code, fault);
         if (pthread_mutex_trylock(&dir->shared_lock)) continue; /* the caller inside sees `broken` and comes back */
-        drop_line(s, &dir->shared);
+        drop_line(s, &dir->shared, dir->inlined);
         atomic_store(&dir->shared_places, 0);
         struct kvp_job *inlined = dir->inlined, *last = dir->inlined_last;
         if (last && last->busy) { /* its caller is inside: it ends at the step after that */

@@ -33,6 +33,7 @@ static int add_event(kvp_submitter *s) {
 }
 
 static void give_fence(kvp_submitter *s, struct fence *f) {
+    kvp_must(s, !f->users, "a fence was given back that somebody waits for");
     f->next = s->fences_free;
     s->fences_free = f;
     s->fences_used--;
@@ -139,8 +140,29 @@ void kvp_event_give(kvp_submitter *s, void *event) {
     if (s->pins)
         s->limbo[s->limbo_count++] = event;
     else
-        s->events[s->events_free++] = event;
+        kvp_event_free(s, event);
     pthread_mutex_unlock(&s->lock);
+}
+
+void kvp_event_free(kvp_submitter *s, void *event) {
+    kvp_check_unused(s, event);
+    s->events[s->events_free++] = event;
+}
+
+void kvp_event_pin(kvp_submitter *s, void *event) {
+    for (int i = 0; i < PINNED; i++)
+        if (!s->pinned[i]) {
+            s->pinned[i] = event;
+            break;
+        }
+}
+
+void kvp_event_unpin(kvp_submitter *s, void *event) {
+    for (int i = 0; i < PINNED; i++)
+        if (s->pinned[i] == event) {
+            s->pinned[i] = NULL;
+            break;
+        }
 }
 
 uint32_t kvp_events_left(kvp_submitter *s) {

@@ -87,7 +87,11 @@ KVP_EXPORT const char *kvp_clock_name(void); /* "tsc", "cntvct" or "clock_gettim
     X(43, FREE, cuMemFree)                                                                                             \
     X(44, FREE, cuMemFreeHost)                                                                                         \
     X(45, FREE, cuMemHostUnregister)                                                                                   \
-    X(64, TRANSFER, transfer) /* one engine or server transfer; src and dst hold its split, see kvp_record */
+    X(64, TRANSFER, transfer) /* one engine or server transfer; src and dst hold its split, see kvp_record */          \
+    X(65, MARKS, span)        /* no call: what stood in a stream between two marks (interpose/marks.h) */              \
+    X(66, MARKS, coverage)    /* no call: an interval in which marks missed nothing, or something */                   \
+    X(67, MARKS, graph)       /* no call: what a graph that can be launched holds */                                   \
+    X(68, NOTE, contents)     /* no call: what a copy carried, see below */
 
 enum kvp_call {
 #define X(id, kind, name) KVP_CALL_##name = id,
@@ -105,8 +109,23 @@ enum kvp_memory {
 };
 
 #define KVP_UNTIMED UINT64_MAX
+/* Set in kvp_record.call: this record stands for `count` calls of one kind, stream and direction in a row, none of
+ * which took slow_ns. dur_ns reaches from the first one's entry to the last one's return, src is the time inside them.
+ */
+#define KVP_SEVERAL 0x80
+#define KVP_SEVERAL_MOST 64 /* calls in one of them, at most */
 
-/* One call: 64 bytes, one cache line. */
+/* One call: 64 bytes, one cache line. Those of marks are no calls, stand in the ring alone (kvp_ring_note), and use the
+ * words thus; `transfer` is the device's number.
+ *
+ *   span      [start_ns, start_ns + dur_ns) of `stream` on the host's clock; result: enum mark_kind; dst: part of
+ * dur_ns in which something ran, as far as the middle of a run tells; src: number of the graph; bytes, count (of
+ *             submissions), direction as in a copy
+ *   coverage  result 0: spans are complete in [start_ns, start_ns + dur_ns); else they are not, and that is why (enum
+ *             mark_reason)
+ *   graph     src: its number, which spans name; stream, dst, bytes: bytes to the device, from it, within it; dur_ns:
+ *             launches so far; count: kernels; transfer: copies; result: host functions; tid: 1 + memsets. The newest
+ *             record of a number counts. */
 typedef struct {
     uint64_t start_ns; /* entry of the call, CLOCK_MONOTONIC */
     uint64_t dur_ns;   /* host time inside the call; KVP_UNTIMED = counted only */
@@ -125,6 +144,14 @@ typedef struct {
     uint8_t call;      /* enum kvp_call */
     uint8_t direction; /* low 4 bits enum kvp_direction, high 4 bits enum kvp_memory of the host side */
 } kvp_record;
+
+/* A record from KVP_NOTES on is no call, and stands in the ring alone (kvp_ring_note), never in totals. Its words:
+ *
+ *   contents  what lay in host memory when a sampled copy was submitted: the source of one to the device, the place
+ *             where one from the device will go. start_ns, stream, src, dst, bytes, tid, direction: as in the copy's
+ * own record; dur_ns: hash of what was looked at; count: bytes looked at (interpose/contents.c says which); result: 1
+ * where they were one word over and over, as in memory that nobody has filled. */
+#define KVP_NOTES 65
 
 /* ---- totals and histogram ----------------------------------------------------------------------------------- */
 
@@ -156,7 +183,7 @@ typedef struct {
     uint64_t max_ns;  /* longest */
     uint64_t slow;    /* calls of at least slow_ns */
     uint64_t slow_ns; /* their sum */
-    uint64_t errors;  /* calls whose result was not 0 */
+    uint64_t errors;  /* calls that failed: a result that is neither 0 nor KVP_NOT_READY */
     uint64_t untimed; /* calls that were counted and not timed; count - untimed = sum of the histogram */
     /* Part of `bytes` by the NUMA node of the host side: 0, 1, 2, all others. Asked once an allocation, of one of its
      * pages, and only on machines of several nodes (interposer). */
@@ -208,7 +235,14 @@ typedef struct {
     char rank[16];     /* what the environment says: RANK, VLLM_DP_RANK, ... (ring.c); empty where it says nothing */
     uint64_t pid_namespace; /* inode of /proc/self/ns/pid; 0 = not known */
     uint64_t start_ticks;   /* when the process began, as in /proc/self/stat; 0 = not known */
+    /* Processes that found no room for a file of their own: their calls are in over_*, together; pid is 0 then, and
+     * there are no sections. 0 = the file is one process's. */
+    volatile uint32_t sharers;
 } kvp_file_header;
+
+#define KVP_FAILURES 16
+#define KVP_FAILURES_ALIKE 4
+#define KVP_NOT_READY 600 /* cudaErrorNotReady, CUDA_ERROR_NOT_READY: an answer, no failure */
 
 typedef struct {
     volatile uint64_t head;      /* records ever published */
@@ -227,6 +261,12 @@ typedef struct {
     volatile uint32_t in_sequence; /* counts entries: the same value twice = the same call */
     volatile uint64_t in_since_ns; /* 0 = the call is counted, not timed */
     volatile uint64_t in_stream;
+    volatile uint64_t notes; /* of `head`: records that are no calls */
+    /* The first calls that failed, whatever detail is kept, at most KVP_FAILURES_ALIKE with one call and result: never
+     * overwritten. Of a call that is not timed start_ns is its end, and dur_ns 0. */
+    volatile uint32_t failed_used;
+    uint32_t pad;
+    kvp_record failed[KVP_FAILURES];
 } kvp_section_header;
 
 /* ---- ring: writing ------------------------------------------------------------------------------------------ */
@@ -246,6 +286,9 @@ typedef struct {
 /* Opens this process's ring file at `path` (created, must not exist). Returns 0 or a negative errno. At most one ring
  * is open in a process (per shared library that links this file). */
 KVP_EXPORT int kvp_ring_open(const char *path, const char *producer, const kvp_ring_options *options);
+/* Instead: opens a file that all processes without room share (made where it is missing). Calls are counted in it, by
+ * what was called, and nothing else; so it never grows. Returns as kvp_ring_open. */
+KVP_EXPORT int kvp_ring_open_shared(const char *path, const char *producer);
 /* Marks the file closed and stops writing; memory stays mapped, so a late writer cannot crash. */
 KVP_EXPORT void kvp_ring_close(void);
 /* After kvp_ring_close: gives the file's memory back; a late writer writes into memory of the process. */
@@ -259,12 +302,23 @@ KVP_EXPORT int kvp_ring_is_open(void);
 /* Whether another thread is inside a call that it has entered. */
 KVP_EXPORT int kvp_ring_busy(void);
 KVP_EXPORT const char *kvp_ring_path(void);
+/* Whether another thread has been inside one call, that is no wait, for so long. */
+KVP_EXPORT int kvp_ring_blocked(uint64_t least_ns, uint64_t now_ns);
+/* Keeps a record that is no call: in this thread's ring alone, no totals. */
+KVP_EXPORT void kvp_ring_note(const kvp_record *record);
 /* In a forked child: forgets the parent's file without touching it. */
 KVP_EXPORT void kvp_ring_after_fork(void);
 /* Adds one call to totals and, with detail != 0, to the rings (see enum kvp_keep). Never blocks, never fails, any
  * thread. A call that began with kvp_ring_enter ends here. */
 KVP_EXPORT void kvp_ring_write(const kvp_record *record, int detail);
-enum kvp_keep { KVP_KEEP_NONE = 0, KVP_KEEP_ALL = 1 /* both rings */, KVP_KEEP_SLOW = -1 /* slow ring only */ };
+enum kvp_keep {
+    KVP_KEEP_NONE = 0,
+    KVP_KEEP_ALL = 1,   /* both rings */
+    KVP_KEEP_SLOW = -1, /* slow ring only */
+    /* Copies and memsets that are not slow in records of several; those that are, waits between them and launches of
+     * graphs one by one; of all else what is slow. Enough to follow how full a queue was. */
+    KVP_KEEP_SEVERAL = -2
+};
 /* Says that this thread enters a call, so that an observer can see it blocked there, and has the lines fetched that
  * kvp_ring_write will touch. Optional. 0: there is no ring, or no room in it for this thread. */
 KVP_EXPORT int kvp_ring_enter(uint32_t call, uint64_t stream, uint64_t now_ns);

@@ -94,6 +94,7 @@ typedef struct {
     void (*actor_wake)(int);
     void (*actor_remove)(int);
     int (*run_until)(int (*condition)(void *), void *, uint64_t until_ns);
+    uint64_t (*slots)(void *stream); /* that its operations hold */
 } kvp_submitter_config;
 
 /* Makes the first events and starts the thread. The config's arrays of streams, bases and bounds are copied;
@@ -210,7 +211,7 @@ typedef struct {
     uint32_t methods_off; /* bit i: method i failed and is not used any more */
     int32_t method_error; /* with what code */
     uint64_t stuck_job;
-    const char *wrong; /* virtual clock: the first invariant that was broken; NULL: none */
+    const char *wrong; /* the first invariant that was broken (all are looked at on a virtual clock); NULL: none */
 } kvp_submitter_stats;
 KVP_EXPORT void kvp_submitter_read(kvp_submitter *s, kvp_submitter_stats *out);
 

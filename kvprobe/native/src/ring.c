@@ -66,6 +66,8 @@ struct section {
     void *memory;                 /* mapped for it now or in an earlier file, and how much */
     uint64_t mapped;
     uint32_t slots_ready, number;
+    kvp_record several;         /* calls that are not in the ring yet; count 0: none */
+    int waited;                 /* the newest record in the ring is a wait */
     uint16_t index[INDEX_SIZE]; /* hash of a slot's key -> its number + 1 */
 } __attribute__((aligned(64)));
 
@@ -87,6 +89,7 @@ static struct {
     struct section sections[SECTIONS_LIMIT];
     void *header_memory; /* as section.memory; of KVP_HEADER_BYTES */
     int sealed;          /* no system call any more */
+    int shared;          /* the file is that of all processes without room */
     char path[4096];
 } ring __attribute__((aligned(64)));
 
@@ -214,6 +217,8 @@ static void end_attaching(void) {
     kvp_thread.attaching = 0;
 }
 
+static void append_several(struct section *section, kvp_section_header *header);
+
 /* At thread exit: another thread may have the section. */
 static void leave_section(void *unused) {
     (void)unused;
@@ -222,6 +227,7 @@ static void leave_section(void *unused) {
     if (!section || kvp_thread.epoch != open_epoch()) return;
     begin_attaching();
     if (kvp_thread.epoch == open_epoch()) {
+        if (section->several.count) append_several(section, section->header);
         set(section->header->in_call, 0);
         set(section->header->busy, 0);
         set(section->header->tid, 0);
@@ -332,6 +338,94 @@ static inline void append(struct section *section, const kvp_record *r, kvp_reco
     __atomic_store_n(head, *head + 1, __ATOMIC_RELEASE);
 }
 
+static inline void append_all(struct section *section, kvp_section_header *header, const kvp_record *r) {
+    append(section, r, section->ring, &section->ring_at, &section->ring_ready, FIRST_RECORDS, &header->ring_records,
+           &header->head);
+}
+
+#define PAUSE_NS 50000 /* between two calls of one record of several: in it they are taken to follow one another */
+
+static __attribute__((noinline)) void append_several(struct section *section, kvp_section_header *header) {
+    kvp_record several = section->several;
+    section->several.count = 0;
+    if (several.count == 1) { /* as it was */
+        several.call &= (uint8_t)~KVP_SEVERAL;
+        several.dur_ns = several.src;
+        several.src = 0;
+    }
+    append_all(section, header, &several);
+}
+
+/* What KVP_KEEP_SEVERAL does with a call that is not slow: sums it up, keeps it by itself, or counts it only. */
+enum role { ROLE_COUNT = 0, ROLE_SUM, ROLE_KEEP };
+#define ROLE_COPY ROLE_SUM
+#define ROLE_MEMSET ROLE_SUM
+#define ROLE_BATCH ROLE_KEEP
+#define ROLE_GRAPH ROLE_KEEP
+#define ROLE_SYNC ROLE_KEEP
+#define ROLE_COPY_SYNC ROLE_COUNT
+#define ROLE_LAUNCH ROLE_COUNT
+#define ROLE_CREATE ROLE_COUNT
+#define ROLE_ALLOC ROLE_COUNT
+#define ROLE_FREE ROLE_COUNT
+#define ROLE_EVENT ROLE_COUNT
+#define ROLE_TRANSFER ROLE_COUNT
+#define ROLE_MARKS ROLE_KEEP
+#define ROLE_NOTE ROLE_KEEP
+static const uint8_t roles[256] = {
+#define X(id, kind, name) [id] = ROLE_##kind,
+    KVP_CALLS(X)
+#undef X
+};
+
+static inline int waits_for_device(unsigned call) {
+    return (call >= KVP_CALL_cudaStreamSynchronize && call <= KVP_CALL_cudaDeviceSynchronize) ||
+           (call >= KVP_CALL_cuStreamSynchronize && call <= KVP_CALL_cuCtxSynchronize);
+}
+
+/* Takes a call in as KVP_KEEP_SEVERAL says. */
+static inline void sum_up(struct section *section, kvp_section_header *header, const kvp_record *r, int slow) {
+    int waits = r->call == KVP_CALL_cudaStreamWaitEvent || (r->call < 128 && waits_for_device(r->call));
+    enum role role = waits ? ROLE_KEEP : (enum role)roles[r->call];
+    kvp_record *several = &section->several;
+    if ((role == ROLE_COUNT && !slow) || r->dur_ns == KVP_UNTIMED) return;
+    uint64_t ended = several->start_ns + several->dur_ns;
+    int fits = role == ROLE_SUM && !slow && several->stream == r->stream && several->direction == r->direction &&
+               several->call == (r->call | KVP_SEVERAL) && !r->result && !several->result &&
+               r->start_ns < ended + PAUSE_NS;
+    if (several->count && (!fits || several->count == KVP_SEVERAL_MOST)) append_several(section, header);
+    if (role != ROLE_SUM || slow) {
+        if (waits && !slow && section->waited) return; /* for nothing new */
+        section->waited = waits;
+        append_all(section, header, r);
+    } else if (several->count) {
+        several->dur_ns = r->start_ns + r->dur_ns - several->start_ns;
+        several->src += r->dur_ns;
+        several->bytes += r->bytes;
+        several->count++;
+    } else {
+        *several = *r;
+        several->call |= KVP_SEVERAL;
+        several->src = r->dur_ns;
+        several->dst = 0;
+        several->count = 1;
+        section->waited = 0;
+    }
+}
+
+/* The first failures of each kind, for good: a ring that wraps would lose them. */
+static __attribute__((noinline)) void keep_failed(kvp_section_header *header, const kvp_record *r) {
+    uint32_t used = header->failed_used, alike = 0;
+    if (used >= KVP_FAILURES) return;
+    for (uint32_t i = 0; i < used; i++)
+        alike += header->failed[i].call == r->call && header->failed[i].result == r->result;
+    if (alike >= KVP_FAILURES_ALIKE) return;
+    header->failed[used] = *r;
+    header->failed[used].tid = header->tid;
+    if (r->dur_ns == KVP_UNTIMED) header->failed[used].start_ns = kvp_now_ns(), header->failed[used].dur_ns = 0;
+    __atomic_store_n(&header->failed_used, used + 1, __ATOMIC_RELEASE);
+}
+
 int kvp_ring_enter(uint32_t call, uint64_t stream, uint64_t now_ns) {
     struct section *section = my_section();
     if (unlikely(!section)) return 0;
@@ -368,12 +462,15 @@ void kvp_ring_write(const kvp_record *r, int detail) {
     __atomic_store_n(&header->in_call, 0, __ATOMIC_RELEASE);
     int timed = r->dur_ns != KVP_UNTIMED, slow = timed && r->dur_ns >= ring.slow_ns;
     /* detail first: whoever sees the totals move finds the record */
-    if (detail && detail != KVP_KEEP_SLOW)
-        append(section, r, section->ring, &section->ring_at, &section->ring_ready, FIRST_RECORDS, &header->ring_records,
-               &header->head);
+    if (detail == KVP_KEEP_SEVERAL)
+        sum_up(section, header, r, slow);
+    else if (detail && detail != KVP_KEEP_SLOW)
+        append_all(section, header, r);
     if (unlikely(slow && detail))
         append(section, r, section->slow, &section->slow_at, &section->slow_ready, FIRST_SLOW, &header->slow_records,
                &header->slow_head);
+    int failed = r->result && r->result != KVP_NOT_READY;
+    if (unlikely(failed)) keep_failed(header, r);
     kvp_slot *slot = section->last;
     if (unlikely(!slot || !same_key(slot, r))) slot = find_slot(section, r);
     if (likely(slot != NULL)) {
@@ -387,7 +484,7 @@ void kvp_ring_write(const kvp_record *r, int detail) {
             if (unlikely(slow)) slot->slow++, slot->slow_ns += r->dur_ns;
         } else
             slot->untimed++;
-        if (unlikely(r->result)) slot->errors++;
+        if (unlikely(failed)) slot->errors++;
         slot->copies += r->count;
         if (unlikely(kvp_thread.node)) slot->node_bytes[kvp_thread.node < 4 ? kvp_thread.node - 1 : 3] += r->bytes;
         compiler_barrier();
@@ -395,6 +492,20 @@ void kvp_ring_write(const kvp_record *r, int detail) {
     } else
         over(r);
     __atomic_store_n(&header->busy, 0, __ATOMIC_RELEASE);
+}
+
+void kvp_ring_note(const kvp_record *r) {
+    struct section *section = my_section();
+    kvp_section_header *header = likely(section != NULL) ? get(section->header) : NULL;
+    if (unlikely(!header || get(header->busy))) return;
+    set(header->busy, 1);
+    compiler_barrier();
+    if (likely(kvp_thread.epoch == open_epoch())) {
+        header->notes++;
+        append(section, r, section->ring, &section->ring_at, &section->ring_ready, FIRST_RECORDS, &header->ring_records,
+               &header->head);
+    }
+    set(header->busy, 0);
 }
 
 /* ---- opening and closing ------------------------------------------------------------------------------------ */
@@ -444,9 +555,7 @@ static void read_command(char *text, size_t size) {
     char words[2048];
     ssize_t got = read_proc("/proc/self/cmdline", words, sizeof words);
     while (got > 0 && !words[got - 1]) got--;
-    for (ssize_t i = 0; i < got; i++)
-        if (!words[i]) words[i] = ' ';
-    if (got > 0) words[got] = 0, kvp_redact(words, text, size);
+    if (got > 0) kvp_redact(words, (size_t)got, text, size);
 }
 
 /* A pid alone names a process only until it has ended, and only inside its namespace. */
@@ -508,13 +617,7 @@ static int wait_for_writers(void) {
     return tries ? 0 : -EBUSY;
 }
 
-static int open_file(const char *path, const char *producer, const kvp_ring_options *options) {
-    int error = prepare();
-    if (error) return error;
-    if (open_epoch()) return -EALREADY;
-    if ((error = wait_for_writers())) return error;
-    if ((error = absolute(path, ring.path, sizeof ring.path))) return error;
-
+static void fit(const kvp_ring_options *options) {
     ring.ring_capacity = power_of_two(options && options->ring_capacity ? options->ring_capacity : 16384);
     ring.slow_capacity = power_of_two(options && options->slow_capacity ? options->slow_capacity : 4096);
     ring.slot_count = options && options->slot_count ? options->slot_count : 128;
@@ -523,23 +626,22 @@ static int open_file(const char *path, const char *producer, const kvp_ring_opti
     if (ring.slot_count > SLOTS_LIMIT) ring.slot_count = SLOTS_LIMIT;
     if (ring.slot_count < FIRST_SLOTS) ring.slot_count = FIRST_SLOTS;
     if (ring.sections_max > SECTIONS_LIMIT) ring.sections_max = SECTIONS_LIMIT;
+    if (ring.shared) ring.sections_max = 0;
     ring.section_bytes = KVP_HEADER_BYTES + ring.slot_count * sizeof(kvp_slot) +
                          (ring.ring_capacity + ring.slow_capacity) * sizeof(kvp_record);
     ring.section_bytes = (ring.section_bytes + 4095) & ~4095ull;
+}
 
-    int fd = open(ring.path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
-    if (fd < 0) return -errno;
-    uint64_t mapped = ring.header_memory ? KVP_HEADER_BYTES : 0;
-    error = allocate(fd, 0, KVP_HEADER_BYTES);
-    if (!error) error = map(fd, 0, KVP_HEADER_BYTES, &ring.header_memory, &mapped);
-    close(fd);
-    kvp_file_header *header = ring.header_memory;
-    if (error) {
-        unlink(ring.path);
-        return -error;
-    }
+static void read_clocks(kvp_file_header *header) {
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
+    header->start_realtime_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    header->start_monotonic_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* Of a shared file each process writes the same words but for the times, of which any will do. */
+static void write_header(kvp_file_header *header, const char *producer) {
     header->version = KVP_FILE_VERSION;
     header->header_bytes = KVP_HEADER_BYTES;
     header->record_bytes = sizeof(kvp_record);
@@ -551,21 +653,45 @@ static int open_file(const char *path, const char *producer, const kvp_ring_opti
     header->section_bytes = ring.section_bytes;
     header->sections_max = ring.sections_max;
     header->slow_ns = ring.slow_ns;
-    header->pid = (uint32_t)getpid();
-    set(ring.pid, header->pid);
-    header->ppid = (uint32_t)getppid();
-    header->start_realtime_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    header->start_monotonic_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+    read_clocks(header);
     snprintf(header->clock, sizeof header->clock, "%s", kvp_clock_name());
     snprintf(header->producer, sizeof header->producer, "%s", producer);
-    read_command(header->command, sizeof header->command);
-    read_rank(header->rank, sizeof header->rank);
-    read_identity(header);
-    header->state = KVP_RUNNING;
+    if (!ring.shared) {
+        header->pid = ring.pid;
+        header->ppid = (uint32_t)getppid();
+        read_command(header->command, sizeof header->command);
+        read_rank(header->rank, sizeof header->rank);
+        read_identity(header);
+    }
+    header->state = ring.shared ? KVP_CLOSED : KVP_RUNNING; /* nobody can say when the last one ends */
     u64_of_chars magic;
     memcpy(&magic, KVP_MAGIC, sizeof magic);
     __atomic_store_n((u64_of_chars *)header->magic, magic, __ATOMIC_RELEASE); /* last: a file with the magic is whole */
+}
+
+static int open_file(const char *path, const char *producer, const kvp_ring_options *options, int shared) {
+    int error = prepare();
+    if (error) return error;
+    if (open_epoch()) return -EALREADY;
+    if ((error = wait_for_writers())) return error;
+    if ((error = absolute(path, ring.path, sizeof ring.path))) return error;
+    ring.shared = shared;
+    fit(options);
+
+    int fd = open(ring.path, O_RDWR | O_CREAT | (shared ? 0 : O_EXCL) | O_CLOEXEC | O_NOFOLLOW, 0600);
+    if (fd < 0) return -errno;
+    uint64_t mapped = ring.header_memory ? KVP_HEADER_BYTES : 0;
+    error = allocate(fd, 0, KVP_HEADER_BYTES); /* of what is there already nothing changes */
+    if (!error) error = map(fd, 0, KVP_HEADER_BYTES, &ring.header_memory, &mapped);
+    close(fd);
+    kvp_file_header *header = ring.header_memory;
+    if (error) {
+        if (!shared) unlink(ring.path);
+        return -error;
+    }
+    set(ring.pid, (uint32_t)getpid());
+    if (!shared || memcmp(header->magic, KVP_MAGIC, sizeof header->magic)) write_header(header, producer);
+    if (shared) __atomic_fetch_add(&header->sharers, 1, __ATOMIC_RELAXED);
 
     set(ring.header, header);
     ring.sections_reserved = ring.sections_free = 0;
@@ -575,23 +701,35 @@ static int open_file(const char *path, const char *producer, const kvp_ring_opti
     return 0;
 }
 
-int kvp_ring_open(const char *path, const char *producer, const kvp_ring_options *options) {
+static int open_once(const char *path, const char *producer, const kvp_ring_options *options, int shared) {
     if (ring.sealed) return -EPERM;
     int none = 0;
     if (!__atomic_compare_exchange_n(&opening, &none, 1, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) return -EBUSY;
-    int was = errno, result = open_file(path, producer, options);
+    int was = errno, result = open_file(path, producer, options, shared);
     errno = was;
     __atomic_store_n(&opening, 0, __ATOMIC_RELEASE);
     return result;
 }
 
+int kvp_ring_open(const char *path, const char *producer, const kvp_ring_options *options) {
+    return open_once(path, producer, options, 0);
+}
+
+int kvp_ring_open_shared(const char *path, const char *producer) { return open_once(path, producer, NULL, 1); }
+
 void kvp_ring_close(void) {
     /* a child of vfork shares this memory and is somebody else */
     if (!kvp_ring_is_open() || (!ring.sealed && ring.pid != (uint32_t)getpid())) return;
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    ring.header->end_monotonic_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-    __atomic_store_n(&ring.header->state, KVP_CLOSED, __ATOMIC_RELEASE);
+    struct section *section =
+        kvp_thread.section; /* others flush at their own end; a few calls of theirs may be missing */
+    if (section && kvp_thread.epoch == open_epoch() && section->several.count && !get(section->header->busy))
+        append_several(section, section->header);
+    if (!ring.shared) {
+        struct timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        ring.header->end_monotonic_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+        __atomic_store_n(&ring.header->state, KVP_CLOSED, __ATOMIC_RELEASE);
+    }
     __atomic_store_n(&ring.alive->epoch, 0, __ATOMIC_SEQ_CST);
 }
 
@@ -604,6 +742,43 @@ int kvp_ring_busy(void) {
         const kvp_section_header *header = get(ring.sections[i].header);
         if (!header || !get(header->tid) || get(header->tid) == self) continue;
         if (get(header->in_call) || get(header->busy)) return 1;
+    }
+    return 0;
+}
+
+static int is_wait(uint32_t call) {
+    static const uint8_t waits[128] = {
+#define KIND_SYNC 1
+#define KIND_COPY 0
+#define KIND_BATCH 0
+#define KIND_COPY_SYNC 0
+#define KIND_MEMSET 0
+#define KIND_LAUNCH 0
+#define KIND_GRAPH 0
+#define KIND_CREATE 0
+#define KIND_ALLOC 0
+#define KIND_FREE 0
+#define KIND_EVENT 0
+#define KIND_TRANSFER 0
+#define KIND_MARKS 0
+#define KIND_NOTE 0
+#define X(id, kind, name) [id] = KIND_##kind,
+        KVP_CALLS(X)
+#undef X
+    };
+    return waits[call & 127];
+}
+
+int kvp_ring_blocked(uint64_t least_ns, uint64_t now_ns) {
+    uint32_t epoch = open_epoch();
+    if (!epoch) return 0;
+    for (uint32_t i = 0; i < get(ring.sections_reserved) && i < ring.sections_max; i++) {
+        if (get(ring.sections[i].epoch) != epoch) continue;
+        const kvp_section_header *header = get(ring.sections[i].header);
+        if (!header || !get(header->tid)) continue;
+        uint32_t call = get(header->in_call);
+        uint64_t since = get(header->in_since_ns);
+        if (call && !is_wait(call) && since && since + least_ns < now_ns) return 1;
     }
     return 0;
 }

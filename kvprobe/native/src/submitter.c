@@ -147,11 +147,14 @@ static void take_stream(kvp_submitter *s, struct direction *dir, int d) {
     dir->leave = false;
 }
 
-static uint32_t room_for(const kvp_submitter *s, const struct direction *dir) {
-    /* Loads and stores may share a channel: each takes at most half of its places, the shared streams' included. */
+/* Loads and stores may share a channel: each takes at most half of its places, the shared streams' included. */
+uint64_t kvp_usable(const kvp_submitter *s) {
     uint32_t spare = s->config.depth / 4 < 32 ? s->config.depth / 4 : 32;
-    uint64_t usable = (s->config.depth - spare) / 2,
-             held = atomic_load(&dir->places) + atomic_load(&dir->shared_places);
+    return (s->config.depth - spare) / 2;
+}
+
+static uint32_t room_for(const kvp_submitter *s, const struct direction *dir) {
+    uint64_t usable = kvp_usable(s), held = atomic_load(&dir->places) + atomic_load(&dir->shared_places);
     if (held + 2 < usable) return (uint32_t)(usable - held - 2); /* 2: the events around the copies */
     return held ? 0 : 1;
 }
@@ -257,6 +260,19 @@ static void add_marker(kvp_submitter *s, struct direction *dir, const struct att
     dir->pause_ns = LEAST_PAUSE_NS;
     atomic_fetch_add(&dir->places, places);
     atomic_fetch_add(&dir->bytes, a->bytes);
+}
+
+/* The event in front of copies that were not submitted after all: it takes a place until it is reached. */
+static void leave_start(struct direction *dir, void *start, uint64_t now) {
+    if (!start) return;
+    const struct marker *before = line_empty(&dir->line) ? NULL : &dir->line.marker[(dir->line.tail - 1) % MARKERS];
+    dir->line.marker[dir->line.tail++ % MARKERS] = (struct marker){.event = start,
+                                                                   .stream = dir->stream,
+                                                                   .begun = before ? before->begun : 0,
+                                                                   .sequence = before ? before->sequence : 0,
+                                                                   .due_ns = now,
+                                                                   .places = 1};
+    atomic_fetch_add(&dir->places, 1);
 }
 
 /* Entries of the direction's ring for a launch of `wanted` copies: fewer where there are no more side by side, none
@@ -390,7 +406,7 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
         kvp_copy_list list = {0};
         uint32_t passed_over = 0;
         if (by_kernel(method) && !(list = entries_for(s, dir, d, n, &passed_over)).capacity) {
-            kvp_event_give(s, start);
+            leave_start(dir, start, now);
             return 0;
         }
         a = try_method(s, dir, d, method, ctas, n, room, launch, &list);
@@ -405,7 +421,7 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
     }
     if (method != (chosen ? (int)chosen->method : KVP_LOOP)) chosen = NULL; /* another one did it */
     if (!a.count) {
-        kvp_event_give(s, start);
+        leave_start(dir, start, now);
         if (!a.code) return 0;
         fail_head(s, dir, a.code, KVP_FAULT_COPY);
         return 1;
@@ -507,7 +523,7 @@ uint64_t kvp_step(kvp_submitter *s, uint64_t now) {
     }
     pthread_mutex_lock(&s->lock);
     if (!s->pins)
-        while (s->limbo_count) s->events[s->events_free++] = s->limbo[--s->limbo_count];
+        while (s->limbo_count) kvp_event_free(s, s->limbo[--s->limbo_count]);
     pthread_mutex_unlock(&s->lock);
     kvp_events_grow(s, now);
     for (int d = 0; d < 2; d++) {
@@ -525,6 +541,6 @@ uint64_t kvp_step(kvp_submitter *s, uint64_t now) {
 uint64_t kvp_step_actor(void *ctx, uint64_t now) {
     kvp_submitter *s = ctx;
     uint64_t next = kvp_step(s, now);
-    if (!s->wrong && !atomic_load(&s->broken)) s->wrong = kvp_check(s, next);
+    if (!atomic_load(&s->broken)) kvp_check(s, next);
     return next;
 }

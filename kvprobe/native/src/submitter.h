@@ -2,6 +2,7 @@
 #ifndef KVP_SUBMITTER_INTERNAL_H
 #define KVP_SUBMITTER_INTERNAL_H
 
+#include "kvp_explore.h"
 #include "kvp_submitter.h"
 
 #include <pthread.h>
@@ -14,6 +15,7 @@
 #define NOT_READY cudaErrorNotReady
 #define BAD_QUERIES 3        /* in a row: the device does not answer */
 #define LEAST_PAUSE_NS 15000 /* between two looks at the device */
+#define PINNED 16
 #define RENEW_CLOCK_NS UINT64_C(10000000000)
 
 enum { LOAD = 0, STORE = 1 };
@@ -186,13 +188,19 @@ struct kvp_submitter {
     atomic_ullong launches[2][KVP_METHODS], moved[2][KVP_METHODS];
     atomic_ullong cta_bytes[2];
     atomic_ullong longest_ns, steps, stuck_job;
-    const char *wrong; /* in a simulation: the first invariant that a step broke */
+    void *pinned[PINNED];      /* events that somebody is about to wait for, so far as there is room; with the lock */
+    const char *_Atomic wrong; /* the first invariant that was broken */
+#ifdef KVP_EXPLORE
+    atomic_uint handing; /* callers that hand over just now */
+#endif
 };
 
 #define KVP_INSIDE __attribute__((visibility("hidden")))
 
 /* invariants.c */
-KVP_INSIDE const char *kvp_check(kvp_submitter *s, uint64_t next); /* what is wrong, or NULL */
+KVP_INSIDE void kvp_check(kvp_submitter *s, uint64_t next);      /* in a simulation, after a step */
+KVP_INSIDE void kvp_check_unused(kvp_submitter *s, void *event); /* before it is recorded anew; with the lock */
+KVP_INSIDE void kvp_wrong(kvp_submitter *s, const char *what);   /* the first one is kept */
 
 /* events.c */
 KVP_INSIDE int kvp_events_open(kvp_submitter *s);                /* 0, or CUDA's code: none is left */
@@ -202,6 +210,9 @@ KVP_INSIDE void kvp_events_free(kvp_submitter *s);
 KVP_INSIDE void *kvp_event_take(kvp_submitter *s);
 KVP_INSIDE uint32_t kvp_events_left(kvp_submitter *s);
 KVP_INSIDE void kvp_event_give(kvp_submitter *s, void *event);
+KVP_INSIDE void kvp_event_free(kvp_submitter *s, void *event); /* it may be recorded anew; with the lock */
+KVP_INSIDE void kvp_event_pin(kvp_submitter *s, void *event);  /* who counts in `pins` says for which; with the lock */
+KVP_INSIDE void kvp_event_unpin(kvp_submitter *s, void *event);
 KVP_INSIDE struct fence *kvp_fence_take(kvp_submitter *s);
 KVP_INSIDE struct fence *kvp_fence_make(kvp_submitter *s);
 KVP_INSIDE void kvp_fence_give(kvp_submitter *s, struct fence *f); /* with the lock */
@@ -242,6 +253,7 @@ KVP_INSIDE uint64_t kvp_step(kvp_submitter *s, uint64_t now);
 KVP_INSIDE uint64_t kvp_step_actor(void *s, uint64_t now);
 KVP_INSIDE void kvp_take_incoming(kvp_submitter *s);
 KVP_INSIDE bool kvp_hungry(kvp_submitter *s, int d);
+KVP_INSIDE uint64_t kvp_usable(const kvp_submitter *s); /* places of a direction */
 
 /* submitter_thread.c */
 KVP_INSIDE int kvp_refusal(kvp_submitter *s);
@@ -249,6 +261,11 @@ KVP_INSIDE int kvp_jobs_push(kvp_submitter *s, kvp_job_status **jobs, uint32_t c
 KVP_INSIDE void kvp_changed(kvp_submitter *s);
 KVP_INSIDE uint32_t kvp_thread_id(void);
 KVP_INSIDE uint32_t kvp_forks(void);
+
+/* What must hold here. */
+static inline void kvp_must(kvp_submitter *s, bool holds, const char *otherwise) {
+    if (__builtin_expect(!holds, 0)) kvp_wrong(s, otherwise);
+}
 
 /* Typed calls of the runtime. */
 #define CALL(s, name, type) ((type)(s)->config.copier.cuda.name)

@@ -20,12 +20,30 @@
 #define LINK_BYTES_PER_S 20000000000u
 #define RELAXED_CAPTURE 2 /* cudaStreamCaptureModeRelaxed */
 
-static void sleep_on(atomic_uint *word, uint32_t value, uint64_t ns) {
+#ifdef KVP_EXPLORE
+#define HANDING(s, more) atomic_fetch_add(&(s)->handing, (unsigned)(more))
+#else
+#define HANDING(s, more) ((void)0)
+#endif
+
+/* While the word has that value, at most so long. 1: the time ran out, and nobody woke it; known while exploring. */
+static int sleep_on(atomic_uint *word, uint32_t value, uint64_t ns) {
+#ifdef KVP_EXPLORE
+    return kvp_explore_sleep(word, value, ns);
+#else
     struct timespec t = {(time_t)(ns / 1000000000u), (long)(ns % 1000000000u)};
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, ns == UINT64_MAX ? NULL : &t, NULL, 0);
+    return 0;
+#endif
 }
 
-static void wake_all(atomic_uint *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 0x7fffffff, NULL, NULL, 0); }
+static void wake_all(atomic_uint *word) {
+#ifdef KVP_EXPLORE
+    kvp_explore_wake(word);
+#else
+    syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 0x7fffffff, NULL, NULL, 0);
+#endif
+}
 
 static void wake_up(kvp_submitter *s) {
     if (!s->threaded) {
@@ -47,11 +65,14 @@ static void wake_sleeper(kvp_submitter *s, atomic_uint *hungry) {
     atomic_fetch_add(&s->work, 1); /* first: who goes to sleep looks at them in the other order */
     uint32_t asleep = ASLEEP;
     if (hungry && !atomic_load(hungry)) return;
+    YIELD();
     if (atomic_compare_exchange_strong(&s->sleeping, &asleep, AWAKE)) wake_all(&s->work);
 }
 
 void kvp_changed(kvp_submitter *s) {
+    YIELD();
     atomic_fetch_add(&s->changed, 1);
+    YIELD();
     if (atomic_load(&s->waiters)) wake_all(&s->changed);
 }
 
@@ -67,13 +88,21 @@ static void *thread_main(void *arg) {
     while (atomic_load(&s->closing) != 3) {
         uint32_t seen = atomic_load(&s->work);
         uint64_t now = kvp_now_ns(), next = kvp_step(s, now);
+        YIELD();
         for (int d = 0; d < 2; d++) atomic_store(&s->direction[d].hungry, kvp_hungry(s, d));
         now = kvp_now_ns();
         if (atomic_load(&s->pending)) s->busy_ns = now;
         if (now - s->busy_ns < NAPPING_NS && next > now + NAP_NS) next = now + NAP_NS;
+        YIELD();
         atomic_store(&s->sleeping, next > now + NAP_NS ? ASLEEP : NAPPING);
-        if (atomic_load(&s->work) == seen && next > now)
+        YIELD();
+        if (atomic_load(&s->work) == seen && next > now) {
+#ifdef KVP_EXPLORE
+            kvp_must(s, atomic_load(&s->handing) || !atomic_load(&s->incoming) || atomic_load(&s->work) != seen,
+                     "the thread goes to sleep, and transfers were handed over");
+#endif
             sleep_on(&s->work, seen, next == UINT64_MAX ? UINT64_MAX : next - now);
+        }
         atomic_store(&s->sleeping, AWAKE);
     }
     return NULL;
@@ -180,7 +209,9 @@ void kvp_submitter_close(kvp_submitter *s, int drain) {
     while (atomic_load(&s->pending)) {
         int is = kvp_job_wait(s, NULL, UINT64_MAX);
         if (is == 1 || is == -2) break; /* -2: nothing can ever end them */
+        kvp_must(s, is == -1, "closing was given up");
     }
+    kvp_must(s, !s->threaded || !atomic_load(&s->pending), "closed before all had ended");
     atomic_store(&s->closing, 3);
     wake_up(s);
     if (s->threaded)
@@ -242,9 +273,13 @@ static void lock_shared(kvp_submitter *s, struct direction *dir) {
 
 /* Jobs of one direction that follow one another, the newest at the head of their chain: one wake for all. */
 static void hand_over(kvp_submitter *s, struct kvp_job *oldest, struct kvp_job *newest) {
+    HANDING(s, 1);
+    YIELD();
     oldest->next = atomic_load(&s->incoming);
     while (!atomic_compare_exchange_weak(&s->incoming, &oldest->next, newest)) continue;
+    YIELD();
     wake_sleeper(s, &s->direction[newest->direction].hungry);
+    HANDING(s, -1);
 }
 
 int kvp_job_push(kvp_submitter *s, kvp_job_status *job) {
@@ -363,6 +398,7 @@ int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_optio
     if (!j->inlined) {
         int no = kvp_refusal(s);
         if (no) return no;
+        kvp_must(s, !atomic_load(&dir->pushed), "a transfer goes to the shared stream before others are submitted");
         j->inlined = 1;
         begin(s, j);
         atomic_fetch_add(&dir->inlined_jobs, 1);
@@ -507,10 +543,13 @@ static int wait_for(struct awaited *a, uint64_t timeout_ns) {
     }
     uint64_t begin = kvp_now_ns();
     int result = -1;
+    int late = 0;
     atomic_fetch_add(&s->waiters, 1);
     for (;;) {
         uint32_t seen = atomic_load(&s->changed);
+        YIELD();
         if (over(a)) {
+            kvp_must(s, !late, "a waiter was not woken");
             result = 1;
             break;
         }
@@ -521,7 +560,7 @@ static int wait_for(struct awaited *a, uint64_t timeout_ns) {
         }
         if (passed >= LOOK_AT_SIGNALS_NS) break;
         uint64_t left = timeout_ns - passed;
-        sleep_on(&s->changed, seen, left < LOOK_AT_SIGNALS_NS ? left : LOOK_AT_SIGNALS_NS);
+        late = sleep_on(&s->changed, seen, left < LOOK_AT_SIGNALS_NS ? left : LOOK_AT_SIGNALS_NS);
     }
     atomic_fetch_sub(&s->waiters, 1);
     return result;
@@ -541,6 +580,7 @@ int kvp_job_fence(kvp_submitter *s, kvp_job_status *job, void *stream) {
     if (f && f->state != FENCE_OPEN) f = NULL;
     if (f) f->users++;
     pthread_mutex_unlock(&s->lock);
+    YIELD();
     if (f) {
         kvp_fence_record(s, f);
         struct kvp_job borrowed = {.after = f};
@@ -552,6 +592,7 @@ int kvp_job_fence(kvp_submitter *s, kvp_job_status *job, void *stream) {
         void *event = j->end_event;
         bool ask = state == KVP_IN_FLIGHT && event;
         if (ask) s->pins++;
+        if (ask) kvp_event_pin(s, event);
         pthread_mutex_unlock(&s->lock);
         if (state >= KVP_DONE) return 0;
         if (ask) {
@@ -559,12 +600,14 @@ int kvp_job_fence(kvp_submitter *s, kvp_job_status *job, void *stream) {
             if (code) kvp_clear_error(s);
             pthread_mutex_lock(&s->lock);
             s->pins--;
+            kvp_event_unpin(s, event);
             pthread_mutex_unlock(&s->lock);
             return code;
         }
         struct awaited a = {s, job, state != KVP_IN_FLIGHT};
         if (state != KVP_IN_FLIGHT) {
             atomic_store(&j->hurry, 1);
+            YIELD();
             atomic_store(&s->hurrying, 1);
             wake_up(s);
         }
@@ -574,14 +617,15 @@ int kvp_job_fence(kvp_submitter *s, kvp_job_status *job, void *stream) {
 }
 
 int kvp_wait_ended(kvp_submitter *s) {
-    int result = 0;
+    int result = 0, late = 0;
     atomic_fetch_add(&s->waiters, 1);
     uint32_t seen = atomic_load(&s->changed);
     pthread_mutex_lock(&s->lock);
     bool some = s->ended_count > 0;
     pthread_mutex_unlock(&s->lock);
     if (!some && !atomic_load(&s->stopped) && atomic_load(&s->closing) != 3)
-        sleep_on(&s->changed, seen, LOOK_AT_SIGNALS_NS);
+        late = sleep_on(&s->changed, seen, LOOK_AT_SIGNALS_NS);
+    kvp_must(s, !late || !s->ended_count, "who listens was not woken");
     if (atomic_load(&s->stopped) || atomic_load(&s->closing) == 3) result = -1;
     if (some) result = 1;
     atomic_fetch_sub(&s->waiters, 1);

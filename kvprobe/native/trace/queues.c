@@ -2,7 +2,7 @@
  *
  * The scanner's rows of calls and executions are kept as columns; at the end calls are joined with what they executed
  * and each stream's depth at every call, its baseline and its plateau are measured. What the numbers mean is concluded
- * in recordings/conclusion.py. Whatever is out of the ordinary makes this answer KVT_UNFIT: the whole reader takes
+ * in launchqueue/judge.py. Whatever is out of the ordinary makes this answer KVT_UNFIT: the whole reader takes
  * over. The text is not trusted: times and ids are bounded where they are taken, so that no sum below can overflow.
  */
 #include "kineto.h"

@@ -1,0 +1,19 @@
+"""Where every instant of a recording went, before anybody says why."""
+
+from __future__ import annotations
+
+from kvprobe.account.account import Account, GpuAccount, ThreadAccount, account_of
+from kvprobe.account.lines import COPIES, HOST, IDLE, LINE_TITLES, Line, Unknown
+
+__all__ = [
+    "COPIES",
+    "HOST",
+    "IDLE",
+    "LINE_TITLES",
+    "Account",
+    "GpuAccount",
+    "Line",
+    "ThreadAccount",
+    "Unknown",
+    "account_of",
+]

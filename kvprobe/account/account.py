@@ -1,0 +1,355 @@
+"""Where the time of a recording went: for each GPU and each thread that serves, every instant in exactly one line.
+
+The lines of a GPU add up to its window, to the nanosecond; so do those of a thread. Nothing is judged here: no length
+decides whether something is a loss. Causes (`kvprobe.diagnosis`) explain parts of lines, and claim them here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from kvprobe.account.activity import Activity, activities
+from kvprobe.account.gpu import BEGINS_NS, stretches_of
+from kvprobe.account.lines import COPIES, HOST, Line, Unknown
+from kvprobe.account.stretches import NOBODY, Stretches, overlay
+from kvprobe.account.threads import Threads
+from kvprobe.recordings.intervals import union
+from kvprobe.recordings.joined import Joined
+from kvprobe.recordings.model import Array
+
+__all__ = ["Account", "GpuAccount", "ThreadAccount", "account_of"]
+
+
+@dataclass
+class GpuAccount:
+    """One GPU's.
+
+    Attributes:
+        device: its number; -1 unknown.
+        processes: rows of the processes that use it.
+        pids, ranks: of these.
+        from_ns, to_ns: its window, on the recorder's own clock.
+        stretches: the window, cut.
+        operations: kernels and copies that ran in it.
+        kernels: how many of them compute.
+    """
+
+    device: int
+    processes: tuple[int, ...]
+    pids: tuple[int, ...]
+    ranks: tuple[int, ...]
+    from_ns: int
+    to_ns: int
+    stretches: Stretches
+    operations: int
+    kernels: int
+
+    @property
+    def window_ns(self) -> int:
+        """Length of the window."""
+        return self.to_ns - self.from_ns
+
+    @property
+    def seen(self) -> bool:
+        """Whether the recording shows anything of what this GPU did."""
+        return bool((self.stretches.detail != Unknown.NOT_RECORDED).any()) and self.window_ns > 0
+
+    def ns(self, *lines: Line) -> int:
+        """Time in these lines."""
+        return self.stretches.total_ns(lines)
+
+    def share(self, *lines: Line) -> float:
+        """The same as a share of the window, 0 to 1."""
+        return self.ns(*lines) / self.window_ns if self.window_ns > 0 else 0.0
+
+    @cached_property
+    def last_kernel_ns(self) -> int:
+        """Where the last kernel ended; the beginning of the window where none ran."""
+        computing = np.flatnonzero(self.stretches.line == Line.COMPUTING)
+        return int(self.stretches.end[computing[-1]]) if len(computing) else self.from_ns
+
+    @property
+    def waiting_share(self) -> float:
+        """Share of the window in which only copies ran, or the GPU waited for the host."""
+        return self.share(*COPIES, *HOST)
+
+    @property
+    def not_computing_ns(self) -> int:
+        """Time that could be saved at the very most: waiting, for copies or the host."""
+        return self.ns(*COPIES, *HOST) + self.unknown_ns().get(Unknown.BETWEEN_OPERATIONS, 0)
+
+    def unknown_ns(self) -> dict[Unknown, int]:
+        """What is not known, by reason."""
+        mine = self.stretches.line == Line.NOT_KNOWN
+        reasons, ns = self.stretches.detail[mine], self.stretches.ns[mine]
+        return {Unknown(one): int(ns[reasons == one].sum()) for one in np.unique(reasons).tolist()}
+
+    def matters_ns(self) -> dict[Unknown, int]:
+        """As `unknown_ns`, without what every device takes from one operation that was submitted to the next."""
+        cut = self.stretches
+        mine = (cut.line == Line.NOT_KNOWN) & ((cut.detail != Unknown.BETWEEN_OPERATIONS) | (cut.ns >= BEGINS_NS))
+        reasons, ns = cut.detail[mine], cut.ns[mine]
+        return {Unknown(one): int(ns[reasons == one].sum()) for one in np.unique(reasons).tolist()}
+
+    def to_json(self) -> dict[str, Any]:
+        """The lines in ns, in groups; they add up to `window_ns`."""
+        return {
+            "device": self.device,
+            "pids": list(self.pids),
+            "ranks": [rank for rank in self.ranks if rank >= 0],
+            "from_ns": self.from_ns,
+            "to_ns": self.to_ns,
+            "window_ns": self.window_ns,
+            "computing_ns": self.ns(Line.COMPUTING),
+            "waiting_for_copies_ns": {line.key: self.ns(line) for line in COPIES},
+            "waiting_for_host_ns": {line.key: self.ns(line) for line in HOST},
+            "nothing_to_do_ns": self.ns(Line.NOTHING_TO_DO),
+            "not_known_ns": {reason.key: ns for reason, ns in self.unknown_ns().items()},
+        }
+
+
+@dataclass
+class ThreadAccount:
+    """One thread's: in which kind of call it was, or outside of calls.
+
+    Attributes:
+        caller: as `Joined.caller`.
+        pid, thread, name: whose it is.
+        launches: it launches compute.
+        edges, line: the window, cut, as `threads.ThreadTimeline`.
+        waited_ns: of what it waited for the device: how long that computed, only copied, ran nothing, is not known.
+    """
+
+    caller: int
+    pid: int
+    thread: int
+    name: str
+    launches: bool
+    edges: Array
+    line: Array
+    waited_ns: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def window_ns(self) -> int:
+        """Length of the window."""
+        return int(self.edges[-1] - self.edges[0])
+
+    def ns(self, *lines: Line) -> int:
+        """Time in these lines."""
+        length = np.diff(self.edges)
+        return int(length[np.isin(self.line, np.array(lines, dtype=np.uint8))].sum())
+
+    def to_json(self) -> dict[str, Any]:
+        """The lines in ns; they add up to `window_ns`."""
+        return {
+            "pid": self.pid,
+            "thread": self.thread,
+            "name": self.name,
+            "launches": self.launches,
+            "from_ns": int(self.edges[0]),
+            "to_ns": int(self.edges[-1]),
+            "window_ns": self.window_ns,
+            **{f"{line.key}_ns": self.ns(line) for line in (*HOST, Line.NOTHING_TO_DO)},
+            "waited_for_device_ns": self.waited_ns,
+        }
+
+
+@dataclass
+class Account:
+    """All GPUs of a recording, and all threads that submit to them, each over the serving window.
+
+    Attributes:
+        gpus: one for each GPU; where no device activity was recorded, one a process, of which nothing is known.
+        threads: the thread that submitted most first.
+        causes: names of the causes that have claimed something; a stretch's `cause` is a number in it.
+    """
+
+    gpus: list[GpuAccount]
+    threads: list[ThreadAccount]
+    causes: list[str] = field(default_factory=list)
+
+    @property
+    def seen(self) -> bool:
+        """Whether the recording shows what any GPU did."""
+        return any(gpu.seen for gpu in self.gpus)
+
+    @cached_property
+    def main(self) -> GpuAccount | None:
+        """The GPU that most is known of."""
+        seen = [gpu for gpu in self.gpus if gpu.seen]
+        return max(seen, key=lambda gpu: gpu.operations, default=None)
+
+    def claim(
+        self,
+        cause: str,
+        start: Array,
+        end: Array,
+        lines: Sequence[Line],
+        *,
+        becomes: Line | None = None,
+        caller: int = -1,
+        most_ns: int | None = None,
+    ) -> dict[int, int]:
+        """Gives a cause what is not claimed yet of these lines in the intervals from `start` to `end`, in ns.
+
+        The intervals may come in any order, and overlap.
+
+        Args:
+            cause: its name.
+            start: where the intervals begin, ns.
+            end: where they end, ns.
+            lines: of these lines only.
+            becomes: the line that the claimed time moves to, where the cause proves another than was assumed.
+            caller: of this thread's doing only; -1: whoever's.
+            most_ns: no more than this of each GPU; the earliest of it.
+
+        Returns:
+            what it got, in ns, by the number of the GPU in `gpus`.
+        """
+        if cause not in self.causes:
+            self.causes.append(cause)
+        number = self.causes.index(cause)
+        got: dict[int, int] = {}
+        begins, ends = union(np.asarray(start, dtype=np.int64), np.asarray(end, dtype=np.int64))
+        for place, gpu in enumerate(self.gpus):
+            if not gpu.seen:
+                continue
+            cut = gpu.stretches
+            inside = cut.cut(begins, ends)
+            mine = inside & (cut.cause == NOBODY) & np.isin(cut.line, np.array(lines, dtype=np.uint8))
+            mine &= (cut.line != Line.NOT_KNOWN) | (cut.detail == Unknown.BETWEEN_OPERATIONS)
+            if caller >= 0:
+                mine &= cut.caller == caller
+            ns = int(cut.ns[mine].sum())
+            if most_ns is not None and ns > most_ns:
+                mine = _earliest(cut, mine, most_ns)
+                ns = int(cut.ns[mine].sum())
+            if ns:
+                got[place] = ns
+                cut.cause[mine] = number
+                if becomes is not None:
+                    cut.line[mine] = becomes
+                    cut.detail[mine] = Unknown.RECORDER if becomes == Line.NOT_KNOWN else NOBODY
+        return got
+
+    def unclaimed_ns(self, *lines: Line) -> int:
+        """What no cause has claimed of these lines, of all GPUs."""
+        wanted = np.array(lines, dtype=np.uint8)
+        return sum(
+            int(gpu.stretches.ns[(gpu.stretches.cause == NOBODY) & np.isin(gpu.stretches.line, wanted)].sum())
+            for gpu in self.gpus
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """GPUs and threads."""
+        return {"gpus": [gpu.to_json() for gpu in self.gpus], "threads": [one.to_json() for one in self.threads]}
+
+
+def _earliest(cut: Stretches, mine: Array, most_ns: int) -> Array:
+    """The earliest of these stretches that together last `most_ns`; the last of them is cut."""
+    spent = np.cumsum(np.where(mine, cut.ns, 0))
+    last = int(np.searchsorted(spent, most_ns))
+    until = int(cut.end[last]) - (int(spent[last]) - most_ns)
+    kept = mine.copy()
+    before = len(cut.line)
+    cut.cut(np.array([cut.edges[0]]), np.array([until]))
+    if len(cut.line) > before:
+        kept = np.insert(kept, last, kept[last])
+    return np.asarray(kept & (cut.start < until))
+
+
+def account_of(joined: Joined) -> Account:
+    """The account of a recording, over its serving window.
+
+    A GPU's window begins where the first of its processes begins to serve; a thread's where its own process does.
+    """
+    serving = joined.serving
+    first = int(serving.from_ns.min()) if len(serving.from_ns) else serving.first_ns
+    threads = Threads(joined, first, max(serving.end_ns, first))
+    gpus = []
+    for gpu in activities(joined):
+        begin = _begin(joined, gpu)
+        stretches = stretches_of(joined, gpu, threads, begin, max(serving.end_ns, begin))
+        inside = (gpu.end > begin) & (gpu.start < serving.end_ns)
+        gpus.append(
+            GpuAccount(
+                gpu.device,
+                gpu.processes,
+                tuple(_of(joined, "pid", row) for row in gpu.processes),
+                tuple(_of(joined, "rank", row) for row in gpu.processes),
+                begin,
+                max(serving.end_ns, begin),
+                stretches,
+                int(inside.sum()),
+                int((inside & ~gpu.copying & ~gpu.unclear).sum()),
+            )
+        )
+    return Account(gpus, _threads(joined, threads, gpus))
+
+
+def _begin(joined: Joined, gpu: Activity) -> int:
+    from_ns = joined.serving.from_ns
+    mine = [int(from_ns[row]) for row in gpu.processes if 0 <= row < len(from_ns)]
+    return min(mine, default=joined.serving.start_ns)
+
+
+def _of(joined: Joined, column: str, row: int) -> int:
+    table = joined.recording.processes
+    return int(table[column][row]) if 0 <= row < table.rows else -1
+
+
+def _threads(joined: Joined, threads: Threads, gpus: list[GpuAccount]) -> list[ThreadAccount]:
+    """Threads that submit something in the window, whoever submits most first."""
+    rows = np.flatnonzero(joined.submits & joined.serving.holds(joined.process, joined.start))
+    if not len(rows):
+        return []
+    counts = np.bincount(joined.caller[rows])
+    launching = set(joined.launching_callers.tolist())
+    out = []
+    for caller in np.argsort(-counts, kind="stable")[: int((counts > 0).sum())].tolist():
+        row = int(rows[np.argmax(joined.caller[rows] == caller)])
+        process = int(joined.process[row])
+        timeline = threads.of(caller)
+        begin = int(joined.serving.from_ns[process]) if process < len(joined.serving.from_ns) else threads.begin
+        edges = np.clip(timeline.edges, begin, threads.end)
+        one = ThreadAccount(
+            caller,
+            joined.pid(process),
+            int(joined.thread[row]),
+            _name(joined, process, int(joined.thread[row])),
+            caller in launching,
+            edges,
+            timeline.line,
+        )
+        one.waited_ns = _waited(one, next((gpu for gpu in gpus if process in gpu.processes), None))
+        out.append(one)
+    return out
+
+
+def _waited(thread: ThreadAccount, gpu: GpuAccount | None) -> dict[str, int]:
+    """What the device did while a thread waited for it."""
+    waits = thread.line == Line.WAITING_FOR_DEVICE
+    start, end = thread.edges[:-1][waits], thread.edges[1:][waits]
+    total = int((end - start).sum())
+    if gpu is None or not gpu.seen or not total:
+        return {"computing": 0, "copying": 0, "idle": 0, "not_known": total}
+    cut = gpu.stretches
+    inside = (end > cut.edges[0]) & (start < cut.edges[-1])
+    begins, ends = np.clip(start[inside], *cut.edges[[0, -1]]), np.clip(end[inside], *cut.edges[[0, -1]])
+    begins, ends, line, _ = overlay(begins, ends, cut.edges, cut.line)
+    spent = np.bincount(line, weights=ends - begins, minlength=len(Line)).astype(np.int64)
+    computing, copying = int(spent[Line.COMPUTING]), int(spent[list(COPIES)].sum())
+    unknown = int(spent[Line.NOT_KNOWN])
+    idle = int(spent.sum()) - computing - copying - unknown
+    return {"computing": computing, "copying": copying, "idle": idle, "not_known": total - computing - copying - idle}
+
+
+def _name(joined: Joined, process: int, thread: int) -> str:
+    threads = joined.recording.threads
+    mine = np.flatnonzero((threads["process"] == process) & (threads["thread"] == thread))
+    return joined.text(int(threads["name"][mine[0]])) if len(mine) else ""

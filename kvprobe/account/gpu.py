@@ -1,0 +1,167 @@
+"""Every instant of a GPU in one line: computing, waiting for copies, waiting for the host, nothing to do, not known."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvprobe.account.activity import Activity, between_host_and_device
+from kvprobe.account.lines import Line, Unknown
+from kvprobe.account.stretches import NOBODY, Stretches, marks, overlay
+from kvprobe.account.threads import Threads
+from kvprobe.recordings.intervals import Cover, union
+from kvprobe.recordings.joined import Joined
+from kvprobe.recordings.link_rate import PCIE_5
+from kvprobe.recordings.model import Array, Direction
+
+__all__ = ["BEGINS_NS", "stretches_of"]
+
+FULL_LINK = 0.8  # of the link's rate: copies that reach it are limited by their bytes alone
+BEGINS_NS = 20_000  # from the end of a submitting call until the device begins: some microseconds, 20 where it was idle
+
+_COMPUTES, _COPIES, _IDLES, _UNCLEAR = 0, 1, 2, 3
+_NO_DETAIL = -1
+
+
+def stretches_of(joined: Joined, gpu: Activity, threads: Threads, begin: int, end: int) -> Stretches:
+    """The account of a GPU from `begin` to `end`, ns; `threads` cover the same window."""
+    edges, what = _busy(gpu, begin, end)
+    parts = [_of_copies(joined, gpu, edges, what), _of_idleness(joined, gpu, threads, edges, what)]
+    computing = what == _COMPUTES
+    parts.append(_same(edges[:-1][computing], edges[1:][computing], Line.COMPUTING))
+    unclear = what == _UNCLEAR
+    parts.append(_same(edges[:-1][unclear], edges[1:][unclear], Line.NOT_KNOWN, Unknown.GRAPH))
+    start, _, line, caller, detail = (np.concatenate(column) for column in zip(*parts, strict=True))
+    order = np.argsort(start, kind="stable")
+    out = Stretches.of(np.append(start[order], end if len(start) else begin), line[order], caller[order], detail[order])
+    return _uncovered(out, gpu)
+
+
+def _same(start: Array, end: Array, line: Line, detail: int = _NO_DETAIL) -> tuple[Array, ...]:
+    many = len(start)
+    return (
+        start,
+        end,
+        np.full(many, line, dtype=np.uint8),
+        np.full(many, NOBODY, dtype=np.int32),
+        np.full(many, detail, dtype=np.int8),
+    )
+
+
+def _busy(gpu: Activity, begin: int, end: int) -> tuple[Array, Array]:
+    """The window cut where kernels, or else copies, begin and end to run, and what each piece is."""
+    start, stop = np.clip(gpu.start, begin, end), np.clip(gpu.end, begin, end)
+    masks = {_UNCLEAR: gpu.unclear, _COPIES: gpu.copying, _COMPUTES: ~(gpu.copying | gpu.unclear)}
+    covers = {one: union(start[mask], stop[mask]) for one, mask in masks.items()}
+    edges = np.unique(
+        np.concatenate([np.array([begin, end], dtype=np.int64), *(a for pair in covers.values() for a in pair)])
+    )
+    what = np.full(len(edges) - 1, _IDLES, dtype=np.uint8)
+    for one, (first, last) in covers.items():  # whoever comes later prevails
+        what[marks(edges, first, last)] = one
+    return edges, what
+
+
+def _of_copies(joined: Joined, gpu: Activity, edges: Array, what: Array) -> tuple[Array, ...]:
+    """Where only copies run: at the link's rate, all that run together, or below it."""
+    start, end = edges[:-1][what == _COPIES], edges[1:][what == _COPIES]
+    if not len(start):
+        return _same(start, end, Line.AT_LINK_RATE)
+    alone = Cover(start, end)
+    took = gpu.end - gpu.start
+    rows = np.flatnonzero(gpu.copying & (took > 0))
+    rows = rows[alone.within(gpu.start[rows], gpu.end[rows]) > 0]
+    share = np.zeros(len(rows))  # of the link, that each uses
+    for direction in (Direction.H2D, Direction.D2H):
+        mine = gpu.direction[rows] == direction
+        rate = (joined.link(direction)[0] or PCIE_5) / 1e9
+        share[mine] = gpu.bytes[rows[mine]] / took[rows[mine]] / rate
+    share[~between_host_and_device(gpu.direction[rows])] = 1.0  # inside a GPU, or to another: no link to compare with
+    at = np.concatenate((gpu.start[rows], gpu.end[rows]))
+    change = np.concatenate((share, -share))
+    order = np.argsort(at, kind="stable")
+    at, level = at[order], np.cumsum(change[order])
+    last = np.append(at[1:] > at[:-1], True)  # of the changes at one instant
+    knots, level = at[last], level[last]
+    line = np.where(level >= FULL_LINK, Line.AT_LINK_RATE, Line.BELOW_LINK_RATE).astype(np.uint8)
+    new = np.append(True, line[1:] != line[:-1])
+    knots, line = knots[new], line[new]
+    far = np.iinfo(np.int64).max
+    before = np.array([np.iinfo(np.int64).min])
+    start, end, line, _ = overlay(
+        start, end, np.concatenate((before, knots, [far])), np.append(np.uint8(Line.BELOW_LINK_RATE), line)
+    )
+    return _late_kernels(joined, gpu, start, end, line)
+
+
+def _late_kernels(joined: Joined, gpu: Activity, start: Array, end: Array, line: Array) -> tuple[Array, ...]:
+    """Copies that ran alone, cut where the next kernel was submitted: until then it is its thread that is late."""
+    kernels = np.flatnonzero(~(gpu.copying | gpu.unclear))
+    following = np.searchsorted(gpu.start[kernels], end)
+    known = np.flatnonzero(following < len(kernels))
+    call = np.full(len(start), -1, dtype=np.int64)
+    call[known] = gpu.call[kernels[following[known]]]
+    asked = np.flatnonzero(call >= 0)
+    caller = np.full(len(start), NOBODY, dtype=np.int32)
+    caller[asked] = joined.caller[call[asked]]
+    until = start.copy()
+    until[asked] = np.clip(joined.start[call[asked]], start[asked], end[asked])
+    nobody = np.full(len(start), NOBODY, dtype=np.int32)
+    detail = np.full(2 * len(start), _NO_DETAIL, dtype=np.int8)
+    early, late = (start, until, line, caller), (until, end, line, nobody)
+    return (*(np.concatenate(columns) for columns in zip(early, late, strict=True)), detail)
+
+
+def _of_idleness(joined: Joined, gpu: Activity, threads: Threads, edges: Array, what: Array) -> tuple[Array, ...]:
+    """Where nothing runs: what the thread that submitted the next operation did until then."""
+    start, end = edges[:-1][what == _IDLES], edges[1:][what == _IDLES]
+    following = np.searchsorted(gpu.start, end)
+    known = following < len(gpu.start)
+    call = np.full(len(start), -1, dtype=np.int64)
+    call[known] = gpu.call[following[known]]
+    last = _last_caller(joined, gpu, edges[-1])
+    caller = np.full(len(start), NOBODY, dtype=np.int64)
+    caller[call >= 0] = joined.caller[call[call >= 0]]
+    entered, returned = end.copy(), end.copy()
+    entered[call >= 0], returned[call >= 0] = joined.start[call[call >= 0]], joined.end[call[call >= 0]]
+    caller[~known] = last  # nothing came any more: what the thread did that submitted last
+    at_edge = ~known | (following == 0)  # before the first operation, and behind the last, nobody had asked for one
+    host = np.clip(returned, start, end)  # until then the host had its part in it
+    begun = np.where(host > start, np.minimum(host + BEGINS_NS, end), start)
+    begun[~known] = host[~known] = end[~known]
+    nobody = caller < 0
+    parts = [_same(start[nobody], end[nobody], Line.NOT_KNOWN, Unknown.NO_CALL)]
+    waiting = ~nobody & (end > begun)
+    parts.append(_same(begun[waiting], end[waiting], Line.NOT_KNOWN, Unknown.BETWEEN_OPERATIONS))
+    begins = ~nobody & (begun > host)
+    parts.append(_by(host[begins], begun[begins], Line.SUBMITTING, caller[begins]))
+    for one in np.unique(caller[~nobody]).tolist():
+        mine = (caller == one) & (host > start)
+        timeline = threads.of(one)
+        piece, stop, line, of = overlay(start[mine], host[mine], timeline.edges, timeline.line)
+        unasked = at_edge[mine][of] & np.isin(line, np.array((Line.PYTHON, Line.ELSEWHERE), dtype=np.uint8))
+        parts.append(_by(piece, stop, np.where(unasked, Line.NOTHING_TO_DO, line), np.full(len(piece), one)))
+    return tuple(np.concatenate(column) for column in zip(*parts, strict=True))
+
+
+def _by(start: Array, end: Array, line: Array | Line, caller: Array) -> tuple[Array, ...]:
+    many = len(start)
+    lines = np.full(many, line, dtype=np.uint8) if isinstance(line, Line) else line
+    return start, end, lines, caller.astype(np.int32), np.full(many, _NO_DETAIL, np.int8)
+
+
+def _last_caller(joined: Joined, gpu: Activity, end: int) -> int:
+    """Who submitted the last operation whose call is known; NOBODY where none is."""
+    known = np.flatnonzero((gpu.call >= 0) & (gpu.start < end))
+    return int(joined.caller[gpu.call[known[-1]]]) if len(known) else NOBODY
+
+
+def _uncovered(out: Stretches, gpu: Activity) -> Stretches:
+    """What nobody looked at is not known, whatever was seen beside it."""
+    if gpu.seen_from is None or gpu.seen_to is None:
+        return out
+    seen = out.cut(gpu.seen_from, gpu.seen_to)
+    reason = Unknown.NOT_COVERED if len(gpu.seen_from) else Unknown.NOT_RECORDED
+    hidden = ~seen
+    out.line[hidden], out.caller[hidden] = Line.NOT_KNOWN, NOBODY
+    out.detail[hidden] = reason
+    return Stretches.of(out.edges, out.line, out.caller, out.detail)

@@ -1,0 +1,132 @@
+"""The lines of an account: into which of them an instant can fall, and how they are called."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+from kvprobe.recordings.model import Array, CallKind, Memory
+
+__all__ = [
+    "COPIES",
+    "HOST",
+    "IDLE",
+    "LINE_TITLES",
+    "Line",
+    "Unknown",
+    "line_of_calls",
+]
+
+
+class Line(IntEnum):
+    """Where an instant went. The order is that of the page."""
+
+    COMPUTING = 0
+    # Only copies run.
+    AT_LINK_RATE = 1
+    BELOW_LINK_RATE = 2
+    NOT_NEEDED = 3
+    # Nothing runs, and what ran next had not been submitted: what the thread that submitted it did meanwhile.
+    FULL_QUEUE = 4
+    WAITING_FOR_DEVICE = 5
+    ALLOCATING = 6
+    PAGEABLE = 7
+    SUBMITTING = 8
+    PYTHON = 9
+    NO_CPU = 10
+    ELSEWHERE = 11
+    NOTHING_TO_DO = 12
+    NOT_KNOWN = 13
+
+    @property
+    def key(self) -> str:
+        """The name in JSON."""
+        return self.name.lower()
+
+
+COPIES = (Line.AT_LINK_RATE, Line.BELOW_LINK_RATE, Line.NOT_NEEDED)
+HOST = (
+    Line.FULL_QUEUE,
+    Line.WAITING_FOR_DEVICE,
+    Line.ALLOCATING,
+    Line.PAGEABLE,
+    Line.SUBMITTING,
+    Line.PYTHON,
+    Line.NO_CPU,
+    Line.ELSEWHERE,
+)
+# The device runs nothing, as far as the recording shows.
+IDLE = (*HOST, Line.NOTHING_TO_DO, Line.NOT_KNOWN)
+
+LINE_TITLES: dict[Line, str] = {
+    Line.COMPUTING: "computing",
+    Line.AT_LINK_RATE: "waiting for copies, at the link's rate",
+    Line.BELOW_LINK_RATE: "waiting for copies, below the link's rate",
+    Line.NOT_NEEDED: "waiting for copies that were not needed",
+    Line.FULL_QUEUE: "waiting for the host: blocked by a full queue",
+    Line.WAITING_FOR_DEVICE: "waiting for the host: it waits for the device",
+    Line.ALLOCATING: "waiting for the host: allocating, pinning or freeing",
+    Line.PAGEABLE: "waiting for the host: copying pageable memory",
+    Line.SUBMITTING: "waiting for the host: submitting",
+    Line.PYTHON: "waiting for the host: in Python",
+    Line.NO_CPU: "waiting for the host: it has no CPU",
+    Line.ELSEWHERE: "waiting for the host: elsewhere",
+    Line.NOTHING_TO_DO: "nothing to do",
+    Line.NOT_KNOWN: "not known",
+}
+
+
+class Unknown(IntEnum):
+    """Why an instant is not known; `key` stands in JSON, `text` on the page."""
+
+    BETWEEN_OPERATIONS = 0
+    NO_CALL = 1
+    NOT_RECORDED = 2
+    NOT_COVERED = 3
+    RECORDER = 4
+    GRAPH = 5
+
+    @property
+    def key(self) -> str:
+        """The name in JSON."""
+        return self.name.lower()
+
+    @property
+    def text(self) -> str:
+        """What is not known, for a sentence."""
+        return {
+            Unknown.BETWEEN_OPERATIONS: "the device had not begun what was submitted",
+            Unknown.NO_CALL: "the recording does not show which call submitted what ran next",
+            Unknown.NOT_RECORDED: "the recording does not show what the device did",
+            Unknown.NOT_COVERED: "the device was not looked at all the time",
+            Unknown.RECORDER: "the recorder was at work itself",
+            Unknown.GRAPH: "a CUDA graph was recorded as one piece",
+        }[self]
+
+
+_BY_KIND = {
+    CallKind.OTHER: Line.ELSEWHERE,
+    CallKind.COPY: Line.SUBMITTING,
+    CallKind.BATCH: Line.SUBMITTING,
+    CallKind.MEMSET: Line.SUBMITTING,
+    CallKind.LAUNCH: Line.SUBMITTING,
+    CallKind.GRAPH: Line.SUBMITTING,
+    CallKind.EVENT: Line.SUBMITTING,
+    CallKind.COPY_SYNC: Line.WAITING_FOR_DEVICE,
+    CallKind.SYNC: Line.WAITING_FOR_DEVICE,
+    CallKind.CREATE: Line.ALLOCATING,
+    CallKind.ALLOC: Line.ALLOCATING,
+    CallKind.FREE: Line.ALLOCATING,
+}
+
+
+def line_of_calls(kind: Array, memory: Array) -> Array:
+    """The line that the time inside each call belongs to, by the call's CallKind and Memory; (calls,) uint8."""
+    table = np.full(256, Line.ELSEWHERE, dtype=np.uint8)
+    for one, line in _BY_KIND.items():
+        table[one] = line
+    lines: Array = table[kind]
+    copies = (kind == CallKind.COPY) | (kind == CallKind.COPY_SYNC)
+    lines[copies & (memory == Memory.PAGEABLE)] = Line.PAGEABLE
+    return lines

@@ -1,0 +1,132 @@
+"""What a thread did at every instant: in which kind of call it was, and outside of calls what is known of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvprobe.account.lines import Line, line_of_calls
+from kvprobe.recordings.intervals import Cover
+from kvprobe.recordings.joined import Joined
+from kvprobe.recordings.model import Array, RangeStyle
+
+__all__ = ["PAUSE_NS", "Threads", "ThreadTimeline"]
+
+# A thread that makes no call for so long, and of which nothing else is seen, was asked for nothing: to prepare a step
+# takes some milliseconds.
+PAUSE_NS = 50_000_000
+SHORT_PAUSE_NS = 10_000_000  # the same of a thread that is paused for most of the time that it makes no call
+_STARVED = 0.1  # of a span that the kernel counted: less waiting for a CPU is how every thread runs
+
+
+@dataclass(frozen=True)
+class ThreadTimeline:
+    """A thread's time: (pieces + 1,) edges in ns, ascending, and the Line of each piece, (pieces,) uint8."""
+
+    edges: Array
+    line: Array
+
+
+class Threads:
+    """The timelines of a recording's threads, each made when it is asked for."""
+
+    def __init__(self, joined: Joined, begin: int, end: int) -> None:
+        """For the instants from `begin` to `end`, ns."""
+        self.joined, self.begin, self.end = joined, begin, end
+        self._lines = line_of_calls(joined.kind, joined.memory)
+        self._known: dict[int, ThreadTimeline] = {}
+        order = joined.by_caller
+        self._rows = order[~joined.nested[order]]
+        self._callers = joined.caller[self._rows]
+
+    def of(self, caller: int) -> ThreadTimeline:
+        """The timeline of a thread, by its caller number."""
+        if caller not in self._known:
+            self._known[caller] = self._make(caller)
+        return self._known[caller]
+
+    def _make(self, caller: int) -> ThreadTimeline:
+        joined = self.joined
+        first, last = np.searchsorted(self._callers, [caller, caller + 1])
+        rows = self._rows[first:last]
+        start = np.clip(joined.start[rows], self.begin, self.end)
+        stop = np.maximum(np.clip(joined.end[rows], self.begin, self.end), start)
+        edges = np.empty(2 * len(rows) + 2, dtype=np.int64)
+        edges[0], edges[-1] = self.begin, self.end
+        edges[1:-1:2], edges[2:-1:2] = start, stop
+        line = np.full(2 * len(rows) + 1, self._outside(caller, rows), dtype=np.uint8)
+        line[1::2] = self._lines[rows]
+        gap = line.copy()
+        gap[1::2] = 0
+        long = _pauses(np.diff(edges), gap > 0)
+        if len(rows):
+            long = long[~self._seen_at_work(rows[0], edges[long], edges[long + 1])]
+            line[long] = Line.NOTHING_TO_DO
+            return self._without_cpu(rows[0], ThreadTimeline(edges, line), gap > 0)
+        return ThreadTimeline(edges, line)
+
+    def _outside(self, caller: int, rows: Array) -> Line:
+        """Where a thread is that is in no call."""
+        if not len(rows):
+            return Line.ELSEWHERE
+        process, thread = int(self.joined.process[rows[0]]), int(self.joined.thread[rows[0]])
+        return Line.PYTHON if _runs_python(self.joined, process, thread) else Line.ELSEWHERE
+
+    def _seen_at_work(self, row: int, start: Array, end: Array) -> Array:
+        """Mask over pauses: ranges of the thread begin or end in them: it works."""
+        ranges, joined = self.joined.recording.ranges, self.joined
+        mask = np.zeros(len(start), dtype=bool)
+        if not ranges.rows or not len(start):
+            return mask
+        mine = (ranges["process"] == joined.process[row]) & (ranges["thread"] == joined.thread[row])
+        at = np.sort(np.concatenate((ranges["start_ns"][mine], ranges["end_ns"][mine])))
+        return np.asarray(np.searchsorted(at, end, "left") - np.searchsorted(at, start, "right") > 2)
+
+    def _without_cpu(self, row: int, timeline: ThreadTimeline, outside: Array) -> ThreadTimeline:
+        """The timeline with what the kernel counted as waiting for a CPU, at the end of each piece outside of calls."""
+        waits, joined = self.joined.recording.cpu_waits, self.joined
+        if not waits.rows:
+            return timeline
+        mine = (waits["process"] == joined.process[row]) & (waits["thread"] == joined.thread[row])
+        span = waits["end_ns"] - waits["start_ns"]
+        mine &= waits["waited_ns"] >= _STARVED * span
+        if not mine.any():
+            return timeline
+        edges, line = timeline.edges, timeline.line
+        begins, ends = edges[:-1], edges[1:]
+        pieces = np.flatnonzero(outside & (ends > begins) & (line != Line.NOTHING_TO_DO))
+        free = Cover(begins[pieces], ends[pieces])
+        start, end = waits["start_ns"][mine], waits["end_ns"][mine]
+        share = np.minimum(waits["waited_ns"][mine] / np.maximum(free.within(start, end), 1), 1.0)
+        order = np.argsort(start, kind="stable")
+        at = np.searchsorted(start[order], begins[pieces], "right") - 1
+        inside = (at >= 0) & (begins[pieces] < end[order][np.maximum(at, 0)])
+        pieces, part = pieces[inside], share[order][at[inside]]
+        cut = ends[pieces] - ((ends[pieces] - begins[pieces]) * part).astype(np.int64)
+        return ThreadTimeline(np.insert(edges, pieces + 1, cut), np.insert(line, pieces + 1, Line.NO_CPU))
+
+
+def _pauses(length: Array, outside: Array) -> Array:
+    """Pieces outside of calls that are pauses; where long ones are most of them, shorter ones are no work either."""
+    idle = np.where(outside, length, 0)
+    asleep = int(idle[idle >= PAUSE_NS].sum())
+    least = SHORT_PAUSE_NS if 2 * asleep > int(idle.sum()) else PAUSE_NS
+    return np.flatnonzero(idle >= least)
+
+
+def _runs_python(joined: Joined, process: int, thread: int) -> bool:
+    """Whether a recording shows that a thread runs Python: its process, its own name, its operators, its stacks."""
+    recording = joined.recording
+    words: list[int] = []
+    if 0 <= process < recording.processes.rows:
+        words += [int(recording.processes[name][process]) for name in ("name", "command")]
+    threads = recording.threads
+    mine = (threads["process"] == process) & (threads["thread"] == thread)
+    words += threads["name"][mine].tolist()
+    if any("python" in recording.text(word).lower() for word in words):
+        return True
+    if recording.stacks.rows and bool((recording.stacks["process"] == process).any()):
+        return True
+    ranges = recording.ranges
+    return bool(((ranges["process"] == process) & (ranges["style"] == RangeStyle.OPERATOR)).any())

@@ -1,0 +1,98 @@
+"""The options of `kvprobe check` that limit lines of the account, and what a recording makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from kvprobe.account import Account, GpuAccount
+
+__all__ = ["AccountLimits", "GpuShare", "account_limits"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_HELP = {
+    "max_waiting_for_copies": "Share of its window that a GPU may wait for copies, no kernel beside them: 10%.",
+    "max_waiting_for_host": "Share that a GPU may wait for the host: 10%.",
+    "max_not_known": "Share of a GPU's window of which nothing may be known: 5%.",
+    "min_computing": "Share that a GPU must compute at least: 80%.",
+}
+
+
+@dataclass(frozen=True)
+class AccountLimits:
+    """Limits as they were typed; None: not asked for."""
+
+    max_waiting_for_copies: str | None = None
+    max_waiting_for_host: str | None = None
+    max_not_known: str | None = None
+    min_computing: str | None = None
+
+    def shares(self) -> dict[str, float]:
+        """The limits that were asked for, by the option's name, as shares from 0 to 1.
+
+        Raises:
+            UsageError: one is no share.
+        """
+        from kvprobe.errors import UsageError
+
+        out = {}
+        for name in _HELP:
+            text = getattr(self, name)
+            if text is None:
+                continue
+            number = text.strip().removesuffix("%").strip()
+            if not text.strip().endswith("%") or not number.replace(".", "", 1).isdigit() or float(number) > 100:
+                raise UsageError(f"--{name.replace('_', '-')} {text}: not a share; write it like 10%")
+            out[name.replace("_", "-")] = float(number) / 100
+        return out
+
+
+@dataclass(frozen=True)
+class GpuShare:
+    """What the GPU that is furthest from a limit has of it; `share` None: no GPU was seen."""
+
+    share: float | None
+    gpu: str = ""
+    ns: int = 0
+
+
+def account_limits(command: F) -> F:
+    """Adds the options, and hands them over as one `AccountLimits`, named `of_account`."""
+
+    @wraps(command)
+    def taken(*words: Any, **options: Any) -> Any:
+        typed = {name: options.pop(name) for name in _HELP}
+        return command(*words, of_account=AccountLimits(**typed), **options)
+
+    made: Any = taken
+    for name, text in reversed(_HELP.items()):
+        made = click.option(f"--{name.replace('_', '-')}", metavar="SHARE", help=text)(made)
+    return made  # type: ignore[no-any-return]
+
+
+def worst_share(account: Account, option: str) -> GpuShare:
+    """Of the GPUs that were seen, the share of the one that is worst by this limit."""
+    from kvprobe.account import COPIES, HOST, Line
+    from kvprobe.reporting.account import gpu_name
+
+    lines = {
+        "max-waiting-for-copies": COPIES,
+        "max-waiting-for-host": HOST,
+        "max-not-known": (Line.NOT_KNOWN,),
+        "min-computing": (Line.COMPUTING,),
+    }[option]
+    seen = [gpu for gpu in account.gpus if gpu.seen]
+
+    def share(gpu: GpuAccount) -> float:
+        return sum(gpu.matters_ns().values()) / gpu.window_ns if option == "max-not-known" else gpu.share(*lines)
+
+    if not seen:
+        return GpuShare(1.0 if option == "max-not-known" and account.gpus else None)
+    worst = min(seen, key=share) if option == "min-computing" else max(seen, key=share)
+    return GpuShare(share(worst), gpu_name(account, worst), int(share(worst) * worst.window_ns))

@@ -1,0 +1,98 @@
+"""Whether copies carried what the copy before them had, by looks at the bytes that the recorder took of a sample.
+
+Equal addresses make a copy a candidate; its bytes decide. A copy that was looked at is compared with the look before it
+at the same place of the host; those between two looks are as the later one says. Others follow their place's looks, and
+places that nobody looked at follow those of the same process and size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvprobe.diagnosis.joined import JoinedRecording
+from kvprobe.recordings.model import Array, Direction
+
+__all__ = ["EQUAL", "NOT_KNOWN", "OTHER", "Looks", "looks_of"]
+
+EQUAL, OTHER, NOT_KNOWN = 1, -1, 0
+AGREE = 0.9  # of the looks at one place, or of one size: then those without are taken to be alike
+
+
+@dataclass(frozen=True)
+class Looks:
+    """What is known of the bytes of some copies.
+
+    Attributes:
+        verdict: (copies,) int8, EQUAL: as at the copy before, from or to the same place; OTHER; or NOT_KNOWN.
+        compared: pairs of looks that this rests on; equal: those with the same bytes.
+        taken: whether the recording has looks at copies of this direction at all.
+    """
+
+    verdict: Array
+    compared: int
+    equal: int
+    taken: bool
+
+
+def looks_of(joined: JoinedRecording, rows: Array, direction: Direction, blank: bool = True) -> Looks:
+    """Compares the bytes of copies.
+
+    Args:
+        joined: the recording.
+        rows: rows of copies of this direction, in any order.
+        direction: H2D, looked at where they come from, or D2H, where they go.
+        blank: whether bytes that are one word over and over tell anything.
+    """
+    table = joined.recording.contents
+    verdict = np.zeros(len(rows), dtype=np.int8)
+    mine = np.flatnonzero(table["direction"] == direction)
+    if not len(mine) or not len(rows):
+        return Looks(verdict, 0, 0, bool(len(mine)))
+    place = joined.src if direction == Direction.H2D else joined.dst
+    looked = table["src" if direction == Direction.H2D else "dst"]
+    both = {
+        "process": (joined.process[rows], table["process"][mine]),
+        "place": (place[rows], looked[mine]),
+        "bytes": (joined.bytes[rows], table["bytes"][mine]),
+    }
+    keys = np.stack([np.concatenate(pair).astype(np.uint64) for pair in both.values()])
+    key = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1)
+    order = mine[np.lexsort((table["time_ns"][mine], key[len(rows) :]))]
+    key_of = dict(zip(mine.tolist(), key[len(rows) :].tolist(), strict=True))
+    look_key = np.array([key_of[one] for one in order.tolist()], dtype=np.int64)
+    follows = np.zeros(len(order), dtype=bool)
+    follows[1:] = look_key[1:] == look_key[:-1]
+    alike = np.zeros(len(order), dtype=bool)
+    alike[1:] = table["hash"][order[1:]] == table["hash"][order[:-1]]
+    if not blank:
+        follows &= table["blank"][order] == 0
+    told = np.where(follows, np.where(alike, EQUAL, OTHER), NOT_KNOWN).astype(np.int8)
+    size = np.unique(keys[[0, 2]], axis=1, return_inverse=True)[1].reshape(-1)
+    pooled = _agreement(size[: len(rows)], size[len(rows) :][np.searchsorted(mine, order)], told)
+    by_place = _agreement(key[: len(rows)], look_key, told)
+    after = _next_look(key[: len(rows)], joined.start[rows], look_key, table["time_ns"][order], told)
+    for said in (after, by_place, pooled):
+        verdict = np.where(verdict == NOT_KNOWN, said, verdict).astype(np.int8)
+    return Looks(verdict, int(follows.sum()), int((follows & alike).sum()), True)
+
+
+def _agreement(groups: Array, look_groups: Array, told: Array) -> Array:
+    """Of each group EQUAL where nearly all of its looks say so, OTHER where not, NOT_KNOWN where it has none."""
+    top = int(max(groups.max(initial=0), look_groups.max(initial=0))) + 1
+    equal = np.bincount(look_groups[told == EQUAL], minlength=top)
+    known = equal + np.bincount(look_groups[told == OTHER], minlength=top)
+    said = np.where(known == 0, NOT_KNOWN, np.where(equal >= AGREE * known, EQUAL, OTHER))
+    out: Array = said[groups]
+    return out
+
+
+def _next_look(key: Array, start: Array, look_key: Array, look_time: Array, told: Array) -> Array:
+    """What the first look at a copy's place said that is not before it: its own, or one that spans it."""
+    zero = min(int(start.min()), int(look_time.min()))
+    length = max(int(start.max()), int(look_time.max())) - zero + 1
+    at = np.searchsorted(look_key * length + (look_time - zero), key.astype(np.int64) * length + (start - zero))
+    at = np.minimum(at, len(look_key) - 1)
+    fits = (look_key[at] == key) & (look_time[at] >= start)
+    return np.where(fits, told[at], NOT_KNOWN)

@@ -1,0 +1,121 @@
+"""How a cause explains lines of the account: what it may claim, and how much time the program would save without it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+
+import numpy as np
+
+from kvprobe.account import COPIES, HOST, Account, Line
+from kvprobe.account.chain import saved_by_host
+from kvprobe.recordings.intervals import group_starts
+from kvprobe.recordings.model import Array
+
+__all__ = ["Explained", "Explainer"]
+
+_CALLERS = 32  # threads whose part is played one by one; those with the largest
+
+
+def proven_line(cause: str) -> Line | None:
+    """The line that a GPU's waiting belongs to, once this cause is proven of it: `PROVES` of the cause's module."""
+    line: Line | None = getattr(import_module(f"kvprobe.diagnosis.{cause}"), "PROVES", None)
+    return line
+
+
+@dataclass(frozen=True)
+class Explained:
+    """What one finding explains of the account.
+
+    Attributes:
+        device_ns: time without a kernel that it explains, on the GPU that it costs most; None: no GPU was seen.
+        window_ns: of that GPU.
+        open_ns: of the time it lost itself, what lies where no kernel follows: nothing shows what that cost the device.
+        saved_ns: by how much the program would be shorter without it, at most; None: not known.
+    """
+
+    device_ns: int | None = None
+    window_ns: int = 0
+    open_ns: int = 0
+    saved_ns: int | None = None
+
+
+class Explainer:
+    """Gives causes their part of the account, one after the other; all savings together stay within what it waits."""
+
+    def __init__(self, account: Account) -> None:
+        """Of an account that nobody has claimed anything of."""
+        self.account = account
+        self._left_ns = max((gpu.not_computing_ns for gpu in account.gpus if gpu.seen), default=0)
+
+    def host(self, cause: str, start: Array, end: Array, caller: Array, ns: Array) -> Explained:
+        """Of calls of threads: from `start` to `end`, by `caller`, of which `ns` is lost in each; (calls,) int64."""
+        account, proves = self.account, proven_line(cause)
+        waits = proves == Line.WAITING_FOR_DEVICE  # for copies: nothing else may run while these do
+        if not account.seen:
+            return Explained()
+        open_ns = self._after_last_kernel(start, end)
+        order = np.argsort(caller, kind="stable")
+        edges = group_starts(caller[order])
+        parts = np.split(order, edges[1:])
+        parts.sort(key=lambda rows: -int(ns[rows].sum()))
+        saved = 0
+        claimed: dict[int, int] = {}
+        for number, rows in enumerate(parts):
+            one = int(caller[rows[0]])
+            if waits:
+                saved += self._idle_in(start[rows], end[rows], one)
+            elif number < _CALLERS:
+                saved += saved_by_host(account, one, end[rows], ns[rows])
+            got = [account.claim(cause, start[rows], end[rows], HOST, becomes=proves, caller=one)]
+            if not waits:
+                got.append(account.claim(cause, start[rows], end[rows], COPIES, caller=one))
+            if proves == Line.FULL_QUEUE:  # what filled the queue had been submitted, and stood still
+                got.append(account.claim(cause, start[rows], end[rows], (Line.NOT_KNOWN,), becomes=Line.FULL_QUEUE))
+            for part in got:
+                for gpu, more in part.items():
+                    claimed[gpu] = claimed.get(gpu, 0) + more
+        return self._explained(claimed, open_ns, saved)
+
+    def copies(self, cause: str, start: Array, end: Array, lost_ns: int) -> Explained:
+        """Of copies on the device, (copies,): where only they ran, of which `lost_ns` could be saved at most."""
+        if not self.account.seen:
+            return Explained()
+        claimed = self.account.claim(cause, start, end, COPIES, becomes=proven_line(cause), most_ns=lost_ns)
+        return self._explained(claimed, 0, min(lost_ns, max(claimed.values(), default=0)))
+
+    def gaps(self, cause: str, start: Array, end: Array) -> Explained:
+        """Of stretches in which a GPU stood idle, (stretches,)."""
+        if not self.account.seen:
+            return Explained()
+        lines = (*HOST, Line.NOTHING_TO_DO)
+        claimed = self.account.claim(cause, start, end, lines, becomes=proven_line(cause))
+        return self._explained(claimed, 0, max(claimed.values(), default=0))
+
+    def _explained(self, claimed: dict[int, int], open_ns: int, saved_ns: int) -> Explained:
+        place = max(claimed, key=lambda gpu: claimed[gpu], default=-1)
+        gpu = self.account.gpus[place] if place >= 0 else self.account.main
+        computes = any(one.kernels for one in self.account.gpus)
+        return Explained(
+            claimed.get(place, 0), gpu.window_ns if gpu else 0, open_ns, self.take(saved_ns) if computes else None
+        )
+
+    def take(self, ns: int) -> int:
+        """As much of a saving as the device still waits for, which is then no other's."""
+        saved = max(min(ns, self._left_ns), 0)
+        self._left_ns -= saved
+        return saved
+
+    def _idle_in(self, start: Array, end: Array, caller: int) -> int:
+        """How long GPUs ran nothing inside these intervals, and it was this thread's doing."""
+        out = 0
+        for gpu in self.account.gpus:
+            cut = gpu.stretches
+            inside = cut.cut(start, end) & (cut.caller == caller) & np.isin(cut.line, np.array(HOST, dtype=np.uint8))
+            out = max(out, int(cut.ns[inside].sum()))
+        return out
+
+    def _after_last_kernel(self, start: Array, end: Array) -> int:
+        """How much of these intervals lies where no GPU runs a kernel any more."""
+        last = max(gpu.last_kernel_ns for gpu in self.account.gpus)
+        return int(np.maximum(end - np.maximum(start, last), 0).sum())

@@ -1,0 +1,140 @@
+"""Only copies ran, for a reason that nothing else explains: what the account calls waiting for copies.
+
+Mechanism: the model's next kernel needs bytes that are still on their way, or the thread that launches it comes after
+them. Loads that are submitted when they are needed, and not a step ahead, run alone however fast the link is; where
+they are submitted ahead and still run alone, their bytes take longer than the compute beside them.
+
+Signature: none of its own. It is what is left of the lines "waiting for copies" when all other causes have claimed
+their part.
+
+Where no kernel runs in the whole window, nothing shows whether a model waited: then it is an open question.
+
+Time lost: these instants, as wall time. Predicted saving of loading ahead: what could have run beside compute that now
+runs alone, at most as long as the compute itself; of fewer bytes: none is modelled, for it depends on how many fewer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvprobe.account import COPIES, GpuAccount, Line
+from kvprobe.account.stretches import NOBODY
+from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, Loss, cause_of
+from kvprobe.diagnosis.joined import JoinedRecording, ms, share
+from kvprobe.diagnosis.left import most_left
+from kvprobe.recordings.intervals import Cover
+from kvprobe.recordings.model import Array, Direction, Engine
+
+CAUSE = cause_of(__name__)
+AHEAD = Change(
+    "Submit each load a step ahead, on a stream of its own, and let the compute stream wait for its event just before "
+    "the first kernel that needs it (vLLM, SGLang: asynchronous loading or prefetch; `kvprobe weights --window 1`)",
+    share=1.0,
+)
+FEWER = Change(
+    "Move fewer bytes: a smaller KV type (fp8), more reuse on the GPU, a larger GPU share for weights", "setting"
+)
+FASTER = Change(
+    "Reach the link's rate: pinned memory, larger or merged copies, one batch or one kernel for many blocks "
+    "(`kvprobe run --fix auto`)",
+)
+
+
+def find(joined: JoinedRecording) -> Finding | None:
+    """What is left of waiting for copies, on the GPU that waited longest."""
+    gpu, mine = most_left(joined, COPIES)
+    if gpu is None:
+        return None
+    lost = int(gpu.stretches.ns[mine].sum())
+    start, end = gpu.stretches.start[mine], gpu.stretches.end[mine]
+    alone = Cover(start, end)
+    rows, at_once, by_direction = _copies(joined, gpu, alone)
+    late = int(gpu.stretches.ns[mine & (gpu.stretches.caller != NOBODY)].sum())
+    slow = int(gpu.stretches.ns[mine & (gpu.stretches.line == Line.BELOW_LINK_RATE)].sum())
+    evidence = [
+        Evidence(
+            f"for {ms(lost)}, {share(lost, gpu.window_ns)} of {ms(gpu.window_ns)}, copies ran and no kernel: "
+            + ", ".join(f"{name} {ms(spent)}" for name, spent in by_direction),
+            lost,
+            "ns",
+            MEASURED,
+        ),
+        Evidence(
+            f"{share(lost - slow, lost)} of it the link carried all it can",
+            lost - slow,
+            "ns",
+            MEASURED,
+        ),
+        *_submitted(joined, rows, at_once),
+    ]
+    if late:
+        evidence.append(
+            Evidence(f"in {ms(late)} of it the next kernel had not been launched yet", late, "ns", MEASURED)
+        )
+    hidden = gpu.ns(Line.COMPUTING) - _beside(joined, gpu)
+    ahead = AHEAD if hidden >= lost or not lost else _partly(hidden / lost)
+    cure = [ahead, FEWER] if 2 * slow < lost else [FASTER, ahead, FEWER]
+    loss = Loss(
+        lost,
+        len(rows),
+        on="device",
+        window=(int(start.min()), int(end.max())),
+        span_ns=gpu.window_ns,
+        places=joined.device_places(rows, alone.within(joined.x_start[rows], joined.x_end[rows])),
+    )
+    if int(end.max()) > gpu.last_kernel_ns:
+        return joined.line_question(CAUSE, "Only copies ran for {lost}, and no kernel after them", gpu, loss, evidence)
+    part = share(lost, gpu.window_ns)
+    title = f"The GPU waited {{lost}} for copies, {part} of the time"
+    return joined.line_finding(CAUSE, title, gpu, loss, evidence=evidence, cure=cure)
+
+
+def _copies(joined: JoinedRecording, gpu: GpuAccount, alone: Cover) -> tuple[Array, Array, list[tuple[str, int]]]:
+    """Copies that ran alone, the mask of those submitted while nothing computed, and the time of each direction."""
+    table = joined.recording.executions
+    rows = np.flatnonzero((table["engine"] == Engine.COPY) & np.isin(table["process"], np.array(gpu.processes)))
+    rows = rows[alone.within(joined.x_start[rows], joined.x_end[rows]) > 0]
+    names = {Direction.H2D: "loads", Direction.D2H: "stores", Direction.D2D: "copies inside the GPU"}
+    spent = []
+    for direction, name in names.items():
+        mine = rows[table["direction"][rows] == direction]
+        ns = alone.intersect_ns(Cover(joined.x_start[mine], joined.x_end[mine]))
+        if ns:
+            spent.append((name, ns))
+    call = joined.x_call[rows]
+    if not len(joined.start):
+        return rows, np.zeros(len(rows), dtype=bool), spent
+    kernels = np.flatnonzero((table["engine"] == Engine.KERNEL) & np.isin(table["process"], np.array(gpu.processes)))
+    computing = Cover(joined.x_start[kernels], joined.x_end[kernels])
+    asked = joined.start[np.maximum(call, 0)]
+    idle = (call >= 0) & (computing.within(asked, asked + 1) == 0)
+    return rows, idle, spent
+
+
+def _submitted(joined: JoinedRecording, rows: Array, at_once: Array) -> list[Evidence]:
+    """Whether these copies were submitted ahead, or when nothing computed any more."""
+    if not len(rows) or not at_once.any():
+        return []
+    many = int(at_once.sum())
+    return [
+        Evidence(
+            f"{many:,} of {len(rows):,} copies were submitted when no kernel ran any more: nothing was loaded ahead",
+            many,
+            "calls",
+            COUNTED,
+        )
+    ]
+
+
+def _beside(joined: JoinedRecording, gpu: GpuAccount) -> int:
+    """How long copies ran beside kernels, ns."""
+    table = joined.recording.executions
+    mine = np.isin(table["process"], np.array(gpu.processes))
+    copies = np.flatnonzero(mine & (table["engine"] == Engine.COPY))
+    kernels = np.flatnonzero(mine & (table["engine"] == Engine.KERNEL))
+    computing = Cover(joined.x_start[kernels], joined.x_end[kernels])
+    return int(Cover(joined.x_start[copies], joined.x_end[copies]).intersect_ns(computing))
+
+
+def _partly(part: float) -> Change:
+    return Change(AHEAD.text, share=max(part, 0.0))

@@ -1,0 +1,105 @@
+"""The GPU ran nothing while its thread was busy with something that no other cause explains.
+
+Mechanism: what ran next had not been submitted. The account says what the thread that submitted it did until then.
+
+Signature: none of its own. It is what is left of the lines "waiting for the host" when all other causes have claimed
+their part.
+
+Where no kernel runs in the whole window, nothing shows whether a model waited: then it is an open question.
+
+Time lost: these instants, as wall time. Predicted saving: all of it for preparing ahead, which hides what the thread
+does behind what the GPU does; nothing else is modelled.
+"""
+
+from __future__ import annotations
+
+from kvprobe.account import HOST, GpuAccount, Line
+from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding, Loss, Where, cause_of
+from kvprobe.diagnosis.joined import JoinedRecording, ms, share
+from kvprobe.diagnosis.left import most_left
+from kvprobe.recordings.model import Array
+
+CAUSE = cause_of(__name__)
+DID = {
+    Line.FULL_QUEUE: "was blocked by a full queue",
+    Line.WAITING_FOR_DEVICE: "waited for the device, which had nothing to do",
+    Line.ALLOCATING: "allocated, pinned or freed memory",
+    Line.PAGEABLE: "copied pageable memory",
+    Line.SUBMITTING: "submitted, operation by operation",
+    Line.PYTHON: "was in Python, outside of CUDA calls",
+    Line.NO_CPU: "had no CPU",
+    Line.ELSEWHERE: "was outside of CUDA calls that submit",
+}
+CURES: dict[Line, Change] = {
+    Line.FULL_QUEUE: Change("Submit less at once, or through several streams", "setting"),
+    Line.WAITING_FOR_DEVICE: Change(
+        "Do not wait on the host between two steps: submit the next one first, order with events", share=1.0
+    ),
+    Line.ALLOCATING: Change("Allocate and pin once, before serving, and keep the memory", share=1.0),
+    Line.PAGEABLE: Change("Copy from pinned memory (`kvprobe run --fix auto` does it for large copies)", share=1.0),
+    Line.SUBMITTING: Change(
+        "Submit many operations at once: a CUDA graph, a batch of copies, one kernel for many blocks", share=1.0
+    ),
+    Line.PYTHON: Change(
+        "Prepare the next step while this one runs, or in another process: the GPU waits for Python", share=1.0
+    ),
+    Line.NO_CPU: Change("Give the server CPUs of its own (a larger quota, `taskset`, fewer processes)", share=1.0),
+    Line.ELSEWHERE: Change("Prepare the next step while this one runs, on another thread", share=1.0),
+}
+
+
+def find(joined: JoinedRecording) -> Finding | None:
+    """What is left of waiting for the host, on the GPU that waited longest."""
+    gpu, mine = most_left(joined, HOST)
+    if gpu is None:
+        return None
+    cut = gpu.stretches
+    lost = int(cut.ns[mine].sum())
+    by_line = {line: int(cut.ns[mine & (cut.line == line)].sum()) for line in HOST}
+    lines = sorted((line for line in HOST if by_line[line]), key=lambda line: -by_line[line])
+    first = lines[0]
+    evidence = [
+        Evidence(
+            f"for {ms(by_line[line])}, {share(by_line[line], gpu.window_ns)} of {ms(gpu.window_ns)}, nothing ran, and "
+            f"the thread that submitted what ran next {DID[line]}",
+            by_line[line],
+            "ns",
+            MEASURED,
+        )
+        for line in lines
+        if 100 * by_line[line] >= gpu.window_ns or line == first
+    ]
+    start, end = cut.start[mine], cut.end[mine]
+    loss = Loss(
+        lost,
+        int(mine.sum()),
+        on="device",
+        window=(int(start.min()), int(end.max())),
+        span_ns=gpu.window_ns,
+        places=_threads(joined, gpu, mine),
+    )
+    if int(end.max()) > gpu.last_kernel_ns:
+        title = "Nothing ran for {lost} between copies, and no kernel after them"
+        return joined.line_question(CAUSE, title, gpu, loss, evidence)
+    part = share(lost, gpu.window_ns)
+    title = f"The GPU waited {{lost}} for the host, {part} of the time: mostly the thread {DID[first]}"
+    cure = [_of_part(CURES[line], by_line[line] / lost) for line in lines[:3]]
+    return joined.line_finding(CAUSE, title, gpu, loss, evidence=evidence, cure=cure)
+
+
+def _of_part(change: Change, part: float) -> Change:
+    share_of_all = None if change.share is None else change.share * part
+    return Change(change.text, change.kind, share=share_of_all)
+
+
+def _threads(joined: JoinedRecording, gpu: GpuAccount, mine: Array) -> tuple[Where, ...]:
+    """The threads that the GPU waited for, the one that it waited for longest first."""
+    cut = gpu.stretches
+    out = []
+    for one in joined.account.threads:
+        ns = int(cut.ns[mine & (cut.caller == one.caller)].sum())
+        if ns:
+            out.append(
+                Where(pid=one.pid, thread=one.thread, lost_ns=ns, calls=int((cut.caller[mine] == one.caller).sum()))
+            )
+    return tuple(sorted(out, key=lambda where: -where.lost_ns)[:16])

@@ -1,0 +1,418 @@
+/* Reads marks off the program's way: a thread of ours asks which are over, places them on the host's clock, and writes
+ * what lies between them into the ring, with the intervals in which nothing was missed (coverage).
+ *
+ * The two clocks. No mark is reached before the call that records it, so the host's clock minus the device's is at
+ * least the largest difference (beginning of the call, time of the mark) there is; a mark in an idle stream comes near
+ * to it (MARK_PROBE). What a record takes its caller is added: then a mark in an idle stream lies at its call's return,
+ * and so does the beginning of what is submitted to one. Nothing has to be synchronised, nor a stream of our own to be
+ * made, which would take a channel.
+ *
+ * In simulated time (the host runtime's) there is no thread: the program's own waits read, so that a history stays the
+ * same on every machine. */
+#define _GNU_SOURCE
+#include "marks.h"
+
+#include "../src/kvp_signals.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <sys/prctl.h>
+#include <time.h>
+#include <unistd.h>
+
+#define TICK_NS 500000u
+#define SLOW_TICK_NS 5000000u
+#define SECOND 1000000000ull
+#define WHILE_NS 200000000u /* after it clocks may have drifted apart */
+#define DRY_NS 1500u        /* a mark that was reached so soon found its stream idle */
+#define RELATIVE_NS                                                                                                    \
+    1500e6                   /* from here on a float of milliseconds is too coarse: another mark becomes the reference \
+                              */
+#define MOST_A_SECOND 1000.0 /* records: 1 to 2 us each, with what they cost the device */
+#define OF_AN_AGE 6000.0     /* records between an age of the process and twice that: what a ring can hold of hours */
+#define BLOCKED_NS 200000u
+#define FIRST_NS 1e12 /* the first mark that is read, on the device's clock: another stream's may be older */
+#define READ_TICKS 4  /* each question takes locks that the program's submissions want */
+#define RELAXED 2
+
+_Atomic int kvp_mark_synchronous;
+
+static pthread_mutex_t reading = PTHREAD_MUTEX_INITIALIZER;
+static _Atomic int running, stopping, owner;
+static _Atomic int held;           /* captures that are about to begin */
+static _Atomic uint64_t paused_ns; /* 0: marking goes on */
+static _Atomic int why_paused;
+static uint64_t born_ns, refilled_ns;
+static uint32_t resumed;
+static double saved;
+/* ---- the pool ------------------------------------------------------------------------------------------------ */
+
+int kvp_mark_pool(struct mark_context *c) {
+    uint64_t begin = kvp_clock();
+    for (int i = 0; i < MARK_POOL; i++) {
+        /* making an event takes the context's lock, and whoever waits for it holds up everybody behind */
+        while (i % 64 == 0 && !kvp_mark_synchronous && kvp_ring_blocked(BLOCKED_NS, kvp_clock()) && !stopping &&
+               kvp_clock() - begin < SECOND)
+            nanosleep(&(struct timespec){0, 200000}, NULL);
+        if (kvp_mark_driver.cuEventCreate(&c->marks[i].event, 0)) break;
+        kvp_mark_give(c, &c->marks[i]);
+    }
+    c->from_ns = c->written_ns = kvp_clock();
+    c->probe_until_ns = c->from_ns + WHILE_NS;
+    c->reference_ns = FIRST_NS;
+    if (!c->free) return 0;
+    atomic_store(&c->ready, 1);
+    return 1;
+}
+
+/* ---- records ------------------------------------------------------------------------------------------------- */
+
+static void write_span(const struct mark_stream *s, uint64_t start, uint64_t end, int kind, uint32_t count,
+                       uint64_t bytes, uint32_t graph, uint64_t busy) {
+    static const uint8_t direction[] = {
+        [MARK_H2D] = KVP_H2D, [MARK_D2H] = KVP_D2H, [MARK_COPY] = KVP_D2D, [MARK_WAIT] = 0};
+    kvp_record r = {.call = KVP_CALL_span,
+                    .start_ns = start,
+                    .dur_ns = end - start,
+                    .stream = (uint64_t)(uintptr_t)s->handle,
+                    .src = graph,
+                    .dst = busy,
+                    .bytes = kind == MARK_KERNEL || kind == MARK_GRAPH || kind == MARK_WAIT ? 0 : bytes,
+                    .count = count,
+                    .transfer = (uint32_t)kvp_mark_contexts[s->context].device,
+                    .result = (uint16_t)kind,
+                    .direction = kind < (int)sizeof direction ? direction[kind] : 0};
+    if (end > start) kvp_ring_note(&r);
+}
+
+static void write_coverage(const struct mark_context *c, uint64_t from, uint64_t to, int reason) {
+    kvp_record r = {.call = KVP_CALL_coverage,
+                    .start_ns = from,
+                    .dur_ns = to - from,
+                    .count = 1,
+                    .transfer = (uint32_t)c->device,
+                    .result = (uint16_t)reason};
+    if (to > from) kvp_ring_note(&r);
+}
+
+/* ---- one mark that is over ----------------------------------------------------------------------------------- */
+
+/* Its time on the device's clock; -1: it could not be asked. */
+static double time_of(struct mark_context *c, struct mark *m) {
+    float ms = 0;
+    if (!c->reference) return FIRST_NS;
+    if (kvp_mark_driver.cuEventElapsedTime(&ms, c->reference->event, m->event)) return -1;
+    return c->reference_ns + (double)ms * 1e6;
+}
+
+static void place_clock(struct mark_context *c, const struct mark *m, double t) {
+    double took = (double)(m->return_ns - m->entry_ns), difference = (double)m->entry_ns - t;
+    if (!c->call_ns) c->call_ns = took < 1500 ? took : 1500;
+    c->call_ns += (took < 2 * c->call_ns ? took - c->call_ns : c->call_ns) / 16;
+    difference += c->call_ns;
+    if (!c->reference || difference > c->offset_ns) c->offset_ns = difference;
+    if (m->flags & MARK_PROBE && (!c->probed_ns || difference > c->probed_ns)) c->probed_ns = difference;
+    if (m->return_ns > c->probe_until_ns) { /* what was best long ago is not kept */
+        if (c->probed_ns) c->offset_ns = c->probed_ns;
+        c->probed_ns = 0;
+        c->probe_until_ns = m->return_ns + WHILE_NS;
+    }
+}
+
+static void release_held(struct mark_stream *s, uint64_t item_ns, uint64_t item_bytes) {
+    if (!s->held.count) return;
+    uint64_t length = s->held.end_ns - s->held.start_ns, busy = length;
+    if (s->held.dry && item_ns) {
+        double each = (double)item_ns;
+        if (s->held.bytes && item_bytes) each *= (double)s->held.bytes / s->held.count / (double)item_bytes;
+        if (each * s->held.count < (double)busy) busy = (uint64_t)(each * s->held.count);
+    }
+    write_span(s, s->held.start_ns, s->held.end_ns, s->held.kind, s->held.count, s->held.bytes, 0, busy);
+    s->held.count = 0;
+}
+
+static void consume(struct mark_context *c, struct mark_stream *s, struct mark *m, double t) {
+    place_clock(c, m, t);
+    uint64_t at = (uint64_t)(t + c->offset_ns), before = s->mark_ns ? (uint64_t)(s->mark_ns + c->offset_ns) : 0;
+    uint64_t first = m->first_ns ? m->first_ns : m->entry_ns; /* 0: the call has not returned yet */
+    uint64_t start = before > first ? before : first, end = at;
+    int kind = m->flags & MARK_MIXED ? MARK_NONE : m->kind, dry = at < m->return_ns + DRY_NS;
+    s->mark_ns = t;
+    s->done = m->at;
+    if (!(m->flags & MARK_ITEM)) release_held(s, 0, 0);
+    if (m->flags & MARK_UNKNOWN) {
+        if (at > c->from_ns) c->from_ns = at;
+        return;
+    }
+    if (!m->count) return;
+    if (m->flags & MARK_UNSEEN && dry) { /* it ended somewhere between its last submission and this mark */
+        end = m->last_ns > start ? m->last_ns : start;
+        write_coverage(c, end, at, REASON_UNSEEN);
+    }
+    if (start >= end) return;
+    if (m->flags & MARK_SAMPLE) {
+        s->held.start_ns = start, s->held.end_ns = end;
+        s->held.bytes = m->bytes, s->held.count = m->count;
+        s->held.kind = (uint8_t)kind, s->held.dry = (uint8_t)dry;
+        return;
+    }
+    if (m->flags & MARK_ITEM) release_held(s, end - start, m->bytes);
+    write_span(s, start, end, kind, m->count, m->bytes, m->graph, end - start);
+}
+
+/* Reads the stream's marks that are over, in order; its lock is held. 0: an error ended that. */
+static int read_stream(struct mark_context *c, struct mark_stream *s) {
+    while (s->head) {
+        struct mark *m = s->head;
+        int state = kvp_mark_driver.cuEventQuery(m->event);
+        if (state == MARK_NOT_READY) return 1;
+        double t = state ? -1 : time_of(c, m);
+        if (t < 0) return 0;
+        s->head = m->next;
+        if (!s->head) s->tail = NULL;
+        consume(c, s, m, t);
+        if (!c->reference || t - c->reference_ns > RELATIVE_NS) {
+            if (c->reference) kvp_mark_give(c, c->reference);
+            c->reference = m;
+            c->reference_ns = t;
+        } else
+            kvp_mark_give(c, m);
+    }
+    return 1;
+}
+
+/* ---- stretches ----------------------------------------------------------------------------------------------- */
+
+void kvp_mark_pause(enum mark_reason reason) {
+    int on = 1;
+    if (!atomic_compare_exchange_strong(&kvp_watch.marks, &on, 0)) return;
+    atomic_store(&why_paused, reason);
+    atomic_store(&paused_ns, kvp_clock());
+}
+
+/* What may be recorded, by the time that has passed. */
+static void refill(uint64_t now) {
+    if (!refilled_ns) refilled_ns = now;
+    double age = (double)(now - born_ns) / 1e9, rate = age > 1 ? OF_AN_AGE / age : MOST_A_SECOND;
+    if (rate > MOST_A_SECOND) rate = MOST_A_SECOND;
+    saved += rate * (double)(now - refilled_ns) / 1e9;
+    refilled_ns = now;
+    int64_t whole = (int64_t)saved, have = atomic_load(&kvp_mark_tokens);
+    saved -= (double)whole;
+    if (have + whole > MARK_CREDIT) whole = MARK_CREDIT - have;
+    if (whole > 0) atomic_fetch_add(&kvp_mark_tokens, whole);
+}
+
+/* From a process's first calls on, or for long enough, every submission was seen. */
+int kvp_mark_follows(const struct mark_context *c) {
+    return (!kvp_watch.attached && !resumed) || kvp_clock() - c->from_ns > 50000000;
+}
+
+static void resume(uint64_t now) {
+    resumed++;
+    for (int i = 0; i < MARK_STREAMS; i++) {
+        struct mark_stream *s = &kvp_mark_streams[i];
+        if (!atomic_load(&s->key) || !kvp_mark_try(s)) continue;
+        s->flags = MARK_UNKNOWN;
+        s->count = 0;
+        s->kind = MARK_NONE;
+        kvp_mark_release(s);
+    }
+    for (int i = 0; i < atomic_load(&kvp_mark_context_count); i++) {
+        struct mark_context *c = &kvp_mark_contexts[i];
+        if (c->ready) write_coverage(c, paused_ns, now, atomic_load(&why_paused));
+        c->from_ns = c->written_ns = now;
+    }
+    atomic_store(&paused_ns, 0);
+    atomic_store(&kvp_watch.marks, 1);
+}
+
+/* ---- a look at everything ------------------------------------------------------------------------------------ */
+
+/* Ends a run that nobody goes on with; or, in a stretch that has just begun, what stood in the stream before it. */
+static void end_stale(struct mark_stream *s, uint64_t now) {
+    int unknown = s->flags & MARK_UNKNOWN, open = s->count && !unknown;
+    if ((!open && !(unknown && !paused_ns)) || s->per_thread || (s->legacy && kvp_watch.blocking)) return;
+    if (open && (!s->first_ns || (!paused_ns && now - s->last_ns < MARK_STALE_NS))) return;
+    if (kvp_mark_outstanding(s) <= kvp_mark_limit / 4) kvp_mark_place(s, open ? MARK_UNSEEN : 0);
+}
+
+/* Until when nothing is missing of a stream: up to its newest mark, and where it stood idle afterwards. */
+static uint64_t through(const struct mark_context *c, const struct mark_stream *s, uint64_t now) {
+    if (!s->head && !s->count) return now;
+    uint64_t marked = s->mark_ns ? (uint64_t)(s->mark_ns + c->offset_ns) : 0;
+    uint64_t first = s->head ? s->head->first_ns : s->first_ns;
+    return marked > first ? marked : first;
+}
+
+static void look(int number, uint64_t now, int reads, int closing) {
+    struct mark_context *c = &kvp_mark_contexts[number];
+    uint64_t limit = paused_ns ? paused_ns : now, to = limit;
+    void *was = NULL;
+    if (!c->ready) return;
+    kvp_mark_driver.cuCtxGetCurrent(&was);
+    if (was != c->handle && kvp_mark_driver.cuCtxSetCurrent(c->handle)) return;
+    for (int i = 0; i < MARK_STREAMS; i++) {
+        struct mark_stream *s = &kvp_mark_streams[i];
+        if (!atomic_load(&s->key) || s->context != number) continue;
+        if (!kvp_mark_try(s)) {
+            to = 0;
+            continue;
+        }
+        int fine = !reads || read_stream(c, s);
+        if (!kvp_watch.captures && !held && fine) end_stale(s, now);
+        uint64_t known = through(c, s, limit);
+        if (known < to) to = known;
+        kvp_mark_release(s);
+        if (!fine) {
+            kvp_mark_pause(REASON_ERROR);
+            atomic_store(&stopping, 1);
+            break;
+        }
+    }
+    if (was != c->handle) kvp_mark_driver.cuCtxSetCurrent(was);
+    if (c->written_ns < c->from_ns) c->written_ns = c->from_ns;
+    int over = paused_ns && to >= paused_ns;
+    if (to > c->written_ns &&
+        (closing || over || to - c->written_ns > (now - born_ns < 10 * SECOND ? SECOND / 10 : SECOND))) {
+        write_coverage(c, c->written_ns, to, REASON_NONE);
+        c->written_ns = to;
+    }
+}
+
+void kvp_mark_step(int closing) {
+    if (!atomic_load(&kvp_mark_context_count) || pthread_mutex_trylock(&reading)) return;
+    uint64_t now = kvp_clock();
+    static unsigned ticks;
+    int reads = ++ticks % READ_TICKS == 0 || closing || paused_ns || kvp_mark_synchronous;
+    for (int i = 0; i < atomic_load(&kvp_mark_context_count); i++) look(i, now, reads, closing);
+    refill(now);
+    if (paused_ns && !stopping && !closing && !kvp_watch.captures && !held && kvp_watch.on &&
+        atomic_load(&why_paused) != REASON_ERROR && atomic_load(&kvp_mark_tokens) >= MARK_STRETCH &&
+        now - paused_ns > 2 * TICK_NS)
+        resume(now);
+    pthread_mutex_unlock(&reading);
+}
+
+/* ---- the thread ---------------------------------------------------------------------------------------------- */
+
+static void *read_marks(void *unused) {
+    (void)unused;
+    int mode = RELAXED;
+    prctl(PR_SET_NAME, "kvprobe-marks");
+    kvp_thread.inside = IN_KVPROBE;
+    kvp_mark_driver.cuThreadExchangeStreamCaptureMode(&mode);
+    while (!atomic_load(&stopping)) {
+        for (int i = 0; i < atomic_load(&kvp_mark_context_count); i++) {
+            struct mark_context *c = &kvp_mark_contexts[i];
+            if (c->ready || c->free || c->handle == c || kvp_mark_driver.cuCtxSetCurrent(c->handle)) continue;
+            kvp_mark_pool(c);
+        }
+        kvp_mark_step(0);
+        nanosleep(&(struct timespec){0, paused_ns ? SLOW_TICK_NS : TICK_NS}, NULL);
+    }
+    atomic_store(&running, 0);
+    return NULL;
+}
+
+static void in_child(void) {
+    if (!atomic_load(&owner)) return;
+    kvp_watch.marks = 0;
+    atomic_store(&stopping, 1);
+}
+
+static void at_end(void) { kvp_marks_stop(); }
+
+void kvp_mark_reader_start(void) {
+    static _Atomic int told;
+    int no = 0;
+    if (!born_ns) born_ns = kvp_clock();
+    if (atomic_load(&kvp_mark_synchronous)) {
+        atomic_store(&owner, (int)getpid());
+        if (!atomic_exchange(&told, 1)) atexit(at_end);
+        return;
+    }
+    if (!atomic_compare_exchange_strong(&running, &no, 1)) return;
+    atomic_store(&stopping, 0);
+    if (!atomic_exchange(&told, 1)) { /* after CUDA's own exit handlers were set up, so before they run */
+        pthread_atfork(NULL, NULL, in_child);
+        atexit(at_end);
+    }
+    atomic_store(&owner, (int)getpid());
+    sigset_t were;
+    pthread_t thread;
+    pthread_attr_t attributes;
+    kvp_block_signals(&were);
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_attr_setstacksize(&attributes, 256 << 10);
+    if (pthread_create(&thread, &attributes, read_marks, NULL)) {
+        atomic_store(&running, 0);
+        kvp_watch.marks = 0;
+    }
+    pthread_attr_destroy(&attributes);
+    pthread_sigmask(SIG_SETMASK, &were, NULL);
+}
+
+uint32_t kvp_mark_limit = MARK_BUSY_LIMIT;
+
+void kvp_marks_start(void) {
+    const char *asked = getenv("KVPROBE_MARKS");
+    if (!asked || !*asked || says_no(asked)) return;
+    /* a larger scale gains marks nothing; behind a smaller one fewer submissions fill a queue */
+    const char *scale = getenv("CUDA_SCALE_LAUNCH_QUEUES");
+    double scaled = scale ? strtod(scale, NULL) : 1;
+    kvp_mark_limit = scaled > 0 && scaled < 1 ? (uint32_t)(MARK_BUSY_LIMIT * scaled) : MARK_BUSY_LIMIT;
+    atomic_store(&why_paused, REASON_NONE);
+    atomic_store(&paused_ns, 0);
+    kvp_watch.marks = 1;
+}
+
+/* The helper may be recording just now: it is waited for, until it has seen that. */
+void kvp_marks_hold(void) {
+    atomic_fetch_add(&held, 1);
+    kvp_mark_pause(REASON_CAPTURE);
+    for (int tries = 0; atomic_load(&owner) && tries < 1000; tries++) {
+        if (!pthread_mutex_trylock(&reading)) {
+            pthread_mutex_unlock(&reading);
+            return;
+        }
+        nanosleep(&(struct timespec){0, 100000}, NULL);
+    }
+}
+
+void kvp_marks_go_on(void) { atomic_fetch_sub(&held, 1); }
+
+static int outstanding(void) {
+    int some = 0;
+    for (int i = 0; i < MARK_STREAMS && !some; i++)
+        some = atomic_load(&kvp_mark_streams[i].key) && (kvp_mark_streams[i].head || kvp_mark_streams[i].count);
+    return some;
+}
+
+/* The last look: whoever leaves has waited for its device most often. */
+void kvp_marks_stop(void) {
+    if (atomic_load(&owner) != (int)getpid()) {
+        kvp_watch.marks = 0;
+        return;
+    }
+    uint32_t inside = kvp_thread.inside;
+    kvp_thread.inside = IN_KVPROBE;
+    kvp_mark_pause(REASON_END);
+    atomic_store(&stopping, 1);
+    for (int tries = 0; atomic_load(&running) && tries < 200; tries++) nanosleep(&(struct timespec){0, 100000}, NULL);
+    for (int tries = 0; tries < 20 && (tries < 2 || outstanding()); tries++) {
+        kvp_mark_step(0);
+        if (!kvp_mark_synchronous) nanosleep(&(struct timespec){0, 200000}, NULL);
+    }
+    kvp_mark_step(1);
+    for (int i = 0, why = atomic_load(&why_paused); why != REASON_END && i < atomic_load(&kvp_mark_context_count); i++)
+        write_coverage(&kvp_mark_contexts[i], paused_ns, kvp_clock(), why);
+    atomic_store(&owner, 0);
+    kvp_thread.inside = inside;
+}
+
+void kvp_marks_simulated(uint64_t (*now)(void)) {
+    kvp_set_clock(now);
+    atomic_store(&kvp_mark_synchronous, 1);
+}

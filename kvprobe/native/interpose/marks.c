@@ -1,0 +1,453 @@
+/* Marks: when the device was done with what stands in a stream, seen from inside the process and without CUPTI.
+ *
+ * A mark is a timing event of ours, recorded in the program's own stream where what it does changes: at a change of
+ * kind (kernels, loads, stores, a wait for another stream), behind a wait, in front of a call that waits, and by a
+ * thread of ours where nothing was submitted for a while (mark_reader.c). A run of a thousand copies costs one or two
+ * records, and a few in its middle that tell whether the device keeps pace with the host (`MARK_SAMPLE`).
+ *
+ * A run begins when the mark before it was reached, or when its first submission returned, whichever is later; it ends
+ * at its own mark. So an idle stream needs no mark in front of a run.
+ *
+ * WHAT A PROGRAM MAY RELY ON
+ * - Its runtime's last error is untouched: only the driver is called. Any error that is not expected ends all marks.
+ * - No event is made on its way: they come from a pool. An empty pool, or a stream that somebody else marks just now,
+ *   costs the mark and nothing else; a pool that was empty ends the stretch.
+ * - A full queue: behind more than MARK_BUSY_LIMIT submissions a mark waits until so many more have come, so that it
+ *   takes at most one slot in so many. The helper records where a quarter of that is outstanding: it never blocks.
+ * - While any stream is being captured nothing is marked.
+ * - A stream that is destroyed, a context that ends: nothing is asked or recorded afterwards (kvp_marks_stream_ends,
+ *   kvp_marks_context_ends). A forked child marks nothing where its parent did.
+ * - The legacy default stream orders blocking streams around whatever is put into it: there the helper records nothing.
+ * - At most MARK_CREDIT records, then what the reader gives: 0.3% of a second. */
+#define _GNU_SOURCE
+#include "marks.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+struct mark_driver kvp_mark_driver;
+struct mark_stream kvp_mark_streams[MARK_STREAMS];
+struct mark_context kvp_mark_contexts[MARK_CONTEXTS];
+_Atomic int kvp_mark_context_count;
+_Atomic int64_t kvp_mark_tokens = MARK_CREDIT;
+_Atomic int kvp_mark_pool_lock;
+_Atomic uint64_t kvp_mark_empty;
+
+static _Atomic int opened; /* 0: the driver was not looked for; 1: it is there; -1: marks cannot be had */
+static int devices;
+static __thread struct mark_stream *mine __attribute__((tls_model("initial-exec"))); /* this thread's newest */
+
+enum role { NO_ROLE, SUBMITS, COPIES, SYNC_STREAM, SYNC_EVENT, SYNC_ALL, TAKES_LONG };
+static const struct {
+    uint8_t role, kind;
+} of_call[128] = {[1] = {COPIES, 0},
+                  [2] = {COPIES, 0},
+                  [3] = {COPIES, 0},
+                  [4] = {COPIES, 0},
+                  [5] = {COPIES, 0},
+                  [6] = {COPIES, 0},
+                  [7] = {COPIES, 0},
+                  [8] = {COPIES, 0},
+                  [9] = {COPIES, 0},
+                  [10] = {COPIES, 0},
+                  [11] = {SUBMITS, MARK_MEMSET},
+                  [12] = {SUBMITS, MARK_KERNEL},
+                  [13] = {SUBMITS, MARK_KERNEL},
+                  [14] = {SUBMITS, MARK_KERNEL},
+                  [15] = {SUBMITS, MARK_KERNEL},
+                  [16] = {SUBMITS, MARK_GRAPH},
+                  [17] = {SYNC_STREAM, 0},
+                  [18] = {SYNC_EVENT, 0},
+                  [19] = {SYNC_ALL, 0},
+                  [22] = {TAKES_LONG, 0},
+                  [23] = {TAKES_LONG, 0},
+                  [24] = {TAKES_LONG, 0},
+                  [25] = {TAKES_LONG, 0},
+                  [26] = {TAKES_LONG, 0},
+                  [28] = {SUBMITS, MARK_WAIT},
+                  [30] = {COPIES, 0},
+                  [31] = {COPIES, 0},
+                  [32] = {SYNC_STREAM, 0},
+                  [33] = {SYNC_EVENT, 0},
+                  [34] = {SYNC_ALL, 0},
+                  [37] = {TAKES_LONG, 0},
+                  [38] = {TAKES_LONG, 0},
+                  [39] = {TAKES_LONG, 0},
+                  [40] = {COPIES, 0},
+                  [41] = {COPIES, 0},
+                  [42] = {TAKES_LONG, 0},
+                  [43] = {TAKES_LONG, 0},
+                  [44] = {TAKES_LONG, 0},
+                  [45] = {TAKES_LONG, 0}};
+static const uint8_t of_direction[16] = {MARK_COPY, MARK_H2D, MARK_D2H, MARK_COPY, MARK_COPY};
+
+/* ---- the pool ----------------------------------------------------------------------------------------------- */
+
+static inline void lock_pool(void) {
+    for (int no = 0; !atomic_compare_exchange_weak(&kvp_mark_pool_lock, &no, 1); no = 0) kvp_mark_relax();
+}
+
+static struct mark *take(struct mark_context *c) {
+    lock_pool();
+    struct mark *m = c->free;
+    if (m) c->free = m->next;
+    atomic_store(&kvp_mark_pool_lock, 0);
+    return m;
+}
+
+void kvp_mark_give(struct mark_context *c, struct mark *m) {
+    lock_pool();
+    m->next = c->free;
+    c->free = m;
+    atomic_store(&kvp_mark_pool_lock, 0);
+}
+
+/* ---- one mark ----------------------------------------------------------------------------------------------- */
+
+static void begin_interval(struct mark_stream *s) {
+    s->submitted += s->count;
+    s->count = 0;
+    s->bytes = s->first_ns = 0;
+    s->kind = MARK_NONE;
+    s->graph = 0;
+    s->flags = 0;
+}
+
+int kvp_mark_place(struct mark_stream *s, int flags) {
+    struct mark_context *c = &kvp_mark_contexts[s->context];
+    int capturing = 0;
+    if (unlikely(kvp_watch.captures)) return 0;
+    if (kvp_mark_driver.cuStreamIsCapturing(s->handle, &capturing) || capturing) return 0;
+    struct mark *m = take(c);
+    if (unlikely(!m)) {
+        atomic_fetch_add(&kvp_mark_empty, 1);
+        kvp_mark_pause(REASON_POOL);
+        return 0;
+    }
+    m->entry_ns = kvp_clock();
+    int error = kvp_mark_driver.cuEventRecord(m->event, s->handle);
+    if (unlikely(error)) {
+        kvp_mark_give(c, m);
+        kvp_mark_pause(REASON_ERROR);
+        return 0;
+    }
+    m->return_ns = kvp_clock();
+    m->first_ns = s->first_ns;
+    m->last_ns = s->last_ns;
+    m->bytes = s->bytes;
+    m->count = s->count;
+    m->graph = s->graph;
+    m->kind = s->kind;
+    m->flags = (uint8_t)(flags | (s->flags & (MARK_UNKNOWN | MARK_MIXED)));
+    m->next = NULL;
+    begin_interval(s);
+    m->at = ++s->submitted;
+    if (s->tail)
+        s->tail->next = m;
+    else
+        s->head = m;
+    s->tail = m;
+    if (atomic_fetch_sub(&kvp_mark_tokens, 1) <= 1) kvp_mark_pause(REASON_BUDGET);
+    return 1;
+}
+
+static int take_stream(struct mark_stream *s) {
+    for (int tries = 0; tries < 2000; tries++) {
+        if (kvp_mark_try(s)) return 1;
+        kvp_mark_relax();
+    }
+    return 0;
+}
+
+/* ---- streams ------------------------------------------------------------------------------------------------- */
+
+static int open_driver(void) {
+    int state = atomic_load(&opened);
+    if (state) return state > 0;
+    static _Atomic int opening;
+    int no = 0;
+    if (!kvp_driver_symbol("cuInit") || !atomic_compare_exchange_strong(&opening, &no, 1)) return 0;
+    state = 1;
+#define X(NAME, PARAMETERS)                                                                                            \
+    kvp_mark_driver.NAME = (int(*) PARAMETERS)(uintptr_t)kvp_driver_symbol(#NAME);                                     \
+    if (!kvp_mark_driver.NAME) state = -1;
+    KVP_MARK_CALLS(X)
+#undef X
+    uint64_t (*now)(void) =
+        (uint64_t (*)(void))(uintptr_t)kvp_symbol_beside((void *)kvp_mark_driver.cuEventRecord, "kvhostNow");
+    int (*is_virtual)(void) =
+        (int (*)(void))(uintptr_t)kvp_symbol_beside((void *)kvp_mark_driver.cuEventRecord, "kvhostIsVirtual");
+    if (now && is_virtual && is_virtual()) kvp_marks_simulated(now);
+    if (state > 0 && (kvp_mark_driver.cuDeviceGetCount(&devices) || !devices)) state = -1;
+    if (state < 0) kvp_watch.marks = 0;
+    atomic_store(&opened, state);
+    return state > 0;
+}
+
+/* Its number, or -1 while its pool is being made. */
+static int context_of(void *handle) {
+    int n = atomic_load(&kvp_mark_context_count), was = 0;
+    for (int i = 0; i < n; i++)
+        if (kvp_mark_contexts[i].handle == handle) return kvp_mark_contexts[i].ready ? i : -1;
+    static _Atomic int adding;
+    void *current = NULL;
+    if (n == MARK_CONTEXTS || !atomic_compare_exchange_strong(&adding, &was, 1)) return -1;
+    struct mark_context *c = &kvp_mark_contexts[n];
+    if (n == atomic_load(&kvp_mark_context_count) && !kvp_mark_driver.cuCtxGetCurrent(&current) && current == handle &&
+        !kvp_mark_driver.cuCtxGetDevice(&c->device)) {
+        c->handle = handle;
+        c->free = c->reference = NULL;
+        c->ready = 0;
+        atomic_store(&kvp_mark_context_count, n + 1);
+        kvp_mark_reader_start();
+        if (atomic_load(&kvp_mark_synchronous)) kvp_mark_pool(c);
+    }
+    atomic_store(&adding, 0);
+    return kvp_mark_contexts[n].ready && kvp_mark_contexts[n].handle == handle ? n : -1;
+}
+
+static inline uint32_t place_of(uint64_t key) { return (uint32_t)((key >> 4) * 0x9e3779b97f4a7c15u >> 56); }
+
+/* Default streams are one of a context, or of a thread. */
+static uint64_t key_of(uint64_t handle) {
+    if (likely(handle > 2)) return handle;
+    uint64_t key = handle == 2 ? 2 | (uint64_t)(uint32_t)syscall(SYS_gettid) << 32 : 1;
+    void *context = NULL;
+    if (devices > 1 && !kvp_mark_driver.cuCtxGetCurrent(&context)) key |= ((uintptr_t)context >> 4 & 0xffffff) << 8;
+    return key;
+}
+
+static __attribute__((noinline)) struct mark_stream *add_stream(uint64_t key, uint64_t handle) {
+    void *context = NULL;
+    if (!open_driver()) return NULL;
+    if ((handle > 2 ? kvp_mark_driver.cuStreamGetCtx((void *)(uintptr_t)handle, &context)
+                    : kvp_mark_driver.cuCtxGetCurrent(&context)) ||
+        !context)
+        return NULL;
+    int at = context_of(context);
+    if (at < 0) return NULL;
+    key = key_of(handle); /* the number of devices is known now */
+    for (uint32_t i = 0; i < 16; i++) {
+        struct mark_stream *s = &kvp_mark_streams[(place_of(key) + i) % MARK_STREAMS];
+        uint64_t none = 0;
+        if (atomic_load(&s->key) == key) return s;
+        if (atomic_load(&s->key) || !kvp_mark_try(s)) continue;
+        if (!atomic_load(&s->key)) {
+            begin_interval(s);
+            s->submitted = s->done = s->last_ns = 0;
+            s->head = s->tail = NULL;
+            s->mark_ns = 0;
+            s->held.count = 0;
+            s->gappy = s->after = 0;
+            s->next_sample = 8;
+            s->handle = (void *)(uintptr_t)(handle == 1 ? 0 : handle);
+            s->per_thread = handle == 2, s->legacy = handle < 2;
+            s->context = (uint8_t)at;
+            s->flags = kvp_mark_follows(&kvp_mark_contexts[at]) ? 0 : MARK_UNKNOWN;
+            atomic_compare_exchange_strong(&s->key, &none, key);
+        }
+        kvp_mark_release(s);
+        if (atomic_load(&s->key) == key) return s;
+    }
+    kvp_mark_pause(REASON_POOL);
+    return NULL;
+}
+
+static inline struct mark_stream *find(uint64_t handle) {
+    uint64_t key = key_of(handle);
+    for (uint32_t i = 0, at = place_of(key); i < 16; i++) {
+        struct mark_stream *s = &kvp_mark_streams[(at + i) % MARK_STREAMS];
+        if (likely(atomic_load_explicit(&s->key, memory_order_acquire) == key)) return s;
+    }
+    return NULL;
+}
+
+/* ---- around a call ------------------------------------------------------------------------------------------- */
+
+/* Whether the newest mark has been reached: if not, the stream has had work all the time. */
+static int has_caught_up(const struct mark_stream *s) {
+    if (!s->tail) return 1;
+    int mode = 2; /* relaxed: a capture that nobody saw begin goes on */
+    if (unlikely(kvp_watch.attached)) kvp_mark_driver.cuThreadExchangeStreamCaptureMode(&mode);
+    int state = kvp_mark_driver.cuEventQuery(s->tail->event);
+    if (unlikely(kvp_watch.attached)) kvp_mark_driver.cuThreadExchangeStreamCaptureMode(&mode);
+    return state != MARK_NOT_READY;
+}
+
+/* Whether another slot of the queue may be taken. What is over is read from time to time only: so it is asked. */
+static int has_room(struct mark_stream *s) {
+    if (kvp_mark_outstanding(s) <= kvp_mark_limit || s->count >= kvp_mark_limit) return 1;
+    if (!has_caught_up(s)) return 0;
+    s->done = s->submitted;
+    return kvp_mark_outstanding(s) <= kvp_mark_limit;
+}
+
+/* In front of a submission that does not simply go on. 1: time has passed. */
+static __attribute__((noinline)) int changes(struct mark_stream *s, const kvp_record *r, uint8_t kind, uint64_t now) {
+    int placed = 0;
+    uint64_t gap = s->last_ns ? now - s->last_ns : 0;
+    if (!take_stream(s)) return 0;
+    if (unlikely(s->flags & MARK_UNKNOWN))
+        placed = kvp_mark_place(s, 0);
+    else if (s->count) {
+        if (kind == MARK_MEMSET) kind = s->kind; /* too short to be told apart */
+        if (s->kind == MARK_MEMSET) s->kind = kind;
+        if (kind != s->kind || (kind == MARK_GRAPH && (uint32_t)r->src != s->graph)) {
+            if (has_room(s))
+                placed = kvp_mark_place(s, 0);
+            else
+                s->flags |= MARK_MIXED;
+        } else if (gap >= MARK_GAP_NS && has_caught_up(s)) {
+            placed = has_room(s) && kvp_mark_place(s, MARK_UNSEEN);
+            s->gappy = 16;
+        } else if (s->count >= s->next_sample) {
+            s->next_sample = s->sampled >= 5 ? 256 : 16u << s->sampled++;
+            if (has_room(s)) placed = kvp_mark_place(s, MARK_SAMPLE), s->after = placed ? MARK_ITEM : 0;
+        }
+    } else {
+        s->next_sample = 8, s->sampled = 0;
+        if (gap >= MARK_GAP_NS && s->gappy < 16 && has_caught_up(s))
+            s->gappy = 16;
+        else if (s->gappy && (gap < MARK_GAP_NS || !has_caught_up(s)))
+            s->gappy--;
+        struct mark_context *c = &kvp_mark_contexts[s->context];
+        if (now - c->probe_at > MARK_PROBE_NS && has_caught_up(s)) {
+            c->probe_at = now;
+            placed = kvp_mark_place(s, MARK_PROBE);
+        }
+    }
+    s->last_ns = now;
+    if (!s->count) s->kind = kind, s->first_ns = 0;
+    if (kind == MARK_GRAPH) s->graph = (uint32_t)r->src;
+    s->count++;
+    s->bytes += r->bytes;
+    if (kind == MARK_WAIT || s->gappy) s->after |= 128;
+    kvp_mark_release(s);
+    return placed;
+}
+
+/* The end of what stands in a stream, in front of a call that may take long. */
+static int end_run(struct mark_stream *s, int waits_for_all) {
+    int placed = 0;
+    if (s->count && !(s->flags & MARK_UNKNOWN) && take_stream(s)) {
+        if (s->count && s->first_ns && (waits_for_all || has_room(s))) placed = kvp_mark_place(s, 0);
+        kvp_mark_release(s);
+    }
+    return placed;
+}
+
+static __attribute__((noinline)) int end_all(void) {
+    int placed = 0;
+    for (int i = 0; i < MARK_STREAMS; i++) {
+        struct mark_stream *s = &kvp_mark_streams[i];
+        uint64_t key = atomic_load(&s->key);
+        if (key && s->count && (!s->per_thread || key >> 32 == (uint64_t)syscall(SYS_gettid))) placed |= end_run(s, 1);
+    }
+    return placed;
+}
+
+static inline uint8_t kind_of(const kvp_record *r) {
+    return of_call[r->call].role == COPIES ? of_direction[r->direction & 15] : of_call[r->call].kind;
+}
+
+int kvp_mark_before(const kvp_record *r) {
+    int role = of_call[r->call & 127].role, placed = 0;
+    if (!role) return 0;
+    uint64_t now = r->start_ns ? r->start_ns : kvp_clock();
+    if (role <= COPIES || role == SYNC_STREAM || (role == SYNC_EVENT && r->stream)) {
+        struct mark_stream *s = find(r->stream);
+        if (unlikely(!s) && role <= COPIES) s = add_stream(key_of(r->stream), r->stream);
+        if (!s) return 0;
+        mine = s;
+        if (role > COPIES) {
+            kvp_thread.mark = 1;
+            return end_run(s, role == SYNC_STREAM);
+        }
+        uint8_t kind = kind_of(r);
+        if (likely(s->kind == kind && s->count && s->count < s->next_sample && now - s->last_ns < MARK_GAP_NS &&
+                   !s->gappy && kind < MARK_GRAPH && !s->flags)) {
+            s->count++;
+            s->bytes += r->bytes;
+            s->last_ns = now;
+            return 0;
+        }
+        kvp_thread.mark = 1;
+        return changes(s, r, kind, now);
+    }
+    kvp_thread.mark = 1;
+    if (role == SYNC_ALL) placed = end_all();
+    if (role == TAKES_LONG && mine) placed = end_run(mine, 0);
+    return placed;
+}
+
+void kvp_mark_after(const kvp_record *r) {
+    int role = of_call[r->call & 127].role;
+    kvp_thread.mark = 0;
+    if (!role || role == TAKES_LONG) return;
+    uint64_t now = r->dur_ns == KVP_UNTIMED ? kvp_clock() : r->start_ns + r->dur_ns;
+    if (role == SYNC_ALL || role == SYNC_EVENT) {
+        if (unlikely(kvp_mark_synchronous)) kvp_mark_step(0);
+        return;
+    }
+    struct mark_stream *s = find(r->stream);
+    if (!s) return;
+    if (role == SYNC_STREAM) {
+        if (!r->result) s->done = s->submitted;
+        if (unlikely(kvp_mark_synchronous)) kvp_mark_step(0);
+        return;
+    }
+    s->last_ns = now;
+    if (unlikely(s->per_thread)) kvp_watch.blocking = 1;
+    if (unlikely(!s->first_ns)) /* a call that blocked had its work begun before it returned */
+        s->first_ns = r->dur_ns != KVP_UNTIMED && r->dur_ns > 20000 ? r->start_ns + 2000 : now;
+    if (r->call == KVP_CALL_cudaMemcpy) s->after |= 128;
+    if (unlikely(s->after) && take_stream(s)) {
+        if (s->count && has_room(s)) kvp_mark_place(s, s->after & 127);
+        s->after = 0;
+        kvp_mark_release(s);
+    }
+}
+
+/* ---- what ends ----------------------------------------------------------------------------------------------- */
+
+static void forget(struct mark_stream *s) {
+    struct mark_context *c = &kvp_mark_contexts[s->context];
+    while (s->head) {
+        struct mark *m = s->head;
+        s->head = m->next;
+        kvp_mark_give(c, m);
+    }
+    s->tail = NULL;
+    s->count = 0;
+    atomic_store(&s->key, 0);
+}
+
+void kvp_marks_stream_ends(uint64_t handle) {
+    struct mark_stream *s = handle > 2 ? find(handle) : NULL;
+    if (!s) return;
+    end_run(s, 0);
+    kvp_mark_step(0);
+    while (!kvp_mark_try(s)) kvp_mark_relax();
+    forget(s);
+    kvp_mark_release(s);
+}
+
+void kvp_marks_context_ends(void) {
+    if (!atomic_load(&kvp_mark_context_count)) return;
+    kvp_mark_pause(REASON_END);
+    kvp_mark_step(1);
+    for (int i = 0; i < MARK_STREAMS; i++) {
+        struct mark_stream *s = &kvp_mark_streams[i];
+        while (!kvp_mark_try(s)) kvp_mark_relax();
+        if (atomic_load(&s->key)) forget(s);
+        kvp_mark_release(s);
+    }
+    /* their events went with them; the places are not used again */
+    for (int i = 0; i < atomic_load(&kvp_mark_context_count); i++) {
+        kvp_mark_contexts[i].ready = 0;
+        kvp_mark_contexts[i].handle = &kvp_mark_contexts[i];
+    }
+}

@@ -1,0 +1,131 @@
+/* Marks: timing events of ours in the program's own streams, which tell when the device was done with what stood in
+ * front of them. What the files of marks share; marks.c says what is promised. */
+#ifndef KVP_MARKS_H
+#define KVP_MARKS_H
+
+#include "interpose.h"
+
+/* The driver's functions that marks call, past every wrapper. They leave the runtime's last error alone. */
+#define KVP_MARK_CALLS(X)                                                                                              \
+    X(cuCtxGetCurrent, (void **))                                                                                      \
+    X(cuCtxSetCurrent, (void *))                                                                                       \
+    X(cuCtxGetDevice, (int *))                                                                                         \
+    X(cuDeviceGetCount, (int *))                                                                                       \
+    X(cuStreamGetCtx, (void *, void **))                                                                               \
+    X(cuStreamIsCapturing, (void *, int *))                                                                            \
+    X(cuThreadExchangeStreamCaptureMode, (int *))                                                                      \
+    X(cuEventCreate, (void **, unsigned))                                                                              \
+    X(cuEventRecord, (void *, void *))                                                                                 \
+    X(cuEventQuery, (void *))                                                                                          \
+    X(cuEventElapsedTime, (float *, void *, void *))
+
+struct mark_driver {
+#define X(NAME, PARAMETERS) int(*NAME) PARAMETERS;
+    KVP_MARK_CALLS(X)
+#undef X
+};
+extern struct mark_driver kvp_mark_driver;
+
+enum { MARK_NOT_READY = 600 }; /* CUDA_ERROR_NOT_READY */
+
+#define MARK_STREAMS 256
+#define MARK_CONTEXTS 16
+#define MARK_POOL 2048          /* marks of one context that may be outstanding */
+#define MARK_BUSY_LIMIT 400     /* submissions in a stream above which a mark waits for its turn; a queue takes 1,021 */
+extern uint32_t kvp_mark_limit; /* the same, scaled as the environment scales queues */
+#define MARK_CREDIT 3000        /* records that a short program is covered with whole */
+#define MARK_STRETCH 1000       /* records that are saved up before marking comes back */
+#define MARK_GAP_NS 10000u      /* from one submission to the next: the stream may have run dry meanwhile */
+#define MARK_PROBE_NS 5000000u
+#define MARK_STALE_NS 100000u /* so long without a submission: the helper ends the run */
+
+/* What stands in a stream since its newest mark. */
+enum mark_kind { MARK_NONE, MARK_KERNEL, MARK_H2D, MARK_D2H, MARK_COPY, MARK_MEMSET, MARK_GRAPH, MARK_WAIT };
+
+enum mark_flags {
+    MARK_UNKNOWN = 1, /* what stood before it was not followed */
+    MARK_UNSEEN = 2,  /* recorded after a gap: the stream may have been idle long before */
+    MARK_PROBE = 4,   /* recorded where the stream was idle: places the device's clock on the host's */
+    MARK_SAMPLE = 8,  /* in the middle of a run: was the stream dry here? */
+    MARK_ITEM = 16,   /* right after the one submission that follows a MARK_SAMPLE */
+    MARK_MIXED = 32   /* several kinds stand in front of it */
+};
+
+struct mark {
+    struct mark *next;
+    void *event;
+    uint64_t entry_ns, return_ns; /* host: of the call that recorded it */
+    uint64_t first_ns, last_ns;   /* host: return of the first and of the newest submission since the mark before */
+    uint64_t bytes, at;           /* at: submissions in the stream up to here */
+    uint32_t count, graph;
+    uint8_t kind, flags;
+};
+
+/* One stream. The first line is what a submission of the kind that goes on touches; the rest belongs to who holds
+ * `lock`. */
+struct mark_stream {
+    _Atomic uint64_t key; /* 0: free */
+    uint64_t last_ns, first_ns, bytes;
+    uint32_t count, next_sample, graph;
+    _Atomic uint32_t lock;
+    uint8_t kind, flags, gappy, after, sampled, per_thread, legacy, context;
+    void *handle __attribute__((aligned(64)));
+    uint64_t submitted, done; /* submissions and marks up to the newest mark, and of these what is over */
+    struct mark *head, *tail; /* outstanding */
+    double mark_ns;           /* of the newest mark that was read, on the device's clock; 0: none */
+    struct {
+        uint64_t start_ns, end_ns, bytes;
+        uint32_t count;
+        uint8_t kind, dry;
+    } held; /* a part of a run that waits for its sample */
+} __attribute__((aligned(64)));
+
+struct mark_context {
+    void *handle;
+    int device;
+    _Atomic int ready; /* the pool is made */
+    struct mark marks[MARK_POOL], *free, *reference;
+    double reference_ns;               /* device's clock: 0 is its first mark */
+    double offset_ns, probed_ns;       /* host's minus device's clock; the best of the probes since a while, 0: none */
+    double call_ns;                    /* what a record usually takes its caller */
+    uint64_t probe_until_ns, probe_at; /* when that while ends; the newest probe */
+    uint64_t from_ns, written_ns;      /* coverage: since when; what is in the ring of it */
+};
+
+extern struct mark_stream kvp_mark_streams[MARK_STREAMS];
+extern struct mark_context kvp_mark_contexts[MARK_CONTEXTS];
+extern _Atomic int kvp_mark_context_count;
+extern _Atomic int64_t kvp_mark_tokens;
+extern _Atomic int kvp_mark_pool_lock;  /* of every pool: held for a few instructions */
+extern _Atomic uint64_t kvp_mark_empty; /* marks that found the pool empty */
+
+static inline void kvp_mark_relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#else
+    __asm__ volatile("" ::: "memory");
+#endif
+}
+
+static inline int kvp_mark_try(struct mark_stream *s) {
+    uint32_t no = 0;
+    return atomic_compare_exchange_strong_explicit(&s->lock, &no, 1, memory_order_acquire, memory_order_relaxed);
+}
+static inline void kvp_mark_release(struct mark_stream *s) { atomic_store_explicit(&s->lock, 0, memory_order_release); }
+
+/* marks.c. 1: there is a mark now. The caller holds the stream's lock. */
+int kvp_mark_place(struct mark_stream *s, int flags);
+void kvp_mark_give(struct mark_context *c, struct mark *m);
+static inline uint64_t kvp_mark_outstanding(const struct mark_stream *s) { return s->submitted + s->count - s->done; }
+
+/* mark_reader.c */
+enum mark_reason { REASON_NONE, REASON_BUDGET, REASON_CAPTURE, REASON_END, REASON_ERROR, REASON_UNSEEN, REASON_POOL };
+int kvp_mark_pool(struct mark_context *c);          /* makes it, where the context is current. 1: done */
+void kvp_mark_reader_start(void);                   /* the thread, once; in simulated time there is none */
+void kvp_mark_step(int closing);                    /* reads what is over */
+void kvp_mark_pause(enum mark_reason reason);       /* from now on nothing is marked */
+int kvp_mark_follows(const struct mark_context *c); /* 1: a stream that is met only now was idle when this began */
+extern _Atomic int kvp_mark_synchronous;            /* simulated time: the program's own calls read */
+void kvp_marks_simulated(uint64_t (*now)(void));
+
+#endif

@@ -1,0 +1,154 @@
+"""A recording's calls joined with their executions, once: what an account and the causes read."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvprobe.recordings.assemble import codes
+from kvprobe.recordings.intervals import distinct, running_max_by_group
+from kvprobe.recordings.link_rate import link_rate
+from kvprobe.recordings.links import links_of
+from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Engine, Memory, Recording
+from kvprobe.recordings.window import serving_window
+
+Array: TypeAlias = npt.NDArray[Any]
+
+__all__ = ["Joined"]
+
+
+class Joined:
+    """A recording, joined.
+
+    Attributes (arrays of one entry a call unless said otherwise):
+        start, end, dur: ns. process, thread, kind, name, stream, direction, memory, bytes, count, src, dst: as in the
+            model, with what the call did not know filled in from its execution.
+        caller: number of the call's (process, thread) pair.
+        submits: the call submits work to a stream.
+        nested: the call runs inside another one of its thread: it owns no time of its own.
+        serving: the window that is judged.
+        exec_start, exec_end: first start and last end of the executions the call caused; -1 where unknown.
+        x_start, x_end: of each execution; x_call: the row of the call that caused it, -1 where none did.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        """Joins calls with executions; costs a few sorts."""
+        self.recording = recording
+        calls, executions = recording.calls, recording.executions
+        self.start, self.end = calls["start_ns"], calls["end_ns"]
+        self.dur = np.maximum(self.end - self.start, 0)
+        self.process, self.thread = calls["process"], calls["thread"]
+        self.kind, self.name, self.count = calls["kind"], calls["name"], calls["count"]
+        self.src, self.dst = calls["src"], calls["dst"]
+        self.transfer = calls["transfer"]
+        self.submits = np.isin(self.kind, np.array(SUBMITTING, dtype=np.uint8))
+        threads, place = codes(self.thread)
+        self.caller = self.process.astype(np.int32) * max(len(threads), 1) + place
+        self.x_start, self.x_end = executions["start_ns"], executions["end_ns"]
+        self._join()
+        self.serving = recording.window or serving_window(recording)
+
+    def _join(self) -> None:
+        calls, executions = self.recording.calls, self.recording.executions
+        links = links_of(self.recording)
+        self.x_call, self.x_of_call = links.call, links.first
+        self.exec_start, self.exec_end = links.began, links.done
+        first_row = links.first
+
+        def filled(column: str, unknown: int) -> Array:
+            mine: Array = calls[column]
+            gap = (mine == unknown) & (first_row >= 0)
+            theirs = executions[column][first_row[gap]]
+            if not (theirs != unknown).any():  # a kernel moves nothing anywhere
+                return mine
+            mine = mine.copy()
+            mine[gap] = theirs
+            return mine
+
+        self.stream = filled("stream", -1)
+        self.direction = filled("direction", Direction.UNKNOWN)
+        self.memory = filled("memory", Memory.UNKNOWN)
+        self.bytes = filled("bytes", 0)
+
+    @cached_property
+    def by_caller(self) -> Array:
+        """Rows sorted by caller, then start."""
+        order = np.arange(len(self.start))
+        if len(order) and (self.start[1:] < self.start[:-1]).any():
+            order = np.argsort(self.start, kind="stable")
+        callers: Array = order[np.argsort(self.caller[order], kind="stable")]
+        return callers.astype(np.int32)
+
+    @cached_property
+    def nested(self) -> Array:
+        """Calls that begin before an earlier call of their thread has ended."""
+        out = np.zeros(len(self.start), dtype=bool)
+        order = self.by_caller
+        if len(order) > 1:
+            caller, start, end = self.caller[order], self.start[order], self.end[order]
+            if ((start[1:] < end[:-1]) & (caller[1:] == caller[:-1])).any():  # else no call begins inside another
+                reach = running_max_by_group(end, caller)
+                out[order[1:]] = (caller[1:] == caller[:-1]) & (start[1:] < reach[:-1])
+        return out
+
+    @cached_property
+    def window(self) -> tuple[int, int]:
+        """First and last instant of what is judged."""
+        return self.serving.start_ns, self.serving.end_ns
+
+    @property
+    def span_ns(self) -> int:
+        """Length of the window."""
+        return self.window[1] - self.window[0]
+
+    @cached_property
+    def x_dur(self) -> Array:
+        """Duration of each execution, ns."""
+        return np.asarray(np.maximum(self.x_end - self.x_start, 0))
+
+    @cached_property
+    def launching_callers(self) -> Array:
+        """Callers that launch kernels or graphs: the threads a model runs on."""
+        return distinct(self.caller[(self.kind == CallKind.LAUNCH) | (self.kind == CallKind.GRAPH)])
+
+    @cached_property
+    def kernel_streams(self) -> Array:
+        """Streams that carry kernels or graphs; -1 is never among them."""
+        table = self.recording.executions
+        ran = table["stream"][table["engine"] == Engine.KERNEL]
+        asked = self.stream[(self.kind == CallKind.LAUNCH) | (self.kind == CallKind.GRAPH)]
+        streams = np.union1d(distinct(ran), distinct(asked))
+        streams = streams[streams >= 0]
+        return np.asarray(streams)
+
+    def link(self, direction: Direction) -> tuple[float, str]:
+        """Bytes per second that one copy of this direction can reach, and how that is known; 0 where unknown."""
+        return link_rate(self.recording, direction)
+
+    def is_named(self, *parts: str) -> Array:
+        """Mask of calls whose name contains one of the parts, case aside."""
+        known = np.array([any(p in text.lower() for p in parts) for text in self.recording.names], dtype=bool)
+        inside = (self.name >= 0) & (self.name < len(known))
+        mask: Array = inside & known[np.where(inside, self.name, 0)]
+        return mask
+
+    def text(self, index: int) -> str:
+        """An interned name."""
+        return self.recording.text(int(index))
+
+    def pid(self, process: int) -> int:
+        """Process id of a process row, or the row where unknown."""
+        table = self.recording.processes
+        return int(table["pid"][process]) if 0 <= process < table.rows else int(process)
+
+    def rank(self, process: int) -> int:
+        """Rank of a process row, -1 where it has none."""
+        table = self.recording.processes
+        return int(table["rank"][process]) if 0 <= process < table.rows else -1
+
+    def stream_name(self, stream: int) -> str:
+        """How to call a stream in a sentence."""
+        return self.recording.stream_title(stream)

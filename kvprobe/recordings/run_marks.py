@@ -1,0 +1,181 @@
+"""What timing events in a program's streams told `kvprobe run` of the device: spans, and where they are complete."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvprobe.probe.ring import COVERAGE, GRAPH, SPAN
+from kvprobe.recordings.assemble import sorted_table
+from kvprobe.recordings.intervals import Cover, union
+from kvprobe.recordings.model import Array, Direction, Engine, Recording, Table
+from kvprobe.recordings.run_events import known_codes
+from kvprobe.recordings.vocabulary import Names
+
+__all__ = ["marks"]
+
+# enum mark_kind of marks.h -> what runs; 0: several things, which cannot be told apart
+ENGINES = np.array(
+    [
+        Engine.OTHER,
+        Engine.KERNEL,
+        Engine.COPY,
+        Engine.COPY,
+        Engine.COPY,
+        Engine.MEMSET,
+        Engine.OTHER,  # a graph in one piece: what it holds is not known
+        Engine.WAIT,
+    ],
+    dtype=np.uint8,
+)
+OF_A_GRAPH, OF_A_WAIT = 6, 7
+# enum mark_reason: why spans are not complete
+REASONS = (
+    "",
+    "the budget of marks was spent",
+    "a graph was being captured",
+    "the process or its context ended",
+    "a call for a mark failed",
+    "when a run ended could not be seen",
+    "too many marks or streams at once",
+    "several kinds of work that could not be told apart",
+)
+MOST_PIECES = 256
+MOST_ROWS = 400_000
+# Between two of a run the device does nothing for so long: seen by CUPTI on an H200, of 3,800 kernels and 8,500 copies.
+GAPS_NS = np.array([0, 1_000, 1_300, 1_300, 1_300, 1_000, 0, 0], dtype=np.int64)
+# A mark is reached so long after what stands in front of it: 2,000 copies with a wait each, on the same device.
+MARK_NS = 2_300
+LEAST = 0.02  # of a span without work that makes it worth while to cut the span
+
+
+def marks(recording: Recording, records: Array, process: Array, shift: Array, stream: Array, names: Names) -> None:
+    """Fills `spans`, `coverage` and `graphs`.
+
+    Args:
+        recording: the one to fill.
+        records: (rows,) RECORD of the calls SPAN, COVERAGE and GRAPH; kvp.h says what their words hold.
+        process: (rows,) row of each one's process.
+        shift: (rows,) ns to add to its times.
+        stream: (rows,) row of its stream, of spans.
+        names: where reasons go.
+    """
+    start = records["start_ns"].astype(np.int64) + shift
+    end = start + records["dur_ns"].astype(np.int64)
+    device = records["transfer"].astype(np.int32)
+    is_span = records["call"] == SPAN
+    mixed = is_span & (records["result"] == 0)
+    spans = np.flatnonzero(is_span & ~mixed & (end > start))
+    recording.tables["spans"] = _spans(records[spans], start[spans], process[spans], device[spans], stream[spans])
+    says = np.flatnonzero(((records["call"] == COVERAGE) | mixed) & (end > start))
+    recording.tables["coverage"] = _coverage(
+        start[says],
+        end[says],
+        process[says],
+        device[says],
+        np.where(mixed[says], len(REASONS) - 1, np.minimum(records["result"][says], len(REASONS) - 1)),
+        names,
+    )
+    _graphs(recording, records[records["call"] == GRAPH], process[records["call"] == GRAPH])
+
+
+def _spans(records: Array, start: Array, process: Array, device: Array, stream: Array) -> Table:
+    """One row a span; where the device was seen to be ahead of the host, its submissions are spread over the span."""
+    length = records["dur_ns"].astype(np.int64)
+    count = np.maximum(records["count"].astype(np.int64), 1)
+    kind = np.minimum(records["result"], len(ENGINES) - 1)
+    between = np.minimum((count - 1) * GAPS_NS[kind], length // 2)
+    busy = np.minimum(records["dst"].astype(np.int64), length - between)
+    waits = kind == OF_A_WAIT
+    fed = busy < length - between  # by the host, one by one: each was as long as the one that a mark followed
+    late = np.where(fed, MARK_NS * count, MARK_NS)
+    busy = np.where(waits, length, np.maximum(busy - np.minimum(late, busy * 2 // 3), 1))
+    most = max(1, min(MOST_PIECES, MOST_ROWS // max(1, len(records))))
+    pieces = np.where(busy < (1 - LEAST) * length, np.minimum(count, most), 1)
+    row = np.repeat(np.arange(len(records)), pieces)
+    number = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    of = pieces[row]
+    begins = start[row] + length[row] * number // of
+    graph = np.where(kind == OF_A_GRAPH, records["src"].astype(np.int64), -1)
+
+    def share(total: Array) -> Array:
+        """Whole parts that add up to the total."""
+        part: Array = total[row] * (number + 1) // of - total[row] * number // of
+        return part
+
+    return sorted_table(
+        "spans",
+        {
+            "start_ns": begins,
+            "end_ns": begins + np.maximum(busy[row] // of, 1),
+            "process": process[row],
+            "device": device[row],
+            "stream": stream[row],
+            "engine": ENGINES[kind][row],
+            "direction": known_codes(records["direction"] & 15, Direction)[row],
+            "bytes": share(records["bytes"].astype(np.int64)),
+            "count": share(count),
+            "graph": graph[row],
+        },
+    )
+
+
+def _coverage(start: Array, end: Array, process: Array, device: Array, reason: Array, names: Names) -> Table:
+    """Disjoint intervals of each device in which nothing is missing, and those that were missed, with the reason."""
+    parts: list[tuple[Array, Array, int, int, Array]] = []
+    for one in np.unique(np.stack((process, device)), axis=1).T.tolist():
+        mine = (process == one[0]) & (device == one[1])
+        seen = mine & (reason == 0)
+        holes = np.flatnonzero(mine & (reason != 0))
+        if len(holes):
+            parts.append((start[holes], end[holes], *one, reason[holes]))
+        seen_from, seen_to = _without(start[seen], end[seen], start[holes], end[holes])
+        parts.append((seen_from, seen_to, *one, np.zeros(len(seen_from), dtype=np.int64)))
+    known = np.array([names.add(text) for text in REASONS], dtype=np.int32)
+
+    def column(place: int) -> Array:
+        return np.concatenate([np.zeros(0, np.int64), *(np.broadcast_to(p[place], p[0].shape) for p in parts)])
+
+    return sorted_table(
+        "coverage",
+        {
+            "start_ns": column(0),
+            "end_ns": column(1),
+            "process": column(2),
+            "device": column(3),
+            "reason": known[column(4).astype(np.int64)],
+        },
+    )
+
+
+def _without(start: Array, end: Array, hole_start: Array, hole_end: Array) -> tuple[Array, Array]:
+    """The union of intervals less the union of others."""
+    start, end = union(start, end)
+    hole_start, hole_end = union(hole_start, hole_end)
+    edges = np.unique(np.concatenate((start, end, hole_start, hole_end)))
+    begins, ends = edges[:-1], edges[1:]
+    keep = (Cover(start, end).within(begins, ends) > 0) & (Cover(hole_start, hole_end).within(begins, ends) == 0)
+    return union(begins[keep], ends[keep])
+
+
+def _graphs(recording: Recording, records: Array, process: Array) -> None:
+    """The newest record of each graph."""
+    newest = {(row, int(r["src"])): r for row, r in zip(process.tolist(), records, strict=True)}
+    rows = list(newest.values())
+
+    def column(name: str) -> Array:
+        return np.array([int(r[name]) for r in rows], dtype=np.int64)
+
+    recording.tables["graphs"] = Table(
+        "graphs",
+        {
+            "process": np.array([row for row, _ in newest], dtype=np.int32),
+            "graph": column("src"),
+            "kernels": column("count"),
+            "copies": column("transfer"),
+            "copy_bytes_h2d": column("stream"),
+            "copy_bytes_d2h": column("dst"),
+            "memsets": np.maximum(column("tid") - 1, 0),
+            "host_nodes": column("result"),
+            "launches": column("dur_ns"),
+        },
+    )

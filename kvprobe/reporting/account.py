@@ -1,0 +1,137 @@
+"""The account as a reader sees it: one bar and its numbers, the same as a table, and as lines for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvprobe.account import COPIES, HOST, LINE_TITLES, Account, GpuAccount, Line, ThreadAccount
+from kvprobe.reporting.units import duration, percent
+from kvprobe.reporting.views import Bar, BarPart, Section, TableView, table
+
+__all__ = ["account_lines", "account_section", "gpu_name"]
+
+SHOWN = 0.0005  # of a window: less is left out of what a terminal prints, never of a table
+_ORDER = (Line.COMPUTING, *COPIES, *HOST, Line.NOTHING_TO_DO, Line.NOT_KNOWN)
+_LEAD = (
+    "Every instant of the serving window is in exactly one line, and the lines add up to it. What ran was recorded. "
+    "Where nothing ran, the line says what the thread did that submitted the next operation."
+)
+_BLIND = "What the GPU did was not recorded; this is what the threads did that submit to it."
+
+
+def gpu_name(account: Account, gpu: GpuAccount) -> str:
+    """How a GPU is called: by its number, its rank, or the process of which no GPU was seen."""
+    rank = next((f"rank {one}" for one in gpu.ranks if one >= 0), "")
+    if gpu.device < 0:
+        return rank or f"process {gpu.pids[0]}" if gpu.pids else "GPU"
+    alike = sum(one.device == gpu.device for one in account.gpus)
+    name = f"GPU {gpu.device}"
+    return f"{name}, {rank}" if rank else f"{name}, process {gpu.pids[0]}" if alike > 1 and gpu.pids else name
+
+
+def _lines(gpu: GpuAccount) -> Iterator[tuple[str, int, float]]:
+    """Title, ns and share of each line that has any time, what is not known by its reasons."""
+    for line in _ORDER[:-1]:
+        if ns := gpu.ns(line):
+            yield LINE_TITLES[line], ns, ns / gpu.window_ns
+    for reason, ns in gpu.unknown_ns().items():
+        yield f"not known: {reason.text}", ns, ns / gpu.window_ns
+
+
+def account_lines(account: Account) -> list[str]:
+    """The account for a terminal: a heading for each GPU, and a line for each line that is no trifle."""
+    out = []
+    for gpu in account.gpus:
+        if not gpu.seen:
+            out.append(f"{gpu_name(account, gpu)}: what its GPU did was not recorded")
+            continue
+        out.append(f"{gpu_name(account, gpu)}, {duration(gpu.window_ns)} of serving")
+        shown = [one for one in _lines(gpu) if one[2] >= SHOWN]
+        out += [f"  {percent(share):>6}  {duration(ns):>8}  {title}" for title, ns, share in shown]
+    for thread in account.threads[:1] if not account.seen else []:
+        out.append(f"thread {thread.thread}, {duration(thread.window_ns)} of serving")
+        out += [f"  {percent(share):>6}  {duration(ns):>8}  {title}" for title, ns, share in _thread_lines(thread)]
+    return out
+
+
+_THREAD_TITLES = {
+    Line.FULL_QUEUE: "blocked by a full queue",
+    Line.WAITING_FOR_DEVICE: "waiting for the device",
+    Line.ALLOCATING: "allocating, pinning or freeing",
+    Line.PAGEABLE: "copying pageable memory",
+    Line.SUBMITTING: "submitting",
+    Line.PYTHON: "in Python",
+    Line.NO_CPU: "without a CPU",
+    Line.ELSEWHERE: "elsewhere",
+    Line.NOTHING_TO_DO: "nothing to do",
+}
+
+
+def _thread_lines(thread: ThreadAccount) -> Iterator[tuple[str, int, float]]:
+    for line, title in _THREAD_TITLES.items():
+        ns = thread.ns(line)
+        if ns >= SHOWN * thread.window_ns and ns:
+            yield title, ns, ns / thread.window_ns
+
+
+def account_section(account: Account) -> Section:
+    """The first section of a page: a bar a GPU, the same as a table, and what the threads did."""
+    bars = [_bar(gpu_name(account, gpu), gpu) for gpu in account.gpus if gpu.seen]
+    section = Section("account", "Where the time went", _LEAD if bars else _BLIND, bars=bars)
+    section.tables = [one for one in (_gpus(account) if bars else None, _threads(account)) if one and one.rows]
+    return section
+
+
+def _bar(name: str, gpu: GpuAccount) -> Bar:
+    """One GPU's window; parts that would be too thin to see are in the legend alone."""
+    parts, at = [], 0.0
+    for line in _ORDER:
+        share = gpu.share(line)
+        if share > 0:
+            text = percent(share)
+            parts.append(
+                BarPart(
+                    line.key,
+                    round(1000 * at, 2),
+                    round(1000 * share, 2),
+                    LINE_TITLES[line],
+                    duration(gpu.ns(line)),
+                    text,
+                )
+            )
+        at += share
+    return Bar(name, f"{duration(gpu.window_ns)} of serving", parts)
+
+
+def _gpus(account: Account) -> TableView:
+    rows = [
+        [gpu_name(account, gpu), title, (duration(ns), ns), (percent(share), share)]
+        for gpu in account.gpus
+        for title, ns, share in _lines(gpu)
+    ]
+    return table("Where the time of each GPU went", ["GPU", "Line", "Time", "Share of the window"], rows)
+
+
+def _threads(account: Account) -> TableView:
+    """Threads that submit, a row each; of a wait for the device, how long that computed."""
+    shown = [one for one in account.threads if one.window_ns > 0][:32]
+    columns = [line for line in _THREAD_TITLES if any(one.ns(line) for one in shown)]
+    rows = []
+    for one in shown:
+        cells = [(percent(ns / one.window_ns) if (ns := one.ns(line)) else "", ns / one.window_ns) for line in columns]
+        waited = one.waited_ns.get("computing", 0)
+        rows.append(
+            [
+                f"{one.thread}" + (f" ({one.name})" if one.name else ""),
+                f"{one.pid}",
+                *cells,
+                (duration(waited) if waited else "", waited),
+            ]
+        )
+    titles = [_THREAD_TITLES[line][:1].upper() + _THREAD_TITLES[line][1:] for line in columns]
+    return table(
+        "What the threads did that submit",
+        ["Thread", "Process", *titles, "Of its waits, the device computed"],
+        rows,
+        "Shares of each thread's own serving window; outside of CUDA calls a thread is in Python or elsewhere.",
+    )

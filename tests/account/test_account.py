@@ -1,0 +1,223 @@
+"""Every instant of a recording is in exactly one line, and the lines are what a plain union of intervals says."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvprobe.account import COPIES, HOST, Account, Line, account_of
+from kvprobe.diagnosis import examine
+from kvprobe.diagnosis.verdict import of_recording
+from kvprobe.recordings import open_recording
+from kvprobe.recordings.joined import Joined
+from kvprobe.recordings.model import CallKind, Direction, Engine, Recording, Source, Table
+from tests.public_recordings import folder
+
+DATA = Path(__file__).resolve().parents[1] / "gpu" / "data"
+KEPT = sorted(
+    path for form in ("kineto", "nsys") for base in ("corpus", "accounts") for path in (DATA / base / form).glob("*.gz")
+)
+
+
+def opened(path: Path, into: Path) -> Recording:
+    if path.name.endswith(".sqlite.gz"):
+        plain = into / path.name.removesuffix(".gz")
+        plain.write_bytes(gzip.decompress(path.read_bytes()))
+        path = plain
+    return open_recording([path])
+
+
+def length(start: np.ndarray, end: np.ndarray, begin: int, stop: int) -> int:
+    """Length of the union of intervals inside a window, by going through them one by one."""
+    covered, reach = 0, begin
+    for a, b in sorted(zip(start.tolist(), end.tolist(), strict=True)):
+        a, b = max(a, reach), min(b, stop)
+        if b > a:
+            covered += b - a
+            reach = b
+    return covered
+
+
+def plain_shares(recording: Recording, device: int, begin: int, stop: int) -> tuple[float, float, float]:
+    """Shares of a window in which kernels ran, only copies ran, nothing ran."""
+    table = recording.executions
+    mine = table["device"] == device
+    mine &= table["engine"] != Engine.OTHER  # graphs in one piece are of a line of their own
+    kernels = mine & (table["engine"] != Engine.COPY)
+    computing = length(table["start_ns"][kernels], table["end_ns"][kernels], begin, stop)
+    busy = length(table["start_ns"][mine], table["end_ns"][mine], begin, stop)
+    window = stop - begin
+    return computing / window, (busy - computing) / window, (window - busy) / window
+
+
+def agrees(recording: Recording, account: Account) -> None:
+    for gpu in account.gpus:
+        assert sum(gpu.ns(line) for line in Line) == gpu.window_ns == gpu.to_ns - gpu.from_ns
+        said = gpu.to_json()
+        parts = [said["computing_ns"], said["nothing_to_do_ns"], *said["waiting_for_copies_ns"].values()]
+        parts += [*said["waiting_for_host_ns"].values(), *said["not_known_ns"].values()]
+        assert sum(parts) == said["window_ns"]
+        if len({one.device for one in account.gpus}) < len(account.gpus):
+            continue  # ranks of several files, which all call their GPU the same
+        plain = plain_shares(recording, gpu.device, gpu.from_ns, gpu.to_ns)
+        idle = gpu.share(*HOST, Line.NOTHING_TO_DO, Line.NOT_KNOWN)
+        mine = gpu.share(Line.COMPUTING), gpu.share(*COPIES), idle
+        assert mine == pytest.approx(plain, abs=0.01)
+    for thread in account.threads:
+        assert sum(thread.ns(line) for line in Line) == thread.window_ns
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: f"{path.parent.name}-{path.name.split('.')[0]}")
+def test_the_lines_of_a_recording_add_up_and_agree_with_a_union_of_intervals(path, tmp_path):
+    recording = opened(path, tmp_path)
+    agrees(recording, account_of(Joined(recording)))
+    agrees(recording, examine(recording).account)  # causes move time between lines, and none away
+
+
+PUBLIC = sorted(path for path in folder().rglob("*") if path.name.endswith((".sqlite", ".json.gz")))
+
+
+@pytest.mark.parametrize("path", PUBLIC, ids=lambda path: path.name)
+def test_the_lines_of_a_public_recording_add_up_and_agree_with_a_union_of_intervals(path):
+    recording = open_recording([path])
+    agrees(recording, examine(recording).account)
+
+
+def played(steps: list[tuple[int, int, int, bool]]) -> Recording:
+    """A program: of each step the host's preparation, a copy, a kernel (us each), and whether the kernel waits for it.
+
+    One thread submits a copy and a kernel; the device runs each as soon as it can.
+    """
+    calls: list[tuple[int, int, int, int]] = []
+    ran: list[tuple[int, int, int, int]] = []
+    now = copies = kernels = 0
+    for number, (host, copy, kernel, ordered) in enumerate(steps):
+        now += 1_000 * host
+        for kind in (CallKind.COPY, CallKind.LAUNCH):
+            calls.append((now, now + 2_000, kind, 2 * number + (kind == CallKind.LAUNCH)))
+            now += 3_000
+        begin = max(copies, calls[-2][1] + 2_000)
+        copies = begin + 1_000 * copy
+        ran.append((begin, copies, Engine.COPY, 2 * number))
+        begin = max(kernels, calls[-1][1] + 2_000, copies if ordered else 0)
+        kernels = begin + 1_000 * kernel
+        ran.append((begin, kernels, Engine.KERNEL, 2 * number + 1))
+    ran.sort()
+    call = {
+        name: np.array(column)
+        for name, column in zip(("start", "end", "kind", "id"), zip(*calls, strict=True), strict=True)
+    }
+    run = {
+        name: np.array(column)
+        for name, column in zip(("start", "end", "engine", "id"), zip(*ran, strict=True), strict=True)
+    }
+    copying = run["engine"] == Engine.COPY
+    recording = Recording([Source("random", "trace")], names=["", "cudaMemcpyAsync", "cudaLaunchKernel", "kernel"])
+    launches = call["kind"] == CallKind.LAUNCH
+    recording.tables["calls"] = Table(
+        "calls",
+        {
+            "start_ns": call["start"],
+            "end_ns": call["end"],
+            "kind": call["kind"],
+            "correlation": call["id"],
+            "thread": np.full(len(calls), 7),
+            "process": np.zeros(len(calls)),
+            "name": np.where(launches, 2, 1),
+            "stream": np.where(launches, 1, 0),
+            "bytes": np.where(launches, 0, 50_000),
+            "direction": np.where(launches, 0, Direction.H2D),
+        },
+    )
+    recording.tables["executions"] = Table(
+        "executions",
+        {
+            "start_ns": run["start"],
+            "end_ns": run["end"],
+            "engine": run["engine"],
+            "correlation": run["id"],
+            "process": np.zeros(len(ran)),
+            "device": np.zeros(len(ran)),
+            "name": np.full(len(ran), 3),
+            "stream": np.where(copying, 0, 1),
+            "bytes": np.where(copying, (run["end"] - run["start"]) * 55, 0),
+            "direction": np.where(copying, Direction.H2D, 0),
+        },
+    )
+    recording.tables["streams"] = Table("streams", {"process": [0, 0], "handle": [7, 8]})
+    recording.tables["processes"] = Table("processes", {"pid": [1]})
+    recording.has_executions = True
+    return recording
+
+
+def inside_the_gpu(recording: Recording) -> None:
+    """Its copies move nothing over a link, so that nothing is said of their order and of what they load."""
+    for table in (recording.calls, recording.executions):
+        table["direction"][table["direction"] == Direction.H2D] = Direction.D2D
+
+
+STEP = st.tuples(st.integers(0, 3_000), st.integers(1, 2_000), st.integers(1, 2_000), st.booleans())
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.lists(STEP, min_size=20, max_size=60))
+def test_a_gpu_that_waits_is_never_healthy_and_no_saving_exceeds_its_waiting(steps):
+    recording = played(steps)
+    found = examine(recording)
+    agrees(recording, found.account)
+    (gpu,) = found.account.gpus
+    _, alone, _ = plain_shares(recording, 0, gpu.from_ns, gpu.to_ns)
+    pending = gpu.share(*HOST)
+    if alone >= 0.1 or pending >= 0.1:
+        assert of_recording(recording, found).state != "healthy"
+    savings = [max((one.predicted_saving_ns or 0 for one in finding.cure), default=0) for finding in found]
+    assert sum(savings) <= gpu.window_ns - gpu.ns(Line.COMPUTING)
+
+
+def test_a_program_that_computes_is_healthy_and_says_what_its_gpu_did():
+    recording = played([(0, 20, 400, False)] * 60)
+    inside_the_gpu(recording)
+    found = examine(recording)
+    verdict = of_recording(recording, found)
+    assert verdict.state == "healthy" and "computed 100%" in verdict.reason
+
+
+def test_loads_that_nobody_fetched_ahead_are_named_with_their_share():
+    recording = played([(0, 900, 400, True)] * 60)
+    inside_the_gpu(recording)
+    found = examine(recording)
+    (first, *_) = [one for one in found if not one.abstains]
+    assert first.cause == "waiting_for_copies" and first.severity == "critical"
+    assert first.device_share == pytest.approx(500 / 900, abs=0.03)  # of each copy, what no kernel hides
+
+
+def test_a_thread_that_prepares_between_steps_is_what_the_gpu_waited_for():
+    recording = played([(900, 1, 500, False)] * 60)
+    gpu = examine(recording).account.gpus[0]
+    assert gpu.share(Line.ELSEWHERE) == pytest.approx(400 / 900, abs=0.03)
+
+
+def test_the_account_of_a_process_whose_device_was_not_recorded_knows_nothing_and_is_undecided():
+    recording = played([(0, 20, 400, False)] * 60)
+    recording.tables["executions"], recording.has_executions = Table("executions"), False
+    found = examine(recording)
+    (gpu,) = found.account.gpus
+    assert not gpu.seen and gpu.ns(Line.NOT_KNOWN) == gpu.window_ns
+    assert of_recording(recording, found).state == "undecided"
+
+
+def test_json_of_the_account_has_every_line(tmp_path):
+    account = examine(played([(10, 20, 400, True)] * 40)).account
+    said = json.loads(json.dumps(account.to_json()))
+    (gpu,) = said["gpus"]
+    assert set(gpu["waiting_for_copies_ns"]) == {"at_link_rate", "below_link_rate", "not_needed"}
+    host = {"full_queue", "waiting_for_device", "allocating", "pageable", "submitting", "python", "no_cpu", "elsewhere"}
+    assert set(gpu["waiting_for_host_ns"]) == host
+    assert {"from_ns", "to_ns", "window_ns", "computing_ns", "nothing_to_do_ns", "not_known_ns"} <= set(gpu)
+    assert said["threads"][0]["thread"] == 7

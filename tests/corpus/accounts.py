@@ -1,0 +1,87 @@
+"""What programs of the later shapes share: fresh bytes, pacing, and their own account of where their time went."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes as ct
+import random
+from collections import Counter
+from collections.abc import Iterator
+
+from device import H2D, Device, now
+
+
+class Spent:
+    """Where a program's time went, by the program itself: the serving window, and ns by line of the account."""
+
+    def __init__(self, d: Device) -> None:
+        self.device = d
+        self.restart()
+
+    def restart(self) -> None:
+        """Start-up ends here: what comes is served."""
+        self.begin, self.end, self.kernel_ns = now(), 0, self.device.kernel_ns
+        self.lines: Counter[str] = Counter()
+
+    def stop(self) -> None:
+        """The window ends here, where it does not end with the program."""
+        self.end = now()
+
+    def add(self, line: str, ns: float) -> None:
+        self.lines[line] += int(ns)
+
+    @contextlib.contextmanager
+    def on(self, line: str) -> Iterator[None]:
+        begin = now()
+        yield
+        self.lines[line] += now() - begin
+
+    def account(self) -> dict[str, float]:
+        """Length of the window, and the shares of it that the program knows; what it does not know is left out."""
+        window = (self.end or now()) - self.begin
+        kernels = self.device.kernel_ns - self.kernel_ns  # 0 where torch launches them
+        lines = {**({"computing": kernels} if kernels else {}), **self.lines}
+        return {"window_ns": window, **{line: round(ns / window, 4) for line, ns in lines.items()}}
+
+
+class Pool:
+    """The pinned pool cut into blocks whose bytes all differ, and slots on the device that take turns."""
+
+    def __init__(self, d: Device, size: int) -> None:
+        self.d, self.size, self.count = d, size, d.size // size
+
+    def fetch(self, slot: int, block: int, stream: int) -> int:
+        """Block number `block` (they come round) to a slot of the device."""
+        d, size = self.d, self.size
+        return d.copy(d.device + slot * size, d.host + block % self.count * size, size, H2D, stream)
+
+    def places(self, blocks: list[int], slots: list[int]) -> list[tuple[int, int]]:
+        return [
+            (self.d.device + slot * self.size, self.d.host + block % self.count * self.size)
+            for block, slot in zip(blocks, slots, strict=True)
+        ]
+
+
+def fill(d: Device) -> None:
+    """Gives every page of the pinned pool bytes of its own: equal bytes would be loads that nobody needs."""
+    for at in range(0, d.size, 16 << 20):
+        ct.memmove(d.host + at, random.randbytes(min(16 << 20, d.size - at)), min(16 << 20, d.size - at))
+
+
+def stamp(d: Device, at: int, size: int, number: int) -> None:
+    """Rewrites `size` bytes at an offset of the pinned pool: the CPU made new ones."""
+    ct.memmove(d.host + at, random.Random(number).randbytes(size), size)
+
+
+def paced(d: Device, step: int, lag: int = 3) -> int:
+    """Ends a step on the compute stream and waits for the one `lag` before it, as a server that runs ahead does."""
+    d.record(128 + step % 64, d.compute)
+    return d.sync_event(128 + (step - lag) % 64) if step >= lag else 0
+
+
+def think(us: float) -> list[int]:
+    """Computes in Python for so long, as a scheduler that makes lists does."""
+    end, tables = now() + int(us * 1_000), [0]
+    while now() < end:
+        tables = [block * 16 + 7 for block in range(64) if block % 3]
+    return tables

@@ -1,0 +1,110 @@
+"""Copies of the same addresses are redundant where looks at their bytes say so, and only there."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recordings"))
+
+from copies import GPU, HOST, KiB, recording
+
+from kvprobe.diagnosis import examine
+from kvprobe.recordings.model import CallKind, Direction, Engine, Table
+
+MiB = 1 << 20
+
+
+def made(calls, bytes_of, every=1, blank=0):
+    """A recording with a look at the host's side of each `every`th copy: `bytes_of(number)` stands for its bytes."""
+    out = recording([*calls, *({"kind": CallKind.LAUNCH, "stream": 1} for _ in range(8))])
+    table = out.calls
+    rows = np.flatnonzero(table["bytes"] > 0)[::every]
+    columns = {name: table[name][rows] for name in ("process", "thread", "stream", "direction", "src", "dst", "bytes")}
+    columns["time_ns"] = table["start_ns"][rows]
+    columns["hash"] = np.array([bytes_of(number) for number in range(0, len(rows) * every, every)], dtype=np.uint64)
+    out.tables["contents"] = Table("contents", {**columns, "blank": np.full(len(rows), blank)})
+    return out
+
+
+def found(recording, cause):
+    return {one.cause: one for one in examine(recording)}.get(cause)
+
+
+def steps(size, blocks=8, many=100, place=lambda step, block: block, direction=Direction.H2D):
+    """At each step the same blocks of the host, to `place` on the device, and a wait."""
+    calls = []
+    for step in range(many):
+        for block in range(blocks):
+            ends = {"src": HOST + block * size, "dst": GPU + place(step, block) * size}
+            if direction == Direction.D2H:
+                ends = {"src": ends["dst"], "dst": ends["src"]}
+            calls.append({**ends, "bytes": size, "kind": CallKind.COPY, "direction": direction})
+        calls.append({"kind": CallKind.SYNC, "stream": 1, "dur_ns": 1_000_000})
+    return calls
+
+
+@pytest.mark.parametrize("size", [4 * KiB, MiB])
+def test_buffers_that_the_program_rewrites_are_never_redundant(size):
+    assert found(made(steps(size), lambda number: number), "redundant_loads") is None
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_equal_bytes_at_one_place_are_redundant(every):
+    one = found(made(steps(MiB), lambda number: number % 8, every), "redundant_loads")
+    assert one.confidence == "likely"
+    assert one.evidence[0].value == 99 * 8 * MiB
+    assert any("looks at a source's bytes" in said.text for said in one.evidence)
+
+
+def test_equal_bytes_to_another_place_are_redundant_while_the_first_place_holds_them():
+    own = steps(MiB, place=lambda step, block: step % 4 * 8 + block)
+    assert found(made(own, lambda number: number % 8), "redundant_loads").evidence[0].value == 99 * 8 * MiB
+    assert found(made(own, lambda number: number), "redundant_loads") is None
+
+
+def test_blocks_whose_place_was_given_to_others_are_needed_again():
+    """Twice as many blocks as places: each load throws out what the one before it brought there."""
+    calls = steps(MiB, blocks=16, place=lambda step, block: block % 8)
+    assert found(made(calls, lambda number: number % 16), "redundant_loads") is None
+
+
+def test_equal_bytes_that_come_to_another_place_much_later_may_have_been_evicted():
+    calls = [{**call, "gap_ns": 200_000_000} for call in steps(MiB, blocks=1, place=lambda step, block: step)]
+    assert found(made(calls, lambda number: 1), "redundant_loads") is None
+
+
+def test_without_looks_small_buffers_in_place_are_not_named_and_large_ones_are():
+    assert found(recording([*steps(4 * KiB), *[{"kind": CallKind.LAUNCH}] * 8]), "redundant_loads") is None
+    large = found(recording([*steps(MiB), *[{"kind": CallKind.LAUNCH}] * 8]), "redundant_loads")
+    assert large.confidence == "likely"
+
+
+def test_buffers_at_which_nobody_looked_while_others_were_looked_at_are_an_open_question():
+    """Looks were taken at one rewritten buffer of another size alone."""
+    out = made([*steps(MiB), *steps(2 * KiB, blocks=1)], lambda number: number)
+    table = out.contents
+    out.tables["contents"] = table.where(table["bytes"] == 2 * KiB)
+    one = found(out, "redundant_loads")
+    assert one.abstains and "nobody looked" in one.reason
+
+
+def test_stores_of_bytes_that_the_host_has_are_wasted():
+    stores = steps(MiB, direction=Direction.D2H)
+    one = found(made(stores, lambda number: number % 8), "wasted_stores")
+    assert one.confidence == "likely" and "bytes that the host had" in one.title
+    assert found(made(stores, lambda number: number), "wasted_stores").abstains
+    assert found(made(stores, lambda number: number % 8, blank=1), "wasted_stores").abstains
+
+
+def test_where_timing_events_saw_the_copies_their_time_is_what_was_lost():
+    out = made(steps(MiB), lambda number: number % 8)
+    first, last = int(out.calls["start_ns"].min()), int(out.calls["end_ns"].max())
+    start = np.arange(first, last, 1_000_000)[:90]
+    columns = {"start_ns": start, "end_ns": start + 400_000, "engine": np.full(90, Engine.COPY)}
+    out.tables["spans"] = Table(
+        "spans", {**columns, "direction": np.full(90, Direction.H2D), "bytes": np.full(90, MiB)}
+    )
+    one = found(out, "redundant_loads")
+    assert one.lost_on == "copy engine" and one.lost_ns == pytest.approx(90 * 400_000, rel=0.03)

@@ -1,0 +1,112 @@
+"""Marks say when a stream was busy and with what, to the microsecond of the simulated device's own clock."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvprobe.probe.ring import SPAN, read_ring
+from kvprobe.recordings.intervals import Cover
+from kvprobe.recordings.kvprobe_run import read
+from kvprobe.recordings.model import Engine, Recording
+
+CORPUS = Path(__file__).resolve().parents[1] / "corpus"
+STEP = f"""
+import sys
+sys.path.insert(0, {str(CORPUS)!r})
+from device import Device
+d = Device(streams=1, events=8)
+"""
+NEAR_NS = 12_000  # the way to the device, and what a mark takes
+
+
+def recorded(libraries: Path, folder: Path, body: str, **more: str) -> Recording:
+    env = {**os.environ, "LD_PRELOAD": str(libraries / "libkvprobe_interpose.so"), "KVPROBE_RUN": str(folder)}
+    env |= {
+        "KVPROBE_HOSTRT": str(libraries / "libkvprobe_hostrt.so"),
+        "KVHOST_CLOCK": "virtual",
+        "KVPROBE_MARKS": "on",
+        **more,
+    }
+    subprocess.run([sys.executable, "-c", STEP + body], env=env, check=True)
+    return read(folder)
+
+
+def busy(recording: Recording, engine: Engine, at_least: int = 0) -> list[int]:
+    """Lengths of the spans of a kind, ns."""
+    spans = recording.spans
+    length = spans["end_ns"] - spans["start_ns"]
+    return sorted(length[(spans["engine"] == engine) & (length >= at_least)].tolist())
+
+
+def test_kernels_and_a_load_that_compute_waits_for(libraries: Path, tmp_path: Path) -> None:
+    """A load of 4 MB at 4 GB/s behind which a kernel waits: 1.05 ms of copy, as long a wait, then the kernel's 3 ms."""
+    body = """
+d.launch(5_000_000)
+d.sync(d.compute)
+d.load(0, 4 << 20, d.copies[0])
+d.order(d.compute, d.copies[0], 0)
+d.launch(3_000_000)
+d.sync(d.compute)
+"""
+    recording = recorded(libraries, tmp_path, body)
+    assert busy(recording, Engine.KERNEL, 1_000_000) == pytest.approx([3_000_000, 5_000_000], abs=NEAR_NS)
+    load_ns = (4 << 20) / 4e9 * 1e9
+    assert busy(recording, Engine.COPY, 500_000) == pytest.approx([load_ns], abs=NEAR_NS)
+    assert busy(recording, Engine.WAIT, 500_000) == pytest.approx([load_ns], abs=NEAR_NS)
+    seen, spans = recording.coverage, recording.spans
+    whole = Cover(seen["start_ns"], seen["end_ns"])
+    long = np.flatnonzero(spans["end_ns"] - spans["start_ns"] > 500_000)
+    length = spans["end_ns"][long] - spans["start_ns"][long]
+    assert whole.within(spans["start_ns"][long], spans["end_ns"][long]).tolist() == length.tolist()
+    assert spans["count"][long].tolist() == [1] * len(long)
+
+
+def test_a_run_of_many_launches_is_a_few_marks(libraries: Path, tmp_path: Path) -> None:
+    body = """
+for _ in range(800):
+    d.launch(50_000)
+d.sync(d.compute)
+"""
+    recording = recorded(libraries, tmp_path, body)
+    spans = recording.spans
+    kernels = spans["engine"] == Engine.KERNEL
+    assert int(spans["count"][kernels].sum()) >= 800
+    (ring,) = (read_ring(path) for path in tmp_path.glob("*.kvp"))
+    assert int((ring.marks()["call"] == SPAN).sum()) < 120
+    computed = Cover(spans["start_ns"][kernels], spans["end_ns"][kernels]).total_ns
+    assert computed == pytest.approx(40_000_000, rel=0.05)
+
+
+def test_without_marks_nothing_is_said_of_the_device(libraries: Path, tmp_path: Path) -> None:
+    recording = recorded(libraries, tmp_path, "d.launch(1_000_000)\nd.sync(d.compute)\n", KVPROBE_MARKS="off")
+    assert recording.calls.rows
+    assert not recording.spans.rows
+    assert not recording.coverage.rows
+
+
+def test_the_programs_last_error_and_its_captures_are_left_alone(libraries: Path, tmp_path: Path) -> None:
+    body = """
+import ctypes as ct
+d.launch(100_000)
+d.sync(d.compute)
+assert d.lib.cudaStreamBeginCapture(ct.c_void_p(d.compute), 0) == 0
+for _ in range(50):
+    d.launch(1_000)
+graph = ct.c_void_p()
+assert d.lib.cudaStreamEndCapture(ct.c_void_p(d.compute), ct.byref(graph)) == 0
+assert d.lib.cudaGetLastError() == 0
+assert d.lib.cudaMemcpyAsync(None, None, 5, 99, None) != 0
+d.launch(100_000)
+d.sync(d.compute)
+d.lib.cudaStreamDestroy(ct.c_void_p(d.copies[0]))
+assert d.lib.cudaGetLastError() != 0
+"""
+    recording = recorded(libraries, tmp_path, body)
+    reasons = {recording.text(int(one)) for one in recording.coverage["reason"]}
+    assert "a graph was being captured" in reasons
