@@ -39,11 +39,13 @@ def test_worst_first_with_time_depth_stream_and_file(kvprobe, tmp_path: Path) ->
     trace(tmp_path / "c_more.json", cap=100)
     code, out, err = kvprobe("triage", tmp_path)
     assert (code, err) == (0, "")
-    lines = [line.split("  ") for line in out.splitlines()]
+    *rows, looked_at = out.splitlines()
+    assert looked_at.startswith("Only launch queues were looked at")
+    lines = [line.split("  ") for line in rows]
     head, *lines = [[cell.strip() for cell in line if cell.strip()] for line in lines]
-    assert head == ["verdict", "time lost", "full at", "stream", "recording"]
+    assert head == ["queue", "time lost", "full at", "stream", "recording"]
     assert [Path(line[-1]).name for line in lines] == ["c_more.json", "b_some.json", "a_healthy.json"]
-    assert [line[0] for line in lines] == ["found", "found", "healthy"]
+    assert [line[0] for line in lines] == ["full", "full", "not full"]
     assert [line[2] for line in lines] == ["100", "200", "-"]
     assert [line[3] for line in lines] == ["stream 7", "stream 9", "-"]
     # 300 calls wait for a copy of 300 us each, 200 in the other
@@ -76,7 +78,7 @@ def test_what_cannot_be_read_is_a_line_each_and_exit_1(kvprobe, tmp_path: Path) 
     bad = tmp_path / "bad.json"
     bad.write_text("{}")
     code, out, err = kvprobe("triage", tmp_path / "absent", good, bad)
-    assert code == 1 and len(out.splitlines()) == 2 and "good.json" in out
+    assert code == 1 and len(out.splitlines()) == 3 and "good.json" in out
     assert (
         len(err.splitlines()) == 2
         and "absent: no such file" in err
@@ -97,5 +99,5 @@ def test_a_trace_needs_no_numpy(tmp_path: Path) -> None:
     paths = [str(trace(tmp_path / f"{i}.json", calls=150)) for i in range(2)]
     code = f"import sys, kvprobe.cli as c\nassert c.main(['triage', *{paths}]) == 0\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.count("healthy") == 2
+    assert done.stdout.count("not full") == 2
     assert set(done.stdout.split()).isdisjoint({"numpy", "msgspec", "rich", "pyarrow"})
