@@ -54,13 +54,11 @@ def command(inputs: tuple[Path, ...], as_json: bool, window: WindowOptions) -> i
         click.echo(json.dumps({"recordings": [_json(one) for one in found], "errors": errors}))
     else:
         if found:
-            click.echo(_row("queue", "time lost", "full at", "stream", "recording"))
+            click.echo(_row("launch queue", "time lost", "full at", "stream", "recording"))
         for one in found:
             click.echo(_line(one))
             for what, how in one.missing[:1] if one.verdict == "undecided" else ():
-                click.echo(plain(f"             {what}; {how}"))
-        if found:
-            click.echo("Only launch queues were looked at; `kvprobe report` says where all of the time went.")
+                click.echo(plain(f"              {what}; {how}"))
     for error in errors:
         click.echo(plain(f"kvprobe: {error}"), err=True)
     return 1 if errors else 0
@@ -90,7 +88,7 @@ def _line(one: Triage) -> str:
 
 
 def _row(queue: str, lost: str, full_at: str, stream: str, path: str) -> str:
-    return f"{queue:11}  {lost:>12}  {full_at:>7}  {stream:21}  {path}"
+    return f"{queue:12}  {lost:>12}  {full_at:>7}  {stream:21}  {path}"
 
 
 def _json(one: Triage) -> dict[str, Any]:
