@@ -24,6 +24,8 @@ from kvprobe.recordings.model import Array
 
 __all__ = ["Account", "GpuAccount", "ThreadAccount", "account_of"]
 
+_AT_ONCE = 1 << 20  # pieces: of millions no array of their lengths is made
+
 
 @dataclass
 class GpuAccount:
@@ -121,7 +123,9 @@ class ThreadAccount:
         caller: as `Joined.caller`.
         pid, thread, name: whose it is.
         launches: it launches compute.
-        edges, line: the window, cut, as `threads.ThreadTimeline`.
+        from_ns, to_ns: its window, on the recorder's own clock.
+        spent_ns: ns by line; they add up to the window.
+        waits_from, waits_to: of each wait for the device, (waits,) ns.
         waited_ns: of what it waited for the device: how long that computed, only copied, ran nothing, is not known.
     """
 
@@ -130,19 +134,21 @@ class ThreadAccount:
     thread: int
     name: str
     launches: bool
-    edges: Array
-    line: Array
+    from_ns: int
+    to_ns: int
+    spent_ns: dict[Line, int]
+    waits_from: Array
+    waits_to: Array
     waited_ns: dict[str, int] = field(default_factory=dict)
 
     @property
     def window_ns(self) -> int:
         """Length of the window."""
-        return int(self.edges[-1] - self.edges[0])
+        return self.to_ns - self.from_ns
 
     def ns(self, *lines: Line) -> int:
         """Time in these lines."""
-        length = np.diff(self.edges)
-        return int(length[np.isin(self.line, np.array(lines, dtype=np.uint8))].sum())
+        return sum(self.spent_ns.get(line, 0) for line in lines)
 
     def to_json(self) -> dict[str, Any]:
         """The lines in ns; they add up to `window_ns`."""
@@ -151,8 +157,8 @@ class ThreadAccount:
             "thread": self.thread,
             "name": self.name,
             "launches": self.launches,
-            "from_ns": int(self.edges[0]),
-            "to_ns": int(self.edges[-1]),
+            "from_ns": self.from_ns,
+            "to_ns": self.to_ns,
             "window_ns": self.window_ns,
             **{f"{line.key}_ns": self.ns(line) for line in (*HOST, Line.NOTHING_TO_DO)},
             "waited_for_device_ns": self.waited_ns,
@@ -316,25 +322,32 @@ def _threads(joined: Joined, threads: Threads, gpus: list[GpuAccount]) -> list[T
         process = int(joined.process[row])
         timeline = threads.of(caller)
         begin = int(joined.serving.from_ns[process]) if process < len(joined.serving.from_ns) else threads.begin
-        edges = np.clip(timeline.edges, begin, threads.end)
-        one = ThreadAccount(
-            caller,
-            joined.pid(process),
-            int(joined.thread[row]),
-            _name(joined, process, int(joined.thread[row])),
-            caller in launching,
-            edges,
-            timeline.line,
+        edges = np.clip(timeline.edges, begin, threads.end) if begin > threads.begin else timeline.edges
+        spent = np.zeros(len(Line), dtype=np.int64)
+        for at in range(0, len(timeline.line), _AT_ONCE):
+            np.add.at(spent, timeline.line[at : at + _AT_ONCE], np.diff(edges[at : at + _AT_ONCE + 1]))
+        waits = timeline.line == Line.WAITING_FOR_DEVICE
+        gpu = next((gpu for gpu in gpus if process in gpu.processes), None)
+        out.append(
+            ThreadAccount(
+                caller,
+                joined.pid(process),
+                int(joined.thread[row]),
+                _name(joined, process, int(joined.thread[row])),
+                caller in launching,
+                int(edges[0]),
+                int(edges[-1]),
+                {Line(line): int(ns) for line, ns in enumerate(spent.tolist()) if ns},
+                edges[:-1][waits],
+                edges[1:][waits],
+                _waited(edges[:-1][waits], edges[1:][waits], gpu),
+            )
         )
-        one.waited_ns = _waited(one, next((gpu for gpu in gpus if process in gpu.processes), None))
-        out.append(one)
     return out
 
 
-def _waited(thread: ThreadAccount, gpu: GpuAccount | None) -> dict[str, int]:
-    """What the device did while a thread waited for it."""
-    waits = thread.line == Line.WAITING_FOR_DEVICE
-    start, end = thread.edges[:-1][waits], thread.edges[1:][waits]
+def _waited(start: Array, end: Array, gpu: GpuAccount | None) -> dict[str, int]:
+    """What the device did while a thread waited for it, from `start` to `end`, (waits,) ns."""
     total = int((end - start).sum())
     if gpu is None or not gpu.seen or not total:
         return {"computing": 0, "copying": 0, "idle": 0, "not_known": total}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvprobe.recordings.assemble import is_kind
-from kvprobe.recordings.intervals import union
+from kvprobe.recordings.intervals import distinct, union
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.model import SUBMITTING, Array, Direction, Engine
 
@@ -61,24 +61,25 @@ def activities(joined: Joined) -> Iterator[Activity]:
             yield Activity(-1, (process,), seen_from=_nothing(), seen_to=_nothing())
 
 
-def _gpus(joined: Joined, process: Array, device: Array) -> Iterator[tuple[int, tuple[int, ...], Array]]:
-    """Rows by GPU: a device number of one machine, and where ranks are told apart, of one rank."""
+def _gpus(joined: Joined, process: Array, device: Array) -> Iterator[tuple[int, tuple[int, ...], Array | None]]:
+    """Rows by GPU: a device number of one machine, and where ranks are told apart, of one rank; None: all rows."""
     processes = joined.recording.processes
     known = range(processes.rows)
     node = [int(processes["node"][row]) for row in known]
     rank = [int(processes["rank"][row]) for row in known]
-    pairs, place = np.unique(np.stack((process.astype(np.int64), device.astype(np.int64))), axis=1, return_inverse=True)
+    least = int(device.min(initial=0))
+    many = int(device.max(initial=0)) - least + 1
+    both = distinct(process.astype(np.int64) * many + (device - least)).tolist()
+    pairs = [(one // many, one % many + least) for one in both]
     by_gpu: dict[tuple[int, int, int], list[int]] = {}
-    for number, (row, one) in enumerate(pairs.T.tolist()):
+    for row, one in pairs:
         where = (node[row], rank[row]) if 0 <= row < len(node) else (0, -1)
-        by_gpu.setdefault((*where, one), []).append(number)
+        by_gpu.setdefault((*where, one), []).append(row)
     for (_, _, one), members in sorted(by_gpu.items(), key=lambda item: (item[0][2], item[0][1], item[0][0])):
-        mine = (
-            np.arange(len(process))
-            if len(members) == len(pairs.T)
-            else np.flatnonzero(np.isin(place.reshape(-1), members))
-        )
-        yield one, tuple(int(pairs[0][number]) for number in members), mine
+        mine = None
+        if len(members) < len(pairs):
+            mine = np.flatnonzero((device == one) & np.isin(process, np.array(members)))
+        yield one, tuple(members), mine
 
 
 def _of_executions(joined: Joined) -> Iterator[Activity]:
@@ -88,19 +89,21 @@ def _of_executions(joined: Joined) -> Iterator[Activity]:
     if copy_kernels:
         copying |= np.isin(table["name"], np.array(copy_kernels, dtype=np.int32))
     for device, processes, mine in _gpus(joined, table["process"], table["device"]):
-        start = joined.x_start[mine]
+        rows = slice(None) if mine is None else mine
+        start = joined.x_start[rows]
         if (start[1:] < start[:-1]).any():
-            mine = mine[np.argsort(start, kind="stable")]
+            order = np.argsort(start, kind="stable")
+            rows = order if mine is None else mine[order]
         yield Activity(
             device,
             processes,
-            joined.x_start[mine],
-            joined.x_end[mine],
-            copying[mine],
-            table["engine"][mine] == Engine.OTHER,
-            table["bytes"][mine],
-            table["direction"][mine],
-            joined.x_call[mine],
+            joined.x_start[rows],
+            joined.x_end[rows],
+            copying[rows],
+            table["engine"][rows] == Engine.OTHER,
+            table["bytes"][rows],
+            table["direction"][rows],
+            joined.x_call[rows],
         )
 
 
@@ -111,7 +114,8 @@ def _of_spans(joined: Joined) -> Iterator[Activity]:
     seen_by: dict[tuple[int, int], Array] = {}
     process = np.concatenate((spans["process"], coverage["process"]))
     device = np.concatenate((spans["device"], coverage["device"]))
-    for number, processes, mine in _gpus(joined, process, device):
+    for number, processes, some in _gpus(joined, process, device):
+        mine = np.arange(len(process)) if some is None else some
         rows = mine[mine < spans.rows]
         rows = rows[is_kind(spans["engine"][rows], (Engine.KERNEL, Engine.COPY, Engine.MEMSET, Engine.OTHER))]
         rows = rows[np.argsort(spans["start_ns"][rows], kind="stable")]

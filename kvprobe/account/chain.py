@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.account.account import Account, GpuAccount, ThreadAccount
-from kvprobe.account.lines import COPIES, HOST, Line
+from kvprobe.account.lines import COPIES, HOST
 from kvprobe.recordings.model import Array
 
 __all__ = ["saved_by_host"]
@@ -47,9 +47,9 @@ def _on_gpu(gpu: GpuAccount, thread: ThreadAccount | None, caller: int, at: Arra
     times, sizes = [at, cut.end[late]], [ns, cut.ns[late]]
     kinds = [np.full(len(at), _TAKEN), np.full(int(late.sum()), _IDLE)]
     if thread is not None:
-        waits = (thread.line == Line.WAITING_FOR_DEVICE) & (np.diff(thread.edges) >= _SHORTEST_NS)
-        times.append(thread.edges[1:][waits])
-        sizes.append(np.diff(thread.edges)[waits])
+        waits = thread.waits_to - thread.waits_from >= _SHORTEST_NS
+        times.append(thread.waits_to[waits])
+        sizes.append((thread.waits_to - thread.waits_from)[waits])
         kinds.append(np.full(int(waits.sum()), _WAIT))
     when, size, kind = np.concatenate(times), np.concatenate(sizes), np.concatenate(kinds)
     if len(when) > _MOST:

@@ -107,9 +107,12 @@ class Threads:
         return ThreadTimeline(np.insert(edges, pieces + 1, cut), np.insert(line, pieces + 1, Line.NO_CPU))
 
 
-def _pauses(length: Array, outside: Array) -> Array:
-    """Pieces outside of calls that are pauses; where long ones are most of them, shorter ones are no work either."""
-    idle = np.where(outside, length, 0)
+def _pauses(idle: Array, outside: Array) -> Array:
+    """Pieces outside of calls that are pauses; where long ones are most of them, shorter ones are no work either.
+
+    `idle` is how long each piece is; of those inside calls it is set to 0.
+    """
+    idle[~outside] = 0
     asleep = int(idle[idle >= PAUSE_NS].sum())
     least = SHORT_PAUSE_NS if 2 * asleep > int(idle.sum()) else PAUSE_NS
     return np.flatnonzero(idle >= least)

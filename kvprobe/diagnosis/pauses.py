@@ -47,8 +47,9 @@ def long_pauses(joined: JoinedRecording) -> Pauses:
 
 def _long_pauses(joined: JoinedRecording) -> Pauses:
     order = joined.by_caller
-    caller, begin = joined.caller[order], joined.start[order]
+    caller = joined.caller[order]
     reach = running_max_by_group(joined.end[order], caller)
+    begin = joined.start[order]  # later than the largest of the arrays in between: there may be millions
     long = np.flatnonzero((caller[1:] == caller[:-1]) & (begin[1:] - reach[:-1] > LONG_NS))
     start, end = reach[long], begin[long + 1]
     waited = np.zeros(len(long), dtype=np.int64)

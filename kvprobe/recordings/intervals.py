@@ -13,6 +13,8 @@ Array: TypeAlias = npt.NDArray[Any]
 
 __all__ = ["Cover", "ascending", "distinct", "group_starts", "in_time", "running_max_by_group", "union"]
 
+_FEW = 256  # groups that are taken one by one
+
 
 def union(start: Array, end: Array) -> tuple[Array, Array]:
     """The disjoint, sorted intervals that cover the same instants as the given half-open ones."""
@@ -105,18 +107,19 @@ def distinct(value: Array) -> Array:
 def running_max_by_group(value: Array, group: Array) -> Array:
     """Running maximum of `value` inside each group of a sorted `group` of small integers, one pass, no loop.
 
-    Each group is lifted above all before it, so that one `maximum.accumulate` serves all groups.
+    Of many groups each is lifted above all before it, so that one `maximum.accumulate` serves all.
     """
     if not len(value):
         return value
+    edges = np.append(group_starts(group), len(value))
     base = int(value.min())
     span = int(value.max()) - base + 1
-    rank = np.cumsum(np.concatenate(([0], (group[1:] != group[:-1]).astype(np.int64))))
-    if span < (1 << 62) // (int(rank[-1]) + 1):
+    if len(edges) > _FEW and span < (1 << 62) // len(edges):
+        rank = np.zeros(len(value), dtype=np.int64)
+        np.cumsum(group[1:] != group[:-1], out=rank[1:])
         lifted = np.maximum.accumulate(value - base + rank * span)
         return np.asarray(lifted - rank * span + base)
-    out = np.empty_like(value)  # times too far apart to lift: a few groups, one by one
-    edges = np.append(group_starts(group), len(value))
+    out = np.empty_like(value)  # a few groups, or times too far apart to lift: one by one, in less memory
     for a, b in itertools.pairwise(edges):
         out[a:b] = np.maximum.accumulate(value[a:b])
     return out
