@@ -194,7 +194,7 @@ def find(joined: JoinedRecording) -> Finding | None:
 
 
 def _of_calls(joined: JoinedRecording, found: Full) -> list[Evidence]:
-    """What the blocked calls took, and what they take with room; by the recorder's label and by inference."""
+    """What the blocked calls took, and such calls take with a free slot; by the recorder's label, and by inference."""
     rows, lost = found.rows["saturation"], int(found.ns["saturation"].sum())
     labelled, inferred = sum(q.labelled_ns for q in found.queues), sum(q.inferred_ns for q in found.queues)
     baseline, typical = float(np.median(joined.occupancy.baseline_ns[rows])), float(np.median(joined.dur[rows]))

@@ -44,7 +44,7 @@ class QueueCalls:
     Attributes:
         start: entry of each, ns; `end` its return.
         end: see there.
-        base: what it costs with room in the queue, ns.
+        base: what it costs where the queue has a slot, ns.
         slow: calls that cost well more.
         judged: calls that say something of the queue.
         emptied: calls before which it was known to be empty.
@@ -76,8 +76,8 @@ class _Stretches:
         first: number of the first call of its stretch.
         place: number in its stretch.
         length: calls of its stretch.
-        top: calls of a long stretch, so late in it that no queue has room.
-        room: calls so early behind an empty queue that there was room.
+        top: calls of a long stretch, so late in it that no queue has a slot.
+        free: calls so soon after the queue was empty that there was a slot.
         paused: those of `top` before which the host paused.
     """
 
@@ -87,7 +87,7 @@ class _Stretches:
     place: Array
     length: Array
     top: Array
-    room: Array
+    free: Array
     paused: Array
 
 
@@ -128,7 +128,7 @@ def flooded(recording: Recording, queue: StreamOccupancy, given: QueueCalls, hel
                 onsets=len(begun),
                 misfits=sum(abs(level - held) > (OVER_TIMES - 1) * held for level in begun),
                 seen_waiting=least is ways[0] or usual >= FILLED_SHARE * found.pace,
-                slow_before=int(slow[found.room].sum()),
+                slow_before=int(slow[found.free].sum()),
             )
         )
         if concluded.state != "not full":
@@ -145,7 +145,7 @@ def flooded(recording: Recording, queue: StreamOccupancy, given: QueueCalls, hel
 
 
 def _quick_base(recording: Recording, queue: StreamOccupancy, given: QueueCalls, names: Array) -> Array:
-    """What each call costs with room in the queue, ns: no more than what the quickest of its name cost."""
+    """What each call costs where the queue has a slot, ns: no more than what the quickest of its name cost."""
     base = np.zeros(len(names))
     for name in distinct(names):
         mine = names == name
@@ -165,9 +165,9 @@ def _stretches(given: QueueCalls, held: int, flood: int) -> _Stretches:
     place = count - first
     counts = given.judged & (count >= whole)
     top = counts & (length >= flood) & (place > OVER_TIMES * held)
-    room = counts & given.emptied[first] & (place < ROOM_SHARE * held) & (place > 0)
+    free = counts & given.emptied[first] & (place < ROOM_SHARE * held) & (place > 0)
     paused = np.flatnonzero(top & (start - returned > 16 * pace))
-    return _Stretches(pace, returned, first, place, length, top, room, paused)
+    return _Stretches(pace, returned, first, place, length, top, free, paused)
 
 
 def _evidence(recording: Recording, queue: StreamOccupancy, given: QueueCalls, found: _Stretches, flood: int) -> Flood:
@@ -189,7 +189,7 @@ def _evidence(recording: Recording, queue: StreamOccupancy, given: QueueCalls, f
         misfits=0,
         seen_waiting=False,
         slow_before=0,
-        before=int(found.room.sum()),
+        before=int(found.free.sum()),
         alone=_alone(recording, queue, began, ended),
         no_cpu=_no_cpu(recording, queue, began, ended),
     )

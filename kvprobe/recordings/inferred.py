@@ -157,7 +157,7 @@ def _infer(recording: Recording, queue: StreamOccupancy) -> None:
 
 
 def _queue_calls(recording: Recording, queue: StreamOccupancy) -> QueueCalls:
-    """The queue's calls; what they cost with room goes to the queue as well."""
+    """The queue's calls; what they cost where there is a slot goes to the queue as well."""
     calls, rows = recording.calls, queue.calls
     start, end = calls["start_ns"][rows], calls["end_ns"][rows]
     duration = end - start
