@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from kvprobe.instrument import install, observe, uninstall
     from kvprobe.launchqueue import QueueLimits, calibrate
-    from kvprobe.offload import BlockCache, BlockPool, LoadDedup, OffloadEngine, Split, Transfer
+    from kvprobe.offload import BlockCache, BlockPool, EngineOptions, LoadDedup, OffloadEngine, Split, Transfer
     from kvprobe.recordings import open_recording
     from kvprobe.recordings.engine import recording_of
     from kvprobe.recordings.model import Recording
@@ -43,7 +43,7 @@ _HOMES = {
     ),
     "kvprobe.instrument": ("install", "observe", "uninstall"),
     "kvprobe.launchqueue": ("QueueLimits", "calibrate"),
-    "kvprobe.offload": ("BlockCache", "BlockPool", "LoadDedup", "OffloadEngine", "Split", "Transfer"),
+    "kvprobe.offload": ("BlockCache", "BlockPool", "EngineOptions", "LoadDedup", "OffloadEngine", "Split", "Transfer"),
     "kvprobe.recordings": ("open_recording",),
     "kvprobe.recordings.engine": ("recording_of",),
     "kvprobe.recordings.model": ("Recording",),
@@ -55,6 +55,7 @@ __all__ = [
     "BlockCache",
     "BlockPool",
     "CudaError",
+    "EngineOptions",
     "Finding",
     "KvprobeError",
     "LoadDedup",

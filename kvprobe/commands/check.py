@@ -86,29 +86,24 @@ def command(
     empty or says too little is undecided: a limit that it does not break is skipped, and the exit code is 1 unless
     --allow-undecided. What is judged is the serving window; start-up is not.
     """
-    from kvprobe.diagnosis import CAUSES, FULL_QUEUE
-    from kvprobe.errors import RecordingError, UsageError
+    from kvprobe.errors import RecordingError
     from kvprobe.reporting import check_writable
 
-    shares = {"max-blocked": _amount(max_blocked, "--max-blocked"), "max-lost": _amount(max_lost, "--max-lost")}
-    times = {
-        "max-submit-p50": _time(max_submit_p50, "--max-submit-p50"),
-        "max-submit-p99": _time(max_submit_p99, "--max-submit-p99"),
-        "max-call": _time(max_call, "--max-call"),
-    }
-    account_shares = of_account.shares()
-    wanted: dict[str, list[str]] = {}
-    for name in banned:
-        wanted[name] = [cause for cause in CAUSES if name.strip() and name.replace("-", "_").lower() in cause]
-        if any(cause in FULL_QUEUE for cause in wanted[name]) and "saturation" in name.lower():
-            wanted[name] = list(dict.fromkeys([*wanted[name], *FULL_QUEUE]))
-        if not wanted[name]:
-            raise UsageError(f"--no {name}: unknown cause; use one of {', '.join(CAUSES)}")
+    asked = AskedLimits(
+        shares={"max-blocked": _amount(max_blocked, "--max-blocked"), "max-lost": _amount(max_lost, "--max-lost")},
+        times={
+            "max-submit-p50": _time(max_submit_p50, "--max-submit-p50"),
+            "max-submit-p99": _time(max_submit_p99, "--max-submit-p99"),
+            "max-call": _time(max_call, "--max-call"),
+        },
+        account=of_account.shares(),
+        causes={name: _causes(name) for name in banned},
+    )
     if junit is not None:
         check_writable(junit)
         refuse_input(junit, inputs)
     from kvprobe.commands._reading import diagnosed
-    from kvprobe.diagnosis.verdict import of_full_queue, of_recording
+    from kvprobe.diagnosis.verdict import of_recording
 
     try:
         recording, findings, queues = diagnosed(inputs, quiet=as_json, window=window)
@@ -117,18 +112,11 @@ def command(
             _write_junit(junit, [CheckedLimit("readable", "a recording", "", False, undecided=str(error))], inputs)
         raise
     verdict = of_recording(recording, findings)
-    queue = of_full_queue(recording, findings)
-    limits = [_of_account(findings, *one) for one in account_shares.items()]
-    limits += _judge(recording, findings, queues, shares, times, wanted, bool(limits))
-    full_only = [f"no {name}" for name, causes in wanted.items() if set(causes) <= set(FULL_QUEUE)]
-    by_account = set(account_shares)
-    limits = [
-        one if one.name in by_account else _decided(one, queue if one.name in full_only else verdict) for one in limits
-    ]
+    limits = _limits(recording, findings, queues, asked, verdict)
     if junit is not None:
         _write_junit(junit, limits, inputs)
-    broken, open_ = [one for one in limits if one.broken], [one for one in limits if one.undecided]
-    failed = bool(broken) or (bool(open_) and not allow_undecided)
+    undecided = any(one.undecided for one in limits)
+    failed = any(one.broken for one in limits) or (undecided and not allow_undecided)
     if as_json:
         import json
 
@@ -143,19 +131,69 @@ def command(
         for one in limits:
             click.echo(_annotation(one, "warning" if allow_undecided else "error"))
     else:
-        from kvprobe.commands._reading import plain
-        from kvprobe.reporting.account import account_lines
-
-        for line in account_lines(findings.account):
-            click.echo(plain(line))
-        for one in limits:
-            word = "FAIL" if one.broken else "skip" if one.undecided else "ok  "
-            click.echo(plain(f"{word}  {one.name}: {one.said}"))
-            if one.broken and one.detail:
-                click.echo(plain(f"      {one.detail}"))
-        if open_:
-            click.echo(plain(f"Undecided: {open_[0].undecided}"))
+        _print(findings, limits)
     return 1 if failed else 0
+
+
+@dataclass(frozen=True)
+class AskedLimits:
+    """What the command line asks for; None: not asked.
+
+    Attributes:
+        shares: by name, ("share", most) or ("ns", most).
+        times: by name, ns.
+        account: shares of the account's lines, by name.
+        causes: for each `--no NAME` the causes that it stands for.
+    """
+
+    shares: dict[str, tuple[str, float] | None]
+    times: dict[str, float | None]
+    account: dict[str, float]
+    causes: dict[str, list[str]]
+
+
+def _causes(name: str) -> list[str]:
+    """The causes that a name or a part of one stands for; "saturation" for all whose root is a full launch queue."""
+    from kvprobe.diagnosis import CAUSES, FULL_QUEUE
+    from kvprobe.errors import UsageError
+
+    found = [cause for cause in CAUSES if name.strip() and name.replace("-", "_").lower() in cause]
+    if any(cause in FULL_QUEUE for cause in found) and "saturation" in name.lower():
+        found = list(dict.fromkeys([*found, *FULL_QUEUE]))
+    if not found:
+        raise UsageError(f"--no {name}: unknown cause; use one of {', '.join(CAUSES)}")
+    return found
+
+
+def _limits(
+    recording: Recording, findings: Examination, queues: Occupancy, asked: AskedLimits, verdict: Verdict
+) -> list[CheckedLimit]:
+    """Each limit, decided as far as the recording says enough."""
+    from kvprobe.diagnosis import FULL_QUEUE
+    from kvprobe.diagnosis.verdict import of_full_queue
+
+    of_account = [_of_account(findings, *one) for one in asked.account.items()]
+    queue = of_full_queue(recording, findings)
+    full_only = [f"no {name}" for name, causes in asked.causes.items() if set(causes) <= set(FULL_QUEUE)]
+    return of_account + [
+        _decided(one, queue if one.name in full_only else verdict) for one in _judge(recording, findings, queues, asked)
+    ]
+
+
+def _print(findings: Examination, limits: Sequence[CheckedLimit]) -> None:
+    from kvprobe.commands._reading import plain
+    from kvprobe.reporting.account import account_lines
+
+    for line in account_lines(findings.account):
+        click.echo(plain(line))
+    for one in limits:
+        word = "FAIL" if one.broken else "skip" if one.undecided else "ok  "
+        click.echo(plain(f"{word}  {one.name}: {one.said}"))
+        if one.broken and one.detail:
+            click.echo(plain(f"      {one.detail}"))
+    undecided = next((one.undecided for one in limits if one.undecided), "")
+    if undecided:
+        click.echo(plain(f"Undecided: {undecided}"))
 
 
 def _of_account(found: Examination, name: str, most: float) -> CheckedLimit:
@@ -210,15 +248,8 @@ def _amount(text: str | None, option: str) -> tuple[str, float] | None:
     return ("ns", value) if value is not None else None
 
 
-def _judge(
-    recording: Recording,
-    findings: Examination,
-    queues: Occupancy,
-    shares: dict[str, tuple[str, float] | None],
-    times: dict[str, float | None],
-    wanted: dict[str, list[str]],
-    limited: bool,
-) -> list[CheckedLimit]:
+def _judge(recording: Recording, findings: Examination, queues: Occupancy, asked: AskedLimits) -> list[CheckedLimit]:
+    """Every limit but those of the account; without any limit at all, that there is no critical finding."""
     from kvprobe.diagnosis import PROFILER
     from kvprobe.reporting.charts import quantiles
     from kvprobe.reporting.recorded import submissions
@@ -231,7 +262,7 @@ def _judge(
     span_ns = max(recording.window.span_ns if recording.window else found.span[1] - found.span[0], 1)
 
     def add_amount(name: str, lost_ns: float, share: float, detail: str, at: str = "") -> None:
-        limit = shares[name]
+        limit = asked.shares[name]
         if limit is not None:
             kind, most = limit
             allowed = percent(most) if kind == "share" else duration(most)
@@ -240,9 +271,10 @@ def _judge(
 
     blocked_ns, who = _most_blocked(recording, named, queues)
     add_amount("max-blocked", blocked_ns, min(blocked_ns / span_ns, 1.0), who)
+    by_share = asked.shares["max-lost"]
     first = max(
         [one for one in named if one.cause != PROFILER],  # nobody's but the recorder's
-        key=lambda one: (one.share if shares["max-lost"] and shares["max-lost"][0] == "share" else 0, one.lost_ns),
+        key=lambda one: (one.share if by_share and by_share[0] == "share" else 0, one.lost_ns),
         default=None,
     )
     add_amount(
@@ -254,8 +286,8 @@ def _judge(
     )
     inside = recording.window.holds(recording.calls["process"][found.rows], found.start_ns) if recording.window else ...
     took = found.dur_ns[inside]
-    measured = dict(zip(times, quantiles(took, 0.5, 0.99, 1.0), strict=True))
-    for name, most in times.items():
+    measured = dict(zip(asked.times, quantiles(took, 0.5, 0.99, 1.0), strict=True))
+    for name, most in asked.times.items():
         if most is not None:
             value = measured[name]
             none = value != value
@@ -263,9 +295,9 @@ def _judge(
             out.append(
                 CheckedLimit(name, duration(most), "no submissions" if none else duration(value), value > most, detail)
             )
-    for name, causes in wanted.items():
+    for name, causes in asked.causes.items():
         out.append(_absent(f"no {name}", [one for one in named if one.cause in causes]))
-    if not out and not limited:
+    if not out and not asked.account:
         out.append(_absent("no critical finding", [one for one in named if one.severity == "critical"]))
     return out
 

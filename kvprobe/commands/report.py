@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from kvprobe.commands._paths import GivenPath, refuse_input
 from kvprobe.commands._reading import WindowOptions, window_options
+
+if TYPE_CHECKING:
+    from kvprobe.diagnosis import Examination
+    from kvprobe.diagnosis.verdict import Verdict
 
 __all__ = ["command"]
 
@@ -71,12 +76,7 @@ def command(
             click.echo(plain(line))
         named = [one for one in findings if one.confidence != "cannot tell" and one.severity != "info"]
         if verdict.state == "undecided":
-            lacks = [one for one in verdict.missing if one.what == verdict.reason]
-            click.echo(plain(f"Undecided: {verdict.reason}"))
-            click.echo(plain(f"to decide it: {lacks[0].how}")) if lacks else None
-            unproven = [one for one in findings if one.abstains]
-            if unproven:
-                click.echo(plain(f"seen, but not proven: {max(unproven, key=lambda one: one.lost_ns).title}"))
+            _print_undecided(verdict, findings)
         elif named:
             click.echo(plain(named[0].title))
             for first in named[0].cure[:1]:
@@ -95,3 +95,15 @@ def command(
         click.echo(f"{path}")
     if show:
         click.launch(path.resolve().as_uri())
+
+
+def _print_undecided(verdict: Verdict, findings: Examination) -> None:
+    """What is missing, how to record it, and what was seen all the same."""
+    from kvprobe.commands._reading import plain
+
+    lacks = [one for one in verdict.missing if one.what == verdict.reason]
+    click.echo(plain(f"Undecided: {verdict.reason}"))
+    click.echo(plain(f"to decide it: {lacks[0].how}")) if lacks else None
+    unproven = [one for one in findings if one.abstains]
+    if unproven:
+        click.echo(plain(f"seen, but not proven: {max(unproven, key=lambda one: one.lost_ns).title}"))

@@ -109,14 +109,13 @@ def command(
     library = interposer()
     folder = new_folder(output, "kvprobe", words[0])
     library = _preloadable(library, folder)
-    how = how_stacks() if stacks else "off"
     options: dict[str, Any] = {
         "report": str(report) if report else "",
         "fix": fix,
         "detail": detail,
         "max_bytes": max_bytes,
         "stacks": stacks,
-        "stacks_how": how,
+        "stacks_how": how_stacks() if stacks else "off",
         "stacks_after_ms": stacks_after,
         "nvml": nvml,
         "nsys": nsys,
@@ -125,21 +124,9 @@ def command(
         "terminal": terminal() if in_place else "",
         "killed": environment.killed(),
     }
-    env = dict(os.environ)
     if options["killed"]:
         click.echo("kvprobe: KVPROBE=off is set: the command runs, and nothing is recorded", err=True)
-    env |= {
-        environment.RUN.name: str(folder),
-        environment.DETAIL.name: detail,
-        environment.FIX.name: fix,
-        environment.MAX_BYTES.name: str(max_bytes),
-        environment.STACKS.name: how,
-        environment.INTERPOSER.name: str(library),
-        **_carried(env),
-        "LD_PRELOAD": f"{env['LD_PRELOAD']}:{library}" if env.get("LD_PRELOAD") else str(library),
-        # a program with a shared AddressSanitizer would end at once, because something was loaded before its runtime
-        "ASAN_OPTIONS": ":".join(filter(None, (env.get("ASAN_OPTIONS"), "verify_asan_link_order=0"))),
-    }
+    env = _environment(folder, library, options)
     if launcher:
         program, words = launcher[0], (*launcher, "-o", str(folder / "nsys"), "--", program, *words[1:])
 
@@ -160,6 +147,23 @@ def command(
     if not options["killed"]:
         say_outcome(folder, observer)
     return end_like(code)
+
+
+def _environment(folder: Path, library: Path, options: dict[str, Any]) -> dict[str, str]:
+    """The command's environment: this one, and what has every process that it starts recorded."""
+    env = dict(os.environ)
+    return env | {
+        environment.RUN.name: str(folder),
+        environment.DETAIL.name: options["detail"],
+        environment.FIX.name: options["fix"],
+        environment.MAX_BYTES.name: str(options["max_bytes"]),
+        environment.STACKS.name: options["stacks_how"],
+        environment.INTERPOSER.name: str(library),
+        **_carried(env),
+        "LD_PRELOAD": f"{env['LD_PRELOAD']}:{library}" if env.get("LD_PRELOAD") else str(library),
+        # a program with a shared AddressSanitizer would end at once, because something was loaded before its runtime
+        "ASAN_OPTIONS": ":".join(filter(None, (env.get("ASAN_OPTIONS"), "verify_asan_link_order=0"))),
+    }
 
 
 def _find_program(word: str) -> str:

@@ -42,16 +42,21 @@ def _naming(joined: JoinedRecording, holders: Array) -> tuple[Array, Array]:
     return np.concatenate([none, *(rows for rows, _ in found)]), np.concatenate([none, *(ns for _, ns in found)])
 
 
+def _holders(joined: JoinedRecording, told: bool) -> Array:
+    """Rows of submissions that may hold the lock; `told`: only for reasons by which a submission waits itself."""
+    holds = joined.submits & (joined.dur > STALL_NS)
+    if told:
+        holds &= queue_blocked(joined) | (joined.memory == Memory.PAGEABLE)
+    if PINNING_STALL in joined.host.causes:
+        holds &= joined.host.owner != joined.host.causes.index(PINNING_STALL)
+    return np.flatnonzero(holds)
+
+
 def find(joined: JoinedRecording) -> Finding | None:
     """Creations and allocations that ended with another thread's stall."""
     wants = np.isin(joined.kind, np.array([CallKind.CREATE, CallKind.ALLOC, CallKind.FREE], dtype=np.uint8))
     rows = np.flatnonzero(wants & (joined.dur > STALL_NS))
-    holds = joined.submits & (joined.dur > STALL_NS)
-    if len(rows) and joined.recording.has_executions:
-        holds &= queue_blocked(joined) | (joined.memory == Memory.PAGEABLE)
-    if PINNING_STALL in joined.host.causes:
-        holds &= joined.host.owner != joined.host.causes.index(PINNING_STALL)
-    holders = np.flatnonzero(holds)
+    holders = _holders(joined, told=bool(len(rows)) and joined.recording.has_executions)
     rows, ns = held_up(joined, rows, holders)
     naming, naming_ns = _naming(joined, holders)
     rows, ns = np.append(rows, naming), np.append(ns, naming_ns)
@@ -59,9 +64,6 @@ def find(joined: JoinedRecording) -> Finding | None:
         return None
     holding, worst = longest_of(joined, rows, holders)
     whole = int((10 * ns > 8 * joined.dur[rows]).sum())
-    created, named = (
-        int(ns[joined.kind[rows] == kind].sum()) / int(ns.sum()) for kind in (CallKind.CREATE, CallKind.EVENT)
-    )
     return joined.host_finding(
         CAUSE,
         "{calls} calls waited {lost} for another thread's blocked submission",
@@ -84,38 +86,31 @@ def find(joined: JoinedRecording) -> Finding | None:
                 MEASURED,
             ),
         ),
-        cure=(
-            Change("Fix the queue that blocks the other thread: see its finding", share=1.0),
-            *(
-                (
-                    Change(
-                        "Make events and streams up front and reuse them (torch.cuda.Event() makes its event at the "
-                        "first record)",
-                        share=created,
-                    ),
-                )
-                if created
-                else ()
-            ),
-            *(
-                (
-                    Change(
-                        "Allocate and pin before serving; inside it take memory from a pool", share=1 - created - named
-                    ),
-                )
-                if created + named < 1
-                else ()
-            ),
-            *(
-                (
-                    Change(
-                        "Let the thread that submits to a stream record its events and tell it what to wait for",
-                        share=named,
-                    ),
-                )
-                if named
-                else ()
-            ),
-        ),
+        cure=_cure(joined.kind[rows], ns),
         chart=joined.slow_calls_chart(np.concatenate((rows, holding)), "Waiting calls, and what they wait for"),
     )
+
+
+def _cure(kinds: Array, ns: Array) -> list[Change]:
+    """What helps the kinds of calls that waited, each with its share of the time."""
+    created, named = (int(ns[kinds == kind].sum()) / int(ns.sum()) for kind in (CallKind.CREATE, CallKind.EVENT))
+    cure = [Change("Fix the queue that blocks the other thread: see its finding", share=1.0)]
+    if created:
+        cure.append(
+            Change(
+                "Make events and streams up front and reuse them (torch.cuda.Event() makes its event at the first "
+                "record)",
+                share=created,
+            )
+        )
+    if created + named < 1:
+        cure.append(
+            Change("Allocate and pin before serving; inside it take memory from a pool", share=1 - created - named)
+        )
+    if named:
+        cure.append(
+            Change(
+                "Let the thread that submits to a stream record its events and tell it what to wait for", share=named
+            )
+        )
+    return cure

@@ -37,25 +37,12 @@ def find(joined: JoinedRecording) -> Finding | None:
     rows, ns = found.rows["fence"], found.ns["fence"]
     if not len(rows):
         return None
-    depth = joined.occupancy.depth[rows]
-    channels = int(joined.recording.machine.get("channels") or 4)
-    streams = np.unique(joined.stream[rows])
     waits = joined.is_named("streamwaitevent")
-    told = int((waits & np.isin(joined.stream, streams)).sum())
+    told = int((waits & np.isin(joined.stream, np.unique(joined.stream[rows]))).sum())
     busy = joined.busy(Engine.KERNEL).within(joined.start[rows], joined.end[rows])
     behind = int((2 * busy > ns).sum())
-    copying = joined.busy(Engine.COPY).within(joined.start[rows], joined.end[rows])
-    copied = int((2 * copying > ns).sum()) if not behind else 0
     launching = np.isin(joined.kind[rows], [CallKind.LAUNCH, CallKind.GRAPH, CallKind.MEMSET])
     of_launches = 2 * int(ns[launching].sum()) > int(ns.sum())
-    of_loads = 2 * int(ns[joined.direction[rows] == Direction.H2D].sum()) > int(ns.sum())
-    behind_what = (
-        "while nothing of their stream executed"
-        if joined.recording.has_executions
-        else "as the first since their stream was told to wait for an event, and far longer than the calls after them"
-        if told
-        else "as the first to meet the full queue, and far longer than the calls after them"
-    )
     return joined.host_finding(
         CAUSE,
         "{calls} submissions waited {lost}: the launch queue had filled behind a fence",
@@ -63,75 +50,79 @@ def find(joined: JoinedRecording) -> Finding | None:
         rows,
         ns,
         chart=cliff(joined, rows),
-        evidence=(
-            Evidence(
-                f"{len(rows):,} submissions blocked with {between(depth)} outstanding, "
-                f"{behind_what}: {ms(int(ns.sum()))}",
-                int(ns.sum()),
-                "ns",
-                MEASURED,
-            ),
-            Evidence(
-                f"the longest single call took {ms(int(joined.dur[rows].max()))}",
-                int(joined.dur[rows].max()),
-                "ns",
-                MEASURED,
-            ),
-            *(
-                (Evidence(f"their streams had been told {told:,} times to wait for an event", told, "calls", COUNTED),)
-                if told
-                else ()
-            ),
-            *(
-                (
-                    Evidence(
-                        f"kernels of other streams ran during most of {behind} of them: what the fence waits for",
-                        behind,
-                        "calls",
-                        INFERRED,
-                    ),
-                )
-                if behind
-                else ()
-            ),
-            *(
-                (
-                    Evidence(
-                        f"copies of other streams ran during most of {copied} of them: what the fence waits for",
-                        copied,
-                        "calls",
-                        INFERRED,
-                    ),
-                )
-                if copied
-                else ()
-            ),
+        evidence=[*_of_calls(joined, found, told), *_of_the_fence(joined, found, told, behind)],
+        cure=_of_launches(joined, found) if of_launches else _of_copies(joined, found),
+    )
+
+
+def _of_calls(joined: JoinedRecording, found: Full, told: int) -> list[Evidence]:
+    """What the blocked calls took, and by what they are known; `told`: waits of their streams for an event."""
+    rows, lost = found.rows["fence"], int(found.ns["fence"].sum())
+    behind_what = (
+        "while nothing of their stream executed"
+        if joined.recording.has_executions
+        else "as the first since their stream was told to wait for an event, and far longer than the calls after them"
+        if told
+        else "as the first to meet the full queue, and far longer than the calls after them"
+    )
+    outstanding, longest = between(joined.occupancy.depth[rows]), int(joined.dur[rows].max())
+    return [
+        Evidence(
+            f"{len(rows):,} submissions blocked with {outstanding} outstanding, {behind_what}: {ms(lost)}",
+            lost,
+            "ns",
+            MEASURED,
         ),
-        cure=_of_launches(joined, found)
-        if of_launches
-        else (
-            Change(
-                "Submit the loads when what they wait for has ended"
-                if of_loads
-                else "Submit the store when the forward it waits for has ended, or at the start of the next step (vLLM "
-                "0.14)",
-                share=1.0,
-            ),
-            deeper(joined, found, "fence"),
-            Change(
-                "Submit less behind the fence than the queue takes: one cudaMemcpyBatchAsync or one kernel a transfer",
-                share=spared(joined, found, "fence", BATCHED),
-            ),
-            Change(
-                f"Spread the copies over streams, each fenced, up to the {channels} channels (kvprobe's engine: "
-                "pooled; for servers `kvprobe run --fix auto`)",
-                "rung",
-                "pooled",
-                "auto",
-                share=spared(joined, found, "fence", channels),
-            ),
-            *merged(joined, found, "fence"),
+        Evidence(f"the longest single call took {ms(longest)}", longest, "ns", MEASURED),
+    ]
+
+
+def _of_the_fence(joined: JoinedRecording, found: Full, told: int, behind: int) -> list[Evidence]:
+    """What the fence waits for; `behind`: blocked calls during most of which kernels ran."""
+    rows, ns = found.rows["fence"], found.ns["fence"]
+    evidence = []
+    if told:
+        text = f"their streams had been told {told:,} times to wait for an event"
+        evidence.append(Evidence(text, told, "calls", COUNTED))
+    if behind:
+        text = f"kernels of other streams ran during most of {behind} of them: what the fence waits for"
+        evidence.append(Evidence(text, behind, "calls", INFERRED))
+        return evidence
+    copying = joined.busy(Engine.COPY).within(joined.start[rows], joined.end[rows])
+    copied = int((2 * copying > ns).sum())
+    if copied:
+        text = f"copies of other streams ran during most of {copied} of them: what the fence waits for"
+        evidence.append(Evidence(text, copied, "calls", INFERRED))
+    return evidence
+
+
+def _of_copies(joined: JoinedRecording, found: Full) -> tuple[Change, ...]:
+    """What helps where it is copies that wait."""
+    rows, ns = found.rows["fence"], found.ns["fence"]
+    of_loads = 2 * int(ns[joined.direction[rows] == Direction.H2D].sum()) > int(ns.sum())
+    channels = int(joined.recording.machine.get("channels") or 4)
+    return (
+        Change(
+            "Submit the loads when what they wait for has ended"
+            if of_loads
+            else "Submit the store when the forward it waits for has ended, or at the start of the next step (vLLM "
+            "0.14)",
+            share=1.0,
         ),
+        deeper(joined, found, "fence"),
+        Change(
+            "Submit less behind the fence than the queue takes: one cudaMemcpyBatchAsync or one kernel a transfer",
+            share=spared(joined, found, "fence", BATCHED),
+        ),
+        Change(
+            f"Spread the copies over streams, each fenced, up to the {channels} channels (kvprobe's engine: "
+            "pooled; for servers `kvprobe run --fix auto`)",
+            "rung",
+            "pooled",
+            "auto",
+            share=spared(joined, found, "fence", channels),
+        ),
+        *merged(joined, found, "fence"),
     )
 
 

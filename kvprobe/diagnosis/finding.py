@@ -295,6 +295,23 @@ class Explanation(_Evidence, total=False):
     chart: EvidenceChart | None
 
 
+class Question(TypedDict):
+    """What is told of calls of which the recording cannot tell: `because` of what; how to `record` what is missing."""
+
+    evidence: Sequence[Evidence]
+    because: str
+    record: str
+    chart: EvidenceChart
+
+
+class DeviceQuestion(TypedDict):
+    """The same of what the device did, which was not recorded."""
+
+    evidence: Sequence[Evidence]
+    because: str
+    cure: Sequence[Change]
+
+
 def cause_of(module: str) -> str:
     """A cause's name is its file's."""
     return module.rpartition(".")[2]

@@ -63,34 +63,45 @@ def _after_loading(joined: JoinedRecording, rows: Array) -> Array:
     return mask
 
 
-def find(joined: JoinedRecording) -> Finding | None:
-    """First calls and labelled lazy loading."""
-    excess = joined.excess_ns
-    slow = joined.slow & (excess > 9 * joined.usual_ns) & (joined.kind != CallKind.SYNC)
-    if not slow.any():
-        return None
-    names = joined.process.astype(np.int64) * (len(joined.recording.names) + 1) + joined.name
-    everything = np.arange(len(joined.start))
-    chosen = _first_of(names, joined.start, everything)
+def _first_calls(joined: JoinedRecording, slow: Array) -> Array:
+    """Rows of slow calls that are the first of their name in their process, or the first launch of their kernel."""
+    wide = len(joined.recording.names) + 1
+    names = joined.process.astype(np.int64) * wide + joined.name
+    of_name = _first_of(names, joined.start, np.arange(len(joined.start)))
     launches = np.flatnonzero((joined.kind == CallKind.LAUNCH) & (joined.x_of_call >= 0))
     kernels = np.full(len(joined.start), -1, dtype=np.int64)
-    kernels[launches] = (
-        names[launches] * (len(joined.recording.names) + 1)
-        + joined.recording.executions["name"][joined.x_of_call[launches]]
-    )
-    first = np.union1d(chosen, _first_of(kernels, joined.start, launches))
+    kernels[launches] = names[launches] * wide + joined.recording.executions["name"][joined.x_of_call[launches]]
+    first = np.union1d(of_name, _first_of(kernels, joined.start, launches))
     first = first[slow[first]]
-    first = first[[_unlike_the_rest(joined, int(row)) for row in first]] if len(first) else first
+    unlike = np.array([_unlike_the_rest(joined, int(row)) for row in first], dtype=bool)
+    alone: Array = first[unlike]
+    return alone
+
+
+def _labelled(joined: JoinedRecording, slow: Array) -> Array:
+    """Rows of slow calls that the recorder labels as lazy loading or JIT for most of what they took too long."""
     cover = joined.label_cover(Label.LAZY_LOADING, Label.JIT)
-    labelled = np.flatnonzero(slow)
-    labelled = labelled[2 * cover.within(joined.start[labelled], joined.end[labelled]) > excess[labelled]]
+    rows = np.flatnonzero(slow)
+    return rows[2 * cover.within(joined.start[rows], joined.end[rows]) > joined.excess_ns[rows]]
+
+
+def find(joined: JoinedRecording) -> Finding | None:
+    """First calls and labelled lazy loading."""
+    slow = joined.slow & (joined.excess_ns > 9 * joined.usual_ns) & (joined.kind != CallKind.SYNC)
+    if not slow.any():
+        return None
+    first, labelled = _first_calls(joined, slow), _labelled(joined, slow)
     rows = np.union1d(first, labelled)
     rows = rows[~queue_blocked(joined)[rows] & (joined.host.free_ns[rows] > 0)]
     if not len(rows):
         return None
-    lost = excess[rows]
-    loaded = _after_loading(joined, rows)
-    worst = rows[np.argmax(lost)]
+    lost = joined.excess_ns[rows]
+    eager = Change(
+        "CUDA_MODULE_LOADING=EAGER, where start-up time matters less than the first requests",
+        "environment",
+        "CUDA_MODULE_LOADING",
+        "EAGER",
+    )
     finding = joined.host_finding(
         CAUSE,
         "First calls took {lost}: initialisation and lazy loading",
@@ -98,45 +109,41 @@ def find(joined: JoinedRecording) -> Finding | None:
         rows,
         lost,
         severity="info",
-        evidence=(
-            Evidence(
-                f"{len(rows):,} calls took {ms(int(lost.sum()))} longer than such calls usually take: each "
-                "is its process's first call of a function or kernel, or labelled as lazy loading",
-                int(lost.sum()),
-                "ns",
-                MEASURED,
-            ),
-            Evidence(
-                f"the longest is {joined.text(joined.name[worst])}, {ms(int(joined.dur[worst]))}",
-                int(joined.dur[worst]),
-                "ns",
-                MEASURED,
-            ),
-            Evidence(
-                f"the recorder labels {len(labelled)} of them lazy loading or JIT",
-                len(labelled),
-                "calls",
-                LABELLED if len(labelled) else COUNTED,
-            ),
-        ),
+        evidence=_evidence(joined, rows, labelled),
         cure=(
             Change("Warm up before serving: run one step of every shape, and touch every stream", share=1.0),
-            *(
-                (
-                    Change(
-                        "CUDA_MODULE_LOADING=EAGER, where start-up time matters less than the first requests",
-                        "environment",
-                        "CUDA_MODULE_LOADING",
-                        "EAGER",
-                    ),
-                )
-                if len(labelled)
-                else ()
-            ),
+            *((eager,) if len(labelled) else ()),
         ),
         least_ns=SLOW_NS if len(labelled) else LEAST_NS,
         chart=joined.slow_calls_chart(rows, "First calls"),
     )
     if finding is None:
+        loaded = _after_loading(joined, rows)
         joined.host.claim(CAUSE, rows[loaded], lost[loaded])
     return finding
+
+
+def _evidence(joined: JoinedRecording, rows: Array, labelled: Array) -> list[Evidence]:
+    lost = joined.excess_ns[rows]
+    worst = rows[np.argmax(lost)]
+    return [
+        Evidence(
+            f"{len(rows):,} calls took {ms(int(lost.sum()))} longer than such calls usually take: each "
+            "is its process's first call of a function or kernel, or labelled as lazy loading",
+            int(lost.sum()),
+            "ns",
+            MEASURED,
+        ),
+        Evidence(
+            f"the longest is {joined.text(joined.name[worst])}, {ms(int(joined.dur[worst]))}",
+            int(joined.dur[worst]),
+            "ns",
+            MEASURED,
+        ),
+        Evidence(
+            f"the recorder labels {len(labelled)} of them lazy loading or JIT",
+            len(labelled),
+            "calls",
+            LABELLED if len(labelled) else COUNTED,
+        ),
+    ]

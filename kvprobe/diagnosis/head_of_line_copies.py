@@ -16,6 +16,9 @@ burst, the one being served: waiting - n x median copy of the burst.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
 import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
@@ -37,64 +40,100 @@ def _moved(joined: JoinedRecording, rows: Array, since: Array, until: Array) -> 
     return out
 
 
+class _Waits(NamedTuple):
+    """Small copies that waited behind other streams' bursts, (rows,) each.
+
+    Attributes:
+        rows: of the executions.
+        since: when each could have started, ns; `until`: when it did.
+        until: see there.
+        burst_bytes: that were ahead of one of them, at most.
+        saved_ns: what they still wait for if a single copy of the burst is ahead of each.
+    """
+
+    rows: Array
+    since: Array
+    until: Array
+    burst_bytes: int
+    saved_ns: int
+
+
 def find(joined: JoinedRecording) -> Finding | None:
     """Waiting small copies."""
     table = joined.recording.executions
     if not table.rows or not joined.start.size:
         return None
-    candidates = (table["engine"] == Engine.COPY) & (table["bytes"] <= SMALL_BYTES) & (joined.x_call >= 0)
-    late_at_all = joined.x_start - joined.end[np.maximum(joined.x_call, 0)] > WAIT_NS
-    if not (candidates & late_at_all).any():
+    late = (table["engine"] == Engine.COPY) & (table["bytes"] <= SMALL_BYTES) & (joined.x_call >= 0)
+    late &= joined.x_start - joined.end[np.maximum(joined.x_call, 0)] > WAIT_NS
+    if not late.any():
         return None
+    before = _streams_previous_end(joined, distinct(table["stream"][late & (table["stream"] >= 0)]))
+    found = [waits for one in (Direction.H2D, Direction.D2H) for waits in _behind_bursts(joined, one, before)]
+    return _finding(joined, found) if found else None
+
+
+def _streams_previous_end(joined: JoinedRecording, streams: Iterable[int]) -> Array:
+    """When all that each execution's stream was given before it was over, ns; -1 for a first one or another stream."""
+    table = joined.recording.executions
     before = np.full(table.rows, -1, dtype=np.int64)
-    for stream in distinct(table["stream"][candidates & late_at_all & (table["stream"] >= 0)]):
-        mine = np.flatnonzero(table["stream"] == stream)
-        mine = in_time(mine, joined.x_start)
+    for stream in streams:
+        mine = in_time(np.flatnonzero(table["stream"] == stream), joined.x_start)
         before[mine[1:]] = np.maximum.accumulate(joined.x_end[mine])[:-1]
-    caught: list[Array] = []
-    waits: list[Array] = []
-    lost, saved, burst_bytes = 0, 0, 0
-    for direction in (Direction.H2D, Direction.D2H):
-        copies = (table["engine"] == Engine.COPY) & (table["direction"] == direction)
-        small = np.flatnonzero(
-            copies & (table["bytes"] <= SMALL_BYTES) & (joined.x_call >= 0) & (table["memory"] != Memory.PAGEABLE)
-        )
-        if not len(small):
-            continue
-        ready = np.maximum(joined.end[joined.x_call[small]], before[small])
-        late = joined.x_start[small] - ready > WAIT_NS
-        small, ready = small[late], ready[late]
-        for process in np.unique(table["process"][small]):
-            for stream in np.unique(table["stream"][small][table["process"][small] == process]):
-                mine = (table["process"][small] == process) & (table["stream"][small] == stream)
-                rows, since = small[mine], ready[mine]
-                others = np.flatnonzero(copies & (table["process"] == process) & (table["stream"] != stream))
-                if not len(others):
-                    continue
-                busy = Cover(joined.x_start[others], joined.x_end[others])
-                until = joined.x_start[rows]
-                covered = busy.within(since, until)
-                ahead = _moved(joined, others, since, until)
-                most = np.zeros_like(ahead)  # of one stream
-                for one in distinct(table["stream"][others]):
-                    np.maximum(most, _moved(joined, others[table["stream"][others] == one], since, until), out=most)
-                own = np.flatnonzero(copies & (table["process"] == process) & (table["stream"] == stream))
-                # what its stream goes on to move in as long a time as it waited: a burst's first copy is no small one
-                follows = _moved(joined, own, until, 2 * until - since)
-                hit = (covered >= 0.8 * (until - since)) & (most >= 16 * np.maximum(table["bytes"][rows], follows))
-                if hit.any():
-                    caught.append(rows[hit])
-                    waits.append(np.stack((since[hit], until[hit])))
-                    burst_bytes = max(burst_bytes, int(ahead[hit].max()))
-                    saved += int(hit.sum()) * int(np.median(joined.x_dur[others]))
-    if not caught:
-        return None
-    rows, wait = np.concatenate(caught), np.concatenate(waits, axis=1)
+    return before
+
+
+def _behind_bursts(joined: JoinedRecording, direction: Direction, before: Array) -> Iterator[_Waits]:
+    """Those of one direction, a stream at a time."""
+    table = joined.recording.executions
+    copies = (table["engine"] == Engine.COPY) & (table["direction"] == direction)
+    small = np.flatnonzero(
+        copies & (table["bytes"] <= SMALL_BYTES) & (joined.x_call >= 0) & (table["memory"] != Memory.PAGEABLE)
+    )
+    ready = np.maximum(joined.end[joined.x_call[small]], before[small])
+    late = joined.x_start[small] - ready > WAIT_NS
+    small, ready = small[late], ready[late]
+    for process in np.unique(table["process"][small]):
+        theirs = copies & (table["process"] == process)
+        for stream in np.unique(table["stream"][small][table["process"][small] == process]):
+            mine = (table["process"][small] == process) & (table["stream"][small] == stream)
+            own, others = theirs & (table["stream"] == stream), theirs & (table["stream"] != stream)
+            if others.any():
+                waits = _behind_others(joined, small[mine], ready[mine], np.flatnonzero(own), np.flatnonzero(others))
+                if len(waits.rows):
+                    yield waits
+
+
+def _behind_others(joined: JoinedRecording, rows: Array, since: Array, own: Array, others: Array) -> _Waits:
+    """Of late copies of one stream those that a burst of others held up; `own`, `others`: copies of their engine."""
+    table = joined.recording.executions
+    until = joined.x_start[rows]
+    covered = Cover(joined.x_start[others], joined.x_end[others]).within(since, until)
+    ahead = _moved(joined, others, since, until)
+    most = np.zeros_like(ahead)  # of one stream
+    for one in distinct(table["stream"][others]):
+        np.maximum(most, _moved(joined, others[table["stream"][others] == one], since, until), out=most)
+    # what its stream goes on to move in as long a time as it waited: a burst's first copy is no small one
+    follows = _moved(joined, own, until, 2 * until - since)
+    hit = (covered >= 0.8 * (until - since)) & (most >= 16 * np.maximum(table["bytes"][rows], follows))
+    burst = int(ahead[hit].max(initial=0))
+    return _Waits(rows[hit], since[hit], until[hit], burst, int(hit.sum()) * int(np.median(joined.x_dur[others])))
+
+
+def _lost(joined: JoinedRecording, rows: Array, since: Array, until: Array) -> int:
+    """The waiting time, each instant of one process and direction once."""
+    table, lost = joined.recording.executions, 0
     for process in np.unique(table["process"][rows]):
         for direction in (Direction.H2D, Direction.D2H):
             mine = (table["process"][rows] == process) & (table["direction"][rows] == direction)
-            lost += Cover(wait[0, mine], wait[1, mine]).total_ns
-    each = wait[1] - wait[0]
+            lost += Cover(since[mine], until[mine]).total_ns
+    return lost
+
+
+def _finding(joined: JoinedRecording, found: list[_Waits]) -> Finding | None:
+    rows = np.concatenate([waits.rows for waits in found])
+    since, until = np.concatenate([w.since for w in found]), np.concatenate([w.until for w in found])
+    burst_bytes, saved = max(waits.burst_bytes for waits in found), sum(waits.saved_ns for waits in found)
+    each, lost = until - since, _lost(joined, rows, since, until)
     return joined.finding(
         CAUSE,
         "{calls} small copies waited {lost} behind other streams' bursts",
@@ -103,7 +142,7 @@ def find(joined: JoinedRecording) -> Finding | None:
             lost,
             len(rows),
             on="device",
-            window=(int(wait[0].min()), int(wait[1].max())),
+            window=(int(since.min()), int(until.max())),
             places=joined.device_places(rows, each),
         ),
         evidence=(
@@ -139,7 +178,7 @@ def find(joined: JoinedRecording) -> Finding | None:
             "y_label": "waited (us)",
             "series": {
                 "copies": {
-                    "x": (wait[0] - joined.serving.first_ns)[:2000] / 1e6,
+                    "x": (since - joined.serving.first_ns)[:2000] / 1e6,
                     "y": each[:2000] / 1e3,
                     "style": "points",
                 }

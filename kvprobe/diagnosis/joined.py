@@ -20,12 +20,14 @@ from kvprobe.diagnosis.finding import (
     SEVERITIES,
     Change,
     Confidence,
+    DeviceQuestion,
     Evidence,
     EvidenceChart,
     Explanation,
     Finding,
     Loss,
     LostOn,
+    Question,
     Severity,
     TracedCall,
     Where,
@@ -392,18 +394,9 @@ class JoinedRecording(Joined):
         return self._finding(cause, title, confidence, loss, explanation, explained)
 
     def open_question(
-        self,
-        cause: str,
-        title: str,
-        rows: Array,
-        ns: Array,
-        *,
-        evidence: Sequence[Evidence],
-        because: str,
-        record: str,
-        chart: EvidenceChart,
+        self, cause: str, title: str, rows: Array, ns: Array, **question: Unpack[Question]
     ) -> Finding | None:
-        """As `host_finding`, where the recording cannot tell: `because` of what; how to `record` what is missing."""
+        """As `host_finding`, where the recording cannot tell."""
         return self.host_finding(
             cause,
             title,
@@ -411,10 +404,10 @@ class JoinedRecording(Joined):
             rows,
             ns,
             severity="info",
-            evidence=evidence,
-            reason=f"cannot tell, because {because}",
-            cure=(Change(record, "recording"),),
-            chart=chart,
+            evidence=question["evidence"],
+            reason=f"cannot tell, because {question['because']}",
+            cure=(Change(question["record"], "recording"),),
+            chart=question["chart"],
         )
 
     def device_question(
@@ -424,22 +417,21 @@ class JoinedRecording(Joined):
         rows: Array,
         ns: Array,
         *,
-        evidence: Sequence[Evidence],
-        because: str,
-        cure: Sequence[Change],
         lost_on: LostOn = "copy engine",
+        **question: Unpack[DeviceQuestion],
     ) -> Finding | None:
         """As `open_question`, of what the device did with these calls, where it was not recorded."""
         window = int(self.start[rows].min()), int(self.end[rows].max())
+        by_device = Change("Record what the device executes: `kvprobe run --nsys -- COMMAND`", "recording")
         return self.finding(
             cause,
             title,
             "cannot tell",
             Loss(int(ns.sum()), len(rows), on=lost_on, window=window, places=self.places(rows, ns)),
             severity="info",
-            evidence=evidence,
-            reason=f"cannot tell, because the recording does not show {because}",
-            cure=(Change("Record what the device executes: `kvprobe run --nsys -- COMMAND`", "recording"), *cure),
+            evidence=question["evidence"],
+            reason=f"cannot tell, because the recording does not show {question['because']}",
+            cure=(by_device, *question["cure"]),
         )
 
     def device_finding(

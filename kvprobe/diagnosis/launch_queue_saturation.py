@@ -23,7 +23,7 @@ from kvprobe.diagnosis.deeper_queue import BATCHED, counted_records, deeper, spa
 from kvprobe.diagnosis.finding import INFERRED, LABELLED, MEASURED, Change, Evidence, EvidenceChart, Finding, cause_of
 from kvprobe.diagnosis.joined import SLOW_NS, Array, JoinedRecording, between, ms, share
 from kvprobe.diagnosis.merging import merged
-from kvprobe.diagnosis.queue_full import UNSETTLED_SHARE, full
+from kvprobe.diagnosis.queue_full import UNSETTLED_SHARE, Full, full
 from kvprobe.launchqueue.constants import CHANNEL_SLOTS, FULL_SHARE, LEAST_NS, REAL_DEPTH
 from kvprobe.recordings.inferred import without_cpu
 from kvprobe.recordings.intervals import distinct
@@ -179,30 +179,37 @@ def find(joined: JoinedRecording) -> Finding | None:
     rows, ns = found.rows["saturation"], found.ns["saturation"]
     if not len(rows):
         return None
-    queues = found.queues
-    lost = int(ns.sum())
-    kinds = joined.kind[rows]
-    launches = np.isin(kinds, [CallKind.LAUNCH, CallKind.GRAPH])
-    of_launches = 2 * int(ns[launches].sum()) > lost
-    of_batches = 2 * int(ns[kinds == CallKind.BATCH].sum()) > lost
-    depth = joined.occupancy.depth[rows]
-    at = between(depth)
-    baseline = float(np.median(joined.occupancy.baseline_ns[rows]))
-    channels = joined.recording.machine.get("channels") or 4
-    labelled = sum(q.labelled_ns for q in queues)
-    inferred = sum(q.inferred_ns for q in queues)
+    graphs = sum(q.graphs for q in found.queues)
+    return joined.host_finding(
+        CAUSE,
+        "The launch queue was full: {calls} submissions blocked for {lost}",
+        "likely" if found.how == "inferred" or found.regular else "certain",
+        rows,
+        ns,
+        evidence=[*_of_calls(joined, found), *_of_queues(found), *_of_kinds(joined.kind[rows], ns)],
+        cure=_cure(joined, found),
+        reason="the depth is approximate while CUDA graphs are in the queue" if graphs else "",
+        chart=cliff(joined, rows),
+    )
+
+
+def _of_calls(joined: JoinedRecording, found: Full) -> list[Evidence]:
+    """What the blocked calls took, and such calls take with a free slot; by the recorder's label, and by inference."""
+    rows, lost = found.rows["saturation"], int(found.ns["saturation"].sum())
+    labelled, inferred = sum(q.labelled_ns for q in found.queues), sum(q.inferred_ns for q in found.queues)
+    baseline, typical = float(np.median(joined.occupancy.baseline_ns[rows])), float(np.median(joined.dur[rows]))
     evidence = [
         Evidence(
-            f"{len(rows):,} calls were entered with {at} submissions outstanding, where the queue is full, and "
-            f"lost {ms(lost)}",
+            f"{len(rows):,} calls were entered with {between(joined.occupancy.depth[rows])} submissions outstanding, "
+            f"where the queue is full, and lost {ms(lost)}",
             lost,
             "ns",
             LABELLED if labelled else MEASURED if found.how == "plateau" else INFERRED,
         ),
         Evidence(
             f"the same calls take {ms(baseline)} when the queue has a slot; here the median is "
-            f"{ms(float(np.median(joined.dur[rows])))}, the longest {ms(int(joined.dur[rows].max()))}",
-            float(np.median(joined.dur[rows])),
+            f"{ms(typical)}, the longest {ms(int(joined.dur[rows].max()))}",
+            typical,
             "ns",
             MEASURED,
         ),
@@ -216,7 +223,12 @@ def find(joined: JoinedRecording) -> Finding | None:
                 LABELLED,
             )
         )
-    first = queues[0]
+    return evidence
+
+
+def _of_queues(found: Full) -> list[Evidence]:
+    """What the queue that lost most shows beside its depth."""
+    first, evidence = found.queues[0], list[Evidence]()
     if found.how == "inferred":
         evidence.append(Evidence(first.reason, float(first.ceiling), "1", INFERRED))
     if np.isfinite(first.aligned):
@@ -230,15 +242,22 @@ def find(joined: JoinedRecording) -> Finding | None:
             )
         )
     if first.before or first.after:
+        before, after = sum(q.before for q in found.queues), sum(q.after for q in found.queues)
         evidence.append(
             Evidence(
-                f"{sum(q.before for q in queues):,} operations were in flight when the recording began "
-                f"and {sum(q.after for q in queues):,} when it ended; both are counted",
-                sum(q.before for q in queues),
+                f"{before:,} operations were in flight when the recording began "
+                f"and {after:,} when it ended; both are counted",
+                before,
                 "1",
                 INFERRED,
             )
         )
+    return evidence
+
+
+def _of_kinds(kinds: Array, ns: Array) -> list[Evidence]:
+    """How many of the blocked calls are of which kind, and their share of the time."""
+    evidence = []
     for kind, name in (
         (CallKind.LAUNCH, "kernel launches"),
         (CallKind.COPY, "copies"),
@@ -249,61 +268,60 @@ def find(joined: JoinedRecording) -> Finding | None:
     ):
         mine = kinds == kind
         if mine.any():
-            evidence.append(
-                Evidence(
-                    f"{int(mine.sum()):,} of them are {name}: {share(int(ns[mine].sum()), lost)} of the time lost",
-                    int(ns[mine].sum()),
-                    "ns",
-                    MEASURED,
-                )
-            )
-    graphs = sum(q.graphs for q in queues)
-    cure = [deeper(joined, found, "saturation")]
+            lost = int(ns[mine].sum())
+            text = f"{int(mine.sum()):,} of them are {name}: {share(lost, int(ns.sum()))} of the time lost"
+            evidence.append(Evidence(text, lost, "ns", MEASURED))
+    return evidence
+
+
+def _cure(joined: JoinedRecording, found: Full) -> list[Change]:
+    """A deeper queue, and what fits the kind of call that lost most of the time."""
+    rows, ns = found.rows["saturation"], found.ns["saturation"]
+    kinds = joined.kind[rows]
+    of_launches = 2 * int(ns[np.isin(kinds, [CallKind.LAUNCH, CallKind.GRAPH])].sum()) > int(ns.sum())
+    of_batches = 2 * int(ns[kinds == CallKind.BATCH].sum()) > int(ns.sum())
+    cure = [deeper(joined, found, "saturation"), *_fewer_records(joined, found)]
     if of_launches:
-        cure += [
+        return [
+            *cure,
             Change(
                 "Launch fewer, larger pieces of work: CUDA graphs, fused kernels; the device is behind, not the host"
             ),
             Change("Move what the blocked thread has to do besides launching to another thread"),
         ]
-    else:
-        cure += [
-            Change("Submit each transfer as one gather kernel, which takes one slot: a batch takes one for 25 copies")
-            if of_batches
-            else Change(
-                "Submit fewer, larger pieces: one cudaMemcpyBatchAsync or one gather kernel for a transfer: a batch "
-                "takes few slots, however many copies it has",
-                share=spared(joined, found, "saturation", BATCHED),
-            ),
-            Change(
-                f"Give each transfer a stream of its own, up to the {channels} hardware channels, and never submit "
-                "past the depth (kvprobe's engine: pooled; for servers `kvprobe run --fix auto`)",
-                "rung",
-                "pooled",
-                "auto",
-                share=spared(joined, found, "saturation", float(channels)),
-            ),
-            *merged(joined, found, "saturation"),
-        ]
+    channels = joined.recording.machine.get("channels") or 4
+    return [
+        *cure,
+        Change("Submit each transfer as one gather kernel, which takes one slot: a batch takes one for 25 copies")
+        if of_batches
+        else Change(
+            "Submit fewer, larger pieces: one cudaMemcpyBatchAsync or one gather kernel for a transfer: a batch "
+            "takes few slots, however many copies it has",
+            share=spared(joined, found, "saturation", BATCHED),
+        ),
+        Change(
+            f"Give each transfer a stream of its own, up to the {channels} hardware channels, and never submit "
+            "past the depth (kvprobe's engine: pooled; for servers `kvprobe run --fix auto`)",
+            "rung",
+            "pooled",
+            "auto",
+            share=spared(joined, found, "saturation", float(channels)),
+        ),
+        *merged(joined, found, "saturation"),
+    ]
+
+
+def _fewer_records(joined: JoinedRecording, found: Full) -> list[Change]:
+    """Where records of events take slots as well."""
+    rows = found.rows["saturation"]
     records = len(counted_records(joined, distinct(joined.stream[rows])))
-    if records:
-        submitted = int((joined.submits & np.isin(joined.stream, joined.stream[rows])).sum())
-        cure.insert(
-            1,
-            Change(
-                f"Record one event behind a transfer or a step, not behind each piece: {records:,} records took "
-                "slots of the queue as well",
-                share=spared(joined, found, "saturation", 1 + records / max(submitted, 1)),
-            ),
+    if not records:
+        return []
+    submitted = int((joined.submits & np.isin(joined.stream, joined.stream[rows])).sum())
+    return [
+        Change(
+            f"Record one event behind a transfer or a step, not behind each piece: {records:,} records took "
+            "slots of the queue as well",
+            share=spared(joined, found, "saturation", 1 + records / max(submitted, 1)),
         )
-    return joined.host_finding(
-        CAUSE,
-        "The launch queue was full: {calls} submissions blocked for {lost}",
-        "likely" if found.how == "inferred" or found.regular else "certain",
-        rows,
-        ns,
-        evidence=evidence,
-        cure=cure,
-        reason="the depth is approximate while CUDA graphs are in the queue" if graphs else "",
-        chart=cliff(joined, rows),
-    )
+    ]

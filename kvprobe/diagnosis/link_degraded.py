@@ -15,91 +15,52 @@ tell which of the reasons it is.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
 from kvprobe.recordings.intervals import Cover, in_time
-from kvprobe.recordings.model import Direction, Engine, Memory
+from kvprobe.recordings.model import Direction, Engine, Memory, Recording
 
 CAUSE = cause_of(__name__)
 OF_EXECUTIONS = True  # told by what the device executed: without it, not looked for
 FLOOR, LEAST = 0.7, 8
 
 
+class _SlowCopies(NamedTuple):
+    """Large copies of one direction below the link's rate.
+
+    Attributes:
+        rows: of the executions, (rows,).
+        loss: ns that each took longer than at the link's rate, (rows,).
+        evidence: what they reached, and what the link gives.
+    """
+
+    rows: Array
+    loss: Array
+    evidence: list[Evidence]
+
+
 def find(joined: JoinedRecording) -> Finding | None:
     """Slow stretches of large copies."""
-    table = joined.recording.executions
-    chosen: list[Array] = []
-    losses: list[Array] = []
-    evidence: list[Evidence] = []
-    for direction in (Direction.H2D, Direction.D2H):
-        every = (table["engine"] == Engine.COPY) & (joined.x_dur > 0)
-        mine = every & (table["direction"] == direction) & (table["memory"] != Memory.PAGEABLE)
-        if not mine.any():
-            continue
-        large = 1 << 20
-        if not (mine & (table["bytes"] >= large)).any():
-            large = max(int(np.percentile(table["bytes"][mine], 75)), 256 << 10)
-        rows = np.flatnonzero(mine & (table["bytes"] >= large))
-        if len(rows) < LEAST:
-            continue
-        other = every & (table["direction"] != direction) & (table["direction"] != Direction.D2D)
-        shared = Cover(joined.x_start[other], joined.x_end[other]).within(joined.x_start[rows], joined.x_end[rows])
-        rows = rows[10 * shared < joined.x_dur[rows]]
-        rows = in_time(rows, joined.x_start)
-        apart = np.ones(len(rows), dtype=bool)
-        apart[1:] &= joined.x_start[rows[1:]] >= np.maximum.accumulate(joined.x_end[rows])[:-1] - 1_000
-        rows = rows[apart]
-        if len(rows) < LEAST:
-            continue
-        speed = table["bytes"][rows] / joined.x_dur[rows] * 1e9
-        rate, how = joined.link(direction)
-        if rate <= 0:
-            rate, how = float(np.percentile(speed, 90)), "fastest copies seen here"
-        slow = speed < FLOOR * rate
-        if slow.sum() < LEAST:
-            continue
-        at = np.flatnonzero(slow)
-        # A stretch: among the copies from its first slow one to its last, most must be slow.
-        if slow[at[0] : at[-1] + 1].mean() < 0.7:
-            continue
-        rows = rows[slow]
-        loss = (joined.x_dur[rows] - table["bytes"][rows] / rate * 1e9).astype(np.int64)
-        chosen.append(rows)
-        losses.append(loss)
-        reached = float(np.median(speed[slow]))
-        name = "host to device" if direction == Direction.H2D else "device to host"
-        evidence.append(
-            Evidence(
-                f"{len(rows):,} large copies {name} ran at {reached / 1e9:.2f} GB/s (median)",
-                reached,
-                "bytes/s",
-                MEASURED,
-            )
-        )
-        evidence.append(Evidence(f"the link gives {rate / 1e9:.2f} GB/s", rate, "bytes/s", how))
-    if not chosen:
+    found = [slow for one in (Direction.H2D, Direction.D2H) if (slow := _slow_copies(joined, one))]
+    if not found:
         return None
-    rows, loss = np.concatenate(chosen), np.concatenate(losses)
-    evidence.append(Evidence(f"at that rate they would have taken {ms(int(loss.sum()))} less", int(loss.sum()), "ns"))
-    for name in ("pcie_gen", "pcie_width", "pcie_gen_max", "pcie_width_max"):
-        if name in joined.recording.machine:
-            evidence.append(
-                Evidence(
-                    f"{name} is {joined.recording.machine[name]}",
-                    float(joined.recording.machine[name]),
-                    "1",
-                    joined.recording.machine_how.get(name, "NVML"),
-                )
-            )
+    rows, loss = np.concatenate([slow.rows for slow in found]), np.concatenate([slow.loss for slow in found])
+    lost = int(loss.sum())
     return joined.device_finding(
         CAUSE,
         "{calls} large copies ran below the link's rate and lost {lost}",
         "likely",
         rows,
         loss,
-        evidence=evidence,
+        evidence=[
+            *(evidence for slow in found for evidence in slow.evidence),
+            Evidence(f"at that rate they would have taken {ms(lost)} less", lost, "ns"),
+            *_of_machine(joined.recording),
+        ],
         cure=(
             Change(
                 "Check the link: nvidia-smi -q -d PCIE (current against maximum generation and width) under load",
@@ -112,3 +73,71 @@ def find(joined: JoinedRecording) -> Finding | None:
             Change("Look for another user of the same switch, and for power capping", "setting"),
         ),
     )
+
+
+def _large_copies(joined: JoinedRecording, direction: Direction) -> Array:
+    """Rows of large pinned copies in order of time that had the link to themselves; none where they are too few."""
+    table = joined.recording.executions
+    every = (table["engine"] == Engine.COPY) & (joined.x_dur > 0)
+    mine = every & (table["direction"] == direction) & (table["memory"] != Memory.PAGEABLE)
+    none = np.zeros(0, dtype=np.int64)
+    if not mine.any():
+        return none
+    large = 1 << 20
+    if not (mine & (table["bytes"] >= large)).any():
+        large = max(int(np.percentile(table["bytes"][mine], 75)), 256 << 10)
+    rows = np.flatnonzero(mine & (table["bytes"] >= large))
+    if len(rows) < LEAST:
+        return none
+    other = every & (table["direction"] != direction) & (table["direction"] != Direction.D2D)
+    shared = Cover(joined.x_start[other], joined.x_end[other]).within(joined.x_start[rows], joined.x_end[rows])
+    rows = in_time(rows[10 * shared < joined.x_dur[rows]], joined.x_start)
+    apart = np.ones(len(rows), dtype=bool)
+    apart[1:] &= joined.x_start[rows[1:]] >= np.maximum.accumulate(joined.x_end[rows])[:-1] - 1_000
+    rows = rows[apart]
+    return rows if len(rows) >= LEAST else none
+
+
+def _slow_copies(joined: JoinedRecording, direction: Direction) -> _SlowCopies | None:
+    table, rows = joined.recording.executions, _large_copies(joined, direction)
+    if not len(rows):
+        return None
+    speed = table["bytes"][rows] / joined.x_dur[rows] * 1e9
+    rate, how = joined.link(direction)
+    if rate <= 0:
+        rate, how = float(np.percentile(speed, 90)), "fastest copies seen here"
+    slow = speed < FLOOR * rate
+    if slow.sum() < LEAST:
+        return None
+    at = np.flatnonzero(slow)
+    # A stretch: among the copies from its first slow one to its last, most must be slow.
+    if slow[at[0] : at[-1] + 1].mean() < 0.7:
+        return None
+    rows = rows[slow]
+    loss = (joined.x_dur[rows] - table["bytes"][rows] / rate * 1e9).astype(np.int64)
+    reached = float(np.median(speed[slow]))
+    name = "host to device" if direction == Direction.H2D else "device to host"
+    evidence = [
+        Evidence(
+            f"{len(rows):,} large copies {name} ran at {reached / 1e9:.2f} GB/s (median)",
+            reached,
+            "bytes/s",
+            MEASURED,
+        ),
+        Evidence(f"the link gives {rate / 1e9:.2f} GB/s", rate, "bytes/s", how),
+    ]
+    return _SlowCopies(rows, loss, evidence)
+
+
+def _of_machine(recording: Recording) -> list[Evidence]:
+    """How the link is trained, where the recording says so."""
+    return [
+        Evidence(
+            f"{name} is {recording.machine[name]}",
+            float(recording.machine[name]),
+            "1",
+            recording.machine_how.get(name, "NVML"),
+        )
+        for name in ("pcie_gen", "pcie_width", "pcie_gen_max", "pcie_width_max")
+        if name in recording.machine
+    ]

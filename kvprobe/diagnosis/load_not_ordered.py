@@ -16,6 +16,8 @@ Time lost: none. Predicted saving: none; results are at stake.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, Loss, NotLookedFor, cause_of
@@ -41,55 +43,63 @@ def _burst_before_next(burst: Array, start: Array, ordered_at: Array) -> Array:
     return out
 
 
+class _Unordered(NamedTuple):
+    """Loads of one process that kernels may have read too early: their rows, and figures."""
+
+    rows: Array
+    evidence: list[Evidence]
+
+
+def _unordered(joined: JoinedRecording, process: int, rows: Array) -> _Unordered | None:
+    """`rows`: loads of the process on streams without kernels, by time."""
+    launches = joined.launches(process)
+    launches = launches[joined.exec_start[launches] >= 0]
+    if not len(launches):
+        return None
+    launched = joined.start[launches]
+    burst = bursts(joined, process, rows)
+    count = int(burst[-1]) + 1
+    times, streams = waits(joined, process)
+    first, last = int(joined.start[rows[0]]), int(launched[-1])
+    device_side = times[np.isin(streams, joined.kernel_streams) & (times > first)]
+    host_side = joined.start[asks(joined, process)]
+    host_side = host_side[(host_side > first) & (host_side < last)]
+    ordering = len(device_side) + len(host_side)
+    if 2 * ordering >= count:
+        return None
+    kernels = Cover(joined.exec_start[launches], joined.exec_end[launches])
+    followed = np.searchsorted(launched, joined.exec_end[rows]) > np.searchsorted(launched, joined.end[rows])
+    under = followed & (kernels.within(joined.end[rows], joined.exec_end[rows]) > 0)
+    ordered_at = ascending(np.concatenate((device_side[device_side < last], host_side)))
+    under &= ~may_order(burst, _burst_before_next(burst, joined.start[rows], ordered_at))
+    bad = np.unique(burst[under])
+    if len(bad) < LEAST or 2 * len(bad) < count:
+        return None
+    evidence = [
+        Evidence(
+            f"kernels launched after {len(bad)} of {count} bursts of loads ran before the loads had ended",
+            len(bad),
+            "1",
+            MEASURED,
+        ),
+        Evidence(
+            f"compute streams waited for events {len(device_side)} times, the host waited or asked "
+            f"{len(host_side)} times, in {count} bursts",
+            ordering,
+            "calls",
+            COUNTED,
+        ),
+    ]
+    return _Unordered(rows[under], evidence)
+
+
 def find(joined: JoinedRecording) -> Finding | None:
     """Loads that nothing awaits."""
-    guilty = []
-    evidence: list[Evidence] = []
-    for process, copies in copies_apart(joined, Direction.H2D):
-        rows = copies.rows
-        launches = joined.launches(process)
-        launches = launches[joined.exec_start[launches] >= 0]
-        if not len(launches):
-            continue
-        launched = joined.start[launches]
-        burst = bursts(joined, process, rows)
-        count = int(burst[-1]) + 1
-        times, streams = waits(joined, process)
-        host = asks(joined, process)
-        first, last = int(joined.start[rows[0]]), int(launched[-1])
-        device_side = times[np.isin(streams, joined.kernel_streams) & (times > first)]
-        host_side = joined.start[host]
-        host_side = host_side[(host_side > first) & (host_side < last)]
-        ordering = len(device_side) + len(host_side)
-        if 2 * ordering >= count:
-            continue
-        kernels = Cover(joined.exec_start[launches], joined.exec_end[launches])
-        followed = np.searchsorted(launched, joined.exec_end[rows]) > np.searchsorted(launched, joined.end[rows])
-        under = followed & (kernels.within(joined.end[rows], joined.exec_end[rows]) > 0)
-        ordered_at = ascending(np.concatenate((device_side[device_side < last], host_side)))
-        under &= ~may_order(burst, _burst_before_next(burst, joined.start[rows], ordered_at))
-        bad = np.unique(burst[under])
-        if len(bad) < LEAST or 2 * len(bad) < count:
-            continue
-        guilty.append(rows[under])
-        evidence += [
-            Evidence(
-                f"kernels launched after {len(bad)} of {count} bursts of loads ran before the loads had ended",
-                len(bad),
-                "1",
-                MEASURED,
-            ),
-            Evidence(
-                f"compute streams waited for events {len(device_side)} times, the host waited or asked "
-                f"{len(host_side)} times, in {count} bursts",
-                ordering,
-                "calls",
-                COUNTED,
-            ),
-        ]
-    if not guilty:
+    each = (_unordered(joined, process, copies.rows) for process, copies in copies_apart(joined, Direction.H2D))
+    found = [unordered for unordered in each if unordered]
+    if not found:
         return None
-    rows = np.concatenate(guilty)
+    rows = np.concatenate([unordered.rows for unordered in found])
     return joined.finding(
         CAUSE,
         "{calls} loads are not ordered before the compute that reads them",
@@ -102,7 +112,7 @@ def find(joined: JoinedRecording) -> Finding | None:
             places=joined.places(rows, np.zeros(len(rows), dtype=np.int64)),
         ),
         severity="critical",
-        evidence=evidence,
+        evidence=[one for unordered in found for one in unordered.evidence],
         reason="the recording does not say which bytes a kernel reads: a prefetch of blocks that are not used yet "
         "would be in order",
         cure=(

@@ -69,68 +69,19 @@ def find(joined: JoinedRecording) -> Finding | None:
     if not len(rows):
         return None
     excess = excess[rows]
-    lost, moved = int(excess.sum()), int(joined.bytes[rows].sum())
-    saving = 1.0
-    waits = 0.0
-    follows = np.zeros(len(joined.start), dtype=bool)
-    order = joined.by_caller
-    if len(order) > 1:
-        next_waits = (joined.kind[order[1:]] == CallKind.SYNC) & (joined.caller[order[1:]] == joined.caller[order[:-1]])
-        follows[order[:-1]] = next_waits
-    for direction in (Direction.H2D, Direction.D2H):
-        rate, _ = joined.link(direction)
-        mine = rows[(joined.direction[rows] == direction) & follows[rows]]
-        if rate > 0 and len(mine):
-            waits += float(joined.bytes[mine].sum()) / rate * 1e9
-    if lost:
-        saving = max(0.0, 1 - waits / lost)
-    rate_here = moved / max(int(joined.dur[rows].sum()), 1) * 1e9
-    evidence = [
-        Evidence(
-            f"{len(rows):,} copies of pageable host memory blocked their threads for {ms(lost)} beyond the cost of a "
-            f"submission; the longest took {ms(int(joined.dur[rows].max()))}",
-            lost,
-            "ns",
-            MEASURED,
-        ),
-        Evidence(
-            f"the recorder names the host side pageable in all of them ({int(pageable.sum())} pageable copies in all)",
-            int(pageable.sum()),
-            "calls",
-            LABELLED.replace("labelled", "named"),
-        ),
-        Evidence(f"they moved {moved / 1e6:.1f} MB at {rate_here / 1e9:.2f} GB/s", rate_here, "bytes/s", MEASURED),
-    ]
-    pinned = joined.submits & copies & (joined.memory == Memory.PINNED)
-    if pinned.any():
-        typical = float(np.median(joined.dur[pinned]))
-        evidence.append(
-            Evidence(
-                f"copies of pinned memory in the same recording return after {ms(typical)} (median of "
-                f"{int(pinned.sum())})",
-                typical,
-                "ns",
-                MEASURED,
-            )
-        )
-    for direction, name in ((Direction.H2D, "host to device"), (Direction.D2H, "device to host")):
-        mine = joined.direction[rows] == direction
-        if mine.any():
-            evidence.append(
-                Evidence(
-                    f"{name}: {int(mine.sum()):,} calls, {share(int(excess[mine].sum()), lost)} of the time lost",
-                    int(mine.sum()),
-                    "calls",
-                    COUNTED,
-                )
-            )
+    lost = int(excess.sum())
+    saving = max(0.0, 1 - _waited_for_ns(joined, rows) / lost) if lost else 1.0
     return joined.host_finding(
         CAUSE,
         "{calls} copies of pageable memory blocked their caller for {lost}",
         "certain",
         rows,
         excess,
-        evidence=evidence,
+        evidence=[
+            *_of_calls(joined, rows, lost, pageable),
+            *_of_pinned(joined, joined.submits & copies & (joined.memory == Memory.PINNED)),
+            *_of_directions(joined, rows, excess),
+        ],
         chart=joined.slow_calls_chart(rows, "Calls that copied pageable memory"),
         cure=(
             *_of_programs(joined, rows, excess, saving),
@@ -144,6 +95,65 @@ def find(joined: JoinedRecording) -> Finding | None:
             *((STAGED,) if 2 * int(excess[joined.bytes[rows] >= STAGED_BYTES].sum()) > lost else ()),
         ),
     )
+
+
+def _waited_for_ns(joined: JoinedRecording, rows: Array) -> float:
+    """What the bytes of those copies take on the link that the very next call of their thread waits for anyway."""
+    follows = np.zeros(len(joined.start), dtype=bool)
+    order = joined.by_caller
+    if len(order) > 1:
+        next_waits = (joined.kind[order[1:]] == CallKind.SYNC) & (joined.caller[order[1:]] == joined.caller[order[:-1]])
+        follows[order[:-1]] = next_waits
+    waits = 0.0
+    for direction in (Direction.H2D, Direction.D2H):
+        rate, _ = joined.link(direction)
+        mine = rows[(joined.direction[rows] == direction) & follows[rows]]
+        if rate > 0 and len(mine):
+            waits += float(joined.bytes[mine].sum()) / rate * 1e9
+    return waits
+
+
+def _of_calls(joined: JoinedRecording, rows: Array, lost: int, pageable: Array) -> list[Evidence]:
+    """What they took and moved, and by what they are known; `pageable`: mask of all such calls."""
+    moved = int(joined.bytes[rows].sum())
+    rate = moved / max(int(joined.dur[rows].sum()), 1) * 1e9
+    return [
+        Evidence(
+            f"{len(rows):,} copies of pageable host memory blocked their threads for {ms(lost)} beyond the cost of a "
+            f"submission; the longest took {ms(int(joined.dur[rows].max()))}",
+            lost,
+            "ns",
+            MEASURED,
+        ),
+        Evidence(
+            f"the recorder names the host side pageable in all of them ({int(pageable.sum())} pageable copies in all)",
+            int(pageable.sum()),
+            "calls",
+            LABELLED.replace("labelled", "named"),
+        ),
+        Evidence(f"they moved {moved / 1e6:.1f} MB at {rate / 1e9:.2f} GB/s", rate, "bytes/s", MEASURED),
+    ]
+
+
+def _of_pinned(joined: JoinedRecording, pinned: Array) -> list[Evidence]:
+    """What copies of pinned memory take, for comparison."""
+    if not pinned.any():
+        return []
+    typical = float(np.median(joined.dur[pinned]))
+    count = int(pinned.sum())
+    text = f"copies of pinned memory in the same recording return after {ms(typical)} (median of {count})"
+    return [Evidence(text, typical, "ns", MEASURED)]
+
+
+def _of_directions(joined: JoinedRecording, rows: Array, excess: Array) -> list[Evidence]:
+    evidence = []
+    for direction, name in ((Direction.H2D, "host to device"), (Direction.D2H, "device to host")):
+        mine = joined.direction[rows] == direction
+        if mine.any():
+            part = share(int(excess[mine].sum()), int(excess.sum()))
+            text = f"{name}: {int(mine.sum()):,} calls, {part} of the time lost"
+            evidence.append(Evidence(text, int(mine.sum()), "calls", COUNTED))
+    return evidence
 
 
 def _of_programs(joined: JoinedRecording, rows: Array, excess: Array, saving: float) -> list[Change]:

@@ -29,6 +29,8 @@ for the lock and the collector, likewise, with the other work moved out of the p
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from kvprobe.account import Line
@@ -193,84 +195,47 @@ def find(joined: JoinedRecording) -> Finding | None:
     return _by_submissions(joined) or _by_idle_gaps(joined)
 
 
+class _Signs(NamedTuple):
+    """Masks over idle gaps: what shows that the interpreter made them.
+
+    Attributes:
+        short: many, and each launch pays one.
+        collected: garbage was collected for most of it.
+        locked: they have the switch interval for a floor.
+        sampled: a stack shows the thread without the lock.
+    """
+
+    short: Array
+    collected: Array
+    locked: Array
+    sampled: Array
+
+
+def _signs(joined: JoinedRecording, gaps: Gaps, span: int) -> _Signs:
+    short = (gaps.host_ns > 0) & (gaps.host_ns < SHORT_NS)
+    if short.sum() < MANY or int(gaps.host_ns[short].sum()) < LEAST_SHARE * span:
+        short[:] = False
+    return _Signs(short, 2 * gaps.gc_ns > gaps.host_ns, _by_lock(joined, gaps), _by_stacks(joined, gaps))
+
+
 def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
     """Idle gaps of the device that the interpreter makes."""
     gaps = idle_gaps(joined)
     if not len(gaps.start):
         return None
     span = joined.span_ns * max(len(np.unique(gaps.process)), 1)
-    short = (gaps.host_ns > 0) & (gaps.host_ns < SHORT_NS)
-    if short.sum() < MANY or int(gaps.host_ns[short].sum()) < LEAST_SHARE * span:
-        short[:] = False
-    collected, locked, sampled = 2 * gaps.gc_ns > gaps.host_ns, _by_lock(joined, gaps), _by_stacks(joined, gaps)
-    mine = short | collected | locked | sampled
+    signs = _signs(joined, gaps, span)
+    mine = signs.short | signs.collected | signs.locked | signs.sampled
     lost = int(gaps.host_ns[mine].sum())
-    if not mine.any() or lost < (LEAST_SHARE if not collected.any() else 0.01) * span:
+    if not mine.any() or lost < (LEAST_SHARE if not signs.collected.any() else 0.01) * span:
         return None
-    ns = gaps.host_ns[mine]
-    evidence = [
-        Evidence(
-            f"{int(mine.sum())} idle gaps of the device, {ms(lost)} or {share(lost, span)} of the recording, "
-            "while the launching thread was in no CUDA call",
-            lost,
-            "ns",
-            MEASURED,
-        ),
-    ]
-    cure: list[Change] = []
-    of_all = 1 / max(lost, 1)
-    if short.any():
-        between = float(np.median(gaps.host_ns[short]))
-        evidence.append(
-            Evidence(
-                f"{int(short.sum())} of them are short: the host takes {ms(between)} longer for each "
-                "launch than the device for what was queued",
-                between,
-                "ns",
-                MEASURED,
-            )
-        )
-        cure += [
-            Change(
-                "Launch many kernels at once: a CUDA graph, torch.compile(mode='reduce-overhead')",
-                share=int(gaps.host_ns[short].sum()) * of_all,
-            ),
-            Change("Larger batches, fused kernels"),
-        ]
-    if locked.any():
-        typical = float(np.median(gaps.host_ns[locked]))
-        evidence.append(
-            Evidence(
-                f"{int(locked.sum())} last {ms(typical)} (median), the interpreter's switch interval: "
-                "another Python thread holds its lock",
-                typical,
-                "ns",
-                INFERRED,
-            )
-        )
-        cure += [
-            Change(
-                "Move the other thread's Python work to a process of its own",
-                share=int(gaps.host_ns[locked].sum()) * of_all,
-            ),
-            Change("sys.setswitchinterval(0.0005) as a stopgap"),
-        ]
-    if sampled.any():
-        evidence.append(
-            Evidence(
-                f"in {int(sampled.sum())} of them a stack was taken in which the thread waited for "
-                "the interpreter's lock",
-                int(sampled.sum()),
-                "1",
-                "py-spy",
-            )
-        )
-    if collected.any():
-        total = int(gaps.gc_ns[collected].sum())
-        evidence.append(
-            Evidence(f"{ms(total)} of them were garbage collection", total, "ns", "labelled by the recorder")
-        )
-        cure += [Change("gc.freeze() after start-up, and gc.collect() between requests", share=total * of_all)]
+    idle = Evidence(
+        f"{int(mine.sum())} idle gaps of the device, {ms(lost)} or {share(lost, span)} of the recording, "
+        "while the launching thread was in no CUDA call",
+        lost,
+        "ns",
+        MEASURED,
+    )
     return joined.finding(
         CAUSE,
         "The device was idle for {lost} because Python was slow to launch, in {calls} gaps",
@@ -281,10 +246,71 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
             on="device",
             window=(int(gaps.start[mine].min()), int(gaps.end[mine].max())),
             span_ns=span,
-            places=joined.places(gaps.call[mine], ns),
+            places=joined.places(gaps.call[mine], gaps.host_ns[mine]),
             gaps=(gaps.start[mine], gaps.end[mine]),
         ),
-        evidence=evidence,
-        cure=cure,
+        evidence=[idle, *_evidence(gaps, signs)],
+        cure=_cure(gaps, signs, 1 / max(lost, 1)),
         chart=gaps_chart(joined, gaps, mine),
     )
+
+
+def _evidence(gaps: Gaps, signs: _Signs) -> list[Evidence]:
+    """A figure for each sign."""
+    evidence = []
+    if signs.short.any():
+        between = float(np.median(gaps.host_ns[signs.short]))
+        evidence.append(
+            Evidence(
+                f"{int(signs.short.sum())} of them are short: the host takes {ms(between)} longer for each "
+                "launch than the device for what was queued",
+                between,
+                "ns",
+                MEASURED,
+            )
+        )
+    if signs.locked.any():
+        typical = float(np.median(gaps.host_ns[signs.locked]))
+        evidence.append(
+            Evidence(
+                f"{int(signs.locked.sum())} last {ms(typical)} (median), the interpreter's switch interval: "
+                "another Python thread holds its lock",
+                typical,
+                "ns",
+                INFERRED,
+            )
+        )
+    if signs.sampled.any():
+        count = int(signs.sampled.sum())
+        text = f"in {count} of them a stack was taken in which the thread waited for the interpreter's lock"
+        evidence.append(Evidence(text, count, "1", "py-spy"))
+    if signs.collected.any():
+        total = int(gaps.gc_ns[signs.collected].sum())
+        text = f"{ms(total)} of them were garbage collection"
+        evidence.append(Evidence(text, total, "ns", "labelled by the recorder"))
+    return evidence
+
+
+def _cure(gaps: Gaps, signs: _Signs, of_all: float) -> list[Change]:
+    """Changes for each sign; `of_all`: 1 / all that was lost, in ns."""
+    cure = []
+    if signs.short.any():
+        cure += [
+            Change(
+                "Launch many kernels at once: a CUDA graph, torch.compile(mode='reduce-overhead')",
+                share=int(gaps.host_ns[signs.short].sum()) * of_all,
+            ),
+            Change("Larger batches, fused kernels"),
+        ]
+    if signs.locked.any():
+        cure += [
+            Change(
+                "Move the other thread's Python work to a process of its own",
+                share=int(gaps.host_ns[signs.locked].sum()) * of_all,
+            ),
+            Change("sys.setswitchinterval(0.0005) as a stopgap"),
+        ]
+    if signs.collected.any():
+        total = int(gaps.gc_ns[signs.collected].sum())
+        cure += [Change("gc.freeze() after start-up, and gc.collect() between requests", share=total * of_all)]
+    return cure

@@ -20,6 +20,8 @@ what `cudaMemcpyBatchAsync` gains over the loop at these sizes at the least (a f
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
@@ -80,100 +82,147 @@ def _rate_of_sizes(joined: JoinedRecording, direction: Direction) -> tuple[float
     return rate, f"from what copies of {sizes[-1] / 1024:,.3g} KiB take longer than those of {sizes[0] / 1024:,.3g} KiB"
 
 
-def find(joined: JoinedRecording) -> Finding | None:
-    """Small copies, both directions together."""
+def _small_copies(joined: JoinedRecording, direction: Direction) -> Array:
+    """Rows of the executions: single copies of pinned memory below 64 KiB."""
     table = joined.recording.executions
-    chosen, losses, parts = [], [], []
-    between = 0
-    runs_known, merged_ns, certain = False, 0.0, True
-    evidence: list[Evidence] = []
-    for direction in (Direction.H2D, Direction.D2H):
-        rows = np.flatnonzero(
-            (table["engine"] == Engine.COPY)
-            & (table["direction"] == direction)
-            & (table["bytes"] > 0)
-            & (table["bytes"] < SMALL_BYTES)
-            & (table["count"] <= 1)
-            & (table["memory"] != Memory.PAGEABLE)
-        )
-        if len(rows) < MANY:
-            continue
-        rate, how = joined.link(direction)
-        if rate <= 0:
-            rate, how = _rate_of_sizes(joined, direction)
-        if rate <= 0:
-            if float(np.median(joined.x_dur[rows])) > FIXED_NS:
-                continue  # slow for their size on a link of unknown speed: cannot tell a fixed cost from a slow link
-            rate, how, certain = 25e9, "assumed: no large copy in the recording shows the link's rate", False
-        excess = np.maximum(joined.x_dur[rows] - table["bytes"][rows] / rate * 1e9, 0).astype(np.int64)
-        if 2 * int(excess.sum()) < int(joined.x_dur[rows].sum()):
-            continue
-        compute = _compute(joined, rows) if direction == Direction.D2H else None
-        between += _between(joined, rows, compute)
-        if compute is not None:
-            beside = compute.within(joined.x_start[rows], joined.x_end[rows])
-            excess = np.maximum(excess - beside, 0)
-        chosen.append(rows)
-        losses.append(excess)
-        parts.append(direction)
-        typical = int(np.median(table["bytes"][rows]))
-        reached = int(table["bytes"][rows].sum()) / max(int(joined.x_dur[rows].sum()), 1) * 1e9
-        name = "loads" if direction == Direction.H2D else "stores"
-        evidence.append(
-            Evidence(
-                f"{len(rows):,} {name} of {typical / 1024:.3g} KiB (median) kept the engine busy for "
-                f"{ms(int(joined.x_dur[rows].sum()))} at {reached / 1e9:.2f} GB/s",
-                reached,
-                "bytes/s",
-                MEASURED,
-            )
-        )
-        gives = "gives" if certain else "is taken to give"
-        evidence.append(Evidence(f"the link {gives} {rate / 1e9:.1f} GB/s", rate, "bytes/s", how))
-        calls = joined.x_call[rows]
-        mergeable = calls >= 0
-        mergeable[mergeable] = (joined.src[calls[mergeable]] != 0) & (joined.dst[calls[mergeable]] != 0)
-        if mergeable.all():
-            runs_known = True
-            order = np.lexsort((joined.start[calls], joined.stream[calls], joined.process[calls]))
-            c = calls[order]
-            size = joined.bytes[c[:-1]].astype(np.uint64)
-            follows = (
-                (joined.stream[c[1:]] == joined.stream[c[:-1]])
-                & (joined.process[c[1:]] == joined.process[c[:-1]])
-                & (joined.src[c[1:]] == joined.src[c[:-1]] + size)
-                & (joined.dst[c[1:]] == joined.dst[c[:-1]] + size)
-            )
-            runs = len(c) - int(follows.sum())
-            evidence.append(
-                Evidence(
-                    f"{len(c)} {name} are {runs} contiguous runs: {len(c) / runs:.3g} copies to a run",
-                    len(c) / runs,
-                    "1",
-                    COUNTED,
-                )
-            )
-            merged_ns += float(excess[order][1:][follows].sum())
-    if not chosen:
-        return None
-    if between:
-        evidence.append(
-            Evidence(
-                f"between them the engine spent another {ms(between)} although the next one waited",
-                between,
-                "ns",
-                MEASURED,
-            )
-        )
-    rows, excess = np.concatenate(chosen), np.concatenate(losses)
-    total = max(int(excess.sum()), 1)
+    return np.flatnonzero(
+        (table["engine"] == Engine.COPY)
+        & (table["direction"] == direction)
+        & (table["bytes"] > 0)
+        & (table["bytes"] < SMALL_BYTES)
+        & (table["count"] <= 1)
+        & (table["memory"] != Memory.PAGEABLE)
+    )
+
+
+@dataclass(frozen=True)
+class _Rate:
+    """What the link gives.
+
+    Attributes:
+        bytes_per_s: 0 where it is not known.
+        how: it is known.
+        assumed: it is known from nothing in the recording.
+    """
+
+    bytes_per_s: float
+    how: str
+    assumed: bool = False
+
+
+def _rate(joined: JoinedRecording, direction: Direction, rows: Array) -> _Rate:
+    """The rate by which these copies are judged."""
+    rate, how = joined.link(direction)
+    if rate <= 0:
+        rate, how = _rate_of_sizes(joined, direction)
+    if rate > 0:
+        return _Rate(rate, how)
+    if float(np.median(joined.x_dur[rows])) > FIXED_NS:
+        return _Rate(0.0, "")  # slow for their size on a link of unknown speed: a fixed cost looks like a slow link
+    return _Rate(25e9, "assumed: no large copy in the recording shows the link's rate", assumed=True)
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Runs of small copies of which each continues the one before it.
+
+    Attributes:
+        excess_ns: what the copies that continue another one cost beyond their bytes.
+        evidence: how many runs there are.
+    """
+
+    excess_ns: float
+    evidence: Evidence
+
+
+def _runs(joined: JoinedRecording, rows: Array, excess: Array, name: str) -> _Runs | None:
+    """None where not every call and its addresses are known."""
     calls = joined.x_call[rows]
+    known = calls >= 0
+    known[known] = (joined.src[calls[known]] != 0) & (joined.dst[calls[known]] != 0)
+    if not known.all():
+        return None
+    order = np.lexsort((joined.start[calls], joined.stream[calls], joined.process[calls]))
+    c = calls[order]
+    size = joined.bytes[c[:-1]].astype(np.uint64)
+    follows = (
+        (joined.stream[c[1:]] == joined.stream[c[:-1]])
+        & (joined.process[c[1:]] == joined.process[c[:-1]])
+        & (joined.src[c[1:]] == joined.src[c[:-1]] + size)
+        & (joined.dst[c[1:]] == joined.dst[c[:-1]] + size)
+    )
+    runs = len(c) - int(follows.sum())
+    each = len(c) / runs
+    text = f"{len(c)} {name} are {runs} contiguous runs: {each:.3g} copies to a run"
+    return _Runs(float(excess[order][1:][follows].sum()), Evidence(text, each, "1", COUNTED))
+
+
+@dataclass(frozen=True)
+class _Side:
+    """Small copies of one direction that cost more than their bytes.
+
+    Attributes:
+        rows: of the executions.
+        excess: ns beyond its bytes of each, and beyond what compute hides.
+        between_ns: pauses of the engine between two of them.
+        assumed: whether the rate is.
+        runs: None where they are not known.
+        evidence: figures.
+    """
+
+    rows: Array
+    excess: Array
+    between_ns: int
+    assumed: bool
+    runs: _Runs | None
+    evidence: list[Evidence]
+
+
+def _side(joined: JoinedRecording, direction: Direction) -> _Side | None:
+    table, rows = joined.recording.executions, _small_copies(joined, direction)
+    if len(rows) < MANY:
+        return None
+    rate = _rate(joined, direction, rows)
+    if rate.bytes_per_s <= 0:
+        return None
+    took = int(joined.x_dur[rows].sum())
+    excess = np.maximum(joined.x_dur[rows] - table["bytes"][rows] / rate.bytes_per_s * 1e9, 0).astype(np.int64)
+    if 2 * int(excess.sum()) < took:
+        return None
+    compute = _compute(joined, rows) if direction == Direction.D2H else None
+    between = _between(joined, rows, compute)
+    if compute is not None:
+        excess = np.maximum(excess - compute.within(joined.x_start[rows], joined.x_end[rows]), 0)
+    typical = int(np.median(table["bytes"][rows]))
+    reached = int(table["bytes"][rows].sum()) / max(took, 1) * 1e9
+    name = "loads" if direction == Direction.H2D else "stores"
+    gives = "is taken to give" if rate.assumed else "gives"
+    runs = _runs(joined, rows, excess, name)
+    evidence = [
+        Evidence(
+            f"{len(rows):,} {name} of {typical / 1024:.3g} KiB (median) kept the engine busy for "
+            f"{ms(took)} at {reached / 1e9:.2f} GB/s",
+            reached,
+            "bytes/s",
+            MEASURED,
+        ),
+        Evidence(f"the link {gives} {rate.bytes_per_s / 1e9:.1f} GB/s", rate.bytes_per_s, "bytes/s", rate.how),
+        *([runs.evidence] if runs else []),
+    ]
+    return _Side(rows, excess, between, rate.assumed, runs, evidence)
+
+
+def _saving(joined: JoinedRecording, sides: list[_Side]) -> tuple[list[Evidence], list[Change]]:
+    """What the host paid and what would be saved, in figures and as changes."""
+    total = max(sum(int(side.excess.sum()) for side in sides), 1)
+    calls = joined.x_call[np.concatenate([side.rows for side in sides])]
     host = int(joined.dur[calls[calls >= 0]].sum())
-    evidence.append(Evidence(f"submitting them one by one took the host {ms(host)}", host, "ns", MEASURED))
-    merge = runs_known and merged_ns / total > BATCH_GAIN
+    known = [side.runs for side in sides if side.runs]
+    merged_ns = sum(runs.excess_ns for runs in known)
+    merge = bool(known) and merged_ns / total > BATCH_GAIN
     saving = merged_ns / total if merge else BATCH_GAIN
-    joined_share = merged_ns / total if runs_known else None
-    evidence.append(
+    evidence = [
+        Evidence(f"submitting them one by one took the host {ms(host)}", host, "ns", MEASURED),
         Evidence(
             f"joining the runs would save {ms(merged_ns)}"
             if merge
@@ -181,24 +230,39 @@ def find(joined: JoinedRecording) -> Finding | None:
             saving * total,
             "ns",
             INFERRED,
-        )
-    )
+        ),
+    ]
     cure = [
-        Change("Join contiguous blocks into one copy before submitting", share=joined_share),
+        Change("Join contiguous blocks into one copy before submitting", share=merged_ns / total if known else None),
         Change("cudaMemcpyBatchAsync (CUDA 12.8 and later): one call for all blocks of a transfer", share=BATCH_GAIN),
         Change(
             "One gather or scatter kernel for a transfer of many small blocks; it takes multiprocessors, so measure"
         ),
         Change("Larger blocks, or a layout that keeps all layers of a block together"),
     ]
-    span = joined.span_ns * max(len(np.unique(table["process"][rows])), 1)
+    return evidence, cure
+
+
+def find(joined: JoinedRecording) -> Finding | None:
+    """Small copies, both directions together."""
+    sides = [side for one in (Direction.H2D, Direction.D2H) if (side := _side(joined, one))]
+    if not sides:
+        return None
+    rows, excess = np.concatenate([s.rows for s in sides]), np.concatenate([s.excess for s in sides])
+    between = sum(side.between_ns for side in sides)
+    evidence = [one for side in sides for one in side.evidence]
+    if between:
+        text = f"between them the engine spent another {ms(between)} although the next one waited"
+        evidence.append(Evidence(text, between, "ns", MEASURED))
+    saved, cure = _saving(joined, sides)
+    span = joined.span_ns * max(len(np.unique(joined.recording.executions["process"][rows])), 1)
     if not joined.notable(int(np.clip(excess, 0, joined.device.free_ns[rows]).sum()) + between, span):
         return None
     got = joined.device.claim(CAUSE, rows, excess)
     return joined.finding(
         CAUSE,
         "{calls} small copies cost {lost} beyond their bytes",
-        "certain" if certain else "likely",
+        "likely" if any(side.assumed for side in sides) else "certain",
         Loss(
             int(got.sum()) + between,
             len(rows),
@@ -208,6 +272,6 @@ def find(joined: JoinedRecording) -> Finding | None:
             places=joined.device_places(rows, got),
             copies=rows,
         ),
-        evidence=evidence,
+        evidence=[*evidence, *saved],
         cure=cure,
     )

@@ -35,6 +35,27 @@ CAUSE = cause_of(__name__)
 ASSUMED_LINK = 25e9  # bytes per second
 LEAST_SHARE, WORTH_A_CHANGE = 0.02, 0.05  # of the caller's time; nothing is broken, so it is never critical
 
+CURE = (
+    Change(
+        "Merge neighbours before the call: where source and destination both continue, one copy of the sum, up "
+        "to the end of the allocation or registration",
+        share=1.0,
+    ),
+    Change(
+        "Keep all layers of a block together, so that one copy moves them (vLLM: VLLM_KV_CACHE_LAYOUT=BLHNC)",
+        "setting",
+        "VLLM_KV_CACHE_LAYOUT",
+        "BLHNC",
+    ),
+    Change(
+        "Let kvprobe submit: it merges neighbours, on a thread of its own (kvprobe's engine: pooled; for "
+        "servers with an adapter `kvprobe run --fix auto`)",
+        "rung",
+        "pooled",
+        "auto",
+    ),
+)
+
 
 def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
     """Needs addresses."""
@@ -58,12 +79,29 @@ def find(joined: JoinedRecording) -> Finding | None:
     span = joined.caller_span_ns(rows)
     if total < NOTABLE_NS or total < LEAST_SHARE * span:
         return None
+    between = near(joined).gap_ns[rows]
+    return joined.host_finding(
+        CAUSE,
+        "{calls} copies continued the copy before them and could have been part of it: their calls took {lost}",
+        "likely",
+        rows,
+        ns,
+        severity="warning" if total + int(between[between < PAUSE_NS].sum()) >= WORTH_A_CHANGE * span else "info",
+        evidence=[*_of_copies(joined, rows, ns), *_of_the_link(joined, rows)],
+        reason="where an allocation or a registration ends is not recorded, and no copy may reach over it; nor is what "
+        "the thread did between two calls: a source that it filled only then would be copied later",
+        cure=CURE,
+    )
+
+
+def _of_copies(joined: JoinedRecording, rows: Array, ns: Array) -> list[Evidence]:
+    """How many copies there are to a run, what a call takes, and what passes between two."""
     copies = _all_copies(joined, rows)
     pieces = copies - len(rows)
-    between = near(joined).gap_ns[rows]
     moved, each = int(joined.bytes[rows].sum()), float(np.median(joined.dur[rows]))
     limit = moved / max(int(ns.sum()), 1) * 1e9
-    evidence = [
+    passed = float(np.median(near(joined).gap_ns[rows]))
+    return [
         Evidence(
             f"{len(rows):,} of {copies:,} copies continue the copy before them, source and destination alike: "
             f"{pieces:,} runs, {copies / pieces:.3g} copies to a run",
@@ -79,58 +117,25 @@ def find(joined: JoinedRecording) -> Finding | None:
             MEASURED,
         ),
         Evidence(
-            f"between two of them passed {ms(float(np.median(between)))} (median), in which the "
-            "thread waited for nothing",
-            float(np.median(between)),
+            f"between two of them passed {ms(passed)} (median), in which the thread waited for nothing",
+            passed,
             "ns",
             MEASURED,
         ),
     ]
-    for direction in (Direction.H2D, Direction.D2H):
+
+
+def _of_the_link(joined: JoinedRecording, rows: Array) -> list[Evidence]:
+    """What the link needs for the same bytes, where its rate is known."""
+    evidence = []
+    for direction, name in ((Direction.H2D, "loads"), (Direction.D2H, "stores")):
         rate, how = joined.link(direction)
-        mine = joined.direction[rows] == direction
-        if rate > 0 and mine.any():
-            needed = int(joined.bytes[rows[mine]].sum()) / rate * 1e9
-            evidence.append(
-                Evidence(
-                    f"the link carries the bytes of these {'loads' if direction == Direction.H2D else 'stores'} in "
-                    f"{ms(needed)}; their calls took {ms(int(joined.dur[rows[mine]].sum()))}",
-                    needed,
-                    "ns",
-                    how,
-                )
-            )
-    return joined.host_finding(
-        CAUSE,
-        "{calls} copies continued the copy before them and could have been part of it: their calls took {lost}",
-        "likely",
-        rows,
-        ns,
-        severity="warning" if total + int(between[between < PAUSE_NS].sum()) >= WORTH_A_CHANGE * span else "info",
-        evidence=evidence,
-        reason="where an allocation or a registration ends is not recorded, and no copy may reach over it; nor is what "
-        "the thread did between two calls: a source that it filled only then would be copied later",
-        cure=(
-            Change(
-                "Merge neighbours before the call: where source and destination both continue, one copy of the sum, up "
-                "to the end of the allocation or registration",
-                share=1.0,
-            ),
-            Change(
-                "Keep all layers of a block together, so that one copy moves them (vLLM: VLLM_KV_CACHE_LAYOUT=BLHNC)",
-                "setting",
-                "VLLM_KV_CACHE_LAYOUT",
-                "BLHNC",
-            ),
-            Change(
-                "Let kvprobe submit: it merges neighbours, on a thread of its own (kvprobe's engine: pooled; for "
-                "servers with an adapter `kvprobe run --fix auto`)",
-                "rung",
-                "pooled",
-                "auto",
-            ),
-        ),
-    )
+        mine = rows[joined.direction[rows] == direction]
+        if rate > 0 and len(mine):
+            needed, took = int(joined.bytes[mine].sum()) / rate * 1e9, int(joined.dur[mine].sum())
+            text = f"the link carries the bytes of these {name} in {ms(needed)}; their calls took {ms(took)}"
+            evidence.append(Evidence(text, needed, "ns", how))
+    return evidence
 
 
 def _group(joined: JoinedRecording, rows: Array) -> Array:

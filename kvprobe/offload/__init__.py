@@ -5,6 +5,7 @@ from kvprobe.offload.blocks import BlockPool
 from kvprobe.offload.cache import BlockCache
 from kvprobe.offload.dedup import LoadDedup
 from kvprobe.offload.engine import OffloadEngine
+from kvprobe.offload.options import EngineOptions
 from kvprobe.offload.streams import EventPool, StreamPool
 from kvprobe.offload.submitter import Bounds, Copies, Submission, Submitter
 from kvprobe.offload.transfer import Split, Transfer
@@ -16,6 +17,7 @@ __all__ = [
     "Bounds",
     "Copies",
     "Decision",
+    "EngineOptions",
     "EventPool",
     "LoadDedup",
     "OffloadEngine",

@@ -23,12 +23,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvprobe.cuda import Runtime
 from kvprobe.cuda.hostruntime import HostRuntime
 from kvprobe.errors import CudaError, KvprobeError, TransferError, UsageError
-from kvprobe.launchqueue import Detector, QueueLimits, calibrate
+from kvprobe.launchqueue import Detector, calibrate
 from kvprobe.native.library import (
     DETAIL,
     REQUEST,
@@ -42,7 +42,8 @@ from kvprobe.offload.auto import Auto, Rung, Sample
 from kvprobe.offload.blocks import BlockPool, Mapping, passed
 from kvprobe.offload.callbacks import Callbacks, call_first
 from kvprobe.offload.job import DIRECTION, Fault, Refusal, broken_by, fence, refused, wait_for
-from kvprobe.offload.methods import METHOD_NAMES, ExpectedTimes, copier_for, measure_now, method_table
+from kvprobe.offload.methods import METHOD_NAMES, ExpectedTimes, Methods, copier_for, measure_now, method_table
+from kvprobe.offload.options import EngineKeywords, EngineOptions
 from kvprobe.offload.resources import Resources
 from kvprobe.offload.shared import SharedSubmission
 from kvprobe.offload.submitter import open_native, table_rate
@@ -50,9 +51,11 @@ from kvprobe.offload.transfer import Transfer
 from kvprobe.probe.nvtx_ranges import listening, ranges
 from kvprobe.probe.recorder import Recorder
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 log = logging.getLogger("kvprobe")
 
-POLICIES = ("shared", "pooled", "auto")
 COMPUTE = object()  # `after`: the engine's compute stream
 BUSY_SHARE = 0.5  # of the caller's time: so much in submitting calls is worth a change of policy, full queue or not
 ASKED = {"load": 0, "store": 1}  # enum kvp_request_what; with a wait for compute, and to be handed over:
@@ -79,128 +82,100 @@ class OffloadEngine:
         broken: why the engine takes no more transfers; None while it works.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        gpu: BlockPool,
-        cpu: BlockPool,
-        *,
-        policy: str = "auto",
-        method: str = "auto",
-        bound: int | None = None,
-        priority: int | None = None,
-        compute_stream: int = 0,
-        detail: str = "transfers",
-        limits: QueueLimits | None = None,
-        link_bytes_per_s: float = 0.0,
-        max_bytes_per_s: float = 0.0,
-        max_slowdown: float = 0.03,
-        stuck_after_s: float = 120.0,
-        records: int = 0,
-    ) -> None:
+    def __init__(self, runtime: Runtime, gpu: BlockPool, cpu: BlockPool, **options: Unpack[EngineKeywords]) -> None:
         """Creates streams and events up front, and the native thread.
 
         Args:
             runtime: where the pools live.
             gpu: the GPU's blocks.
             cpu: the CPU's blocks.
-            policy: "shared", "pooled" or "auto".
-            method: how pooled copies are submitted: "loop", "batch", "kernel", or "auto": what is done first.
-            bound: streams of the pool, each direction; default: as many as there are hardware channels.
-            priority: of the pooled streams; default: the highest, so that the few CTAs of a copy kernel need not wait
-                until all CTAs of the model's kernels have begun. Copies by DMA do not heed it.
-            compute_stream: the stream whose work stores wait for and loads wait for, unless a call names another.
-            detail: "off", "totals", "transfers" or "copies".
-            limits: the launch queue, if known; default: calibrated now.
-            link_bytes_per_s: what the link does with one large copy, if known: copies far below it are named.
-            max_bytes_per_s: cap on each direction's rate; 0: none.
-            max_slowdown: what a copy kernel may cost a memory-bound kernel beside it, as a share (0.03: 3%); below 0:
-                no copy kernels. It counts while compute is seen in front of copies, and so does what matrix products
-                lose: like time that the copies take.
-            stuck_after_s: copies that do not move for so long are given up and named; 0: never.
-            records: single copies kept in the ring file at detail "copies"; 0: the default, 16,384.
+            options: each attribute of `EngineOptions`: `policy`, `method`, `bound`, `priority`, `compute_stream`,
+                `detail`, `limits`, `link_bytes_per_s`, `max_bytes_per_s`, `max_slowdown`, `stuck_after_s`, `records`.
 
         Raises:
             UsageError: an unknown policy, method or detail, a bound below 1, pools that do not fit each other.
             CudaError: the runtime could not make a stream, an event or pinned memory.
         """
-        if policy not in POLICIES:
-            raise UsageError(f"unknown policy {policy!r}: use {', '.join(POLICIES)}")
-        if method != "auto" and method not in METHOD_NAMES:
-            raise UsageError(f"unknown method {method!r}: use auto, {', '.join(METHOD_NAMES)}")
-        if detail not in DETAIL:
-            raise UsageError(f"unknown detail {detail!r}: use {', '.join(DETAIL)}")
-        if bound is not None and bound < 1:
-            raise UsageError(f"the stream bound must be at least 1, not {bound}")
-        self.runtime, self.mapping, self.compute_stream = runtime, Mapping(gpu, cpu), compute_stream
+        chosen = EngineOptions(**options)
+        self.runtime, self.mapping, self.compute_stream = runtime, Mapping(gpu, cpu), chosen.compute_stream
         self._layers = gpu.layers
-        self.limits = limits or calibrate(runtime)
-        self.link_bytes_per_s = link_bytes_per_s
+        self.limits = chosen.limits or calibrate(runtime)
+        self.link_bytes_per_s = chosen.link_bytes_per_s
         self.detector = Detector(self.limits)
-        self.policy = "shared" if policy == "auto" else policy
-        self._rungs = {"shared": Rung("shared", "loop"), "pooled": Rung("pooled", method)}
-        self.auto = Auto(
-            list(self._rungs.values()),
-            self._decided,
-            active=policy == "auto",
-            baseline_ns=self.limits.baseline_ns,
-            busy_share=BUSY_SHARE,
-            now=lambda: int(self._now()),
-        )
         self.broken: Exception | None = None
         self._closed = KvprobeError("it is closed")
-        self._ids = itertools.count(1)
-        self._live: dict[int, Transfer] = {}
-        self._ended: deque[Transfer] = deque(maxlen=KEPT)
-        self._unjudged: deque[Sample] = deque()  # what transfers cost their callers: comparing costs 20 to 60 us
-        self._to_say: deque[tuple[int, str, Rung, Rung, str]] = deque()  # lines for the log (100 us each), when due
-        self._due_ns = NEVER  # when a request must see to those
-        self._delivering = runtime.lock()
-        self._callbacks = Callbacks(self._delivering)
-        self._telling = threading.RLock()  # held by the thread that calls back while nobody polls, as long as it lives
-        self._has_teller = False
         self._native, self._held = core(), core_held() if not runtime.simulated else core()
-        self._job_refused = JobRefused()  # guarded by _delivering
-        self._why = ct.addressof(self._job_refused)
-        self._table: MethodTable
-        self._handle: int | None = None  # None: closed
-        self._ending = threading.RLock()
-        self._missed = False  # what has ended was taken from the native side, and perhaps not told of
-        self._memory: int | None = None
+        self._stand_on_a_rung(chosen)
+        self._expect_transfers()
         copier = copier_for(runtime)
-        if runtime.provider == "cuda" and copier.measured is None and method == "auto":
+        if runtime.provider == "cuda" and copier.measured is None and chosen.method == "auto":
             measure_now(runtime, copier)
         self.simulated = runtime.simulated
         self._now: Callable[[], int] = self._native.kvp_now_ns if self.simulated else time.monotonic_ns
         if runtime.provider == "host":
             self._native.kvp_set_clock(runtime.address("kvhostNow") if self.simulated else None)
-        self.recorder = Recorder(detail, records)
+        self._make_native(copier, chosen)
+        self._streams = {
+            "shared": list(self._resources.shared),
+            **{name: list(pool.streams) for name, pool in zip(DIRECTION, self._resources.pooled, strict=True)},
+        }
+        self._shared = {name: SharedSubmission(self, name, chosen.detail) for name in DIRECTION}
+        self._pid = os.getpid()
+        _open_engines.add(self)
+        runtime.users.add(self)
+
+    def _stand_on_a_rung(self, chosen: EngineOptions) -> None:
+        """The policy in force, and auto, which may change it."""
+        self.policy = "shared" if chosen.policy == "auto" else chosen.policy
+        self._rungs = {"shared": Rung("shared", "loop"), "pooled": Rung("pooled", chosen.method)}
+        self.auto = Auto(
+            list(self._rungs.values()),
+            self._decided,
+            active=chosen.policy == "auto",
+            baseline_ns=self.limits.baseline_ns,
+            busy_share=BUSY_SHARE,
+            now=lambda: int(self._now()),
+        )
+        self._unjudged: deque[Sample] = deque()  # what transfers cost their callers: comparing costs 20 to 60 us
+        self._to_say: deque[tuple[int, str, Rung, Rung, str]] = deque()  # lines for the log (100 us each), when due
+        self._due_ns = NEVER  # when a request must see to those
+
+    def _expect_transfers(self) -> None:
+        """What is asked for, what has ended, and who is told of it: nothing yet."""
+        self._ids = itertools.count(1)
+        self._live: dict[int, Transfer] = {}
+        self._ended: deque[Transfer] = deque(maxlen=KEPT)
+        self._delivering = self.runtime.lock()
+        self._callbacks = Callbacks(self._delivering)
+        self._telling = threading.RLock()  # held by the thread that calls back while nobody polls, as long as it lives
+        self._has_teller = False
+        self._job_refused = JobRefused()  # guarded by _delivering
+        self._why = ct.addressof(self._job_refused)
+        self._ending = threading.RLock()
+        self._missed = False  # what has ended was taken from the native side, and perhaps not told of
+
+    def _make_native(self, copier: Methods, chosen: EngineOptions) -> None:
+        """The ring file, streams and events, and the native thread; what is made goes where a later step fails."""
+        self._handle: int | None = None  # None: closed
+        self._memory: int | None = None
+        self.recorder = Recorder(chosen.detail, chosen.records)
         try:
-            highest = runtime.priority_range()[1]
-            streams = bound or self.limits.channels
-            chosen = highest if priority is None else priority
-            self._resources = Resources(runtime, streams, chosen, copier.has_kernel)
+            priority = self.runtime.priority_range()[1] if chosen.priority is None else chosen.priority
+            streams = chosen.bound or self.limits.channels
+            self._resources = Resources(self.runtime, streams, priority, copier.has_kernel)
             try:
-                self._table = method_table(copier, method, max_slowdown)
+                self._table: MethodTable = method_table(copier, chosen.method, chosen.max_slowdown)
                 self._expected = ExpectedTimes(self._table)
-                self._memory = self._handle = self._open(copier.native, detail, max_bytes_per_s, stuck_after_s)
+                self._memory = self._handle = self._open(copier.native, chosen)
             except BaseException:
                 self._resources.close()
                 raise
         except BaseException:
             self.recorder.close()
             raise
-        self._streams = {
-            "shared": list(self._resources.shared),
-            **{name: list(pool.streams) for name, pool in zip(DIRECTION, self._resources.pooled, strict=True)},
-        }
-        self._shared = {name: SharedSubmission(self, name, detail) for name in DIRECTION}
-        self._pid = os.getpid()
-        _open_engines.add(self)
-        runtime.users.add(self)
 
-    def _open(self, copier: Any, detail: str, max_bytes_per_s: float, stuck_after_s: float) -> int:
-        mapping = self.mapping
+    def _open(self, copier: Any, chosen: EngineOptions) -> int:
+        mapping, most = self.mapping, int(chosen.max_bytes_per_s)
         return open_native(
             self.runtime,
             self._resources,
@@ -212,10 +187,10 @@ class OffloadEngine:
             layers=mapping.gpu.layers,
             pageable=mapping.cpu.kind == "pageable",
             depth=self.limits.depth,
-            detail=DETAIL[detail],
-            bytes_per_s=(ct.c_uint64 * 2)(int(max_bytes_per_s), int(max_bytes_per_s)),
+            detail=DETAIL[chosen.detail],
+            bytes_per_s=(ct.c_uint64 * 2)(most, most),
             link_bytes_per_s=(ct.c_uint64 * 2)(*(self._rate_of(side) for side in range(2))),
-            stuck_ns=int(stuck_after_s * 1e9),
+            stuck_ns=int(chosen.stuck_after_s * 1e9),
             ceiling=self.detector.ceiling,
             ranges=int(listening() and self._native.kvp_nvtx_listening()),
         )

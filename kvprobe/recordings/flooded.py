@@ -8,6 +8,8 @@ cost well more than the quickest of the stream, all that cost about as much as t
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,75 +32,103 @@ from kvprobe.recordings.model import Array, Recording
 if TYPE_CHECKING:
     from kvprobe.recordings.occupancy import StreamOccupancy
 
-__all__ = ["flooded"]
+__all__ = ["QueueCalls", "flooded"]
 
 _STAYS = 512  # calls over which it is looked whether they stay slow
 
 
-def flooded(
-    recording: Recording, queue: StreamOccupancy, judged: Array, emptied: Array, whole: int, held: int, flood: int
-) -> None:
+@dataclass(frozen=True)
+class QueueCalls:
+    """The calls of a queue as the host saw them, (calls,) each.
+
+    Attributes:
+        start: entry of each, ns; `end` its return.
+        end: see there.
+        base: what it costs where the queue has a slot, ns.
+        slow: calls that cost well more.
+        judged: calls that say something of the queue.
+        emptied: calls before which it was known to be empty.
+        whole: the call from which on all are there.
+    """
+
+    start: Array
+    end: Array
+    base: Array
+    slow: Array
+    judged: Array
+    emptied: Array
+    whole: int
+
+    @cached_property
+    def duration(self) -> Array:
+        """Ns inside each."""
+        out: Array = self.end - self.start
+        return out
+
+
+@dataclass(frozen=True)
+class _Stretches:
+    """Stretches of calls without a pause.
+
+    Attributes:
+        pace: ns that the device needs for one submission.
+        returned: when all calls before each had returned, ns, (calls,); so the others but `paused`.
+        first: number of the first call of its stretch.
+        place: number in its stretch.
+        length: calls of its stretch.
+        top: calls of a long stretch, so late in it that no queue has a slot.
+        free: calls so soon after the queue was empty that there was a slot.
+        paused: those of `top` before which the host paused.
+    """
+
+    pace: float
+    returned: Array
+    first: Array
+    place: Array
+    length: Array
+    top: Array
+    free: Array
+    paused: Array
+
+
+def flooded(recording: Recording, queue: StreamOccupancy, given: QueueCalls, held: int, flood: int) -> None:
     """Fills in the queue's conclusion where such stretches tell one.
 
     Args:
         recording: without device activity.
         queue: one of its queues, nothing concluded of it yet.
-        judged: which of its calls say something of the queue, (calls,) bool.
-        emptied: before which of them it was known to be empty, likewise.
-        whole: the first of them from which on all are there.
+        given: its calls.
         held: submissions that it takes.
         flood: submissions in a row that no queue holds.
     """
-    calls, rows = recording.calls, queue.calls
-    if len(rows) - whole <= flood:
+    if len(queue.calls) - given.whole <= flood:
         return
-    start, end = calls["start_ns"][rows], calls["end_ns"][rows]
-    duration = end - start
-    base = np.zeros(len(rows))
-    for name in distinct(calls["name"][rows]):
-        mine = calls["name"][rows] == name
-        base[mine] = min(queue.baseline_ns[name], _quickest_ns(recording, queue, name, duration[mine & judged]))
-    count = np.arange(len(rows))
-    returned = np.r_[start[0], np.maximum.accumulate(end)[:-1]]
-    pace = quantile(end[whole + flood :] - end[whole:-flood], 0.5) / flood  # what the device needs for one
-    fresh = emptied | (start - returned > 64 * pace) | (count == whole)
-    first = np.maximum.accumulate(np.where(fresh, count, 0))
-    length = np.bincount(first, minlength=len(rows))[first]
-    place = count - first
-    top = judged & (length >= flood) & (place > OVER_TIMES * held) & (count >= whole)
+    names = recording.calls["name"][queue.calls]
+    base = _quick_base(recording, queue, given, names)
+    found = _stretches(given, held, flood)
+    top, duration = found.top, given.duration
     if int(top.sum()) < held:
         return
-    least = np.maximum(SLOW_TIMES * base, base + SLOW_AT_LEAST_NS)
     usual = quantile(duration[top], 0.5)
-    ways = [least]
-    if usual >= DEARER_IN_FLOOD * float(base[top].mean()) and usual < float(np.median(least[top])):
-        ways.append(np.minimum(least, (base + usual) / 2))
-    room = judged & emptied[first] & (place < ROOM_SHARE * held) & (count >= whole) & (place > 0)
-    paused = np.flatnonzero(top & (start - returned > 16 * pace))
-    began, ended = int(start[top].min()), int(end[top].max())
+    ways = [np.maximum(SLOW_TIMES * base, base + SLOW_AT_LEAST_NS)]
+    if usual >= DEARER_IN_FLOOD * float(base[top].mean()) and usual < float(np.median(ways[0][top])):
+        ways.append(np.minimum(ways[0], (base + usual) / 2))
+    always = _evidence(recording, queue, given, found, flood)
     for least in ways:
-        slow = judged & (duration >= least)
+        slow = given.judged & (duration >= least)
         lost = np.where(top & slow, duration - base, 0).astype(np.int64)
-        begun = _onsets(start, slow, emptied, top, float(slow[top].mean()), pace, held)
+        begun = _onsets(given.start, slow, given.emptied, top, float(slow[top].mean()), found.pace, held)
         concluded = conclude(
-            Flood(
-                longest=int(length[top].max()),
+            replace(
+                always,
                 waits=int((top & slow).sum()),
-                calls=int(top.sum()),
                 lost_ns=int(lost.sum()),
-                # From the end of the call before to that of this one, for as long as nothing was drained between.
-                spent_ns=int((end - np.minimum(returned, start))[top].sum()),
                 times=float(np.median(least[top] / np.maximum(base[top], 1))),
-                spread=_spread(end[top], first[top], flood),
-                pauses=len(paused),
-                slow_after=_slow_after(slow, paused),
+                slow_after=_slow_after(slow, found.paused),
                 onsets=len(begun),
                 misfits=sum(abs(level - held) > (OVER_TIMES - 1) * held for level in begun),
-                seen_waiting=least is ways[0] or usual >= FILLED_SHARE * pace,
-                slow_before=int(slow[room].sum()),
-                before=int(room.sum()),
-                alone=_alone(recording, queue, began, ended),
-                no_cpu=_no_cpu(recording, queue, began, ended),
+                seen_waiting=least is ways[0] or usual >= FILLED_SHARE * found.pace,
+                slow_before=int(slow[found.free].sum()),
             )
         )
         if concluded.state != "not full":
@@ -108,10 +138,61 @@ def flooded(
     if not concluded.full:
         queue.conclusion = concluded
         return
-    queue.depth = np.minimum(place, held).astype(np.int32)
+    queue.depth = np.minimum(found.place, held).astype(np.int32)
     queue.blocked_by(concluded, top & slow, lost, "inferred")
     for name in queue.baseline_ns:
-        queue.baseline_ns[name] = int(base[calls["name"][rows] == name][0])
+        queue.baseline_ns[name] = int(base[names == name][0])
+
+
+def _quick_base(recording: Recording, queue: StreamOccupancy, given: QueueCalls, names: Array) -> Array:
+    """What each call costs where the queue has a slot, ns: no more than what the quickest of its name cost."""
+    base = np.zeros(len(names))
+    for name in distinct(names):
+        mine = names == name
+        quickest = _quickest_ns(recording, queue, name, given.duration[mine & given.judged])
+        base[mine] = min(queue.baseline_ns[name], quickest)
+    return base
+
+
+def _stretches(given: QueueCalls, held: int, flood: int) -> _Stretches:
+    start, end, whole = given.start, given.end, given.whole
+    count = np.arange(len(start))
+    returned = np.r_[start[0], np.maximum.accumulate(end)[:-1]]
+    pace = quantile(end[whole + flood :] - end[whole:-flood], 0.5) / flood
+    fresh = given.emptied | (start - returned > 64 * pace) | (count == whole)
+    first = np.maximum.accumulate(np.where(fresh, count, 0))
+    length = np.bincount(first, minlength=len(start))[first]
+    place = count - first
+    counts = given.judged & (count >= whole)
+    top = counts & (length >= flood) & (place > OVER_TIMES * held)
+    free = counts & given.emptied[first] & (place < ROOM_SHARE * held) & (place > 0)
+    paused = np.flatnonzero(top & (start - returned > 16 * pace))
+    return _Stretches(pace, returned, first, place, length, top, free, paused)
+
+
+def _evidence(recording: Recording, queue: StreamOccupancy, given: QueueCalls, found: _Stretches, flood: int) -> Flood:
+    """What does not depend on which calls are taken for slow; the rest is left at nothing."""
+    top = found.top
+    began, ended = int(given.start[top].min()), int(given.end[top].max())
+    return Flood(
+        longest=int(found.length[top].max()),
+        waits=0,
+        calls=int(top.sum()),
+        lost_ns=0,
+        # From the end of the call before to that of this one, for as long as nothing was drained between.
+        spent_ns=int((given.end - np.minimum(found.returned, given.start))[top].sum()),
+        times=0.0,
+        spread=_spread(given.end[top], found.first[top], flood),
+        pauses=len(found.paused),
+        slow_after=0,
+        onsets=0,
+        misfits=0,
+        seen_waiting=False,
+        slow_before=0,
+        before=int(found.free.sum()),
+        alone=_alone(recording, queue, began, ended),
+        no_cpu=_no_cpu(recording, queue, began, ended),
+    )
 
 
 def _spread(end: Array, first: Array, flood: int) -> float:

@@ -31,7 +31,7 @@ from kvprobe.launchqueue.evidence import DepthStep, InBurst, Numbered, Rest
 from kvprobe.launchqueue.judge import conclude
 from kvprobe.recordings.assemble import distinct, quantile
 from kvprobe.recordings.buckets import bucket_floor_ns
-from kvprobe.recordings.flooded import flooded
+from kvprobe.recordings.flooded import QueueCalls, flooded
 from kvprobe.recordings.held_locks import first_of_threads, held_lock
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording, Table
 from kvprobe.recordings.numbered import emptying_waits, partial, places, places_each, told_to_wait
@@ -102,36 +102,24 @@ def _infer(recording: Recording, queue: StreamOccupancy) -> None:
     was given; else it is reckoned from the calls themselves (`_by_pace`), or from the number in its burst of the one
     call that waits (`_behind_fences`).
     """
-    calls, rows = recording.calls, queue.calls
-    start, end = calls["start_ns"][rows], calls["end_ns"][rows]
-    duration = end - start
-    base = np.zeros(len(rows))
-    for name in distinct(calls["name"][rows]):
-        mine = calls["name"][rows] == name
-        queue.baseline_ns[name] = _quick_ns(recording, queue, name, duration[mine])
-        base[mine] = queue.baseline_ns[name]
-    judged = (calls["memory"][rows] != Memory.PAGEABLE) & (calls["kind"][rows] != CallKind.GRAPH)
-    judged &= ~_recorders(recording, queue)
-    judged &= ~partial(recording, queue)
-    slow = judged & (duration > np.maximum(3 * base, base + 1000))
-    whole = _whole_from(recording, queue, slow)
-    judged[:whole] = False
+    given = _queue_calls(recording, queue)
+    duration, slow, judged = given.duration, given.slow, given.judged
     each = places_each(recording, queue)
     known, depths = _counted(recording, each), _depths(recording, each)
-    emptied = _emptied(recording, queue)
     counted = _by_transfers(recording, queue)
     if counted is not None:
         depth, source = counted, "what was outstanding is counted from the ends of transfers"
         full = known or _deepest(depth[slow & judged])
         full = full if known or full >= depths.least else 0
     else:
-        depth = np.zeros(len(rows))
-        depth[whole:], full, source = _by_pace(start[whole:], end[whole:], slow[whole:], emptied[whole:], known, depths)
+        depth, late = np.zeros(len(duration)), slice(given.whole, None)
+        start, end, emptied = given.start[late], given.end[late], given.emptied[late]
+        depth[late], full, source = _by_pace(start, end, slow[late], emptied, known, depths)
     queue.after = 0  # of none is it known when it was executed
     queue.depth = np.minimum(depth, full or np.iinfo(np.int32).max).astype(np.int32)
     top, below = judged & (depth >= FULL_SHARE * full), judged & (depth < BELOW_SHARE * full)
     blocked = top & slow
-    lost = np.where(blocked, duration - base, 0).astype(np.int64)
+    lost = np.where(blocked, duration - given.base, 0).astype(np.int64)
     concluded = conclude(
         DepthStep(
             int(full),
@@ -149,16 +137,16 @@ def _infer(recording: Recording, queue: StreamOccupancy) -> None:
         queue.blocked_by(concluded, blocked, lost, "inferred")
         queue.ceiling = _deepest(queue.depth[blocked])
     elif counted is None:
-        _by_bursts(recording, queue, base, slow, judged, emptied, whole, known, depths)
+        _by_bursts(recording, queue, given, known, depths)
     queue.inferred_ns = int(queue.blocked_ns.sum())
     if queue.conclusion.because:
         return
-    excess = (duration - base)[slow]
+    excess = (duration - given.base)[slow]
     queue.conclusion = conclude(
         Rest(
             int(excess.sum()),
-            without_cpu(recording, rows[slow], excess) if len(excess) else 0,
-            int(end.max()) - int(start[0]),
+            without_cpu(recording, queue.calls[slow], excess) if len(excess) else 0,
+            int(given.end.max()) - int(given.start[0]),
             "slow calls",
             source,
             int(queue.depth.max(initial=0)),
@@ -168,35 +156,43 @@ def _infer(recording: Recording, queue: StreamOccupancy) -> None:
     )
 
 
-def _by_bursts(
-    recording: Recording,
-    queue: StreamOccupancy,
-    base: Array,
-    slow: Array,
-    judged: Array,
-    emptied: Array,
-    whole: int,
-    known: int,
-    depths: _Depths,
-) -> None:
-    """Asks by the number in its burst of the one call that waits, else by floods; nothing where neither tells."""
+def _queue_calls(recording: Recording, queue: StreamOccupancy) -> QueueCalls:
+    """The queue's calls; what they cost where there is a slot goes to the queue as well."""
     calls, rows = recording.calls, queue.calls
     start, end = calls["start_ns"][rows], calls["end_ns"][rows]
     duration = end - start
-    long = judged & (duration > 100 * base) & (duration > _LONG_NS)
+    base = np.zeros(len(rows))
+    for name in distinct(calls["name"][rows]):
+        mine = calls["name"][rows] == name
+        queue.baseline_ns[name] = _quick_ns(recording, queue, name, duration[mine])
+        base[mine] = queue.baseline_ns[name]
+    judged = (calls["memory"][rows] != Memory.PAGEABLE) & (calls["kind"][rows] != CallKind.GRAPH)
+    judged &= ~_recorders(recording, queue)
+    judged &= ~partial(recording, queue)
+    slow = judged & (duration > np.maximum(3 * base, base + 1000))
+    whole = _whole_from(recording, queue, slow)
+    judged[:whole] = False
+    return QueueCalls(start, end, base, slow, judged, _emptied(recording, queue), whole)
+
+
+def _by_bursts(recording: Recording, queue: StreamOccupancy, given: QueueCalls, known: int, depths: _Depths) -> None:
+    """Asks by the number in its burst of the one call that waits, else by floods; nothing where neither tells."""
+    base, duration, rows = given.base, given.duration, queue.calls
+    long = given.judged & (duration > 100 * base) & (duration > _LONG_NS)
     if long.any():
-        begun, locked = emptied | told_to_wait(recording, queue), held_lock(recording, rows, long, slow)
+        begun, locked = given.emptied | told_to_wait(recording, queue), held_lock(recording, rows, long, given.slow)
         long &= ~first_of_threads(recording, rows)
         held_by = (0.98 * known, 1.005 * known + 2) if known else depths.exactly
         queues = f"the queue takes {known:,}" if known else f"queues take about {round(depths.about, -1):,}"
-        held, place, first = _behind_fences(start, end, long, slow & judged, begun, locked, held_by)
+        slow = given.slow & given.judged
+        held, place, first = _behind_fences(given.start, given.end, long, slow, begun, locked, held_by)
         lost = np.where(held, duration - base, 0).astype(np.int64)
         concluded = conclude(replace(first, lost_ns=int(lost.sum()), queues=queues))
         if concluded.full:
             queue.depth = place
             queue.blocked_by(concluded, held, lost, "inferred")
             return
-    flooded(recording, queue, judged, emptied, whole, known or int(depths.exactly[1]), depths.flood)
+    flooded(recording, queue, given, known or int(depths.exactly[1]), depths.flood)
 
 
 def _launches(recording: Recording, queue: StreamOccupancy, numbered: Array, base: Array) -> None:

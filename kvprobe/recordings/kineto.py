@@ -157,54 +157,17 @@ class _Reader:
             directions = np.array([words.call_direction(name) for name in self.names.list], dtype=np.uint8)
             calls["kind"], calls["direction"] = kinds[calls["name"]], directions[calls["name"]]
             calls["count"] = is_kind(calls["kind"], (CallKind.COPY, CallKind.COPY_SYNC)).astype(np.int32)
-        streams: dict[str, Array] = {}
-        if executions:
-            zero = np.zeros(len(executions["start_ns"]), dtype=np.int32)
-            executions["stream"], streams = stream_rows(zero, executions["device"], executions.pop("handle"))
-            for name in ("device", "channel", "count"):
-                executions[name] = np.clip(executions[name], -1, (1 << 31) - 1).astype(np.int32)
-            copies = [words.kineto_copy(name) for name in self.names.list]
-            is_copy = executions["engine"] == Engine.COPY
-            for i, name in enumerate(("direction", "memory")):
-                table = np.array([pair[i] for pair in copies], dtype=np.uint8)
-                executions[name] = np.where(is_copy, table[executions["name"]], 0).astype(np.uint8)
-            _channels(streams, executions)
+        streams = self._streams(executions) if executions else {}
         for columns in (calls, executions, ranges, labels):
             if columns:
                 columns["process"] = np.broadcast_to(np.int32(0), (len(columns["start_ns"]),))
-        pid = max(self.call_pids, key=lambda p: self.call_pids[p]) if self.call_pids else -1
         tables = {
             kind: sorted_table(kind, columns)
             for kind, columns in (("calls", calls), ("executions", executions), ("ranges", ranges), ("labels", labels))
         }
         del calls, executions, ranges, labels
         tables["streams"] = Table("streams", streams)
-        spans = [
-            t
-            for kind in ("calls", "executions", "ranges")
-            if tables[kind].rows
-            for t in (int(tables[kind]["start_ns"][0]), int(tables[kind]["end_ns"].max()))
-        ]
-        rank = head.distributed.get("rank")
-        rank = rank if isinstance(rank, int) and 0 <= rank < 1 << 31 else rank_of(self.path)
-        tables["processes"] = Table(
-            "processes",
-            {
-                "pid": np.array([pid]),
-                "rank": np.array([rank]),
-                "name": self.names.map([self.process_names.get(pid, "")]),
-                "start_ns": np.array([min(spans, default=0)]),
-                "end_ns": np.array([max(spans, default=0)]),
-            },
-        )
-        threads = [(tid, name) for (owner, tid), name in self.thread_names.items() if owner == pid]
-        tables["threads"] = Table(
-            "threads",
-            {
-                "thread": np.array([t for t, _ in threads], dtype=np.int64),
-                "name": self.names.map([name for _, name in threads]),
-            },
-        )
+        tables |= self._process(head, tables)
         machine, how = _machine(head)
         if not machine.get("clock_relative"):
             machine["unix_offset_ns"] = 0
@@ -221,6 +184,45 @@ class _Reader:
         link(recording)
         _forget_single_batches(recording)
         return recording
+
+    def _streams(self, executions: dict[str, Array]) -> dict[str, Array]:
+        """Columns of the table of streams; the executions are told their rows of it, and what each copy is."""
+        zero = np.zeros(len(executions["start_ns"]), dtype=np.int32)
+        executions["stream"], streams = stream_rows(zero, executions["device"], executions.pop("handle"))
+        for name in ("device", "channel", "count"):
+            executions[name] = np.clip(executions[name], -1, (1 << 31) - 1).astype(np.int32)
+        copies = [words.kineto_copy(name) for name in self.names.list]
+        is_copy = executions["engine"] == Engine.COPY
+        for i, name in enumerate(("direction", "memory")):
+            table = np.array([pair[i] for pair in copies], dtype=np.uint8)
+            executions[name] = np.where(is_copy, table[executions["name"]], 0).astype(np.uint8)
+        _channels(streams, executions)
+        return streams
+
+    def _process(self, head: _Head, tables: dict[str, Table]) -> dict[str, Table]:
+        """The one process of a trace, whose rows are in these tables, and its threads."""
+        pid = max(self.call_pids, key=lambda p: self.call_pids[p]) if self.call_pids else -1
+        spans = [
+            t
+            for kind in ("calls", "executions", "ranges")
+            if tables[kind].rows
+            for t in (int(tables[kind]["start_ns"][0]), int(tables[kind]["end_ns"].max()))
+        ]
+        rank = head.distributed.get("rank")
+        rank = rank if isinstance(rank, int) and 0 <= rank < 1 << 31 else rank_of(self.path)
+        process = {
+            "pid": np.array([pid]),
+            "rank": np.array([rank]),
+            "name": self.names.map([self.process_names.get(pid, "")]),
+            "start_ns": np.array([min(spans, default=0)]),
+            "end_ns": np.array([max(spans, default=0)]),
+        }
+        mine = [(tid, name) for (owner, tid), name in self.thread_names.items() if owner == pid]
+        threads = {
+            "thread": np.array([t for t, _ in mine], dtype=np.int64),
+            "name": self.names.map([name for _, name in mine]),
+        }
+        return {"processes": Table("processes", process), "threads": Table("threads", threads)}
 
 
 def _forget_single_batches(recording: Recording) -> None:

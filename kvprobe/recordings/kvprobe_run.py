@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,11 @@ from kvprobe.probe.ring import (
     read_ring_fd,
     stream_handles,
 )
+from kvprobe.recordings.adapter_events import ns_of
 from kvprobe.recordings.assemble import sorted_table, stream_rows
 from kvprobe.recordings.merge import ONE_BY_ONE
 from kvprobe.recordings.model import Array, CallKind, Direction, Label, Memory, Recording, Source, Table
-from kvprobe.recordings.run_events import contents, cpu_waits, known_codes, ns_of, samples, stacks, transfers
+from kvprobe.recordings.run_events import RingRecords, contents, cpu_waits, known_codes, samples, stacks, transfers
 from kvprobe.recordings.run_marks import marks
 from kvprobe.recordings.run_processes import (
     OF_ANOTHER_NAMESPACE,
@@ -73,84 +75,130 @@ def read(
         RecordingError: no ring file can be read; files of a run that cannot be are named in `notes` instead.
     """
     given = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
-    names, notes, unread = Names(), list[str](), list[str]()
-    processes: list[Process] = []
-    source: list[Source] = []
-    folders: dict[Path, RunFolder] = {}
-
-    def run_folder(path: Path) -> RunFolder:
-        return folders.setdefault(path, RunFolder(path))
-
-    runs: dict[Path, dict[str, Any]] = {}
-    ends: dict[Path, dict[str, Any]] = {}
+    names, found = Names(), _Found(progress)
     for path in given:
-        folder = path if path.is_dir() else path.parent
-        files = run_folder(path).rings() if path.is_dir() else [path]
-        if path.is_dir():
-            runs[folder] = run_folder(folder).run()
-            ends[folder] = run_folder(folder).end()
-        rings, unreadable = list[RingSnapshot](), list[str]()
-        for i, file in enumerate(files):
-            if progress is not None:
-                progress(f"reading {file.name}", i / max(1, len(files)) * 0.8)
-            try:
-                rings += _packed(file, rings) if file.name == packed.NAME else [read_ring(file)]
-            except RecordingError as error:
-                if not path.is_dir():
-                    raise
-                unreadable.append(file.name)
-                notes.append(f"not read: {error}")
-                unread.append(f"not read: {error}")
-        unread += missing_of(run_folder(folder), ends.get(folder), rings, unreadable)
-        run, over = runs.get(folder, {}), bool(ends.get(folder))
-        processes += processes_of(run_folder(folder), rings, run, path.is_dir(), over)
-        command = redact_text(" ".join(runs.get(folder, {}).get("command", [])))
-        tool = f"kvprobe {runs.get(folder, {}).get('version', '')}".strip()
-        size = sum(file.stat().st_blocks * 512 for file in files if file.exists())  # they have holes
-        source.append(Source(str(path), "kvprobe", tool=tool, command=command, bytes=size))
-        notes += _notes(runs.get(folder, {}), ends.get(folder, {}), rings, path)
-        if runs.get(folder) and not ends.get(folder):
-            unread.append(_NOT_OVER)
-        unread += [
-            f"process {pid}: at least {number} functions were not led to the recorder, so calls are missing"
-            for pid, number in (run_folder(folder).not_wrapped().items() if path.is_dir() else ())
-        ]
+        found.take(path)
     if progress is not None:
         progress("putting processes together", 0.85)
-    shifts = shifts_of(processes, runs)
-    if recorded_one_by_one(processes, shifts):
-        notes.append(ONE_BY_ONE)
-    ranks = [rank_of(process) for process in processes]
-    order = sorted(
-        range(len(processes)),
-        key=lambda i: (ranks[i] if ranks[i] >= 0 else 1 << 30, node_of(processes[i], runs), processes[i].start_ns),
-    )
-    processes = [processes[i] for i in order]
-    shifts = [shifts[i] for i in order]
-    recording = Recording(source=source, has_executions=False)
+    processes, shifts = found.in_order()
+    notes, runs = found.notes, found.runs
+    recording = Recording(source=found.source, has_executions=False)
     _fill(recording, processes, shifts, runs, names)
     notes += _launch_queue(recording, processes, shifts, names)
-    unread += [
-        f"how process {process.pid} ended is not known, so what is here of it may not be all"
-        for process in processes
-        if process.state in (UNTOLD, OF_ANOTHER_NAMESPACE)
-    ]
     for process in processes:
+        if process.state in (UNTOLD, OF_ANOTHER_NAMESPACE):
+            found.unread.append(f"how process {process.pid} ended is not known, so what is here of it may not be all")
         if not (process.state in ("closed", "running", "replaced") or process.state.startswith("exit code")):
             notes.append(
                 f"process {process.pid} {process.state}; its totals are complete, only the newest single calls were "
                 f"kept"
             )
     for folder, run in runs.items():
-        facts = {key: run[key] for key in ("host", "kernel", "cpus", "python", "gpu_nodes") if key in run}
-        recording.machine.update(facts)
-        recording.machine_how.update(dict.fromkeys(facts, f"run.json of {folder.name}"))
-        _queue_settings(recording, run, folder)
-        protected = ends.get(folder, {}).get(CONFIDENTIAL)
-        if protected is not None:
-            recording.machine[CONFIDENTIAL] = protected
-            recording.machine_how[CONFIDENTIAL] = f"end.json of {folder.name}, reported by the driver"
-    known = [(p.unix_offset_ns, by) for p, by in zip(processes, shifts, strict=True) if p.unix_offset_ns is not None]
+        _machine_facts(recording, run, found.ends.get(folder, {}), folder)
+    _unix_offset(recording, processes, shifts, runs)
+    recording.notes += notes
+    recording.incomplete += found.unread
+    for one in found.folders.values():
+        recording.notes += one.damaged
+    recording.names = names.list
+    if progress is not None:
+        progress("read", 1.0)
+    return recording
+
+
+@dataclass
+class _Found:
+    """What the given folders and ring files hold, one after another.
+
+    Attributes:
+        progress: who is told of it.
+        source: each given path.
+        processes: in the order in which they were found.
+        runs: run.json of each folder; `ends` its end.json; `folders` the folder itself.
+        notes: what to say of them; `unread` what of them is missing.
+    """
+
+    progress: Progress | None
+    source: list[Source] = field(default_factory=list)
+    processes: list[Process] = field(default_factory=list)
+    runs: dict[Path, dict[str, Any]] = field(default_factory=dict)
+    ends: dict[Path, dict[str, Any]] = field(default_factory=dict)
+    folders: dict[Path, RunFolder] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+
+    def take(self, path: Path) -> None:
+        """One run folder or one ring file."""
+        whole = path.is_dir()
+        folder = path if whole else path.parent
+        files = self.folders.setdefault(folder, RunFolder(folder))
+        if whole:
+            self.runs[folder], self.ends[folder] = files.run(), files.end()
+        run, end = self.runs.get(folder, {}), self.ends.get(folder, {})
+        ring_files = files.rings() if whole else [path]
+        rings, unreadable = self._rings(ring_files, whole)
+        self.unread += missing_of(files, self.ends.get(folder), rings, unreadable)
+        self.processes += processes_of(files, rings, run, whole, bool(end))
+        size = sum(file.stat().st_blocks * 512 for file in ring_files if file.exists())  # they have holes
+        tool = f"kvprobe {run.get('version', '')}".strip()
+        command = redact_text(" ".join(run.get("command", [])))
+        self.source.append(Source(str(path), "kvprobe", tool=tool, command=command, bytes=size))
+        self.notes += _notes(run, end, rings, path)
+        if run and not end:
+            self.unread.append(_NOT_OVER)
+        for pid, number in files.not_wrapped().items() if whole else ():
+            self.unread.append(
+                f"process {pid}: at least {number} functions were not led to the recorder, so calls are missing"
+            )
+
+    def _rings(self, files: Sequence[Path], whole: bool) -> tuple[list[RingSnapshot], list[str]]:
+        """The ring files of a folder, and the names of those that cannot be read; a file given by itself must be."""
+        rings, unreadable = list[RingSnapshot](), list[str]()
+        for i, file in enumerate(files):
+            if self.progress is not None:
+                self.progress(f"reading {file.name}", i / max(1, len(files)) * 0.8)
+            try:
+                rings += _packed(file, rings) if file.name == packed.NAME else [read_ring(file)]
+            except RecordingError as error:
+                if not whole:
+                    raise
+                unreadable.append(file.name)
+                self.notes.append(f"not read: {error}")
+                self.unread.append(f"not read: {error}")
+        return rings, unreadable
+
+    def in_order(self) -> tuple[list[Process], list[int]]:
+        """The processes by rank, node and start, and what to add to the times of each."""
+        shifts = shifts_of(self.processes, self.runs)
+        if recorded_one_by_one(self.processes, shifts):
+            self.notes.append(ONE_BY_ONE)
+
+        def place(number: int) -> tuple[int, str, int]:
+            process = self.processes[number]
+            rank = rank_of(process)
+            return rank if rank >= 0 else 1 << 30, node_of(process, self.runs), process.start_ns
+
+        order = sorted(range(len(self.processes)), key=place)
+        return [self.processes[i] for i in order], [shifts[i] for i in order]
+
+
+def _machine_facts(recording: Recording, run: dict[str, Any], end: dict[str, Any], folder: Path) -> None:
+    """What run.json and end.json say of the machine."""
+    facts = {key: run[key] for key in ("host", "kernel", "cpus", "python", "gpu_nodes") if key in run}
+    recording.machine.update(facts)
+    recording.machine_how.update(dict.fromkeys(facts, f"run.json of {folder.name}"))
+    _queue_settings(recording, run, folder)
+    protected = end.get(CONFIDENTIAL)
+    if protected is not None:
+        recording.machine[CONFIDENTIAL] = protected
+        recording.machine_how[CONFIDENTIAL] = f"end.json of {folder.name}, reported by the driver"
+
+
+def _unix_offset(
+    recording: Recording, processes: list[Process], shifts: list[int], runs: dict[Path, dict[str, Any]]
+) -> None:
+    """What to add to a time of the recording to get UNIX time, from a ring file, else from a run.json."""
+    known = [(p.unix_offset_ns, by) for p, by in zip(processes, shifts, strict=True)]
     offset = next((offset - by for offset, by in known if offset is not None), None)
     if offset is None:
         clocks = next((run for run in runs.values() if "monotonic_ns" in run and "realtime_ns" in run), None)
@@ -158,14 +206,6 @@ def read(
     if offset is not None:
         recording.machine["unix_offset_ns"] = offset
         recording.machine_how["unix_offset_ns"] = "both clocks, read together when the recording began"
-    recording.notes += notes
-    recording.incomplete += unread
-    for one in folders.values():
-        recording.notes += one.damaged
-    recording.names = names.list
-    if progress is not None:
-        progress("read", 1.0)
-    return recording
 
 
 def _packed(pack: Path, rings: list[RingSnapshot]) -> Iterator[RingSnapshot]:
@@ -261,72 +301,22 @@ def _launch_queue(recording: Recording, processes: list[Process], shifts: list[i
 def _fill(
     recording: Recording, processes: list[Process], shifts: list[int], runs: dict[Path, dict[str, Any]], names: Names
 ) -> None:
-    detail: list[tuple[int, int, Array]] = []
-    told: list[tuple[int, int, Array]] = []  # of marks
-    looked: list[tuple[int, int, Array]] = []  # at what copies carried
-    totals: list[tuple[int, Array, Array]] = []  # process, slots, owner threads
-    over: list[tuple[int, int, int, int, int]] = []
-    for row, process in enumerate(processes):
-        counted = process.counted()
-        records = _joined([ring.records() for ring in counted])
-        told.append((row, shifts[row], _joined([ring.marks() for ring in counted])))
-        looked.append((row, shifts[row], _joined([ring.notes(CONTENTS) for ring in counted])))
-        missing = sum(ring.overwritten() for ring in counted) + int((records["call"] != TRANSFER).sum())
-        for ring in process.rings:
-            if ring not in counted:
-                records = _with_engine(records, ring.records())
-        detail.append((row, shifts[row], records))
-        lost = missing - int((records["call"] != TRANSFER).sum())  # less what the engines' files had of it
-        if lost > 0:
-            recording.lost[row] = lost
-        for ring in process.counted():
-            for section in ring.sections:
-                slots = section.slots[section.slots["call"] != TRANSFER]
-                owner = section.tid if section.owners == 1 and section.tid else _only_thread(section.records)
-                totals.append((row, slots, np.full(len(slots), owner, dtype=np.int64)))
-            over += [
-                (row, int(c), int(ring.over_count[c]), int(ring.over_bytes[c]), int(ring.over_dur_ns[c]))
-                for c in np.flatnonzero(ring.over_count)
-            ]
-    records, process_of, shift_of = _together(detail)
-    marked, marked_process, marked_shift = _together(told)
-    looks, look_process, look_shift = _together(looked)
-    slots = np.concatenate([part for _, part, _ in totals] or [np.zeros(0, SLOT)])
-    slot_process = np.repeat(np.array([row for row, _, _ in totals], dtype=np.int32), [len(p) for _, p, _ in totals])
-    slot_thread = np.concatenate([owners for _, _, owners in totals] or [np.zeros(0, np.int64)])
-
-    # one table of streams for calls and totals together
-    both_process = np.concatenate([process_of, slot_process, marked_process, look_process])
-    on = np.where(marked["call"] == SPAN, handles_of(marked), np.int64(-1))
-    handles = np.concatenate([handles_of(records), handles_of(slots), on, handles_of(looks)])
-    rows, columns = stream_rows(both_process, np.zeros(len(both_process), np.int32), handles)
-    rows, columns = _in_order_of_use(rows, columns, processes)
-    recording.tables["streams"] = Table("streams", columns)
-    edges = np.cumsum([len(records), len(slots), len(marked)])
-    call_stream, slot_stream, mark_stream, look_stream = np.split(rows, edges)
-    marks(recording, marked, marked_process, marked_shift, mark_stream, names)
-    contents(recording, looks, look_process, look_shift, look_stream)
-
-    kinds = np.zeros(256, dtype=np.uint8)
-    name_of = np.zeros(256, dtype=np.int32)
-    for number, (kind, name) in CALLS.items():
-        kinds[number] = CallKind[kind].value if kind in CallKind.__members__ else CallKind.OTHER
-        name_of[number] = names.add(name)
-    for number in set(np.unique(records["call"])) | set(np.unique(slots["call"])):
-        if int(number) not in CALLS:  # a newer writer's call
-            name_of[number] = names.add(f"call {number}")
-
-    _calls(recording, records, process_of, shift_of, call_stream, kinds, name_of)
-    submitters = Submitters()
-    for row, process in enumerate(processes):
-        mine = np.flatnonzero(columns["process"] == row)
-        rows_of = dict(zip(columns["handle"][mine].tolist(), mine.tolist(), strict=True))
-        for ring in process.rings:
-            if ring.producer != "interposer":
-                submitters.engine(row, ring, rows_of)
-    transfers(recording, records, process_of, shift_of, call_stream, processes, shifts, names, submitters)
+    """Makes every table, in steps: what the ring files hold, their streams, and what the other files add."""
+    gathered = _Gathered(recording.lost)
+    for row, (process, shift) in enumerate(zip(processes, shifts, strict=True)):
+        gathered.take(row, shift, process)
+    calls, marked, looks = (_together(parts) for parts in (gathered.calls, gathered.marks, gathered.looks))
+    totals = gathered.all_totals()
+    streams = _streams(processes, calls, totals, marked, looks)
+    recording.tables["streams"] = Table("streams", streams)
+    marks(recording, marked, names)
+    contents(recording, looks)
+    words = _CallWords(calls.records, totals.slots, names)
+    _calls(recording, calls, words)
+    submitters = _engine_submitters(processes, streams)
+    transfers(recording, calls, processes, shifts, names, submitters)
     recording.tables["submitters"] = submitters.table(names)
-    _totals(recording, slots, slot_process, slot_thread, slot_stream, over, kinds, name_of)
+    _totals(recording, totals, words)
     stacks(recording, processes, shifts, names)
     cpu_waits(recording, processes, shifts)
     samples(recording, processes, shifts, names)
@@ -345,12 +335,128 @@ def _fill(
     )
 
 
-def _together(parts: list[tuple[int, int, Array]]) -> tuple[Array, Array, Array]:
-    """Records of all processes, with each one's process and what its clock is shifted by."""
+_Part = tuple[int, int, Array]  # row of a process, what its clock is shifted by, its records
+
+
+@dataclass
+class _Totals:
+    """Totals of all processes.
+
+    Attributes:
+        slots: (rows,) SLOT; `process`, `thread` and `stream` of each likewise.
+        over: process, call, calls, bytes and ns of what no slot could take.
+    """
+
+    slots: Array
+    process: Array
+    thread: Array
+    stream: Array
+    over: list[tuple[int, int, int, int, int]]
+
+
+@dataclass
+class _Gathered:
+    """What the ring files hold, process by process.
+
+    Attributes:
+        lost: row of a process -> single calls that were overwritten; the recording's own, filled here.
+        calls: single calls and transfers; `marks` of the device; `looks` at what copies carried.
+        totals: row of a process, slots, and the thread of each slot.
+        over: see `_Totals`.
+    """
+
+    lost: dict[int, int]
+    calls: list[_Part] = field(default_factory=list)
+    marks: list[_Part] = field(default_factory=list)
+    looks: list[_Part] = field(default_factory=list)
+    totals: list[tuple[int, Array, Array]] = field(default_factory=list)
+    over: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+
+    def take(self, row: int, shift: int, process: Process) -> None:
+        """The files of one process."""
+        counted = process.counted()
+        records = _joined([ring.records() for ring in counted])
+        self.marks.append((row, shift, _joined([ring.marks() for ring in counted])))
+        self.looks.append((row, shift, _joined([ring.notes(CONTENTS) for ring in counted])))
+        missing = sum(ring.overwritten() for ring in counted) + int((records["call"] != TRANSFER).sum())
+        for ring in process.rings:
+            if ring not in counted:
+                records = _with_engine(records, ring.records())
+        self.calls.append((row, shift, records))
+        lost = missing - int((records["call"] != TRANSFER).sum())  # less what the engines' files had of it
+        if lost > 0:
+            self.lost[row] = lost
+        for ring in counted:
+            for section in ring.sections:
+                slots = section.slots[section.slots["call"] != TRANSFER]
+                owner = section.tid if section.owners == 1 and section.tid else _only_thread(section.records)
+                self.totals.append((row, slots, np.full(len(slots), owner, dtype=np.int64)))
+            self.over += [
+                (row, int(c), int(ring.over_count[c]), int(ring.over_bytes[c]), int(ring.over_dur_ns[c]))
+                for c in np.flatnonzero(ring.over_count)
+            ]
+
+    def all_totals(self) -> _Totals:
+        """Those of all processes, on no stream yet."""
+        slots = np.concatenate([part for _, part, _ in self.totals] or [np.zeros(0, SLOT)])
+        rows = np.array([row for row, _, _ in self.totals], dtype=np.int32)
+        process = np.repeat(rows, [len(part) for _, part, _ in self.totals])
+        thread = np.concatenate([owners for _, _, owners in self.totals] or [np.zeros(0, np.int64)])
+        return _Totals(slots, process, thread, np.full(len(slots), -1, np.int32), self.over)
+
+
+def _together(parts: list[_Part]) -> RingRecords:
+    """Records of all processes, on no stream yet."""
     lengths = [len(part) for _, _, part in parts]
     process = np.repeat(np.array([row for row, _, _ in parts], dtype=np.int32), lengths)
     shift = np.repeat(np.array([by for _, by, _ in parts], dtype=np.int64), lengths)
-    return _joined([part for _, _, part in parts]), process, shift
+    return RingRecords(_joined([part for _, _, part in parts]), process, shift, np.full(sum(lengths), -1, np.int32))
+
+
+def _streams(
+    processes: list[Process], calls: RingRecords, totals: _Totals, marked: RingRecords, looks: RingRecords
+) -> dict[str, Array]:
+    """Columns of one table of streams for all four, which are told their rows of it."""
+    process = np.concatenate([calls.process, totals.process, marked.process, looks.process])
+    of_spans = np.where(marked.records["call"] == SPAN, handles_of(marked.records), np.int64(-1))
+    handles = [handles_of(calls.records), handles_of(totals.slots), of_spans, handles_of(looks.records)]
+    rows, columns = stream_rows(process, np.zeros(len(process), np.int32), np.concatenate(handles))
+    rows, columns = _in_order_of_use(rows, columns, processes)
+    edges = np.cumsum([len(part) for part in handles])[:-1]
+    calls.stream, totals.stream, marked.stream, looks.stream = np.split(rows, edges)
+    return columns
+
+
+def _engine_submitters(processes: list[Process], streams: dict[str, Array]) -> Submitters:
+    """Who submitted for engines, by the heads of their ring files."""
+    submitters = Submitters()
+    for row, process in enumerate(processes):
+        mine = np.flatnonzero(streams["process"] == row)
+        rows_of = dict(zip(streams["handle"][mine].tolist(), mine.tolist(), strict=True))
+        for ring in process.rings:
+            if ring.producer != "interposer":
+                submitters.engine(row, ring, rows_of)
+    return submitters
+
+
+class _CallWords:
+    """What each call's number stands for.
+
+    Attributes:
+        kind: (256,) CallKind.
+        name: (256,) index of its name.
+    """
+
+    def __init__(self, records: Array, slots: Array, names: Names) -> None:
+        """`records`, `slots`: whose numbers may be a newer writer's."""
+        self.kind = np.zeros(256, dtype=np.uint8)
+        self.name = np.zeros(256, dtype=np.int32)
+        for number, (kind, name) in CALLS.items():
+            self.kind[number] = CallKind[kind].value if kind in CallKind.__members__ else CallKind.OTHER
+            self.name[number] = names.add(name)
+        for number in set(np.unique(records["call"])) | set(np.unique(slots["call"])):
+            if int(number) not in CALLS:  # a newer writer's call
+                self.name[number] = names.add(f"call {number}")
 
 
 def _in_order_of_use(
@@ -440,14 +546,13 @@ def _process_name(process: Process) -> str:
     return name
 
 
-def _calls(
-    recording: Recording, records: Array, process: Array, shift: Array, stream: Array, kinds: Array, name_of: Array
-) -> None:
-    keep = np.flatnonzero((records["call"] != TRANSFER) & (records["dur_ns"] != UNTIMED))
-    r = records[keep]
-    start = r["start_ns"].astype(np.int64) + shift[keep]
+def _calls(recording: Recording, rings: RingRecords, words: _CallWords) -> None:
+    of_calls = (rings.records["call"] != TRANSFER) & (rings.records["dur_ns"] != UNTIMED)
+    kept = rings.some(np.flatnonzero(of_calls))
+    r = kept.records
+    start = r["start_ns"].astype(np.int64) + kept.shift
     transfer = r["transfer"].astype(np.int64)
-    kind = kinds[r["call"]]
+    kind = words.kind[r["call"]]
     # A record of one of these has the number of launches where a copy has its destination.
     counts = (kind == CallKind.SYNC) | (kind == CallKind.LAUNCH) & (r["dst"] > 0)
     recording.tables["calls"] = sorted_table(
@@ -455,11 +560,11 @@ def _calls(
         {
             "start_ns": start,
             "end_ns": start + r["dur_ns"].astype(np.int64),
-            "process": process[keep],
+            "process": kept.process,
             "thread": r["tid"].astype(np.int64),
-            "name": name_of[r["call"]],
+            "name": words.name[r["call"]],
             "kind": kind,
-            "stream": stream[keep],
+            "stream": kept.stream,
             "direction": known_codes(r["direction"] & 15, Direction),
             "memory": known_codes(r["direction"] >> 4, Memory),
             "bytes": r["bytes"].astype(np.int64),
@@ -473,18 +578,10 @@ def _calls(
     )
 
 
-def _totals(
-    recording: Recording,
-    slots: Array,
-    process: Array,
-    thread: Array,
-    stream: Array,
-    over: list[tuple[int, int, int, int, int]],
-    kinds: Array,
-    name_of: Array,
-) -> None:
+def _totals(recording: Recording, totals: _Totals, words: _CallWords) -> None:
     """One row a slot; calls that no slot could take follow, a row for each call's name, on no stream."""
-    extra = np.array(over, dtype=np.int64).reshape(-1, 5)
+    slots = totals.slots
+    extra = np.array(totals.over, dtype=np.int64).reshape(-1, 5)
     none = np.full(len(extra), -1, dtype=np.int64)
     zero = np.zeros(len(extra), dtype=np.int64)
 
@@ -494,11 +591,11 @@ def _totals(
     recording.tables["totals"] = Table(
         "totals",
         {
-            "process": both(process, extra[:, 0]),
-            "thread": both(thread, none),
-            "stream": both(stream, none),
-            "name": both(name_of[slots["call"]], name_of[extra[:, 1]]),
-            "kind": both(kinds[slots["call"]], kinds[extra[:, 1]]),
+            "process": both(totals.process, extra[:, 0]),
+            "thread": both(totals.thread, none),
+            "stream": both(totals.stream, none),
+            "name": both(words.name[slots["call"]], words.name[extra[:, 1]]),
+            "kind": both(words.kind[slots["call"]], words.kind[extra[:, 1]]),
             "direction": both(known_codes(slots["direction"] & 15, Direction), zero),
             "memory": both(known_codes(slots["direction"] >> 4, Memory), zero),
             "calls": both(slots["count"], extra[:, 2]),

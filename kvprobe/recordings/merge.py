@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -27,78 +29,112 @@ def merge(recordings: Sequence[Recording]) -> Recording:
     """
     if len(recordings) == 1:
         return recordings[0]
-    notes: list[str] = []
-    offsets = [recording.machine.get("unix_offset_ns") for recording in recordings]
-    spans = [recorded(recording) for recording in recordings]
-    shifts = [spans[0][0] - start for start, _ in spans]  # all begin together
-    if not all(isinstance(offset, int) for offset in offsets):
-        notes.append(NO_CLOCK)
-    else:
-        stated = [int(offset) - int(offsets[0]) for offset in offsets]  # type: ignore[arg-type]
-        if at_once([(start + by, end + by) for (start, end), by in zip(spans, stated, strict=True)]):
-            shifts = stated
-            if any(shifts):
-                notes.append("several inputs, each with its own clock, were aligned by the wall-clock time they state")
-        else:
-            notes.append(ONE_BY_ONE)
+    shifts, notes = _shifts(recordings)
     names, renames = _names(recordings)
-    bases: dict[str, list[int]] = {
-        kind: np.concatenate([[0], np.cumsum([r.tables[kind].rows for r in recordings])]).tolist()
-        for kind in ("processes", "streams")
-    }
-    tables: dict[str, Table] = {}
-    for kind, schema in SCHEMAS.items():
-        if not any(r.tables[kind].rows for r in recordings):
-            continue
-        columns: dict[str, Array] = {}
-        for name, dtype in schema.items():
-            parts = [
-                _moved(
-                    r.tables[kind][name],
-                    kind,
-                    name,
-                    dtype,
-                    shifts[i],
-                    renames[i],
-                    bases["processes"][i],
-                    bases["streams"][i],
-                )
-                for i, r in enumerate(recordings)
-            ]
-            columns[name] = np.concatenate(parts)
-        by = "start_ns" if "start_ns" in columns and kind != "processes" else "time_ns" if "time_ns" in columns else ""
-        if by:
-            order = np.argsort(columns[by], kind="stable")
-            columns = {name: column[order] for name, column in columns.items()}
-        tables[kind] = Table(kind, columns)
-    machine, how = dict(recordings[0].machine), dict(recordings[0].machine_how)
-    for recording in recordings[1:]:
-        for fact, value in recording.machine.items():
-            if fact not in machine:
-                machine[fact], how[fact] = value, recording.machine_how.get(fact, "")
-            elif fact != "unix_offset_ns" and machine[fact] != value:
-                notes.append(f"inputs differ in {fact}: {machine[fact]} and {value}")
+    bases = {kind: _bases(recordings, kind) for kind in ("processes", "streams")}
+    moves = [
+        _Move(shift, rename, process, stream)
+        for shift, rename, process, stream in zip(shifts, renames, bases["processes"], bases["streams"], strict=True)
+    ]
+    machine, how, differing = _machine(recordings)
+    notes += differing
     without = sum(not r.has_executions for r in recordings)
     if 0 < without < len(recordings):
         notes.append(f"{without} of {len(recordings)} inputs saw no device activity: occupancy is inferred there")
     for recording in recordings:
         notes += [note for note in recording.notes if note not in notes]
-    lost = {
-        process + bases["processes"][i]: count for i, r in enumerate(recordings) for process, count in r.lost.items()
-    }
     merged = Recording(
         [source for r in recordings for source in r.source],
-        tables,
+        {kind: _table(recordings, moves, kind) for kind in SCHEMAS if any(r.tables[kind].rows for r in recordings)},
         names,
         histograms=np.concatenate([r.histograms for r in recordings]),
         machine=machine,
         machine_how=how,
         has_executions=any(r.has_executions for r in recordings),
         notes=notes,
-        lost=lost,
+        lost={
+            process + m.process: count
+            for r, m in zip(recordings, moves, strict=True)
+            for process, count in r.lost.items()
+        },
         incomplete=list(dict.fromkeys(line for r in recordings for line in r.incomplete)),
     )
     return bounded(merged)
+
+
+def _shifts(recordings: Sequence[Recording]) -> tuple[list[int], list[str]]:
+    """What to add to the times of each, and what to say of it."""
+    offsets = [recording.machine.get("unix_offset_ns") for recording in recordings]
+    spans = [recorded(recording) for recording in recordings]
+    together = [spans[0][0] - start for start, _ in spans]  # all begin together
+    if not all(isinstance(offset, int) for offset in offsets):
+        return together, [NO_CLOCK]
+    stated = [int(offset) - int(offsets[0]) for offset in offsets]  # type: ignore[arg-type]
+    if not at_once([(start + by, end + by) for (start, end), by in zip(spans, stated, strict=True)]):
+        return together, [ONE_BY_ONE]
+    aligned = "several inputs, each with its own clock, were aligned by the wall-clock time they state"
+    return stated, [aligned] if any(stated) else []
+
+
+def _bases(recordings: Sequence[Recording], kind: str) -> list[int]:
+    """The row of the merged table where the rows of each recording begin."""
+    rows = [recording.tables[kind].rows for recording in recordings]
+    return [sum(rows[:number]) for number in range(len(rows))]
+
+
+def _machine(recordings: Sequence[Recording]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """The first one's facts with what others add, how each is known, and which facts differ."""
+    machine, how, differing = dict(recordings[0].machine), dict(recordings[0].machine_how), []
+    for recording in recordings[1:]:
+        for fact, value in recording.machine.items():
+            if fact not in machine:
+                machine[fact], how[fact] = value, recording.machine_how.get(fact, "")
+            elif fact != "unix_offset_ns" and machine[fact] != value:
+                differing.append(f"inputs differ in {fact}: {machine[fact]} and {value}")
+    return machine, how, differing
+
+
+@dataclass(frozen=True)
+class _Move:
+    """What becomes of the columns of one recording.
+
+    Attributes:
+        shift: ns to add to times.
+        rename: index of each name among all names.
+        process: to add to rows of processes; `stream` likewise of streams.
+        stream: see there.
+    """
+
+    shift: int
+    rename: Array
+    process: int
+    stream: int
+
+    def column(self, column: Array, name: str, dtype: str) -> Array:
+        """One column, by what its name and type in the model say of it."""
+        if dtype == "name":
+            return np.asarray(self.rename[np.clip(column, 0, len(self.rename) - 1)])
+        if name in _TIMES:
+            return column + self.shift
+        base = self.process if name == "process" else self.stream if name == "stream" else 0
+        if base:
+            return np.where(column >= 0, column + base, column).astype(column.dtype)
+        return column
+
+
+def _table(recordings: Sequence[Recording], moves: Sequence[_Move], kind: str) -> Table:
+    """The rows of all, in order of time where they have one."""
+    columns: dict[str, Array] = {
+        name: np.concatenate(
+            [move.column(r.tables[kind][name], name, dtype) for r, move in zip(recordings, moves, strict=True)]
+        )
+        for name, dtype in SCHEMAS[kind].items()
+    }
+    by = "start_ns" if "start_ns" in columns and kind != "processes" else "time_ns" if "time_ns" in columns else ""
+    if by:
+        order = np.argsort(columns[by], kind="stable")
+        columns = {name: column[order] for name, column in columns.items()}
+    return Table(kind, columns)
 
 
 def shifted(recording: Recording, by_ns: int) -> Recording:
@@ -152,16 +188,3 @@ def _names(recordings: Sequence[Recording]) -> tuple[list[str], list[Array]]:
         for recording in recordings
     ]
     return list(index), renames
-
-
-def _moved(
-    column: Array, kind: str, name: str, dtype: str, shift: int, rename: Array, process_base: int, stream_base: int
-) -> Array:
-    if dtype == "name":
-        return np.asarray(rename[np.clip(column, 0, len(rename) - 1)])
-    if name in _TIMES:
-        return column + shift
-    base = process_base if name == "process" else stream_base if name == "stream" else 0
-    if base:
-        return np.where(column >= 0, column + base, column).astype(column.dtype)
-    return column

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
@@ -216,18 +216,32 @@ def _queues(recording: Recording, by_channel: bool) -> Iterator[tuple[StreamOccu
             early = orphan_groups.get(queue, nothing)
             shared = np.flatnonzero(queue_of[: streams.rows] == queue).tolist()
             before = orphans[1][early], orphans[2][early]
-            mine = rows[members], done[members], began[members]
+            mine = _Submissions(rows[members], done[members], began[members])
             records = event_records(recording, shared) if len(shared) == 1 else nothing
             yield (
-                _queue(recording, queue, shared, *mine, *before),
-                _queue(recording, queue, shared, *_among(recording, records, *mine), *before) if len(records) else None,
+                _queue(recording, queue, shared, mine, before),
+                _queue(recording, queue, shared, _among(recording, records, mine), before) if len(records) else None,
             )
 
 
-def _among(recording: Recording, records: Array, rows: Array, done: Array, began: Array) -> tuple[Array, Array, Array]:
+class _Submissions(NamedTuple):
+    """Submissions to one queue in order of time, (rows,) each.
+
+    Attributes:
+        rows: of the calls.
+        done: when its execution ended, ns; `_NEVER` where there is none.
+        began: when that began, likewise.
+    """
+
+    rows: Array
+    done: Array
+    began: Array
+
+
+def _among(recording: Recording, records: Array, given: _Submissions) -> _Submissions:
     """Submissions of one stream and its records of events in order of time; a record is done with all before it."""
     none = np.full(len(records), _NEVER, dtype=np.int64)
-    rows, done, began = np.append(rows, records), np.append(done, none), np.append(began, none)
+    rows, done, began = np.append(given.rows, records), np.append(given.done, none), np.append(given.began, none)
     order = np.argsort(recording.calls["start_ns"][rows], kind="stable")
     rows, done, began = rows[order], done[order], began[order]
     if recording.has_executions:
@@ -235,7 +249,7 @@ def _among(recording: Recording, records: Array, rows: Array, done: Array, began
         reached = np.maximum.accumulate(np.where(done != _NEVER, done, 0))
         done[own] = np.maximum(reached, recording.calls["start_ns"][rows])[own]
         began[own] = done[own]
-    return rows, done, began
+    return _Submissions(rows, done, began)
 
 
 def _completions(recording: Recording, rows: Array) -> tuple[Array, Array, tuple[Array, Array, Array]]:
@@ -306,16 +320,10 @@ def _assume_streams(recording: Recording, rows: Array) -> Array:
 
 
 def _queue(
-    recording: Recording,
-    stream: int,
-    streams: list[int],
-    rows: Array,
-    done: Array,
-    began: Array,
-    orphan_start: Array,
-    orphan_end: Array,
+    recording: Recording, stream: int, streams: list[int], given: _Submissions, orphans: tuple[Array, Array]
 ) -> StreamOccupancy:
-    """Depth at the entry of each of `rows`, which are in order of time."""
+    """Depth at the entry of each submission; `orphans`: start and end of executions that no call submitted."""
+    (rows, done, began), (orphan_start, orphan_end) = given, orphans
     calls = recording.calls
     start = calls["start_ns"][rows]
     executed = began != _NEVER

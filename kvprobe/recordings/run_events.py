@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kvprobe.probe.ring import SANE, TRANSFER
+from kvprobe.recordings.adapter_events import AdapterEvents, ns_of
 from kvprobe.recordings.assemble import sorted_table
-from kvprobe.recordings.model import SCHEMAS, Array, Direction, Memory, Recording, Table
+from kvprobe.recordings.model import Array, Direction, Memory, Recording, Table
 from kvprobe.recordings.run_processes import Process
 from kvprobe.recordings.submitters import Submitters
 from kvprobe.recordings.vocabulary import Names
 
-__all__ = ["contents", "cpu_waits", "cpu_waits_table", "known_codes", "ns_of", "samples", "stacks", "transfers"]
+__all__ = ["RingRecords", "contents", "cpu_waits", "cpu_waits_table", "known_codes", "samples", "stacks", "transfers"]
 
 
 def known_codes(codes: Array, words: type[Direction] | type[Memory]) -> Array:
@@ -22,20 +23,61 @@ def known_codes(codes: Array, words: type[Direction] | type[Memory]) -> Array:
     return np.where(codes <= max(words), codes, 0)
 
 
+@dataclass
+class RingRecords:
+    """Records of the ring files of all processes, (rows,) each.
+
+    Attributes:
+        records: RECORD, as kvp.h says.
+        process: row of each one's process.
+        shift: ns to add to its times.
+        stream: row of its stream; -1: none.
+    """
+
+    records: Array
+    process: Array
+    shift: Array
+    stream: Array
+
+    def some(self, rows: Array) -> RingRecords:
+        """Those at `rows`."""
+        return RingRecords(self.records[rows], self.process[rows], self.shift[rows], self.stream[rows])
+
+
 def transfers(
     recording: Recording,
-    records: Array,
-    process: Array,
-    shift: Array,
-    stream: Array,
+    rings: RingRecords,
     processes: list[Process],
     shifts: list[int],
     names: Names,
     submitters: Submitters,
 ) -> None:
     """Transfers of engines, from ring files; those of servers, with calls and decisions, from events-<pid>.jsonl."""
-    keep = np.flatnonzero(records["call"] == TRANSFER)
-    r = records[keep]
+    told = AdapterEvents(names)
+    told.transfers |= _engine_transfers(rings.some(np.flatnonzero(rings.records["call"] == TRANSFER)))
+    for row, (one, by) in enumerate(zip(processes, shifts, strict=True)):
+        for event in one.files.events(one.pid):
+            at = event.get("t_ns")
+            if not isinstance(at, int) or not one.start_ns - 60_000_000_000 <= at:
+                continue
+            kind = event.get("kind")
+            if kind == "transfer":
+                submitters.event(row, event)
+                told.transfer(event, row, at, by)
+            elif kind == "decision":
+                told.decision(event, row, at, by)
+            elif kind == "call":
+                told.call(event, row, at, by)
+            elif kind == "offload":
+                told.offload(event, row, at, by)
+            elif kind == "state":
+                told.state(event, one.pid)
+    told.fill(recording)
+
+
+def _engine_transfers(rings: RingRecords) -> dict[str, list[Any]]:
+    """Columns of `transfers` from records of that call: two float32 of us in each address, the rest is polling."""
+    r = rings.records
     parts = np.concatenate([r["src"].astype("<u8"), r["dst"].astype("<u8")]).view("<f4")
     with np.errstate(invalid="ignore"):  # bits of a damaged file may be a signalling NaN
         parts = parts.astype(np.float64) * 1e3
@@ -44,13 +86,13 @@ def transfers(
     wait, copy = parts[2 * len(r) :: 2], parts[2 * len(r) + 1 :: 2]
     total = r["dur_ns"].astype(np.int64)
     poll = np.clip(total - build - submit - wait - copy, 0.0, float(SANE))
-    start = r["start_ns"].astype(np.int64) + shift[keep]
-    columns: dict[str, list[Any]] = {
+    start = r["start_ns"].astype(np.int64) + rings.shift
+    return {
         "start_ns": start.tolist(),
         "end_ns": (start + total).tolist(),
-        "process": process[keep].tolist(),
+        "process": rings.process.tolist(),
         "thread": r["tid"].tolist(),
-        "stream": stream[keep].tolist(),
+        "stream": rings.stream.tolist(),
         "direction": known_codes(r["direction"] & 15, Direction).tolist(),
         "bytes": np.minimum(r["bytes"], SANE).tolist(),
         "count": r["count"].tolist(),
@@ -63,143 +105,18 @@ def transfers(
         "ok": (r["result"] == 0).tolist(),
         "one_in": [1] * len(r),
     }
-    decisions: dict[str, list[Any]] = {name: [] for name in ("time_ns", "process", "what", "reason", "gain")}
-    ranges: dict[str, list[Any]] = {n: [] for n in ("start_ns", "end_ns", "process", "thread", "domain", "name")}
-    served: dict[str, list[Any]] = {name: [] for name in SCHEMAS["server_calls"]}
-    latest: dict[tuple[str, int], tuple[str, str]] = {}  # adapter and process -> what it is, where it stands
-    offloads: dict[tuple[object, ...], dict[str, Any]] = {}  # process, adapter and source -> its last sums
-    directions = {"load": 1, "store": 2}
-    for row, (one, by) in enumerate(zip(processes, shifts, strict=True)):
-        for event in one.files.events(one.pid):
-            at = event.get("t_ns")
-            if not isinstance(at, int) or not one.start_ns - 60_000_000_000 <= at:
-                continue
-            if event.get("kind") == "transfer":
-                submitters.event(row, event)
-                split = [ns_of(event.get(name)) for name in ("build_ns", "submit_ns", "queue_ns", "copy_ns", "poll_ns")]
-                took = sum(part for part in split if part > 0)
-                number = event.get("id")
-                begin = event.get("begin_ns")
-                begun = begin if isinstance(begin, int) and begin <= at else at - took
-                picked_from = min(max(ns_of(event.get("one_in")), 1), 1 << 20)
-                values = (
-                    begun + by,
-                    at + by,
-                    row,
-                    event.get("thread") or -1,
-                    -1,
-                    directions.get(str(event.get("direction")), 0),
-                    event.get("bytes") or 0,
-                    event.get("copies") or 0,
-                    number if isinstance(number, int) else -1,
-                    *split,
-                    event.get("ok", True) is not False,
-                    picked_from,
-                )
-                for column, value in zip(columns, values, strict=True):
-                    columns[column].append(value)
-            elif event.get("kind") == "decision":
-                change = f": {event.get('from')} to {event.get('to')}" if event.get("to") else ""
-                decisions["time_ns"].append(at + by)
-                decisions["process"].append(row)
-                decisions["what"].append(names.add(f"{event.get('adapter')}: {event.get('what')}{change}"))
-                decisions["reason"].append(names.add(str(event.get("why") or "")))
-                gain = (event.get("evidence") or {}).get("gain")
-                decisions["gain"].append(float(gain) if isinstance(gain, (int, float)) else 0.0)
-            elif event.get("kind") == "call":
-                what = f"{event.get('server')} {event.get('call')}: {event.get('cause') or ''}".rstrip(": ")
-                values = (
-                    at + by - max(0, ns_of(event.get("dur_ns"))),
-                    at + by,
-                    row,
-                    event.get("thread") or -1,
-                    names.add("kvprobe"),
-                    names.add(what),
-                )
-                for column, value in zip(ranges, values, strict=True):
-                    ranges[column].append(value)
-                call = (
-                    *values[:4],
-                    names.add(str(event.get("server"))),
-                    names.add(str(event.get("call"))),
-                    directions.get(str(event.get("direction")), 0),
-                    _count(event, "bytes"),
-                    _count(event, "copies"),
-                    _count(event, "pageable_copies"),
-                    _count(event, "blocking_copies"),
-                    names.add(str(event.get("cause") or "")),
-                    "inside" in event,
-                )
-                for column, value in zip(served, call, strict=True):
-                    served[column].append(value)
-            elif event.get("kind") == "offload":
-                sums = {name: _number(event.get(name)) for name in SCHEMAS["offload"] if name not in _OFFLOAD_NAMES}
-                offloads[row, str(event.get("adapter")), str(event.get("source"))] = {
-                    **sums,
-                    "time_ns": at + by,
-                    "process": row,
-                    "server": names.add(str(event.get("server"))),
-                    "source": names.add(str(event.get("source"))),
-                }
-            elif event.get("kind") == "state":
-                version = f" on {event.get('distribution')} {event['version']}" if event.get("version") else ""
-                state = f"{event.get('state')} {event.get('reason') or ''}".strip()
-                if state == "waiting":
-                    state = "waiting: the server did not use what it watches"
-                latest[f"{event.get('adapter')}{version}", one.pid] = f"{event.get('adapter')}{version}", state
-    # the start-up part speaks for a server until its adapters are there and speak for themselves
-    spoken = {(adapter.partition(".")[0], pid) for adapter, pid in latest if "." in adapter}
-    states = Counter(said for (adapter, pid), said in latest.items() if (adapter, pid) not in spoken)
-    for (adapter, state), count in sorted(states.items()):
-        recording.notes.append(f"adapter {adapter}: {state} ({count} process{'es' if count > 1 else ''})")
-    if offloads:
-        told = {name: np.array([one[name] for one in offloads.values()]) for name in SCHEMAS["offload"]}
-        recording.tables["offload"] = Table("offload", told)
-    if served["start_ns"]:
-        recording.tables["server_calls"] = sorted_table("server_calls", {k: np.array(v) for k, v in served.items()})
-    if ranges["start_ns"]:
-        recording.tables["ranges"] = sorted_table("ranges", {k: np.array(v) for k, v in ranges.items()})
-    picked = [one_in for one_in in columns["one_in"] if one_in > 1]
-    if picked:
-        recording.notes.append(
-            f"adapters at rest watched {len(picked):,} of about {sum(picked):,} transfers, one in {max(picked)}: each "
-            "counts for so many, so sums over transfers are estimates"
-        )
-    if columns["start_ns"]:
-        recording.tables["transfers"] = sorted_table("transfers", {k: np.array(v) for k, v in columns.items()})
-    if decisions["time_ns"]:
-        recording.tables["decisions"] = sorted_table(
-            "decisions", {k: np.array(v) for k, v in decisions.items()}, by="time_ns"
-        )
 
 
-_OFFLOAD_NAMES = ("time_ns", "process", "server", "source")
-
-
-def _number(value: object) -> float:
-    """A sum or a rate of an event; -1 for what is none."""
-    known = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= SANE
-    return value if known else -1  # type: ignore[return-value]
-
-
-def _count(event: dict[str, Any], field: str) -> int:
-    return max(0, ns_of(event.get(field)))
-
-
-def ns_of(value: object) -> int:
-    """A time or duration as somebody wrote it; -1 for what is none."""
-    return int(value) if isinstance(value, (int, float)) and -SANE <= value <= SANE else -1
-
-
-def contents(recording: Recording, records: Array, process: Array, shift: Array, stream: Array) -> None:
-    """What sampled copies carried, from notes of ring files: RECORD, (rows,) as kvp.h says, with their processes."""
+def contents(recording: Recording, looks: RingRecords) -> None:
+    """What sampled copies carried, from notes of ring files."""
+    records = looks.records
     recording.tables["contents"] = sorted_table(
         "contents",
         {
-            "time_ns": records["start_ns"].astype(np.int64) + shift,
-            "process": process,
+            "time_ns": records["start_ns"].astype(np.int64) + looks.shift,
+            "process": looks.process,
             "thread": records["tid"].astype(np.int64),
-            "stream": stream,
+            "stream": looks.stream,
             "direction": known_codes(records["direction"] & 15, Direction),
             "src": records["src"],
             "dst": records["dst"],

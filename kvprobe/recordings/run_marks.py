@@ -8,7 +8,7 @@ from kvprobe.probe.ring import COVERAGE, GRAPH, SPAN
 from kvprobe.recordings.assemble import sorted_table
 from kvprobe.recordings.intervals import Cover, union
 from kvprobe.recordings.model import Array, Direction, Engine, Recording, Table
-from kvprobe.recordings.run_events import known_codes
+from kvprobe.recordings.run_events import RingRecords, known_codes
 from kvprobe.recordings.vocabulary import Names
 
 __all__ = ["marks"]
@@ -48,24 +48,22 @@ MARK_NS = 2_300
 LEAST = 0.02  # of a span without work that makes it worth while to cut the span
 
 
-def marks(recording: Recording, records: Array, process: Array, shift: Array, stream: Array, names: Names) -> None:
+def marks(recording: Recording, told: RingRecords, names: Names) -> None:
     """Fills `spans`, `coverage` and `graphs`.
 
     Args:
         recording: the one to fill.
-        records: (rows,) RECORD of the calls SPAN, COVERAGE and GRAPH; kvp.h says what their words hold.
-        process: (rows,) row of each one's process.
-        shift: (rows,) ns to add to its times.
-        stream: (rows,) row of its stream, of spans.
+        told: records of the calls SPAN, COVERAGE and GRAPH; kvp.h says what their words hold.
         names: where reasons go.
     """
-    start = records["start_ns"].astype(np.int64) + shift
+    records, process = told.records, told.process
+    start = records["start_ns"].astype(np.int64) + told.shift
     end = start + records["dur_ns"].astype(np.int64)
     device = records["transfer"].astype(np.int32)
     is_span = records["call"] == SPAN
     mixed = is_span & (records["result"] == 0)
     spans = np.flatnonzero(is_span & ~mixed & (end > start))
-    recording.tables["spans"] = _spans(records[spans], start[spans], process[spans], device[spans], stream[spans])
+    recording.tables["spans"] = _spans(records[spans], start[spans], process[spans], device[spans], told.stream[spans])
     says = np.flatnonzero(((records["call"] == COVERAGE) | mixed) & (end > start))
     recording.tables["coverage"] = _coverage(
         start[says],

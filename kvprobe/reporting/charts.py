@@ -234,6 +234,9 @@ def histogram_chart(
     return Chart(identifier, title, summary, spec, table(title, ["From", "To", *counts], rows), how)
 
 
+HEAT_COLUMNS = 200
+
+
 def heat_chart(
     identifier: str,
     title: str,
@@ -241,15 +244,11 @@ def heat_chart(
     time_ns: Array,
     dur_ns: Array,
     span: tuple[float, float],
-    *,
     marks: Sequence[Mark] = (),
-    group: str = "time",
-    columns: int = 200,
-    how: str = "",
 ) -> Chart:
     """Calls counted by when and by how long: what a line of maxima cannot show of millions of calls."""
     start, end = span
-    counts, width, floor = series.heat(time_ns, dur_ns, columns, start, max(end, start + 1))
+    counts, width, floor = series.heat(time_ns, dur_ns, HEAT_COLUMNS, start, max(end, start + 1))
     rows = counts.shape[1]
     edges = series.bucket_floor_ns(floor + 2 * np.arange(rows + 1)).tolist()
     ends = _ends(edges, floor + 2 * rows - 1)
@@ -265,7 +264,7 @@ def heat_chart(
         "cells": cells,
         "most": int(counts.max(initial=1)),
         "height": 230,
-        "group": group,
+        "group": "time",
         "marks": [{"t": mark.time_ns - start, "label": mark.label} for mark in marks],
     }
     per_row = counts.sum(axis=0)
@@ -279,8 +278,10 @@ def heat_chart(
         for i in range(rows)
         if per_row[i]
     ]
-    made = table(f"{title}: calls by duration", ["From", "To", "Calls", f"Columns with any (of {columns})"], listed)
-    return Chart(identifier, title, summary, spec, made, how)
+    made = table(
+        f"{title}: calls by duration", ["From", "To", "Calls", f"Columns with any (of {HEAT_COLUMNS})"], listed
+    )
+    return Chart(identifier, title, summary, spec, made, "")
 
 
 SPLIT = ("build", "submit", "queue_wait", "copy", "poll_delay")

@@ -116,7 +116,6 @@ def judged(recording: Recording, findings: Examination | None, found: Submission
 def view(recording: Recording, findings: Examination | None, queues: Occupancy | None = None) -> View:
     """Everything the page says about a recording; charts that would be empty are left out."""
     found = submissions(recording)
-    marks = _marks(recording, found.span)
     span_ns = found.span[1] - found.span[0]
     out = View(judged(recording, findings, found))
     benefits = offload_benefit.of_recording(recording)
@@ -140,12 +139,27 @@ def view(recording: Recording, findings: Examination | None, queues: Occupancy |
         else:
             out.lead = f"Not enough was recorded to tell: {examined}."
     queues = queues or (occupancy(recording) if len(found.rows) else None)
+    out.sections = _sections(recording, findings, found, queues, benefits)
+    for one in out.sections:
+        one.folded = one.id == "startup"
+    return out
+
+
+def _sections(
+    recording: Recording,
+    findings: Examination | None,
+    found: Submissions,
+    queues: Occupancy | None,
+    benefits: list[offload_benefit.Benefit],
+) -> list[Section]:
+    """Below the findings, from the account to what kvprobe did itself."""
+    marks = _marks(recording, found.span)
     outstanding, cliff = streams.occupancy_charts(recording, found, queues, marks)
     stream_table, stream_lead = streams.stream_table(recording, found, queues)
     window = recording.window or serving_window(recording)
     sampled, same = _samples(recording, found, marks)
     by_descriptor, copies = descriptors.descriptor_table(recording, window)
-    out.sections = [
+    return [
         *([account_section(findings.account)] if findings is not None else []),
         charts.section(
             "overview",
@@ -185,9 +199,6 @@ def view(recording: Recording, findings: Examination | None, queues: Occupancy |
         charts.section("startup", "Start-up, before the serving window", *_startup(recording, window)),
         charts.section("decisions", "What kvprobe switched, and why", "", [], [_decisions(recording, found)]),
     ]
-    for one in out.sections:
-        one.folded = one.id == "startup"
-    return out
 
 
 def _startup(recording: Recording, window: ServingWindow) -> tuple[str, list[Chart | None], list[TableView | None]]:

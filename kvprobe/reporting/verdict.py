@@ -15,6 +15,7 @@ from kvprobe.reporting.units import count_text, duration, percent
 if TYPE_CHECKING:
     from kvprobe.diagnosis import Examination
     from kvprobe.diagnosis.finding import Change, Finding, TracedCall
+    from kvprobe.diagnosis.verdict import Verdict
     from kvprobe.recordings.model import Recording
 
 __all__ = ["Fact", "Part", "PageHead", "change_parts", "cure_parts", "of_recording", "saving_text"]
@@ -195,47 +196,18 @@ def of_recording(
     if findings is None:
         return PageHead("info", f"{count_text(submissions)} submissions, not diagnosed.", "", facts)
     judged = diagnosis_verdict(recording, findings)
-    real = [one for one in findings if one.confidence != "cannot tell"]
+    if judged.state == "undecided":
+        return _undecided(judged, findings, facts)
     if judged.state != "found":
-        abstained = [one for one in findings if one.confidence == "cannot tell"]
-        if judged.state == "undecided":
-            lacks = judged.missing[0]
-            cures = [cure_parts(f"{lacks.how[:1].upper()}{lacks.how[1:]}.")]
-            if abstained and abstained[0].reason.endswith(lacks.what):
-                one = abstained[0]
-                detail = one.reason[:1].upper() + one.reason[1:] if one.reason else one.title
-                cures = [change_parts(change) for change in one.cure[:3]]
-                return PageHead("unknown", f"Undecided. {one.title}".rstrip(".") + ".", detail, facts, cures)
-            also = "; ".join(one.what for one in judged.missing[1:3])
-            detail = f"Also: {also}." if also else ""
-            return PageHead("unknown", f"Undecided: {lacks.what}.", detail, facts, cures, action="How to record it")
         return PageHead("ok", f"Healthy: {judged.reason}.", "", facts)
-    facts = []
-    order = ranked(real)
+    order = ranked([one for one in findings if one.confidence != "cannot tell"])
     first = order[0]
     headline = first.title.rstrip(".") + "."
-    lost = duration(first.lost_ns)
-    if first.device_share is not None and first.device_ns is not None:
-        of_window = f"{percent(first.device_share)} of the window, without a kernel for this reason"
-        facts.append(Fact("The GPU waited", duration(first.device_ns), of_window))
     detail = _sentences([one.text for one in first.evidence[:3]], headline)
-    if first.lost_ns and first.lost_on != "device":
-        label = {"host": "Host time lost", "copy engine": "Copy engine time lost", "device": "Device time lost"}.get(
-            first.lost_on, "Time lost"
-        )
-        whose = "the time of the threads it held up" if first.lost_on == "host" else "the window"
-        note = f"{percent(first.share)} of {whose}" if first.of_ns else ""
-        facts.append(Fact(label, lost, note))
-    if first.where:
-        top = first.where[0]
-        name = f"Thread {top.thread}" if top.thread >= 0 else top.stream_name or f"Process {top.pid}"
-        facts.append(Fact("Where", name, place(first, 1, brief=True)))
-    if first.predicted_saving_ns:
-        facts.append(Fact("The first change saves", duration(first.predicted_saving_ns), "predicted"))
-    facts.append(Fact("How sure", first.confidence.capitalize(), first.evidence[0].how if first.evidence else ""))
+    facts = _facts_of(first)
     if judged.missing:
         facts.append(Fact("The recording is incomplete", judged.missing[0].what))
-    rest = len(real) - 1
+    rest = len(order) - 1
     if rest:
         others = sum(one.lost_ns for one in order[1:])
         facts.append(Fact("Other findings", str(rest), f"{duration(others)} more lost" if others else ""))
@@ -246,6 +218,44 @@ def of_recording(
         out.call = _call(first.calls[0], stream, recorded_span(recording)[0])
         out.call_row = first.calls[0].row
     return out
+
+
+def _undecided(judged: Verdict, findings: Examination, facts: list[Fact]) -> PageHead:
+    """What is missing, and how to record it."""
+    lacks = judged.missing[0]
+    abstained = [one for one in findings if one.confidence == "cannot tell"]
+    if abstained and abstained[0].reason.endswith(lacks.what):
+        one = abstained[0]
+        detail = one.reason[:1].upper() + one.reason[1:] if one.reason else one.title
+        cures = [change_parts(change) for change in one.cure[:3]]
+        return PageHead("unknown", f"Undecided. {one.title}".rstrip(".") + ".", detail, facts, cures)
+    also = "; ".join(one.what for one in judged.missing[1:3])
+    cures = [cure_parts(f"{lacks.how[:1].upper()}{lacks.how[1:]}.")]
+    detail = f"Also: {also}." if also else ""
+    return PageHead("unknown", f"Undecided: {lacks.what}.", detail, facts, cures, action="How to record it")
+
+
+def _facts_of(first: Finding) -> list[Fact]:
+    """The costliest finding in figures."""
+    facts = []
+    if first.device_share is not None and first.device_ns is not None:
+        of_window = f"{percent(first.device_share)} of the window, without a kernel for this reason"
+        facts.append(Fact("The GPU waited", duration(first.device_ns), of_window))
+    if first.lost_ns and first.lost_on != "device":
+        label = {"host": "Host time lost", "copy engine": "Copy engine time lost", "device": "Device time lost"}.get(
+            first.lost_on, "Time lost"
+        )
+        whose = "the time of the threads it held up" if first.lost_on == "host" else "the window"
+        note = f"{percent(first.share)} of {whose}" if first.of_ns else ""
+        facts.append(Fact(label, duration(first.lost_ns), note))
+    if first.where:
+        top = first.where[0]
+        name = f"Thread {top.thread}" if top.thread >= 0 else top.stream_name or f"Process {top.pid}"
+        facts.append(Fact("Where", name, place(first, 1, brief=True)))
+    if first.predicted_saving_ns:
+        facts.append(Fact("The first change saves", duration(first.predicted_saving_ns), "predicted"))
+    facts.append(Fact("How sure", first.confidence.capitalize(), first.evidence[0].how if first.evidence else ""))
+    return facts
 
 
 def _call(call: TracedCall, stream: str, origin_ns: int) -> list[Part]:

@@ -11,9 +11,69 @@ if TYPE_CHECKING:
 __all__ = ["cuda_names"]
 
 
-def cuda_names(play: PlayedTorch) -> dict[str, Any]:
-    """Names of torch.cuda, played."""
-    runtime, local, torch = play.runtime, play._local, play.torch
+class _Device:
+    """torch.cuda.device: there is one."""
+
+    def __init__(self, device: Any) -> None:
+        self.idx = 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class _StreamContext:
+    """torch.cuda.stream(...): None changes nothing."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.stream.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        if self.stream is not None:
+            self.stream.__exit__()
+
+
+def _event_type(play: PlayedTorch) -> type[Any]:
+    runtime = play.runtime
+
+    class Event:
+        """torch.cuda.Event."""
+
+        def __init__(self, enable_timing: bool = False, **_: Any) -> None:
+            self._timing, self.cuda_event = enable_timing, 0
+            self.device = play.device
+
+        def record(self, stream: Any = None) -> None:
+            if not self.cuda_event:
+                self.cuda_event = runtime.event_create(timing=self._timing)
+            runtime.event_record(self.cuda_event, play.stream if stream is None else stream.cuda_stream)
+
+        def wait(self, stream: Any = None) -> None:
+            if self.cuda_event:
+                runtime.stream_wait_event(play.stream if stream is None else stream.cuda_stream, self.cuda_event)
+
+        def query(self) -> bool:
+            return not self.cuda_event or runtime.event_query(self.cuda_event)
+
+        def synchronize(self) -> None:
+            if self.cuda_event:
+                runtime.event_synchronize(self.cuda_event)
+
+        def elapsed_time(self, end: Any) -> float:
+            return runtime.event_elapsed_ms(self.cuda_event, end.cuda_event)
+
+    return Event
+
+
+def _stream_types(play: PlayedTorch, event_type: type[Any]) -> tuple[type[Any], type[Any]]:
+    """torch.cuda.Stream and torch.cuda.ExternalStream."""
+    runtime, local = play.runtime, play._local
 
     class Stream:
         """torch.cuda.Stream."""
@@ -30,7 +90,7 @@ def cuda_names(play: PlayedTorch) -> dict[str, Any]:
             other.record_event().wait(self)
 
         def record_event(self, event: Any = None) -> Any:
-            event = event or Event()
+            event = event or event_type()
             event.record(self)
             return event
 
@@ -60,57 +120,14 @@ def cuda_names(play: PlayedTorch) -> dict[str, Any]:
         def __init__(self, stream_ptr: int, device: Any = None, **_: Any) -> None:
             super().__init__(stream_ptr=stream_ptr)
 
-    class Event:
-        """torch.cuda.Event."""
+    return Stream, ExternalStream
 
-        def __init__(self, enable_timing: bool = False, **_: Any) -> None:
-            self._timing, self.cuda_event = enable_timing, 0
-            self.device = play.device
 
-        def record(self, stream: Any = None) -> None:
-            if not self.cuda_event:
-                self.cuda_event = runtime.event_create(timing=self._timing)
-            runtime.event_record(self.cuda_event, play.stream if stream is None else stream.cuda_stream)
-
-        def wait(self, stream: Any = None) -> None:
-            if self.cuda_event:
-                runtime.stream_wait_event(play.stream if stream is None else stream.cuda_stream, self.cuda_event)
-
-        def query(self) -> bool:
-            return not self.cuda_event or runtime.event_query(self.cuda_event)
-
-        def synchronize(self) -> None:
-            if self.cuda_event:
-                runtime.event_synchronize(self.cuda_event)
-
-        def elapsed_time(self, end: Any) -> float:
-            return runtime.event_elapsed_ms(self.cuda_event, end.cuda_event)
-
-    class Device:
-        """torch.cuda.device: there is one."""
-
-        def __init__(self, device: Any) -> None:
-            self.idx = 0
-
-        def __enter__(self) -> None:
-            pass
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    class StreamContext:
-        """torch.cuda.stream(...): None changes nothing."""
-
-        def __init__(self, stream: Any) -> None:
-            self.stream = stream
-
-        def __enter__(self) -> None:
-            if self.stream is not None:
-                self.stream.__enter__()
-
-        def __exit__(self, *_: object) -> None:
-            if self.stream is not None:
-                self.stream.__exit__()
+def cuda_names(play: PlayedTorch) -> dict[str, Any]:
+    """Names of torch.cuda, played."""
+    runtime, local, torch = play.runtime, play._local, play.torch
+    event_type = _event_type(play)
+    stream_type, external_stream_type = _stream_types(play, event_type)
 
     def set_stream(stream: Any) -> None:
         local.stream = stream.cuda_stream
@@ -138,13 +155,13 @@ def cuda_names(play: PlayedTorch) -> dict[str, Any]:
         "synchronize": lambda *_: runtime.synchronize(),
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "set_rng_state": lambda state, *_: torch.set_rng_state(state),
-        "Stream": Stream,
-        "ExternalStream": ExternalStream,
-        "Event": Event,
-        "device": Device,
-        "stream": StreamContext,
-        "StreamContext": StreamContext,
+        "Stream": stream_type,
+        "ExternalStream": external_stream_type,
+        "Event": event_type,
+        "device": _Device,
+        "stream": _StreamContext,
+        "StreamContext": _StreamContext,
         "set_stream": set_stream,
-        "current_stream": lambda *_, **__: Stream(stream_ptr=play.stream),
-        "default_stream": lambda *_, **__: Stream(stream_ptr=0),
+        "current_stream": lambda *_, **__: stream_type(stream_ptr=play.stream),
+        "default_stream": lambda *_, **__: stream_type(stream_ptr=0),
     }

@@ -95,13 +95,15 @@ static void fail_head(kvp_submitter *s, struct direction *dir, int code, uint32_
     if (code_now) kvp_lose(s, code_now, KVP_FAULT_DEVICE);
 }
 
-/* Whether the head may start: what it waits for is over, or it must be submitted before (hurry). 1 yes, 0 not yet. */
-static int gate(kvp_submitter *s, struct direction *dir, uint64_t now) {
+enum gate { FAILED = -1, SHUT, OPEN, HURRIED }; /* HURRIED: the head waits on the device, with all behind it */
+
+/* Whether the head may start: what it waits for is over, or it must be submitted before. */
+static enum gate gate(kvp_submitter *s, struct direction *dir, uint64_t now) {
     struct kvp_job *j = dir->first;
     struct fence *f = j->after;
-    if (!f) return 1;
+    if (!f) return OPEN;
     int code = kvp_fence_record(s, f);
-    if (code == NOT_READY) return 0;
+    if (code == NOT_READY) return SHUT;
     if (!code) code = CALL(s, event_query, handle_fn)(f->event);
     if (code == NOT_READY) {
         bool hurry = j->sequence <= dir->hurry;
@@ -111,16 +113,16 @@ static int gate(kvp_submitter *s, struct direction *dir, uint64_t now) {
         if (alone && !dir->alone_since) dir->alone_since = now;
         uint64_t waited = alone ? now - dir->alone_since : 0;
         if (hurry || waited >= WAITED_NS) kvp_computes(s, now, hurry ? COMPUTE_NS : GOES_ON * waited);
-        return hurry ? 2 : 0;
+        return hurry ? HURRIED : SHUT;
     }
     if (code) {
         kvp_clear_error(s);
         fail_head(s, dir, code, KVP_FAULT_WAIT);
-        return -1;
+        return FAILED;
     }
     dir->gate_since = dir->alone_since = 0;
     kvp_fence_over(s, j);
-    return 1;
+    return OPEN;
 }
 
 /* Bytes of one submission, so that `launches` of them are the work that lies ahead of the device. */
@@ -331,16 +333,9 @@ static uint64_t book(kvp_submitter *s, struct direction *dir, const struct attem
     return begun;
 }
 
-/* Submits once from the head of a direction. 1: it did; 0: nothing may be submitted now. */
-static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
-    struct direction *dir = &s->direction[d];
-    struct kvp_job *head = dir->first;
-    if (!head) return 0;
-    if (atomic_load(&dir->inlined_jobs) || atomic_load(&dir->shared_places)) return 0; /* those came before */
-    int open = gate(s, dir, now);
-    if (open < 0) return 1;
-    if (!open) return 0;
-    bool hurry = head->sequence <= dir->hurry;
+/* Places that the head may take now; 0: enough is ahead of the device, or something is used up. */
+static uint32_t room_now(kvp_submitter *s, const struct direction *dir, int d, uint64_t now, bool others) {
+    bool hurry = dir->first->sequence <= dir->hurry;
     int launches;
     uint64_t launch = launch_bytes(s, dir, d, by_kernel(dir->method), &launches);
     uint64_t ahead = launch * (uint64_t)(others ? 1 : launches), in_flight = atomic_load(&dir->bytes);
@@ -349,107 +344,149 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
     if (s->config.bytes_per_s[d] && dir->next_ns > now) return 0;
     uint32_t room = room_for(s, dir);
     if (!room || kvp_events_left(s) < 4 || dir->line.tail - dir->line.head >= MARKERS - 1) return 0;
+    return room;
+}
+
+/* The stream waits for what the head comes after. False: that failed, and the head with it. */
+static bool wait_on_the_device(kvp_submitter *s, struct direction *dir) {
+    struct kvp_job *head = dir->first;
+    int code = CALL(s, stream_wait_event, stream_event_fn)(dir->stream, head->after->event, 0);
+    if (code) {
+        kvp_clear_error(s);
+        fail_head(s, dir, code, KVP_FAULT_WAIT);
+        return false;
+    }
+    kvp_fence_drop(s, head);
+    head->begun = 1; /* the stream is kept */
+    return true;
+}
+
+/* One submission as it is put together. */
+struct launch {
+    uint64_t gathered, largest, most; /* bytes: of the run, of one copy in it, of what the method takes of it */
+    uint32_t n, ctas, entries;        /* copies of the run; entries of the list that a kernel uses */
+    int method, row;
+    const kvp_method_row *chosen; /* by calibration; NULL where another method did it */
+    void *start;                  /* the event in front, or NULL */
+    bool idle;                    /* nothing of the direction was outstanding */
+};
+
+/* The next copies, and the method that is best for them. */
+static struct launch put_together(kvp_submitter *s, struct direction *dir, int d, uint64_t now) {
+    struct launch l = {.method = KVP_LOOP, .row = -1, .idle = line_empty(&dir->line)};
+    int launches;
+    l.largest = launch_bytes(s, dir, d, false, &launches);
+    l.gathered = launch_bytes(s, dir, d, true, &launches);
+    if (l.idle) dir->ramp = FIRST_LAUNCH; /* the device begins at once */
+    if (l.gathered > dir->ramp) l.gathered = dir->ramp;
+    dir->ramp = dir->ramp < MOST_LAUNCH ? 2 * dir->ramp : dir->ramp; /* put together while the one before is copied */
+    if (l.largest > l.gathered) l.largest = l.gathered;
+    l.n = gather(s, dir, l.gathered, l.largest, !s->config.pageable && !dir->first->of);
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < l.n; i++) bytes += s->run[i].bytes;
+    bool computing = now < s->computing_until_ns;
+    if (!s->config.pageable && s->config.methods)
+        l.row = kvp_choose_row(s->config.methods, ~(s->methods_off | 1u << KVP_STAGED), dir->factors,
+                               computing ? KVP_BESIDE : KVP_QUIET, d == STORE ? KVP_D2H : KVP_H2D, bytes / l.n, l.n);
+    s->config.copier.store_bytes_per_s = computing && s->config.methods ? s->config.methods->paced_store : 0;
+    if (l.row >= 0) {
+        l.chosen = &s->config.methods->row[d][l.row];
+        l.method = (int)l.chosen->method, l.ctas = l.chosen->ctas;
+    }
+    l.most = l.gathered;
+    if (!by_kernel(l.method)) { /* shorter submissions: what others copy stands behind them */
+        l.most = l.largest;
+        bytes = 0;
+        for (uint32_t i = 0; i < l.n; i++)
+            if ((bytes += s->run[i].bytes) >= l.most) l.n = i + 1;
+    }
+    return l;
+}
+
+/* Submits by the method, and where that takes nothing by a lower one. No copies and no error: there is no room yet. */
+static struct attempt try_methods(kvp_submitter *s, struct direction *dir, int d, uint32_t room, struct launch *l) {
+    for (;;) {
+        kvp_copy_list list = {0};
+        uint32_t passed_over = 0;
+        if (by_kernel(l->method) && !(list = entries_for(s, dir, d, l->n, &passed_over)).capacity)
+            return (struct attempt){0};
+        struct attempt a = try_method(s, dir, d, l->method, l->ctas, l->n, room, l->most, &list);
+        l->entries = list.used ? list.used + passed_over : 0;
+        if (a.count || l->method == KVP_LOOP) {
+            if (l->chosen && l->method != (int)l->chosen->method) l->chosen = NULL;
+            return a;
+        }
+        if (a.code) { /* it failed, not just did not fit: it is not asked again */
+            s->methods_off |= 1u << l->method;
+            s->method_error = a.code;
+        }
+        l->method = lower_method(s, l->method);
+    }
+}
+
+/* Books what was submitted with its jobs, and puts an event behind it. */
+static void note_launch(kvp_submitter *s, struct direction *dir, int d, const struct launch *l, struct attempt *a,
+                        uint64_t now) {
+    int method = l->method;
+    for (uint32_t i = 0; i < a->count; i++) a->bytes += s->run[i].bytes;
+    s->launches[d][method] += method == KVP_LOOP ? a->count : 1;
+    s->moved[d][method] += a->bytes;
+    if (by_kernel(method)) s->cta_bytes[d] += a->bytes * l->ctas;
+    struct kvp_job *before = dir->flying_last;
+    dir->method = method;
+    uint64_t expected = l->chosen ? (uint64_t)kvp_method_ns(l->chosen, a->bytes / a->count, a->count) : 0;
+    uint64_t begun = book(s, dir, a, l->gathered, l->largest, method);
+    dir->listed += l->entries;
+    if (l->entries) dir->list_at = (dir->list_at + l->entries) % s->config.list[d].capacity;
+    add_marker(s, dir, a, method, l->start, l->entries, begun, now, l->idle);
+    struct marker *newest = &dir->line.marker[(dir->line.tail - 1) % MARKERS];
+    newest->expected_ns = expected;
+    newest->row = l->row;
+    newest->unhindered = method == KVP_BATCH && a->bytes / a->count >= LARGE_COPY;
+    if (s->config.bytes_per_s[d])
+        dir->next_ns = (dir->next_ns > now ? dir->next_ns : now) +
+                       (uint64_t)((double)a->bytes / (double)s->config.bytes_per_s[d] * 1e9);
+    for (struct kvp_job *j = before ? before->next : dir->flying; j; j = j->next) {
+        newest->sequence = j->sequence;
+        submitted(s, dir, j, newest->event);
+    }
+}
+
+/* Submits once from the head of a direction. 1: it did; 0: nothing may be submitted now. */
+static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
+    struct direction *dir = &s->direction[d];
+    struct kvp_job *head = dir->first;
+    if (!head) return 0;
+    if (atomic_load(&dir->inlined_jobs) || atomic_load(&dir->shared_places)) return 0; /* those came before */
+    enum gate open = gate(s, dir, now);
+    if (open == FAILED) return 1;
+    uint32_t room = open == SHUT ? 0 : room_now(s, dir, d, now, others);
+    if (!room) return 0;
     if (line_empty(&dir->line) && !head->begun) { /* nothing is outstanding: any stream keeps the order */
         take_stream(s, dir, d);
         dir->due_ns = now;
         dir->progress_ns = now;
     }
-    bool many = !s->config.pageable && !head->of;
-    if (open == 2) { /* the stream is kept: begun */
-        int code = CALL(s, stream_wait_event, stream_event_fn)(dir->stream, head->after->event, 0);
-        if (code) {
-            kvp_clear_error(s);
-            fail_head(s, dir, code, KVP_FAULT_WAIT);
-            return 1;
-        }
-        kvp_fence_drop(s, head);
-        head->begun = 1;
-    }
+    if (open == HURRIED && !wait_on_the_device(s, dir)) return 1;
     if (s->config.ranges && !head->range)
         head->range = kvp_nvtx_range_start(head->direction == STORE, (uint32_t)head->status.id,
                                            (uint64_t)(uintptr_t)dir->stream, head->status.bytes);
-    uint64_t largest = launch_bytes(s, dir, d, false, &launches), run_bytes = 0;
-    launch = launch_bytes(s, dir, d, true, &launches);
-    if (line_empty(&dir->line)) dir->ramp = FIRST_LAUNCH; /* the device begins at once */
-    if (launch > dir->ramp) launch = dir->ramp;
-    dir->ramp = dir->ramp < MOST_LAUNCH ? 2 * dir->ramp : dir->ramp; /* put together while the one before is copied */
-    if (largest > launch) largest = launch;
-    uint64_t gathered = launch;
-    uint32_t n = gather(s, dir, gathered, largest, many);
-    for (uint32_t i = 0; i < n; i++) run_bytes += s->run[i].bytes;
-    uint32_t ctas = 0;
-    int method = KVP_LOOP, row = -1;
-    if (!s->config.pageable && s->config.methods)
-        row = kvp_choose_row(s->config.methods, ~(s->methods_off | 1u << KVP_STAGED), dir->factors,
-                             now < s->computing_until_ns ? KVP_BESIDE : KVP_QUIET, d == STORE ? KVP_D2H : KVP_H2D,
-                             run_bytes / n, n);
-    const kvp_method_row *chosen = row < 0 ? NULL : &s->config.methods->row[d][row];
-    bool beside = now < s->computing_until_ns && s->config.methods;
-    s->config.copier.store_bytes_per_s = beside ? s->config.methods->paced_store : 0;
-    if (chosen) method = (int)chosen->method, ctas = chosen->ctas;
-    if (!by_kernel(method)) { /* shorter submissions: what others copy stands behind them */
-        launch = largest;
-        uint64_t bytes = 0;
-        for (uint32_t i = 0; i < n; i++)
-            if ((bytes += s->run[i].bytes) >= launch) n = i + 1;
-    }
-    bool idle = line_empty(&dir->line);
-    void *start = open == 2 ? kvp_event_take(s) : NULL;
-    if (start && CALL(s, event_record, event_stream_fn)(start, dir->stream)) {
+    struct launch l = put_together(s, dir, d, now);
+    if (open == HURRIED) l.start = kvp_event_take(s);
+    if (l.start && CALL(s, event_record, event_stream_fn)(l.start, dir->stream)) {
         kvp_clear_error(s);
-        kvp_event_give(s, start);
-        start = NULL;
+        kvp_event_give(s, l.start);
+        l.start = NULL;
     }
-    struct attempt a;
-    uint32_t entries;
-    for (;;) {
-        kvp_copy_list list = {0};
-        uint32_t passed_over = 0;
-        if (by_kernel(method) && !(list = entries_for(s, dir, d, n, &passed_over)).capacity) {
-            leave_start(dir, start, now);
-            return 0;
-        }
-        a = try_method(s, dir, d, method, ctas, n, room, launch, &list);
-        entries = list.used ? list.used + passed_over : 0;
-        if (a.count) break;
-        if (method == KVP_LOOP) break;
-        if (a.code) { /* it failed, not just did not fit: it is not asked again */
-            s->methods_off |= 1u << method;
-            s->method_error = a.code;
-        }
-        method = lower_method(s, method);
-    }
-    if (method != (chosen ? (int)chosen->method : KVP_LOOP)) chosen = NULL; /* another one did it */
-    if (!a.count) {
-        leave_start(dir, start, now);
-        if (!a.code) return 0;
-        fail_head(s, dir, a.code, KVP_FAULT_COPY);
+    struct attempt a = try_methods(s, dir, d, room, &l);
+    if (a.count) {
+        note_launch(s, dir, d, &l, &a, now);
+        if (a.code && dir->first) fail_head(s, dir, a.code, KVP_FAULT_COPY);
         return 1;
     }
-    for (uint32_t i = 0; i < a.count; i++) a.bytes += s->run[i].bytes;
-    s->launches[d][method] += method == KVP_LOOP ? a.count : 1;
-    s->moved[d][method] += a.bytes;
-    if (by_kernel(method)) s->cta_bytes[d] += a.bytes * ctas;
-    struct kvp_job *before = dir->flying_last;
-    dir->method = method;
-    uint64_t expected = chosen ? (uint64_t)kvp_method_ns(chosen, a.bytes / a.count, a.count) : 0;
-    uint64_t begun = book(s, dir, &a, gathered, largest, method);
-    dir->listed += entries;
-    if (entries) dir->list_at = (dir->list_at + entries) % s->config.list[d].capacity;
-    add_marker(s, dir, &a, method, start, entries, begun, now, idle);
-    struct marker *newest = &dir->line.marker[(dir->line.tail - 1) % MARKERS];
-    newest->expected_ns = expected;
-    newest->row = row;
-    newest->unhindered = method == KVP_BATCH && a.bytes / a.count >= LARGE_COPY;
-    if (s->config.bytes_per_s[d])
-        dir->next_ns = (dir->next_ns > now ? dir->next_ns : now) +
-                       (uint64_t)((double)a.bytes / (double)s->config.bytes_per_s[d] * 1e9);
-    for (struct kvp_job *j = before ? before->next : dir->flying; j; j = j->next) {
-        newest->sequence = j->sequence;
-        submitted(s, dir, j, newest->event);
-    }
-    if (a.code && dir->first) fail_head(s, dir, a.code, KVP_FAULT_COPY);
-    return 1;
+    leave_start(dir, l.start, now);
+    if (a.code) fail_head(s, dir, a.code, KVP_FAULT_COPY);
+    return a.code != 0;
 }
 
 /* Nothing waits in a direction, and little is in flight. */

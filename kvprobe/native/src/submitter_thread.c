@@ -384,97 +384,166 @@ static void leave_shared(kvp_submitter *s, struct direction *dir, struct kvp_job
     kvp_changed(s);
 }
 
+enum { CHUNK = 1024, EVENTS = 64 };
+
+/* What the caller's own thread submits to the shared stream in one call. */
+struct shared_run {
+    void *stream, *start; /* `start`: the event in front, where an idle stream waits for compute first */
+    uint64_t begin_ns;
+    bool idle;            /* the device begins with the first copy */
+    void *events[EVENTS]; /* one behind every so many copies */
+    uint32_t taken;       /* of them */
+};
+
+/* The shared stream waits for what the job comes after. Returns the error of that, which fails the job. */
+static int await_compute(kvp_submitter *s, struct kvp_job *j, void *stream) {
+    int code;
+    while ((code = kvp_fence_record(s, j->after)) == NOT_READY) sched_yield();
+    if (!code) code = CALL(s, stream_wait_event, stream_event_fn)(stream, j->after->event, 0);
+    kvp_fence_drop(s, j);
+    if (code) {
+        kvp_clear_error(s);
+        j->failed = code;
+        j->status.error = code;
+        j->status.fault = KVP_FAULT_WAIT;
+    }
+    return code;
+}
+
+/* A job takes its place on the shared stream, behind those that are there. Returns the error of its wait. */
+static int enter_shared(kvp_submitter *s, struct direction *dir, struct kvp_job *j, struct shared_run *run) {
+    int d = j->direction, code = 0;
+    kvp_must(s, !atomic_load(&dir->pushed), "a transfer goes to the shared stream before others are submitted");
+    j->inlined = 1;
+    begin(s, j);
+    atomic_fetch_add(&dir->inlined_jobs, 1);
+    j->status.stream = (uint64_t)(uintptr_t)run->stream;
+    lock_shared(s, dir);
+    j->sequence = ++dir->shared_sequence;
+    j->next = NULL;
+    j->busy = 1;
+    if (dir->inlined_last)
+        dir->inlined_last->next = j;
+    else
+        dir->inlined = j;
+    dir->inlined_last = j;
+    bool empty = dir->shared.head == dir->shared.tail, waits = j->after != NULL;
+    pthread_mutex_unlock(&dir->shared_lock);
+    if (waits) code = await_compute(s, j, run->stream);
+    run->idle = empty && !waits;
+    if (!code && empty && waits && (run->start = event_wait(s, d)) &&
+        CALL(s, event_record, event_stream_fn)(run->start, run->stream)) {
+        kvp_clear_error(s);
+        kvp_event_give(s, run->start);
+        run->start = NULL;
+    }
+    if (s->config.ranges)
+        j->range = kvp_nvtx_range_start(d == STORE, (uint32_t)j->status.id, j->status.stream, j->status.bytes);
+    return code;
+}
+
+/* A job that has begun goes on. False: it has ended meanwhile, as the device was lost. */
+static bool go_on_shared(kvp_submitter *s, struct direction *dir, struct kvp_job *j) {
+    lock_shared(s, dir);
+    bool ended = j->status.state >= KVP_DONE;
+    if (!ended) j->busy = 1;
+    pthread_mutex_unlock(&dir->shared_lock);
+    return !ended;
+}
+
+/* Submits up to `max` of the job's copies, with events between them. Returns the error of the first that failed. */
+static int submit_run(kvp_submitter *s, struct kvp_job *j, const kvp_submit_options *options, uint64_t max,
+                      struct shared_run *run, kvp_submit_result *r) {
+    kvp_copy copies[CHUNK];
+    uint64_t dst[CHUNK], src[CHUNK], sizes[CHUNK], bytes = 0, asked = 0;
+    struct cursor at = j->at;
+    uint32_t most = max < CHUNK ? (uint32_t)max : CHUNK, n = 0;
+    if (most) n = kvp_job_copies(j, &at, copies, most, UINT64_MAX, UINT64_MAX, false, &bytes, &asked);
+    for (uint32_t i = 0; i < n; i++) dst[i] = copies[i].dst, src[i] = copies[i].src, sizes[i] = copies[i].bytes;
+    uint32_t wanted = n / s->config.every;
+    while (run->taken < wanted && run->taken < EVENTS && kvp_events_left(s) > 8 &&
+           (run->events[run->taken] = kvp_event_take(s)))
+        run->taken++;
+    kvp_submit_options o = *options;
+    o.stream = run->stream;
+    o.event_record = CALL(s, event_record, cudaError_t(*)(cudaEvent_t, cudaStream_t));
+    o.copy = (kvp_memcpy_async_fn)s->config.copier.cuda.memcpy_async;
+    o.events = run->events;
+    o.every = s->config.every;
+    o.events_max = run->taken;
+    int code = n ? kvp_submit(&o, n, dst, src, sizes, 0, r) : 0;
+    /* the cursor goes on by what was taken */
+    bytes = asked = 0;
+    if (r->submitted)
+        kvp_job_copies(j, &j->at, copies, (uint32_t)r->submitted, UINT64_MAX, UINT64_MAX, false, &bytes, &asked);
+    j->status.submitted += asked;
+    j->status.descriptors += r->submitted;
+    j->status.calls += r->submitted;
+    j->status.submit_ns += r->end_ns - r->start_ns;
+    j->status.blocked += r->blocked;
+    if (r->max_ns > j->status.longest_ns) j->status.longest_ns = r->max_ns;
+    return code;
+}
+
+/* Makes known by which events what was submitted will be over; `all`: the job submits nothing more here. */
+static void mark_run(kvp_submitter *s, struct direction *dir, struct kvp_job *j, struct shared_run *run,
+                     const kvp_submit_result *r, bool all) {
+    uint32_t every = s->config.every;
+    uint64_t rest = r->submitted - r->events * every;
+    bool cover = rest || all || (run->start && !r->events); /* whatever is outstanding is covered */
+    void *last = cover ? event_wait(s, j->direction) : NULL;
+    if (last && CALL(s, event_record, event_stream_fn)(last, run->stream)) {
+        kvp_clear_error(s);
+        kvp_event_give(s, last);
+        last = NULL;
+    }
+    lock_shared(s, dir);
+    if (all) leave_shared(s, dir, j, last);
+    for (uint32_t i = 0; i < run->taken; i++) {
+        if (i < r->events) {
+            uint32_t places = every + 1 + (run->start != NULL);
+            add_shared_marker(dir, j, run->events[i], run->start, run->stream, places, false,
+                              run->idle ? run->begin_ns : 0);
+            run->idle = false;
+            atomic_fetch_add(&dir->shared_places, places);
+            run->start = NULL;
+        } else {
+            kvp_event_give(s, run->events[i]);
+        }
+    }
+    if (cover) {
+        uint32_t places = (uint32_t)rest + (last != NULL) + (run->start != NULL);
+        atomic_fetch_add(&dir->shared_places, places);
+        add_shared_marker(dir, j, last, run->start, run->stream, places, all, run->idle ? run->begin_ns : 0);
+    }
+    j->busy = 0;
+    pthread_mutex_unlock(&dir->shared_lock);
+}
+
 int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_options *options, uint64_t max,
                    kvp_submit_result *r, uint64_t *outstanding) {
-    enum { CHUNK = 1024, EVENTS = 64 };
     struct kvp_job *j = (struct kvp_job *)job;
     int d = j->direction, code = 0;
     struct direction *dir = &s->direction[d];
+    struct shared_run run;
+    run.stream = s->config.shared[d], run.start = NULL;
+    run.begin_ns = kvp_now_ns(), run.idle = false, run.taken = 0;
     memset(r, 0, sizeof *r);
     *outstanding = 0;
-    void *stream = s->config.shared[d], *start = NULL;
-    bool idle = false;
-    uint64_t begin_ns = kvp_now_ns();
     if (!j->inlined) {
         int no = kvp_refusal(s);
         if (no) return no;
-        kvp_must(s, !atomic_load(&dir->pushed), "a transfer goes to the shared stream before others are submitted");
-        j->inlined = 1;
-        begin(s, j);
-        atomic_fetch_add(&dir->inlined_jobs, 1);
-        job->stream = (uint64_t)(uintptr_t)stream;
-        lock_shared(s, dir);
-        j->sequence = ++dir->shared_sequence;
-        j->next = NULL;
-        j->busy = 1;
-        if (dir->inlined_last)
-            dir->inlined_last->next = j;
-        else
-            dir->inlined = j;
-        dir->inlined_last = j;
-        bool empty = dir->shared.head == dir->shared.tail, waits = j->after != NULL;
-        pthread_mutex_unlock(&dir->shared_lock);
-        if (j->after) {
-            while ((code = kvp_fence_record(s, j->after)) == NOT_READY) sched_yield();
-            if (!code) code = CALL(s, stream_wait_event, stream_event_fn)(stream, j->after->event, 0);
-            kvp_fence_drop(s, j);
-            if (code) {
-                kvp_clear_error(s);
-                j->failed = code;
-                job->error = code;
-                job->fault = KVP_FAULT_WAIT;
-            }
-        }
-        idle = empty && !waits;
-        if (!code && empty && waits && (start = event_wait(s, d)) &&
-            CALL(s, event_record, event_stream_fn)(start, stream)) {
-            kvp_clear_error(s);
-            kvp_event_give(s, start);
-            start = NULL;
-        }
-        if (s->config.ranges)
-            j->range = kvp_nvtx_range_start(d == STORE, (uint32_t)job->id, (uint64_t)(uintptr_t)stream, job->bytes);
-    } else {
-        lock_shared(s, dir);
-        bool ended = job->state >= KVP_DONE; /* the device was lost between two runs */
-        if (!ended) j->busy = 1;
-        pthread_mutex_unlock(&dir->shared_lock);
-        if (ended) return 1;
+        code = enter_shared(s, dir, j, &run);
+    } else if (!go_on_shared(s, dir, j)) {
+        return 1;
     }
     __atomic_store_n(&job->state, KVP_SUBMITTING, __ATOMIC_RELAXED);
     kvp_retire_shared(s, d);
     *outstanding = atomic_load(&dir->shared_places);
-    kvp_copy run[CHUNK];
-    uint64_t dst[CHUNK], src[CHUNK], sizes[CHUNK], bytes = 0, asked = 0;
     if (*outstanding < s->config.ceiling && max > s->config.ceiling - *outstanding)
         max = s->config.ceiling - *outstanding;
-    struct cursor at = j->at;
-    uint32_t n = code || max == 0 ? 0
-                                  : kvp_job_copies(j, &at, run, max < CHUNK ? (uint32_t)max : CHUNK, UINT64_MAX,
-                                                   UINT64_MAX, false, &bytes, &asked);
-    for (uint32_t i = 0; i < n; i++) dst[i] = run[i].dst, src[i] = run[i].src, sizes[i] = run[i].bytes;
-    void *events[EVENTS];
-    uint32_t taken = 0, wanted = n / s->config.every;
-    while (taken < wanted && taken < EVENTS && kvp_events_left(s) > 8 && (events[taken] = kvp_event_take(s))) taken++;
-    kvp_submit_options o = *options;
-    o.stream = stream;
-    o.event_record = CALL(s, event_record, cudaError_t(*)(cudaEvent_t, cudaStream_t));
-    o.copy = (kvp_memcpy_async_fn)s->config.copier.cuda.memcpy_async;
-    o.events = events;
-    o.every = s->config.every;
-    o.events_max = taken;
-    if (n) code = kvp_submit(&o, n, dst, src, sizes, 0, r);
-    /* the cursor goes on by what was taken */
-    bytes = asked = 0;
-    if (r->submitted)
-        kvp_job_copies(j, &j->at, run, (uint32_t)r->submitted, UINT64_MAX, UINT64_MAX, false, &bytes, &asked);
-    job->submitted += asked;
-    job->descriptors += r->submitted;
-    job->calls += r->submitted;
-    job->submit_ns += r->end_ns - r->start_ns;
-    job->blocked += r->blocked;
     job->methods |= 1u << KVP_LOOP;
-    if (r->max_ns > job->longest_ns) job->longest_ns = r->max_ns;
+    if (!code) code = submit_run(s, j, options, max, &run, r);
     if (code && !j->failed) {
         kvp_clear_error(s);
         j->failed = code;
@@ -482,37 +551,7 @@ int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_optio
         job->fault = KVP_FAULT_COPY;
     }
     bool all = kvp_job_all(j, &j->at) || j->failed;
-    uint64_t rest = r->submitted - r->events * s->config.every;
-    void *last = NULL;
-    bool cover = rest || all || (start && !r->events); /* whatever is outstanding is covered */
-    if (cover) {
-        last = event_wait(s, d);
-        if (last && CALL(s, event_record, event_stream_fn)(last, stream)) {
-            kvp_clear_error(s);
-            kvp_event_give(s, last);
-            last = NULL;
-        }
-    }
-    lock_shared(s, dir);
-    if (all) leave_shared(s, dir, j, last);
-    for (uint32_t i = 0; i < taken; i++) {
-        if (i < r->events) {
-            add_shared_marker(dir, j, events[i], start, stream, s->config.every + 1 + (start != NULL), false,
-                              idle ? begin_ns : 0);
-            idle = false;
-            atomic_fetch_add(&dir->shared_places, s->config.every + 1 + (start != NULL));
-            start = NULL;
-        } else {
-            kvp_event_give(s, events[i]);
-        }
-    }
-    if (cover) {
-        uint32_t places = (uint32_t)rest + (last != NULL) + (start != NULL);
-        atomic_fetch_add(&dir->shared_places, places);
-        add_shared_marker(dir, j, last, start, stream, places, all, idle ? begin_ns : 0);
-    }
-    j->busy = 0;
-    pthread_mutex_unlock(&dir->shared_lock);
+    mark_run(s, dir, j, &run, r, all);
     wake_sleeper(s, NULL);
     return code ? -1000 * code : all;
 }

@@ -404,21 +404,34 @@ static int read_args(cursor *c, kvt_row *row, args_extra *extra) {
 
 enum { NOTHING = 0, ROW = 1, DAMAGED = -1, NO_MEMORY = -2 };
 
+static const kvt_row EMPTY_ROW = {.pid = -1,
+                                  .tid = -1,
+                                  .correlation = -1,
+                                  .graph = -1,
+                                  .stream = -1,
+                                  .device = -1,
+                                  .channel = -1,
+                                  .count = 1,
+                                  .cbid = -1,
+                                  .label = -1};
+
+/* The number of a category; below 0: no memory. More categories than any recorder has: the rest counts as one. */
+static int64_t category_slot(kvt_scan_state *s, const value *category) {
+    const char *text = category->text ? category->text : "";
+    if (s->categories.count < MOST_CATEGORIES - 1) return intern(&s->categories, text, category->length);
+    for (uint32_t i = 0; i < s->categories.count; i++)
+        if (s->categories.entries[i].length == category->length &&
+            !memcmp(s->categories.entries[i].text, text, category->length))
+            return i;
+    return MOST_CATEGORIES - 1;
+}
+
 /* Reads one event that the cursor is at the opening brace of; `*got` says what came of it. */
 static int read_event(kvt_scan_state *s, cursor *c, kvt_row *row, int *got) {
     value key, v, phase = {0}, category = {0}, name = {0}, ts = {0}, dur = {0}, pid = {0}, tid = {0};
     args_extra extra = {{0}, -1, -1, 0};
     int state, last;
-    *row = (kvt_row){.pid = -1,
-                     .tid = -1,
-                     .correlation = -1,
-                     .graph = -1,
-                     .stream = -1,
-                     .device = -1,
-                     .channel = -1,
-                     .count = 1,
-                     .cbid = -1,
-                     .label = -1};
+    *row = EMPTY_ROW;
     c->at++;
     for (;;) {
         if ((state = next_member(c, &key, &last))) return state;
@@ -471,21 +484,10 @@ static int read_event(kvt_scan_state *s, cursor *c, kvt_row *row, int *got) {
     } else {
         if (read_us(&ts, &row->start_ns) || (dur.kind && read_us(&dur, &row->dur_ns))) return DONE;
         if (row->dur_ns < 0) row->dur_ns = 0;
-        const char *text = category.text ? category.text : "";
-        int64_t slot = -1;
-        if (s->categories.count < MOST_CATEGORIES - 1) {
-            slot = intern(&s->categories, text, category.length);
-            if (slot < 0) {
-                *got = NO_MEMORY;
-                return DONE;
-            }
-        } else {
-            /* More categories than any recorder has: the rest counts as one. */
-            for (uint32_t i = 0; i < s->categories.count && slot < 0; i++)
-                if (s->categories.entries[i].length == category.length &&
-                    !memcmp(s->categories.entries[i].text, text, category.length))
-                    slot = i;
-            if (slot < 0) slot = MOST_CATEGORIES - 1;
+        int64_t slot = category_slot(s, &category);
+        if (slot < 0) {
+            *got = NO_MEMORY;
+            return DONE;
         }
         s->counts[slot]++;
         row->category = s->codes[slot];
