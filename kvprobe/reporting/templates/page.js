@@ -92,6 +92,7 @@
   ];
   const fillOf = (style) => (style === 0 ? { class: `f0` } : { fill: `url(#pattern${style % 6})` });
 
+  const PAPER = 680, PHONE = 560; // px: what a sheet of A4 holds between its margins; as wide as page.css says narrow is
   const linked = new Map(); // group of charts that share one x range
   const all = [];
 
@@ -281,8 +282,8 @@
       return spec.kind === "bars" ? spec.rows.length * 44 + 44 : spec.kind === "rows" ? spec.rows.length * 34 + 34 : Math.round((spec.height || 250) * (narrow ? 0.84 : 1));
     }
     reserve() { this.host.style.minHeight = `${this.tall(innerWidth < 520)}px`; } // so that what is below stays where it is
-    draw() {
-      const width = Math.max(this.host.clientWidth - 12, 240);
+    draw(wide = this.host.clientWidth - 12) {
+      const width = Math.max(wide, 240);
       const narrow = width < 480;
       const spec = this.spec;
       const height = this.tall(narrow);
@@ -677,6 +678,14 @@
       if (later.size) { draw(later.keys().next().value); idle(next, { timeout: 100 }); }
       else document.documentElement.dataset.drawn = String(Math.round(performance.now()));
     };
+    if (innerWidth <= PHONE) // a long page is hard to find one's way in by thumb: its headings are its contents
+      $$("section:not(#overview) > details.fold, .finding ~ .finding").forEach((d) => { d.open = false; });
+    const unfold = () => { // a link leads into a section that is folded
+      const target = location.hash.length > 1 && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+      const fold = target && $("details.fold", target.closest("section") || target);
+      if (fold) fold.open = true;
+    };
+    addEventListener("hashchange", unfold);
     for (const figure of $$("figure[data-chart]")) { // what is folded has no width: it is drawn when it opens
       const closed = figure.closest("details:not([open])");
       if (closed) closed.addEventListener("toggle", () => { enrich(prepare(figure)); draw(figure); }, { once: true }); else prepare(figure);
@@ -691,10 +700,15 @@
       cancelAnimationFrame(pending);
       pending = requestAnimationFrame(() => all.forEach((plot) => plot.drawn && plot.draw()));
     });
-    const shut = [];
-    addEventListener("beforeprint", () => [...later.keys()].forEach(draw));
-    addEventListener("beforeprint", () => $$("details:not([open])").forEach((d) => { d.open = true; shut.push(d); }));
-    addEventListener("afterprint", () => shut.splice(0).forEach((d) => { d.open = false; }));
+    const shut = [], printed = () => all.filter((plot) => plot.figure.matches("#rows, .own .chart"));
+    addEventListener("beforeprint", () => {
+      $$("details.finding:not([open])").forEach((d) => { d.open = true; shut.push(d); });
+      for (const plot of printed()) { later.delete(plot.figure); plot.draw(PAPER); } // a sheet's width, so that text stays legible
+    });
+    addEventListener("afterprint", () => {
+      shut.splice(0).forEach((d) => { d.open = false; });
+      for (const plot of printed()) plot.draw();
+    });
     $$("table").forEach(sortable);
     $$("table").forEach(window.kvprobe.csv);
     theme();
