@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvprobe.account import COPIES, HOST, LINE_TITLES, Account, GpuAccount, Line, ThreadAccount
+from kvprobe.reporting.streams import recorders_thread, thread_title
 from kvprobe.reporting.units import duration, percent
 from kvprobe.reporting.views import Bar, BarPart, Section, TableView, table
 
@@ -48,7 +49,8 @@ def account_lines(account: Account) -> list[str]:
         out.append(f"{gpu_name(account, gpu)}, {duration(gpu.window_ns)} of serving")
         shown = [one for one in _lines(gpu) if one[2] >= SHOWN]
         out += [f"  {percent(share):>6}  {duration(ns):>8}  {title}" for title, ns, share in shown]
-    for thread in account.threads[:1] if not account.seen else []:
+    program = [one for one in account.threads if not recorders_thread(one.name)]
+    for thread in program[:1] if not account.seen else []:
         out.append(f"thread {thread.thread}, {duration(thread.window_ns)} of serving")
         out += [f"  {percent(share):>6}  {duration(ns):>8}  {title}" for title, ns, share in _thread_lines(thread)]
     return out
@@ -114,7 +116,7 @@ def _gpus(account: Account) -> TableView:
 
 def _threads(account: Account) -> TableView:
     """Threads that submit, a row each; of a wait for the device, how long that computed."""
-    shown = [one for one in account.threads if one.window_ns > 0][:32]
+    shown = [one for one in account.threads if one.window_ns > 0 and not recorders_thread(one.name)][:32]
     columns = [line for line in _THREAD_TITLES if any(one.ns(line) for one in shown)]
     rows = []
     for one in shown:
@@ -122,7 +124,7 @@ def _threads(account: Account) -> TableView:
         waited = one.waited_ns.get("computing", 0)
         rows.append(
             [
-                f"{one.thread}" + (f" ({one.name})" if one.name else ""),
+                f"{one.thread}" + (f" ({thread_title(one.name)})" if one.name else ""),
                 f"{one.pid}",
                 *cells,
                 (duration(waited) if waited else "", waited),
