@@ -79,8 +79,12 @@ def _thread_lines(thread: ThreadAccount) -> Iterator[tuple[str, int, float]]:
 def account_section(account: Account) -> Section:
     """The first section of a page: a bar a GPU, the same as a table, and what the threads did."""
     bars = [_bar(gpu_name(account, gpu), gpu) for gpu in account.gpus if gpu.seen]
-    section = Section("account", "Where the time went", _LEAD if bars else _BLIND, bars=bars)
-    section.tables = [one for one in (_gpus(account) if bars else None, _threads(account)) if one and one.rows]
+    blind = not bars
+    if blind:
+        program = [one for one in account.threads if one.window_ns > 0 and not recorders_thread(one.name)]
+        bars = [_thread_bar(one) for one in program[:1]]
+    section = Section("account", "Where the time went", _BLIND if blind else _LEAD, bars=bars)
+    section.tables = [one for one in (None if blind else _gpus(account), _threads(account)) if one and one.rows]
     return section
 
 
@@ -103,6 +107,21 @@ def _bar(name: str, gpu: GpuAccount) -> Bar:
             )
         at += share
     return Bar(name, f"{duration(gpu.window_ns)} of serving", parts)
+
+
+def _thread_bar(thread: ThreadAccount) -> Bar:
+    """The window of a thread, where nobody saw the GPU."""
+    parts, at = [], 0.0
+    for line, title in _THREAD_TITLES.items():
+        share = thread.ns(line) / thread.window_ns
+        if share > 0:
+            width = round(1000 * share, 2)
+            parts.append(
+                BarPart(line.key, round(1000 * at, 2), width, title, duration(thread.ns(line)), percent(share))
+            )
+        at += share
+    name = f"thread {thread.thread}" + (f" ({thread_title(thread.name)})" if thread.name else "")
+    return Bar(name, f"{duration(thread.window_ns)} of serving; what the GPU did was not recorded", parts)
 
 
 def _gpus(account: Account) -> TableView:

@@ -77,8 +77,10 @@ def copy_text(direction: int) -> str:
 
 def gpu_lanes(account: Account | None) -> list[Lane]:
     """A lane for each GPU of the account: when it computed, when only copies ran, and when it ran nothing, and why."""
+    if account is None:
+        return []
     out = []
-    for gpu in account.gpus[:MOST_GPUS] if account else ():
+    for gpu in account.gpus[:MOST_GPUS]:
         cut = gpu.stretches
         if not gpu.seen or not len(cut.line):
             continue

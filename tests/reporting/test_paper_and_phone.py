@@ -136,3 +136,26 @@ def test_no_table_is_cut_at_1_400_pixels(chromium: Any, pages: dict[str, Path], 
     pages_of.opened(chromium, pages[name], 1400)
     assert chromium.execute_script(CUT) == []
     assert chromium.execute_script("return document.documentElement.scrollWidth") == 1400
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_screen_has_verdict_account_first_finding_and_first_change(
+    chromium: Any, pages: dict[str, Path], name: str
+) -> None:
+    pages_of.opened(chromium, pages[name], 1400, 900)
+    bottom = "const one = document.querySelector(arguments[0]); return one && one.getBoundingClientRect().bottom"
+    found = {what: chromium.execute_script(bottom, what) for what in FIRST}
+    found = {what: at for what, at in found.items() if at is not None}
+    assert {".verdict h1", ".verdict .facts", ".verdict .account > svg"} <= set(found)
+    assert ".verdict .cures > li" in found or name == "made"
+    assert max(found.values()) < 900, found
+
+
+FIRST = (
+    ".verdict h1",
+    ".verdict .facts",
+    ".verdict .account > svg",
+    ".verdict .account .legend",
+    ".verdict .cures > li",
+    ".verdict .detail",
+)
