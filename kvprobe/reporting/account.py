@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvprobe.account import COPIES, HOST, LINE_TITLES, Account, GpuAccount, Line, ThreadAccount
-from kvprobe.reporting.streams import recorders_thread, thread_title
+from kvprobe.reporting.streams import recorders_thread, submitters_thread, thread_title
 from kvprobe.reporting.units import duration, percent
 from kvprobe.reporting.views import Bar, BarPart, Section, TableView, table
 
@@ -82,6 +82,7 @@ def account_section(account: Account) -> Section:
     blind = not bars
     if blind:
         program = [one for one in account.threads if one.window_ns > 0 and not recorders_thread(one.name)]
+        program.sort(key=lambda one: submitters_thread(one.name))  # it serves only where nobody else does
         bars = [_thread_bar(one) for one in program[:1]]
     section = Section("account", "Where the time went", _BLIND if blind else _LEAD, bars=bars)
     section.tables = [one for one in (None if blind else _gpus(account), _threads(account)) if one and one.rows]

@@ -696,7 +696,7 @@
     if (innerWidth <= PHONE) // a long page is hard to find one's way in by thumb: its headings are its contents
       $$("section:not(#overview) > details.fold, .finding ~ .finding").forEach((d) => { d.open = false; });
     const unfold = () => { // a link leads into a section that is folded
-      const target = location.hash.length > 1 && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+      const target = location.hash.length > 1 && document.getElementById(location.hash.slice(1)); // identifiers are ASCII
       const fold = target && $("details.fold", target.closest("section") || target);
       if (fold) fold.open = true;
     };
