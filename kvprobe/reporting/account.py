@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvprobe.account import COPIES, HOST, LINE_TITLES, Account, GpuAccount, Line, ThreadAccount
+from kvprobe.reporting.streams import recorders_thread, submitters_thread, thread_title
 from kvprobe.reporting.units import duration, percent
 from kvprobe.reporting.views import Bar, BarPart, Section, TableView, table
 
@@ -48,7 +49,8 @@ def account_lines(account: Account) -> list[str]:
         out.append(f"{gpu_name(account, gpu)}, {duration(gpu.window_ns)} of serving")
         shown = [one for one in _lines(gpu) if one[2] >= SHOWN]
         out += [f"  {percent(share):>6}  {duration(ns):>8}  {title}" for title, ns, share in shown]
-    for thread in account.threads[:1] if not account.seen else []:
+    program = [one for one in account.threads if not recorders_thread(one.name)]
+    for thread in program[:1] if not account.seen else []:
         out.append(f"thread {thread.thread}, {duration(thread.window_ns)} of serving")
         out += [f"  {percent(share):>6}  {duration(ns):>8}  {title}" for title, ns, share in _thread_lines(thread)]
     return out
@@ -77,8 +79,13 @@ def _thread_lines(thread: ThreadAccount) -> Iterator[tuple[str, int, float]]:
 def account_section(account: Account) -> Section:
     """The first section of a page: a bar a GPU, the same as a table, and what the threads did."""
     bars = [_bar(gpu_name(account, gpu), gpu) for gpu in account.gpus if gpu.seen]
-    section = Section("account", "Where the time went", _LEAD if bars else _BLIND, bars=bars)
-    section.tables = [one for one in (_gpus(account) if bars else None, _threads(account)) if one and one.rows]
+    blind = not bars
+    if blind:
+        program = [one for one in account.threads if one.window_ns > 0 and not recorders_thread(one.name)]
+        program.sort(key=lambda one: submitters_thread(one.name))  # it serves only where nobody else does
+        bars = [_thread_bar(one) for one in program[:1]]
+    section = Section("account", "Where the time went", _BLIND if blind else _LEAD, bars=bars)
+    section.tables = [one for one in (None if blind else _gpus(account), _threads(account)) if one and one.rows]
     return section
 
 
@@ -103,6 +110,21 @@ def _bar(name: str, gpu: GpuAccount) -> Bar:
     return Bar(name, f"{duration(gpu.window_ns)} of serving", parts)
 
 
+def _thread_bar(thread: ThreadAccount) -> Bar:
+    """The window of a thread, where nobody saw the GPU."""
+    parts, at = [], 0.0
+    for line, title in THREAD_TITLES.items():
+        share = thread.ns(line) / thread.window_ns
+        if share > 0:
+            width = round(1000 * share, 2)
+            parts.append(
+                BarPart(line.key, round(1000 * at, 2), width, title, duration(thread.ns(line)), percent(share))
+            )
+        at += share
+    name = f"thread {thread.thread}" + (f" ({thread_title(thread.name)})" if thread.name else "")
+    return Bar(name, f"{duration(thread.window_ns)} of serving; what the GPU did was not recorded", parts)
+
+
 def _gpus(account: Account) -> TableView:
     rows = [
         [gpu_name(account, gpu), title, (duration(ns), ns), (percent(share), share)]
@@ -114,7 +136,7 @@ def _gpus(account: Account) -> TableView:
 
 def _threads(account: Account) -> TableView:
     """Threads that submit, a row each; of a wait for the device, how long that computed."""
-    shown = [one for one in account.threads if one.window_ns > 0][:32]
+    shown = [one for one in account.threads if one.window_ns > 0 and not recorders_thread(one.name)][:32]
     columns = [line for line in THREAD_TITLES if any(one.ns(line) for one in shown)]
     rows = []
     for one in shown:
@@ -122,7 +144,7 @@ def _threads(account: Account) -> TableView:
         waited = one.waited_ns.get("computing", 0)
         rows.append(
             [
-                f"{one.thread}" + (f" ({one.name})" if one.name else ""),
+                f"{one.thread}" + (f" ({thread_title(one.name)})" if one.name else ""),
                 f"{one.pid}",
                 *cells,
                 (duration(waited) if waited else "", waited),

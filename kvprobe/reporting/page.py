@@ -105,6 +105,7 @@ def build_page(recording: Recording | None = None, **page: Unpack[Page]) -> str:
         findings_lead=lead,
         first=first,
         sections=sections,
+        own={one.id for one in extra},
         drawn=drawn,
         provenance=provenance,
         commands=commands,

@@ -166,7 +166,7 @@ def _sections(
             "Over time",
             "These charts share one time axis: zoom one and all follow.",
             [
-                rows_chart(recording, found, findings or ()),
+                rows_chart(recording, found, findings or (), findings.account if findings is not None else None),
                 outstanding,
                 _timeline(recording, found, marks, findings or ()),
                 *sampled,

@@ -1,4 +1,4 @@
-"""Threads and streams on one time axis: calls above, executions below, fences and waits drawn between them.
+"""GPUs, threads and streams on one time axis: calls above, executions below, fences and waits drawn between them.
 
 However many calls there are, the page gets a row of digits a thread and stream (how busy each slice of time was) and
 the calls worth looking at one by one: the longest, and those that findings name with what lies around them.
@@ -6,6 +6,7 @@ the calls worth looking at one by one: the longest, and those that findings name
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,15 @@ import numpy.typing as npt
 
 from kvprobe.recordings.assemble import codes, is_kind, pairs, positions
 from kvprobe.recordings.intervals import in_time
-from kvprobe.recordings.model import SUBMITTING, CallKind, Engine, Recording
+from kvprobe.recordings.model import SUBMITTING, CallKind, Engine, Recording, Table
 from kvprobe.reporting import streams
-from kvprobe.reporting.units import count_text, duration, percent
+from kvprobe.reporting.lanes import STYLES, WAIT, WORK, Lane, copy_text, engine_styles, gpu_lanes, range_lanes
+from kvprobe.reporting.units import bytes_text, count_text, duration, percent
 from kvprobe.reporting.views import Chart, table
+from kvprobe.reporting.waits import waited_for
 
 if TYPE_CHECKING:
+    from kvprobe.account import Account
     from kvprobe.diagnosis.finding import Finding
     from kvprobe.reporting.recorded import Submissions
 
@@ -35,33 +39,46 @@ EACH = 150  # of them at least for each row
 AROUND = 150  # calls before and behind each that a finding names
 NAMED = 24  # calls of findings whose neighbourhood is kept
 FENCES = 1500
-WORK, WAIT = 0, 1
+WAITS = 1500  # of which the page knows what they waited for; the longest
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A thread or a stream; the columns are those of its calls or executions, ascending by start."""
+    """A thread, a stream, a GPU or a thread's ranges; the columns are those of what it did, ascending by start."""
 
     label: str
     start: Array
     end: Array
-    wait: Array  # bool: it waits, allocates or frees; else it submits, or executes
-    rows: Array  # in `calls` or `executions`
+    style: Array  # an index into `lanes.STYLES`
+    rows: Array  # in `calls` or `executions`; of a lane of its own, positions in `text`
     thread: bool
+    text: Sequence[str] | None = None  # what each is called, of a lane of its own
+    own: bool = False  # of kvprobe, not of the program
+
+    @property
+    def wait(self) -> Array:
+        """Bool: it waits, allocates or frees."""
+        waits: Array = self.style == WAIT
+        return waits
 
 
-def rows_chart(recording: Recording, found: Submissions, findings: Sequence[Finding]) -> Chart | None:
-    """The chart; None where no call was kept."""
+def rows_chart(
+    recording: Recording, found: Submissions, findings: Sequence[Finding], account: Account | None = None
+) -> Chart | None:
+    """The chart; None where no call was kept. `account` gives the GPUs their lanes."""
     if not recording.calls.rows:
         return None
     start, end = found.span
     span = max(end - start, 1.0)
     threads, more_threads = _threads(recording, findings)
     streams, more_streams = _streams(recording)
-    shown = [*threads, *streams]
+    gpus = [_lane(lane) for lane in gpu_lanes(account)]
+    ranges = [_lane(lane) for lane in range_lanes(recording)]
+    shown = [*gpus, *ranges, *threads, *streams]
     edges = np.linspace(start, end, SLICES + 1)
     names: dict[str, int] = {}
-    items, stacks = _items(recording, shown, findings, start, names)
+    items, stacks, waits = _items(recording, shown, findings, start, names)
+    drawn = sorted({int(style) for row in shown for style in np.unique(row.style).tolist()})
     spec = {
         "kind": "rows",
         "group": "time",
@@ -71,10 +88,13 @@ def rows_chart(recording: Recording, found: Submissions, findings: Sequence[Find
             {
                 "label": row.label,
                 "thread": row.thread,
-                **_busy(row, edges),
+                "lane": row.text is not None,
+                "layers": _busy(row, edges),
             }
             for row in shown
         ],
+        "styles": [[style, STYLES[style]] for style in drawn],
+        "waits": waits,
         "names": list(names),
         "items": items,
         "stacks": stacks,
@@ -86,8 +106,9 @@ def rows_chart(recording: Recording, found: Submissions, findings: Sequence[Find
     words = _many(len(threads), "thread")
     words += f" and {_many(len(streams), 'stream')}" if streams else "; what streams executed was not recorded"
     words += f"; {' and '.join(more)} not shown" if more else ""
-    listed = [_listed(row, span) for row in shown]
-    busiest, _, work, share, *_ = max(listed, key=lambda row: float(row[2][1]))
+    listed = [_listed(row, span) for row in shown[len(gpus) :]]
+    program = [_listed(row, span) for row in (*threads, *streams) if not row.own] or listed
+    busiest, _, work, share, *_ = max(program, key=lambda row: float(row[2][1]))
     columns = ["Row", "Calls or executions", "Work", "Of the time", "Waits and allocations", "Longest"]
     return Chart(
         "rows",
@@ -96,7 +117,8 @@ def rows_chart(recording: Recording, found: Submissions, findings: Sequence[Find
         spec,
         table("Threads and streams", columns, listed),
         f"Taller is busier. {count_text(len(items['t']))} calls and executions are drawn one by one when they are wide "
-        "enough: the longest, and those around the findings. Lines lead from a fence or a wait to what it waits for. "
+        "enough: the longest, and those around the findings. Lines lead from a fence to what it waits for; an arrow "
+        "leads to the end of a blocked call from the operation that ended last before it returned. "
         "Click a call to see its stack; the page's address keeps zoom and call. All calls: kvprobe export.",
     )
 
@@ -105,13 +127,24 @@ def _many(count: int, what: str) -> str:
     return f"{count} {what}" + ("" if count == 1 else "s")
 
 
-def _busy(row: _Row, edges: Array) -> dict[str, str]:
-    """How busy each slice was: with work, and with waiting where the row waited at all."""
-    if not row.wait.any():
-        return {"work": _digits(row.start, row.end, edges)}
-    work = ~row.wait
-    waited = _digits(row.start[row.wait], row.end[row.wait], edges)
-    return {"work": _digits(row.start[work], row.end[work], edges), "wait": waited}
+def _lane(lane: Lane) -> _Row:
+    return _Row(lane.label, lane.start, lane.end, lane.style, np.arange(len(lane.start)), False, lane.text)
+
+
+def _busy(row: _Row, edges: Array) -> dict[int, str]:
+    """How busy each slice was, by style."""
+    if not len(row.style):
+        return {}
+    out = {}
+    for style in np.unique(row.style).tolist():
+        mine = row.style == style
+        out[int(style)] = _short(_digits(row.start[mine], row.end[mine], edges))
+    return out
+
+
+def _short(digits: str) -> str:
+    """Runs of a digit as "0x120,": most of a thread's time is alike."""
+    return re.sub(r"(\d)\1{5,}", lambda run: f"{run[1]}x{len(run[0])},", digits)
 
 
 def _covered(start: Array, end: Array) -> float:
@@ -150,30 +183,43 @@ def _threads(recording: Recording, findings: Sequence[Finding]) -> tuple[list[_R
     """Threads whose calls findings name come before busier ones: links lead to those calls."""
     calls = recording.calls
     owners, place = pairs(calls["process"], calls["thread"])
+    named = streams.thread_names(recording)
+    everybody = positions(place, len(owners))
+    program = [part for part in everybody if not streams.recorders_thread(named.get(_owner(calls, part), ""))]
     told = set(place[[call.row for finding in findings for call in finding.calls]].tolist())
     parts, more = _busiest(
-        positions(place, len(owners)), calls["start_ns"], calls["end_ns"], lambda part: int(place[part[0]]) in told
+        program or everybody, calls["start_ns"], calls["end_ns"], lambda part: int(place[part[0]]) in told
     )
-    known = recording.threads
-    owned = zip(known["process"].tolist(), known["thread"].tolist(), strict=True)
-    named = dict(zip(owned, known["name"].tolist(), strict=True))
     several = recording.processes.rows > 1
     out = []
     for part in parts:
-        process, thread = int(calls["process"][part[0]]), int(calls["thread"][part[0]])
-        name = recording.text(named.get((process, thread), 0))
+        process, thread = _owner(calls, part)
+        name = streams.thread_title(named.get((process, thread), ""))
         label = name if name.startswith("thread ") else f"thread {thread}" + (f" ({name})" if name else "")
         label += f" of {streams.process_name(recording, process)}" if several else ""
-        wait = ~is_kind(calls["kind"][part], _WORK)
-        out.append(_Row(label, calls["start_ns"][part], calls["end_ns"][part], wait, part, True))
+        style = np.where(is_kind(calls["kind"][part], _WORK), WORK, WAIT).astype(np.uint8)
+        own = streams.submitters_thread(named.get((process, thread), ""))
+        out.append(_Row(label, calls["start_ns"][part], calls["end_ns"][part], style, part, True, own=own))
     return out, more
+
+
+def _owner(calls: Table, part: Array) -> tuple[int, int]:
+    return int(calls["process"][part[0]]), int(calls["thread"][part[0]])
+
+
+def _ran(recording: Recording) -> Table:
+    """What the device did, as closely as it was recorded: operations, else runs of them, else transfers."""
+    wanted = (recording.executions, recording.spans, recording.transfers)
+    return next((one for one in wanted if one.rows), recording.transfers)
 
 
 def _streams(recording: Recording) -> tuple[list[_Row], int]:
     """What each stream executed; where the device was not recorded, the transfers on it."""
-    ran = recording.executions if recording.executions.rows else recording.transfers
+    ran = _ran(recording)
     start, end, stream = ran["start_ns"], ran["end_ns"], ran["stream"]
-    if not recording.executions.rows:  # what a transfer did on the device; before it, it stood in a queue
+    copies = np.broadcast_to(np.uint8(Engine.COPY), (ran.rows,))
+    style = engine_styles(ran.get("engine", copies), ran["direction"])
+    if ran.kind == "transfers":  # what a transfer did on the device; before it, it stood in a queue
         end = end - np.maximum(ran["poll_ns"], 0)
         start = np.maximum(end - np.maximum(ran["copy_ns"], 0), start)
     values, place = codes(stream)
@@ -183,7 +229,7 @@ def _streams(recording: Recording) -> tuple[list[_Row], int]:
     for part in parts:
         part = in_time(part, start)
         label = streams.stream_name(recording, int(stream[part[0]]))
-        out.append(_Row(label, start[part], end[part], np.zeros(len(part), dtype=bool), part, False))
+        out.append(_Row(label, start[part], end[part], style[part], part, False))
     return out, more
 
 
@@ -208,8 +254,11 @@ def _digits(start: Array, end: Array, edges: Array) -> str:
 
 def _items(
     recording: Recording, shown: Sequence[_Row], findings: Sequence[Finding], origin: float, names: dict[str, int]
-) -> tuple[dict[str, list[Any]], list[str]]:
-    """Calls and executions that are kept one by one, as columns; `s` is the position of a stack, or -1."""
+) -> tuple[dict[str, list[Any]], list[str], list[list[int]]]:
+    """Calls and executions that are kept one by one, as columns; `s` is the position of a stack, or -1.
+
+    The last are pairs of positions: a call that waited, and the operation of the device that it waited for.
+    """
     named = [call for finding in findings for call in finding.calls]
     depth = {call.row: call.depth for call in named}
     lost = {call.row: call.lost_ns for call in named}
@@ -219,11 +268,17 @@ def _items(
     of_call = {call.row: "\n".join(call.stack) for call in named if call.stack}
     columns: dict[str, list[Any]] = {name: [] for name in ("row", "t", "d", "n", "w", "id", "on", "depth", "lost", "s")}
     kept_calls: list[Array] = []
+    many = max(sum(row.text is None for row in shown), 1)
+    waiting, ends = _waits(recording, shown, told)
+    at_call: dict[int, int] = {}
+    at_execution: dict[int, int] = {}
     for number, row in enumerate(shown):
         spent = row.end - row.start
-        budget = max((LONGEST if row.thread else LONGEST // 2) // max(len(shown), 1), EACH)
+        budget = EACH if row.text is not None else max((LONGEST if row.thread else LONGEST // 2) // many, EACH)
         part = np.argpartition(spent, -budget)[-budget:] if len(spent) > budget else np.arange(len(spent))
-        if row.thread:
+        if row.text is not None:
+            pass
+        elif row.thread:
             mine = np.searchsorted(row.rows, told)
             mine = mine[(mine < len(row.rows)) & (row.rows[np.minimum(mine, len(row.rows) - 1)] == told)]
             near = (mine[:NAMED, None] + np.arange(-AROUND, AROUND + 1)).ravel()
@@ -234,12 +289,18 @@ def _items(
             ids = executions["correlation"][row.rows]
             at = np.minimum(np.searchsorted(asked, ids), len(asked) - 1)
             part = np.union1d(part, np.flatnonzero((asked[at] == ids) & (ids >= 0)))
+        if row.text is None and len(ends):
+            part = np.union1d(part, np.flatnonzero(np.isin(row.rows, waiting if row.thread else ends)))
         part = part[np.argsort(row.start[part], kind="stable")]
         where = row.rows[part]
+        if row.text is None:
+            (at_call if row.thread else at_execution).update(
+                zip(where.tolist(), range(len(columns["t"]), len(columns["t"]) + len(part)), strict=True)
+            )
         columns["row"] += [number] * len(part)
         columns["t"] += np.round(row.start[part] - origin).astype(np.int64).tolist()
         columns["d"] += spent[part].tolist()
-        columns["w"] += row.wait[part].astype(int).tolist()
+        columns["w"] += row.style[part].tolist()
         columns["n"] += [names.setdefault(text, len(names)) for text in _texts(recording, row, where)]
         columns["id"] += where.tolist() if row.thread else [-1] * len(part)
         columns["on"] += _partner(recording, shown, row, where)
@@ -249,18 +310,44 @@ def _items(
         for position, one in zip(part.tolist(), where.tolist(), strict=True):
             text = (of_call.get(one) or seen.get(position, "")) if row.thread else ""
             columns["s"].append(stacks.setdefault(text, len(stacks)) if text else -1)
-    return columns, list(stacks)
+    waits = [
+        [at_call[call], at_execution[one]]
+        for call, one in zip(waiting.tolist(), ends.tolist(), strict=True)
+        if call in at_call and one in at_execution
+    ]
+    return columns, list(stacks), waits
+
+
+def _waits(recording: Recording, shown: Sequence[_Row], told: Array) -> tuple[Array, Array]:
+    """Rows of the longest calls that waited, or that findings name, and of the executions they waited for."""
+    calls = recording.calls
+    rows = np.unique(np.concatenate([told, *(row.rows[row.wait] for row in shown if row.thread)])).astype(np.int64)
+    if not recording.executions.rows or not len(rows):
+        return rows[:0], rows[:0]
+    spent = calls["end_ns"][rows] - calls["start_ns"][rows]
+    rows = rows[np.argsort(-spent, kind="stable")[:WAITS]]
+    ends = waited_for(recording, rows)
+    return rows[ends >= 0], ends[ends >= 0]
 
 
 def _texts(recording: Recording, row: _Row, where: Array) -> list[str]:
+    if row.text is not None:
+        return [row.text[one] for one in where.tolist()]
     if row.thread:
         return [recording.text(one) or "call" for one in recording.calls["name"][where].tolist()]
-    if not recording.executions.rows:
-        return [f"transfer of {count} copies" for count in recording.transfers["count"][where].tolist()]
+    ran = _ran(recording)
+    if ran.kind == "transfers":
+        counts = zip(ran["direction"][where].tolist(), ran["count"][where].tolist(), strict=True)
+        return [f"{copy_text(direction)}, a transfer of {count} copies" for direction, count in counts]
     said = []
-    table_ = recording.executions
-    for engine, name in zip(table_["engine"][where].tolist(), table_["name"][where].tolist(), strict=True):
-        said.append(recording.text(name) or Engine(engine).name.lower())
+    names = ran["name"][where] if "name" in ran else np.zeros(len(where), dtype=np.int32)
+    columns = (names, *(ran[column][where] for column in ("engine", "direction", "bytes", "count")))
+    for name, engine, direction, size, count in zip(*(column.tolist() for column in columns), strict=True):
+        if engine == Engine.COPY:
+            text = copy_text(direction) + (f", {bytes_text(size)}" if size > 0 else "")
+        else:
+            text = recording.text(name) or Engine(engine).name.lower()
+        said.append(f"{text} in {count:,} submissions" if ran.kind == "spans" and count > 1 else text)
     return said
 
 

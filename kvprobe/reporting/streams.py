@@ -21,7 +21,18 @@ from kvprobe.reporting.views import Chart, TableView, left_out, numbers, table
 if TYPE_CHECKING:
     from kvprobe.reporting.recorded import Submissions
 
-__all__ = ["occupancy_charts", "process_name", "processes", "stream_name", "stream_table", "thread_table"]
+__all__ = [
+    "occupancy_charts",
+    "process_name",
+    "processes",
+    "recorders_thread",
+    "stream_name",
+    "stream_table",
+    "submitters_thread",
+    "thread_names",
+    "thread_table",
+    "thread_title",
+]
 
 Array = npt.NDArray[Any]
 
@@ -41,6 +52,38 @@ def process_name(recording: Recording, row: int) -> str:
         return "process" if row < 0 else f"process {row}"
     rank, pid = int(processes["rank"][row]), int(processes["pid"][row])
     return f"rank {rank}" if rank >= 0 else f"process {pid}"
+
+
+SUBMITTER = "kvprobe-submit"  # makes the copies that the program asked for
+_RECORDERS = ("kvprobe-", "[NSys", "CUPTI worker")
+
+
+def thread_names(recording: Recording) -> dict[tuple[int, int], str]:
+    """(row of the process, thread) -> the thread's name as it was recorded."""
+    known = recording.threads
+    owners = zip(known["process"].tolist(), known["thread"].tolist(), strict=True)
+    return {owner: recording.text(name) for owner, name in zip(owners, known["name"].tolist(), strict=True)}
+
+
+def _bare(name: str) -> str:
+    """The name alone, of "thread 12 (name)"."""
+    return name.partition("(")[2].removesuffix(")") if name.startswith("thread ") else name
+
+
+def recorders_thread(name: str) -> bool:
+    """Whether a thread of this name is the recorder's own, and none of the program's."""
+    bare = _bare(name)
+    return bare.startswith(_RECORDERS) and bare != SUBMITTER
+
+
+def submitters_thread(name: str) -> bool:
+    """Whether a thread of this name is kvprobe's submitter."""
+    return _bare(name) == SUBMITTER
+
+
+def thread_title(name: str) -> str:
+    """A thread's name as it is shown; kvprobe's submitter is said to be no thread of the program."""
+    return name.replace(SUBMITTER, "kvprobe's submitter") if submitters_thread(name) else name
 
 
 @dataclass(frozen=True)
@@ -168,12 +211,13 @@ def stream_table(recording: Recording, found: Submissions, queues: Occupancy | N
 def thread_table(recording: Recording, found: Submissions, queues: Occupancy | None) -> TableView:
     """Submissions by thread: who paid."""
     span_ns = max(found.span[1] - found.span[0], 1.0)
-    known = recording.threads
-    names = dict(
-        zip(zip(known["process"].tolist(), known["thread"].tolist(), strict=True), known["name"].tolist(), strict=True)
-    )
+    names = thread_names(recording)
     rows = []
-    groups = _grouped(recording, found, "process", "thread")
+    groups = [
+        group
+        for group in _grouped(recording, found, "process", "thread")
+        if not recorders_thread(names.get((group.key[0], group.key[1]), ""))
+    ]
     for group in groups[:200]:
         row, thread = group.key
         blocked = float(queues.blocked_ns[found.rows[group.part]].sum()) if queues else 0.0
@@ -181,7 +225,7 @@ def thread_table(recording: Recording, found: Submissions, queues: Occupancy | N
             [
                 process_name(recording, row),
                 str(thread),
-                recording.text(names.get((row, thread), 0)) or NONE,
+                thread_title(names.get((row, thread), "")) or NONE,
                 (f"{group.calls:,}", group.calls),
                 *_timed(group.times, span_ns, _threads(recording, found, group)),
                 (duration(blocked) if queues else NONE, blocked),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 
 from kvprobe.diagnosis import Finding, TracedCall, diagnose
-from kvprobe.recordings.model import CallKind, Engine, Memory, Recording, Source, Table
+from kvprobe.recordings.model import CallKind, Direction, Engine, Memory, Recording, Source, Table
 from kvprobe.reporting import write_report
+from kvprobe.reporting.lanes import IDLE, KERNEL, LOAD, RANGE, WAIT, WORK
 from kvprobe.reporting.recorded import submissions
 from kvprobe.reporting.rows import SLICES, rows_chart
+from kvprobe.reporting.waits import SOON_NS
 from tests.examining import examination
 
 _SPEC = importlib.util.spec_from_file_location("conftest", Path(__file__).with_name("conftest.py"))
@@ -70,13 +73,17 @@ def chart_of(recording: Recording) -> dict[str, Any]:
     return dict(chart.spec)
 
 
+def spread(digits: str) -> str:
+    return re.sub(r"(\d)x(\d+),", lambda run: run[1] * int(run[2]), digits)
+
+
 def test_a_thread_and_a_stream_are_rows_and_how_busy_they_were_is_kept() -> None:
     spec = chart_of(pageable())
     assert [(row["label"], row["thread"]) for row in spec["rows"]] == [
         ("thread 7", True),
         ("stream 1 (loads 1)", False),
     ]
-    work = spec["rows"][0]["work"]
+    work = spread(spec["rows"][0]["layers"][WORK])
     assert len(work) == SLICES
     busy = np.frombuffer(work.encode(), np.uint8) - ord("0")
     assert busy.max() == 9
@@ -170,6 +177,106 @@ def test_who_waits_is_not_the_busiest_and_no_time_is_counted_twice() -> None:
     listed = {row[0].text: [cell.value for cell in row[2:5]] for row in chart.table.rows}
     assert listed == {"thread 1": [30 * MS, 0.3, 0], "thread 2": [0, 0, 99 * MS]}
     assert "Busiest: thread 1, at work for 30.0\u00a0ms, 30% of the time." in chart.summary
+
+
+def waits() -> Recording:
+    """A kernel, a load behind it on another stream, and a thread that waits for one after the other, by stream."""
+    calls = {
+        "start_ns": np.array([0, 1, 2, 61]) * MS,
+        "end_ns": np.array([1 * MS, 2 * MS, 60 * MS + 4_000, 90 * MS + 5_000]),
+        "process": np.zeros(4),
+        "kind": [CallKind.LAUNCH, CallKind.COPY, CallKind.SYNC, CallKind.SYNC],
+        "thread": [7] * 4,
+        "name": [1, 2, 3, 3],
+        "stream": [0, 1, 0, 1],
+        "correlation": [1, 2, -1, -1],
+    }
+    executions = {
+        "start_ns": np.array([5, 60]) * MS,
+        "end_ns": np.array([60, 90]) * MS,
+        "process": [0, 0],
+        "device": [0, 0],
+        "stream": [0, 1],
+        "engine": [Engine.KERNEL, Engine.COPY],
+        "direction": [Direction.UNKNOWN, Direction.H2D],
+        "bytes": [0, 1 << 20],
+        "correlation": [1, 2],
+        "name": [4, 0],
+    }
+    ranges = {
+        "start_ns": np.array([0, 1, 61, 62]) * MS,
+        "end_ns": np.array([60, 50, 90, 70]) * MS,
+        "process": [0] * 4,
+        "thread": [7] * 4,
+        "name": [5, 6, 5, 6],
+    }
+    tables = {
+        "calls": Table("calls", calls),
+        "executions": Table("executions", executions),
+        "ranges": Table("ranges", ranges),
+        "streams": Table("streams", {"handle": [13, 14], "process": [0, 0], "device": [0, 0]}),
+        "processes": Table("processes", {"pid": [123]}),
+    }
+    names = ["", "cudaLaunchKernel", "cudaMemcpyAsync", "cudaStreamSynchronize", "attention", "step", "prepare"]
+    return Recording([Source("run", "kvprobe")], tables, names, has_executions=True)
+
+
+def test_a_wait_leads_from_what_ended_last_on_its_stream() -> None:
+    spec = chart_of(waits())
+    items, names = spec["items"], spec["names"]
+    said = [(items["id"][call], names[items["n"][ran]]) for call, ran in spec["waits"]]
+    assert sorted(said) == [(2, "attention"), (3, "copy to the GPU, 1.00\u00a0MiB")]
+
+
+def test_a_call_that_returned_long_after_the_last_operation_leads_nowhere() -> None:
+    recording = waits()
+    recording.calls["end_ns"][2] += 2 * SOON_NS
+    ids = [chart_of(recording)["items"]["id"][call] for call, _ in chart_of(recording)["waits"]]
+    assert ids == [3]
+
+
+def test_kernels_copies_steps_and_the_idle_gpu_have_a_style_each() -> None:
+    recording = waits()
+    found = diagnose(recording)
+    chart = rows_chart(recording, submissions(recording), found, found.account)
+    assert chart is not None
+    labels = [row["label"] for row in chart.spec["rows"]]
+    gpu = ["GPU 0"] if found.account.seen else []
+    assert labels == [
+        *gpu,
+        "steps and ranges of thread 7",
+        "ranges inside these, thread 7",
+        "thread 7",
+        "stream 13",
+        "stream 14",
+    ]
+    assert gpu
+    used = {row["label"]: set(row["layers"]) for row in chart.spec["rows"]}
+    assert used["stream 13"] == {KERNEL}
+    assert used["stream 14"] == {LOAD}
+    assert used["steps and ranges of thread 7"] == used["ranges inside these, thread 7"] == {RANGE}
+    assert used["thread 7"] == {WORK, WAIT}
+    assert {KERNEL, IDLE} <= used["GPU 0"]
+    idle = [why for why, style in _named(chart.spec) if style == IDLE]
+    assert any("waiting for the host" in why or "not known" in why or why == "nothing to do" for why in idle)
+
+
+def _named(spec: dict[str, Any]) -> list[tuple[str, int]]:
+    items = spec["items"]
+    return [(spec["names"][name], style) for name, style in zip(items["n"], items["w"], strict=True)]
+
+
+def test_threads_of_the_recorder_are_no_threads_of_the_program(tmp_path: Path) -> None:
+    recording = two_threads()
+    recording.names.extend(["kvprobe-marks", "kvprobe-submit"])
+    recording.tables["threads"] = Table("threads", {"process": [0, 0], "thread": [1, 2], "name": [2, 3]})
+    found = examination(recording)
+    chart = rows_chart(recording, submissions(recording), [])
+    assert chart is not None
+    assert [row["label"] for row in chart.spec["rows"]] == ["thread 2 (kvprobe's submitter)"]
+    page = write_report(recording, tmp_path / "own.html", findings=found).read_text()
+    assert "kvprobe-marks" not in page
+    assert "kvprobe-submit" not in page
 
 
 def many_threads(slow: int) -> Recording:
@@ -361,6 +468,44 @@ def test_keys_of_the_browser_stay_the_browsers(chromium: Any, page: Path, key: s
     opened(chromium, page)
     assert chromium.execute_script(PRESSED, key) is False
     assert pane(chromium) == ""
+
+
+def test_the_legend_hides_what_it_names_by_mouse_and_by_keyboard(chromium: Any, tmp_path: Path) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    recording = waits()
+    opened(chromium, write_report(recording, tmp_path / "legend.html", findings=diagnose(recording)))
+    for button in chromium.find_elements("css selector", "#rows .legend button"):
+        style = button.find_element("tag name", "rect").get_attribute("class")
+        drawn = f"return document.querySelectorAll('#rows .plot .{style}').length"
+        before = chromium.execute_script(drawn)
+        assert before > 0, button.text
+        chromium.execute_script("arguments[0].focus()", button)
+        button.send_keys(Keys.SPACE)
+        assert button.get_attribute("aria-pressed") == "false"
+        assert chromium.execute_script(drawn) == 0
+        button.send_keys(Keys.ENTER)
+        assert chromium.execute_script(drawn) == before
+    parts = chromium.find_elements("css selector", ".account .legend button")
+    widths = (
+        "return [...document.querySelectorAll('.account > svg rect')].map((one) => Number(one.getAttribute('width')))"
+    )
+    whole = chromium.execute_script(widths)
+    assert len(parts) == len(whole) > 1
+    parts[0].send_keys(Keys.ENTER)
+    shown = chromium.execute_script(widths)
+    assert shown[0] == 0
+    assert sum(shown) == pytest.approx(1000)
+    parts[0].send_keys(Keys.ENTER)
+    assert chromium.execute_script(widths) == pytest.approx(whole, abs=0.1)
+
+
+def test_a_chosen_wait_says_after_what_it_returned(chromium: Any, tmp_path: Path) -> None:
+    recording = waits()
+    page = write_report(recording, tmp_path / "waits.html", findings=diagnose(recording))
+    opened(chromium, page, fragment="#call=2")
+    assert "It returned 4.00 µs after this had ended on stream 13: attention." in pane(chromium)
+    assert chromium.find_elements("css selector", "#rows .fence.wait.strong")
 
 
 def test_without_a_script_there_are_numbers_and_no_gaps(chromium: Any, page: Path) -> None:

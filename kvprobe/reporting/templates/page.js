@@ -92,6 +92,8 @@
   ];
   const fillOf = (style) => (style === 0 ? { class: `f0` } : { fill: `url(#pattern${style % 6})` });
 
+  const PAPER = 680, PHONE = 560; // px: what a sheet of A4 holds between its margins; as wide as page.css says narrow is
+  const STYLES = ["f0", "f1", "f2", "f3", "f4", "f5", "range", "idle", "copying"]; // of a timeline; see reporting/lanes.py
   const linked = new Map(); // group of charts that share one x range
   const all = [];
 
@@ -125,34 +127,24 @@
         html("span", {}, box, `${group(spec.most, 0)} calls in a cell`);
         return;
       }
-      const names = spec.kind === "bars" ? spec.parts.map((name, i) => ({ name, style: i })) : spec.series;
-      if (spec.kind === "rows") {
-        const list = html("ul", { class: "legend" }, this.strip);
-        const said = [["submitting", 0], ["waiting, allocating", 1], ["executing", 2]];
-        for (const [text, style] of said) {
-          const key = html("span", { class: "key" }, html("li", {}, list));
-          svg("rect", { x: 1, y: 1, width: 28, height: 10, class: `f${style}` }, svg("svg", { viewBox: "0 0 30 12", "aria-hidden": "true" }, key));
-          key.append(text);
-        }
-        return;
-      }
+      const rows = spec.kind === "rows";
+      const names = spec.kind === "bars" ? spec.parts.map((name, i) => ({ name, style: i }))
+        : rows ? (spec.styles || []).map(([style, name]) => ({ name, style })) : spec.series;
       if (!names || (names.length < 2 && spec.kind !== "timeline")) return;
       const list = html("ul", { class: "legend" }, this.strip);
       names.forEach((series, i) => {
         const item = html("li", {}, list);
-        const fixed = spec.kind === "bars";
-        const button = html(fixed ? "span" : "button", fixed ? {} : { type: "button", "aria-pressed": "true" }, item);
-        if (fixed) button.className = "key";
+        const button = html("button", { type: "button", "aria-pressed": "true", title: "Show or hide" }, item), part = rows ? series.style : i;
         const sample = svg("svg", { viewBox: "0 0 30 12", "aria-hidden": "true" }, button);
-        if (spec.kind === "bars" || spec.kind === "histogram")
+        if (rows) svg("rect", { x: 1, y: 1, width: 28, height: 10, class: STYLES[series.style] }, sample);
+        else if (spec.kind === "bars" || spec.kind === "histogram")
           svg("rect", { x: 1, y: 1, width: 28, height: 10, ...fillOf(series.style) }, sample);
         else if (series.t && !series.line) svg("path", { d: glyphs[series.style % 6](15, 6), class: `l p l${series.style % 6}` }, sample);
         else svg("path", { d: "M1 6H29", class: `l l${series.style % 6}` }, sample);
         button.append(series.name);
-        if (fixed) return;
         button.addEventListener("click", () => {
-          this.hidden.has(i) ? this.hidden.delete(i) : this.hidden.add(i);
-          button.setAttribute("aria-pressed", String(!this.hidden.has(i)));
+          this.hidden.has(part) ? this.hidden.delete(part) : this.hidden.add(part);
+          button.setAttribute("aria-pressed", String(!this.hidden.has(part)));
           this.draw();
         });
       });
@@ -281,8 +273,8 @@
       return spec.kind === "bars" ? spec.rows.length * 44 + 44 : spec.kind === "rows" ? spec.rows.length * 34 + 34 : Math.round((spec.height || 250) * (narrow ? 0.84 : 1));
     }
     reserve() { this.host.style.minHeight = `${this.tall(innerWidth < 520)}px`; } // so that what is below stays where it is
-    draw() {
-      const width = Math.max(this.host.clientWidth - 12, 240);
+    draw(wide = this.host.clientWidth - 12) {
+      const width = Math.max(wide, 240);
       const narrow = width < 480;
       const spec = this.spec;
       const height = this.tall(narrow);
@@ -518,7 +510,8 @@
     }
     bars(root) {
       const { spec } = this;
-      const totals = spec.rows.map((row) => row.values.reduce((sum, v) => sum + (v || 0), 0));
+      const seen = (value, part) => (this.hidden.has(part) ? 0 : value || 0);
+      const totals = spec.rows.map((row) => row.values.reduce((sum, v, part) => sum + seen(v, part), 0));
       const most = Math.max(...totals, 1e-9);
       const scale = this.inner / most;
       spec.rows.forEach((row, i) => {
@@ -527,7 +520,7 @@
         svg("text", { x: this.left + this.inner, y: y - 5, "text-anchor": "end" }, root, `${show(spec.unit, totals[i])}${row.note ? ` · ${row.note}` : ""}`);
         let x = this.left;
         row.values.forEach((value, part) => {
-          const w = (value || 0) * scale;
+          const w = seen(value, part) * scale;
           if (w <= 0) return;
           const box = svg("rect", { x, y, width: Math.max(w, 0.75), height: 18, ...fillOf(part) }, root);
           svg("title", {}, box, `${spec.parts[part]}: ${show(spec.unit, value)}`);
@@ -647,6 +640,29 @@
         setTimeout(() => { button.textContent = "Copy"; }, 1500);
       });
   }
+  // The legend of an account: without a part, the others share the whole bar.
+  function accounts() {
+    for (const figure of $$(".account")) {
+      const boxes = $$(":scope > svg rect", figure).map((box) => ({ box, width: Number(box.getAttribute("width")), shown: true }));
+      $$(".legend li", figure).forEach((item, i) => {
+        const button = html("button", { type: "button", "aria-pressed": "true", title: "Show or hide" });
+        button.append(...item.childNodes);
+        item.append(button);
+        button.addEventListener("click", () => {
+          boxes[i].shown = !boxes[i].shown;
+          button.setAttribute("aria-pressed", String(boxes[i].shown));
+          const whole = boxes.reduce((sum, one) => sum + (one.shown ? one.width : 0), 0) || 1;
+          let x = 0;
+          for (const one of boxes) {
+            const width = one.shown ? (one.width / whole) * 1000 : 0;
+            one.box.setAttribute("x", x);
+            one.box.setAttribute("width", width);
+            x += width;
+          }
+        });
+      });
+    }
+  }
   function contents() {
     const links = new Map($$(".toc a").map((a) => [a.hash.slice(1), a]));
     if (!links.size || !("IntersectionObserver" in window)) return;
@@ -677,6 +693,14 @@
       if (later.size) { draw(later.keys().next().value); idle(next, { timeout: 100 }); }
       else document.documentElement.dataset.drawn = String(Math.round(performance.now()));
     };
+    if (innerWidth <= PHONE) // a long page is hard to find one's way in by thumb: its headings are its contents
+      $$("section:not(#overview) > details.fold, .finding ~ .finding").forEach((d) => { d.open = false; });
+    const unfold = () => { // a link leads into a section that is folded
+      const target = location.hash.length > 1 && document.getElementById(location.hash.slice(1)); // identifiers are ASCII
+      const fold = target && $("details.fold", target.closest("section") || target);
+      if (fold) fold.open = true;
+    };
+    addEventListener("hashchange", unfold);
     for (const figure of $$("figure[data-chart]")) { // what is folded has no width: it is drawn when it opens
       const closed = figure.closest("details:not([open])");
       if (closed) closed.addEventListener("toggle", () => { enrich(prepare(figure)); draw(figure); }, { once: true }); else prepare(figure);
@@ -691,18 +715,24 @@
       cancelAnimationFrame(pending);
       pending = requestAnimationFrame(() => all.forEach((plot) => plot.drawn && plot.draw()));
     });
-    const shut = [];
-    addEventListener("beforeprint", () => [...later.keys()].forEach(draw));
-    addEventListener("beforeprint", () => $$("details:not([open])").forEach((d) => { d.open = true; shut.push(d); }));
-    addEventListener("afterprint", () => shut.splice(0).forEach((d) => { d.open = false; }));
+    const shut = [], printed = () => all.filter((plot) => plot.figure.matches("#rows, .own .chart"));
+    addEventListener("beforeprint", () => {
+      $$("details.finding:not([open])").forEach((d) => { d.open = true; shut.push(d); });
+      for (const plot of printed()) { later.delete(plot.figure); plot.draw(PAPER); } // a sheet's width, so that text stays legible
+    });
+    addEventListener("afterprint", () => {
+      shut.splice(0).forEach((d) => { d.open = false; });
+      for (const plot of printed()) plot.draw();
+    });
     $$("table").forEach(sortable);
     $$("table").forEach(window.kvprobe.csv);
     theme();
     copies();
+    accounts();
     contents();
     document.documentElement.dataset.ready = String(Math.round(performance.now()));
     idle(next, { timeout: 100 });
   }
-  window.kvprobe = { Plot, all, svg, html, show, linearTicks, group };
+  window.kvprobe = { Plot, STYLES, all, svg, html, show, linearTicks, group };
   document.addEventListener("DOMContentLoaded", start); // behind the scripts that add to it
 })();

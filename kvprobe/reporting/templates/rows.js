@@ -1,12 +1,15 @@
 // Threads and streams on one time axis, the calls in them, search, and what leads from a finding to its call.
 //
-// A spec of kind "rows" (see reporting/rows.py): slices, rows: [{label, thread, work, wait}], where work and wait are a
-// digit a slice of time; names, items: columns of the calls and executions that are kept one by one; stacks: [text];
-// fences: [[when, row that waits, row it waits for]].
+// A spec of kind "rows" (see reporting/rows.py): slices, rows: [{label, thread, lane, layers}], where a layer is a digit a
+// slice of time for each style that the row has; styles: [[style, name]]; names, items: columns of what is kept one by
+// one; stacks: [text]; fences: [[when, row that waits, row it waits for]]; waits: [[item that waited, item it waited for]].
 (() => {
   "use strict";
-  const { Plot, all, svg, html, show, linearTicks, group } = window.kvprobe;
-  const PITCH = 34, BAR = 17, HEAD = 13;
+  const { Plot, STYLES: CLASS, all, svg, html, show, linearTicks, group } = window.kvprobe;
+  const PITCH = 34, BAR = 17, HEAD = 13, ARROWS = 40, LABELS = 120;
+  const layersOf = (row) => (row.digits ??= Object.entries(row.layers || {})
+    .map(([style, digits]) => [Number(style), digits.replace(/(\d)x(\d+),/g, (_, digit, times) => digit.repeat(times))])
+    .filter(([, digits]) => digits.length > 1));
 
   Plot.prototype.rows = function (root) {
     const { spec, left, inner } = this, [a, b] = this.range, perPixel = (b - a) / inner;
@@ -16,17 +19,22 @@
     spec.rows.forEach((row, i) => {
       const y = top + i * PITCH, floor = y + HEAD + BAR;
       svg("path", { class: "grid", d: `M${left} ${floor + 0.5}H${left + inner}` }, root);
-      for (const [digits, style] of [[row.work, row.thread ? 0 : 2], [row.wait, 1]]) {
-        if (!digits || digits.length < 2) continue;
-        const from = Math.max(0, Math.floor(a / slice)), to = Math.min(spec.slices, Math.ceil(b / slice));
-        const merge = Math.max(1, Math.floor((to - from) / inner));
+      const from = Math.max(0, Math.floor(a / slice)), to = Math.min(spec.slices, Math.ceil(b / slice));
+      const merge = Math.max(1, Math.floor((to - from) / inner)), filled = new Map(); // slice -> how high it is already
+      for (const [style, digits] of layersOf(row)) {
+        if (this.hidden.has(style)) continue;
         let d = "";
         for (let j = from; j < to; j += merge) {
-          let high = 0;
-          for (let k = j; k < j + merge && k < to; k++) high = Math.max(high, digits.charCodeAt(k) - 48);
-          if (high) d += `M${this.X(j * slice).toFixed(1)} ${floor}v${(-high * BAR / 9).toFixed(1)}h${Math.max((merge * slice) / perPixel, 0.8).toFixed(1)}V${floor}Z`;
+          let high = 0, sum = 0;
+          for (let k = j; k < j + merge && k < to; k++) { const one = digits.charCodeAt(k) - 48; sum += one; if (one > high) high = one; }
+          if (row.lane) high = sum / merge; // its layers are parts of one whole; of a row, nothing short is to be overlooked
+          const below = filled.get(j) || 0;
+          high = Math.min(high, 9 - below);
+          if (high <= 0) continue;
+          filled.set(j, below + high);
+          d += `M${this.X(j * slice).toFixed(1)} ${(floor - below * BAR / 9).toFixed(1)}v${(-high * BAR / 9).toFixed(1)}h${Math.max((merge * slice) / perPixel, 0.8).toFixed(1)}v${(high * BAR / 9).toFixed(1)}Z`;
         }
-        if (d) svg("path", { d, class: `f${style} slices` }, layer);
+        if (d) svg("path", { d, class: `${CLASS[style]} slices${row.lane ? " lane" : ""}` }, layer);
       }
     });
     this.single(layer, perPixel);
@@ -36,18 +44,24 @@
 
   // Calls and executions that are wide enough, or few enough, to be told apart.
   Plot.prototype.single = function (layer, perPixel) {
-    const { items } = this.spec, [a, b] = this.range, paths = ["", "", "", ""];
+    const { items, names } = this.spec, [a, b] = this.range, paths = CLASS.map(() => ""), labels = [];
+    let hits = "";
     for (let i = 0; i < items.t.length; i++) {
       const start = items.t[i], width = items.d[i] / perPixel;
       if (start > b || start + items.d[i] < a) continue;
       const found = this.found && this.found.has(i);
+      if (this.hidden.has(items.w[i])) continue;
       if (width < 1.5 && !found) continue;
       const x = Math.max(this.X(start), this.left - 2), x2 = Math.min(this.X(start + items.d[i]), this.left + this.inner + 2);
       const y = this.top + items.row[i] * PITCH + HEAD;
-      paths[found ? 3 : items.w[i] ? 1 : this.spec.rows[items.row[i]].thread ? 0 : 2] +=
-        `M${x.toFixed(1)} ${y}h${Math.max(x2 - x, 1.5).toFixed(1)}v${BAR}h${(-Math.max(x2 - x, 1.5)).toFixed(1)}Z`;
+      const d = `M${x.toFixed(1)} ${y}h${Math.max(x2 - x, 1.5).toFixed(1)}v${BAR}h${(-Math.max(x2 - x, 1.5)).toFixed(1)}Z`;
+      if (found) hits += d; else paths[items.w[i]] += d;
+      if (x2 - x > 46 && labels.length < LABELS) labels.push([x + 4, y + 13, names[items.n[i]], Math.floor((x2 - x - 8) / 6.8)]);
     }
-    paths.forEach((d, style) => { if (d) svg("path", { d, class: style === 3 ? "call found" : `call f${style}` }, layer); });
+    paths.forEach((d, style) => { if (d) svg("path", { d, class: `call ${CLASS[style]}` }, layer); });
+    if (hits) svg("path", { d: hits, class: "call found" }, layer);
+    for (const [x, y, text, room] of labels)
+      svg("text", { x, y, class: "halo strong within" }, layer, text.length > room ? `${text.slice(0, room - 1)}…` : text);
     const i = this.chosen;
     if (i === undefined) return;
     const x = this.X(items.t[i]), width = Math.max(items.d[i] / perPixel, 2), y = this.top + items.row[i] * PITCH + HEAD;
@@ -65,6 +79,17 @@
         d += `M${x} ${this.middle(of)}V${y}m-3 ${down}l3 ${-down}l3 ${down}`;
       }
       if (d) svg("path", { d, class: "fence" }, layer);
+    }
+    let drawn = 0; // from the operation that a call waited for to the call's end; the longest calls come first
+    for (const [call, ran] of this.spec.waits || []) {
+      const end = items.t[call] + items.d[call], chosen = this.chosen === call || this.chosen === ran;
+      if (end < a || end > b || this.hidden.has(items.w[call]) || this.hidden.has(items.w[ran])) continue;
+      if (!chosen && (drawn >= ARROWS || this.X(end) - this.X(items.t[call]) < 6)) continue;
+      drawn++;
+      const x = this.X(end).toFixed(1), x0 = this.X(items.t[ran] + items.d[ran]).toFixed(1), up = items.row[call] < items.row[ran];
+      const y = this.middle(items.row[call]) + (up ? BAR / 2 : -BAR / 2), y0 = this.middle(items.row[ran]) - (up ? BAR / 2 : -BAR / 2), tip = up ? 5 : -5;
+      svg("path", { d: `M${x0} ${y0}L${x} ${y}m-3 ${tip}l3 ${-tip}l3 ${tip}`, class: chosen ? "fence wait strong" : "fence wait" }, layer);
+      if (chosen) svg("path", { d: `M${this.X(items.t[ran]).toFixed(1)} ${this.middle(items.row[ran]) - BAR / 2}H${x0}v${BAR}H${this.X(items.t[ran]).toFixed(1)}Z`, class: "chosen" }, layer);
     }
     const i = this.chosen;
     if (i === undefined || items.on[i] < 0) return;
@@ -99,6 +124,10 @@
     if (items.lost[i] > 0) facts.push(`${show("ns", items.lost[i])} of it lost`);
     if (items.id[i] >= 0) facts.push(`row ${group(items.id[i], 0)} of the calls`);
     html("p", {}, pane, `${facts.join(" · ")}.`);
+    const waited = (spec.waits || []).find(([call]) => call === i), whoever = (spec.waits || []).filter(([, ran]) => ran === i);
+    const ended = (k) => items.t[k] + items.d[k];
+    if (waited) html("p", {}, pane, `It returned ${show("ns", ended(i) - ended(waited[1]))} after this had ended on ${spec.rows[items.row[waited[1]]].label}: ${spec.names[items.n[waited[1]]]}.`);
+    for (const [call] of whoever.slice(0, 3)) html("p", {}, pane, `${spec.names[items.n[call]]} of ${spec.rows[items.row[call]].label} returned ${show("ns", ended(call) - ended(i))} after it had ended.`);
     if (items.s[i] >= 0) {
       html("p", { class: "how" }, pane, "Python stack, innermost frame first:");
       html("pre", { class: "stack", tabindex: "0" }, pane, spec.stacks[items.s[i]]);
@@ -141,18 +170,18 @@
   }
   // What is kept one by one, as Chrome's trace events; microseconds.
   function perfetto(spec) {
-    const { items } = spec;
+    const { items } = spec, processOf = (row) => (row.thread ? 1 : row.lane ? 3 : 2);
     const events = spec.rows.flatMap((row, i) => [
-      { ph: "M", name: "thread_name", pid: row.thread ? 1 : 2, tid: i + 1, args: { name: row.label } },
-      { ph: "M", name: "thread_sort_index", pid: row.thread ? 1 : 2, tid: i + 1, args: { sort_index: i } },
+      { ph: "M", name: "thread_name", pid: processOf(row), tid: i + 1, args: { name: row.label } },
+      { ph: "M", name: "thread_sort_index", pid: processOf(row), tid: i + 1, args: { sort_index: i } },
     ]);
-    events.push({ ph: "M", name: "process_name", pid: 1, args: { name: "threads" } }, { ph: "M", name: "process_name", pid: 2, args: { name: "streams" } });
+    events.push({ ph: "M", name: "process_name", pid: 1, args: { name: "threads" } }, { ph: "M", name: "process_name", pid: 2, args: { name: "streams" } }, { ph: "M", name: "process_name", pid: 3, args: { name: "GPUs and ranges" } });
     for (let i = 0; i < items.t.length; i++) {
       const args = {};
       if (items.id[i] >= 0) args.row = items.id[i];
       if (items.depth[i] >= 0) args.outstanding = items.depth[i];
       if (items.s[i] >= 0) args.stack = spec.stacks[items.s[i]];
-      events.push({ ph: "X", name: spec.names[items.n[i]], ts: items.t[i] / 1e3, dur: items.d[i] / 1e3, pid: spec.rows[items.row[i]].thread ? 1 : 2, tid: items.row[i] + 1, args });
+      events.push({ ph: "X", name: spec.names[items.n[i]], ts: items.t[i] / 1e3, dur: items.d[i] / 1e3, pid: processOf(spec.rows[items.row[i]]), tid: items.row[i] + 1, args });
     }
     return JSON.stringify({ traceEvents: events, displayTimeUnit: "ns" });
   }
@@ -203,7 +232,7 @@
     plot.host.addEventListener("click", (event) => {
       if (down && Math.hypot(event.clientX - down[0], event.clientY - down[1]) > 5) return; // that was a zoom
       const row = rowOf(plot, event), finger = ((plot.range[1] - plot.range[0]) / plot.inner) * 6;
-      const i = nearest(plot, plot.at(event), (one) => plot.spec.items.row[one] === row, finger);
+      const i = nearest(plot, plot.at(event), (one) => plot.spec.items.row[one] === row && !plot.hidden.has(plot.spec.items.w[one]), finger);
       if (i >= 0) choose(plot, i, false);
     });
     plot.host.addEventListener("keydown", (event) => { // from call to call, in order of time; Enter: the one at the cursor
