@@ -14,6 +14,7 @@ from kvprobe.cli import COMMANDS, cli
 from kvprobe.diagnosis import CAUSES
 from kvprobe.diagnosis.described import describe
 from kvprobe.environment import VARIABLES
+from kvprobe.instrument import registry
 from kvprobe.recordings import FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,6 +65,14 @@ def causes() -> str:
         found = describe(cause)
         out += ["", f"## {cause}", "", f"**{found.summary}**"]
         out += [f"\n*{heading}.* {text}" if heading else f"\n{text}" for heading, text in found.parts]
+    return "\n".join(out)
+
+
+def adapters() -> str:
+    """Every adapter of every server, for the end of the page on servers."""
+    out = ["", "## All adapters", "", "| adapter | versions | |", "|---|---|---|"]
+    for server in registry.SERVERS:
+        out += [f"| `{one.name}` | `{one.versions}` | {one.summary} |" for one in registry.adapter_classes(server)]
     return "\n".join(out)
 
 
@@ -125,6 +134,8 @@ def main(folder: Path) -> None:
         (folder / page).write_text(linked((ROOT / source).read_text(), str(Path(source).parent)))
     for make in (commands, causes, environment, recordings, api):
         (folder / f"{make.__name__}.md").write_text(make() + "\n")
+    with (folder / PAGES["patches/README.md"]).open("a") as file:
+        file.write(adapters() + "\n")
     contents = ["", "```{toctree}", ":hidden:", "", *ORDER, "changelog", "```", ""]
     with (folder / "index.md").open("a") as file:
         file.write("\n".join(contents))
