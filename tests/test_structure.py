@@ -119,6 +119,17 @@ def test_no_arrow_of_the_drawing_goes_against_the_order():
             assert place[target] < place[room], f"{room} imports {target}"
 
 
+def test_a_module_says_what_it_is_for():
+    for folder in ("kvprobe", "patches", "docs", "examples", "benchmarks", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            # tests of a folder and its fixtures are told by their names
+            if path.name.startswith(("conftest", "test_")) and folder == "tests":
+                continue
+            tree = ast.parse(path.read_text())
+            said = (ast.get_docstring(tree) or "").partition("\n\n")[0]
+            assert not tree.body or len(re.findall(r"\w+", said)) >= 3, path.relative_to(ROOT)
+
+
 def test_a_public_class_has_its_name_alone():
     files: dict[str, list[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
