@@ -71,6 +71,13 @@ def test_the_tests_pass(tree, section):
     run(steps(section)[-1].replace(".venv/bin/python", shlex.quote(sys.executable)), tree)
 
 
+def test_the_intercepted_call_is_what_the_interposer_has():
+    (example,) = re.findall(r"^   ```c\n(.*?)^   ```", PAGE, re.M | re.S)
+    code = (ROOT / "kvprobe" / "native" / "interpose" / "wrap.c").read_text().splitlines()
+    for line in example.splitlines():
+        assert line.removeprefix("   ") in code, line
+
+
 def test_every_command_knows_what_was_added(tree):
     kvprobe = f"{shlex.quote(sys.executable)} -m kvprobe"
     run(f"{kvprobe} causes slow_memsets", tree)
