@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from kvprobe.recordings import parquet
-from kvprobe.recordings.assemble import link
+from kvprobe.recordings.links import link
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory, Recording, Source, Table
 from kvprobe.recordings.summary import Summary
 

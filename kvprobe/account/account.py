@@ -99,7 +99,7 @@ class GpuAccount:
     def to_json(self) -> dict[str, Any]:
         """The lines in ns, in groups; they add up to `window_ns`."""
         return {
-            "device": self.device,
+            "gpu": self.device,
             "pids": list(self.pids),
             "ranks": [rank for rank in self.ranks if rank >= 0],
             "from_ns": self.from_ns,

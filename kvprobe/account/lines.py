@@ -130,3 +130,10 @@ def line_of_calls(kind: Array, memory: Array) -> Array:
     copies = (kind == CallKind.COPY) | (kind == CallKind.COPY_SYNC)
     lines[copies & (memory == Memory.PAGEABLE)] = Line.PAGEABLE
     return lines
+
+
+def line_of_kind(kind: str, pageable: bool) -> Line:
+    """The same of one kind of call, by its name as in `probe.ring.CALLS`."""
+    known = CallKind.__members__.get(kind, CallKind.OTHER)
+    memory = Memory.PAGEABLE if pageable else Memory.PINNED
+    return Line(int(line_of_calls(np.array([known], dtype=np.uint8), np.array([memory], dtype=np.uint8))[0]))

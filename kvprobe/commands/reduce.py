@@ -35,6 +35,7 @@ def command(
     cluster reduces what it has at these paths. A killed worker's recordings are reduced again. Exit code 1: one could
     not be read.
     """
+    from kvprobe.diagnosis.reduced import summarize
     from kvprobe.errors import UsageError
     from kvprobe.recordings.many import SUMMARY_SUFFIX, reduce_inputs
     from kvprobe.recordings.ranks import compare
@@ -49,7 +50,7 @@ def command(
                 f"--output {output}: a summary's name ends in {SUMMARY_SUFFIX}, so that reduce knows it again"
             )
         check_writable(output)
-    summary = reduce_inputs(inputs, ray_address, workers=workers)
+    summary = reduce_inputs(inputs, ray_address, workers=workers, summarize=summarize)
     if output is not None:
         write_whole(output, summary.to_bytes())
     found = compare(summary)
@@ -72,11 +73,19 @@ def command(
 def _json(summary: Summary, found: RankComparison) -> dict[str, Any]:
     return {
         "inputs": summary.inputs,
+        "account": [
+            {"rank": rank, "gpu": gpu, "window_ns": one.window_ns, "lines_ns": one.lines}
+            for (rank, gpu), one in sorted(summary.gpus.items())
+        ],
         "ranks": [vars(row) for row in found.rows],
         "waiting": vars(found.waiting),
         "top": [vars(one) for one in summary.top],
         "failed": summary.failed,
     }
+
+
+def _shares(row: RankRow) -> tuple[float, float, float]:
+    return row.computing, row.waiting_for_copies, row.waiting_for_host
 
 
 def _lines(summary: Summary, found: RankComparison, top: int) -> list[str]:
@@ -88,6 +97,8 @@ def _lines(summary: Summary, found: RankComparison, top: int) -> list[str]:
     verdicts = Counter(row.verdict for row in found.rows)
     counted = ", ".join(f"{verdicts[word]:,} {word}" for word in ("found", "undecided", "healthy") if verdicts[word])
     lines = [f"{len(found.rows):,} ranks of {summary.inputs:,} recordings: {counted}", ""]
+
+    seen = any(row.computing >= 0 for row in found.rows)
 
     def table(rows: list[RankRow]) -> list[str]:
         head = (
@@ -101,6 +112,7 @@ def _lines(summary: Summary, found: RankComparison, top: int) -> list[str]:
             "longest",
             "made others wait",
             "waited",
+            *(("GPU computed", "waited for copies", "for the host") if seen else ()),
         )
         cells = [
             (
@@ -114,6 +126,7 @@ def _lines(summary: Summary, found: RankComparison, top: int) -> list[str]:
                 duration(row.max_ns),
                 "-" if row.made_wait_ns < 0 else duration(row.made_wait_ns),
                 "-" if row.waited_ns < 0 else duration(row.waited_ns),
+                *(("-" if share < 0 else percent(share) for share in _shares(row)) if seen else ()),
             )
             for row in rows
         ]

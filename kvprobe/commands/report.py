@@ -47,6 +47,7 @@ def command(
     from kvprobe.diagnosis import offload_benefit
     from kvprobe.diagnosis.verdict import of_recording
     from kvprobe.reporting.account import account_lines
+    from kvprobe.reporting.units import duration
 
     recording, findings, queues, apart = diagnosed_apart(inputs, quiet=quiet, window=window)
     verdict = of_recording(recording, findings)
@@ -86,6 +87,9 @@ def command(
                 click.echo(f"{len(named) - 1} more finding{'s' if len(named) > 2 else ''} on the page")
         else:
             click.echo(plain(f"Healthy: {verdict.reason}."))
+            for one in [one for one in findings if not one.abstains and one.lost_ns][:1]:
+                cost = f", which cost the GPU {duration(one.device_ns) if one.device_ns else 'nothing'}"
+                click.echo(plain(f"for information: {one.title}{cost if one.device_ns is not None else ''}"))
         for benefit in offload_benefit.of_recording(recording):
             click.echo(plain(benefit.sentence))
         click.echo(f"{path}")

@@ -21,8 +21,9 @@ from kvprobe.errors import KvprobeError, UsageError, plain
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from kvprobe.account import Line
     from kvprobe.diagnosis.offload_benefit import Benefit
-    from kvprobe.probe.live import ProcessView
+    from kvprobe.probe.live import CallTime, ProcessView
 
 __all__ = ["command"]
 
@@ -197,6 +198,8 @@ def as_object(views: list[ProcessView], offloads: list[Benefit] | None = None) -
         for told in [*one["streams"], *([one["longest"]] if one["longest"] else [])]:
             told["name"] = _title(told.pop("number"), told["stream"])
             told["stream"] = f"{told['stream']:#x}"
+        del one["threads"]
+        one["account"] = [_account_object(view, thread) for thread in view.threads]
         processes.append(one)
     told = [{**asdict(one), "conclusion": one.conclusion, "sentence": one.sentence} for one in offloads or ()]
     return {"time_ns": time.monotonic_ns(), "processes": processes, "offload": told}
@@ -215,6 +218,8 @@ def render(
 
     parts: list[RenderableType] = []
     for view in views:
+        if view.threads:
+            parts.append(Text(plain(_account_line(view, view.threads[0]))))
         parts.append(_process_table(view, width) if view.streams else Text(f"{_heading(view, width)}\n  {NO_CALL}"))
         if view.longest and view.longest.age_ns > 1_000_000:
             call = view.longest
@@ -230,6 +235,38 @@ def render(
     if note:
         parts.append(Text(note, style="dim"))
     return Group(*parts)
+
+
+def lines_of(view: ProcessView, thread: CallTime) -> dict[Line, int]:
+    """Where a thread's time went in the last interval, ns: in calls by their kind, and outside of them."""
+    from kvprobe.account import Line
+    from kvprobe.account.lines import line_of_kind
+
+    out: dict[Line, int] = {}
+    for (kind, pageable), ns in thread.spent_ns.items():
+        line = line_of_kind(kind, pageable)
+        out[line] = out.get(line, 0) + ns
+    outside = int(view.interval_s * 1e9) - sum(out.values())
+    out[Line.ELSEWHERE] = out.get(Line.ELSEWHERE, 0) + max(outside, 0)
+    return out
+
+
+def _account_object(view: ProcessView, thread: CallTime) -> dict[str, Any]:
+    lines = {f"{line.key}_ns": ns for line, ns in sorted(lines_of(view, thread).items())}
+    return {"thread": thread.tid, "name": thread.name, "window_ns": sum(lines.values()), **lines}
+
+
+def _account_line(view: ProcessView, thread: CallTime) -> str:
+    """The thread that submits most, in one line."""
+    from kvprobe.reporting.account import THREAD_TITLES
+    from kvprobe.reporting.units import duration, percent
+
+    lines = lines_of(view, thread)
+    total = max(sum(lines.values()), 1)
+    shown = sorted((one for one in lines.items() if one[1] >= 0.0005 * total), key=lambda one: -one[1])
+    said = ", ".join(f"{percent(ns / total)} {THREAD_TITLES[line]}" for line, ns in shown)
+    named = f"thread {thread.tid}" + (f" ({thread.name})" if thread.name else "")
+    return f"{named}, of {duration(total)}: {said}"
 
 
 def _title(number: int, handle: int) -> str:

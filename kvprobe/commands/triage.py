@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _WORST = ("found", "undecided", "healthy")
+_QUEUE = {"found": "full", "undecided": "undecided", "healthy": "not full"}
 
 
 @click.command(short_help="Say of each recording in one line whether a launch queue was full, where, and what it cost.")
@@ -25,10 +26,10 @@ _WORST = ("found", "undecided", "healthy")
 def command(inputs: tuple[Path, ...], as_json: bool, window: WindowOptions) -> int:
     """Say of each recording whether a launch queue was full, worst first.
 
-    The verdict is found, healthy, or undecided (the recording is cut off, empty, or has no submissions). `kvprobe
-    report` and `kvprobe check --no saturation` give the same verdict on the same recording.
+    Launch queues are all that it looks at: full, not full, or undecided (the recording is cut off, empty, or has no
+    submissions). `kvprobe report` and `kvprobe check --no saturation` say the same of the same recording's queues.
 
-    A line has the verdict, the host time lost, how many submissions the queue held when it was full, the stream, and
+    A line has that, the host time lost, how many submissions the queue held when it was full, the stream, and
     the file. A folder stands for all recordings below it; a run folder is one recording. PyTorch profiler traces are
     read most quickly; `kvprobe report` finds other causes as well. --from, --to and --range judge a part of each
     recording, as in `kvprobe check`. Exit code 1: an input could not be read, or has nothing in that part.
@@ -53,11 +54,11 @@ def command(inputs: tuple[Path, ...], as_json: bool, window: WindowOptions) -> i
         click.echo(json.dumps({"recordings": [_json(one) for one in found], "errors": errors}))
     else:
         if found:
-            click.echo(_row("verdict", "time lost", "full at", "stream", "recording"))
+            click.echo(_row("launch queue", "time lost", "full at", "stream", "recording"))
         for one in found:
             click.echo(_line(one))
             for what, how in one.missing[:1] if one.verdict == "undecided" else ():
-                click.echo(plain(f"             {what}; {how}"))
+                click.echo(plain(f"              {what}; {how}"))
     for error in errors:
         click.echo(plain(f"kvprobe: {error}"), err=True)
     return 1 if errors else 0
@@ -83,11 +84,11 @@ def _line(one: Triage) -> str:
     lost = ms(one.lost_ns) if one.lost_ns and one.verdict == "found" else "-"
     ceiling = f"{full[0].ceiling:,}" if full else "-"  # a channel's is of no one stream
     stream = shown[0].title + (f" and {len(shown) - 1} more" if len(shown) > 1 else "") if shown else "-"
-    return _row(one.verdict, lost, ceiling, stream, plain(str(one.path)))
+    return _row(_QUEUE[one.verdict], lost, ceiling, stream, plain(str(one.path)))
 
 
-def _row(verdict: str, lost: str, full_at: str, stream: str, path: str) -> str:
-    return f"{verdict:11}  {lost:>12}  {full_at:>7}  {stream:21}  {path}"
+def _row(queue: str, lost: str, full_at: str, stream: str, path: str) -> str:
+    return f"{queue:12}  {lost:>12}  {full_at:>7}  {stream:21}  {path}"
 
 
 def _json(one: Triage) -> dict[str, Any]:

@@ -231,9 +231,12 @@ def _waited(joined: JoinedRecording, rows: Array, ns: Array, back: Array) -> Fin
     seen, implicit = joined.recording.has_executions, joined.kind == CallKind.COPY_SYNC
     names = {joined.text(i): int(ns[joined.name[rows] == i].sum()) for i in np.unique(joined.name[rows])}
     worst = max(names, key=lambda name: names[name])
+    # a wait for a result holds the step in front of it, too
+    results = 2 * int(ns[back].sum()) > int(ns.sum())
     return joined.host_finding(
         CAUSE,
-        "The launching thread waited {lost} for copies, in {calls} calls",
+        f"The launching thread waited {{lost}} for {'results that it reads back' if results else 'copies'}, "
+        "in {calls} calls",
         "certain" if seen else "likely",
         rows,
         ns,

@@ -9,8 +9,9 @@ their part.
 
 Where no kernel runs in the whole window, nothing shows whether a model waited: then it is an open question.
 
-Time lost: these instants, as wall time. Predicted saving of loading ahead: what could have run beside compute that now
-runs alone, at most as long as the compute itself; of fewer bytes: none is modelled, for it depends on how many fewer.
+Time lost: these instants, as wall time. Predicted saving of loading ahead, and of stores that the next step does not
+wait for: what could have run beside compute that now runs alone, at most as long as the compute itself, each for its
+part of the copies; of fewer bytes: none is modelled, for it depends on how many fewer.
 """
 
 from __future__ import annotations
@@ -26,9 +27,15 @@ from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Array, Direction, Engine
 
 CAUSE = cause_of(__name__)
+LOADS, STORES = "loads", "stores"
 AHEAD = Change(
     "Submit each load a step ahead, on a stream of its own, and let the compute stream wait for its event just before "
     "the first kernel that needs it (vLLM, SGLang: asynchronous loading or prefetch; `kvprobe weights --window 1`)",
+    share=1.0,
+)
+BEHIND = Change(
+    "Let the next step begin before the stores of this one have ended: submit stores on a stream of their own, and "
+    "wait for their events only where their blocks are given to somebody else",
     share=1.0,
 )
 FEWER = Change(
@@ -72,8 +79,8 @@ def find(joined: JoinedRecording) -> Finding | None:
             Evidence(f"in {ms(late)} of it the next kernel had not been launched yet", late, "ns", MEASURED)
         )
     hidden = gpu.ns(Line.COMPUTING) - _beside(joined, gpu)
-    ahead = AHEAD if hidden >= lost or not lost else _partly(hidden / lost)
-    cure = [ahead, FEWER] if 2 * slow < lost else [FASTER, ahead, FEWER]
+    beside = _beside_compute(by_direction, min(hidden / lost, 1.0) if lost else 1.0)
+    cure = [*beside, FEWER] if 2 * slow < lost else [FASTER, *beside, FEWER]
     loss = Loss(
         lost,
         len(rows),
@@ -85,7 +92,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     if int(end.max()) > gpu.last_kernel_ns:
         return joined.line_question(CAUSE, "Only copies ran for {lost}, and no kernel after them", gpu, loss, evidence)
     part = share(lost, gpu.window_ns)
-    title = f"The GPU waited {{lost}} for copies, {part} of the time"
+    title = f"The GPU waited {{lost}} for {_noun(by_direction)}, {part} of the time"
     return joined.line_finding(CAUSE, title, gpu, loss, evidence=evidence, cure=cure)
 
 
@@ -94,7 +101,7 @@ def _copies(joined: JoinedRecording, gpu: GpuAccount, alone: Cover) -> tuple[Arr
     table = joined.recording.executions
     rows = np.flatnonzero((table["engine"] == Engine.COPY) & np.isin(table["process"], np.array(gpu.processes)))
     rows = rows[alone.within(joined.x_start[rows], joined.x_end[rows]) > 0]
-    names = {Direction.H2D: "loads", Direction.D2H: "stores", Direction.D2D: "copies inside the GPU"}
+    names = {Direction.H2D: LOADS, Direction.D2H: STORES, Direction.D2D: "copies inside the GPU"}
     spent = []
     for direction, name in names.items():
         mine = rows[table["direction"][rows] == direction]
@@ -118,7 +125,7 @@ def _submitted(joined: JoinedRecording, rows: Array, at_once: Array) -> list[Evi
     many = int(at_once.sum())
     return [
         Evidence(
-            f"{many:,} of {len(rows):,} copies were submitted when no kernel ran any more: nothing was loaded ahead",
+            f"{many:,} of {len(rows):,} copies were submitted when no kernel ran any more: too late to run beside one",
             many,
             "calls",
             COUNTED,
@@ -136,5 +143,18 @@ def _beside(joined: JoinedRecording, gpu: GpuAccount) -> int:
     return int(Cover(joined.x_start[copies], joined.x_end[copies]).intersect_ns(computing))
 
 
-def _partly(part: float) -> Change:
-    return Change(AHEAD.text, share=max(part, 0.0))
+def _beside_compute(by_direction: list[tuple[str, int]], hidden: float) -> list[Change]:
+    """Loads ahead, stores behind; of each direction its part of what compute could have hidden, 0 to 1."""
+    spent = dict(by_direction)
+    stores = spent.get(STORES, 0)
+    loads = sum(spent.values()) - stores
+    total = max(loads + stores, 1)
+    parts = [(AHEAD, loads), (BEHIND, stores)]
+    parts.sort(key=lambda one: -one[1])
+    return [Change(change.text, share=max(hidden, 0.0) * ns / total) for change, ns in parts if ns or not spent]
+
+
+def _noun(by_direction: list[tuple[str, int]]) -> str:
+    """What was waited for: loads or stores, where nearly all of it is; else copies."""
+    total = sum(ns for _, ns in by_direction)
+    return next((name for name, ns in by_direction if name in (LOADS, STORES) and ns >= 0.9 * total), "copies")

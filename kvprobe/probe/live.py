@@ -28,6 +28,7 @@ from kvprobe.probe.ring import (
     PAGEABLE,
     TRANSFER,
     RingSnapshot,
+    ThreadSection,
     bucket_bounds,
     percentile,
     read_ring,
@@ -37,7 +38,17 @@ from kvprobe.probe.ring import (
 from kvprobe.runfolder.files import temporary_folder
 from kvprobe.runfolder.identity import alive
 
-__all__ = ["DIRECTIONS", "InFlight", "Live", "ProcessView", "StreamView", "Totals", "find_rings", "totals"]
+__all__ = [
+    "DIRECTIONS",
+    "InFlight",
+    "Live",
+    "ProcessView",
+    "StreamView",
+    "CallTime",
+    "Totals",
+    "find_rings",
+    "totals",
+]
 
 DIRECTIONS = {0: "other", 1: "h2d", 2: "d2h", 3: "d2d", 4: "h2h"}
 SUBMITTING = frozenset(n for n, (kind, _) in CALLS.items() if kind in ("COPY", "BATCH", "MEMSET", "LAUNCH", "GRAPH"))
@@ -129,6 +140,22 @@ class StreamView:
 
 
 @dataclass
+class CallTime:
+    """What a thread spent inside calls in the last interval.
+
+    Attributes:
+        submissions: how many it made.
+        spent_ns: by (kind of call as in `ring.CALLS`, whether it copied pageable memory); of a call that it is still
+            inside of, what lies in the interval.
+    """
+
+    tid: int
+    name: str
+    submissions: int
+    spent_ns: dict[tuple[str, bool], int]
+
+
+@dataclass
 class ProcessView:
     """One watched process.
 
@@ -137,6 +164,7 @@ class ProcessView:
         state: "running", "closed" (it ended in order) or "killed".
         interval_s: time between the two looks.
         longest: the longest call that a thread is inside of; None if none.
+        threads: those that submitted something in the interval or are inside a call, who submits most first.
         errors: calls so far that failed.
         first_error: the call that failed first and its error, "" where none did.
     """
@@ -151,6 +179,7 @@ class ProcessView:
     longest: InFlight | None
     errors: int
     first_error: str = ""
+    threads: list[CallTime] = field(default_factory=list)
 
 
 def find_rings(target: Path | None = None) -> list[Path]:
@@ -247,13 +276,47 @@ def in_flight(snapshot: RingSnapshot, now_ns: int) -> list[InFlight]:
     return sorted(calls, key=lambda call: -call.age_ns)
 
 
+_Spent = dict[tuple[str, bool], tuple[int, int]]  # (kind of call, pageable) -> (calls, ns)
+
+
+def _spent(section: ThreadSection) -> _Spent:
+    """What a thread has spent in calls so far."""
+    found: _Spent = {}
+    for slot in section.slots[section.slots["call"] > 0]:
+        kind = CALLS.get(int(slot["call"]), ("OTHER", ""))[0]
+        key = kind, int(slot["direction"]) >> 4 == PAGEABLE
+        count, ns = found.get(key, (0, 0))
+        found[key] = count + int(slot["count"]), ns + int(slot["dur_ns"])
+    return found
+
+
+def _thread(section: ThreadSection, now: _Spent, before: _Spent, passed_ns: int, age_ns: int) -> CallTime:
+    """`age_ns`: how long the thread has been inside the call that it is inside of; 0: of none."""
+    moved = {
+        key: (count - before.get(key, (0, 0))[0], ns - before.get(key, (0, 0))[1]) for key, (count, ns) in now.items()
+    }
+    spent = {key: ns for key, (_, ns) in moved.items() if ns > 0}
+    if age_ns:
+        key = CALLS.get(section.in_call, ("OTHER", ""))[0], False
+        spent[key] = spent.get(key, 0) + min(age_ns, passed_ns)
+    submitting = {kind for kind, _ in (CALLS[one] for one in SUBMITTING)}
+    return CallTime(
+        section.tid, section.name, sum(count for (kind, _), (count, _) in moved.items() if kind in submitting), spent
+    )
+
+
 @dataclass
 class _Process:
     """What is remembered of a process between looks."""
 
     time_ns: int
     totals: dict[Key, Totals]
+    threads: dict[tuple[int, int], _Spent] = field(default_factory=dict)  # by place in the file and thread
     baseline_ns: dict[int, float] = field(default_factory=dict)  # by call
+
+
+def _threads_of(snapshot: RingSnapshot) -> dict[tuple[int, int], _Spent]:
+    return {(section.number, section.tid): _spent(section) for section in snapshot.sections}
 
 
 class Live:
@@ -287,11 +350,12 @@ class Live:
         state = _state(snapshot)
         known = self._known.get(snapshot.path)
         if known is None:
-            self._known[snapshot.path] = _Process(now, sums)
+            self._known[snapshot.path] = _Process(now, sums, _threads_of(snapshot))
             return None
         if state != "running" and all(sums[key].count == known.totals.get(key, Totals()).count for key in sums):
             return None  # it ended, and was shown, or before anybody looked
         passed, before = now - known.time_ns, known.totals
+        threads = self._threads(snapshot, known, passed, now)
         known.time_ns, known.totals = now, sums
         inside = in_flight(snapshot, now)
         by_stream: dict[int, dict[Key, Totals]] = {}
@@ -316,7 +380,19 @@ class Live:
             inside[0] if inside else None,
             errors,
             first_error(snapshot) if errors else "",
+            threads,
         )
+
+    @staticmethod
+    def _threads(snapshot: RingSnapshot, known: _Process, passed_ns: int, now_ns: int) -> list[CallTime]:
+        times, before = _threads_of(snapshot), known.threads
+        out = []
+        for section in snapshot.sections:
+            key = section.number, section.tid
+            age = max(now_ns - section.in_since_ns, 0) if section.in_call and section.in_since_ns and section.tid else 0
+            out.append(_thread(section, times[key], before.get(key, {}), passed_ns, age))
+        known.threads = times
+        return sorted((one for one in out if one.submissions or one.spent_ns), key=lambda one: -one.submissions)
 
     @staticmethod
     def _learn(known: _Process, sums: dict[Key, Totals], by_stream: dict[int, dict[Key, Totals]]) -> None:

@@ -12,24 +12,27 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from kvprobe.errors import KvprobeError, RecordingError, UsageError
+from kvprobe.recordings import reduce
+from kvprobe.recordings.model import Recording
 from kvprobe.recordings.summary import TOP, Summary
 
 __all__ = ["reduce_inputs", "reduce_one"]
 
 Progress = Callable[[str, float], None]
+Summarize = Callable[[Recording, str, int], Summary]
 TRIES = 3  # of one input whose worker was killed
 SUMMARY_SUFFIX = ".kvsum"
 
 
-def reduce_one(path: str, keep: int = TOP) -> Summary:
+def reduce_one(path: str, keep: int = TOP, summarize: Summarize = reduce.summarize) -> Summary:
     """Reads and reduces one input, or reads a summary; one that cannot be read becomes a summary that says so."""
     from kvprobe.recordings import open_recording
-    from kvprobe.recordings.reduce import summarize
 
     try:
         with _local(path) as local:
@@ -108,6 +111,7 @@ def reduce_inputs(
     workers: int | None = None,
     keep: int = TOP,
     progress: Progress | None = None,
+    summarize: Summarize = reduce.summarize,
 ) -> Summary:
     """Reduces many inputs to one summary.
 
@@ -118,6 +122,7 @@ def reduce_inputs(
         workers: processes to use without Ray; by default one a core.
         keep: how many blocked calls are kept.
         progress: called with what is being done and the fraction done.
+        summarize: how a recording is reduced: a function of a module, called with it, its name and `keep`.
 
     Raises:
         UsageError: no input, or Ray was asked for and is not installed.
@@ -127,9 +132,9 @@ def reduce_inputs(
     if not given:
         raise UsageError("no recording was given: name at least one file or folder")
     if ray_address is not None:
-        results = _over_ray(given, ray_address, keep)
+        results = _over_ray(given, ray_address, keep, summarize)
     else:
-        results = _over_cores(_expand(given), workers or len(os.sched_getaffinity(0)), keep)
+        results = _over_cores(_expand(given), workers or len(os.sched_getaffinity(0)), keep, summarize)
     total, done, held = Summary(keep=keep), 0, list[tuple[str, Summary]]()
     for count, path, summary in results:
         if path.endswith(SUMMARY_SUFFIX):
@@ -156,10 +161,11 @@ def _absorb(total: Summary, path: str, summary: Summary) -> None:
         total.failed[path] = f"{path}: not counted: {error}"
 
 
-def _over_cores(inputs: list[str], workers: int, keep: int) -> Iterator[tuple[int, str, Summary]]:
+def _over_cores(inputs: list[str], workers: int, keep: int, summarize: Summarize) -> Iterator[tuple[int, str, Summary]]:
     """How many there are, and path and summary of one after another as they come."""
+    task = partial(reduce_one, keep=keep, summarize=summarize)
     if min(workers, len(inputs)) == 1:
-        yield from ((len(inputs), path, reduce_one(path, keep)) for path in inputs)
+        yield from ((len(inputs), path, task(path)) for path in inputs)
         return
     left = dict.fromkeys(inputs, 0)
     while left:
@@ -169,7 +175,7 @@ def _over_cores(inputs: list[str], workers: int, keep: int) -> Iterator[tuple[in
         with ProcessPoolExecutor(1 if alone else workers, mp_context=get_context("spawn")) as pool:
             jobs: dict[Future[Summary], str] = {}
             for path in list(left)[:1] if alone else list(left):
-                jobs[pool.submit(reduce_one, path, keep)] = path
+                jobs[pool.submit(task, path)] = path
             for future in as_completed(jobs):
                 path = jobs[future]
                 try:
@@ -200,14 +206,14 @@ def _found_here(paths: list[str]) -> list[tuple[str, tuple[Any, ...]]]:
     return found
 
 
-def _reduce_named(path: str, keep: int) -> Summary:
+def _reduce_named(path: str, keep: int, summarize: Summarize) -> Summary:
     """`reduce_one` on a machine of a cluster, whose name goes with what failed."""
-    summary = reduce_one(path, keep)
+    summary = reduce_one(path, keep, summarize)
     summary.failed = {f"{socket.gethostname()}:{name}": reason for name, reason in summary.failed.items()}
     return summary
 
 
-def _over_ray(paths: list[str], address: str, keep: int) -> Iterator[tuple[int, str, Summary]]:
+def _over_ray(paths: list[str], address: str, keep: int, summarize: Summarize) -> Iterator[tuple[int, str, Summary]]:
     try:
         ray = importlib.import_module("ray")
     except ImportError as error:
@@ -241,7 +247,7 @@ def _over_ray(paths: list[str], address: str, keep: int) -> Iterator[tuple[int, 
             while waiting and len(running) < room:  # so that no more answers wait here than are being merged
                 node, path = waiting.pop()
                 # another machine, where this one is gone: it may see the same file
-                running[task.options(scheduling_strategy=on_node(node, soft=True)).remote(path, keep)] = path
+                running[task.options(scheduling_strategy=on_node(node, soft=True)).remote(path, keep, summarize)] = path
             ready, _ = ray.wait(list(running), num_returns=1)
             path = running.pop(ready[0])
             try:

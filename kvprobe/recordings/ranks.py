@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvprobe.recordings.summary import Rank, Stat, Summary, percentile_ns
+from kvprobe.recordings.summary import GpuTime, Rank, Stat, Summary, percentile_ns, worst_of
 
 __all__ = ["RankComparison", "RankRow", "Waiting", "compare"]
 
@@ -19,11 +19,12 @@ class RankRow:
     """One rank beside the others; times in ns.
 
     Attributes:
-        verdict: found (a full queue), healthy or undecided.
+        verdict: found, healthy or undecided; of a summary without accounts on full queues alone.
         lost_ns, share: host time lost to full queues, and of the time recorded.
         p50_ns, p99_ns, max_ns: of its submissions.
         made_wait_ns: what the others waited in collectives to which it came last; -1 where that is not known.
         waited_ns: what it waited itself; -1 likewise.
+        computing, waiting_for_copies, waiting_for_host: shares of its GPUs' serving windows; -1 where nothing is known.
     """
 
     rank: str
@@ -37,6 +38,9 @@ class RankRow:
     max_ns: int
     made_wait_ns: int
     waited_ns: int
+    computing: float = -1.0
+    waiting_for_copies: float = -1.0
+    waiting_for_host: float = -1.0
 
 
 @dataclass(frozen=True)
@@ -75,12 +79,17 @@ def compare(summary: Summary) -> RankComparison:
     for (rank, _, kind, _, _), stat in summary.calls.items():
         if kind in _SUBMISSIONS:
             stats[rank] = stats[rank].merge(stat) if rank in stats else stat
+    times: dict[str, GpuTime] = {}
+    for (rank, _), time in summary.gpus.items():
+        times[rank] = times[rank].merge(time) if rank in times else time
     words = {"saturated": "found", "healthy": "healthy", "cannot tell": "undecided"}
     rows = []
     for name, one in summary.ranks.items():
         stat = stats.get(name, Stat())
         # a recording without a submission proves nothing
         verdict = "undecided" if one.verdict == "healthy" and not stat.count else words[one.verdict]
+        if name in times:
+            verdict = worst_of((verdict, times[name].verdict))
         rows.append(
             RankRow(
                 name,
@@ -94,10 +103,18 @@ def compare(summary: Summary) -> RankComparison:
                 stat.max_ns,
                 made.get(name, -1),
                 waited.get(name, -1),
+                *_shares(times.get(name)),
             )
         )
     rows.sort(key=lambda row: (-row.lost_ns, -row.made_wait_ns, _numbers(row.rank)))
     return RankComparison(rows, waiting)
+
+
+def _shares(time: GpuTime | None) -> tuple[float, ...]:
+    """As the last three of a row."""
+    if time is None or not time.window_ns or time.share("not_known.not_recorded") == 1:
+        return ()
+    return tuple(time.share(group) for group in ("computing", "waiting_for_copies", "waiting_for_host"))
 
 
 def _numbers(name: str) -> tuple[int, str]:

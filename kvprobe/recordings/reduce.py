@@ -9,34 +9,40 @@ import numpy as np
 
 from kvprobe.recordings.buckets import BUCKETS, bucket
 from kvprobe.recordings.model import Array, CallKind, Direction, Engine, Memory, Recording
-from kvprobe.recordings.occupancy import occupancy
+from kvprobe.recordings.occupancy import Occupancy, occupancy
 from kvprobe.recordings.summary import BINS, IN_FILES, TOP, Blocked, Collectives, QueueSummary, Rank, Stat, Summary
 
-__all__ = ["summarize"]
+__all__ = ["rank_names", "summarize"]
 
 _COLLECTIVE = ("nccl", "rccl")
 
 
-def summarize(recording: Recording, name: str = "", keep: int = TOP) -> Summary:
-    """Reduces one recording; `name` tells its processes apart where they have no rank."""
-    return _Reduction(recording, name, keep).summary().identified()
+def summarize(recording: Recording, name: str = "", keep: int = TOP, queues: Occupancy | None = None) -> Summary:
+    """Reduces one recording; `name` tells its processes apart where they have no rank, `queues` are its occupancy."""
+    return _Reduction(recording, name, keep, queues).summary().identified()
+
+
+def rank_names(recording: Recording, name: str = "") -> list[str]:
+    """How each process is called in a summary, by its row."""
+    processes = recording.processes
+    return [_rank_name(recording, row, name) for row in range(processes.rows)] or [name or "0"]
+
+
+def _rank_name(recording: Recording, row: int, name: str) -> str:
+    processes = recording.processes
+    if processes["rank"][row] >= 0:
+        return f"rank {int(processes['rank'][row])}"
+    node = recording.text(int(processes["node"][row])) or name
+    return f"{node}:{int(processes['pid'][row])}" if node else str(int(processes["pid"][row]))
 
 
 class _Reduction:
     """Sums up one recording."""
 
-    def __init__(self, recording: Recording, name: str, keep: int) -> None:
+    def __init__(self, recording: Recording, name: str, keep: int, queues: Occupancy | None) -> None:
         self.recording, self.keep = recording, keep
-        processes = recording.processes
-        self.ranks = [self._rank(row, name) for row in range(processes.rows)] or [name or "0"]
-        self.queues = occupancy(recording)
-
-    def _rank(self, row: int, name: str) -> str:
-        processes = self.recording.processes
-        if processes["rank"][row] >= 0:
-            return f"rank {int(processes['rank'][row])}"
-        node = self.recording.text(int(processes["node"][row])) or name
-        return f"{node}:{int(processes['pid'][row])}" if node else str(int(processes["pid"][row]))
+        self.ranks = rank_names(recording, name)
+        self.queues = occupancy(recording) if queues is None else queues
 
     def rank(self, process: int) -> str:
         return self.ranks[process] if 0 <= process < len(self.ranks) else "unknown"

@@ -11,7 +11,7 @@ import hashlib
 import heapq
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, cast
 
@@ -22,12 +22,13 @@ from kvprobe.launchqueue.judge import STATES
 from kvprobe.recordings.buckets import BUCKETS, bucket_floor_ns
 from kvprobe.recordings.model import Array
 
-__all__ = ["Blocked", "Collectives", "QueueSummary", "Rank", "Stat", "Summary", "percentile_ns"]
+__all__ = ["Blocked", "Collectives", "GpuTime", "QueueSummary", "Rank", "Stat", "Summary", "percentile_ns", "worst_of"]
 
 FORMAT, VERSION = "kvprobe-summary", 1
 TOP = 100
 BINS = 256  # of a rank's collectives
 _VERDICTS = ("healthy", "cannot tell", "saturated")
+_EXAMINED = ("healthy", "undecided", "found")
 IN_FILES = dict(zip(STATES, _VERDICTS, strict=True))  # what a judge concludes, in this version's words
 
 
@@ -151,6 +152,38 @@ class Rank:
         )
 
 
+def worst_of(verdicts: Iterable[str]) -> str:
+    """The worst of some verdicts: healthy, undecided, found; healthy of none."""
+    return max(verdicts, key=_EXAMINED.index, default="healthy")
+
+
+@dataclass
+class GpuTime:
+    """Where the time of one GPU went: ns by the line of its account, as JSON calls it; they add up to its window.
+
+    `verdict` is what all causes together say of it: healthy, undecided or found.
+    """
+
+    lines: dict[str, int] = field(default_factory=dict)
+    verdict: str = "healthy"
+
+    @property
+    def window_ns(self) -> int:
+        """Length of its serving window; of several recordings their sum."""
+        return sum(self.lines.values())
+
+    def share(self, group: str) -> float:
+        """Share of the window in a line, or in all lines of a group such as "waiting_for_copies"; 0 to 1."""
+        mine = sum(ns for line, ns in self.lines.items() if line == group or line.startswith(f"{group}."))
+        return mine / self.window_ns if self.window_ns else 0.0
+
+    def merge(self, other: GpuTime) -> GpuTime:
+        """Both together."""
+        names = self.lines | other.lines
+        lines = {name: self.lines.get(name, 0) + other.lines.get(name, 0) for name in sorted(names)}
+        return GpuTime(lines, worst_of((self.verdict, other.verdict)))
+
+
 def _worst(a: str, b: str) -> str:
     return max(a, b, key=_VERDICTS.index)
 
@@ -179,6 +212,7 @@ class Summary:
         executions: (rank, engine, direction, memory) -> Stat of what devices did.
         queues: (rank, device, stream handle) -> QueueSummary.
         ranks: rank -> Rank.
+        gpus: (rank, number of the GPU) -> GpuTime; empty where the account was not asked for.
         top: the calls that lost most to full queues, longest first, at most `keep`.
         keep: how many of them are kept; of two summaries the smaller number holds.
         notes: remarks of the readers and how many inputs made each.
@@ -196,6 +230,7 @@ class Summary:
     notes: dict[str, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     parts: frozenset[str] = frozenset()
+    gpus: dict[tuple[str, int], GpuTime] = field(default_factory=dict)
 
     @property
     def verdict(self) -> str:
@@ -224,7 +259,7 @@ class Summary:
             raise ValueError(f"{len(common):,} of its {len(other.parts):,} recordings are in another input, too")
         elif common:  # all of this one is in the other
             self.inputs, self.top, self.notes, self.parts = 0, [], {}, frozenset()
-            for table in (self.calls, self.executions, self.queues, self.ranks):
+            for table in (self.calls, self.executions, self.queues, self.ranks, self.gpus):
                 table.clear()
         tables = [
             (cast("dict[Any, Any]", mine), _added(mine, theirs))
@@ -233,6 +268,7 @@ class Summary:
                 (self.executions, other.executions),
                 (self.queues, other.queues),
                 (self.ranks, other.ranks),
+                (self.gpus, other.gpus),
             )
         ]
         for mine, added in tables:
@@ -251,7 +287,7 @@ class Summary:
         """The same with the identity of what is in it, for one that has none: equal sums are the same recording's."""
         if self.parts or not self.inputs:
             return self
-        content = replace(self, top=[], keep=0, failed={}).to_bytes()
+        content = replace(self, top=[], keep=0, failed={}, gpus={}).to_bytes()
         return replace(self, parts=frozenset([hashlib.blake2b(content, digest_size=12).hexdigest()]))
 
     def to_bytes(self) -> bytes:
@@ -273,6 +309,7 @@ class Summary:
             "notes": self.notes,
             "failed": self.failed,
             **({"parts": sorted(self.parts)} if self.parts else {}),
+            **({"gpus": rows(self.gpus)} if self.gpus else {}),
         }
         text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return text.encode(errors="replace") + b"\n"  # a path need not be UTF-8
@@ -304,6 +341,7 @@ class Summary:
             content.notes,
             content.failed,
             frozenset(content.parts),
+            {(rank, number): GpuTime(*values) for rank, number, values in content.gpus},
         ).identified()
 
 
@@ -312,7 +350,8 @@ def _added(mine: Mapping[Any, Any], theirs: Mapping[Any, Any]) -> dict[Any, Any]
     out = {key: mine[key].merge(value) if key in mine else value for key, value in theirs.items()}
     for key in out.keys() & mine.keys():
         for value in _fields(out[key]):
-            numbers = value if isinstance(value, (tuple, list)) else (value,)
+            numbers = [*value.values()] if isinstance(value, dict) else value
+            numbers = numbers if isinstance(numbers, (tuple, list)) else (numbers,)
             for one in numbers:
                 if max((0, *one) if isinstance(one, tuple) else (0, one) if isinstance(one, int) else (0,)) > _LARGEST:
                     raise ValueError("together with another input's its sums are larger than any recorder's")
@@ -345,6 +384,7 @@ _Queue = tuple[_Sum, _Sum, _Ceiling, _Sum, _Sum, _Sum, _Verdict]
 _Shift = Annotated[int, msgspec.Meta(ge=0, le=63)]
 _Sums = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=BINS)]
 _Rank = tuple[_Sum, _Sum, _Sum, _Verdict, _Sum, tuple[_Sum, _Shift, _Sums]]
+_Line = Annotated[str, msgspec.Meta(pattern="^[a-z_.]{1,64}$")]
 _Part = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{24}$")]
 
 
@@ -368,3 +408,4 @@ class _Content(msgspec.Struct):
     notes: dict[str, _Sum]
     failed: dict[str, str]
     parts: list[_Part] = []
+    gpus: list[tuple[str, _Int, tuple[dict[_Line, _Sum], Literal["healthy", "undecided", "found"]]]] = []

@@ -8,7 +8,7 @@ from kvprobe.account import COPIES, HOST, LINE_TITLES, Account, GpuAccount, Line
 from kvprobe.reporting.units import duration, percent
 from kvprobe.reporting.views import Bar, BarPart, Section, TableView, table
 
-__all__ = ["account_lines", "account_section", "gpu_name"]
+__all__ = ["THREAD_TITLES", "account_lines", "account_section", "gpu_name"]
 
 SHOWN = 0.0005  # of a window: less is left out of what a terminal prints, never of a table
 _ORDER = (Line.COMPUTING, *COPIES, *HOST, Line.NOTHING_TO_DO, Line.NOT_KNOWN)
@@ -54,7 +54,7 @@ def account_lines(account: Account) -> list[str]:
     return out
 
 
-_THREAD_TITLES = {
+THREAD_TITLES = {
     Line.FULL_QUEUE: "blocked by a full queue",
     Line.WAITING_FOR_DEVICE: "waiting for the device",
     Line.ALLOCATING: "allocating, pinning or freeing",
@@ -68,7 +68,7 @@ _THREAD_TITLES = {
 
 
 def _thread_lines(thread: ThreadAccount) -> Iterator[tuple[str, int, float]]:
-    for line, title in _THREAD_TITLES.items():
+    for line, title in THREAD_TITLES.items():
         ns = thread.ns(line)
         if ns >= SHOWN * thread.window_ns and ns:
             yield title, ns, ns / thread.window_ns
@@ -115,7 +115,7 @@ def _gpus(account: Account) -> TableView:
 def _threads(account: Account) -> TableView:
     """Threads that submit, a row each; of a wait for the device, how long that computed."""
     shown = [one for one in account.threads if one.window_ns > 0][:32]
-    columns = [line for line in _THREAD_TITLES if any(one.ns(line) for one in shown)]
+    columns = [line for line in THREAD_TITLES if any(one.ns(line) for one in shown)]
     rows = []
     for one in shown:
         cells = [(percent(ns / one.window_ns) if (ns := one.ns(line)) else "", ns / one.window_ns) for line in columns]
@@ -128,7 +128,7 @@ def _threads(account: Account) -> TableView:
                 (duration(waited) if waited else "", waited),
             ]
         )
-    titles = [_THREAD_TITLES[line][:1].upper() + _THREAD_TITLES[line][1:] for line in columns]
+    titles = [THREAD_TITLES[line][:1].upper() + THREAD_TITLES[line][1:] for line in columns]
     return table(
         "What the threads did that submit",
         ["Thread", "Process", *titles, "Of its waits, the device computed"],

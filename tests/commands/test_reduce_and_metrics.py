@@ -9,6 +9,8 @@ from pathlib import Path
 
 import kvprobe.monitoring as monitoring
 
+ACCOUNTS = Path(__file__).parents[1] / "gpu" / "data" / "accounts"
+
 
 def test_reduce_compares_ranks_and_writes_a_summary_that_merges(kvprobe, export: Path, tmp_path: Path) -> None:
     ranks = tmp_path / "ranks"
@@ -52,3 +54,26 @@ def test_metrics_writes_its_rules_and_refuses_what_is_not_there(kvprobe, tmp_pat
     code, out, _ = kvprobe("metrics", tmp_path, "--once")
     assert code == 0 and "kvprobe_watched_processes 0.0" in out
     assert kvprobe("metrics", "/no/such/folder", "--once")[0] == 2
+
+
+def test_reduce_merges_the_accounts_and_says_what_report_says(kvprobe, tmp_path: Path) -> None:
+    programs = ("experts_loaded_when_they_are_routed_to", "decode_by_graphs_alone")
+    paths, said, states = [], {}, set()
+    for name in programs:
+        paths.append(ACCOUNTS / "kineto" / f"{name}.json.gz")
+        report = json.loads(kvprobe("report", paths[-1], "-o", tmp_path / "page.html", "-f", "--json")[1])
+        (gpu,) = report["account"]["gpus"]
+        said[name] = gpu
+        states.add(report["verdict"]["state"])
+    merged = tmp_path / "all.kvsum"
+    code, out, _ = kvprobe("reduce", *paths, "--workers", "1", "-o", merged)
+    assert code == 0 and "waited for copies" in out
+    found = json.loads(kvprobe("reduce", merged, "--json")[1])
+    assert len(found["account"]) == 2 and {row["verdict"] for row in found["ranks"]} == states
+    for row in found["account"]:
+        gpu = said[row["rank"].split(":")[0]]
+        assert row["window_ns"] == gpu["window_ns"] == sum(row["lines_ns"].values())
+        assert row["lines_ns"]["computing"] == gpu["computing_ns"]
+        for group in ("waiting_for_copies", "waiting_for_host", "not_known"):
+            for line, ns in gpu[f"{group}_ns"].items():
+                assert row["lines_ns"].get(f"{group}.{line}", 0) == ns

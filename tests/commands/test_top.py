@@ -22,7 +22,7 @@ from rich.console import Console
 from kvprobe.commands import top
 from kvprobe.commands.top import Offloads, as_object, render
 from kvprobe.diagnosis.whole_triage import triage
-from kvprobe.probe.live import Live, ProcessView, StreamView
+from kvprobe.probe.live import CallTime, Live, ProcessView, StreamView
 from kvprobe.recordings import open_recording
 from kvprobe.runfolder import files
 
@@ -123,6 +123,27 @@ def test_a_process_without_a_call_says_why_that_may_be(width: int) -> None:
     text = " ".join(_text([], width).split())
     assert "python server.py" in text and "no call was seen yet" in text and "kvprobe attach" in text
     assert "static" not in text  # a program linked to the static runtime is recorded, too
+
+
+def test_where_the_time_of_the_thread_that_submits_most_went_comes_first() -> None:
+    spent = {("SYNC", False): 620_000_000, ("COPY", False): 110_000_000, ("COPY", True): 40_000_000}
+    first, second = CallTime(7, "scheduler", 900, spent), CallTime(8, "", 5, {("ALLOC", False): 500_000_000})
+    stream = StreamView(1, 900.0, 1e3, 2e3, 1e3, 0.0, None, {}, False, 1)
+    view = ProcessView(7, "server", "interposer", "x.kvp", "running", 1.0, [stream], None, 0, threads=[first, second])
+    console = Console(file=io.StringIO(), width=200)
+    console.print(render([view], width=200))
+    assert console.file.getvalue().splitlines()[0] == (  # type: ignore[attr-defined]
+        "thread 7 (scheduler), of 1.00 s: 62% waiting for the device, 23% elsewhere, 11% submitting, "
+        "4.0% copying pageable memory"
+    )
+    (process,) = as_object([view])["processes"]
+    mine, other = process["account"]
+    assert mine["window_ns"] == other["window_ns"] == 1_000_000_000
+    assert (mine["waiting_for_device_ns"], mine["pageable_ns"], other["allocating_ns"]) == (
+        620_000_000,
+        40_000_000,
+        500_000_000,
+    )
 
 
 def test_busy_streams_come_first_by_name() -> None:

@@ -41,9 +41,9 @@ def test_worst_first_with_time_depth_stream_and_file(kvprobe, tmp_path: Path) ->
     assert (code, err) == (0, "")
     lines = [line.split("  ") for line in out.splitlines()]
     head, *lines = [[cell.strip() for cell in line if cell.strip()] for line in lines]
-    assert head == ["verdict", "time lost", "full at", "stream", "recording"]
+    assert head == ["launch queue", "time lost", "full at", "stream", "recording"]
     assert [Path(line[-1]).name for line in lines] == ["c_more.json", "b_some.json", "a_healthy.json"]
-    assert [line[0] for line in lines] == ["found", "found", "healthy"]
+    assert [line[0] for line in lines] == ["full", "full", "not full"]
     assert [line[2] for line in lines] == ["100", "200", "-"]
     assert [line[3] for line in lines] == ["stream 7", "stream 9", "-"]
     # 300 calls wait for a copy of 300 us each, 200 in the other
@@ -97,5 +97,5 @@ def test_a_trace_needs_no_numpy(tmp_path: Path) -> None:
     paths = [str(trace(tmp_path / f"{i}.json", calls=150)) for i in range(2)]
     code = f"import sys, kvprobe.cli as c\nassert c.main(['triage', *{paths}]) == 0\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.count("healthy") == 2
+    assert done.stdout.count("not full") == 2
     assert set(done.stdout.split()).isdisjoint({"numpy", "msgspec", "rich", "pyarrow"})

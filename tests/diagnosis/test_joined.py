@@ -124,8 +124,9 @@ def test_every_cause_is_a_file_that_says_how_it_works_and_what_it_would_save():
         assert "redicted saving" in doc or cause == "unexplained", cause
 
 
-# A fact of the machine and a rule of a hot path, which are called the same.
+# A fact of the machine, a rule of a hot path, and groups of an account's lines, which are called the same.
 NO_CAUSES = {("confidential_computing", "folder.py"), ("synchronisation", "rules.py")}
+NO_CAUSES |= {("waiting_for_copies", "ranks.py"), ("waiting_for_host", "ranks.py")}
 
 
 def test_a_causes_name_is_written_once():
