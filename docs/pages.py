@@ -28,6 +28,14 @@ PAGES = {
 }
 
 
+def adapters() -> str:
+    """Every adapter of every server."""
+    out = ["", "## All adapters", "", "| adapter | versions | |", "|---|---|---|"]
+    for server in registry.SERVERS:
+        out += [f"| `{one.name}` | `{one.versions}` | {one.summary} |" for one in registry.adapter_classes(server)]
+    return "\n".join(out)
+
+
 def linked(text: str, folder: str) -> str:
     """Links between the files of the repository as links between pages; what is no page loses its link."""
 
@@ -65,14 +73,6 @@ def causes() -> str:
         found = describe(cause)
         out += ["", f"## {cause}", "", f"**{found.summary}**"]
         out += [f"\n*{heading}.* {text}" if heading else f"\n{text}" for heading, text in found.parts]
-    return "\n".join(out)
-
-
-def adapters() -> str:
-    """Every adapter of every server, for the end of the page on servers."""
-    out = ["", "## All adapters", "", "| adapter | versions | |", "|---|---|---|"]
-    for server in registry.SERVERS:
-        out += [f"| `{one.name}` | `{one.versions}` | {one.summary} |" for one in registry.adapter_classes(server)]
     return "\n".join(out)
 
 
@@ -134,8 +134,6 @@ def main(folder: Path) -> None:
         (folder / page).write_text(linked((ROOT / source).read_text(), str(Path(source).parent)))
     for make in (commands, causes, environment, recordings, api):
         (folder / f"{make.__name__}.md").write_text(make() + "\n")
-    with (folder / PAGES["patches/README.md"]).open("a") as file:
-        file.write(adapters() + "\n")
     contents = ["", "```{toctree}", ":hidden:", "", *ORDER, "changelog", "```", ""]
     with (folder / "index.md").open("a") as file:
         file.write("\n".join(contents))
@@ -143,3 +141,5 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    with (Path(sys.argv[1]) / PAGES["patches/README.md"]).open("a") as servers:
+        servers.write(adapters() + "\n")

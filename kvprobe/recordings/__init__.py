@@ -27,11 +27,12 @@ _TOLD_HERE = {
     "kvprobe": ("kvprobe_run", "recording of kvprobe (.kvp)"),
     "kvprobe-parquet": ("parquet", "folder written by kvprobe export --to parquet"),
 }
+_SUFFIXES = (".json", ".json.gz", ".sqlite", ".sqlite.gz", ".nsys-rep")  # of files that a folder is looked through for
+
 # format -> (module under kvprobe.recordings, what it is); a line here is all that registers one
 FORMATS = {
     **_TOLD_HERE,
 }
-_SUFFIXES = (".json", ".json.gz", ".sqlite", ".sqlite.gz", ".nsys-rep")  # of files that a folder is looked through for
 
 
 def open_recording(
