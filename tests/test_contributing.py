@@ -25,7 +25,8 @@ LEFT_OUT = shutil.ignore_patterns(
 
 def run(command: str, tree: Path) -> None:
     # subprocesses of the tests import this tree, too, wherever they run
-    env = {**os.environ, "PYTHONPATH": str(tree), "PYTEST_ADDOPTS": "-p no:cacheprovider"}
+    options = f"-p no:cacheprovider --basetemp={shlex.quote(str(tree.parent / 'temporary'))}"
+    env = {**os.environ, "PYTHONPATH": str(tree), "PYTEST_ADDOPTS": options}
     for name in [name for name in env if name.startswith("PYTEST_XDIST") or name == "PYTEST_CURRENT_TEST"]:
         del env[name]
     done = subprocess.run(["sh", "-ec", command], cwd=tree, env=env, capture_output=True, text=True, check=False)

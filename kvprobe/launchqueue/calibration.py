@@ -82,7 +82,7 @@ def calibrate(runtime: Runtime, *, cache: bool = True) -> QueueLimits:
     if folder:
         when = {"start_ns": start_ns, "end_ns": time.monotonic_ns()}
         with contextlib.suppress(OSError):
-            watched.write_queue(folder, when | asdict(limits))
+            watched.write_queue(folder, os.getpid(), when | asdict(limits))
     return limits
 
 

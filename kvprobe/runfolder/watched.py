@@ -22,6 +22,6 @@ def open_events(folder: str | os.PathLike[str]) -> int:
     return files.open_append(events_path(folder))
 
 
-def write_queue(folder: str | os.PathLike[str], queue: dict[str, Any]) -> None:
-    """Writes queue-<pid>.json of this process; raises as `files.write`."""
-    files.write(Path(folder) / f"queue-{os.getpid()}.json", json.dumps(queue).encode())
+def write_queue(folder: str | os.PathLike[str], pid: int, queue: dict[str, Any]) -> None:
+    """Writes queue-<pid>.json; raises as `files.write`."""
+    files.write(Path(folder) / f"queue-{pid}.json", json.dumps(queue).encode())
