@@ -40,11 +40,11 @@ print("ANSWER", json.dumps({"import_s": imported - begin, "work_s": done - impor
 KVPROBE = """
 import sys, time, json
 begin = time.perf_counter()
-from kvprobe.recordings.triage import certain, quick_triage
+from kvprobe.recordings.quick_triage import certain, quick_triage
 imported = time.perf_counter()
 found = quick_triage(sys.argv[1])
 if found is None or not certain(found):
-    from kvprobe.diagnosis.triage import whole_triage
+    from kvprobe.diagnosis.whole_triage import whole_triage
     found = whole_triage(sys.argv[1])
 done = time.perf_counter()
 answer = {"verdict": found.verdict, "lost_ms": round(found.lost_ns / 1e6, 1),
@@ -157,7 +157,7 @@ def compiled(folder: str) -> dict[str, str]:
     """An environment in which kvprobe's modules are found compiled, as pip leaves those of the rivals."""
     surroundings = {**os.environ, "PYTHONPYCACHEPREFIX": folder}
     surroundings.pop("PYTHONDONTWRITEBYTECODE", None)
-    warm = "import kvprobe.recordings.triage, kvprobe.recordings.kineto_queues"
+    warm = "import kvprobe.recordings.quick_triage, kvprobe.recordings.kineto_queues"
     subprocess.run([sys.executable, "-c", warm], check=True, env=surroundings)
     return surroundings
 

@@ -552,7 +552,7 @@ def _print(name: str, shape: dict[str, Any]) -> None:
 
 def _verdict(result: dict[str, Any]) -> Any:
     """What all arms together showed: how near to the floor, and how many gains were foretold."""
-    from kvprobe.reporting.verdict import Fact, PageHead
+    from kvprobe.reporting.headline import Fact, PageHead
 
     shapes = [shape for entry in result["fractions"].values() for shape in entry["shapes"].values()]
     arms = {

@@ -14,6 +14,7 @@ from kvprobe.cli import COMMANDS, cli
 from kvprobe.diagnosis import CAUSES
 from kvprobe.diagnosis.described import describe
 from kvprobe.environment import VARIABLES
+from kvprobe.instrument import registry
 from kvprobe.recordings import FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,6 +26,14 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "patches/README.md": "servers.md",
 }
+
+
+def adapters() -> str:
+    """Every adapter of every server."""
+    out = ["", "## All adapters", "", "| adapter | versions | |", "|---|---|---|"]
+    for server in registry.SERVERS:
+        out += [f"| `{one.name}` | `{one.versions}` | {one.summary} |" for one in registry.adapter_classes(server)]
+    return "\n".join(out)
 
 
 def linked(text: str, folder: str) -> str:
@@ -132,3 +141,5 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    with (Path(sys.argv[1]) / PAGES["patches/README.md"]).open("a") as servers:
+        servers.write(adapters() + "\n")

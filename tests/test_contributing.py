@@ -1,86 +1,87 @@
-"""The exercises of CONTRIBUTING.md are the code that it says: a cause, a reader, a server, each with its one line."""
+"""Who follows CONTRIBUTING.md to add a cause, a reader or a server passes every gate: its commands run as printed."""
 
 from __future__ import annotations
 
-import ast
+import importlib.util
+import os
 import re
+import shlex
+import shutil
+import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
 
-from kvprobe import diagnosis, recordings
-from kvprobe.diagnosis.joined import JoinedRecording
-from kvprobe.instrument import installation, registry
-from kvprobe.recordings import open_recording
-from kvprobe.recordings.model import CallKind
-
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # whole test files run in each
 ROOT = Path(__file__).resolve().parents[1]
-BLOCKS = dict(re.findall(r"^```python (\w+)\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S))
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+SECTIONS = dict(re.findall(r"^## Add a (\w+)\n.*?^```sh\n(.*?)^```", PAGE, re.M | re.S))
+# Environments and what tools leave behind; mypy's cache only saves time.
+LEFT_OUT = shutil.ignore_patterns(
+    ".git", ".venv*", "build", "dist", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis"
+)
 
 
-def put(monkeypatch: pytest.MonkeyPatch, name: str, source: str) -> types.ModuleType:
-    """A module of this source, as if it lay there."""
-    module = types.ModuleType(name)
-    monkeypatch.setitem(sys.modules, name, module)
-    exec(compile(source, name, "exec"), module.__dict__)
-    return module
+def run(command: str, tree: Path) -> None:
+    # subprocesses of the tests import this tree, too, wherever they run
+    options = f"-p no:cacheprovider --basetemp={shlex.quote(str(tree.parent / 'temporary'))}"
+    env = {**os.environ, "PYTHONPATH": str(tree), "PYTEST_ADDOPTS": options}
+    for name in [name for name in env if name.startswith("PYTEST_XDIST") or name == "PYTEST_CURRENT_TEST"]:
+        del env[name]
+    done = subprocess.run(["sh", "-ec", command], cwd=tree, env=env, capture_output=True, text=True, check=False)
+    assert not done.returncode, f"{command}\n{done.stdout[-6000:]}{done.stderr[-3000:]}"
 
 
-@pytest.fixture
-def csv(monkeypatch: pytest.MonkeyPatch) -> None:
-    put(monkeypatch, "kvprobe.recordings.csv_copies", BLOCKS["reader"])
-    monkeypatch.setitem(recordings.FORMATS, "csv", ("csv_copies", "CSV file of copies"))
-    known = recordings.sniff
-    monkeypatch.setattr(recordings, "sniff", lambda path: "csv" if Path(path).suffix == ".csv" else known(path))
+def steps(section: str) -> list[str]:
+    return SECTIONS[section].replace("\\\n", "").splitlines()
 
 
-@pytest.fixture
-def recording(csv: None, tmp_path: Path):
-    file = tmp_path / "copies.csv"
-    lines = [(i * 1_000_000, 2_000 if i % 10 else 700_000) for i in range(100)]
-    file.write_text("".join(f"cudaMemcpyAsync,{start},{start + took},7,65536\n" for start, took in lines))
-    return open_recording(file)
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of this tree in which somebody did all that the page says."""
+    copy = tmp_path_factory.mktemp("contributor") / "kvprobe"
+    shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
+    for section in SECTIONS:
+        for step in steps(section):
+            if step.startswith(("cp ", "sed ")):
+                before = {path: path.read_bytes() for path in copy.glob("kvprobe/**/*.py")}
+                run(step, copy)
+                changed = [path for path, text in before.items() if path.read_bytes() != text]
+                assert len(changed) == step.startswith("sed "), f"{step} changed {changed}"
+    return copy
 
 
-def test_a_reader(recording):
-    assert recording.calls.rows == 100
-    assert recording.text(recording.calls["name"][0]) == "cudaMemcpyAsync"
-    assert recording.source[0].format == "csv"
+def test_there_are_three_ways_in_and_each_registers_by_one_line():
+    assert list(SECTIONS) == ["cause", "reader", "server"]
+    for section in SECTIONS:
+        kinds = [step.split()[0] for step in steps(section)]
+        assert kinds == ["cp", "cp", "sed", "make", ".venv/bin/python"]
 
 
-def test_a_cause(recording, monkeypatch):
-    put(monkeypatch, "kvprobe.diagnosis.slow_memsets", BLOCKS["cause"])
-    monkeypatch.setattr(diagnosis, "CAUSES", ("slow_memsets",))
-    assert not diagnosis.examine_joined(JoinedRecording(recording), diagnosis.CAUSES).findings
-    kinds = recording.calls.columns["kind"] = recording.calls["kind"].copy()
-    kinds[:] = CallKind.MEMSET
-    found = diagnosis.examine_joined(JoinedRecording(recording), diagnosis.CAUSES).findings
-    assert [(one.cause, len(one.calls)) for one in found] == [("slow_memsets", 10)]
-    assert found[0].title.startswith("10 memsets blocked their caller for ")
-    assert found[0].cure[0].predicted_saving_ns == found[0].lost_ns
+@pytest.mark.parametrize("check", ["ruff check .", "ruff format --check .", "mypy"])
+def test_the_linters_have_nothing_to_say(tree, check):
+    tool = check.split()[0]
+    if importlib.util.find_spec(tool) is None:
+        pytest.skip(f"{tool} is not installed here (make lint)")
+    run(f"{shlex.quote(sys.executable)} -m {check}", tree)
 
 
-def test_a_server(monkeypatch, tmp_path):
-    package = tmp_path / "toyserver"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "cache.py").write_text("def swap_in(blocks):\n    return len(blocks)\n")
-    metadata = tmp_path / "toyserver-1.4.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toyserver\nVersion: 1.4\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    put(monkeypatch, "kvprobe.patches.toyserver", BLOCKS["server"])
-    line = ast.literal_eval("{" + BLOCKS["line"] + "}")
-    monkeypatch.setitem(registry.SERVERS, "toyserver", registry.Server(*line["toyserver"]))
-    rows = installation.table("toyserver")
-    assert [(row["adapter"], row["state"]) for row in rows] == [("toyserver.cache", "would apply")]
-    with installation.observe("toyserver") as seen:
-        from toyserver.cache import swap_in
+@pytest.mark.parametrize("section", SECTIONS)
+def test_the_tests_pass(tree, section):
+    run(steps(section)[-1].replace(".venv/bin/python", shlex.quote(sys.executable)), tree)
 
-        assert swap_in(range(5)) == 5
-    assert seen.states["toyserver.cache"].startswith("removed")
-    assert [(call["copies"], call["cause"]) for call in seen.calls] == [(5, "waits for its copies")]
-    for name in ("toyserver", "toyserver.cache"):
-        sys.modules.pop(name, None)
+
+def test_the_intercepted_call_is_what_the_interposer_has():
+    (example,) = re.findall(r"^   ```c\n(.*?)^   ```", PAGE, re.M | re.S)
+    code = (ROOT / "kvprobe" / "native" / "interpose" / "wrap.c").read_text().splitlines()
+    for line in example.splitlines():
+        assert line.removeprefix("   ") in code, line
+
+
+def test_every_command_knows_what_was_added(tree):
+    kvprobe = f"{shlex.quote(sys.executable)} -m kvprobe"
+    run(f"{kvprobe} causes slow_memsets", tree)
+    run(f"{kvprobe} patches -v --server toyserver | grep -q toyserver.cache", tree)
+    (tree / "copies.csv").write_text("name,start_ns,end_ns,stream,bytes\ncudaMemcpyAsync,1,2,7,8\n")
+    run(f"{kvprobe} stats copies.csv | grep -q cudaMemcpyAsync", tree)

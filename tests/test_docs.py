@@ -14,6 +14,8 @@ from kvprobe.diagnosis import CAUSES
 from kvprobe.diagnosis.described import describe
 from kvprobe.environment import VARIABLES
 from kvprobe.errors import UsageError
+from kvprobe.instrument import registry
+from kvprobe.recordings import FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -47,3 +49,9 @@ def test_a_cause_says_what_it_is_and_how_it_is_told(cause):
 def test_an_unknown_cause_is_refused():
     with pytest.raises(UsageError, match="kvprobe causes"):
         describe("nothing")
+
+
+def test_every_format_and_adapter_has_its_place(pages):
+    kinds = [kind for server in registry.SERVERS for kind in registry.adapter_classes(server)]
+    assert all(f"| `{kind.name}` |" in pages["servers.md"] for kind in kinds)
+    assert all(f"| `{form}`: " in pages["recordings.md"] for form in FORMATS)

@@ -58,9 +58,9 @@ def test_read_recording(gate):
 
 
 def test_each_example_is_short_and_says_what_it_shows():
-    for path in EXAMPLES.iterdir():
+    for path in (one for one in EXAMPLES.rglob("*.*") if one.suffix != ".pyc" and one.is_file()):
         text = path.read_text()
-        assert len(text.splitlines()) < 40, path.name
+        assert len(text.splitlines()) < 40 or path.parent.name == "extending", path.name
         assert path.suffix != ".py" or ast.get_docstring(ast.parse(text)), path.name
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import os
 import re
 import runpy
@@ -16,7 +17,7 @@ import pytest
 import kvprobe
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "kvprobe"
+PACKAGE, PROJECT = ROOT / "kvprobe", ROOT / "pyproject.toml"
 ORDER = ["errors", "native", "runfolder", "cuda", "probe", "launchqueue", "offload", "weights"]
 PAPER = ["recordings", "account", "diagnosis", "reporting"]  # read and show; need no GPU, no torch, no native library
 # pure: neither numpy nor the native library comes with them
@@ -119,6 +120,17 @@ def test_no_arrow_of_the_drawing_goes_against_the_order():
             assert place[target] < place[room], f"{room} imports {target}"
 
 
+def test_a_module_says_what_it_is_for():
+    for folder in ("kvprobe", "patches", "docs", "examples", "benchmarks", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            # tests of a folder and its fixtures are told by their names
+            if path.name.startswith(("conftest", "test_")) and folder == "tests":
+                continue
+            tree = ast.parse(path.read_text())
+            said = (ast.get_docstring(tree) or "").partition("\n\n")[0]
+            assert not tree.body or len(re.findall(r"\w+", said)) >= 3, path.relative_to(ROOT)
+
+
 def test_a_public_class_has_its_name_alone():
     files: dict[str, list[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -126,6 +138,13 @@ def test_a_public_class_has_its_name_alone():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 files.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name: where for name, where in files.items() if len(where) > 1} == {}
+
+
+def test_each_entry_point_of_the_project_leads_to_what_is_there():
+    found = re.findall(r'^\[project\.(scripts|entry-points\.?\S*)\]\nkvprobe = "(\S+)"$', PROJECT.read_text(), re.M)
+    assert len(found) == 4
+    for _, target in found:
+        assert importlib.metadata.EntryPoint("kvprobe", target, "kvprobe").load(), target
 
 
 def test_the_readme_leads_to_what_is_there():

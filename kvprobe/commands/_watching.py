@@ -254,6 +254,8 @@ def start_observer(folder: Path, command_pid: int) -> int:
         myself = os.pidfd_open(command_pid)
     except OSError:
         myself = -1
+    from kvprobe.runfolder.folder import RunFolder
+
     read_end, write_end = os.pipe()
     child = os.fork()
     if child:
@@ -275,7 +277,7 @@ def start_observer(folder: Path, command_pid: int) -> int:
             os.set_inheritable(3, True)
         os.closerange(4 if myself >= 0 else 3, 256)
         null = os.open(os.devnull, os.O_RDWR)
-        log = os.open(folder / "observer.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        log = RunFolder(folder).open_log()
         for fd, source in ((0, null), (1, log), (2, log)):
             os.dup2(source, fd)
         env = {k: v for k, v in os.environ.items() if not k.startswith("KVPROBE_") and k != "LD_PRELOAD"}

@@ -304,7 +304,7 @@ def _judge(recording: Recording, findings: Examination, queues: Occupancy, asked
 
 def _named(finding: Finding) -> str:
     """A finding in one line, with its first change and what that saves."""
-    from kvprobe.reporting.verdict import saving_text
+    from kvprobe.reporting.headline import saving_text
 
     line = f"{finding.cause}: {finding.title}"
     for change in finding.cure[:1]:

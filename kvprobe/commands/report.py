@@ -44,7 +44,7 @@ def command(
     its own name. The page is one file that opens without a network.
     """
     from kvprobe.reporting import check_writable, write_report
-    from kvprobe.reporting.verdict import saving_text
+    from kvprobe.reporting.headline import saving_text
 
     check_writable(output, force=force)
     refuse_input(output, inputs)

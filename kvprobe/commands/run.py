@@ -30,6 +30,7 @@ from kvprobe.commands._watching import (
     write_run,
 )
 from kvprobe.errors import KvprobeError, UsageError
+from kvprobe.runfolder import files
 from kvprobe.runfolder.secrets import redact_text
 
 __all__ = ["command"]
@@ -197,7 +198,9 @@ def _preloadable(library: Path, folder: Path) -> Path:
             f"neither {library} nor {folder} can be named in LD_PRELOAD (a space or colon in the path); "
             "name a run folder without one with --output"
         )
-    return Path(shutil.copy2(library, folder / library.name))
+    copied = folder / library.name
+    files.copy(library, copied)
+    return copied
 
 
 def _carried(env: dict[str, str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from kvprobe.commands._paths import GivenPath
 from kvprobe.commands._reading import WindowOptions, plain, window_options
 
 if TYPE_CHECKING:
-    from kvprobe.recordings.triage import Triage
+    from kvprobe.recordings.quick_triage import Triage
 
 __all__ = ["command"]
 
@@ -35,7 +35,7 @@ def command(inputs: tuple[Path, ...], as_json: bool, window: WindowOptions) -> i
     recording, as in `kvprobe check`. Exit code 1: an input could not be read, or has nothing in that part.
     """
     from kvprobe.recordings import expand_deeply
-    from kvprobe.recordings.triage import Triage, certain, quick_triages
+    from kvprobe.recordings.quick_triage import Triage, certain, quick_triages
 
     if window != WindowOptions():
         window.check()
@@ -66,7 +66,7 @@ def command(inputs: tuple[Path, ...], as_json: bool, window: WindowOptions) -> i
 
 def _whole(path: Path, window: WindowOptions) -> Triage | Exception:
     from kvprobe.commands._reading import reuse_memory
-    from kvprobe.diagnosis.triage import whole_triage
+    from kvprobe.diagnosis.whole_triage import whole_triage
     from kvprobe.errors import RecordingError, UsageError
 
     reuse_memory()

@@ -25,6 +25,7 @@ import click
 from kvprobe.commands._paths import GivenPath
 from kvprobe.commands._watching import ends_by_sigterm, new_folder
 from kvprobe.errors import KvprobeError, UsageError
+from kvprobe.runfolder import files
 
 if TYPE_CHECKING:
     from kvprobe.diagnosis import Change, Finding
@@ -122,7 +123,7 @@ def command(
     for change, with_it in zip(changes, measured[1:], strict=True):
         tried.append(_tried(change, measured[0], with_it, compared))
     outcome = _outcome(folder, words, rounds, findings, tried, left)
-    (folder / "try.json").write_text(json.dumps(outcome, indent=1))
+    files.write(folder / "try.json", json.dumps(outcome, indent=1).encode())
     if as_json:
         click.echo(json.dumps(outcome))
     else:
@@ -222,7 +223,7 @@ class _Run:
         options = ["--exec", "-o", str(folder), "--fix", fix, "--report", "none"]
         arguments = [sys.executable, "-m", "kvprobe", "run", *options, "--", *words]
         out, err = (folder.with_suffix(suffix) for suffix in (".out", ".err"))
-        with out.open("wb") as stdout, err.open("wb") as stderr, ends_by_sigterm():
+        with files.created(out) as stdout, files.created(err) as stderr, ends_by_sigterm():
             process = subprocess.Popen(arguments, env=env, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
             try:
                 code = process.wait()
@@ -231,7 +232,7 @@ class _Run:
                 process.wait()
                 raise
         ended = time.monotonic_ns()
-        folder.with_suffix(".code").write_text(f"{code}\n")
+        files.write(folder.with_suffix(".code"), f"{code}\n".encode())
         if code:
             said = (err.read_text(errors="replace").strip().splitlines() or ["it printed no message"])[-1]
             raise CommandFailedError(f"the command ended with {code} ({_name(change)}): {said} (all of it: {err})")

@@ -15,7 +15,7 @@ from kvprobe.commands._paths import GivenPath
 
 if TYPE_CHECKING:
     from kvprobe.recordings.model import Recording
-    from kvprobe.reporting.verdict import PageHead
+    from kvprobe.reporting.headline import PageHead
     from kvprobe.reporting.views import Section
     from kvprobe.weights import WeightOffload, WeightProfile
 
@@ -187,7 +187,7 @@ def _write(held: WeightOffload, profile: WeightProfile, outcome: dict[str, Any],
 
 def verdict(profile: WeightProfile) -> PageHead:
     """Copying or computing, which window, and what it gives: the top of the report and of what is printed."""
-    from kvprobe.reporting.verdict import Fact, PageHead
+    from kvprobe.reporting.headline import Fact, PageHead
 
     copying = profile.copy_ns > profile.compute_ns
     what = "copying weights" if copying else "computing"

@@ -22,9 +22,8 @@ from kvprobe.diagnosis.finding import (
 from kvprobe.launchqueue.constants import COSTLY_BATCH, SATURATION, SMALL_COPIES
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from kvprobe.account import Account
+    from kvprobe.diagnosis.cause import Cause
     from kvprobe.diagnosis.joined import JoinedRecording
     from kvprobe.recordings.model import Recording
     from kvprobe.recordings.occupancy import Occupancy
@@ -57,8 +56,8 @@ CPU_STARVED = "cpu_starved"
 _QUEUES = ("aliased_stream", "channels_exhausted", "fence_before_copies", SATURATION)
 _OTHER_THREADS = "context_lock_stall"
 
-# Every cause by the name of its file. The order is the ledger's: the best-evidenced cause claims first, and what one
-# has claimed no other gets.
+# Every cause by the name of its file; its line here is all that registers it. The order is the ledger's: the
+# best-evidenced cause claims first, and what one has claimed no other gets.
 CAUSES: tuple[str, ...] = (
     # threads, inside calls
     PROFILER,
@@ -130,17 +129,16 @@ class Examination(Sequence[Finding]):
         return len(self.findings)
 
 
-def _not_shown(module: ModuleType, joined: JoinedRecording) -> NotLookedFor | None:
+def _not_shown(cause: Cause, joined: JoinedRecording) -> NotLookedFor | None:
     """Why this recording cannot show a cause, None where it can."""
-    if getattr(module, "OF_EXECUTIONS", False) and not joined.recording.has_executions:
+    if cause.OF_EXECUTIONS and not joined.recording.has_executions:
         return NotLookedFor(
             "the recording does not show what the device executed",
             DEVICE_BY_NSYS
             if is_of_nsys(joined.recording)
             else "Nsight Systems (kvprobe run --nsys) or the PyTorch profiler",
         )
-    lacks: NotLookedFor | None = module.not_shown(joined) if hasattr(module, "not_shown") else None
-    return lacks
+    return cause.not_shown(joined)
 
 
 def examine(recording: Recording, occupancy: Occupancy | None = None) -> Examination:
@@ -161,36 +159,27 @@ def examine_joined(joined: JoinedRecording, causes: Sequence[str] = CAUSES, *, a
         causes: those to look for, in the ledger's order.
         accounted: whether the account is asked for; else it is empty where no finding needed it.
     """
-    from importlib import import_module
-
     from kvprobe.account import Account
+    from kvprobe.diagnosis.cause import load_cause
 
     if not len(joined.start) and not len(joined.x_start):
         causes = [cause for cause in causes if cause == SERVER_CALL and joined.recording.server_calls.rows]
     found: list[Finding] = []
     blind: list[NotLookedFor] = []
-    for cause in causes:
-        module = import_module(f"kvprobe.diagnosis.{cause}")
-        lacks = _not_shown(module, joined)
+    files = {cause: load_cause(cause) for cause in causes}
+    for cause, file in files.items():
+        lacks = _not_shown(file, joined)
         if lacks is not None:
             blind.append(replace(lacks, cause=cause))
             continue
         if cause == UNEXPLAINED:
-            found += _open_questions(joined, causes)
-        finding = module.find(joined)
+            asked = (one.open_question(joined) for one in files.values())
+            found += [finding for finding in asked if finding is not None]
+        finding = file.find(joined)
         if finding is not None:
             found.append(finding)
     account = joined.account if accounted or "account" in vars(joined) else Account([], [])
     return Examination(ranked(found), blind, account, joined.serving)
-
-
-def _open_questions(joined: JoinedRecording, causes: Sequence[str]) -> list[Finding]:
-    """What causes cannot tell of calls that nothing else explains either."""
-    from importlib import import_module
-
-    modules = [import_module(f"kvprobe.diagnosis.{cause}") for cause in causes]
-    asked = [module.open_question(joined) for module in modules if hasattr(module, "open_question")]
-    return [finding for finding in asked if finding is not None]
 
 
 def diagnose(recording: Recording) -> Examination:

@@ -40,11 +40,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from kvprobe.environment import DETAIL, RUN
-from kvprobe.runfolder import files
+from kvprobe.runfolder import watched
 from kvprobe.runfolder.secrets import redact
 
 __all__ = ["Event", "emit", "flush", "has_listeners", "later", "listening", "read_events", "subscribed", "wanted"]
@@ -105,11 +104,11 @@ class _File:
         self.wake.set()
 
     def _open(self, folder: str) -> bool:
-        path = Path(folder) / f"events-{os.getpid()}.jsonl"
         try:
-            self.fd = files.open_append(path)
+            self.fd = watched.open_events(folder)
         except OSError as error:
             self.dead = True
+            path = watched.events_path(folder)
             log.warning("kvprobe: cannot write %s (%s); adapters continue without writing events", path, error.strerror)
             return False
         self._append([_process_event()])

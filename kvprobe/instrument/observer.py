@@ -80,7 +80,7 @@ def _device_counters(folder: RunFolder, wanted: bool) -> Iterator[None]:
         try:
             from kvprobe.probe.device import Sampler
 
-            sampler = Sampler(folder.path / "device.jsonl")
+            sampler = Sampler(folder.append_sample)
             sampler.start()
         except Exception as error:  # no driver, no permission, no module: the rest of the run is worth having
             log.warning("device counters are off: %s", error)

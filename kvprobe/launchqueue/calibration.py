@@ -26,7 +26,7 @@ from kvprobe.cuda.memory import Buffer
 from kvprobe.environment import RUN, caches
 from kvprobe.errors import KvprobeError
 from kvprobe.native.library import CalibrateCalls, Calibration, core
-from kvprobe.runfolder import files
+from kvprobe.runfolder import files, watched
 
 STALL_NS = 4_000_000
 TRIES = 8
@@ -81,7 +81,8 @@ def calibrate(runtime: Runtime, *, cache: bool = True) -> QueueLimits:
     folder = RUN.text
     if folder:
         when = {"start_ns": start_ns, "end_ns": time.monotonic_ns()}
-        _write(Path(folder) / f"queue-{os.getpid()}.json", when | asdict(limits))
+        with contextlib.suppress(OSError):
+            watched.write_queue(folder, os.getpid(), when | asdict(limits))
     return limits
 
 

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvprobe.runfolder import files
-
 __all__ = ["METRICS", "LinkState", "DeviceSample", "Sampler", "devices", "link_state", "read_samples"]
 
 METRICS = (
@@ -205,8 +203,8 @@ class Sampler:
         taken: samples written so far (one a device and moment).
     """
 
-    def __init__(self, sink: str | os.PathLike[str] | Callable[[Line], None], interval_s: float = 0.5) -> None:
-        """`sink`: a JSONL file that lines are appended to, or a function that takes each line."""
+    def __init__(self, sink: Callable[[Line], None], interval_s: float = 0.5) -> None:
+        """`sink` takes each line; an OSError of it ends the sampling."""
         self.reason = ""
         self.taken = 0
         self._interval_s = interval_s
@@ -250,15 +248,11 @@ class Sampler:
             nvml.close()
 
     def _put(self, lines: list[Line]) -> bool:
-        if callable(self._sink):
-            for line in lines:
-                self._sink(line)
-            return True
         try:
             for line in lines:
-                files.append(self._sink, json.dumps(line, separators=(",", ":")).encode())
+                self._sink(line)
         except OSError as error:  # a full disk ends the sampling, not the observer
-            self.reason = f"{self._sink}: {error.strerror}"
+            self.reason = f"{error.filename or 'device.jsonl'}: {error.strerror}"
             return False
         return True
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from pathlib import Path
 
 from kvprobe.probe.live import ProcessView
-from kvprobe.runfolder.files import make_folder
+from kvprobe.runfolder.files import copy, make_folder
 
 __all__ = ["FlightRecorder"]
 
-_CHUNK = 4096
 _BESIDE = ("run.json", "checkin-*.json")
 
 
@@ -46,10 +44,10 @@ class FlightRecorder:
         make_folder(partial)
         try:
             for view in suspected:
-                _copy(Path(view.path), partial / Path(view.path).name)
+                copy(Path(view.path), partial / Path(view.path).name)
             for pattern in _BESIDE:
                 for path in source.glob(pattern):
-                    shutil.copyfile(path, partial / path.name)
+                    copy(path, partial / path.name)
             partial.rename(target)
         except OSError:
             shutil.rmtree(partial, ignore_errors=True)
@@ -57,14 +55,3 @@ class FlightRecorder:
         for old in sorted(self.folder.glob("flight-*"))[: -self.keep]:
             shutil.rmtree(old, ignore_errors=True)
         return target
-
-
-def _copy(source: Path, target: Path) -> None:
-    """A ring file has room for more than was written: what holds nothing takes no place in the copy either."""
-    with source.open("rb") as read, target.open("wb") as written:
-        while chunk := read.read(_CHUNK):
-            if chunk.count(0) == len(chunk):
-                written.seek(len(chunk), os.SEEK_CUR)
-            else:
-                written.write(chunk)
-        written.truncate(read.tell())

@@ -75,18 +75,17 @@ def usable(pid: int, timeout_s: float = 10.0) -> str:
 
 def _ask_inside(folder: Path, pid: int, timeout_s: float) -> list[dict[str, Any]]:
     """Has the start-up hook's sampler in the process write its stacks."""
-    answer = folder / f"stacks-answer-{pid}.jsonl"
-    before = answer.stat().st_size if answer.exists() else 0
-    (folder / f"stacks-request-{pid}").touch()
+    from kvprobe.runfolder.folder import RunFolder
+
+    run = RunFolder(folder)
+    before = len(run.answered_stacks(pid))
+    run.ask_for_stacks(pid)
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         time.sleep(0.05)
-        if answer.exists() and answer.stat().st_size > before:
-            line = answer.read_text(errors="replace").splitlines()[-1]
-            try:
-                threads: list[dict[str, Any]] = json.loads(line)["threads"]
-            except (ValueError, KeyError):
-                continue
+        answers = run.answered_stacks(pid)
+        if len(answers) > before:
+            threads: list[dict[str, Any]] = answers[-1]["threads"]
             return threads
     raise RuntimeError("the process did not answer: it does not run the start-up hook, or its GIL is held")
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvprobe.errors import KvprobeError, RecordingError, UsageError
@@ -12,13 +11,14 @@ from kvprobe.errors import KvprobeError, RecordingError, UsageError
 TYPE_CHECKING = False  # neither numpy nor typing is loaded by asking what a file is
 if TYPE_CHECKING:
     from kvprobe.recordings.model import Recording
+    from kvprobe.recordings.reader import Reader
 
 __all__ = ["open_apart", "open_recording", "expand", "expand_deeply", "sniff", "FORMATS"]
 
 Progress = Callable[[str, float], None]
 
-# format -> (module under kvprobe.recordings, what it is)
-FORMATS = {
+# Told by `sniff` itself, so that to ask what a file is loads no reader.
+_TOLD_HERE = {
     "nsys-sqlite": ("nsys_sqlite", "SQLite export of Nsight Systems"),
     "nsys-sqlite-gz": ("nsys_sqlite_gz", "compressed SQLite export of Nsight Systems (.sqlite.gz)"),
     "nsys-rep": ("nsys_rep", "report of Nsight Systems (.nsys-rep, .qdstrm)"),
@@ -28,6 +28,11 @@ FORMATS = {
     "kvprobe-parquet": ("parquet", "folder written by kvprobe export --to parquet"),
 }
 _SUFFIXES = (".json", ".json.gz", ".sqlite", ".sqlite.gz", ".nsys-rep")  # of files that a folder is looked through for
+
+# format -> (module under kvprobe.recordings, what it is); a line here is all that registers one
+FORMATS = {
+    **_TOLD_HERE,
+}
 
 
 def open_recording(
@@ -100,9 +105,14 @@ def _part(progress: Progress | None, i: int, many: int) -> Progress | None:
 
 
 def _read(form: str, what: Path | list[Path], progress: Progress | None) -> Recording:
-    read = _reader(form)
+    reader = _reader(form)
     try:
-        recording = read(what, progress)
+        if isinstance(what, list):
+            from kvprobe.recordings import kvprobe_run
+
+            recording = kvprobe_run.read(what, progress)
+        else:
+            recording = reader.read(what, progress)
         from kvprobe.recordings.assemble import bounded
 
         return bounded(recording)
@@ -148,6 +158,9 @@ def sniff(path: str | os.PathLike[str]) -> str:
         return "nsys-sqlite"
     if start.startswith(b"KVPRING1"):
         return "kvprobe"
+    told = _told(path, start)
+    if told is not None:
+        return told
     if path.name.endswith((".nsys-rep", ".qdstrm", ".qdrep")):
         return "nsys-rep"
     unpacked = _unpacked(start) if start.startswith(b"\x1f\x8b") else b""
@@ -203,6 +216,9 @@ def _sniff_folder(path: Path) -> str:
         return "kvprobe"
     if any(name.startswith(("StringIds", "CUPTI_ACTIVITY_KIND_", "NVTX_EVENTS", "META_DATA_EXPORT")) for name in names):
         return "nsys-arrow"
+    told = _told(path, b"")
+    if told is not None:
+        return told
     raise RecordingError(
         f"{path}: no recording in this folder (neither .kvp files, nor PyTorch traces, nor the tables of an export)"
     )
@@ -215,7 +231,8 @@ def expand(path: Path) -> list[Path]:
     names = sorted(entry.name for entry in path.iterdir())
     if {"kvprobe.json", "run.json"} & set(names) or any(name.endswith(".kvp") for name in names):
         return [path]
-    return [path / name for name in names if name.endswith(_SUFFIXES) and (path / name).is_file()] or [path]
+    suffixes = _suffixes()
+    return [path / name for name in names if name.endswith(suffixes) and (path / name).is_file()] or [path]
 
 
 def expand_deeply(path: Path) -> list[Path]:
@@ -223,6 +240,7 @@ def expand_deeply(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     found = []
+    suffixes = _suffixes()
     for folder, inner, names in os.walk(path):
         here = Path(folder)
         if {"kvprobe.json", "run.json"} & set(names) or any(name.endswith(".kvp") for name in names):
@@ -230,15 +248,34 @@ def expand_deeply(path: Path) -> list[Path]:
             inner.clear()  # what lies in a run folder belongs to the run
             continue
         inner.sort()
-        found += [here / name for name in sorted(names) if name.endswith(_SUFFIXES) and (here / name).is_file()]
+        found += [here / name for name in sorted(names) if name.endswith(suffixes) and (here / name).is_file()]
     return found or [path]
 
 
-def _reader(form: str) -> Callable[[Path | list[Path], Progress | None], Recording]:
+def _reader(form: str) -> Reader:
+    from kvprobe.recordings.reader import load_reader
+
     module, what = FORMATS[form]
     try:
-        found = importlib.import_module(f"kvprobe.recordings.{module}")
+        return load_reader(module)
     except ImportError as error:
         raise RecordingError(f"a {what} cannot be read here: {error}") from error
-    read: Callable[[Path | list[Path], Progress | None], Recording] = found.read
-    return read
+
+
+def _asked() -> Iterator[tuple[str, Reader]]:
+    """The readers that say themselves what is theirs."""
+    for form in FORMATS:
+        if form not in _TOLD_HERE:
+            try:
+                yield form, _reader(form)
+            except RecordingError:
+                continue
+
+
+def _told(path: Path, start: bytes) -> str | None:
+    """The format whose reader says that this is it."""
+    return next((form for form, reader in _asked() if reader.sniff(path, start)), None)
+
+
+def _suffixes() -> tuple[str, ...]:
+    return (*_SUFFIXES, *(suffix for _, reader in _asked() for suffix in reader.suffixes))

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvprobe.reporting import charts
+from kvprobe.reporting.headline import Fact, PageHead
 from kvprobe.reporting.units import bytes_text, duration, link_share, percent
-from kvprobe.reporting.verdict import Fact, PageHead
 from kvprobe.reporting.views import Section, TableView, table
 
 __all__ = ["sections", "title", "verdict", "way"]

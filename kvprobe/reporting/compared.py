@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from kvprobe.reporting import charts, recorded
 from kvprobe.reporting.alike import LineChange, account_table
 from kvprobe.reporting.compare import CallChange, FindingChange, interval
+from kvprobe.reporting.headline import Fact, PageHead
 from kvprobe.reporting.inputs import under
 from kvprobe.reporting.units import NONE, change_text, duration, percent
-from kvprobe.reporting.verdict import Fact, PageHead
 from kvprobe.reporting.views import Section, table
 
 if TYPE_CHECKING:

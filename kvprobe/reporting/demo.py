@@ -14,6 +14,7 @@ from kvprobe.recordings.engine import PHASES
 from kvprobe.recordings.model import CallKind, Recording
 from kvprobe.reporting import charts, series
 from kvprobe.reporting.charts import Mark, Points
+from kvprobe.reporting.headline import Fact, PageHead, cure_parts, micro
 from kvprobe.reporting.units import (
     ABOVE_LINK,
     bytes_text,
@@ -23,7 +24,6 @@ from kvprobe.reporting.units import (
     rate,
     ratio,
 )
-from kvprobe.reporting.verdict import Fact, PageHead, cure_parts, micro
 from kvprobe.reporting.views import Chart, Section, TableView, table
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from kvprobe.errors import UsageError
 from kvprobe.recordings.window import recorded_span
-from kvprobe.reporting import verdict
+from kvprobe.reporting import headline
 from kvprobe.reporting.inputs import Input
 from kvprobe.reporting.inputs import sections as apart
 from kvprobe.reporting.streams import process_name
@@ -65,7 +65,7 @@ class Page(TypedDict, total=False):
     title: str | None
     interactive: bool
     extra: Sequence[Section]
-    lead_verdict: verdict.PageHead | None
+    lead_verdict: headline.PageHead | None
 
 
 def build_page(recording: Recording | None = None, **page: Unpack[Page]) -> str:

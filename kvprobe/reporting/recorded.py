@@ -15,9 +15,10 @@ from kvprobe.diagnosis.startup import startup
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
 from kvprobe.recordings.window import ServingWindow, serving_window
-from kvprobe.reporting import charts, descriptors, offloads, series, streams, verdict
+from kvprobe.reporting import charts, descriptors, headline, offloads, series, streams
 from kvprobe.reporting.account import account_section
 from kvprobe.reporting.charts import Mark, Points
+from kvprobe.reporting.headline import PageHead
 from kvprobe.reporting.rows import rows_chart
 from kvprobe.reporting.units import (
     NONE,
@@ -30,7 +31,6 @@ from kvprobe.reporting.units import (
     ratio,
     value_text,
 )
-from kvprobe.reporting.verdict import PageHead
 from kvprobe.reporting.views import Cell, Chart, Section, TableView, left_out, table
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def submissions(recording: Recording) -> Submissions:
 def judged(recording: Recording, findings: Examination | None, found: Submissions | None = None) -> PageHead:
     """The sentence on top; `findings` None: no diagnosis was asked for."""
     found = found or submissions(recording)
-    return verdict.of_recording(
+    return headline.of_recording(
         recording,
         findings,
         found.made,
@@ -122,7 +122,7 @@ def view(recording: Recording, findings: Examination | None, queues: Occupancy |
     out.verdict.detail = " ".join([out.verdict.detail, *(one.sentence for one in benefits)]).strip()
     if found.made > len(found.rows):
         kept = f"{percent(len(found.rows) / found.made)} of all; the rest is in the totals"
-        out.verdict.facts.append(verdict.Fact("Calls kept in detail", count_text(len(found.rows)), kept))
+        out.verdict.facts.append(headline.Fact("Calls kept in detail", count_text(len(found.rows)), kept))
     if findings is not None:
         out.findings = [_finding(i, one, recording, found) for i, one in enumerate(ranked(findings))]
         named = [one for one in findings if one.confidence != "cannot tell"]
@@ -532,10 +532,10 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
         finding.cause.replace("_", " "),
         {"certain": "certain", "likely": "likely", "cannot tell": "not proven"}[finding.confidence],
     ]
-    where = verdict.place(finding)
+    where = headline.place(finding)
     if where:
         meta.append(where)
-    evidence = [{"text": verdict.micro(one.text), "how": one.how} for one in finding.evidence]
+    evidence = [{"text": headline.micro(one.text), "how": one.how} for one in finding.evidence]
     if finding.reason:
         evidence.append({"text": finding.reason[:1].upper() + finding.reason[1:], "how": ""})
     values = table(
@@ -567,12 +567,12 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
     return {
         "state": state,
         "open": i < 3 and (i == 0 or finding.severity != "info"),
-        "word": verdict.WORDS[state],
+        "word": headline.WORDS[state],
         "title": finding.title,
         "meta": " · ".join(meta),
         "lost": _lost(finding, what),
         "evidence": evidence,
-        "cures": [verdict.change_parts(one) for one in finding.cure],
+        "cures": [headline.change_parts(one) for one in finding.cure],
         "calls": _calls_table(finding, found) if finding.calls else None,
         "figures": values if values.rows else None,
         "chart": _zoom(i, finding, recording, found),

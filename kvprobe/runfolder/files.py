@@ -18,6 +18,8 @@ from typing import BinaryIO
 __all__ = [
     "append",
     "check_owner",
+    "copy",
+    "created",
     "full",
     "is_full",
     "make_folder",
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 LEAST_ROOM = 64 << 10  # bytes; a process's first piece of a ring file, end.json and the lines for the user
+_CHUNK = 4096  # bytes; a page of a ring file
 READ_LIMIT = 256 << 20  # bytes of one text file; a run folder's are far smaller
 
 
@@ -79,6 +82,30 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
         if isinstance(error, OSError) and not error.filename:  # a full disk says of which file nothing
             error.filename = str(path)
         raise
+
+
+def created(path: str | os.PathLike[str]) -> BinaryIO:
+    """A new file, open to be written.
+
+    Raises:
+        OSError: it cannot be made, or there is something of that name.
+    """
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600), "wb")
+
+
+def copy(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Copies a file under a new name; what holds only zeros, as most of a ring file does, takes no place in the copy.
+
+    Raises:
+        OSError: it cannot be read or written, or there is something of that name.
+    """
+    with created(target) as written, _opened(source) as file:
+        while chunk := file.read(_CHUNK):
+            if chunk.count(0) == len(chunk):
+                written.seek(len(chunk), os.SEEK_CUR)
+            else:
+                written.write(chunk)
+        written.truncate(file.tell())
 
 
 def read(path: str | os.PathLike[str], limit: int = READ_LIMIT) -> bytes:

@@ -15,6 +15,9 @@
 | `ended.pack` | such files of short processes that have ended: see `packed.py` | the observer |
 | `no-room.kvp` | the calls of processes for whose files --max-size had no room, together | interposer |
 | `not-recorded-<pid>-<errno>` | an empty folder: that process could open no file | interposer |
+| `observer.log` | what the observer printed: empty where all went well | the observer |
+| `stacks-request-<pid>` | an empty file: that process is asked for its stacks | the observer |
+| `stacks-answer-<pid>.jsonl` | a line for each answer, its stacks | the start-up hook |
 | `outcome.txt` | the lines that `kvprobe run` prints at the end | the observer |
 | `observer.pid`, `detached` | who observes an attached process; that it is to end | `kvprobe attach`, `detach` |
 | `not-wrapped-<pid>-<n>` | an empty folder: n functions of that process were not led to the recorder | interposer |
@@ -120,6 +123,10 @@ class Stacks(TypedDict, total=False):
     threads: list[Thread] | None
 
 
+class _Answer(TypedDict):
+    threads: list[dict[str, Any]]
+
+
 class CpuWait(TypedDict, total=False):
     """Between two looks at a thread: its time waiting for a CPU and on one, and for its group's quota to be renewed."""
 
@@ -218,10 +225,6 @@ class RunFolder:
         """Writes end.json; raises as `write_run`."""
         files.write(self.path / "end.json", msgspec.json.format(_encoded(end)))
 
-    def write_queue(self, pid: int, queue: dict[str, Any]) -> None:
-        """Writes queue-<pid>.json; raises as `write_run`."""
-        files.write(self.path / f"queue-{pid}.json", _encoded(queue))
-
     def write_inner(self, pid: int, folder: Path) -> None:
         """Writes inner-<pid>.json; raises as `write_run`."""
         files.write(self.path / f"inner-{pid}.json", _encoded(Inner(folder=str(folder))))
@@ -249,6 +252,18 @@ class RunFolder:
     def append_cpu_wait(self, pid: int, line: CpuWait) -> None:
         """Adds a line to cpu-waits-<pid>.jsonl; raises as `write_run`."""
         files.append(self.path / f"cpu-waits-{pid}.jsonl", _encoded(line))
+
+    def append_sample(self, line: dict[str, Any]) -> None:
+        """Adds a line to device.jsonl; raises as `write_run`."""
+        files.append(self.path / "device.jsonl", _encoded(line))
+
+    def open_log(self) -> int:
+        """A descriptor to append to observer.log with; raises as `write_run`."""
+        return files.open_append(self.path / "observer.log")
+
+    def ask_for_stacks(self, pid: int) -> None:
+        """Asks a process for its stacks; raises as `write_run`."""
+        os.close(files.open_append(self.path / f"stacks-request-{pid}"))
 
     @property
     def detached(self) -> bool:
@@ -289,6 +304,20 @@ class RunFolder:
     def stacks(self, pid: int) -> Iterator[dict[str, Any]]:
         """Lines of stacks-<pid>.jsonl."""
         return self._lines(f"stacks-{pid}.jsonl")
+
+    def answered_stacks(self, pid: int) -> list[dict[str, Any]]:
+        """Whole lines of stacks-answer-<pid>.jsonl that hold stacks; none where there is no such file."""
+        try:
+            lines = files.read(self.path / f"stacks-answer-{pid}.jsonl").split(b"\n")[:-1]
+        except OSError:
+            return []
+        answers = []
+        for line in lines:
+            try:
+                answers.append(msgspec.json.decode(line, type=_Answer))
+            except (msgspec.MsgspecError, UnicodeError, RecursionError):
+                continue
+        return [dict(answer) for answer in answers]
 
     def cpu_waits(self, pid: int) -> Iterator[dict[str, Any]]:
         """Lines of cpu-waits-<pid>.jsonl."""

@@ -16,9 +16,9 @@ from kvprobe.probe.recorder import Recorder
 from kvprobe.weights.memory import DeviceMemory, HostMemory, bytes_of, view_of
 from kvprobe.weights.plan import Extent, Limit, Plan, make_plan
 from kvprobe.weights.profile import WeightProfile, profile
+from kvprobe.weights.sliding_window import Compute, Placed, WeightWindow
 from kvprobe.weights.timeline import RESIDENT, Forward
 from kvprobe.weights.watched import bind, unwatch, watch
-from kvprobe.weights.window import Compute, Placed, WeightWindow
 
 
 def offload(

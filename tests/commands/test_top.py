@@ -21,7 +21,7 @@ from rich.console import Console
 
 from kvprobe.commands import top
 from kvprobe.commands.top import Offloads, as_object, render
-from kvprobe.diagnosis.triage import triage
+from kvprobe.diagnosis.whole_triage import triage
 from kvprobe.probe.live import CallTime, Live, ProcessView, StreamView
 from kvprobe.recordings import open_recording
 from kvprobe.runfolder import files

@@ -13,7 +13,7 @@ from kvprobe.diagnosis.finding import best_first
 from kvprobe.diagnosis.joined import JoinedRecording
 from kvprobe.diagnosis.queue_full import Full
 from kvprobe.recordings.model import CallKind, Engine, Recording, Source, Table
-from kvprobe.reporting.verdict import saving_text
+from kvprobe.reporting.headline import saving_text
 
 
 def found(played, cause):

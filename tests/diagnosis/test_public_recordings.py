@@ -1,4 +1,4 @@
-"""Recordings of public projects, each with what is known to be true of it (`shared/data/README.md`)."""
+"""Recordings of public projects, each with what is known to be true of it (`tests/recordings/public/README.md`)."""
 
 import pytest
 

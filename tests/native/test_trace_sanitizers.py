@@ -25,7 +25,7 @@ from kvprobe.recordings import trace_library, trace_text
 trace_library._LIBRARY = Path(sys.argv[1])
 import kineto_text
 from test_triage import mutate
-from kvprobe.recordings.triage import quick_triage
+from kvprobe.recordings.quick_triage import quick_triage
 assert trace_library.native_library() is not None
 path = Path(sys.argv[4])
 natively = saturated = 0

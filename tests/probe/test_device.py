@@ -13,6 +13,7 @@ import pytest
 
 from kvprobe.native import build
 from kvprobe.probe.device import METRICS, Sampler, link_state, read_samples
+from kvprobe.runfolder.folder import RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +39,10 @@ def _with_stub(stub: Path, program: str, *arguments: str) -> str:
 
 SAMPLE = """
 import sys, time
+from pathlib import Path
 from kvprobe.probe.device import Sampler
-with Sampler(sys.argv[1], interval_s=0.02) as sampler:
+from kvprobe.runfolder.folder import RunFolder
+with Sampler(RunFolder(Path(sys.argv[1])).append_sample, interval_s=0.02) as sampler:
     while sampler.taken < 6: time.sleep(0.005)
 assert not sampler.reason, sampler.reason
 """
@@ -48,7 +51,7 @@ assert not sampler.reason, sampler.reason
 def test_every_device_is_sampled_with_units_in_the_names(stub: Path, tmp_path: Path) -> None:
     path = tmp_path / "device.jsonl"
     before = time.monotonic_ns()
-    _with_stub(stub, SAMPLE, str(path))
+    _with_stub(stub, SAMPLE, str(tmp_path))
     samples = list(read_samples(path))
     assert {one.device for one in samples} == {0, 1}
     assert {one.metric for one in samples} == set(METRICS)
@@ -79,8 +82,10 @@ def test_without_a_driver_the_sampler_does_nothing_and_says_why(tmp_path: Path) 
     path = tmp_path / "device.jsonl"
     program = """
 import sys
+from pathlib import Path
 from kvprobe.probe.device import Sampler
-sampler = Sampler(sys.argv[1]).start()
+from kvprobe.runfolder.folder import RunFolder
+sampler = Sampler(RunFolder(Path(sys.argv[1])).append_sample).start()
 sampler.stop()
 assert sampler.taken == 0
 print(sampler.reason)
@@ -88,7 +93,7 @@ print(sampler.reason)
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "libnvidia-ml.so.1").write_bytes(b"not a library")
-    said = _with_stub(empty, program, str(path))
+    said = _with_stub(empty, program, str(tmp_path))
     assert "NVML" in said
     assert json.loads(path.read_text())["why_not"] in said
     assert list(read_samples(path)) == []
@@ -101,7 +106,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_sink_that_cannot_be_written_ends_the_sampling_with_a_reason(tmp_path: Path) -> None:
-    sampler = Sampler(tmp_path / "absent" / "device.jsonl")
+    sampler = Sampler(RunFolder(tmp_path / "absent").append_sample)
     sampler.start()
     sampler.stop()
     assert "No such file" in sampler.reason

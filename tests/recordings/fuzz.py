@@ -202,7 +202,7 @@ def _shape(found: object) -> str:
 
 
 def _look_through(found: object, inputs: list[Path], deeply: int) -> None:
-    from kvprobe.recordings.triage import quick_triage
+    from kvprobe.recordings.quick_triage import quick_triage
 
     if not hasattr(found, "tables"):
         return _summarised(found)

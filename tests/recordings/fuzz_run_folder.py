@@ -13,6 +13,7 @@ def make_run(folder: Path) -> None:
     import ctypes as ct
 
     from kvprobe.native.library import Record, RingOptions, core
+    from kvprobe.runfolder import watched
     from kvprobe.runfolder.folder import RunFolder
 
     folder.mkdir()
@@ -70,7 +71,8 @@ def make_run(folder: Path) -> None:
             "threads": [{"thread": pid, "name": "t", "gil": True, "frames": ["f (x.py:1)"]}],
         },
     )
-    run.write_queue(
+    watched.write_queue(
+        run.path,
         pid,
         {
             "start_ns": start,

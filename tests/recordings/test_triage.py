@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from kineto_text import event
 from queue_model import simulate
 
-from kvprobe.diagnosis.triage import triage, whole_triage
+from kvprobe.diagnosis.whole_triage import triage, whole_triage
 from kvprobe.errors import RecordingError
 from kvprobe.recordings import kineto_queues, kineto_scan, open_recording
 from kvprobe.recordings.occupancy import occupancy
+from kvprobe.recordings.quick_triage import WORDS, QueueTriage, Triage, certain, quick_triage, quick_triages
 from kvprobe.recordings.trace_library import native_library
-from kvprobe.recordings.triage import WORDS, QueueTriage, Triage, certain, quick_triage, quick_triages
 
 TRACES = ("v100", "trace_diff", "owlv2", "b200", "param", "resnet50")
 TESTS = Path(__file__).parents[1]

@@ -9,9 +9,9 @@ from kvprobe.diagnosis import Change, Evidence, Finding, Where
 from kvprobe.recordings.model import CallKind, Recording, Source, Table
 from kvprobe.reporting import build_page, series, streams
 from kvprobe.reporting.charts import Axis, Points, timeline
+from kvprobe.reporting.headline import cure_parts
 from kvprobe.reporting.recorded import submissions, view
 from kvprobe.reporting.units import bytes_text, duration, link_share, number_text, percent, rate, ratio, value_text
-from kvprobe.reporting.verdict import cure_parts
 from tests.examining import examination
 
 

@@ -1,7 +1,7 @@
 /* kvprobe's copy kernels, as the host runtime executes them: the driver's calls that load and launch them, the bytes
  * they move, and the time they take.
  *
- * An image is KVHOST_KERNELS in place of a cubin. A launch reads its list when it executes, as a kernel does: who
+ * An image is the text IMAGE in place of a cubin. A launch reads its list when it executes, as a kernel does: who
  * changes the list too early gets wrong bytes. Addresses that a GPU could not reach end in an illegal address, which is
  * sticky.
  *

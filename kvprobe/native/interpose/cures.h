@@ -10,7 +10,7 @@ void kvp_cures_stop(void);   /* from now on every call goes as it is */
 void kvp_cures_close(void);  /* and the run folder is told what was done */
 void kvp_context_ends(void); /* the program is about to destroy a context: nothing of it is asked for afterwards */
 
-/* One copy between host and device memory, on its way through kvp_cured_copy. */
+/* One copy between host and device memory, on its way through kvp_copy_cured. */
 typedef struct {
     void *account; /* NULL: this copy is not measured */
     const void *events;

@@ -7,10 +7,10 @@
  * marker): whatever is outstanding is covered by something that will tell. Within a direction jobs start and end in the
  * order they came.
  *
- *   caller: kvp_job_request ----> queue of its direction ----> the thread: step() ----> kvp_job.state
+ *   caller: kvp_job_request ----> queue of its direction ----> the thread: kvp_step ----> kvp_job.state
  *   caller, shared policy: kvp_job_request -> kvp_job_inline (submits in the caller's own thread, as a server does)
  *
- * On the host runtime with a virtual clock there is no thread: the runtime calls step() when its time has come.
+ * On the host runtime with a virtual clock there is no thread: the runtime calls kvp_step_actor when its time has come.
  */
 #ifndef KVP_SUBMITTER_H
 #define KVP_SUBMITTER_H
@@ -82,7 +82,7 @@ typedef struct {
     void *shared[2];
     void *clock_stream;
     kvp_copy_list list[2];        /* of loads and of stores, a ring; capacity 0: there is no copy kernel */
-    uint64_t burst_ns;            /* work that is submitted ahead of the device, each direction; 0: 400 us */
+    uint64_t burst_ns;            /* work submitted ahead of the device, each direction; 0: 1.2 ms, 2.4 by kernels */
     uint64_t bytes_per_s[2];      /* cap on the rate; 0: none */
     uint64_t link_bytes_per_s[2]; /* first guess of the rate; 0: 20 GB/s */
     uint64_t stuck_ns;            /* a transfer that does not move for so long is given up; 0: never */

@@ -18,7 +18,7 @@ enum { ROWS = 512, MOST_NAMELESS = 64, MOST_CALLS = INT32_MAX / 2 };
 static const uint32_t NONE = UINT32_MAX;
 static const int64_t NEVER = INT64_MAX, LATEST_NS = (int64_t)1 << 62, LONGEST_NS = (int64_t)1 << 58;
 
-/* As in occupancy.py, where the reasons stand. */
+/* As in launchqueue/constants.py (FEW: LEAST_SEEN); the last two as in recordings/occupancy.py. */
 enum { ALIGNED_NS = 20000, LEAST_DEPTH = 16, LEAST_BAND = 4, FEW = 20, MOST_PICKED = 5000, LEAST_REACH_NS = 200000 };
 
 typedef struct {

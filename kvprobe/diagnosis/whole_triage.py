@@ -1,4 +1,4 @@
-"""Triage of any recording: the same reading, the same judge and the same findings as a report, as far as queues go."""
+"""Triage by reading the whole recording: the judge and the findings of a report, as far as queues go."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvprobe.diagnosis.joined import JoinedRecording
 from kvprobe.diagnosis.queue_full import full
 from kvprobe.diagnosis.verdict import of_full_queue
 from kvprobe.recordings import open_recording
-from kvprobe.recordings.triage import WORDS, QueueTriage, Triage, certain, quick_triage
+from kvprobe.recordings.quick_triage import WORDS, QueueTriage, Triage, certain, quick_triage
 
 if TYPE_CHECKING:
     from kvprobe.recordings.model import Recording

@@ -2,7 +2,7 @@
 
 PyTorch profiler traces are measured natively, without numpy and without columns of their events. What that can answer
 safely is that no queue was anywhere near full (`certain`); all else is for the whole reader and the one judge of a full
-queue (`kvprobe.diagnosis.triage`).
+queue (`kvprobe.diagnosis.whole_triage`).
 """
 
 from __future__ import annotations
