@@ -8,7 +8,8 @@ A fenced block says by its first words what it is:
 `console`          lines that begin with `$ ` are run, and what follows is what they print, exactly
 `console 1-9,12`   the same; only these lines of the output are shown, `...` stands for others
 `sh`               is run, and must not fail
-`sh server`        needs a server or a GPU: its options are checked against the command line's own parser
+`sh server`        needs a server or a GPU, or says something else on each machine: its options are checked against
+                   the command line's own parser
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def folder_for(page: Path) -> Path:
 
 def printed(command: str, folder: Path) -> tuple[str, int]:
     """What a command line prints, both streams together, and its exit code."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVPROBE")}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVPROBE", "KVHOST"))}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**kept, "PATH": path, "COLUMNS": "100", "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "TERM": "dumb"}
     done = subprocess.run(

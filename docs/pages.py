@@ -46,6 +46,15 @@ SIDEBAR = {
     "Project": ("figures", "architecture", "contributing", "security", "changelog"),
 }
 
+# The causes that a worked case is about.
+CASES = {
+    "launch_queue_saturation": "case-full-queue",
+    "waiting_for_copies": "case-loads-too-late",
+    "pageable_memory": "case-pageable",
+    "small_copies": "case-small-copies",
+    "allocation_on_hot_path": "case-pinning",
+}
+
 
 def linked(text: str, folder: str) -> str:
     """Links between the files of the repository as links between pages; what is no page loses its link.
@@ -118,6 +127,7 @@ def causes() -> dict[str, str]:
         found = describe(cause)
         out.append(f"| [{cause}](cause-{cause}.md) | {found.summary} |")
         parts = [f"*{heading}.* {text}" if heading else text for heading, text in found.parts]
+        parts += [f"[A worked case]({CASES[cause]}.md)"] if cause in CASES else []
         pages[f"cause-{cause}"] = "\n\n".join([f"# {cause}", f"**{found.summary}**", *parts]) + "\n"
     pages["causes"] = "\n".join([*out, toctree(*(f"cause-{cause}" for cause in sorted(CAUSES)))])
     return pages
