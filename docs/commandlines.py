@@ -72,7 +72,7 @@ def printed(command: str, folder: Path) -> tuple[str, int]:
     """What a command line prints, both streams together, and its exit code."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVPROBE", "KVHOST"))}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = {**kept, "PATH": path, "COLUMNS": "100", "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "TERM": "dumb"}
+    env = {**kept, "PATH": path, "COLUMNS": "80", "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "TERM": "dumb"}
     done = subprocess.run(
         ["sh", "-c", command], cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         stdin=subprocess.DEVNULL, check=False,

@@ -42,13 +42,13 @@ class Picture(NamedTuple):
 
 LOADS = "tests/gpu/data/accounts/nsys/kv_of_each_request_loaded_when_it_comes.sqlite.gz"
 PINNING = "tests/gpu/data/corpus/nsys/pinned_memory_for_every_step.sqlite.gz"
-QUEUE = "tests/gpu/data/nsys_saturated.sqlite.gz"
+QUEUE = "tests/gpu/data/accounts/nsys/stores_of_a_prefill_hold_back_the_next_one.sqlite.gz"
 PICTURES = {
     "report": Picture(LOADS, "header.top, #verdict + section"),
     "verdict": Picture(PINNING, "#verdict"),
     "account": Picture(LOADS, "#verdict + section"),
-    "finding": Picture(LOADS, "#findings details.finding"),
-    "queue": Picture(QUEUE, "#findings details.finding[open] figure"),
+    "finding": Picture(LOADS, "#findings > details:first-of-type"),
+    "queue": Picture(QUEUE, "#findings > details:first-of-type figure"),
 }
 
 

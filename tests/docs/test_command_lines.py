@@ -71,6 +71,15 @@ def test_a_failing_command_is_said(tmp_path):
         LINES["made"]("```sh\nkvprobe nothing\n```\n", tmp_path)
 
 
+def test_the_shell_completes_commands_and_options(tmp_path):
+    def completed(words: str, at: int) -> str:
+        asked = f"_KVPROBE_COMPLETE=bash_complete COMP_WORDS='{words}' COMP_CWORD={at} kvprobe"
+        return LINES["printed"](asked, tmp_path)[0]
+
+    assert completed("kvprobe ch", 1) == "plain,check\n"
+    assert "plain,--max-waiting-for-copies\n" in completed("kvprobe check --max-w", 2)
+
+
 def test_targets_of_make_exist():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     for page in PAGES.values():
