@@ -213,8 +213,10 @@ def main(folder: Path) -> None:
     for name, text in made.items():
         (folder / f"{name}.md").write_text(text + "\n")
     shutil.copytree(IMAGES, folder / "images", dirs_exist_ok=True)
+    listed = {page for pages in SIDEBAR.values() for page in pages}
+    sidebar = {**SIDEBAR, "Project": (*SIDEBAR["Project"], *(n[:-3] for n in WRITTEN if n[:-3] not in listed))}
     with (folder / "index.md").open("a") as file:
-        file.write("".join(toctree(*pages, caption=caption) for caption, pages in SIDEBAR.items()))
+        file.write("".join(toctree(*pages, caption=caption) for caption, pages in sidebar.items()))
 
 
 if __name__ == "__main__":

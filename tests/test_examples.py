@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+DOCS = EXAMPLES.parent / "docs"
 SCRIPTS = Path(sys.executable).parent
 
 
@@ -62,7 +63,7 @@ def test_read_recording(gate):
 
 def test_each_example_is_short_and_says_what_it_shows():
     for path in EXAMPLES.iterdir():
-        text = "\n".join(cells(path)) if path.suffix == ".ipynb" else path.read_text()
+        text = path.read_text()
         assert len(text.splitlines()) < 40, path.name
         assert path.suffix != ".py" or ast.get_docstring(ast.parse(text)), path.name
 
@@ -74,14 +75,14 @@ def cells(path: Path) -> list[str]:
 
 def test_the_notebook_runs_from_top_to_bottom(tmp_path):
     program = tmp_path / "notebook.py"
-    program.write_text("\n".join(cells(EXAMPLES / "recording.ipynb")) + "\nprint(len(findings), of_name.num_rows)\n")
-    said = run(sys.executable, program, cwd=EXAMPLES)
+    program.write_text("\n".join(cells(DOCS / "recording.ipynb")) + "\nprint(len(findings), of_name.num_rows)\n")
+    said = run(sys.executable, program, cwd=DOCS)
     assert "critical: The launch queue was full" in said
 
 
 def test_the_workflow_calls_kvprobe_as_it_is():
     steps = yaml.safe_load((EXAMPLES / "github-workflow.yml").read_text())["jobs"]["offload"]["steps"]
-    lines = runpy.run_path(str(EXAMPLES.parent / "docs" / "commandlines.py"))
+    lines = runpy.run_path(str(DOCS / "commandlines.py"))
     ran = [line for step in steps for line in lines["commands"](step.get("run", ""))]
     assert [line.split()[:2] for line in ran if line.startswith("kvprobe")] == [
         ["kvprobe", "run"],
