@@ -101,7 +101,7 @@ def made(page: str, folder: Path) -> str:
     """A page with what its `console` commands print in `folder`; runs its `sh` blocks in between.
 
     Raises:
-        RuntimeError: a command of a `sh` block failed.
+        RuntimeError: a command of a `sh` block failed, or any with a traceback.
     """
     out, at = [], 0
     for block in blocks(page):
@@ -109,6 +109,8 @@ def made(page: str, folder: Path) -> str:
             text = ""
             for lines in prompted(block.text):
                 output, _ = printed(lines.removeprefix("$ "), folder)
+                if "Traceback (most recent call last)" in output:  # never to be written into a page
+                    raise RuntimeError(f"{lines.strip()} failed:\n{output}")
                 text += lines + selected(output, block.words)
             out += [page[at : block.begin], text]
             at = block.end
