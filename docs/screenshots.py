@@ -24,6 +24,7 @@ from kvprobe.reporting import write_report
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 WIDTH = 1080
+MARGIN = 10  # around what is cut out
 
 
 class Picture(NamedTuple):
@@ -44,9 +45,9 @@ LOADS = "tests/gpu/data/accounts/nsys/kv_of_each_request_loaded_when_it_comes.sq
 PINNING = "tests/gpu/data/corpus/nsys/pinned_memory_for_every_step.sqlite.gz"
 QUEUE = "tests/gpu/data/accounts/nsys/stores_of_a_prefill_hold_back_the_next_one.sqlite.gz"
 PICTURES = {
-    "report": Picture(LOADS, "header.top, #verdict + section"),
+    "report": Picture(LOADS, "header.top, #verdict, figure.account"),
     "verdict": Picture(PINNING, "#verdict"),
-    "account": Picture(LOADS, "#verdict + section"),
+    "account": Picture(LOADS, "figure.account"),
     "finding": Picture(LOADS, "#findings > details:first-of-type"),
     "queue": Picture(QUEUE, "#findings > details:first-of-type figure"),
 }
@@ -99,7 +100,7 @@ def taken(window: Any, picture: Picture) -> bytes:
             "return [Math.min(...all.map((b) => b.top)) + scrollY, Math.max(...all.map((b) => b.bottom)) + scrollY]",
             picture.part,
         )
-        top, bottom = box
+        top, bottom = max(0, box[0] - MARGIN), box[1] + MARGIN
         clip = {"x": 0, "y": top, "width": WIDTH, "height": min(bottom - top, picture.height), "scale": 1}
         made = window.execute_cdp_cmd(
             "Page.captureScreenshot", {"format": "png", "captureBeyondViewport": True, "clip": clip}
