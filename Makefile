@@ -131,11 +131,12 @@ $(VENV)/.lint: $(VENV)/.installed
 	$(PIP) install -e '.[lint]'
 	touch $@
 
-# The documentation: build/docs/index.html, every command, cause, format, variable and public name.
+# The documentation: build/docs/index.html, every command, cause, format, variable and public name; build/man/kvprobe.1.
 docs: $(VENV)/.installed
 	$(PIP) install -e '.[docs]'
 	$(BIN)/python docs/pages.py build/docs-source
 	$(BIN)/sphinx-build -q -W -c docs build/docs-source build/docs
+	$(BIN)/sphinx-build -q -W -b man -c docs build/docs-source build/man
 
 clean:
 	rm -rf $(VENV) $(SERVERS) $(VLLM) $(VLLM33) $(SGLANG) kvprobe/native/lib build dist

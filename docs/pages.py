@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import click
 
 import kvprobe
-from kvprobe.cli import COMMANDS, cli
+from kvprobe.cli import COMMANDS, GROUPS, cli
 from kvprobe.diagnosis import CAUSES
 from kvprobe.diagnosis.described import describe
 from kvprobe.environment import VARIABLES
@@ -18,13 +20,40 @@ from kvprobe.instrument import registry
 from kvprobe.recordings import FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {
+BESIDE = {
     "README.md": "index.md",
     "ARCHITECTURE.md": "architecture.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
     "patches/README.md": "servers.md",
+}
+WRITTEN = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+PAGES = {**BESIDE, **{f"docs/{name}": name for name in WRITTEN}}  # file of the repository -> page
+IMAGES = ROOT / "docs" / "images"
+# The sidebar: caption -> pages.
+SIDEBAR = {
+    "Start": ("getting-started", "reading", "situations"),
+    "Worked cases": (
+        "cases",
+        "case-full-queue",
+        "case-loads-too-late",
+        "case-pageable",
+        "case-small-copies",
+        "case-pinning",
+    ),
+    "Use": ("gates", "library", "completion", "servers"),
+    "Reference": ("commands", "causes", "recordings", "environment", "api"),
+    "Project": ("figures", "architecture", "contributing", "security", "changelog"),
+}
+
+# The causes that a worked case is about.
+CASES = {
+    "launch_queue_saturation": "case-full-queue",
+    "waiting_for_copies": "case-loads-too-late",
+    "pageable_memory": "case-pageable",
+    "small_copies": "case-small-copies",
+    "allocation_on_hot_path": "case-pinning",
 }
 
 
@@ -37,43 +66,112 @@ def adapters() -> str:
 
 
 def linked(text: str, folder: str) -> str:
-    """Links between the files of the repository as links between pages; what is no page loses its link."""
+    """Links between the files of the repository as links between pages; what is no page loses its link.
+
+    A picture keeps its own; the name of a cause, as `kvprobe causes` takes it, leads to the cause's page.
+    """
 
     def one(match: re.Match[str]) -> str:
-        words, target = match.groups()
+        picture, words, target = match.groups()
         if target.startswith(("http", "#")):
             return match[0]
         path, _, anchor = target.partition("#")
-        page = PAGES.get((Path(folder) / path).as_posix())
+        file = Path(os.path.normpath(Path(folder) / path)).as_posix()
+        if picture:
+            return f"![{words}](images/{Path(file).name})"
+        page = PAGES.get(file)
         return f"[{words}]({page}{'#' + anchor if anchor else ''})" if page else words
 
-    return re.sub(r"\[([^\]]*)\]\(([^)\s]+)\)", one, text)
+    text = re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", one, text)
+    return re.sub(
+        r"`kvprobe causes ([a-z_]+)`", lambda m: f"[{m[0]}](cause-{m[1]}.md)" if m[1] in CAUSES else m[0], text
+    )
 
 
-def commands() -> str:
-    """Every command with its help, as the terminal shows it."""
-    out = ["# Commands", "", "| command | |", "|---|---|"]
-    out += [f"| [`kvprobe {name}`](#kvprobe-{name}) | {what} |" for name, what in COMMANDS.items()]
-    top = click.Context(cli, info_name="kvprobe")
+def toctree(*pages: str, caption: str = "") -> str:
+    """Where pages stand in the sidebar."""
+    return "\n".join(
+        ["", "```{toctree}", ":hidden:", *([f":caption: {caption}"] if caption else []), "", *pages, "```", ""]
+    )
+
+
+def command(name: str) -> click.Command:
+    """A command, with a context to ask it for its help."""
+    found = cli.get_command(click.Context(cli, info_name="kvprobe"), name)
+    assert found is not None
+    return found
+
+
+def commands() -> dict[str, str]:
+    """A page for each command with its help, as the terminal shows it; for each group; and one that leads to them."""
+    pages = {}
+    out = ["# Commands", ""]
+    for title, names in GROUPS.items():
+        table = ["| command | |", "|---|---|"]
+        table += [f"| [`kvprobe {name}`](command-{name}.md) | {COMMANDS[name]} |" for name in names]
+        out += [f"## {title}", "", *table, ""]
+        group = f"commands-{title.lower()}"
+        pages[group] = "\n".join([f"# {title}", "", *table, toctree(*(f"command-{name}" for name in names))])
+    pages["commands"] = "\n".join([*out, toctree(*(f"commands-{title.lower()}" for title in GROUPS))])
+    top = click.Context(cli, info_name="kvprobe", **cli.context_settings)
     for name in COMMANDS:
-        found = cli.get_command(top, name)
+        found = command(name)
         text = found.get_help(click.Context(found, parent=top, info_name=name, max_content_width=100))
-        out += ["", f"## kvprobe {name}", "", "```text", text, "```"]
-    return "\n".join(out)
+        pages[f"command-{name}"] = "\n".join([f"# kvprobe {name}", "", COMMANDS[name], "", "```text", text, "```", ""])
+    return pages
 
 
-def causes() -> str:
-    """Every cause: mechanism, signature, time, saving."""
+def causes() -> dict[str, str]:
+    """A page for each cause: mechanism, signature, time, saving; and one that leads to them."""
     out = [
         "# Causes",
         "",
         "What a report, `kvprobe triage` and `kvprobe check` name. `kvprobe causes NAME` says the same in a terminal.",
+        "",
+        "| cause | |",
+        "|---|---|",
     ]
+    pages = {}
     for cause in sorted(CAUSES):
         found = describe(cause)
-        out += ["", f"## {cause}", "", f"**{found.summary}**"]
-        out += [f"\n*{heading}.* {text}" if heading else f"\n{text}" for heading, text in found.parts]
+        out.append(f"| [{cause}](cause-{cause}.md) | {found.summary} |")
+        parts = [f"*{heading}.* {text}" if heading else text for heading, text in found.parts]
+        parts += [f"[A worked case]({CASES[cause]}.md)"] if cause in CASES else []
+        pages[f"cause-{cause}"] = "\n\n".join([f"# {cause}", f"**{found.summary}**", *parts]) + "\n"
+    pages["causes"] = "\n".join([*out, toctree(*(f"cause-{cause}" for cause in sorted(CAUSES)))])
+    return pages
+
+
+def manual() -> str:
+    """The manual page: every command with its options."""
+    context = click.Context(cli, info_name="kvprobe", **cli.context_settings)
+    out = ["---", "orphan: true", "---", "", "# kvprobe", "", "## Synopsis", ""]
+    out += ["**kvprobe** [*OPTIONS*] *COMMAND* [*ARGS*]...", "", "## Description", "", (cli.help or "").strip(), ""]
+    for title, names in GROUPS.items():
+        out += [f"## {title}", ""]
+        for name in names:
+            found = command(name)
+            inner = click.Context(found, parent=context, info_name=name, max_content_width=100)
+            usage = " ".join(found.collect_usage_pieces(inner))
+            out += [f"### kvprobe {name}", "", f"**kvprobe {name}** {plain(usage)}", ""]
+            text = (found.help or "").replace("\b", "")
+            out += [plain(" ".join(part.split())) + "\n" for part in re.split(r"\n\s*\n", text)]
+            for parameter in found.get_params(inner):
+                record = parameter.get_help_record(inner)
+                if record is not None and record[1]:
+                    out += [plain(record[0]), f": {plain(' '.join(record[1].split()))}", ""]
+    out += ["## Exit status", "", "0 for success, 1 for a failure, 2 for wrong usage, 130 when interrupted.", ""]
+    out += ["## Environment", ""]
+    for one in VARIABLES:
+        out += [one.name, f": {plain(one.what)}", ""]
     return "\n".join(out)
+
+
+def plain(text: str) -> str:
+    """Text in which no sign means anything to Markdown, code aside."""
+    parts = text.split("`")
+    parts[::2] = [re.sub(r"([\\*_\[\]<>|$#~])", r"\\\1", part) for part in parts[::2]]
+    return "`".join(parts)
 
 
 def environment() -> str:
@@ -114,29 +212,20 @@ def api() -> str:
     return "\n".join(out)
 
 
-ORDER = [
-    "commands",
-    "causes",
-    "recordings",
-    "environment",
-    "servers",
-    "api",
-    "architecture",
-    "contributing",
-    "security",
-]
-
-
 def main(folder: Path) -> None:
-    """Writes every page."""
+    """Writes every page, and the pictures beside them."""
     folder.mkdir(parents=True, exist_ok=True)
     for source, page in PAGES.items():
         (folder / page).write_text(linked((ROOT / source).read_text(), str(Path(source).parent)))
-    for make in (commands, causes, environment, recordings, api):
-        (folder / f"{make.__name__}.md").write_text(make() + "\n")
-    contents = ["", "```{toctree}", ":hidden:", "", *ORDER, "changelog", "```", ""]
+    made = {**commands(), **causes(), "manual": manual()}
+    made |= {make.__name__: make() for make in (environment, recordings, api)}
+    for name, text in made.items():
+        (folder / f"{name}.md").write_text(text + "\n")
+    shutil.copytree(IMAGES, folder / "images", dirs_exist_ok=True)
+    listed = {page for pages in SIDEBAR.values() for page in pages}
+    sidebar = {**SIDEBAR, "Project": (*SIDEBAR["Project"], *(n[:-3] for n in WRITTEN if n[:-3] not in listed))}
     with (folder / "index.md").open("a") as file:
-        file.write("\n".join(contents))
+        file.write("".join(toctree(*pages, caption=caption) for caption, pages in sidebar.items()))
 
 
 if __name__ == "__main__":

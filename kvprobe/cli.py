@@ -42,6 +42,13 @@ COMMANDS = {
     "weights": "Run a model with its weights partly in CPU memory, and profile it.",
 }
 
+# How `kvprobe --help` and the documentation group them.
+GROUPS = {
+    "Record": ("run", "attach", "detach", "top", "metrics"),
+    "Read": ("report", "causes", "stats", "triage", "reduce", "diff", "export"),
+    "Gate": ("check", "try"),
+    "Machine": ("demo", "doctor", "calibrate", "bench", "patches", "weights"),
+}
 
 # What an ASCII-only terminal gets for signs that kvprobe prints; anything else becomes a question mark.
 PLAIN = {
@@ -119,9 +126,11 @@ class _Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The table itself: no command is imported for it."""
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        """The table itself, group by group: no command is imported for it."""
+        width = max(map(len, COMMANDS))
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), COMMANDS[name]) for name in names])
 
 
 def _print_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvprobe.cli import COMMANDS
+from kvprobe.cli import COMMANDS, GROUPS
 from kvprobe.diagnosis import CAUSES
 from kvprobe.diagnosis.described import describe
 from kvprobe.environment import VARIABLES
@@ -24,19 +24,43 @@ ROOT = Path(__file__).resolve().parents[1]
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("pages")
     subprocess.run([sys.executable, ROOT / "docs" / "pages.py", folder], check=True, cwd=folder)
-    return {page.name: page.read_text() for page in folder.iterdir()}
+    return {page.name: page.read_text() for page in folder.glob("*.md")}
 
 
 def test_every_command_cause_and_variable_has_its_place(pages):
-    assert set(re.findall(r"^## kvprobe (\w+)$", pages["commands.md"], re.M)) == set(COMMANDS)
-    assert set(re.findall(r"^## (\w+)$", pages["causes.md"], re.M)) == set(CAUSES)
+    assert {page for page in pages if page.startswith("command-")} == {f"command-{name}.md" for name in COMMANDS}
+    assert {page for page in pages if page.startswith("cause-")} == {f"cause-{name}.md" for name in CAUSES}
+    for name in COMMANDS:
+        assert f"(command-{name}.md)" in pages["commands.md"]
+        assert f"### kvprobe {name}\n" in pages["manual.md"]
+    assert all(f"(cause-{name}.md)" in pages["causes.md"] for name in CAUSES)
     assert all(f"`{one.name}`" in pages["environment.md"] for one in VARIABLES)
+
+
+def test_every_command_is_in_one_group():
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(COMMANDS)
+
+
+def test_every_page_is_in_the_sidebar(pages):
+    listed = {
+        name
+        for text in pages.values()
+        for tree in re.findall(r"^```{toctree}\n(.*?)^```", text, re.M | re.S)
+        for name in tree.splitlines()
+    }
+    assert {page.removesuffix(".md") for page in pages} - listed == {"index", "manual"}
 
 
 def test_links_lead_to_pages_that_exist(pages):
     for name, text in pages.items():
         for target in re.findall(r"\]\(([\w.-]+\.md)", text):
             assert target in pages, (name, target)
+
+
+def test_links_between_the_files_lead_to_files():
+    for path in (ROOT / "docs").glob("*.md"):
+        for target in re.findall(r"\]\(([^)#\s]+)", path.read_text()):
+            assert (path.parent / target).exists(), (path.name, target)
 
 
 @pytest.mark.parametrize("cause", CAUSES)

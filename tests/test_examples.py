@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
+import runpy
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+import yaml
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+DOCS = EXAMPLES.parent / "docs"
 SCRIPTS = Path(sys.executable).parent
 
 
@@ -62,6 +66,30 @@ def test_each_example_is_short_and_says_what_it_shows():
         text = path.read_text()
         assert len(text.splitlines()) < 40 or path.parent.name == "extending", path.name
         assert path.suffix != ".py" or ast.get_docstring(ast.parse(text)), path.name
+
+
+def cells(path: Path) -> list[str]:
+    """The code of a notebook, cell by cell."""
+    return ["".join(one["source"]) for one in json.loads(path.read_text())["cells"] if one["cell_type"] == "code"]
+
+
+def test_the_notebook_runs_from_top_to_bottom(tmp_path):
+    program = tmp_path / "notebook.py"
+    program.write_text("\n".join(cells(DOCS / "recording.ipynb")) + "\nprint(len(findings), of_name.num_rows)\n")
+    said = run(sys.executable, program, cwd=DOCS)
+    assert "critical: The launch queue was full" in said
+
+
+def test_the_workflow_calls_kvprobe_as_it_is():
+    steps = yaml.safe_load((EXAMPLES / "github-workflow.yml").read_text())["jobs"]["offload"]["steps"]
+    lines = runpy.run_path(str(DOCS / "commandlines.py"))
+    ran = [line for step in steps for line in lines["commands"](step.get("run", ""))]
+    assert [line.split()[:2] for line in ran if line.startswith("kvprobe")] == [
+        ["kvprobe", "run"],
+        ["kvprobe", "check"],
+    ]
+    for line in ran:
+        lines["parsed"](line)
 
 
 def test_hot_path(tmp_path):

@@ -149,9 +149,10 @@ def test_each_entry_point_of_the_project_leads_to_what_is_there():
 
 def test_the_readme_leads_to_what_is_there():
     text = (ROOT / "README.md").read_text()
+    figures = (ROOT / "docs" / "figures.md").read_text() + (ROOT / "docs" / "situations.md").read_text()
     links = {link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link}
-    files = set(re.findall(r"`((?:reports|benchmarks)/[\w./-]+)`", text)) | set(
-        re.findall(r"(benchmarks/\w+\.\w+)", text)
+    files = set(re.findall(r"`((?:reports|benchmarks)/[\w./-]+)`", text + figures)) | set(
+        re.findall(r"(benchmarks/\w+\.\w+)", text + figures)
     )
     for name in links | files:
         assert (ROOT / name).exists() or name == "reports/demo.html", name

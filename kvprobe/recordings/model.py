@@ -10,14 +10,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvprobe.errors import UsageError
 from kvprobe.recordings.kinds import SUBMITTING, CallKind, Direction, Engine, Label, Memory, RangeStyle
 
 if TYPE_CHECKING:
+    import pyarrow
+
     from kvprobe.recordings.links import Links
     from kvprobe.recordings.window import ServingWindow
 
@@ -314,6 +318,10 @@ class Table(Mapping[str, Array]):
         """Number of rows."""
         return len(next(iter(self.columns.values())))
 
+    def __repr__(self) -> str:
+        """Its name, rows and columns."""
+        return f"<Table {self.kind}: {self.rows:,} rows of {', '.join(self.columns)}>"
+
     def where(self, mask: Array) -> Table:
         """The rows that a boolean mask or an index array selects."""
         return Table(self.kind, {name: column[mask] for name, column in self.columns.items()})
@@ -356,7 +364,7 @@ class Source:
     sha256: str = ""  # of the first MiB; empty where not taken
 
 
-@dataclass
+@dataclass(repr=False)
 class Recording:
     """All that was captured, by whichever tool.
 
@@ -400,6 +408,34 @@ class Recording:
         if kind in SCHEMAS:
             return self.tables[kind]
         raise AttributeError(kind)
+
+    def __repr__(self) -> str:
+        """Where it comes from, and the tables that hold something."""
+        source = ", ".join(f"{Path(one.path).name} ({one.format})" for one in self.source) or "no source"
+        held = ", ".join(f"{kind} {table.rows:,}" for kind, table in self.tables.items() if table.rows)
+        return f"<Recording of {source}: {held or 'empty'}>"
+
+    def to_arrow(self, kind: str) -> pyarrow.Table:
+        """The table of this name (see SCHEMAS) for Arrow; `kind`, `direction` and names are spelled out.
+
+        Raises:
+            UsageError: no table is called so.
+        """
+        from kvprobe.recordings.parquet import to_arrow
+
+        return to_arrow(self, kind)
+
+    def to_pandas(self, kind: str) -> Any:
+        """The same as a pandas.DataFrame, whose text columns are categories.
+
+        Raises:
+            UsageError: no table is called so, or pandas is not installed.
+        """
+        table = self.to_arrow(kind)
+        try:
+            return table.to_pandas()
+        except ModuleNotFoundError as error:
+            raise UsageError("pandas is not installed: pip install pandas, or use to_arrow") from error
 
     def stream_title(self, row: int) -> str:
         """How the stream in a row of `streams` is called everywhere; its number counts within its process."""

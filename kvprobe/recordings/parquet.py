@@ -38,7 +38,7 @@ from kvprobe.recordings.model import (
 )
 from kvprobe.recordings.vocabulary import Names
 
-__all__ = ["read", "write"]
+__all__ = ["read", "to_arrow", "write"]
 
 Progress = Callable[[str, float], None]
 _VERSION = 1
@@ -107,6 +107,18 @@ def write(
     files.append(folder / _META)
     files[-1].write_bytes(msgspec.json.format(msgspec.json.encode(meta, enc_hook=_plain), indent=1))
     return files
+
+
+def to_arrow(recording: Recording, kind: str) -> pa.Table:
+    """One table; text and enumerations are dictionary columns, so `kind` reads "copy".
+
+    Raises:
+        UsageError: no table is called so.
+    """
+    if kind not in SCHEMAS:
+        raise UsageError(f"no table is called {kind!r}; there are {', '.join(SCHEMAS)}")
+    table = recording.tables[kind]
+    return pa.table({name: _to_arrow(recording, kind, name, table[name]) for name in SCHEMAS[kind]})
 
 
 def _plain(value: Any) -> Any:
