@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from kvprobe import cli
 from kvprobe.commands import causes
+from kvprobe.diagnosis import CAUSES
 
 
 def kvprobe(*arguments, **environment):
@@ -60,6 +62,20 @@ def test_wrong_usage_is_one_line_and_exit_2(arguments, code, text):
     assert text in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_every_cause_is_explained_within_the_terminal_and_an_item_of_a_list_has_its_own_line(columns):
+    environment = {**os.environ, "COLUMNS": str(columns)}
+    for cause in CAUSES:
+        words = [sys.executable, "-m", "kvprobe", "causes", cause]
+        said = subprocess.run(words, capture_output=True, text=True, check=True, env=environment).stdout
+        assert max(map(len, said.splitlines())) <= columns
+        assert not re.search(r"(?:[;:]|and|of|or) +- |(?m:^- )", said), said
+        if cause == "synchronisation":
+            items = re.findall(r"(?m)^  - .*(?:\n    .*)*", said)
+            assert [item.split()[1:3] for item in items] == [["it", "names"], ["its", "stream"], ["a", "read-back:"]]
+            assert "\nWaiting for kernels alone" in said
 
 
 def test_a_gpu_that_is_not_there_is_one_line_and_exit_1(tmp_path):
