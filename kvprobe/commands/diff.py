@@ -31,7 +31,8 @@ def command(before: Path, after: Path, output: Path | None, force: bool, as_json
     that both recordings hold usually cost.
 
     Time lost is compared as a share of the recorded time, because recordings differ in length. A call is called slower
-    or faster when the 95% interval of the ratio leaves 1 and the change is over 5%; the interval is a block bootstrap.
+    or faster when the 95% interval of the ratio does not include 1 and the change is over 5%; the interval is a block
+    bootstrap.
 
     A recording that is cut off, empty or says too little proves no finding gone: what it does not show is undecided,
     and the exit code is 1. --from, --to and --range compare a part of each.

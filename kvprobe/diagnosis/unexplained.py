@@ -54,7 +54,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         left[rows],
         evidence=evidence,
         because="these calls overlap nothing that the recorder labelled, copy no pageable memory, are not first calls, "
-        "and were made while their queues had room"
+        "and were made while their queues had free slots"
         if known.any()
         else "the recording does not show how full the launch queues were",
         record=f"Record again with Python stacks (`kvprobe run {again}-- COMMAND`), or with Nsight Systems' scheduling "

@@ -71,7 +71,7 @@ def finish(
     if options.get("report") == "none":
         return [*_as_warnings(warnings), f"recording in {folder.path}"]
     report = Path(options.get("report") or folder.path / "report.html")
-    # a process of its own: the report needs rooms that nothing here may import, and may need much memory
+    # a process of its own: the report needs modules that nothing here may import, and may need much memory
     command = [sys.executable, "-m", "kvprobe", "report", str(folder.path), "-o", str(report), "-f"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

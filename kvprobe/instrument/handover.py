@@ -70,7 +70,7 @@ class CopyAdapter(Adapter):
 
     Attributes:
         rungs: the base and the candidates.
-        queued: whether every copy of the server's takes a place in the launch queue.
+        queued: whether every copy of the server's takes a slot of the launch queue.
         handlers: paths by handler and direction.
         path: of the transfer that is being submitted.
         module: of the server; its `torch` makes streams.

@@ -87,7 +87,7 @@ class CopyPath:
     def __init__(
         self, adapter: Adapter, direction: str, device: Device | None, rungs: tuple[Rung, ...], queued: bool = True
     ) -> None:
-        """Starts on the first rung; `queued`: every copy takes a place in the launch queue."""
+        """Starts on the first rung; `queued`: every copy takes a slot of the launch queue."""
         self.adapter, self.direction, self.device = adapter, direction, device
         self.current: WatchedTransfer | None = None
         self.live: dict[Any, WatchedTransfer] = {}

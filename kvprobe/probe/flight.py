@@ -60,7 +60,7 @@ class FlightRecorder:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """A ring file has room for more than was written: what holds nothing takes no place in the copy either."""
+    """A ring file is larger than what was written: what holds nothing takes no space in the copy either."""
     with source.open("rb") as read, target.open("wb") as written:
         while chunk := read.read(_CHUNK):
             if chunk.count(0) == len(chunk):

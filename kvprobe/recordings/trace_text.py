@@ -83,7 +83,7 @@ def _made_ahead(source: Iterator[bytes]) -> Iterator[bytes]:
             yield piece
     finally:
         stopped.set()
-        while not pieces.empty():  # else it would wait for room a while longer
+        while not pieces.empty():  # else it would wait a while longer to hand a piece over
             pieces.get_nowait()
         thread.join()
 

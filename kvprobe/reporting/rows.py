@@ -95,7 +95,8 @@ def rows_chart(recording: Recording, found: Submissions, findings: Sequence[Find
         f"{words}. Busiest: {busiest}, at work for {work[0]}, {share[0]} of the time.",
         spec,
         table("Threads and streams", columns, listed),
-        f"Taller is busier. {count_text(len(items['t']))} calls and executions are drawn one by one when they are wide "
+        "The taller a bar, the busier the thread or stream. "
+        f"{count_text(len(items['t']))} calls and executions are drawn one by one when they are wide "
         "enough: the longest, and those around the findings. Lines lead from a fence or a wait to what it waits for. "
         "Click a call to see its stack; the page's address keeps zoom and call. All calls: kvprobe export.",
     )
