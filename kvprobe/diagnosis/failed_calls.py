@@ -164,5 +164,6 @@ def _first_of(joined: JoinedRecording, one: Failed) -> list[Evidence]:
     after = int(joined.start[row]) - int(joined.start.min())
     traced = longest(joined, np.array([row]), np.zeros(1, dtype=np.int64))
     line = f", at {traced[0].line}" if traced and traced[0].line else ""
-    text = f"the first one: {ms(after)} after the first call, by thread {int(joined.thread[row])}{line}"
+    when = f"{ms(after)} after the first call" if after else "the first call of the recording"
+    text = f"the first one: {when}, by thread {int(joined.thread[row])}{line}"
     return [Evidence(text, after, "ns")]

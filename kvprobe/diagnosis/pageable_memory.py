@@ -20,7 +20,7 @@ import numpy as np
 
 from kvprobe.account import Line
 from kvprobe.diagnosis.finding import COUNTED, LABELLED, MEASURED, Change, Evidence, Finding, cause_of
-from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share, size
 from kvprobe.diagnosis.llama_cpp import LLAMA_CPP, changes, programs
 from kvprobe.diagnosis.queue_full import queue_blocked
 from kvprobe.recordings.model import CallKind, Direction, Memory
@@ -99,7 +99,7 @@ def find(joined: JoinedRecording) -> Finding | None:
             "calls",
             LABELLED.replace("labelled", "named"),
         ),
-        Evidence(f"they moved {moved / 1e6:.1f} MB at {rate_here / 1e9:.2f} GB/s", rate_here, "bytes/s", MEASURED),
+        Evidence(f"they moved {size(moved)} at {size(rate_here)}/s", rate_here, "bytes/s", MEASURED),
     ]
     pinned = joined.submits & copies & (joined.memory == Memory.PINNED)
     if pinned.any():

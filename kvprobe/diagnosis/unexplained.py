@@ -39,7 +39,9 @@ def find(joined: JoinedRecording) -> Finding | None:
     if known.any():
         evidence.append(
             Evidence(
-                f"at most {int(deep[known].max())} submissions were outstanding on their streams",
+                f"at most {int(deep[known].max()):,} submissions were outstanding on their streams"
+                if deep[known].any()
+                else "nothing was outstanding on their streams",
                 int(deep[known].max()),
                 "1",
                 INFERRED,
