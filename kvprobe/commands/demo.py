@@ -161,19 +161,19 @@ def _figures(server: WorkloadServer, load_ns: np.ndarray) -> dict[str, Any]:
     since = max((one.time_ns for one in server.engine.auto.decisions), default=0)
     steps = np.array(measured.steps, dtype=np.int64).reshape(-1, 2)
     step_ns = steps[steps[:, 0] >= since, 1]
-    handed = [ns for start, ns, _, _ in measured.handed if start >= since]
+    times = [ns for start, ns, _, _ in measured.loads if start >= since]
     seconds = (measured.end_ns - measured.start_ns) / 1e9
     return {
         "load_p50_ns": _percentile(load_ns, 50),
         "load_p99_ns": _percentile(load_ns, 99),
-        "longest_call_ns": max(handed, default=0),
+        "longest_call_ns": max(times, default=0),
         "step_p50_ns": _percentile(step_ns, 50),
         "step_p99_ns": _percentile(step_ns, 99),
         "seconds": round(seconds, 3),
         "bytes_per_s": round(measured.bytes_loaded / seconds),
         "requests_per_s": round(measured.requests / seconds, 1),
         "bytes": measured.bytes_loaded,
-        "copies": sum(count for _, _, count, _ in measured.handed),
+        "copies": sum(count for _, _, count, _ in measured.loads),
         "requests": measured.requests,
         "redundant_bytes": server.dedup.stats.redundant_bytes,
         "redundant_share": round(server.dedup.stats.redundant_bytes / max(measured.bytes_loaded, 1), 4),
