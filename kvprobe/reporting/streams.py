@@ -331,7 +331,8 @@ def _cliff(recording: Recording, found: Submissions, queues: Occupancy) -> Chart
         deep_ns = charts.quantiles(spent[queue.blocked], 0.5)[0]
         low, high_ = queue.plateau
         at = f"{low:,}" if low == high_ else f"{low:,} to {high_:,}"
-        where = f"for the {int(queue.blocked.sum()):,} calls blocked at {at}"
+        where = f"for the {int(queue.blocked.sum()):,} calls blocked"
+        where += f" at {at}" if low >= 0 else " by it"
     else:
         deep_ns, where = charts.quantiles(spent[bins >= keys[-1] * 0.95], 0.5)[0], "at the deepest"
     name = _queue_name(recording, queue)
