@@ -29,7 +29,9 @@ __all__ = ["command"]
 NOTHING = (
     "no recorded process found: start one with `kvprobe run -- COMMAND`, or name its run folder (`kvprobe top FOLDER`)"
 )
-NO_CALL = "no call was seen yet. Not seen, after `kvprobe attach`: calls whose address a library had fetched before"
+NO_CALL = (
+    "no call was seen yet. After `kvprobe attach`, calls through addresses that a library looked up before are not seen"
+)
 WAITING = "{run} is being recorded: {processes}, and none has made a CUDA call that kvprobe records yet"
 EVENTS_BYTES = 4 << 20  # of a process's events, read at most in one look: the newest
 ENDED = "{run} has ended, and top shows running processes only: see `kvprobe report {run}` or `kvprobe stats {run}`"

@@ -20,7 +20,7 @@ State = Literal["better", "worse", "mixed", "same", "undecided"]
 
 OF_WEIGHT = 0.01  # of the time: what changed by less decides nothing
 OUTWEIGHED = 0.1  # of what changed the other way: what is less than that is not held against it
-ONE_EACH = "One recording of each: how much two runs of the same program differ by themselves is not known from it."
+ONE_EACH = "One recording of each does not tell how much two runs of the same program differ by chance."
 
 
 @dataclass(frozen=True)

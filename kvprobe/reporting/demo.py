@@ -243,7 +243,7 @@ def verdict(outcome: Mapping[str, Any], findings: Sequence[Finding] = ()) -> Pag
     for one in findings:
         if one.cause == CPU_STARVED and one.severity != "info" and not one.abstains:
             said = f"{one.title[:1].lower()}{one.title[1:].rstrip('.')}"
-            busy = f"The CPUs were busy with other work, which times of both phases hold: {said}."
+            busy = f"The CPUs were busy with other work, which the times of both phases include: {said}."
             head.detail = f"{head.detail} {busy}".strip()
     return head
 

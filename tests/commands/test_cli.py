@@ -65,11 +65,13 @@ def test_wrong_usage_is_one_line_and_exit_2(arguments, code, text):
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_every_cause_is_explained_within_the_terminal_and_an_item_of_a_list_has_its_own_line(columns):
-    environment = {**os.environ, "COLUMNS": str(columns)}
+def test_every_cause_is_explained_within_the_terminal_and_an_item_of_a_list_has_its_own_line(
+    columns, monkeypatch, capsys
+):
+    monkeypatch.setenv("COLUMNS", str(columns))
     for cause in CAUSES:
-        words = [sys.executable, "-m", "kvprobe", "causes", cause]
-        said = subprocess.run(words, capture_output=True, text=True, check=True, env=environment).stdout
+        assert cli.main(["causes", cause]) == 0
+        said = capsys.readouterr().out
         assert max(map(len, said.splitlines())) <= columns
         assert not re.search(r"(?:[;:]|and|of|or) +- |(?m:^- )", said), said
         if cause == "synchronisation":
