@@ -176,7 +176,6 @@ def _figures(server: WorkloadServer, load_ns: np.ndarray) -> dict[str, Any]:
         "copies": sum(count for _, _, count, _ in measured.loads),
         "requests": measured.requests,
         "redundant_bytes": server.dedup.stats.redundant_bytes,
-        "redundant_share": round(server.dedup.stats.redundant_bytes / max(measured.bytes_loaded, 1), 4),
     }
 
 
@@ -209,7 +208,7 @@ def show(outcome: dict[str, Any]) -> None:
     from rich.table import Table
 
     from kvprobe.diagnosis.finding import singular
-    from kvprobe.reporting.units import change_text, duration, link_share, percent
+    from kvprobe.reporting.units import change_text, duration, link_share
 
     shared, auto = outcome["shared"], outcome["auto"]
     table = Table(
@@ -233,8 +232,6 @@ def show(outcome: dict[str, Any]) -> None:
     )
     table.add_section()  # of whole phases, before the switch and after it
     table.add_row("whole phase: GB moved", *(f"{one['bytes'] / 1e9:.2f}" for one in (shared, auto)))
-    table.add_row("of that, loaded twice", *(percent(one["redundant_share"]) for one in (shared, auto)))
-    table.add_row("GB that dedup did not load", "0.00", f"{outcome['redundant_bytes_avoided'] / 1e9:.2f}")
     console = Console()
     console.print(table)
     console.print(
@@ -249,6 +246,13 @@ def show(outcome: dict[str, Any]) -> None:
         console.print(
             f"noticed {outcome['onset_ms']:.1f} ms after the first blocked call, "
             + singular(f"{outcome['blocked_calls_before_switch']:,} blocked calls"),
+            highlight=False,
+        )
+    if avoided := outcome["redundant_bytes_avoided"]:  # how many overlap depends on how fast loads are asked for
+        overlapping = avoided + auto["redundant_bytes"]
+        console.print(
+            f"under auto, of {overlapping / 1e9:.2f} GB that were asked for while they were being loaded, dedup did "
+            f"not load {avoided / 1e9:.2f} GB again",
             highlight=False,
         )
     console.print(f"{outcome['bytes_verified'] / 1e9:.2f} GB compared on both sides, all equal", highlight=False)

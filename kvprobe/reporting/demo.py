@@ -20,7 +20,6 @@ from kvprobe.reporting.units import (
     count_text,
     duration,
     link_share,
-    percent,
     rate,
     ratio,
 )
@@ -224,7 +223,6 @@ ROWS = (
     ("Requests a second", "requests_per_s", count_text),
     ("Copies", "copies", count_text),
     ("Moved", "bytes", bytes_text),
-    ("Of that, loaded twice", "redundant_share", percent),
 )
 
 

@@ -163,5 +163,4 @@ def _phase(p99_ns: float, longest_ns: float, step_ns: float, bytes_per_s: float,
         "copies": 28032,
         "bytes": 3 << 30,
         "redundant_bytes": int(redundant * (3 << 30)),
-        "redundant_share": redundant,
     }

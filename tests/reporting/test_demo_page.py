@@ -46,7 +46,7 @@ def test_headline_table_and_histogram_compare_loads_with_loads() -> None:
     histogram = next(chart for chart in section.charts if chart.id == "cost-histogram")
     assert histogram.summary.count("loads, median") == 2 and "calls" not in histogram.summary
     rows = {row[0].text: [cell.text for cell in row[1:]] for row in section.tables[0].rows}
-    assert rows["Of that, loaded twice"][:2] == ["20%", "0.0%"] and "Moved twice" not in rows
+    assert "Moved" in rows and not any("twice" in label for label in rows)  # what overlaps depends on the speed
     loads = demo.load_costs(recording)
     assert 7000 < loads["shared"].ns.mean() < 9000 and 30 < loads["auto"].ns.mean() < 50
 
