@@ -63,6 +63,7 @@ test-gpu:
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $$(find kvprobe/native -name '*.[ch]')
 

@@ -1,4 +1,4 @@
-"""Draws the modules of kvprobe as the code has them: who imports whom, room by room.
+"""Draws the modules of kvprobe as the code has them: who imports whom.
 
 python docs/modules.py            # prints the drawing
 python docs/modules.py --write    # puts it into ARCHITECTURE.md
@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "ARCHITECTURE.md"
 BEGIN, END = "<!-- modules: made by docs/modules.py -->\n", "<!-- end of modules -->\n"
-# Lowest first; a room imports only rooms before it. `judge` is the part of launchqueue that needs no native library.
+# Lowest first; each imports only what stands before it. `judge` is the part of launchqueue without the native library.
 ORDER = (
     "errors",
     "version",
@@ -38,7 +38,7 @@ ORDER = (
     "commands",
     "cli",
 )
-SMALL = ("errors", "version", "environment")  # single files that every room may import: left out of the drawing
+SMALL = ("errors", "version", "environment")  # single files that every module may import: left out of the drawing
 JUDGE = ("launchqueue.constants", "launchqueue.evidence", "launchqueue.judge", "launchqueue.window")
 ENTRANCES = ("__init__", "__main__")  # re-export and start; nothing imports them
 
@@ -93,7 +93,7 @@ def drawing() -> str:
     lines = ["```mermaid", "graph TD"]
     rooms = [room for room in ORDER if room in graph]
     lines += [f"    {room} --> {target}" for room, target in reversed(reduced({r: graph.get(r, set()) for r in ORDER}))]
-    lines += ["```", "", "| room | imports |", "|---|---|"]
+    lines += ["```", "", "| module | imports |", "|---|---|"]
     lines += [f"| {r} | {', '.join(sorted(graph[r], key=ORDER.index)) or 'nothing'} |" for r in reversed(rooms)]
     return "\n".join(lines) + "\n"
 

@@ -82,7 +82,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name from its room."""
+    """Imports a public name from its module."""
     if name not in _HOME_OF:
         raise AttributeError(f"module 'kvprobe' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME_OF[name]), name)

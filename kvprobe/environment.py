@@ -183,7 +183,7 @@ SLOW_NS = Variable(
     0,
     _number,
     "a number of ns",
-    "from what duration on a call is kept in any case; 0: 20,000",
+    "calls at least this long are kept in any case; 0: 20,000",
     native=True,
 )
 NVTX = Variable(
@@ -207,7 +207,7 @@ CONTENTS = Variable(
     True,
     _on,
     "on or off",
-    "off: no hash of what copies carry is taken, so that loads of the same bytes are told by their addresses alone",
+    "off: the bytes of copies are not hashed, and redundant loads are recognised by their addresses alone",
     native=True,
 )
 METRICS = Variable(

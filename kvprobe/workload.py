@@ -120,7 +120,7 @@ class WorkloadFigures:
         bytes_loaded: by completed loads.
         bytes_verified: compared, both sides.
         requests: served.
-        handed: (time_ns, ns, copies, bytes) of each load: time inside the call, on the model's thread.
+        loads: (time_ns, ns, copies, bytes) of each load: time inside the call, on the model's thread.
         start_ns: of the run.
         end_ns: of the run.
     """
@@ -130,7 +130,7 @@ class WorkloadFigures:
     bytes_loaded: int = 0
     bytes_verified: int = 0
     requests: int = 0
-    handed: list[tuple[int, int, int, int]] = field(default_factory=list)
+    loads: list[tuple[int, int, int, int]] = field(default_factory=list)
     start_ns: int = 0
     end_ns: int = 0
 
@@ -324,7 +324,7 @@ class WorkloadServer:
         self.dedup.started(fresh)
         start = self._now()
         transfer = self.engine.load(request.source, request.blocks, tag=request)
-        self.measured.handed.append((start, self._now() - start, transfer.copies, transfer.bytes))
+        self.measured.loads.append((start, self._now() - start, transfer.copies, transfer.bytes))
 
     def _collect(self) -> None:
         for transfer in self.engine.poll():
@@ -435,7 +435,7 @@ def recorded(servers: Mapping[str, WorkloadServer], ring: Path, what: str, comma
     all_of = {phase: one.measured for phase, one in servers.items()}
     steps = [(*step, names.add("step_time_ns")) for one in all_of.values() for step in one.steps]
     counts = [(*count, names.add("operations_outstanding")) for one in all_of.values() for count in one.outstanding]
-    loads = np.array([load for one in all_of.values() for load in one.handed], dtype=np.int64).reshape(-1, 4)
+    loads = np.array([load for one in all_of.values() for load in one.loads], dtype=np.int64).reshape(-1, 4)
     zeros = np.zeros(len(loads))
     samples = np.array(steps + counts, dtype=np.int64).reshape(-1, 3)
     recording.tables["ranges"] = Table(

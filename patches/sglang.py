@@ -15,7 +15,7 @@ from typing import Any
 from kvprobe.instrument import installation
 from kvprobe.instrument.adapter import Target
 from kvprobe.instrument.calls import NOTHING, Timed, TimedCalls, timed
-from kvprobe.instrument.handover import CopyAdapter, Ends, Taken
+from kvprobe.instrument.handover import CopyAdapter, TransferEvents, TransferPart
 from kvprobe.instrument.hooks import Call, Patcher
 from kvprobe.instrument.submissions import POOLED, Rung
 from kvprobe.instrument.transfers import CopyPath
@@ -81,7 +81,7 @@ class Transfers(CopyAdapter):
         if module.__name__ == _ENGINE:
             self.module = module
             engine = module.L2TransferEngine
-            patcher.wrap(engine, "__init__", self.made)
+            patcher.wrap(engine, "__init__", self.around_init)
             patcher.wrap(engine, "submit_device_to_host", partial(self.burst, "store"))
             patcher.wrap(engine, "submit_host_to_device", partial(self.burst, "load"))
         elif module.__name__ in _POOLS and self.fix == "auto":
@@ -89,7 +89,7 @@ class Transfers(CopyAdapter):
                 if hasattr(module, name):
                     patcher.wrap(module, name, self.take)
 
-    def made(self, call: Call, handler: Any, *args: Any, **kwargs: Any) -> Any:
+    def around_init(self, call: Call, handler: Any, *args: Any, **kwargs: Any) -> Any:
         """Around the engine's constructor: the device is set, and the scheduler's thread can spare 50 ms now."""
         result = call()
         for direction in _STREAMS:
@@ -123,8 +123,8 @@ class Transfers(CopyAdapter):
             completion = self.split.submit(call, engine, path, transfers, works)
             self.submitted(path, completion)
             return completion
-        if not path.handing:
-            path.behind(stream)
+        if not path.hands_over:
+            path.fence(stream)
         path.first(stream)
         return self.submit(call, engine, path, self._job)
 
@@ -132,7 +132,7 @@ class Transfers(CopyAdapter):
         """Whether this burst may go another way than SGLang's; if so its layers' ends are taken with its copies."""
         assert path.auto is not None
         why = one_fifo(transfers, self.module.shared_host_layout_domains)
-        if path.handing:
+        if path.hands_over:
             why = why or no_plain_copy(transfers)
             if layer_done is not None and not why:
                 events = layer_events(layer_done)
@@ -140,7 +140,7 @@ class Transfers(CopyAdapter):
                 self._layers = events or []
         if why:
             path.auto.refuse(path.auto.rung, f"{why}: SGLang's own copies stay")
-            path.stay()
+            path.keep_with_server()
         elif self._layers:
             assert self._patcher is not None
             heard = self._patcher.around(layer_done, self.take, "on_layer_done")
@@ -150,13 +150,13 @@ class Transfers(CopyAdapter):
 
     def take(self, call: Call, *args: Any, **kwargs: Any) -> Any:
         """Around the direct back end's copy functions, and around what SGLang calls when a layer's were enqueued."""
-        if self.path is None or not self.path.handing:
+        if self.path is None or not self.path.hands_over:
             return call()
         call.done = True
         self._taken.append(call)
         return None
 
-    def jobs(self, engine: Any, path: CopyPath) -> list[Taken]:
+    def jobs(self, engine: Any, path: CopyPath) -> list[TransferPart]:
         """A store is one job, a load one a layer: the copies up to SGLang's word that it is there."""
         groups: list[tuple[list[Call], list[Move]]] = [([], [])]
         for one in self._taken:
@@ -166,14 +166,14 @@ class Transfers(CopyAdapter):
                 groups[-1][1].append(move)
             else:
                 groups.append(([], []))
-        addresses, jobs = Addresses(), list[Taken]()
+        addresses, jobs = Addresses(), list[TransferPart]()
         for number, (calls, some) in enumerate(groups):
             slots = ((self._layers, calls[-1].args[0]),) if number < len(groups) - 1 else ()
             copies = addresses.copies(some)
             if copies:
-                jobs.append(Taken(copies, calls, slots))
+                jobs.append(TransferPart(copies, calls, slots))
             elif jobs:  # a layer of which nothing is copied is there with the one before
-                jobs[-1] = Taken(jobs[-1].copies, jobs[-1].calls + calls, jobs[-1].slots + slots)
+                jobs[-1] = TransferPart(jobs[-1].copies, jobs[-1].calls + calls, jobs[-1].slots + slots)
             else:
                 self.make(calls, getattr(engine, _STREAMS[path.direction]))
         if jobs:
@@ -188,13 +188,13 @@ class Transfers(CopyAdapter):
             self.need_pinned(path, host)
         return [*tensors, *registrations(self._transfers)]
 
-    def ends(self, engine: Any, job_id: Any, completion: Any) -> Ends:
+    def transfer_events(self, engine: Any, job_id: Any, completion: Any) -> TransferEvents:
         """Of the completion that SGLang is about to get."""
         assert self.path is not None
         stream = getattr(engine, _STREAMS[self.path.direction])
-        return Ends(stream, completion.start_event, completion.finish_event)
+        return TransferEvents(stream, completion.start_event, completion.finish_event)
 
-    def tell_ends(self, engine: Any, job_id: Any, completion: Any, start: Any, end: Any) -> Any:
+    def replace_events(self, engine: Any, job_id: Any, completion: Any, start: Any, end: Any) -> Any:
         """Whoever is given the completion asks these."""
         return completion._replace(start_event=start, finish_event=end)
 
@@ -207,7 +207,7 @@ class Transfers(CopyAdapter):
             return
         live.extra["tokens"] = sum(len(t.host_indices) for t in self._transfers)
         events = None
-        if live.handed is None:
+        if live.hand_over is None:
             backend = self._backend
             path.add(0, sum(work(t, path.direction, backend).copies for t in self._transfers), size(self._transfers), 0)
             events = timing_events(result)
@@ -230,7 +230,7 @@ class Transfers(CopyAdapter):
         for engine, paths in list(self.handlers.items()):
             for path in paths.values():
                 if path is not self.path:
-                    path.behind(getattr(engine, _STREAMS[path.direction]).cuda_stream)
+                    path.fence(getattr(engine, _STREAMS[path.direction]).cuda_stream)
         super().step_aside()
 
 

@@ -133,7 +133,7 @@ class Offload(Adapter):
         return self._account
 
     def written(self, call: Call, controller: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around `write`: None where the host pool has no room."""
+        """Around `write`: None where the host pool is full."""
         indices, account = call(), self.account()
         if account is not None and indices is not None:
             self.moved(account, "stored", controller, len(indices))
@@ -147,7 +147,7 @@ class Offload(Adapter):
         return indices
 
     def loaded(self, call: Call, controller: Any, host_indices: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around `load`: None where the GPU has no room."""
+        """Around `load`: None where the GPU is full."""
         result, account = call(), self.account()
         if account is not None and result is not None:
             self.moved(account, "loaded", controller, len(host_indices))

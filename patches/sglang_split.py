@@ -31,7 +31,7 @@ class Split:
     """Stores of an engine's, whole on SGLang's stream or in parts on kvprobe's, in the order they came."""
 
     def __init__(self, adapter: CopyAdapter) -> None:
-        """`adapter` gives torch, and says what finds no room."""
+        """`adapter` gives torch, and says what finds no slot."""
         self.adapter = adapter
         self._last: dict[int, tuple[Any, Any]] = {}  # by engine: engine, newest event
         self._told: set[int] = set()
@@ -108,7 +108,7 @@ class Split:
         return [path.device.torch_stream(self.adapter.module.torch, handle) for handle in live.taken]
 
     def parts(self, path: CopyPath, transfers: Any, works: list[Work]) -> list[Any]:
-        """The transfers in their order, in as few parts as fit into a queue each; says what finds no room.
+        """The transfers in their order, in as few parts as fit into a queue each; says what finds no slot.
 
         As few, because a part that waits for a forward holds its channel against all other streams on it.
         """
@@ -133,7 +133,7 @@ class Split:
             why = "this pool's transfers are not cut: a larger --page-size makes fewer copies"
         else:
             why = "raise CUDA_DEVICE_MAX_CONNECTIONS (32 at most), or --page-size so that a page has 128 KiB"
-        told = f"store: of a burst of {wanted} operations some {over} find no room in {limits.channels} "
+        told = f"store: of a burst of {wanted} operations some {over} find no free slot in {limits.channels} "
         told += f"channels of {limits.depth}: the scheduler's thread waits for it; {why}"
         outstanding = path.outstanding
         self.adapter.decide("note", told, direction="store", operations=wanted, over=over, outstanding=outstanding)

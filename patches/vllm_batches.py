@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from kvprobe.errors import KvprobeError
 from kvprobe.instrument.adapter import Target
-from kvprobe.instrument.handover import Ends
+from kvprobe.instrument.handover import TransferEvents
 from kvprobe.instrument.hooks import Call, Patcher
 from kvprobe.instrument.submissions import POOLED, Copies, Rung
 from kvprobe.instrument.transfers import CopyPath
@@ -58,18 +58,18 @@ class DescriptorBatches(CopyHandlers):
         """Wrap the handler; its copy function is an attribute of each handler, or the module's `ops` before 0.24."""
         self.module, self._patcher_of = module, patcher
         handler = module.SingleDirectionOffloadingHandler
-        patcher.wrap(handler, "__init__", self.made)
+        patcher.wrap(handler, "__init__", self.around_init)
         patcher.wrap(handler, "transfer_async", self.transfer)
         patcher.wrap(handler, "get_finished", self.finished)
         if hasattr(module, "_select_swap_blocks_fn"):
             if hasattr(module, "CPUOffloadingWorker"):
-                patcher.wrap(module.CPUOffloadingWorker, "__init__", self.worker_made)
+                patcher.wrap(module.CPUOffloadingWorker, "__init__", self.around_worker_init)
             patcher.on_undo(self._put_swaps_back)
         else:
             swap = patcher.around(module.ops.swap_blocks_batch, self.swap, "ops.swap_blocks_batch")
             patcher.replace(module, "ops", module_with(module.ops, swap_blocks_batch=swap))
 
-    def worker_made(self, call: Call, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    def around_worker_init(self, call: Call, worker: Any, *args: Any, **kwargs: Any) -> Any:
         """Learn where registrations of host memory begin: one copy may not cross two of them."""
         result = call()
         region = getattr(worker, "_mmap_region", None)
@@ -116,13 +116,13 @@ class DescriptorBatches(CopyHandlers):
         if path is None or live is None:
             return call()
         stream = self.module.torch.cuda.current_stream().cuda_stream
-        if path.handing:
+        if path.hands_over:
             path.first(stream)
             self._stream = stream
             self._taken.append(call)
             call.done = True
             return None
-        path.behind(stream)
+        path.fence(stream)
         path.first(stream)
         live.extra["kernel"] = not self._is_dma(call.func)
         start = time.monotonic_ns()
@@ -152,12 +152,12 @@ class DescriptorBatches(CopyHandlers):
 
         return [Copies(dst, src, sizes, self.bounds(handler, path.direction, starts))]
 
-    def ends(self, handler: Any, job_id: int, result: Any) -> Ends:
+    def transfer_events(self, handler: Any, job_id: int, result: Any) -> TransferEvents:
         """Of the newest transfer."""
         newest = handler._transfers[-1]
-        return Ends(newest.stream, newest.start_event, newest.end_event)
+        return TransferEvents(newest.stream, newest.start_event, newest.end_event)
 
-    def tell_ends(self, handler: Any, job_id: int, result: Any, start: Any, end: Any) -> Any:
+    def replace_events(self, handler: Any, job_id: int, result: Any, start: Any, end: Any) -> Any:
         """In the queue and in the table of `wait`."""
         newest = handler._transfers[-1]
         newest.start_event, newest.end_event = start, end

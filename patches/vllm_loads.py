@@ -40,13 +40,13 @@ class _Dedup(Adapter):
     def patch(self, patcher: Patcher, module: ModuleType) -> None:
         """Wrap the scheduler's side of the connector."""
         scheduler = getattr(module, self.scheduler_name)
-        patcher.wrap(scheduler, "__init__", self.made)
+        patcher.wrap(scheduler, "__init__", self.around_init)
         patcher.wrap(scheduler, "get_num_new_matched_tokens", self.matched)
         patcher.wrap(scheduler, "update_state_after_alloc", self.after)
         patcher.wrap(scheduler, "update_connector_output", self.after)
         patcher.wrap(scheduler, "request_finished", self.gone)
 
-    def made(self, call: Call, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    def around_init(self, call: Call, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         """A follower is served from the GPU's prefix cache: without one there is nothing to wait for."""
         result = call()
         config = kwargs.get("vllm_config") or (args[0] if args else None)

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvprobe.errors import KvprobeError
 from kvprobe.instrument.adapter import Target
-from kvprobe.instrument.handover import Ends
+from kvprobe.instrument.handover import TransferEvents
 from kvprobe.instrument.hooks import Call, Patcher
 from kvprobe.instrument.submissions import POOLED, Copies, Rung
 from kvprobe.instrument.transfers import CopyPath
@@ -40,7 +40,7 @@ class _Loop(CopyHandlers):
         """Wrap the handler and give its module an `ops` with a `swap_blocks` that can be hooked for a while."""
         self.module = module
         handler = getattr(module, self.handler_name)
-        patcher.wrap(handler, "__init__", self.made)
+        patcher.wrap(handler, "__init__", self.around_init)
         patcher.wrap(handler, "transfer_async", self.transfer)
         patcher.wrap(handler, "get_finished", self.finished)
         if self.fix == "auto":
@@ -71,7 +71,7 @@ class _Loop(CopyHandlers):
     def watched(self, path: CopyPath, call: Call, handler: Any, job_id: int, swaps: int, stream: int = 0) -> Any:
         """Run vLLM's own `transfer_async` while `swap` sees its copies, or `_take` takes them."""
         self._expected, self._seen, self._row_bytes, self._stream = swaps, 0, 0, stream
-        self._ops.swap_blocks = self._take if path.handing else self._hook
+        self._ops.swap_blocks = self._take if path.hands_over else self._hook
         try:
             return self._checked(path, job_id, self.submit(call, handler, path, job_id))
         finally:
@@ -131,8 +131,8 @@ class _Loop(CopyHandlers):
                 stream.wait_stream(self._compute)
                 self._compute = None
             self._stream = stream.cuda_stream
-        if not path.handing:
-            path.behind(self._stream)
+        if not path.hands_over:
+            path.fence(self._stream)
         path.first(self._stream)
 
     def copies(self, handler: Any, path: CopyPath) -> list[Copies]:
@@ -204,12 +204,12 @@ class SharedStreams(_Loop):
         swaps = sum(handler.kv_dim_before_num_blocks) + len(handler.kv_dim_before_num_blocks)
         return self.watched(path, call, handler, job_id, swaps, own.cuda_stream)
 
-    def ends(self, handler: Any, job_id: int, result: Any) -> Ends:
+    def transfer_events(self, handler: Any, job_id: int, result: Any) -> TransferEvents:
         """Of the shared stream."""
         load = self.path is not None and self.path.direction == "load"
-        return Ends(handler.h2d_stream if load else handler.d2h_stream, None, handler.transfer_events[job_id])
+        return TransferEvents(handler.h2d_stream if load else handler.d2h_stream, None, handler.transfer_events[job_id])
 
-    def tell_ends(self, handler: Any, job_id: int, result: Any, start: Any, end: Any) -> Any:
+    def replace_events(self, handler: Any, job_id: int, result: Any, start: Any, end: Any) -> Any:
         """One event a transfer."""
         handler.transfer_events[job_id] = end
         return result
@@ -219,7 +219,7 @@ class SharedStreams(_Loop):
         for handler, paths in list(self.handlers.items()):
             for path in paths.values():
                 if path is not self.path:
-                    path.behind((handler.h2d_stream if path.direction == "load" else handler.d2h_stream).cuda_stream)
+                    path.fence((handler.h2d_stream if path.direction == "load" else handler.d2h_stream).cuda_stream)
         super().step_aside()
 
 
@@ -261,14 +261,14 @@ class PooledLoop(_Loop):
         swaps = sum(2 if kv else 1 for kv in split) if split is not None else len(handler.src_tensors)
         return self.watched(path, call, handler, job_id, swaps)
 
-    def ends(self, handler: Any, job_id: int, result: Any) -> Ends:
+    def transfer_events(self, handler: Any, job_id: int, result: Any) -> TransferEvents:
         """A tuple up to 0.15 or so, an object with a start event after that."""
         newest = handler._transfers[-1]
         if isinstance(newest, tuple):
-            return Ends(newest[1], None, newest[2])
-        return Ends(newest.stream, newest.start_event, newest.end_event)
+            return TransferEvents(newest[1], None, newest[2])
+        return TransferEvents(newest.stream, newest.start_event, newest.end_event)
 
-    def tell_ends(self, handler: Any, job_id: int, result: Any, start: Any, end: Any) -> Any:
+    def replace_events(self, handler: Any, job_id: int, result: Any, start: Any, end: Any) -> Any:
         """In the queue and in the table of `wait`."""
         newest = handler._transfers[-1]
         if isinstance(newest, tuple):

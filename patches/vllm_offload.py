@@ -70,7 +70,7 @@ class Offload(Adapter):
     def patch(self, patcher: Patcher, module: ModuleType) -> None:
         """Wrap the factory, the scheduler or a manager; the interface itself stays."""
         if module.__name__ == _FACTORY:
-            patcher.wrap(module.KVConnectorFactory, "create_connector", self.made(patcher))
+            patcher.wrap(module.KVConnectorFactory, "create_connector", self.around_create(patcher))
         elif module.__name__ == _SCHEDULER:
             patcher.wrap(module.Scheduler, "schedule", self.scheduled)
             patcher.wrap(module.Scheduler, "update_from_output", self.stepped)
@@ -88,7 +88,7 @@ class Offload(Adapter):
                 account.tell()
         self.account = self.of_worker = None
 
-    def made(self, patcher: Patcher) -> Any:
+    def around_create(self, patcher: Patcher) -> Any:
         """Around the making of a connector: the scheduler's is watched, of the worker's only the name is wanted."""
 
         def hook(call: Call, factory: Any, config: Any, role: Any, *args: Any, **kwargs: Any) -> Any:

@@ -17,10 +17,10 @@ __all__ = ["AccountLimits", "GpuShare", "account_limits"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 _HELP = {
-    "max_waiting_for_copies": "Share of its window that a GPU may wait for copies, no kernel beside them: 10%.",
+    "max_waiting_for_copies": "Share of its window that a GPU may wait for copies while no kernel runs: 10%.",
     "max_waiting_for_host": "Share that a GPU may wait for the host: 10%.",
-    "max_not_known": "Share of a GPU's window of which nothing may be known: 5%.",
-    "min_computing": "Share that a GPU must compute at least: 80%.",
+    "max_not_known": "Share of a GPU's window that may remain unknown: 5%.",
+    "min_computing": "Least share of its window that a GPU must compute: 80%.",
 }
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
+
 import click
+
+_WIDEST = 100  # columns: longer lines are hard to read
 
 
 @click.command()
@@ -21,7 +26,27 @@ def command(name: str | None) -> None:
         click.echo("\nkvprobe causes NAME explains one.")
         return
     found = describe(name)
-    click.echo(found.summary)
+    width = min(shutil.get_terminal_size().columns, _WIDEST)
+    click.echo(_wrapped(found.summary, width))
     for heading, text in found.parts:
         click.echo()
-        click.echo(click.wrap_text(f"{heading}: {text}" if heading else text, 100, preserve_paragraphs=True))
+        click.echo(_wrapped(f"{heading}: {text}" if heading else text, width))
+
+
+def _wrapped(text: str, width: int) -> str:
+    """Text at this width; each line of it that is an item of a list stands by itself, indented."""
+    out = []
+    for line in text.splitlines():
+        begin, later = ("  - ", "    ") if line.startswith("- ") else ("", "")
+        said = " ".join(line.removeprefix("- ").split())
+        out.append(
+            textwrap.fill(
+                said,
+                width,
+                initial_indent=begin,
+                subsequent_indent=later,
+                break_on_hyphens=False,
+                break_long_words=False,  # names of files and variables
+            )
+        )
+    return "\n".join(out)

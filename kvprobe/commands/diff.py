@@ -32,11 +32,12 @@ __all__ = ["command"]
 def command(before: Path, after: Path, output: Path | None, force: bool, as_json: bool, window: WindowOptions) -> int:
     """Say whether AFTER is better than BEFORE, and what changed: findings gone or new, calls slower or faster.
 
-    What changed decides by the share of the recorded time that it is, from 1% on: findings, and what the submissions
-    that both recordings hold usually cost.
+    Changes of at least 1% of the recorded time count: in what findings lost, and in what a typical submission costs, of
+    the calls that both recordings hold.
 
     Time lost is compared as a share of the recorded time, because recordings differ in length. A call is called slower
-    or faster when the 95% interval of the ratio leaves 1 and the change is over 5%; the interval is a block bootstrap.
+    or faster when the 95% interval of the ratio does not include 1 and the change is over 5%; the interval is a block
+    bootstrap.
 
     A recording that is cut off, empty or says too little proves no finding gone: what it does not show is undecided,
     and the exit code is 1. --from, --to and --range compare a part of each.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
-@click.command(short_help="Print tables of a recording: calls, copies, sizes, ranges, streams.")
+@click.command(short_help="Print tables of a recording: calls, kernels, copies, sizes, ranges, streams.")
 @click.argument("inputs", nargs=-1, metavar="INPUT...", type=GivenPath())
 @click.option("-r", "--report", "reports", help="Tables to print, comma-separated; default: all. `help` lists them.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV with the columns of `nsys stats --format csv`.")
@@ -35,8 +35,9 @@ def command(
 ) -> None:
     """Print what a recording holds, in numbers.
 
-    The tables cuda_api_sum, cuda_gpu_mem_time_sum, cuda_gpu_mem_size_sum and nvtx_sum have the columns and the
-    figures that `nsys stats` prints for the same recording: of all of it, unless --from, --to or --range name a part.
+    The tables cuda_api_sum, cuda_gpu_kern_sum, cuda_gpu_mem_time_sum, cuda_gpu_mem_size_sum and nvtx_sum have the
+    columns and the figures that `nsys stats` prints for the same recording: of all of it, unless --from, --to or
+    --range name a part. A narrow terminal shows fewer columns, and says which it leaves out; --csv prints them all.
     """
     from kvprobe.errors import UsageError
     from kvprobe.reporting.summaries import REPORTS, summary
@@ -93,7 +94,8 @@ def _print(tables: Sequence[SummaryTable], limit: int) -> None:
 
     from kvprobe.commands._reading import plain
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False)
+    console.soft_wrap = not console.is_terminal
     for one in tables:
         console.print(Text(f"\n{one.title} ({one.report})", style="bold"))
         if not one.rows:
@@ -102,21 +104,45 @@ def _print(tables: Sequence[SummaryTable], limit: int) -> None:
         shown = one.rows[: limit or None]
         texts = [[plain(cell) for cell in one.text(row, ",")] for row in shown]
         widths = [max(len(name), *(len(line[i]) for line in texts)) for i, (name, _) in enumerate(one.columns)]
-        numbers = sum(width + 2 for width, (_, kind) in zip(widths, one.columns, strict=True) if kind != "text")
-        # Figures are never cut; names are, where a person looks on, at the width of the terminal.
         wide = sum(widths) + 2 * len(widths)
-        wide = min(wide, max(console.width, numbers + 40)) if console.is_terminal else wide
+        columns = list(range(len(widths)))
+        if console.is_terminal:  # figures are never cut: whole columns are left out, and names are shortened
+            columns = fitting(one.columns, widths, console.width)
+            wide = min(wide, console.width)
         grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-        for width, (name, kind) in zip(widths, one.columns, strict=True):
+        for i in columns:
+            name, kind = one.columns[i]
             text = kind == "text"
             grid.add_column(
-                Text(name), justify="left" if text else "right", no_wrap=True, min_width=None if text else width
+                Text(name), justify="left" if text else "right", no_wrap=True, min_width=None if text else widths[i]
             )
         for line in texts:
-            grid.add_row(*map(Text, line))
+            grid.add_row(*(Text(line[i]) for i in columns))
         Console(highlight=False, width=wide, no_color=console.no_color).print(grid)
-        for note in filter(None, (one.note, _left_out(one, len(shown)))):
+        left_out = [name for i, (name, _) in enumerate(one.columns) if i not in columns]
+        narrow = f"This terminal is too narrow for {', '.join(left_out)}; --csv prints them." if left_out else ""
+        for note in filter(None, (one.note, narrow, _left_out(one, len(shown)))):
             console.print(Text(note, style="dim"))
+
+
+# Columns that a narrow terminal does without, the first ones first, by how their headings begin.
+_SPARED = ("StdDev", "Bursts", "P10", "P90", "Min", "Runs", "Merging", "Avg", "Med", "Time (%)", "Max", "Copies")
+_SHORTEST_NAME = 24
+
+
+def fitting(columns: Sequence[tuple[str, str]], widths: Sequence[int], wide: int) -> list[int]:
+    """The columns that fit into `wide` characters, by number, while names keep some `_SHORTEST_NAME` of theirs."""
+
+    def needed(kept: Sequence[int]) -> int:
+        return sum(2 + (min(widths[i], _SHORTEST_NAME) if columns[i][1] == "text" else widths[i]) for i in kept)
+
+    kept = list(range(len(columns)))
+    for heading in _SPARED:
+        for i in [i for i in kept if columns[i][0].startswith(heading)]:
+            if needed(kept) <= wide:
+                return kept
+            kept.remove(i)
+    return kept
 
 
 def _left_out(table: SummaryTable, shown: int) -> str:

@@ -30,7 +30,9 @@ __all__ = ["command"]
 NOTHING = (
     "no recorded process found: start one with `kvprobe run -- COMMAND`, or name its run folder (`kvprobe top FOLDER`)"
 )
-NO_CALL = "no call was seen yet. Not seen, after `kvprobe attach`: calls whose address a library had fetched before"
+NO_CALL = (
+    "no call was seen yet. After `kvprobe attach`, calls through addresses that a library looked up before are not seen"
+)
 WAITING = "{run} is being recorded: {processes}, and none has made a CUDA call that kvprobe records yet"
 EVENTS_BYTES = 4 << 20  # of a process's events, read at most in one look: the newest
 ENDED = "{run} has ended, and top shows running processes only: see `kvprobe report {run}` or `kvprobe stats {run}`"
@@ -54,6 +56,7 @@ def command(target: str | None, interval: float, once: bool, as_json: bool, prom
     command line. Without any of them: the newest ./kvprobe-*/, $KVPROBE_RUN, and processes that use kvprobe's engine.
     The streams that block their threads longest come first. Only files are read, so it may be started and ended at any
     time. `q` or Ctrl-C ends it. A run that has ended is refused (exit code 2): use `kvprobe report` or `kvprobe stats`.
+    With --once, nothing to show is exit code 1.
 
     "suspected" means that submissions became several times slower and block their thread for a good part of the time,
     as they do when a launch queue is full. What the device does is not seen live; `kvprobe report` decides.
@@ -71,20 +74,15 @@ def command(target: str | None, interval: float, once: bool, as_json: bool, prom
         with served(run_folder, prometheus) if prometheus else nullcontext():
             time.sleep(interval)
             views = live.look()
-            nothing = ""
             if not views:  # it may have ended meanwhile, all its calls seen by the first look
                 _refuse_ended(run_folder)
                 if run_folder is not None and run_folder.is_dir() and not (run_folder / "run.json").exists():
                     raise UsageError(f"nothing is recorded in {run_folder}: name a folder that `kvprobe run` printed")
-                nothing = _waiting(run_folder)
-                if not nothing:
-                    raise KvprobeError(NOTHING)
+                raise KvprobeError(_waiting(run_folder) or NOTHING)
             if as_json:
                 click.echo(json.dumps(as_object(views, offloads.look(views)), indent=1))
-                if nothing:
-                    click.echo(f"kvprobe: {nothing}", err=True)
             else:
-                _print(views, offloads.look(views), nothing)
+                _print(views, offloads.look(views))
         return
     if not sys.stdout.isatty() and not prometheus and not live.look() and not _waiting(run_folder):
         raise KvprobeError(NOTHING)  # whoever reads a pipe would wait for ever
@@ -350,11 +348,11 @@ def _us(ns: float | None) -> str:
     return "-" if ns is None else f"{ns / 1e3:,.1f} us"
 
 
-def _print(views: list[ProcessView], offloads: list[Benefit], nothing: str) -> None:
+def _print(views: list[ProcessView], offloads: list[Benefit]) -> None:
     from rich.console import Console
 
     console = Console()
-    console.print(render(views, nothing=nothing, width=console.width, offloads=offloads), soft_wrap=not views)
+    console.print(render(views, width=console.width, offloads=offloads))
 
 
 def _watch(live: Any, interval: float, offloads: Offloads) -> None:

@@ -82,7 +82,8 @@ def _line(one: Triage) -> str:
     full = [queue for queue in one.queues if queue.verdict == "found"]
     shown = full or [queue for queue in one.queues if queue.verdict == "undecided"]
     lost = ms(one.lost_ns) if one.lost_ns and one.verdict == "found" else "-"
-    ceiling = f"{full[0].ceiling:,}" if full else "-"  # a channel's is of no one stream
+    known = full and full[0].ceiling > 0  # a channel's is of no one stream, and a depth may not be known
+    ceiling = f"{full[0].ceiling:,}" if known else "-"
     stream = shown[0].title + (f" and {len(shown) - 1} more" if len(shown) > 1 else "") if shown else "-"
     return _row(_QUEUE[one.verdict], lost, ceiling, stream, plain(str(one.path)))
 

@@ -30,7 +30,7 @@ class PinnedList:
     """Pinned memory for the copies of one launch; it must not change until that launch has completed."""
 
     def __init__(self, runtime: Runtime, capacity: int) -> None:
-        """Allocates room for `capacity` copies."""
+        """Allocates memory for `capacity` copies."""
         self._buffer = Buffer(runtime, max(capacity, 1) * COPY.itemsize, "pinned")
         self.native = CopyList(self._buffer.address, self._buffer.address, capacity)
 
@@ -95,7 +95,7 @@ def submit_copies(
         for copy in copies:
             runtime.memcpy_async(int(copy["dst"]), int(copy["src"]), int(copy["bytes"]), direction, stream)
         return len(copies)
-    number, places = METHOD_NAMES.index(method), ct.c_uint32()
+    number, slots = METHOD_NAMES.index(method), ct.c_uint32()
     submitted, made = ct.c_uint32(), ct.c_uint32()
     native = ct.byref(pinned.native) if pinned else None
     capacity = pinned.native.capacity if pinned else 0
@@ -110,7 +110,7 @@ def submit_copies(
             1 << 30,
             1 << 62,
             capacity,
-            ct.byref(places),
+            ct.byref(slots),
         )
         if not taken or (at and method != "batch"):  # a list belongs to one launch
             raise UsageError(f"{method} cannot take these copies here ({len(copies):,}, {direction})")

@@ -288,7 +288,7 @@ class Runtime:
         self.call("cudaEventDestroy", event)
 
     def event_record(self, event: int, stream: int) -> None:
-        """Marks this point of the stream; takes one place in its launch queue."""
+        """Marks this point of the stream; takes one slot of its launch queue."""
         self.call("cudaEventRecord", event, stream)
 
     def event_query(self, event: int) -> bool:

@@ -53,7 +53,7 @@ def find(joined: JoinedRecording) -> Finding | None:
             ),
             Evidence(f"{max(users.values())} threads submit to that stream", max(users.values()), "1", COUNTED),
             Evidence(
-                f"{in_use} streams are in use; torch hands out {TORCH_POOL} for each priority, then the first again",
+                f"{in_use} streams are in use; torch has {TORCH_POOL} for each priority and then repeats them",
                 in_use,
                 "1",
                 INFERRED,
@@ -66,7 +66,8 @@ def find(joined: JoinedRecording) -> Finding | None:
                 share=1.0,
             ),
             Change(
-                "Compare .cuda_stream of what torch.cuda.Stream() returns with the streams in use, and draw again",
+                "Compare .cuda_stream of what torch.cuda.Stream() returns with the streams in use, "
+                "and ask for another where they are equal",
                 share=1.0,
             ),
             deeper(joined, found, "alias"),

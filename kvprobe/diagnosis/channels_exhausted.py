@@ -56,7 +56,7 @@ def find(joined: JoinedRecording) -> Finding | None:
                 MEASURED,
             ),
             Evidence(
-                f"the streams that share what was full held {found.channel_total} together",
+                f"the streams that share the full queue held {found.channel_total} together",
                 found.channel_total,
                 "1",
                 found.channels_how,

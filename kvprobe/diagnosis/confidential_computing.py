@@ -70,8 +70,7 @@ def find(joined: JoinedRecording) -> Finding | None:
             Evidence("the driver says that Confidential Computing is on", 1, "1", "reported by the driver (NVML)"),
             Evidence(
                 f"{len(rows):,} copies of {moved / 1e6:.1f} MB together blocked their threads for {ms(lost)} while "
-                f"their "
-                f"queues had room: {rate / 1e9:.2f} GB/s",
+                f"their queues had free slots: {rate / 1e9:.2f} GB/s",
                 lost,
                 "ns",
                 MEASURED,
@@ -85,7 +84,7 @@ def find(joined: JoinedRecording) -> Finding | None:
                         COUNTED,
                     ),
                 )
-                if len(over)
+                if over.any()
                 else ()
             ),
             Evidence(f"{ms(mine)} of it on threads that launch compute", mine, "ns", MEASURED),

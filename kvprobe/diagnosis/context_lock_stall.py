@@ -72,11 +72,14 @@ def find(joined: JoinedRecording) -> Finding | None:
         ns,
         evidence=(
             said(joined, rows, ns, "was inside a slow submission"),
-            Evidence(
-                f"{whole} of them lie inside it for at least 80% of their length",
-                whole,
-                "calls",
-                INFERRED,
+            *(
+                (
+                    Evidence(
+                        f"{whole:,} of them lie inside it for at least 80% of their length", whole, "calls", INFERRED
+                    ),
+                )
+                if whole
+                else ()
             ),
             Evidence(
                 f"the longest such submission is {joined.text(joined.name[worst])} of thread "

@@ -1,7 +1,7 @@
-"""What more room in a full launch queue would save: the recorded calls, played again against a deeper queue.
+"""What more slots in a full launch queue would save: the recorded calls, played again against a deeper queue.
 
 A thread that submits to a queue of depth D waits, for each submission, until the one D before it has been executed. The
-recording tells when that was: by the execution itself, else by the return of the call that waited for its place. With
+recording tells when that was: by the execution itself, else by the return of the call that waited for its slot. With
 a depth D' the same call waits for the one D' before it, and what is spared lets the thread go on earlier, up to its
 next wait for the device. The device's own schedule is taken as recorded: while a queue is full, it has work. Where a
 queue was found empty the device goes on with the thread, so the burst that begins there is played for itself.
@@ -94,13 +94,13 @@ def _replayed(joined: JoinedRecording, streams: Array, rows: Array, ns: Array, d
     total = int(ns.sum())
     if depth <= 0 or total <= 0:
         return 0.0
-    room = max(int(depth * factor), depth)
+    slots = max(int(depth * factor), depth)
     records = counted_records(joined, streams)
     members = np.append(np.flatnonzero(joined.submits & np.isin(joined.stream, streams)), records)
     members = members[np.argsort(joined.start[members], kind="stable")]
     lost = np.zeros(len(joined.start), dtype=np.int64)
     np.add.at(lost, rows, ns)
-    # When each had made room: the call `depth` later that waited for its place returned then, however late it woke.
+    # When each had freed its slot: the call `depth` later that waited for it returned then, however late it woke.
     done = np.where(joined.exec_end[members] >= 0, joined.exec_end[members], _LONG_AGO)
     if len(records) and len(streams) == 1:  # a record of an event is done with all that its stream was given before
         done = np.maximum.accumulate(done)
@@ -108,7 +108,7 @@ def _replayed(joined: JoinedRecording, streams: Array, rows: Array, ns: Array, d
     waited = lost[later] > 0
     done[: len(later)][waited] = np.maximum(done[: len(later)], joined.end[later])[waited]
     needed = np.full(len(joined.start), _LONG_AGO, dtype=np.int64)  # by each call, before it can return
-    needed[members[room:]] = done[: max(len(members) - room, 0)]
+    needed[members[slots:]] = done[: max(len(members) - slots, 0)]
     # A wait for the device ends when the device is done, however early it begins. A pageable copy is one where it took
     # longer than to stage its bytes; else it went past whatever was in front of it.
     staged = (joined.memory == Memory.PAGEABLE) & (joined.dur <= STAGED_NS + joined.bytes / STAGED_BYTES_PER_NS)

@@ -23,7 +23,8 @@ class Description:
         cause: its name, as in `check --no NAME` and in every report.
         summary: one sentence.
         parts: (heading, text) pairs in the order of the docstring: Mechanism, Signature, Needs, Time lost, Predicted
-            saving, Source, as far as they are there. What has no heading stands under "".
+            saving, Source, as far as they are there. What has no heading stands under "". A line of a text that
+            begins with "- " is an item of a list.
     """
 
     cause: str
@@ -41,8 +42,22 @@ def describe(cause: str) -> Description:
     parts: list[tuple[str, str]] = []
     for paragraph in filter(None, (one.strip() for one in rest.split("\n\n"))):
         # headings begin a paragraph or a sentence of one
-        pieces = _HEADING.split(re.sub(r"\n(?![*|-])", " ", paragraph))
+        pieces = _HEADING.split(_unwrapped(paragraph))
         if pieces[0].strip():
             parts.append(("", pieces[0].strip()))
         parts += zip(pieces[1::2], (text.strip() for text in pieces[2::2]), strict=True)
     return Description(cause, summary.strip(), tuple(parts))
+
+
+def _unwrapped(paragraph: str) -> str:
+    """The paragraph on one line, but for the items of a list in it and what follows the last of them."""
+    out: list[str] = []
+    listed = False
+    for line in paragraph.splitlines():
+        item, goes_on = line.startswith((" - ", "- ")), line.startswith("  ")
+        if not out or item or (listed and not goes_on):
+            out.append(line.strip())
+        else:
+            out[-1] += f" {line.strip()}"
+        listed = item or (listed and goes_on)
+    return "\n".join(out)

@@ -46,7 +46,7 @@ class Failed:
     kind: int
     code: int
     count: int
-    made: int
+    calls: int
     rows: Array
 
     @property
@@ -57,8 +57,8 @@ class Failed:
     @property
     def said(self) -> str:
         """How many of how many calls returned it."""
-        part = f", {share(self.count, self.made)}" if self.made > self.count else ""
-        return f"{self.count:,} of {self.made:,} calls of {self.name}{part}, returned {self.error}"
+        part = f", {share(self.count, self.calls)}" if self.calls > self.count else ""
+        return f"{self.count:,} of {self.calls:,} calls of {self.name}{part}, returned {self.error}"
 
 
 def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
@@ -152,7 +152,7 @@ def _severity(real: list[Failed]) -> Severity:
     """By the part of the calls of one name that failed; whatever fails for good is critical."""
     if not real:
         return "info"
-    worst = any(one.code in STICKY or one.count >= CRITICAL * one.made for one in real)
+    worst = any(one.code in STICKY or one.count >= CRITICAL * one.calls for one in real)
     return "critical" if worst else "warning"
 
 
@@ -164,5 +164,6 @@ def _first_of(joined: JoinedRecording, one: Failed) -> list[Evidence]:
     after = int(joined.start[row]) - int(joined.start.min())
     traced = longest(joined, np.array([row]), np.zeros(1, dtype=np.int64))
     line = f", at {traced[0].line}" if traced and traced[0].line else ""
-    text = f"the first one: {ms(after)} after the first call, by thread {int(joined.thread[row])}{line}"
+    when = f"{ms(after)} after the first call" if after else "the first call of the recording"
+    text = f"the first one: {when}, by thread {int(joined.thread[row])}{line}"
     return [Evidence(text, after, "ns")]

@@ -10,8 +10,8 @@ saturation the stream executes all the time and each call waits for one operatio
 opened is plain saturation and is counted there.
 
 Time lost: the part of the blocked calls in which the stream stood still. Predicted saving: all of it where the store is
-submitted after the forward; of more room, the calls played again (`deeper_queue`): the first copy too many blocks
-for the rest of the forward, however many found room before it.
+submitted after the forward; of more slots, the calls played again (`deeper_queue`): the first copy too many blocks
+for the rest of the forward, however many found a slot before it.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def said(joined: JoinedRecording, rows: Array, ns: Array, what: str) -> Evidence
     names = ", ".join(sorted({joined.text(i) for i in distinct(joined.name[rows])}))
     lost = int(ns.sum())
     return Evidence(
-        f"{names}: {len(rows):,} calls, {ms(lost)} of them while another thread {what}; they end with it",
+        f"{names}: {len(rows):,} calls, blocked for {ms(lost)} while another thread {what}, and until it had ended",
         lost,
         "ns",
         MEASURED,

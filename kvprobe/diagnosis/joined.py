@@ -48,12 +48,18 @@ if TYPE_CHECKING:
 Array: TypeAlias = npt.NDArray[Any]
 T = TypeVar("T")
 
-__all__ = ["SLOW_NS", "JoinedRecording", "Ledger", "ms", "share"]
+__all__ = ["SLOW_NS", "JoinedRecording", "Ledger", "ms", "share", "size"]
 
 SLOW_NS = 60_000  # a submission this long is worth an explanation: ten times any recorder's cost per call
 CRITICAL, WARNING = 0.10, 0.01
 LOUD = 0.3  # of a GPU's window: what no cause explains is critical from here, a warning from CRITICAL
 NOTHING_COMPUTES = "cannot tell, because no kernel follows in the recording, so nothing shows whether a model waited"
+
+
+def size(count: float) -> str:
+    """Bytes in the unit that a person would take, of three digits."""
+    unit, scale = next((one for one in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)) if count >= one[1]), ("bytes", 1.0))
+    return f"{count / scale:,.3g} {unit}" if count < 1e12 else f"{count / scale:,.0f} {unit}"
 
 
 def ms(ns: float) -> str:

@@ -1,7 +1,7 @@
 """The launch queue behind a stream is full: each further submission waits until an earlier one has been served.
 
 Mechanism: a stream takes about a thousand submissions (1,021 on an H200, 1,022 on a V100, 1,135 to 1,141 seen on an
-H100). The next call blocks until the device has made room, so a call that costs a microsecond takes as long as the
+H100). The next call blocks until the device has freed a slot, so a call that costs a microsecond takes as long as the
 operation in front of the queue, on the thread that submits.
 
 Signature: all three of (see `recordings.occupancy`) depths that stop at a plateau, calls that cost more there than
@@ -9,7 +9,7 @@ below it, returns that follow the stream's progress more closely than chance. Or
 command buffer full), which is used where it is there and compared with the inference. Deep and cheap is healthy; slow
 and shallow is another cause. Where one of the three is missing this abstains and says which.
 
-Predicted saving: of each change the calls played again with the room that it alone gives (`deeper_queue`): queues
+Predicted saving: of each change the calls played again with the slots that it alone adds (`deeper_queue`): queues
 four times as deep; a stream for each transfer, up to the machine's channels (else CUDA's default of 4) times as deep;
 batches, eight times. `CUDA_DEVICE_MAX_CONNECTIONS` gives one stream nothing, and is not among them.
 """
@@ -103,7 +103,7 @@ def _slow_records(joined: JoinedRecording) -> Finding | None:
 
 
 def _crowded(joined: JoinedRecording) -> Finding | None:
-    """Slow copies whose own stream had room while those of their direction together held what a channel takes."""
+    """Slow copies whose own stream had free slots while those of their direction together held what a channel takes."""
     seen = joined.submits & np.isin(joined.direction, (Direction.H2D, Direction.D2H)) & (joined.exec_end >= 0)
     left = np.minimum(joined.host.free_ns, joined.excess_ns)
     slow = seen & joined.slow & (joined.host.owner < 0) & (joined.memory != Memory.PAGEABLE)
@@ -137,7 +137,7 @@ def _crowded(joined: JoinedRecording) -> Finding | None:
         "together what a channel takes",
         record="Record with the PyTorch profiler of June 2026 or later, which tells channels; or run once with "
         "CUDA_DEVICE_MAX_CONNECTIONS=32 and compare",
-        chart=joined.slow_calls_chart(rows, "Slow submissions of streams with room"),
+        chart=joined.slow_calls_chart(rows, "Slow submissions of streams whose queues had free slots"),
     )
 
 
@@ -234,8 +234,8 @@ def _of_queues(found: Full) -> list[Evidence]:
     if np.isfinite(first.aligned):
         evidence.append(
             Evidence(
-                f"{first.aligned:.0%} of them return when their stream moves on; by chance "
-                f"it would be {first.chance:.0%}",
+                f"{first.aligned:.0%} of them return when their stream moves on; "
+                f"by chance it would be {first.chance:.0%}",
                 first.aligned,
                 "1",
                 MEASURED,

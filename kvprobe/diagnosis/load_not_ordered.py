@@ -83,8 +83,10 @@ def _unordered(joined: JoinedRecording, process: int, rows: Array) -> _Unordered
             MEASURED,
         ),
         Evidence(
-            f"compute streams waited for events {len(device_side)} times, the host waited or asked "
-            f"{len(host_side)} times, in {count} bursts",
+            f"compute streams waited for events {len(device_side):,} times, the host waited or asked "
+            f"{len(host_side):,} times, in {count} bursts"
+            if len(device_side) or len(host_side)
+            else f"in {count} bursts neither a compute stream nor the host ever waited for an event",
             ordering,
             "calls",
             COUNTED,

@@ -14,7 +14,7 @@ from kvprobe.recordings.model import Memory
 
 __all__ = ["merged", "near"]
 
-LEAST_FACTOR = 1.25  # times fewer places: below it a full queue stays full
+LEAST_FACTOR = 1.25  # times fewer slots: below it a full queue stays full
 
 
 def near(joined: JoinedRecording) -> Neighbours:
@@ -27,21 +27,21 @@ def _near(joined: JoinedRecording) -> Neighbours:
 
 
 def merged(joined: JoinedRecording, found: Full, shape: str) -> tuple[Change, ...]:
-    """Merging before the call, with what it saves of one shape of blocked calls; nothing where it frees few places.
+    """Merging before the call, with what it saves of one shape of blocked calls; nothing where it frees few slots.
 
     A queue that takes 1,021 submissions takes as many pieces: with k copies to a piece it is k times as deep.
     """
     streams = np.union1d(list(found.crowded) if shape == "channels" else [], distinct(joined.stream[found.rows[shape]]))
     given = joined.submits & np.isin(joined.stream, streams)
-    places = int(given.sum())
+    slots = int(given.sum())
     saved = int((given & near(joined).continues & (joined.memory != Memory.PAGEABLE)).sum())
-    if not saved or places < LEAST_FACTOR * (places - saved):
+    if not saved or slots < LEAST_FACTOR * (slots - saved):
         return ()
     return (
         Change(
             "Merge neighbouring copies before the call, up to the end of their allocation or registration: "
-            f"{saved:,} of {places:,} submissions on these streams continue the copy before them on both sides, so "
-            f"{places - saved:,} places would do",
-            share=spared(joined, found, shape, places / max(places - saved, 1)),
+            f"{saved:,} of {slots:,} submissions on these streams continue the copy before them on both sides, so "
+            f"{slots - saved:,} slots would do",
+            share=spared(joined, found, shape, slots / max(slots - saved, 1)),
         ),
     )

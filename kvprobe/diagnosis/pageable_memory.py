@@ -20,7 +20,7 @@ import numpy as np
 
 from kvprobe.account import Line
 from kvprobe.diagnosis.finding import COUNTED, LABELLED, MEASURED, Change, Evidence, Finding, cause_of
-from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share, size
 from kvprobe.diagnosis.llama_cpp import LLAMA_CPP, changes, programs
 from kvprobe.diagnosis.queue_full import queue_blocked
 from kvprobe.recordings.model import CallKind, Direction, Memory
@@ -131,7 +131,7 @@ def _of_calls(joined: JoinedRecording, rows: Array, lost: int, pageable: Array) 
             "calls",
             LABELLED.replace("labelled", "named"),
         ),
-        Evidence(f"they moved {moved / 1e6:.1f} MB at {rate / 1e9:.2f} GB/s", rate, "bytes/s", MEASURED),
+        Evidence(f"they moved {size(moved)} at {size(rate)}/s", rate, "bytes/s", MEASURED),
     ]
 
 

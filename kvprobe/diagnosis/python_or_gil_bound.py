@@ -167,8 +167,9 @@ def _by_submissions(joined: JoinedRecording) -> Finding | None:
         ),
         evidence=(
             Evidence(
-                f"{len(rows):,} pauses between calls, {ms(typical)} each (median), {calls:,} of them before a "
-                "submission: the interpreter's switch interval of 5 ms, once for each thread that held its lock",
+                f"{len(rows):,} pauses between calls, {ms(typical)} each (median)"
+                + (f", {calls:,} of them before a submission" if calls else "")
+                + ": the interpreter's switch interval of 5 ms, once for each thread that held its lock",
                 typical,
                 "ns",
                 INFERRED,

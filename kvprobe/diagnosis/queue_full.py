@@ -33,7 +33,7 @@ from kvprobe.launchqueue.evidence import Regular, StoodStill
 from kvprobe.launchqueue.judge import conclude
 from kvprobe.recordings.intervals import Cover, ascending, distinct
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory, Recording, Table
-from kvprobe.recordings.numbered import places_each
+from kvprobe.recordings.numbered import slots_each
 from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, occupancy
 
 __all__ = ["UNSETTLED_SHARE", "Full", "full", "queue_blocked"]
@@ -56,7 +56,7 @@ class Full:
         channel_total: deepest that streams sharing a channel were together; 0 where that was not needed.
         channels_how: how sharing is known.
         open_reason: why a queue that might have been full could not be told; "" where none.
-        open_rows: its slow calls at the top; `open_ns`: how much longer each took than with room.
+        open_rows: its slow calls at the top; `open_ns`: how much longer each took than with a free slot.
         open_ns: see there.
     """
 
@@ -120,7 +120,7 @@ def _pooled(recording: Recording, joined: JoinedRecording) -> Recording | None:
 
 
 def _shared_channels(joined: JoinedRecording, own: Occupancy, result: Full) -> tuple[Array, Array]:
-    """Calls blocked by a channel although their own stream had room: (rows, ns)."""
+    """Calls blocked by a channel although their own stream had free slots: (rows, ns)."""
     recording = joined.recording
     none = np.zeros(0, dtype=np.int64)
     if not recording.has_executions or not recording.streams.rows:
@@ -253,7 +253,7 @@ def _split(joined: JoinedRecording) -> Full:
         if not len(rows):
             continue
         result.queues.append(queue)
-        # What blocked in a crowded channel with room on its own stream, by whichever analysis, is the channel's.
+        # What blocked in a crowded channel with free slots on its own stream, by whichever analysis, is the channel's.
         if queue.stream in result.crowded:
             roomy = own.depth[rows] < FULL_SHARE * result.crowded[queue.stream]
             rows_of["channels"].append(rows[roomy])
@@ -289,7 +289,7 @@ def _unsettled(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, 
     take a good part of the time together.
 
     Returns:
-        Rows of `calls`; how much longer each took than one that finds room, ns.
+        Rows of `calls`; how much longer each took than one that finds a slot, ns.
     """
     judged = (joined.memory[queue.calls] != Memory.PAGEABLE) & (joined.kind[queue.calls] != CallKind.GRAPH)
     top = queue.depth[judged] > FULL_SHARE * queue.depth.max()
@@ -311,7 +311,7 @@ def _unsettled(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, 
 def _near_the_top(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Array]:
     """The blocked calls of a full queue, and those a little below its plateau that waited in the same way.
 
-    Where room is handed on late (in chunks, or by a scheduler that was itself held up), the operations that ended in
+    Where slots are freed late (in chunks, or by a scheduler that was itself held up), the operations that ended in
     the meantime make the queue look less full than the caller found it.
     """
     rows, ns = queue.calls[queue.blocked], queue.blocked_ns[queue.blocked]
@@ -382,7 +382,7 @@ def _regular(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Ar
     """
     none = np.zeros(0, dtype=np.int64)
     deepest = int(queue.depth.max(initial=0))
-    each = places_each(joined.recording, queue)
+    each = slots_each(joined.recording, queue)
     depth = float(joined.recording.machine.get("queue_depth") or 0) / each
     if queue.graphs or len(queue.ends) < LEAST_DELAYS:
         return none, none

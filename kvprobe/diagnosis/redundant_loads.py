@@ -270,7 +270,9 @@ def _evidence(joined: JoinedRecording, found: _Repeated) -> list[Evidence]:
         *(
             (
                 Evidence(
-                    f"of {compared:,} looks at a source's bytes {equal:,} found those of the load before", equal, "1"
+                    f"{equal:,} of the {compared:,} sources whose bytes were compared held those of the load before",
+                    equal,
+                    "1",
                 ),
             )
             if compared

@@ -96,7 +96,9 @@ def find(joined: JoinedRecording) -> Finding | None:
                 MEASURED,
             ),
             Evidence(
-                f"their streams were told to wait for an event {len(on_stores)} times in {count} bursts",
+                f"their streams were told to wait for an event {len(on_stores):,} times in {count} bursts"
+                if len(on_stores)
+                else f"in {count} bursts their streams were never told to wait for an event",
                 len(on_stores),
                 "calls",
                 COUNTED,

@@ -65,7 +65,7 @@ def _before(joined: JoinedRecording, rows: Array) -> Array:
 
 
 def _read_back(joined: JoinedRecording, rows: Array, last: Array, kernels: Array) -> Array:
-    """Mask over waits: for a small copy to the host on a stream of kernels, with nothing launched behind it."""
+    """Mask over waits: for a small copy to the host on a stream of kernels, the newest thing launched."""
     at = np.maximum(last, 0)
     mask: Array = (
         (last >= 0)
@@ -248,19 +248,31 @@ def _waited(joined: JoinedRecording, rows: Array, ns: Array, back: Array) -> Fin
                 "ns",
                 MEASURED if seen else INFERRED,
             ),
-            Evidence(
-                f"{int(back.sum()):,} of them wait for a result of at most 64 KiB that is read back, with nothing "
-                "launched behind it",
-                int(back.sum()),
-                "calls",
-                MEASURED if seen else INFERRED,
+            *(
+                (
+                    Evidence(
+                        f"{int(back.sum()):,} of them read back a result of at most 64 KiB before the thread had "
+                        "launched anything else",
+                        int(back.sum()),
+                        "calls",
+                        MEASURED if seen else INFERRED,
+                    ),
+                )
+                if back.any()
+                else ()
             ),
             Evidence(f"most of it in {worst}: {ms(names[worst])}", names[worst], "ns", MEASURED),
-            Evidence(
-                f"{int(implicit[rows].sum())} of them are synchronous by their nature (cudaMemcpy)",
-                int(implicit[rows].sum()),
-                "calls",
-                COUNTED,
+            *(
+                (
+                    Evidence(
+                        f"{int(implicit[rows].sum()):,} of them are calls that always wait (cudaMemcpy)",
+                        int(implicit[rows].sum()),
+                        "calls",
+                        COUNTED,
+                    ),
+                )
+                if implicit[rows].any()
+                else ()
             ),
         ),
         cure=(

@@ -39,7 +39,9 @@ def find(joined: JoinedRecording) -> Finding | None:
     if known.any():
         evidence.append(
             Evidence(
-                f"at most {int(deep[known].max())} submissions were outstanding on their streams",
+                f"at most {int(deep[known].max()):,} submissions were outstanding on their streams"
+                if deep[known].any()
+                else "nothing was outstanding on their streams",
                 int(deep[known].max()),
                 "1",
                 INFERRED,
@@ -54,7 +56,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         left[rows],
         evidence=evidence,
         because="these calls overlap nothing that the recorder labelled, copy no pageable memory, are not first calls, "
-        "and were made while their queues had room"
+        "and were made while their queues had free slots"
         if known.any()
         else "the recording does not show how full the launch queues were",
         record=f"Record again with Python stacks (`kvprobe run {again}-- COMMAND`), or with Nsight Systems' scheduling "

@@ -105,7 +105,7 @@ def missing(recording: Recording, window: ServingWindow | None = None) -> list[M
 
 
 def _unseen_records(recording: Recording) -> list[Missing]:
-    """Records of events that waited, each too short to be kept: they take places of a queue as submissions do."""
+    """Records of events that waited, each too short to be kept: they take slots of a queue as submissions do."""
     totals, calls = recording.totals, recording.calls
     named = np.array(["eventrecord" in name.lower() for name in recording.names] or [False])
     rows = np.flatnonzero(named[totals["name"]]) if len(recording.histograms) == totals.rows else np.zeros(0, np.int64)

@@ -66,11 +66,17 @@ def find(joined: JoinedRecording) -> Finding | None:
             "ns",
             MEASURED,
         ),
-        Evidence(
-            f"{share(lost - slow, lost)} of it the link carried all it can",
-            lost - slow,
-            "ns",
-            MEASURED,
+        *(
+            (
+                Evidence(
+                    f"for {share(lost - slow, lost)} of that time the link ran at its limit",
+                    lost - slow,
+                    "ns",
+                    MEASURED,
+                ),
+            )
+            if lost > slow
+            else ()
         ),
         *_submitted(joined, rows, at_once),
     ]

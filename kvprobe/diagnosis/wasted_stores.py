@@ -118,7 +118,7 @@ def _there_already(joined: JoinedRecording, stores: Array) -> Finding | None:
     small = at_least and not joined.notable(lost, joined.span_ns)
     return joined.finding(
         CAUSE,
-        "{calls} stores brought bytes that the host had"
+        "{calls} stores copied bytes that the host already had"
         + ("" if small else ": at least {lost}" if at_least else ": {lost}"),
         "likely",
         Loss(
@@ -133,14 +133,14 @@ def _there_already(joined: JoinedRecording, stores: Array) -> Finding | None:
         severity="info" if small else None,
         evidence=(
             Evidence(
-                f"{len(wasted):,} of {len(stores):,} stores, {size / 1e6:,.1f} MB, brought what was there: "
+                f"{len(wasted):,} of {len(stores):,} stores, {size / 1e6:,.1f} MB, wrote bytes that were there: "
                 f"{share(size, stored)} of all stored bytes",
                 size,
                 "bytes",
                 INFERRED,
             ),
             Evidence(
-                f"of {looks.compared:,} looks at a destination {looks.equal:,} found the bytes of the look before",
+                f"{looks.equal:,} of the {looks.compared:,} destinations whose bytes were compared held them already",
                 looks.equal,
                 "1",
             ),

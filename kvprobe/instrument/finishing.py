@@ -24,6 +24,11 @@ __all__ = ["finish", "show"]
 log = logging.getLogger("kvprobe")
 
 _STACKS = re.compile(r"stacks-(\d+)\.jsonl")
+_NVIDIA = Path("/dev/nvidiactl")
+_NO_GPU = (
+    "this machine has no NVIDIA GPU, so torch refuses device='cuda' (a CPU build says \"not compiled with CUDA\"):"
+    " `kvprobe run` plays no GPU, only `pytest --kvprobe` does, for tests"
+)
 _SHOWN = 3  # warnings that the user is shown; all are in end.json and in the report
 
 
@@ -66,7 +71,7 @@ def finish(
     if options.get("report") == "none":
         return [*_as_warnings(warnings), f"recording in {folder.path}"]
     report = Path(options.get("report") or folder.path / "report.html")
-    # a process of its own: the report needs rooms that nothing here may import, and may need much memory
+    # a process of its own: the report needs modules that nothing here may import, and may need much memory
     command = [sys.executable, "-m", "kvprobe", "report", str(folder.path), "-o", str(report), "-f"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -156,7 +161,8 @@ def _why_nothing(program: str, checked_in: bool) -> str:
     if reason:
         return f"no process of the command could be recorded: {program}: {reason}"
     if checked_in:
-        return "the command's Python processes loaded kvprobe, and none of them made a CUDA call that kvprobe records"
+        none = "the command's Python processes loaded kvprobe, and none of them made a CUDA call that kvprobe records"
+        return none if _NVIDIA.exists() else f"{none}; {_NO_GPU}"
     return (
         "no process of the command loaded kvprobe: none made a CUDA call that kvprobe records, or the command emptied"
         " its environment, removed LD_PRELOAD, or runs its work in statically linked, setuid or musl programs, or"

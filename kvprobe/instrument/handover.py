@@ -16,15 +16,15 @@ from kvprobe.errors import KvprobeError
 from kvprobe.instrument.adapter import Adapter
 from kvprobe.instrument.device import Device, device_of
 from kvprobe.instrument.hooks import Call
-from kvprobe.instrument.submissions import POOLED, Bounds, Copies, Handed, Rung, submission_event
+from kvprobe.instrument.submissions import POOLED, Bounds, Copies, HandOver, Rung, submission_event
 from kvprobe.instrument.transfers import CopyPath
 
-__all__ = ["CopyAdapter", "Ends", "Taken"]
+__all__ = ["CopyAdapter", "TransferEvents", "TransferPart"]
 
 log = logging.getLogger("kvprobe")
 
 
-class Ends(NamedTuple):
+class TransferEvents(NamedTuple):
     """What a server has of a transfer: the stream, its start event (None: it has none) and the event of its end."""
 
     stream: Any
@@ -32,7 +32,7 @@ class Ends(NamedTuple):
     end: Any
 
 
-class Taken(NamedTuple):
+class TransferPart(NamedTuple):
     """Calls of a transfer that become one job of the submitter.
 
     Attributes:
@@ -47,18 +47,20 @@ class Taken(NamedTuple):
     slots: tuple[tuple[list[Any], int], ...] = ()
 
 
-class _Again:
+class _Fallback:
     """A part whose submission failed, in the server's own way; once, whichever event notices it first."""
 
-    def __init__(self, adapter: CopyAdapter, path: CopyPath, stream: Any, part: Taken, handed: Handed) -> None:
-        self.adapter, self.path, self.stream, self.part, self.handed = adapter, path, stream, part, handed
-        self.made = False
+    def __init__(
+        self, adapter: CopyAdapter, path: CopyPath, stream: Any, part: TransferPart, hand_over: HandOver
+    ) -> None:
+        self.adapter, self.path, self.stream, self.part, self.hand_over = adapter, path, stream, part, hand_over
+        self.done = False
 
     def __call__(self) -> None:
-        if self.made:
+        if self.done:
             return
-        self.made = True
-        error = self.handed.error
+        self.done = True
+        error = self.hand_over.error
         log.warning("kvprobe: %s: copies are made again by the server's own code: %s", self.adapter.name, error)
         if self.path.auto is not None:
             self.path.auto.refuse(POOLED, f"a transfer failed: {error}")
@@ -70,7 +72,7 @@ class CopyAdapter(Adapter):
 
     Attributes:
         rungs: the base and the candidates.
-        queued: whether every copy of the server's takes a place in the launch queue.
+        queued: whether every copy of the server's takes a slot of the launch queue.
         handlers: paths by handler and direction.
         path: of the transfer that is being submitted.
         module: of the server; its `torch` makes streams.
@@ -102,15 +104,15 @@ class CopyAdapter(Adapter):
         """
         raise NotImplementedError
 
-    def jobs(self, handler: Any, path: CopyPath) -> list[Taken]:
+    def jobs(self, handler: Any, path: CopyPath) -> list[TransferPart]:
         """The jobs that the taken calls become; none: there is nothing to copy."""
-        return [Taken(self.copies(handler, path), self._taken)]
+        return [TransferPart(self.copies(handler, path), self._taken)]
 
-    def ends(self, handler: Any, job_id: Any, result: Any) -> Ends:
+    def transfer_events(self, handler: Any, job_id: Any, result: Any) -> TransferEvents:
         """Stream and events of the newest transfer, for which the server's function returned `result`."""
         raise NotImplementedError
 
-    def tell_ends(self, handler: Any, job_id: Any, result: Any, start: Any, end: Any) -> Any:
+    def replace_events(self, handler: Any, job_id: Any, result: Any, start: Any, end: Any) -> Any:
         """Puts other events in the place of those; what the server's function is to return."""
         raise NotImplementedError
 
@@ -144,7 +146,7 @@ class CopyAdapter(Adapter):
         for paths in list(self.handlers.values()):
             yield from paths.values()
 
-    def made(self, call: Call, handler: Any, *args: Any, **kwargs: Any) -> Any:
+    def around_init(self, call: Call, handler: Any, *args: Any, **kwargs: Any) -> Any:
         """Around a handler's constructor: pools are filled now, not on the hot path."""
         result = call()
         self.device()
@@ -168,7 +170,7 @@ class CopyAdapter(Adapter):
         self.path, self._taken = path, []
         try:
             result = call()
-            if path.handing:
+            if path.hands_over:
                 result = self.hand_over(handler, path, job_id, result)
         except BaseException:
             if call.error is not None:  # the server's own; after one of ours `step_aside` sees to what was taken
@@ -183,55 +185,56 @@ class CopyAdapter(Adapter):
         """Gives the taken calls to the submitter, behind what the transfer's stream holds; else they are made now."""
         if not self._taken:
             return result
-        stream, start, end = self.ends(handler, job_id, result)
+        stream, start, end = self.transfer_events(handler, job_id, result)
         try:
             parts = self.jobs(handler, path)
-            handed = self._hand(path, parts, stream) if parts else None
+            hand_over = self._hand(path, parts, stream) if parts else None
         except Exception as error:
             if path.auto is not None:
                 path.auto.refuse(POOLED, f"the submitter did not take a transfer: {error}")
-            path.stay()
+            path.keep_with_server()
             self._make_taken(path, stream, end)
             if isinstance(error, KvprobeError):
                 return result
             raise
-        if handed is None:
-            path.stay()
+        if hand_over is None:
+            path.keep_with_server()
             self._make_taken(path, stream, end)
             return result
-        agains = [
-            _Again(self, path, stream, part, Handed([one])) for part, one in zip(parts, handed.parts, strict=True)
+        fallbacks = [
+            _Fallback(self, path, stream, part, HandOver([one]))
+            for part, one in zip(parts, hand_over.parts, strict=True)
         ]
-        for part, again in zip(parts, agains, strict=True):
+        for part, fallback in zip(parts, fallbacks, strict=True):
             for events, at in part.slots:
-                events[at] = submission_event(events[at], again.handed, path, again)
+                events[at] = submission_event(events[at], fallback.hand_over, path, fallback)
 
-        def again_all() -> None:
+        def fall_back() -> None:
             if start is not None:
                 with self.module.torch.cuda.stream(stream):
                     start.record(stream)
-            for again in agains:
-                if again.handed.failed:
-                    again()
+            for fallback in fallbacks:
+                if fallback.hand_over.failed:
+                    fallback()
             with self.module.torch.cuda.stream(stream):
                 end.record(stream)
 
-        start = start if start is None else submission_event(start, handed, path, again_all)
-        end = submission_event(end, handed, path, again_all)
-        result = self.tell_ends(handler, job_id, result, start, end)
-        path.add(0, handed.copies, handed.bytes, len(parts))
+        start = start if start is None else submission_event(start, hand_over, path, fall_back)
+        end = submission_event(end, hand_over, path, fall_back)
+        result = self.replace_events(handler, job_id, result, start, end)
+        path.add(0, hand_over.copies, hand_over.bytes, len(parts))
         self._taken = []
         return result
 
-    def _hand(self, path: CopyPath, parts: list[Taken], stream: Any) -> Handed:
+    def _hand(self, path: CopyPath, parts: list[TransferPart], stream: Any) -> HandOver:
         """One submission a part; the others follow the first, which waits for what the stream holds now."""
         assert path.device is not None
         live, copies = path.current, [part.copies for part in parts]
         since_ns, after = live.first_ns if live else 0, stream.cuda_stream
         given = path.device.submitter.submit_all(copies, path.direction, after=after, since_ns=since_ns)
-        handed = Handed(given)
-        path.handed(handed)
-        return handed
+        hand_over = HandOver(given)
+        path.note_hand_over(hand_over)
+        return hand_over
 
     def make(self, calls: list[Call], stream: Any) -> None:
         """Calls of the server's, on its stream."""
@@ -242,7 +245,7 @@ class CopyAdapter(Adapter):
     def _make_taken(self, path: CopyPath, stream: Any, end: Any) -> None:
         """What was taken, in the server's own way."""
         taken, self._taken = self._taken, []
-        path.behind(stream.cuda_stream)
+        path.fence(stream.cuda_stream)
         self.make(taken, stream)
         with self.module.torch.cuda.stream(stream):
             end.record(stream)
@@ -250,7 +253,7 @@ class CopyAdapter(Adapter):
     def _make_now(self, path: CopyPath, stream: Any) -> None:
         """The same to its end: an event that was recorded before it is true again."""
         taken, self._taken = self._taken, []
-        path.behind(stream.cuda_stream)
+        path.fence(stream.cuda_stream)
         self.make(taken, stream)
         stream.synchronize()
 

@@ -198,7 +198,7 @@ def _give_up(error: Exception) -> None:
     global _files, _given_up
     _files, _given_up = None, True
     log.warning(
-        "kvprobe: no metrics of process %d: %s; let TMPDIR, or %s where the server uses it, name a folder with room",
+        "kvprobe: no metrics of process %d: %s; let TMPDIR, or %s where the server uses it, name one with free space",
         os.getpid(),
         error,
         _SERVERS_OWN,

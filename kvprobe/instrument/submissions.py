@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from kvprobe.instrument.transfers import CopyPath, WatchedTransfer
     from kvprobe.offload.submitter import Submission
 
-__all__ = ["POOLED", "Bounds", "Copies", "Handed", "Rung", "SubmissionEvent", "submission_event"]
+__all__ = ["POOLED", "Bounds", "Copies", "HandOver", "Rung", "SubmissionEvent", "submission_event"]
 
 POOLED = Rung("pooled", "auto")
 
 
-class Handed:
+class HandOver:
     """Submissions that together are one transfer of a server, or a part of one, in their order."""
 
     __slots__ = ("parts",)
@@ -115,26 +115,26 @@ class Handed:
         return not any(part.faulty for part in self.parts)
 
 
-class _Held(NamedTuple):
+class _Submission(NamedTuple):
     """What an event stands for."""
 
-    handed: Handed
+    hand_over: HandOver
     path: CopyPath
     transfer: WatchedTransfer | None
-    again: Callable[[], None]
+    fall_back: Callable[[], None]
 
 
-def submission_event(event: Any, handed: Handed, path: CopyPath, again: Callable[[], None]) -> SubmissionEvent:
+def submission_event(event: Any, hand_over: HandOver, path: CopyPath, fall_back: Callable[[], None]) -> SubmissionEvent:
     """An event in the place of `event` that is reached when the submissions have ended.
 
     Args:
         event: the server's own; one made here before serves again.
-        handed: what it stands for.
+        hand_over: what it stands for.
         path: of the transfer; while it hands over, nothing need wait: the submitter keeps the order.
-        again: makes the copies in the server's own way and records the events, should a submission have failed.
+        fall_back: makes the copies in the server's own way and records the events, should a submission have failed.
     """
     made = event if isinstance(event, SubmissionEvent) else SubmissionEvent(event)
-    made.held = _Held(handed, path, path.current, again)
+    made.submission = _Submission(hand_over, path, path.current, fall_back)
     return made
 
 
@@ -145,12 +145,12 @@ class SubmissionEvent:
     events in a pool keeps those of a transfer's start and end together, so one of these never meets one of torch's.
     """
 
-    __slots__ = ("held", "own")
+    __slots__ = ("own", "submission")
 
     def __init__(self, own: Any) -> None:
         """Stands in front of `own`."""
         self.own = own
-        self.held: _Held | None = None
+        self.submission: _Submission | None = None
 
     def __getattr__(self, name: str) -> Any:
         """What else the server asks of its event."""
@@ -158,22 +158,22 @@ class SubmissionEvent:
 
     def _ended(self, *, wait: bool) -> bool | None:
         """None: it is the server's own event again; else whether the submissions have ended."""
-        held = self.held
-        if held is None:
+        submission = self.submission
+        if submission is None:
             return None
         if wait:
-            held.handed.wait()
-        if not held.handed.done:
+            submission.hand_over.wait()
+        if not submission.hand_over.done:
             return False
-        if not held.handed.failed:
+        if not submission.hand_over.failed:
             return True
-        self.held = None
-        held.again()
+        self.submission = None
+        submission.fall_back()
         return None
 
     def record(self, *args: Any, **kwargs: Any) -> Any:
         """The server's own event from now on."""
-        self.held = None
+        self.submission = None
         return self.own.record(*args, **kwargs)
 
     def query(self) -> bool:
@@ -188,21 +188,21 @@ class SubmissionEvent:
 
     def wait(self, stream: Any = None) -> None:
         """Make a stream wait for it. What that costs the caller counts as the transfer's submission."""
-        held = self.held
-        if held is None:
+        submission = self.submission
+        if submission is None:
             self.own.wait(stream) if stream is not None else self.own.wait()
             return
-        handed, path = held.handed, held.path
-        if path.handing or (handed.done and not handed.failed):
+        hand_over, path = submission.hand_over, submission.path
+        if path.hands_over or (hand_over.done and not hand_over.failed):
             return
         begin_ns = time.monotonic_ns()
-        if handed.failed or stream is None or not handed.fence(stream.cuda_stream):
+        if hand_over.failed or stream is None or not hand_over.fence(stream.cuda_stream):
             self.synchronize()
-        if held.transfer is not None:
-            held.transfer.waited(time.monotonic_ns() - begin_ns)
+        if submission.transfer is not None:
+            submission.transfer.waited(time.monotonic_ns() - begin_ns)
 
     def elapsed_time(self, end: Any) -> float:
         """Milliseconds to another one: the device's time of the submissions, or between the server's own events."""
-        if self.held is not None:
-            return float(self.held.handed.copy_ns) / 1e6
+        if self.submission is not None:
+            return float(self.submission.hand_over.copy_ns) / 1e6
         return float(self.own.elapsed_time(end.own if isinstance(end, SubmissionEvent) else end))

@@ -18,7 +18,7 @@ from kvprobe.offload.auto import REST, Auto, Rung, Sample
 if TYPE_CHECKING:
     from kvprobe.instrument.adapter import Adapter
     from kvprobe.instrument.device import Device
-    from kvprobe.instrument.submissions import Handed
+    from kvprobe.instrument.submissions import HandOver
 
 __all__ = ["CopyPath", "WatchedTransfer"]
 
@@ -39,7 +39,7 @@ class WatchedTransfer:
         "end",
         "extra",
         "first_ns",
-        "handed",
+        "hand_over",
         "job",
         "one_in",
         "outstanding",
@@ -60,7 +60,7 @@ class WatchedTransfer:
         self.borrowed = False  # start and end are the server's own events
         self.taken: list[int] = []  # streams of kvprobe's pool that go back when the transfer ends
         self.sample: Sample | None = None
-        self.handed: Handed | None = None  # in the submitter's hands: its times are the transfer's
+        self.hand_over: HandOver | None = None  # in the submitter's hands: its times are the transfer's
         self.extra: dict[str, Any] = {}
         self.begin_ns = time.monotonic_ns()
 
@@ -87,13 +87,13 @@ class CopyPath:
     def __init__(
         self, adapter: Adapter, direction: str, device: Device | None, rungs: tuple[Rung, ...], queued: bool = True
     ) -> None:
-        """Starts on the first rung; `queued`: every copy takes a place in the launch queue."""
+        """Starts on the first rung; `queued`: every copy takes a slot of the launch queue."""
         self.adapter, self.direction, self.device = adapter, direction, device
         self.current: WatchedTransfer | None = None
         self.live: dict[Any, WatchedTransfer] = {}
         self.outstanding = 0
         self.last: Any = None
-        self.newest: Handed | None = None
+        self.newest: HandOver | None = None
         self.row_bytes = 0
         self.auto: Auto | None = None
         self._rung = rungs[0]
@@ -175,27 +175,27 @@ class CopyPath:
             live.calls += calls
 
     @property
-    def handing(self) -> bool:
+    def hands_over(self) -> bool:
         """Whether the transfer that is being submitted goes to the submitter."""
         return self.current is not None and self.current.rung == POOLED
 
-    def stay(self) -> None:
+    def keep_with_server(self) -> None:
         """The transfer that is being submitted stays with the server."""
         if self.current is not None:
             self.current.rung = self.auto.base if self.auto is not None else self._rung
 
-    def handed(self, handed: Handed) -> None:
+    def note_hand_over(self, hand_over: HandOver) -> None:
         """The submitter took the transfer that is being submitted."""
-        self.newest = handed
+        self.newest = hand_over
         if self.current is not None:
-            self.current.handed = handed
+            self.current.hand_over = hand_over
 
     @property
     def pending(self) -> bool:
         """Whether the submitter still has something of this path."""
         return self.newest is not None and not self.newest.done
 
-    def behind(self, stream: int) -> None:
+    def fence(self, stream: int) -> None:
         """What comes on `stream` from now on runs after what the submitter has of this path."""
         newest, self.newest = self.newest, None
         if newest is not None and not newest.done:
@@ -259,15 +259,15 @@ class CopyPath:
                 started = device.clock.host_ns(start) if told else None
                 if started is not None:
                     queue_ns, poll_ns = max(0, started - live.first_ns), max(0, seen_ns - started - copy_ns)
-        handed = live.handed
-        if handed is not None and (told or live.sample is not None):
-            copy_ns = handed.copy_ns
+        hand_over = live.hand_over
+        if hand_over is not None and (told or live.sample is not None):
+            copy_ns = hand_over.copy_ns
             if told:
-                started, ended = handed.copy_start_ns, handed.copy_end_ns
+                started, ended = hand_over.copy_start_ns, hand_over.copy_end_ns
                 if started and ended:
                     queue_ns, poll_ns = max(0, started - live.first_ns), max(0, seen_ns - ended)
-                live.stream, live.calls = handed.stream, handed.calls
-                live.extra |= {"methods": handed.methods, "descriptors": handed.descriptors}
+                live.stream, live.calls = hand_over.stream, hand_over.calls
+                live.extra |= {"methods": hand_over.methods, "descriptors": hand_over.descriptors}
         if live.sample is not None and copy_ns is not None:
             live.sample.copy_ns = copy_ns
             if self.auto is not None:

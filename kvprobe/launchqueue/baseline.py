@@ -1,4 +1,4 @@
-"""What a submission costs with room in the queue: the one figure that every slow call is measured against."""
+"""What a submission costs while the queue has free slots: the one figure that every slow call is measured against."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Baseline"]
 
 
 class Baseline:
-    """The calibrated cost of a call, moved a little by calls that had room, and bound to the calibrated one.
+    """The calibrated cost of a call, moved a little by calls that found free slots, and bound to the calibrated one.
 
     Without the bound a queue that is full for long teaches its own blocked calls as normal, step by step.
 
     Attributes:
-        calibrated_ns: median host time of a submission with room in the queue, as measured.
+        calibrated_ns: median host time of a submission while the queue has free slots, as measured.
         p99_ns: its 99th percentile.
         ns: what is held to be normal now.
     """
@@ -32,7 +32,7 @@ class Baseline:
         self.ns = self.calibrated_ns
 
     def learn(self, calls: int, total_ns: float) -> None:
-        """Takes in a run of calls that were fast and had room; too short a run teaches nothing."""
+        """Takes in a run of calls that were fast and found free slots; too short a run teaches nothing."""
         if calls < BASELINE_RUN:
             return
         moved = self.ns + BASELINE_STEP * (total_ns / calls - self.ns)

@@ -3,7 +3,7 @@
 The figures differ between machines, drivers and environment variables (1,021 on one GPU, 1,022 on another, 4 to 32
 channels by environment), so nothing here is a constant. One measurement holds the streams back by a gate, submits
 small copies until one makes no progress, and opens the gate: a few milliseconds. A thread that merely lost the CPU is
-told from one that waits for a place; should it look like one nevertheless, the count is too low, never too high, so a
+told from one that waits for a slot; should it look like one nevertheless, the count is too low, never too high, so a
 count is believed when it is the largest seen and was seen twice.
 """
 
@@ -38,13 +38,13 @@ MANY = 32  # streams: as many as CUDA offers channels at most
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """What one process's launch queues hold and what a submission costs while they have room.
+    """What one process's launch queues hold and what a submission costs while they have free slots.
 
     Attributes:
         depth: copies that one stream takes before the next one blocks.
         channels: hardware channels that streams share.
         capacity: copies that all streams of one direction take together.
-        baseline_ns: median host time of a submission with room in the queue.
+        baseline_ns: median host time of a submission while the queue has free slots.
         p99_ns: its 99th percentile.
         how: "calibrated", "cached" (calibrated by an earlier process in this environment) or "given".
     """

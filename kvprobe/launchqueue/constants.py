@@ -8,7 +8,7 @@ from __future__ import annotations
 
 __all__: list[str] = []
 
-# -- what a call costs with room in the queue ------------------------------------------------------------------------
+# -- what a call costs while slots are free --------------------------------------------------------------------------
 
 SLOW_TIMES = 1.8  # times the baseline from which a call counts as slow: at 4 KiB a full queue makes it 2.4 (H200)
 SLOW_AT_LEAST_NS = 500  # below this a clock's own reading is a good part of the figure
@@ -23,7 +23,7 @@ JUMP_TIMES = 3.0  # times the baseline, in an interval of which only sums are kn
 
 SLACK = 32  # operations below the calibrated depth that still count as full: streams of a channel share some
 FULL_SHARE = 0.9  # of the depth: as far as a count that was taken between completions can tell a full queue
-ROOM_SHARE = 0.5  # of the depth: below it there is room, by whatever count
+ROOM_SHARE = 0.5  # of the depth: below it slots are free, by whatever count
 LEAST_DEPTH = 16  # no known queue is full with fewer outstanding
 REAL_DEPTH = 200  # the smallest queue of a real GPU takes 253 (CUDA_SCALE_LAUNCH_QUEUES=0.25x)
 SHALLOW_SHARE = 0.9  # of the deepest in a recording: below it a call is taken to be unaffected by the queue
@@ -36,16 +36,16 @@ SCALED_DEPTH = 4_100  # submissions that the deepest queue known holds (CUDA_SCA
 FLOOD_CALLS = 2_500  # submissions in a row that no queue of CUDA's own size holds: twice the deepest
 CHANNEL_SLOTS, SHARED_SLOTS = 1_000, 21  # for copies, of each channel and of all together (H200)
 OWN_SHARE, EARLY_TIMES = 0.7, 1.05  # of a channel's slots that one stream fills at most; the first copies may have run
-BATCH_PLACES = 0.041  # that one copy of a batch takes: a stream took 8,168 in batches of 8, 25,000 of 1,000 (H200)
-BAND_SHARE, LEAST_BAND = 0.015, 4  # of the deepest: a queue frees room in chunks (1,135 to 1,141 H100, 1,012 to 1,022)
+BATCH_SLOTS = 0.041  # that one copy of a batch takes: a stream took 8,168 in batches of 8, 25,000 of 1,000 (H200)
+BAND_SHARE, LEAST_BAND = 0.015, 4  # of the deepest: a queue frees slots in chunks (1,135 to 1,141 H100, 1,012 to 1,022)
 
 # -- when slow calls at the top are more than chance -----------------------------------------------------------------
 
 BLOCKED_SHARE = 0.10  # of a stream's calls in a window: loads of 64 small blocks that drain in between block 8 to 16
 WINDOW_CALLS = 512  # the window: older calls count half
 WINDOW_BLOCKED = 8  # blocked calls in it at least
-ELSEWHERE_TIMES = 3  # slow calls for each fast one are this many times as many at the top as with room
-DEARER_TIMES = 1.5  # what a window's calls at the top cost, as a mean, of what those with room do
+ELSEWHERE_TIMES = 3  # slow calls for each fast one are this many times as many at the top as below it
+DEARER_TIMES = 1.5  # what a window's calls at the top cost, as a mean, of what those below it do
 DEARER_IN_FLOOD = 1.25  # of a flood: a full queue of 16 KiB copies makes calls of 2.0 us 2.9 (H200, kvprobe in between)
 STEADY_CALLS, STEADY_SHARE = 4, 0.25  # fewer calls suffice where they lose this share of the time at the top
 OFTEN_CALLS, OFTEN_NS = 32, 200_000  # or this many, one in so much time: no scheduler takes a CPU away that often

@@ -4,7 +4,7 @@ A full queue shows in two ways at once, and only then is it called saturation. F
 operations, counted after the completions were looked up, have reached the calibrated depth; or they stay at one level
 above half of it because operations complete just as fast as calls get through (a real depth below the calibrated one).
 Second, the calls made there lose time again and again (a tenth of them is slow, and far more of them than of the calls
-with room), or one of them waits so long that the stream itself must be waiting. What looks alike is told apart by its
+with free slots), or one of them waits so long that the stream itself must be waiting. What looks alike is told by its
 own mark: pageable memory by the memory's kind, a thread that lost the CPU by the kernel's count of preemptions, a pause
 of the program by the gap lying between calls instead of inside them, a slow link by copies that take long while
 submissions stay short.
@@ -106,7 +106,7 @@ class Saturation:
 
 @dataclass
 class _Stream:
-    """One stream: its calls at the top of the queue, those with room, and how its count of outstanding ones moved."""
+    """One stream: its calls at the top of the queue, those with free slots, and how its number outstanding moved."""
 
     window: Window | None = None
     onset_ns: int = 0
@@ -145,7 +145,7 @@ class Detector:
 
     @property
     def baseline_ns(self) -> int:
-        """Host time of a submission with room in the queue, learned from the calls that had it."""
+        """Host time of a submission while the queue has free slots, learned from such calls."""
         return round(self._baseline.ns)
 
     @property
@@ -189,7 +189,7 @@ class Detector:
     def _keeps_pace(self, state: _Stream, seen: SubmissionRun) -> bool:
         """Whether the count stands still above half of the depth while as much completes as is submitted.
 
-        A queue that has room and is filled rises; one that has room and is emptied falls to nothing. It is followed
+        A queue that has free slots and is filled rises; one that has some and is emptied falls to none. It is followed
         over an eighth of the depth, for a count is known between runs only.
         """
         if seen.outstanding < ROOM_SHARE * self.limits.depth:
@@ -204,10 +204,14 @@ class Detector:
         return state.standing
 
     def _beneath(self, seen: SubmissionRun, lost: int) -> Slowness:
-        room = f"{seen.outstanding + seen.first_blocked} operations were outstanding of {self.limits.depth}"
+        count = f"{seen.outstanding + seen.first_blocked} operations were outstanding of {self.limits.depth}"
         if 2 * seen.preempted_ns >= seen.blocked_ns:
-            return self._blame(Slowness.PREEMPTED, lost, f"{room}; the kernel took the CPU away {seen.preempted} times")
-        return self._blame(Slowness.CANNOT_TELL, lost, f"the queue had room ({room}) and the thread kept its CPU")
+            return self._blame(
+                Slowness.PREEMPTED, lost, f"{count}; the kernel took the CPU away {seen.preempted} times"
+            )
+        return self._blame(
+            Slowness.CANNOT_TELL, lost, f"the queue had free slots ({count}) and the thread kept its CPU"
+        )
 
     def _at_ceiling(self, state: _Stream, seen: SubmissionRun, lost: int) -> Slowness:
         window = state.window
@@ -232,7 +236,7 @@ class Detector:
             self.reason = (
                 f"{window.blocked:,} slow calls at {state.depth:,} outstanding are too few to name a cause: "
                 f"{window.top.share:.0%} of the calls there, "
-                f"{state.with_room.share:.0%} of those with room"
+                f"{state.with_room.share:.0%} of those with free slots"
             )
             return Slowness.NONE
         self.saturations.append(

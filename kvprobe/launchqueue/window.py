@@ -1,4 +1,4 @@
-"""What is counted of a running stream's calls: those at the top of its launch queue, and those with room."""
+"""What is counted of a running stream's calls: those at the top of its launch queue, and those below it."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class Window:
         """What the judge asks for.
 
         Args:
-            with_room: the same stream's calls while its queue had room: what is slow there as well is not the queue's.
-            baseline_ns: what a call costs with room.
+            with_room: the same stream's calls while slots were free: what is slow there as well is not the queue's.
+            baseline_ns: what a call costs with free slots.
             longest_kept_ns: the longest call of the newest run that did not lose the CPU.
         """
         return LiveWindow(

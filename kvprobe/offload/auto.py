@@ -288,8 +288,8 @@ class Auto:
             rungs: the base first.
             decide: called with (what, why, before=, after=, **evidence) for every decision.
             active: whether it may change anything.
-            depth: operations a launch queue takes; 0 where a copy takes no place in it, or somebody else judges that.
-            baseline_ns: host time of one submission with room in the queue, as calibrated.
+            depth: operations a launch queue takes; 0 where a copy takes no slot of it, or somebody else judges that.
+            baseline_ns: host time of one submission while the queue has free slots, as calibrated.
             slow_ns: a transfer that holds its caller for so long is worth a change, full queue or not; 0: never.
             busy_share: submissions that take this share of their caller's time are; 0: never.
             now: clock in ns.

@@ -1,4 +1,4 @@
-"""Which block of the CPU pool to give up when a new one needs room: LRU, or ARC after Megiddo and Modha (FAST 2003)."""
+"""Which block of the CPU pool to give up for a new one: LRU, or ARC after Megiddo and Modha (FAST 2003)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Eviction(Protocol):
         """A key left for another reason than eviction."""
 
     def victim(self, evictable: Evictable, incoming: Hashable) -> Hashable | None:
-        """Chooses a resident key for which `evictable` holds, to make room for `incoming`."""
+        """Chooses a resident key for which `evictable` holds, in favour of `incoming`."""
 
 
 class LRU:

@@ -34,7 +34,7 @@ class Refusal(IntEnum):
     BROKEN = -4
     FORKED = -5
     SIGNALS = -6  # the calling thread should look at signals and ask again
-    STUCK = -7  # nothing outstanding can make room for it
+    STUCK = -7  # nothing outstanding can free a slot for it
 
 
 class Fault(IntEnum):
@@ -267,7 +267,7 @@ def fence(owner: Owner, job: Job[Any], stream: int) -> None:
         handle = owner._handle
         code = owner._native.kvp_job_fence(handle, job.address, stream) if handle is not None else 0
     if code == Refusal.STUCK:
-        raise TransferError(f"{name_of(job)} would never be submitted: nothing outstanding can make room for it")
+        raise TransferError(f"{name_of(job)} would never be submitted: nothing outstanding can free a slot for it")
     if code < 0:
         raise owner._refused(code)
     if code:

@@ -1,7 +1,7 @@
 """Copies given by address, submitted by the native thread: what adapters hand a server's copies to.
 
 A caller hands copies over and leaves; the submitter chooses the method by direction, size and count, merges neighbours,
-and never submits past the room of a launch queue. Within a direction transfers start and end in the order they came.
+and never submits more than a queue has slots for. Within a direction transfers start and end in the order they came.
 """
 
 from __future__ import annotations

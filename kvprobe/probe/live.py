@@ -115,9 +115,9 @@ class StreamView:
     Attributes:
         stream: handle; 0 is the legacy default stream.
         number: what the stream is called by, as in a report of the same run: "stream 3".
-        submissions_per_s: copies, memsets, launches: everything that takes a place in the launch queue.
+        submissions_per_s: copies, memsets, launches: everything that takes a slot of the launch queue.
         p50_ns: median host time of one; None where none was timed. `p99_ns` likewise.
-        baseline_ns: what one costs with room in the queue: the lowest median seen of this kind of call.
+        baseline_ns: what one costs while the queue has free slots: the lowest median seen of this kind of call.
         blocked_share: part of the wall time lost above the baseline, calls still inside included; may pass 1 where
             several threads block.
         outstanding: copies whose transfer has not ended, at most; None where the process tells of no transfers.

@@ -390,7 +390,7 @@ def read_ring_fd(fd: int, path: Path, detail: bool = True, slots: bool = True) -
         pid=int(header["pid"]),
         ppid=int(header["ppid"]),
         producer=_text(header["producer"]),
-        command=f"{sharers:,} processes without room for files" if sharers else _text(header["command"]),
+        command=f"{sharers:,} processes without a file of their own" if sharers else _text(header["command"]),
         rank=_text(header["rank"]),
         state=STATES[state] if state < len(STATES) else "running",
         clock=_text(header["clock"]),

@@ -20,14 +20,19 @@ Progress = Callable[[str, float], None]
 # Told by `sniff` itself, so that to ask what a file is loads no reader.
 _TOLD_HERE = {
     "nsys-sqlite": ("nsys_sqlite", "SQLite export of Nsight Systems"),
-    "nsys-sqlite-gz": ("nsys_sqlite_gz", "compressed SQLite export of Nsight Systems (.sqlite.gz)"),
+    "nsys-sqlite-compressed": (
+        "nsys_sqlite_compressed",
+        "compressed SQLite export of Nsight Systems (.sqlite.gz, .sqlite.xz)",
+    ),
     "nsys-rep": ("nsys_rep", "report of Nsight Systems (.nsys-rep, .qdstrm)"),
     "nsys-arrow": ("nsys_arrow", "Parquet or Arrow folder exported by Nsight Systems"),
-    "kineto-json": ("kineto", "PyTorch profiler trace (.json, .json.gz)"),
+    "kineto-json": ("kineto", "PyTorch profiler trace (.json, .json.gz, .json.xz)"),
     "kvprobe": ("kvprobe_run", "recording of kvprobe (.kvp)"),
     "kvprobe-parquet": ("parquet", "folder written by kvprobe export --to parquet"),
 }
-_SUFFIXES = (".json", ".json.gz", ".sqlite", ".sqlite.gz", ".nsys-rep")  # of files that a folder is looked through for
+_PLAIN = (".json", ".sqlite")
+# of files that a folder is looked through for
+_SUFFIXES = (*_PLAIN, *(plain + packed for plain in _PLAIN for packed in (".gz", ".xz")), ".nsys-rep")
 
 # format -> (module under kvprobe.recordings, what it is); a line here is all that registers one
 FORMATS = {
@@ -163,11 +168,11 @@ def sniff(path: str | os.PathLike[str]) -> str:
         return told
     if path.name.endswith((".nsys-rep", ".qdstrm", ".qdrep")):
         return "nsys-rep"
-    unpacked = _unpacked(start) if start.startswith(b"\x1f\x8b") else b""
+    form, unpacked = _unpacked(start)
     if unpacked.startswith(b"SQLite format 3\0"):
-        return "nsys-sqlite-gz"
-    _refuse_packed(path, start, unpacked)
-    if start.startswith(b"\x1f\x8b") or start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"["):
+        return "nsys-sqlite-compressed"
+    _refuse_packed(path, start, form, unpacked)
+    if form or start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"["):
         return "kineto-json"
     if not start:
         raise RecordingError(f"{path}: the file is empty")
@@ -176,10 +181,10 @@ def sniff(path: str | os.PathLike[str]) -> str:
     raise RecordingError(f"{path}: unknown format; kvprobe reads: {', '.join(what for _, what in FORMATS.values())}")
 
 
-_PACKED = {b"PK\x03\x04": "unzip", b"\x28\xb5\x2f\xfd": "unzstd", b"\xfd7zXZ\0": "unxz", b"BZh": "bunzip2"}
+_PACKED = {b"PK\x03\x04": "unzip", b"\x28\xb5\x2f\xfd": "unzstd", b"BZh": "bunzip2"}
 
 
-def _refuse_packed(path: Path, start: bytes, unpacked: bytes) -> None:
+def _refuse_packed(path: Path, start: bytes, form: str, unpacked: bytes) -> None:
     """Raises a RecordingError that says how to unpack what kvprobe does not unpack itself."""
     tool = next((tool for magic, tool in _PACKED.items() if start.startswith(magic)), None)
     if (
@@ -193,19 +198,17 @@ def _refuse_packed(path: Path, start: bytes, unpacked: bytes) -> None:
     ):
         tool = "tar -xf"
     elif unpacked.startswith(b"KVPRING1"):
-        tool = "gunzip"
+        tool = {"gzip": "gunzip", "xz": "unxz"}[form]
     if tool is not None:
         raise RecordingError(f"{path}: packed, and not read as it is: unpack it ({tool}) and name what was in it")
 
 
-def _unpacked(start: bytes) -> bytes:
-    """The first bytes of what is compressed; empty where that is damaged."""
-    import zlib
+def _unpacked(start: bytes) -> tuple[str, bytes]:
+    """How a file is compressed, and the first bytes of what is; empty where that is damaged."""
+    from kvprobe.recordings import compressed
 
-    try:
-        return zlib.decompressobj(31).decompress(start, 512)
-    except zlib.error:
-        return b""
+    form = compressed.form_of(start)
+    return form, compressed.first_bytes(start, form, 512) if form else b""
 
 
 def _sniff_folder(path: Path) -> str:

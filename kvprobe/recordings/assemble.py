@@ -214,11 +214,11 @@ def join(parts: list[Array]) -> Array:
 class Growing:
     """A column of int64 that arrives in parts: one value for as long as it is one, then one array.
 
-    Parts that are joined at the end need their room twice, and leave holes that no longer array fits into.
+    Parts that are joined at the end need their memory twice, and leave holes that no longer array fits into.
     """
 
     def __init__(self, expected: int) -> None:
-        """`expected` rows get room at once where they do not all hold one value; more may come."""
+        """`expected` rows get memory at once where they do not all hold one value; more may come."""
         self.rows = 0
         self._expected = expected
         self._value: Array | None = None

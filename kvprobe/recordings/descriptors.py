@@ -148,7 +148,7 @@ def _waited(recording: Recording, earlier: Array, later: Array) -> Array:
 
 
 def call_costs(recording: Recording, rows: Array) -> Array:
-    """What each of these calls costs its caller with room in the queue, ns: at most the median of its stream's."""
+    """What each of these calls costs its caller while slots are free, ns: at most the median of its stream's."""
     calls = recording.calls
     took: Array = np.maximum(calls["end_ns"][rows] - calls["start_ns"][rows], 0)
     found, place = pairs(calls["stream"][rows], calls["direction"][rows])

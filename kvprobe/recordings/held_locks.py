@@ -26,7 +26,7 @@ def held_lock(recording: Recording, rows: Array, long: Array, slow: Array) -> Ar
     Args:
         recording: of any kind.
         rows: the calls of a queue, in the order of time.
-        long: of them, those that are asked about, (rows,) bool; `slow` those that took longer than with room.
+        long: of them, those that are asked about, (rows,) bool; `slow` those that took longer than with free slots.
         slow: see there.
     """
     calls = recording.calls

@@ -34,7 +34,13 @@ from kvprobe.recordings.buckets import bucket_floor_ns
 from kvprobe.recordings.flooded import QueueCalls, flooded
 from kvprobe.recordings.held_locks import first_of_threads, held_lock
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording, Table
-from kvprobe.recordings.numbered import emptying_waits, partial, places, places_each, told_to_wait
+from kvprobe.recordings.numbered import (
+    emptying_waits,
+    launches_since_empty,
+    partial,
+    slots_each,
+    told_to_wait,
+)
 
 if TYPE_CHECKING:
     from kvprobe.recordings.occupancy import StreamOccupancy
@@ -67,9 +73,9 @@ class _Depths(NamedTuple):
 
 
 def _depths(recording: Recording, each: float = 1.0) -> _Depths:
-    """How deep queues are where the environment scales them, in submissions that take `each` places.
+    """How deep queues are where the environment scales them, in submissions that take `each` slots.
 
-    CUDA_SCALE_LAUNCH_QUEUES makes of 1,021 places 253 or 4,093.
+    CUDA_SCALE_LAUNCH_QUEUES makes of 1,021 slots 253 or 4,093.
     """
     scale = float(recording.machine.get("queue_scale") or 0)
     drained = COPY_DEPTHS[1] * scale if scale > 0 else SCALED_DEPTH
@@ -104,7 +110,7 @@ def _infer(recording: Recording, queue: StreamOccupancy) -> None:
     """
     given = _queue_calls(recording, queue)
     duration, slow, judged = given.duration, given.slow, given.judged
-    each = places_each(recording, queue)
+    each = slots_each(recording, queue)
     known, depths = _counted(recording, each), _depths(recording, each)
     counted = _by_transfers(recording, queue)
     if counted is not None:
@@ -196,17 +202,17 @@ def _by_bursts(recording: Recording, queue: StreamOccupancy, given: QueueCalls, 
 
 
 def _launches(recording: Recording, queue: StreamOccupancy, numbered: Array, base: Array) -> None:
-    """Adds launches that met a full queue, by their numbers: long ones at one place of their burst and hardly before.
+    """Adds launches that met a full queue, by their numbers: long ones at one depth and hardly before it.
 
-    Of the launches behind the place where a queue is full one in thirty at least is long (room is freed in chunks), and
-    they lose four times what long launches with room before them do.
+    Of the launches beyond the depth at which a queue is full, one in thirty or more is long (slots come in chunks);
+    they lose four times what long launches before it do.
     """
     calls, rows = recording.calls, queue.calls
     at = np.flatnonzero(numbered)
-    place = places(recording, queue, numbered)
+    place = launches_since_empty(recording, queue, numbered)
     lost = np.maximum(calls["end_ns"][rows[at]] - calls["start_ns"][rows[at]] - base[at], 0).astype(np.int64)
     long = lost > 3 * base[at]
-    each = places_each(recording, queue)
+    each = slots_each(recording, queue)
     known, depths = _counted(recording, each), _depths(recording, each)
     low = 0.98 * known if known else depths.usual[0]
     top, early = long & (place >= low), long & (place < low)
@@ -250,7 +256,7 @@ def _unexplained(recording: Recording, queue: StreamOccupancy, rows: Array, lost
 def _held(calls: Table, rows: Array, place: Array, top: Array, depths: _Depths) -> int:
     """How many launches the queue held when the first of the long ones met it; 0 where that is no depth of a queue.
 
-    The device runs launches while others are made: as many as it takes places free afterwards, one for each launch that
+    The device runs launches while others are made: as many as it takes slots free afterwards, one for each launch that
     waits. Their number is reckoned from the earliest launch that was kept.
     """
     least = int(place[top].min())
@@ -311,7 +317,7 @@ def _behind_fences(
         start: entry of each call of the queue, ns, ascending; `end` and the others likewise, (calls,).
         end: see there.
         long: calls of a millisecond and more that may have waited; a thread's first call is long by itself.
-        slow: calls that took longer than with room; behind the one that waited, they wait for one copy each.
+        slow: calls that took longer than with free slots; behind the one that waited, they wait for one copy each.
         begun: before which calls a burst is known to begin: the stream was empty, or was told to wait for an event when
             it had been given nothing for 0.1 ms.
         locked: calls that held the context's lock, as another thread's wait shows.
@@ -375,7 +381,7 @@ def _deepest(depth: Array) -> int:
 
 
 def _quick_ns(recording: Recording, queue: StreamOccupancy, name: int, duration: Array) -> int:
-    """What a call of this name costs with room in the queue, from these on the queue's streams.
+    """What a call of this name costs while the queue has free slots, from these on the queue's streams.
 
     The median of those within three times of the quickest tenth; where nine in ten are many times slower than the
     quickest, of those. The detail that was kept may hold blocked calls alone: the process's totals know quick ones.
@@ -448,7 +454,7 @@ def _by_transfers(recording: Recording, queue: StreamOccupancy) -> Array | None:
     first, last = first[seen], last[seen]
     done = np.maximum.accumulate((table["end_ns"] - np.maximum(table["poll_ns"], 0))[ours[seen]])
     # A transfer begins when the one before is done, and not before it is given. An event before it and one behind it
-    # take a place each.
+    # take a slot each.
     begins = np.maximum(np.r_[0, done[:-1]], start[first])
     times = np.maximum.accumulate(np.stack((begins, done), axis=1).ravel())
     number = np.arange(len(seen))
@@ -464,10 +470,10 @@ def _by_pace(
 ) -> tuple[Array, int, str]:
     """What was outstanding at each call, reckoned from the calls alone.
 
-    A call that waits for room returns when a place is freed, so where slow calls follow one another the time from one
+    A call that waits for a slot returns when one is freed, so where slow calls follow one another the time from one
     return to the next is what the stream needs for a submission. At that pace the queue is followed from where it was
-    known to be empty: each call takes a place, time frees them. It is confirmed where slow calls begin when the queue
-    should be full, after as many quick calls as it has room for: the places that a pause has freed, and in one case at
+    known to be empty: each call takes a slot, time frees them. It is confirmed where slow calls begin when the queue
+    should be full, after as many quick calls as it has slots for: those that a pause has freed, and in one case at
     least half of the queue.
 
     Returns:
@@ -496,16 +502,16 @@ def _by_pace(
         fits = depths.usual[0] <= middle <= depths.usual[1]
         full = int(middle) if middle >= depths.least and (same or fits) else 0
     depth, onsets = _follow(start, end, runs, emptied, pace, full or np.inf)
-    told = [onset for onset in onsets if onset.room > 0]
-    fit = [onset for onset in told if abs(full - onset.depth) <= min(0.15 * full, max(20, 0.5 * onset.room))]
+    told = [onset for onset in onsets if onset.free > 0]
+    fit = [onset for onset in told if abs(full - onset.depth) <= min(0.15 * full, max(20, 0.5 * onset.free))]
     most = 3 * sum(onset.calls for onset in fit) >= 2 * sum(onset.calls for onset in told)
-    return depth, full if most and any(onset.room >= 0.5 * full for onset in fit) else 0, source
+    return depth, full if most and any(onset.free >= 0.5 * full for onset in fit) else 0, source
 
 
 def _runs(duration: Array, slow: Array, breaks: Array) -> list[tuple[int, int]]:
     """First and last call of each stretch in which slow calls take most of the time, a few calls apart at most.
 
-    Not most of the calls: a queue may free room in chunks, and then only one call in so many waits.
+    Not most of the calls: a queue may free slots in chunks, and then only one call in so many waits.
     """
     window = np.ones(min(16, len(slow)))
     spent, waited = (np.convolve(time, window, "same")[: len(slow)] for time in (duration, duration * slow))
@@ -521,13 +527,13 @@ class _Onset(NamedTuple):
 
     Attributes:
         depth: what should be outstanding there.
-        room: the most places that were free since such calls last ended; 0 where that is not known.
+        free: the most slots that were free since such calls last ended; 0 where that is not known.
         filled: the queue was known to be empty since then.
         calls: how many follow.
     """
 
     depth: float
-    room: float
+    free: float
     filled: bool
     calls: int
 
@@ -535,7 +541,7 @@ class _Onset(NamedTuple):
 def _follow(
     start: Array, end: Array, runs: list[tuple[int, int]], emptied: Array, pace: float, full: float
 ) -> tuple[Array, list[_Onset]]:
-    """Depth at each call of a queue that frees a place every `pace` ns, and how each run of slow calls met it.
+    """Depth at each call of a queue that frees a slot every `pace` ns, and how each run of slow calls met it.
 
     A run sets it right: there the queue is full, unless it should have been far from it. `full` is infinite where it is
     to be found out: then it is whatever a run meets.

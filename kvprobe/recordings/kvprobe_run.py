@@ -251,7 +251,7 @@ def _notes(run: dict[str, Any], end: dict[str, Any], rings: list[RingSnapshot], 
     if over:
         notes.append(
             f"{over} calls are in the totals only, without stream and direction: more threads or streams than "
-            "a ring file has room for, calls in signal handlers, or a full disk"
+            "a ring file can hold, calls in signal handlers, or a full disk"
         )
     if any(ring.producer == "interposer" for ring in rings):
         notes.append("host side only: what the device executed was not recorded (kvprobe run --nsys records it)")

@@ -160,7 +160,7 @@ def shifted(recording: Recording, by_ns: int) -> Recording:
 
 
 def at_once(spans: Sequence[tuple[int, int]]) -> bool:
-    """Whether no pause parts these (first, last) times: what was recorded together overlaps."""
+    """Whether these (first, last) times overlap in one chain, as those of inputs that were recorded together do."""
     reach = None
     for start, end in sorted(spans):
         if reach is not None and start > reach:

@@ -194,7 +194,7 @@ class Export:
                 column.add(matrix[:, i])
             read += len(matrix)
             if read > most:
-                raise sqlite3.DatabaseError(f"{table} has more rows than the file has room for")
+                raise sqlite3.DatabaseError(f"{table} has more rows than the file can hold")
             if tick is not None:
                 tick()
 

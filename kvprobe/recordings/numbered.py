@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvprobe.launchqueue.constants import BATCH_PLACES
+from kvprobe.launchqueue.constants import BATCH_SLOTS
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Recording
 
 if TYPE_CHECKING:
@@ -21,21 +21,21 @@ IDLE_NS = 100_000
 
 FEW_RECORDS = 0.1  # records of events to a submission: fewer hardly change what a queue takes
 
-__all__ = ["event_records", "partial", "places", "places_each", "told_to_wait"]
+__all__ = ["event_records", "launches_since_empty", "partial", "slots_each", "told_to_wait"]
 
 
-def places_each(recording: Recording, queue: StreamOccupancy) -> float:
-    """Places of the queue that one of its submissions takes.
+def slots_each(recording: Recording, queue: StreamOccupancy) -> float:
+    """Slots of the queue that one of its submissions takes.
 
     One, or more where nearly all are batches of many copies, and where an event is recorded behind nearly each.
     """
     calls, rows = recording.calls, queue.calls
     batches = rows[calls["kind"][rows] == CallKind.BATCH]
-    places = 1.0
+    slots = 1.0
     if 10 * len(batches) >= 9 * len(rows):
-        places = max(float(np.median(np.ceil(BATCH_PLACES * calls["count"][batches]))), 1.0)
+        slots = max(float(np.median(np.ceil(BATCH_SLOTS * calls["count"][batches]))), 1.0)
     counted = (calls["kind"][rows] == CallKind.EVENT).any()
-    return places if counted else places + _records_each(recording, queue)
+    return slots if counted else slots + _records_each(recording, queue)
 
 
 _RECORDS = "eventrecord"  # in the names of calls that record an event
@@ -86,7 +86,7 @@ def emptying_waits(recording: Recording, queue: StreamOccupancy) -> Array:
     return found
 
 
-def places(recording: Recording, queue: StreamOccupancy, mine: Array) -> Array:
+def launches_since_empty(recording: Recording, queue: StreamOccupancy, mine: Array) -> Array:
     """Launches that the thread of each of `mine` had made since its stream was known to be empty, itself not counted.
 
     A wait for the stream or for the device, which began after the thread's launches before it, empties it. Launches to

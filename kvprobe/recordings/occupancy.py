@@ -4,7 +4,7 @@ Depth at a call's entry = operations in flight when the recording began + submis
 it, one submission per correlation id, done at the end of its last operation. What is measured here of a queue is judged
 in launchqueue/judge.py; native/trace/queues.c measures the same of a Kineto trace (a test compares them).
 
-The record of an event takes a place, too, until all before it is done. Where a recording holds every record with its
+The record of an event takes a slot, too, until all before it is done. Where a recording holds every record with its
 stream, and they are no few, they are counted if a full queue is found or suspected so, and cost more than without.
 """
 
@@ -408,7 +408,7 @@ def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> Non
     if deepest < LEAST_DEPTH:
         queue.conclusion = conclude(Plateau(deepest))
         return
-    # The plateau is a band, for a queue may free room in chunks: 1,135 to 1,141 on one H100, 1,012 to 1,022 on a V100.
+    # The plateau is a band, for a queue may free slots in chunks: 1,135 to 1,141 on one H100, 1,012 to 1,022 on a V100.
     band = max(LEAST_BAND, round(BAND_SHARE * deepest))
     at_top = judged & (depth >= deepest - band)
     baseline = _lookup(names, queue.baseline_ns)
@@ -532,7 +532,7 @@ def _labelled(recording: Recording) -> Array:
 def _beside(recording: Recording, rows: Array, known: Array) -> Array:
     """Which of these calls run while a labelled one of another thread does, where labels say no more than when.
 
-    Of two threads that wait for room in one queue at once, one has the label.
+    Of two threads that wait for a slot in one queue at once, one has the label.
     """
     labels = recording.labels
     if (labels["correlation"][labels["label"] == Label.COMMAND_BUFFER_FULL] >= 0).any():

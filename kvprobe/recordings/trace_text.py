@@ -5,10 +5,10 @@ from __future__ import annotations
 import queue
 import re
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 
 from kvprobe.errors import RecordingError
+from kvprobe.recordings import compressed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,45 +23,25 @@ _MOST_UNSPLIT = 1 << 25  # a single event, or what stands before the events, may
 
 
 def text_chunks(path: Path, progress: Progress | None) -> Iterator[bytes]:
-    """The document in pieces, unzipped where it is gzip by its first bytes (whatever it is called).
+    """The document in pieces, unpacked where it is gzip or xz by its first bytes (whatever it is called).
 
-    The last piece of a truncated gzip file is followed by an EOFError.
+    The last piece of a truncated compressed file is followed by an EOFError.
     """
     size = max(path.stat().st_size, 1)
     with path.open("rb") as file:
-        zipped = file.read(2) == b"\x1f\x8b"
+        form = compressed.form_of(file.read(8))
         file.seek(0)
-        unzip = zlib.decompressobj(31)
-        while raw := file.read(1 << 17 if zipped else _CHUNK):
+        texts = compressed.pieces(file, form, _CHUNK) if form else iter(lambda: file.read(_CHUNK), b"")
+        for text in texts:
             if progress is not None:
                 progress("reading events", min(0.99, file.tell() / size))
-            if not zipped:
-                yield raw
-                continue
-            while raw:
-                try:
-                    text = unzip.decompress(raw, _CHUNK)
-                except zlib.error as error:
-                    raise EOFError(f"damaged gzip data: {error}") from error
-                if text:
-                    yield text
-                raw = unzip.unconsumed_tail
-                if unzip.eof:
-                    raw = unzip.unused_data.lstrip(b"\0")  # another member, or padding
-                    if raw and not raw.startswith(b"\x1f\x8b"):
-                        return
-                    unzip = zlib.decompressobj(31)
-                    zipped_more = bool(raw)
-                    if not zipped_more and not file.peek(1)[:1]:
-                        return
-        if zipped and not unzip.eof:
-            raise EOFError("the gzip data ends in the middle")
+            yield text
 
 
 def read_ahead(source: Iterator[bytes]) -> Iterator[bytes]:
     """The same pieces, from the third on made by a thread that runs a little ahead: a small file needs none.
 
-    zlib releases the interpreter lock.
+    zlib and lzma release the interpreter lock.
     """
     for _ in range(2):
         piece = next(source, None)
@@ -103,7 +83,7 @@ def _made_ahead(source: Iterator[bytes]) -> Iterator[bytes]:
             yield piece
     finally:
         stopped.set()
-        while not pieces.empty():  # else it would wait for room a while longer
+        while not pieces.empty():  # else it would wait a while longer to hand a piece over
             pieces.get_nowait()
         thread.join()
 

@@ -43,7 +43,7 @@ def verdict(result: Mapping[str, Any]) -> PageHead:
             Fact("Link, loads", f"{link['h2d'] / 1e9:.1f} GB/s", "one large copy"),
             Fact("Link, stores", f"{link['d2h'] / 1e9:.1f} GB/s", "one large copy"),
             Fact("Queue depth", f"{queue['depth']:,}", f"{queue['channels']} channels"),
-            Fact("A submission", duration(queue["baseline_ns"]), "with room in the queue"),
+            Fact("A submission", duration(queue["baseline_ns"]), "while the queue has free slots"),
         ],
     )
 

@@ -43,7 +43,7 @@ def sections(
             "changes",
             "What changed",
             "Time lost is compared as a share of the window, because recordings differ in length. A call is "
-            "faster or slower where the 95% interval of its change leaves 1 and the change is over 5%.",
+            "faster or slower where the 95% interval of its change does not include 1 and the change is over 5%.",
             [],
             [account_table(lines), _findings(changes), _calls(calls)],
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvprobe.diagnosis import PROFILER
 from kvprobe.reporting.compare import LEAST, interval
-from kvprobe.reporting.units import change_text, percent
+from kvprobe.reporting.units import number_text, percent
 
 if TYPE_CHECKING:
     from kvprobe.diagnosis.verdict import Missing
@@ -20,7 +20,7 @@ State = Literal["better", "worse", "mixed", "same", "undecided"]
 
 OF_WEIGHT = 0.01  # of the time: what changed by less decides nothing
 OUTWEIGHED = 0.1  # of what changed the other way: what is less than that is not held against it
-ONE_EACH = "One recording of each: how much two runs of the same program differ by themselves is not known from it."
+ONE_EACH = "One recording of each does not tell how much two runs of the same program differ by chance."
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,12 @@ def _costs(cost: SubmissionCost | None) -> str:
         return f"no submitting call occurs {LEAST} times in both"
     sure = f"95% interval {interval(cost.moved)}"
     if cost.moved.verdict == "same":
-        return f"a submission usually takes its thread as long as before ({sure})"
-    text = f"a submission usually takes its thread {change_text(cost.moved.ratio)} time ({sure}"
+        return f"a typical submission takes as long as before ({sure})"
+    text = f"a typical submission is {_faster(cost.moved.ratio)} ({sure}"
     weight = f"{percent(cost.share)} of the time"
     return f"{text}, which may be chance)" if cost.moved.verdict == "unsure" else f"{text}; {weight})"
+
+
+def _faster(ratio: float) -> str:
+    """How many times faster or slower; `ratio` is the time after over the time before."""
+    return f"{number_text(1 / ratio)} times faster" if ratio < 1 else f"{number_text(ratio)} times slower"

@@ -20,15 +20,16 @@ DIRECTIONS = {Direction.H2D: "to the GPU", Direction.D2H: "to the CPU", Directio
 SHOWN = 12  # rows
 NEARLY_ALL = 0.99  # of the time: what follows cost little
 _RUNS = (
-    "In the serving window. A burst is copies that one thread gave to the stream one right after the other; a run is "
-    "what is left of it when each copy that continues the one before, source and destination alike, is part of that "
-    "one. Merging saves what those calls cost while the queue has room; calls allow what the median call lets through."
+    "In the serving window. A burst is a series of copies that one thread submits to the stream without a pause. A run "
+    "is a series of copies in a burst, each of which begins where the one before ends, at the source and at the "
+    'destination, so that one copy would do. "Merging saves" is what the calls saved in that way cost while the queue '
+    'has free slots; "Calls allow" is the rate at which calls of the median size and duration move bytes.'
 )
 _NO_PLACES = (
-    "In the serving window. Where copies lie is not recorded there, so which of them are neighbours is not known: "
+    "In the serving window. The recorder leaves out the addresses of copies, so it is not known which are neighbours: "
     "kvprobe run records it."
 )
-_BATCHES = " Of a batch only the first place is recorded."
+_BATCHES = " Of a batch only the first address is recorded."
 
 
 def descriptor_table(recording: Recording, window: ServingWindow) -> tuple[str, TableView]:

@@ -133,9 +133,9 @@ def view(recording: Recording, findings: Examination | None, queues: Occupancy |
         examined = f"kvprobe examined {count_text(found.made)} submissions in {duration(span_ns)}"
         if findings:
             out.lead = f"Ranked by severity, then by time lost, in {duration(span_ns)} recorded"
-            out.lead += f"; lost, all threads and devices together: {spent}." if spent else "."
+            out.lead += f"; time lost, added up over all threads and devices: {spent}." if spent else "."
         elif out.verdict.state == "ok":
-            out.lead = f"Nothing found: {examined} for every known cause."
+            out.lead = f"Nothing found: {examined}, and looked for every known cause."
         else:
             out.lead = f"Not enough was recorded to tell: {examined}."
     queues = queues or (occupancy(recording) if len(found.rows) else None)
@@ -423,8 +423,8 @@ def _split(recording: Recording) -> Chart | None:
         )
     watched = int(rows["one_in"].max())
     how = (
-        f"Estimated: resting adapters measure one transfer in {watched}, which counts for {watched} here; "
-        f"{rows.rows:,} were watched."
+        f"Estimated: adapters at rest measure one transfer in {watched}, which counts for {watched} here; "
+        f"{rows.rows:,} were measured."
         if watched > 1
         else ""
     )

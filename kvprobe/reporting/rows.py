@@ -116,9 +116,10 @@ def rows_chart(
         f"{words}. Busiest: {busiest}, at work for {work[0]}, {share[0]} of the time.",
         spec,
         table("Threads and streams", columns, listed),
-        f"Taller is busier. {count_text(len(items['t']))} calls and executions are drawn one by one when they are wide "
-        "enough: the longest, and those around the findings. Lines lead from a fence to what it waits for; an arrow "
-        "leads to the end of a blocked call from the operation that ended last before it returned. "
+        "The taller a bar, the busier the thread or stream. "
+        f"{count_text(len(items['t']))} calls and executions are drawn one by one when they are wide enough: the "
+        "longest, and those around the findings. Lines lead from a fence to what it waits for; an arrow leads to the "
+        "end of a blocked call from the operation that ended last before it returned. "
         "Click a call to see its stack; the page's address keeps zoom and call. All calls: kvprobe export.",
     )
 

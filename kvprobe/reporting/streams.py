@@ -299,11 +299,11 @@ def occupancy_charts(
         lines.append(Points(_queue_name(recording, one), times, level, steps=True))
     top = deepest[0]
     words.append(
-        f"Calls on {_queue_name(recording, top)} met up to {int(top.depth.max(initial=0)):,} others outstanding."
+        f"Calls on {_queue_name(recording, top)} found up to {int(top.depth.max(initial=0)):,} others outstanding."
     )
     if len(deepest) > DRAWN:
         rest = max(int(one.depth.max(initial=0)) for one in deepest[DRAWN:])
-        words.append(f"{len(deepest) - DRAWN} more streams, whose calls met {rest:,} at most, are not drawn.")
+        words.append(f"{len(deepest) - DRAWN} more streams, whose calls found {rest:,} at most, are not drawn.")
     words.append(queues.reason[:1].upper() + queues.reason[1:] + ".")
     ceilings = {one.ceiling for one in deepest[:DRAWN] if one.ceiling > 0}
     known = recording.machine.get("queue_depth")
@@ -316,7 +316,7 @@ def occupancy_charts(
         found.span,
         charts.Axis("submissions outstanding", "outstanding", "count"),
         charts.Besides(marks=marks, levels=levels),
-        how=f"{_HOW[queues.how]} From its entry on, a call counts as one more.",
+        how=f"{_HOW[queues.how]} A call counts as outstanding from the moment it is entered.",
     )
     return chart, _cliff(recording, found, queues)
 
@@ -375,7 +375,8 @@ def _cliff(recording: Recording, found: Submissions, queues: Occupancy) -> Chart
         deep_ns = charts.quantiles(spent[queue.blocked], 0.5)[0]
         low, high_ = queue.plateau
         at = f"{low:,}" if low == high_ else f"{low:,} to {high_:,}"
-        where = f"for the {int(queue.blocked.sum()):,} calls blocked at {at}"
+        where = f"for the {int(queue.blocked.sum()):,} calls blocked"
+        where += f" at {at}" if low >= 0 else " by it"
     else:
         deep_ns, where = charts.quantiles(spent[bins >= keys[-1] * 0.95], 0.5)[0], "at the deepest"
     name = _queue_name(recording, queue)

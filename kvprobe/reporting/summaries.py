@@ -192,6 +192,16 @@ def mem_size_sum(recording: Recording) -> SummaryTable:
     )
 
 
+def kern_sum(recording: Recording) -> SummaryTable:
+    """Kernels by name."""
+    table = recording.executions
+    mine = np.flatnonzero(table["engine"] == Engine.KERNEL)
+    rows = _grouped(table["name"][mine], (table["end_ns"] - table["start_ns"])[mine])
+    listed = [[share, *row[1:], recording.text(row[0])] for share, row in zip(_shares(rows), rows, strict=True)]
+    columns = [("Time (%)", "share"), ("Total Time (ns)", "ns"), ("Instances", "count"), *TIMES, ("Name", "text")]
+    return SummaryTable("cuda_gpu_kern_sum", "CUDA GPU kernel summary", columns, listed, _blind(recording))
+
+
 def _blind(recording: Recording) -> str:
     return "" if recording.has_executions else "The recorder did not record the device."
 
@@ -292,6 +302,7 @@ def descriptor_sum(recording: Recording) -> SummaryTable:
 
 REPORTS: dict[str, Callable[[Recording], SummaryTable]] = {
     "cuda_api_sum": api_sum,
+    "cuda_gpu_kern_sum": kern_sum,
     "cuda_gpu_mem_time_sum": mem_time_sum,
     "cuda_gpu_mem_size_sum": mem_size_sum,
     "nvtx_sum": nvtx_sum,

@@ -153,7 +153,7 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 
 
 def is_full(folder: str | os.PathLike[str]) -> bool:
-    """Whether the disk that holds a folder has no room left for a file of any use; False where it does not tell."""
+    """Whether the disk that holds a folder has no space left for a file of any use; False where it does not tell."""
     try:
         room = os.statvfs(folder)
     except OSError:
@@ -165,9 +165,7 @@ def is_full(folder: str | os.PathLike[str]) -> bool:
 
 def full(folder: str | os.PathLike[str]) -> str:
     """The words for it."""
-    return (
-        f"the disk of {folder} is full: sums are exact for processes that had room to begin, single calls are missing"
-    )
+    return f"the disk of {folder} is full: sums are exact for processes that began before, single calls are missing"
 
 
 def check_owner(path: str | os.PathLike[str]) -> None:

@@ -13,7 +13,7 @@
 | `queue-<pid>.json` | depth and channels as calibrated (`Queue`) | calibration |
 | `<pid>-<t>.kvp`, `engine-*.kvp` | every call: see `native/src/kvp.h` | interposer, engine |
 | `ended.pack` | such files of short processes that have ended: see `packed.py` | the observer |
-| `no-room.kvp` | the calls of processes for whose files --max-size had no room, together | interposer |
+| `no-room.kvp` | the calls of processes for whose files --max-size left no space, together | interposer |
 | `not-recorded-<pid>-<errno>` | an empty folder: that process could open no file | interposer |
 | `observer.log` | what the observer printed: empty where all went well | the observer |
 | `stacks-request-<pid>` | an empty file: that process is asked for its stacks | the observer |

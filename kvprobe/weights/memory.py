@@ -64,7 +64,7 @@ class DeviceMemory:
         """A uint8 tensor of `size` bytes.
 
         Raises:
-            KvprobeError: the GPU has no room.
+            KvprobeError: the GPU lacks the memory.
         """
         import torch
 
@@ -79,7 +79,7 @@ class DeviceMemory:
             if isinstance(error, CudaError) and error.code != 2:  # cudaErrorMemoryAllocation
                 raise
             raise KvprobeError(
-                f"the GPU has no room for {size / 2**20:,.0f} MiB of {use}: lower gpu_fraction or "
+                f"the GPU lacks {size / 2**20:,.0f} MiB of memory for {use}: lower gpu_fraction or "
                 "gpu_bytes, or the window"
             ) from None
         self.bytes += size

@@ -51,7 +51,7 @@ def offload(
 
     Raises:
         UsageError: no such limit or window, a limit below what the window needs, a model offloaded already.
-        KvprobeError: no torch, no room on the GPU or in CPU memory; the model is as it was.
+        KvprobeError: no torch, or too little GPU or CPU memory; the model is as it was.
     """
     torch = need_torch()
     limit = Limit(gpu_fraction, gpu_bytes)

@@ -12,7 +12,7 @@ from kvprobe.errors import UsageError
 ALIGN = 256  # bytes: what CUDA's own allocator gives, so that kernels choose the same paths as without offload
 # "auto": one block ahead hides what can be hidden and costs one slot; leaf modules are of uneven size, so two ahead.
 AUTO_WINDOWS = {"blocks": (1, 0), "leaves": (2, 1, 0)}
-SMALL = (16, 64, 512)  # leaf modules below this part of the largest stay on the GPU where there is room for them
+SMALL = (16, 64, 512)  # leaf modules below this part of the largest stay on the GPU where they fit
 
 
 @dataclass

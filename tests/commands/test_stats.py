@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import ctypes
+import fcntl
 import io
 import json
 import multiprocessing
 import os
+import pty
 import re
 import shutil
 import sqlite3
 import statistics
+import struct
 import subprocess
+import sys
+import termios
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvprobe.commands.stats import fitting
 from kvprobe.native.library import Record, core
 from kvprobe.recordings.model import CallKind, Recording, Source, Table
 from kvprobe.reporting.recorded import view
 
-REPORTS = "cuda_api_sum,cuda_gpu_mem_time_sum,cuda_gpu_mem_size_sum,nvtx_sum"
+REPORTS = "cuda_api_sum,cuda_gpu_kern_sum,cuda_gpu_mem_time_sum,cuda_gpu_mem_size_sum,nvtx_sum"
 
 
 def tables(text: str) -> list[list[list[str]]]:
@@ -77,6 +84,22 @@ def test_calls_have_the_figures_of_their_definition(kvprobe, recorded: Path) -> 
     whole = sum(map(sum, truth.values()))
     assert {row[-1]: row[:-1] for row in rows} == {name: expected(values, whole) for name, values in truth.items()}
     assert [int(row[1]) for row in rows] == sorted((int(row[1]) for row in rows), reverse=True)
+
+
+KERNELS = "SELECT s.value, k.end - k.start FROM CUPTI_ACTIVITY_KIND_KERNEL k JOIN StringIds s ON s.id = k.demangledName"
+
+
+def test_kernels_have_the_figures_of_their_definition(kvprobe, recorded: Path) -> None:
+    code, out, _ = kvprobe("stats", recorded, "--csv", "-r", "cuda_gpu_kern_sum")
+    assert code == 0
+    head, *rows = tables(out)[0]
+    assert ",".join(head) == ("Time (%),Total Time (ns),Instances,Avg (ns),Med (ns),Min (ns),Max (ns),StdDev (ns),Name")
+    with sqlite3.connect(f"file:{recorded}?mode=ro&immutable=1", uri=True) as connection:
+        truth: dict[str, list[int]] = {}
+        for name, value in connection.execute(KERNELS):
+            truth.setdefault(name, []).append(value)
+    whole = sum(map(sum, truth.values()))
+    assert rows and {row[-1]: row[:-1] for row in rows} == {n: expected(values, whole) for n, values in truth.items()}
 
 
 def test_copies_have_the_figures_of_their_definition_by_time_and_by_size(kvprobe, recorded: Path) -> None:
@@ -185,6 +208,45 @@ def test_the_terminal_never_cuts_a_figure(kvprobe, shared_data: Path) -> None:
     _, out, _ = kvprobe("stats", shared_data / "nsys-ai/h100_2gpu_1s.sqlite", "-r", "cuda_gpu_mem_time_sum")
     assert "1,841,630,798" in out
     assert "10,321,759.7" in out
+
+
+def on_a_terminal(columns: int, *arguments: str) -> list[str]:
+    """What the command line prints on a terminal of so many columns, line by line."""
+    pid, terminal = pty.fork()
+    if not pid:
+        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("4H", 50, columns, 0, 0))
+        environment = {**os.environ, "TERM": "xterm"}
+        environment.pop("COLUMNS", None)
+        os.execve(sys.executable, [sys.executable, "-m", "kvprobe", *arguments], environment)
+    said = b""
+    with contextlib.suppress(OSError):  # Linux says EIO when the program has ended
+        while piece := os.read(terminal, 65536):
+            said += piece
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, said
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said.decode()).splitlines()
+
+
+@pytest.mark.parametrize("columns", [80, 120, 400])
+def test_a_table_is_as_wide_as_the_terminal_at_most_and_no_figure_is_cut(shared_data: Path, columns: int) -> None:
+    table = ("-r", "cuda_gpu_kern_sum,cuda_gpu_mem_time_sum,descriptors", "--rows", "3")
+    lines = on_a_terminal(columns, "stats", str(shared_data / "nsys-ai/h100_2gpu_1s.sqlite"), *table)
+    assert max(map(len, lines)) <= columns
+    assert any("1,841,630,798" in line for line in lines)
+    assert any("too narrow for " in line and "--csv" in line for line in lines) == (columns < 400)
+
+
+def test_fewer_columns_are_left_out_of_a_wider_terminal() -> None:
+    columns = [
+        ("Time (%)", "share"),
+        ("Total Time (ns)", "ns"),
+        ("Min (ns)", "ns"),
+        ("StdDev (ns)", "ns1"),
+        ("N", "text"),
+    ]
+    widths = [8, 16, 12, 12, 200]
+    assert [len(fitting(columns, widths, wide)) for wide in (300, 82, 81, 68, 67, 54, 10)] == [5, 5, 4, 4, 3, 3, 2]
+    assert fitting(columns, widths, 10) == [1, 4]
 
 
 def test_a_name_cannot_steer_the_terminal(kvprobe, export: Path, tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from kvprobe.commands.triage import _line
 from kvprobe.recordings.trace_library import native_library
 
 CALL = (
@@ -49,6 +51,12 @@ def test_worst_first_with_time_depth_stream_and_file(kvprobe, tmp_path: Path) ->
     # 300 calls wait for a copy of 300 us each, 200 in the other
     lost = [float(line[1].removesuffix(" ms")) for line in lines[:2]]
     assert lost == pytest.approx([90, 60], rel=0.02)
+
+
+def test_a_depth_that_is_not_known_is_no_number() -> None:
+    queue = SimpleNamespace(verdict="found", ceiling=-1, title="stream 7")
+    line = _line(SimpleNamespace(queues=[queue], verdict="found", lost_ns=5_000_000, path=Path("t.json")))
+    assert line.split() == ["found", "5.0", "ms", "-", "stream", "7", "t.json"]
 
 
 def test_json_has_every_queue_and_the_reason(kvprobe, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_equal_bytes_at_one_place_are_redundant(every):
     one = found(made(steps(MiB), lambda number: number % 8, every), "redundant_loads")
     assert one.confidence == "likely"
     assert one.evidence[0].value == 99 * 8 * MiB
-    assert any("looks at a source's bytes" in said.text for said in one.evidence)
+    assert any("sources whose bytes were compared" in said.text for said in one.evidence)
 
 
 def test_equal_bytes_to_another_place_are_redundant_while_the_first_place_holds_them():
@@ -93,7 +93,7 @@ def test_buffers_at_which_nobody_looked_while_others_were_looked_at_are_an_open_
 def test_stores_of_bytes_that_the_host_has_are_wasted():
     stores = steps(MiB, direction=Direction.D2H)
     one = found(made(stores, lambda number: number % 8), "wasted_stores")
-    assert one.confidence == "likely" and "bytes that the host had" in one.title
+    assert one.confidence == "likely" and "bytes that the host already had" in one.title
     assert found(made(stores, lambda number: number), "wasted_stores").abstains
     assert found(made(stores, lambda number: number % 8, blank=1), "wasted_stores").abstains
 

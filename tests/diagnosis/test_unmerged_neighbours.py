@@ -127,7 +127,7 @@ def test_merging_is_predicted_by_the_places_that_it_frees():
     pairs = [3 * (i // 2) + i % 2 for i in range(3_000)]
     full = {one.cause: one for one in examine(full_queue(pairs))}["launch_queue_saturation"]
     merge = next(one for one in full.cure if one.text.startswith("Merge neighbouring copies"))
-    assert "1,500 places would do" in merge.text
+    assert "1,500 slots would do" in merge.text
     assert 0.3 * full.lost_ns < merge.thread_saving_ns < 0.9 * full.lost_ns
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import kvprobe.instrument as instrument
 from kvprobe.instrument.device import Device
-from kvprobe.instrument.submissions import POOLED, Handed
+from kvprobe.instrument.submissions import POOLED, HandOver
 from kvprobe.offload.submitter import Submitter
 from kvprobe.patches.sglang import OWN
 from tests.patches.sglang_host import (
@@ -351,7 +351,7 @@ def test_no_order_is_lost_from_the_submitter_to_sglangs_stream(direct, monkeypat
     @contextlib.contextmanager
     def unfenced():
         with monkeypatch.context() as broken:
-            broken.setattr(Handed, "fence", lambda self, stream: True)
+            broken.setattr(HandOver, "fence", lambda self, stream: True)
             yield
 
     with instrument.observe("sglang", fix="auto"):
@@ -488,7 +488,18 @@ def test_a_load_that_the_submitter_does_not_take_is_whole(direct, error, monkeyp
 @pytest.mark.parametrize("pool", ["rows", "pages"])
 @pytest.mark.parametrize(
     "hook",
-    ["look", "take", "jobs", "starts", "ends", "tell_ends", "hand_over", "submit", "submitted", "copies"],
+    [
+        "look",
+        "take",
+        "jobs",
+        "starts",
+        "transfer_events",
+        "replace_events",
+        "hand_over",
+        "submit",
+        "submitted",
+        "copies",
+    ],
 )
 def test_a_hook_that_fails_changes_no_byte(direct, pool, hook, monkeypatch):
     import kvprobe.patches.sglang as patch

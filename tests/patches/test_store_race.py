@@ -146,7 +146,7 @@ def test_transfers_of_a_direction_end_in_order(vllm_handlers, version, rungs, mo
             return  # one direction of one submitter: tests of the submitter prove that
         with monkeypatch.context() as broken:
             if rungs[1] == "own":
-                broken.setattr(CopyPath, "behind", lambda self, stream: None)
+                broken.setattr(CopyPath, "fence", lambda self, stream: None)
                 broken.setattr(handlers.host.waiting, "wait_event", lambda self, event: None)
             else:
                 broken.setattr(Submitter, "submit_all", without_after(Submitter.submit_all))

@@ -201,7 +201,19 @@ def test_install_uninstall_install_again(worker):
         assert one.roundtrip()
 
 
-@pytest.mark.parametrize("hook", ["transfer", "swap", "finished", "made", "worker_made", "copies", "ends", "tell_ends"])
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "transfer",
+        "swap",
+        "finished",
+        "around_init",
+        "around_worker_init",
+        "copies",
+        "transfer_events",
+        "replace_events",
+    ],
+)
 def test_a_hook_that_fails_changes_no_result(worker, hook, monkeypatch):
     import kvprobe.patches.vllm_batches as batches
 
@@ -212,7 +224,7 @@ def test_a_hook_that_fails_changes_no_result(worker, hook, monkeypatch):
     one = worker()
     instrument.install("vllm", fix="auto")
     one.make()
-    if hook in ("copies", "ends", "tell_ends"):
+    if hook in ("copies", "transfer_events", "replace_events"):
         on_the_submitter(one)
     for _ in range(3):
         assert one.roundtrip()
@@ -247,7 +259,7 @@ def test_runs_are_merged_up_to_the_start_of_a_registration(worker, monkeypatch):
         one.make()
         base = one.worker._load_handler.src_tensors[0].data_ptr()
         one.worker._mmap_region = types.SimpleNamespace(pinned_addresses=[base, base + 8 * one.page])
-        adapter().worker_made(lambda: None, one.worker)
+        adapter().around_worker_init(lambda: None, one.worker)
         on_the_submitter(one)
         pages = list(range(16))
         one.load(pages, pages)

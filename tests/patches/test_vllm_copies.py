@@ -91,7 +91,7 @@ def adapter_class(module):
 
 
 @pytest.mark.parametrize("version", LOOPS)
-@pytest.mark.parametrize("hook", ["transfer", "swap", "finished", "made"])
+@pytest.mark.parametrize("hook", ["transfer", "swap", "finished", "around_init"])
 def test_a_hook_that_fails_changes_no_result(vllm_handlers, install, version, hook, monkeypatch):
     handlers = vllm_handlers(version)
     install()
@@ -241,7 +241,7 @@ def test_a_mistake_in_handing_over_loses_no_copy(vllm_handlers, version, monkeyp
 
 
 @pytest.mark.parametrize("version", LOOPS)
-@pytest.mark.parametrize("hook", ["copies", "ends", "tell_ends", "hand_over"])
+@pytest.mark.parametrize("hook", ["copies", "transfer_events", "replace_events", "hand_over"])
 def test_a_hook_of_handing_over_that_fails_changes_no_result(vllm_handlers, version, hook, monkeypatch):
     import kvprobe.patches.vllm_loops as copies
 

@@ -79,7 +79,7 @@ def test_steps_that_wait_for_loads_of_their_own_are_counted_by_the_worker_of_the
         config = types.SimpleNamespace(parallel_config=types.SimpleNamespace(rank=rank))
         with event_log.subscribed() as events:
             adapter.instrument(module)
-            hook = adapter.made(None)
+            hook = adapter.around_create(None)
             hook(Connector, None, config, Role.WORKER)
             worker = module.OffloadingConnectorWorker()
             for metadata in (jobs(), jobs(False), jobs(False, True), jobs(True), types.SimpleNamespace(load_jobs=None)):

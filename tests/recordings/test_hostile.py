@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import ctypes
 import gzip
+import io
 import json
 import lzma
 import mmap
@@ -14,14 +15,16 @@ import sqlite3
 import tarfile
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 import fuzz
 import pytest
 from fuzz_run_folder import make_run
 
 from kvprobe.errors import RecordingError, plain
-from kvprobe.recordings import expand_deeply, open_recording, sniff
+from kvprobe.recordings import compressed, expand_deeply, open_recording, sniff
 from kvprobe.runfolder.folder import VERSION
+from tests import public_recordings
 
 GPU_DATA = Path(__file__).parents[1] / "gpu" / "data"
 
@@ -112,23 +115,59 @@ def test_a_process_that_cannot_be_seen_from_here_is_not_called_running(run: Path
         assert recording.text(int(recording.tables["processes"]["state"][0])) == said
 
 
-def test_a_compressed_export_is_read_as_the_export_itself(tmp_path: Path) -> None:
-    packed = GPU_DATA / "nsys_saturated.sqlite.gz"
-    (plain_path := tmp_path / "x.sqlite").write_bytes(gzip.decompress(packed.read_bytes()))
+@pytest.mark.parametrize("form", [gzip, lzma])
+def test_a_compressed_export_is_read_as_the_export_itself(tmp_path: Path, form: ModuleType) -> None:
+    data = gzip.decompress((GPU_DATA / "nsys_saturated.sqlite.gz").read_bytes())
+    (plain_path := tmp_path / "x.sqlite").write_bytes(data)
+    (packed := tmp_path / "x.packed").write_bytes(form.compress(data))
     one, other = open_recording([packed]), open_recording([plain_path])
-    assert sniff(packed) == "nsys-sqlite-gz" and one.calls.rows == other.calls.rows > 0
+    assert sniff(packed) == "nsys-sqlite-compressed" and one.calls.rows == other.calls.rows > 0
     assert one.source[0].path == str(packed)
     assert not list(fuzz.Path(tmp_path).glob("kvprobe-*"))
 
 
-def test_a_compressed_bomb_is_refused_and_nothing_is_left(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(("form", "times"), [(gzip, 100), (lzma, 400)])
+def test_a_compressed_bomb_is_refused_and_nothing_is_left(
+    tmp_path: Path, monkeypatch, form: ModuleType, times: int
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "t"))
     (tmp_path / "t").mkdir()
-    with gzip.open(tmp_path / "x.sqlite.gz", "wb") as file:
+    with form.open(tmp_path / "x.packed", "wb") as file:
         file.write(b"SQLite format 3\0" + bytes(200 << 20))
-    with pytest.raises(RecordingError, match="unpacks to more than 100 times"):
-        open_recording([tmp_path / "x.sqlite.gz"])
+    with pytest.raises(RecordingError, match=f"unpacks to more than {times} times"):
+        open_recording([tmp_path / "x.packed"])
     assert not list((tmp_path / "t").iterdir())
+
+
+def test_published_recordings_are_read_as_they_are_published() -> None:
+    for packed in sorted((Path(__file__).parent / "public").glob("*/*.xz")):
+        plain = public_recordings.folder() / packed.parent.name / packed.stem
+        plain = plain if plain.exists() else plain.with_name(f"{packed.stem}.gz")
+        if packed.stat().st_size < 500_000:
+            one, other = open_recording([packed]), open_recording([plain])
+            assert one.calls.rows == other.calls.rows and one.executions.rows == other.executions.rows > 0
+        assert sniff(packed).startswith(sniff(plain)), packed
+
+
+def test_damaged_and_cut_xz_is_as_damaged_and_cut_gzip(tmp_path: Path) -> None:
+    whole = lzma.compress(gzip.decompress((GPU_DATA / "nsys_saturated.sqlite.gz").read_bytes()))
+    (path := tmp_path / "x.sqlite.xz").write_bytes(whole[:5000] + bytes(100) + whole[5100:])
+    with pytest.raises(RecordingError, match="cannot be unpacked \\(damaged xz data"):
+        open_recording([path])
+    text = lzma.compress(gzip.decompress((GPU_DATA / "kineto_saturated.json.gz").read_bytes()))
+    (trace := tmp_path / "t.json.xz").write_bytes(text[: len(text) // 2])
+    assert any("ends in the middle" in said for said in open_recording([trace]).incomplete)
+
+
+def test_pieces_are_the_bytes_that_were_compressed_over_members_and_padding() -> None:
+    data = bytes(range(256)) * 3000
+    for form, module, padding in (("gzip", gzip, bytes(7)), ("xz", lzma, bytes(8))):
+        packed = module.compress(data) + padding + module.compress(b"x" + data) + padding
+        found = list(compressed.pieces(io.BytesIO(packed), form, 1000))
+        assert b"".join(found) == data + b"x" + data and max(map(len, found)) <= 1000
+        assert b"".join(compressed.pieces(io.BytesIO(packed + b"tail"), form, 1 << 20)) == data + b"x" + data
+        with pytest.raises(EOFError, match=f"the {form} data ends in the middle"):
+            list(compressed.pieces(io.BytesIO(packed[:-40]), form, 1 << 20))
 
 
 def test_folders_are_looked_through_deeply(tmp_path: Path) -> None:
@@ -217,7 +256,7 @@ def test_a_crash_a_hang_and_an_unexpected_error_are_told_and_reading_goes_on(mon
         ("packed", "tar -xf"),
         ("run.zip", "unzip"),
         ("1.kvp.gz", "gunzip"),
-        ("trace.json.xz", "unxz"),
+        ("1.kvp.xz", "unxz"),
         ("trace.json.bz2", "bunzip2"),
     ],
 )
@@ -233,6 +272,6 @@ def test_what_is_packed_is_refused_with_how_to_unpack_it(run: Path, tmp_path: Pa
     else:
         (ring,) = run.glob("*.kvp")
         compress = {"gunzip": gzip, "unxz": lzma, "bunzip2": bz2}[how].compress
-        path.write_bytes(compress(ring.read_bytes() if how == "gunzip" else b'{"traceEvents":[]}'))
+        path.write_bytes(compress(ring.read_bytes() if how != "bunzip2" else b'{"traceEvents":[]}'))
     with pytest.raises(RecordingError, match=rf": packed, and not read as it is: unpack it \({how}\)"):
         sniff(path)

@@ -218,6 +218,6 @@ def test_the_words_and_the_line_of_outstanding_submissions_agree(shared_data: Pa
     recording = open_recording(shared_data / "nsys-ai/h100_2gpu_1s.sqlite")
     charts = {chart.id: chart for one in view(recording, examination(recording)).sections for chart in one.charts}
     chart = charts["occupancy"]
-    assert "met up to 1,141 others outstanding." in chart.summary
+    assert "found up to 1,141 others outstanding." in chart.summary
     assert max(max(filter(None, line["hi"])) for line in chart.spec["series"]) == 1_142
-    assert chart.how.endswith("From its entry on, a call counts as one more.")
+    assert chart.how.endswith("A call counts as outstanding from the moment it is entered.")

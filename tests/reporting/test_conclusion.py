@@ -32,10 +32,10 @@ def test_what_is_better_by_how_much_and_how_sure() -> None:
     assert one.state == "better"
     assert one.sentence.replace(TIMES_SIGN, "x") == (
         "b is better than a: “200 copies blocked” is gone (it lost 47% of the time, certain), with 1 more finding, "
-        "and a submission usually takes its thread 2.00x less time (95% interval 1.82x to 2.22x; 2.0% of the time)."
+        "and a typical submission is 2 times faster (95% interval 1.82x to 2.22x; 2.0% of the time)."
     )
     assert said(change("more", 0.05, 0.3), at=AS_BEFORE).sentence.startswith(
-        "b is worse than a: “200 copies blocked” loses 30% of the time instead of 5.0% (certain), and a submission "
+        "b is worse than a: “200 copies blocked” loses 30% of the time instead of 5.0% (certain), and a typical "
     )
 
 
@@ -43,7 +43,7 @@ def test_a_page_sets_what_submissions_cost_below_the_headline() -> None:
     one = said(change("gone", 0.47, 0.0), at=cost(1.5, "slower", 0.001))
     head = verdict(one, [], [])
     assert head.headline == "b is better than a: “200 copies blocked” is gone (it lost 47% of the time, certain)."
-    assert head.detail.startswith("A submission usually takes its thread 1.50")
+    assert head.detail.startswith("A typical submission is 1.50 times slower")
     assert "One recording of each" in head.detail
     alone = said(at=cost(1.5, "slower", 0.1))
     assert verdict(alone, [], []).headline == alone.sentence
@@ -52,7 +52,7 @@ def test_a_page_sets_what_submissions_cost_below_the_headline() -> None:
 def test_what_is_small_beside_the_gain_is_told_and_not_held_against_it() -> None:
     one = said(change("gone", 0.9, 0.0), change("new", 0.0, 0.02, "unexplained"), at=cost(1.5, "slower", 0.03))
     assert one.state == "better"
-    assert "though a submission usually takes its thread 1.50x more time" in one.sentence.replace(TIMES_SIGN, "x")
+    assert "though a typical submission is 1.50 times slower" in one.sentence.replace(TIMES_SIGN, "x")
     assert said(change("gone", 0.9, 0.0), change("new", 0.0, 0.2, "unexplained"), at=AS_BEFORE).state == "mixed"
     assert said(change("gone", 0.1, 0.0), at=cost(3.0, "slower", 0.1)).state == "mixed"
 

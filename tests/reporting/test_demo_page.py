@@ -38,9 +38,22 @@ def test_the_verdict_names_cause_cost_and_what_kvprobe_did() -> None:
         assert words in head
 
 
+def test_headline_table_and_histogram_compare_loads_with_loads() -> None:
+    recording, figures = played.played()
+    said = demo.verdict(figures)
+    assert "9.10" in said.headline and "45.0" in said.headline and said.saving.endswith("202\u00d7 less.")
+    (section,) = demo.sections(recording, figures)
+    histogram = next(chart for chart in section.charts if chart.id == "cost-histogram")
+    assert histogram.summary.count("loads, median") == 2 and "calls" not in histogram.summary
+    rows = {row[0].text: [cell.text for cell in row[1:]] for row in section.tables[0].rows}
+    assert "Moved" in rows and not any("twice" in label for label in rows)  # what overlaps depends on the speed
+    loads = demo.load_costs(recording)
+    assert 7000 < loads["shared"].ns.mean() < 9000 and 30 < loads["auto"].ns.mean() < 50
+
+
 def test_a_run_without_saturation_is_not_called_saturated() -> None:
     figures = played.played()[1]
-    calm = {**figures["auto"], "submit_p99_ns": 1300.0, "longest_call_ns": 9000.0}
+    calm = {**figures["auto"], "submit_p99_ns": 1300.0, "load_p99_ns": 1400.0, "longest_call_ns": 9000.0}
     said = demo.verdict({**figures, "shared": calm, "auto": calm, "switches": 0, "switch_log": []})
     assert "No saturation" in said.headline
     assert said.state == "ok"
@@ -60,8 +73,11 @@ def test_busy_cpus_are_said_beside_the_verdict() -> None:
     starved = Finding("cpu_starved", title, "critical", "likely", 3_300_000_000)
     said = demo.verdict(figures, [starved])
     assert said.headline == demo.verdict(figures).headline
-    assert said.detail.endswith("of both phases hold: threads that submit waited 3.3 s for a CPU between their calls.")
-    calm = {**figures, "shared": figures["auto"], "switches": 0, "switch_log": []}
+    assert said.detail.endswith(
+        "of both phases include: threads that submit waited 3.3 s for a CPU between their calls."
+    )
+    quick = {**figures["auto"], "submit_p99_ns": 1300.0}
+    calm = {**figures, "shared": quick, "switches": 0, "switch_log": []}
     assert demo.verdict(calm, [starved]).detail.startswith("The CPUs were busy")
     little = replace(starved, severity="info")
     assert demo.verdict(figures, [little]).detail == demo.verdict(figures).detail

@@ -44,7 +44,7 @@ def test_a_row_a_stream_and_direction_most_time_first():
     assert (loads["Size, median"], loads["A call, median"]) == ("16.0 KiB", "1.00 µs")
     assert (loads["Merging saves"], loads["Calls allow"]) == ("98.0 µs, 98 calls", "16.4 GB/s")
     assert "Link" not in loads
-    assert "A run is" not in shown.lead and "a run is" in shown.lead
+    assert "A run is a series of copies" in shown.lead
 
 
 def test_the_links_rate_has_a_column_where_it_is_known():
@@ -56,11 +56,11 @@ def test_a_recording_without_addresses_says_so_once_and_guesses_nothing():
     columns = {name: made.calls[name] for name in made.calls if name not in ("src", "dst")}
     made.tables["calls"] = Table("calls", columns)
     shown = section(made)
-    assert "is not recorded there" in shown.lead and "kvprobe run" in shown.lead
+    assert "leaves out the addresses" in shown.lead and "kvprobe run" in shown.lead
     loads = cells(shown, 1)
     assert (loads["Copies"], loads["Size, median"]) == ("100", "16.0 KiB")
     assert {loads["Bursts"], loads["Runs"], loads["Merging saves"]} == {NONE}
-    assert build_page(made, findings=examination(made)).count("is not recorded there") == 1
+    assert build_page(made, findings=examination(made)).count("leaves out the addresses") == 1
     table = summary(made, "descriptors")
     assert "not known" in table.note
     assert table.to_json()["rows"][0]["runs"] is None

@@ -285,7 +285,7 @@ static int has_room(struct mark_stream *s) {
     return kvp_mark_outstanding(s) <= kvp_mark_limit;
 }
 
-/* In front of a submission that does not simply go on. 1: time has passed. */
+/* In front of a submission that changes what the stream does. 1: time has passed. */
 static __attribute__((noinline)) int changes(struct mark_stream *s, const kvp_record *r, uint8_t kind, uint64_t now) {
     int placed = 0;
     uint64_t gap = s->last_ns ? now - s->last_ns : 0;

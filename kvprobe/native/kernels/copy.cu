@@ -4,7 +4,7 @@
 //   kvp_copy_registers              any GPU: vector loads and stores
 //   kvp_read                        reads device memory as fast as it can, as a decode step reads its weights
 //
-// The unit of work is a unit: at most `unit` bytes of one entry of the list. Chunks of neighbouring units go round the
+// Work is dealt out in units: at most `unit` bytes of one entry of the list. Chunks of neighbouring units go round the
 // warps of all CTAs. Each warp reads the entries of its next chunk, which lie in host memory, while it moves this one.
 //
 // Bulk: lane 0 of each warp drives a ring of stages in shared memory. A piece is loaded into a stage and, once it has

@@ -1,22 +1,22 @@
-"""Reads a gzip-compressed SQLite export of Nsight Systems: unpacked into a private temporary file first."""
+"""Reads a compressed SQLite export of Nsight Systems, .gz or .xz: unpacked into a private temporary file first."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 from kvprobe.errors import RecordingError
-from kvprobe.recordings import nsys_sqlite
+from kvprobe.recordings import compressed, nsys_sqlite
 from kvprobe.recordings.model import Recording
 
 __all__ = ["read"]
 
 Progress = Callable[[str, float], None]
-_CHUNK_BYTES = 1 << 20
-_RATIO = 100  # exports shrink to a tenth; what unpacks to far more is no export
+_PIECE_BYTES = 1 << 20
+# gzip shrinks exports to a tenth, xz to a twentieth at times; what unpacks to far more is no export
+_RATIOS = {"gzip": 100, "xz": 400}
 
 
 def read(path: Path, progress: Progress | None = None) -> Recording:
@@ -29,7 +29,11 @@ def read(path: Path, progress: Progress | None = None) -> Recording:
         unpacked = Path(folder) / "export.sqlite"
         try:
             _unpack(path, unpacked, progress)
-        except (OSError, zlib.error) as error:
+        except EOFError as error:
+            if isinstance(error, compressed.Damaged):
+                raise RecordingError(f"{path}: cannot be unpacked ({error})") from error
+            # cut off: what is there is read, and the reader says what is missing
+        except OSError as error:
             raise RecordingError(f"{path}: cannot be unpacked ({error})") from error
         recording = nsys_sqlite.read(unpacked, progress)
     for source in recording.source:
@@ -39,19 +43,14 @@ def read(path: Path, progress: Progress | None = None) -> Recording:
 
 def _unpack(path: Path, target: Path, progress: Progress | None) -> None:
     size = path.stat().st_size
-    left = size * _RATIO + (1 << 20)
     with path.open("rb") as file, target.open("wb") as out:
-        stream = zlib.decompressobj(31)
-        while data := file.read(_CHUNK_BYTES):
-            while data:
-                piece = stream.decompress(data, _CHUNK_BYTES)
-                left -= len(piece)
-                if left < 0:
-                    raise RecordingError(f"{path}: unpacks to more than {_RATIO} times its size; no export does")
-                out.write(piece)
-                if stream.eof:  # another member may follow
-                    data, stream = stream.unused_data, zlib.decompressobj(31)
-                else:
-                    data = stream.unconsumed_tail
+        form = compressed.form_of(file.read(8))
+        file.seek(0)
+        left = size * _RATIOS[form] + (1 << 20)
+        for piece in compressed.pieces(file, form, _PIECE_BYTES):
+            left -= len(piece)
+            if left < 0:
+                raise RecordingError(f"{path}: unpacks to more than {_RATIOS[form]} times its size; no export does")
+            out.write(piece)
             if progress is not None:
                 progress(f"unpacking {os.path.basename(path)}", 0.3 * file.tell() / max(size, 1))  # noqa: PTH119
