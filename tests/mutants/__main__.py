@@ -41,7 +41,7 @@ def chosen(options: argparse.Namespace) -> list[Mutant]:
         return found + [each for each in named if each.name in wanted]
     found = sample(c_source.mutants(), options.c, options.seed) if options.c else []
     places = sample(python_source.places(), options.python, options.seed) if options.python else []
-    return found + [python_source.made(place) for place in places]
+    return found[options.skip :] + [python_source.made(place) for place in places[options.skip :]]
 
 
 def main() -> int:
@@ -51,6 +51,7 @@ def main() -> int:
     parser.add_argument("--c", type=int, default=200, help="so many of the C; default: 200")
     parser.add_argument("--python", type=int, default=100, help="so many of the Python; default: 100")
     parser.add_argument("--seed", type=int, default=0, help="which ones")
+    parser.add_argument("--skip", type=int, default=0, help="so many of those drawn, which another run tries")
     parser.add_argument("--quick", action="store_true", help="only the checks that take seconds")
     parser.add_argument("--list", action="store_true", help="name them and do nothing")
     options = parser.parse_args()

@@ -183,6 +183,7 @@ static void note_method(kvp_submitter *s, int d, const struct marker *m, uint64_
 }
 
 void kvp_retire(kvp_submitter *s, int d, uint64_t now) {
+    kvp_must(s, d == LOAD || d == STORE, "a direction that is none");
     struct direction *dir = &s->direction[d];
     while (!line_empty(&dir->line)) {
         struct marker *m = &dir->line.marker[dir->line.head % MARKERS];
@@ -218,6 +219,7 @@ void kvp_retire(kvp_submitter *s, int d, uint64_t now) {
 }
 
 void kvp_retire_shared(kvp_submitter *s, int d) {
+    kvp_must(s, d == LOAD || d == STORE, "a direction that is none");
     struct direction *dir = &s->direction[d];
     if (pthread_mutex_trylock(&dir->shared_lock)) return; /* whoever has it looks himself */
     int lost = 0;

@@ -79,6 +79,7 @@ static void device_goes_on(uint32_t most) {
 static kvp_submitter *submitter;
 
 /* In some seeds one call fails, at a moment of its own; in some the device is lost then. */
+enum { ALWAYS_RECORDS = 100 }; /* no event can be recorded */
 enum call { NO_CALL, MEMORY, COPIES, RECORDS, WAITS, QUERIES, LOST, CALLS };
 enum { FAILS_WITH = 719 };
 static enum call failing;
@@ -86,11 +87,12 @@ static uint32_t fails_at;
 static int has_failed;
 
 static int fails(enum call call) {
-    if (failing == LOST && has_failed && call == QUERIES) return 1;
+    if ((int)failing == ALWAYS_RECORDS) return call == RECORDS;
+    if (failing == LOST && has_failed && (call == QUERIES || call == COPIES)) return 1;
     if (failing != call && !(failing == LOST && call == COPIES)) return 0;
     if (has_failed || --fails_at) return 0;
     has_failed = 1;
-    return failing != LOST;
+    return 1;
 }
 
 /* A call of the runtime may take as long as a forward: no lock that callers need is held over one. */
@@ -417,6 +419,7 @@ static void check_idle(kvp_submitter_stats *last, int abandoned) {
     if (last->wrong) explore_fail(last->wrong);
     MUST(!last->pending && (!last->broken || has_failed || abandoned));
     MUST(!last->broken == !last->fault);
+    MUST(last->broken || failing != LOST || !has_failed /* a device that is gone is said to be */);
     MUST(last->events && last->events_free == last->events);
     MUST(last->fences && !last->fences_used);
     MUST(last->steps && last->steps < 1u << 30);
@@ -434,17 +437,9 @@ static void check_idle(kvp_submitter_stats *last, int abandoned) {
     for (int i = 0; i < s->computes; i++) MUST(!s->compute[i].recorded && !s->compute[i].open);
 }
 
-static void play(uint64_t seed) {
-    memset(streams, 0, sizeof streams);
-    memset(told, 0, sizeof told);
-    events_made = 0, ids = 0, submitter = NULL;
-    explore_begin(seed, idle);
-    failing = explore_below(3) ? NO_CALL : (enum call)explore_below(CALLS);
-    fails_at = 1 + explore_below(40), has_failed = 0;
-    const uint64_t gpu_base = (uintptr_t)gpu, cpu_base = (uintptr_t)cpu;
-    void *pooled[2][STREAMS] = {{handle_of(0), handle_of(1)}, {handle_of(2), handle_of(3)}};
+static kvp_submitter_config config_of(const uint64_t *gpu_base, const uint64_t *cpu_base, uint64_t blocks, void **loads,
+                                      void **stores) {
     static kvp_method_table methods;
-    const uint64_t blocks = explore_below(2) ? BLOCKS : 4096; /* of which nobody names more */
     kvp_submitter_config config = {.copier = {.cuda = {.memcpy_async = copy,
                                                        .event_record = event_record,
                                                        .event_query = event_query,
@@ -457,18 +452,32 @@ static void play(uint64_t seed) {
                                                        .event_create = event_create,
                                                        .event_destroy = event_destroy}},
                                    .methods = &methods,
-                                   .gpu = {.bases = &gpu_base, .blocks = blocks, .factor = 1},
-                                   .cpu = {.bases = &cpu_base, .blocks = blocks, .factor = 1},
+                                   .gpu = {.bases = gpu_base, .blocks = blocks, .factor = 1},
+                                   .cpu = {.bases = cpu_base, .blocks = blocks, .factor = 1},
                                    .copy_bytes = BLOCK,
                                    .layers = 1,
                                    .depth = 16 + explore_below(3) * 16,
                                    .detail = KVP_OFF,
                                    .streams = STREAMS,
-                                   .pooled = {pooled[0], pooled[1]},
+                                   .pooled = {loads, stores},
                                    .shared = {handle_of(2 * STREAMS), handle_of(2 * STREAMS + 1)},
                                    .stuck_ns = explore_below(4) ? 100000000 : 0,
                                    .ceiling = 12};
     kvp_method_table_default(&methods, &config.copier);
+    return config;
+}
+
+static void play(uint64_t seed) {
+    memset(streams, 0, sizeof streams);
+    memset(told, 0, sizeof told);
+    events_made = 0, ids = 0, submitter = NULL;
+    explore_begin(seed, idle);
+    failing = explore_below(3) ? NO_CALL : (enum call)explore_below(CALLS);
+    fails_at = 1 + explore_below(40), has_failed = 0;
+    const uint64_t gpu_base = (uintptr_t)gpu, cpu_base = (uintptr_t)cpu;
+    void *pooled[2][STREAMS] = {{handle_of(0), handle_of(1)}, {handle_of(2), handle_of(3)}};
+    const uint64_t blocks = explore_below(2) ? BLOCKS : 4096; /* of which nobody names more */
+    kvp_submitter_config config = config_of(&gpu_base, &cpu_base, blocks, pooled[0], pooled[1]);
     int why;
     if (explore_below(4) == 0) explore_no_memory(1 + explore_below(40));
     submitter = kvp_submitter_open(&config, &why);
@@ -539,11 +548,56 @@ static void play(uint64_t seed) {
     kvp_submitter_free(submitter);
 }
 
+/* More transfers that may not go together than a line has marks for, and all of them in a hurry. */
+static void play_many_marks(uint64_t seed) {
+    enum { MANY = MARKERS + 300 };
+    static kvp_job_status *job[MANY];
+    memset(streams, 0, sizeof streams);
+    events_made = 0, ids = 0, submitter = NULL, has_failed = 1;
+    explore_begin(seed, idle);
+    failing = NO_CALL;
+    const uint64_t gpu_base = (uintptr_t)gpu, cpu_base = (uintptr_t)cpu;
+    void *pooled[2][STREAMS] = {{handle_of(0), handle_of(1)}, {handle_of(2), handle_of(3)}};
+    kvp_submitter_config config = config_of(&gpu_base, &cpu_base, BLOCKS, pooled[0], pooled[1]);
+    config.depth = 8 * MARKERS, config.stuck_ns = 0;
+    int why;
+    submitter = kvp_submitter_open(&config, &why);
+    MUST(submitter && !why);
+    failing = (enum call)ALWAYS_RECORDS;
+    int64_t block = 0;
+    for (int i = 0; i < MANY; i++) {
+        kvp_job_refused refused;
+        kvp_request asked = {.submitter = submitter,
+                             .refused = &refused,
+                             .id = ids++,
+                             .copies = 1,
+                             .gpu_count = 1,
+                             .cpu_count = 1,
+                             .requested_ns = kvp_now_ns(),
+                             .what = KVP_REQUEST_PUSH};
+        job[i] = kvp_job_request(&asked, &block, &block);
+        MUST(job[i]);
+    }
+    fence(job[MANY - 1], handle_of(2 * STREAMS + 2));
+    wait_for_end(job[MANY - 1]);
+    for (int i = 0; i < MANY; i++) {
+        MUST(job[i]->state == KVP_DONE);
+        kvp_job_release(job[i]);
+    }
+    kvp_submitter_close(submitter, 1);
+    kvp_submitter_stats last;
+    check_idle(&last, 0);
+    explore_end();
+    MUST(!kvp_submitter_destroy_events(submitter));
+    kvp_submitter_free(submitter);
+}
+
 int main(int argc, char **argv) {
     uint64_t first = argc > 1 ? strtoull(argv[1], NULL, 10) : 0, count = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
     kvp_set_clock(explore_now);
     for (uint64_t seed = first; seed < first + count; seed++) {
         play(seed);
+        if (seed % 64 == 0) play_many_marks(seed);
         if (argc > 3) printf("seed %llu: %llu\n", (unsigned long long)seed, (unsigned long long)explore_digest());
     }
     printf("%llu interleavings\n", (unsigned long long)count);
