@@ -21,7 +21,10 @@ int kvp_explore_sleep(atomic_uint *word, uint32_t value, uint64_t ns); /* 1: the
 void kvp_explore_wake(atomic_uint *word);
 int kvp_explore_no_memory(void); /* 1: this allocation fails */
 
+int kvp_explore_exact(void); /* 1: memory is had for each request anew, and not a word more than it asks for */
+
 #define YIELD() kvp_explore_yield()
+#define EXACT_MEMORY() kvp_explore_exact()
 #ifndef KVP_EXPLORE_SCHEDULER
 #define pthread_mutex_lock(mutex) kvp_explore_lock(mutex)
 #define pthread_mutex_trylock(mutex) kvp_explore_trylock(mutex)
@@ -35,6 +38,7 @@ int kvp_explore_no_memory(void); /* 1: this allocation fails */
 
 #else
 #define YIELD() ((void)0)
+#define EXACT_MEMORY() 0
 #endif
 
 #endif

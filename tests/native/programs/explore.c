@@ -107,6 +107,11 @@ static int had_none;
 
 void explore_no_memory(uint32_t number) { last_memory = number, had_none = 0; }
 
+static int exact;
+void explore_exact(int wanted) { exact = wanted; }
+int kvp_explore_exact(void) { return exact; }
+int explore_self(void) { return self < 0 ? 0 : self; }
+
 int explore_had_no_memory(void) { return had_none; }
 
 int kvp_explore_no_memory(void) {

@@ -86,6 +86,15 @@ static enum call failing;
 static uint32_t fails_at;
 static int has_failed;
 
+static int last_error[16]; /* by thread: what cudaGetLastError would say */
+
+static int fails(enum call call);
+static int fails_now(enum call call) {
+    int code = fails(call);
+    if (code) last_error[explore_self()] = FAILS_WITH;
+    return code;
+}
+
 static int fails(enum call call) {
     if ((int)failing == ALWAYS_RECORDS) return call == RECORDS;
     if (failing == LOST && has_failed && (call == QUERIES || call == COPIES)) return 1;
@@ -116,7 +125,7 @@ static int event_destroy(void *event) {
 static int event_record(void *event, void *stream) {
     call_of_the_runtime();
     kvp_explore_yield();
-    if (fails(RECORDS)) return FAILS_WITH;
+    if (fails_now(RECORDS)) return FAILS_WITH;
     struct event *e = event;
     add(number_of(stream), (struct op){.kind = RECORD});
     MUST(!e->destroyed);
@@ -127,7 +136,7 @@ static int event_query(void *event) {
     call_of_the_runtime();
     kvp_explore_yield();
     device_goes_on(2);
-    if (fails(QUERIES)) return FAILS_WITH;
+    if (fails_now(QUERIES)) return FAILS_WITH;
     const struct event *e = event;
     return e->stream >= 0 && streams[e->stream].head < e->at ? cudaErrorNotReady : 0;
 }
@@ -139,7 +148,7 @@ static int event_elapsed(float *ms, void *from, void *to) {
 static int stream_wait_event(void *stream, void *event, unsigned flags) {
     call_of_the_runtime();
     for (int i = 0; i < 4; i++) kvp_explore_yield(), device_goes_on(2); /* whoever waits may be held up here for long */
-    if (fails(WAITS)) return FAILS_WITH;
+    if (fails_now(WAITS)) return FAILS_WITH;
     const struct event *e = event;
     if (e->stream >= 0) add(number_of(stream), (struct op){.kind = WAIT, .stream = e->stream, .until = e->at});
     return (int)flags;
@@ -147,21 +156,26 @@ static int stream_wait_event(void *stream, void *event, unsigned flags) {
 static int stream_query(void *stream) {
     call_of_the_runtime();
     const struct stream *s = &streams[number_of(stream)];
-    if (has_failed && failing == LOST) return FAILS_WITH;
+    if (has_failed && failing == LOST) return last_error[explore_self()] = FAILS_WITH;
     return s->head == s->tail ? 0 : cudaErrorNotReady;
 }
 static int copy(void *dst, const void *src, size_t bytes, int kind, cudaStream_t stream) {
     call_of_the_runtime();
     kvp_explore_yield();
     (void)kind;
-    if (fails(COPIES)) return FAILS_WITH;
+    if (fails_now(COPIES)) return FAILS_WITH;
     add(number_of(stream), (struct op){.kind = COPY, .dst = dst, .src = src, .bytes = bytes});
     return 0;
 }
-static int no_error(void) { return 0; }
+static int get_last_error(void) {
+    int code = last_error[explore_self()];
+    last_error[explore_self()] = 0;
+    return code;
+}
 
 /* ---- the callers ------------------------------------------------------------------------------------------------ */
 
+static int failed_jobs;
 static uint64_t ids, told[2 * CALLERS * REQUESTS + 16];
 static pthread_mutex_t one_inline[2] = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER};
 
@@ -171,7 +185,7 @@ static void idle(void) {
     if (!submitter || !submitter->threaded) return;
     if (explore_sleeps_for_good(&submitter->work)) {
         MUST(!atomic_load(&submitter->incoming) /* handed over, and nobody looks */);
-        MUST(!atomic_load(&submitter->hurrying) /* in a hurry, and nobody looks */);
+        MUST(!atomic_load(&submitter->hurrying) || submitter->broken /* in a hurry, and nobody looks */);
         MUST(!submitter->direction[0].flying && !submitter->direction[1].flying /* in flight, and nobody looks */);
     }
     if (submitter->wrong) explore_fail(submitter->wrong);
@@ -214,6 +228,7 @@ static void check_ended(const kvp_job_status *job) {
     MUST(job->noticed_ns && job->built_ns <= job->noticed_ns);
     MUST((job->state == KVP_FAILED) == (job->fault != KVP_FAULT_NONE));
     MUST(job->submitted <= job->copies);
+    failed_jobs += job->state == KVP_FAILED;
     if (job->state != KVP_DONE) return;
     MUST(!job->error && job->submitted == job->copies && job->submitted_ns <= job->noticed_ns);
     MUST(job->stream && job->methods == 1u << KVP_LOOP && job->calls && job->longest_ns <= job->submit_ns);
@@ -434,6 +449,8 @@ static void check_idle(kvp_submitter_stats *last, int abandoned) {
     const kvp_submitter *s = submitter;
     MUST(!s->pins && !s->direction[0].flying && !s->direction[1].flying);
     for (int i = 0; i < PINNED; i++) MUST(!s->pinned[i]);
+    for (int i = 0; i < 16; i++) MUST(!last_error[i] /* left for the program to find */);
+    MUST(failing != COPIES || !has_failed || failed_jobs /* a copy that failed, and nobody is told */);
     for (int i = 0; i < s->computes; i++) MUST(!s->compute[i].recorded && !s->compute[i].open);
 }
 
@@ -445,7 +462,7 @@ static kvp_submitter_config config_of(const uint64_t *gpu_base, const uint64_t *
                                                        .event_query = event_query,
                                                        .event_elapsed = event_elapsed,
                                                        .stream_wait_event = stream_wait_event,
-                                                       .get_last_error = no_error,
+                                                       .get_last_error = get_last_error,
                                                        .runtime_version = 13000,
                                                        .stream_query = stream_query,
                                                        .event_synchronize = event_query,
@@ -473,7 +490,9 @@ static void play(uint64_t seed) {
     events_made = 0, ids = 0, submitter = NULL;
     explore_begin(seed, idle);
     failing = explore_below(3) ? NO_CALL : (enum call)explore_below(CALLS);
-    fails_at = 1 + explore_below(40), has_failed = 0;
+    fails_at = 1 + explore_below(failing == MEMORY ? 200 : 40), has_failed = failed_jobs = 0;
+    memset(last_error, 0, sizeof last_error);
+    explore_exact((int)explore_below(2));
     const uint64_t gpu_base = (uintptr_t)gpu, cpu_base = (uintptr_t)cpu;
     void *pooled[2][STREAMS] = {{handle_of(0), handle_of(1)}, {handle_of(2), handle_of(3)}};
     const uint64_t blocks = explore_below(2) ? BLOCKS : 4096; /* of which nobody names more */
