@@ -39,6 +39,10 @@ def disjoint(pairs: list[tuple[int, int]], first: int) -> list[tuple[int, int]]:
     return out
 
 
+def test_nobody_is_whom_a_recording_does_not_know():
+    assert NOBODY == -1  # what `Joined.caller` says of a call without a thread
+
+
 @given(PIECES)
 @example([(1, 0, 0, -1), (2, 0, 0, -1), (0, 1, 0, -1), (1, 0, 0, -1)])
 @example([(1, 0, 0, -1), (1, 0, 1, -1), (1, 0, 1, 2), (1, 1, 1, 2)])

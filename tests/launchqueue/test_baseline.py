@@ -57,6 +57,12 @@ def test_older_calls_count_half():
     assert Counted(3, 3, 9).odds == math.inf and Counted(3, 0, 9).odds == 0
 
 
+def test_a_window_begins_with_nothing():
+    one = Window()
+    assert (one.blocked, one.lost_ns, one.longest_ns, one.kept, one.kept_lost_ns, one.span_ns, one.whole_ns) == (0,) * 7
+    assert one.top == Counted(0.0, 0.0, 0.0) and one.top is not Window().top
+
+
 def test_the_judge_is_told_what_was_counted():
     window = Window(1, 2, 3, 4, 5.0, 6, 7, Counted(10, 4, 200))
     seen = window.evidence(Counted(9, 3, 90), 8.0, 9)

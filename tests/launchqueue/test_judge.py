@@ -123,6 +123,8 @@ TURNS: list[tuple[Evidence, dict[str, Any], str]] = [
     (DELAYED, {"slow": 15, "top": 30, "delays": 40}, NO),
     (DELAYED, {"slow": 16, "top": 32, "delays": 40}, FULL),
     (DELAYED, {"gathered": 0.5}, NO),
+    (Regular(0, 0, 0, 1, 4, 80, 0.0, 0, 0.0), {}, NO),  # no depth is known: that nothing is outstanding is none
+    (Regular(0, 0, 0, 2, 4, 80, 0.0, 0, 0.0), {}, NO),
     # long calls while the stream stood still
     (STOOD, {}, FULL),
     (STOOD, {"fenced": 0}, NO),

@@ -13,7 +13,7 @@ FILES = {
     "kvprobe/launchqueue/window.py": ["tests/launchqueue/test_baseline.py"],
     "kvprobe/account/stretches.py": ["tests/account/test_stretches.py"],
     "kvprobe/account/chain.py": ["tests/account/test_chain.py"],
-    "kvprobe/account/lines.py": ["tests/account/test_account.py"],
+    "kvprobe/account/lines.py": ["tests/account/test_lines.py"],
     "kvprobe/recordings/intervals.py": ["tests/recordings/test_intervals.py"],
     "kvprobe/recordings/window.py": ["tests/recordings/test_window.py", "-k", "not million"],
     "kvprobe/recordings/occupancy.py": ["tests/recordings/test_occupancy.py"],
