@@ -233,6 +233,7 @@ def checked_launch(device: Device, direction: int, ctas: int, wanted: Copies, en
 )
 @example([16384] * 40, LOAD, 16, 40)
 @example([1 << 20, 1, 1, 1], LOAD, 2, 1024)
+@example([1 << 20] * 40, LOAD, 1, 1024)
 @example([65536, 0, 65537], STORE, 1, 40)
 def test_a_launch_carries_every_byte_once(sizes, direction, ctas, capacity):
     device, copies = Device(), scattered(sizes)
@@ -277,6 +278,19 @@ def test_stages_fill_the_shared_memory_of_a_warp():
     device.copier.load_kernel.shared_bytes = 8 * HEADER
     device.submit("kernel", scattered([4096]))
     assert (device.launches[-1][4].stage, device.launches[-1][4].stages) == (0, 0)
+
+
+def test_a_kernel_whose_limit_is_not_known_gets_one_cta():
+    device = Device(load_kernel=CopyKernel(11, 256, 8 * 40_000, 0, 1))
+    device.submit("kernel", scattered([65536] * 16), ctas=9)
+    assert device.launches[0][1][0] == 1
+
+
+@pytest.mark.parametrize(("size", "unit"), [((1 << 45) - 16384, 16384), (1 << 45, 32768), (1 << 46, 65536)])
+def test_the_number_of_units_has_32_bits(size, unit):
+    device = Device()
+    device.submit("kernel", [(0, 1 << 50, size)])
+    assert (device.launches[0][4].unit, device.launches[0][4].total) == (unit, size // unit)
 
 
 def test_only_stores_are_paced_and_by_the_rate_that_is_asked_for():
