@@ -8,11 +8,13 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from . import c_source, python_source
 from .checks import Tree, checks_of
 from .mutant import Mutant
 
+T = TypeVar("T")
 EXPLAINED = Path(__file__).with_name("explained.txt")
 
 
@@ -22,11 +24,11 @@ def explained() -> dict[str, str]:
     return {line[0]: line[1] for line in lines}
 
 
-def sample(mutants: Iterable[Mutant], count: int, seed: int) -> list[Mutant]:
+def sample(found: Iterable[T], count: int, seed: int) -> list[T]:
     """So many of them, the same for a seed wherever they stand."""
-    found = sorted(mutants, key=lambda mutant: mutant.name)
-    random.Random(seed).shuffle(found)
-    return found[:count]
+    ordered = sorted(found, key=str)
+    random.Random(seed).shuffle(ordered)
+    return ordered[:count]
 
 
 def chosen(options: argparse.Namespace) -> list[Mutant]:
@@ -34,11 +36,12 @@ def chosen(options: argparse.Namespace) -> list[Mutant]:
     if options.names:
         wanted = set(options.names)
         found = [each for each in c_source.mutants() if each.name in wanted]
-        if len(found) == len(wanted):
-            return found
-        return found + [each for each in python_source.mutants() if each.name in wanted]
+        stems = {name.rpartition("-")[0] for name in wanted - {each.name for each in found}}
+        named = (python_source.made(place) for place in python_source.places() if Path(place[0]).stem in stems)
+        return found + [each for each in named if each.name in wanted]
     found = sample(c_source.mutants(), options.c, options.seed) if options.c else []
-    return found + (sample(python_source.mutants(), options.python, options.seed) if options.python else [])
+    places = sample(python_source.places(), options.python, options.seed) if options.python else []
+    return found[options.skip :] + [python_source.made(place) for place in places[options.skip :]]
 
 
 def main() -> int:
@@ -48,6 +51,7 @@ def main() -> int:
     parser.add_argument("--c", type=int, default=200, help="so many of the C; default: 200")
     parser.add_argument("--python", type=int, default=100, help="so many of the Python; default: 100")
     parser.add_argument("--seed", type=int, default=0, help="which ones")
+    parser.add_argument("--skip", type=int, default=0, help="so many of those drawn, which another run tries")
     parser.add_argument("--quick", action="store_true", help="only the checks that take seconds")
     parser.add_argument("--list", action="store_true", help="name them and do nothing")
     options = parser.parse_args()

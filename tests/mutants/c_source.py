@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from .mutant import ROOT, Mutant, Namer
 
@@ -47,30 +48,53 @@ KEPT = re.compile(
     r"\s*(return|break|continue|goto|else|case|for|while|do|if)\b|\s+[\w*]+ \*?\w+( =|;|\[|,)|.*\bkvp_must\b"
 )
 CONDITION = re.compile(r"\bif \((?P<all>.*)\)(?P<rest> [^()]*;| \{)\s*(/\*.*\*/)?$")
+HEADING = re.compile(r"(?!struct \w+ \{|typedef|enum)[\w *]*?\b(?P<name>\w+)\((?!.*;$)")
+PACING = Path(__file__).with_name("pacing.txt")
 COMMENT = re.compile(r"/\*.*?\*/|\"[^\"]*\"")
 
 
 def mutants() -> Iterator[Mutant]:
-    """All of the engine's C, in the order of its files and lines."""
+    """All of the engine's C that is behaviour, in the order of its files and lines."""
     for name in FILES:
         yield from of_file(f"kvprobe/native/src/{name}")
 
 
 def of_file(file: str) -> Iterator[Mutant]:
-    """All of one file."""
+    """All of one file, but for its pacing.
+
+    Raises:
+        ValueError: the list of pacing names a function or a line that is not there.
+    """
     lines = (ROOT / file).read_text().split("\n")
-    namer, inside, open_comment = Namer(file), False, False
+    namer, paced, met = Namer(file), pacing(Path(file).name), set()
+    function, inside, open_comment = "", False, False
     for number, line in enumerate(lines):
         if line and not line[0].isspace():
-            inside = line.endswith("{") and not line.startswith(("struct", "typedef", "enum", "static struct"))
+            heading = HEADING.match(line)
+            function, inside = (heading["name"] if heading else ""), False
+        if function and not inside:  # parameters may take several lines
+            inside = line.endswith("{")
+            function = "" if line.endswith(";") else function
+            continue
         comment = open_comment or line.lstrip().startswith("/*")
         open_comment = comment and "*/" not in line
         if not inside or comment or not line.strip() or line.lstrip().startswith(("#", "*", "kvp_must")):
             continue
+        old = line.strip()
+        if place := {function, old} & paced.keys():
+            met |= place
+            continue
         for what, new in _changed(line):
             whole = "\n".join([*lines[:number], new, *lines[number + 1 :]])
-            old = line.strip()
             yield Mutant(file, number + 1, what, old, new.strip(), namer.name(what, old, new.strip()), whole)
+    if left := paced.keys() - met:
+        raise ValueError(f"{PACING.name} names what {file} does not have: {sorted(left)}")
+
+
+def pacing(name: str) -> dict[str, str]:
+    """Functions and lines of a file that only say how long something takes, with the reason why that is all."""
+    found = [line.split(" | ") for line in PACING.read_text().splitlines() if line.startswith(f"{name} | ")]
+    return {place: reason for _, place, reason in found}
 
 
 def _changed(line: str) -> Iterator[tuple[str, str]]:

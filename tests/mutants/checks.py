@@ -37,8 +37,9 @@ class Check:
     histories: bool = False
 
 
-HISTORIES = Check("histories", ("1:160", "0:100", "2:60"), 40, histories=True)
-THREADS = Check("threads", ("-m", "tests.simulate", "0", "--threads", "--count", "300"), 60)
+HISTORIES = Check("histories", ("1:96", "0:64", "2:32"), 12, histories=True)
+THREADS = Check("threads", ("-m", "tests.simulate", "0", "--threads", "--count", "300"), 40)
+CALLS = Check("tests/offload/test_copy_calls.py", (*PYTEST, "tests/offload/test_copy_calls.py"), 60)
 ENGINE = (
     "test_fences.py",
     "test_methods.py",
@@ -55,8 +56,9 @@ STALLED_S = 60  # without any use of the processor
 def checks_of(mutant: Mutant, quick: bool = False) -> list[Check]:
     """Those that run its file; `quick`: those that take seconds."""
     if mutant.file.endswith(".c"):
-        return [HISTORIES, THREADS] if quick else [HISTORIES, THREADS, SUITE, MORE]
-    tests = [name for name in python_source.FILES[mutant.file] if (ROOT / name).exists()]
+        seconds = [CALLS, HISTORIES] if mutant.file.endswith("copy_methods.c") else [HISTORIES, THREADS]
+        return seconds if quick else [*seconds, SUITE, MORE]
+    tests = python_source.FILES[mutant.file]
     own = Check(" ".join(tests), (*PYTEST, *tests), 240)
     with_engine = mutant.file.startswith("kvprobe/offload/")
     return [own, HISTORIES] if with_engine else [own]

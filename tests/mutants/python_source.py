@@ -6,17 +6,22 @@ from collections.abc import Iterator
 
 from .mutant import ROOT, Mutant, Namer
 
-# file -> the tests that run it
+# file -> what pytest is given to run it, in seconds: the judge, the account, the readers, the engine
 FILES = {
+    "kvprobe/launchqueue/judge.py": ["tests/launchqueue/test_judge.py"],
+    "kvprobe/launchqueue/baseline.py": ["tests/launchqueue/test_baseline.py"],
+    "kvprobe/launchqueue/window.py": ["tests/launchqueue/test_baseline.py"],
+    "kvprobe/account/stretches.py": ["tests/account/test_stretches.py"],
+    "kvprobe/account/chain.py": ["tests/account/test_chain.py"],
+    "kvprobe/account/lines.py": ["tests/account/test_lines.py"],
+    "kvprobe/recordings/intervals.py": ["tests/recordings/test_intervals.py"],
+    "kvprobe/recordings/window.py": ["tests/recordings/test_window.py", "-k", "not million"],
+    "kvprobe/recordings/occupancy.py": ["tests/recordings/test_occupancy.py"],
+    "kvprobe/recordings/merge.py": ["tests/recordings/test_merge.py"],
     "kvprobe/offload/callbacks.py": ["tests/offload/test_callbacks.py"],
     "kvprobe/offload/cache.py": ["tests/offload/test_cache.py"],
+    "kvprobe/offload/eviction.py": ["tests/offload/test_cache.py"],
     "kvprobe/offload/dedup.py": ["tests/offload/test_dedup.py"],
-    "kvprobe/launchqueue/judge.py": ["tests/launchqueue/test_judge.py"],
-    "kvprobe/launchqueue/window.py": ["tests/launchqueue"],
-    "kvprobe/recordings/window.py": ["tests/recordings/test_window.py"],
-    "kvprobe/recordings/occupancy.py": ["tests/recordings"],
-    "kvprobe/recordings/kineto.py": ["tests/recordings/test_kineto.py"],
-    "kvprobe/recordings/kvprobe_run.py": ["tests/recordings/test_kvprobe_run.py"],
 }
 OPERATORS = (
     "ReplaceComparisonOperator_Lt_LtE",
@@ -40,31 +45,38 @@ OPERATORS = (
 )
 
 
-def mutants() -> Iterator[Mutant]:
-    """All of these files.
+Place = tuple[str, str, int]  # file, operator, and which of the places in the file where it applies
+
+
+def places() -> Iterator[Place]:
+    """Where an operator applies in these files; a mutant is made (`made`) where one is wanted, for that takes long.
 
     Raises:
         ImportError: cosmic-ray is not installed (`pip install -e '.[mutants]'`).
     """
+    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray.plugins import get_operator
+
     for file in FILES:
-        if (ROOT / file).exists():
-            yield from of_file(file)
+        nodes = list(ast_nodes(get_ast((ROOT / file).read_text())))
+        for name in OPERATORS:
+            operator = get_operator(f"core/{name}")()
+            count = sum(len(list(operator.mutation_positions(node))) for node in nodes)
+            yield from ((file, name, occurrence) for occurrence in range(count))
 
 
-def of_file(file: str) -> Iterator[Mutant]:
-    """All of one file."""
+def made(place: Place) -> Mutant:
+    """The mutant of a place."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
-    text, namer = (ROOT / file).read_text(), Namer(file)
-    lines = text.split("\n")
-    for operator in OPERATORS:
-        occurrence = 0
-        while (whole := mutate_code(text, get_operator(f"core/{operator}")(), occurrence)) is not None:
-            occurrence += 1
-            changed = whole.split("\n")
-            at = next((i for i, pair in enumerate(zip(lines, changed, strict=False)) if pair[0] != pair[1]), None)
-            if at is None:
-                continue
-            old, new = lines[at].strip(), changed[at].strip()
-            yield Mutant(file, at + 1, operator, old, new, namer.name(operator, old, new), whole)
+    file, name, occurrence = place
+    text = (ROOT / file).read_text()
+    whole = mutate_code(text, get_operator(f"core/{name}")(), occurrence)
+    lines, changed = text.split("\n"), whole.split("\n")
+    at = next((i for i, pair in enumerate(zip(lines, changed, strict=False)) if pair[0] != pair[1]), 0)
+    old, new = lines[at].strip(), changed[at].strip()
+    namer = Namer(file)
+    for line in lines[: at + 1]:  # which of equal lines it is
+        named = namer.name(name, old, new) if line.strip() == old else ""
+    return Mutant(file, at + 1, name, old, new, named, whole)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvprobe.errors import UsageError
 from kvprobe.offload import BlockCache
+from kvprobe.offload.eviction import ARC
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
@@ -81,3 +82,19 @@ def test_wrong_use_is_refused():
         BlockCache(0)
     with pytest.raises(UsageError, match="not in the CPU pool"):
         BlockCache(1).begin_load(["a"])
+
+
+def test_arc_moves_its_target_by_what_it_gave_up_too_early():
+    arc = ARC(4)
+    for key in "abcd":
+        arc.inserted(key)
+    assert [arc.victim(lambda _: True, "x") for _ in range(2)] == ["a", "b"]
+    arc.inserted("a")  # seen once, given up, seen again: more room for those seen once
+    assert arc._target == 1
+    arc.used("c")
+    arc.used("d")
+    assert [arc.victim(lambda _: True, "x") for _ in range(2)] == ["a", "c"]
+    arc.inserted("c")  # seen often, given up, seen again: less of it
+    assert arc._target == 0
+    arc.inserted("b")
+    assert arc._target == 1

@@ -21,6 +21,21 @@ class Ended:
         self._callbacks: list[Callable[[Any], None]] | None = [lambda _: told.append(self)]
 
 
+def test_the_first_is_called_and_removed_also_where_it_raises() -> None:
+    told: list[object] = []
+
+    def raises(transfer: Any) -> None:
+        told.append("first")
+        raise ValueError
+
+    transfer: Any = Ended(told)
+    waiting: list[Callable[[Any], None]] = [raises, lambda _: told.append("second")]
+    module.call_first(waiting, transfer)
+    assert told == ["first"] and len(waiting) == 1
+    module.call_first(waiting, transfer)
+    assert told == ["first", "second"] and not waiting
+
+
 def interrupted_at(instruction: int, work: Callable[[], None], meanwhile: Callable[[], None]) -> bool:
     """Runs `work`; before the n-th instruction of the module `meanwhile`, on another thread. False: there are fewer."""
     left = instruction

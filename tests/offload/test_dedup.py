@@ -74,6 +74,17 @@ def test_auto_turns_on_when_loads_are_redundant_and_off_when_waiting_costs_more(
     assert [on for _, on, _ in d.stats.switches] == [True, False]
 
 
+def test_auto_stays_on_where_waiting_costs_no_more_than_it_saves():
+    d, clock = dedup("auto", takes=100)
+    for _ in range(2):
+        d.started(["a"])
+    for request in range(40):  # each waits as long as its own load would have taken, and need not load
+        d.lookup(request, ["a"], everything)
+        clock.now += 100
+        d.lookup(request, [], everything)
+    assert d.on
+
+
 def test_a_block_that_the_cpu_pool_does_not_hold_ends_the_count():
     d, _ = dedup()
     assert d.lookup(1, ["a", "b", "c"], lambda key: key != "b") == 1

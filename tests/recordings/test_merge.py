@@ -8,7 +8,7 @@ import pytest
 from queue_model import simulate
 
 from kvprobe.recordings import open_apart, open_recording
-from kvprobe.recordings.merge import NO_CLOCK, ONE_BY_ONE, merge, recorded
+from kvprobe.recordings.merge import NO_CLOCK, ONE_BY_ONE, merge, recorded, shifted
 from kvprobe.recordings.model import Recording
 
 YEAR_NS = 365 * 24 * 3600 * 10**9
@@ -43,6 +43,21 @@ def test_what_was_not_begins_together_and_says_so(offset_ns: int | None, note: s
     assert max(starts) - min(starts) < 10**9
     first, last = recorded(whole)
     assert last - first < 2 * max(end - start for start, end in (recorded(at(None, seed)) for seed in range(2)))
+
+
+def test_a_recording_that_is_shifted_is_later_by_so_much() -> None:
+    alone = at(None, 0)
+    later = shifted(alone, 1_000)
+    assert recorded(later) == tuple(time_ns + 1_000 for time_ns in recorded(alone))
+    assert (later.calls["end_ns"] - later.calls["start_ns"] == alone.calls["end_ns"] - alone.calls["start_ns"]).all()
+
+
+def test_clocks_are_aligned_by_the_first_ones() -> None:
+    first, last = recorded(at(None, 0))
+    apart = (last - first) // 2
+    (one, two), _ = spans(7 * apart, 8 * apart)
+    (other, another), _ = spans(0, apart)
+    assert (one, two) == (other, another) and one == spans(None, None)[0][0]
 
 
 def test_inputs_apart_are_what_each_is_alone_and_together_what_all_are(shared, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from kvprobe.diagnosis.startup import startup
 from kvprobe.diagnosis.verdict import of_full_queue
 from kvprobe.errors import UsageError
 from kvprobe.recordings.model import CallKind, Label, Recording, Source, Table
-from kvprobe.recordings.window import serving_window
+from kvprobe.recordings.window import parse_time, serving_window
 
 MS = 1_000_000
 COPY, PIN, RANGE = 1, 2, 3
@@ -158,6 +158,19 @@ def test_a_window_that_is_given_is_what_is_judged():
 def test_a_window_of_nothing_is_wrong_usage(wrong):
     with pytest.raises(UsageError):
         serving_window(program(copies(100, 0)), **wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "ns"), [("3ns", 3), ("300us", 300_000), (" 1.5 ms ", 1_500_000), ("0.25s", 250_000_000), ("2s", 2 * 10**9)]
+)
+def test_a_time_is_read_with_its_unit(text, ns):
+    assert parse_time(text, "--from") == ns
+
+
+@pytest.mark.parametrize("text", ["", "5", "-1s", "1 h", "1.s", "s"])
+def test_what_is_no_time_is_refused(text):
+    with pytest.raises(UsageError, match="not a time"):
+        parse_time(text, "--from")
 
 
 def test_shares_never_exceed_the_whole_however_many_threads_wait():

@@ -37,6 +37,7 @@ REQUESTS = {
     "fence": 2,
     "serve": 6,
 }
+CLOCKS_NS = 100_000  # that times of the device may be off by: two clocks are compared
 PAUSES_NS = (100, 2000, 2000, 50_000, 50_000, 1_000_000, 1_000_000, 11_000_000_000)
 KINDS = [kind for kind, weight in REQUESTS.items() for _ in range(weight)]
 
@@ -53,6 +54,7 @@ class Step:
     reads: int
     transfer: Transfer | None = None
     ran: bool = True
+    ended_ns: int = 0  # of a kernel
     seen: list[tuple[int, bytes]] = dataclasses.field(default_factory=list)  # by a kernel that reads
     keys: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # of a server: key, CPU piece
 
@@ -206,7 +208,7 @@ class Caller:
         self.order(engine, step)
 
         def run() -> None:
-            step.ran = True
+            step.ran, step.ended_ns = True, history.runtime.now_ns()
             for piece, value in zip(pieces, values, strict=True):
                 history.fill("gpu", piece, value)
 
@@ -221,7 +223,7 @@ class Caller:
         self.order(engine, step)
 
         def run() -> None:
-            step.ran = True
+            step.ran, step.ended_ns = True, history.runtime.now_ns()
             step.seen = [(piece, history.ends("gpu", piece)) for piece in pieces]
 
         history.runtime.launch_work(self.compute, run, self.below(50_000))
@@ -299,6 +301,27 @@ class Caller:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
+    def _check_times(self) -> None:
+        """No copy is said to have ended before the kernels that it waited for.
+
+        Raises:
+            Violation: one is, or the times of a transfer are not in their order.
+        """
+        computed_ns = 0
+        for step in self.steps:
+            transfer = step.transfer
+            if transfer is None:
+                computed_ns = max(computed_ns, step.ended_ns)
+            elif transfer.state == "done":
+                order = (transfer.built_ns, transfer.submitted_ns, transfer.noticed_ns)
+                if not 0 < order[0] <= order[1] <= order[2]:
+                    raise Violation(f"transfer {transfer.id} was built, submitted and noticed at {order}")
+                begun, ended = transfer.copy_start_ns, transfer.copy_end_ns
+                if ended and not begun <= ended <= order[2] + CLOCKS_NS:
+                    raise Violation(f"transfer {transfer.id} began at {begun} and ended at {ended}, noticed {order[2]}")
+                if ended and ended < computed_ns - CLOCKS_NS:
+                    raise Violation(f"transfer {transfer.id} ended {computed_ns - ended} ns before compute did")
+
     def check(self, held: list[int]) -> None:
         """Plays its steps on `held`, a value a piece, and compares what kernels saw.
 
@@ -306,6 +329,7 @@ class Caller:
             Violation: they saw other bytes, or a key's block held something else.
         """
         history, stored = self.history, {}
+        self._check_times()
         for step in self.steps:
             failed = step.transfer is not None and step.transfer.state == "failed"
             if not step.ran:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import subprocess
@@ -12,7 +13,22 @@ from kvprobe.native import build
 
 PROGRAMS = build.NATIVE.parents[1] / "tests" / "native" / "programs"
 SOURCES = ("explored_submitter.c", "explore.c")
-FLAGS = ("-std=gnu11", "-O1", "-g1", "-pthread", "-w", "-DKVP_EXPLORE", f"-I{build.NATIVE / 'src'}", f"-I{PROGRAMS}")
+FLAGS = ("-std=gnu11", "-O1", "-g1", "-pthread", "-w", "-DKVP_EXPLORE")
+INCLUDES = (f"-I{build.NATIVE / 'src'}", f"-I{PROGRAMS}")
+SANITIZED = (
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+    "-ftrivial-auto-var-init=pattern",
+)  # memory that leaks is a violation, too
+
+
+@functools.cache
+def _flags() -> tuple[str, ...]:
+    """Of the compiler and the linker; without the sanitizers where it has none."""
+    program = ["-x", "c", "-", "-o", os.devnull]
+    command = [*build.compiler(), *SANITIZED, *program]
+    done = subprocess.run(command, input="int main(void) { return 0; }", capture_output=True, text=True, check=False)
+    return FLAGS if done.returncode else (*FLAGS, *SANITIZED)
 
 
 def explored() -> Path:
@@ -25,14 +41,14 @@ def explored() -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     sources = [*(PROGRAMS / name for name in SOURCES), *sorted((build.NATIVE / "src").glob("*.c"))]
     headers = sorted([*(build.NATIVE / "src").glob("*.h"), PROGRAMS / "explore.h"])
-    common = b"".join(path.read_bytes() for path in headers) + repr((build.compiler(), FLAGS[:6])).encode()
+    common = b"".join(path.read_bytes() for path in headers) + repr((build.compiler(), _flags())).encode()
 
     def compiled(source: Path) -> Path:
         name = hashlib.sha256(common + source.read_bytes()).hexdigest()[:24]
         made = cache / f"{name}.o"
         if not made.exists():
             partial = cache / f"{name}.{os.getpid()}.o"
-            subprocess.run([*build.compiler(), *FLAGS, "-c", "-o", partial, source], check=True)
+            subprocess.run([*build.compiler(), *_flags(), *INCLUDES, "-c", "-o", partial, source], check=True)
             partial.replace(made)
         return made
 
@@ -41,7 +57,7 @@ def explored() -> Path:
     program = cache / f"explored-{hashlib.sha256(repr(objects).encode()).hexdigest()[:24]}"
     if not program.exists():
         partial = program.with_suffix(f".{os.getpid()}")
-        subprocess.run([*build.compiler(), "-pthread", "-o", partial, *objects, "-ldl", "-lm"], check=True)
+        subprocess.run([*build.compiler(), *_flags(), "-o", partial, *objects, "-ldl", "-lm"], check=True)
         partial.replace(program)
     return program
 

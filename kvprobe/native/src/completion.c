@@ -22,6 +22,10 @@ static void record_transfer(kvp_submitter *s, struct kvp_job *j) {
     if (start > end) start = end;
     uint64_t submit = t->submit_ns < end - j->status.built_ns ? t->submit_ns : end - j->status.built_ns;
     uint64_t wait = start - j->status.built_ns > submit ? start - j->status.built_ns - submit : 0;
+    kvp_must(s, start >= t->built_ns && start <= end && submit + wait <= end - t->built_ns,
+             "the parts of a transfer are longer than all of it");
+    kvp_must(s, !t->copy_end_ns || end == t->copy_end_ns || end == t->built_ns || t->copy_end_ns > t->noticed_ns,
+             "a transfer is recorded with another end than the device's");
     float parts[4] = {(float)(j->status.built_ns - j->status.requested_ns) / 1e3f, (float)submit / 1e3f,
                       (float)wait / 1e3f, (float)(end - j->status.built_ns - submit - wait) / 1e3f};
     kvp_record record = {.start_ns = j->status.requested_ns,
@@ -179,6 +183,7 @@ static void note_method(kvp_submitter *s, int d, const struct marker *m, uint64_
 }
 
 void kvp_retire(kvp_submitter *s, int d, uint64_t now) {
+    kvp_must(s, d == LOAD || d == STORE, "a direction that is none");
     struct direction *dir = &s->direction[d];
     while (!line_empty(&dir->line)) {
         struct marker *m = &dir->line.marker[dir->line.head % MARKERS];
@@ -214,6 +219,7 @@ void kvp_retire(kvp_submitter *s, int d, uint64_t now) {
 }
 
 void kvp_retire_shared(kvp_submitter *s, int d) {
+    kvp_must(s, d == LOAD || d == STORE, "a direction that is none");
     struct direction *dir = &s->direction[d];
     if (pthread_mutex_trylock(&dir->shared_lock)) return; /* whoever has it looks himself */
     int lost = 0;

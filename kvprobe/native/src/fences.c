@@ -1,7 +1,11 @@
 /* What jobs wait for: events on compute streams, which callers record or leave to the submitter's thread. */
 #include "submitter.h"
 
-#define FENCES_EACH 128        /* events of ours on one compute stream that callers record themselves */
+#ifdef KVP_EXPLORE
+#define FENCES_EACH 2
+#else
+#define FENCES_EACH 128 /* events of ours on one compute stream that callers record themselves */
+#endif
 #define SHARED_FENCE_NS 200000 /* those who come within this time share one */
 
 /* How many events of ours stand on a compute stream, and the fence that is still to be recorded; with the lock. */

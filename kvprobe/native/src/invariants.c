@@ -158,6 +158,8 @@ void kvp_check(kvp_submitter *s, uint64_t next) {
             if (j->direction == d) coming++, bytes += j->status.bytes;
         uint64_t shared = check_shared(s, d, next, &bytes);
         check_room(s, d);
+        for (int m = 0; m < KVP_METHODS; m++)
+            kvp_must(s, !s->launches[d][m] == !s->moved[d][m], "launches that moved nothing, or bytes that none did");
         kvp_must(s, pooled + coming == atomic_load(&dir->pushed), "the transfers handed over are not those counted");
         kvp_must(s, shared <= atomic_load(&dir->inlined_jobs), "more transfers on the shared stream than are counted");
         kvp_must(s, bytes <= atomic_load(&dir->pending_bytes), "more bytes are pending than are counted");

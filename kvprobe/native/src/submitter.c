@@ -247,6 +247,7 @@ static void add_marker(kvp_submitter *s, struct direction *dir, const struct att
     uint64_t rate = dir->rate ? dir->rate : 1;
     dir->due_ns = (dir->due_ns > now ? dir->due_ns : now) + (uint64_t)((double)a->bytes / (double)rate * 1e9);
     uint32_t places = a->places + (event != NULL) + (start != NULL);
+    kvp_must(s, dir->line.tail - dir->line.head < MARKERS, "more marks than there is room for");
     dir->line.marker[dir->line.tail % MARKERS] = (struct marker){.event = event,
                                                                  .start = start,
                                                                  .stream = dir->stream,

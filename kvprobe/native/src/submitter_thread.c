@@ -21,8 +21,10 @@
 #define RELAXED_CAPTURE 2 /* cudaStreamCaptureModeRelaxed */
 
 #ifdef KVP_EXPLORE
+#define ENDED_FIRST 4 /* ids of ended jobs there is room for at first */
 #define HANDING(s, more) atomic_fetch_add(&(s)->handing, (unsigned)(more))
 #else
+#define ENDED_FIRST 1024
 #define HANDING(s, more) ((void)0)
 #endif
 
@@ -153,7 +155,7 @@ kvp_submitter *kvp_submitter_open(const kvp_submitter_config *config, int *why) 
     c->cpu.bases = copied(config->cpu.bases, c->layers * sizeof(uint64_t));
     c->gpu.bound = copied(config->gpu.bound, c->gpu.bounds * sizeof(uint64_t));
     c->cpu.bound = copied(config->cpu.bound, c->cpu.bounds * sizeof(uint64_t));
-    s->ended_room = 1024;
+    s->ended_room = ENDED_FIRST;
     s->ended = malloc(s->ended_room * sizeof *s->ended);
     bool whole = c->gpu.bases && c->cpu.bases && c->gpu.bound && c->cpu.bound && s->ended;
     for (int d = 0; d < 2; d++) {

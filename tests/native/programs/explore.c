@@ -4,7 +4,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MOST = 16, STEP_NS = 100, STEPS_MOST = 4000000, NAP_NS = 1000000 }; /* a nap may end whoever goes on */
+enum {
+    MOST = 16,
+    STEP_NS = 100,
+    STEPS_MOST = 4000000,
+    NAP_NS = 1000000,
+    LOCKS_MOST = 64
+}; /* a nap may end whoever goes on */
 enum state { GONE, GOES, LOCKS, SLEEPS, JOINS };
 
 struct thread {
@@ -96,14 +102,71 @@ static void let_go(enum state state, const void *on) {
         if (threads[i].state == state && threads[i].on == on) threads[i].state = GOES;
 }
 
+static uint32_t last_memory;
+static int had_none;
+
+void explore_no_memory(uint32_t number) { last_memory = number, had_none = 0; }
+
+static int exact;
+void explore_exact(int wanted) { exact = wanted; }
+int kvp_explore_exact(void) { return exact; }
+int explore_self(void) { return self < 0 ? 0 : self; }
+
+int explore_had_no_memory(void) { return had_none; }
+
+int kvp_explore_no_memory(void) {
+    int none = last_memory && !--last_memory;
+    had_none |= none;
+    return none;
+}
+
+/* Who holds which: what a lock guards is nobody else's, also where no interleaving happens to show it. */
+static struct held {
+    const pthread_mutex_t *mutex;
+    int by;
+} held[LOCKS_MOST];
+
+static void hold(const pthread_mutex_t *mutex) {
+    for (int i = 0; i < LOCKS_MOST; i++)
+        if (!held[i].mutex) {
+            held[i] = (struct held){mutex, self};
+            return;
+        }
+    explore_fail("too many locks");
+}
+
+static void let_hold_of(const pthread_mutex_t *mutex) {
+    for (int i = 0; i < LOCKS_MOST; i++)
+        if (held[i].mutex == mutex && held[i].by == self) {
+            held[i].mutex = NULL;
+            return;
+        }
+    explore_fail("a lock is given back by one who does not hold it");
+}
+
+int explore_holds(const pthread_mutex_t *mutex) {
+    int found = 0;
+    for (int i = 0; i < LOCKS_MOST; i++)
+        found |= self >= 0 && held[i].mutex && held[i].by == self && (!mutex || held[i].mutex == mutex);
+    return found;
+}
+
 int kvp_explore_lock(pthread_mutex_t *mutex) {
     if (self < 0) return pthread_mutex_lock(mutex);
     kvp_explore_yield();
     while (pthread_mutex_trylock(mutex)) wait_as(LOCKS, mutex, 0);
+    hold(mutex);
     return 0;
 }
 
+int kvp_explore_trylock(pthread_mutex_t *mutex) {
+    int code = pthread_mutex_trylock(mutex);
+    if (self >= 0 && !code) hold(mutex);
+    return code;
+}
+
 int kvp_explore_unlock(pthread_mutex_t *mutex) {
+    if (self >= 0) let_hold_of(mutex);
     int code = pthread_mutex_unlock(mutex);
     if (self < 0) return code;
     let_go(LOCKS, mutex);
@@ -135,6 +198,7 @@ static void *run(void *number) {
     pthread_mutex_lock(&token);
     while (current != self) pthread_cond_wait(&t->turn, &token);
     void *result = t->begin(t->arg);
+    if (explore_holds(NULL)) explore_fail("a thread ends with a lock");
     t->state = GONE;
     let_go(JOINS, t);
     others(1);
@@ -168,6 +232,7 @@ int kvp_explore_join(pthread_t thread) {
 
 void explore_begin(uint64_t seed, void (*idle)(void)) {
     memset(threads, 0, sizeof threads);
+    memset(held, 0, sizeof held);
     seed_now = seed, dice = seed * UINT64_C(0x9e3779b97f4a7c15) + 1;
     now_ns = 1000000000, steps = 0, digest = 0, when_idle = idle;
     one_of = 2u << explore_below(7);

@@ -10,8 +10,13 @@ void explore_begin(uint64_t seed, void (*idle)(void)); /* this thread is the fir
 void explore_end(void);
 uint64_t explore_now(void);
 uint32_t explore_below(uint32_t bound);
+void explore_no_memory(uint32_t number); /* that allocation of those to come fails; 0: none */
+int explore_had_no_memory(void);
+void explore_exact(int exact); /* kvp_explore_exact from now on */
+int explore_self(void);        /* number of the thread that goes */
 void explore_fail(const char *what); /* names the seed and ends the process */
 uint64_t explore_digest(void);       /* of who went on when: equal where two interleavings are */
+int explore_holds(const pthread_mutex_t *mutex); /* whether this thread does; NULL: any */
 /* Whether anybody sleeps on the word without an end. */
 int explore_sleeps_for_good(const atomic_uint *word);
 
