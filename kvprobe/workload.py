@@ -396,6 +396,8 @@ class WorkloadServer:
                 left = len(self._loading)
                 self.engine.wait()
                 self._collect()
+            if self.measured.start_ns:
+                self.measured.end_ns = self._now()  # what is moved while it drains counts, and so does the time
             self._verify.put(None)
             self._verifier.join()
             self.runtime.synchronize()

@@ -27,6 +27,9 @@ NOT_OURS = {
     "malloc.h": "of the C library",
     "app.py": "a user's program",
     "my_benchmark.py": "a user's program",
+    "benchmark.py": "a user's program",
+    "before/report.html": "what a command in the docs makes",
+    "before.html": "what a command in the docs makes",
     "out.html": "what a command in the README makes",
     "outcome.txt": "of a run folder",
     "build/docs/index.html": "what make docs makes",
@@ -60,6 +63,16 @@ def of_c(text: str) -> Iterator[tuple[int, str]]:
         yield from enumerate(match[0].splitlines(), text.count("\n", 0, match.start()) + 1)
 
 
+def of_page(text: str) -> Iterator[tuple[int, str]]:
+    """Lines of a page; commands with what they print are run by a test, and may make files."""
+    printed = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.startswith("```"):
+            printed = line.startswith("```console")
+        elif not printed:
+            yield number, line
+
+
 def words_for_people(path: Path, text: str) -> Iterator[tuple[int, str]]:
     """Lines of comments, docstrings and pages, numbered."""
     if path.suffix == ".py":
@@ -67,7 +80,7 @@ def words_for_people(path: Path, text: str) -> Iterator[tuple[int, str]]:
     elif path.suffix in (".c", ".h", ".cu"):
         yield from of_c(text)
     elif path.suffix == ".md":
-        yield from enumerate(text.splitlines(), 1)
+        yield from of_page(text)
     else:
         lines = enumerate(text.splitlines(), 1)
         yield from ((number, line[line.index("#") :]) for number, line in lines if "#" in line)

@@ -32,7 +32,7 @@ def test_memory_is_freed_when_nobody_compares_it_any_more(machine):
 
     machine.verify, free = verify, machine.model.close
     machine.model.close = lambda: (alive.append(server._verifier.is_alive()), free())
-    server._verify.put((types.SimpleNamespace(blocks=[0], source=[0]), None))
+    server._verify.put(types.SimpleNamespace(blocks=[0], source=[0]))
     assert inside.wait(60)
     closing = threading.Thread(target=machine.close)
     closing.start()  # as after an interrupt: nobody closed the server

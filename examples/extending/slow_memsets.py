@@ -1,6 +1,6 @@
 """Memsets that blocked their caller: they are asynchronous, and a long one waited for something.
 
-Mechanism: cudaMemsetAsync returns once it is in the launch queue; one that takes long waited for a lock or for room.
+Mechanism: cudaMemsetAsync returns once it is in the launch queue; one that takes long waited for a lock or a slot.
 
 Signature: memsets that took far longer than calls of their kind usually take, and whose time no other cause explains.
 Needs calls with times.

@@ -53,10 +53,12 @@ def command(inputs: tuple[Path, ...], as_json: bool, window: WindowOptions) -> i
 
         click.echo(json.dumps({"recordings": [_json(one) for one in found], "errors": errors}))
     else:
+        rows = [_cells(one) for one in found]
+        width = max([21, *(len(row[3]) for row in rows)])
         if found:
-            click.echo(_row("launch queue", "time lost", "full at", "stream", "recording"))
-        for one in found:
-            click.echo(_line(one))
+            click.echo(_row(("launch queue", "time lost", "full at", "stream", "recording"), width))
+        for one, row in zip(found, rows, strict=True):
+            click.echo(_row(row, width))
             for what, how in one.missing[:1] if one.verdict == "undecided" else ():
                 click.echo(plain(f"              {what}; {how}"))
     for error in errors:
@@ -76,7 +78,7 @@ def _whole(path: Path, window: WindowOptions) -> Triage | Exception:
         return error if str(path) in str(error) else UsageError(f"{path}: {error}")
 
 
-def _line(one: Triage) -> str:
+def _cells(one: Triage) -> tuple[str, ...]:
     from kvprobe.launchqueue.judge import ms
 
     full = [queue for queue in one.queues if queue.verdict == "found"]
@@ -85,11 +87,13 @@ def _line(one: Triage) -> str:
     known = full and full[0].ceiling > 0  # a channel's is of no one stream, and a depth may not be known
     ceiling = f"{full[0].ceiling:,}" if known else "-"
     stream = shown[0].title + (f" and {len(shown) - 1} more" if len(shown) > 1 else "") if shown else "-"
-    return _row(_QUEUE[one.verdict], lost, ceiling, stream, plain(str(one.path)))
+    return _QUEUE[one.verdict], lost, ceiling, stream, plain(str(one.path))
 
 
-def _row(queue: str, lost: str, full_at: str, stream: str, path: str) -> str:
-    return f"{queue:12}  {lost:>12}  {full_at:>7}  {stream:21}  {path}"
+def _row(cells: tuple[str, ...], width: int) -> str:
+    """`width`: of the stream's column."""
+    queue, lost, full_at, stream, path = cells
+    return f"{queue:12}  {lost:>12}  {full_at:>7}  {stream:{width}}  {path}"
 
 
 def _json(one: Triage) -> dict[str, Any]:

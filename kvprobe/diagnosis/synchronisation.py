@@ -224,6 +224,13 @@ def find(joined: JoinedRecording) -> Finding | None:
     return found or _open_question(joined, unclear, joined.dur[unclear])
 
 
+def _title(ns: Array, back: Array) -> str:
+    """What the waits were for: of one for a result the step in front of it is most."""
+    results = 2 * int(ns[back].sum()) > int(ns.sum())
+    what = "results that it reads back" if results else "copies"
+    return f"The launching thread waited {{lost}} for {what}, in {{calls}} calls"
+
+
 def _waited(joined: JoinedRecording, rows: Array, ns: Array, back: Array) -> Finding | None:
     """The finding: these waits were for copies, `back` of them for a result that is read back."""
     if not len(rows):
@@ -231,12 +238,9 @@ def _waited(joined: JoinedRecording, rows: Array, ns: Array, back: Array) -> Fin
     seen, implicit = joined.recording.has_executions, joined.kind == CallKind.COPY_SYNC
     names = {joined.text(i): int(ns[joined.name[rows] == i].sum()) for i in np.unique(joined.name[rows])}
     worst = max(names, key=lambda name: names[name])
-    # a wait for a result holds the step in front of it, too
-    results = 2 * int(ns[back].sum()) > int(ns.sum())
     return joined.host_finding(
         CAUSE,
-        f"The launching thread waited {{lost}} for {'results that it reads back' if results else 'copies'}, "
-        "in {calls} calls",
+        _title(ns, back),
         "certain" if seen else "likely",
         rows,
         ns,

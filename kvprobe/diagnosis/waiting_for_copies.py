@@ -30,7 +30,8 @@ CAUSE = cause_of(__name__)
 LOADS, STORES = "loads", "stores"
 AHEAD = Change(
     "Submit each load a step ahead, on a stream of its own, and let the compute stream wait for its event just before "
-    "the first kernel that needs it (vLLM, SGLang: asynchronous loading or prefetch; `kvprobe weights --window 1`)",
+    "the first kernel that needs it (vLLM, SGLang: asynchronous loading or prefetch; `kvprobe weights MODEL_DIR "
+    "--window 1`)",
     share=1.0,
 )
 BEHIND = Change(

@@ -33,7 +33,7 @@ LARGE = 1 << 20  # bytes
 ASKED_SHARE = 0.1  # of the time
 PREFETCH = (
     "Prefetch: copy layer i+1 on a stream of its own while layer i computes, ordered by events (kvprobe weights "
-    "--window 1; vLLM: offload_prefetch_step at least offload_num_in_group; diffusers: use_stream)"
+    "MODEL_DIR --window 1; vLLM: offload_prefetch_step at least offload_num_in_group; diffusers: use_stream)"
 )
 WORDS = ("weight", "param", "layer", "offload", "prefetch", "fsdp", "onload", "all_gather", "allgather")
 

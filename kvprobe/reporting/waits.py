@@ -14,7 +14,7 @@ __all__ = ["SOON_NS", "waited_for"]
 Array = npt.NDArray[Any]
 
 SOON_NS = 100_000  # a thread that is woken runs within this time; later, something else may have held it
-LEAST_NS = 5_000  # a shorter call waited for nothing worth an arrow
+SHORTEST_NS = 5_000  # a shorter call waited for nothing worth an arrow
 
 
 def waited_for(recording: Recording, rows: Array) -> Array:
@@ -42,7 +42,7 @@ def waited_for(recording: Recording, rows: Array) -> Array:
     asked = dict(zip(own.tolist(), order.tolist(), strict=True)) if (calls["correlation"][rows] >= 0).any() else {}
     for i, row in enumerate(rows.tolist()):
         began, ended = int(calls["start_ns"][row]), int(calls["end_ns"][row])
-        if ended - began < LEAST_NS:
+        if ended - began < SHORTEST_NS:
             continue
         of_stream, of_process = int(calls["stream"][row]), int(calls["process"][row])
         if calls["kind"][row] in (CallKind.COPY, CallKind.COPY_SYNC):

@@ -29,8 +29,8 @@ class Thread:
     """The part of a ThreadAccount that is looked at."""
 
     caller: int
-    edges: np.ndarray
-    line: np.ndarray
+    waits_from: np.ndarray
+    waits_to: np.ndarray
 
 
 @dataclasses.dataclass
@@ -50,7 +50,9 @@ def gpu(*pieces: tuple[int, Line, int], seen: bool = True) -> Gpu:
 
 def thread(caller: int, *pieces: tuple[int, Line]) -> Thread:
     us, line = zip(*pieces, strict=True)
-    return Thread(caller, np.cumsum([0, *us]) * US, np.array(line))
+    edges = np.cumsum([0, *us]) * US
+    waits = np.array(line) == Line.WAITING_FOR_DEVICE
+    return Thread(caller, edges[:-1][waits], edges[1:][waits])
 
 
 def saved(account: Account, *taken: tuple[int, int], caller: int = 1) -> int:
@@ -93,9 +95,9 @@ def test_a_wait_for_the_device_makes_the_thread_as_late_as_the_device():
 
 def test_a_wait_below_a_microsecond_changes_nothing_and_one_of_a_microsecond_does():
     pieces = [(10, P, 1), (30, C, -1), (10, P, 1), (50, C, -1)]
-    account = Account([gpu(*pieces)], [Thread(1, np.array([0, 12_000, 12_999, 100_000]), np.array([P, D, P]))])
+    account = Account([gpu(*pieces)], [Thread(1, np.array([12_000]), np.array([12_999]))])
     assert saved(account, (2, 15)) == 15
-    account.threads[0].edges[2] = 13_000
+    account.threads[0].waits_to[0] = 13_000
     assert saved(account, (2, 15)) == 10
 
 

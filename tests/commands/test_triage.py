@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvprobe.commands.triage import _line
+from kvprobe.commands.triage import _cells
 from kvprobe.recordings.trace_library import native_library
 
 CALL = (
@@ -55,8 +55,8 @@ def test_worst_first_with_time_depth_stream_and_file(kvprobe, tmp_path: Path) ->
 
 def test_a_depth_that_is_not_known_is_no_number() -> None:
     queue = SimpleNamespace(verdict="found", ceiling=-1, title="stream 7")
-    line = _line(SimpleNamespace(queues=[queue], verdict="found", lost_ns=5_000_000, path=Path("t.json")))
-    assert line.split() == ["found", "5.0", "ms", "-", "stream", "7", "t.json"]
+    cells = _cells(SimpleNamespace(queues=[queue], verdict="found", lost_ns=5_000_000, path=Path("t.json")))
+    assert cells == ("full", "5.0 ms", "-", "stream 7", "t.json")
 
 
 def test_json_has_every_queue_and_the_reason(kvprobe, tmp_path: Path) -> None:

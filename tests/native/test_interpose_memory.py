@@ -21,6 +21,7 @@ for at in (65536, 1 << 20):
     assert runtime.cudaHostRegister(ct.c_void_p(begin + at), ct.c_size_t(65536), 0) == 0
 for at in eval(sys.argv[2]):
     assert runtime.cudaMemcpyAsync(gpu, ct.c_void_p(begin + at), ct.c_size_t(1), 1, stream) == 0
+assert runtime.cudaStreamSynchronize(stream) == 0  # before the memory goes
 """
 
 

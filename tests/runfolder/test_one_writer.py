@@ -36,7 +36,7 @@ ELSEWHERE = {
     "probe/flight.py": "a recording that is kept, a run folder itself: by runfolder/files.py",
     "recordings/parquet.py": "an export",
     "recordings/perfetto.py": "an export",
-    "recordings/nsys_sqlite_gz.py": "a temporary file",
+    "recordings/nsys_sqlite_compressed.py": "a temporary file",
     "reporting/page.py": "a page, which others may read where the user's umask lets them",
 }
 OF_PATHS = {"write_text", "write_bytes", "touch", "copyfile", "copy2", "copytree", "move"}
