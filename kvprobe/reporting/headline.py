@@ -264,7 +264,7 @@ def _call(call: TracedCall, stream: str, origin_ns: int) -> list[Part]:
     thread = f", by thread {call.thread}" if call.thread >= 0 else ""
     at = f", {duration(call.start_ns - origin_ns)} after the recording began"
     parts = [
-        Part("The longest: "),
+        Part("The call that lost most: "),
         Part(call.name, inline=True),
         Part(f" took {duration(call.dur_ns)}{where}{thread}{at}"),
     ]
