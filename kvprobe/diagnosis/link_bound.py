@@ -123,11 +123,14 @@ def find(joined: JoinedRecording) -> Finding | None:
             ]
     if not chosen:
         return None
+    rows = np.concatenate(chosen)
+    gpus = len(distinct(table["device"][rows] + 1))
+    together = f", {gpus} GPUs together" if gpus > 1 else ""
     return joined.device_finding(
         CAUSE,
-        "The link is the limit: {lost} of copying with nothing to compute",
+        f"The link is the limit: {{lost}} of copying with nothing to compute{together}",
         "certain",
-        np.concatenate(chosen),
+        rows,
         np.concatenate(losses),
         evidence=evidence,
         cure=(
