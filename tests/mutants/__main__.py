@@ -37,6 +37,8 @@ def chosen(options: argparse.Namespace) -> list[Mutant]:
         wanted = set(options.names)
         found = [each for each in c_source.mutants() if each.name in wanted]
         stems = {name.rpartition("-")[0] for name in wanted - {each.name for each in found}}
+        if not stems:
+            return found
         named = (python_source.made(place) for place in python_source.places() if Path(place[0]).stem in stems)
         return found + [each for each in named if each.name in wanted]
     found = sample(c_source.mutants(), options.c, options.seed) if options.c else []
