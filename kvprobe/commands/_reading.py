@@ -120,7 +120,10 @@ def window_options(command: Callable[..., Any]) -> Callable[..., Any]:
     import click
 
     @click.option(
-        "--from", "begin", metavar="TIME", help="Start of the part that is judged: 1.5s after the recording began."
+        "--from",
+        "begin",
+        metavar="TIME",
+        help="Start of the part that is judged, from the start of the recording, as 1.5s.",
     )
     @click.option("--to", "end", metavar="TIME", help="End of that part, counted likewise.")
     @click.option(

@@ -218,8 +218,8 @@ def show(outcome: dict[str, Any]) -> None:
     for name, side in (("", "left"), ("shared stream", "right"), ("auto, after the switch", "right")):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     for text, key in (
-        ("load() divided by its copies, p50", "load_p50_ns"),
-        ("load() divided by its copies, p99", "load_p99_ns"),
+        ("load() time per copy, p50", "load_p50_ns"),
+        ("load() time per copy, p99", "load_p99_ns"),
         ("longest load()", "longest_call_ns"),
         ("model step, p50", "step_p50_ns"),
         ("model step, p99", "step_p99_ns"),
@@ -251,8 +251,8 @@ def show(outcome: dict[str, Any]) -> None:
     if avoided := outcome["redundant_bytes_avoided"]:  # how many overlap depends on how fast loads are asked for
         overlapping = avoided + auto["redundant_bytes"]
         console.print(
-            f"under auto, of {overlapping / 1e9:.2f} GB that were asked for while they were being loaded, dedup did "
-            f"not load {avoided / 1e9:.2f} GB again",
+            f"under auto, dedup skipped {avoided / 1e9:.2f} of {overlapping / 1e9:.2f} GB that were requested while "
+            "they were being loaded",
             highlight=False,
         )
     console.print(f"{outcome['bytes_verified'] / 1e9:.2f} GB compared on both sides, all equal", highlight=False)

@@ -71,19 +71,25 @@ def find(joined: JoinedRecording) -> Finding | None:
                 COUNTED,
             ),
         ),
-        cure=(
-            Change(
-                "Allocate and pin up front, and hand out of a pool (one large cudaHostAlloc or cudaHostRegister)",
-                share=1.0,
-            ),
-            Change(
-                "torch: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and reuse pinned tensors: .to('cpu', "
-                "non_blocking=True) allocates a pinned one each time",
-                "environment",
-                "PYTORCH_CUDA_ALLOC_CONF",
-                "expandable_segments:True",
-            ),
-            Change("cudaMallocAsync with a release threshold instead of cudaMalloc and cudaFree"),
-        ),
+        cure=_changes(names),
         chart=joined.slow_calls_chart(rows, "Allocations between submissions"),
     )
+
+
+def _changes(names: dict[str, int]) -> list[Change]:
+    """What to do about calls of these names, ns: host memory is pinned by other calls than a device's is allocated."""
+    pinning = sum(ns for name, ns in names.items() if "Host" in name)
+    pool = "Allocate and pin up front, and hand out of a pool (one large cudaHostAlloc or cudaHostRegister)"
+    out = [Change(pool, share=1.0)]
+    of_host = Change("torch: reuse pinned tensors: .to('cpu', non_blocking=True) allocates a pinned one each time")
+    of_device = [
+        Change(
+            "torch: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            "environment",
+            "PYTORCH_CUDA_ALLOC_CONF",
+            "expandable_segments:True",
+        ),
+        Change("cudaMallocAsync with a release threshold instead of cudaMalloc and cudaFree"),
+    ]
+    out += [of_host] if pinning else []
+    return [*out, *of_device] if pinning < sum(names.values()) else out

@@ -16,6 +16,8 @@ part of the copies; of fewer bytes: none is modelled, for it depends on how many
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from kvprobe.account import COPIES, GpuAccount, Line
@@ -30,8 +32,12 @@ CAUSE = cause_of(__name__)
 LOADS, STORES = "loads", "stores"
 AHEAD = Change(
     "Submit each load a step ahead, on a stream of its own, and let the compute stream wait for its event just before "
-    "the first kernel that needs it (vLLM, SGLang: asynchronous loading or prefetch; `kvprobe weights MODEL_DIR "
-    "--window 1`)",
+    "the first kernel that needs it (vLLM, SGLang: asynchronous loading or prefetch)",
+    share=1.0,
+)
+HELD = Change(
+    "Let loads run while the model computes: they are submitted ahead and held back. Load into a second buffer, so "
+    "that a load need not wait for the kernels that read the first one, and on a stream that only loads use",
     share=1.0,
 )
 BEHIND = Change(
@@ -56,7 +62,8 @@ def find(joined: JoinedRecording) -> Finding | None:
     lost = int(gpu.stretches.ns[mine].sum())
     start, end = gpu.stretches.start[mine], gpu.stretches.end[mine]
     alone = Cover(start, end)
-    rows, at_once, by_direction = _copies(joined, gpu, alone)
+    copies = _copies(joined, gpu, alone)
+    rows, by_direction = copies.rows, copies.by_direction
     late = int(gpu.stretches.ns[mine & (gpu.stretches.caller != NOBODY)].sum())
     slow = int(gpu.stretches.ns[mine & (gpu.stretches.line == Line.BELOW_LINK_RATE)].sum())
     evidence = [
@@ -79,14 +86,15 @@ def find(joined: JoinedRecording) -> Finding | None:
             if lost > slow
             else ()
         ),
-        *_submitted(joined, rows, at_once),
+        *_submitted(copies),
     ]
     if late:
         evidence.append(
             Evidence(f"in {ms(late)} of it the next kernel had not been launched yet", late, "ns", MEASURED)
         )
     hidden = gpu.ns(Line.COMPUTING) - _beside(joined, gpu)
-    beside = _beside_compute(by_direction, min(hidden / lost, 1.0) if lost else 1.0)
+    first = HELD if 2 * int(copies.held.sum()) > len(rows) else AHEAD
+    beside = _beside_compute(by_direction, first, min(hidden / lost, 1.0) if lost else 1.0)
     cure = [*beside, FEWER] if 2 * slow < lost else [FASTER, *beside, FEWER]
     loss = Loss(
         lost,
@@ -103,8 +111,21 @@ def find(joined: JoinedRecording) -> Finding | None:
     return joined.line_finding(CAUSE, title, gpu, loss, evidence=evidence, cure=cure)
 
 
-def _copies(joined: JoinedRecording, gpu: GpuAccount, alone: Cover) -> tuple[Array, Array, list[tuple[str, int]]]:
-    """Copies that ran alone, the mask of those submitted while nothing computed, and the time of each direction."""
+class _Alone(NamedTuple):
+    """Copies that ran alone: their rows, which of them were held back or late, and the time of each direction.
+
+    Attributes:
+        held: between their submission and their beginning kernels ran for as long as the copy takes.
+        late: submitted when no kernel ran, and none for as long ran before they began.
+    """
+
+    rows: Array
+    held: Array
+    late: Array
+    by_direction: list[tuple[str, int]]
+
+
+def _copies(joined: JoinedRecording, gpu: GpuAccount, alone: Cover) -> _Alone:
     table = joined.recording.executions
     rows = np.flatnonzero((table["engine"] == Engine.COPY) & np.isin(table["process"], np.array(gpu.processes)))
     rows = rows[alone.within(joined.x_start[rows], joined.x_end[rows]) > 0]
@@ -115,29 +136,32 @@ def _copies(joined: JoinedRecording, gpu: GpuAccount, alone: Cover) -> tuple[Arr
         ns = alone.intersect_ns(Cover(joined.x_start[mine], joined.x_end[mine]))
         if ns:
             spent.append((name, ns))
-    call = joined.x_call[rows]
+    nothing = np.zeros(len(rows), dtype=bool)
     if not len(joined.start):
-        return rows, np.zeros(len(rows), dtype=bool), spent
+        return _Alone(rows, nothing, nothing, spent)
+    call = joined.x_call[rows]
     kernels = np.flatnonzero((table["engine"] == Engine.KERNEL) & np.isin(table["process"], np.array(gpu.processes)))
     computing = Cover(joined.x_start[kernels], joined.x_end[kernels])
-    asked = joined.start[np.maximum(call, 0)]
-    idle = (call >= 0) & (computing.within(asked, asked + 1) == 0)
-    return rows, idle, spent
+    asked, begins = joined.start[np.maximum(call, 0)], joined.x_start[rows]
+    held = (call >= 0) & (computing.within(asked, np.maximum(begins, asked)) >= np.maximum(joined.x_dur[rows], 1))
+    late = (call >= 0) & ~held & (computing.within(asked, asked + 1) == 0)
+    return _Alone(rows, held, late, spent)
 
 
-def _submitted(joined: JoinedRecording, rows: Array, at_once: Array) -> list[Evidence]:
-    """Whether these copies were submitted ahead, or when nothing computed any more."""
-    if not len(rows) or not at_once.any():
-        return []
-    many = int(at_once.sum())
-    return [
-        Evidence(
-            f"{many:,} of {len(rows):,} copies were submitted when no kernel ran any more: too late to run beside one",
-            many,
-            "calls",
-            COUNTED,
+def _submitted(found: _Alone) -> list[Evidence]:
+    """Whether these copies were submitted too late, or in time and held back."""
+    late, held, of = int(found.late.sum()), int(found.held.sum()), f"of {len(found.rows):,} copies were submitted"
+    out = []
+    if late:
+        text = f"{late:,} {of} when no kernel ran any more: too late to run beside one"
+        out.append(Evidence(text, late, "calls", COUNTED))
+    if held:
+        text = (
+            f"{held:,} {of} in time to run beside kernels, and began only after them: an event, or other copies, stood "
+            "in front of them in their stream"
         )
-    ]
+        out.append(Evidence(text, held, "calls", COUNTED))
+    return out
 
 
 def _beside(joined: JoinedRecording, gpu: GpuAccount) -> int:
@@ -150,13 +174,13 @@ def _beside(joined: JoinedRecording, gpu: GpuAccount) -> int:
     return int(Cover(joined.x_start[copies], joined.x_end[copies]).intersect_ns(computing))
 
 
-def _beside_compute(by_direction: list[tuple[str, int]], hidden: float) -> list[Change]:
-    """Loads ahead, stores behind; of each direction its part of what compute could have hidden, 0 to 1."""
+def _beside_compute(by_direction: list[tuple[str, int]], loading: Change, hidden: float) -> list[Change]:
+    """`loading` for loads, stores behind; of each direction its part of what compute could have hidden, 0 to 1."""
     spent = dict(by_direction)
     stores = spent.get(STORES, 0)
     loads = sum(spent.values()) - stores
     total = max(loads + stores, 1)
-    parts = [(AHEAD, loads), (BEHIND, stores)]
+    parts = [(loading, loads), (BEHIND, stores)]
     parts.sort(key=lambda one: -one[1])
     return [Change(change.text, share=max(hidden, 0.0) * ns / total) for change, ns in parts if ns or not spent]
 

@@ -152,7 +152,7 @@ def _threads(account: Account) -> TableView:
         )
     titles = [THREAD_TITLES[line][:1].upper() + THREAD_TITLES[line][1:] for line in columns]
     return table(
-        "What the threads did that submit",
+        "What the submitting threads did",
         ["Thread", "Process", *titles, "Of its waits, the device computed"],
         rows,
         "Shares of each thread's own serving window; outside of CUDA calls a thread is in Python or elsewhere.",

@@ -132,7 +132,7 @@ def _cost_chart(
         )
     ]
     if outcome["switches"] and len(cost["auto"].ns):
-        lines.append(Points("load() divided by its copies, after the switch", *cost["auto"]))
+        lines.append(Points("load() time per copy, after the switch", *cost["auto"]))
     decisions = recording.decisions
     whats = [recording.text(int(what)) for what in decisions["what"]]
     marks = [Mark(float(t), what) for t, what in zip(decisions["time_ns"], whats, strict=True)]
@@ -177,7 +177,7 @@ def _histogram(outcome: Mapping[str, Any], cost: Mapping[str, Cost]) -> Chart | 
         )
     return charts.histogram_chart(
         "cost-histogram",
-        "How the time of a load(), divided by its copies, is distributed",
+        "How the load() time per copy is distributed",
         " ".join(words),
         {name: series.histogram(values) for name, values in parts.items()},
         marks=[(outcome["baseline_submit_ns"], "baseline")],
@@ -213,8 +213,8 @@ def _split(recording: Recording, spans: Mapping[str, tuple[int, int]]) -> Chart 
 
 
 ROWS = (
-    ("load() divided by its copies, median", "load_p50_ns", duration),
-    ("load() divided by its copies, p99", "load_p99_ns", duration),
+    ("load() time per copy, median", "load_p50_ns", duration),
+    ("load() time per copy, p99", "load_p99_ns", duration),
     ("Longest load() of the model's thread", "longest_call_ns", duration),
     ("Model step, median", "step_p50_ns", duration),
     ("Model step, p99", "step_p99_ns", duration),

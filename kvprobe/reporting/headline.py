@@ -239,7 +239,7 @@ def _facts_of(first: Finding) -> list[Fact]:
     """The costliest finding in figures."""
     facts = []
     if first.device_share is not None and first.device_ns is not None:
-        of_window = f"{percent(first.device_share)} of the window, without a kernel for this reason"
+        of_window = f"{percent(first.device_share)} of the window: no kernel ran because of this"
         facts.append(Fact("The GPU waited", duration(first.device_ns), of_window))
     if first.lost_ns and first.lost_on != "device":
         label = {"host": "Host time lost", "copy engine": "Copy engine time lost", "device": "Device time lost"}.get(
@@ -254,7 +254,9 @@ def _facts_of(first: Finding) -> list[Fact]:
         facts.append(Fact("Where", name, place(first, 1, brief=True)))
     if first.predicted_saving_ns:
         facts.append(Fact("The first change saves", duration(first.predicted_saving_ns), "predicted"))
-    facts.append(Fact("How sure", first.confidence.capitalize(), first.evidence[0].how if first.evidence else ""))
+    facts.append(
+        Fact("How sure of the cause", first.confidence.capitalize(), first.evidence[0].how if first.evidence else "")
+    )
     return facts
 
 

@@ -1,0 +1,32 @@
+"""What a GPU that waits for copies is told: loads that came late, loads that were held back, stores."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvprobe.diagnosis import examine
+from kvprobe.diagnosis.waiting_for_copies import AHEAD, BEHIND, HELD
+from kvprobe.recordings import open_recording
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "corpus"))
+
+from grade import unpack
+
+DATA = Path(__file__).resolve().parents[1] / "gpu" / "data" / "accounts" / "kineto"
+SAID = [
+    ("kv_of_each_request_loaded_when_it_comes", HELD, "loads", "in time to run beside kernels"),
+    ("experts_loaded_when_they_are_routed_to", AHEAD, "loads", "too late to run beside one"),
+    ("the_next_step_waits_for_the_store_of_this_one", BEHIND, "stores", "copies ran and no kernel"),
+]
+
+
+@pytest.mark.parametrize("program, change, what, evidence", SAID)
+def test_the_change_fits_what_held_the_copies_up(program, change, what, evidence, tmp_path):
+    recording = open_recording(unpack(DATA / f"{program}.json.gz", tmp_path))
+    (finding,) = [one for one in examine(recording) if one.cause == "waiting_for_copies"]
+    assert f"for {what}, " in finding.title
+    assert finding.cure[0].text == change.text
+    assert any(evidence in one.text for one in finding.evidence)
