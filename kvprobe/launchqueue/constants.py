@@ -1,4 +1,6 @@
-"""Every threshold by which kvprobe calls a launch queue full, with the measurement or the reason that it rests on.
+"""The figures by which a launch queue is called full, with the measurement or the reason that each rests on.
+
+What a reader needs to take its measurements stands beside it, as the ratios of a rule stand in the rule.
 
 The live detector, auto, `kvprobe top`, the readers and the causes take them from here;
 `native/trace/queues.c` repeats those that it needs (a test compares). Needs neither numpy nor the native library.
