@@ -97,8 +97,8 @@ def _idle_gaps(joined: JoinedRecording) -> Gaps:
         host = np.zeros(len(start), dtype=np.int64)
         for caller in distinct(joined.caller[call]):
             theirs = joined.caller[call] == caller
-            calls = np.flatnonzero(joined.caller == caller)
-            inside = Cover(joined.start[calls], joined.end[calls])
+            called = joined.caller == caller
+            inside = Cover(joined.start[called], joined.end[called])
             upto = joined.start[call[theirs]]
             host[theirs] = (upto - start[theirs]) - inside.within(start[theirs], upto)
         parts.append((np.full(len(start), process), start, end, call, host, garbage.within(start, end)))

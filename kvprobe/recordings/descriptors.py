@@ -89,7 +89,7 @@ def neighbours(recording: Recording) -> Neighbours:
     """Which copies follow and continue which."""
     calls = recording.calls
     follows = np.zeros(calls.rows, dtype=bool)
-    out = Neighbours(follows, follows.copy(), np.zeros(calls.rows, dtype=np.int64))
+    out = Neighbours(follows, follows.copy(), np.zeros(calls.rows, dtype=np.int32))
     src, dst, size, stream = calls["src"], calls["dst"], calls["bytes"], calls["stream"]
     if not calls.rows or _unfilled(src):
         return out

@@ -48,7 +48,8 @@ class Cover:
     def _before(self) -> Array:
         """Length covered before each interval, and in all of them; who asks for gaps alone does without."""
         length = np.zeros(len(self.start) + 1, dtype=np.int64)
-        np.cumsum(self.end - self.start, out=length[1:])
+        np.subtract(self.end, self.start, out=length[1:])  # in place: there may be millions
+        np.cumsum(length[1:], out=length[1:])
         return length
 
     @property

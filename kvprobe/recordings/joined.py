@@ -104,9 +104,9 @@ class Joined:
         """Length of the window."""
         return self.window[1] - self.window[0]
 
-    @cached_property
+    @property
     def x_dur(self) -> Array:
-        """Duration of each execution, ns."""
+        """Duration of each execution, ns; not kept: there may be millions."""
         return np.asarray(np.maximum(self.x_end - self.x_start, 0))
 
     @cached_property

@@ -188,7 +188,7 @@ def _weight(queue: StreamOccupancy) -> tuple[int, int]:
 def _queues(recording: Recording, by_channel: bool) -> Iterator[tuple[StreamOccupancy, StreamOccupancy | None]]:
     """Each queue by its submissions, and by its records of events as well where these are worth counting."""
     calls, streams = recording.calls, recording.streams
-    rows = np.flatnonzero(is_kind(calls["kind"], SUBMITTING))
+    rows = np.flatnonzero(is_kind(calls["kind"], SUBMITTING)).astype(np.int32)  # kept as long as the recording
     if not len(rows):
         return
     start = calls["start_ns"][rows]
