@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from kvprobe.instrument import install, observe, uninstall
+    from kvprobe.instrument.step_log import mark, mark_request
     from kvprobe.launchqueue import QueueLimits, calibrate
     from kvprobe.offload import BlockCache, BlockPool, EngineOptions, LoadDedup, OffloadEngine, Split, Transfer
     from kvprobe.recordings import open_recording
@@ -42,6 +43,7 @@ _HOMES = {
         "UsageError",
     ),
     "kvprobe.instrument": ("install", "observe", "uninstall"),
+    "kvprobe.instrument.step_log": ("mark", "mark_request"),
     "kvprobe.launchqueue": ("QueueLimits", "calibrate"),
     "kvprobe.offload": ("BlockCache", "BlockPool", "EngineOptions", "LoadDedup", "OffloadEngine", "Split", "Transfer"),
     "kvprobe.recordings": ("open_recording",),
@@ -73,6 +75,8 @@ __all__ = [
     "diagnose",
     "find_runtime",
     "install",
+    "mark",
+    "mark_request",
     "observe",
     "open_recording",
     "recording_of",

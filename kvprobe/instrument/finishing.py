@@ -33,7 +33,12 @@ _SHOWN = 3  # warnings that the user is shown; all are in end.json and in the re
 
 
 def finish(
-    folder: RunFolder, options: dict[str, Any], tracker: ProcessTracker, rings: dict[str, int], failure: str = ""
+    folder: RunFolder,
+    options: dict[str, Any],
+    tracker: ProcessTracker,
+    rings: dict[str, int],
+    failure: str = "",
+    said: list[str] | None = None,
 ) -> list[str]:
     """Writes end.json and the report; returns the lines for the user, the last one says where the report is.
 
@@ -43,8 +48,9 @@ def finish(
         tracker: of the run's processes.
         rings: the ring files that there were, see `End`.
         failure: why the observer could not go on; "" where it did.
+        said: more that is missing.
     """
-    warnings = _warnings(folder, options, tracker.unseen)
+    warnings = [*_warnings(folder, options, tracker.unseen), *(said or ())]
     if failure:
         warnings.append(f"the observer failed ({failure}): later stacks and exit codes are missing")
     if files.is_full(folder.path):
@@ -65,7 +71,7 @@ def finish(
         return [*_as_warnings(warnings), f"no report: {reason}"]
     for line in warnings:
         log.warning("warning: %s", line)
-    if not folder.rings() and not any(folder.path.glob("events-*.jsonl")):
+    if not folder.rings() and not any(folder.path.glob("events-*.jsonl")) and not folder.told_steps():
         why = f": {warnings[0]}" if warnings else ""
         return [*_as_warnings(warnings[1:]), f"nothing was recorded{why}"]
     if options.get("report") == "none":

@@ -23,11 +23,13 @@ from kvprobe.instrument.finishing import finish, show
 from kvprobe.instrument.process_tracking import ProcessTracker
 from kvprobe.instrument.ring_files import RingFiles
 from kvprobe.instrument.stack_capture import MOST_OF_TOTALS, StackCapture
+from kvprobe.instrument.step_socket import StepSocket
 from kvprobe.runfolder.folder import RunFolder
 
 __all__ = ["main", "watch"]
 
 WAITS_OF_TOTALS = 200  # notes of waits for a CPU, some 30 KB
+_TOTALS_BYTES = 4 << 20  # of a file of steps, of a run that may last for months
 log = logging.getLogger("kvprobe")
 
 POLL_S = 0.02
@@ -117,14 +119,16 @@ def main(arguments: list[str]) -> int:
             )
         )
     failure, rings = "", RingFiles(folder)
+    limit_bytes = int(options.get("max_bytes") or 0) // 16
+    told = StepSocket(folder.path, _TOTALS_BYTES if totals and not limit_bytes else limit_bytes)
     try:
-        with _device_counters(folder, bool(options.get("nvml"))):
+        with _device_counters(folder, bool(options.get("nvml"))), told:
             watch(folder, rings, tracker, watchers, options)
             waits.close()
     except Exception as error:  # what was recorded is worth reading all the same
         log.exception("the observer failed")
         failure = repr(error)
-    lines = finish(folder, options, tracker, rings.sizes(), failure)
+    lines = finish(folder, options, tracker, rings.sizes(), failure, told.said())
     log.info("%s", lines[-1])
     # `kvprobe detach` prints them
     show(folder, lines, "" if folder.detached else str(options.get("terminal", "")))

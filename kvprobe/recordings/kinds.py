@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["SUBMITTING", "CallKind", "Direction", "Engine", "Label", "Memory", "RangeStyle"]
+__all__ = ["SUBMITTING", "CallKind", "Direction", "Engine", "Label", "Memory", "Phase", "RangeStyle", "RequestTime"]
 
 
 class CallKind(IntEnum):
@@ -77,3 +77,22 @@ class RangeStyle(IntEnum):
     START_END = 1
     OPERATOR = 2
     ANNOTATION = 3
+
+
+class Phase(IntEnum):
+    """What a server's step did for its requests."""
+
+    UNKNOWN = 0
+    PREFILL = 1
+    DECODE = 2
+    MIXED = 3  # both
+    LOAD = 4  # no step of the model: blocks of one request come
+    STORE = 5  # or go
+
+
+class RequestTime(IntEnum):
+    """Times of a request that a server told."""
+
+    ARRIVED = 0
+    FIRST_TOKEN = 1
+    ENDED = 2

@@ -48,6 +48,7 @@ from kvprobe.recordings.run_processes import (
     recorded_one_by_one,
     shifts_of,
 )
+from kvprobe.recordings.steps import steps
 from kvprobe.recordings.submitters import Submitters
 from kvprobe.recordings.vocabulary import Names
 from kvprobe.runfolder import packed
@@ -317,6 +318,7 @@ def _fill(
     transfers(recording, calls, processes, shifts, names, submitters)
     recording.tables["submitters"] = submitters.table(names)
     _totals(recording, totals, words)
+    steps(recording, processes, shifts, names)
     stacks(recording, processes, shifts, names)
     cpu_waits(recording, processes, shifts)
     samples(recording, processes, shifts, names)

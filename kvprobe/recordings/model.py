@@ -17,7 +17,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvprobe.errors import UsageError
-from kvprobe.recordings.kinds import SUBMITTING, CallKind, Direction, Engine, Label, Memory, RangeStyle
+from kvprobe.recordings.kinds import (
+    SUBMITTING,
+    CallKind,
+    Direction,
+    Engine,
+    Label,
+    Memory,
+    Phase,
+    RangeStyle,
+    RequestTime,
+)
 
 if TYPE_CHECKING:
     import pyarrow
@@ -34,7 +44,9 @@ __all__ = [
     "Engine",
     "Label",
     "Memory",
+    "Phase",
     "RangeStyle",
+    "RequestTime",
     "Recording",
     "Source",
     "Table",
@@ -192,6 +204,32 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "reason": "name",  # why the call holds its thread, in the adapter's words
         "inside": "uint8",  # runs inside another call of this table
     },
+    # Steps of a server, as it told them itself; -1 in `step` where it counts none.
+    "steps": {
+        "start_ns": "int64",
+        "end_ns": "int64",
+        "process": "int32",
+        "thread": "int64",
+        "server": "name",
+        "step": "int64",  # the server's own number
+        "id": "int64",  # joins with step_requests within one process
+        "phase": "uint8",  # Phase
+    },
+    # Which requests were in each.
+    "step_requests": {
+        "process": "int32",
+        "id": "int64",
+        "request": "name",
+        "tokens": "int32",  # that the step emitted for it
+        "computed": "int64",  # tokens that the step computed for it, bytes of a load or store; -1 unknown
+    },
+    # Times of requests, where the server told them.
+    "request_times": {
+        "time_ns": "int64",
+        "process": "int32",
+        "request": "name",
+        "what": "uint8",  # RequestTime
+    },
     # What offloads brought, as the servers' schedulers saw it: sums since the process began; -1 was not seen.
     "offload": {
         "time_ns": "int64",
@@ -345,6 +383,9 @@ def _default(column: str) -> int:
         "thread",
         "priority",
         "launches",
+        "id",
+        "step",
+        "computed",
     ):
         return -1
     if column == "one_in":

@@ -31,8 +31,10 @@ from kvprobe.recordings.model import (
     Engine,
     Label,
     Memory,
+    Phase,
     RangeStyle,
     Recording,
+    RequestTime,
     Source,
     Table,
 )
@@ -49,6 +51,8 @@ _ENUMS: dict[tuple[str, str], type[IntEnum]] = {
     ("executions", "engine"): Engine,
     ("labels", "label"): Label,
     ("ranges", "style"): RangeStyle,
+    ("steps", "phase"): Phase,
+    ("request_times", "what"): RequestTime,
     **{(table, "direction"): Direction for table in ("calls", "executions", "transfers", "totals", "submitters")},
     **{(table, "memory"): Memory for table in ("calls", "executions", "totals")},
 }

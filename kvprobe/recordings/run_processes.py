@@ -107,6 +107,13 @@ def processes_of(
             process = Process(int(checkin["pid"]), folder, checkin=checkin)
             by_pid[process.pid] = [process]
             found.append(process)
+    for pid in folder.told_steps() if whole else ():
+        if pid not in by_pid:  # a program that no start-up part is in
+            of_steps = (int(line.get("begin_ns", line["t_ns"])) for lines in folder.steps(pid) for line in lines)
+            begin = next((checkin for checkin in checkins_of.get(pid, ())), {"pid": pid, "t_ns": next(of_steps, 0)})
+            process = Process(pid, folder, checkin=dict(begin))
+            by_pid[pid] = [process]
+            found.append(process)
     for same in by_pid.values():
         same.sort(key=lambda p: p.start_ns)
         for i, process in enumerate(same):
@@ -125,7 +132,8 @@ def processes_of(
             if i + 1 == len(same):
                 process.named = str(statuses.get(process.pid, {}).get("command", ""))
             mine = [c for c in checkins_of.get(process.pid, ()) if c["t_ns"] <= process.end_ns]
-            process.checkin = max(mine, key=lambda c: int(c["t_ns"]), default={})
+            if mine or process.rings:
+                process.checkin = max(mine, key=lambda c: int(c["t_ns"]), default={})
     return found
 
 

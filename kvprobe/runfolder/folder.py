@@ -10,6 +10,8 @@
 | `device.jsonl` | a line a sample of the GPU's counters (`Sample`) | the observer |
 | `checkin-<pid>-<t>.json` | who a Python process is (`Checkin`) | the start-up hook |
 | `events-<pid>.jsonl` | what adapters and the interposer saw and decided (`Event`) | adapters, interposer |
+| `steps-<pid>.jsonl`, `told-<pid>.jsonl` | steps and requests (`StepLine`) | that process, observer |
+| `steps.sock` | where other programs tell theirs: see `kvprobe/instrument/step_socket.py` | the observer |
 | `queue-<pid>.json` | depth and channels as calibrated (`Queue`) | calibration |
 | `<pid>-<t>.kvp`, `engine-*.kvp` | every call: see `native/src/kvp.h` | interposer, engine |
 | `ended.pack` | such files of short processes that have ended: see `packed.py` | the observer |
@@ -41,6 +43,7 @@ import msgspec
 
 from kvprobe.errors import RecordingError
 from kvprobe.runfolder import files, packed
+from kvprobe.runfolder.step_lines import LONGEST_ID, MOST_REQUESTS
 
 __all__ = ["CONFIDENTIAL", "VERSION", "RunFolder"]
 
@@ -189,9 +192,38 @@ class Event(TypedDict, total=False):
     evidence: dict[str, Any] | None
 
 
+_OfEach = Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**62)]], msgspec.Meta(max_length=MOST_REQUESTS)]
+
+
+class StepLine(TypedDict, total=False):
+    """A step, a request or a time of one; `kvprobe/runfolder/step_lines.py` says more."""
+
+    t_ns: Int
+    kind: str
+    n: Int
+    request: Annotated[str, msgspec.Meta(max_length=LONGEST_ID)]
+    begin_ns: Int
+    step: Int | None
+    phase: str
+    server: Annotated[str, msgspec.Meta(max_length=LONGEST_ID)]
+    thread: Int | None
+    requests: _OfEach
+    tokens: Annotated[int, msgspec.Meta(ge=0, le=2**30)] | _OfEach
+    computed: _OfEach | None
+
+
 Sample = dict[str, Number | str | bool | None]
-_OF_A_LINE = {"processes": Ended, "stacks": Stacks, "cpu": CpuWait, "device": Sample, "events": Event}
+_OF_A_LINE = {
+    "processes": Ended,
+    "stacks": Stacks,
+    "cpu": CpuWait,
+    "device": Sample,
+    "events": Event,
+    "steps": StepLine,
+    "told": StepLine,
+}
 _NOT_RECORDED = re.compile(r"not-recorded-(\d+)-(\d+)")
+_STEPS = re.compile(r"(?:steps|told)-(\d{1,9})(?:-before)?\.jsonl")
 _NOT_WRAPPED = re.compile(r"not-wrapped-(\d{1,10})-(\d{1,10})")
 
 
@@ -330,6 +362,17 @@ class RunFolder:
     def events(self, pid: int) -> Iterator[dict[str, Any]]:
         """Lines of events-<pid>.jsonl that have a time and a kind."""
         return (line for line in self._lines(f"events-{pid}.jsonl") if "t_ns" in line and "kind" in line)
+
+    def steps(self, pid: int) -> Iterator[Iterator[dict[str, Any]]]:
+        """Lines of each file of steps of a process, oldest first; numbers of requests count within a file."""
+        names = [f"{what}-{pid}{part}.jsonl" for what in ("steps", "told") for part in ("-before", "")]
+        found = [name for name in names if (self.path / name).exists()]
+        return ((line for line in self._lines(name) if "t_ns" in line and "kind" in line) for name in found)
+
+    def told_steps(self) -> list[int]:
+        """Processes that told steps, (pids)."""
+        found = (_STEPS.fullmatch(path.name) for path in self.path.glob("*.jsonl"))
+        return sorted({int(m[1]) for m in found if m})
 
     def queue(self, pid: int) -> dict[str, Any]:
         """queue-<pid>.json; empty where there is none."""

@@ -1,0 +1,116 @@
+"""Steps and requests as lines of a run folder: what a process tells of itself, bounded, the newest kept.
+
+`steps-<pid>.jsonl` is written by the process itself, `told-<pid>.jsonl` by the observer for a process that sent
+datagrams (`kvprobe/instrument/step_socket.py`). A file that has grown to its limit becomes `steps-<pid>-before.jsonl`,
+and the one that was called so goes: the newest steps are always there, in at most twice the limit.
+
+One JSON object a line, each with `t_ns` (CLOCK_MONOTONIC) and `kind`:
+
+* `"request"`: `n` stands for the request `request` from here on in this file;
+* `"step"`: a step ended at `t_ns`; `begin_ns`, `step` (the server's number or null), `phase` (`prefill`, `decode`,
+  `mixed`, `load`, `store`, `unknown`), `server`, `thread`, `requests` (numbers), `tokens` (emitted for each of them: a
+  list, or one number for all), `computed` (tokens that the step computed for each, or null);
+* `"arrived"`, `"first token"`, `"ended"`: of the request that `n` stands for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvprobe.runfolder import files
+
+__all__ = ["LONGEST_ID", "MOST_REQUESTS", "PHASES", "TIMES", "StepLines"]
+
+PHASES = ("unknown", "prefill", "decode", "mixed", "load", "store")
+TIMES = ("arrived", "first token", "ended")
+LONGEST_ID = 200  # characters of a request's id; the rest is cut
+MOST_REQUESTS = 8192  # of one step; more are left out
+_MOST_NUMBERED = 100_000
+
+
+class StepLines:
+    """The file of one process: opened when first written, whole lines, given up on the first error."""
+
+    def __init__(self, folder: str | os.PathLike[str], name: str, limit_bytes: int) -> None:
+        """`name`: of the file, without its ending."""
+        self._path = Path(folder) / f"{name}.jsonl"
+        self._before = Path(folder) / f"{name}-before.jsonl"
+        self._limit, self._bytes = limit_bytes, 0
+        self._fd: int | None = None
+        self.dead = ""  # why it is given up
+        self._numbers: dict[str, int] = {}
+        self._next = 0
+
+    def step(
+        self,
+        times_ns: tuple[int, int],
+        step: int | None,
+        phase: str,
+        requests: Sequence[Any],
+        tokens: int | Sequence[int],
+        computed: Sequence[int] | None = None,
+        of: tuple[str, int] = ("", -1),
+    ) -> None:
+        """One step, from and to `times_ns`; `of`: its server and its thread."""
+        listed = list(requests)[:MOST_REQUESTS]
+        lines: list[dict[str, Any]] = []
+        numbers = [self._number(str(one), times_ns[1], lines) for one in listed]
+        told = {
+            "t_ns": times_ns[1],
+            "kind": "step",
+            "begin_ns": times_ns[0],
+            "step": step,
+            "phase": phase if phase in PHASES else "unknown",
+            "server": of[0],
+            "thread": of[1],
+            "requests": numbers,
+            "tokens": tokens if isinstance(tokens, int) else list(tokens)[:MOST_REQUESTS],
+            "computed": None if computed is None else list(computed)[:MOST_REQUESTS],
+        }
+        self._write([*lines, told])
+
+    def time(self, request: Any, what: str, at_ns: int) -> None:
+        """A time of a request: `what` of TIMES."""
+        lines: list[dict[str, Any]] = []
+        number = self._number(str(request), at_ns, lines)
+        self._write([*lines, {"t_ns": at_ns, "kind": what, "n": number}])
+        if what == "ended":
+            self._numbers.pop(str(request)[:LONGEST_ID], None)
+
+    def _number(self, request: str, at_ns: int, lines: list[dict[str, Any]]) -> int:
+        request = request[:LONGEST_ID]
+        number = self._numbers.get(request)
+        if number is None:
+            if len(self._numbers) >= _MOST_NUMBERED:  # requests that nobody ended
+                self._numbers.clear()
+            number = self._numbers[request] = self._next
+            self._next += 1
+            lines.append({"t_ns": at_ns, "kind": "request", "n": number, "request": request})
+        return number
+
+    def _write(self, lines: list[dict[str, Any]]) -> None:
+        if self.dead:
+            return
+        try:
+            if self._fd is None:
+                self._fd = files.open_append(self._path)
+                self._bytes = os.fstat(self._fd).st_size
+            data = "".join(f"{json.dumps(line, separators=(',', ':'))}\n" for line in lines).encode(errors="replace")
+            self._bytes += os.write(self._fd, data)
+            if self._bytes >= self._limit:
+                os.close(self._fd)
+                self._fd = None
+                self._path.replace(self._before)
+                self._numbers.clear()  # each file names its requests itself
+        except OSError as error:  # a full disk, or a server that closed every descriptor: it goes on, we stop
+            self.dead = error.strerror or str(error)
+
+    def close(self) -> None:
+        """Whoever writes afterwards opens it again."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
