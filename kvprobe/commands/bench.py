@@ -378,7 +378,7 @@ def _show(outcome: dict[str, Any]) -> None:
         "batch GB/s",
         "of link",
         "batch/loop (range)",
-        "us a copy: loop",
+        "µs a copy: loop",
         "batch",
     ):
         table.add_column(name, justify="right")

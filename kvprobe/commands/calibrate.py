@@ -67,7 +67,7 @@ def _show(result: dict[str, Any]) -> None:
     console, link, queue = Console(), result["link_bytes_per_s"], result["queue"]
     console.print(
         f"{result['gpu'] or 'GPU'}: queue depth {queue['depth']:,}, {queue['channels']} channels, "
-        f"a submission {queue['baseline_ns'] / 1e3:.2f} us; measured in {result['seconds']:.1f} s",
+        f"a submission {queue['baseline_ns'] / 1e3:.2f} µs; measured in {result['seconds']:.1f} s",
         highlight=False,
     )
     for name, why in result["missing"].items():

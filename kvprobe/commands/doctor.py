@@ -229,7 +229,7 @@ def _queue(runtime: Runtime) -> Iterator[Checked]:
         GOOD if limits.channels >= 4 else BAD,
         todo,
     )
-    value = f"{limits.baseline_ns / 1e3:.2f} us while the queue has free slots, p99 {limits.p99_ns / 1e3:.2f} us"
+    value = f"{limits.baseline_ns / 1e3:.2f} µs while the queue has free slots, p99 {limits.p99_ns / 1e3:.2f} µs"
     quick = limits.baseline_ns < 5_000
     yield Checked(
         "launch queue",

@@ -284,7 +284,7 @@ def _process_table(view: ProcessView, width: int) -> RenderableType:
     table = Table(title=title, title_justify="left", padding=(0, 0) if narrow else (0, 1), box=_box(narrow))
     names: tuple[str, ...] = ("stream", "subm/s", "p50", "p99", "baseline", "blocked", "outstanding", "h2d", "d2h")
     if narrow:
-        names = ("stream", "subm/s", "p50 us", "p99 us", "blocked", "GB/s")
+        names = ("stream", "subm/s", "p50 µs", "p99 µs", "blocked", "GB/s")
     names += ("queue",)
     for name in names:
         table.add_column(name, justify="left" if name in ("stream", "queue") else "right", no_wrap=narrow)
@@ -345,7 +345,7 @@ def _box(narrow: bool) -> Any:
 
 
 def _us(ns: float | None) -> str:
-    return "-" if ns is None else f"{ns / 1e3:,.1f} us"
+    return "-" if ns is None else f"{ns / 1e3:,.1f} µs"
 
 
 def _print(views: list[ProcessView], offloads: list[Benefit]) -> None:

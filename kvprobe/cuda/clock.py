@@ -17,7 +17,7 @@ class DeviceClock:
     """One event whose host time is known, renewed now and then.
 
     Its stream is idle, but the hardware channel below may be shared with one that is held back: whoever waited for its
-    event would wait for that one's forward. An event that is not reached within 40 us is given up, and the base that
+    event would wait for that one's forward. An event that is not reached within 40 µs is given up, and the base that
     was known before stays.
     """
 
@@ -55,7 +55,7 @@ class DeviceClock:
         return self._base is not None and now - self._base_ns <= _TRUSTED_NS
 
     def host_ns(self, event: int) -> int | None:
-        """Host time at which a reached timing event was reached, within some 20 us; None where it cannot be told.
+        """Host time at which a reached timing event was reached, within some 20 µs; None where it cannot be told.
 
         Raises:
             CudaError: it is not reached, or records no times.

@@ -3,7 +3,7 @@
 Mechanism: `cudaMalloc`, `cudaHostAlloc`, `cudaHostRegister` and their opposites take the context lock, may wait for
 the device, and pin page by page (tens of milliseconds for 100 MB). In the middle of serving that is a pause.
 
-Signature: such a call, at least 20 us long, on a thread that has submitted work before it and does so again after it,
+Signature: such a call, at least 20 µs long, on a thread that has submitted work before it and does so again after it,
 in a process that is past its first 32 submissions. Calls before that are set-up and are not counted. A call that
 waited for another thread's blocked submission belongs to `context_lock_stall`, which claims first.
 

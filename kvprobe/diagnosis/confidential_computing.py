@@ -3,7 +3,7 @@
 Mechanism: the GPU cannot read a protected guest's memory, so the driver encrypts each copy into a buffer of its own,
 and `cudaMemcpyAsync` returns when that is done: as a copy of pageable memory does, whatever the memory is.
 
-Signature: the machine's GPUs run in Confidential Computing mode; copies of memory that is not pageable are long (60 us
+Signature: the machine's GPUs run in Confidential Computing mode; copies of memory that is not pageable are long (60 µs
 and more, at least eight) although their queue is not full, and they move at least half of the bytes of such copies.
 Where most of them return when their copy is over, it is certain.
 

@@ -6,7 +6,7 @@ the stall is over, although they name another stream or none. Measured on an H20
 holds its stream's lock, too: every call of another thread that names that stream waits, one that records an event on it
 or tells it to wait for one, too.
 
-Signature: such a call, at least 100 us beyond what it usually takes, lies inside a slow submission of another thread of
+Signature: such a call, at least 100 µs beyond what it usually takes, lies inside a slow submission of another thread of
 its process for most of its length, and ends with it. An allocation that is slow by itself ends by itself. Where the
 device was recorded, that submission was blocked by a full queue or staged pageable memory: one that is slow for another
 reason may itself be the one that waits.

@@ -1,10 +1,10 @@
 """Batch copy calls block their caller because they carry many descriptors.
 
-Mechanism: `cudaMemcpyBatchAsync` costs its caller 0.3 to 1.2 us for each descriptor, and the driver never merges
+Mechanism: `cudaMemcpyBatchAsync` costs its caller 0.3 to 1.2 µs for each descriptor, and the driver never merges
 neighbours. 12,288 descriptors of 8 KiB took 6.3 ms to submit and 1.9 ms to execute.
 
-Signature: the time inside batch calls grows with the number of descriptors, is long (at least 200 us in some call, and
-60 us in each that counts, 5 us a descriptor at most), and is at least half of what the device needs for the copies; the
+Signature: the time inside batch calls grows with the number of descriptors, is long (at least 200 µs in some call, and
+60 µs in each that counts, 5 µs a descriptor at most), and is at least half of what the device needs for the copies; the
 queue is not full, so it is not saturation, and host memory is pinned. Kineto does not write how many descriptors a
 batch has: there the same is concluded from three calls and more, as likely.
 
@@ -96,7 +96,7 @@ def _evidence(joined: JoinedRecording, rows: Array, lost: int) -> list[Evidence]
         return [
             Evidence(f"{len(rows):,} batch calls blocked their callers for {ms(lost)}", lost, "ns", MEASURED),
             Evidence(
-                f"the recorder does not say how many descriptors; at 0.3 to 1.2 us each, {low:,} to {high:,} a call",
+                f"the recorder does not say how many descriptors; at 0.3 to 1.2 µs each, {low:,} to {high:,} a call",
                 high,
                 "1",
                 INFERRED,

@@ -54,7 +54,7 @@ def gaps_chart(joined: JoinedRecording, gaps: Gaps, mine: Array) -> EvidenceChar
     return {
         "title": "Idle gaps of the device",
         "x_label": "time in the recording (ms)",
-        "y_label": "gap (us)",
+        "y_label": "gap (µs)",
         "series": {
             "gaps": {
                 "x": (gaps.start[mine] - joined.serving.first_ns)[:2000] / 1e6,

@@ -5,7 +5,7 @@ device, so it runs dry; nothing in CUDA is slow.
 
 Signature: the device executes nothing, the launch that ends the gap was made after the gap had begun (the queue was
 empty, which is the opposite of a full one: a long time between launch and start of a kernel is not starvation), and the
-launching thread was in no CUDA call meanwhile. Gaps of at least 200 us; shorter ones, one for each launch, belong to
+launching thread was in no CUDA call meanwhile. Gaps of at least 200 µs; shorter ones, one for each launch, belong to
 `python_or_gil_bound`, as do gaps with evidence of the interpreter. Named from five gaps and a tenth of the span on:
 every program has some. Gaps in which nobody asked for anything, as far as the account can tell, are left out.
 
@@ -52,7 +52,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         ),
         evidence=(
             Evidence(
-                f"{len(calls)} gaps of at least 200 us, {ms(lost)} or {share(lost, span)} of the recording, in "
+                f"{len(calls)} gaps of at least 200 µs, {ms(lost)} or {share(lost, span)} of the recording, in "
                 "which nothing executed and the launching thread was in no CUDA call",
                 lost,
                 "ns",

@@ -5,7 +5,7 @@ lengths, sampled tokens) queue behind hundreds of megabytes of blocks, although 
 priorities do not help: they have no effect on copies.
 
 Signature: a pinned copy of at most 64 KiB that could have started (submitted, its stream's previous operation over) at
-least 100 us before it did, while the engine of its direction worked for other streams for at least 80% of that time,
+least 100 µs before it did, while the engine of its direction worked for other streams for at least 80% of that time,
 and one of these streams moved at least 16 times as much meanwhile as it, and as what its own stream goes on to move:
 streams that are given a burst each wait for one another as well, and are no small copies. A full queue holds the
 caller; here the call returns at once.
@@ -175,7 +175,7 @@ def _finding(joined: JoinedRecording, found: list[_Waits]) -> Finding | None:
         chart={
             "title": "Small copies that waited",
             "x_label": "time in the recording (ms)",
-            "y_label": "waited (us)",
+            "y_label": "waited (µs)",
             "series": {
                 "copies": {
                     "x": (since - joined.serving.first_ns)[:2000] / 1e6,

@@ -64,7 +64,7 @@ def size(count: float) -> str:
 
 def ms(ns: float) -> str:
     """A duration for a sentence: three significant digits with a unit a reader can picture."""
-    for unit, scale in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
+    for unit, scale in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
         if abs(ns) >= scale:
             return f"{ns / scale:.3g} {unit}"
     return f"{ns:.0f} ns"
@@ -173,7 +173,7 @@ class JoinedRecording(Joined):
         return made
 
     def common_ns(self, process: int) -> int:
-        """Lower quartile of a process's submissions, pageable copies left out; 5 us where there are hardly any."""
+        """Lower quartile of a process's submissions, pageable copies left out; 5 µs where there are hardly any."""
         known = self._common
         if process not in known:
             quick = self.dur[(self.process == process) & self.submits & (self.memory != Memory.PAGEABLE)]
@@ -273,7 +273,7 @@ class JoinedRecording(Joined):
         return self.caller[order][edges], np.maximum(last - self.start[order][edges], 1)
 
     def notable(self, lost_ns: int, span_ns: int) -> bool:
-        """Whether a loss is worth a line: at least 200 us, and a millisecond or a hundredth of the span."""
+        """Whether a loss is worth a line: at least 200 µs, and a millisecond or a hundredth of the span."""
         return lost_ns >= LEAST_NS and (lost_ns >= NOTABLE_NS or lost_ns >= NOTABLE_SHARE * span_ns)
 
     def severity(self, lost_ns: int, span_ns: int) -> Severity:
@@ -571,7 +571,7 @@ class JoinedRecording(Joined):
         return {
             "title": title,
             "x_label": "time in the recording (ms)",
-            "y_label": "time inside the call (us)",
+            "y_label": "time inside the call (µs)",
             "series": {
                 "calls": {
                     "x": (self.start[rows] - self.serving.first_ns) / 1e6,

@@ -50,7 +50,7 @@ def cliff(joined: JoinedRecording, rows: Array) -> EvidenceChart:
     return {
         "title": "What a submission costs at each depth",
         "x_label": "outstanding submissions at entry",
-        "y_label": "time inside the call (us)",
+        "y_label": "time inside the call (µs)",
         "series": {
             name: {"x": joined.occupancy.depth[some], "y": joined.dur[some] / 1e3, "style": "points"}
             for name, some in shown.items()

@@ -7,8 +7,8 @@ behaviour). So a call takes the time of the copy, and of all work in front of it
 Signature: the recorder says that the host side is pageable, and the call is long at any queue depth, in proportion to
 its bytes; it does not matter whether the queue is deep, which separates it from a full queue.
 
-Needs: the memory kind of copies (every recorder has it). Source: programming guide; shared measurements: 9.7 us for
-64 KiB instead of 1.0 us.
+Needs: the memory kind of copies (every recorder has it). Source: programming guide; shared measurements: 9.7 µs for
+64 KiB instead of 1.0 µs.
 
 Predicted saving: all of the excess, less the time the same bytes take at link rate where the very next call of the
 thread waits for them anyway (then pinning removes the staging only).

@@ -4,7 +4,7 @@ Mechanism: `cudaHostRegister` and `cudaHostAlloc` pin page by page with the cont
 minutes for a pool of hundreds of GB. Meanwhile calls of other threads that need the lock wait, `cudaEventCreate` and
 `cudaMalloc` for certain, and page faults of the whole process as well.
 
-Signature: a call of another thread that does not pin itself, at least 100 us beyond what it usually takes, lies inside
+Signature: a call of another thread that does not pin itself, at least 100 µs beyond what it usually takes, lies inside
 the registration, allocation or release of pinned memory for most of its length, and ends with it.
 
 Predicted saving: all of it, with the memory pinned before serving; nearly all, with it pinned in pieces.

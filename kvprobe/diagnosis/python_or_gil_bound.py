@@ -5,7 +5,7 @@ one. Or the thread waits for the interpreter's lock while another thread compute
 switch interval, 5 ms), or garbage is collected.
 
 Signature: any of
- - many short gaps (each launch pays): at least 64 gaps below 200 us that take a tenth of the span or more;
+ - many short gaps (each launch pays): at least 64 gaps below 200 µs that take a tenth of the span or more;
  - long gaps that have the interpreter's switch interval for a floor (none shorter than 4.8 ms, some at it, a quarter
    below 8 ms) and come in several multiples of it: other threads hold the lock, and each gives it up 5 ms after it was
    asked to;

@@ -1,6 +1,6 @@
 """Copies are so small that the copy engine spends its time on their fixed cost, not on their bytes.
 
-Mechanism: a copy costs the engine about 2 us before the first byte moves, and the host 1 us to submit. At 4 KiB a loop
+Mechanism: a copy costs the engine about 2 µs before the first byte moves, and the host 1 µs to submit. At 4 KiB a loop
 of copies reaches 1.3 GB/s on a link of 55.
 
 Signature: at least 256 copies of one direction below 64 KiB in which at least half of the engine's time goes beyond
@@ -10,7 +10,7 @@ Time lost: the engine's time beyond what the same bytes take at link rate, and i
 of a stream of which the second waited already; of stores only where no kernel of the process runs beside them: nobody
 waits for a store that compute hides, a load somebody waits for even then. The link rate is the machine's, else the one
 of the largest copies in the recording; else what more bytes cost more, where there are copies of sizes four times
-apart; else 25 GB/s where half of the copies take less than 6 us, and the finding is then only likely. Copies that take
+apart; else 25 GB/s where half of the copies take less than 6 µs, and the finding is then only likely. Copies that take
 longer on a link of unknown speed are left alone.
 
 Predicted saving: with addresses in the recording, the excess of the copies that continue their predecessor (source

@@ -3,7 +3,7 @@
 Mechanism: unknown by definition. The usual suspects that a recording does not show are the scheduler taking the thread
 away, a lock inside the driver that another process or thread holds, and page faults.
 
-Signature: submissions, and records of events, longer than 60 us, at a depth below the ceiling, that overlap nothing
+Signature: submissions, and records of events, longer than 60 µs, at a depth below the ceiling, that overlap nothing
 labelled: two at least, or one that took a tenth of its thread's time.
 """
 

@@ -1,6 +1,6 @@
 """Neighbouring copies that could have been one: their caller pays a call for each, and the calls limit the copying.
 
-Mechanism: a copy costs its caller about 1 us (H200) to 3 us, however small it is. Blocks that lie side by side in CPU
+Mechanism: a copy costs its caller about 1 µs (H200) to 3 µs, however small it is. Blocks that lie side by side in CPU
 memory and on the GPU, as those of a long prefix often do, are one piece of memory on both sides, and are copied one by
 one all the same. A call for 16 KiB cannot fill a link of 55 GB/s.
 

@@ -198,7 +198,7 @@ def has_listeners() -> bool:
 def later(function: Callable[..., None], *arguments: Any) -> None:
     """Call `function(*arguments)` within some 100 ms on kvprobe's own thread, or in the next `flush`.
 
-    It is for hot paths: this costs one append, making an event and its JSON some 15 us. An exception of `function`
+    It is for hot paths: this costs one append, making an event and its JSON some 15 µs. An exception of `function`
     is logged at debug level and dropped.
     """
     _file.later.append((function, arguments))

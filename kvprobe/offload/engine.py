@@ -136,8 +136,8 @@ class OffloadEngine:
             busy_share=BUSY_SHARE,
             now=lambda: int(self._now()),
         )
-        self._unjudged: deque[Sample] = deque()  # what transfers cost their callers: comparing costs 20 to 60 us
-        self._to_say: deque[tuple[int, str, Rung, Rung, str]] = deque()  # lines for the log (100 us each), when due
+        self._unjudged: deque[Sample] = deque()  # what transfers cost their callers: comparing costs 20 to 60 µs
+        self._to_say: deque[tuple[int, str, Rung, Rung, str]] = deque()  # lines for the log (100 µs each), when due
         self._due_ns = NEVER  # when a request must see to those
 
     def _expect_transfers(self) -> None:

@@ -7,7 +7,7 @@ A copy of no duration has an infinite bandwidth, which Kineto and Python write a
 "-Infinity"). In a field that nobody reads that is no reason to give up the event: it is decoded as null, which is no
 number where one is wanted.
 
-Times are microseconds with decimals; a float64 of microseconds since 1970 has steps of 0.25 us, so those are read as
+Times are microseconds with decimals; a float64 of microseconds since 1970 has steps of 0.25 µs, so those are read as
 integers, digit by digit.
 """
 

@@ -1,6 +1,6 @@
 """Whether launches met a full queue, where only the slow ones are kept and each says its number.
 
-kvprobe's interposer times every launch and keeps those of at least 20 us, with the number of launches that their thread
+kvprobe's interposer times every launch and keeps those of at least 20 µs, with the number of launches that their thread
 had made; waits carry the same number. So it is known how many launches a thread had made since its stream was last
 known to be empty, however few of them are in the recording.
 """

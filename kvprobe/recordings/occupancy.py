@@ -467,7 +467,7 @@ def _distance(sorted_times: Array, at: Array) -> Array:
 def _alignment(ends: Array, returns: Array, duration: Array) -> tuple[float, float]:
     """Share of returns within ALIGNED_NS of an operation's end, and the share of instants nearby that are.
 
-    The instants are spread evenly over as long as each call took, before and after its return, at least 200 us; of
+    The instants are spread evenly over as long as each call took, before and after its return, at least 200 µs; of
     more calls than 5,000, as many are taken evenly.
     """
     aligned = float((_distance(ends, returns) <= ALIGNED_NS).mean())

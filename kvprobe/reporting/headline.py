@@ -165,8 +165,8 @@ def place(finding: Finding, limit: int = 2, brief: bool = False) -> str:
 
 
 def micro(text: str) -> str:
-    """Microseconds with their sign, where a sentence spells them "us"."""
-    return re.sub(r"(?<=\d) us\b", "\u00a0\u00b5s", text)
+    """A number and its µs stay on one line; "us", as auto and older recordings spell it, becomes µs."""
+    return re.sub(r"(?<=\d) [uµ]s\b", "\u00a0µs", text)
 
 
 def _sentences(texts: Sequence[str], headline: str) -> str:

@@ -94,7 +94,7 @@ class Tried:
 def blocked_ns(recording: Recording, usual_ns: dict[str, float]) -> tuple[int, dict[str, float]]:
     """Host time that all threads lost in submissions: what these took beyond what they cost while slots are free.
 
-    A submission counts as slow from 3 times its usual cost plus 1 us. Pageable copies are left out.
+    A submission counts as slow from 3 times its usual cost plus 1 µs. Pageable copies are left out.
 
     Args:
         recording: one run.
