@@ -18,6 +18,7 @@ ORDER = (
     "errors",
     "version",
     "environment",
+    "output",
     "native",
     "runfolder",
     "judge",

@@ -17,6 +17,7 @@ from kvprobe.diagnosis import CAUSES
 from kvprobe.diagnosis.described import describe
 from kvprobe.environment import VARIABLES
 from kvprobe.instrument import registry
+from kvprobe.output import DOCUMENTS, VERSION, VERSION_KEY
 from kvprobe.recordings import FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,7 +44,7 @@ SIDEBAR = {
         "case-pinning",
     ),
     "Use": ("gates", "library", "completion", "servers"),
-    "Reference": ("commands", "causes", "recordings", "environment", "api"),
+    "Reference": ("commands", "causes", "recordings", "json", "environment", "api"),
     "Project": ("figures", "architecture", "contributing", "security", "changelog"),
 }
 
@@ -199,6 +200,25 @@ def recordings() -> str:
     return "\n".join(out)
 
 
+def json() -> str:
+    """What `--json` prints, and its schema."""
+    out = [
+        "# JSON",
+        "",
+        f"What `--json` prints begins with its version, `{VERSION_KEY}`, now {VERSION}. Keys and words may be added "
+        "with a minor version; a key that goes away or changes its type is a new major version. Times are integer ns, "
+        "shares 0 to 1; null is not known. {download}`The JSON Schema <kvprobe.schema.json>` holds each type under "
+        "`$defs`, and under `documents` which one each command prints.",
+        "",
+        "| command | type | |",
+        "|---|---|---|",
+    ]
+    for name, one in DOCUMENTS.items():
+        said = " ".join((one.kind.__doc__ or "").split())
+        out.append(f"| [`kvprobe {name}`](command-{name.split()[0]}.md) | `{one.kind.__name__}` | {said} |")
+    return "\n".join(out)
+
+
 def api() -> str:
     """The public names, from their docstrings."""
     out = ["# Python API", "", "```{eval-rst}", ".. currentmodule:: kvprobe", ""]
@@ -218,10 +238,11 @@ def main(folder: Path) -> None:
     for source, page in PAGES.items():
         (folder / page).write_text(linked((ROOT / source).read_text(), str(Path(source).parent)))
     made = {**commands(), **causes(), "manual": manual()}
-    made |= {make.__name__: make() for make in (environment, recordings, api)}
+    made |= {make.__name__: make() for make in (environment, recordings, json, api)}
     for name, text in made.items():
         (folder / f"{name}.md").write_text(text + "\n")
     shutil.copytree(IMAGES, folder / "images", dirs_exist_ok=True)
+    shutil.copy(ROOT / "docs" / "kvprobe.schema.json", folder)
     listed = {page for pages in SIDEBAR.values() for page in pages}
     sidebar = {**SIDEBAR, "Project": (*SIDEBAR["Project"], *(n[:-3] for n in WRITTEN if n[:-3] not in listed))}
     with (folder / "index.md").open("a") as file:

@@ -33,9 +33,10 @@ MAY_IMPORT = {
     "weights": {*ORDER, "recordings"},  # it hands its measurements on as a recording
     # probe: the readers of its files, which are pure; a test below holds that no native library comes with them
     "recordings": {"errors", "recordings", "probe", "runfolder", "instrument.event_log", *JUDGE},
-    "account": {"errors", "recordings", "account"},
-    "diagnosis": {"errors", "recordings", "account", "diagnosis", *JUDGE},
-    "reporting": {"errors", "version", "recordings", "account", "diagnosis", "reporting"},
+    "output": {"output"},
+    "account": {"errors", "output", "recordings", "account"},
+    "diagnosis": {"errors", "output", "recordings", "account", "diagnosis", *JUDGE},
+    "reporting": {"errors", "version", "output", "recordings", "account", "diagnosis", "reporting"},
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import cast
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from kvprobe.account.gpu import BEGINS_NS, stretches_of
 from kvprobe.account.lines import COPIES, HOST, Line, Unknown
 from kvprobe.account.stretches import NOBODY, Stretches, overlay
 from kvprobe.account.threads import Threads
+from kvprobe.output.parts import AccountJson, GpuJson, ThreadJson
 from kvprobe.recordings.intervals import union
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.model import Array
@@ -98,7 +99,7 @@ class GpuAccount:
         reasons, ns = cut.detail[mine], cut.ns[mine]
         return {Unknown(one): int(ns[reasons == one].sum()) for one in np.unique(reasons).tolist()}
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> GpuJson:
         """The lines in ns, in groups; they add up to `window_ns`."""
         return {
             "gpu": self.device,
@@ -150,9 +151,9 @@ class ThreadAccount:
         """Time in these lines."""
         return sum(self.spent_ns.get(line, 0) for line in lines)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> ThreadJson:
         """The lines in ns; they add up to `window_ns`."""
-        return {
+        whole = {
             "pid": self.pid,
             "thread": self.thread,
             "name": self.name,
@@ -163,6 +164,7 @@ class ThreadAccount:
             **{f"{line.key}_ns": self.ns(line) for line in (*HOST, Line.NOTHING_TO_DO)},
             "waited_for_device_ns": self.waited_ns,
         }
+        return cast("ThreadJson", whole)
 
 
 @dataclass
@@ -251,7 +253,7 @@ class Account:
             for gpu in self.gpus
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> AccountJson:
         """GPUs and threads."""
         return {"gpus": [gpu.to_json() for gpu in self.gpus], "threads": [one.to_json() for one in self.threads]}
 

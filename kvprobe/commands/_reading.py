@@ -172,14 +172,10 @@ def diagnosed_apart(
 
 
 def _judged(recording: Recording, window: WindowOptions) -> tuple[Recording, Examination, Occupancy]:
-    from kvprobe.diagnosis import examine, notes_of
-    from kvprobe.recordings.occupancy import occupancy
+    from kvprobe.diagnosis import examined
 
-    recording.window = window.of(recording)
-    queues = occupancy(recording)
-    examined = examine(recording, queues)
-    recording.notes += notes_of(examined.not_looked_for)
-    return recording, examined, queues
+    found, queues = examined(recording, window.of(recording))
+    return recording, found, queues
 
 
 def cropped(recording: Recording, window: WindowOptions) -> Recording:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes as ct
-import json
 import logging
 import shlex
 import statistics
@@ -12,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 from click.core import ParameterSource
@@ -20,10 +19,12 @@ from click.core import ParameterSource
 from kvprobe.commands._device import Seconds, device_option, runtime_of
 from kvprobe.commands._paths import GivenPath
 from kvprobe.errors import KvprobeError, UsageError
+from kvprobe.output import BENCH, OVERHEAD
 
 if TYPE_CHECKING:
     from kvprobe.cuda import Runtime
     from kvprobe.launchqueue import QueueLimits
+    from kvprobe.output.machine import BenchJson, OverheadJson
     from kvprobe.recordings.model import Recording
     from kvprobe.workload import WorkloadFigures
 
@@ -77,7 +78,7 @@ def command(context: click.Context, device: str, seconds: float, as_json: bool, 
         outcome["policies"], recording = policies(runtime, limits, seconds * 0.8)
     if report is not None:
         _write(outcome, recording, report)
-    click.echo(json.dumps(outcome, indent=1)) if as_json else _show(outcome)
+    BENCH.print(cast("BenchJson", outcome)) if as_json else _show(outcome)
 
 
 @command.command("overhead", short_help="Measure what recording costs on this machine, at each level of detail.")
@@ -97,7 +98,7 @@ def overhead_command(device: str, rounds: int, as_json: bool) -> None:
     with _quiet():
         runtime = runtime_of(device)
         outcome = {"device": device, "provider": runtime.provider, **overhead(runtime, rounds)}
-    click.echo(json.dumps(outcome, indent=1)) if as_json else _show_overhead(outcome)
+    OVERHEAD.print(cast("OverheadJson", outcome)) if as_json else _show_overhead(outcome)
 
 
 def _show_overhead(outcome: dict[str, Any]) -> None:

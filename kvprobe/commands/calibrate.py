@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from kvprobe.commands._device import device_option, runtime_of
 from kvprobe.commands._paths import GivenPath
 from kvprobe.commands._reading import plain, progress_bar
+from kvprobe.output import CALIBRATE
+
+if TYPE_CHECKING:
+    from kvprobe.output.machine import CalibrateJson
 
 __all__ = ["command"]
 
@@ -55,7 +58,7 @@ def command(device: str, quick: bool, use_cached: bool, report: Path | None, as_
             extra=calibrated.sections(result),
             lead_verdict=calibrated.verdict(result),
         )
-    click.echo(json.dumps(result, indent=1)) if as_json else _show(result)
+    CALIBRATE.print(cast("CalibrateJson", result)) if as_json else _show(result)
 
 
 def _show(result: dict[str, Any]) -> None:

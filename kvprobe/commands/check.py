@@ -6,17 +6,19 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import click
 
 from kvprobe.commands._account_limits import AccountLimits, account_limits
 from kvprobe.commands._paths import GivenPath, refuse_input
 from kvprobe.commands._reading import WindowOptions, window_options
+from kvprobe.output import CHECK
 
 if TYPE_CHECKING:
     from kvprobe.diagnosis import Examination, Finding
     from kvprobe.diagnosis.verdict import Verdict
+    from kvprobe.output.recorded import LimitJson
     from kvprobe.recordings.model import Recording
     from kvprobe.recordings.occupancy import Occupancy
 
@@ -34,6 +36,10 @@ class CheckedLimit:
     detail: str = ""
     undecided: str = ""
     at: str = ""  # "file:line" of the call to change, where a stack tells it
+
+    def to_json(self) -> LimitJson:
+        """All fields."""
+        return cast("LimitJson", vars(self))
 
     @property
     def said(self) -> str:
@@ -118,15 +124,14 @@ def command(
     undecided = any(one.undecided for one in limits)
     failed = any(one.broken for one in limits) or (undecided and not allow_undecided)
     if as_json:
-        import json
-
-        out = {
-            "ok": not failed,
-            "verdict": verdict.to_json(),
-            "limits": [vars(one) for one in limits],
-            "account": findings.account.to_json(),
-        }
-        click.echo(json.dumps(out))
+        CHECK.print(
+            {
+                "ok": not failed,
+                "verdict": verdict.to_json(),
+                "limits": [one.to_json() for one in limits],
+                "account": findings.account.to_json(),
+            }
+        )
     elif output_format == "github":
         for one in limits:
             click.echo(_annotation(one, "warning" if allow_undecided else "error"))

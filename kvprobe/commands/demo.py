@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from kvprobe.commands._device import Seconds, device_option, runtime_of
 from kvprobe.commands._paths import GivenPath
 from kvprobe.errors import KvprobeError
+from kvprobe.output import DEMO
 
 if TYPE_CHECKING:
     import numpy as np
 
     from kvprobe.cuda import Runtime
+    from kvprobe.output.machine import DemoJson
     from kvprobe.recordings.model import Recording
     from kvprobe.workload import WorkloadServer
 
@@ -58,7 +59,7 @@ def command(device: str, as_json: bool, report: Path, seconds: float) -> None:
     outcome, recording = play(runtime_of(device), seconds, progress=not as_json)
     outcome["report"] = str(report)
     write(outcome, recording, report)
-    click.echo(json.dumps(outcome, indent=1)) if as_json else show(outcome)
+    DEMO.print(cast("DemoJson", outcome)) if as_json else show(outcome)
 
 
 def play(runtime: Runtime, seconds: float, progress: bool) -> tuple[dict[str, Any], Recording]:

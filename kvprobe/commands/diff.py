@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from kvprobe.commands._paths import GivenPath, refuse_input
 from kvprobe.commands._reading import WindowOptions, window_options
+from kvprobe.output import DIFF
 
 if TYPE_CHECKING:
-    from kvprobe.diagnosis import Examination
-    from kvprobe.diagnosis.verdict import Verdict
-    from kvprobe.recordings.model import Recording
-    from kvprobe.reporting.alike import LineChange
     from kvprobe.reporting.compare import CallChange, FindingChange
+    from kvprobe.reporting.comparison import SideBySide
     from kvprobe.reporting.conclusion import Conclusion
 
 __all__ = ["command"]
@@ -60,9 +57,7 @@ def command(before: Path, after: Path, output: Path | None, force: bool, as_json
             lead_verdict=compared.verdict(found.conclusion, found.changes, found.calls),
         )
     if as_json:
-        import json
-
-        click.echo(json.dumps({"before": str(before), "after": str(after), **found.to_json()}))
+        DIFF.print(found.to_json(str(before), str(after)))
     else:
         _print_accounts(found)
         _print(found.conclusion, found.changes, found.calls)
@@ -71,72 +66,17 @@ def command(before: Path, after: Path, output: Path | None, force: bool, as_json
     return 1 if found.conclusion.state == "undecided" else 0
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    """Two recordings side by side.
-
-    Attributes:
-        sides: name, recording and findings of each.
-        lengths: ns of each one's serving window.
-        verdicts: of each by itself.
-        apart: in what they are not alike.
-        lines: of their accounts.
-        changes: of findings; `calls` of calls.
-        calls: see there.
-        conclusion: whether the second is better.
-    """
-
-    sides: list[tuple[str, Recording, Examination]]
-    lengths: tuple[int, int]
-    verdicts: list[Verdict]
-    apart: list[str]
-    lines: list[LineChange]
-    changes: list[FindingChange]
-    calls: list[CallChange]
-    conclusion: Conclusion
-
-    def to_json(self) -> dict[str, Any]:
-        """All but the recordings."""
-        return {
-            "span_before_ns": int(self.lengths[0]),
-            "span_after_ns": int(self.lengths[1]),
-            "conclusion": self.conclusion.to_json(),
-            "verdict_before": self.verdicts[0].to_json(),
-            "verdict_after": self.verdicts[1].to_json(),
-            "unlike": self.apart,
-            "account": [line.to_json() for line in self.lines],
-            "findings": [change.to_json() for change in self.changes],
-            "calls": [change.to_json() for change in self.calls],
-        }
-
-
-def _compare(before: Path, after: Path, names: tuple[str, str], window: WindowOptions, quiet: bool) -> _Comparison:
+def _compare(before: Path, after: Path, names: tuple[str, str], window: WindowOptions, quiet: bool) -> SideBySide:
     from kvprobe.commands._reading import cropped, diagnosed
-    from kvprobe.diagnosis.verdict import of_recording
-    from kvprobe.reporting.alike import compare_accounts, unlike
-    from kvprobe.reporting.compare import compare_calls, compare_findings, submission_cost
-    from kvprobe.reporting.conclusion import conclude
+    from kvprobe.reporting.comparison import compare_recordings
 
     one, found_before, _ = diagnosed([before], quiet=quiet, window=window)
     two, found_after, _ = diagnosed([after], quiet=quiet, window=window)
-    lengths = one.window.span_ns if one.window else 0, two.window.span_ns if two.window else 0
-    verdicts = [of_recording(one, found_before), of_recording(two, found_after)]
-    changes = compare_findings(found_before, found_after, not verdicts[0].missing, not verdicts[1].missing)
     parts = cropped(one, window), cropped(two, window)
-    missing = {name: verdict.missing[0] for name, verdict in zip(names, verdicts, strict=True) if verdict.missing}
-    return _Comparison(
-        sides=[(names[0], one, found_before), (names[1], two, found_after)],
-        lengths=lengths,
-        verdicts=verdicts,
-        apart=unlike(one, two),
-        lines=compare_accounts(found_before.account, found_after.account),
-        changes=changes,
-        calls=compare_calls(*parts),
-        conclusion=conclude(*names, changes, submission_cost(*parts, lengths), missing),
-    )
+    return compare_recordings((names[0], one, found_before), (names[1], two, found_after), parts)
 
 
-def _print_accounts(found: _Comparison) -> None:
+def _print_accounts(found: SideBySide) -> None:
     from kvprobe.commands._reading import plain
     from kvprobe.reporting.units import percent
 

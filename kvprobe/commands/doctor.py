@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import resource
@@ -13,16 +12,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from kvprobe.commands._device import device_option
 from kvprobe.environment import VARIABLES, unknown
 from kvprobe.errors import KvprobeError, plain
+from kvprobe.output import DOCTOR
 
 if TYPE_CHECKING:
     from kvprobe.cuda import Runtime
+    from kvprobe.output.machine import CheckedJson
 
 __all__ = ["command", "examine"]
 
@@ -64,8 +65,9 @@ def command(device: str, as_json: bool) -> None:
     """
     lines = list(examine(device))
     if as_json:
-        counts = {verdict: sum(line.verdict == verdict for line in lines) for verdict in COLOURS}
-        click.echo(json.dumps({"checks": [asdict(line) for line in lines], **counts}, indent=1))
+        checks = [cast("CheckedJson", asdict(line)) for line in lines]
+        good, bad, note, unclear = (sum(line.verdict == verdict for line in lines) for verdict in COLOURS)
+        DOCTOR.print({"checks": checks, "good": good, "bad": bad, "note": note, "unknown": unclear})
     else:
         _print(lines)
     if any(line.verdict == BAD for line in lines):

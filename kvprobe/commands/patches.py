@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from typing import TYPE_CHECKING, cast
 
 import click
+
+from kvprobe.output import PATCHES
+
+if TYPE_CHECKING:
+    from kvprobe.output.machine import AdapterJson
 
 
 def _check_newest(servers: tuple[str, ...]) -> int:
@@ -33,7 +38,7 @@ def _versions(servers: tuple[str, ...]) -> int:
 
 
 @click.command("patches")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON array instead of a table.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @click.option("--server", "servers", multiple=True, metavar="NAME", help="Only this server (repeatable).")
 @click.option(
     "--check-newest",
@@ -58,7 +63,7 @@ def command(as_json: bool, servers: tuple[str, ...], check_newest: bool, version
     everything = as_json or verbose or bool(servers)
     absent = {} if everything else {row["server"]: None for row in rows if not row["version"]}
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        PATCHES.print({"adapters": cast("list[AdapterJson]", rows)})
         return
     from rich.console import Console
     from rich.table import Table

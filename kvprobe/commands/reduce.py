@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import click
 
 from kvprobe.commands._paths import GivenPath
+from kvprobe.output import REDUCE
 
 if TYPE_CHECKING:
+    from kvprobe.output.recorded import BlockedJson, RankJson, ReduceJson, WaitingJson
     from kvprobe.recordings.ranks import RankComparison, RankRow
     from kvprobe.recordings.summary import Summary
 
@@ -55,9 +57,7 @@ def command(
         write_whole(output, summary.to_bytes())
     found = compare(summary)
     if as_json:
-        import json
-
-        click.echo(json.dumps(_json(summary, found)))
+        REDUCE.print(_json(summary, found))
     else:
         for line in _lines(summary, found, top):
             click.echo(line)
@@ -70,16 +70,16 @@ def command(
     return 1 if summary.failed else 0
 
 
-def _json(summary: Summary, found: RankComparison) -> dict[str, Any]:
+def _json(summary: Summary, found: RankComparison) -> ReduceJson:
     return {
         "inputs": summary.inputs,
         "account": [
             {"rank": rank, "gpu": gpu, "window_ns": one.window_ns, "lines_ns": one.lines}
             for (rank, gpu), one in sorted(summary.gpus.items())
         ],
-        "ranks": [vars(row) for row in found.rows],
-        "waiting": vars(found.waiting),
-        "top": [vars(one) for one in summary.top],
+        "ranks": [cast("RankJson", vars(row)) for row in found.rows],
+        "waiting": cast("WaitingJson", vars(found.waiting)),
+        "top": [cast("BlockedJson", vars(one)) for one in summary.top],
         "failed": summary.failed,
     }
 

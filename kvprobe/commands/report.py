@@ -9,6 +9,7 @@ import click
 
 from kvprobe.commands._paths import GivenPath, refuse_input
 from kvprobe.commands._reading import WindowOptions, window_options
+from kvprobe.output import REPORT
 
 if TYPE_CHECKING:
     from kvprobe.diagnosis import Examination
@@ -60,17 +61,15 @@ def command(
         recording, output, findings=findings, queues=queues, inputs=apart, title=title, interactive=interactive
     )
     if as_json:
-        import json
-
-        found = [one.to_json() for one in findings]
-        out = {
-            "report": str(path),
-            "bytes": path.stat().st_size,
-            "verdict": verdict.to_json(),
-            "account": findings.account.to_json(),
-            "findings": found,
-        }
-        click.echo(json.dumps(out))
+        REPORT.print(
+            {
+                "report": str(path),
+                "bytes": path.stat().st_size,
+                "verdict": verdict.to_json(),
+                "account": findings.account.to_json(),
+                "findings": [one.to_json() for one in findings],
+            }
+        )
     elif not quiet:
         for line in account_lines(findings.account):
             click.echo(plain(line))

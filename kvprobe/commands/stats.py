@@ -6,16 +6,15 @@ import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from kvprobe.commands._paths import GivenPath
 from kvprobe.commands._reading import WindowOptions, window_options
+from kvprobe.output import STATS
 
 if TYPE_CHECKING:
-    from kvprobe.diagnosis import Examination
-    from kvprobe.recordings.model import Recording
     from kvprobe.reporting.summaries import SummaryTable
 
 __all__ = ["command"]
@@ -60,7 +59,9 @@ def command(
     if as_json:
         recording, findings, _ = diagnosed(inputs, window=window)
         recording = cropped(recording, window)
-        _print_json(recording, findings, [summary(recording, one) for one in wanted], rows)
+        from kvprobe.reporting.documents import stats
+
+        STATS.print(stats(recording, findings, [summary(recording, one) for one in wanted], rows))
         return
     recording = cropped(opened(inputs), window)
     made = [summary(recording, one) for one in wanted]
@@ -147,34 +148,3 @@ def fitting(columns: Sequence[tuple[str, str]], widths: Sequence[int], wide: int
 
 def _left_out(table: SummaryTable, shown: int) -> str:
     return f"{len(table.rows) - shown:,} more rows" if shown < len(table.rows) else ""
-
-
-def _print_json(recording: Recording, findings: Examination, tables: Sequence[SummaryTable], limit: int) -> None:
-    import json
-
-    from kvprobe.diagnosis.startup import startup
-    from kvprobe.diagnosis.verdict import of_recording
-    from kvprobe.recordings.window import serving_window
-
-    out = {
-        "source": [
-            {"path": one.path, "format": one.format, "tool": one.tool, "command": one.command}
-            for one in recording.source
-        ],
-        "machine": {name: _json(value) for name, value in recording.machine.items()},
-        "machine_how": recording.machine_how,
-        "account": findings.account.to_json(),
-        "findings": [one.to_json() for one in findings],
-        "tables": {one.report: one.to_json(limit) for one in tables},
-        "verdict": of_recording(recording, findings).to_json(),
-        "startup": startup(recording, recording.window or serving_window(recording)).to_json(),
-        "notes": recording.notes,
-        "lost": {str(row): int(count) for row, count in recording.lost.items()},
-    }
-    click.echo(json.dumps(out, default=_json))
-
-
-def _json(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return value if isinstance(value, (str, int, float, bool, list, dict, type(None))) else str(value)

@@ -10,19 +10,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from kvprobe.commands._device import Seconds
 from kvprobe.environment import RUN
 from kvprobe.errors import KvprobeError, UsageError, plain
+from kvprobe.output import TOP
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from kvprobe.account import Line
     from kvprobe.diagnosis.offload_benefit import Benefit
+    from kvprobe.output.machine import BenefitJson, LiveProcessJson, TopJson
     from kvprobe.probe.live import CallTime, ProcessView
 
 __all__ = ["command"]
@@ -80,7 +82,7 @@ def command(target: str | None, interval: float, once: bool, as_json: bool, prom
                     raise UsageError(f"nothing is recorded in {run_folder}: name a folder that `kvprobe run` printed")
                 raise KvprobeError(_waiting(run_folder) or NOTHING)
             if as_json:
-                click.echo(json.dumps(as_object(views, offloads.look(views)), indent=1))
+                TOP.print(as_object(views, offloads.look(views)))
             else:
                 _print(views, offloads.look(views))
         return
@@ -188,7 +190,7 @@ class Offloads:
         return of_events(self._last.values())
 
 
-def as_object(views: list[ProcessView], offloads: list[Benefit] | None = None) -> dict[str, Any]:
+def as_object(views: list[ProcessView], offloads: list[Benefit] | None = None) -> TopJson:
     """What `--json` prints; a stream has its name, and its handle as hexadecimal text."""
     processes = []
     for view in views:
@@ -200,7 +202,11 @@ def as_object(views: list[ProcessView], offloads: list[Benefit] | None = None) -
         one["account"] = [_account_object(view, thread) for thread in view.threads]
         processes.append(one)
     told = [{**asdict(one), "conclusion": one.conclusion, "sentence": one.sentence} for one in offloads or ()]
-    return {"time_ns": time.monotonic_ns(), "processes": processes, "offload": told}
+    return {
+        "time_ns": time.monotonic_ns(),
+        "processes": cast("list[LiveProcessJson]", processes),
+        "offload": cast("list[BenefitJson]", told),
+    }
 
 
 def render(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import click
 
 from kvprobe.commands._paths import GivenPath
 from kvprobe.commands._reading import WindowOptions, plain, window_options
+from kvprobe.output import TRIAGE
 
 if TYPE_CHECKING:
+    from kvprobe.output.parts import VerdictWord
+    from kvprobe.output.recorded import QueueJson, TriagedJson
     from kvprobe.recordings.quick_triage import Triage
 
 __all__ = ["command"]
@@ -49,9 +52,7 @@ def command(inputs: tuple[Path, ...], as_json: bool, window: WindowOptions) -> i
     found.sort(key=lambda one: (-one.lost_ns, _WORST.index(one.verdict)))
     errors = [str(answer) for answer in answers if not isinstance(answer, Triage)]
     if as_json:
-        import json
-
-        click.echo(json.dumps({"recordings": [_json(one) for one in found], "errors": errors}))
+        TRIAGE.print({"recordings": [_json(one) for one in found], "errors": errors})
     else:
         rows = [_cells(one) for one in found]
         width = max([21, *(len(row[3]) for row in rows)])
@@ -96,13 +97,13 @@ def _row(cells: tuple[str, ...], width: int) -> str:
     return f"{queue:12}  {lost:>12}  {full_at:>7}  {stream:{width}}  {path}"
 
 
-def _json(one: Triage) -> dict[str, Any]:
+def _json(one: Triage) -> TriagedJson:
     return {
         "path": str(one.path),
-        "verdict": one.verdict,
+        "verdict": cast("VerdictWord", one.verdict),
         "reason": one.reason,
         "how": one.how,
         "lost_ns": one.lost_ns,
         "missing": [{"what": what, "how": how} for what, how in one.missing],
-        "queues": [vars(queue) for queue in one.queues],
+        "queues": [cast("QueueJson", vars(queue)) for queue in one.queues],
     }

@@ -25,10 +25,12 @@ import click
 from kvprobe.commands._paths import GivenPath
 from kvprobe.commands._watching import ends_by_sigterm, new_folder
 from kvprobe.errors import KvprobeError, UsageError
+from kvprobe.output import TRY
 from kvprobe.runfolder import files
 
 if TYPE_CHECKING:
     from kvprobe.diagnosis import Change, Finding
+    from kvprobe.output.recorded import TryJson
     from kvprobe.recordings.model import Recording
     from kvprobe.reporting.trial import Compared, TrialRun, Tried
 
@@ -123,9 +125,9 @@ def command(
     for change, with_it in zip(changes, measured[1:], strict=True):
         tried.append(_tried(change, measured[0], with_it, compared))
     outcome = _outcome(folder, words, rounds, findings, tried, left)
-    files.write(folder / "try.json", json.dumps(outcome, indent=1).encode())
+    files.write(folder / "try.json", TRY.text(outcome).encode())
     if as_json:
-        click.echo(json.dumps(outcome))
+        TRY.print(outcome)
     else:
         _print(findings, tried, rounds)
         click.echo(f"{folder / 'try.json'}")
@@ -293,7 +295,7 @@ def _outcome(
     findings: Sequence[Finding],
     tried: Sequence[Tried],
     left: list[str],
-) -> dict[str, Any]:
+) -> TryJson:
     from kvprobe.reporting.trial import TEST
 
     return {

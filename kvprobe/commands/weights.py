@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from kvprobe.commands._device import device_option
 from kvprobe.commands._paths import GivenPath
+from kvprobe.output import WEIGHTS
 
 if TYPE_CHECKING:
+    from kvprobe.output.machine import LoadTimeJson, WeightsJson
     from kvprobe.recordings.model import Recording
     from kvprobe.reporting.headline import PageHead
     from kvprobe.reporting.views import Section
@@ -79,7 +80,7 @@ def command(
             outcome |= {"profile": profile.to_dict(), "report": str(report)}
             _write(held, profile, outcome, report, str(model))
         if as_json:
-            click.echo(json.dumps(outcome))
+            WEIGHTS.print(cast("WeightsJson", outcome))
         elif not held.active:
             click.echo(
                 f"Nothing is offloaded: all weights fit. A forward pass of {tokens} tokens takes "
@@ -324,7 +325,7 @@ def load_times(recording: Recording) -> list[dict[str, Any]]:
 
 def _show_recorded(found: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps({"processes": found}))
+        WEIGHTS.print({"processes": cast("list[LoadTimeJson]", found)})
         return
     from rich.console import Console
     from rich.table import Table

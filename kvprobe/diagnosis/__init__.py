@@ -187,6 +187,20 @@ def diagnose(recording: Recording) -> Examination:
     return examine(recording)
 
 
+def examined(recording: Recording, window: ServingWindow) -> tuple[Examination, Occupancy]:
+    """What is wrong in a recording within a window, and how full its queues were; both are kept with the recording.
+
+    The window becomes the recording's, and what cannot be shown becomes a note of it.
+    """
+    from kvprobe.recordings.occupancy import occupancy
+
+    recording.window = window
+    queues = occupancy(recording)
+    found = examine(recording, queues)
+    recording.notes += notes_of(found.not_looked_for)
+    return found, queues
+
+
 def notes_of(not_looked_for: Sequence[NotLookedFor]) -> list[str]:
     """One line for each reason, with the causes that it keeps from being looked for."""
     causes: dict[tuple[str, str], list[str]] = {}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 import numpy as np
 import numpy.typing as npt
+
+from kvprobe.output.parts import CallJson, ChangeJson, EvidenceJson, FindingJson, WhereJson
 
 if TYPE_CHECKING:
     from kvprobe.recordings.model import Recording
@@ -79,7 +81,7 @@ class Evidence:
     unit: str
     how: str = MEASURED
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> EvidenceJson:
         """The four fields."""
         return {"text": self.text, "value": float(self.value), "unit": self.unit, "how": self.how}
 
@@ -155,7 +157,7 @@ class Change:
         share = min(max(self.share, 0.0), 1.0)
         return replace(self, predicted_saving_ns=int(wall_ns * share), thread_saving_ns=int(thread_ns * share))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> ChangeJson:
         """The fields that a program needs; `predicted_saving_ns` is null where it was not modelled."""
         return {
             "text": self.text,
@@ -207,7 +209,7 @@ class Where:
     lost_ns: int = 0
     calls: int = 0
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> WhereJson:
         """All fields."""
         return {
             "process": self.process,
@@ -248,9 +250,9 @@ class TracedCall:
     line: str = ""
     stack: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> CallJson:
         """All fields."""
-        return asdict(self)
+        return cast("CallJson", asdict(self))
 
 
 @dataclass(frozen=True)
@@ -385,9 +387,9 @@ class Finding:
         """What the first change alone is predicted to save; None where it was not modelled."""
         return self.cure[0].predicted_saving_ns if self.cure else None
 
-    def to_json(self, charts: bool = False) -> dict[str, Any]:
+    def to_json(self, charts: bool = False) -> FindingJson:
         """The finding as JSON types; chart series only where asked for (they can be long)."""
-        out: dict[str, Any] = {
+        out: FindingJson = {
             "cause": self.cause,
             "title": self.title,
             "severity": self.severity,
@@ -406,7 +408,7 @@ class Finding:
             "reason": self.reason,
         }
         if charts and self.chart is not None:
-            out["chart"] = {
+            chart = {
                 "title": self.chart["title"],
                 "x_label": self.chart["x_label"],
                 "y_label": self.chart["y_label"],
@@ -415,6 +417,7 @@ class Finding:
                     for name, s in self.chart["series"].items()
                 },
             }
+            return cast("FindingJson", {**out, "chart": chart})
         return out
 
 

@@ -7,10 +7,11 @@ has a price that can be lowered: page by page it runs at a few GB/s.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import cast
 
 import numpy as np
 
+from kvprobe.output.recorded import StartupJson, StartupPartJson
 from kvprobe.recordings.assemble import is_kind
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Recording
 from kvprobe.recordings.window import ServingWindow, setting_up
@@ -48,9 +49,9 @@ class StartupPart:
         """How fast memory was pinned or allocated; 0 where its size is not known."""
         return self.bytes / self.ns * 1e9 if self.ns and self.bytes else 0.0
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> StartupPartJson:
         """All fields and the rate."""
-        return {**asdict(self), "bytes_per_s": self.bytes_per_s}
+        return cast("StartupPartJson", {**asdict(self), "bytes_per_s": self.bytes_per_s})
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Startup:
     submissions: int
     parts: tuple[StartupPart, ...]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> StartupJson:
         """All fields."""
         return {
             "length_ns": self.length_ns,

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from kvprobe.account import COPIES, HOST, Account, GpuAccount, Line
 from kvprobe.diagnosis import FULL_QUEUE, UNEXPLAINED
+from kvprobe.output.parts import VerdictJson
 from kvprobe.recordings.assemble import is_kind
 from kvprobe.recordings.buckets import bucket_floor_ns
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Recording
@@ -70,7 +71,7 @@ class Verdict:
         """Whether enough was seen to say that nothing is wrong."""
         return self.state == "healthy"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> VerdictJson:
         """The three fields."""
         return {
             "state": self.state,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from kvprobe.account import COPIES, HOST, LINE_TITLES, Account, Line
+from kvprobe.output.recorded import LineChangeJson
 from kvprobe.recordings.model import Direction, Engine, Recording
 from kvprobe.reporting.units import duration, percent
 from kvprobe.reporting.views import TableView, table
@@ -29,9 +30,9 @@ class LineChange:
     share_before: float
     share_after: float
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> LineChangeJson:
         """All fields."""
-        return asdict(self)
+        return cast("LineChangeJson", asdict(self))
 
 
 def compare_accounts(before: Account, after: Account) -> list[LineChange]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from kvprobe.diagnosis.finding import SEVERITIES
+from kvprobe.output.recorded import CallChangeJson, FindingChangeJson
 from kvprobe.recordings.model import SUBMITTING, CallKind, Recording
 from kvprobe.reporting.charts import quantiles
 from kvprobe.reporting.units import TIMES_SIGN
@@ -64,9 +65,9 @@ class CallChange:
     median: Shift
     p99: Shift
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> CallChangeJson:
         """All fields."""
-        return asdict(self)
+        return cast("CallChangeJson", asdict(self))
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,9 @@ class FindingChange:
     severity: str = "info"
     confidence: str = "likely"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> FindingChangeJson:
         """All fields."""
-        return asdict(self)
+        return cast("FindingChangeJson", asdict(self))
 
 
 def compare_findings(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from kvprobe.diagnosis import PROFILER
+from kvprobe.output.recorded import ConclusionJson
 from kvprobe.reporting.compare import LEAST, interval
 from kvprobe.reporting.units import number_text, percent
 
@@ -44,7 +45,7 @@ class Conclusion:
         """The sentence without what can stand below it."""
         return self.sentence.removesuffix(f"{self.beside}.").rstrip(", ") + "." if self.beside else self.sentence
 
-    def to_json(self) -> dict[str, str]:
+    def to_json(self) -> ConclusionJson:
         """Without the part that a page sets apart."""
         return {"state": self.state, "sentence": self.sentence, "detail": self.detail}
 

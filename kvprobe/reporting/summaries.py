@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvprobe.output.recorded import TableJson
 from kvprobe.recordings.descriptors import copies_by_stream, has_addresses
 from kvprobe.recordings.model import CallKind, Direction, Engine, RangeStyle, Recording
 from kvprobe.reporting import series, streams
@@ -59,7 +60,7 @@ class SummaryTable:
         """The row as text, for a person with a `separator` between thousands: a dash is what is not known."""
         return [_text(kind, value, separator) for (_, kind), value in zip(self.columns, row, strict=True)]
 
-    def to_json(self, limit: int = 0) -> dict[str, Any]:
+    def to_json(self, limit: int = 0) -> TableJson:
         """The table as JSON types, numbers unrounded, a key for each column; at most `limit` rows, 0: all."""
         keys = [_key(name) for name, _ in self.columns]
         shown = self.rows[: limit or None]

@@ -10,10 +10,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from kvprobe.output.recorded import MeasuredJson, TriedJson
 from kvprobe.recordings.model import SUBMITTING, Memory, Recording
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Compared:
     p: float
     verdict: Literal["less", "more", "within the noise"]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> MeasuredJson:
         """All fields; `with` is what the change gave."""
         return {
             "without": list(self.without),
@@ -79,7 +80,7 @@ class Tried:
     figure: Compared | None = None
     notes: list[str] = field(default_factory=list)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> TriedJson:
         """All fields; times in ns."""
         predicted = self.predicted_ns
         return {

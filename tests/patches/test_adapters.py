@@ -52,7 +52,7 @@ def test_the_command_prints_every_adapter_as_text_and_as_json():
     from kvprobe.commands.patches import command
 
     text = CliRunner().invoke(command, ["-v"])
-    found = json.loads(CliRunner().invoke(command, ["--json"]).output)
+    found = json.loads(CliRunner().invoke(command, ["--json"]).output)["adapters"]
     assert text.exit_code == 0
     assert all(kind.name in text.output for kind in ADAPTERS)
     assert [row["adapter"] for row in found] == [kind.name for kind in ADAPTERS]
