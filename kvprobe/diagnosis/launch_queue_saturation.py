@@ -198,6 +198,7 @@ def _of_calls(joined: JoinedRecording, found: Full) -> list[Evidence]:
     rows, lost = found.rows["saturation"], int(found.ns["saturation"].sum())
     labelled, inferred = sum(q.labelled_ns for q in found.queues), sum(q.inferred_ns for q in found.queues)
     baseline, typical = float(np.median(joined.occupancy.baseline_ns[rows])), float(np.median(joined.dur[rows]))
+    own = joined.dur[rows][2 * found.ns["saturation"] >= joined.dur[rows]]  # of the others most is another cause's
     evidence = [
         Evidence(
             f"{len(rows):,} calls were entered with {between(joined.occupancy.depth[rows])} submissions outstanding, "
@@ -208,7 +209,7 @@ def _of_calls(joined: JoinedRecording, found: Full) -> list[Evidence]:
         ),
         Evidence(
             f"the same calls take {ms(baseline)} when the queue has a slot; here the median is "
-            f"{ms(typical)}, the longest {ms(int(joined.dur[rows].max()))}",
+            f"{ms(typical)}, the longest {ms(int(own.max(initial=0)) or int(joined.dur[rows].max()))}",
             typical,
             "ns",
             MEASURED,

@@ -120,17 +120,22 @@ def cure_parts(text: str) -> list[Part]:
 
 
 def saving_text(change: Change) -> str:
-    """What a change alone saves, as far as it was predicted: "saves 53.9 ms, predicted"; "" for another recording."""
+    """What a change alone saves, as far as it was predicted: "saves 53.9 ms, predicted"; "" for another recording.
+
+    What it spares the thread stands beside it where that is more: the host's own time, which the GPU did not wait for.
+    """
     if change.kind == "recording":
         return ""
     if change.predicted_saving_ns is None:
         return "saving not predicted"
-    if change.predicted_saving_ns <= 0:
-        spared = change.thread_saving_ns
+    saved, spared = change.predicted_saving_ns, change.thread_saving_ns or 0
+    if saved <= 0:
         if spared:
             return f"spares its thread {duration(spared)}, predicted; the GPU does not wait for it"
         return "saves nothing here, predicted"
-    return f"saves {duration(change.predicted_saving_ns)}, predicted"
+    if spared > saved:
+        return f"saves {duration(saved)}, and spares its thread {duration(spared)}, predicted"
+    return f"saves {duration(saved)}, predicted"
 
 
 def change_parts(change: Change) -> list[Part]:
