@@ -44,7 +44,7 @@ SIDEBAR = {
     ),
     "Use": ("gates", "library", "completion", "servers"),
     "Reference": ("commands", "causes", "recordings", "environment", "api"),
-    "Project": ("figures", "architecture", "contributing", "security", "changelog"),
+    "Project": ("figures", "wire", "architecture", "contributing", "security", "changelog"),
 }
 
 # The causes that a worked case is about.
