@@ -40,6 +40,7 @@ MEASURED = (0, 1, 2, 4)  # windows that are run, where the memory allowed holds 
     show_default=True,
     help="Where the HTML report goes.",
 )
+@click.option("--predict", is_flag=True, help="Only say what coding would save, from the checkpoint's own bytes.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the tables.")
 def command(
     model: Path,
@@ -50,6 +51,7 @@ def command(
     tokens: int,
     forwards: int,
     report: Path,
+    predict: bool,
     as_json: bool,
 ) -> None:
     """Run a local transformers checkpoint with its weights partly in CPU memory, and profile it.
@@ -57,6 +59,9 @@ def command(
     Prints, layer by layer, how long loading weights took and how long computing, and what other windows give. Given a
     recording of any tool in place of MODEL_DIR, prints its load time and its computation time.
     """
+    if predict:
+        _predict(model, as_json)
+        return
     from kvprobe.reporting import check_writable
 
     if model.is_file() or (model.is_dir() and not (model / "config.json").exists() and _is_recording(model)):
@@ -88,6 +93,43 @@ def command(
             )
         else:
             _show(outcome, profile)
+
+
+def _predict(model: Path, as_json: bool) -> None:
+    """What coding would make of the weights: nothing is started."""
+    from kvprobe.errors import UsageError
+    from kvprobe.weights.checkpoint import shares
+
+    if not model.is_dir():
+        raise UsageError(f"{model}: no such folder")
+    found = shares(model)
+    total, coded = sum(one.bytes for one in found), sum(one.coded_bytes for one in found)
+    looked = sum(one.sample_bytes for one in found)
+    if as_json:
+        each = [
+            {"dtype": one.dtype, "bytes": one.bytes, "sample_bytes": one.sample_bytes, "share": one.share}
+            for one in found
+        ]
+        click.echo(json.dumps({"total_bytes": total, "coded_bytes": coded, "share": coded / total, "dtypes": each}))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(
+        f"Coded, {_mib(coded)} of these {_mib(total)} of weights would travel: {coded / total:.3f}. Predicted from "
+        f"{_mib(looked)} of the checkpoint's own bytes; coding has not been tried here, and no copy is coded yet.",
+        highlight=False,
+    )
+    table = Table(title="Weights by dtype")
+    for name in ("dtype", "size", "looked at", "would travel"):
+        table.add_column(name, justify="left" if name == "dtype" else "right")
+    for one in found:
+        if one.sample_bytes:
+            table.add_row(one.dtype, _mib(one.bytes), _mib(one.sample_bytes), f"{one.share:.3f}")
+        else:
+            table.add_row(one.dtype, _mib(one.bytes), "not coded", "as it is")
+    console.print(table)
 
 
 def _is_recording(folder: Path) -> bool:

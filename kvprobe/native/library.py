@@ -430,6 +430,11 @@ def _declare_submitter(lib: ct.CDLL) -> None:
         "kvp_method_table_default": (None, [ct.POINTER(MethodTable), ct.POINTER(Copier)]),
         "kvp_choose": (i32, [ct.POINTER(MethodTable), i32, u64, u32, ct.POINTER(u32)]),
         "kvp_set_clock": (None, [pointer]),
+        "kvp_wire_checksum": (u64, [pointer, u64]),
+        "kvp_wire_histogram": (None, [u32, pointer, u64, pointer]),
+        "kvp_wire_size": (u64, [u32, pointer, u64]),
+        "kvp_wire_code": (u64, [u32, pointer, u64, pointer]),
+        "kvp_wire_decode": (i32, [pointer, u64, pointer, u64]),
     }
     for name, (result, arguments) in declared.items():
         function = getattr(lib, name)

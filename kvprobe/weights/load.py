@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from kvprobe.cuda import Runtime, find_runtime
-from kvprobe.errors import KvprobeError, UsageError
+from kvprobe.errors import KvprobeError
+from kvprobe.weights.checkpoint import files_of
 from kvprobe.weights.offload import WeightOffload, device_of, need_torch
 from kvprobe.weights.plan import Limit, Plan, make_plan
 
@@ -49,7 +49,7 @@ def load(
     torch = need_torch()
     folder = Path(folder)
     limit = Limit(gpu_fraction, gpu_bytes)
-    files = _files(folder)
+    files = files_of(folder)
     if model is None:
         model = _build(folder)
     with torch.inference_mode(False), torch.no_grad():
@@ -86,27 +86,6 @@ def hollow() -> Iterator[None]:
         yield
     finally:
         torch.nn.Module.register_parameter = original
-
-
-def _files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint."""
-    if not (folder / "config.json").is_file():
-        raise UsageError(f"{folder} holds no config.json: name the folder of a local transformers checkpoint")
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise KvprobeError(f"{index} is damaged or half written: fetch the checkpoint again") from None
-        files = [folder / Path(name).name for name in names]
-        for file in files:
-            if not file.is_file():
-                raise KvprobeError(f"{index} names {file.name}, which is not there: fetch the checkpoint again")
-        return files
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise UsageError(f"{folder} holds no safetensors file, the one format that can be read in place")
-    return files
 
 
 def _build(folder: Path) -> Any:

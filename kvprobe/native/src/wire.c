@@ -1,0 +1,133 @@
+/* Cells on the CPU: what wire.h describes, and what the host runtime's kernels do. */
+#include "wire.h"
+
+#include <stdbool.h>
+#include <string.h>
+
+static uint32_t half_at(const uint8_t *raw, uint32_t width, uint64_t i) {
+    const uint8_t *at = raw + i * width + width - 2;
+    return at[0] | (uint32_t)at[1] << 8;
+}
+
+uint64_t kvp_wire_checksum(const void *raw, uint64_t raw_bytes) {
+    const uint8_t *from = raw;
+    uint64_t sum = kvp_wire_seed(raw_bytes), words = raw_bytes / 8, word;
+    for (uint64_t i = 0; i < words; i++) {
+        memcpy(&word, from + 8 * i, 8);
+        sum += kvp_wire_mix(word, i);
+    }
+    if (raw_bytes % 8) {
+        word = 0;
+        memcpy(&word, from + 8 * words, raw_bytes % 8);
+        sum += kvp_wire_mix(word, words);
+    }
+    return sum;
+}
+
+void kvp_wire_histogram(uint32_t type, const void *raw, uint64_t raw_bytes, uint32_t *histogram) {
+    uint32_t width = kvp_wire_width(type), counts[4][256] = {0}; /* four: equal neighbours wait for one another */
+    uint64_t values = width ? raw_bytes / width : 0;
+    for (uint64_t i = 0; i < values; i++) counts[i & 3][kvp_wire_exponent(half_at(raw, width, i))]++;
+    for (uint32_t e = 0; e < 256; e++) histogram[e] += counts[0][e] + counts[1][e] + counts[2][e] + counts[3][e];
+}
+
+/* The look: emax, and where everything goes; bytes is raw_bytes where the block would not shrink. */
+static kvp_wire_layout look(uint32_t type, const void *raw, uint64_t raw_bytes, uint32_t *emax) {
+    kvp_wire_layout l = {.bytes = raw_bytes};
+    uint32_t width = kvp_wire_width(type), histogram[256] = {0};
+    if (!width || raw_bytes / width > KVP_WIRE_MOST_VALUES) return l;
+    if (kvp_wire_layout_of(width, raw_bytes, 0).bytes >= raw_bytes) return l;
+    uint64_t escapes;
+    kvp_wire_histogram(type, raw, raw_bytes, histogram);
+    *emax = kvp_wire_emax(histogram, &escapes);
+    l = kvp_wire_layout_of(width, raw_bytes, escapes);
+    if (l.bytes > raw_bytes) l.bytes = raw_bytes;
+    return l;
+}
+
+uint64_t kvp_wire_size(uint32_t type, const void *raw, uint64_t raw_bytes) {
+    uint32_t emax;
+    return look(type, raw, raw_bytes, &emax).bytes;
+}
+
+uint64_t kvp_wire_code(uint32_t type, const void *raw, uint64_t raw_bytes, void *cell) {
+    const uint8_t *from = raw;
+    uint8_t *to = cell;
+    uint32_t emax = 0, width = kvp_wire_width(type), escapes = 0;
+    kvp_wire_layout l = look(type, raw, raw_bytes, &emax);
+    if (l.bytes == raw_bytes) return raw_bytes;
+    memset(to, 0, l.escapes);
+    for (uint64_t i = 0; i < l.values; i++) {
+        uint32_t half = half_at(from, width, i), exponent = kvp_wire_exponent(half);
+        uint32_t code = kvp_wire_code_of(exponent, emax);
+        if (width == 4) memcpy(to + l.low + 2 * i, from + 4 * i, 2);
+        to[l.high + i] = (uint8_t)kvp_wire_high(half);
+        to[l.codes + i / 2] |= (uint8_t)(code << 4 * (i & 1));
+        if (code != KVP_WIRE_ESCAPE) continue;
+        uint32_t escape = kvp_wire_escape((uint32_t)i, exponent);
+        memcpy(to + l.escapes + 4 * (uint64_t)escapes++, &escape, 4);
+    }
+    kvp_wire_header header = {.magic = KVP_WIRE_MAGIC,
+                              .type = (uint8_t)type,
+                              .emax = (uint8_t)emax,
+                              .escapes = escapes,
+                              .raw_bytes = raw_bytes,
+                              .checksum = kvp_wire_checksum(raw, raw_bytes)};
+    memcpy(header.tail, from + l.values * width, raw_bytes % width);
+    memcpy(to, &header, sizeof header);
+    return l.bytes;
+}
+
+static int headed(const kvp_wire_header *h, uint64_t cell_bytes, uint64_t raw_bytes) {
+    uint32_t width = kvp_wire_width(h->type);
+    if (h->magic != KVP_WIRE_MAGIC || !width) return KVP_WIRE_UNKNOWN;
+    if (h->raw_bytes != raw_bytes || raw_bytes / width > KVP_WIRE_MOST_VALUES) return KVP_WIRE_OTHER;
+    if (h->emax < KVP_WIRE_CODES || h->zero[0] || h->zero[1]) return KVP_WIRE_DAMAGED;
+    if (kvp_wire_layout_of(width, raw_bytes, h->escapes).bytes != cell_bytes) return KVP_WIRE_SHORT;
+    return KVP_WIRE_WHOLE;
+}
+
+static bool zeros(const uint8_t *from, uint64_t at, uint64_t end) {
+    uint8_t any = 0;
+    for (; at < end; at++) any |= from[at];
+    return !any;
+}
+
+/* Whether nothing stands between the sections: so every byte of a cell counts, and a damaged one is always told. */
+static bool tidy(const uint8_t *from, const kvp_wire_header *h, const kvp_wire_layout *l, uint32_t width) {
+    uint64_t tail = h->raw_bytes % width, codes = l->codes + l->values / 2;
+    if (l->values % 2 && from[codes++] >> 4) return false;
+    return zeros(h->tail, tail, sizeof h->tail) && zeros(from, l->low + l->values * (width - 2), l->high) &&
+           zeros(from, l->high + l->values, l->codes) && zeros(from, codes, l->escapes);
+}
+
+int kvp_wire_decode(const void *cell, uint64_t cell_bytes, void *raw, uint64_t raw_bytes) {
+    const uint8_t *from = cell;
+    uint8_t *to = raw;
+    kvp_wire_header h;
+    if (cell_bytes < sizeof h) return KVP_WIRE_SHORT;
+    memcpy(&h, from, sizeof h);
+    int refused = headed(&h, cell_bytes, raw_bytes);
+    if (refused) return refused;
+    uint32_t width = kvp_wire_width(h.type), used = 0;
+    kvp_wire_layout l = kvp_wire_layout_of(width, raw_bytes, h.escapes);
+    if (!tidy(from, &h, &l, width)) return KVP_WIRE_DAMAGED;
+    for (uint64_t i = 0; i < l.values; i++) {
+        uint32_t code = from[l.codes + i / 2] >> 4 * (i & 1) & 15, exponent = kvp_wire_exponent_of(code, h.emax);
+        if (code == KVP_WIRE_ESCAPE) { /* in the order of their places */
+            uint32_t escape;
+            if (used == h.escapes) return KVP_WIRE_DAMAGED;
+            memcpy(&escape, from + l.escapes + 4 * (uint64_t)used++, 4);
+            if (escape >> 8 != i) return KVP_WIRE_DAMAGED;
+            exponent = escape & 255;
+        }
+        uint32_t half = kvp_wire_half(from[l.high + i], exponent);
+        uint8_t *at = to + i * width;
+        if (width == 4) memcpy(at, from + l.low + 2 * i, 2);
+        at[width - 2] = (uint8_t)half;
+        at[width - 1] = (uint8_t)(half >> 8);
+    }
+    if (used != h.escapes) return KVP_WIRE_DAMAGED;
+    memcpy(to + l.values * width, h.tail, raw_bytes % width);
+    return kvp_wire_checksum(raw, raw_bytes) == h.checksum ? KVP_WIRE_WHOLE : KVP_WIRE_CHECKSUM;
+}
