@@ -1,0 +1,1 @@
+"""How large the CPU pool should be, from one recording: what each size would find, move and save."""
