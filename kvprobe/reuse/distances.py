@@ -2,7 +2,7 @@
 
 A use finds its block in a pool that gives up the least recently used one (LRU) if, and only if, at most as many
 different blocks as the pool holds were used since the block's last use, itself included (Mattson and others,
-"Evaluation techniques for storage hierarchies", IBM Systems Journal 1970). One pass so answers for every size of the pool.
+"Evaluation techniques for storage hierarchies", IBM Systems Journal 1970). One pass so answers for every size.
 """
 
 from __future__ import annotations

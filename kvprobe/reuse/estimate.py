@@ -2,10 +2,10 @@
 
 The idea is SHARDS (Waldspurger and others, "Efficient MRC construction with SHARDS", FAST 2015): of all blocks those
 whose hash lies below a threshold are followed, every use of each; a distance among them is a distance among all,
-divided by the share that is followed. Where more blocks come than are followed at most, the threshold is lowered and the
-blocks above it are forgotten. That a few much used blocks happen to be in the sample, or not, is corrected as there:
-all uses are counted, and the difference is taken for uses that any size finds. So what is counted here is what a size
-would miss.
+divided by the share that is followed. Where more blocks come than are followed at most, the threshold is lowered and
+those above it are forgotten. That a few much used blocks happen to be in the sample, or not, is corrected as there: all
+uses are counted, and the difference is taken for uses that any size finds. So what is counted is what a
+size would miss.
 """
 
 from __future__ import annotations

@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 from kvprobe.reuse.estimate import MOST_FOLLOWED, WHOLE, id_of
 
-__all__ = ["EVICTED", "GONE", "LOADED", "MISSED", "STORED", "USED", "WORDS", "BlockSample", "Notes"]
+__all__ = ["LOADED", "STORED", "USED", "WORDS", "BlockSample", "Notes"]
 
-# What happened to a block. A store takes it into the pool; a load finds it there; USED: it counts as used, unmoved.
-LOADED, STORED, MISSED, USED, EVICTED, GONE = range(1, 7)
-WORDS = {LOADED: "loaded", STORED: "stored", MISSED: "missed", USED: "used", EVICTED: "evicted", GONE: "gone"}
+# What happened to a block: the pool had it and it was loaded; it was computed and stored; the pool had it
+# and counts it as used, unmoved.
+LOADED, STORED, USED = range(1, 4)
+WORDS = {LOADED: "loaded", STORED: "stored", USED: "used"}
 _MOST_NOTES = 1 << 18  # each time so many were made the share is halved, so that a long run makes few
 _HELD_NOTES = 1 << 17  # not fetched: the oldest go first
 
