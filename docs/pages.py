@@ -42,7 +42,7 @@ SIDEBAR = {
         "case-small-copies",
         "case-pinning",
     ),
-    "Use": ("gates", "library", "completion", "servers"),
+    "Use": ("sizing", "gates", "library", "completion", "servers"),
     "Reference": ("commands", "causes", "recordings", "environment", "api"),
     "Project": ("figures", "architecture", "contributing", "security", "changelog"),
 }
