@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvprobe.recordings.engine import recording_of
     from kvprobe.recordings.model import Recording
     from kvprobe.reporting import write_report
+    from kvprobe.reuse.sample import BlockSample
 
 _HOMES = {
     "kvprobe.cuda": ("Runtime", "find_runtime"),
@@ -49,6 +50,7 @@ _HOMES = {
     "kvprobe.recordings": ("open_recording",),
     "kvprobe.recordings.engine": ("recording_of",),
     "kvprobe.recordings.model": ("Recording",),
+    "kvprobe.reuse.sample": ("BlockSample",),
     "kvprobe.reporting": ("write_report",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -56,6 +58,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "BlockCache",
     "BlockPool",
+    "BlockSample",
     "CudaError",
     "EngineOptions",
     "Finding",

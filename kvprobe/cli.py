@@ -34,6 +34,7 @@ COMMANDS = {
     "report": "Write an HTML page that says what is wrong in recordings.",
     "causes": "List the causes that a report names, or explain one.",
     "stats": "Print tables of a recording: calls, copies, sizes, ranges, streams.",
+    "size": "Say how large the pool in CPU memory should be, from one recording.",
     "diff": "Compare two recordings, finding by finding.",
     "check": "Fail with an exit code when a recording breaks a limit.",
     "export": "Write a recording as Parquet or Perfetto.",
@@ -45,7 +46,7 @@ COMMANDS = {
 # How `kvprobe --help` and the documentation group them.
 GROUPS = {
     "Record": ("run", "attach", "detach", "top", "metrics"),
-    "Read": ("report", "causes", "stats", "triage", "reduce", "diff", "export"),
+    "Read": ("report", "causes", "stats", "size", "triage", "reduce", "diff", "export"),
     "Gate": ("check", "try"),
     "Machine": ("demo", "doctor", "calibrate", "bench", "patches", "weights"),
 }

@@ -18,8 +18,9 @@ import kvprobe
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, PROJECT = ROOT / "kvprobe", ROOT / "pyproject.toml"
-ORDER = ["errors", "native", "runfolder", "cuda", "probe", "launchqueue", "offload", "weights"]
-PAPER = ["recordings", "account", "diagnosis", "reporting"]  # read and show; need no GPU, no torch, no native library
+ORDER = ["errors", "reuse", "native", "runfolder", "cuda", "probe", "launchqueue", "offload", "weights"]
+# read and show; need no GPU, no torch, no native library
+PAPER = ["recordings", "account", "diagnosis", "sizing", "reporting"]
 # pure: neither numpy nor the native library comes with them
 JUDGE = {"launchqueue.constants", "launchqueue.evidence", "launchqueue.judge", "launchqueue.window"}
 ALONE = ("errors", "version", "environment")  # files, which every room may import
@@ -32,11 +33,12 @@ MAY_IMPORT = {
     "probe": {"errors", "native", "runfolder", "cuda", "probe", *JUDGE},
     "weights": {*ORDER, "recordings"},  # it hands its measurements on as a recording
     # probe: the readers of its files, which are pure; a test below holds that no native library comes with them
-    "recordings": {"errors", "recordings", "probe", "runfolder", "instrument.event_log", *JUDGE},
+    "recordings": {"errors", "reuse", "recordings", "probe", "runfolder", "instrument.event_log", *JUDGE},
     "output": {"output"},
     "account": {"errors", "output", "recordings", "account"},
     "diagnosis": {"errors", "output", "recordings", "account", "diagnosis", *JUDGE},
-    "reporting": {"errors", "version", "output", "recordings", "account", "diagnosis", "reporting"},
+    "sizing": {"errors", "output", "reuse", "recordings", "account", "diagnosis", "sizing"},
+    "reporting": {"errors", "version", "output", "recordings", "account", "diagnosis", "sizing", "reporting"},
 }
 
 
@@ -94,7 +96,7 @@ def test_help_loads_nothing_heavy():
 
 
 def test_reading_and_showing_needs_no_native_library_and_no_torch():
-    loaded = modules_after("import kvprobe.recordings, kvprobe.diagnosis, kvprobe.reporting")
+    loaded = modules_after("import kvprobe.recordings, kvprobe.diagnosis, kvprobe.sizing, kvprobe.reporting")
     assert not {name for name in loaded if name.startswith("kvprobe.native.library")}
     assert loaded.isdisjoint({"torch", "kvprobe.cuda", "kvprobe.offload"})
 

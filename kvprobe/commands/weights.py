@@ -106,11 +106,13 @@ def _predict(model: Path, as_json: bool) -> None:
     total, coded = sum(one.bytes for one in found), sum(one.coded_bytes for one in found)
     looked = sum(one.sample_bytes for one in found)
     if as_json:
-        each = [
+        from kvprobe.output.machine import CodedShareJson
+
+        each: list[CodedShareJson] = [
             {"dtype": one.dtype, "bytes": one.bytes, "sample_bytes": one.sample_bytes, "share": one.share}
             for one in found
         ]
-        click.echo(json.dumps({"total_bytes": total, "coded_bytes": coded, "share": coded / total, "dtypes": each}))
+        WEIGHTS.print({"total_bytes": total, "coded_bytes": coded, "share": coded / total, "dtypes": each})
         return
     from rich.console import Console
     from rich.table import Table

@@ -17,6 +17,8 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 from kvprobe.instrument import event_log, metrics
+from kvprobe.reuse.estimate import ReuseEstimate
+from kvprobe.reuse.sample import LOADED, STORED, USED, WORDS, BlockSample
 
 __all__ = ["BenefitTotals"]
 
@@ -25,6 +27,7 @@ _MAX_BLOCKS = 4_000_000  # a cache that never says what it evicts must not make 
 _MAX_REQUESTS = 100_000
 _STEPS = 1024
 _ENOUGH_STEPS = 3
+_NOTES = 4096  # uses of blocks in one event
 
 _all: weakref.WeakSet[BenefitTotals] = weakref.WeakSet()
 
@@ -37,6 +40,9 @@ class BenefitTotals:
         source: the server's own name of what it counts: a connector, a cache.
         sums: counts since the start, by the names of the event's fields; None where the server does not show it.
         held_unread: of the blocks that are held now, those that nobody has loaded so far.
+        pool_blocks: the most blocks that it was seen to hold at once, or what the server says that it can hold.
+        sample: uses of a sample of its blocks (`kvprobe size`).
+        reuse: what pools of other sizes would miss, for the metrics.
     """
 
     def __init__(self, adapter: str, source: str) -> None:
@@ -59,6 +65,12 @@ class BenefitTotals:
         )
         self._blocks: dict[Hashable, list[int]] = {}  # key -> [bytes, 1 once it was loaded], of what is held
         self.held_unread = 0
+        self.pool_blocks = 0
+        self.sample = BlockSample()
+        self.reuse = ReuseEstimate(metrics.POOL_SIZES)
+        self._block_bytes = -1
+        self._counted = 0  # uses that the metrics know of
+        self._missed = self.reuse.missed
         self._requests: dict[Hashable, None] = {}  # counted already: a scheduler asks again and again
         self._waiting: dict[Hashable, int] = {}
         self._steps: deque[tuple[int, int]] = deque(maxlen=_STEPS)  # tokens of prefill, ns
@@ -106,9 +118,14 @@ class BenefitTotals:
         self.add("waits", 1)
         self.add("waited_ns", wait_ns)
 
+    def used(self, keys: Iterable[Hashable]) -> None:
+        """Blocks that the offload has count as used, without a load."""
+        self.sample.note(USED, keys)
+
     def stored(self, keys: Iterable[Hashable], size_bytes: int = 0) -> None:
         """Blocks go into the offload; `size_bytes` of each, where it is known."""
-        count = 0
+        keys, count = list(keys), 0
+        self.sample.note(STORED, keys)
         for key in keys:
             count += 1
             if key in self._blocks:  # written over
@@ -116,6 +133,8 @@ class BenefitTotals:
             if len(self._blocks) < _MAX_BLOCKS:
                 self._blocks[key] = [size_bytes, 0]
                 self.held_unread += 1
+        self.pool_blocks = max(self.pool_blocks, len(self._blocks))
+        self._block_bytes = size_bytes or self._block_bytes
         self.add("stored_blocks", count)
         self.add("unread_blocks", 0)  # what is evicted is seen, too
         if size_bytes:
@@ -123,7 +142,9 @@ class BenefitTotals:
 
     def loaded(self, keys: Iterable[Hashable], size_bytes: int = 0) -> None:
         """Blocks are read out of the offload."""
-        count = 0
+        keys, count = list(keys), 0
+        self.sample.note(LOADED, keys)
+        self._block_bytes = size_bytes or self._block_bytes
         for key in keys:
             held = self._blocks.get(key)
             if held is not None and not held[1]:
@@ -178,7 +199,33 @@ class BenefitTotals:
         fields: dict[str, Any] = {**self.sums, "prefill_ns_per_token": self.prefill_ns()}
         if self.sums["stored_blocks"] is not None:
             fields["held_unread_blocks"] = self.held_unread
-        event_log.emit("offload", adapter=self.adapter, server=self.server, source=self.source, **fields)
+        whose = {"adapter": self.adapter, "server": self.server, "source": self.source}
+        event_log.emit("offload", **whose, **fields)
+        self._tell_blocks(whose)
+
+    def _tell_blocks(self, whose: dict[str, str]) -> None:
+        """The uses of blocks since the last time."""
+        found = self.sample.fetch()
+        if not any(found.counts.values()):
+            return
+        self.reuse.lower(found.threshold)
+        for _, block, what in found.notes:
+            if what != USED:
+                self.reuse.use(block)
+        uses = sum(count for what, count in found.counts.items() if what != USED)
+        self.reuse.skip(uses - self.reuse.uses)
+        metrics.reuse(self.server, uses - self._counted, self.reuse.missed, self._missed)
+        self._counted, self._missed = uses, self.reuse.missed
+        for first in range(0, max(len(found.notes), 1), _NOTES):
+            event_log.emit(
+                "blocks",
+                **whose,
+                threshold=found.threshold,
+                counts={WORDS[what]: count for what, count in found.counts.items()},
+                blocks=self.pool_blocks or None,
+                block_bytes=self._block_bytes if self._block_bytes >= 0 else None,
+                notes=found.notes[first : first + _NOTES],
+            )
 
 
 def _at_end() -> None:

@@ -22,7 +22,11 @@ of `t_ns`. Every object has
     `cause` (in words), and fields of the adapter;
   * `"offload"`: what an offload has brought since its process began, as sums: `adapter`, `server`, `source` (the
     server's name of it), and the fields of `benefit.BenefitTotals.sums`, null where the server does not show it;
-    `prefill_ns_per_token` (null: no steps, or too few), `held_unread_blocks`.
+    `prefill_ns_per_token` (null: no steps, or too few), `held_unread_blocks`;
+  * `"blocks"`: uses of a sample of the blocks of one offload since the last such event: `adapter`, `server`, `source`,
+    `threshold` (blocks whose id's upper 24 of 48 bits lie below it are followed), `counts` (of all blocks since the
+    process began, by `reuse.sample.WORDS`), `blocks` (that the pool holds), `block_bytes` (null: unknown), `notes`: a
+    list of [time in ns, id, what].
 
 States and decisions are written at once; transfers and calls at most 100 ms late, so a killed process loses at most
 that much. A last line that is cut (the process was killed while writing) is skipped by the reader.

@@ -37,7 +37,7 @@ log = logging.getLogger("kvprobe")
 _SERVERS_OWN = "PROMETHEUS_MULTIPROC_DIR"
 _SECONDS = (1e-6, 4e-6, 16e-6, 64e-6, 256e-6, 1e-3, 4e-3, 16e-3, 64e-3, 0.25, 1.0, 4.0)
 # Of a process's files, by kind of metric: more than all servers, directions and buckets take.
-_FILE_BYTES = {"counter": 1 << 16, "histogram": 1 << 19}
+_FILE_BYTES = {"counter": 1 << 17, "histogram": 1 << 19}
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class _Metric:
 
 
 _LABELS = ("server", "direction")
+POOL_SIZES = tuple(1 << power for power in range(8, 25))  # in blocks, of pools whose misses are estimated
 _METRICS = {
     "bytes": _Metric("counter", "kvprobe_transfer_bytes", "Payload of finished transfers.", _LABELS),
     "submit": _Metric(
@@ -86,6 +87,18 @@ _METRICS = {
     "loaded_blocks": _Metric("counter", "kvprobe_offload_loaded_blocks", "Blocks that were loaded back.", ("server",)),
     "unread_blocks": _Metric(
         "counter", "kvprobe_offload_unread_blocks", "Offloaded blocks evicted before they were loaded.", ("server",)
+    ),
+    "asked_blocks": _Metric(
+        "counter",
+        "kvprobe_offload_asked_blocks",
+        "Blocks that were asked for: found and loaded, or computed and stored.",
+        ("server",),
+    ),
+    "would_miss": _Metric(
+        "counter",
+        "kvprobe_offload_would_miss_blocks",
+        "Of these, an estimate of those that an LRU pool of so many blocks would not have had.",
+        ("server", "size"),
     ),
     "waited_ns": _Metric(
         "counter", "kvprobe_offload_wait_seconds", "Time that requests waited for their loads.", ("server",)
@@ -302,6 +315,13 @@ def offload(server: str, more: dict[str, int]) -> None:
     """Count what an offload brought since the last call, by the names of `benefit.BenefitTotals.sums`."""
     values = {name: value / 1e9 if name.endswith("_ns") else value for name, value in more.items() if name in _METRICS}
     _add(values, (server,))
+
+
+def reuse(server: str, asked: int, missed: list[float], before: list[float]) -> None:
+    """Count blocks that were asked for, and of them what pools of POOL_SIZES would have missed: now, and before."""
+    _add({"asked_blocks": asked}, (server,))
+    for size, now, then in zip(POOL_SIZES, missed, before, strict=True):
+        _add({"would_miss": max(0.0, now - then)}, (server, str(size)))
 
 
 def count(name: str, server: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvprobe.errors import UsageError
 from kvprobe.offload.eviction import Eviction, eviction
+from kvprobe.reuse.sample import LOADED, STORED, BlockSample
 
 
 @dataclass
@@ -17,16 +18,28 @@ class _Entry:
 
 
 class BlockCache:
-    """Hash -> CPU block, with a count of the transfers that use each block; a block in use is never evicted."""
+    """Hash -> CPU block, with a count of the transfers that use each block; a block in use is never evicted.
 
-    def __init__(self, blocks: int, policy: str = "lru") -> None:
+    Attributes:
+        blocks: that it holds at most.
+        sample: where the uses of a sample of its blocks are noted, or None.
+    """
+
+    def __init__(self, blocks: int, policy: str = "lru", sample: BlockSample | None = None) -> None:
         """All `blocks` are free.
+
+        Args:
+            blocks: how many there are.
+            policy: "lru" or "arc".
+            sample: notes uses of blocks for `kvprobe.recording_of(engine, caches=[cache])`, and `kvprobe size` says
+                from them how many blocks to have.
 
         Raises:
             UsageError: no blocks, or an unknown policy.
         """
         if blocks < 1:
             raise UsageError(f"a block cache needs at least 1 block, not {blocks}")
+        self.blocks, self.sample = blocks, sample
         self._eviction: Eviction = eviction(policy, blocks)
         self._entries: dict[Hashable, _Entry] = {}
         self._free = list(range(blocks - 1, -1, -1))
@@ -60,6 +73,8 @@ class BlockCache:
         for key in keys:
             self._entries[key].users += 1
             self._eviction.used(key)
+        if self.sample is not None:
+            self.sample.note(LOADED, keys)
         return [self._entries[key].block for key in keys]
 
     def begin_store(self, keys: Sequence[Hashable]) -> list[tuple[Hashable, int]]:
@@ -81,6 +96,8 @@ class BlockCache:
             entry = self._entries[key] = _Entry(self._free.pop(), users=1)
             self._eviction.inserted(key)
             given.append((key, entry.block))
+        if self.sample is not None:
+            self.sample.note(STORED, [key for key, _ in given])
         return given
 
     def end(self, keys: Sequence[Hashable], *, ok: bool = True) -> None:

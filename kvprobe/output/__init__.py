@@ -18,6 +18,7 @@ TRIAGE = Document("triage", recorded.TriageJson)
 REDUCE = Document("reduce", recorded.ReduceJson)
 DIFF = Document("diff", recorded.DiffJson)
 CHECK = Document("check", recorded.CheckJson)
+SIZE = Document("size", recorded.SizeJson)
 TRY = Document("try", recorded.TryJson)
 TOP = Document("top", machine.TopJson, indent=1)
 DEMO = Document("demo", machine.DemoJson, indent=1)
@@ -38,6 +39,7 @@ DOCUMENTS: dict[str, Document[Any]] = {
         REDUCE,
         DIFF,
         CHECK,
+        SIZE,
         TRY,
         TOP,
         DEMO,

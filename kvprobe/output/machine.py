@@ -323,8 +323,17 @@ class LoadTimeJson(TypedDict):
     bound_ns: int
 
 
+class CodedShareJson(TypedDict):
+    """Weights of one dtype: `share` of their bytes would travel coded, predicted from `sample_bytes` of them."""
+
+    dtype: str
+    bytes: int
+    sample_bytes: int
+    share: float
+
+
 class WeightsJson(TypedDict, total=False):
-    """A model with weights in CPU memory; of a recording, `processes` alone.
+    """A model with weights in CPU memory; of a recording, `processes` alone; of a prediction what has `share`.
 
     profile and report: where something is offloaded; forward_ns: where nothing is.
     """
@@ -343,6 +352,9 @@ class WeightsJson(TypedDict, total=False):
     forward_ns: float
     profile: WeightProfileJson
     report: str
+    coded_bytes: int
+    share: float
+    dtypes: list[CodedShareJson]
 
 
 class LiveStreamJson(TypedDict):

@@ -307,3 +307,61 @@ class TryJson(TypedDict):
     findings: list[FindingJson]
     tried: list[TriedJson]
     notes: list[str]
+
+
+class PoolPointJson(TypedDict):
+    """What a pool of one size would have done; null: not known. saved_ns: against computing every block."""
+
+    blocks: int
+    bytes: int | None
+    hit_share: float
+    loaded_bytes: int | None
+    stored_bytes: int | None
+    saved_ns: float | None
+    undecided: str
+
+
+class PoolRatesJson(TypedDict):
+    """What loading and computing a block take, where the figures come from, and what is not known."""
+
+    tokens: float | None
+    prefill_ns: float | None
+    wait_ns: float | None
+    latency_ns: float | None
+    ns_per_byte: float | None
+    how: list[str]
+    lacks: list[str]
+    saved_ns: float | None
+
+
+class PoolJson(TypedDict):
+    """One pool: its curve, where it stands, what is advised; `undecided` says why nothing is."""
+
+    server: str
+    source: str
+    how: str
+    asked: int
+    seen: int
+    followed: float
+    block_bytes: int | None
+    hit_share: float
+    points: list[PoolPointJson]
+    now: PoolPointJson | None
+    advised: PoolPointJson | None
+    first_share: float
+    too_small_share: float | None
+    early_share: float | None
+    unread_share: float | None
+    tier_share: float | None
+    tier_bytes_per_s: float | None
+    rates: PoolRatesJson
+    break_even_tokens: float | Literal["never"] | None
+    undecided: str
+    option: str
+    pays: bool | None
+
+
+class SizeJson(TypedDict):
+    """How large pools in CPU memory should be; those that were asked most first."""
+
+    pools: list[PoolJson]

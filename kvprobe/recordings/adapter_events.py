@@ -10,6 +10,7 @@ import numpy as np
 
 from kvprobe.probe.ring import SANE
 from kvprobe.recordings.assemble import sorted_table
+from kvprobe.recordings.block_notes import BlockNotes
 from kvprobe.recordings.model import SCHEMAS, Recording, Table
 from kvprobe.recordings.vocabulary import Names
 
@@ -45,6 +46,7 @@ class AdapterEvents:
 
     Attributes:
         transfers: the columns of that table; whoever has transfers of another source adds them here.
+        blocks: uses of blocks of pools.
     """
 
     def __init__(self, names: Names) -> None:
@@ -57,6 +59,7 @@ class AdapterEvents:
         }
         self._calls: dict[str, list[Any]] = {name: [] for name in SCHEMAS["server_calls"]}
         self._states: dict[tuple[str, int], tuple[str, str]] = {}  # adapter and pid -> what it is, where it stands
+        self.blocks = BlockNotes(names)
         self._offloads: dict[tuple[object, ...], dict[str, Any]] = {}  # process, adapter and source -> its last sums
 
     def transfer(self, event: Event, row: int, at: int, by: int) -> None:
@@ -138,6 +141,7 @@ class AdapterEvents:
     def fill(self, recording: Recording) -> None:
         """Puts the tables and the notes into the recording; a table without rows is left as it is."""
         recording.notes += self._said_of_adapters()
+        self.blocks.fill(recording)
         if self._offloads:
             told = {name: np.array([one[name] for one in self._offloads.values()]) for name in SCHEMAS["offload"]}
             recording.tables["offload"] = Table("offload", told)

@@ -11,9 +11,11 @@ import numpy as np
 
 from kvprobe.errors import UsageError
 from kvprobe.recordings.assemble import sorted_table
+from kvprobe.recordings.block_notes import BlockNotes
 from kvprobe.recordings.kvprobe_run import read
 from kvprobe.recordings.model import Recording, Source, Table
 from kvprobe.recordings.vocabulary import Names
+from kvprobe.reuse.sample import WORDS
 
 __all__ = ["PHASES", "recording_of"]
 
@@ -28,12 +30,26 @@ class _Engine(Protocol):
     recorder: Any  # its `path`: the ring file, or None
     auto: Any  # its `decisions`: time_ns, before, after, reason, gain
     limits: Any  # its depth, channels, how
+    mapping: Any  # its pools, `gpu` and `cpu`
 
     @property
     def streams(self) -> Mapping[str, Sequence[int]]: ...
 
 
-def recording_of(*engines: _Engine, ring: Path | None = None, what: str = "engine", command: str = "") -> Recording:
+class _Cache(Protocol):
+    """What is needed of a `kvprobe.offload.BlockCache`."""
+
+    blocks: int
+    sample: Any  # a `kvprobe.reuse.sample.BlockSample`, or None
+
+
+def recording_of(
+    *engines: _Engine,
+    ring: Path | None = None,
+    what: str = "engine",
+    command: str = "",
+    caches: Sequence[_Cache] = (),
+) -> Recording:
     """What the engines of this process have recorded so far.
 
     Args:
@@ -41,9 +57,11 @@ def recording_of(*engines: _Engine, ring: Path | None = None, what: str = "engin
         ring: their ring file, where none of them is open any more.
         what: a name for the page's title and provenance.
         command: that made them work.
+        caches: of these engines, each with a sample; its notes are taken over, so that the next recording has later
+            ones only.
 
     Raises:
-        UsageError: no engine was given, or none records (detail "off").
+        UsageError: no engine was given, none records (detail "off"), or a cache has no sample.
         RecordingError: the ring file cannot be read.
     """
     paths = (one.recorder.path for one in engines)
@@ -72,6 +90,7 @@ def recording_of(*engines: _Engine, ring: Path | None = None, what: str = "engin
             "gain": np.array([one.gain for one in decided]),
         }
         recording.tables["decisions"] = sorted_table("decisions", columns, by="time_ns")
+    _note_blocks(recording, caches, engines[-1], names)
     recording.names = names.list
     limits = engines[-1].limits
     how = {
@@ -82,6 +101,26 @@ def recording_of(*engines: _Engine, ring: Path | None = None, what: str = "engin
         recording.machine[name] = value
         recording.machine_how[name] = how
     return recording
+
+
+def _note_blocks(recording: Recording, caches: Sequence[_Cache], engine: _Engine, names: Names) -> None:
+    """The uses of the caches' blocks, each of all layers."""
+    notes = BlockNotes(names)
+    for number, cache in enumerate(caches):
+        if cache.sample is None:
+            raise UsageError("this cache notes no uses of its blocks: give it a sample when it is made")
+        found = cache.sample.fetch()
+        event = {
+            "server": "kvprobe",
+            "source": "BlockCache" + (f" {number + 1}" if len(caches) > 1 else ""),
+            "threshold": found.threshold,
+            "counts": {WORDS[what]: count for what, count in found.counts.items()},
+            "blocks": cache.blocks,
+            "block_bytes": engine.mapping.cpu.block_bytes * engine.mapping.cpu.layers,
+            "notes": [list(note) for note in found.notes],
+        }
+        notes.event(event, 0, found.notes[-1][0] if found.notes else 0, 0)
+    notes.fill(recording)
 
 
 def _name_streams(recording: Recording, engines: Sequence[_Engine], names: Names) -> None:

@@ -251,6 +251,28 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "waited_ns": "int64",
         "prefill_ns_per_token": "float64",
     },
+    # Uses of a sample of the blocks of pools in CPU memory: of these every use, of the others none.
+    "block_uses": {
+        "time_ns": "int64",
+        "process": "int32",
+        "server": "name",
+        "source": "name",  # the server's own name of the pool
+        "block": "uint64",  # stands for a block; equal within one pool means the same block
+        "what": "uint8",  # as kvprobe/reuse/sample.py:WORDS
+    },
+    # The pools that `block_uses` are of, and how often what happened to all of their blocks.
+    "block_pools": {
+        "time_ns": "int64",
+        "process": "int32",
+        "server": "name",
+        "source": "name",
+        "followed": "float64",  # share of the blocks whose uses are there
+        "loaded": "int64",
+        "stored": "int64",
+        "used": "int64",
+        "blocks": "int64",  # that the pool holds; -1 unknown
+        "block_bytes": "int64",  # -1 unknown
+    },
     # Sampled values: device counters, occupancy estimates, step times.
     "samples": {"time_ns": "int64", "process": "int32", "device": "int32", "metric": "name", "value": "float64"},
     # Python stacks taken while a call was blocked; `stack` is one name, frames joined by "\n", innermost first.

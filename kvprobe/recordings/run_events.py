@@ -70,6 +70,8 @@ def transfers(
                 told.call(event, row, at, by)
             elif kind == "offload":
                 told.offload(event, row, at, by)
+            elif kind == "blocks":
+                told.blocks.event(event, row, at, by)
             elif kind == "state":
                 told.state(event, one.pid)
     told.fill(recording)

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvprobe import sizing
 from kvprobe.diagnosis import llama_cpp, offload_benefit
 from kvprobe.diagnosis.finding import ranked
 from kvprobe.diagnosis.startup import startup
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
 from kvprobe.recordings.window import ServingWindow, serving_window
-from kvprobe.reporting import charts, descriptors, headline, offloads, series, streams
+from kvprobe.reporting import charts, descriptors, headline, offloads, series, sized, streams
 from kvprobe.reporting.account import account_section
 from kvprobe.reporting.charts import Mark, Points
 from kvprobe.reporting.headline import PageHead
@@ -159,6 +160,7 @@ def _sections(
     window = recording.window or serving_window(recording)
     sampled, same = _samples(recording, found, marks)
     by_descriptor, copies = descriptors.descriptor_table(recording, window)
+    pools = sizing.of_recording(recording)
     return [
         *([account_section(findings.account)] if findings is not None else []),
         charts.section(
@@ -187,6 +189,13 @@ def _sections(
         charts.section("server_calls", "What the server's own functions moved", _SERVED, [], [_served(recording)]),
         charts.section("llama_cpp", "llama.cpp and Ollama", _LLAMA_CPP, [], [_llama_cpp(recording)]),
         charts.section("offload", "Is offload helping?", offloads.LEAD, [], [offloads.benefits_table(benefits)]),
+        charts.section(
+            "size",
+            "How large should the pool be?",
+            sized.LEAD,
+            sized.size_charts(pools),
+            [*map(sized.size_table, pools)],
+        ),
         charts.section("ranks", "Processes side by side", "", *streams.processes(recording, found, queues)),
         charts.section(
             "streams",

@@ -2,6 +2,8 @@
 
 from kvprobe.instrument import event_log
 from kvprobe.instrument.benefit import BenefitTotals
+from kvprobe.reuse.estimate import WHOLE
+from kvprobe.reuse.sample import LOADED, STORED
 
 
 def told(account: BenefitTotals) -> dict:
@@ -72,3 +74,22 @@ def test_prefill_costs_what_large_steps_take_beyond_one_without_prefill() -> Non
     few = BenefitTotals("toy.offload", "cache")
     few.step(1000, 1_000_000)
     assert few.prefill_ns() is None
+
+
+def test_uses_of_blocks_are_told_once_with_what_is_known_of_the_pool() -> None:
+    account = BenefitTotals("toy.offload", "cache")
+    account.stored("abc", size_bytes=10)
+    account.loaded("a")
+    account.evicted("b")
+    account.stored("d", size_bytes=10)
+    with event_log.subscribed() as events:
+        account.tell()
+        account.loaded("c")
+        account.tell()
+    first, second = (event for event in events if event["kind"] == "blocks")
+    assert [what for _, _, what in first["notes"]] == [STORED, STORED, STORED, LOADED, STORED]
+    assert first["notes"][0][1] == first["notes"][3][1]
+    assert (first["blocks"], first["block_bytes"], first["threshold"]) == (3, 10, WHOLE)
+    assert [what for _, _, what in second["notes"]] == [LOADED]
+    assert (second["counts"]["loaded"], second["counts"]["stored"]) == (2, 4)
+    assert account.reuse.uses == 6 and account.reuse.missed[-1] == 4  # every size of the metrics holds four blocks

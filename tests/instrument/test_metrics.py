@@ -381,6 +381,7 @@ def test_what_is_written_has_its_place_on_the_disk(program, tmp_path):
                 metrics.transfer(server, direction, 1, 1, 1, 1)
                 metrics.call(server, direction, 1, 1, 1)
             metrics.offload(server, dict.fromkeys(BenefitTotals("toy.offload", "").sums, 1))
+            metrics.reuse(server, 1, [1.0] * len(metrics.POOL_SIZES), [0.0] * len(metrics.POOL_SIZES))
             metrics.count("redundant", server)
             metrics.count("deferred", server)
         assert len(before) == 2 and all(blocks * 512 >= size for size, blocks in before.values())

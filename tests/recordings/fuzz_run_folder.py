@@ -133,6 +133,16 @@ def make_run(folder: Path) -> None:
     offload = {"requests": 9, "prompt_tokens": 900, "hit_tokens": 300, "stored_blocks": 7, "loaded_blocks": 4}
     events += [
         {"kind": "offload", "adapter": "a", "server": "s", "source": "c", **offload, "prefill_ns_per_token": 1.5},
+        {
+            "kind": "blocks",
+            "server": "s",
+            "source": "c",
+            "threshold": 1 << 23,
+            "counts": {"stored": 2, "loaded": 2},
+            "blocks": 3,
+            "block_bytes": 4096,
+            "notes": [[start, 7, 2], [start, 9, 2], [end, 7, 1]],
+        },
         {"kind": "call", **transfer, "call": "g", "dur_ns": 7, "pageable_copies": 2, "inside": "f"},
     ]
     (folder / f"inner-{pid}.json").write_text(json.dumps({"folder": "/tmp/inner"}))

@@ -1,0 +1,77 @@
+"""`kvprobe size`: how large the pool in CPU memory should be, from one recording."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvprobe.commands._paths import GivenPath
+
+if TYPE_CHECKING:
+    from kvprobe.sizing import Sizing
+
+__all__ = ["command"]
+
+
+@click.command(short_help="Say how large the pool in CPU memory should be, from one recording.")
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=GivenPath())
+@click.option(
+    "--prefill-rate",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="TOKENS/S",
+    help="Tokens a second that the model computes of a prompt, where the recording does not tell it.",
+)
+@click.option(
+    "--block-tokens",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="N",
+    help="Tokens of a block, likewise.",
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object: pools, each with the points of its curve."
+)
+def command(inputs: tuple[Path, ...], prefill_rate: float | None, block_tokens: float | None, as_json: bool) -> int:
+    """Say what pools of other sizes would have found, moved and saved, and which size pays.
+
+    Works from the blocks that a server's adapter or a cache of kvprobe named (`kvprobe run`,
+    `kvprobe.recording_of(engine, caches=...)`); else from the addresses of copies, which tell what a smaller pool would
+    find, and with the bytes that `kvprobe run` looked at also a larger one. Ends with 1 where nothing is decided.
+    """
+    from kvprobe.commands._reading import opened
+    from kvprobe.sizing import of_recording
+
+    found = of_recording(opened(inputs), 1e9 / prefill_rate if prefill_rate else None, block_tokens)
+    if as_json:
+        from kvprobe.output import SIZE
+
+        SIZE.print({"pools": [one.to_json() for one in found]})
+    elif not found:
+        click.echo("Undecided: no uses of blocks were recorded; kvprobe run records them where a server has an adapter")
+    else:
+        _print(found)
+    return 0 if any(one.advised for one in found) else 1
+
+
+def _print(found: Sequence[Sizing]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from kvprobe.commands._reading import plain
+    from kvprobe.reporting.sized import COLUMNS, pool_name, rows, sentences
+
+    console = Console(highlight=False)
+    console.soft_wrap = not console.is_terminal
+    for one in found:
+        console.print(Text(plain(pool_name(one)), style="bold"))
+        for sentence in sentences(one):
+            console.print(Text(plain(sentence)))
+        grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        for name in COLUMNS:
+            grid.add_column(Text(name), justify="right" if name else "left", no_wrap=True)
+        for row in rows(one):
+            grid.add_row(*(Text(plain(cell)) for cell in row))
+        console.print(grid)
