@@ -168,7 +168,7 @@ def test_what_breaks_a_reader_is_told_from_what_adds_to_it():
     old = schema()
     more = copy.deepcopy(old)
     more["$defs"]["ReportJson"]["properties"]["requests"] = {"type": "array"}
-    more["documents"]["size"] = {"$ref": "#/$defs/ReportJson"}
+    more["documents"]["forecast"] = {"$ref": "#/$defs/ReportJson"}
     assert breaks(old, more) == []
     gone = copy.deepcopy(old)
     del gone["$defs"]["VerdictJson"]["properties"]["reason"]
