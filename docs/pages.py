@@ -17,7 +17,7 @@ from kvprobe.diagnosis import CAUSES
 from kvprobe.diagnosis.described import describe
 from kvprobe.environment import VARIABLES
 from kvprobe.instrument import registry
-from kvprobe.output import DOCUMENTS, VERSION, VERSION_KEY
+from kvprobe.output import DOCUMENTS, SCHEMA_VERSION, VERSION_KEY
 from kvprobe.recordings import FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -205,8 +205,8 @@ def json() -> str:
     out = [
         "# JSON",
         "",
-        f"What `--json` prints begins with its version, `{VERSION_KEY}`, now {VERSION}. Keys and words may be added "
-        "with a minor version; a key that goes away or changes its type is a new major version. Times are integer ns, "
+        f"What `--json` prints begins with its version, `{VERSION_KEY}`, now {SCHEMA_VERSION}. Keys and words may be "
+        "added with a minor version; a key that goes away or changes its type is a new major version. Times are integer ns, "
         "shares 0 to 1; null is not known. {download}`The JSON Schema <kvprobe.schema.json>` holds each type under "
         "`$defs`, and under `documents` which one each command prints.",
         "",

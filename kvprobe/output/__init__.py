@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvprobe.output import machine, recorded
-from kvprobe.output.document import VERSION, VERSION_KEY, Document
+from kvprobe.output.document import SCHEMA_VERSION, VERSION_KEY, Document
 
-__all__ = ["DOCUMENTS", "VERSION", "VERSION_KEY", "Document", "schema", "schema_of"]
+__all__ = ["DOCUMENTS", "SCHEMA_VERSION", "VERSION_KEY", "Document", "schema", "schema_of"]
 
 REPORT = Document("report", recorded.ReportJson)
 STATS = Document("stats", recorded.StatsJson)
@@ -53,7 +53,7 @@ DOCUMENTS: dict[str, Document[Any]] = {
 }
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-_VERSION_SCHEMA = {"type": "string", "pattern": rf"^{VERSION.split('.')[0]}\.\d+$"}
+_VERSION_SCHEMA = {"type": "string", "pattern": rf"^{SCHEMA_VERSION.split('.')[0]}\.\d+$"}
 
 
 def schema() -> dict[str, Any]:
@@ -69,7 +69,7 @@ def schema() -> dict[str, Any]:
     return {
         "$schema": DIALECT,
         "title": "What kvprobe prints with --json",
-        VERSION_KEY: VERSION,
+        VERSION_KEY: SCHEMA_VERSION,
         "anyOf": list(documents.values()),
         "documents": documents,
         "$defs": dict(sorted(types.items())),

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-__all__ = ["VERSION", "VERSION_KEY", "Document"]
+__all__ = ["SCHEMA_VERSION", "VERSION_KEY", "Document"]
 
 # Of all documents together: what goes away or changes its type steps the first number, what is added the second.
-VERSION = "1.0"
+SCHEMA_VERSION = "1.0"
 VERSION_KEY = "kvprobe_json"
 
 _T = TypeVar("_T")
@@ -33,14 +33,14 @@ class Document(Generic[_T]):
     def content(self, what: _T) -> dict[str, Any]:
         """What is printed: the version first; what is no finite number is null, as JSON has no other."""
         assert isinstance(what, Mapping)
-        whole = {VERSION_KEY: VERSION, **what}
+        whole = {VERSION_KEY: SCHEMA_VERSION, **what}
         found: dict[str, Any] = json.loads(json.dumps(whole, default=_plain), parse_constant=lambda _: None)
         return found
 
     def text(self, what: _T) -> str:
         """The same as JSON."""
         assert isinstance(what, Mapping)
-        whole = {VERSION_KEY: VERSION, **what}
+        whole = {VERSION_KEY: SCHEMA_VERSION, **what}
         try:
             return json.dumps(whole, default=_plain, indent=self.indent, allow_nan=False)
         except ValueError:

@@ -6,6 +6,8 @@ import json
 import struct
 from pathlib import Path
 
+from kvprobe.output import SCHEMA_VERSION
+
 
 def test_weights_reads_a_recording_that_is_a_folder(kvprobe, export: Path, tmp_path: Path) -> None:
     kvprobe("export", export, "--to", "parquet", "-o", tmp_path / "out")
@@ -25,6 +27,7 @@ def test_weights_predicts_what_coding_would_save(kvprobe, tmp_path: Path) -> Non
     code, out, err = kvprobe("weights", tmp_path, "--predict", "--json")
     assert (code, err) == (0, "")
     assert json.loads(out) == {
+        "kvprobe_json": SCHEMA_VERSION,
         "total_bytes": 65536,
         "coded_bytes": 49184,
         "share": 49184 / 65536,

@@ -20,7 +20,7 @@ import jsonschema
 import pytest
 
 from kvprobe import cli
-from kvprobe.output import DOCUMENTS, TRIAGE, VERSION, VERSION_KEY, schema, schema_of
+from kvprobe.output import DOCUMENTS, SCHEMA_VERSION, TRIAGE, VERSION_KEY, schema, schema_of
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "gpu" / "data"
@@ -42,7 +42,7 @@ def valid(command: str, text: str) -> dict:
     found = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     jsonschema.Draft202012Validator(closed(schema_of(command))).validate(found)
     assert next(iter(found)) == VERSION_KEY
-    assert found[VERSION_KEY] == VERSION
+    assert found[VERSION_KEY] == SCHEMA_VERSION
     return found
 
 
@@ -190,4 +190,4 @@ def test_what_breaks_a_reader_is_told_from_what_adds_to_it():
 
 def test_what_is_no_finite_number_is_null():
     said = TRIAGE.text({"recordings": [], "errors": [math.nan, math.inf]})
-    assert json.loads(said) == {VERSION_KEY: VERSION, "recordings": [], "errors": [None, None]}
+    assert json.loads(said) == {VERSION_KEY: SCHEMA_VERSION, "recordings": [], "errors": [None, None]}
