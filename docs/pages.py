@@ -206,9 +206,9 @@ def json() -> str:
         "# JSON",
         "",
         f"What `--json` prints begins with its version, `{VERSION_KEY}`, now {SCHEMA_VERSION}. Keys and words may be "
-        "added with a minor version; a key that goes away or changes its type is a new major version. Times are integer "
-        "ns, shares 0 to 1; null is not known. {download}`The JSON Schema <kvprobe.schema.json>` holds each type under "
-        "`$defs`, and under `documents` which one each command prints.",
+        "added with a minor version; a key that goes away or changes its type is a new major version. Times are "
+        "integer ns, shares 0 to 1; null is not known. {download}`The JSON Schema <kvprobe.schema.json>` holds each "
+        "type under `$defs`, and under `documents` which one each command prints.",
         "",
         "| command | type | |",
         "|---|---|---|",
