@@ -25,11 +25,11 @@ from kvprobe.instrument.ring_files import RingFiles
 from kvprobe.instrument.stack_capture import MOST_OF_TOTALS, StackCapture
 from kvprobe.instrument.step_socket import StepSocket
 from kvprobe.runfolder.folder import RunFolder
+from kvprobe.runfolder.step_lines import limit_of
 
 __all__ = ["main", "watch"]
 
 WAITS_OF_TOTALS = 200  # notes of waits for a CPU, some 30 KB
-_TOTALS_BYTES = 4 << 20  # of a file of steps, of a run that may last for months
 log = logging.getLogger("kvprobe")
 
 POLL_S = 0.02
@@ -119,8 +119,7 @@ def main(arguments: list[str]) -> int:
             )
         )
     failure, rings = "", RingFiles(folder)
-    limit_bytes = int(options.get("max_bytes") or 0) // 16
-    told = StepSocket(folder.path, _TOTALS_BYTES if totals and not limit_bytes else limit_bytes)
+    told = StepSocket(folder.path, limit_of(totals, int(options.get("max_bytes") or 0)))
     try:
         with _device_counters(folder, bool(options.get("nvml"))), told:
             watch(folder, rings, tracker, watchers, options)

@@ -9,24 +9,18 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
 from kvprobe.environment import DETAIL, MAX_BYTES, RUN, killed
 from kvprobe.instrument import event_log, nvtx_marks
-from kvprobe.runfolder.step_lines import TIMES, StepLines
+from kvprobe.runfolder.step_lines import TIMES, StepLines, limit_of
 
-__all__ = ["MarkedStep", "StepTold", "listening", "mark", "mark_request", "told", "wanted"]
-
-_LIMIT_BYTES, _TOTALS_BYTES = 64 << 20, 4 << 20  # of a file; of a run that keeps totals only, which may last for months
-
-# begin_ns, end_ns, step, phase, requests, tokens, server
-StepTold = tuple[int, int, "int | None", str, tuple[Any, ...], "int | Sequence[int]", str]
+__all__ = ["MarkedStep", "mark", "mark_request", "told", "wanted"]
 
 _lines: StepLines | None = None
 _lines_of = ""
-_listeners: list[Callable[[StepTold], None]] = []
 _lock = threading.Lock()
 
 
@@ -39,19 +33,8 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def wanted() -> bool:
-    """Whether somebody will hear of a step: a run folder is set, or a listener is there."""
-    return (bool(RUN.text) or bool(_listeners)) and not killed()
-
-
-def listening(listener: Callable[[StepTold], None]) -> Callable[[], None]:
-    """Hands the steps of this process to `listener`, on kvprobe's thread; returns the function that stops it."""
-    _listeners.append(listener)
-
-    def stop() -> None:
-        if listener in _listeners:
-            _listeners.remove(listener)
-
-    return stop
+    """Whether a step will be noted: a run folder is set."""
+    return bool(RUN.text) and not killed()
 
 
 def _file() -> StepLines | None:
@@ -63,9 +46,7 @@ def _file() -> StepLines | None:
     if _lines is None or _lines_of != folder:
         if _lines is not None:
             _lines.close()
-        limit = _TOTALS_BYTES if DETAIL.value() == "totals" else _LIMIT_BYTES
-        if MAX_BYTES.value():
-            limit = min(limit, MAX_BYTES.value() // 16)
+        limit = limit_of(DETAIL.value() == "totals", MAX_BYTES.value())
         _lines, _lines_of = StepLines(folder, f"steps-{os.getpid()}", limit), folder
     return _lines
 
@@ -94,8 +75,6 @@ def _write(
     computed: Sequence[int] | None,
     of: tuple[str, int],
 ) -> None:
-    for listener in tuple(_listeners):
-        listener((*times_ns, step, phase, requests, tokens, of[0]))
     with _lock:
         lines = _file()
         if lines is not None:

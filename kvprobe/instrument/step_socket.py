@@ -37,7 +37,6 @@ __all__ = ["LARGEST", "NAME", "StepSocket"]
 NAME = "steps.sock"
 LARGEST = 65_536  # bytes of a datagram
 MOST_PROCESSES = 256  # that tell steps in one run
-_LIMIT_BYTES = 64 << 20  # of a process's file
 _WAIT_S = 0.2
 _CREDENTIALS = struct.Struct("iii")  # pid, uid, gid
 _ROOM = 1 << 20  # of the socket's buffer
@@ -71,9 +70,9 @@ class _Told(msgspec.Struct):
 class StepSocket:
     """Binds the socket and writes what comes to `told-<pid>.jsonl`, on a thread of its own, until it is closed."""
 
-    def __init__(self, folder: Path, limit_bytes: int = 0) -> None:
-        """`limit_bytes`: of a process's file; 0: 64 MiB. Where no socket can be made, it says so and does nothing."""
-        self._folder, self._limit = folder, min(limit_bytes or _LIMIT_BYTES, _LIMIT_BYTES)
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        """`limit_bytes`: of a process's file. Where no socket can be made, it says so and does nothing."""
+        self._folder, self._limit = folder, limit_bytes
         self.refused: Counter[str] = Counter()
         self.taken = 0
         self._files: dict[int, StepLines] = {}

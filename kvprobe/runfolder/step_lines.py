@@ -23,13 +23,20 @@ from typing import Any
 
 from kvprobe.runfolder import files
 
-__all__ = ["LONGEST_ID", "MOST_REQUESTS", "PHASES", "TIMES", "StepLines"]
+__all__ = ["LONGEST_ID", "MOST_REQUESTS", "PHASES", "TIMES", "StepLines", "limit_of"]
 
 PHASES = ("unknown", "prefill", "decode", "mixed", "load", "store")
 TIMES = ("arrived", "first token", "ended")
 LONGEST_ID = 200  # characters of a request's id; the rest is cut
 MOST_REQUESTS = 8192  # of one step; more are left out
 _MOST_NUMBERED = 100_000
+_LIMIT_BYTES, _TOTALS_BYTES = 64 << 20, 4 << 20  # of a file; of a run that keeps totals only, which may last for months
+
+
+def limit_of(totals: bool, max_bytes: int) -> int:
+    """Bytes of a process's file; `max_bytes`: of the whole run, 0 for any number."""
+    limit = _TOTALS_BYTES if totals else _LIMIT_BYTES
+    return min(limit, max_bytes // 16) if max_bytes else limit
 
 
 class StepLines:

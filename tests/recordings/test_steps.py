@@ -26,7 +26,7 @@ from kvprobe.recordings.parquet import write as write_parquet
 from kvprobe.recordings.steps import with_steps_of_ranges
 from kvprobe.recordings.vocabulary import Names
 from kvprobe.runfolder.folder import RunFolder
-from kvprobe.runfolder.step_lines import StepLines
+from kvprobe.runfolder.step_lines import StepLines, limit_of
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_another_program_tells_its_steps_by_datagrams(tmp_path):
     deep = tmp_path / ("long" * 30)  # an address of a socket holds 107 bytes
     deep.mkdir(mode=0o700)
     now = time.monotonic_ns()
-    with StepSocket(deep) as told:
+    with StepSocket(deep, limit_of(False, 0)) as told:
         assert stat.S_IMODE((deep / NAME).stat().st_mode) == 0o600
         step = {
             "step": 9,
@@ -167,14 +167,14 @@ def test_another_program_tells_its_steps_by_datagrams(tmp_path):
     ],
 )
 def test_what_is_no_step_is_refused_and_said(tmp_path, datagram, why):
-    with StepSocket(tmp_path) as told:
+    with StepSocket(tmp_path, limit_of(False, 0)) as told:
         send(tmp_path, datagram, b'{"step": 1}')
     assert told.refused == {why: 1} and why in told.said()[0]
     assert [number for number, _, _ in held(open_recording(_run_folder(tmp_path)))] == [1]
 
 
 def test_more_processes_than_any_server_has_are_refused(tmp_path):
-    told = StepSocket(tmp_path)
+    told = StepSocket(tmp_path, limit_of(False, 0))
     for pid in range(1, MOST_PROCESSES + 3):
         told._take(pid, b'{"step": 1}')
     assert told.refused == {f"of more than {MOST_PROCESSES} processes": 2}
@@ -183,7 +183,7 @@ def test_more_processes_than_any_server_has_are_refused(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to become another user")
 def test_what_another_user_sends_is_refused(tmp_path):
-    with StepSocket(tmp_path) as told:
+    with StepSocket(tmp_path, limit_of(False, 0)) as told:
         tmp_path.chmod(0o755)
         (tmp_path / NAME).chmod(0o777)  # as nobody would
         code = "import os, socket, sys; at = os.open(sys.argv[1], os.O_RDONLY); os.setuid(65534);" + (
