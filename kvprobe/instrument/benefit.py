@@ -18,7 +18,7 @@ from typing import Any
 
 from kvprobe.instrument import event_log, metrics
 from kvprobe.reuse.estimate import ReuseEstimate
-from kvprobe.reuse.sample import LOADED, STORED, USED, WORDS, BlockSample
+from kvprobe.reuse.sample import LOADED, STORED, WORDS, BlockSample
 
 __all__ = ["BenefitTotals"]
 
@@ -118,10 +118,6 @@ class BenefitTotals:
         self.add("waits", 1)
         self.add("waited_ns", wait_ns)
 
-    def used(self, keys: Iterable[Hashable]) -> None:
-        """Blocks that the offload has count as used, without a load."""
-        self.sample.note(USED, keys)
-
     def stored(self, keys: Iterable[Hashable], size_bytes: int = 0) -> None:
         """Blocks go into the offload; `size_bytes` of each, where it is known."""
         keys, count = list(keys), 0
@@ -209,10 +205,9 @@ class BenefitTotals:
         if not any(found.counts.values()):
             return
         self.reuse.lower(found.threshold)
-        for _, block, what in found.notes:
-            if what != USED:
-                self.reuse.use(block)
-        uses = sum(count for what, count in found.counts.items() if what != USED)
+        for _, block, _ in found.notes:
+            self.reuse.use(block)
+        uses = sum(found.counts.values())
         self.reuse.skip(uses - self.reuse.uses)
         metrics.reuse(self.server, uses - self._counted, self.reuse.missed, self._missed)
         self._counted, self._missed = uses, self.reuse.missed

@@ -269,7 +269,6 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "followed": "float64",  # share of the blocks whose uses are there
         "loaded": "int64",
         "stored": "int64",
-        "used": "int64",
         "blocks": "int64",  # that the pool holds; -1 unknown
         "block_bytes": "int64",  # -1 unknown
     },

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from kvprobe.reporting import charts
-from kvprobe.reporting.units import NONE, bytes_text, count_text, duration, percent, rate
+from kvprobe.reporting.units import bytes_text, count_text, duration, percent, rate
 from kvprobe.reporting.views import Chart, TableView, table
 from kvprobe.sizing import Point, Sizing
 
@@ -131,5 +131,5 @@ def _paying(one: Sizing) -> list[str]:
         return [f"From which length on loading beats computing cannot be told, because {lacks}."]
     if math.isinf(even):
         return ["Computing is faster than loading at every length."]
-    each = f"a block that is found saves {duration(one.rates.saved_ns)}" if one.pays else NONE
-    return [f"Loading beats computing from {math.ceil(even):,} tokens on{'; ' + each if one.pays else ''}."]
+    each = f"; a block that is found saves {duration(one.rates.saved_ns)}" if one.pays else ""
+    return [f"Loading beats computing from {math.ceil(even):,} tokens on{each}."]

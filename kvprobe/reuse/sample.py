@@ -14,12 +14,11 @@ from typing import NamedTuple
 
 from kvprobe.reuse.estimate import MOST_FOLLOWED, WHOLE, id_of
 
-__all__ = ["LOADED", "STORED", "USED", "WORDS", "BlockSample", "Notes"]
+__all__ = ["LOADED", "STORED", "WORDS", "BlockSample", "Notes"]
 
-# What happened to a block: the pool had it and it was loaded; it was computed and stored; the pool had it
-# and counts it as used, unmoved.
-LOADED, STORED, USED = range(1, 4)
-WORDS = {LOADED: "loaded", STORED: "stored", USED: "used"}
+# What happened to a block: the pool had it and it was loaded; it was computed and stored.
+LOADED, STORED = 1, 2
+WORDS = {LOADED: "loaded", STORED: "stored"}
 _MOST_NOTES = 1 << 18  # each time so many were made the share is halved, so that a long run makes few
 _HELD_NOTES = 1 << 17  # not fetched: the oldest go first
 
@@ -39,7 +38,7 @@ class Notes(NamedTuple):
 
 
 class BlockSample:
-    """Notes of one pool's blocks. May be used from any thread; `note` costs some 0.5 us a block."""
+    """Notes of one pool's blocks. May be used from any thread; a block that is not followed costs a hash."""
 
     def __init__(self, most: int = MOST_FOLLOWED, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
         """`most`: different blocks that are followed at most; `now_ns`: the clock."""

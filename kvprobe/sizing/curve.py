@@ -10,10 +10,9 @@ import numpy as np
 
 from kvprobe.recordings.model import Array
 from kvprobe.reuse.distances import FIRST, stack_distances
-from kvprobe.reuse.sample import USED
 from kvprobe.sizing.uses import Uses
 
-__all__ = ["Curve", "curve_of"]
+__all__ = ["Curve", "curve_of", "first_enough"]
 
 MANY = 100  # blocks that were asked for again: a share of fewer says little
 STEPS_OF_DOUBLING = 4
@@ -76,8 +75,7 @@ def curve_of(uses: Uses) -> Curve:
     distance = stack_distances(uses.block)
     weight = 1 / uses.followed
     scaled = np.where(distance == FIRST, float(FIRST), (distance - 1) * weight + 1)
-    asked = uses.what != USED
-    return Curve(scaled[asked], uses.what[asked], weight, uses.asked, round(int((distance == FIRST).sum()) * weight))
+    return Curve(scaled, uses.what, weight, uses.asked, round(int((distance == FIRST).sum()) * weight))
 
 
 def first_enough(curve: Curve, decided: Sequence[int], least_gain: float) -> int | None:

@@ -30,7 +30,7 @@ class Uses:
         server, source: whose pool; the source is the server's own name of it.
         how: BY_NOTES, BY_ADDRESS or BY_BYTES.
         block: (uses,) int64, equal for uses of one block.
-        what: (uses,) uint8, LOADED, STORED or USED.
+        what: (uses,) uint8, LOADED or STORED.
         followed: share of the blocks whose uses these are.
         loaded, stored: how often, of all blocks.
         pool_blocks: that the pool holds; -1: unknown.

@@ -79,7 +79,7 @@ def test_ids_are_spread_evenly_and_differ() -> None:
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_a_sample_tells_the_hit_share_of_every_size_within_a_point(name: str) -> None:
+def test_a_sample_tells_hit_shares_within_a_point_on_average_over_all_sizes(name: str) -> None:
     blocks = TRACES[name](np.random.default_rng(7), 1)
     distinct = len(np.unique(blocks))
     sizes = [int((number + 0.5) * distinct / 100) for number in range(100)]

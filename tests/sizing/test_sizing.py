@@ -48,7 +48,7 @@ def noted(
         {"time_ns": np.arange(count) * 1_000_000, **whose, "block": np.array(blocks), "what": np.array(what)},
     )
     one = {"time_ns": 0, "process": 0, "server": 1, "source": 2, "followed": 1.0, "blocks": size, "block_bytes": MB}
-    one |= {"loaded": what.count(LOADED), "stored": what.count(STORED), "used": 0}
+    one |= {"loaded": what.count(LOADED), "stored": what.count(STORED)}
     recording.tables["block_pools"] = Table("block_pools", {name: np.array([value]) for name, value in one.items()})
     columns = {"time_ns": 0, "process": 0, "server": 1, "source": 2, "requests": 1, **more}
     recording.tables["offload"] = Table(
