@@ -440,7 +440,7 @@ class Auto:
                 cause = SATURATION
             elif sum(map(self._is_slow, last)) >= OFTEN:
                 cause = SMALL_COPIES if self.depth else COSTLY_BATCH
-            why = f"{cause}: a copy took {_mean(last) / 1e3:.2f} us to submit"
+            why = f"{cause}: a copy took {_mean(last) / 1e3:.2f} µs to submit"
         if not cause and self.busy_share:
             why = self._why_bound(last)
             cause = SMALL_COPIES if why else ""
@@ -555,7 +555,7 @@ class Auto:
     def _loss(seen: Comparison) -> str:
         if seen.copy_gain < 1 / MAX_COPY_COST:
             return f"the copies themselves take {1 / seen.copy_gain:.2f} times as long"
-        return f"no gain: {seen.after_ns / 1e3:.2f} us a copy, {seen.before_ns / 1e3:.2f} us before"
+        return f"no gain: {seen.after_ns / 1e3:.2f} µs a copy, {seen.before_ns / 1e3:.2f} µs before"
 
     def _gains(self, seen: Comparison) -> bool:
         least = STAY if self._kept else MIN_GAIN
