@@ -179,6 +179,15 @@ def test_what_is_printed_first_saves_most_and_no_saving_is_printed_that_was_not_
     assert saving_text(ordered[2]) == "saving not predicted"
 
 
+def test_what_a_thread_is_spared_stands_beside_a_smaller_saving_and_not_beside_an_equal_one():
+    def said(change):
+        return " ".join(saving_text(change).split())  # a number and its unit are kept on one line
+
+    modelled = Change("a", share=1.0)
+    assert said(modelled.of(6_530, 10_187_345)) == "saves 6.53 µs, and spares its thread 10.2 ms, predicted"
+    assert said(modelled.of(1_000, 1_000)) == "saves 1.00 µs, predicted"
+
+
 def test_joining_runs_saves_what_was_predicted(runtime):
     def small(joined):
         stage = Stage(runtime, depth=4096, d2h=4e9)
