@@ -1,4 +1,4 @@
-/* Cells on the CPU: what wire.h describes, and what the host runtime's kernels do. */
+/* Cells on the CPU: what wire.h describes. */
 #include "wire.h"
 
 #include <stdbool.h>

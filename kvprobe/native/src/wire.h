@@ -12,8 +12,8 @@
  * bytes each). A block that would not shrink travels as it is: without a header, so that it never needs more room than
  * the block, and whoever keeps it notes that it has as many bytes as the block.
  *
- * C11 and CUDA C++, also NVRTC: what is inline here is the same in host and device code. Everything is little-endian.
- * None of it has run on a GPU yet. */
+ * Written for C11, CUDA C++ and NVRTC: what is inline here is the same in host and device code. Everything is
+ * little-endian. The tests compile it as C and as C++; none of it has run on a GPU yet. */
 #ifndef KVP_WIRE_H
 #define KVP_WIRE_H
 
