@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["QueueCalls", "flooded"]
 
 _STAYS = 512  # calls over which it is looked whether they stay slow
+_LOOK_NS = 100_000_000  # between two looks at a thread where CPUs are scarce; elsewhere 20 ms
+_LONGEST_LOOK_NS = 1_000_000_000  # that a note spans
 
 
 @dataclass(frozen=True)
@@ -270,11 +272,21 @@ def _alone(recording: Recording, queue: StreamOccupancy, begin: int, end: int) -
 def _no_cpu(recording: Recording, queue: StreamOccupancy, begin: int, end: int) -> float:
     """Part of this time that the stream's threads waited for a CPU.
 
-    Their calls are slow then for that, and a queue drains in a call, so that no pause is seen.
+    Their calls are slow then for that, and a queue drains in a call, so that no pause is seen. Nobody looked at a
+    thread after its last note: the program ends before the next look. What that note says is taken to go on for as long
+    as one look more.
     """
     waits, calls = recording.cpu_waits, recording.calls
-    mine = waits["process"] == calls["process"][queue.calls[0]]
-    mine &= np.isin(waits["thread"], distinct(calls["thread"][queue.calls]))
-    length = np.maximum(waits["end_ns"] - waits["start_ns"], 1)
-    inside = np.clip(np.minimum(waits["end_ns"], end) - np.maximum(waits["start_ns"], begin), 0, None)
-    return float((waits["waited_ns"] * (inside / length))[mine].sum()) / max(end - begin, 1)
+    waited = 0.0
+    for thread in distinct(calls["thread"][queue.calls]):
+        mine = (waits["process"] == calls["process"][queue.calls[0]]) & (waits["thread"] == thread)
+        if not mine.any():
+            continue
+        start, stop = waits["start_ns"][mine], waits["end_ns"][mine]
+        length = np.maximum(stop - start, 1)
+        last = int(np.argmax(stop))
+        until = stop.copy()
+        until[last] += min(max(int(length[last]), _LOOK_NS), _LONGEST_LOOK_NS)
+        inside = np.clip(np.minimum(until, end) - np.maximum(start, begin), 0, None)
+        waited += float((waits["waited_ns"][mine] * (inside / length)).sum())
+    return waited / max(end - begin, 1)

@@ -137,6 +137,31 @@ def test_a_thread_that_waits_for_a_cpu_proves_no_full_queue_by_its_pace():
         assert occupancy(recording).verdict == verdict
 
 
+def test_what_a_thread_does_after_the_last_look_at_it_counts_as_what_was_seen_last():
+    rng = np.random.default_rng(3)
+    took = rng.integers(950, 1_150, 60_000)
+    took[2_000:] = rng.integers(2_300, 2_700, 58_000)
+    recording = flood(60_000, took)  # the last 160 ms of a program, of which the ring keeps no more
+    start, thread = int(recording.calls["start_ns"][0]), int(recording.calls["thread"][0])
+
+    def verdict(*notes):
+        """Of notes: begin and end in ms before the first call, part of it waited, thread."""
+        begin, end, share, whose = (np.array(column) for column in zip(*notes, strict=True))
+        begin, end = start - begin * 1_000_000, start - end * 1_000_000
+        waits = {"start_ns": begin, "end_ns": end, "waited_ns": (share * (end - begin)).astype(np.int64)}
+        process = np.zeros(len(notes), dtype=np.int64)
+        recording.tables["cpu_waits"] = Table("cpu_waits", waits | {"process": process, "thread": whose})
+        return occupancy(recording).verdict
+
+    assert verdict((30, 0, 0.7, thread)) == "cannot tell"
+    assert verdict((30, 5, 0.7, thread)) == "cannot tell"
+    assert verdict((600, 300, 0.7, thread)) == "full"  # it says nothing of what is later than the next look
+    assert verdict((5_000, 0, 0.7, thread)) == "cannot tell"
+    assert verdict((30, 0, 0.1, thread)) == "full"
+    assert verdict((30, 0, 0.7, thread + 1)) == "full"
+    assert verdict((60, 30, 0.7, thread), (30, 0, 0.01, thread)) == "full"  # the last look counts
+
+
 def test_slow_calls_whose_threads_waited_for_a_cpu_leave_a_queue_healthy():
     took = np.full(20_000, 1_000)
     took[::500] = 4_000_000
