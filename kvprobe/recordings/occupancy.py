@@ -77,8 +77,8 @@ class StreamOccupancy:
     chance: float = float("nan")
     labelled_ns: int = 0
     inferred_ns: int = 0
-    ends: Array = field(default_factory=lambda: np.zeros(0, np.int64), repr=False)
-    done: Array = field(default_factory=lambda: np.zeros(0, np.int64), repr=False)
+    ends: Array = field(kw_only=True, repr=False)
+    done: Array = field(kw_only=True, repr=False)
 
     @property
     def verdict(self) -> State:
@@ -295,8 +295,8 @@ def _groups(keys: Array) -> dict[int, Array]:
     if len(keys) and int(keys.min()) >= -1 and int(keys.max()) < 64:  # few queues: no order to make
         return {int(key): np.flatnonzero(keys == key) for key in np.flatnonzero(np.bincount(keys + 1)) - 1}
     order = np.argsort(keys, kind="stable")
-    cuts = np.flatnonzero(np.r_[True, keys[order][1:] != keys[order][:-1]]) if len(keys) else np.zeros(0, np.int64)
-    return {int(keys[part[0]]): part for part in np.split(order, cuts[1:])} if len(keys) else {}
+    found, first = np.unique(keys[order], return_index=True)
+    return dict(zip(found.tolist(), np.split(order, first[1:]), strict=False))  # of no keys there is one part, empty
 
 
 def _assume_streams(recording: Recording, rows: Array) -> Array:
@@ -344,6 +344,7 @@ def _queue(
     depth += np.int32(early.sum())
     depth -= counted
     depth -= np.searchsorted(ends, start, "right").astype(np.int32)
+    graphs = int((calls["kind"][rows] == CallKind.GRAPH).sum())
     return StreamOccupancy(
         stream,
         streams,
@@ -353,9 +354,9 @@ def _queue(
         np.zeros(len(rows), np.int64),
         before=int(early.sum()),
         after=int((counted & ~executed).sum()),
-        graphs=int((calls["kind"][rows] == CallKind.GRAPH).sum()),
+        graphs=graphs,
         ends=ends,
-        done=done if (calls["kind"][rows] == CallKind.GRAPH).any() else np.zeros(0, np.int64),
+        done=done if graphs else done[:0],
     )
 
 

@@ -70,3 +70,12 @@ def test_the_judge_is_told_what_was_counted():
     assert (seen.kept_span_ns, seen.span_ns, seen.baseline_ns, seen.longest_kept_ns) == (6, 7, 8.0, 9)
     assert (seen.top_calls, seen.top_slow, seen.top_mean_ns) == (10, 4, 20)
     assert (seen.room_odds, seen.room_mean_ns) == (0.5, 10)
+
+
+def test_odds_are_slow_ones_for_each_fast_one():
+    assert [Counted(calls, slow).odds for calls, slow in ((4, 3), (3, 3), (0, 0), (8, 2))] == [
+        3.0,
+        math.inf,
+        0.0,
+        1 / 3,
+    ]

@@ -223,6 +223,7 @@ TURNS: list[tuple[Evidence, dict[str, Any], str]] = [
     (LIVE, LIKELY | {"top_slow": 8.0, "top_calls": 16.0, "room_odds": 0.34}, NO),
     (LIVE, LIKELY | {"top_slow": 8.0, "top_calls": 24.0, "room_odds": 0.17}, NO),
     (LIVE, LIKELY | {"top_slow": 8.0, "top_calls": 8.0, "room_odds": 9.0}, FULL),
+    (LIVE, LIKELY | {"top_slow": 9.0, "top_calls": 12.0, "room_odds": 1.0}, FULL),
     (LIVE, {"top_slow": 0.0, "top_calls": 0.0}, NO),
     (LIVE, DEARER, FULL),
     (LIVE, DEARER | {"top_calls": 511.0}, NO),

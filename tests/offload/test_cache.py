@@ -98,3 +98,10 @@ def test_arc_moves_its_target_by_what_it_gave_up_too_early():
     assert arc._target == 0
     arc.inserted("b")
     assert arc._target == 1
+
+
+def test_nothing_is_given_behind_a_key_that_got_no_block():
+    cache = BlockCache(1, "lru")
+    asked = []
+    cache._eviction.victim = lambda may_go, key: asked.append(key)  # nothing may go
+    assert cache.begin_store(["a", "b", "c"]) == [("a", 0)] and asked == ["b"]

@@ -80,3 +80,20 @@ def test_none_is_lost_and_none_runs_twice_where_two_threads_deliver() -> None:
         assert due.free and not due.due
         instruction += 1
     assert instruction > 100
+
+
+def test_who_runs_them_knows_that_it_is_inside() -> None:
+    callbacks = Callbacks(threading.Lock())
+    seen: list[tuple[bool, bool]] = []
+
+    def look(transfer: Any) -> None:
+        seen.append((callbacks.inside, callbacks.free))
+        other = threading.Thread(target=lambda: seen.append((callbacks.inside, callbacks.free)))
+        other.start()
+        other.join()
+
+    transfer: Any = Ended([])
+    transfer._callbacks = [look]
+    callbacks.due.append(transfer)
+    callbacks.run()
+    assert seen == [(True, False), (False, False)] and (callbacks.inside, callbacks.free) == (False, True)

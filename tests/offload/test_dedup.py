@@ -85,6 +85,19 @@ def test_auto_stays_on_where_waiting_costs_no_more_than_it_saves():
     assert d.on
 
 
+def test_auto_gives_up_by_the_balance_of_so_many_followers_and_not_before():
+    d, clock = dedup("auto", takes=100)
+    for _ in range(2):
+        d.lookup(0, ["a"], everything)
+        d.started(["a"])
+    for request in range(1, 17):
+        assert d.on, request
+        d.lookup(request, ["a"], everything)
+        clock.now += 100
+        d.lookup(request, ["a"], everything)
+    assert not d.on
+
+
 def test_a_block_that_the_cpu_pool_does_not_hold_ends_the_count():
     d, _ = dedup()
     assert d.lookup(1, ["a", "b", "c"], lambda key: key != "b") == 1

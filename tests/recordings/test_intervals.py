@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvprobe.recordings import intervals
 from kvprobe.recordings.intervals import (
     Cover,
     ascending,
@@ -88,6 +90,7 @@ def test_rows_come_in_the_order_of_their_times_and_equal_ones_stay(times, rows):
     )
 )
 @example([(0, 5), (1, -5), (1, -4), (2, -(1 << 61)), (2, 1 << 61), (3, 0)])
+@example([(0, 5), (0, 3), (1, -5), (1, -7), (2, -4), (3, 9), (3, 1)])
 def test_a_running_maximum_begins_anew_in_each_group(pairs):
     pairs = sorted(pairs, key=lambda pair: pair[0])
     group, value = (
@@ -97,3 +100,5 @@ def test_a_running_maximum_begins_anew_in_each_group(pairs):
     for _, of_one in itertools.groupby(pairs, key=lambda pair: pair[0]):
         expected += itertools.accumulate((one for _, one in of_one), max)
     assert running_max_by_group(value, group).tolist() == expected
+    with mock.patch.object(intervals, "_FEW", 0):  # as of many groups
+        assert running_max_by_group(value, group).tolist() == expected

@@ -71,3 +71,15 @@ def test_inputs_apart_are_what_each_is_alone_and_together_what_all_are(shared, t
 def test_the_same_file_twice_is_told_apart(shared) -> None:
     _, parts = open_apart([shared.path("mfu_before")] * 2)
     assert len({name for name, _ in parts}) == 2
+
+
+def test_of_three_that_were_not_recorded_at_once_all_begin_with_the_first() -> None:
+    alone = at(None, 0)
+    apart = [shifted(at(None, seed), by) for seed, by in ((0, 0), (1, 5_000), (2, 9_000))]
+    merged = merge(apart)
+    starts = [int(merged.calls["start_ns"][merged.calls["process"] == i].min()) for i in range(3)]
+    assert starts == [recorded(alone)[0]] * 3
+    assert [merged.text(name) for name in merged.calls["name"][:3].tolist()] == [
+        alone.text(name) for name in alone.calls["name"][:3].tolist()
+    ]
+    assert (merged.calls["count"] == 1).all() and merged.calls["bytes"].max() == alone.calls["bytes"].max()

@@ -255,3 +255,54 @@ def test_a_batch_that_fills_an_empty_queue_alone_waits_for_its_own_descriptors()
     assert deepest(judged(CallKind.BATCH)) <= 1
     assert judged(CallKind.BATCH).verdict == "not full" and not judged(CallKind.BATCH).blocked.any()
     assert judged(CallKind.COPY).verdict == "full", "a label of any other call is believed"
+
+
+@pytest.mark.parametrize("streams", [3, 70])  # few queues and many are told apart in two ways
+def test_every_call_is_in_the_queue_of_its_stream_with_its_baseline(streams):
+    r, _ = simulate(streams=streams, calls=30)
+    occ = occupancy(r)
+    assert sorted(q.stream for q in occ.streams) == list(range(streams))
+    for queue in occ.streams:
+        assert queue.calls.tolist() == np.flatnonzero(r.calls["stream"] == queue.stream).tolist()
+        assert set(occ.baseline_ns[queue.calls].tolist()) == set(queue.baseline_ns.values()) and occ.baseline_ns[0] > 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_never_executed_goes_where_its_thread_last_submitted_else_where_it_next_does(seed):
+    rng = np.random.default_rng(seed)
+    r, _ = simulate(streams=3, calls=6)
+    order = np.argsort(r.calls["start_ns"], kind="stable")
+    columns = {name: column[order] for name, column in r.calls.columns.items()}
+    columns["thread"] = rng.integers(100, 103, 18)
+    known = columns["stream"].copy()
+    known[rng.random(18) < 0.5] = -1
+    columns["stream"] = known.astype(np.int32)
+    r.tables["calls"] = Table("calls", columns)
+    expected = known.copy()
+    for walk in (range(18), range(17, -1, -1)):
+        last = {}
+        for row in walk:
+            thread = int(columns["thread"][row])
+            expected[row] = last.get(thread, -1) if expected[row] < 0 else expected[row]
+            if expected[row] >= 0:
+                last[thread] = expected[row]
+    found = np.full(18, -1)
+    for queue in occupancy(r).streams:
+        found[queue.calls] = queue.stream
+    assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_series_of_depth_is_what_counting_gives(seed):
+    rng = np.random.default_rng(seed)
+    r, _ = simulate(streams=1, calls=40, gpu_ns=int(rng.integers(500, 4_000)), think_ns=int(rng.integers(0, 3_000)))
+    kept = int(rng.integers(0, 20))  # the recording begins later: some are in flight then, and nobody submitted them
+    r.tables["calls"] = r.calls.where(np.arange(kept, 40))
+    (queue,) = occupancy(r).streams
+    times, depth = depth_series(r, queue)
+    starts, ends = r.calls["start_ns"], queue.ends
+    assert times.tolist() == sorted([*starts.tolist(), *ends.tolist()])
+    for at, level in zip(times.tolist(), depth.tolist(), strict=True):
+        if (times == at).sum() == 1:
+            assert level == queue.before + (starts <= at).sum() - (ends <= at).sum()
+    assert queue.before == (ends < r.executions["end_ns"][kept]).sum() and depth[-1] == 0

@@ -10,7 +10,7 @@ from kvprobe.diagnosis.startup import startup
 from kvprobe.diagnosis.verdict import of_full_queue
 from kvprobe.errors import UsageError
 from kvprobe.recordings.model import CallKind, Label, Recording, Source, Table
-from kvprobe.recordings.window import parse_time, serving_window
+from kvprobe.recordings.window import ServingWindow, parse_time, recorded_span, serving_window
 
 MS = 1_000_000
 COPY, PIN, RANGE = 1, 2, 3
@@ -233,3 +233,28 @@ def test_a_million_healthy_calls_with_noise_leave_nothing_above_information():
     assert loud == ["waiting_for_host"]  # its kernels are far apart
     r.tables["executions"], r.has_executions = Table("executions"), False
     assert [one.cause for one in diagnose(r) if one.severity != "info" and not one.abstains] == []
+
+
+def test_what_sets_up_before_any_work_is_start_up_though_it_goes_on():
+    r = program(pins(100, 0, MS, 20 * MS) + copies(20_000, 2 * MS))
+    assert serving_window(r).start_ns == MS
+
+
+def test_pinning_after_the_first_copies_that_goes_on_is_no_start_up():
+    r = program(copies(3, 0) + pins(60, 10 * MS, 5 * MS, 30 * MS) + copies(17_000, 16 * MS))
+    assert serving_window(r).start_ns == 0
+
+
+@pytest.mark.parametrize(("before", "start_ns"), [(32, 60 * MS), (33, 0)])
+def test_so_much_work_may_come_before_set_up(before, start_ns):
+    assert serving_window(
+        program(copies(before, 0) + pins(1, 10 * MS, 50 * MS, 0) + copies(200, 70 * MS))
+    ).start_ns == (start_ns)
+
+
+def test_a_window_by_process_holds_what_begins_in_it():
+    window = ServingWindow(200, np.array([0, 100, 50]), "", 0)
+    process, start = np.array([0, 0, 1, 1, 2, 2, 0, 7]), np.array([0, 50, 99, 100, 49, 50, 201, 50])
+    assert window.holds(process, start).tolist() == [True, True, False, True, False, True, False, True]
+    assert ServingWindow(5, np.array([7]), "", 0).span_ns == 0
+    assert recorded_span(Recording([], {}, [""])) == (0, 0)

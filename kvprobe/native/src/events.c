@@ -150,19 +150,17 @@ void kvp_event_free(kvp_submitter *s, void *event) {
 }
 
 void kvp_event_pin(kvp_submitter *s, void *event) {
-    for (int i = 0; i < PINNED; i++)
-        if (!s->pinned[i]) {
-            s->pinned[i] = event;
-            break;
-        }
+    int at = 0;
+    while (at < PINNED && s->pinned[at]) at++;
+    if (at < PINNED) s->pinned[at] = event;
+    kvp_must(s, at < PINNED || s->pins > PINNED, "an event that somebody is about to wait for is not noted");
 }
 
 void kvp_event_unpin(kvp_submitter *s, void *event) {
-    for (int i = 0; i < PINNED; i++)
-        if (s->pinned[i] == event) {
-            s->pinned[i] = NULL;
-            break;
-        }
+    int at = 0;
+    while (at < PINNED && s->pinned[at] != event) at++;
+    if (at < PINNED) s->pinned[at] = NULL;
+    kvp_must(s, s->pins || !s->pinned[0], "an event is noted that nobody waits for");
 }
 
 uint32_t kvp_events_left(kvp_submitter *s) {

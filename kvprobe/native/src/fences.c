@@ -10,21 +10,20 @@
 
 /* How many events of ours stand on a compute stream, and the fence that is still to be recorded; with the lock. */
 static uint32_t *fences_on(kvp_submitter *s, void *stream, struct fence ***open) {
-    int free = -1;
-    for (int i = 0; i < s->computes; i++) {
-        bool used = s->compute[i].recorded || s->compute[i].open;
+    int used = s->computes, free = used;
+    for (int i = 0; i < used; i++) {
         if (s->compute[i].stream == stream) {
             *open = &s->compute[i].open;
             return &s->compute[i].recorded;
         }
-        if (!used && free < 0) free = i;
+        if (!s->compute[i].recorded && !s->compute[i].open) free = i;
     }
-    if (free < 0 && s->computes < COMPUTE_STREAMS) free = s->computes++;
-    if (free < 0) { /* more compute streams than anybody has: their events are not counted */
+    if (free == COMPUTE_STREAMS) { /* more compute streams than anybody has: their events are not counted */
         *open = NULL;
         s->uncounted = 0;
         return &s->uncounted;
     }
+    if (free == used) s->computes++;
     s->compute[free].stream = stream;
     *open = &s->compute[free].open;
     return &s->compute[free].recorded;
@@ -98,7 +97,7 @@ int kvp_job_after(kvp_submitter *s, struct kvp_job *j, void *stream) {
     pthread_mutex_lock(&s->lock);
     for (;;) {
         uint32_t *standing = fences_on(s, stream, &open);
-        later = open && *standing >= FENCES_EACH && !j->inlined;
+        later = open && *standing >= FENCES_EACH;
         if (later && *open) { /* others wait for the same one, which is still to be recorded */
             f = *open;
             f->users++;

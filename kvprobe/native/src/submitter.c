@@ -31,6 +31,7 @@ void kvp_take_incoming(kvp_submitter *s) {
     while (j) {
         struct kvp_job *next = j->next;
         struct direction *dir = &s->direction[j->direction];
+        kvp_must(s, j->handed, "a transfer that nobody handed over");
         j->next = NULL;
         j->sequence = ++dir->sequence;
         if (dir->last)
@@ -79,7 +80,7 @@ static void fail_head(kvp_submitter *s, struct direction *dir, int code, uint32_
     int d = j->direction;
     pop(dir);
     fly(dir, j);
-    j->failed = code ? code : -1;
+    j->failed = code;
     j->status.error = code;
     j->status.fault = fault;
     struct marker *newest = line_empty(&dir->line) ? NULL : &dir->line.marker[(dir->line.tail - 1) % MARKERS];
@@ -315,6 +316,7 @@ static uint64_t book(kvp_submitter *s, struct direction *dir, const struct attem
     while (left && dir->first) {
         struct kvp_job *j = dir->first;
         uint64_t asked = 0;
+        kvp_must(s, !j->after, "copies are submitted before what they wait for");
         j->begun = 1;
         __atomic_store_n(&j->status.state, KVP_SUBMITTING, __ATOMIC_RELAXED);
         begun = j->sequence;

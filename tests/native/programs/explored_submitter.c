@@ -611,12 +611,68 @@ static void play_many_marks(uint64_t seed) {
     kvp_submitter_free(submitter);
 }
 
+/* A load of one block that nobody waits for on the device. */
+static kvp_job_status *plain_load(void) {
+    int64_t block = 0;
+    kvp_job_refused refused;
+    kvp_request asked = {.submitter = submitter,
+                         .refused = &refused,
+                         .id = ids++,
+                         .copies = 1,
+                         .gpu_count = 1,
+                         .cpu_count = 1,
+                         .requested_ns = kvp_now_ns(),
+                         .what = KVP_REQUEST_PUSH};
+    kvp_job_status *job = kvp_job_request(&asked, &block, &block);
+    MUST(job);
+    return job;
+}
+
+static void take_exactly(uint64_t first, uint64_t last) {
+    uint64_t taken[64], n = kvp_take_ended(submitter, taken, sizeof taken / sizeof *taken);
+    MUST(n == last - first + 1);
+    for (uint64_t i = 0; i < n; i++) MUST(taken[i] == first + i);
+}
+
+/* Nobody takes the ids of what has ended, and there is no memory for more of them: the newest are kept, in order. */
+static void play_without_listener(uint64_t seed) {
+    enum { ROOM = 4 }; /* ENDED_FIRST while exploring */
+    memset(streams, 0, sizeof streams);
+    events_made = 0, ids = 0, submitter = NULL, has_failed = 0;
+    explore_begin(seed, idle);
+    failing = NO_CALL;
+    const uint64_t gpu_base = (uintptr_t)gpu, cpu_base = (uintptr_t)cpu;
+    void *pooled[2][STREAMS] = {{handle_of(0), handle_of(1)}, {handle_of(2), handle_of(3)}};
+    kvp_submitter_config config = config_of(&gpu_base, &cpu_base, BLOCKS, pooled[0], pooled[1]);
+    int why;
+    submitter = kvp_submitter_open(&config, &why);
+    MUST(submitter && !why);
+    for (uint64_t i = 0; i < ROOM + 11; i++) {
+        kvp_job_status *job = plain_load();
+        bool full = i >= ROOM && i < ROOM + 3;
+        if (full) explore_no_memory(1);
+        wait_for_end(job);
+        MUST(explore_had_no_memory() == full);
+        explore_no_memory(0);
+        kvp_job_release(job);
+        if (i == ROOM + 2) take_exactly(3, i);
+    }
+    take_exactly(ROOM + 3, ROOM + 10);
+    kvp_submitter_close(submitter, 1);
+    kvp_submitter_stats last;
+    check_idle(&last, 0);
+    explore_end();
+    MUST(!kvp_submitter_destroy_events(submitter));
+    kvp_submitter_free(submitter);
+}
+
 int main(int argc, char **argv) {
     uint64_t first = argc > 1 ? strtoull(argv[1], NULL, 10) : 0, count = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
     kvp_set_clock(explore_now);
     for (uint64_t seed = first; seed < first + count; seed++) {
         play(seed);
         if (seed % 64 == 0) play_many_marks(seed);
+        if (seed % 16 == 0) play_without_listener(seed);
         if (argc > 3) printf("seed %llu: %llu\n", (unsigned long long)seed, (unsigned long long)explore_digest());
     }
     printf("%llu interleavings\n", (unsigned long long)count);
