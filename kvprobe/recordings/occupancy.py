@@ -519,10 +519,9 @@ def _labelled(recording: Recording) -> Array:
     for i in np.flatnonzero(rows < 0).tolist():
         begin, end = int(labels["start_ns"][full[i]]), int(labels["end_ns"][full[i]])
         # Calls of one thread do not overlap, so the few that start just before it suffice.
-        near = np.arange(
-            max(0, int(np.searchsorted(starts, begin + 1000)) - 64), int(np.searchsorted(starts, begin + 1000))
-        )
-        near = near[(ends[near] + 1000 >= end) & (starts[near] <= begin + 1000)]
+        last = int(np.searchsorted(starts, begin + 1000, "right"))
+        near = np.arange(max(0, last - 64), last)
+        near = near[ends[near] + 1000 >= end]
         if len(near):
             rows[i] = submitting[near[np.argmin(ends[near] - starts[near])]]
     known = rows >= 0

@@ -82,4 +82,7 @@ def test_of_three_that_were_not_recorded_at_once_all_begin_with_the_first() -> N
     assert [merged.text(name) for name in merged.calls["name"][:3].tolist()] == [
         alone.text(name) for name in alone.calls["name"][:3].tolist()
     ]
+    unnamed = at(None, 1)
+    unnamed.calls.columns["name"][:] = 0
+    assert {merged.text(name) for name in merge([alone, unnamed]).calls["name"].tolist()} == {"", alone.names[1]}
     assert (merged.calls["count"] == 1).all() and merged.calls["bytes"].max() == alone.calls["bytes"].max()

@@ -7,7 +7,7 @@ import pytest
 from queue_model import simulate
 
 from kvprobe.recordings.model import CallKind, Label, Table
-from kvprobe.recordings.occupancy import depth_series, group_ns, innermost_range, occupancy
+from kvprobe.recordings.occupancy import _alignment, depth_series, group_ns, innermost_range, occupancy
 
 
 def without_labels(recording):
@@ -267,26 +267,27 @@ def test_every_call_is_in_the_queue_of_its_stream_with_its_baseline(streams):
         assert set(occ.baseline_ns[queue.calls].tolist()) == set(queue.baseline_ns.values()) and occ.baseline_ns[0] > 0
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(60))
 def test_what_never_executed_goes_where_its_thread_last_submitted_else_where_it_next_does(seed):
     rng = np.random.default_rng(seed)
-    r, _ = simulate(streams=3, calls=6)
+    r, _ = simulate(streams=3, calls=1 + seed % 4)
     order = np.argsort(r.calls["start_ns"], kind="stable")
     columns = {name: column[order] for name, column in r.calls.columns.items()}
-    columns["thread"] = rng.integers(100, 103, 18)
+    count = len(order)
+    columns["thread"] = rng.integers(100, 103, count)
     known = columns["stream"].copy()
-    known[rng.random(18) < 0.5] = -1
+    known[rng.random(count) < 0.5] = -1
     columns["stream"] = known.astype(np.int32)
     r.tables["calls"] = Table("calls", columns)
     expected = known.copy()
-    for walk in (range(18), range(17, -1, -1)):
+    for walk in (range(count), range(count - 1, -1, -1)):
         last = {}
         for row in walk:
             thread = int(columns["thread"][row])
             expected[row] = last.get(thread, -1) if expected[row] < 0 else expected[row]
             if expected[row] >= 0:
                 last[thread] = expected[row]
-    found = np.full(18, -1)
+    found = np.full(count, -1)
     for queue in occupancy(r).streams:
         found[queue.calls] = queue.stream
     assert found.tolist() == expected.tolist()
@@ -306,3 +307,42 @@ def test_the_series_of_depth_is_what_counting_gives(seed):
         if (times == at).sum() == 1:
             assert level == queue.before + (starts <= at).sum() - (ends <= at).sum()
     assert queue.before == (ends < r.executions["end_ns"][kept]).sum() and depth[-1] == 0
+
+
+def test_of_a_stream_of_which_nothing_ran_all_is_outstanding():
+    r, _ = simulate(streams=2, calls=10)
+    r.tables["executions"] = r.executions.where(np.flatnonzero(r.executions["stream"] == 0))
+    one, other = sorted(occupancy(r).streams, key=lambda queue: queue.stream)
+    assert (one.after, other.after) == (0, 10) and other.depth.tolist() == list(range(10))
+
+
+def test_an_end_that_a_clock_puts_before_its_call_makes_no_depth_below_zero():
+    r, _ = simulate(calls=3)
+    r.executions.columns["end_ns"][:] = r.calls["start_ns"] - 100
+    (queue,) = occupancy(r).streams
+    assert depth_series(r, queue)[1].min() == 0
+
+
+def test_calls_that_cost_a_little_more_at_the_top_are_no_full_queue():
+    r, _ = simulate(calls=900, jitter=0, api_ns=1_000)
+    depth = occupancy(r).streams[0].depth
+    r.calls.columns["end_ns"][depth >= depth.max() - 10] += 650  # 1.65 times: 0.15 more than is within bounds
+    occ = occupancy(r)
+    assert occ.verdict == "not full" and "cost no more there" in occ.reason
+
+
+def test_a_return_so_near_an_end_is_aligned_and_instants_on_both_sides_are_tried():
+    ends, long = np.array([100_000]), np.array([200_000])
+    assert _alignment(ends, np.array([120_000]), long)[0] == 1.0
+    assert _alignment(ends, np.array([120_001]), long)[0] == 0.0
+    assert _alignment(ends, np.array([200_000]), long)[1] == 5 / 40  # every 10 µs, 200 µs to each side
+    assert _alignment(ends, np.array([10_000]), long)[1] == 5 / 40
+
+
+@pytest.mark.parametrize(("early_ns", "late_ns", "found"), [(1_000, 1_000, True), (1_001, 0, False), (0, 1_001, False)])
+def test_a_label_may_stand_out_of_its_call_by_a_microsecond(early_ns, late_ns, found):
+    r, _ = simulate(calls=40, api_ns=20_000, think_ns=50_000)
+    begin, end = int(r.calls["start_ns"][7]), int(r.calls["end_ns"][7])
+    label = {"start_ns": [begin - early_ns], "end_ns": [end + late_ns], "process": [0]}
+    r.tables["labels"] = Table("labels", label | {"label": [Label.COMMAND_BUFFER_FULL]})
+    assert occupancy(r).blocked.tolist() == [found and row == 7 for row in range(40)]

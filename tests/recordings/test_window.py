@@ -236,7 +236,7 @@ def test_a_million_healthy_calls_with_noise_leave_nothing_above_information():
 
 
 def test_what_sets_up_before_any_work_is_start_up_though_it_goes_on():
-    r = program(pins(100, 0, MS, 20 * MS) + copies(20_000, 2 * MS))
+    r = program(pins(100, 0, MS, 5 * MS) + copies(5_000, 2 * MS))
     assert serving_window(r).start_ns == MS
 
 
