@@ -48,6 +48,7 @@ ENGINE = (
     "test_failures.py",
     "test_engine.py",
 )
+RECORDS = Check("tests/offload/test_records.py", (*PYTEST, "tests/offload/test_records.py"), 60)
 SUITE = Check("tests/offload", (*PYTEST, *(f"tests/offload/{name}" for name in ENGINE)), 240)
 MORE = Check("more histories", ("1:4000", "2:1000", "0:1000"), 300, histories=True)
 STALLED_S = 60  # without any use of the processor
@@ -56,7 +57,7 @@ STALLED_S = 60  # without any use of the processor
 def checks_of(mutant: Mutant, quick: bool = False) -> list[Check]:
     """Those that run its file; `quick`: those that take seconds."""
     if mutant.file.endswith(".c"):
-        seconds = [CALLS, HISTORIES] if mutant.file.endswith("copy_methods.c") else [HISTORIES, THREADS]
+        seconds = [CALLS, HISTORIES] if mutant.file.endswith("copy_methods.c") else [HISTORIES, RECORDS, THREADS]
         return seconds if quick else [*seconds, SUITE, MORE]
     tests = python_source.FILES[mutant.file]
     own = Check(" ".join(tests), (*PYTEST, *tests), 240)

@@ -228,6 +228,8 @@ static void check_ended(const kvp_job_status *job) {
     MUST(job->noticed_ns && job->built_ns <= job->noticed_ns);
     MUST((job->state == KVP_FAILED) == (job->fault != KVP_FAULT_NONE));
     MUST(job->submitted <= job->copies);
+    MUST(job->submit_ns <= job->noticed_ns - job->built_ns);
+    MUST(failing != WAITS || job->fault != KVP_FAULT_COPY);
     failed_jobs += job->state == KVP_FAILED;
     if (job->state != KVP_DONE) return;
     MUST(!job->error && job->submitted == job->copies && job->submitted_ns <= job->noticed_ns);

@@ -1,0 +1,111 @@
+"""What the native thread asks of the runtime, and what it writes down of that: the ring, the status, the counts."""
+
+from __future__ import annotations
+
+import ctypes as ct
+import os
+
+import numpy as np
+import pytest
+
+from kvprobe.cuda.copies import METHOD_NAMES
+from kvprobe.errors import CudaError
+from kvprobe.native.library import RingOptions, core
+from kvprobe.probe.ring import TRANSFER, read_ring
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """Opens a ring for this process; called again, it returns the records."""
+    path = tmp_path / "one.kvp"
+    options = RingOptions(ring_capacity=4096, slow_capacity=64, slot_count=256)
+    assert core().kvp_ring_open(os.fsencode(path), b"test", ct.byref(options)) == 0
+    yield lambda: np.concatenate([section.records for section in read_ring(path).sections])
+    core().kvp_ring_close()
+    core().kvp_ring_release()
+
+
+@pytest.mark.parametrize("method", ["batch", "kernel"])
+def test_a_record_holds_the_bytes_that_were_submitted_and_the_parts_of_a_transfer(bench, recorded, method):
+    b = bench(layers=1, blocks=256, virtual_clock=1, h2d_bytes_per_s=1e9)
+    ids = np.random.default_rng(1).permutation(256)
+    with b.engine(policy="pooled", method=method, detail="copies") as engine:
+        for some in (ids, ids[:7], ids[:1]):
+            engine.load(some, some).wait()
+        moved = list(engine.read().bytes[0])
+    records = recorded()
+    of_calls, of_transfers = records[records["call"] != TRANSFER], records[records["call"] == TRANSFER]
+    assert int(of_calls["bytes"].sum()) == sum(moved) == 264 * 4096 and moved[METHOD_NAMES.index(method)] == sum(moved)
+    assert of_transfers["bytes"].tolist() == [256 * 4096, 7 * 4096, 4096]
+    parts = np.stack([of_transfers["src"], of_transfers["dst"]], axis=1).astype("<u8").view("<f4") * 1e3
+    took = of_transfers["dur_ns"].astype(float)
+    assert (parts >= 0).all() and (parts.sum(axis=1) <= took + 100).all() and (parts.sum(axis=1) > took / 4).all()
+    assert parts[0, 3] == pytest.approx(256 * 4096, rel=0.2)  # the copies alone, at a byte a nanosecond
+
+
+def test_a_stream_is_asked_only_where_its_event_does_not_tell(bench):
+    b = bench(layers=1, blocks=256, virtual_clock=1, h2d_bytes_per_s=1e8)
+    b.runtime.fail_call("cudaStreamQuery", 1, 999)
+    with b.engine(policy="pooled") as engine:
+        engine.load(range(256), range(256)).wait()
+    assert b.runtime.failed("cudaStreamQuery") == 0
+
+
+@pytest.mark.parametrize("depth", range(3, 12))
+def test_what_a_short_queue_holds_is_submitted_piece_by_piece(bench, depth):
+    b = bench(layers=1, depth=depth, virtual_clock=1, submit_ns=1_000)
+    with b.engine(policy="pooled", method="loop") as engine:
+        engine.load(range(0, 64, 2), range(0, 64, 2))
+        engine.wait(None, 10)
+        assert engine.read().wrong is None and engine.read().longest_call_ns > 0
+    assert np.array_equal(b.bytes_of(b.gpu)[0][::2], b.bytes_of(b.cpu)[0][::2])
+
+
+def test_loads_behind_the_same_compute_go_together_once_it_is_over(bench):
+    b = bench(layers=1, blocks=64, virtual_clock=1)
+    compute, order = b.runtime.stream_create(), np.random.default_rng(2).permutation(64)
+    with b.engine(policy="pooled", method="batch", compute_stream=compute) as engine:
+        with b.runtime.gate() as gate:
+            gate.launch(compute)
+            for at in range(0, 64, 4):
+                engine.load(order[at : at + 4], order[at : at + 4], after=compute)
+            gate.open()
+        engine.wait()
+        assert engine.read().launches[0][METHOD_NAMES.index("batch")] <= 4
+
+
+def test_many_requests_on_one_stream_share_fences(bench):
+    b = bench(layers=1, blocks=64, virtual_clock=1)
+    compute = b.runtime.stream_create()
+    with b.engine(policy="pooled", compute_stream=compute) as engine:
+        with b.runtime.gate() as gate:
+            gate.launch(compute)
+            for i in range(1_000):
+                engine.load([i % 64], [i % 64], after=compute)
+            used = engine.read().fences_used
+            gate.open()
+        engine.wait()
+    assert 100 < used < 200
+
+
+@pytest.mark.parametrize("policy", ["pooled", "shared"])
+def test_an_event_that_cannot_be_destroyed_is_said_whichever_it_is_and_no_other_is_left(bench, policy):
+    b = bench(layers=1, virtual_clock=1)
+    before, number = b.runtime.stats.events, 0
+    while True:
+        number += 1
+        engine = b.engine(policy=policy)
+        b.runtime.fail_call("cudaEventDestroy", number, 719)
+        failed = b.runtime.failed("cudaEventDestroy")
+        try:
+            engine.close()
+            raised = False
+        except CudaError:
+            raised = True
+        came = b.runtime.failed("cudaEventDestroy") > failed
+        b.runtime.fail_call("cudaEventDestroy", 0)
+        assert raised == came, number
+        if not came:
+            break
+        assert b.runtime.stats.events == before + number
+    assert number > 50
