@@ -1,4 +1,4 @@
-"""`python -m tests.mutants [--c N] [--python N] [--seed S] [NAME...]`: puts mutants in, says which are caught."""
+"""`python -m tests.mutants [--c N] [--python N] [--seed S] [--file NAME] [NAME...]`: puts mutants in, says which are caught."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ def chosen(options: argparse.Namespace) -> list[Mutant]:
         return found + [each for each in named if each.name in wanted]
     found = sample(c_source.mutants(), options.c, options.seed) if options.c else []
     places = sample(python_source.places(), options.python, options.seed) if options.python else []
-    return found[options.skip :] + [python_source.made(place) for place in places[options.skip :]]
+    found, places = found[options.skip :], places[options.skip :]
+    if options.file:
+        found = [mutant for mutant in found if Path(mutant.file).name in options.file]
+        places = [place for place in places if Path(place[0]).name in options.file]
+    return found + [python_source.made(place) for place in places]
 
 
 def main() -> int:
@@ -54,6 +58,7 @@ def main() -> int:
     parser.add_argument("--python", type=int, default=100, help="so many of the Python; default: 100")
     parser.add_argument("--seed", type=int, default=0, help="which ones")
     parser.add_argument("--skip", type=int, default=0, help="so many of those drawn, which another run tries")
+    parser.add_argument("--file", action="append", help="of those drawn only the ones of files of this name")
     parser.add_argument("--quick", action="store_true", help="only the checks that take seconds")
     parser.add_argument("--list", action="store_true", help="name them and do nothing")
     options = parser.parse_args()
