@@ -1,4 +1,4 @@
-"""`python -m tests.mutants [--c N] [--python N] [--seed S] [--file NAME] [NAME...]`: puts mutants in, says which are caught."""
+"""`python -m tests.mutants [--c N] [--python N] [--seed S] [--file NAME] [NAME...]`: puts bugs in; says which live."""
 
 from __future__ import annotations
 

@@ -109,3 +109,29 @@ def test_an_event_that_cannot_be_destroyed_is_said_whichever_it_is_and_no_other_
             break
         assert b.runtime.stats.events == before + number
     assert number > 50
+
+
+def test_of_a_shared_transfer_the_time_in_calls_and_what_failed_are_said(bench):
+    b = bench(layers=1, virtual_clock=1, submit_ns=1_000)
+    compute = b.runtime.stream_create()
+    with b.engine(policy="shared", compute_stream=compute, detail="copies") as engine:
+        whole = engine.load(range(0, 64, 2), range(0, 64, 2)).wait()._status
+        assert 32 * 1_000 <= whole.submit_ns <= whole.noticed_ns - whole.built_ns
+        faults = []
+        for fail in (lambda: b.runtime.fail_call("cudaStreamWaitEvent", 1, 1), lambda: b.runtime.fail_copy(1, 1)):
+            fail()
+            failed = engine.load([1], [1], after=compute)
+            engine.wait()
+            faults.append(failed._status.fault)
+    assert 0 not in faults and faults[0] != faults[1]
+
+
+def test_a_shared_transfer_has_a_mark_behind_every_so_many_copies(bench):
+    b = bench(layers=1, depth=64, virtual_clock=1, submit_ns=1_000)
+    with b.engine(policy="shared") as engine:
+        b.runtime.trace_start()
+        engine.load(range(0, 64, 2), range(63, -1, -2)).wait()
+        b.runtime.trace_stop()
+        names = [b.runtime.call_name(int(api)) for api in b.runtime.trace()["api"]]
+    copies, marks = names.count("cudaMemcpyAsync"), names.count("cudaEventRecord")
+    assert copies == 32 and 5 <= marks <= 8  # an eighth of the depth, and the end of each call

@@ -338,8 +338,9 @@ static void *caller(void *number) {
             continue;
         }
         MUST(job->copies == EACH && job->bytes == EACH * BLOCK);
-        if (explore_below(16) == 0) { /* not handed over after all */
+        if (explore_below(16) == 0) { /* not handed over after all; said again, nothing happens */
             told[job->id] = 1;
+            kvp_job_unused(submitter, job);
             kvp_job_unused(submitter, job);
             kvp_job_release(job);
             continue;
