@@ -34,6 +34,7 @@ ORDER = (
     "diagnosis",
     "sizing",
     "reporting",
+    "agents",
     "weights",
     "workload",
     "testing",

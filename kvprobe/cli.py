@@ -40,13 +40,14 @@ COMMANDS = {
     "export": "Write a recording as Parquet or Perfetto.",
     "doctor": "Check this machine and environment for what slows offload.",
     "patches": "List the server adapters that apply in this environment, and why.",
+    "mcp": "Let agents read recordings, by the Model Context Protocol.",
     "weights": "Run a model with its weights partly in CPU memory, and profile it.",
 }
 
 # How `kvprobe --help` and the documentation group them.
 GROUPS = {
     "Record": ("run", "attach", "detach", "top", "metrics"),
-    "Read": ("report", "causes", "stats", "size", "triage", "reduce", "diff", "export"),
+    "Read": ("report", "causes", "stats", "size", "triage", "reduce", "diff", "export", "mcp"),
     "Gate": ("check", "try"),
     "Machine": ("demo", "doctor", "calibrate", "bench", "patches", "weights"),
 }

@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "account": {"errors", "output", "recordings", "account"},
     "diagnosis": {"errors", "output", "recordings", "account", "diagnosis", *JUDGE},
     "sizing": {"errors", "output", "reuse", "recordings", "account", "diagnosis", "sizing"},
+    "agents": {"errors", "version", "output", "recordings", "agents"},
     "reporting": {"errors", "version", "output", "recordings", "account", "diagnosis", "sizing", "reporting"},
 }
 

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import shutil
 import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import click
+
+from kvprobe.output import DESCRIBED
+
+if TYPE_CHECKING:
+    from kvprobe.output.recorded import CausesJson
+
+__all__ = ["command", "document"]
 
 _WIDEST = 100  # columns: longer lines are hard to read
 
 
 @click.command()
 @click.argument("name", required=False)
-def command(name: str | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: each cause, or the one that is named.")
+def command(name: str | None, as_json: bool) -> None:
     """List the causes that a report names, or explain one.
 
     NAME is what a report, `kvprobe triage` or `kvprobe check` prints, such as launch_queue_saturation.
@@ -20,6 +30,9 @@ def command(name: str | None) -> None:
     from kvprobe.diagnosis import CAUSES
     from kvprobe.diagnosis.described import describe
 
+    if as_json:
+        DESCRIBED.print(document([name] if name is not None else sorted(CAUSES)))
+        return
     if name is None:
         for cause in sorted(CAUSES):
             click.echo(f"{cause:24}{describe(cause).summary}")
@@ -31,6 +44,13 @@ def command(name: str | None) -> None:
     for heading, text in found.parts:
         click.echo()
         click.echo(_wrapped(f"{heading}: {text}" if heading else text, width))
+
+
+def document(names: Sequence[str]) -> CausesJson:
+    """What `--json` prints of causes."""
+    from kvprobe.diagnosis.described import describe
+
+    return {"causes": [describe(name).to_json() for name in names]}
 
 
 def _wrapped(text: str, width: int) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvprobe.reporting.comparison import SideBySide
     from kvprobe.reporting.conclusion import Conclusion
 
-__all__ = ["command"]
+__all__ = ["command", "side_by_side"]
 
 
 @click.command(short_help="Compare two recordings, finding by finding.")
@@ -44,15 +44,14 @@ def command(before: Path, after: Path, output: Path | None, force: bool, as_json
     if output is not None:
         check_writable(output, force=force)
         refuse_input(output, (before, after))
-    names = _names(before, after)
-    found = _compare(before, after, names, window, quiet=as_json)
+    found = side_by_side(before, after, window, quiet=as_json)
     if output is not None:
         from kvprobe.reporting import compared, write_report
 
         write_report(
             None,
             output,
-            title=" and ".join(names),
+            title=" and ".join(_names(before, after)),
             extra=compared.sections(found.changes, found.calls, found.sides, found.lines),
             lead_verdict=compared.verdict(found.conclusion, found.changes, found.calls),
         )
@@ -66,13 +65,15 @@ def command(before: Path, after: Path, output: Path | None, force: bool, as_json
     return 1 if found.conclusion.state == "undecided" else 0
 
 
-def _compare(before: Path, after: Path, names: tuple[str, str], window: WindowOptions, quiet: bool) -> SideBySide:
+def side_by_side(before: Path, after: Path, window: WindowOptions, *, quiet: bool) -> SideBySide:
+    """Two recordings, judged and compared."""
     from kvprobe.commands._reading import cropped, diagnosed
     from kvprobe.reporting.comparison import compare_recordings
 
     one, found_before, _ = diagnosed([before], quiet=quiet, window=window)
     two, found_after, _ = diagnosed([after], quiet=quiet, window=window)
     parts = cropped(one, window), cropped(two, window)
+    names = _names(before, after)
     return compare_recordings((names[0], one, found_before), (names[1], two, found_after), parts)
 
 

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import click
 
 from kvprobe.commands._paths import GivenPath
+from kvprobe.output import SIZE
 
 if TYPE_CHECKING:
+    from kvprobe.output.recorded import SizeJson
     from kvprobe.sizing import Sizing
 
-__all__ = ["command"]
+__all__ = ["command", "document", "pools"]
 
 
 @click.command(short_help="Say how large the pool in CPU memory should be, from one recording.")
@@ -40,19 +42,29 @@ def command(inputs: tuple[Path, ...], prefill_rate: float | None, block_tokens: 
     `kvprobe.recording_of(engine, caches=...)`); else from the addresses of copies, which tell what a smaller pool would
     find, and with the bytes that `kvprobe run` looked at also a larger one. Ends with 1 where nothing is decided.
     """
-    from kvprobe.commands._reading import opened
-    from kvprobe.sizing import of_recording
-
-    found = of_recording(opened(inputs), 1e9 / prefill_rate if prefill_rate else None, block_tokens)
+    found = pools(inputs, prefill_rate, block_tokens)
     if as_json:
-        from kvprobe.output import SIZE
-
-        SIZE.print({"pools": [one.to_json() for one in found]})
+        SIZE.print(document(found))
     elif not found:
         click.echo("Undecided: no uses of blocks were recorded; kvprobe run records them where a server has an adapter")
     else:
         _print(found)
     return 0 if any(one.advised for one in found) else 1
+
+
+def pools(
+    inputs: Sequence[Path], prefill_rate: float | None, block_tokens: float | None, *, quiet: bool = False
+) -> list[Sizing]:
+    """What recordings say of each pool; prefill_rate in tokens a second, both None where the recording has to tell."""
+    from kvprobe.commands._reading import opened
+    from kvprobe.sizing import of_recording
+
+    return of_recording(opened(inputs, quiet=quiet), 1e9 / prefill_rate if prefill_rate else None, block_tokens)
+
+
+def document(found: Sequence[Sizing]) -> SizeJson:
+    """What `--json` prints of them."""
+    return {"pools": [one.to_json() for one in found]}
 
 
 def _print(found: Sequence[Sizing]) -> None:

@@ -15,9 +15,10 @@ from kvprobe.commands._reading import WindowOptions, window_options
 from kvprobe.output import STATS
 
 if TYPE_CHECKING:
+    from kvprobe.output.recorded import StatsJson
     from kvprobe.reporting.summaries import SummaryTable
 
-__all__ = ["command"]
+__all__ = ["command", "document"]
 
 
 @click.command(short_help="Print tables of a recording: calls, kernels, copies, sizes, ranges, streams.")
@@ -54,14 +55,10 @@ def command(
         raise UsageError(f"no table {unknown[0]!r}; there are {', '.join(REPORTS)}")
     if as_csv and as_json:
         raise UsageError("choose one of --csv and --json")
-    from kvprobe.commands._reading import cropped, diagnosed, opened, plain
+    from kvprobe.commands._reading import cropped, opened, plain
 
     if as_json:
-        recording, findings, _ = diagnosed(inputs, window=window)
-        recording = cropped(recording, window)
-        from kvprobe.reporting.documents import stats
-
-        STATS.print(stats(recording, findings, [summary(recording, one) for one in wanted], rows))
+        STATS.print(document(inputs, window, wanted, rows))
         return
     recording = cropped(opened(inputs), window)
     made = [summary(recording, one) for one in wanted]
@@ -76,6 +73,19 @@ def command(
         click.echo(plain(f"Failed: {failed.said}"), err=True)
     for one in missing(recording)[:3]:
         click.echo(plain(f"Undecided: {one.what}; {one.how}"), err=True)
+
+
+def document(
+    inputs: Sequence[Path], window: WindowOptions, wanted: Sequence[str], rows: int, *, quiet: bool = False
+) -> StatsJson:
+    """What `--json` prints of recordings: the tables that are `wanted`, at most `rows` rows of each, 0: all."""
+    from kvprobe.commands._reading import cropped, diagnosed
+    from kvprobe.reporting.documents import stats
+    from kvprobe.reporting.summaries import summary
+
+    recording, findings, _ = diagnosed(inputs, quiet=quiet, window=window)
+    recording = cropped(recording, window)
+    return stats(recording, findings, [summary(recording, one) for one in wanted], rows)
 
 
 def _csv(table: SummaryTable, limit: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -13,10 +14,10 @@ from kvprobe.output import TRIAGE
 
 if TYPE_CHECKING:
     from kvprobe.output.parts import VerdictWord
-    from kvprobe.output.recorded import QueueJson, TriagedJson
+    from kvprobe.output.recorded import QueueJson, TriagedJson, TriageJson
     from kvprobe.recordings.quick_triage import Triage
 
-__all__ = ["command"]
+__all__ = ["command", "document", "triaged"]
 
 _WORST = ("found", "undecided", "healthy")
 _QUEUE = {"found": "full", "undecided": "undecided", "healthy": "not full"}
@@ -38,21 +39,12 @@ def command(inputs: tuple[Path, ...], as_json: bool, window: WindowOptions) -> i
     recording, as in `kvprobe check`. Exit code 1: an input could not be read, or has nothing in that part.
     """
     from kvprobe.recordings import expand_deeply
-    from kvprobe.recordings.quick_triage import Triage, certain, quick_triages
 
     if window != WindowOptions():
         window.check()
-    paths = [path for given in inputs for path in expand_deeply(given)]
-    quick = quick_triages(paths) if window == WindowOptions() else [None] * len(paths)
-    answers = [
-        answer if isinstance(answer, Exception) or (answer is not None and certain(answer)) else _whole(path, window)
-        for path, answer in zip(paths, quick, strict=True)
-    ]
-    found = [answer for answer in answers if isinstance(answer, Triage)]
-    found.sort(key=lambda one: (-one.lost_ns, _WORST.index(one.verdict)))
-    errors = [str(answer) for answer in answers if not isinstance(answer, Triage)]
+    found, errors = triaged([path for given in inputs for path in expand_deeply(given)], window)
     if as_json:
-        TRIAGE.print({"recordings": [_json(one) for one in found], "errors": errors})
+        TRIAGE.print(document(found, errors))
     else:
         rows = [_cells(one) for one in found]
         width = max([21, *(len(row[3]) for row in rows)])
@@ -65,6 +57,26 @@ def command(inputs: tuple[Path, ...], as_json: bool, window: WindowOptions) -> i
     for error in errors:
         click.echo(plain(f"kvprobe: {error}"), err=True)
     return 1 if errors else 0
+
+
+def triaged(paths: Sequence[Path], window: WindowOptions) -> tuple[list[Triage], list[str]]:
+    """The answers for recordings, worst first; and why others could not be read."""
+    from kvprobe.recordings.quick_triage import Triage, certain, quick_triages
+
+    quick = quick_triages(paths) if window == WindowOptions() else [None] * len(paths)
+    answers = [
+        answer if isinstance(answer, Exception) or (answer is not None and certain(answer)) else _whole(path, window)
+        for path, answer in zip(paths, quick, strict=True)
+    ]
+    found = [answer for answer in answers if isinstance(answer, Triage)]
+    found.sort(key=lambda one: (-one.lost_ns, _WORST.index(one.verdict)))
+    errors = [str(answer) for answer in answers if not isinstance(answer, Triage)]
+    return found, errors
+
+
+def document(found: Sequence[Triage], errors: Sequence[str]) -> TriageJson:
+    """What `--json` prints of them."""
+    return {"recordings": [_json(one) for one in found], "errors": list(errors)}
 
 
 def _whole(path: Path, window: WindowOptions) -> Triage | Exception:

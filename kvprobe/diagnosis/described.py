@@ -9,6 +9,7 @@ from importlib import import_module
 
 from kvprobe.diagnosis import CAUSES
 from kvprobe.errors import UsageError
+from kvprobe.output.recorded import CauseJson, CausePartJson
 
 __all__ = ["Description", "describe"]
 
@@ -30,6 +31,11 @@ class Description:
     cause: str
     summary: str
     parts: tuple[tuple[str, str], ...]
+
+    def to_json(self) -> CauseJson:
+        """All fields."""
+        parts: list[CausePartJson] = [{"heading": heading, "text": text} for heading, text in self.parts]
+        return {"cause": self.cause, "summary": self.summary, "parts": parts}
 
 
 def describe(cause: str) -> Description:

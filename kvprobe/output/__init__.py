@@ -20,6 +20,8 @@ DIFF = Document("diff", recorded.DiffJson)
 CHECK = Document("check", recorded.CheckJson)
 SIZE = Document("size", recorded.SizeJson)
 TRY = Document("try", recorded.TryJson)
+DESCRIBED = Document("causes", recorded.CausesJson)
+ANSWER = Document("mcp", recorded.AnswerJson)
 TOP = Document("top", machine.TopJson, indent=1)
 DEMO = Document("demo", machine.DemoJson, indent=1)
 DOCTOR = Document("doctor", machine.DoctorJson, indent=1)
@@ -41,6 +43,8 @@ DOCUMENTS: dict[str, Document[Any]] = {
         CHECK,
         SIZE,
         TRY,
+        DESCRIBED,
+        ANSWER,
         TOP,
         DEMO,
         DOCTOR,

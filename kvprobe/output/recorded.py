@@ -16,6 +16,8 @@ from kvprobe.output.parts import (
 )
 
 __all__ = [
+    "AnswerJson",
+    "CausesJson",
     "CheckJson",
     "DiffJson",
     "ReduceJson",
@@ -365,3 +367,50 @@ class SizeJson(TypedDict):
     """How large pools in CPU memory should be; those that were asked most first."""
 
     pools: list[PoolJson]
+
+
+class CausePartJson(TypedDict):
+    """What is known of a cause under one heading; `heading` may be empty."""
+
+    heading: str
+    text: str
+
+
+class CauseJson(TypedDict):
+    """One cause, in words."""
+
+    cause: str
+    summary: str
+    parts: list[CausePartJson]
+
+
+class CausesJson(TypedDict):
+    """The causes that a report names."""
+
+    causes: list[CauseJson]
+
+
+class CutJson(TypedDict):
+    """What an answer left out: a list, an object or a text, of whose `total` items only the first ones are shown."""
+
+    at: str
+    shown: int
+    total: int
+
+
+class AnswerJson(TypedDict, total=False):
+    """What a tool of `kvprobe mcp` answers; a failed one has `error` alone.
+
+    document: the command whose `--json` prints it; at: the part of it, as a JSON pointer; value: that part, from
+    item, key or character `offset` of `total` on.
+    """
+
+    about: str
+    document: str
+    at: str
+    offset: int
+    total: int
+    value: Any
+    cut: list[CutJson]
+    cuts: int
+    error: str
