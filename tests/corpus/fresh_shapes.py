@@ -1,4 +1,8 @@
-"""Fresh programs, written without having read the diagnosis, to grade it. Importing this registers them."""
+"""Fresh programs, written without having read the diagnosis, to grade it. Importing this registers them.
+
+Those that need no GPU have run on the embedded host runtime; none has been recorded on a GPU yet, so what they say of
+their largest line is how they were written, not what was measured.
+"""
 
 from __future__ import annotations
 
