@@ -10,4 +10,4 @@ import later_torch
 from registry import PROGRAMS, Program
 
 ROOMS = (later_copies, later_queues, later_host, later_torch, later_healthy)
-LATER: dict[str, Program] = {name: one for name, one in PROGRAMS.items() if one.line}
+LATER: dict[str, Program] = {name: one for name, one in PROGRAMS.items() if one.line and one.series == "corpus"}

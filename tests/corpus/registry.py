@@ -59,6 +59,9 @@ class Program:
         or_lines: lines that a sound account may show as the largest instead, where the border is a matter of wording.
         prepare: done before the recording's window, where the recorder has one: imports, first calls.
         needs_gpu: the host runtime lacks what it uses.
+        series: which set of programs it belongs to; `fresh` ones were written without knowledge of the diagnosis.
+        blind: recorders that cannot tell its line from others of the same kind (copies, host), nor its causes.
+        undecided_in: recorders of which "undecided" is right, too.
     """
 
     name: str
@@ -71,6 +74,9 @@ class Program:
     or_lines: tuple[str, ...] = ()
     prepare: Callable[[Device], None] | None = None
     needs_gpu: bool = False
+    series: str = "corpus"
+    blind: tuple[str, ...] = ()
+    undecided_in: tuple[str, ...] = ()
 
     @property
     def healthy(self) -> bool:
@@ -84,7 +90,7 @@ class Program:
 
     def expected(self, form: str) -> set[str]:
         """The causes that a recording of this format must name."""
-        return {cause for cause in self.causes if form in SHOWN.get(cause, EVERY)}
+        return {cause for cause in self.causes if form in SHOWN.get(cause, EVERY) and form not in self.blind}
 
 
 PROGRAMS: dict[str, Program] = {}
@@ -98,6 +104,11 @@ def program(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], 
         return body
 
     return register
+
+
+def fresh(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
+    """As `program`, for a program of the fresh set."""
+    return program(*causes, series="fresh", **what)
 
 
 def in_thread(body: Callable[[], object]) -> threading.Thread:

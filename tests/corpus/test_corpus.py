@@ -12,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from fresh_shapes import FRESH
 from grade import FORMATS, grade, unpack
 from later_shapes import LATER
 from programs import PROGRAMS
@@ -66,6 +67,16 @@ def test_later_programs_know_their_line_and_say_why():
     assert not [program.name for program in LATER.values() if program.healthy and not program.like]
     named = {cause for program in LATER.values() for cause in (*program.causes, *program.also, *program.like)}
     assert named <= set(CAUSES)
+
+
+def test_fresh_programs_say_their_truth_and_are_a_set_of_their_own():
+    assert len(FRESH) >= 22 and sum(program.healthy for program in FRESH.values()) >= 7
+    assert not FRESH.keys() & LATER.keys()
+    assert {line for program in FRESH.values() for line in (program.line, *program.or_lines)} <= set(LINES)
+    assert all(program.why.endswith(".") and program.like + program.also for program in FRESH.values())
+    named = {cause for program in FRESH.values() for cause in (*program.causes, *program.also, *program.like)}
+    assert named <= set(CAUSES)
+    assert not [program.name for program in FRESH.values() if program.blind and program.expected(program.blind[0])]
 
 
 @pytest.mark.timeout(60)
