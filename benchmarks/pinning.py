@@ -132,7 +132,7 @@ def failed(rows: list[dict[str, Any]], size: int) -> list[str]:
     """What the largest size misses."""
 
     def of(way: str, key: str) -> float:
-        return statistics.median([row[key] for row in rows if row["way"] == way and row["bytes"] == size] or [0])
+        return float(statistics.median([row[key] for row in rows if row["way"] == way and row["bytes"] == size] or [0]))
 
     wrong = [f"{row['way']}: bytes differ" for row in rows if not row["same"]]
     alloc, longest = of("alloc", "pin_ns"), of("alloc", "longest_step_ns")
@@ -164,8 +164,8 @@ def main() -> int:
                     row = pin(runtime, way, int(gib * GIB), stepping)
                     rows.append(row)
                     print(
-                        f"{gib:6.2f} GiB {way:8} {row['pin_ns'] / 1e6:8.1f} ms ({row['bytes'] / row['pin_ns']:.1f} GB/s; "
-                        f"pages {row['populate_ns'] / 1e6:7.1f}, register {row['register_ns'] / 1e6:6.1f}), step "
+                        f"{gib:5.2f} GiB {way:8}{row['pin_ns'] / 1e6:8.1f} ms ({row['bytes'] / row['pin_ns']:.1f} GB/s;"
+                        f" pages {row['populate_ns'] / 1e6:7.1f}, register {row['register_ns'] / 1e6:6.1f}), step "
                         f"{row['longest_step_ns'] / 1e6:8.2f} ms; free {row['free_ns'] / 1e6:7.1f}, step "
                         f"{row['longest_step_of_free_ns'] / 1e6:7.2f}; {'equal' if row['same'] else 'BYTES DIFFER'}",
                         flush=True,

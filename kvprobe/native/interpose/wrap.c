@@ -1,6 +1,7 @@
 /* The wrapped calls: what is recorded of each, and the table of their symbols. */
 #define _GNU_SOURCE
 #include "cures.h"
+#include "recycle.h"
 
 #include <errno.h>
 #include <stdatomic.h>
@@ -194,6 +195,7 @@ static void finish(void) {
     kvp_watch.on = 0;
     kvp_contents_stop();
     kvp_cures_close();
+    kvp_recycle_close();
     kvp_ring_close();
 }
 
@@ -205,6 +207,7 @@ static void (*next_exit)(int);
 
 static __attribute__((noreturn)) void leave(int status) {
     kvp_cures_close();
+    kvp_recycle_close();
     kvp_ring_close();
     if (next_exit) next_exit(status);
     for (;;) syscall(SYS_exit_group, status);
@@ -636,10 +639,12 @@ CALL(cudaMalloc, A_CALL, r.call = KVP_CALL_cudaMalloc; r.bytes = bytes)
 CALL(cudaMallocAsync, A_CALL, r.call = KVP_CALL_cudaMallocAsync; r.bytes = bytes; r.stream = STREAM(stream))
 #define cudaHostAlloc_P void **pointer, size_t bytes, unsigned flags
 #define cudaHostAlloc_A pointer, bytes, flags
-CALL(cudaHostAlloc, A_FREE, r.call = KVP_CALL_cudaHostAlloc; r.bytes = bytes)
+CALL_BY(cudaHostAlloc, A_FREE, KVP_RECYCLED_ALLOC(real(cudaHostAlloc_A), bytes, flags), r.call = KVP_CALL_cudaHostAlloc;
+        r.bytes = bytes)
 #define cudaMallocHost_P void **pointer, size_t bytes
 #define cudaMallocHost_A pointer, bytes
-CALL(cudaMallocHost, A_FREE, r.call = KVP_CALL_cudaHostAlloc; r.bytes = bytes)
+CALL_BY(cudaMallocHost, A_FREE, KVP_RECYCLED_ALLOC(real(cudaMallocHost_A), bytes, 0), r.call = KVP_CALL_cudaHostAlloc;
+        r.bytes = bytes)
 #define cudaHostRegister_P void *pointer, size_t bytes, unsigned flags
 #define cudaHostRegister_A pointer, bytes, flags
 CALL(cudaHostRegister, A_FREE, r.call = KVP_CALL_cudaHostRegister; r.bytes = bytes)
@@ -648,7 +653,7 @@ CALL(cudaHostRegister, A_FREE, r.call = KVP_CALL_cudaHostRegister; r.bytes = byt
 CALL(cudaFree, A_FREE, r.call = KVP_CALL_cudaFree)
 #define cudaFreeHost_P void *pointer
 #define cudaFreeHost_A pointer
-CALL(cudaFreeHost, A_FREE, r.call = KVP_CALL_cudaFreeHost)
+CALL_BY(cudaFreeHost, A_FREE, KVP_RECYCLED_FREE, r.call = KVP_CALL_cudaFreeHost)
 #define cudaHostUnregister_P void *pointer
 #define cudaHostUnregister_A pointer
 CALL(cudaHostUnregister, A_FREE, r.call = KVP_CALL_cudaHostUnregister)
@@ -806,7 +811,8 @@ ENDS_CAPTURE(cuStreamEndCapture)
 
 /* ---- contexts that end (cures.c) -------------------------------------------------------------------------------- */
 
-#define ENDS_CONTEXT(NAME) UNRECORDED(NAME, (kvp_context_ends(), kvp_marks_context_ends()), (void)0)
+#define ENDS_CONTEXT(NAME)                                                                                             \
+    UNRECORDED(NAME, (kvp_context_ends(), kvp_recycle_context_ends(), kvp_marks_context_ends()), (void)0)
 #define cudaDeviceReset_P void *unused
 #define cudaDeviceReset_A unused
 ENDS_CONTEXT(cudaDeviceReset)
