@@ -11,8 +11,24 @@ from pathlib import Path
 
 import pytest
 
+from kvprobe.probe.ring import read_ring
+from kvprobe.probe.ring_layout import CALLS
+
 MIB = 1 << 20
-PLAYS = ["sleeps", "flags", "wrong", "waits", "captures", "resets", "forks", "memory", "locked", "in-vain", "threads"]
+PLAYS = [
+    "sleeps",
+    "virtual",
+    "flags",
+    "wrong",
+    "waits",
+    "captures",
+    "resets",
+    "forks",
+    "memory",
+    "locked",
+    "in-vain",
+    "threads",
+]
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +95,20 @@ def test_ten_thousand_sleeps_hold_no_more_than_is_allowed(
     assert 0 < most <= keep
     if keep > 32 * MIB:
         assert reused(tmp_path) == 5 * (rounds - 1)
+
+
+def test_what_comes_and_goes_is_recorded_with_its_bytes(program: Path, libraries: Path, tmp_path: Path) -> None:
+    play(program, "virtual", **watched(libraries, tmp_path))
+    model = sum((4 * MIB, 2 * MIB, 3 * MIB + 4096, 2 * MIB, MIB, 8192))
+    found = {
+        CALLS[int(slot["call"])][1]: (int(slot["count"]), int(slot["bytes"]))
+        for path in tmp_path.glob("*.kvp")
+        for slot in read_ring(path).slots()
+    }
+    assert found["cuMemCreate"] == found["cuMemMap"] == found["cuMemSetAccess"] == (4 * 6, 4 * model)
+    assert found["cuMemUnmap"] == (4 * 6 + 1, 4 * model + 4 * MIB)
+    assert found["cuMemRelease"] == (4 * 6 + 1, 0)
+    assert found["cudaHostAlloc"] == (3 * 6, 3 * model)
 
 
 def test_other_flags_are_other_memory(program: Path, libraries: Path, tmp_path: Path) -> None:

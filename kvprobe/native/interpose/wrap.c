@@ -679,6 +679,30 @@ CALL(cuMemFreeHost, A_FREE, r.call = KVP_CALL_cuMemFreeHost)
 #define cuMemHostUnregister_A pointer
 CALL(cuMemHostUnregister, A_FREE, r.call = KVP_CALL_cuMemHostUnregister)
 
+/* ---- GPU memory whose addresses stay (cuMemRelease does not say how much it was) --------------------------------- */
+
+#define cuMemCreate_P uint64_t *handle, size_t bytes, const void *properties, uint64_t flags
+#define cuMemCreate_A handle, bytes, properties, flags
+CALL(cuMemCreate, A_CALL, r.call = KVP_CALL_cuMemCreate; r.bytes = bytes)
+#define cuMemMap_P uint64_t pointer, size_t bytes, size_t offset, uint64_t handle, uint64_t flags
+#define cuMemMap_A pointer, bytes, offset, handle, flags
+CALL(cuMemMap, A_FREE, r.call = KVP_CALL_cuMemMap; r.bytes = bytes)
+#define cuMemUnmap_P uint64_t pointer, size_t bytes
+#define cuMemUnmap_A pointer, bytes
+CALL(cuMemUnmap, A_FREE, r.call = KVP_CALL_cuMemUnmap; r.bytes = bytes)
+#define cuMemRelease_P uint64_t handle
+#define cuMemRelease_A handle
+CALL(cuMemRelease, A_CALL, r.call = KVP_CALL_cuMemRelease)
+#define cuMemSetAccess_P uint64_t pointer, size_t bytes, const void *access, size_t count
+#define cuMemSetAccess_A pointer, bytes, access, count
+CALL(cuMemSetAccess, A_CALL, r.call = KVP_CALL_cuMemSetAccess; r.bytes = bytes)
+#define cuMemExportToShareableHandle_P void *shareable, uint64_t handle, int type, uint64_t flags
+#define cuMemExportToShareableHandle_A shareable, handle, type, flags
+CALL(cuMemExportToShareableHandle, A_CALL, r.call = KVP_CALL_cuMemExportToShareableHandle)
+#define cuMemImportFromShareableHandle_P uint64_t *handle, void *shareable, int type
+#define cuMemImportFromShareableHandle_A handle, shareable, type
+CALL(cuMemImportFromShareableHandle, A_CALL, r.call = KVP_CALL_cuMemImportFromShareableHandle)
+
 /* ---- functions that hand out functions ----------------------------------------------------------------------- */
 
 /* The symbol that has the interface which cuGetProcAddress gives for a name and a version, or NULL for one
@@ -867,7 +891,10 @@ ENDS_STREAM(cuStreamDestroy)
     X(cuMemAlloc, cuMemAlloc_v2, 0) X(cuMemHostAlloc, cuMemHostAlloc, 0) X(cuMemAllocHost, cuMemAllocHost_v2, 0) \
     X(cuMemHostRegister, cuMemHostRegister, 0) X(cuMemHostRegister, cuMemHostRegister_v2, 0) \
     X(cuMemFree, cuMemFree_v2, 0) X(cuMemFreeHost, cuMemFreeHost, 0) \
-    X(cuMemHostUnregister, cuMemHostUnregister, 0) X(cuGetProcAddress, cuGetProcAddress, 0) \
+    X(cuMemHostUnregister, cuMemHostUnregister, 0) X(cuMemCreate, cuMemCreate, 0) X(cuMemMap, cuMemMap, 0) \
+    X(cuMemUnmap, cuMemUnmap, 0) X(cuMemRelease, cuMemRelease, 0) X(cuMemSetAccess, cuMemSetAccess, 0) \
+    X(cuMemExportToShareableHandle, cuMemExportToShareableHandle, 0) \
+    X(cuMemImportFromShareableHandle, cuMemImportFromShareableHandle, 0) X(cuGetProcAddress, cuGetProcAddress, 0) \
     X(cuGetProcAddress_v2, cuGetProcAddress_v2, 0) BOTH(X, cudaGetDriverEntryPoint) \
     BOTH(X, cudaGetDriverEntryPointByVersion) \
     BOTH(X, cudaStreamBeginCapture) BOTH(X, cudaStreamBeginCaptureToGraph) BOTH(X, cudaStreamEndCapture) \

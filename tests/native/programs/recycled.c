@@ -20,13 +20,18 @@ int cudaMalloc(void **, size_t), cudaHostAlloc(void **, size_t, unsigned), cudaM
 int cudaFreeHost(void *), cudaMemcpy(void *, const void *, size_t, int), cudaGetLastError(void);
 int cudaPeekAtLastError(void), cudaDeviceReset(void), cudaDeviceSynchronize(void);
 int cudaStreamCreateWithFlags(cudaStream_t *, unsigned), cudaStreamQuery(cudaStream_t);
+int cuMemAddressReserve(uint64_t *, size_t, size_t, uint64_t, uint64_t), cuMemRelease(uint64_t);
+int cuMemCreate(uint64_t *, size_t, const void *, uint64_t), cuMemMap(uint64_t, size_t, size_t, uint64_t, uint64_t);
+int cuMemUnmap(uint64_t, size_t), cuMemSetAccess(uint64_t, size_t, const void *, size_t);
+int cuMemAddressFree(uint64_t, size_t);
 int cudaStreamBeginCapture(cudaStream_t, int), cudaStreamEndCapture(cudaStream_t, void **);
 
 enum { MIB = 1 << 20, MODEL = 6, TO_DEVICE = 1, TO_HOST = 2 };
 
 static const size_t sizes[MODEL] = {4 * MIB, 2 * MIB, 3 * MIB + 4096, 2 * MIB, 1 * MIB, 8192};
 static uint8_t *weights[MODEL], *backup[MODEL];
-static uint64_t most, held;
+static uint64_t most, held, handles[MODEL];
+static int moves; /* the weights' memory comes and goes under addresses that stay */
 static long wrong;
 static size_t looked_at = 1 << 30; /* so many bytes of each weight are copied and compared */
 
@@ -64,6 +69,18 @@ static void compare(const uint8_t *at, size_t bytes, unsigned turn) {
     for (size_t i = 0; i < bytes; i += 509) wrong += at[i] != (uint8_t)(turn + i);
 }
 
+static void map(int i) {
+    static const uint64_t any[4];
+    check(cuMemCreate(&handles[i], sizes[i], any, 0));
+    check(cuMemMap((uintptr_t)weights[i], sizes[i], 0, handles[i], 0));
+    check(cuMemSetAccess((uintptr_t)weights[i], sizes[i], any, 1));
+}
+
+static void unmap(int i) {
+    check(cuMemUnmap((uintptr_t)weights[i], sizes[i]));
+    check(cuMemRelease(handles[i]));
+}
+
 /* Puts the model to sleep and wakes it; other bytes each time. */
 static void sleep_and_wake(unsigned turn) {
     for (int i = 0; i < MODEL; i++) {
@@ -71,10 +88,14 @@ static void sleep_and_wake(unsigned turn) {
         fill(weights[i], bytes, turn); /* the host runtime's device memory is ordinary memory */
         backup[i] = pin(sizes[i]);
         check(cudaMemcpy(backup[i], weights[i], bytes, TO_HOST));
-        memset(weights[i], 0, bytes);
+        if (moves)
+            unmap(i);
+        else
+            memset(weights[i], 0, bytes);
     }
     for (int i = 0; i < MODEL; i++) {
         size_t bytes = sizes[i] < looked_at ? sizes[i] : looked_at;
+        if (moves) map(i);
         check(cudaMemcpy(weights[i], backup[i], bytes, TO_DEVICE));
         unpin(backup[i], sizes[i]);
         compare(weights[i], bytes, turn);
@@ -83,6 +104,27 @@ static void sleep_and_wake(unsigned turn) {
 
 static void prepare(void) {
     for (int i = 0; i < MODEL; i++) check(cudaMalloc((void **)&weights[i], sizes[i]));
+}
+
+static void virtual(void) {
+    uint64_t at, free_before, free_after, total;
+    int cudaMemGetInfo(uint64_t *, uint64_t *);
+    check(cudaMemGetInfo(&free_before, &total));
+    moves = 1;
+    for (int i = 0; i < MODEL; i++) {
+        check(cuMemAddressReserve(&at, sizes[i], 0, 0, 0));
+        weights[i] = (uint8_t *)at;
+        map(i);
+    }
+    for (unsigned i = 0; i < 3; i++) sleep_and_wake(i);
+    unmap(0);
+    printf("unmapped %d", cudaMemcpy(weights[1], weights[0], 8192, 3));
+    printf(" last %d", cudaGetLastError());
+    printf(" twice %d %d", cuMemUnmap((uintptr_t)weights[0], sizes[0]), cuMemRelease(handles[0]));
+    printf(" address %d", cuMemAddressFree((uintptr_t)weights[0], sizes[0]));
+    for (int i = 1; i < MODEL; i++) unmap(i);
+    check(cudaMemGetInfo(&free_after, &total));
+    printf(" left %d\n", free_before == free_after);
 }
 
 static void sleeps(int rounds) {
@@ -201,6 +243,7 @@ int main(int count, char **arguments) {
     const char *play = arguments[1];
     prepare();
     if (!strcmp(play, "sleeps")) sleeps(count > 2 ? atoi(arguments[2]) : 3);
+    if (!strcmp(play, "virtual")) virtual();
     if (!strcmp(play, "flags")) other_flags();
     if (!strcmp(play, "wrong")) wrong_frees();
     if (!strcmp(play, "waits")) waits();
