@@ -13,6 +13,8 @@ import pytest
 
 from kvprobe.probe.ring import read_ring
 from kvprobe.probe.ring_layout import CALLS
+from kvprobe.recordings import open_recording
+from kvprobe.recordings.sleeps import sleeps
 
 MIB = 1 << 20
 PLAYS = [
@@ -109,6 +111,10 @@ def test_what_comes_and_goes_is_recorded_with_its_bytes(program: Path, libraries
     assert found["cuMemUnmap"] == (4 * 6 + 1, 4 * model + 4 * MIB)
     assert found["cuMemRelease"] == (4 * 6 + 1, 0)
     assert found["cudaHostAlloc"] == (3 * 6, 3 * model)
+    slept = sleeps(open_recording([tmp_path]))
+    assert [one.side for one in slept] == ["sleep", "wake"] * 3
+    assert {one.phases["pin"].bytes for one in slept[0:6:2]} == {model}
+    assert {one.phases["map"].bytes for one in slept[1:6:2]} == {model}
 
 
 def test_other_flags_are_other_memory(program: Path, libraries: Path, tmp_path: Path) -> None:

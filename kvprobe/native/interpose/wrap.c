@@ -686,10 +686,10 @@ CALL(cuMemHostUnregister, A_FREE, r.call = KVP_CALL_cuMemHostUnregister)
 CALL(cuMemCreate, A_CALL, r.call = KVP_CALL_cuMemCreate; r.bytes = bytes)
 #define cuMemMap_P uint64_t pointer, size_t bytes, size_t offset, uint64_t handle, uint64_t flags
 #define cuMemMap_A pointer, bytes, offset, handle, flags
-CALL(cuMemMap, A_FREE, r.call = KVP_CALL_cuMemMap; r.bytes = bytes)
+CALL(cuMemMap, A_FREE, r.call = KVP_CALL_cuMemMap; r.bytes = bytes; r.dst = pointer)
 #define cuMemUnmap_P uint64_t pointer, size_t bytes
 #define cuMemUnmap_A pointer, bytes
-CALL(cuMemUnmap, A_FREE, r.call = KVP_CALL_cuMemUnmap; r.bytes = bytes)
+CALL(cuMemUnmap, A_FREE, r.call = KVP_CALL_cuMemUnmap; r.bytes = bytes; r.dst = pointer)
 #define cuMemRelease_P uint64_t handle
 #define cuMemRelease_A handle
 CALL(cuMemRelease, A_CALL, r.call = KVP_CALL_cuMemRelease)
