@@ -139,7 +139,7 @@ def every_byte(weights: list[Weight], calls: Calls, write: bool) -> bool:
     largest = max(weight.size for weight in weights)
     host = ct.c_void_p()
     calls.check("cudaHostAlloc", ct.byref(host), ct.c_size_t(largest), 2)  # other flags: it is no backup
-    seen = np.frombuffer((ct.c_uint64 * (largest // 8)).from_address(host.value or 0), np.uint64)
+    seen = np.frombuffer(memoryview((ct.c_ubyte * largest).from_address(host.value or 0)).cast("B"), np.uint64)
     pattern = np.random.default_rng(1).integers(0, 2**63, largest // 8, np.uint64)
     same = True
     for number, weight in enumerate(weights):

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvprobe.recordings.model import CallKind, Direction, Recording
+from kvprobe.recordings.model import CallKind, Direction, Memory, Recording
 
-__all__ = ["PHASES", "Sleep", "Spent", "sleeps"]
+__all__ = ["PHASES", "Sleep", "Spent", "fastest_copy", "sleeps"]
 
 Array = npt.NDArray[Any]
 
@@ -165,3 +165,14 @@ def _of(recording: Recording, rows: Array, side: int, phase: Array) -> Sleep:
     process, thread = int(calls["process"][rows[0]]), int(calls["thread"][rows[0]])
     start, end = int(calls["start_ns"][rows[0]]), int(calls["end_ns"][rows[-1]])
     return Sleep((SLEEP, WAKE)[side], process, thread, start, end, spent)
+
+
+def fastest_copy(recording: Recording, direction: Direction) -> tuple[float, str]:
+    """Bytes per second of the fastest tenth of synchronous copies of pinned memory, and how that is known; 0: none."""
+    calls = recording.calls
+    took = calls["end_ns"] - calls["start_ns"]
+    mine = (calls["kind"] == CallKind.COPY_SYNC) & (calls["direction"] == direction) & (took > 0)
+    mine &= (calls["bytes"] >= LEAST_COPY) & (calls["memory"] == Memory.PINNED)
+    if not mine.any():
+        return 0.0, "unknown"
+    return float(np.percentile(calls["bytes"][mine] / took[mine], 90) * 1e9), "fastest synchronous copies seen here"

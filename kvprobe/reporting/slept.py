@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvprobe.recordings.link_rate import link_rate
 from kvprobe.recordings.model import Direction, Recording
-from kvprobe.recordings.sleeps import PHASES, Sleep, Spent, sleeps
+from kvprobe.recordings.sleeps import PHASES, Sleep, Spent, fastest_copy, sleeps
 from kvprobe.reporting.units import NONE, bytes_text, duration, link_share, rate
 from kvprobe.reporting.views import Cell, TableView, left_out, table
 
@@ -30,6 +30,8 @@ def _table(recording: Recording, side: str, found: list[Sleep], zero_ns: int) ->
     if not found:
         return None
     link, how = link_rate(recording, _DIRECTION[side])
+    if not link:
+        link, how = fastest_copy(recording, _DIRECTION[side])
     phases = list(PHASES[side])
     rows = [
         [

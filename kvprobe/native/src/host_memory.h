@@ -70,6 +70,7 @@ typedef struct kvp_kept {
     kvp_kept_buffer *buffers; /* oldest first */
     uint32_t count, room;
     kvp_kept_counts counts;
+    uint64_t unseen_bytes; /* came since somebody looked for pressure */
     pthread_cond_t changed;
     pthread_t watcher;
     int watching, stop; /* the thread is there; it is to end */

@@ -9,6 +9,7 @@
 #include <sys/prctl.h>
 #include <time.h>
 
+#define LOOK_BYTES (64u << 20)
 #define LARGER_BY 8 /* a buffer serves a request that is smaller by one part in so many */
 
 void kvp_kept_open(kvp_kept *kept) {
@@ -43,7 +44,7 @@ static void *watch(void *given) {
         else
             pthread_cond_wait(&kept->changed, &kept->lock);
         pthread_mutex_unlock(&kept->lock);
-        kvp_kept_press(kept, 0);
+        kvp_kept_press(kept, 1);
         pthread_mutex_lock(&kept->lock);
     }
     pthread_mutex_unlock(&kept->lock);
@@ -124,6 +125,7 @@ int kvp_kept_put(kvp_kept *kept, const kvp_kept_buffer *buffer) {
         kept->buffers[kept->count++] = *buffer;
         kept->counts.kept_bytes += buffer->bytes;
         kept->counts.kept++;
+        kept->unseen_bytes += buffer->bytes;
         note_most(kept);
         have_watched(kept);
     }
@@ -161,8 +163,11 @@ void kvp_kept_trim(kvp_kept *kept, uint64_t most_bytes) { let_go(kept, most_byte
 int kvp_kept_press(kvp_kept *kept, uint64_t wanted_bytes) {
     pthread_mutex_lock(&kept->lock);
     uint64_t kept_bytes = kept->counts.kept_bytes;
+    /* a look takes longer than handing a buffer over: where a thread looks, too, one a few buffers is enough */
+    int looks = kept->root && kept_bytes && (wanted_bytes || !kept->watching || kept->unseen_bytes >= LOOK_BYTES);
+    if (looks) kept->unseen_bytes = 0;
     pthread_mutex_unlock(&kept->lock);
-    if (!kept->root || !kept_bytes) return 0;
+    if (!looks) return 0;
     kvp_memory memory = kvp_memory_left(kept->root);
     uint64_t need = kvp_memory_reserve(&memory) + wanted_bytes;
     if (!memory.total_bytes || memory.left_bytes >= need) return 0;
