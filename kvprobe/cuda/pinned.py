@@ -139,17 +139,17 @@ class PinnedPool:
         pool = self._pool
         if not pool:
             raise UsageError("this pool of pinned memory is closed")
-        address = ct.c_void_p()
-        code = self._lib.kvp_pinned_take(pool, size, piece_bytes, ct.byref(address))
+        address, buffer = ct.c_void_p(), ct.c_void_p()
+        code = self._lib.kvp_pinned_take(pool, size, piece_bytes, ct.byref(address), ct.byref(buffer))
         if code:
             raise self._runtime.error("cudaHostAlloc", code)
         return PinnedBuffer(
-            functools.partial(self._give, pool, address.value or 0), address.value or 0, size, piece_bytes
+            functools.partial(self._give, pool, buffer.value or 0), address.value or 0, size, piece_bytes
         )
 
-    def _give(self, pool: int, address: int) -> None:
+    def _give(self, pool: int, buffer: int) -> None:
         # `pool` is there as long as one of its buffers is out, closed or not
-        code = self._lib.kvp_pinned_give(pool, address)
+        code = self._lib.kvp_pinned_give(pool, buffer)
         if code:
             raise self._runtime.error("cudaFreeHost", code)
 

@@ -494,7 +494,7 @@ def _declare_submitter(lib: ct.CDLL) -> None:
         "kvp_memory_left": (MemoryLeft, [ct.c_char_p]),
         "kvp_memory_reserve": (u64, [ct.POINTER(MemoryLeft)]),
         "kvp_pinned_open": (pointer, [ct.POINTER(PinnedOptions)]),
-        "kvp_pinned_take": (i32, [pointer, u64, u64, ct.POINTER(pointer)]),
+        "kvp_pinned_take": (i32, [pointer, u64, u64, ct.POINTER(pointer), ct.POINTER(pointer)]),
         "kvp_pinned_give": (i32, [pointer, pointer]),
         "kvp_pinned_trim": (None, [pointer, u64]),
         "kvp_pinned_read": (None, [pointer, ct.POINTER(PinnedCounts)]),

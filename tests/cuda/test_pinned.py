@@ -291,3 +291,18 @@ def test_limits_of_the_process_are_the_runtimes_own_errors(limit: str, printed: 
         [sys.executable, "-c", LIMITED, limit], capture_output=True, text=True, check=False, timeout=120
     )
     assert (done.stdout, done.returncode) == (printed, 0), done.stderr
+
+
+def test_what_comes_back_after_a_reset_is_not_taken_for_who_has_its_address_now(runtime: HostRuntime) -> None:
+    with PinnedPool(runtime, 0) as pool:
+        old = [pool.take(MIB) for _ in range(4)]
+        runtime.reset(virtual_clock=True, seed=1)
+        new = [pool.take(MIB) for _ in range(4)]
+        assert {one.address for one in old} & {one.address for one in new}
+        for one in old:
+            one.close()
+        assert runtime.stats.pinned_bytes == 4 * MIB
+        for one in new:
+            assert runtime.memory_kind(one.address) == "pinned"
+            one.close()
+        assert runtime.stats.pinned_bytes == 0

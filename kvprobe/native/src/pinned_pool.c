@@ -145,7 +145,7 @@ static cudaError_t make(kvp_pinned_pool *pool, one *o) {
     return 0;
 }
 
-int kvp_pinned_take(kvp_pinned_pool *pool, uint64_t bytes, uint64_t piece_bytes, void **memory) {
+int kvp_pinned_take(kvp_pinned_pool *pool, uint64_t bytes, uint64_t piece_bytes, void **memory, void **buffer) {
     kvp_kept_buffer found;
     if (!is_mine(pool)) return cudaErrorInitializationError;
     if (!bytes || piece_bytes % KVP_HUGE_PAGE) return cudaErrorInvalidValue;
@@ -168,6 +168,7 @@ int kvp_pinned_take(kvp_pinned_pool *pool, uint64_t bytes, uint64_t piece_bytes,
     pool->counts.out_bytes += o->buffer.taken;
     pthread_mutex_unlock(&pool->lock);
     *memory = o->buffer.memory;
+    *buffer = o;
     return 0;
 }
 
@@ -178,10 +179,10 @@ static void free_pool(kvp_pinned_pool *pool) {
 }
 
 /* Takes it out of what is handed out; NULL: it is not. `last` is set where a closed pool has nothing left. */
-static one *taken_back(kvp_pinned_pool *pool, const void *memory, int *last) {
+static one *taken_back(kvp_pinned_pool *pool, const void *buffer, int *last) {
     pthread_mutex_lock(&pool->lock);
     one **at = &pool->out, *o;
-    while (*at && (*at)->buffer.memory != memory) at = &(*at)->next;
+    while (*at && *at != buffer) at = &(*at)->next;
     if ((o = *at)) {
         *at = o->next;
         pool->counts.out--;
@@ -192,10 +193,10 @@ static one *taken_back(kvp_pinned_pool *pool, const void *memory, int *last) {
     return o;
 }
 
-int kvp_pinned_give(kvp_pinned_pool *pool, void *memory) {
+int kvp_pinned_give(kvp_pinned_pool *pool, void *buffer) {
     int last, keep;
     if (!is_mine(pool)) return 0;
-    one *o = taken_back(pool, memory, &last);
+    one *o = taken_back(pool, buffer, &last);
     if (!o) return cudaErrorInvalidValue;
     cudaError_t error = 0;
     keep = !pool->closed && o->generation == pool->generation;

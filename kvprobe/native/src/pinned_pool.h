@@ -38,10 +38,12 @@ typedef struct kvp_pinned_pool kvp_pinned_pool;
 
 KVP_EXPORT kvp_pinned_pool *kvp_pinned_open(const kvp_pinned_options *options); /* NULL: no memory */
 /* `piece_bytes`: 0 for one registration, which any copy may cross; else the range is registered in such pieces, and a
- * copy over two of them fails. Returns 0 or the runtime's error. */
-KVP_EXPORT int kvp_pinned_take(kvp_pinned_pool *pool, uint64_t bytes, uint64_t piece_bytes, void **memory);
+ * copy over two of them fails. Returns 0 or the runtime's error. `buffer` is what it is given back by: after a reset of
+ * the runtime addresses are handed out again. */
+KVP_EXPORT int kvp_pinned_take(kvp_pinned_pool *pool, uint64_t bytes, uint64_t piece_bytes, void **memory,
+                               void **buffer);
 /* Waits for the device, as cudaFreeHost does, and keeps the buffer or frees it. */
-KVP_EXPORT int kvp_pinned_give(kvp_pinned_pool *pool, void *memory);
+KVP_EXPORT int kvp_pinned_give(kvp_pinned_pool *pool, void *buffer);
 KVP_EXPORT void kvp_pinned_trim(kvp_pinned_pool *pool, uint64_t most_bytes);
 KVP_EXPORT void kvp_pinned_read(kvp_pinned_pool *pool, kvp_pinned_counts *counts);
 /* The runtime was torn down: what it had pinned it has forgotten. */
