@@ -196,7 +196,7 @@ def _sections(
             sized.size_charts(pools),
             [*map(sized.size_table, pools)],
         ),
-        charts.section("sleeps", "Sleep and wake", slept.LEAD, [], slept.sleep_tables(recording, found.span[0])),
+        charts.section("sleeps", "Sleep and wake", slept.LEAD, [], slept.sleep_tables(recording, int(found.span[0]))),
         charts.section("ranks", "Processes side by side", "", *streams.processes(recording, found, queues)),
         charts.section(
             "streams",
