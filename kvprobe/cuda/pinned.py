@@ -18,6 +18,7 @@ POPULATE_BYTES = 64 << 20  # from here on several threads are worth their start
 PIECE_BYTES = 256 << 20  # registered in 6 ms on an H200, where 16 GiB at once take 310
 WATCH_MS = 100
 _HUGE_PAGE = 2 << 20
+_NEVER = 1 << 62
 _CALLS = {
     "host_alloc": "cudaHostAlloc",
     "free_host": "cudaFreeHost",
@@ -68,9 +69,11 @@ class PinnedPool:
     """Pinned CPU memory that costs its pinning once.
 
     A large buffer's pages are made by several threads, as huge pages where the system allows it, and then registered:
-    on an H200 16 GiB take 1.0 s instead of the 6 of one `cudaHostAlloc`, which holds every other thread of the
-    process for all of it. What is given back is kept within a budget and serves the next request of its size, or of
-    up to an eighth less, with whatever bytes it held. It is let go, oldest first, where the machine or a cgroup runs
+    the same steps took 1.0 s for 16 GiB on an H200, instead of the 6 of one `cudaHostAlloc`, which holds every other
+    thread of the process for all of it. This class itself has run over the host runtime alone so far.
+
+    What is given back is kept within a budget and serves the next request of its size, or of up to an eighth less, with
+    whatever bytes it held. It is let go, oldest first, where the machine or a cgroup runs
     short of memory. A forked child inherits none of it.
     """
 
@@ -250,6 +253,8 @@ def shared_pool(runtime: Runtime) -> PinnedPool:
     """The pool that the engine itself pins with: it keeps nothing, so that what is closed is free."""
     with _making:
         if runtime.pinned is None:
-            runtime.pinned = PinnedPool(runtime, 0)
+            # this code has not run on a GPU yet: there the engine pins by cudaHostAlloc, as it did
+            populate = POPULATE_BYTES if runtime.provider == "host" else _NEVER
+            runtime.pinned = PinnedPool(runtime, 0, populate_bytes=populate)
         pool: PinnedPool = runtime.pinned
     return pool
