@@ -12,7 +12,7 @@ TYPE_CHECKING = False  # typing.TYPE_CHECKING without importing typing: the star
 if TYPE_CHECKING:
     from typing import Any
 
-    from kvprobe.cuda import Runtime, find_runtime
+    from kvprobe.cuda import PinnedPool, Runtime, find_runtime
     from kvprobe.diagnosis import Finding, diagnose
     from kvprobe.errors import (
         CudaError,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvprobe.reuse.sample import BlockSample
 
 _HOMES = {
-    "kvprobe.cuda": ("Runtime", "find_runtime"),
+    "kvprobe.cuda": ("PinnedPool", "Runtime", "find_runtime"),
     "kvprobe.diagnosis": ("Finding", "diagnose"),
     "kvprobe.errors": (
         "CudaError",
@@ -66,6 +66,7 @@ __all__ = [
     "LoadDedup",
     "NativeError",
     "OffloadEngine",
+    "PinnedPool",
     "QueueLimits",
     "Recording",
     "RecordingError",

@@ -130,6 +130,14 @@ LOCKED_BYTES = Variable(
     "memory that KVPROBE_FIX=auto may lock in a process for staging pageable copies; below 4 MiB: none",
     native=True,
 )
+KEEP_BYTES = Variable(
+    "KVPROBE_KEEP_BYTES",
+    "0",
+    str,
+    "a number, or auto: a quarter of the memory",
+    "pinned memory that a program frees and KVPROBE_FIX=auto keeps for its next request; 0: none",
+    native=True,
+)
 RUN = Variable(
     "KVPROBE_RUN", None, str, "a folder", "the run folder that this process records into", native=True, set_by_run=True
 )

@@ -7,6 +7,7 @@ import ctypes as ct
 from dataclasses import dataclass
 from typing import Any
 
+from kvprobe.cuda.pinned import PinnedBuffer, shared_pool
 from kvprobe.cuda.runtime import Runtime
 from kvprobe.errors import UsageError
 
@@ -45,9 +46,11 @@ class Buffer:
         if kind not in ("device", "pinned"):
             raise UsageError(f"cannot allocate {kind!r} memory: use device or pinned")
         self._runtime, self._generation = runtime, runtime.generation
-        self._free = runtime.free if kind == "device" else runtime.free_host
-        self.address = (runtime.malloc if kind == "device" else runtime.host_alloc)(size)
         self.bytes, self.kind = size, kind
+        self._pinned: PinnedBuffer | None = None
+        if kind == "pinned":
+            self._pinned = shared_pool(runtime).take(size)
+        self.address = self._pinned.address if self._pinned else runtime.malloc(size)
 
     @property
     def region(self) -> Region:
@@ -61,8 +64,10 @@ class Buffer:
     def close(self) -> None:
         """Frees the memory; further use of the region is an error of the caller."""
         address, self.address = self.address, 0  # first: a free that fails must not be tried again later
-        if address and self._generation == self._runtime.generation:
-            self._free(address)
+        if self._pinned:
+            self._pinned.close()
+        elif address and self._generation == self._runtime.generation:
+            self._runtime.free(address)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # interpreter shutdown: the process takes the memory with it
@@ -80,7 +85,7 @@ def host_region(runtime: Runtime, size: int) -> Region:
 
 
 def region_of(runtime: Runtime, thing: Any) -> Region:
-    """The memory of a Region, Buffer, tensor, `__cuda_array_interface__`, DLPack or numpy object, or (address, bytes).
+    """The memory of a Region, a buffer, a tensor, `__cuda_array_interface__`, DLPack, numpy, or (address, bytes).
 
     Raises:
         UsageError: not contiguous, empty, or nothing that has memory.
@@ -89,6 +94,8 @@ def region_of(runtime: Runtime, thing: Any) -> Region:
         return thing
     if isinstance(thing, Buffer):
         return thing.region
+    if isinstance(thing, PinnedBuffer):
+        return Region(thing.address, thing.bytes, thing.kind, thing)
     if isinstance(thing, tuple) and len(thing) == 2 and all(isinstance(part, int) for part in thing):
         return Region(thing[0], thing[1], runtime.memory_kind(thing[0]))
     if hasattr(thing, "data_ptr") and hasattr(thing, "element_size"):  # torch, without importing it

@@ -78,6 +78,7 @@ class Runtime:
         generation: how often it was torn down and started afresh; what was made in an earlier one is gone, and its
             handles and addresses may be somebody else's now.
         users: who must know at once that it was: `runtime_reset()` of each is called.
+        pinned: the pool that `kvprobe.cuda.pinned.shared_pool` has made; None until then.
     """
 
     def __init__(self, path: str, provider: str) -> None:
@@ -90,6 +91,7 @@ class Runtime:
         self.provider = provider
         self.generation = 0
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.pinned: Any = None
         for name, arguments in _SIGNATURES.items():
             function = getattr(self._lib, name)
             function.argtypes = arguments

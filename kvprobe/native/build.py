@@ -30,7 +30,10 @@ LDFLAGS = ["-shared", "-Wl,-Bsymbolic-functions", "-Wl,-z,defs", "-Wl,-z,now", "
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "libkvprobe.so": ("src/*.c",),
     "libkvprobe_hostrt.so": ("hostrt/*.c", "src/clock.c"),
-    "libkvprobe_interpose.so": ("interpose/*.c", "src/clock.c", "src/ring.c", "src/secrets.c"),
+    "libkvprobe_interpose.so": (
+        "interpose/*.c",
+        *("src/clock.c", "src/ring.c", "src/secrets.c", "src/memory_left.c", "src/kept.c"),
+    ),
     "libkvprobe_trace.so": ("trace/*.c",),
     "libkvprobe_inject.so": ("inject/*.c",),
 }

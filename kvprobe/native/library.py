@@ -301,9 +301,65 @@ class SubmitterStats(ct.Structure):
     ]
 
 
+class MemoryLeft(ct.Structure):
+    """`kvp_memory`: what the machine or a cgroup has, and what is left of it."""
+
+    _fields_ = [("total_bytes", u64), ("left_bytes", u64)]
+
+
+class PinnedOptions(ct.Structure):
+    """`kvp_pinned_options`: the runtime's functions, then how a pool pins and what it keeps."""
+
+    _fields_ = [
+        ("host_alloc", ct.c_void_p),
+        ("free_host", ct.c_void_p),
+        ("host_register", ct.c_void_p),
+        ("host_unregister", ct.c_void_p),
+        ("device_synchronize", ct.c_void_p),
+        ("set_device", ct.c_void_p),
+        ("get_last_error", ct.c_void_p),
+        ("budget_bytes", u64),
+        ("populate_bytes", u64),
+        ("chunk_bytes", u64),
+        ("threads", u32),
+        ("node", i32),
+        ("small_pages", u32),
+        ("private", u32),
+        ("watch_ms", u32),
+        ("device", i32),
+        ("root", ct.c_char_p),
+    ]
+
+
+class PinnedCounts(ct.Structure):
+    """`kvp_pinned_counts`."""
+
+    _fields_ = [
+        ("kept_bytes", u64),
+        ("excess_bytes", u64),
+        ("most_bytes", u64),
+        ("reused", u64),
+        ("reused_bytes", u64),
+        ("kept", u64),
+        ("given_up", u64),
+        ("pressed", u64),
+        ("out_bytes", u64),
+        ("out", u64),
+        ("made", u64),
+        ("made_bytes", u64),
+        ("made_ns", u64),
+        ("populated", u64),
+        ("populated_bytes", u64),
+        ("populate_ns", u64),
+        ("register_ns", u64),
+        ("longest_register_ns", u64),
+    ]
+
+
 SHARED = (  # as kvp_layout counts them
     *(Record, RingOptions, SubmitOptions, SubmitResult, CalibrateCalls, Calibration, CudaCalls, CopyKernel, CopyList),
     *(Copier, MethodRow, MethodTable, JobStatus, JobRefused, REQUEST, ADDRESSES, Side, SubmitterConfig, SubmitterStats),
+    *(MemoryLeft, PinnedOptions, PinnedCounts),
 )
 
 
@@ -435,6 +491,15 @@ def _declare_submitter(lib: ct.CDLL) -> None:
         "kvp_wire_size": (u64, [u32, pointer, u64]),
         "kvp_wire_code": (u64, [u32, pointer, u64, pointer]),
         "kvp_wire_decode": (i32, [pointer, u64, pointer, u64]),
+        "kvp_memory_left": (MemoryLeft, [ct.c_char_p]),
+        "kvp_memory_reserve": (u64, [ct.POINTER(MemoryLeft)]),
+        "kvp_pinned_open": (pointer, [ct.POINTER(PinnedOptions)]),
+        "kvp_pinned_take": (i32, [pointer, u64, u64, ct.POINTER(pointer), ct.POINTER(pointer)]),
+        "kvp_pinned_give": (i32, [pointer, pointer]),
+        "kvp_pinned_trim": (None, [pointer, u64]),
+        "kvp_pinned_read": (None, [pointer, ct.POINTER(PinnedCounts)]),
+        "kvp_pinned_reset": (None, [pointer]),
+        "kvp_pinned_close": (None, [pointer]),
     }
     for name, (result, arguments) in declared.items():
         function = getattr(lib, name)

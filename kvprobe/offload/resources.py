@@ -9,7 +9,8 @@ import ctypes as ct
 import functools
 from collections.abc import Callable
 
-from kvprobe.cuda import Runtime
+from kvprobe.cuda import PinnedBuffer, Runtime
+from kvprobe.cuda.pinned import shared_pool
 from kvprobe.errors import CudaError
 from kvprobe.native.library import CopyList
 from kvprobe.offload.streams import StreamPool
@@ -38,6 +39,7 @@ class Resources:
         self.shared: list[int] = []
         self.lists: list[CopyList] = []
         self.clock_stream = 0
+        self._list_memory: list[PinnedBuffer] = []
         try:
             for _ in range(2):
                 self.pooled.append(StreamPool(runtime, streams, priority))
@@ -45,8 +47,9 @@ class Resources:
                 self.shared.append(runtime.stream_create())
             self.clock_stream = runtime.stream_create()
             for _ in range(2 if lists else 0):
-                host = runtime.host_alloc(LIST_COPIES * 24)
-                self.lists.append(CopyList(host=host, device=host, capacity=LIST_COPIES))
+                buffer = shared_pool(runtime).take(LIST_COPIES * 24)
+                self._list_memory.append(buffer)
+                self.lists.append(CopyList(host=buffer.address, device=buffer.address, capacity=LIST_COPIES))
         except BaseException:
             self.close()
             raise
@@ -82,7 +85,8 @@ class Resources:
         if self.pooled:
             return self.pooled.pop().close
         if self.lists:
-            return functools.partial(runtime.free_host, int(self.lists.pop().host or 0))
+            self.lists.pop()
+            return self._list_memory.pop().close
         return None
 
 

@@ -16,7 +16,7 @@ from kvprobe.diagnosis.startup import startup
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
 from kvprobe.recordings.window import ServingWindow, serving_window
-from kvprobe.reporting import charts, descriptors, headline, offloads, series, sized, streams
+from kvprobe.reporting import charts, descriptors, headline, offloads, series, sized, slept, streams
 from kvprobe.reporting.account import account_section
 from kvprobe.reporting.charts import Mark, Points
 from kvprobe.reporting.headline import PageHead
@@ -196,6 +196,7 @@ def _sections(
             sized.size_charts(pools),
             [*map(sized.size_table, pools)],
         ),
+        charts.section("sleeps", "Sleep and wake", slept.LEAD, [], slept.sleep_tables(recording, int(found.span[0]))),
         charts.section("ranks", "Processes side by side", "", *streams.processes(recording, found, queues)),
         charts.section(
             "streams",

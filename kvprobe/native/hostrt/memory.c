@@ -12,7 +12,14 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-enum { RANGE_DEVICE, RANGE_HOST, RANGE_REGISTERED, RANGE_DYING /* cudaFreeAsync was called, its turn has not come */ };
+enum {
+    RANGE_DEVICE,
+    RANGE_HOST,
+    RANGE_REGISTERED,
+    RANGE_DYING,    /* cudaFreeAsync was called, its turn has not come */
+    RANGE_RESERVED, /* addresses without memory (cuMemAddressReserve) */
+    RANGE_MAPPED    /* the same with a handle's memory (cuMemMap) */
+};
 
 typedef struct {
     uintptr_t base;
@@ -20,8 +27,17 @@ typedef struct {
     uint8_t kind;
 } range;
 
+/* What cuMemCreate gives: its number is the place in the list, plus one. */
+typedef struct {
+    size_t bytes;   /* 0: released */
+    uintptr_t base; /* where it is mapped; 0: nowhere */
+    bool released;  /* and mapped still */
+} physical;
+
 struct memory {
     pthread_rwlock_t lock;
+    physical *handles;
+    size_t handle_count;
     range *ranges; /* by base */
     size_t count, room;
     uintptr_t arena, arena_end, next;
@@ -126,7 +142,7 @@ static bool take_arena(memory *m, size_t size) {
 
 static bool keep_arena(memory *m) {
     for (size_t i = 0; m->kept && i < m->count; i++)
-        if (m->ranges[i].kind == RANGE_DEVICE || m->ranges[i].kind == RANGE_DYING) unmap_device(m, &m->ranges[i]);
+        if (m->ranges[i].kind != RANGE_HOST && m->ranges[i].kind != RANGE_REGISTERED) unmap_device(m, &m->ranges[i]);
     pthread_mutex_lock(&spare_lock);
     bool kept = m->kept && !spare_arena;
     if (kept) {
@@ -174,11 +190,14 @@ void kvh_memory_free(memory *m) {
     if (m->arena && !keep_arena(m)) munmap((void *)m->arena, m->arena_end - m->arena);
     pthread_rwlock_destroy(&m->lock);
     free(m->ranges);
+    free(m->handles);
     free(m);
 }
 
 /* ---- the registry; lock held ----------------------------------------------------------------------------------------
  */
+
+static bool is_device(int kind) { return kind == RANGE_DEVICE || kind == RANGE_MAPPED; }
 
 /* Index of the first range that begins above `address`. */
 static size_t above(const memory *m, uintptr_t address) {
@@ -232,8 +251,8 @@ static int classify(memory *m, uintptr_t p, size_t bytes) {
     if (p + bytes < p) return BAD;
     range *r = find(m, p);
     if (!r) return p >= m->arena && p < m->arena_end ? BAD : PLAIN;
-    if (r->kind == RANGE_DYING) return BAD;
-    int kind = r->kind == RANGE_DEVICE ? DEVICE : PINNED;
+    if (r->kind == RANGE_DYING || r->kind == RANGE_RESERVED) return BAD;
+    int kind = is_device(r->kind) ? DEVICE : PINNED;
     uintptr_t end = r->base + r->bytes;
     while (p + bytes > end) { /* registrations that touch one another count as one */
         if (++r == m->ranges + m->count || r->kind != RANGE_REGISTERED || r->base != end) return BAD;
@@ -404,6 +423,131 @@ KVP_EXPORT cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
     KVH_LEAVE(cudaSuccess);
 }
 
+/* ---- virtual memory: addresses that stay while their memory comes and goes
+ * -------------------------------------------- A handle is mapped whole, at one place, and what it held is gone when it
+ * is unmapped. */
+
+KVP_EXPORT int cuMemAddressReserve(uint64_t *at, size_t bytes, size_t alignment, uint64_t wanted, uint64_t flags) {
+    (void)alignment, (void)wanted, (void)flags;
+    KVH_ENTER(cuMemAddressReserve, 0);
+    memory *m = c->rt->memory;
+    if (!at || !bytes || bytes % m->page) KVH_LEAVE(cudaErrorInvalidValue);
+    pthread_rwlock_wrlock(&m->lock);
+    uintptr_t found = place(m, m->next, bytes);
+    if (!found) found = place(m, m->arena, bytes);
+    bool reserved = found && insert(m, (range){found, bytes, bytes, RANGE_RESERVED});
+    if (reserved) m->next = found + bytes + m->page;
+    pthread_rwlock_unlock(&m->lock);
+    *at = reserved ? found : 0;
+    KVH_LEAVE(reserved ? cudaSuccess : cudaErrorMemoryAllocation);
+}
+
+/* The range that begins at `at` and is of that kind and size; lock held. */
+static range *exactly(memory *m, uint64_t at, size_t bytes, int kind) {
+    range *r = find(m, at);
+    return r && r->base == at && r->bytes == bytes && r->kind == kind ? r : NULL;
+}
+
+KVP_EXPORT int cuMemAddressFree(uint64_t at, size_t bytes) {
+    KVH_ENTER(cuMemAddressFree, 0);
+    memory *m = c->rt->memory;
+    pthread_rwlock_wrlock(&m->lock);
+    range *r = exactly(m, at, bytes, RANGE_RESERVED);
+    if (r) erase(m, r);
+    pthread_rwlock_unlock(&m->lock);
+    KVH_LEAVE(r ? cudaSuccess : cudaErrorInvalidValue);
+}
+
+KVP_EXPORT int cuMemCreate(uint64_t *handle, size_t bytes, const void *properties, uint64_t flags) {
+    (void)flags;
+    KVH_ENTER(cuMemCreate, 0);
+    kvh_trace_about(c, NULL, NULL, bytes, 1, 0, 0);
+    memory *m = c->rt->memory;
+    if (!handle || !properties || !bytes || bytes % m->page) KVH_LEAVE(cudaErrorInvalidValue);
+    cudaError_t error = cudaErrorMemoryAllocation;
+    pthread_rwlock_wrlock(&m->lock);
+    physical *more = realloc(m->handles, (m->handle_count + 1) * sizeof *more);
+    if (more) m->handles = more;
+    if (more && bytes <= m->device_limit && m->device_bytes <= m->device_limit - bytes) {
+        m->handles[m->handle_count] = (physical){.bytes = bytes};
+        m->device_bytes += bytes;
+        *handle = ++m->handle_count;
+        error = cudaSuccess;
+    }
+    pthread_rwlock_unlock(&m->lock);
+    KVH_LEAVE(error);
+}
+
+static physical *handle_of(memory *m, uint64_t handle) {
+    physical *p = handle && handle <= m->handle_count ? &m->handles[handle - 1] : NULL;
+    return p && p->bytes && !p->released ? p : NULL;
+}
+
+static void give_back(memory *m, physical *p) {
+    m->device_bytes -= p->bytes;
+    *p = (physical){0};
+}
+
+/* What is mapped stays until it is unmapped. */
+KVP_EXPORT int cuMemRelease(uint64_t handle) {
+    KVH_ENTER(cuMemRelease, 0);
+    memory *m = c->rt->memory;
+    pthread_rwlock_wrlock(&m->lock);
+    physical *p = handle_of(m, handle);
+    if (p && p->base)
+        p->released = true;
+    else if (p)
+        give_back(m, p);
+    pthread_rwlock_unlock(&m->lock);
+    KVH_LEAVE(p ? cudaSuccess : cudaErrorInvalidValue);
+}
+
+KVP_EXPORT int cuMemMap(uint64_t at, size_t bytes, size_t offset, uint64_t handle, uint64_t flags) {
+    (void)flags;
+    KVH_ENTER(cuMemMap, 0);
+    memory *m = c->rt->memory;
+    pthread_rwlock_wrlock(&m->lock);
+    physical *p = handle_of(m, handle);
+    range *r = exactly(m, at, bytes, RANGE_RESERVED);
+    bool fits = p && r && !p->base && p->bytes == bytes && !offset && map_device(m, r->base, r->mapped) != MAP_FAILED;
+    if (fits) {
+        p->base = r->base;
+        r->kind = RANGE_MAPPED;
+    }
+    pthread_rwlock_unlock(&m->lock);
+    KVH_LEAVE(fits ? cudaSuccess : cudaErrorInvalidValue);
+}
+
+KVP_EXPORT int cuMemUnmap(uint64_t at, size_t bytes) {
+    KVH_ENTER(cuMemUnmap, 0);
+    cudaError_t error = kvh_wait_all(c);
+    if (error) KVH_LEAVE(error);
+    memory *m = c->rt->memory;
+    pthread_rwlock_wrlock(&m->lock);
+    range *r = exactly(m, at, bytes, RANGE_MAPPED);
+    if (r) {
+        mmap((void *)r->base, r->mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+        r->kind = RANGE_RESERVED;
+        for (size_t i = 0; i < m->handle_count; i++)
+            if (m->handles[i].base == at) {
+                m->handles[i].base = 0;
+                if (m->handles[i].released) give_back(m, &m->handles[i]);
+            }
+    }
+    pthread_rwlock_unlock(&m->lock);
+    KVH_LEAVE(r ? cudaSuccess : cudaErrorInvalidValue);
+}
+
+/* Everything may be read and written here; only whether there is memory is looked at. */
+KVP_EXPORT int cuMemSetAccess(uint64_t at, size_t bytes, const void *access, size_t count) {
+    KVH_ENTER(cuMemSetAccess, 0);
+    memory *m = c->rt->memory;
+    pthread_rwlock_rdlock(&m->lock);
+    bool there = access && count && exactly(m, at, bytes, RANGE_MAPPED);
+    pthread_rwlock_unlock(&m->lock);
+    KVH_LEAVE(there ? cudaSuccess : cudaErrorInvalidValue);
+}
+
 /* ---- host memory
  * ------------------------------------------------------------------------------------------------------ */
 
@@ -514,7 +658,7 @@ KVP_EXPORT cudaError_t cudaPointerGetAttributes(pointer_attributes *attributes, 
     void *at = (void *)(uintptr_t)p;
     if (!r)
         *attributes = (pointer_attributes){0, -2, NULL, NULL};
-    else if (r->kind == RANGE_DEVICE)
+    else if (is_device(r->kind))
         *attributes = (pointer_attributes){2, 0, at, NULL};
     else
         *attributes = (pointer_attributes){1, 0, at, at};
@@ -531,7 +675,7 @@ KVP_EXPORT int cuPointerGetAttributes(unsigned count, const int *attributes, voi
     const range *r = find(m, (uintptr_t)address);
     for (unsigned i = 0; i < count; i++) {
         if (attributes[i] == MEMORY_TYPE)
-            *(uint32_t *)data[i] = !r ? 0 : r->kind == RANGE_DEVICE ? 2 : 1;
+            *(uint32_t *)data[i] = !r ? 0 : is_device(r->kind) ? 2 : 1;
         else if (attributes[i] == DEVICE_ORDINAL)
             *(int *)data[i] = r ? 0 : -2;
         else if (attributes[i] == IS_MANAGED)

@@ -108,6 +108,13 @@ enum {
     X(cuEventElapsedTime, 0)                                                                                           \
     X(cuStreamDestroy_v2, 0)                                                                                           \
     X(cuMemHostRegister_v2, 39)                                                                                        \
+    X(cuMemAddressReserve, 0)                                                                                          \
+    X(cuMemAddressFree, 0)                                                                                             \
+    X(cuMemCreate, 56)                                                                                                 \
+    X(cuMemMap, 57)                                                                                                    \
+    X(cuMemUnmap, 58)                                                                                                  \
+    X(cuMemRelease, 59)                                                                                                \
+    X(cuMemSetAccess, 60)                                                                                              \
     X(cudaStreamBeginCapture, 0)                                                                                       \
     X(cudaStreamEndCapture, 0)                                                                                         \
     X(cuStreamBeginCapture_v2, 0)                                                                                      \

@@ -42,8 +42,10 @@
 #define _GNU_SOURCE
 #include "cures.h"
 
+#include "../src/host_memory.h"
 #include "../src/kvp_signals.h"
 #include "cure_account.h"
+#include "recycle.h"
 #include "staging.h"
 
 #include <errno.h>
@@ -114,9 +116,11 @@ void kvp_cures_start(const char *run_folder) {
     if (bytes && *bytes && *bytes != '-' && !*end) allowed = (size_t)value;
     folder = run_folder;
     if (!pthread_atfork(NULL, NULL, in_child)) kvp_watch.cures = 1;
+    kvp_recycle_start(run_folder);
 }
 
 void kvp_cures_stop(void) {
+    kvp_recycle_stop();
     kvp_watch.cures = 0;
     folder = NULL; /* nothing is written, either */
 }
@@ -157,17 +161,6 @@ static int open_driver(void) {
     if (!missing) return 1;
     kvp_decision(folder, "refuse", NULL, NULL, 0, "this driver has no %s, CUDA 12 has: copies go as they are", missing);
     return -1;
-}
-
-static size_t memory_left(void) {
-    char line[128];
-    unsigned long long kib = 0;
-    FILE *file = fopen("/proc/meminfo", "re");
-    if (!file) return 0;
-    while (fgets(line, sizeof line, file))
-        if (sscanf(line, "MemAvailable: %llu", &kib) == 1) break;
-    fclose(file);
-    return (size_t)kib << 10;
 }
 
 /* A third of the processors that this process may use; the caller is one more. */
@@ -223,7 +216,7 @@ static int make_slots(void) {
         refuse("KVPROBE_LOCKED_BYTES leaves less than the 4 MiB that staging takes", allowed, 0);
         return 0;
     }
-    size_t left = memory_left();
+    size_t left = (size_t)kvp_memory_left("").left_bytes;
     if (left / OF_MEMORY_LEFT < bytes) {
         refuse("too little memory is left on this machine to lock a part of it", left, 0);
         return 0;

@@ -67,6 +67,7 @@ struct watch {
     atomic_int no_driver;   /* there is none to ask about a pointer */
     atomic_int gate;        /* 1: a test forbids calls */
     atomic_int cures;       /* 1: pageable copies may go another way (cures.c) */
+    atomic_int recycles;    /* 1: pinned memory that is freed may be kept (recycle.c) */
     atomic_int captures;    /* streams that are being captured */
     atomic_int marks;       /* 1: marks are recorded in the program's streams (marks.c) */
     atomic_int blocking;    /* 1: there may be streams that the legacy default stream waits for */

@@ -1,6 +1,7 @@
 /* The wrapped calls: what is recorded of each, and the table of their symbols. */
 #define _GNU_SOURCE
 #include "cures.h"
+#include "recycle.h"
 
 #include <errno.h>
 #include <stdatomic.h>
@@ -194,6 +195,7 @@ static void finish(void) {
     kvp_watch.on = 0;
     kvp_contents_stop();
     kvp_cures_close();
+    kvp_recycle_close();
     kvp_ring_close();
 }
 
@@ -205,6 +207,7 @@ static void (*next_exit)(int);
 
 static __attribute__((noreturn)) void leave(int status) {
     kvp_cures_close();
+    kvp_recycle_close();
     kvp_ring_close();
     if (next_exit) next_exit(status);
     for (;;) syscall(SYS_exit_group, status);
@@ -636,10 +639,12 @@ CALL(cudaMalloc, A_CALL, r.call = KVP_CALL_cudaMalloc; r.bytes = bytes)
 CALL(cudaMallocAsync, A_CALL, r.call = KVP_CALL_cudaMallocAsync; r.bytes = bytes; r.stream = STREAM(stream))
 #define cudaHostAlloc_P void **pointer, size_t bytes, unsigned flags
 #define cudaHostAlloc_A pointer, bytes, flags
-CALL(cudaHostAlloc, A_FREE, r.call = KVP_CALL_cudaHostAlloc; r.bytes = bytes)
+CALL_BY(cudaHostAlloc, A_FREE, KVP_RECYCLED_ALLOC(real(cudaHostAlloc_A), bytes, flags), r.call = KVP_CALL_cudaHostAlloc;
+        r.bytes = bytes)
 #define cudaMallocHost_P void **pointer, size_t bytes
 #define cudaMallocHost_A pointer, bytes
-CALL(cudaMallocHost, A_FREE, r.call = KVP_CALL_cudaHostAlloc; r.bytes = bytes)
+CALL_BY(cudaMallocHost, A_FREE, KVP_RECYCLED_ALLOC(real(cudaMallocHost_A), bytes, 0), r.call = KVP_CALL_cudaHostAlloc;
+        r.bytes = bytes)
 #define cudaHostRegister_P void *pointer, size_t bytes, unsigned flags
 #define cudaHostRegister_A pointer, bytes, flags
 CALL(cudaHostRegister, A_FREE, r.call = KVP_CALL_cudaHostRegister; r.bytes = bytes)
@@ -648,7 +653,7 @@ CALL(cudaHostRegister, A_FREE, r.call = KVP_CALL_cudaHostRegister; r.bytes = byt
 CALL(cudaFree, A_FREE, r.call = KVP_CALL_cudaFree)
 #define cudaFreeHost_P void *pointer
 #define cudaFreeHost_A pointer
-CALL(cudaFreeHost, A_FREE, r.call = KVP_CALL_cudaFreeHost)
+CALL_BY(cudaFreeHost, A_FREE, KVP_RECYCLED_FREE, r.call = KVP_CALL_cudaFreeHost)
 #define cudaHostUnregister_P void *pointer
 #define cudaHostUnregister_A pointer
 CALL(cudaHostUnregister, A_FREE, r.call = KVP_CALL_cudaHostUnregister)
@@ -673,6 +678,30 @@ CALL(cuMemFreeHost, A_FREE, r.call = KVP_CALL_cuMemFreeHost)
 #define cuMemHostUnregister_P void *pointer
 #define cuMemHostUnregister_A pointer
 CALL(cuMemHostUnregister, A_FREE, r.call = KVP_CALL_cuMemHostUnregister)
+
+/* ---- GPU memory whose addresses stay (cuMemRelease does not say how much it was) --------------------------------- */
+
+#define cuMemCreate_P uint64_t *handle, size_t bytes, const void *properties, uint64_t flags
+#define cuMemCreate_A handle, bytes, properties, flags
+CALL(cuMemCreate, A_CALL, r.call = KVP_CALL_cuMemCreate; r.bytes = bytes)
+#define cuMemMap_P uint64_t pointer, size_t bytes, size_t offset, uint64_t handle, uint64_t flags
+#define cuMemMap_A pointer, bytes, offset, handle, flags
+CALL(cuMemMap, A_FREE, r.call = KVP_CALL_cuMemMap; r.bytes = bytes; r.dst = pointer)
+#define cuMemUnmap_P uint64_t pointer, size_t bytes
+#define cuMemUnmap_A pointer, bytes
+CALL(cuMemUnmap, A_FREE, r.call = KVP_CALL_cuMemUnmap; r.bytes = bytes; r.dst = pointer)
+#define cuMemRelease_P uint64_t handle
+#define cuMemRelease_A handle
+CALL(cuMemRelease, A_CALL, r.call = KVP_CALL_cuMemRelease)
+#define cuMemSetAccess_P uint64_t pointer, size_t bytes, const void *access, size_t count
+#define cuMemSetAccess_A pointer, bytes, access, count
+CALL(cuMemSetAccess, A_CALL, r.call = KVP_CALL_cuMemSetAccess; r.bytes = bytes)
+#define cuMemExportToShareableHandle_P void *shareable, uint64_t handle, int type, uint64_t flags
+#define cuMemExportToShareableHandle_A shareable, handle, type, flags
+CALL(cuMemExportToShareableHandle, A_CALL, r.call = KVP_CALL_cuMemExportToShareableHandle)
+#define cuMemImportFromShareableHandle_P uint64_t *handle, void *shareable, int type
+#define cuMemImportFromShareableHandle_A handle, shareable, type
+CALL(cuMemImportFromShareableHandle, A_CALL, r.call = KVP_CALL_cuMemImportFromShareableHandle)
 
 /* ---- functions that hand out functions ----------------------------------------------------------------------- */
 
@@ -806,7 +835,8 @@ ENDS_CAPTURE(cuStreamEndCapture)
 
 /* ---- contexts that end (cures.c) -------------------------------------------------------------------------------- */
 
-#define ENDS_CONTEXT(NAME) UNRECORDED(NAME, (kvp_context_ends(), kvp_marks_context_ends()), (void)0)
+#define ENDS_CONTEXT(NAME)                                                                                             \
+    UNRECORDED(NAME, (kvp_context_ends(), kvp_recycle_context_ends(), kvp_marks_context_ends()), (void)0)
 #define cudaDeviceReset_P void *unused
 #define cudaDeviceReset_A unused
 ENDS_CONTEXT(cudaDeviceReset)
@@ -861,7 +891,10 @@ ENDS_STREAM(cuStreamDestroy)
     X(cuMemAlloc, cuMemAlloc_v2, 0) X(cuMemHostAlloc, cuMemHostAlloc, 0) X(cuMemAllocHost, cuMemAllocHost_v2, 0) \
     X(cuMemHostRegister, cuMemHostRegister, 0) X(cuMemHostRegister, cuMemHostRegister_v2, 0) \
     X(cuMemFree, cuMemFree_v2, 0) X(cuMemFreeHost, cuMemFreeHost, 0) \
-    X(cuMemHostUnregister, cuMemHostUnregister, 0) X(cuGetProcAddress, cuGetProcAddress, 0) \
+    X(cuMemHostUnregister, cuMemHostUnregister, 0) X(cuMemCreate, cuMemCreate, 0) X(cuMemMap, cuMemMap, 0) \
+    X(cuMemUnmap, cuMemUnmap, 0) X(cuMemRelease, cuMemRelease, 0) X(cuMemSetAccess, cuMemSetAccess, 0) \
+    X(cuMemExportToShareableHandle, cuMemExportToShareableHandle, 0) \
+    X(cuMemImportFromShareableHandle, cuMemImportFromShareableHandle, 0) X(cuGetProcAddress, cuGetProcAddress, 0) \
     X(cuGetProcAddress_v2, cuGetProcAddress_v2, 0) BOTH(X, cudaGetDriverEntryPoint) \
     BOTH(X, cudaGetDriverEntryPointByVersion) \
     BOTH(X, cudaStreamBeginCapture) BOTH(X, cudaStreamBeginCaptureToGraph) BOTH(X, cudaStreamEndCapture) \

@@ -87,6 +87,13 @@ KVP_EXPORT const char *kvp_clock_name(void); /* "tsc", "cntvct" or "clock_gettim
     X(43, FREE, cuMemFree)                                                                                             \
     X(44, FREE, cuMemFreeHost)                                                                                         \
     X(45, FREE, cuMemHostUnregister)                                                                                   \
+    X(56, ALLOC, cuMemCreate)                                                                                          \
+    X(57, ALLOC, cuMemMap)                                                                                             \
+    X(58, FREE, cuMemUnmap)                                                                                            \
+    X(59, FREE, cuMemRelease)                                                                                          \
+    X(60, ALLOC, cuMemSetAccess)                                                                                       \
+    X(61, ALLOC, cuMemExportToShareableHandle)                                                                         \
+    X(62, ALLOC, cuMemImportFromShareableHandle)                                                                       \
     X(64, TRANSFER, transfer) /* one engine or server transfer; src and dst hold its split, see kvp_record */          \
     X(65, MARKS, span)        /* no call: what stood in a stream between two marks (interpose/marks.h) */              \
     X(66, MARKS, coverage)    /* no call: an interval in which marks missed nothing, or something */                   \

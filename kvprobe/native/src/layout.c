@@ -4,6 +4,7 @@
 #include "kvp_copy.h"
 #include "kvp_engine.h"
 #include "kvp_submitter.h"
+#include "pinned_pool.h"
 
 uint32_t kvp_layout(uint32_t *sizes, uint32_t room) {
     static const uint32_t all[] = {sizeof(kvp_record),
@@ -24,7 +25,10 @@ uint32_t kvp_layout(uint32_t *sizes, uint32_t room) {
                                    sizeof(kvp_addresses),
                                    sizeof(kvp_side),
                                    sizeof(kvp_submitter_config),
-                                   sizeof(kvp_submitter_stats)};
+                                   sizeof(kvp_submitter_stats),
+                                   sizeof(kvp_memory),
+                                   sizeof(kvp_pinned_options),
+                                   sizeof(kvp_pinned_counts)};
     uint32_t count = sizeof all / sizeof *all;
     for (uint32_t i = 0; i < count && i < room; i++) sizes[i] = all[i];
     return count;

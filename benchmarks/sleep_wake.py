@@ -1,0 +1,321 @@
+"""A model that is put to sleep and woken as torch_memory_saver does it, with and without `kvprobe run --fix auto`.
+
+    python benchmarks/sleep_wake.py [--device cuda|host] [--gib 20] [--sleeps 4] [--rounds 2] [--keep BYTES]
+
+Its calls, in its order (csrc/core.cpp, `pause` and `resume`; the backup is freed at `resume`, as versions do that give
+host memory back): for each allocation cudaMallocHost, a synchronous cudaMemcpy, cuMemUnmap, cuMemRelease; then
+cuMemCreate, cuMemMap, cuMemSetAccess, cudaMemcpy, cudaFreeHost. Programs with and without take turns, each in a process
+of its own. `healthy` pins once and copies: what kvprobe costs a program that needs no cure.
+
+Printed: GB/s down and up, at the first sleep and the median of the others, beside the link's; each phase's share. The
+bytes of all weights are compared after the first and the last wake. `--device host` tries the script: there weights
+stay in memory that is not unmapped, and its figures mean nothing.
+
+Exit code 1: bytes differ; or on a GPU, from the second sleep on, less than 85% of the link or less than 5 times as fast
+as without, at the first less than 60%; more is held than KVPROBE_KEEP_BYTES; `healthy` is more than 1% slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes as ct
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+MIB, GIB = 1 << 20, 1 << 30
+SIZES_MIB = (512, 128, 64, 20, 20, 2)  # torch's segments, as a model's weights come
+TO_DEVICE, TO_HOST = 1, 2
+SECOND, FIRST, FASTER, HEALTHY = 0.85, 0.60, 5.0, 1.01
+
+
+class Location(ct.Structure):
+    """`CUmemLocation`."""
+
+    _fields_ = [("type", ct.c_int), ("id", ct.c_int)]
+
+
+class Properties(ct.Structure):
+    """`CUmemAllocationProp`."""
+
+    _fields_ = [
+        ("type", ct.c_int),
+        ("handles", ct.c_int),
+        ("location", Location),
+        ("win32", ct.c_void_p),
+        ("flags", ct.c_ubyte * 8),
+    ]
+
+
+class Access(ct.Structure):
+    """`CUmemAccessDesc`."""
+
+    _fields_ = [("location", Location), ("flags", ct.c_int)]
+
+
+class Weight:
+    """One allocation of GPU memory whose pages come and go under an address that stays."""
+
+    def __init__(self, calls: Calls, size: int) -> None:
+        """Reserves the address and gives it memory."""
+        self.calls, self.size = calls, size
+        self.address, self.handle, self.backup = ct.c_uint64(), ct.c_uint64(), ct.c_void_p()
+        if calls.driver:
+            calls.check("cuMemAddressReserve", ct.byref(self.address), ct.c_size_t(size), ct.c_size_t(0), 0, 0)
+            self.map()
+        else:
+            calls.check("cudaMalloc", ct.byref(self.address), ct.c_size_t(size))
+
+    def map(self) -> None:
+        """Memory under the address again."""
+        if not self.calls.driver:
+            return
+        where = Properties(type=1, location=Location(1, 0))
+        access = Access(Location(1, 0), 3)
+        size = ct.c_size_t(self.size)
+        self.calls.check("cuMemCreate", ct.byref(self.handle), size, ct.byref(where), ct.c_ulonglong(0))
+        self.calls.check("cuMemMap", self.address, size, ct.c_size_t(0), self.handle, ct.c_ulonglong(0))
+        self.calls.check("cuMemSetAccess", self.address, size, ct.byref(access), ct.c_size_t(1))
+
+    def unmap(self) -> None:
+        """No memory under it."""
+        if not self.calls.driver:
+            ct.memset(self.address.value or 0, 0, self.size)
+            return
+        self.calls.check("cuMemUnmap", self.address, ct.c_size_t(self.size))
+        self.calls.check("cuMemRelease", self.handle)
+
+    def copy(self, kind: int, host: int) -> None:
+        """All of it, synchronously."""
+        device = ct.c_void_p(self.address.value)
+        to, source = (device, ct.c_void_p(host)) if kind == TO_DEVICE else (ct.c_void_p(host), device)
+        self.calls.check("cudaMemcpy", to, source, ct.c_size_t(self.size), kind)
+
+
+class Calls:
+    """The runtime and the driver, called as a program does, and the time that each name took."""
+
+    def __init__(self, device: str) -> None:
+        """Loads them; the host runtime is its own driver and has no virtual memory."""
+        import kvprobe
+
+        self.runtime = ct.CDLL(kvprobe.find_runtime(device).path)
+        self.driver = ct.CDLL("libcuda.so.1") if device == "cuda" else None
+        self.took: dict[str, float] = {}
+
+    def check(self, name: str, *arguments: Any) -> None:
+        """Calls it; an error ends the program."""
+        library = self.driver if name.startswith("cuM") else self.runtime
+        began = time.perf_counter()
+        error = getattr(library, name)(*arguments)
+        self.took[name] = self.took.get(name, 0) + time.perf_counter() - began
+        if error:
+            raise SystemExit(f"{name} returned {error}")
+
+
+def weights_of(calls: Calls, total: int) -> list[Weight]:
+    """A model of `total` bytes."""
+    made: list[Weight] = []
+    while total >= 2 * MIB:
+        size = min(SIZES_MIB[len(made) % len(SIZES_MIB)] * MIB, total // (2 * MIB) * 2 * MIB)
+        made.append(Weight(calls, size))
+        total -= size
+    return made
+
+
+def every_byte(weights: list[Weight], calls: Calls, write: bool) -> bool:
+    """Writes a pattern of random bytes, other ones for each weight; or whether it is there."""
+    import numpy as np
+
+    largest = max(weight.size for weight in weights)
+    host = ct.c_void_p()
+    calls.check("cudaHostAlloc", ct.byref(host), ct.c_size_t(largest), 2)  # other flags: it is no backup
+    seen = np.frombuffer(memoryview((ct.c_ubyte * largest).from_address(host.value or 0)).cast("B"), np.uint64)
+    pattern = np.random.default_rng(1).integers(0, 2**63, largest // 8, np.uint64)
+    same = True
+    for number, weight in enumerate(weights):
+        part = slice(0, weight.size // 8)
+        if write:
+            np.add(pattern[part], np.uint64(number), out=seen[part])
+            weight.copy(TO_DEVICE, host.value or 0)
+        else:
+            weight.copy(TO_HOST, host.value or 0)
+            seen[part] -= np.uint64(number)
+            same &= bool(np.array_equal(seen[part], pattern[part]))
+    del seen
+    calls.check("cudaFreeHost", host)
+    return same
+
+
+def link_rate(calls: Calls, weight: Weight) -> dict[str, float]:
+    """Bytes a second of the largest weight, pinned, the best of eight; it is written back as it was."""
+    host, best = ct.c_void_p(), {TO_HOST: 0.0, TO_DEVICE: 0.0}
+    calls.check("cudaHostAlloc", ct.byref(host), ct.c_size_t(weight.size), 2)
+    for _ in range(8):
+        for kind in best:
+            began = time.perf_counter()
+            weight.copy(kind, host.value or 0)
+            best[kind] = max(best[kind], weight.size / (time.perf_counter() - began))
+    calls.check("cudaFreeHost", host)
+    return {"down": best[TO_HOST], "up": best[TO_DEVICE]}
+
+
+def fall_asleep(weights: list[Weight], calls: Calls, pins: bool) -> None:
+    """What `pause` does."""
+    for weight in weights:
+        if pins:
+            calls.check("cudaMallocHost", ct.byref(weight.backup), ct.c_size_t(weight.size))
+        weight.copy(TO_HOST, weight.backup.value or 0)
+        if pins:
+            weight.unmap()
+
+
+def wake_up(weights: list[Weight], calls: Calls, pins: bool) -> None:
+    """What `resume` does."""
+    for weight in weights:
+        if pins:
+            weight.map()
+        weight.copy(TO_DEVICE, weight.backup.value or 0)
+        if pins:
+            calls.check("cudaFreeHost", weight.backup)
+
+
+def timed(what: Callable[..., None], weights: list[Weight], calls: Calls, pins: bool) -> dict[str, Any]:
+    """What it took, in all and by the calls' names."""
+    calls.took = {}
+    began = time.perf_counter()
+    what(weights, calls, pins)
+    return {"s": time.perf_counter() - began, "calls_s": dict(calls.took)}
+
+
+def program(device: str, total: int, sleeps: int, pins: bool) -> None:
+    """One process: prints what each sleep took."""
+    calls = Calls(device)
+    started = ct.c_void_p()
+    calls.check("cudaMalloc", ct.byref(started), ct.c_size_t(4096))  # makes the context
+    weights = weights_of(calls, total)
+    same = every_byte(weights, calls, True)
+    link = link_rate(calls, max(weights, key=lambda weight: weight.size))
+    if not pins:
+        for weight in weights:
+            calls.check("cudaMallocHost", ct.byref(weight.backup), ct.c_size_t(weight.size))
+    rounds = []
+    for number in range(sleeps):
+        down = timed(fall_asleep, weights, calls, pins)
+        up = timed(wake_up, weights, calls, pins)
+        rounds.append({"down": down, "up": up})
+        if number in (0, sleeps - 1):
+            same &= every_byte(weights, calls, False)
+    print(json.dumps({"rounds": rounds, "same": same, "link": link, "bytes": sum(weight.size for weight in weights)}))
+
+
+# ---- the arms --------------------------------------------------------------------------------------------------------
+
+
+def run(asked: argparse.Namespace, pins: bool, cured: bool) -> dict[str, Any]:
+    """One program with or without the cure; with it, what the cure says of itself."""
+    own = [sys.executable, __file__, "--device", asked.device, "--gib", str(asked.gib), "--sleeps", str(asked.sleeps)]
+    own += ["--program", "sleeps" if pins else "healthy"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    with tempfile.TemporaryDirectory() as folder:
+        command = own
+        if cured:
+            env["KVPROBE_KEEP_BYTES"] = asked.keep
+            command = [sys.executable, "-m", "kvprobe", "run", "--fix", "auto", "-o", f"{folder}/run", "--", *own]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        lines = [line for line in done.stdout.splitlines() if line.startswith('{"rounds"')]
+        if not lines:
+            raise SystemExit(f"the program ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        found: dict[str, Any] = json.loads(lines[0])
+        texts = [path.read_text() for path in Path(folder).glob("run/events-*.jsonl")]
+        found["said"] = [json.loads(line)["why"] for text in texts for line in text.splitlines()]
+    return found
+
+
+def rates(found: dict[str, Any], way: str) -> tuple[float, float]:
+    """GB/s of the first sleep or wake, and the median of those after it."""
+    each = [found["bytes"] / entry[way]["s"] / 1e9 for entry in found["rounds"]]
+    return each[0], statistics.median(each[1:])
+
+
+def show(name: str, found: dict[str, Any]) -> None:
+    """One program's line, and what its phases took."""
+    for way in ("down", "up"):
+        first, later = rates(found, way)
+        link = found["link"][way] / 1e9
+        phases = ", ".join(f"{call} {s:.3f} s" for call, s in found["rounds"][-1][way]["calls_s"].items())
+        print(
+            f"{name:16} {way:4} first {first:6.2f} GB/s, later {later:6.2f}; link {link:6.2f} ({later / link:4.0%}; "
+            f"first {first / link:4.0%}); last: {phases}"
+        )
+    for line in found["said"]:
+        print(f"{'':16} {line}")
+    print(f"{'':16} {'bytes equal' if found['same'] else 'BYTES DIFFER'}", flush=True)
+
+
+def judged(all_found: dict[str, list[dict[str, Any]]], device: str) -> list[str]:
+    """What is missed."""
+    wrong = [f"{name}: bytes differ" for name, several in all_found.items() for one in several if not one["same"]]
+    for one in all_found["cured"]:
+        held = [re.search(r"most held ([\d.]+) MiB of ([\d.]+)", line) for line in one["said"]]
+        wrong += [
+            f"more is held than allowed: {match[0]}" for match in held if match and float(match[1]) > float(match[2])
+        ]
+    if device != "cuda":
+        return wrong
+    for way in ("down", "up"):
+        link = max(one["link"][way] for several in all_found.values() for one in several) / 1e9
+        was = statistics.median(rates(one, way)[1] for one in all_found["as it is"])
+        first, later = (statistics.median(rates(one, way)[at] for one in all_found["cured"]) for at in (0, 1))
+        print(
+            f"{way}: {later / was:.1f} times as fast from the second on; {later / link:.0%} of the link, "
+            f"{first / link:.0%} at the first"
+        )
+        if later < SECOND * link or first < FIRST * link or later < FASTER * was:
+            wrong.append(f"{way}: not what was wanted")
+    slower = sum(
+        entry[way]["s"] for one in all_found["healthy cured"] for entry in one["rounds"] for way in ("down", "up")
+    )
+    slower /= sum(entry[way]["s"] for one in all_found["healthy"] for entry in one["rounds"] for way in ("down", "up"))
+    print(f"healthy: {slower:.4f} of its time")
+    return [*wrong, *(["healthy is slower"] if slower > HEALTHY else [])]
+
+
+def main() -> int:
+    """Entry."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "host"), default="cuda")
+    parser.add_argument("--gib", type=float, default=20)
+    parser.add_argument("--sleeps", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--keep", default="auto")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--program", choices=("sleeps", "healthy"), help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.program:
+        program(asked.device, int(asked.gib * GIB), asked.sleeps, asked.program == "sleeps")
+        return 0
+    arms = {"as it is": (True, False), "cured": (True, True), "healthy": (False, False), "healthy cured": (False, True)}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
+    for _ in range(asked.rounds):
+        for name, (pins, cured) in arms.items():
+            found[name].append(run(asked, pins, cured))
+            show(name, found[name][-1])
+            if asked.json:
+                asked.json.write_text(json.dumps(found))
+    wrong = judged(found, asked.device)
+    print("\n".join(wrong) or "held")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,352 @@
+/* The cure of pinning again and again: what a program frees of pinned memory is kept, within a budget, and handed out
+ * again for the next request of its size.
+ *
+ * Making pinned memory costs 0.3 to 0.4 s a GiB, freeing it 0.1, each with a lock held that every other thread of the
+ * process waits for. A program that puts its model to sleep and wakes it pins, copies and frees every time.
+ *
+ * WHAT A PROGRAM MAY RELY ON, and does with this
+ * - cudaFreeHost waits for the device: so does what keeps a buffer. Where that wait fails the program's own call is
+ * made.
+ * - The flags are those that were asked for; a buffer serves only the context and the flags that it was made with.
+ * - What it holds is not said: a program's own old bytes, where a new buffer has zeros or those of an old one.
+ * - Out of memory: what is kept is freed, and the call is made again, before the program hears of it.
+ * - Freeing twice, or an address inside a buffer, is refused by the runtime, as it would be.
+ * - While a stream is captured: untouched, so that what CUDA refuses meanwhile is refused.
+ * - The end of a context or a reset: what is kept is freed before.
+ * - A child of a fork has none of it, and keeps nothing.
+ *
+ * WHAT IS OTHERWISE: memory that was freed stays mapped and pinned while it is kept: a program that reads it after it
+ * has freed it does not crash. cuPointerGetAttributes names a range that may be an eighth larger than was asked for.
+ *
+ * WHAT IS NOT DONE: keeping memory of a process that uses several GPUs, each of whose devices the runtime's call would
+ * wait for; memory of the driver's own cuMemHostAlloc.
+ *
+ * Measured is what making a buffer took and what handing it out takes. Where twice the budget came and went and nothing
+ * was asked for again, all is freed, and no more is kept. */
+#define _GNU_SOURCE
+#include "recycle.h"
+
+#include "../src/host_memory.h"
+#include "staging.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#define SMALLEST (1u << 20) /* what is smaller is soon made */
+#define OF_MEMORY 4         /* kept is at most one part in so many */
+#define IN_VAIN 2           /* budgets that came and went, until nothing more is kept */
+#define WATCH_MS 100
+#define FLAG_BITS 4 /* of a key; the context's id stands above */
+
+enum { HOST = 1, RELAXED = 2, OUT_OF_MEMORY = 2, ALL_FLAGS = 7 };
+enum { MEMORY_TYPE = 2, RANGE_START = 11, RANGE_SIZE = 12 };
+
+static struct {
+    int (*cuCtxGetCurrent)(void **), (*cuCtxSetCurrent)(void *), (*cuCtxGetId)(void *, uint64_t *);
+    int (*cuCtxSynchronize)(void), (*cuThreadExchangeStreamCaptureMode)(int *);
+    int (*cuPointerGetAttributes)(unsigned, int *, void **, uint64_t);
+    int (*cuDeviceGetCount)(int *), (*cuDevicePrimaryCtxGetState)(int, unsigned *, int *); /* the last: may be NULL */
+} driver;
+
+typedef int free_fn(void *);
+
+/* What a kept buffer's tag points to; one for each function that freed. */
+struct freeing {
+    free_fn *call;
+    void *context; /* for a thread that has none */
+};
+#define FREEINGS 16
+
+static const char *folder;
+static kvp_kept kept;
+static struct {
+    pthread_mutex_t lock; /* of what follows */
+    kvp_kept_buffer *out; /* the program's, of at least SMALLEST */
+    uint32_t count, room;
+    struct freeing freeings[FREEINGS];
+    uint64_t made_bytes, made_ns; /* what pinning took */
+    uint64_t taken_ns, kept_ns;   /* handing out; keeping, the wait for the device included */
+    uint64_t come_bytes;          /* kept since one was handed out */
+    int told, given_up, able, pid;
+} state = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+/* ---- start and end ---------------------------------------------------------------------------------------------- */
+
+static void in_child(void) {
+    kvp_watch.recycles = 0;
+    kvp_kept_in_child(&kept);
+    pthread_mutex_init(&state.lock, NULL);
+    state.count = 0;
+}
+
+/* On whatever thread: the watching one has no context, and any may be capturing. */
+static void release(void *unused, const kvp_kept_buffer *buffer) {
+    (void)unused;
+    const struct freeing *how = buffer->tag;
+    void *current = NULL;
+    int mode = RELAXED, inside = (int)kvp_thread.inside;
+    driver.cuCtxGetCurrent(&current);
+    if (!current) driver.cuCtxSetCurrent(how->context);
+    driver.cuThreadExchangeStreamCaptureMode(&mode);
+    kvp_thread.inside = IN_RUNTIME; /* the driver's calls in it are not the program's */
+    how->call(buffer->memory);
+    kvp_thread.inside = (uint32_t)inside;
+    driver.cuThreadExchangeStreamCaptureMode(&mode);
+    if (!current) driver.cuCtxSetCurrent(NULL);
+}
+
+void kvp_recycle_start(const char *run_folder) {
+    const char *bytes = getenv("KVPROBE_KEEP_BYTES");
+    char *end;
+    if (!bytes || !*bytes || *bytes == '-') return;
+    uint64_t budget = strtoull(bytes, &end, 10);
+    if (!strcmp(bytes, "auto"))
+        budget = kvp_memory_left("").total_bytes / OF_MEMORY;
+    else if (*end)
+        return;
+    if (!budget) return;
+    kept = (kvp_kept){.budget_bytes = budget, .root = "", .release = release, .watch_ms = WATCH_MS};
+    kvp_kept_open(&kept);
+    folder = run_folder;
+    if (!pthread_atfork(NULL, NULL, in_child)) kvp_watch.recycles = 1;
+}
+
+void kvp_recycle_stop(void) {
+    int pid = state.pid;
+    kvp_watch.recycles = 0;
+    folder = NULL; /* nothing is written, either */
+    if (!pid || pid != (int)getpid()) return;
+    kvp_kept_stop(&kept);
+    kvp_kept_trim(&kept, 0);
+}
+
+/* Before the driver's own exit handlers, which are older: that thread is not to meet them. */
+static void before_exit(void) {
+    if (state.pid == (int)getpid()) kvp_kept_stop(&kept);
+}
+
+void kvp_recycle_close(void) {
+    if (!folder || !state.pid || state.pid != (int)getpid()) return;
+    kvp_watch.recycles = 0;
+    state.pid = 0;
+    const kvp_kept_counts *c = &kept.counts;
+    if (!c->kept) return;
+    double as_it_was =
+        state.made_bytes ? (double)c->reused_bytes * (double)state.made_ns / (double)state.made_bytes : 0;
+    kvp_decision(
+        folder, "note", NULL, NULL, 0,
+        "%llu pinned buffers were handed out again, %.3f GB in %.6f s, %.3f s as it was; most held %.0f MiB of "
+        "%.0f allowed; let go %llu for newer ones, %llu under pressure",
+        (unsigned long long)c->reused, (double)c->reused_bytes / 1e9, (double)state.taken_ns / 1e9, as_it_was / 1e9,
+        (double)c->most_bytes / (1 << 20), (double)kept.budget_bytes / (1 << 20), (unsigned long long)c->given_up,
+        (unsigned long long)c->pressed);
+}
+
+void kvp_recycle_context_ends(void) {
+    if (!kvp_watch.recycles || state.pid != (int)getpid()) return;
+    int was = errno;
+    kvp_kept_trim(&kept, 0);
+    pthread_mutex_lock(&state.lock);
+    for (uint32_t i = 0; i < state.count; i++) kvp_kept_returned(&kept, &state.out[i]);
+    state.count = 0; /* what the program still holds is the runtime's to free from now on */
+    pthread_mutex_unlock(&state.lock);
+    errno = was;
+}
+
+/* ---- what may be kept -------------------------------------------------------------------------------------------- */
+
+static int find_driver(void) {
+    if (state.able) return state.able > 0;
+    state.able = -1;
+#define FIND(NAME) *(void **)&driver.NAME = kvp_driver_symbol(#NAME)
+    FIND(cuCtxGetCurrent), FIND(cuCtxSetCurrent), FIND(cuCtxGetId), FIND(cuCtxSynchronize);
+    FIND(cuThreadExchangeStreamCaptureMode), FIND(cuPointerGetAttributes), FIND(cuDeviceGetCount);
+    FIND(cuDevicePrimaryCtxGetState);
+#undef FIND
+    if (driver.cuCtxGetCurrent && driver.cuCtxSetCurrent && driver.cuCtxGetId && driver.cuCtxSynchronize &&
+        driver.cuThreadExchangeStreamCaptureMode && driver.cuPointerGetAttributes && driver.cuDeviceGetCount) {
+        state.able = 1;
+        state.pid = (int)getpid();
+        atexit(before_exit);
+    } else {
+        kvp_watch.recycles = 0;
+        kvp_decision(folder, "refuse", NULL, NULL, 0, "this driver lacks functions of CUDA 12: pinned memory is freed");
+    }
+    return state.able > 0;
+}
+
+/* What may be exchanged; 0: nothing may. The context goes to `context`. */
+static uint64_t key_of(unsigned flags, void **context) {
+    uint64_t id = 0;
+    int devices = 0, used = 0;
+    if (flags > ALL_FLAGS || atomic_load(&kvp_watch.captures)) return 0;
+    if (driver.cuCtxGetCurrent(context) || !*context || driver.cuCtxGetId(*context, &id)) return 0;
+    if (driver.cuDeviceGetCount(&devices)) return 0;
+    for (int i = 0; devices > 1 && i < devices; i++) {
+        unsigned unused;
+        int active = 1;
+        if (!driver.cuDevicePrimaryCtxGetState || driver.cuDevicePrimaryCtxGetState(i, &unused, &active)) return 0;
+        used += active != 0;
+    }
+    return used > 1 ? 0 : (id << FLAG_BITS | 8 | flags);
+}
+
+/* Whether it is pinned memory that begins there: whatever else the program has done with it. */
+static int is_whole(const void *memory, uint64_t bytes) {
+    uint32_t type = 0;
+    uint64_t start = 0, size = 0;
+    int attributes[] = {MEMORY_TYPE, RANGE_START, RANGE_SIZE};
+    void *data[] = {&type, &start, &size};
+    return !driver.cuPointerGetAttributes(3, attributes, data, (uint64_t)(uintptr_t)memory) && type == HOST &&
+           start == (uint64_t)(uintptr_t)memory && size >= bytes;
+}
+
+static void note_out(const kvp_kept_buffer *buffer) {
+    pthread_mutex_lock(&state.lock);
+    for (uint32_t i = 0; i < state.count; i++) /* freed where nobody looked */
+        if (state.out[i].memory == buffer->memory) {
+            kvp_kept_returned(&kept, &state.out[i]);
+            state.out[i] = state.out[--state.count];
+            break;
+        }
+    if (state.count == state.room) {
+        uint32_t room = state.room ? 2 * state.room : 64;
+        kvp_kept_buffer *more = realloc(state.out, room * sizeof *more);
+        if (more) state.out = more, state.room = room;
+    }
+    if (state.count < state.room) state.out[state.count++] = *buffer;
+    pthread_mutex_unlock(&state.lock);
+}
+
+static int take_out(const void *memory, kvp_kept_buffer *found) {
+    int there = 0;
+    pthread_mutex_lock(&state.lock);
+    for (uint32_t i = 0; i < state.count && !there; i++)
+        if (state.out[i].memory == memory) {
+            *found = state.out[i];
+            state.out[i] = state.out[--state.count];
+            there = 1;
+        }
+    pthread_mutex_unlock(&state.lock);
+    return there;
+}
+
+/* NULL: there are too many. */
+static struct freeing *freeing_of(free_fn *call, void *context) {
+    struct freeing *found = NULL;
+    pthread_mutex_lock(&state.lock);
+    for (int i = 0; i < FREEINGS && !found; i++) {
+        struct freeing *one = &state.freeings[i];
+        if (!one->call) *one = (struct freeing){call, context};
+        if (one->call == call && one->context == context) found = one;
+    }
+    pthread_mutex_unlock(&state.lock);
+    return found;
+}
+
+/* ---- the calls ----------------------------------------------------------------------------------------------------
+ */
+
+int kvp_recycle_take(void **pointer, size_t bytes, unsigned flags) {
+    int was = errno, made = 0;
+    void *context;
+    kvp_kept_buffer found;
+    if (!pointer || bytes < SMALLEST || !find_driver()) return errno = was, 0;
+    uint64_t since = kvp_clock(), key = key_of(flags, &context);
+    while (key && !made && kvp_kept_take(&kept, bytes, key, &found))
+        if (is_whole(found.memory, found.bytes))
+            made = 1;
+        else
+            kvp_kept_returned(&kept, &found); /* freed by other ways */
+    if (made) {
+        note_out(&found);
+        *pointer = found.memory;
+        pthread_mutex_lock(&state.lock);
+        state.taken_ns += kvp_clock() - since;
+        state.come_bytes = 0;
+        double gain = state.taken_ns && state.made_bytes
+                          ? (double)state.made_ns / (double)state.made_bytes * (double)bytes / (double)state.taken_ns
+                          : 0;
+        int tell = !state.told++;
+        pthread_mutex_unlock(&state.lock);
+        if (tell)
+            kvp_decision(folder, "keep", "as it is", "recycled", gain,
+                         "pinned memory that is freed is handed out again: %zu bytes in %.1f us", bytes,
+                         (double)(kvp_clock() - since) / 1e3);
+    } else if (key)
+        kvp_kept_press(&kept, bytes);
+    errno = was;
+    return made;
+}
+
+int kvp_recycle_made(void *const *pointer, size_t bytes, unsigned flags, int result, uint64_t ns) {
+    int was = errno, again = 0;
+    void *context;
+    if (bytes < SMALLEST || !find_driver()) return errno = was, 0;
+    uint64_t key = key_of(flags, &context);
+    if (result == OUT_OF_MEMORY && key && ns && kept.counts.kept_bytes) {
+        kvp_kept_trim(&kept, 0);
+        again = 1;
+    } else if (!result && key && *pointer) {
+        kvp_kept_buffer made = {.memory = *pointer, .bytes = bytes, .key = key, .taken = bytes};
+        note_out(&made);
+        pthread_mutex_lock(&state.lock);
+        state.made_bytes += ns ? bytes : 0;
+        state.made_ns += ns;
+        pthread_mutex_unlock(&state.lock);
+    }
+    errno = was;
+    return again;
+}
+
+void kvp_recycle_clear(any_fn *host_alloc) {
+    int (*last)(void) = (int (*)(void))kvp_symbol_beside((void *)host_alloc, "cudaGetLastError");
+    if (last) last();
+}
+
+static void look_whether_it_pays(uint64_t bytes) {
+    pthread_mutex_lock(&state.lock);
+    state.come_bytes += bytes;
+    int vain = state.come_bytes > IN_VAIN * kept.budget_bytes && !state.given_up;
+    state.given_up |= vain;
+    pthread_mutex_unlock(&state.lock);
+    if (!vain) return;
+    kvp_watch.recycles = 0;
+    kvp_kept_trim(&kept, 0);
+    kvp_decision(folder, "rollback", "recycled", "as it is", 0,
+                 "%.3f GB of pinned memory were kept, and none was asked for again", (double)state.come_bytes / 1e9);
+}
+
+int kvp_recycle_keep(void *pointer, any_fn *free_host) {
+    int was = errno, keeps = 0;
+    void *context;
+    kvp_kept_buffer found;
+    if (!pointer || !find_driver() || !take_out(pointer, &found)) return errno = was, 0;
+    uint64_t since = kvp_clock();
+    kvp_kept_returned(&kept, &found);
+    found.taken = found.bytes;
+    struct freeing *how = NULL;
+    if (key_of((unsigned)found.key & ALL_FLAGS, &context) == found.key && is_whole(pointer, found.bytes) &&
+        !driver.cuCtxSynchronize())
+        how = freeing_of((free_fn *)free_host, context);
+    if (how) {
+        found.tag = how;
+        keeps = kvp_kept_put(&kept, &found);
+    }
+    if (keeps) {
+        kvp_kept_press(&kept, 0);
+        pthread_mutex_lock(&state.lock);
+        state.kept_ns += kvp_clock() - since;
+        pthread_mutex_unlock(&state.lock);
+    }
+    look_whether_it_pays(keeps ? found.bytes : 0);
+    errno = was;
+    return keeps;
+}
+
+void *kvp_recycle_freed(void *pointer) {
+    return pointer && kvp_kept_holds(&kept, pointer) ? (char *)pointer + 64 : pointer;
+}

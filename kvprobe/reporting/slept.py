@@ -1,0 +1,59 @@
+"""The page's section on sleep and wake: what each took, phase by phase, beside the link."""
+
+from __future__ import annotations
+
+from kvprobe.recordings.link_rate import link_rate
+from kvprobe.recordings.model import Direction, Recording
+from kvprobe.recordings.sleeps import PHASES, Sleep, Spent, fastest_copy, sleeps
+from kvprobe.reporting.units import NONE, bytes_text, duration, link_share, rate
+from kvprobe.reporting.views import Cell, TableView, left_out, table
+
+__all__ = ["LEAD", "sleep_tables"]
+
+LEAD = (
+    "When a thread gave up GPU memory under addresses that stay, and when it mapped memory there again, as a model is "
+    "put to sleep and woken; with what it pinned, copied and freed meanwhile. Each phase is the sum of its calls; the "
+    "rate is that of all phases together, from the first call to the end of the last."
+)
+_MOST = 50
+_TITLES = {"sleep": "To the CPU: sleep", "wake": "To the GPU: wake"}
+_DIRECTION = {"sleep": Direction.D2H, "wake": Direction.H2D}
+
+
+def sleep_tables(recording: Recording, zero_ns: int) -> list[TableView | None]:
+    """A table of sleeps and one of wakes; None where there were none."""
+    found = sleeps(recording)
+    return [_table(recording, side, [one for one in found if one.side == side], zero_ns) for side in PHASES]
+
+
+def _table(recording: Recording, side: str, found: list[Sleep], zero_ns: int) -> TableView | None:
+    if not found:
+        return None
+    link, how = link_rate(recording, _DIRECTION[side])
+    if not link:
+        link, how = fastest_copy(recording, _DIRECTION[side])
+    phases = list(PHASES[side])
+    rows = [
+        [
+            (duration(one.start_ns - zero_ns), one.start_ns),
+            str(one.thread),
+            (bytes_text(one.bytes), one.bytes),
+            (duration(one.ns), one.ns),
+            *(_phase(one.phases[name]) for name in phases),
+            (rate(one.bytes_per_s), one.bytes_per_s),
+            (link_share(one.bytes_per_s / link), one.bytes_per_s / link) if link else NONE,
+        ]
+        for one in found[:_MOST]
+    ]
+    note = f"The link: {rate(link)} ({how})." if link else "What the link carries is not known here."
+    columns = ("At", "Thread", "Bytes", "Took", *(name.capitalize() for name in phases), "Rate", "Of the link")
+    return table(_TITLES[side], columns, rows, " ".join(part for part in (note, left_out(_MOST, len(found))) if part))
+
+
+def _phase(spent: Spent) -> Cell:
+    if not spent.calls:
+        return Cell(NONE, 0.0)
+    text = duration(spent.ns)
+    if spent.bytes and spent.ns:
+        text += f", {rate(spent.bytes / spent.ns * 1e9)}"
+    return Cell(text, float(spent.ns))

@@ -1,0 +1,142 @@
+"""Pinned memory that a program frees under `--fix auto` is handed out again; only the clock and the budget can tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvprobe.probe.ring import read_ring
+from kvprobe.probe.ring_layout import CALLS
+from kvprobe.recordings import open_recording
+from kvprobe.recordings.sleeps import sleeps
+
+MIB = 1 << 20
+PLAYS = [
+    "sleeps",
+    "virtual",
+    "flags",
+    "wrong",
+    "waits",
+    "captures",
+    "resets",
+    "forks",
+    "memory",
+    "locked",
+    "in-vain",
+    "threads",
+]
+
+
+@pytest.fixture(scope="module")
+def program(compile_c: Callable[..., Path], libraries: Path) -> Path:
+    include = Path(__file__).parents[2] / "kvprobe" / "native" / "hostrt"
+    return compile_c("recycled", f"-I{include}", f"-L{libraries}", "-lkvprobe_hostrt", f"-Wl,-rpath,{libraries}")
+
+
+def play(program: Path, *arguments: object, **environment: str) -> tuple[str, int]:
+    """What the program printed, and the most that was pinned beside what it held."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KV")}
+    clock = "real" if "threads" in arguments or "forks" in arguments else "virtual"
+    env |= {
+        "KVHOST_CLOCK": clock,
+        **({"KVHOST_PINNED_BYTES": str(16 * MIB)} if "memory" in arguments else {}),
+        **environment,
+    }
+    done = subprocess.run(
+        [program, *map(str, arguments)], env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
+    return done.stdout, int(done.stderr.split()[-1])
+
+
+def watched(libraries: Path, folder: Path, keep: int | str = 64 * MIB, **more: str) -> dict[str, str]:
+    preload = str(libraries / "libkvprobe_interpose.so")
+    run = {"LD_PRELOAD": preload, "KVPROBE_RUN": str(folder), "KVPROBE_FIX": "auto"}
+    return {**run, "KVPROBE_KEEP_BYTES": str(keep), **more}
+
+
+def decisions(folder: Path) -> dict[str, str]:
+    lines = [line for path in folder.glob("events-*.jsonl") for line in path.read_text().splitlines()]
+    return {one["what"]: one["why"] for one in map(json.loads, lines)}
+
+
+def reused(folder: Path) -> int:
+    found = re.match(r"(\d+) pinned buffers were handed out again", decisions(folder).get("note", ""))
+    return int(found[1]) if found else 0
+
+
+@pytest.mark.parametrize("what", PLAYS)
+def test_a_program_sees_the_same_whatever_is_kept(program: Path, libraries: Path, tmp_path: Path, what: str) -> None:
+    alone, nothing = play(program, what)
+    seen, most = play(program, what, **watched(libraries, tmp_path))
+    assert seen == alone
+    assert seen.endswith("\n0 wrong\n") or seen == "0 wrong\n"
+    assert nothing == 0
+    assert most <= 64 * MIB
+
+
+def test_all_but_the_first_sleep_pin_nothing(program: Path, libraries: Path, tmp_path: Path) -> None:
+    play(program, "sleeps", 3, **watched(libraries, tmp_path))
+    assert reused(tmp_path) == 2 * 5  # the sixth is below 1 MiB
+    assert "handed out again" in decisions(tmp_path)["keep"]
+
+
+@pytest.mark.parametrize("keep", [3 * MIB, 9 * MIB, 64 * MIB])
+def test_ten_thousand_sleeps_hold_no_more_than_is_allowed(
+    program: Path, libraries: Path, tmp_path: Path, keep: int
+) -> None:
+    rounds = 10_000 if keep > 32 * MIB else 400
+    said, most = play(program, "sleeps", rounds, **watched(libraries, tmp_path, keep))
+    assert said == "0 wrong\n"
+    assert 0 < most <= keep
+    if keep > 32 * MIB:
+        assert reused(tmp_path) == 5 * (rounds - 1)
+
+
+def test_what_comes_and_goes_is_recorded_with_its_bytes(program: Path, libraries: Path, tmp_path: Path) -> None:
+    play(program, "virtual", **watched(libraries, tmp_path))
+    model = sum((4 * MIB, 2 * MIB, 3 * MIB + 4096, 2 * MIB, MIB, 8192))
+    found = {
+        CALLS[int(slot["call"])][1]: (int(slot["count"]), int(slot["bytes"]))
+        for path in tmp_path.glob("*.kvp")
+        for slot in read_ring(path).slots()
+    }
+    assert found["cuMemCreate"] == found["cuMemMap"] == found["cuMemSetAccess"] == (4 * 6, 4 * model)
+    assert found["cuMemUnmap"] == (4 * 6 + 1, 4 * model + 4 * MIB)
+    assert found["cuMemRelease"] == (4 * 6 + 1, 0)
+    assert found["cudaHostAlloc"] == (3 * 6, 3 * model)
+    slept = sleeps(open_recording([tmp_path]))
+    assert [one.side for one in slept] == ["sleep", "wake"] * 3
+    assert {one.phases["pin"].bytes for one in slept[0:6:2]} == {model}
+    assert {one.phases["map"].bytes for one in slept[1:6:2]} == {model}
+
+
+def test_other_flags_are_other_memory(program: Path, libraries: Path, tmp_path: Path) -> None:
+    play(program, "flags", **watched(libraries, tmp_path))
+    assert reused(tmp_path) == 0
+
+
+def test_what_is_never_asked_for_again_is_no_longer_kept(program: Path, libraries: Path, tmp_path: Path) -> None:
+    play(program, "in-vain", **watched(libraries, tmp_path, 16 * MIB))
+    assert "none was asked for again" in decisions(tmp_path)["rollback"]
+
+
+@pytest.mark.parametrize("more", [{"KVPROBE_FIX": ""}, {"KVPROBE_KEEP_BYTES": "0"}, {"KVPROBE_KEEP_BYTES": "much"}])
+def test_nothing_is_kept_unless_asked_for(program: Path, libraries: Path, tmp_path: Path, more: dict[str, str]) -> None:
+    _, most = play(program, "sleeps", 3, **{**watched(libraries, tmp_path), **more})
+    assert most == 0
+
+
+def test_a_killed_program_leaves_nothing_behind(program: Path, libraries: Path, tmp_path: Path) -> None:
+    env = {**os.environ, "KVHOST_CLOCK": "virtual", **watched(libraries, tmp_path)}
+    process = subprocess.Popen([program, "sleeps", "1000000"], env=env, stdout=subprocess.PIPE)
+    while not decisions(tmp_path):
+        assert process.poll() is None
+    process.kill()
+    assert process.wait() == -9
