@@ -114,12 +114,46 @@ KVP_WIRE_FN uint64_t kvp_wire_mix(uint64_t word, uint64_t index) {
 /* What the sum is begun with. */
 KVP_WIRE_FN uint64_t kvp_wire_seed(uint64_t raw_bytes) { return kvp_wire_mix(raw_bytes, ~(uint64_t)0); }
 
-#ifndef __CUDACC__
-#include "kvp.h"
+/* ---- a pool of cells, and the kernels that move its blocks ---------------------------------------------------------
+ *
+ * A pool of cells gives each block a cell as large as the block, at the block's own address in CPU memory. Cells are
+ * written by kvp_coded_store and read by kvp_coded_load alone, or by the CPU while no transfer touches them. A cell
+ * begins at any address; all of a launch have the same size.
+ *
+ *   void kvp_coded_load(const kvp_wire_work), void kvp_coded_store(const kvp_wire_work)
+ *
+ * `list` names kvp_wire_entry in pinned memory, which belongs to the launch until it has completed. What a note says is
+ * read when the kernel runs: a load may be submitted before the store that it waits for on the device has ended.
+ *
+ * A store codes each block as `type` (0: as it is), writes the cell and then its note. A load reads the note, then as
+ * many bytes of the cell as it says: `raw_bytes`, the block as it is; fewer, a cell, of the type in its header. It sums
+ * the block that it writes, where the note is summed, and where something does not fit puts enum kvp_wire_refusal in
+ * the place of the entry's `note` (no address is that low); the block's bytes mean nothing then, and no other block is
+ * concerned. Any number of CTAs is correct; `pace` concerns stores alone, and bytes on the wire. */
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+/* What the CPU's memory holds of one block; 16 bytes, at a multiple of 16. */
+typedef struct {
+    uint32_t bytes;    /* of the cell; as many as the block has: it lies there as it is */
+    uint32_t summed;   /* 1: the checksum is the block's; always where the block is coded */
+    uint64_t checksum; /* kvp_wire_checksum of the block */
+} kvp_wire_note;
+
+/* One block; 24 bytes, as kvp_copy is. Loads: dst is the block, src the cell; stores: dst is the cell. */
+typedef struct {
+    uint64_t dst, src;
+    uint64_t note; /* address of its kvp_wire_note, in pinned memory */
+} kvp_wire_entry;
+
+/* The parameter of a launch, by value; 32 bytes. */
+typedef struct {
+    uint64_t list;      /* of kvp_wire_entry */
+    uint32_t count;     /* entries */
+    uint32_t raw_bytes; /* of every block */
+    uint32_t type;      /* stores: enum kvp_wire_type, or 0: nothing is coded */
+    uint32_t check;     /* stores: blocks that lie there as they are get a checksum, too */
+    uint32_t pace;      /* stores: least ns in which one warp puts 1 MiB on the wire; 0: as fast as it can */
+    uint32_t zero;
+} kvp_wire_work;
 
 enum kvp_wire_refusal {
     KVP_WIRE_WHOLE = 0,
@@ -129,6 +163,13 @@ enum kvp_wire_refusal {
     KVP_WIRE_DAMAGED = 4,  /* it contradicts itself */
     KVP_WIRE_CHECKSUM = 5, /* what comes out is not what went in */
 };
+
+#ifndef __CUDACC__
+#include "kvp.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 /* Of any bytes, at any alignment. */
 KVP_EXPORT uint64_t kvp_wire_checksum(const void *raw, uint64_t raw_bytes);
