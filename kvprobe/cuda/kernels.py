@@ -34,7 +34,8 @@ MAX_CTAS = 16
 BULK_WARPS, REGISTER_WARPS = 8, 16
 BULK_RING_BYTES = 16384  # of a warp, beside RING_HEADER of copy_methods.c
 RING_HEADER_BYTES = 512
-BULK, REGISTERS = 1, 2  # kvp_copy_kernel.kind
+BULK, REGISTERS, CODED = 1, 2, 3  # kvp_copy_kernel.kind
+CODED_THREADS, CODED_SHARED_BYTES = 256, 0  # of a CTA
 
 _MAJOR, _MINOR, _SHARED_OPTIN, _HOST_POINTERS = 75, 76, 97, 91  # enum cudaDeviceAttr
 _MAX_DYNAMIC_SHARED = 8  # enum CUfunction_attribute
@@ -47,6 +48,7 @@ class CopyKernels:
     Attributes:
         load: host to device; None where there is none.
         store: device to host.
+        coded: what loads and stores the cells of native/src/wire.h; None where there are none.
         read: CUfunction of the memory-bound kernel, 0 where there is none.
         launch_kernel: address of cuLaunchKernel.
         how: "compiled", "cached" or "host"; "" where there are none.
@@ -55,6 +57,7 @@ class CopyKernels:
 
     load: CopyKernel | None = None
     store: CopyKernel | None = None
+    coded: tuple[CopyKernel, CopyKernel] | None = None
     read: int = 0
     launch_kernel: int = 0
     how: str = ""
@@ -107,6 +110,7 @@ def _load(runtime: Runtime, bulk: bool | None) -> CopyKernels:
     kernels = CopyKernels(
         load,
         store,
+        _coded(driver, module),
         _function(driver, module, "kvp_read", 0),
         ct.cast(driver.cuLaunchKernel, ct.c_void_p).value or 0,
         how,
@@ -152,6 +156,16 @@ def _function(driver: ct.CDLL, module: int, name: str, shared_bytes: int) -> int
     if code:
         raise _Unavailable(f"the driver does not give the kernel {name}: it returned {code}")
     return function.value or 0
+
+
+def _coded(driver: ct.CDLL, module: int) -> tuple[CopyKernel, CopyKernel] | None:
+    """The kernels that load and store cells, where the module has them."""
+    facts = CODED_THREADS, CODED_SHARED_BYTES, MAX_CTAS, CODED
+    try:
+        functions = [_function(driver, module, name, facts[1]) for name in ("kvp_coded_load", "kvp_coded_store")]
+    except _Unavailable:
+        return None
+    return CopyKernel(functions[0], *facts), CopyKernel(functions[1], *facts)
 
 
 def _warm_up(runtime: Runtime, kernels: CopyKernels) -> None:
