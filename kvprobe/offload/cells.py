@@ -35,6 +35,7 @@ class Cells:
     Attributes:
         copy_bytes: what one copy moves: a block, or part of one where GPU blocks are smaller.
         a_layer: copies that make up a layer.
+        memory: the notes' own, pinned.
     """
 
     def __init__(self, runtime: Runtime, pool: BlockPool, copy_bytes: int) -> None:
@@ -47,15 +48,15 @@ class Cells:
         self._regions, count = pool.regions, pool.layers * self.a_layer
         pieces = [min(PIECE_BYTES, copy_bytes - at) for at in range(0, copy_bytes, PIECE_BYTES)]
         self._pieces = np.array(pieces, np.uint32)
-        self._memory = Buffer(runtime, count * len(pieces) * NOTE.itemsize, "pinned")
-        self.notes = np.frombuffer(self._memory.view(), NOTE).reshape(count, len(pieces))
+        self.memory = Buffer(runtime, count * len(pieces) * NOTE.itemsize, "pinned")
+        self.notes = np.frombuffer(self.memory.view(), NOTE).reshape(count, len(pieces))
         self.notes["bytes"], self.notes["summed"] = self._pieces, 0
         self._stored_ns = np.zeros(count, np.uint64)
 
     def config(self, number: int, *, check: bool, look: bool) -> CellsConfig:
         """What the submitter is told; it lives as long as this object."""
         stored = self._stored_ns.ctypes.data
-        return CellsConfig(self._memory.address, stored, number, int(check), int(look))
+        return CellsConfig(self.memory.address, stored, number, int(check), int(look))
 
     @property
     def travels_bytes(self) -> int:
