@@ -81,11 +81,19 @@ class BlockPool:
             CellError: its cell is damaged.
         """
         if not (0 <= layer < self.layers and 0 <= block < self.blocks):
-            raise UsageError(f"there is no block {block} of layer {layer}: {self.layers} layers of {self.blocks} blocks")
+            raise UsageError(
+                f"no block {block} of layer {layer}: there are {self.layers} layers of {self.blocks} blocks"
+            )
+        if self.kind == "device":
+            raise UsageError("the pool lies in device memory: copy its blocks to the CPU first")
         if self.cells is None:
-            return self.bytes_at(layer, block * self.block_bytes, self.block_bytes).copy()
+            address = self.regions[layer].address + block * self.block_bytes
+            return np.frombuffer(ct.string_at(address, self.block_bytes), np.uint8)
         parts = self.block_bytes // self.cells.copy_bytes
-        return np.concatenate([self.cells.take(layer, block * parts + part) for part in range(parts)])
+        whole: npt.NDArray[np.uint8] = np.concatenate(
+            [self.cells.take(layer, block * parts + part) for part in range(parts)]
+        )
+        return whole
 
     def uncode(self) -> None:
         """Has every block lie in CPU memory as it is, for whoever reads that memory; no transfer may use it meanwhile.
@@ -96,17 +104,6 @@ class BlockPool:
         if self.cells is not None:
             self.cells.uncode()
             self.cells = None
-
-    def bytes_at(self, layer: int, offset: int, size: int) -> npt.NDArray[np.uint8]:
-        """The memory itself.
-
-        Raises:
-            UsageError: it is device memory.
-        """
-        if self.kind == "device":
-            raise UsageError("the pool lies in device memory: copy its blocks to the CPU first")
-        address = self.regions[layer].address + offset
-        return np.frombuffer((ct.c_ubyte * size).from_address(address), np.uint8)
 
     def side(self, factor: int) -> Side:
         """The pool as native code sees it; valid as long as the pool lives."""

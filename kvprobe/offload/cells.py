@@ -136,7 +136,9 @@ def wire_for(runtime: Runtime, chosen: EngineOptions, mapping: Mapping, methods:
     if cells is None:
         cells = mapping.cpu.cells = Cells(runtime, mapping.cpu, mapping.piece_bytes)
     elif cells.copy_bytes != mapping.piece_bytes:
-        raise UsageError(f"the CPU pool has cells for copies of {cells.copy_bytes} bytes; here they have {mapping.piece_bytes}")
+        raise UsageError(
+            f"the CPU pool has cells for copies of {cells.copy_bytes} bytes; here they have {mapping.piece_bytes}"
+        )
     number = TYPES[dtype or ""] if chosen.wire != "raw" and not uncoded else 0
     config = cells.config(number, check=chosen.witness, look=chosen.wire == "auto")
     return Wire("coded" if number else "raw", uncoded, config)
@@ -182,6 +184,5 @@ def damaged(status: JobStatus, mapping: Mapping) -> CellError:
         if status.cell_lost
         else "the CPU's memory still holds it, so it changed on its way to the GPU"
     )
-    return CellError(
-        f"{which} ({stored}, loaded at {status.cell_loaded_ns / 1e9:.6f} s) was refused: {REFUSALS[status.error]}; {side}"
-    )
+    loaded = f"loaded at {status.cell_loaded_ns / 1e9:.6f} s"
+    return CellError(f"{which} ({stored}, {loaded}) was refused: {REFUSALS[status.error]}; {side}")

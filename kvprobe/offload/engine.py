@@ -92,7 +92,8 @@ class OffloadEngine:
             gpu: the GPU's blocks.
             cpu: the CPU's blocks.
             options: each attribute of `EngineOptions`: `policy`, `method`, `wire`, `witness`, `bound`, `priority`,
-                `compute_stream`, `detail`, `limits`, `link_bytes_per_s`, `max_bytes_per_s`, `max_slowdown`, `stuck_after_s`, `records`.
+                `compute_stream`, `detail`, `limits`, `link_bytes_per_s`, `max_bytes_per_s`, `max_slowdown`,
+                `stuck_after_s`, `records`.
 
         Raises:
             UsageError: an unknown policy, method, wire or detail, a bound below 1, pools that do not fit each other, a

@@ -1,4 +1,4 @@
-"""Pools of cells: blocks come back as they were, on fewer bytes; what is damaged is found, named, and harms nobody else."""
+"""Pools of cells: blocks come back as they were, on fewer bytes; damage is found, named, and harms nobody else."""
 
 from __future__ import annotations
 
@@ -70,7 +70,12 @@ def pools(host: Callable[..., HostRuntime]) -> Iterator[Make]:
     made: list[Pools] = []
 
     def make(
-        blocks: int = 64, gpu_bytes: int = 16384, cpu_bytes: int = 0, layers: int = 1, dtype: str = "bf16", **config: Any
+        blocks: int = 64,
+        gpu_bytes: int = 16384,
+        cpu_bytes: int = 0,
+        layers: int = 1,
+        dtype: str = "bf16",
+        **config: Any,
     ) -> Pools:
         while made:
             made.pop().close()

@@ -13,7 +13,7 @@
  * the block, and whoever keeps it notes that it has as many bytes as the block.
  *
  * Written for C11, CUDA C++ and NVRTC: what is inline here is the same in host and device code. Everything is
- * little-endian. The tests compile it as C and as C++; none of it has run on a GPU yet. */
+ * little-endian. The tests compile it as C and as C++. */
 #ifndef KVP_WIRE_H
 #define KVP_WIRE_H
 
