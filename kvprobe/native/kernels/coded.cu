@@ -31,10 +31,6 @@ typedef unsigned char u8;
 #define KVP_STORE_COUNTS 1
 #endif
 
-#ifndef KVP_WIRE_CELL
-#define KVP_WIRE_CELL 16384u
-#endif
-
 #define KVP_ALL 0xffffffffu
 #define KVP_STAGE (KVP_WIRE_CELL + 128) // bytes; reads of a last vector that is not whole stay within it
 #define KVP_REFUSED 256u                // an entry's note below this is an enum kvp_wire_refusal
@@ -480,14 +476,15 @@ __device__ __forceinline__ uint4 kvp_decode_fast(uint2 high, u32 codes, u32 emax
 }
 
 // What stands in the way of decoding a cell; 0: nothing seen yet.
-__device__ __forceinline__ u32 kvp_refusal_of(const u8 *cell, u32 bytes, u32 raw) {
+__device__ __forceinline__ u32 kvp_refusal_of(const u8 *cell, u32 bytes, u32 raw, u64 checksum) {
     if (bytes < sizeof(kvp_wire_header)) return KVP_WIRE_SHORT;
     const kvp_wire_header *h = (const kvp_wire_header *)cell;
     if (h->magic != KVP_WIRE_MAGIC || h->type != KVP_WIRE_BF16) return KVP_WIRE_UNKNOWN;
     if (h->raw_bytes != raw) return KVP_WIRE_OTHER;
     if (h->emax < KVP_WIRE_CODES || h->zero[0] || h->zero[1]) return KVP_WIRE_DAMAGED;
     if (kvp_wire_layout_of(2, raw, h->escapes).bytes != bytes) return KVP_WIRE_SHORT;
-    return KVP_WIRE_WHOLE;
+    if (*(const u32 *)h->tail >> 8 * (raw & 1)) return KVP_WIRE_DAMAGED;
+    return h->checksum == checksum ? KVP_WIRE_WHOLE : KVP_WIRE_CHECKSUM;
 }
 
 // Brings the bytes of a cell where a bulk copy cannot.
@@ -610,7 +607,7 @@ extern "C" __global__ void __launch_bounds__(KVP_LOAD_TEAM *KVP_LOAD_TEAMS, 1) k
         }
         u32 refusal = !job.bytes              ? KVP_WIRE_SHORT
                       : job.bytes == job.raw  ? KVP_WIRE_WHOLE
-                                              : kvp_refusal_of(t.stage[s], job.bytes, job.raw);
+                                              : kvp_refusal_of(t.stage[s], job.bytes, job.raw, job.checksum);
         u64 sum = 0;
         if (refusal)
             ;
