@@ -3,10 +3,11 @@
     python benchmarks/wire_gpu.py                      checks, then every table
     python benchmarks/wire_gpu.py --only checks        bytes alone, for compute-sanitizer with --small
     python benchmarks/wire_gpu.py --variants           other teams and stages than the default ones, beside them
-    python benchmarks/wire_gpu.py --device host        no GPU: the checks, with the kernels' threads as fibers of the CPU
+    python benchmarks/wire_gpu.py --device host        no GPU: the checks, the kernels' threads being fibers
 
-GB/s are raw bytes over the time between two events on the stream, around one launch that moves --megabytes; "of the link":
-over one large cudaMemcpyAsync of the same run. What is compared takes turns; each figure is the median of its rounds.
+GB/s are raw bytes over the time between two events on the stream, around one launch that moves --megabytes; "of the
+link": over one large cudaMemcpyAsync of the same run. What is compared takes turns;
+each figure is the median of its rounds.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Shape:
     counts: int = 1
 
     def options(self) -> list[str]:
+        """As a compiler takes it."""
         team, teams, stages = self.load
         return [
             f"-DKVP_LOAD_TEAM={team}",
@@ -98,6 +100,7 @@ class Kernels:
         ]
 
     def launch(self, store: bool, work: np.ndarray[Any, Any], ctas: int, stream: int) -> None:
+        """One launch."""
         threads = self.shape.store[0] * self.shape.store[1] if store else self.shape.load[0] * self.shape.load[1]
         given = (ct.c_void_p * 1)(work.ctypes.data)
         code = self.launcher(
@@ -126,6 +129,7 @@ class Fibers:
             assert self.library.coded_shared_bytes(store) == shape.shared(store)
 
     def launch(self, store: bool, work: np.ndarray[Any, Any], ctas: int, stream: int) -> None:
+        """One launch."""
         self.lot += 1
         if self.library.coded_run(int(store), ct.c_void_p(work.ctypes.data), ctas, ct.c_uint64(self.lot)):
             raise SystemExit("threads wait for one another for ever")
@@ -177,6 +181,7 @@ class Pool:
         self.start, self.end = (runtime.event_create(True) for _ in range(2))
 
     def fill(self, tile: np.ndarray[Any, Any]) -> None:
+        """Fills the GPU's side with copies of `tile`."""
         tile = np.ascontiguousarray(tile)
         for at in range(0, self.size, len(tile)):
             some = min(len(tile), self.size - at)
@@ -198,14 +203,17 @@ class Pool:
             entries["dst"], entries["src"], entries["note"] = (cpu, gpu, notes) if store else (gpu, cpu, notes)
 
     def work(self, store: bool, type_: int = 1, check: int = 0, pace: int = 0) -> np.ndarray[Any, Any]:
+        """The parameter of a launch."""
         return np.array([(self.lists[store].address, self.count, self.raw, type_, check, pace, 0)], WORK)
 
     def copies(self, store: bool) -> np.ndarray[Any, Any]:
+        """The same blocks for the raw kernels."""
         gpu = np.uint64(self.gpu.address if store else self.back.address) + self.gpu_at
         cpu = np.uint64(self.cpu.address) + self.cpu_at
         return columns(*((cpu, gpu) if store else (gpu, cpu)), self.raw)
 
     def read(self, buffer: Buffer) -> np.ndarray[Any, Any]:
+        """The bytes of a buffer."""
         if buffer.kind == "pinned":
             return np.frombuffer(buffer.view(), np.uint8)
         out = np.empty(buffer.bytes, np.uint8)
@@ -299,7 +307,8 @@ def check_damage(pool: Pool, kernels: Kernels) -> str:
     entries = np.frombuffer(pool.lists[0].view(), ENTRY)[:count]
     refused = np.flatnonzero(entries["note"] < 256)
     assert set(refused.tolist()) == set(damaged.tolist()), (sorted(damaged.tolist()), refused.tolist())
-    return f"{len(refused)} of {len(damaged)} damaged cells refused, codes {sorted(set(entries['note'][refused].tolist()))}"
+    codes = sorted(set(entries["note"][refused].tolist()))
+    return f"{len(refused)} of {len(damaged)} damaged cells refused, codes {codes}"
 
 
 def checks(runtime: Any, kernels: Kernels, small: bool, say: Any = print) -> None:
@@ -327,7 +336,8 @@ def checks(runtime: Any, kernels: Kernels, small: bool, say: Any = print) -> Non
         "random": draw.integers(0, 256, 1 << 18, dtype=np.uint8),
     }
     for name, data in named.items():
-        shares = [check_blocks(pool, kernels, data, raw, check=raw == 8192) for raw in (16384, 8192, 65536)[: 2 + (len(data) >= 65536)]]
+        sizes = [raw for raw in (16384, 8192, 65536) if raw <= len(data)]
+        shares = [check_blocks(pool, kernels, data, raw, check=raw == 8192) for raw in sizes]
         say(f"  {name:34} {shares[0]:.4f} of its bytes travel, equal to the CPU's cells and back")
     odd = (1, 2, 15, 16, 17, 63, 64, 127, 129, 1000, 4095, 4096, 4098, 8190, 16383, 16385, 20001, 49153)
     for raw in odd[::5] if small else odd:
@@ -350,7 +360,9 @@ class Bench:
     def __init__(self, runtime: Any, megabytes: int, rounds: int) -> None:
         self.runtime, self.bytes, self.rounds, self.tile = runtime, megabytes << 20, rounds, ""
         self.pool = Pool(runtime, 4 * self.bytes)
-        self.copier = copier_for(runtime).native
+        methods = copier_for(runtime)
+        print(f"NVRTC compiles and the driver loads the coded kernels: {'yes' if methods.has_coded else 'NO'}")
+        self.copier = methods.native
         self.copier.store_bytes_per_s = 0
         p = self.pool
         self.link = [
@@ -364,16 +376,19 @@ class Bench:
         }
 
     def prepare(self, tile: str, raw: int) -> None:
+        """Fills the pool and chooses places."""
         if self.tile != tile:
             self.pool.fill(self.tiles[tile])
         self.tile = tile
         self.pool.lay(raw, self.bytes // raw)
 
     def coded(self, kernels: Kernels, store: bool, ctas: int, type_: int = 1) -> Any:
+        """Submits a coded launch."""
         work = self.pool.work(store, type_)
         return lambda: kernels.launch(store, work, ctas, self.pool.stream)
 
     def raw(self, store: bool, ctas: int) -> Any:
+        """Submits a launch of the raw kernel."""
         copies, p = self.pool.copies(store), self.pool
         direction = "d2h" if store else "h2d"
         return lambda: submit_copies(
