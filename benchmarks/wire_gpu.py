@@ -228,13 +228,13 @@ class Pool:
         submit()
         r.event_record(self.end, self.stream)
         r.event_synchronize(self.end)
-        return self.raw * self.count / r.event_elapsed_ms(self.start, self.end) / 1e6
+        return float(self.raw * self.count / r.event_elapsed_ms(self.start, self.end) / 1e6)
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def check_blocks(pool: Pool, kernels: Kernels, data: np.ndarray[Any, Any], raw: int, **how: Any) -> float:
+def check_blocks(pool: Pool, kernels: Kernels | Fibers, data: np.ndarray[Any, Any], raw: int, **how: Any) -> float:
     """Stores and loads blocks of `data`; cells equal to the CPU coder's; the share that travelled."""
     runtime, type_, check, ctas = pool.runtime, how.get("type_", 1), how.get("check", 0), how.get("ctas", 3)
     gpu_off, cpu_off = how.get("gpu_off", 0), how.get("cpu_off", 0)
@@ -267,7 +267,7 @@ def check_blocks(pool: Pool, kernels: Kernels, data: np.ndarray[Any, Any], raw: 
             if exact and want is None:
                 assert len(cell) == len(piece) and (cell == piece).all(), where
             elif exact:
-                assert len(cell) == len(want) and (cell == want).all(), where
+                assert want is not None and len(cell) == len(want) and (cell == want).all(), where
             if len(cell) < len(piece):
                 assert (wire.decode(cell, len(piece)) == piece).all(), where
             if check or len(cell) < len(piece):
@@ -286,7 +286,7 @@ def check_blocks(pool: Pool, kernels: Kernels, data: np.ndarray[Any, Any], raw: 
     return travelled / (count * raw)
 
 
-def check_damage(pool: Pool, kernels: Kernels) -> str:
+def check_damage(pool: Pool, kernels: Kernels | Fibers) -> str:
     """Every damaged cell is refused, and no other."""
     count, raw, runtime = 64, 4096, pool.runtime
     check_blocks(pool, kernels, normal(count * raw, 5), raw)
@@ -311,7 +311,7 @@ def check_damage(pool: Pool, kernels: Kernels) -> str:
     return f"{len(refused)} of {len(damaged)} damaged cells refused, codes {codes}"
 
 
-def checks(runtime: Any, kernels: Kernels, small: bool, say: Any = print) -> None:
+def checks(runtime: Any, kernels: Kernels | Fibers, small: bool, say: Any = print) -> None:
     pool = Pool(runtime, 2 << 20)
     draw = np.random.default_rng(3)
     every = np.arange(1 << 16, dtype=np.uint16)
