@@ -3,6 +3,7 @@
     python benchmarks/wire_gpu.py                      checks, then every table
     python benchmarks/wire_gpu.py --only checks        bytes alone, for compute-sanitizer with --small
     python benchmarks/wire_gpu.py --variants           other teams and stages than the default ones, beside them
+    python benchmarks/wire_gpu.py --only engine        the same through an engine with a pool of cells
     python benchmarks/wire_gpu.py --device host        no GPU: the checks, the kernels' threads being fibers
 
 GB/s are raw bytes over the time between two events on the stream, around one launch that moves --megabytes; "of the
@@ -30,7 +31,7 @@ from kvprobe.cuda import find_runtime
 from kvprobe.cuda.copies import PinnedList, columns, copy_rate, submit_copies
 from kvprobe.cuda.kernels import CODED_SOURCES, _driver, _function, _module
 from kvprobe.cuda.memory import Buffer
-from kvprobe.offload import wire
+from kvprobe.offload import BlockPool, OffloadEngine, wire
 from kvprobe.offload.methods import copier_for
 
 CELL = 16384
@@ -514,10 +515,40 @@ def beside_products(bench: Bench, kernels: Kernels) -> None:
     pool.stream = own
 
 
+def through_the_engine(runtime: Any, megabytes: int = 256) -> None:
+    """Stores and loads of all of a pool by the public API, scattered; every byte compared; host time to the end."""
+    size = megabytes << 20
+    tile = normal(min(size, 32 << 20), 2, channels=True)
+    device, back, host = Buffer(runtime, size, "device"), np.empty(size, np.uint8), Buffer(runtime, size, "pinned")
+    whole = np.resize(tile, size)
+    for raw in (16384, 65536):
+        for wire_ in ("coded", "raw"):
+            gpu = BlockPool(runtime, [device.region], raw, dtype="bf16")
+            cpu = BlockPool(runtime, [host.region], raw)
+            order, places = (np.random.default_rng(seed).permutation(size // raw) for seed in (1, 2))
+            with OffloadEngine(runtime, gpu, cpu, wire=wire_, policy="pooled", method="kernel") as engine:
+                took = []
+                for _ in range(3):
+                    runtime.memcpy(device.address, whole.ctypes.data, size, "h2d")
+                    begin = time.perf_counter()
+                    engine.store(order, places).wait()
+                    middle = time.perf_counter()
+                    runtime.memcpy(device.address, host.address, size, "h2d")  # something else
+                    again = time.perf_counter()
+                    engine.load(places, order).wait()
+                    took.append((middle - begin, time.perf_counter() - again))
+                    runtime.memcpy(back.ctypes.data, device.address, size, "d2h")
+                    assert (back == whole).all(), f"{np.count_nonzero(back != whole)} bytes differ"
+            store, load = (size / statistics.median(one) / 1e9 for one in zip(*took, strict=True))
+            print(
+                f"  engine, wire {wire_:6} {raw >> 10:>3} KiB: stores {store:5.1f}, loads {load:5.1f} GB/s raw, equal"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "host"])
-    parser.add_argument("--only", choices=["checks", "variants", "sizes", "products"])
+    parser.add_argument("--only", choices=["checks", "variants", "sizes", "products", "engine"])
     parser.add_argument("--small", action="store_true", help="fewer checks, for compute-sanitizer")
     parser.add_argument("--variants", action="store_true")
     parser.add_argument("--megabytes", type=int, default=128)
@@ -526,6 +557,9 @@ def main() -> None:
     begun = time.perf_counter()
     runtime = find_runtime(options.device)
     shapes = VARIANTS if options.variants or options.only == "variants" else (DEFAULT,)
+    if options.only == "engine":
+        through_the_engine(runtime, 16 if options.device == "host" else 256)
+        return
     if options.device == "host":
         for shape in shapes:
             checks(runtime, Fibers(shape), options.small)
