@@ -219,7 +219,7 @@ struct alignas(128) kvp_store_team {
     u32 best[KVP_STORE_TEAM / 32], escapes[KVP_STORE_TEAM / 32];
 };
 
-// The count of escapes and the emax that leaves the fewest, as kvp_wire_emax finds them: this warp's part.
+// This warp's part of kvp_wire_emax: values that emax leaves a code << 8 | 255 - emax, the best of them.
 __device__ __forceinline__ u32 kvp_best_of_warp(const u32 *counts, u32 warp, u32 warps, u32 lane) {
     u32 best = 0;
     for (u32 base = 32 * warp; base < 256; base += 32 * warps) {
@@ -232,30 +232,191 @@ __device__ __forceinline__ u32 kvp_best_of_warp(const u32 *counts, u32 warp, u32
     return __reduce_max_sync(KVP_ALL, best);
 }
 
+// Waits until `due`, unless it is long past; when the next may go that then takes `ns`.
+__device__ __forceinline__ u32 kvp_await_turn(u32 due, u32 ns) {
+    u32 clock = kvp_clock_ns();
+    if ((int)(clock - due) > (int)KVP_CODED_SLACK_NS) due = clock - KVP_CODED_SLACK_NS;
+    while ((int)(due - clock) > 0) clock = kvp_clock_ns();
+    return due + ns;
+}
+
 // Puts the bytes of a cell into the CPU's memory where a bulk copy cannot.
 __device__ __noinline__ void kvp_store_by_bytes(u64 to, const u8 *from, u32 bytes, u32 thread, u32 threads) {
     for (u32 i = thread; i < bytes; i += threads) *(volatile u8 *)(to + i) = from[i];
 }
 
+// One thread of a team, and its vectors of the piece that the team stores.
+struct kvp_storing {
+    static constexpr u32 TEAM = KVP_STORE_TEAM, WARPS = TEAM / 32, MOST = KVP_WIRE_CELL / 16 / TEAM;
+    kvp_store_team &t;
+    u32 id, thread, warp, lane;
+    u32 raw, vectors, values;
+    u32 each, begin; // vectors begin, begin + 32, ... of `each`: those of a warp are neighbours
+    u32 emax, room;  // escapes that leave the cell shorter than the piece
+    uint4 x[MOST];
+    u64 escapes; // a bit a value
+
+    __device__ __forceinline__ bool has(u32 i) const { return i < each && begin + 32 * i < vectors; }
+    __device__ __forceinline__ void wait() const { kvp_team_wait(id, TEAM); }
+
+    __device__ __forceinline__ void take(const kvp_cell_job &job) {
+        raw = job.raw, vectors = (raw + 15) / 16, values = raw / 2;
+        each = (vectors + TEAM - 1) / TEAM, begin = warp * 32 * each + lane;
+        u64 none = kvp_wire_layout_of(2, raw, 0).bytes;
+        room = none < raw ? (u32)(raw - none - 1) / 4 : 0;
+#pragma unroll
+        for (u32 i = 0; i < MOST; i++) {
+            u32 at = 16 * (begin + 32 * i);
+            x[i] = make_uint4(0, 0, 0, 0);
+            if (has(i)) x[i] = job.by_bytes ? kvp_get_bytes(job.block + at, raw - at) : kvp_get16(job.block + at);
+        }
+    }
+
+    // Whether the piece shrinks, as far as was counted; finds emax. The counts are 0 before and after.
+    __device__ __forceinline__ bool look(u64 block) {
+#pragma unroll
+        for (u32 i = 0; i < MOST; i++) {
+            u32 v = begin + 32 * i, word[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+            if (i % KVP_STORE_COUNTS || !has(i)) continue;
+            if (8 * v + 8 <= values) {
+#pragma unroll
+                for (u32 j = 0; j < 4; j++) {
+                    atomicAdd(&t.counts[word[j] >> 7 & 255], 1u);
+                    atomicAdd(&t.counts[word[j] >> 23 & 255], 1u);
+                }
+            } else {
+                for (u32 j = 8 * v; j < values; j++)
+                    atomicAdd(&t.counts[kvp_get_bytes(block + 2 * j, 2).x >> 7 & 255], 1u);
+            }
+        }
+        wait();
+        u32 zeros = t.counts[0], best = kvp_best_of_warp(t.counts, warp, WARPS, lane);
+        if (lane == 0) t.best[warp] = best;
+        wait();
+        for (u32 i = 0; i < WARPS; i++) best = t.best[i] > best ? t.best[i] : best;
+        for (u32 i = thread; i < 256; i += TEAM) t.counts[i] = 0;
+        emax = 255 - (best & 255);
+        if (kvp_wire_layout_of(2, raw, 0).bytes >= raw) return false;
+        return KVP_STORE_COUNTS > 1 || values - zeros - (best >> 8) <= room;
+    }
+
+    // Writes the sections; returns what this thread adds to the checksum.
+    __device__ __forceinline__ u64 code(u8 *cell) {
+        kvp_wire_layout l = kvp_wire_layout_of(2, raw, 0);
+        u32 emax2 = (0x8000 | emax) * 0x00010001u;
+        u64 sum = 0;
+#pragma unroll
+        for (u32 i = 0; i < MOST; i++) {
+            u32 v = begin + 32 * i, codes, found = 0;
+            uint2 high;
+            if (!has(i)) continue;
+            if (8 * v + 8 > values || !kvp_code_fast(x[i], emax2, &high, &codes)) {
+                uint2 slow;
+                u32 slow_codes;
+                found = kvp_code_slowly(x[i], emax, 8 * v < values ? values - 8 * v : 0, &slow, &slow_codes);
+                high = slow, codes = slow_codes;
+            }
+            sum += kvp_sum_of(x[i], v, raw);
+            if (8 * v < values) {
+                *(uint2 *)(cell + l.high + 8 * v) = high;
+                *(u32 *)(cell + l.codes + 4 * v) = codes;
+            }
+            escapes |= (u64)found << 8 * i;
+        }
+        u64 coded = (values + 7) / 8; // zeros from there up to the next section
+        if (l.high + 8 * coded + 4 * thread < l.codes) *(u32 *)(cell + l.high + 8 * coded + 4 * thread) = 0;
+        if (l.codes + 4 * coded + 4 * thread < l.escapes) *(u32 *)(cell + l.codes + 4 * coded + 4 * thread) = 0;
+        return sum;
+    }
+
+    // Writes the piece as it is.
+    __device__ __forceinline__ u64 keep(u8 *cell, bool sum_it) {
+        u64 sum = 0;
+#pragma unroll
+        for (u32 i = 0; i < MOST; i++) {
+            u32 v = begin + 32 * i;
+            if (!has(i)) continue;
+            if (sum_it) sum += kvp_sum_of(x[i], v, raw);
+            *(uint4 *)(cell + 16 * v) = x[i];
+        }
+        return sum;
+    }
+
+    // The list of escapes, in order; `before` have those of the warps before this one.
+    __device__ __forceinline__ void list_escapes(u8 *to, u32 before) {
+#pragma unroll
+        for (u32 i = 0; i < MOST; i++) {
+            u32 here = (u32)(escapes >> 8 * i) & 255;
+            if (!__ballot_sync(KVP_ALL, here != 0)) continue;
+            u32 upto = __popc(here);
+#pragma unroll
+            for (int d = 1; d < 32; d *= 2) {
+                u32 other = __shfl_up_sync(KVP_ALL, upto, d);
+                if (lane >= d) upto += other;
+            }
+            if (here) kvp_put_escapes(to, x[i], here, 8 * (begin + 32 * i), before + upto - __popc(here));
+            before += __shfl_sync(KVP_ALL, upto, 31);
+        }
+    }
+
+    // The piece's cell, in shared memory: its bytes. Every thread has seen to it that bulk copies see what it wrote.
+    __device__ __forceinline__ u32 make(const kvp_wire_work &w, const kvp_cell_job &job, u8 *cell, u32 *found) {
+        escapes = 0;
+        bool coded = w.type == KVP_WIRE_BF16 ? look(job.block) : (wait(), false);
+        u64 sum = kvp_sum_of_warp(coded ? code(cell) : keep(cell, w.check != 0));
+        u32 count = __reduce_add_sync(KVP_ALL, __popc((u32)escapes) + __popc((u32)(escapes >> 32))), before = 0;
+        if (lane == 0) t.sums[warp] = sum, t.escapes[warp] = count;
+        kvp_bulk_sees();
+        wait();
+        *found = 0;
+        for (u32 i = 0; i < WARPS; i++) {
+            if (i < warp) before += t.escapes[i];
+            *found += t.escapes[i];
+        }
+        if (!coded) return raw;
+        u32 bytes = (u32)kvp_wire_layout_of(2, raw, *found).bytes;
+        if (*found > room) bytes = raw, keep(cell, false); // more than those that were counted
+        else if (*found) list_escapes(cell + (u32)kvp_wire_layout_of(2, raw, 0).escapes, before);
+        if (*found) {
+            kvp_bulk_sees();
+            wait();
+        }
+        return bytes;
+    }
+};
+
+// By one thread: the header of a cell, if it has one, and its note.
+__device__ __forceinline__ void kvp_finish_cell(const kvp_storing &s, const kvp_wire_work &w, const kvp_cell_job &job,
+                                                u8 *cell, u32 bytes, u32 found) {
+    u64 checksum = kvp_wire_seed(s.raw);
+    bool coded = bytes < s.raw, summed = coded || w.check;
+    for (u32 i = 0; i < s.WARPS; i++) checksum += s.t.sums[i];
+    if (!summed) checksum = 0;
+    if (coded) {
+        u32 tail = s.raw & 1 ? kvp_get_bytes(job.block + s.raw - 1, 1).x : 0;
+        *(uint4 *)cell = make_uint4(KVP_WIRE_MAGIC, KVP_WIRE_BF16 | s.emax << 8, tail, found);
+        *(uint4 *)(cell + 16) = make_uint4(s.raw, 0, (u32)checksum, (u32)(checksum >> 32));
+        for (u32 i = bytes; i & 15; i += 4) *(u32 *)(cell + i) = 0; // behind the cell, in its block's place
+        kvp_bulk_sees();
+    }
+    if (job.note >= KVP_REFUSED) *(uint4 *)job.note = make_uint4(bytes, summed, (u32)checksum, (u32)(checksum >> 32));
+}
+
 extern "C" __global__ void __launch_bounds__(KVP_STORE_TEAM *KVP_STORE_TEAMS, 1) kvp_coded_store(const kvp_wire_work w) {
-    constexpr u32 team = KVP_STORE_TEAM, warps = team / 32, most = KVP_WIRE_CELL / 16 / team;
     extern __shared__ __align__(128) u8 kvp_coded_shared[];
-    u32 id = threadIdx.x / team, thread = threadIdx.x % team, warp = thread / 32, lane = thread % 32;
-    kvp_store_team &t = ((kvp_store_team *)kvp_coded_shared)[id];
-    u32 units = (w.raw_bytes + KVP_WIRE_CELL - 1) / KVP_WIRE_CELL, teams = gridDim.x * (blockDim.x / team);
+    constexpr u32 team = KVP_STORE_TEAM;
+    u32 id = threadIdx.x / team, thread = threadIdx.x % team, lane = thread % 32;
+    kvp_storing s = {((kvp_store_team *)kvp_coded_shared)[id], id, thread, thread / 32, lane};
+    u32 units = kvp_wire_cells(w.raw_bytes), teams = gridDim.x * (blockDim.x / team), due = kvp_clock_ns(), k = 0;
     u64 total = (u64)w.count * units, first = id * gridDim.x + blockIdx.x;
     if (first >= total) return;
     kvp_cell_list now, next;
-    if (warp == 0) {
-        now.read(w, units, first + (u64)lane * teams);
-        next = now;
-    }
-    for (u32 i = thread; i < 256; i += team) t.counts[i] = 0;
-    u32 due = kvp_clock_ns();
-    u32 k = 0;
+    if (s.warp == 0) next.read(w, units, first + (u64)lane * teams);
+    for (u32 i = thread; i < 256; i += team) s.t.counts[i] = 0;
     for (u64 number = first; number < total; number += teams, k++) {
-        kvp_cell_job &job = t.job[k & 1];
-        if (warp == 0) {
+        kvp_cell_job &job = s.t.job[k & 1];
+        u8 *cell = s.t.cell[k & 1];
+        if (s.warp == 0) {
             if (k % 32 == 0) {
                 now = next;
                 now.place(units, number + (u64)lane * teams);
@@ -266,158 +427,22 @@ extern "C" __global__ void __launch_bounds__(KVP_STORE_TEAM *KVP_STORE_TEAMS, 1)
                 job.by_bytes = ((now.dst | now.src | now.raw) & 15) != 0;
             }
         }
-        kvp_team_wait(id, team);
-        u32 raw = job.raw, vectors = (raw + 15) / 16, each = (vectors + team - 1) / team, begin = warp * 32 * each + lane;
-        bool by_bytes = job.by_bytes, wanted = w.type == KVP_WIRE_BF16;
-        uint4 x[most];
-#pragma unroll
-        for (u32 i = 0; i < most; i++) {
-            u32 v = begin + 32 * i;
-            x[i] = make_uint4(0, 0, 0, 0);
-            if (i < each && v < vectors)
-                x[i] = by_bytes ? kvp_get_bytes(job.block + 16 * v, raw - 16 * v) : kvp_get16(job.block + 16 * v);
-        }
-        u32 emax = 0, zeros = 0, values = raw / 2, room = 0;
-        u64 none = kvp_wire_layout_of(2, raw, 0).bytes;
-        if (none < raw) room = (u32)(raw - none - 1) / 4; // escapes at most
-        if (thread == 0) kvp_bulk_all_but_one_read();     // the cell that lay in this one's buffer has gone
-        if (wanted) {
-#pragma unroll
-            for (u32 i = 0; i < most; i++) {
-                u32 v = begin + 32 * i;
-                if (i % KVP_STORE_COUNTS || i >= each || v >= vectors) continue;
-                u32 word[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
-                if (8 * v + 8 <= values) {
-#pragma unroll
-                    for (u32 j = 0; j < 4; j++) {
-                        atomicAdd(&t.counts[word[j] >> 7 & 255], 1u);
-                        atomicAdd(&t.counts[word[j] >> 23 & 255], 1u);
-                    }
-                } else {
-                    for (u32 j = 8 * v; j < values; j++)
-                        atomicAdd(&t.counts[kvp_get_bytes(job.block + 2 * j, 2).x >> 7 & 255], 1u);
-                }
-            }
-            kvp_team_wait(id, team);
-            zeros = t.counts[0];
-            u32 best = kvp_best_of_warp(t.counts, warp, warps, lane);
-            if (lane == 0) t.best[warp] = best;
-        }
-        kvp_team_wait(id, team);
-        if (wanted) {
-            u32 best = 0;
-            for (u32 i = 0; i < warps; i++) best = t.best[i] > best ? t.best[i] : best;
-            emax = 255 - (best & 255);
-            wanted = none < raw && (KVP_STORE_COUNTS > 1 || values - zeros - (best >> 8) <= room);
-            for (u32 i = thread; i < 256; i += team) t.counts[i] = 0;
-        }
-        u8 *cell = t.cell[k & 1];
-        kvp_wire_layout l = kvp_wire_layout_of(2, raw, 0);
-        u64 sum = 0, escapes = 0;
-        u32 count = 0;
-        if (wanted) {
-            u32 emax2 = (0x8000 | emax) * 0x00010001u;
-#pragma unroll
-            for (u32 i = 0; i < most; i++) {
-                u32 v = begin + 32 * i;
-                if (i >= each || v >= vectors) continue;
-                uint2 high;
-                u32 codes, found = 0;
-                if (8 * v + 8 > values || !kvp_code_fast(x[i], emax2, &high, &codes)) {
-                    uint2 slow;
-                    u32 slow_codes;
-                    found = kvp_code_slowly(x[i], emax, 8 * v < values ? values - 8 * v : 0, &slow, &slow_codes);
-                    high = slow, codes = slow_codes;
-                }
-                sum += kvp_sum_of(x[i], v, raw);
-                if (8 * v < values) {
-                    *(uint2 *)(cell + l.high + 8 * v) = high;
-                    *(u32 *)(cell + l.codes + 4 * v) = codes;
-                }
-                escapes |= (u64)found << 8 * i;
-                count += __popc(found);
-            }
-            // zeros up to the next section
-            u64 high_end = l.high + (values + 7) / 8 * 8 + 4 * thread, codes_end = l.codes + (values + 7) / 8 * 4 + 4 * thread;
-            if (high_end < l.codes) *(u32 *)(cell + high_end) = 0;
-            if (codes_end < l.escapes) *(u32 *)(cell + codes_end) = 0;
-        } else {
-#pragma unroll
-            for (u32 i = 0; i < most; i++) {
-                u32 v = begin + 32 * i;
-                if (i >= each || v >= vectors) continue;
-                if (w.check) sum += kvp_sum_of(x[i], v, raw);
-                *(uint4 *)(cell + 16 * v) = x[i];
-            }
-        }
-        sum = kvp_sum_of_warp(sum);
-        count = __reduce_add_sync(KVP_ALL, count);
-        if (lane == 0) t.sums[warp] = sum, t.escapes[warp] = count;
-        kvp_bulk_sees();
-        kvp_team_wait(id, team);
-        u32 found = 0, before = 0;
-        for (u32 i = 0; i < warps; i++) {
-            if (i < warp) before += t.escapes[i];
-            found += t.escapes[i];
-        }
-        if (wanted && found > room) { // the counted ones promised too much
-            wanted = false;
-            kvp_team_wait(id, team);
-#pragma unroll
-            for (u32 i = 0; i < most; i++) {
-                u32 v = begin + 32 * i;
-                if (i < each && v < vectors) *(uint4 *)(cell + 16 * v) = x[i];
-            }
-            kvp_bulk_sees();
-            kvp_team_wait(id, team);
-        } else if (wanted && found) {
-#pragma unroll
-            for (u32 i = 0; i < most; i++) {
-                u32 here = (u32)(escapes >> 8 * i) & 255;
-                if (!__ballot_sync(KVP_ALL, here != 0)) continue;
-                u32 upto = __popc(here);
-#pragma unroll
-                for (int d = 1; d < 32; d *= 2) {
-                    u32 other = __shfl_up_sync(KVP_ALL, upto, d);
-                    if (lane >= d) upto += other;
-                }
-                if (here)
-                    kvp_put_escapes(cell + l.escapes, x[i], here, 8 * (begin + 32 * i), before + upto - __popc(here));
-                before += __shfl_sync(KVP_ALL, upto, 31);
-            }
-            kvp_bulk_sees();
-            kvp_team_wait(id, team);
-        }
-        u32 bytes = wanted ? (u32)l.escapes + 4 * found : raw;
+        s.wait();
+        s.take(job);
+        bool by_bytes = job.by_bytes;
+        u32 found;
+        if (thread == 0) kvp_bulk_all_but_one_read(); // what lay in this cell's place has gone; the others wait in make
+        u32 bytes = s.make(w, job, cell, &found);
         if (thread == 0) {
-            u64 checksum = 0;
-            if (wanted || w.check) {
-                checksum = kvp_wire_seed(raw);
-                for (u32 i = 0; i < warps; i++) checksum += t.sums[i];
-            }
-            if (wanted) {
-                u32 tail = raw & 1 ? kvp_get_bytes(job.block + raw - 1, 1).x : 0;
-                *(uint4 *)cell = make_uint4(KVP_WIRE_MAGIC, KVP_WIRE_BF16 | emax << 8, tail, found);
-                *(uint4 *)(cell + 16) = make_uint4(raw, 0, (u32)checksum, (u32)(checksum >> 32));
-                for (u32 i = bytes; i & 15; i += 4) *(u32 *)(cell + i) = 0; // bytes of the block's place, unused
-                kvp_bulk_sees();
-            }
+            kvp_finish_cell(s, w, job, cell, bytes, found);
             if (!by_bytes) {
-                if (w.pace) {
-                    u32 clock = kvp_clock_ns();
-                    if ((int)(clock - due) > (int)KVP_CODED_SLACK_NS) due = clock - KVP_CODED_SLACK_NS;
-                    while ((int)(due - clock) > 0) clock = kvp_clock_ns();
-                    due += (u32)((u64)bytes * w.pace / warps >> 20);
-                }
+                if (w.pace) due = kvp_await_turn(due, (u32)((u64)bytes * w.pace / s.WARPS >> 20));
                 kvp_bulk_out(job.cell, cell, (bytes + 15) & ~15u);
             }
             kvp_bulk_commit();
-            if (job.note >= KVP_REFUSED)
-                *(uint4 *)job.note =
-                    make_uint4(bytes, wanted || w.check, (u32)checksum, (u32)(checksum >> 32));
         }
         if (by_bytes) {
-            kvp_team_wait(id, team);
+            s.wait();
             kvp_store_by_bytes(job.cell, cell, bytes, thread, team);
         }
     }
