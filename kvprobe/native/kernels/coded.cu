@@ -575,91 +575,106 @@ __device__ __forceinline__ u64 kvp_raw_stage(const u8 *stage, const kvp_cell_job
     return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(KVP_LOAD_TEAM *KVP_LOAD_TEAMS, 1) kvp_coded_load(const kvp_wire_work w) {
-    constexpr u32 team = KVP_LOAD_TEAM, warps = team / 32, stages = KVP_LOAD_STAGES;
-    extern __shared__ __align__(128) u8 kvp_coded_shared[];
-    u32 id = threadIdx.x / team, thread = threadIdx.x % team, warp = thread / 32, lane = thread % 32;
-    kvp_load_team &t = ((kvp_load_team *)kvp_coded_shared)[id];
-    u32 units = (w.raw_bytes + KVP_WIRE_CELL - 1) / KVP_WIRE_CELL, teams = gridDim.x * (blockDim.x / team);
-    u64 total = (u64)w.count * units, first = id * gridDim.x + blockIdx.x;
-    if (first >= total) return;
-    u32 mine = (u32)((total - first + teams - 1) / teams);
+// One thread of a team that loads. Its first warp reads the list and starts what comes into the stages.
+struct kvp_loading {
+    static constexpr u32 TEAM = KVP_LOAD_TEAM, WARPS = TEAM / 32, STAGES = KVP_LOAD_STAGES;
+    kvp_load_team &t;
+    u32 id, thread, warp, lane;
+    u32 units, teams, mine; // cells of a block; teams of all CTAs; cells of this team
+    u64 first;              // of its cells
     kvp_cell_list now, next;
-    if (warp == 0) {
+
+    __device__ __forceinline__ void wait() const { kvp_team_wait(id, TEAM); }
+
+    __device__ __forceinline__ void open(const kvp_wire_work &w) {
+        if (thread == 0) {
+            for (u32 s = 0; s < STAGES; s++) kvp_gate_open(&t.gate[s]);
+            t.refused[0] = t.refused[1] = 0;
+            kvp_bulk_sees();
+        }
+        wait();
+        if (warp) return;
         next.read(w, units, first + (u64)lane * teams);
         next.place(units, first + (u64)lane * teams);
         next.read_note();
+        for (u32 k = 0; k < STAGES && k < mine; k++) start(w, k);
     }
-    if (thread == 0) {
-        for (u32 s = 0; s < stages; s++) kvp_gate_open(&t.gate[s]);
-        t.refused[0] = t.refused[1] = 0;
-        kvp_bulk_sees();
-    }
-    kvp_team_wait(id, team);
+
     // Cell k of this team into its stage; by the first warp.
-    auto start = [&](u32 k) {
-        u64 group = first + (u64)(k / 32 * 32) * teams;
+    __device__ __forceinline__ void start(const kvp_wire_work &w, u32 k) {
+        u64 following = first + (u64)(k / 32 * 32 + 32 + lane) * teams;
         if (k % 32 == 0) {
             now = next;
-            next.read(w, units, group + (u64)(32 + lane) * teams);
-        } else if (k % 32 == 12) { // the entries have come long since
-            next.place(units, group + (u64)(32 + lane) * teams);
+            next.read(w, units, following);
+        } else if (k % 32 == 12) { // its entries have come long since
+            next.place(units, following);
             next.read_note();
         }
-        if (lane != k % 32) return;
-        u32 s = k % stages, travel = (now.bytes + 15) & ~15u;
-        kvp_cell_job &job = t.job[s];
-        job.block = now.dst, job.cell = now.src, job.note = now.note, job.entry = now.entry;
-        job.raw = now.raw, job.bytes = now.bytes <= now.raw ? now.bytes : 0;
-        job.summed = now.summed || now.bytes < now.raw, job.checksum = now.checksum;
-        job.by_bytes = (now.src & 15) || travel > now.raw;
-        if (!job.bytes || job.by_bytes) kvp_gate_pass(&t.gate[s]);
-        else kvp_bulk_in(t.stage[s], now.src, travel, &t.gate[s]);
-    };
-    if (warp == 0)
-        for (u32 k = 0; k < stages && k < mine; k++) {
-            start(k);
-            __syncwarp();
+        if (lane == k % 32) {
+            u32 s = k % STAGES, travel = (now.bytes + 15) & ~15u;
+            kvp_cell_job &job = t.job[s];
+            job.block = now.dst, job.cell = now.src, job.note = now.note, job.entry = now.entry;
+            job.raw = now.raw, job.bytes = now.bytes <= now.raw ? now.bytes : 0;
+            job.summed = now.summed || now.bytes < now.raw, job.checksum = now.checksum;
+            job.by_bytes = (now.src & 15) || travel > now.raw;
+            if (!job.bytes || job.by_bytes) kvp_gate_pass(&t.gate[s]);
+            else kvp_bulk_in(t.stage[s], now.src, travel, &t.gate[s]);
         }
-    for (u32 k = 0; k < mine; k++) {
+        __syncwarp();
+    }
+
+    // Decodes a stage; what stands in its way. The threads' sums are in shared memory after the next wait.
+    __device__ __forceinline__ u32 decode(const kvp_cell_job &job, const u8 *stage, u32 turn) {
+        u32 refusal = KVP_WIRE_WHOLE;
+        u64 sum = 0;
+        if (!job.bytes) refusal = KVP_WIRE_SHORT;
+        else if (job.bytes == job.raw) sum = kvp_raw_stage(stage, job, thread);
+        else refusal = kvp_refusal_of(stage, job.bytes, job.raw, job.checksum);
+        if (!refusal && job.bytes < job.raw) sum = kvp_decode_stage(stage, job, thread, &t.refused[turn]);
+        if (job.summed) {
+            sum = kvp_sum_of_warp(sum);
+            if (lane == 0) t.sums[turn][warp] = sum;
+        }
+        return refusal;
+    }
+
+    // By one thread: whether what came out is what went in.
+    __device__ __forceinline__ u32 compare(u32 raw, u64 checksum, u32 turn) {
+        u32 refusal = t.refused[turn];
+        t.refused[turn] = 0;
+        u64 sum = kvp_wire_seed(raw);
+        for (u32 i = 0; i < WARPS; i++) sum += t.sums[turn][i];
+        return refusal ? refusal : sum == checksum ? KVP_WIRE_WHOLE : KVP_WIRE_CHECKSUM;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(KVP_LOAD_TEAM *KVP_LOAD_TEAMS, 1) kvp_coded_load(const kvp_wire_work w) {
+    extern __shared__ __align__(128) u8 kvp_coded_shared[];
+    constexpr u32 team = KVP_LOAD_TEAM, stages = KVP_LOAD_STAGES;
+    u32 id = threadIdx.x / team, thread = threadIdx.x % team, units = kvp_wire_cells(w.raw_bytes);
+    u32 teams = gridDim.x * (blockDim.x / team);
+    u64 total = (u64)w.count * units, first = id * gridDim.x + blockIdx.x;
+    if (first >= total) return;
+    kvp_load_team &t = ((kvp_load_team *)kvp_coded_shared)[id];
+    kvp_loading l = {t, id, thread, thread / 32, thread % 32, units, teams, (u32)((total - first + teams - 1) / teams)};
+    l.first = first;
+    l.open(w);
+    for (u32 k = 0; k < l.mine; k++) {
         u32 s = k % stages;
-        kvp_gate_wait(&t.gate[s], k / stages & 1);
         const kvp_cell_job &job = t.job[s];
+        kvp_gate_wait(&t.gate[s], k / stages & 1);
         if (job.by_bytes && job.bytes) {
             kvp_load_by_bytes(t.stage[s], job.cell, job.bytes, thread, team);
             kvp_bulk_sees();
-            kvp_team_wait(id, team);
+            l.wait();
         }
-        u32 refusal = !job.bytes              ? KVP_WIRE_SHORT
-                      : job.bytes == job.raw  ? KVP_WIRE_WHOLE
-                                              : kvp_refusal_of(t.stage[s], job.bytes, job.raw, job.checksum);
-        u64 sum = 0;
-        if (refusal)
-            ;
-        else if (job.bytes == job.raw)
-            sum = kvp_raw_stage(t.stage[s], job, thread);
-        else
-            sum = kvp_decode_stage(t.stage[s], job, thread, &t.refused[k & 1]);
-        if (job.summed) {
-            sum = kvp_sum_of_warp(sum);
-            if (lane == 0) t.sums[k & 1][warp] = sum;
-        }
+        u32 refusal = l.decode(job, t.stage[s], k & 1), raw = job.raw, summed = job.summed;
         u64 checksum = job.checksum, entry = job.entry, note = job.note;
-        u32 raw = job.raw, summed = job.summed;
-        kvp_team_wait(id, team); // the stage has been read
-        if (warp == 0) {
-            if (k + stages < mine) start(k + stages);
-            __syncwarp();
-            if (thread == 0) {
-                if (!refusal && summed) {
-                    u64 all = kvp_wire_seed(raw);
-                    for (u32 i = 0; i < warps; i++) all += t.sums[k & 1][i];
-                    if (t.refused[k & 1]) refusal = t.refused[k & 1];
-                    else if (all != checksum) refusal = KVP_WIRE_CHECKSUM;
-                    t.refused[k & 1] = 0;
-                }
-                if (refusal && note >= KVP_REFUSED) *(volatile u64 *)(entry + 16) = refusal;
-            }
+        l.wait(); // the stage has been read
+        if (l.warp == 0 && k + stages < l.mine) l.start(w, k + stages);
+        if (thread == 0) {
+            if (!refusal && summed) refusal = l.compare(raw, checksum, k & 1);
+            if (refusal && note >= KVP_REFUSED) *(volatile u64 *)(entry + 16) = refusal;
         }
     }
 }
