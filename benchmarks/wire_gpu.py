@@ -29,7 +29,7 @@ import numpy as np
 
 from kvprobe.cuda import find_runtime
 from kvprobe.cuda.copies import PinnedList, columns, copy_rate, submit_copies
-from kvprobe.cuda.kernels import CODED_SOURCES, _driver, _function, _module
+from kvprobe.cuda.kernels import CODED_SOURCES, _compiled, _driver, _function, _module
 from kvprobe.cuda.memory import Buffer
 from kvprobe.offload import BlockPool, OffloadEngine, wire
 from kvprobe.offload.methods import copier_for
@@ -363,6 +363,8 @@ class Bench:
         self.pool = Pool(runtime, 4 * self.bytes)
         methods = copier_for(runtime)
         print(f"NVRTC compiles and the driver loads the coded kernels: {'yes' if methods.has_coded else 'NO'}")
+        if not methods.has_coded:  # why not
+            print(_compiled(_driver(runtime), 90, CODED_SOURCES))
         self.copier = methods.native
         self.copier.store_bytes_per_s = 0
         p = self.pool
