@@ -25,7 +25,9 @@ from kvprobe.native.library import Copier, CopyKernel, CudaCalls
 
 __all__ = ["CopyKernels", "load_copy_kernels"]
 
-SOURCE = Path(__file__).resolve().parent.parent / "native" / "kernels" / "copy.cu"
+NATIVE = Path(__file__).resolve().parent.parent / "native"
+SOURCES = (NATIVE / "kernels" / "copy.cu",)
+CODED_SOURCES = (NATIVE / "src" / "wire.h", NATIVE / "kernels" / "coded.cu")  # one program, in this order
 HOST_IMAGE = b"KVPROBE HOST KERNELS\0"
 OPTIONS = ("--std=c++17",)
 CACHE_MAGIC = b"KVPCUBIN"
@@ -34,7 +36,9 @@ MAX_CTAS = 16
 BULK_WARPS, REGISTER_WARPS = 8, 16
 BULK_RING_BYTES = 16384  # of a warp, beside RING_HEADER of copy_methods.c
 RING_HEADER_BYTES = 512
-BULK, REGISTERS = 1, 2  # kvp_copy_kernel.kind
+BULK, REGISTERS, CODED = 1, 2, 3  # kvp_copy_kernel.kind
+CODED_THREADS = 512  # of a CTA: four teams, as coded.cu has them
+CODED_LOAD_BYTES, CODED_STORE_BYTES = 199680, 137216  # its shared memory: four kvp_load_team, kvp_store_team
 
 _MAJOR, _MINOR, _SHARED_OPTIN, _HOST_POINTERS = 75, 76, 97, 91  # enum cudaDeviceAttr
 _MAX_DYNAMIC_SHARED = 8  # enum CUfunction_attribute
@@ -47,6 +51,7 @@ class CopyKernels:
     Attributes:
         load: host to device; None where there is none.
         store: device to host.
+        coded: what loads and stores the cells of native/src/wire.h; None where there are none.
         read: CUfunction of the memory-bound kernel, 0 where there is none.
         launch_kernel: address of cuLaunchKernel.
         how: "compiled", "cached" or "host"; "" where there are none.
@@ -55,6 +60,7 @@ class CopyKernels:
 
     load: CopyKernel | None = None
     store: CopyKernel | None = None
+    coded: tuple[CopyKernel, CopyKernel] | None = None
     read: int = 0
     launch_kernel: int = 0
     how: str = ""
@@ -94,7 +100,7 @@ def _load(runtime: Runtime, bulk: bool | None) -> CopyKernels:
         capability, module, how = 90, _module(driver, HOST_IMAGE), "host"
     else:
         capability = 10 * _attribute(runtime, _MAJOR, device) + _attribute(runtime, _MINOR, device)
-        module, how = _compiled(driver, capability)
+        module, how = _compiled(driver, capability, SOURCES)
     shared = BULK_WARPS * (BULK_RING_BYTES + RING_HEADER_BYTES)
     able = capability >= 90 and (runtime.provider == "host" or _attribute(runtime, _SHARED_OPTIN, device) >= shared)
     if bulk and not able:
@@ -107,6 +113,7 @@ def _load(runtime: Runtime, bulk: bool | None) -> CopyKernels:
     kernels = CopyKernels(
         load,
         store,
+        _coded(driver, module if how == "host" else 0, capability),
         _function(driver, module, "kvp_read", 0),
         ct.cast(driver.cuLaunchKernel, ct.c_void_p).value or 0,
         how,
@@ -154,6 +161,22 @@ def _function(driver: ct.CDLL, module: int, name: str, shared_bytes: int) -> int
     return function.value or 0
 
 
+def _coded(driver: ct.CDLL, module: int, capability: int) -> tuple[CopyKernel, CopyKernel] | None:
+    """The kernels that load and store cells, of `module` or compiled here; None where there are none."""
+    if capability < 90:
+        return None
+    try:
+        module = module or _compiled(driver, capability, CODED_SOURCES)[0]
+        load = _function(driver, module, "kvp_coded_load", CODED_LOAD_BYTES)
+        store = _function(driver, module, "kvp_coded_store", CODED_STORE_BYTES)
+    except _Unavailable:  # copies as they are do without
+        return None
+    return (
+        CopyKernel(load, CODED_THREADS, CODED_LOAD_BYTES, MAX_CTAS, CODED),
+        CopyKernel(store, CODED_THREADS, CODED_STORE_BYTES, MAX_CTAS, CODED),
+    )
+
+
 def _warm_up(runtime: Runtime, kernels: CopyKernels) -> None:
     """Launches each kernel once: the first launch of a function loads it, under the context lock."""
     copier = Copier(CudaCalls(launch_kernel=kernels.launch_kernel), kernels.load, kernels.store)
@@ -164,6 +187,8 @@ def _warm_up(runtime: Runtime, kernels: CopyKernels) -> None:
         for pinned, direction, (dst, src) in zip(lists, ("h2d", "d2h"), ((device, host), (host, device)), strict=True):
             copies = columns([dst.address], src.address, 4096)
             submit_copies(runtime, copier, "kernel", direction, copies, stream, pinned=pinned)
+        for coded in kernels.coded or () if runtime.provider != "host" else ():
+            _launch_empty(runtime, kernels.launch_kernel, coded, stream)
         runtime.stream_synchronize(stream)
     finally:
         runtime.stream_destroy(stream)
@@ -173,15 +198,25 @@ def _warm_up(runtime: Runtime, kernels: CopyKernels) -> None:
         host.close()
 
 
+def _launch_empty(runtime: Runtime, launch_kernel: int, kernel: CopyKernel, stream: int) -> None:
+    """Launches a coded kernel on no cells."""
+    work = ct.create_string_buffer(32)  # kvp_wire_work
+    given = (ct.c_void_p * 1)(ct.addressof(work))
+    launch = ct.CFUNCTYPE(ct.c_int, ct.c_void_p, *[ct.c_uint] * 7, ct.c_void_p, ct.c_void_p, ct.c_void_p)(launch_kernel)
+    code = launch(kernel.function, 1, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, stream, given, None)
+    if code:
+        raise runtime.error("cuLaunchKernel", code)
+
+
 # -- NVRTC -----------------------------------------------------------------------------------------------------------
 
 
-def _compiled(driver: ct.CDLL, capability: int) -> tuple[int, str]:
+def _compiled(driver: ct.CDLL, capability: int, sources: tuple[Path, ...]) -> tuple[int, str]:
     """Module of this machine code and "cached" or "compiled"."""
     nvrtc = _nvrtc()
     major, minor = ct.c_int(), ct.c_int()
     nvrtc.nvrtcVersion(ct.byref(major), ct.byref(minor))
-    source = SOURCE.read_bytes()
+    source = b"".join(path.read_bytes() for path in sources)
     architecture = f"sm_{capability}"
     key = hashlib.sha256(repr((source, architecture, major.value, minor.value, OPTIONS)).encode()).hexdigest()[:32]
     folder = _cache_folder()

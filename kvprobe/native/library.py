@@ -158,6 +158,8 @@ class Copier(ct.Structure):
         ("staging", u64),
         ("staging_bytes", u64),
         ("store_bytes_per_s", u64),
+        ("coded_load_kernel", CopyKernel),
+        ("coded_store_kernel", CopyKernel),
     ]
 
 
@@ -215,6 +217,10 @@ class JobStatus(ct.Structure):
         ("requested_ns", u64),
         ("built_ns", u64),
         ("tid", u64),
+        ("cell", u64),
+        ("cell_stored_ns", u64),
+        ("cell_loaded_ns", u64),
+        ("cell_lost", u32),
     ]
 
 
@@ -235,6 +241,12 @@ class Side(ct.Structure):
     """`kvp_side`: a pool as the submitter sees it."""
 
     _fields_ = [("bases", ct.c_void_p), ("blocks", u64), ("factor", u32), ("bounds", u32), ("bound", ct.c_void_p)]
+
+
+class CellsConfig(ct.Structure):
+    """`kvp_cells`: what makes the CPU's pool one of cells."""
+
+    _fields_ = [("notes", ct.c_void_p), ("stored_ns", ct.c_void_p), ("type", u32), ("check", u32), ("look", u32)]
 
 
 class SubmitterConfig(ct.Structure):
@@ -268,6 +280,7 @@ class SubmitterConfig(ct.Structure):
         ("actor_remove", ct.c_void_p),
         ("run_until", ct.c_void_p),
         ("slots", ct.c_void_p),
+        ("cells", CellsConfig),
     ]
 
 
@@ -298,6 +311,9 @@ class SubmitterStats(ct.Structure):
         ("method_error", i32),
         ("stuck_job", u64),
         ("wrong", ct.c_char_p),
+        ("coding", u32),
+        ("cell_share", ct.c_float),
+        ("refused", u64),
     ]
 
 
@@ -500,6 +516,7 @@ def _declare_submitter(lib: ct.CDLL) -> None:
         "kvp_pinned_read": (None, [pointer, ct.POINTER(PinnedCounts)]),
         "kvp_pinned_reset": (None, [pointer]),
         "kvp_pinned_close": (None, [pointer]),
+        "kvp_wire_take": (i32, [pointer, pointer, pointer, u64]),
     }
     for name, (result, arguments) in declared.items():
         function = getattr(lib, name)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kvprobe.cuda import Region, Runtime, region_of
 from kvprobe.errors import KvprobeError, UsageError
 from kvprobe.native.library import Side
+from kvprobe.offload.cells import Cells
 from kvprobe.offload.job import Refusal
 
 INT64 = np.dtype(np.int64)
@@ -34,9 +35,11 @@ class BlockPool:
         block_bytes: bytes of one block of one layer.
         blocks: number of blocks.
         kind: "device", "pinned" or "pageable", the same for all layers.
+        dtype: of the numbers in it, such as "bf16"; None: not known.
+        cells: in CPU memory, once an engine keeps its blocks in cells (`wire`, `witness`); else None.
     """
 
-    def __init__(self, runtime: Runtime, layers: Sequence[Any], block_bytes: int) -> None:
+    def __init__(self, runtime: Runtime, layers: Sequence[Any], block_bytes: int, *, dtype: str | None = None) -> None:
         """Takes one object with memory for each layer (see `region_of`).
 
         Raises:
@@ -60,7 +63,8 @@ class BlockPool:
         self.layers, self.block_bytes, self.blocks = len(self.regions), block_bytes, size // block_bytes
         if self.blocks > MOST_BLOCKS:
             raise UsageError(f"{self.blocks} blocks of {block_bytes} bytes: a pool has at most {MOST_BLOCKS}")
-        self.kind = kinds.pop()
+        self.kind, self.dtype = kinds.pop(), dtype
+        self.cells: Cells | None = None
         self._bases = np.array([region.address for region in self.regions], dtype=np.uint64)
 
     def addresses(self, ids: I64, piece_bytes: int) -> U64:
@@ -68,6 +72,38 @@ class BlockPool:
         offsets = ids.astype(np.uint64) * np.uint64(piece_bytes)
         every: U64 = (self._bases[:, None] + offsets[None, :]).reshape(-1)
         return every
+
+    def read(self, layer: int, block: int) -> npt.NDArray[np.uint8]:
+        """The bytes of a block in CPU memory, decoded where it lies coded; no transfer may write it meanwhile.
+
+        Raises:
+            UsageError: no such block, or the pool lies in device memory.
+            CellError: its cell is damaged.
+        """
+        if not (0 <= layer < self.layers and 0 <= block < self.blocks):
+            raise UsageError(
+                f"no block {block} of layer {layer}: there are {self.layers} layers of {self.blocks} blocks"
+            )
+        if self.kind == "device":
+            raise UsageError("the pool lies in device memory: copy its blocks to the CPU first")
+        if self.cells is None:
+            address = self.regions[layer].address + block * self.block_bytes
+            return np.frombuffer(ct.string_at(address, self.block_bytes), np.uint8)
+        parts = self.block_bytes // self.cells.copy_bytes
+        whole: npt.NDArray[np.uint8] = np.concatenate(
+            [self.cells.take(layer, block * parts + part) for part in range(parts)]
+        )
+        return whole
+
+    def uncode(self) -> None:
+        """Has every block lie in CPU memory as it is, for whoever reads that memory; no transfer may use it meanwhile.
+
+        Raises:
+            CellError: a cell is damaged; then nothing has changed.
+        """
+        if self.cells is not None:
+            self.cells.uncode()
+            self.cells = None
 
     def side(self, factor: int) -> Side:
         """The pool as native code sees it; valid as long as the pool lives."""
@@ -90,10 +126,12 @@ class Mapping:
         """Pairs the pools.
 
         Raises:
-            UsageError: different numbers of layers, or block sizes of which neither is a multiple of the other.
+            UsageError: different numbers of layers or dtypes, or block sizes of which neither is a multiple of the other.
         """
         if gpu.layers != cpu.layers:
             raise UsageError(f"the GPU pool has {gpu.layers} layers, the CPU pool {cpu.layers}")
+        if gpu.dtype and cpu.dtype and gpu.dtype != cpu.dtype:
+            raise UsageError(f"the GPU pool holds {gpu.dtype}, the CPU pool {cpu.dtype}")
         small, large = sorted((gpu.block_bytes, cpu.block_bytes))
         if large % small:
             raise UsageError(

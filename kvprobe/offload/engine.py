@@ -32,6 +32,7 @@ from kvprobe.launchqueue import Detector, calibrate
 from kvprobe.native.library import (
     DETAIL,
     REQUEST,
+    CellsConfig,
     JobRefused,
     MethodTable,
     SubmitterStats,
@@ -41,6 +42,7 @@ from kvprobe.native.library import (
 from kvprobe.offload.auto import Auto, Rung, Sample
 from kvprobe.offload.blocks import BlockPool, Mapping, passed
 from kvprobe.offload.callbacks import Callbacks, call_first
+from kvprobe.offload.cells import wire_for
 from kvprobe.offload.job import DIRECTION, Fault, Refusal, broken_by, fence, refused, wait_for
 from kvprobe.offload.methods import METHOD_NAMES, ExpectedTimes, Methods, copier_for, measure_now, method_table
 from kvprobe.offload.options import EngineKeywords, EngineOptions
@@ -89,11 +91,13 @@ class OffloadEngine:
             runtime: where the pools live.
             gpu: the GPU's blocks.
             cpu: the CPU's blocks.
-            options: each attribute of `EngineOptions`: `policy`, `method`, `bound`, `priority`, `compute_stream`,
-                `detail`, `limits`, `link_bytes_per_s`, `max_bytes_per_s`, `max_slowdown`, `stuck_after_s`, `records`.
+            options: each attribute of `EngineOptions`: `policy`, `method`, `wire`, `witness`, `bound`, `priority`,
+                `compute_stream`, `detail`, `limits`, `link_bytes_per_s`, `max_bytes_per_s`, `max_slowdown`,
+                `stuck_after_s`, `records`.
 
         Raises:
-            UsageError: an unknown policy, method or detail, a bound below 1, pools that do not fit each other.
+            UsageError: an unknown policy, method, wire or detail, a bound below 1, pools that do not fit each other, a
+                wire or a witness that cannot be had.
             CudaError: the runtime could not make a stream, an event or pinned memory.
         """
         chosen = EngineOptions(**options)
@@ -105,9 +109,10 @@ class OffloadEngine:
         self.broken: Exception | None = None
         self._closed = KvprobeError("it is closed")
         self._native, self._held = core(), core_held() if not runtime.simulated else core()
+        copier = copier_for(runtime)
+        self._wire = wire_for(runtime, chosen, self.mapping, copier)
         self._stand_on_a_rung(chosen)
         self._expect_transfers()
-        copier = copier_for(runtime)
         if runtime.provider == "cuda" and copier.measured is None and chosen.method == "auto":
             measure_now(runtime, copier)
         self.simulated = runtime.simulated
@@ -126,12 +131,13 @@ class OffloadEngine:
 
     def _stand_on_a_rung(self, chosen: EngineOptions) -> None:
         """The policy in force, and auto, which may change it."""
-        self.policy = "shared" if chosen.policy == "auto" else chosen.policy
+        auto = chosen.policy == "auto" and self._wire.cells is None
+        self.policy = "shared" if auto else "pooled" if chosen.policy == "auto" else chosen.policy
         self._rungs = {"shared": Rung("shared", "loop"), "pooled": Rung("pooled", chosen.method)}
         self.auto = Auto(
             list(self._rungs.values()),
             self._decided,
-            active=chosen.policy == "auto",
+            active=auto,
             baseline_ns=self.limits.baseline_ns,
             busy_share=BUSY_SHARE,
             now=lambda: int(self._now()),
@@ -192,6 +198,7 @@ class OffloadEngine:
             link_bytes_per_s=(ct.c_uint64 * 2)(*(self._rate_of(side) for side in range(2))),
             stuck_ns=int(chosen.stuck_after_s * 1e9),
             ceiling=self.detector.ceiling,
+            cells=self._wire.cells or CellsConfig(),
             ranges=int(listening() and self._native.kvp_nvtx_listening()),
         )
 
@@ -475,6 +482,22 @@ class OffloadEngine:
             transfer.result()
 
     @property
+    def wire(self) -> str:
+        """How the newest stores travelled, "raw" or "coded"; "coded" before the first one, where they are to be."""
+        if self._wire.cells is None or not self._wire.cells.type:
+            return "raw"
+        stats = self.read()
+        stored = sum(stats.launches[1])
+        return "coded" if stats.coding or not stored else "raw"
+
+    @property
+    def wire_reason(self) -> str:
+        """Why `wire` is not what was asked for; "" where it is."""
+        if self._wire.why or self.wire == "coded" or self._wire.cells is None or not self._wire.cells.type:
+            return self._wire.why
+        return f"cells take {self.read().cell_share:.0%} of their blocks"
+
+    @property
     def idle(self) -> bool:
         """Whether nothing waits and nothing is in flight."""
         return not self.read().pending
@@ -485,10 +508,12 @@ class OffloadEngine:
         """Changes the policy while transfers are in flight; what is submitted stays where it is, order holds.
 
         Raises:
-            UsageError: not "shared" or "pooled".
+            UsageError: not "shared" or "pooled", or "shared" where blocks lie in cells.
         """
         if policy not in ("shared", "pooled"):
             raise UsageError(f"unknown policy {policy!r}: use shared or pooled (auto: when the engine is made)")
+        if policy == "shared" and self._wire.cells is not None:
+            raise UsageError("blocks that lie in cells are moved under the pooled policy alone")
         before, self.policy = self.policy, policy
         if policy != before:
             ranges().mark(f"kvprobe: policy {before} -> {policy}: {reason}")

@@ -46,9 +46,16 @@ class Fault(IntEnum):
     CLOSED = 4
     STUCK = 5
     RESET = 6
+    CELL = 7
+    LAUNCH = 8
 
 
-_CALLS = {Fault.COPY: "cudaMemcpyAsync", Fault.WAIT: "cudaStreamWaitEvent", Fault.DEVICE: "cudaEventQuery"}
+_CALLS = {
+    Fault.COPY: "cudaMemcpyAsync",
+    Fault.WAIT: "cudaStreamWaitEvent",
+    Fault.DEVICE: "cudaEventQuery",
+    Fault.LAUNCH: "cuLaunchKernel",
+}
 
 
 class Owner(Protocol):

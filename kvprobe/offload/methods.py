@@ -72,6 +72,11 @@ class Methods:
         return bool(self.native.load_kernel.function)
 
     @property
+    def has_coded(self) -> bool:
+        """Whether kernels are loaded that code what travels."""
+        return bool(self.native.coded_load_kernel.function)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The methods that exist here."""
         return tuple(name for name in METHOD_NAMES if name not in self.missing)
@@ -117,6 +122,8 @@ def _made(runtime: Runtime, staging_bytes: int, bulk: bool | None) -> Methods:
         return found
     found.native.cuda.launch_kernel = kernels.launch_kernel
     found.native.load_kernel, found.native.store_kernel = kernels.load, kernels.store
+    if kernels.coded:
+        found.native.coded_load_kernel, found.native.coded_store_kernel = kernels.coded
     found.read_kernel, found.kernels = kernels.read, kernels.how
     if staging_bytes:
         buffer = Buffer(runtime, staging_bytes, "device")

@@ -10,9 +10,10 @@ from kvprobe.launchqueue import QueueLimits
 from kvprobe.native.library import DETAIL
 from kvprobe.offload.methods import METHOD_NAMES
 
-__all__ = ["POLICIES", "EngineKeywords", "EngineOptions"]
+__all__ = ["POLICIES", "WIRES", "EngineKeywords", "EngineOptions"]
 
 POLICIES = ("shared", "pooled", "auto")
+WIRES = ("raw", "coded", "auto")
 
 
 class EngineKeywords(TypedDict, total=False):
@@ -20,6 +21,8 @@ class EngineKeywords(TypedDict, total=False):
 
     policy: str
     method: str
+    wire: str
+    witness: bool
     bound: int | None
     priority: int | None
     compute_stream: int
@@ -39,6 +42,11 @@ class EngineOptions:
     Attributes:
         policy: "shared", "pooled" or "auto".
         method: how pooled copies are submitted: "loop", "batch", "kernel", or "auto": what is done first.
+        wire: how blocks travel: "raw", as they are; "coded": in fewer bytes, without loss, which takes pools with a
+            dtype, and a CPU pool that nobody reads but by `BlockPool.read`; or "auto": coded, where that can be had and
+            is known to pay, as long as blocks shrink. On a GPU "auto" is raw: coded copies were not measured there yet.
+        witness: stores sum each block and loads compare, on either wire: a load of bytes that are not those stored
+            fails, and says which block, both times and which side changed. Copies go by kernels alone then.
         bound: streams of the pool, each direction; None: as many as there are hardware channels.
         priority: of the pooled streams; None: the highest, so that the few CTAs of a copy kernel need not wait until
             all CTAs of the model's kernels have begun. Copies by DMA do not heed it.
@@ -56,6 +64,8 @@ class EngineOptions:
 
     policy: str = "auto"
     method: str = "auto"
+    wire: str = "raw"
+    witness: bool = False
     bound: int | None = None
     priority: int | None = None
     compute_stream: int = 0
@@ -71,12 +81,14 @@ class EngineOptions:
         """Refuses what no engine can do.
 
         Raises:
-            UsageError: an unknown policy, method or detail, or a bound below 1.
+            UsageError: an unknown policy, method, wire or detail, or a bound below 1.
         """
         if self.policy not in POLICIES:
             raise UsageError(f"unknown policy {self.policy!r}: use {', '.join(POLICIES)}")
         if self.method != "auto" and self.method not in METHOD_NAMES:
             raise UsageError(f"unknown method {self.method!r}: use auto, {', '.join(METHOD_NAMES)}")
+        if self.wire not in WIRES:
+            raise UsageError(f"unknown wire {self.wire!r}: use {', '.join(WIRES)}")
         if self.detail not in DETAIL:
             raise UsageError(f"unknown detail {self.detail!r}: use {', '.join(DETAIL)}")
         if self.bound is not None and self.bound < 1:

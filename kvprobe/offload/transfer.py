@@ -8,7 +8,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvprobe.offload.job import Job
+from kvprobe.offload.cells import damaged
+from kvprobe.offload.job import Fault, Job
 
 if TYPE_CHECKING:
     from kvprobe.offload.engine import OffloadEngine
@@ -55,6 +56,13 @@ class Transfer(Job["OffloadEngine"]):
         super().__init__(owner, direction, address, number, copies)
         self.policy, self.tag = policy, tag
         self._callbacks: list[Callable[[Transfer], None]] | tuple[()] | None = ()  # None: called
+
+    @property
+    def error(self) -> Exception | None:
+        """Why it failed; None where it has not."""
+        if self.failed and self._status.fault == Fault.CELL:
+            return damaged(self._status, self.owner.mapping)
+        return super().error
 
     @property
     def piece_bytes(self) -> int:

@@ -1,7 +1,6 @@
 """The cell format from Python: coding and decoding blocks on the CPU, and what coding would save.
 
-The format is described in `docs/wire.md` and, for C and CUDA, in `native/src/wire.h`. No transfer of the engine is
-coded: copy methods move blocks as they are.
+The format is described in `docs/wire.md` and, for C and CUDA, in `native/src/wire.h`; `cells.py` has pools of cells.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ __all__ = ["TYPES", "CellError", "Prediction", "checksum", "code", "decode", "gu
 Bytes = npt.NDArray[np.uint8]
 
 TYPES = {"bf16": 1, "fp32": 2}  # enum kvp_wire_type; numbers of other types travel as they are
-_REFUSALS = {
+REFUSALS = {
     1: "it has more or fewer bytes than its header says",
     2: "it is no cell of a version and type that this kvprobe knows",
     3: "it is the cell of a block of another size",
@@ -76,7 +75,7 @@ def decode(cell: Any, raw_bytes: int) -> Bytes:
     given, raw = _bytes_of(cell), np.empty(raw_bytes, np.uint8)
     refused = core().kvp_wire_decode(given.ctypes.data, len(given), raw.ctypes.data, raw_bytes)
     if refused:
-        raise CellError(f"a cell of {len(given)} bytes for a block of {raw_bytes} was refused: {_REFUSALS[refused]}")
+        raise CellError(f"a cell of {len(given)} bytes for a block of {raw_bytes} was refused: {REFUSALS[refused]}")
     return raw
 
 

@@ -275,7 +275,7 @@ class Caller:
 
     def policy(self, engine: OffloadEngine) -> None:
         """Changes the policy."""
-        policy = ("shared", "pooled")[self.below(2)]
+        policy = ("shared", "pooled")[self.below(2)] if not self.history.celled else "pooled"
         self.note(f"policy {policy}")
         engine.set_policy(policy)
 

@@ -24,7 +24,9 @@ from kvprobe.errors import CudaError, TransferError, UsageError
 from kvprobe.native.library import MethodTable, RingOptions, core
 from kvprobe.offload import BlockPool, OffloadEngine, Transfer
 from kvprobe.offload import engine as engine_module
+from kvprobe.offload.cells import Cells
 from kvprobe.offload.methods import Methods, copier_for, method_table
+from kvprobe.offload.wire import CellError
 from kvprobe.probe.live import totals
 from kvprobe.probe.ring import read_ring
 
@@ -58,6 +60,10 @@ class History:
         self.asked = 0
         self.faults = [Fault(self.dice, (seed // len(KINDS) ** i) % len(KINDS)) for i in range(faults)]
         self.callers: list[Caller] = []
+        dice = random.Random(seed ^ 0x57495245)  # its own: histories whose wire is raw are what they were before
+        self.wire, self.witness = ("raw", "raw", "coded", "auto")[int(dice.random() * 4)], dice.random() < 0.2
+        self.dtype = ("bf16", "bf16", "fp32")[int(dice.random() * 3)]
+        self.celled = self.wire != "raw" or self.witness
         self.crowded = seed % CROWDED == CROWD  # hundreds of its requests come at once
 
     def choose(self, options: Any) -> Any:
@@ -110,6 +116,7 @@ class History:
             "armed": [f"{fault.phase} {fault.name}" for fault in self.faults if fault.armed],
             "came": [f"{fault.phase} {fault.name}" for fault in self.faults if fault.came(self.runtime)],
             "events": self.runtime.events,
+            "celled": self.celled,
         }
         self._leave(memory)
         return counted
@@ -168,13 +175,18 @@ class History:
             for layer, region in enumerate(self.regions[side]):
                 self.runtime.fill_pieces(region.address, self.piece, self._words(values, layer))
         self.pool = {
-            side: BlockPool(self.runtime, self.regions[side], self.piece * self.factors[side]) for side in pieces
+            side: BlockPool(self.runtime, self.regions[side], self.piece * self.factors[side], dtype=self.dtype)
+            for side in pieces
         }
+        made = [region.owner for side in self.regions.values() for region in side]
+        if self.celled:  # here: it is the pool's memory, not the engine's
+            self.pool["cpu"].cells = Cells(self.runtime, self.pool["cpu"], self.piece)
+            made.append(self.pool["cpu"].cells.memory)
         self.lines.append(
             f"seed {self.seed}: depth {self.depth}, channels {self.channels}, {self.several} callers, {self.layers} "
             f"layers of {self.gpu_pieces} and {self.cpu_pieces} pieces of {self.piece} bytes, blocks of {self.factors}"
         )
-        return [region.owner for side in self.regions.values() for region in side]
+        return made
 
     def _sides(self, values: list[int]) -> list[tuple[str, list[int]]]:
         return [("gpu", values[: self.gpu_pieces]), ("cpu", values[self.gpu_pieces :])]
@@ -218,6 +230,13 @@ class History:
             "max_bytes_per_s": choose((0.0, 0.0, 0.0, 2e9)),
             "max_slowdown": choose((-1.0, 0.03, 1.0)),
         }
+        if self.celled:
+            how.update(wire=self.wire, witness=self.witness)
+            if how["policy"] == "shared":
+                how["policy"] = "pooled"
+            if how["method"] in ("loop", "batch"):
+                how["method"] = "kernel"
+            how["max_slowdown"] = max(how["max_slowdown"], 0.03)
         self.detail = how["detail"]
         early = [fault for fault in self.faults if fault.phase == "opening"]
         for fault in early:
@@ -287,6 +306,7 @@ class History:
         self._check_transfers()
         stats = engine.read()
         self.must(not stats.wrong, f"the submitter's state was wrong: {stats.wrong}")
+        self.must(not stats.refused, f"{stats.refused} blocks were refused, and nobody damaged one")
         self.must(not runtime.stuck, f"a call could never return: {runtime.stuck}")
         for caller in self.callers:
             if caller.server is not None:
@@ -356,6 +376,10 @@ class History:
         held = list(self.initial)
         for caller in self.callers:
             caller.check(held)
+        try:
+            self.pool["cpu"].uncode()
+        except CellError as error:
+            self.must(False, str(error))
         for side, values in self._sides(held):
             for layer, region in enumerate(self.regions[side]):
                 piece = self.runtime.compare_pieces(region.address, self.piece, self._words(values, layer))

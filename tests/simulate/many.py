@@ -15,7 +15,7 @@ def chunk(work: tuple[int, int, int, int]) -> dict[str, Any]:
     first, count, faults, length = work
     logging.getLogger("kvprobe").disabled = True  # callbacks that raise are part of the histories
     found: dict[str, Any] = {"digests": [], "wrong": [], "armed": Counter(), "came": Counter()}
-    found |= {"transfers": 0, "events": 0, "failed": 0}
+    found |= {"transfers": 0, "events": 0, "failed": 0, "celled": 0}
     began, series = time.process_time(), Series()
     for seed in range(first, first + count):
         try:
@@ -28,6 +28,7 @@ def chunk(work: tuple[int, int, int, int]) -> dict[str, Any]:
         found["transfers"] += one["transfers"]
         found["failed"] += one["failed"]
         found["events"] += one["events"]
+        found["celled"] += one["celled"]
         found["armed"].update(one["armed"])
         found["came"].update(one["came"])
     try:

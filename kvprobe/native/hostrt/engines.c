@@ -135,6 +135,7 @@ void kvh_compute_start(runtime *rt, op *o) {
             return;
         }
     }
+    if (o->kind == OP_WORK) kvh_weigh(rt, o);
     uint64_t ns = o->kind == OP_DELAY || o->kind == OP_WORK ? o->work.ns : 0;
     if (o->kind == OP_WORK && o->bytes) kvh_share_link(rt, o);
     o->finish_ns = o->start_ns + ns;

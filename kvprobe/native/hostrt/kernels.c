@@ -30,8 +30,9 @@ typedef struct {
     uint32_t total, units, unit, chunk, stage, stages, pace;
 } work; /* launch() in copy_methods.c, copy.cu */
 
-static const char *const names[] = {"kvp_copy_load", "kvp_copy_store", "kvp_copy_registers", "kvp_read"};
-enum { KERNELS = sizeof names / sizeof *names, READ = 3 };
+static const char *const names[] = {"kvp_copy_load", "kvp_copy_store", "kvp_copy_registers",
+                                    "kvp_read",      "kvp_coded_load", "kvp_coded_store"};
+enum { KERNELS = sizeof names / sizeof *names, READ = 3, CODED_LOAD = 4, CODED_STORE = 5 };
 static char module, functions[KERNELS];
 
 /* What a launch leaves for its execution. All stay linked and are used again. */
@@ -41,6 +42,7 @@ typedef struct launched {
     runtime *rt;
     const entry *list;
     uint32_t count;
+    kvh_cells cells; /* of a coded copy, which reads no `list` */
 } launched;
 static _Atomic(launched *) all;
 
@@ -119,6 +121,55 @@ static cudaError_t launch_copies(call *c, unsigned ctas, const work *w, cudaStre
     return error;
 }
 
+/* ---- coded copies: cells.c ---------------------------------------------------------------------------------------
+ */
+
+static void execute_cells(void *argument) {
+    launched *l = argument;
+    runtime *rt = l->rt;
+    bool bad = !kvh_cells_move(rt, &l->cells);
+    atomic_store(&l->busy, false);
+    if (bad) {
+        kvh_lock(rt);
+        kvh_fail(rt, cudaErrorIllegalAddress);
+        kvh_unlock(rt);
+    }
+}
+
+static void weigh(runtime *rt, op *o) {
+    const kvh_cells *c = &((launched *)o->work.arg)->cells;
+    double rate = rate_of(&rt->config, o->direction), busy = 0, wire = kvh_cells_weigh(rt, c, &busy);
+    double link = wire / (rate * (c->store ? 0.93 : 0.90)), ns = busy / (c->ctas * rate);
+    double paced = wire * c->work.pace / ((double)c->ctas * WARPS * (1 << 20));
+    if (link < paced) link = paced;
+    o->bytes = (uint64_t)link;
+    o->work.ns = START_NS + (uint64_t)(ns > link ? ns : link);
+}
+
+/* Where time is real the lock is too dear to look at blocks under it: those were looked at when it was launched. */
+void kvh_weigh(runtime *rt, op *o) {
+    if (rt->simulation && o->work.fn == execute_cells) weigh(rt, o);
+}
+
+static cudaError_t launch_cells(call *c, bool store, unsigned ctas, const kvp_wire_work *w, cudaStream_t stream) {
+    if (!w->list || !w->count || !w->raw_bytes || !ctas) return cudaErrorInvalidValue;
+    launched *l = new_launched();
+    if (!l) return cudaErrorMemoryAllocation;
+    l->rt = c->rt;
+    l->cells = (kvh_cells){.work = *w, .store = store, .ctas = ctas};
+    op o = {.kind = OP_WORK, .class = KVHOST_COMPUTE, .direction = store ? KVP_D2H : KVP_H2D};
+    o.work.fn = execute_cells;
+    o.work.arg = l;
+    if (!c->rt->simulation) weigh(c->rt, &o);
+    const kvp_wire_entry *first = (const kvp_wire_entry *)(uintptr_t)w->list;
+    if (c->tracing)
+        kvh_trace_about(c, (void *)(uintptr_t)first->dst, (void *)(uintptr_t)first->src,
+                        (uint64_t)w->count * w->raw_bytes, w->count, o.direction, KVP_MEM_PINNED);
+    cudaError_t error = kvh_submit_one(c, stream, &o);
+    if (error) atomic_store(&l->busy, false);
+    return error;
+}
+
 /* Which of the kernels a function handle names; -1: none. */
 static int number_of(const void *fn) {
     for (int i = 0; i < KERNELS; i++)
@@ -130,7 +181,9 @@ bool kvh_is_copy_kernel(const void *fn) { return number_of(fn) >= 0; }
 
 cudaError_t kvh_launch_copy_kernel(call *c, const void *fn, unsigned ctas, void **params, cudaStream_t stream) {
     if (!params || !params[0]) return cudaErrorInvalidValue;
-    if (number_of(fn) != READ) return launch_copies(c, ctas, params[0], stream);
+    int number = number_of(fn);
+    if (number >= CODED_LOAD) return launch_cells(c, number == CODED_STORE, ctas, params[0], stream);
+    if (number != READ) return launch_copies(c, ctas, params[0], stream);
     op o = {.kind = OP_DELAY, .class = KVHOST_COMPUTE}; /* a CTA reads 16 KiB, all together 1,000 bytes an ns */
     o.work.ns = START_NS + (uint64_t)ctas * 16;
     return kvh_submit_one(c, stream, &o);

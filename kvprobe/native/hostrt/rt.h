@@ -15,6 +15,7 @@
 #define KVHOST_RT_H
 
 #include "kvhost.h"
+#include "wire.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -470,7 +471,18 @@ void kvh_memory_stats(runtime *rt, kvhost_stats *stats);
 /* kernels.c: kvprobe's copy kernels */
 bool kvh_is_copy_kernel(const void *fn);
 cudaError_t kvh_launch_copy_kernel(call *c, const void *fn, unsigned ctas, void **params, cudaStream_t stream);
+void kvh_weigh(runtime *rt, op *o);      /* a coded copy begins: what it moves; lock held */
 void kvh_share_link(runtime *rt, op *o); /* OP_WORK whose bytes are the time in ns that it needs the link; lock held */
+
+/* cells.c: the coded ones */
+typedef struct {
+    kvp_wire_work work;
+    bool store;
+    unsigned ctas;
+} kvh_cells;
+/* Bytes on the wire; `busy` receives what one CTA would be busy for, in bytes at the link's rate. */
+double kvh_cells_weigh(runtime *rt, const kvh_cells *c, double *busy);
+bool kvh_cells_move(runtime *rt, const kvh_cells *c); /* false: an address that a GPU cannot reach */
 
 /* copy.c, launch.c, streams.c: what the runtime's and the driver's entry points share. */
 cudaError_t kvh_copy(call *c, void *dst, const void *src, size_t bytes, int kind, cudaStream_t stream, bool wait);

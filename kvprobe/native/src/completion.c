@@ -52,6 +52,7 @@ void kvp_finish(kvp_submitter *s, struct kvp_job *j, int error, uint32_t fault) 
         t->error = error;
         t->fault = fault;
     }
+    if (!t->fault && of_cells(s) && j->direction == STORE) kvp_cells_stored(s, j);
     record_transfer(s, j);
     if (j->range) kvp_nvtx_range_end(j->range);
     kvp_job_spare(j);
@@ -202,6 +203,7 @@ void kvp_retire(kvp_submitter *s, int d, uint64_t now) {
             uint64_t rate = (uint64_t)((double)m->bytes / (double)(end - start) * 1e9);
             dir->rate = dir->rate ? (dir->rate * 3 + rate) / 4 : rate;
         }
+        if (m->cells) kvp_cells_retire(s, d, m, end);
         start_of(m, &dir->line, dir->flying, start, end);
         if (dir->first && dir->first->begun && !dir->first->status.copy_start_ns)
             dir->first->status.copy_start_ns = start;

@@ -320,6 +320,16 @@ static inline kvp_copy copy_at(const struct kvp_job *j, const struct cursor *at)
     return copy;
 }
 
+/* Whether it copies from `src` to `dst` in a layer. */
+bool kvp_job_has(const struct kvp_job *j, uint64_t layer, uint64_t dst, uint64_t src) {
+    struct cursor at = {.layer = (uint32_t)layer};
+    for (; at.copy < j->count; at.copy++) {
+        kvp_copy copy = copy_at(j, &at);
+        if (copy.dst == dst && copy.src == src) return true;
+    }
+    return false;
+}
+
 bool kvp_job_all(const struct kvp_job *j, const struct cursor *at) {
     return at->layer >= (j->of ? j->pairs : j->owner->config.layers);
 }

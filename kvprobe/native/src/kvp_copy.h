@@ -48,7 +48,7 @@ typedef struct {
     uint32_t threads;      /* of a CTA */
     uint32_t shared_bytes; /* dynamic shared memory of a CTA */
     uint32_t max_ctas;     /* never launch more */
-    uint32_t kind;         /* 1 bulk asynchronous copies, 2 registers */
+    uint32_t kind;         /* 1 bulk asynchronous copies, 2 registers, 3 coded */
 } kvp_copy_kernel;
 
 /* Pinned memory that the GPU sees, from which a kernel reads its copies. It belongs to one launch until that launch has
@@ -68,6 +68,8 @@ typedef struct {
     uint64_t staging;                          /* device address of the staging buffer; 0: none */
     uint64_t staging_bytes;
     uint64_t store_bytes_per_s; /* bulk kernels store no faster, so that kernels beside them end soon; 0: as they can */
+    kvp_copy_kernel coded_load_kernel,
+        coded_store_kernel; /* of pools of cells (wire.h); no method of a row uses them */
 } kvp_copier;
 
 /* How many of the first `count` copies one kvp_copy_submit may take, given `room` places, at most `max_bytes` of

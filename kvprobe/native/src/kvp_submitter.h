@@ -18,6 +18,7 @@
 #include "kvp_choose.h"
 #include "kvp_copy.h"
 #include "kvp_engine.h"
+#include "wire.h"
 
 enum kvp_job_state { KVP_WAITING = 0, KVP_SUBMITTING = 1, KVP_IN_FLIGHT = 2, KVP_DONE = 3, KVP_FAILED = 4 };
 
@@ -29,7 +30,9 @@ enum kvp_job_fault {
     KVP_FAULT_DEVICE = 3, /* asking the device how far it is: it is lost */
     KVP_FAULT_CLOSED = 4, /* the submitter was closed or stopped first */
     KVP_FAULT_STUCK = 5,  /* it did not move for the time set */
-    KVP_FAULT_RESET = 6   /* the runtime was torn down under it */
+    KVP_FAULT_RESET = 6,  /* the runtime was torn down under it */
+    KVP_FAULT_CELL = 7,   /* the CPU's memory does not hold a block that it loads; `error`: enum kvp_wire_refusal */
+    KVP_FAULT_LAUNCH = 8  /* launching a coded copy */
 };
 
 /* What a caller may read of a job while it holds it (kvp_job_release gives it back). Times: the submitter's clock. */
@@ -53,6 +56,10 @@ typedef struct {
     uint64_t submitted_ns;           /* the last copy was submitted */
     uint64_t requested_ns, built_ns; /* asked for; put together, before it was handed over */
     uint64_t tid;                    /* thread that asked */
+    /* KVP_FAULT_CELL: the first such cell, when it was stored (0: not known) and when it was loaded; whether the CPU's
+     * memory still does not hold the block: else it came to the GPU otherwise than it lies there. */
+    uint64_t cell, cell_stored_ns, cell_loaded_ns;
+    uint32_t cell_lost;
 } kvp_job_status;
 
 typedef struct kvp_job kvp_job;
@@ -66,6 +73,17 @@ typedef struct {
     uint32_t bounds; /* entries of `bound`: addresses, ascending, over which no two copies are merged */
     const uint64_t *bound;
 } kvp_side;
+
+/* What makes the CPU's pool one of cells (wire.h): its blocks are moved by coded copies alone, on pooled streams, one
+ * entry of a launch a copy of a job. Copy `layer * (blocks * factor of the CPU's side) + c` has this place in
+ * `stored_ns` and, times kvp_wire_cells of a copy, its first note in `notes`. */
+typedef struct {
+    kvp_wire_note *notes; /* pinned; NULL: the pool is none of cells */
+    uint64_t *stored_ns;  /* when each was stored, as far as it is known; any memory */
+    uint32_t type;        /* enum kvp_wire_type; 0: nothing is coded */
+    uint32_t check;       /* a checksum of every block */
+    uint32_t look;        /* 1: stores are not coded while blocks do not shrink */
+} kvp_cells;
 
 typedef struct {
     kvp_copier copier;
@@ -95,6 +113,7 @@ typedef struct {
     void (*actor_remove)(int);
     int (*run_until)(int (*condition)(void *), void *, uint64_t until_ns);
     uint64_t (*slots)(void *stream); /* that its operations hold */
+    kvp_cells cells;
 } kvp_submitter_config;
 
 /* Makes the first events and starts the thread. The config's arrays of streams, bases and bounds are copied;
@@ -212,6 +231,9 @@ typedef struct {
     int32_t method_error; /* with what code */
     uint64_t stuck_job;
     const char *wrong; /* the first invariant that was broken (all are looked at on a virtual clock); NULL: none */
+    uint32_t coding;   /* the newest store was coded */
+    float cell_share;  /* of a block's bytes that its cell takes, as coded stores were seen lately */
+    uint64_t refused;  /* cells that did not hold their block */
 } kvp_submitter_stats;
 KVP_EXPORT void kvp_submitter_read(kvp_submitter *s, kvp_submitter_stats *out);
 

@@ -202,8 +202,9 @@ static struct attempt try_method(kvp_submitter *s, struct direction *dir, int d,
         if (!a.count) return a;
         uint64_t bytes = 0, begin = kvp_now_ns();
         for (uint32_t i = 0; i < a.count; i++) bytes += s->run[i].bytes;
-        a.code = kvp_copy_submit(&s->config.copier, method, s->run, a.count, direction, ctas, dir->stream, list, &taken,
-                                 &calls);
+        a.code = of_cells(s) ? kvp_cells_submit(s, d, a.count, ctas, dir->stream, list)
+                             : kvp_copy_submit(&s->config.copier, method, s->run, a.count, direction, ctas, dir->stream,
+                                               list, &taken, &calls);
         a.ns = kvp_now_ns() - begin;
         if (a.ns > s->longest_ns) s->longest_ns = a.ns;
         kvp_record record = {.start_ns = begin,
@@ -303,7 +304,7 @@ static uint32_t gather(kvp_submitter *s, struct direction *dir, uint64_t most, u
             if (kvp_job_conflicts(j, dir->stamp, dir->first->sequence)) break;
         }
         struct cursor at = j->at;
-        n += kvp_job_copies(j, &at, s->run + n, RUN_MAX - n, most, largest, true, &bytes, &asked);
+        n += kvp_job_copies(j, &at, s->run + n, RUN_MAX - n, most, largest, !of_cells(s), &bytes, &asked);
         if (n == RUN_MAX || bytes >= most || !kvp_job_all(j, &at)) break;
     }
     return n;
@@ -320,7 +321,8 @@ static uint64_t book(kvp_submitter *s, struct direction *dir, const struct attem
         j->begun = 1;
         __atomic_store_n(&j->status.state, KVP_SUBMITTING, __ATOMIC_RELAXED);
         begun = j->sequence;
-        uint32_t pieces = kvp_job_copies(j, &j->at, s->run, (uint32_t)left, most, largest, true, &bytes, &asked);
+        uint32_t pieces =
+            kvp_job_copies(j, &j->at, s->run, (uint32_t)left, most, largest, !of_cells(s), &bytes, &asked);
         left -= pieces;
         j->status.submitted += asked;
         j->status.descriptors += pieces;
@@ -368,6 +370,7 @@ static bool wait_on_the_device(kvp_submitter *s, struct direction *dir) {
 struct launch {
     uint64_t gathered, largest, most; /* bytes: of the run, of one copy in it, of what the method takes of it */
     uint32_t n, ctas, entries;        /* copies of the run; entries of the list that a kernel uses */
+    uint32_t first_entry;
     int method, row;
     const kvp_method_row *chosen; /* by calibration; NULL where another method did it */
     void *start;                  /* the event in front, or NULL */
@@ -384,11 +387,14 @@ static struct launch put_together(kvp_submitter *s, struct direction *dir, int d
     if (l.gathered > dir->ramp) l.gathered = dir->ramp;
     dir->ramp = dir->ramp < MOST_LAUNCH ? 2 * dir->ramp : dir->ramp; /* put together while the one before is copied */
     if (l.largest > l.gathered) l.largest = l.gathered;
+    if (of_cells(s)) l.largest = UINT64_MAX; /* a cell is never cut */
     l.n = gather(s, dir, l.gathered, l.largest, !s->config.pageable && !dir->first->of);
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < l.n; i++) bytes += s->run[i].bytes;
     bool computing = now < s->computing_until_ns;
-    if (!s->config.pageable && s->config.methods)
+    if (of_cells(s))
+        l.method = KVP_KERNEL, l.ctas = kvp_cells_ctas(s, d, computing);
+    else if (!s->config.pageable && s->config.methods)
         l.row = kvp_choose_row(s->config.methods, ~(s->methods_off | 1u << KVP_STAGED), dir->factors,
                                computing ? KVP_BESIDE : KVP_QUIET, d == STORE ? KVP_D2H : KVP_H2D, bytes / l.n, l.n);
     s->config.copier.store_bytes_per_s = computing && s->config.methods ? s->config.methods->paced_store : 0;
@@ -415,6 +421,8 @@ static struct attempt try_methods(kvp_submitter *s, struct direction *dir, int d
             return (struct attempt){0};
         struct attempt a = try_method(s, dir, d, l->method, l->ctas, l->n, room, l->most, &list);
         l->entries = list.used ? list.used + passed_over : 0;
+        l->first_entry = (uint32_t)(list.host - s->config.list[d].host);
+        if (of_cells(s)) return a; /* what lies in a cell is no block: no other method moves it */
         if (a.count || l->method == KVP_LOOP) {
             if (l->chosen && l->method != (int)l->chosen->method) l->chosen = NULL;
             return a;
@@ -445,6 +453,9 @@ static void note_launch(kvp_submitter *s, struct direction *dir, int d, const st
     struct marker *newest = &dir->line.marker[(dir->line.tail - 1) % MARKERS];
     newest->expected_ns = expected;
     newest->row = l->row;
+    newest->first_entry = l->first_entry;
+    newest->cells = of_cells(s) ? a->count : 0;
+    newest->coded = d == STORE && s->coding;
     newest->unhindered = method == KVP_BATCH && a->bytes / a->count >= LARGE_COPY;
     if (s->config.bytes_per_s[d])
         dir->next_ns = (dir->next_ns > now ? dir->next_ns : now) +
@@ -482,13 +493,14 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
         l.start = NULL;
     }
     struct attempt a = try_methods(s, dir, d, room, &l);
+    uint32_t refused = of_cells(s) ? KVP_FAULT_LAUNCH : KVP_FAULT_COPY;
     if (a.count) {
         note_launch(s, dir, d, &l, &a, now);
-        if (a.code && dir->first) fail_head(s, dir, a.code, KVP_FAULT_COPY);
+        if (a.code && dir->first) fail_head(s, dir, a.code, refused);
         return 1;
     }
     leave_start(dir, l.start, now);
-    if (a.code) fail_head(s, dir, a.code, KVP_FAULT_COPY);
+    if (a.code) fail_head(s, dir, a.code, refused);
     return a.code != 0;
 }
 

@@ -86,7 +86,10 @@ struct marker {
     uint64_t due_ns;      /* when it should be reached */
     uint64_t expected_ns; /* by the table of methods; 0: not known */
     uint32_t places;
-    uint32_t entries; /* of the direction's ring of copies, with those that were passed over at its end */
+    uint32_t entries;     /* of the direction's ring of copies, with those that were passed over at its end */
+    uint32_t first_entry; /* of a coded copy: where its entries begin in the ring, and how many there are */
+    uint32_t cells;
+    bool coded; /* a store that was coded, not just checked */
     int32_t row;
     bool idle;       /* nothing of ours stood in front of them */
     bool unhindered; /* a batch of copies so large that only what else uses the device can make it slower */
@@ -190,6 +193,10 @@ struct kvp_submitter {
     atomic_ullong longest_ns, steps, stuck_job;
     void *pinned[PINNED];      /* events that somebody is about to wait for, so far as there is room; with the lock */
     const char *_Atomic wrong; /* the first invariant that was broken */
+    float cell_share;          /* of pools of cells, all the thread's own: see cells.c */
+    uint32_t cell_rest;        /* launches that are not coded before it is tried again */
+    atomic_ullong refused;
+    bool coding;
 #ifdef KVP_EXPLORE
     atomic_uint handing; /* callers that hand over just now */
 #endif
@@ -225,6 +232,16 @@ KVP_INSIDE void kvp_spares_open(kvp_submitter *s); /* no early caller meets page
 KVP_INSIDE void kvp_spares_free(kvp_submitter *s);
 KVP_INSIDE bool kvp_job_all(const struct kvp_job *j, const struct cursor *at);
 KVP_INSIDE bool kvp_job_conflicts(struct kvp_job *j, uint32_t *stamp, uint64_t since);
+
+KVP_INSIDE bool kvp_job_has(const struct kvp_job *j, uint64_t layer, uint64_t dst, uint64_t src);
+
+/* cells.c: pools of cells */
+KVP_INSIDE void kvp_cells_open(kvp_submitter *s);
+KVP_INSIDE uint32_t kvp_cells_ctas(const kvp_submitter *s, int d, bool computing);
+KVP_INSIDE int kvp_cells_submit(kvp_submitter *s, int d, uint32_t count, uint32_t ctas, void *stream,
+                                kvp_copy_list *list);
+KVP_INSIDE void kvp_cells_retire(kvp_submitter *s, int d, const struct marker *m, uint64_t end_ns);
+KVP_INSIDE void kvp_cells_stored(kvp_submitter *s, const struct kvp_job *j); /* when each was */
 
 /* fences.c */
 KVP_INSIDE int kvp_job_after(kvp_submitter *s, struct kvp_job *j, void *stream);
@@ -277,6 +294,8 @@ typedef cudaError_t (*create_fn)(void **, unsigned);
 typedef cudaError_t (*none_fn)(void);
 typedef cudaError_t (*device_fn)(int);
 typedef cudaError_t (*mode_fn)(int *);
+
+static inline bool of_cells(const kvp_submitter *s) { return s->config.cells.notes != NULL; }
 
 static inline bool line_empty(const struct line *l) { return l->head == l->tail; }
 

@@ -150,6 +150,7 @@ kvp_submitter *kvp_submitter_open(const kvp_submitter_config *config, int *why) 
     pthread_mutexattr_settype(&adaptive, PTHREAD_MUTEX_ADAPTIVE_NP);
     pthread_mutex_init(&s->lock, &adaptive);
     pthread_mutexattr_destroy(&adaptive);
+    kvp_cells_open(s);
     if (!c->every) c->every = c->depth / 8 ? c->depth / 8 : 1;
     c->gpu.bases = copied(config->gpu.bases, c->layers * sizeof(uint64_t));
     c->cpu.bases = copied(config->cpu.bases, c->layers * sizeof(uint64_t));
@@ -338,7 +339,7 @@ void kvp_job_unused(kvp_submitter *s, kvp_job_status *job) {
 }
 
 int kvp_inline_free(kvp_submitter *s, int direction) {
-    return !atomic_load(&s->direction[direction == KVP_D2H ? STORE : LOAD].pushed);
+    return !of_cells(s) && !atomic_load(&s->direction[direction == KVP_D2H ? STORE : LOAD].pushed);
 }
 
 static int some_event(void *submitter) {
@@ -705,4 +706,7 @@ void kvp_submitter_read(kvp_submitter *s, kvp_submitter_stats *out) {
     out->method_error = s->method_error;
     out->stuck_job = s->stuck_job;
     out->wrong = s->wrong;
+    out->coding = s->coding;
+    out->cell_share = s->cell_share;
+    out->refused = s->refused;
 }

@@ -131,3 +131,35 @@ int kvp_wire_decode(const void *cell, uint64_t cell_bytes, void *raw, uint64_t r
     memcpy(to + l.values * width, h.tail, raw_bytes % width);
     return kvp_wire_checksum(raw, raw_bytes) == h.checksum ? KVP_WIRE_WHOLE : KVP_WIRE_CHECKSUM;
 }
+
+/* ---- pools of cells ---------------------------------------------------------------------------------------------- */
+
+void kvp_wire_put(uint32_t type, int check, const void *raw, uint64_t raw_bytes, void *cells, kvp_wire_note *notes) {
+    for (uint32_t i = 0; i < kvp_wire_cells(raw_bytes); i++) {
+        const uint8_t *piece = (const uint8_t *)raw + (uint64_t)i * KVP_WIRE_CELL;
+        uint8_t *cell = (uint8_t *)cells + (uint64_t)i * KVP_WIRE_CELL;
+        uint32_t size = kvp_wire_piece(raw_bytes, i), bytes = (uint32_t)kvp_wire_code(type, piece, size, cell);
+        kvp_wire_note note = {.bytes = bytes, .summed = bytes < size || check};
+        if (bytes == size) memcpy(cell, piece, size);
+        if (note.summed) note.checksum = kvp_wire_checksum(piece, size);
+        notes[i] = note;
+    }
+}
+
+int kvp_wire_take(const kvp_wire_note *notes, const void *cells, void *raw, uint64_t raw_bytes) {
+    for (uint32_t i = 0; i < kvp_wire_cells(raw_bytes); i++) {
+        const uint8_t *cell = (const uint8_t *)cells + (uint64_t)i * KVP_WIRE_CELL;
+        uint8_t *piece = (uint8_t *)raw + (uint64_t)i * KVP_WIRE_CELL;
+        uint32_t size = kvp_wire_piece(raw_bytes, i);
+        kvp_wire_note note = notes[i];
+        int refused = KVP_WIRE_WHOLE;
+        if (note.bytes > size || !note.bytes) return KVP_WIRE_SHORT;
+        if (note.bytes == size)
+            memcpy(piece, cell, size);
+        else
+            refused = kvp_wire_decode(cell, note.bytes, piece, size);
+        if (!refused && note.summed && kvp_wire_checksum(piece, size) != note.checksum) refused = KVP_WIRE_CHECKSUM;
+        if (refused) return refused;
+    }
+    return KVP_WIRE_WHOLE;
+}

@@ -13,7 +13,7 @@
  * the block, and whoever keeps it notes that it has as many bytes as the block.
  *
  * Written for C11, CUDA C++ and NVRTC: what is inline here is the same in host and device code. Everything is
- * little-endian. The tests compile it as C and as C++; none of it has run on a GPU yet. */
+ * little-endian. The tests compile it as C and as C++. */
 #ifndef KVP_WIRE_H
 #define KVP_WIRE_H
 
@@ -114,12 +114,60 @@ KVP_WIRE_FN uint64_t kvp_wire_mix(uint64_t word, uint64_t index) {
 /* What the sum is begun with. */
 KVP_WIRE_FN uint64_t kvp_wire_seed(uint64_t raw_bytes) { return kvp_wire_mix(raw_bytes, ~(uint64_t)0); }
 
-#ifndef __CUDACC__
-#include "kvp.h"
+/* ---- a pool of cells, and the kernels that move its blocks ---------------------------------------------------------
+ *
+ * A pool of cells codes each block in pieces of KVP_WIRE_CELL bytes, the last one of what is left, for a team of
+ * threads codes no more at once. A piece has a cell as large as itself, at its own address in CPU memory: block and
+ * cells begin anywhere, cell i at i * KVP_WIRE_CELL. Cells are written by kvp_coded_store and read by kvp_coded_load
+ * alone, or by the CPU while no transfer touches them.
+ *
+ *   void kvp_coded_load(const kvp_wire_work), void kvp_coded_store(const kvp_wire_work)
+ *
+ * `list` names kvp_wire_entry in pinned memory, which belongs to the launch until it has completed; all its blocks have
+ * the same size. What a note says is read when the kernel runs: a load may be submitted before the store that it waits
+ * for on the device has ended.
+ *
+ * A store codes each piece as `type` (0: as it is), writes the cell and then its note. A load reads the note, then as
+ * many bytes of the cell as it says: as many as the piece has, and it lies there as it is; fewer, a cell, of the type
+ * in its header. It sums what it writes, where the note is summed, and where something does not fit puts enum
+ * kvp_wire_refusal in the place of the entry's `note` (below 256, as no address is); the block's bytes mean nothing
+ * then, and no other block is concerned. Any number of CTAs is correct; `pace` concerns stores alone, and bytes on the
+ * wire. */
+#define KVP_WIRE_CELL 16384u
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+/* Cells of a block, of which each has a note. */
+KVP_WIRE_FN uint32_t kvp_wire_cells(uint64_t raw_bytes) {
+    return (uint32_t)((raw_bytes + KVP_WIRE_CELL - 1) / KVP_WIRE_CELL);
+}
+/* Bytes of the piece that cell `i` of a block holds. */
+KVP_WIRE_FN uint32_t kvp_wire_piece(uint64_t raw_bytes, uint32_t i) {
+    uint64_t left = raw_bytes - (uint64_t)i * KVP_WIRE_CELL;
+    return left < KVP_WIRE_CELL ? (uint32_t)left : KVP_WIRE_CELL;
+}
+
+/* What the CPU's memory holds of a piece; 16 bytes, at a multiple of 16. Those of a block lie in a row. */
+typedef struct {
+    uint32_t bytes;    /* of the cell; as many as the piece has: it lies there as it is */
+    uint32_t summed;   /* 1: the checksum is the piece's; always where it is coded */
+    uint64_t checksum; /* kvp_wire_checksum of the piece */
+} kvp_wire_note;
+
+/* One block; 24 bytes, as kvp_copy is. Loads: src is where its cells lie; stores: dst is. */
+typedef struct {
+    uint64_t dst, src;
+    uint64_t note; /* address of its first kvp_wire_note, in pinned memory */
+} kvp_wire_entry;
+
+/* The parameter of a launch, by value; 32 bytes. */
+typedef struct {
+    uint64_t list;      /* of kvp_wire_entry */
+    uint32_t count;     /* entries */
+    uint32_t raw_bytes; /* of every block */
+    uint32_t type;      /* stores: enum kvp_wire_type, or 0: nothing is coded */
+    uint32_t check;     /* stores: pieces that lie there as they are get a checksum, too */
+    uint32_t pace;      /* stores: least ns in which one warp puts 1 MiB on the wire; 0: as fast as it can */
+    uint32_t zero;
+} kvp_wire_work;
 
 enum kvp_wire_refusal {
     KVP_WIRE_WHOLE = 0,
@@ -129,6 +177,13 @@ enum kvp_wire_refusal {
     KVP_WIRE_DAMAGED = 4,  /* it contradicts itself */
     KVP_WIRE_CHECKSUM = 5, /* what comes out is not what went in */
 };
+
+#ifndef __CUDACC__
+#include "kvp.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 /* Of any bytes, at any alignment. */
 KVP_EXPORT uint64_t kvp_wire_checksum(const void *raw, uint64_t raw_bytes);
@@ -146,6 +201,12 @@ KVP_EXPORT uint64_t kvp_wire_code(uint32_t type, const void *raw, uint64_t raw_b
 /* Writes the block again: 0, or enum kvp_wire_refusal, and then what stands in `raw` means nothing. Reads cell_bytes
  * and writes raw_bytes at most, whatever the cell says. */
 KVP_EXPORT int kvp_wire_decode(const void *cell, uint64_t cell_bytes, void *raw, uint64_t raw_bytes);
+
+/* As kvp_coded_store: puts a block into its cells, of `type` or as it is, and writes their notes. */
+KVP_EXPORT void kvp_wire_put(uint32_t type, int check, const void *raw, uint64_t raw_bytes, void *cells,
+                             kvp_wire_note *notes);
+/* As kvp_coded_load: writes the block that cells hold. 0, or enum kvp_wire_refusal of the first that holds none. */
+KVP_EXPORT int kvp_wire_take(const kvp_wire_note *notes, const void *cells, void *raw, uint64_t raw_bytes);
 
 #ifdef __cplusplus
 }
