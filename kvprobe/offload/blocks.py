@@ -126,7 +126,8 @@ class Mapping:
         """Pairs the pools.
 
         Raises:
-            UsageError: different numbers of layers or dtypes, or block sizes of which neither is a multiple of the other.
+            UsageError: different numbers of layers or dtypes, or block sizes of which neither is a multiple of the
+                other.
         """
         if gpu.layers != cpu.layers:
             raise UsageError(f"the GPU pool has {gpu.layers} layers, the CPU pool {cpu.layers}")
