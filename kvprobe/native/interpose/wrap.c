@@ -1,6 +1,7 @@
 /* The wrapped calls: what is recorded of each, and the table of their symbols. */
 #define _GNU_SOURCE
 #include "cures.h"
+#include "files.h"
 
 #include <errno.h>
 #include <stdatomic.h>
@@ -132,7 +133,7 @@ static __attribute__((noinline)) int open_ring(void) {
     }
     kvp_nvtx_start();
     allow_observer();
-    if (kvp_ring_is_open()) add_early();
+    if (kvp_ring_is_open()) add_early(), kvp_files_start(run_folder);
     kvp_thread.inside = OUTSIDE;
     errno = was;
     return kvp_ring_is_open();
@@ -190,6 +191,7 @@ __attribute__((constructor)) static void start(void) {
 }
 
 static void finish(void) {
+    kvp_files_stop();
     kvp_marks_stop();
     kvp_watch.on = 0;
     kvp_contents_stop();
