@@ -49,6 +49,7 @@ from kvprobe.recordings.run_processes import (
     recorded_one_by_one,
     shifts_of,
 )
+from kvprobe.recordings.run_tiers import tiers
 from kvprobe.recordings.steps import steps
 from kvprobe.recordings.submitters import Submitters
 from kvprobe.recordings.vocabulary import Names
@@ -323,6 +324,7 @@ def _fill(
     stacks(recording, processes, shifts, names)
     cpu_waits(recording, processes, shifts)
     samples(recording, processes, shifts, names)
+    tiers(recording, processes, shifts, names)
     recording.tables["processes"] = Table(
         "processes",
         {
