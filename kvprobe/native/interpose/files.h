@@ -14,7 +14,7 @@ extern _Atomic size_t kvp_files_least;
 /* 1 inside a call whose own system calls are its own: libaio's, liburing's. */
 extern __thread int kvp_in_file_call __attribute__((tls_model("initial-exec")));
 
-/* From the first recorded CUDA call of a process on, until its ring file is closed. */
+/* By whoever opens a process's ring file, at its first recorded CUDA call, until that is closed. */
 void kvp_files_start(const char *folder);
 void kvp_files_stop(void);
 

@@ -43,12 +43,12 @@ struct place {
 
 static struct place places[PLACES]; /* number: index + 2 */
 static _Atomic uint64_t known[DESCRIPTORS];
-static const char *run_folder;
-static atomic_int told_by; /* the process whose file has them all */
+static const char *_Atomic run_folder;
+static atomic_int all_told; /* in the file of this process and run */
 
 void kvp_places_start(const char *folder) {
     run_folder = folder;
-    told_by = 0;
+    all_told = 0;
 }
 
 void kvp_place_closes(int fd) {
@@ -92,8 +92,7 @@ static void tell(int i) {
 
 /* All of them, for a process that has told none: a child of fork, or one that is in another run now. */
 static void tell_all(void) {
-    int me = (int)getpid(), told = told_by;
-    if (told == me || !atomic_compare_exchange_strong(&told_by, &told, me)) return;
+    if (atomic_exchange(&all_told, 1)) return;
     for (int i = 0; i < PLACES; i++)
         if (places[i].state == USED) tell(i);
 }
@@ -244,7 +243,7 @@ static __attribute__((noinline)) unsigned find(int fd, const struct stat *s) {
 unsigned kvp_place_of(int fd) {
     struct stat s;
     if (fd < 0 || fstat(fd, &s)) return UNTOLD_PLACE;
-    if (unlikely(told_by != (int)getpid()) && !on_small_stack()) tell_all();
+    if (unlikely(!all_told) && !on_small_stack()) tell_all();
     _Atomic uint64_t *word = &known[(unsigned)fd % DESCRIPTORS];
     uint64_t is = identity(fd, &s), was = atomic_load_explicit(word, memory_order_relaxed);
     unsigned number = (unsigned)(was & 255);

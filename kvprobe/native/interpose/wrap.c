@@ -128,12 +128,13 @@ static __attribute__((noinline)) int open_ring(void) {
         if (error < 0) { /* no disk, no folder: leave it alone */
             kvp_watch.on = 0;
             step_aside(-error);
-        }
+        } else
+            kvp_files_start(run_folder);
         __atomic_store_n(&opening, 0, __ATOMIC_RELEASE);
     }
     kvp_nvtx_start();
     allow_observer();
-    if (kvp_ring_is_open()) add_early(), kvp_files_start(run_folder);
+    if (kvp_ring_is_open()) add_early();
     kvp_thread.inside = OUTSIDE;
     errno = was;
     return kvp_ring_is_open();
