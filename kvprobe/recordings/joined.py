@@ -114,9 +114,9 @@ class Joined:
 
         Or another thread read what a copy of this one's takes to a GPU.
         """
-        first = int(np.argmax(calls))
-        if not len(calls) or not calls[first] or not self.recording.tier_operations.rows:
+        if not self.recording.tier_operations.rows or not calls.any():
             return Cover(self.start[calls], self.end[calls])
+        first = int(np.argmax(calls))
         start, end = self.tier_times(int(self.process[first]), int(self.thread[first]))
         table, copy = self.recording.tier_operations, self.tier_uses.copy
         fed = (copy >= 0) & calls[copy] & (table["writes"] == 0)
