@@ -35,9 +35,10 @@ class Line(IntEnum):
     SUBMITTING = 8
     PYTHON = 9
     NO_CPU = 10
-    ELSEWHERE = 11
-    NOTHING_TO_DO = 12
-    NOT_KNOWN = 13
+    TIER = 11
+    ELSEWHERE = 12
+    NOTHING_TO_DO = 13
+    NOT_KNOWN = 14
 
     @property
     def key(self) -> str:
@@ -54,6 +55,7 @@ HOST = (
     Line.SUBMITTING,
     Line.PYTHON,
     Line.NO_CPU,
+    Line.TIER,
     Line.ELSEWHERE,
 )
 # The device runs nothing, as far as the recording shows.
@@ -71,6 +73,7 @@ LINE_TITLES: dict[Line, str] = {
     Line.SUBMITTING: "waiting for the host: submitting",
     Line.PYTHON: "waiting for the host: in Python",
     Line.NO_CPU: "waiting for the host: it has no CPU",
+    Line.TIER: "waiting for the host: reading or writing below CPU memory",
     Line.ELSEWHERE: "waiting for the host: elsewhere",
     Line.NOTHING_TO_DO: "nothing to do",
     Line.NOT_KNOWN: "not known",

@@ -52,19 +52,37 @@ class Threads:
         rows = self._rows[first:last]
         start = np.clip(joined.start[rows], self.begin, self.end)
         stop = np.maximum(np.clip(joined.end[rows], self.begin, self.end), start)
-        edges = np.empty(2 * len(rows) + 2, dtype=np.int64)
+        inside = self._lines[rows]
+        if len(rows):
+            start, stop, inside = self._with_tiers(rows[0], start, stop, inside)
+        edges = np.empty(2 * len(start) + 2, dtype=np.int64)
         edges[0], edges[-1] = self.begin, self.end
         edges[1:-1:2], edges[2:-1:2] = start, stop
-        line = np.full(2 * len(rows) + 1, self._outside(caller, rows), dtype=np.uint8)
-        line[1::2] = self._lines[rows]
+        line = np.full(2 * len(start) + 1, self._outside(caller, rows), dtype=np.uint8)
+        line[1::2] = inside
         gap = line.copy()
         gap[1::2] = 0
         long = _pauses(np.diff(edges), gap > 0)
         if len(rows):
             long = long[~self._seen_at_work(rows[0], edges[long], edges[long + 1])]
+            long = long[~self._fed(caller, edges[long], edges[long + 1])]
             line[long] = Line.NOTHING_TO_DO
             return self._without_cpu(rows[0], ThreadTimeline(edges, line), gap > 0)
         return ThreadTimeline(edges, line)
+
+    def _with_tiers(self, row: int, start: Array, stop: Array, lines: Array) -> tuple[Array, Array, Array]:
+        """Calls and their lines, with the thread's reads and writes of a tier between them."""
+        joined = self.joined
+        if not joined.recording.tier_operations.rows:
+            return start, stop, lines
+        begin, end = joined.tier_times(int(joined.process[row]), int(joined.thread[row]))
+        begin, end = np.clip(begin, self.begin, self.end), np.clip(end, self.begin, self.end)
+        start, stop = np.concatenate((start, begin)), np.concatenate((stop, end))
+        lines = np.concatenate((lines, np.full(len(begin), Line.TIER, dtype=np.uint8)))
+        order = np.argsort(start, kind="stable")
+        start, stop, lines = start[order], stop[order], lines[order]
+        reach = np.maximum.accumulate(np.append(self.begin, stop[:-1]))
+        return np.maximum(start, reach), np.maximum(stop, np.maximum(start, reach)), lines
 
     def _outside(self, caller: int, rows: Array) -> Line:
         """Where a thread is that is in no call."""
@@ -82,6 +100,14 @@ class Threads:
         mine = (ranges["process"] == joined.process[row]) & (ranges["thread"] == joined.thread[row])
         at = np.sort(np.concatenate((ranges["start_ns"][mine], ranges["end_ns"][mine])))
         return np.asarray(np.searchsorted(at, end, "left") - np.searchsorted(at, start, "right") > 2)
+
+    def _fed(self, caller: int, start: Array, end: Array) -> Array:
+        """Mask over pauses: another thread reads in them what a copy of this thread's takes to a GPU."""
+        table, copy = self.joined.recording.tier_operations, self.joined.tier_uses.copy
+        mine = np.flatnonzero((copy >= 0) & (table["writes"] == 0)) if table.rows else np.zeros(0, np.int64)
+        mine = mine[self.joined.caller[copy[mine]] == caller]
+        at = np.sort(table["end_ns"][mine])
+        return np.asarray(np.searchsorted(at, end, "right") > np.searchsorted(at, start, "left"))
 
     def _without_cpu(self, row: int, timeline: ThreadTimeline, outside: Array) -> ThreadTimeline:
         """The timeline with what the kernel counted as waiting for a CPU, at the end of each piece outside of calls."""

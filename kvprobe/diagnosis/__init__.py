@@ -67,6 +67,7 @@ CAUSES: tuple[str, ...] = (
     "synchronisation",
     *_QUEUES,
     "pinning_stall",
+    "slow_tier",
     CPU_STARVED,
     _OTHER_THREADS,
     COSTLY_BATCH,

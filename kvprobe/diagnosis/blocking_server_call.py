@@ -18,7 +18,7 @@ import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, Loss, Where, cause_of
 from kvprobe.diagnosis.joined import JoinedRecording, ms
-from kvprobe.recordings.intervals import Cover, distinct
+from kvprobe.recordings.intervals import distinct
 
 CAUSE = cause_of(__name__)
 CURES = {
@@ -51,7 +51,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         for other in distinct(thread[process == one]):
             mine = (process == one) & (thread == other)
             recorded = (joined.process == one) & (joined.thread == other)
-            lost[mine] -= Cover(joined.start[recorded], joined.end[recorded]).within(start[mine], end[mine])
+            lost[mine] -= joined.occupied(recorded).within(start[mine], end[mine])
             whole = (table["process"] == one) & (table["thread"] == other)
             span += int(table["end_ns"][whole].max() - table["start_ns"][whole].min())
     rows, lost = rows[lost > 0], lost[lost > 0]

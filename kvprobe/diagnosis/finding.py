@@ -269,7 +269,8 @@ class Loss:
         gaps: of a loss that is not one of calls or copies, the stretches in which a device stood idle, as arrays of
             where they begin and end; None: none is known.
         copies: of a loss of copy engines, the rows of the executions; None: none is known.
-        spans: the same where timing events tell of stretches of copies alone: where they begin and end.
+        held: of a loss of threads outside of calls, where it begins and ends, and whose it is (`Joined.caller`).
+        spans: as `copies`, where timing events tell of stretches of copies alone: where they begin and end.
     """
 
     ns: int
@@ -282,6 +283,7 @@ class Loss:
     gaps: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None
     copies: npt.NDArray[Any] | None = None
     spans: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None
+    held: tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]] | None = None
 
 
 class _Evidence(TypedDict):

@@ -97,8 +97,7 @@ def _idle_gaps(joined: JoinedRecording) -> Gaps:
         host = np.zeros(len(start), dtype=np.int64)
         for caller in distinct(joined.caller[call]):
             theirs = joined.caller[call] == caller
-            called = joined.caller == caller
-            inside = Cover(joined.start[called], joined.end[called])
+            inside = joined.occupied(joined.caller == caller)
             upto = joined.start[call[theirs]]
             host[theirs] = (upto - start[theirs]) - inside.within(start[theirs], upto)
         parts.append((np.full(len(start), process), start, end, call, host, garbage.within(start, end)))

@@ -478,6 +478,9 @@ class JoinedRecording(Joined):
         elif loss.copies is not None and confidence != "cannot tell":
             rows = loss.copies
             explained = self.explainer.copies(cause, self.x_start[rows], self.x_end[rows], loss.ns)
+        elif loss.held is not None and confidence != "cannot tell":
+            start, end, caller = loss.held
+            explained = self.explainer.host(cause, start, end, caller, end - start)
         elif loss.spans is not None and confidence != "cannot tell":
             explained = self.explainer.copies(cause, *loss.spans, loss.ns)
         return self._finding(cause, title, confidence, loss, explanation, explained)

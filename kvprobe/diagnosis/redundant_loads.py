@@ -104,9 +104,11 @@ def _overwritten(joined: JoinedRecording, loads: Array) -> Array:
 
 
 def _stored_between(joined: JoinedRecording, loads: Array) -> Array:
-    """Mask over neighbours in `loads` (all but the first): the source was stored to between the two."""
+    """Mask over neighbours in `loads` (all but the first): the source was stored or read to between the two."""
     stores = np.flatnonzero((joined.direction == Direction.D2H) & (joined.dst != 0) & (joined.bytes > 0))
     out = np.zeros(max(len(loads) - 1, 0), dtype=bool)
+    if joined.recording.tier_operations.rows:  # the first copy out of what a read brought
+        out |= np.isin(loads[1:], joined.tier_uses.copy)
     if not len(stores):
         return out
     key = np.unique(joined.dst[stores])
@@ -116,7 +118,7 @@ def _stored_between(joined: JoinedRecording, loads: Array) -> Array:
     }
     for i in np.flatnonzero(hit):
         at = times[int(joined.src[loads[i + 1]])]
-        out[i] = np.searchsorted(at, joined.start[loads[i + 1]]) > np.searchsorted(at, joined.start[loads[i]])
+        out[i] |= np.searchsorted(at, joined.start[loads[i + 1]]) > np.searchsorted(at, joined.start[loads[i]])
     return out
 
 

@@ -28,6 +28,7 @@ DID = {
     Line.SUBMITTING: "submitted, operation by operation",
     Line.PYTHON: "was in Python, outside of CUDA calls",
     Line.NO_CPU: "had no CPU",
+    Line.TIER: "read or wrote below CPU memory",
     Line.ELSEWHERE: "was outside of CUDA calls that submit",
 }
 CURES: dict[Line, Change] = {
@@ -44,6 +45,7 @@ CURES: dict[Line, Change] = {
         "Prepare the next step while this one runs, or in another process: the GPU waits for Python", share=1.0
     ),
     Line.NO_CPU: Change("Give the server CPUs of its own (a larger quota, `taskset`, fewer processes)", share=1.0),
+    Line.TIER: Change("Read ahead of the step that needs the bytes, on another thread", share=1.0),
     Line.ELSEWHERE: Change("Prepare the next step while this one runs, on another thread", share=1.0),
 }
 

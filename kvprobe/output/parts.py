@@ -76,6 +76,7 @@ class ThreadJson(TypedDict):
     submitting_ns: int
     python_ns: int
     no_cpu_ns: int
+    tier_ns: int
     elsewhere_ns: int
     nothing_to_do_ns: int
     waited_for_device_ns: dict[str, int]

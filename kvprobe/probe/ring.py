@@ -24,8 +24,10 @@ from kvprobe.probe.ring_layout import (
     COVERAGE,
     FILE,
     FIRST_ADDRESS,
+    FIRST_FILE,
     GRAPH,
     HEADER_BYTES,
+    LAST_FILE,
     MAGIC,
     NO_STREAM,
     NOTES,
@@ -96,6 +98,7 @@ class ThreadSection:
         records: structured array RECORD, oldest first.
         slow: structured array RECORD of the calls of at least `slow_ns`, oldest first.
         notes: of `head`, records that are no calls.
+        file_slots: as `slots`, of reads and writes of tiers: a row per (place, call, direction).
         failed: structured array RECORD of the first calls that failed, oldest first.
     """
 
@@ -110,6 +113,7 @@ class ThreadSection:
     in_since_ns: int = 0
     in_stream: int = 0
     slots: Array = field(default_factory=lambda: np.zeros(0, SLOT))
+    file_slots: Array = field(default_factory=lambda: np.zeros(0, SLOT))
     records: Array = field(default_factory=lambda: np.zeros(0, RECORD))
     slow: Array = field(default_factory=lambda: np.zeros(0, RECORD))
     notes: int = 0
@@ -170,10 +174,20 @@ class RingSnapshot:
         Those of a record of several follow one another evenly.
         """
         together = np.concatenate([np.zeros(0, RECORD), *(records for _, records in self._kept())])
-        together = _one_by_one(together[~_no_calls(together)])
+        together = _one_by_one(together[~_no_calls(together) & ~_of_files(together)])
         failed = np.concatenate([np.zeros(0, RECORD), *(section.failed for section in self.sections)])
         together = np.concatenate([failed[~np.isin(_keys(failed), _keys(together))], together])
         return together[np.argsort(together["start_ns"], kind="stable")]
+
+    def files(self) -> Array:
+        """Reads and writes of tiers that were kept, in order of start; `stream` is the number of the place."""
+        kept = [section.records[_of_files(section.records)] for section in self.sections]
+        together = _one_by_one(np.concatenate([np.zeros(0, RECORD), *kept]))
+        return together[np.argsort(together["start_ns"], kind="stable")]
+
+    def file_slots(self) -> Array:
+        """Exact totals of reads and writes of tiers; `stream` is the number of the place."""
+        return np.concatenate([section.file_slots for section in self.sections] or [np.zeros(0, SLOT)])
 
     def marks(self) -> Array:
         """What marks told of the device (SPAN, COVERAGE, GRAPH), as it was written."""
@@ -195,13 +209,18 @@ class RingSnapshot:
         return np.concatenate([np.zeros(0, RECORD), *kept])
 
     def calls(self) -> dict[str, tuple[int, int, int]]:
-        """Exact totals by call name: (calls, copies, bytes), whatever the stream; calls in over_* count one copy."""
+        """Exact totals by call name: (calls, copies, bytes), whatever the stream; calls in over_* count one copy.
+
+        Without reads and writes of tiers.
+        """
         totals: dict[str, list[int]] = {}
         for slot in self.slots():
             row = totals.setdefault(_name(int(slot["call"])), [0, 0, 0])
             for place, column in enumerate(("count", "copies", "bytes")):
                 row[place] += int(slot[column])
         for call in np.flatnonzero(self.over_count):
+            if FIRST_FILE <= call <= LAST_FILE:
+                continue
             row = totals.setdefault(_name(int(call)), [0, 0, 0])
             row[0] += int(self.over_count[call])
             row[1] += int(self.over_count[call])
@@ -211,6 +230,12 @@ class RingSnapshot:
 
 def _no_calls(records: Array) -> Array:
     rows: Array = (records["call"] >= NOTES) & (records["call"] < SEVERAL)
+    return rows
+
+
+def _of_files(records: Array) -> Array:
+    call = records["call"] & (SEVERAL - 1)
+    rows: Array = (call >= FIRST_FILE) & (call <= LAST_FILE)
     return rows
 
 
@@ -460,6 +485,8 @@ def _section(fd: int, header: Any, number: int, detail: bool, slots: bool) -> tu
         section.slots = _read(fd, SLOT, _held(fd, SLOT, used, slots_at, partly=True), slots_at)
         # a slot is counted when its call is in it
         whole = whole and len(section.slots) == used and bool((section.slots["call"] != 0).all())
+        of_files = _of_files(section.slots)
+        section.slots, section.file_slots = section.slots[~of_files], section.slots[of_files]
     if detail:
         ring_at = slots_at + slot_count * SLOT.itemsize
         slow_at = ring_at + ring_capacity * RECORD.itemsize

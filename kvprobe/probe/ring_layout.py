@@ -14,6 +14,7 @@ PAGEABLE, PINNED = 1, 2  # enum kvp_memory
 TRANSFER = 64  # the call that stands for a whole transfer of an engine
 SPAN, COVERAGE, GRAPH = 65, 66, 67  # no calls: what marks told of the device (kvp.h)
 CONTENTS = 68  # no call: what a copy carried
+FIRST_FILE, LAST_FILE = 46, 55  # reads and writes of tiers: no CUDA calls, on no stream (kvp.h)
 NOTES = 65  # no calls from here on
 SEVERAL, SEVERAL_MOST = 0x80, 64  # in a record's call: it stands for several calls, so many at most
 HEADER_BYTES = 4096
@@ -75,6 +76,16 @@ CALLS: dict[int, tuple[str, str]] = {
     43: ("FREE", "cuMemFree"),
     44: ("FREE", "cuMemFreeHost"),
     45: ("FREE", "cuMemHostUnregister"),
+    46: ("FILE", "pread"),
+    47: ("FILE", "preadv"),
+    48: ("FILE", "read"),
+    49: ("FILE", "pwrite"),
+    50: ("FILE", "pwritev"),
+    51: ("FILE", "write"),
+    52: ("FILE", "recv"),
+    53: ("FILE", "send"),
+    54: ("FILE", "cuFile"),
+    55: ("FILE", "io_submit"),
     56: ("ALLOC", "cuMemCreate"),
     57: ("ALLOC", "cuMemMap"),
     58: ("FREE", "cuMemUnmap"),

@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvprobe.recordings.assemble import codes
-from kvprobe.recordings.intervals import distinct, running_max_by_group
+from kvprobe.recordings.intervals import Cover, distinct, running_max_by_group
 from kvprobe.recordings.link_rate import link_rate
 from kvprobe.recordings.links import links_of
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Engine, Memory, Recording
+from kvprobe.recordings.tier_uses import TierUses, tier_uses
 from kvprobe.recordings.window import serving_window
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -93,6 +94,34 @@ class Joined:
                 reach = running_max_by_group(end, caller)
                 out[order[1:]] = (caller[1:] == caller[:-1]) & (start[1:] < reach[:-1])
         return out
+
+    @cached_property
+    def tier_uses(self) -> TierUses:
+        """Which reads and writes below CPU memory are a tier's."""
+        return tier_uses(self.recording)
+
+    def tier_times(self, process: int, thread: int) -> tuple[Array, Array]:
+        """Where a thread was in reads and writes of a tier, from and to in ns, (operations,) each."""
+        table = self.recording.tier_operations
+        if not table.rows:
+            return table["start_ns"], table["end_ns"]
+        uses = self.tier_uses
+        mine = (table["process"] == process) & (table["thread"] == thread) & uses.tier & uses.timed
+        return table["start_ns"][mine], table["end_ns"][mine]
+
+    def occupied(self, calls: Array) -> Cover:
+        """Where one thread, whose `calls` this mask tells, was in them or in reads and writes of a tier.
+
+        Or another thread read what a copy of this one's takes to a GPU.
+        """
+        if not self.recording.tier_operations.rows or not calls.any():
+            return Cover(self.start[calls], self.end[calls])
+        first = int(np.argmax(calls))
+        start, end = self.tier_times(int(self.process[first]), int(self.thread[first]))
+        table, copy = self.recording.tier_operations, self.tier_uses.copy
+        fed = (copy >= 0) & calls[copy] & (table["writes"] == 0)
+        starts, ends = (self.start[calls], start, table["start_ns"][fed]), (self.end[calls], end, table["end_ns"][fed])
+        return Cover(np.concatenate(starts), np.concatenate(ends))
 
     @cached_property
     def window(self) -> tuple[int, int]:

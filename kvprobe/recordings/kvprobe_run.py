@@ -30,6 +30,7 @@ from kvprobe.probe.ring import (
     read_ring_fd,
     stream_handles,
 )
+from kvprobe.probe.ring_layout import FIRST_FILE, LAST_FILE
 from kvprobe.recordings.adapter_events import ns_of
 from kvprobe.recordings.assemble import sorted_table, stream_rows
 from kvprobe.recordings.merge import ONE_BY_ONE
@@ -48,6 +49,7 @@ from kvprobe.recordings.run_processes import (
     recorded_one_by_one,
     shifts_of,
 )
+from kvprobe.recordings.run_tiers import tiers
 from kvprobe.recordings.steps import steps
 from kvprobe.recordings.submitters import Submitters
 from kvprobe.recordings.vocabulary import Names
@@ -322,6 +324,7 @@ def _fill(
     stacks(recording, processes, shifts, names)
     cpu_waits(recording, processes, shifts)
     samples(recording, processes, shifts, names)
+    tiers(recording, processes, shifts, names)
     recording.tables["processes"] = Table(
         "processes",
         {
@@ -396,6 +399,7 @@ class _Gathered:
             self.over += [
                 (row, int(c), int(ring.over_count[c]), int(ring.over_bytes[c]), int(ring.over_dur_ns[c]))
                 for c in np.flatnonzero(ring.over_count)
+                if not FIRST_FILE <= c <= LAST_FILE
             ]
 
     def all_totals(self) -> _Totals:

@@ -204,6 +204,38 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "reason": "name",  # why the call holds its thread, in the adapter's words
         "inside": "uint8",  # runs inside another call of this table
     },
+    # Where a process read and wrote below CPU memory, with exact sums of operations of 16 KiB and more.
+    "tiers": {
+        "process": "int32",
+        "place": "int32",  # number in `tier_operations`, within the process
+        "kind": "name",  # "file" (a folder of them), "disk", "pipe", "socket", "unix socket", "device", ...; "" untold
+        "path": "name",  # of files and devices
+        "filesystem": "name",
+        "direct": "uint8",  # 1: the page cache is bypassed
+        "port": "int32",  # of a socket's peer; 0 unknown
+        "here": "uint8",  # 1: the peer is on this machine
+        "reads": "int64",
+        "read_bytes": "int64",
+        "read_ns": "int64",  # sum of the time inside them
+        "writes": "int64",
+        "write_bytes": "int64",
+        "write_ns": "int64",
+    },
+    # Single reads and writes of these places.
+    "tier_operations": {
+        "start_ns": "int64",
+        "end_ns": "int64",
+        "process": "int32",
+        "thread": "int64",
+        "name": "name",  # of the function
+        "place": "int32",
+        "writes": "uint8",  # 1 a write, 0 a read
+        "bytes": "int64",
+        "count": "int32",  # pieces of memory
+        "address": "uint64",  # of the first piece; 0 unknown
+        "offset": "int64",  # in the file; -1 unknown
+        "unended": "uint8",  # 1: end_ns is the end of its submission, when it ended is not known
+    },
     # Steps of a server, as it told them itself; -1 in `step` where it counts none.
     "steps": {
         "start_ns": "int64",
@@ -394,6 +426,7 @@ def _stored_default(column: str, dtype: str) -> bytes:
 
 def _default(column: str) -> int:
     if column in (
+        "offset",
         "stream",
         "channel",
         "device",

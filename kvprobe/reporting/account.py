@@ -64,6 +64,7 @@ THREAD_TITLES = {
     Line.SUBMITTING: "submitting",
     Line.PYTHON: "in Python",
     Line.NO_CPU: "without a CPU",
+    Line.TIER: "reading or writing below CPU memory",
     Line.ELSEWHERE: "elsewhere",
     Line.NOTHING_TO_DO: "nothing to do",
 }

@@ -301,6 +301,38 @@ def descriptor_sum(recording: Recording) -> SummaryTable:
     return SummaryTable("descriptors", "Copies by descriptor (host time)", columns, listed, note)
 
 
+def tier_sum(recording: Recording) -> SummaryTable:
+    """Reads and writes below CPU memory, of 16 KiB and more: a row for each place and direction."""
+    tiers = recording.tiers
+    listed: list[list[Any]] = []
+    for row in range(tiers.rows):
+        kind, path = (recording.text(int(tiers[name][row])) for name in ("kind", "path"))
+        port = int(tiers["port"][row])
+        place = path or (f"{kind}, port {port}" if port else kind) or "unknown"
+        system = ", ".join(
+            part
+            for part in (recording.text(int(tiers["filesystem"][row])), "O_DIRECT" * int(tiers["direct"][row]))
+            if part
+        )
+        for what in ("read", "write"):
+            calls, moved, took = (int(tiers[f"{what}{end}"][row]) for end in ("s", "_bytes", "_ns"))
+            if calls:
+                listed.append([took, calls, moved, moved / took * 1e3 if took else math.nan, what, place, system])
+    listed.sort(key=lambda one: -one[0])
+    columns = [
+        ("Total Time (ns)", "ns"),
+        ("Num Calls", "count"),
+        ("Total (MB)", "mb"),
+        ("MB/s in Calls", "ns1"),
+        ("Operation", "text"),
+        ("Place", "text"),
+        ("File System", "text"),
+    ]
+    unended = bool(recording.tier_operations["unended"].any())
+    note = "Where operations went on after their call, as of libaio and io_uring, the time is the call's own." * unended
+    return SummaryTable("tiers", "Reads and writes below CPU memory", columns, listed, note)
+
+
 REPORTS: dict[str, Callable[[Recording], SummaryTable]] = {
     "cuda_api_sum": api_sum,
     "cuda_gpu_kern_sum": kern_sum,
@@ -310,6 +342,7 @@ REPORTS: dict[str, Callable[[Recording], SummaryTable]] = {
     "streams": stream_sum,
     "sizes": size_sum,
     "descriptors": descriptor_sum,
+    "tiers": tier_sum,
 }
 
 

@@ -12,6 +12,7 @@
 | `events-<pid>.jsonl` | what adapters and the interposer saw and decided (`Event`) | adapters, interposer |
 | `steps-<pid>.jsonl`, `told-<pid>.jsonl` | steps and requests (`StepLine`) | that process, observer |
 | `steps.sock` | where other programs tell theirs: see `kvprobe/instrument/step_socket.py` | the observer |
+| `tiers-<pid>.jsonl` | a line for each place that it read or wrote below CPU memory (`Place`) | interposer |
 | `queue-<pid>.json` | depth and channels as calibrated (`Queue`) | calibration |
 | `<pid>-<t>.kvp`, `engine-*.kvp` | every call: see `native/src/kvp.h` | interposer, engine |
 | `ended.pack` | such files of short processes that have ended: see `packed.py` | the observer |
@@ -212,6 +213,24 @@ class StepLine(TypedDict, total=False):
     computed: _OfEach | None
 
 
+class Place(TypedDict, total=False):
+    """A folder of files, a device or the kind of a socket's peer (`native/interpose/places.c`).
+
+    `filesystem` is statfs's f_type; `direct`: the page cache is bypassed; `port`: the peer's, 0 unknown; `here`: it is
+    on this machine.
+    """
+
+    t_ns: Int
+    place: Annotated[int, msgspec.Meta(ge=0, le=255)]
+    kind: str
+    path: str
+    filesystem: Int
+    device: str
+    direct: Int
+    port: Int
+    here: Int
+
+
 Sample = dict[str, Number | str | bool | None]
 _OF_A_LINE = {
     "processes": Ended,
@@ -221,6 +240,7 @@ _OF_A_LINE = {
     "events": Event,
     "steps": StepLine,
     "told": StepLine,
+    "tiers": Place,
 }
 _NOT_RECORDED = re.compile(r"not-recorded-(\d+)-(\d+)")
 _STEPS = re.compile(r"(?:steps|told)-(\d{1,9})(?:-before)?\.jsonl")
@@ -373,6 +393,10 @@ class RunFolder:
         """Processes that told steps, (pids)."""
         found = (_STEPS.fullmatch(path.name) for path in self.path.glob("*.jsonl"))
         return sorted({int(m[1]) for m in found if m})
+
+    def places(self, pid: int) -> list[dict[str, Any]]:
+        """Lines of tiers-<pid>.jsonl that have a time and a number."""
+        return [line for line in self._lines(f"tiers-{pid}.jsonl") if "t_ns" in line and "place" in line]
 
     def queue(self, pid: int) -> dict[str, Any]:
         """queue-<pid>.json; empty where there is none."""

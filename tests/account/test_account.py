@@ -217,7 +217,8 @@ def test_json_of_the_account_has_every_line(tmp_path):
     said = json.loads(json.dumps(account.to_json()))
     (gpu,) = said["gpus"]
     assert set(gpu["waiting_for_copies_ns"]) == {"at_link_rate", "below_link_rate", "not_needed"}
-    host = {"full_queue", "waiting_for_device", "allocating", "pageable", "submitting", "python", "no_cpu", "elsewhere"}
+    host = {"full_queue", "waiting_for_device", "allocating", "pageable", "submitting", "python", "no_cpu", "tier"}
+    host.add("elsewhere")
     assert set(gpu["waiting_for_host_ns"]) == host
     assert {"gpu", "from_ns", "to_ns", "window_ns", "computing_ns", "nothing_to_do_ns", "not_known_ns"} <= set(gpu)
     assert said["threads"][0]["thread"] == 7

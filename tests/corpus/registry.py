@@ -41,11 +41,11 @@ NOT_NEEDED = "waiting_for_copies.not_needed"
 HOST = "waiting_for_host."
 FULL_QUEUE, WAITING, ALLOCATING = HOST + "full_queue", HOST + "waiting_for_device", HOST + "allocating"
 PAGEABLE, SUBMITTING, PYTHON = HOST + "pageable", HOST + "submitting", HOST + "python"
-NO_CPU, ELSEWHERE = HOST + "no_cpu", HOST + "elsewhere"
+NO_CPU, TIER, ELSEWHERE = HOST + "no_cpu", HOST + "tier", HOST + "elsewhere"
 NOTHING_TO_DO, COMPUTING = "nothing_to_do", "computing"
 LINES = (
     *(AT_LINK_RATE, BELOW_LINK_RATE, NOT_NEEDED),
-    *(FULL_QUEUE, WAITING, ALLOCATING, PAGEABLE, SUBMITTING, PYTHON, NO_CPU, ELSEWHERE),
+    *(FULL_QUEUE, WAITING, ALLOCATING, PAGEABLE, SUBMITTING, PYTHON, NO_CPU, TIER, ELSEWHERE),
     *(NOTHING_TO_DO, COMPUTING),
 )
 

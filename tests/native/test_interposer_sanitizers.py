@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvprobe.native import build
-from kvprobe.probe.ring import read_ring
+from kvprobe.probe.ring import CALLS, read_ring
 
 PROGRAMS = Path(__file__).parent / "programs"
 CORE = [build.NATIVE / "src" / name for name in ("clock.c", "ring.c", "secrets.c")]
@@ -103,3 +103,33 @@ def test_no_report_while_it_is_attached_and_detached_under_load(
     environment = {"PLUGIN": str(sanitized.plugin), "KVHOST_LATENCY_US": "0.001"}
     without_report(sanitized.program, tmp_path / "counts", 3, sanitized.interposer, run, 20, **environment)
     assert not counts[WRONG] and copies_in(run) <= counts[COPIES]
+
+
+@pytest.mark.parametrize("mode", ["all", "threads", "reuse"])
+def test_no_report_of_reads_and_writes_of_tiers(
+    sanitized: Sanitized,
+    compile_sanitized: Callable[..., Path],
+    without_report: Callable[..., str],
+    tmp_path: Path,
+    mode: str,
+) -> None:
+    kind = "thread" if "tsan" in sanitized.runtime else "address,undefined"
+    runtime = compile_sanitized("libkvprobe_hostrt.so", kind, [])
+    linked = (f"-L{runtime.parent}", "-lkvprobe_hostrt", f"-Wl,-rpath,{runtime.parent}")
+    program = compile_sanitized("tiers", kind, [PROGRAMS / "tiers.c"], "-DSANITIZED=1", *linked)
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("first", "second", "third"):
+        (tmp_path / name).mkdir()
+    environment = {
+        "LD_PRELOAD": f"{sanitized.runtime}:{sanitized.interposer}",
+        "KVPROBE_RUN": str(run),
+        "KVHOST_LATENCY_US": "0.001",
+    }
+    said = without_report(program, tmp_path, mode, 200, **environment).partition("results\n")[0]
+    own = {name: (int(calls), int(size)) for name, calls, size in (line.split() for line in said.splitlines())}
+    found: dict[str, tuple[int, int]] = {}
+    for slot in read_ring(next(run.glob("*.kvp"))).file_slots():
+        calls, size = found.get(name := CALLS[int(slot["call"])][1], (0, 0))
+        found[name] = calls + int(slot["count"]), size + int(slot["bytes"])
+    assert found == own and own

@@ -4,7 +4,7 @@
  * Left alone is an environment that says so (KVPROBE=off, an empty KVPROBE_RUN) or that names a run of its own. What a
  * process runs by system() or popen() gets the process's own environment: those call no function that leads here. */
 #define _GNU_SOURCE
-#include "interpose.h"
+#include "files.h"
 
 #include <alloca.h>
 #include <dlfcn.h>
@@ -259,6 +259,11 @@ static int our_posix_spawnp(pid_t *pid, const char *file, const posix_spawn_file
     return error == E2BIG ? posix_spawnp(pid, file, actions, attributes, argv, env) : error;
 }
 
+/* Of files.c, each with parameters of its own. */
+#define X(NAME) extern any_fn kvp_our_##NAME;
+FILE_FUNCTIONS(X)
+#undef X
+
 #define OURS(NAME, FUNCTION) {NAME, (any_fn *)(void *)FUNCTION, NULL}
 const struct redirected kvp_redirected[] = {
     OURS("dlsym", dlsym),
@@ -278,5 +283,8 @@ const struct redirected kvp_redirected[] = {
     OURS("posix_spawn", our_posix_spawn),
     OURS("posix_spawnp", our_posix_spawnp),
     {"seccomp_load", (any_fn *)(void *)kvp_seccomp_load, &kvp_real_seccomp_load},
+#define X(NAME) {#NAME, kvp_our_##NAME, &kvp_real_##NAME},
+    FILE_FUNCTIONS(X)
+#undef X
 };
 const int kvp_redirected_count = sizeof kvp_redirected / sizeof *kvp_redirected;

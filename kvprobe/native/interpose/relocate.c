@@ -68,12 +68,26 @@ static struct changes {
 
 /* ---- gathering ----------------------------------------------------------------------------------------------- */
 
+/* Which names of kvp_redirected have equal first letters: a program has tens of thousands that are none of them. */
+enum { CHAINS = 64, MOST_NAMES = 128 };
+static uint8_t first_of[CHAINS], next_of[MOST_NAMES]; /* index + 1; 0: none */
+
+static unsigned chain_of(const char *name) { return ((unsigned char)name[0] * 5u ^ (unsigned char)name[1]) % CHAINS; }
+
+static void chain_names(void) {
+    static int chained;
+    for (; chained < kvp_redirected_count && chained < MOST_NAMES; chained++) {
+        unsigned at = chain_of(kvp_redirected[chained].name);
+        next_of[chained] = first_of[at];
+        first_of[at] = (uint8_t)(chained + 1);
+    }
+}
+
 static int find_function(const char *name) {
     struct wrapped *w = kvp_find_wrapped(name);
     if (w) return (int)(w - kvp_wrapped);
-    if (!strchr("depfs_", name[0]) || (name[0] == '_' && name[1] != 'e' && name[1] != 'E')) return -1;
-    for (int i = 0; i < kvp_redirected_count; i++)
-        if (!strcmp(name, kvp_redirected[i].name)) return kvp_wrapped_count + i;
+    for (int i = name[0] ? first_of[chain_of(name)] : 0; i; i = next_of[i - 1])
+        if (!strcmp(name, kvp_redirected[i - 1].name)) return kvp_wrapped_count + i - 1;
     return -1;
 }
 
@@ -285,6 +299,7 @@ static void write_wrappers(struct object *o, void *handle) {
 
 /* All objects, or those alone that no scan has met. */
 static void scan(int all) {
+    chain_names();
     do {
         __atomic_store_n(&scan_again, 0, __ATOMIC_SEQ_CST);
         struct changes now = changes_now();

@@ -3,6 +3,7 @@
  * libseccomp's seccomp_load; who calls the kernel directly is not. */
 #define _GNU_SOURCE
 #include "cures.h"
+#include "files.h"
 
 #include <dlfcn.h>
 #include <errno.h>
@@ -24,6 +25,7 @@ static prctl_fn *find_prctl(void) {
 
 /* Before the filter is there: another thread may be about to grow its ring. */
 static void seal(void) {
+    kvp_files_stop(); /* a look at a descriptor is a system call */
     kvp_cures_stop();
     kvp_marks_stop();
     kvp_contents_stop();
@@ -34,6 +36,7 @@ static void seal(void) {
 static void unseal(int on) {
     kvp_ring_seal(0);
     kvp_watch.on = on;
+    if (kvp_ring_is_open()) kvp_files_least = KVP_FILE_LEAST;
 }
 
 CUDA_EXPORT int prctl(int option, ...);

@@ -1,6 +1,7 @@
 /* The wrapped calls: what is recorded of each, and the table of their symbols. */
 #define _GNU_SOURCE
 #include "cures.h"
+#include "files.h"
 #include "recycle.h"
 
 #include <errno.h>
@@ -128,7 +129,8 @@ static __attribute__((noinline)) int open_ring(void) {
         if (error < 0) { /* no disk, no folder: leave it alone */
             kvp_watch.on = 0;
             step_aside(-error);
-        }
+        } else
+            kvp_files_start(run_folder);
         __atomic_store_n(&opening, 0, __ATOMIC_RELEASE);
     }
     kvp_nvtx_start();
@@ -191,6 +193,7 @@ __attribute__((constructor)) static void start(void) {
 }
 
 static void finish(void) {
+    kvp_files_stop();
     kvp_marks_stop();
     kvp_watch.on = 0;
     kvp_contents_stop();

@@ -87,6 +87,16 @@ KVP_EXPORT const char *kvp_clock_name(void); /* "tsc", "cntvct" or "clock_gettim
     X(43, FREE, cuMemFree)                                                                                             \
     X(44, FREE, cuMemFreeHost)                                                                                         \
     X(45, FREE, cuMemHostUnregister)                                                                                   \
+    X(46, FILE, pread)                                                                                                 \
+    X(47, FILE, preadv)                                                                                                \
+    X(48, FILE, read)                                                                                                  \
+    X(49, FILE, pwrite)                                                                                                \
+    X(50, FILE, pwritev)                                                                                               \
+    X(51, FILE, write)                                                                                                 \
+    X(52, FILE, recv)                                                                                                  \
+    X(53, FILE, send)                                                                                                  \
+    X(54, FILE, cuFile)                                                                                                \
+    X(55, FILE, io_submit)                                                                                             \
     X(56, ALLOC, cuMemCreate)                                                                                          \
     X(57, ALLOC, cuMemMap)                                                                                             \
     X(58, FREE, cuMemUnmap)                                                                                            \
@@ -106,7 +116,15 @@ enum kvp_call {
 #undef X
 };
 
-enum kvp_direction { KVP_DIR_UNKNOWN = 0, KVP_H2D = 1, KVP_D2H = 2, KVP_D2D = 3, KVP_H2H = 4 };
+enum kvp_direction {
+    KVP_DIR_UNKNOWN = 0,
+    KVP_H2D = 1,
+    KVP_D2H = 2,
+    KVP_D2D = 3,
+    KVP_H2H = 4,
+    KVP_READ = 5, /* FILE: into memory */
+    KVP_WRITE = 6 /* FILE: out of it */
+};
 enum kvp_memory {
     KVP_MEM_UNKNOWN = 0,
     KVP_MEM_PAGEABLE = 1,
@@ -151,6 +169,19 @@ typedef struct {
     uint8_t call;      /* enum kvp_call */
     uint8_t direction; /* low 4 bits enum kvp_direction, high 4 bits enum kvp_memory of the host side */
 } kvp_record;
+
+/* FILE: reads and writes of a tier below CPU memory, by system calls that are no CUDA calls (interpose/files.c), of
+ * KVP_FILE_LEAST bytes and more. stream: number of the place, as in tiers-<pid>.jsonl; src: address of the memory, of
+ * several pieces the first one's; dst: where in the file, KVP_NOWHERE where that is not known; bytes: moved; count:
+ * pieces; transfer: enum kvp_file_seen. They stand in the ring of all calls, never in that of slow ones: a disk would
+ * fill that. */
+#define KVP_FILE_LEAST (16 << 10)
+#define KVP_NOWHERE UINT64_MAX
+enum kvp_file_seen {
+    KVP_FILE_WHOLE = 0,     /* dur_ns is the time of the operation */
+    KVP_FILE_SUBMITTED = 1, /* it goes on after the call: bytes are what was asked for, dur_ns is the call's own */
+    KVP_FILE_COUNTED = 2    /* a submission whose files and bytes cannot be seen: `count` operations */
+};
 
 /* A record from KVP_NOTES on is no call, and stands in the ring alone (kvp_ring_note), never in totals. Its words:
  *

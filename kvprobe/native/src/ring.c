@@ -369,6 +369,7 @@ enum role { ROLE_COUNT = 0, ROLE_SUM, ROLE_KEEP };
 #define ROLE_ALLOC ROLE_COUNT
 #define ROLE_FREE ROLE_COUNT
 #define ROLE_EVENT ROLE_COUNT
+#define ROLE_FILE ROLE_SUM
 #define ROLE_TRANSFER ROLE_COUNT
 #define ROLE_MARKS ROLE_KEEP
 #define ROLE_NOTE ROLE_KEEP
@@ -377,6 +378,8 @@ static const uint8_t roles[256] = {
     KVP_CALLS(X)
 #undef X
 };
+
+static inline int is_file(unsigned call) { return call >= KVP_CALL_pread && call <= KVP_CALL_io_submit; }
 
 static inline int waits_for_device(unsigned call) {
     return (call >= KVP_CALL_cudaStreamSynchronize && call <= KVP_CALL_cudaDeviceSynchronize) ||
@@ -466,7 +469,7 @@ void kvp_ring_write(const kvp_record *r, int detail) {
         sum_up(section, header, r, slow);
     else if (detail && detail != KVP_KEEP_SLOW)
         append_all(section, header, r);
-    if (unlikely(slow && detail))
+    if (unlikely(slow && detail && !is_file(r->call)))
         append(section, r, section->slow, &section->slow_at, &section->slow_ready, FIRST_SLOW, &header->slow_records,
                &header->slow_head);
     int failed = r->result && r->result != KVP_NOT_READY;
@@ -759,6 +762,7 @@ static int is_wait(uint32_t call) {
 #define KIND_ALLOC 0
 #define KIND_FREE 0
 #define KIND_EVENT 0
+#define KIND_FILE 0
 #define KIND_TRANSFER 0
 #define KIND_MARKS 0
 #define KIND_NOTE 0
