@@ -2,6 +2,7 @@
 
     python benchmarks/late_requests.py                              # 10,000 requests, 64 at once, in virtual time
     python benchmarks/late_requests.py --device cuda --requests 600 # under kvprobe run, on this machine's GPU
+    python benchmarks/late_requests.py --record FOLDER              # the recording alone, for `kvprobe requests FOLDER`
 
 Requests arrive, load their blocks from CPU memory, take part in steps until they have their tokens, and store their
 blocks. Some steps are made late: the thread computes something else (host), waits for a load that nothing hides (link),
@@ -33,6 +34,7 @@ from kvprobe.cuda.hostruntime import HostRuntime, host_runtime
 from kvprobe.diagnosis import examine
 from kvprobe.instrument import event_log
 from kvprobe.recordings.model import Recording, Table
+from kvprobe.recordings.parquet import write
 from kvprobe.recordings.steps import Steps
 from kvprobe.recordings.vocabulary import Names
 from kvprobe.requests import PART_KEYS, Requests, of_account
@@ -337,6 +339,7 @@ def main() -> int:
     parser.add_argument("--step-share", type=float, default=1 / 400, help="share of the steps that are made late")
     parser.add_argument("--serve", type=Path, metavar="FILE", help="only serve, and write what was put in")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the recording there")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="write the recording in virtual time, and end")
     options = parser.parse_args()
     if options.serve is not None:
         server = Server(kvprobe.find_runtime(options.device), options.seed, options.at_once, options.step_share)
@@ -347,6 +350,9 @@ def main() -> int:
         return 0
     if options.device == "virtual":
         recording, truth = played(options.requests, options.at_once, options.seed, options.step_share)
+        if options.record is not None:
+            write(recording, options.record)
+            return 0
     else:
         folder = options.keep or Path(tempfile.mkdtemp(prefix="kvprobe-late-"))
         recording, truth = recorded(options, folder)

@@ -10,7 +10,7 @@ import numpy as np
 from kvprobe.output.requests import CallInStepJson, StackInStepJson
 from kvprobe.recordings.model import Recording
 
-__all__ = ["CallIn", "Held", "StackIn", "held_in"]
+__all__ = ["CallIn", "InStep", "StackIn", "held_in"]
 
 MOST = 3  # calls, and stacks, of a step
 
@@ -43,14 +43,16 @@ class StackIn:
 
 
 @dataclass(frozen=True)
-class Held:
+class InStep:
     """Of one step: what lasted longest first."""
 
     calls: list[CallIn] = field(default_factory=list)
     stacks: list[StackIn] = field(default_factory=list)
 
 
-def held_in(recording: Recording, spans: Sequence[tuple[int, int]], processes: Sequence[tuple[int, ...]]) -> list[Held]:
+def held_in(
+    recording: Recording, spans: Sequence[tuple[int, int]], processes: Sequence[tuple[int, ...]]
+) -> list[InStep]:
     """What these intervals hold, each of the processes named beside it; calls are ascending by their start."""
     calls, stacks = recording.calls, recording.stacks
     start, end = calls["start_ns"], calls["end_ns"]
@@ -78,5 +80,5 @@ def held_in(recording: Recording, spans: Sequence[tuple[int, int]], processes: S
             )
             for row in taken.tolist()
         ]
-        out.append(Held(found, held))
+        out.append(InStep(found, held))
     return out

@@ -10,7 +10,7 @@ from kvprobe.account import Account, Line
 from kvprobe.output.requests import LateRequestJson, LateStepJson, PhaseJson, RequestsJson, WaitsJson
 from kvprobe.recordings.model import Array, Phase, Recording
 from kvprobe.recordings.window import ServingWindow
-from kvprobe.requests.held import Held, held_in
+from kvprobe.requests.held import InStep, held_in
 from kvprobe.requests.served import Served, served
 from kvprobe.requests.split import LOAD, PART_KEYS, PARTS, TURN, causes_in, gpu_of, lines_in
 from kvprobe.requests.usual import LEAST, Usual, like_of, usual
@@ -117,7 +117,7 @@ class LateStep:
     surplus_ns: Array
     line: Line
     cause: str
-    held: Held = field(default_factory=Held)
+    held: InStep = field(default_factory=InStep)
 
     @property
     def longer_ns(self) -> int:
