@@ -31,6 +31,7 @@ ORDER = (
     "patches",
     "recordings",
     "account",
+    "requests",
     "diagnosis",
     "sizing",
     "reporting",

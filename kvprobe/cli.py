@@ -35,6 +35,7 @@ COMMANDS = {
     "causes": "List the causes that a report names, or explain one.",
     "stats": "Print tables of a recording: calls, copies, sizes, ranges, streams.",
     "size": "Say how large the pool in CPU memory should be, from one recording.",
+    "requests": "Say which requests were late, and what made them so.",
     "diff": "Compare two recordings, finding by finding.",
     "check": "Fail with an exit code when a recording breaks a limit.",
     "export": "Write a recording as Parquet or Perfetto.",
@@ -47,7 +48,7 @@ COMMANDS = {
 # How `kvprobe --help` and the documentation group them.
 GROUPS = {
     "Record": ("run", "attach", "detach", "top", "metrics"),
-    "Read": ("report", "causes", "stats", "size", "triage", "reduce", "diff", "export", "mcp"),
+    "Read": ("report", "causes", "stats", "size", "requests", "triage", "reduce", "diff", "export", "mcp"),
     "Gate": ("check", "try"),
     "Machine": ("demo", "doctor", "calibrate", "bench", "patches", "weights"),
 }

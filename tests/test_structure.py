@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, PROJECT = ROOT / "kvprobe", ROOT / "pyproject.toml"
 ORDER = ["errors", "reuse", "native", "runfolder", "cuda", "probe", "launchqueue", "offload", "weights"]
 # read and show; need no GPU, no torch, no native library
-PAPER = ["recordings", "account", "diagnosis", "sizing", "reporting"]
+PAPER = ["recordings", "account", "requests", "diagnosis", "sizing", "reporting"]
 # pure: neither numpy nor the native library comes with them
 JUDGE = {"launchqueue.constants", "launchqueue.evidence", "launchqueue.judge", "launchqueue.window"}
 ALONE = ("errors", "version", "environment")  # files, which every room may import
@@ -36,10 +36,21 @@ MAY_IMPORT = {
     "recordings": {"errors", "reuse", "recordings", "probe", "runfolder", "instrument.event_log", *JUDGE},
     "output": {"output"},
     "account": {"errors", "output", "recordings", "account"},
+    "requests": {"output", "recordings", "account", "requests"},
     "diagnosis": {"errors", "output", "recordings", "account", "diagnosis", *JUDGE},
     "sizing": {"errors", "output", "reuse", "recordings", "account", "diagnosis", "sizing"},
     "agents": {"errors", "version", "output", "recordings", "agents"},
-    "reporting": {"errors", "version", "output", "recordings", "account", "diagnosis", "sizing", "reporting"},
+    "reporting": {
+        "errors",
+        "version",
+        "output",
+        "recordings",
+        "account",
+        "requests",
+        "diagnosis",
+        "sizing",
+        "reporting",
+    },
 }
 
 

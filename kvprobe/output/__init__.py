@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvprobe.output import machine, recorded
+from kvprobe.output import machine, recorded, requests
 from kvprobe.output.document import SCHEMA_VERSION, VERSION_KEY, Document
 
 __all__ = ["DOCUMENTS", "SCHEMA_VERSION", "VERSION_KEY", "Document", "schema", "schema_of"]
@@ -19,6 +19,7 @@ REDUCE = Document("reduce", recorded.ReduceJson)
 DIFF = Document("diff", recorded.DiffJson)
 CHECK = Document("check", recorded.CheckJson)
 SIZE = Document("size", recorded.SizeJson)
+REQUESTS = Document("requests", requests.RequestsCommandJson)
 TRY = Document("try", recorded.TryJson)
 DESCRIBED = Document("causes", recorded.CausesJson)
 ANSWER = Document("mcp", recorded.AnswerJson)
@@ -42,6 +43,7 @@ DOCUMENTS: dict[str, Document[Any]] = {
         DIFF,
         CHECK,
         SIZE,
+        REQUESTS,
         TRY,
         DESCRIBED,
         ANSWER,

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvprobe import sizing
+from kvprobe import requests, sizing
 from kvprobe.diagnosis import llama_cpp, offload_benefit
 from kvprobe.diagnosis.finding import ranked
 from kvprobe.diagnosis.startup import startup
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
 from kvprobe.recordings.window import ServingWindow, serving_window
-from kvprobe.reporting import charts, descriptors, headline, offloads, series, sized, slept, streams
+from kvprobe.reporting import charts, descriptors, headline, late, offloads, series, sized, slept, streams
 from kvprobe.reporting.account import account_section
 from kvprobe.reporting.charts import Mark, Points
 from kvprobe.reporting.headline import PageHead
@@ -163,6 +163,7 @@ def _sections(
     pools = sizing.of_recording(recording)
     return [
         *([account_section(findings.account)] if findings is not None else []),
+        late.late_section(requests.of_account(recording, findings.account, window) if findings is not None else None),
         charts.section(
             "overview",
             "Over time",

@@ -1,0 +1,80 @@
+"""`kvprobe requests`: which requests were late, and what made them so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvprobe.commands._paths import GivenPath
+from kvprobe.commands._reading import WindowOptions, window_options
+
+if TYPE_CHECKING:
+    from kvprobe.requests import Requests
+
+__all__ = ["command"]
+
+
+@click.command(short_help="Say which requests were late, and what made them so.")
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=GivenPath())
+@click.option(
+    "--steps-by",
+    default="",
+    metavar="PATTERN",
+    help="Take NVTX ranges for steps: a regular expression with groups step, phase, request.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: waits, phases, late steps and requests.")
+@window_options
+def command(inputs: tuple[Path, ...], steps_by: str, as_json: bool, window: WindowOptions) -> int:
+    """Say how long requests waited for their tokens, which were late, and which lines of the account made them so.
+
+    Works from steps that a program told (`kvprobe.mark`, the socket of a run folder) or that its NVTX ranges show. A
+    step is late when it took longer than three quarters of the steps like it by more than three times the distance
+    between their first and third quarter. Ends with 1 where nothing is decided.
+    """
+    from kvprobe.commands._reading import opened
+    from kvprobe.diagnosis import examined
+    from kvprobe.recordings.steps import with_steps_of_ranges
+    from kvprobe.requests import of_account
+
+    recording = with_steps_of_ranges(opened(inputs), steps_by)
+    found, _ = examined(recording, window.of(recording))
+    told = of_account(recording, found.account, found.serving)
+    if as_json:
+        from kvprobe.output import REQUESTS
+
+        REQUESTS.print({"served": told.to_json() if told is not None else None})
+    elif told is None:
+        click.echo("Undecided: the recording tells no steps; mark them (kvprobe.mark), or name ranges with --steps-by")
+    else:
+        _print(told)
+    return 0 if told is not None and not told.undecided else 1
+
+
+def _print(told: Requests) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from kvprobe.commands._reading import plain
+    from kvprobe.reporting import late
+
+    console = Console(highlight=False)
+    console.soft_wrap = not console.is_terminal
+    for sentence in late.sentences(told):
+        console.print(Text(plain(sentence)))
+    for title, columns, rows in (
+        ("Steps by phase", late.PHASE_COLUMNS, late.phase_rows(told)),
+        ("Late requests", late.REQUEST_COLUMNS, late.request_rows(told)),
+        ("Late steps", late.STEP_COLUMNS, late.step_rows(told)),
+    ):
+        if not rows:
+            continue
+        console.print(Text(f"\n{title}", style="bold"))
+        grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        for name in columns:
+            grid.add_column(Text(name), no_wrap=True)
+        for row in rows:
+            grid.add_row(*(Text(plain(str(cell))) for cell in row))
+        console.print(grid)

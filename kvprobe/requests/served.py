@@ -1,0 +1,166 @@
+"""The model's steps of a recording, and which requests waited for each, from when to when: plain arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvprobe.recordings.intervals import Cover, group_starts
+from kvprobe.recordings.model import Array, Phase, Recording, RequestTime
+from kvprobe.requests.usual import like_of
+
+__all__ = ["Served", "served"]
+
+
+@dataclass(frozen=True)
+class Served:
+    """Steps, ascending by their end, and their pairs of a step and a request in it, by request, then in time.
+
+    Attributes:
+        process, number, phase: of each step, as the server told them.
+        from_ns: where the previous step ended that shares a request with it; where none does, its own start.
+        to_ns: where it ended.
+        requests, emitted: how many are in it, and tokens that it emitted.
+        like: as `usual.like_of`.
+        step, request: of each pair: its step, and the number of its request.
+        tokens: that the step emitted for the request; `computed`: that it computed, -1 not known.
+        since_ns: of each pair, the end of the request's step before; of its first, when it arrived.
+        turn_ns, load_ns: of what lies between that and the step's work for it: all of it, and what of it is a load of
+            the request's own blocks.
+        name, of_process: of each request: its index in `Recording.names`, and its process.
+        arrived_told: whether the server told when it arrived; else it counts from its first step.
+    """
+
+    process: Array
+    number: Array
+    phase: Array
+    from_ns: Array
+    to_ns: Array
+    requests: Array
+    emitted: Array
+    like: Array
+    step: Array
+    request: Array
+    tokens: Array
+    computed: Array
+    since_ns: Array
+    turn_ns: Array
+    load_ns: Array
+    name: Array
+    of_process: Array
+    arrived_told: Array
+
+    @property
+    def took_ns(self) -> Array:
+        """How long each step was waited for."""
+        took: Array = self.to_ns - self.from_ns
+        return took
+
+    @property
+    def first(self) -> Array:
+        """The first pair of each request."""
+        return group_starts(self.request)
+
+
+def served(recording: Recording) -> Served:
+    """All steps of the model that a recording tells; loads and stores of single requests are no steps."""
+    table, of = recording.steps, recording.step_requests
+    rows = np.flatnonzero((table["phase"] != Phase.LOAD) & (table["phase"] != Phase.STORE))
+    rows = rows[np.argsort(table["end_ns"][rows], kind="stable")]
+    start, end, process = (table[name][rows] for name in ("start_ns", "end_ns", "process"))
+    pair, step = _joined(recording, rows)
+    requests, request = np.unique(_key(of["process"][pair], of["request"][pair], recording), return_inverse=True)
+    order = np.lexsort((step, request))
+    pair, step, request = pair[order], step[order], request[order]
+    tokens, computed = of["tokens"][pair].astype(np.int64), of["computed"][pair].astype(np.int64)
+
+    first = np.ones(len(pair), dtype=bool)
+    first[1:] = request[1:] != request[:-1]
+    since = np.zeros(len(pair), dtype=np.int64)
+    since[1:] = end[step[:-1]]
+    arrived, told = _arrived(recording, requests, start[step[first]])
+    since[first] = np.minimum(arrived, end[step[first]])
+    latest = np.full(len(rows), np.iinfo(np.int64).min)
+    np.maximum.at(latest, step[~first], since[~first])
+    begins = np.where(latest > np.iinfo(np.int64).min, latest, np.minimum(start, end))
+    turn = np.maximum(begins[step] - since, 0)
+
+    many = np.bincount(step, minlength=len(rows))
+    known = np.bincount(step, weights=computed >= 0, minlength=len(rows)) == many
+    amount = np.bincount(step, weights=np.maximum(computed, 0), minlength=len(rows))
+    return Served(
+        process,
+        table["step"][rows],
+        table["phase"][rows],
+        begins,
+        end,
+        many,
+        np.bincount(step, weights=tokens, minlength=len(rows)).astype(np.int64),
+        like_of(table["phase"][rows], many, np.where(known, amount, -1)),
+        step,
+        request,
+        tokens,
+        computed,
+        since,
+        turn,
+        _own_loads(recording, requests, request, since, turn),
+        (requests % max(len(recording.names), 1)).astype(np.int64),
+        (requests // max(len(recording.names), 1)).astype(np.int64),
+        told,
+    )
+
+
+def _key(process: Array, request: Array, recording: Recording) -> Array:
+    """One number for a request of a process."""
+    return np.asarray(process.astype(np.int64) * max(len(recording.names), 1) + request)
+
+
+def _joined(recording: Recording, rows: Array) -> tuple[Array, Array]:
+    """Rows of `step_requests`, and which of the steps in `rows` each is of; what is of none is left out."""
+    table, of = recording.steps, recording.step_requests
+    most = int(max(table["id"].max(initial=0), of["id"].max(initial=0))) + 1
+    own = table["process"][rows].astype(np.int64) * most + table["id"][rows]
+    order = np.argsort(own, kind="stable")
+    asked = of["process"].astype(np.int64) * most + of["id"]
+    at = np.searchsorted(own[order], asked)
+    at = np.minimum(at, max(len(own) - 1, 0))
+    pair = np.flatnonzero(own[order][at] == asked) if len(own) else np.zeros(0, dtype=np.int64)
+    return pair, order[at[pair]]
+
+
+def _arrived(recording: Recording, requests: Array, began: Array) -> tuple[Array, Array]:
+    """When each request arrived, and whether the server told it; else when its first step `began`."""
+    times = recording.request_times
+    mine = times["what"] == RequestTime.ARRIVED
+    key, at = _key(times["process"][mine], times["request"][mine], recording), times["time_ns"][mine]
+    order = np.argsort(key, kind="stable")
+    key, at = key[order], at[order]
+    out, told = began.astype(np.int64), np.zeros(len(requests), dtype=bool)
+    if len(key):
+        place = np.minimum(np.searchsorted(key, requests), len(key) - 1)
+        told = key[place] == requests
+        out[told] = at[place[told]]
+    return out, told
+
+
+def _own_loads(recording: Recording, requests: Array, request: Array, since: Array, turn: Array) -> Array:
+    """How long in [since, since + turn) a load of the request's own blocks was under way, of each pair."""
+    table, of = recording.steps, recording.step_requests
+    rows = np.flatnonzero(table["phase"] == Phase.LOAD)
+    out = np.zeros(len(since), dtype=np.int64)
+    if not len(rows) or not len(requests):
+        return out
+    pair, load = _joined(recording, rows)
+    key = _key(of["process"][pair], of["request"][pair], recording)
+    at = np.minimum(np.searchsorted(requests, key), len(requests) - 1)
+    known = requests[at] == key
+    begins, ends, who = table["start_ns"][rows][load[known]], table["end_ns"][rows][load[known]], at[known]
+    # each request's lifetime gets a place of its own on one line: then one look-up serves all of them
+    first = group_starts(request)
+    last = np.append(first[1:], len(request)) - 1
+    born, died = since[first], since[last] + turn[last]
+    base = np.concatenate(([0], np.cumsum(died - born)[:-1])) - born
+    cover = Cover(np.clip(begins, born[who], died[who]) + base[who], np.clip(ends, born[who], died[who]) + base[who])
+    placed = since + base[request]
+    return cover.within(placed, placed + turn)

@@ -1,0 +1,228 @@
+"""Steps and requests against the truth: who was late, by how much, and by which line of the account."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvprobe import cli
+from kvprobe.account import Account, Line, account_of
+from kvprobe.output import REQUESTS
+from kvprobe.recordings.joined import Joined
+from kvprobe.recordings.model import CallKind, Engine, Phase, Recording, RequestTime, Source, Table
+from kvprobe.recordings.parquet import write
+from kvprobe.recordings.vocabulary import Names
+from kvprobe.recordings.window import ServingWindow
+from kvprobe.reporting import build_page
+from kvprobe.requests import LEAST, LOAD, TURN, Requests, of_account, usual
+from kvprobe.requests.late import _Joining
+from kvprobe.requests.served import served
+
+LATE = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "late_requests.py"))
+MS = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def loop():
+    """A server's loop in virtual time, its truth, and what was worked out."""
+    recording, truth = LATE["played"](400, 16, 1, 0.02)
+    return recording, truth, LATE["requests_of"](recording)
+
+
+def test_every_late_request_is_named_and_none_that_was_not(loop):
+    _, truth, told = loop
+    result = LATE["compared"](told, truth)
+    assert min(result["delays"].values()) >= 1 and set(result["delays"]) == {"host", "link", "queue", "tier"}
+    assert result["late_steps"] == [len(truth.steps), 0, 0]
+    assert result["late_requests"] == [len(truth.late - truth.early), 0, 0]
+    assert len(truth.late) < told.requests / 2
+
+
+def test_the_split_is_within_two_hundredths_of_the_truth(loop):
+    _, truth, told = loop
+    errors = LATE["compared"](told, truth)["worst_split_error"]
+    assert set(errors) == {"host", "link", "queue", "tier"} and max(errors.values()) <= 0.02
+
+
+def test_a_step_behind_a_full_queue_has_its_cause_and_its_calls(loop):
+    _, truth, told = loop
+    queues = [one for one in told.late if truth.steps.get(one.step, ("",))[0] == "queue"]
+    assert queues
+    for one in queues:
+        assert one.cause == "launch_queue_saturation"
+        assert "cudaMemcpyAsync" in {call.name for call in one.held.calls}
+
+
+def test_lines_never_exceed_a_step_and_add_up_to_it(loop):
+    recording, _, _ = loop
+    account = account_of(Joined(recording))
+    joining = _Joining(recording, account, served(recording), Joined(recording).serving)
+    assert (joining.lines >= 0).all()
+    assert (joining.lines.sum(axis=1) == joining.told.took_ns).all()
+    waits = np.arange(len(joining.took))
+    assert (joining.parts(waits) >= 0).all()
+    assert (joining.parts(waits).sum(axis=1) == joining.took).all()
+
+
+def test_the_command_and_the_page_show_them(loop, tmp_path, capsys):
+    recording, _, told = loop
+    write(recording, tmp_path / "served")
+    assert cli.main(["requests", str(tmp_path / "served")]) == 0
+    said = capsys.readouterr().out
+    assert "Time between tokens: p50" in said and f"Late: {told.late_steps:,} of {told.steps:,} steps" in said
+    assert cli.main(["requests", str(tmp_path / "served"), "--json"]) == 0
+    printed = capsys.readouterr().out
+    assert msgspec.json.decode(printed, type=REQUESTS.kind)["served"]  # of the type that the schema is made from
+    found = json.loads(printed)["served"]
+    assert found["late_steps"] == told.late_steps
+    assert {one["request"] for one in found["late_requests"]} == {one.name for one in told.late_requests}
+    assert cli.main(["report", str(tmp_path / "served"), "-o", str(tmp_path / "page.html"), "-q"]) == 0
+    assert "Which requests were late?" in (tmp_path / "page.html").read_text()
+    assert "Which requests were late?" not in build_page(recording, findings=None)
+
+
+def of_steps(steps: list[tuple[int, int, Phase, dict[str, int]]], arrived: dict[str, int] | None = None) -> Recording:
+    """Steps from, to (ms), phase and tokens by request; kernels fill every step of the model but its first ms."""
+    names = Names()
+    recording = Recording([Source("one", "trace")], has_executions=True)
+    model = [one for one in steps if one[2] not in (Phase.LOAD, Phase.STORE)]
+    many = len(model)
+    start = np.array([one[0] * MS for one in model])
+    end = np.array([one[1] * MS for one in model])
+    name = names.add("launch")
+    recording.tables["calls"] = Table(
+        "calls",
+        {
+            "start_ns": start + MS - 2_000,
+            "end_ns": start + MS,
+            "kind": np.full(many, CallKind.LAUNCH),
+            "thread": np.full(many, 7),
+            "correlation": np.arange(many),
+            "name": np.full(many, name),
+            "process": np.zeros(many),
+        },
+    )
+    recording.tables["executions"] = Table(
+        "executions",
+        {
+            "start_ns": start + MS,
+            "end_ns": end,
+            "engine": np.full(many, Engine.KERNEL),
+            "correlation": np.arange(many),
+            "device": np.zeros(many),
+            "name": np.full(many, name),
+        },
+    )
+    recording.tables["steps"] = Table(
+        "steps",
+        {
+            "start_ns": np.array([one[0] * MS for one in steps]),
+            "end_ns": np.array([one[1] * MS for one in steps]),
+            "step": np.arange(len(steps)),
+            "id": np.arange(len(steps)),
+            "phase": np.array([one[2] for one in steps]),
+        },
+    )
+    pairs = [(at, names.add(who), tokens) for at, one in enumerate(steps) for who, tokens in one[3].items()]
+    recording.tables["step_requests"] = Table(
+        "step_requests",
+        {
+            "id": np.array([one[0] for one in pairs]),
+            "request": np.array([one[1] for one in pairs]),
+            "tokens": np.array([one[2] for one in pairs]),
+        },
+    )
+    told = sorted((arrived or {}).items(), key=lambda item: item[1])
+    recording.tables["request_times"] = Table(
+        "request_times",
+        {
+            "time_ns": np.array([at * MS for _, at in told]),
+            "request": np.array([names.add(who) for who, _ in told]),
+            "what": np.full(len(told), RequestTime.ARRIVED),
+        },
+    )
+    recording.tables["processes"] = Table("processes", {"pid": np.array([1])})
+    recording.names = names.list
+    return recording
+
+
+def joined(recording: Recording) -> tuple[Requests, _Joining]:
+    """What is worked out over the whole recording."""
+    end = int(recording.steps["end_ns"].max())
+    window = ServingWindow(end, np.array([0]), "all of it", 0, True)
+    recording.window = window
+    account = account_of(Joined(recording))
+    told = of_account(recording, account, window)
+    assert told is not None
+    return told, _Joining(recording, account, served(recording), window)
+
+
+def test_a_step_counts_from_the_end_of_the_step_before_that_shares_a_request():
+    recording = of_steps(
+        [
+            (0, 10, Phase.PREFILL, {"a": 1}),
+            (12, 20, Phase.DECODE, {"a": 1}),
+            (21, 30, Phase.PREFILL, {"b": 1}),  # nobody of before
+            (30, 40, Phase.DECODE, {"a": 1, "b": 1}),
+        ]
+    )
+    told = served(recording)
+    assert (told.from_ns // MS).tolist() == [0, 10, 21, 30]
+    parts = joined(recording)[1]
+    first = {recording.text(int(told.name[told.request[end]])): at for at, end in enumerate(parts.ends)}
+    third = parts.parts(np.array([first["a"]]))[0]  # the last wait of a: 20 to 40, of which 10 in another's step
+    assert third[TURN] == 10 * MS and third[Line.COMPUTING] == 9 * MS and third.sum() == 20 * MS
+
+
+def test_a_first_token_is_split_into_the_own_load_the_turn_and_the_step():
+    recording = of_steps(
+        [(3, 8, Phase.LOAD, {"a": 0}), (0, 10, Phase.DECODE, {"b": 1}), (10, 20, Phase.MIXED, {"a": 1, "b": 1})],
+        {"a": 2},
+    )
+    told, parts = joined(recording)
+    assert told.steps == 2 and told.told == 1 and told.first.at(100) == 18 * MS
+    row = next(
+        i for i, end in enumerate(parts.ends) if recording.text(int(parts.told.name[parts.told.request[end]])) == "a"
+    )
+    split = parts.parts(np.array([row]))[0]
+    assert (split[LOAD], split[TURN], split[Line.COMPUTING], split.sum()) == (5 * MS, 3 * MS, 9 * MS, 18 * MS)
+
+
+def test_of_few_steps_nothing_is_called_late():
+    steps = [(10 * at, 10 * at + 10, Phase.DECODE, {"a": 1}) for at in range(LEAST - 2)]
+    last = steps[-1][1]
+    told, _ = joined(of_steps([*steps, (last, last + 500, Phase.DECODE, {"a": 1})]))
+    assert told.undecided and not told.late_steps and not told.late_requests
+    more = [(10 * at, 10 * at + 10, Phase.DECODE, {"a": 1}) for at in range(LEAST)]
+    last = more[-1][1]
+    told, _ = joined(of_steps([*more, (last, last + 500, Phase.DECODE, {"a": 1})]))
+    assert [one.step for one in told.late] == [LEAST] and not told.undecided
+    assert told.late[0].line == Line.COMPUTING and told.late[0].longer_ns == 490 * MS
+
+
+def test_where_a_quarter_is_slow_slow_is_usual():
+    assert usual(np.array([10.0] * 80 + [30.0] * 20)).late_ns == pytest.approx(11.0)
+    assert usual(np.array([10.0] * 70 + [30.0] * 30)).late_ns > 30
+    assert usual(np.zeros(0)).late_ns == float("inf")
+
+
+def test_a_recording_without_a_gpu_has_late_steps_that_are_not_explained():
+    steps = [(10 * at, 10 * at + 10, Phase.DECODE, {"a": 1}) for at in range(30)]
+    recording = of_steps([*steps, (300, 400, Phase.DECODE, {"a": 1})])
+    window = ServingWindow(400 * MS, np.array([0]), "all of it", 0, True)
+    told = of_account(recording, Account([], []), window)
+    assert told is not None and [one.line for one in told.late] == [Line.NOT_KNOWN]
+
+
+def test_a_recording_without_steps_is_undecided(tmp_path, capsys):
+    recording = of_steps([(0, 10, Phase.DECODE, {"a": 1})])
+    for kind in ("steps", "step_requests"):
+        recording.tables[kind] = Table(kind)
+    write(recording, tmp_path / "none")
+    assert cli.main(["requests", str(tmp_path / "none")]) == 1
+    assert "Undecided: the recording tells no steps" in capsys.readouterr().out
