@@ -51,18 +51,18 @@ LIBRARY: list[ct.CDLL] = []
 TRUTH = {"outstanding": 0}  # at most, where a program waited for its stream
 LOOP = """
 #include <stddef.h>
-int cudaMemcpyAsync(void *dst, const void *src, size_t bytes, int kind, void *stream);
-void loop(char *device, const char *host, size_t bytes, size_t blocks, size_t count, void *stream) {
+typedef int copy_fn(void *dst, const void *src, size_t bytes, int kind, void *stream);
+void loop(copy_fn *copy, char *device, const char *host, size_t bytes, size_t blocks, size_t count, void *stream) {
     for (size_t i = 0; i < count; i++) {
         size_t at = i * 7919 % blocks * bytes; /* scattered, as a server's blocks are */
-        cudaMemcpyAsync(device + at, host + at, bytes, 1, stream);
+        copy(device + at, host + at, bytes, 1, stream);
     }
 }
 """
 
 
 def compiled() -> ct.CDLL:
-    """A loop of copies as fast as C calls, through whatever the process calls cudaMemcpyAsync."""
+    """A loop of copies as fast as C calls, through what the process finds as cudaMemcpyAsync."""
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder) / "loop.c", Path(folder) / "loop.so"
         source.write_text(LOOP)
@@ -73,12 +73,13 @@ def compiled() -> ct.CDLL:
 def loads(d: Device, count: int, size: int = 16 * KiB, wait: bool = False) -> None:
     """Copies in a row; `wait`: for their end, which tells how many were outstanding."""
     loop = LIBRARY[0].loop
-    loop.argtypes = [p, p, z, z, z, p]
+    loop.argtypes = [p, p, p, z, z, z, p]
+    copy = ct.cast(d.lib.cudaMemcpyAsync, p)
     blocks = d.size // size - 1
     last = min(count, 512)
-    loop(d.device, d.host, size, blocks, count - last, d.copies[0])
+    loop(copy, d.device, d.host, size, blocks, count - last, d.copies[0])
     begin = now()
-    loop(d.device, d.host, size, blocks, last, d.copies[0])
+    loop(copy, d.device, d.host, size, blocks, last, d.copies[0])
     pace = (now() - begin) / last
     if wait:
         TRUTH["outstanding"] = max(TRUTH["outstanding"], round(d.sync(d.copies[0]) / pace))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -47,6 +48,25 @@ def alone_and_watched(libraries: Path, folder: Path, command: Sequence[Path | st
 
 def calls_in(folder: Path) -> int:
     return sum(read_ring(path).calls().get("cudaMemcpyAsync", (0, 0, 0))[0] for path in folder.glob("*.kvp"))
+
+
+def test_why_a_library_was_not_loaded_is_said_as_without_us(
+    compile_c: Compile, runtime: Path, libraries: Path, tmp_path: Path
+) -> None:
+    lacking = compile_c("lacks_a_name", "-shared", "-fPIC", output="lacking.so")
+    program = """
+import ctypes, sys
+ctypes.CDLL(sys.argv[1])
+for name in ("/no/such/library.so", "no-such-library.so", sys.argv[2]):
+    try:
+        ctypes.CDLL(name)
+    except OSError as error:
+        print(error)
+"""
+    alone, watched = alone_and_watched(libraries, tmp_path, [sys.executable, "-c", program, runtime, lacking])
+    assert watched == alone
+    assert alone.count("No such file") == 2
+    assert "undefined symbol: not_there" in alone
 
 
 def test_where_no_runtime_is_none_of_its_names_is_there(compile_c: Compile, libraries: Path, tmp_path: Path) -> None:

@@ -410,6 +410,7 @@ void *kvp_dlopen(const char *file, int mode) {
     int matters = !strchr(file, '/') && caller_matters(caller);
     void *handle = matters ? open_for(caller, file, mode) : dlopen(file, mode);
     if (matters && !handle) return dlopen(file, mode);
+    if (!handle) return NULL; /* what the loader says of it stands until its next call: dlerror is the program's */
     kvp_redirect_new();
     return handle;
 }
