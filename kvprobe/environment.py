@@ -132,7 +132,7 @@ LOCKED_BYTES = Variable(
 )
 KEEP_BYTES = Variable(
     "KVPROBE_KEEP_BYTES",
-    "0",
+    "auto",
     str,
     "a number, or auto: a quarter of the memory",
     "pinned memory that a program frees and KVPROBE_FIX=auto keeps for its next request; 0: none",

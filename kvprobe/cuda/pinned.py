@@ -18,7 +18,6 @@ POPULATE_BYTES = 64 << 20  # from here on several threads are worth their start
 PIECE_BYTES = 256 << 20  # registered in 6 ms on an H200, where 16 GiB at once take 310
 WATCH_MS = 100
 _HUGE_PAGE = 2 << 20
-_NEVER = 1 << 62
 _CALLS = {
     "host_alloc": "cudaHostAlloc",
     "free_host": "cudaFreeHost",
@@ -69,8 +68,8 @@ class PinnedPool:
     """Pinned CPU memory that costs its pinning once.
 
     A large buffer's pages are made by several threads, as huge pages where the system allows it, and then registered:
-    the same steps took 1.0 s for 16 GiB on an H200, instead of the 6 of one `cudaHostAlloc`, which holds every other
-    thread of the process for all of it. This class itself has run over the host runtime alone so far.
+    1.9 s for 16 GiB on an H100, instead of the 9.1 of one `cudaHostAlloc`, which holds every other thread of the process
+    for all of it (`reports/h100-pinning.txt`).
 
     What is given back is kept within a budget and serves the next request of its size, or of up to an eighth less, with
     whatever bytes it held. It is let go, oldest first, where the machine or a cgroup runs
@@ -253,8 +252,6 @@ def shared_pool(runtime: Runtime) -> PinnedPool:
     """The pool that the engine itself pins with: it keeps nothing, so that what is closed is free."""
     with _making:
         if runtime.pinned is None:
-            # this code has not run on a GPU yet: there the engine pins by cudaHostAlloc, as it did
-            populate = POPULATE_BYTES if runtime.provider == "host" else _NEVER
-            runtime.pinned = PinnedPool(runtime, 0, populate_bytes=populate)
+            runtime.pinned = PinnedPool(runtime, 0)
         pool: PinnedPool = runtime.pinned
     return pool

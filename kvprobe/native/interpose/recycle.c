@@ -101,7 +101,8 @@ static void release(void *unused, const kvp_kept_buffer *buffer) {
 void kvp_recycle_start(const char *run_folder) {
     const char *bytes = getenv("KVPROBE_KEEP_BYTES");
     char *end;
-    if (!bytes || !*bytes || *bytes == '-') return;
+    if (!bytes) bytes = "auto";
+    if (!*bytes || *bytes == '-') return;
     uint64_t budget = strtoull(bytes, &end, 10);
     if (!strcmp(bytes, "auto"))
         budget = kvp_memory_left("").total_bytes / OF_MEMORY;
