@@ -68,8 +68,8 @@ class PinnedPool:
     """Pinned CPU memory that costs its pinning once.
 
     A large buffer's pages are made by several threads, as huge pages where the system allows it, and then registered:
-    1.9 s for 16 GiB on an H100, instead of the 9.1 of one `cudaHostAlloc`, which holds every other thread of the process
-    for all of it (`reports/h100-pinning.txt`).
+    1.9 s for 16 GiB on an H100, where one `cudaHostAlloc` takes 9.1 and holds every other thread of the process for all
+    of it (`reports/h100-pinning.txt`).
 
     What is given back is kept within a budget and serves the next request of its size, or of up to an eighth less, with
     whatever bytes it held. It is let go, oldest first, where the machine or a cgroup runs
