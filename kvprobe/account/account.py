@@ -77,9 +77,14 @@ class GpuAccount:
         return int(self.stretches.end[computing[-1]]) if len(computing) else self.from_ns
 
     @property
+    def asked_ns(self) -> int:
+        """The window without the time in which nobody asked for anything."""
+        return self.window_ns - self.ns(Line.NOTHING_TO_DO)
+
+    @property
     def waiting_share(self) -> float:
-        """Share of the window in which only copies ran, or the GPU waited for the host."""
-        return self.share(*COPIES, *HOST)
+        """Share of the time with something to do in which only copies ran, or the GPU waited for the host."""
+        return self.ns(*COPIES, *HOST) / self.asked_ns if self.asked_ns > 0 else 0.0
 
     @property
     def not_computing_ns(self) -> int:

@@ -182,10 +182,17 @@ def of_recording(recording: Recording, found: Examination) -> Verdict:
 
 def _waited(gpu: GpuAccount) -> str:
     """What a GPU waited for, in a clause."""
+    copies, host = (gpu.ns(*lines) / gpu.asked_ns for lines in (COPIES, HOST))
     return (
-        f"the GPU waited {gpu.waiting_share:.0%} of {gpu.window_ns / 1e6:,.4g} ms: "
-        f"{gpu.share(*COPIES):.0%} for copies, {gpu.share(*HOST):.0%} for the host"
+        f"the GPU waited {gpu.waiting_share:.0%} of {_with_something_to_do(gpu)}: "
+        f"{copies:.0%} for copies, {host:.0%} for the host"
     )
+
+
+def _with_something_to_do(gpu: GpuAccount) -> str:
+    """Names the time that shares of waiting are of."""
+    pauses = "" if gpu.asked_ns == gpu.window_ns else " with something to do"
+    return f"{gpu.asked_ns / 1e6:,.4g} ms{pauses}"
 
 
 def _not_computing(gpu: GpuAccount) -> list[Missing]:
@@ -200,7 +207,8 @@ def _not_computing(gpu: GpuAccount) -> list[Missing]:
         out.append(Missing(f"of {share:.0%} of the time it is not known what the GPU did, because {why.text}", _DEVICE))
     waited = gpu.waiting_share
     if waited >= WAITED_SHARE:
-        out.append(Missing(f"the GPU waited {waited:.0%} of the time, and nothing shows whether a model did", _COPIES))
+        time = _with_something_to_do(gpu)
+        out.append(Missing(f"the GPU waited {waited:.0%} of {time}, and nothing shows whether a model did", _COPIES))
     return out
 
 
