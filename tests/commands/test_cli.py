@@ -202,7 +202,7 @@ def test_a_watched_command_runs_and_finds_closed_what_was_closed(
 def test_ctrl_c_that_python_made_another_error_of_is_an_interrupt(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """As it does, up to 3.11, while a class is made: an interrupt in the middle of the import of a command."""
 
-    def interrupted(name: object) -> None:
+    def interrupted(**options: object) -> None:
         raise RuntimeError("Error calling __set_name__ on 'Field' instance") from KeyboardInterrupt()
 
     monkeypatch.setattr(causes.command, "callback", interrupted)

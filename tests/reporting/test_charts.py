@@ -18,7 +18,12 @@ from kvprobe.reporting.charts import Axis, Points, heat_chart, histogram_chart, 
 from kvprobe.reporting.recorded import submissions, view
 from kvprobe.reporting.streams import processes
 from kvprobe.reporting.units import NONE, TIMES_SIGN
+from kvprobe.reporting.views import Section
 from tests.examining import examination
+
+
+def over_time(recording: Recording) -> Section:
+    return next(one for one in view(recording, examination(recording)).sections if one.id == "overview")
 
 
 def _beside(name: str) -> Any:
@@ -99,7 +104,7 @@ def test_what_was_sampled_of_two_devices_is_two_lines_and_no_metric_is_left_out(
     value = np.where(metric == 0, 5, 1000.0 * (1 + device) + row / many)
     columns = {"time_ns": row * 1_000_000, "process": row * 0, "device": device, "metric": first + metric}
     recording.tables["samples"] = Table("samples", {**columns, "value": value})
-    overview = view(recording, examination(recording)).sections[1]
+    overview = over_time(recording)
     shown = {chart.title: chart for chart in overview.charts if chart.id.startswith("sample-")}
     assert list(shown) == [name.replace("_", " ").capitalize() for name in metrics[1:]]
     rates = shown["Pcie rx bytes per s"]
@@ -151,7 +156,7 @@ def test_what_is_outstanding_behind_the_last_call_is_not_drawn_where_no_end_was_
 
 
 def test_how_calls_are_drawn_is_said_of_the_calls_that_there_are() -> None:
-    charts = {rows: view(calls_alone(rows), examination(calls_alone(rows))).sections[1].charts for rows in (100, 3000)}
+    charts = {rows: over_time(calls_alone(rows)).charts for rows in (100, 3000)}
     said = {rows: next(one.how for one in all_ if one.id == "submissions") for rows, all_ in charts.items()}
     assert said[100] == "Every call is drawn by itself."
     assert said[3000].startswith("Each step is the longest call in its slice")
