@@ -136,11 +136,11 @@ def failed(rows: list[dict[str, Any]], size: int) -> list[str]:
 
     wrong = [f"{row['way']}: bytes differ" for row in rows if not row["same"]]
     alloc, longest = of("alloc", "pin_ns"), of("alloc", "longest_step_ns")
-    if of("pool", "pin_ns") > SHARE * alloc:
+    if alloc and of("pool", "pin_ns") > SHARE * alloc:
         wrong.append(f"one registration takes {of('pool', 'pin_ns') / alloc:.2f} of cudaHostAlloc's time")
     if of("pieces", "longest_step_ns") > PIECES_MS * 1e6:
         wrong.append(f"with pieces a step takes {of('pieces', 'longest_step_ns') / 1e6:.1f} ms")
-    if of("pool", "longest_step_ns") > ONE_SHARE * longest:
+    if longest and of("pool", "longest_step_ns") > ONE_SHARE * longest:
         wrong.append(f"with one registration a step takes {of('pool', 'longest_step_ns') / longest:.3f} of alloc's")
     return wrong
 
