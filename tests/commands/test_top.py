@@ -373,15 +373,16 @@ SILENT = "import sys; print('ready', flush=True); sys.stdin.read()"
 
 def test_a_run_without_a_call_is_known(tmp_path: Path) -> None:
     folder = tmp_path / "kvprobe-silent"
+    environment = clean_environment(TMPDIR=str(tmp_path))  # other tests record in the common one
     words = [*KVPROBE, "run", "--exec", "-o", str(folder), "--", sys.executable, "-c", SILENT]
-    ends = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": clean_environment()}
+    ends = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": environment}
     with subprocess.Popen(words, text=True, **ends) as process:
         assert process.stdout and process.stdin and process.stdout.readline() == "ready\n"
         for target in ([str(folder)], []):
             done = subprocess.run(
                 _top(*target, "--once", "--interval", "0.1"),
                 cwd=tmp_path,
-                env=clean_environment(),
+                env=environment,
                 capture_output=True,
                 text=True,
                 check=False,

@@ -16,7 +16,12 @@ from kvprobe.native import build
 from kvprobe.probe.ring import CALLS, read_ring
 
 PROGRAMS = Path(__file__).parent / "programs"
-CORE = [build.NATIVE / "src" / name for name in ("clock.c", "ring.c", "secrets.c")]
+
+
+def sources(library: str) -> list[Path]:
+    return [path for pattern in build.LIBRARIES[library] for path in sorted(build.NATIVE.glob(pattern))]
+
+
 RUNTIME = {"thread": "libtsan.so", "address,undefined": "libasan.so"}
 TODO, PAUSED, COPIES, BYTES, WRONG, CHILDREN, PLUGINS = range(7)
 
@@ -35,10 +40,9 @@ class Sanitized:
 def sanitized(request: pytest.FixtureRequest, compile_sanitized: Callable[..., Path]) -> Sanitized:
     kind = request.param
     shared = ("-shared", "-fPIC", "-fvisibility=hidden", "-Wl,-Bsymbolic-functions")
-    hostrt = sorted((build.NATIVE / "hostrt").glob("*.c"))
-    runtime = compile_sanitized("libkvprobe_hostrt.so", kind, [*hostrt, CORE[0]], *shared)
+    runtime = compile_sanitized("libkvprobe_hostrt.so", kind, sources("libkvprobe_hostrt.so"), *shared)
     linked = (f"-L{runtime.parent}", "-lkvprobe_hostrt", f"-Wl,-rpath,{runtime.parent}")
-    interposer = [*sorted((build.NATIVE / "interpose").glob("*.c")), *CORE]
+    interposer = sources("libkvprobe_interpose.so")
     asked = [*build.compiler(), f"-print-file-name={RUNTIME[kind]}"]
     preloaded = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
     if not Path(preloaded).is_absolute():
