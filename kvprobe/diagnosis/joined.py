@@ -52,7 +52,9 @@ __all__ = ["SLOW_NS", "JoinedRecording", "Ledger", "ms", "share", "size"]
 
 SLOW_NS = 60_000  # a submission this long is worth an explanation: ten times any recorder's cost per call
 CRITICAL, WARNING = 0.10, 0.01
-LOUD = 0.3  # of a GPU's window: what no cause explains is critical from here, a warning from CRITICAL
+LOUD = (
+    0.3  # of a GPU's time with something to do: what no cause explains is critical from here, a warning from CRITICAL
+)
 NOTHING_COMPUTES = "cannot tell, because no kernel follows in the recording, so nothing shows whether a model waited"
 
 
@@ -79,6 +81,12 @@ def between(values: Array) -> str:
 def share(part: float, whole: float) -> str:
     """A percentage for a sentence."""
     return f"{100 * part / whole:.1f}%" if whole > 0 else "0%"
+
+
+def of_the_time(ns: int, gpu: GpuAccount) -> str:
+    """A part of the time in which a GPU had something to do, for a sentence: what loudness is measured by."""
+    pauses = "" if gpu.asked_ns == gpu.window_ns else " with something to do"
+    return f"{share(ns, gpu.asked_ns)} of the time{pauses}"
 
 
 class Ledger:
@@ -490,9 +498,9 @@ class JoinedRecording(Joined):
     ) -> Finding | None:
         """What is left of lines of a GPU's account, under the lines' own name; less than a tenth stays in the account.
 
-        It is as loud as its share of the window.
+        It is as loud as its share of the time with something to do.
         """
-        part = loss.ns / gpu.window_ns if gpu.window_ns > 0 else 0.0
+        part = loss.ns / gpu.asked_ns if gpu.asked_ns > 0 else 0.0
         if part < CRITICAL:
             return None
         few = loss.ns < LEAST_NS
@@ -510,7 +518,7 @@ class JoinedRecording(Joined):
         self, cause: str, title: str, gpu: GpuAccount, loss: Loss, evidence: Sequence[Evidence]
     ) -> Finding | None:
         """As `line_finding`, where no kernel follows: nothing shows that a model waited, which is an open question."""
-        if loss.ns < CRITICAL * gpu.window_ns:
+        if loss.ns < CRITICAL * gpu.asked_ns:
             return None
         explanation: Explanation = {
             "severity": "info",

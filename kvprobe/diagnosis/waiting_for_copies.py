@@ -23,7 +23,7 @@ import numpy as np
 from kvprobe.account import COPIES, GpuAccount, Line
 from kvprobe.account.stretches import NOBODY
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, Loss, cause_of
-from kvprobe.diagnosis.joined import JoinedRecording, ms, share
+from kvprobe.diagnosis.joined import JoinedRecording, ms, of_the_time, share
 from kvprobe.diagnosis.left import most_left
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Array, Direction, Engine
@@ -106,8 +106,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     )
     if int(end.max()) > gpu.last_kernel_ns:
         return joined.line_question(CAUSE, "Only copies ran for {lost}, and no kernel after them", gpu, loss, evidence)
-    part = share(lost, gpu.window_ns)
-    title = f"The GPU waited {{lost}} for {_noun(by_direction)}, {part} of the time"
+    title = f"The GPU waited {{lost}} for {_noun(by_direction)}, {of_the_time(lost, gpu)}"
     return joined.line_finding(CAUSE, title, gpu, loss, evidence=evidence, cure=cure)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from kvprobe.account import HOST, GpuAccount, Line
 from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding, Loss, Where, cause_of
-from kvprobe.diagnosis.joined import JoinedRecording, ms, share
+from kvprobe.diagnosis.joined import JoinedRecording, ms, of_the_time, share
 from kvprobe.diagnosis.left import most_left
 from kvprobe.recordings.model import Array
 
@@ -83,8 +83,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     if int(end.max()) > gpu.last_kernel_ns:
         title = "Nothing ran for {lost} between copies, and no kernel after them"
         return joined.line_question(CAUSE, title, gpu, loss, evidence)
-    part = share(lost, gpu.window_ns)
-    title = f"The GPU waited {{lost}} for the host, {part} of the time: mostly the thread {DID[first]}"
+    title = f"The GPU waited {{lost}} for the host, {of_the_time(lost, gpu)}: mostly the thread {DID[first]}"
     cure = [_of_part(CURES[line], by_line[line] / lost) for line in lines[:3]]
     return joined.line_finding(CAUSE, title, gpu, loss, evidence=evidence, cure=cure)
 
