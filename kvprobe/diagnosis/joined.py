@@ -84,9 +84,12 @@ def share(part: float, whole: float) -> str:
 
 
 def of_the_time(ns: int, gpu: GpuAccount) -> str:
-    """A part of the time in which a GPU had something to do, for a sentence: what loudness is measured by."""
-    pauses = "" if gpu.asked_ns == gpu.window_ns else " with something to do"
-    return f"{share(ns, gpu.asked_ns)} of the time{pauses}"
+    """A part of the time in which a GPU had something to do, for a sentence: what loudness is measured by.
+
+    Pauses are spoken of where they change the figure.
+    """
+    part = share(ns, gpu.asked_ns)
+    return f"{part} of the time" + ("" if part == share(ns, gpu.window_ns) else " with something to do")
 
 
 class Ledger:

@@ -180,6 +180,17 @@ def test_a_gpu_that_waits_is_never_healthy_and_no_saving_exceeds_its_waiting(ste
     assert sum(savings) <= gpu.window_ns - gpu.ns(Line.COMPUTING)
 
 
+def test_a_pause_makes_no_waiting_quieter():
+    recording = played([(0, 9_000, 4_000, True), (4_000_000, 9_000, 4_000, True), *[(0, 9_000, 4_000, True)] * 20])
+    inside_the_gpu(recording)
+    findings = examine(recording)
+    (gpu,) = findings.account.gpus
+    assert gpu.share(*COPIES) < 0.05 < 0.3 < gpu.waiting_share
+    (found,) = [one for one in findings if one.cause == "waiting_for_copies"]
+    assert found.severity == "critical" and found.title.rstrip(".").endswith("of the time with something to do")
+    assert of_recording(recording, findings).state == "found"
+
+
 def test_a_program_that_computes_is_healthy_and_says_what_its_gpu_did():
     recording = played([(0, 20, 400, False)] * 60)
     inside_the_gpu(recording)
