@@ -21,7 +21,11 @@ import traceback
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvprobe.recordings.model import Recording
+    from kvprobe.recordings.window import ServingWindow
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "corpus"))
 
@@ -109,10 +113,13 @@ def judge(path: Path, program: str, form: str, scratch: Path) -> dict[str, Any]:
     from kvprobe.diagnosis import examine
     from kvprobe.diagnosis.verdict import of_recording
     from kvprobe.recordings import open_recording
+    from kvprobe.recordings.window import serving_window
 
     said = json.loads(path.with_name(f"{program}.truth.json").read_text())
     plain = unpack(path, scratch)
     recording = open_recording(plain)
+    if form == "run":  # a process of its own; the other recorders begin where the program does
+        recording.window = own_window(recording, said)
     found = examine(recording)
     verdict = of_recording(recording, found).to_json()
     account = found.account.to_json()
@@ -142,6 +149,9 @@ def judge(path: Path, program: str, form: str, scratch: Path) -> dict[str, Any]:
     if form == "nsys" and len(account["gpus"]) == 1:
         (gpu,) = account["gpus"]
         out["union"] = of_intervals(plain, (gpu["from_ns"], gpu["to_ns"]))
+        whole = open_recording(plain)
+        whole.window = serving_window(whole, within=program)
+        out["whole"] = shares(examine(whole).account.to_json())
     return out
 
 
@@ -162,6 +172,15 @@ def mistakes(said: dict[str, Any], form: str) -> list[str]:
         if largest not in true:
             wrong.append(f"line {largest}, is {' or '.join(sorted(true))}")
     return wrong
+
+
+def own_window(recording: Recording, said: dict[str, Any]) -> ServingWindow:
+    """From where the program's own work began to where it ended, on the clock of `kvprobe run`."""
+    from kvprobe.recordings.window import recorded_span, serving_window
+
+    first, last = recorded_span(recording)
+    end = min(said.get("end_ns", last), last)
+    return serving_window(recording, max(end - said["span_ns"] - first, 0), end - first)
 
 
 def judged(work: tuple[Path, str, str]) -> dict[str, Any]:
@@ -225,20 +244,27 @@ def print_accounts(rows: list[dict[str, Any]]) -> None:
         print(f"{'program':56} {'window ms':>15} {'largest':>8} {'kinds':>7}  lines that differ by a point or more")
         within = alike = same = 0
         for name, mine, nsys in pairs:
-            most, _ = farthest(mine["account"], nsys["account"])
-            kind, _ = farthest(kinds(mine["account"]), kinds(nsys["account"]))
+            other = nsys["whole" if form == "run" else "account"]
+            most, _ = farthest(mine["account"], other)
+            kind, _ = farthest(kinds(mine["account"]), kinds(other))
             within += abs(most) <= bound
             alike += abs(kind) <= bound
             same += [one["cause"] for one in mine["findings"][:1]] == [one["cause"] for one in nsys["findings"][:1]]
             parts = {
-                line: 100 * (mine["account"].get(line, 0.0) - nsys["account"].get(line, 0.0))
-                for line in {*mine["account"], *nsys["account"]}
+                line: 100 * (mine["account"].get(line, 0.0) - other.get(line, 0.0))
+                for line in {*mine["account"], *other}
             }
             told = [
                 f"{line.replace('waiting_for_', '')} {points:+.1f}"
                 for line, points in sorted(parts.items(), key=lambda item: -abs(item[1]))
                 if abs(points) >= 1
             ]
+            own = mine["true"]["account"].get("computing")
+            told += (
+                [f"(computing less the program's own {100 * (mine['account']['computing'] - own):+.1f})"]
+                if own is not None and form == "run"
+                else []
+            )
             windows = f"{mine['window_ns'] / 1e6:.0f}/{nsys['window_ns'] / 1e6:.0f}"
             print(f"{name:56} {windows:>15} {most:>+8.1f} {kind:>+7.1f}  {', '.join(told)}")
         print(f"every line within {bound:g} points: {within} of {len(pairs)}; every kind of line: {alike}; ", end="")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvprobe.account.stretches import NOBODY
 from kvprobe.recordings.assemble import is_kind
 from kvprobe.recordings.intervals import distinct, union
 from kvprobe.recordings.joined import Joined
@@ -33,7 +34,8 @@ class Activity:
         unclear: the same: what they hold was not recorded, as of a graph in one piece; all others compute.
         start, end: of each operation, ascending by start, ns.
         bytes, direction: of each operation.
-        call: the row of the call that submitted each; -1 unknown.
+        caller: who submitted each, as `Joined.caller`; NOBODY where that is not known.
+        entered, returned: when the call that submitted it was entered and had returned, ns.
         seen_from, seen_to: disjoint, ascending intervals in which all of its operations are known; None: at all times.
     """
 
@@ -45,7 +47,9 @@ class Activity:
     unclear: Array = field(default_factory=lambda: np.zeros(0, dtype=bool))
     bytes: Array = field(default_factory=_nothing)
     direction: Array = field(default_factory=lambda: np.zeros(0, dtype=np.uint8))
-    call: Array = field(default_factory=_nothing)
+    caller: Array = field(default_factory=_nothing)
+    entered: Array = field(default_factory=_nothing)
+    returned: Array = field(default_factory=_nothing)
     seen_from: Array | None = None
     seen_to: Array | None = None
 
@@ -94,26 +98,37 @@ def _of_executions(joined: Joined) -> Iterator[Activity]:
         if (start[1:] < start[:-1]).any():
             order = np.argsort(start, kind="stable")
             rows = order if mine is None else mine[order]
+        call = joined.x_call[rows]
+        begun = joined.x_start[rows]
         yield Activity(
             device,
             processes,
-            joined.x_start[rows],
+            begun,
             joined.x_end[rows],
             copying[rows],
             table["engine"][rows] == Engine.OTHER,
             table["bytes"][rows],
             table["direction"][rows],
-            joined.x_call[rows],
+            _where(call, joined.caller, NOBODY),
+            _where(call, joined.start, begun),
+            _where(call, joined.end, begun),
         )
 
 
+def _where(call: Array, column: Array, otherwise: Array | int) -> Array:
+    """A column of calls for each operation; `otherwise` for those whose call is not known."""
+    if not len(column):
+        return np.broadcast_to(np.asarray(otherwise, dtype=np.int64), call.shape).copy()
+    taken: Array = np.where(call >= 0, column[np.maximum(call, 0)], otherwise)
+    return taken
+
+
 def _of_spans(joined: Joined) -> Iterator[Activity]:
-    """From what `kvprobe run` measured between timing events; a span's call is the last one before it on its stream."""
+    """From what `kvprobe run` measured between timing events."""
     spans, coverage = joined.recording.spans, joined.recording.coverage
-    submits = np.flatnonzero(is_kind(joined.kind, SUBMITTING))
-    seen_by: dict[tuple[int, int], Array] = {}
     process = np.concatenate((spans["process"], coverage["process"]))
     device = np.concatenate((spans["device"], coverage["device"]))
+    caller, entered, returned = _submitted(joined)
     for number, processes, some in _gpus(joined, process, device):
         mine = np.arange(len(process)) if some is None else some
         rows = mine[mine < spans.rows]
@@ -122,15 +137,6 @@ def _of_spans(joined: Joined) -> Iterator[Activity]:
         covered = mine[mine >= spans.rows] - spans.rows
         covered = covered[coverage["reason"][covered] == 0]
         seen_from, seen_to = union(coverage["start_ns"][covered], coverage["end_ns"][covered])
-        call = np.full(len(rows), -1, dtype=np.int64)
-        for stream in np.unique(spans["stream"][rows]).tolist():
-            theirs = np.flatnonzero(spans["stream"][rows] == stream)
-            if (stream, 0) not in seen_by:
-                own = submits[joined.stream[submits] == stream]
-                seen_by[stream, 0] = own[np.argsort(joined.start[own], kind="stable")]
-            own = seen_by[stream, 0]
-            at = np.searchsorted(joined.start[own], spans["start_ns"][rows[theirs]], "right") - 1
-            call[theirs] = np.where(at >= 0, own[np.maximum(at, 0)] if len(own) else -1, -1)
         yield Activity(
             number,
             processes,
@@ -140,10 +146,52 @@ def _of_spans(joined: Joined) -> Iterator[Activity]:
             spans["engine"][rows] == Engine.OTHER,
             spans["bytes"][rows],
             spans["direction"][rows],
-            call,
+            caller[rows],
+            entered[rows],
+            returned[rows],
             seen_from,
             seen_to,
         )
+
+
+def _submitted(joined: Joined) -> tuple[Array, Array, Array]:
+    """Who submitted each span, and when the call was entered and had returned.
+
+    A span's call is the last one before it on its stream that was kept. What begins in a stream that was idle began
+    when its submission returned, by the way marks are read; launches are counted and not kept one by one.
+    """
+    spans = joined.recording.spans
+    start, stream, process = spans["start_ns"], spans["stream"], spans["process"]
+    submits = np.flatnonzero(is_kind(joined.kind, SUBMITTING))
+    caller = np.full(spans.rows, NOBODY, dtype=np.int64)
+    entered, returned = start.copy(), start.copy()
+    for one, owner in np.unique(np.stack((stream, process)), axis=1).T.tolist():
+        mine = np.flatnonzero((stream == one) & (process == owner))
+        mine = mine[np.argsort(start[mine], kind="stable")]
+        own = submits[(joined.stream[submits] == one) & (joined.process[submits] == owner)]
+        own = own[np.argsort(joined.start[own], kind="stable")]
+        at = np.searchsorted(joined.start[own], start[mine], "right") - 1
+        known = np.flatnonzero(at >= 0)
+        call = own[at[known]]
+        caller[mine] = _usual(joined, owner, one)
+        caller[mine[known]] = joined.caller[call]
+        busy = np.append(False, start[mine][1:] <= np.maximum.accumulate(spans["end_ns"][mine])[:-1])[known]
+        entered[mine[known[busy]]], returned[mine[known[busy]]] = joined.start[call[busy]], joined.end[call[busy]]
+    return caller, entered, returned
+
+
+def _usual(joined: Joined, process: int, stream: int) -> int:
+    """The thread of a process that submits most to a stream by its totals, else the one that calls most; NOBODY."""
+    totals = joined.recording.totals
+    made = (totals["process"] == process) & is_kind(totals["kind"], SUBMITTING)
+    for some in (made & (totals["stream"] == stream), made):
+        calls = np.flatnonzero((joined.process == process) & np.isin(joined.thread, totals["thread"][some]))
+        if len(calls):
+            most = totals["thread"][some][
+                np.argmax(np.where(np.isin(totals["thread"][some], joined.thread[calls]), totals["calls"][some], 0))
+            ]
+            return int(joined.caller[calls[joined.thread[calls] == most][0]])
+    return NOBODY
 
 
 def between_host_and_device(direction: Array) -> Array:

@@ -25,7 +25,7 @@ _NO_DETAIL = -1
 def stretches_of(joined: Joined, gpu: Activity, threads: Threads, begin: int, end: int) -> Stretches:
     """The account of a GPU from `begin` to `end`, ns; `threads` cover the same window."""
     edges, what = _busy(gpu, begin, end)
-    parts = [_of_copies(joined, gpu, edges, what), _of_idleness(joined, gpu, threads, edges, what)]
+    parts = [_of_copies(joined, gpu, edges, what), _of_idleness(gpu, threads, edges, what)]
     computing = what == _COMPUTES
     parts.append(_same(edges[:-1][computing], edges[1:][computing], Line.COMPUTING))
     unclear = what == _UNCLEAR
@@ -90,40 +90,35 @@ def _of_copies(joined: Joined, gpu: Activity, edges: Array, what: Array) -> tupl
     start, end, line, _ = overlay(
         start, end, np.concatenate((before, knots, [far])), np.append(np.uint8(Line.BELOW_LINK_RATE), line)
     )
-    return _late_kernels(joined, gpu, start, end, line)
+    return _late_kernels(gpu, start, end, line)
 
 
-def _late_kernels(joined: Joined, gpu: Activity, start: Array, end: Array, line: Array) -> tuple[Array, ...]:
+def _late_kernels(gpu: Activity, start: Array, end: Array, line: Array) -> tuple[Array, ...]:
     """Copies that ran alone, cut where the next kernel was submitted: until then it is its thread that is late."""
     kernels = np.flatnonzero(~(gpu.copying | gpu.unclear))
     following = np.searchsorted(gpu.start[kernels], end)
     known = np.flatnonzero(following < len(kernels))
-    call = np.full(len(start), -1, dtype=np.int64)
-    call[known] = gpu.call[kernels[following[known]]]
-    asked = np.flatnonzero(call >= 0)
+    next_kernel = kernels[following[known]]
     caller = np.full(len(start), NOBODY, dtype=np.int32)
-    caller[asked] = joined.caller[call[asked]]
+    caller[known] = gpu.caller[next_kernel]
     until = start.copy()
-    until[asked] = np.clip(joined.start[call[asked]], start[asked], end[asked])
+    until[known] = np.clip(gpu.entered[next_kernel], start[known], end[known])
+    until[caller == NOBODY] = start[caller == NOBODY]
     nobody = np.full(len(start), NOBODY, dtype=np.int32)
     detail = np.full(2 * len(start), _NO_DETAIL, dtype=np.int8)
     early, late = (start, until, line, caller), (until, end, line, nobody)
     return (*(np.concatenate(columns) for columns in zip(early, late, strict=True)), detail)
 
 
-def _of_idleness(joined: Joined, gpu: Activity, threads: Threads, edges: Array, what: Array) -> tuple[Array, ...]:
+def _of_idleness(gpu: Activity, threads: Threads, edges: Array, what: Array) -> tuple[Array, ...]:
     """Where nothing runs: what the thread that submitted the next operation did until then."""
     start, end = edges[:-1][what == _IDLES], edges[1:][what == _IDLES]
     following = np.searchsorted(gpu.start, end)
     known = following < len(gpu.start)
-    call = np.full(len(start), -1, dtype=np.int64)
-    call[known] = gpu.call[following[known]]
-    last = _last_caller(joined, gpu, edges[-1])
     caller = np.full(len(start), NOBODY, dtype=np.int64)
-    caller[call >= 0] = joined.caller[call[call >= 0]]
-    entered, returned = end.copy(), end.copy()
-    entered[call >= 0], returned[call >= 0] = joined.start[call[call >= 0]], joined.end[call[call >= 0]]
-    caller[~known] = last  # nothing came any more: what the thread did that submitted last
+    returned = end.copy()
+    caller[known], returned[known] = gpu.caller[following[known]], gpu.returned[following[known]]
+    caller[~known] = _last_caller(gpu, edges[-1])  # nothing came any more: what the thread did that submitted last
     at_edge = ~known | (following == 0)  # before the first operation, and behind the last, nobody had asked for one
     host = np.clip(returned, start, end)  # until then the host had its part in it
     begun = np.where(host > start, np.minimum(host + BEGINS_NS, end), start)
@@ -149,10 +144,10 @@ def _by(start: Array, end: Array, line: Array | Line, caller: Array) -> tuple[Ar
     return start, end, lines, caller.astype(np.int32), np.full(many, _NO_DETAIL, np.int8)
 
 
-def _last_caller(joined: Joined, gpu: Activity, end: int) -> int:
+def _last_caller(gpu: Activity, end: int) -> int:
     """Who submitted the last operation whose call is known; NOBODY where none is."""
-    known = np.flatnonzero((gpu.call >= 0) & (gpu.start < end))
-    return int(joined.caller[gpu.call[known[-1]]]) if len(known) else NOBODY
+    known = np.flatnonzero((gpu.caller != NOBODY) & (gpu.start < end))
+    return int(gpu.caller[known[-1]]) if len(known) else NOBODY
 
 
 def _uncovered(out: Stretches, gpu: Activity) -> Stretches:

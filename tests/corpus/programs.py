@@ -867,7 +867,8 @@ def run(name: str, device: Device | None = None) -> dict[str, object]:
     begin = now()
     lost = one.body(device)
     device.synchronize()
-    said |= {"lost_ns": lost, "span_ns": now() - begin}
+    end = now()
+    said |= {"lost_ns": lost, "span_ns": end - begin, "end_ns": end}
     if one.line:
         lines = {"line": one.line, "or_lines": one.or_lines}
         said |= {**lines, "healthy": one.healthy, "why": one.why, "account": device.spent.account()}
