@@ -117,9 +117,7 @@ def _of_executions(joined: Joined) -> Iterator[Activity]:
 
 def _where(call: Array, column: Array, otherwise: Array | int) -> Array:
     """A column of calls for each operation; `otherwise` for those whose call is not known."""
-    if not len(column):
-        return np.broadcast_to(np.asarray(otherwise, dtype=np.int64), call.shape).copy()
-    taken: Array = np.where(call >= 0, column[np.maximum(call, 0)], otherwise)
+    taken: Array = np.where(call >= 0, column[np.maximum(call, 0)] if len(column) else 0, otherwise)
     return taken
 
 

@@ -88,6 +88,7 @@ def missing(recording: Recording, window: ServingWindow | None = None) -> list[M
     submits = is_kind(calls["kind"], SUBMITTING)
     inside = int((submits & window.holds(calls["process"], calls["start_ns"])).sum()) if submits.any() else 0
     counted = int(totals["calls"][is_kind(totals["kind"], SUBMITTING)].sum())
+    inside = max(inside, _between_marks(recording, window))
     made = inside if inside or window.given else max(inside, counted)
     if not calls.rows and not counted and not recording.executions.rows:
         out.append(Missing("it holds no CUDA call and no device activity", _COPIES))
@@ -103,6 +104,12 @@ def missing(recording: Recording, window: ServingWindow | None = None) -> list[M
     out += _unseen(recording)
     out += _unseen_records(recording)
     return out
+
+
+def _between_marks(recording: Recording, window: ServingWindow) -> int:
+    """Submissions in the window by the timing events of `kvprobe run`: launches are not kept one by one."""
+    spans = recording.spans
+    return int(spans["count"][window.holds(spans["process"], spans["start_ns"])].sum()) if spans.rows else 0
 
 
 def _unseen_records(recording: Recording) -> list[Missing]:

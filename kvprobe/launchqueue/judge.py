@@ -155,8 +155,7 @@ def _step(e: seen.DepthStep) -> QueueConclusion:
     return _said(
         e.depth >= c.LEAST_DEPTH and enough and e.slow >= max(c.LEAST_BLOCKED, 4 * e.passed),
         f"{e.slow:,} calls with {e.shallowest:,} or more outstanding took {ms(e.lost_ns)} more than others; "
-        f"{share:.0%} of the calls there are slow, {elsewhere:.1%} of those with a slot (inferred: {e.how}; "
-        f"{_HOST_ONLY})",
+        f"{share:.0%} of the calls there are slow, {elsewhere:.1%} of those with a slot ({e.how})",
     )
 
 
@@ -211,7 +210,7 @@ def _numbered(e: seen.Numbered) -> QueueConclusion:
 
 def _rest(e: seen.Rest) -> QueueConclusion:
     least = max(c.NOTABLE_NS, c.NOTABLE_SHARE * e.span_ns)
-    how = f"(inferred: {e.how}; {_HOST_ONLY})"
+    how = f"({e.how})"
     if e.depth and not e.top:
         return QueueConclusion("not full", f"never more than {e.deepest} of {e.depth} submissions outstanding {how}")
     if e.slow_ns <= least:

@@ -1,9 +1,10 @@
 """Whether a launch queue was full where the device was not recorded: from what the host saw alone.
 
 What was outstanding is counted from the ends of transfers, where an engine tells them of nearly all that a stream was
-given; else it is reckoned from the calls themselves. Either way a full queue is named only where calls are slow at one
-depth and quick below it, and that depth is the one that was calibrated, or one that queues have; or where one call a
-burst waits for long, and its number in the burst is that depth (`_behind_fences`).
+given, or from timing events in the stream; else it is reckoned from the calls themselves. Either way a full queue is
+named only where calls are slow at one depth and quick below it, and that depth is the one that was calibrated, or one
+that queues have; or where one call a burst waits for long, and its number in the burst is that depth
+(`_behind_fences`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from kvprobe.recordings.assemble import distinct, quantile
 from kvprobe.recordings.buckets import bucket_floor_ns
 from kvprobe.recordings.flooded import QueueCalls, flooded
 from kvprobe.recordings.held_locks import first_of_threads, held_lock
+from kvprobe.recordings.marked_depth import depth_by_marks
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording, Table
 from kvprobe.recordings.numbered import (
     emptying_waits,
@@ -49,6 +51,7 @@ __all__ = ["infer", "without_cpu"]
 
 _AFTERWARDS = 0.1  # how many calls wait behind the one that met the full queue, where it drains
 _LONG_NS = 1_000_000  # a wait for more than a copy: for what the copies stand behind
+_INFERRED = "inferred: {}; no device activity was recorded"
 _NEVER = np.iinfo(np.int64).max
 
 
@@ -112,15 +115,16 @@ def _infer(recording: Recording, queue: StreamOccupancy) -> None:
     duration, slow, judged = given.duration, given.slow, given.judged
     each = slots_each(recording, queue)
     known, depths = _counted(recording, each), _depths(recording, each)
-    counted = _by_transfers(recording, queue)
+    counted, source, least = _count(recording, queue, given, known, depths)
     if counted is not None:
-        depth, source = counted, "what was outstanding is counted from the ends of transfers"
+        depth = counted
         full = known or _deepest(depth[slow & judged])
         full = full if known or full >= depths.least else 0
     else:
         depth, late = np.zeros(len(duration)), slice(given.whole, None)
         start, end, emptied = given.start[late], given.end[late], given.emptied[late]
         depth[late], full, source = _by_pace(start, end, slow[late], emptied, known, depths)
+        source = _INFERRED.format(source)
     queue.after = 0  # of none is it known when it was executed
     queue.depth = np.minimum(depth, full or np.iinfo(np.int32).max).astype(np.int32)
     top, below = judged & (depth >= FULL_SHARE * full), judged & (depth < BELOW_SHARE * full)
@@ -156,10 +160,30 @@ def _infer(recording: Recording, queue: StreamOccupancy) -> None:
             "slow calls",
             source,
             int(queue.depth.max(initial=0)),
-            known if counted is not None else 0,
-            int(top.sum()),
+            least,
+            int(top.sum()) if full else 0,
         )
     )
+
+
+def _count(
+    recording: Recording, queue: StreamOccupancy, given: QueueCalls, known: int, depths: _Depths
+) -> tuple[Array | None, str, int]:
+    """What was outstanding at each call where it was counted, how, and what a queue takes at least; 0: not known.
+
+    Calls at which it was not counted are judged no more.
+    """
+    counted = _by_transfers(recording, queue)
+    if counted is not None:
+        return counted, _INFERRED.format("what was outstanding is counted from the ends of transfers"), known
+    marked = depth_by_marks(recording, queue)
+    asked = given.slow & given.judged
+    if marked is None or 10 * int((asked & marked.known).sum()) < 9 * int(asked.sum()):
+        return None, "", 0
+    given.judged[~marked.known] = False
+    least = known or int(depths.usual[0])
+    alone = marked.everywhere < FULL_SHARE * least  # no queue was full, whatever streams share one
+    return marked.own, "counted by timing events in the stream", least if alone else 0
 
 
 def _queue_calls(recording: Recording, queue: StreamOccupancy) -> QueueCalls:
@@ -247,7 +271,7 @@ def _unexplained(recording: Recording, queue: StreamOccupancy, rows: Array, lost
     calls = recording.calls
     mine = calls["process"] == calls["process"][queue.calls[0]]
     span = int(calls["end_ns"][mine].max()) - int(calls["start_ns"][mine].min())
-    what, how = f"{len(rows):,} kernel launches", "launches are counted by their thread"
+    what, how = f"{len(rows):,} kernel launches", _INFERRED.format("launches are counted by their thread")
     concluded = conclude(Rest(int(lost.sum()), without_cpu(recording, rows, lost), span, what, how))
     if queue.verdict == "not full" and concluded.state == "cannot tell":
         queue.conclusion = concluded

@@ -107,7 +107,24 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "graph": "int64",  # row of `graphs`' id; -1 not a graph
     },
     # Intervals in which `spans` are complete, and others with the reason why they are not; "" where they are.
-    "coverage": {"start_ns": "int64", "end_ns": "int64", "process": "int32", "device": "int32", "reason": "name"},
+    "coverage": {
+        "start_ns": "int64",
+        "end_ns": "int64",
+        "process": "int32",
+        "device": "int32",
+        "reason": "name",
+        "stopped": "uint8",  # 1: nothing was marked there
+    },
+    # Timing events that ended a span: how far their stream's queue had been filled and emptied.
+    "marks": {
+        "given_ns": "int64",  # when the call that recorded it was entered
+        "begun_ns": "int64",  # from here to `done_ns` the device worked off the submissions before it
+        "done_ns": "int64",
+        "process": "int32",
+        "stream": "int32",
+        "slots": "int64",  # that the stream had been given, with it, by a count of its own
+        "count": "int32",  # of these, submissions since the mark before
+    },
     # What CUDA graphs hold, read when they were instantiated.
     "graphs": {
         "process": "int32",

@@ -39,6 +39,7 @@ REASONS = (
     "too many marks or streams at once",
     "several kinds of work that could not be told apart",
 )
+STOPPED = np.array([0, 1, 1, 1, 1, 0, 1, 0], dtype=np.uint8)  # by reason: nothing was marked meanwhile
 MOST_PIECES = 256
 MOST_ROWS = 400_000
 # Between two of a run the device does nothing for so long: seen by CUPTI on an H200, of 3,800 kernels and 8,500 copies.
@@ -73,7 +74,31 @@ def marks(recording: Recording, told: RingRecords, names: Names) -> None:
         np.where(mixed[says], len(REASONS) - 1, np.minimum(records["result"][says], len(REASONS) - 1)),
         names,
     )
+    recording.tables["marks"] = _queue_marks(
+        records[is_span & (end > start)],
+        start[is_span & (end > start)],
+        process[is_span & (end > start)],
+        told.stream[is_span & (end > start)],
+    )
     _graphs(recording, records[records["call"] == GRAPH], process[records["call"] == GRAPH])
+
+
+def _queue_marks(records: Array, start: Array, process: Array, stream: Array) -> Table:
+    """One row a mark that told how many slots its stream had been given; those of graphs do not."""
+    kept = np.flatnonzero((records["tid"] > 0) & (records["result"] != OF_A_GRAPH))
+    done = start + records["dur_ns"].astype(np.int64)
+    return sorted_table(
+        "marks",
+        {
+            "given_ns": (done - records["tid"].astype(np.int64) + 1)[kept],
+            "begun_ns": start[kept],
+            "done_ns": done[kept],
+            "process": process[kept],
+            "stream": stream[kept],
+            "slots": records["src"].astype(np.int64)[kept],
+            "count": records["count"].astype(np.int64)[kept],
+        },
+    )
 
 
 def _spans(records: Array, start: Array, process: Array, device: Array, stream: Array) -> Table:
@@ -141,6 +166,7 @@ def _coverage(start: Array, end: Array, process: Array, device: Array, reason: A
             "process": column(2),
             "device": column(3),
             "reason": known[column(4).astype(np.int64)],
+            "stopped": STOPPED[column(4).astype(np.int64)],
         },
     )
 

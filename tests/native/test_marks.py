@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from kvprobe.probe.ring import SPAN, read_ring
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.kvprobe_run import read
 from kvprobe.recordings.model import Engine, Recording
+from kvprobe.recordings.occupancy import StreamOccupancy, occupancy
 
 CORPUS = Path(__file__).resolve().parents[1] / "corpus"
 STEP = f"""
@@ -110,3 +112,37 @@ assert d.lib.cudaGetLastError() != 0
     recording = recorded(libraries, tmp_path, body)
     reasons = {recording.text(int(one)) for one in recording.coverage["reason"]}
     assert "a graph was being captured" in reasons
+
+
+def queues(recording: Recording) -> list[StreamOccupancy]:
+    return occupancy(recording).streams
+
+
+def test_marks_count_the_queue_slot_by_slot(libraries: Path, tmp_path: Path) -> None:
+    """2,500 copies of 25 µs from a thread that submits one in 1 µs: behind 1,021 a call waits for a slot."""
+    body = """
+for i in range(2500):
+    d.load(i, 100_000, d.copies[0])
+d.synchronize()
+"""
+    recording = recorded(libraries, tmp_path, body)
+    (full,) = (queue for queue in queues(recording) if queue.conclusion.full)
+    assert "counted by timing events" in full.conclusion.because
+    assert 1_015 <= full.depth[full.blocked].min() <= full.depth.max() <= 1_021
+    assert full.blocked.sum() > 1_000
+
+
+def test_a_queue_that_marks_counted_below_its_depth_was_not_full(libraries: Path, tmp_path: Path) -> None:
+    """Slow calls, few outstanding: that they are slow is no question of slots."""
+    body = """
+for i in range(300):
+    d.load(i, 100_000, d.copies[0])
+    if i % 20 == 0:
+        d.sync(d.copies[0])
+d.synchronize()
+"""
+    recording = recorded(libraries, tmp_path, body)
+    reasons = [queue.conclusion for queue in queues(recording)]
+    assert {one.state for one in reasons} == {"not full"}
+    found = [re.match(r"never more than (\d+) of 900 submissions", one.because) for one in reasons]
+    assert any(one and int(one[1]) < 64 for one in found), reasons

@@ -67,22 +67,24 @@ int kvp_mark_pool(struct mark_context *c) {
 
 /* ---- records ------------------------------------------------------------------------------------------------- */
 
-static void write_span(const struct mark_stream *s, uint64_t start, uint64_t end, int kind, uint32_t count,
-                       uint64_t bytes, uint32_t graph, uint64_t busy) {
+static void write_span(const struct mark_stream *s, const struct mark_span *span) {
     static const uint8_t direction[] = {
         [MARK_H2D] = KVP_H2D, [MARK_D2H] = KVP_D2H, [MARK_COPY] = KVP_D2D, [MARK_WAIT] = 0};
+    int kind = span->kind, counts = kind == MARK_KERNEL || kind == MARK_GRAPH || kind == MARK_WAIT;
+    uint64_t lag = span->end_ns - span->entry_ns; /* a mark is not reached before it is recorded */
     kvp_record r = {.call = KVP_CALL_span,
-                    .start_ns = start,
-                    .dur_ns = end - start,
+                    .start_ns = span->start_ns,
+                    .dur_ns = span->end_ns - span->start_ns,
                     .stream = (uint64_t)(uintptr_t)s->handle,
-                    .src = graph,
-                    .dst = busy,
-                    .bytes = kind == MARK_KERNEL || kind == MARK_GRAPH || kind == MARK_WAIT ? 0 : bytes,
-                    .count = count,
+                    .src = kind == MARK_GRAPH ? span->graph : span->at,
+                    .dst = span->busy_ns,
+                    .bytes = counts ? 0 : span->bytes,
+                    .count = span->count,
+                    .tid = span->entry_ns > span->end_ns ? 1 : lag < UINT32_MAX - 1 ? 1 + (uint32_t)lag : UINT32_MAX,
                     .transfer = (uint32_t)kvp_mark_contexts[s->context].device,
                     .result = (uint16_t)kind,
                     .direction = kind < (int)sizeof direction ? direction[kind] : 0};
-    if (end > start) kvp_ring_note(&r);
+    if (span->end_ns > span->start_ns) kvp_ring_note(&r);
 }
 
 static void write_coverage(const struct mark_context *c, uint64_t from, uint64_t to, int reason) {
@@ -120,23 +122,30 @@ static void place_clock(struct mark_context *c, const struct mark *m, double t) 
 }
 
 static void release_held(struct mark_stream *s, uint64_t item_ns, uint64_t item_bytes) {
-    if (!s->held.count) return;
-    uint64_t length = s->held.end_ns - s->held.start_ns, busy = length;
-    if (s->held.dry && item_ns) {
+    struct mark_span *held = &s->held;
+    if (!held->count) return;
+    if (held->dry && item_ns) {
         double each = (double)item_ns;
-        if (s->held.bytes && item_bytes) each *= (double)s->held.bytes / s->held.count / (double)item_bytes;
-        if (each * s->held.count < (double)busy) busy = (uint64_t)(each * s->held.count);
+        if (held->bytes && item_bytes) each *= (double)held->bytes / held->count / (double)item_bytes;
+        if (each * held->count < (double)held->busy_ns) held->busy_ns = (uint64_t)(each * held->count);
     }
-    write_span(s, s->held.start_ns, s->held.end_ns, s->held.kind, s->held.count, s->held.bytes, 0, busy);
-    s->held.count = 0;
+    write_span(s, held);
+    held->count = 0;
 }
 
 static void consume(struct mark_context *c, struct mark_stream *s, struct mark *m, double t) {
     place_clock(c, m, t);
     uint64_t at = (uint64_t)(t + c->offset_ns), before = s->mark_ns ? (uint64_t)(s->mark_ns + c->offset_ns) : 0;
     uint64_t first = m->first_ns ? m->first_ns : m->entry_ns; /* 0: the call has not returned yet */
-    uint64_t start = before > first ? before : first, end = at;
-    int kind = m->flags & MARK_MIXED ? MARK_NONE : m->kind, dry = at < m->return_ns + DRY_NS;
+    struct mark_span span = {.start_ns = before > first ? before : first,
+                             .end_ns = at,
+                             .bytes = m->bytes,
+                             .at = m->at,
+                             .entry_ns = m->entry_ns,
+                             .count = m->count,
+                             .graph = m->graph,
+                             .kind = m->flags & MARK_MIXED ? MARK_NONE : m->kind,
+                             .dry = at < m->return_ns + DRY_NS};
     s->mark_ns = t;
     s->done = m->at;
     if (!(m->flags & MARK_ITEM)) release_held(s, 0, 0);
@@ -145,19 +154,18 @@ static void consume(struct mark_context *c, struct mark_stream *s, struct mark *
         return;
     }
     if (!m->count) return;
-    if (m->flags & MARK_UNSEEN && dry) { /* it ended somewhere between its last submission and this mark */
-        end = m->last_ns > start ? m->last_ns : start;
-        write_coverage(c, end, at, REASON_UNSEEN);
+    if (m->flags & MARK_UNSEEN && span.dry) { /* it ended somewhere between its last submission and this mark */
+        span.end_ns = m->last_ns > span.start_ns ? m->last_ns : span.start_ns;
+        write_coverage(c, span.end_ns, at, REASON_UNSEEN);
     }
-    if (start >= end) return;
+    if (span.start_ns >= span.end_ns) return;
+    span.busy_ns = span.end_ns - span.start_ns;
     if (m->flags & MARK_SAMPLE) {
-        s->held.start_ns = start, s->held.end_ns = end;
-        s->held.bytes = m->bytes, s->held.count = m->count;
-        s->held.kind = (uint8_t)kind, s->held.dry = (uint8_t)dry;
+        s->held = span;
         return;
     }
-    if (m->flags & MARK_ITEM) release_held(s, end - start, m->bytes);
-    write_span(s, start, end, kind, m->count, m->bytes, m->graph, end - start);
+    if (m->flags & MARK_ITEM) release_held(s, span.busy_ns, m->bytes);
+    write_span(s, &span);
 }
 
 /* Reads the stream's marks that are over, in order; its lock is held. 0: an error ended that. */

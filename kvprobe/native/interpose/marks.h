@@ -61,6 +61,16 @@ struct mark {
     uint8_t kind, flags;
 };
 
+/* A run of submissions of one kind that is over, as it goes into the ring; the last of them is in front of a mark. */
+struct mark_span {
+    uint64_t start_ns, end_ns; /* host's clock */
+    uint64_t busy_ns;          /* of it, as far as its sample tells */
+    uint64_t bytes;
+    uint64_t at, entry_ns; /* slots of the stream given with its mark; when the call that recorded that was entered */
+    uint32_t count, graph;
+    uint8_t kind, dry;
+};
+
 /* One stream. The first line is what a submission of the kind that goes on touches; the rest belongs to who holds
  * `lock`. */
 struct mark_stream {
@@ -73,11 +83,7 @@ struct mark_stream {
     uint64_t submitted, done; /* submissions and marks up to the newest mark, and of these what is over */
     struct mark *head, *tail; /* outstanding */
     double mark_ns;           /* of the newest mark that was read, on the device's clock; 0: none */
-    struct {
-        uint64_t start_ns, end_ns, bytes;
-        uint32_t count;
-        uint8_t kind, dry;
-    } held; /* a part of a run that waits for its sample */
+    struct mark_span held; /* a part of a run that waits for its sample; count 0: none */
 } __attribute__((aligned(64)));
 
 struct mark_context {

@@ -144,8 +144,10 @@ enum kvp_memory {
  * words thus; `transfer` is the device's number.
  *
  *   span      [start_ns, start_ns + dur_ns) of `stream` on the host's clock; result: enum mark_kind; dst: part of
- * dur_ns in which something ran, as far as the middle of a run tells; src: number of the graph; bytes, count (of
- *             submissions), direction as in a copy
+ *             dur_ns in which something ran, as far as the middle of a run tells; bytes, count (of submissions),
+ *             direction as in a copy; src: of a graph its number, else how many slots of the stream's queue had been
+ *             given with the mark behind it, by a count of its own; tid: 1 + how long before the end that mark was
+ *             recorded, ns, at most UINT32_MAX
  *   coverage  result 0: spans are complete in [start_ns, start_ns + dur_ns); else they are not, and that is why (enum
  *             mark_reason)
  *   graph     src: its number, which spans name; stream, dst, bytes: bytes to the device, from it, within it; dur_ns:

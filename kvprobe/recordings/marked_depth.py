@@ -1,0 +1,103 @@
+"""What was outstanding at each call of a launch queue, counted from the timing events that `kvprobe run` put into it.
+
+A mark knows how many slots of its stream had been given when it was recorded, and when the device had reached it. So
+the slots that were given are known at every mark and, by the calls that were kept, between two of them; those that were
+done are known at the ends of every span, and are taken to have become so evenly within it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvprobe.recordings.model import SUBMITTING, Array, Recording, Table
+
+if TYPE_CHECKING:
+    from kvprobe.recordings.occupancy import StreamOccupancy
+
+__all__ = ["MarkedDepth", "depth_by_marks"]
+
+
+class MarkedDepth(NamedTuple):
+    """Slots that were taken at the entry of each call of a queue.
+
+    Attributes:
+        own: of the queue's own streams, (calls,) float64.
+        known: where that is known, (calls,) bool.
+        everywhere: of all streams of the process together, the most at any of these calls: some share a queue.
+    """
+
+    own: Array
+    known: Array
+    everywhere: int
+
+
+def depth_by_marks(recording: Recording, queue: StreamOccupancy) -> MarkedDepth | None:
+    """What marks tell of the entries of the queue's calls; None where no mark of its streams counted slots."""
+    calls, rows = recording.calls, queue.calls
+    if not recording.marks.rows or not len(rows):
+        return None
+    process = int(calls["process"][rows[0]])
+    marks = recording.marks.where(recording.marks["process"] == process)
+    if not np.isin(marks["stream"], queue.streams).any():
+        return None
+    at = calls["start_ns"][rows]
+    own, known, everywhere = np.zeros(len(rows)), np.ones(len(rows), dtype=bool), np.zeros(len(rows))
+    holes = _holes(recording, process)
+    submits = np.isin(calls["kind"], SUBMITTING) & (calls["process"] == process)
+    for stream in np.unique(marks["stream"]).tolist():
+        some = marks.where(marks["stream"] == stream)
+        given, told = _given(some, np.sort(calls["start_ns"][submits & (calls["stream"] == stream)]), at, holes)
+        depth = np.maximum(given - _done(some, at), 0)
+        everywhere += depth
+        if stream in queue.streams:
+            own += depth
+            known &= told
+    return MarkedDepth(own, known, int(everywhere[known].max(initial=0)))
+
+
+def _holes(recording: Recording, process: int) -> Array:
+    """Ends of the intervals in which a process marked nothing, ascending, ns; (holes, 2) begin and end."""
+    table = recording.coverage
+    mine = np.flatnonzero((table["process"] == process) & (table["stopped"] == 1))
+    mine = mine[np.argsort(table["start_ns"][mine], kind="stable")]
+    return np.stack((table["start_ns"][mine], table["end_ns"][mine]), axis=1)
+
+
+def _given(marks: Table, submits: Array, at: Array, holes: Array) -> tuple[Array, Array]:
+    """Slots given before each instant, by the marks and the calls between them; and where that is known."""
+    order = np.argsort(marks["given_ns"], kind="stable")
+    times, slots = marks["given_ns"][order], marks["slots"][order]
+    first = int(slots[0] - 1 - marks["count"][order][0])
+    begins = min(int(times[0]), int(submits[0]) if len(submits) else int(times[0])) - 1
+    times, slots = np.append(begins, times), np.append(first, slots)
+    last = np.searchsorted(times, at, "left") - 1
+    base = np.maximum(last, 0)
+    own = np.searchsorted(submits, at, "left") - np.searchsorted(submits, times[base], "left")
+    # launches are not kept one by one: what a mark counted beyond the calls is spread over the time since the last
+    following = np.minimum(base + 1, len(times) - 1)
+    between = np.searchsorted(submits, times[following], "left") - np.searchsorted(submits, times[base], "left")
+    missing = np.maximum(slots[following] - slots[base] - 1 - between, 0)
+    passed = (at - times[base]) / np.maximum(times[following] - times[base], 1)
+    given = slots[base] + own + np.where(following > base, missing * passed, 0)
+    return given, (last >= 0) & _unbroken(times[base], at, holes)
+
+
+def _unbroken(since: Array, at: Array, holes: Array) -> Array:
+    """Mask: no hole lies between the two instants, in part or as a whole."""
+    if not len(holes):
+        return np.ones(len(at), dtype=bool)
+    touched = np.searchsorted(holes[:, 0], at, "right") - np.searchsorted(holes[:, 1], since, "right")
+    unbroken: Array = touched <= 0
+    return unbroken
+
+
+def _done(marks: Table, at: Array) -> Array:
+    """Slots that were done at each instant."""
+    order = np.argsort(marks["done_ns"], kind="stable")
+    slots = marks["slots"][order].astype(float)
+    times = np.stack((marks["begun_ns"][order], marks["done_ns"][order]), axis=1).ravel()
+    done = np.stack((slots - 1 - marks["count"][order], slots), axis=1).ravel()
+    at_least: Array = np.interp(at, np.maximum.accumulate(times), np.maximum.accumulate(done))
+    return at_least
