@@ -30,9 +30,10 @@ def stretches_of(joined: Joined, gpu: Activity, threads: Threads, begin: int, en
     parts.append(_same(edges[:-1][computing], edges[1:][computing], Line.COMPUTING))
     unclear = what == _UNCLEAR
     parts.append(_same(edges[:-1][unclear], edges[1:][unclear], Line.NOT_KNOWN, Unknown.GRAPH))
-    start, _, line, caller, detail = (np.concatenate(column) for column in zip(*parts, strict=True))
-    order = np.argsort(start, kind="stable")
-    out = Stretches.of(np.append(start[order], end if len(start) else begin), line[order], caller[order], detail[order])
+    start, stop, line, caller, detail = (np.concatenate(column) for column in zip(*parts, strict=True))
+    order = np.flatnonzero(stop > start)  # an empty one would take the place of what begins with it
+    order = order[np.argsort(start[order], kind="stable")]
+    out = Stretches.of(np.append(start[order], end if len(order) else begin), line[order], caller[order], detail[order])
     return _uncovered(out, gpu)
 
 

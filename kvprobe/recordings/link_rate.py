@@ -15,23 +15,21 @@ PCIE_5 = 55e9  # bytes per second of large copies over PCIe 5.0 x16 (H100, H200)
 def link_rate(recording: Recording, direction: Direction) -> tuple[float, str]:
     """Bytes per second that one copy of this direction can reach, and how that is known; 0 where unknown.
 
-    The machine's own figure where the recording has one; else the ninth decile of pinned copies of at least
-    1 MiB in this very recording (a lower bound of the link).
+    The machine's own figure where the recording has one; else the ninth decile of pinned copies, or of runs of copies
+    between two marks, of at least 1 MiB in this very recording (a lower bound of the link).
     """
     fact = recording.machine.get("link_bytes_per_s")
     if isinstance(fact, dict):
         fact = fact.get(direction.name.lower(), fact.get(direction.name))
     if fact:
         return float(fact), recording.machine_how.get("link_bytes_per_s", "stated for this machine")
-    table = recording.executions
-    took = table["end_ns"] - table["start_ns"]
-    rows = np.flatnonzero(
-        (table["engine"] == Engine.COPY)
-        & (table["direction"] == direction)
-        & (table["bytes"] >= LARGE_BYTES)
-        & (table["memory"] != Memory.PAGEABLE)
-        & (took > 0)
-    )
-    if not len(rows):
-        return 0.0, "unknown"
-    return float(np.percentile(table["bytes"][rows] / took[rows], 90) * 1e9), "fastest large copies seen here"
+    for table in (recording.executions, recording.spans):
+        took = table["end_ns"] - table["start_ns"]
+        large = (table["engine"] == Engine.COPY) & (table["direction"] == direction) & (took > 0)
+        large &= table["bytes"] >= LARGE_BYTES
+        if table is recording.executions:
+            large &= table["memory"] != Memory.PAGEABLE
+        rows = np.flatnonzero(large)
+        if len(rows):
+            return float(np.percentile(table["bytes"][rows] / took[rows], 90) * 1e9), "fastest large copies seen here"
+    return 0.0, "unknown"
