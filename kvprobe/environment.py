@@ -204,10 +204,10 @@ NVTX = Variable(
 )
 MARKS = Variable(
     "KVPROBE_MARKS",
-    False,
+    True,
     _on,
     "on or off",
-    "on (an experiment): timing events in the program's streams tell what the device did, without a profiler",
+    "off: no timing events of kvprobe in the program's streams; then a recording does not show what the device did",
     native=True,
 )
 CONTENTS = Variable(

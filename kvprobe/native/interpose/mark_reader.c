@@ -80,7 +80,9 @@ static void write_span(const struct mark_stream *s, const struct mark_span *span
                     .dst = span->busy_ns,
                     .bytes = counts ? 0 : span->bytes,
                     .count = span->count,
-                    .tid = span->entry_ns > span->end_ns ? 1 : lag < UINT32_MAX - 1 ? 1 + (uint32_t)lag : UINT32_MAX,
+                    .tid = span->entry_ns > span->end_ns ? 1
+                           : lag < UINT32_MAX - 1        ? 1 + (uint32_t)lag
+                                                         : UINT32_MAX,
                     .transfer = (uint32_t)kvp_mark_contexts[s->context].device,
                     .result = (uint16_t)kind,
                     .direction = kind < (int)sizeof direction ? direction[kind] : 0};
@@ -207,7 +209,7 @@ static void refill(uint64_t now) {
     refilled_ns = now;
     int64_t whole = (int64_t)saved, have = atomic_load(&kvp_mark_tokens);
     saved -= (double)whole;
-    if (have + whole > MARK_CREDIT) whole = MARK_CREDIT - have;
+    if (have + whole > MARK_CREDIT) whole = have < MARK_CREDIT ? MARK_CREDIT - have : 0;
     if (whole > 0) atomic_fetch_add(&kvp_mark_tokens, whole);
 }
 
@@ -366,7 +368,7 @@ uint32_t kvp_mark_limit = MARK_BUSY_LIMIT;
 
 void kvp_marks_start(void) {
     const char *asked = getenv("KVPROBE_MARKS");
-    if (!asked || !*asked || says_no(asked)) return;
+    if (asked && *asked && says_no(asked)) return;
     /* a larger scale gains marks nothing; behind a smaller one fewer submissions fill a queue */
     const char *scale = getenv("CUDA_SCALE_LAUNCH_QUEUES");
     double scaled = scale ? strtod(scale, NULL) : 1;

@@ -33,9 +33,10 @@ enum { MARK_NOT_READY = 600 }; /* CUDA_ERROR_NOT_READY */
 #define MARK_POOL 2048          /* marks of one context that may be outstanding */
 #define MARK_BUSY_LIMIT 400     /* submissions in a stream above which a mark waits for its turn; a queue takes 1,021 */
 extern uint32_t kvp_mark_limit; /* the same, scaled as the environment scales queues */
-#define MARK_CREDIT 3000        /* records that a short program is covered with whole */
-#define MARK_STRETCH 1000       /* records that are saved up before marking comes back */
-#define MARK_GAP_NS 10000u      /* from one submission to the next: the stream may have run dry meanwhile */
+#define MARK_FIRST 12000   /* records that a short program is covered with whole: some 20 ms of its threads' time */
+#define MARK_CREDIT 3000   /* records that may be saved up later */
+#define MARK_STRETCH 1000  /* records that are saved up before marking comes back */
+#define MARK_GAP_NS 10000u /* from one submission to the next: the stream may have run dry meanwhile */
 #define MARK_PROBE_NS 5000000u
 #define MARK_STALE_NS 100000u /* so long without a submission: the helper ends the run */
 
@@ -78,12 +79,12 @@ struct mark_stream {
     uint64_t last_ns, first_ns, bytes;
     uint32_t count, next_sample, graph;
     _Atomic uint32_t lock;
-    uint8_t kind, flags, gappy, after, sampled, per_thread, legacy, context;
+    uint8_t kind, flags, gappy, after, sampled, per_thread, legacy, context, ordered;
     void *handle __attribute__((aligned(64)));
     uint64_t submitted, done; /* submissions and marks up to the newest mark, and of these what is over */
     struct mark *head, *tail; /* outstanding */
     double mark_ns;           /* of the newest mark that was read, on the device's clock; 0: none */
-    struct mark_span held; /* a part of a run that waits for its sample; count 0: none */
+    struct mark_span held;    /* a part of a run that waits for its sample; count 0: none */
 } __attribute__((aligned(64)));
 
 struct mark_context {
