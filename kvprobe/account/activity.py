@@ -11,7 +11,8 @@ from kvprobe.account.stretches import NOBODY
 from kvprobe.recordings.assemble import is_kind
 from kvprobe.recordings.intervals import distinct, union
 from kvprobe.recordings.joined import Joined
-from kvprobe.recordings.model import SUBMITTING, Array, Direction, Engine
+from kvprobe.recordings.link_rate import PCIE_5
+from kvprobe.recordings.model import SUBMITTING, Array, Direction, Engine, Memory
 
 __all__ = ["COPY_KERNELS", "Activity", "activities"]
 
@@ -126,19 +127,19 @@ def _of_spans(joined: Joined) -> Iterator[Activity]:
     spans, coverage = joined.recording.spans, joined.recording.coverage
     process = np.concatenate((spans["process"], coverage["process"]))
     device = np.concatenate((spans["device"], coverage["device"]))
-    caller, entered, returned = _submitted(joined)
+    caller, entered, returned, begun = _submitted(joined)
     for number, processes, some in _gpus(joined, process, device):
         mine = np.arange(len(process)) if some is None else some
         rows = mine[mine < spans.rows]
         rows = rows[is_kind(spans["engine"][rows], (Engine.KERNEL, Engine.COPY, Engine.MEMSET, Engine.OTHER))]
-        rows = rows[np.argsort(spans["start_ns"][rows], kind="stable")]
+        rows = rows[np.argsort(begun[rows], kind="stable")]
         covered = mine[mine >= spans.rows] - spans.rows
         covered = covered[coverage["reason"][covered] == 0]
         seen_from, seen_to = union(coverage["start_ns"][covered], coverage["end_ns"][covered])
         yield Activity(
             number,
             processes,
-            spans["start_ns"][rows],
+            begun[rows],
             spans["end_ns"][rows],
             spans["engine"][rows] == Engine.COPY,
             spans["engine"][rows] == Engine.OTHER,
@@ -152,13 +153,15 @@ def _of_spans(joined: Joined) -> Iterator[Activity]:
         )
 
 
-def _submitted(joined: Joined) -> tuple[Array, Array, Array]:
-    """Who submitted each span, and when the call was entered and had returned.
+def _submitted(joined: Joined) -> tuple[Array, Array, Array, Array]:
+    """Who submitted each span, when the call was entered and had returned, and when the span's work began.
 
     A span's call is the last one before it on its stream that was kept. What begins in a stream that was idle began
-    when its submission returned, by the way marks are read; launches are counted and not kept one by one.
+    when its submission returned, by the way marks are read; launches are counted and not kept one by one. Of a copy of
+    pageable memory the device sees the end, as long as its bytes take the link: until then its caller stages it.
     """
     spans = joined.recording.spans
+    begun = spans["start_ns"].copy()
     start, stream, process = spans["start_ns"], spans["stream"], spans["process"]
     submits = np.flatnonzero(is_kind(joined.kind, SUBMITTING))
     caller = np.full(spans.rows, NOBODY, dtype=np.int64)
@@ -175,7 +178,17 @@ def _submitted(joined: Joined) -> tuple[Array, Array, Array]:
         caller[mine[known]] = joined.caller[call]
         busy = np.append(False, start[mine][1:] <= np.maximum.accumulate(spans["end_ns"][mine])[:-1])[known]
         entered[mine[known[busy]]], returned[mine[known[busy]]] = joined.start[call[busy]], joined.end[call[busy]]
-    return caller, entered, returned
+        staged = np.flatnonzero(joined.memory[call] == Memory.PAGEABLE)
+        of = mine[known[staged]]
+        rate = np.where(
+            spans["direction"][of] == Direction.D2H, joined.link(Direction.D2H)[0], joined.link(Direction.H2D)[0]
+        )
+        needs = (spans["bytes"][of] / np.where(rate > 0, rate, PCIE_5) * 1e9).astype(np.int64)
+        copies = spans["engine"][of] == Engine.COPY
+        begun[of] = np.where(copies, np.maximum(begun[of], spans["end_ns"][of] - needs), begun[of])
+        entered[of] = np.where(copies, joined.start[call[staged]], entered[of])
+        returned[of] = np.where(copies, joined.end[call[staged]], returned[of])
+    return caller, entered, returned, begun
 
 
 def _usual(joined: Joined, process: int, stream: int) -> int:

@@ -213,7 +213,7 @@ def _repeated(joined: JoinedRecording, loads: Array) -> _Repeated:
     same_place = (joined.dst[after] == joined.dst[earlier]) & (joined.dst[after] != 0)
     soon = joined.start[after] - joined.start[earlier] <= BURST_NS
     rewritable = same_place & (joined.bytes[after] < SMALL) & (verdict == NOT_KNOWN)
-    able = ~new[1:] & intact & (verdict != OTHER) & ~rewritable
+    able = ~new[1:] & intact & (verdict != OTHER) & ~rewritable & ~joined.outside[after]
     on_their_way = able & (joined.start[after] < running_max_by_group(_ends(joined, loads), group)[:-1])
     held = able & ~on_their_way & (verdict == EQUAL) & (same_place | soon)
     stored = _stored_between(joined, loads)
