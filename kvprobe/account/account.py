@@ -71,10 +71,15 @@ class GpuAccount:
         return self.ns(*lines) / self.window_ns if self.window_ns > 0 else 0.0
 
     @cached_property
-    def last_kernel_ns(self) -> int:
-        """Where the last kernel ended; the beginning of the window where none ran."""
+    def computes(self) -> tuple[int, int]:
+        """From where the first kernel began until where the last one ended; where none ran, no time at all.
+
+        Outside nothing shows whether a model waits: before it may be starting, and afterwards it may be over.
+        """
         computing = np.flatnonzero(self.stretches.line == Line.COMPUTING)
-        return int(self.stretches.end[computing[-1]]) if len(computing) else self.from_ns
+        if not len(computing):
+            return self.from_ns, self.from_ns
+        return int(self.stretches.start[computing[0]]), int(self.stretches.end[computing[-1]])
 
     @property
     def asked_ns(self) -> int:
@@ -85,6 +90,13 @@ class GpuAccount:
     def waiting_share(self) -> float:
         """Share of the time with something to do in which only copies ran, or the GPU waited for the host."""
         return self.ns(*COPIES, *HOST) / self.asked_ns if self.asked_ns > 0 else 0.0
+
+    @property
+    def waited_share(self) -> float:
+        """As `waiting_share`, of waiting between kernels alone: a model waited there."""
+        cut, (first, last) = self.stretches, self.computes
+        mine = np.isin(cut.line, np.array((*COPIES, *HOST), dtype=np.uint8)) & (cut.start >= first) & (cut.start < last)
+        return int(cut.ns[mine].sum()) / self.asked_ns if self.asked_ns > 0 else 0.0
 
     @property
     def not_computing_ns(self) -> int:
@@ -156,6 +168,12 @@ class ThreadAccount:
         """Time in these lines."""
         return sum(self.spent_ns.get(line, 0) for line in lines)
 
+    def waited_for_slots(self, ns: int) -> None:
+        """Of its submitting, so much time was waiting for a slot of a full queue."""
+        moved = min(ns, self.ns(Line.SUBMITTING))
+        self.spent_ns[Line.SUBMITTING] = self.ns(Line.SUBMITTING) - moved
+        self.spent_ns[Line.FULL_QUEUE] = self.ns(Line.FULL_QUEUE) + moved
+
     def to_json(self) -> ThreadJson:
         """The lines in ns; they add up to `window_ns`."""
         whole = {
@@ -210,7 +228,8 @@ class Account:
     ) -> dict[int, int]:
         """Gives a cause what is not claimed yet of these lines in the intervals from `start` to `end`, in ns.
 
-        The intervals may come in any order, and overlap.
+        The intervals may come in any order, and overlap. What every device takes from one operation that was submitted
+        to the next is nobody's doing.
 
         Args:
             cause: its name.
@@ -233,9 +252,11 @@ class Account:
             if not gpu.seen:
                 continue
             cut = gpu.stretches
+            edges, whole = cut.edges, cut.ns
             inside = cut.cut(begins, ends)
             mine = inside & (cut.cause == NOBODY) & np.isin(cut.line, np.array(lines, dtype=np.uint8))
-            mine &= (cut.line != Line.NOT_KNOWN) | (cut.detail == Unknown.BETWEEN_OPERATIONS)
+            stood = whole[np.searchsorted(edges, cut.start, "right") - 1] >= BEGINS_NS
+            mine &= (cut.line != Line.NOT_KNOWN) | (cut.detail == Unknown.BETWEEN_OPERATIONS) & stood
             if caller >= 0:
                 mine &= cut.caller == caller
             ns = int(cut.ns[mine].sum())

@@ -209,7 +209,7 @@ def show(outcome: dict[str, Any]) -> None:
     from rich.table import Table
 
     from kvprobe.diagnosis.finding import singular
-    from kvprobe.reporting.units import change_text, duration, link_share
+    from kvprobe.reporting.units import duration, link_share
 
     shared, auto = outcome["shared"], outcome["auto"]
     table = Table(
@@ -241,8 +241,7 @@ def show(outcome: dict[str, Any]) -> None:
         highlight=False,
     )
     for one in outcome["switch_log"]:
-        gain = f"; a copy costs the model's thread {change_text(1 / one['gain'])} on average" if one["gain"] else ""
-        console.print(f"{one['before']} -> {one['after']}: {one['reason']}{gain}", highlight=False)
+        console.print(f"{one['before']} -> {one['after']}: {one['reason']}", highlight=False)
     if outcome["onset_ms"] is not None:
         console.print(
             f"noticed {outcome['onset_ms']:.1f} ms after the first blocked call, "

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvprobe.account import COPIES, HOST, Account, Line
 from kvprobe.account.chain import saved_by_host
-from kvprobe.recordings.intervals import group_starts
+from kvprobe.recordings.intervals import distinct, group_starts
 from kvprobe.recordings.model import Array
 
 __all__ = ["Explained", "Explainer"]
@@ -47,11 +47,15 @@ class Explainer:
         """Of an account that nobody has claimed anything of."""
         self.account = account
         self._left_ns = max((gpu.not_computing_ns for gpu in account.gpus if gpu.seen), default=0)
+        self._window_ns = max((gpu.window_ns for gpu in account.gpus if gpu.seen), default=0)
 
     def host(self, cause: str, start: Array, end: Array, caller: Array, ns: Array) -> Explained:
         """Of calls of threads: from `start` to `end`, by `caller`, of which `ns` is lost in each; (calls,) int64."""
         account, proves = self.account, proven_line(cause)
         waits = proves == Line.WAITING_FOR_DEVICE  # for copies: nothing else may run while these do
+        if proves == Line.FULL_QUEUE:
+            for thread in account.threads:
+                thread.waited_for_slots(int(ns[caller == thread.caller].sum()))
         if not account.seen:
             return Explained()
         open_ns = self._after_last_kernel(start, end)
@@ -77,6 +81,15 @@ class Explainer:
                     claimed[gpu] = claimed.get(gpu, 0) + more
         return self._explained(claimed, open_ns, saved)
 
+    def question(self, start: Array, end: Array, caller: Array, ns: Array) -> Explained:
+        """As `host`, where it cannot be told why: nothing is claimed, but what it may have cost is known."""
+        account = self.account
+        if account.main is None or not any(one.kernels for one in account.gpus):
+            return Explained()
+        callers = sorted(distinct(caller).tolist(), key=lambda one: -int(ns[caller == one].sum()))[:_CALLERS]
+        saved = sum(saved_by_host(account, one, end[caller == one], ns[caller == one]) for one in callers)
+        return Explained(None, account.main.window_ns, self._after_last_kernel(start, end), saved)
+
     def copies(self, cause: str, start: Array, end: Array, lost_ns: int) -> Explained:
         """Of copies on the device, (copies,): where only they ran, of which `lost_ns` could be saved at most."""
         if not self.account.seen:
@@ -100,6 +113,14 @@ class Explainer:
             claimed.get(place, 0), gpu.window_ns if gpu else 0, open_ns, self.take(saved_ns) if computes else None
         )
 
+    def take_of_thread(self, ns: int) -> int:
+        """The same of a thread's, where nothing shows that a model waits: what two waited at once is saved once."""
+        if not self.account.seen:
+            return ns
+        saved = min(ns, self._window_ns)
+        self._window_ns -= saved
+        return saved
+
     def take(self, ns: int) -> int:
         """As much of a saving as the device still waits for, which is then no other's."""
         saved = max(min(ns, self._left_ns), 0)
@@ -117,5 +138,5 @@ class Explainer:
 
     def _after_last_kernel(self, start: Array, end: Array) -> int:
         """How much of these intervals lies where no GPU runs a kernel any more."""
-        last = max(gpu.last_kernel_ns for gpu in self.account.gpus)
+        last = max(gpu.computes[1] for gpu in self.account.gpus)
         return int(np.maximum(end - np.maximum(start, last), 0).sum())

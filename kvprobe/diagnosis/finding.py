@@ -270,7 +270,8 @@ class Loss:
             where they begin and end; None: none is known.
         copies: of a loss of copy engines, the rows of the executions; None: none is known.
         held: of a loss of threads outside of calls, where it begins and ends, and whose it is (`Joined.caller`).
-        spans: as `copies`, where timing events tell of stretches of copies alone: where they begin and end.
+        spans: as `copies`, of stretches that are no copies' own: waits for them, or what timing events tell of copies
+            alone; where they begin and end.
     """
 
     ns: int
@@ -348,6 +349,7 @@ class Finding:
         device_ns: of the time in which a GPU ran no kernel, what this explains (`kvprobe.account`); None where the
             recording does not show what the GPUs did.
         window_ns: length of the window of that GPU; 0 where none was seen.
+        at_stake: the severity by the time lost alone: of one that abstains, what it would have were it told.
     """
 
     cause: str
@@ -366,6 +368,7 @@ class Finding:
     of_ns: int = 0
     device_ns: int | None = None
     window_ns: int = 0
+    at_stake: Severity = "info"
 
     @property
     def device_share(self) -> float | None:

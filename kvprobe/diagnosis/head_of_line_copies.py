@@ -10,8 +10,9 @@ and one of these streams moved at least 16 times as much meanwhile as it, and as
 streams that are given a burst each wait for one another as well, and are no small copies. A full queue holds the
 caller; here the call returns at once.
 
-Time lost: the waiting time, each instant of one process and direction once. Predicted saving: all but one copy of the
-burst, the one being served: waiting - n x median copy of the burst.
+Time lost: the waiting time, each instant of one process and direction once; where kernels ran meanwhile, it cost the
+device nothing. Predicted saving: all but one copy of the burst, the one being served: waiting - n x median copy of the
+burst.
 """
 
 from __future__ import annotations
@@ -144,6 +145,7 @@ def _finding(joined: JoinedRecording, found: list[_Waits]) -> Finding | None:
             on="device",
             window=(int(since.min()), int(until.max())),
             places=joined.device_places(rows, each),
+            spans=(since, until),
         ),
         evidence=(
             Evidence(

@@ -55,7 +55,6 @@ CRITICAL, WARNING = 0.10, 0.01
 LOUD = (
     0.3  # of a GPU's time with something to do: what no cause explains is critical from here, a warning from CRITICAL
 )
-NOTHING_COMPUTES = "cannot tell, because no kernel follows in the recording, so nothing shows whether a model waited"
 
 
 def size(count: float) -> str:
@@ -405,9 +404,11 @@ class JoinedRecording(Joined):
         window = int(self.start[rows].min()), int(self.end[rows].max())
         places, calls = self.places(rows, got), longest(self, rows, got)
         loss = Loss(int(got.sum()), len(rows), "host", window, span, places, calls)
-        explained = Explained()
-        if confidence != "cannot tell":
-            explained = self.explainer.host(cause, self.start[rows], self.end[rows], self.caller[rows], got)
+        start, end = self.start[rows], self.end[rows]
+        if confidence == "cannot tell":
+            explained = self.explainer.question(start, end, self.caller[rows], got)
+        else:
+            explained = self.explainer.host(cause, start, end, self.caller[rows], got)
         return self._finding(cause, title, confidence, loss, explanation, explained)
 
     def open_question(
@@ -518,16 +519,19 @@ class JoinedRecording(Joined):
         )
 
     def line_question(
-        self, cause: str, title: str, gpu: GpuAccount, loss: Loss, evidence: Sequence[Evidence]
+        self, cause: str, title: str, gpu: GpuAccount, loss: Loss, evidence: Sequence[Evidence], lacks: str
     ) -> Finding | None:
-        """As `line_finding`, where no kernel follows: nothing shows that a model waited, which is an open question."""
+        """As `line_finding`, outside of the time in which it computes: that a model waited is an open question.
+
+        `lacks` is what would show it: "no kernel before them", "no kernel after them".
+        """
         if loss.ns < CRITICAL * gpu.asked_ns:
             return None
         explanation: Explanation = {
             "severity": "info",
             "evidence": evidence,
-            "reason": NOTHING_COMPUTES,
-            "cure": (Change("Record a run in which the model computes until the end", "recording"),),
+            "reason": f"cannot tell, because there is {lacks}, so nothing shows whether a model waited",
+            "cure": (Change("Record a run in which the model computes from beginning to end", "recording"),),
         }
         return self._finding(cause, title, "cannot tell", loss, explanation, Explained(loss.ns, gpu.window_ns))
 
@@ -547,7 +551,12 @@ class JoinedRecording(Joined):
         self, cause: str, title: str, confidence: Confidence, loss: Loss, more: Explanation, explained: Explained
     ) -> Finding:
         line = next((call.line for call in loss.calls if call.line), "")
-        possible = loss.ns if explained.saved_ns is None else min(loss.ns, explained.saved_ns)
+        if explained.saved_ns is not None:
+            possible = min(loss.ns, explained.saved_ns)
+        elif confidence != "cannot tell" and loss.on != "none":
+            possible = self.explainer.take_of_thread(loss.ns)
+        else:
+            possible = loss.ns
         # Where no time is known, none is predicted to be saved: 0 would put the change behind all others.
         spared = loss.ns if loss.on == "host" else 0
         saved = (change if loss.on == "none" else change.of(possible, spared) for change in more["cure"])
@@ -569,6 +578,7 @@ class JoinedRecording(Joined):
             of_ns=self._span_of(loss),
             device_ns=explained.device_ns,
             window_ns=explained.window_ns,
+            at_stake=self._severity(loss, explained),
         )
 
     def _calls_of(self, executions: Array, ns: Array) -> tuple[TracedCall, ...]:

@@ -8,25 +8,36 @@ import numpy as np
 
 from kvprobe.account import GpuAccount, Line
 from kvprobe.account.stretches import NOBODY
-from kvprobe.diagnosis.joined import JoinedRecording
+from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording
 from kvprobe.recordings.model import Array
 
 __all__ = ["most_left"]
 
 
-def most_left(joined: JoinedRecording, lines: Sequence[Line]) -> tuple[GpuAccount | None, Array]:
-    """The GPU of which most time in these lines is unexplained, and the mask over its stretches.
+def most_left(joined: JoinedRecording, lines: Sequence[Line]) -> tuple[GpuAccount | None, Array, str]:
+    """The GPU of which most time in these lines is unexplained, and where that is.
 
-    What lies before its last kernel, where there is any: a kernel came after it, and may have waited. Else all of it.
+    What lies between kernels, where that is enough for a finding; else what lies before or after them, if that is more.
+
+    Returns:
+        the GPU; the mask over its stretches; and what is missing there that would show that a model waited: "no kernel
+        before them", "no kernel after them", or "" between kernels.
     """
-    best: tuple[GpuAccount | None, Array] = None, np.zeros(0, dtype=bool)
-    most = 0
+    best: tuple[GpuAccount | None, Array, str] = None, np.zeros(0, dtype=bool), ""
+    most = False, 0
     for gpu in joined.account.gpus:
         cut = gpu.stretches
         free = (cut.cause == NOBODY) & np.isin(cut.line, np.array(lines, dtype=np.uint8))
-        before = free & (cut.start < gpu.last_kernel_ns)
-        earlier, later = int(cut.ns[before].sum()), int(cut.ns[free & ~before].sum())
-        if max(earlier, later) > most:
-            most = max(earlier, later)
-            best = gpu, before if earlier >= later else free & ~before
+        first, last = gpu.computes
+        after = free & (cut.start >= last)
+        before = free & ~after & (cut.start < first)
+        between = free & ~before & ~after
+        if cut.ns[between].sum() >= cut.ns[before].sum():  # what comes first is like what follows
+            between, before = between | before, free & False
+        parts = (between, ""), (before, "no kernel before them"), (after, "no kernel after them")
+        for mine, lacks in parts:
+            ns = int(cut.ns[mine].sum())
+            weight = not lacks and ns >= CRITICAL * gpu.asked_ns, ns
+            if ns and weight > most:
+                most, best = weight, (gpu, mine, lacks)
     return best

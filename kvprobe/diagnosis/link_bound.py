@@ -4,7 +4,9 @@ Mechanism: the bytes that must move take longer than the compute beside them.
 
 Signature: over the recording one direction of the link is busy for at least 80% of the time, its copies run at 80% of
 the link's rate or more, and for at least 30% of the time it is busy no kernel of the process runs, although the process
-has kernels. Small, redundant, degraded and unhidden copies claim first: what is left really is bytes.
+has kernels, between which most of it lies: nothing shows that a model waits for what is copied before its first kernel,
+such as weights that are loaded once, or after its last one. Small, redundant, degraded and unhidden copies claim first:
+what is left really is bytes.
 
 Where the device was not recorded, copies on streams of copies that carry 80% of the link's rate over the whole time are
 an open question: whether the model waits for them is not seen.
@@ -101,6 +103,9 @@ def find(joined: JoinedRecording) -> Finding | None:
             moved = int(table["bytes"][rows].sum())
             reached = moved / max(copying.total_ns, 1) * 1e9
             if rate <= 0 or reached < FULL * rate or copying.total_ns < FULL * joined.span_ns:
+                continue
+            first, last = int(joined.x_start[mine].min()), int(joined.x_end[mine].max())
+            if 2 * int(copying.within(np.array([first]), np.array([last]))[0]) < copying.total_ns:
                 continue
             compute = Cover(joined.x_start[mine], joined.x_end[mine])
             exposed = copying.total_ns - copying.intersect_ns(compute)

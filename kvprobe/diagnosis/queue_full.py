@@ -352,7 +352,7 @@ def _lonely(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Arr
         told = ascending(joined.start[joined.is_named("streamwaitevent") & (joined.stream == queue.stream)])
         busy = joined.busy(Engine.KERNEL).within(joined.start[top], joined.end[top])
         fenced &= (np.searchsorted(told, joined.start[top]) > 0) & (10 * busy > 8 * joined.dur[top])
-    behind = _behind_one(joined, queue, top)
+    behind = _behind_one(joined, queue, top) | _let_go(joined, queue, top)
     held = np.zeros(len(top), dtype=bool)
     if conclude(StoodStill(deepest, depth, fenced=int(fenced.sum()))).full:
         held |= fenced
@@ -370,6 +370,17 @@ def _behind_one(joined: JoinedRecording, queue: StreamOccupancy, rows: Array) ->
     at = np.searchsorted(joined.x_start[theirs], start + (end - start) // 5, "right") - 1
     late = end - joined.x_end[theirs[np.maximum(at, 0)]]
     mask: Array = (at >= 0) & (late >= 0) & (late <= ALIGNED_NS)
+    return mask
+
+
+def _let_go(joined: JoinedRecording, queue: StreamOccupancy, rows: Array) -> Array:
+    """Mask over blocked calls: nothing of their queue ran, until it moved on and freed the slots that return at once.
+
+    A queue may free a band of slots in one piece: no more of its operations ended in the call.
+    """
+    ended = np.searchsorted(queue.ends, joined.end[rows], "right") - np.searchsorted(queue.ends, joined.start[rows])
+    band = max(LEAST_BAND, round(BAND_SHARE * int(queue.depth.max(initial=0))))
+    mask: Array = (_standing_still(joined, queue, rows) > 0) & (ended > 0) & (ended <= band)
     return mask
 
 

@@ -177,10 +177,10 @@ def of_recording(recording: Recording, found: Examination) -> Verdict:
     named = [one for one in found if not one.abstains and one.severity != "info"]
     if named:
         return Verdict("found", named[0].title.rstrip("."), tuple(lacks))
-    waited = [_waited(gpu) for gpu in found.account.gpus if gpu.seen and gpu.waiting_share >= WAITED_SHARE]
+    waited = [_waited(gpu) for gpu in found.account.gpus if gpu.seen and gpu.waited_share >= WAITED_SHARE]
     if waited and any(not one.abstains and one.device_ns for one in found):
         return Verdict("found", waited[0], tuple(lacks))
-    lacks += _open(found)
+    lacks += _open([one for one in found if one.at_stake != "info"])
     lacks += [lack for gpu in found.account.gpus for lack in _not_computing(gpu)]
     if lacks:
         return Verdict("undecided", lacks[0].what, tuple(lacks))
@@ -247,19 +247,19 @@ def of_full_queue(recording: Recording, found: Examination) -> Verdict:
     named = [one for one in mine if not one.abstains]
     if named:
         return Verdict("found", named[0].title.rstrip("."), tuple(lacks))
-    lacks += _open(mine)
+    lacks += _open([one for one in mine if one.share >= OPEN_SHARE])
     if lacks:
         return Verdict("undecided", lacks[0].what, tuple(lacks))
     return Verdict("healthy", "no launch queue was full")
 
 
 def _open(findings: Sequence[Finding]) -> list[Missing]:
-    """Findings that could not be told and are too large to pass over."""
+    """Of findings that are too large to pass over, those that could not be told."""
     return [
         Missing(
             one.reason.removeprefix("cannot tell, because ") or one.title.rstrip("."),
             one.cure[0].text[:1].lower() + one.cure[0].text[1:] if one.cure else _DEVICE,
         )
         for one in findings
-        if one.abstains and one.share >= OPEN_SHARE
+        if one.abstains
     ]

@@ -7,7 +7,8 @@ they are submitted ahead and still run alone, their bytes take longer than the c
 Signature: none of its own. It is what is left of the lines "waiting for copies" when all other causes have claimed
 their part.
 
-Where no kernel runs in the whole window, nothing shows whether a model waited: then it is an open question.
+Before the first kernel of the window, and after the last one, nothing shows whether a model waited: weights may have
+been loaded, or the model may have ended. What lies there is an open question.
 
 Time lost: these instants, as wall time. Predicted saving of loading ahead, and of stores that the next step does not
 wait for: what could have run beside compute that now runs alone, at most as long as the compute itself, each for its
@@ -56,7 +57,7 @@ FASTER = Change(
 
 def find(joined: JoinedRecording) -> Finding | None:
     """What is left of waiting for copies, on the GPU that waited longest."""
-    gpu, mine = most_left(joined, COPIES)
+    gpu, mine, lacks = most_left(joined, COPIES)
     if gpu is None:
         return None
     lost = int(gpu.stretches.ns[mine].sum())
@@ -104,8 +105,8 @@ def find(joined: JoinedRecording) -> Finding | None:
         span_ns=gpu.window_ns,
         places=joined.device_places(rows, alone.within(joined.x_start[rows], joined.x_end[rows])),
     )
-    if int(end.max()) > gpu.last_kernel_ns:
-        return joined.line_question(CAUSE, "Only copies ran for {lost}, and no kernel after them", gpu, loss, evidence)
+    if lacks:
+        return joined.line_question(CAUSE, f"Only copies ran for {{lost}}, and {lacks}", gpu, loss, evidence, lacks)
     title = f"The GPU waited {{lost}} for {_noun(by_direction)}, {of_the_time(lost, gpu)}"
     return joined.line_finding(CAUSE, title, gpu, loss, evidence=evidence, cure=cure)
 

@@ -5,7 +5,8 @@ Mechanism: what ran next had not been submitted. The account says what the threa
 Signature: none of its own. It is what is left of the lines "waiting for the host" when all other causes have claimed
 their part.
 
-Where no kernel runs in the whole window, nothing shows whether a model waited: then it is an open question.
+Before the first kernel of the window, and after the last one, nothing shows whether a model waited: weights may have
+been loaded, or the model may have ended. What lies there is an open question.
 
 Time lost: these instants, as wall time. Predicted saving: all of it for preparing ahead, which hides what the thread
 does behind what the GPU does; nothing else is modelled.
@@ -52,7 +53,7 @@ CURES: dict[Line, Change] = {
 
 def find(joined: JoinedRecording) -> Finding | None:
     """What is left of waiting for the host, on the GPU that waited longest."""
-    gpu, mine = most_left(joined, HOST)
+    gpu, mine, lacks = most_left(joined, HOST)
     if gpu is None:
         return None
     cut = gpu.stretches
@@ -80,9 +81,9 @@ def find(joined: JoinedRecording) -> Finding | None:
         span_ns=gpu.window_ns,
         places=_threads(joined, gpu, mine),
     )
-    if int(end.max()) > gpu.last_kernel_ns:
-        title = "Nothing ran for {lost} between copies, and no kernel after them"
-        return joined.line_question(CAUSE, title, gpu, loss, evidence)
+    if lacks:
+        title = f"Nothing ran for {{lost}} between copies, and {lacks}"
+        return joined.line_question(CAUSE, title, gpu, loss, evidence, lacks)
     title = f"The GPU waited {{lost}} for the host, {of_the_time(lost, gpu)}: mostly the thread {DID[first]}"
     cure = [_of_part(CURES[line], by_line[line] / lost) for line in lines[:3]]
     return joined.line_finding(CAUSE, title, gpu, loss, evidence=evidence, cure=cure)

@@ -7,7 +7,8 @@ Signature: host-to-device copies that are weights, of which most of the time run
 beside it, while that process has kernels to hide them. What makes a copy a weight: the same source is loaded again and
 again (a forward after a forward), not redundantly, and at least 1 MiB a round; or, where a recording has no addresses,
 ranges around the calls that say so (weight, param, layer, offload, prefetch, fsdp), a repeating sequence of sizes of at
-least 1 MiB, or copies of one such size between the kernels of their own stream, which cannot run beside them.
+least 1 MiB, or copies of one such size that each follow a kernel which they could have run beside: they had been
+submitted in time, or stand on the kernels' own stream.
 
 Where the device was not recorded, large loads on a stream with as many launches are seen, and not what computes
 meanwhile elsewhere: an open question where their bytes take a tenth of the time.
@@ -83,25 +84,33 @@ def _weights(joined: JoinedRecording, rows: Array) -> tuple[Array, str]:
             return rows[large], "a sequence of sizes repeats"
     between = _between_kernels(joined, rows[large])
     if len(between):
-        return between, "copies of one size stand between the kernels of their own stream, again and again"
+        return between, "copies of one size follow kernels that could have run beside them, again and again"
     return rows[:0], ""
 
 
 def _between_kernels(joined: JoinedRecording, rows: Array) -> Array:
-    """Of large loads on streams of kernels those of the most frequent size, where kernels stand between them."""
+    """Of large loads those of the most frequent size that follow kernels each, and could have run beside them.
+
+    A copy on a stream of kernels cannot run beside these; on another stream, it had been submitted before the kernel in
+    front of it ended, and no other large copy came between the two.
+    """
     table = joined.recording.executions
-    rows = rows[np.isin(table["stream"][rows], joined.kernel_streams)]
     if len(rows) < MANY:
         return rows[:0]
+    mine = table["process"] == table["process"][rows[0]]
+    kernels = in_time(np.flatnonzero(mine & (table["engine"] == Engine.KERNEL)), joined.x_start)
+    if not len(kernels):
+        return rows[:0]
     sizes, counts = np.unique(table["bytes"][rows], return_counts=True)
-    rows = rows[table["bytes"][rows] == sizes[np.argmax(counts)]]
-    mask = np.zeros(len(rows), dtype=bool)
-    for stream in distinct(table["stream"][rows]):
-        mine = np.flatnonzero(table["stream"][rows] == stream)
-        kernels = (table["engine"] == Engine.KERNEL) & (table["stream"] == stream)
-        begun = np.searchsorted(ascending(joined.x_start[kernels]), joined.x_start[rows[mine]])
-        mask[mine] = np.diff(begun, prepend=-1) > 0  # one at least since the copy before
-    alternate = rows[mask]
+    rows = in_time(rows[table["bytes"][rows] == sizes[np.argmax(counts)]], joined.x_start)
+    start, call = joined.x_start[rows], joined.x_call[rows]
+    begun = np.searchsorted(joined.x_start[kernels], start)
+    front = joined.x_end[kernels[np.maximum(begun - 1, 0)]]
+    large = ascending(joined.x_start[mine & (table["engine"] == Engine.COPY) & (table["bytes"] >= LARGE)])
+    held = (begun > 0) & (call >= 0) & (joined.start[np.maximum(call, 0)] < front)
+    held &= np.searchsorted(large, front) == np.searchsorted(large, start)
+    held |= np.isin(table["stream"][rows], joined.kernel_streams)
+    alternate = rows[held & (np.diff(begun, prepend=-1) > 0)]  # one kernel at least since the copy before
     return alternate if len(alternate) >= MANY and 10 * len(alternate) > 8 * len(rows) else rows[:0]
 
 

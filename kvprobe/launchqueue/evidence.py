@@ -101,7 +101,8 @@ class StoodStill:
         deepest, depth: outstanding at most; what a queue takes as calibrated; 0 unknown.
         fenced: calls for most of which nothing of the stream executed, and then it moved on; where the depth is unknown
             of those alone whose stream had been told to wait, while kernels ran.
-        behind: calls for most of which one operation of the stream ran, and that returned as it ended.
+        behind: calls for most of which one operation of the stream ran, or none, and that returned as the stream moved
+            on.
     """
 
     deepest: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes as ct
 import random
 
-from accounts import Pool, paced
+from accounts import Pool, paced, stamp
 from device import D2H, H2D, Device, now
 from other_shapes import gate
 from registry import (
@@ -295,3 +295,41 @@ def a_graph_that_ends_with_its_stores(d: Device) -> Truth:
         d.spent.add(AT_LINK_RATE, 4 * size / d.bytes_per_us * 1e3)
         paced(d, step, 1)
     return {}
+
+
+@fresh(
+    "head_of_line_copies",
+    line=AT_LINK_RATE,
+    like=("load_not_ordered", "weights_not_overlapped", "link_bound", "synchronisation", "small_copies"),
+)
+def prefixes_restored_while_others_decode(d: Device) -> Truth:
+    """A request's prefix comes beside the decode steps of others; it joins at the first step that finds it there.
+
+    What the next step reads, 2 KiB, then stands behind the whole prefix in the copy engine.
+    """
+    pool, request, joined, asked, lost = Pool(d, d.bytes_of(60)), 0, 0, False, 0
+    marks = (0, 0)
+    for step in range(200):
+        if not asked:
+            d.order(d.copies[3], d.compute, request % 50)  # the slots are those of one that has ended
+            for i in range(12):
+                pool.fetch(request % 2 * 12 + i, 12 * request + i, d.copies[3])
+            d.record(100 + request % 50, d.copies[3])
+            asked = True
+        elif not d.lib.cudaEventQuery(d.events[100 + request % 50]):
+            d.check(d.lib.cudaStreamWaitEvent(d.compute, d.events[100 + request % 50], 0))
+            request, joined, asked = request + 1, joined + 1, False
+        stamp(d, d.size - 4096 * (1 + step % 4), 2 * KiB, step)
+        begin = d.mark(d.compute)
+        d.copy(d.device + d.size - 4096, d.host + d.size - 4096 * (1 + step % 4), 2 * KiB, H2D, d.compute)
+        end = d.mark(d.compute)
+        d.launch(700_000)
+        d.launch(700_000)
+        paced(d, step, 1)
+        if step and (waited := d.between(*marks)) > 100_000:
+            lost += waited
+        marks = begin, end
+    if not joined:
+        raise RuntimeError("no prefix ever came")
+    d.spent.add(AT_LINK_RATE, lost)
+    return {"head_of_line_copies": lost}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from accounts import Pool, paced, stamp, think
+from accounts import Pool, paced, think
 from device import D2H, H2D, Device
 from fresh_copies import computed
 from fresh_host import handed_out
@@ -62,32 +62,6 @@ def logits_read_two_steps_later(d: Device) -> Truth:
         if step > 1:
             d.sync_event(100 + (step - 2) % 8)
             think(200)
-    return {}
-
-
-@fresh(
-    line=COMPUTING, like=("load_not_ordered", "weights_not_overlapped", "link_bound", "synchronisation", "small_copies")
-)
-def prefixes_restored_while_others_decode(d: Device) -> Truth:
-    """A request's prefix comes beside the decode steps of others; it joins at the first step that finds it there."""
-    pool, request, joined, asked = Pool(d, d.bytes_of(60)), 0, 0, False
-    for step in range(200):
-        if not asked:
-            d.order(d.copies[3], d.compute, request % 50)  # the slots are those of one that has ended
-            for i in range(12):
-                pool.fetch(request % 2 * 12 + i, 12 * request + i, d.copies[3])
-            d.record(100 + request % 50, d.copies[3])
-            asked = True
-        elif not d.lib.cudaEventQuery(d.events[100 + request % 50]):
-            d.check(d.lib.cudaStreamWaitEvent(d.compute, d.events[100 + request % 50], 0))
-            request, joined, asked = request + 1, joined + 1, False
-        stamp(d, d.size - 4096 * (1 + step % 4), 2 * KiB, step)
-        d.copy(d.device + d.size - 4096, d.host + d.size - 4096 * (1 + step % 4), 2 * KiB, H2D, d.compute)
-        d.launch(700_000)
-        d.launch(700_000)
-        paced(d, step, 1)
-    if not joined:
-        raise RuntimeError("no prefix ever came")
     return {}
 
 

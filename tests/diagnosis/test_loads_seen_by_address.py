@@ -136,5 +136,5 @@ def executed(beside=False, sizes=(32 * MiB,), steps=40):
 def test_equal_layers_without_addresses_are_known_by_where_they_stand():
     found = executed()
     assert found.lost_ns == pytest.approx(40 * 600_000, rel=0.05)
-    assert any("between the kernels of their own stream" in one.text for one in found.evidence)
+    assert any("follow kernels that could have run beside them" in one.text for one in found.evidence)
     assert executed(beside=True) is None and executed(steps=8) is None

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hostruntime import D2H, H2D, QUEUE_FULL, Runtime, recording_of
 
+from kvprobe.account import Line
 from kvprobe.diagnosis import examine
 from kvprobe.diagnosis.verdict import of_full_queue, of_recording
 from kvprobe.recordings.model import CallKind, Table
@@ -55,7 +56,7 @@ class Program:
         waited = records["reason"] == QUEUE_FULL
         truth = int((records["end_ns"] - records["start_ns"])[waited].sum()) - 1_000 * int(waited.sum())
         lost = {one.cause: one.lost_ns for one in findings if not one.abstains}
-        self.findings = {one.cause: one for one in findings}
+        self.findings, self.account = {one.cause: one for one in findings}, findings.account
         return of_recording(recording, findings), of_full_queue(recording, findings), lost, truth
 
 
@@ -350,3 +351,18 @@ def test_a_wait_for_an_event_is_for_copies_where_nothing_was_launched_since_the_
     findings = {one.cause: one for one in examined}
     assert findings["synchronisation"].abstains is ring
     assert of_recording(recording, examined).state == ("undecided" if ring else "found")
+
+
+@pytest.mark.parametrize("executions", [True, False])
+def test_what_a_thread_waits_for_a_slot_is_no_submitting_in_its_account(executions):
+    program = Program(Runtime())
+
+    def loads() -> None:
+        for i in range(4_000):
+            program.load(i, 64 * KiB, program.streams[0])
+
+    _, _, lost, truth = program.examined(loads, executions)
+    (thread,) = program.account.threads
+    assert thread.ns(Line.FULL_QUEUE) == lost["launch_queue_saturation"] == pytest.approx(truth, rel=0.05)
+    assert 3 * thread.ns(Line.SUBMITTING) < thread.ns(Line.FULL_QUEUE)
+    assert sum(thread.ns(line) for line in Line) == thread.window_ns
