@@ -11,8 +11,8 @@
  * - A forked child reads it, as it reads the runtime's: the memory is shared, and in no core dump.
  * - Whatever cannot be had (pages, registration) is asked of the runtime, and its result is the result.
  * - Pages are on the calling thread's NUMA node, unless the program has said where memory is to be.
- * - A limit of a cgroup counts these pages, and not those that a driver makes: so nothing is made here unless as much
- *   again is left below it, and the reserve.
+ * - A limit of a cgroup counts these pages, and may not count those that a driver makes: so nothing is made here unless
+ *   as much again is left below it, and the reserve; where KVPROBE_POPULATE_BYTES is a number, the reserve alone.
  * - What is registered is given back by whatever the program frees pinned memory with.
  *
  * WHAT IS OTHERWISE: the process's resident memory counts it, and its map names it /dev/zero. A context that is
@@ -315,7 +315,7 @@ static int has_room(uint64_t bytes) {
     kvp_memory memory = kvp_memory_left("");
     uint64_t machine = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
     uint64_t reserve = kvp_memory_reserve(&memory);
-    int limited = memory.total_bytes + memory.total_bytes / 16 < machine;
+    int limited = !state.forced && memory.total_bytes + memory.total_bytes / 16 < machine;
     return memory.left_bytes > reserve && memory.left_bytes - reserve >= bytes &&
            (!limited || memory.left_bytes - reserve - bytes >= bytes);
 }
