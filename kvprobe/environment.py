@@ -138,6 +138,15 @@ KEEP_BYTES = Variable(
     "pinned memory that a program frees and KVPROBE_FIX=auto keeps for its next request; 0: none",
     native=True,
 )
+POPULATE_BYTES = Variable(
+    "KVPROBE_POPULATE_BYTES",
+    "auto",
+    str,
+    "a number, or auto: 16 MiB, while it pays",
+    "from this size on KVPROBE_FIX=auto has several threads make the pages of pinned memory that a program asks for; "
+    "0: none",
+    native=True,
+)
 RUN = Variable(
     "KVPROBE_RUN", None, str, "a folder", "the run folder that this process records into", native=True, set_by_run=True
 )

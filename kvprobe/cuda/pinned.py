@@ -113,7 +113,7 @@ class PinnedPool:
             populate_bytes=max(populate_bytes, 1),
             threads=threads,
             node=node,
-            private=1,
+            fork=1,
             watch_ms=0 if runtime.simulated else WATCH_MS,
             root=self._root,
             device=device,

@@ -32,7 +32,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "libkvprobe_hostrt.so": ("hostrt/*.c", "src/clock.c", "src/wire.c"),
     "libkvprobe_interpose.so": (
         "interpose/*.c",
-        *("src/clock.c", "src/ring.c", "src/secrets.c", "src/memory_left.c", "src/kept.c"),
+        *("src/clock.c", "src/ring.c", "src/secrets.c", "src/memory_left.c", "src/kept.c", "src/populate.c"),
     ),
     "libkvprobe_trace.so": ("trace/*.c",),
     "libkvprobe_inject.so": ("inject/*.c",),

@@ -17,6 +17,7 @@ from kvprobe.recordings import open_recording
 from kvprobe.recordings.sleeps import sleeps
 
 MIB = 1 << 20
+SAMPLE = 2 * MIB  # of the runtime's own memory, for each set of flags
 PLAYS = [
     "sleeps",
     "virtual",
@@ -30,6 +31,8 @@ PLAYS = [
     "locked",
     "in-vain",
     "threads",
+    "answers",
+    "driver",
 ]
 
 
@@ -61,24 +64,73 @@ def watched(libraries: Path, folder: Path, keep: int | str = 64 * MIB, **more: s
     return {**run, "KVPROBE_KEEP_BYTES": str(keep), **more}
 
 
-def decisions(folder: Path) -> dict[str, str]:
+def said(folder: Path) -> list[tuple[str, str]]:
     lines = [line for path in folder.glob("events-*.jsonl") for line in path.read_text().splitlines()]
-    return {one["what"]: one["why"] for one in map(json.loads, lines)}
+    return [(one["what"], one["why"]) for one in map(json.loads, lines)]
+
+
+def decisions(folder: Path) -> dict[str, str]:
+    return dict(said(folder))
+
+
+def noted(folder: Path) -> str:
+    return "\n".join(why for what, why in said(folder) if what == "note")
 
 
 def reused(folder: Path) -> int:
-    found = re.match(r"(\d+) pinned buffers were handed out again", decisions(folder).get("note", ""))
+    found = re.search(r"(\d+) pinned buffers were handed out again", noted(folder))
     return int(found[1]) if found else 0
 
 
+def populated(folder: Path) -> int:
+    found = re.search(r"(\d+) pinned buffers of [\d.]+ GB had their pages made", noted(folder))
+    return int(found[1]) if found else 0
+
+
+@pytest.mark.parametrize("keep", [0, 64 * MIB])
+@pytest.mark.parametrize("populate", [0, MIB])
 @pytest.mark.parametrize("what", PLAYS)
-def test_a_program_sees_the_same_whatever_is_kept(program: Path, libraries: Path, tmp_path: Path, what: str) -> None:
+def test_a_program_sees_the_same_whatever_is_kept_or_populated(
+    program: Path, libraries: Path, tmp_path: Path, what: str, populate: int, keep: int
+) -> None:
     alone, nothing = play(program, what)
-    seen, most = play(program, what, **watched(libraries, tmp_path))
+    seen, most = play(program, what, **watched(libraries, tmp_path, keep, KVPROBE_POPULATE_BYTES=str(populate)))
     assert seen == alone
     assert seen.endswith("\n0 wrong\n") or seen == "0 wrong\n"
     assert nothing == 0
+    assert most <= (64 * MIB if keep else 5 * SAMPLE if populate else 0)
+    assert (populated(tmp_path) > 0) == bool(populate)
+
+
+@pytest.mark.parametrize("keep", [0, 64 * MIB])
+def test_a_child_reads_populated_memory(program: Path, libraries: Path, tmp_path: Path, keep: int) -> None:
+    said, _ = play(program, "shares", **watched(libraries, tmp_path, keep, KVPROBE_POPULATE_BYTES=str(MIB)))
+    assert said == "child 0\n0 wrong\n"
+
+
+def test_what_is_populated_goes_when_it_is_freed(program: Path, libraries: Path, tmp_path: Path) -> None:
+    said, most = play(program, "sleeps", 400, **watched(libraries, tmp_path, 0, KVPROBE_POPULATE_BYTES=str(MIB)))
+    assert said == "0 wrong\n"
+    assert most == SAMPLE
+    assert populated(tmp_path) == 400 * 5
+
+
+def test_ten_thousand_sleeps_populate_once(program: Path, libraries: Path, tmp_path: Path) -> None:
+    said, most = play(
+        program, "sleeps", 10_000, **watched(libraries, tmp_path, 64 * MIB, KVPROBE_POPULATE_BYTES=str(MIB))
+    )
+    assert said == "0 wrong\n"
     assert most <= 64 * MIB
+    assert populated(tmp_path) == 5
+    assert reused(tmp_path) == 5 * 9999
+
+
+def test_memory_that_cannot_be_registered_is_the_runtimes(program: Path, libraries: Path, tmp_path: Path) -> None:
+    """Too much for the device's limit: the program hears what the runtime says."""
+    alone, _ = play(program, "memory")
+    seen, _ = play(program, "memory", **watched(libraries, tmp_path, 64 * MIB, KVPROBE_POPULATE_BYTES=str(MIB)))
+    assert seen == alone
+    assert re.search(r"[1-9]\d* were left to the runtime", noted(tmp_path))
 
 
 def test_all_but_the_first_sleep_pin_nothing(program: Path, libraries: Path, tmp_path: Path) -> None:

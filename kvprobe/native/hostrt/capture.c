@@ -28,6 +28,9 @@ static bool is_unsafe(uint16_t api) {
     case API_cuEventQuery:
     case API_cuCtxSynchronize:
     case API_cuMemHostRegister_v2:
+    case API_cuMemHostUnregister:
+    case API_cuMemHostAlloc:
+    case API_cuMemFreeHost:
         return true;
     default:
         return false;

@@ -125,9 +125,8 @@ KVP_EXPORT int cuDeviceGetCount(int *count) {
 }
 
 KVP_EXPORT int cuMemHostRegister_v2(void *p, size_t bytes, unsigned flags) {
-    (void)flags;
     KVH_ENTER(cuMemHostRegister_v2, 0);
-    KVH_LEAVE(kvh_host_register(c, p, bytes));
+    KVH_LEAVE(kvh_host_register(c, p, bytes, flags));
 }
 
 /* There is one context, current in every thread. */

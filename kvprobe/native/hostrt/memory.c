@@ -24,7 +24,7 @@ enum {
 typedef struct {
     uintptr_t base;
     size_t bytes, mapped;
-    uint8_t kind;
+    uint8_t kind, flags; /* flags: of host memory */
 } range;
 
 /* What cuMemCreate gives: its number is the place in the list, plus one. */
@@ -321,7 +321,7 @@ static cudaError_t device_alloc(runtime *rt, void **out, size_t bytes) {
         if (!at) at = place(m, m->arena, mapped);
     }
     if (at && (spare || map_device(m, at, mapped) != MAP_FAILED)) {
-        if (insert(m, (range){at, bytes, mapped, RANGE_DEVICE})) {
+        if (insert(m, (range){at, bytes, mapped, RANGE_DEVICE, 0})) {
             if (spare)
                 memset((void *)at, 0, bytes);
             else
@@ -435,7 +435,7 @@ KVP_EXPORT int cuMemAddressReserve(uint64_t *at, size_t bytes, size_t alignment,
     pthread_rwlock_wrlock(&m->lock);
     uintptr_t found = place(m, m->next, bytes);
     if (!found) found = place(m, m->arena, bytes);
-    bool reserved = found && insert(m, (range){found, bytes, bytes, RANGE_RESERVED});
+    bool reserved = found && insert(m, (range){found, bytes, bytes, RANGE_RESERVED, 0});
     if (reserved) m->next = found + bytes + m->page;
     pthread_rwlock_unlock(&m->lock);
     *at = reserved ? found : 0;
@@ -551,7 +551,7 @@ KVP_EXPORT int cuMemSetAccess(uint64_t at, size_t bytes, const void *access, siz
 /* ---- host memory
  * ------------------------------------------------------------------------------------------------------ */
 
-static cudaError_t host_alloc(call *c, void **p, size_t bytes) {
+static cudaError_t host_alloc(call *c, void **p, size_t bytes, unsigned flags) {
     memory *m = c->rt->memory;
     if (!p) return cudaErrorInvalidValue;
     *p = NULL;
@@ -565,7 +565,7 @@ static cudaError_t host_alloc(call *c, void **p, size_t bytes) {
         (!m->pinned_limit || (bytes <= m->pinned_limit && m->pinned_bytes <= m->pinned_limit - bytes))) {
         void *at = map_host(m, mapped);
         if (at != MAP_FAILED) {
-            if (insert(m, (range){(uintptr_t)at, bytes, mapped, RANGE_HOST})) {
+            if (insert(m, (range){(uintptr_t)at, bytes, mapped, RANGE_HOST, (uint8_t)flags})) {
                 m->pinned_bytes += bytes;
                 *p = at;
                 error = cudaSuccess;
@@ -580,32 +580,66 @@ static cudaError_t host_alloc(call *c, void **p, size_t bytes) {
 }
 
 KVP_EXPORT cudaError_t cudaHostAlloc(void **p, size_t bytes, unsigned flags) {
-    (void)flags;
     KVH_ENTER(cudaHostAlloc, 0);
     kvh_trace_about(c, NULL, NULL, bytes, 1, 0, 0);
-    KVH_LEAVE(host_alloc(c, p, bytes));
+    KVH_LEAVE(host_alloc(c, p, bytes, flags));
 }
 
 KVP_EXPORT cudaError_t cudaMallocHost(void **p, size_t bytes) {
     KVH_ENTER(cudaMallocHost, 0);
     kvh_trace_about(c, NULL, NULL, bytes, 1, 0, 0);
-    KVH_LEAVE(host_alloc(c, p, bytes));
+    KVH_LEAVE(host_alloc(c, p, bytes, 0));
+}
+
+KVP_EXPORT int cuMemHostAlloc(void **p, size_t bytes, unsigned flags) {
+    KVH_ENTER(cuMemHostAlloc, 0);
+    kvh_trace_about(c, NULL, NULL, bytes, 1, 0, 0);
+    KVH_LEAVE(host_alloc(c, p, bytes, flags));
+}
+
+static cudaError_t free_host(call *c, void *p) {
+    if (!p) return cudaSuccess;
+    cudaError_t error = kvh_wait_all(c);
+    range was;
+    if (!error) error = kvh_ctx_lock(c);
+    if (error) return error;
+    error = forget(c->rt->memory, p, RANGE_HOST, &was);
+    if (!error) unmap_host(c->rt->memory, was.base, was.mapped);
+    kvh_ctx_unlock(c);
+    return error;
 }
 
 KVP_EXPORT cudaError_t cudaFreeHost(void *p) {
     KVH_ENTER(cudaFreeHost, 0);
-    if (!p) KVH_LEAVE(cudaSuccess);
-    cudaError_t error = kvh_wait_all(c);
-    range was;
-    if (!error) error = kvh_ctx_lock(c);
-    if (error) KVH_LEAVE(error);
-    error = forget(c->rt->memory, p, RANGE_HOST, &was);
-    if (!error) unmap_host(c->rt->memory, was.base, was.mapped);
-    kvh_ctx_unlock(c);
-    KVH_LEAVE(error);
+    KVH_LEAVE(free_host(c, p));
 }
 
-cudaError_t kvh_host_register(call *c, void *p, size_t bytes) {
+KVP_EXPORT int cuMemFreeHost(void *p) {
+    KVH_ENTER(cuMemFreeHost, 0);
+    KVH_LEAVE(free_host(c, p));
+}
+
+static cudaError_t host_flags(call *c, unsigned *flags, void *p) {
+    memory *m = c->rt->memory;
+    pthread_rwlock_rdlock(&m->lock);
+    range *r = find(m, (uintptr_t)p);
+    bool there = flags && r && !is_device(r->kind);
+    if (there) *flags = r->flags;
+    pthread_rwlock_unlock(&m->lock);
+    return there ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+KVP_EXPORT cudaError_t cudaHostGetFlags(unsigned *flags, void *p) {
+    KVH_ENTER(cudaHostGetFlags, 0);
+    KVH_LEAVE(host_flags(c, flags, p));
+}
+
+KVP_EXPORT int cuMemHostGetFlags(unsigned *flags, void *p) {
+    KVH_ENTER(cuMemHostGetFlags, 0);
+    KVH_LEAVE(host_flags(c, flags, p));
+}
+
+cudaError_t kvh_host_register(call *c, void *p, size_t bytes, unsigned flags) {
     kvh_trace_about(c, NULL, p, bytes, 1, 0, 0);
     uintptr_t base = (uintptr_t)p;
     if (!p || !bytes || base + bytes < base) return cudaErrorInvalidValue;
@@ -618,7 +652,7 @@ cudaError_t kvh_host_register(call *c, void *p, size_t bytes) {
     if (i && m->ranges[i - 1].base + m->ranges[i - 1].bytes > base)
         error = cudaErrorHostMemoryAlreadyRegistered;
     else if ((!m->pinned_limit || (bytes <= m->pinned_limit && m->pinned_bytes <= m->pinned_limit - bytes)) &&
-             insert(m, (range){base, bytes, 0, RANGE_REGISTERED}))
+             insert(m, (range){base, bytes, 0, RANGE_REGISTERED, (uint8_t)flags}))
         m->pinned_bytes += bytes, error = cudaSuccess;
     pthread_rwlock_unlock(&m->lock);
     kvh_ctx_unlock(c);
@@ -626,20 +660,28 @@ cudaError_t kvh_host_register(call *c, void *p, size_t bytes) {
 }
 
 KVP_EXPORT cudaError_t cudaHostRegister(void *p, size_t bytes, unsigned flags) {
-    (void)flags;
     KVH_ENTER(cudaHostRegister, 0);
-    KVH_LEAVE(kvh_host_register(c, p, bytes));
+    KVH_LEAVE(kvh_host_register(c, p, bytes, flags));
+}
+
+static cudaError_t host_unregister(call *c, void *p) {
+    cudaError_t error = kvh_wait_all(c);
+    range was;
+    if (!error) error = kvh_ctx_lock(c);
+    if (error) return error;
+    error = forget(c->rt->memory, p, RANGE_REGISTERED, &was);
+    kvh_ctx_unlock(c);
+    return error;
 }
 
 KVP_EXPORT cudaError_t cudaHostUnregister(void *p) {
     KVH_ENTER(cudaHostUnregister, 0);
-    cudaError_t error = kvh_wait_all(c);
-    range was;
-    if (!error) error = kvh_ctx_lock(c);
-    if (error) KVH_LEAVE(error);
-    error = forget(c->rt->memory, p, RANGE_REGISTERED, &was);
-    kvh_ctx_unlock(c);
-    KVH_LEAVE(error);
+    KVH_LEAVE(host_unregister(c, p));
+}
+
+KVP_EXPORT int cuMemHostUnregister(void *p) {
+    KVH_ENTER(cuMemHostUnregister, 0);
+    KVH_LEAVE(host_unregister(c, p));
 }
 
 /* struct cudaPointerAttributes, the part that all versions share. */
@@ -668,7 +710,15 @@ KVP_EXPORT cudaError_t cudaPointerGetAttributes(pointer_attributes *attributes, 
 
 /* The attributes that a tool asks of an address without a call of the runtime's: memory type, managed, range. */
 KVP_EXPORT int cuPointerGetAttributes(unsigned count, const int *attributes, void **data, uint64_t address) {
-    enum { MEMORY_TYPE = 2, IS_MANAGED = 8, DEVICE_ORDINAL = 9, RANGE_START = 11, RANGE_SIZE = 12 };
+    enum {
+        MEMORY_TYPE = 2,
+        DEVICE_POINTER = 3,
+        HOST_POINTER = 4,
+        IS_MANAGED = 8,
+        DEVICE_ORDINAL = 9,
+        RANGE_START = 11,
+        RANGE_SIZE = 12
+    };
     memory *m = kvh_runtime()->memory;
     atomic_fetch_add(&m->asked, 1);
     pthread_rwlock_rdlock(&m->lock);
@@ -676,6 +726,8 @@ KVP_EXPORT int cuPointerGetAttributes(unsigned count, const int *attributes, voi
     for (unsigned i = 0; i < count; i++) {
         if (attributes[i] == MEMORY_TYPE)
             *(uint32_t *)data[i] = !r ? 0 : is_device(r->kind) ? 2 : 1;
+        else if (attributes[i] == DEVICE_POINTER || attributes[i] == HOST_POINTER)
+            *(uint64_t *)data[i] = r && (attributes[i] == DEVICE_POINTER || !is_device(r->kind)) ? address : 0;
         else if (attributes[i] == DEVICE_ORDINAL)
             *(int *)data[i] = r ? 0 : -2;
         else if (attributes[i] == IS_MANAGED)

@@ -109,6 +109,11 @@ enum {
     X(cuEventElapsedTime, 0)                                                                                           \
     X(cuStreamDestroy_v2, 0)                                                                                           \
     X(cuMemHostRegister_v2, 39)                                                                                        \
+    X(cuMemHostAlloc, 38)                                                                                              \
+    X(cuMemFreeHost, 44)                                                                                               \
+    X(cuMemHostUnregister, 45)                                                                                         \
+    X(cuMemHostGetFlags, 0)                                                                                            \
+    X(cudaHostGetFlags, 0)                                                                                             \
     X(cuMemAddressReserve, 0)                                                                                          \
     X(cuMemAddressFree, 0)                                                                                             \
     X(cuMemCreate, 56)                                                                                                 \
@@ -497,7 +502,7 @@ cudaError_t kvh_event_record(call *c, cudaEvent_t event, cudaStream_t stream);
 cudaError_t kvh_event_query(call *c, cudaEvent_t event);
 cudaError_t kvh_event_elapsed(call *c, float *ms, cudaEvent_t from, cudaEvent_t to);
 cudaError_t kvh_stream_destroy(enum kvh_api api, cudaStream_t handle);
-cudaError_t kvh_host_register(call *c, void *p, size_t bytes);
+cudaError_t kvh_host_register(call *c, void *p, size_t bytes, unsigned flags);
 void kvh_release_handles(runtime *rt); /* at teardown */
 void kvh_handles_in_child(void);
 stream *kvh_stream(runtime *rt, cudaStream_t handle); /* NULL: invalid */

@@ -57,6 +57,8 @@ enum inside { OUTSIDE, IN_KVPROBE, IN_RUNTIME, IN_DRIVER };
 
 enum detail { DETAIL_TOTALS, DETAIL_COPIES, DETAIL_LAUNCHES };
 
+enum recycles { KVP_KEEPS = 1, KVP_POPULATES = 2, KVP_POPULATED = 4 }; /* may; there is some that was */
+
 /* What every call asks, in one cache line. Any thread may look while another attaches or detaches. */
 struct watch {
     atomic_int on;          /* 1 while this process is to be recorded; what else a call needs is there before it */
@@ -67,7 +69,7 @@ struct watch {
     atomic_int no_driver;   /* there is none to ask about a pointer */
     atomic_int gate;        /* 1: a test forbids calls */
     atomic_int cures;       /* 1: pageable copies may go another way (cures.c) */
-    atomic_int recycles;    /* 1: pinned memory that is freed may be kept (recycle.c) */
+    atomic_int recycles;    /* enum recycles: what is done about pinned memory (recycle.c) */
     atomic_int captures;    /* streams that are being captured */
     atomic_int marks;       /* 1: marks are recorded in the program's streams (marks.c) */
     atomic_int blocking;    /* 1: there may be streams that the legacy default stream waits for */

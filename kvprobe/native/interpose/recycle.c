@@ -27,6 +27,7 @@
 #include "recycle.h"
 
 #include "../src/host_memory.h"
+#include "populated.h"
 #include "staging.h"
 
 #include <errno.h>
@@ -41,15 +42,10 @@
 #define WATCH_MS 100
 #define FLAG_BITS 4 /* of a key; the context's id stands above */
 
-enum { HOST = 1, RELAXED = 2, OUT_OF_MEMORY = 2, ALL_FLAGS = 7 };
+enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, RELAXED = 2, HOST = 1, ALL_FLAGS = 7 };
 enum { MEMORY_TYPE = 2, RANGE_START = 11, RANGE_SIZE = 12 };
 
-static struct {
-    int (*cuCtxGetCurrent)(void **), (*cuCtxSetCurrent)(void *), (*cuCtxGetId)(void *, uint64_t *);
-    int (*cuCtxSynchronize)(void), (*cuThreadExchangeStreamCaptureMode)(int *);
-    int (*cuPointerGetAttributes)(unsigned, int *, void **, uint64_t);
-    int (*cuDeviceGetCount)(int *), (*cuDevicePrimaryCtxGetState)(int, unsigned *, int *); /* the last: may be NULL */
-} driver;
+#define driver kvp_pinning_driver
 
 typedef int free_fn(void *);
 
@@ -70,7 +66,7 @@ static struct {
     uint64_t made_bytes, made_ns; /* what pinning took */
     uint64_t taken_ns, kept_ns;   /* handing out; keeping, the wait for the device included */
     uint64_t come_bytes;          /* kept since one was handed out */
-    int told, given_up, able, pid;
+    int told, told_end, given_up, able, pid;
 } state = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 /* ---- start and end ---------------------------------------------------------------------------------------------- */
@@ -78,6 +74,7 @@ static struct {
 static void in_child(void) {
     kvp_watch.recycles = 0;
     kvp_kept_in_child(&kept);
+    kvp_populated_in_child();
     pthread_mutex_init(&state.lock, NULL);
     state.count = 0;
 }
@@ -92,32 +89,34 @@ static void release(void *unused, const kvp_kept_buffer *buffer) {
     if (!current) driver.cuCtxSetCurrent(how->context);
     driver.cuThreadExchangeStreamCaptureMode(&mode);
     kvp_thread.inside = IN_RUNTIME; /* the driver's calls in it are not the program's */
-    how->call(buffer->memory);
+    if (kvp_populated_free(buffer->memory) < 0) how->call(buffer->memory);
     kvp_thread.inside = (uint32_t)inside;
     driver.cuThreadExchangeStreamCaptureMode(&mode);
     if (!current) driver.cuCtxSetCurrent(NULL);
 }
 
-void kvp_recycle_start(const char *run_folder) {
+static uint64_t budget(void) {
     const char *bytes = getenv("KVPROBE_KEEP_BYTES");
     char *end;
-    if (!bytes) bytes = "auto";
-    if (!*bytes || *bytes == '-') return;
+    if (!bytes || !strcmp(bytes, "auto")) return kvp_memory_left("").total_bytes / OF_MEMORY;
     uint64_t budget = strtoull(bytes, &end, 10);
-    if (!strcmp(bytes, "auto"))
-        budget = kvp_memory_left("").total_bytes / OF_MEMORY;
-    else if (*end)
-        return;
-    if (!budget) return;
-    kept = (kvp_kept){.budget_bytes = budget, .root = "", .release = release, .watch_ms = WATCH_MS};
+    return *bytes && *bytes != '-' && !*end ? budget : 0;
+}
+
+void kvp_recycle_start(const char *run_folder) {
+    kept = (kvp_kept){.budget_bytes = budget(), .root = "", .release = release, .watch_ms = WATCH_MS};
+    int does = (kept.budget_bytes ? KVP_KEEPS : 0) | (kvp_populated_start(run_folder) ? KVP_POPULATES : 0);
     kvp_kept_open(&kept);
     folder = run_folder;
-    if (!pthread_atfork(NULL, NULL, in_child)) kvp_watch.recycles = 1;
+    if (does && !pthread_atfork(NULL, NULL, in_child)) kvp_watch.recycles = does;
 }
+
+/* What was made here is freed as it was made, whatever else ends. */
+static void end(int what) { atomic_fetch_and(&kvp_watch.recycles, ~what); }
 
 void kvp_recycle_stop(void) {
     int pid = state.pid;
-    kvp_watch.recycles = 0;
+    end(KVP_KEEPS | KVP_POPULATES);
     folder = NULL; /* nothing is written, either */
     if (!pid || pid != (int)getpid()) return;
     kvp_kept_stop(&kept);
@@ -130,9 +129,10 @@ static void before_exit(void) {
 }
 
 void kvp_recycle_close(void) {
-    if (!folder || !state.pid || state.pid != (int)getpid()) return;
-    kvp_watch.recycles = 0;
-    state.pid = 0;
+    if (!folder || state.told_end || !state.pid || state.pid != (int)getpid()) return;
+    end(KVP_KEEPS | KVP_POPULATES);
+    kvp_populated_close();
+    state.told_end = 1;
     const kvp_kept_counts *c = &kept.counts;
     if (!c->kept) return;
     double as_it_was =
@@ -157,6 +157,12 @@ void kvp_recycle_context_ends(void) {
     errno = was;
 }
 
+void kvp_recycle_context_ended(void) {
+    int was = errno;
+    if (kvp_watch.recycles && state.pid == (int)getpid()) kvp_populated_context_ended();
+    errno = was;
+}
+
 /* ---- what may be kept -------------------------------------------------------------------------------------------- */
 
 static int find_driver(void) {
@@ -165,15 +171,18 @@ static int find_driver(void) {
 #define FIND(NAME) *(void **)&driver.NAME = kvp_driver_symbol(#NAME)
     FIND(cuCtxGetCurrent), FIND(cuCtxSetCurrent), FIND(cuCtxGetId), FIND(cuCtxSynchronize);
     FIND(cuThreadExchangeStreamCaptureMode), FIND(cuPointerGetAttributes), FIND(cuDeviceGetCount);
-    FIND(cuDevicePrimaryCtxGetState);
+    FIND(cuDevicePrimaryCtxGetState), FIND(cuMemHostUnregister), FIND(cuMemHostGetFlags), FIND(cuMemFreeHost);
 #undef FIND
+    *(void **)&driver.cuMemHostRegister = kvp_driver_symbol("cuMemHostRegister_v2");
+    if (!driver.cuMemHostRegister || !driver.cuMemHostUnregister || !driver.cuMemHostGetFlags || !driver.cuMemFreeHost)
+        end(KVP_POPULATES);
     if (driver.cuCtxGetCurrent && driver.cuCtxSetCurrent && driver.cuCtxGetId && driver.cuCtxSynchronize &&
         driver.cuThreadExchangeStreamCaptureMode && driver.cuPointerGetAttributes && driver.cuDeviceGetCount) {
         state.able = 1;
         state.pid = (int)getpid();
         atexit(before_exit);
     } else {
-        kvp_watch.recycles = 0;
+        end(KVP_KEEPS | KVP_POPULATES);
         kvp_decision(folder, "refuse", NULL, NULL, 0, "this driver lacks functions of CUDA 12: pinned memory is freed");
     }
     return state.able > 0;
@@ -251,13 +260,13 @@ static struct freeing *freeing_of(free_fn *call, void *context) {
 /* ---- the calls ----------------------------------------------------------------------------------------------------
  */
 
-int kvp_recycle_take(void **pointer, size_t bytes, unsigned flags) {
+int kvp_recycle_take(void **pointer, size_t bytes, unsigned flags, any_fn *alloc) {
     int was = errno, made = 0;
     void *context;
     kvp_kept_buffer found;
     if (!pointer || bytes < SMALLEST || !find_driver()) return errno = was, 0;
     uint64_t since = kvp_clock(), key = key_of(flags, &context);
-    while (key && !made && kvp_kept_take(&kept, bytes, key, &found))
+    while (key && !made && kvp_watch.recycles & KVP_KEEPS && kvp_kept_take(&kept, bytes, key, &found))
         if (is_whole(found.memory, found.bytes))
             made = 1;
         else
@@ -277,8 +286,11 @@ int kvp_recycle_take(void **pointer, size_t bytes, unsigned flags) {
             kvp_decision(folder, "keep", "as it is", "recycled", gain,
                          "pinned memory that is freed is handed out again: %zu bytes in %.1f us", bytes,
                          (double)(kvp_clock() - since) / 1e3);
-    } else if (key)
+    } else if (key) {
         kvp_kept_press(&kept, bytes);
+        made = kvp_populated_make(pointer, bytes, flags, alloc);
+        if (made) kvp_recycle_made(pointer, bytes, flags, 0, kvp_populated_as_it_is_ns(bytes));
+    }
     errno = was;
     return made;
 }
@@ -288,9 +300,10 @@ int kvp_recycle_made(void *const *pointer, size_t bytes, unsigned flags, int res
     void *context;
     if (bytes < SMALLEST || !find_driver()) return errno = was, 0;
     uint64_t key = key_of(flags, &context);
-    if (result == OUT_OF_MEMORY && key && ns && kept.counts.kept_bytes) {
+    if (result == OUT_OF_MEMORY && key && ns) {
+        again = kept.counts.kept_bytes > 0;
         kvp_kept_trim(&kept, 0);
-        again = 1;
+        again |= kvp_populated_free_samples();
     } else if (!result && key && *pointer) {
         kvp_kept_buffer made = {.memory = *pointer, .bytes = bytes, .key = key, .taken = bytes};
         note_out(&made);
@@ -315,13 +328,14 @@ static void look_whether_it_pays(uint64_t bytes) {
     state.given_up |= vain;
     pthread_mutex_unlock(&state.lock);
     if (!vain) return;
-    kvp_watch.recycles = 0;
+    end(KVP_KEEPS);
     kvp_kept_trim(&kept, 0);
     kvp_decision(folder, "rollback", "recycled", "as it is", 0,
                  "%.3f GB of pinned memory were kept, and none was asked for again", (double)state.come_bytes / 1e9);
 }
 
-int kvp_recycle_keep(void *pointer, any_fn *free_host) {
+/* 1: it is kept. */
+static int keep(void *pointer, any_fn *free_host) {
     int was = errno, keeps = 0;
     void *context;
     kvp_kept_buffer found;
@@ -330,8 +344,8 @@ int kvp_recycle_keep(void *pointer, any_fn *free_host) {
     kvp_kept_returned(&kept, &found);
     found.taken = found.bytes;
     struct freeing *how = NULL;
-    if (key_of((unsigned)found.key & ALL_FLAGS, &context) == found.key && is_whole(pointer, found.bytes) &&
-        !driver.cuCtxSynchronize())
+    if (kvp_watch.recycles & KVP_KEEPS && key_of((unsigned)found.key & ALL_FLAGS, &context) == found.key &&
+        is_whole(pointer, found.bytes) && !driver.cuCtxSynchronize())
         how = freeing_of((free_fn *)free_host, context);
     if (how) {
         found.tag = how;
@@ -348,6 +362,23 @@ int kvp_recycle_keep(void *pointer, any_fn *free_host) {
     return keeps;
 }
 
-void *kvp_recycle_freed(void *pointer) {
-    return pointer && kvp_kept_holds(&kept, pointer) ? (char *)pointer + 64 : pointer;
+/* The program's call is made with what it would refuse, as it refuses what is freed. */
+int kvp_recycle_free(void *pointer, any_fn *free_host) {
+    free_fn *call = (free_fn *)free_host;
+    if (!pointer || state.pid != (int)getpid()) return call(pointer);
+    if (keep(pointer, free_host)) return 0;
+    if (kvp_kept_holds(&kept, pointer)) return call((char *)pointer + 64);
+    if (!kvp_populated_is(pointer)) return call(pointer);
+    /* one that CUDA refuses while a stream is captured, or after an error, is the program's own */
+    if (atomic_load(&kvp_watch.captures) || driver.cuCtxSynchronize()) {
+        int refused = call((char *)pointer + 64);
+        if (refused != INVALID_VALUE) return refused;
+        kvp_recycle_clear(free_host);
+    }
+    return kvp_populated_free(pointer);
+}
+
+void *kvp_recycle_unregistered(void *pointer) {
+    static char unregistered;
+    return kvp_populated_is(pointer) ? &unregistered : pointer;
 }

@@ -9,15 +9,17 @@ void kvp_recycle_start(const char *folder);
 void kvp_recycle_stop(void);         /* from now on every call goes as it is; what is kept is freed */
 void kvp_recycle_close(void);        /* and the run folder is told what was done */
 void kvp_recycle_context_ends(void); /* what is kept is freed before its context goes */
+void kvp_recycle_context_ended(void);
 
-/* 1: a kept buffer is handed out, the call would have returned 0. 0: the caller makes it, then calls `made` with the
- * result and what that took; 1 of that: what was kept has been freed, it is worth a second call. */
-int kvp_recycle_take(void **pointer, size_t bytes, unsigned flags);
+/* 1: `pointer` has a buffer that was kept or made here, the call would have returned 0. 0: the caller makes it, then
+ * calls `made` with the result and what that took; 1 of that: what was kept has been freed, it is worth a second call.
+ */
+int kvp_recycle_take(void **pointer, size_t bytes, unsigned flags, any_fn *alloc);
 int kvp_recycle_made(void *const *pointer, size_t bytes, unsigned flags, int result, uint64_t ns);
-/* 1: it is kept. 0: the caller frees it, by `kvp_recycle_freed(pointer)`: elsewhere where it is no longer the
- * program's, so that the call fails as it would. */
-int kvp_recycle_keep(void *pointer, any_fn *free_host);
-void *kvp_recycle_freed(void *pointer);
+/* `free_host` is the program's call, which is made where the buffer is neither kept nor of our own making. */
+int kvp_recycle_free(void *pointer, any_fn *free_host);
+/* What the program asks to be unregistered: elsewhere where it is allocated memory to it, so that the call fails. */
+void *kvp_recycle_unregistered(void *pointer);
 void kvp_recycle_clear(any_fn *host_alloc); /* the error of a call that was made a second time */
 
 #define KVP_RECYCLED_ALLOC(NATIVE, BYTES, FLAGS)                                                                       \
@@ -25,7 +27,7 @@ void kvp_recycle_clear(any_fn *host_alloc); /* the error of a call that was made
         int made = 0;                                                                                                  \
         if (likely(!kvp_watch.recycles))                                                                               \
             made = (NATIVE);                                                                                           \
-        else if (!kvp_recycle_take(pointer, BYTES, FLAGS)) {                                                           \
+        else if (!kvp_recycle_take(pointer, BYTES, FLAGS, function)) {                                                 \
             uint64_t since = kvp_clock();                                                                              \
             made = (NATIVE);                                                                                           \
             if (kvp_recycle_made(pointer, BYTES, FLAGS, made, kvp_clock() - since)) {                                  \
@@ -37,9 +39,7 @@ void kvp_recycle_clear(any_fn *host_alloc); /* the error of a call that was made
         made;                                                                                                          \
     })
 
-#define KVP_RECYCLED_FREE                                                                                              \
-    (likely(!kvp_watch.recycles)           ? real(pointer)                                                             \
-     : kvp_recycle_keep(pointer, function) ? 0                                                                         \
-                                           : real(kvp_recycle_freed(pointer)))
+#define KVP_RECYCLED_FREE (likely(!kvp_watch.recycles) ? real(pointer) : kvp_recycle_free(pointer, function))
+#define KVP_RECYCLED_UNREGISTER real(likely(!kvp_watch.recycles) ? pointer : kvp_recycle_unregistered(pointer))
 
 #endif

@@ -659,16 +659,19 @@ CALL(cudaFree, A_FREE, r.call = KVP_CALL_cudaFree)
 CALL_BY(cudaFreeHost, A_FREE, KVP_RECYCLED_FREE, r.call = KVP_CALL_cudaFreeHost)
 #define cudaHostUnregister_P void *pointer
 #define cudaHostUnregister_A pointer
-CALL(cudaHostUnregister, A_FREE, r.call = KVP_CALL_cudaHostUnregister)
+CALL_BY(cudaHostUnregister, A_FREE, KVP_RECYCLED_UNREGISTER, r.call = KVP_CALL_cudaHostUnregister)
 #define cuMemAlloc_P uint64_t *pointer, size_t bytes
 #define cuMemAlloc_A pointer, bytes
 CALL(cuMemAlloc, A_CALL, r.call = KVP_CALL_cuMemAlloc; r.bytes = bytes)
 #define cuMemHostAlloc_P void **pointer, size_t bytes, unsigned flags
 #define cuMemHostAlloc_A pointer, bytes, flags
-CALL(cuMemHostAlloc, A_CALL, r.call = KVP_CALL_cuMemHostAlloc; r.bytes = bytes)
+CALL_BY(cuMemHostAlloc, A_FREE, KVP_RECYCLED_ALLOC(real(cuMemHostAlloc_A), bytes, flags),
+        r.call = KVP_CALL_cuMemHostAlloc;
+        r.bytes = bytes)
 #define cuMemAllocHost_P void **pointer, size_t bytes
 #define cuMemAllocHost_A pointer, bytes
-CALL(cuMemAllocHost, A_CALL, r.call = KVP_CALL_cuMemHostAlloc; r.bytes = bytes)
+CALL_BY(cuMemAllocHost, A_FREE, KVP_RECYCLED_ALLOC(real(cuMemAllocHost_A), bytes, 0), r.call = KVP_CALL_cuMemHostAlloc;
+        r.bytes = bytes)
 #define cuMemHostRegister_P void *pointer, size_t bytes, unsigned flags
 #define cuMemHostRegister_A pointer, bytes, flags
 CALL(cuMemHostRegister, A_FREE, r.call = KVP_CALL_cuMemHostRegister; r.bytes = bytes)
@@ -677,10 +680,10 @@ CALL(cuMemHostRegister, A_FREE, r.call = KVP_CALL_cuMemHostRegister; r.bytes = b
 CALL(cuMemFree, A_FREE, r.call = KVP_CALL_cuMemFree)
 #define cuMemFreeHost_P void *pointer
 #define cuMemFreeHost_A pointer
-CALL(cuMemFreeHost, A_FREE, r.call = KVP_CALL_cuMemFreeHost)
+CALL_BY(cuMemFreeHost, A_FREE, KVP_RECYCLED_FREE, r.call = KVP_CALL_cuMemFreeHost)
 #define cuMemHostUnregister_P void *pointer
 #define cuMemHostUnregister_A pointer
-CALL(cuMemHostUnregister, A_FREE, r.call = KVP_CALL_cuMemHostUnregister)
+CALL_BY(cuMemHostUnregister, A_FREE, KVP_RECYCLED_UNREGISTER, r.call = KVP_CALL_cuMemHostUnregister)
 
 /* ---- GPU memory whose addresses stay (cuMemRelease does not say how much it was) --------------------------------- */
 
@@ -839,7 +842,8 @@ ENDS_CAPTURE(cuStreamEndCapture)
 /* ---- contexts that end (cures.c) -------------------------------------------------------------------------------- */
 
 #define ENDS_CONTEXT(NAME)                                                                                             \
-    UNRECORDED(NAME, (kvp_context_ends(), kvp_recycle_context_ends(), kvp_marks_context_ends()), (void)0)
+    UNRECORDED(NAME, (kvp_context_ends(), kvp_recycle_context_ends(), kvp_marks_context_ends()),                       \
+               kvp_recycle_context_ended())
 #define cudaDeviceReset_P void *unused
 #define cudaDeviceReset_A unused
 ENDS_CONTEXT(cudaDeviceReset)

@@ -32,9 +32,12 @@ typedef struct {
     uint64_t chunk_bytes; /* what a thread takes at a time; 0: 64 MiB */
     uint32_t threads;     /* the caller included; 0: four, or as many processors as this process may use */
     int32_t node;         /* NUMA node that is preferred; -1: where the threads run */
-    uint32_t small_pages; /* 1: no huge pages are asked for */
-    uint32_t private;     /* 1: a forked child does not get it */
+    uint32_t pages;       /* enum kvp_pages */
+    uint32_t fork;        /* enum kvp_fork */
 } kvp_populating;
+
+enum kvp_pages { KVP_PAGES_ANY = 0, KVP_PAGES_SMALL = 1, KVP_PAGES_HUGE = 2 }; /* any: huge ones are asked for */
+enum kvp_fork { KVP_FORK_COPY = 0, KVP_FORK_NONE = 1, KVP_FORK_SHARED = 2 };   /* what a forked child gets */
 
 /* New zeroed memory whose pages are there, `bytes` rounded up to huge pages. NULL: errno says why; nothing is left. */
 KVP_EXPORT void *kvp_populate(uint64_t bytes, const kvp_populating *how);

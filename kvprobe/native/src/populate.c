@@ -8,6 +8,8 @@
 #include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -15,14 +17,38 @@
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
 #endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25 /* Linux 6.1 */
+#endif
 enum { PREFERRED = 1 }; /* MPOL_PREFERRED */
 
 typedef struct {
     uint8_t *memory;
     uint64_t bytes, chunk;
+    int collapse; /* huge pages of shared memory are to be asked for one by one */
     _Atomic uint64_t next;
     _Atomic int error;
 } work;
+
+/* The kernel makes huge pages of shared memory by itself only where shmem_enabled allows it, which it does nowhere by
+ * default; asked like this it makes one of what holds a page. */
+static int collapse(uint8_t *memory, uint64_t bytes) {
+    for (uint64_t at = 0; at < bytes; at += KVP_HUGE_PAGE) *(volatile uint8_t *)(memory + at) = 0;
+    return madvise(memory, bytes, MADV_COLLAPSE);
+}
+
+/* Whether a switch of the kernel stands at one of `words`. */
+static int stands_at(const char *name, const char *words) {
+    char path[128], line[128] = "";
+    snprintf(path, sizeof path, "/sys/kernel/mm/transparent_hugepage/%s", name);
+    FILE *file = fopen(path, "re");
+    if (!file) return 0;
+    char *end, *word = fgets(line, sizeof line, file) ? strchr(line, '[') : NULL;
+    fclose(file);
+    if (!word || !(end = strchr(++word, ']'))) return 0;
+    *end = 0;
+    return strstr(words, word) != NULL;
+}
 
 static int touch(uint8_t *memory, uint64_t bytes) {
     if (!madvise(memory, bytes, MADV_POPULATE_WRITE)) return 0;
@@ -37,7 +63,7 @@ static void *populate(void *given) {
         uint64_t at = atomic_fetch_add(&w->next, w->chunk);
         if (at >= w->bytes) break;
         uint64_t bytes = w->bytes - at < w->chunk ? w->bytes - at : w->chunk;
-        int error = touch(w->memory + at, bytes);
+        int error = w->collapse && !collapse(w->memory + at, bytes) ? 0 : touch(w->memory + at, bytes);
         if (error) atomic_store(&w->error, error);
     }
     return NULL;
@@ -56,6 +82,20 @@ static uint32_t threads_for(const kvp_populating *how, uint64_t chunks) {
 
 static uint64_t rounded(uint64_t bytes) { return (bytes + KVP_HUGE_PAGE - 1) & ~(uint64_t)(KVP_HUGE_PAGE - 1); }
 
+/* The kernel gives huge pages of shared memory only where address and offset begin at a border of them. */
+static uint8_t *map_shared(uint64_t bytes) {
+    int anonymous = MAP_ANONYMOUS | MAP_NORESERVE;
+    uint8_t *at = mmap(NULL, bytes + KVP_HUGE_PAGE, PROT_NONE, MAP_PRIVATE | anonymous, -1, 0);
+    if (at == MAP_FAILED) return NULL;
+    uint64_t before = (KVP_HUGE_PAGE - (uintptr_t)at % KVP_HUGE_PAGE) % KVP_HUGE_PAGE;
+    void *shared = mmap(at + before, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | anonymous, -1, 0);
+    if (before) munmap(at, before);
+    munmap(at + before + bytes, KVP_HUGE_PAGE - before);
+    if (shared == MAP_FAILED) return munmap(at + before, bytes), NULL;
+    madvise(shared, bytes, MADV_DONTDUMP); /* nor is what the driver makes */
+    return shared;
+}
+
 /* At a border of huge pages, or the kernel gives none for the first and the last of them. */
 static uint8_t *map(uint64_t bytes) {
     uint8_t *at = mmap(NULL, bytes + KVP_HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -66,18 +106,28 @@ static uint8_t *map(uint64_t bytes) {
     return at + before;
 }
 
+/* Of shared memory. 0, or the error where nothing but huge pages will do, and there are none. */
+static int look_for_huge_pages(work *w, const kvp_populating *how) {
+    if (how->pages == KVP_PAGES_SMALL) return 0;
+    if (stands_at("shmem_enabled", "always within_size advise force")) return 0;
+    w->collapse = !stands_at("enabled", "never") && !collapse(w->memory, KVP_HUGE_PAGE);
+    return w->collapse || how->pages != KVP_PAGES_HUGE ? 0 : EOPNOTSUPP;
+}
+
 void *kvp_populate(uint64_t bytes, const kvp_populating *how) {
     uint64_t whole = rounded(bytes), chunk = how->chunk_bytes ? rounded(how->chunk_bytes) : 64u << 20;
     if (whole < bytes || whole + KVP_HUGE_PAGE < whole) return errno = ENOMEM, NULL;
-    work w = {.memory = map(whole), .bytes = whole, .chunk = chunk};
+    int shared = how->fork == KVP_FORK_SHARED;
+    work w = {.memory = (shared ? map_shared : map)(whole), .bytes = whole, .chunk = chunk};
     if (!w.memory) return NULL;
     /* each of these is a request: without it the memory is as good */
-    if (!how->small_pages) madvise(w.memory, whole, MADV_HUGEPAGE);
+    if (how->pages != KVP_PAGES_SMALL) madvise(w.memory, whole, MADV_HUGEPAGE);
     if (how->node >= 0 && how->node < 64) {
         uint64_t nodes = (uint64_t)1 << how->node;
         syscall(SYS_mbind, w.memory, whole, PREFERRED, &nodes, 64 + 1, 0);
     }
-    int error = how->private && madvise(w.memory, whole, MADV_DONTFORK) ? errno : 0;
+    int error = how->fork == KVP_FORK_NONE && madvise(w.memory, whole, MADV_DONTFORK) ? errno : 0;
+    if (shared) error = look_for_huge_pages(&w, how);
     pthread_t threads[KVP_MOST_POPULATERS];
     uint32_t wanted = threads_for(how, (whole + chunk - 1) / chunk), made = 0;
     sigset_t were;

@@ -24,6 +24,8 @@ int cuMemAddressReserve(uint64_t *, size_t, size_t, uint64_t, uint64_t), cuMemRe
 int cuMemCreate(uint64_t *, size_t, const void *, uint64_t), cuMemMap(uint64_t, size_t, size_t, uint64_t, uint64_t);
 int cuMemUnmap(uint64_t, size_t), cuMemSetAccess(uint64_t, size_t, const void *, size_t);
 int cuMemAddressFree(uint64_t, size_t);
+int cudaHostRegister(void *, size_t, unsigned), cudaHostUnregister(void *), cudaHostGetFlags(unsigned *, void *);
+int cuMemHostAlloc(void **, size_t, unsigned), cuMemFreeHost(void *);
 int cudaStreamBeginCapture(cudaStream_t, int), cudaStreamEndCapture(cudaStream_t, void **);
 
 enum { MIB = 1 << 20, MODEL = 6, TO_DEVICE = 1, TO_HOST = 2 };
@@ -142,6 +144,69 @@ static void other_flags(void) {
     }
 }
 
+/* What the runtime answers about memory that it has allocated, and what it refuses to do with it. */
+static void answers(void) {
+    struct {
+        int type, device;
+        void *on_device, *on_host, *more[8];
+    } a;
+    int cudaPointerGetAttributes(void *, const void *);
+    for (unsigned asked = 0; asked < 8; asked++) {
+        uint8_t *at = NULL;
+        unsigned flags[2] = {99, 99};
+        check(cudaHostAlloc((void **)&at, 3 * MIB + 100, asked));
+        int got = cudaHostGetFlags(&flags[0], at), inside = cudaHostGetFlags(&flags[1], at + MIB);
+        printf("flags %u: %d %u inside %d %u", asked, got, flags[0], inside, flags[1]);
+        printf(" attributes %d", cudaPointerGetAttributes(&a, at + 2 * MIB));
+        printf(" %d %d %d %d", a.type, a.device, a.on_device == at + 2 * MIB, a.on_host == at + 2 * MIB);
+        for (size_t i = 0; i < 3 * MIB + 100; i++) wrong += at[i] != 0;
+        printf(" unregister %d", cudaHostUnregister(at));
+        printf(" last %d register", cudaGetLastError());
+        printf(" %d last", cudaHostRegister(at, MIB, 0));
+        printf(" %d free", cudaGetLastError());
+        printf(" %d again", cudaFreeHost(at));
+        printf(" %d last", cudaFreeHost(at));
+        printf(" %d\n", cudaGetLastError());
+    }
+}
+
+static void by_the_driver(void) {
+    uint8_t *at = NULL;
+    check(cuMemHostAlloc((void **)&at, 4 * MIB, 1));
+    fill(at, 4 * MIB, 7);
+    compare(at, 4 * MIB, 7);
+    printf("freed %d", cuMemFreeHost(at));
+    printf(" again %d", cuMemFreeHost(at));
+    check(cudaMallocHost((void **)&at, 4 * MIB));
+    printf(" the runtime's %d", cuMemFreeHost(at));
+    check(cuMemHostAlloc((void **)&at, 4 * MIB, 0));
+    printf(" by the runtime %d", cudaFreeHost(at));
+    printf(" last %d\n", cudaGetLastError());
+}
+
+/* A child reads what its parent writes after the fork. */
+static void shares(void) {
+    int to[2], from[2];
+    char c = 0;
+    if (pipe(to) || pipe(from)) exit(4);
+    uint8_t *at = pin(4 * MIB);
+    fill(at, 4 * MIB, 1);
+    pid_t child = fork();
+    if (!child) {
+        if (read(to[0], &c, 1) != 1) _exit(9);
+        compare(at, 4 * MIB, 2);
+        fill(at, 4 * MIB, 3);
+        _exit(wrong != 0);
+    }
+    int status = -1;
+    fill(at, 4 * MIB, 2);
+    if (write(to[1], &c, 1) != 1) exit(4);
+    waitpid(child, &status, 0);
+    compare(at, 4 * MIB, 3);
+    printf("child %d\n", status);
+    unpin(at, 4 * MIB);
+}
+
 static void wrong_frees(void) {
     uint8_t *at = pin(2 * MIB);
     printf("inside %d", cudaFreeHost(at + 4096));
@@ -245,6 +310,9 @@ int main(int count, char **arguments) {
     if (!strcmp(play, "sleeps")) sleeps(count > 2 ? atoi(arguments[2]) : 3);
     if (!strcmp(play, "virtual")) virtual();
     if (!strcmp(play, "flags")) other_flags();
+    if (!strcmp(play, "answers")) answers();
+    if (!strcmp(play, "driver")) by_the_driver();
+    if (!strcmp(play, "shares")) shares();
     if (!strcmp(play, "wrong")) wrong_frees();
     if (!strcmp(play, "waits")) waits();
     if (!strcmp(play, "captures")) captures();

@@ -1,0 +1,399 @@
+/* The cure of slow pinning: large pinned memory whose pages several threads make before it is registered.
+ *
+ * A driver that allocates pinned memory makes its pages on one thread, 2 to 3 GB a second, with the context's lock
+ * held. Here the pages are made first (src/populate.c), without any lock of the driver's, and one call registers them:
+ * 20 to 30 ms a GiB, which other threads wait for. It is one call because a copy over two registrations is refused.
+ *
+ * WHAT A PROGRAM MAY RELY ON, and does with this
+ * - What CUDA answers about such memory, it answers as of its own: the first time that flags are asked for, a small
+ *   sample is allocated by the program's own function, and all answers of the driver about it are compared with those
+ *   about memory made here. Where one differs, and with write-combined memory, these flags are the runtime's.
+ * - A forked child reads it, as it reads the runtime's: the memory is shared, and in no core dump.
+ * - Whatever cannot be had (pages, registration) is asked of the runtime, and its result is the result.
+ * - Pages are on the calling thread's NUMA node, unless the program has said where memory is to be.
+ * - A limit of a cgroup counts these pages, and may not count those that a driver makes: so nothing is made here unless
+ *   as much again is left below it, and the reserve; where KVPROBE_POPULATE_BYTES is a number, the reserve alone.
+ * - What is registered is given back by whatever the program frees pinned memory with.
+ *
+ * WHAT IS OTHERWISE: the process's resident memory counts it, and its map names it /dev/zero. A context that is
+ * destroyed takes the registration, and then this takes the memory.
+ *
+ * Huge pages alone pay: where the kernel gives none, and where a byte made here costs more than three quarters of what
+ * one of the sample did, all further memory is the runtime's. */
+#define _GNU_SOURCE
+#include "populated.h"
+
+#include "../src/host_memory.h"
+#include "staging.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define FROM (16u << 20)        /* what is smaller is soon made */
+#define SAMPLE_BYTES (2u << 20) /* freed where memory is short: that waits for the device */
+#define CHUNK (16u << 20)       /* the kernel keeps others from mapping memory while one is made: 2 to 10 ms */
+#define SHOWS_THREADS (64u << 20)
+#define JUDGED 3 /* buffers, before it is asked whether it pays */
+#define PAYS 0.75
+#define KINDS 4 /* of flags: portable, mapped */
+
+enum { WRITE_COMBINED = 4, FLAGS_OF_KIND = 3 };
+enum { DEFAULT_POLICY = 0 };
+
+struct pinning_driver kvp_pinning_driver;
+#define driver kvp_pinning_driver
+
+typedef struct {
+    void *memory;
+    uint64_t bytes;
+    void *context;
+} one;
+
+enum known { NOT_YET, EQUAL, DIFFERENT };
+
+static const char *folder;
+static struct {
+    pthread_mutex_t lock; /* of what follows */
+    one *all;
+    uint32_t count, room;
+    enum known kinds[KINDS];
+    void *samples[KINDS];
+    unsigned as_flags[KINDS]; /* what they are registered with */
+    double as_it_was;         /* ns a byte, of the samples */
+    uint64_t from;            /* bytes */
+    int forced;               /* the environment says from where on: it is not asked whether it pays */
+    uint32_t threads[2], made[2];
+    double took[2]; /* ns a byte, by so many threads */
+    uint64_t bytes, populate_ns, register_ns, longest_ns;
+    uint32_t buffers, refused;
+    int told;
+} state = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+static void no_longer(const char *why, int error) {
+    atomic_fetch_and(&kvp_watch.recycles, ~KVP_POPULATES);
+    if (error)
+        kvp_decision(folder, "rollback", "populated", "as it is", 0, "%s (error %d)", why, error);
+    else
+        kvp_decision(folder, "rollback", "populated", "as it is", 0, "%s", why);
+}
+
+/* ---- start and end ---------------------------------------------------------------------------------------------- */
+
+static uint32_t processors(void) {
+    cpu_set_t set;
+    unsigned cores = sched_getaffinity(0, sizeof set, &set) ? 1 : (unsigned)CPU_COUNT(&set);
+    unsigned long long quota, period;
+    FILE *file = fopen("/sys/fs/cgroup/cpu.max", "re");
+    if (file) {
+        if (fscanf(file, "%llu %llu", &quota, &period) == 2 && period && quota / period < cores)
+            cores = (unsigned)(quota / period);
+        fclose(file);
+    }
+    return cores < 1 ? 1 : cores;
+}
+
+int kvp_populated_start(const char *run_folder) {
+    const char *bytes = getenv("KVPROBE_POPULATE_BYTES");
+    char *end;
+    state.from = FROM;
+    if (bytes && strcmp(bytes, "auto")) {
+        state.from = strtoull(bytes, &end, 10);
+        state.forced = 1;
+        if (!*bytes || *bytes == '-' || *end || !state.from) return 0;
+    }
+    uint32_t cores = processors();
+    state.threads[0] = cores < 4 ? cores : 4;
+    state.threads[1] = cores / 2 > 8 ? 8 : cores / 2 > state.threads[0] ? cores / 2 : state.threads[0];
+    folder = run_folder;
+    return 1;
+}
+
+void kvp_populated_in_child(void) {
+    pthread_mutex_init(&state.lock, NULL);
+    state.count = 0; /* what it inherits is its parent's */
+}
+
+void kvp_populated_close(void) {
+    if (!state.buffers) return;
+    kvp_decision(
+        folder, "note", NULL, NULL, 0,
+        "%u pinned buffers of %.3f GB had their pages made by up to %u threads in %.3f s and were registered in "
+        "%.3f s, the longest in %.1f ms; as it is that takes about %.3f s; %u were left to the runtime",
+        state.buffers, (double)state.bytes / 1e9, state.threads[state.threads[1] != state.threads[0]],
+        (double)state.populate_ns / 1e9, (double)state.register_ns / 1e9, (double)state.longest_ns / 1e6,
+        state.as_it_was * (double)state.bytes / 1e9, state.refused);
+}
+
+/* ---- the registry ----------------------------------------------------------------------------------------------- */
+
+static int remember(const one *o) {
+    pthread_mutex_lock(&state.lock);
+    if (state.count == state.room) {
+        uint32_t room = state.room ? 2 * state.room : 64;
+        one *more = realloc(state.all, room * sizeof *more);
+        if (more) state.all = more, state.room = room;
+    }
+    int fits = state.count < state.room;
+    if (fits) state.all[state.count++] = *o;
+    pthread_mutex_unlock(&state.lock);
+    return fits;
+}
+
+static int find(const void *memory, one *found, int take) {
+    int there = 0;
+    pthread_mutex_lock(&state.lock);
+    for (uint32_t i = state.count; i-- && !there;)
+        if (state.all[i].memory == memory) {
+            *found = state.all[i];
+            if (take) state.all[i] = state.all[--state.count];
+            there = 1;
+        }
+    pthread_mutex_unlock(&state.lock);
+    return there;
+}
+
+int kvp_populated_is(const void *pointer) {
+    one found;
+    return find(pointer, &found, 0);
+}
+
+/* Taken out first: as soon as it is unmapped, its address may be another's. */
+int kvp_populated_free(void *pointer) {
+    one found;
+    void *current = NULL;
+    if (!find(pointer, &found, 1)) return -1;
+    driver.cuCtxGetCurrent(&current);
+    if (!current) driver.cuCtxSetCurrent(found.context);
+    int error = driver.cuMemHostUnregister(pointer);
+    if (!current) driver.cuCtxSetCurrent(NULL);
+    if (error)
+        remember(&found); /* the device may still reach it */
+    else
+        kvp_unpopulate(found.memory, found.bytes);
+    return error;
+}
+
+enum { CONTEXT = 1, MEMORY_TYPE, DEVICE_POINTER, HOST_POINTER, IS_MANAGED = 8, ORDINAL, START = 11, SIZE };
+enum { ANSWERS = 8, HOST = 1 };
+
+static int memory_type(const void *memory, uint32_t *type) {
+    int attributes[] = {MEMORY_TYPE};
+    void *data[] = {type};
+    return driver.cuPointerGetAttributes(1, attributes, data, (uint64_t)(uintptr_t)memory);
+}
+
+void kvp_populated_context_ended(void) {
+    pthread_mutex_lock(&state.lock);
+    memset(state.kinds, 0, sizeof state.kinds); /* the samples were its own */
+    memset(state.samples, 0, sizeof state.samples);
+    pthread_mutex_unlock(&state.lock);
+    for (uint32_t i = 0;;) {
+        pthread_mutex_lock(&state.lock);
+        one o = i < state.count ? state.all[i] : (one){0};
+        pthread_mutex_unlock(&state.lock);
+        uint32_t type = HOST;
+        if (!o.memory) return;
+        if (memory_type(o.memory, &type) || type == HOST)
+            i++; /* another context's */
+        else if (find(o.memory, &o, 1))
+            kvp_unpopulate(o.memory, o.bytes);
+    }
+}
+
+/* ---- as the runtime's own ---------------------------------------------------------------------------------------- */
+
+/* Answers of the driver about memory at `at`; addresses count from there. */
+static int answers_about(const void *at, uint64_t bytes, uint64_t answers[ANSWERS], unsigned *flags) {
+    uint64_t place = (uint64_t)(uintptr_t)at;
+    int attributes[ANSWERS] = {CONTEXT, MEMORY_TYPE, DEVICE_POINTER, HOST_POINTER, IS_MANAGED, ORDINAL, START, SIZE};
+    void *data[ANSWERS];
+    for (int i = 0; i < ANSWERS; i++) data[i] = &answers[i], answers[i] = 0;
+    if (driver.cuPointerGetAttributes(ANSWERS, attributes, data, place)) return -1;
+    if (driver.cuMemHostGetFlags(flags, (void *)(uintptr_t)at)) return -1;
+    answers[2] -= place, answers[3] -= place, answers[6] -= place, answers[7] -= bytes;
+    return 0;
+}
+
+/* Whether memory made here with these flags is told from the runtime's by nothing. */
+static enum known compare(unsigned flags, const void *sample, unsigned *as_flags, uint32_t *differ) {
+    kvp_populating how = {.threads = 1, .node = -1, .fork = KVP_FORK_SHARED, .pages = KVP_PAGES_SMALL};
+    uint64_t theirs[ANSWERS], ours[ANSWERS];
+    unsigned their_flags = 0, our_flags = 0;
+    enum known known = DIFFERENT;
+    if (answers_about(sample, SAMPLE_BYTES, theirs, &their_flags)) return DIFFERENT;
+    void *memory = kvp_populate(SAMPLE_BYTES, &how);
+    if (!memory) return NOT_YET;
+    const unsigned tried[] = {their_flags & FLAGS_OF_KIND, flags & FLAGS_OF_KIND};
+    for (int i = 0; i < 2 && known != EQUAL; i++) {
+        if (driver.cuMemHostRegister(memory, SAMPLE_BYTES, tried[i])) continue;
+        *differ =
+            answers_about(memory, SAMPLE_BYTES, ours, &our_flags) ? 1u << 31 : (our_flags != their_flags) << ANSWERS;
+        for (int k = 0; k < ANSWERS; k++) *differ |= (uint32_t)(ours[k] != theirs[k]) << k;
+        if (!*differ) known = EQUAL, *as_flags = tried[i];
+        if (driver.cuMemHostUnregister(memory)) return DIFFERENT; /* stays */
+    }
+    kvp_unpopulate(memory, SAMPLE_BYTES);
+    return known;
+}
+
+/* The runtime's last error, which a sample that was refused has set: the program's call is made next. */
+static void clear_error(any_fn *alloc) {
+    int (*last)(void) = (int (*)(void))kvp_symbol_beside((void *)alloc, "cudaGetLastError");
+    if (last) last();
+}
+
+static int is_equal(unsigned flags, any_fn *alloc) {
+    typedef int alloc_fn(void **, size_t, unsigned);
+    unsigned as_flags = 0;
+    uint32_t differ = 0;
+    void *sample = NULL;
+    pthread_mutex_lock(&state.lock);
+    enum known known = state.kinds[flags];
+    pthread_mutex_unlock(&state.lock);
+    if (known != NOT_YET) return known == EQUAL;
+    uint64_t since = kvp_clock();
+    if (((alloc_fn *)alloc)(&sample, SAMPLE_BYTES, flags)) {
+        clear_error(alloc);
+        return 0;
+    }
+    uint64_t took = kvp_clock() - since;
+    known = compare(flags, sample, &as_flags, &differ);
+    pthread_mutex_lock(&state.lock);
+    state.kinds[flags] = known;
+    state.samples[flags] = sample;
+    state.as_flags[flags] = as_flags;
+    double each = (double)took / SAMPLE_BYTES;
+    if (state.as_it_was == 0 || each < state.as_it_was) state.as_it_was = each;
+    pthread_mutex_unlock(&state.lock);
+    if (known == DIFFERENT)
+        kvp_decision(folder, "refuse", NULL, NULL, 0,
+                     "pinned memory with flags %u is the runtime's: the driver tells it from registered memory (%x)",
+                     flags, differ);
+    return known == EQUAL;
+}
+
+uint64_t kvp_populated_as_it_is_ns(uint64_t bytes) {
+    pthread_mutex_lock(&state.lock);
+    double each = state.as_it_was;
+    pthread_mutex_unlock(&state.lock);
+    return (uint64_t)(each * (double)bytes);
+}
+
+static void *taken_sample(void) {
+    void *found = NULL;
+    pthread_mutex_lock(&state.lock);
+    for (int i = 0; i < KINDS && !found; i++) {
+        found = state.samples[i];
+        state.samples[i] = NULL;
+    }
+    pthread_mutex_unlock(&state.lock);
+    return found;
+}
+
+int kvp_populated_free_samples(void) {
+    int some = 0;
+    for (void *sample; (sample = taken_sample()); some = 1) driver.cuMemFreeHost(sample);
+    return some;
+}
+
+/* ---- one buffer -------------------------------------------------------------------------------------------------- */
+
+/* The calling thread's NUMA node; -1 where the program has said where its memory is to be. */
+static int node_here(void) {
+    unsigned cpu, node = 0;
+    int policy = DEFAULT_POLICY;
+    if (syscall(SYS_get_mempolicy, &policy, NULL, 0, NULL, 0) || policy != DEFAULT_POLICY) return -1;
+    return syscall(SYS_getcpu, &cpu, &node, NULL) ? -1 : (int)node;
+}
+
+static int has_room(uint64_t bytes) {
+    kvp_memory memory = kvp_memory_left("");
+    uint64_t machine = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
+    uint64_t reserve = kvp_memory_reserve(&memory);
+    int limited = !state.forced && memory.total_bytes + memory.total_bytes / 16 < machine;
+    return memory.left_bytes > reserve && memory.left_bytes - reserve >= bytes &&
+           (!limited || memory.left_bytes - reserve - bytes >= bytes);
+}
+
+/* Lock held: which number of threads is to be tried. */
+static int which_threads(void) {
+    if (state.threads[0] == state.threads[1]) return 0;
+    if (state.made[0] < 2 || state.made[1] < 2) return state.made[0] < state.made[1] ? 0 : 1;
+    return state.took[1] < state.took[0];
+}
+
+static void note(int by, uint64_t bytes, uint64_t populate_ns, uint64_t register_ns) {
+    double each = (double)(populate_ns + register_ns) / (double)bytes;
+    pthread_mutex_lock(&state.lock);
+    double pages = (double)populate_ns / (double)bytes;
+    if (bytes >= SHOWS_THREADS) state.took[by] = state.made[by]++ ? 0.5 * state.took[by] + 0.5 * pages : pages;
+    state.buffers++;
+    state.bytes += bytes;
+    state.populate_ns += populate_ns;
+    state.register_ns += register_ns;
+    if (register_ns > state.longest_ns) state.longest_ns = register_ns;
+    double in_all = (double)(state.populate_ns + state.register_ns) / (double)state.bytes;
+    int fails = !state.forced && state.buffers >= JUDGED && in_all > PAYS * state.as_it_was && each > state.as_it_was;
+    double was = state.as_it_was;
+    int tell = !state.told++;
+    pthread_mutex_unlock(&state.lock);
+    if (tell)
+        kvp_decision(folder, "keep", "as it is", "populated", was / each,
+                     "%llu bytes of pinned memory were made in %.3f ms, as it is about %.3f", (unsigned long long)bytes,
+                     (double)(populate_ns + register_ns) / 1e6, was * (double)bytes / 1e6);
+    if (fails) no_longer("pinned memory is made no faster by several threads", 0);
+}
+
+static int make(one *o, unsigned flags) {
+    pthread_mutex_lock(&state.lock);
+    int by = which_threads();
+    uint64_t share = o->bytes / (2 * state.threads[by]);
+    kvp_populating how = {.chunk_bytes = share < KVP_HUGE_PAGE ? KVP_HUGE_PAGE
+                                         : share < CHUNK       ? share
+                                                               : CHUNK,
+                          .threads = state.threads[by],
+                          .node = node_here(),
+                          .pages = state.forced ? KVP_PAGES_ANY : KVP_PAGES_HUGE,
+                          .fork = KVP_FORK_SHARED};
+    unsigned as_flags = state.as_flags[flags];
+    pthread_mutex_unlock(&state.lock);
+    uint64_t began = kvp_clock();
+    o->memory = kvp_populate(o->bytes, &how);
+    if (!o->memory) {
+        if (errno == EOPNOTSUPP) no_longer("this kernel gives no huge pages of shared memory", 0);
+        return 0;
+    }
+    uint64_t there = kvp_clock();
+    if (driver.cuMemHostRegister(o->memory, o->bytes, as_flags)) {
+        kvp_unpopulate(o->memory, o->bytes);
+        return 0;
+    }
+    uint64_t done = kvp_clock();
+    if (!remember(o)) {
+        if (!driver.cuMemHostUnregister(o->memory)) kvp_unpopulate(o->memory, o->bytes);
+        return 0;
+    }
+    note(by, o->bytes, there - began, done - there);
+    return 1;
+}
+
+int kvp_populated_make(void **pointer, size_t bytes, unsigned flags, any_fn *alloc) {
+    one o = {.bytes = bytes};
+    if (bytes < state.from || flags & WRITE_COMBINED || flags >= KINDS) return 0;
+    if (!(kvp_watch.recycles & KVP_POPULATES) || driver.cuCtxGetCurrent(&o.context) || !is_equal(flags, alloc))
+        return 0;
+    if (!has_room(bytes) || !make(&o, flags)) {
+        pthread_mutex_lock(&state.lock);
+        state.refused++;
+        pthread_mutex_unlock(&state.lock);
+        return 0;
+    }
+    atomic_fetch_or(&kvp_watch.recycles, KVP_POPULATED);
+    *pointer = o.memory;
+    return 1;
+}
