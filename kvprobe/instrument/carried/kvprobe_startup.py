@@ -26,6 +26,9 @@ SERVERS = {
     "accelerate": ("accelerate", ("accelerate",), ">=1.0,<2"),
     "diffusers": ("diffusers", ("diffusers",), ">=0.33,<1"),
     "kvbm": ("kvbm", ("kvbm",), ">=1.2,<2"),
+    "torch_memory_saver": ("torch_memory_saver", ("torch_memory_saver",), ">=0.0.6,<0.1"),
+    "verl": ("verl", ("verl",), ">=0.6,<1"),
+    "openrlhf": ("openrlhf", ("openrlhf",), ">=0.9,<1"),
 }
 # What a server touches only when it offloads, whose first touch lets its adapters in: the import of a module, or, where
 # every server of the kind imports that, the first call of one of these functions. A server without a line pays for its
@@ -38,10 +41,14 @@ TOUCHED = {
         "vllm.v1.simple_kv_offload.worker": (),
         "vllm.model_executor.offloader.prefetch": ("_ModuleOffloader.start_onload_to_static",),
         "vllm.model_executor.offloader.uva": ("UVAOffloader._maybe_offload_to_cpu",),
+        "vllm.v1.worker.gpu_worker": ("Worker.sleep",),
     },
     "sglang": {
         "sglang.srt.mem_cache.l2_transfer": ("L2TransferEngine.__init__",),
         "sglang.srt.managers.cache_controller": ("HiCacheController.__init__",),
+        "sglang.srt.managers.scheduler_components.weight_updater": (
+            "SchedulerWeightUpdaterManager.release_memory_occupation",
+        ),
     },
     "lmcache": {
         "lmcache.v1.gpu_connector.gpu_connectors": (),
@@ -63,6 +70,12 @@ TOUCHED = {
         "kvbm.vllm_integration.connector_worker": (),
         "kvbm.trtllm_integration.connector.kvbm_connector_worker": (),
     },
+    "torch_memory_saver": {"torch_memory_saver.entrypoint": ("TorchMemorySaver.pause",)},
+    "verl": {
+        "verl.utils.fsdp_utils": ("offload_fsdp_model_to_cpu", "offload_fsdp_optimizer"),
+        "verl.utils.megatron_utils": ("offload_megatron_model_to_cpu", "offload_megatron_optimizer"),
+    },
+    "openrlhf": {"openrlhf.utils.deepspeed.deepspeed_utils": ("offload_deepspeed_states",)},
 }  # type: dict[str, dict[str, tuple[str, ...]]]
 # Where only newer releases have these functions, and there is an adapter only for those: others need not say so.
 SINCE = {"transformers.generation.continuous_batching.offloading_manager": ">=5.20"}
