@@ -17,7 +17,6 @@ from kvprobe.recordings.experts import ExpertUploads
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.links import links_of
 from kvprobe.recordings.model import Array, CallKind, Direction, Engine, Memory, Recording
-from kvprobe.reuse.distances import FIRST
 
 __all__ = ["ExpertChange", "ExpertGains", "expert_gains"]
 
@@ -31,7 +30,7 @@ class ExpertChange:
 
     Attributes:
         what: PREFETCH: each upload begins while what comes before it computes; SLOTS: so many experts more are kept on
-            the GPU, and the one not used longest goes first; FIXED: whole tensors stay on the GPU, the most costly first.
+            the GPU, and the one not used longest goes first; FIXED: whole tensors stay there, the most costly first.
         count: slots, or tensors; 0 of a prefetch.
         bytes: of GPU memory that it takes.
         kept: uploads that it saves.

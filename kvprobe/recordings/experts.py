@@ -24,6 +24,9 @@ LEAST_BYTES = 16 << 10  # of an expert
 PADDING = 512  # that llama.cpp copies behind a run
 _FEW = 4  # different pieces, and copies, that make a tensor
 _RUN = 4  # neighbours in the smallest copy, at most
+_SAMPLE = 50_000  # copies, the first ones, that tell whether these are experts at all
+_GROUPS = 4096  # tensors, and places that they go to
+_APART = 64  # experts between neighbours that were picked, where all are so far apart
 _NEAR = 4096  # experts of one tensor at most, where only gaps part tensors
 _PARTIAL = 0.25  # of the visits bring a part of a tensor
 _ALIKE = 0.8  # of neighbouring visits to two tensors bring the same pieces: blocks of a pool
@@ -137,13 +140,14 @@ class _Tensor:
 
 def _of_process(recording: Recording, process: int, rows: Array) -> ExpertUploads | None:
     calls = recording.calls
-    if len(rows) < _FEW:
+    if len(rows) < _FEW or (len(rows) > _SAMPLE and _of_process(recording, process, rows[:_SAMPLE]) is None):
         return None
     src, dst, size = calls["src"][rows].astype(np.int64), calls["dst"][rows].astype(np.int64), calls["bytes"][rows]
     ways = (_layouts(src, dst, size), _slotted(src, size))
     # some copies of each way look like the other one's by chance
     found = max(ways, key=lambda one: sum(len(tensor.at) for tensor in one))
-    found = [one for one in found if not _written(recording, process, one)]
+    written = _written(recording, process)
+    found = [one for one in found if np.diff(np.searchsorted(written, (one.first, one.last)))[0] == 0]
     kept = _judged(recording, rows, src, size, found, bool(found) and not found[0].kept_layout)
     if kept is None:
         return None
@@ -158,13 +162,10 @@ def _of_process(recording: Recording, process: int, rows: Array) -> ExpertUpload
 
 def _layouts(src: Array, dst: Array, size: Array) -> list[_Tensor]:
     """Tensors whose copies keep their offset on the GPU: those with one difference of addresses."""
-    key = src - dst
-    order = np.argsort(key, kind="stable")
-    edges = np.flatnonzero(np.diff(key[order])) + 1
     found: list[_Tensor] = []
-    for at in np.split(order, edges):
+    for at in _groups(src - dst, _FEW):
         sources = np.unique(src[at])
-        if len(at) < _FEW or len(sources) < 2:
+        if len(sources) < 2:
             continue
         stride = _stride(sources, size[at])
         if stride:
@@ -173,9 +174,21 @@ def _layouts(src: Array, dst: Array, size: Array) -> list[_Tensor]:
     return _merged(found)
 
 
+def _groups(key: Array, least: int) -> list[Array]:
+    """Places of equal keys, of those that there are at least so many of; the largest groups."""
+    order = np.argsort(key, kind="stable")
+    edges = np.flatnonzero(np.diff(key[order])) + 1
+    first, last = np.append(0, edges), np.append(edges, len(key))
+    large = np.flatnonzero(last - first >= least)
+    large = large[np.argsort(first[large] - last[large], kind="stable")][:_GROUPS]
+    return [order[a:b] for a, b in zip(first[large].tolist(), last[large].tolist(), strict=True)]
+
+
 def _stride(sources: Array, size: Array) -> int:
     """The size of an expert that explains all copies, as runs of experts and at most PADDING; 0: there is none."""
     step = int(np.gcd.reduce(np.diff(sources)))
+    if step > _APART * int(size.min()):
+        return 0
     for runs in range(1, _RUN + 1):  # how many experts the smallest copy holds
         least, most = (int(size.min()) - PADDING) // runs, int(size.min()) // runs
         for parts in range(max(1, -(-step // max(most, 1))), step // max(least, LEAST_BYTES) + 1):
@@ -207,26 +220,24 @@ def _merged(found: list[_Tensor]) -> list[_Tensor]:
 def _slotted(src: Array, size: Array) -> list[_Tensor]:
     """Tensors whose experts go to any place, one copy of one size each."""
     found: list[_Tensor] = []
-    for one in np.unique(size).tolist():
-        mine = np.flatnonzero(size == one)
-        if len(mine) < 2 * _FEW:
-            continue
+    for mine in _groups(size, 2 * _FEW):
+        one = int(size[mine[0]])
         order = mine[np.lexsort((src[mine], src[mine] % one))]
         apart = np.diff(src[order] % one) != 0
         apart |= np.diff(src[order]) > _NEAR * one
         for at in np.split(order, np.flatnonzero(apart) + 1):
             if len(np.unique(src[at])) >= _FEW:
                 at = np.sort(at)
-                found.append(_Tensor(at, int(one), int(src[at].min()), int(src[at].max()) + int(one), False))
+                found.append(_Tensor(at, one, int(src[at].min()), int(src[at].max()) + one, False))
     return found
 
 
-def _written(recording: Recording, process: int, one: _Tensor) -> bool:
-    """Whether the GPU writes to it: then it is a pool."""
+def _written(recording: Recording, process: int) -> Array:
+    """Where the GPU writes to, ascending: what is written is a pool, and no expert."""
     calls = recording.calls
     stores = (calls["direction"] == Direction.D2H) & (calls["process"] == process)
-    to = calls["dst"][stores].astype(np.int64)
-    return bool(((to >= one.first) & (to < one.last)).any())
+    written: Array = np.unique(calls["dst"][stores].astype(np.int64))
+    return written
 
 
 Kept = tuple[list[ExpertTensor], Array, Array, Array, Array, bool]
@@ -250,12 +261,13 @@ def _judged(
     tensor = of[copy]
     expert = ((src[at] - firsts[of]) // strides[of])[copy] + within
     moved = strides[tensor] + np.where(within == 0, (size[at] - count * strides[of])[copy], 0)
-    visit = _visits(tensor, expert)
-    tensors = _described(recording, found, rows, (tensor, expert, visit))
-    named = any(any(word in one.name.lower() for word in _NAMES) for one in tensors)
-    visits = sum(one.visits for one in tensors)
-    whole = sum(one.whole for one in tensors)
-    if not named and (visits - whole < _PARTIAL * visits or (slotted and _alike(tensor, expert, visit))):
+    names = [_name(recording, int(rows[one.at[0]])) for one in found]
+    named = any(word in name.lower() for name in names for word in _NAMES)
+    if slotted and not named and _alike(tensor[:_SAMPLE], expert[:_SAMPLE]):
+        return None
+    tensors = _described(found, names, (tensor, expert, _visits(tensor, expert)))
+    visits, whole = sum(one.visits for one in tensors), sum(one.whole for one in tensors)
+    if not named and visits - whole < _PARTIAL * visits:
         return None
     return tensors, rows[at][copy], tensor, expert, moved, slotted
 
@@ -274,22 +286,20 @@ def _visits(tensor: Array, expert: Array) -> Array:
     return np.cumsum(new) - 1
 
 
-def _described(
-    recording: Recording, found: list[_Tensor], rows: Array, uploads: tuple[Array, Array, Array]
-) -> list[ExpertTensor]:
+def _described(found: list[_Tensor], names: list[str], uploads: tuple[Array, Array, Array]) -> list[ExpertTensor]:
     tensor, expert, visit = uploads
     out = []
-    for number, one in enumerate(found):
-        mine = tensor == number
-        each = np.bincount(visit[mine] - int(visit[mine][0]))
+    order = np.argsort(tensor, kind="stable")
+    for one, name, mine in zip(found, names, np.split(order, np.cumsum(np.bincount(tensor))[:-1]), strict=True):
+        each = np.bincount(visit[mine] - int(visit[mine[0]]))
         each = each[each > 0]
         different = len(np.unique(expert[mine]))
         described = ExpertTensor(
             one.first,
             one.stride,
             int(expert[mine].max()) + 1,
-            _name(recording, int(rows[one.at[0]])),
-            int(mine.sum()),
+            name,
+            len(mine),
             different,
             len(each),
             int((each == different).sum()) if different > 1 else 0,
@@ -309,13 +319,15 @@ def _name(recording: Recording, row: int) -> str:
     return recording.text(int(ranges["name"][rows[np.argmax(ranges["start_ns"][rows])]])) if len(rows) else ""
 
 
-def _alike(tensor: Array, expert: Array, visit: Array) -> bool:
-    """Whether one visit after the other brings the same pieces of different tensors."""
-    edges = np.flatnonzero(np.diff(visit)) + 1
+def _alike(tensor: Array, expert: Array) -> bool:
+    """Whether one visit after the other brings the same pieces of different tensors; or there is but one tensor."""
+    if tensor.min() == tensor.max():
+        return True
+    edges = np.flatnonzero(np.diff(_visits(tensor, expert))) + 1
     sets = [frozenset(part.tolist()) for part in np.split(expert, edges)]
     which = tensor[np.concatenate(([0], edges))]
     pairs = [a == b for a, b, x, y in zip(sets, sets[1:], which, which[1:], strict=False) if x != y]
-    return len(pairs) > 0 and sum(pairs) > _ALIKE * len(pairs)
+    return sum(pairs) >= _ALIKE * len(pairs)
 
 
 def _distances(key: Array, where: Array) -> Array:

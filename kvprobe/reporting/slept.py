@@ -12,9 +12,9 @@ __all__ = ["LEAD", "sleep_tables"]
 
 LEAD = (
     "When a thread gave up GPU memory under addresses that stay, and when it mapped memory there again, as a model is "
-    "put to sleep and woken; with what it pinned, copied and freed meanwhile. Where an adapter watched the server's own "
-    "function, it has the server's name for it, and lasts as long as the function did. Each phase is the sum of its "
-    "calls; the rate is that of all phases together, from the first call to the end of the last."
+    "put to sleep and woken; with what it pinned, copied and freed meanwhile. Where an adapter watched the server's "
+    "own function, it has the server's name for it, and lasts as long as the function did. Each phase is the sum of "
+    "its calls; the rate is that of all phases together, from the first call to the end of the last."
 )
 _MOST = 50
 _TITLES = {"sleep": "To the CPU: sleep", "wake": "To the GPU: wake"}

@@ -29,9 +29,10 @@ def runtime() -> Iterator[Runtime]:
 class LlamaCpp:
     """What llama.cpp asks of CUDA for a model whose experts lie in CPU memory (`-ncmoe`), and what it could do instead.
 
-    Of each layer (ggml-backend.cpp, `ggml_backend_sched_compute_splits`; ggml-cuda.cu, `ggml_backend_cuda_set_tensor_async`):
-    kernels up to the router, the picked ids to the CPU, a wait for them, then for each of three tensors the runs of picked
-    experts by cudaMemcpyAsync on the stream that computes, and the kernel that multiplies.
+    Of each layer (ggml-backend.cpp, `ggml_backend_sched_compute_splits`; ggml-cuda.cu,
+    `ggml_backend_cuda_set_tensor_async`): kernels up to the router, the picked ids to the CPU, a wait for them, then of
+    three tensors the runs of picked experts by cudaMemcpyAsync on the stream that computes, and the kernel that
+    multiplies.
     """
 
     def __init__(self, runtime: Runtime, compute_ns: int = 30_000, slots: int = 0, fixed: tuple[int, ...] = ()) -> None:
