@@ -16,7 +16,7 @@ from kvprobe.instrument.hooks import Call, Patcher
 
 __all__ = ["NOTHING", "Timed", "TimedCalls"]
 
-NOTHING = object()  # what `before` returns of a call that is going to move nothing: it is no event
+NOTHING = object()  # what `before` and `after` return of a call that moves nothing: it is no event
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,13 @@ class TimedCalls(Adapter):
     def before(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Something to remember from before the call, handed to `after`; or NOTHING."""
 
-    def after(self, entry: Timed, remembered: Any) -> dict[str, Any]:
-        """Fields for the event out of what `before` returned."""
+    def after(self, entry: Timed, remembered: Any) -> Any:
+        """Fields for the event out of what `before` returned; or NOTHING."""
         return {}
+
+    def heard(self) -> bool:
+        """Whether anybody would learn of an event."""
+        return event_log.wanted() or nvtx_marks.listening() or metrics.exposed()
 
     def running(self) -> Any:
         """What `before` returned for the timed call of this adapter that this thread is in; None outside one."""
@@ -97,7 +101,7 @@ class TimedCalls(Adapter):
 
     def _whole(self, entry: Timed) -> Callable[..., Any]:
         def hook(call: Call, *args: Any, **kwargs: Any) -> Any:
-            if not (event_log.wanted() or nvtx_marks.listening() or metrics.exposed()):
+            if not self.heard():
                 return call()
             remembered = self.before(entry, args, kwargs)
             if remembered is NOTHING:
@@ -111,7 +115,10 @@ class TimedCalls(Adapter):
                 finally:
                     took = time.monotonic_ns() - start
                     _thread.open = outer
-            fields = {**self.describe(entry, args, kwargs, result), **self.after(entry, remembered)}
+            after = self.after(entry, remembered)
+            if after is NOTHING:
+                return result
+            fields = {**self.describe(entry, args, kwargs, result), **after}
             if mine.bytes and not fields.get("bytes"):
                 fields["bytes"] = mine.bytes
             if outer is not None:  # the same bytes: the call around this one counts them
