@@ -8,9 +8,9 @@ from kvprobe.recordings.experts import ExpertTensor, ExpertUploads, expert_uploa
 from kvprobe.recordings.model import Recording
 from kvprobe.recordings.window import ServingWindow
 from kvprobe.reporting.units import NONE, bytes_text, count_text, duration, percent
-from kvprobe.reporting.views import Cell, TableView, left_out, table
+from kvprobe.reporting.views import Cell, Chart, TableView, left_out, table
 
-__all__ = ["LEAD", "change_said", "expert_tables", "tensor_name"]
+__all__ = ["LEAD", "change_said", "expert_section", "expert_tables", "tensor_name"]
 
 LEAD = (
     "Copies to the GPU that bring experts of a model, told by their source addresses: pieces at one stride in memory "
@@ -35,6 +35,13 @@ def change_said(one: ExpertChange) -> str:
     """In words."""
     text = _WHAT[one.what].format(count=count_text(one.count))
     return text.replace("tensors", "tensor") if one.what == FIXED and one.count == 1 else text
+
+
+def expert_section(
+    recording: Recording, account: Account | None, window: ServingWindow
+) -> tuple[str, str, list[Chart | None], list[TableView | None]]:
+    """Title, lead, charts and tables of the page's section."""
+    return "Experts in CPU memory", LEAD, [], expert_tables(recording, account, window)
 
 
 def expert_tables(

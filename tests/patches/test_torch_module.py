@@ -1,4 +1,4 @@
-"""A module's pageable copies under auto: equal bytes, torch's own kind of tensors, and the faster way, in virtual time."""
+"""A module's pageable copies under auto: equal bytes, torch's kind of tensors, the faster way, in virtual time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,7 +173,7 @@ def test_only_a_move_to_the_cpu_lets_the_adapters_in(tmp_path):
         "print('kvprobe.instrument' in sys.modules)\ntorch.nn.Linear(2, 2).to('cpu')\n"
         "print('kvprobe.instrument' in sys.modules)"
     )
-    carried = os.path.join(os.path.dirname(instrument.__file__), "carried")
+    carried = str(Path(instrument.__file__).parent / "carried")
     env = {key: value for key, value in os.environ.items() if not key.startswith("KVPROBE")}
     env |= {"KVPROBE": "on", "PYTHONPATH": os.pathsep.join([carried, *sys.path])}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
