@@ -1,6 +1,6 @@
 """torch_memory_saver: which tag is paused or resumed. Measured; what makes it slow is cured below Python.
 
-0.0.10 (csrc/core.cpp, cpu_backup.h) takes the allocations of a tag one by one, under a lock. With a CPU backup, pinned
+0.0.10 (its C++ sources) takes the allocations of a tag one by one, under a lock. With a CPU backup, pinned
 by default: `cudaMallocHost`, a synchronous `cudaMemcpy`, then `cuMemUnmap` and `cuMemRelease`; back: `cuMemCreate`,
 `cuMemMap`, `cuMemSetAccess`, the copy, `cudaFreeHost` (kept instead where `retain_cpu_backup` is set).
 """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
+from ctypes import addressof, c_char
 
 import numpy as np
 import pytest
@@ -29,17 +31,27 @@ def runtime() -> Iterator[Runtime]:
 class LlamaCpp:
     """What llama.cpp asks of CUDA for a model whose experts lie in CPU memory (`-ncmoe`), and what it could do instead.
 
-    Of each layer (ggml-backend.cpp, `ggml_backend_sched_compute_splits`; ggml-cuda.cu,
+    Of each layer (`ggml_backend_sched_compute_splits` of its ggml-backend.cpp, and
     `ggml_backend_cuda_set_tensor_async`): kernels up to the router, the picked ids to the CPU, a wait for them, then of
     three tensors the runs of picked experts by cudaMemcpyAsync on the stream that computes, and the kernel that
     multiplies.
     """
 
-    def __init__(self, runtime: Runtime, compute_ns: int = 30_000, slots: int = 0, fixed: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        compute_ns: int = 30_000,
+        slots: int = 0,
+        fixed: tuple[int, ...] = (),
+        *,
+        mapped: bool = False,
+    ) -> None:
         runtime.reset(h2d_bytes_per_s=20_000_000_000)
         self.runtime, self.compute_ns = runtime, compute_ns
         self.stream, self.copying = runtime.stream(), runtime.stream()
-        self.model = runtime.host_alloc(LAYERS * (3 * TENSOR + 4096))
+        size = LAYERS * (3 * TENSOR + 4096)
+        self.file = mmap.mmap(-1, size) if mapped else None  # as the model's file, without --no-mmap: pageable
+        self.model = addressof(c_char.from_buffer(self.file)) if self.file else runtime.host_alloc(size)
         self.ids = runtime.host_alloc(4096)
         self.gpu = runtime.malloc(3 * (TENSOR + 4096) * 2)
         self.cache, self.fixed = Slots(slots) if slots else None, fixed
@@ -119,6 +131,15 @@ def test_more_experts_on_the_gpu_save_what_was_predicted(runtime: Runtime, share
     slots = round(share * len(np.unique(uploads.key)))
     change = next(one for one in gains.changes if one.what == SLOTS and abs(one.count - slots) <= 1)
     _, after = LlamaCpp(runtime, slots=change.count).run()
+    assert near(change.saved_ns, before - after)
+
+
+def test_so_they_do_where_the_model_is_mapped_and_its_copies_are_pageable(runtime: Runtime) -> None:
+    recording, before = LlamaCpp(runtime, mapped=True).run()
+    assert (recording.calls["memory"] == Memory.PAGEABLE).any()
+    _, gains = predicted(recording)
+    change = next(one for one in gains.changes if one.what == SLOTS)
+    _, after = LlamaCpp(runtime, slots=change.count, mapped=True).run()
     assert near(change.saved_ns, before - after)
 
 
