@@ -32,6 +32,7 @@ from .sglang_copies import (
     work,
 )
 from .sglang_offload import Offload, Storage
+from .sglang_sleep import MemoryOccupation
 from .sglang_split import SPLIT, Split
 
 _ENGINE = "sglang.srt.mem_cache.l2_transfer"
@@ -282,4 +283,4 @@ class Controller(TimedCalls):
         return {"cause": cause.get(backend, ""), "direction": "both"}
 
 
-ADAPTERS = (Transfers, Controller, Storage, Offload)
+ADAPTERS = (Transfers, Controller, Storage, Offload, MemoryOccupation)

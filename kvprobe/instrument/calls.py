@@ -16,7 +16,7 @@ from kvprobe.instrument.hooks import Call, Patcher
 
 __all__ = ["NOTHING", "Timed", "TimedCalls"]
 
-NOTHING = object()  # what `before` returns of a call that is going to move nothing: it is no event
+NOTHING = object()  # what `before` and `after` return of a call that moves nothing: it is no event
 
 
 @dataclass(frozen=True)
@@ -40,22 +40,23 @@ def timed(module: str, path: str, parameters: tuple[str, ...] | None, direction:
 
 
 class _Open:
-    """A timed call that is running: its name, what `before` remembered, and what timed calls inside it have moved."""
+    """A timed call that is running: whose, its name, what `before` remembered, and what timed calls inside moved."""
 
-    __slots__ = ("bytes", "call", "remembered")
+    __slots__ = ("adapter", "bytes", "call", "outer", "remembered")
 
-    def __init__(self, call: str, remembered: Any) -> None:
-        self.call, self.remembered, self.bytes = call, remembered, 0
+    def __init__(self, adapter: TimedCalls, call: str, remembered: Any, outer: _Open | None) -> None:
+        self.adapter, self.call, self.remembered, self.outer, self.bytes = adapter, call, remembered, outer, 0
+
+
+_thread = (
+    threading.local()
+)  # `open`: the innermost timed call of any adapter, for one server's functions call another's
 
 
 class TimedCalls(Adapter):
     """Subclasses list functions in `timed` and say in `describe` what a call moved."""
 
     timed: ClassVar[tuple[Timed, ...]]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._thread = threading.local()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """The targets are the functions to time, and what a subclass adds."""
@@ -83,32 +84,41 @@ class TimedCalls(Adapter):
     def before(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Something to remember from before the call, handed to `after`; or NOTHING."""
 
-    def after(self, entry: Timed, remembered: Any) -> dict[str, Any]:
-        """Fields for the event out of what `before` returned."""
+    def after(self, entry: Timed, remembered: Any) -> Any:
+        """Fields for the event out of what `before` returned; or NOTHING."""
         return {}
 
+    def heard(self) -> bool:
+        """Whether anybody would learn of an event."""
+        return event_log.wanted() or nvtx_marks.listening() or metrics.exposed()
+
     def running(self) -> Any:
-        """What `before` returned for the timed call that this thread is in; None outside one."""
-        mine: _Open | None = getattr(self._thread, "open", None)
+        """What `before` returned for the timed call of this adapter that this thread is in; None outside one."""
+        mine: _Open | None = getattr(_thread, "open", None)
+        while mine is not None and mine.adapter is not self:
+            mine = mine.outer
         return mine.remembered if mine is not None else None
 
     def _whole(self, entry: Timed) -> Callable[..., Any]:
         def hook(call: Call, *args: Any, **kwargs: Any) -> Any:
-            if not (event_log.wanted() or nvtx_marks.listening() or metrics.exposed()):
+            if not self.heard():
                 return call()
             remembered = self.before(entry, args, kwargs)
             if remembered is NOTHING:
                 return call()
-            outer: _Open | None = getattr(self._thread, "open", None)
-            mine = self._thread.open = _Open(entry.target.path, remembered)
+            outer: _Open | None = getattr(_thread, "open", None)
+            mine = _thread.open = _Open(self, entry.target.path, remembered, outer)
             with nvtx_marks.Range(f"{self.server} {entry.target.path}"):
                 start = time.monotonic_ns()
                 try:
                     result = call()
                 finally:
                     took = time.monotonic_ns() - start
-                    self._thread.open = outer
-            fields = {**self.describe(entry, args, kwargs, result), **self.after(entry, remembered)}
+                    _thread.open = outer
+            after = self.after(entry, remembered)
+            if after is NOTHING:
+                return result
+            fields = {**self.describe(entry, args, kwargs, result), **after}
             if mine.bytes and not fields.get("bytes"):
                 fields["bytes"] = mine.bytes
             if outer is not None:  # the same bytes: the call around this one counts them

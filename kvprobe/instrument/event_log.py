@@ -19,7 +19,8 @@ of `t_ns`. Every object has
     only one transfer in so many: a sum over transfers counts this one so often; `methods` and `descriptors` (copies
     that were left when neighbours were merged) where kvprobe's submitter had it; adapters may add fields of their own;
   * `"call"`: one call of a server function that blocks or copies: `adapter`, `server`, `call`, `dur_ns`, `thread`,
-    `cause` (in words), and fields of the adapter;
+    `cause` (in words), and fields of the adapter; `phase` where a model's memory goes to the CPU or comes back in it,
+    in the server's own words ("sleep, level 1: weights");
   * `"offload"`: what an offload has brought since its process began, as sums: `adapter`, `server`, `source` (the
     server's name of it), and the fields of `benefit.BenefitTotals.sums`, null where the server does not show it;
     `prefill_ns_per_token` (null: no steps, or too few), `held_unread_blocks`;

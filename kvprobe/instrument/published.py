@@ -165,7 +165,8 @@ def _unpacked(distribution: str, version: str, members: tuple[str, ...], folder:
     source = whole[-1].open("rb") if whole else _opened(wheel_url(distribution, version))
     with source, zipfile.ZipFile(source) as wheel:
         for info in wheel.infolist():
-            path = info.filename
+            # what a wheel installs beside its metadata may lie in a folder of its own (PEP 427)
+            info.filename = path = info.filename.removeprefix(f"{distribution}-{version}.data/purelib/")
             about = ".dist-info/" in path and path.endswith(("METADATA", "entry_points.txt"))
             if about or (path.endswith(".py") and (not members or path.startswith(members))):
                 _extract(wheel, info, folder)

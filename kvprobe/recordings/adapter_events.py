@@ -115,6 +115,7 @@ class AdapterEvents:
                 _count(event, "blocking_copies"),
                 named(cause),
                 "inside" in event,
+                named(str(event.get("phase") or "")),
             ),
         )
 

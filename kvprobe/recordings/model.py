@@ -220,6 +220,7 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "blocking": "int64",  # of these, blocking by the way they were asked for
         "reason": "name",  # why the call holds its thread, in the adapter's words
         "inside": "uint8",  # runs inside another call of this table
+        "phase": "name",  # of a model's sleep or wake, as the server calls it; "" for any other call
     },
     # Where a process read and wrote below CPU memory, with exact sums of operations of 16 KiB and more.
     "tiers": {

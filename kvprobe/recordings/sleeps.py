@@ -3,7 +3,8 @@
 Told from the calls of one thread: who gives up GPU memory under addresses where memory is mapped again later, or after
 copies to the CPU, puts a model to sleep (cuMemUnmap, cuMemRelease); who maps memory where some was before wakes it
 (cuMemCreate, cuMemMap). What the same thread pins, copies and frees in between is part of it. An allocator that only
-grows does neither.
+grows does neither. Where an adapter says that a server's function does it (`server_calls`, "phase"), that function's
+calls are one sleep or wake, from its beginning to its end and by its name, whether memory was mapped or not.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SLEEP, WAKE = "sleep", "wake"
 PHASES: dict[str, dict[str, tuple[str, ...]]] = {
     SLEEP: {
         "pin": ("cudaHostAlloc", "cudaMallocHost", "cudaHostRegister", "cuMemHostAlloc", "cuMemHostRegister"),
-        "copy": (),  # to the CPU, of at least LEAST_COPY
+        "copy": (),  # to the CPU; of at least LEAST_COPY where no server says that it sleeps
         "unmap": ("cuMemUnmap", "cuMemRelease", "cuMemExportToShareableHandle"),
     },
     WAKE: {
@@ -34,6 +35,7 @@ PHASES: dict[str, dict[str, tuple[str, ...]]] = {
         "unpin": ("cudaFreeHost", "cudaHostUnregister", "cuMemFreeHost", "cuMemHostUnregister"),
     },
 }
+_COPY = 1  # its place in both
 _NEEDED = {SLEEP: "unmap", WAKE: "map"}
 LEAST_COPY = 1 << 20
 APART_NS = 1_000_000_000  # a longer pause ends one
@@ -59,6 +61,7 @@ class Sleep:
         start_ns: of its first call.
         end_ns: of its last.
         phases: by their names in PHASES[side]; those that had no call are zero.
+        name: the server and its own words for it; "" where nobody said.
     """
 
     side: str
@@ -67,6 +70,7 @@ class Sleep:
     start_ns: int
     end_ns: int
     phases: dict[str, Spent] = field(default_factory=dict)
+    name: str = ""
 
     @property
     def bytes(self) -> int:
@@ -85,24 +89,51 @@ class Sleep:
 
 
 def sleeps(recording: Recording) -> list[Sleep]:
-    """In the order of time; none where no memory was mapped or unmapped."""
+    """In the order of time; none where no memory was mapped or unmapped, and no server said that it sleeps."""
     calls = recording.calls
     side, phase = _phases(recording)
-    rows = np.flatnonzero(side >= 0)
+    found, theirs = _named_ones(recording, side, phase)
+    rows = np.flatnonzero((side >= 0) & ~theirs & ~((phase == _COPY) & (calls["bytes"] < LEAST_COPY)))
     if not len(rows):
-        return []
+        return sorted(found, key=lambda one: one.start_ns)
     rows = rows[np.lexsort((calls["start_ns"][rows], calls["thread"][rows], calls["process"][rows]))]
     same = np.ones(len(rows), dtype=bool)
     for column in (calls["process"][rows], calls["thread"][rows], side[rows]):
         same[1:] &= column[1:] == column[:-1]
     same[1:] &= calls["start_ns"][rows][1:] - calls["end_ns"][rows][:-1] < APART_NS
     places = _Places(recording)
-    found = []
     for group in np.split(rows, np.flatnonzero(~same)):
         one = _of(recording, group, int(side[group[0]]), phase)
         if places.moved(one, group):
             found.append(one)
     return sorted(found, key=lambda one: one.start_ns)
+
+
+def _named_ones(recording: Recording, side: Array, phase: Array) -> tuple[list[Sleep], Array]:
+    """Those that servers said, and of each row of `calls` whether it belongs to one."""
+    calls, said = recording.calls, recording.server_calls
+    theirs = np.zeros(calls.rows, dtype=bool)
+    found: list[Sleep] = []
+    told = np.isin(said["direction"], (Direction.D2H, Direction.H2D)) & (said["phase"] > 0)
+    last: dict[tuple[int, int], int] = {}
+    order = np.lexsort((-said["end_ns"], said["start_ns"]))
+    for row in order[told[order]].tolist():
+        start, end = int(said["start_ns"][row]), int(said["end_ns"][row])
+        process, thread = int(said["process"][row]), int(said["thread"][row])
+        if end <= last.get((process, thread), -1):
+            continue  # a function that another one calls
+        last[process, thread] = end
+        mine = (calls["process"] == process) & (calls["thread"] == thread)
+        mine &= (calls["start_ns"] >= start) & (calls["end_ns"] <= end)
+        theirs |= mine
+        at = int(said["direction"][row] == Direction.H2D)
+        one = _of(recording, np.flatnonzero(mine & (side == at)), at, phase)
+        one.process, one.thread, one.start_ns, one.end_ns = process, thread, start, end
+        one.name = f"{recording.text(int(said['server'][row]))} {recording.text(int(said['phase'][row]))}"
+        if not one.bytes:
+            one.phases["copy"].bytes = int(said["bytes"][row])
+        found.append(one)
+    return found, theirs
 
 
 class _Places:
@@ -144,12 +175,12 @@ def _phases(recording: Recording) -> tuple[Array, Array]:
             for name in names:
                 mine = _named(recording, name)
                 side[mine], phase[mine] = at, number
-    if not (side >= 0).any():
+    if not (side >= 0).any() and not (recording.server_calls["phase"] > 0).any():
         return side, phase
     copies = (calls["kind"] == CallKind.COPY) | (calls["kind"] == CallKind.COPY_SYNC)
     for at, direction in enumerate((Direction.D2H, Direction.H2D)):
-        mine = copies & (calls["direction"] == direction) & (calls["bytes"] >= LEAST_COPY)
-        side[mine], phase[mine] = at, 1  # "copy" is the second of both
+        mine = copies & (calls["direction"] == direction)
+        side[mine], phase[mine] = at, _COPY
     return side, phase
 
 
@@ -162,6 +193,8 @@ def _of(recording: Recording, rows: Array, side: int, phase: Array) -> Sleep:
         spent[name] = Spent(len(mine), int(calls["bytes"][mine].sum()), took)
     if side:  # each piece is made, mapped and given access by a call of its own, all with its size
         spent["map"].bytes = int(calls["bytes"][rows[_named(recording, "cuMemMap")[rows]]].sum())
+    if not len(rows):
+        return Sleep((SLEEP, WAKE)[side], -1, -1, 0, 0, spent)
     process, thread = int(calls["process"][rows[0]]), int(calls["thread"][rows[0]])
     start, end = int(calls["start_ns"][rows[0]]), int(calls["end_ns"][rows[-1]])
     return Sleep((SLEEP, WAKE)[side], process, thread, start, end, spent)

@@ -16,7 +16,7 @@ from kvprobe.diagnosis.startup import startup
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
 from kvprobe.recordings.window import ServingWindow, serving_window
-from kvprobe.reporting import charts, descriptors, headline, late, offloads, series, sized, slept, streams
+from kvprobe.reporting import charts, descriptors, experts, headline, late, offloads, series, sized, slept, streams
 from kvprobe.reporting.account import account_section
 from kvprobe.reporting.charts import Mark, Points
 from kvprobe.reporting.headline import PageHead
@@ -161,15 +161,16 @@ def _sections(
     sampled, same = _samples(recording, found, marks)
     by_descriptor, copies = descriptors.descriptor_table(recording, window)
     pools = sizing.of_recording(recording)
+    account = findings.account if findings is not None else None
     return [
-        *([account_section(findings.account)] if findings is not None else []),
-        late.late_section(requests.of_account(recording, findings.account, window) if findings is not None else None),
+        *([account_section(account)] if account is not None else []),
+        late.late_section(requests.of_account(recording, account, window) if account is not None else None),
         charts.section(
             "overview",
             "Over time",
             "These charts share one time axis: zoom one and all follow.",
             [
-                rows_chart(recording, found, findings or (), findings.account if findings is not None else None),
+                rows_chart(recording, found, findings or (), account),
                 outstanding,
                 _timeline(recording, found, marks, findings or ()),
                 *sampled,
@@ -189,6 +190,7 @@ def _sections(
         ),
         charts.section("server_calls", "What the server's own functions moved", _SERVED, [], [_served(recording)]),
         charts.section("llama_cpp", "llama.cpp and Ollama", _LLAMA_CPP, [], [_llama_cpp(recording)]),
+        charts.section("experts", *experts.expert_section(recording, account, window)),
         charts.section("offload", "Is offload helping?", offloads.LEAD, [], [offloads.benefits_table(benefits)]),
         charts.section(
             "size",

@@ -12,8 +12,9 @@ __all__ = ["LEAD", "sleep_tables"]
 
 LEAD = (
     "When a thread gave up GPU memory under addresses that stay, and when it mapped memory there again, as a model is "
-    "put to sleep and woken; with what it pinned, copied and freed meanwhile. Each phase is the sum of its calls; the "
-    "rate is that of all phases together, from the first call to the end of the last."
+    "put to sleep and woken; with what it pinned, copied and freed meanwhile. Where an adapter watched the server's "
+    "own function, it has the server's name for it, and lasts as long as the function did. Each phase is the sum of "
+    "its calls; the rate is that of all phases together, from the first call to the end of the last."
 )
 _MOST = 50
 _TITLES = {"sleep": "To the CPU: sleep", "wake": "To the GPU: wake"}
@@ -36,6 +37,7 @@ def _table(recording: Recording, side: str, found: list[Sleep], zero_ns: int) ->
     rows = [
         [
             (duration(one.start_ns - zero_ns), one.start_ns),
+            one.name or NONE,
             str(one.thread),
             (bytes_text(one.bytes), one.bytes),
             (duration(one.ns), one.ns),
@@ -46,7 +48,7 @@ def _table(recording: Recording, side: str, found: list[Sleep], zero_ns: int) ->
         for one in found[:_MOST]
     ]
     note = f"The link: {rate(link)} ({how})." if link else "What the link carries is not known here."
-    columns = ("At", "Thread", "Bytes", "Took", *(name.capitalize() for name in phases), "Rate", "Of the link")
+    columns = ("At", "What", "Thread", "Bytes", "Took", *(name.capitalize() for name in phases), "Rate", "Of the link")
     return table(_TITLES[side], columns, rows, " ".join(part for part in (note, left_out(_MOST, len(found))) if part))
 
 

@@ -18,10 +18,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvprobe.account import account_of
+from kvprobe.account.expert_gains import expert_gains
 from kvprobe.output.recorded import TableJson
 from kvprobe.recordings.descriptors import copies_by_stream, has_addresses
+from kvprobe.recordings.experts import expert_uploads
+from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.model import CallKind, Direction, Engine, RangeStyle, Recording
-from kvprobe.reporting import series, streams
+from kvprobe.reporting import experts, series, streams
 from kvprobe.reporting.units import NONE, bytes_text
 
 __all__ = ["REPORTS", "SummaryTable", "summary"]
@@ -333,6 +337,39 @@ def tier_sum(recording: Recording) -> SummaryTable:
     return SummaryTable("tiers", "Reads and writes below CPU memory", columns, listed, note)
 
 
+def expert_sum(recording: Recording) -> SummaryTable:
+    """Uploads of experts that lie in CPU memory: a row for each tensor."""
+    found = expert_uploads(recording)
+    rows = []
+    for uploads in found:
+        for number, one in enumerate(uploads.tensors):
+            mine = uploads.tensor == number
+            again, moved = int((uploads.again & mine).sum()), int(uploads.bytes[mine].sum())
+            place = streams.process_name(recording, uploads.process)
+            counts = [one.different, one.visits, one.typical, one.uploads, again, moved, one.whole]
+            rows.append([place, experts.tensor_name(one), one.expert_bytes, *counts])
+    columns = [("Process", "text"), ("Tensor", "text"), ("Expert bytes", "count"), ("Different", "count")]
+    columns += [("Steps", "count"), ("A step", "count"), ("Uploads", "count"), ("Again", "count")]
+    columns += [("Bytes", "count"), ("Whole tensor", "count")]
+    return SummaryTable("experts", "Uploads of experts", columns, rows)
+
+
+def expert_change_sum(recording: Recording) -> SummaryTable:
+    """What would save uploads of experts, and how much: never more than what was not computing."""
+    found = expert_uploads(recording)
+    rows = []
+    account = account_of(Joined(recording)) if found else None
+    for uploads in found:
+        assert account is not None
+        place = streams.process_name(recording, uploads.process)
+        for one in expert_gains(recording, account, uploads).changes:
+            saved = math.nan if one.saved_ns is None else one.saved_ns
+            rows.append([place, one.what, one.count, one.bytes, one.kept, one.kept_bytes, saved])
+    columns = [("Process", "text"), ("Change", "text"), ("Count", "count"), ("Bytes held", "count")]
+    columns += [("Uploads saved", "count"), ("Bytes saved", "count"), ("Time saved (ns)", "ns")]
+    return SummaryTable("expert_changes", "What would save uploads of experts", columns, rows)
+
+
 REPORTS: dict[str, Callable[[Recording], SummaryTable]] = {
     "cuda_api_sum": api_sum,
     "cuda_gpu_kern_sum": kern_sum,
@@ -343,6 +380,8 @@ REPORTS: dict[str, Callable[[Recording], SummaryTable]] = {
     "sizes": size_sum,
     "descriptors": descriptor_sum,
     "tiers": tier_sum,
+    "experts": expert_sum,
+    "expert_changes": expert_change_sum,
 }
 
 

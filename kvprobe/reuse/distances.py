@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["FIRST", "last_uses", "stack_distances"]
+__all__ = ["FIRST", "earlier_not_above", "last_uses", "stack_distances"]
 
 FIRST = 0  # in place of a distance: nothing used this block before
 
@@ -43,11 +43,11 @@ def stack_distances(blocks: Array) -> Array:
         return last
     # The different blocks between are the uses whose own last use lies at or before this block's last one. All uses up
     # to that one are such, so: the earlier uses with a smaller or equal `last`, less last + 1; and one for itself.
-    distance = _earlier_not_above(last) - last
+    distance = earlier_not_above(last) - last
     return np.where(last < 0, FIRST, distance)
 
 
-def _earlier_not_above(values: Array) -> Array:
+def earlier_not_above(values: Array) -> Array:
     """For each value how many before it are not above it, (n,) int64; meaningless among equal values below 0.
 
     From the whole down to single values: sorted by value and parted by position into halves, each value of a right

@@ -101,3 +101,42 @@ def test_the_section_says_rates_beside_the_link() -> None:
     assert columns["Pin"] == "8.00 ms, 8.39 GB/s"
     assert columns["Of the link"] == "50%"
     assert sleep_tables(recorded([(COPY, 64, Direction.D2H, 2)]), 0) == [None, None]
+
+
+def said(recording: Recording, *told: tuple[int, int, int, str]) -> Recording:
+    """With what a server said: from and to in ms, direction, its words."""
+    names = recording.names
+    start, end, direction = (np.array([one[at] for one in told]) for at in range(3))
+    names.append("vllm")
+    server = len(names) - 1
+    names.extend(one[3] for one in told)
+    phase = [names.index(one[3]) for one in told]
+    nothing = start * 0
+    columns = {"start_ns": start * MS, "end_ns": end * MS, "direction": direction, "phase": phase}
+    columns |= {"process": nothing, "thread": nothing + 7, "server": nothing + server}
+    recording.tables["server_calls"] = Table("server_calls", columns)
+    return recording
+
+
+def test_a_server_says_what_it_calls_a_sleep_and_how_long_it_took() -> None:
+    pinned_before: list[Call] = [(PIN, 64, 0, 8), (COPY, 64, Direction.D2H, 2)]
+    recording = said(
+        recorded([*pinned_before, *down(100), *up(100)]),
+        (10, 22, Direction.D2H, "sleep, level 1: weights"),
+        (11, 21, Direction.D2H, "sleep: weights"),  # inside it
+        (22, 35, Direction.H2D, "wake up"),
+    )
+    found = sleeps(recording)
+    assert [(one.name, one.side, one.ns, one.phases["copy"].calls) for one in found] == [
+        ("vllm sleep, level 1: weights", "sleep", 12 * MS, 1),
+        ("vllm wake up", "wake", 13 * MS, 1),
+    ]
+    asleep, _ = sleep_tables(recording, 0)
+    assert asleep is not None and asleep.rows[0][1].text.replace("\xa0", " ") == "vllm sleep, level 1: weights"
+
+
+def test_an_offload_that_maps_nothing_is_one_where_a_server_says_so() -> None:
+    moved: list[Call] = [(COPY, 1, Direction.D2H, 2), (COPY, 64, Direction.D2H, 2)]
+    assert sleeps(recorded(moved)) == []
+    (one,) = sleeps(said(recorded(moved), (0, 9, Direction.D2H, "offload: fsdp model")))
+    assert (one.bytes, one.ns) == (65 * MIB, 9 * MS)

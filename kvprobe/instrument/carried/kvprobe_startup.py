@@ -26,6 +26,10 @@ SERVERS = {
     "accelerate": ("accelerate", ("accelerate",), ">=1.0,<2"),
     "diffusers": ("diffusers", ("diffusers",), ">=0.33,<1"),
     "kvbm": ("kvbm", ("kvbm",), ">=1.2,<2"),
+    "torch_memory_saver": ("torch_memory_saver", ("torch_memory_saver",), ">=0.0.9,<0.1"),
+    "verl": ("verl", ("verl",), ">=0.6,<1"),
+    "openrlhf": ("openrlhf", ("openrlhf",), ">=0.9,<1"),
+    "torch": ("torch", ("torch",), ">=2.4,<3"),
 }
 # What a server touches only when it offloads, whose first touch lets its adapters in: the import of a module, or, where
 # every server of the kind imports that, the first call of one of these functions. A server without a line pays for its
@@ -38,10 +42,14 @@ TOUCHED = {
         "vllm.v1.simple_kv_offload.worker": (),
         "vllm.model_executor.offloader.prefetch": ("_ModuleOffloader.start_onload_to_static",),
         "vllm.model_executor.offloader.uva": ("UVAOffloader._maybe_offload_to_cpu",),
+        "vllm.v1.worker.gpu_worker": ("Worker.sleep",),
     },
     "sglang": {
         "sglang.srt.mem_cache.l2_transfer": ("L2TransferEngine.__init__",),
         "sglang.srt.managers.cache_controller": ("HiCacheController.__init__",),
+        "sglang.srt.managers.scheduler_components.weight_updater": (
+            "SchedulerWeightUpdaterManager.release_memory_occupation",
+        ),
     },
     "lmcache": {
         "lmcache.v1.gpu_connector.gpu_connectors": (),
@@ -63,9 +71,18 @@ TOUCHED = {
         "kvbm.vllm_integration.connector_worker": (),
         "kvbm.trtllm_integration.connector.kvbm_connector_worker": (),
     },
+    "torch_memory_saver": {"torch_memory_saver.entrypoint": ("TorchMemorySaver.pause",)},
+    "verl": {
+        "verl.utils.fsdp_utils": ("offload_fsdp_model_to_cpu", "offload_fsdp_optimizer"),
+        "verl.utils.megatron_utils": ("offload_megatron_model_to_cpu", "offload_megatron_optimizer"),
+    },
+    "torch": {"torch.nn.modules.module": ("Module.to", "Module.cpu")},
+    "openrlhf": {"openrlhf.utils.deepspeed.deepspeed_utils": ("offload_deepspeed_states",)},
 }  # type: dict[str, dict[str, tuple[str, ...]]]
 # Where only newer releases have these functions, and there is an adapter only for those: others need not say so.
 SINCE = {"transformers.generation.continuous_batching.offloading_manager": ">=5.20"}
+# Functions that every program calls, and this device among whose arguments tells one that offloads.
+MEANT = {"Module.to": "cpu"}
 _SWITCH, _RUN, _CARRY, _METRICS = "KVPROBE", "KVPROBE_RUN", "KVPROBE_CARRY", "KVPROBE_METRICS"  # see environment.py
 _INTERPOSER = "KVPROBE_INTERPOSER"
 _SERVER_OF = {row[0]: name for name, row in SERVERS.items()}
@@ -388,13 +405,15 @@ class _Waiting:
                 owner = getattr(owner, first)
             raw = vars(owner)[last]
             kind = type(raw) if isinstance(raw, (staticmethod, classmethod)) else None
-            stand_in = self._stand_in(owner, last, raw.__func__ if kind else raw)
+            stand_in = self._stand_in(owner, last, raw.__func__ if kind else raw, MEANT.get(path))
             placed = kind(stand_in) if kind else stand_in
             setattr(owner, last, placed)
             self.stand_ins.append((owner, last, placed, raw))
 
-    def _stand_in(self, owner: "Any", name: str, own: "Any") -> "Any":
+    def _stand_in(self, owner: "Any", name: str, own: "Any", meant: "str | None") -> "Any":
         def touched(*args: "Any", **kwargs: "Any") -> "Any":
+            if meant and not any(getattr(one, "type", one) == meant for one in (*args[1:], *kwargs.values())):
+                return own(*args, **kwargs)
             self.let_in(name)
             now = vars(owner).get(name, own)  # an adapter's, or the server's own again
             return getattr(now, "__func__", now)(*args, **kwargs)

@@ -1,0 +1,69 @@
+"""vLLM's sleep mode: which level, which tags, how many bytes. Measured; what makes it slow is cured below Python.
+
+0.33's `CuMemAllocator.sleep` pins a tensor for each allocation whose tag is kept (`torch.empty(pin_memory=True)`),
+copies it by `cudaMemcpy`, and unmaps it; `wake_up` maps and copies back, and lets go of the tensor. Level 1 keeps
+weights, level 2 throws them away and keeps the model's buffers, copied by `Tensor.cpu()`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvprobe.instrument.calls import Timed, TimedCalls, timed
+
+_WORKER, _ALLOCATOR = "vllm.v1.worker.gpu_worker", "vllm.device_allocator.cumem"
+
+
+class SleepMode(TimedCalls):
+    """`--enable-sleep-mode`."""
+
+    name, versions = "vllm.sleep", ">=0.11,<0.34"
+    option = "--enable-sleep-mode"
+    summary = "Names each sleep and wake with its level and tags, and says how many bytes were kept in CPU memory."
+    timed = (
+        timed(_WORKER, "Worker.sleep", ("level",), "store"),
+        timed(_WORKER, "Worker.wake_up", ("tags",), "load"),
+        timed(_ALLOCATOR, "CuMemAllocator.sleep", ("offload_tags",), "store"),
+        timed(_ALLOCATOR, "CuMemAllocator.wake_up", ("tags",), "load"),
+    )
+
+    def before(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """How it was called, and of the allocator how much it keeps; a worker's call learns from the allocator's."""
+        outer = self.running()
+        given = _given(entry, args, kwargs)
+        if entry.target.module == _WORKER:
+            return {"given": given}
+        if entry.direction == "store" and outer is not None:
+            outer["tags"] = given
+        return {"given": given, "allocator": args[0], "kept": _kept(args[0])}
+
+    def after(self, entry: Timed, remembered: Any) -> dict[str, Any]:
+        """The phase in vLLM's own words; of the allocator, the bytes that it keeps now and did not before, or back."""
+        given = remembered["given"]
+        allocator = remembered.get("allocator")
+        if entry.direction == "load":
+            fields = {"phase": _said("wake up", given)}
+        elif allocator is None:
+            fields = {"phase": _said(f"sleep, level {given}", remembered.get("tags"))}
+        else:
+            fields = {"phase": _said("sleep", given)}
+        if allocator is not None:
+            fields["bytes"] = abs(_kept(allocator) - remembered["kept"])
+        return fields
+
+
+def _given(entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = (entry.target.parameters or ("",))[0]
+    default = 1 if name == "level" else None
+    return args[1] if len(args) > 1 else kwargs.get(name, default)
+
+
+def _said(what: str, tags: Any) -> str:
+    tags = (tags,) if isinstance(tags, str) else tuple(tags or ())
+    return f"{what}: {', '.join(map(str, tags))}" if tags else what
+
+
+def _kept(allocator: Any) -> int:
+    """Bytes in CPU memory that the allocator keeps."""
+    held = (one.cpu_backup_tensor for one in list(allocator.pointer_to_data.values()))
+    return sum(int(one.numel()) * int(one.element_size()) for one in held if one is not None)
