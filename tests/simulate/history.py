@@ -44,6 +44,13 @@ _methods: Methods | None = None  # of a machine on which nothing failed; the sam
 _tables: list[tuple[str, MethodTable]] = []
 
 
+def wire_of(seed: int) -> tuple[str, bool, str]:
+    """Wire, witness and dtype of a seed's history, by dice of their own: a raw history is what it was without them."""
+    dice = random.Random(seed ^ 0x57495245)
+    wire, witness = ("raw", "raw", "coded", "auto")[int(dice.random() * 4)], dice.random() < 0.2
+    return wire, witness, ("bf16", "bf16", "fp32")[int(dice.random() * 3)]
+
+
 class History:
     """Plays the history of one seed; `play` raises Violation, or returns what was counted."""
 
@@ -60,9 +67,7 @@ class History:
         self.asked = 0
         self.faults = [Fault(self.dice, (seed // len(KINDS) ** i) % len(KINDS)) for i in range(faults)]
         self.callers: list[Caller] = []
-        dice = random.Random(seed ^ 0x57495245)  # its own: histories whose wire is raw are what they were before
-        self.wire, self.witness = ("raw", "raw", "coded", "auto")[int(dice.random() * 4)], dice.random() < 0.2
-        self.dtype = ("bf16", "bf16", "fp32")[int(dice.random() * 3)]
+        self.wire, self.witness, self.dtype = wire_of(seed)
         self.celled = self.wire != "raw" or self.witness
         self.crowded = seed % CROWDED == CROWD  # hundreds of its requests come at once
 
@@ -478,4 +483,4 @@ def play(seed: int, faults: int = 0, say: Callable[[str], None] | None = None, l
             say(line)
 
 
-__all__ = ["History", "Series", "Violation", "play"]
+__all__ = ["History", "Series", "Violation", "play", "wire_of"]

@@ -4,10 +4,25 @@
 #include <stdbool.h>
 #include <string.h>
 
-static uint32_t half_at(const uint8_t *raw, uint32_t width, uint64_t i) {
-    const uint8_t *at = raw + i * width + width - 2;
-    return at[0] | (uint32_t)at[1] << 8;
+#define STRIP 64 /* values that are taken apart together, in loops that the compiler makes SIMD of */
+
+/* The upper halves of `count` values, at most STRIP; zeros behind them. */
+static void halves_of(const uint8_t *raw, uint32_t width, uint64_t count, uint16_t *half) {
+    uint32_t word[STRIP];
+    if (width == 2 && count == STRIP) { /* of a size that the compiler knows */
+        memcpy(half, raw, STRIP * sizeof *half);
+        return;
+    }
+    memset(half, 0, STRIP * sizeof *half);
+    if (width == 2) {
+        memcpy(half, raw, 2 * count);
+        return;
+    }
+    memcpy(word, raw, 4 * count);
+    for (uint64_t i = 0; i < count; i++) half[i] = (uint16_t)(word[i] >> 16);
 }
+
+static uint64_t strip(uint64_t at, uint64_t values) { return values - at < STRIP ? values - at : STRIP; }
 
 uint64_t kvp_wire_checksum(const void *raw, uint64_t raw_bytes) {
     const uint8_t *from = raw;
@@ -27,7 +42,19 @@ uint64_t kvp_wire_checksum(const void *raw, uint64_t raw_bytes) {
 void kvp_wire_histogram(uint32_t type, const void *raw, uint64_t raw_bytes, uint32_t *histogram) {
     uint32_t width = kvp_wire_width(type), counts[4][256] = {0}; /* four: equal neighbours wait for one another */
     uint64_t values = width ? raw_bytes / width : 0;
-    for (uint64_t i = 0; i < values; i++) counts[i & 3][kvp_wire_exponent(half_at(raw, width, i))]++;
+    for (uint64_t at = 0; at < values; at += STRIP) {
+        uint16_t half[STRIP];
+        uint8_t exponent[STRIP];
+        uint64_t n = strip(at, values);
+        halves_of((const uint8_t *)raw + at * width, width, n, half);
+        for (int i = 0; i < STRIP; i++) exponent[i] = (uint8_t)(half[i] >> 7);
+        if (n < STRIP) {
+            for (uint64_t i = 0; i < n; i++) counts[0][exponent[i]]++;
+            break;
+        }
+        for (int i = 0; i < STRIP; i += 4)
+            for (int k = 0; k < 4; k++) counts[k][exponent[i + k]]++;
+    }
     for (uint32_t e = 0; e < 256; e++) histogram[e] += counts[0][e] + counts[1][e] + counts[2][e] + counts[3][e];
 }
 
@@ -50,6 +77,34 @@ uint64_t kvp_wire_size(uint32_t type, const void *raw, uint64_t raw_bytes) {
     return look(type, raw, raw_bytes, &emax).bytes;
 }
 
+/* Codes a strip of `n` values: into its places of the sections. How many escapes there are, with those before. */
+static uint32_t code_strip(const uint8_t *from, uint32_t width, uint64_t at, uint64_t n, uint32_t emax, uint8_t *to,
+                           const kvp_wire_layout *l, uint32_t escapes) {
+    uint16_t half[STRIP];
+    uint8_t exponent[STRIP], high[STRIP], code[STRIP], pairs[STRIP / 2], escaped = 0;
+    halves_of(from + at * width, width, n, half);
+    for (int i = 0; i < STRIP; i++) {
+        exponent[i] = (uint8_t)(half[i] >> 7);
+        high[i] = (uint8_t)((half[i] >> 8 & 128) | (half[i] & 127));
+    }
+    for (int i = 0; i < STRIP; i++) { /* kvp_wire_code_of in bytes: emax is 14 or more, so nothing wraps round */
+        uint8_t below = (uint8_t)(emax - exponent[i]);
+        code[i] = below < KVP_WIRE_CODES ? below : exponent[i] ? KVP_WIRE_ESCAPE : KVP_WIRE_ZERO;
+    }
+    memset(code + n, 0, STRIP - n);
+    for (int i = 0; i < STRIP; i++) escaped |= code[i] == KVP_WIRE_ESCAPE;
+    for (int i = 0; i < STRIP / 2; i++) pairs[i] = (uint8_t)(code[2 * i] | code[2 * i + 1] << 4);
+    memcpy(to + l->high + at, high, n);
+    memcpy(to + l->codes + at / 2, pairs, (n + 1) / 2);
+    for (uint64_t i = 0; width == 4 && i < n; i++) memcpy(to + l->low + 2 * (at + i), from + 4 * (at + i), 2);
+    for (uint64_t i = 0; escaped && i < n; i++) {
+        if (code[i] != KVP_WIRE_ESCAPE) continue;
+        uint32_t escape = kvp_wire_escape((uint32_t)(at + i), exponent[i]);
+        memcpy(to + l->escapes + 4 * (uint64_t)escapes++, &escape, 4);
+    }
+    return escapes;
+}
+
 uint64_t kvp_wire_code(uint32_t type, const void *raw, uint64_t raw_bytes, void *cell) {
     const uint8_t *from = raw;
     uint8_t *to = cell;
@@ -57,16 +112,8 @@ uint64_t kvp_wire_code(uint32_t type, const void *raw, uint64_t raw_bytes, void 
     kvp_wire_layout l = look(type, raw, raw_bytes, &emax);
     if (l.bytes == raw_bytes) return raw_bytes;
     memset(to, 0, l.escapes);
-    for (uint64_t i = 0; i < l.values; i++) {
-        uint32_t half = half_at(from, width, i), exponent = kvp_wire_exponent(half);
-        uint32_t code = kvp_wire_code_of(exponent, emax);
-        if (width == 4) memcpy(to + l.low + 2 * i, from + 4 * i, 2);
-        to[l.high + i] = (uint8_t)kvp_wire_high(half);
-        to[l.codes + i / 2] |= (uint8_t)(code << 4 * (i & 1));
-        if (code != KVP_WIRE_ESCAPE) continue;
-        uint32_t escape = kvp_wire_escape((uint32_t)i, exponent);
-        memcpy(to + l.escapes + 4 * (uint64_t)escapes++, &escape, 4);
-    }
+    for (uint64_t at = 0; at < l.values; at += STRIP)
+        escapes = code_strip(from, width, at, strip(at, l.values), emax, to, &l, escapes);
     kvp_wire_header header = {.magic = KVP_WIRE_MAGIC,
                               .type = (uint8_t)type,
                               .emax = (uint8_t)emax,
@@ -101,6 +148,35 @@ static bool tidy(const uint8_t *from, const kvp_wire_header *h, const kvp_wire_l
            zeros(from, l->high + l->values, l->codes) && zeros(from, codes, l->escapes);
 }
 
+/* Writes a strip of `n` values again; `used`: escapes so far. False: its escapes are not those of its codes. */
+static bool decode_strip(const uint8_t *from, const kvp_wire_header *h, const kvp_wire_layout *l, uint32_t width,
+                         uint64_t at, uint64_t n, uint8_t *to, uint32_t *used) {
+    uint16_t half[STRIP];
+    uint8_t exponent[STRIP], high[STRIP] = {0}, code[STRIP], pairs[STRIP / 2] = {0}, escaped = 0;
+    memcpy(high, from + l->high + at, n);
+    memcpy(pairs, from + l->codes + at / 2, (n + 1) / 2);
+    for (int i = 0; i < STRIP / 2; i++) code[2 * i] = pairs[i] & 15, code[2 * i + 1] = pairs[i] >> 4;
+    for (int i = 0; i < STRIP; i++) {
+        exponent[i] = code[i] == KVP_WIRE_ZERO ? 0 : (uint8_t)(h->emax - code[i]);
+        escaped |= code[i] == KVP_WIRE_ESCAPE;
+    }
+    for (uint64_t i = 0; escaped && i < n; i++) { /* in the order of their places */
+        uint32_t escape;
+        if (code[i] != KVP_WIRE_ESCAPE) continue;
+        if (*used == h->escapes) return false;
+        memcpy(&escape, from + l->escapes + 4 * (uint64_t)(*used)++, 4);
+        if (escape >> 8 != at + i) return false;
+        exponent[i] = (uint8_t)escape;
+    }
+    for (int i = 0; i < STRIP; i++) half[i] = (uint16_t)((high[i] & 128) << 8 | exponent[i] << 7 | (high[i] & 127));
+    if (width == 2) memcpy(to + 2 * at, half, 2 * n);
+    for (uint64_t i = 0; width == 4 && i < n; i++) {
+        memcpy(to + 4 * (at + i), from + l->low + 2 * (at + i), 2);
+        memcpy(to + 4 * (at + i) + 2, &half[i], 2);
+    }
+    return true;
+}
+
 int kvp_wire_decode(const void *cell, uint64_t cell_bytes, void *raw, uint64_t raw_bytes) {
     const uint8_t *from = cell;
     uint8_t *to = raw;
@@ -112,21 +188,8 @@ int kvp_wire_decode(const void *cell, uint64_t cell_bytes, void *raw, uint64_t r
     uint32_t width = kvp_wire_width(h.type), used = 0;
     kvp_wire_layout l = kvp_wire_layout_of(width, raw_bytes, h.escapes);
     if (!tidy(from, &h, &l, width)) return KVP_WIRE_DAMAGED;
-    for (uint64_t i = 0; i < l.values; i++) {
-        uint32_t code = from[l.codes + i / 2] >> 4 * (i & 1) & 15, exponent = kvp_wire_exponent_of(code, h.emax);
-        if (code == KVP_WIRE_ESCAPE) { /* in the order of their places */
-            uint32_t escape;
-            if (used == h.escapes) return KVP_WIRE_DAMAGED;
-            memcpy(&escape, from + l.escapes + 4 * (uint64_t)used++, 4);
-            if (escape >> 8 != i) return KVP_WIRE_DAMAGED;
-            exponent = escape & 255;
-        }
-        uint32_t half = kvp_wire_half(from[l.high + i], exponent);
-        uint8_t *at = to + i * width;
-        if (width == 4) memcpy(at, from + l.low + 2 * i, 2);
-        at[width - 2] = (uint8_t)half;
-        at[width - 1] = (uint8_t)(half >> 8);
-    }
+    for (uint64_t at = 0; at < l.values; at += STRIP)
+        if (!decode_strip(from, &h, &l, width, at, strip(at, l.values), to, &used)) return KVP_WIRE_DAMAGED;
     if (used != h.escapes) return KVP_WIRE_DAMAGED;
     memcpy(to + l.values * width, h.tail, raw_bytes % width);
     return kvp_wire_checksum(raw, raw_bytes) == h.checksum ? KVP_WIRE_WHOLE : KVP_WIRE_CHECKSUM;
