@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvprobe.cuda import Region, Runtime, region_of
-from kvprobe.errors import KvprobeError, UsageError
+from kvprobe.errors import KvprobeError, PoolFullError, UsageError
 from kvprobe.native.library import Side
 from kvprobe.offload.cells import Cells
 from kvprobe.offload.job import Refusal
@@ -167,7 +167,11 @@ class Mapping:
         return gpu, cpu, min(gpu_pieces, cpu_pieces)
 
     def refused(self, direction: str, gpu: I64, cpu: I64, why: int, bad: int) -> KvprobeError:
-        """The error for what native code refused: an id out of range, a destination twice, no memory."""
+        """The error for what native code refused: an id out of range, a destination twice, no space, no memory."""
+        if why == Refusal.NO_ROOM:
+            cells = self.cpu.cells
+            pieces = min(len(gpu) * self.gpu_factor, len(cpu) * self.cpu_factor) * self.gpu.layers
+            return PoolFullError(pieces * (cells.notes.shape[1] if cells else 1), bad)
         if why == Refusal.TWICE:
             return UsageError(f"a {direction} names the same destination block twice")
         if why != Refusal.BAD_ID:

@@ -34,7 +34,7 @@ def _many(options: argparse.Namespace) -> int:
     digest, digests = hashlib.sha256(), 0
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         for found in pool.map(chunk, work, chunksize=4):  # raises where a process dies
-            for name in ("transfers", "failed", "events", "celled", "seconds", "seeds"):
+            for name in ("transfers", "failed", "events", "celled", "packed", "refused", "seconds", "seeds"):
                 total[name] += found[name]
             armed.update(found["armed"])
             came.update(found["came"])
@@ -51,6 +51,7 @@ def _many(options: argparse.Namespace) -> int:
     print(f"seeds {options.seed} to {last}, {options.faults} faults each, about {options.length} requests")
     print(f"{digests} histories without a violation, {len(wrong)} with one")
     print(f"{total['celled']} of them with the CPU's blocks in cells: coded, or summed by a witness")
+    print(f"{total['packed']} of those in a packed pool, which refused {total['refused']} stores for lack of tails")
     print(f"{total['transfers']} transfers ({total['failed']} of them failed), {total['events']} events")
     print(f"{took:.0f} s on {options.jobs} processes: {digests / max(total['seconds'], 1e-9):.0f} a second and core")
     print(f"digest of all {digest.hexdigest()[:16]}")

@@ -2,6 +2,7 @@
 #include "wire.h"
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <string.h>
 
 #define STRIP 64 /* values that are taken apart together, in loops that the compiler makes SIMD of */
@@ -197,31 +198,66 @@ int kvp_wire_decode(const void *cell, uint64_t cell_bytes, void *raw, uint64_t r
 
 /* ---- pools of cells ---------------------------------------------------------------------------------------------- */
 
-void kvp_wire_put(uint32_t type, int check, const void *raw, uint64_t raw_bytes, void *cells, kvp_wire_note *notes) {
+/* What of a cell has no room in its place; NULL: there is no tail for it. */
+static uint8_t *tail_of(const kvp_wire_note *note, const kvp_wire_place *place, uint64_t raw_bytes) {
+    uint64_t number = note->summed >> 1;
+    return number ? place->tails + (number - 1) * kvp_wire_tail_bytes(raw_bytes, place->room) : NULL;
+}
+
+void kvp_wire_put(uint32_t type, int check, const void *raw, uint64_t raw_bytes, void *cells, kvp_wire_note *notes,
+                  const kvp_wire_place *place) {
+    uint8_t whole[KVP_WIRE_CELL];
     for (uint32_t i = 0; i < kvp_wire_cells(raw_bytes); i++) {
         const uint8_t *piece = (const uint8_t *)raw + (uint64_t)i * KVP_WIRE_CELL;
-        uint8_t *cell = (uint8_t *)cells + (uint64_t)i * KVP_WIRE_CELL;
-        uint32_t size = kvp_wire_piece(raw_bytes, i), bytes = (uint32_t)kvp_wire_code(type, piece, size, cell);
-        kvp_wire_note note = {.bytes = bytes, .summed = bytes < size || check};
-        if (bytes == size) memcpy(cell, piece, size);
-        if (note.summed) note.checksum = kvp_wire_checksum(piece, size);
+        uint8_t *cell = (uint8_t *)cells + (uint64_t)i * kvp_wire_step(place->room);
+        uint32_t size = kvp_wire_piece(raw_bytes, i), fits = kvp_wire_fits(size, place->room);
+        uint8_t *to = fits < size ? whole : cell, *tail = fits < size ? tail_of(&notes[i], place, raw_bytes) : NULL;
+        uint32_t bytes = (uint32_t)kvp_wire_code(type, piece, size, to);
+        bool summed = bytes < size || check;
+        kvp_wire_note note = {.bytes = bytes, .summed = (notes[i].summed & ~1u) | summed};
+        if (bytes == size) memcpy(to, piece, size);
+        if (summed) note.checksum = kvp_wire_checksum(piece, size);
+        if (to == whole && (bytes <= fits || tail)) {
+            memcpy(cell, whole, bytes < fits ? bytes : fits);
+            if (bytes > fits) memcpy(tail, whole + fits, bytes - fits);
+        } else if (to == whole) {
+            note.bytes = 0;
+        }
         notes[i] = note;
     }
 }
 
-int kvp_wire_take(const kvp_wire_note *notes, const void *cells, void *raw, uint64_t raw_bytes) {
+/* Writes the piece of one cell, all of whose bytes lie in `cell`. */
+static int take(const kvp_wire_note *note, const uint8_t *cell, uint8_t *piece, uint32_t size) {
+    uint64_t checksum;
+    if (note->bytes == size) {
+        memcpy(piece, cell, size);
+        return note->summed & 1 && kvp_wire_checksum(piece, size) != note->checksum ? KVP_WIRE_CHECKSUM
+                                                                                    : KVP_WIRE_WHOLE;
+    }
+    int refused = kvp_wire_decode(cell, note->bytes, piece, size);
+    if (refused || !(note->summed & 1)) return refused;
+    memcpy(&checksum, cell + offsetof(kvp_wire_header, checksum), sizeof checksum); /* what came out has this one */
+    return checksum == note->checksum ? KVP_WIRE_WHOLE : KVP_WIRE_CHECKSUM;
+}
+
+int kvp_wire_take(const kvp_wire_note *notes, const void *cells, void *raw, uint64_t raw_bytes,
+                  const kvp_wire_place *place) {
+    uint8_t whole[KVP_WIRE_CELL];
     for (uint32_t i = 0; i < kvp_wire_cells(raw_bytes); i++) {
-        const uint8_t *cell = (const uint8_t *)cells + (uint64_t)i * KVP_WIRE_CELL;
-        uint8_t *piece = (uint8_t *)raw + (uint64_t)i * KVP_WIRE_CELL;
-        uint32_t size = kvp_wire_piece(raw_bytes, i);
+        const uint8_t *cell = (const uint8_t *)cells + (uint64_t)i * kvp_wire_step(place->room);
+        uint32_t size = kvp_wire_piece(raw_bytes, i), fits = kvp_wire_fits(size, place->room);
         kvp_wire_note note = notes[i];
-        int refused = KVP_WIRE_WHOLE;
-        if (note.bytes > size || !note.bytes) return KVP_WIRE_SHORT;
-        if (note.bytes == size)
-            memcpy(piece, cell, size);
-        else
-            refused = kvp_wire_decode(cell, note.bytes, piece, size);
-        if (!refused && note.summed && kvp_wire_checksum(piece, size) != note.checksum) refused = KVP_WIRE_CHECKSUM;
+        if (!note.bytes) return KVP_WIRE_NONE;
+        if (note.bytes > size) return KVP_WIRE_SHORT;
+        if (note.bytes > fits) {
+            const uint8_t *tail = tail_of(&note, place, raw_bytes);
+            if (!tail) return KVP_WIRE_SHORT;
+            memcpy(whole, cell, fits);
+            memcpy(whole + fits, tail, note.bytes - fits);
+            cell = whole;
+        }
+        int refused = take(&note, cell, (uint8_t *)raw + (uint64_t)i * KVP_WIRE_CELL, size);
         if (refused) return refused;
     }
     return KVP_WIRE_WHOLE;
