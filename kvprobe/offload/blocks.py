@@ -182,7 +182,7 @@ class Mapping:
 
 def passed(ids: I64) -> Any:
     """Ids as native code takes them; asking numpy for an address takes longer than all the rest of a small request."""
-    given = ids.base
+    given: object = ids.base
     if type(given) is bytes and len(given) == ids.nbytes:  # from a list: packed a moment ago
         return given
     if len(ids) > COPIED_IDS:
