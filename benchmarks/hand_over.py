@@ -7,6 +7,9 @@ with a C compiler), calls of Python and C functions, objects that the garbage co
 700 of them), system calls (strace, where it is installed) and page faults. Timed, in rounds that take turns with the
 built tree of another version where one is given: the least and the middle of requests in bursts, the copies of which
 stand behind a kernel meanwhile, and of requests after the caches were filled with something else.
+
+"Long calls": 100 rounds of requests and polls beside a heap of a million objects, as a server's is, with the garbage
+collector on: which calls used more than 1 ms of their thread's CPU. What other work takes does not count there.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +35,7 @@ COUNTS = (64, 8192)
 KINDS = ("array", "list", "range", "tensor")
 BLOCK = 4096
 FIRST, BURST, COLD, COUNTED = 20, 16, 20, 100
+ROUNDS, LONG_NS, HEAP = 100, 1_000_000, 1_000_000
 TOGGLE = "#include <valgrind/callgrind.h>\nvoid toggle(void) { CALLGRIND_TOGGLE_COLLECT; }\n"
 
 
@@ -128,7 +133,9 @@ def child(what: str, kind: str, count: int, helper: str) -> dict[str, float]:
 
             behind(BURST, marked)
             return {}
-        burst = [each for _ in range(4) for each in behind(BURST, timed)]
+        if what == "long calls":
+            return long_calls(engine, load, behind, max(1, 1024 // count))
+        burst = [each for _ in range(16) for each in behind(BURST, timed)]
         other, cold = np.zeros(8 << 20, dtype=np.int64), []
         for _ in range(COLD):
             other += 1
@@ -136,11 +143,32 @@ def child(what: str, kind: str, count: int, helper: str) -> dict[str, float]:
         return {
             "least us": min(burst) / 1e3,
             "middle us": statistics.median(burst) / 1e3,
+            "99th of 100 us": statistics.quantiles(burst, n=100)[98] / 1e3,
             "least us, caches cold": min(cold) / 1e3,
             "middle us, caches cold": statistics.median(cold) / 1e3,
             "middle us, first burst": statistics.median(first) / 1e3,
             "page faults, first burst": faults / FIRST,
         }
+
+
+def long_calls(engine: Any, load: Callable[[], object], behind: Any, requests: int) -> dict[str, float]:
+    """Of requests and polls, while a server's objects live beside: CPU time that the thread itself used in each."""
+    heap = [[i] for i in range(HEAP)]
+    gc.unfreeze()
+    took: list[int] = []
+
+    def cpu(call: Callable[[], object]) -> object:
+        begin = time.thread_time_ns()
+        made = call()
+        took.append(time.thread_time_ns() - begin)
+        return made
+
+    kept = []
+    for _ in range(ROUNDS):
+        kept = behind(requests, lambda: (cpu(load), cpu(engine.poll)))
+    assert len(heap) == HEAP
+    assert kept
+    return {"calls over 1 ms of CPU": sum(each > LONG_NS for each in took), "longest us of CPU": max(took) / 1e3}
 
 
 def run(tree: Path, *arguments: str, under: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
@@ -213,7 +241,8 @@ def main() -> None:
             rounds: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
             for _ in range(given.rounds):
                 for name, tree in trees.items():
-                    rounds[name].append(json.loads(run(tree, "time", kind, str(count)).stdout))
+                    told = json.loads(run(tree, "time", kind, str(count)).stdout)
+                    rounds[name].append(told | json.loads(run(tree, "long calls", kind, str(count)).stdout))
             print(f"{count} blocks, ids as {kind}:")
             for name, row in rows.items():
                 for key in rounds[name][0]:

@@ -36,7 +36,10 @@ from kvprobe.offload.methods import copier_for
 
 CELL = 16384
 WORK = np.dtype(
-    [("list", "u8"), ("count", "u4"), ("raw", "u4"), ("type", "u4"), ("check", "u4"), ("pace", "u4"), ("zero", "u4")]
+    [
+        *(("list", "u8"), ("count", "u4"), ("raw", "u4"), ("type", "u4"), ("check", "u4"), ("pace", "u4")),
+        *(("room", "u4"), ("tails", "u8")),
+    ]
 )
 ENTRY = np.dtype([("dst", "u8"), ("src", "u8"), ("note", "u8")])
 NOTE = np.dtype([("bytes", "u4"), ("summed", "u4"), ("checksum", "u8")])
@@ -205,7 +208,7 @@ class Pool:
 
     def work(self, store: bool, type_: int = 1, check: int = 0, pace: int = 0) -> np.ndarray[Any, Any]:
         """The parameter of a launch."""
-        return np.array([(self.lists[store].address, self.count, self.raw, type_, check, pace, 0)], WORK)
+        return np.array([(self.lists[store].address, self.count, self.raw, type_, check, pace, 0, 0)], WORK)
 
     def copies(self, store: bool) -> np.ndarray[Any, Any]:
         """The same blocks for the raw kernels."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         CudaError,
         KvprobeError,
         NativeError,
+        PoolFullError,
         RecordingError,
         TransferError,
         UsageError,
@@ -25,7 +26,16 @@ if TYPE_CHECKING:
     from kvprobe.instrument import install, observe, uninstall
     from kvprobe.instrument.step_log import mark, mark_request
     from kvprobe.launchqueue import QueueLimits, calibrate
-    from kvprobe.offload import BlockCache, BlockPool, EngineOptions, LoadDedup, OffloadEngine, Split, Transfer
+    from kvprobe.offload import (
+        BlockCache,
+        BlockPool,
+        EngineOptions,
+        LoadDedup,
+        OffloadEngine,
+        PackedPool,
+        Split,
+        Transfer,
+    )
     from kvprobe.recordings import open_recording
     from kvprobe.recordings.engine import recording_of
     from kvprobe.recordings.model import Recording
@@ -39,6 +49,7 @@ _HOMES = {
         "CudaError",
         "KvprobeError",
         "NativeError",
+        "PoolFullError",
         "RecordingError",
         "TransferError",
         "UsageError",
@@ -46,7 +57,9 @@ _HOMES = {
     "kvprobe.instrument": ("install", "observe", "uninstall"),
     "kvprobe.instrument.step_log": ("mark", "mark_request"),
     "kvprobe.launchqueue": ("QueueLimits", "calibrate"),
-    "kvprobe.offload": ("BlockCache", "BlockPool", "EngineOptions", "LoadDedup", "OffloadEngine", "Split", "Transfer"),
+    "kvprobe.offload": (
+        *("BlockCache", "BlockPool", "EngineOptions", "LoadDedup", "OffloadEngine", "PackedPool", "Split", "Transfer"),
+    ),
     "kvprobe.recordings": ("open_recording",),
     "kvprobe.recordings.engine": ("recording_of",),
     "kvprobe.recordings.model": ("Recording",),
@@ -66,7 +79,9 @@ __all__ = [
     "LoadDedup",
     "NativeError",
     "OffloadEngine",
+    "PackedPool",
     "PinnedPool",
+    "PoolFullError",
     "QueueLimits",
     "Recording",
     "RecordingError",

@@ -5,12 +5,22 @@
   + NativeError           1: the native library is absent or does not fit
   + CudaError             1: a CUDA call returned an error
   + TransferError         1: a transfer did not complete
+  + PoolFullError         1: a packed pool has no space for a store; nothing was written
   + RecordingError        1: a recording cannot be read
 """
 
 from __future__ import annotations
 
-__all__ = ["CudaError", "KvprobeError", "NativeError", "RecordingError", "TransferError", "UsageError", "plain"]
+__all__ = [
+    "CudaError",
+    "KvprobeError",
+    "NativeError",
+    "PoolFullError",
+    "RecordingError",
+    "TransferError",
+    "UsageError",
+    "plain",
+]
 
 
 class KvprobeError(Exception):
@@ -40,6 +50,23 @@ class CudaError(KvprobeError):
 
 class TransferError(KvprobeError):
     """A transfer did not complete; its blocks hold undefined bytes."""
+
+
+class PoolFullError(KvprobeError):
+    """A packed pool has too little reserve left for a store, which was not begun: nothing was written.
+
+    Attributes:
+        needs: tails that the store could take, at worst: one for each of its cells.
+        left: that are free.
+    """
+
+    def __init__(self, needs: int, left: int) -> None:
+        """Says what the caller can do."""
+        super().__init__(
+            f"the packed pool has {left} tails left, and this store could take {needs}: wait for stores that are under "
+            "way, discard() blocks that are not needed any more, or store fewer at once"
+        )
+        self.needs, self.left = needs, left
 
 
 class RecordingError(KvprobeError):

@@ -200,7 +200,7 @@ def _warm_up(runtime: Runtime, kernels: CopyKernels) -> None:
 
 def _launch_empty(runtime: Runtime, launch_kernel: int, kernel: CopyKernel, stream: int) -> None:
     """Launches a coded kernel on no cells."""
-    work = ct.create_string_buffer(32)  # kvp_wire_work
+    work = ct.create_string_buffer(40)  # kvp_wire_work
     given = (ct.c_void_p * 1)(ct.addressof(work))
     launch = ct.CFUNCTYPE(ct.c_int, ct.c_void_p, *[ct.c_uint] * 7, ct.c_void_p, ct.c_void_p, ct.c_void_p)(launch_kernel)
     code = launch(kernel.function, 1, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, stream, given, None)

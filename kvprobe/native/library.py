@@ -246,7 +246,16 @@ class Side(ct.Structure):
 class CellsConfig(ct.Structure):
     """`kvp_cells`: what makes the CPU's pool one of cells."""
 
-    _fields_ = [("notes", ct.c_void_p), ("stored_ns", ct.c_void_p), ("type", u32), ("check", u32), ("look", u32)]
+    _fields_ = [
+        *(("notes", ct.c_void_p), ("stored_ns", ct.c_void_p), ("type", u32), ("check", u32), ("look", u32)),
+        *(("room", u32), ("step_bytes", u64), ("tails", u64), ("reserve", ct.c_void_p)),
+    ]
+
+
+class WirePlace(ct.Structure):
+    """`kvp_wire_place`: where the cells of a pool lie."""
+
+    _fields_ = [("room", u32), ("tails", ct.c_void_p)]
 
 
 class SubmitterConfig(ct.Structure):
@@ -516,7 +525,16 @@ def _declare_submitter(lib: ct.CDLL) -> None:
         "kvp_pinned_read": (None, [pointer, ct.POINTER(PinnedCounts)]),
         "kvp_pinned_reset": (None, [pointer]),
         "kvp_pinned_close": (None, [pointer]),
-        "kvp_wire_take": (i32, [pointer, pointer, pointer, u64]),
+        "kvp_wire_put": (None, [u32, i32, pointer, u64, pointer, pointer, ct.POINTER(WirePlace)]),
+        "kvp_wire_take": (i32, [pointer, pointer, pointer, u64, ct.POINTER(WirePlace)]),
+        "kvp_reserve_open": (pointer, [pointer, u64, u64, u32]),
+        "kvp_reserve_close": (None, [pointer]),
+        "kvp_reserve_left": (u64, [pointer]),
+        "kvp_reserve_claim": (i32, [pointer, u64]),
+        "kvp_reserve_unclaim": (None, [pointer, u64]),
+        "kvp_reserve_begin": (None, [pointer, u64, u32]),
+        "kvp_reserve_end": (None, [pointer, u64, u32, i32]),
+        "kvp_reserve_discard": (i32, [pointer, u64, u64]),
     }
     for name, (result, arguments) in declared.items():
         function = getattr(lib, name)

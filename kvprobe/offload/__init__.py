@@ -6,6 +6,7 @@ from kvprobe.offload.cache import BlockCache
 from kvprobe.offload.dedup import LoadDedup
 from kvprobe.offload.engine import OffloadEngine
 from kvprobe.offload.options import EngineOptions
+from kvprobe.offload.packed import PackedPool
 from kvprobe.offload.streams import EventPool, StreamPool
 from kvprobe.offload.submitter import Bounds, Copies, Submission, Submitter
 from kvprobe.offload.transfer import Split, Transfer
@@ -21,6 +22,7 @@ __all__ = [
     "EventPool",
     "LoadDedup",
     "OffloadEngine",
+    "PackedPool",
     "Rung",
     "Sample",
     "Split",

@@ -100,6 +100,21 @@ class BlockCache:
             self.sample.note(STORED, [key for key, _ in given])
         return given
 
+    def give_up(self, count: int) -> list[int]:
+        """Evicts up to so many blocks that nobody uses, and returns them: they are free, for the next `begin_store`.
+
+        A packed pool gets its reserve back when they are discarded (`PackedPool.discard`).
+        """
+        blocks: list[int] = []
+        while len(blocks) < count:
+            victim = self._eviction.victim(self._may_go, None)
+            if victim is None:
+                break
+            blocks.append(self._entries.pop(victim).block)
+            self.evictions += 1
+        self._free += blocks
+        return blocks
+
     def end(self, keys: Sequence[Hashable], *, ok: bool = True) -> None:
         """A transfer over these keys has ended. A store that failed leaves nothing behind."""
         for key in keys:

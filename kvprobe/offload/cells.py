@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes as ct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvprobe.cuda import Buffer, Runtime
 from kvprobe.errors import UsageError
-from kvprobe.native.library import CellsConfig, JobStatus, core
+from kvprobe.native.library import CellsConfig, JobStatus, WirePlace, core
 from kvprobe.offload.wire import REFUSALS, TYPES, Bytes, CellError
 
 if TYPE_CHECKING:
@@ -35,28 +36,41 @@ class Cells:
     Attributes:
         copy_bytes: what one copy moves: a block, or part of one where GPU blocks are smaller.
         a_layer: copies that make up a layer.
-        memory: the notes' own, pinned.
+        notes: what each holds, by copy and piece.
+        step_bytes: from a copy's place in the CPU's memory to the next one's.
+        packed: whether cells have less space than their pieces (`packed.py`).
     """
 
-    def __init__(self, runtime: Runtime, pool: BlockPool, copy_bytes: int) -> None:
-        """Takes the pool's memory as blocks that lie there as they are.
+    packed = False
+    memory: Buffer | None = None  # pinned, where the notes lie beside the pool
 
-        Raises:
-            CudaError: no pinned memory for the notes.
-        """
+    def __init__(self, pool: BlockPool, copy_bytes: int, notes: npt.NDArray[Any]) -> None:
+        """Takes the pool's memory as blocks that lie there as they are, and notes in pinned memory, one a piece."""
         self.copy_bytes, self.a_layer = copy_bytes, pool.blocks * (pool.block_bytes // copy_bytes)
         self._regions, count = pool.regions, pool.layers * self.a_layer
-        pieces = [min(PIECE_BYTES, copy_bytes - at) for at in range(0, copy_bytes, PIECE_BYTES)]
-        self._pieces = np.array(pieces, np.uint32)
-        self.memory = Buffer(runtime, count * len(pieces) * NOTE.itemsize, "pinned")
-        self.notes = np.frombuffer(self.memory.view(), NOTE).reshape(count, len(pieces))
+        self._pieces = np.array(pieces_of(copy_bytes), np.uint32)
+        self.step_bytes, self._place = copy_bytes, WirePlace()
+        self.notes = notes.reshape(count, len(self._pieces))
         self.notes["bytes"], self.notes["summed"] = self._pieces, 0
         self._stored_ns = np.zeros(count, np.uint64)
 
+    @classmethod
+    def beside(cls, runtime: Runtime, pool: BlockPool, copy_bytes: int) -> Cells:
+        """The same, with pinned memory of its own for the notes: `memory`.
+
+        Raises:
+            CudaError: there is none.
+        """
+        count = pool.layers * pool.blocks * (pool.block_bytes // copy_bytes) * len(pieces_of(copy_bytes))
+        memory = Buffer(runtime, count * NOTE.itemsize, "pinned")
+        made = cls(pool, copy_bytes, np.frombuffer(memory.view(), NOTE))
+        made.memory = memory
+        return made
+
     def config(self, number: int, *, check: bool, look: bool) -> CellsConfig:
         """What the submitter is told; it lives as long as this object."""
-        stored = self._stored_ns.ctypes.data
-        return CellsConfig(self.memory.address, stored, number, int(check), int(look))
+        notes, stored = self.notes.ctypes.data, self._stored_ns.ctypes.data
+        return CellsConfig(notes, stored, number, int(check), int(look))
 
     @property
     def travels_bytes(self) -> int:
@@ -71,7 +85,8 @@ class Cells:
         """
         raw = np.empty(self.copy_bytes, np.uint8)
         notes = self.notes[layer * self.a_layer + copy].ctypes.data
-        refused = core().kvp_wire_take(notes, self._address(layer, copy), raw.ctypes.data, self.copy_bytes)
+        at, place = self.address(layer, copy), ct.byref(self._place)
+        refused = core().kvp_wire_take(notes, at, raw.ctypes.data, self.copy_bytes, place)
         if refused:
             raise CellError(f"part {copy} of layer {layer} was refused: {REFUSALS[refused]}")
         return raw
@@ -88,11 +103,17 @@ class Cells:
                 layer, copy = divmod(int(number), self.a_layer)
                 raw = self.take(layer, copy)
                 if not only_look:
-                    ct.memmove(self._address(layer, copy), raw.ctypes.data, self.copy_bytes)
+                    ct.memmove(self.address(layer, copy), raw.ctypes.data, self.copy_bytes)
                     self.notes["bytes"][number], self.notes["summed"][number] = self._pieces, 0
 
-    def _address(self, layer: int, copy: int) -> int:
-        return self._regions[layer].address + copy * self.copy_bytes
+    def address(self, layer: int, copy: int) -> int:
+        """Where the cells of a copy begin."""
+        return self._regions[layer].address + copy * self.step_bytes
+
+
+def pieces_of(copy_bytes: int) -> list[int]:
+    """Bytes of the pieces that a copy is coded in."""
+    return [min(PIECE_BYTES, copy_bytes - at) for at in range(0, copy_bytes, PIECE_BYTES)]
 
 
 @dataclass(frozen=True)
@@ -119,10 +140,12 @@ def wire_for(runtime: Runtime, chosen: EngineOptions, mapping: Mapping, methods:
     """
     cells, asked = mapping.cpu.cells, f"wire={chosen.wire!r}" if chosen.wire != "raw" else "a witness"
     if chosen.wire == "raw" and not chosen.witness:
+        if cells is not None and cells.packed:
+            raise UsageError("the CPU pool is packed: use wire='coded'")
         if cells is not None:
             raise UsageError("the CPU pool's blocks lie in cells: use wire='coded', or call its uncode() before")
         return Wire("raw")
-    impossible = _no_cells(chosen, mapping, methods)
+    impossible = _no_cells(runtime, chosen, mapping, methods)
     if impossible:
         if chosen.wire == "coded" or chosen.witness or cells is not None:
             raise UsageError(f"{asked} cannot be had: {impossible}")
@@ -134,17 +157,17 @@ def wire_for(runtime: Runtime, chosen: EngineOptions, mapping: Mapping, methods:
     if uncoded and not chosen.witness and cells is None:
         return Wire("raw", uncoded)
     if cells is None:
-        cells = mapping.cpu.cells = Cells(runtime, mapping.cpu, mapping.piece_bytes)
+        cells = mapping.cpu.cells = Cells.beside(runtime, mapping.cpu, mapping.piece_bytes)
     elif cells.copy_bytes != mapping.piece_bytes:
         raise UsageError(
             f"the CPU pool has cells for copies of {cells.copy_bytes} bytes; here they have {mapping.piece_bytes}"
         )
     number = TYPES[dtype or ""] if chosen.wire != "raw" and not uncoded else 0
-    config = cells.config(number, check=chosen.witness, look=chosen.wire == "auto")
+    config = cells.config(number, check=chosen.witness, look=chosen.wire == "auto" and not cells.packed)
     return Wire("coded" if number else "raw", uncoded, config)
 
 
-def _no_cells(chosen: EngineOptions, mapping: Mapping, methods: Methods) -> str:
+def _no_cells(runtime: Runtime, chosen: EngineOptions, mapping: Mapping, methods: Methods) -> str:
     """Why there can be no cells; "" where there can."""
     if chosen.policy == "shared":
         return "policy 'shared' submits single copies, which cannot code: use pooled or auto"
@@ -156,6 +179,8 @@ def _no_cells(chosen: EngineOptions, mapping: Mapping, methods: Methods) -> str:
         return f"the CPU pool lies in {mapping.cpu.kind} memory, which no copy kernel reaches: pin it"
     if mapping.piece_bytes >= MOST_BYTES:
         return f"blocks of {mapping.piece_bytes} bytes are too large for a launch"
+    if mapping.cpu.cells is not None and mapping.cpu.cells.packed and runtime.provider == "cuda":
+        return "the kernels for this GPU do not pack yet: the CPU pool must be a BlockPool"
     if not methods.has_coded:
         return methods.missing.get("kernel") or "there are no kernels that code on this GPU"
     return ""

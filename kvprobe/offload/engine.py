@@ -67,6 +67,7 @@ LEFT_NS = 100_000_000  # what requests leave to whoever polls or waits, a reques
 MOST_LEFT = 16  # samples of the pooled policy: more than a trial takes
 NEVER = 1 << 63
 UNCLAIMED = 4096  # ended transfers that nobody asked for are taken along by requests from here on
+TAKEN = 256  # ids that are taken from the native side at once
 KEPT = 1 << 17  # ended transfers that wait for somebody to poll
 
 
@@ -158,6 +159,7 @@ class OffloadEngine:
         self._job_refused = JobRefused()  # guarded by _delivering
         self._why = ct.addressof(self._job_refused)
         self._ending = threading.RLock()
+        self._taken = (ct.c_uint64 * TAKEN)()  # guarded by _delivering
         self._missed = False  # what has ended was taken from the native side, and perhaps not told of
 
     def _make_native(self, copier: Methods, chosen: EngineOptions) -> None:
@@ -400,18 +402,18 @@ class OffloadEngine:
         handle = self._handle
         if handle is None:
             return
-        ids = (ct.c_uint64 * (most or 256))()
+        ids, most = self._taken, most or TAKEN  # one array for all: the collector counts those that are made
         with self._delivering:
             again, self._missed = self._missed, True
             if again:  # an exception came in the last time
                 for transfer in [transfer for transfer in self._live.values() if transfer.done]:
                     self._settle(transfer, again)
-            while count := self._held.kvp_take_ended(handle, ids, len(ids)):
+            while count := self._held.kvp_take_ended(handle, ids, most):
                 for number in ids[:count]:
                     found = self._live.get(number)
                     if found is not None:
                         self._settle(found)
-                if most:
+                if most < TAKEN:
                     break
             self._missed = False
         self._callbacks.run()

@@ -35,6 +35,7 @@ class Refusal(IntEnum):
     FORKED = -5
     SIGNALS = -6  # the calling thread should look at signals and ask again
     STUCK = -7  # nothing outstanding can free a slot for it
+    NO_ROOM = -8  # a packed pool has too few tails left for a store
 
 
 class Fault(IntEnum):

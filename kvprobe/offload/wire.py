@@ -26,6 +26,7 @@ REFUSALS = {
     3: "it is the cell of a block of another size",
     4: "it contradicts itself: damaged",
     5: "its checksum is that of other bytes: damaged",
+    6: "nothing lies there: it was never stored, or given up",
 }
 
 

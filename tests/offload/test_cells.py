@@ -58,7 +58,7 @@ class Pools:
     def close(self) -> None:
         for region in (*self.device, *self.pinned):
             region.owner.close()
-        if self.cpu.cells is not None:
+        if self.cpu.cells is not None and self.cpu.cells.memory is not None:
             self.cpu.cells.memory.close()
 
 

@@ -23,7 +23,8 @@ def _many(options: argparse.Namespace) -> int:
     """Plays many histories on all cores; says what came and how fast."""
     last = options.seed + options.count
     work = [
-        (first, min(CHUNK, last - first), options.faults, options.length) for first in range(options.seed, last, CHUNK)
+        (first, min(CHUNK, last - first), options.faults, options.length, options.cells)
+        for first in range(options.seed, last, CHUNK)
     ]
     began = time.monotonic()
     total: Counter[str] = Counter()
@@ -33,7 +34,7 @@ def _many(options: argparse.Namespace) -> int:
     digest, digests = hashlib.sha256(), 0
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         for found in pool.map(chunk, work, chunksize=4):  # raises where a process dies
-            for name in ("transfers", "failed", "events", "celled", "seconds"):
+            for name in ("transfers", "failed", "events", "celled", "packed", "refused", "seconds", "seeds"):
                 total[name] += found[name]
             armed.update(found["armed"])
             came.update(found["came"])
@@ -46,10 +47,11 @@ def _many(options: argparse.Namespace) -> int:
                 pool.shutdown(cancel_futures=True)
                 break
     took = time.monotonic() - began
-    last = options.seed + digests + len(wrong) - 1
+    last = options.seed + total["seeds"] - 1
     print(f"seeds {options.seed} to {last}, {options.faults} faults each, about {options.length} requests")
     print(f"{digests} histories without a violation, {len(wrong)} with one")
     print(f"{total['celled']} of them with the CPU's blocks in cells: coded, or summed by a witness")
+    print(f"{total['packed']} of those in a packed pool, which refused {total['refused']} stores for lack of tails")
     print(f"{total['transfers']} transfers ({total['failed']} of them failed), {total['events']} events")
     print(f"{took:.0f} s on {options.jobs} processes: {digests / max(total['seconds'], 1e-9):.0f} a second and core")
     print(f"digest of all {digest.hexdigest()[:16]}")
@@ -70,6 +72,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1, help="histories, of this seed and those after it")
     parser.add_argument("--faults", type=int, default=0, help="calls that fail in each history: 0, 1 or 2")
     parser.add_argument("--length", type=int, default=LENGTH, help=f"about so many requests; default: {LENGTH}")
+    parser.add_argument("--cells", action="store_true", help="pass over seeds whose blocks lie in no cells")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes; default: one a core")
     parser.add_argument("--seconds", type=float, default=1e9, help="no new histories after that")
     parser.add_argument("--first", action="store_true", help="end at the first violation")

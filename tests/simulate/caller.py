@@ -13,7 +13,7 @@ import dataclasses
 import random
 from typing import TYPE_CHECKING
 
-from kvprobe.errors import CudaError, TransferError
+from kvprobe.errors import CudaError, PoolFullError, TransferError
 from kvprobe.offload import OffloadEngine, Transfer
 
 from .violation import Violation
@@ -100,6 +100,12 @@ class Caller:
             kind = "crowd" if crowd else KINDS[self.below(len(KINDS))]
             try:
                 getattr(self, kind)(engine)
+            except PoolFullError as error:  # stores under way were promised what is left; nothing was written
+                self.note(f"{kind} refused: {error}")
+                history.refused += 1
+                engine.wait()
+                left = history.pool["cpu"].tails_left
+                history.must(left >= error.needs or engine.broken, f"all stores have ended, and {left} tails are left")
             except (CudaError, TransferError) as error:
                 self.note(f"{kind} raised {history.plain(error)}")
                 history.excused(f"{kind} raised {error}")

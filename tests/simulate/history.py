@@ -18,15 +18,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvprobe.cuda import Buffer, Region, device_region, host_region
 from kvprobe.cuda.hostruntime import HostRuntime, host_runtime
 from kvprobe.errors import CudaError, TransferError, UsageError
 from kvprobe.native.library import MethodTable, RingOptions, core
-from kvprobe.offload import BlockPool, OffloadEngine, Transfer
+from kvprobe.offload import BlockPool, OffloadEngine, PackedPool, Transfer, packed
 from kvprobe.offload import engine as engine_module
-from kvprobe.offload.cells import Cells
+from kvprobe.offload.cells import Cells, pieces_of
 from kvprobe.offload.methods import Methods, copier_for, method_table
-from kvprobe.offload.wire import CellError
+from kvprobe.offload.wire import TYPES, CellError
 from kvprobe.probe.live import totals
 from kvprobe.probe.ring import read_ring
 
@@ -44,6 +46,18 @@ _methods: Methods | None = None  # of a machine on which nothing failed; the sam
 _tables: list[tuple[str, MethodTable]] = []
 
 
+def wire_of(seed: int) -> tuple[str, bool, str, str]:
+    """Wire, witness, dtype and packing of a seed's history, by dice of their own: raw ones are what they always were.
+
+    Packing: "" for cells as large as their pieces; "packed": what is written fits its place; "tight": nothing does.
+    """
+    dice = random.Random(seed ^ 0x57495245)
+    wire, witness = ("raw", "raw", "coded", "auto")[int(dice.random() * 4)], dice.random() < 0.2
+    dtype = ("bf16", "bf16", "fp32")[int(dice.random() * 3)]
+    packing = ("", "", "packed", "tight")[int(dice.random() * 4)]
+    return wire, witness, dtype, packing if wire != "raw" else ""
+
+
 class History:
     """Plays the history of one seed; `play` raises Violation, or returns what was counted."""
 
@@ -57,12 +71,10 @@ class History:
         self.values = itertools.count(1)
         self.engine: OffloadEngine | None = None
         self.violated = False
-        self.asked = 0
+        self.asked = self.refused = 0
         self.faults = [Fault(self.dice, (seed // len(KINDS) ** i) % len(KINDS)) for i in range(faults)]
         self.callers: list[Caller] = []
-        dice = random.Random(seed ^ 0x57495245)  # its own: histories whose wire is raw are what they were before
-        self.wire, self.witness = ("raw", "raw", "coded", "auto")[int(dice.random() * 4)], dice.random() < 0.2
-        self.dtype = ("bf16", "bf16", "fp32")[int(dice.random() * 3)]
+        self.wire, self.witness, self.dtype, self.packing = wire_of(seed)
         self.celled = self.wire != "raw" or self.witness
         self.crowded = seed % CROWDED == CROWD  # hundreds of its requests come at once
 
@@ -117,6 +129,8 @@ class History:
             "came": [f"{fault.phase} {fault.name}" for fault in self.faults if fault.came(self.runtime)],
             "events": self.runtime.events,
             "celled": self.celled,
+            "packed": bool(self.packing),
+            "refused": self.refused,
         }
         self._leave(memory)
         return counted
@@ -167,26 +181,50 @@ class History:
         self.cpu_pieces = self.gpu_pieces + self.cached
         pieces = {"gpu": self.gpu_pieces, "cpu": self.cpu_pieces}
         make = {"gpu": device_region, "cpu": host_region}
+        self.initial = [next(self.values) for _ in range(self.gpu_pieces + self.cpu_pieces)]
+        if self.packing:
+            del pieces["cpu"]
         self.regions: dict[str, list[Region]] = {
             side: [make[side](self.runtime, pieces[side] * self.piece) for _ in range(self.layers)] for side in pieces
         }
-        self.initial = [next(self.values) for _ in range(self.gpu_pieces + self.cpu_pieces)]
         for side, values in self._sides(self.initial):
-            for layer, region in enumerate(self.regions[side]):
+            for layer, region in enumerate(self.regions.get(side, ())):
                 self.runtime.fill_pieces(region.address, self.piece, self._words(values, layer))
         self.pool = {
             side: BlockPool(self.runtime, self.regions[side], self.piece * self.factors[side], dtype=self.dtype)
             for side in pieces
         }
         made = [region.owner for side in self.regions.values() for region in side]
-        if self.celled:  # here: it is the pool's memory, not the engine's
-            self.pool["cpu"].cells = Cells(self.runtime, self.pool["cpu"], self.piece)
+        if self.packing:
+            made.append(self._packed())
+        elif self.celled:  # here: it is the pool's memory, not the engine's
+            self.pool["cpu"].cells = Cells.beside(self.runtime, self.pool["cpu"], self.piece)
             made.append(self.pool["cpu"].cells.memory)
         self.lines.append(
             f"seed {self.seed}: depth {self.depth}, channels {self.channels}, {self.several} callers, {self.layers} "
             f"layers of {self.gpu_pieces} and {self.cpu_pieces} pieces of {self.piece} bytes, blocks of {self.factors}"
         )
         return made
+
+    def _packed(self) -> Buffer:
+        """The CPU's pool, packed, so that each cell could have a tail and as many again be promised; its memory."""
+        blocks, size = self.cpu_pieces // self.factors["cpu"], self.piece * self.factors["cpu"]
+        cells = self.cpu_pieces * self.layers * len(pieces_of(self.piece))
+        memory = host_region(self.runtime, int(1.7 * blocks * size * self.layers) + 96 * cells + 4096)
+        share = packed.SHARE[self.dtype]
+        packed.SHARE[self.dtype] = 0.5 if self.packing == "tight" else share
+        try:
+            pool = PackedPool(
+                self.runtime, memory, size, dtype=self.dtype, layers=self.layers, blocks=blocks, copy_bytes=self.piece
+            )
+        finally:
+            packed.SHARE[self.dtype] = share
+        for piece, value in enumerate(self.initial[self.gpu_pieces :]):
+            for layer in range(self.layers):
+                raw = np.full(self.piece // WORD, value * 31 + layer, np.uint64).view(np.uint8)
+                pool.cells.put(layer, piece, raw, TYPES[self.dtype])
+        self.pool["cpu"] = pool
+        return memory.owner
 
     def _sides(self, values: list[int]) -> list[tuple[str, list[int]]]:
         return [("gpu", values[: self.gpu_pieces]), ("cpu", values[self.gpu_pieces :])]
@@ -377,13 +415,35 @@ class History:
         for caller in self.callers:
             caller.check(held)
         try:
-            self.pool["cpu"].uncode()
+            if self.packing:
+                self._check_packed(self._sides(held)[1][1])
+            else:
+                self.pool["cpu"].uncode()
         except CellError as error:
             self.must(False, str(error))
         for side, values in self._sides(held):
-            for layer, region in enumerate(self.regions[side]):
+            for layer, region in enumerate(self.regions.get(side, ())):
                 piece = self.runtime.compare_pieces(region.address, self.piece, self._words(values, layer))
                 self.must(piece < 0, f"{side} piece {piece} of layer {layer} holds other bytes")
+
+    def _check_packed(self, values: list[int]) -> None:
+        """Each piece of a packed pool; and a cell has a tail where it needs one, and nowhere else."""
+        pool = self.pool["cpu"]
+        assert isinstance(pool, PackedPool)
+        for layer in range(self.layers):
+            for piece, word in enumerate(self._words(values, layer)):
+                if values[piece] == UNDEFINED:
+                    continue
+                raw = pool.cells.take(layer, piece)
+                self.must((raw.view(np.uint64) == word).all(), f"cpu piece {piece} of layer {layer} holds other bytes")
+        notes = pool.cells.notes
+        tails = notes["summed"] >> 1
+        used = tails[tails > 0]
+        self.must(len(np.unique(used)) == len(used), "two cells have the same tail")
+        self.must((tails[notes["bytes"] > pool.cells.space] > 0).all(), "a cell that needs a tail has none")
+        if self.engine is not None and self.engine.broken is self.engine._closed:
+            self.must(len(used) + pool.tails_left == pool.tails, "tails were left behind")
+            self.must((tails[notes["bytes"] <= pool.cells.space] == 0).all(), "a cell that needs no tail has one")
 
 
 def _learn_methods() -> None:
@@ -478,4 +538,4 @@ def play(seed: int, faults: int = 0, say: Callable[[str], None] | None = None, l
             say(line)
 
 
-__all__ = ["History", "Series", "Violation", "play"]
+__all__ = ["History", "Series", "Violation", "play", "wire_of"]

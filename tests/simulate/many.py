@@ -7,17 +7,19 @@ import time
 from collections import Counter
 from typing import Any
 
-from .history import Series, Violation
+from .history import Series, Violation, wire_of
 
 
-def chunk(work: tuple[int, int, int, int]) -> dict[str, Any]:
-    """Plays a run of seeds in this process; what was counted."""
-    first, count, faults, length = work
+def chunk(work: tuple[int, int, int, int, bool]) -> dict[str, Any]:
+    """Plays a run of seeds in this process, or those of them with cells; what was counted."""
+    first, count, faults, length, cells = work
     logging.getLogger("kvprobe").disabled = True  # callbacks that raise are part of the histories
     found: dict[str, Any] = {"digests": [], "wrong": [], "armed": Counter(), "came": Counter()}
-    found |= {"transfers": 0, "events": 0, "failed": 0, "celled": 0}
+    found |= {"transfers": 0, "events": 0, "failed": 0, "celled": 0, "packed": 0, "refused": 0, "seeds": count}
     began, series = time.process_time(), Series()
     for seed in range(first, first + count):
+        if cells and wire_of(seed)[:2] == ("raw", False):
+            continue
         try:
             one = series.play(seed, faults, length)
         except Exception as error:
@@ -28,7 +30,8 @@ def chunk(work: tuple[int, int, int, int]) -> dict[str, Any]:
         found["transfers"] += one["transfers"]
         found["failed"] += one["failed"]
         found["events"] += one["events"]
-        found["celled"] += one["celled"]
+        for name in ("celled", "packed", "refused"):
+            found[name] += one[name]
         found["armed"].update(one["armed"])
         found["came"].update(one["came"])
     try:

@@ -11,18 +11,24 @@
 
 #define WEIGHED 64 /* blocks of a store */
 
-static bool within(runtime *rt, const kvh_cells *c, const kvp_wire_entry *e) {
-    route r;
-    return !kvh_route(rt, (void *)(uintptr_t)e->dst, (const void *)(uintptr_t)e->src, c->work.raw_bytes,
-                      c->store ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice, &r) &&
-           r.memory != KVP_MEM_PAGEABLE;
-}
-
-/* An entry whose block, cell and note a GPU could reach. */
+/* An entry whose block, cells, tails and notes a GPU could reach. */
 static bool reachable(runtime *rt, const kvh_cells *c, const kvp_wire_entry *e) {
-    return within(rt, c, e) && !(e->note & 15) &&
-           !kvh_device_check(rt, (const void *)(uintptr_t)e->note,
-                             kvp_wire_cells(c->work.raw_bytes) * sizeof(kvp_wire_note));
+    const kvp_wire_work *w = &c->work;
+    uint32_t cells = kvp_wire_cells(w->raw_bytes);
+    uint64_t block = c->store ? e->src : e->dst;
+    route r;
+    if (e->note & 15 || kvh_device_check(rt, (const void *)(uintptr_t)e->note, cells * sizeof(kvp_wire_note)) ||
+        kvh_device_check(rt, (const void *)(uintptr_t)block, w->raw_bytes) ||
+        kvh_route(rt, (void *)(uintptr_t)e->dst, (const void *)(uintptr_t)e->src, kvp_wire_span(w->raw_bytes, w->room),
+                  c->store ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice, &r) ||
+        r.memory == KVP_MEM_PAGEABLE)
+        return false;
+    const kvp_wire_note *notes = (const kvp_wire_note *)(uintptr_t)e->note;
+    for (uint32_t i = 0; w->room && i < cells; i++) {
+        uint64_t tail = notes[i].summed >> 1, bytes = kvp_wire_tail_bytes(w->raw_bytes, w->room);
+        if (tail && kvh_device_check(rt, (const void *)(uintptr_t)(w->tails + (tail - 1) * bytes), bytes)) return false;
+    }
+    return true;
 }
 
 double kvh_cells_weigh(runtime *rt, const kvh_cells *c, double *busy) {
@@ -48,6 +54,7 @@ double kvh_cells_weigh(runtime *rt, const kvh_cells *c, double *busy) {
 
 bool kvh_cells_move(runtime *rt, const kvh_cells *c) {
     kvp_wire_entry *list = (kvp_wire_entry *)(uintptr_t)c->work.list;
+    kvp_wire_place place = {c->work.room, (uint8_t *)(uintptr_t)c->work.tails};
     for (uint32_t i = 0; i < c->work.count; i++) {
         kvp_wire_entry *e = &list[i];
         if (!reachable(rt, c, e)) return false;
@@ -55,10 +62,10 @@ bool kvh_cells_move(runtime *rt, const kvh_cells *c) {
         void *dst = (void *)(uintptr_t)e->dst;
         const void *src = (const void *)(uintptr_t)e->src;
         if (c->store) {
-            kvp_wire_put(c->work.type, (int)c->work.check, src, c->work.raw_bytes, dst, notes);
+            kvp_wire_put(c->work.type, (int)c->work.check, src, c->work.raw_bytes, dst, notes, &place);
             continue;
         }
-        int refused = kvp_wire_take(notes, src, dst, c->work.raw_bytes);
+        int refused = kvp_wire_take(notes, src, dst, c->work.raw_bytes, &place);
         if (refused) e->note = (uint64_t)refused;
     }
     return true;

@@ -13,7 +13,10 @@ _Static_assert(sizeof(kvp_wire_entry) == sizeof(kvp_copy), "entries of a launch 
 
 static uint64_t cells_of_layer(const kvp_submitter *s) { return s->config.cpu.blocks * s->config.cpu.factor; }
 
-void kvp_cells_open(kvp_submitter *s) { s->cell_share = 1; }
+void kvp_cells_open(kvp_submitter *s) {
+    s->cell_share = 1;
+    if (!s->config.cells.step_bytes) s->config.cells.step_bytes = s->config.copy_bytes;
+}
 
 /* Which block of the CPU's pool lies at an address: `layer` is where the one before was, and becomes its own. */
 static uint64_t cell_at(const kvp_submitter *s, uint64_t address, uint64_t *layer) {
@@ -21,7 +24,7 @@ static uint64_t cell_at(const kvp_submitter *s, uint64_t address, uint64_t *laye
     uint64_t cells = cells_of_layer(s), offset;
     for (uint32_t i = 0; i < c->layers; i++, *layer = (*layer + 1) % c->layers) {
         offset = address - c->cpu.bases[*layer];
-        if (offset < cells * c->copy_bytes) return *layer * cells + offset / c->copy_bytes;
+        if (offset < cells * c->cells.step_bytes) return *layer * cells + offset / c->cells.step_bytes;
     }
     return UINT64_MAX;
 }
@@ -33,6 +36,50 @@ uint32_t kvp_cells_ctas(const kvp_submitter *s, int d, bool computing) {
     uint32_t ctas = s->config.copy_bytes < (d == STORE ? 32768 : 16384) ? 8 : 4;
     if (computing) ctas /= 2;
     return ctas < k->max_ctas ? ctas : k->max_ctas ? k->max_ctas : 1;
+}
+
+/* ---- packed pools: who has which tail ---------------------------------------------------------------------------- */
+
+/* A store that is asked for: as many tails as it may need, at worst, or it is refused, and `left` says how many are. */
+bool kvp_cells_claim(kvp_submitter *s, struct kvp_job *j, int64_t *left) {
+    kvp_reserve *r = s->config.cells.reserve;
+    if (!r || j->direction != STORE) return true;
+    uint64_t needs = j->status.copies * kvp_wire_cells(s->config.copy_bytes);
+    if (!kvp_reserve_claim(r, needs)) {
+        *left = (int64_t)kvp_reserve_left(r);
+        return false;
+    }
+    j->claim = needs;
+    return true;
+}
+
+void kvp_cells_unclaim(kvp_submitter *s, struct kvp_job *j) {
+    if (j->claim) kvp_reserve_unclaim(s->config.cells.reserve, j->claim);
+    j->claim = 0;
+}
+
+/* So many of the job's copies were submitted: their cells have what was promised. */
+void kvp_cells_begun(const kvp_submitter *s, struct kvp_job *j, uint64_t copies) {
+    if (j->claim) j->claim -= copies * kvp_wire_cells(s->config.copy_bytes);
+}
+
+enum tails { BEGIN, END, KEEP };
+
+/* Of each entry of a store. */
+static void tails_of(const kvp_submitter *s, const kvp_wire_entry *entries, uint32_t count, enum tails how) {
+    const kvp_cells *cells = &s->config.cells;
+    uint32_t parts = kvp_wire_cells(s->config.copy_bytes);
+    for (uint32_t i = 0; cells->reserve && i < count; i++) {
+        uint64_t first = (uint64_t)((const kvp_wire_note *)(uintptr_t)entries[i].note - cells->notes);
+        if (how == BEGIN)
+            kvp_reserve_begin(cells->reserve, first, parts);
+        else
+            kvp_reserve_end(cells->reserve, first, parts, how == KEEP);
+    }
+}
+
+void kvp_cells_drop(kvp_submitter *s, const struct marker *m) {
+    tails_of(s, (const kvp_wire_entry *)(s->config.list[STORE].host + m->first_entry), m->cells, KEEP);
 }
 
 /* Launches the run's first `count` copies. */
@@ -61,12 +108,18 @@ int kvp_cells_submit(kvp_submitter *s, int d, uint32_t count, uint32_t ctas, voi
                           .count = count,
                           .raw_bytes = (uint32_t)s->config.copy_bytes,
                           .type = d == STORE && s->coding ? cells->type : 0,
-                          .check = cells->check};
+                          .check = cells->check,
+                          .room = cells->room,
+                          .tails = cells->tails};
     if (d == STORE && copier->store_bytes_per_s)
         work.pace = (uint32_t)((double)warps * (1 << 20) * 1e9 / (double)copier->store_bytes_per_s);
     void *parameters[] = {&work};
-    return ((launch_fn)copier->cuda.launch_kernel)(k->function, ctas, 1, 1, k->threads, 1, 1, k->shared_bytes, stream,
-                                                   parameters, NULL);
+    if (d == STORE) tails_of(s, entries, count, BEGIN);
+    int code = ((launch_fn)copier->cuda.launch_kernel)(k->function, ctas, 1, 1, k->threads, 1, 1, k->shared_bytes,
+                                                       stream, parameters, NULL);
+    if (d == STORE && code) tails_of(s, entries, count, END); /* it never ran */
+    if (d == STORE && !code && cells->reserve) kvp_reserve_unclaim(cells->reserve, count * parts);
+    return code;
 }
 
 /* ---- afterwards ------------------------------------------------------------------------------------------------ */
@@ -74,8 +127,9 @@ int kvp_cells_submit(kvp_submitter *s, int d, uint32_t count, uint32_t ctas, voi
 /* Whether the CPU's memory does not hold the block either. */
 static bool lost(const kvp_submitter *s, uint64_t cell, uint64_t address) {
     void *raw = malloc(s->config.copy_bytes);
+    kvp_wire_place place = {s->config.cells.room, (uint8_t *)(uintptr_t)s->config.cells.tails};
     int refused = raw ? kvp_wire_take(&s->config.cells.notes[cell * kvp_wire_cells(s->config.copy_bytes)],
-                                      (const void *)(uintptr_t)address, raw, s->config.copy_bytes)
+                                      (const void *)(uintptr_t)address, raw, s->config.copy_bytes, &place)
                       : KVP_WIRE_CHECKSUM;
     free(raw);
     return refused != KVP_WIRE_WHOLE;
@@ -116,6 +170,7 @@ void kvp_cells_retire(kvp_submitter *s, int d, const struct marker *m, uint64_t 
     if (!m->cells) return;
     if (d == STORE) {
         if (m->coded) look(s, entries, m->cells);
+        tails_of(s, entries, m->cells, END);
         return;
     }
     for (uint32_t i = 0; i < m->cells; i++)

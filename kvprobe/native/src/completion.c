@@ -53,6 +53,7 @@ void kvp_finish(kvp_submitter *s, struct kvp_job *j, int error, uint32_t fault) 
         t->fault = fault;
     }
     if (!t->fault && of_cells(s) && j->direction == STORE) kvp_cells_stored(s, j);
+    kvp_cells_unclaim(s, j);
     record_transfer(s, j);
     if (j->range) kvp_nvtx_range_end(j->range);
     kvp_job_spare(j);
@@ -269,6 +270,8 @@ void kvp_lose(kvp_submitter *s, int code, uint32_t fault) {
     kvp_take_incoming(s);
     for (int d = 0; d < 2; d++) {
         struct direction *dir = &s->direction[d];
+        for (uint32_t i = dir->line.head; d == STORE && i != dir->line.tail; i++)
+            kvp_cells_drop(s, &dir->line.marker[i % MARKERS]);
         drop_line(s, &dir->line, dir->flying);
         dir->listed = 0;
         atomic_store(&dir->places, 0);

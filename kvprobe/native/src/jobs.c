@@ -159,8 +159,11 @@ static struct kvp_job *job_of_blocks(const kvp_request *r, const int64_t *gpu, c
     r->refused->why = KVP_BAD_ID;
     if (take_ids(ids, gpu, r->gpu_count, s->config.gpu.blocks, &r->refused->bad) &&
         take_ids(ids + r->gpu_count, cpu, r->cpu_count, s->config.cpu.blocks, &r->refused->bad)) {
-        if (!twice(&s->named[j->direction], store ? j->cpu : j->gpu, store ? r->cpu_count : r->gpu_count)) return j;
         r->refused->why = KVP_TWICE;
+        if (!twice(&s->named[j->direction], store ? j->cpu : j->gpu, store ? r->cpu_count : r->gpu_count)) {
+            if (kvp_cells_claim(s, j, &r->refused->bad)) return j;
+            r->refused->why = KVP_NO_ROOM;
+        }
     }
     kvp_job_spare(j);
     free(j);
@@ -311,7 +314,7 @@ static inline kvp_copy copy_at(const struct kvp_job *j, const struct cursor *at)
         uint64_t g = gf == 1 ? (uint64_t)j->gpu[p] : (uint64_t)j->gpu[p / gf] * gf + p % gf;
         uint64_t h = cf == 1 ? (uint64_t)j->cpu[p] : (uint64_t)j->cpu[p / cf] * cf + p % cf;
         g = c->gpu.bases[at->layer] + g * c->copy_bytes;
-        h = c->cpu.bases[at->layer] + h * c->copy_bytes;
+        h = c->cpu.bases[at->layer] + h * c->cells.step_bytes;
         copy = j->direction == STORE ? (kvp_copy){h, g, c->copy_bytes} : (kvp_copy){g, h, c->copy_bytes};
     }
     copy.dst += at->offset;

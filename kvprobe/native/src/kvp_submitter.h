@@ -78,12 +78,34 @@ typedef struct {
  * entry of a launch a copy of a job. Copy `layer * (blocks * factor of the CPU's side) + c` has this place in
  * `stored_ns` and, times kvp_wire_cells of a copy, its first note in `notes`. */
 typedef struct {
-    kvp_wire_note *notes; /* pinned; NULL: the pool is none of cells */
-    uint64_t *stored_ns;  /* when each was stored, as far as it is known; any memory */
-    uint32_t type;        /* enum kvp_wire_type; 0: nothing is coded */
-    uint32_t check;       /* a checksum of every block */
-    uint32_t look;        /* 1: stores are not coded while blocks do not shrink */
+    kvp_wire_note *notes;        /* pinned; NULL: the pool is none of cells */
+    uint64_t *stored_ns;         /* when each was stored, as far as it is known; any memory */
+    uint32_t type;               /* enum kvp_wire_type; 0: nothing is coded */
+    uint32_t check;              /* a checksum of every block */
+    uint32_t look;               /* 1: stores are not coded while blocks do not shrink */
+    uint32_t room;               /* a packed pool's, see wire.h; else 0 */
+    uint64_t step_bytes;         /* from a copy's place in the CPU's pool to the next; 0: copy_bytes */
+    uint64_t tails;              /* where they begin */
+    struct kvp_reserve *reserve; /* which of them are free */
 } kvp_cells;
+
+/* The tails of a packed pool: which cell has which, and how many are promised to stores that were asked for. A store is
+ * promised one for each of its cells, since what a cell takes is known when the GPU has coded it; those that it does
+ * not need are free again when it has ended. From any thread; `first` and `count` name notes. */
+typedef struct kvp_reserve kvp_reserve;
+KVP_EXPORT kvp_reserve *kvp_reserve_open(kvp_wire_note *notes, uint64_t cells, uint64_t tails, uint32_t room);
+KVP_EXPORT void kvp_reserve_close(kvp_reserve *r);
+/* Tails that are neither in use nor promised. */
+KVP_EXPORT uint64_t kvp_reserve_left(kvp_reserve *r);
+/* Promises `count` tails: 1; or, where there are not so many, nothing: 0. */
+KVP_EXPORT int kvp_reserve_claim(kvp_reserve *r, uint64_t count);
+KVP_EXPORT void kvp_reserve_unclaim(kvp_reserve *r, uint64_t count);
+/* A store to these cells is submitted: each has a tail from now on. The promise is given back once it was. */
+KVP_EXPORT void kvp_reserve_begin(kvp_reserve *r, uint64_t first, uint32_t count);
+/* It has ended: the tails that no store needs any more go back; `keep`: nobody knows what it wrote, so none does. */
+KVP_EXPORT void kvp_reserve_end(kvp_reserve *r, uint64_t first, uint32_t count, int keep);
+/* Nothing lies in these cells any more, and their tails are free. 0: a store is on its way to one of them. */
+KVP_EXPORT int kvp_reserve_discard(kvp_reserve *r, uint64_t first, uint64_t count);
 
 typedef struct {
     kvp_copier copier;
@@ -135,7 +157,14 @@ KVP_EXPORT void kvp_submitter_free(kvp_submitter *s);
 /* Whoever sleeps in kvp_wait_ended comes back with -1, and does so from now on. */
 KVP_EXPORT void kvp_submitter_stop(kvp_submitter *s);
 
-enum kvp_job_refusal { KVP_BAD_ID = -1, KVP_TWICE = -2, KVP_NO_MEMORY = -3, KVP_BROKEN = -4, KVP_FORKED = -5 };
+enum kvp_job_refusal {
+    KVP_BAD_ID = -1,
+    KVP_TWICE = -2,
+    KVP_NO_MEMORY = -3,
+    KVP_BROKEN = -4,
+    KVP_FORKED = -5,
+    KVP_NO_ROOM = -8 /* a packed pool has too few tails left for a store; `bad`: how many */
+};
 
 enum kvp_request_what {
     KVP_REQUEST_STORE = 1, /* else a load */

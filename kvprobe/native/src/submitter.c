@@ -324,6 +324,7 @@ static uint64_t book(kvp_submitter *s, struct direction *dir, const struct attem
         uint32_t pieces =
             kvp_job_copies(j, &j->at, s->run, (uint32_t)left, most, largest, !of_cells(s), &bytes, &asked);
         left -= pieces;
+        kvp_cells_begun(s, j, asked);
         j->status.submitted += asked;
         j->status.descriptors += pieces;
         j->status.stream = (uint64_t)(uintptr_t)dir->stream;

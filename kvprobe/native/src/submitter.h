@@ -59,6 +59,7 @@ struct kvp_job {
     const uint32_t *gpu, *cpu;
     int64_t *data;  /* what they point into; gone when the job has ended */
     uint64_t words; /* room in it */
+    uint64_t claim; /* tails of a packed pool that are promised to what is not submitted yet */
     /* addresses: what all jobs of a request share, until they have ended; and this one's part of its bases */
     struct addresses *of;
     const kvp_bases *bases;
@@ -241,6 +242,10 @@ KVP_INSIDE uint32_t kvp_cells_ctas(const kvp_submitter *s, int d, bool computing
 KVP_INSIDE int kvp_cells_submit(kvp_submitter *s, int d, uint32_t count, uint32_t ctas, void *stream,
                                 kvp_copy_list *list);
 KVP_INSIDE void kvp_cells_retire(kvp_submitter *s, int d, const struct marker *m, uint64_t end_ns);
+KVP_INSIDE void kvp_cells_drop(kvp_submitter *s, const struct marker *m); /* the device is lost, and will not tell */
+KVP_INSIDE bool kvp_cells_claim(kvp_submitter *s, struct kvp_job *j, int64_t *left);
+KVP_INSIDE void kvp_cells_unclaim(kvp_submitter *s, struct kvp_job *j);
+KVP_INSIDE void kvp_cells_begun(const kvp_submitter *s, struct kvp_job *j, uint64_t copies);
 KVP_INSIDE void kvp_cells_stored(kvp_submitter *s, const struct kvp_job *j); /* when each was */
 
 /* fences.c */

@@ -335,6 +335,7 @@ void kvp_job_unused(kvp_submitter *s, kvp_job_status *job) {
     if (j->handed) return;
     j->handed = true;
     kvp_fence_drop(s, j);
+    kvp_cells_unclaim(s, j);
     kvp_job_release(job);
 }
 

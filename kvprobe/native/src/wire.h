@@ -147,10 +147,27 @@ KVP_WIRE_FN uint32_t kvp_wire_piece(uint64_t raw_bytes, uint32_t i) {
 
 /* What the CPU's memory holds of a piece; 16 bytes, at a multiple of 16. Those of a block lie in a row. */
 typedef struct {
-    uint32_t bytes;    /* of the cell; as many as the piece has: it lies there as it is */
-    uint32_t summed;   /* 1: the checksum is the piece's; always where it is coded */
+    uint32_t bytes;    /* of the cell; as many as the piece has: it lies there as it is; 0: nothing lies there */
+    uint32_t summed;   /* bit 0: the checksum is the piece's; always where it is coded. The others: see below */
     uint64_t checksum; /* kvp_wire_checksum of the piece */
 } kvp_wire_note;
+
+/* A packed pool gives cells less room than their pieces have: cell i of a block begins at i * `room`, a multiple of 16,
+ * and a cell of more bytes goes on in a tail. Tails lie in a row, each as large as what a first piece that did not
+ * shrink has more than its room; a last piece that is no larger than `room` has all its bytes there. Which tail a cell
+ * may use stands in its note before the store begins, in the upper 31 bits of `summed`, from 1 on; stores and loads
+ * keep them. A cell that needs one and has none is not written: its note says 0 bytes. */
+KVP_WIRE_FN uint32_t kvp_wire_step(uint32_t room) { return room ? room : KVP_WIRE_CELL; }
+/* Bytes of a piece that lie in its own place. */
+KVP_WIRE_FN uint32_t kvp_wire_fits(uint32_t piece, uint32_t room) { return room && room < piece ? room : piece; }
+KVP_WIRE_FN uint32_t kvp_wire_tail_bytes(uint64_t raw_bytes, uint32_t room) {
+    return (uint32_t)kvp_wire_up(kvp_wire_piece(raw_bytes, 0) - room);
+}
+/* Bytes that a block takes. */
+KVP_WIRE_FN uint64_t kvp_wire_span(uint64_t raw_bytes, uint32_t room) {
+    uint32_t last = kvp_wire_cells(raw_bytes) - 1;
+    return (uint64_t)last * kvp_wire_step(room) + kvp_wire_fits(kvp_wire_piece(raw_bytes, last), room);
+}
 
 /* One block; 24 bytes, as kvp_copy is. Loads: src is where its cells lie; stores: dst is. */
 typedef struct {
@@ -158,7 +175,7 @@ typedef struct {
     uint64_t note; /* address of its first kvp_wire_note, in pinned memory */
 } kvp_wire_entry;
 
-/* The parameter of a launch, by value; 32 bytes. */
+/* The parameter of a launch, by value; 40 bytes. */
 typedef struct {
     uint64_t list;      /* of kvp_wire_entry */
     uint32_t count;     /* entries */
@@ -166,7 +183,8 @@ typedef struct {
     uint32_t type;      /* stores: enum kvp_wire_type, or 0: nothing is coded */
     uint32_t check;     /* stores: pieces that lie there as they are get a checksum, too */
     uint32_t pace;      /* stores: least ns in which one warp puts 1 MiB on the wire; 0: as fast as it can */
-    uint32_t zero;
+    uint32_t room;      /* of a packed pool; 0: cells are as large as their pieces */
+    uint64_t tails;     /* where they begin */
 } kvp_wire_work;
 
 enum kvp_wire_refusal {
@@ -176,6 +194,7 @@ enum kvp_wire_refusal {
     KVP_WIRE_OTHER = 3,    /* of a block of another size */
     KVP_WIRE_DAMAGED = 4,  /* it contradicts itself */
     KVP_WIRE_CHECKSUM = 5, /* what comes out is not what went in */
+    KVP_WIRE_NONE = 6,     /* nothing lies there */
 };
 
 #ifndef __CUDACC__
@@ -202,11 +221,18 @@ KVP_EXPORT uint64_t kvp_wire_code(uint32_t type, const void *raw, uint64_t raw_b
  * and writes raw_bytes at most, whatever the cell says. */
 KVP_EXPORT int kvp_wire_decode(const void *cell, uint64_t cell_bytes, void *raw, uint64_t raw_bytes);
 
+/* Where the cells of a pool lie: of a packed one `room` and its tails, else zeros. */
+typedef struct {
+    uint32_t room;
+    uint8_t *tails;
+} kvp_wire_place;
+
 /* As kvp_coded_store: puts a block into its cells, of `type` or as it is, and writes their notes. */
 KVP_EXPORT void kvp_wire_put(uint32_t type, int check, const void *raw, uint64_t raw_bytes, void *cells,
-                             kvp_wire_note *notes);
+                             kvp_wire_note *notes, const kvp_wire_place *place);
 /* As kvp_coded_load: writes the block that cells hold. 0, or enum kvp_wire_refusal of the first that holds none. */
-KVP_EXPORT int kvp_wire_take(const kvp_wire_note *notes, const void *cells, void *raw, uint64_t raw_bytes);
+KVP_EXPORT int kvp_wire_take(const kvp_wire_note *notes, const void *cells, void *raw, uint64_t raw_bytes,
+                             const kvp_wire_place *place);
 
 #ifdef __cplusplus
 }
