@@ -46,46 +46,53 @@ CTAS = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class Shape:
-    """How the kernels are cut: threads of a team, teams, stages; `counts`: one of so many vectors is counted."""
+    """How the kernels are cut.
+
+    Attributes:
+        load: threads of a team, teams, stages.
+        store: threads of a team, teams, stages, cells.
+        hand: vectors of 16 bytes that a thread has in hand.
+    """
 
     load: tuple[int, int, int] = (128, 4, 3)
-    store: tuple[int, int] = (128, 4)
-    counts: int = 1
+    store: tuple[int, int, int, int] = (256, 2, 3, 3)
+    hand: int = 4
 
     def options(self) -> list[str]:
         """As a compiler takes it."""
-        team, teams, stages = self.load
-        return [
-            f"-DKVP_LOAD_TEAM={team}",
-            f"-DKVP_LOAD_TEAMS={teams}",
-            f"-DKVP_LOAD_STAGES={stages}",
-            f"-DKVP_STORE_TEAM={self.store[0]}",
-            f"-DKVP_STORE_TEAMS={self.store[1]}",
-            f"-DKVP_STORE_COUNTS={self.counts}",
-        ]
+        names = ["LOAD_TEAM", "LOAD_TEAMS", "LOAD_STAGES"]
+        names += ["STORE_TEAM", "STORE_TEAMS", "STORE_STAGES", "STORE_CELLS", "AT_ONCE"]
+        return [f"-DKVP_{name}={value}" for name, value in zip(names, (*self.load, *self.store, self.hand), strict=True)]
 
     def shared(self, store: bool) -> int:
         """As sizeof(kvp_store_team), sizeof(kvp_load_team)."""
         stage, job = CELL + 128, 56
-        team = self.store[0] if store else self.load[0]
         if store:
-            parts = 2 * stage + 1024 + 2 * job + 16 * (team // 32)
-            return -(-parts // 128) * 128 * self.store[1]
-        parts = self.load[2] * (stage + job + 8) + 16 * (team // 32) + 8
-        return -(-parts // 128) * 128 * self.load[1]
+            team, teams, stages, cells = self.store
+            parts = (stages + cells) * stage + 3 * 4 * 136 + CELL // 8 + stages * (job + 8) + team // 4 + 8
+        else:
+            team, teams, stages = self.load
+            parts = stages * (stage + job + 8) + team // 2 + 8
+        return -(-parts // 128) * 128 * teams
+
+    def threads(self, store: bool) -> int:
+        """Of a CTA."""
+        return self.store[0] * self.store[1] if store else self.load[0] * self.load[1]
+
+    def __str__(self) -> str:
+        return f"load {'x'.join(map(str, self.load))} store {'x'.join(map(str, self.store))} hand {self.hand}"
 
 
 DEFAULT = Shape()
 VARIANTS = (
     DEFAULT,
-    Shape((128, 4, 2), (128, 4), 8),
-    Shape((128, 6, 2), (128, 5), 1),
-    Shape((256, 2, 4), (256, 2), 1),
-    Shape((256, 3, 4), (256, 3), 1),
-    Shape((256, 4, 3), (256, 4), 1),
-    Shape((256, 2, 6), (256, 4), 4),
-    Shape((512, 1, 8), (512, 2), 1),
-    Shape((128, 8, 1), (128, 6), 2),
+    Shape((128, 4, 3), (128, 4, 2, 1), 8),
+    Shape((256, 2, 6), (256, 3, 2, 2), 4),
+    Shape((256, 3, 4), (128, 3, 2, 2), 2),
+    Shape((128, 6, 2), (256, 2, 3, 2), 4),
+    Shape((256, 4, 3), (512, 1, 6, 6), 2),
+    Shape((64, 6, 2), (512, 2, 3, 3), 2),
+    Shape((64, 4, 3), (128, 2, 3, 3), 8),
 )
 
 
@@ -102,7 +109,7 @@ class Kernels:
 
     def launch(self, store: bool, work: np.ndarray[Any, Any], ctas: int, stream: int) -> None:
         """One launch."""
-        threads = self.shape.store[0] * self.shape.store[1] if store else self.shape.load[0] * self.shape.load[1]
+        threads = self.shape.threads(store)
         given = (ct.c_void_p * 1)(work.ctypes.data)
         code = self.launcher(
             ct.c_void_p(self.function[store]), ctas, 1, 1, threads, 1, 1, self.shape.shared(store),
@@ -254,7 +261,7 @@ def check_blocks(pool: Pool, kernels: Kernels | Fibers, data: np.ndarray[Any, An
     kernels.launch(True, pool.work(True, type_, check), ctas, pool.stream)
     runtime.stream_synchronize(pool.stream)
     notes = np.frombuffer(pool.notes.view(), NOTE)[: count * pool.units]
-    exact, travelled = kernels.shape.counts == 1, 0
+    travelled = 0
     used = np.zeros(len(host), bool)
     for i, block in enumerate(blocks):
         at = int(pool.cpu_at[i])
@@ -262,13 +269,10 @@ def check_blocks(pool: Pool, kernels: Kernels | Fibers, data: np.ndarray[Any, An
         for u in range(pool.units):
             piece, note = np.ascontiguousarray(block[u * CELL : (u + 1) * CELL]), notes[i * pool.units + u]
             cell = host[at + u * CELL : at + u * CELL + int(note["bytes"])].copy()
-            want = wire.code(piece, "bf16") if type_ else None
             travelled += len(cell)
             where = f"block {i} cell {u} of {raw} bytes"
-            if exact and want is None:
-                assert len(cell) == len(piece) and (cell == piece).all(), where
-            elif exact:
-                assert want is not None and len(cell) == len(want) and (cell == want).all(), where
+            if len(cell) == len(piece):
+                assert (cell == piece).all(), where
             if len(cell) < len(piece):
                 assert (wire.decode(cell, len(piece)) == piece).all(), where
             if check or len(cell) < len(piece):
@@ -339,7 +343,7 @@ def checks(runtime: Any, kernels: Kernels | Fibers, small: bool, say: Any = prin
     for name, data in named.items():
         sizes = [raw for raw in ((16384,) if small else (16384, 8192, 65536)) if raw <= len(data)]
         shares = [check_blocks(pool, kernels, data, raw, check=raw == 8192) for raw in sizes]
-        say(f"  {name:34} {shares[0]:.4f} of its bytes travel, equal to the CPU's cells and back")
+        say(f"  {name:34} {shares[0]:.4f} of its bytes travel, decoded by the CPU and by the kernel")
     odd = (1, 2, 15, 16, 17, 63, 64, 127, 129, 1000, 4095, 4096, 4098, 8190, 16383, 16385, 20001, 49153)
     for raw in odd[::5] if small else odd:
         for gpu_off, cpu_off in ((0, 0), (2, 0), (0, 1), (3, 5)):

@@ -4,72 +4,75 @@
 #include <stdbool.h>
 #include <string.h>
 
-static uint32_t half_at(const uint8_t *raw, uint32_t width, uint64_t i) {
-    const uint8_t *at = raw + i * width + width - 2;
-    return at[0] | (uint32_t)at[1] << 8;
-}
+static uint32_t upper_at(const uint8_t *raw, uint32_t width, uint64_t i) { return raw[i * width + width - 1]; }
 
 uint64_t kvp_wire_checksum(const void *raw, uint64_t raw_bytes) {
     const uint8_t *from = raw;
-    uint64_t sum = kvp_wire_seed(raw_bytes), words = raw_bytes / 8, word;
+    uint64_t sum = kvp_wire_seed(raw_bytes), words = raw_bytes / 4;
+    uint32_t word;
     for (uint64_t i = 0; i < words; i++) {
-        memcpy(&word, from + 8 * i, 8);
-        sum += kvp_wire_mix(word, i);
+        memcpy(&word, from + 4 * i, 4);
+        sum += (uint64_t)word * kvp_wire_weight((uint32_t)i);
     }
-    if (raw_bytes % 8) {
+    if (raw_bytes % 4) {
         word = 0;
-        memcpy(&word, from + 8 * words, raw_bytes % 8);
-        sum += kvp_wire_mix(word, words);
+        memcpy(&word, from + 4 * words, raw_bytes % 4);
+        sum += (uint64_t)word * kvp_wire_weight((uint32_t)words);
     }
     return sum;
 }
 
-void kvp_wire_histogram(uint32_t type, const void *raw, uint64_t raw_bytes, uint32_t *histogram) {
-    uint32_t width = kvp_wire_width(type), counts[4][256] = {0}; /* four: equal neighbours wait for one another */
+void kvp_wire_histogram(uint32_t type, const void *raw, uint64_t raw_bytes, uint32_t *counts) {
+    uint32_t width = kvp_wire_width(type), found[4][128] = {0}; /* four: equal neighbours wait for one another */
     uint64_t values = width ? raw_bytes / width : 0;
-    for (uint64_t i = 0; i < values; i++) counts[i & 3][kvp_wire_exponent(half_at(raw, width, i))]++;
-    for (uint32_t e = 0; e < 256; e++) histogram[e] += counts[0][e] + counts[1][e] + counts[2][e] + counts[3][e];
+    for (uint64_t i = 0; i < values; i++) found[i & 3][upper_at(raw, width, i) & 127]++;
+    for (uint32_t h = 0; h < 128; h++) counts[h] += found[0][h] + found[1][h] + found[2][h] + found[3][h];
 }
 
-/* The look: emax, and where everything goes; bytes is raw_bytes where the block would not shrink. */
-static kvp_wire_layout look(uint32_t type, const void *raw, uint64_t raw_bytes, uint32_t *emax) {
+/* The look: top and last, and where everything goes; bytes is raw_bytes where the block would not shrink. */
+static kvp_wire_layout look(uint32_t type, const void *raw, uint64_t raw_bytes, uint32_t *top, uint32_t *last) {
     kvp_wire_layout l = {.bytes = raw_bytes};
-    uint32_t width = kvp_wire_width(type), histogram[256] = {0};
+    uint32_t width = kvp_wire_width(type), counts[128] = {0};
     if (!width || raw_bytes / width > KVP_WIRE_MOST_VALUES) return l;
     if (kvp_wire_layout_of(width, raw_bytes, 0).bytes >= raw_bytes) return l;
     uint64_t escapes;
-    kvp_wire_histogram(type, raw, raw_bytes, histogram);
-    *emax = kvp_wire_emax(histogram, &escapes);
+    kvp_wire_histogram(type, raw, raw_bytes, counts);
+    *top = kvp_wire_top(counts, last, &escapes);
     l = kvp_wire_layout_of(width, raw_bytes, escapes);
     if (l.bytes > raw_bytes) l.bytes = raw_bytes;
     return l;
 }
 
 uint64_t kvp_wire_size(uint32_t type, const void *raw, uint64_t raw_bytes) {
-    uint32_t emax;
-    return look(type, raw, raw_bytes, &emax).bytes;
+    uint32_t top, last;
+    return look(type, raw, raw_bytes, &top, &last).bytes;
 }
+
+/* The byte of the codes' section that holds value `i`; its code is in the upper half where that is an odd one. */
+static uint64_t byte_of_code(uint64_t i) { return i / 8 * 4 + kvp_wire_shift(i) / 8; }
+static uint32_t half_of_code(uint64_t i) { return kvp_wire_shift(i) & 4; }
 
 uint64_t kvp_wire_code(uint32_t type, const void *raw, uint64_t raw_bytes, void *cell) {
     const uint8_t *from = raw;
     uint8_t *to = cell;
-    uint32_t emax = 0, width = kvp_wire_width(type), escapes = 0;
-    kvp_wire_layout l = look(type, raw, raw_bytes, &emax);
+    uint32_t top = 0, last = 0, width = kvp_wire_width(type), escapes = 0;
+    kvp_wire_layout l = look(type, raw, raw_bytes, &top, &last);
     if (l.bytes == raw_bytes) return raw_bytes;
     memset(to, 0, l.escapes);
     for (uint64_t i = 0; i < l.values; i++) {
-        uint32_t half = half_at(from, width, i), exponent = kvp_wire_exponent(half);
-        uint32_t code = kvp_wire_code_of(exponent, emax);
+        uint32_t upper = upper_at(from, width, i), code = kvp_wire_code_of(upper, top);
         if (width == 4) memcpy(to + l.low + 2 * i, from + 4 * i, 2);
-        to[l.high + i] = (uint8_t)kvp_wire_high(half);
-        to[l.codes + i / 2] |= (uint8_t)(code << 4 * (i & 1));
-        if (code != KVP_WIRE_ESCAPE) continue;
-        uint32_t escape = kvp_wire_escape((uint32_t)i, exponent);
+        to[l.middle + i] = from[i * width + width - 2];
+        to[l.codes + byte_of_code(i)] |= (uint8_t)(code << half_of_code(i));
+        if (kvp_wire_upper_of(code, top, last) == upper) continue;
+        uint32_t escape = kvp_wire_escape(i, upper);
         memcpy(to + l.escapes + 4 * (uint64_t)escapes++, &escape, 4);
     }
     kvp_wire_header header = {.magic = KVP_WIRE_MAGIC,
                               .type = (uint8_t)type,
-                              .emax = (uint8_t)emax,
+                              .top = (uint8_t)top,
+                              .last = (uint8_t)last,
+                              .parity = (uint8_t)kvp_wire_parity(type, top, last),
                               .escapes = escapes,
                               .raw_bytes = raw_bytes,
                               .checksum = kvp_wire_checksum(raw, raw_bytes)};
@@ -82,7 +85,7 @@ static int headed(const kvp_wire_header *h, uint64_t cell_bytes, uint64_t raw_by
     uint32_t width = kvp_wire_width(h->type);
     if (h->magic != KVP_WIRE_MAGIC || !width) return KVP_WIRE_UNKNOWN;
     if (h->raw_bytes != raw_bytes || raw_bytes / width > KVP_WIRE_MOST_VALUES) return KVP_WIRE_OTHER;
-    if (h->emax < KVP_WIRE_CODES || h->zero[0] || h->zero[1]) return KVP_WIRE_DAMAGED;
+    if (!kvp_wire_sound(h->type, h->top, h->last, h->parity)) return KVP_WIRE_DAMAGED;
     if (kvp_wire_layout_of(width, raw_bytes, h->escapes).bytes != cell_bytes) return KVP_WIRE_SHORT;
     return KVP_WIRE_WHOLE;
 }
@@ -93,12 +96,14 @@ static bool zeros(const uint8_t *from, uint64_t at, uint64_t end) {
     return !any;
 }
 
+static uint32_t code_at(const uint8_t *codes, uint64_t i) { return codes[byte_of_code(i)] >> half_of_code(i) & 15; }
+
 /* Whether nothing stands between the sections: so every byte of a cell counts, and a damaged one is always told. */
 static bool tidy(const uint8_t *from, const kvp_wire_header *h, const kvp_wire_layout *l, uint32_t width) {
-    uint64_t tail = h->raw_bytes % width, codes = l->codes + l->values / 2;
-    if (l->values % 2 && from[codes++] >> 4) return false;
-    return zeros(h->tail, tail, sizeof h->tail) && zeros(from, l->low + l->values * (width - 2), l->high) &&
-           zeros(from, l->high + l->values, l->codes) && zeros(from, codes, l->escapes);
+    for (uint64_t i = l->values; i < 2 * (l->escapes - l->codes); i++)
+        if (code_at(from + l->codes, i)) return false;
+    return zeros(h->tail, h->raw_bytes % width, sizeof h->tail) &&
+           zeros(from, l->low + l->values * (width - 2), l->middle) && zeros(from, l->middle + l->values, l->codes);
 }
 
 int kvp_wire_decode(const void *cell, uint64_t cell_bytes, void *raw, uint64_t raw_bytes) {
@@ -109,25 +114,24 @@ int kvp_wire_decode(const void *cell, uint64_t cell_bytes, void *raw, uint64_t r
     memcpy(&h, from, sizeof h);
     int refused = headed(&h, cell_bytes, raw_bytes);
     if (refused) return refused;
-    uint32_t width = kvp_wire_width(h.type), used = 0;
+    uint32_t width = kvp_wire_width(h.type);
     kvp_wire_layout l = kvp_wire_layout_of(width, raw_bytes, h.escapes);
     if (!tidy(from, &h, &l, width)) return KVP_WIRE_DAMAGED;
     for (uint64_t i = 0; i < l.values; i++) {
-        uint32_t code = from[l.codes + i / 2] >> 4 * (i & 1) & 15, exponent = kvp_wire_exponent_of(code, h.emax);
-        if (code == KVP_WIRE_ESCAPE) { /* in the order of their places */
-            uint32_t escape;
-            if (used == h.escapes) return KVP_WIRE_DAMAGED;
-            memcpy(&escape, from + l.escapes + 4 * (uint64_t)used++, 4);
-            if (escape >> 8 != i) return KVP_WIRE_DAMAGED;
-            exponent = escape & 255;
-        }
-        uint32_t half = kvp_wire_half(from[l.high + i], exponent);
         uint8_t *at = to + i * width;
         if (width == 4) memcpy(at, from + l.low + 2 * i, 2);
-        at[width - 2] = (uint8_t)half;
-        at[width - 1] = (uint8_t)(half >> 8);
+        at[width - 2] = from[l.middle + i];
+        at[width - 1] = (uint8_t)kvp_wire_upper_of(code_at(from + l.codes, i), h.top, h.last);
     }
-    if (used != h.escapes) return KVP_WIRE_DAMAGED;
+    for (uint64_t j = 0; j < h.escapes; j++) {
+        uint32_t escape, upper;
+        memcpy(&escape, from + l.escapes + 4 * j, 4);
+        uint64_t place = escape >> 8;
+        upper = escape & 255;
+        if (place >= l.values || !kvp_wire_escapes(upper, code_at(from + l.codes, place), h.last))
+            return KVP_WIRE_DAMAGED;
+        to[place * width + width - 1] = (uint8_t)upper;
+    }
     memcpy(to + l.values * width, h.tail, raw_bytes % width);
     return kvp_wire_checksum(raw, raw_bytes) == h.checksum ? KVP_WIRE_WHOLE : KVP_WIRE_CHECKSUM;
 }
