@@ -3,12 +3,13 @@
     python benchmarks/wire_gpu.py                      checks, then every table
     python benchmarks/wire_gpu.py --only checks        bytes alone, for compute-sanitizer with --small
     python benchmarks/wire_gpu.py --variants           other teams and stages than the default ones, beside them
+    python benchmarks/wire_gpu.py --only near          the kernels alone: both sides are GPU memory
     python benchmarks/wire_gpu.py --only engine        the same through an engine with a pool of cells
     python benchmarks/wire_gpu.py --device host        no GPU: the checks, the kernels' threads being fibers
 
 GB/s are raw bytes over the time between two events on the stream, around one launch that moves --megabytes; "of the
 link": over one large cudaMemcpyAsync of the same run. What is compared takes turns;
-each figure is the median of its rounds.
+each figure is the median of its rounds. A column "32K/4" is blocks of 32 KiB and 4 CTAs.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ WORK = np.dtype(
 )
 ENTRY = np.dtype([("dst", "u8"), ("src", "u8"), ("note", "u8")])
 NOTE = np.dtype([("bytes", "u4"), ("summed", "u4"), ("checksum", "u8")])
-SIZES = (8192, 16384, 32768, 65536, 262144, 1 << 20, 4 << 20)
+SIZES = (8192, 16384, 32768, 65536, 262144, 4 << 20)
 CTAS = (1, 2, 4, 8, 16)
 
 
@@ -62,7 +63,9 @@ class Shape:
         """As a compiler takes it."""
         names = ["LOAD_TEAM", "LOAD_TEAMS", "LOAD_STAGES"]
         names += ["STORE_TEAM", "STORE_TEAMS", "STORE_STAGES", "STORE_CELLS", "AT_ONCE"]
-        return [f"-DKVP_{name}={value}" for name, value in zip(names, (*self.load, *self.store, self.hand), strict=True)]
+        return [
+            f"-DKVP_{name}={value}" for name, value in zip(names, (*self.load, *self.store, self.hand), strict=True)
+        ]
 
     def shared(self, store: bool) -> int:
         """As sizeof(kvp_store_team), sizeof(kvp_load_team)."""
@@ -79,8 +82,12 @@ class Shape:
         """Of a CTA."""
         return self.store[0] * self.store[1] if store else self.load[0] * self.load[1]
 
+    def name(self, store: bool) -> str:
+        """Of one direction."""
+        return "x".join(map(str, self.store if store else self.load)) + f" hand {self.hand}"
+
     def __str__(self) -> str:
-        return f"load {'x'.join(map(str, self.load))} store {'x'.join(map(str, self.store))} hand {self.hand}"
+        return f"load {self.name(store=False)}, store {self.name(store=True)}"
 
 
 DEFAULT = Shape()
@@ -177,10 +184,10 @@ def normal(size: int, seed: int, channels: bool = False) -> np.ndarray[Any, Any]
 class Pool:
     """Blocks on the GPU and their places in CPU memory, both scattered, and what launches read."""
 
-    def __init__(self, runtime: Any, size: int) -> None:
+    def __init__(self, runtime: Any, size: int, far: str = "pinned") -> None:
         self.runtime, self.size = runtime, size
         self.gpu, self.back = Buffer(runtime, size + 4096, "device"), Buffer(runtime, size + 4096, "device")
-        self.cpu = Buffer(runtime, size + 4096, "pinned")
+        self.cpu = Buffer(runtime, size + 4096, far)
         self.lists = [Buffer(runtime, 24 * (size // 4096 + 16), "pinned") for _ in range(2)]
         self.notes = Buffer(runtime, 16 * (size // 2048 + 4096), "pinned")
         self.pinned = [PinnedList(runtime, size // 4096 + 16) for _ in range(2)]
@@ -362,9 +369,9 @@ def checks(runtime: Any, kernels: Kernels | Fibers, small: bool, say: Any = prin
 class Bench:
     """What all tables share: the pool, the raw kernels, the link."""
 
-    def __init__(self, runtime: Any, megabytes: int, rounds: int) -> None:
+    def __init__(self, runtime: Any, megabytes: int, rounds: int, far: str = "pinned") -> None:
         self.runtime, self.bytes, self.rounds, self.tile = runtime, megabytes << 20, rounds, ""
-        self.pool = Pool(runtime, 4 * self.bytes)
+        self.pool = Pool(runtime, 4 * self.bytes, far)
         methods = copier_for(runtime)
         print(f"NVRTC compiles and the driver loads the coded kernels: {'yes' if methods.has_coded else 'NO'}")
         if not methods.has_coded:  # why not
@@ -372,10 +379,10 @@ class Bench:
         self.copier = methods.native
         self.copier.store_bytes_per_s = 0
         p = self.pool
-        self.link = [
-            copy_rate(runtime, p.gpu.address, p.cpu.address, 256 << 20, "h2d") / 1e9,
-            copy_rate(runtime, p.cpu.address, p.gpu.address, 256 << 20, "d2h") / 1e9,
-        ]
+        self.link = [0.0, 0.0]
+        if far == "pinned":
+            self.link[0] = copy_rate(runtime, p.gpu.address, p.cpu.address, 256 << 20, "h2d") / 1e9
+            self.link[1] = copy_rate(runtime, p.cpu.address, p.gpu.address, 256 << 20, "d2h") / 1e9
         self.tiles = {
             "normal": normal(32 << 20, 1),
             "kv": normal(32 << 20, 2, True),
@@ -411,57 +418,66 @@ class Bench:
         return {key: statistics.median(values) for key, values in seen.items()}
 
 
-def verify(bench: Bench, kernels: Kernels) -> None:
-    """What the last stores and loads of the pool made."""
+def verify(bench: Bench, kernels: Kernels, ctas: int) -> None:
+    """What this kernel's stores and loads of all blocks make of them."""
     pool = bench.pool
     bench.runtime.memcpy(pool.back.address, pool.cpu.address, pool.size, "h2d")  # something else
-    kernels.launch(True, pool.work(True), 8, pool.stream)
-    kernels.launch(False, pool.work(False), 8, pool.stream)
+    kernels.launch(True, pool.work(True), ctas, pool.stream)
+    kernels.launch(False, pool.work(False), ctas, pool.stream)
     bench.runtime.stream_synchronize(pool.stream)
     there, back = pool.read(pool.gpu), pool.read(pool.back)
     for at in pool.gpu_at.astype(np.int64).tolist():
         assert (there[at : at + pool.raw] == back[at : at + pool.raw]).all(), f"block at {at} of {pool.raw} differs"
 
 
-def table_of_variants(bench: Bench, variants: list[Kernels]) -> None:
-    for store in (1, 0):
-        print(f"\n{'stores' if store else 'loads'} of KV, GB/s raw; link {bench.link[store]:.1f}")
-        print(
-            f"{'':66}" + "".join(f"{f'{raw >> 10}K/{ctas}':>8}" for raw in (8192, 16384, 32768) for ctas in (2, 4, 8))
-        )
-        rows: dict[int, list[float]] = {i: [] for i in range(len(variants))}
-        for raw in (8192, 16384, 32768):
-            bench.prepare("kv", raw)
-            variants[0].launch(True, bench.pool.work(True), 8, bench.pool.stream)
-            for ctas in (2, 4, 8):
-                got = bench.turns({i: bench.coded(v, bool(store), ctas) for i, v in enumerate(variants)})
-                for i, value in got.items():
-                    rows[i].append(value)
-        for i, v in enumerate(variants):
-            print(f"{v.shape!s:66}" + "".join(f"{value:8.1f}" for value in rows[i]))
-        sys.stdout.flush()
-
-
-def table_of_sizes(bench: Bench, kernels: Kernels, tile: str) -> None:
-    for store in (1, 0):
-        link = bench.link[store]
-        print(
-            f"\n{'stores' if store else 'loads'} of {tile}: coded GB/s raw (of the link) | raw kernel; link {link:.1f}"
-        )
-        print(f"{'block':>8}" + "".join(f"{f'{ctas} CTAs':>26}" for ctas in CTAS))
-        for raw in SIZES:
-            bench.prepare(tile, raw)
-            if store and tile != "normal" and raw in (8192, 65536, 4 << 20):
-                verify(bench, kernels)
-            kernels.launch(True, bench.pool.work(True), 8, bench.pool.stream)
-            line = f"{raw >> 10:>6} K"
+def grid(bench: Bench, variants: list[Kernels], tile: str, sizes: tuple[int, ...] = SIZES) -> dict[Any, float]:
+    """A table a direction: each variant and the raw kernel, at each size and number of CTAs."""
+    got: dict[Any, float] = {}
+    for raw in sizes:
+        bench.prepare(tile, raw)
+        for kernels in variants if raw in (8192, 65536) else ():
+            verify(bench, kernels, 4)
+        variants[0].launch(True, bench.pool.work(True), 8, bench.pool.stream)
+        for store in (1, 0):
             for ctas in CTAS:
-                got = bench.turns(
-                    {"coded": bench.coded(kernels, bool(store), ctas), "raw": bench.raw(bool(store), ctas)}
-                )
-                line += f"{got['coded']:9.1f} ({got['coded'] / link:.3f}) |{got['raw']:6.1f}"
-            print(line)
-            sys.stdout.flush()
+                ways = {v: bench.coded(v, bool(store), ctas) for v in variants}
+                if bench.pool.cpu.kind == "pinned":
+                    ways["raw kernel"] = bench.raw(bool(store), ctas)
+                for way, value in bench.turns(ways).items():
+                    got[store, way, raw, ctas] = value
+    points = [(raw, ctas) for raw in sizes for ctas in CTAS]
+    for store in (1, 0):
+        print(f"\n{'stores' if store else 'loads'} of {tile}, GB/s raw; link {bench.link[store]:.1f}")
+        print(f"{'':32}" + "".join(f"{f'{raw >> 10}K/{ctas}':>8}" for raw, ctas in points))
+        for way in dict.fromkeys(way for at, way, *_ in got if at == store):
+            name = way if isinstance(way, str) else way.shape.name(bool(store))
+            print(f"{name:32}" + "".join(f"{got[store, way, raw, ctas]:8.1f}" for raw, ctas in points))
+    sys.stdout.flush()
+    return got
+
+
+def summary(bench: Bench, got: dict[str, dict[Any, float]]) -> None:
+    """Of the link, for the best variant of each direction at 2 to 8 CTAs, and what each one has at those on average."""
+    for store in (1, 0):
+        score: dict[Any, list[float]] = {}
+        for tile, values in got.items():
+            for (at, way, _, ctas), value in values.items():
+                if at == store and tile != "random" and 2 <= ctas <= 8 and not isinstance(way, str):
+                    score.setdefault(way, []).append(min(value / bench.link[store], 1.25))
+        order = sorted(score, key=lambda way: -statistics.mean(score[way]))
+        print(f"\n{'stores' if store else 'loads'}: mean share of the link at 2 to 8 CTAs, at most 1.25 each")
+        for way in order:
+            print(f"  {way.shape.name(bool(store)):32} {statistics.mean(score[way]):.3f}")
+        print(f"  the best one's shares of the link {bench.link[store]:.1f} (raw kernel's in brackets)")
+        for tile, values in got.items():
+            for raw in SIZES:
+                line = f"  {tile:8}{raw >> 10:>5} K"
+                for ctas in CTAS:
+                    coded, plain = (
+                        values[store, way, raw, ctas] / bench.link[store] for way in (order[0], "raw kernel")
+                    )
+                    line += f"  {ctas:>2}: {coded:.3f} ({plain:.3f})"
+                print(line)
 
 
 def beside_products(bench: Bench, kernels: Kernels) -> None:
@@ -554,7 +570,7 @@ def through_the_engine(runtime: Any, megabytes: int = 256) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "host"])
-    parser.add_argument("--only", choices=["checks", "variants", "sizes", "products", "engine"])
+    parser.add_argument("--only", choices=["checks", "variants", "sizes", "near", "products", "engine"])
     parser.add_argument("--small", action="store_true", help="fewer checks, for compute-sanitizer")
     parser.add_argument("--variants", action="store_true")
     parser.add_argument("--megabytes", type=int, default=128)
@@ -590,10 +606,17 @@ def main() -> None:
         sys.exit(len(good) != len(made))
     bench = Bench(runtime, options.megabytes, options.rounds)
     print(f"link: {bench.link[0]:.2f} GB/s in, {bench.link[1]:.2f} out (one copy of 256 MiB)")
-    if len(good) > 1:
-        table_of_variants(bench, good)
-    for tile in ("kv", "random", "normal") if part in (None, "sizes") else ():
-        table_of_sizes(bench, good[0], tile)
+    got = {}
+    for tile in ("kv", "normal", "random") if part in (None, "variants", "sizes") else ():
+        got[tile] = grid(bench, good, tile)
+        print(f"{time.perf_counter() - begun:.1f} s", flush=True)
+    if part in (None, "variants", "near"):
+        near = Bench(runtime, options.megabytes, options.rounds, "device")
+        print("\nboth sides in GPU memory: what the threads can do")
+        grid(near, good, "kv", (16384,))
+        grid(near, good, "random", (16384,))
+    if got:
+        summary(bench, got)
         print(f"{time.perf_counter() - begun:.1f} s", flush=True)
     if part in (None, "products"):
         beside_products(bench, good[0])
