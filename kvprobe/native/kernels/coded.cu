@@ -1,5 +1,5 @@
-// Copy kernels that code on the way: kvp_coded_store, GPU to CPU, and kvp_coded_load, back. The format, and what a launch
-// is given, are in wire.h, which stands before this file when it is compiled (kvprobe/cuda/kernels.py).
+// Copy kernels that code on the way: kvp_coded_store, GPU to CPU, and kvp_coded_load, back. The format, and what a
+// launch is given, are in wire.h, which stands before this file when it is compiled (kvprobe/cuda/kernels.py).
 //
 // A block is a row of cells, one for each KVP_WIRE_CELL of its bytes. A CTA is a few teams of threads; each team takes
 // cells of its own, and waits for nobody but itself. The cells of a launch go round the teams of all CTAs.
@@ -70,10 +70,10 @@ __device__ __forceinline__ void kvp_gate_pass(u64 *gate) {
 __device__ __forceinline__ void kvp_bulk_in(void *to, u64 from, u32 bytes, u64 *gate) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(kvp_shared(gate)), "r"(bytes)
                  : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     kvp_shared(to)),
-                 "l"(from), "r"(bytes), "r"(kvp_shared(gate))
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(kvp_shared(to)),
+        "l"(from), "r"(bytes), "r"(kvp_shared(gate))
+        : "memory");
 }
 __device__ __forceinline__ void kvp_bulk_out(u64 to, const void *from, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(kvp_shared(from)),
@@ -115,11 +115,22 @@ __device__ __forceinline__ u32 kvp_permute(u32 a, u32 b, u32 which) {
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(which));
     return r;
 }
+// What the compiler makes two instructions of.
+__device__ __forceinline__ u32 kvp_not_and(u32 a, u32 b) {
+    u32 r;
+    asm("lop3.b32 %0, %1, %2, 0, 0x3f;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
 // Of both halves the smaller of a + b and c.
-__device__ __forceinline__ u32 kvp_add_min16(u32 a, u32 b, u32 c) { return __viaddmin_u16x2(a, b, c); }
+__device__ __forceinline__ u32 kvp_add_min16(u32 a, u32 b, u32 c) {
+    u32 r;
+    asm("{ .reg .b32 t; add.u16x2 t, %1, %2; min.u16x2 %0, t, %3; }" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+}
 #endif
 
-// ---- what both directions share --------------------------------------------------------------------------------------
+// ---- what both directions share
+// --------------------------------------------------------------------------------------
 
 // One cell of a launch and the piece of a block that it holds.
 struct kvp_cell_job {
@@ -198,8 +209,10 @@ template <bool LOAD> struct kvp_cell_feed {
             job.bytes = now.bytes <= now.raw ? now.bytes : 0;
             job.summed = now.summed || now.bytes < now.raw, job.checksum = now.checksum;
             job.by_bytes = LOAD ? (now.src & 15) || travel > now.raw : ((now.src | now.dst | now.raw) & 15) != 0;
-            if (job.by_bytes || !travel || (LOAD && !job.bytes)) kvp_gate_pass(gate);
-            else kvp_bulk_in(stage, now.src, travel, gate);
+            if (job.by_bytes || !travel || (LOAD && !job.bytes))
+                kvp_gate_pass(gate);
+            else
+                kvp_bulk_in(stage, now.src, travel, gate);
         }
         __syncwarp();
     }
@@ -242,13 +255,16 @@ struct kvp_table {
         high = ((top * 0x01010101u - 0x00060504u) & 0x00ffffff) | last << 24;
     }
     // Of the codes of values 0, 2, 1, 3 and of 4, 6, 5, 7, a byte a value.
-    __device__ __forceinline__ u32 first(u32 codes) const { return kvp_permute(low, high, kvp_permute(codes, 0, 0x4420)); }
+    __device__ __forceinline__ u32 first(u32 codes) const {
+        return kvp_permute(low, high, kvp_permute(codes, 0, 0x4420));
+    }
     __device__ __forceinline__ u32 second(u32 codes) const {
         return kvp_permute(low, high, kvp_permute(codes, 0, 0x4431));
     }
 };
 
-// ---- store -----------------------------------------------------------------------------------------------------------
+// ---- store
+// -----------------------------------------------------------------------------------------------------------
 
 // Eight coded values; `wrong`: where a byte is not 0, the value is an escape, in the order of kvp_table.
 struct kvp_eight {
@@ -258,12 +274,12 @@ struct kvp_eight {
 
 // `above` is top + 1 in both halves.
 __device__ __forceinline__ u32 kvp_codes_of(u32 x, u32 above) {
-    return kvp_add_min16(~(x >> 8) | 0xff80ff80, above, 0x00070007) | (x >> 12 & 0x00080008);
+    return kvp_add_min16(kvp_not_and(x >> 8, 0x007f007f), above, 0x00070007) | (x >> 12 & 0x00080008);
 }
 __device__ __forceinline__ kvp_eight kvp_code(uint4 x, u32 above, const kvp_table &table) {
     kvp_eight e;
-    e.codes = kvp_codes_of(x.x, above) + 16 * (kvp_codes_of(x.y, above) + 16 * (kvp_codes_of(x.z, above) +
-                                                                                 16 * kvp_codes_of(x.w, above)));
+    e.codes = kvp_codes_of(x.x, above) +
+              16 * (kvp_codes_of(x.y, above) + 16 * (kvp_codes_of(x.z, above) + 16 * kvp_codes_of(x.w, above)));
     e.middle = make_uint2(kvp_permute(x.x, x.y, 0x6420), kvp_permute(x.z, x.w, 0x6420));
     u32 codes = e.codes & 0x77777777;
     e.wrong.x = (table.first(codes) ^ kvp_permute(x.x, x.y, 0x7351)) & 0x7f7f7f7f;
@@ -276,8 +292,10 @@ __device__ __noinline__ kvp_eight kvp_code_some(uint4 x, u32 above, kvp_table ta
     for (u32 i = values; i < 8; i++) {
         u32 byte = ((i & 1) << 1 | (i >> 1 & 1)) * 8, keep = ~(255u << byte);
         e.codes &= ~(15u << kvp_wire_shift(i));
-        if (i < 4) e.middle.x &= ~(255u << 8 * i), e.wrong.x &= keep;
-        else e.middle.y &= ~(255u << 8 * (i - 4)), e.wrong.y &= keep;
+        if (i < 4)
+            e.middle.x &= ~(255u << 8 * i), e.wrong.x &= keep;
+        else
+            e.middle.y &= ~(255u << 8 * (i - 4)), e.wrong.y &= keep;
     }
     return e;
 }
@@ -324,7 +342,8 @@ __device__ __noinline__ void kvp_store_by_bytes(u64 to, const u8 *from, u32 byte
 }
 // Brings a piece where a bulk copy cannot; zeros fill its last vector.
 __device__ __noinline__ void kvp_take_by_bytes(u8 *to, u64 from, u32 bytes, u32 thread, u32 threads) {
-    for (u32 at = 16 * thread; at < bytes; at += 16 * threads) *(uint4 *)(to + at) = kvp_get_bytes(from + at, bytes - at);
+    for (u32 at = 16 * thread; at < bytes; at += 16 * threads)
+        *(uint4 *)(to + at) = kvp_get_bytes(from + at, bytes - at);
 }
 
 // One thread of a team, and the piece that the team stores.
@@ -366,8 +385,9 @@ struct kvp_storing {
         return inside + room >= 8 * whole;
     }
 
-    template <u32 MANY> __device__ __forceinline__ u64 some(const u8 *stage, u8 *cell, u32 v, const kvp_wire_layout &l,
-                                                            const kvp_table &table, u32 *escaped) const {
+    template <u32 MANY>
+    __device__ __forceinline__ u64 some(const u8 *stage, u8 *cell, u32 v, const kvp_wire_layout &l,
+                                        const kvp_table &table, u32 *escaped) const {
         uint4 x[MANY];
         u64 sum = 0;
 #pragma unroll
@@ -384,7 +404,8 @@ struct kvp_storing {
         return sum;
     }
     __device__ __forceinline__ void queue(u32 v, u32 escaped) const {
-        for (; escaped; escaped &= escaped - 1) t.queue[atomicAdd(&t.queued, 1u)] = (u16)(v + (__ffs(escaped) - 1) * TEAM);
+        for (; escaped; escaped &= escaped - 1)
+            t.queue[atomicAdd(&t.queued, 1u)] = (u16)(v + (__ffs(escaped) - 1) * TEAM);
     }
 
     // Writes the sections and queues the vectors that have escapes; returns what this thread adds to the checksum.
@@ -433,8 +454,10 @@ struct kvp_storing {
                 u32 byte = __ffs(first ? first : second) / 8 - 1, place = 8 * v + (first ? 0 : 4);
                 place += (byte & 1) << 1 | byte >> 1;
                 list[at] = kvp_wire_escape(place, stage[2 * place + 1]);
-                if (first) first &= first - 1;
-                else second &= second - 1;
+                if (first)
+                    first &= first - 1;
+                else
+                    second &= second - 1;
             }
         }
     }
@@ -455,7 +478,8 @@ struct kvp_storing {
             *(uint4 *)(cell + 16) = make_uint4(raw, 0, (u32)checksum, (u32)(checksum >> 32));
             for (u32 i = bytes; i & 15; i += 4) *(u32 *)(cell + i) = 0; // behind the cell, in its block's place
         }
-        if (job.note >= KVP_REFUSED) kvp_put16(job.note, make_uint4(bytes, summed, (u32)checksum, (u32)(checksum >> 32)));
+        if (job.note >= KVP_REFUSED)
+            kvp_put16(job.note, make_uint4(bytes, summed, (u32)checksum, (u32)(checksum >> 32)));
         return bytes;
     }
 
@@ -481,7 +505,8 @@ struct kvp_storing {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(KVP_STORE_TEAM *KVP_STORE_TEAMS, 1) kvp_coded_store(const kvp_wire_work w) {
+extern "C" __global__ void __launch_bounds__(KVP_STORE_TEAM *KVP_STORE_TEAMS, 1)
+    kvp_coded_store(const kvp_wire_work w) {
     extern __shared__ __align__(128) u8 kvp_coded_shared[];
     constexpr u32 team = KVP_STORE_TEAM, stages = KVP_STORE_STAGES, cells = KVP_STORE_CELLS;
     u32 id = threadIdx.x / team, thread = threadIdx.x % team, lane = thread % 32, due = kvp_clock_ns();
@@ -542,7 +567,8 @@ extern "C" __global__ void __launch_bounds__(KVP_STORE_TEAM *KVP_STORE_TEAMS, 1)
     if (thread == 0) kvp_bulk_done();
 }
 
-// ---- load ------------------------------------------------------------------------------------------------------------
+// ---- load
+// ------------------------------------------------------------------------------------------------------------
 
 // Shared memory of a team that loads.
 struct alignas(128) kvp_load_team {
@@ -556,10 +582,9 @@ struct alignas(128) kvp_load_team {
 // Eight values at once; those that are escapes have a wrong upper byte.
 __device__ __forceinline__ uint4 kvp_decode(uint2 middle, u32 codes, const kvp_table &table) {
     u32 plain = codes & 0x77777777, a = table.first(plain), b = table.second(plain), sign = 0x80008000;
-    return make_uint4(kvp_permute(middle.x, a, 0x6140) | (codes << 12 & sign),
-                      kvp_permute(middle.x, a, 0x7352) | (codes << 8 & sign),
-                      kvp_permute(middle.y, b, 0x6140) | (codes << 4 & sign),
-                      kvp_permute(middle.y, b, 0x7352) | (codes & sign));
+    return make_uint4(
+        kvp_permute(middle.x, a, 0x6140) | (codes << 12 & sign), kvp_permute(middle.x, a, 0x7352) | (codes << 8 & sign),
+        kvp_permute(middle.y, b, 0x6140) | (codes << 4 & sign), kvp_permute(middle.y, b, 0x7352) | (codes & sign));
 }
 
 // What stands in the way of decoding a cell; 0: nothing seen yet.
@@ -592,8 +617,8 @@ __device__ __noinline__ uint4 kvp_put_some(u64 to, uint4 x, u32 bytes, u32 tail)
     return x;
 }
 
-template <u32 MANY> __device__ __forceinline__ u64 kvp_decode_some(const u8 *stage, u32 codes, u64 to, u32 v,
-                                                                   const kvp_table &table) {
+template <u32 MANY>
+__device__ __forceinline__ u64 kvp_decode_some(const u8 *stage, u32 codes, u64 to, u32 v, const kvp_table &table) {
     uint2 middle[MANY];
     u32 code[MANY];
     u64 sum = 0;
@@ -691,9 +716,12 @@ struct kvp_loading {
     __device__ __forceinline__ u32 decode(const kvp_cell_job &job, const u8 *stage, u32 turn, kvp_escape &escape) {
         u32 refusal = KVP_WIRE_WHOLE, raw = job.raw;
         u64 sum = 0, to = job.block;
-        if (!job.bytes) refusal = KVP_WIRE_SHORT;
-        else if (job.bytes == raw) sum = kvp_raw_stage(stage, to, raw, thread, job.summed);
-        else refusal = kvp_refusal_of(stage, job.bytes, raw, job.checksum);
+        if (!job.bytes)
+            refusal = KVP_WIRE_SHORT;
+        else if (job.bytes == raw)
+            sum = kvp_raw_stage(stage, to, raw, thread, job.summed);
+        else
+            refusal = kvp_refusal_of(stage, job.bytes, raw, job.checksum);
         if (!refusal && job.bytes < raw) {
             u32 count = ((const kvp_wire_header *)stage)->escapes, *refused = &t.refused[turn];
             sum = kvp_decode_stage(stage, to, raw, thread);

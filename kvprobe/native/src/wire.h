@@ -11,10 +11,10 @@
  * An upper byte that has no code has 7 in its place, and stands in a list: an escape.
  *
  * A cell is a header, then sections that each begin at a multiple of 16 bytes: the low bytes (fp32: two a value; bf16:
- * none), middle bytes (the exponent's lowest bit with the upper seven bits of the mantissa: a byte a value), codes (half
- * a byte a value, in words of eight values, those of even places in the lower half of a word: kvp_wire_shift), escapes
- * (four bytes each, in any order). A block that would not shrink travels as it is: without a header, so that it never
- * needs more room than the block, and whoever keeps it notes that it has as many bytes as the block.
+ * none), middle bytes (the exponent's lowest bit with the upper seven bits of the mantissa: a byte a value), codes
+ * (half a byte a value, in words of eight values, those of even places in the lower half of a word: kvp_wire_shift),
+ * escapes (four bytes each, in any order). A block that would not shrink travels as it is: without a header, so that it
+ * never needs more room than the block, and whoever keeps it notes that it has as many bytes as the block.
  *
  * Which top is best is the coder's business: the CPU's looks at every value, the GPU's at some.
  *
@@ -37,8 +37,8 @@ typedef unsigned long long uint64_t;
 #define KVP_WIRE_FN static inline
 #endif
 
-#define KVP_WIRE_MAGIC 0x0257564bu /* "KVW", then the version: 2 */
-#define KVP_WIRE_LAST 7            /* the code of the header's `last`, and of escapes */
+#define KVP_WIRE_MAGIC 0x0257564bu      /* "KVW", then the version: 2 */
+#define KVP_WIRE_LAST 7                 /* the code of the header's `last`, and of escapes */
 #define KVP_WIRE_MOST_VALUES (1u << 24) /* a place has 24 bits; larger blocks travel raw, or cut */
 
 /* Values of two and of four bytes whose upper half is a bf16. */
@@ -46,10 +46,10 @@ enum kvp_wire_type { KVP_WIRE_BF16 = 1, KVP_WIRE_FP32 = 2 };
 
 typedef struct {
     uint32_t magic;
-    uint8_t type; /* enum kvp_wire_type */
-    uint8_t top;    /* KVP_WIRE_LAST to 127 */
-    uint8_t last;   /* 0, or top - KVP_WIRE_LAST */
-    uint8_t parity; /* the three before it, by exclusive or: a block need not have every code */
+    uint8_t type;    /* enum kvp_wire_type */
+    uint8_t top;     /* KVP_WIRE_LAST to 127 */
+    uint8_t last;    /* 0, or top - KVP_WIRE_LAST */
+    uint8_t parity;  /* the three before it, by exclusive or: a block need not have every code */
     uint8_t tail[4]; /* the raw_bytes % width bytes at the block's end that are no value; the others are 0 */
     uint32_t escapes;
     uint64_t raw_bytes;

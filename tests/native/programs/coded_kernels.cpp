@@ -1,6 +1,6 @@
-// The coded copy kernels on ordinary memory: every thread of a CTA is a fiber, and who goes next is drawn by lot, so that
-// a wait that is missing shows. Bulk copies are made as late as their waits allow. `kvp_wire_work` and the memory that it
-// names are a GPU's; what the GPU does at a time, and how fast, only a GPU shows.
+// The coded copy kernels on ordinary memory: every thread of a CTA is a fiber, and who goes next is drawn by lot, so
+// that a wait that is missing shows. Bulk copies are made as late as their waits allow. `kvp_wire_work` and the memory
+// that it names are a GPU's; what the GPU does at a time, and how fast, only a GPU shows.
 #include <ucontext.h>
 
 #include <cstdint>
@@ -83,8 +83,10 @@ template <class F> auto together(uint64_t mine, F read) {
 void send(Fiber &f, uint32_t keep) {
     std::vector<Copy> rest;
     for (auto &c : f.out)
-        if (c.group + keep < f.group) memcpy(c.to, c.from, c.bytes);
-        else rest.push_back(c);
+        if (c.group + keep < f.group)
+            memcpy(c.to, c.from, c.bytes);
+        else
+            rest.push_back(c);
     f.out = rest;
 }
 } // namespace
@@ -92,7 +94,9 @@ void send(Fiber &f, uint32_t keep) {
 static dim3_ blockIdx, gridDim, blockDim;
 #define threadIdx (dim3_{self->thread})
 
-static void __syncwarp() { together(0, [](uint64_t *, uint32_t) { return 0; }); }
+static void __syncwarp() {
+    together(0, [](uint64_t *, uint32_t) { return 0; });
+}
 template <class T> static T __shfl_xor_sync(uint32_t, T v, int d) {
     return together(v, [=](uint64_t *all, uint32_t lane) { return T(all[lane ^ d]); });
 }
@@ -181,6 +185,7 @@ static uint32_t kvp_permute(uint32_t a, uint32_t b, uint32_t which) {
     if (which & 0x8888) abort(); // that would repeat a sign
     return __byte_perm(a, b, which);
 }
+static uint32_t kvp_not_and(uint32_t a, uint32_t b) { return ~(a & b); }
 static uint32_t kvp_add_min16(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t both = 0;
     for (int i = 0; i < 32; i += 16) {
