@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 from kvprobe.cuda import Runtime, find_runtime
@@ -49,7 +50,7 @@ def test_every_block_comes_back_and_the_cpu_reads_every_cell(bench: ModuleType, 
 
 
 def test_teams_of_another_size_make_cells_as_good(bench: ModuleType, host_runtime: Runtime) -> None:
-    kernels = bench.Fibers(bench.Shape((256, 2, 2), (128, 2, 2, 1), 2))
+    kernels = bench.Fibers(bench.Shape((256, 2, 2, 2), (256, 2, 3, 3, 4)))
     pool = bench.Pool(host_runtime, 1 << 20)
     for raw in (20001, 16384, 8192):
         bench.check_blocks(pool, kernels, bench.normal(6 * raw, 1, channels=True), raw)
@@ -64,3 +65,25 @@ def test_an_eighth_of_the_numbers_tells_nearly_the_best_codes(bench: ModuleType,
     numbers = bench.normal(16384, 2).view("u2")
     numbers[:: 9 * 8] = 0x7F00  # some of those looked at are far from the others
     assert bench.check_blocks(pool, kernels, numbers.view("u1"), 16384) < 0.8
+
+
+def test_pieces_that_do_not_shrink_are_looked_at_less_and_less(bench: ModuleType, host_runtime: Runtime) -> None:
+    """Random blocks of one team, then normal ones: all come back, and of the normal ones all but a few are coded."""
+    kernels, pool = bench.Fibers(bench.DEFAULT), bench.Pool(host_runtime, 2 << 20)
+    noise = np.random.default_rng(5).integers(0, 256, 24 * 16384, np.uint8)
+    rows = [bench.normal(24 * 16384, team) if team % 2 else noise for team in range(4)]  # of the four teams of a CTA
+    assert bench.check_blocks(pool, kernels, np.concatenate(rows), 16384, ctas=1) < (1 + 0.76) / 2
+    blocks = np.concatenate([noise, bench.normal(72 * 16384, 9)])
+    assert bench.check_blocks(pool, kernels, blocks[: 24 * 4 * 16384], 16384, ctas=1) < 1
+    passed = np.concatenate([noise[: 6 * 16384], bench.normal(18 * 16384, 9)])
+    kinds = np.concatenate([passed] * 4)
+    travelled = bench.check_blocks(pool, kernels, kinds, 16384, ctas=1)
+    assert 6 + 18 * 0.75 < 24 * travelled < 6 + 3 + 15 * 0.76  # after six of noise the team passes three over
+
+
+def test_where_nothing_is_coded_blocks_of_any_size_lie_as_they_are(bench: ModuleType, host_runtime: Runtime) -> None:
+    kernels, pool = bench.Fibers(bench.DEFAULT), bench.Pool(host_runtime, 1 << 20)
+    for raw, gpu_off, cpu_off in ((16384, 0, 0), (40000, 0, 0), (20001, 0, 0), (4096, 2, 0), (20000, 0, 1)):
+        numbers = bench.normal(12 * raw, raw)
+        how = {"type_": 0, "ctas": 1, "gpu_off": gpu_off, "cpu_off": cpu_off}
+        assert bench.check_blocks(pool, kernels, numbers, raw, **how) == 1

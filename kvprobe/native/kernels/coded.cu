@@ -2,14 +2,16 @@
 // launch is given, are in wire.h, which stands before this file when it is compiled (kvprobe/cuda/kernels.py).
 //
 // A block is a row of cells, one for each KVP_WIRE_CELL of its bytes. A CTA is a few teams of threads; each team takes
-// cells of its own, and waits for nobody but itself. The cells of a launch go round the teams of all CTAs.
+// cells of its own, and waits for nobody but itself. The cells of a launch are dealt in as many rows as there are teams:
+// a team reads entries and notes that lie side by side, and teams are far from one another in large blocks.
 //
 // Store: bulk copies bring pieces of blocks into a ring of stages. The team looks at an eighth of a piece for its top,
 // and writes the cell into one of a ring of others, from where one thread starts the bulk copy of its bytes; a piece
-// that does not shrink goes out of its stage, and no thread touches it.
+// that does not shrink goes out of its stage, and no thread touches it. After a few of those the team looks at fewer
+// and fewer; where nothing is to be coded or summed, one warp of a team moves pieces through all of its memory.
 //
 // Load: bulk copies bring the cells' bytes, as many as their notes say, into a ring of stages; the team decodes a stage
-// straight into the block.
+// straight into the block. A piece that lies there as it is, and has no checksum, goes on by bulk copy.
 //
 // Eight values are coded or decoded at a time, without a branch, by permuting bytes: the codes of four values are the
 // selectors of a permutation of the eight upper bytes that have one. The few escapes are seen to afterwards. Addresses
@@ -23,24 +25,25 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 
 #ifndef KVP_LOAD_TEAM // threads of a team; kvprobe/cuda/kernels.py knows these figures
-#define KVP_LOAD_TEAM 128
+#define KVP_LOAD_TEAM 128 // the best of eight ways to cut it on an H100: reports/h100-wire.txt
 #define KVP_LOAD_TEAMS 4
 #define KVP_LOAD_STAGES 3
+#define KVP_LOAD_HAND 4 // vectors of 16 bytes that a thread has in hand
 #endif
-#ifndef KVP_STORE_TEAM
-#define KVP_STORE_TEAM 256
-#define KVP_STORE_TEAMS 2
-#define KVP_STORE_STAGES 3
-#define KVP_STORE_CELLS 3
-#endif
-#ifndef KVP_AT_ONCE // vectors of 16 bytes that a thread has in hand
-#define KVP_AT_ONCE 4
+#ifndef KVP_STORE_TEAM // the same; codes 0.94 of the link on average at 2 to 8 CTAs, the next best 0.87
+#define KVP_STORE_TEAM 128
+#define KVP_STORE_TEAMS 4
+#define KVP_STORE_STAGES 2
+#define KVP_STORE_CELLS 1
+#define KVP_STORE_HAND 8
 #endif
 
 #define KVP_ALL 0xffffffffu
 #define KVP_STAGE (KVP_WIRE_CELL + 128) // bytes; reads of a last vector that is not whole stay within it
 #define KVP_REFUSED 256u                // an entry's note below this is an enum kvp_wire_refusal
 #define KVP_CODED_SLACK_NS 4000u        // of a rate that a team may make up for
+#define KVP_DRY 4u                      // pieces in a row that do not shrink, before some are not looked at
+#define KVP_MOST_PASSED 31u             // pieces in a row that are not looked at
 
 #ifndef KVP_CODED_MACHINE // the tests put ordinary threads in the place of this part
 #define KVP_CODED_MACHINE
@@ -171,16 +174,17 @@ struct kvp_cell_list {
 
 // What the first warp of a team takes its cells from.
 template <bool LOAD> struct kvp_cell_feed {
-    u32 units, teams, mine; // cells of a block; teams of all CTAs; cells of this team
-    u64 first;              // of its cells
+    u32 units, mine; // cells of a block; cells of this team, which follow one another
+    u64 first;       // of its cells
     kvp_cell_list now, next;
 
     // False: there are none.
     __device__ __forceinline__ bool open(const kvp_wire_work &w, u32 team, u32 id) {
-        units = kvp_wire_cells(w.raw_bytes), teams = gridDim.x * (blockDim.x / team);
-        first = id * gridDim.x + blockIdx.x;
+        units = kvp_wire_cells(w.raw_bytes);
+        u32 teams = gridDim.x * (blockDim.x / team), number = id * gridDim.x + blockIdx.x;
         u64 total = (u64)w.count * units;
-        mine = first < total ? (u32)((total - first + teams - 1) / teams) : 0;
+        first = total * number / teams;
+        mine = (u32)(total * (number + 1) / teams - first);
         return mine;
     }
     __device__ __forceinline__ void prepare(const kvp_wire_work &w, u64 number) {
@@ -188,13 +192,13 @@ template <bool LOAD> struct kvp_cell_feed {
         if (LOAD) next.read_note();
     }
     __device__ __forceinline__ void begin(const kvp_wire_work &w, u32 lane) {
-        next.read(w, units, first + (u64)lane * teams);
-        prepare(w, first + (u64)lane * teams);
+        next.read(w, units, first + lane);
+        prepare(w, first + lane);
     }
     // Cell k of this team into a stage: what it is, and its bytes.
     __device__ __forceinline__ void start(const kvp_wire_work &w, u32 k, u32 lane, kvp_cell_job &job, u8 *stage,
                                           u64 *gate) {
-        u64 following = first + (u64)(k / 32 * 32 + 32 + lane) * teams;
+        u64 following = first + k / 32 * 32 + 32 + lane;
         __syncwarp();
         if (k % 32 == 0) {
             now = next;
@@ -305,8 +309,8 @@ struct alignas(128) kvp_store_team {
     u8 stage[KVP_STORE_STAGES][KVP_STAGE], cell[KVP_STORE_CELLS][KVP_STAGE];
     u32 counts[3][8 + 128]; // of upper bytes; the first eight are 0
     u16 queue[KVP_WIRE_CELL / 16];
-    kvp_cell_job job[KVP_STORE_STAGES];
-    u64 gate[KVP_STORE_STAGES];
+    kvp_cell_job job[KVP_STORE_STAGES + KVP_STORE_CELLS]; // the cells' own: while nothing is coded they are stages, too
+    u64 gate[KVP_STORE_STAGES + KVP_STORE_CELLS];
     u64 sums[KVP_STORE_TEAM / 32];
     u32 queued, found; // vectors with escapes; escapes
 };
@@ -353,6 +357,7 @@ struct kvp_storing {
     u32 id, thread, warp, lane;
     u32 raw, values, whole; // of the piece: bytes, values, vectors of eight of them
     u32 top, last, room;    // room: escapes that leave the cell shorter than the piece
+    u32 dry, pass, looks;   // pieces in a row that did not shrink; pieces not to look at; pieces looked at
 
     __device__ __forceinline__ void wait() const { kvp_team_wait(id, TEAM); }
 
@@ -414,9 +419,9 @@ struct kvp_storing {
         kvp_table table(top, last);
         u64 sum = 0;
         u32 v = thread;
-        for (; v + (KVP_AT_ONCE - 1) * TEAM < whole; v += KVP_AT_ONCE * TEAM) {
+        for (; v + (KVP_STORE_HAND - 1) * TEAM < whole; v += KVP_STORE_HAND * TEAM) {
             u32 escaped = 0;
-            sum += some<KVP_AT_ONCE>(stage, cell, v, l, table, &escaped);
+            sum += some<KVP_STORE_HAND>(stage, cell, v, l, table, &escaped);
             queue(v, escaped);
         }
         for (; v < whole; v += TEAM) {
@@ -484,13 +489,21 @@ struct kvp_storing {
     }
 
     // Codes a piece, where that is asked for and pays. Afterwards all threads have done their part.
-    __device__ __forceinline__ bool make(const kvp_wire_work &w, const u8 *stage, u8 *cell, u32 k) {
-        u32 *counts = t.counts[k % 3], *following = t.counts[(k + 1) % 3];
-        bool coded = w.type == KVP_WIRE_BF16 && room;
-        if (coded) count(stage, counts);
-        for (u32 i = thread; i < 8 + 128; i += TEAM) following[i] = 0;
-        wait();
-        coded = coded && choose(counts);
+    __device__ __forceinline__ bool make(const kvp_wire_work &w, const u8 *stage, u8 *cell) {
+        bool coded = w.type == KVP_WIRE_BF16 && room && !pass;
+        if (coded) {
+            u32 *counts = t.counts[looks % 3], *following = t.counts[++looks % 3];
+            count(stage, counts);
+            for (u32 i = thread; i < 8 + 128; i += TEAM) following[i] = 0;
+            wait();
+            coded = choose(counts);
+            dry = coded ? 0 : dry + 1;
+            u32 passed = dry < KVP_DRY ? 0 : (2u << (dry - KVP_DRY)) - 1; // 1, 3, 7 and so on
+            pass = dry > KVP_DRY + 4 || passed > KVP_MOST_PASSED ? KVP_MOST_PASSED : passed;
+        } else {
+            wait();
+            pass -= pass != 0;
+        }
         if (!coded && !w.check) return false;
         u64 sum = coded ? code(stage, cell) : kvp_sum_of_stage(stage, raw, thread, TEAM);
         sum = kvp_sum_of_warp(sum);
@@ -505,6 +518,44 @@ struct kvp_storing {
     }
 };
 
+// Of one warp: all pieces of its team as they are, without a checksum, through as many stages as the team has memory.
+__device__ __forceinline__ void kvp_store_as_it_is(const kvp_wire_work &w, kvp_store_team &t,
+                                                   kvp_cell_feed<false> &feed, u32 lane) {
+    constexpr u32 stages = KVP_STORE_STAGES + KVP_STORE_CELLS, warps = KVP_STORE_TEAM / 32;
+    u32 started = 0, due = kvp_clock_ns();
+    if (lane == 0) {
+        for (u32 i = 0; i < stages; i++) kvp_gate_open(&t.gate[i]);
+        kvp_bulk_sees();
+    }
+    __syncwarp();
+    feed.begin(w, lane);
+    for (; started < stages && started < feed.mine; started++)
+        feed.start(w, started, lane, t.job[started], t.stage[0] + started * KVP_STAGE, &t.gate[started]);
+    for (u32 k = 0; k < feed.mine; k++) {
+        const kvp_cell_job &job = t.job[k % stages];
+        u8 *stage = t.stage[0] + k % stages * KVP_STAGE;
+        kvp_gate_wait(&t.gate[k % stages], k / stages & 1);
+        if (job.by_bytes) {
+            kvp_take_by_bytes(stage, job.block, job.raw, lane, 32);
+            __syncwarp();
+            kvp_store_by_bytes(job.cell, stage, job.raw, lane, 32);
+        }
+        if (lane == 0) {
+            if (job.note >= KVP_REFUSED) kvp_put16(job.note, make_uint4(job.raw, 0, 0, 0));
+            if (w.pace) due = kvp_await_turn(due, (u32)((u64)job.raw * w.pace / warps >> 20));
+            if (!job.by_bytes) kvp_bulk_out(job.cell, stage, job.raw);
+            kvp_bulk_commit();
+        }
+        if (k && started < feed.mine) { // into the stage of the piece before, which has gone by now
+            u32 into = (k - 1) % stages;
+            if (lane == 0) kvp_bulk_read_all_but<1>();
+            feed.start(w, started, lane, t.job[into], t.stage[0] + into * KVP_STAGE, &t.gate[into]);
+            started++;
+        }
+    }
+    if (lane == 0) kvp_bulk_done();
+}
+
 extern "C" __global__ void __launch_bounds__(KVP_STORE_TEAM *KVP_STORE_TEAMS, 1)
     kvp_coded_store(const kvp_wire_work w) {
     extern __shared__ __align__(128) u8 kvp_coded_shared[];
@@ -514,6 +565,10 @@ extern "C" __global__ void __launch_bounds__(KVP_STORE_TEAM *KVP_STORE_TEAMS, 1)
     kvp_storing s = {t, id, thread, thread / 32, lane};
     kvp_cell_feed<false> feed;
     if (!feed.open(w, team, id)) return;
+    if (w.type != KVP_WIRE_BF16 && !w.check) {
+        if (s.warp == 0) kvp_store_as_it_is(w, t, feed, lane);
+        return;
+    }
     if (thread == 0) {
         for (u32 i = 0; i < stages; i++) kvp_gate_open(&t.gate[i]);
         t.queued = t.found = 0;
@@ -538,7 +593,7 @@ extern "C" __global__ void __launch_bounds__(KVP_STORE_TEAM *KVP_STORE_TEAMS, 1)
             s.wait();
         }
         if (thread == 0) kvp_bulk_read_all_but<cells - 1>(); // what lay in this cell's place has gone
-        bool coded = s.make(w, stage, cell, k);
+        bool coded = s.make(w, stage, cell);
         u32 bytes = s.raw;
         if (by_bytes) {
             if (thread == 0) t.job[k % stages].bytes = s.finish(w, job, stage, cell, coded);
@@ -645,8 +700,8 @@ __device__ __forceinline__ u64 kvp_decode_stage(const u8 *stage, u64 to, u32 raw
     u32 whole = to & 15 ? 0 : raw / 16, codes = (u32)kvp_wire_layout_of(2, raw, 0).codes, v = thread;
     kvp_table table(h->top, h->last);
     u64 sum = 0;
-    for (; v + (KVP_AT_ONCE - 1) * team < whole; v += KVP_AT_ONCE * team)
-        sum += kvp_decode_some<KVP_AT_ONCE>(stage, codes, to, v, table);
+    for (; v + (KVP_LOAD_HAND - 1) * team < whole; v += KVP_LOAD_HAND * team)
+        sum += kvp_decode_some<KVP_LOAD_HAND>(stage, codes, to, v, table);
     for (; v < whole; v += team) sum += kvp_decode_some<1>(stage, codes, to, v, table);
     for (; v < (raw + 15) / 16; v += team) {
         uint2 middle = *(const uint2 *)(stage + sizeof(kvp_wire_header) + 8 * v);
@@ -671,8 +726,8 @@ __device__ __forceinline__ u64 kvp_raw_stage(const u8 *stage, u64 to, u32 raw, u
     constexpr u32 team = KVP_LOAD_TEAM;
     u32 whole = to & 15 ? 0 : raw / 16, v = thread;
     u64 sum = 0;
-    for (; v + (KVP_AT_ONCE - 1) * team < whole; v += KVP_AT_ONCE * team)
-        sum += kvp_raw_some<KVP_AT_ONCE>(stage, to, v, summed);
+    for (; v + (KVP_LOAD_HAND - 1) * team < whole; v += KVP_LOAD_HAND * team)
+        sum += kvp_raw_some<KVP_LOAD_HAND>(stage, to, v, summed);
     for (; v < whole; v += team) sum += kvp_raw_some<1>(stage, to, v, summed);
     for (; v < (raw + 15) / 16; v += team) {
         uint4 x = *(const uint4 *)(stage + 16 * v);
@@ -777,11 +832,14 @@ extern "C" __global__ void __launch_bounds__(KVP_LOAD_TEAM *KVP_LOAD_TEAMS, 1) k
             kvp_bulk_sees();
             l.wait();
         }
-        u32 raw = job.raw, summed = job.summed;
+        u32 raw = job.raw, summed = job.summed, refusal = KVP_WIRE_WHOLE;
         u64 checksum = job.checksum, entry = job.entry, note = job.note, block = job.block;
         kvp_escape escape = {raw, 0};
-        u32 refusal = l.decode(job, t.stage[s], k & 1, escape);
-        l.wait(); // the stage has been read
+        bool as_it_is = job.bytes == raw && !summed && !job.by_bytes && !((block | raw) & 15);
+        if (as_it_is && thread == 0) kvp_bulk_out(block, t.stage[s], raw), kvp_bulk_commit();
+        if (!as_it_is) refusal = l.decode(job, t.stage[s], k & 1, escape);
+        l.wait(); // the stage has been read, or is about to be
+        if (as_it_is && thread == 0) kvp_bulk_read_all_but<0>();
         if (l.warp == 0 && k + stages < feed.mine) feed.start(w, k + stages, lane, t.job[s], t.stage[s], &t.gate[s]);
         escape.put(block, raw);
         if (thread == 0) {
@@ -789,4 +847,5 @@ extern "C" __global__ void __launch_bounds__(KVP_LOAD_TEAM *KVP_LOAD_TEAMS, 1) k
             if (refusal && note >= KVP_REFUSED) *(volatile u64 *)(entry + 16) = refusal;
         }
     }
+    if (thread == 0) kvp_bulk_done();
 }
