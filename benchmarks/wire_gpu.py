@@ -439,7 +439,7 @@ def grid(bench: Bench, variants: list[Kernels], tile: str, sizes: tuple[int, ...
             if not store:  # the raw kernel's stores lie there
                 variants[0].launch(True, bench.pool.work(True), 8, bench.pool.stream)
             for ctas in CTAS:
-                ways = {v: bench.coded(v, bool(store), ctas) for v in variants}
+                ways: dict[Any, Any] = {v: bench.coded(v, bool(store), ctas) for v in variants}
                 if bench.pool.cpu.kind == "pinned":
                     ways["raw kernel"] = bench.raw(bool(store), ctas)
                 for way, value in bench.turns(ways).items():
@@ -537,20 +537,22 @@ def beside_products(bench: Bench, kernels: Kernels) -> None:
     pool.stream = own
 
 
-def through_the_engine(runtime: Any, megabytes: int = 256) -> None:
+def through_the_engine(runtime: Any, megabytes: int = 512) -> None:
     """Stores and loads of all of a pool by the public API, scattered; every byte compared; host time to the end."""
     size = megabytes << 20
     tile = normal(min(size, 32 << 20), 2, channels=True)
     device, back, host = Buffer(runtime, size, "device"), np.empty(size, np.uint8), Buffer(runtime, size, "pinned")
     whole = np.resize(tile, size)
-    for raw in (16384, 65536):
-        for wire_ in ("coded", "raw"):
-            gpu = BlockPool(runtime, [device.region], raw, dtype="bf16")
-            cpu = BlockPool(runtime, [host.region], raw)
-            order, places = (np.random.default_rng(seed).permutation(size // raw) for seed in (1, 2))
-            with OffloadEngine(runtime, gpu, cpu, wire=wire_, policy="pooled", method="kernel") as engine:
-                took = []
-                for _ in range(3):
+    stream = runtime.stream_create()  # the engine waits for it, and nothing else
+    for raw in (16384, 32768, 65536):
+        took: dict[str, list[tuple[float, float]]] = {}
+        for turn in range(6):  # of which the first is not counted
+            for wire_ in ("raw", "coded", "auto"):
+                gpu = BlockPool(runtime, [device.region], raw, dtype="bf16")
+                cpu = BlockPool(runtime, [host.region], raw)
+                order, places = (np.random.default_rng(seed).permutation(size // raw) for seed in (1, 2))
+                how = {"wire": wire_, "policy": "pooled", "compute_stream": stream}
+                with OffloadEngine(runtime, gpu, cpu, **how) as engine:
                     runtime.memcpy(device.address, whole.ctypes.data, size, "h2d")
                     begin = time.perf_counter()
                     engine.store(order, places).wait()
@@ -558,12 +560,19 @@ def through_the_engine(runtime: Any, megabytes: int = 256) -> None:
                     runtime.memcpy(device.address, host.address, size, "h2d")  # something else
                     again = time.perf_counter()
                     engine.load(places, order).wait()
-                    took.append((middle - begin, time.perf_counter() - again))
+                    end = time.perf_counter()
+                    if turn:
+                        took.setdefault(f"{wire_:5} ({engine.wire})", []).append((middle - begin, end - again))
+                    elif wire_ == "auto":
+                        print(f"  auto, {raw >> 10} KiB: {engine.wire} {engine.wire_reason}")
                     runtime.memcpy(back.ctypes.data, device.address, size, "d2h")
                     assert (back == whole).all(), f"{np.count_nonzero(back != whole)} bytes differ"
-            store, load = (size / statistics.median(one) / 1e9 for one in zip(*took, strict=True))
+                if cpu.cells is not None:
+                    cpu.cells.memory.close()
+        for name, both in took.items():
+            store, load = (size / statistics.median(one) / 1e9 for one in zip(*both, strict=True))
             print(
-                f"  engine, wire {wire_:6} {raw >> 10:>3} KiB: stores {store:5.1f}, loads {load:5.1f} GB/s raw, equal"
+                f"  engine, wire {name:13} {raw >> 10:>3} KiB: stores {store:5.1f}, loads {load:5.1f} GB/s raw, equal"
             )
 
 
@@ -580,7 +589,7 @@ def main() -> None:
     runtime = find_runtime(options.device)
     shapes = VARIANTS if options.variants or options.only == "variants" else (DEFAULT,)
     if options.only == "engine":
-        through_the_engine(runtime, 16 if options.device == "host" else 256)
+        through_the_engine(runtime, 16 if options.device == "host" else 512)
         return
     if options.device == "host":
         for shape in shapes:

@@ -246,7 +246,14 @@ class Side(ct.Structure):
 class CellsConfig(ct.Structure):
     """`kvp_cells`: what makes the CPU's pool one of cells."""
 
-    _fields_ = [("notes", ct.c_void_p), ("stored_ns", ct.c_void_p), ("type", u32), ("check", u32), ("look", u32)]
+    _fields_ = [
+        ("notes", ct.c_void_p),
+        ("stored_ns", ct.c_void_p),
+        ("methods", ct.c_void_p),
+        ("type", u32),
+        ("check", u32),
+        ("look", u32),
+    ]
 
 
 class SubmitterConfig(ct.Structure):

@@ -1,4 +1,4 @@
-"""The coded copy kernels' own source, each thread a fiber of the CPU: the CPU reads their cells, and blocks are as before.
+"""The coded copy kernels' own source, each thread a fiber of the CPU: the CPU reads their cells, blocks come back.
 
 What the GPU does with the same source, `benchmarks/wire_gpu.py` checks there.
 """
