@@ -82,9 +82,9 @@ typedef struct {
     uint64_t *stored_ns;  /* when each was stored, as far as it is known; any memory */
     /* by CTAs, how fast cells are moved; NULL: those of copies as they are say which CTAs are taken */
     const kvp_method_table *methods;
-    uint32_t type;        /* enum kvp_wire_type; 0: nothing is coded */
-    uint32_t check;       /* a checksum of every block */
-    uint32_t look;        /* 1: stores are not coded while blocks do not shrink */
+    uint32_t type;  /* enum kvp_wire_type; 0: nothing is coded */
+    uint32_t check; /* a checksum of every block */
+    uint32_t look;  /* 1: stores are not coded while blocks do not shrink */
 } kvp_cells;
 
 typedef struct {
