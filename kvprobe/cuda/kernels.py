@@ -37,8 +37,8 @@ BULK_WARPS, REGISTER_WARPS = 8, 16
 BULK_RING_BYTES = 16384  # of a warp, beside RING_HEADER of copy_methods.c
 RING_HEADER_BYTES = 512
 BULK, REGISTERS, CODED = 1, 2, 3  # kvp_copy_kernel.kind
-CODED_THREADS = 512  # of a CTA: four teams, as coded.cu has them
-CODED_LOAD_BYTES, CODED_STORE_BYTES = 199680, 137216  # its shared memory: four kvp_load_team, kvp_store_team
+CODED_THREADS = 512  # of a CTA: its teams, as coded.cu has them
+CODED_LOAD_BYTES, CODED_STORE_BYTES = 199680, 214016  # its shared memory: four kvp_load_team, four kvp_store_team
 
 _MAJOR, _MINOR, _SHARED_OPTIN, _HOST_POINTERS = 75, 76, 97, 91  # enum cudaDeviceAttr
 _MAX_DYNAMIC_SHARED = 8  # enum CUfunction_attribute

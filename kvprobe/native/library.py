@@ -247,8 +247,11 @@ class CellsConfig(ct.Structure):
     """`kvp_cells`: what makes the CPU's pool one of cells."""
 
     _fields_ = [
-        *(("notes", ct.c_void_p), ("stored_ns", ct.c_void_p), ("type", u32), ("check", u32), ("look", u32)),
-        *(("room", u32), ("step_bytes", u64), ("tails", u64), ("reserve", ct.c_void_p)),
+        ("notes", ct.c_void_p),
+        ("stored_ns", ct.c_void_p),
+        ("methods", ct.c_void_p),
+        *(("type", u32), ("check", u32), ("look", u32), ("room", u32)),
+        *(("step_bytes", u64), ("tails", u64), ("reserve", ct.c_void_p)),
     ]
 
 

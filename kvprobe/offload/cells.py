@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from kvprobe.cuda import Buffer, Runtime
 from kvprobe.errors import UsageError
-from kvprobe.native.library import CellsConfig, JobStatus, WirePlace, core
+from kvprobe.native.library import CellsConfig, JobStatus, MethodTable, WirePlace, core
+from kvprobe.offload import wire_calibration
 from kvprobe.offload.wire import REFUSALS, TYPES, Bytes, CellError
 
 if TYPE_CHECKING:
@@ -67,10 +68,10 @@ class Cells:
         made.memory = memory
         return made
 
-    def config(self, number: int, *, check: bool, look: bool) -> CellsConfig:
-        """What the submitter is told; it lives as long as this object."""
-        notes, stored = self.notes.ctypes.data, self._stored_ns.ctypes.data
-        return CellsConfig(notes, stored, number, int(check), int(look))
+    def config(self, number: int, table: MethodTable, *, check: bool, look: bool) -> CellsConfig:
+        """What the submitter is told; it lives as long as this object and `table`."""
+        notes, stored, methods = self.notes.ctypes.data, self._stored_ns.ctypes.data, ct.addressof(table)
+        return CellsConfig(notes, stored, methods, number, int(check), int(look))
 
     @property
     def travels_bytes(self) -> int:
@@ -124,11 +125,13 @@ class Wire:
         name: "raw" or "coded".
         why: one line, where "auto" or a witness was asked for and something was decided.
         cells: what the submitter is told; None: the CPU's pool is none of cells.
+        table: what was measured of coded copies; kept here for the submitter.
     """
 
     name: str
     why: str = ""
     cells: CellsConfig | None = None
+    table: MethodTable | None = None
 
 
 def wire_for(runtime: Runtime, chosen: EngineOptions, mapping: Mapping, methods: Methods) -> Wire:
@@ -151,7 +154,10 @@ def wire_for(runtime: Runtime, chosen: EngineOptions, mapping: Mapping, methods:
             raise UsageError(f"{asked} cannot be had: {impossible}")
         return Wire("raw", impossible)
     dtype = mapping.gpu.dtype or mapping.cpu.dtype
-    uncoded = _not_coded(runtime, chosen, dtype) if chosen.wire != "raw" else ""
+    uncoded = _not_coded(runtime, dtype) if chosen.wire != "raw" else ""
+    measured = wire_calibration.known(runtime, methods) if chosen.wire != "raw" and not uncoded else None
+    if chosen.wire == "auto" and not uncoded and runtime.provider == "cuda":
+        uncoded = wire_calibration.slower(measured, mapping.piece_bytes, chosen.max_slowdown)
     if uncoded and chosen.wire == "coded":
         raise UsageError(f"{asked} cannot be had: {uncoded}")
     if uncoded and not chosen.witness and cells is None:
@@ -163,8 +169,10 @@ def wire_for(runtime: Runtime, chosen: EngineOptions, mapping: Mapping, methods:
             f"the CPU pool has cells for copies of {cells.copy_bytes} bytes; here they have {mapping.piece_bytes}"
         )
     number = TYPES[dtype or ""] if chosen.wire != "raw" and not uncoded else 0
-    config = cells.config(number, check=chosen.witness, look=chosen.wire == "auto" and not cells.packed)
-    return Wire("coded" if number else "raw", uncoded, config)
+    table = wire_calibration.table_of(measured or wire_calibration.default(), "coded", chosen.max_slowdown)
+    look = chosen.wire == "auto" and not cells.packed
+    config = cells.config(number, table, check=chosen.witness, look=look)
+    return Wire("coded" if number else "raw", uncoded, config, table)
 
 
 def _no_cells(runtime: Runtime, chosen: EngineOptions, mapping: Mapping, methods: Methods) -> str:
@@ -186,14 +194,14 @@ def _no_cells(runtime: Runtime, chosen: EngineOptions, mapping: Mapping, methods
     return ""
 
 
-def _not_coded(runtime: Runtime, chosen: EngineOptions, dtype: str | None) -> str:
+def _not_coded(runtime: Runtime, dtype: str | None) -> str:
     """Why blocks travel as they are; "" where they are coded."""
     if dtype is None:
         return "the pools do not say what numbers they hold: give BlockPool a dtype"
     if dtype not in TYPES:
         return f"numbers of type {dtype} are not coded, only {' and '.join(TYPES)}"
-    if chosen.wire == "auto" and runtime.provider == "cuda":
-        return "coded copies were not measured on this GPU: wire='coded' takes them all the same"
+    if dtype != "bf16" and runtime.provider == "cuda":
+        return f"numbers of type {dtype} are not coded on a GPU yet"
     return ""
 
 

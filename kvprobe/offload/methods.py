@@ -57,6 +57,7 @@ class Methods:
         read_kernel: CUfunction of the memory-bound kernel, 0 where there is none.
         kernels: "compiled", "cached", "host", or "" where there are no copy kernels.
         measured: what `kvprobe calibrate` measured on this machine, if it did.
+        coded: what `wire_calibration` measured of coded copies here, if it did.
     """
 
     native: Copier
@@ -64,6 +65,7 @@ class Methods:
     read_kernel: int = 0
     kernels: str = ""
     measured: MethodTable | None = None
+    coded: dict[str, Any] | None = None
     owned: list[Any] = field(default_factory=list, repr=False)
 
     @property

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvprobe.cuda import Region, Runtime, region_of
 from kvprobe.errors import KvprobeError, PoolFullError, UsageError
-from kvprobe.native.library import CellsConfig, WirePlace, core
+from kvprobe.native.library import CellsConfig, MethodTable, WirePlace, core
 from kvprobe.offload.blocks import BlockPool
 from kvprobe.offload.cells import NOTE, Cells, pieces_of
 from kvprobe.offload.wire import TYPES
@@ -186,9 +186,9 @@ class PackedCells(Cells):
             raise KvprobeError("no memory for a packed pool's list of tails")
         weakref.finalize(self, core().kvp_reserve_close, self.reserve)
 
-    def config(self, number: int, *, check: bool, look: bool) -> CellsConfig:
+    def config(self, number: int, table: MethodTable, *, check: bool, look: bool) -> CellsConfig:
         """What the submitter is told; it lives as long as this object."""
-        config = super().config(number, check=check, look=look)
+        config = super().config(number, table, check=check, look=look)
         config.room, config.step_bytes, config.tails = self.space, self.step_bytes, self._place.tails
         config.reserve = self.reserve
         return config

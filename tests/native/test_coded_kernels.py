@@ -1,4 +1,4 @@
-"""The coded copy kernels' own source, each thread a fiber of the CPU: cells equal to the CPU coder's, blocks as before.
+"""The coded copy kernels' own source, each thread a fiber of the CPU: the CPU reads their cells, blocks come back.
 
 What the GPU does with the same source, `benchmarks/wire_gpu.py` checks there.
 """
@@ -11,10 +11,12 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 from kvprobe.cuda import Runtime, find_runtime
 from kvprobe.cuda.kernels import CODED_LOAD_BYTES, CODED_STORE_BYTES, CODED_THREADS
+from kvprobe.offload.wire import predict
 
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "wire_gpu.py"
 
@@ -40,24 +42,48 @@ def bench() -> ModuleType:
 def test_what_the_kernels_are_launched_with_is_what_their_source_says(bench: ModuleType) -> None:
     shape = bench.DEFAULT  # Fibers compares the sizes of its shared memory with the source's
     assert (shape.shared(store=False), shape.shared(store=True)) == (CODED_LOAD_BYTES, CODED_STORE_BYTES)
-    assert shape.load[0] * shape.load[1] == shape.store[0] * shape.store[1] == CODED_THREADS
+    assert shape.threads(store=False) == shape.threads(store=True) == CODED_THREADS
 
 
-def test_every_block_comes_back_and_every_cell_is_the_cpu_coders(bench: ModuleType, host_runtime: Runtime) -> None:
+def test_every_block_comes_back_and_the_cpu_reads_every_cell(bench: ModuleType, host_runtime: Runtime) -> None:
     bench.checks(host_runtime, bench.Fibers(bench.DEFAULT), small=True)
 
 
-def test_teams_of_another_size_make_the_same_cells(bench: ModuleType, host_runtime: Runtime) -> None:
-    kernels = bench.Fibers(bench.Shape((256, 2, 4), (256, 2), 1))
+def test_teams_of_another_size_make_cells_as_good(bench: ModuleType, host_runtime: Runtime) -> None:
+    kernels = bench.Fibers(bench.Shape((256, 2, 2, 2), (256, 2, 3, 3, 4)))
     pool = bench.Pool(host_runtime, 1 << 20)
     for raw in (20001, 16384, 8192):
         bench.check_blocks(pool, kernels, bench.normal(6 * raw, 1, channels=True), raw)
 
 
-def test_an_emax_from_a_few_numbers_still_brings_every_block_back(bench: ModuleType, host_runtime: Runtime) -> None:
-    kernels = bench.Fibers(bench.Shape(counts=8))
-    pool = bench.Pool(host_runtime, 1 << 20)
-    assert bench.check_blocks(pool, kernels, bench.normal(8 * 16384, 1), 16384) < 0.76
+def test_an_eighth_of_the_numbers_tells_nearly_the_best_codes(bench: ModuleType, host_runtime: Runtime) -> None:
+    kernels, pool = bench.Fibers(bench.DEFAULT), bench.Pool(host_runtime, 1 << 20)
+    for channels in (False, True):
+        numbers = bench.normal(16 * 16384, 1, channels=channels)
+        best = predict(numbers.reshape(-1, 16384), "bf16").share
+        assert best <= bench.check_blocks(pool, kernels, numbers, 16384) < 1.01 * best
     numbers = bench.normal(16384, 2).view("u2")
-    numbers[: 8 * 32] = 0x7F00  # the counted ones are far from the others
-    bench.check_blocks(pool, kernels, numbers.view("u1"), 16384)
+    numbers[:: 9 * 8] = 0x7F00  # some of those looked at are far from the others
+    assert bench.check_blocks(pool, kernels, numbers.view("u1"), 16384) < 0.8
+
+
+def test_pieces_that_do_not_shrink_are_looked_at_less_and_less(bench: ModuleType, host_runtime: Runtime) -> None:
+    """Random blocks of one team, then normal ones: all come back, and of the normal ones all but a few are coded."""
+    kernels, pool = bench.Fibers(bench.DEFAULT), bench.Pool(host_runtime, 2 << 20)
+    noise = np.random.default_rng(5).integers(0, 256, 24 * 16384, np.uint8)
+    rows = [bench.normal(24 * 16384, team) if team % 2 else noise for team in range(4)]  # of the four teams of a CTA
+    assert bench.check_blocks(pool, kernels, np.concatenate(rows), 16384, ctas=1) < (1 + 0.76) / 2
+    blocks = np.concatenate([noise, bench.normal(72 * 16384, 9)])
+    assert bench.check_blocks(pool, kernels, blocks[: 24 * 4 * 16384], 16384, ctas=1) < 1
+    passed = np.concatenate([noise[: 6 * 16384], bench.normal(18 * 16384, 9)])
+    kinds = np.concatenate([passed] * 4)
+    travelled = bench.check_blocks(pool, kernels, kinds, 16384, ctas=1)
+    assert 6 + 18 * 0.75 < 24 * travelled < 6 + 3 + 15 * 0.76  # after six of noise the team passes three over
+
+
+def test_where_nothing_is_coded_blocks_of_any_size_lie_as_they_are(bench: ModuleType, host_runtime: Runtime) -> None:
+    kernels, pool = bench.Fibers(bench.DEFAULT), bench.Pool(host_runtime, 1 << 20)
+    for raw, gpu_off, cpu_off in ((16384, 0, 0), (40000, 0, 0), (20001, 0, 0), (4096, 2, 0), (20000, 0, 1)):
+        numbers = bench.normal(12 * raw, raw)
+        how = {"type_": 0, "ctas": 1, "gpu_off": gpu_off, "cpu_off": cpu_off}
+        assert bench.check_blocks(pool, kernels, numbers, raw, **how) == 1

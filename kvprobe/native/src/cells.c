@@ -29,13 +29,9 @@ static uint64_t cell_at(const kvp_submitter *s, uint64_t address, uint64_t *laye
     return UINT64_MAX;
 }
 
-/* The fewest that a prototype on an H200 carried the link with; beside a model half of them, which it carries 1.02
- * times the link with at 32 KiB. */
-uint32_t kvp_cells_ctas(const kvp_submitter *s, int d, bool computing) {
-    const kvp_copy_kernel *k = d == STORE ? &s->config.copier.coded_store_kernel : &s->config.copier.coded_load_kernel;
-    uint32_t ctas = s->config.copy_bytes < (d == STORE ? 32768 : 16384) ? 8 : 4;
-    if (computing) ctas /= 2;
-    return ctas < k->max_ctas ? ctas : k->max_ctas ? k->max_ctas : 1;
+/* How fast the kernels are that move cells, where that was measured; else how fast those are that move bytes. */
+const kvp_method_table *kvp_cells_methods(const kvp_submitter *s) {
+    return s->config.cells.methods ? s->config.cells.methods : s->config.methods;
 }
 
 /* ---- packed pools: who has which tail ---------------------------------------------------------------------------- */

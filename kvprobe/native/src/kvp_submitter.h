@@ -78,8 +78,10 @@ typedef struct {
  * entry of a launch a copy of a job. Copy `layer * (blocks * factor of the CPU's side) + c` has this place in
  * `stored_ns` and, times kvp_wire_cells of a copy, its first note in `notes`. */
 typedef struct {
-    kvp_wire_note *notes;        /* pinned; NULL: the pool is none of cells */
-    uint64_t *stored_ns;         /* when each was stored, as far as it is known; any memory */
+    kvp_wire_note *notes; /* pinned; NULL: the pool is none of cells */
+    uint64_t *stored_ns;  /* when each was stored, as far as it is known; any memory */
+    /* by CTAs, how fast cells are moved; NULL: those of copies as they are say which CTAs are taken */
+    const kvp_method_table *methods;
     uint32_t type;               /* enum kvp_wire_type; 0: nothing is coded */
     uint32_t check;              /* a checksum of every block */
     uint32_t look;               /* 1: stores are not coded while blocks do not shrink */

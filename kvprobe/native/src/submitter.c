@@ -393,14 +393,15 @@ static struct launch put_together(kvp_submitter *s, struct direction *dir, int d
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < l.n; i++) bytes += s->run[i].bytes;
     bool computing = now < s->computing_until_ns;
-    if (of_cells(s))
-        l.method = KVP_KERNEL, l.ctas = kvp_cells_ctas(s, d, computing);
-    else if (!s->config.pageable && s->config.methods)
-        l.row = kvp_choose_row(s->config.methods, ~(s->methods_off | 1u << KVP_STAGED), dir->factors,
-                               computing ? KVP_BESIDE : KVP_QUIET, d == STORE ? KVP_D2H : KVP_H2D, bytes / l.n, l.n);
+    const kvp_method_table *table = of_cells(s) ? kvp_cells_methods(s) : s->config.methods;
+    uint32_t allowed = of_cells(s) ? 1u << KVP_KERNEL : ~(s->methods_off | 1u << KVP_STAGED);
+    if (of_cells(s)) l.method = KVP_KERNEL, l.ctas = 1; /* where no row may be taken */
+    if (!s->config.pageable && table)
+        l.row = kvp_choose_row(table, allowed, dir->factors, computing ? KVP_BESIDE : KVP_QUIET,
+                               d == STORE ? KVP_D2H : KVP_H2D, bytes / l.n, l.n);
     s->config.copier.store_bytes_per_s = computing && s->config.methods ? s->config.methods->paced_store : 0;
     if (l.row >= 0) {
-        l.chosen = &s->config.methods->row[d][l.row];
+        l.chosen = &table->row[d][l.row];
         l.method = (int)l.chosen->method, l.ctas = l.chosen->ctas;
     }
     l.most = l.gathered;

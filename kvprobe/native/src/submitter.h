@@ -238,7 +238,7 @@ KVP_INSIDE bool kvp_job_has(const struct kvp_job *j, uint64_t layer, uint64_t ds
 
 /* cells.c: pools of cells */
 KVP_INSIDE void kvp_cells_open(kvp_submitter *s);
-KVP_INSIDE uint32_t kvp_cells_ctas(const kvp_submitter *s, int d, bool computing);
+KVP_INSIDE const kvp_method_table *kvp_cells_methods(const kvp_submitter *s);
 KVP_INSIDE int kvp_cells_submit(kvp_submitter *s, int d, uint32_t count, uint32_t ctas, void *stream,
                                 kvp_copy_list *list);
 KVP_INSIDE void kvp_cells_retire(kvp_submitter *s, int d, const struct marker *m, uint64_t end_ns);

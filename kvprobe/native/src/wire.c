@@ -5,119 +5,75 @@
 #include <stddef.h>
 #include <string.h>
 
-#define STRIP 64 /* values that are taken apart together, in loops that the compiler makes SIMD of */
-
-/* The upper halves of `count` values, at most STRIP; zeros behind them. */
-static void halves_of(const uint8_t *raw, uint32_t width, uint64_t count, uint16_t *half) {
-    uint32_t word[STRIP];
-    if (width == 2 && count == STRIP) { /* of a size that the compiler knows */
-        memcpy(half, raw, STRIP * sizeof *half);
-        return;
-    }
-    memset(half, 0, STRIP * sizeof *half);
-    if (width == 2) {
-        memcpy(half, raw, 2 * count);
-        return;
-    }
-    memcpy(word, raw, 4 * count);
-    for (uint64_t i = 0; i < count; i++) half[i] = (uint16_t)(word[i] >> 16);
-}
-
-static uint64_t strip(uint64_t at, uint64_t values) { return values - at < STRIP ? values - at : STRIP; }
+static uint32_t upper_at(const uint8_t *raw, uint32_t width, uint64_t i) { return raw[i * width + width - 1]; }
 
 uint64_t kvp_wire_checksum(const void *raw, uint64_t raw_bytes) {
     const uint8_t *from = raw;
-    uint64_t sum = kvp_wire_seed(raw_bytes), words = raw_bytes / 8, word;
+    uint64_t sum = kvp_wire_seed(raw_bytes), words = raw_bytes / 4;
+    uint32_t word;
     for (uint64_t i = 0; i < words; i++) {
-        memcpy(&word, from + 8 * i, 8);
-        sum += kvp_wire_mix(word, i);
+        memcpy(&word, from + 4 * i, 4);
+        sum += (uint64_t)word * kvp_wire_weight((uint32_t)i);
     }
-    if (raw_bytes % 8) {
+    if (raw_bytes % 4) {
         word = 0;
-        memcpy(&word, from + 8 * words, raw_bytes % 8);
-        sum += kvp_wire_mix(word, words);
+        memcpy(&word, from + 4 * words, raw_bytes % 4);
+        sum += (uint64_t)word * kvp_wire_weight((uint32_t)words);
     }
     return sum;
 }
 
-void kvp_wire_histogram(uint32_t type, const void *raw, uint64_t raw_bytes, uint32_t *histogram) {
-    uint32_t width = kvp_wire_width(type), counts[4][256] = {0}; /* four: equal neighbours wait for one another */
+void kvp_wire_histogram(uint32_t type, const void *raw, uint64_t raw_bytes, uint32_t *counts) {
+    uint32_t width = kvp_wire_width(type), found[4][128] = {0}; /* four: equal neighbours wait for one another */
     uint64_t values = width ? raw_bytes / width : 0;
-    for (uint64_t at = 0; at < values; at += STRIP) {
-        uint16_t half[STRIP];
-        uint8_t exponent[STRIP];
-        uint64_t n = strip(at, values);
-        halves_of((const uint8_t *)raw + at * width, width, n, half);
-        for (int i = 0; i < STRIP; i++) exponent[i] = (uint8_t)(half[i] >> 7);
-        if (n < STRIP) {
-            for (uint64_t i = 0; i < n; i++) counts[0][exponent[i]]++;
-            break;
-        }
-        for (int i = 0; i < STRIP; i += 4)
-            for (int k = 0; k < 4; k++) counts[k][exponent[i + k]]++;
-    }
-    for (uint32_t e = 0; e < 256; e++) histogram[e] += counts[0][e] + counts[1][e] + counts[2][e] + counts[3][e];
+    for (uint64_t i = 0; i < values; i++) found[i & 3][upper_at(raw, width, i) & 127]++;
+    for (uint32_t h = 0; h < 128; h++) counts[h] += found[0][h] + found[1][h] + found[2][h] + found[3][h];
 }
 
-/* The look: emax, and where everything goes; bytes is raw_bytes where the block would not shrink. */
-static kvp_wire_layout look(uint32_t type, const void *raw, uint64_t raw_bytes, uint32_t *emax) {
+/* The look: top and last, and where everything goes; bytes is raw_bytes where the block would not shrink. */
+static kvp_wire_layout look(uint32_t type, const void *raw, uint64_t raw_bytes, uint32_t *top, uint32_t *last) {
     kvp_wire_layout l = {.bytes = raw_bytes};
-    uint32_t width = kvp_wire_width(type), histogram[256] = {0};
+    uint32_t width = kvp_wire_width(type), counts[128] = {0};
     if (!width || raw_bytes / width > KVP_WIRE_MOST_VALUES) return l;
     if (kvp_wire_layout_of(width, raw_bytes, 0).bytes >= raw_bytes) return l;
     uint64_t escapes;
-    kvp_wire_histogram(type, raw, raw_bytes, histogram);
-    *emax = kvp_wire_emax(histogram, &escapes);
+    kvp_wire_histogram(type, raw, raw_bytes, counts);
+    *top = kvp_wire_top(counts, last, &escapes);
     l = kvp_wire_layout_of(width, raw_bytes, escapes);
     if (l.bytes > raw_bytes) l.bytes = raw_bytes;
     return l;
 }
 
 uint64_t kvp_wire_size(uint32_t type, const void *raw, uint64_t raw_bytes) {
-    uint32_t emax;
-    return look(type, raw, raw_bytes, &emax).bytes;
+    uint32_t top, last;
+    return look(type, raw, raw_bytes, &top, &last).bytes;
 }
 
-/* Codes a strip of `n` values: into its places of the sections. How many escapes there are, with those before. */
-static uint32_t code_strip(const uint8_t *from, uint32_t width, uint64_t at, uint64_t n, uint32_t emax, uint8_t *to,
-                           const kvp_wire_layout *l, uint32_t escapes) {
-    uint16_t half[STRIP];
-    uint8_t exponent[STRIP], high[STRIP], code[STRIP], pairs[STRIP / 2], escaped = 0;
-    halves_of(from + at * width, width, n, half);
-    for (int i = 0; i < STRIP; i++) {
-        exponent[i] = (uint8_t)(half[i] >> 7);
-        high[i] = (uint8_t)((half[i] >> 8 & 128) | (half[i] & 127));
-    }
-    for (int i = 0; i < STRIP; i++) { /* kvp_wire_code_of in bytes: emax is 14 or more, so nothing wraps round */
-        uint8_t below = (uint8_t)(emax - exponent[i]);
-        code[i] = below < KVP_WIRE_CODES ? below : exponent[i] ? KVP_WIRE_ESCAPE : KVP_WIRE_ZERO;
-    }
-    memset(code + n, 0, STRIP - n);
-    for (int i = 0; i < STRIP; i++) escaped |= code[i] == KVP_WIRE_ESCAPE;
-    for (int i = 0; i < STRIP / 2; i++) pairs[i] = (uint8_t)(code[2 * i] | code[2 * i + 1] << 4);
-    memcpy(to + l->high + at, high, n);
-    memcpy(to + l->codes + at / 2, pairs, (n + 1) / 2);
-    for (uint64_t i = 0; width == 4 && i < n; i++) memcpy(to + l->low + 2 * (at + i), from + 4 * (at + i), 2);
-    for (uint64_t i = 0; escaped && i < n; i++) {
-        if (code[i] != KVP_WIRE_ESCAPE) continue;
-        uint32_t escape = kvp_wire_escape((uint32_t)(at + i), exponent[i]);
-        memcpy(to + l->escapes + 4 * (uint64_t)escapes++, &escape, 4);
-    }
-    return escapes;
-}
+/* The byte of the codes' section that holds value `i`; its code is in the upper half where that is an odd one. */
+static uint64_t byte_of_code(uint64_t i) { return i / 8 * 4 + kvp_wire_shift(i) / 8; }
+static uint32_t half_of_code(uint64_t i) { return kvp_wire_shift(i) & 4; }
 
 uint64_t kvp_wire_code(uint32_t type, const void *raw, uint64_t raw_bytes, void *cell) {
     const uint8_t *from = raw;
     uint8_t *to = cell;
-    uint32_t emax = 0, width = kvp_wire_width(type), escapes = 0;
-    kvp_wire_layout l = look(type, raw, raw_bytes, &emax);
+    uint32_t top = 0, last = 0, width = kvp_wire_width(type), escapes = 0;
+    kvp_wire_layout l = look(type, raw, raw_bytes, &top, &last);
     if (l.bytes == raw_bytes) return raw_bytes;
     memset(to, 0, l.escapes);
-    for (uint64_t at = 0; at < l.values; at += STRIP)
-        escapes = code_strip(from, width, at, strip(at, l.values), emax, to, &l, escapes);
+    for (uint64_t i = 0; i < l.values; i++) {
+        uint32_t upper = upper_at(from, width, i), code = kvp_wire_code_of(upper, top);
+        if (width == 4) memcpy(to + l.low + 2 * i, from + 4 * i, 2);
+        to[l.middle + i] = from[i * width + width - 2];
+        to[l.codes + byte_of_code(i)] |= (uint8_t)(code << half_of_code(i));
+        if (kvp_wire_upper_of(code, top, last) == upper) continue;
+        uint32_t escape = kvp_wire_escape(i, upper);
+        memcpy(to + l.escapes + 4 * (uint64_t)escapes++, &escape, 4);
+    }
     kvp_wire_header header = {.magic = KVP_WIRE_MAGIC,
                               .type = (uint8_t)type,
-                              .emax = (uint8_t)emax,
+                              .top = (uint8_t)top,
+                              .last = (uint8_t)last,
+                              .parity = (uint8_t)kvp_wire_parity(type, top, last),
                               .escapes = escapes,
                               .raw_bytes = raw_bytes,
                               .checksum = kvp_wire_checksum(raw, raw_bytes)};
@@ -130,7 +86,7 @@ static int headed(const kvp_wire_header *h, uint64_t cell_bytes, uint64_t raw_by
     uint32_t width = kvp_wire_width(h->type);
     if (h->magic != KVP_WIRE_MAGIC || !width) return KVP_WIRE_UNKNOWN;
     if (h->raw_bytes != raw_bytes || raw_bytes / width > KVP_WIRE_MOST_VALUES) return KVP_WIRE_OTHER;
-    if (h->emax < KVP_WIRE_CODES || h->zero[0] || h->zero[1]) return KVP_WIRE_DAMAGED;
+    if (!kvp_wire_sound(h->type, h->top, h->last, h->parity)) return KVP_WIRE_DAMAGED;
     if (kvp_wire_layout_of(width, raw_bytes, h->escapes).bytes != cell_bytes) return KVP_WIRE_SHORT;
     return KVP_WIRE_WHOLE;
 }
@@ -141,41 +97,14 @@ static bool zeros(const uint8_t *from, uint64_t at, uint64_t end) {
     return !any;
 }
 
+static uint32_t code_at(const uint8_t *codes, uint64_t i) { return codes[byte_of_code(i)] >> half_of_code(i) & 15; }
+
 /* Whether nothing stands between the sections: so every byte of a cell counts, and a damaged one is always told. */
 static bool tidy(const uint8_t *from, const kvp_wire_header *h, const kvp_wire_layout *l, uint32_t width) {
-    uint64_t tail = h->raw_bytes % width, codes = l->codes + l->values / 2;
-    if (l->values % 2 && from[codes++] >> 4) return false;
-    return zeros(h->tail, tail, sizeof h->tail) && zeros(from, l->low + l->values * (width - 2), l->high) &&
-           zeros(from, l->high + l->values, l->codes) && zeros(from, codes, l->escapes);
-}
-
-/* Writes a strip of `n` values again; `used`: escapes so far. False: its escapes are not those of its codes. */
-static bool decode_strip(const uint8_t *from, const kvp_wire_header *h, const kvp_wire_layout *l, uint32_t width,
-                         uint64_t at, uint64_t n, uint8_t *to, uint32_t *used) {
-    uint16_t half[STRIP];
-    uint8_t exponent[STRIP], high[STRIP] = {0}, code[STRIP], pairs[STRIP / 2] = {0}, escaped = 0;
-    memcpy(high, from + l->high + at, n);
-    memcpy(pairs, from + l->codes + at / 2, (n + 1) / 2);
-    for (int i = 0; i < STRIP / 2; i++) code[2 * i] = pairs[i] & 15, code[2 * i + 1] = pairs[i] >> 4;
-    for (int i = 0; i < STRIP; i++) {
-        exponent[i] = code[i] == KVP_WIRE_ZERO ? 0 : (uint8_t)(h->emax - code[i]);
-        escaped |= code[i] == KVP_WIRE_ESCAPE;
-    }
-    for (uint64_t i = 0; escaped && i < n; i++) { /* in the order of their places */
-        uint32_t escape;
-        if (code[i] != KVP_WIRE_ESCAPE) continue;
-        if (*used == h->escapes) return false;
-        memcpy(&escape, from + l->escapes + 4 * (uint64_t)(*used)++, 4);
-        if (escape >> 8 != at + i) return false;
-        exponent[i] = (uint8_t)escape;
-    }
-    for (int i = 0; i < STRIP; i++) half[i] = (uint16_t)((high[i] & 128) << 8 | exponent[i] << 7 | (high[i] & 127));
-    if (width == 2) memcpy(to + 2 * at, half, 2 * n);
-    for (uint64_t i = 0; width == 4 && i < n; i++) {
-        memcpy(to + 4 * (at + i), from + l->low + 2 * (at + i), 2);
-        memcpy(to + 4 * (at + i) + 2, &half[i], 2);
-    }
-    return true;
+    for (uint64_t i = l->values; i < 2 * (l->escapes - l->codes); i++)
+        if (code_at(from + l->codes, i)) return false;
+    return zeros(h->tail, h->raw_bytes % width, sizeof h->tail) &&
+           zeros(from, l->low + l->values * (width - 2), l->middle) && zeros(from, l->middle + l->values, l->codes);
 }
 
 int kvp_wire_decode(const void *cell, uint64_t cell_bytes, void *raw, uint64_t raw_bytes) {
@@ -186,12 +115,24 @@ int kvp_wire_decode(const void *cell, uint64_t cell_bytes, void *raw, uint64_t r
     memcpy(&h, from, sizeof h);
     int refused = headed(&h, cell_bytes, raw_bytes);
     if (refused) return refused;
-    uint32_t width = kvp_wire_width(h.type), used = 0;
+    uint32_t width = kvp_wire_width(h.type);
     kvp_wire_layout l = kvp_wire_layout_of(width, raw_bytes, h.escapes);
     if (!tidy(from, &h, &l, width)) return KVP_WIRE_DAMAGED;
-    for (uint64_t at = 0; at < l.values; at += STRIP)
-        if (!decode_strip(from, &h, &l, width, at, strip(at, l.values), to, &used)) return KVP_WIRE_DAMAGED;
-    if (used != h.escapes) return KVP_WIRE_DAMAGED;
+    for (uint64_t i = 0; i < l.values; i++) {
+        uint8_t *at = to + i * width;
+        if (width == 4) memcpy(at, from + l.low + 2 * i, 2);
+        at[width - 2] = from[l.middle + i];
+        at[width - 1] = (uint8_t)kvp_wire_upper_of(code_at(from + l.codes, i), h.top, h.last);
+    }
+    for (uint64_t j = 0; j < h.escapes; j++) {
+        uint32_t escape, upper;
+        memcpy(&escape, from + l.escapes + 4 * j, 4);
+        uint64_t place = escape >> 8;
+        upper = escape & 255;
+        if (place >= l.values || !kvp_wire_escapes(upper, code_at(from + l.codes, place), h.last))
+            return KVP_WIRE_DAMAGED;
+        to[place * width + width - 1] = (uint8_t)upper;
+    }
     memcpy(to + l.values * width, h.tail, raw_bytes % width);
     return kvp_wire_checksum(raw, raw_bytes) == h.checksum ? KVP_WIRE_WHOLE : KVP_WIRE_CHECKSUM;
 }

@@ -1,16 +1,22 @@
 /* The cell format: how a block of numbers travels in fewer bytes, without loss. docs/wire.md describes it byte by byte.
  *
  * bf16 and fp32 have a sign, eight bits of exponent and a mantissa. Signs and mantissas of trained numbers are random;
- * their exponents lie close together, so that four bits name nearly all of them:
+ * their exponents lie close together. The upper byte of a number is its sign and the upper seven bits of its exponent;
+ * half a byte, a code, names nearly all of them:
  *
- *   code 0 to 13   exponent emax - code
- *   code 14        exponent 0: zeros and denormals, however far below the others they lie
- *   code 15        an escape: the exponent stands in a list
+ *   bit 3          the sign
+ *   bits 0 to 2    0 to 6: top less that; 7: what the header says, 0 (zeros and denormals, however far below the others
+ *                  they lie) or top - 7
+ *
+ * An upper byte that has no code has 7 in its place, and stands in a list: an escape.
  *
  * A cell is a header, then sections that each begin at a multiple of 16 bytes: the low bytes (fp32: two a value; bf16:
- * none), signs with the upper seven bits of mantissas (a byte a value), codes (half a byte a value), escapes (four
- * bytes each). A block that would not shrink travels as it is: without a header, so that it never needs more room than
- * the block, and whoever keeps it notes that it has as many bytes as the block.
+ * none), middle bytes (the exponent's lowest bit with the upper seven bits of the mantissa: a byte a value), codes
+ * (half a byte a value, in words of eight values, those of even places in the lower half of a word: kvp_wire_shift),
+ * escapes (four bytes each, in any order). A block that would not shrink travels as it is: without a header, so that it
+ * never needs more room than the block, and whoever keeps it notes that it has as many bytes as the block.
+ *
+ * Which top is best is the coder's business: the CPU's looks at every value, the GPU's at some.
  *
  * Written for C11, CUDA C++ and NVRTC: what is inline here is the same in host and device code. Everything is
  * little-endian. The tests compile it as C and as C++. */
@@ -31,10 +37,8 @@ typedef unsigned long long uint64_t;
 #define KVP_WIRE_FN static inline
 #endif
 
-#define KVP_WIRE_MAGIC 0x0157564bu /* "KVW", then the version: 1 */
-#define KVP_WIRE_CODES 14          /* exponents from emax down that have a code of their own */
-#define KVP_WIRE_ZERO 14
-#define KVP_WIRE_ESCAPE 15
+#define KVP_WIRE_MAGIC 0x0257564bu      /* "KVW", then the version: 2 */
+#define KVP_WIRE_LAST 7                 /* the code of the header's `last`, and of escapes */
 #define KVP_WIRE_MOST_VALUES (1u << 24) /* a place has 24 bits; larger blocks travel raw, or cut */
 
 /* Values of two and of four bytes whose upper half is a bf16. */
@@ -42,9 +46,10 @@ enum kvp_wire_type { KVP_WIRE_BF16 = 1, KVP_WIRE_FP32 = 2 };
 
 typedef struct {
     uint32_t magic;
-    uint8_t type; /* enum kvp_wire_type */
-    uint8_t emax;
-    uint8_t zero[2];
+    uint8_t type;    /* enum kvp_wire_type */
+    uint8_t top;     /* KVP_WIRE_LAST to 127 */
+    uint8_t last;    /* 0, or top - KVP_WIRE_LAST */
+    uint8_t parity;  /* the three before it, by exclusive or: a block need not have every code */
     uint8_t tail[4]; /* the raw_bytes % width bytes at the block's end that are no value; the others are 0 */
     uint32_t escapes;
     uint64_t raw_bytes;
@@ -53,7 +58,7 @@ typedef struct {
 
 /* Where the sections of a cell begin, in bytes from its own beginning; bytes: of all of it. */
 typedef struct {
-    uint64_t values, low, high, codes, escapes, bytes;
+    uint64_t values, low, middle, codes, escapes, bytes;
 } kvp_wire_layout;
 
 /* Bytes of a value; 0: no such type. */
@@ -65,54 +70,62 @@ KVP_WIRE_FN kvp_wire_layout kvp_wire_layout_of(uint32_t width, uint64_t raw_byte
     kvp_wire_layout l;
     l.values = raw_bytes / width;
     l.low = sizeof(kvp_wire_header);
-    l.high = l.low + kvp_wire_up(l.values * (width - 2));
-    l.codes = l.high + kvp_wire_up(l.values);
+    l.middle = l.low + kvp_wire_up(l.values * (width - 2));
+    l.codes = l.middle + kvp_wire_up(l.values);
     l.escapes = l.codes + kvp_wire_up((l.values + 1) / 2);
     l.bytes = l.escapes + 4 * escapes;
     return l;
 }
 
-/* `half` is a bf16, or the upper half of an fp32. */
-KVP_WIRE_FN uint32_t kvp_wire_exponent(uint32_t half) { return half >> 7 & 255; }
-KVP_WIRE_FN uint32_t kvp_wire_high(uint32_t half) { return (half >> 8 & 128) | (half & 127); }
-KVP_WIRE_FN uint32_t kvp_wire_half(uint32_t high, uint32_t exponent) {
-    return (high & 128) << 8 | exponent << 7 | (high & 127);
+/* Where the code of value `i` lies in its word of eight values, in bits. */
+KVP_WIRE_FN uint32_t kvp_wire_shift(uint64_t i) { return 4 * (uint32_t)(i & 6) / 2 + 16 * (uint32_t)(i & 1); }
+
+/* `upper` is the upper byte of a value. */
+KVP_WIRE_FN uint32_t kvp_wire_code_of(uint32_t upper, uint32_t top) {
+    uint32_t below = top - (upper & 127);
+    return (below < KVP_WIRE_LAST ? below : KVP_WIRE_LAST) | (upper >> 4 & 8);
+}
+KVP_WIRE_FN uint32_t kvp_wire_upper_of(uint32_t code, uint32_t top, uint32_t last) {
+    return ((code & 7) == KVP_WIRE_LAST ? last : top - (code & 7)) | (code & 8) << 4;
 }
 
-KVP_WIRE_FN uint32_t kvp_wire_code_of(uint32_t exponent, uint32_t emax) {
-    uint32_t below = emax - exponent;
-    return below < KVP_WIRE_CODES ? below : exponent ? KVP_WIRE_ESCAPE : KVP_WIRE_ZERO;
+KVP_WIRE_FN uint32_t kvp_wire_escape(uint64_t place, uint32_t upper) { return (uint32_t)place << 8 | upper; }
+/* Whether an escape may stand where `code` does. */
+KVP_WIRE_FN uint32_t kvp_wire_escapes(uint32_t upper, uint32_t code, uint32_t last) {
+    return code == (KVP_WIRE_LAST | (upper >> 4 & 8)) && (upper & 127) != last;
 }
-/* Of a code that is no escape. */
-KVP_WIRE_FN uint32_t kvp_wire_exponent_of(uint32_t code, uint32_t emax) {
-    return code == KVP_WIRE_ZERO ? 0 : (emax - code) & 255;
+KVP_WIRE_FN uint32_t kvp_wire_parity(uint32_t type, uint32_t top, uint32_t last) { return type ^ top ^ last; }
+/* Whether a header may have these. */
+KVP_WIRE_FN uint32_t kvp_wire_sound(uint32_t type, uint32_t top, uint32_t last, uint32_t parity) {
+    return top >= KVP_WIRE_LAST && top < 128 && (!last || last == top - KVP_WIRE_LAST) &&
+           parity == kvp_wire_parity(type, top, last);
 }
 
-KVP_WIRE_FN uint32_t kvp_wire_escape(uint32_t place, uint32_t exponent) { return place << 8 | exponent; }
-
-/* The emax that leaves the fewest escapes, of how often each exponent comes; `escapes` receives how many. */
-KVP_WIRE_FN uint32_t kvp_wire_emax(const uint32_t *histogram, uint64_t *escapes) {
-    uint64_t all = 0, inside = 0, most = 0;
-    uint32_t emax = KVP_WIRE_CODES;
-    for (uint32_t e = 1; e < 256; e++) {
-        all += histogram[e];
-        inside += histogram[e];
-        if (e > KVP_WIRE_CODES) inside -= histogram[e - KVP_WIRE_CODES];
-        if (e >= KVP_WIRE_CODES && inside > most) most = inside, emax = e;
+/* The top and last that leave the fewest escapes, of how often each upper byte comes, signs apart; `escapes` receives
+ * how many. */
+KVP_WIRE_FN uint32_t kvp_wire_top(const uint32_t *counts, uint32_t *last, uint64_t *escapes) {
+    uint64_t all = counts[0], inside = 0, most = 0;
+    uint32_t top = KVP_WIRE_LAST;
+    *last = 0;
+    for (uint32_t h = 1; h < 128; h++) {
+        all += counts[h];
+        inside += counts[h];
+        if (h > KVP_WIRE_LAST) inside -= counts[h - KVP_WIRE_LAST];
+        if (h < KVP_WIRE_LAST) continue;
+        uint32_t below = h - KVP_WIRE_LAST, other = counts[below] > counts[0] ? counts[below] : counts[0];
+        if (inside + other > most) most = inside + other, top = h, *last = counts[below] > counts[0] ? below : 0;
     }
     *escapes = all - most;
-    return emax;
+    return top;
 }
 
-/* What word `index` of a block adds to its checksum: the sum may be made in any order, by any number of threads. A last
- * word that is not whole is filled up with zeros. */
-KVP_WIRE_FN uint64_t kvp_wire_mix(uint64_t word, uint64_t index) {
-    uint64_t x = (word ^ (index + 1) * 0x9e3779b97f4a7c15u) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ x >> 32) * 0x94d049bb133111ebu;
-    return x ^ x >> 29;
-}
+/* A block's checksum is the sum, modulo 2^64, of its words of four bytes, each times its weight; a last word that is
+ * not whole is filled up with zeros. Threads may make it in any order, and a byte that is corrected later adds the
+ * difference. One word that changed, two words that changed places, and one bit that changed in two words are always
+ * found: a product of two numbers below 2^32 is below 2^64, and all weights of 16 GiB are different. */
+KVP_WIRE_FN uint32_t kvp_wire_weight(uint32_t index) { return (index + 1) * 0x9e3779b1u; }
 /* What the sum is begun with. */
-KVP_WIRE_FN uint64_t kvp_wire_seed(uint64_t raw_bytes) { return kvp_wire_mix(raw_bytes, ~(uint64_t)0); }
+KVP_WIRE_FN uint64_t kvp_wire_seed(uint64_t raw_bytes) { return (raw_bytes + 1) * 0x9e3779b97f4a7c15u; }
 
 /* ---- a pool of cells, and the kernels that move its blocks ---------------------------------------------------------
  *
@@ -207,8 +220,8 @@ extern "C" {
 /* Of any bytes, at any alignment. */
 KVP_EXPORT uint64_t kvp_wire_checksum(const void *raw, uint64_t raw_bytes);
 
-/* How often each exponent comes, as `type`; 256 counts are added to. */
-KVP_EXPORT void kvp_wire_histogram(uint32_t type, const void *raw, uint64_t raw_bytes, uint32_t *histogram);
+/* How often each upper byte comes, as `type`, signs apart; 128 counts are added to. */
+KVP_EXPORT void kvp_wire_histogram(uint32_t type, const void *raw, uint64_t raw_bytes, uint32_t *counts);
 
 /* Bytes of the cell that a block would have; raw_bytes: it would not shrink, and travels as it is. */
 KVP_EXPORT uint64_t kvp_wire_size(uint32_t type, const void *raw, uint64_t raw_bytes);

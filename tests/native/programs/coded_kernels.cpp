@@ -1,6 +1,6 @@
-// The coded copy kernels on ordinary memory: every thread of a CTA is a fiber, and who goes next is drawn by lot, so that
-// a wait that is missing shows. Bulk copies are made as late as their waits allow. `kvp_wire_work` and the memory that it
-// names are a GPU's; what the GPU does at a time, and how fast, only a GPU shows.
+// The coded copy kernels on ordinary memory: every thread of a CTA is a fiber, and who goes next is drawn by lot, so
+// that a wait that is missing shows. Bulk copies are made as late as their waits allow. `kvp_wire_work` and the memory
+// that it names are a GPU's; what the GPU does at a time, and how fast, only a GPU shows.
 #include <ucontext.h>
 
 #include <cstdint>
@@ -83,8 +83,10 @@ template <class F> auto together(uint64_t mine, F read) {
 void send(Fiber &f, uint32_t keep) {
     std::vector<Copy> rest;
     for (auto &c : f.out)
-        if (c.group + keep < f.group) memcpy(c.to, c.from, c.bytes);
-        else rest.push_back(c);
+        if (c.group + keep < f.group)
+            memcpy(c.to, c.from, c.bytes);
+        else
+            rest.push_back(c);
     f.out = rest;
 }
 } // namespace
@@ -92,7 +94,9 @@ void send(Fiber &f, uint32_t keep) {
 static dim3_ blockIdx, gridDim, blockDim;
 #define threadIdx (dim3_{self->thread})
 
-static void __syncwarp() { together(0, [](uint64_t *, uint32_t) { return 0; }); }
+static void __syncwarp() {
+    together(0, [](uint64_t *, uint32_t) { return 0; });
+}
 template <class T> static T __shfl_xor_sync(uint32_t, T v, int d) {
     return together(v, [=](uint64_t *all, uint32_t lane) { return T(all[lane ^ d]); });
 }
@@ -130,7 +134,8 @@ static uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t which) {
     for (int i = 0; i < 4; i++) made |= uint32_t(both >> 8 * (which >> 4 * i & 7) & 255) << 8 * i;
     return made;
 }
-static void atomicAdd(uint32_t *at, uint32_t n) { *at += n; }
+static int __ffs(uint32_t v) { return __builtin_ffs(int(v)); }
+static uint32_t atomicAdd(uint32_t *at, uint32_t n) { return (*at += n) - n; }
 
 #define KVP_CODED_MACHINE
 static void kvp_team_wait(uint32_t id, uint32_t threads) { meet(teams[id], threads); }
@@ -162,7 +167,7 @@ static void kvp_bulk_out(uint64_t to, const void *from, uint32_t bytes) {
     self->out.push_back({(void *)to, from, bytes, nullptr, self->group});
 }
 static void kvp_bulk_commit() { self->group++; }
-static void kvp_bulk_all_but_one_read() { send(*self, 1); }
+template <uint32_t KEEP> static void kvp_bulk_read_all_but() { send(*self, KEEP); }
 static void kvp_bulk_done() { send(*self, 0); }
 static void kvp_bulk_sees() {}
 static uint4 kvp_get16(uint64_t p) {
@@ -170,6 +175,24 @@ static uint4 kvp_get16(uint64_t p) {
     uint4 v;
     memcpy(&v, (void *)p, 16);
     return v;
+}
+static void kvp_put16(uint64_t p, uint4 v) {
+    if (p & 15) abort();
+    memcpy((void *)p, &v, 16);
+}
+static void kvp_put1(uint64_t p, uint32_t v) { *(uint8_t *)p = uint8_t(v); }
+static uint32_t kvp_permute(uint32_t a, uint32_t b, uint32_t which) {
+    if (which & 0x8888) abort(); // that would repeat a sign
+    return __byte_perm(a, b, which);
+}
+static uint32_t kvp_not_and(uint32_t a, uint32_t b) { return ~(a & b); }
+static uint32_t kvp_add_min16(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t both = 0;
+    for (int i = 0; i < 32; i += 16) {
+        uint16_t sum = uint16_t((a >> i) + (b >> i)), most = uint16_t(c >> i);
+        both |= uint32_t(sum < most ? sum : most) << i;
+    }
+    return both;
 }
 static uint64_t kvp_get8(uint64_t p) {
     uint64_t v;

@@ -1,0 +1,61 @@
+"""What is measured of coded copies, and where "auto" takes them."""
+
+from __future__ import annotations
+
+import ctypes as ct
+from typing import Any
+
+import pytest
+
+from kvprobe.cuda.hostruntime import host_runtime
+from kvprobe.native.library import core
+from kvprobe.offload import wire_calibration
+from kvprobe.offload.methods import copier_for
+
+
+def made(load: float, store: float) -> dict[str, Any]:
+    """An H100's figures, and copies as they are of so many bytes a ns."""
+    result = wire_calibration.default()
+    for kind, rate in (("h2d", load), ("d2h", store)):
+        result["raw"][kind] = [[8000.0, size / rate, "kernel", 2] for size in result["sizes"]]
+    return result
+
+
+@pytest.mark.parametrize(
+    ("load", "store", "codes"),
+    [
+        pytest.param(52.0, 52.0, True, id="both gain"),
+        pytest.param(60.0, 52.0, True, id="one gains, the other is as fast"),
+        pytest.param(65.0, 52.0, False, id="one loses"),
+        pytest.param(60.5, 61.5, False, id="neither gains 3%"),
+    ],
+)
+def test_auto_codes_where_one_direction_gains_and_none_loses(load: float, store: float, codes: bool) -> None:
+    why = wire_calibration.slower(made(load, store), 32768, 0.03)
+    assert (why == "") == codes
+    assert codes or why.startswith("coded loads of 32768 bytes are")
+
+
+def test_without_a_measurement_auto_is_raw_and_says_so() -> None:
+    assert "could not be measured" in wire_calibration.slower(None, 32768, 0.03)
+
+
+def test_ctas_are_those_that_the_user_allows() -> None:
+    for most, ctas in ((0.03, 4), (0.01, 2), (0.001, 1)):
+        table = wire_calibration.table_of(wire_calibration.default(), "coded", most)
+        row = core().kvp_choose_row(ct.byref(table), 1 << 2, None, 1, 2, 32768, 8192)
+        assert table.row[1][row].ctas == ctas
+
+
+def test_a_measurement_has_every_way_and_leaves_the_cells_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = (4096, 65536)
+    for name, value in {"POOL": 2 << 20, "LAUNCH": 1 << 19, "TILE": 1 << 19, "MEASURED": sizes, "MANY": 128}.items():
+        monkeypatch.setattr(wire_calibration, name, value)
+    runtime = host_runtime()
+    result = wire_calibration.measure(runtime, copier_for(runtime))
+    ways = {(row["direction"], row["ctas"]) for row in result["rows"]}
+    assert ways == {(kind, ctas) for kind in ("h2d", "d2h") for ctas in wire_calibration.CTAS}
+    assert all(ns > 0 for row in result["rows"] for ns in row["copy_ns"])
+    assert {kind: len(each) for kind, each in result["raw"].items()} == {"h2d": 2, "d2h": 2}
+    for what in ("coded", "raw"):
+        assert wire_calibration.table_of(result, what, 0.03).rows[1] == (5 if what == "coded" else 1)
