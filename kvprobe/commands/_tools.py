@@ -7,11 +7,11 @@ from typing import Any
 
 from kvprobe.agents.roots import Roots
 from kvprobe.agents.server import KeptDocuments, Tool
-from kvprobe.commands import causes, diff, size, stats, triage
+from kvprobe.commands import causes, diff, requests, size, stats, triage
 from kvprobe.commands._reading import WindowOptions
 from kvprobe.diagnosis import CAUSES
 from kvprobe.errors import KvprobeError, UsageError
-from kvprobe.output import DESCRIBED, DIFF, SIZE, STATS, TRIAGE
+from kvprobe.output import DESCRIBED, DIFF, REQUESTS, SIZE, STATS, TRIAGE
 from kvprobe.recordings import expand_deeply
 from kvprobe.reporting.summaries import REPORTS
 
@@ -73,6 +73,14 @@ class _Documents:
             lambda: SIZE.content(size.document(size.pools([path], rate, tokens, quiet=True))),
         )
 
+    def requests(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        path, files = self._roots.recording(given["recording"])
+        window = _window(given)
+        return self._kept.get(
+            ("requests", files, window),
+            lambda: REQUESTS.content(requests.document(requests.served([path], window, quiet=True))),
+        )
+
     def triage(self, given: Mapping[str, Any]) -> dict[str, Any]:
         where = [self._roots.path(given["folder"])] if "folder" in given else self._roots.folders
         errors, found = [], []
@@ -109,6 +117,16 @@ def _calls_of(given: Mapping[str, Any], content: Mapping[str, Any]) -> str:
     return f"/findings/{named.index(given['cause'])}/calls"
 
 
+def _request_of(given: Mapping[str, Any], content: Mapping[str, Any]) -> str:
+    """Where a late request stands in the document."""
+    if content["served"] is None:
+        raise UsageError("this recording tells no steps, so that nothing is known of requests")
+    named = [one["request"] for one in content["served"]["late_requests"]]
+    if given["request"] not in named:
+        raise UsageError(f"no late request is called {given['request'][:100]}; {len(named):,} are late: late_requests")
+    return f"/served/late_requests/{named.index(given['request'])}"
+
+
 def _table_of(given: Mapping[str, Any], content: Mapping[str, Any]) -> str:
     return f"/tables/{given['table']}"
 
@@ -126,6 +144,7 @@ def tools(roots: Roots) -> list[Tool]:
         "block_tokens": {"type": "number", "exclusiveMinimum": 0, "description": "Tokens of a block, likewise."},
     }
     cause = {"type": "string", "maxLength": 100, "description": "The name of a cause, as a finding has it."}
+    request = {"type": "string", "maxLength": 200, "description": "The id of a late request, as late_requests has it."}
     table = {"type": "string", "enum": list(REPORTS), "description": "The table's name."}
 
     def one(name: str, says: str, *keys: str) -> Tool:
@@ -179,6 +198,23 @@ def tools(roots: Roots) -> list[Tool]:
             "size",
             documents.size,
             ("recording",),
+        ),
+        Tool(
+            "late_requests",
+            "Which requests and steps of a server were late and by what: time to first token and between tokens.",
+            _ONE,
+            "requests",
+            documents.requests,
+            ("recording",),
+        ),
+        Tool(
+            "request",
+            "One late request: what its tokens waited for, by the lines of the account, and its late steps.",
+            {**_ONE, "request": request},
+            "requests",
+            documents.requests,
+            ("recording", "request"),
+            at=_request_of,
         ),
         Tool("causes", "What a cause means, how it is told and cured; without a name, all of them.",
              {"cause": cause}, "causes", _causes),

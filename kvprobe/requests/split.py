@@ -64,7 +64,7 @@ def _as_waited(account: Account, gpu: int) -> Array:
     in no call that waits for the device.
     """
     cut = account.gpus[gpu].stretches
-    line = cut.line.copy()
+    line: Array = cut.line.copy()
     if not len(line):
         return line
     first = group_starts(cut.caller)  # of each time that one thread is late

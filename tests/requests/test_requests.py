@@ -229,9 +229,16 @@ def test_a_recording_without_steps_is_undecided(tmp_path, capsys):
 
 
 def with_copy(recording: Recording, begin: float, end: float, waits: bool) -> Recording:
-    """The recording, with a copy from `begin` to `end` (ms) that another thread has submitted, or the model's waits for."""
+    """The recording, with a copy from `begin` to `end` (ms) that the model's thread waits for in a call, or not."""
     ran, called = dict(recording.executions), dict(recording.calls)
-    copy = {"start_ns": begin * MS, "end_ns": end * MS, "engine": Engine.COPY, "correlation": -1, "device": 0, "name": 0}
+    copy = {
+        "start_ns": begin * MS,
+        "end_ns": end * MS,
+        "engine": Engine.COPY,
+        "correlation": -1,
+        "device": 0,
+        "name": 0,
+    }
     copy |= {"bytes": 1 << 20, "direction": Direction.H2D}
     ran = {key: np.append(ran[key], int(copy.get(key, 0))) for key in ran}
     order = np.argsort(ran["start_ns"], kind="stable")
