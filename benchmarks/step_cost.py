@@ -36,7 +36,7 @@ class Watch:
             setattr(scheduler, name, self.around(scheduler, name))
 
     def inside(self, own):
-        """vLLM's own function, whose time does not count."""
+        """The function of vLLM's own, whose time does not count."""
 
         @functools.wraps(own)
         def timed(*args, **kwargs):
