@@ -39,6 +39,7 @@ _WINDOW = {
     },
 }
 _ONE = {"recording": _RECORDING, **_WINDOW}
+_CAUSE = {"type": "string", "maxLength": 100, "description": "The name of a cause, as a finding has it."}
 
 
 class _Documents:
@@ -131,6 +132,55 @@ def _table_of(given: Mapping[str, Any], content: Mapping[str, Any]) -> str:
     return f"/tables/{given['table']}"
 
 
+def _parts_of_stats(documents: _Documents) -> list[Tool]:
+    """What answers with one part of a recording's document."""
+    table = {"type": "string", "enum": list(REPORTS), "description": "The table's name."}
+    return [
+        Tool(
+            "calls",
+            "The calls behind one finding that lost most, with the Python stack of each where one was recorded.",
+            {**_ONE, "cause": _CAUSE},
+            "stats",
+            documents.stats,
+            ("recording", "cause"),
+            at=_calls_of,
+        ),
+        Tool(
+            "table",
+            "One summary table: calls, kernels, copies, sizes, ranges, streams and more.",
+            {**_ONE, "table": table},
+            "stats",
+            documents.stats,
+            ("recording", "table"),
+            at=_table_of,
+        ),
+    ]
+
+
+def _of_requests(documents: _Documents) -> list[Tool]:
+    """What is told of requests."""
+    request = {"type": "string", "maxLength": 200, "description": "The id of a late request, as late_requests has it."}
+    return [
+        Tool(
+            "late_requests",
+            "Which requests and steps of a server were late and by what: time to first token and between tokens.",
+            _ONE,
+            "requests",
+            documents.requests,
+            ("recording",),
+        ),
+        Tool(
+            "request",
+            "One late request: what its tokens waited for, by the lines of the account, and its late steps.",
+            {**_ONE, "request": request},
+            "requests",
+            documents.requests,
+            ("recording", "request"),
+            at=_request_of,
+        ),
+    ]
+
+
 def tools(roots: Roots) -> list[Tool]:
     """All tools, for recordings below these folders."""
     documents = _Documents(roots)
@@ -143,9 +193,6 @@ def tools(roots: Roots) -> list[Tool]:
         },
         "block_tokens": {"type": "number", "exclusiveMinimum": 0, "description": "Tokens of a block, likewise."},
     }
-    cause = {"type": "string", "maxLength": 100, "description": "The name of a cause, as a finding has it."}
-    request = {"type": "string", "maxLength": 200, "description": "The id of a late request, as late_requests has it."}
-    table = {"type": "string", "enum": list(REPORTS), "description": "The table's name."}
 
     def one(name: str, says: str, *keys: str) -> Tool:
         return Tool(name, says, _ONE, "stats", documents.stats, ("recording",), keys)
@@ -165,24 +212,7 @@ def tools(roots: Roots) -> list[Tool]:
         ),
         one("account", "Where every instant went, for each GPU and each thread that submits.", "verdict", "account"),
         one("findings", "What is wrong, the worst first: causes, evidence, changes with savings.", "findings"),
-        Tool(
-            "calls",
-            "The calls behind one finding that lost most, with the Python stack of each where one was recorded.",
-            {**_ONE, "cause": cause},
-            "stats",
-            documents.stats,
-            ("recording", "cause"),
-            at=_calls_of,
-        ),
-        Tool(
-            "table",
-            "One summary table: calls, kernels, copies, sizes, ranges, streams and more.",
-            {**_ONE, "table": table},
-            "stats",
-            documents.stats,
-            ("recording", "table"),
-            at=_table_of,
-        ),
+        *_parts_of_stats(documents),
         Tool(
             "compare",
             "Whether the second of two recordings is better: account, findings and calls side by side.",
@@ -199,23 +229,7 @@ def tools(roots: Roots) -> list[Tool]:
             documents.size,
             ("recording",),
         ),
-        Tool(
-            "late_requests",
-            "Which requests and steps of a server were late and by what: time to first token and between tokens.",
-            _ONE,
-            "requests",
-            documents.requests,
-            ("recording",),
-        ),
-        Tool(
-            "request",
-            "One late request: what its tokens waited for, by the lines of the account, and its late steps.",
-            {**_ONE, "request": request},
-            "requests",
-            documents.requests,
-            ("recording", "request"),
-            at=_request_of,
-        ),
+        *_of_requests(documents),
         Tool("causes", "What a cause means, how it is told and cured; without a name, all of them.",
-             {"cause": cause}, "causes", _causes),
+             {"cause": _CAUSE}, "causes", _causes),
     ]  # fmt: skip
