@@ -63,13 +63,15 @@ PARTS = {
 class Truth:
     """What was put in: by step number its kind and ns, by request the ns of its late load, and who had to be late.
 
-    `early` are the requests that arrived in the first steps, when everything is cold: they are not judged.
+    `early` are the requests that arrived in the first steps, when everything is cold: they are not judged. `two` are
+    those that waited for a late load while a step was late: they are to be named, how much is of which nobody knows.
     """
 
     steps: dict[int, tuple[str, int]] = field(default_factory=dict)
     loads: dict[str, int] = field(default_factory=dict)
     late: set[str] = field(default_factory=set)
     early: set[str] = field(default_factory=set)
+    two: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -177,6 +179,7 @@ class Server:
                 kind, last = str(self.random.choice(self.kinds)), number
                 self.truth.steps[number] = kind, self.delay(kind)
                 self.truth.late |= {one.name for one in (*batch, *waiting)}
+                self.truth.two |= {one.name for one in (*joins, *waiting)}
             computed = [one.prompt if one in joins else 1 for one in batch]
             self.compute(int((KERNEL_NS + PER_TOKEN_NS * sum(computed)) * self.random.uniform(0.99, 1.01)))
             self.runtime.stream_synchronize(self.stream)
@@ -204,7 +207,7 @@ class Server:
         return one
 
     def joining(self, waiting: deque[Request]) -> list[Request]:
-        """The request whose blocks have come, if any; loads that may begin do."""
+        """The requests whose blocks have come, so that none waits for another's turn; loads that may begin do."""
         for one in waiting:
             if one.load is None and self.now() >= one.load_at_ns:
                 blocks = range(one.slot * BLOCKS, (one.slot + 1) * BLOCKS)
@@ -215,13 +218,12 @@ class Server:
         for one in waiting:
             if one.load is not None and one.load.done and not one.loaded_ns:
                 one.loaded_ns = one.load.copy_end_ns or self.now()
-        ready = next((one for one in waiting if one.load is not None and one.load.done), None)
-        if ready is None:
-            return []
-        waiting.remove(ready)
-        told = kvprobe.mark(None, [ready.name], "load", begin_ns=ready.arrived_ns, tokens=0, server="bench")
-        told.end(end_ns=ready.loaded_ns)
-        return [ready]
+        ready = [one for one in waiting if one.loaded_ns]
+        for one in ready:
+            waiting.remove(one)
+            told = kvprobe.mark(None, [one.name], "load", begin_ns=one.arrived_ns, tokens=0, server="bench")
+            told.end(end_ns=one.loaded_ns)
+        return ready
 
     def kept(self, batch: list[Request], storing: list[tuple[Any, int]]) -> list[Request]:
         """Those that go on; of the others the blocks are stored."""
@@ -298,7 +300,7 @@ def compared(told: Requests, truth: Truth) -> dict[str, Any]:
             found = sum(parts.get(part, 0) for part in PARTS[kind])
             errors.setdefault(kind, []).append(abs(found - ns) / (steps[number].to_ns - steps[number].from_ns))
     for name, ns in truth.loads.items():
-        if name in named and not any(step in truth.steps for step in named[name].steps):
+        if name in named and name not in truth.two:
             found = named[name].to_json()["surplus_ns"].get(PARTS["tier"][0], 0)
             errors.setdefault("tier", []).append(abs(found - ns) / named[name].first_token_ns)
     kinds = [kind for kind, _ in truth.steps.values()]
@@ -326,7 +328,8 @@ def recorded(options: argparse.Namespace, folder: Path) -> tuple[Recording, Trut
     subprocess.run([sys.executable, "-m", "kvprobe", "run", "-o", str(folder / "run"), "--", *serve], check=True)
     read = json.loads(truth.read_text())
     steps = {int(number): (kind, ns) for number, (kind, ns) in read["steps"].items()}
-    return kvprobe.open_recording(folder / "run"), Truth(steps, read["loads"], set(read["late"]), set(read["early"]))
+    late, early, two = (set(read[key]) for key in ("late", "early", "two"))
+    return kvprobe.open_recording(folder / "run"), Truth(steps, read["loads"], late, early, two)
 
 
 def main() -> int:
@@ -345,7 +348,7 @@ def main() -> int:
         server = Server(kvprobe.find_runtime(options.device), options.seed, options.at_once, options.step_share)
         truth = server.serve(options.requests)
         server.close()
-        told = {**vars(truth), "late": sorted(truth.late), "early": sorted(truth.early)}
+        told = {key: sorted(one) if isinstance(one, set) else one for key, one in vars(truth).items()}
         options.serve.write_text(json.dumps(told))
         return 0
     if options.device == "virtual":

@@ -10,6 +10,8 @@ from typing import Any
 
 from kvprobe.instrument.calls import Timed, TimedCalls, tensor_bytes, timed
 
+from .transformers_steps import Steps
+
 _MANAGER = "transformers.generation.continuous_batching.offloading_manager"
 
 
@@ -69,4 +71,4 @@ class ContinuousBatching(TimedCalls):
         return {name: int(a.bytes_per_block) for name, a in manager.cache.cache_allocators.items()}
 
 
-ADAPTERS = (OffloadedCache, ContinuousBatching)
+ADAPTERS = (OffloadedCache, ContinuousBatching, Steps)

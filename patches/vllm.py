@@ -3,8 +3,8 @@
 Carried into every process by the entry point `vllm.general_plugins` or the start-up hook. `vllm_copies.py`
 holds what worker sides have in common, `vllm_loops.py` those that copy block by block, `vllm_batches.py` those that
 copy in batches, `vllm_loads.py` the scheduler side and the simple connector, `vllm_weights.py` the weight offloaders,
-`vllm_sleep.py` sleep mode, `vllm_offload.py` whether an offload pays, `vllm_connectors.py` transfers that other
-libraries make; `vllm_spec.py` is the way without patches.
+`vllm_sleep.py` sleep mode, `vllm_steps.py` the engine's steps, `vllm_offload.py` whether an offload pays,
+`vllm_connectors.py` transfers that other libraries make; `vllm_spec.py` is the way without patches.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from .vllm_loads import LoadDedup, SimpleConnector, SimpleLoadDedup
 from .vllm_loops import PooledLoop, SharedStreams
 from .vllm_offload import Offload
 from .vllm_sleep import SleepMode
+from .vllm_steps import Steps
 from .vllm_weights import WeightPrefetch, WeightUva
 
 ADAPTERS = (
@@ -28,5 +29,6 @@ ADAPTERS = (
     WeightUva,
     Offload,
     SleepMode,
+    Steps,
     *CONNECTORS,
 )

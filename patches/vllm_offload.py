@@ -12,7 +12,7 @@ import time
 from types import ModuleType
 from typing import Any
 
-from kvprobe.instrument import event_log, metrics
+from kvprobe.instrument import event_log, metrics, step_log
 from kvprobe.instrument.adapter import Adapter, Target
 from kvprobe.instrument.benefit import BenefitTotals
 from kvprobe.instrument.hooks import Call, Patcher
@@ -60,6 +60,7 @@ class Offload(Adapter):
         self.account: BenefitTotals | None = None
         self.of_worker: BenefitTotals | None = None  # of the first rank: the others wait at the same time
         self._computed: dict[str, tuple[int, bool]] = {}  # request -> tokens on the GPU, loads beside the model
+        self._loads: dict[str, int] = {}  # request -> when it began to wait for its load
         self._began: dict[int, int] = {}  # scheduler output -> when it was made
         self._ended_ns = 0
 
@@ -127,6 +128,9 @@ class Offload(Adapter):
             account.admitted(request.request_id, request.num_tokens, computed, num_external_tokens)
             if num_external_tokens and beside:
                 account.waits(request.request_id)
+                if len(self._loads) >= _MAX_ASKED:
+                    self._loads.clear()
+                self._loads[request.request_id] = time.monotonic_ns()
         return result
 
     def heard(self, call: Call, connector_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -135,6 +139,9 @@ class Offload(Adapter):
         if self.account is not None:
             for request in getattr(connector_output, "finished_recving", None) or ():
                 self.account.arrived(request)
+                began_ns = self._loads.pop(request, None)
+                if began_ns is not None and step_log.wanted():
+                    step_log.told((began_ns, time.monotonic_ns()), None, "load", (request,), 0, server="vllm")
         return result
 
     def scheduled(self, call: Call, scheduler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,11 +7,11 @@ from typing import Any
 
 from kvprobe.agents.roots import Roots
 from kvprobe.agents.server import KeptDocuments, Tool
-from kvprobe.commands import causes, diff, size, stats, triage
+from kvprobe.commands import causes, diff, requests, size, stats, triage
 from kvprobe.commands._reading import WindowOptions
 from kvprobe.diagnosis import CAUSES
 from kvprobe.errors import KvprobeError, UsageError
-from kvprobe.output import DESCRIBED, DIFF, SIZE, STATS, TRIAGE
+from kvprobe.output import DESCRIBED, DIFF, REQUESTS, SIZE, STATS, TRIAGE
 from kvprobe.recordings import expand_deeply
 from kvprobe.reporting.summaries import REPORTS
 
@@ -39,6 +39,7 @@ _WINDOW = {
     },
 }
 _ONE = {"recording": _RECORDING, **_WINDOW}
+_CAUSE = {"type": "string", "maxLength": 100, "description": "The name of a cause, as a finding has it."}
 
 
 class _Documents:
@@ -71,6 +72,14 @@ class _Documents:
         return self._kept.get(
             ("size", files, rate, tokens),
             lambda: SIZE.content(size.document(size.pools([path], rate, tokens, quiet=True))),
+        )
+
+    def requests(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        path, files = self._roots.recording(given["recording"])
+        window = _window(given)
+        return self._kept.get(
+            ("requests", files, window),
+            lambda: REQUESTS.content(requests.document(requests.served([path], window, quiet=True))),
         )
 
     def triage(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,8 +118,67 @@ def _calls_of(given: Mapping[str, Any], content: Mapping[str, Any]) -> str:
     return f"/findings/{named.index(given['cause'])}/calls"
 
 
+def _request_of(given: Mapping[str, Any], content: Mapping[str, Any]) -> str:
+    """Where a late request stands in the document."""
+    if content["served"] is None:
+        raise UsageError("this recording tells no steps, so that nothing is known of requests")
+    named = [one["request"] for one in content["served"]["late_requests"]]
+    if given["request"] not in named:
+        raise UsageError(f"no late request is called {given['request'][:100]}; {len(named):,} are late: late_requests")
+    return f"/served/late_requests/{named.index(given['request'])}"
+
+
 def _table_of(given: Mapping[str, Any], content: Mapping[str, Any]) -> str:
     return f"/tables/{given['table']}"
+
+
+def _parts_of_stats(documents: _Documents) -> list[Tool]:
+    """What answers with one part of a recording's document."""
+    table = {"type": "string", "enum": list(REPORTS), "description": "The table's name."}
+    return [
+        Tool(
+            "calls",
+            "The calls behind one finding that lost most, with the Python stack of each where one was recorded.",
+            {**_ONE, "cause": _CAUSE},
+            "stats",
+            documents.stats,
+            ("recording", "cause"),
+            at=_calls_of,
+        ),
+        Tool(
+            "table",
+            "One summary table: calls, kernels, copies, sizes, ranges, streams and more.",
+            {**_ONE, "table": table},
+            "stats",
+            documents.stats,
+            ("recording", "table"),
+            at=_table_of,
+        ),
+    ]
+
+
+def _of_requests(documents: _Documents) -> list[Tool]:
+    """What is told of requests."""
+    request = {"type": "string", "maxLength": 200, "description": "The id of a late request, as late_requests has it."}
+    return [
+        Tool(
+            "late_requests",
+            "Which requests and steps of a server were late and by what: time to first token and between tokens.",
+            _ONE,
+            "requests",
+            documents.requests,
+            ("recording",),
+        ),
+        Tool(
+            "request",
+            "One late request: what its tokens waited for, by the lines of the account, and its late steps.",
+            {**_ONE, "request": request},
+            "requests",
+            documents.requests,
+            ("recording", "request"),
+            at=_request_of,
+        ),
+    ]
 
 
 def tools(roots: Roots) -> list[Tool]:
@@ -125,8 +193,6 @@ def tools(roots: Roots) -> list[Tool]:
         },
         "block_tokens": {"type": "number", "exclusiveMinimum": 0, "description": "Tokens of a block, likewise."},
     }
-    cause = {"type": "string", "maxLength": 100, "description": "The name of a cause, as a finding has it."}
-    table = {"type": "string", "enum": list(REPORTS), "description": "The table's name."}
 
     def one(name: str, says: str, *keys: str) -> Tool:
         return Tool(name, says, _ONE, "stats", documents.stats, ("recording",), keys)
@@ -146,24 +212,7 @@ def tools(roots: Roots) -> list[Tool]:
         ),
         one("account", "Where every instant went, for each GPU and each thread that submits.", "verdict", "account"),
         one("findings", "What is wrong, the worst first: causes, evidence, changes with savings.", "findings"),
-        Tool(
-            "calls",
-            "The calls behind one finding that lost most, with the Python stack of each where one was recorded.",
-            {**_ONE, "cause": cause},
-            "stats",
-            documents.stats,
-            ("recording", "cause"),
-            at=_calls_of,
-        ),
-        Tool(
-            "table",
-            "One summary table: calls, kernels, copies, sizes, ranges, streams and more.",
-            {**_ONE, "table": table},
-            "stats",
-            documents.stats,
-            ("recording", "table"),
-            at=_table_of,
-        ),
+        *_parts_of_stats(documents),
         Tool(
             "compare",
             "Whether the second of two recordings is better: account, findings and calls side by side.",
@@ -180,6 +229,7 @@ def tools(roots: Roots) -> list[Tool]:
             documents.size,
             ("recording",),
         ),
+        *_of_requests(documents),
         Tool("causes", "What a cause means, how it is told and cured; without a name, all of them.",
-             {"cause": cause}, "causes", _causes),
+             {"cause": _CAUSE}, "causes", _causes),
     ]  # fmt: skip

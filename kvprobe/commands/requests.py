@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,10 @@ from kvprobe.commands._paths import GivenPath
 from kvprobe.commands._reading import WindowOptions, window_options
 
 if TYPE_CHECKING:
+    from kvprobe.output.requests import RequestsCommandJson
     from kvprobe.requests import Requests
 
-__all__ = ["command"]
+__all__ = ["command", "document", "served"]
 
 
 @click.command(short_help="Say which requests were late, and what made them so.")
@@ -33,23 +35,35 @@ def command(inputs: tuple[Path, ...], steps_by: str, as_json: bool, window: Wind
     step is late when it took longer than three quarters of the steps like it by more than three times the distance
     between their first and third quarter. Ends with 1 where nothing is decided.
     """
-    from kvprobe.commands._reading import opened
-    from kvprobe.diagnosis import examined
-    from kvprobe.recordings.steps import with_steps_of_ranges
-    from kvprobe.requests import of_account
-
-    recording = with_steps_of_ranges(opened(inputs), steps_by)
-    found, _ = examined(recording, window.of(recording))
-    told = of_account(recording, found.account, found.serving)
+    told = served(inputs, window, steps_by)
     if as_json:
         from kvprobe.output import REQUESTS
 
-        REQUESTS.print({"served": told.to_json() if told is not None else None})
+        REQUESTS.print(document(told))
     elif told is None:
         click.echo("Undecided: the recording tells no steps; mark them (kvprobe.mark), or name ranges with --steps-by")
     else:
         _print(told)
     return 0 if told is not None and not told.undecided else 1
+
+
+def served(
+    inputs: Sequence[Path], window: WindowOptions, steps_by: str = "", *, quiet: bool = False
+) -> Requests | None:
+    """What recordings tell of requests; None where they tell no steps. `steps_by`: a pattern of NVTX ranges."""
+    from kvprobe.commands._reading import opened
+    from kvprobe.diagnosis import examined
+    from kvprobe.recordings.steps import with_steps_of_ranges
+    from kvprobe.requests import of_account
+
+    recording = with_steps_of_ranges(opened(inputs, quiet=quiet), steps_by)
+    found, _ = examined(recording, window.of(recording))
+    return of_account(recording, found.account, found.serving)
+
+
+def document(told: Requests | None) -> RequestsCommandJson:
+    """What --json prints."""
+    return {"served": told.to_json() if told is not None else None}
 
 
 def _print(told: Requests) -> None:

@@ -111,14 +111,17 @@ def _stored_between(joined: JoinedRecording, loads: Array) -> Array:
         out |= np.isin(loads[1:], joined.tier_uses.copy)
     if not len(stores):
         return out
-    key = np.unique(joined.dst[stores])
-    hit = np.isin(joined.src[loads[1:]], key)
-    times = {
-        int(a): np.sort(joined.start[stores[joined.dst[stores] == a]]) for a in np.unique(joined.src[loads[1:]][hit])
-    }
-    for i in np.flatnonzero(hit):
-        at = times[int(joined.src[loads[i + 1]])]
-        out[i] |= np.searchsorted(at, joined.start[loads[i + 1]]) > np.searchsorted(at, joined.start[loads[i]])
+    places, place = np.unique(joined.dst[stores], return_inverse=True)
+    times = np.sort(joined.start[stores])
+    # one number for a place and a time: then one look-up counts the stores to a place before a time
+    told = np.sort(place * (len(times) + 1) + np.searchsorted(times, joined.start[stores]))
+    asked = np.minimum(np.searchsorted(places, joined.src[loads[1:]]), len(places) - 1)
+    hit = np.flatnonzero(places[asked] == joined.src[loads[1:]])
+    before = [
+        np.searchsorted(told, asked[hit] * (len(times) + 1) + np.searchsorted(times, joined.start[rows[hit]]))
+        for rows in (loads[:-1], loads[1:])
+    ]
+    out[hit] |= before[1] > before[0]
     return out
 
 

@@ -17,7 +17,7 @@ from kvprobe.environment import DETAIL, MAX_BYTES, RUN, killed
 from kvprobe.instrument import event_log, nvtx_marks
 from kvprobe.runfolder.step_lines import TIMES, StepLines, limit_of
 
-__all__ = ["MarkedStep", "mark", "mark_request", "told", "wanted"]
+__all__ = ["MarkedStep", "mark", "mark_request", "told", "wanted", "write_step", "write_time"]
 
 _lines: StepLines | None = None
 _lines_of = ""
@@ -62,11 +62,11 @@ def told(
 ) -> None:
     """A step that is over, for adapters, which know its times. Never raises; `requests` and lists are not kept."""
     event_log.later(
-        _write, times_ns, step, phase, tuple(requests), tokens, computed, (server, threading.get_native_id())
+        write_step, times_ns, step, phase, tuple(requests), tokens, computed, (server, threading.get_native_id())
     )
 
 
-def _write(
+def write_step(
     times_ns: tuple[int, int],
     step: int | None,
     phase: str,
@@ -75,13 +75,15 @@ def _write(
     computed: Sequence[int] | None,
     of: tuple[str, int],
 ) -> None:
+    """The same at once, for what runs on kvprobe's own thread (`event_log.later`); `of`: its server and its thread."""
     with _lock:
         lines = _file()
         if lines is not None:
             lines.step(times_ns, step, phase, requests, tokens, computed, of)
 
 
-def _write_time(request: Any, what: str, at_ns: int) -> None:
+def write_time(request: Any, what: str, at_ns: int) -> None:
+    """A time of a request at once, for what runs on kvprobe's own thread."""
     with _lock:
         lines = _file()
         if lines is not None:
@@ -195,4 +197,4 @@ def mark_request(request: Any, what: str, at_ns: int | None = None) -> None:
         at_ns: when, CLOCK_MONOTONIC; None: now.
     """
     if what in TIMES and wanted():
-        event_log.later(_write_time, request, what, time.monotonic_ns() if at_ns is None else at_ns)
+        event_log.later(write_time, request, what, time.monotonic_ns() if at_ns is None else at_ns)

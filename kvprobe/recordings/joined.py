@@ -84,6 +84,12 @@ class Joined:
         return callers.astype(np.int32)
 
     @cached_property
+    def _called(self) -> dict[int, str]:
+        """The names of calls in small letters, by their index: few, where ids of requests are names, too."""
+        used, most = distinct(self.name).tolist(), len(self.recording.names)
+        return {one: self.recording.names[one].lower() for one in used if 0 <= one < most}
+
+    @cached_property
     def nested(self) -> Array:
         """Calls that begin before an earlier call of their thread has ended."""
         out = np.zeros(len(self.start), dtype=bool)
@@ -159,9 +165,11 @@ class Joined:
 
     def is_named(self, *parts: str) -> Array:
         """Mask of calls whose name contains one of the parts, case aside."""
-        known = np.array([any(p in text.lower() for p in parts) for text in self.recording.names], dtype=bool)
+        words = self._called
+        known = np.zeros(len(self.recording.names) + 1, dtype=bool)  # the last: no name
+        known[[one for one, word in words.items() if any(part in word for part in parts)]] = True
         inside = (self.name >= 0) & (self.name < len(known))
-        mask: Array = inside & known[np.where(inside, self.name, 0)]
+        mask: Array = known[np.where(inside, self.name, -1)]
         return mask
 
     def text(self, index: int) -> str:

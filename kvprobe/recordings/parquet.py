@@ -222,10 +222,16 @@ def _from_arrow(names: Names, kind: str, name: str, column: pa.ChunkedArray) -> 
             values = np.array([int(members.get(str(text).upper(), 0)) for text in texts] or [0], dtype=np.uint8)
         else:
             values = names.map([str(text or "") for text in texts] or [""])
-        index = pc.fill_null(encoded.indices, 0).to_numpy(zero_copy_only=False)
+        index = np.from_dlpack(_filled(encoded.indices))
         return join([values[index]])
     stored = pc.cast(column, pa.from_numpy_dtype(np.dtype(SCHEMAS[kind][name])))  # refuses what does not fit
-    return join([pc.fill_null(stored, 0).to_numpy()])
+    # by DLPack: for `to_numpy` pyarrow imports pandas, where it is installed, which takes a second
+    return join([np.from_dlpack(_filled(chunk)) for chunk in stored.chunks])
+
+
+def _filled(column: Any) -> Any:
+    """Without nulls."""
+    return pc.fill_null(column, 0) if column.null_count else column
 
 
 def _check_rows(tables: dict[str, Table]) -> None:

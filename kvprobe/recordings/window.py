@@ -16,6 +16,7 @@ import numpy as np
 
 from kvprobe.errors import UsageError
 from kvprobe.recordings.assemble import is_kind
+from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Recording, Table
 
 __all__ = ["ServingWindow", "parse_time", "recorded_span", "serving_window", "setting_up"]
@@ -92,9 +93,12 @@ def setting_up(recording: Recording) -> Array:
     """Mask over calls: they make contexts, streams and events, load modules, allocate, pin or free."""
     calls = recording.calls
     mask = is_kind(calls["kind"], (CallKind.ALLOC, CallKind.FREE, CallKind.CREATE))
-    loads = np.array([any(part in name.lower() for part in _LOADS) for name in recording.names], dtype=bool)
+    loads = np.zeros(len(recording.names) + 1, dtype=bool)
+    named = np.clip(calls["name"], 0, len(recording.names))
+    for one in distinct(named).tolist():
+        loads[one] = any(part in recording.text(one).lower() for part in _LOADS)
     if loads.any():
-        mask |= loads[np.clip(calls["name"], 0, len(loads) - 1)]
+        mask |= loads[named]
     return mask
 
 

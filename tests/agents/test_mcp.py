@@ -10,6 +10,7 @@ import gzip
 import json
 import lzma
 import os
+import runpy
 import shutil
 import sqlite3
 import sys
@@ -25,6 +26,7 @@ from kvprobe import cli
 from kvprobe.agents.answers import MOST_CHARACTERS
 from kvprobe.commands._tools import MOST_ROWS
 from kvprobe.output import schema_of
+from kvprobe.recordings.parquet import write
 
 anyio = pytest.importorskip("anyio")
 pytest.importorskip("mcp")
@@ -33,6 +35,7 @@ ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "gpu" / "data"
 CORPUS = ROOT / "tests" / "recordings" / "corpus"
 SERVER = Path(__file__).with_name("watched_server.py")
+LATE = runpy.run_path(str(ROOT / "benchmarks" / "late_requests.py"))
 RECORDINGS = (
     "kineto_saturated.json.gz",
     "kineto_pageable.json.gz",
@@ -212,6 +215,37 @@ def test_every_answer_is_what_the_command_line_prints(ten, tmp_path, printed):
     assert found["size"] == printed("size", ten["shared_prefix_loaded_by_ten_requests"])
     assert found["triage"] == printed("triage", ten["kineto_batch"].parent)
     assert found["causes"] == printed("causes")
+
+
+@pytest.mark.slow
+def test_late_requests_and_the_split_of_one_are_what_the_command_line_prints(ten, tmp_path, printed):
+    recordings = tmp_path / "recordings"
+    recordings.mkdir()
+    write(LATE["played"](400, 16, 1, 0.02)[0], recordings / "served")
+    shutil.copy(ten["kineto_healthy"], recordings)
+    (tmp_path / "agent").mkdir()
+    agent = Agent(tmp_path / "agent", recordings)
+
+    async def script(call):
+        given = {"recording": "served"}
+        found = {"all": await whole(call, "late_requests", at="", **given)}
+        found["part"] = await call("late_requests", **given)
+        late = [one["request"] for one in found["all"]["served"]["late_requests"]]
+        found["each"] = [(await whole(call, "request", request=name, **given)) for name in (late[0], late[-1])]
+        found["nobody"] = await call("request", request="\x1b[2Jnobody", **given)
+        found["none"] = await whole(call, "late_requests", at="", recording="kineto_healthy.json.gz")
+        found["of none"] = await call("request", recording="kineto_healthy.json.gz", request="r1")
+        return found
+
+    found = agent.ask(script)
+    assert agent.acts == []
+    told = printed("requests", recordings / "served")
+    assert found["all"] == told and found["part"]["document"] == "requests"
+    late = told["served"]["late_requests"]
+    assert len(late) >= 20 and found["each"] == [late[0], late[-1]]
+    assert "no late request is called" in found["nobody"]["error"]
+    assert found["none"] == printed("requests", recordings / "kineto_healthy.json.gz")
+    assert found["none"]["served"] is None and "tells no steps" in found["of none"]["error"]
 
 
 def most(lines: dict[str, Any]) -> str:

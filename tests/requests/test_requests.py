@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from kvprobe import cli
-from kvprobe.account import Account, Line, account_of
+from kvprobe.account import COPIES, Account, Line, account_of
 from kvprobe.output import REQUESTS
 from kvprobe.recordings.joined import Joined
-from kvprobe.recordings.model import CallKind, Engine, Phase, Recording, RequestTime, Source, Table
+from kvprobe.recordings.model import CallKind, Direction, Engine, Phase, Recording, RequestTime, Source, Table
 from kvprobe.recordings.parquet import write
 from kvprobe.recordings.vocabulary import Names
 from kvprobe.recordings.window import ServingWindow
@@ -226,3 +226,40 @@ def test_a_recording_without_steps_is_undecided(tmp_path, capsys):
     write(recording, tmp_path / "none")
     assert cli.main(["requests", str(tmp_path / "none")]) == 1
     assert "Undecided: the recording tells no steps" in capsys.readouterr().out
+
+
+def with_copy(recording: Recording, begin: float, end: float, waits: bool) -> Recording:
+    """The recording, with a copy from `begin` to `end` (ms) that the model's thread waits for in a call, or not."""
+    ran, called = dict(recording.executions), dict(recording.calls)
+    copy = {
+        "start_ns": begin * MS,
+        "end_ns": end * MS,
+        "engine": Engine.COPY,
+        "correlation": -1,
+        "device": 0,
+        "name": 0,
+    }
+    copy |= {"bytes": 1 << 20, "direction": Direction.H2D}
+    ran = {key: np.append(ran[key], int(copy.get(key, 0))) for key in ran}
+    order = np.argsort(ran["start_ns"], kind="stable")
+    recording.tables["executions"] = Table("executions", {key: column[order] for key, column in ran.items()})
+    if waits:
+        call = {"start_ns": begin * MS, "end_ns": end * MS, "kind": CallKind.SYNC, "thread": 7, "correlation": -1}
+        called = {key: np.append(called[key], int(call.get(key, 0))) for key in called}
+        order = np.argsort(called["start_ns"], kind="stable")
+        recording.tables["calls"] = Table("calls", {key: column[order] for key, column in called.items()})
+    return recording
+
+
+@pytest.mark.parametrize(
+    ("until", "waits", "copies_ms"),
+    [(12, False, 0), (35, False, 25), (12, True, 2)],
+    ids=["the thread is busy for long behind it", "the thread goes on behind it", "the thread waits for it in a call"],
+)
+def test_a_copy_beside_a_busy_thread_is_not_what_a_step_waited_for(until, waits, copies_ms):
+    steps = of_steps([(0, 10, Phase.DECODE, {"a": 1}), (35, 40, Phase.DECODE, {"a": 1})])
+    told = joined(with_copy(steps, 10, until, waits))[1]
+    (lines,) = told.lines[told.told.number == 1]
+    assert sum(lines[line] for line in COPIES) == copies_ms * MS
+    assert lines[Line.COMPUTING] == 4 * MS and lines.sum() == 30 * MS
+    assert lines[Line.ELSEWHERE] == pytest.approx((26 - copies_ms) * MS, abs=10_000)

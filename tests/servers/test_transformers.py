@@ -1,8 +1,12 @@
 """transformers' offloaded cache and continuous batching, real code on a CPU: same tokens, every move seen."""
 
+import json
+import time
+
 import pytest
 
 import kvprobe.instrument as instrument
+from kvprobe.instrument import event_log
 from kvprobe.instrument.calls import TimedCalls
 
 pytestmark = pytest.mark.servers
@@ -96,3 +100,46 @@ def test_continuous_batching_swaps_are_seen_and_tokens_stay(model, monkeypatch):
     moved = {d: sum(c["bytes"] for c in seen.calls if c["direction"] == d) for d in ("load", "store")}
     assert moved["store"] > 0
     assert moved["load"] == moved["store"]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_steps_of_generate_are_its_tokens_and_the_tokens_stay_the_same(model, monkeypatch, tmp_path, rows):
+    ids = torch.arange(8 * rows).reshape(rows, 8)
+
+    def made():
+        return model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False, eos_token_id=None)
+
+    plain = made()
+    monkeypatch.setenv("KVPROBE_RUN", str(tmp_path))
+    own = dict(vars(transformers.GenerationMixin))
+    with instrument.observe("transformers") as seen:
+        before = time.monotonic_ns()
+        assert torch.equal(made(), plain) and torch.equal(made(), plain)
+        after = time.monotonic_ns()
+    assert dict(vars(transformers.GenerationMixin)) == own
+    assert seen.states["transformers.steps"].startswith("removed")
+    event_log.flush()
+    (file,) = tmp_path.glob("steps-*.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert [one["step"] for one in steps] == list(range(10))
+    assert [one["phase"] for one in steps] == 2 * ["prefill", *4 * ["decode"]]
+    assert [one["computed"] for one in steps] == 2 * [[8] * rows, *4 * [[1] * rows]]
+    assert all(one["tokens"] == 1 and len(one["requests"]) == rows for one in steps)
+    times = [at for one in steps for at in (one["begin_ns"], one["t_ns"])]
+    assert before <= times[0] and times == sorted(times) and times[-1] <= after
+    assert (
+        sum(line["kind"] == "arrived" for line in lines) == 2 * rows == sum(line["kind"] == "ended" for line in lines)
+    )
+
+
+def test_a_generate_that_fails_fails_as_ever(model, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVPROBE_RUN", str(tmp_path))
+
+    def broken(ids, scores, **more):
+        raise ValueError("the user's own")
+
+    with instrument.observe("transformers") as seen:
+        with pytest.raises(ValueError, match="the user's own"):
+            model.generate(torch.arange(8).reshape(1, 8), max_new_tokens=5, logits_processor=[broken])
+        assert seen.states["transformers.steps"] == "applied"

@@ -61,6 +61,7 @@ TOUCHED = {
     },
     "transformers": {
         "transformers.cache_utils": ("Cache.prefetch", "Cache.offload"),
+        "transformers.generation.utils": ("GenerationMixin.generate",),
         "transformers.generation.continuous_batching.offloading_manager": ("OffloadingManager._offload_to_cpu",),
     },
     "accelerate": {

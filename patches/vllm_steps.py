@@ -1,0 +1,137 @@
+"""vLLM: the steps of its engine and the requests in each, at the times that vLLM itself has. Measured only.
+
+The engine's scheduler knows all of it. What a step consists of is read where it was scheduled, what came of it where
+its outputs were made; both are objects that vLLM makes anew for each step and leaves as they are, so that lines are
+made of them on kvprobe's own thread. A step ends at the time that vLLM stamps its outputs with, of which it makes its
+own times to first tokens and between tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+from kvprobe.instrument import event_log, step_log
+from kvprobe.instrument.adapter import Adapter, Target
+from kvprobe.instrument.hooks import Call, Patcher
+
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
+_UNDER_WAY = 64  # steps that are scheduled and not answered; a pipeline has as many as stages
+_MOST_STARTED = 100_000  # requests
+_LONGEST_AGO_NS = 3600 * 10**9  # of an arrival: the clock of another host may be anything
+
+
+class Steps(Adapter):
+    """Every step of the scheduler: its number, its requests and their tokens, its phase."""
+
+    name = "vllm.steps"
+    summary = "Tells the engine's steps: number, requests, tokens computed and emitted, phase, at vLLM's own times."
+    targets = (
+        Target(_SCHEDULER, "Scheduler.schedule", ()),
+        Target(_SCHEDULER, "Scheduler.update_from_output", ("scheduler_output", "model_runner_output")),
+        Target(_SCHEDULER, "Scheduler.add_request", ("request",)),
+        Target(_SCHEDULER, "Scheduler.finish_requests", ("request_ids", "finished_status")),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._number = 0
+        self._began: dict[int, tuple[int, int]] = {}  # scheduler output -> the step's number, when it was begun
+        self._started: set[str] = set()  # requests that have a token; of kvprobe's own thread alone
+
+    def patch(self, patcher: Patcher, module: ModuleType) -> None:
+        """Wrap the scheduler."""
+        patcher.wrap(module.Scheduler, "schedule", self.scheduled)
+        patcher.wrap(module.Scheduler, "update_from_output", self.stepped)
+        patcher.wrap(module.Scheduler, "add_request", self.added)
+        patcher.wrap(module.Scheduler, "finish_requests", self.finished)
+
+    def added(self, call: Call, scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around `add_request`: it arrived at the time that vLLM counts from."""
+        result = call()
+        if step_log.wanted():
+            now_ns = time.monotonic_ns()
+            ago_ns = time.time_ns() - int(request.arrival_time * 1e9)  # vLLM has it of the wall clock
+            at_ns = now_ns - ago_ns if 0 <= ago_ns < _LONGEST_AGO_NS else now_ns
+            step_log.mark_request(request.request_id, "arrived", at_ns)
+        return result
+
+    def scheduled(self, call: Call, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around `schedule`: a step begins, if there is anything to compute."""
+        begin_ns = time.monotonic_ns()
+        output = call()
+        if output.total_num_scheduled_tokens and step_log.wanted():
+            if len(self._began) >= _UNDER_WAY:
+                self._began.clear()
+            self._began[id(output)] = self._number, begin_ns
+            self._number += 1
+        return output
+
+    def stepped(self, call: Call, scheduler: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around `update_from_output`: a step has ended; several may be under way at a time."""
+        began = self._began.pop(id(scheduler_output), None)
+        outputs = call()
+        if began is not None:
+            of = "vllm", threading.get_native_id()
+            made = tuple(outputs.values()) if outputs else ()  # vLLM may add to the mapping
+            event_log.later(self._tell, began, time.monotonic_ns(), of, scheduler_output, made)
+        return outputs
+
+    def finished(self, call: Call, scheduler: Any, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around `finish_requests`: they are given up."""
+        given = (request_ids,) if isinstance(request_ids, str) else request_ids
+        result = call()
+        if isinstance(given, list | tuple | set | frozenset) and step_log.wanted():
+            event_log.later(self._give_up, tuple(given), time.monotonic_ns())
+        return result
+
+    # ---- on kvprobe's own thread --------------------------------------------------------------------------------
+
+    def _give_up(self, requests: Iterable[str], at_ns: int) -> None:
+        for one in requests:
+            self._started.discard(one)
+            step_log.write_time(one, "ended", at_ns)
+
+    def _tell(
+        self, began: tuple[int, int], end_ns: int, of: tuple[str, int], step: Any, outputs: tuple[Any, ...]
+    ) -> None:
+        number, begin_ns = began
+        emitted: dict[str, int] = {}
+        ended = []
+        for of_client in outputs:
+            stamp_ns = int(of_client.timestamp * 1e9)
+            if begin_ns <= stamp_ns <= end_ns:
+                end_ns = stamp_ns
+            for one in of_client.outputs:
+                emitted[one.request_id] = len(one.new_token_ids)
+                if one.finish_reason is not None:
+                    ended.append(one.request_id)
+        computed = step.num_scheduled_tokens
+        self._started.difference_update(_resumed(step.scheduled_cached_reqs))
+        prefills = sum(one not in self._started for one in computed)
+        phase = "decode" if not prefills else "prefill" if prefills == len(computed) else "mixed"
+        step_log.write_step(
+            (begin_ns, end_ns),
+            number,
+            phase,
+            tuple(computed),
+            [emitted.get(one, 0) for one in computed],
+            tuple(computed.values()),
+            of,
+        )
+        if len(self._started) > _MOST_STARTED:
+            self._started.clear()
+        self._started.update(one for one, tokens in emitted.items() if tokens)
+        self._give_up(ended, end_ns)
+
+
+def _resumed(cached: Any) -> Iterable[str]:
+    """Requests that were put off and are computed anew."""
+    known = getattr(cached, "resumed_req_ids", None)
+    if known is not None:
+        return known  # type: ignore[no-any-return]
+    flags = getattr(cached, "resumed_from_preemption", ())  # before 0.12
+    return [one for one, resumed in zip(cached.req_ids, flags, strict=False) if resumed]
