@@ -25,7 +25,7 @@ SLEEP, WAKE = "sleep", "wake"
 PHASES: dict[str, dict[str, tuple[str, ...]]] = {
     SLEEP: {
         "pin": ("cudaHostAlloc", "cudaMallocHost", "cudaHostRegister", "cuMemHostAlloc", "cuMemHostRegister"),
-        "copy": (),  # to the CPU, of at least LEAST_COPY
+        "copy": (),  # to the CPU, of LEAST_COPY bytes or more
         "unmap": ("cuMemUnmap", "cuMemRelease", "cuMemExportToShareableHandle"),
     },
     WAKE: {

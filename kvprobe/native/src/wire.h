@@ -3,13 +3,13 @@
  * bf16 and fp32 have a sign, eight bits of exponent and a mantissa. Signs and mantissas of trained numbers are random;
  * their exponents lie close together, so that four bits name nearly all of them:
  *
- *   code 0 to 13   exponent emax - code
+ *   code 0 to 13   exponent emax less this
  *   code 14        exponent 0: zeros and denormals, however far below the others they lie
  *   code 15        an escape: the exponent stands in a list
  *
  * A cell is a header, then sections that each begin at a multiple of 16 bytes: the low bytes (fp32: two a value; bf16:
  * none), signs with the upper seven bits of mantissas (a byte a value), codes (half a byte a value), escapes (four
- * bytes each). A block that would not shrink travels as it is: without a header, so that it never needs more room than
+ * bytes each). A block that would not shrink travels as it is: without a header, so that it never needs more space than
  * the block, and whoever keeps it notes that it has as many bytes as the block.
  *
  * Written for C11, CUDA C++ and NVRTC: what is inline here is the same in host and device code. Everything is
@@ -195,7 +195,7 @@ KVP_EXPORT void kvp_wire_histogram(uint32_t type, const void *raw, uint64_t raw_
 KVP_EXPORT uint64_t kvp_wire_size(uint32_t type, const void *raw, uint64_t raw_bytes);
 
 /* Writes the block's cell and returns its bytes, fewer than raw_bytes; or writes nothing and returns raw_bytes. `cell`
- * has room for raw_bytes. Blocks of other types are given as 0: they travel as they are. */
+ * has space for raw_bytes. Blocks of other types are given as 0: they travel as they are. */
 KVP_EXPORT uint64_t kvp_wire_code(uint32_t type, const void *raw, uint64_t raw_bytes, void *cell);
 
 /* Writes the block again: 0, or enum kvp_wire_refusal, and then what stands in `raw` means nothing. Reads cell_bytes
