@@ -1,6 +1,6 @@
 """Every sentence of kvprobe is short, passes proselint, and does without the words of tests/words.toml, which says why.
 
-proselint knows clichés, redundancy, archaic words, nonwords and the like; `NOT_ASKED` says which of its rules are left out.
+proselint knows clichés, redundancy, archaic words and the like; `NOT_ASKED` says which of its rules are left out.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def too_long(texts: Iterator[tuple[int, str]], where: str) -> list[str]:
     out = []
     for line, text in texts:
         for sentence in STOPS.split(text):
-            if len(words := re.findall(r"[A-Za-z][\w'’-]*", sentence)) > WORDS:
+            if len(words := re.findall(r"[A-Za-z][\w'-]*", sentence)) > WORDS:
                 out.append(f"{where}:{line}: {len(words)} words in “{' '.join(words[:6])} ...”: two sentences")
     return out
 
