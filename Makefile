@@ -10,7 +10,7 @@ WORKERS ?= $(shell nproc)
 
 # make interleave    real threads under a scheduler; make mutants    deliberate bugs: which live?
 # make simulate    random histories of the engine in virtual time; make soak    engines for an hour on the real clock
-.PHONY: demo test lint analyze fuzz fuzz-native format native-test simulate interleave mutants soak test-servers check-newest test-gpu docs clean
+.PHONY: demo release test lint analyze fuzz fuzz-native format native-test simulate interleave mutants soak test-servers check-newest test-gpu docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/kvprobe demo --report reports/demo.html
@@ -138,6 +138,12 @@ docs: $(VENV)/.installed
 	$(BIN)/python docs/pages.py build/docs-source
 	$(BIN)/sphinx-build -q -W -c docs build/docs-source build/docs
 	$(BIN)/sphinx-build -q -W -b man -c docs build/docs-source build/man
+
+# What is published, in dist/: built twice, compared, tried (docs/releasing.md). Needs a cross compiler for aarch64.
+release: $(VENV)/.installed
+	@command -v aarch64-linux-gnu-gcc >/dev/null || { echo "kvprobe: no compiler for aarch64 (Debian: apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross)" >&2; exit 1; }
+	$(PIP) install -e '.[release]'
+	$(BIN)/python .ci/release.py dist
 
 clean:
 	rm -rf $(VENV) $(SERVERS) $(VLLM) $(VLLM33) $(SGLANG) kvprobe/native/lib build dist

@@ -143,7 +143,7 @@ class Fibers:
         """One launch."""
         self.lot += 1
         if self.library.coded_run(int(store), ct.c_void_p(work.ctypes.data), ctas, ct.c_uint64(self.lot)):
-            raise SystemExit("threads wait for one another for ever")
+            raise SystemExit("threads wait for one another without end")
 
 
 def compiled(shapes: tuple[Shape, ...]) -> list[bytes | None]:

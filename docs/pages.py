@@ -45,7 +45,7 @@ SIDEBAR = {
     ),
     "Use": ("requests", "sizing", "tiers", "gates", "agents", "library", "completion", "servers"),
     "Reference": ("commands", "causes", "recordings", "json", "environment", "api"),
-    "Project": ("figures", "wire", "stability", "architecture", "contributing", "security", "changelog"),
+    "Project": ("figures", "wire", "stability", "architecture", "contributing", "releasing", "security", "changelog"),
 }
 
 # The causes that a worked case is about.

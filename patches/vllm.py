@@ -2,9 +2,9 @@
 
 Carried into every process by the entry point `vllm.general_plugins` or the start-up hook. `vllm_copies.py`
 holds what worker sides have in common, `vllm_loops.py` those that copy block by block, `vllm_batches.py` those that
-copy in batches, `vllm_loads.py` the scheduler side and the simple connector, `vllm_weights.py` the weight offloaders,
-`vllm_sleep.py` sleep mode, `vllm_steps.py` the engine's steps, `vllm_offload.py` whether an offload pays,
-`vllm_connectors.py` transfers that other libraries make; `vllm_spec.py` is the way without patches.
+copy in batches, `vllm_loads.py` the scheduler side and the simple connector, `vllm_weights.py` the weight offloaders.
+`vllm_sleep.py` has sleep mode, `vllm_steps.py` the engine's steps, `vllm_connectors.py` transfers that other libraries
+make; `vllm_offload.py` says whether an offload pays; `vllm_spec.py` is the way without patches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Every sentence of kvprobe does without the words and phrases of tests/words.toml, which says why."""
+"""Every sentence of kvprobe is short, passes proselint, and does without the words of tests/words.toml, which says why.
+
+proselint knows clichés, redundancy, archaic words and the like; `NOT_ASKED` says which of its rules are left out.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import io
 import re
 import sys
 import tokenize
+from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +35,13 @@ BANNED = [
     (re.compile(rf"(?<![\w-])(?:{one['words']})(?![\w-])", re.IGNORECASE), one["why"], one.get("code", False))
     for one in tomllib.loads((ROOT / "tests/words.toml").read_text())["banned"]
 ]
+NOT_ASKED = {  # of proselint's rules
+    "typography": "quotes and dots as they stand in code and on a keyboard",
+    "annotations": "`todo` is the name of what `doctor` advises",
+}
+WORDS = 50  # in a sentence, at most
+# Where a sentence ends: at a stop, or where a list, a table or a paragraph goes on.
+STOPS = re.compile(r"(?<=[.!?:;])[\"')”]*\s|\n\s*(?:[-*|#]|\d+\.)\s|\n\s*\n|\||\n(?=    )|\* ``")
 
 
 def python_texts(source: str) -> Iterator[tuple[int, str]]:
@@ -45,7 +56,7 @@ def python_texts(source: str) -> Iterator[tuple[int, str]]:
     begin, said, last = 0, "", -1
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            if token.start[0] != last + 1:
+            if token.start[0] != last + 1 or token.line[: token.start[1]].strip():  # beside code: its own
                 yield begin, said
                 begin, said = token.start[0], ""
             said, last = f"{said} {token.string.lstrip('# ')}", token.start[0]
@@ -58,7 +69,8 @@ _NATIVE = re.compile(r'/\*.*?\*/|(?://[^\n]*\n[ \t]*)+|"(?:\\.|[^"\\\n])*"', re.
 def native_texts(source: str) -> Iterator[tuple[int, str]]:
     """(line, text) of each comment and string of a C file."""
     for found in _NATIVE.finditer(source):
-        yield source.count("\n", 0, found.start()) + 1, re.sub(r"\n\s*(?:\*|//)\s?", " ", found[0])
+        text = re.sub(r"\n\s*(?:\*|//)\s?", " ", found[0])
+        yield source.count("\n", 0, found.start()) + 1, re.sub(r"`[^`]*`", "`", text)
 
 
 def markdown_texts(source: str) -> Iterator[tuple[int, str]]:
@@ -83,6 +95,62 @@ def complaints(texts: Iterator[tuple[int, str]], where: str, code: bool) -> list
     return out
 
 
+def too_long(texts: Iterator[tuple[int, str]], where: str) -> list[str]:
+    out = []
+    for line, text in texts:
+        for sentence in STOPS.split(text):
+            if len(words := re.findall(r"[A-Za-z][\w'-]*", sentence)) > WORDS:
+                out.append(f"{where}:{line}: {len(words)} words in “{' '.join(words[:6])} ...”: two sentences")
+    return out
+
+
+def of_proselint(texts: Iterator[tuple[int, str]], where: str) -> list[str]:
+    """What proselint finds, as `complaints`; texts are given together, since it compiles its rules for each file."""
+    checks = pytest.importorskip("proselint.checks")
+    registry = pytest.importorskip("proselint.registry").CheckRegistry()
+    tools, config = pytest.importorskip("proselint.tools"), pytest.importorskip("proselint.config")
+    if not registry.checks:
+        registry.register_many(checks.__register__)
+    asked = {name: asked and name.split(".")[0] not in NOT_ASKED for name, asked in config.DEFAULT["checks"].items()}
+    parts = [(line, " ".join(text.split())) for line, text in texts]
+    parts = [(line, text) for line, text in parts if " " in text]
+    begins, whole = [], ""
+    for _, text in parts:
+        begins.append(len(whole))
+        whole += text + "\n\n"
+    found = tools.LintFile(where, content=whole).lint({**config.DEFAULT, "checks": asked})
+    out = []
+    for one in found:
+        start, end = (at - 1 for at in one.check_result.span)  # it puts a line before the text
+        if "\n\n" not in whole[start:end].strip():  # words of one text, not of two
+            line = parts[bisect_right(begins, start) - 1][0]
+            out.append(f"{where}:{line}: “{whole[start:end].strip()}”: {one.check_result.message}")
+    return out
+
+
+@pytest.mark.parametrize(
+    ("files", "texts"),
+    [(PYTHON, python_texts), (NATIVE, native_texts), (MARKDOWN, markdown_texts)],
+    ids=["python", "native", "markdown"],
+)
+def test_proselint_finds_nothing_and_no_sentence_is_too_long(files: list[Path], texts) -> None:
+    found = []
+    for path in files:
+        where, source = str(path.relative_to(ROOT)), path.read_text()
+        found += too_long(texts(source), where) + of_proselint(texts(source), where)
+    assert not found, "\n".join(["docs/style.md says how to put it:", *found])
+
+
+def test_proselint_and_the_limit_see_a_bad_sentence() -> None:
+    source = "x = 1  # fine here\ny = 2  # it was at that point in time a a moment\n"
+    said = of_proselint(python_texts(source), "x.py")
+    assert len(said) == 2 and all(one.startswith("x.py:2: ") for one in said), said
+    assert too_long(python_texts(f'"""{"word " * 51}."""'), "x.py") == [
+        "x.py:1: 51 words in “word word word word word word ...”: two sentences"
+    ]
+    assert not too_long(python_texts(f'"""{"word " * 30}. {"word " * 30}."""'), "x.py")
+
+
 @pytest.mark.parametrize(
     ("files", "texts"),
     [(PYTHON, python_texts), (NATIVE, native_texts), (MARKDOWN, markdown_texts)],
@@ -92,7 +160,7 @@ def test_no_sentence_has_a_banned_word(files: list[Path], texts) -> None:
     assert len(files) > 5
     found = []
     for path in files:
-        code = texts is python_texts
+        code = texts is not markdown_texts
         found += complaints(texts(path.read_text()), str(path.relative_to(ROOT)), code)
     assert not found, "\n".join(["docs/style.md says how to put it:", *found])
 

@@ -100,7 +100,7 @@ class GpuAccount:
 
     @property
     def not_computing_ns(self) -> int:
-        """Time that could be saved at the very most: waiting, for copies or the host."""
+        """Time that could be saved at most: waiting, for copies or the host."""
         return self.ns(*COPIES, *HOST) + self.unknown_ns().get(Unknown.BETWEEN_OPERATIONS, 0)
 
     def unknown_ns(self) -> dict[Unknown, int]:

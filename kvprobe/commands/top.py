@@ -87,7 +87,7 @@ def command(target: str | None, interval: float, once: bool, as_json: bool, prom
                 _print(views, offloads.look(views))
         return
     if not sys.stdout.isatty() and not prometheus and not live.look() and not _waiting(run_folder):
-        raise KvprobeError(NOTHING)  # whoever reads a pipe would wait for ever
+        raise KvprobeError(NOTHING)  # whoever reads a pipe would wait without end
     with suppress(KeyboardInterrupt), served(run_folder, prometheus) if prometheus else nullcontext():
         _watch(live, interval, offloads)
 

@@ -5,8 +5,8 @@ lengths, sampled tokens) queue behind hundreds of megabytes of blocks, although 
 priorities do not help: they have no effect on copies.
 
 Signature: a pinned copy of at most 64 KiB that could have started (submitted, its stream's previous operation over) at
-least 100 µs before it did, while the engine of its direction worked for other streams for at least 80% of that time,
-and one of these streams moved at least 16 times as much meanwhile as it, and as what its own stream goes on to move:
+least 100 µs before it did. For at least 80% of that time the engine of its direction worked for other streams, and
+one of these streams moved at least 16 times as much meanwhile as it, and as what its own stream goes on to move:
 streams that are given a burst each wait for one another as well, and are no small copies. A full queue holds the
 caller; here the call returns at once.
 

@@ -70,7 +70,7 @@ def open_question(joined: JoinedRecording) -> Finding | None:
         return None
     return joined.device_question(
         CAUSE,
-        "{calls} copies keep the link busy for about {lost}, nearly all of the time",
+        "{calls} copies keep the link busy for about {lost}, nearly all the time",
         np.concatenate(chosen),
         np.concatenate(taken),
         evidence=evidence,

@@ -10,7 +10,7 @@ its bytes; it does not matter whether the queue is deep, which separates it from
 Needs: the memory kind of copies (every recorder has it). Source: programming guide; shared measurements: 9.7 µs for
 64 KiB instead of 1.0 µs.
 
-Predicted saving: all of the excess, less the time the same bytes take at link rate where the very next call of the
+Predicted saving: all of the excess, less the time the same bytes take at link rate where the next call of the
 thread waits for them anyway (then pinning removes the staging only).
 """
 
@@ -98,7 +98,7 @@ def find(joined: JoinedRecording) -> Finding | None:
 
 
 def _waited_for_ns(joined: JoinedRecording, rows: Array) -> float:
-    """What the bytes of those copies take on the link that the very next call of their thread waits for anyway."""
+    """What the bytes of those copies take on the link that the next call of their thread waits for anyway."""
     follows = np.zeros(len(joined.start), dtype=bool)
     order = joined.by_caller
     if len(order) > 1:

@@ -57,6 +57,19 @@ def compiler() -> list[str]:
     raise BuildError(f"no C compiler: {wanted} not found; install one (Debian: apt-get install gcc) or set CC")
 
 
+def platform_tag() -> str:
+    """The platform that the compiler compiles for, as a wheel's tag has it: linux_aarch64 of a cross compiler.
+
+    Raises:
+        BuildError: there is no compiler.
+    """
+    said = subprocess.run([*compiler(), "-dumpmachine"], capture_output=True, text=True, check=False).stdout
+    machine = said.partition("-")[0]
+    if machine in ("x86_64", "aarch64"):
+        return f"linux_{machine}"
+    return sysconfig.get_platform().replace("-", "_").replace(".", "_")  # called otherwise by compiler and pip
+
+
 def nvtx_include() -> Path | None:
     """Folder of the NVTX C headers of the package nvidia-nvtx, or None where it is not installed."""
     for entry in sys.path:
@@ -76,7 +89,9 @@ def build(target: Path = LIB, extra_cflags: tuple[str, ...] = ()) -> list[Path]:
     target.mkdir(parents=True, exist_ok=True)
     headers = sorted(NATIVE.glob("*/*.h"))
     include = nvtx_include()
-    nvtx = ["-DKVP_HAVE_NVTX=1", "-isystem", str(include)] if include else []
+    nvtx = ["-DKVP_HAVE_NVTX=1", "-isystem", str(include), f"-ffile-prefix-map={include}=nvtx"] if include else []
+    # the same bytes in every folder: debuggers find the sources from the tree's root
+    paths = f"-ffile-prefix-map={NATIVE.parents[1]}=."
     built = []
     for name, patterns in LIBRARIES.items():
         sources = sorted({path for pattern in patterns for path in NATIVE.glob(pattern)})
@@ -87,9 +102,9 @@ def build(target: Path = LIB, extra_cflags: tuple[str, ...] = ()) -> list[Path]:
         if not output.exists() or output.stat().st_mtime < newest:
             partial = output.with_name(f".{name}.{os.getpid()}")
             private = ["-DKVP_PRIVATE_CORE=1"] if name == "libkvprobe_interpose.so" else []
-            command = [*compiler(), *CFLAGS, *extra_cflags, *private, *nvtx, f"-I{NATIVE / 'src'}", "-o", str(partial)]
-            command += [str(path) for path in sources] + LDFLAGS + shlex.split(os.environ.get("LDFLAGS", ""))
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            command = [*compiler(), *CFLAGS, paths, *extra_cflags, *private, *nvtx, f"-I{NATIVE / 'src'}"]
+            command += ["-o", str(partial), *map(str, sources), *LDFLAGS, *shlex.split(os.environ.get("LDFLAGS", ""))]
+            done = subprocess.run(command, cwd=NATIVE, capture_output=True, text=True, check=False)
             if done.returncode:
                 partial.unlink(missing_ok=True)
                 raise BuildError(f"{name} did not compile ({shlex.join(command[:1])}):\n{done.stderr.strip()}")
@@ -125,10 +140,9 @@ else:
             if self.target_name != "wheel":
                 return
             try:
-                libraries = build()
+                libraries, platform = build(), platform_tag()
             except BuildError as error:
                 raise SystemExit(f"kvprobe: {error}") from None
-            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{platform}"
             # what Python runs at its start lies beside the package, not in it

@@ -392,7 +392,7 @@ SHARED = (  # as kvp_layout counts them
 
 
 def path_of(name: str) -> Path:
-    """Path of a native library, built on the spot in a source tree that has none yet.
+    """Path of a native library, built at once in a source tree that has none yet.
 
     Raises:
         NativeError: it is absent and cannot be built; the text says what to do.

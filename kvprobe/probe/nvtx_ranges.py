@@ -20,7 +20,7 @@ class Ranges(Protocol):
         """Closes it."""
 
     def mark(self, text: str) -> None:
-        """A point in time."""
+        """An instant."""
 
 
 class _Silent:

@@ -16,7 +16,7 @@ def link_rate(recording: Recording, direction: Direction) -> tuple[float, str]:
     """Bytes per second that one copy of this direction can reach, and how that is known; 0 where unknown.
 
     The machine's own figure where the recording has one; else the ninth decile of pinned copies, or of runs of copies
-    between two marks, of at least 1 MiB in this very recording (a lower bound of the link).
+    between two marks, of at least 1 MiB in this recording (a lower bound of the link).
     """
     fact = recording.machine.get("link_bytes_per_s")
     if isinstance(fact, dict):

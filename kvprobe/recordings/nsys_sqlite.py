@@ -121,7 +121,7 @@ class Export:
         self.db = sqlite3.connect(
             f"file:{quote(os.fsencode(path))}?mode=ro&immutable=1", uri=True, check_same_thread=False
         )
-        # An attacker's view or virtual table could compute for ever: only plain tables are read.
+        # An attacker's view or virtual table could compute without end: only plain tables are read.
         self.db.text_factory = lambda raw: raw.decode("utf-8", "replace")
         if hasattr(self.db, "setlimit"):  # Python 3.11
             self.db.setlimit(0, 1 << 26)  # SQLITE_LIMIT_LENGTH: no text longer than 64 MiB
@@ -180,7 +180,7 @@ class Export:
         """The columns as SQLite reads them."""
         picks = ", ".join(f'coalesce(CAST("{name}" AS INTEGER), {absent})' for name, absent in wanted.items())
         cursor = self.db.execute(f'SELECT {picks} FROM "{table}"')
-        # A damaged b-tree can repeat a page for ever; a row cannot take less than four bytes.
+        # A damaged b-tree can repeat a page without end; a row cannot take less than four bytes.
         most = max(self.bytes // 4, 1)
         expected = self._rows_expected(table)
         found = [Growing(expected) for _ in wanted]

@@ -26,7 +26,7 @@ SLEEP, WAKE = "sleep", "wake"
 PHASES: dict[str, dict[str, tuple[str, ...]]] = {
     SLEEP: {
         "pin": ("cudaHostAlloc", "cudaMallocHost", "cudaHostRegister", "cuMemHostAlloc", "cuMemHostRegister"),
-        "copy": (),  # to the CPU; of at least LEAST_COPY where no server says that it sleeps
+        "copy": (),  # to the CPU; of LEAST_COPY bytes or more where no server says that it sleeps
         "unmap": ("cuMemUnmap", "cuMemRelease", "cuMemExportToShareableHandle"),
     },
     WAKE: {

@@ -83,7 +83,7 @@ def nsys_name(name: str) -> str:
 
 
 # First match wins. Host functions and stream memory operations wait in the queue like events do, and like events
-# leave no execution, so they are EVENT: counted as submissions they would stay outstanding for ever.
+# leave no execution, so they are EVENT: counted as submissions they would stay outstanding to the end.
 _KINDS: Sequence[tuple[re.Pattern[str], CallKind]] = tuple(
     (re.compile(pattern), kind)
     for pattern, kind in (

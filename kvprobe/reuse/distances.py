@@ -1,8 +1,8 @@
 """LRU stack distances of a whole series of uses at once, exact, with numpy.
 
 A use finds its block in a pool that gives up the least recently used one (LRU) if, and only if, at most as many
-different blocks as the pool holds were used since the block's last use, itself included (Mattson and others,
-"Evaluation techniques for storage hierarchies", IBM Systems Journal 1970). One pass so answers for every size.
+different blocks as the pool holds were used since the block's last use, itself included. The source is Mattson and
+others, "Evaluation techniques for storage hierarchies", IBM Systems Journal 1970. One pass so answers for every size.
 """
 
 from __future__ import annotations

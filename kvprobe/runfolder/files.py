@@ -2,7 +2,7 @@
 
 A run folder may lie in a folder that others write to, and a watched program may run as root. So every file of kvprobe
 is 0600, every folder 0700; a name that somebody else put there (a link, another's file, a device) is refused and not
-followed; and what is replaced is replaced whole.
+followed; and a file is only ever replaced as a whole.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def read(path: str | os.PathLike[str], limit: int = READ_LIMIT) -> bytes:
     """A file's bytes.
 
     Raises:
-        OSError: it cannot be read, is not a regular file (a pipe would wait for ever), or is larger than `limit`.
+        OSError: it cannot be read, is not a regular file (a pipe would wait without end), or is larger than `limit`.
     """
     with _opened(path) as file:
         if os.fstat(file.fileno()).st_size > limit:

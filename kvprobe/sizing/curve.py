@@ -23,7 +23,7 @@ class Curve:
     """The questions of one pool by how far back their block was used, and what follows for every size.
 
     Attributes:
-        distance: (questions,) float64, estimated number of different blocks since the last use, itself included; FIRST.
+        distance: (questions,) float64, estimated number of distinct blocks since the last use, itself included; FIRST.
         what: (questions,) uint8, LOADED or STORED.
         weight: of all questions for which each of these stands.
         asked: all questions.

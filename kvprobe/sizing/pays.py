@@ -90,7 +90,7 @@ def _wait(recording: Recording, uses: Uses, benefit: Benefit | None, how: list[s
         ns = float(((moved["end_ns"] - moved["start_ns"]) * moved["one_in"])[mine].sum())
         size = float((moved["bytes"] * moved["one_in"])[mine].sum())
         if size > 0:
-            how.append("all of the time that loads take is counted as waiting: what hides behind compute is not told")
+            how.append("the whole time that loads take is counted as waiting: what hides behind compute is not told")
             return ns / size * uses.block_bytes
     return None
 

@@ -15,7 +15,7 @@
  * - A channel of depth D has D - slack slots of its own; a further slack of min(21, D / 8) slots belongs to all
  * channels of the class together. One stream therefore takes 1,021 copies, streams on C channels take C * 1,000 + 21.
  *   A copy holds its slot until it has completed; compute-class work only until it starts, so that behind a running
- *   kernel there is room for exactly 1,021 launches.
+ *   kernel exactly 1,021 launches find a slot.
  * - A channel is first in, first out across its streams: an operation that cannot start (its stream waits) holds back
  *   what other streams put behind it.
  * - A call that finds no slot blocks until one is handed to it, first come, first served, one per completion. It then
@@ -77,7 +77,7 @@ typedef struct {
     uint64_t memory_bytes;     /* device memory; 8 GiB */
     uint64_t pinned_bytes;     /* limit of pinned host memory; none */
     uint64_t runtime_version;  /* 13000; below 13000 the exported cudaMemcpyBatchAsync has 12.8's signature (failIdx) */
-    double submit_ns;          /* 1000: host time of a submission that finds room, as a driver takes it (1.04 us on an
+    double submit_ns;          /* 1000: host time of a submission that finds a slot, as a driver takes it (1.04 us on an
                                   H200); negative: as fast as this library can */
     uint64_t virtual_clock;    /* 1: time is simulated (see VIRTUAL CLOCK); 2: real, whatever the environment says */
     uint64_t seed;             /* 1; of the virtual clock: decides the order of what happens at the same time */

@@ -87,7 +87,7 @@ static void apply(runtime *rt, const kvhost_config *given) {
 /* ---- life ---------------------------------------------------------------------------------------------------------
  */
 
-/* In a child the parent's threads are gone and its locks may be held for ever: none of it is touched again. */
+/* In a child the parent's threads are gone and its locks may never be given back: none of it is touched again. */
 static void in_child(void) {
     atomic_store(&kvh_current, NULL);
     pthread_mutex_init(&start_lock, NULL);

@@ -249,7 +249,7 @@ static void settle_channel(runtime *rt, channel *ch) {
             kvh_complete(rt, o, o->start_ns);
             continue;
         }
-        /* what computes leaves its queue when it starts: behind it there is room for a full depth */
+        /* what computes leaves its queue when it starts: behind it a full depth is free */
         kvh_release_slot(rt, o);
         if (o->kind == OP_HOSTFN)
             kvh_host_start(rt, o);

@@ -3,7 +3,7 @@
 
 #include <stdlib.h>
 
-/* Waits as `p` says; runtime.lock is held before and after. cudaErrorLaunchTimeout: it would be for ever. */
+/* Waits as `p` says; runtime.lock is held before and after. cudaErrorLaunchTimeout: the wait would never end. */
 static cudaError_t park(call *c, parkers *list, parker *p, enum kvhost_reason reason) {
     runtime *rt = c->rt;
     uint64_t since = kvh_now(rt);

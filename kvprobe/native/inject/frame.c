@@ -14,7 +14,7 @@
 
 enum { XSTATE_MAGIC1 = 0x46505853, XSTATE_MAGIC2 = 0x46505845 };
 enum { FEATURES_AT = 464, USED_AT = 512, HEADER_END = 576 }; /* in an image of XSAVE */
-#define TILES (UINT64_C(3) << 17)     /* AMX, which a program has to ask for: its room is there where it is used */
+#define TILES (UINT64_C(3) << 17)     /* AMX, which a program has to ask for: its space is there where it is used */
 enum { FP_XSTATE = 1, SEGMENTS = 6 }; /* uc_flags: vector registers; cs and ss are restored as they are here */
 
 struct kernel_frame {

@@ -86,7 +86,7 @@ struct target {
     struct area *areas; /* memory that may be written */
     size_t object_count, area_count;
     uint64_t mapped_to;            /* end of the newest mapping that was read */
-    uint64_t free_bytes, free_at;  /* the largest room where nothing is mapped, and the middle of it */
+    uint64_t free_bytes, free_at;  /* the largest range where nothing is mapped, and the middle of it */
     uint64_t held_ns;              /* threads were, together; from asking one to stop, until it was let go */
     uint64_t restore, system_call; /* code of the C library: the end of a signal handler; `syscall; ret` */
     int refused, stopped;          /* a thread may not be traced; the process was stopped by a signal */
@@ -123,7 +123,7 @@ struct borrowed {
 
 /* Where a thread continues that is not to be told by the kernel: before the system call that it waited in. */
 struct user_regs_struct kvp_resting(const struct user_regs_struct *was);
-/* Writes the frame below what the thread's stack holds; 0: there is no room. */
+/* Writes the frame below what the thread's stack holds; 0: there is no space. */
 int kvp_frame_write(struct borrowed *b);
 
 /* ---- borrow.c ---------------------------------------------------------------------------------------------------- */

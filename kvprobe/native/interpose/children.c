@@ -151,7 +151,7 @@ static char *join(const struct join *j, const char *given, char **to) {
     return text;
 }
 
-/* `to` has room for count(env) + ADDED + 4 words, `memory` for room(env) bytes. */
+/* `to` has space for count(env) + ADDED + 4 words, `memory` for `room(env)` bytes. */
 static void complete(char **to, char *memory, char *const *env) {
     size_t n = 0;
     int same = value_in(env, RUN) && !strcmp(value_in(env, RUN), run_folder);

@@ -4,11 +4,11 @@
  * WHEN. In the copy's own call, after it has been submitted: later its source may hold the next step's bytes. Of a copy
  * from the device it is what lies where it will go, which is what the store before it left there.
  *
- * WHICH. By place, not by chance: a place that is looked at is looked at at each of its copies, for two looks at one
+ * WHICH. By place, not by chance: a place that is chosen is looked at in each of its copies, for two looks at one
  * place are what tells. A mask over a hash of the address lets as many places through as the budget pays for.
  *
- * HOW MUCH. All of a copy of up to LOOK bytes, else PIECES pieces spread over it, which begin at pages. A thousandth of
- * the wall time, and of a process's age not more looks than the ring can hold of hours.
+ * HOW MUCH. All of a copy of up to LOOK bytes, else of PIECES parts spread over it, which begin at pages. A thousandth
+ * of the wall time, and of a process's age not more looks than the ring can hold of hours.
  *
  * HAZARDS. The memory may be gone or unreadable by now: the kernel reads it (process_vm_writev, into memory of ours),
  * and a fault there is an error, not a signal. Reading the local side it follows the process's own page tables, so

@@ -313,7 +313,7 @@ static void uring_submitted(uint64_t began, const struct seen_operation *seen, i
     }
 }
 
-/* Room for what is looked at lies in the frame of this function alone, which is entered for nothing else. */
+/* Space for what is looked at lies in the frame of this function alone, which is entered for nothing else. */
 static __attribute__((noinline)) int uring_call(any_fn *function, struct uring *u, unsigned wait, int waits) {
     struct seen_operation seen[URING_MOST];
     unsigned more;

@@ -3,7 +3,7 @@
  *
  *   call direction bytes count stream start_ns dur_ns tid after_copy queue_full
  *
- * Where only calls below some modules count, the others leave the file again and take none of its room; a stack that
+ * Where only calls below some modules count, the others leave the file again and take none of its space; a stack that
  * faulthandler cut is written once more behind what says so, whole.
  *
  * `direction` is that of the record (kvp.h). `after_copy` is 1 for a synchronisation that directly follows a copy of
@@ -35,7 +35,7 @@ typedef struct {
 } kvp_gate_options;
 
 typedef struct {
-    uint64_t left_out, slow_left_out; /* calls that found no room, or could not be written */
+    uint64_t left_out, slow_left_out; /* calls that found no space, or could not be written */
     int32_t blind;                    /* nothing of this process was seen any more */
 } kvp_gate_seen;
 

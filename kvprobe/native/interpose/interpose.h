@@ -82,7 +82,7 @@ extern struct watch kvp_watch;
 /* wrap.c */
 int kvp_batch_has_fail_index(void *real); /* of cudaMemcpyBatchAsync: CUDA 12.8's signature */
 void kvp_forget_signatures(void);         /* of functions whose library may have gone */
-/* A function or a word that leads to one finds no room here: the run folder is told, so that the recording does not
+/* A function or a word that leads to one finds no space here: the run folder is told, so that the recording does not
  * pass for a whole one. */
 void kvp_not_wrapped(void);
 

@@ -27,7 +27,7 @@ static __thread struct {
         uint64_t start, size;
         uint8_t kind, node; /* node: of NUMA, plus one; 0 where it was not asked or not told */
     } range[RANGES];
-} known __attribute__((aligned(64), tls_model("initial-exec")));
+} known KVP_THREAD_ALIGNED __attribute__((tls_model("initial-exec")));
 
 void kvp_fetch_ranges(void) { __builtin_prefetch(&known.range[known.last]); }
 

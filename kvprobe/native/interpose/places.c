@@ -229,7 +229,7 @@ static uint64_t identity(int fd, const struct stat *s) {
     return (h ^ h >> 32) << 8;
 }
 
-/* On a signal handler's own stack there may be no room to look. */
+/* On a signal handler's own stack there may be no space to look. */
 static int on_small_stack(void) {
     stack_t stack;
     return !sigaltstack(NULL, &stack) && (stack.ss_flags & SS_ONSTACK);

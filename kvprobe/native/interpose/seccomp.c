@@ -1,5 +1,5 @@
 /* A program that puts itself under seccomp may die of any system call that it did not foresee. From then on the ring
- * makes none: calls go on being counted, in the room that is there (in strict mode they are not). Seen are prctl and
+ * makes none: calls go on being counted, in the space that is there (in strict mode they are not). Seen are prctl and
  * libseccomp's seccomp_load; who calls the kernel directly is not. */
 #define _GNU_SOURCE
 #include "cures.h"

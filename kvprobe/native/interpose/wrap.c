@@ -49,8 +49,8 @@ static uint64_t folder_bytes(void) {
     return total;
 }
 
-/* Half of what is left for each process, and half of that for the detail of its first threads; those that find no room
- * are counted. 0: there is no room for another file. The observer packs those of short processes that have ended. */
+/* Half of what is left for each process, and half of that for the detail of its first threads; those that find no space
+ * are counted. 0: there is no space for another file. The observer packs those of short processes that have ended. */
 static int limit(kvp_ring_options *options) {
     if (!options->ring_capacity) options->ring_capacity = kvp_watch.detail == DETAIL_TOTALS ? SEVERAL_RECORDS : RECORDS;
     if (!options->slow_capacity) options->slow_capacity = RECORDS / 8;

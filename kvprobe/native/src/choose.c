@@ -69,7 +69,7 @@ static kvp_method_row *add(kvp_method_table *t, int d, uint32_t method, uint32_t
     return row;
 }
 
-/* bytes_per_ns: of large copies; at least least_ns a copy; gap_ns more for each copy than its bytes take. */
+/* bytes_per_ns: of large copies; least_ns a copy or more; gap_ns more for each copy than its bytes take. */
 static void fill(kvp_method_row *row, double fixed, double gap_ns, double bytes_per_ns, double least_ns,
                  double submit) {
     for (int i = 0; i < KVP_CHOOSE_SIZES; i++) {

@@ -74,7 +74,7 @@ void kvp_finish(kvp_submitter *s, struct kvp_job *j, int error, uint32_t fault) 
         }
     }
     s->ended[(s->ended_first + s->ended_count++) % s->ended_room] = t->id;
-    kvp_must(s, s->ended_count <= s->ended_room, "more ids of ended transfers than there is room for");
+    kvp_must(s, s->ended_count <= s->ended_room, "more ids of ended transfers than there is space for");
     __atomic_store_n(&t->state, t->fault ? KVP_FAILED : KVP_DONE, __ATOMIC_RELEASE);
     atomic_fetch_sub(&s->pending, 1); /* with the lock: who has seen the end and reads the counts, finds it counted */
     pthread_mutex_unlock(&s->lock);

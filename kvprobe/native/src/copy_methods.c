@@ -142,7 +142,7 @@ typedef int (*launch_fn)(void *, unsigned, unsigned, unsigned, unsigned, unsigne
 static uint64_t units_in(uint64_t bytes, uint64_t unit) { return (bytes + unit - 1) / unit; }
 
 /* Launches a copy kernel on the list's first `count` entries. Copies that all have the same number of units are cut
- * into them by the kernel; else the longest are cut here, as far as the list has room. */
+ * into them by the kernel; else the longest are cut here, as far as the list has space. */
 static int launch(const kvp_copier *c, const kvp_copy_kernel *k, uint32_t count, uint32_t ctas, void *stream,
                   kvp_copy_list *list) {
     uint64_t sum = 0, longest = 0, shortest = UINT64_MAX;

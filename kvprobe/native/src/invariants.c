@@ -18,7 +18,7 @@ struct held {
 static struct held check_line(kvp_submitter *s, const struct line *l) {
     struct held held = {0};
     const struct marker *before = NULL;
-    kvp_must(s, l->tail - l->head <= MARKERS, "more marks than there is room for");
+    kvp_must(s, l->tail - l->head <= MARKERS, "more marks than there is space for");
     for (uint32_t i = l->head; i != l->tail; i++) {
         const struct marker *m = &l->marker[i % MARKERS];
         uint32_t marks = (m->event != NULL) + (m->start != NULL);
@@ -55,7 +55,7 @@ static void check_room(kvp_submitter *s, int d) {
     enum { LEAST = 4 }; /* a copy, and what is around it: so much is always submitted */
     struct direction *dir = &s->direction[d];
     uint64_t places = atomic_load(&dir->places), usable = kvp_usable(s), slots = 0;
-    kvp_must(s, places <= (usable > LEAST ? usable : LEAST), "more was submitted than there is room for");
+    kvp_must(s, places <= (usable > LEAST ? usable : LEAST), "more was submitted than there are slots for");
     if (!s->config.slots) return;
     for (uint32_t i = 0; i < s->config.streams; i++) slots += s->config.slots(s->config.pooled[d][i]);
     kvp_must(s, slots <= places, "operations in a launch queue that are not counted");

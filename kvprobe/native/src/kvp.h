@@ -275,7 +275,7 @@ typedef struct {
     char rank[16];     /* what the environment says: RANK, VLLM_DP_RANK, ... (ring.c); empty where it says nothing */
     uint64_t pid_namespace; /* inode of /proc/self/ns/pid; 0 = not known */
     uint64_t start_ticks;   /* when the process began, as in /proc/self/stat; 0 = not known */
-    /* Processes that found no room for a file of their own: their calls are in over_*, together; pid is 0 then, and
+    /* Processes that found no space for a file of their own: their calls are in over_*, together; pid is 0 then, and
      * there are no sections. 0 = the file is one process's. */
     volatile uint32_t sharers;
 } kvp_file_header;
@@ -326,8 +326,8 @@ typedef struct {
 /* Opens this process's ring file at `path` (created, must not exist). Returns 0 or a negative errno. At most one ring
  * is open in a process (per shared library that links this file). */
 KVP_EXPORT int kvp_ring_open(const char *path, const char *producer, const kvp_ring_options *options);
-/* Instead: opens a file that all processes without room share (made where it is missing). Calls are counted in it, by
- * what was called, and nothing else; so it never grows. Returns as kvp_ring_open. */
+/* Instead: opens a file that all processes without one of their own share (made where it is missing). Calls are counted
+ * in it, by what was called, and nothing else; so it never grows. Returns as kvp_ring_open. */
 KVP_EXPORT int kvp_ring_open_shared(const char *path, const char *producer);
 /* Marks the file closed and stops writing; memory stays mapped, so a late writer cannot crash. */
 KVP_EXPORT void kvp_ring_close(void);
@@ -360,7 +360,7 @@ enum kvp_keep {
     KVP_KEEP_SEVERAL = -2
 };
 /* Says that this thread enters a call, so that an observer can see it blocked there, and has the lines fetched that
- * kvp_ring_write will touch. Optional. 0: there is no ring, or no room in it for this thread. */
+ * kvp_ring_write will touch. Optional. 0: there is no ring, or no space in it for this thread. */
 KVP_EXPORT int kvp_ring_enter(uint32_t call, uint64_t stream, uint64_t now_ns);
 
 #endif

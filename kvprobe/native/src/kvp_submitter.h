@@ -2,7 +2,7 @@
  * end.
  *
  * One native thread alone touches the copy streams. A caller hands a job over and leaves; a copy is submitted once what
- * it waits for on the device is over and the launch queue has room for it, so nothing of ours ever stands in a launch
+ * it waits for on the device is over and the launch queue has slots for it, so nothing of ours ever stands in a launch
  * queue behind compute work, and no call of ours meets a full queue. Each submission is followed by an event (a
  * marker): whatever is outstanding is covered by something that will tell. Within a direction jobs start and end in the
  * order they came.

@@ -89,7 +89,7 @@ static struct {
     struct section sections[SECTIONS_LIMIT];
     void *header_memory; /* as section.memory; of KVP_HEADER_BYTES */
     int sealed;          /* no system call any more */
-    int shared;          /* the file is that of all processes without room */
+    int shared;          /* the file is that of all processes that got no space */
     char path[4096];
 } ring __attribute__((aligned(64)));
 
@@ -312,7 +312,7 @@ static void over(const kvp_record *r) {
 
 /* ---- detail ------------------------------------------------------------------------------------------------- */
 
-/* More room for a ring that has filled what it has; where there is none, the ring stays this long. */
+/* More space for a ring that has filled what it has; where there is none, the ring stays this long. */
 static __attribute__((noinline)) void grow_ring(struct section *section, kvp_record *records, uint64_t *ready,
                                                 uint64_t first, volatile uint64_t *capacity) {
     uint64_t more = !*ready ? first : *ready < MORE_RECORDS ? *ready : MORE_RECORDS;

@@ -1,4 +1,4 @@
-/* The submitter's steps: take what was handed over, see what the device has reached, submit what has room. */
+/* The submitter's steps: take what was handed over, see what the device has reached, submit what finds slots. */
 #include "submitter.h"
 
 #include <stdio.h>
@@ -249,7 +249,7 @@ static void add_marker(kvp_submitter *s, struct direction *dir, const struct att
     uint64_t rate = dir->rate ? dir->rate : 1;
     dir->due_ns = (dir->due_ns > now ? dir->due_ns : now) + (uint64_t)((double)a->bytes / (double)rate * 1e9);
     uint32_t places = a->places + (event != NULL) + (start != NULL);
-    kvp_must(s, dir->line.tail - dir->line.head < MARKERS, "more marks than there is room for");
+    kvp_must(s, dir->line.tail - dir->line.head < MARKERS, "more marks than there is space for");
     dir->line.marker[dir->line.tail % MARKERS] = (struct marker){.event = event,
                                                                  .start = start,
                                                                  .stream = dir->stream,
@@ -414,7 +414,8 @@ static struct launch put_together(kvp_submitter *s, struct direction *dir, int d
     return l;
 }
 
-/* Submits by the method, and where that takes nothing by a lower one. No copies and no error: there is no room yet. */
+/* Submits by the method, and where that takes nothing by a lower one. No copies and no error: there are no slots yet.
+ */
 static struct attempt try_methods(kvp_submitter *s, struct direction *dir, int d, uint32_t room, struct launch *l) {
     for (;;) {
         kvp_copy_list list = {0};

@@ -58,7 +58,7 @@ struct kvp_job {
     uint64_t count;
     const uint32_t *gpu, *cpu;
     int64_t *data;  /* what they point into; gone when the job has ended */
-    uint64_t words; /* room in it */
+    uint64_t words; /* space in it */
     uint64_t claim; /* tails of a packed pool that are promised to what is not submitted yet */
     /* addresses: what all jobs of a request share, until they have ended; and this one's part of its bases */
     struct addresses *of;
@@ -103,7 +103,7 @@ struct marker {
 struct line { /* markers of one stream after another, first in, first out */
     struct marker marker[MARKERS];
     uint32_t head, tail;
-    uint64_t end_ns; /* when the newest marker that was reached was reached, on the device */
+    uint64_t end_ns; /* when the device reached the newest marker that it has reached */
 };
 
 struct direction {
@@ -192,7 +192,7 @@ struct kvp_submitter {
     atomic_ullong launches[2][KVP_METHODS], moved[2][KVP_METHODS];
     atomic_ullong cta_bytes[2];
     atomic_ullong longest_ns, steps, stuck_job;
-    void *pinned[PINNED];      /* events that somebody is about to wait for, so far as there is room; with the lock */
+    void *pinned[PINNED];      /* events that somebody is about to wait for, so far as there is space; with the lock */
     const char *_Atomic wrong; /* the first invariant that was broken */
     float cell_share;          /* of pools of cells, all the thread's own: see cells.c */
     uint32_t cell_rest;        /* launches that are not coded before it is tried again */

@@ -21,7 +21,7 @@
 #define RELAXED_CAPTURE 2 /* cudaStreamCaptureModeRelaxed */
 
 #ifdef KVP_EXPLORE
-#define ENDED_FIRST 4 /* ids of ended jobs there is room for at first */
+#define ENDED_FIRST 4 /* ids of ended jobs there is space for at first */
 #define HANDING(s, more) atomic_fetch_add(&(s)->handing, (unsigned)(more))
 #else
 #define ENDED_FIRST 1024
@@ -266,7 +266,7 @@ static int shared_is_free(void *direction) {
     return 1;
 }
 
-/* On a virtual clock the submitter runs on this very thread: whoever waits for its lock lets it go on. */
+/* On a virtual clock the submitter runs on this thread: whoever waits for its lock lets it go on. */
 static void lock_shared(kvp_submitter *s, struct direction *dir) {
     if (s->threaded)
         pthread_mutex_lock(&dir->shared_lock);

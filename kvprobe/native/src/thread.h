@@ -11,6 +11,14 @@
 
 #define KVP_HIDDEN __attribute__((visibility("hidden")))
 
+/* dlopen aligns an initial-exec variable as the C library aligns a thread's control block, and refuses one that wants
+ * more: 64 bytes on x86-64, 16 on aarch64. */
+#if defined(__x86_64__)
+#define KVP_THREAD_ALIGNED __attribute__((aligned(64)))
+#else
+#define KVP_THREAD_ALIGNED
+#endif
+
 struct kvp_thread {
     uint64_t ticks, ns, scale; /* the clock's base pair; scale: ns per tick, 32.32 fixed point */
     void *section;             /* ring.c: this thread's section, and the epoch of the file it is in */
@@ -20,7 +28,7 @@ struct kvp_thread {
     uint64_t launches;  /* interposer: kernel launches that this thread has made */
     uint32_t mark;      /* interposer: this call's return wants kvp_mark_after */
     uint32_t inside;    /* interposer: the runtime's own calls to the driver belong to the call that made them */
-} __attribute__((aligned(64)));
+} KVP_THREAD_ALIGNED;
 
 extern KVP_HIDDEN __thread struct kvp_thread kvp_thread __attribute__((tls_model("initial-exec")));
 extern KVP_HIDDEN uint64_t kvp_renew_ticks;

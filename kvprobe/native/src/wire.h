@@ -14,7 +14,7 @@
  * none), middle bytes (the exponent's lowest bit with the upper seven bits of the mantissa: a byte a value), codes
  * (half a byte a value, in words of eight values, those of even places in the lower half of a word: kvp_wire_shift),
  * escapes (four bytes each, in any order). A block that would not shrink travels as it is: without a header, so that it
- * never needs more room than the block, and whoever keeps it notes that it has as many bytes as the block.
+ * never needs more space than the block, and whoever keeps it notes that it has as many bytes as the block.
  *
  * Which top is best is the coder's business: the CPU's looks at every value, the GPU's at some.
  *
@@ -227,7 +227,7 @@ KVP_EXPORT void kvp_wire_histogram(uint32_t type, const void *raw, uint64_t raw_
 KVP_EXPORT uint64_t kvp_wire_size(uint32_t type, const void *raw, uint64_t raw_bytes);
 
 /* Writes the block's cell and returns its bytes, fewer than raw_bytes; or writes nothing and returns raw_bytes. `cell`
- * has room for raw_bytes. Blocks of other types are given as 0: they travel as they are. */
+ * has space for raw_bytes. Blocks of other types are given as 0: they travel as they are. */
 KVP_EXPORT uint64_t kvp_wire_code(uint32_t type, const void *raw, uint64_t raw_bytes, void *cell);
 
 /* Writes the block again: 0, or enum kvp_wire_refusal, and then what stands in `raw` means nothing. Reads cell_bytes

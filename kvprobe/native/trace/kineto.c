@@ -524,7 +524,7 @@ KVT_EXPORT int kvt_want(kvt_scan_state *s, const char *category, uint8_t code) {
 
 /* Scans events from `text` on. Sets how many rows were written and how many bytes are done with. Returns
  * KVT_MORE: the piece ends, perhaps inside an event; KVT_END: the list ended, `consumed` is behind its bracket;
- * KVT_FULL: no room for rows; KVT_BROKEN: no JSON from `consumed` on; KVT_MEMORY. */
+ * KVT_FULL: no space for rows; KVT_BROKEN: no JSON from `consumed` on; KVT_MEMORY. */
 KVT_EXPORT int kvt_scan(kvt_scan_state *s, const char *text, size_t length, kvt_row *rows, size_t room, size_t *written,
                         size_t *consumed) {
     cursor c = {text, text + length};

@@ -72,7 +72,7 @@ typedef struct {
     uint32_t queue_count;
 } kvt_queues;
 
-/* Room for one more. Nonzero: no memory. */
+/* Space for one more. Nonzero: no memory. */
 static int reserve(void **items, size_t *room, size_t count, size_t bytes) {
     if (count < *room) return 0;
     size_t more = *room ? *room * 2 : 1024;

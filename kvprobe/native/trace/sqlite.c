@@ -161,7 +161,8 @@ static int read_cell(const kvt_table *t, const uint8_t *cell, const uint8_t *end
     return 0;
 }
 
-/* Fills up to `room` rows of out[column * room + row]. SQL_MORE: there may be more; SQL_DONE; SQL_UNFIT: not for here.
+/* Fills up to `room` rows of out[column * `room` + row]. SQL_MORE: there may be more; SQL_DONE; SQL_UNFIT: not for
+ * here.
  */
 KVT_EXPORT int kvt_table_read(kvt_table *t, int64_t *out, uint64_t room, uint64_t *rows) {
     int64_t one[MOST_WANTED];
