@@ -356,7 +356,7 @@ struct kvp_storing {
     kvp_store_team &t;
     u32 id, thread, warp, lane;
     u32 raw, values, whole; // of the piece: bytes, values, vectors of eight of them
-    u32 top, last, room;    // room: escapes that leave the cell shorter than the piece
+    u32 top, last, room;    // the last: the most escapes with which a cell is shorter than its piece
     u32 dry, pass, looks;   // pieces in a row that did not shrink; pieces not to look at; pieces looked at
 
     __device__ __forceinline__ void wait() const { kvp_team_wait(id, TEAM); }

@@ -1,4 +1,4 @@
-/* The reserve of a packed pool: tails for what of cells has no room, and which of them are free or promised. */
+/* The reserve of a packed pool: tails for what of cells has no space, and which of them are free or promised. */
 #include "submitter.h"
 
 #include <stdlib.h>

@@ -139,7 +139,7 @@ int kvp_wire_decode(const void *cell, uint64_t cell_bytes, void *raw, uint64_t r
 
 /* ---- pools of cells ---------------------------------------------------------------------------------------------- */
 
-/* What of a cell has no room in its place; NULL: there is no tail for it. */
+/* What of a cell has no space in its place; NULL: there is no tail for it. */
 static uint8_t *tail_of(const kvp_wire_note *note, const kvp_wire_place *place, uint64_t raw_bytes) {
     uint64_t number = note->summed >> 1;
     return number ? place->tails + (number - 1) * kvp_wire_tail_bytes(raw_bytes, place->room) : NULL;
