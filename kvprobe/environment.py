@@ -213,10 +213,11 @@ NVTX = Variable(
 )
 MARKS = Variable(
     "KVPROBE_MARKS",
-    True,
-    _on,
-    "on or off",
-    "off: no timing events of kvprobe in the program's streams; then a recording does not show what the device did",
+    "auto",
+    _one_of("auto", "on", *NO),
+    "auto, on or off",
+    "whether timing events in the program's streams tell what the device did: auto does on a GPU; on: on the host "
+    "runtime, too",
     native=True,
 )
 CONTENTS = Variable(

@@ -5,8 +5,8 @@ Mechanism: the bytes that must move take longer than the compute beside them.
 Signature: over the recording one direction of the link is busy for at least 80% of the time, its copies run at 80% of
 the link's rate or more, and for at least 30% of the time it is busy no kernel of the process runs. The process has
 kernels, and most of that time lies between them: nothing shows that a model waits for what is copied before its first
-kernel, such as weights that are loaded once, or after its last one. Small, redundant, degraded and unhidden copies claim first:
-what is left really is bytes.
+kernel, such as weights that are loaded once, or after its last one. Small, redundant, degraded and unhidden copies
+claim first: what is left really is bytes.
 
 Where the device was not recorded, copies on streams of copies that carry 80% of the link's rate over the whole time are
 an open question: whether the model waits for them is not seen.

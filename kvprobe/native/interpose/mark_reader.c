@@ -16,6 +16,7 @@
 
 #include <pthread.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/prctl.h>
 #include <time.h>
 #include <unistd.h>
@@ -244,6 +245,7 @@ static void end_stale(struct mark_stream *s, uint64_t now) {
     int unknown = s->flags & MARK_UNKNOWN, open = s->count && !unknown;
     if ((!open && !(unknown && !paused_ns)) || s->per_thread || (s->legacy && kvp_watch.blocking)) return;
     if (open && (!s->first_ns || (!paused_ns && now - s->last_ns < MARK_STALE_NS))) return;
+    if (open && s->tail && s->tail->flags & MARK_UNSEEN) return; /* the stream is busy: one of ours in it is enough */
     if (kvp_mark_outstanding(s) <= kvp_mark_limit / 4) kvp_mark_place(s, open ? MARK_UNSEEN : 0);
 }
 
@@ -365,10 +367,12 @@ void kvp_mark_reader_start(void) {
 }
 
 uint32_t kvp_mark_limit = MARK_BUSY_LIMIT;
+int kvp_marks_asked;
 
 void kvp_marks_start(void) {
     const char *asked = getenv("KVPROBE_MARKS");
     if (asked && *asked && says_no(asked)) return;
+    kvp_marks_asked = asked && *asked && strcmp(asked, "auto");
     /* a larger scale gains marks nothing; behind a smaller one fewer submissions fill a queue */
     const char *scale = getenv("CUDA_SCALE_LAUNCH_QUEUES");
     double scaled = scale ? strtod(scale, NULL) : 1;
@@ -392,6 +396,10 @@ void kvp_marks_hold(void) {
 }
 
 void kvp_marks_go_on(void) { atomic_fetch_sub(&held, 1); }
+
+/* For a process that counts the slots of a queue itself: 0: no mark is recorded until it says 1 as often. */
+CUDA_EXPORT void kvprobe_marks(int on);
+CUDA_EXPORT void kvprobe_marks(int on) { on ? kvp_marks_go_on() : kvp_marks_hold(); }
 
 static int outstanding(void) {
     int some = 0;

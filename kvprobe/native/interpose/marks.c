@@ -183,7 +183,8 @@ static int open_driver(void) {
         (uint64_t (*)(void))(uintptr_t)kvp_symbol_beside((void *)kvp_mark_driver.cuEventRecord, "kvhostNow");
     int (*is_virtual)(void) =
         (int (*)(void))(uintptr_t)kvp_symbol_beside((void *)kvp_mark_driver.cuEventRecord, "kvhostIsVirtual");
-    if (now && is_virtual && is_virtual()) kvp_marks_simulated(now);
+    if (now && !kvp_marks_asked) state = -1;
+    if (state > 0 && now && is_virtual && is_virtual()) kvp_marks_simulated(now);
     if (state > 0 && (kvp_mark_driver.cuDeviceGetCount(&devices) || !devices)) state = -1;
     if (state < 0) kvp_watch.marks = 0;
     atomic_store(&opened, state);

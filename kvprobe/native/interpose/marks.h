@@ -33,6 +33,7 @@ enum { MARK_NOT_READY = 600 }; /* CUDA_ERROR_NOT_READY */
 #define MARK_POOL 2048          /* marks of one context that may be outstanding */
 #define MARK_BUSY_LIMIT 400     /* submissions in a stream above which a mark waits for its turn; a queue takes 1,021 */
 extern uint32_t kvp_mark_limit; /* the same, scaled as the environment scales queues */
+extern int kvp_marks_asked;     /* by name: then on the embedded host runtime, too */
 #define MARK_FIRST 12000   /* records that a short program is covered with whole: some 20 ms of its threads' time */
 #define MARK_CREDIT 3000   /* records that may be saved up later */
 #define MARK_STRETCH 1000  /* records that are saved up before marking comes back */
