@@ -165,8 +165,8 @@ typedef struct {
     uint64_t checksum; /* kvp_wire_checksum of the piece */
 } kvp_wire_note;
 
-/* A packed pool gives cells less space than their pieces have: cell i of a block begins at i * `room`, a multiple of 16,
- * and a cell of more bytes goes on in a tail. Tails lie in a row, each as large as what a first piece that did not
+/* A packed pool gives cells less space than their pieces have: cell i of a block begins at i * `room`, a multiple of
+ * 16, and a cell of more bytes goes on in a tail. Tails lie in a row, each as large as what a first piece that did not
  * shrink has more than `room`; a last piece that is no larger than `room` has all its bytes there. Which tail a cell
  * may use stands in its note before the store begins, in the upper 31 bits of `summed`, from 1 on; stores and loads
  * keep them. A cell that needs one and has none is not written: its note says 0 bytes. */
