@@ -141,7 +141,9 @@ def _share(finding: Finding | None) -> float:
     """What a finding cost: the GPU's time where that is known, else its threads'."""
     if finding is None:
         return 0.0
-    return finding.share if finding.device_share is None else finding.device_share
+    if finding.device_share is None or (not finding.device_share and finding.severity != "info"):
+        return finding.share  # it held up a thread, whatever it cost a GPU
+    return finding.device_share
 
 
 def submission_cost(before: Recording, after: Recording, spans_ns: tuple[int, int]) -> SubmissionCost | None:
