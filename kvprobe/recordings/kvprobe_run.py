@@ -257,7 +257,13 @@ def _notes(run: dict[str, Any], end: dict[str, Any], rings: list[RingSnapshot], 
             "a ring file can hold, calls in signal handlers, or a full disk"
         )
     if any(ring.producer == "interposer" for ring in rings):
-        notes.append("host side only: what the device executed was not recorded (kvprobe run --nsys records it)")
+        marked = any(len(ring.marks()) for ring in rings)
+        notes.append(
+            "what the device did is known from timing events: when it ran kernels and copies, and not which kernels "
+            "(kvprobe run --nsys names them)"
+            if marked
+            else "host side only: what the device executed was not recorded (kvprobe run --nsys records it)"
+        )
     return notes
 
 
