@@ -111,6 +111,26 @@ def find(joined: JoinedRecording) -> Finding | None:
     return joined.line_finding(CAUSE, title, gpu, loss, evidence=evidence, cure=cure)
 
 
+class _Seen(NamedTuple):
+    """What ran on a GPU: by executions, or by what timing events told."""
+
+    engine: Array
+    direction: Array
+    start: Array
+    end: Array
+
+    def mask(self, engine: Engine) -> Array:
+        """Which of these are of this engine."""
+        of: Array = self.engine == engine
+        return of
+
+
+def _seen(joined: JoinedRecording, gpu: GpuAccount) -> _Seen:
+    table = joined.recording.executions if joined.recording.has_executions else joined.recording.spans
+    mine = np.isin(table["process"], np.array(gpu.processes))
+    return _Seen(*(table[name][mine] for name in ("engine", "direction", "start_ns", "end_ns")))
+
+
 class _Alone(NamedTuple):
     """Copies that ran alone: their rows, which of them were held back or late, and the time of each direction.
 
@@ -131,9 +151,10 @@ def _copies(joined: JoinedRecording, gpu: GpuAccount, alone: Cover) -> _Alone:
     rows = rows[alone.within(joined.x_start[rows], joined.x_end[rows]) > 0]
     names = {Direction.H2D: LOADS, Direction.D2H: STORES, Direction.D2D: "copies inside the GPU"}
     spent = []
+    seen = _seen(joined, gpu)
     for direction, name in names.items():
-        mine = rows[table["direction"][rows] == direction]
-        ns = alone.intersect_ns(Cover(joined.x_start[mine], joined.x_end[mine]))
+        copying = seen.mask(Engine.COPY) & (seen.direction == direction)
+        ns = alone.intersect_ns(Cover(seen.start[copying], seen.end[copying]))
         if ns:
             spent.append((name, ns))
     nothing = np.zeros(len(rows), dtype=bool)
@@ -166,12 +187,10 @@ def _submitted(found: _Alone) -> list[Evidence]:
 
 def _beside(joined: JoinedRecording, gpu: GpuAccount) -> int:
     """How long copies ran beside kernels, ns."""
-    table = joined.recording.executions
-    mine = np.isin(table["process"], np.array(gpu.processes))
-    copies = np.flatnonzero(mine & (table["engine"] == Engine.COPY))
-    kernels = np.flatnonzero(mine & (table["engine"] == Engine.KERNEL))
-    computing = Cover(joined.x_start[kernels], joined.x_end[kernels])
-    return int(Cover(joined.x_start[copies], joined.x_end[copies]).intersect_ns(computing))
+    seen = _seen(joined, gpu)
+    copies, kernels = seen.mask(Engine.COPY), seen.mask(Engine.KERNEL)
+    computing = Cover(seen.start[kernels], seen.end[kernels])
+    return int(Cover(seen.start[copies], seen.end[copies]).intersect_ns(computing))
 
 
 def _beside_compute(by_direction: list[tuple[str, int]], loading: Change, hidden: float) -> list[Change]:
