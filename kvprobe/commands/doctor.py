@@ -569,7 +569,7 @@ def _servers() -> Iterator[Checked]:
     from kvprobe.instrument import registry
     from kvprobe.instrument.adapter import installed_version
 
-    found = [installed_version(server.distributions) for server in registry.SERVERS.values()]
+    found = [installed_version(one.distributions) for name, one in registry.SERVERS.items() if name != "torch"]
     for name, version in filter(None, found):
         yield Checked("servers", name, version, GOOD, "`kvprobe patches` says which adapters apply")
     if not any(found):

@@ -33,6 +33,7 @@ ELSEWHERE = {
     "instrument/published.py": "the cache of servers' published packages",
     "launchqueue/calibration.py": "the cache of calibrations: by runfolder/files.py",
     "offload/method_cache.py": "the cache of methods",
+    "offload/wire_calibration.py": "the cache of how fast coded copies are",
     "probe/flight.py": "a recording that is kept, a run folder itself: by runfolder/files.py",
     "recordings/parquet.py": "an export",
     "recordings/perfetto.py": "an export",
