@@ -115,9 +115,9 @@ def _infer(recording: Recording, queue: StreamOccupancy) -> None:
     duration, slow, judged = given.duration, given.slow, given.judged
     each = slots_each(recording, queue)
     known, depths = _counted(recording, each), _depths(recording, each)
-    counted, source, least = _count(recording, queue, given, known, depths)
+    counted = _count(recording, queue, given, known, depths)
     if counted is not None:
-        depth = counted
+        depth, source, judged = counted.depth, counted.how, judged & counted.known
         full = known or _deepest(depth[slow & judged])
         full = full if known or full >= depths.least else 0
     else:
@@ -146,7 +146,7 @@ def _infer(recording: Recording, queue: StreamOccupancy) -> None:
     if concluded.full:
         queue.blocked_by(concluded, blocked, lost, "inferred")
         queue.ceiling = _deepest(queue.depth[blocked])
-    elif counted is None:
+    elif counted is None or not counted.settled:
         _by_bursts(recording, queue, given, known, depths)
     queue.inferred_ns = int(queue.blocked_ns.sum())
     if queue.conclusion.because:
@@ -160,30 +160,45 @@ def _infer(recording: Recording, queue: StreamOccupancy) -> None:
             "slow calls",
             source,
             int(queue.depth.max(initial=0)),
-            least,
+            counted.least if counted is not None else 0,
             int(top.sum()) if full else 0,
         )
     )
 
 
+class _Counted(NamedTuple):
+    """What was outstanding at each call, where it was counted.
+
+    Attributes:
+        depth: (calls,) float64.
+        known: at which calls, (calls,) bool.
+        how: in words.
+        least: what a queue takes at least; 0 where a queue may have been full that this count does not show.
+        settled: nothing else is asked.
+    """
+
+    depth: Array
+    known: Array
+    how: str
+    least: int
+    settled: bool
+
+
 def _count(
     recording: Recording, queue: StreamOccupancy, given: QueueCalls, known: int, depths: _Depths
-) -> tuple[Array | None, str, int]:
-    """What was outstanding at each call where it was counted, how, and what a queue takes at least; 0: not known.
-
-    Calls at which it was not counted are judged no more.
-    """
+) -> _Counted | None:
+    """The count by the ends of transfers, else by timing events; None where neither is of nearly all slow calls."""
     counted = _by_transfers(recording, queue)
     if counted is not None:
-        return counted, _INFERRED.format("what was outstanding is counted from the ends of transfers"), known
+        how = _INFERRED.format("what was outstanding is counted from the ends of transfers")
+        return _Counted(counted, np.ones(len(counted), dtype=bool), how, known, True)
     marked = depth_by_marks(recording, queue)
     asked = given.slow & given.judged
     if marked is None or 10 * int((asked & marked.known).sum()) < 9 * int(asked.sum()):
-        return None, "", 0
-    given.judged[~marked.known] = False
+        return None
     least = known or int(depths.usual[0])
-    alone = marked.everywhere < FULL_SHARE * least  # no queue was full, whatever streams share one
-    return marked.own, "counted by timing events in the stream", least if alone else 0
+    never = marked.everywhere < FULL_SHARE * least  # whatever streams share a queue
+    return _Counted(marked.own, marked.known, "counted by timing events in the stream", least if never else 0, never)
 
 
 def _queue_calls(recording: Recording, queue: StreamOccupancy) -> QueueCalls:

@@ -245,7 +245,7 @@ static __attribute__((noinline)) struct mark_stream *add_stream(uint64_t key, ui
             s->head = s->tail = NULL;
             s->mark_ns = 0;
             s->held.count = 0;
-            s->gappy = s->after = s->ordered = 0;
+            s->gappy = s->after = s->ordered = s->ran = 0;
             s->next_sample = 8;
             s->handle = (void *)(uintptr_t)(handle == 1 ? 0 : handle);
             s->per_thread = handle == 2, s->legacy = handle < 2;
@@ -312,7 +312,7 @@ static __attribute__((noinline)) int changes(struct mark_stream *s, const kvp_re
             if (has_room(s)) placed = kvp_mark_place(s, MARK_SAMPLE), s->after = placed ? MARK_ITEM : 0;
         }
     } else {
-        s->next_sample = 8, s->sampled = 0;
+        if (kind != s->ran || gap >= MARK_GAP_NS) s->next_sample = 8, s->sampled = 0; /* behind a sample it goes on */
         if (gap >= MARK_GAP_NS && s->gappy < 16 && has_caught_up(s))
             s->gappy = 16;
         else if (s->gappy && (gap < MARK_GAP_NS || !has_caught_up(s)))
@@ -324,7 +324,7 @@ static __attribute__((noinline)) int changes(struct mark_stream *s, const kvp_re
         }
     }
     s->last_ns = now;
-    if (!s->count) s->kind = kind, s->first_ns = 0;
+    if (!s->count) s->kind = s->ran = kind, s->first_ns = 0;
     if (kind == MARK_GRAPH) s->graph = (uint32_t)r->src;
     s->count++;
     s->bytes += r->bytes;

@@ -80,7 +80,7 @@ struct mark_stream {
     uint64_t last_ns, first_ns, bytes;
     uint32_t count, next_sample, graph;
     _Atomic uint32_t lock;
-    uint8_t kind, flags, gappy, after, sampled, per_thread, legacy, context, ordered;
+    uint8_t kind, flags, gappy, after, sampled, per_thread, legacy, context, ordered, ran; /* ran: the newest kind */
     void *handle __attribute__((aligned(64)));
     uint64_t submitted, done; /* submissions and marks up to the newest mark, and of these what is over */
     struct mark *head, *tail; /* outstanding */
