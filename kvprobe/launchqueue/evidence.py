@@ -16,6 +16,7 @@ __all__ = [
     "LiveWindow",
     "Numbered",
     "OverStreams",
+    "Pinned",
     "Plateau",
     "Regular",
     "Rest",
@@ -134,6 +135,32 @@ class DepthStep:
     lost_ns: int
     shallowest: int
     how: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """From timing events in the stream: where the count of outstanding submissions gathers.
+
+    Attributes:
+        least, most: the band of counts, a hundredth and a half of a queue's depth wide, with the most calls in it.
+        calls: entered there.
+        elsewhere: in the fullest band as wide with a slot.
+        below: entered with a slot, by a good margin.
+        dearer: times as long as the quickest quarter of those at most the quickest quarter of `calls` takes; 0: there
+            is nothing to compare with.
+        depths: least and most submissions that the queue may take.
+        slow, lost_ns: of `calls`, those that took longer than half of those below, and what they took more.
+    """
+
+    least: int
+    most: int
+    calls: int
+    elsewhere: int
+    below: int
+    dearer: float
+    depths: tuple[float, float]
+    slow: int
+    lost_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +345,7 @@ Evidence = (
     | Regular
     | StoodStill
     | DepthStep
+    | Pinned
     | InBurst
     | Flood
     | Numbered

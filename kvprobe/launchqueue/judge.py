@@ -159,6 +159,22 @@ def _step(e: seen.DepthStep) -> QueueConclusion:
     )
 
 
+def _pinned(e: seen.Pinned) -> QueueConclusion:
+    """A count that does not gather anywhere but at the depth of a queue is held there by the queue.
+
+    A program that holds itself back at just that number would look alike; but its calls would be as quick as ever.
+    """
+    what = (
+        f"{e.calls:,} calls were entered with {e.least:,} to {e.most:,} outstanding, {e.slow:,} of them took "
+        f"{ms(e.lost_ns)} more than others (counted by timing events in the stream)"
+    )
+    there = e.depths[0] <= e.most and e.least <= e.depths[1]
+    gathers = e.calls >= max(c.LEAST_SEEN, c.STEP_TIMES * e.elsewhere)
+    compared = e.below >= c.LEAST_SEEN and e.dearer > 0
+    dearer = e.dearer >= c.DEARER_AT_PIN if compared else e.calls >= c.WINDOW_CALLS
+    return _said(there and gathers and dearer and e.slow > 0, what)
+
+
 def _in_burst(e: seen.InBurst) -> QueueConclusion:
     """One such call suffices where all bursts agree and something else proves it; else three, and two thirds of all."""
     which = f"number {e.first + 1:,}" + (f" to {e.last + 1:,}" if e.last > e.first else "")
@@ -271,6 +287,7 @@ _RULES: dict[type, Callable[[Any], QueueConclusion]] = {
     seen.Regular: _regular,
     seen.StoodStill: _stood_still,
     seen.DepthStep: _step,
+    seen.Pinned: _pinned,
     seen.InBurst: _in_burst,
     seen.Flood: _flood,
     seen.Numbered: _numbered,

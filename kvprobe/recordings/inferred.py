@@ -34,7 +34,7 @@ from kvprobe.recordings.assemble import distinct, quantile
 from kvprobe.recordings.buckets import bucket_floor_ns
 from kvprobe.recordings.flooded import QueueCalls, flooded
 from kvprobe.recordings.held_locks import first_of_threads, held_lock
-from kvprobe.recordings.marked_depth import depth_by_marks
+from kvprobe.recordings.marked_depth import MarkedDepth, depth_by_marks, pinned
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording, Table
 from kvprobe.recordings.numbered import (
     emptying_waits,
@@ -115,7 +115,10 @@ def _infer(recording: Recording, queue: StreamOccupancy) -> None:
     duration, slow, judged = given.duration, given.slow, given.judged
     each = slots_each(recording, queue)
     known, depths = _counted(recording, each), _depths(recording, each)
-    counted = _count(recording, queue, given, known, depths)
+    marked = depth_by_marks(recording, queue)
+    if marked is not None and _by_marks(queue, given, marked, known, depths):
+        return
+    counted = _count(recording, queue, given, marked, known, depths)
     if counted is not None:
         depth, source, judged = counted.depth, counted.how, judged & counted.known
         full = known or _deepest(depth[slow & judged])
@@ -166,6 +169,22 @@ def _infer(recording: Recording, queue: StreamOccupancy) -> None:
     )
 
 
+def _by_marks(queue: StreamOccupancy, given: QueueCalls, marked: MarkedDepth, known: int, depths: _Depths) -> bool:
+    """Whether the count gathers where the queue is full; then that is concluded."""
+    found = pinned(marked, given.duration, given.judged, (0.98 * known, 1.005 * known + 2) if known else depths.exactly)
+    if found is None:
+        return False
+    evidence, blocked, lost = found
+    concluded = conclude(evidence)
+    if concluded.full:
+        queue.after = 0
+        queue.depth = np.minimum(np.round(marked.own), evidence.most).astype(np.int32)
+        queue.blocked_by(concluded, blocked, lost, "inferred")
+        queue.ceiling = _deepest(queue.depth[blocked])
+        queue.inferred_ns = int(queue.blocked_ns.sum())
+    return concluded.full
+
+
 class _Counted(NamedTuple):
     """What was outstanding at each call, where it was counted.
 
@@ -185,14 +204,18 @@ class _Counted(NamedTuple):
 
 
 def _count(
-    recording: Recording, queue: StreamOccupancy, given: QueueCalls, known: int, depths: _Depths
+    recording: Recording,
+    queue: StreamOccupancy,
+    given: QueueCalls,
+    marked: MarkedDepth | None,
+    known: int,
+    depths: _Depths,
 ) -> _Counted | None:
     """The count by the ends of transfers, else by timing events; None where neither is of nearly all slow calls."""
     counted = _by_transfers(recording, queue)
     if counted is not None:
         how = _INFERRED.format("what was outstanding is counted from the ends of transfers")
         return _Counted(counted, np.ones(len(counted), dtype=bool), how, known, True)
-    marked = depth_by_marks(recording, queue)
     asked = given.slow & given.judged
     if marked is None or 10 * int((asked & marked.known).sum()) < 9 * int(asked.sum()):
         return None

@@ -11,12 +11,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from kvprobe.launchqueue.constants import BAND_SHARE, BELOW_SHARE
+from kvprobe.launchqueue.evidence import Pinned
+from kvprobe.recordings.assemble import quantile
 from kvprobe.recordings.model import SUBMITTING, Array, Recording, Table
 
 if TYPE_CHECKING:
     from kvprobe.recordings.occupancy import StreamOccupancy
 
-__all__ = ["MarkedDepth", "depth_by_marks"]
+__all__ = ["MarkedDepth", "depth_by_marks", "pinned"]
+
+
+FRINGE = 0.02  # of the calls of a band: those at its lower end come from below
 
 
 class MarkedDepth(NamedTuple):
@@ -55,6 +61,52 @@ def depth_by_marks(recording: Recording, queue: StreamOccupancy) -> MarkedDepth 
             own += depth
             known &= told
     return MarkedDepth(own, known, int(everywhere[known].max(initial=0)))
+
+
+def pinned(
+    marked: MarkedDepth, duration: Array, judged: Array, depths: tuple[float, float]
+) -> tuple[Pinned, Array, Array] | None:
+    """Where the counts of a queue's calls gather.
+
+    Args:
+        marked: the counts.
+        duration: of each call, ns.
+        judged: calls that can be judged.
+        depths: least and most submissions that the queue may take.
+
+    Returns:
+        The evidence, which calls it is about, and what each of them took more than calls with a slot; None: no call
+        was counted near such a depth.
+    """
+    known = marked.known & judged
+    counts = np.round(np.maximum(marked.own, 0)).astype(np.int64)
+    if not (known & (counts >= depths[0])).any():
+        return None
+    often = np.bincount(counts[known])
+    width = max(2, round(BAND_SHARE * depths[1]))
+    bands = np.convolve(often, np.ones(width, dtype=np.int64))[width - 1 :]  # calls from each count on
+    begin = int(np.argmax(bands))
+    most = begin + width - 1
+    within = np.cumsum(often[begin : most + 1])
+    least = begin + int(np.searchsorted(within, FRINGE * within[-1], "right"))
+    slot = counts < BELOW_SHARE * depths[0]
+    elsewhere = bands[: max(0, begin - 2 * width)]
+    top, below = known & (counts >= least), duration[known & slot]
+    usual = quantile(below, 0.5) if len(below) else quantile(duration[top], 0.25)
+    quick = quantile(below, 0.25) if len(below) else 0.0
+    lost = np.where(top, np.maximum(duration - usual, 0), 0).astype(np.int64)
+    evidence = Pinned(
+        least,
+        min(most, int(counts[known].max())),
+        int(top.sum()),
+        int(elsewhere.max(initial=0)),
+        len(below),
+        quantile(duration[top], 0.25) / quick if quick else 0.0,
+        depths,
+        int((lost > 0).sum()),
+        int(lost.sum()),
+    )
+    return evidence, lost > 0, lost
 
 
 def _holes(recording: Recording, process: int) -> Array:

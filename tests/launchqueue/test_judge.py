@@ -18,6 +18,7 @@ from kvprobe.launchqueue.evidence import (
     LiveWindow,
     Numbered,
     OverStreams,
+    Pinned,
     Plateau,
     Regular,
     Rest,
@@ -34,6 +35,7 @@ REGULAR = Regular(1_000, 1_000, 200, 1, slow=40, top=80, slow_below=0.01, delays
 DELAYED = replace(REGULAR, depth=0, slow=40, top=80, delays=c.LEAST_DELAYS, gathered=0.6)
 STOOD = StoodStill(1_000, 1_000, fenced=1, behind=0)
 STEP = DepthStep(1_000, 40, 80, slow_below=1, below=100, passed=10, lost_ns=5_000_000, shallowest=990, how="counted")
+PINNED = Pinned(1_009, 1_023, 1_800, 289, 1_900, 1.2, (1_000, 1_026), slow=1_700, lost_ns=5_000_000)
 BURST = InBurst(bursts=4, fits=3, proven=False, calls=9, lost_ns=3_000_000, first=1_020, last=1_021, queues="1,021")
 FLOOD = Flood(
     longest=40_000,
@@ -150,6 +152,22 @@ TURNS: list[tuple[Evidence, dict[str, Any], str]] = [
     (STEP, {"slow": 5, "top": 10, "passed": 1}, FULL),
     (STEP, {"slow": 4, "top": 8, "passed": 0}, NO),
     (STEP, {"top": 0}, NO),
+    # a count that gathers at the depth
+    (PINNED, {}, FULL),
+    (PINNED, {"calls": 1_445}, FULL),
+    (PINNED, {"calls": 1_444}, NO),
+    (PINNED, {"calls": 20, "elsewhere": 4}, FULL),
+    (PINNED, {"calls": 19, "elsewhere": 3}, NO),
+    (PINNED, {"dearer": 1.1}, FULL),
+    (PINNED, {"dearer": 1.09}, NO),
+    (PINNED, {"below": 19, "dearer": 0.0}, FULL),
+    (PINNED, {"below": 19, "dearer": 0.0, "calls": 512, "elsewhere": 0}, FULL),
+    (PINNED, {"below": 19, "dearer": 0.0, "calls": 511, "elsewhere": 0}, NO),
+    (PINNED, {"least": 985, "most": 1_000}, FULL),
+    (PINNED, {"least": 984, "most": 999}, NO),
+    (PINNED, {"least": 1_026, "most": 1_040}, FULL),
+    (PINNED, {"least": 1_027, "most": 1_041}, NO),
+    (PINNED, {"slow": 0, "lost_ns": 0}, NO),
     # the number in its burst
     (BURST, {}, FULL),
     (BURST, {"bursts": 5}, NO),
