@@ -66,9 +66,10 @@ def copies_in(folder: Path) -> int:
     return sum(read_ring(path).calls().get("cudaMemcpyAsync", (0, 0, 0))[0] for path in folder.glob("*.kvp"))
 
 
+@pytest.mark.parametrize("marks", ["off", "on"])
 @pytest.mark.parametrize("child", ["none", "fork", "exec"])
 def test_no_report_while_threads_copy_load_plugins_and_fork(
-    sanitized: Sanitized, without_report: Callable[..., str], counts: np.ndarray, tmp_path: Path, child: str
+    sanitized: Sanitized, without_report: Callable[..., str], counts: np.ndarray, tmp_path: Path, child: str, marks: str
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -77,6 +78,7 @@ def test_no_report_while_threads_copy_load_plugins_and_fork(
         "KVPROBE_RUN": str(run),
         "PLUGIN": str(sanitized.plugin),
         "KVHOST_LATENCY_US": "0.001",
+        "KVPROBE_MARKS": marks,
         # a child of several threads makes threads of its own: the host runtime's engines
         "TSAN_OPTIONS": "exitcode=66:second_deadlock_stack=1:die_after_fork=0",
     }
@@ -98,13 +100,14 @@ def test_no_report_while_threads_copy_load_plugins_and_fork(
     assert copies_in(run) == counts[COPIES] + counts[CHILDREN]
 
 
+@pytest.mark.parametrize("marks", ["off", "on"])
 def test_no_report_while_it_is_attached_and_detached_under_load(
-    sanitized: Sanitized, without_report: Callable[..., str], counts: np.ndarray, tmp_path: Path
+    sanitized: Sanitized, without_report: Callable[..., str], counts: np.ndarray, tmp_path: Path, marks: str
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
     counts[PLUGINS] = 1 << 40  # the main thread loads it for as long as the program runs
-    environment = {"PLUGIN": str(sanitized.plugin), "KVHOST_LATENCY_US": "0.001"}
+    environment = {"PLUGIN": str(sanitized.plugin), "KVHOST_LATENCY_US": "0.001", "KVPROBE_MARKS": marks}
     without_report(sanitized.program, tmp_path / "counts", 3, sanitized.interposer, run, 20, **environment)
     assert not counts[WRONG] and copies_in(run) <= counts[COPIES]
 

@@ -114,6 +114,25 @@ assert d.lib.cudaGetLastError() != 0
     assert "a graph was being captured" in reasons
 
 
+@pytest.mark.parametrize("call", ["cuEventRecord", "cuEventQuery", "cuEventElapsedTime"])
+def test_marks_end_where_a_call_of_theirs_fails(libraries: Path, tmp_path: Path, call: str) -> None:
+    body = f"""
+d.launch(100_000)
+d.sync(d.compute)
+assert d.lib.kvhostFailCall(b"{call}", ct.c_uint64(2), 999) == 0
+for i in range(60):
+    d.launch(100_000)
+    d.load(i, 100_000, d.copies[0])
+    d.sync(d.compute)
+d.synchronize()
+assert d.lib.kvhostFailed(b"{call}") == 1
+assert d.lib.cudaGetLastError() == 0
+"""
+    recording = recorded(libraries, tmp_path, "import ctypes as ct\n" + body)
+    reasons = {recording.text(int(one)) for one in recording.coverage["reason"]}
+    assert "a call for a mark failed" in reasons
+
+
 def queues(recording: Recording) -> list[StreamOccupancy]:
     return occupancy(recording).streams
 

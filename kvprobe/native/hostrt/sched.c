@@ -102,13 +102,27 @@ static void free_op(runtime *rt, op *o) {
     rt->free_ops = o;
 }
 
+/* Like handles, they never go back to the system: an event that is recorded at the end of a process has one. */
+static bool more_markers(runtime *rt) {
+    enum { SLAB = 255 };
+    static struct slab {
+        struct slab *before; /* what finds leaks looks from here */
+        marker markers[SLAB];
+    } *newest;
+    struct slab *slab = malloc(sizeof *slab);
+    if (!slab) return false;
+    slab->before = newest;
+    newest = slab;
+    for (int i = 0; i < SLAB; i++) slab->markers[i].next_free = rt->free_markers, rt->free_markers = &slab->markers[i];
+    return true;
+}
+
 marker *kvh_marker(runtime *rt) {
+    if (!rt->free_markers && !more_markers(rt)) return NULL;
     marker *m = rt->free_markers;
-    if (m)
-        rt->free_markers = m->next_free;
-    else
-        m = malloc(sizeof *m);
-    if (m) memset(m, 0, sizeof *m), m->refs = 1;
+    rt->free_markers = m->next_free;
+    memset(m, 0, sizeof *m);
+    m->refs = 1;
     return m;
 }
 

@@ -29,8 +29,8 @@
 #define RELATIVE_NS                                                                                                    \
     1500e6                   /* from here on a float of milliseconds is too coarse: another mark becomes the reference \
                               */
-#define MOST_A_SECOND 1000.0 /* records: 1 to 2 us each, with what they cost the device */
-#define OF_AN_AGE 6000.0     /* records between an age of the process and twice that: what a ring can hold of hours */
+#define OF_A_SECOND_NS 2.5e6 /* what marks may cost of each */
+#define OF_AN_AGE_NS 12e6    /* between an age of the process and twice that: what a ring can hold of hours */
 #define BLOCKED_NS 200000u
 #define FIRST_NS 1e12 /* the first mark that is read, on the device's clock: another stream's may be older */
 #define READ_TICKS 4  /* each question takes locks that the program's submissions want */
@@ -44,7 +44,7 @@ static _Atomic int held;           /* captures that are about to begin */
 static _Atomic uint64_t paused_ns; /* 0: marking goes on */
 static _Atomic int why_paused;
 static uint64_t born_ns, refilled_ns;
-static uint32_t resumed;
+static _Atomic uint32_t resumed;
 static double saved;
 /* ---- the pool ------------------------------------------------------------------------------------------------ */
 
@@ -58,10 +58,10 @@ int kvp_mark_pool(struct mark_context *c) {
         if (kvp_mark_driver.cuEventCreate(&c->marks[i].event, 0)) break;
         kvp_mark_give(c, &c->marks[i]);
     }
-    c->from_ns = c->written_ns = kvp_clock();
+    put(c->from_ns, c->written_ns = kvp_clock());
     c->probe_until_ns = c->from_ns + WHILE_NS;
     c->reference_ns = FIRST_NS;
-    if (!c->free) return 0;
+    if (!get(c->free)) return 0;
     atomic_store(&c->ready, 1);
     return 1;
 }
@@ -150,10 +150,10 @@ static void consume(struct mark_context *c, struct mark_stream *s, struct mark *
                              .kind = m->flags & MARK_MIXED ? MARK_NONE : m->kind,
                              .dry = at < m->return_ns + DRY_NS};
     s->mark_ns = t;
-    s->done = m->at;
+    put(s->done, m->at);
     if (!(m->flags & MARK_ITEM)) release_held(s, 0, 0);
     if (m->flags & MARK_UNKNOWN) {
-        if (at > c->from_ns) c->from_ns = at;
+        if (at > c->from_ns) put(c->from_ns, at);
         return;
     }
     if (!m->count) return;
@@ -204,19 +204,19 @@ void kvp_mark_pause(enum mark_reason reason) {
 /* What may be recorded, by the time that has passed. */
 static void refill(uint64_t now) {
     if (!refilled_ns) refilled_ns = now;
-    double age = (double)(now - born_ns) / 1e9, rate = age > 1 ? OF_AN_AGE / age : MOST_A_SECOND;
-    if (rate > MOST_A_SECOND) rate = MOST_A_SECOND;
-    saved += rate * (double)(now - refilled_ns) / 1e9;
+    double age = (double)(now - born_ns) / 1e9, rate = age > 1 ? OF_AN_AGE_NS / age : OF_A_SECOND_NS;
+    if (rate > OF_A_SECOND_NS) rate = OF_A_SECOND_NS;
+    if (age > 1) saved += rate * (double)(now - refilled_ns) / 1e9;
     refilled_ns = now;
-    int64_t whole = (int64_t)saved, have = atomic_load(&kvp_mark_tokens);
+    int64_t whole = (int64_t)saved, have = atomic_load(&kvp_mark_left_ns);
     saved -= (double)whole;
-    if (have + whole > MARK_CREDIT) whole = have < MARK_CREDIT ? MARK_CREDIT - have : 0;
-    if (whole > 0) atomic_fetch_add(&kvp_mark_tokens, whole);
+    if (age > 1 && have + whole > MARK_CREDIT_NS) whole = MARK_CREDIT_NS - have; /* what the first second left, too */
+    if (whole) atomic_fetch_add(&kvp_mark_left_ns, whole);
 }
 
 /* From a process's first calls on, or for long enough, every submission was seen. */
 int kvp_mark_follows(const struct mark_context *c) {
-    return (!kvp_watch.attached && !resumed) || kvp_clock() - c->from_ns > 50000000;
+    return (!kvp_watch.attached && !resumed) || kvp_clock() - get(c->from_ns) > 50000000;
 }
 
 static void resume(uint64_t now) {
@@ -224,15 +224,15 @@ static void resume(uint64_t now) {
     for (int i = 0; i < MARK_STREAMS; i++) {
         struct mark_stream *s = &kvp_mark_streams[i];
         if (!atomic_load(&s->key) || !kvp_mark_try(s)) continue;
-        s->flags = MARK_UNKNOWN;
-        s->count = 0;
-        s->kind = MARK_NONE;
+        put(s->flags, MARK_UNKNOWN);
+        put(s->count, 0);
+        put(s->kind, MARK_NONE);
         kvp_mark_release(s);
     }
     for (int i = 0; i < atomic_load(&kvp_mark_context_count); i++) {
         struct mark_context *c = &kvp_mark_contexts[i];
         if (c->ready) write_coverage(c, paused_ns, now, atomic_load(&why_paused));
-        c->from_ns = c->written_ns = now;
+        put(c->from_ns, c->written_ns = now);
     }
     atomic_store(&paused_ns, 0);
     atomic_store(&kvp_watch.marks, 1);
@@ -242,18 +242,19 @@ static void resume(uint64_t now) {
 
 /* Ends a run that nobody goes on with; or, in a stretch that has just begun, what stood in the stream before it. */
 static void end_stale(struct mark_stream *s, uint64_t now) {
-    int unknown = s->flags & MARK_UNKNOWN, open = s->count && !unknown;
+    int unknown = get(s->flags) & MARK_UNKNOWN, open = get(s->count) && !unknown;
+    uint64_t last = get(s->last_ns);
     if ((!open && !(unknown && !paused_ns)) || s->per_thread || (s->legacy && kvp_watch.blocking)) return;
-    if (open && (!s->first_ns || (!paused_ns && now - s->last_ns < MARK_STALE_NS))) return;
+    if (open && (!get(s->first_ns) || (!paused_ns && (last > now || now - last < MARK_STALE_NS)))) return;
     if (open && s->tail && s->tail->flags & MARK_UNSEEN) return; /* the stream is busy: one of ours in it is enough */
-    if (kvp_mark_outstanding(s) <= kvp_mark_limit / 4) kvp_mark_place(s, open ? MARK_UNSEEN : 0);
+    if (kvp_mark_outstanding(s) <= get(kvp_mark_limit) / 4) kvp_mark_place(s, open ? MARK_UNSEEN : 0);
 }
 
 /* Until when nothing is missing of a stream: up to its newest mark, and where it stood idle afterwards. */
 static uint64_t through(const struct mark_context *c, const struct mark_stream *s, uint64_t now) {
-    if (!s->head && !s->count) return now;
+    if (!s->head && !get(s->count)) return now;
     uint64_t marked = s->mark_ns ? (uint64_t)(s->mark_ns + c->offset_ns) : 0;
-    uint64_t first = s->head ? s->head->first_ns : s->first_ns;
+    uint64_t first = s->head ? s->head->first_ns : get(s->first_ns);
     return marked > first ? marked : first;
 }
 
@@ -300,7 +301,7 @@ void kvp_mark_step(int closing) {
     for (int i = 0; i < atomic_load(&kvp_mark_context_count); i++) look(i, now, reads, closing);
     refill(now);
     if (paused_ns && !stopping && !closing && !kvp_watch.captures && !held && kvp_watch.on &&
-        atomic_load(&why_paused) != REASON_ERROR && atomic_load(&kvp_mark_tokens) >= MARK_STRETCH &&
+        atomic_load(&why_paused) != REASON_ERROR && atomic_load(&kvp_mark_left_ns) >= MARK_STRETCH_NS &&
         now - paused_ns > 2 * TICK_NS)
         resume(now);
     pthread_mutex_unlock(&reading);
@@ -317,7 +318,8 @@ static void *read_marks(void *unused) {
     while (!atomic_load(&stopping)) {
         for (int i = 0; i < atomic_load(&kvp_mark_context_count); i++) {
             struct mark_context *c = &kvp_mark_contexts[i];
-            if (c->ready || c->free || c->handle == c || kvp_mark_driver.cuCtxSetCurrent(c->handle)) continue;
+            void *handle = get(c->handle);
+            if (c->ready || get(c->free) || handle == c || kvp_mark_driver.cuCtxSetCurrent(handle)) continue;
             kvp_mark_pool(c);
         }
         kvp_mark_step(0);
@@ -376,7 +378,7 @@ void kvp_marks_start(void) {
     /* a larger scale gains marks nothing; behind a smaller one fewer submissions fill a queue */
     const char *scale = getenv("CUDA_SCALE_LAUNCH_QUEUES");
     double scaled = scale ? strtod(scale, NULL) : 1;
-    kvp_mark_limit = scaled > 0 && scaled < 1 ? (uint32_t)(MARK_BUSY_LIMIT * scaled) : MARK_BUSY_LIMIT;
+    put(kvp_mark_limit, scaled > 0 && scaled < 1 ? (uint32_t)(MARK_BUSY_LIMIT * scaled) : MARK_BUSY_LIMIT);
     atomic_store(&why_paused, REASON_NONE);
     atomic_store(&paused_ns, 0);
     kvp_watch.marks = 1;
@@ -404,7 +406,7 @@ CUDA_EXPORT void kvprobe_marks(int on) { on ? kvp_marks_go_on() : kvp_marks_hold
 static int outstanding(void) {
     int some = 0;
     for (int i = 0; i < MARK_STREAMS && !some; i++)
-        some = atomic_load(&kvp_mark_streams[i].key) && (kvp_mark_streams[i].head || kvp_mark_streams[i].count);
+        some = atomic_load(&kvp_mark_streams[i].key) && (get(kvp_mark_streams[i].head) || get(kvp_mark_streams[i].count));
     return some;
 }
 

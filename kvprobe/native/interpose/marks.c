@@ -20,7 +20,9 @@
  * - The legacy default stream orders blocking streams around whatever is put into it: there the helper records nothing,
  *   and a mark is put right behind what the program submitted to it last, or right in front of what it submits next, so
  *   that nothing waits for the mark that would not wait for that.
- * - At most MARK_FIRST records, then what the reader gives: 0.2% of a second. */
+ * - What they may cost is measured and bounded: MARK_FIRST_NS in the first second, then OF_A_SECOND_NS of each second
+ *   (mark_reader.c). A mark counts with what it and all questions around it took the program's thread, and with
+ *   MARK_DEVICE_NS for its stream. A program that they cost more is seen in stretches. */
 #define _GNU_SOURCE
 #include "marks.h"
 
@@ -34,7 +36,7 @@ struct mark_driver kvp_mark_driver;
 struct mark_stream kvp_mark_streams[MARK_STREAMS];
 struct mark_context kvp_mark_contexts[MARK_CONTEXTS];
 _Atomic int kvp_mark_context_count;
-_Atomic int64_t kvp_mark_tokens = MARK_FIRST;
+_Atomic int64_t kvp_mark_left_ns = MARK_FIRST_NS;
 _Atomic int kvp_mark_pool_lock;
 _Atomic uint64_t kvp_mark_empty;
 
@@ -108,15 +110,29 @@ void kvp_mark_give(struct mark_context *c, struct mark *m) {
     atomic_store(&kvp_mark_pool_lock, 0);
 }
 
+/* ---- what they cost ------------------------------------------------------------------------------------------ */
+
+static void spend(uint64_t ns) {
+    if (atomic_fetch_sub(&kvp_mark_left_ns, (int64_t)ns) <= (int64_t)ns) kvp_mark_pause(REASON_BUDGET);
+}
+
+/* What looking at a stream has taken its thread since `since`. One that lost its CPU meanwhile lost it to others. */
+static void spend_since(uint64_t since) {
+    if (kvp_mark_synchronous) return;
+    uint64_t took = kvp_clock() - since;
+    spend(took < MARK_MOST_NS ? took : MARK_MOST_NS);
+}
+
 /* ---- one mark ----------------------------------------------------------------------------------------------- */
 
 static void begin_interval(struct mark_stream *s) {
-    s->submitted += s->count;
-    s->count = 0;
-    s->bytes = s->first_ns = 0;
-    s->kind = MARK_NONE;
+    put(s->submitted, get(s->submitted) + get(s->count));
+    put(s->count, 0);
+    put(s->bytes, 0);
+    put(s->first_ns, 0);
+    put(s->kind, MARK_NONE);
+    put(s->flags, 0);
     s->graph = 0;
-    s->flags = 0;
 }
 
 int kvp_mark_place(struct mark_stream *s, int flags) {
@@ -138,22 +154,23 @@ int kvp_mark_place(struct mark_stream *s, int flags) {
         return 0;
     }
     m->return_ns = kvp_clock();
-    m->first_ns = s->first_ns;
-    m->last_ns = s->last_ns;
-    m->bytes = s->bytes;
-    m->count = s->count;
+    m->first_ns = get(s->first_ns);
+    m->last_ns = get(s->last_ns);
+    m->bytes = get(s->bytes);
+    m->count = get(s->count);
     m->graph = s->graph;
-    m->kind = s->kind;
-    m->flags = (uint8_t)(flags | (s->flags & (MARK_UNKNOWN | MARK_MIXED)));
+    m->kind = get(s->kind);
+    m->flags = (uint8_t)(flags | (get(s->flags) & (MARK_UNKNOWN | MARK_MIXED)));
     m->next = NULL;
     begin_interval(s);
-    m->at = ++s->submitted;
+    m->at = get(s->submitted) + 1;
+    put(s->submitted, m->at);
     if (s->tail)
         s->tail->next = m;
     else
         s->head = m;
     s->tail = m;
-    if (atomic_fetch_sub(&kvp_mark_tokens, 1) <= 1) kvp_mark_pause(REASON_BUDGET);
+    spend(kvp_mark_synchronous ? MARK_USUAL_NS : MARK_DEVICE_NS);
     return 1;
 }
 
@@ -195,22 +212,23 @@ static int open_driver(void) {
 static int context_of(void *handle) {
     int n = atomic_load(&kvp_mark_context_count), was = 0;
     for (int i = 0; i < n; i++)
-        if (kvp_mark_contexts[i].handle == handle) return kvp_mark_contexts[i].ready ? i : -1;
+        if (get(kvp_mark_contexts[i].handle) == handle) return kvp_mark_contexts[i].ready ? i : -1;
     static _Atomic int adding;
     void *current = NULL;
     if (n == MARK_CONTEXTS || !atomic_compare_exchange_strong(&adding, &was, 1)) return -1;
     struct mark_context *c = &kvp_mark_contexts[n];
     if (n == atomic_load(&kvp_mark_context_count) && !kvp_mark_driver.cuCtxGetCurrent(&current) && current == handle &&
         !kvp_mark_driver.cuCtxGetDevice(&c->device)) {
-        c->handle = handle;
-        c->free = c->reference = NULL;
+        put(c->handle, handle);
+        put(c->free, NULL);
+        c->reference = NULL;
         c->ready = 0;
         atomic_store(&kvp_mark_context_count, n + 1);
         kvp_mark_reader_start();
         if (atomic_load(&kvp_mark_synchronous)) kvp_mark_pool(c);
     }
     atomic_store(&adding, 0);
-    return kvp_mark_contexts[n].ready && kvp_mark_contexts[n].handle == handle ? n : -1;
+    return kvp_mark_contexts[n].ready && get(kvp_mark_contexts[n].handle) == handle ? n : -1;
 }
 
 static inline uint32_t place_of(uint64_t key) { return (uint32_t)((key >> 4) * 0x9e3779b97f4a7c15u >> 56); }
@@ -241,16 +259,21 @@ static __attribute__((noinline)) struct mark_stream *add_stream(uint64_t key, ui
         if (atomic_load(&s->key) || !kvp_mark_try(s)) continue;
         if (!atomic_load(&s->key)) {
             begin_interval(s);
-            s->submitted = s->done = s->last_ns = 0;
+            put(s->submitted, 0);
+            put(s->done, 0);
+            put(s->last_ns, 0);
             s->head = s->tail = NULL;
             s->mark_ns = 0;
             s->held.count = 0;
-            s->gappy = s->after = s->ordered = s->ran = 0;
-            s->next_sample = 8;
+            put(s->gappy, 0);
+            put(s->after, 0);
+            put(s->ordered, 0);
+            put(s->next_sample, 8);
+            s->ran = s->sampled = 0;
             s->handle = (void *)(uintptr_t)(handle == 1 ? 0 : handle);
             s->per_thread = handle == 2, s->legacy = handle < 2;
             s->context = (uint8_t)at;
-            s->flags = kvp_mark_follows(&kvp_mark_contexts[at]) ? 0 : MARK_UNKNOWN;
+            put(s->flags, kvp_mark_follows(&kvp_mark_contexts[at]) ? 0 : MARK_UNKNOWN);
             atomic_compare_exchange_strong(&s->key, &none, key);
         }
         kvp_mark_release(s);
@@ -278,57 +301,74 @@ static int has_caught_up(const struct mark_stream *s) {
     if (unlikely(kvp_watch.attached)) kvp_mark_driver.cuThreadExchangeStreamCaptureMode(&mode);
     int state = kvp_mark_driver.cuEventQuery(s->tail->event);
     if (unlikely(kvp_watch.attached)) kvp_mark_driver.cuThreadExchangeStreamCaptureMode(&mode);
+    if (unlikely(state && state != MARK_NOT_READY)) kvp_mark_pause(REASON_ERROR);
     return state != MARK_NOT_READY;
 }
 
 /* Whether another slot of the queue may be taken. What is over is read from time to time only: so it is asked. */
 static int has_room(struct mark_stream *s) {
-    if (kvp_mark_outstanding(s) <= kvp_mark_limit || s->count >= kvp_mark_limit) return 1;
+    uint32_t limit = get(kvp_mark_limit);
+    if (kvp_mark_outstanding(s) <= limit || get(s->count) >= limit) return 1;
     if (!has_caught_up(s)) return 0;
-    s->done = s->submitted;
-    return kvp_mark_outstanding(s) <= kvp_mark_limit;
+    put(s->done, get(s->submitted));
+    return kvp_mark_outstanding(s) <= limit;
+}
+
+/* Behind what stands in the stream already, of the same kind as what comes or not. 1: time has passed. */
+static int goes_on(struct mark_stream *s, const kvp_record *r, uint8_t kind, uint64_t gap) {
+    uint8_t stands = get(s->kind);
+    if (kind == MARK_MEMSET) kind = stands; /* too short to be told apart */
+    if (stands == MARK_MEMSET) put(s->kind, stands = kind);
+    if (kind != stands || (kind == MARK_GRAPH && (uint32_t)r->src != s->graph)) {
+        if (has_room(s)) return kvp_mark_place(s, 0);
+        put(s->flags, get(s->flags) | MARK_MIXED);
+        return 0;
+    }
+    if (gap >= MARK_GAP_NS && has_caught_up(s)) {
+        put(s->gappy, 16);
+        return has_room(s) && kvp_mark_place(s, MARK_UNSEEN);
+    }
+    if (get(s->count) < get(s->next_sample)) return 0;
+    put(s->next_sample, s->sampled >= 5 ? 256 : 16u << s->sampled++);
+    if (!has_room(s)) return 0;
+    int placed = kvp_mark_place(s, MARK_SAMPLE);
+    put(s->after, placed ? MARK_ITEM : 0);
+    return placed;
+}
+
+/* Where a mark is the newest in the stream. 1: time has passed. */
+static int begins(struct mark_stream *s, uint8_t kind, uint64_t gap, uint64_t now) {
+    uint8_t gappy = get(s->gappy);
+    if (kind != s->ran || gap >= MARK_GAP_NS) /* behind a sample it goes on */
+        put(s->next_sample, 8), s->sampled = 0;
+    if (gap >= MARK_GAP_NS && gappy < 16 && has_caught_up(s))
+        put(s->gappy, 16);
+    else if (gappy && (gap < MARK_GAP_NS || !has_caught_up(s)))
+        put(s->gappy, gappy - 1);
+    struct mark_context *c = &kvp_mark_contexts[s->context];
+    if (now - get(c->probe_at) <= MARK_PROBE_NS || !has_caught_up(s)) return 0;
+    put(c->probe_at, now);
+    return kvp_mark_place(s, MARK_PROBE);
 }
 
 /* In front of a submission that changes what the stream does. 1: time has passed. */
 static __attribute__((noinline)) int changes(struct mark_stream *s, const kvp_record *r, uint8_t kind, uint64_t now) {
-    int placed = 0;
-    uint64_t gap = s->last_ns ? now - s->last_ns : 0;
     if (!take_stream(s)) return 0;
-    if (unlikely(s->flags & MARK_UNKNOWN))
+    uint64_t last = get(s->last_ns), gap = last && now > last ? now - last : 0;
+    int placed;
+    if (unlikely(get(s->flags) & MARK_UNKNOWN))
         placed = kvp_mark_place(s, 0);
-    else if (s->count) {
-        if (kind == MARK_MEMSET) kind = s->kind; /* too short to be told apart */
-        if (s->kind == MARK_MEMSET) s->kind = kind;
-        if (kind != s->kind || (kind == MARK_GRAPH && (uint32_t)r->src != s->graph)) {
-            if (has_room(s))
-                placed = kvp_mark_place(s, 0);
-            else
-                s->flags |= MARK_MIXED;
-        } else if (gap >= MARK_GAP_NS && has_caught_up(s)) {
-            placed = has_room(s) && kvp_mark_place(s, MARK_UNSEEN);
-            s->gappy = 16;
-        } else if (s->count >= s->next_sample) {
-            s->next_sample = s->sampled >= 5 ? 256 : 16u << s->sampled++;
-            if (has_room(s)) placed = kvp_mark_place(s, MARK_SAMPLE), s->after = placed ? MARK_ITEM : 0;
-        }
-    } else {
-        if (kind != s->ran || gap >= MARK_GAP_NS) s->next_sample = 8, s->sampled = 0; /* behind a sample it goes on */
-        if (gap >= MARK_GAP_NS && s->gappy < 16 && has_caught_up(s))
-            s->gappy = 16;
-        else if (s->gappy && (gap < MARK_GAP_NS || !has_caught_up(s)))
-            s->gappy--;
-        struct mark_context *c = &kvp_mark_contexts[s->context];
-        if (now - c->probe_at > MARK_PROBE_NS && has_caught_up(s)) {
-            c->probe_at = now;
-            placed = kvp_mark_place(s, MARK_PROBE);
-        }
+    else
+        placed = get(s->count) ? goes_on(s, r, kind, gap) : begins(s, kind, gap, now);
+    put(s->last_ns, now);
+    if (!get(s->count)) {
+        put(s->kind, s->ran = kind);
+        put(s->first_ns, 0);
     }
-    s->last_ns = now;
-    if (!s->count) s->kind = s->ran = kind, s->first_ns = 0;
     if (kind == MARK_GRAPH) s->graph = (uint32_t)r->src;
-    s->count++;
-    s->bytes += r->bytes;
-    if (kind == MARK_WAIT || s->gappy) s->after |= 128;
+    put(s->count, get(s->count) + 1);
+    put(s->bytes, get(s->bytes) + r->bytes);
+    if (kind == MARK_WAIT || get(s->gappy)) put(s->after, get(s->after) | 128);
     kvp_mark_release(s);
     return placed;
 }
@@ -336,8 +376,8 @@ static __attribute__((noinline)) int changes(struct mark_stream *s, const kvp_re
 /* The end of what stands in a stream, in front of a call that may take long. */
 static int end_run(struct mark_stream *s, int waits_for_all) {
     int placed = 0;
-    if (s->count && !(s->flags & MARK_UNKNOWN) && take_stream(s)) {
-        if (s->count && s->first_ns && (waits_for_all || has_room(s))) placed = kvp_mark_place(s, 0);
+    if (get(s->count) && !(get(s->flags) & MARK_UNKNOWN) && take_stream(s)) {
+        if (get(s->count) && get(s->first_ns) && (waits_for_all || has_room(s))) placed = kvp_mark_place(s, 0);
         kvp_mark_release(s);
     }
     return placed;
@@ -348,7 +388,8 @@ static __attribute__((noinline)) int end_all(void) {
     for (int i = 0; i < MARK_STREAMS; i++) {
         struct mark_stream *s = &kvp_mark_streams[i];
         uint64_t key = atomic_load(&s->key);
-        if (key && s->count && (!s->per_thread || key >> 32 == (uint64_t)syscall(SYS_gettid))) placed |= end_run(s, 1);
+        if (key && get(s->count) && (!s->per_thread || key >> 32 == (uint64_t)syscall(SYS_gettid)))
+            placed |= end_run(s, 1);
     }
     return placed;
 }
@@ -360,13 +401,13 @@ static __attribute__((noinline)) int around_legacy(struct mark_stream *s) {
     int placed = 0;
     if (!s->legacy) {
         if (!other || other->context != s->context) return 0;
-        other->ordered = 1;
-        return other->count ? end_run(other, 0) : 0;
+        put(other->ordered, 1);
+        return get(other->count) ? end_run(other, 0) : 0;
     }
     if (s != other) atomic_store_explicit(&legacy, s, memory_order_relaxed);
-    if (!s->ordered || s->count || s->flags & MARK_UNKNOWN || !take_stream(s)) return 0;
-    s->ordered = 0;
-    if (!s->count && has_room(s)) placed = kvp_mark_place(s, 0);
+    if (!get(s->ordered) || get(s->count) || get(s->flags) & MARK_UNKNOWN || !take_stream(s)) return 0;
+    put(s->ordered, 0);
+    if (!get(s->count) && has_room(s)) placed = kvp_mark_place(s, 0);
     kvp_mark_release(s);
     return placed;
 }
@@ -375,35 +416,53 @@ static inline uint8_t kind_of(const kvp_record *r) {
     return of_call[r->call].role == COPIES ? of_direction[r->direction & 15] : of_call[r->call].kind;
 }
 
+/* In front of a call that waits, or takes long by itself. 1: time has passed. */
+static __attribute__((noinline)) int before_wait(const kvp_record *r, int role) {
+    kvp_thread.mark = 1;
+    if (role == SYNC_ALL) return end_all();
+    if (role == TAKES_LONG) return mine ? end_run(mine, 0) : 0;
+    struct mark_stream *s = role == SYNC_STREAM || r->stream ? find(r->stream) : NULL;
+    if (!s) return 0;
+    mine = s;
+    return end_run(s, role == SYNC_STREAM);
+}
+
 int kvp_mark_before(const kvp_record *r) {
     int role = of_call[r->call & 127].role, placed = 0;
     if (!role) return 0;
     uint64_t now = r->start_ns ? r->start_ns : kvp_clock();
-    if (role <= COPIES || role == SYNC_STREAM || (role == SYNC_EVENT && r->stream)) {
+    if (role <= COPIES) {
         struct mark_stream *s = find(r->stream);
-        if (unlikely(!s) && role <= COPIES) s = add_stream(key_of(r->stream), r->stream);
+        if (unlikely(!s)) s = add_stream(key_of(r->stream), r->stream);
         if (!s) return 0;
         mine = s;
-        if (role > COPIES) {
-            kvp_thread.mark = 1;
-            return end_run(s, role == SYNC_STREAM);
-        }
         uint8_t kind = kind_of(r);
         placed = unlikely(kvp_watch.blocking) ? around_legacy(s) : 0;
-        if (likely(s->kind == kind && s->count && s->count < s->next_sample && now - s->last_ns < MARK_GAP_NS &&
-                   !s->gappy && kind < MARK_GRAPH && !s->flags)) {
-            s->count++;
-            s->bytes += r->bytes;
-            s->last_ns = now;
+        uint32_t count = get(s->count);
+        if (likely(get(s->kind) == kind && count && count < get(s->next_sample) &&
+                   now - get(s->last_ns) < MARK_GAP_NS && !get(s->gappy) && kind < MARK_GRAPH && !get(s->flags))) {
+            put(s->count, count + 1);
+            put(s->bytes, get(s->bytes) + r->bytes);
+            put(s->last_ns, now);
             return placed;
         }
         kvp_thread.mark = 1;
-        return changes(s, r, kind, now) | placed;
-    }
-    kvp_thread.mark = 1;
-    if (role == SYNC_ALL) placed = end_all();
-    if (role == TAKES_LONG && mine) placed = end_run(mine, 0);
+        placed |= changes(s, r, kind, now);
+    } else
+        placed = before_wait(r, role);
+    spend_since(now);
     return placed;
+}
+
+/* What a submission leaves to do behind it. */
+static __attribute__((noinline)) void place_after(struct mark_stream *s) {
+    uint64_t since = kvp_clock();
+    if (take_stream(s)) {
+        if (get(s->count) && has_room(s)) kvp_mark_place(s, get(s->after) & 127);
+        put(s->after, 0);
+        kvp_mark_release(s);
+    }
+    spend_since(since);
 }
 
 void kvp_mark_after(const kvp_record *r) {
@@ -418,20 +477,16 @@ void kvp_mark_after(const kvp_record *r) {
     struct mark_stream *s = find(r->stream);
     if (!s) return;
     if (role == SYNC_STREAM) {
-        if (!r->result) s->done = s->submitted;
+        if (!r->result) put(s->done, get(s->submitted));
         if (unlikely(kvp_mark_synchronous)) kvp_mark_step(0);
         return;
     }
-    s->last_ns = now;
+    put(s->last_ns, now);
     if (unlikely(s->per_thread)) kvp_watch.blocking = 1;
-    if (unlikely(!s->first_ns)) /* a call that blocked had its work begun before it returned */
-        s->first_ns = r->dur_ns != KVP_UNTIMED && r->dur_ns > 20000 ? r->start_ns + 2000 : now;
-    if (r->call == KVP_CALL_cudaMemcpy) s->after |= 128;
-    if (unlikely(s->after) && take_stream(s)) {
-        if (s->count && has_room(s)) kvp_mark_place(s, s->after & 127);
-        s->after = 0;
-        kvp_mark_release(s);
-    }
+    if (unlikely(!get(s->first_ns))) /* a call that blocked had its work begun before it returned */
+        put(s->first_ns, r->dur_ns != KVP_UNTIMED && r->dur_ns > 20000 ? r->start_ns + 2000 : now);
+    if (r->call == KVP_CALL_cudaMemcpy) put(s->after, get(s->after) | 128);
+    if (unlikely(get(s->after))) place_after(s);
 }
 
 /* ---- what ends ----------------------------------------------------------------------------------------------- */
@@ -446,7 +501,7 @@ static void forget(struct mark_stream *s) {
         kvp_mark_give(c, m);
     }
     s->tail = NULL;
-    s->count = 0;
+    put(s->count, 0);
     atomic_store(&s->key, 0);
 }
 
@@ -473,6 +528,6 @@ void kvp_marks_context_ends(void) {
     /* their events went with them; the places are not used again */
     for (int i = 0; i < atomic_load(&kvp_mark_context_count); i++) {
         kvp_mark_contexts[i].ready = 0;
-        kvp_mark_contexts[i].handle = &kvp_mark_contexts[i];
+        put(kvp_mark_contexts[i].handle, (void *)&kvp_mark_contexts[i]);
     }
 }

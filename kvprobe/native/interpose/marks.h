@@ -34,9 +34,12 @@ enum { MARK_NOT_READY = 600 }; /* CUDA_ERROR_NOT_READY */
 #define MARK_BUSY_LIMIT 400     /* submissions in a stream above which a mark waits for its turn; a queue takes 1,021 */
 extern uint32_t kvp_mark_limit; /* the same, scaled as the environment scales queues */
 extern int kvp_marks_asked;     /* by name: then on the embedded host runtime, too */
-#define MARK_FIRST 12000   /* records that a short program is covered with whole: some 20 ms of its threads' time */
-#define MARK_CREDIT 3000   /* records that may be saved up later */
-#define MARK_STRETCH 1000  /* records that are saved up before marking comes back */
+#define MARK_FIRST_NS 30000000   /* what they may cost in the first second: short programs are covered whole */
+#define MARK_CREDIT_NS 3000000   /* what may be saved up later */
+#define MARK_STRETCH_NS 1500000  /* what is saved up before marking comes back */
+#define MARK_DEVICE_NS 1000      /* of a record, beside what its caller waits: its stream does nothing else meanwhile */
+#define MARK_MOST_NS 20000       /* of one call: it was not marking that took longer */
+#define MARK_USUAL_NS 2000       /* all together, in simulated time */
 #define MARK_GAP_NS 10000u /* from one submission to the next: the stream may have run dry meanwhile */
 #define MARK_PROBE_NS 5000000u
 #define MARK_STALE_NS 100000u /* so long without a submission: the helper ends the run */
@@ -73,8 +76,13 @@ struct mark_span {
     uint8_t kind, dry;
 };
 
-/* One stream. The first line is what a submission of the kind that goes on touches; the rest belongs to who holds
- * `lock`. */
+/* Words of a stream that a submission of the kind that goes on changes without the lock, as two threads may at once: a
+ * count may then be short by one, and no compiler tears a word apart. */
+#define get(WORD) __atomic_load_n(&(WORD), __ATOMIC_RELAXED)
+#define put(WORD, VALUE) __atomic_store_n(&(WORD), (VALUE), __ATOMIC_RELAXED)
+
+/* One stream. The first line is what a submission of the kind that goes on touches, by get and put; the rest belongs to
+ * who holds `lock`. */
 struct mark_stream {
     _Atomic uint64_t key; /* 0: free */
     uint64_t last_ns, first_ns, bytes;
@@ -103,7 +111,7 @@ struct mark_context {
 extern struct mark_stream kvp_mark_streams[MARK_STREAMS];
 extern struct mark_context kvp_mark_contexts[MARK_CONTEXTS];
 extern _Atomic int kvp_mark_context_count;
-extern _Atomic int64_t kvp_mark_tokens;
+extern _Atomic int64_t kvp_mark_left_ns; /* what marks may still cost */
 extern _Atomic int kvp_mark_pool_lock;  /* of every pool: held for a few instructions */
 extern _Atomic uint64_t kvp_mark_empty; /* marks that found the pool empty */
 
@@ -124,7 +132,9 @@ static inline void kvp_mark_release(struct mark_stream *s) { atomic_store_explic
 /* marks.c. 1: there is a mark now. The caller holds the stream's lock. */
 int kvp_mark_place(struct mark_stream *s, int flags);
 void kvp_mark_give(struct mark_context *c, struct mark *m);
-static inline uint64_t kvp_mark_outstanding(const struct mark_stream *s) { return s->submitted + s->count - s->done; }
+static inline uint64_t kvp_mark_outstanding(const struct mark_stream *s) {
+    return get(s->submitted) + get(s->count) - get(s->done);
+}
 
 /* mark_reader.c */
 enum mark_reason { REASON_NONE, REASON_BUDGET, REASON_CAPTURE, REASON_END, REASON_ERROR, REASON_UNSEEN, REASON_POOL };

@@ -433,9 +433,10 @@ int kvp_ring_enter(uint32_t call, uint64_t stream, uint64_t now_ns) {
     struct section *section = my_section();
     if (unlikely(!section)) return 0;
     kvp_section_header *header = get(section->header);
-    header->in_since_ns = now_ns;
-    header->in_stream = stream;
-    header->in_sequence++;
+    /* not plain stores: kvp_ring_blocked looks at them from another thread */
+    __atomic_store_n(&header->in_since_ns, now_ns, __ATOMIC_RELAXED);
+    __atomic_store_n(&header->in_stream, stream, __ATOMIC_RELAXED);
+    __atomic_store_n(&header->in_sequence, header->in_sequence + 1, __ATOMIC_RELAXED);
     __atomic_store_n(&header->in_call, call, __ATOMIC_RELEASE);
     /* The call takes longer than they need to come. A store that misses costs even though nobody waits for it: the
      * driver's next locked instruction does. */
