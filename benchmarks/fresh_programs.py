@@ -180,7 +180,8 @@ def own_window(recording: Recording, said: dict[str, Any]) -> ServingWindow:
 
     first, last = recorded_span(recording)
     end = min(said.get("end_ns", last), last)
-    return serving_window(recording, max(end - said["span_ns"] - first, 0), end - first)
+    own = min(said["span_ns"], said["account"].get("window_ns", said["span_ns"]))  # a program may begin to count later
+    return serving_window(recording, max(end - own - first, 0), end - first)
 
 
 def judged(work: tuple[Path, str, str]) -> dict[str, Any]:

@@ -15,8 +15,8 @@ PCIE_5 = 55e9  # bytes per second of large copies over PCIe 5.0 x16 (H100, H200)
 def link_rate(recording: Recording, direction: Direction) -> tuple[float, str]:
     """Bytes per second that one copy of this direction can reach, and how that is known; 0 where unknown.
 
-    The machine's own figure where the recording has one; else the ninth decile of pinned copies, or of runs of copies
-    between two marks, of at least 1 MiB in this recording (a lower bound of the link).
+    The machine's own figure where the recording has one; else the ninth decile of pinned copies of at least 1 MiB in
+    this recording (a lower bound of the link), also of those between two marks.
     """
     fact = recording.machine.get("link_bytes_per_s")
     if isinstance(fact, dict):
@@ -26,10 +26,20 @@ def link_rate(recording: Recording, direction: Direction) -> tuple[float, str]:
     for table in (recording.executions, recording.spans):
         took = table["end_ns"] - table["start_ns"]
         large = (table["engine"] == Engine.COPY) & (table["direction"] == direction) & (took > 0)
-        large &= table["bytes"] >= LARGE_BYTES
         if table is recording.executions:
-            large &= table["memory"] != Memory.PAGEABLE
+            large &= (table["bytes"] >= LARGE_BYTES) & (table["memory"] != Memory.PAGEABLE)
+        else:
+            large &= table["bytes"] >= LARGE_BYTES * np.maximum(table["count"], 1)
+            large &= not _mostly_pageable(recording, direction)
         rows = np.flatnonzero(large)
         if len(rows):
             return float(np.percentile(table["bytes"][rows] / took[rows], 90) * 1e9), "fastest large copies seen here"
     return 0.0, "unknown"
+
+
+def _mostly_pageable(recording: Recording, direction: Direction) -> bool:
+    """Whether more than half of the bytes of large copies come out of pageable memory: a span does not say which."""
+    calls = recording.calls
+    large = (calls["bytes"] >= LARGE_BYTES) & (calls["direction"] == direction)
+    pageable = large & (calls["memory"] == Memory.PAGEABLE)
+    return bool(2 * calls["bytes"][pageable].sum() > calls["bytes"][large].sum())
