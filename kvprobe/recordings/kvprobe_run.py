@@ -33,6 +33,7 @@ from kvprobe.probe.ring import (
 from kvprobe.probe.ring_layout import FIRST_FILE, LAST_FILE
 from kvprobe.recordings.adapter_events import ns_of
 from kvprobe.recordings.assemble import sorted_table, stream_rows
+from kvprobe.recordings.graph_pieces import divide_graphs
 from kvprobe.recordings.merge import ONE_BY_ONE
 from kvprobe.recordings.model import Array, CallKind, Direction, Label, Memory, Recording, Source, Table
 from kvprobe.recordings.run_events import RingRecords, contents, cpu_waits, known_codes, samples, stacks, transfers
@@ -99,6 +100,12 @@ def read(
     for folder, run in runs.items():
         _machine_facts(recording, run, found.ends.get(folder, {}), folder)
     _unix_offset(recording, processes, shifts, runs)
+    divided = divide_graphs(recording)
+    if divided:
+        notes.append(
+            f"{divided:,} launches of CUDA graphs were seen as one piece each; their time is divided by what the graphs "
+            f"hold, copies at the link's rate and kernels the rest: computed, not measured"
+        )
     recording.notes += notes
     recording.incomplete += found.unread
     for one in found.folders.values():

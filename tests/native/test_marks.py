@@ -69,6 +69,28 @@ d.sync(d.compute)
     assert spans["count"][long].tolist() == [1] * len(long)
 
 
+def test_copies_behind_a_host_function_begin_when_that_is_over(libraries: Path, tmp_path: Path) -> None:
+    """What stands still while a function of the host runs is no copy."""
+    body = """
+import ctypes as ct
+d.launch(1_000)
+d.sync(d.compute)
+sleep = ct.cast(ct.CDLL(None).usleep, ct.c_void_p)
+d.lib.cudaLaunchHostFunc.argtypes = [ct.c_void_p] * 3
+d.check(d.lib.cudaLaunchHostFunc(d.copies[0], sleep, 20_000))
+for i in range(50):
+    d.load(i, 100_000, d.copies[0])
+d.synchronize()
+"""
+    spans = recorded(libraries, tmp_path, body, KVHOST_CLOCK="real").spans
+    stands = int(np.argmax(np.where(spans["engine"] == Engine.WAIT, spans["end_ns"] - spans["start_ns"], 0)))
+    assert spans["end_ns"][stands] - spans["start_ns"][stands] >= 19_000_000
+    behind = (spans["engine"] == Engine.COPY) & (spans["stream"] == spans["stream"][stands])
+    behind &= spans["end_ns"] > spans["end_ns"][stands]
+    assert int(spans["count"][behind].sum()) == 50
+    assert (spans["start_ns"][behind] >= spans["end_ns"][stands]).all()
+
+
 def test_a_run_of_many_launches_is_a_few_marks(libraries: Path, tmp_path: Path) -> None:
     body = """
 for _ in range(800):

@@ -149,6 +149,15 @@ void kvp_marks_context_ends(void);
 void kvp_marks_hold(void); /* until kvp_marks_go_on nothing is marked: a capture is about to begin */
 void kvp_marks_go_on(void);
 
+/* graphs.c: what a graph that is captured holds. `holds`: of a call that went into some capture, or not; `more`:
+ * something that is not followed. */
+void kvp_graph_begins(uint64_t stream);
+void kvp_graph_holds(const kvp_record *record);
+void kvp_graph_holds_more(void);
+void kvp_graph_ends(const void *graph);
+void kvp_graph_instantiated(const void *launchable, const void *graph);
+void kvp_graphs_in_child(void);
+
 /* contents.c: what copies carry, of a sample. `due`: whether the copy that has just returned is to be looked at. */
 void kvp_contents_start(void);
 void kvp_contents_stop(void);

@@ -330,6 +330,7 @@ static void *read_marks(void *unused) {
 }
 
 static void in_child(void) {
+    kvp_graphs_in_child();
     if (!atomic_load(&owner)) return;
     kvp_watch.marks = 0;
     atomic_store(&stopping, 1);
@@ -406,7 +407,8 @@ CUDA_EXPORT void kvprobe_marks(int on) { on ? kvp_marks_go_on() : kvp_marks_hold
 static int outstanding(void) {
     int some = 0;
     for (int i = 0; i < MARK_STREAMS && !some; i++)
-        some = atomic_load(&kvp_mark_streams[i].key) && (get(kvp_mark_streams[i].head) || get(kvp_mark_streams[i].count));
+        some =
+            atomic_load(&kvp_mark_streams[i].key) && (get(kvp_mark_streams[i].head) || get(kvp_mark_streams[i].count));
     return some;
 }
 

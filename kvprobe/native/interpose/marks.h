@@ -34,13 +34,13 @@ enum { MARK_NOT_READY = 600 }; /* CUDA_ERROR_NOT_READY */
 #define MARK_BUSY_LIMIT 400     /* submissions in a stream above which a mark waits for its turn; a queue takes 1,021 */
 extern uint32_t kvp_mark_limit; /* the same, scaled as the environment scales queues */
 extern int kvp_marks_asked;     /* by name: then on the embedded host runtime, too */
-#define MARK_FIRST_NS 30000000   /* what they may cost in the first second: short programs are covered whole */
-#define MARK_CREDIT_NS 3000000   /* what may be saved up later */
-#define MARK_STRETCH_NS 1500000  /* what is saved up before marking comes back */
-#define MARK_DEVICE_NS 1000      /* of a record, beside what its caller waits: its stream does nothing else meanwhile */
-#define MARK_MOST_NS 20000       /* of one call: it was not marking that took longer */
-#define MARK_USUAL_NS 2000       /* all together, in simulated time */
-#define MARK_GAP_NS 10000u /* from one submission to the next: the stream may have run dry meanwhile */
+#define MARK_FIRST_NS 30000000  /* what they may cost in the first second: short programs are covered whole */
+#define MARK_CREDIT_NS 3000000  /* what may be saved up later */
+#define MARK_STRETCH_NS 1500000 /* what is saved up before marking comes back */
+#define MARK_DEVICE_NS 1000     /* of a record, beside what its caller waits: its stream does nothing else meanwhile */
+#define MARK_MOST_NS 20000      /* of one call: it was not marking that took longer */
+#define MARK_USUAL_NS 2000      /* all together, in simulated time */
+#define MARK_GAP_NS 10000u      /* from one submission to the next: the stream may have run dry meanwhile */
 #define MARK_PROBE_NS 5000000u
 #define MARK_STALE_NS 100000u /* so long without a submission: the helper ends the run */
 
@@ -112,8 +112,8 @@ extern struct mark_stream kvp_mark_streams[MARK_STREAMS];
 extern struct mark_context kvp_mark_contexts[MARK_CONTEXTS];
 extern _Atomic int kvp_mark_context_count;
 extern _Atomic int64_t kvp_mark_left_ns; /* what marks may still cost */
-extern _Atomic int kvp_mark_pool_lock;  /* of every pool: held for a few instructions */
-extern _Atomic uint64_t kvp_mark_empty; /* marks that found the pool empty */
+extern _Atomic int kvp_mark_pool_lock;   /* of every pool: held for a few instructions */
+extern _Atomic uint64_t kvp_mark_empty;  /* marks that found the pool empty */
 
 static inline void kvp_mark_relax(void) {
 #if defined(__x86_64__)

@@ -321,6 +321,7 @@ static inline __attribute__((always_inline)) void end(kvp_record *r, enum what w
                                                    : KVP_KEEP_ALL;
     kvp_ring_write(r, keep);
     if (what != A_EVENT && unlikely(kvp_thread.mark)) kvp_mark_after(r);
+    if (unlikely(kvp_watch.captures) && !result) kvp_graph_holds(r);
     if (what == A_COPY && kvp_contents_due(r)) kvp_contents_look(r);
     if (unlikely(kvp_watch.gate)) kvp_gate(r);
     kvp_thread.node = 0;
@@ -803,21 +804,27 @@ static void capture_begins(void) {
     if (!in_capture_call++) kvp_marks_hold();
 }
 
-static void capture_began(int result) {
+static void capture_began(int result, uint64_t stream) {
     if (--in_capture_call) return;
-    if (!result) atomic_fetch_add(&kvp_watch.captures, 1);
+    if (!result) {
+        kvp_graph_begins(stream);
+        atomic_fetch_add(&kvp_watch.captures, 1);
+    }
     kvp_marks_go_on();
 }
 
-static void capture_ended(int result) {
+static void capture_ended(int result, void **graph) {
     if (--in_capture_call || (result && (result < CAPTURES || result >= WRONG_THREAD))) return;
+    kvp_graph_ends(!result && graph ? *graph : NULL);
     int now = atomic_load(&kvp_watch.captures);
     while (now > 0 && !atomic_compare_exchange_weak(&kvp_watch.captures, &now, now - 1)) {
     }
 }
 
-#define BEGINS_CAPTURE(NAME) UNRECORDED(NAME, capture_begins(), capture_began(result))
-#define ENDS_CAPTURE(NAME) UNRECORDED(NAME, in_capture_call++, capture_ended(result))
+#define BEGINS_CAPTURE(NAME) UNRECORDED(NAME, capture_begins(), capture_began(result, STREAM(stream)))
+#define ADDS_TO_GRAPH(NAME)                                                                                            \
+    UNRECORDED(NAME, capture_begins(), (capture_began(result, STREAM(stream)), kvp_graph_holds_more()))
+#define ENDS_CAPTURE(NAME) UNRECORDED(NAME, in_capture_call++, capture_ended(result, graph))
 #define cudaStreamBeginCapture_P void *stream, int mode
 #define cudaStreamBeginCapture_A stream, mode
 BEGINS_CAPTURE(cudaStreamBeginCapture)
@@ -825,7 +832,7 @@ BEGINS_CAPTURE(cudaStreamBeginCapture)
 #define TO_GRAPH_A stream, graph, dependencies, data, count, mode
 #define cudaStreamBeginCaptureToGraph_P TO_GRAPH_P
 #define cudaStreamBeginCaptureToGraph_A TO_GRAPH_A
-BEGINS_CAPTURE(cudaStreamBeginCaptureToGraph)
+ADDS_TO_GRAPH(cudaStreamBeginCaptureToGraph)
 #define cudaStreamEndCapture_P void *stream, void **graph
 #define cudaStreamEndCapture_A stream, graph
 ENDS_CAPTURE(cudaStreamEndCapture)
@@ -834,10 +841,69 @@ ENDS_CAPTURE(cudaStreamEndCapture)
 BEGINS_CAPTURE(cuStreamBeginCapture_v2)
 #define cuStreamBeginCaptureToGraph_P TO_GRAPH_P
 #define cuStreamBeginCaptureToGraph_A TO_GRAPH_A
-BEGINS_CAPTURE(cuStreamBeginCaptureToGraph)
+ADDS_TO_GRAPH(cuStreamBeginCaptureToGraph)
 #define cuStreamEndCapture_P void *stream, void **graph
 #define cuStreamEndCapture_A stream, graph
 ENDS_CAPTURE(cuStreamEndCapture)
+
+/* Of every form and version the first two parameters are these; words that a function does not take it does not read.
+ */
+#define INSTANTIATE_P void **launchable, void *graph, uintptr_t more, void *text, size_t size
+#define INSTANTIATE_A launchable, graph, more, text, size
+#define INSTANTIATES(NAME)                                                                                             \
+    UNRECORDED(NAME, (void)0, if (!result && launchable && kvp_watch.on) instantiated(*launchable, graph))
+static void instantiated(const void *launchable, const void *graph) {
+    uint32_t inside = kvp_thread.inside;
+    if (inside == IN_KVPROBE) return;
+    kvp_thread.inside = IN_KVPROBE;
+    kvp_graph_instantiated(launchable, graph);
+    kvp_thread.inside = inside;
+}
+#define cudaGraphInstantiate_P INSTANTIATE_P
+#define cudaGraphInstantiate_A INSTANTIATE_A
+INSTANTIATES(cudaGraphInstantiate)
+#define cudaGraphInstantiateWithFlags_P INSTANTIATE_P
+#define cudaGraphInstantiateWithFlags_A INSTANTIATE_A
+INSTANTIATES(cudaGraphInstantiateWithFlags)
+#define cudaGraphInstantiateWithParams_P INSTANTIATE_P
+#define cudaGraphInstantiateWithParams_A INSTANTIATE_A
+INSTANTIATES(cudaGraphInstantiateWithParams)
+
+/* ---- host functions in a stream: it stands still while one runs, which marks see as a wait ----------------------- */
+
+static __thread int in_host_function __attribute__((tls_model("initial-exec"))); /* the runtime's makes the driver's */
+
+static void host_function_begins(kvp_record *r) {
+    if (in_host_function++ || !recording()) return;
+    if (unlikely(kvp_watch.captures)) kvp_graph_holds_more();
+    if (!kvp_watch.marks) return;
+    kvp_thread.inside = IN_KVPROBE;
+    r->call = KVP_CALL_cudaStreamWaitEvent;
+    r->start_ns = kvp_clock();
+    kvp_mark_before(r);
+    kvp_thread.inside = OUTSIDE;
+}
+
+static void host_function_began(kvp_record *r, int result) {
+    if (--in_host_function || !r->call) return;
+    kvp_thread.inside = IN_KVPROBE;
+    r->dur_ns = kvp_clock() - r->start_ns;
+    r->result = (uint16_t)result;
+    kvp_mark_after(r);
+    kvp_thread.inside = OUTSIDE;
+}
+
+#define HOST_FUNCTION(NAME)                                                                                            \
+    UNRECORDED(NAME, kvp_record r = {.stream = STREAM(stream)};                                                        \
+               host_function_begins(&r), host_function_began(&r, result))
+#define HOST_FUNCTION_P void *stream, void *called, void *data
+#define HOST_FUNCTION_A stream, called, data
+#define cudaLaunchHostFunc_P HOST_FUNCTION_P
+#define cudaLaunchHostFunc_A HOST_FUNCTION_A
+HOST_FUNCTION(cudaLaunchHostFunc)
+#define cuLaunchHostFunc_P HOST_FUNCTION_P
+#define cuLaunchHostFunc_A HOST_FUNCTION_A
+HOST_FUNCTION(cuLaunchHostFunc)
 
 /* ---- contexts that end (cures.c) -------------------------------------------------------------------------------- */
 
@@ -904,6 +970,9 @@ ENDS_STREAM(cuStreamDestroy)
     X(cuMemImportFromShareableHandle, cuMemImportFromShareableHandle, 0) X(cuGetProcAddress, cuGetProcAddress, 0) \
     X(cuGetProcAddress_v2, cuGetProcAddress_v2, 0) BOTH(X, cudaGetDriverEntryPoint) \
     BOTH(X, cudaGetDriverEntryPointByVersion) \
+    X(cudaGraphInstantiate, cudaGraphInstantiate, 0) \
+    X(cudaGraphInstantiateWithFlags, cudaGraphInstantiateWithFlags, 0) \
+    BOTH(X, cudaGraphInstantiateWithParams) BOTH(X, cudaLaunchHostFunc) BOTH(X, cuLaunchHostFunc) \
     BOTH(X, cudaStreamBeginCapture) BOTH(X, cudaStreamBeginCaptureToGraph) BOTH(X, cudaStreamEndCapture) \
     BOTH(X, cuStreamBeginCapture_v2) BOTH(X, cuStreamBeginCaptureToGraph) BOTH(X, cuStreamEndCapture) \
     X(cudaStreamDestroy, cudaStreamDestroy, 0) X(cuStreamDestroy, cuStreamDestroy_v2, 0) \

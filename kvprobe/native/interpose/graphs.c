@@ -1,0 +1,88 @@
+/* What a CUDA graph holds, counted while it is captured and told when it is instantiated: kernels, copies, bytes.
+ *
+ * Told of graphs alone whose nodes were captured in one stream, one behind the other, with no other capture at the same
+ * time and no host function: of these the time of a launch can be divided. A graph that is made node by node, or of
+ * several streams, stays one piece. */
+#define _GNU_SOURCE
+#include "marks.h"
+
+#include <pthread.h>
+#include <string.h>
+
+#define KEPT 256 /* graphs that are captured and not instantiated yet; the oldest give way */
+
+struct graph {
+    uint64_t handle, stream, bytes[3]; /* bytes: to the device, from it, within it */
+    uint32_t kernels, copies, memsets;
+    int clear; /* all of it is known, and in one stream */
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct graph captured, kept[KEPT];
+static unsigned next_kept;
+static int active; /* captures that go on */
+
+void kvp_graph_begins(uint64_t stream) {
+    pthread_mutex_lock(&lock);
+    int alone = !active++;
+    if (alone) captured = (struct graph){.stream = stream};
+    captured.clear = alone;
+    pthread_mutex_unlock(&lock);
+}
+
+void kvp_graph_holds_more(void) {
+    pthread_mutex_lock(&lock);
+    captured.clear = 0;
+    pthread_mutex_unlock(&lock);
+}
+
+static int is_captured(uint64_t stream) {
+    int state = 0;
+    return kvp_mark_driver.cuStreamIsCapturing &&
+           !kvp_mark_driver.cuStreamIsCapturing((void *)(uintptr_t)stream, &state) && state;
+}
+
+void kvp_graph_holds(const kvp_record *r) {
+    uint32_t copies = r->call <= 10 || r->call == 30 || r->call == 31 || r->call == 40 || r->call == 41;
+    uint32_t kernels = r->call >= 12 && r->call <= 15, memsets = r->call == 11;
+    if (!(copies | kernels | memsets) || !is_captured(r->stream)) return;
+    unsigned way = (r->direction & 15) == KVP_H2D ? 0 : (r->direction & 15) == KVP_D2H ? 1 : 2;
+    pthread_mutex_lock(&lock);
+    if (r->stream != captured.stream) captured.clear = 0;
+    captured.copies += copies * r->count;
+    captured.kernels += kernels;
+    captured.memsets += memsets;
+    if (copies) captured.bytes[way] += r->bytes;
+    pthread_mutex_unlock(&lock);
+}
+
+void kvp_graph_ends(const void *graph) {
+    pthread_mutex_lock(&lock);
+    if (active) active--;
+    captured.handle = (uint64_t)(uintptr_t)graph;
+    if (graph && captured.clear) kept[next_kept++ % KEPT] = captured;
+    captured.clear = 0;
+    pthread_mutex_unlock(&lock);
+}
+
+void kvp_graph_instantiated(const void *launchable, const void *graph) {
+    kvp_record r = {.call = KVP_CALL_graph, .start_ns = kvp_clock(), .src = (uint32_t)(uintptr_t)launchable};
+    pthread_mutex_lock(&lock);
+    for (unsigned i = 0; i < KEPT && !r.count && graph; i++) {
+        const struct graph *g = &kept[(next_kept - 1 - i) % KEPT];
+        if (g->handle != (uint64_t)(uintptr_t)graph) continue;
+        r.stream = g->bytes[0], r.dst = g->bytes[1], r.bytes = g->bytes[2];
+        r.count = g->kernels;
+        r.transfer = g->copies;
+        r.tid = 1 + g->memsets;
+        break;
+    }
+    pthread_mutex_unlock(&lock);
+    if (r.tid) kvp_ring_note(&r);
+}
+
+/* A forked child's copy of the lock may have been held. */
+void kvp_graphs_in_child(void) {
+    pthread_mutex_init(&lock, NULL);
+    active = 0;
+}
