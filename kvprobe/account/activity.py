@@ -19,6 +19,9 @@ __all__ = ["COPY_KERNELS", "Activity", "activities"]
 # Kernels that copy between CPU and GPU: ours, SGLang's and LMCache's. A copy kernel is a copy.
 COPY_KERNELS = ("kvp_copy_", "transfer_kernel_impl", "multi_layer_kv_transfer", "single_layer_kv_transfer")
 
+# Of the link's rate, that a copy of pageable memory reaches on the device: 18.6 to 24.4 GB/s of 55 at 1.5 MiB (H100).
+STAGED = 0.39
+
 
 def _nothing() -> Array:
     return np.zeros(0, dtype=np.int64)
@@ -183,7 +186,8 @@ def _submitted(joined: Joined) -> tuple[Array, Array, Array, Array]:
         rate = np.where(
             spans["direction"][of] == Direction.D2H, joined.link(Direction.D2H)[0], joined.link(Direction.H2D)[0]
         )
-        needs = (spans["bytes"][of] / np.where(rate > 0, rate, PCIE_5) * 1e9).astype(np.int64)
+        rate = STAGED * np.where(rate > 0, rate, PCIE_5)
+        needs = (spans["bytes"][of] / rate * 1e9).astype(np.int64)
         copies = spans["engine"][of] == Engine.COPY
         begun[of] = np.where(copies, np.maximum(begun[of], spans["end_ns"][of] - needs), begun[of])
         entered[of] = np.where(copies, joined.start[call[staged]], entered[of])

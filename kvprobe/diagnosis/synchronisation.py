@@ -27,6 +27,7 @@ import numpy as np
 from kvprobe.account import Line
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
+from kvprobe.recordings.assemble import is_kind
 from kvprobe.recordings.intervals import Cover, ascending, distinct, running_max_by_group
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 
@@ -149,6 +150,21 @@ def _after_launches(joined: JoinedRecording, rows: Array, last: Array) -> Array:
     return mask & joined.is_named("event")[rows]
 
 
+def _before_compute(joined: JoinedRecording, rows: Array) -> Array:
+    """Mask over waits that end before their process's first kernel of the window, where timing events saw those.
+
+    Nobody waits for what is loaded before anything computes. Launches alone do not tell: a program that warms up makes
+    a few before the window begins.
+    """
+    spans, before = joined.recording.spans, np.zeros(len(rows), dtype=bool)
+    computes = is_kind(spans["engine"], (Engine.KERNEL, Engine.OTHER)) & (spans["end_ns"] > joined.serving.start_ns)
+    for process in distinct(spans["process"]):
+        kernels = spans["start_ns"][computes & (spans["process"] == process)]
+        first = kernels.min() if len(kernels) else np.iinfo(np.int64).max
+        before |= (joined.process[rows] == process) & (joined.end[rows] <= first)
+    return before
+
+
 def _open_question(joined: JoinedRecording, rows: Array, ns: Array) -> Finding | None:
     """Waits for events that may be for copies of a step before, or for the newest."""
     return joined.open_question(
@@ -219,7 +235,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         wanted |= behind & ~doubtful
         unclear = rows[doubtful]
     ns = np.where(wanted, joined.dur[rows], 0)
-    ns = np.where(ns > QUICK_NS, ns, 0)
+    ns = np.where((ns > QUICK_NS) & ~_before_compute(joined, rows), ns, 0)
     found = _waited(joined, rows[ns > 0], ns[ns > 0], back[ns > 0])
     return found or _open_question(joined, unclear, joined.dur[unclear])
 

@@ -25,6 +25,7 @@ from kvprobe.launchqueue.constants import (
     OVER_TIMES,
     REACHED_SHARE,
     REAL_DEPTH,
+    ROOM_SHARE,
     SCALED_DEPTH,
     USUAL_DEPTHS,
 )
@@ -97,14 +98,18 @@ def _counted(recording: Recording, each: float) -> int:
 
 def infer(recording: Recording, queue: StreamOccupancy) -> None:
     """Depth and blocked time where the device was not recorded: from what the host saw alone."""
-    _infer(recording, queue)
+    marked = depth_by_marks(recording, queue)
+    _infer(recording, queue, marked)
     numbered = partial(recording, queue)
+    if marked is not None:  # a thread's launches since it last waited say less than a count
+        least = _counted(recording, slots_each(recording, queue)) or _depths(recording).usual[0]
+        numbered &= ~(marked.known & (marked.own < ROOM_SHARE * least))
     if numbered.any():
         base = np.array([queue.baseline_ns.get(int(name), 0) for name in recording.calls["name"][queue.calls]])
         _launches(recording, queue, numbered, base)
 
 
-def _infer(recording: Recording, queue: StreamOccupancy) -> None:
+def _infer(recording: Recording, queue: StreamOccupancy, marked: MarkedDepth | None) -> None:
     """The same by calls that are all there.
 
     What was outstanding is counted from the ends of transfers, where an engine tells them of nearly all that the stream
@@ -115,7 +120,6 @@ def _infer(recording: Recording, queue: StreamOccupancy) -> None:
     duration, slow, judged = given.duration, given.slow, given.judged
     each = slots_each(recording, queue)
     known, depths = _counted(recording, each), _depths(recording, each)
-    marked = depth_by_marks(recording, queue)
     if marked is not None and _by_marks(queue, given, marked, known, depths):
         return
     counted = _count(recording, queue, given, marked, known, depths)

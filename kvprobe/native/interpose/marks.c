@@ -324,7 +324,8 @@ static int goes_on(struct mark_stream *s, const kvp_record *r, uint8_t kind, uin
         put(s->flags, get(s->flags) | MARK_MIXED);
         return 0;
     }
-    if (gap >= MARK_GAP_NS && has_caught_up(s)) {
+    /* memsets one by one are the device's smallest work: whole runs of them are sampled, with the gaps in between */
+    if (gap >= (kind == MARK_MEMSET ? 10 : 1) * MARK_GAP_NS && has_caught_up(s)) {
         put(s->gappy, 16);
         return has_room(s) && kvp_mark_place(s, MARK_UNSEEN);
     }
@@ -341,7 +342,7 @@ static int begins(struct mark_stream *s, uint8_t kind, uint64_t gap, uint64_t no
     uint8_t gappy = get(s->gappy);
     if (kind != s->ran || gap >= MARK_GAP_NS) /* behind a sample it goes on */
         put(s->next_sample, 8), s->sampled = 0;
-    if (gap >= MARK_GAP_NS && gappy < 16 && has_caught_up(s))
+    if (gap >= MARK_GAP_NS && gappy < 16 && kind != MARK_MEMSET && has_caught_up(s))
         put(s->gappy, 16);
     else if (gappy && (gap < MARK_GAP_NS || !has_caught_up(s)))
         put(s->gappy, gappy - 1);
