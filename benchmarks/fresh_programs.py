@@ -117,7 +117,7 @@ def judge(path: Path, program: str, form: str, scratch: Path) -> dict[str, Any]:
     from kvprobe.diagnosis import examine
     from kvprobe.diagnosis.verdict import of_recording
     from kvprobe.recordings import open_recording
-    from kvprobe.recordings.window import serving_window
+    from kvprobe.recordings.window import recorded_span, serving_window
 
     said = json.loads(path.with_name(f"{program}.truth.json").read_text())
     plain = unpack(path, scratch)
@@ -155,6 +155,9 @@ def judge(path: Path, program: str, form: str, scratch: Path) -> dict[str, Any]:
         out["union"] = of_intervals(plain, (gpu["from_ns"], gpu["to_ns"]))
         whole = open_recording(plain)
         whole.window = serving_window(whole, within=program)
+        first, end = recorded_span(whole)[0], whole.window.end_ns
+        begin = max(end - said["account"].get("window_ns", said["span_ns"]), whole.window.start_ns)
+        whole.window = serving_window(whole, begin - first, end - first)
         out["whole"] = shares(examine(whole).account.to_json())
     return out
 
@@ -282,7 +285,8 @@ def print_accounts(rows: list[dict[str, Any]]) -> None:
             )
             windows = f"{mine['window_ns'] / 1e6:.0f}/{nsys['window_ns'] / 1e6:.0f}"
             print(f"{name:56} {windows:>15} {most:>+8.1f} {kind:>+7.1f}  {', '.join(told)}")
-        print(f"every line within {bound:g} points: {within} of {len(pairs)}; every line that both can tell: {told_by_both}; ", end="")
+        print(f"every line within {bound:g} points: {within} of {len(pairs)}; ", end="")
+        print(f"every line that both can tell: {told_by_both}; ", end="")
         print(f"every kind of line: {alike}; ", end="")
         print(f"the same first finding: {same}")
 

@@ -103,8 +103,8 @@ def read(
     divided = divide_graphs(recording)
     if divided:
         notes.append(
-            f"{divided:,} launches of CUDA graphs were seen as one piece each; their time is divided by what the graphs "
-            f"hold, copies at the link's rate and kernels the rest: computed, not measured"
+            f"{divided:,} launches of CUDA graphs were seen as one piece each; their time is divided by what the "
+            "graphs hold, copies at the link's rate and kernels the rest: computed, not measured"
         )
     recording.notes += notes
     recording.incomplete += found.unread

@@ -127,11 +127,13 @@ def _given(marks: Table, submits: Array, at: Array, holes: Array) -> tuple[Array
     last = np.searchsorted(times, at, "left") - 1
     base = np.maximum(last, 0)
     own = np.searchsorted(submits, at, "left") - np.searchsorted(submits, times[base], "left")
-    # launches are not kept one by one: what a mark counted beyond the calls is spread over the time since the last
+    # launches and events are not kept one by one: what a mark counted beyond the calls is spread over those, else over
+    # the time since the last
     following = np.minimum(base + 1, len(times) - 1)
     between = np.searchsorted(submits, times[following], "left") - np.searchsorted(submits, times[base], "left")
     missing = np.maximum(slots[following] - slots[base] - 1 - between, 0)
     passed = (at - times[base]) / np.maximum(times[following] - times[base], 1)
+    passed = np.where(between > 0, own / np.maximum(between, 1), passed)
     given = slots[base] + own + np.where(following > base, missing * passed, 0)
     return given, (last >= 0) & _unbroken(times[base], at, holes)
 
@@ -150,6 +152,9 @@ def _done(marks: Table, at: Array) -> Array:
     order = np.argsort(marks["done_ns"], kind="stable")
     slots = marks["slots"][order].astype(float)
     times = np.stack((marks["begun_ns"][order], marks["done_ns"][order]), axis=1).ravel()
-    done = np.stack((slots - 1 - marks["count"][order], slots), axis=1).ravel()
+    # events lie between the submissions of a run; where more is missing than it has of those, it is marks
+    begun, last = slots - 1 - marks["count"][order], np.append(-np.inf, slots[:-1])
+    begun = np.where(begun - last <= marks["count"][order], np.minimum(begun, last), begun)
+    done = np.stack((begun, slots), axis=1).ravel()
     at_least: Array = np.interp(at, np.maximum.accumulate(times), np.maximum.accumulate(done))
     return at_least

@@ -173,6 +173,21 @@ d.synchronize()
     assert full.blocked.sum() > 1_000
 
 
+def test_events_take_slots_too(libraries: Path, tmp_path: Path) -> None:
+    """K, V and an event a block: 680 copies outstanding fill a queue of 1,021 slots."""
+    body = """
+for i in range(1200):
+    d.load(2 * i, 100_000, d.copies[0])
+    d.load(2 * i + 1, 100_000, d.copies[0])
+    d.record(i, d.copies[0])
+d.synchronize()
+"""
+    recording = recorded(libraries, tmp_path, body)
+    (full,) = (queue for queue in queues(recording) if queue.conclusion.full)
+    assert "counted by timing events" in full.conclusion.because
+    assert 1_000 <= full.depth[full.blocked].min() <= full.depth.max() <= 1_026
+
+
 def test_a_queue_that_marks_counted_below_its_depth_was_not_full(libraries: Path, tmp_path: Path) -> None:
     """Slow calls, few outstanding: that they are slow is no question of slots."""
     body = """

@@ -268,7 +268,8 @@ cudaError_t kvh_begin(call *c, enum kvh_api api, uint64_t stream_handle) {
 cudaError_t kvh_end(call *c, cudaError_t error) {
     if (c->correlation) self.correlation = c->correlation;
     if (c->tracing) kvh_trace_end(c, error);
-    if (__builtin_expect(error != 0, 0) && kvhostCallName(c->api)[2] == 'd') /* cuda..., not cu...: the driver has none */
+    if (__builtin_expect(error != 0, 0) &&
+        kvhostCallName(c->api)[2] == 'd') /* cuda..., not cu...: the driver has none */
         kvh_set_last_error(error);
     if (c->owns) kvh_simulation_leave(c->rt);
     if (c->counted) atomic_fetch_sub(&c->rt->calls, 1);

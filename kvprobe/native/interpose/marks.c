@@ -455,6 +455,11 @@ int kvp_mark_before(const kvp_record *r) {
     return placed;
 }
 
+void kvp_mark_event(uint64_t handle) {
+    struct mark_stream *s = find(handle);
+    if (s) put(s->submitted, get(s->submitted) + 1);
+}
+
 /* What a submission leaves to do behind it. */
 static __attribute__((noinline)) void place_after(struct mark_stream *s) {
     uint64_t since = kvp_clock();

@@ -300,6 +300,7 @@ static inline __attribute__((always_inline)) void begin(kvp_record *r, enum what
     else
         r->dur_ns = KVP_UNTIMED;
     if (unlikely(!kvp_ring_enter(r->call, r->stream, r->start_ns))) begin_first(r);
+    if (what == A_EVENT && kvp_watch.marks) kvp_mark_event(r->stream);
     if (what != A_EVENT && kvp_watch.marks && kvp_mark_before(r) && timed) r->start_ns = kvp_clock();
     if (what == A_COPY) kvp_fetch_ranges();
     if (unlikely(kvp_watch.gate)) kvp_gate_begin();
