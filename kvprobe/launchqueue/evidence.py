@@ -10,6 +10,7 @@ from dataclasses import dataclass
 __all__ = [
     "Evidence",
     "Flood",
+    "HeldAt",
     "InBurst",
     "Labels",
     "LiveSums",
@@ -161,6 +162,25 @@ class Pinned:
     depths: tuple[float, float]
     slow: int
     lost_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeldAt:
+    """From timing events in the stream: calls that waited for far more than a copy, and how many were outstanding.
+
+    Attributes:
+        calls, lost_ns: entered with as many outstanding as a queue takes, and what they took more than others.
+        least, most: outstanding at those.
+        elsewhere, elsewhere_ns: the same of calls as long that were entered with other counts, without what their
+            threads waited for a CPU.
+    """
+
+    calls: int
+    lost_ns: int
+    least: int
+    most: int
+    elsewhere: int
+    elsewhere_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,6 +366,7 @@ Evidence = (
     | StoodStill
     | DepthStep
     | Pinned
+    | HeldAt
     | InBurst
     | Flood
     | Numbered

@@ -175,6 +175,16 @@ def _pinned(e: seen.Pinned) -> QueueConclusion:
     return _said(there and gathers and dearer and e.slow > 0, what)
 
 
+def _held_at(e: seen.HeldAt) -> QueueConclusion:
+    """A stall of another kind hits a count of this width by chance once in forty; twice, and for most of the time, it
+    is none."""
+    what = (
+        f"{e.calls:,} calls that took {ms(e.lost_ns)} more than others were entered with {e.least:,} to {e.most:,} "
+        "outstanding, as many as a queue takes (counted by timing events in the stream)"
+    )
+    return _said(e.calls >= 2 and e.lost_ns >= e.elsewhere_ns, what)
+
+
 def _in_burst(e: seen.InBurst) -> QueueConclusion:
     """One such call suffices where all bursts agree and something else proves it; else three, and two thirds of all."""
     which = f"number {e.first + 1:,}" + (f" to {e.last + 1:,}" if e.last > e.first else "")
@@ -288,6 +298,7 @@ _RULES: dict[type, Callable[[Any], QueueConclusion]] = {
     seen.StoodStill: _stood_still,
     seen.DepthStep: _step,
     seen.Pinned: _pinned,
+    seen.HeldAt: _held_at,
     seen.InBurst: _in_burst,
     seen.Flood: _flood,
     seen.Numbered: _numbered,

@@ -29,13 +29,13 @@ from kvprobe.launchqueue.constants import (
     SCALED_DEPTH,
     USUAL_DEPTHS,
 )
-from kvprobe.launchqueue.evidence import DepthStep, InBurst, Numbered, Rest
+from kvprobe.launchqueue.evidence import DepthStep, HeldAt, InBurst, Numbered, Pinned, Rest
 from kvprobe.launchqueue.judge import conclude
 from kvprobe.recordings.assemble import distinct, quantile
 from kvprobe.recordings.buckets import bucket_floor_ns
 from kvprobe.recordings.flooded import QueueCalls, flooded
 from kvprobe.recordings.held_locks import first_of_threads, held_lock
-from kvprobe.recordings.marked_depth import MarkedDepth, depth_by_marks, pinned
+from kvprobe.recordings.marked_depth import MarkedDepth, depth_by_marks, held_at, pinned
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording, Table
 from kvprobe.recordings.numbered import (
     emptying_waits,
@@ -102,7 +102,7 @@ def infer(recording: Recording, queue: StreamOccupancy) -> None:
     _infer(recording, queue, marked)
     numbered = partial(recording, queue)
     if marked is not None:  # a thread's launches since it last waited say less than a count
-        least = _counted(recording, slots_each(recording, queue)) or _depths(recording).usual[0]
+        least = _counted(recording, 1.0) or _depths(recording).usual[0]
         numbered &= ~(marked.known & (marked.own < ROOM_SHARE * least))
     if numbered.any():
         base = np.array([queue.baseline_ns.get(int(name), 0) for name in recording.calls["name"][queue.calls]])
@@ -120,8 +120,11 @@ def _infer(recording: Recording, queue: StreamOccupancy, marked: MarkedDepth | N
     duration, slow, judged = given.duration, given.slow, given.judged
     each = slots_each(recording, queue)
     known, depths = _counted(recording, each), _depths(recording, each)
-    if marked is not None and _by_marks(queue, given, marked, known, depths):
-        return
+    if marked is not None:  # which count events, too
+        counts = slots_each(recording, queue, with_events=False)
+        if _by_marks(recording, queue, given, marked, counts):
+            return
+        marked = marked._replace(own=marked.own * counts / each, everywhere=round(marked.everywhere * counts / each))
     counted = _count(recording, queue, given, marked, known, depths)
     if counted is not None:
         depth, source, judged = counted.depth, counted.how, judged & counted.known
@@ -173,13 +176,27 @@ def _infer(recording: Recording, queue: StreamOccupancy, marked: MarkedDepth | N
     )
 
 
-def _by_marks(queue: StreamOccupancy, given: QueueCalls, marked: MarkedDepth, known: int, depths: _Depths) -> bool:
-    """Whether the count gathers where the queue is full; then that is concluded."""
-    found = pinned(marked, given.duration, given.judged, (0.98 * known, 1.005 * known + 2) if known else depths.exactly)
+def _by_marks(
+    recording: Recording, queue: StreamOccupancy, given: QueueCalls, marked: MarkedDepth, each: float
+) -> bool:
+    """Whether the count gathers where the queue is full; then that is concluded. `each`: slots of what is counted."""
+    known, depths = _counted(recording, each), _depths(recording, each)
+    held_by = (0.98 * known, 1.005 * known + 2) if known else depths.exactly
+    found = pinned(marked, given.duration, given.judged, held_by)
     if found is None:
         return False
+    evidence: Pinned | HeldAt
     evidence, blocked, lost = found
     concluded = conclude(evidence)
+    if not concluded.full:
+        excess = (given.duration - given.base).astype(np.int64)
+        long = given.judged & (excess > _LONG_NS)
+        evidence, blocked = held_at(marked, excess, long, held_by)
+        other = long & ~blocked
+        no_cpu = without_cpu(recording, queue.calls[other], excess[other]) if other.any() else 0
+        evidence = replace(evidence, elsewhere_ns=evidence.elsewhere_ns - no_cpu)
+        lost = np.where(blocked, excess, 0)
+        concluded = conclude(evidence)
     if concluded.full:
         queue.after = 0
         queue.depth = np.minimum(np.round(marked.own), evidence.most).astype(np.int32)

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from kvprobe.launchqueue.constants import BAND_SHARE, BELOW_SHARE
-from kvprobe.launchqueue.evidence import Pinned
+from kvprobe.launchqueue.evidence import HeldAt, Pinned
 from kvprobe.recordings.assemble import quantile
 from kvprobe.recordings.model import SUBMITTING, Array, Recording, Table
 
 if TYPE_CHECKING:
     from kvprobe.recordings.occupancy import StreamOccupancy
 
-__all__ = ["MarkedDepth", "depth_by_marks", "pinned"]
+__all__ = ["MarkedDepth", "depth_by_marks", "held_at", "pinned"]
 
 
 FRINGE = 0.02  # of the calls of a band: those at its lower end come from below
@@ -107,6 +107,31 @@ def pinned(
         int(lost.sum()),
     )
     return evidence, lost > 0, lost
+
+
+def held_at(marked: MarkedDepth, excess: Array, long: Array, depths: tuple[float, float]) -> tuple[HeldAt, Array]:
+    """How many were outstanding at calls that waited for far more than a copy; and at which of them a queue's depth.
+
+    Args:
+        marked: the counts.
+        excess: what each call took more than usual, ns.
+        long: those calls.
+        depths: least and most submissions that the queue may take.
+    """
+    counts = np.round(np.maximum(marked.own, 0))
+    known = long & marked.known
+    there = known & (depths[0] <= counts) & (counts <= depths[1])
+    other = long & ~there
+    found = counts[there].astype(np.int64)
+    evidence = HeldAt(
+        len(found),
+        int(excess[there].sum()),
+        int(found.min(initial=np.iinfo(np.int64).max)),
+        int(found.max(initial=0)),
+        int(other.sum()),
+        int(excess[other].sum()),
+    )
+    return evidence, there
 
 
 def _holes(recording: Recording, process: int) -> Array:

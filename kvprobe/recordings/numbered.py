@@ -24,8 +24,8 @@ FEW_RECORDS = 0.1  # records of events to a submission: fewer hardly change what
 __all__ = ["event_records", "launches_since_empty", "partial", "slots_each", "told_to_wait"]
 
 
-def slots_each(recording: Recording, queue: StreamOccupancy) -> float:
-    """Slots of the queue that one of its submissions takes.
+def slots_each(recording: Recording, queue: StreamOccupancy, *, with_events: bool = True) -> float:
+    """Slots of the queue that one of its submissions takes; `with_events`: and the events that are recorded behind it.
 
     One, or more where nearly all are batches of many copies, and where an event is recorded behind nearly each.
     """
@@ -35,7 +35,7 @@ def slots_each(recording: Recording, queue: StreamOccupancy) -> float:
     if 10 * len(batches) >= 9 * len(rows):
         slots = max(float(np.median(np.ceil(BATCH_SLOTS * calls["count"][batches]))), 1.0)
     counted = (calls["kind"][rows] == CallKind.EVENT).any()
-    return slots if counted else slots + _records_each(recording, queue)
+    return slots if counted or not with_events else slots + _records_each(recording, queue)
 
 
 _RECORDS = "eventrecord"  # in the names of calls that record an event

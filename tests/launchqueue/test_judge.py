@@ -12,6 +12,7 @@ from kvprobe.launchqueue.evidence import (
     DepthStep,
     Evidence,
     Flood,
+    HeldAt,
     InBurst,
     Labels,
     LiveSums,
@@ -36,6 +37,7 @@ DELAYED = replace(REGULAR, depth=0, slow=40, top=80, delays=c.LEAST_DELAYS, gath
 STOOD = StoodStill(1_000, 1_000, fenced=1, behind=0)
 STEP = DepthStep(1_000, 40, 80, slow_below=1, below=100, passed=10, lost_ns=5_000_000, shallowest=990, how="counted")
 PINNED = Pinned(1_009, 1_023, 1_800, 289, 1_900, 1.2, (1_000, 1_026), slow=1_700, lost_ns=5_000_000)
+HELD = HeldAt(2, 60_000_000, 1_019, 1_021, elsewhere=1, elsewhere_ns=60_000_000)
 BURST = InBurst(bursts=4, fits=3, proven=False, calls=9, lost_ns=3_000_000, first=1_020, last=1_021, queues="1,021")
 FLOOD = Flood(
     longest=40_000,
@@ -168,6 +170,11 @@ TURNS: list[tuple[Evidence, dict[str, Any], str]] = [
     (PINNED, {"least": 1_026, "most": 1_040}, FULL),
     (PINNED, {"least": 1_027, "most": 1_041}, NO),
     (PINNED, {"slow": 0, "lost_ns": 0}, NO),
+    # long waits at the depth
+    (HELD, {}, FULL),
+    (HELD, {"elsewhere_ns": 60_000_001}, NO),
+    (HELD, {"calls": 1}, NO),
+    (HELD, {"calls": 0, "lost_ns": 0, "elsewhere": 0, "elsewhere_ns": 0}, NO),
     # the number in its burst
     (BURST, {}, FULL),
     (BURST, {"bursts": 5}, NO),
