@@ -176,8 +176,7 @@ def _pinned(e: seen.Pinned) -> QueueConclusion:
 
 
 def _held_at(e: seen.HeldAt) -> QueueConclusion:
-    """A stall of another kind hits a count of this width by chance once in forty; twice, and for most of the time, it
-    is none."""
+    """Chance does not explain two of them that make most of the time: a stall hits so few counts once in forty."""
     what = (
         f"{e.calls:,} calls that took {ms(e.lost_ns)} more than others were entered with {e.least:,} to {e.most:,} "
         "outstanding, as many as a queue takes (counted by timing events in the stream)"
