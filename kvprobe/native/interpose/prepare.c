@@ -67,13 +67,13 @@ static struct {
     uint32_t prepared, used, given_up;
     int told, told_end;
 } state = {.lock = PTHREAD_MUTEX_INITIALIZER, .working = PTHREAD_MUTEX_INITIALIZER};
-static atomic_int stop;         /* what is being made is not to be finished */
-static atomic_int ended;        /* no more is prepared */
-static atomic_int adapter_says; /* of memory that is mapped now: 1: it is backed up */
+static atomic_int stop;  /* what is being made is not to be finished */
+static atomic_int ended; /* no more is prepared */
 
-/* Of vLLM's allocator: whether what is mapped from now on, by any thread, is copied to the CPU at a sleep. */
+/* Of vLLM's allocator: whether what this thread maps from now on is copied to the CPU at a sleep. */
+static __thread int adapter_says __attribute__((tls_model("initial-exec")));
 CUDA_EXPORT void kvprobe_is_backed_up(int is);
-void kvprobe_is_backed_up(int is) { atomic_store(&adapter_says, is); }
+void kvprobe_is_backed_up(int is) { adapter_says = is; }
 
 #define GROWN(ALL, COUNT, ROOM)                                                                                        \
     ({                                                                                                                 \
@@ -114,7 +114,7 @@ static uint64_t asks(uint64_t bytes, const void *caller) {
         const char *(*where)(void) = (const char *(*)(void))kvp_symbol_beside(caller, "tms_get_cpu_backup_backend");
         return backs_up && backs_up() && (!where || !strcmp(where(), "pinned")) ? bytes : 0;
     }
-    return strstr(name, "cumem_allocator") && atomic_load(&adapter_says) ? torch_asks(bytes) : 0;
+    return strstr(name, "cumem_allocator") && adapter_says ? torch_asks(bytes) : 0;
 }
 
 /* Lock held. */
