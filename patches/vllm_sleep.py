@@ -4,7 +4,7 @@
 copies it by `cudaMemcpy`, and unmaps it; `wake_up` maps and copies back, and lets go of the tensor. Level 1 keeps
 weights, level 2 throws them away and keeps the model's buffers, copied by `Tensor.cpu()`.
 
-Under `fix="auto"` the interposer is told of each allocation whether a sleep of level 1 copies it: then the pinned memory
+Under `fix="auto"` the interposer is told of each allocation whether a sleep of level 1 copies it: then pinned memory
 for it is there when it does.
 """
 

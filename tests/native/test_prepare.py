@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from kvprobe.recordings import open_recording
+from kvprobe.reporting.slept import sleep_tables
+
 MIB = 1 << 20
 MODEL = 19 * MIB  # what saver.c's memory holds
 SAMPLE = 2 * MIB  # of the runtime's own memory
@@ -100,6 +103,9 @@ def test_the_first_sleep_makes_nothing(program: Callable[[str], Path], libraries
     assert most <= MODEL + SAMPLE
     assert prepared(tmp_path) == (6, 6, 0)
     assert re.search(r"\b6 pinned buffers of [\d.]+ GB had their pages made", noted(tmp_path))
+    to_cpu, to_gpu = sleep_tables(open_recording([tmp_path]), 0)
+    assert to_cpu and "6 pinned buffers of 0.020 GB were prepared for a sleep" in to_cpu.note
+    assert to_gpu and "prepared" not in to_gpu.note
 
 
 def test_ten_thousand_sleeps_prepare_once(program: Callable[[str], Path], libraries: Path, tmp_path: Path) -> None:

@@ -410,7 +410,12 @@ int kvp_populated_ahead(void **pointer, size_t bytes, unsigned flags, any_fn *al
     one o = {.bytes = bytes};
     if (!(kvp_watch.recycles & KVP_POPULATES) || flags & WRITE_COMBINED || flags >= KINDS) return -1;
     if (driver.cuCtxGetCurrent(&o.context)) return 0;
-    if (!is_equal(flags, alloc)) return state.kinds[flags] == DIFFERENT ? -1 : 0;
+    if (!is_equal(flags, alloc)) {
+        pthread_mutex_lock(&state.lock);
+        int never = state.kinds[flags] == DIFFERENT;
+        pthread_mutex_unlock(&state.lock);
+        return never ? -1 : 0;
+    }
     if (!has_room(bytes) || !make(&o, flags, how)) return 0;
     atomic_fetch_or(&kvp_watch.recycles, KVP_POPULATED);
     *pointer = o.memory;

@@ -244,6 +244,7 @@ static void *prepare(void *unused) {
 /* Lock held. */
 static void have_thread(void) {
     sigset_t were;
+    if (atomic_load(&ended)) return;
     if (!state.running) {
         pthread_condattr_t attributes;
         pthread_condattr_init(&attributes);
