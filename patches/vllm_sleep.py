@@ -80,7 +80,10 @@ class SleepMode(TimedCalls):
 
 def _listener() -> Callable[[int], Any] | None:
     """The interposer's function that is told; None where it would change nothing."""
-    return getattr(ctypes.CDLL(None), "kvprobe_is_backed_up", None) if FIX.value() == "auto" else None
+    if FIX.value() != "auto":
+        return None
+    told: Callable[[int], Any] | None = getattr(ctypes.CDLL(None), "kvprobe_is_backed_up", None)
+    return told
 
 
 def _given(entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
