@@ -3,9 +3,10 @@
     python benchmarks/sleep_wake.py [--device cuda|host] [--gib 20] [--sleeps 4] [--rounds 2] [--keep BYTES]
 
 Its calls, in its order (csrc/core.cpp, `pause` and `resume`; the backup is freed at `resume`, as versions do that give
-host memory back): for each allocation cudaMallocHost, a synchronous cudaMemcpy, cuMemUnmap, cuMemRelease; then
-cuMemCreate, cuMemMap, cuMemSetAccess, cudaMemcpy, cudaFreeHost. Programs with and without take turns, each in a process
-of its own. `healthy` pins once and copies: what kvprobe costs a program that needs no cure.
+host memory back), memory mapped by a library with its name: for each allocation cudaMallocHost, a synchronous
+cudaMemcpy, cuMemUnmap, cuMemRelease; then cuMemCreate, cuMemMap, cuMemSetAccess, cudaMemcpy, cudaFreeHost. Programs
+with and without take turns, each in a process of its own. `healthy` pins once and copies: what kvprobe costs a program
+that needs no cure.
 
 Printed: GB/s down and up, at the first sleep and the median of the others, beside the link's; each phase's share. The
 bytes of all weights are compared after the first and the last wake. `--device host` tries the script: there weights
@@ -38,28 +39,32 @@ TO_DEVICE, TO_HOST = 1, 2
 SECOND, FIRST, FASTER, HEALTHY = 0.85, 0.60, 5.0, 1.01
 
 
-class Location(ct.Structure):
-    """`CUmemLocation`."""
-
-    _fields_ = [("type", ct.c_int), ("id", ct.c_int)]
-
-
-class Properties(ct.Structure):
-    """`CUmemAllocationProp`."""
-
-    _fields_ = [
-        ("type", ct.c_int),
-        ("handles", ct.c_int),
-        ("location", Location),
-        ("win32", ct.c_void_p),
-        ("flags", ct.c_ubyte * 8),
-    ]
+# What maps memory is a library of its own, as theirs is: kvprobe asks it whether memory will be backed up.
+SAVER = """
+#include <stddef.h>
+#include <stdint.h>
+static struct { int type, handles, at, device; void *win32; unsigned char flags[8]; } where = {1, 0, 1, 0, 0, {0}};
+static struct { int at, device, flags; } reach = {1, 0, 3};
+int cuMemCreate(uint64_t *, size_t, const void *, uint64_t), cuMemMap(uint64_t, size_t, size_t, uint64_t, uint64_t);
+int cuMemSetAccess(uint64_t, size_t, const void *, size_t);
+_Bool tms_get_enable_cpu_backup(void) { return 1; }
+int saver_create(uint64_t *handle, size_t size) { return cuMemCreate(handle, size, &where, 0); }
+int saver_map(uint64_t at, size_t size, uint64_t handle) { return cuMemMap(at, size, 0, handle, 0); }
+int saver_access(uint64_t at, size_t size) { return cuMemSetAccess(at, size, &reach, 1); }
+"""
 
 
-class Access(ct.Structure):
-    """`CUmemAccessDesc`."""
+def saver(folder: str) -> ct.CDLL:
+    """Compiles it against the driver, which is loaded, and loads it."""
+    from kvprobe.native.build import compiler
 
-    _fields_ = [("location", Location), ("flags", ct.c_int)]
+    loaded = Path("/proc/self/maps").read_text().split()
+    driver = next(path for path in loaded if "libcuda.so" in path)
+    made, source = Path(folder, "torch_memory_saver_calls.so"), Path(folder, "saver.c")
+    source.write_text(SAVER)
+    flags = ("-fno-optimize-sibling-calls", "-shared", "-fPIC")  # a call that is a jump has another caller
+    subprocess.run([*compiler(), *flags, "-o", made, source, driver], check=True)
+    return ct.CDLL(str(made))
 
 
 class Weight:
@@ -79,12 +84,10 @@ class Weight:
         """Memory under the address again."""
         if not self.calls.driver:
             return
-        where = Properties(type=1, location=Location(1, 0))
-        access = Access(Location(1, 0), 3)
         size = ct.c_size_t(self.size)
-        self.calls.check("cuMemCreate", ct.byref(self.handle), size, ct.byref(where), ct.c_ulonglong(0))
-        self.calls.check("cuMemMap", self.address, size, ct.c_size_t(0), self.handle, ct.c_ulonglong(0))
-        self.calls.check("cuMemSetAccess", self.address, size, ct.byref(access), ct.c_size_t(1))
+        self.calls.check("saver_create", ct.byref(self.handle), size)
+        self.calls.check("saver_map", self.address, size, self.handle)
+        self.calls.check("saver_access", self.address, size)
 
     def unmap(self) -> None:
         """No memory under it."""
@@ -110,11 +113,13 @@ class Calls:
 
         self.runtime = ct.CDLL(kvprobe.find_runtime(device).path)
         self.driver = ct.CDLL("libcuda.so.1") if device == "cuda" else None
+        self.folder = tempfile.TemporaryDirectory()
+        self.saver = saver(self.folder.name) if self.driver else None
         self.took: dict[str, float] = {}
 
     def check(self, name: str, *arguments: Any) -> None:
         """Calls it; an error ends the program."""
-        library = self.driver if name.startswith("cuM") else self.runtime
+        library = self.driver if name.startswith("cuM") else self.saver if name.startswith("saver") else self.runtime
         began = time.perf_counter()
         error = getattr(library, name)(*arguments)
         self.took[name] = self.took.get(name, 0) + time.perf_counter() - began
@@ -202,20 +207,23 @@ def program(device: str, total: int, sleeps: int, pins: bool) -> None:
     calls = Calls(device)
     started = ct.c_void_p()
     calls.check("cudaMalloc", ct.byref(started), ct.c_size_t(4096))  # makes the context
+    loads = time.perf_counter()
     weights = weights_of(calls, total)
     same = every_byte(weights, calls, True)
     link = link_rate(calls, max(weights, key=lambda weight: weight.size))
     if not pins:
         for weight in weights:
             calls.check("cudaMallocHost", ct.byref(weight.backup), ct.c_size_t(weight.size))
-    rounds = []
+    rounds: list[dict[str, Any]] = []
+    loaded_s = time.perf_counter() - loads
     for number in range(sleeps):
         down = timed(fall_asleep, weights, calls, pins)
         up = timed(wake_up, weights, calls, pins)
         rounds.append({"down": down, "up": up})
         if number in (0, sleeps - 1):
             same &= every_byte(weights, calls, False)
-    print(json.dumps({"rounds": rounds, "same": same, "link": link, "bytes": sum(weight.size for weight in weights)}))
+    found = {"rounds": rounds, "same": same, "link": link, "bytes": sum(weight.size for weight in weights)}
+    print(json.dumps({**found, "loaded_s": loaded_s}))
 
 
 # ---- the arms --------------------------------------------------------------------------------------------------------
@@ -257,6 +265,7 @@ def show(name: str, found: dict[str, Any]) -> None:
             f"{name:16} {way:4} first {first:6.2f} GB/s, later {later:6.2f}; link {link:6.2f} ({later / link:4.0%}; "
             f"first {first / link:4.0%}); last: {phases}"
         )
+    print(f"{'':16} from the first allocation to the first sleep: {found['loaded_s']:.2f} s")
     for line in found["said"]:
         print(f"{'':16} {line}")
     print(f"{'':16} {'bytes equal' if found['same'] else 'BYTES DIFFER'}", flush=True)

@@ -3,14 +3,24 @@
 0.33's `CuMemAllocator.sleep` pins a tensor for each allocation whose tag is kept (`torch.empty(pin_memory=True)`),
 copies it by `cudaMemcpy`, and unmaps it; `wake_up` maps and copies back, and lets go of the tensor. Level 1 keeps
 weights, level 2 throws them away and keeps the model's buffers, copied by `Tensor.cpu()`.
+
+Under `fix="auto"` the interposer is told of each allocation whether a sleep of level 1 copies it: then pinned memory
+for it is there when it does.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
+from kvprobe.environment import FIX
+from kvprobe.instrument.adapter import Target
 from kvprobe.instrument.calls import Timed, TimedCalls, timed
+from kvprobe.instrument.hooks import Call, Patcher
 
+_COPIED = ("weights", "runtime", "cudagraph")  # by a sleep of level 1
 _WORKER, _ALLOCATOR = "vllm.v1.worker.gpu_worker", "vllm.device_allocator.cumem"
 
 
@@ -26,6 +36,22 @@ class SleepMode(TimedCalls):
         timed(_ALLOCATOR, "CuMemAllocator.sleep", ("offload_tags",), "store"),
         timed(_ALLOCATOR, "CuMemAllocator.wake_up", ("tags",), "load"),
     )
+    targets = (Target(_ALLOCATOR, "CuMemAllocator._python_malloc_callback", ("allocation_handle",), optional=True),)
+
+    def patch(self, patcher: Patcher, module: ModuleType) -> None:
+        """Also see allocations, where the interposer would prepare for them."""
+        super().patch(patcher, module)
+        tell = _listener()
+        owner = getattr(module, "CuMemAllocator", None)
+        if tell is None or module.__name__ != _ALLOCATOR or not hasattr(owner, "_python_malloc_callback"):
+            return
+
+        def allocated(call: Call, allocator: Any, handle: Any) -> Any:
+            """This thread maps the memory as soon as this has returned."""
+            tell(int(allocator.current_tag in _COPIED))
+            return call()
+
+        patcher.wrap(owner, "_python_malloc_callback", allocated)
 
     def before(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """How it was called, and of the allocator how much it keeps; a worker's call learns from the allocator's."""
@@ -50,6 +76,14 @@ class SleepMode(TimedCalls):
         if allocator is not None:
             fields["bytes"] = abs(_kept(allocator) - remembered["kept"])
         return fields
+
+
+def _listener() -> Callable[[int], Any] | None:
+    """The interposer's function that is told; None where it would change nothing."""
+    if FIX.value() != "auto":
+        return None
+    told: Callable[[int], Any] | None = getattr(ctypes.CDLL(None), "kvprobe_is_backed_up", None)
+    return told
 
 
 def _given(entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -49,7 +49,14 @@ def _table(recording: Recording, side: str, found: list[Sleep], zero_ns: int) ->
     ]
     note = f"The link: {rate(link)} ({how})." if link else "What the link carries is not known here."
     columns = ("At", "What", "Thread", "Bytes", "Took", *(name.capitalize() for name in phases), "Rate", "Of the link")
-    return table(_TITLES[side], columns, rows, " ".join(part for part in (note, left_out(_MOST, len(found))) if part))
+    notes = (note, *(_prepared(recording) if side == "sleep" else ()), left_out(_MOST, len(found)))
+    return table(_TITLES[side], columns, rows, " ".join(part for part in notes if part))
+
+
+def _prepared(recording: Recording) -> list[str]:
+    """What the interposer says of pinned memory that it made before a sleep asked for it, a sentence a process."""
+    said = (recording.text(int(reason)) for reason in recording.decisions["reason"])
+    return [f"{text}." for text in said if "were prepared for a sleep" in text]
 
 
 def _phase(spent: Spent) -> Cell:

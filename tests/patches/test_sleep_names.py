@@ -139,6 +139,23 @@ def test_vllms_sleep_is_named_by_its_level_and_tags(release, monkeypatch):
     assert [one[0] for one in outer[2:]] == ["wake up", "sleep, level 1: weights, runtime, cudagraph"]
 
 
+def test_of_vllms_allocations_the_interposer_hears_which_are_copied(release, monkeypatch):
+    told: list[int] = []
+    root = release("vllm", "0.33.0", "vllm/device_allocator/", "vllm/v1/worker/gpu_worker.py")
+    monkeypatch.setattr("kvprobe.patches.vllm_sleep._listener", lambda: told.append)
+    worker, _ = vllm_worker(root)
+    allocator = sys.modules["vllm.device_allocator.cumem"].CuMemAllocator
+    with instrument.observe("vllm") as seen:
+        for tag in ("weights", "kv_cache", "cudagraph"):
+            one = allocator()
+            one.current_tag = tag
+            one.python_malloc_callback((0, MIB, 4096, 0))
+            assert 4096 in one.pointer_to_data
+    assert told == [1, 0, 1]
+    assert seen.states["vllm.sleep"].startswith("removed")
+    assert worker is not None
+
+
 def test_sglangs_release_holds_the_pauses_of_torch_memory_saver(release):
     saver = release("torch_memory_saver", "0.0.10", "torch_memory_saver/")
     root = release("sglang", "0.5.23", "sglang/srt/managers/scheduler_components/weight_updater.py")

@@ -31,12 +31,14 @@
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #define FROM (16u << 20)        /* what is smaller is soon made */
 #define SAMPLE_BYTES (2u << 20) /* freed where memory is short: that waits for the device */
 #define CHUNK (16u << 20)       /* the kernel keeps others from mapping memory while one is made: 2 to 10 ms */
+#define AHEAD_CHUNK (4u << 20)  /* nobody waits for it */
 #define SHOWS_THREADS (64u << 20)
 #define JUDGED 3 /* buffers, before it is asked whether it pays */
 #define PAYS 0.75
@@ -52,6 +54,7 @@ typedef struct {
     void *memory;
     uint64_t bytes;
     void *context;
+    int ahead; /* a forked child does not have it */
 } one;
 
 enum known { NOT_YET, EQUAL, DIFFERENT };
@@ -331,7 +334,8 @@ static void note(int by, uint64_t bytes, uint64_t populate_ns, uint64_t register
     double each = (double)(populate_ns + register_ns) / (double)bytes;
     pthread_mutex_lock(&state.lock);
     double pages = (double)populate_ns / (double)bytes;
-    if (bytes >= SHOWS_THREADS) state.took[by] = state.made[by]++ ? 0.5 * state.took[by] + 0.5 * pages : pages;
+    if (by >= 0 && bytes >= SHOWS_THREADS)
+        state.took[by] = state.made[by]++ ? 0.5 * state.took[by] + 0.5 * pages : pages;
     state.buffers++;
     state.bytes += bytes;
     state.populate_ns += populate_ns;
@@ -349,14 +353,16 @@ static void note(int by, uint64_t bytes, uint64_t populate_ns, uint64_t register
     if (fails) no_longer("pinned memory is made no faster by several threads", 0);
 }
 
-static int make(one *o, unsigned flags) {
+static int make(one *o, unsigned flags, const struct populating_ahead *ahead) {
     pthread_mutex_lock(&state.lock);
-    int by = which_threads();
-    uint64_t share = o->bytes / (2 * state.threads[by]);
+    int by = ahead && ahead->threads ? -1 : which_threads();
+    uint32_t threads = by < 0 ? ahead->threads : state.threads[by];
+    uint64_t share = o->bytes / (2 * threads), most = by < 0 ? AHEAD_CHUNK : CHUNK;
     kvp_populating how = {.chunk_bytes = share < KVP_HUGE_PAGE ? KVP_HUGE_PAGE
-                                         : share < CHUNK       ? share
-                                                               : CHUNK,
-                          .threads = state.threads[by],
+                                         : share < most        ? share
+                                                               : most,
+                          .threads = threads,
+                          .stop = ahead ? ahead->stop : NULL,
                           .node = node_here(),
                           .pages = state.forced ? KVP_PAGES_ANY : KVP_PAGES_HUGE,
                           .fork = KVP_FORK_SHARED};
@@ -369,6 +375,7 @@ static int make(one *o, unsigned flags) {
         return 0;
     }
     uint64_t there = kvp_clock();
+    o->ahead = ahead && !madvise(o->memory, o->bytes, MADV_DONTFORK);
     if (driver.cuMemHostRegister(o->memory, o->bytes, as_flags)) {
         kvp_unpopulate(o->memory, o->bytes);
         return 0;
@@ -387,7 +394,7 @@ int kvp_populated_make(void **pointer, size_t bytes, unsigned flags, any_fn *all
     if (bytes < state.from || flags & WRITE_COMBINED || flags >= KINDS) return 0;
     if (!(kvp_watch.recycles & KVP_POPULATES) || driver.cuCtxGetCurrent(&o.context) || !is_equal(flags, alloc))
         return 0;
-    if (!has_room(bytes) || !make(&o, flags)) {
+    if (!has_room(bytes) || !make(&o, flags, NULL)) {
         pthread_mutex_lock(&state.lock);
         state.refused++;
         pthread_mutex_unlock(&state.lock);
@@ -396,4 +403,34 @@ int kvp_populated_make(void **pointer, size_t bytes, unsigned flags, any_fn *all
     atomic_fetch_or(&kvp_watch.recycles, KVP_POPULATED);
     *pointer = o.memory;
     return 1;
+}
+
+int kvp_populated_ahead(void **pointer, size_t bytes, unsigned flags, any_fn *alloc,
+                        const struct populating_ahead *how) {
+    one o = {.bytes = bytes};
+    if (!(kvp_watch.recycles & KVP_POPULATES) || flags & WRITE_COMBINED || flags >= KINDS) return -1;
+    if (driver.cuCtxGetCurrent(&o.context)) return 0;
+    if (!is_equal(flags, alloc)) {
+        pthread_mutex_lock(&state.lock);
+        int never = state.kinds[flags] == DIFFERENT;
+        pthread_mutex_unlock(&state.lock);
+        return never ? -1 : 0;
+    }
+    if (!has_room(bytes) || !make(&o, flags, how)) return 0;
+    atomic_fetch_or(&kvp_watch.recycles, KVP_POPULATED);
+    *pointer = o.memory;
+    return 1;
+}
+
+void kvp_populated_handed_out(void *pointer) {
+    one found;
+    pthread_mutex_lock(&state.lock);
+    for (uint32_t i = state.count; i--;)
+        if (state.all[i].memory == pointer) {
+            found = state.all[i];
+            state.all[i].ahead = 0;
+            if (found.ahead) madvise(found.memory, found.bytes, MADV_DOFORK);
+            break;
+        }
+    pthread_mutex_unlock(&state.lock);
 }

@@ -28,6 +28,7 @@
 
 #include "../src/host_memory.h"
 #include "populated.h"
+#include "prepare.h"
 #include "staging.h"
 
 #include <errno.h>
@@ -73,6 +74,7 @@ static struct {
 
 static void in_child(void) {
     kvp_watch.recycles = 0;
+    kvp_prepare_in_child();
     kvp_kept_in_child(&kept);
     kvp_populated_in_child();
     pthread_mutex_init(&state.lock, NULL);
@@ -89,6 +91,7 @@ static void release(void *unused, const kvp_kept_buffer *buffer) {
     if (!current) driver.cuCtxSetCurrent(how->context);
     driver.cuThreadExchangeStreamCaptureMode(&mode);
     kvp_thread.inside = IN_RUNTIME; /* the driver's calls in it are not the program's */
+    kvp_prepare_gone(buffer->memory);
     if (kvp_populated_free(buffer->memory) < 0) how->call(buffer->memory);
     kvp_thread.inside = (uint32_t)inside;
     driver.cuThreadExchangeStreamCaptureMode(&mode);
@@ -107,6 +110,7 @@ void kvp_recycle_start(const char *run_folder) {
     kept = (kvp_kept){.budget_bytes = budget(), .root = "", .release = release, .watch_ms = WATCH_MS};
     int does = (kept.budget_bytes ? KVP_KEEPS : 0) | (kvp_populated_start(run_folder) ? KVP_POPULATES : 0);
     kvp_kept_open(&kept);
+    kvp_prepare_start(run_folder);
     folder = run_folder;
     if (does && !pthread_atfork(NULL, NULL, in_child)) kvp_watch.recycles = does;
 }
@@ -119,18 +123,22 @@ void kvp_recycle_stop(void) {
     end(KVP_KEEPS | KVP_POPULATES);
     folder = NULL; /* nothing is written, either */
     if (!pid || pid != (int)getpid()) return;
+    kvp_prepare_stop();
     kvp_kept_stop(&kept);
     kvp_kept_trim(&kept, 0);
 }
 
 /* Before the driver's own exit handlers, which are older: that thread is not to meet them. */
 static void before_exit(void) {
-    if (state.pid == (int)getpid()) kvp_kept_stop(&kept);
+    if (state.pid != (int)getpid()) return;
+    kvp_prepare_stop();
+    kvp_kept_stop(&kept);
 }
 
 void kvp_recycle_close(void) {
     if (!folder || state.told_end || !state.pid || state.pid != (int)getpid()) return;
     end(KVP_KEEPS | KVP_POPULATES);
+    kvp_prepare_close();
     kvp_populated_close();
     state.told_end = 1;
     const kvp_kept_counts *c = &kept.counts;
@@ -149,6 +157,7 @@ void kvp_recycle_close(void) {
 void kvp_recycle_context_ends(void) {
     if (!kvp_watch.recycles || state.pid != (int)getpid()) return;
     int was = errno;
+    kvp_prepare_forget();
     kvp_kept_trim(&kept, 0);
     pthread_mutex_lock(&state.lock);
     for (uint32_t i = 0; i < state.count; i++) kvp_kept_returned(&kept, &state.out[i]);
@@ -272,6 +281,8 @@ int kvp_recycle_take(void **pointer, size_t bytes, unsigned flags, any_fn *alloc
         else
             kvp_kept_returned(&kept, &found); /* freed by other ways */
     if (made) {
+        kvp_prepare_taken(found.memory);
+        kvp_populated_handed_out(found.memory);
         note_out(&found);
         *pointer = found.memory;
         pthread_mutex_lock(&state.lock);
@@ -360,6 +371,71 @@ static int keep(void *pointer, any_fn *free_host) {
     look_whether_it_pays(keeps ? found.bytes : 0);
     errno = was;
     return keeps;
+}
+
+/* ---- before they are asked for (prepare.c) ------------------------------------------------------------------------
+ */
+
+static int no_free(void *unused) {
+    (void)unused;
+    return INVALID_VALUE; /* it goes as it was made: populated.c */
+}
+
+int kvp_recycle_prepares(void **context) {
+    int both = KVP_KEEPS | KVP_POPULATES;
+    return (kvp_watch.recycles & both) == both && find_driver() && !driver.cuCtxGetCurrent(context) && *context;
+}
+
+/* The runtime's function that the program has; NULL: it has asked for none yet. */
+static any_fn *known_alloc(void) {
+    static const char *const names[] = {"cudaHostAlloc", "cudaMallocHost"};
+    for (int i = 0; i < 2; i++) {
+        const struct wrapped *w = kvp_find_wrapped(names[i]);
+        for (int k = 0; w && k < BOUND; k++)
+            if (atomic_load(&w->real[k])) return atomic_load(&w->real[k]);
+    }
+    return NULL;
+}
+
+int kvp_recycle_prepare(const struct preparing *what) {
+    struct populating_ahead how = {what->threads, what->stop};
+    kvp_kept_buffer b = {.bytes = what->bytes, .taken = 0};
+    int both = KVP_KEEPS | KVP_POPULATES, mode = RELAXED, made = 0;
+    void *context;
+    any_fn *alloc = known_alloc();
+    if ((kvp_watch.recycles & both) != both) return -1;
+    if (!alloc || driver.cuCtxSetCurrent(what->context)) return 0;
+    driver.cuThreadExchangeStreamCaptureMode(&mode);
+    if ((b.key = key_of(0, &context)) && kvp_kept_promise(&kept, b.bytes)) {
+        made = kvp_populated_ahead(&b.memory, b.bytes, 0, alloc, &how);
+        kvp_kept_returned(&kept, &b);
+        b.taken = b.bytes;
+    }
+    if (made > 0) {
+        kvp_prepare_made(b.memory, b.bytes);
+        b.tag = freeing_of(no_free, context);
+        if (b.tag && kvp_kept_put(&kept, &b)) {
+            pthread_mutex_lock(&state.lock);
+            state.made_bytes += b.bytes;
+            state.made_ns += kvp_populated_as_it_is_ns(b.bytes);
+            pthread_mutex_unlock(&state.lock);
+        } else {
+            kvp_prepare_gone(b.memory);
+            kvp_populated_free(b.memory);
+            made = 0;
+        }
+    }
+    driver.cuThreadExchangeStreamCaptureMode(&mode);
+    driver.cuCtxSetCurrent(NULL);
+    return made;
+}
+
+void kvp_recycle_unprepare(void *memory) {
+    kvp_kept_buffer found;
+    if (!kvp_kept_take_this(&kept, memory, &found)) return kvp_prepare_gone(memory);
+    release(NULL, &found);
+    found.taken = 0;
+    kvp_kept_returned(&kept, &found);
 }
 
 /* The program's call is made with what it would refuse, as it refuses what is freed. */

@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "cures.h"
 #include "files.h"
+#include "prepare.h"
 #include "recycle.h"
 
 #include <errno.h>
@@ -694,10 +695,11 @@ CALL_BY(cuMemHostUnregister, A_FREE, KVP_RECYCLED_UNREGISTER, r.call = KVP_CALL_
 CALL(cuMemCreate, A_CALL, r.call = KVP_CALL_cuMemCreate; r.bytes = bytes)
 #define cuMemMap_P uint64_t pointer, size_t bytes, size_t offset, uint64_t handle, uint64_t flags
 #define cuMemMap_A pointer, bytes, offset, handle, flags
-CALL(cuMemMap, A_FREE, r.call = KVP_CALL_cuMemMap; r.bytes = bytes; r.dst = pointer)
+CALL_BY(cuMemMap, A_FREE, KVP_MAPPED(real(cuMemMap_A)), r.call = KVP_CALL_cuMemMap; r.bytes = bytes; r.dst = pointer)
 #define cuMemUnmap_P uint64_t pointer, size_t bytes
 #define cuMemUnmap_A pointer, bytes
-CALL(cuMemUnmap, A_FREE, r.call = KVP_CALL_cuMemUnmap; r.bytes = bytes; r.dst = pointer)
+CALL_BY(cuMemUnmap, A_FREE, KVP_UNMAPPED(real(cuMemUnmap_A)), r.call = KVP_CALL_cuMemUnmap; r.bytes = bytes;
+        r.dst = pointer)
 #define cuMemRelease_P uint64_t handle
 #define cuMemRelease_A handle
 CALL(cuMemRelease, A_CALL, r.call = KVP_CALL_cuMemRelease)
@@ -924,6 +926,12 @@ ENDS_CONTEXT(cuDevicePrimaryCtxReset)
 #define cuDevicePrimaryCtxRelease_A device
 ENDS_CONTEXT(cuDevicePrimaryCtxRelease)
 
+/* ---- addresses of GPU memory that are given back (prepare.c) ----------------------------------------------------- */
+
+#define cuMemAddressFree_P uint64_t pointer, size_t bytes
+#define cuMemAddressFree_A pointer, bytes
+UNRECORDED(cuMemAddressFree, (void)0, if (!result && kvp_watch.recycles) kvp_prepare_unreserved(pointer, bytes))
+
 /* ---- streams that end (marks.c) --------------------------------------------------------------------------------- */
 
 #define ENDS_STREAM(NAME) UNRECORDED(NAME, kvp_marks_stream_ends(WORD(stream)), (void)0)
@@ -966,7 +974,7 @@ ENDS_STREAM(cuStreamDestroy)
     X(cuMemHostRegister, cuMemHostRegister, 0) X(cuMemHostRegister, cuMemHostRegister_v2, 0) \
     X(cuMemFree, cuMemFree_v2, 0) X(cuMemFreeHost, cuMemFreeHost, 0) \
     X(cuMemHostUnregister, cuMemHostUnregister, 0) X(cuMemCreate, cuMemCreate, 0) X(cuMemMap, cuMemMap, 0) \
-    X(cuMemUnmap, cuMemUnmap, 0) X(cuMemRelease, cuMemRelease, 0) X(cuMemSetAccess, cuMemSetAccess, 0) \
+    X(cuMemUnmap, cuMemUnmap, 0) X(cuMemRelease, cuMemRelease, 0) X(cuMemAddressFree, cuMemAddressFree, 0) X(cuMemSetAccess, cuMemSetAccess, 0) \
     X(cuMemExportToShareableHandle, cuMemExportToShareableHandle, 0) \
     X(cuMemImportFromShareableHandle, cuMemImportFromShareableHandle, 0) X(cuGetProcAddress, cuGetProcAddress, 0) \
     X(cuGetProcAddress_v2, cuGetProcAddress_v2, 0) BOTH(X, cudaGetDriverEntryPoint) \

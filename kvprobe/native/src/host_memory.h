@@ -29,11 +29,12 @@ KVP_EXPORT uint64_t kvp_memory_reserve(const kvp_memory *memory);
 #define KVP_MOST_POPULATERS 16
 
 typedef struct {
-    uint64_t chunk_bytes; /* what a thread takes at a time; 0: 64 MiB */
-    uint32_t threads;     /* the caller included; 0: four, or as many processors as this process may use */
-    int32_t node;         /* NUMA node that is preferred; -1: where the threads run */
-    uint32_t pages;       /* enum kvp_pages */
-    uint32_t fork;        /* enum kvp_fork */
+    uint64_t chunk_bytes;    /* what a thread takes at a time; 0: 64 MiB */
+    uint32_t threads;        /* the caller included; 0: four, or as many processors as this process may use */
+    int32_t node;            /* NUMA node that is preferred; -1: where the threads run */
+    uint32_t pages;          /* enum kvp_pages */
+    uint32_t fork;           /* enum kvp_fork */
+    const _Atomic int *stop; /* not 0: it is given up after a chunk, ECANCELED; NULL: never */
 } kvp_populating;
 
 enum kvp_pages { KVP_PAGES_ANY = 0, KVP_PAGES_SMALL = 1, KVP_PAGES_HUGE = 2 }; /* any: huge ones are asked for */
@@ -88,6 +89,10 @@ KVP_INSIDE int kvp_kept_put(kvp_kept *kept, const kvp_kept_buffer *buffer);
 KVP_INSIDE int kvp_kept_take(kvp_kept *kept, uint64_t bytes, uint64_t key, kvp_kept_buffer *found);
 /* A buffer that was handed out larger than asked for has come back, or has gone. */
 KVP_INSIDE void kvp_kept_returned(kvp_kept *kept, const kvp_kept_buffer *buffer);
+/* 1: so many bytes could be kept without letting any go; they count as handed out until they have `returned`. */
+KVP_INSIDE int kvp_kept_promise(kvp_kept *kept, uint64_t bytes);
+/* 1: it was kept, and is the caller's; it counts as handed out until it has `returned`. */
+KVP_INSIDE int kvp_kept_take_this(kvp_kept *kept, const void *memory, kvp_kept_buffer *found);
 /* Lets the oldest go until no more than so many bytes are kept. */
 KVP_INSIDE void kvp_kept_trim(kvp_kept *kept, uint64_t most_bytes);
 /* Lets go what the machine or the cgroup is short of, oldest first, `wanted_bytes` more than that. 1: it was short. */

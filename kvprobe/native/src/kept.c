@@ -94,10 +94,13 @@ static uint64_t let_go(kvp_kept *kept, uint64_t most, uint64_t *count) {
         int some = kept->count && kept->counts.kept_bytes > most;
         kvp_kept_buffer one = some ? take_out(kept, 0) : (kvp_kept_buffer){0};
         if (some) ++*count;
+        kept->counts.excess_bytes += one.bytes; /* until it has gone, another thread's may not come in its place */
         pthread_mutex_unlock(&kept->lock);
         if (!some) return bytes;
         bytes += one.bytes;
         kept->release(kept->context, &one);
+        one.taken = 0;
+        kvp_kept_returned(kept, &one);
     }
 }
 
@@ -150,6 +153,31 @@ int kvp_kept_take(kvp_kept *kept, uint64_t bytes, uint64_t key, kvp_kept_buffer 
     }
     pthread_mutex_unlock(&kept->lock);
     return best != UINT32_MAX;
+}
+
+int kvp_kept_promise(kvp_kept *kept, uint64_t bytes) {
+    pthread_mutex_lock(&kept->lock);
+    uint64_t now = kept->counts.kept_bytes + kept->counts.excess_bytes;
+    int fits = now <= kept->budget_bytes && kept->budget_bytes - now >= bytes;
+    if (fits) {
+        kept->counts.excess_bytes += bytes;
+        note_most(kept);
+    }
+    pthread_mutex_unlock(&kept->lock);
+    return fits;
+}
+
+int kvp_kept_take_this(kvp_kept *kept, const void *memory, kvp_kept_buffer *found) {
+    int there = 0;
+    pthread_mutex_lock(&kept->lock);
+    for (uint32_t i = 0; i < kept->count && !there; i++)
+        if (kept->buffers[i].memory == memory) {
+            *found = take_out(kept, i);
+            kept->counts.excess_bytes += found->bytes;
+            there = 1;
+        }
+    pthread_mutex_unlock(&kept->lock);
+    return there;
 }
 
 void kvp_kept_returned(kvp_kept *kept, const kvp_kept_buffer *buffer) {

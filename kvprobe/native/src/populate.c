@@ -26,6 +26,7 @@ typedef struct {
     uint8_t *memory;
     uint64_t bytes, chunk;
     int collapse; /* huge pages of shared memory are to be asked for one by one */
+    const _Atomic int *stop;
     _Atomic uint64_t next;
     _Atomic int error;
 } work;
@@ -59,9 +60,11 @@ static int touch(uint8_t *memory, uint64_t bytes) {
 
 static void *populate(void *given) {
     work *w = given;
-    while (!atomic_load(&w->error)) {
+    for (;;) {
         uint64_t at = atomic_fetch_add(&w->next, w->chunk);
         if (at >= w->bytes) break;
+        if (w->stop && atomic_load(w->stop)) atomic_store(&w->error, ECANCELED);
+        if (atomic_load(&w->error)) break;
         uint64_t bytes = w->bytes - at < w->chunk ? w->bytes - at : w->chunk;
         int error = w->collapse && !collapse(w->memory + at, bytes) ? 0 : touch(w->memory + at, bytes);
         if (error) atomic_store(&w->error, error);
@@ -118,7 +121,7 @@ void *kvp_populate(uint64_t bytes, const kvp_populating *how) {
     uint64_t whole = rounded(bytes), chunk = how->chunk_bytes ? rounded(how->chunk_bytes) : 64u << 20;
     if (whole < bytes || whole + KVP_HUGE_PAGE < whole) return errno = ENOMEM, NULL;
     int shared = how->fork == KVP_FORK_SHARED;
-    work w = {.memory = (shared ? map_shared : map)(whole), .bytes = whole, .chunk = chunk};
+    work w = {.memory = (shared ? map_shared : map)(whole), .bytes = whole, .chunk = chunk, .stop = how->stop};
     if (!w.memory) return NULL;
     /* each of these is a request: without it the memory is as good */
     if (how->pages != KVP_PAGES_SMALL) madvise(w.memory, whole, MADV_HUGEPAGE);

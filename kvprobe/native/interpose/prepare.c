@@ -1,0 +1,397 @@
+/* The cure of a first sleep: pinned buffers that a model's sleep will ask for are made before it asks.
+ *
+ * What is kept (recycle.c) serves from the second sleep on. At the first all is to be made: pages, registration and
+ * copy in turn, at less than half of the link's rate. But where an allocator's memory is to be backed up is known when
+ * it is mapped: torch_memory_saver says so itself, of vLLM's allocator its adapter does. So for each range that such an
+ * allocator maps, a thread makes a buffer of the size that will be asked for, and puts it among those that are kept,
+ * within their budget: nothing is let go for it.
+ *
+ * - Nothing is prepared for a program that has no such allocator; no thread is there.
+ * - A range is prepared for once: when it is mapped the first time. Where it is unmapped and its buffer was not asked
+ *   for, the buffer goes after a second; so it does under pressure, and with its context, and is not made again.
+ * - The pages are made by two threads in small pieces, without any lock of the driver's; the registration, one call a
+ *   buffer, is 20 to 30 ms a GiB, which other threads wait for. Between two of them lies more time than one takes.
+ *   When the sleep has begun there is no such care: what is missing is made as fast as it can be.
+ * - A child of a fork does not have it; an exit waits for one piece, or one registration. */
+#define _GNU_SOURCE
+#include "prepare.h"
+
+#include "../src/kvp_signals.h"
+#include "staging.h"
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <sys/prctl.h>
+#include <time.h>
+
+#define SMALLEST (1u << 20) /* what is smaller is neither kept nor prepared */
+#define THREADS 2
+#define HURRY_NS 1000000000u /* so long after a buffer was asked for a sleep is under way */
+#define UNUSED_NS 1000000000u
+#define RETRY_MS 200
+#define PAUSE_MS 50
+#define IN_VAIN 2 /* so many times what was used is given up, and no more is prepared */
+#define VAIN_BYTES ((uint64_t)4 << 30)
+
+/* Addresses of GPU memory that are backed up when they lose it; those that were once are prepared for no more. */
+typedef struct {
+    uint64_t address, bytes, asks; /* asks: for so much pinned memory; 0: it is prepared for no more */
+} range;
+
+typedef struct {
+    uint64_t bytes;
+    uint32_t wanted, ready,
+        taken; /* ranges that will ask; buffers that are kept; that were asked for, range mapped yet */
+} size_class;
+
+typedef struct {
+    void *memory;
+    uint64_t bytes;
+} buffer;
+
+static const char *folder;
+static struct {
+    pthread_mutex_t lock, working; /* of what follows; held while a buffer is made or let go */
+    pthread_cond_t changed;
+    pthread_t thread;
+    int running; /* the thread is there */
+    void *context;
+    range *ranges;
+    size_class *sizes;
+    buffer *buffers;
+    uint32_t range_count, range_room, size_count, size_room, buffer_count, buffer_room;
+    uint64_t asked_ns, idle_ns; /* when a buffer was last handed out; since when some are too many */
+    uint64_t prepared_bytes, used_bytes, given_up_bytes, took_ns;
+    uint32_t prepared, used, given_up;
+    int told, told_end;
+} state = {.lock = PTHREAD_MUTEX_INITIALIZER, .working = PTHREAD_MUTEX_INITIALIZER};
+static atomic_int stop;  /* what is being made is not to be finished */
+static atomic_int ended; /* no more is prepared */
+
+/* Of vLLM's allocator: whether what this thread maps from now on is copied to the CPU at a sleep. */
+static __thread int adapter_says __attribute__((tls_model("initial-exec")));
+CUDA_EXPORT void kvprobe_is_backed_up(int is);
+void kvprobe_is_backed_up(int is) { adapter_says = is; }
+
+#define GROWN(ALL, COUNT, ROOM)                                                                                        \
+    ({                                                                                                                 \
+        if ((COUNT) == (ROOM)) {                                                                                       \
+            uint32_t more = (ROOM) ? 2 * (ROOM) : 64;                                                                  \
+            void *grown = realloc(ALL, more * sizeof *(ALL));                                                          \
+            if (grown) (ALL) = grown, (ROOM) = more;                                                                   \
+        }                                                                                                              \
+        (COUNT) < (ROOM);                                                                                              \
+    })
+
+/* ---- what is wanted ---------------------------------------------------------------------------------------------- */
+
+static uint64_t power_of_two(uint64_t bytes) {
+    uint64_t power = SMALLEST;
+    while (power < bytes) power *= 2;
+    return power;
+}
+
+/* How torch's own allocator of pinned memory asks; where it is told to do otherwise it is left alone. */
+static uint64_t torch_asks(uint64_t bytes) {
+    static const char *const names[] = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"};
+    for (int i = 0; i < 2; i++) {
+        const char *value = getenv(names[i]);
+        if (value && strstr(value, "pinned_")) return 0;
+    }
+    return power_of_two(bytes);
+}
+
+/* What the sleep of memory that `caller` maps will ask for; 0: nothing, or it is not known. */
+static uint64_t asks(uint64_t bytes, const void *caller) {
+    Dl_info info;
+    if (bytes < SMALLEST || !dladdr(caller, &info) || !info.dli_fname) return 0;
+    const char *name = strrchr(info.dli_fname, '/');
+    name = name ? name + 1 : info.dli_fname;
+    if (strstr(name, "torch_memory_saver")) {
+        _Bool (*backs_up)(void) = (_Bool(*)(void))kvp_symbol_beside(caller, "tms_get_enable_cpu_backup");
+        const char *(*where)(void) = (const char *(*)(void))kvp_symbol_beside(caller, "tms_get_cpu_backup_backend");
+        return backs_up && backs_up() && (!where || !strcmp(where(), "pinned")) ? bytes : 0;
+    }
+    return strstr(name, "cumem_allocator") && adapter_says ? torch_asks(bytes) : 0;
+}
+
+/* Lock held. */
+static range *range_at(uint64_t address) {
+    for (uint32_t i = state.range_count; i--;)
+        if (state.ranges[i].address == address) return &state.ranges[i];
+    return NULL;
+}
+
+/* Lock held. NULL: there is none, and none is to be made. */
+static size_class *class_of(uint64_t bytes, int make) {
+    for (uint32_t i = 0; i < state.size_count; i++)
+        if (state.sizes[i].bytes == bytes) return &state.sizes[i];
+    if (!make || !GROWN(state.sizes, state.size_count, state.size_room)) return NULL;
+    state.sizes[state.size_count] = (size_class){.bytes = bytes};
+    return &state.sizes[state.size_count++];
+}
+
+/* Lock held. */
+static void no_longer_wanted(range *r) {
+    size_class *size = r->asks ? class_of(r->asks, 0) : NULL;
+    r->asks = 0;
+    if (!size) return;
+    if (size->taken)
+        size->taken--;
+    else if (size->wanted)
+        size->wanted--;
+    pthread_cond_signal(&state.changed);
+}
+
+/* ---- the thread -------------------------------------------------------------------------------------------------- */
+
+/* Lock held. Until something changes, or for so long; 0: for as long as it takes. */
+static void rest(uint32_t ms) {
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    uint64_t ns = (uint64_t)until.tv_nsec + (uint64_t)ms * 1000000u;
+    until.tv_sec += (time_t)(ns / 1000000000u);
+    until.tv_nsec = (long)(ns % 1000000000u);
+    if (ms)
+        pthread_cond_timedwait(&state.changed, &state.lock, &until);
+    else
+        pthread_cond_wait(&state.changed, &state.lock);
+}
+
+/* Not forgotten since. */
+static int still_there(const void *context) {
+    pthread_mutex_lock(&state.lock);
+    int is = context && context == state.context;
+    pthread_mutex_unlock(&state.lock);
+    return is;
+}
+
+/* Lock held; without it meanwhile. */
+static int make(uint64_t bytes) {
+    int hurry = state.asked_ns && kvp_clock() - state.asked_ns < HURRY_NS;
+    struct preparing what = {bytes, state.context, hurry ? 0 : THREADS, &stop};
+    pthread_mutex_unlock(&state.lock);
+    pthread_mutex_lock(&state.working);
+    uint64_t began = kvp_clock();
+    int made = still_there(what.context) && !atomic_load(&stop) ? kvp_recycle_prepare(&what) : 0;
+    uint64_t took = kvp_clock() - began;
+    pthread_mutex_unlock(&state.working);
+    pthread_mutex_lock(&state.lock);
+    if (made > 0) state.took_ns += took;
+    if (made > 0 && !hurry && state.running)
+        rest(took / 4 < PAUSE_MS * 1000000 ? (uint32_t)(took / 4000000) + 1 : PAUSE_MS);
+    return made;
+}
+
+/* Lock held; without it meanwhile. 1: it was one. */
+static int let_one_go(void) {
+    void *memory = NULL;
+    int over = 0;
+    for (uint32_t i = 0; i < state.size_count && !memory; i++) {
+        const size_class *size = &state.sizes[i];
+        if (size->ready <= size->wanted) continue;
+        over = 1;
+        if (!state.idle_ns || kvp_clock() - state.idle_ns < UNUSED_NS) continue;
+        for (uint32_t k = 0; k < state.buffer_count && !memory; k++)
+            if (state.buffers[k].bytes == size->bytes) memory = state.buffers[k].memory;
+    }
+    if (!over) state.idle_ns = 0;
+    if (over && !state.idle_ns) state.idle_ns = kvp_clock();
+    if (!memory) return 0;
+    pthread_mutex_unlock(&state.lock);
+    pthread_mutex_lock(&state.working);
+    kvp_recycle_unprepare(memory);
+    pthread_mutex_unlock(&state.working);
+    pthread_mutex_lock(&state.lock);
+    return 1;
+}
+
+/* Lock held. */
+static void no_more(void) {
+    for (uint32_t i = 0; i < state.size_count; i++) state.sizes[i].wanted = 0;
+    for (uint32_t i = 0; i < state.range_count; i++) state.ranges[i].asks = 0;
+    atomic_store(&ended, 1);
+}
+
+static void *prepare(void *unused) {
+    (void)unused;
+    prctl(PR_SET_NAME, "kvprobe-prepare");
+    kvp_thread.inside = IN_RUNTIME; /* what it calls is not the program's */
+    pthread_mutex_lock(&state.lock);
+    while (state.running > 0) {
+        uint64_t bytes = 0;
+        for (uint32_t i = 0; i < state.size_count && !bytes; i++)
+            if (state.sizes[i].wanted > state.sizes[i].ready) bytes = state.sizes[i].bytes;
+        if (bytes && !atomic_load(&ended)) {
+            int made = make(bytes);
+            if (made < 0) no_more();
+            if (!made && state.running > 0) rest(RETRY_MS);
+        } else if (!let_one_go())
+            rest(state.idle_ns ? RETRY_MS : 0);
+        if (!atomic_load(&ended) && state.given_up_bytes > VAIN_BYTES + IN_VAIN * state.used_bytes) {
+            no_more();
+            kvp_decision(folder, "rollback", "prepared", "as it is", 0,
+                         "%.3f GB of pinned memory were prepared for a sleep and not asked for",
+                         (double)state.given_up_bytes / 1e9);
+        }
+    }
+    pthread_mutex_unlock(&state.lock);
+    return NULL;
+}
+
+/* Lock held. */
+static void have_thread(void) {
+    sigset_t were;
+    if (atomic_load(&ended)) return;
+    if (!state.running) {
+        pthread_condattr_t attributes;
+        pthread_condattr_init(&attributes);
+        pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+        pthread_cond_init(&state.changed, &attributes);
+        pthread_condattr_destroy(&attributes);
+        kvp_block_signals(&were);
+        state.running = !pthread_create(&state.thread, NULL, prepare, NULL);
+        pthread_sigmask(SIG_SETMASK, &were, NULL);
+    }
+    if (state.running) pthread_cond_signal(&state.changed);
+}
+
+/* ---- start and end ----------------------------------------------------------------------------------------------- */
+
+void kvp_prepare_start(const char *run_folder) { folder = run_folder; }
+
+void kvp_prepare_stop(void) {
+    atomic_store(&stop, 1);
+    pthread_mutex_lock(&state.lock);
+    int was = state.running;
+    state.running = 0;
+    no_more();
+    if (was) pthread_cond_signal(&state.changed);
+    pthread_mutex_unlock(&state.lock);
+    if (was) pthread_join(state.thread, NULL);
+}
+
+void kvp_prepare_forget(void) {
+    atomic_store(&stop, 1);
+    pthread_mutex_lock(&state.working);
+    pthread_mutex_lock(&state.lock);
+    state.range_count = state.size_count = 0;
+    state.context = NULL;
+    pthread_mutex_unlock(&state.lock);
+    if (!atomic_load(&ended)) atomic_store(&stop, 0);
+    pthread_mutex_unlock(&state.working);
+}
+
+void kvp_prepare_in_child(void) {
+    pthread_mutex_init(&state.lock, NULL);
+    pthread_mutex_init(&state.working, NULL);
+    state.running = 0;
+    state.range_count = state.size_count = state.buffer_count = state.prepared = 0;
+    atomic_store(&ended, 1);
+}
+
+void kvp_prepare_close(void) {
+    if (!state.prepared || state.told_end++) return;
+    kvp_decision(
+        folder, "note", NULL, NULL, 0,
+        "%u pinned buffers of %.3f GB were prepared for a sleep in %.3f s; %u of %.3f GB were asked for, %u of "
+        "%.3f GB given up",
+        state.prepared, (double)state.prepared_bytes / 1e9, (double)state.took_ns / 1e9, state.used,
+        (double)state.used_bytes / 1e9, state.given_up, (double)state.given_up_bytes / 1e9);
+}
+
+/* ---- what happens ------------------------------------------------------------------------------------------------ */
+
+void kvp_prepare_mapped(uint64_t address, uint64_t bytes, const void *caller) {
+    int was = errno;
+    void *context = NULL;
+    uint64_t wanted = atomic_load(&ended) ? 0 : asks(bytes, caller);
+    if (!wanted || !kvp_recycle_prepares(&context)) {
+        errno = was;
+        return;
+    }
+    pthread_mutex_lock(&state.lock);
+    size_class *size = range_at(address) ? NULL : class_of(wanted, 1);
+    if (size && GROWN(state.ranges, state.range_count, state.range_room)) {
+        state.ranges[state.range_count++] = (range){address, bytes, wanted};
+        size->wanted++;
+        state.context = context;
+        have_thread();
+    }
+    pthread_mutex_unlock(&state.lock);
+    errno = was;
+}
+
+void kvp_prepare_unmapped(uint64_t address) {
+    pthread_mutex_lock(&state.lock);
+    range *r = range_at(address);
+    if (r) no_longer_wanted(r);
+    pthread_mutex_unlock(&state.lock);
+}
+
+void kvp_prepare_unreserved(uint64_t address, uint64_t bytes) {
+    pthread_mutex_lock(&state.lock);
+    for (uint32_t i = state.range_count; i--;)
+        if (state.ranges[i].address - address < bytes) {
+            no_longer_wanted(&state.ranges[i]);
+            state.ranges[i] = state.ranges[--state.range_count];
+        }
+    pthread_mutex_unlock(&state.lock);
+}
+
+void kvp_prepare_made(void *memory, uint64_t bytes) {
+    pthread_mutex_lock(&state.lock);
+    size_class *size = class_of(bytes, 1);
+    if (size && GROWN(state.buffers, state.buffer_count, state.buffer_room)) {
+        state.buffers[state.buffer_count++] = (buffer){memory, bytes};
+        size->ready++;
+        state.prepared++;
+        state.prepared_bytes += bytes;
+    }
+    pthread_mutex_unlock(&state.lock);
+}
+
+/* Lock held. Bytes of the buffer; 0: it was not prepared. */
+static uint64_t take_out(const void *memory, size_class **size) {
+    for (uint32_t i = 0; i < state.buffer_count; i++) {
+        buffer one = state.buffers[i];
+        if (one.memory != memory) continue;
+        state.buffers[i] = state.buffers[--state.buffer_count];
+        *size = class_of(one.bytes, 0);
+        if (*size && (*size)->ready) (*size)->ready--;
+        return one.bytes;
+    }
+    return 0;
+}
+
+void kvp_prepare_taken(void *memory) {
+    size_class *size = NULL;
+    pthread_mutex_lock(&state.lock);
+    uint64_t bytes = take_out(memory, &size);
+    if (size && size->wanted) size->wanted--, size->taken++;
+    if (bytes) {
+        state.used++;
+        state.used_bytes += bytes;
+        state.asked_ns = kvp_clock();
+    }
+    int tell = bytes && !state.told++;
+    pthread_mutex_unlock(&state.lock);
+    if (tell)
+        kvp_decision(folder, "keep", "as it is", "prepared", 0,
+                     "%llu bytes of pinned memory that a sleep asked for were there before it did",
+                     (unsigned long long)bytes);
+}
+
+void kvp_prepare_gone(void *memory) {
+    size_class *size = NULL;
+    pthread_mutex_lock(&state.lock);
+    uint64_t bytes = take_out(memory, &size);
+    if (size && size->wanted > size->ready) size->wanted--, size->taken++; /* it is not made again */
+    if (bytes) {
+        state.given_up++;
+        state.given_up_bytes += bytes;
+    }
+    pthread_mutex_unlock(&state.lock);
+}
