@@ -149,6 +149,11 @@ void kvp_marks_context_ends(void);
 void kvp_marks_hold(void); /* until kvp_marks_go_on nothing is marked: a capture is about to begin */
 void kvp_marks_go_on(void);
 
+/* page_faults.c: around a call of KVP_PAGES_FROM bytes or more that may pin or copy. */
+#define KVP_PAGES_FROM (1u << 20)
+void kvp_pages_before(const kvp_record *record);
+void kvp_pages_after(const kvp_record *record);
+
 /* contents.c: what copies carry, of a sample. `due`: whether the copy that has just returned is to be looked at. */
 void kvp_contents_start(void);
 void kvp_contents_stop(void);

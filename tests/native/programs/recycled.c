@@ -129,6 +129,12 @@ static void virtual(void) {
     printf(" left %d\n", free_before == free_after);
 }
 
+/* A call that makes pages for more than a millisecond. */
+static void pages(void) {
+    uint8_t *at = pin((size_t)256 * MIB);
+    unpin(at, (size_t)256 * MIB);
+}
+
 static void sleeps(int rounds) {
     if (rounds > 100) looked_at = 16384;
     for (int i = 0; i < rounds; i++) sleep_and_wake((unsigned)i);
@@ -309,6 +315,7 @@ int main(int count, char **arguments) {
     prepare();
     if (!strcmp(play, "sleeps")) sleeps(count > 2 ? atoi(arguments[2]) : 3);
     if (!strcmp(play, "virtual")) virtual();
+    if (!strcmp(play, "pages")) pages();
     if (!strcmp(play, "flags")) other_flags();
     if (!strcmp(play, "answers")) answers();
     if (!strcmp(play, "driver")) by_the_driver();
