@@ -36,6 +36,13 @@
  *   that cuPointerGetAttributes names would be the chunk's, and cudaHostUnregister takes the one pointer. Its pages are
  *   not touched first by several threads, either: they would lie on those threads' NUMA nodes, not on the caller's.
  *
+ * A LARGE COPY (64 MiB and more) is made in parts, and its account counts parts: a program that moves its gigabytes
+ * once has the better way for most of them. Parts that go as they are have the driver copy the program's own memory. A
+ * store to memory whose pages are not there (three were looked at) has an account of its own: there the pages are the
+ * time, and several threads make them. Where the kernel gives huge pages if asked (madvise), they are asked for, for
+ * the pages that the copy writes: OTHERWISE THAN WITHOUT, that range is a mapping of its own from then on, and a
+ * program that calls mremap on more than it, in one call, is refused by kernels before 6.17. realloc copies then.
+ *
  * Each direction and size class is measured for itself, both ways in turn, kept where a call gets at least a quarter
  * shorter, looked at again, and taken back where that is no longer so (cure_account.c). The slots are made by a thread
  * of their own. One copy at a time: a second thread's goes as it is. A forked child cures nothing. */
