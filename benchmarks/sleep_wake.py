@@ -12,8 +12,14 @@ Printed: GB/s down and up, at the first sleep and the median of the others, besi
 bytes of all weights are compared after the first and the last wake. `--device host` tries the script: there weights
 stay in memory that is not unmapped, and its figures mean nothing.
 
-Exit code 1: bytes differ; or on a GPU, from the second sleep on, less than 85% of the link or less than 5 times as fast
-as without, at the first less than 60%; more is held than KVPROBE_KEEP_BYTES; `healthy` is more than 1% slower.
+`--seconds N` soaks instead: one cured process sleeps and wakes for so long, with other sizes among the weights each
+time, so that what is kept does not fit and has to go; it copies fresh pageable memory both ways and forks children who
+read the backups. Printed every tenth of the time: resident memory without the pinned, pinned memory (on the host
+runtime; the kept with it), descriptors, threads. Exit code 1 then: bytes differ, a child ends badly, or the process
+holds more at the end than after its first twentieth.
+
+Exit code 1 else: bytes differ; or on a GPU, from the second sleep on, less than 85% of the link or less than 5 times as
+fast as without, at the first less than 60%; more is held than KVPROBE_KEEP_BYTES; `healthy` is more than 1% slower.
 """
 
 from __future__ import annotations
@@ -21,7 +27,9 @@ from __future__ import annotations
 import argparse
 import ctypes as ct
 import json
+import mmap
 import os
+import random
 import re
 import statistics
 import subprocess
@@ -29,6 +37,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +105,14 @@ class Weight:
             return
         self.calls.check("cuMemUnmap", self.address, ct.c_size_t(self.size))
         self.calls.check("cuMemRelease", self.handle)
+
+    def free(self) -> None:
+        """Its memory and its address."""
+        if not self.calls.driver:
+            self.calls.check("cudaFree", self.address)
+            return
+        self.unmap()
+        self.calls.check("cuMemAddressFree", self.address, ct.c_size_t(self.size))
 
     def copy(self, kind: int, host: int) -> None:
         """All of it, synchronously."""
@@ -226,6 +243,112 @@ def program(device: str, total: int, sleeps: int, pins: bool) -> None:
     print(json.dumps({**found, "loaded_s": loaded_s}))
 
 
+# ---- a soak ----------------------------------------------------------------------------------------------------------
+
+SOAKED_MIB = (64, 20, 20, 16, 4, 2)
+FORKS, SHOWN = 64, 10  # every so many sleeps a child; so many lines
+
+
+def child_reads(weights: list[Weight]) -> bool:
+    """Whether a forked child finds its parent's backups readable, pins nothing, and ends well."""
+    first = [(ct.c_ubyte * 4).from_address(weight.backup.value or 0)[0] for weight in weights]
+    pid = os.fork()
+    if not pid:
+        same = [(ct.c_ubyte * 4).from_address(weight.backup.value or 0)[0] for weight in weights] == first
+        os._exit(0 if same else 9)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def pageable_and_back(weight: Weight, calls: Calls, number: int) -> bool:
+    """Whether bytes that go up from fresh pageable memory come down to other fresh memory."""
+    size = weight.size
+    with mmap.mmap(-1, size) as there, mmap.mmap(-1, size) as back:
+        there[:: size // 64] = bytes((number + at) % 251 for at in range(64))
+        for kind, memory in ((TO_DEVICE, there), (TO_HOST, back)):
+            view = ct.c_ubyte.from_buffer(memory)
+            weight.copy(kind, ct.addressof(view))
+            del view
+        return there[:] == back[:]
+
+
+def soak(device: str, seconds: float) -> None:
+    """Sleeps for so long; prints what the process holds."""
+    from soak import Held, grown
+
+    import kvprobe
+    from kvprobe.cuda.hostruntime import HostRuntime
+
+    calls, runtime = Calls(device), kvprobe.find_runtime(device)
+
+    def held_now() -> tuple[Held, int]:
+        """Pinned memory comes and goes with what is kept, which has a budget of its own."""
+        pinned = int(runtime.stats.pinned_bytes) if isinstance(runtime, HostRuntime) else 0
+        held = Held.now(runtime)
+        return replace(held, memory_bytes=held.memory_bytes - pinned), pinned
+
+    weights = [Weight(calls, size * MIB) for size in SOAKED_MIB]
+    every_byte(weights, calls, True)
+    began, shown, number, wrong = time.monotonic(), 0, 0, []
+    first: Held | None = None
+    print("s       sleeps   MiB  and pinned  descriptors threads")
+    while True:
+        passed = time.monotonic() - began
+        if first is None and passed >= seconds / 20:
+            first = held_now()[0]
+            first = replace(first, threads=first.threads + 1)  # one looks for pressure while something is kept
+        if passed >= shown * seconds / SHOWN:
+            (held, pinned), shown = held_now(), shown + 1
+            print(
+                f"{passed:<7.0f} {number:<8} {held.memory_bytes >> 20:>3} {pinned >> 20:>11} {held.descriptors:>12} "
+                f"{held.threads:>7}",
+                flush=True,
+            )
+            if passed >= seconds or wrong:
+                break
+        number += 1
+        other = Weight(calls, random.Random(number).randrange(2, 40) * MIB)
+        all_of_them = [*weights, other]
+        pageable = ct.create_string_buffer(other.size)
+        other.copy(TO_DEVICE, ct.addressof(pageable))
+        del pageable
+        fall_asleep(all_of_them, calls, True)
+        if number % FORKS == 0 and not child_reads(all_of_them):
+            wrong.append(f"sleep {number}: a child ended badly")
+        wake_up(all_of_them, calls, True)
+        other.free()
+        if number % 16 == 0 and not every_byte(weights, calls, False):
+            wrong.append(f"sleep {number}: bytes differ")
+        if number % 16 == 8:
+            if not pageable_and_back(weights[number // 16 % 4], calls, number):
+                wrong.append(f"sleep {number}: pageable bytes differ")
+            every_byte(weights, calls, True)
+    wrong += grown(first, held_now()[0]) if first else []
+    print(json.dumps({"sleeps": number, "wrong": wrong}))
+
+
+def run_soak(asked: argparse.Namespace) -> int:
+    """One process under the cure, its lines as they come, and what the cure says of itself at its end."""
+    own = [sys.executable, __file__, "--device", asked.device, "--seconds", str(asked.seconds), "--program", "soak"]
+    keep = str(160 * MIB) if asked.keep == "auto" else asked.keep
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "KVPROBE_KEEP_BYTES": keep}
+    last = ""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "kvprobe", "run", "--fix", "auto", "-o", f"{folder}/run", "--", *own]
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+            for line in process.stdout or ():
+                print(line, end="", flush=True)
+                last = line if line.startswith('{"sleeps"') else last
+        for events in Path(folder).glob("run/events-*.jsonl"):
+            for one in events.read_text().splitlines():
+                print(json.loads(one)["why"])
+    wrong = json.loads(last)["wrong"] if last and not process.returncode else [f"it ended with {process.returncode}"]
+    for one in wrong:
+        print(f"wrong: {one}")
+    print(f"{len(wrong)} things wrong")
+    return bool(wrong)
+
+
 # ---- the arms --------------------------------------------------------------------------------------------------------
 
 
@@ -307,9 +430,15 @@ def main() -> int:
     parser.add_argument("--sleeps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--keep", default="auto")
+    parser.add_argument("--seconds", type=float, help="a soak of so long instead")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--program", choices=("sleeps", "healthy"), help=argparse.SUPPRESS)
+    parser.add_argument("--program", choices=("sleeps", "healthy", "soak"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.program == "soak":
+        soak(asked.device, asked.seconds)
+        return 0
+    if asked.seconds:
+        return run_soak(asked)
     if asked.program:
         program(asked.device, int(asked.gib * GIB), asked.sleeps, asked.program == "sleeps")
         return 0

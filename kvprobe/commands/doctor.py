@@ -32,6 +32,7 @@ COLOURS = {GOOD: "green", BAD: "red", NOTE: "cyan", UNKNOWN: "yellow"}
 LIBRARIES = ("libkvprobe.so", "libkvprobe_interpose.so", "libkvprobe_hostrt.so")
 PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.56e9}  # bytes/s of a lane, after encoding
 NEAR_LINK = 0.7  # of that; headers take a tenth and more, an H200 in a Gen5 slot reaches 0.88
+PINNED = "pinned memory, tried"
 SCALES = ("0.25x", "0.5x", "2x", "4x")  # other values of CUDA_SCALE_LAUNCH_QUEUES count as 1x
 
 
@@ -61,7 +62,9 @@ def command(device: str, as_json: bool) -> None:
     """Check GPU, driver, link, memory limits, environment, launch queue, tools and installed servers.
 
     The launch queue and the link are measured in this process, in this environment: start it as the server is started
-    (same variables, same container, same numactl). --device cuda imports torch. Exit code 1: something is bad.
+    (same variables, same container, same numactl). How much memory can be pinned is tried, for four seconds at most and
+    with no more than three quarters of what is free, and given back. --device cuda imports torch. Exit code 1:
+    something is bad.
     """
     lines = list(examine(device))
     if as_json:
@@ -86,6 +89,7 @@ def examine(device: str) -> Iterator[Checked]:
         yield from _guarded("link", "bandwidth", lambda: _bandwidth(runtime, gpus))
     yield from _environment()
     yield from _memory()
+    yield from _guarded("memory", PINNED, lambda: _pinned(runtime))
     yield from _guarded("memory", "NUMA", lambda: _numa(gpus))
     yield from _guarded("tools", "tools", _tools)
     yield from _native()
@@ -369,6 +373,26 @@ def _memory() -> Iterator[Checked]:
             NOTE,
             "pinned pools count against it: keep the CPU cache well below it",
         )
+
+
+def _pinned(runtime: Runtime | None) -> Iterator[Checked]:
+    from kvprobe.cuda.pinning_trial import try_locking, try_pinning
+
+    gpu = runtime is not None and runtime.provider == "cuda"
+    found = try_pinning(runtime) if runtime and gpu else try_locking()
+    size = f"{found.bytes / 1e9:.1f} GB" if found.bytes >= 1e9 else f"{found.bytes / (1 << 20):,.1f} MiB"
+    how = "pinned" if gpu else "locked by mlock"
+    if found.refusal:
+        todo = "this is all that pinned pools and caches together can have" if gpu else "ulimit -l unlimited"
+        yield Checked("memory", PINNED, f"{size} {how} at once, more was refused: {found.refusal}", NOTE, todo)
+        return
+    bound = {
+        "memory": "more was not tried: a quarter of what is free stays free",
+        "time": "more was not tried: the time was over",
+        "most": "more was not tried",
+    }[found.bound]
+    todo = "" if gpu else "what a GPU's driver would refuse cannot be told without one"
+    yield Checked("memory", PINNED, f"at least {size} {how} at once; {bound}", GOOD if gpu else UNKNOWN, todo)
 
 
 def _cgroup_limit() -> tuple[int | None, str]:

@@ -19,6 +19,7 @@ from kvprobe.errors import RecordingError
 from kvprobe.probe.ring import (
     CALLS,
     CONTENTS,
+    PAGES,
     RECORD,
     SLOT,
     SPAN,
@@ -36,7 +37,16 @@ from kvprobe.recordings.assemble import sorted_table, stream_rows
 from kvprobe.recordings.graph_pieces import divide_graphs
 from kvprobe.recordings.merge import ONE_BY_ONE
 from kvprobe.recordings.model import Array, CallKind, Direction, Label, Memory, Recording, Source, Table
-from kvprobe.recordings.run_events import RingRecords, contents, cpu_waits, known_codes, samples, stacks, transfers
+from kvprobe.recordings.run_events import (
+    RingRecords,
+    contents,
+    cpu_waits,
+    known_codes,
+    page_faults,
+    samples,
+    stacks,
+    transfers,
+)
 from kvprobe.recordings.run_marks import marks
 from kvprobe.recordings.run_processes import (
     OF_ANOTHER_NAMESPACE,
@@ -327,6 +337,7 @@ def _fill(
     recording.tables["streams"] = Table("streams", streams)
     marks(recording, marked, names)
     contents(recording, looks)
+    page_faults(recording, _together(gathered.faults))
     words = _CallWords(calls.records, totals.slots, names)
     _calls(recording, calls, words)
     submitters = _engine_submitters(processes, streams)
@@ -378,7 +389,7 @@ class _Gathered:
 
     Attributes:
         lost: row of a process -> single calls that were overwritten; the recording's own, filled here.
-        calls: single calls and transfers; `marks` of the device; `looks` at what copies carried.
+        calls: single calls and transfers; `marks` of the device; `looks` at what copies carried; page `faults`.
         totals: row of a process, slots, and the thread of each slot.
         over: see `_Totals`.
     """
@@ -387,6 +398,7 @@ class _Gathered:
     calls: list[_Part] = field(default_factory=list)
     marks: list[_Part] = field(default_factory=list)
     looks: list[_Part] = field(default_factory=list)
+    faults: list[_Part] = field(default_factory=list)
     totals: list[tuple[int, Array, Array]] = field(default_factory=list)
     over: list[tuple[int, int, int, int, int]] = field(default_factory=list)
 
@@ -396,6 +408,7 @@ class _Gathered:
         records = _joined([ring.records() for ring in counted])
         self.marks.append((row, shift, _joined([ring.marks() for ring in counted])))
         self.looks.append((row, shift, _joined([ring.notes(CONTENTS) for ring in counted])))
+        self.faults.append((row, shift, _joined([ring.notes(PAGES) for ring in counted])))
         missing = sum(ring.overwritten() for ring in counted) + int((records["call"] != TRANSFER).sum())
         for ring in process.rings:
             if ring not in counted:

@@ -152,6 +152,15 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "hash": "uint64",
         "blank": "uint8",  # 1: one word over and over, as in memory that nobody has filled
     },
+    # Page faults of the calling thread in calls that pinned or copied and took a millisecond; of no other calls.
+    "page_faults": {
+        "time_ns": "int64",  # when the call began
+        "process": "int32",
+        "thread": "int64",
+        "minor": "int64",  # pages that were made, or found in memory
+        "major": "int64",  # that were read from a disk
+        "nodes": "int64",  # a bit for each NUMA node that some of the host's pages lie on, bit 15: others; 0: not known
+    },
     # NVTX ranges, profiler annotations, framework operators.
     "ranges": {
         "start_ns": "int64",

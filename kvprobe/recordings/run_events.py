@@ -15,7 +15,17 @@ from kvprobe.recordings.run_processes import Process
 from kvprobe.recordings.submitters import Submitters
 from kvprobe.recordings.vocabulary import Names
 
-__all__ = ["RingRecords", "contents", "cpu_waits", "cpu_waits_table", "known_codes", "samples", "stacks", "transfers"]
+__all__ = [
+    "RingRecords",
+    "contents",
+    "cpu_waits",
+    "cpu_waits_table",
+    "known_codes",
+    "page_faults",
+    "samples",
+    "stacks",
+    "transfers",
+]
 
 
 def known_codes(codes: Array, words: type[Direction] | type[Memory]) -> Array:
@@ -126,6 +136,23 @@ def contents(recording: Recording, looks: RingRecords) -> None:
             "looked": records["count"].astype(np.int64),
             "hash": records["dur_ns"],
             "blank": (records["result"] != 0).astype(np.uint8),
+        },
+        by="time_ns",
+    )
+
+
+def page_faults(recording: Recording, told: RingRecords) -> None:
+    """Page faults in calls that pinned or copied, from notes of ring files."""
+    records = told.records
+    recording.tables["page_faults"] = sorted_table(
+        "page_faults",
+        {
+            "time_ns": records["start_ns"].astype(np.int64) + told.shift,
+            "process": told.process,
+            "thread": records["tid"].astype(np.int64),
+            "minor": records["count"].astype(np.int64),
+            "major": records["transfer"].astype(np.int64),
+            "nodes": records["result"].astype(np.int64),
         },
         by="time_ns",
     )

@@ -43,11 +43,21 @@ APART_NS = 1_000_000_000  # a longer pause ends one
 
 @dataclass
 class Spent:
-    """Of one phase: calls, their bytes, their time."""
+    """Of one phase: calls, their bytes, their time.
+
+    Attributes:
+        calls: how many.
+        bytes: that they pinned, copied, mapped or gave up.
+        ns: sum of their durations.
+        faults: minor page faults of the calling thread in those that took a millisecond.
+        nodes: a bit for each NUMA node that some of the host's pages lie on; 0: not known.
+    """
 
     calls: int = 0
     bytes: int = 0
     ns: int = 0
+    faults: int = 0
+    nodes: int = 0
 
 
 @dataclass
@@ -78,6 +88,14 @@ class Sleep:
         return self.phases["copy"].bytes or self.phases[_NEEDED[self.side]].bytes
 
     @property
+    def nodes(self) -> list[int]:
+        """NUMA nodes of the host's memory, as far as they are known; 15 stands for all from there on."""
+        mask = 0
+        for spent in self.phases.values():
+            mask |= spent.nodes
+        return [node for node in range(16) if mask >> node & 1]
+
+    @property
     def ns(self) -> int:
         """From its first call to the end of its last."""
         return self.end_ns - self.start_ns
@@ -92,7 +110,8 @@ def sleeps(recording: Recording) -> list[Sleep]:
     """In the order of time; none where no memory was mapped or unmapped, and no server said that it sleeps."""
     calls = recording.calls
     side, phase = _phases(recording)
-    found, theirs = _named_ones(recording, side, phase)
+    faults = _Faults(recording)
+    found, theirs = _named_ones(recording, side, phase, faults)
     rows = np.flatnonzero((side >= 0) & ~theirs & ~((phase == _COPY) & (calls["bytes"] < LEAST_COPY)))
     if not len(rows):
         return sorted(found, key=lambda one: one.start_ns)
@@ -103,13 +122,13 @@ def sleeps(recording: Recording) -> list[Sleep]:
     same[1:] &= calls["start_ns"][rows][1:] - calls["end_ns"][rows][:-1] < APART_NS
     places = _Places(recording)
     for group in np.split(rows, np.flatnonzero(~same)):
-        one = _of(recording, group, int(side[group[0]]), phase)
+        one = _of(recording, group, int(side[group[0]]), phase, faults)
         if places.moved(one, group):
             found.append(one)
     return sorted(found, key=lambda one: one.start_ns)
 
 
-def _named_ones(recording: Recording, side: Array, phase: Array) -> tuple[list[Sleep], Array]:
+def _named_ones(recording: Recording, side: Array, phase: Array, faults: _Faults) -> tuple[list[Sleep], Array]:
     """Those that servers said, and of each row of `calls` whether it belongs to one."""
     calls, said = recording.calls, recording.server_calls
     theirs = np.zeros(calls.rows, dtype=bool)
@@ -127,13 +146,29 @@ def _named_ones(recording: Recording, side: Array, phase: Array) -> tuple[list[S
         mine &= (calls["start_ns"] >= start) & (calls["end_ns"] <= end)
         theirs |= mine
         at = int(said["direction"][row] == Direction.H2D)
-        one = _of(recording, np.flatnonzero(mine & (side == at)), at, phase)
+        one = _of(recording, np.flatnonzero(mine & (side == at)), at, phase, faults)
         one.process, one.thread, one.start_ns, one.end_ns = process, thread, start, end
         one.name = f"{recording.text(int(said['server'][row]))} {recording.text(int(said['phase'][row]))}"
         if not one.bytes:
             one.phases["copy"].bytes = int(said["bytes"][row])
         found.append(one)
     return found, theirs
+
+
+class _Faults:
+    """Page faults and NUMA nodes of the calls in which they were counted."""
+
+    def __init__(self, recording: Recording) -> None:
+        calls, told = recording.calls, recording.page_faults
+        self.minor, self.nodes = (np.zeros(calls.rows, dtype=np.int64) for _ in range(2))
+        if not told.rows:
+            return
+        where = list(zip(*(told[name].tolist() for name in ("time_ns", "process", "thread")), strict=True))
+        row_of = {key: row for row, key in enumerate(where)}
+        for row in np.flatnonzero(np.isin(calls["start_ns"], told["time_ns"])).tolist():
+            key = (int(calls["start_ns"][row]), int(calls["process"][row]), int(calls["thread"][row]))
+            if key in row_of:
+                self.minor[row], self.nodes[row] = told["minor"][row_of[key]], told["nodes"][row_of[key]]
 
 
 class _Places:
@@ -184,13 +219,14 @@ def _phases(recording: Recording) -> tuple[Array, Array]:
     return side, phase
 
 
-def _of(recording: Recording, rows: Array, side: int, phase: Array) -> Sleep:
+def _of(recording: Recording, rows: Array, side: int, phase: Array, faults: _Faults) -> Sleep:
     calls = recording.calls
     spent = {}
     for number, name in enumerate(PHASES[(SLEEP, WAKE)[side]]):
         mine = rows[phase[rows] == number]
         took = int((calls["end_ns"][mine] - calls["start_ns"][mine]).sum())
-        spent[name] = Spent(len(mine), int(calls["bytes"][mine].sum()), took)
+        nodes = int(np.bitwise_or.reduce(faults.nodes[mine])) if len(mine) else 0
+        spent[name] = Spent(len(mine), int(calls["bytes"][mine].sum()), took, int(faults.minor[mine].sum()), nodes)
     if side:  # each piece is made, mapped and given access by a call of its own, all with its size
         spent["map"].bytes = int(calls["bytes"][rows[_named(recording, "cuMemMap")[rows]]].sum())
     if not len(rows):

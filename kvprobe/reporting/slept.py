@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvprobe.recordings.link_rate import link_rate
 from kvprobe.recordings.model import Direction, Recording
 from kvprobe.recordings.sleeps import PHASES, Sleep, Spent, fastest_copy, sleeps
-from kvprobe.reporting.units import NONE, bytes_text, duration, link_share, rate
+from kvprobe.reporting.units import NONE, bytes_text, count_text, duration, link_share, rate
 from kvprobe.reporting.views import Cell, TableView, left_out, table
 
 __all__ = ["LEAD", "sleep_tables"]
@@ -14,9 +14,11 @@ LEAD = (
     "When a thread gave up GPU memory under addresses that stay, and when it mapped memory there again, as a model is "
     "put to sleep and woken; with what it pinned, copied and freed meanwhile. Where an adapter watched the server's "
     "own function, it has the server's name for it, and lasts as long as the function did. Each phase is the sum of "
-    "its calls; the rate is that of all phases together, from the first call to the end of the last."
+    "its calls; the rate is that of all phases together, from the first call to the end of the last. Page faults are "
+    "those of the calling thread, in calls that took a millisecond; the node is that of some pages of the CPU's memory."
 )
 _MOST = 50
+OTHER_NODES = 15
 _TITLES = {"sleep": "To the CPU: sleep", "wake": "To the GPU: wake"}
 _DIRECTION = {"sleep": Direction.D2H, "wake": Direction.H2D}
 
@@ -43,12 +45,23 @@ def _table(recording: Recording, side: str, found: list[Sleep], zero_ns: int) ->
             (duration(one.ns), one.ns),
             *(_phase(one.phases[name]) for name in phases),
             (rate(one.bytes_per_s), one.bytes_per_s),
+            _nodes(one.nodes),
             (link_share(one.bytes_per_s / link), one.bytes_per_s / link) if link else NONE,
         ]
         for one in found[:_MOST]
     ]
     note = f"The link: {rate(link)} ({how})." if link else "What the link carries is not known here."
-    columns = ("At", "What", "Thread", "Bytes", "Took", *(name.capitalize() for name in phases), "Rate", "Of the link")
+    columns = (
+        "At",
+        "What",
+        "Thread",
+        "Bytes",
+        "Took",
+        *(name.capitalize() for name in phases),
+        "Rate",
+        "NUMA node",
+        "Of the link",
+    )
     notes = (note, *(_prepared(recording) if side == "sleep" else ()), left_out(_MOST, len(found)))
     return table(_TITLES[side], columns, rows, " ".join(part for part in notes if part))
 
@@ -59,10 +72,16 @@ def _prepared(recording: Recording) -> list[str]:
     return [f"{text}." for text in said if "were prepared for a sleep" in text]
 
 
+def _nodes(nodes: list[int]) -> Cell:
+    return Cell(", ".join(f"{node}{' and up' if node == OTHER_NODES else ''}" for node in nodes) or NONE, 0.0)
+
+
 def _phase(spent: Spent) -> Cell:
     if not spent.calls:
         return Cell(NONE, 0.0)
     text = duration(spent.ns)
     if spent.bytes and spent.ns:
         text += f", {rate(spent.bytes / spent.ns * 1e9)}"
+    if spent.faults:
+        text += f", {count_text(spent.faults)} page {'fault' if spent.faults == 1 else 'faults'}"
     return Cell(text, float(spent.ns))

@@ -81,6 +81,27 @@ def test_a_program_sees_the_same_with_staged_copies(program: Path, libraries: Pa
     assert len(list(tmp_path.glob("events-*.jsonl"))) == 1, "a forked child decides nothing"
 
 
+@pytest.mark.parametrize("what", ["large", "large-refusals"])
+def test_a_large_copy_is_tried_both_ways_part_by_part(
+    program: Path, libraries: Path, tmp_path: Path, what: str
+) -> None:
+    given = {"KVHOST_PAGEABLE_GBPS": "2"}
+    alone, _ = play(program, what, **given)
+    seen, _ = play(program, what, **watched(libraries, tmp_path, **given))
+    assert seen == alone and seen.endswith("0 wrong\n")
+    assert min(staged(tmp_path)) >= 1
+    said = "\n".join(one["why"] for one in decisions(tmp_path) if one["what"] != "note")
+    for kind in ("loads from 64 MiB", "stores from 64 MiB:", "stores from 64 MiB into memory without pages yet"):
+        assert f"pageable {kind}" in said, "decided within the first copy"
+
+
+def test_a_part_that_fails_is_not_the_program_s(program: Path, libraries: Path, tmp_path: Path) -> None:
+    given = {"KVHOST_PAGEABLE_GBPS": "2"}
+    seen, _ = play(program, "large-fails", **watched(libraries, tmp_path, **given))
+    assert seen == "0 wrong\n"
+    assert any("a staged copy failed" in one["why"] and "error 999" in one["why"] for one in decisions(tmp_path))
+
+
 def test_a_load_behind_work_is_left_alone_and_counted(program: Path, libraries: Path, tmp_path: Path) -> None:
     play(program, "gated", 60, **watched(libraries, tmp_path))
     behind = re.search(r"(\d+) loads behind work", decisions(tmp_path)[-1]["why"])

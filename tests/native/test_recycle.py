@@ -169,6 +169,17 @@ def test_what_comes_and_goes_is_recorded_with_its_bytes(program: Path, libraries
     assert {one.phases["map"].bytes for one in slept[1:6:2]} == {model}
 
 
+def test_page_faults_of_pinning_are_recorded(program: Path, libraries: Path, tmp_path: Path) -> None:
+    play(program, "pages", **{**watched(libraries, tmp_path), "KVPROBE_FIX": "", "KVHOST_CLOCK": "real"})
+    recording = open_recording([tmp_path])
+    (told,) = range(recording.page_faults.rows)
+    calls, faults = recording.calls, recording.page_faults
+    pinned = calls["dst"][(calls["start_ns"] == faults["time_ns"][told]) & (calls["bytes"] == 256 * MIB)]
+    assert len(pinned) == 1 and int(pinned[0]) > 0, "the call that made the pages, with where they lie"
+    assert int(faults["minor"][told]) >= 256 * MIB // (2 * MIB), "huge pages at the largest"
+    assert int(faults["nodes"][told]) >= 0
+
+
 def test_other_flags_are_other_memory(program: Path, libraries: Path, tmp_path: Path) -> None:
     play(program, "flags", **watched(libraries, tmp_path))
     assert reused(tmp_path) == 0

@@ -140,3 +140,21 @@ def test_an_offload_that_maps_nothing_is_one_where_a_server_says_so() -> None:
     assert sleeps(recorded(moved)) == []
     (one,) = sleeps(said(recorded(moved), (0, 9, Direction.D2H, "offload: fsdp model")))
     assert (one.bytes, one.ns) == (65 * MIB, 9 * MS)
+
+
+def test_page_faults_and_nodes_stand_in_their_phase() -> None:
+    recording = recorded([*down(100), *up(100)])
+    start = recording.calls["start_ns"]
+    columns = {"time_ns": start[[0, 1, 6]], "process": np.zeros(3), "thread": np.full(3, 7)}
+    columns |= {"minor": np.array([16384, 1, 512]), "major": np.zeros(3), "nodes": np.array([1, 2, 1 << 15])}
+    recording.tables["page_faults"] = Table("page_faults", columns)
+    asleep, awake = sleeps(recording)
+    assert (asleep.phases["pin"].faults, asleep.phases["copy"].faults, asleep.nodes) == (16384, 1, [0, 1])
+    assert (awake.phases["copy"].faults, awake.nodes) == (512, [15])
+    shown, _ = sleep_tables(recording, 0)
+    assert shown is not None
+    texts = [cell.text.replace("\xa0", " ") for cell in shown.rows[0]]
+    columns_of = dict(zip(shown.columns, texts, strict=True))
+    assert columns_of["Pin"] == "8.00 ms, 8.39 GB/s, 16,384 page faults"
+    assert columns_of["Copy"].endswith(", 1 page fault")
+    assert columns_of["NUMA node"] == "0, 1"

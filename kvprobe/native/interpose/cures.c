@@ -36,6 +36,13 @@
  *   that cuPointerGetAttributes names would be the chunk's, and cudaHostUnregister takes the one pointer. Its pages are
  *   not touched first by several threads, either: they would lie on those threads' NUMA nodes, not on the caller's.
  *
+ * A LARGE COPY (64 MiB and more) is made in parts, and its account counts parts: a program that moves its gigabytes
+ * once has the better way for most of them. Parts that go as they are have the driver copy the program's own memory. A
+ * store to memory whose pages are not there (three were looked at) has an account of its own: there the pages are the
+ * time, and several threads make them. Where the kernel gives huge pages if asked (madvise), they are asked for, for
+ * the pages that the copy writes: OTHERWISE THAN WITHOUT, that range is a mapping of its own from then on, and a
+ * program that calls mremap on more than it, in one call, is refused by kernels before 6.17. realloc copies then.
+ *
  * Each direction and size class is measured for itself, both ways in turn, kept where a call gets at least a quarter
  * shorter, looked at again, and taken back where that is no longer so (cure_account.c). The slots are made by a thread
  * of their own. One copy at a time: a second thread's goes as it is. A forked child cures nothing. */
@@ -61,7 +68,13 @@
 
 #define SMALLEST (128u << 10) /* up to 64 KiB a copy neither waits for its stream nor for its thread */
 #define FIRST_CLASS 17        /* of sizes: log2(SMALLEST) */
-#define CLASSES 18            /* the last one takes everything from 16 GiB up */
+#define LARGE (64u << 20)     /* from here on a copy is made in parts, and each part can go either way */
+#define LARGE_CLASS 9         /* of LARGE and more */
+#define FRESH_CLASS 10        /* of these, stores into memory whose pages are not there yet */
+#define CLASSES 11
+#define PART (32u << 20)           /* while it is found out whether it pays */
+#define MOST_PART (1u << 30)       /* afterwards */
+#define MOST_SETTING_NS 500000000u /* for slots: the driver alone moves no more than some GB a second */
 #define DEFAULT_BYTES (16u << 20)
 #define CONTEXTS 16
 #define WATCHED_BEHIND 3      /* calls behind work that all waited for it, before one is staged behind work */
@@ -88,6 +101,7 @@ static struct {
     uint8_t *memory;
     size_t locked;
     int failed;
+    int huge_if_asked; /* the kernel gives huge pages where they are asked for, and only there */
     staging_events contexts[CONTEXTS];
     _Atomic uint32_t context_count;
     kvp_account accounts[2][CLASSES];
@@ -163,7 +177,7 @@ static int open_driver(void) {
     return -1;
 }
 
-/* A third of the processors that this process may use; the caller is one more. */
+/* Half of the processors that this process may use, for copies that are not large a third; the caller is one more. */
 static unsigned helpers(void) {
     cpu_set_t set;
     unsigned cores = sched_getaffinity(0, sizeof set, &set) ? 1 : (unsigned)CPU_COUNT(&set);
@@ -174,7 +188,7 @@ static unsigned helpers(void) {
             cores = (unsigned)(quota / period);
         fclose(file);
     }
-    return cores / 3 < 1 ? 1 : cores / 3;
+    return cores / 2 < 1 ? 1 : cores / 2;
 }
 
 static void refuse(const char *why, size_t bytes, int error) {
@@ -241,6 +255,7 @@ static int make_slots(void) {
         refuse("no threads for staging", bytes, EAGAIN); /* the memory stays: threads that were made may look at it */
         return 0;
     }
+    cure.huge_if_asked = kvp_huge_pages_stand_at("enabled", "madvise");
     cure.locked = bytes;
     cure.memory = memory;
     return 1;
@@ -339,11 +354,19 @@ static int is_inside(const place *p, uint64_t address, size_t bytes) {
 
 static int class_of(size_t bytes) {
     int class = 63 - __builtin_clzll(bytes) - FIRST_CLASS;
-    return class < CLASSES ? class : CLASSES - 1;
+    return class < LARGE_CLASS ? class : LARGE_CLASS;
+}
+
+/* Whether three pages of it that lie apart are not there yet. */
+static int is_fresh(uint64_t at, size_t bytes) {
+    unsigned char there = 0;
+    for (uint64_t i = 1; i < 4 && !(there & 1); i++)
+        if (mincore((void *)((at + bytes / 4 * i) & ~(uint64_t)4095), 4096, &there)) return 0;
+    return !(there & 1);
 }
 
 /* The events for this copy where it can be staged, else NULL. */
-static const staging_events *events_for(const place *p, void *stream) {
+static const staging_events *events_for(const place *p, void *stream, size_t bytes) {
     void *current = NULL, *of_stream = NULL;
     uint64_t id = 0;
     int ordinal = -1, capturing = 0;
@@ -353,8 +376,12 @@ static const staging_events *events_for(const place *p, void *stream) {
     if (kvp_driver.cuCtxGetDevice(&ordinal) || ordinal != p->ordinal || kvp_driver.cuCtxGetId(current, &id))
         return NULL;
     const staging_events *events = events_of(id);
-    if (!events) ask_for_slots(current);
-    return events;
+    if (events) return events;
+    ask_for_slots(current);
+    if (bytes < LARGE) return NULL;
+    uint64_t until = kvp_clock() + (bytes < MOST_SETTING_NS ? bytes : MOST_SETTING_NS); /* at 1 GB/s */
+    while (atomic_load(&cure.setting) && kvp_clock() < until) usleep(200);
+    return events_of(id);
 }
 
 static void tell(enum kvp_verdict verdict, const kvp_account *account, int to_device, int class) {
@@ -362,9 +389,15 @@ static void tell(enum kvp_verdict verdict, const kvp_account *account, int to_de
     if (verdict == KVP_NOTHING_NEW) return;
     int kept = verdict == KVP_KEEP;
     double from_kib = (double)(1ull << (FIRST_CLASS + class)) / 1024;
+    char sizes[80];
+    if (class < LARGE_CLASS)
+        snprintf(sizes, sizeof sizes, "from %.0f KiB, below %.0f", from_kib, 2 * from_kib);
+    else
+        snprintf(sizes, sizeof sizes, "from %u MiB%s", LARGE >> 20,
+                 class == FRESH_CLASS ? " into memory without pages yet" : "");
     kvp_decision(folder, what[verdict], kept ? "as it is" : "staged", kept ? "staged" : "as it is",
-                 kvp_account_gain(account), "pageable %s from %.0f KiB, below %.0f: %.1f GB/s as it is, %.1f staged",
-                 to_device ? "loads" : "stores", from_kib, 2 * from_kib, 1 / kvp_account_cost(account, KVP_AS_IT_IS),
+                 kvp_account_gain(account), "pageable %s %s: %.1f GB/s as it is, %.1f staged",
+                 to_device ? "loads" : "stores", sizes, 1 / kvp_account_cost(account, KVP_AS_IT_IS),
                  1 / kvp_account_cost(account, KVP_CURED));
 }
 
@@ -417,7 +450,7 @@ static int stage(kvp_account *account, const staging_events *events, uint64_t ds
     uint64_t start = kvp_clock();
     int ask = kvp_account_asks(account, KVP_CURED);
     int error =
-        kvp_staged_copy(events, load, load ? dst : src, (uint8_t *)(uintptr_t)(load ? src : dst), bytes, stream);
+        kvp_staged_copy(events, load, load ? dst : src, (uint8_t *)(uintptr_t)(load ? src : dst), bytes, stream, 0);
     if (error == STAGING_NOT_READY) {
         if (++cure.given_up == GIVE_UPS) refuse("the device took nothing for 100 ms, three times", bytes, 0);
         return 0;
@@ -438,6 +471,90 @@ static int stage(kvp_account *account, const staging_events *events, uint64_t ds
     return 1;
 }
 
+/* ---- one large copy -------------------------------------------------------------------------------------------- */
+
+/* A program may copy its gigabytes once: so both ways take turns within the first copy, part by part, and the rest goes
+ * the better one. Parts that go as they are have the driver copy the program's own memory. */
+typedef struct {
+    kvp_account *account;
+    const staging_events *events;
+    uint64_t device;
+    uint8_t *host;
+    size_t bytes;
+    void *stream;
+    int load, to_end, fresh;
+} large_copy;
+
+/* While it is tried, memory without pages goes as it is first: what is asked of the kernel for the other parts holds up
+ * to the memory's end, and is not asked for twice. */
+static enum kvp_way way_of_part(const large_copy *c, size_t at, int asked) {
+    const kvp_account *a = c->account;
+    if (asked) return a->state == KVP_LEFT ? KVP_AS_IT_IS : KVP_CURED;
+    if (c->fresh && a->state == KVP_TRYING) return a->count[KVP_AS_IT_IS] < KVP_SAMPLES ? KVP_AS_IT_IS : KVP_CURED;
+    return a->state == KVP_KEPT && at ? KVP_CURED : kvp_account_way(a);
+}
+
+/* The pages that the copy touches, whole: nothing else of the program's is asked for. */
+static void ask_for_huge_pages(uint8_t *host, size_t bytes) {
+    uintptr_t from = (uintptr_t)host & ~(uintptr_t)4095, to = ((uintptr_t)host + bytes + 4095) & ~(uintptr_t)4095;
+    if (cure.huge_if_asked) madvise((void *)from, to - from, MADV_HUGEPAGE);
+}
+
+static int as_it_is(const large_copy *c, size_t at, size_t bytes) {
+    return c->load ? kvp_driver.cuMemcpyHtoDAsync_v2(c->device + at, c->host + at, bytes, c->stream)
+                   : kvp_driver.cuMemcpyDtoHAsync_v2(c->host + at, c->device + at, bytes, c->stream);
+}
+
+/* What the device did not take in time, and what helpers cannot move because one of them is still about: all that is
+ * left goes as it is. Bytes, or 0: the program's own call makes all of it, and finds the error. */
+static size_t rest_as_it_is(const large_copy *c, size_t at) {
+    return as_it_is(c, at, c->bytes - at) ? 0 : c->bytes - at;
+}
+
+/* One part from `at` on; as rest_as_it_is. */
+static size_t part_of(const large_copy *c, size_t at, enum kvp_way way) {
+    kvp_account *account = c->account;
+    size_t left = c->bytes - at, most = account->state == KVP_KEPT && way == KVP_CURED ? MOST_PART : PART;
+    size_t bytes = left < most + PART ? left : most;
+    uint64_t since = kvp_clock();
+    int ask = kvp_account_asks(account, way);
+    int error = way == KVP_AS_IT_IS ? as_it_is(c, at, bytes)
+                                    : kvp_staged_copy(c->events, c->load, c->device + at, c->host + at, bytes,
+                                                      c->stream, STAGING_LARGE | (c->fresh ? STAGING_FRESH : 0));
+    if (way == KVP_CURED && error == STAGING_NOT_READY) {
+        if (++cure.given_up == GIVE_UPS) refuse("the device took nothing for 100 ms, three times", bytes, 0);
+        return rest_as_it_is(c, at);
+    }
+    if (!error && c->load && ask) error = wait_here(c->events, c->stream, REST_NS);
+    if (error && error != STAGING_NOT_READY) {
+        if (way == KVP_CURED) refuse("a staged copy failed", bytes, error);
+        return 0;
+    }
+    if (ask)
+        add(account, way, kvp_clock() - since, bytes);
+    else
+        kvp_account_pass(account);
+    if (way == KVP_AS_IT_IS) return bytes;
+    cure.given_up = 0;
+    cure.bytes[!c->load] += bytes;
+    for (int i = 0; i < 2; i++) cure.ns[!c->load][i] += kvp_account_cost(account, i) * (double)bytes;
+    return bytes;
+}
+
+static int in_parts(const large_copy *c) {
+    int asked = 0, staged = 0;
+    for (size_t at = 0, bytes; at < c->bytes; at += bytes) {
+        enum kvp_way way = way_of_part(c, at, asked);
+        if (way == KVP_CURED && c->fresh && !asked++) ask_for_huge_pages(c->host + at, c->bytes - at);
+        int rest = c->account->state == KVP_LEFT || (at && !helpers_have_left());
+        if (!kvp_watch.cures || !(bytes = rest ? rest_as_it_is(c, at) : part_of(c, at, way))) return 0;
+        staged |= !rest && way == KVP_CURED;
+    }
+    int error = c->load && c->to_end ? wait_here(c->events, c->stream, TO_END_NS) : 0;
+    cure.copies[!c->load] += (unsigned)staged;
+    return !error || error == STAGING_NOT_READY;
+}
+
 static int try_copy(kvp_watched *watched, uint64_t dst, uint64_t src, size_t bytes, int kind, void *stream,
                     int to_end) {
     int class = class_of(bytes), no = 0, load = kind != TO_HOST;
@@ -446,6 +563,8 @@ static int try_copy(kvp_watched *watched, uint64_t dst, uint64_t src, size_t byt
         if (!look(dst, &p)) return 0;
         load = p.type == DEVICE;
     }
+    int fresh = !load && class == LARGE_CLASS && is_fresh(dst, bytes);
+    if (fresh) class = FRESH_CLASS;
     kvp_account *account = &cure.accounts[!load][class];
     uint64_t device = load ? dst : src;
     if (account->state == KVP_LEFT) {
@@ -455,7 +574,7 @@ static int try_copy(kvp_watched *watched, uint64_t dst, uint64_t src, size_t byt
         return 0;
     }
     if (!look(device, &p) || !is_inside(&p, device, bytes) || !is_pageable(load ? src : dst, bytes)) return 0;
-    const staging_events *events = events_for(&p, stream);
+    const staging_events *events = events_for(&p, stream, bytes);
     if (!events) return 0;
     /* a store's own call would wait for its stream, too; an error is that call's to find */
     if (!load && kvp_driver.cuStreamSynchronize(stream)) return 0;
@@ -465,7 +584,10 @@ static int try_copy(kvp_watched *watched, uint64_t dst, uint64_t src, size_t byt
     }
     int made = 0;
     if (kvp_watch.cures && (!load || nothing_in_front(watched, class, events, stream)) && helpers_have_left()) {
-        if (kvp_account_way(account) == KVP_CURED)
+        if (class >= LARGE_CLASS)
+            made = in_parts(&(large_copy){account, events, device, (uint8_t *)(uintptr_t)(load ? src : dst), bytes,
+                                          stream, load, to_end, fresh});
+        else if (kvp_account_way(account) == KVP_CURED)
             made = stage(account, events, dst, src, bytes, load, stream, to_end);
         else if (account->state != KVP_LEFT)
             *watched = (kvp_watched){account, events, stream, 0, kvp_clock(), bytes};

@@ -159,6 +159,11 @@ void kvp_graph_ends(const void *graph);
 void kvp_graph_instantiated(const void *launchable, const void *graph);
 void kvp_graphs_in_child(void);
 
+/* page_faults.c: around a call of KVP_PAGES_FROM bytes or more that may pin or copy. */
+#define KVP_PAGES_FROM (1u << 20)
+void kvp_pages_before(const kvp_record *record);
+void kvp_pages_after(const kvp_record *record);
+
 /* contents.c: what copies carry, of a sample. `due`: whether the copy that has just returned is to be looked at. */
 void kvp_contents_start(void);
 void kvp_contents_stop(void);

@@ -3,7 +3,11 @@
  *
  * Only the caller calls CUDA. It takes chunks, too, so that a copy ends even where no helper comes: in a child of a
  * raw clone(2), on a machine without a core to spare. A helper touches the program's memory only between the beginning
- * and the end of the caller's call. */
+ * and the end of the caller's call.
+ *
+ * Of a store into memory whose pages are not there yet (STAGING_FRESH) helpers make the pages first, a little ahead of
+ * the chunks, as huge ones where the kernel gives such, on the caller's NUMA node: one thread that meets them one by
+ * one stores 1.4 GB/s on an H100's host, whatever the link carries. */
 #define _GNU_SOURCE
 #include "staging.h"
 
@@ -13,12 +17,24 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <string.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
+#endif
 #define SMALLEST_CHUNK (64u << 10)
-#define HELPERS 8
+#ifndef STAGING_HELPERS
+#define STAGING_HELPERS 12
+#endif
+#define OF_HELPERS(all) (((all) * 2 + 2) / 3) /* those that help with a copy that is not large */
+#define PAGES_AT_A_TIME (2u << 20)            /* a huge page, at its border */
+#define PAGES_AHEAD (32u << 20)
+#define NODE_WORDS 16 /* of a mask of NUMA nodes */
+enum { DEFAULT_POLICY = 0, PREFERRED = 1 };
 
 static uint8_t *slots_at;
 static uint32_t slot_count;
@@ -32,7 +48,10 @@ static struct {
     uint8_t *host;
     size_t bytes, chunk;
     uint32_t chunks;
-    int to_device;
+    int to_device, fresh;
+    _Atomic uint64_t pages; /* up to here they are there, or somebody makes them */
+    int policy;             /* of the caller, for where pages lie */
+    uint64_t nodes[NODE_WORDS];
     _Atomic uint32_t next, limit;          /* chunks below `limit` may be moved, those below `next` are taken */
     _Atomic uint32_t moved[STAGING_SLOTS]; /* 1 + the chunk that was moved from or to this slot last */
 } job;
@@ -57,6 +76,34 @@ static int move_one(void) {
         memcpy(theirs, slot(n), size_of(n));
     atomic_store_explicit(&job.moved[n % slot_count], n + 1, memory_order_release);
     return 1;
+}
+
+/* 1: pages were made that the next chunks go to. 0: enough of them are there. */
+static int make_pages(void) {
+    uint64_t end = (uint64_t)(uintptr_t)job.host + job.bytes, at = atomic_load(&job.pages), from, to;
+    do {
+        uint64_t now = (uint64_t)(uintptr_t)job.host + (uint64_t)atomic_load(&job.next) * job.chunk;
+        from = at > now ? at : now & ~(uint64_t)4095;
+        if (from >= end || from > now + PAGES_AHEAD) return 0;
+        to = (from | (PAGES_AT_A_TIME - 1)) + 1;
+        if (to > end) to = (end + 4095) & ~(uint64_t)4095;
+    } while (!atomic_compare_exchange_weak(&job.pages, &at, to));
+    /* where that is refused, memcpy meets them one by one */
+    if (madvise((void *)(uintptr_t)from, to - from, MADV_POPULATE_WRITE)) atomic_store(&job.pages, UINT64_MAX);
+    return 1;
+}
+
+/* As the caller's thread has it; by default pages lie where the thread runs that makes them. */
+static void take_over_policy(void) { syscall(SYS_set_mempolicy, job.policy, job.nodes, NODE_WORDS * 64 + 1); }
+
+static void look_at_policy(void) {
+    unsigned node = 0;
+    job.policy = -1;
+    memset(job.nodes, 0, sizeof job.nodes);
+    if (syscall(SYS_get_mempolicy, &job.policy, job.nodes, NODE_WORDS * 64, NULL, 0)) job.policy = -1;
+    if (job.policy != DEFAULT_POLICY || syscall(SYS_getcpu, NULL, &node, NULL) || node >= NODE_WORDS * 64) return;
+    job.policy = PREFERRED;
+    job.nodes[node / 64] |= (uint64_t)1 << node % 64;
 }
 
 static inline void pause_once(void) {
@@ -88,8 +135,9 @@ static void *help(void *unused) {
         uint32_t seen = atomic_load(&job.turn);
         unsigned spins = 0;
         atomic_fetch_add(&job.inside, 1);
+        if (atomic_load(&job.open) && job.fresh && job.policy >= 0) take_over_policy();
         while (atomic_load(&job.open) && atomic_load(&job.next) < job.chunks)
-            if (!move_one()) relax(&spins);
+            if (!(job.fresh && make_pages()) && !move_one()) relax(&spins);
         atomic_fetch_sub(&job.inside, 1);
         syscall(SYS_futex, &job.turn, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
     }
@@ -99,7 +147,7 @@ static void *help(void *unused) {
 int kvp_staging_open(uint8_t *memory, uint32_t slots, unsigned helpers) {
     slots_at = memory;
     slot_count = slots < STAGING_SLOTS ? slots : STAGING_SLOTS;
-    if (helpers > HELPERS) helpers = HELPERS;
+    if (helpers > STAGING_HELPERS) helpers = STAGING_HELPERS;
     sigset_t were;
     kvp_block_signals(&were);
     pthread_attr_t attributes;
@@ -119,20 +167,24 @@ unsigned kvp_staging_threads(void) { return helper_count + 1; }
 
 int kvp_staging_is_free(void) { return !atomic_load(&job.inside); }
 
-static void begin(int to_device, uint8_t *host, size_t bytes) {
-    size_t chunk = bytes / (2 * kvp_staging_threads()) + 1;
+static void begin(int to_device, uint8_t *host, size_t bytes, unsigned how) {
+    unsigned helpers = how & STAGING_LARGE ? helper_count : OF_HELPERS(helper_count);
+    size_t chunk = bytes / (2 * (helpers + 1)) + 1;
     chunk = (chunk + SMALLEST_CHUNK - 1) & ~(size_t)(SMALLEST_CHUNK - 1);
     job.chunk = chunk < STAGING_SLOT_BYTES ? chunk : STAGING_SLOT_BYTES;
     job.host = host;
     job.bytes = bytes;
     job.to_device = to_device;
+    job.fresh = !to_device && how & STAGING_FRESH;
+    if (job.fresh) look_at_policy();
+    atomic_store(&job.pages, 0);
     job.chunks = (uint32_t)((bytes + job.chunk - 1) / job.chunk);
     for (uint32_t i = 0; i < slot_count; i++) atomic_store(&job.moved[i], 0);
     atomic_store(&job.next, 0);
     atomic_store(&job.limit, 0);
     atomic_store(&job.open, 1);
     atomic_fetch_add(&job.turn, 1);
-    unsigned wanted = job.chunks - 1 < helper_count ? job.chunks - 1 : helper_count;
+    unsigned wanted = job.chunks - 1 < helpers ? job.chunks - 1 : helpers;
     if (wanted) syscall(SYS_futex, &job.turn, FUTEX_WAKE_PRIVATE, wanted, NULL, NULL, 0);
 }
 
@@ -241,8 +293,8 @@ static int store(const staging_events *events, uint64_t device, void *stream) {
 }
 
 int kvp_staged_copy(const staging_events *events, int to_device, uint64_t device, uint8_t *host, size_t bytes,
-                    void *stream) {
-    begin(to_device, host, bytes);
+                    void *stream, unsigned how) {
+    begin(to_device, host, bytes, how);
     int error = to_device ? load(events, device, stream) : store(events, device, stream);
     if (error)
         abandon();

@@ -49,8 +49,9 @@ int kvp_staging_open(uint8_t *memory, uint32_t slots, unsigned helpers);
 /* 0, or the error of the call that failed; then the copy is to be made as if nothing had happened, and staging never
  * to be used again. STAGING_NOT_READY: the device took or gave nothing for too long; the copy is to be made, too. Does
  * not wait for what is in front of it in the stream. */
+enum { STAGING_LARGE = 1, STAGING_FRESH = 2 }; /* all threads help; the pages of `host` are not there yet */
 int kvp_staged_copy(const staging_events *events, int to_device, uint64_t device, uint8_t *host, size_t bytes,
-                    void *stream);
+                    void *stream, unsigned how);
 /* Until the device is done with every slot, and no longer than `until_ns`: 0, or STAGING_NOT_READY. */
 int kvp_staging_drain(uint64_t until_ns);
 /* 0: helpers of the copy before are still about. */

@@ -304,6 +304,7 @@ static inline __attribute__((always_inline)) void begin(kvp_record *r, enum what
     if (what == A_EVENT && kvp_watch.marks) kvp_mark_event(r->stream);
     if (what != A_EVENT && kvp_watch.marks && kvp_mark_before(r) && timed) r->start_ns = kvp_clock();
     if (what == A_COPY) kvp_fetch_ranges();
+    if ((what == A_COPY || what == A_FREE) && unlikely(r->bytes >= KVP_PAGES_FROM)) kvp_pages_before(r);
     if (unlikely(kvp_watch.gate)) kvp_gate_begin();
     if (unlikely(kvp_watch.nvtx) && what != A_LAUNCH && what != A_EVENT && what != A_WAIT) kvp_nvtx_range_push(r);
 }
@@ -322,6 +323,7 @@ static inline __attribute__((always_inline)) void end(kvp_record *r, enum what w
                : kvp_watch.detail == DETAIL_TOTALS ? KVP_KEEP_SEVERAL
                                                    : KVP_KEEP_ALL;
     kvp_ring_write(r, keep);
+    if ((what == A_COPY || what == A_FREE) && unlikely(r->bytes >= KVP_PAGES_FROM)) kvp_pages_after(r);
     if (what != A_EVENT && unlikely(kvp_thread.mark)) kvp_mark_after(r);
     if (unlikely(kvp_watch.captures) && !result) kvp_graph_holds(r);
     if (what == A_COPY && kvp_contents_due(r)) kvp_contents_look(r);
@@ -643,17 +645,26 @@ CALL(cudaMalloc, A_CALL, r.call = KVP_CALL_cudaMalloc; r.bytes = bytes)
 #define cudaMallocAsync_P void **pointer, size_t bytes, void *stream
 #define cudaMallocAsync_A pointer, bytes, stream
 CALL(cudaMallocAsync, A_CALL, r.call = KVP_CALL_cudaMallocAsync; r.bytes = bytes; r.stream = STREAM(stream))
+/* Where the memory lies is recorded once it is there. */
+#define PINNED_AT(MADE)                                                                                                \
+    ({                                                                                                                 \
+        int error = MADE;                                                                                              \
+        if (likely(!error)) r.dst = WORD(*pointer);                                                                    \
+        error;                                                                                                         \
+    })
 #define cudaHostAlloc_P void **pointer, size_t bytes, unsigned flags
 #define cudaHostAlloc_A pointer, bytes, flags
-CALL_BY(cudaHostAlloc, A_FREE, KVP_RECYCLED_ALLOC(real(cudaHostAlloc_A), bytes, flags), r.call = KVP_CALL_cudaHostAlloc;
+CALL_BY(cudaHostAlloc, A_FREE, PINNED_AT(KVP_RECYCLED_ALLOC(real(cudaHostAlloc_A), bytes, flags)),
+        r.call = KVP_CALL_cudaHostAlloc;
         r.bytes = bytes)
 #define cudaMallocHost_P void **pointer, size_t bytes
 #define cudaMallocHost_A pointer, bytes
-CALL_BY(cudaMallocHost, A_FREE, KVP_RECYCLED_ALLOC(real(cudaMallocHost_A), bytes, 0), r.call = KVP_CALL_cudaHostAlloc;
+CALL_BY(cudaMallocHost, A_FREE, PINNED_AT(KVP_RECYCLED_ALLOC(real(cudaMallocHost_A), bytes, 0)),
+        r.call = KVP_CALL_cudaHostAlloc;
         r.bytes = bytes)
 #define cudaHostRegister_P void *pointer, size_t bytes, unsigned flags
 #define cudaHostRegister_A pointer, bytes, flags
-CALL(cudaHostRegister, A_FREE, r.call = KVP_CALL_cudaHostRegister; r.bytes = bytes)
+CALL(cudaHostRegister, A_FREE, r.call = KVP_CALL_cudaHostRegister; r.bytes = bytes; r.dst = WORD(pointer))
 #define cudaFree_P void *pointer
 #define cudaFree_A pointer
 CALL(cudaFree, A_FREE, r.call = KVP_CALL_cudaFree)
@@ -668,16 +679,17 @@ CALL_BY(cudaHostUnregister, A_FREE, KVP_RECYCLED_UNREGISTER, r.call = KVP_CALL_c
 CALL(cuMemAlloc, A_CALL, r.call = KVP_CALL_cuMemAlloc; r.bytes = bytes)
 #define cuMemHostAlloc_P void **pointer, size_t bytes, unsigned flags
 #define cuMemHostAlloc_A pointer, bytes, flags
-CALL_BY(cuMemHostAlloc, A_FREE, KVP_RECYCLED_ALLOC(real(cuMemHostAlloc_A), bytes, flags),
+CALL_BY(cuMemHostAlloc, A_FREE, PINNED_AT(KVP_RECYCLED_ALLOC(real(cuMemHostAlloc_A), bytes, flags)),
         r.call = KVP_CALL_cuMemHostAlloc;
         r.bytes = bytes)
 #define cuMemAllocHost_P void **pointer, size_t bytes
 #define cuMemAllocHost_A pointer, bytes
-CALL_BY(cuMemAllocHost, A_FREE, KVP_RECYCLED_ALLOC(real(cuMemAllocHost_A), bytes, 0), r.call = KVP_CALL_cuMemHostAlloc;
+CALL_BY(cuMemAllocHost, A_FREE, PINNED_AT(KVP_RECYCLED_ALLOC(real(cuMemAllocHost_A), bytes, 0)),
+        r.call = KVP_CALL_cuMemHostAlloc;
         r.bytes = bytes)
 #define cuMemHostRegister_P void *pointer, size_t bytes, unsigned flags
 #define cuMemHostRegister_A pointer, bytes, flags
-CALL(cuMemHostRegister, A_FREE, r.call = KVP_CALL_cuMemHostRegister; r.bytes = bytes)
+CALL(cuMemHostRegister, A_FREE, r.call = KVP_CALL_cuMemHostRegister; r.bytes = bytes; r.dst = WORD(pointer))
 #define cuMemFree_P uint64_t pointer
 #define cuMemFree_A pointer
 CALL(cuMemFree, A_FREE, r.call = KVP_CALL_cuMemFree)

@@ -43,6 +43,8 @@ enum kvp_fork { KVP_FORK_COPY = 0, KVP_FORK_NONE = 1, KVP_FORK_SHARED = 2 };   /
 /* New zeroed memory whose pages are there, `bytes` rounded up to huge pages. NULL: errno says why; nothing is left. */
 KVP_EXPORT void *kvp_populate(uint64_t bytes, const kvp_populating *how);
 KVP_EXPORT void kvp_unpopulate(void *memory, uint64_t bytes);
+/* Whether the kernel's switch for huge pages ("enabled", "shmem_enabled") stands at one of `words`. */
+KVP_INSIDE int kvp_huge_pages_stand_at(const char *name, const char *words);
 
 /* ---- kept.c: buffers that were given back, within a budget ----------------------------------------------------------
  */

@@ -108,7 +108,8 @@ KVP_EXPORT const char *kvp_clock_name(void); /* "tsc", "cntvct" or "clock_gettim
     X(65, MARKS, span)        /* no call: what stood in a stream between two marks (interpose/marks.h) */              \
     X(66, MARKS, coverage)    /* no call: an interval in which marks missed nothing, or something */                   \
     X(67, MARKS, graph)       /* no call: what a graph that can be launched holds */                                   \
-    X(68, NOTE, contents)     /* no call: what a copy carried, see below */
+    X(68, NOTE, contents)     /* no call: what a copy carried, see below */                                            \
+    X(69, NOTE, pages)        /* no call: page faults in a call, see below */
 
 enum kvp_call {
 #define X(id, kind, name) KVP_CALL_##name = id,
@@ -190,7 +191,11 @@ enum kvp_file_seen {
  *   contents  what lay in host memory when a sampled copy was submitted: the source of one to the device, the place
  *             where one from the device will go. start_ns, stream, src, dst, bytes, tid, direction: as in the copy's
  * own record; dur_ns: hash of what was looked at; count: bytes looked at (interpose/contents.c says which); result: 1
- * where they were one word over and over, as in memory that nobody has filled. */
+ * where they were one word over and over, as in memory that nobody has filled.
+ *   pages     page faults of the thread inside a call that pinned or copied, and took long (interpose/page_faults.c).
+ *             start_ns, dur_ns, stream, src, dst, bytes, tid, direction: as in the call's own record; count: minor
+ * faults; transfer: major ones; result: a bit for each NUMA node that a few pages of the host's side lie on, the last
+ * for all others; 0: not known. */
 #define KVP_NOTES 65
 
 /* ---- totals and histogram ----------------------------------------------------------------------------------- */

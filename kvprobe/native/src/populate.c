@@ -39,7 +39,7 @@ static int collapse(uint8_t *memory, uint64_t bytes) {
 }
 
 /* Whether a switch of the kernel stands at one of `words`. */
-static int stands_at(const char *name, const char *words) {
+int kvp_huge_pages_stand_at(const char *name, const char *words) {
     char path[128], line[128] = "";
     snprintf(path, sizeof path, "/sys/kernel/mm/transparent_hugepage/%s", name);
     FILE *file = fopen(path, "re");
@@ -112,8 +112,8 @@ static uint8_t *map(uint64_t bytes) {
 /* Of shared memory. 0, or the error where nothing but huge pages will do, and there are none. */
 static int look_for_huge_pages(work *w, const kvp_populating *how) {
     if (how->pages == KVP_PAGES_SMALL) return 0;
-    if (stands_at("shmem_enabled", "always within_size advise force")) return 0;
-    w->collapse = !stands_at("enabled", "never") && !collapse(w->memory, KVP_HUGE_PAGE);
+    if (kvp_huge_pages_stand_at("shmem_enabled", "always within_size advise force")) return 0;
+    w->collapse = !kvp_huge_pages_stand_at("enabled", "never") && !collapse(w->memory, KVP_HUGE_PAGE);
     return w->collapse || how->pages != KVP_PAGES_HUGE ? 0 : EOPNOTSUPP;
 }
 

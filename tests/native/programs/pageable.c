@@ -277,6 +277,51 @@ static void registers(void) {
     printf("\n");
 }
 
+/* Gigabytes, if not so many here: to memory whose pages are there and to memory whose are not. */
+static long words_differ(const uint64_t *at, size_t bytes, uint64_t first) {
+    long count = 0;
+    for (size_t i = 0; i < bytes / 8; i++) count += at[i] != first + i * 0x9e3779b97f4a7c15u;
+    return count;
+}
+
+static void large(void) {
+    enum { LARGE = 372 * MIB + 4096, OFF = 24 };
+    uint8_t *there, *at = malloc(LARGE + OFF);
+    check(cudaMalloc((void **)&there, LARGE));
+    for (uint64_t turn = 0; turn < 4; turn++) {
+        size_t bytes = LARGE - turn * 8 * 1023;
+        uint64_t *words = (uint64_t *)(at + turn % 2 * OFF);
+        for (size_t i = 0; i < bytes / 8; i++) words[i] = turn + i * 0x9e3779b97f4a7c15u;
+        check(turn % 2 ? cudaMemcpyAsync(there, words, bytes, 1, stream) : cudaMemcpy(there, words, bytes, 1));
+        memset(words, 0xee, bytes);
+        int flags = MAP_PRIVATE | MAP_ANONYMOUS | (turn < 2 ? 0 : MAP_POPULATE);
+        uint8_t *back = mmap(NULL, LARGE + 4096, PROT_READ | PROT_WRITE, flags, -1, 0), *begins = back + turn * OFF;
+        check(turn % 2 ? cudaMemcpyAsync(begins, there, bytes, 2, stream) : cudaMemcpy(begins, there, bytes, 2));
+        wrong += words_differ((uint64_t *)begins, bytes, turn);
+        for (uint8_t *p = back; p < begins; p++) wrong += *p != 0;
+        for (uint8_t *p = begins + bytes; p < back + LARGE + 4096; p++) wrong += *p != 0;
+        munmap(back, LARGE + 4096);
+    }
+    check(cudaFree(there));
+}
+
+/* A part of a load fails, as it is or staged, and a part of a store. */
+static void large_fails(void) {
+    check(kvhostFailCall("cuMemcpyHtoDAsync_v2", 50, 999));
+    check(kvhostFailCall("cuMemcpyDtoHAsync_v2", 3, 999));
+    large();
+}
+
+/* Nobody has such memory: what the call says is said. */
+static void large_refusals(void) {
+    large();
+    uint8_t *at = malloc(64 * MIB), *small;
+    check(cudaMalloc((void **)&small, 64 * MIB));
+    int beyond = cudaMemcpy(small, at, 64 * MIB + 1, 1), other = cudaMemcpy(small, at, 64 * MIB, 2);
+    kvhostLoseDevice();
+    printf("%d %d %d\n", beyond, other, cudaMemcpy(small, at, 64 * MIB, 1));
+}
+
 /* Refused calls are refused, and change nothing. */
 static void refusals(void) {
     overwrites();
@@ -413,16 +458,28 @@ int main(int argc, char **argv) {
     static const struct {
         const char *name;
         void (*play)(void);
-    } plays[] = {{"overwrites", overwrites},     {"remaps", remaps},
-                 {"behind-work", behind_work},   {"gated", gated},
-                 {"held-up", held_up},           {"synchronous", synchronous},
-                 {"forks", forks},               {"registers", registers},
-                 {"refusals", refusals},         {"captures", captures},
+    } plays[] = {{"overwrites", overwrites},
+                 {"remaps", remaps},
+                 {"behind-work", behind_work},
+                 {"gated", gated},
+                 {"held-up", held_up},
+                 {"synchronous", synchronous},
+                 {"forks", forks},
+                 {"registers", registers},
+                 {"refusals", refusals},
+                 {"captures", captures},
                  {"resets", resets},
                  {"pinned", pinned_copies},
-                 {"device", loses_device},       {"threads", threads}, {"confined", confined},
-                 {"record-fails", record_fails}, {"query-fails", query_fails},
-                 {"load-fails", load_fails},     {"store-fails", store_fails}};
+                 {"device", loses_device},
+                 {"threads", threads},
+                 {"confined", confined},
+                 {"record-fails", record_fails},
+                 {"query-fails", query_fails},
+                 {"load-fails", load_fails},
+                 {"store-fails", store_fails},
+                 {"large", large},
+                 {"large-refusals", large_refusals},
+                 {"large-fails", large_fails}};
     until = now() + (argc > 2 ? atof(argv[2]) : 60);
     prepare();
     for (unsigned i = 0; i < sizeof plays / sizeof *plays; i++)

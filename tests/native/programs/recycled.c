@@ -129,6 +129,27 @@ static void virtual(void) {
     printf(" left %d\n", free_before == free_after);
 }
 
+/* A call that makes pages for more than a millisecond. */
+static void pages(void) {
+    uint8_t *at = pin((size_t)256 * MIB);
+    unpin(at, (size_t)256 * MIB);
+}
+
+/* In a cgroup of 400 MiB: what is given back may be kept, and then the program needs memory of its own. */
+static void presses(void) {
+    enum { COUNT = 8, EACH = 32 * MIB, OWN = 220 * MIB };
+    uint8_t *at[COUNT], *own = malloc(OWN);
+    for (int i = 0; i < COUNT; i++) at[i] = pin(EACH);
+    for (int i = 0; i < COUNT; i++) unpin(at[i], EACH);
+    for (size_t i = 0; i < OWN; i += 4096) own[i] = 1;
+    free(own);
+}
+
+static void exceeds(void) {
+    enum { EACH = 32 * MIB };
+    for (int i = 0; i < 16; i++) memset(pin(EACH), 1, EACH);
+}
+
 static void sleeps(int rounds) {
     if (rounds > 100) looked_at = 16384;
     for (int i = 0; i < rounds; i++) sleep_and_wake((unsigned)i);
@@ -309,6 +330,9 @@ int main(int count, char **arguments) {
     prepare();
     if (!strcmp(play, "sleeps")) sleeps(count > 2 ? atoi(arguments[2]) : 3);
     if (!strcmp(play, "virtual")) virtual();
+    if (!strcmp(play, "pages")) pages();
+    if (!strcmp(play, "presses")) presses();
+    if (!strcmp(play, "exceeds")) exceeds();
     if (!strcmp(play, "flags")) other_flags();
     if (!strcmp(play, "answers")) answers();
     if (!strcmp(play, "driver")) by_the_driver();

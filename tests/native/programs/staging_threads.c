@@ -1,5 +1,5 @@
-/* Staged copies by two threads in turn, with helpers, over the host runtime: staging_threads COPIES. Each copy's bytes are
- * changed when it has returned, and compared when they are back. Built with a sanitizer: no race, no error. */
+/* Staged copies by two threads in turn, with helpers, over the host runtime: staging_threads COPIES. Each copy's bytes
+ * are changed when it has returned, and compared when they are back. Built with a sanitizer: no race, no error. */
 #define _GNU_SOURCE
 #include "../../../kvprobe/native/interpose/staging.h"
 #include "test_hostrt.h"
@@ -16,10 +16,12 @@ static int copies;
 
 static void copy(int load, unsigned char *device, unsigned char *host, size_t bytes, cudaStream_t stream) {
     pthread_mutex_lock(&right_to_copy);
+    static unsigned turn;
+    unsigned how = turn++ % 4; /* pages that are there are made no worse */
     int error;
     do { /* given up where this machine's device got no processor for long: once more, over the same bytes */
         while (!kvp_staging_is_free()) sched_yield();
-        error = kvp_staged_copy(&events, load, (uint64_t)(uintptr_t)device, host, bytes, stream);
+        error = kvp_staged_copy(&events, load, (uint64_t)(uintptr_t)device, host, bytes, stream, how);
     } while (error == STAGING_NOT_READY);
     if (error) abort();
     pthread_mutex_unlock(&right_to_copy);
