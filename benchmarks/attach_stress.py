@@ -151,6 +151,13 @@ class Tally:
         print(f"WRONG: {what}", flush=True)
         self.wrong.append(what)
 
+    def refused(self, error: KvprobeError) -> None:
+        """What was asked is to be tried again: a thread got no processor in time, or stayed in the allocator."""
+        if str(error).endswith("try again"):
+            self.seen[f"refused: {str(error).rpartition(': ')[0].rpartition(': ')[2]}"] += 1
+        else:
+            self.say(str(error))
+
 
 def recorded(folder: Path, pid: int) -> tuple[int, int]:
     """Copies and bytes in a process's ring file."""
@@ -172,7 +179,11 @@ def in_and_out(program: Watched, folder: Path, tally: Tally) -> None:
         attachment.result()
         attachment.keep()
     except KvprobeError as error:
-        tally.say(str(error))
+        tally.refused(error)
+        attachment.close()
+        if attach.recorded_into(program.pid):
+            tally.say("it was refused, and the program is recorded")
+        shutil.rmtree(folder)
         return
     finally:
         attachment.close()
@@ -186,12 +197,13 @@ def in_and_out(program: Watched, folder: Path, tally: Tally) -> None:
     if np.subtract(second, first).tolist() != np.subtract(later, own).tolist():
         tally.say(f"recorded {np.subtract(second, first)}, made {np.subtract(later, own)}")
     tally.seen["copies counted"] += int(later[0] - own[0])
-    start = time.monotonic()
-    try:
-        attach.detach(program.pid)
-    except KvprobeError as error:
-        tally.say(str(error))
-    tally.attach_s.append(time.monotonic() - start)
+    while attach.recorded_into(program.pid):
+        start = time.monotonic()
+        try:
+            attach.detach(program.pid)
+        except KvprobeError as error:
+            tally.refused(error)
+        tally.attach_s.append(time.monotonic() - start)
     shutil.rmtree(folder)
 
 

@@ -39,7 +39,15 @@ class Check:
 
 HISTORIES = Check("histories", ("1:96", "0:64", "2:32"), 12, histories=True)
 THREADS = Check("threads", ("-m", "tests.simulate", "0", "--threads", "--count", "300"), 40)
-CALLS = Check("tests/offload/test_copy_calls.py", (*PYTEST, "tests/offload/test_copy_calls.py"), 60)
+OWN = {  # of C files whose part the engine's histories use only by the way
+    name: Check(f"tests/offload/{test}", (*PYTEST, f"tests/offload/{test}"), 120)
+    for name, test in {
+        "copy_methods.c": "test_copy_calls.py",
+        "wire.c": "test_wire.py",
+        "cells.c": "test_cells.py",
+        "reserve.c": "test_packed.py",
+    }.items()
+}
 ENGINE = (
     "test_fences.py",
     "test_methods.py",
@@ -57,7 +65,8 @@ STALLED_S = 60  # without any use of the processor
 def checks_of(mutant: Mutant, quick: bool = False) -> list[Check]:
     """Those that run its file; `quick`: those that take seconds."""
     if mutant.file.endswith(".c"):
-        seconds = [CALLS, HISTORIES] if mutant.file.endswith("copy_methods.c") else [HISTORIES, RECORDS, THREADS]
+        own = OWN.get(Path(mutant.file).name)
+        seconds = [own, HISTORIES] if own else [HISTORIES, RECORDS, THREADS]
         return seconds if quick else [*seconds, SUITE, MORE]
     tests = python_source.FILES[mutant.file]
     own = Check(" ".join(tests), (*PYTEST, *tests), 240)
