@@ -45,7 +45,6 @@ OWN = {  # of C files whose part the engine's histories use only by the way
         "copy_methods.c": "test_copy_calls.py",
         "wire.c": "test_wire.py",
         "cells.c": "test_cells.py",
-        "reserve.c": "test_packed.py",
     }.items()
 }
 ENGINE = (
@@ -55,6 +54,7 @@ ENGINE = (
     "test_submitter.py",
     "test_failures.py",
     "test_engine.py",
+    "test_packed.py",
 )
 RECORDS = Check("tests/offload/test_records.py", (*PYTEST, "tests/offload/test_records.py"), 60)
 SUITE = Check("tests/offload", (*PYTEST, *(f"tests/offload/{name}" for name in ENGINE)), 240)
@@ -184,7 +184,8 @@ class Tree:
                 code = histories.play(check.command)
                 sys.stdout.flush()
             else:
-                environment = {**os.environ, "PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
+                folders = os.pathsep.join(filter(None, (str(self.root), os.environ.get("PYTHONPATH"))))
+                environment = {**os.environ, "PYTHONPATH": folders, "PYTHONDONTWRITEBYTECODE": "1"}
                 environment.pop("KVPROBE_NATIVE_LIB", None)
                 os.execve(sys.executable, [sys.executable, *command], environment)
         finally:

@@ -734,6 +734,85 @@ static void play_no_memory(uint64_t seed) {
     close_quiet();
 }
 
+/* ---- the reserve of a packed pool -------------------------------------------------------------------------------- */
+
+enum { CELLS = 5, TAILS = 4, ROOM_BYTES = 100 };
+static kvp_reserve *reserve;
+static kvp_wire_note *notes;
+
+static uint32_t tail_of(uint64_t cell) { return notes[cell].summed >> 1; }
+
+static uint64_t tails_used(void) {
+    uint64_t used = 0;
+    for (int i = 0; i < CELLS; i++) {
+        used += tail_of((uint64_t)i) != 0;
+        for (int k = 0; k < i; k++) MUST(!tail_of((uint64_t)i) || tail_of((uint64_t)i) != tail_of((uint64_t)k));
+    }
+    return used;
+}
+
+/* As a launch of stores: what it was promised it has until its end, also where another one stores there. */
+static void *stores_into_cells(void *unused) {
+    for (int turn = 0; turn < 8; turn++) {
+        uint32_t count = 1 + explore_below(2), tails[2];
+        uint64_t first = explore_below(CELLS - count + 1);
+        if (!kvp_reserve_claim(reserve, count)) {
+            kvp_explore_yield();
+            continue;
+        }
+        kvp_reserve_begin(reserve, first, count);
+        for (uint32_t i = 0; i < count; i++) {
+            tails[i] = tail_of(first + i);
+            MUST(tails[i] >= 1 && tails[i] <= TAILS);
+        }
+        MUST(!kvp_reserve_discard(reserve, first, count) && tails_used() <= TAILS);
+        for (int pause = (int)explore_below(3); pause; pause--) kvp_explore_yield();
+        for (uint32_t i = 0; i < count; i++) {
+            MUST(tail_of(first + i) == tails[i]);
+            notes[first + i].bytes = ROOM_BYTES + explore_below(2);
+        }
+        kvp_reserve_end(reserve, first, count, explore_below(3) == 0);
+        kvp_reserve_unclaim(reserve, count);
+    }
+    return unused;
+}
+
+static void play_reserve(uint64_t seed) {
+    explore_begin(seed, idle);
+    notes = calloc(CELLS, sizeof *notes);
+    for (int i = 0; i < CELLS; i++) notes[i].summed = (uint32_t)i % 2;
+    for (uint32_t at = 1; at <= 3; at++) {
+        explore_no_memory(at);
+        MUST(!kvp_reserve_open(notes, CELLS, TAILS, ROOM_BYTES) && explore_had_no_memory());
+    }
+    explore_no_memory(0);
+    reserve = kvp_reserve_open(notes, CELLS, TAILS, ROOM_BYTES);
+    MUST(reserve && kvp_reserve_left(reserve) == TAILS);
+    pthread_t threads[2];
+    for (int t = 0; t < 2; t++) kvp_explore_create(&threads[t], stores_into_cells, NULL);
+    for (int t = 0; t < 2; t++) kvp_explore_join(threads[t]);
+    MUST(kvp_reserve_left(reserve) == TAILS - tails_used());
+    MUST(kvp_reserve_discard(reserve, 0, CELLS) == 1 && !tails_used());
+    MUST(!kvp_reserve_claim(reserve, TAILS + 1) && kvp_reserve_claim(reserve, TAILS));
+    MUST(!kvp_reserve_left(reserve) && !kvp_reserve_claim(reserve, 1));
+    kvp_reserve_begin(reserve, 1, TAILS);
+    for (int i = 1; i <= TAILS; i++) notes[i].bytes = ROOM_BYTES + (uint32_t)i % 2;
+    kvp_reserve_end(reserve, 1, TAILS, 0);
+    for (int i = 0; i < CELLS; i++) MUST(!tail_of((uint64_t)i) == !(i % 2) && (notes[i].summed & 1) == (uint32_t)i % 2);
+    kvp_reserve_unclaim(reserve, TAILS);
+    MUST(kvp_reserve_left(reserve) == TAILS / 2);
+    MUST(kvp_reserve_discard(reserve, 0, 2) == 1 && kvp_reserve_left(reserve) == TAILS / 2 + 1);
+    MUST(kvp_reserve_claim(reserve, 1) && kvp_reserve_left(reserve) == TAILS / 2);
+    kvp_reserve_begin(reserve, 1, 1);
+    MUST(!kvp_reserve_discard(reserve, 0, 2));
+    kvp_reserve_end(reserve, 1, 1, 0);
+    kvp_reserve_unclaim(reserve, 1);
+    MUST(!notes[1].bytes && notes[2].bytes == ROOM_BYTES && notes[3].bytes && tail_of(3));
+    kvp_reserve_close(reserve);
+    free(notes);
+    explore_end();
+}
+
 int main(int argc, char **argv) {
     uint64_t first = argc > 1 ? strtoull(argv[1], NULL, 10) : 0, count = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
     kvp_set_clock(explore_now);
@@ -743,6 +822,7 @@ int main(int argc, char **argv) {
         if (seed % 16 == 0) play_without_listener(seed);
         if (seed % 4 == 0) play_shared_fences(seed);
         if (seed % 32 == 0) play_no_memory(seed);
+        if (seed % 2 == 0) play_reserve(seed);
         if (argc > 3) printf("seed %llu: %llu\n", (unsigned long long)seed, (unsigned long long)explore_digest());
     }
     printf("%llu interleavings\n", (unsigned long long)count);
