@@ -87,7 +87,7 @@ FAULTS    ?= 1
 simulate: $(VENV)/.test
 	$(BIN)/python -m tests.simulate $(or $(FIRST),0) --count $(HISTORIES) --faults $(FAULTS)
 
-# Interleavings of the engine's real threads, from FIRST on.
+# Interleavings of the engine's real threads, from FIRST on, on all cores.
 INTERLEAVINGS ?= 100000
 interleave: $(VENV)/.test
 	$(BIN)/python -m tests.simulate $(or $(FIRST),0) --threads --count $(INTERLEAVINGS)

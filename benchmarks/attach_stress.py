@@ -9,7 +9,12 @@ Three kinds of turns, one after the other:
   where the command was done;
 - the program is killed at a random moment while `kvprobe attach` is at work: the command ends and says so.
 
-    python benchmarks/attach_stress.py [--turns 200] [--busy 2] [--seed 1]
+    python benchmarks/attach_stress.py [--turns 200] [--busy 2] [--seed 1] [--runtime LIBCUDART]
+
+`--seconds N` is a soak in place of those: both programs run for so long, and every five seconds (`--every`) each is
+attached to, counted and detached from; nothing of it may be left in them: memory, descriptors, threads.
+
+`--runtime`: the CUDA runtime that the programs are linked with, on a machine with a GPU; else the embedded one.
 
 Prints deaths, changed statuses, how long threads were held, and how long attaching took; exit code 1 when anything was
 not so.
@@ -41,9 +46,12 @@ from kvprobe.probe.ring import read_ring
 
 HERE = Path(__file__).resolve().parent
 TODO, PAUSED, COPIES, BYTES, CHILDREN, BAD_CHILDREN, BAD_LIBRARIES = range(7)
+MEMORY_SLACK_MIB = 16  # a program's own ups and downs
 COPYING = 4  # threads that copy, in either program
 ENDS_S, HELD_MS, LETS_GO_S = 5.0, 100.0, 1.0  # what is promised
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+
+COUNTS = "COUNTS"  # in a command: the file that it counts in
 
 PYTHON = """
 import ctypes, importlib, os, subprocess, sys, threading, time
@@ -90,7 +98,8 @@ class Watched:
         self.words = np.memmap(counts, "<u8", "r+")
         env = {k: v for k, v in os.environ.items() if not k.startswith("KVPROBE") and k != "LD_PRELOAD"}
         env |= {"KVHOST_LATENCY_US": "0.001"}
-        self.process = subprocess.Popen(list(map(str, command)), env=env)
+        words = [str(counts if word is COUNTS else word) for word in command]
+        self.process = subprocess.Popen(words, env=env)
         self.pid = self.process.pid
         self.wait_for(lambda: int(self.words[COPIES]) > 100)
 
@@ -142,6 +151,13 @@ class Tally:
         print(f"WRONG: {what}", flush=True)
         self.wrong.append(what)
 
+    def refused(self, error: KvprobeError) -> None:
+        """What was asked is to be tried again: a thread got no processor in time, or stayed in the allocator."""
+        if str(error).endswith("try again"):
+            self.seen[f"refused: {str(error).rpartition(': ')[0].rpartition(': ')[2]}"] += 1
+        else:
+            self.say(str(error))
+
 
 def recorded(folder: Path, pid: int) -> tuple[int, int]:
     """Copies and bytes in a process's ring file."""
@@ -163,7 +179,11 @@ def in_and_out(program: Watched, folder: Path, tally: Tally) -> None:
         attachment.result()
         attachment.keep()
     except KvprobeError as error:
-        tally.say(str(error))
+        tally.refused(error)
+        attachment.close()
+        if attach.recorded_into(program.pid):
+            tally.say("it was refused, and the program is recorded")
+        shutil.rmtree(folder)
         return
     finally:
         attachment.close()
@@ -177,12 +197,13 @@ def in_and_out(program: Watched, folder: Path, tally: Tally) -> None:
     if np.subtract(second, first).tolist() != np.subtract(later, own).tolist():
         tally.say(f"recorded {np.subtract(second, first)}, made {np.subtract(later, own)}")
     tally.seen["copies counted"] += int(later[0] - own[0])
-    start = time.monotonic()
-    try:
-        attach.detach(program.pid)
-    except KvprobeError as error:
-        tally.say(str(error))
-    tally.attach_s.append(time.monotonic() - start)
+    while attach.recorded_into(program.pid):
+        start = time.monotonic()
+        try:
+            attach.detach(program.pid)
+        except KvprobeError as error:
+            tally.refused(error)
+        tally.attach_s.append(time.monotonic() - start)
     shutil.rmtree(folder)
 
 
@@ -231,6 +252,41 @@ def killed_program(command: list[Any], folder: Path, tally: Tally, chance: rando
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def held(pid: int) -> tuple[int, int, int]:
+    """MiB, descriptors and threads of a process, the least of some looks: the programs open files as well."""
+    proc = Path("/proc", str(pid))
+    looks = []
+    for _ in range(20):
+        pages = int((proc / "statm").read_text().split()[1])
+        mib = pages * os.sysconf("SC_PAGESIZE") >> 20
+        looks.append((mib, len(list((proc / "fd").iterdir())), len(list((proc / "task").iterdir()))))
+        time.sleep(0.005)
+    return min(one[0] for one in looks), min(one[1] for one in looks), min(one[2] for one in looks)
+
+
+def soak(programs: dict[str, Watched], folder: Path, tally: Tally, seconds: float, every: float) -> None:
+    """In and out of each, for so long."""
+    began, turn, shown = time.monotonic(), 0, 0.0
+    first: dict[str, tuple[int, int, int]] = {}
+    while (passed := time.monotonic() - began) < seconds:
+        for name, program in programs.items():
+            in_and_out(program, folder / f"soak-{turn}-{name}", tally)
+            if passed > seconds / 20:  # what is made once was made
+                first.setdefault(name, held(program.pid))
+        turn += 1
+        if passed >= shown:
+            now = {name: held(program.pid) for name, program in programs.items()}
+            print(f"{passed:<6.0f} s {turn:>5} turns, {len(tally.wrong)} wrong, {now}", flush=True)
+            shown += seconds / 10
+        time.sleep(max(0.0, began + turn * every - time.monotonic()))
+    tally.seen["turns of the soak"] = turn
+    for name, program in programs.items():
+        before, after = first[name], held(program.pid)
+        print(f"{name}: MiB, descriptors, threads: {before} at first, {after} at last")
+        if after[0] > before[0] + MEMORY_SLACK_MIB or after[1:] > before[1:]:
+            tally.say(f"{name} holds {after}, and held {before}")
+
+
 @contextlib.contextmanager
 def busy(loops: int) -> Iterator[None]:
     """So many processors are kept busy."""
@@ -243,18 +299,18 @@ def busy(loops: int) -> Iterator[None]:
             one.wait()
 
 
-def programs(folder: Path) -> dict[str, list[Any]]:
-    """Commands by name, without the file that they count in."""
+def programs(folder: Path, cuda: Path | None) -> dict[str, list[Any]]:
+    """Commands by name, linked with the runtime at `cuda`, or the embedded one."""
     build.build()
-    runtime = [f"-L{build.LIB}", "-lkvprobe_hostrt", f"-Wl,-rpath,{build.LIB}"]
+    library = cuda or build.LIB / "libkvprobe_hostrt.so"
+    runtime = [f"-L{library.parent}", f"-l:{library.name}", f"-Wl,-rpath,{library.parent}"]
     cc = [*build.compiler(), "-std=gnu11", "-O2", "-Wall", "-Werror", "-pthread"]
     subprocess.run([*cc, "-o", folder / "stress", HERE / "attach_stress.c", *runtime], check=True)
     source = HERE.parent / "tests" / "native" / "programs" / "copy_plugin.c"
     subprocess.run([*cc, "-shared", "-fPIC", "-o", folder / "plugin.so", source, *runtime], check=True)
-    counts = folder / "counts"
     return {
-        "C": [folder / "stress", counts],
-        "Python": [sys.executable, "-c", PYTHON, counts, folder / "plugin.so", build.LIB / "libkvprobe_hostrt.so"],
+        "C": [folder / "stress", COUNTS],
+        "Python": [sys.executable, "-c", PYTHON, COUNTS, folder / "plugin.so", library],
     }
 
 
@@ -264,30 +320,18 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--busy", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, help="a soak of so long")
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between two turns of the soak")
+    parser.add_argument("--runtime", type=Path, help="libcudart of a machine with a GPU")
     options = parser.parse_args()
-    chance, tally = random.Random(options.seed), Tally()
+    tally = Tally()
     with tempfile.TemporaryDirectory() as temporary, busy(options.busy):
         folder = Path(temporary)
-        for name, command in programs(folder).items():
-            program = Watched(command, folder / "counts")
-            try:
-                for turn in range(options.turns // 2):
-                    in_and_out(program, folder / f"run-{turn}", tally)
-                    if turn % 5 == 4:
-                        ended_early(program, folder / f"early-{turn}", tally, chance)
-                ended = program.end()
-                if ended:
-                    tally.say(f"{name}: {ended}")
-            except RuntimeError as error:
-                tally.say(f"{name}: {error}")
-                program.process.kill()
-                program.process.wait()
-            tally.seen[f"children of {name}"] += int(program.words[CHILDREN])
-            print(f"{name}: {len(tally.wrong)} wrong so far", flush=True)
-        for turn in range(options.turns // 10):
-            command = programs(folder)["C"]
-            killed = [command[0], folder / f"killed-{turn}.counts"]
-            killed_program(killed, folder / f"killed-{turn}", tally, chance)
+        commands = programs(folder, options.runtime)
+        if options.seconds:
+            soaked(commands, folder, tally, options)
+        else:
+            stressed(commands, folder, tally, options)
     for what, count in sorted(tally.seen.items()):
         print(f"{what}: {count:,}")
     print(f"threads held, ms: median {np.median(tally.held_ms):.2f}, most {max(tally.held_ms):.2f}")
@@ -296,6 +340,51 @@ def main() -> int:
         tally.say("held or attached for too long")
     print(f"wrong: {len(tally.wrong)}")
     return bool(tally.wrong)
+
+
+def ended(name: str, program: Watched, tally: Tally) -> None:
+    """A program and its children end as they should."""
+    said = program.end()
+    if said:
+        tally.say(f"{name}: {said}")
+    tally.seen[f"children of {name}"] += int(program.words[CHILDREN])
+
+
+def soaked(commands: dict[str, list[Any]], folder: Path, tally: Tally, options: argparse.Namespace) -> None:
+    """All programs at once."""
+    watched: dict[str, Watched] = {}
+    try:
+        for name, command in commands.items():
+            watched[name] = Watched(command, folder / f"counts-{name}")
+        soak(watched, folder, tally, options.seconds, options.every)
+        for name, program in watched.items():
+            ended(name, program, tally)
+    except RuntimeError as error:
+        tally.say(str(error))
+    finally:
+        for program in watched.values():
+            program.process.kill()
+            program.process.wait()
+
+
+def stressed(commands: dict[str, list[Any]], folder: Path, tally: Tally, options: argparse.Namespace) -> None:
+    """One program after the other, and those that are killed."""
+    chance = random.Random(options.seed)
+    for name, command in commands.items():
+        program = Watched(command, folder / "counts")
+        try:
+            for turn in range(options.turns // 2):
+                in_and_out(program, folder / f"run-{turn}", tally)
+                if turn % 5 == 4:
+                    ended_early(program, folder / f"early-{turn}", tally, chance)
+            ended(name, program, tally)
+        except RuntimeError as error:
+            tally.say(f"{name}: {error}")
+            program.process.kill()
+            program.process.wait()
+        print(f"{name}: {len(tally.wrong)} wrong so far", flush=True)
+    for turn in range(options.turns // 10):
+        killed_program(commands["C"], folder / f"killed-{turn}", tally, chance)
 
 
 if __name__ == "__main__":

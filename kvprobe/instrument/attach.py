@@ -173,6 +173,7 @@ class _Injection:
         from kvprobe.native.library import path_of
 
         self.pid = pid
+        self.failed = f"the interposer could not be loaded into process {pid}"
         self.held_ns = 0
         inject = ct.CDLL(str(path_of(INJECTOR))).kvp_inject
         folder, detail = words or ("", "")
@@ -200,7 +201,7 @@ class _Injection:
         reason = text or "the process that attaches has ended before it was done"
         if "static TLS" in reason:
             reason += "; start the process with GLIBC_TUNABLES=glibc.rtld.optional_static_tls=4096, or use kvprobe run"
-        raise AttachError(f"the interposer could not be loaded into process {self.pid}: {reason}")
+        raise AttachError(f"{self.failed}: {reason}")
 
     def keep(self) -> None:
         """What was done stays."""
@@ -264,6 +265,7 @@ def detach(pid: int) -> int | None:
     if not library:
         return None
     injection = _Injection(pid, library, "kvprobe_detach")
+    injection.failed = f"process {pid} could not be detached from, and is still recorded"
     try:
         result = injection.result()
     finally:

@@ -87,6 +87,9 @@ class Launcher:
     seen: bool = True
 
 
+BESIDE = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # what pip installed, too
+
+
 def allocator(name: str) -> str:
     """Path of a library, "" where it is not installed."""
     folders = [
@@ -98,7 +101,7 @@ def allocator(name: str) -> str:
 
 
 JEMALLOC, TCMALLOC = allocator("libjemalloc.so.2"), allocator("libtcmalloc_minimal.so.4")
-PLAIN = {"PATH": os.environ.get("PATH", "")}
+PLAIN = {"PATH": BESIDE}
 LAUNCHERS = {
     "directly": Launcher(),
     "sh": Launcher(words=("sh", "-c", 'true; "$@"', "sh", "LEAF")),
@@ -159,7 +162,7 @@ def missing(launcher: Launcher) -> str:
         elif need.startswith("module "):
             there = find_spec(need.removeprefix("module ")) is not None
         else:
-            there = (bool(need) and shutil.which(need) is not None) or Path(need or "/none").is_file()
+            there = (bool(need) and shutil.which(need, path=BESIDE) is not None) or Path(need or "/none").is_file()
         if not there:
             return need or "the library"
     return ""
@@ -216,7 +219,8 @@ def command(folder: Path) -> list[str]:
 
 def outside() -> dict[str, str]:
     """An environment without kvprobe's."""
-    return {k: v for k, v in os.environ.items() if not k.startswith("KVPROBE") and k != "LD_PRELOAD"}
+    without = {k: v for k, v in os.environ.items() if not k.startswith("KVPROBE") and k != "LD_PRELOAD"}
+    return without | {"PATH": BESIDE}
 
 
 def run(folder: Path, into: Path) -> None:
@@ -250,8 +254,6 @@ def counts(folder: Path) -> Counter[int]:
 @pytest.fixture(scope="module", params=[run, attach], ids=["run", "attach"])
 def recorded(request: pytest.FixtureRequest, here: Path) -> Path:
     """The run folder of all launchers, recorded in one of the two ways; sandboxes can write there."""
-    if request.param is attach and shutil.which("gdb") is None:
-        pytest.skip("gdb is not installed")
     into: Path = here / f"by-{request.param.__name__}"
     record: Callable[[Path, Path], None] = request.param
     record(here, into)

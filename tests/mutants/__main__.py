@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import random
 import sys
 import time
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import TypeVar
 
 from . import c_source, python_source
-from .checks import Tree, checks_of
+from .checks import Check, Tree, checks_of
 from .mutant import Mutant
 
 T = TypeVar("T")
@@ -60,43 +63,89 @@ def main() -> int:
     parser.add_argument("--skip", type=int, default=0, help="so many of those drawn, which another run tries")
     parser.add_argument("--file", action="append", help="of those drawn only the ones of files of this name")
     parser.add_argument("--quick", action="store_true", help="only the checks that take seconds")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time; default: one a core")
+    parser.add_argument("--seconds", type=float, default=1e9, help="no more mutants after that")
     parser.add_argument("--list", action="store_true", help="name them and do nothing")
     options = parser.parse_args()
     mutants, known = chosen(options), explained()
     if options.list:
         print("\n".join(map(str, mutants)))
         return 0
-    tree = Tree()
-    caught = same = 0
+    every = {check.name: check for mutant in mutants for check in checks_of(mutant, options.quick)}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, context, _open, (options.quick,)) as pool:
+        try:
+            for said in pool.map(_passes, every.values()):  # what fails without a bug, catches none
+                if said:
+                    print(f"the program as it is does not pass: {said}")
+                    return 2
+            return _try(pool, mutants, known, options.seconds)
+        finally:
+            for _ in pool.map(_close, range(options.jobs)):
+                pass
+
+
+def _try(pool: ProcessPoolExecutor, mutants: list[Mutant], known: dict[str, str], seconds: float) -> int:
+    """All of them; 1 where one lives that is not explained."""
+    until = time.monotonic() + seconds
+    asked = {pool.submit(_tried, mutant, until): mutant for mutant in mutants}
+    caught = same = left = 0
     living: list[Mutant] = []
-    try:
-        every = {check.name: check for mutant in mutants for check in checks_of(mutant, options.quick)}
-        for check in every.values():  # what fails without a bug, catches none
-            if said := tree.run(check):
-                print(f"the program as it is does not pass: {said}")
-                return 2
-        for mutant in mutants:
-            began = time.monotonic()
-            if not tree.apply(mutant):
-                same += 1
-                print(f"{mutant.name} is no other program: {mutant.old}  ->  {mutant.new}", flush=True)
-                continue
-            why = next((said for check in checks_of(mutant, options.quick) if (said := tree.run(check))), None)
-            tree.restore(mutant)
-            caught += why is not None
-            if why is None:
-                living.append(mutant)
-            said = why or f"LIVES{' (explained)' if mutant.name in known else ''}"
-            print(f"{mutant} | {said} | {time.monotonic() - began:.0f} s", flush=True)
-    finally:
-        tree.close()
-    unexplained = [mutant for mutant in living if mutant.name not in known]
+    for one in as_completed(asked):
+        mutant, (fate, why, took_s) = asked[one], one.result()
+        same += fate == "same"
+        left += fate == "left"
+        caught += fate == "caught"
+        if fate == "lives":
+            living.append(mutant)
+            why = f"LIVES{' (explained)' if mutant.name in known else ''}"
+        if fate != "left":
+            print(f"{mutant} | {why} | {took_s:.0f} s", flush=True)
+    unexplained = sorted((mutant for mutant in living if mutant.name not in known), key=str)
     tried = caught + len(living)
     print(f"{tried} mutants, {caught} caught, {len(living)} live, {len(unexplained)} of them not explained")
-    print(f"{same} more do not compile, or compile to the same code")
+    print(
+        f"{same} more do not compile, or compile to the same code{f', {left} were left for lack of time' * bool(left)}"
+    )
     for mutant in unexplained:
         print(f"  {mutant}")
     return bool(unexplained)
+
+
+_tree: Tree | None = None  # of a process of the pool
+_quick = False
+
+
+def _open(quick: bool) -> None:
+    global _tree, _quick
+    _tree, _quick = Tree(), quick
+
+
+def _close(_: int) -> None:
+    if _tree is not None:
+        _tree.close()
+
+
+def _passes(check: Check) -> str | None:
+    assert _tree is not None
+    return _tree.run(check)
+
+
+def _tried(mutant: Mutant, until: float) -> tuple[str, str, float]:
+    """What became of one: "caught", "lives", "same" as the original, or "left"; why; and how long that took, in s."""
+    assert _tree is not None
+    began = time.monotonic()
+    if began > until:
+        return "left", "", 0.0
+    if not _tree.apply(mutant):
+        return "same", "is no other program", 0.0
+    try:
+        for check in checks_of(mutant, _quick):
+            if why := _tree.run(check):
+                return "caught", why, time.monotonic() - began
+    finally:
+        _tree.restore(mutant)
+    return "lives", "", time.monotonic() - began
 
 
 if __name__ == "__main__":

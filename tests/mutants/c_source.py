@@ -16,6 +16,9 @@ FILES = (
     "fences.c",
     "jobs.c",
     "copy_methods.c",
+    "wire.c",
+    "cells.c",
+    "reserve.c",
 )
 # what, pattern, its replacements; the line is code of a function's body
 OPERATORS: tuple[tuple[str, str, tuple[str, ...]], ...] = (

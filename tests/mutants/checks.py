@@ -39,7 +39,14 @@ class Check:
 
 HISTORIES = Check("histories", ("1:96", "0:64", "2:32"), 12, histories=True)
 THREADS = Check("threads", ("-m", "tests.simulate", "0", "--threads", "--count", "300"), 40)
-CALLS = Check("tests/offload/test_copy_calls.py", (*PYTEST, "tests/offload/test_copy_calls.py"), 60)
+OWN = {  # of C files whose part the engine's histories use only by the way
+    name: Check(f"tests/offload/{test}", (*PYTEST, f"tests/offload/{test}"), 120)
+    for name, test in {
+        "copy_methods.c": "test_copy_calls.py",
+        "wire.c": "test_wire.py",
+        "cells.c": "test_cells.py",
+    }.items()
+}
 ENGINE = (
     "test_fences.py",
     "test_methods.py",
@@ -47,6 +54,7 @@ ENGINE = (
     "test_submitter.py",
     "test_failures.py",
     "test_engine.py",
+    "test_packed.py",
 )
 RECORDS = Check("tests/offload/test_records.py", (*PYTEST, "tests/offload/test_records.py"), 60)
 SUITE = Check("tests/offload", (*PYTEST, *(f"tests/offload/{name}" for name in ENGINE)), 240)
@@ -57,7 +65,8 @@ STALLED_S = 60  # without any use of the processor
 def checks_of(mutant: Mutant, quick: bool = False) -> list[Check]:
     """Those that run its file; `quick`: those that take seconds."""
     if mutant.file.endswith(".c"):
-        seconds = [CALLS, HISTORIES] if mutant.file.endswith("copy_methods.c") else [HISTORIES, RECORDS, THREADS]
+        own = OWN.get(Path(mutant.file).name)
+        seconds = [own, HISTORIES] if own else [HISTORIES, RECORDS, THREADS]
         return seconds if quick else [*seconds, SUITE, MORE]
     tests = python_source.FILES[mutant.file]
     own = Check(" ".join(tests), (*PYTEST, *tests), 240)
@@ -175,7 +184,8 @@ class Tree:
                 code = histories.play(check.command)
                 sys.stdout.flush()
             else:
-                environment = {**os.environ, "PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
+                folders = os.pathsep.join(filter(None, (str(self.root), os.environ.get("PYTHONPATH"))))
+                environment = {**os.environ, "PYTHONPATH": folders, "PYTHONDONTWRITEBYTECODE": "1"}
                 environment.pop("KVPROBE_NATIVE_LIB", None)
                 os.execve(sys.executable, [sys.executable, *command], environment)
         finally:

@@ -15,7 +15,7 @@ def play(asked: Sequence[str]) -> int:
     for word in asked:
         faults, count = map(int, word.split(":"))
         for first in range(0, count, CHUNK):
-            wrong = chunk((first, min(CHUNK, count - first), faults, LENGTH, False))["wrong"]
+            wrong = chunk((first, min(CHUNK, count - first), faults, LENGTH, None))["wrong"]
             if wrong:
                 print(f"seed {wrong[0][0]} with {faults} faults: {wrong[0][1].splitlines()[0]}")
                 return 1

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvprobe.native import build
 from kvprobe.probe.ring import RingSnapshot, read_ring
 
 # what the program calls its calls -> (call numbers of the ring file, direction, None: found out from the addresses)
@@ -114,6 +115,19 @@ def test_a_fork_in_the_middle_gives_the_child_its_own_file(
     found, snapshots = recorded(tmp_path)
     assert found == own and len(snapshots) == 2 * processes
     assert sum(snapshot.forks for snapshot in snapshots) == processes
+
+
+def test_a_child_of_a_process_that_is_loading_a_library_lives(
+    compile_c: Callable[..., Path], libraries: Path, tmp_path: Path
+) -> None:
+    fifo, needy = tmp_path / "fifo.so", tmp_path / "needy.so"
+    cc = [*build.compiler(), "-shared", "-x", "c", "/dev/null"]
+    subprocess.run([*cc, f"-Wl,-soname,{fifo}", "-o", fifo], check=True)
+    subprocess.run([*cc[:-3], "-o", needy, "-Wl,--no-as-needed", fifo], check=True)
+    fifo.unlink()
+    os.mkfifo(fifo)
+    program = compile_c("forked_loading", f"-L{libraries}", "-lkvprobe_hostrt", f"-Wl,-rpath,{libraries}")
+    assert run(program, environment(libraries, tmp_path), needy, fifo) == "0 0\n"
 
 
 def test_forty_short_children_leave_forty_files(program: Path, libraries: Path, tmp_path: Path) -> None:

@@ -77,7 +77,8 @@ class Caller:
         self.first, self.units = first, units
         self.compute = history.runtime.stream_create()
         self.steps: list[Step] = []
-        self.open: list[Step] = []  # transfers that had not ended when last looked at
+        self.open: list[Step] = []  # transfers that had not ended when last looked at, and later ones
+        self.seldom = 8  # with more of them they are looked at before conflicts are looked for
         self.server: Server | None = None
         self.done = False
 
@@ -185,16 +186,21 @@ class Caller:
 
     def order(self, engine: OffloadEngine, new: Step, other_than: str = "") -> None:
         """Has what is pending and conflicts come first: a fence on the compute stream, or a wait."""
-        for step in self.pending():
-            if step.what == other_than or step.transfer is None:
-                continue
-            if step.writes & (new.writes | new.reads) or step.reads & new.writes:
-                if self.below(10) < 7:
-                    self.note(f"fence {step.transfer.id}")
-                    engine.fence(step.transfer, self.compute)
-                else:
-                    self.note(f"wait {step.transfer.id}")
-                    engine.wait(step.transfer)
+        if len(self.open) > self.seldom:  # a crowd asks hundreds of times while nothing ends
+            self.seldom = 8 + 2 * len(self.pending())
+        touched, writes = new.writes | new.reads, new.writes
+        conflicts = [
+            step.transfer
+            for step in self.open
+            if (step.writes & touched or step.reads & writes) and step.what != other_than
+        ]
+        for transfer in [each for each in conflicts if each is not None and not each.done]:
+            if self.below(10) < 7:
+                self.note(f"fence {transfer.id}")
+                engine.fence(transfer, self.compute)
+            else:
+                self.note(f"wait {transfer.id}")
+                engine.wait(transfer)
 
     # -- compute -------------------------------------------------------------------------------------------------
 

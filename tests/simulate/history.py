@@ -461,7 +461,7 @@ def _known_methods(runtime: HostRuntime) -> Methods:
 class Series:
     """Plays histories one after another into one recording, which is read now and then."""
 
-    READ = 16  # histories between two looks at the recording
+    READ = 64  # histories between two looks at the recording
 
     def __init__(self) -> None:
         """Opens the recording."""

@@ -10,15 +10,15 @@ from typing import Any
 from .history import Series, Violation, wire_of
 
 
-def chunk(work: tuple[int, int, int, int, bool]) -> dict[str, Any]:
-    """Plays a run of seeds in this process, or those of them with cells; what was counted."""
-    first, count, faults, length, cells = work
+def chunk(work: tuple[int, int, int, int, str | None]) -> dict[str, Any]:
+    """Plays a run of seeds in this process, or only those "raw" or with "cells"; what was counted."""
+    first, count, faults, length, only = work
     logging.getLogger("kvprobe").disabled = True  # callbacks that raise are part of the histories
     found: dict[str, Any] = {"digests": [], "wrong": [], "armed": Counter(), "came": Counter()}
     found |= {"transfers": 0, "events": 0, "failed": 0, "celled": 0, "packed": 0, "refused": 0, "seeds": count}
     began, series = time.process_time(), Series()
     for seed in range(first, first + count):
-        if cells and wire_of(seed)[:2] == ("raw", False):
+        if only and only != ("raw" if wire_of(seed)[:2] == ("raw", False) else "cells"):
             continue
         try:
             one = series.play(seed, faults, length)

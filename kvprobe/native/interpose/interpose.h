@@ -102,6 +102,7 @@ void *kvp_reached(const char *name); /* by a call from here */
 uintptr_t kvp_own_base(void);
 void *kvp_loaded(const char *path); /* a handle that keeps a loaded library; "" is the program */
 void kvp_let_go(void *handle);
+extern int kvp_stays_away;     /* of a child of fork: the loader may be locked for good, so it is not asked to load */
 void kvp_note_libraries(void); /* at the start of a program */
 void *kvp_dlopen(const char *file, int mode);
 void *kvp_dlvsym(void *restrict handle, const char *restrict name, const char *restrict version);

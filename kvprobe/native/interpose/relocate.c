@@ -346,7 +346,7 @@ static void end_scan(void) { __atomic_store_n(&scanning, 0, __ATOMIC_SEQ_CST); }
 /* ---- forks: a child has the loader's locks as they were, and not the threads that would give them up ------------- */
 
 enum { FORK_WAIT_MS = 100, ATTACH_WAIT_MS = 2000 };
-static int stays_away; /* of a child: the loader may be locked for good, so nothing is asked of it */
+int kvp_stays_away;
 static __thread int held_for_fork __attribute__((tls_model("initial-exec")));
 
 /* No scan while the process forks. A scan that waits for the forking thread, which a library's constructor may be, is
@@ -361,7 +361,7 @@ static void in_parent(void) {
 
 static void in_child(void) {
     end_scan();
-    stays_away |= !held_for_fork || _r_debug.r_state != RT_CONSISTENT;
+    kvp_stays_away |= !held_for_fork || _r_debug.r_state != RT_CONSISTENT;
 }
 
 static void watch_forks(void) {
@@ -370,7 +370,7 @@ static void watch_forks(void) {
 }
 
 void kvp_redirect_new(void) {
-    if (!kvp_watch.redirects || stays_away) return;
+    if (!kvp_watch.redirects || kvp_stays_away) return;
     int was = errno;
     struct changes now = changes_now();
     /* each count tells on its own that a scan has begun since: no need to see both of one scan */
@@ -405,7 +405,7 @@ int kvp_redirect_all(void) {
 }
 
 int kvp_restore_all(void) {
-    if (stays_away) return -EBUSY;
+    if (kvp_stays_away) return -EBUSY;
     if (!wait_for_scan(ATTACH_WAIT_MS)) return -EBUSY;
     int restored = 0;
     scan_number++;

@@ -38,13 +38,23 @@ static NOT_SANITIZED __attribute__((noinline)) dlsym_fn *find_dlsym(void) {
     return next_dlsym;
 }
 
+/* In a child of fork whose parent was loading a library: dlopen would end it. What it has loaded stays. */
+static void *loaded_without_asking(const char *path) {
+    struct link_map *map = _r_debug.r_map;
+    if (path && path[0])
+        while (map && strcmp(map->l_name, path) != 0) map = map->l_next;
+    return map;
+}
+
 void *kvp_loaded(const char *path) {
+    if (kvp_stays_away) return loaded_without_asking(path);
     static void *(*_Atomic open)(const char *, int);
     if (!open) open = (void *(*)(const char *, int))next_function("dlopen");
     return open(path && path[0] ? path : NULL, RTLD_LAZY | RTLD_NOLOAD);
 }
 
 void kvp_let_go(void *handle) {
+    if (kvp_stays_away) return;
     static int (*_Atomic close)(void *);
     if (!close) close = (int (*)(void *))next_function("dlclose");
     close(handle);

@@ -14,6 +14,7 @@ enum {
     CALLERS = 3,
     STREAMS = 2,
     BLOCK = 64,
+    HALF = BLOCK / 2,
     EACH = 4,
     BLOCKS = CALLERS * EACH,
     REQUESTS = 10,
@@ -267,16 +268,17 @@ static kvp_job_status *request(const int64_t *gpu_ids, const int64_t *cpu_ids, u
     return kvp_job_request(&asked, gpu_ids, cpu_ids);
 }
 
-/* Two jobs of the caller's blocks by their addresses: two blocks in pieces of unlike sizes, and two from bases of their
- * own, which only a bound keeps from being merged. Returns 0, or a refusal. */
+/* Two jobs of the caller's blocks by their addresses: two blocks in pieces of unlike sizes, and two in halves from
+ * bases of their own, which only a bound behind the first keeps from being merged. Returns 0, or a refusal. */
 static int request_addresses(int64_t first, void *after, int store, kvp_job_status **made) {
     uint64_t to = (uintptr_t)((store ? cpu : gpu) + first * BLOCK),
              of = (uintptr_t)((store ? gpu : cpu) + first * BLOCK);
     uint64_t at[] = {24, 0, BLOCK, BLOCK + 8}, sizes[] = {BLOCK - 24, 24, 8, BLOCK - 8}, none[] = {0};
     kvp_offsets lists[] = {{.count = 4, .dst = at, .src = at, .sizes = sizes},
-                           {.count = 1, .dst = none, .src = none, .size = BLOCK}};
-    kvp_bases bases[] = {{to, of, 0}, {to + 2 * BLOCK, of + 2 * BLOCK, 1}, {to + 3 * BLOCK, of + 3 * BLOCK, 1}};
-    uint64_t ends[] = {1, 3}, bound[] = {0, explore_below(2) ? to + 3 * BLOCK : of + 3 * BLOCK, UINT64_MAX - 1};
+                           {.count = 1, .dst = none, .src = none, .size = HALF}};
+    kvp_bases bases[5] = {{to, of, 0}};
+    for (int i = 0; i < 4; i++) bases[1 + i] = (kvp_bases){to + (4 + i) * HALF, of + (4 + i) * HALF, 1};
+    uint64_t ends[] = {1, 5}, bound[] = {0, (explore_below(2) ? to : of) + 5 * HALF, UINT64_MAX - 1};
     if (bound[1] == 0) return 0;
     uint32_t bounds = 3 * explore_below(2);
     kvp_addresses copies = {
@@ -295,7 +297,7 @@ static int request_addresses(int64_t first, void *after, int store, kvp_job_stat
     wait_for_end(made[1]);
     wait_for_end(made[0]);
     MUST(made[0]->id == id && made[1]->id == id + 1);
-    MUST(made[0]->copies == 4 && made[1]->copies == 2);
+    MUST(made[0]->copies == 4 && made[1]->copies == 4);
     MUST(made[0]->bytes == 2 * BLOCK && made[1]->bytes == 2 * BLOCK);
     if (made[1]->state == KVP_DONE) MUST(made[1]->descriptors == 1 + (bounds != 0));
     if (made[0]->state == KVP_DONE) MUST(made[0]->descriptors == 3);
@@ -669,6 +671,148 @@ static void play_without_listener(uint64_t seed) {
     kvp_submitter_free(submitter);
 }
 
+static void open_quiet(uint64_t seed) {
+    static uint64_t gpu_base, cpu_base;
+    static void *pooled[2][STREAMS];
+    memset(streams, 0, sizeof streams);
+    memset(told, 0, sizeof told);
+    events_made = 0, ids = 0, submitter = NULL, has_failed = failed_jobs = 0;
+    explore_begin(seed, idle);
+    failing = NO_CALL;
+    gpu_base = (uintptr_t)gpu, cpu_base = (uintptr_t)cpu;
+    for (int i = 0; i < 2 * STREAMS; i++) pooled[i / STREAMS][i % STREAMS] = handle_of(i);
+    kvp_submitter_config config = config_of(&gpu_base, &cpu_base, BLOCKS, pooled[0], pooled[1]);
+    config.stuck_ns = 0;
+    int why;
+    submitter = kvp_submitter_open(&config, &why);
+    MUST(submitter && !why);
+}
+
+static void close_quiet(void) {
+    kvp_submitter_close(submitter, 1);
+    kvp_submitter_stats last;
+    check_idle(&last, 0);
+    explore_end();
+    MUST(!kvp_submitter_destroy_events(submitter));
+    kvp_submitter_free(submitter);
+}
+
+/* More requests behind one stream than record an event of their own: the others share one, which the thread records, or
+ * whoever is in a hurry. */
+static void play_shared_fences(uint64_t seed) {
+    enum { MANY = 7 };
+    kvp_job_status *job[MANY];
+    open_quiet(seed);
+    for (int i = 0; i < MANY; i++) {
+        job[i] = one_more(3000000);
+        if (explore_below(3) == 0) pause_for(300000);
+    }
+    for (int i = 0; i < MANY; i++)
+        if (explore_below(2)) fence(job[i], handle_of(2 * STREAMS + 3));
+    for (int i = 0; i < MANY; i++) {
+        wait_for_end(job[i]);
+        kvp_job_release(job[i]);
+    }
+    close_quiet();
+}
+
+/* Memory runs out at each allocation of a request of several jobs in turn: all of them are made, or none. */
+static void play_no_memory(uint64_t seed) {
+    open_quiet(seed);
+    for (uint32_t at = 1;; at++) {
+        kvp_job_status *made[2];
+        has_failed = 0;
+        failing = MEMORY;
+        explore_no_memory(at);
+        int no = request_addresses(0, handle_of(2 * STREAMS + 2), 0, made);
+        bool had = explore_had_no_memory();
+        explore_no_memory(0);
+        if (!no) kvp_job_release(made[0]), kvp_job_release(made[1]);
+        if (!had) break;
+    }
+    failing = NO_CALL;
+    close_quiet();
+}
+
+/* ---- the reserve of a packed pool -------------------------------------------------------------------------------- */
+
+enum { CELLS = 5, TAILS = 4, ROOM_BYTES = 100 };
+static kvp_reserve *reserve;
+static kvp_wire_note *notes;
+
+static uint32_t tail_of(uint64_t cell) { return notes[cell].summed >> 1; }
+
+static uint64_t tails_used(void) {
+    uint64_t used = 0;
+    for (int i = 0; i < CELLS; i++) {
+        used += tail_of((uint64_t)i) != 0;
+        for (int k = 0; k < i; k++) MUST(!tail_of((uint64_t)i) || tail_of((uint64_t)i) != tail_of((uint64_t)k));
+    }
+    return used;
+}
+
+/* As a launch of stores: what it was promised it has until its end, also where another one stores there. */
+static void *stores_into_cells(void *unused) {
+    for (int turn = 0; turn < 8; turn++) {
+        uint32_t count = 1 + explore_below(2), tails[2];
+        uint64_t first = explore_below(CELLS - count + 1);
+        if (!kvp_reserve_claim(reserve, count)) {
+            kvp_explore_yield();
+            continue;
+        }
+        kvp_reserve_begin(reserve, first, count);
+        for (uint32_t i = 0; i < count; i++) {
+            tails[i] = tail_of(first + i);
+            MUST(tails[i] >= 1 && tails[i] <= TAILS);
+        }
+        MUST(!kvp_reserve_discard(reserve, first, count) && tails_used() <= TAILS);
+        for (int pause = (int)explore_below(3); pause; pause--) kvp_explore_yield();
+        for (uint32_t i = 0; i < count; i++) {
+            MUST(tail_of(first + i) == tails[i]);
+            notes[first + i].bytes = ROOM_BYTES + explore_below(2);
+        }
+        kvp_reserve_end(reserve, first, count, explore_below(3) == 0);
+        kvp_reserve_unclaim(reserve, count);
+    }
+    return unused;
+}
+
+static void play_reserve(uint64_t seed) {
+    explore_begin(seed, idle);
+    notes = calloc(CELLS, sizeof *notes);
+    for (int i = 0; i < CELLS; i++) notes[i].summed = (uint32_t)i % 2;
+    for (uint32_t at = 1; at <= 3; at++) {
+        explore_no_memory(at);
+        MUST(!kvp_reserve_open(notes, CELLS, TAILS, ROOM_BYTES) && explore_had_no_memory());
+    }
+    explore_no_memory(0);
+    reserve = kvp_reserve_open(notes, CELLS, TAILS, ROOM_BYTES);
+    MUST(reserve && kvp_reserve_left(reserve) == TAILS);
+    pthread_t threads[2];
+    for (int t = 0; t < 2; t++) kvp_explore_create(&threads[t], stores_into_cells, NULL);
+    for (int t = 0; t < 2; t++) kvp_explore_join(threads[t]);
+    MUST(kvp_reserve_left(reserve) == TAILS - tails_used());
+    MUST(kvp_reserve_discard(reserve, 0, CELLS) == 1 && !tails_used());
+    MUST(!kvp_reserve_claim(reserve, TAILS + 1) && kvp_reserve_claim(reserve, TAILS));
+    MUST(!kvp_reserve_left(reserve) && !kvp_reserve_claim(reserve, 1));
+    kvp_reserve_begin(reserve, 1, TAILS);
+    for (int i = 1; i <= TAILS; i++) notes[i].bytes = ROOM_BYTES + (uint32_t)i % 2;
+    kvp_reserve_end(reserve, 1, TAILS, 0);
+    for (int i = 0; i < CELLS; i++) MUST(!tail_of((uint64_t)i) == !(i % 2) && (notes[i].summed & 1) == (uint32_t)i % 2);
+    kvp_reserve_unclaim(reserve, TAILS);
+    MUST(kvp_reserve_left(reserve) == TAILS / 2);
+    MUST(kvp_reserve_discard(reserve, 0, 2) == 1 && kvp_reserve_left(reserve) == TAILS / 2 + 1);
+    MUST(kvp_reserve_claim(reserve, 1) && kvp_reserve_left(reserve) == TAILS / 2);
+    kvp_reserve_begin(reserve, 1, 1);
+    MUST(!kvp_reserve_discard(reserve, 0, 2));
+    kvp_reserve_end(reserve, 1, 1, 0);
+    kvp_reserve_unclaim(reserve, 1);
+    MUST(!notes[1].bytes && notes[2].bytes == ROOM_BYTES && notes[3].bytes && tail_of(3));
+    kvp_reserve_close(reserve);
+    free(notes);
+    explore_end();
+}
+
 int main(int argc, char **argv) {
     uint64_t first = argc > 1 ? strtoull(argv[1], NULL, 10) : 0, count = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
     kvp_set_clock(explore_now);
@@ -676,6 +820,9 @@ int main(int argc, char **argv) {
         play(seed);
         if (seed % 64 == 0) play_many_marks(seed);
         if (seed % 16 == 0) play_without_listener(seed);
+        if (seed % 4 == 0) play_shared_fences(seed);
+        if (seed % 32 == 0) play_no_memory(seed);
+        if (seed % 2 == 0) play_reserve(seed);
         if (argc > 3) printf("seed %llu: %llu\n", (unsigned long long)seed, (unsigned long long)explore_digest());
     }
     printf("%llu interleavings\n", (unsigned long long)count);
