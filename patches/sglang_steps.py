@@ -19,8 +19,9 @@ from kvprobe.instrument.hooks import Call, Patcher
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _PHASES = {"DECODE": "decode", "TARGET_VERIFY": "decode", "MIXED": "mixed", "EXTEND": "prefill"}
 _PHASES["SPLIT_PREFILL"] = "prefill"
-_NO_STEPS = ("IDLE", "PREBUILT")  # nothing is computed
-_OVER = -1  # tokens of a request that had ended before
+_PREBUILT = "PREBUILT"  # nothing is computed: requests come with their prefill's token from another server
+_MOST_HELD = 100_000  # requests
+_OVER = -1  # instead of the tokens of a request that has ended
 # When SGLang first saw a request, in s of `time.perf_counter`, the clock of the ring files on Linux.
 _ARRIVED = ("created_time", "scheduler_recv_time", "wait_queue_entry_time")
 _STAMPED = ("last_decode_finish_time", "last_prefill_finished_time", "last_chunked_prefill_finish_time")
@@ -39,6 +40,7 @@ class Steps(Adapter):
     def __init__(self) -> None:
         super().__init__()
         self._tells: bool | None = None  # whether this rank does; None: not asked yet
+        self._held: dict[str, int] = {}  # request -> the tokens it has; of kvprobe's own thread alone
 
     def patch(self, patcher: Patcher, module: ModuleType) -> None:
         """Wrap the scheduler."""
@@ -66,22 +68,56 @@ class Steps(Adapter):
     def stepped(self, call: Call, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Around `process_batch_result`, which waits for the step's end and gives its tokens to the requests."""
         mode = batch.forward_mode.name
-        if mode in _NO_STEPS or not self.tells(scheduler):
+        if mode == "IDLE" or not batch.reqs or not self.tells(scheduler):
             return call()
         requests, began_ns = batch.reqs[:], time.monotonic_ns()
-        before = [len(one.output_ids) if one.finished_reason is None else _OVER for one in requests]
         result = call()
-        after = [len(one.output_ids) for one in requests]
+        tokens = [len(one.output_ids) for one in requests]
         ended_ns = time.monotonic_ns()
-        over = [one.rid for one in requests if one.finished_reason is not None]
-        if requests:
-            stamp_ns = _stamp_ns(requests[-1].time_stats)
-            ended_ns = stamp_ns if began_ns <= stamp_ns <= ended_ns else ended_ns
+        stamp_ns = _stamp_ns(requests[-1].time_stats)
+        if began_ns <= stamp_ns <= ended_ns:
+            ended_ns = stamp_ns
         launched_ns = began_ns if batch.launch_ts is None else int(batch.launch_ts * 1e9)
-        counts = before, after, batch.extend_lens if mode != "DECODE" else None
-        of = "sglang", threading.get_native_id()
-        event_log.later(_tell, (launched_ns, ended_ns), (batch.forward_iter, mode), requests, counts, over, of)
+        told = batch.forward_iter, mode, None if mode == "DECODE" else batch.extend_lens, threading.get_native_id()
+        event_log.later(self._tell, (launched_ns, ended_ns), told, requests, tokens)
         return result
+
+    # ---- on kvprobe's own thread --------------------------------------------------------------------------------
+
+    def _tell(
+        self,
+        times_ns: tuple[int, int],
+        told: tuple[int | None, str, list[int] | None, int],
+        requests: list[Any],
+        tokens: list[int],
+    ) -> None:
+        number, mode, computed, thread = told
+        names, held = [one.rid for one in requests], self._held
+        if mode != _PREBUILT:
+            emitted = [_emitted(held.get(name), now) for name, now in zip(names, tokens, strict=True)]
+            each = [1] * len(names) if computed is None else computed
+            phase = _PHASES.get(mode, "unknown")
+            step_log.write_step(times_ns, number, phase, names, emitted, each, ("sglang", thread))
+        if len(held) > _MOST_HELD:
+            held.clear()
+        for one, now in zip(requests, tokens, strict=True):
+            if not _over(one, now):
+                held[one.rid] = now
+            elif held.get(one.rid) != _OVER:
+                held[one.rid] = _OVER
+                step_log.write_time(one.rid, "ended", times_ns[1])
+
+
+def _emitted(before: int | None, now: int) -> int:
+    """Tokens of a step, by what was known after the step before: None nothing, as of a request's first step."""
+    if before is None:
+        return min(now, 1)
+    return 0 if before == _OVER else now - before  # one ends while the next step is launched already, and is in it
+
+
+def _over(request: Any, tokens: int) -> bool:
+    """Whether it has ended, and had not got more tokens by then: else a later step ends it."""
+    return request.finished_reason is not None and len(request.output_ids) == tokens
 
 
 def _first_ns(stats: Any) -> int:
@@ -93,27 +129,3 @@ def _first_ns(stats: Any) -> int:
 def _stamp_ns(stats: Any) -> int:
     """The latest end of a step that SGLang noted of a request; 0 where it noted none."""
     return int(max(getattr(stats, name, 0.0) for name in _STAMPED) * 1e9)
-
-
-# ---- on kvprobe's own thread ------------------------------------------------------------------------------------
-
-
-def _tell(
-    times_ns: tuple[int, int],
-    told: tuple[int | None, str],
-    requests: list[Any],
-    counts: tuple[list[int], list[int], list[int] | None],
-    over: list[str],
-    of: tuple[str, int],
-) -> None:
-    before, after, computed = counts
-    # one that ends while the next step is launched already is in that one, too, and gets nothing of it
-    tokens = [0 if then == _OVER else now - then for then, now in zip(before, after, strict=True)]
-    names = [one.rid for one in requests]
-    number, mode = told
-    each = [1] * len(names) if computed is None else computed
-    step_log.write_step(times_ns, number, _PHASES.get(mode, "unknown"), names, tokens, each, of)
-    gone = {name for name, then in zip(names, before, strict=True) if then == _OVER}
-    for one in over:
-        if one not in gone:
-            step_log.write_time(one, "ended", times_ns[1])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
+from itertools import repeat
 from types import ModuleType
 from typing import Any
 
@@ -100,31 +101,24 @@ class Steps(Adapter):
     ) -> None:
         number, begin_ns = began
         emitted: dict[str, int] = {}
-        ended = []
+        ended: list[str] = []
         for of_client in outputs:
             stamp_ns = int(of_client.timestamp * 1e9)
             if begin_ns <= stamp_ns <= end_ns:
                 end_ns = stamp_ns
-            for one in of_client.outputs:
-                emitted[one.request_id] = len(one.new_token_ids)
-                if one.finish_reason is not None:
-                    ended.append(one.request_id)
+            emitted |= {one.request_id: len(one.new_token_ids) for one in of_client.outputs}
+            ended += [one.request_id for one in of_client.outputs if one.finish_reason is not None]
         computed = step.num_scheduled_tokens
         self._started.difference_update(_resumed(step.scheduled_cached_reqs))
-        prefills = sum(one not in self._started for one in computed)
+        prefills = 0 if self._started.issuperset(computed) else len(computed.keys() - self._started)
         phase = "decode" if not prefills else "prefill" if prefills == len(computed) else "mixed"
-        step_log.write_step(
-            (begin_ns, end_ns),
-            number,
-            phase,
-            tuple(computed),
-            [emitted.get(one, 0) for one in computed],
-            tuple(computed.values()),
-            of,
-        )
+        names = tuple(computed)
+        tokens = [*map(emitted.get, names, repeat(0))]
+        step_log.write_step((begin_ns, end_ns), number, phase, names, tokens, tuple(computed.values()), of)
         if len(self._started) > _MOST_STARTED:
             self._started.clear()
-        self._started.update(one for one, tokens in emitted.items() if tokens)
+        if prefills:
+            self._started.update([one for one, new in emitted.items() if new])
         self._give_up(ended, end_ns)
 
 
