@@ -53,8 +53,8 @@ class Vllm:
         from kvprobe.patches.vllm_steps import Steps
 
         adapter = Steps()
-        schedule = patcher.around(type(self).schedule, adapter.scheduled, "schedule")
-        update = patcher.around(type(self).update, adapter.stepped, "update_from_output")
+        schedule = patcher.behind(type(self).schedule, adapter.scheduled, "schedule")
+        update = patcher.behind(type(self).update, adapter.stepped, "update_from_output")
         return lambda: update(self, schedule(self))
 
     def plain(self):
@@ -88,7 +88,7 @@ class Sglang:
         """A step with the hooks in."""
         from kvprobe.patches.sglang_steps import Steps
 
-        process = patcher.around(type(self).process, Steps().stepped, "process_batch_result")
+        process = patcher.behind(type(self).process, Steps().stepped, "process_batch_result")
         return lambda: process(self, self.batch())
 
     def plain(self):
@@ -112,7 +112,7 @@ class Transformers:
 
         adapter = Steps()
         adapter._mine.open = _Generation("generate-0", self.rows, 16, time.monotonic_ns())
-        asked = patcher.around(type(self).asked, adapter.asked, "_has_unfinished_sequences")
+        asked = patcher.behind(type(self).asked, adapter.asked, "_has_unfinished_sequences")
         return lambda: asked(self)
 
     def plain(self):

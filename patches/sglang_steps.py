@@ -24,7 +24,6 @@ _MOST_HELD = 100_000  # requests
 _OVER = -1  # instead of the tokens of a request that has ended
 # When SGLang first saw a request, in s of `time.perf_counter`, the clock of the ring files on Linux.
 _ARRIVED = ("created_time", "scheduler_recv_time", "wait_queue_entry_time")
-_STAMPED = ("last_decode_finish_time", "last_prefill_finished_time", "last_chunked_prefill_finish_time")
 
 
 class Steps(Adapter):
@@ -44,17 +43,17 @@ class Steps(Adapter):
 
     def patch(self, patcher: Patcher, module: ModuleType) -> None:
         """Wrap the scheduler."""
-        patcher.wrap(module.Scheduler, "process_batch_result", self.stepped)
+        patcher.watch(module.Scheduler, "process_batch_result", self.stepped)
         patcher.wrap(module.Scheduler, "_add_request_to_queue", self.added)
 
     def tells(self, scheduler: Any) -> bool:
-        """Whether this rank tells, and somebody hears of it."""
+        """Whether this rank tells."""
         if self._tells is None:
             stage = getattr(scheduler, "pp_group", None)
             self._tells = bool(scheduler.metrics_reporter.is_stats_logging_rank) and (
                 stage is None or bool(stage.is_first_rank)
             )
-        return self._tells and step_log.wanted()
+        return self._tells
 
     def added(self, call: Call, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
         """Around `_add_request_to_queue`: it has arrived; one that was put off comes again and has arrived before."""
@@ -65,13 +64,12 @@ class Steps(Adapter):
             step_log.mark_request(req.rid, "arrived", at_ns)
         return result
 
-    def stepped(self, call: Call, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around `process_batch_result`, which waits for the step's end and gives its tokens to the requests."""
-        mode = batch.forward_mode.name
-        if mode == "IDLE" or not batch.reqs or not self.tells(scheduler):
-            return call()
-        requests, began_ns = batch.reqs[:], time.monotonic_ns()
-        result = call()
+    def stepped(self, began_ns: int, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Behind `process_batch_result`, which waits for the step's end and gives its tokens to the requests."""
+        batch = args[1] if len(args) > 1 else kwargs["batch"]
+        mode, requests = batch.forward_mode.name, batch.reqs[:]
+        if mode == "IDLE" or not requests or not self.tells(args[0]) or not step_log.wanted_at(began_ns):
+            return
         tokens = [len(one.output_ids) for one in requests]
         ended_ns = time.monotonic_ns()
         stamp_ns = _stamp_ns(requests[-1].time_stats)
@@ -80,7 +78,6 @@ class Steps(Adapter):
         launched_ns = began_ns if batch.launch_ts is None else int(batch.launch_ts * 1e9)
         told = batch.forward_iter, mode, None if mode == "DECODE" else batch.extend_lens, threading.get_native_id()
         event_log.later(self._tell, (launched_ns, ended_ns), told, requests, tokens)
-        return result
 
     # ---- on kvprobe's own thread --------------------------------------------------------------------------------
 
@@ -92,7 +89,7 @@ class Steps(Adapter):
         tokens: list[int],
     ) -> None:
         number, mode, computed, thread = told
-        names, held = [one.rid for one in requests], self._held
+        names, held = tuple(one.rid for one in requests), self._held
         if mode != _PREBUILT:
             emitted = [_emitted(held.get(name), now) for name, now in zip(names, tokens, strict=True)]
             each = [1] * len(names) if computed is None else computed
@@ -128,4 +125,5 @@ def _first_ns(stats: Any) -> int:
 
 def _stamp_ns(stats: Any) -> int:
     """The latest end of a step that SGLang noted of a request; 0 where it noted none."""
-    return int(max(getattr(stats, name, 0.0) for name in _STAMPED) * 1e9)
+    latest = max(stats.last_decode_finish_time, stats.last_prefill_finished_time, stats.last_chunked_prefill_finish_time)
+    return int(latest * 1e9)

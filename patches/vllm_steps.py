@@ -45,8 +45,8 @@ class Steps(Adapter):
 
     def patch(self, patcher: Patcher, module: ModuleType) -> None:
         """Wrap the scheduler."""
-        patcher.wrap(module.Scheduler, "schedule", self.scheduled)
-        patcher.wrap(module.Scheduler, "update_from_output", self.stepped)
+        patcher.watch(module.Scheduler, "schedule", self.scheduled)
+        patcher.watch(module.Scheduler, "update_from_output", self.stepped)
         patcher.wrap(module.Scheduler, "add_request", self.added)
         patcher.wrap(module.Scheduler, "finish_requests", self.finished)
 
@@ -60,26 +60,22 @@ class Steps(Adapter):
             step_log.mark_request(request.request_id, "arrived", at_ns)
         return result
 
-    def scheduled(self, call: Call, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around `schedule`: a step begins, if there is anything to compute."""
-        begin_ns = time.monotonic_ns()
-        output = call()
-        if output.total_num_scheduled_tokens and step_log.wanted():
+    def scheduled(self, began_ns: int, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Behind `schedule`: a step has begun, if there is anything to compute."""
+        if output.total_num_scheduled_tokens and step_log.wanted_at(began_ns):
             if len(self._began) >= _UNDER_WAY:
                 self._began.clear()
-            self._began[id(output)] = self._number, begin_ns
+            self._began[id(output)] = self._number, began_ns
             self._number += 1
-        return output
 
-    def stepped(self, call: Call, scheduler: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around `update_from_output`: a step has ended; several may be under way at a time."""
-        began = self._began.pop(id(scheduler_output), None)
-        outputs = call()
+    def stepped(self, _: int, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Behind `update_from_output`: a step has ended; several may be under way at a time."""
+        step = args[1] if len(args) > 1 else kwargs["scheduler_output"]
+        began = self._began.pop(id(step), None)
         if began is not None:
             of = "vllm", threading.get_native_id()
             made = tuple(outputs.values()) if outputs else ()  # vLLM may add to the mapping
-            event_log.later(self._tell, began, time.monotonic_ns(), of, scheduler_output, made)
-        return outputs
+            event_log.later(self._tell, began, time.monotonic_ns(), of, step, made)
 
     def finished(self, call: Call, scheduler: Any, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """Around `finish_requests`: they are given up."""

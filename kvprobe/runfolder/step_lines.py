@@ -42,12 +42,12 @@ def limit_of(totals: bool, max_bytes: int) -> int:
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
-def _each(of: int | Sequence[int]) -> int | list[int]:
+def _each(of: int | Sequence[int], many: int) -> int | list[int]:
     """One number where it is the same for every request: most steps, which decode, are told in a third of the bytes."""
     if isinstance(of, int):
         return of
     each = list(of)[:MOST_REQUESTS]
-    return each[0] if each and each.count(each[0]) == len(each) else each
+    return each[0] if each and each.count(each[0]) == len(each) == many else each
 
 
 class StepLines:
@@ -71,12 +71,13 @@ class StepLines:
         phase: str,
         requests: Sequence[Any],
         tokens: int | Sequence[int],
-        computed: Sequence[int] | None = None,
+        computed: int | Sequence[int] | None = None,
         of: tuple[str, int] = ("", -1),
     ) -> None:
         """One step, from and to `times_ns`; `of`: its server and its thread."""
         lines: list[dict[str, Any]] = []
         names = tuple(requests)
+        many = min(len(names), MOST_REQUESTS)
         if names != self._listed[0]:
             listed = names[:MOST_REQUESTS]
             numbers = [*map(self._numbers.get, listed)]
@@ -91,8 +92,8 @@ class StepLines:
             "phase": phase if phase in PHASES else "unknown",
             "server": of[0],
             "thread": of[1],
-            "tokens": _each(tokens),
-            "computed": None if computed is None else _each(computed),
+            "tokens": _each(tokens, many),
+            "computed": None if computed is None else _each(computed, many),
         }
         self._write(lines, f'{_encode(told)[:-1]},"requests":{self._listed[1]}}}')
 
