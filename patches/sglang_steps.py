@@ -125,5 +125,5 @@ def _first_ns(stats: Any) -> int:
 
 def _stamp_ns(stats: Any) -> int:
     """The latest end of a step that SGLang noted of a request; 0 where it noted none."""
-    latest = max(stats.last_decode_finish_time, stats.last_prefill_finished_time, stats.last_chunked_prefill_finish_time)
-    return int(latest * 1e9)
+    decoded, prefilled = stats.last_decode_finish_time, stats.last_prefill_finished_time
+    return int(max(decoded, prefilled, stats.last_chunked_prefill_finish_time) * 1e9)
