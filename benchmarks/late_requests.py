@@ -7,8 +7,9 @@
 Requests arrive, load their blocks from CPU memory, take part in steps until they have their tokens, and store their
 blocks. Some steps are made late: the thread computes something else (host), waits for a load that nothing hides (link),
 submits copies to a queue that is full (queue), or pins memory (pin; on a GPU alone). Some loads begin late, as where a
-tier below CPU memory has to be read first (tier). Printed: delays and late requests that were named, missed and made
-up, and how far the split is from the truth, as a share of what was waited.
+tier below CPU memory has to be read first (tier). In virtual time a step is late as well where nobody made it so and
+the engine's own copy kernels held its kernel up: the program measures that (copies). Printed: delays and late requests
+that were named, missed and made up, and how far the split is from the truth, as a share of what was waited.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ KERNEL_NS, PER_TOKEN_NS = 4_000_000, 10_000
 PLAN_NS = 200_000
 QUIET = 150  # steps at the beginning, in which nothing is late
 DEPTH = 1024
+HELD = 0.1  # of a kernel: a step whose kernel begins later than that may be late
 
 _copies = [line.key for line in COPIES]
 _host = [line.key for line in (Line.PYTHON, Line.ELSEWHERE, Line.NOTHING_TO_DO, Line.NO_CPU)]
@@ -65,6 +67,7 @@ class Truth:
 
     `early` are the requests that arrived in the first steps, when everything is cold: they are not judged. `two` are
     those that waited for a late load while a step was late: they are to be named, how much is of which nobody knows.
+    `held`: steps that nobody made late and whose kernel began late, by number, and by how many ns.
     """
 
     steps: dict[int, tuple[str, int]] = field(default_factory=dict)
@@ -72,6 +75,7 @@ class Truth:
     late: set[str] = field(default_factory=set)
     early: set[str] = field(default_factory=set)
     two: set[str] = field(default_factory=set)
+    held: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -181,8 +185,13 @@ class Server:
                 self.truth.late |= {one.name for one in (*batch, *waiting)}
                 self.truth.two |= {one.name for one in (*joins, *waiting)}
             computed = [one.prompt if one in joins else 1 for one in batch]
-            self.compute(int((KERNEL_NS + PER_TOKEN_NS * sum(computed)) * self.random.uniform(0.99, 1.01)))
+            work_ns = int((KERNEL_NS + PER_TOKEN_NS * sum(computed)) * self.random.uniform(0.99, 1.01))
+            launched_ns = self.now()
+            self.compute(work_ns)
             self.runtime.stream_synchronize(self.stream)
+            held_ns = self.now() - launched_ns - work_ns
+            if self.virtual and not kind and held_ns > HELD * work_ns:
+                self.truth.held[number] = held_ns
             phase = "mixed" if joins and running else "prefill" if joins else "decode"
             names = [one.name for one in batch]
             told = kvprobe.mark(number, names, phase, computed=computed, begin_ns=start, server="bench")
@@ -293,6 +302,8 @@ def compared(told: Requests, truth: Truth) -> dict[str, Any]:
     steps = {number: one for number, one in steps.items() if number > QUIET}
     named = {one.name: one for one in told.late_requests if one.name not in truth.early}
     late = truth.late - truth.early
+    # late in such steps alone
+    held = {name for name, one in named.items() if one.steps and truth.held.keys() >= set(one.steps)} - late
     errors: dict[str, list[float]] = {}
     for number, (kind, ns) in truth.steps.items():
         if number in steps:
@@ -303,13 +314,20 @@ def compared(told: Requests, truth: Truth) -> dict[str, Any]:
         if name in named and name not in truth.two:
             found = named[name].to_json()["surplus_ns"].get(PARTS["tier"][0], 0)
             errors.setdefault("tier", []).append(abs(found - ns) / named[name].first_token_ns)
+    for number in truth.held.keys() & steps.keys():
+        parts = steps[number].to_json()["surplus_ns"]
+        found = sum(parts.get(part, 0) for part in PARTS["link"])
+        errors.setdefault("copies", []).append(
+            abs(found - truth.held[number]) / (steps[number].to_ns - steps[number].from_ns)
+        )
     kinds = [kind for kind, _ in truth.steps.values()]
     return {
         "steps": told.steps,
         "requests": told.requests,
         "delays": {**{kind: kinds.count(kind) for kind in sorted(set(kinds))}, "tier": len(truth.loads)},
-        "late_steps": counted(set(truth.steps), set(steps)),
-        "late_requests": counted(late, set(named)),
+        "held": [len(truth.held), len(truth.held.keys() & steps.keys())],
+        "late_steps": counted(set(truth.steps), set(steps) - truth.held.keys()),
+        "late_requests": counted(late, set(named) - held),
         "worst_split_error": {kind: round(max(each), 4) for kind, each in sorted(errors.items())},
     }
 

@@ -43,16 +43,25 @@ class Variable(Generic[T]):
         self.name, self.default, self.values, self.what = name, default, values, what
         self.native, self.set_by_run = native, set_by_run
         self._parse = parse
+        self._key = os.fsencode(name)
+        self._seen: tuple[bytes | None, str | None] = None, None  # as it stood, and its text
         VARIABLES.append(self)
 
     @property
     def text(self) -> str | None:
         """As it stands in the environment; None where it is not set or empty."""
-        return os.environ.get(self.name) or None
+        # hot paths ask, too: what os.environ holds, without its encoding, its decoding and its exceptions
+        held = getattr(os.environ, "_data", None)
+        if held is None:
+            return os.environ.get(self.name) or None
+        seen, now = self._seen, held.get(self._key)
+        if now is not seen[0]:
+            seen = self._seen = now, os.environ.get(self.name) or None
+        return seen[1]
 
     def value(self) -> T:
         """Parsed."""
-        text = os.environ.get(self.name)
+        text = self.text
         if not text:
             return self.default
         try:

@@ -16,7 +16,7 @@ from kvprobe.instrument.benefit import BenefitTotals
 from kvprobe.instrument.calls import Timed, TimedCalls, tensor_bytes, timed
 from kvprobe.instrument.hooks import Call, Patcher
 
-from .lmcache_server import EngineDriven, Server, ServerOffload, object_bytes
+from .lmcache_server import EngineDriven, Server, ServerOffload, object_bytes, tell
 
 _CONNECTORS = "lmcache.v1.gpu_connector.gpu_connectors"
 _LOAD_SYNC = "ends with load_stream.synchronize(): the thread waits for the whole transfer"
@@ -110,13 +110,17 @@ def chunk_bytes(chunks: Any, skipped_tokens: int) -> int:
 
 
 class Offload(Adapter):
-    """LMCache in the server's worker: what was asked for, found, kept and thrown away."""
+    """LMCache in the server's worker: what was asked for, found, kept and thrown away, and for which request."""
 
     name = "lmcache.offload"
-    summary = "Counts tokens asked for and found, chunks stored, loaded and evicted unread, and waits for loads."
+    summary = (
+        "Counts tokens asked for and found, chunks stored, loaded and evicted unread, and waits for loads; tells each "
+        "request's loads and stores."
+    )
     _engine, _cpu = "lmcache.v1.cache_engine", "lmcache.v1.storage_backend.local_cpu_backend"
     targets = (
         Target(_engine, "LMCacheEngine.retrieve", ("tokens", "mask")),
+        Target(_engine, "LMCacheEngine.store", None),
         Target(_cpu, "LocalCPUBackend.submit_put_task", ("key", "memory_obj")),
         Target(_cpu, "LocalCPUBackend.get_blocking", ("key",)),
         Target(_cpu, "LocalCPUBackend.remove", ("key", "force")),
@@ -126,11 +130,13 @@ class Offload(Adapter):
         super().__init__()
         self._account: BenefitTotals | None = None
         self._asked = 0
+        self._put = 0  # chunks
 
     def patch(self, patcher: Patcher, module: ModuleType) -> None:
         """Wrap the engine's loads, and what comes and goes in its CPU memory."""
         if module.__name__ == self._engine:
             patcher.wrap(module.LMCacheEngine, "retrieve", self.retrieve)
+            patcher.wrap(module.LMCacheEngine, "store", self.store)
         else:
             patcher.wrap(module.LocalCPUBackend, "submit_put_task", self.stored)
             patcher.wrap(module.LocalCPUBackend, "get_blocking", self.loaded)
@@ -159,13 +165,24 @@ class Offload(Adapter):
             account.admitted(kwargs.get("req_id", self._asked), len(tokens), given, hit)
             if hit:
                 account.waited(took_ns)
+                tell("load", kwargs.get("req_id"), start, start + took_ns, hit)
         return found
+
+    def store(self, call: Call, engine: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around `store`: it returns when the chunks are in CPU memory; nothing is told where all were there before."""
+        before = self._put
+        start = time.monotonic_ns()
+        result = call()
+        if self._put != before:
+            tell("store", kwargs.get("req_id"), start, time.monotonic_ns())
+        return result
 
     def stored(self, call: Call, backend: Any, key: Any, memory_obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Around `submit_put_task`: nothing happens where the chunk is there already."""
         account = self.account()
         fresh = account is not None and key not in backend.hot_cache
         result = call()
+        self._put += 1
         if account is not None and fresh and key in backend.hot_cache:
             account.stored((key,), object_bytes((memory_obj,)))
         return result

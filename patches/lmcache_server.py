@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from kvprobe.instrument import event_log, metrics
+from kvprobe.instrument import event_log, metrics, step_log
 from kvprobe.instrument.adapter import Adapter, Target
 from kvprobe.instrument.benefit import BenefitTotals
 from kvprobe.instrument.calls import Timed, TimedCalls, timed
@@ -140,6 +141,13 @@ class ServerOffload(Adapter):
             "LMCacheDrivenTransferModule.retrieve",
             (*_RANGE, "gpu_block_ids", "event_ipc_handle"),
         ),
+        Target(
+            _LMCACHE_DRIVEN,
+            "LMCacheDrivenTransferModule.store_with_chunk_mask",
+            (*_RANGE, "gpu_block_ids", "event_ipc_handle"),
+        ),
+        Target(_ENGINE_DRIVEN, "EngineDrivenTransferModule.prepare_store", _RANGE),
+        Target(_ENGINE_DRIVEN, "EngineDrivenTransferModule.commit_store", (*_RANGE, "cpu_data")),
         Target(_ENGINE_DRIVEN, "EngineDrivenTransferModule.prepare_retrieve", _RANGE),
         Target(_ENGINE_DRIVEN, "EngineDrivenTransferModule.commit_retrieve", _RANGE),
     )
@@ -151,6 +159,7 @@ class ServerOffload(Adapter):
         self._found: dict[str, None] = {}  # requests whose chunks were found, and that have loaded nothing since
         self._loading = threading.local()  # `.load`: the load that this thread submits
         self._ending: dict[Any, deque[Any]] = {}  # first key of a completion -> the loads that end with it
+        self._since: dict[Any, tuple[int, int]] = {}  # load, or store that a worker makes -> when it began, ns; tokens
 
     def patch(self, patcher: Patcher, module: ModuleType) -> None:
         """Wrap what this module has of it."""
@@ -162,8 +171,13 @@ class ServerOffload(Adapter):
                 "prepare_read_completion": self.prepared,
                 "finish_read_by_owner": self.finished,
             },
-            _LMCACHE_DRIVEN: {"retrieve": self.retrieve},
-            _ENGINE_DRIVEN: {"prepare_retrieve": self.handed_out, "commit_retrieve": self.taken},
+            _LMCACHE_DRIVEN: {"retrieve": self.retrieve, "store_with_chunk_mask": self.kept},
+            _ENGINE_DRIVEN: {
+                "prepare_store": self.awaited,
+                "commit_store": self.given,
+                "prepare_retrieve": self.handed_out,
+                "commit_retrieve": self.taken,
+            },
         }
         owners = {target.path.split(".")[0] for target in self.targets if target.module == module.__name__}
         for name, hook in every[module.__name__].items():
@@ -242,7 +256,40 @@ class ServerOffload(Adapter):
         del self._found[key.request_id]
         load = (key.request_id, instance_id)
         account.waits(load)
+        self._begins(load, key)
         return load
+
+    def _begins(self, what: Any, key: Any) -> None:
+        if len(self._since) >= _MAX_FOUND:  # of workers that never came back
+            self._since.clear()
+        self._since[what] = time.monotonic_ns(), key.end - key.start
+
+    def _ended(self, phase: str, what: Any) -> None:
+        began = self._since.pop(what, None)
+        if began is not None:
+            tell(phase, what[0], began[0], time.monotonic_ns(), began[1])
+
+    def kept(self, call: Call, module: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around `store_with_chunk_mask`; the last part of its result says which chunks were taken."""
+        began_ns = time.monotonic_ns()
+        result = call()
+        if any(result[2]):
+            tell("store", key.request_id, began_ns, time.monotonic_ns(), key.end - key.start)
+        return result
+
+    def awaited(self, call: Call, module: Any, key: Any, instance_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Around `prepare_store`: the worker copies into what this returns, and then says so."""
+        with self._lock:
+            self._begins((key.request_id, instance_id, "store"), key)
+        return call()
+
+    def given(self, call: Call, module: Any, key: Any, instance_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Around `commit_store`."""
+        result = call()
+        if result:
+            with self._lock:
+                self._ended("store", (key.request_id, instance_id, "store"))
+        return result
 
     def retrieve(self, call: Call, module: Any, key: Any, instance_id: int, *args: Any, **kwargs: Any) -> Any:
         """Around `retrieve`: it submits the copies; `finished` tells their end."""
@@ -279,6 +326,7 @@ class ServerOffload(Adapter):
                     del self._ending[first]
                 if account is not None:
                     account.arrived(load)
+                    self._ended("load", load)
         return call()
 
     def handed_out(self, call: Call, module: Any, key: Any, instance_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -296,8 +344,17 @@ class ServerOffload(Adapter):
         """Around `commit_retrieve`."""
         with self.counting() as account:
             if account is not None:
-                account.arrived((key.request_id, instance_id))
+                load = (key.request_id, instance_id)
+                account.arrived(load)
+                self._ended("load", load)
         return call()
+
+
+def tell(phase: str, request: Any, began_ns: int, ended_ns: int, tokens: int | None = None) -> None:
+    """A load or a store of one request's blocks, where LMCache was told whose they are; `tokens` where it is known."""
+    if request is not None and step_log.wanted():
+        computed = None if tokens is None else (tokens,)
+        step_log.told((began_ns, ended_ns), None, phase, (str(request),), 0, computed, "lmcache")
 
 
 def object_bytes(objects: Any) -> int:

@@ -34,6 +34,7 @@ from .sglang_copies import (
 from .sglang_offload import Offload, Storage
 from .sglang_sleep import MemoryOccupation
 from .sglang_split import SPLIT, Split
+from .sglang_steps import Steps
 
 _ENGINE = "sglang.srt.mem_cache.l2_transfer"
 _CONTROLLER = "sglang.srt.managers.cache_controller"
@@ -283,4 +284,4 @@ class Controller(TimedCalls):
         return {"cause": cause.get(backend, ""), "direction": "both"}
 
 
-ADAPTERS = (Transfers, Controller, Storage, Offload, MemoryOccupation)
+ADAPTERS = (Transfers, Controller, Storage, Offload, MemoryOccupation, Steps)

@@ -53,7 +53,7 @@ class Steps(Adapter):
         """Wrap the loop, and what it asks."""
         patcher.wrap(module.GenerationMixin, "generate", self.generated)
         patcher.wrap(module.GenerationMixin, "_sample", self.sampled)
-        patcher.wrap(module.GenerationMixin, "_has_unfinished_sequences", self.asked)
+        patcher.watch(module.GenerationMixin, "_has_unfinished_sequences", self.asked)
 
     def generated(self, call: Call, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Around `generate`: its requests arrive."""
@@ -81,16 +81,14 @@ class Steps(Adapter):
             for one in mine.requests:
                 step_log.mark_request(one, "ended")
 
-    def asked(self, call: Call, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around `_has_unfinished_sequences`: every row has its next token."""
+    def asked(self, now_ns: int, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Behind `_has_unfinished_sequences`: every row had its next token when that was asked."""
         mine: _Generation | None = getattr(self._mine, "open", None)
         if mine is not None:
-            now_ns = time.monotonic_ns()
             if mine.steps >= 0:
                 phase = "decode" if mine.steps else "prefill"
-                computed = (1 if mine.steps else mine.prompt,) * len(mine.requests)
+                computed = 1 if mine.steps else mine.prompt
                 times = mine.began_ns, now_ns
                 step_log.told(times, next(self._numbers), phase, mine.requests, 1, computed, "transformers")
                 mine.began_ns = now_ns
             mine.steps += 1
-        return call()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
+from itertools import repeat
 from types import ModuleType
 from typing import Any
 
@@ -44,8 +45,8 @@ class Steps(Adapter):
 
     def patch(self, patcher: Patcher, module: ModuleType) -> None:
         """Wrap the scheduler."""
-        patcher.wrap(module.Scheduler, "schedule", self.scheduled)
-        patcher.wrap(module.Scheduler, "update_from_output", self.stepped)
+        patcher.watch(module.Scheduler, "schedule", self.scheduled)
+        patcher.watch(module.Scheduler, "update_from_output", self.stepped)
         patcher.wrap(module.Scheduler, "add_request", self.added)
         patcher.wrap(module.Scheduler, "finish_requests", self.finished)
 
@@ -59,26 +60,22 @@ class Steps(Adapter):
             step_log.mark_request(request.request_id, "arrived", at_ns)
         return result
 
-    def scheduled(self, call: Call, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around `schedule`: a step begins, if there is anything to compute."""
-        begin_ns = time.monotonic_ns()
-        output = call()
-        if output.total_num_scheduled_tokens and step_log.wanted():
+    def scheduled(self, began_ns: int, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Behind `schedule`: a step has begun, if there is anything to compute."""
+        if output.total_num_scheduled_tokens and step_log.wanted_at(began_ns):
             if len(self._began) >= _UNDER_WAY:
                 self._began.clear()
-            self._began[id(output)] = self._number, begin_ns
+            self._began[id(output)] = self._number, began_ns
             self._number += 1
-        return output
 
-    def stepped(self, call: Call, scheduler: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around `update_from_output`: a step has ended; several may be under way at a time."""
-        began = self._began.pop(id(scheduler_output), None)
-        outputs = call()
+    def stepped(self, _: int, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Behind `update_from_output`: a step has ended; several may be under way at a time."""
+        step = args[1] if len(args) > 1 else kwargs["scheduler_output"]
+        began = self._began.pop(id(step), None)
         if began is not None:
             of = "vllm", threading.get_native_id()
             made = tuple(outputs.values()) if outputs else ()  # vLLM may add to the mapping
-            event_log.later(self._tell, began, time.monotonic_ns(), of, scheduler_output, made)
-        return outputs
+            event_log.later(self._tell, began, time.monotonic_ns(), of, step, made)
 
     def finished(self, call: Call, scheduler: Any, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """Around `finish_requests`: they are given up."""
@@ -100,31 +97,24 @@ class Steps(Adapter):
     ) -> None:
         number, begin_ns = began
         emitted: dict[str, int] = {}
-        ended = []
+        ended: list[str] = []
         for of_client in outputs:
             stamp_ns = int(of_client.timestamp * 1e9)
             if begin_ns <= stamp_ns <= end_ns:
                 end_ns = stamp_ns
-            for one in of_client.outputs:
-                emitted[one.request_id] = len(one.new_token_ids)
-                if one.finish_reason is not None:
-                    ended.append(one.request_id)
+            emitted |= {one.request_id: len(one.new_token_ids) for one in of_client.outputs}
+            ended += [one.request_id for one in of_client.outputs if one.finish_reason is not None]
         computed = step.num_scheduled_tokens
         self._started.difference_update(_resumed(step.scheduled_cached_reqs))
-        prefills = sum(one not in self._started for one in computed)
+        prefills = 0 if self._started.issuperset(computed) else len(computed.keys() - self._started)
         phase = "decode" if not prefills else "prefill" if prefills == len(computed) else "mixed"
-        step_log.write_step(
-            (begin_ns, end_ns),
-            number,
-            phase,
-            tuple(computed),
-            [emitted.get(one, 0) for one in computed],
-            tuple(computed.values()),
-            of,
-        )
+        names = tuple(computed)
+        tokens = [*map(emitted.get, names, repeat(0))]
+        step_log.write_step((begin_ns, end_ns), number, phase, names, tokens, tuple(computed.values()), of)
         if len(self._started) > _MOST_STARTED:
             self._started.clear()
-        self._started.update(one for one, tokens in emitted.items() if tokens)
+        if prefills:
+            self._started.update([one for one, new in emitted.items() if new])
         self._give_up(ended, end_ns)
 
 

@@ -12,6 +12,7 @@ import functools
 import inspect
 import logging
 import sys
+import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -153,12 +154,22 @@ class Patcher:
             AttributeError: there is no such attribute.
             ValueError: the adapter does not list it.
         """
+        self._put(owner, name, lambda func, where: self.around(func, hook, where))
+
+    def watch(self, owner: Any, name: str, note: Callable[..., None]) -> None:
+        """Call `note(began_ns, result, args, kwargs)` behind every call of `owner.name` that returns; as `wrap` else.
+
+        For what runs at every step: it costs less than a hook, and can change nothing.
+        """
+        self._put(owner, name, lambda func, where: self.behind(func, note, where))
+
+    def _put(self, owner: Any, name: str, made: Callable[[Callable[..., Any], str], Callable[..., Any]]) -> None:
         raw = inspect.getattr_static(owner, name)
         kind = type(raw) if isinstance(raw, staticmethod | classmethod) else None
         func: Callable[..., Any] = raw.__func__ if kind is not None else raw
         if any(func is one for one in self._wrappers):
             return  # two modules of the server show the same class
-        wrapper = self.around(func, hook, _place(owner, name)[1])
+        wrapper = made(func, _place(owner, name)[1])
         self._wrappers.append(wrapper)
         self.replace(owner, name, kind(wrapper) if kind is not None else wrapper)
         if isinstance(owner, ModuleType):
@@ -188,6 +199,24 @@ class Patcher:
                     raise
                 breaker.trip(where, error)
                 return call.finish()
+
+        wrapper.__kvprobe__ = breaker.name  # type: ignore[attr-defined]
+        return wrapper
+
+    def behind(self, func: Callable[..., Any], note: Callable[..., None], where: str) -> Callable[..., Any]:
+        """A function that calls `note` behind `func` while the adapter is active; puts it nowhere."""
+        breaker, now_ns = self.breaker, time.monotonic_ns
+
+        @_like(func)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            began_ns = now_ns()
+            result = func(*args, **kwargs)
+            if breaker.active:
+                try:
+                    note(began_ns, result, args, kwargs)
+                except Exception as error:
+                    breaker.trip(where, error)
+            return result
 
         wrapper.__kvprobe__ = breaker.name  # type: ignore[attr-defined]
         return wrapper

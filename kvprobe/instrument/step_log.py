@@ -17,10 +17,12 @@ from kvprobe.environment import DETAIL, MAX_BYTES, RUN, killed
 from kvprobe.instrument import event_log, nvtx_marks
 from kvprobe.runfolder.step_lines import TIMES, StepLines, limit_of
 
-__all__ = ["MarkedStep", "mark", "mark_request", "told", "wanted", "write_step", "write_time"]
+__all__ = ["MarkedStep", "mark", "mark_request", "told", "wanted", "wanted_at", "write_step", "write_time"]
 
 _lines: StepLines | None = None
 _lines_of = ""
+_ASK_AGAIN_NS = 100_000_000
+_answer = 0, False  # of `wanted`, and until when it is good
 _lock = threading.Lock()
 
 
@@ -35,6 +37,14 @@ os.register_at_fork(after_in_child=_after_fork)
 def wanted() -> bool:
     """Whether a step will be noted: a run folder is set."""
     return bool(RUN.text) and not killed()
+
+
+def wanted_at(now_ns: int) -> bool:
+    """The same for what runs at every step: the environment is asked again after a tenth of a second."""
+    global _answer
+    if now_ns >= _answer[0]:
+        _answer = now_ns + _ASK_AGAIN_NS, wanted()
+    return _answer[1]
 
 
 def _file() -> StepLines | None:
@@ -57,7 +67,7 @@ def told(
     phase: str,
     requests: Iterable[Any],
     tokens: int | Sequence[int] = 1,
-    computed: Sequence[int] | None = None,
+    computed: int | Sequence[int] | None = None,
     server: str = "",
 ) -> None:
     """A step that is over, for adapters, which know its times. Never raises; `requests` and lists are not kept."""
@@ -72,7 +82,7 @@ def write_step(
     phase: str,
     requests: tuple[Any, ...],
     tokens: int | Sequence[int],
-    computed: Sequence[int] | None,
+    computed: int | Sequence[int] | None,
     of: tuple[str, int],
 ) -> None:
     """The same at once, for what runs on kvprobe's own thread (`event_log.later`); `of`: its server and its thread."""

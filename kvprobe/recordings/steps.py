@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Iterable
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -55,9 +56,8 @@ class Steps:
                 begin = min(int(line.get("begin_ns", at)), at)
                 told = line.get("requests") or []
                 found = [named.get(one, -1) for one in told]
-                tokens, computed = line.get("tokens", 1), line.get("computed") or ()
-                emitted = [tokens] * len(told) if isinstance(tokens, int) else [*tokens, *[0] * len(told)][: len(told)]
-                each = [*computed, *[-1] * len(told)][: len(told)]
+                emitted = _of_each(line.get("tokens", 1), len(told), 0)
+                each = _of_each(line.get("computed"), len(told), -1)
                 number, phase = line.get("step"), _PHASES.get(str(line.get("phase")), 0)
                 of = self._names.add(str(line.get("server") or "")), int(line.get("thread") or -1)
                 self.step((begin + by_ns, at + by_ns), process, -1 if number is None else int(number), phase, of)
@@ -74,10 +74,15 @@ class Steps:
 
     def requests(self, process: int, requests: list[int], tokens: list[int], computed: list[int]) -> None:
         """Requests (indexes of names) of the step that was added last."""
-        known = [i for i, one in enumerate(requests) if one >= 0]
-        self._unnamed += len(requests) - len(known)
-        for i in known:
-            _add(self._of, (process, self.rows - 1, requests[i], tokens[i], computed[i]))
+        unnamed = requests.count(-1)
+        if unnamed:
+            self._unnamed += unnamed
+            known = [one >= 0 for one in requests]
+            requests, tokens, computed = (list(compress(of, known)) for of in (requests, tokens, computed))
+        many = len(requests)
+        columns = ([process] * many, [self.rows - 1] * many, requests, tokens, computed)
+        for column, values in zip(self._of.values(), columns, strict=True):
+            column.extend(values)
 
     def time(self, at_ns: int, process: int, request: int, what: RequestTime) -> None:
         """A time of a request (index of its name)."""
@@ -94,6 +99,13 @@ class Steps:
             recording.notes.append(
                 f"{self._unnamed:,} times a step names a request by a number that its file does not explain: left out"
             )
+
+
+def _of_each(told: Any, many: int, lacking: int) -> list[int]:
+    """One number for each of `many` requests, from one for all of them or a list, which may not fit them."""
+    if isinstance(told, int):
+        return [told] * many
+    return [*(told or ()), *[lacking] * many][:many]
 
 
 def _add(columns: dict[str, array[int]], row: tuple[int, ...]) -> None:

@@ -252,6 +252,7 @@ class _Joining:
 
     def __init__(self, recording: Recording, account: Account, told: Served, window: ServingWindow) -> None:
         self.recording, self.account, self.told = recording, account, told
+        self.pids: list[int] = recording.processes["pid"].tolist()
         self.judged = window.holds(told.process, told.from_ns) & (told.to_ns <= window.end_ns)
         self.gpu = gpu_of(account, told.process)
         self.lines = lines_in(account, self.gpu, told.from_ns, told.to_ns)
@@ -275,9 +276,7 @@ class _Joining:
             self.fence[told.like == like] = known.late_ns
             self.mean[told.like == like] = mean
             phase = Phase(like // 64)
-            by_tokens = phase != Phase.DECODE and bool(
-                (told.computed[np.isin(told.step, np.flatnonzero(mine))] >= 0).all()
-            )
+            by_tokens = phase != Phase.DECODE and bool((told.computed[mine[told.step]] >= 0).all())
             counted = "tokens" if by_tokens else "requests"
             self.phases.append(PhaseTimes(phase, 1 << like % 64, counted, known, took[mine], mean, int(late.sum())))
 
@@ -295,9 +294,8 @@ class _Joining:
         self.counts = self.judged[told.step[emits]] & self.judged[told.step[begins]]
         later = ~new & self.counts
         self.is_late = later & (self.took > self.fence[told.step[emits]])
-        self.usual_parts = np.zeros((len(emits), PARTS))
-        self.usual_parts[:, : len(Line)] = self.mean[told.step[emits]]
-        self._firsts(np.flatnonzero(new & self.counts))
+        self.firsts = np.flatnonzero(new & self.counts)
+        self._firsts(self.firsts)
 
     def _firsts(self, rows: Array) -> None:
         """First tokens, compared by the size of what was computed for them."""
@@ -306,12 +304,27 @@ class _Joining:
         pair, of = self._pairs(rows)
         np.add.at(amount, of, np.maximum(told.computed[pair], 0))
         like = like_of(np.full(len(rows), Phase.PREFILL), np.ones(len(rows)), amount)
+        self.usual_firsts = self._of_steps(rows)
         for one in np.unique(like).tolist():
-            mine = rows[like == one]
+            at = np.flatnonzero(like == one)
+            mine = rows[at]
             late = self.took[mine] > usual(self.took[mine]).late_ns
             self.is_late[mine] = late
             if not late.all():
-                self.usual_parts[mine] = self.parts(mine[~late]).mean(axis=0)
+                self.usual_firsts[at] = self.parts(mine[~late]).mean(axis=0)
+
+    def _of_steps(self, waits: Array) -> Array:
+        """The mean split of the like of the steps that ended these waits, (waits, PARTS)."""
+        out = np.zeros((len(waits), PARTS))
+        out[:, : len(Line)] = self.mean[self.told.step[self.ends[waits]]]
+        return out
+
+    def _usual(self, waits: Array) -> Array:
+        """What these waits consist of when they are not late, (waits, PARTS)."""
+        out = self._of_steps(waits)
+        first = np.flatnonzero(self.is_first[waits])
+        out[first] = self.usual_firsts[np.searchsorted(self.firsts, waits[first])]
+        return out
 
     def _pairs(self, waits: Array) -> tuple[Array, Array]:
         """All pairs of these waits, and the place in `waits` that each is of."""
@@ -343,7 +356,9 @@ class _Joining:
 
     def result(self) -> Requests:
         told, judged = self.told, self.judged
-        who = np.unique(told.request[judged[told.step]])
+        there = np.zeros(len(told.name), dtype=bool)
+        there[told.request[judged[told.step]]] = True
+        who = np.flatnonzero(there)
         undecided = "" if judged.any() else "no step lies in the serving window"
         if not undecided and all(one.undecided for one in self.phases):
             undecided = f"of no kind of step there are {LEAST} to compare"
@@ -399,14 +414,13 @@ class _Joining:
         return self.account.gpus[gpu].processes if gpu >= 0 else ()
 
     def _pid(self, process: int) -> int:
-        table = self.recording.processes
-        return int(table["pid"][process]) if 0 <= process < table.rows else process
+        return self.pids[process] if 0 <= process < len(self.pids) else process
 
     def _late_requests(self) -> list[LateRequest]:
         told = self.told
         waits = np.flatnonzero(self.is_late)
         of = told.request[self.ends]
-        surplus = self.parts(waits) - self.usual_parts[waits]
+        surplus = self.parts(waits) - self._usual(waits)
         who, place = np.unique(of[waits], return_inverse=True)
         total = np.zeros((len(who), PARTS))
         np.add.at(total, place, surplus)

@@ -12,6 +12,8 @@ from kvprobe.requests.usual import like_of
 
 __all__ = ["Served", "served"]
 
+_SPARSE = 4  # numbers up to so many times as many as there are of them are looked up in a table
+
 
 @dataclass(frozen=True)
 class Served:
@@ -70,8 +72,11 @@ def served(recording: Recording) -> Served:
     rows = rows[np.argsort(table["end_ns"][rows], kind="stable")]
     start, end, process = (table[name][rows] for name in ("start_ns", "end_ns", "process"))
     pair, step = _joined(recording, rows)
-    requests, request = np.unique(_key(of["process"][pair], of["request"][pair], recording), return_inverse=True)
-    order = np.lexsort((step, request))
+    requests, request = _numbered(_key(of["process"][pair], of["request"][pair], recording))
+    if len(step) and (step[1:] < step[:-1]).any():
+        order = np.argsort(step, kind="stable")
+        pair, step, request = pair[order], step[order], request[order]
+    order = _stable(request)
     pair, step, request = pair[order], step[order], request[order]
     tokens, computed = of["tokens"][pair].astype(np.int64), of["computed"][pair].astype(np.int64)
 
@@ -116,13 +121,39 @@ def _key(process: Array, request: Array, recording: Recording) -> Array:
     return np.asarray(process.astype(np.int64) * max(len(recording.names), 1) + request)
 
 
+def _numbered(key: Array) -> tuple[Array, Array]:
+    """As numpy's unique with its inverse, for keys from 0 on; where they lie close together nothing is sorted."""
+    reach = int(key.max(initial=-1)) + 1
+    if reach > _SPARSE * len(key):
+        found, inverse = np.unique(key, return_inverse=True)
+        return found, inverse
+    there = np.zeros(reach, dtype=bool)
+    there[key] = True
+    return np.flatnonzero(there), (np.cumsum(there) - 1)[key]
+
+
+def _stable(number: Array) -> Array:
+    """A stable order by numbers from 0 on: 16 bits at a time, which numpy sorts by radix."""
+    order = np.argsort((number & 0xFFFF).astype(np.uint16), kind="stable")
+    for shift in range(16, int(number.max(initial=0)).bit_length(), 16):
+        order = order[np.argsort(((number[order] >> shift) & 0xFFFF).astype(np.uint16), kind="stable")]
+    return order
+
+
 def _joined(recording: Recording, rows: Array) -> tuple[Array, Array]:
     """Rows of `step_requests`, and which of the steps in `rows` each is of; what is of none is left out."""
     table, of = recording.steps, recording.step_requests
     most = int(max(table["id"].max(initial=0), of["id"].max(initial=0))) + 1
     own = table["process"][rows].astype(np.int64) * most + table["id"][rows]
-    order = np.argsort(own, kind="stable")
     asked = of["process"].astype(np.int64) * most + of["id"]
+    reach = int(max(own.max(initial=-1), asked.max(initial=-1))) + 1
+    if reach <= _SPARSE * len(asked):
+        place = np.full(reach, -1, dtype=np.int64)
+        place[own] = np.arange(len(own))
+        step = place[asked]
+        pair = np.flatnonzero(step >= 0)
+        return pair, step[pair]
+    order = np.argsort(own, kind="stable")
     at = np.searchsorted(own[order], asked)
     at = np.minimum(at, max(len(own) - 1, 0))
     pair = np.flatnonzero(own[order][at] == asked) if len(own) else np.zeros(0, dtype=np.int64)
@@ -162,5 +193,7 @@ def _own_loads(recording: Recording, requests: Array, request: Array, since: Arr
     born, died = since[first], since[last] + turn[last]
     base = np.concatenate(([0], np.cumsum(died - born)[:-1])) - born
     cover = Cover(np.clip(begins, born[who], died[who]) + base[who], np.clip(ends, born[who], died[who]) + base[who])
-    placed = since + base[request]
-    return cover.within(placed, placed + turn)
+    asked = np.flatnonzero(turn > 0)
+    placed = since[asked] + base[request[asked]]
+    out[asked] = cover.within(placed, placed + turn[asked])
+    return out

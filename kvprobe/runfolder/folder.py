@@ -210,7 +210,7 @@ class StepLine(TypedDict, total=False):
     thread: Int | None
     requests: _OfEach
     tokens: Annotated[int, msgspec.Meta(ge=0, le=2**30)] | _OfEach
-    computed: _OfEach | None
+    computed: Annotated[int, msgspec.Meta(ge=0, le=2**62)] | _OfEach | None
 
 
 class Place(TypedDict, total=False):

@@ -9,7 +9,7 @@ One JSON object a line, each with `t_ns` (CLOCK_MONOTONIC) and `kind`:
 * `"request"`: `n` stands for the request `request` from here on in this file;
 * `"step"`: a step ended at `t_ns`; `begin_ns`, `step` (the server's number or null), `phase` (`prefill`, `decode`,
   `mixed`, `load`, `store`, `unknown`), `server`, `thread`, `requests` (numbers), `tokens` (emitted for each of them: a
-  list, or one number for all), `computed` (tokens that the step computed for each, or null);
+  list, or one number for all), `computed` (tokens that the step computed for each, as a list or one number, or null);
 * `"arrived"`, `"first token"`, `"ended"`: of the request that `n` stands for.
 """
 
@@ -39,6 +39,17 @@ def limit_of(totals: bool, max_bytes: int) -> int:
     return min(limit, max_bytes // 16) if max_bytes else limit
 
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def _each(of: int | Sequence[int], many: int) -> int | list[int]:
+    """One number where it is the same for every request: most steps, which decode, are told in a third of the bytes."""
+    if isinstance(of, int):
+        return of
+    each = list(of)[:MOST_REQUESTS]
+    return each[0] if each and each.count(each[0]) == len(each) == many else each
+
+
 class StepLines:
     """The file of one process: opened when first written, whole lines, given up on the first error."""
 
@@ -51,6 +62,7 @@ class StepLines:
         self.dead = ""  # why it is given up
         self._numbers: dict[str, int] = {}
         self._next = 0
+        self._listed: tuple[tuple[Any, ...], str] = (), "[]"  # the requests of the step before, and their numbers
 
     def step(
         self,
@@ -59,13 +71,19 @@ class StepLines:
         phase: str,
         requests: Sequence[Any],
         tokens: int | Sequence[int],
-        computed: Sequence[int] | None = None,
+        computed: int | Sequence[int] | None = None,
         of: tuple[str, int] = ("", -1),
     ) -> None:
         """One step, from and to `times_ns`; `of`: its server and its thread."""
-        listed = list(requests)[:MOST_REQUESTS]
         lines: list[dict[str, Any]] = []
-        numbers = [self._number(str(one), times_ns[1], lines) for one in listed]
+        names = tuple(requests)
+        many = min(len(names), MOST_REQUESTS)
+        if names != self._listed[0]:
+            listed = names[:MOST_REQUESTS]
+            numbers = [*map(self._numbers.get, listed)]
+            if None in numbers:
+                numbers = [self._number(str(one), times_ns[1], lines) for one in listed]
+            self._listed = names, _encode(numbers)
         told = {
             "t_ns": times_ns[1],
             "kind": "step",
@@ -74,45 +92,49 @@ class StepLines:
             "phase": phase if phase in PHASES else "unknown",
             "server": of[0],
             "thread": of[1],
-            "requests": numbers,
-            "tokens": tokens if isinstance(tokens, int) else list(tokens)[:MOST_REQUESTS],
-            "computed": None if computed is None else list(computed)[:MOST_REQUESTS],
+            "tokens": _each(tokens, many),
+            "computed": None if computed is None else _each(computed, many),
         }
-        self._write([*lines, told])
+        self._write(lines, f'{_encode(told)[:-1]},"requests":{self._listed[1]}}}')
 
     def time(self, request: Any, what: str, at_ns: int) -> None:
         """A time of a request: `what` of TIMES."""
         lines: list[dict[str, Any]] = []
         number = self._number(str(request), at_ns, lines)
-        self._write([*lines, {"t_ns": at_ns, "kind": what, "n": number}])
+        self._write(lines, _encode({"t_ns": at_ns, "kind": what, "n": number}))
         if what == "ended":
             self._numbers.pop(str(request)[:LONGEST_ID], None)
+            self._listed = (), "[]"
 
     def _number(self, request: str, at_ns: int, lines: list[dict[str, Any]]) -> int:
         request = request[:LONGEST_ID]
         number = self._numbers.get(request)
         if number is None:
             if len(self._numbers) >= _MOST_NUMBERED:  # requests that nobody ended
-                self._numbers.clear()
+                self._forget()
             number = self._numbers[request] = self._next
             self._next += 1
             lines.append({"t_ns": at_ns, "kind": "request", "n": number, "request": request})
         return number
 
-    def _write(self, lines: list[dict[str, Any]]) -> None:
+    def _forget(self) -> None:
+        self._numbers.clear()
+        self._listed = (), "[]"
+
+    def _write(self, lines: list[dict[str, Any]], last: str) -> None:
         if self.dead:
             return
         try:
             if self._fd is None:
                 self._fd = files.open_append(self._path)
                 self._bytes = os.fstat(self._fd).st_size
-            data = "".join(f"{json.dumps(line, separators=(',', ':'))}\n" for line in lines).encode(errors="replace")
+            data = "".join(f"{line}\n" for line in (*map(_encode, lines), last)).encode(errors="replace")
             self._bytes += os.write(self._fd, data)
             if self._bytes >= self._limit:
                 os.close(self._fd)
                 self._fd = None
                 self._path.replace(self._before)
-                self._numbers.clear()  # each file names its requests itself
+                self._forget()  # each file names its requests itself
         except OSError as error:  # a full disk, or a server that closed every descriptor: it goes on, we stop
             self.dead = error.strerror or str(error)
 

@@ -62,6 +62,26 @@ def test_an_adapter_touches_nothing_that_it_does_not_list():
         patcher.wrap(module, "unlisted", lambda call: call())
 
 
+def test_what_only_looks_on_sees_every_call_and_can_change_none():
+    module, seen, broken = types.ModuleType("toy"), [], []
+    exec("def double(n, *, plus=0):\n    if n < 0: raise ValueError(n)\n    return 2 * n + plus\n", module.__dict__)
+    own, patcher = module.double, Patcher(CircuitBreaker("toy", broken.append))
+
+    def note(began_ns, result, args, kwargs):
+        seen.append((result, args, kwargs))
+        assert began_ns > 0 and result != 8
+
+    patcher.watch(module, "double", note)
+    assert module.double(1, plus=3) == 5 and seen == [(5, (1,), {"plus": 3})]
+    with pytest.raises(ValueError, match="-1"):  # the function's own: nothing to note, and nothing is wrong
+        module.double(-1)
+    assert len(seen) == 1 and not broken
+    assert module.double(4) == 8 and len(broken) == 1  # the note failed: it steps aside
+    assert module.double(2) == 4 and len(seen) == 2
+    patcher.undo()
+    assert module.double is own
+
+
 class Twice(TimedCalls):
     name = "toy.twice"
     timed = (timed("toy.home", "outer", ("n",), "load"), timed("toy.home", "inner", ("n",), "load"))

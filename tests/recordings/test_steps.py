@@ -224,6 +224,27 @@ def test_lists_that_do_not_fit_their_requests_are_filled_up(tmp_path):
     assert any("by a number that its file does not explain" in note for note in recording.notes)
 
 
+def test_what_is_the_same_for_every_request_is_written_once(tmp_path):
+    lines = StepLines(tmp_path, "steps-5", 1 << 20)
+    for step in range(3):
+        lines.step((10 * step, 10 * step + 9), step, "decode", ["a", "b"], [1, 1], [7, 7])
+    lines.step((40, 49), 3, "mixed", ["a", "b"], [1, 2], [7, 8])
+    lines.time("a", "ended", 49)
+    lines.step((50, 59), 4, "decode", ["a", "b"], 1, 1)  # another request of that name
+    written = [json.loads(line) for line in (tmp_path / "steps-5.jsonl").read_text().splitlines()]
+    steps = [line for line in written if line["kind"] == "step"]
+    assert [(one["tokens"], one["computed"], one["requests"]) for one in steps] == [
+        *[(1, 7, [0, 1])] * 3,
+        ([1, 2], [7, 8], [0, 1]),
+        (1, 1, [2, 1]),
+    ]
+    recording = open_recording(_run_folder(tmp_path))
+    assert held(recording)[0] == (0, "decode", {"a": 1, "b": 1})
+    assert held(recording)[3] == (3, "mixed", {"a": 1, "b": 2})
+    assert recording.step_requests["computed"].tolist() == [7, 7, 7, 7, 7, 7, 7, 8, 1, 1]
+    assert not any("steps-5" in note for note in recording.notes)
+
+
 def with_ranges(*ranges: tuple[int, int, str]) -> Recording:
     names = Names()
     recording = Recording([Source("one", "nsys-sqlite")])

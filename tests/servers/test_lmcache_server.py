@@ -107,6 +107,26 @@ def moved(recording):
     return [int(table["bytes"][outer & (table["direction"] == way)].sum()) for way in (Direction.D2H, Direction.H2D)]
 
 
+def check_requests(recording, log):
+    """Each request's store and load, and as many of both and of as many tokens as the server's own log says."""
+    from kvprobe.recordings.model import Phase
+
+    steps, of = recording.steps, recording.step_requests
+    told = []
+    for row in range(steps.rows):
+        (pair,) = (of["id"] == steps["id"][row]).nonzero()[0]
+        told.append(
+            (Phase(int(steps["phase"][row])), recording.text(int(of["request"][pair])), int(of["computed"][pair]))
+        )
+        assert steps["end_ns"][row] > steps["start_ns"][row]
+    names = ("first", "second")
+    stored = [(Phase.STORE, f"{name}-cold-{i}", PROMPT) for name in names for i in range(STORED)]
+    loaded = [(Phase.LOAD, f"{name}-warm-{i}", PROMPT) for name in names for i in range(LOADED)]
+    assert sorted(told) == sorted(stored + loaded)
+    for word, own in (("Stored", stored), ("Retrieved", loaded)):
+        assert [int(one) for one in re.findall(rf"{word} (\d+) tokens in", log)] == [tokens for _, _, tokens in own]
+
+
 @pytest.mark.parametrize(
     ("mode", "shared_memory", "how"),
     [
@@ -139,6 +159,7 @@ def test_a_watched_server_and_client_move_the_same_bytes_and_the_page_says_what_
     assert not [note for note in server.notes if "lmcache" in note and ("failed" in note or "skipped" in note)]
     stored, loaded = 2 * STORED * PROMPT_BYTES, 2 * LOADED * PROMPT_BYTES  # two clients
     assert moved(server) == [stored, loaded]
+    check_requests(server, (tmp_path / "server.log").read_text())
     (benefit,) = offload_benefit.of_recording(server)
     assert (benefit.server, benefit.source, benefit.requests) == ("lmcache", "server", 2 * LOOKUPS)
     assert (benefit.prompt_tokens, benefit.hit_tokens) == (2 * LOOKUPS * PROMPT, 2 * LOADED * PROMPT)

@@ -6,17 +6,21 @@ are SGLang's own; sglang_platform.py says what is played. The prompts are twice 
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 from kvprobe.instrument.event_log import read_events
 from kvprobe.recordings import open_recording
+from kvprobe.recordings.model import Phase
 from kvprobe.reporting.recorded import view
+from kvprobe.requests.served import served
 
 pytestmark = [pytest.mark.servers, pytest.mark.slow, pytest.mark.timeout(1500)]
 HERE = Path(__file__).resolve().parent
@@ -26,6 +30,9 @@ BY_PAGE = {**HICACHE, "hicache_mem_layout": "page_first_direct", "page_size": 16
 PROMPTS = [f"cold {start}" for start in (0, 2, 4, 6)]
 PROMPTS += [f"again {turn} {start}" for turn in (0, 1) for start in (0, 4)]
 EXIT = 3  # the engine's, so that it is seen to come through
+CHUNKS = {"chunked_prefill_size": 256, "enable_mixed_chunk": True, "decode_log_interval": 1, "log_level": "info"}
+PREFILL = re.compile(r"Prefill batch \[(\d+)\], #new-seq: (\d+), #new-token: (\d+)")
+DECODE = re.compile(r"Decode batch \[(\d+)\], #running-req: (\d+)")
 SLOW = {"KVHOST_DEPTH": "64", "KVHOST_H2D_GBPS": "0.004", "KVHOST_D2H_GBPS": "0.004"}  # slower than it is asked to copy
 
 
@@ -70,8 +77,8 @@ def engine(folder, arguments, words=None, **environment):
     if words is not None:
         command = [sys.executable, "-m", "kvprobe", "run", "-o", str(run), *words, "--", *command]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    log = done.stdout[-3000:] + done.stderr[-6000:]
-    assert done.returncode == EXIT, log
+    log = done.stdout + done.stderr
+    assert done.returncode == EXIT, done.stdout[-3000:] + done.stderr[-6000:]
     (said,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     until = time.monotonic() + 300
     while words is not None and not (run / "end.json").exists() and time.monotonic() < until:
@@ -143,6 +150,39 @@ def test_under_auto_the_tokens_are_the_same(tmp_path, without, arguments):
     check_offload(run)
     assert "switch" in {one["what"] for one in run.events("decision")}
     assert {one["policy"] for one in run.events("transfer")} == {"shared", "pooled"}
+
+
+def test_steps_and_requests_are_those_of_sglangs_own_log(tmp_path):
+    arguments = {**BY_TOKEN, **CHUNKS}
+    plain = engine(tmp_path / "plain", arguments)
+    run = engine(tmp_path / "watched", arguments, [], SGLANG_LOG_FORWARD_ITERS="1")
+    assert run.tokens == plain.tokens
+    recording = open_recording(run.folder)
+    told = served(recording)
+
+    before, prefills, decodes = dict.fromkeys(told.name.tolist(), 0), set(), set()
+    for at, number in enumerate(told.number.tolist()):
+        mine = told.step == at
+        names, computed = told.name[told.request[mine]].tolist(), told.computed[mine]
+        new = np.array([not before[name] for name in names])
+        phase = Phase.DECODE if not new.any() else Phase.PREFILL if new.all() else Phase.MIXED
+        assert told.phase[at] == phase
+        if phase == Phase.DECODE:
+            decodes.add((number, len(names)))
+        else:
+            prefills.add((number, int(new.sum()), int(computed[new].sum())))
+            assert (computed[~new] == 1).all()
+        for name, tokens in zip(names, told.tokens[mine].tolist(), strict=True):
+            before[name] += tokens
+    assert prefills == {tuple(map(int, one)) for one in PREFILL.findall(run.log)}
+    assert decodes == {tuple(map(int, one)) for one in DECODE.findall(run.log)}
+    assert {Phase(int(one)) for one in told.phase} == {Phase.PREFILL, Phase.MIXED, Phase.DECODE}
+
+    ends = {recording.text(int(name)): told.to_ns[told.step[told.request == at]] for at, name in enumerate(told.name)}
+    assert told.arrived_told.all() and len(ends) == 24 and set(before.values()) == {32}
+    for said in (run.said[name] for name in PROMPTS):
+        for name, first in zip(said["ids"], said["first"], strict=True):
+            assert np.abs(ends[name] - (first * 1e9 - said["by"][0])).min() < 2e6  # its stamp, by the wall clock
 
 
 def test_without_offload_nothing_is_said_of_it(tmp_path, without):
