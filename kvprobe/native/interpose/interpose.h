@@ -148,6 +148,7 @@ void kvp_marks_stream_ends(uint64_t stream);
 void kvp_marks_context_ends(void);
 void kvp_marks_hold(void); /* until kvp_marks_go_on nothing is marked: a capture is about to begin */
 void kvp_marks_go_on(void);
+void kvp_marks_nothing_holds(void); /* behind the end of a capture */
 
 /* contents.c: what copies carry, of a sample. `due`: whether the copy that has just returned is to be looked at. */
 void kvp_contents_start(void);
