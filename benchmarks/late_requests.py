@@ -94,7 +94,7 @@ class Server:
     def __init__(
         self, runtime: kvprobe.Runtime, seed: int, at_once: int, step_share: float, step: tuple[float, float]
     ) -> None:
-        """`step_share`: of the steps that are made late; `step`: what one computes, ns, and by what share that varies."""
+        """`step_share`: of the steps that are made late; `step`: its ns, and the share that varies."""
         self.runtime, self.at_once, self.step_share = runtime, at_once, step_share
         self.kernel_ns, self.vary = step
         self.random = np.random.default_rng(seed)

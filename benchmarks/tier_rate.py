@@ -33,7 +33,7 @@ RATE = BLOCK / (TOKENS * PREFILL_NS) * 1e9  # as long as computing, without copy
 
 
 def loop(device: str, file: Path, rate: float, computes: int) -> float:
-    """What a step takes, s, the first quartile; every `computes`-th one computes its block (1: all), the others read it."""
+    """What a step takes, s, the first quartile; every `computes`-th computes its block (1: all), others read it."""
     from kvprobe.instrument.benefit import BenefitTotals
 
     runtime = kvprobe.find_runtime(device)
@@ -137,7 +137,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvprobe-tier-") as folder:
         work = Path(folder)
         source = Path(__file__).with_name("throttle.c")
-        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(work / "throttle.so"), str(source), "-ldl"], check=True)
+        shim = ["cc", "-O2", "-shared", "-fPIC", "-o", str(work / "throttle.so"), str(source), "-ldl"]
+        subprocess.run(shim, check=True)
         (work / "blocks").write_bytes(os.urandom(BLOCK))
         truth = measured(options, work)
         at = truth["break_even_gb_per_s"] * 1e9
