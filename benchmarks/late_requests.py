@@ -1,7 +1,7 @@
 """Late requests against the truth: a server's loop over the real engine, with delays put into known steps and loads.
 
     python benchmarks/late_requests.py                              # 10,000 requests, 64 at once, in virtual time
-    python benchmarks/late_requests.py --device cuda --requests 600 # under kvprobe run, on this machine's GPU
+    python benchmarks/late_requests.py --device cuda --requests 600 --vary 0.1  # under kvprobe run, on a GPU
     python benchmarks/late_requests.py --record FOLDER              # the recording alone, for `kvprobe requests FOLDER`
 
 Requests arrive, load their blocks from CPU memory, take part in steps until they have their tokens, and store their
@@ -95,13 +95,16 @@ class Request:
 class Server:
     """The loop, on any runtime; `seed` decides everything but the clock."""
 
-    def __init__(self, runtime: kvprobe.Runtime, seed: int, at_once: int, step_share: float) -> None:
-        """`step_share`: of the steps that are made late."""
+    def __init__(
+        self, runtime: kvprobe.Runtime, seed: int, at_once: int, step_share: float, step: tuple[float, float]
+    ) -> None:
+        """`step_share`: of the steps that are made late; `step`: its ns, and the share that varies."""
         self.runtime, self.at_once, self.step_share = runtime, at_once, step_share
+        self.kernel_ns, self.vary = step
         self.random = np.random.default_rng(seed)
         self.virtual = isinstance(runtime, HostRuntime) and runtime.simulated
         self.piece = (64 << 10) if runtime.provider == "host" else (1 << 20)
-        self.small = (16 << 10) if runtime.provider == "host" else (1 << 20)
+        self.small = (16 << 10) if runtime.provider == "host" else (256 << 10)
         self.stream, self.other = runtime.stream_create(), runtime.stream_create()
         blocks = at_once * BLOCKS + LARGE
         regions = [[make(runtime, blocks * self.piece) for _ in range(LAYERS)] for make in (device_region, host_region)]
@@ -185,7 +188,8 @@ class Server:
                 self.truth.late |= {one.name for one in (*batch, *waiting)}
                 self.truth.two |= {one.name for one in (*joins, *waiting)}
             computed = [one.prompt if one in joins else 1 for one in batch]
-            work_ns = int((KERNEL_NS + PER_TOKEN_NS * sum(computed)) * self.random.uniform(0.99, 1.01))
+            work = self.kernel_ns + PER_TOKEN_NS * sum(computed)
+            work_ns = int(work * self.random.uniform(1 - self.vary, 1 + self.vary))
             launched_ns = self.now()
             self.compute(work_ns)
             self.runtime.stream_synchronize(self.stream)
@@ -262,7 +266,7 @@ def played(requests: int, at_once: int, seed: int, step_share: float) -> tuple[R
     before = os.environ.get("KVPROBE_RUN")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["KVPROBE_RUN"] = folder
-        server = Server(runtime, seed, at_once, step_share)
+        server = Server(runtime, seed, at_once, step_share, (KERNEL_NS, 0.01))
         try:
             runtime.trace_start(4_000_000)
             truth = server.serve(requests)
@@ -342,7 +346,7 @@ def recorded(options: argparse.Namespace, folder: Path) -> tuple[Recording, Trut
     truth = folder / "truth.json"
     serve = [sys.executable, __file__, "--device", options.device, "--serve", str(truth)]
     serve += ["--requests", str(options.requests), "--at-once", str(options.at_once), "--seed", str(options.seed)]
-    serve += ["--step-share", str(options.step_share)]
+    serve += ["--step-share", str(options.step_share), "--step-ms", str(options.step_ms), "--vary", str(options.vary)]
     subprocess.run([sys.executable, "-m", "kvprobe", "run", "-o", str(folder / "run"), "--", *serve], check=True)
     read = json.loads(truth.read_text())
     steps = {int(number): (kind, ns) for number, (kind, ns) in read["steps"].items()}
@@ -358,12 +362,15 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=64)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--step-share", type=float, default=1 / 400, help="share of the steps that are made late")
+    parser.add_argument("--step-ms", type=float, default=KERNEL_NS / 1e6, help="what a step computes, on a real clock")
+    parser.add_argument("--vary", type=float, default=0.01, help="by what share that varies, on a real clock")
     parser.add_argument("--serve", type=Path, metavar="FILE", help="only serve, and write what was put in")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the recording there")
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="write the recording in virtual time, and end")
     options = parser.parse_args()
     if options.serve is not None:
-        server = Server(kvprobe.find_runtime(options.device), options.seed, options.at_once, options.step_share)
+        step = options.step_ms * 1e6, options.vary
+        server = Server(kvprobe.find_runtime(options.device), options.seed, options.at_once, options.step_share, step)
         truth = server.serve(options.requests)
         server.close()
         told = {key: sorted(one) if isinstance(one, set) else one for key, one in vars(truth).items()}

@@ -6,7 +6,7 @@
 A server in miniature answers requests of many conversations through the real engine: blocks that the CPU pool has are
 loaded, others computed and stored. Printed: hit share and time saved against computing everything, as predicted from
 the first recording, and as measured. On the host runtime computing is a timed operation in virtual time; on a GPU it is
-torch's own delay kernel.
+torch's spin kernel, of as many cycles as were measured to take that long.
 """
 
 from __future__ import annotations
@@ -88,15 +88,7 @@ class Server:
 
     def compute(self, blocks: int) -> None:
         """So many blocks, on the compute stream."""
-        ns = blocks * BLOCK_TOKENS * PREFILL_NS
-        if isinstance(self.runtime, HostRuntime):
-            self.runtime.launch_delay(self.stream, ns)
-        else:
-            import torch
-
-            rate = torch.cuda.get_device_properties(0).clock_rate * 1e3  # cycles a second
-            with torch.cuda.stream(torch.cuda.ExternalStream(self.stream)):
-                torch.cuda._sleep(int(ns * rate / 1e9))
+        self.runtime.launch_delay(self.stream, blocks * BLOCK_TOKENS * PREFILL_NS)
 
     def serve(self, series: list[list[int]]) -> Served:
         """All requests, one after another."""

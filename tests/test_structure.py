@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "recordings": {"errors", "reuse", "recordings", "probe", "runfolder", "instrument.event_log", *JUDGE},
     "output": {"output"},
     "account": {"errors", "output", "recordings", "account"},
-    "requests": {"output", "recordings", "account", "requests"},
+    "requests": {"output", "recordings", "account", "requests", "runfolder"},
     "diagnosis": {"errors", "output", "recordings", "account", "diagnosis", *JUDGE},
     "sizing": {"errors", "output", "reuse", "recordings", "account", "diagnosis", "sizing"},
     "agents": {"errors", "version", "output", "recordings", "agents"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from kvprobe.errors import UsageError
 if TYPE_CHECKING:
     from kvprobe.probe.flight import FlightRecorder
     from kvprobe.probe.live import ProcessView
+    from kvprobe.requests.live import Alerts, LiveRequests
 
 __all__ = ["command"]
 
@@ -46,7 +48,13 @@ __all__ = ["command"]
     "flights",
     type=GivenPath(),
     metavar="DIR",
-    help="Keep the newest calls here when a queue is suspected full.",
+    help="Keep the newest calls here when a queue is suspected full, or too many tokens are late.",
+)
+@click.option(
+    "--late-tokens",
+    type=click.FloatRange(0, 100),
+    metavar="PERCENT",
+    help="Say so when more than this share of a process's tokens in the last minute came late.",
 )
 @click.option(
     "--keep", default=8, show_default=True, type=click.IntRange(1, 1000), help="How many of these recordings are kept."
@@ -60,6 +68,7 @@ def command(
     otlp: str | None,
     interval: float,
     flights: Path | None,
+    late_tokens: float | None,
     keep: int,
     once: bool,
     rules: Path | None,
@@ -70,18 +79,25 @@ def command(
     target is the same as for `kvprobe top`. With --flight-recorder the newest calls of each thread are kept as a
     recording when submissions become slow, as they do when a launch queue is full (`kvprobe report DIR/flight-...`):
     every copy with `kvprobe run --detail copies`, the slow calls with totals. Ends with the run, or by Ctrl-C.
+
+    Where the server tells its steps (`kvprobe.mark`, an adapter, the run folder's socket), times to first tokens and
+    between tokens are served, too, with the request, its step and its trace as exemplars (OpenMetrics). With
+    --late-tokens an alert is a line here, and an `alert.json` in a flight: `kvprobe requests DIR/flight-...` says which
+    requests were late and why.
     """
     if rules is not None:
         _write_rules(rules)
-        if target is None and not once and flights is None and otlp is None:
+        if target is None and not once and flights is None and otlp is None and late_tokens is None:
             return
     from kvprobe.commands.top import find_target
     from kvprobe.probe.exposed import as_text, served
     from kvprobe.probe.flight import FlightRecorder
+    from kvprobe.requests.live import Alerts, LiveRequests
 
+    requests = LiveRequests()
     run = None if target is None else find_target(target)
     if once:
-        click.echo(as_text(run), nl=False)
+        click.echo(as_text(run, requests), nl=False)
         return
     with ExitStack() as open_until_end:
         if otlp is not None:
@@ -89,13 +105,15 @@ def command(
 
             open_until_end.callback(provider(run, otlp, interval).shutdown)
         if port:
-            url = open_until_end.enter_context(served(run, port, listen))
+            url = open_until_end.enter_context(served(run, port, listen, requests))
             click.echo(f"kvprobe: serving {url}; Ctrl-C ends it", err=True)
         if flights is not None:
             click.echo(
                 f"kvprobe: flight recorder on; when submissions become slow, recordings go to {flights}", err=True
             )
-        _watch(run, interval, FlightRecorder(flights, keep) if flights is not None else None)
+        recorder = FlightRecorder(flights, keep) if flights is not None else None
+        alerts = Alerts(requests, late_tokens) if late_tokens is not None else None
+        _watch(run, interval, recorder, requests, alerts)
 
 
 def _write_rules(folder: Path) -> None:
@@ -111,8 +129,11 @@ def _write_rules(folder: Path) -> None:
         raise UsageError(f"--rules {folder}: {error.strerror}") from None
 
 
-def _watch(run: Path | None, interval: float, recorder: FlightRecorder | None) -> None:
-    """Looks at the run until it has ended, or a signal says to end; keeps flights."""
+def _watch(
+    run: Path | None, interval: float, recorder: FlightRecorder | None, requests: LiveRequests, alerts: Alerts | None
+) -> None:
+    """Looks at the run until it has ended, or a signal says to end; alerts, and keeps flights."""
+    from kvprobe.probe.exposed import folders
     from kvprobe.probe.live import Live, over
 
     live = Live(run)
@@ -124,6 +145,9 @@ def _watch(run: Path | None, interval: float, recorder: FlightRecorder | None) -
             views = live.look()
             if recorder is not None:
                 _keep(recorder, views)
+            if alerts is not None:
+                requests.look(folders(run))
+                _alert(alerts, recorder, views)
             if run is not None and not views and over(run):
                 break
     except KeyboardInterrupt:
@@ -136,7 +160,24 @@ def _keep(recorder: FlightRecorder, views: list[ProcessView]) -> None:
     try:
         written = recorder.look(views)
     except OSError as error:
-        click.echo(f"kvprobe: the newest calls could not be kept in {recorder.folder}: {error.strerror}", err=True)
+        _say_not_kept(recorder, error)
         return
     if written is not None:
         click.echo(f"kvprobe: submissions became slow; the newest calls are kept in {written}", err=True)
+
+
+def _alert(alerts: Alerts, recorder: FlightRecorder | None, views: list[ProcessView]) -> None:
+    for one in alerts.look(time.monotonic_ns()):
+        kept = None
+        if recorder is not None:
+            rings = [Path(view.path) for view in views if Path(view.path).parent == one.folder]
+            try:
+                kept = recorder.take(rings, one.pid, one.to_json()) or recorder.newest
+            except OSError as error:
+                _say_not_kept(recorder, error)
+        where = f"; the newest calls are kept in {kept}" if kept is not None else ""
+        click.echo(f"kvprobe: {one.sentence}{where}", err=True)
+
+
+def _say_not_kept(recorder: FlightRecorder, error: OSError) -> None:
+    click.echo(f"kvprobe: the newest calls could not be kept in {recorder.folder}: {error.strerror}", err=True)

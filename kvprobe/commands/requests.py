@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,9 +10,13 @@ import click
 
 from kvprobe.commands._paths import GivenPath
 from kvprobe.commands._reading import WindowOptions, window_options
+from kvprobe.errors import UsageError
 
 if TYPE_CHECKING:
+    from kvprobe.account import Account
     from kvprobe.output.requests import RequestsCommandJson
+    from kvprobe.recordings.model import Recording
+    from kvprobe.recordings.window import ServingWindow
     from kvprobe.requests import Requests
 
 __all__ = ["command", "document", "served"]
@@ -26,16 +30,21 @@ __all__ = ["command", "document", "served"]
     metavar="PATTERN",
     help="Take NVTX ranges for steps: a regular expression with groups step, phase, request.",
 )
+@click.option("--otlp", metavar="URL", help="Send spans of the requests there, too: http://HOST:4318/v1/traces.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: waits, phases, late steps and requests.")
 @window_options
-def command(inputs: tuple[Path, ...], steps_by: str, as_json: bool, window: WindowOptions) -> int:
+def command(inputs: tuple[Path, ...], steps_by: str, otlp: str | None, as_json: bool, window: WindowOptions) -> int:
     """Say how long requests waited for their tokens, which were late, and which lines of the account made them so.
 
     Works from steps that a program told (`kvprobe.mark`, the socket of a run folder) or that its NVTX ranges show. A
     step is late when it took longer than three quarters of the steps like it by more than three times the distance
     between their first and third quarter. Ends with 1 where nothing is decided.
+
+    With --otlp each request becomes spans of OpenTelemetry: its queue, transfers, first token and late tokens,
+    with the lines of the account as attributes, below the server's own span where the server told its trace.
     """
-    told = served(inputs, window, steps_by)
+    export = _spans_to(otlp) if otlp is not None else None
+    told = served(inputs, window, steps_by, export=export)
     if as_json:
         from kvprobe.output import REQUESTS
 
@@ -48,9 +57,17 @@ def command(inputs: tuple[Path, ...], steps_by: str, as_json: bool, window: Wind
 
 
 def served(
-    inputs: Sequence[Path], window: WindowOptions, steps_by: str = "", *, quiet: bool = False
+    inputs: Sequence[Path],
+    window: WindowOptions,
+    steps_by: str = "",
+    *,
+    quiet: bool = False,
+    export: Callable[..., None] | None = None,
 ) -> Requests | None:
-    """What recordings tell of requests; None where they tell no steps. `steps_by`: a pattern of NVTX ranges."""
+    """What recordings tell of requests; None where they tell no steps. `steps_by`: a pattern of NVTX ranges.
+
+    `export` is called with recording, account and window.
+    """
     from kvprobe.commands._reading import opened
     from kvprobe.diagnosis import examined
     from kvprobe.recordings.steps import with_steps_of_ranges
@@ -58,7 +75,38 @@ def served(
 
     recording = with_steps_of_ranges(opened(inputs, quiet=quiet), steps_by)
     found, _ = examined(recording, window.of(recording))
+    if export is not None:
+        export(recording, found.account, found.serving)
     return of_account(recording, found.account, found.serving)
+
+
+def _spans_to(endpoint: str) -> Callable[..., None]:
+    """What sends spans to an OTLP endpoint over HTTP.
+
+    Raises:
+        UsageError: OpenTelemetry's packages are not installed.
+    """
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError:
+        raise UsageError("--otlp takes OpenTelemetry's packages: pip install 'kvprobe[otel]'") from None
+
+    def send(recording: Recording, account: Account, window: ServingWindow) -> None:
+        from kvprobe.requests.spans import emit, spans_of
+
+        offset = recording.machine.get("unix_offset_ns")
+        if offset is None:
+            raise UsageError("--otlp: the recording does not tell what time of day it was (kvprobe run's does)")
+        provider = TracerProvider(resource=Resource.create({"service.name": "kvprobe"}))
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint), max_queue_size=1 << 20))
+        count = emit(spans_of(recording, account, window), provider.get_tracer("kvprobe"), int(offset))
+        provider.shutdown()
+        click.echo(f"kvprobe: {count:,} spans went to {endpoint}", err=True)
+
+    return send
 
 
 def document(told: Requests | None) -> RequestsCommandJson:

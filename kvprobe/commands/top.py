@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from kvprobe.account import Line
     from kvprobe.diagnosis.offload_benefit import Benefit
     from kvprobe.output.machine import BenefitJson, LiveProcessJson, TopJson
+    from kvprobe.output.requests import LiveRequestsJson
     from kvprobe.probe.live import CallTime, ProcessView
+    from kvprobe.requests.live import WaitsNow
 
 __all__ = ["command"]
 
@@ -54,6 +56,8 @@ ENDED = "{run} has ended, and top shows running processes only: see `kvprobe rep
 def command(target: str | None, interval: float, once: bool, as_json: bool, prometheus: int | None) -> None:
     """Watch submissions while they happen: rate, p50 and p99, blocked time, GB/s, the longest call in flight.
 
+    Where a server tells its steps: time to first token and between tokens, where that time went, and who was late.
+
     FOLDER is what `kvprobe run` or `kvprobe attach` printed; PID is a process that they record, NAME a part of its
     command line. Without any of them: the newest ./kvprobe-*/, $KVPROBE_RUN, and processes that use kvprobe's engine.
     The streams that block their threads longest come first. Only files are read, so it may be started and ended at any
@@ -69,8 +73,9 @@ def command(target: str | None, interval: float, once: bool, as_json: bool, prom
     if as_json and not once:
         raise UsageError("--json needs --once: a live view has no end")
     run_folder = None if target is None else find_target(target)
-    live, offloads = Live(run_folder), Offloads()
+    live, told = Live(run_folder), Told()
     live.look()
+    told.look_first(run_folder)
     _refuse_ended(run_folder)
     if once:
         with served(run_folder, prometheus) if prometheus else nullcontext():
@@ -82,14 +87,14 @@ def command(target: str | None, interval: float, once: bool, as_json: bool, prom
                     raise UsageError(f"nothing is recorded in {run_folder}: name a folder that `kvprobe run` printed")
                 raise KvprobeError(_waiting(run_folder) or NOTHING)
             if as_json:
-                TOP.print(as_object(views, offloads.look(views)))
+                TOP.print(as_object(views, *told.look(views)))
             else:
-                _print(views, offloads.look(views))
+                _print(views, *told.look(views))
         return
     if not sys.stdout.isatty() and not prometheus and not live.look() and not _waiting(run_folder):
         raise KvprobeError(NOTHING)  # whoever reads a pipe would wait without end
     with suppress(KeyboardInterrupt), served(run_folder, prometheus) if prometheus else nullcontext():
-        _watch(live, interval, offloads)
+        _watch(live, interval, told)
 
 
 def find_target(target: str) -> Path:
@@ -190,7 +195,73 @@ class Offloads:
         return of_events(self._last.values())
 
 
-def as_object(views: list[ProcessView], offloads: list[Benefit] | None = None) -> TopJson:
+class Told:
+    """What servers tell of themselves in a run: what offloads brought, and how long requests wait for tokens."""
+
+    def __init__(self) -> None:
+        from kvprobe.requests.live import LiveRequests
+
+        self._offloads, self._requests = Offloads(), LiveRequests()
+
+    def look_first(self, run: Path | None) -> None:
+        """What is usual of the steps so far, so that the first interval can be compared."""
+        from kvprobe.probe.exposed import folders
+
+        self._requests.look(folders(run))
+
+    def look(self, views: list[ProcessView]) -> tuple[list[Benefit], list[WaitsNow]]:
+        """What is new of the processes shown."""
+        return self._offloads.look(views), self._requests.look({Path(view.path).parent for view in views})
+
+
+def _split(views: list[ProcessView], one: WaitsNow) -> dict[str, int]:
+    """The mean time between tokens, as the thread that makes the steps was in calls and outside, by the line's key."""
+    here = [view for view in views if Path(view.path).parent == one.folder]
+    here.sort(key=lambda view: view.pid != one.pid)
+    threads = [(view, thread) for view in here for thread in view.threads]
+    own = [both for both in threads if both[1].tid in one.threads]
+    chosen = next(iter(own or sorted(threads, key=lambda both: -both[1].submissions)), None)
+    if chosen is None or not one.between:
+        return {}
+    lines = lines_of(*chosen)
+    whole = max(sum(lines.values()), 1)
+    return {line.key: round(one.between_ns * ns / whole) for line, ns in sorted(lines.items()) if ns}
+
+
+def _requests_objects(views: list[ProcessView], requests: list[WaitsNow]) -> list[LiveRequestsJson]:
+    return [one.to_json(_split(views, one)) for one in requests]
+
+
+def _requests_line(one: LiveRequestsJson) -> str:
+    """What a process's requests waited for, in one line."""
+    from kvprobe.account import Line
+    from kvprobe.reporting.account import THREAD_TITLES
+    from kvprobe.reporting.units import duration, percent
+
+    titles = {line.key: title for line, title in THREAD_TITLES.items()}
+    assert set(one["lines_ns"]) <= {line.key for line in Line}
+    steps = ", ".join(f"{count:,} {phase}" for phase, count in one["steps"].items())
+    said = [f"process {one['pid']}: {steps} steps"]
+    if one["between_p50_ns"] is not None and one["between_p99_ns"] is not None:
+        whole = max(sum(one["lines_ns"].values()), 1)
+        lines = sorted(one["lines_ns"].items(), key=lambda line: -line[1])
+        split = ", ".join(f"{percent(ns / whole)} {titles[key]}" for key, ns in lines if ns >= 0.005 * whole)
+        between = f"between tokens p50 {duration(one['between_p50_ns'])}, p99 {duration(one['between_p99_ns'])}"
+        said.append(f"{between} ({split})" if split else between)
+    if one["first_p50_ns"] is not None and one["first_p99_ns"] is not None:
+        said.append(f"to first token p50 {duration(one['first_p50_ns'])}, p99 {duration(one['first_p99_ns'])}")
+    if one["tokens"]:
+        late = f"{percent(one['late_tokens'] / one['tokens'])} of {one['tokens']:,} tokens late"
+        if one["worst_ns"] is not None:
+            late += f", longest: request {one['worst_request']}, {duration(one['worst_ns'])}"
+            late += f" in step {one['worst_step']}" if one["worst_step"] not in (None, -1) else ""
+        said.append(late)
+    return "; ".join(said)
+
+
+def as_object(
+    views: list[ProcessView], offloads: list[Benefit] | None = None, requests: list[WaitsNow] | None = None
+) -> TopJson:
     """What `--json` prints; a stream has its name, and its handle as hexadecimal text."""
     processes = []
     for view in views:
@@ -206,6 +277,7 @@ def as_object(views: list[ProcessView], offloads: list[Benefit] | None = None) -
         "time_ns": time.monotonic_ns(),
         "processes": cast("list[LiveProcessJson]", processes),
         "offload": cast("list[BenefitJson]", told),
+        "requests": _requests_objects(views, requests or []),
     }
 
 
@@ -215,6 +287,7 @@ def render(
     nothing: str = NOTHING,
     width: int = 120,
     offloads: list[Benefit] | None = None,
+    requests: list[WaitsNow] | None = None,
 ) -> RenderableType:
     """One table a process, for a terminal of `width` columns; `nothing` is what to say where there is none."""
     from rich.console import Group
@@ -233,6 +306,7 @@ def render(
                     f"for {call.age_ns / 1e6:,.1f} ms"
                 )
             )
+    parts += [Text(plain(_requests_line(one))) for one in _requests_objects(views, requests or [])]
     parts += [Text(plain(one.sentence)) for one in offloads or ()]
     if not views:
         parts.append(Text(nothing))
@@ -354,14 +428,14 @@ def _us(ns: float | None) -> str:
     return "-" if ns is None else f"{ns / 1e3:,.1f} µs"
 
 
-def _print(views: list[ProcessView], offloads: list[Benefit]) -> None:
+def _print(views: list[ProcessView], offloads: list[Benefit], requests: list[WaitsNow]) -> None:
     from rich.console import Console
 
     console = Console()
-    console.print(render(views, width=console.width, offloads=offloads))
+    console.print(render(views, width=console.width, offloads=offloads, requests=requests))
 
 
-def _watch(live: Any, interval: float, offloads: Offloads) -> None:
+def _watch(live: Any, interval: float, told: Told) -> None:
     from rich.console import Console
     from rich.live import Live as Screen
 
@@ -380,7 +454,7 @@ def _watch(live: Any, interval: float, offloads: Offloads) -> None:
             views = live.look()
             ended = live.target is not None and not views and over(live.target)
             nothing = ENDED.format(run=live.target) if ended else "" if views else _waiting(live.target) or NOTHING
-            shown = render(views, note, nothing, console.width, offloads.look(views))
+            shown = render(views, note, nothing, console.width, *told.look(views))
             screen.update(shown, refresh=True)
             if not views and not console.is_terminal and nothing in (NOTHING, ENDED.format(run=live.target)):
                 return

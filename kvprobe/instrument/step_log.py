@@ -92,12 +92,12 @@ def write_step(
             lines.step(times_ns, step, phase, requests, tokens, computed, of)
 
 
-def write_time(request: Any, what: str, at_ns: int) -> None:
+def write_time(request: Any, what: str, at_ns: int, trace: str = "") -> None:
     """A time of a request at once, for what runs on kvprobe's own thread."""
     with _lock:
         lines = _file()
         if lines is not None:
-            lines.time(request, what, at_ns)
+            lines.time(request, what, at_ns, trace)
 
 
 class MarkedStep:
@@ -198,13 +198,14 @@ def mark(
     return made
 
 
-def mark_request(request: Any, what: str, at_ns: int | None = None) -> None:
+def mark_request(request: Any, what: str, at_ns: int | None = None, trace: str = "") -> None:
     """Says when a request "arrived", had its "first token" or "ended"; without it the steps it is in tell.
 
     Args:
         request: its id, as in `mark`.
         what: one of these three; anything else is not noted.
         at_ns: when, CLOCK_MONOTONIC; None: now.
+        trace: the `traceparent` of the server's own span of it, so that kvprobe's spans and exemplars join that trace.
     """
     if what in TIMES and wanted():
-        event_log.later(write_time, request, what, time.monotonic_ns() if at_ns is None else at_ns)
+        event_log.later(write_time, request, what, time.monotonic_ns() if at_ns is None else at_ns, trace)

@@ -10,6 +10,8 @@ for all (default 1); `computed`, a list, how many it computed; `server` a name. 
 
     {"request": "a", "arrived_ns": 500, "first_token_ns": 2000, "ended_ns": 9000}
 
+`trace` beside `arrived_ns` is the `traceparent` of the server's own span of it.
+
 The socket is `$KVPROBE_RUN/steps.sock`. Send with MSG_DONTWAIT and pass over errors: a program must not wait for its
 observer. What is too large, is none of these, or comes of another user is refused, counted, and said at the end.
 """
@@ -65,6 +67,7 @@ class _Told(msgspec.Struct):
     arrived_ns: Ns | None = None
     first_token_ns: Ns | None = None
     ended_ns: Ns | None = None
+    trace: Id = ""
 
 
 class StepSocket:
@@ -168,7 +171,7 @@ class StepSocket:
         if told.request is not None:
             for what, at in (("arrived", told.arrived_ns), ("first token", told.first_token_ns)):
                 if at is not None:
-                    lines.time(told.request, what, at)
+                    lines.time(told.request, what, at, told.trace)
             if told.ended_ns is not None:
                 lines.time(told.request, "ended", told.ended_ns)
             return

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
+from kvprobe.output.requests import LiveRequestsJson
+
 __all__ = [
     "BenchJson",
     "CalibrateJson",
@@ -427,3 +429,4 @@ class TopJson(TypedDict):
     time_ns: int
     processes: list[LiveProcessJson]
     offload: list[BenefitJson]
+    requests: list[LiveRequestsJson]

@@ -8,6 +8,7 @@ __all__ = [
     "CallInStepJson",
     "LateRequestJson",
     "LateStepJson",
+    "LiveRequestsJson",
     "PhaseJson",
     "RequestsCommandJson",
     "RequestsJson",
@@ -112,3 +113,24 @@ class RequestsCommandJson(TypedDict):
     """null where the recording tells no steps."""
 
     served: RequestsJson | None
+
+
+class LiveRequestsJson(TypedDict):
+    """Steps of a running process since the look before: how many of each phase, waits for tokens, which were late.
+
+    worst_request had the longest late wait, "" where none was late; lines_ns is the mean time between tokens, split as
+    the time of the thread that serves them was in calls and outside of them.
+    """
+
+    pid: int
+    steps: dict[str, int]
+    tokens: int
+    late_tokens: int
+    between_p50_ns: float | None
+    between_p99_ns: float | None
+    first_p50_ns: float | None
+    first_p99_ns: float | None
+    worst_request: str
+    worst_ns: int | None
+    worst_step: int | None
+    lines_ns: dict[str, int]

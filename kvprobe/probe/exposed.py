@@ -13,7 +13,20 @@ from kvprobe.errors import KvprobeError
 from kvprobe.probe.live import DIRECTIONS, Live, Totals, find_rings, in_flight, snapshots, totals
 from kvprobe.probe.ring import CALLS, TRANSFER, bucket_bounds
 
-__all__ = ["COUNTERS", "GAUGES", "HISTOGRAM", "Collector", "CallTotals", "as_text", "counts", "gauges", "served"]
+__all__ = [
+    "COUNTERS",
+    "GAUGES",
+    "HISTOGRAM",
+    "LATE",
+    "WAITS",
+    "CallTotals",
+    "Collector",
+    "as_text",
+    "counts",
+    "folders",
+    "gauges",
+    "served",
+]
 
 # field of Totals -> (Prometheus, its text, OpenTelemetry, unit)
 COUNTERS = {
@@ -56,6 +69,12 @@ GAUGES = {
         "Part of the time since the last scrape lost in submissions.", "kvprobe.blocked.share", "1", ("pid", "stream")
     ),
 }
+# of what servers tell of their steps, where they do
+WAITS = {
+    "first": ("kvprobe_time_to_first_token_seconds", "From a request's arrival to its first token."),
+    "between": ("kvprobe_time_between_tokens_seconds", "Between two tokens of a request."),
+}
+LATE = ("kvprobe_late_tokens", "Waits for tokens that were late: longer than those of like steps by far.")
 HISTOGRAM = ("kvprobe_submit_seconds", "Host time of a call.")
 LABELS = ("pid", "stream", "call", "direction")
 _BOUNDS = range(28, 128, 4)  # histogram buckets whose lower bound is a power of two: 512 ns to 8.6 s
@@ -102,12 +121,18 @@ def gauges(live: Live) -> Iterator[tuple[str, tuple[str, ...], float]]:
             yield "kvprobe_blocked_share", of_stream, stream.blocked_share
 
 
+def folders(target: Path | None) -> set[Path]:
+    """The run folders that `target` (as for `Live`) is, or is in."""
+    found = {ring.parent for ring in find_rings(target)}
+    return found | {target} if target is not None and target.is_dir() else found
+
+
 class Collector:
     """For prometheus_client's registry."""
 
-    def __init__(self, target: Path | None) -> None:
-        """`target` as for `Live`."""
-        self._target, self._live = target, Live(target)
+    def __init__(self, target: Path | None, requests: Any = None) -> None:
+        """`target` as for `Live`; `requests`: a `requests.live.LiveRequests`, None for no metrics of requests."""
+        self._target, self._live, self._requests = target, Live(target), requests
 
     def describe(self) -> list[Any]:
         """The metrics without samples."""
@@ -132,19 +157,40 @@ class Collector:
         found = {name: GaugeMetricFamily(name, gauge.text, labels=gauge.labels) for name, gauge in GAUGES.items()}
         for name, labels, value in gauges(self._live):
             found[name].add_metric(labels, value)
-        yield from (*counters.values(), durations, *found.values())
+        yield from (*counters.values(), durations, *found.values(), *self._of_requests())
+
+    def _of_requests(self) -> Iterator[Any]:
+        """What servers tell of their steps; exemplars name a request, its step and its trace (OpenMetrics alone)."""
+        from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+        from prometheus_client.samples import Exemplar
+
+        if self._requests is None:
+            return
+        self._requests.look(folders(self._target))
+        waits = {kind: HistogramMetricFamily(*told, labels=("pid",)) for kind, told in WAITS.items()}
+        late = CounterMetricFamily(*LATE, labels=("pid", "token"))
+        for pid, sums in self._requests.sums():
+            for kind, one in sums.items():
+                buckets: list[Any] = []
+                for bound, below, newest in one.cumulated():
+                    label = "+Inf" if bound is None else str(bound)
+                    shown = newest and Exemplar(newest.labels(), newest.ns / 1e9)
+                    buckets.append((label, float(below), shown) if shown else (label, float(below)))
+                waits[kind].add_metric([str(pid)], buckets, one.ns / 1e9)
+                late.add_metric([str(pid), kind], one.late)
+        yield from (*waits.values(), late)
 
 
-def as_text(target: Path | None) -> str:
-    """The metrics of one scrape, as Prometheus reads them; `target` as for `Live`."""
+def as_text(target: Path | None, requests: Any = None) -> str:
+    """The metrics of one scrape, as Prometheus reads them; arguments as for `Collector`."""
     from prometheus_client import generate_latest
 
-    return generate_latest(_registry(target)).decode()
+    return generate_latest(_registry(target, requests)).decode()
 
 
 @contextmanager
-def served(target: Path | None, port: int, address: str = "127.0.0.1") -> Iterator[str]:
-    """Serves the metrics of `target` (as for `Live`) at http://address:port/metrics, and yields this URL.
+def served(target: Path | None, port: int, address: str = "127.0.0.1", requests: Any = None) -> Iterator[str]:
+    """Serves the metrics (arguments as for `Collector`) at http://address:port/metrics, and yields this URL.
 
     Raises:
         KvprobeError: the port cannot be used.
@@ -154,7 +200,7 @@ def served(target: Path | None, port: int, address: str = "127.0.0.1") -> Iterat
     from kvprobe.probe.metrics_server import serve
 
     try:
-        server, thread = serve(make_wsgi_app(_registry(target)), port, address)
+        server, thread = serve(make_wsgi_app(_registry(target, requests)), port, address)
     except OSError as error:
         raise KvprobeError(f"port {port} of {address} cannot be used: {error.strerror}; choose another") from None
     try:
@@ -165,9 +211,9 @@ def served(target: Path | None, port: int, address: str = "127.0.0.1") -> Iterat
         thread.join()
 
 
-def _registry(target: Path | None) -> Any:
+def _registry(target: Path | None, requests: Any = None) -> Any:
     from prometheus_client import CollectorRegistry
 
     registry = CollectorRegistry()
-    registry.register(Collector(target))
+    registry.register(Collector(target, requests))
     return registry

@@ -288,6 +288,7 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "process": "int32",
         "request": "name",
         "what": "uint8",  # RequestTime
+        "trace": "name",  # the traceparent of the server's own span of it, "" not told
     },
     # What offloads brought, as the servers' schedulers saw it: sums since the process began; -1 was not seen.
     "offload": {

@@ -64,7 +64,7 @@ class Steps:
                 self.requests(process, found, emitted, each)
             elif kind in _TIMES:
                 request = named.get(int(line.get("n", -1)), -1)
-                row = (at + by_ns, process, request, int(_TIMES[kind]))
+                row = (at + by_ns, process, request, int(_TIMES[kind]), self._names.add(str(line.get("trace") or "")))
                 if request >= 0:
                     _add(self._times, row)
 
@@ -86,7 +86,7 @@ class Steps:
 
     def time(self, at_ns: int, process: int, request: int, what: RequestTime) -> None:
         """A time of a request (index of its name)."""
-        _add(self._times, (at_ns, process, request, int(what)))
+        _add(self._times, (at_ns, process, request, int(what), 0))
 
     def fill(self, recording: Recording) -> None:
         """Puts the tables into the recording; one without rows is left as it is."""

@@ -15,7 +15,7 @@ from kvprobe.requests.served import Served, served
 from kvprobe.requests.split import LOAD, PART_KEYS, PARTS, TURN, causes_in, gpu_of, lines_in
 from kvprobe.requests.usual import LEAST, Usual, like_of, usual
 
-__all__ = ["LateRequest", "LateStep", "PhaseTimes", "Requests", "Waits", "of_account"]
+__all__ = ["LateRequest", "LateStep", "PhaseTimes", "Requests", "Waits", "joined", "of_account"]
 
 MOST_STEPS = 1000  # late steps that are told one by one, those that cost most
 MOST_HELD = 200  # of these, with calls and stacks
@@ -245,6 +245,12 @@ def of_account(recording: Recording, account: Account, window: ServingWindow) ->
         return None
     told = served(recording)
     return _Joining(recording, account, told, window).result() if len(told.to_ns) else None
+
+
+def joined(recording: Recording, account: Account, window: ServingWindow) -> _Joining | None:
+    """Every wait for a token, to be split; None where the recording tells no step of a model."""
+    told = served(recording) if recording.steps.rows else None
+    return _Joining(recording, account, told, window) if told is not None and len(told.to_ns) else None
 
 
 class _Joining:

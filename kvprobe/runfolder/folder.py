@@ -208,6 +208,7 @@ class StepLine(TypedDict, total=False):
     phase: str
     server: Annotated[str, msgspec.Meta(max_length=LONGEST_ID)]
     thread: Int | None
+    trace: Annotated[str, msgspec.Meta(max_length=LONGEST_ID)]
     requests: _OfEach
     tokens: Annotated[int, msgspec.Meta(ge=0, le=2**30)] | _OfEach
     computed: Annotated[int, msgspec.Meta(ge=0, le=2**62)] | _OfEach | None

@@ -10,23 +10,26 @@ One JSON object a line, each with `t_ns` (CLOCK_MONOTONIC) and `kind`:
 * `"step"`: a step ended at `t_ns`; `begin_ns`, `step` (the server's number or null), `phase` (`prefill`, `decode`,
   `mixed`, `load`, `store`, `unknown`), `server`, `thread`, `requests` (numbers), `tokens` (emitted for each of them: a
   list, or one number for all), `computed` (tokens that the step computed for each, as a list or one number, or null);
-* `"arrived"`, `"first token"`, `"ended"`: of the request that `n` stands for.
+* `"arrived"`, `"first token"`, `"ended"`: of the request that `n` stands for; `trace`, where the server told it: its
+  trace context, a `traceparent` of W3C.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvprobe.runfolder import files
 
-__all__ = ["LONGEST_ID", "MOST_REQUESTS", "PHASES", "TIMES", "StepLines", "limit_of"]
+__all__ = ["LONGEST_ID", "MOST_REQUESTS", "PHASES", "TIMES", "TRACE", "StepLines", "limit_of"]
 
 PHASES = ("unknown", "prefill", "decode", "mixed", "load", "store")
 TIMES = ("arrived", "first token", "ended")
+TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")  # https://www.w3.org/TR/trace-context/
 LONGEST_ID = 200  # characters of a request's id; the rest is cut
 MOST_REQUESTS = 8192  # of one step; more are left out
 _MOST_NUMBERED = 100_000
@@ -97,11 +100,12 @@ class StepLines:
         }
         self._write(lines, f'{_encode(told)[:-1]},"requests":{self._listed[1]}}}')
 
-    def time(self, request: Any, what: str, at_ns: int) -> None:
-        """A time of a request: `what` of TIMES."""
+    def time(self, request: Any, what: str, at_ns: int, trace: str = "") -> None:
+        """A time of a request: `what` of TIMES; `trace`: its traceparent, passed over where it is none."""
         lines: list[dict[str, Any]] = []
         number = self._number(str(request), at_ns, lines)
-        self._write(lines, _encode({"t_ns": at_ns, "kind": what, "n": number}))
+        line = {"t_ns": at_ns, "kind": what, "n": number}
+        self._write(lines, _encode({**line, "trace": trace} if TRACE.fullmatch(trace) else line))
         if what == "ended":
             self._numbers.pop(str(request)[:LONGEST_ID], None)
             self._listed = (), "[]"

@@ -189,6 +189,29 @@ def test_a_child_of_fork_tells_its_places_itself(program: Path, libraries: Path,
     assert totals([snapshots[parent]]) == own
 
 
+READS = """
+import ctypes as ct, os, sys
+at = ct.c_void_p()
+assert ct.CDLL(sys.argv[1]).cudaMalloc(ct.byref(at), 100) == 0
+memory = bytearray(100_000)
+assert os.preadv(os.open("/dev/zero", os.O_RDONLY), [memory], 0) == 100_000
+print(memory[:3].decode())
+"""
+
+
+def test_a_library_that_was_preloaded_before_still_takes_the_programs_reads(
+    compile_c: Callable[..., Path], libraries: Path, run: Path
+) -> None:
+    """It has no versions of its symbols, as the C library has, and comes first."""
+    shim = compile_c("preloaded_reads", "-shared", "-fPIC", output="libshim.so")
+    env = environment(libraries, run)
+    env["LD_PRELOAD"] = f"{shim}:{env['LD_PRELOAD']}"
+    words = [sys.executable, "-S", "-c", READS, str(libraries / "libkvprobe_hostrt.so")]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "SSS\n"
+    assert totals(recorded(run)) == {"preadv": (1, 100_000)}
+
+
 def test_secrets_in_a_path_are_not_written(program: Path, libraries: Path, tmp_path: Path, run: Path) -> None:
     folder = tmp_path / "cache?token=hunter2"
     folder.mkdir()

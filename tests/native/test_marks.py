@@ -27,7 +27,7 @@ d = Device(streams=1, events=8)
 NEAR_NS = 12_000  # the way to the device, and what a mark takes
 
 
-def recorded(libraries: Path, folder: Path, body: str, **more: str) -> Recording:
+def recorded(libraries: Path, folder: Path, body: str, before: str = "", **more: str) -> Recording:
     env = {**os.environ, "LD_PRELOAD": str(libraries / "libkvprobe_interpose.so"), "KVPROBE_RUN": str(folder)}
     env |= {
         "KVPROBE_HOSTRT": str(libraries / "libkvprobe_hostrt.so"),
@@ -35,7 +35,7 @@ def recorded(libraries: Path, folder: Path, body: str, **more: str) -> Recording
         "KVPROBE_MARKS": "on",
         **more,
     }
-    subprocess.run([sys.executable, "-c", STEP + body], env=env, check=True)
+    subprocess.run([sys.executable, "-c", before + STEP + body], env=env, check=True)
     return read(folder)
 
 
@@ -112,6 +112,24 @@ def test_without_marks_nothing_is_said_of_the_device(libraries: Path, tmp_path: 
     assert recording.calls.rows
     assert not recording.spans.rows
     assert not recording.coverage.rows
+
+
+HELD = "import ctypes as ct, os\nfor on in (0, 1):\n    ct.CDLL(None).kvprobe_marks(on)\n"  # as a calibration does it
+CAPTURED = """
+import ctypes as ct, os
+lib, stream, graph = ct.CDLL(os.environ["KVPROBE_HOSTRT"]), ct.c_void_p(), ct.c_void_p()
+assert lib.cudaStreamCreate(ct.byref(stream)) == 0
+assert lib.cudaStreamBeginCapture(stream, 0) == 0
+assert lib.cudaStreamEndCapture(stream, ct.byref(graph)) == 0
+"""
+
+
+@pytest.mark.parametrize("before", [HELD, CAPTURED], ids=["calibration", "capture"])
+def test_what_holds_marks_off_before_the_first_one_ends(libraries: Path, tmp_path: Path, before: str) -> None:
+    body = "for _ in range(30):\n    d.launch(5_000_000)\n    d.sync(d.compute)\n"
+    recording = recorded(libraries, tmp_path, body, before)
+    computed = [ns for ns in busy(recording, Engine.KERNEL) if ns > 1_000_000]
+    assert computed == pytest.approx([5_000_000] * 30, abs=NEAR_NS)
 
 
 def test_the_programs_last_error_and_its_captures_are_left_alone(libraries: Path, tmp_path: Path) -> None:

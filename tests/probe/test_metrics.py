@@ -15,6 +15,7 @@ from kvprobe.probe import exposed, telemetry
 from kvprobe.probe.flight import FlightRecorder
 from kvprobe.probe.live import ProcessView, StreamView
 from kvprobe.recordings import open_recording
+from kvprobe.requests.live import LiveRequests
 
 
 def scraped(target: Path) -> dict[str, Any]:
@@ -22,7 +23,7 @@ def scraped(target: Path) -> dict[str, Any]:
     from prometheus_client.parser import text_string_to_metric_families
 
     registry = CollectorRegistry()
-    registry.register(exposed.Collector(target))
+    registry.register(exposed.Collector(target, LiveRequests()))
     text = generate_latest(registry).decode()
     return {family.name: family for family in text_string_to_metric_families(text)}
 

@@ -150,6 +150,7 @@ void kvp_marks_stream_ends(uint64_t stream);
 void kvp_marks_context_ends(void);
 void kvp_marks_hold(void); /* until kvp_marks_go_on nothing is marked: a capture is about to begin */
 void kvp_marks_go_on(void);
+void kvp_marks_nothing_holds(void); /* behind the end of a capture */
 
 /* graphs.c: what a graph that is captured holds. `holds`: of a call that went into some capture, or not; `more`:
  * something that is not followed. */

@@ -398,7 +398,18 @@ void kvp_marks_hold(void) {
     }
 }
 
-void kvp_marks_go_on(void) { atomic_fetch_sub(&held, 1); }
+void kvp_marks_go_on(void) {
+    atomic_fetch_sub(&held, 1);
+    kvp_marks_nothing_holds();
+}
+
+/* The helper marks again when nothing holds it. Before the first mark there is none, and without one there never is. */
+void kvp_marks_nothing_holds(void) {
+    if (!paused_ns || held || kvp_watch.captures || !kvp_watch.on || atomic_load(&kvp_mark_context_count)) return;
+    resumed++; /* what was submitted meanwhile may be outstanding */
+    atomic_store(&paused_ns, 0);
+    atomic_store(&kvp_watch.marks, 1);
+}
 
 /* For a process that counts the slots of a queue itself: 0: no mark is recorded until it says 1 as often. */
 CUDA_EXPORT void kvprobe_marks(int on);

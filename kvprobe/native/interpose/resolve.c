@@ -171,9 +171,31 @@ int kvp_is_call_entry(const void *address) {
     return symbol->st_shndx == SHN_UNDEF;
 }
 
+/* A definition without a version serves a reference with one, and dlvsym passes it over. */
+static int has_version(const void *address, const struct link_map *map) {
+    Dl_info info;
+    const ElfW(Sym) *symbol = NULL, *symbols = NULL;
+    const ElfW(Half) *versions = NULL;
+    if (!dladdr1(address, &info, (void **)&symbol, RTLD_DL_SYMENT) || !symbol) return 1;
+    for (const ElfW(Dyn) *d = map->l_ld; d->d_tag != DT_NULL; d++) {
+        if (d->d_tag == DT_SYMTAB) symbols = (const ElfW(Sym) *)d->d_un.d_ptr;
+        if (d->d_tag == DT_VERSYM) versions = (const ElfW(Half) *)d->d_un.d_ptr;
+    }
+    return versions && symbols && (versions[symbol - symbols] & 0x7fff) > VER_NDX_GLOBAL;
+}
+
+/* What the loader finds in the global scope, where a library was preloaded, too, that stands before the C library. */
+static void *in_global_scope(const char *name, const char *version) {
+    void *found = look_up(RTLD_DEFAULT, name, version), *first = version ? look_up(RTLD_DEFAULT, name, NULL) : NULL;
+    if (!first || first == found || is_ours(first)) return found;
+    struct link_map *map = map_of(first), *behind = found ? map_of(found) : NULL, *m = map;
+    while (m && m != behind) m = m->l_next;
+    return map && map != behind && (m || !found) && !has_version(first, map) ? first : found;
+}
+
 /* As a library that `handle` stands for would be bound to it: the global scope first. */
 void *kvp_symbol_of(void *handle, const char *name, const char *version) {
-    void *found = look_up(RTLD_DEFAULT, name, version);
+    void *found = in_global_scope(name, version);
     if (!found || is_ours(found)) found = look_up(handle, name, version);
     if (found && kvp_is_call_entry(found)) found = definition_behind(map_of(found), name, version);
     return is_ours(found) ? NULL : found;

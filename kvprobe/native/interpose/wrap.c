@@ -834,6 +834,7 @@ static void capture_ended(int result, void **graph) {
     int now = atomic_load(&kvp_watch.captures);
     while (now > 0 && !atomic_compare_exchange_weak(&kvp_watch.captures, &now, now - 1)) {
     }
+    kvp_marks_nothing_holds();
 }
 
 #define BEGINS_CAPTURE(NAME) UNRECORDED(NAME, capture_begins(), capture_began(result, STREAM(stream)))
