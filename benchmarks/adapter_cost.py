@@ -72,7 +72,7 @@ def turn(one):
 def rest(one):
     """Let auto find out, from transfers it is told of, that nothing helps."""
     from kvprobe.instrument import installation
-    from kvprobe.offload.auto import Sample
+    from kvprobe.offload.rungs import Sample
 
     auto = installation._adapters["vllm.copies.shared"].path_of(one.load_handler, "load").auto
     while not auto.resting:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvprobe.instrument import event_log, metrics, nvtx_marks
 from kvprobe.instrument.submissions import POOLED
-from kvprobe.offload.auto import REST, Auto, Rung, Sample
+from kvprobe.offload.auto import REST, Auto
+from kvprobe.offload.rungs import Rung, Sample
 
 if TYPE_CHECKING:
     from kvprobe.instrument.adapter import Adapter
