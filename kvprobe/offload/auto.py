@@ -38,7 +38,7 @@ class Auto:
 
     Attributes:
         active: whether it may change anything.
-        rungs: the base first, then the candidates in the order in which they are tried.
+        rungs: the base first, then the candidates; what calibration chooses is tried before the others.
         rung: the one in force.
         decisions: what it changed, oldest first.
     """
@@ -174,7 +174,7 @@ class Auto:
         why = f"a copy took {sample.submit_ns / max(1, sample.copies) / 1e3:.2f} µs to submit"
         host = self._host
         host.add(sample.submit_ns, self.slow_ns, MIN_GAIN, sample.end_ns, NOTABLE_SHARE)
-        self._idle = 0 if (held_up or host.weight > 0) and self._candidates() else self._idle + 1
+        self._idle = 0 if host.weight >= 1 and self._candidates() else self._idle + 1
         if held_up and conclude(Transfers(tuple(self._held), self.depth)).full:
             self._found(SATURATION, f"{SATURATION}: {why}")
         elif host.weight >= EVIDENCE and host.lost_ns >= LOSS_NS:
@@ -189,7 +189,7 @@ class Auto:
         if device.weight >= EVIDENCE and device.lost_ns >= LOSS_NS:
             times = f"{took_ns / sample.expected_ns:.1f} times what another method takes by calibration"
             self._found(SMALL_COPIES, f"{SMALL_COPIES}: they take {times}")
-        elif device.weight > 0 and self._candidates():
+        elif device.weight >= 1 and self._candidates():
             self._idle = 0
 
     def _found(self, cause: str, why: str, time_ns: int = 0) -> None:

@@ -449,7 +449,7 @@ def test_copies_below_the_calibrated_rate_end_the_calm_too():
     one, _, _ = auto()
     feed(one, REST, per_copy=150, copy_ns=1000, expected_ns=1000)
     assert asked(one, REST) == 1
-    feed(one, 1, per_copy=150, copy_ns=2000, expected_ns=1000)
+    feed(one, 1, per_copy=150, copy_ns=4000, expected_ns=1000)
     assert asked(one, REST) == REST
 
 
