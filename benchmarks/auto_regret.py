@@ -1,6 +1,6 @@
 """What auto costs beside the best fixed rung, over simulated workloads: no device, no real time, the same everywhere.
 
-python benchmarks/auto_regret.py [--workloads N] [--jobs N] [--auto FILE]   # FILE: another auto.py, measured the same way
+python benchmarks/auto_regret.py [--workloads N] [--jobs N] [--auto FILE]   # FILE: another auto.py to be measured
 
 Regret is what auto cost more than the best fixed rung of a workload, in percent of that; harm what it cost more than
 the server's own way. `tests/offload/simulated_rungs.py` says what is drawn and what a transfer costs.
@@ -51,10 +51,8 @@ def play(path: Path | None, engine: str, seed: int) -> Outcome:
 
 def lines(outcomes: list[Outcome]) -> list[str]:
     """The table."""
-    said = [
-        f"{'workloads':24}{'regret %: p50':>14}{'p90':>8}{'p95':>8}{'p99':>9}{'worst':>9}{'mean':>8}{'>10%':>8}{'harm p99':>10}"
-    ]
-    said[0] += f"{'worst':>9}{'changes':>9}{'most':>6}"
+    said = [f"{'workloads':24}{'regret %: p50':>14}{'p90':>8}{'p95':>8}{'p99':>9}{'worst':>9}{'mean':>8}{'>10%':>8}"]
+    said[0] += f"{'harm p99':>10}{'worst':>9}{'changes':>9}{'most':>6}"
     for kind in ("all", *KINDS):
         some = [one for one in outcomes if kind in ("all", one.kind)]
         if not some:

@@ -69,7 +69,7 @@ class WatchedTransfer:
         """The server's thread spent so long on making a stream wait for it: auto counts that as submission."""
         self.extra["fence_ns"] = self.extra.get("fence_ns", 0) + ns
         if self.sample is not None:
-            self.sample.submit_ns += ns
+            self.sample.waited(ns)
 
 
 class CopyPath:

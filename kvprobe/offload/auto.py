@@ -130,28 +130,24 @@ class Auto:
             if self._fresh:  # the first one on a rung pays for what is loaded then
                 self._fresh = False
                 return
-            sample.counted = True
             self._count += 1
-            if self.rung == self.base:
-                self._on_base.add(sample)
-                if self._count >= TRIAL * REST:
-                    self._fade(self._on_base)
-                self._look_for_a_cause(sample)
-            else:
-                self._on_rung.add(sample)
+            if self.rung != self.base:
+                sample.cost = self._on_rung.add(sample)
                 self._judge()
+                return
+            sample.cost = self._on_base.add(sample)
+            if self._count >= TRIAL * REST:
+                self._fade(self._on_base)
+            self._look_for_a_cause(sample)
 
     def completed(self, sample: Sample) -> None:
         """The device's time of a sample handed in before is known."""
-        if not (self.active and sample.counted and sample.copy_ns):
+        if sample.cost is None or not sample.copy_ns:
             return
         with self._lock:
-            if sample.rung == self.base:
-                self._on_base.add_copies(sample)
-                if self.rung == self.base and sample.expected_ns:
-                    self._look_at_the_copies(sample, sample.copy_ns, NOTABLE_SHARE)
-            elif sample.rung == self.rung:
-                self._on_rung.add_copies(sample)
+            sample.cost.add_copies(sample)
+            if sample.expected_ns and sample.rung == self.rung == self.base:
+                self._look_at_the_copies(sample, sample.copy_ns, NOTABLE_SHARE)
 
     def saturated(self, seen: Saturation, reason: str) -> None:
         """A detector called a full queue: on the base rung that is a reason to change."""

@@ -39,7 +39,7 @@ class Sample:
         copy_ns: time on the device from first to last copy, None until known.
         expected_ns: what calibration says of the device's time by the best other method; 0: not known.
         own_ns: what it says of the rung's own method; 0: not known.
-        counted: whether auto counts it.
+        cost: where auto counts it.
     """
 
     copies: int
@@ -52,12 +52,18 @@ class Sample:
     copy_ns: int | None = None
     expected_ns: int = 0
     own_ns: int = 0
-    counted: bool = False
+    cost: Cost | None = None
 
     @property
     def size(self) -> tuple[int, int]:
         """The class of its transfer: powers of two of its pieces and of a piece's bytes."""
         return (self.of or self.copies).bit_length(), (self.bytes // max(1, self.copies)).bit_length()
+
+    def waited(self, ns: int) -> None:
+        """Its caller lost so much more to it, after it was submitted."""
+        self.submit_ns += ns
+        if self.cost is not None:
+            self.cost.submit_ns += ns
 
 
 @dataclass
@@ -107,6 +113,8 @@ class Loss:
 
     def add(self, took_ns: int, expected_ns: int, times: float, end_ns: int, share: float) -> None:
         """One took so long; `times` what is expected is no loss, nor is `share` of the time since the one before."""
+        if not self.weight and took_ns <= times * expected_ns:
+            return
         more = math.log(max(took_ns, 1) / (times * expected_ns)) if expected_ns else 1.0
         self.weight += min(more, 1.0)
         self.lost_ns += took_ns - expected_ns - (share * (end_ns - self._end_ns) if self._end_ns else 0)
@@ -127,6 +135,12 @@ class Cost:
     copy_ns: float = 0
     expected_ns: float = 0
 
+    def add_copies(self, sample: Sample) -> None:
+        """What one took of the device's time."""
+        self.timed_bytes += sample.bytes
+        self.copy_ns += sample.copy_ns or 0
+        self.expected_ns += sample.expected_ns
+
 
 class Costs(dict[tuple[int, int], Cost]):
     """What transfers on one rung took, by size."""
@@ -135,20 +149,14 @@ class Costs(dict[tuple[int, int], Cost]):
         found = self[size] = Cost()
         return found
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: Sample) -> Cost:
         """What it took of its caller's time."""
         each = self[sample.size]
         each.transfers += 1
         each.copies += sample.copies
         each.bytes += sample.bytes
         each.submit_ns += sample.submit_ns
-
-    def add_copies(self, sample: Sample) -> None:
-        """What it took of the device's."""
-        each = self[sample.size]
-        each.timed_bytes += sample.bytes
-        each.copy_ns += sample.copy_ns or 0
-        each.expected_ns += sample.expected_ns
+        return each
 
     def fade(self) -> None:
         """Half of it is forgotten."""

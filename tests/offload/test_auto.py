@@ -128,9 +128,9 @@ def test_other_work_than_before_is_not_compared():
 def costs(*samples):
     known = Costs()
     for sample in samples:
-        known.add(sample)
+        cost = known.add(sample)
         if sample.copy_ns:
-            known.add_copies(sample)
+            cost.add_copies(sample)
     return known
 
 
@@ -163,6 +163,17 @@ def test_what_copies_take_on_a_rung_is_as_predicted_until_it_is_measured():
     handed.copy_ns = 480_000
     seen = compare(costs(own), costs(handed))
     assert (seen.copy_gain, seen.whole_gain) == (0.5, 304 / 500)
+
+
+def test_what_a_caller_loses_to_a_transfer_later_counts_as_its_submission():
+    """A stream that has to wait for it: a hand-over that costs more there than it saves is no gain."""
+    one, log, _ = auto()
+    until_it_changes(one, per_copy=2000)
+    for _ in range(TRIAL + 1):
+        sample = Sample(500, 20_000, 1 << 20, BATCH)
+        one.submitted(sample)
+        sample.waited(2_000_000)
+    assert [entry[0] for entry in log] == ["switch", "rollback"]
 
 
 def test_the_rung_that_calibration_chooses_is_tried_first():
