@@ -15,7 +15,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvprobe.launchqueue.constants import COSTLY_BATCH, NOTABLE_SHARE, SATURATION, SLOWER_TIMES, SMALL_COPIES
+from kvprobe.launchqueue.constants import (
+    COSTLY_BATCH,
+    LEAST_SEEN,
+    NOTABLE_SHARE,
+    SATURATION,
+    SLOWER_TIMES,
+    SMALL_COPIES,
+)
 from kvprobe.launchqueue.detector import Saturation
 from kvprobe.launchqueue.evidence import Transfers
 from kvprobe.launchqueue.judge import conclude
@@ -84,8 +91,7 @@ class Auto:
         self._doubts, self._patience = 0, 1  # bad windows of it in a row, and how many of them are borne
         self._idle = 0  # transfers in a row on the base that gave no reason for a change
         self._unwatched = 0  # since the last one that was watched
-        self._not_before: dict[tuple[Rung, int], int] = {}  # by rung and scale of the work that it did not help
-        self._failures: dict[tuple[Rung, int], int] = {}
+        self._cooling: dict[tuple[Rung, int], tuple[int, int]] = {}  # by rung and scale of work: until when; how often
         self._noted: set[int] = set()  # scales of work for which it was said that nothing is left
 
     @property
@@ -151,8 +157,8 @@ class Auto:
 
     def saturated(self, seen: Saturation, reason: str) -> None:
         """A detector called a full queue: on the base rung that is a reason to change."""
-        if self.active and self.rung == self.base:
-            with self._lock:
+        with self._lock:
+            if self.active and self.rung == self.base:
                 self._found(SATURATION, f"the launch queue was full: {reason}", seen.noticed_ns)
 
     # ---- looking for a reason ---------------------------------------------------------------------------------
@@ -160,7 +166,7 @@ class Auto:
     def _candidates(self) -> list[Rung]:
         """Rungs that may be tried now for the newest kind of work."""
         now = self._now()
-        free = [rung for rung in self.rungs[1:] if now >= self._not_before.get((rung, self._scale), 0)]
+        free = [rung for rung in self.rungs[1:] if now >= self._cooling.get((rung, self._scale), (0, 0))[0]]
         return sorted(free, key=lambda rung: rung.method != "auto")
 
     def _look_for_a_cause(self, sample: Sample) -> None:
@@ -170,7 +176,8 @@ class Auto:
         why = f"a copy took {sample.submit_ns / max(1, sample.copies) / 1e3:.2f} µs to submit"
         host = self._host
         host.add(sample.submit_ns, self.slow_ns, MIN_GAIN, sample.end_ns, NOTABLE_SHARE)
-        self._idle = 0 if host.weight >= 1 and self._candidates() else self._idle + 1
+        self._idle += 1
+        self._wake(sample, host)
         if held_up and conclude(Transfers(tuple(self._held), self.depth)).full:
             self._found(SATURATION, f"{SATURATION}: {why}")
         elif host.weight >= EVIDENCE and host.lost_ns >= LOSS_NS:
@@ -185,7 +192,12 @@ class Auto:
         if device.weight >= EVIDENCE and device.lost_ns >= LOSS_NS:
             times = f"{took_ns / sample.expected_ns:.1f} times what another method takes by calibration"
             self._found(SMALL_COPIES, f"{SMALL_COPIES}: they take {times}")
-        elif device.weight >= 1 and self._candidates():
+        else:
+            self._wake(sample, device)
+
+    def _wake(self, sample: Sample, loss: Loss) -> None:
+        """Every transfer is watched again where one that tells something lost plainly, and a rung may be tried."""
+        if loss.weight >= 1 and sample.copies >= LEAST_SEEN and self._candidates():
             self._idle = 0
 
     def _found(self, cause: str, why: str, time_ns: int = 0) -> None:
@@ -199,8 +211,8 @@ class Auto:
             self.stand_on(before)
             self._idle = REST
             return
-        evidence = self._on_base.evidence() | {"cause": cause, "depth": self.depth}
-        evidence["outstanding"] = max(self._held, default=0)
+        evidence: dict[str, Any] = {"cause": cause, "depth": self.depth, "outstanding": max(self._held, default=0)}
+        evidence |= self._on_base.evidence()
         after, mean, self._cause = candidates[0], evidence["submit_ns_per_copy"], cause
         self.decisions.append(Decision(time_ns or self._now(), before, after, why, mean))
         self.stand_on(after)
@@ -246,10 +258,10 @@ class Auto:
 
     def _leave(self, what: str, why: str, cool_down_ns: int = 0, **evidence: Any) -> None:
         """Back on the base, and not again on this rung for such work until it has cooled down."""
-        rung, key, now = self.rung, (self.rung, self._scale), self._now()
+        rung, now = self.rung, self._now()
         if cool_down_ns:
-            self._not_before[key] = now + cool_down_ns * 2 ** self._failures.get(key, 0)
-            self._failures[key] = self._failures.get(key, 0) + 1
+            _, often = self._cooling.get((rung, self._scale), (0, 0))
+            self._cooling[rung, self._scale] = now + cool_down_ns * 2**often, often + 1
         self.decisions.append(Decision(now, rung, self.base, why))
         self.stand_on(self.base)
         self._decide(what, why, before=rung, after=self.base, **evidence)
