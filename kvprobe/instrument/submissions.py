@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvprobe.offload.auto import Rung
+from kvprobe.offload.rungs import Rung
 from kvprobe.offload.submitter import Bounds, Copies
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvprobe.instrument import event_log, metrics, nvtx_marks
 from kvprobe.instrument.submissions import POOLED
-from kvprobe.offload.auto import REST, Auto, Rung, Sample
+from kvprobe.offload.auto import REST, Auto
+from kvprobe.offload.rungs import Rung, Sample
 
 if TYPE_CHECKING:
     from kvprobe.instrument.adapter import Adapter
@@ -68,7 +69,7 @@ class WatchedTransfer:
         """The server's thread spent so long on making a stream wait for it: auto counts that as submission."""
         self.extra["fence_ns"] = self.extra.get("fence_ns", 0) + ns
         if self.sample is not None:
-            self.sample.submit_ns += ns
+            self.sample.waited(ns)
 
 
 class CopyPath:

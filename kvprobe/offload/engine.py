@@ -39,7 +39,7 @@ from kvprobe.native.library import (
     core,
     core_held,
 )
-from kvprobe.offload.auto import Auto, Rung, Sample
+from kvprobe.offload.auto import Auto
 from kvprobe.offload.blocks import BlockPool, Mapping, passed
 from kvprobe.offload.callbacks import Callbacks, call_first
 from kvprobe.offload.cells import wire_for
@@ -47,6 +47,7 @@ from kvprobe.offload.job import DIRECTION, Fault, Refusal, broken_by, fence, ref
 from kvprobe.offload.methods import METHOD_NAMES, ExpectedTimes, Methods, copier_for, measure_now, method_table
 from kvprobe.offload.options import EngineKeywords, EngineOptions
 from kvprobe.offload.resources import Resources
+from kvprobe.offload.rungs import Rung, Sample
 from kvprobe.offload.shared import SharedSubmission
 from kvprobe.offload.submitter import open_native, table_rate
 from kvprobe.offload.transfer import Transfer
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvprobe")
 
 COMPUTE = object()  # `after`: the engine's compute stream
-BUSY_SHARE = 0.5  # of the caller's time: so much in submitting calls is worth a change of policy, full queue or not
+HAND_OVER_NS = 10_000  # of its caller's time that a request takes: 4 µs and 7 ns a block (H200, `h200-fast-path.json`)
 ASKED = {"load": 0, "store": 1}  # enum kvp_request_what; with a wait for compute, and to be handed over:
 AFTER, PUSH = 2, 4
 LARGE = 1 << 20  # bytes of a piece from which on the link, and not the copy's own overhead, sets its rate
@@ -140,7 +141,7 @@ class OffloadEngine:
             self._decided,
             active=auto,
             baseline_ns=self.limits.baseline_ns,
-            busy_share=BUSY_SHARE,
+            slow_ns=HAND_OVER_NS,
             now=lambda: int(self._now()),
         )
         self._unjudged: deque[Sample] = deque()  # what transfers cost their callers: comparing costs 20 to 60 µs

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvprobe.launchqueue.detector import Saturation
-from kvprobe.offload.auto import Rung, Sample
+from kvprobe.offload.engine import HAND_OVER_NS
+from kvprobe.offload.rungs import Rung, Sample
 
 REPORTS = Path(__file__).parents[2] / "reports"
 LOOP, BATCH, POOLED, SPLIT = (
@@ -313,7 +314,7 @@ class Server:
         self._expected: dict[tuple[int, int], tuple[int, int]] = {}
         settings: dict[str, Any] = {"slow_ns": 100_000, "depth": DEPTH if work.rungs[0] == LOOP else 0}
         if work.kind == "engine":
-            settings = {"busy_share": 0.5}
+            settings = {"slow_ns": HAND_OVER_NS}
         self.auto = (
             make(work.rungs, self._decided, baseline_ns=BASELINE_NS, now=lambda: self.now_ns, **settings)
             if make

@@ -6,7 +6,8 @@ import kvprobe.instrument as instrument
 from kvprobe.instrument import installation
 from kvprobe.instrument.submissions import POOLED
 from kvprobe.offload import Submitter
-from kvprobe.offload.auto import REST, Sample
+from kvprobe.offload.auto import REST
+from kvprobe.offload.rungs import Sample
 
 LOOPS = ["0.12.0", "0.13.0", "0.14.1", "0.15.1"]
 NAME = {"0.12.0": "vllm.copies.shared"}

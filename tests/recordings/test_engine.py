@@ -13,7 +13,7 @@ import pytest
 import kvprobe
 from kvprobe.cuda import device_region, host_region
 from kvprobe.cuda.hostruntime import host_runtime
-from kvprobe.offload.auto import Decision, Rung
+from kvprobe.offload.rungs import Decision, Rung
 from kvprobe.recordings.model import Direction
 from kvprobe.reporting import build_page
 
