@@ -236,23 +236,23 @@ def show(outcome: dict[str, Any]) -> None:
     console = Console()
     console.print(table)
     console.print(
-        f"submitting a copy took {duration(shared['submit_p99_ns'])} at p99 on the shared stream, and "
-        f"{duration(outcome['baseline_submit_ns'])} at the median while its queue was empty",
+        f"submitting a copy to the full queue took {duration(shared['submit_p99_ns'])} at p99; to an empty one it "
+        f"usually takes {duration(outcome['baseline_submit_ns'])}",
         highlight=False,
     )
     for one in outcome["switch_log"]:
         console.print(f"{one['before']} -> {one['after']}: {one['reason']}", highlight=False)
     if outcome["onset_ms"] is not None:
         console.print(
-            f"noticed {outcome['onset_ms']:.1f} ms after the first blocked call, "
+            f"noticed after {outcome['onset_ms']:.1f} ms and "
             + singular(f"{outcome['blocked_calls_before_switch']:,} blocked calls"),
             highlight=False,
         )
     if avoided := outcome["redundant_bytes_avoided"]:  # how many overlap depends on how fast loads are asked for
         overlapping = avoided + auto["redundant_bytes"]
         console.print(
-            f"under auto, dedup skipped {avoided / 1e9:.2f} of {overlapping / 1e9:.2f} GB that were requested while "
-            "they were being loaded",
+            f"under auto, {overlapping / 1e9:.2f} GB were requested again while they were being loaded; dedup skipped "
+            f"{avoided / 1e9:.2f} GB of that",
             highlight=False,
         )
     console.print(f"{outcome['bytes_verified'] / 1e9:.2f} GB compared on both sides, all equal", highlight=False)

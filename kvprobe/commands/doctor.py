@@ -226,7 +226,7 @@ def _queue(runtime: Runtime) -> Iterator[Checked]:
     todo = (
         ""
         if limits.channels >= 8
-        else "set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts, so that streams share fewer channels"
+        else "set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts, so that fewer streams share a channel"
     )
     yield Checked(
         "launch queue",
@@ -593,14 +593,15 @@ def _servers() -> Iterator[Checked]:
     from kvprobe.instrument import registry
     from kvprobe.instrument.adapter import installed_version
 
-    found = [installed_version(one.distributions) for name, one in registry.SERVERS.items() if name != "torch"]
+    servers = {name: one for name, one in registry.SERVERS.items() if name not in registry.LIBRARIES}
+    found = [installed_version(one.distributions) for one in servers.values()]
     for name, version in filter(None, found):
         yield Checked("servers", name, version, GOOD, "`kvprobe patches` says which adapters apply")
     if not any(found):
         yield Checked(
             "servers",
             "servers",
-            "none of " + ", ".join(registry.SERVERS),
+            "none of " + ", ".join(servers),
             NOTE,
             "run doctor in the server's own environment to see its version",
         )

@@ -157,4 +157,5 @@ def fitting(columns: Sequence[tuple[str, str]], widths: Sequence[int], wide: int
 
 
 def _left_out(table: SummaryTable, shown: int) -> str:
-    return f"{len(table.rows) - shown:,} more rows" if shown < len(table.rows) else ""
+    rest = len(table.rows) - shown
+    return f"{rest:,} more row{'s' if rest > 1 else ''}" if rest > 0 else ""

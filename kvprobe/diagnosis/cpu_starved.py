@@ -214,8 +214,8 @@ def _between_calls(joined: JoinedRecording, between: _Waited, inside: _Waited | 
     throttled, by_quota = _by_quota(joined, between.notes)
     evidence = [
         Evidence(
-            f"for {share(lost, span)} of their time submitting threads waited for a CPU outside any CUDA call, in "
-            f"{len(rows):,} pauses of a millisecond and more",
+            f"submitting threads spent {share(lost, span)} of their time waiting for a CPU outside of CUDA calls, in "
+            f"{len(rows):,} pauses of a millisecond or more",
             lost,
             "ns",
             KERNEL,
@@ -223,7 +223,7 @@ def _between_calls(joined: JoinedRecording, between: _Waited, inside: _Waited | 
         *_quota_evidence(throttled),
     ]
     if inside:
-        text = f"{len(inside.rows):,} submissions lost another {ms(inside.lost_ns)} to it inside the call"
+        text = f"{len(inside.rows):,} submissions waited for a CPU inside the call, another {ms(inside.lost_ns)}"
         evidence.append(Evidence(text, inside.lost_ns, "ns", KERNEL))
         joined.host.claim(CAUSE, inside.rows, inside.ns)
     return joined.finding(

@@ -61,14 +61,14 @@ def _of_calls(joined: JoinedRecording, found: Full, told: int) -> list[Evidence]
     behind_what = (
         "while nothing of their stream executed"
         if joined.recording.has_executions
-        else "as the first since their stream was told to wait for an event, and far longer than the calls after them"
+        else "the first since their stream was told to wait for an event, and far longer than the calls after them"
         if told
-        else "as the first to meet the full queue, and far longer than the calls after them"
+        else "the first to meet the full queue, and far longer than the calls after them"
     )
     outstanding, longest = between(joined.occupancy.depth[rows]), int(joined.dur[rows].max())
     return [
         Evidence(
-            f"{len(rows):,} submissions blocked with {outstanding} outstanding, {behind_what}: {ms(lost)}",
+            f"{len(rows):,} submissions blocked with {outstanding} outstanding, {behind_what}: {ms(lost)} in all",
             lost,
             "ns",
             MEASURED,
@@ -103,7 +103,7 @@ def _of_copies(joined: JoinedRecording, found: Full) -> tuple[Change, ...]:
     channels = int(joined.recording.machine.get("channels") or 4)
     return (
         Change(
-            "Submit the loads when what they wait for has ended"
+            "Submit the loads only when what they wait for has ended"
             if of_loads
             else "Submit the store when the forward it waits for has ended, or at the start of the next step (vLLM "
             "0.14)",
@@ -111,7 +111,7 @@ def _of_copies(joined: JoinedRecording, found: Full) -> tuple[Change, ...]:
         ),
         deeper(joined, found, "fence"),
         Change(
-            "Submit less behind the fence than the queue takes: one cudaMemcpyBatchAsync or one kernel a transfer",
+            "Submit less behind the fence than the queue takes: one cudaMemcpyBatchAsync or one kernel per transfer",
             share=spared(joined, found, "fence", BATCHED),
         ),
         Change(

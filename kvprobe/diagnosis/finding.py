@@ -349,6 +349,8 @@ class Finding:
         device_ns: of the time in which a GPU ran no kernel, what this explains (`kvprobe.account`); None where the
             recording does not show what the GPUs did.
         window_ns: length of the window of that GPU; 0 where none was seen.
+        cost_share: what its severity goes by, 0 to 1: the GPU's loss, of the window; or what its threads lost where
+            nothing shows what that cost the GPU, of their time; the greater of the two.
         at_stake: the severity by the time lost alone: of one that abstains, what it would have were it told.
     """
 
@@ -368,6 +370,7 @@ class Finding:
     of_ns: int = 0
     device_ns: int | None = None
     window_ns: int = 0
+    cost_share: float = 0.0
     at_stake: Severity = "info"
 
     @property

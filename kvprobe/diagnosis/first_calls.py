@@ -1,4 +1,4 @@
-"""First calls are slow: the context is made, a module is loaded, or a kernel's code is fetched or compiled.
+"""First calls are slow: the context is created, a module is loaded, or a kernel's code is fetched or compiled.
 
 Mechanism: CUDA initialises lazily. The first call of a process makes the context, the first launch of a kernel loads
 its code (`CUDA_MODULE_LOADING=LAZY`, the default since CUDA 12.2), a first stream makes a channel. Other threads can

@@ -78,7 +78,7 @@ def find(joined: JoinedRecording) -> Finding | None:
                 share=1.0,
             ),
             Change("Launch ahead: do not read results back before the next step has been launched"),
-            Change("See what the thread does in the gaps: py-spy dump --pid, or the ranges named here", "recording"),
+            Change("See what the thread does in the gaps: `py-spy dump --pid PID`, or these ranges", "recording"),
         ),
         chart=gaps_chart(joined, gaps, mine),
     )

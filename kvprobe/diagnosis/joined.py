@@ -544,6 +544,14 @@ class JoinedRecording(Joined):
         by_caller = self.severity(min(explained.open_ns, loss.ns), self._span_of(loss))
         return min(by_device, by_caller, key=SEVERITIES.index)
 
+    def _cost_share(self, loss: Loss, explained: Explained) -> float:
+        """What `_severity` goes by, as a share."""
+        span_ns = max(self._span_of(loss), 1)
+        if explained.saved_ns is None or explained.window_ns <= 0 or loss.on == "none":
+            return min(loss.ns / span_ns, 1.0)
+        lost = max(explained.saved_ns, explained.device_ns or 0)
+        return min(max(lost / explained.window_ns, min(explained.open_ns, loss.ns) / span_ns), 1.0)
+
     def _span_of(self, loss: Loss) -> int:
         return self.span_ns if loss.span_ns is None else loss.span_ns
 
@@ -578,6 +586,7 @@ class JoinedRecording(Joined):
             of_ns=self._span_of(loss),
             device_ns=explained.device_ns,
             window_ns=explained.window_ns,
+            cost_share=self._cost_share(loss, explained),
             at_stake=self._severity(loss, explained),
         )
 

@@ -83,7 +83,7 @@ def _slow_records(joined: JoinedRecording) -> Finding | None:
         ns,
         evidence=(
             Evidence(
-                f"{len(rows):,} calls that record an event took {ms(int(ns.sum()))} longer than such calls do, the "
+                f"{len(rows):,} calls that record an event took {ms(int(ns.sum()))} longer than they usually do, the "
                 f"longest {ms(int(joined.dur[rows].max()))}: a record takes a slot of its stream's queue",
                 int(ns.sum()),
                 "ns",
@@ -288,7 +288,7 @@ def _cure(joined: JoinedRecording, found: Full) -> list[Change]:
             Change(
                 "Launch fewer, larger pieces of work: CUDA graphs, fused kernels; the device is behind, not the host"
             ),
-            Change("Move what the blocked thread has to do besides launching to another thread"),
+            Change("Let another thread do what the blocked thread does besides launching"),
         ]
     channels = joined.recording.machine.get("channels") or 4
     return [
@@ -296,7 +296,7 @@ def _cure(joined: JoinedRecording, found: Full) -> list[Change]:
         Change("Submit each transfer as one gather kernel, which takes one slot: a batch takes one for 25 copies")
         if of_batches
         else Change(
-            "Submit fewer, larger pieces: one cudaMemcpyBatchAsync or one gather kernel for a transfer: a batch "
+            "Submit fewer, larger pieces: one cudaMemcpyBatchAsync or one gather kernel per transfer; a batch "
             "takes few slots, however many copies it has",
             share=spared(joined, found, "saturation", BATCHED),
         ),

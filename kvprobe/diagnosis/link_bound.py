@@ -124,7 +124,7 @@ def find(joined: JoinedRecording) -> Finding | None:
                     MEASURED,
                 ),
                 Evidence(f"the link gives {rate / 1e9:.1f} GB/s", rate, "bytes/s", how),
-                Evidence(f"no kernel runs beside {ms(exposed)} of it", exposed, "ns", MEASURED),
+                Evidence(f"no kernel runs during {ms(exposed)} of it", exposed, "ns", MEASURED),
             ]
     if not chosen:
         return None
@@ -141,6 +141,6 @@ def find(joined: JoinedRecording) -> Finding | None:
         cure=(
             FEWER,
             Change("Recompute short prefixes instead of loading them where that is faster"),
-            Change("A faster link, or both directions and several GPUs' links at once", "setting"),
+            Change("Use a faster link, or both directions and several GPUs' links at once", "setting"),
         ),
     )

@@ -20,9 +20,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, Loss, NotLookedFor, cause_of
+from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, NotLookedFor, cause_of
 from kvprobe.diagnosis.joined import Array, JoinedRecording
-from kvprobe.diagnosis.ordering import LEAST, asks, bursts, copies_apart, may_order, order_not_shown, waits
+from kvprobe.diagnosis.ordering import (
+    LEAST,
+    asks,
+    bursts,
+    copies_apart,
+    may_order,
+    order_not_shown,
+    unordered_loss,
+    waits,
+)
 from kvprobe.recordings.intervals import Cover, ascending
 from kvprobe.recordings.model import Direction
 
@@ -106,13 +115,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         CAUSE,
         "{calls} loads are not ordered before the compute that reads them",
         "likely",
-        Loss(
-            0,
-            len(rows),
-            on="none",
-            window=(int(joined.start[rows].min()), int(joined.end[rows].max())),
-            places=joined.places(rows, np.zeros(len(rows), dtype=np.int64)),
-        ),
+        unordered_loss(joined, rows),
         severity="critical",
         evidence=[one for unordered in found for one in unordered.evidence],
         reason="the recording does not say which bytes a kernel reads: a prefetch of blocks that are not used yet "

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import DEVICE_BY_NSYS, NotLookedFor, is_of_nsys
+from kvprobe.diagnosis.finding import DEVICE_BY_NSYS, Loss, NotLookedFor, is_of_nsys
 from kvprobe.diagnosis.joined import Array, JoinedRecording
 from kvprobe.recordings.intervals import distinct, in_time
 from kvprobe.recordings.model import CallKind, Direction, Memory
 
-__all__ = ["AsyncCopies", "asks", "bursts", "copies_apart", "may_order", "order_not_shown", "waits"]
+__all__ = ["AsyncCopies", "asks", "bursts", "copies_apart", "may_order", "order_not_shown", "unordered_loss", "waits"]
 
 LEAST = 3  # bursts; fewer prove nothing
 LAYERS = 128  # bursts that one wait may order: a step's layers are often copied one by one, and the largest has 126
@@ -96,3 +96,9 @@ def bursts(joined: JoinedRecording, process: int, rows: Array) -> Array:
     """Number of the burst that each copy belongs to: a launch of the process between two copies begins a new one."""
     at = np.searchsorted(joined.start[joined.launches(process)], joined.start[rows])
     return np.concatenate(([0], np.cumsum(at[1:] != at[:-1]))) if len(rows) else at
+
+
+def unordered_loss(joined: JoinedRecording, rows: Array) -> Loss:
+    """What copies that nothing orders lose: no time, but perhaps the bytes; with where they were made."""
+    window = int(joined.start[rows].min()), int(joined.end[rows].max())
+    return Loss(0, len(rows), on="none", window=window, places=joined.places(rows, np.zeros(len(rows), dtype=np.int64)))

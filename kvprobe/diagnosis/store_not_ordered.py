@@ -19,9 +19,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, Loss, NotLookedFor, cause_of
+from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, NotLookedFor, cause_of
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
-from kvprobe.diagnosis.ordering import LEAST, asks, bursts, copies_apart, may_order, order_not_shown, waits
+from kvprobe.diagnosis.ordering import (
+    LEAST,
+    asks,
+    bursts,
+    copies_apart,
+    may_order,
+    order_not_shown,
+    unordered_loss,
+    waits,
+)
 from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.model import Direction
 
@@ -111,13 +120,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         CAUSE,
         "{calls} stores are not ordered after the compute that writes what they read",
         "likely",
-        Loss(
-            0,
-            len(rows),
-            on="none",
-            window=(int(joined.start[rows].min()), int(joined.end[rows].max())),
-            places=joined.places(rows, np.zeros(len(rows), dtype=np.int64)),
-        ),
+        unordered_loss(joined, rows),
         severity="critical",
         evidence=evidence,
         reason="the recording does not say which bytes a kernel writes: a store of older blocks would be in order",

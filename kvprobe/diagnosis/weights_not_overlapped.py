@@ -197,19 +197,20 @@ def find(joined: JoinedRecording) -> Finding | None:
                 MEASURED,
             ),
             Evidence(
-                f"of the time that copies and compute could share, they shared "
-                f"{share(both_ns, min(copy_ns, compute_ns))}",
+                f"copies and compute overlapped for {share(both_ns, min(copy_ns, compute_ns))} of the time that they "
+                "could have",
                 both_ns,
                 "ns",
                 MEASURED,
             ),
             Evidence(
-                f"with perfect prefetching this part takes as long as the longer: {ms(max(copy_ns, compute_ns))}",
+                "with perfect prefetching this part would take as long as the longer of the two: "
+                f"{ms(max(copy_ns, compute_ns))}",
                 max(copy_ns, compute_ns),
                 "ns",
                 INFERRED,
             ),
-            Evidence(f"these copies are considered weights because {reason}", len(rows), "calls", INFERRED),
+            Evidence(f"these copies are taken to be weights because {reason}", len(rows), "calls", INFERRED),
         ),
         cure=(
             Change(PREFETCH, share=1.0),

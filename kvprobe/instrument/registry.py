@@ -35,6 +35,9 @@ class Server:
 # The table stands in the start-up part, which can import nothing and needs the packages' names in every process.
 SERVERS = {name: Server(*row, kvprobe_startup.TOUCHED.get(name, {})) for name, row in kvprobe_startup.SERVERS.items()}
 
+# Of these: what every server is built on. That it is installed does not say that a server is.
+LIBRARIES = frozenset({"torch"})
+
 # What servers move KV cache or weights with and no adapter watches -> what is seen of it all the same.
 _INTERPOSER = "its CUDA calls by the interposer, where it links the CUDA runtime dynamically"
 NOT_COVERED = {

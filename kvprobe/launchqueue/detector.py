@@ -253,9 +253,9 @@ class Detector:
         )
         state.window = None
         self.reason = (
-            f"stream {seen.stream:#x}: {window.blocked:,} calls blocked at {state.depth:,} outstanding operations "
-            f"(depth {self.limits.depth:,}); the longest took {window.longest_ns / 1e3:.1f} µs "
-            f"against a baseline of {self._baseline.ns / 1e3:.2f} µs"
+            f"{window.blocked:,} calls on stream {seen.stream:#x} blocked with {state.depth:,} operations outstanding "
+            f"(its depth is {self.limits.depth:,}); the longest took {window.longest_ns / 1e3:.1f} µs, "
+            f"where one usually takes {self._baseline.ns / 1e3:.2f} µs"
         )
         return Slowness.SATURATION
 

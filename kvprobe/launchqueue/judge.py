@@ -94,7 +94,7 @@ def _plateau(e: seen.Plateau) -> QueueConclusion:
     if not e.slow:
         return QueueConclusion(
             "not full",
-            f"{e.deepest:,} submissions outstanding at most, and calls cost no more there than with few outstanding",
+            f"at most {e.deepest:,} submissions were outstanding, and calls cost no more then than with few",
         )
     least = "" if e.shallowest == e.deepest else f"{e.shallowest:,} to "
     what = f"{e.slow:,} calls with {least}{e.deepest:,} outstanding took {ms(e.lost_ns)} more than with few outstanding"
@@ -155,7 +155,7 @@ def _step(e: seen.DepthStep) -> QueueConclusion:
     return _said(
         e.depth >= c.LEAST_DEPTH and enough and e.slow >= max(c.LEAST_BLOCKED, 4 * e.passed),
         f"{e.slow:,} calls with {e.shallowest:,} or more outstanding took {ms(e.lost_ns)} more than others; "
-        f"{share:.0%} of the calls there are slow, {elsewhere:.1%} of those with a slot ({e.how})",
+        f"{share:.0%} of all calls at that depth are slow, and {elsewhere:.1%} of those with a free slot ({e.how})",
     )
 
 

@@ -6,7 +6,6 @@ import contextlib
 import ctypes as ct
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ from kvprobe.cuda.copies import METHOD_NAMES
 from kvprobe.environment import caches
 from kvprobe.errors import KvprobeError
 from kvprobe.native.library import CHOOSE_SIZES, MethodTable
+from kvprobe.runfolder import files
 
-__all__ = ["FORMAT", "cached", "identity", "store", "table_of"]
+__all__ = ["FORMAT", "cached", "identity", "keep", "store", "table_of"]
 
 FORMAT = "kvprobe-calibration 5"
 
@@ -80,19 +80,19 @@ def _path(runtime: Runtime) -> Path:
     return caches() / f"methods-{key}.json"
 
 
-def store(runtime: Runtime, result: dict[str, Any]) -> str:
-    """Keeps a measurement for later processes on this GPU, driver, CUDA and link; returns why it cannot, or ""."""
-    path = _path(runtime)
-    partial = path.with_suffix(f".{os.getpid()}")
+def keep(path: Path, result: dict[str, Any]) -> str:
+    """Writes a measurement into the folder of caches, made where it is missing; returns why it cannot, or ""."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(result))
-        partial.replace(path)
+        files.write(path, json.dumps(result).encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         return f"{path.parent}: {error.strerror}"
     return ""
+
+
+def store(runtime: Runtime, result: dict[str, Any]) -> str:
+    """Keeps a measurement for later processes on this GPU, driver, CUDA and link; returns why it cannot, or ""."""
+    return keep(_path(runtime), result)
 
 
 def cached(runtime: Runtime) -> dict[str, Any] | None:

@@ -12,7 +12,6 @@ import ctypes as ct
 import hashlib
 import json
 import logging
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from kvprobe.cuda.memory import Buffer
 from kvprobe.environment import caches
 from kvprobe.errors import KvprobeError
 from kvprobe.native.library import CopyKernel, MethodTable, core
-from kvprobe.offload.method_cache import identity
+from kvprobe.offload.method_cache import identity, keep
 from kvprobe.offload.methods import SIZES, Methods, method_table
 
 __all__ = ["default", "known", "measure", "slower", "table_of"]
@@ -264,7 +263,7 @@ def known(runtime: Runtime, methods: Methods) -> dict[str, Any] | None:
         except KvprobeError as error:
             log.warning("coded copies could not be measured on this GPU: %s", error)
             return None
-        _store(runtime, methods.coded)
+        keep(_path(runtime), methods.coded)  # where it cannot be kept, it is measured again
     return methods.coded
 
 
@@ -339,18 +338,6 @@ def _key(runtime: Runtime) -> str:
 
 def _path(runtime: Runtime) -> Path:
     return caches() / f"wire-{_key(runtime)}.json"
-
-
-def _store(runtime: Runtime, result: dict[str, Any]) -> None:
-    path = _path(runtime)
-    written = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        written.write_text(json.dumps(result))
-        written.replace(path)
-    except OSError:  # it is measured again
-        with contextlib.suppress(OSError):
-            written.unlink()
 
 
 def _cached(runtime: Runtime) -> dict[str, Any] | None:

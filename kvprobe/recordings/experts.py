@@ -263,6 +263,9 @@ def _judged(
     moved = strides[tensor] + np.where(within == 0, (size[at] - count * strides[of])[copy], 0)
     names = [_name(recording, int(rows[one.at[0]])) for one in found]
     named = any(word in name.lower() for name in names for word in _NAMES)
+    of_blocks = recording.transfers["process"] == recording.calls["process"][rows[0]]
+    if not named and of_blocks.any():
+        return None  # an engine or an adapter said that they are blocks
     if slotted and not named and _alike(tensor[:_SAMPLE], expert[:_SAMPLE]):
         return None
     tensors = _described(found, names, (tensor, expert, _visits(tensor, expert)))

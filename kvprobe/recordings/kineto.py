@@ -337,7 +337,7 @@ def read(path: Path, progress: Progress | None = None) -> Recording:
     notes += incomplete
     if reader.skipped:
         listing = ", ".join(f"{count} {name}" for name, count in sorted(reader.skipped.items()))
-        notes.append(f"not read, as no cause is looked for in them: {listing} events")
+        notes.append(f"not read, because no cause needs them: {listing} events")
     recording = reader.recording(head, notes)
     recording.incomplete += incomplete
     if not any(recording.tables[kind].rows for kind in ("calls", "executions", "ranges", "labels")):

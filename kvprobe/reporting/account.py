@@ -17,7 +17,7 @@ _LEAD = (
     "Every instant of the serving window is in exactly one line, and the lines add up to it. What ran was recorded. "
     "Where nothing ran, the line says what the thread did that submitted the next operation."
 )
-_BLIND = "What the GPU did was not recorded; this is what the threads did that submit to it."
+_BLIND = "What the GPU did was not recorded; the table says what the threads did that submit to it."
 
 
 def gpu_name(account: Account, gpu: GpuAccount) -> str:
@@ -154,7 +154,7 @@ def _threads(account: Account) -> TableView:
     titles = [THREAD_TITLES[line][:1].upper() + THREAD_TITLES[line][1:] for line in columns]
     return table(
         "What the submitting threads did",
-        ["Thread", "Process", *titles, "Of its waits, the device computed"],
+        ["Thread", "Process", *titles, "Device computing during its waits"],
         rows,
         "Shares of each thread's own serving window; outside of CUDA calls a thread is in Python or elsewhere.",
     )

@@ -80,10 +80,7 @@ class SubmissionCost:
 
 @dataclass(frozen=True)
 class FindingChange:
-    """One cause: "gone", "new", "less", "more" or "same", by the share of the window that a GPU waited for it.
-
-    Where no GPU was seen, by the share of its threads' time.
-
+    """One cause: "gone", "new", "less", "more" or "same", by what it cost (`Finding.cost_share`).
 
     "undecided" where the recording that should prove it less or more is too poor to prove anything. `severity` is the
     worse and `confidence` the weaker of the two findings'.
@@ -120,7 +117,7 @@ def compare_findings(
     out = []
     for cause in dict.fromkeys([*old, *new]):
         one, two = old.get(cause), new.get(cause)
-        shares = _share(one), _share(two)
+        shares = one.cost_share if one else 0.0, two.cost_share if two else 0.0
         if one is None or two is None:
             what = "gone" if two is None else "new"
         elif abs(shares[1] - shares[0]) <= 0.1 * max(shares):
@@ -135,15 +132,6 @@ def compare_findings(
         lost = one.lost_ns if one else 0, two.lost_ns if two else 0
         out.append(FindingChange(cause, what, sides[0].title, *lost, *shares, worst, sure))
     return sorted(out, key=lambda change: -max(change.share_before, change.share_after))
-
-
-def _share(finding: Finding | None) -> float:
-    """What a finding cost: the GPU's time where that is known, else its threads'."""
-    if finding is None:
-        return 0.0
-    if finding.device_share is None or (not finding.device_share and finding.severity != "info"):
-        return finding.share  # it held up a thread, whatever it cost a GPU
-    return finding.device_share
 
 
 def submission_cost(before: Recording, after: Recording, spans_ns: tuple[int, int]) -> SubmissionCost | None:

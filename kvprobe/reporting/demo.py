@@ -138,14 +138,14 @@ def _cost_chart(
     marks = [Mark(float(t), what) for t, what in zip(decisions["time_ns"], whats, strict=True)]
     shared, auto = outcome["shared"], outcome["auto"]
     words = [
-        f"On the shared stream a load() took {duration(shared['load_p50_ns'])} for each copy at the median, "
+        f"On the shared stream a load() took {duration(shared['load_p50_ns'])} per copy at the median, "
         f"{duration(shared['load_p99_ns'])} at p99."
     ]
     for time_ns, one in zip(decisions["time_ns"][:2].tolist(), outcome["switch_log"][:2], strict=False):
         because = f" because {micro(one['reason'])}." if one["reason"] else "."
         words.append(f"At {duration(time_ns - start)} kvprobe went from {one['before']} to {one['after']}{because}")
     if outcome["switches"]:
-        words.append(f"After that: {duration(auto['load_p50_ns'])} and {duration(auto['load_p99_ns'])}.")
+        words.append(f"After the switch: {duration(auto['load_p50_ns'])} and {duration(auto['load_p99_ns'])}.")
     return charts.timeline(
         ("cost", "What a copy cost the model's thread", " ".join(words)),
         lines,
@@ -184,6 +184,15 @@ def _histogram(outcome: Mapping[str, Any], cost: Mapping[str, Cost]) -> Chart | 
     )
 
 
+_SPENT = dict(
+    zip(
+        charts.SPLIT,
+        ("preparing it", "submitting it", "waiting in the queue", "copying", "until the host noticed its end"),
+        strict=True,
+    )
+)
+
+
 def _split(recording: Recording, spans: Mapping[str, tuple[int, int]]) -> Chart | None:
     """Where a copy's time went, phase by phase: sums over the transfers of a phase by the number of their copies."""
     rows = recording.transfers
@@ -198,8 +207,8 @@ def _split(recording: Recording, spans: Mapping[str, tuple[int, int]]) -> Chart 
     if not split:
         return None
     words = [
-        f"{name}: {duration(sum(parts.values()))} a copy, most of it "
-        f"{max(parts, key=lambda part, parts=parts: parts[part]).replace('_', ' ')}."  # type: ignore[misc]
+        f"{name}: {duration(sum(parts.values()))} per copy, most of it "
+        f"{_SPENT[max(parts, key=lambda part, parts=parts: parts[part])]}."  # type: ignore[misc]
         for name, parts in split.items()
     ]
     return charts.split_chart(
@@ -252,7 +261,7 @@ def _played(outcome: Mapping[str, Any]) -> PageHead:
     facts = [
         Fact(label, duration(auto[key]), ratio(shared[key], auto[key]), duration(shared[key]))
         for key, label in (
-            ("load_p99_ns", "load() by its copies, p99"),
+            ("load_p99_ns", "load() time per copy, p99"),
             ("longest_call_ns", "Longest load()"),
             ("step_p99_ns", "Model step, p99"),
         )
@@ -275,7 +284,7 @@ def _played(outcome: Mapping[str, Any]) -> PageHead:
             f"No saturation: submitting a copy took {duration(p99)} at p99, beside a baseline of {duration(base)}."
         )
         return PageHead("ok" if p99 else "unknown", headline, "", facts)
-    times = f", {p99 / base:,.0f} times the baseline of {duration(base)}" if base else ""
+    times = f", {p99 / base:,.0f} times the usual {duration(base)}" if base else ""
     why = (
         f"The launch queue of the shared copy stream was full at {outcome['queue_depth']:,} submissions, so each "
         f"further copy waited in the submitting thread: {duration(p99)} at p99{times}."
@@ -290,13 +299,11 @@ def _played(outcome: Mapping[str, Any]) -> PageHead:
         )
     first = outcome["switch_log"][0]
     headline = (
-        f"The launch queue filled, and a load cost the model's thread {duration(shared['load_p99_ns'])} for each copy "
-        f"at p99. kvprobe switched to {first['after']} streams by itself: now it costs {duration(auto['load_p99_ns'])}."
+        f"The launch queue filled, and a load cost the model's thread {duration(shared['load_p99_ns'])} per copy at "
+        f"p99. kvprobe switched to {first['after']} streams by itself: now it costs {duration(auto['load_p99_ns'])}."
     )
     done = [
         cure_parts(f"{one['before']} → {one['after']}" + (f": {micro(one['reason'])}" if one["reason"] else ""))
         for one in outcome["switch_log"][:4]
     ]
-    less = ratio(shared["load_p99_ns"], auto["load_p99_ns"])
-    saving = f"A load at p99, for each copy: {less}." if less else ""
-    return PageHead("cured", headline, why, facts, done, saving, "What kvprobe changed")
+    return PageHead("cured", headline, why, facts, done, action="What kvprobe changed")

@@ -12,7 +12,7 @@ from kvprobe.recordings.model import Direction, Recording
 from kvprobe.recordings.window import ServingWindow
 from kvprobe.reporting import streams
 from kvprobe.reporting.units import NONE, bytes_text, count_text, duration, number_text, rate
-from kvprobe.reporting.views import TableView, table
+from kvprobe.reporting.views import TableView, more_rows, table
 
 __all__ = ["DIRECTIONS", "costly", "descriptor_table", "submitters_table"]
 
@@ -57,7 +57,7 @@ def descriptor_table(recording: Recording, window: ServingWindow) -> tuple[str, 
         "Sizes, p10 to p90",
     ]
     rest = found[shown:]
-    more = f"{len(rest):,} more rows: {duration(sum(one.host_ns for one in rest))} together." if rest else ""
+    more = more_rows(len(rest), f", {duration(sum(one.host_ns for one in rest))} in all")
     return lead, table("Copies by stream and direction", columns, rows, note=more)
 
 
@@ -110,7 +110,7 @@ def submitters_table(recording: Recording) -> TableView:
         "Calls",
     ]
     rest = found.rows - len(rows)
-    more = f"{rest:,} more rows, with less time in calls." if rest else ""
+    more = more_rows(rest, " with shorter times in calls")
     return table("Copies that kvprobe submitted", [*columns, "A call, mean", "Time in calls"], rows, note=more)
 
 

@@ -13,15 +13,15 @@ from kvprobe.reporting.views import Cell, Chart, TableView, left_out, table
 __all__ = ["LEAD", "change_said", "expert_section", "expert_tables", "tensor_name"]
 
 LEAD = (
-    "Copies to the GPU that bring experts of a model, told by their source addresses: pieces at one stride in memory "
-    "that the GPU never writes to, of which each step brings some. Each upload is a miss: the expert was not on the "
-    "GPU. Again: it had been brought before. What a change saves is time in which the GPU computed nothing because of "
-    "these copies, at most."
+    "Copies that bring a model's experts to the GPU. They are recognised by their source addresses: pieces at equal "
+    "distances in memory that the GPU never writes to, some of which are copied in each step. Each upload is a miss: "
+    "the expert was not on the GPU. An upload counts under “Again” where the expert had been on the GPU before. What a "
+    "change saves is at most the time in which the GPU computed nothing because of these copies."
 )
 _MOST = 100
 _WHAT = {
     PREFETCH: "Begin each upload while what comes before it computes, if the picks are known so early",
-    SLOTS: "Keep {count} experts more on the GPU, and give up the one not used longest",
+    SLOTS: "Keep {count} more experts on the GPU, and replace the one that was used least recently",
     FIXED: "Keep {count} whole tensors on the GPU, the most costly first",
 }
 
@@ -74,9 +74,9 @@ def _tensors(uploads: ExpertUploads) -> TableView:
                 (count_text(one.whole), one.whole),
             ]
         )
-    kept = f"{uploads.slots:,} places on the GPU keep experts." if uploads.slots else "Nothing is kept between steps."
+    kept = f"The GPU keeps up to {uploads.slots:,} experts." if uploads.slots else "Nothing is kept between steps."
     again, total = int(uploads.again.sum()), len(uploads.key)
-    note = f"{total:,} uploads, {percent(again / total)} of them again. {kept}"
+    note = f"{total:,} uploads, {percent(again / total)} of them of experts that had been on the GPU before. {kept}"
     columns = ("Tensor", "Expert", "Different", "Steps", "A step", "Uploads", "Again", "Moved", "Whole tensor")
     notes = (note, left_out(_MOST, len(uploads.tensors)))
     return table("Uploads by tensor", columns, rows, " ".join(part for part in notes if part))
@@ -100,10 +100,10 @@ def _changes(recording: Recording, account: Account, uploads: ExpertUploads) -> 
     ]
     if not rows:
         return None
-    note = "When the GPU computed was not recorded, so that no time can be told."
+    note = "When the GPU computed was not recorded, so the time saved is not known."
     if gains.exposed_ns is not None:
         note = f"The GPU computed nothing for {duration(gains.exposed_ns)} because of these copies."
     if uploads.slots:
-        note += " What slots more would keep is known at least, because uses that needed no copy are not seen."
+        note += " More slots save at least as many uploads as the table says: uses that needed no copy are not seen."
     columns = ("Change", "Memory of the GPU", "Uploads saved", "Bytes saved", "Time saved", "Of the window")
     return table("What would save uploads", columns, rows, note)

@@ -60,9 +60,8 @@ def sentences(told: Requests) -> list[str]:
     """What the figures say, in the order in which somebody asks."""
     out = [_waits("Time between tokens", told.between), _waits("Time to first token", told.first)]
     if told.told < told.requests:
-        out[1] += (
-            f" Of {told.requests - told.told:,} requests it counts from their first step, because no arrival was told."
-        )
+        from_step = told.requests - told.told
+        out[1] += f" {from_step:,} requests are counted from their first step: when they arrived was not recorded."
     if told.undecided:
         return [*out, f"Undecided which steps were late: {told.undecided}."]
     late = f"{told.late_steps:,} of {told.steps:,} steps and {len(told.late_requests):,} of {told.requests:,} requests"

@@ -324,8 +324,9 @@ def occupancy_charts(
 DRAWN = 4  # streams drawn by themselves
 _HOW = {
     "labels": "Counted from submissions and executions; calls that the recorder labels as blocked are taken as such.",
-    "plateau": "Counted from submissions and executions; a full queue is inferred from plateau, cost and wake-up.",
-    "inferred": "Inferred, because no device activity was recorded: from the ends of transfers, or the pace of calls.",
+    "plateau": "Counted from submissions and executions; that a queue is full is inferred from where its depth levels "
+    "off, what calls cost there, and when they return.",
+    "inferred": "Inferred from the ends of transfers or the pace of calls, because no device activity was recorded.",
 }
 
 
@@ -381,8 +382,8 @@ def _cliff(recording: Recording, found: Submissions, queues: Occupancy) -> Chart
         deep_ns, where = charts.quantiles(spent[bins >= keys[-1] * 0.95], 0.5)[0], "at the deepest"
     name = _queue_name(recording, queue)
     summary = (
-        f"{name}: a call costs {duration(shallow_ns)} at the median while the queue is less than half as deep as it "
-        f"ever gets, and {duration(deep_ns)} {where}. A step means a full queue; a flat line means a healthy one."
+        f"{name}: a call costs {duration(shallow_ns)} at the median while the queue is less than half as long as at "
+        f"its longest, and {duration(deep_ns)} {where}. A step means a full queue; a flat line means a healthy one."
     )
     ceiling = [(float(queue.ceiling), f"full at {queue.ceiling:,}")] if queue.ceiling > 0 else []
     spec = {

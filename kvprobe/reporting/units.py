@@ -97,17 +97,17 @@ def link_share(share: float | None) -> str:
 
 
 def ratio(before: float | None, after: float | None) -> str:
-    """How many times less (or more) `after` is than `before`."""
+    """How many times lower (or higher) `after` is than `before`."""
     if before is None or after is None or not (_finite(before) and _finite(after)) or before <= 0 or after <= 0:
         return ""
     return "unchanged" if before / 1.05 < after < before * 1.05 else change_text(after / before)
 
 
 def change_text(ratio: float) -> str:
-    """A change as it is quoted everywhere: how many times less or more; `ratio` is after over before."""
+    """A change as it is quoted everywhere: how many times lower or higher; `ratio` is after over before."""
     if ratio >= 1:
-        return f"{_three(ratio)}{TIMES_SIGN} more"
-    return f"{_three(1 / ratio)}{TIMES_SIGN} less"
+        return f"{_three(ratio)}{TIMES_SIGN} higher"
+    return f"{_three(1 / ratio)}{TIMES_SIGN} lower"
 
 
 def number_text(value: float | None) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Bar", "BarPart", "Cell", "Chart", "Section", "TableView", "left_out", "numbers", "table"]
+__all__ = ["Bar", "BarPart", "Cell", "Chart", "Section", "TableView", "left_out", "more_rows", "numbers", "table"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,11 @@ class Section:
 def left_out(shown: int, of: int) -> str:
     """The note of a table that has the first `shown` of so many rows; "" where it has all."""
     return f"The first {shown:,} of {of:,} rows." if of > shown else ""
+
+
+def more_rows(number: int, what: str) -> str:
+    """The note of a table that leaves out its last rows, with `what` there is to say of them; "" where it has all."""
+    return f"{number:,} more row{'s' if number > 1 else ''}{what}." if number > 0 else ""
 
 
 def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], note: str = "") -> TableView:

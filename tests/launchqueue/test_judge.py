@@ -277,7 +277,7 @@ def test_a_rule_turns_where_it_says(evidence: Evidence, changed: dict[str, Any],
     [
         (Labels(3, 7, 7, False), "blocked by a full command buffer, with 7 submissions outstanding"),
         (Labels(3, 6, 7, True), "with 6 to 7 submissions outstanding (approximate: CUDA graphs are among them)"),
-        (replace(PLATEAU, slow=0), "1,021 submissions outstanding at most, and calls cost no more there"),
+        (replace(PLATEAU, slow=0), "at most 1,021 submissions were outstanding, and calls cost no more then"),
         (PLATEAU, "300 calls with 1,020 to 1,021 outstanding took 9.0 ms more than with few outstanding; 90% of them"),
         (replace(PLATEAU, shallowest=1_021), "300 calls with 1,021 outstanding took"),
         (replace(PLATEAU, deepest=9), "never more than 9 submissions outstanding"),
@@ -289,7 +289,8 @@ def test_a_rule_turns_where_it_says(evidence: Evidence, changed: dict[str, Any],
         (replace(STOOD, behind=2), "3 long calls with 1,000 outstanding"),
         (
             STEP,
-            "40 calls with 990 or more outstanding took 5.0 ms more than others; 50% of the calls there are slow, 1.0%",
+            "40 calls with 990 or more outstanding took 5.0 ms more than others; "
+            "50% of all calls at that depth are slow, and 1.0%",
         ),
         (BURST, "being its number 1,021 to 1,022: 1,021"),
         (replace(BURST, last=1_020), "being its number 1,021: 1,021"),

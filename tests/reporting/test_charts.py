@@ -198,8 +198,8 @@ def test_a_table_that_is_cut_says_so() -> None:
 @pytest.mark.parametrize(
     ("gain", "text"),
     [
-        (220.0, f"220{TIMES_SIGN} less"),
-        (0.5, f"2.00{TIMES_SIGN} more"),
+        (220.0, f"220{TIMES_SIGN} lower"),
+        (0.5, f"2.00{TIMES_SIGN} higher"),
         (1.0, "unchanged"),
         (0.0, NONE),
         (-2.0, NONE),

@@ -70,7 +70,7 @@ def test_rows_that_cost_nothing_are_summed_up():
     few = [call for stream in range(2) for call in blocks([7], stream=stream, direction=Direction.D2D)]
     shown = section(recording([*bursts(), *few]))
     assert len(shown.tables[0].rows) == 2
-    assert shown.tables[0].note.replace("\u00a0", " ") == "2 more rows: 2.00 µs together."
+    assert shown.tables[0].note.replace("\u00a0", " ") == "2 more rows, 2.00 µs in all."
 
 
 def test_the_window_decides_in_the_page_and_not_in_the_tables_of_stats():

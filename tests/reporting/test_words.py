@@ -39,7 +39,7 @@ def test_other_units() -> None:
     assert bytes_text(65536) == "64.0\u00a0KiB"
     assert rate(55.6e9) == "55.6\u00a0GB/s"
     assert (percent(0.47), percent(0.0123), percent(1e-5), percent(0)) == ("47%", "1.2%", "<0.1%", "0.0%")
-    assert ratio(180, 1.4) == "129\u00d7 less"
+    assert ratio(180, 1.4) == "129\u00d7 lower"
     assert ratio(100, 101) == "unchanged"
 
 

@@ -179,16 +179,8 @@ static int open_driver(void) {
 
 /* Half of the processors that this process may use, for copies that are not large a third; the caller is one more. */
 static unsigned helpers(void) {
-    cpu_set_t set;
-    unsigned cores = sched_getaffinity(0, sizeof set, &set) ? 1 : (unsigned)CPU_COUNT(&set);
-    unsigned long long quota, period;
-    FILE *file = fopen("/sys/fs/cgroup/cpu.max", "re");
-    if (file) {
-        if (fscanf(file, "%llu %llu", &quota, &period) == 2 && period && quota / period < cores)
-            cores = (unsigned)(quota / period);
-        fclose(file);
-    }
-    return cores / 2 < 1 ? 1 : cores / 2;
+    unsigned half = kvp_processors() / 2;
+    return half ? half : 1;
 }
 
 static void refuse(const char *why, size_t bytes, int error) {

@@ -28,7 +28,6 @@
 
 #include <errno.h>
 #include <pthread.h>
-#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -87,19 +86,6 @@ static void no_longer(const char *why, int error) {
 
 /* ---- start and end ---------------------------------------------------------------------------------------------- */
 
-static uint32_t processors(void) {
-    cpu_set_t set;
-    unsigned cores = sched_getaffinity(0, sizeof set, &set) ? 1 : (unsigned)CPU_COUNT(&set);
-    unsigned long long quota, period;
-    FILE *file = fopen("/sys/fs/cgroup/cpu.max", "re");
-    if (file) {
-        if (fscanf(file, "%llu %llu", &quota, &period) == 2 && period && quota / period < cores)
-            cores = (unsigned)(quota / period);
-        fclose(file);
-    }
-    return cores < 1 ? 1 : cores;
-}
-
 int kvp_populated_start(const char *run_folder) {
     const char *bytes = getenv("KVPROBE_POPULATE_BYTES");
     char *end;
@@ -109,7 +95,7 @@ int kvp_populated_start(const char *run_folder) {
         state.forced = 1;
         if (!*bytes || *bytes == '-' || *end || !state.from) return 0;
     }
-    uint32_t cores = processors();
+    uint32_t cores = kvp_processors();
     state.threads[0] = cores < 4 ? cores : 4;
     state.threads[1] = cores / 2 > 8 ? 8 : cores / 2 > state.threads[0] ? cores / 2 : state.threads[0];
     folder = run_folder;

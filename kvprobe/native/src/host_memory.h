@@ -37,6 +37,9 @@ typedef struct {
     const _Atomic int *stop; /* not 0: it is given up after a chunk, ECANCELED; NULL: never */
 } kvp_populating;
 
+/* Processors that this process may use, by its affinity and its cgroup's quota; at least one. */
+KVP_INSIDE uint32_t kvp_processors(void);
+
 enum kvp_pages { KVP_PAGES_ANY = 0, KVP_PAGES_SMALL = 1, KVP_PAGES_HUGE = 2 }; /* any: huge ones are asked for */
 enum kvp_fork { KVP_FORK_COPY = 0, KVP_FORK_NONE = 1, KVP_FORK_SHARED = 2 };   /* what a forked child gets */
 

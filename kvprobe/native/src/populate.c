@@ -72,11 +72,23 @@ static void *populate(void *given) {
     return NULL;
 }
 
-static uint32_t threads_for(const kvp_populating *how, uint64_t chunks) {
+uint32_t kvp_processors(void) {
     cpu_set_t set;
-    uint32_t threads = how->threads, cores = 1;
+    uint32_t cores = sched_getaffinity(0, sizeof set, &set) ? 1 : (uint32_t)CPU_COUNT(&set);
+    unsigned long long quota, period;
+    FILE *file = fopen("/sys/fs/cgroup/cpu.max", "re");
+    if (file) {
+        if (fscanf(file, "%llu %llu", &quota, &period) == 2 && period && quota / period < cores)
+            cores = (uint32_t)(quota / period);
+        fclose(file);
+    }
+    return cores ? cores : 1;
+}
+
+static uint32_t threads_for(const kvp_populating *how, uint64_t chunks) {
+    uint32_t threads = how->threads;
     if (!threads) {
-        if (!sched_getaffinity(0, sizeof set, &set)) cores = (uint32_t)CPU_COUNT(&set);
+        uint32_t cores = kvp_processors();
         threads = cores < 4 ? cores : 4;
     }
     if (threads > KVP_MOST_POPULATERS) threads = KVP_MOST_POPULATERS;
