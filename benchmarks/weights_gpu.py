@@ -378,6 +378,9 @@ def _fraction(
     home = sources(held)
     arms = [Arm("untouched", base)]
     arms += [Arm(f"kvprobe, window {w}", mine, lambda w=w: held.set_window(w)) for w in (0, 1, 2) if w <= top]
+    coded = _coded(fraction, base, device)
+    for wire in ("coded", "auto") if coded else ():
+        arms.append(Arm(f"kvprobe, wire {wire}", coded.model, lambda wire=wire: coded.set_wire(wire)))
     others = [("copied when needed", synchronous, 2), ("accelerate cpu_offload", accelerated, 1)]
     if DEVICE == "cuda":
         others.insert(1, ("diffusers-style streams", group_streams, 2))
@@ -396,6 +399,7 @@ def _fraction(
         "setup_s": time.monotonic() - began,
         "notes": held.notes,
         "copy_methods": copy_methods(held),
+        "coded": coded and {"offloaded_bytes": coded.plan.offloaded_bytes, "share": coded.wire_share},
         "shapes": {},
     }
     print(
@@ -420,8 +424,34 @@ def _fraction(
     recording = recording_of(held, "Llama-like model, random weights", "python benchmarks/weights_gpu.py", window=1)
     entry["graph"] = graph_check(held, base, short)
     print(f"  CUDA graph: {entry['graph']}; a weight changed in place: {entry['changed_in_place']}", flush=True)
+    if coded:
+        entry["coded_graph"] = graph_check(coded, base, short)
+        entry["coded_changed"] = change_check(coded, base, short)
+        print(
+            f"  coded: {entry['coded']}, CUDA graph: {entry['coded_graph']}; changed: {entry['coded_changed']}",
+            flush=True,
+        )
+        coded.remove()
     held.remove()
     return entry, recording
+
+
+def _coded(fraction: float, base: Any, device: str) -> Any:
+    """The same model with coded weights; None where there is no memory for the stages."""
+    from kvprobe.errors import KvprobeError
+    from kvprobe.weights import offload
+
+    began = time.monotonic()
+    try:
+        coded = offload(twin(base), gpu_fraction=fraction, window=2, device=device, wire="coded")
+    except KvprobeError as error:
+        print(f"  coded weights: {error}")
+        return None
+    print(
+        f"  packed in {time.monotonic() - began:.1f} s with placing: {coded.wire_share:.3f} of the bytes travel",
+        flush=True,
+    )
+    return coded
 
 
 def packed(one: Any) -> dict[str, Any]:

@@ -27,7 +27,11 @@ __all__ = ["CopyKernels", "load_copy_kernels"]
 
 NATIVE = Path(__file__).resolve().parent.parent / "native"
 SOURCES = (NATIVE / "kernels" / "copy.cu",)
-CODED_SOURCES = (NATIVE / "src" / "wire.h", NATIVE / "kernels" / "coded.cu")  # one program, in this order
+CODED_SOURCES = (  # one program, in this order
+    NATIVE / "src" / "wire.h",
+    NATIVE / "kernels" / "coded.cu",
+    NATIVE / "kernels" / "image.cu",
+)
 HOST_IMAGE = b"KVPROBE HOST KERNELS\0"
 OPTIONS = ("--std=c++17",)
 CACHE_MAGIC = b"KVPCUBIN"
@@ -39,6 +43,8 @@ RING_HEADER_BYTES = 512
 BULK, REGISTERS, CODED = 1, 2, 3  # kvp_copy_kernel.kind
 CODED_THREADS = 512  # of a CTA: its teams, as coded.cu has them
 CODED_LOAD_BYTES, CODED_STORE_BYTES = 199680, 214016  # its shared memory: four kvp_load_team, four kvp_store_team
+
+UNPACK_THREADS, UNPACK_BYTES, UNPACK_CTAS = 128, 48, 128  # kvp_unpack_team; the CTAs: about as many as multiprocessors
 
 _MAJOR, _MINOR, _SHARED_OPTIN, _HOST_POINTERS = 75, 76, 97, 91  # enum cudaDeviceAttr
 _MAX_DYNAMIC_SHARED = 8  # enum CUfunction_attribute
@@ -52,6 +58,7 @@ class CopyKernels:
         load: host to device; None where there is none.
         store: device to host.
         coded: what loads and stores the cells of native/src/wire.h; None where there are none.
+        unpack: what unpacks its images in GPU memory; None where `coded` is.
         read: CUfunction of the memory-bound kernel, 0 where there is none.
         launch_kernel: address of cuLaunchKernel.
         how: "compiled", "cached" or "host"; "" where there are none.
@@ -61,6 +68,7 @@ class CopyKernels:
     load: CopyKernel | None = None
     store: CopyKernel | None = None
     coded: tuple[CopyKernel, CopyKernel] | None = None
+    unpack: CopyKernel | None = None
     read: int = 0
     launch_kernel: int = 0
     how: str = ""
@@ -113,7 +121,7 @@ def _load(runtime: Runtime, bulk: bool | None) -> CopyKernels:
     kernels = CopyKernels(
         load,
         store,
-        _coded(driver, module if how == "host" else 0, capability),
+        *_coded(driver, module if how == "host" else 0, capability),
         _function(driver, module, "kvp_read", 0),
         ct.cast(driver.cuLaunchKernel, ct.c_void_p).value or 0,
         how,
@@ -161,20 +169,23 @@ def _function(driver: ct.CDLL, module: int, name: str, shared_bytes: int) -> int
     return function.value or 0
 
 
-def _coded(driver: ct.CDLL, module: int, capability: int) -> tuple[CopyKernel, CopyKernel] | None:
-    """The kernels that load and store cells, of `module` or compiled here; None where there are none."""
+def _coded(
+    driver: ct.CDLL, module: int, capability: int
+) -> tuple[tuple[CopyKernel, CopyKernel] | None, CopyKernel | None]:
+    """The kernels that load and store cells, and the one that unpacks images, of `module` or compiled here."""
     if capability < 90:
-        return None
+        return None, None
     try:
         module = module or _compiled(driver, capability, CODED_SOURCES)[0]
         load = _function(driver, module, "kvp_coded_load", CODED_LOAD_BYTES)
         store = _function(driver, module, "kvp_coded_store", CODED_STORE_BYTES)
+        unpack = _function(driver, module, "kvp_coded_unpack", 0)
     except _Unavailable:  # copies as they are do without
-        return None
+        return None, None
     return (
         CopyKernel(load, CODED_THREADS, CODED_LOAD_BYTES, MAX_CTAS, CODED),
         CopyKernel(store, CODED_THREADS, CODED_STORE_BYTES, MAX_CTAS, CODED),
-    )
+    ), CopyKernel(unpack, UNPACK_THREADS, UNPACK_BYTES, UNPACK_CTAS, CODED)
 
 
 def _warm_up(runtime: Runtime, kernels: CopyKernels) -> None:

@@ -29,7 +29,7 @@ LDFLAGS = ["-shared", "-Wl,-Bsymbolic-functions", "-Wl,-z,defs", "-Wl,-z,now", "
 # library -> folders of its sources, below this one, and single files it shares
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "libkvprobe.so": ("src/*.c",),
-    "libkvprobe_hostrt.so": ("hostrt/*.c", "src/clock.c", "src/wire.c"),
+    "libkvprobe_hostrt.so": ("hostrt/*.c", "src/clock.c", "src/wire.c", "src/image.c"),
     "libkvprobe_interpose.so": (
         "interpose/*.c",
         *("src/clock.c", "src/ring.c", "src/secrets.c", "src/memory_left.c", "src/kept.c", "src/populate.c"),

@@ -529,6 +529,8 @@ def _declare_submitter(lib: ct.CDLL) -> None:
         "kvp_pinned_reset": (None, [pointer]),
         "kvp_pinned_close": (None, [pointer]),
         "kvp_wire_put": (None, [u32, i32, pointer, u64, pointer, pointer, ct.POINTER(WirePlace)]),
+        "kvp_wire_pack": (u64, [u32, pointer, u64, pointer]),
+        "kvp_wire_unpack": (i32, [pointer, pointer, u64]),
         "kvp_wire_take": (i32, [pointer, pointer, pointer, u64, ct.POINTER(WirePlace)]),
         "kvp_reserve_open": (pointer, [pointer, u64, u64, u32]),
         "kvp_reserve_close": (None, [pointer]),

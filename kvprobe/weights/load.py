@@ -10,7 +10,7 @@ from typing import Any
 from kvprobe.cuda import Runtime, find_runtime
 from kvprobe.errors import KvprobeError
 from kvprobe.weights.checkpoint import files_of
-from kvprobe.weights.offload import WeightOffload, device_of, need_torch
+from kvprobe.weights.offload import Coding, WeightOffload, device_of, need_torch
 from kvprobe.weights.plan import Limit, Plan, make_plan
 
 
@@ -23,6 +23,7 @@ def load(
     device: str = "auto",
     runtime: Runtime | None = None,
     model: Any = None,
+    wire: str = "raw",
 ) -> WeightOffload:
     """Loads a local checkpoint (config.json and safetensors) with its weights partly in CPU memory.
 
@@ -38,6 +39,7 @@ def load(
         runtime: as for `offload`.
         model: a model built under `hollow()`; default: the causal language model that config.json names, of
             transformers.
+        wire: as for `offload`.
 
     Returns:
         The offload; its `model` is in eval mode.
@@ -54,13 +56,15 @@ def load(
         model = _build(folder)
     with torch.inference_mode(False), torch.no_grad():
         empty = _give_memory(model)
-        plan = Plan(0, 0) if gpu_fraction == 1 else make_plan(model, limit, window)
         runtime = runtime or find_runtime(device_of(device))
-        held = WeightOffload(model, plan, runtime if plan.units else None, None, hollow=empty)
+        coding = Coding.of(wire, runtime)
+        plan = Plan(0, 0) if gpu_fraction == 1 else make_plan(model, limit, window, coding.staging)
+        held = WeightOffload(model, plan, runtime if plan.units else None, None, coding, hollow=empty)
         try:
             if not plan.units and runtime.provider == "cuda":
                 model.to("cuda")  # pages that were never written cost a copy but no memory
             _fill(model, files)
+            held.pack()
         except BaseException:
             held.remove()
             raise

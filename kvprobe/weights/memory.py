@@ -8,7 +8,7 @@ from typing import Any
 from kvprobe.cuda import Buffer, Runtime
 from kvprobe.errors import CudaError, KvprobeError, UsageError
 from kvprobe.native.library import core
-from kvprobe.weights.plan import Extent, Held, Unit
+from kvprobe.weights.plan import Extent, Held
 
 CHUNK_BYTES = 4 << 30  # one allocation: large enough to be few, small enough that old and new never lie side by side
 
@@ -118,16 +118,16 @@ class HostMemory:
         self.bytes = self.pageable_bytes = self.pin_ns = self.chunks = 0
         self.refusal = ""
 
-    def take(self, unit: Unit, still: int) -> Any:
-        """Memory for a unit, a uint8 tensor; `still` bytes, this unit's included, are wanted in all.
+    def take(self, size: int, still: int) -> Any:
+        """Memory of `size` bytes, a uint8 tensor; `still` bytes, these included, are wanted in all.
 
         Raises:
             KvprobeError: the machine has no memory left.
         """
-        if self._chunk is None or self._used + unit.bytes > self._chunk.numel():
-            self._new(max(unit.bytes, min(CHUNK_BYTES, still)))
-        found = self._chunk[self._used : self._used + unit.bytes]
-        self._used += unit.bytes
+        if self._chunk is None or self._used + size > self._chunk.numel():
+            self._new(max(size, min(CHUNK_BYTES, still)))
+        found = self._chunk[self._used : self._used + size]
+        self._used += size
         return found
 
     def _new(self, size: int) -> None:

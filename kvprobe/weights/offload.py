@@ -5,20 +5,26 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from kvprobe.cuda import Runtime, find_runtime
+from kvprobe.cuda.kernels import CopyKernels
 from kvprobe.environment import RUN
 from kvprobe.errors import CudaError, KvprobeError, UsageError
 from kvprobe.native.library import core
 from kvprobe.probe.recorder import Recorder
+from kvprobe.weights.coded import Unpacker, kernels_of, pack, staging_bytes
 from kvprobe.weights.memory import DeviceMemory, HostMemory, bytes_of, view_of
 from kvprobe.weights.plan import Extent, Limit, Plan, make_plan
 from kvprobe.weights.profile import WeightProfile, profile
 from kvprobe.weights.sliding_window import Compute, Placed, WeightWindow
 from kvprobe.weights.timeline import RESIDENT, Forward
 from kvprobe.weights.watched import bind, unwatch, watch
+
+
+WIRES = ("raw", "coded", "auto")
 
 
 def offload(
@@ -30,6 +36,7 @@ def offload(
     device: str = "auto",
     runtime: Runtime | None = None,
     compute_stream: int | None = None,
+    wire: str = "raw",
 ) -> WeightOffload:
     """Keeps the weights of a model on the GPU up to a limit and the rest in pinned CPU memory.
 
@@ -48,10 +55,13 @@ def offload(
         device: "cuda", "host" (the embedded host runtime: no GPU), or "auto".
         runtime: instead of `device`.
         compute_stream: handle of the stream the model computes on; default: torch's current stream, forward by forward.
+        wire: "raw"; "coded": layers of bf16 are packed once, into three quarters of their bytes, which take CPU memory
+            beside the layers themselves, and are unpacked on the GPU; "auto": coded in those forwards that would wait
+            for copies otherwise, raw where coding cannot be had.
 
     Raises:
         UsageError: no such limit or window, a limit below what the window needs, a model offloaded already.
-        KvprobeError: no torch, or too little GPU or CPU memory; the model is as it was.
+        KvprobeError: no torch, or too little GPU or CPU memory, or wire="coded" cannot be had; the model is as it was.
     """
     torch = need_torch()
     limit = Limit(gpu_fraction, gpu_bytes)
@@ -62,10 +72,14 @@ def offload(
     if gpu_fraction == 1:
         return WeightOffload(model, Plan(0, 0), None, None)
     with torch.inference_mode(False), torch.no_grad():
-        plan = make_plan(model, limit, window)
+        runtime = runtime or find_runtime(device_of(device))
+        coding = Coding.of(wire, runtime)
+        plan = make_plan(model, limit, window, coding.staging)
         if not plan.units:
             return WeightOffload(model, plan, None, None)
-        return WeightOffload(model, plan, runtime or find_runtime(device_of(device)), compute_stream)
+        held = WeightOffload(model, plan, runtime, compute_stream, coding)
+        held.pack()
+        return held
 
 
 def need_torch() -> Any:
@@ -103,12 +117,14 @@ class WeightOffload:
         plan: Plan,
         runtime: Runtime | None,
         stream: int | None,
+        coding: Coding | None = None,
         hollow: Collection[int] = (),
     ) -> None:
         """Moves the weights and puts hooks on the offloaded layers; ids in `hollow` are tensors without bytes yet."""
         self.model, self.plan = model, plan
+        self._coding = coding or Coding()
         self.active = False
-        self.notes: list[str] = []
+        self.notes: list[str] = [self._coding.why] if self._coding.why else []
         self.load_ns = 0
         self._window: WeightWindow | None = None
         if runtime is None:
@@ -148,7 +164,7 @@ class WeightOffload:
         units = []
         still = plan.offloaded_bytes
         for number, unit in enumerate(plan.units):
-            memory = self._host.take(unit, still)
+            memory = self._host.take(unit.bytes, still)
             still -= unit.bytes
             at = 0
             for extent in unit.extents:
@@ -169,6 +185,29 @@ class WeightOffload:
         detail = "transfers" if self._recorder.path else "totals"
         self._window = WeightWindow(self.runtime, Compute(self.runtime, stream), units, detail)
         self._window.take_slots(plan.slots, window)
+
+    def pack(self) -> None:
+        """Makes images of the offloaded layers as they are now, where they are to travel coded.
+
+        Raises:
+            KvprobeError: the machine has no memory left for them; the model is as it was.
+        """
+        if not self.active or self._coding.kernels is None:
+            return
+        window = self._need()
+        units = window.units
+        try:
+            found = pack([one.memory for one in units], [one.versions() for one in units], self._host)
+            if any(found):
+                largest, kernels = self.plan.slot_bytes, self._coding.kernels
+                unpacker = Unpacker(self.runtime, kernels, self._device, largest)
+                window.code(unpacker)
+                window.travel(self._coding.wire)
+        except BaseException:
+            self.remove()
+            raise
+        for one, packed in zip(units, found, strict=True):
+            one.packed = packed
 
     def _at_home(self, extent: Extent) -> bool:
         """On CUDA: it is on the right GPU already."""
@@ -366,6 +405,18 @@ class WeightOffload:
             current.use_slots(slots, self._device)
         plan.slots = slots
 
+    def set_wire(self, wire: str) -> None:
+        """How the layers travel from the next forward on, for comparison.
+
+        Raises:
+            UsageError: no such wire, or they were offloaded with wire="raw" and have no images.
+        """
+        if self._coding.kernels is None or wire not in WIRES:
+            raise UsageError(
+                f"the wire cannot become {wire!r}: it is raw, coded or auto, of a model offloaded with coded or auto"
+            )
+        self._need().travel(wire)
+
     @contextmanager
     def without_copies(self) -> Iterator[None]:
         """Forwards in here copy nothing and compute with stale weights: right times, RESULTS OF NO USE.
@@ -388,6 +439,15 @@ class WeightOffload:
             self._settle()
             window.timeline.drain()
             window.resume_copying()
+
+    @property
+    def wire_share(self) -> float:
+        """Bytes that a forward puts on the wire, as a share of its layers' bytes, while they travel coded; 1: raw."""
+        if not self.active:
+            return 1.0
+        units = self._need().units
+        travel = sum(one.packed.bytes if one.packed else one.unit.bytes for one in units)
+        return travel / self.plan.offloaded_bytes
 
     @property
     def gpu_bytes(self) -> int:
@@ -440,6 +500,44 @@ class WeightOffload:
         return profile(
             forwards, [unit.name for unit in units], [unit.bytes for unit in units], self._need().timeline.unmeasured
         )
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How offloaded layers travel.
+
+    Attributes:
+        wire: "raw", "coded" or "auto".
+        kernels: what unpacks them; None: they travel raw.
+        why: they do although "auto" was asked for.
+    """
+
+    wire: str = "raw"
+    kernels: CopyKernels | None = None
+    why: str = ""
+
+    @classmethod
+    def of(cls, wire: str, runtime: Runtime) -> Coding:
+        """What can be had here.
+
+        Raises:
+            UsageError: no such wire.
+            KvprobeError: "coded" cannot be had.
+        """
+        if wire not in WIRES:
+            raise UsageError(f"the wire is raw, coded or auto, not {wire!r}")
+        if wire == "raw":
+            return cls()
+        try:
+            return cls(wire, kernels_of(runtime))
+        except KvprobeError as error:
+            if wire == "coded":
+                raise
+            return cls(wire, None, str(error))
+
+    def staging(self, largest: int) -> int:
+        """GPU memory beside the slots, for layers of at most so many bytes."""
+        return staging_bytes(largest) if self.kernels else 0
 
 
 class _Saved:

@@ -75,6 +75,7 @@ class Plan:
         slots: GPU buffers that the units pass through, window + 1.
         grain: "blocks" or "leaves".
         unplain: tensors that are not plain bytes (tensor subclasses, sparse ones); they stay on the GPU.
+        staging_bytes: of GPU memory beside the slots.
     """
 
     total_bytes: int
@@ -84,6 +85,7 @@ class Plan:
     slots: int = 0
     grain: str = "blocks"
     unplain: list[Any] = field(default_factory=list)
+    staging_bytes: int = 0
 
     @property
     def slot_bytes(self) -> int:
@@ -93,7 +95,7 @@ class Plan:
     @property
     def device_bytes(self) -> int:
         """GPU memory that the weights take."""
-        return sum(extent.room for extent in self.resident) + self.slots * self.slot_bytes
+        return sum(extent.room for extent in self.resident) + self.slots * self.slot_bytes + self.staging_bytes
 
     @property
     def offloaded_bytes(self) -> int:
@@ -101,13 +103,14 @@ class Plan:
         return sum(unit.bytes for unit in self.units)
 
 
-def make_plan(model: Any, limit: Limit, window: str | int) -> Plan:
+def make_plan(model: Any, limit: Limit, window: str | int, staging: Callable[[int], int] = lambda largest: 0) -> Plan:
     """The plan for a model.
 
     Args:
         model: a `torch.nn.Module`.
         limit: how much GPU memory its weights may take.
         window: "auto", a number of layers, or a size as "64MiB".
+        staging: GPU memory that is needed beside the slots where the largest unit has so many bytes.
 
     Raises:
         UsageError: a window that means nothing, or a limit below what the window needs; the text names the least.
@@ -127,6 +130,7 @@ def make_plan(model: Any, limit: Limit, window: str | int) -> Plan:
             rest = [extent for extent in extents if id(extent) not in inside]
             fixed = sum(extent.room for extent in rest)
             largest = max(unit.bytes for unit in units)
+            fixed += staging(largest)
             slots = 1 + (choice if isinstance(choice, int) else choice[0] // largest)
             least.append((fixed + min(slots, len(units)) * largest, slots - 1))
             chosen = _choose(units, fixed, limit_bytes, slots)
@@ -135,6 +139,7 @@ def make_plan(model: Any, limit: Limit, window: str | int) -> Plan:
                 plan.units = [units[i] for i in sorted(chosen)]
                 plan.resident = rest + [extent for unit in kept for extent in unit.extents]
                 plan.slots, plan.grain = min(slots, len(chosen)), grain
+                plan.staging_bytes = staging(plan.slot_bytes)
                 return plan
     if not least:
         raise UsageError(f"{type(model).__name__} has no layers that could be offloaded")

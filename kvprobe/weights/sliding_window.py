@@ -2,7 +2,8 @@
 
 A unit is copied into a slot on the copy stream; the compute stream waits for the copy's event; when the unit's
 computation is submitted an event on the compute stream marks the slot as free, and the next copy into it waits for
-that. The order in which units will be needed is the order of the last forward, so that layers skipped or called twice
+that. With coded weights (`coded.py`) a unit passes through stages before its slot, and a second stream takes it from
+there. The order in which units will be needed is the order of the last forward, so that layers skipped or called twice
 are foreseen from the second time on; a unit that was not foreseen is copied when it is entered. What comes after the
 last unit is the first one, for the next forward.
 """
@@ -17,6 +18,7 @@ from kvprobe.cuda import MEMCPY_KIND, Runtime
 from kvprobe.errors import KvprobeError
 from kvprobe.native.library import DETAIL, SubmitOptions, SubmitResult, core
 from kvprobe.probe.nvtx_ranges import ranges
+from kvprobe.weights.coded import HIDDEN, Packed, Unpacker
 from kvprobe.weights.memory import DeviceMemory, view_of
 from kvprobe.weights.plan import Held, Unit
 from kvprobe.weights.timeline import RESIDENT, CopyTrace, Timeline, VisitTrace
@@ -81,6 +83,7 @@ class Placed:
         self.tensors = [held.tensor for _, held in self.held]
         self.home = self.over(memory)
         self._statistics = _statistics(unit)
+        self.packed: Packed | None = None
         self.slot: Slot | None = None
         self.depth = 0  # modules of it that are computing
         self.entered: list[int] = []  # versions of its tensors when its computation began
@@ -130,6 +133,7 @@ class Slot:
         self.busy = False
         self.ready, self.free = runtime.event_create(), runtime.event_create()
         self.used = False  # `free` was recorded: copies into the slot wait for it
+        self.unpacked = False  # `ready` was recorded on the unpacker's stream: copies into the slot wait for it, too
         self.copy: CopyTrace | None = None
 
 
@@ -137,7 +141,9 @@ class WeightWindow:
     """Moves units through slots.
 
     Attributes:
-        copies, bytes: copied to the GPU so far.
+        copies, bytes: units copied to the GPU so far, and their bytes.
+        wire_bytes: that travelled for them.
+        coding: whether units travel coded now, where they are packed.
         misses: units that were not there when they were entered.
         written_back: units that a forward changed in place, stored to CPU memory again.
     """
@@ -164,7 +170,9 @@ class WeightWindow:
         self._result = SubmitResult()
         self._where = (ct.c_uint64 * 3)()
         self.timeline = Timeline(runtime, 2 * len(units))
-        self.copies = self.bytes = self.misses = self.written_back = 0
+        self.copies = self.bytes = self.wire_bytes = self.misses = self.written_back = 0
+        self.coding = self._choosing = False
+        self._unpacker: Unpacker | None = None
         self.capturing = self._forked = self._inside = False
         self.captured = False  # a graph exists: its replays change the slots unseen
         self.copying = True
@@ -197,11 +205,21 @@ class WeightWindow:
             self.take_slots(old, memory.take(old * size, f"{old} window slots"))
             raise
 
+    def code(self, unpacker: Unpacker) -> None:
+        """Units that are packed may travel coded from here on."""
+        self._unpacker = unpacker
+
+    def travel(self, wire: str) -> None:
+        """How they travel: "raw", "coded", or "auto": coded in forwards that would wait for copies as they are."""
+        self.coding, self._choosing = wire == "coded", wire == "auto"
+
     # -- a forward -----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """A forward of the whole model begins."""
         self._at, self.seen, self._inside = 0, [], True
+        if self._unpacker is not None:
+            self._unpacker.check()
         for placed in self.units:
             if placed.depth:  # a forward before this one was cut off where no hook could see it
                 self._free(placed)
@@ -216,14 +234,24 @@ class WeightWindow:
         if self.captured:  # replays are on the compute stream: copies stay behind them
             self._fork()
         self.timeline.begin(self.compute.stream)
+        if self._choosing:
+            self.coding = self._would_wait()
+
+    def _would_wait(self) -> bool:
+        """Whether a forward like the last one that was measured would wait for units that are copied as they are."""
+        measured = [one for one in self.timeline.forwards if one.window != RESIDENT]
+        if not measured:
+            return False
+        last = measured[-1]
+        raw_ns = self.timeline.raw_ns_per_byte * sum(visit.bytes for visit in last.visits)
+        return raw_ns > HIDDEN * (last.total_ns - sum(visit.wait_ns for visit in last.visits))
 
     def end(self, complete: bool) -> None:
         """It is submitted, or failed."""
         self._inside = False
         if self.capturing:
             if self._forked:  # a capture must end with every stream joined
-                self.runtime.event_record(self._joint, self.stream)
-                self.compute.wait(self._joint)
+                self._join()
             self._forget()
             self.capturing = False
             return
@@ -291,8 +319,15 @@ class WeightWindow:
         self._prefetch()
 
     def settle(self) -> None:
-        """Waits until no copy is under way."""
+        """Waits until no copy is under way.
+
+        Raises:
+            KvprobeError: weights came out wrong.
+        """
         self.runtime.stream_synchronize(self.stream)
+        if self._unpacker is not None:
+            self.runtime.stream_synchronize(self._unpacker.stream)
+            self._unpacker.check()
 
     def stop_copying(self) -> None:
         """Units compute with whatever the slots hold, from here on; everything must be idle.
@@ -367,38 +402,58 @@ class WeightWindow:
         return max(free, key=lambda slot: rank.get(slot.placed.number, 1 << 30) if slot.placed else 1 << 31)
 
     def _load(self, placed: Placed, slot: Slot) -> None:
-        """One copy of a whole unit into a slot, behind the computation that used the slot before."""
+        """Brings a whole unit into a slot, behind the computation that used the slot before."""
         if slot.placed is not None:
             slot.placed.slot = None
         slot.placed = None
         self.timeline.drop(slot.copy)
         slot.copy = None
+        versions, unpacker, packed = placed.versions(), self._unpacker, None
+        if unpacker is not None and self.coding and placed.packed and placed.packed.versions == versions:
+            packed = placed.packed
+        last = unpacker.stream if unpacker is not None and packed else self.stream  # on which the unit becomes whole
         if self.capturing:
             self._fork()
         elif slot.used:
-            self.runtime.stream_wait_event(self.stream, slot.free)
+            self.runtime.stream_wait_event(last, slot.free)
+        if slot.unpacked and not packed:
+            self.runtime.stream_wait_event(self.stream, slot.ready)
         trace = None if self.capturing else self.timeline.copy()
         if trace is not None:
             self.runtime.event_record(trace.start, self.stream)
-        self._where[:] = [slot.address, placed.address, placed.unit.bytes]
         self._options.transfer = self.copies & 0xFFFFFFFF
         note = self._ranges.start(f"weights: load {placed.unit.name}", placed.unit.bytes)
-        versions = placed.versions()
-        base = ct.addressof(self._where)
-        code = self._submit(ct.byref(self._options), 1, base, base + 8, base + 16, 0, ct.byref(self._result))
-        self._ranges.end(note)
-        if code:
+        began, self._spent = core().kvp_now_ns(), 0
+        try:
+            if unpacker is not None and packed:
+                unpacker.load(packed, slot.address, self.stream, self._copy)
+            else:
+                self._copy(slot.address, placed.address, placed.unit.bytes)
+        except KvprobeError:
             self.timeline.drop(trace)
-            raise self.runtime.error("cudaMemcpyAsync", code)
+            raise
+        finally:
+            self._ranges.end(note)
         if trace is not None:
-            self.runtime.event_record(trace.end, self.stream)
-            trace.submitted_ns = int(self._result.start_ns)
-            trace.submit_ns = int(self._result.end_ns - self._result.start_ns)
+            self.runtime.event_record(trace.end, last)
+            trace.submitted_ns, trace.submit_ns = began, self._spent
             trace.bytes, trace.src, trace.dst = placed.unit.bytes, placed.address, slot.address
-        self.runtime.event_record(slot.ready, self.stream)
+            trace.wire_bytes = packed.bytes if packed else placed.unit.bytes
+        self.runtime.event_record(slot.ready, last)
+        slot.unpacked = packed is not None
         slot.placed, slot.versions, slot.copy, placed.slot = placed, versions, trace, slot
         self.copies += 1
         self.bytes += placed.unit.bytes
+
+    def _copy(self, dst: int, src: int, size: int) -> None:
+        """Submits a copy of `size` bytes."""
+        self._where[:] = [dst, src, size]
+        base = ct.addressof(self._where)
+        code = self._submit(ct.byref(self._options), 1, base, base + 8, base + 16, 0, ct.byref(self._result))
+        if code:
+            raise self.runtime.error("cudaMemcpyAsync", code)
+        self._spent += int(self._result.end_ns - self._result.start_ns)
+        self.wire_bytes += size
 
     def _write_back(self, placed: Placed, changed: list[tuple[int, Held]], stream: int) -> None:
         """Stores tensors that the forward changed in place; the host waits, so that CPU memory is right from here."""
@@ -415,6 +470,7 @@ class WeightWindow:
             self.runtime.memcpy_async(placed.address + at, slot.address + at, held.bytes, "d2h", stream)
         self.runtime.stream_synchronize(stream)
         slot.versions = placed.versions()
+        placed.packed = None  # of statistics that changed uncounted it would bring the old ones
         self.written_back += 1
 
     def _fork(self) -> None:
@@ -423,13 +479,25 @@ class WeightWindow:
         self.runtime.stream_wait_event(self.stream, self._joint)
         self._forked = True
 
+    def _join(self) -> None:
+        """Computation from here on comes behind the copies."""
+        stream = self.stream
+        if self._unpacker is not None:
+            stream = self._unpacker.stream
+            self.runtime.event_record(self._joint, self.stream)
+            self.runtime.stream_wait_event(stream, self._joint)
+        self.runtime.event_record(self._joint, stream)
+        self.compute.wait(self._joint)
+
     def _forget(self) -> None:
         """What the slots hold is not known, or of no use."""
+        if self._unpacker is not None:
+            self._unpacker.forget()
         for slot in self.slots:
             if slot.placed is not None:
                 slot.placed.slot = None
             self.timeline.drop(slot.copy)
-            slot.placed, slot.copy, slot.used, slot.busy = None, None, False, False
+            slot.placed, slot.copy, slot.used, slot.busy, slot.unpacked = None, None, False, False, False
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -445,6 +513,8 @@ class WeightWindow:
     def close(self) -> None:
         """Destroys streams and events."""
         self.close_slots()
+        if self._unpacker is not None:
+            self._unpacker.close()
         self.memory = None
         self.timeline.close()
         self.runtime.event_destroy(self._joint)

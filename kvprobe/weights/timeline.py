@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvprobe.cuda import Runtime
@@ -23,6 +24,7 @@ class CopyTrace:
     submitted_ns: int = 0
     submit_ns: int = 0
     bytes: int = 0
+    wire_bytes: int = 0
     src: int = 0
     dst: int = 0
 
@@ -96,6 +98,9 @@ class Forward:
 class Timeline:
     """Records events around visits and copies, and turns them into times once the device has passed them.
 
+    Attributes:
+        raw_ns_per_byte: of the fastest forward whose units travelled as they are; 0: none was measured.
+
     Nothing here waits, except `drain`; where events run short (the host is several forwards ahead) a forward goes
     unmeasured and is counted in `unmeasured`.
     """
@@ -109,6 +114,7 @@ class Timeline:
         self._current: _ForwardTrace | None = None
         self.forwards: deque[Forward] = deque(maxlen=KEPT)
         self.unmeasured = 0
+        self.raw_ns_per_byte = 0.0
 
     def begin(self, stream: int) -> None:
         """A forward begins on a compute stream."""
@@ -177,7 +183,19 @@ class Timeline:
             start = self._at(trace.start)
             visits = tuple(self._visit(one) for one in trace.visits)
             self.forwards.append(Forward(start, self._between(trace.start, trace.end), window, visits))
+            self._look_at_the_rate(trace, visits)
             self._release(trace)
+
+    def _look_at_the_rate(self, trace: _ForwardTrace, visits: Sequence[Visit]) -> None:
+        raw = [
+            visit
+            for one, visit in zip(trace.visits, visits, strict=True)
+            if one.copy is not None and one.copy.wire_bytes == one.copy.bytes
+        ]
+        size = sum(visit.bytes for visit in raw)
+        if size:
+            rate = sum(visit.copy_ns for visit in raw) / size
+            self.raw_ns_per_byte = min(self.raw_ns_per_byte or rate, rate)
 
     def drain(self) -> None:
         """Waits for the forwards under way, and reads them."""

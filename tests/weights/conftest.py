@@ -37,7 +37,7 @@ class Block(torch.nn.Module):
 
     def forward(self, x: Any) -> Any:
         x = x + self.down(torch.relu(self.up(self.norm(x))))
-        return x + torch.nn.functional.linear(x, self.codes.float() * self.scale.float() / 1000)
+        return x + torch.nn.functional.linear(x, (self.codes.float() * self.scale.float() / 1000).to(x.dtype))
 
 
 class Model(torch.nn.Module):

@@ -19,7 +19,8 @@
 #define START_NS 4000                /* a launch: scheduling it, reading its list */
 #define PIECE_LEAST 2048
 #define ONE_CTA 0.84
-#define WARPS 8 /* of a CTA */
+#define WARPS 8         /* of a CTA */
+#define UNPACK_RATE 4.0 /* bytes per ns that a CTA unpacks */
 
 typedef struct {
     uint64_t dst, src, bytes;
@@ -31,8 +32,9 @@ typedef struct {
 } work; /* launch() in copy_methods.c, copy.cu */
 
 static const char *const names[] = {"kvp_copy_load", "kvp_copy_store", "kvp_copy_registers",
-                                    "kvp_read",      "kvp_coded_load", "kvp_coded_store"};
-enum { KERNELS = sizeof names / sizeof *names, READ = 3, CODED_LOAD = 4, CODED_STORE = 5 };
+                                    "kvp_read",      "kvp_coded_load", "kvp_coded_store",
+                                    "kvp_coded_unpack"};
+enum { KERNELS = sizeof names / sizeof *names, READ = 3, CODED_LOAD = 4, CODED_STORE = 5, UNPACK = 6 };
 static char module, functions[KERNELS];
 
 /* What a launch leaves for its execution. All stay linked and are used again. */
@@ -43,6 +45,7 @@ typedef struct launched {
     const entry *list;
     uint32_t count;
     kvh_cells cells; /* of a coded copy, which reads no `list` */
+    kvp_wire_unpacking image;
 } launched;
 static _Atomic(launched *) all;
 
@@ -170,6 +173,42 @@ static cudaError_t launch_cells(call *c, bool store, unsigned ctas, const kvp_wi
     return error;
 }
 
+/* ---- images ---------------------------------------------------------------------------------------------------- */
+
+static void execute_unpack(void *argument) {
+    launched *l = argument;
+    const kvp_wire_unpacking w = l->image;
+    runtime *rt = l->rt;
+    void *to = (void *)(uintptr_t)w.to, *refused = (void *)(uintptr_t)w.refused;
+    const void *image = (const void *)(uintptr_t)w.image;
+    uint64_t least = kvp_wire_cells(w.raw_bytes) * sizeof(kvp_wire_index);
+    bool bad = kvh_device_check(rt, to, w.raw_bytes) || kvh_device_check(rt, image, least) ||
+               kvh_device_check(rt, refused, sizeof(uint32_t));
+    int code = bad ? KVP_WIRE_WHOLE : kvp_wire_unpack(image, to, w.raw_bytes);
+    if (code) *(volatile uint32_t *)refused = (uint32_t)code;
+    atomic_store(&l->busy, false);
+    if (bad) {
+        kvh_lock(rt);
+        kvh_fail(rt, cudaErrorIllegalAddress);
+        kvh_unlock(rt);
+    }
+}
+
+static cudaError_t launch_unpack(call *c, unsigned ctas, const kvp_wire_unpacking *w, cudaStream_t stream) {
+    if (!w->image || !w->to || !w->raw_bytes || !w->refused || !ctas) return cudaErrorInvalidValue;
+    launched *l = new_launched();
+    if (!l) return cudaErrorMemoryAllocation;
+    l->rt = c->rt;
+    l->image = *w;
+    op o = {.kind = OP_WORK, .class = KVHOST_COMPUTE, .direction = KVP_D2D};
+    o.work.fn = execute_unpack;
+    o.work.arg = l;
+    o.work.ns = START_NS + (uint64_t)((double)w->raw_bytes / (UNPACK_RATE * ctas));
+    cudaError_t error = kvh_submit_one(c, stream, &o);
+    if (error) atomic_store(&l->busy, false);
+    return error;
+}
+
 /* Which of the kernels a function handle names; -1: none. */
 static int number_of(const void *fn) {
     for (int i = 0; i < KERNELS; i++)
@@ -182,6 +221,7 @@ bool kvh_is_copy_kernel(const void *fn) { return number_of(fn) >= 0; }
 cudaError_t kvh_launch_copy_kernel(call *c, const void *fn, unsigned ctas, void **params, cudaStream_t stream) {
     if (!params || !params[0]) return cudaErrorInvalidValue;
     int number = number_of(fn);
+    if (number == UNPACK) return launch_unpack(c, ctas, params[0], stream);
     if (number >= CODED_LOAD) return launch_cells(c, number == CODED_STORE, ctas, params[0], stream);
     if (number != READ) return launch_copies(c, ctas, params[0], stream);
     op o = {.kind = OP_DELAY, .class = KVHOST_COMPUTE}; /* a CTA reads 16 KiB, all together 1,000 bytes an ns */

@@ -210,6 +210,32 @@ enum kvp_wire_refusal {
     KVP_WIRE_NONE = 6,     /* nothing lies there */
 };
 
+/* ---- images: a run of bytes, packed, that travels by the copy engine and is unpacked where it arrives ---------------
+ *
+ * An image begins with a kvp_wire_index for each piece of KVP_WIRE_CELL bytes, the last one of what is left; then come
+ * the cells, one after another, each at a multiple of 16 bytes. It names no address, so that it may lie anywhere.
+ *
+ *   void kvp_coded_unpack(const kvp_wire_unpacking)
+ */
+typedef struct {
+    uint32_t bytes; /* of the cell; as many as the piece has: it lies there as it is */
+    uint32_t at;    /* where it begins in the image, over 16 */
+} kvp_wire_index;
+
+/* Most bytes that an image can have. */
+KVP_WIRE_FN uint64_t kvp_wire_image_most(uint64_t raw_bytes) {
+    uint64_t pieces = (raw_bytes + KVP_WIRE_CELL - 1) / KVP_WIRE_CELL;
+    return kvp_wire_up(pieces * sizeof(kvp_wire_index)) + kvp_wire_up(raw_bytes);
+}
+
+/* The parameter of a launch, by value; 32 bytes. Everything is a multiple of 16. Where a piece is refused, it means
+ * nothing afterwards, and enum kvp_wire_refusal is written to the four bytes at `refused`, which the CPU sees. */
+typedef struct {
+    uint64_t image, to; /* addresses of GPU memory */
+    uint64_t raw_bytes;
+    uint64_t refused;
+} kvp_wire_unpacking;
+
 #ifndef __CUDACC__
 #include "kvp.h"
 
@@ -246,6 +272,12 @@ KVP_EXPORT void kvp_wire_put(uint32_t type, int check, const void *raw, uint64_t
 /* As kvp_coded_load: writes the block that cells hold. 0, or enum kvp_wire_refusal of the first that holds none. */
 KVP_EXPORT int kvp_wire_take(const kvp_wire_note *notes, const void *cells, void *raw, uint64_t raw_bytes,
                              const kvp_wire_place *place);
+
+/* Writes the image of a run of bytes, a multiple of 16, and returns how many bytes it has. `image` has space for
+ * kvp_wire_image_most of them. */
+KVP_EXPORT uint64_t kvp_wire_pack(uint32_t type, const void *raw, uint64_t raw_bytes, void *image);
+/* As kvp_coded_unpack: 0, or enum kvp_wire_refusal of the last piece that was refused. */
+KVP_EXPORT int kvp_wire_unpack(const void *image, void *raw, uint64_t raw_bytes);
 
 #ifdef __cplusplus
 }

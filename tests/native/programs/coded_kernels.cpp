@@ -205,6 +205,7 @@ static uint32_t kvp_clock_ns() {
 }
 
 #include "coded.cu"
+#include "image.cu"
 
 static std::function<void()> body;
 static void enter() {
@@ -213,14 +214,8 @@ static void enter() {
     swapcontext(&self->context, &scheduler);
 }
 
-// Runs a launch: 0, or 1 where threads wait for one another for ever.
-extern "C" __attribute__((visibility("default"))) int coded_run(int store, const kvp_wire_work *work, uint32_t ctas,
-                                                                uint64_t lot) {
-    static_assert(sizeof(kvp_store_team) * KVP_STORE_TEAMS <= sizeof kvp_coded_shared);
-    static_assert(sizeof(kvp_load_team) * KVP_LOAD_TEAMS <= sizeof kvp_coded_shared);
-    kvp_wire_work w = *work;
-    uint32_t threads = store ? KVP_STORE_TEAM * KVP_STORE_TEAMS : KVP_LOAD_TEAM * KVP_LOAD_TEAMS;
-    body = [=] { store ? kvp_coded_store(w) : kvp_coded_load(w); };
+// Runs `body` in every thread of a launch: 0, or 1 where threads wait for one another for ever.
+static int run(uint32_t threads, uint32_t ctas, uint64_t lot) {
     gridDim.x = ctas, blockDim.x = threads, seed = lot;
     for (uint32_t cta = 0; cta < ctas; cta++) {
         blockIdx.x = cta;
@@ -250,6 +245,21 @@ extern "C" __attribute__((visibility("default"))) int coded_run(int store, const
     }
     return 0;
 }
+extern "C" __attribute__((visibility("default"))) int coded_run(int store, const kvp_wire_work *work, uint32_t ctas,
+                                                                uint64_t lot) {
+    static_assert(sizeof(kvp_store_team) * KVP_STORE_TEAMS <= sizeof kvp_coded_shared);
+    static_assert(sizeof(kvp_load_team) * KVP_LOAD_TEAMS <= sizeof kvp_coded_shared);
+    kvp_wire_work w = *work;
+    body = [=] { store ? kvp_coded_store(w) : kvp_coded_load(w); };
+    return run(store ? KVP_STORE_TEAM * KVP_STORE_TEAMS : KVP_LOAD_TEAM * KVP_LOAD_TEAMS, ctas, lot);
+}
+extern "C" __attribute__((visibility("default"))) int coded_unpack(const kvp_wire_unpacking *work, uint32_t ctas,
+                                                                   uint64_t lot) {
+    kvp_wire_unpacking w = *work;
+    body = [=] { kvp_coded_unpack(w); };
+    return run(KVP_LOAD_TEAM, ctas, lot);
+}
+extern "C" __attribute__((visibility("default"))) uint32_t unpack_shared_bytes() { return sizeof(kvp_unpack_team); }
 extern "C" __attribute__((visibility("default"))) uint32_t coded_shared_bytes(int store) {
     return store ? sizeof(kvp_store_team) * KVP_STORE_TEAMS : sizeof(kvp_load_team) * KVP_LOAD_TEAMS;
 }
