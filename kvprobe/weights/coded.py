@@ -25,7 +25,8 @@ from kvprobe.offload.wire import REFUSALS, TYPES
 from kvprobe.weights.memory import DeviceMemory, HostMemory
 
 PART_BYTES = 32 << 20  # of a unit: 0.4 ms on a link of 55 GB/s, beside which submitting its image is cheap
-STAGES = 3  # images that are on their way, wait, or are unpacked
+STAGES = 4  # images that are on their way, wait, or are unpacked
+FIRST = -1  # priority of the stream on which they are unpacked: before those of streams without one
 LEAST_GAIN = 0.03  # share of a unit's bytes that packing must save
 HIDDEN = 0.95  # share of a forward's computation that copies as they are may take and still be hidden by it
 
@@ -125,7 +126,7 @@ class Unpacker:
             made.callback(self._drop)
             self._flag = Buffer(runtime, 16, "pinned")
             made.callback(self._flag.close)
-            self.stream = runtime.stream_create()
+            self.stream = runtime.stream_create(FIRST)  # a model's kernels in the way would hold up the copies
             made.callback(runtime.stream_destroy, self.stream)
             self._stages = []
             for i in range(STAGES):

@@ -1,4 +1,4 @@
-"""Images: what is packed comes back whole, on the CPU and by the kernel's own source, and what is damaged is refused."""
+"""Images: what is packed comes back, from the CPU and from the kernel's own source, and what is damaged is refused."""
 
 from __future__ import annotations
 

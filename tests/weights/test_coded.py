@@ -84,7 +84,7 @@ def test_damaged_images_are_never_computed_with_unsaid(model: Any, ids: Any, run
         assert image is not None
         bytes_of = image.memory.numpy()
         bytes_of[len(bytes_of) // 2] ^= 1
-        with pytest.raises(KvprobeError, match="came out wrong.*checksum"):
+        with pytest.raises(KvprobeError, match=r"came out wrong.*checksum"):
             forward(model, ids), held._settle()
         bytes_of[len(bytes_of) // 2] ^= 1
         forward(model, ids)
