@@ -1,8 +1,9 @@
 """Coded weights: units that are packed once, travel by the copy engine in fewer bytes, and are unpacked on the GPU.
 
 A unit is cut into parts; each has an image (`native/src/wire.h`) in pinned memory beside the unit's own bytes. A load
-copies the images into a ring of stages in GPU memory, one after another, at the link's rate; on a second stream a kernel
-unpacks each into the unit's slot while the next one is on its way. What was changed since it was packed travels as it is.
+copies the images into a ring of stages in GPU memory, one after another, at the link's rate; on a second stream a
+kernel unpacks each into the unit's slot while the next one is on its way. What was changed since it was packed travels
+as it is.
 """
 
 from __future__ import annotations
@@ -185,8 +186,8 @@ class Unpacker:
         if refused:
             self._refused[0] = 0
             raise KvprobeError(
-                f"weights of the forward before this one came out wrong: {REFUSALS.get(refused, 'damaged')}; their memory "
-                "was overwritten: find out by whom, or offload with wire='raw'"
+                f"weights of the forward before this one came out wrong: {REFUSALS.get(refused, 'damaged')}; their "
+                "memory was overwritten: find out by whom, or offload with wire='raw'"
             )
 
     def forget(self) -> None:

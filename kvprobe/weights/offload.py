@@ -23,7 +23,6 @@ from kvprobe.weights.sliding_window import Compute, Placed, WeightWindow
 from kvprobe.weights.timeline import RESIDENT, Forward
 from kvprobe.weights.watched import bind, unwatch, watch
 
-
 WIRES = ("raw", "coded", "auto")
 
 
